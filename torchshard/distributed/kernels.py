@@ -1,0 +1,123 @@
+"""What one rank does in each kind of collective. Every tensor is made contiguous first; results never alias inputs.
+
+Pieces of different sizes are padded to the largest, sent, and cut back: every rank knows all sizes from the layout.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from torchshard.distributed.groups import Group
+from torchshard.errors import DistributedError
+from torchshard.layouts import Layout, Shard, join, local_size, parts_of, parts_size, ranges, split
+
+
+def convert(kernel: str, x: Tensor, source: Layout, target: Layout, group: Group) -> Tensor:
+    """Runs one conversion on this rank."""
+    if group.simulated:
+        raise DistributedError(
+            "a graph that was made for simulated ranks can't communicate",
+            where=f"rank {group.rank} of {group.size}",
+            attempt="run it with torchshard.check, or shard the model in a process group",
+        )
+    return _KERNELS[kernel](x, source, target, group)
+
+
+def _none(x: Tensor, source: Layout, target: Layout, group: Group) -> Tensor:
+    return x.clone()
+
+
+def _all_reduce(x: Tensor, source: Layout, target: Layout, group: Group) -> Tensor:
+    return reduced(x, dist.ReduceOp.SUM, group)
+
+
+def reduced(x: Tensor, op: object, group: Group) -> Tensor:
+    """All-reduce of a copy."""
+    held = x.clone(memory_format=torch.contiguous_format)
+    if group.size > 1 and held.numel():
+        dist.all_reduce(held, op=op, group=group.process_group)  # type: ignore[arg-type]
+    return held
+
+
+def _slice(x: Tensor, source: Layout, target: Layout, group: Group) -> Tensor:
+    return split(x, target, group.rank, group.size).clone(memory_format=torch.contiguous_format)
+
+
+def _pad(x: Tensor, source: Layout, target: Layout, group: Group) -> Tensor:
+    assert isinstance(source, Shard)
+    parts = parts_of(0, source)
+    whole = x.new_zeros([*x.shape[: source.dim], parts_size(parts), *x.shape[source.dim + 1 :]])
+    at = 0
+    for start, stop in ranges(parts, group.rank, group.size):
+        whole.narrow(source.dim, start, stop - start).copy_(x.narrow(source.dim, at, stop - start))
+        at += stop - start
+    return whole
+
+
+def _widths(shard: Shard, world: int) -> list[int]:
+    return [local_size(parts_of(0, shard), rank, world) for rank in range(world)]
+
+
+def _padded(x: Tensor, width: int) -> Tensor:
+    """dim 0 filled up with zeros to `width`, contiguous."""
+    if x.shape[0] == width:
+        return x.contiguous()
+    return torch.cat([x, x.new_zeros(width - x.shape[0], *x.shape[1:])])
+
+
+def _all_gather(x: Tensor, source: Layout, target: Layout, group: Group) -> Tensor:
+    assert isinstance(source, Shard)
+    if group.size == 1:
+        return x.clone()
+    widths = _widths(source, group.size)
+    sent = _padded(x.movedim(source.dim, 0), max(widths))
+    got = sent.new_empty(group.size, *sent.shape)
+    if sent.numel():
+        dist.all_gather_into_tensor(got.flatten(0, 1), sent, group=group.process_group)
+    pieces = [got[r, :n].movedim(0, source.dim) for r, n in enumerate(widths)]
+    return join(pieces, source).contiguous()
+
+
+def _reduce_scatter(x: Tensor, source: Layout, target: Layout, group: Group) -> Tensor:
+    assert isinstance(target, Shard)
+    if group.size == 1:
+        return x.clone()
+    pieces = [split(x, target, r, group.size).movedim(target.dim, 0) for r in range(group.size)]
+    width = max(p.shape[0] for p in pieces)
+    sent = torch.cat([_padded(p, width) for p in pieces])
+    got = sent.new_empty(width, *sent.shape[1:])
+    if sent.numel():
+        dist.reduce_scatter_single(got, sent, group=group.process_group)
+    return got[: pieces[group.rank].shape[0]].movedim(0, target.dim).contiguous()
+
+
+def _all_to_all(x: Tensor, source: Layout, target: Layout, group: Group) -> Tensor:
+    assert isinstance(source, Shard) and isinstance(target, Shard)
+    if group.size == 1:
+        return x.clone()
+    sent = [split(x, target, r, group.size).contiguous() for r in range(group.size)]
+    shapes = [_with_size(sent[group.rank].shape, source.dim, n) for n in _widths(source, group.size)]
+    lengths = [torch.Size(s).numel() for s in shapes]
+    got = x.new_empty(sum(lengths))
+    flat = torch.cat([p.flatten() for p in sent])
+    dist.all_to_all_single(got, flat, lengths, [p.numel() for p in sent], group=group.process_group)
+    return join([p.view(s) for p, s in zip(got.split(lengths), shapes, strict=True)], source).contiguous()
+
+
+def _with_size(shape: Sequence[int], dim: int, size: int) -> list[int]:
+    return [*shape[:dim], size, *shape[dim + 1 :]]
+
+
+_KERNELS = {
+    "none": _none,
+    "all_reduce": _all_reduce,
+    "slice": _slice,
+    "pad": _pad,
+    "all_gather": _all_gather,
+    "reduce_scatter": _reduce_scatter,
+    "all_to_all": _all_to_all,
+}

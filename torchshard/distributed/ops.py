@@ -1,0 +1,85 @@
+"""The conversions as PyTorch operators, `torch.ops.torchshard.*`: the collective nodes of a graph.
+
+All are made from the rows of `conversions.TABLE`: the kernel runs the row, the fake kernel takes shapes from the
+layouts, and the backward is the row's dual. Groups are passed by name, so that a printed, saved or exported graph
+stays whole.
+
+    copy(x, group)      gather(x, dim, parts, group)      all_to_all(x, dim, parts, to_dim, to_parts, group)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from torchshard.conversions import TABLE, Conversion, ends
+from torchshard.distributed.groups import lookup
+from torchshard.distributed.kernels import convert, reduced
+from torchshard.layouts import Layout, Shard, local_shape, parts_of, parts_size
+
+_ARGS = {0: "", 1: "int dim, int[] parts, ", 2: "int dim, int[] parts, int to_dim, int[] to_parts, "}
+OPS: dict[Any, Conversion] = {}
+"""OpOverload -> its row of the table."""
+
+
+def local_result_shape(shape: Sequence[Any], source: Layout, target: Layout, rank: int, world: int) -> list[Any]:
+    """The local shape after a conversion, from the local shape before it."""
+    whole = list(shape)
+    if isinstance(source, Shard):
+        whole[source.dim] = parts_size(parts_of(0, source))
+    return list(local_shape(whole, target, rank, world))
+
+
+def _define(row: Conversion) -> None:
+    shards = [row.source, row.target].count(Shard)
+
+    def kernel(x: Tensor, *args: Any) -> Tensor:
+        return convert(row.kernel, x, *ends(row.name, args), lookup(args[-1]))
+
+    def fake(x: Tensor, *args: Any) -> Tensor:
+        group = lookup(args[-1])
+        return x.new_empty(local_result_shape(x.shape, *ends(row.name, args), group.rank, group.size))
+
+    def setup(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+        ctx.args = inputs[1:]
+
+    def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
+        dual = getattr(torch.ops.torchshard, row.dual).default
+        args = [*ctx.args[2:4], *ctx.args[0:2], ctx.args[4]] if shards == 2 else ctx.args
+        return (dual(grad, *args), *[None] * len(ctx.args))
+
+    name = f"torchshard::{row.name}"
+    op = torch.library.custom_op(
+        name, kernel, mutates_args=(), schema=f"(Tensor x, {_ARGS[shards]}str group) -> Tensor"
+    )
+    op.register_fake(fake)
+    op.register_autograd(backward, setup_context=setup)
+    OPS[getattr(torch.ops.torchshard, row.name).default] = row
+
+
+for _row in TABLE.values():
+    _define(_row)
+
+
+@torch.library.custom_op("torchshard::all_reduce_max", mutates_args=(), schema="(Tensor x, str group) -> Tensor")
+def all_reduce_max(x: Tensor, group: str) -> Tensor:
+    """The elementwise largest over the ranks, on every rank; it has no gradient."""
+    return reduced(x, dist.ReduceOp.MAX, lookup(group))
+
+
+@all_reduce_max.register_fake
+def _(x: Tensor, group: str) -> Tensor:
+    return torch.empty_like(x, memory_format=torch.contiguous_format)
+
+
+COLLECTIVES = frozenset([*OPS, torch.ops.torchshard.all_reduce_max.default])
+"""All operators that communicate, or stand where communication would be."""
+
+
+def is_collective(target: Any) -> bool:
+    """Whether a node's target is one of ours."""
+    return target in COLLECTIVES

@@ -1,0 +1,80 @@
+"""What was inserted, for people: the listing, which golden tests compare and errors point into.
+
+    * x_copy      = copy(x)                      f32[2,8,16]   R      I -> R, for q, k, v                    mlp.py:12
+      q           = linear(x_copy, q.weight)     f32[2,8,8]    S(2)   split n: ... k, n k -> ... n
+    * out_reduce  = reduce(out)                  f32[2,8,16]   I      P -> I, for add
+
+A star marks a collective. Shapes are global until `localize`, then the rank's own.
+"""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+
+from torchshard.distributed.ops import OPS, is_collective
+from torchshard.graph import op_name, values
+
+_DTYPES = {
+    torch.float64: "f64", torch.float32: "f32", torch.float16: "f16", torch.bfloat16: "bf16", torch.int64: "i64",
+    torch.int32: "i32", torch.int16: "i16", torch.int8: "i8", torch.uint8: "u8", torch.bool: "b8",
+    torch.complex64: "c64", torch.complex128: "c128",
+}  # fmt: skip
+
+
+def dtype_name(dtype: torch.dtype) -> str:
+    """'f32' for torch.float32."""
+    return _DTYPES.get(dtype, str(dtype).removeprefix("torch."))
+
+
+def value_text(value: Any) -> str:
+    """'f32[2,8,16]' for a tensor."""
+    if isinstance(value, Tensor):
+        return f"{dtype_name(value.dtype)}[{','.join(map(str, value.shape))}]"
+    return "" if value is None else str(value)
+
+
+def _argument(value: Any) -> str:
+    if isinstance(value, fx.Node):
+        return str(value.meta["path"]) if value.op == "placeholder" else value.name
+    if isinstance(value, (list, tuple)):
+        return f"[{', '.join(map(_argument, value))}]"
+    return str(value)
+
+
+def _call(node: fx.Node) -> str:
+    args = node.args[:1] if node.target in OPS else node.args
+    shown = [_argument(a) for a in args] + [f"{k}={_argument(v)}" for k, v in node.kwargs.items()]
+    return f"{op_name(node)}({', '.join(shown)})"
+
+
+def _why(node: fx.Node) -> str:
+    if is_collective(node.target):
+        return str(node.meta.get("note", f"inside {node.meta.get('inside', '')}"))
+    choice, row = node.meta.get("choice"), node.meta.get("row")
+    if choice is None:
+        return ""
+    if row is None:
+        return "no rule: runs whole"
+    return f"{choice.name}: {row.text}" if choice.axes or choice.name == "P" else ""
+
+
+def listing(module: fx.GraphModule, *, sources: bool = True) -> str:
+    """One line per op of a graph, in order; parameters and inputs appear as arguments only."""
+    rows = []
+    for node in module.graph.nodes:
+        if node.op == "output":
+            rows.append(["  return", _argument(node.args[0]), "", "", "", ""])
+        if node.op != "call_function":
+            continue
+        star = "* " if is_collective(node.target) else "  "
+        layouts = " ".join(map(str, node.meta.get("layouts", ())))
+        shapes = " ".join(value_text(v) for v in values(node))
+        source = os.path.basename(node.meta.get("source", "")) if sources else ""
+        rows.append([star + node.name, f"= {_call(node)}", shapes, layouts, _why(node), source])
+    widths = [min(max(len(r[i]) for r in rows), 60) for i in range(6)]
+    lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
+    return "\n".join(lines)

@@ -1,0 +1,197 @@
+"""Reading and editing the one graph type, `fx.GraphModule`. Facts about a node live in these `node.meta` keys:
+
+val          fake tensor (or tuple, or SymInt) with the global shape; after `localize` the rank's own
+kind, path   of a placeholder: 'parameter', 'buffer', 'constant' or 'input', and its dotted name
+module       of an op: the path of the module that called it; 'source': the user's file and line
+layouts      tuple of Layouts, one per result
+choice, row  of an op: the planned notation.Choice, and the Row that allows it
+needs_grad   whether a gradient flows back into the value
+note         of a collective: the conversion and whom it is for
+"""
+
+from __future__ import annotations
+
+import copy
+import operator
+from collections.abc import Iterator, Sequence
+from contextlib import nullcontext
+from typing import Any
+
+import sympy
+import torch
+from torch import Tensor, fx
+
+from torchshard.distributed.ops import is_collective
+from torchshard.layouts import I, Layout
+from torchshard.notation import Row
+from torchshard.rules import Call, TensorType, row_of
+
+
+def op_name(node: fx.Node) -> str:
+    """The short name of a node's op: 'linear', 'view'."""
+    target: Any = node.target
+    name = getattr(target, "_schema", None)
+    return str(name.name.split("::")[1] if name is not None else getattr(target, "__name__", target))
+
+
+def size_expr(size: Any) -> Any:
+    """A size as an int, or as a sympy expression where it is dynamic."""
+    if isinstance(size, int):
+        return size
+    expr = size.node.expr if isinstance(size, torch.SymInt) else size
+    return int(expr) if isinstance(expr, sympy.Integer) else expr
+
+
+def tensor_type(value: Any) -> TensorType:
+    """The rule's view of a fake tensor."""
+    return TensorType(tuple(size_expr(s) for s in value.shape), value.dtype)
+
+
+def is_tensor(node: Any) -> bool:
+    """Whether a node gives one tensor."""
+    return isinstance(node, fx.Node) and isinstance(node.meta.get("val"), Tensor)
+
+
+_SIZES = {operator.getitem, torch.ops.aten.sym_size.int, torch.ops.aten.sym_numel.default}
+"""Not ops of their own: parts of a result, and sizes (a dynamic size is never split, so any layout tells it)."""
+
+
+def is_tensor_op(node: fx.Node) -> bool:
+    """Whether a node is an ATen (or custom) op with tensors among its operands or results, and no collective of ours."""
+    if node.op != "call_function" or node.target in _SIZES or is_collective(node.target):
+        return False
+    return any(isinstance(v, Tensor) for v in values(node)) or any(is_tensor(n) for n in node.all_input_nodes)
+
+
+def values(node: fx.Node) -> list[Any]:
+    """A node's results, as a list."""
+    val = node.meta.get("val")
+    return list(val) if isinstance(val, (list, tuple)) else [val]
+
+
+def bound_args(node: fx.Node) -> dict[str, Any]:
+    """A node's arguments by the names of the op's schema, defaults filled in; by position where there is no schema."""
+    schema = getattr(node.target, "_schema", None)
+    if schema is None:
+        return {str(i): a for i, a in enumerate(node.args)} | dict(node.kwargs)
+    given = dict(zip((a.name for a in schema.arguments), node.args, strict=False)) | dict(node.kwargs)
+    return {a.name: given.get(a.name, a.default_value) for a in schema.arguments}
+
+
+def operands(node: fx.Node) -> list[fx.Node]:
+    """The tensor operands of an op in the order of its arguments, as rules count them."""
+    return [n for value in bound_args(node).values() for n in _nodes_in(value) if is_tensor(n)]
+
+
+def _nodes_in(value: Any) -> Iterator[fx.Node]:
+    if isinstance(value, fx.Node):
+        yield value
+    elif isinstance(value, (list, tuple)):
+        for item in value:
+            yield from _nodes_in(item)
+
+
+def _as_rule_sees(value: Any) -> Any:
+    if isinstance(value, fx.Node):
+        held = value.meta.get("val")
+        return tensor_type(held) if isinstance(held, Tensor) else size_expr(held)
+    if isinstance(value, (list, tuple)):
+        return [_as_rule_sees(v) for v in value]
+    return value
+
+
+def call_of(node: fx.Node) -> Call:
+    """An op node as rules see it."""
+    args = {name: _as_rule_sees(value) for name, value in bound_args(node).items()}
+    return Call(node.target, args, tuple(tensor_type(v) for v in values(node) if isinstance(v, Tensor)))
+
+
+def node_row(node: fx.Node) -> Row | None:
+    """The row of an op node, or None."""
+    return row_of(call_of(node))
+
+
+def layout_of(node: fx.Node) -> Layout:
+    """The layout of a one-tensor node."""
+    return node.meta.get("layouts", (I,))[0]
+
+
+def global_shape(node: fx.Node) -> tuple[Any, ...]:
+    """The global shape; stays true after `localize`."""
+    return tuple(node.meta.get("global_shape") or node.meta["val"].shape)
+
+
+def hint(size: Any) -> int:
+    """A size as a number: dynamic ones as the example inputs had them."""
+    return size if isinstance(size, int) else int(size.node.hint)
+
+
+def nbytes(value: Tensor) -> int:
+    """Bytes of a whole value, at the sizes of the example inputs."""
+    total = value.dtype.itemsize
+    for size in value.shape:
+        total *= hint(size)
+    return total
+
+
+def mark_needs_grad(module: fx.GraphModule, trainable: Sequence[str]) -> None:
+    """Sets meta['needs_grad']: which values a gradient flows back into, from the named parameters and inputs on."""
+    names = set(trainable)
+    for node in module.graph.nodes:
+        if node.op == "placeholder":
+            node.meta["needs_grad"] = node.meta["path"] in names
+        elif node.op == "call_function":
+            flows = any(n.meta.get("needs_grad") for n in node.all_input_nodes)
+            cut = node.target in (torch.ops.aten.detach.default,)
+            floats = any(isinstance(v, Tensor) and (v.is_floating_point() or v.is_complex()) for v in values(node))
+            node.meta["needs_grad"] = flows and floats and not cut
+
+
+def fake_mode(module: fx.GraphModule) -> Any:
+    """The fake mode that the graph's values belong to."""
+    for node in module.graph.nodes:
+        for value in values(node):
+            if isinstance(value, Tensor) and hasattr(value, "fake_mode"):
+                return value.fake_mode
+    return nullcontext()
+
+
+def fake_value(mode: Any, target: Any, args: Any, kwargs: Any) -> Any:
+    """What an op gives on the fake values of its arguments."""
+
+    def fake(node: fx.Node) -> Any:
+        return node.meta["val"]
+
+    with mode, torch.no_grad():
+        return target(*fx.map_arg(args, fake), **fx.map_arg(kwargs, fake))
+
+
+def emit(module: fx.GraphModule, target: Any, args: tuple[Any, ...], like: fx.Node, **kwargs: Any) -> fx.Node:
+    """A new op node before the insertion point, with its value, and the origin of the node that it serves."""
+    node = module.graph.call_function(target, args, kwargs)
+    node.meta = {k: like.meta[k] for k in ("module", "source", "needs_grad") if k in like.meta}
+    node.meta["val"] = fake_value(fake_mode(module), target, args, kwargs)
+    return node
+
+
+def where(node: fx.Node) -> str:
+    """A node as errors and listings name it, with its module and the user's line."""
+    parts = [f"node {node.name}", node.meta.get("module") and f"module {node.meta['module']}", node.meta.get("source")]
+    return ", ".join(p for p in parts if p)
+
+
+def duplicate(module: fx.GraphModule) -> fx.GraphModule:
+    """A graph of its own with the same nodes; fake values are shared."""
+    graph = fx.Graph()
+    env: dict[fx.Node, fx.Node] = {}
+    for node in module.graph.nodes:
+        env[node] = graph.node_copy(node, lambda n: env[n])
+        env[node].meta = copy.copy(node.meta)
+    made = fx.GraphModule(module, graph)
+    made.meta = dict(module.meta)
+    return made
+
+
+def name_after(node: fx.Node, wanted: str) -> None:
+    """Names a new node, with a number behind where the name is taken."""
+    node._rename(wanted)

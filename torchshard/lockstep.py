@@ -1,0 +1,118 @@
+"""All ranks of a program in one process, in lockstep: no process group, any number of ranks.
+
+Each rank runs its own localized graph up to its next collective and waits there; when all have arrived at the same
+one, it is done for all by the definition of the layouts: the whole value is joined from what the ranks hold and split
+as the target says, and its gradient likewise by the duals. One autograd tape spans all ranks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Generator, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+
+from torchshard.conversions import ends
+from torchshard.distributed.groups import simulated_name
+from torchshard.distributed.ops import OPS, is_collective
+from torchshard.errors import InternalError
+from torchshard.layouts import Layout, dual, join, split
+from torchshard.passes import localized
+from torchshard.rules import is_random
+
+Record = Callable[[fx.Node, Any], None]
+Request = tuple[fx.Node, list[Any]]
+
+
+def rank_graphs(graph: fx.GraphModule, world: int) -> list[fx.GraphModule]:
+    """The graph of every rank."""
+    return [localized(graph, rank, world, simulated_name(rank, world)) for rank in range(world)]
+
+
+def run(graphs: Sequence[fx.GraphModule], inputs: Sequence[Sequence[Any]], record: Sequence[Record]) -> list[list[Any]]:
+    """Runs all ranks; returns each rank's results.
+
+    Args:
+        graphs: one per rank.
+        inputs: per rank the values of the placeholders.
+        record: per rank, called with each node and its value.
+
+    Raises:
+        InternalError: the ranks arrive at different collectives.
+    """
+    streams = [torch.get_rng_state() for _ in graphs]
+    ranks = [_rank(g, x, r, streams, i) for i, (g, x, r) in enumerate(zip(graphs, inputs, record, strict=True))]
+    waiting: list[Any] = [None] * len(ranks)
+    while True:
+        arrived, results = [], []
+        for rank, value in zip(ranks, waiting, strict=True):
+            try:
+                arrived.append(rank.send(value))
+            except StopIteration as done:
+                results.append(done.value)
+        if results:
+            if arrived:
+                raise InternalError("some ranks ended while others wait", where=str(arrived[0][0]))
+            torch.set_rng_state(streams[0])
+            return results
+        waiting = _meet(arrived)
+
+
+def _rank(
+    graph: fx.GraphModule, inputs: Sequence[Any], record: Record, streams: list[Tensor], rank: int
+) -> Generator[Request, Any, list[Any]]:
+    env: dict[fx.Node, Any] = {}
+    given = iter(inputs)
+    for node in graph.graph.nodes:
+        if node.op == "placeholder":
+            env[node] = next(given)
+        elif node.op == "output":
+            return list(fx.map_arg(node.args[0], lambda n: env[n]))
+        else:
+            args, kwargs = fx.map_arg((node.args, node.kwargs), lambda n: env[n])
+            if is_collective(node.target):
+                env[node] = yield node, list(args)
+            elif is_random(node.target):
+                torch.set_rng_state(streams[rank])
+                env[node] = node.target(*args, **kwargs)
+                streams[rank] = torch.get_rng_state()
+            else:
+                env[node] = node.target(*args, **kwargs)  # type: ignore[operator]
+        record(node, env[node])
+    raise InternalError("a graph has no output", where=str(graph))
+
+
+def _meet(arrived: Sequence[Request]) -> list[Any]:
+    nodes, args = [a[0] for a in arrived], [a[1] for a in arrived]
+    if any(node.target is not nodes[0].target or a[1:-1] != args[0][1:-1] for node, a in zip(nodes, args, strict=True)):
+        raise InternalError(
+            "the ranks arrive at different collectives",
+            where=nodes[0].name,
+            why="; ".join(f"rank {i}: {node.format_node()}" for i, node in enumerate(nodes)),
+        )
+    tensors = [a[0] for a in args]
+    row = OPS.get(nodes[0].target)
+    if row is None:
+        largest = torch.stack(tensors).amax(0)
+        return [largest.clone() for _ in tensors]
+    return list(_Conversion.apply(*ends(row.name, args[0][1:]), *tensors))
+
+
+class _Conversion(torch.autograd.Function):
+    """One conversion on all ranks at once, by the definition of the layouts."""
+
+    @staticmethod
+    def forward(ctx: Any, source: Layout, target: Layout, *pieces: Tensor) -> tuple[Tensor, ...]:
+        ctx.ends = source, target
+        return _convert(pieces, source, target)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:
+        source, target = ctx.ends
+        return (None, None, *_convert(grads, dual(target), dual(source)))
+
+
+def _convert(pieces: Sequence[Tensor], source: Layout, target: Layout) -> tuple[Tensor, ...]:
+    whole, world = join(pieces, source), len(pieces)
+    return tuple(split(whole, target, rank, world).clone() for rank in range(world))

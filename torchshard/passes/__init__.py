@@ -1,0 +1,52 @@
+"""The pipeline, from a captured graph to the graph that one rank runs. Each pass is a file, and `verify` checks each.
+
+normalize   -> fewer kinds of nodes
+annotate    -> the plan's layouts and choices on the nodes
+insert      -> collectives where producer and consumer disagree
+simplify    -> fewer collectives
+localize    -> this rank's sizes
+materialize -> this rank's slices of the parameters (of the tensors, not of the graph)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+
+from torch import fx
+
+from torchshard.graph import duplicate
+from torchshard.passes.annotate import annotate
+from torchshard.passes.insert import insert
+from torchshard.passes.localize import localize
+from torchshard.passes.normalize import normalize
+from torchshard.passes.simplify import simplify
+from torchshard.passes.verify import verify
+from torchshard.planner.plan import Plan
+
+__all__ = ["annotate", "insert", "localize", "localized", "normalize", "rewrite", "simplify", "verify"]
+
+
+def rewrite(module: fx.GraphModule, plan: Plan) -> fx.GraphModule:
+    """The normalized graph with the plan's collectives, for any rank; the argument is left as it was."""
+    held = duplicate(module)
+    held.meta["world_size"] = plan.world_size
+    passes: tuple[tuple[str, Callable[[fx.GraphModule], bool], str], ...] = (
+        ("annotate", partial(annotate, plan=plan), "annotated"),
+        ("insert", insert, "inserted"),
+        ("simplify", simplify, "inserted"),
+    )
+    for name, run, stage in passes:
+        run(held)
+        verify(held, stage, after=name)
+    held.recompile()
+    return held
+
+
+def localized(module: fx.GraphModule, rank: int, world: int, group: str) -> fx.GraphModule:
+    """The rewritten graph with one rank's sizes; the argument is left as it was."""
+    held = duplicate(module)
+    localize(held, rank, world, group)
+    verify(held, "localized", after="localize")
+    held.recompile()
+    return held

@@ -1,0 +1,77 @@
+"""The plan onto the graph: every op gets its choice, every value its layouts.
+
+before    q = linear(x, q_weight)      f32[2,8,8]
+after     q = linear(x, q_weight)      f32[2,8,8]  S(2)     split n: ... k, n k -> ... n
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Iterable
+from typing import Any
+
+from torch import fx
+
+from torchshard.errors import PlanError
+from torchshard.graph import is_tensor_op, node_row, operands, values, where
+from torchshard.layouts import I, Shard
+from torchshard.notation import Choice, Row, choices
+from torchshard.planner.plan import Plan
+
+
+def annotate(module: fx.GraphModule, plan: Plan) -> bool:
+    """Sets meta 'layouts', 'choice' and 'row'; always a change.
+
+    Raises:
+        PlanError: the plan has no choice for an op, or one that is not legal for it.
+    """
+    for node in module.graph.nodes:
+        if node.op == "placeholder":
+            node.meta["layouts"] = (plan.parameters.get(node.meta["path"], I),)
+        elif is_tensor_op(node):
+            row = node_row(node)
+            node.meta["row"] = row
+            node.meta["choice"] = _legal(node, row, plan)
+            node.meta["layouts"] = node.meta["choice"].results
+        elif node.target is operator.getitem:
+            source: Any = node.args[0]
+            held = source.meta.get("layouts", ())
+            node.meta["layouts"] = (held[node.args[1]],) if len(held) > node.args[1] else (I,)
+        elif node.op == "call_function":
+            node.meta["layouts"] = (I,)
+    return True
+
+
+def whole_choice(node: fx.Node) -> Choice:
+    """Every rank does the same work: legal for any op."""
+    return Choice("I", (I,) * len(operands(node)), (I,) * len(values(node)))
+
+
+def legal_choices(node: fx.Node, row: Row | None, world: int, planned: Choice) -> Iterable[Choice]:
+    """The choices that a row allows, in the parts that the planned one has."""
+    if row is None:
+        return [whole_choice(node)]
+    held = enumerate((*planned.operands, *planned.results))
+    return choices(row, world, [(i, layout) for i, layout in held if isinstance(layout, Shard)])
+
+
+def _legal(node: fx.Node, row: Row | None, plan: Plan) -> Choice:
+    planned = plan.choices.get(node.name)
+    if planned is None:
+        raise PlanError(
+            "the plan has no choice for an op of the model",
+            where=where(node),
+            why="it was made for another model, another mode (train or eval) or other inputs",
+            attempt="make the plan anew, or give a dict of module styles",
+        )
+    for choice in legal_choices(node, row, plan.world_size, planned):
+        same_layouts = (choice.operands, choice.results) == (planned.operands, planned.results)
+        if choice.name == planned.name and same_layouts:
+            return choice
+    shown = ", ".join(map(str, planned.operands))
+    raise PlanError(
+        f"the plan's choice {planned.name!r} is not legal for an op",
+        where=where(node),
+        why=f"its operands would lie as {shown}; the op's row is {row.text if row else 'missing: it runs whole'}",
+        attempt="make the plan anew for this model and this version of torchshard",
+    )

@@ -1,0 +1,200 @@
+"""In-place ops become plain ones, so that every value of the graph is written once.
+
+    before    y = slice(x, 1, 0, 1); add_ = add_(y, 1); z = mul(x, 2)
+    after     y = slice(x, 1, 0, 1); add = add(y, 1); x_1 = slice_scatter(x, add, 1, 0, 1); z = mul(x_1, 2)
+
+A write to a view is written back to what it views, and other views are taken anew where they are used later. A
+written buffer is stored by one `copy_` at the end. A write to an input or a parameter, or through a view that can't
+be undone, is refused.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+
+from torchshard.errors import CaptureError
+from torchshard.graph import bound_args, emit, is_tensor, where
+
+aten = torch.ops.aten
+
+_NAMED = {
+    aten.detach_.default: aten.detach.default,
+    aten.zero_.default: aten.zeros_like.default,
+    aten.__iand__.Tensor: aten.bitwise_and.Tensor,
+    aten.__ior__.Tensor: aten.bitwise_or.Tensor,
+    aten.__ixor__.Tensor: aten.bitwise_xor.Tensor,
+    aten.__iand__.Scalar: aten.bitwise_and.Scalar,
+    aten.__ior__.Scalar: aten.bitwise_or.Scalar,
+}
+
+
+@dataclass
+class _Aliases:
+    """Which values are views of which, and what each is now."""
+
+    module: fx.GraphModule
+    parent: dict[fx.Node, fx.Node] = field(default_factory=dict)
+    now: dict[fx.Node, fx.Node] = field(default_factory=dict)
+    seen: dict[fx.Node, int] = field(default_factory=dict)
+    version: dict[fx.Node, int] = field(default_factory=dict)
+
+    def root(self, node: fx.Node) -> fx.Node:
+        while node in self.parent:
+            node = self.parent[node]
+        return node
+
+    def current(self, node: fx.Node) -> fx.Node:
+        """The node that holds this value now; a view of something written since is taken anew."""
+        version = self.version.get(self.root(node), 0)
+        if self.seen.get(node, 0) == version:
+            return self.now.get(node, node)
+        if node in self.parent:
+            source = self.current(self.parent[node])
+            args = tuple(source if a is self.parent[node] else a for a in node.args)
+            inplace = _is_inplace(node)
+            self.now[node] = source if inplace else emit(self.module, node.target, args, node, **node.kwargs)
+        self.seen[node] = version
+        return self.now.get(node, node)
+
+    def write(self, node: fx.Node, value: fx.Node) -> None:
+        """`node` now holds `value`, and so does what it is a view of."""
+        if node in self.parent:
+            base = self.parent[node]
+            held = value if _is_inplace(node) else _undo(self.module, node, self.current(base), value)
+            self.write(base, held)
+        else:
+            self.version[node] = self.version.get(node, 0) + 1
+        self.now[node] = value
+        self.seen[node] = self.version[self.root(node)]
+
+
+def functionalize(module: fx.GraphModule) -> bool:
+    """Rewrites the graph; returns whether anything changed."""
+    if not any(_is_inplace(n) for n in module.graph.nodes):
+        return False
+    aliases = _Aliases(module)
+    for node in list(module.graph.nodes):
+        if node.op not in ("call_function", "output"):
+            continue
+        with module.graph.inserting_before(node):
+            if _is_inplace(node):
+                _replace(aliases, node)
+                continue
+            node.args = fx.map_arg(node.args, lambda n: aliases.current(n))
+            node.kwargs = fx.map_arg(node.kwargs, lambda n: aliases.current(n))
+        _note_alias(aliases, node)
+    _store_written(aliases)
+    for node in reversed(list(module.graph.nodes)):
+        if _is_inplace(node) and node.target is not aten.copy_.default:
+            module.graph.erase_node(node)
+    return True
+
+
+def _is_inplace(node: fx.Node) -> bool:
+    schema = getattr(node.target, "_schema", None)
+    return node.op == "call_function" and schema is not None and schema.is_mutable
+
+
+def _note_alias(aliases: _Aliases, node: fx.Node) -> None:
+    val = node.meta.get("val")
+    for source in node.all_input_nodes if isinstance(val, Tensor) else ():
+        held = source.meta.get("val")
+        if isinstance(held, Tensor) and held.untyped_storage()._cdata == val.untyped_storage()._cdata:
+            aliases.parent[node] = source
+            aliases.seen[node] = aliases.version.get(aliases.root(source), 0)
+
+
+def _replace(aliases: _Aliases, node: fx.Node) -> None:
+    args = bound_args(node)
+    names = list(args)
+    target = node.args[0]
+    if not is_tensor(target) or any(a.alias_info and a.alias_info.is_write for a in node.target._schema.arguments[1:]):
+        raise _refused(node, "it writes to something other than its first operand")
+    held = {k: fx.map_arg(v, lambda n: aliases.current(n)) for k, v in args.items()}
+    value = _functional(aliases.module, node, held, names)
+    if value.meta["val"].dtype != target.meta["val"].dtype:
+        value = emit(aliases.module, aten.to.dtype, (value, target.meta["val"].dtype), node)
+    aliases.parent[node] = target
+    aliases.write(target, value)
+    aliases.now[node], aliases.seen[node] = value, aliases.version[aliases.root(target)]
+
+
+def _functional(module: fx.GraphModule, node: fx.Node, held: dict[str, Any], names: list[str]) -> fx.Node:
+    target = node.target
+    mine = held[names[0]]
+    if target is aten.copy_.default:
+        source = held["src"]
+        if source.meta["val"].shape != mine.meta["val"].shape:
+            source = emit(module, aten.expand_as.default, (source, mine), node)
+        return emit(module, aten.clone.default, (source,), node)
+    if target is aten.fill_.Scalar:
+        return emit(module, aten.full_like.default, (mine, held["value"]), node)
+    if target in _NAMED:
+        return emit(module, _NAMED[target], tuple(held.values())[: len(node.args)], node)
+    name, overload = target._schema.name.split("::")[1], target._overloadname
+    plain = getattr(getattr(aten, name.rstrip("_"), None), overload, None)
+    if plain is None or not name.endswith("_"):
+        raise _refused(node, f"{target} has no form that does not write")
+    schema_names = {a.name for a in plain._schema.arguments}
+    kwonly = {a.name for a in plain._schema.arguments if a.kwarg_only}
+    args = tuple(v for k, v in held.items() if k in schema_names and k not in kwonly)
+    return emit(module, plain, args, node, **{k: v for k, v in held.items() if k in kwonly})
+
+
+def _undo(module: fx.GraphModule, view: fx.Node, base: fx.Node, value: fx.Node) -> fx.Node:
+    """What `base` is once the view of it holds `value`."""
+    target, args = view.target, bound_args(view)
+    shape = list(base.meta["val"].shape)
+    if target in (aten.slice.Tensor, aten.select.int):
+        scatter = aten.slice_scatter.default if target is aten.slice.Tensor else aten.select_scatter.default
+        return emit(module, scatter, (base, value, *list(args.values())[1:]), view)
+    if target is aten.transpose.int:
+        return emit(module, target, (value, args["dim0"], args["dim1"]), view)
+    if target is aten.t.default:
+        return emit(module, target, (value,), view)
+    if target is aten.permute.default:
+        ndim = len(shape)
+        order = [d % ndim for d in args["dims"]]
+        return emit(module, target, (value, [order.index(d) for d in range(ndim)]), view)
+    if target in (aten.alias.default, aten.detach.default, aten.contiguous.default, aten.to.dtype, aten.to.device):
+        return value
+    if target in _RESHAPES and all(isinstance(s, int) for s in shape):
+        return emit(module, aten.reshape.default, (value, shape), view)
+    if target in _RESHAPES:
+        sizes = [
+            s if isinstance(s, int) else emit(module, aten.sym_size.int, (base, i), view) for i, s in enumerate(shape)
+        ]
+        return emit(module, aten.reshape.default, (value, sizes), view)
+    raise _refused(view, f"a write through the view {target} can't be traced back")
+
+
+_RESHAPES = {
+    aten.view.default, aten.reshape.default, aten.flatten.using_ints, aten.unflatten.int, aten.unsqueeze.default,
+    aten.squeeze.default, aten.squeeze.dim, aten.squeeze.dims, aten._unsafe_view.default,
+}  # fmt: skip
+
+
+def _store_written(aliases: _Aliases) -> None:
+    graph = aliases.module.graph
+    for root in list(aliases.version):
+        if root.op != "placeholder":
+            continue
+        if root.meta["kind"] == "constant":
+            continue
+        if root.meta["kind"] != "buffer":
+            raise _refused(root, f"the model writes to its {root.meta['kind']} {root.meta['path']}")
+        with graph.inserting_before(graph.output_node()):
+            emit(aliases.module, aten.copy_.default, (root, aliases.current(root)), root)
+
+
+def _refused(node: fx.Node, why: str) -> CaptureError:
+    return CaptureError(
+        "an in-place op of the model can't be made part of a graph without side effects",
+        where=where(node),
+        why=why,
+        attempt="the same op without the trailing underscore, on a new value",
+    )

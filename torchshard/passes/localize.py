@@ -1,0 +1,75 @@
+"""Global sizes become this rank's. Before this pass no graph knows its rank; after it the graph runs.
+
+    before    view = view(q, [2, 8, 2, 4])        f32[2,8,2,4]  S(2)
+    after     view = reshape(q, [2, 8, 1, 4])     f32[2,8,1,4]  S(2)
+
+Where splitting an axis changes what an op computes, the rule's replacement takes the op's place; its last node takes
+the op's name. Collectives get the name of the group.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor, fx
+
+from torchshard.distributed.ops import is_collective
+from torchshard.graph import values
+from torchshard.layouts import Layout, local_shape
+from torchshard.notation import Local, local_replacement
+
+
+def localize(module: fx.GraphModule, rank: int, world: int, group: str) -> bool:
+    """Rewrites the graph for one rank; returns whether anything changed."""
+    for node in list(module.graph.nodes):
+        if node.op in ("placeholder", "call_function"):
+            node.meta["global_shape"] = _first_shape(node)
+            _localize_values(node, rank, world)
+        if is_collective(node.target):
+            node.args = (*node.args[:-1], group)
+            continue
+        choice, row = node.meta.get("choice"), node.meta.get("row")
+        replacement = local_replacement(row, choice) if row is not None and choice is not None else None
+        if replacement is not None:
+            _replace(module, node, replacement, Local(row, choice, rank, world, group))
+    module.graph.eliminate_dead_code(lambda n: n.op == "placeholder" or n.is_impure())
+    module.recompile()
+    return True
+
+
+def _first_shape(node: fx.Node) -> tuple[Any, ...] | None:
+    first = values(node)[0] if values(node) else None
+    return tuple(first.shape) if isinstance(first, Tensor) else None
+
+
+def _localize_values(node: fx.Node, rank: int, world: int) -> None:
+    layouts: tuple[Layout, ...] = node.meta.get("layouts", ())
+    held = [
+        v.new_empty(local_shape(v.shape, layout, rank, world)) if isinstance(v, Tensor) else v
+        for v, layout in zip(values(node), layouts, strict=False)
+    ]
+    if held:
+        val = node.meta["val"]
+        node.meta["val"] = type(val)(held) if isinstance(val, (list, tuple)) else held[0]
+
+
+def _replace(module: fx.GraphModule, node: fx.Node, replacement: Any, local: Local) -> None:
+    graph = module.graph
+    tracer = fx.proxy.GraphAppendingTracer(graph)
+
+    def proxies(value: Any) -> Any:
+        return fx.map_arg(value, lambda n: fx.Proxy(n, tracer))
+
+    before = set(graph.nodes)
+    with graph.inserting_before(node):
+        made = replacement(local, *proxies(node.args), **proxies(dict(node.kwargs)))
+    origin = {k: node.meta[k] for k in ("module", "source", "needs_grad") if k in node.meta}
+    for new in graph.nodes:
+        if new not in before:
+            new.meta = dict(origin) | {"inside": node.name}
+    last = made.node
+    node.replace_all_uses_with(last)
+    last.meta = node.meta
+    name = node.name
+    graph.erase_node(node)
+    last.name = name

@@ -1,0 +1,152 @@
+"""Fewer kinds of nodes, before anything is planned.
+
+    before    h = linear(x, w, b); s = slice(h, 1, 0, 9223372036854775807); c = to(s, float32)
+    after     h_linear = linear(x, w); h = add(h_linear, b)
+
+Asserts are dropped, so are casts and slices that change nothing; a bias becomes an addition of its own, for it must
+be added once, not once per rank; tensors made "like" another are made from sizes alone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import fx
+
+from torchshard.graph import bound_args, emit, name_after, op_name
+from torchshard.passes.functionalize import functionalize
+
+aten = torch.ops.aten
+
+_ASSERTS = {
+    aten._assert_tensor_metadata.default, aten._assert_async.msg, aten._assert_scalar.default,
+    aten.sym_constrain_range_for_size.default, aten.sym_constrain_range.default,
+}  # fmt: skip
+
+
+def normalize(module: fx.GraphModule) -> bool:
+    """Rewrites the graph; returns whether anything changed."""
+    changed = _drop_asserts(module)
+    changed |= functionalize(module)
+    for node in list(module.graph.nodes):
+        rewrite = _REWRITES.get(node.target)
+        if rewrite is None:
+            continue
+        with module.graph.inserting_before(node):
+            replaced = rewrite(module, node)
+        if replaced is not None:
+            changed = True
+            node.replace_all_uses_with(replaced)
+            module.graph.erase_node(node)
+    changed |= bool(module.graph.eliminate_dead_code(_is_kept))
+    module.recompile()
+    return changed
+
+
+def _is_kept(node: fx.Node) -> bool:
+    return node.op == "placeholder" or node.is_impure()
+
+
+def _drop_asserts(module: fx.GraphModule) -> bool:
+    gone = [n for n in module.graph.nodes if n.target in _ASSERTS or op_name(n) == "_assert_scalar"]
+    for node in gone:
+        module.graph.erase_node(node)
+    return bool(gone)
+
+
+def _named(node: fx.Node, made: fx.Node) -> fx.Node:
+    """The new node takes over the old one's name."""
+    name = node.name
+    node.name = f"{name}_old"
+    made.name = name
+    made.meta.update({k: v for k, v in node.meta.items() if k not in made.meta})
+    return made
+
+
+def _if_same(module: fx.GraphModule, node: fx.Node) -> fx.Node | None:
+    """An op that gives its operand again: same shape, dtype and device."""
+    source: Any = node.args[0]
+    a, b = source.meta["val"], node.meta["val"]
+    if node.target in (aten.expand.default, aten.slice.Tensor) and len(a.shape) == len(b.shape):
+        same = all(_equal(x, y) for x, y in zip(a.shape, b.shape, strict=True))
+        return source if same and bound_args(node).get("step", 1) == 1 else None
+    same = a.shape == b.shape and a.dtype == b.dtype and a.device == b.device
+    return source if same and not bound_args(node).get("copy") else None
+
+
+def _equal(a: Any, b: Any) -> bool:
+    return bool(a == b) if isinstance(a, int) and isinstance(b, int) else str(a) == str(b)
+
+
+def _split_bias(module: fx.GraphModule, node: fx.Node) -> fx.Node | None:
+    args = bound_args(node)
+    bias = args.get("bias")
+    if bias is None:
+        return None
+    product = emit(module, node.target, (*node.args[:2], None, *node.args[3:]), node, **node.kwargs)
+    name_after(product, f"{node.name}_{op_name(node)}")
+    if node.target is not aten.linear.default:
+        space = len(args["weight"].meta["val"].shape) - 2
+        bias = emit(module, aten.view.default, (bias, [-1] + [1] * space), node)
+    return _named(node, emit(module, aten.add.Tensor, (product, bias), node))
+
+
+_PRODUCTS = {aten.addmm.default: ("mat1", "mat2", aten.mm.default),
+             aten.baddbmm.default: ("batch1", "batch2", aten.bmm.default)}  # fmt: skip
+
+
+def _split_addmm(module: fx.GraphModule, node: fx.Node) -> fx.Node:
+    left, right, target = _PRODUCTS[node.target]
+    args = bound_args(node)
+    product = emit(module, target, (args[left], args[right]), node)
+    name_after(product, f"{node.name}_{op_name(product)}")
+    if args["alpha"] != 1:
+        product = emit(module, aten.mul.Tensor, (product, args["alpha"]), node)
+    added = args["self"]
+    if args["beta"] != 1:
+        added = emit(module, aten.mul.Tensor, (added, args["beta"]), node)
+    return _named(node, emit(module, aten.add.Tensor, (product, added), node))
+
+
+def _from_sizes(module: fx.GraphModule, node: fx.Node) -> fx.Node:
+    """`new_ones(x, [2, 3])` needs nothing of x but dtype and device."""
+    args, val = bound_args(node), node.meta["val"]
+    target, fill = _NEW[node.target]
+    extra = (args["fill_value"],) if fill else ()
+    return _named(node, emit(module, target, (args["size"], *extra), node, dtype=val.dtype, device=val.device))
+
+
+_NEW = {
+    aten.new_zeros.default: (aten.zeros.default, False),
+    aten.new_ones.default: (aten.ones.default, False),
+    aten.new_empty.default: (aten.empty.memory_format, False),
+    aten.new_full.default: (aten.full.default, True),
+}
+
+
+def _without_empty(module: fx.GraphModule, node: fx.Node) -> fx.Node | None:
+    """`cat([empty, x])`, where `empty` has the one shape (0,) that PyTorch skips, is x."""
+    tensors: Any = node.args[0]
+    kept = [t for t in tensors if tuple(t.meta["val"].shape) != (0,)]
+    if len(kept) == len(tensors) or not kept:
+        return None
+    return kept[0] if len(kept) == 1 else _named(node, emit(module, aten.cat.default, (kept, *node.args[1:]), node))
+
+
+_REWRITES: dict[Any, Callable[[fx.GraphModule, fx.Node], fx.Node | None]] = {
+    **dict.fromkeys(
+        (aten.to.dtype, aten.to.device, aten.to.dtype_layout, aten.to.other, aten.slice.Tensor, aten.expand.default,
+         aten.alias.default, aten.lift_fresh_copy.default),
+        _if_same,
+    ),
+    **dict.fromkeys(
+        (aten.linear.default, aten.conv1d.default, aten.conv2d.default, aten.conv3d.default,
+         aten.conv1d.padding, aten.conv2d.padding, aten.conv3d.padding),
+        _split_bias,
+    ),
+    **dict.fromkeys(_PRODUCTS, _split_addmm),
+    **dict.fromkeys(_NEW, _from_sizes),
+    aten.cat.default: _without_empty,
+}  # fmt: skip

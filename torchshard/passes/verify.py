@@ -1,0 +1,128 @@
+"""What must hold of a graph after each pass; a pass's result is checked, never its input.
+
+    annotated    every value has layouts, every choice is one that its op's row allows
+    inserted     and every operand lies as the op that takes it wants, every collective converts what it says, and no
+                 result leaves the model as R, S or P
+    localized    and local shapes computed anew on fake tensors are those that the layouts give
+
+A value that needs no gradient may be R where I is wanted, and I where R is.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+
+from torchshard.conversions import ends
+from torchshard.distributed.ops import OPS, is_collective
+from torchshard.errors import InternalError
+from torchshard.graph import fake_mode, hint, is_tensor, is_tensor_op, layout_of, operands, values, where
+from torchshard.layouts import I, Layout, Shard, canonical, is_whole
+from torchshard.passes.annotate import legal_choices
+
+STAGES = ("annotated", "inserted", "localized")
+
+
+def verify(module: fx.GraphModule, stage: str, after: str) -> None:
+    """Raises InternalError, with the listing's node, for the first thing that does not hold.
+
+    Args:
+        stage: what must hold, one of STAGES.
+        after: the name of the pass whose result this is.
+    """
+    module.graph.lint()
+    found = next(_faults(module, stage), None)
+    if found is not None:
+        node, what, why = found
+        raise InternalError(f"after {after}: {what}", where=where(node), why=why)
+
+
+Fault = tuple[fx.Node, str, str]
+
+
+def _faults(module: fx.GraphModule, stage: str) -> Iterator[Fault]:
+    world = module.meta["world_size"]
+    if stage == "localized":
+        yield from _shape_faults(module)
+        return
+    for node in module.graph.nodes:
+        if node.op in ("placeholder", "call_function") and not node.meta.get("layouts"):
+            yield node, "a value has no layout", "every pass must set meta['layouts']"
+        elif is_tensor_op(node):
+            yield from _choice_faults(node, world)
+            if stage != "annotated":
+                yield from _edge_faults(node, operands(node), node.meta["choice"].operands)
+        elif node.target in OPS:
+            yield from _collective_faults(node, world)
+        elif node.op == "output" and stage != "annotated":
+            results = [n for n in node.all_input_nodes if is_tensor(n)]
+            yield from _edge_faults(node, results, (I,) * len(results))
+
+
+def _choice_faults(node: fx.Node, world: int) -> Iterator[Fault]:
+    choice, row = node.meta.get("choice"), node.meta.get("row")
+    if choice is None or choice not in list(legal_choices(node, row, world, choice)):
+        yield node, "an op's choice is not one that its row allows", f"{choice} of row {row.text if row else None}"
+    elif choice.results != node.meta["layouts"]:
+        yield node, "an op's layouts are not its choice's", f"{node.meta['layouts']} and {choice.results}"
+
+
+def _edge_faults(node: fx.Node, inputs: list[fx.Node], wanted: tuple[Layout, ...]) -> Iterator[Fault]:
+    for operand, layout in zip(inputs, wanted, strict=True):
+        if not _fits(layout_of(operand), layout, operand):
+            yield node, "an operand does not lie as it must", f"{operand.name} is {layout_of(operand)}, wanted {layout}"
+
+
+def _fits(have: Layout, want: Layout, value: fx.Node) -> bool:
+    return have == want or (not value.meta.get("needs_grad") and is_whole(have) and is_whole(want))
+
+
+def _collective_faults(node: fx.Node, world: int) -> Iterator[Fault]:
+    operand: Any = node.args[0]
+    source, target = (_canonical(x, world) for x in ends(OPS[node.target].name, node.args[1:]))
+    if not _fits(layout_of(operand), source, operand):
+        yield node, "a collective's operand does not lie as it says", f"{layout_of(operand)}, not {source}"
+    elif layout_of(node) != target:
+        yield node, "a collective's result does not lie as it says", f"{layout_of(node)}, not {target}"
+
+
+def _canonical(layout: Layout, world: int) -> Layout:
+    if not isinstance(layout, Shard):
+        return layout
+    return canonical(layout.dim, layout.parts or (), world)
+
+
+def _shape_faults(module: fx.GraphModule) -> Iterator[Fault]:
+    """Runs every op on the fake local values of its operands and compares what comes with what the layouts say."""
+    mode = fake_mode(module)
+    with mode, torch.no_grad():
+        for node in module.graph.nodes:
+            if node.op != "call_function":
+                continue
+            try:
+                got = node.target(*_vals(node.args), **_vals(node.kwargs))  # type: ignore[operator]
+            except Exception as error:
+                yield node, "an op can't run on its local operands", f"{type(error).__name__}: {error}"
+                return
+            known = "layouts" in node.meta or is_collective(node.target)
+            if known and "val" in node.meta:
+                yield from _same_shapes(node, got)
+            node.meta["val"] = got
+
+
+def _vals(args: Any) -> Any:
+    return fx.map_arg(args, lambda n: n.meta["val"])
+
+
+def _same_shapes(node: fx.Node, got: Any) -> Iterator[Fault]:
+    gots = list(got) if isinstance(got, (list, tuple)) else [got]
+    for value, expected in zip(gots, values(node), strict=True):
+        if isinstance(value, Tensor) and [hint(s) for s in value.shape] != [hint(s) for s in expected.shape]:
+            yield (
+                node,
+                "a local shape is not what its layout gives",
+                f"{tuple(value.shape)}, not {tuple(expected.shape)}",
+            )

@@ -1,0 +1,189 @@
+"""The words of a dict plan, as data: what each means for each kind of module, and whose word it is."""
+
+from __future__ import annotations
+
+import difflib
+import fnmatch
+import re
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import fx
+
+from torchshard.errors import PlanError
+from torchshard.graph import operands, where
+
+aten = torch.ops.aten
+
+
+@dataclass(frozen=True)
+class Style:
+    """What a word asks for."""
+
+    name: str
+    """'column', 'row', 'vocab' or 'replicate'."""
+    whole_result: bool = False
+    """Whether the result is wanted whole on every rank."""
+
+
+_COLUMN, _ROW, _VOCAB, _REPLICATE = Style("column"), Style("row"), Style("vocab"), Style("replicate")
+
+WORDS: dict[Any, Style] = {
+    # ours, and the seed's `dim`
+    "column": _COLUMN, "row": _ROW, "vocab": _VOCAB, "replicate": _REPLICATE,
+    1: _COLUMN, -1: _COLUMN, 0: _ROW, None: _REPLICATE,
+    # Hugging Face's tp_plan
+    "colwise": _COLUMN, "rowwise": _ROW, "embedding_rowwise": _VOCAB, "embedding_colwise": _COLUMN,
+    "colwise_rep": Style("column", whole_result=True), "rowwise_rep": _ROW, "rowwise_split_input": _ROW,
+    "colwise_gather_output": Style("column", whole_result=True), "packed_colwise": _COLUMN, "packed_rowwise": _ROW,
+    "replicated_with_grad_allreduce": _REPLICATE,
+    # DTensor's classes, by name
+    "ColwiseParallel": _COLUMN, "RowwiseParallel": _ROW,
+}  # fmt: skip
+
+AXES: dict[Any, dict[str, tuple[str, ...]]] = {
+    aten.linear.default: {"column": ("n",), "row": ("k",), "vocab": ("n",)},
+    aten.mm.default: {"column": ("n",), "row": ("k",)},
+    aten.matmul.default: {"column": ("n",), "row": ("k",)},
+    aten.embedding.default: {"column": ("e",), "row": ("v",), "vocab": ("v",)},
+    **dict.fromkeys(
+        (aten.conv1d.default, aten.conv2d.default, aten.conv3d.default, aten.conv1d.padding, aten.conv2d.padding,
+         aten.conv3d.padding),
+        {"column": ("o", "g"), "row": ("c", "g")},
+    ),
+}  # fmt: skip
+"""Op -> style -> the axis to split (the first that the row can split)."""
+
+
+@dataclass(frozen=True)
+class Pin:
+    """One op that the plan names."""
+
+    key: str
+    """The plan's key, for messages."""
+    style: Style
+    axes: tuple[str, ...]
+    """The axes of which one is to be split; none: the op runs whole."""
+
+
+def parse_style(key: str, word: Any) -> Style:
+    """The Style of a plan's value.
+
+    Raises:
+        PlanError: it is no style, or a DTensor style with layouts of its own.
+    """
+    name = word if isinstance(word, (str, int, type(None))) and not isinstance(word, bool) else type(word).__name__
+    if name not in WORDS:
+        known = sorted(w for w in WORDS if isinstance(w, str))
+        near = difflib.get_close_matches(str(name), known, n=1, cutoff=0.5)
+        raise PlanError(
+            f"{word!r} is no style",
+            where=f"plan key {key!r}",
+            why=f"styles are {', '.join(known)}, or dim: 1, -1, 0, None",
+            attempt=repr(near[0]) if near else "'column' or 'row'",
+        )
+    if not isinstance(word, (str, int, type(None))):
+        _refuse_own_layouts(key, word)
+    return WORDS[name]
+
+
+def _refuse_own_layouts(key: str, style: Any) -> None:
+    default = type(style)()
+    changed = [n for n in ("input_layouts", "output_layouts", "use_local_output")
+               if getattr(style, n, None) != getattr(default, n, None)]  # fmt: skip
+    if changed:
+        raise PlanError(
+            f"{type(style).__name__} with its own {', '.join(changed)} can't be taken over",
+            where=f"plan key {key!r}",
+            why="layouts between ops are found by the planner here",
+            attempt=f"{type(style).__name__}() without arguments",
+        )
+
+
+def matching(key: str, modules: Iterable[str]) -> list[str]:
+    """The modules whose path a glob matches."""
+    return [path for path in modules if fnmatch.fnmatchcase(path, key)]
+
+
+def check_matches(plan: Mapping[str, Any], modules: Iterable[str]) -> dict[str, tuple[str, Style]]:
+    """Module path -> (plan key, style).
+
+    Raises:
+        PlanError: a key matches no module, or two keys want different things of one.
+    """
+    modules = [m for m in modules if m]
+    chosen: dict[str, tuple[str, Style]] = {}
+    for key, word in plan.items():
+        style, found = parse_style(key, word), matching(key, modules)
+        if not found:
+            raise _no_match(key, modules)
+        for path in found:
+            before = chosen.setdefault(path, (key, style))
+            if before[1] != style:
+                raise PlanError(
+                    f"the plan's keys {before[0]!r} and {key!r} disagree about module {path}",
+                    where=f"plan key {key!r}",
+                    why=f"{before[0]!r} wants {before[1].name}, {key!r} wants {style.name}",
+                    attempt="globs that do not overlap, or the same style in both",
+                )
+    return chosen
+
+
+def _no_match(key: str, modules: list[str]) -> PlanError:
+    shapes = sorted({re.sub(r"\b\d+\b", "*", path) for path in modules})
+    starred = re.sub(r"\b\d+\b", "*", key)
+    near = difflib.get_close_matches(starred, shapes, n=3, cutoff=0.4)
+    near = near or [s for s in shapes if s.rpartition(".")[2] == key.rpartition(".")[2]][:3]
+    return PlanError(
+        f"the plan's key {key!r} matches no module",
+        where=f"plan key {key!r}",
+        why=f"the model has {len(modules)} modules, none with a path that this glob matches",
+        attempt=" or ".join(map(repr, near)) if near else f"a glob such as {shapes[0]!r}" if shapes else "no key",
+    )
+
+
+def pins_of(graph: fx.Graph, chosen: Mapping[str, tuple[str, Style]]) -> dict[fx.Node, Pin]:
+    """The ops that the plan names: those of a named module that its own weight enters.
+
+    Raises:
+        PlanError: a module can't have the style that the plan gives it.
+    """
+    pins: dict[fx.Node, Pin] = {}
+    for path, (key, style) in chosen.items():
+        own = [n for n in graph.nodes if n.op == "call_function" and n.meta.get("module") == path]
+        fed = [n for n in own if any(_is_own(p, path) for p in operands(n))]
+        able = [n for n in fed if n.target in AXES]
+        if style.name == "replicate":
+            pins.update({n: Pin(key, style, ()) for n in fed})
+        elif not able or any(style.name not in AXES[n.target] for n in able):
+            raise cannot_have(key, path, style.name, f"its ops are {sorted({str(n.target) for n in own}) or 'none'}")
+        else:
+            pins.update({n: Pin(key, style, AXES[n.target][style.name]) for n in able})
+    return pins
+
+
+def cannot_have(key: str, path: str, style: str, why: str) -> PlanError:
+    """The error for a style that a module has no use for."""
+    return PlanError(
+        f"module {path} can't be split by {style}",
+        where=f"plan key {key!r}",
+        why=why,
+        attempt="name the linear, embedding or convolution inside it, or 'replicate'",
+    )
+
+
+def _is_own(node: fx.Node, path: str) -> bool:
+    is_parameter = node.op == "placeholder" and node.meta["kind"] == "parameter"
+    return is_parameter and any(name.rpartition(".")[0] == path for name in node.meta["names"])
+
+
+def pinned_layout_conflict(name: str, first: str, second: str, node: fx.Node) -> PlanError:
+    """The error for one parameter that two pins lay out differently."""
+    return PlanError(
+        f"parameter {name} would have to lie in two ways",
+        where=where(node),
+        why=f"{first} and {second} are both asked of it; it is shared by several ops",
+        attempt="give the modules that share it styles that split it alike ('vocab' embedding, 'column' head)",
+    )

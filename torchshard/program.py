@@ -1,0 +1,190 @@
+"""Model, plan and example inputs in; the planned graph with its collectives out, for any rank.
+
+This is the whole way of a model on one screen: capture, normalize, plan, rewrite.
+"""
+
+from __future__ import annotations
+
+import os
+import warnings
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import fx, nn
+
+from torchshard.capture import Captured, capture
+from torchshard.conversions import route, step_bytes
+from torchshard.errors import PlanError
+from torchshard.graph import is_tensor_op, layout_of, mark_needs_grad, nbytes, node_row, operands, where
+from torchshard.layouts import I, Layout
+from torchshard.notation import Choice
+from torchshard.passes import normalize, rewrite
+from torchshard.passes.annotate import legal_choices
+from torchshard.planner.plan import Plan
+from torchshard.planner.search import pinned_options, problem, search
+from torchshard.planner.styles import check_matches, pins_of
+
+PlanLike = Mapping[str, Any] | Plan | str | os.PathLike[str]
+"""A dict of module globs and styles, a Plan, or a Plan's JSON: a path or the text itself."""
+
+
+@dataclass(frozen=True)
+class Program:
+    """A captured model with its plan, ready to be made any rank's."""
+
+    captured: Captured
+    """The normalized graph, unsharded, and how to call it."""
+    plan: Plan
+    graph: fx.GraphModule
+    """The graph with its collectives, global sizes."""
+
+
+def program(
+    model: nn.Module,
+    plan: PlanLike,
+    world_size: int,
+    args: Sequence[Any],
+    kwargs: Mapping[str, Any] | None = None,
+    parameters: Mapping[str, Layout] | None = None,
+) -> Program:
+    """Captures, plans and rewrites one call of a model.
+
+    Args:
+        parameters: layouts that are fixed already, by name.
+
+    Raises:
+        CaptureError, InputError, PlanError: see each.
+    """
+    wanted = read_plan(plan, world_size)
+    modules = [name for name, _ in model.named_modules()]
+    chosen = check_matches(wanted, modules) if isinstance(wanted, Mapping) else {}
+    with torch.enable_grad():
+        captured = capture(model, args, kwargs)
+    normalize(captured.graph)
+    _mark_trainable(captured, model)
+    made = problem(captured.graph.graph, world_size)
+    if isinstance(wanted, Plan):
+        fixed = {**_own_parameters(captured, wanted), **(parameters or {})}
+        found = search(made, _given_options(captured, wanted), (), fixed)
+    else:
+        pins = pins_of(captured.graph.graph, chosen)
+        whole = [node for node, pin in pins.items() if pin.style.whole_result]
+        found = search(made, pinned_options(made, pins), whole, parameters)
+    graph = rewrite(captured.graph, found)
+    _warn_missing_rules(captured.graph, graph, world_size)
+    return Program(captured, found, graph)
+
+
+def read_plan(plan: PlanLike, world_size: int) -> Mapping[str, Any] | Plan:
+    """A plan in any of its forms, as a dict of styles or a Plan.
+
+    Raises:
+        PlanError: it can't be read, or was made for another number of ranks.
+    """
+    if isinstance(plan, str) and plan == "auto":
+        raise PlanError(
+            'plan="auto" is not there yet',
+            where="the plan",
+            why="the planner that needs no annotation has not landed",
+            attempt='a dict of module globs and styles, e.g. {"*.q_proj": "column", "*.o_proj": "row"}',
+        )
+    if isinstance(plan, (str, os.PathLike)):
+        text = str(plan)
+        plan = Plan.from_json(text if text.lstrip().startswith("{") else _read_file(text))
+    if not isinstance(plan, (Plan, Mapping)):
+        raise PlanError(
+            f"a {type(plan).__name__} is no plan",
+            where="the plan",
+            why=f"got {plan!r:.80}",
+            attempt="a dict of module globs and styles, a Plan, or the path of a Plan's JSON",
+        )
+    if isinstance(plan, Plan) and plan.world_size != world_size:
+        raise PlanError(
+            f"the plan is for {plan.world_size} ranks, the group has {world_size}",
+            where="Plan.world_size",
+            why="slices of parameters and collectives are planned for one number of ranks",
+            attempt=f"a plan made with world_size={world_size}, or {plan.world_size} ranks",
+        )
+    return plan
+
+
+def _read_file(path: str) -> str:
+    try:
+        return Path(path).read_text()
+    except OSError as error:
+        raise PlanError(
+            f"the plan {path!r} can't be read",
+            where="the plan",
+            why=str(error),
+            attempt="the path of a file that Plan.to_json() wrote, a dict, or a Plan",
+        ) from None
+
+
+def _mark_trainable(captured: Captured, model: nn.Module) -> None:
+    trainable = [name for name, p in model.named_parameters() if p.requires_grad]
+    inputs = [n for n in captured.graph.graph.nodes if n.op == "placeholder" and n.meta["kind"] == "input"]
+    mark_needs_grad(captured.graph, trainable + [n.meta["path"] for n in inputs if n.meta["val"].requires_grad])
+
+
+def _own_parameters(captured: Captured, plan: Plan) -> dict[str, Layout]:
+    own = {n.meta["path"] for n in captured.graph.graph.nodes if n.op == "placeholder"}
+    strangers = sorted(name for name, layout in plan.parameters.items() if layout != I and name not in own)
+    if strangers:
+        raise PlanError(
+            f"the plan splits {len(strangers)} parameters that the model does not have",
+            where=f"parameter {strangers[0]!r}",
+            why="the plan was made for another model",
+            attempt="make the plan anew for this model",
+        )
+    return dict(plan.parameters)
+
+
+def _given_options(captured: Captured, plan: Plan) -> dict[fx.Node, list[Choice]]:
+    """The plan's choices for the ops that it names; what it does not name is found anew."""
+    given: dict[fx.Node, list[Choice]] = {}
+    for node in captured.graph.graph.nodes:
+        choice = plan.choices.get(node.name) if is_tensor_op(node) else None
+        if choice is None:
+            continue
+        legal = [
+            c
+            for c in legal_choices(node, node_row(node), plan.world_size, choice)
+            if (c.name, c.operands, c.results) == (choice.name, choice.operands, choice.results)
+        ]
+        if not legal:
+            raise PlanError(
+                f"the plan's choice {choice.name!r} is not legal for an op",
+                where=where(node),
+                why=f"its operands would lie as {', '.join(map(str, choice.operands))}",
+                attempt="make the plan anew for this model",
+            )
+        given[node] = legal
+    return given
+
+
+def _warn_missing_rules(before: fx.GraphModule, after: fx.GraphModule, world: int) -> None:
+    """One warning per op without a rule that had to have its operands gathered, with the bytes that cost."""
+    originals = {n.name: n for n in after.graph.nodes}
+    missing: dict[str, tuple[float, fx.Node]] = {}
+    for node in before.graph.nodes:
+        if not is_tensor_op(node) or node_row(node) is not None:
+            continue
+        spent = sum(_whole_bytes(originals[n.name], world) for n in operands(node) if n.name in originals)
+        if spent:
+            total = missing.get(str(node.target), (0.0, node))[0]
+            missing[str(node.target)] = (total + spent, node)
+    for target, (spent, node) in missing.items():
+        warnings.warn(
+            f"{target} has no sharding rule: it runs whole on every rank, which gathers {spent / 1024:.1f} KiB per step "
+            f"({where(node)}). A rule of a few lines, @torchshard.rule({target}), would keep it split.",
+            stacklevel=2,
+        )
+
+
+def _whole_bytes(node: fx.Node, world: int) -> float:
+    needs_grad = bool(node.meta.get("needs_grad"))
+    steps = route(layout_of(node), I, needs_grad=needs_grad) or []
+    return sum(step_bytes(name, nbytes(node.meta["val"]), world, needs_grad=needs_grad) for name, _ in steps)

@@ -1,0 +1,101 @@
+"""Look-ups. A table split along the looked-up axis gives each rank the rows that it has, zeros for the rest: Partial."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from torchshard.notation import Local, Row, Size
+from torchshard.rules.registry import Call, block, letters, positive, rule, spaced
+
+aten = torch.ops.aten
+
+
+def own_index(ctx: Local, axis: str, index: Any) -> tuple[Any, Any]:
+    """A global index as (this rank's index, outside): where outside, the index is 0 and the value must be masked."""
+    shifted = aten.sub.Tensor(index, ctx.start(axis))
+    below, above = aten.lt.Scalar(shifted, 0), aten.ge.Scalar(shifted, ctx.size(axis))
+    outside = aten.logical_or.default(below, above)
+    return aten.masked_fill.Scalar(shifted, outside, 0), outside
+
+
+def nonempty(ctx: Local, axis: str, table: Any, dim: int, ndim: int) -> Any:
+    """The table, with a row of zeros where this rank holds none: every look-up is masked then."""
+    if ctx.size(axis):
+        return table
+    return aten.constant_pad_nd.default(table, [0, 0] * (ndim - 1 - dim) + [0, 1], 0.0)
+
+
+@rule(aten.embedding.default)
+def embedding(call: Call) -> Row:
+    """`f32[97,16], i64[2,8] -> f32[2,8,16]     v e, a b -> a b e`; splitting v wants a masked look-up and gives P."""
+    names = letters(len(call["indices"].shape), used="ve")
+
+    def local(ctx: Local, weight: Any, indices: Any, padding_idx: int = -1, *flags: Any) -> Any:
+        index, outside = own_index(ctx, "v", indices)
+        mine = padding_idx - ctx.start("v") if padding_idx >= 0 else -1
+        mine = mine if 0 <= mine < ctx.size("v") else -1
+        found = aten.embedding.default(nonempty(ctx, "v", weight, 0, 2), index, mine)
+        return aten.masked_fill.Scalar(found, aten.unsqueeze.default(outside, -1), 0.0)
+
+    return call.row(f"v e, {spaced(names)} -> {spaced([*names, 'e'])}", linear=[{0}], local={"v": local})
+
+
+@rule(aten.index_select.default)
+def index_select(call: Call) -> Row:
+    """`f32[5,8], i64[3] -> f32[3,8]     v b, i -> i b`; splitting v gives P."""
+    ndim = len(call.tensors[0].shape)
+    names, dim = letters(ndim, used="iv"), positive(call["dim"], ndim)
+    left = ["v" if i == dim else n for i, n in enumerate(names)]
+    right = ["i" if i == dim else n for i, n in enumerate(names)]
+
+    def local(ctx: Local, x: Any, dim: int, index: Any) -> Any:
+        own, outside = own_index(ctx, "v", index)
+        found = aten.index_select.default(nonempty(ctx, "v", x, dim % ndim, ndim), dim, own)
+        return aten.masked_fill.Scalar(found, aten.reshape.default(outside, [-1] + [1] * (ndim - 1 - dim % ndim)), 0.0)
+
+    return call.row(f"{spaced(left)}, i -> {spaced(right)}", linear=[{0}], local={"v": local})
+
+
+@rule(aten.gather.default)
+def gather(call: Call) -> Row | None:
+    """`f32[2,97], i64[2,3] -> f32[2,3]     a v, a i -> a i`; splitting v gives P."""
+    x, index = call["self"].shape, call["index"].shape
+    ndim = len(x)
+    if not ndim:
+        return None
+    names, dim = letters(ndim, used="iv"), positive(call["dim"], ndim)
+    same = [n if a == b else f"!{n}" for n, a, b in zip(names, x, index, strict=True)]
+    left = ["v" if i == dim else n for i, n in enumerate(same)]
+    right = ["i" if i == dim else (n if not n.startswith("!") else n + "y") for i, n in enumerate(same)]
+
+    def local(ctx: Local, x: Any, dim: int, index: Any, **kwargs: Any) -> Any:
+        own, outside = own_index(ctx, "v", index)
+        found = aten.gather.default(nonempty(ctx, "v", x, dim % ndim, ndim), dim, own)
+        return aten.masked_fill.Scalar(found, outside, 0.0)
+
+    return call.row(f"{spaced(left, right)} -> {spaced(right)}", linear=[{0}], local={"v": local})
+
+
+@rule(aten.index.Tensor)
+def index(call: Call) -> Row | None:
+    """`f32[2,8,4], i64[3] at dim 1 -> f32[2,3,4]     a !b c, x0 -> a x0 c`."""
+    x, indices = call["self"].shape, call["indices"]
+    if any(i is not None and i.dtype in (torch.bool, torch.uint8) for i in indices):
+        return None
+    names = letters(len(x), used="x")
+    at = [d for d, i in enumerate(indices) if i is not None]
+    wide = max(len(indices[d].shape) for d in at)
+    first = at[0] if at == list(range(at[0], at[-1] + 1)) else 0
+    shape = call.results[0].shape[first : first + wide]
+    axes = [f"x{i}" for i in range(wide)]
+    rest = [n for d, n in enumerate(names) if d not in at]
+
+    def dims(own: tuple[Size, ...]) -> list[str]:
+        pairs = zip(axes[wide - len(own) :], own, shape[wide - len(own) :], strict=True)
+        return [a if size == full or size != 1 else "1" for a, size, full in pairs]
+
+    operands = [block(names, at), *(dims(indices[d].shape) for d in at)]
+    right = [*rest[:first], *axes, *rest[first:]]
+    return call.row(f"{spaced(*operands)} -> {spaced(right)}", linear=[{0}])

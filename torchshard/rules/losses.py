@@ -1,0 +1,108 @@
+"""Losses. A mean is a sum over the global count; cross entropy over a split vocabulary never gathers the logits.
+
+The split cross entropy is Megatron's `vocab_parallel_cross_entropy` in exact arithmetic: per row the largest logit,
+then in one all-reduce the sum of exponentials, the target's logit and what label smoothing and class weights need.
+Unlike Megatron's it has class weights, `ignore_index` and every reduction.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from torchshard.notation import Local, Row
+from torchshard.rules.indexing import nonempty, own_index
+from torchshard.rules.normalization import row_max
+from torchshard.rules.registry import Call, letters, rule, spaced
+
+aten = torch.ops.aten
+ops = torch.ops.torchshard
+NONE, MEAN, SUM = 0, 1, 2
+"""PyTorch's numbers for reductions."""
+
+
+@rule(
+    aten.mse_loss.default, aten.l1_loss.default, aten.smooth_l1_loss.default, aten.huber_loss.default,
+    aten.binary_cross_entropy_with_logits.default,
+)  # fmt: skip
+def elementwise_loss(call: Call) -> Row | None:
+    """`f32[2,8], f32[2,8] -> f32[]     a b, a b -> `."""
+    shape, reduction = call.tensors[0].shape, call["reduction"]
+    names = letters(len(shape))
+    if any(t.shape != shape for t in call.tensors):
+        return None
+    count = 1
+    for size in shape:
+        count = count * size
+
+    def local(ctx: Local, *args: Any, **kwargs: Any) -> Any:
+        bound = dict(zip(call.args, args, strict=False)) | kwargs | {"reduction": SUM}
+        return aten.div.Tensor(call.target(**bound), count)
+
+    static = isinstance(count, int)
+    left = names if static or reduction != MEAN else [f"!{n}" for n in names]
+    options = {"local": {"*": local}} if reduction == MEAN and static else {}
+    right = names if reduction == NONE else []
+    return call.row(f"{spaced(*([left] * len(call.tensors)))} -> {spaced(right)}", **options)
+
+
+@rule(aten.cross_entropy_loss.default)
+def cross_entropy(call: Call) -> Row | None:
+    """`f32[16,97], i64[16] -> f32[]     !n v, !n -> `; splitting v all-reduces a few numbers per row."""
+    logits, target = call["self"], call["target"]
+    if target.dtype.is_floating_point:
+        return None
+    space = [f"s{i}" for i in range(len(logits.shape) - 2)]
+    batch = [*(["n"] if len(logits.shape) > 1 else []), *space]
+    if call["reduction"] != NONE:
+        batch = [f"!{n}" for n in batch]
+    operands = [[*batch[:1], "v", *batch[1:]], batch, *([["v"]] if call["weight"] is not None else [])]
+    right = batch if call["reduction"] == NONE else []
+    return call.row(
+        f"{spaced(*operands)} -> {spaced(right)}", local={"v": _split_cross_entropy}, reduced="v", comm={"v": 5}
+    )
+
+
+def _split_cross_entropy(
+    ctx: Local,
+    logits: Any,
+    target: Any,
+    weight: Any = None,
+    reduction: int = MEAN,
+    ignore_index: int = -100,
+    label_smoothing: float = 0.0,
+) -> Any:
+    ndim, classes = len(ctx.row.operands[0]), ctx.row.sizes["v"]
+    dim = 1 if ndim > 1 else 0
+    shifted = aten.sub.Tensor(logits, row_max(ctx, logits, dim, "v"))
+    ignored = aten.unsqueeze.default(aten.eq.Scalar(target, ignore_index), dim)
+    index, outside = own_index(ctx, "v", aten.unsqueeze.default(target, dim))
+
+    def at_target(table: Any) -> Any:
+        found = aten.gather.default(nonempty(ctx, "v", table, dim, ndim), dim, index)
+        return aten.masked_fill.Scalar(found, outside, 0.0)
+
+    spread = None if weight is None else aten.reshape.default(weight, [-1] + [1] * (ndim - 1 - dim))
+    columns = [aten.sum.dim_IntList(aten.exp.default(shifted), [dim], True), at_target(shifted)]
+    if weight is not None:
+        columns.append(at_target(aten.expand_as.default(spread, logits)))
+    if label_smoothing:
+        columns.append(aten.sum.dim_IntList(shifted if weight is None else shifted * spread, [dim], True))
+        if weight is not None:
+            columns.append(aten.sum.dim_IntList(aten.expand_as.default(spread, logits), [dim], True))
+    whole = ops.reduce.default(aten.cat.default(columns, dim), ctx.group)
+    column = [aten.slice.Tensor(whole, dim, i, i + 1) for i in range(len(columns))]
+    norm = aten.log.default(column[0])
+    scale = column[2] if weight is not None else aten.ones_like.default(norm)
+    scale = aten.masked_fill.Scalar(scale, ignored, 0.0)
+    loss = (norm - column[1]) * scale
+    if label_smoothing:
+        smooth = norm * (classes if weight is None else column[4]) - column[-1 if weight is None else 3]
+        smooth = aten.masked_fill.Scalar(smooth, ignored, 0.0)
+        loss = loss * (1 - label_smoothing) + smooth * (label_smoothing / classes)
+    loss = aten.squeeze.dims(aten.masked_fill.Scalar(loss, ignored, 0.0), [dim])
+    if reduction == NONE:
+        return loss
+    total = aten.sum.default(loss)
+    return total if reduction == SUM else aten.div.Tensor(total, aten.sum.default(scale))

@@ -1,0 +1,88 @@
+"""Softmax and norms: the axis whose statistics are taken is whole, the others split freely.
+
+Softmax over a split axis has a replacement: two all-reduces of one number per row, of the largest and of the sum.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+
+from torchshard.notation import Local, Row
+from torchshard.rules.registry import Call, block, letters, positive, rule, spaced
+
+aten = torch.ops.aten
+ops = torch.ops.torchshard
+
+
+def _split_softmax(call: Call, ndim: int) -> Any:
+    dim, log = positive(call["dim"], ndim), "log_softmax" in str(call.target)
+
+    def local(ctx: Local, x: Any, _dim: int, dtype: Any = None) -> Any:
+        x = aten.to.dtype(x, dtype) if dtype not in (None, False, True) else x
+        largest = row_max(ctx, x, dim, ctx.choice.axes[0][0])
+        shifted = aten.sub.Tensor(x, largest)
+        raised = aten.exp.default(shifted)
+        total = ops.all_reduce.default(aten.sum.dim_IntList(raised, [dim], True), ctx.group)
+        return aten.sub.Tensor(shifted, aten.log.default(total)) if log else aten.div.Tensor(raised, total)
+
+    return local
+
+
+def row_max(ctx: Local, x: Any, dim: int, axis: str) -> Any:
+    """The largest value along a split dim, over all ranks, kept as a dim of size one; no gradient."""
+    held = aten.detach.default(x)
+    if ctx.size(axis) == 0:
+        held = aten.constant_pad_nd.default(held, [0, 0] * (len(ctx.row.operands[0]) - 1 - dim) + [0, 1], -math.inf)
+    return ops.all_reduce_max.default(aten.amax.default(held, [dim], True), ctx.group)
+
+
+@rule(aten.softmax.int, aten.log_softmax.int)
+def softmax(call: Call) -> Row:
+    """`f32[2,8,16] -> f32[2,8,16]     a b c -> a b c`; splitting c all-reduces each row's largest value and sum."""
+    ndim = len(call.tensors[0].shape)
+    names = letters(ndim)
+    if not ndim:
+        return call.row(" -> ")
+    axis = names[positive(call["dim"], ndim)]
+    return call.row(f"{spaced(names)} -> {spaced(names)}", local={axis: _split_softmax(call, ndim)}, comm={axis: 3})
+
+
+@rule(aten.layer_norm.default, aten.rms_norm.default)
+def layer_norm(call: Call) -> Row:
+    """`f32[2,8,16], f32[16], f32[16] -> f32[2,8,16]     a b !c, !c, !c -> a b !c`."""
+    ndim, normed = len(call.tensors[0].shape), len(call["normalized_shape"])
+    names = letters(ndim)
+    names = block(names, range(ndim - normed, ndim))
+    operands = [names, *([names[ndim - normed :]] * (len(call.tensors) - 1))]
+    return call.row(f"{spaced(*operands)} -> {spaced(names)}")
+
+
+@rule(aten.group_norm.default)
+def group_norm(call: Call) -> Row:
+    """`f32[2,8,5], f32[8], f32[8] -> f32[2,8,5]     n (g !c) !s, (g !c), (g !c) -> n (g !c) !s     g=4 c=2`."""
+    shape, groups = call.tensors[0].shape, call["num_groups"]
+    channels = "(g !c)"
+    space = [f"!s{i}" for i in range(len(shape) - 2)]
+
+    def local(ctx: Local, x: Any, num_groups: int, weight: Any = None, bias: Any = None, *rest: Any) -> Any:
+        mine = ctx.size("g")
+        return aten.group_norm.default(x, mine, weight, bias, *rest) if mine else aten.alias.default(x)
+
+    operands = [["n", channels, *space], *([[channels]] * (len(call.tensors) - 1))]
+    right = spaced(["n", channels, *space])
+    return call.row(f"{spaced(*operands)} -> {right}", sizes={"g": groups, "c": shape[1] // groups}, local={"g": local})
+
+
+@rule(aten.batch_norm.default)
+def batch_norm(call: Call) -> Row:
+    """`f32[2,8,5], f32[8] x 4 -> f32[2,8,5]     !n c !s, c, c, c, c -> !n c !s`; in training it writes its buffers."""
+    shape, training = call.tensors[0].shape, bool(call["training"])
+    space = [f"!s{i}" if training else f"s{i}" for i in range(len(shape) - 2)]
+    names = ["!n" if training else "n", "c", *space]
+    present = [n for n in ("weight", "bias", "running_mean", "running_var") if call.args.get(n) is not None]
+    written = [1 + i for i, n in enumerate(present) if n.startswith("running") and training]
+    operands = [names, *([["c"]] * len(present))]
+    return call.row(f"{spaced(*operands)} -> {spaced(names)}", mutates=written)

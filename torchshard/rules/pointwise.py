@@ -1,0 +1,96 @@
+"""Ops that treat every element alike: one rule for all of them, by PyTorch's own `pointwise` tag."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from torchshard.notation import Row
+from torchshard.rules.registry import Call, letters, rule, spaced
+
+aten = torch.ops.aten
+
+JOINTLY = {aten.add.Tensor, aten.sub.Tensor, aten.where.self}
+"""Linear in all (non-condition) operands together: Partial + Partial is Partial, Partial + whole is not."""
+EACH = {aten.mul.Tensor}
+"""Linear in each operand."""
+FIRST = {aten.neg.default, aten.div.Tensor, aten.mul.Scalar, aten.div.Scalar}
+"""Linear in the first operand."""
+SAME = (
+    aten.clone.default,
+    aten.contiguous.default,
+    aten.alias.default,
+    aten.detach.default,
+    aten.detach_.default,
+    aten.lift_fresh_copy.default,
+)
+"""Ops that give their operand again, element for element."""
+CASTS = (
+    aten.to.dtype,
+    aten.to.device,
+    aten.to.dtype_layout,
+    aten.to.other,
+    aten._to_copy.default,
+    aten.type_as.default,
+    aten.bernoulli.default,
+)
+_LIKE = (
+    aten.zeros_like.default,
+    aten.ones_like.default,
+    aten.full_like.default,
+    aten.empty_like.default,
+)
+
+
+def pointwise(call: Call) -> Row:
+    """`f32[2,8,16], f32[16] -> f32[2,8,16]     a b c, c -> a b c`, with sizes of one broadcast."""
+    shape = call.results[0].shape
+    names = letters(len(shape))
+    operands = []
+    for tensor in call.tensors:
+        tail = names[len(names) - len(tensor.shape) :]
+        wide = shape[len(shape) - len(tensor.shape) :]
+        pairs = zip(tail, tensor.shape, wide, strict=True)
+        operands.append([name if size == full or size != 1 else "1" for name, size, full in pairs])
+    right = spaced(*([names] * len(call.results)))
+    return call.row(f"{spaced(*operands)} -> {right}", linear=_linear(call))
+
+
+def _linear(call: Call) -> list[set[int]]:
+    n = len(call.tensors)
+    if call.target is aten.where.self:
+        return [{1, 2}] if n == 3 else []
+    if call.target in JOINTLY:
+        return [{0, 1}] if n == 2 else []
+    if call.target in EACH:
+        return [{i} for i in range(n)]
+    return [{0}] if call.target in FIRST and call.args.get("rounding_mode") is None else []
+
+
+@rule(*SAME)
+def same(call: Call) -> Row:
+    """`f32[2,8] -> f32[2,8]     ... -> ...`, linear."""
+    return call.row(
+        "... -> ...", linear=[{0}] if call.target not in (aten.detach.default, aten.detach_.default) else []
+    )
+
+
+@rule(*CASTS, *_LIKE)
+def same_shape(call: Call) -> Row:
+    """`f32[2,8] -> bf16[2,8]     ... -> ...`; a cast of addends is not the cast of the sum."""
+    names = letters(len(call.results[0].shape))
+    others = [["1" if t.shape == () else n for n in names][: len(t.shape)] for t in call.tensors[1:]]
+    if any(t.shape != call.tensors[0].shape for t in call.tensors[1:]):
+        return call.row(
+            f"{spaced(names, *[[f'!y{i}_{j}' for j in range(len(o))] for i, o in enumerate(others)])}"
+            f" -> {spaced(names)}"
+        )
+    return call.row(f"{spaced(names, *others)} -> {spaced(names)}")
+
+
+def is_pointwise(target: Any) -> bool:
+    """Whether PyTorch tags the op as pointwise, and it neither draws random numbers nor writes to an operand."""
+    tags = getattr(target, "tags", ())
+    schema = getattr(target, "_schema", None)
+    return torch.Tag.pointwise in tags and torch.Tag.nondeterministic_seeded not in tags and not schema.is_mutable

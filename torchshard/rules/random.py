@@ -1,0 +1,48 @@
+"""Random ops: at any number of ranks exactly the unsharded model's numbers.
+
+The ranks of a group share one seeded stream. Each draws the whole mask, as the unsharded model does, and keeps its
+slice: the masks agree bit for bit and every rank's stream stays where the unsharded one is. The price is drawing the
+whole mask on every rank.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from torchshard.layouts import Shard, parts_of, ranges
+from torchshard.notation import Local, Row
+from torchshard.rules.registry import Call, rule
+
+aten = torch.ops.aten
+RANDOM_TAG = torch.Tag.nondeterministic_seeded
+
+
+def is_random(target: Any) -> bool:
+    """Whether the op draws from the random stream."""
+    return RANDOM_TAG in getattr(target, "tags", ()) or "dropout" in str(target)
+
+
+def dropped(ctx: Local, x: Any, p: float, ndim: int) -> Any:
+    """Dropout of this rank's slice `x` by its part of the whole mask; `x` is split in the result's split dim."""
+    layout = ctx.choice.results[0]
+    if not isinstance(layout, Shard):
+        return aten.dropout.default(x, p, True)
+    dim, whole = layout.dim, ctx.whole_shape()[layout.dim]
+    sizes = [whole if i == dim else aten.sym_size.int(x, i) for i in range(ndim)]
+    mask = aten.dropout.default(aten.new_ones.default(x, sizes), p, True)
+    held = ranges(parts_of(whole, layout), ctx.rank, ctx.world)
+    pieces = [aten.slice.Tensor(mask, dim, start, stop) for start, stop in held]
+    return aten.mul.Tensor(x, pieces[0] if len(pieces) == 1 else aten.cat.default(pieces, dim))
+
+
+@rule(aten.dropout.default)
+def dropout(call: Call) -> Row:
+    """`f32[2,8,16] -> f32[2,8,16]     ... -> ...`."""
+    active = bool(call["train"]) and call["p"] > 0
+
+    def local(ctx: Local, x: Any, p: float, train: bool) -> Any:
+        return dropped(ctx, x, p, len(call.tensors[0].shape))
+
+    return call.row("... -> ...", local={"*": local} if active else {})

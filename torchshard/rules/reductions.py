@@ -1,0 +1,82 @@
+"""Ops that sum, compare or scan along dims. A sum over a split dim is Partial; a mean is a sum over the global count."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from torchshard.notation import Local, Row
+from torchshard.rules.registry import Call, block, dims_of, letters, positive, rule, spaced
+
+aten = torch.ops.aten
+
+
+def _reduced(call: Call, dims: list[int], names: list[str]) -> list[str]:
+    keep = bool(call.args.get("keepdim", False))
+    return [("1" if keep else "") if i in dims else n.lstrip("!") for i, n in enumerate(names)]
+
+
+def reduction_row(call: Call, dims: list[int], *, closed: bool, **options: Any) -> Row:
+    """`f32[2,8,4] -> f32[2,4]     a b c -> a c` over dim 1; `closed` where parts can't be put together by a sum."""
+    names = letters(len(call.tensors[0].shape))
+    left = block(names, dims) if closed else names
+    right = [n for n in _reduced(call, dims, names) if n]
+    return call.row(f"{spaced(left)} -> {spaced(*([right] * len(call.results)))}", **options)
+
+
+@rule(aten.sum.default, aten.sum.dim_IntList)
+def total(call: Call) -> Row:
+    """`f32[2,8,4] -> f32[2,4]     a b c -> a c`."""
+    return reduction_row(call, dims_of(call, "dim", len(call.tensors[0].shape)), closed=False, linear=[{0}])
+
+
+@rule(aten.mean.default, aten.mean.dim)
+def mean(call: Call) -> Row:
+    """`f32[2,8,4] -> f32[2,4]     a b c -> a c`: a rank's mean would divide by its own count."""
+    ndim = len(call.tensors[0].shape)
+    dims = dims_of(call, "dim", ndim)
+    names = letters(ndim)
+    keep, dtype = bool(call.args.get("keepdim", False)), call.args.get("dtype")
+    count = 1
+    for d in dims:
+        count = count * call.tensors[0].shape[d]
+
+    def local(ctx: Local, x: Any, *args: Any, **kwargs: Any) -> Any:
+        return aten.div.Tensor(aten.sum.dim_IntList(x, dims, keep, dtype=dtype), count)
+
+    replaced = {names[d]: local for d in dims} if isinstance(count, int) else {}
+    row = reduction_row(call, dims, closed=not isinstance(count, int), linear=[{0}], local=replaced)
+    return row
+
+
+@rule(
+    aten.amax.default, aten.amin.default, aten.max.dim, aten.min.dim, aten.argmax.default, aten.argmin.default,
+    aten.any.dim, aten.all.dim, aten.any.default, aten.all.default, aten.max.default, aten.min.default,
+    aten.any.dims, aten.all.dims, aten.prod.dim_int, aten.prod.default,
+    aten.var.correction, aten.std.correction, aten.var.dim, aten.std.dim, aten.var_mean.correction,
+    aten.logsumexp.default, aten.linalg_vector_norm.default, aten.norm.ScalarOpt_dim,
+)  # fmt: skip
+def closed_reduction(call: Call) -> Row:
+    """`f32[2,8,4] -> f32[2,4]     a !b c -> a c`."""
+    return reduction_row(call, dims_of(call, "dim", len(call.tensors[0].shape)), closed=True)
+
+
+@rule(
+    aten.cumsum.default, aten.cumprod.default, aten.sort.default, aten.sort.stable, aten.argsort.default,
+    aten.argsort.stable, aten.cummax.default, aten.cummin.default, aten.logcumsumexp.default,
+)  # fmt: skip
+def scan(call: Call) -> Row:
+    """`f32[2,8,4] -> f32[2,8,4]     a !b c -> a !b c`."""
+    ndim = len(call.tensors[0].shape)
+    names = block(letters(ndim), [positive(call["dim"], ndim)] if ndim else [])
+    return call.row(f"{spaced(names)} -> {spaced(*([names] * len(call.results)))}")
+
+
+@rule(aten.topk.default)
+def topk(call: Call) -> Row:
+    """`f32[2,8] -> f32[2,3], i64[2,3]     a !b -> a !k, a !k`."""
+    ndim = len(call.tensors[0].shape)
+    names, dim = letters(ndim, used="k"), positive(call["dim"], ndim)
+    right = ["!k" if i == dim else n for i, n in enumerate(names)]
+    return call.row(f"{spaced(block(names, [dim]))} -> {spaced(right, right)}")

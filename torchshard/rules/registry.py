@@ -1,0 +1,121 @@
+"""The table of rules: from an op to the function that gives its row.
+
+A rule is a pure function from a `Call` (the op with its global shapes) to a Row, or None where it has none for these
+arguments. It sees no graph and no process group.
+
+    @rule(aten.linear.default)
+    def linear(call):
+        return call.row("... k, n k -> ... n", linear=({0}, {1}))
+"""
+
+from __future__ import annotations
+
+import string
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from torchshard.notation import Row, Size, bind
+
+
+@dataclass(frozen=True)
+class TensorType:
+    """What a rule may know of a tensor: `f32[2,8,16]`."""
+
+    shape: tuple[Size, ...]
+    dtype: torch.dtype
+
+
+@dataclass(frozen=True)
+class Call:
+    """One op with its arguments by name; tensors appear as TensorType, sizes are global."""
+
+    target: Any
+    args: Mapping[str, Any]
+    results: tuple[TensorType, ...]
+
+    def __getitem__(self, name: str) -> Any:
+        return self.args[name]
+
+    @property
+    def tensors(self) -> list[TensorType]:
+        """The tensor operands, in the order of the arguments."""
+        return [t for value in self.args.values() for t in _tensors_in(value)]
+
+    def row(self, text: str, *, linear: Iterable[Iterable[int]] = (), **options: Any) -> Row:
+        """The row of this op; see `notation.bind`."""
+        return bind(
+            text,
+            [t.shape for t in self.tensors],
+            [r.shape for r in self.results],
+            options.pop("sizes", None),
+            linear=tuple(frozenset(s) for s in linear),
+            mutates=frozenset(options.pop("mutates", ())),
+            reduced=frozenset(options.pop("reduced", ())),
+            **options,
+        )
+
+
+def _tensors_in(value: Any) -> list[TensorType]:
+    if isinstance(value, TensorType):
+        return [value]
+    if isinstance(value, (list, tuple)):
+        return [t for item in value for t in _tensors_in(item)]
+    return []
+
+
+RuleFn = Callable[[Call], Row | None]
+RULES: dict[Any, RuleFn] = {}
+"""OpOverload -> rule."""
+
+
+def rule(*targets: Any, row: str | None = None, **options: Any) -> Callable[[RuleFn], RuleFn]:
+    """Registers a rule for some ops: a function from Call to Row, or with `row=` just the row.
+
+    >>> @rule(torch.ops.aten.relu.default)
+    ... def relu(call):
+    ...     return call.row("... -> ...")
+
+    Args:
+        targets: the OpOverloads, e.g. `torch.ops.mylib.scale.default`.
+    """
+
+    def register(fn: RuleFn) -> RuleFn:
+        RULES.update(dict.fromkeys(targets, fn))
+        return fn
+
+    if row is not None:
+        register(lambda call: call.row(row, **options))
+    return register
+
+
+def letters(n: int, used: str = "") -> list[str]:
+    """n axis names that are not in `used`."""
+    names = [*string.ascii_lowercase, *(f"x{i}" for i in range(n))]
+    return [name for name in names if name not in used][:n]
+
+
+def positive(dim: int, ndim: int) -> int:
+    """A dim counted from 0."""
+    return dim + ndim if dim < 0 else dim
+
+
+def dims_of(call: Call, name: str, ndim: int) -> list[int]:
+    """An argument that is one dim, several, or None for all."""
+    value = call.args.get(name)
+    if value is None or value == []:
+        return list(range(ndim))
+    return [positive(d, ndim) for d in (value if isinstance(value, (list, tuple)) else [value])]
+
+
+def block(names: Sequence[str], dims: Iterable[int]) -> list[str]:
+    """The names with those at `dims` marked as not to be split."""
+    closed = set(dims)
+    return [f"!{name}" if i in closed else name for i, name in enumerate(names)]
+
+
+def spaced(*tensors: Iterable[str]) -> str:
+    """Several lists of dims as one side of a row."""
+    return ", ".join(" ".join(dims) for dims in tensors)

@@ -1,0 +1,342 @@
+"""Ops that move elements and compute nothing: linear, so that Partial passes through all of them.
+
+A reshape is a row over the common refinement of its two shapes; where a size is written into the arguments, the
+replacement writes this rank's.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from torchshard.notation import Local, Row, Size
+from torchshard.rules.registry import Call, block, dims_of, letters, positive, rule, spaced
+
+aten = torch.ops.aten
+LINEAR = [{0}]
+
+
+def same_size(a: Size, b: Size) -> bool:
+    """Equal as numbers or as expressions."""
+    return bool(a == b)
+
+
+def _prefix(shape: Sequence[Size]) -> list[Size]:
+    return [math.prod(shape[:i]) for i in range(len(shape) + 1)]
+
+
+def _groups(left: Sequence[int], right: Sequence[int]) -> list[tuple[range, range]] | None:
+    """The finest runs of dims of the same product on both sides, or None where the shapes don't match."""
+    a, b = _prefix(left), _prefix(right)
+    runs, i, j = [], 0, 0
+    while i < len(left) or j < len(right):
+        pairs = ((k, m) for k in range(i + 1, len(a)) for m in range(j + 1, len(b)))
+        found = next(((k, m) for k, m in pairs if same_size(a[k], b[m])), None)
+        if found is None:
+            return None
+        runs.append((range(i, found[0]), range(j, found[1])))
+        i, j = found
+    return runs
+
+
+def _refine(left: list[Any], right: list[Any], names: list[str], sizes: dict[str, Size]) -> tuple[Any, Any] | None:
+    """Both sides of one run as products of common axes: 6, 4 -> 3, 8 has none; 2, 12 -> 8, 3 is a; b c -> a b; c."""
+    if len(left) == 1 or len(right) == 1:
+        many = right if len(left) == 1 else left
+        axes = []
+        for size in many:
+            axes.append(names.pop(0))
+            sizes[axes[-1]] = size
+        split = [[axis] for axis in axes]
+        return ([axes], split) if len(left) == 1 else (split, [axes])
+    return _refine_ints(left, right, names, sizes) if all(isinstance(s, int) for s in (*left, *right)) else None
+
+
+def _refine_ints(left: list[int], right: list[int], names: list[str], sizes: dict[str, Size]) -> Any:
+    out: tuple[list[list[str]], list[list[str]]] = ([[] for _ in left], [[] for _ in right])
+    i = j = 0
+    a, b = left[0], right[0]
+    while i < len(left) and j < len(right):
+        step = math.gcd(a, b)
+        if step == 1 and a != 1 and b != 1:
+            return None
+        if step > 1:
+            axis = names.pop(0)
+            sizes[axis] = step
+            out[0][i].append(axis)
+            out[1][j].append(axis)
+        a, b = a // step, b // step
+        if a == 1:
+            i += 1
+            a = left[i] if i < len(left) else 1
+        if b == 1:
+            j += 1
+            b = right[j] if j < len(right) else 1
+    return out
+
+
+def reshape_row(call: Call, source: Sequence[Size], target: Sequence[Size], local: Any) -> Row:
+    """`f32[2,8,64] -> f32[2,8,4,16]     a b (c d) -> a b c d     c=4 d=16`."""
+    kept = [[i for i, s in enumerate(shape) if s != 1] for shape in (source, target)]
+    left, right = ([shape[i] for i in k] for shape, k in zip((source, target), kept, strict=True))
+    names, sizes = letters(len(left) + len(right) + 16), dict[str, Size]()
+    sides: tuple[list[str], list[str]] = (["1"] * len(source), ["1"] * len(target))
+    for run in _groups(left, right) or [(range(len(left)), range(len(right)))]:
+        sizes_of = [left[i] for i in run[0]], [right[j] for j in run[1]]
+        refined = _refine(*sizes_of, names, sizes) if left and right and _groups(left, right) else None
+        for side, keep, indices, which in ((sides[0], kept[0], run[0], 0), (sides[1], kept[1], run[1], 1)):
+            for position, index in enumerate(indices):
+                axes = refined[which][position] if refined else ["!" + names.pop(0)]
+                side[keep[index]] = axes[0] if len(axes) == 1 else f"({' '.join(axes)})"
+    options = {"local": {"*": local}} if local else {}
+    return call.row(f"{spaced(sides[0])} -> {spaced(sides[1])}", sizes=sizes, linear=LINEAR, **options)
+
+
+def _resized(local: Local, x: Any, size: Any) -> Any:
+    return aten.reshape.default(x, local.resize(size))
+
+
+@rule(aten.view.default, aten.reshape.default, aten._unsafe_view.default)
+def reshape(call: Call) -> Row:
+    """`f32[2,8,64] -> f32[2,8,4,16]     a b (c d) -> a b c d     c=4 d=16`."""
+    return reshape_row(call, call.tensors[0].shape, call.results[0].shape, _resized)
+
+
+SQUEEZES = (aten.squeeze.default, aten.squeeze.dim, aten.squeeze.dims)
+
+
+@rule(aten.unsqueeze.default, *SQUEEZES, aten.flatten.using_ints)
+def shape_only(call: Call) -> Row:
+    """`f32[2,8,4] -> f32[2,32]     a b c -> a (b c)`: the arguments hold no size."""
+    source, target = call.tensors[0].shape, call.results[0].shape
+    if call.target not in SQUEEZES:
+        return reshape_row(call, source, target, None)
+    named = dims_of(call, "dim", len(source))
+    gone = [i for i in named if same_size(source[i], 1)]
+
+    def local(ctx: Local, x: Any, *args: Any) -> Any:
+        """A dim that is of size one on this rank alone stays."""
+        return aten.squeeze.dims(x, gone)
+
+    return reshape_row(call, source, target, local)
+
+
+@rule(aten.unflatten.int)
+def unflatten(call: Call) -> Row:
+    """`f32[2,64] -> f32[2,4,16]     a (b c) -> a b c`."""
+
+    def local(ctx: Local, x: Any, dim: int, sizes: Any) -> Any:
+        start = positive(dim, len(call.tensors[0].shape))
+        whole = [None] * start + list(sizes) + [None] * (len(call.tensors[0].shape) - start - 1)
+        return aten.unflatten.int(x, dim, ctx.resize(whole)[start : start + len(sizes)])
+
+    return reshape_row(call, call.tensors[0].shape, call.results[0].shape, local)
+
+
+@rule(aten.permute.default, aten.transpose.int, aten.t.default, aten.mT.default, aten.numpy_T.default)
+def permute(call: Call) -> Row:
+    """`f32[2,8,4] -> f32[2,4,8]     a b c -> a c b`."""
+    ndim = len(call.tensors[0].shape)
+    names = letters(ndim)
+    order = list(range(ndim))
+    if "dims" in call.args:
+        order = [positive(d, ndim) for d in call["dims"]]
+    elif "dim0" in call.args and ndim:
+        a, b = positive(call["dim0"], ndim), positive(call["dim1"], ndim)
+        order[a], order[b] = b, a
+    elif ndim > 1:
+        order = list(reversed(order)) if call.target is aten.numpy_T.default else [*order[:-2], order[-1], order[-2]]
+    return call.row(f"{spaced(names)} -> {spaced(names[i] for i in order)}", linear=LINEAR)
+
+
+@rule(aten.movedim.int, aten.movedim.intlist)
+def movedim(call: Call) -> Row:
+    """`f32[2,8,4] -> f32[4,2,8]     a b c -> c a b`."""
+    ndim = len(call.tensors[0].shape)
+    source, target = (
+        [positive(d, ndim) for d in (v if isinstance(v, (list, tuple)) else [v])]
+        for v in (call["source"], call["destination"])
+    )
+    names = letters(ndim)
+    rest = [i for i in range(ndim) if i not in source]
+    placed = dict(zip(target, source, strict=True))
+    order = [placed[i] if i in placed else rest.pop(0) for i in range(ndim)]
+    return call.row(f"{spaced(names)} -> {spaced(names[i] for i in order)}", linear=LINEAR)
+
+
+@rule(aten.expand.default)
+def expand(call: Call) -> Row:
+    """`f32[2,1,4] -> f32[2,8,4]     a 1 c -> a b c`."""
+    source, target = call.tensors[0].shape, call.results[0].shape
+    names = letters(len(target))
+    tail = zip(names[len(target) - len(source) :], source, target[len(target) - len(source) :], strict=True)
+    left = [n if size == wide or size != 1 else "1" for n, size, wide in tail]
+
+    def local(ctx: Local, x: Any, size: Any, implicit: bool = False) -> Any:
+        return aten.expand.default(x, ctx.resize(size))
+
+    return call.row(f"{spaced(left)} -> {spaced(names)}", linear=LINEAR, local={"*": local})
+
+
+@rule(aten.expand_as.default)
+def expand_as(call: Call) -> Row:
+    """`f32[1,4], f32[8,4] -> f32[8,4]     1 b, a b -> a b`."""
+    source, target = call.tensors[0].shape, call.results[0].shape
+    names = letters(len(target))
+    tail = zip(names[len(target) - len(source) :], source, target[len(target) - len(source) :], strict=True)
+    left = [n if size == wide or size != 1 else "1" for n, size, wide in tail]
+    return call.row(f"{spaced(left, names)} -> {spaced(names)}", linear=LINEAR)
+
+
+@rule(aten.repeat.default)
+def repeat(call: Call) -> Row:
+    """`f32[2,4] -> f32[2,12]     a b -> a (r b)     r=3`: the copies are the major part."""
+    source, repeats = call.tensors[0].shape, call["repeats"]
+    names = letters(len(source), used="r")
+    extra = len(repeats) - len(source)
+    sizes: dict[str, Size] = {}
+    dims = []
+    for i, times in enumerate(repeats):
+        if i < extra:
+            dims.append(f"!r{i}")
+        elif times == 1:
+            dims.append(names[i - extra])
+        else:
+            sizes[f"r{i}"] = times
+            dims.append(f"(!r{i} {names[i - extra]})")
+    return call.row(f"{spaced(names)} -> {spaced(dims)}", sizes=sizes, linear=LINEAR)
+
+
+@rule(aten.repeat_interleave.self_int)
+def repeat_interleave(call: Call) -> Row | None:
+    """`f32[2,2,8] -> f32[2,6,8]     a b c -> a (b r) c     r=3`: each element's copies lie together."""
+    if call["dim"] is None:
+        return None
+    ndim = len(call.tensors[0].shape)
+    dim, names = positive(call["dim"], ndim), letters(ndim, used="r")
+    out = [f"({n} !r)" if i == dim else n for i, n in enumerate(names)]
+
+    def local(ctx: Local, x: Any, repeats: int, dim: int, output_size: Any = None) -> Any:
+        return aten.repeat_interleave.self_int(x, repeats, dim)
+
+    return call.row(
+        f"{spaced(names)} -> {spaced(out)}", sizes={"r": call["repeats"]}, linear=LINEAR, local={"*": local}
+    )
+
+
+@rule(aten.slice.Tensor)
+def slice_(call: Call) -> Row:
+    """`f32[2,9] -> f32[2,3]     a p+q+r -> a q     p=3 q=3 r=3`: the cut dim is what lies before, within and after."""
+    source, target = call.tensors[0].shape, call.results[0].shape
+    dim, step = positive(call["dim"], len(source)), call["step"]
+    names = letters(len(source), used="pqr")
+    left, right, sizes = list(names), list(names), dict[str, Size]()
+    if same_size(source[dim], target[dim]) and step == 1:
+        return call.row(f"{spaced(left)} -> {spaced(right)}", linear=LINEAR, local={"*": _whole_slice})
+    start, size = call["start"] or 0, source[dim]
+    if step == 1 and all(isinstance(s, int) for s in (start, size, target[dim])):
+        start = max(start + size, 0) if start < 0 else min(start, size)
+        widths = {"p": start, "q": target[dim], "r": size - start - target[dim]}
+        sizes = {axis: width for axis, width in widths.items() if width or axis == "q"}
+        left[dim], right[dim] = "+".join(sizes), "q"
+
+        def local(ctx: Local, x: Any, dim: int = 0, start: Any = None, end: Any = None, step: int = 1) -> Any:
+            begin = ctx.size("p") if "p" in sizes else 0
+            return aten.slice.Tensor(x, dim, begin, begin + ctx.size("q"))
+
+        untouched = {n: _same_slice for n in names if n != names[dim]}
+        return call.row(
+            f"{spaced(left)} -> {spaced(right)}", sizes=sizes, linear=LINEAR, local={**untouched, "*": local}
+        )
+    left[dim], right[dim] = f"!{names[dim]}", "!q"
+    return call.row(f"{spaced(left)} -> {spaced(right)}", linear=LINEAR)
+
+
+def _whole_slice(ctx: Local, x: Any, *args: Any, **kwargs: Any) -> Any:
+    return aten.alias.default(x)
+
+
+def _same_slice(ctx: Local, x: Any, *args: Any, **kwargs: Any) -> Any:
+    return aten.slice.Tensor(x, *args, **kwargs)
+
+
+@rule(aten.select.int)
+def select(call: Call) -> Row:
+    """`f32[3,2,8] -> f32[2,8]     !a b c -> b c`."""
+    ndim = len(call.tensors[0].shape)
+    names, dim = letters(ndim), positive(call["dim"], ndim)
+    rest = [n for i, n in enumerate(names) if i != dim]
+    return call.row(f"{spaced(block(names, [dim]))} -> {spaced(rest)}", linear=LINEAR)
+
+
+@rule(aten.unbind.int)
+def unbind(call: Call) -> Row:
+    """`f32[3,8] -> f32[8], f32[8], f32[8]     !a b -> b, b, b`."""
+    ndim = len(call.tensors[0].shape)
+    names, dim = letters(ndim), positive(call["dim"], ndim)
+    rest = [n for i, n in enumerate(names) if i != dim]
+    right = spaced(*([rest] * len(call.results)))
+    return call.row(f"{spaced(block(names, [dim]))} -> {right}", linear=LINEAR)
+
+
+@rule(aten.split.Tensor, aten.split_with_sizes.default, aten.chunk.default, aten.split.sizes)
+def split(call: Call) -> Row:
+    """`f32[2,9] -> f32[2,3], f32[2,6]     a x0+x1 -> a x0, a x1`: the pieces are split together."""
+    ndim = len(call.tensors[0].shape)
+    names, dim = letters(ndim), positive(call["dim"], ndim)
+    pieces = [f"x{i}" for i in range(len(call.results))]
+    left = [*names[:dim], "+".join(pieces), *names[dim + 1 :]]
+    right = [[*names[:dim], piece, *names[dim + 1 :]] for piece in pieces]
+    if not all(isinstance(r.shape[dim], int) for r in call.results):
+        left = [*names[:dim], f"!{names[dim]}", *names[dim + 1 :]]
+        right = [[*names[:dim], f"!{piece}", *names[dim + 1 :]] for piece in pieces]
+
+    def local(ctx: Local, x: Any, size: Any, dim: int = 0) -> Any:
+        return aten.split_with_sizes.default(x, [ctx.size(piece) for piece in pieces], dim)
+
+    sizes = {piece: r.shape[dim] for piece, r in zip(pieces, call.results, strict=True)}
+    return call.row(
+        f"{spaced(left)} -> {spaced(*right)}", sizes=sizes, linear=LINEAR, local=dict.fromkeys(pieces, local)
+    )
+
+
+@rule(aten.cat.default)
+def cat(call: Call) -> Row:
+    """`f32[2,3], f32[2,6] -> f32[2,9]     a x0, a x1 -> a x0+x1`."""
+    tensors = call.tensors
+    ndim = len(call.results[0].shape)
+    if any(len(t.shape) != ndim for t in tensors):
+        return None  # type: ignore[return-value]
+    names, dim = letters(ndim), positive(call["dim"], ndim)
+    pieces = [f"x{i}" for i in range(len(tensors))]
+    left = [[*names[:dim], piece, *names[dim + 1 :]] for piece in pieces]
+    right = [*names[:dim], "+".join(pieces), *names[dim + 1 :]]
+    return call.row(f"{spaced(*left)} -> {spaced(right)}", linear=[set(range(len(tensors)))])
+
+
+@rule(aten.stack.default)
+def stack(call: Call) -> Row:
+    """`f32[8], f32[8] -> f32[2,8]     a, a -> !s a`."""
+    ndim = len(call.tensors[0].shape)
+    names, dim = letters(ndim, used="s"), positive(call["dim"], ndim + 1)
+    right = [*names[:dim], "!s", *names[dim:]]
+    n = len(call.tensors)
+    return call.row(f"{spaced(*([names] * n))} -> {spaced(right)}", linear=[set(range(n))])
+
+
+@rule(aten.roll.default, aten.flip.default)
+def along_dims(call: Call) -> Row:
+    """`f32[2,8] -> f32[2,8]     a !b -> a !b`: elements move along some dims."""
+    ndim = len(call.tensors[0].shape)
+    dims = call["dims"] or range(ndim)
+    names = block(letters(ndim), [positive(d, ndim) for d in dims])
+    return call.row(f"{spaced(names)} -> {spaced(names)}", linear=LINEAR)
+
+
+@rule(aten.tril.default, aten.triu.default)
+def triangle(call: Call) -> Row:
+    """`f32[4,8,8] -> f32[4,8,8]     ... !a !b -> ... !a !b`."""
+    return call.row("... !a !b -> ... !a !b", linear=LINEAR)
