@@ -1,9 +1,24 @@
 """TorchShard: tensor parallelism for an ordinary PyTorch model, as a compiler you can read."""
 
 from torchshard import distributed
-from torchshard.check import check
+from torchshard.api import plan, shard
+from torchshard.check import Report, check
+from torchshard.errors import (
+    CaptureError,
+    DistributedError,
+    InputError,
+    InternalError,
+    PlanError,
+    RuleError,
+    ShardError,
+)
+from torchshard.explain import explain
 from torchshard.layouts import I, P, R, S
+from torchshard.module import ShardedModule
 from torchshard.planner.plan import Plan
 from torchshard.rules import rule
 
-__all__ = ["I", "P", "Plan", "R", "S", "check", "distributed", "rule"]
+__all__ = [
+    "CaptureError", "DistributedError", "I", "InputError", "InternalError", "P", "Plan", "PlanError", "R", "Report",
+    "RuleError", "S", "ShardError", "ShardedModule", "check", "distributed", "explain", "plan", "rule", "shard",
+]  # fmt: skip

@@ -10,13 +10,17 @@ A star marks a collective. Shapes are global until `localize`, then the rank's o
 from __future__ import annotations
 
 import os
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, fx
 
 from torchshard.distributed.ops import OPS, is_collective
 from torchshard.graph import op_name, values
+
+if TYPE_CHECKING:
+    from torchshard.module import ShardedModule
+    from torchshard.program import Program
 
 _DTYPES = {
     torch.float64: "f64", torch.float32: "f32", torch.float16: "f16", torch.bfloat16: "bf16", torch.int64: "i64",
@@ -78,3 +82,8 @@ def listing(module: fx.GraphModule, *, sources: bool = True) -> str:
     widths = [min(max(len(r[i]) for r in rows), 60) for i in range(6)]
     lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
     return "\n".join(lines)
+
+
+def explain(model: ShardedModule | Program) -> str:
+    """The plan and the listing of a sharded model's latest graph."""
+    return f"{model.plan}\n\n{listing(model.graph)}"

@@ -77,7 +77,7 @@ def _all_gather(x: Tensor, source: Layout, target: Layout, group: Group) -> Tens
     sent = _padded(x.movedim(source.dim, 0), max(widths))
     got = sent.new_empty(group.size, *sent.shape)
     if sent.numel():
-        dist.all_gather_into_tensor(got.flatten(0, 1), sent, group=group.process_group)
+        dist.all_gather_single(got.flatten(0, 1), sent, group=group.process_group)
     pieces = [got[r, :n].movedim(0, source.dim) for r, n in enumerate(widths)]
     return join(pieces, source).contiguous()
 

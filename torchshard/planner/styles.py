@@ -10,10 +10,11 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import fx
+from torch import fx, nn
 
 from torchshard.errors import PlanError
 from torchshard.graph import operands, where
+from torchshard.layouts import Layout, Shard
 
 aten = torch.ops.aten
 
@@ -187,3 +188,27 @@ def pinned_layout_conflict(name: str, first: str, second: str, node: fx.Node) ->
         why=f"{first} and {second} are both asked of it; it is shared by several ops",
         attempt="give the modules that share it styles that split it alike ('vocab' embedding, 'column' head)",
     )
+
+
+_WEIGHT_DIMS: tuple[tuple[tuple[type[nn.Module], ...], dict[str, tuple[int, int | None]]], ...] = (
+    ((nn.Linear,), {"column": (0, 0), "vocab": (0, 0), "row": (1, None)}),
+    ((nn.Embedding,), {"column": (1, None), "row": (0, None), "vocab": (0, None)}),
+    ((nn.Conv1d, nn.Conv2d, nn.Conv3d), {"column": (0, 0), "row": (1, None)}),
+)
+"""Module types -> style -> the split dims of weight and bias."""
+
+
+def parameter_layouts(model: nn.Module, styles: Mapping[str, Style]) -> dict[str, Layout]:
+    """The layouts of the parameters of the named modules, as far as their types tell without a graph."""
+    layouts: dict[str, Layout] = {}
+    names = {id(p): name for name, p in reversed(list(model.named_parameters(remove_duplicate=False)))}
+    for path, style in styles.items():
+        module = model.get_submodule(path)
+        dims = next((rows[style.name] for kinds, rows in _WEIGHT_DIMS if type(module) in kinds and style.name in rows), None)
+        grouped = getattr(module, "groups", 1) != 1
+        if dims is None or grouped:
+            continue
+        for parameter, dim in zip((module.weight, module.bias if hasattr(module, "bias") else None), dims, strict=True):
+            if isinstance(parameter, nn.Parameter) and dim is not None:
+                layouts[names[id(parameter)]] = Shard(dim)
+    return layouts

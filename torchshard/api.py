@@ -1,0 +1,82 @@
+"""What a user calls: `shard`, `plan`. The story on one screen."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from torch import Tensor, nn
+
+from torchshard.distributed.groups import MODEL, init_process_group, is_initialized, lookup
+from torchshard.errors import InputError
+from torchshard.module import ShardedModule
+from torchshard.planner.plan import Plan
+from torchshard.program import PlanLike, program
+
+
+def shard(
+    model: nn.Module,
+    plan: PlanLike,
+    example_inputs: Sequence[Any] | None = None,
+    example_kwargs: Mapping[str, Any] | None = None,
+) -> ShardedModule:
+    """Splits a model over the ranks of this process's model-parallel group.
+
+    Args:
+        model: an ordinary, unsharded module, the same on every rank; it is left as it is.
+        plan: a dict of module globs and styles (`{"*.q_proj": "column", "*.o_proj": "row"}`), a `Plan`, or the path of
+            a Plan's JSON.
+        example_inputs, example_kwargs: what the model will be called with, for the first capture; meta or fake tensors
+            will do. Without them the parameters are split now and the graph is captured at the first call.
+
+    Returns:
+        a module with the same `forward`, the same parameter names, and this rank's slices of the parameters.
+
+    Raises:
+        PlanError: the plan does not fit the model or the number of ranks.
+        CaptureError: the model can't be captured as a graph.
+        InputError: the example inputs are not what `forward` takes, or are on another device than the model.
+        DistributedError: the ranks hold different models.
+    """
+    check_examples(example_inputs)
+    if not is_initialized():
+        init_process_group()
+    made = ShardedModule(model, plan, lookup(MODEL))
+    if example_inputs is not None or example_kwargs is not None:
+        made.warm_up(tuple(example_inputs or ()), dict(example_kwargs or {}))
+    return made
+
+
+def plan(
+    model: nn.Module,
+    plan: PlanLike,
+    *,
+    world_size: int,
+    example_inputs: Sequence[Any] = (),
+    example_kwargs: Mapping[str, Any] | None = None,
+) -> Plan:
+    """The Plan for any number of ranks, on any machine, with no process group; a model on the meta device will do.
+
+    Raises:
+        PlanError, CaptureError, InputError: as `shard`.
+    """
+    check_examples(example_inputs)
+    return program(model, plan, world_size, tuple(example_inputs), example_kwargs).plan
+
+
+def check_examples(example_inputs: Any) -> None:
+    """Example inputs are a tuple or list of arguments.
+
+    Raises:
+        InputError: they are something else.
+    """
+    if example_inputs is None or isinstance(example_inputs, (tuple, list)):
+        return
+    kind = type(example_inputs).__name__
+    shown = "(x,)" if isinstance(example_inputs, Tensor) else "example_kwargs={...}"
+    raise InputError(
+        f"example_inputs is a {kind}",
+        where="example_inputs=",
+        why="it stands for the positional arguments of forward: a tuple or a list",
+        attempt=f"example_inputs={shown}" if isinstance(example_inputs, Tensor) else f"{shown} for keyword arguments",
+    )
