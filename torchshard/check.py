@@ -276,8 +276,10 @@ def _noise(tensors: Iterable[Any], tolerance: float) -> float:
 
 def _compare(expected: _Results, got: _Run, layouts: Mapping[str, Layout], tolerance: float) -> list[Comparison]:
     found = []
+    floor = _noise(expected.outputs, tolerance)
     for i, (name, value) in enumerate(zip(expected.output_names, expected.outputs, strict=True)):
-        found.append(Comparison("output", name or "result", _error_of_pieces(value, [o[i] for o in got.outputs], I)))
+        error = _error_of_pieces(value, [o[i] for o in got.outputs], I, floor)
+        found.append(Comparison("output", name or "result", error))
     floor = _noise([*expected.input_grads.values(), *expected.parameter_grads.values()], tolerance)
     for name, grad in expected.input_grads.items():
         pieces = [_grads({name: inputs[name]})[name] for inputs in got.inputs]

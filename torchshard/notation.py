@@ -158,7 +158,7 @@ def _parse(text: str) -> tuple[list[list[str]], list[list[str]]]:
     if text.count("->") != 1:
         raise RuleError(f"the row {text!r} needs one '->'", where=text, attempt="'... k, n k -> ... n'")
     left, right = ([list(_tokens(group)) for group in side.split(",")] for side in text.split("->"))
-    return (left if text.split("->")[0].strip() else []), right
+    return left, right
 
 
 def _expand(tokens: list[str], ndim: int, where: str) -> list[str]:
@@ -191,6 +191,8 @@ def bind(
         RuleError: the text does not fit the shapes.
     """
     left, right = _parse(text)
+    if not operands and left == [[]]:
+        left = []  # an empty side is one scalar, or nothing
     if len(left) != len(operands) or len(right) != len(results):
         raise RuleError(
             f"the row has {len(left)} operands and {len(right)} results, "

@@ -36,6 +36,7 @@ def local_result_shape(shape: Sequence[Any], source: Layout, target: Layout, ran
 
 def _define(row: Conversion) -> None:
     shards = [row.source, row.target].count(Shard)
+    moves_nothing = TABLE[row.dual].kernel == "none"
 
     def kernel(x: Tensor, *args: Any) -> Tensor:
         return convert(row.kernel, x, *ends(row.name, args), lookup(args[-1]))
@@ -48,9 +49,12 @@ def _define(row: Conversion) -> None:
         ctx.args = inputs[1:]
 
     def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
+        unused = [None] * len(ctx.args)
+        if moves_nothing and not torch.is_grad_enabled():
+            return (grad, *unused)
         dual = getattr(torch.ops.torchshard, row.dual).default
         args = [*ctx.args[2:4], *ctx.args[0:2], ctx.args[4]] if shards == 2 else ctx.args
-        return (dual(grad, *args), *[None] * len(ctx.args))
+        return (dual(grad, *args), *unused)
 
     name = f"torchshard::{row.name}"
     op = torch.library.custom_op(

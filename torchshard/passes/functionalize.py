@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from torch import Tensor, fx
+from torch import fx
 
 from torchshard.errors import CaptureError
 from torchshard.graph import bound_args, emit, is_tensor, where
@@ -41,6 +41,8 @@ class _Aliases:
     now: dict[fx.Node, fx.Node] = field(default_factory=dict)
     seen: dict[fx.Node, int] = field(default_factory=dict)
     version: dict[fx.Node, int] = field(default_factory=dict)
+    sharing: dict[int, list[fx.Node]] = field(default_factory=dict)
+    """Storage -> the nodes seen so far that lie in it."""
 
     def root(self, node: fx.Node) -> fx.Node:
         while node in self.parent:
@@ -54,9 +56,11 @@ class _Aliases:
             return self.now.get(node, node)
         if node in self.parent:
             source = self.current(self.parent[node])
-            args = tuple(source if a is self.parent[node] else a for a in node.args)
-            inplace = _is_inplace(node)
-            self.now[node] = source if inplace else emit(self.module, node.target, args, node, **node.kwargs)
+            if _is_inplace(node):
+                self.now[node] = source
+            else:
+                args = (source, *node.args[1:])
+                self.now[node] = emit(self.module, node.target, args, node, **node.kwargs)
         self.seen[node] = version
         return self.now.get(node, node)
 
@@ -74,23 +78,25 @@ class _Aliases:
 
 def functionalize(module: fx.GraphModule) -> bool:
     """Rewrites the graph; returns whether anything changed."""
-    if not any(_is_inplace(n) for n in module.graph.nodes):
+    writes = [n for n in module.graph.nodes if _is_inplace(n)]
+    if not writes:
         return False
     aliases = _Aliases(module)
     for node in list(module.graph.nodes):
+        if is_tensor(node):
+            aliases.sharing.setdefault(_storage(node), []).append(node)
         if node.op not in ("call_function", "output"):
             continue
         with module.graph.inserting_before(node):
             if _is_inplace(node):
                 _replace(aliases, node)
                 continue
+            _note_alias(aliases, node)
             node.args = fx.map_arg(node.args, lambda n: aliases.current(n))
             node.kwargs = fx.map_arg(node.kwargs, lambda n: aliases.current(n))
-        _note_alias(aliases, node)
     _store_written(aliases)
-    for node in reversed(list(module.graph.nodes)):
-        if _is_inplace(node) and node.target is not aten.copy_.default:
-            module.graph.erase_node(node)
+    for node in reversed(writes):
+        module.graph.erase_node(node)
     return True
 
 
@@ -99,13 +105,18 @@ def _is_inplace(node: fx.Node) -> bool:
     return node.op == "call_function" and schema is not None and schema.is_mutable
 
 
+def _storage(node: fx.Node) -> int:
+    return int(node.meta["val"].untyped_storage()._cdata)
+
+
 def _note_alias(aliases: _Aliases, node: fx.Node) -> None:
-    val = node.meta.get("val")
-    for source in node.all_input_nodes if isinstance(val, Tensor) else ():
-        held = source.meta.get("val")
-        if isinstance(held, Tensor) and held.untyped_storage()._cdata == val.untyped_storage()._cdata:
-            aliases.parent[node] = source
-            aliases.seen[node] = aliases.version.get(aliases.root(source), 0)
+    """A value that shares its first operand's storage is a view of it, whatever the op is called."""
+    source = node.args[0] if node.args else None
+    if not is_tensor(node) or not is_tensor(source) or node.op != "call_function":
+        return
+    if _storage(source) == _storage(node):
+        aliases.parent[node] = source
+        aliases.seen[node] = aliases.version.get(aliases.root(source), 0)
 
 
 def _replace(aliases: _Aliases, node: fx.Node) -> None:
@@ -114,6 +125,9 @@ def _replace(aliases: _Aliases, node: fx.Node) -> None:
     target = node.args[0]
     if not is_tensor(target) or any(a.alias_info and a.alias_info.is_write for a in node.target._schema.arguments[1:]):
         raise _refused(node, "it writes to something other than its first operand")
+    family = aliases.root(target)
+    if any(aliases.root(n) is not family for n in aliases.sharing[_storage(target)] if n is not node):
+        raise _refused(node, "it writes to a piece of a split value, which shares its memory with the other pieces")
     held = {k: fx.map_arg(v, lambda n: aliases.current(n)) for k, v in args.items()}
     value = _functional(aliases.module, node, held, names)
     if value.meta["val"].dtype != target.meta["val"].dtype:

@@ -1,0 +1,96 @@
+"""In-place ops and views: the functionalized graph computes what the model computes, or the model is refused."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import torchshard as ts
+
+
+class _Program(nn.Module):
+    def __init__(self, body: Callable[[Tensor], Tensor]) -> None:
+        super().__init__()
+        self.up, self.down, self.body = nn.Linear(6, 8), nn.Linear(8, 6), body
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down(self.body(self.up(x)))
+
+
+def _view_then_write(h: Tensor) -> Tensor:
+    y = h.view(-1, 2, 4)
+    y.mul_(3.0)
+    return h + 1
+
+
+def _write_then_old_view(h: Tensor) -> Tensor:
+    y = h[:, 2:5]
+    h.add_(1.0)
+    return h * y.sum(-1, keepdim=True)
+
+
+def _view_of_view(h: Tensor) -> Tensor:
+    h.t()[1:3].select(0, 1).copy_(torch.ones(h.shape[0], dtype=h.dtype))
+    return h.relu_().mul_(2)
+
+
+def _transposed(h: Tensor) -> Tensor:
+    h.transpose(0, 1).unsqueeze(0)[..., 0].zero_()
+    return h.exp()
+
+
+def _fill_and_mask(h: Tensor) -> Tensor:
+    y = h.clone()
+    y[0].fill_(0.5)
+    return y.masked_fill_(y > 1, 0.0) + h
+
+
+def _chain(h: Tensor) -> Tensor:
+    h = h * 1
+    a = h.view(-1, 4, 2)
+    b = a.permute(1, 0, 2)
+    b += 1
+    a[:, 0] *= 2
+    return h.flatten().sub_(1).view_as(h) + b.sum()
+
+
+BODIES = [_view_then_write, _write_then_old_view, _view_of_view, _transposed, _fill_and_mask, _chain]
+
+
+@pytest.mark.parametrize("body", BODIES, ids=lambda f: f.__name__)
+@pytest.mark.parametrize("plan", [{"up": "column", "down": "row"}, {"up": "row"}], ids=str)
+def test_views_and_writes(body: Callable[[Tensor], Tensor], plan: dict[str, str]) -> None:
+    torch.manual_seed(0)
+    report = ts.check(_Program(body), plan, world_size=2, example_inputs=(torch.randn(3, 6).requires_grad_(),))
+    assert report.ok, str(report)
+
+
+def _write_to_a_piece(h: Tensor) -> Tensor:
+    first, _ = h.chunk(2, dim=-1)
+    first.add_(1.0)
+    return h
+
+
+def _write_through_expand(h: Tensor) -> Tensor:
+    row = h[0] * 1
+    row.expand(2, 8)[0].add_(1.0)
+    return h + row
+
+
+@pytest.mark.parametrize("body", [_write_to_a_piece, _write_through_expand], ids=lambda f: f.__name__)
+def test_refused_writes(body: Callable[[Tensor], Tensor]) -> None:
+    with pytest.raises(ts.CaptureError, match="in-place op") as caught:
+        ts.check(_Program(body), {"up": "column"}, world_size=2, example_inputs=(torch.randn(3, 6),))
+    assert "test_functionalize.py" in str(caught.value)
+
+
+def test_a_write_to_an_input_is_refused() -> None:
+    class WritesInput(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            return x.add_(1.0)
+
+    with pytest.raises(ts.CaptureError, match="writes to its input x"):
+        ts.check(WritesInput(), {}, world_size=2, example_inputs=(torch.randn(3, 6),))
