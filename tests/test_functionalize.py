@@ -34,7 +34,7 @@ def _write_then_old_view(h: Tensor) -> Tensor:
 
 def _view_of_view(h: Tensor) -> Tensor:
     h.t()[1:3].select(0, 1).copy_(torch.ones(h.shape[0], dtype=h.dtype))
-    return h.relu_().mul_(2)
+    return h.mul_(2).relu_()
 
 
 def _transposed(h: Tensor) -> Tensor:
@@ -68,19 +68,30 @@ def test_views_and_writes(body: Callable[[Tensor], Tensor], plan: dict[str, str]
     assert report.ok, str(report)
 
 
-def _write_to_a_piece(h: Tensor) -> Tensor:
-    first, _ = h.chunk(2, dim=-1)
-    first.add_(1.0)
-    return h
-
-
 def _write_through_expand(h: Tensor) -> Tensor:
     row = h[0] * 1
     row.expand(2, 8)[0].add_(1.0)
     return h + row
 
 
-@pytest.mark.parametrize("body", [_write_to_a_piece, _write_through_expand], ids=lambda f: f.__name__)
+def _write_to_a_piece(h: Tensor) -> Tensor:
+    with torch.no_grad():
+        first, _ = (h * 1).chunk(2, dim=-1)
+        first.add_(1.0)
+    return h
+
+
+def _write_to_a_piece_of_what_is_used(h: Tensor) -> Tensor:
+    with torch.no_grad():
+        y = h * 1
+        first, _ = y.chunk(2, dim=-1)
+        first.add_(1.0)
+    return h + y
+
+
+@pytest.mark.parametrize(
+    "body", [_write_to_a_piece, _write_to_a_piece_of_what_is_used, _write_through_expand], ids=lambda f: f.__name__
+)
 def test_refused_writes(body: Callable[[Tensor], Tensor]) -> None:
     with pytest.raises(ts.CaptureError, match="in-place op") as caught:
         ts.check(_Program(body), {"up": "column"}, world_size=2, example_inputs=(torch.randn(3, 6),))

@@ -117,8 +117,14 @@ def layout_of(node: fx.Node) -> Layout:
 
 
 def global_shape(node: fx.Node) -> tuple[Any, ...]:
-    """The global shape; stays true after `localize`."""
-    return tuple(node.meta.get("global_shape") or node.meta["val"].shape)
+    """The global shape, static sizes as ints; stays true after `localize`."""
+    return node.meta.get("global_shape") or plain_shape(node.meta["val"])
+
+
+def plain_shape(value: Any) -> tuple[Any, ...]:
+    """A fake tensor's shape: static sizes as ints, dynamic ones as SymInts."""
+    exprs = [size_expr(s) for s in value.shape]
+    return tuple(e if isinstance(e, int) else s for e, s in zip(exprs, value.shape, strict=True))
 
 
 def hint(size: Any) -> int:

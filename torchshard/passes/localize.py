@@ -14,7 +14,7 @@ from typing import Any
 from torch import Tensor, fx
 
 from torchshard.distributed.ops import is_collective
-from torchshard.graph import values
+from torchshard.graph import plain_shape, values
 from torchshard.layouts import Layout, local_shape
 from torchshard.notation import Local, local_replacement
 
@@ -39,13 +39,13 @@ def localize(module: fx.GraphModule, rank: int, world: int, group: str) -> bool:
 
 def _first_shape(node: fx.Node) -> tuple[Any, ...] | None:
     first = values(node)[0] if values(node) else None
-    return tuple(first.shape) if isinstance(first, Tensor) else None
+    return plain_shape(first) if isinstance(first, Tensor) else None
 
 
 def _localize_values(node: fx.Node, rank: int, world: int) -> None:
     layouts: tuple[Layout, ...] = node.meta.get("layouts", ())
     held = [
-        v.new_empty(local_shape(v.shape, layout, rank, world)) if isinstance(v, Tensor) else v
+        v.new_empty(local_shape(plain_shape(v), layout, rank, world)) if isinstance(v, Tensor) else v
         for v, layout in zip(values(node), layouts, strict=False)
     ]
     if held:

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 
 from torchshard.notation import Local, Row
+from torchshard.rules.empty import emptied, filled
 from torchshard.rules.registry import Call, rule, spaced
 
 aten = torch.ops.aten
@@ -28,15 +29,30 @@ def convolution(call: Call) -> Row | None:
         channel = "!c" if biased else "c"
         operands = [["n", channel, *hs], ["o", channel, *ks], *([["o"]] if biased else [])]
         linear = () if biased else ({0}, {1})
-        return call.row(f"{spaced(*operands)} -> {spaced(['n', 'o', *os])}", linear=linear)
+        text = f"{spaced(*operands)} -> {spaced(['n', 'o', *os])}"
+        return call.row(text, linear=linear, local={"*": _local_convolution(call)})
     sizes = {"g": groups, "i": x[1] // groups, "o": weight[0] // groups}
     operands = [["n", "(g !i)", *hs], ["(g !o)", "!i", *ks], *([["(g !o)"]] if biased else [])]
+    text = f"{spaced(*operands)} -> {spaced(['n', '(g !o)', *os])}"
+    return call.row(text, sizes=sizes, local={"*": _local_convolution(call)})
 
-    def local(ctx: Local, x: Any, weight: Any, bias: Any = None, stride: Any = 1, padding: Any = 0,
-              dilation: Any = 1, groups: int = 1) -> Any:  # fmt: skip
-        return call.target(x, weight, bias, stride, padding, dilation, ctx.size("g"))
 
-    return call.row(f"{spaced(*operands)} -> {spaced(['n', '(g !o)', *os])}", sizes=sizes, local={"g": local})
+def _local_convolution(call: Call) -> Any:
+    """This rank's groups; a rank without channels (or groups of them) convolves zeros."""
+    groups, weight_shape = call["groups"], call["weight"].shape
+    ndim, own_out, own_in = len(weight_shape), weight_shape[0] // groups, weight_shape[1]
+
+    def local(ctx: Local, x: Any, weight: Any, bias: Any = None, *_: Any, **__: Any) -> Any:
+        axis, rest = ctx.choice.axes[0][0], (call["stride"], call["padding"], call["dilation"])
+        if axis == "n" or ctx.size(axis):
+            return call.target(x, weight, bias, *rest, ctx.size("g") if groups > 1 else 1)
+        if axis == "c":
+            return call.target(filled(x, 1, ndim), filled(weight, 1, ndim), bias, *rest, 1)
+        x = filled(x, 1, ndim, own_in) if axis == "g" else x
+        weight, bias = filled(weight, 0, ndim, own_out), filled(bias, 0, 1, own_out)
+        return emptied(call.target(x, weight, bias, *rest, 1), 1)
+
+    return local
 
 
 @rule(
@@ -50,4 +66,11 @@ def pooling(call: Call) -> Row:
     space = int(str(call.target).split("pool")[1][0])
     lead = list("ab")[: ndim - space]
     hs, os = ([f"!{c}{i}" for i in range(space)] for c in "hz")
-    return call.row(f"{spaced([*lead, *hs])} -> {spaced([*lead, *os])}")
+
+    def local(ctx: Local, x: Any, *args: Any, **kwargs: Any) -> Any:
+        axis, dim = ctx.choice.axes[0][0], len(lead) - 1
+        if axis != lead[dim] or ctx.size(axis):
+            return call.target(x, *args, **kwargs)
+        return emptied(call.target(filled(x, dim, ndim), *args, **kwargs), dim)
+
+    return call.row(f"{spaced([*lead, *hs])} -> {spaced([*lead, *os])}", local={"*": local})

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 
 from torchshard.notation import Local, Row, Size
+from torchshard.rules.empty import filled
 from torchshard.rules.registry import Call, block, letters, positive, rule, spaced
 
 aten = torch.ops.aten
@@ -22,15 +23,19 @@ def own_index(ctx: Local, axis: str, index: Any) -> tuple[Any, Any]:
 
 def nonempty(ctx: Local, axis: str, table: Any, dim: int, ndim: int) -> Any:
     """The table, with a row of zeros where this rank holds none: every look-up is masked then."""
-    if ctx.size(axis):
-        return table
-    return aten.constant_pad_nd.default(table, [0, 0] * (ndim - 1 - dim) + [0, 1], 0.0)
+    return table if ctx.size(axis) else filled(table, dim, ndim)
 
 
 @rule(aten.embedding.default)
 def embedding(call: Call) -> Row:
-    """`f32[97,16], i64[2,8] -> f32[2,8,16]     v e, a b -> a b e`; splitting v wants a masked look-up and gives P."""
+    """`f32[97,16], i64[2,8] -> f32[2,8,16]     v e, a b -> a b e`; splitting v wants a masked look-up and gives P.
+
+    A gradient that is scaled by frequency counts all indices: only e is open then.
+    """
     names = letters(len(call["indices"].shape), used="ve")
+    if call["scale_grad_by_freq"]:
+        names = block(names, range(len(names)))
+        return call.row(f"!v e, {spaced(names)} -> {spaced([*names, 'e'])}", linear=[{0}])
 
     def local(ctx: Local, weight: Any, indices: Any, padding_idx: int = -1, *flags: Any) -> Any:
         index, outside = own_index(ctx, "v", indices)
@@ -43,9 +48,11 @@ def embedding(call: Call) -> Row:
 
 
 @rule(aten.index_select.default)
-def index_select(call: Call) -> Row:
+def index_select(call: Call) -> Row | None:
     """`f32[5,8], i64[3] -> f32[3,8]     v b, i -> i b`; splitting v gives P."""
     ndim = len(call.tensors[0].shape)
+    if not ndim or not call["index"].shape:
+        return None
     names, dim = letters(ndim, used="iv"), positive(call["dim"], ndim)
     left = ["v" if i == dim else n for i, n in enumerate(names)]
     right = ["i" if i == dim else n for i, n in enumerate(names)]
@@ -63,7 +70,7 @@ def gather(call: Call) -> Row | None:
     """`f32[2,97], i64[2,3] -> f32[2,3]     a v, a i -> a i`; splitting v gives P."""
     x, index = call["self"].shape, call["index"].shape
     ndim = len(x)
-    if not ndim:
+    if not ndim or not index:
         return None
     names, dim = letters(ndim, used="iv"), positive(call["dim"], ndim)
     same = [n if a == b else f"!{n}" for n, a, b in zip(names, x, index, strict=True)]

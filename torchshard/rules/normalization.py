@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 from torchshard.notation import Local, Row
+from torchshard.rules.empty import emptied, filled
 from torchshard.rules.registry import Call, block, letters, positive, rule, spaced
 
 aten = torch.ops.aten
@@ -68,12 +69,15 @@ def group_norm(call: Call) -> Row:
     space = [f"!s{i}" for i in range(len(shape) - 2)]
 
     def local(ctx: Local, x: Any, num_groups: int, weight: Any = None, bias: Any = None, *rest: Any) -> Any:
-        mine = ctx.size("g")
-        return aten.group_norm.default(x, mine, weight, bias, *rest) if mine else aten.alias.default(x)
+        mine, width = ctx.size("g"), ctx.row.sizes["c"]
+        if mine:
+            return aten.group_norm.default(x, mine, weight, bias, *rest)
+        held = filled(x, 1, len(shape), width)
+        return emptied(aten.group_norm.default(held, 1, *(filled(t, 0, 1, width) for t in (weight, bias)), *rest), 1)
 
     operands = [["n", channels, *space], *([[channels]] * (len(call.tensors) - 1))]
     right = spaced(["n", channels, *space])
-    return call.row(f"{spaced(*operands)} -> {right}", sizes={"g": groups, "c": shape[1] // groups}, local={"g": local})
+    return call.row(f"{spaced(*operands)} -> {right}", sizes={"g": groups, "c": shape[1] // groups}, local={"*": local})
 
 
 @rule(aten.batch_norm.default)
@@ -85,4 +89,11 @@ def batch_norm(call: Call) -> Row:
     present = [n for n in ("weight", "bias", "running_mean", "running_var") if call.args.get(n) is not None]
     written = [1 + i for i, n in enumerate(present) if n.startswith("running") and training]
     operands = [names, *([["c"]] * len(present))]
-    return call.row(f"{spaced(*operands)} -> {spaced(names)}", mutates=written)
+
+    def local(ctx: Local, x: Any, *args: Any) -> Any:
+        if ctx.size("c"):
+            return aten.batch_norm.default(x, *args)
+        per_channel = (filled(t, 0, 1) for t in args[:4])
+        return emptied(aten.batch_norm.default(filled(x, 1, len(shape)), *per_channel, *args[4:]), 1)
+
+    return call.row(f"{spaced(*operands)} -> {spaced(names)}", mutates=written, local={"*": local})

@@ -33,8 +33,12 @@ CASTS = (
     aten.to.other,
     aten._to_copy.default,
     aten.type_as.default,
-    aten.bernoulli.default,
 )
+UNTAGGED = (
+    aten.where.ScalarOther, aten.where.ScalarSelf, aten.where.Scalar, aten.masked_fill.Tensor, aten.rsub.Tensor,
+    aten.floor_divide.default, aten.floor_divide.Scalar, aten.hardswish.default, aten.log_sigmoid.default,
+)  # fmt: skip
+"""Pointwise ops that PyTorch does not tag."""
 _LIKE = (
     aten.zeros_like.default,
     aten.ones_like.default,
@@ -43,6 +47,7 @@ _LIKE = (
 )
 
 
+@rule(*UNTAGGED)
 def pointwise(call: Call) -> Row:
     """`f32[2,8,16], f32[16] -> f32[2,8,16]     a b c, c -> a b c`, with sizes of one broadcast."""
     shape = call.results[0].shape

@@ -13,7 +13,7 @@ import torch
 
 from torchshard.layouts import Shard, parts_of, ranges
 from torchshard.notation import Local, Row
-from torchshard.rules.registry import Call, rule
+from torchshard.rules.registry import Call, block, letters, rule, spaced
 
 aten = torch.ops.aten
 RANDOM_TAG = torch.Tag.nondeterministic_seeded
@@ -46,3 +46,11 @@ def dropout(call: Call) -> Row:
         return dropped(ctx, x, p, len(call.tensors[0].shape))
 
     return call.row("... -> ...", local={"*": local} if active else {})
+
+
+@rule(aten.bernoulli.default)
+def bernoulli(call: Call) -> Row:
+    """`f32[2,8] -> f32[2,8]     !a !b -> !a !b`: the draws follow the probabilities, so every rank draws all."""
+    ndim = len(call.tensors[0].shape)
+    names = block(letters(ndim), range(ndim))
+    return call.row(f"{spaced(names)} -> {spaced(names)}")

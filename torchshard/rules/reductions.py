@@ -58,8 +58,10 @@ def mean(call: Call) -> Row:
     aten.logsumexp.default, aten.linalg_vector_norm.default, aten.norm.ScalarOpt_dim,
 )  # fmt: skip
 def closed_reduction(call: Call) -> Row:
-    """`f32[2,8,4] -> f32[2,4]     a !b c -> a c`."""
-    return reduction_row(call, dims_of(call, "dim", len(call.tensors[0].shape)), closed=True)
+    """`f32[2,8,4] -> f32[2,4]     a !b c -> a c`; some of these ops take no dims as all, and some as none."""
+    shape = call.tensors[0].shape
+    none = call.args.get("dim") == [] and call.results[0].shape == shape
+    return reduction_row(call, [] if none else dims_of(call, "dim", len(shape)), closed=True)
 
 
 @rule(
