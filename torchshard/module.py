@@ -14,10 +14,10 @@ from typing import Any
 import torch
 from torch import Tensor, fx, nn
 
-from torchshard.agreement import agree, digest
+from torchshard.agreement import Agreement, agree, digest
 from torchshard.capture import check_devices, hollow, shared_names
 from torchshard.distributed.groups import MODEL, Group
-from torchshard.distributed.kernels import convert
+from torchshard.distributed.kernels import convert, settled_first
 from torchshard.errors import DistributedError, InputError, ShardError
 from torchshard.explain import listing, value_text
 from torchshard.graph import is_tensor_op
@@ -67,6 +67,8 @@ class ShardedModule(Scope):
         self._names = shared_names(source)
         self._programs: dict[Any, list[Compiled]] = {}
         self._register(local_state(model, layouts, group.rank, group.size), model)
+        self._parameter_list, self._source_modules = tuple(self.parameters()), tuple(source.modules())
+        self._fitting_devices: set[tuple[torch.device, ...]] = set()
         super().train(model.training)
 
     # --- parameters --------------------------------------------------------------------------------------------------
@@ -174,36 +176,47 @@ class ShardedModule(Scope):
         Raises:
             InputError: the arguments don't fit, are on another device, or differ between the ranks.
         """
-        kind, call = self._agreed_call(args, kwargs)
+        kind, call, agreement = self._begin_call(args, kwargs)
         compiled = next((c for c in self._programs.get(kind, ()) if c.program.captured.accepts(call.tensors)), None)
+        if compiled is None or compiled.random:
+            agreement.settle()
         if compiled is None:
             compiled = self._compile(kind, call, args, kwargs)
-        results = compiled.graph(*compiled.state, *call.tensors)
+        with settled_first(agreement.settle):
+            results = compiled.graph(*compiled.state, *call.tensors)
         return compiled.program.captured.rebuild(results)
 
-    def _agreed_call(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[Any, Leaves]:
+    def _begin_call(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[Any, Leaves, Agreement]:
         """The call as the ranks agree on it: they compare its kind and its shapes before anything else."""
         failure: ShardError | None = None
         call, kind, text = None, None, ""
         try:
             call = flatten_call(self._source[0], args, kwargs)
-            check_devices(self._source[0], call)
+            self._check_devices(call)
             kind = self._kind(call)
             text = repr((kind, [(t.shape, t.dtype) for t in call.tensors]))
         except ShardError as error:
             failure, text = error, str(error)
         what = "the ranks were called with different arguments"
-        agree(self._group, lambda: self._call_facts(call, failure), digest(text), InputError, what)
+        agreement = Agreement(self._group, lambda: self._call_facts(call, failure), digest(text), InputError, what)
         if failure is not None:
+            agreement.settle()
             raise failure
         assert call is not None
-        return kind, call
+        return kind, call, agreement
+
+    def _check_devices(self, call: Leaves) -> None:
+        """Devices that fit the model once fit it in each later call."""
+        devices = tuple(t.device for t in call.tensors)
+        if devices not in self._fitting_devices:
+            check_devices(self._source[0], call)
+            self._fitting_devices.add(devices)
 
     def _kind(self, call: Leaves) -> Any:
         grads = tuple(t.requires_grad for t in call.tensors)
         dtypes = tuple((t.dtype, t.device.type) for t in call.tensors)
-        modes = tuple(m.training for m in self._source[0].modules())
-        return call.structure, grads, dtypes, modes, tuple(p.requires_grad for p in self.parameters())
+        modes = tuple(m.training for m in self._source_modules)
+        return call.structure, grads, dtypes, modes, tuple(p.requires_grad for p in self._parameter_list)
 
     def _call_facts(self, call: Leaves | None, failure: ShardError | None) -> dict[str, str]:
         if call is None or failure is not None:
@@ -292,7 +305,8 @@ class ShardedModule(Scope):
 
     def warm_up(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
         """Captures the graph of a call without running it."""
-        kind, call = self._agreed_call(args, kwargs)
+        kind, call, agreement = self._begin_call(args, kwargs)
+        agreement.settle()
         self._compile(kind, call, args, kwargs)
 
 

@@ -21,9 +21,10 @@ from torchshard.distributed.groups import (
     init_process_group,
     is_initialized,
 )
+from torchshard.distributed.launch import launch
 
 __all__ = [
     "all_gather", "all_reduce", "all_to_all", "copy", "destroy_process_group", "gather", "get_group",
-    "get_group_size", "get_rank", "get_world_size", "init_process_group", "is_initialized", "narrow", "ops", "reduce",
-    "reduce_scatter", "scatter",
+    "get_group_size", "get_rank", "get_world_size", "init_process_group", "is_initialized", "launch", "narrow", "ops",
+    "reduce", "reduce_scatter", "scatter",
 ]  # fmt: skip

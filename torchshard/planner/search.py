@@ -99,12 +99,12 @@ def search(
         PlanError: an op can't run as it is pinned, or one parameter is asked to lie in two ways.
     """
     fixed = dict(parameters or {})
-    prefer = dict.fromkeys(options, 0)
+    prefer = {node: 0 for node, found in options.items() if not _takes_split(node, found[0])}
     best = _walk(made, options, prefer, whole_results, fixed)
     groups: dict[tuple[str, int], list[fx.Node]] = {}
-    for node, found in options.items():
-        if len(found) > 1:
-            groups.setdefault((re.sub(r"\d+", "*", node.name), len(found)), []).append(node)
+    for node in prefer:
+        if len(options[node]) > 1:
+            groups.setdefault((re.sub(r"\d+", "*", node.name), len(options[node])), []).append(node)
     for (_, count), nodes in groups.items():
         for option in range(1, count):
             trial = prefer | dict.fromkeys(nodes, option)
@@ -112,6 +112,12 @@ def search(
             if plan.comm_bytes < best.comm_bytes:
                 best, prefer = plan, trial
     return best
+
+
+def _takes_split(node: fx.Node, choice: Choice) -> bool:
+    """Whether a pinned op takes a split value (row parallel): in which parts, then follows from the value."""
+    pairs = zip(operands(node), choice.operands, strict=True)
+    return any(isinstance(layout, Shard) and operand.op != "placeholder" for operand, layout in pairs)
 
 
 def pinned_options(made: Problem, pins: Mapping[fx.Node, Pin]) -> dict[fx.Node, list[Choice]]:
@@ -165,7 +171,8 @@ def _walk(
             elif node in stored:
                 state.layouts[node] = (stored[node],)
         elif node in made.rows:
-            _plan_op(made, state, node, options.get(node), prefer.get(node, 0))
+            found = options.get(node)
+            _plan_op(made, state, node, found[prefer[node] :][:1] if found and node in prefer else found)
             if node in whole_results:
                 state.comm_bytes += _convert_cost(state, node, I)
         elif node.op == "call_function" and is_tensor(node):
@@ -187,6 +194,8 @@ def _stored(made: Problem, options: Any, prefer: Any, fixed: Mapping[str, Layout
     stored = {n: fixed[n.meta["path"]] for n in made.graph.nodes if n.op == "placeholder" and n.meta["path"] in fixed}
     given = set(stored)
     for node, found in options.items():
+        if node not in prefer:
+            continue
         choice = found[prefer[node]]
         for operand, layout in zip(operands(node), choice.operands, strict=True):
             is_weight = operand.op == "placeholder" and operand.meta["kind"] == "parameter"
@@ -197,9 +206,9 @@ def _stored(made: Problem, options: Any, prefer: Any, fixed: Mapping[str, Layout
     return stored
 
 
-def _plan_op(made: Problem, state: _State, node: fx.Node, options: list[Choice] | None, prefer: int) -> None:
+def _plan_op(made: Problem, state: _State, node: fx.Node, options: list[Choice] | None) -> None:
     inputs, row = operands(node), made.rows[node]
-    found = [options[prefer]] if options else _followed(made, state, node, row, inputs)
+    found = options or _followed(made, state, node, row, inputs)
     costs = [_op_cost(state, node, row, inputs, choice) for choice in found]
     at = min(range(len(found)), key=costs.__getitem__)
     if costs[at][0] == FORBIDDEN:

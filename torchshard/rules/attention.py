@@ -20,13 +20,13 @@ aten = torch.ops.aten
 
 @rule(aten.scaled_dot_product_attention.default)
 def attention(call: Call) -> Row | None:
-    """`f32[2,6,5,8], f32[2,2,7,8] x 2 -> f32[2,6,5,8]     b (g r) !l e, b g !s e, b g !s v -> b (g r) !l v     r=3`."""
+    """`f32[2,6,5,8], f32[2,2,7,8] x 2 -> f32[2,6,5,8]     b (g r) !l !e, b g !s !e, b g !s !v -> b (g r) !l !v     r=3`."""
     query, key = call["query"].shape, call["key"].shape
     lead = letters(len(query) - 3, used="gr") if len(query) > 2 else []
     grouped = bool(call["enable_gqa"]) and len(query) > 2 and query[-3] != key[-3]
     if len(query) != len(key) or (len(query) > 2 and query[-3] != key[-3] and not grouped):
         return None
-    heads = ["(g !r)" if grouped else "g"] if len(query) > 2 else []
+    heads = ["(g r)" if grouped else "g"] if len(query) > 2 else []
     kv_heads = ["g"] if len(query) > 2 else []
     sizes = {"g": key[-3], "r": query[-3] // key[-3]} if grouped else {}
     operands = [[*lead, *heads, "!l", "!e"], [*lead, *kv_heads, "!s", "!e"], [*lead, *kv_heads, "!s", "!v"]]
@@ -63,7 +63,7 @@ def _dropout_attention(call: Call) -> Any:
         width = call["query"].shape[-1]
         factor = math.sqrt(scale if scale is not None else 1 / math.sqrt(width))
         if enable_gqa:
-            times = ctx.row.sizes.get("r", 1)
+            times = ctx.size("r") if "r" in ctx.row.sizes else 1
             key, value = (aten.repeat_interleave.self_int(t, times, -3) for t in (key, value))
         scores = aten.matmul.default(query * factor, aten.transpose.int(key, -2, -1) * factor)
         if is_causal:

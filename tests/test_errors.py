@@ -1,0 +1,200 @@
+"""Bad input: each a typed error of four lines that says what, where, why and what to try; and the accepted case beside it."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import torchshard as ts
+from tests.models import CASES, GPT, MLP
+
+X = torch.randn(3, 12)
+
+
+def _plan(plan: Any, model: nn.Module | None = None, **kwargs: Any) -> Any:
+    return ts.plan(model or MLP(), plan, world_size=2, **({"example_inputs": (X,)} | kwargs))
+
+
+def _four_lines(error: ts.ShardError) -> str:
+    lines = str(error).splitlines()
+    labels = [line.split()[0] for line in lines[1:]]
+    assert labels == ["where:", "why:", "try:"], str(error)
+    return str(error)
+
+
+def test_a_key_that_matches_nothing_names_the_nearest() -> None:
+    model = CASES["gpt"].build()
+    with pytest.raises(ts.PlanError, match="matches no module") as caught:
+        _plan({"blocks.*.attn.qproj": "column"}, model, example_inputs=(torch.zeros(1, 4, dtype=torch.long),))
+    text = _four_lines(caught.value)
+    assert "blocks.*.attn" in text.splitlines()[-1]
+    assert _plan({"up": "column"}).parameters["up.weight"] == ts.S(0)
+
+
+def test_two_keys_that_disagree() -> None:
+    with pytest.raises(ts.PlanError, match="disagree") as caught:
+        _plan({"up": "column", "u*": "row"})
+    text = _four_lines(caught.value)
+    assert "'up' wants column" in text and "'u*' wants row" in text
+    assert _plan({"up": "column", "u*": 1})
+
+
+def test_one_parameter_asked_to_lie_in_two_ways() -> None:
+    ids = torch.zeros(1, 4, dtype=torch.long)
+    with pytest.raises(ts.PlanError, match="two ways") as caught:
+        _plan({"tok": "column", "head": "column"}, GPT(), example_inputs=(ids,))
+    _four_lines(caught.value)
+    assert _plan({"tok": "vocab", "head": "column"}, GPT(), example_inputs=(ids,)).parameters["tok.weight"] == ts.S(0)
+
+
+@pytest.mark.parametrize("key, style", [("norm", "column"), ("blocks.0", "row"), ("blocks.0.attn.q", "vocabulary")])
+def test_a_style_that_a_module_cannot_have(key: str, style: str) -> None:
+    ids = torch.zeros(1, 4, dtype=torch.long)
+    with pytest.raises(ts.PlanError) as caught:
+        _plan({key: style}, GPT(), example_inputs=(ids,))
+    assert key in _four_lines(caught.value)
+
+
+def test_dtensor_styles_are_taken_by_name() -> None:
+    from torch.distributed.tensor import Replicate
+    from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, SequenceParallel
+
+    made = _plan({"up": ColwiseParallel(), "down": RowwiseParallel()})
+    assert (made.parameters["up.weight"], made.parameters["down.weight"]) == (ts.S(0), ts.S(1))
+    for refused in (ColwiseParallel(output_layouts=Replicate()), SequenceParallel()):
+        with pytest.raises(ts.PlanError) as caught:
+            _plan({"up": refused})
+        _four_lines(caught.value)
+
+
+class _Branches(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        if x.sum() > 0:
+            return x * 2
+        return x
+
+
+class _Doubled(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x * 2
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        return grad * 2
+
+
+class _Custom(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return _Doubled.apply(x)
+
+
+class _ReadsItem(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return x[: int(x[0, 0].item())]
+
+
+@pytest.mark.parametrize("model", [_Branches(), _Custom(), _ReadsItem()], ids=lambda m: type(m).__name__)
+def test_a_model_that_cannot_be_captured(model: nn.Module) -> None:
+    with pytest.raises(ts.CaptureError) as caught:
+        _plan({}, model)
+    text = _four_lines(caught.value)
+    assert "test_errors.py" in text, text
+    assert torch.autograd.Function.apply is not None and _Doubled.apply(torch.ones(1)) == 2
+
+
+def test_example_inputs_of_the_wrong_kind() -> None:
+    for bad in (X, {"x": X}):
+        with pytest.raises(ts.InputError, match="example_inputs is a") as caught:
+            _plan({}, example_inputs=bad)
+        _four_lines(caught.value)
+    with pytest.raises(ts.InputError, match="does not take these arguments") as caught:
+        _plan({}, example_inputs=(X, X))
+    _four_lines(caught.value)
+
+
+def test_auto_is_not_there_yet() -> None:
+    with pytest.raises(ts.PlanError, match="auto") as caught:
+        _plan("auto")
+    _four_lines(caught.value)
+
+
+def test_a_plan_for_another_number_of_ranks(tmp_path: Path) -> None:
+    made = _plan({"up": "column", "down": "row"})
+    with pytest.raises(ts.PlanError, match="is for 2 ranks, the group has 1") as caught:
+        ts.shard(MLP(), made, example_inputs=(X,))
+    _four_lines(caught.value)
+    ts.distributed.destroy_process_group()
+    path = tmp_path / "plan.json"
+    path.write_text(made.to_json())
+    assert ts.check(MLP(), path, world_size=2, example_inputs=(X,)).ok
+
+
+@pytest.mark.parametrize("text", ["{", "{}", '{"version": 99}', "no/such/file.json"])
+def test_a_plan_that_cannot_be_read(text: str) -> None:
+    with pytest.raises(ts.PlanError) as caught:
+        _plan(text)
+    _four_lines(caught.value)
+
+
+def test_a_plan_of_another_model() -> None:
+    made = _plan({"up": "column", "down": "row"})
+    with pytest.raises(ts.PlanError, match="parameters that the model does not have") as caught:
+        _plan(made, nn.Sequential(nn.Linear(12, 3)))
+    _four_lines(caught.value)
+    body = json.loads(made.to_json())
+    body["choices"]["up_linear"]["operands"] = ["S(0)", "S(1)"]
+    with pytest.raises(ts.PlanError, match="not legal") as caught:
+        _plan(json.dumps(body))
+    _four_lines(caught.value)
+
+
+def test_an_input_on_another_device() -> None:
+    model = MLP().to("meta")
+    assert ts.plan(model, {"up": "column"}, world_size=2, example_inputs=(X.to("meta"),))
+    fake = _Elsewhere(X)
+    with pytest.raises(ts.InputError, match="is on") as caught:
+        _plan({}, example_inputs=(fake,))
+    _four_lines(caught.value)
+
+
+class _Elsewhere(Tensor):
+    """A tensor that says it is on a GPU, on machines that have none."""
+
+    @staticmethod
+    def __new__(cls: type, data: Tensor) -> Tensor:
+        return Tensor._make_subclass(cls, data)
+
+    @property
+    def device(self) -> torch.device:  # type: ignore[override]
+        return torch.device("cuda:0")
+
+
+def _raises(fn: Callable[[], Any]) -> str:
+    with pytest.raises(ts.ShardError) as caught:
+        fn()
+    return _four_lines(caught.value)
+
+
+def test_asking_for_what_is_not_captured_yet() -> None:
+    model = ts.shard(MLP(), {"up": "column"})
+    assert "no graph is captured yet" in _raises(lambda: model.graph)
+    model(X)
+    assert "up" in ts.explain(model)
+    ts.distributed.destroy_process_group()
+
+
+def test_a_state_dict_that_does_not_fit() -> None:
+    model = ts.shard(MLP(), {"up": "column"}, example_inputs=(X,))
+    whole = MLP().state_dict()
+    model.load_full_state_dict(whole)
+    assert all(torch.equal(a, whole[name]) for name, a in model.full_state_dict().items())
+    bad: dict[str, Tensor] = {**whole, "up.weight": torch.zeros(2, 2)}
+    assert "'up.weight'" in _raises(lambda: model.load_full_state_dict(bad))
+    ts.distributed.destroy_process_group()

@@ -1,0 +1,112 @@
+"""Local ranks: one function run by several processes of this machine, without `torchrun`.
+
+    def main(steps):
+        ts.distributed.init_process_group()
+        ...
+
+    if __name__ == "__main__":
+        losses = launch(main, 2, (100,))     # what main returned on rank 0 and on rank 1
+
+Each rank is a new process (spawned, so it imports the script again) with the environment that `torchrun` would give
+it and one thread. Results and exceptions come back through files, as plain pickles.
+"""
+
+from __future__ import annotations
+
+import os
+import pickle
+import socket
+import time
+import traceback
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any, NoReturn, TypeVar
+
+import torch
+import torch.multiprocessing as mp
+from torch.multiprocessing.spawn import ProcessException, ProcessExitedException
+
+from torchshard.errors import DistributedError
+
+T = TypeVar("T")
+GRACE_SECONDS = 2.0
+"""After a rank has failed, the others may end by themselves for this long, then they are ended, then killed."""
+
+
+def launch(fn: Callable[..., T], nprocs: int, args: Sequence[Any] = ()) -> list[T]:
+    """Runs `fn(*args)` in `nprocs` processes of this machine, under the environment of ranks 0 to nprocs - 1.
+
+    Args:
+        fn: a function of a module (or of the script, below whose `if __name__ == "__main__":` this is called).
+        nprocs: the number of ranks.
+        args: what `fn` is called with on every rank.
+
+    Returns:
+        what each rank's call returned, in the order of the ranks.
+
+    Raises:
+        DistributedError: a rank died without an exception, or nprocs is no number of ranks.
+        Exception: that of the rank that failed first, with its rank and traceback as a note.
+    """
+    if nprocs < 1:
+        raise DistributedError(f"{nprocs} ranks can't be started", where="launch(nprocs=...)", attempt="1 or more")
+    with TemporaryDirectory(prefix="torchshard-launch-") as folder:
+        context = mp.spawn(_rank_main, (nprocs, _free_port(), folder, fn, tuple(args)), nprocs, join=False)
+        try:
+            while not context.join(grace_period=GRACE_SECONDS):
+                pass
+        except ProcessException as error:
+            _raise_first(Path(folder), error)
+        finally:
+            for process in context.processes:
+                process.kill()
+        return [pickle.loads((Path(folder) / f"{rank}.result").read_bytes()) for rank in range(nprocs)]
+
+
+def _free_port() -> int:
+    with socket.socket() as held:
+        held.bind(("127.0.0.1", 0))
+        port: int = held.getsockname()[1]
+    return port
+
+
+def _rank_main(rank: int, world: int, port: int, folder: str, fn: Callable[..., Any], args: tuple[Any, ...]) -> None:
+    place = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": world, "LOCAL_WORLD_SIZE": world, "MASTER_PORT": port}
+    os.environ.update({name: str(number) for name, number in place.items()})
+    os.environ.update(MASTER_ADDR="127.0.0.1", OMP_NUM_THREADS="1")
+    torch.set_num_threads(1)
+    try:
+        result = pickle.dumps(fn(*args))
+        (Path(folder) / f"{rank}.result").write_bytes(result)
+    except Exception as error:
+        _write_failure(Path(folder) / f"{rank}.failure", rank, error)
+        raise
+
+
+def _write_failure(path: Path, rank: int, error: Exception) -> None:
+    text = f"on rank {rank}:\n{''.join(traceback.format_exception(error))}"
+    try:
+        held: bytes | None = pickle.dumps(error)
+        pickle.loads(held or b"")
+    except Exception:
+        held = None
+    path.write_bytes(pickle.dumps((time.monotonic(), text, held)))
+
+
+def _raise_first(folder: Path, seen: ProcessException) -> NoReturn:
+    """Raises what the first failing rank raised; its neighbours' broken connections follow from that."""
+    failures = [pickle.loads(path.read_bytes()) for path in folder.glob("*.failure")]
+    if not failures or isinstance(seen, ProcessExitedException):
+        raise DistributedError(
+            f"rank {seen.error_index} ended without a result",
+            where="launch",
+            why=seen.msg,
+            attempt="see what it wrote to stderr; a process killed by SIGKILL may have had too little memory",
+        ) from None
+    _, text, held = min(failures)
+    if held is None:
+        raise DistributedError(f"an exception that can't be pickled, {text}", where="launch") from None
+    error: Exception = pickle.loads(held)
+    error.add_note(text)
+    raise error from None
