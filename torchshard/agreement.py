@@ -28,44 +28,25 @@ def _device(group: Group) -> torch.device:
     return torch.device("cuda" if dist.get_backend(group.process_group) == "nccl" else "cpu")
 
 
-class Agreement:
-    """An exchange of digests that is under way until it is settled."""
-
-    def __init__(
-        self, group: Group, facts: Facts | Callable[[], Facts], mine: int, error: type[ShardError], what: str
-    ) -> None:
-        """Begins the exchange.
-
-        Args:
-            facts: what the digest is of; called only where the digests differ.
-            mine: the digest of this rank's facts.
-            what: the error's first line.
-        """
-        self._group, self._facts, self._error, self._what = group, facts, error, what
-        self._work: Any = None
-        if group.size > 1:
-            self._bounds = torch.tensor([mine, -mine], dtype=torch.int64, device=_device(group))
-            self._work = dist.all_reduce(self._bounds, dist.ReduceOp.MAX, group.process_group, async_op=True)
-
-    def settle(self) -> None:
-        """Waits for the other ranks, and raises the error on every rank if their digests differ; once."""
-        work, self._work = self._work, None
-        if work is None:
-            return
-        work.wait()
-        highest, lowest = self._bounds.tolist()
-        if highest == -lowest:
-            return
-        own = dict(self._facts() if callable(self._facts) else self._facts)
-        everyone: list[Any] = [None] * self._group.size
-        dist.all_gather_object(everyone, own, group=self._group.process_group)
-        where, why = _first_difference(everyone), _shown(everyone)
-        raise self._error(self._what, where=where, why=why, attempt="the same call on every rank")
-
-
 def agree(group: Group, facts: Facts | Callable[[], Facts], mine: int, error: type[ShardError], what: str) -> None:
-    """Raises `error` on every rank if the ranks' digests differ."""
-    Agreement(group, facts, mine, error, what).settle()
+    """Raises `error` on every rank if the ranks' digests differ.
+
+    Args:
+        facts: what the digest is of; called only where the digests differ.
+        mine: the digest of this rank's facts.
+        what: the error's first line.
+    """
+    if group.size == 1:
+        return
+    bounds = torch.tensor([mine, -mine], dtype=torch.int64, device=_device(group))
+    dist.all_reduce(bounds, op=dist.ReduceOp.MAX, group=group.process_group)
+    highest, lowest = bounds.tolist()
+    if highest == -lowest:
+        return
+    own = dict(facts() if callable(facts) else facts)
+    everyone: list[Any] = [None] * group.size
+    dist.all_gather_object(everyone, own, group=group.process_group)
+    raise error(what, where=_first_difference(everyone), why=_shown(everyone), attempt="the same call on every rank")
 
 
 def _first_difference(everyone: list[dict[str, str]]) -> str:

@@ -158,10 +158,13 @@ def _quiet() -> Iterator[None]:
 def _refused_functions() -> Iterator[None]:
     """A custom autograd.Function is an error while capturing: the graph would hold its forward and lose its backward."""
     original = torch.autograd.Function.__dict__.get("apply")
+    applied = torch.autograd.Function.apply.__func__
 
     def apply(cls: type, *args: Any, **kwargs: Any) -> Any:
         if cls is torch.utils.checkpoint.CheckpointFunction:
             return args[0](*args[2:])
+        if cls.__name__.startswith("GeneratedBackwardFor_"):  # a torch.library op: the graph holds it whole
+            return applied(cls, *args, **kwargs)
         raise CaptureError(
             f"the model calls the custom autograd.Function {cls.__name__}",
             where=_user_line(traceback.extract_stack()) or cls.__qualname__,

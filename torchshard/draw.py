@@ -30,20 +30,20 @@ if TYPE_CHECKING:
     from torchshard.module import ShardedModule
     from torchshard.program import Program
 
-CHAR, LINE, PAD, MARGIN, GUTTER = 6.63, 19, 7, 14, 130
-"""Pixels: one character, one row, the space between a box and what is in it, around all, for the curves on the right."""
-LONGEST = (44, 46, 28, 24)
+CHAR, LINE, GAP, PAD, MARGIN, WIDEST = 6.63, 19, 4, 7, 14, 170
+"""Pixels: a character, a row, between rows, between a box and what is in it, around all, the widest curve's reach."""
+LONGEST = (44, 60, 28, 24)
 """Characters after which the texts of a row are cut: label, detail, shape, layout."""
 LEGEND = (
-    "⬡ collective   ▼ bytes that each rank sends forward   ▲ backward",
-    "layouts   S(d) split along dim d   P addends of a sum   R whole, its gradient in addends   I whole",
+    "⬡ collective: ▼ what each rank sends in the forward pass, ▲ in the backward",
+    "S(d) split along dim d, P addends of a sum, R whole with the gradient in addends, I whole",
 )
 STYLE = """
-text{font:11px ui-monospace,SFMono-Regular,Menlo,Consolas,"DejaVu Sans Mono",monospace;fill:#24292f;white-space:pre}
+text{font:11px ui-monospace,SFMono-Regular,Menlo,Consolas,"DejaVu Sans Mono",monospace;fill:#24292f}
 .head{font-size:15px;font-weight:bold}.title{font-weight:bold}.page{fill:#fff}.detail{fill:#656d76}
-.box{fill:#818b98;fill-opacity:.07;stroke:#afb8c1}.row{fill:#fff;stroke:#d8dee4}
+.box{fill:#818b98;fill-opacity:.05;stroke:#afb8c1}.row{fill:#fff;stroke:#d8dee4}
 .collective{fill:#ffd8a8;stroke:#bc4c00;stroke-width:1.3}.quiet{fill:#fff1e0;stroke-dasharray:4 2}
-.edge{fill:none;stroke:#818b98;stroke-opacity:.8}.edge.S{stroke:#0969da}.edge.P{stroke:#bc4c00}
+.edge{fill:none;stroke:#818b98;stroke-opacity:.8}.edge.S{stroke:#0969da}.edge.P{stroke:#bc4c00}.dot{fill:#818b98}
 text.S{fill:#0550ae;font-weight:bold}text.P{fill:#953800;font-weight:bold}
 @media (prefers-color-scheme:dark){
 text{fill:#e6edf3}.page{fill:#0d1117}.detail{fill:#9198a1}.box{stroke:#484f58}.row{fill:#161b22;stroke:#30363d}
@@ -171,13 +171,14 @@ def _held(node: fx.Node) -> str:
     return ", ".join(f"{n.meta['path'].rpartition('.')[2]} {layout_of(n)}" for n in held)
 
 
-def _moved(node: fx.Node, world: int) -> list[str]:
-    """What a collective moves forward and backward, and how much."""
+def _moved(node: fx.Node, world: int) -> str:
+    """What a collective converts, and what it moves forward and backward."""
     row, size = TABLE.get(op_name(node)), nbytes(node.meta["val"])
     kernels = [("▼", row.kernel if row else "all_reduce")]
     kernels += [("▲", TABLE[row.dual].kernel)] if row and node.meta.get("needs_grad") else []
     sent = [(sign, kernel, wire_bytes(kernel, size, world)) for sign, kernel in kernels]
-    return [f"{sign} {kernel.replace('_', '-')} {_size(count)}" for sign, kernel, count in sent if count]
+    moves = [f"{sign} {kernel.replace('_', '-')} {_size(count)}" for sign, kernel, count in sent if count]
+    return ", ".join([f"{layout_of(node.all_input_nodes[0])} → {layout_of(node)}", *moves])
 
 
 def _size(count: float) -> str:
@@ -208,5 +209,108 @@ def _walk(box: Box, depth: int = 0, name: str = "") -> Iterator[tuple[str, Any, 
 def _picture(graph: fx.Graph, world: int, comm_bytes: float) -> str:
     stands_for: dict[fx.Node, fx.Node] = {}
     steps = list(_walk(_fold(_boxes(graph), stands_for)))
-    ...
-    return ""
+    drawn = [(label, node) for label, node, _ in steps if isinstance(node, fx.Node)]
+    texts = {node: _texts(label, node, world) for label, node in drawn}
+    deep = PAD * (1 + max(depth for _, _, depth in steps))
+    columns = [MARGIN + deep + 8.0]
+    for cells, longest in zip(zip(*texts.values(), strict=True), LONGEST, strict=True):
+        columns.append(columns[-1] + CHAR * (2 + min(longest, max(map(len, cells)))))
+    edge, y = columns[-1] + deep, MARGIN + 62.0
+    boxes: list[str] = []
+    rows: list[str] = []
+    tops: list[tuple[int, float]] = []
+    ports: dict[fx.Node, tuple[float, float]] = {}
+    names: dict[fx.Node, list[str]] = {}
+    for node in stands_for:
+        names.setdefault(_shown(node, stands_for), []).append(node.name)
+    for kind, item, depth in steps:
+        left, right = MARGIN + PAD * depth, edge - PAD * depth
+        if isinstance(item, fx.Node):
+            rows.append(_row(item, [item.name, *names.get(item, ())], texts[item], columns, (left, right, y)))
+            ports[item] = (right, y + LINE / 2)
+            y += LINE + GAP
+        elif kind == "open":
+            title = f"{item.count} × {re.sub(r'[0-9]+$', '*', item.path)}" if item.count > 1 else item.title
+            rows.append(f'<text class="title" x="{left + PAD}" y="{y + 14}">{escape(title)}</text>')
+            tops.append((len(boxes), y))
+            boxes.append("")
+            y += LINE + 2
+        else:
+            at, top = tops.pop()
+            boxes[at] = _frame(left, top, right, y + PAD - GAP, min(item.count, 3))
+            y += PAD + 3 * min(item.count - 1, 2)
+    count = sum(is_collective(n.target) for n in graph.nodes)
+    head = f"{world} ranks, {count} collectives, {_size(comm_bytes)} sent by each rank per step"
+    heads = zip((head, *LEGEND), ("head", "detail", "detail"), (MARGIN + 12, MARGIN + 30, MARGIN + 46), strict=True)
+    rows += [f'<text class="{kind}" x="{MARGIN}" y="{at}">{escape(text)}</text>' for text, kind, at in heads]
+    curves, reach = _edges(graph, stands_for, ports, edge)
+    width, height = round(max(edge + reach, CHAR * max(map(len, LEGEND)) + MARGIN) + MARGIN), round(y + MARGIN)
+    return "\n".join([
+        f'<svg xmlns="http://www.w3.org/2000/svg" width="{width}" height="{height}" viewBox="0 0 {width} {height}">',
+        f"<style>{STYLE}</style>", f'<rect class="page" width="{width}" height="{height}"/>',
+        *boxes, *curves, *rows, "</svg>", "",
+    ])  # fmt: skip
+
+
+def _texts(label: str, node: fx.Node, world: int) -> tuple[str, str, str, str]:
+    if is_collective(node.target):
+        return f"⬡ {label}", _moved(node, world), _shapes(node), _layouts(node)
+    return label, _held(node), _shapes(node), _layouts(node)
+
+
+def _shown(node: fx.Node, stands_for: dict[fx.Node, fx.Node]) -> fx.Node:
+    while node in stands_for:
+        node = stands_for[node]
+    return node
+
+
+def _frame(left: float, top: float, right: float, bottom: float, sheets: int) -> str:
+    size = f'width="{right - left}" height="{bottom - top}" rx="6"'
+    return "".join(f'<rect class="box" x="{left + 3 * n}" y="{top + 3 * n}" {size}/>' for n in reversed(range(sheets)))
+
+
+def _row(node: fx.Node, names: list[str], texts: tuple[str, ...], columns: list[float], at: tuple[float, ...]) -> str:
+    left, right, top = at
+    middle, bottom = top + LINE / 2, top + LINE
+    kinds = ("", "detail", "detail", _layouts(node)[:1])
+    if is_collective(node.target):
+        corners = [(left, middle), (left + 8, top), (right - 8, top), (right, middle), (right - 8, bottom), (left + 8, bottom)]
+        look = "collective" if "▼" in texts[1] else "collective quiet"
+        shape = f'<polygon class="{look}" points="{" ".join(f"{x},{y}" for x, y in corners)}"/>'
+    else:
+        shape = f'<rect class="row" x="{left}" y="{top}" width="{right - left}" height="{LINE}" rx="4"/>'
+    starts = [left + 8 + 4 * is_collective(node.target), *columns[1:]]
+    cells = [
+        f'<text class="{kind}" x="{x:.1f}" y="{top + 13.5}">{escape(_cut(text, longest))}</text>'
+        for text, kind, x, longest in zip(texts, kinds, starts, LONGEST, strict=False)
+        if text
+    ]
+    tip = "\n".join(filter(None, [where(node), op_name(node), node.meta.get("note"), *texts[1:]]))
+    return f"<g data-nodes={quoteattr(' '.join(names))}><title>{escape(tip)}</title>{shape}{''.join(cells)}</g>"
+
+
+def _sources(node: fx.Node) -> Iterator[fx.Node]:
+    for source in node.all_input_nodes:
+        if source.target is operator.getitem:
+            yield from _sources(source)
+        elif _is_drawn(source):
+            yield source
+
+
+def _edges(
+    graph: fx.Graph, stands_for: dict[fx.Node, fx.Node], ports: dict[fx.Node, tuple[float, float]], edge: float
+) -> tuple[list[str], float]:
+    """A curve on the right from each row to each that takes its result, and how far the curves reach."""
+    order = {node: i for i, node in enumerate(ports)}
+    pairs = [(_shown(s, stands_for), _shown(n, stands_for)) for n in graph.nodes if _is_drawn(n) for s in _sources(n)]
+    curves, reach = [], 0.0
+    for source, taker in dict.fromkeys(pairs):
+        far = order[taker] - order[source]
+        if far < 1:
+            continue
+        (x1, y1), (x2, y2), out = ports[source], ports[taker], min(10 + 9 * sqrt(far), WIDEST)
+        curve = f"M{x1},{y1 + 3}C{edge + out:.1f},{y1 + 3} {edge + out:.1f},{y2 - 3} {x2},{y2 - 3}"
+        curves.append(f'<path class="edge {_layouts(source)[:1]}" d="{curve}"/>')
+        curves.append(f'<circle class="dot" cx="{x2}" cy="{y2 - 3}" r="2"/>')
+        reach = max(reach, 0.75 * out)
+    return curves, reach

@@ -14,10 +14,10 @@ from typing import Any
 import torch
 from torch import Tensor, fx, nn
 
-from torchshard.agreement import Agreement, agree, digest
+from torchshard.agreement import agree, digest
 from torchshard.capture import check_devices, hollow, shared_names
 from torchshard.distributed.groups import MODEL, Group
-from torchshard.distributed.kernels import convert, settled_first
+from torchshard.distributed.kernels import convert
 from torchshard.errors import DistributedError, InputError, ShardError
 from torchshard.explain import listing, value_text
 from torchshard.graph import is_tensor_op
@@ -176,17 +176,14 @@ class ShardedModule(Scope):
         Raises:
             InputError: the arguments don't fit, are on another device, or differ between the ranks.
         """
-        kind, call, agreement = self._begin_call(args, kwargs)
+        kind, call = self._agreed_call(args, kwargs)
         compiled = next((c for c in self._programs.get(kind, ()) if c.program.captured.accepts(call.tensors)), None)
-        if compiled is None or compiled.random:
-            agreement.settle()
         if compiled is None:
             compiled = self._compile(kind, call, args, kwargs)
-        with settled_first(agreement.settle):
-            results = compiled.graph(*compiled.state, *call.tensors)
+        results = compiled.graph(*compiled.state, *call.tensors)
         return compiled.program.captured.rebuild(results)
 
-    def _begin_call(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[Any, Leaves, Agreement]:
+    def _agreed_call(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[Any, Leaves]:
         """The call as the ranks agree on it: they compare its kind and its shapes before anything else."""
         failure: ShardError | None = None
         call, kind, text = None, None, ""
@@ -198,12 +195,11 @@ class ShardedModule(Scope):
         except ShardError as error:
             failure, text = error, str(error)
         what = "the ranks were called with different arguments"
-        agreement = Agreement(self._group, lambda: self._call_facts(call, failure), digest(text), InputError, what)
+        agree(self._group, lambda: self._call_facts(call, failure), digest(text), InputError, what)
         if failure is not None:
-            agreement.settle()
             raise failure
         assert call is not None
-        return kind, call, agreement
+        return kind, call
 
     def _check_devices(self, call: Leaves) -> None:
         """Devices that fit the model once fit it in each later call."""
@@ -305,8 +301,7 @@ class ShardedModule(Scope):
 
     def warm_up(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
         """Captures the graph of a call without running it."""
-        kind, call, agreement = self._begin_call(args, kwargs)
-        agreement.settle()
+        kind, call = self._agreed_call(args, kwargs)
         self._compile(kind, call, args, kwargs)
 
 

@@ -5,8 +5,7 @@ Pieces of different sizes are padded to the largest, sent, and cut back: every r
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 
 import torch
 import torch.distributed as dist
@@ -15,24 +14,6 @@ from torch import Tensor
 from torchshard.distributed.groups import Group
 from torchshard.errors import DistributedError
 from torchshard.layouts import Layout, Shard, join, local_size, parts_of, parts_size, ranges, split
-
-
-_unsettled: list[Callable[[], None]] = []
-
-
-@contextmanager
-def settled_first(settle: Callable[[], None]) -> Iterator[None]:
-    """Inside, this rank calls `settle` before its first collective, or at the end where there is none."""
-    _unsettled.append(settle)
-    try:
-        yield
-    finally:
-        _settle()
-
-
-def _settle() -> None:
-    while _unsettled:
-        _unsettled.pop()()
 
 
 def convert(kernel: str, x: Tensor, source: Layout, target: Layout, group: Group) -> Tensor:
@@ -58,7 +39,6 @@ def reduced(x: Tensor, op: object, group: Group) -> Tensor:
     """All-reduce of a copy."""
     held = x.clone(memory_format=torch.contiguous_format)
     if group.size > 1 and held.numel():
-        _settle()
         dist.all_reduce(held, op=op, group=group.process_group)  # type: ignore[arg-type]
     return held
 
@@ -97,7 +77,6 @@ def _all_gather(x: Tensor, source: Layout, target: Layout, group: Group) -> Tens
     sent = _padded(x.movedim(source.dim, 0), max(widths))
     got = sent.new_empty(group.size, *sent.shape)
     if sent.numel():
-        _settle()
         dist.all_gather_single(got.flatten(0, 1), sent, group=group.process_group)
     pieces = [got[r, :n].movedim(0, source.dim) for r, n in enumerate(widths)]
     return join(pieces, source).contiguous()
@@ -112,7 +91,6 @@ def _reduce_scatter(x: Tensor, source: Layout, target: Layout, group: Group) -> 
     sent = torch.cat([_padded(p, width) for p in pieces])
     got = sent.new_empty(width, *sent.shape[1:])
     if sent.numel():
-        _settle()
         dist.reduce_scatter_single(got, sent, group=group.process_group)
     return got[: pieces[group.rank].shape[0]].movedim(0, target.dim).contiguous()
 
@@ -126,7 +104,6 @@ def _all_to_all(x: Tensor, source: Layout, target: Layout, group: Group) -> Tens
     lengths = [torch.Size(s).numel() for s in shapes]
     got = x.new_empty(sum(lengths))
     flat = torch.cat([p.flatten() for p in sent])
-    _settle()
     dist.all_to_all_single(got, flat, lengths, [p.numel() for p in sent], group=group.process_group)
     return join([p.view(s) for p, s in zip(got.split(lengths), shapes, strict=True)], source).contiguous()
 

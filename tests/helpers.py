@@ -1,0 +1,72 @@
+"""Real ranks: a function run in several gloo processes at once."""
+
+from __future__ import annotations
+
+import os
+import pickle
+import tempfile
+import time
+import traceback
+from collections.abc import Callable
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+
+TIMEOUT_SECONDS = 120
+
+
+def run_ranks(fn: Callable[..., Any], world: int, *args: Any) -> list[Any]:
+    """Calls `fn(rank, *args)` on `world` ranks with `torch.distributed` initialised (gloo, one thread each).
+
+    Returns each rank's result; `fn` must be importable, its result picklable.
+
+    Raises:
+        RuntimeError: a rank failed (with its traceback) or did not end in time.
+    """
+    with tempfile.TemporaryDirectory() as folder:
+        context = mp.spawn(_rank, (fn, world, folder, args), nprocs=world, join=False)
+        ended = _join(context)
+        found = [_read(Path(folder) / f"{rank}.pkl") for rank in range(world)]
+    failed = [f"rank {rank}:\n{text}" for rank, (ok, text) in enumerate(found) if not ok and text]
+    if failed or not ended:
+        raise RuntimeError("\n".join(failed) or f"ranks did not end within {TIMEOUT_SECONDS} s")
+    return [result for _, result in found]
+
+
+def _join(context: Any) -> bool:
+    """Whether all ranks ended by themselves; after the timeout they are killed."""
+    deadline, ended = time.monotonic() + TIMEOUT_SECONDS, False
+    try:
+        while not ended and time.monotonic() < deadline:
+            ended = context.join(timeout=1)
+    except (mp.ProcessExitedException, mp.ProcessRaisedException):
+        ended = False
+    for process in context.processes:
+        if process.is_alive():
+            process.kill()
+        process.join()
+    return ended
+
+
+def _read(path: Path) -> tuple[bool, Any]:
+    return pickle.loads(path.read_bytes()) if path.exists() else (False, "")
+
+
+def _rank(rank: int, fn: Callable[..., Any], world: int, folder: str, args: tuple[Any, ...]) -> None:
+    torch.set_num_threads(1)
+    os.environ["OMP_NUM_THREADS"] = "1"
+    dist.init_process_group(
+        "gloo", f"file://{folder}/meet", rank=rank, world_size=world, timeout=timedelta(seconds=TIMEOUT_SECONDS / 2)
+    )
+    try:
+        result = (True, fn(rank, *args))
+    except BaseException:
+        result = (False, traceback.format_exc())
+    Path(folder, f"{rank}.pkl").write_bytes(pickle.dumps(result))
+    if not result[0]:
+        raise SystemExit(1)
+    dist.destroy_process_group()

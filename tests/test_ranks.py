@@ -1,0 +1,189 @@
+"""Real gloo processes: training steps beside the unsharded model, and errors that are the same on every rank."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import torchshard as ts
+from tests.helpers import run_ranks
+from tests.models import CASES, GPT, MLP
+
+STEPS = 3
+
+
+def _floats(value: Any) -> list[Tensor]:
+    found: list[Tensor] = []
+    torch.utils._pytree.tree_map_only(Tensor, found.append, vars(value) if hasattr(value, "logits") else value)
+    return [t for t in found if t.is_floating_point()]
+
+
+def _step(model: nn.Module, inputs: tuple[Any, ...], optimizer: torch.optim.Optimizer, seed: int) -> list[Tensor]:
+    torch.manual_seed(seed)
+    outputs = _floats(model(*inputs))
+    optimizer.zero_grad()
+    sum(out.square().mean() for out in outputs).backward()  # type: ignore[union-attr]
+    optimizer.step()
+    return [out.detach() for out in outputs]
+
+
+def _train(rank: int, names: list[str]) -> dict[str, Any]:
+    ts.distributed.init_process_group()
+    return {name: _train_one(name) for name in names}
+
+
+def _train_one(name: str) -> dict[str, Any]:
+    case = CASES[name]
+    torch.manual_seed(0)
+    model = case.build().double()
+    inputs = tuple(x.detach().double() if x.is_floating_point() else x for x in case.inputs())
+    sharded = ts.shard(model, case.plan)
+    optimizers = [torch.optim.AdamW(m.parameters(), 1e-2) for m in (model, sharded)]
+    error = 0.0
+    for seed in range(STEPS):
+        expected = _step(model, inputs, optimizers[0], seed)
+        got = _step(sharded, inputs, optimizers[1], seed)
+        error = max(error, *(float((a - b).abs().max()) for a, b in zip(expected, got, strict=True)))
+    whole, mine = model.state_dict(), sharded.state_dict()
+    full = sharded.full_state_dict()
+    replicated = {n: mine[n] for n, p in sharded.layouts.items() if p == ts.I and n in mine}
+    return {
+        "outputs": error,
+        "names": sorted(mine) == sorted(whole),
+        "parameters": {n: float((full[n] - t).abs().max()) for n, t in whole.items() if t.is_floating_point()},
+        "buffers": all(torch.equal(full[n], t) for n, t in whole.items() if not t.is_floating_point()),
+        "replicated": {n: t.clone() for n, t in replicated.items()},
+        "split": [n for n, layout in sharded.layouts.items() if layout != ts.I],
+    }
+
+
+@pytest.mark.parametrize(
+    "world_size, names",
+    [
+        (2, ["gpt", "fused_gqa", "conv", "encoder_decoder", "dense_moe", "writes"]),
+        (3, ["gpt_hidden_30", "attention_7_heads", "fused_by_split_7_heads", "mlp_uneven"]),
+        (4, ["gpt", "gqa_1_kv_head", "fused_by_view_5_heads"]),
+    ],
+)
+def test_training_beside_the_unsharded_model(world_size: int, names: list[str]) -> None:
+    ranks = run_ranks(_train, world_size, names)
+    for name in names:
+        results = [r[name] for r in ranks]
+        assert all(r["names"] and r["buffers"] and r["split"] for r in results)
+        assert max(r["outputs"] for r in results) < 1e-8, name
+        errors = {n: max(r["parameters"][n] for r in results) for n in results[0]["parameters"]}
+        # Adam divides by the gradient's size: where a gradient is zero on paper (a key bias), its noise is all there is
+        assert all(e < 1e-8 for n, e in errors.items() if not n.endswith("k.bias")), errors
+        for other in results[1:]:
+            for n, tensor in results[0]["replicated"].items():
+                assert torch.equal(tensor, other["replicated"][n]), f"{name}: {n} drifted apart"
+
+
+def _message(fn: Any) -> tuple[str, str]:
+    try:
+        fn()
+    except ts.ShardError as error:
+        return type(error).__name__, str(error)
+    return "", "no error"
+
+
+def _faults(rank: int) -> dict[str, tuple[str, str]]:
+    ts.distributed.init_process_group()
+    torch.manual_seed(0)
+    model = ts.shard(MLP(), {"up": "column", "down": "row"})
+    x, found = torch.randn(3, 12), {}
+    found["shape"] = _message(lambda: model(torch.zeros(3 + rank, 12)))
+    found["dtype"] = _message(lambda: model(x.double() if rank else x))
+    found["device or kind"] = _message(lambda: model(x) if rank else model(x, x))
+    found["values"] = _message(lambda: model(x + rank))
+    model(x)
+    found["mode"] = _message(lambda: model.train(rank == 0)(x))
+    model.train()
+    found["works again"] = _message(lambda: model(torch.ones(5, 12)))
+    found["shape after capture"] = _message(lambda: model(torch.ones(5 + rank, 12)))
+    torch.manual_seed(rank)
+    found["weights"] = _message(lambda: ts.shard(MLP(), {"up": "column"}))
+    torch.manual_seed(0)
+    plan = {"up": "row" if rank else "column"}
+    found["plan"] = _message(lambda: ts.shard(MLP(), plan, example_inputs=(x,)))
+    gpt = ts.shard(GPT(), {"tok": "vocab"})
+    torch.manual_seed(rank)
+    found["random stream"] = _message(lambda: gpt(torch.zeros(1, 4, dtype=torch.long)))
+    made = ts.plan(MLP(), {"up": "column"}, world_size=5, example_inputs=(x,))
+    found["world size"] = _message(lambda: ts.shard(MLP(), made))
+    return found
+
+
+def test_faults_are_the_same_error_on_every_rank() -> None:
+    ranks = run_ranks(_faults, 2)
+    expected = {
+        "shape": ("InputError", "rank 0: f32[3,12]; rank 1: f32[4,12]"),
+        "dtype": ("InputError", "rank 0: f32[3,12]; rank 1: f64[3,12]"),
+        "device or kind": ("InputError", "different arguments"),
+        "values": ("InputError", "different values"),
+        "mode": ("InputError", "mode and gradients"),
+        "works again": ("", "no error"),
+        "shape after capture": ("InputError", "rank 0: f32[5,12]; rank 1: f32[6,12]"),
+        "weights": ("DistributedError", "different models"),
+        "plan": ("DistributedError", "different programs"),
+        "random stream": ("DistributedError", "random streams differ"),
+        "world size": ("PlanError", "for 5 ranks, the group has 2"),
+    }
+    for name, (kind, text) in expected.items():
+        for found in ranks:
+            assert found[name][0] == kind and text in found[name][1], f"{name}: {found[name]}"
+        assert ranks[0][name] == ranks[1][name]
+
+
+def _shapes_and_modes(rank: int) -> list[int]:
+    ts.distributed.init_process_group()
+    torch.manual_seed(0)
+    model = GPT().double()
+    sharded, counts = ts.shard(model, CASES["gpt"].plan), []
+    for mode, shape in [(True, (2, 7)), (True, (3, 5)), (False, (2, 7)), (False, (4, 9)), (True, (2, 8)), (False, (1, 6))]:
+        model.train(mode)
+        sharded.train(mode)
+        ids = torch.randint(0, 97, shape)
+        seed = torch.get_rng_state()
+        expected = model(ids, labels=ids)
+        torch.set_rng_state(seed)
+        got = sharded(ids, labels=ids)
+        assert set(got) == {"logits", "loss"}
+        assert all(torch.allclose(expected[k], got[k], rtol=1e-12, atol=1e-12) for k in expected)
+        counts.append(sum(map(len, sharded._programs.values())))
+    with torch.no_grad():
+        assert not sharded(ids)["logits"].requires_grad
+    return counts
+
+
+def test_one_graph_per_kind_of_call() -> None:
+    """Sizes vary within a graph; train and eval have one each; a batch of one is a kind of its own."""
+    assert run_ranks(_shapes_and_modes, 2) == [[1, 1, 2, 2, 2, 3]] * 2
+
+
+def _frozen(rank: int) -> list[float]:
+    """Parameters frozen and thawed after sharding: the graph follows."""
+    ts.distributed.init_process_group()
+    torch.manual_seed(0)
+    model, x = MLP().double(), torch.randn(3, 12).double()
+    sharded = ts.shard(model, {"up": "column", "down": "row"}, example_inputs=(x,))
+    errors = []
+    for frozen in (["up.weight"], ["up.weight", "up.bias", "down.weight"], []):
+        for m in (model, sharded):
+            for name, p in m.named_parameters():
+                p.grad = None
+                p.requires_grad_(name not in frozen)
+            m(x).square().sum().backward()
+        whole = {n: p.grad for n, p in model.named_parameters()}
+        assert all((p.grad is None) == (whole[n] is None) for n, p in sharded.named_parameters())
+        bias, expected = sharded.get_parameter("down.bias").grad, whole["down.bias"]
+        assert bias is not None and expected is not None
+        errors.append(float((bias - expected).abs().max()))
+    return errors
+
+
+def test_frozen_parameters() -> None:
+    assert max(max(e) for e in run_ranks(_frozen, 2)) < 1e-10
