@@ -1,4 +1,4 @@
-"""One thread per process, and no process group that outlives its test."""
+"""One thread per process, the same Hypothesis examples at each run, and no process group that outlives its test."""
 
 from __future__ import annotations
 
@@ -6,8 +6,12 @@ from collections.abc import Iterator
 
 import pytest
 import torch
+from hypothesis import settings
 
 import torchshard as ts
+
+settings.register_profile("torchshard", max_examples=60, deadline=None, derandomize=True)
+settings.load_profile("torchshard")
 
 
 @pytest.fixture(autouse=True)

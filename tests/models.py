@@ -23,7 +23,9 @@ class MLP(nn.Module):
 class Attention(nn.Module):
     """Separate q, k, v; fewer key-value heads than query heads where asked."""
 
-    def __init__(self, width: int, heads: int, kv_heads: int | None = None, *, causal: bool = True, p: float = 0.0) -> None:
+    def __init__(
+        self, width: int, heads: int, kv_heads: int | None = None, *, causal: bool = True, p: float = 0.0
+    ) -> None:
         super().__init__()
         self.heads, self.kv_heads, self.size = heads, kv_heads or heads, width // heads
         self.q = nn.Linear(width, width)
@@ -279,9 +281,7 @@ CASES = {
     "fused_by_view": Case(lambda: FusedByView(24, 4), _FUSED, _x(2, 5, 24)),
     "fused_by_view_5_heads": Case(lambda: FusedByView(30, 5), _FUSED, _x(2, 5, 30)),
     "fused_per_head": Case(lambda: FusedPerHead(24, 3), _FUSED, _x(2, 5, 24)),
-    "fused_gqa": Case(
-        lambda: FusedGQA(24, 6, 2, 20), {**_FUSED, "gate_up": "column", "down": "row"}, _x(2, 5, 24)
-    ),
+    "fused_gqa": Case(lambda: FusedGQA(24, 6, 2, 20), {**_FUSED, "gate_up": "column", "down": "row"}, _x(2, 5, 24)),
     "gpt": Case(GPT, _GPT, _ids(97, (2, 7), (2, 7))),
     "gpt_hidden_30": Case(lambda: GPT(97, 30, 5, 1), _GPT, _ids(97, (2, 7), (2, 7))),
     "gpt_vocab_unsplit": Case(GPT, {k: v for k, v in _GPT.items() if k not in ("tok", "head")}, _ids(97, (1, 6))),

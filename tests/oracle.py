@@ -64,10 +64,10 @@ class Case:
     """One call of one op."""
 
     target: Any
+    splits: str | None
+    """The axes that the row allows to be split, in its letters: "a b p+q"; None where there must be no row."""
     args: tuple[Any, ...]
     kwargs: Mapping[str, Any] = field(default_factory=dict)
-    splits: str | None = None
-    """The axes, in the row's letters, that the row must allow to be split; groups that go together joined by '+'."""
     hints: tuple[Hint, ...] = ()
     """Shards to try besides the plain ones and those of `part_hints`."""
     values: bool = True
@@ -212,14 +212,14 @@ def example(case: Case, seed: int = 0) -> tuple[OneOp, list[Tensor]]:
     return model, [leaf.make() for leaf in leaves if isinstance(leaf, T) and not leaf.buffer]
 
 
-def row_and_choices(case: Case, world: int) -> tuple[Row | None, list[Choice]]:
+def row_and_choices(case: Case, world: int, *, in_parts: bool = True) -> tuple[Row | None, list[Choice]]:
     """The row of a case's op, and all its choices, in parts and units too; no op makes a Partial of booleans."""
     model, tensors = example(case)
     node = Graph(model, tensors, None, world).op
     row = node_row(node)
     if row is None:
         return None, [Choice("I", (I,) * len(operands(node)), (I,) * len(values(node)))]
-    found = choices(row, world, [*case.hints, *part_hints(row)])
+    found = choices(row, world, [*case.hints, *(part_hints(row) if in_parts else ())])
     distinct = {(c.name, c.operands, c.results): c for c in found}.values()
     flags = [n.meta["val"].dtype is torch.bool for n in operands(node)]
     return row, [c for c in distinct if not any(x == P and f for x, f in zip(c.operands, flags, strict=True))]

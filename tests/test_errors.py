@@ -1,4 +1,4 @@
-"""Bad input: each a typed error of four lines that says what, where, why and what to try; and the accepted case beside it."""
+"""Bad input: each a typed error that says what, where, why and what to try; and the accepted case beside it."""
 
 from __future__ import annotations
 

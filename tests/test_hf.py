@@ -57,9 +57,7 @@ def _gpt2() -> nn.Module:
 
 
 def _t5() -> nn.Module:
-    config = T5Config(
-        d_model=48, d_kv=8, d_ff=64, num_layers=2, num_heads=6, vocab_size=99, decoder_start_token_id=0
-    )
+    config = T5Config(d_model=48, d_kv=8, d_ff=64, num_layers=2, num_heads=6, vocab_size=99, decoder_start_token_id=0)
     return T5ForConditionalGeneration(config)
 
 

@@ -15,9 +15,7 @@ def test_parity(name: str, world_size: int) -> None:
     case = CASES[name]
     torch.manual_seed(0)
     model = case.build()
-    report = ts.check(
-        model, case.plan, world_size=world_size, example_inputs=case.inputs(), example_kwargs=case.kwargs
-    )
+    report = ts.check(model, case.plan, world_size=world_size, example_inputs=case.inputs(), example_kwargs=case.kwargs)
     assert report.ok, str(report)
     kinds = {c.kind for c in report.comparisons}
     assert {"output", "parameter gradient"} <= kinds

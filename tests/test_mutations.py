@@ -1,4 +1,4 @@
-"""The comparison would fail: collectives dropped or changed, slices taken wrongly, and verify or the check sees each."""
+"""The comparison would fail: collectives dropped or changed, slices taken wrongly: verify or the check sees each."""
 
 from __future__ import annotations
 

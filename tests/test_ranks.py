@@ -143,7 +143,14 @@ def _shapes_and_modes(rank: int) -> list[int]:
     torch.manual_seed(0)
     model = GPT().double()
     sharded, counts = ts.shard(model, CASES["gpt"].plan), []
-    for mode, shape in [(True, (2, 7)), (True, (3, 5)), (False, (2, 7)), (False, (4, 9)), (True, (2, 8)), (False, (1, 6))]:
+    for mode, shape in [
+        (True, (2, 7)),
+        (True, (3, 5)),
+        (False, (2, 7)),
+        (False, (4, 9)),
+        (True, (2, 8)),
+        (False, (1, 6)),
+    ]:
         model.train(mode)
         sharded.train(mode)
         ids = torch.randint(0, 97, shape)

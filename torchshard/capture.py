@@ -156,9 +156,9 @@ def _quiet() -> Iterator[None]:
 
 @contextlib.contextmanager
 def _refused_functions() -> Iterator[None]:
-    """A custom autograd.Function is an error while capturing: the graph would hold its forward and lose its backward."""
+    """A custom autograd.Function is an error while capturing: a graph would lose its backward."""
     original = torch.autograd.Function.__dict__.get("apply")
-    applied = torch.autograd.Function.apply.__func__
+    applied: Any = torch.autograd.Function.apply.__func__  # type: ignore[attr-defined]
 
     def apply(cls: type, *args: Any, **kwargs: Any) -> Any:
         if cls is torch.utils.checkpoint.CheckpointFunction:
@@ -180,7 +180,7 @@ def _refused_functions() -> Iterator[None]:
         if original is None:
             del torch.autograd.Function.apply
         else:
-            torch.autograd.Function.apply = original
+            torch.autograd.Function.apply = original  # type: ignore[method-assign]
 
 
 _ADVICE = (
@@ -252,7 +252,8 @@ def _flat_graph(
             node.meta["module"] = _module_path(node)
             node.meta["source"] = _source(node.meta.get("stack_trace") or "")
     flat = graph.output_node()
-    flat.args = (tuple(flat.args[0]),)
+    results: Any = flat.args[0]
+    flat.args = (tuple(results),)
     _order_placeholders(graph)
     _rename(graph)
     return duplicate(fx.GraphModule(nn.Module(), graph))

@@ -57,7 +57,7 @@ _SIZES = {operator.getitem, torch.ops.aten.sym_size.int, torch.ops.aten.sym_nume
 
 
 def is_tensor_op(node: fx.Node) -> bool:
-    """Whether a node is an ATen (or custom) op with tensors among its operands or results, and no collective of ours."""
+    """Whether a node is an op with tensors among its operands or results, and no collective of ours."""
     if node.op != "call_function" or node.target in _SIZES or is_collective(node.target):
         return False
     return any(isinstance(v, Tensor) for v in values(node)) or any(is_tensor(n) for n in node.all_input_nodes)

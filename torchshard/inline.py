@@ -32,6 +32,7 @@ def inline_regions(module: fx.GraphModule) -> None:
 
 def _inline(module: fx.GraphModule, node: fx.Node) -> None:
     name = str(node.target)
+    body: Any
     if name == "wrap_with_set_grad_enabled":
         body, args, detached = node.args[1], node.args[2:], not node.args[0]
     elif name == "wrap_with_autocast" and node.args[2] is False:
@@ -43,7 +44,8 @@ def _inline(module: fx.GraphModule, node: fx.Node) -> None:
             why="its branches or its dtype rules are not part of a flat graph",
             attempt="torch.where in place of a branch; autocast around the call in place of inside the model",
         )
-    graph, inner = module.graph, getattr(module, body.target)
+    graph = module.graph
+    inner: fx.GraphModule = getattr(module, body.target)
     env: dict[fx.Node, Any] = {}
     operands = iter(args)
     with graph.inserting_before(node):

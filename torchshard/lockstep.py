@@ -78,7 +78,7 @@ def _rank(
                 env[node] = node.target(*args, **kwargs)
                 streams[rank] = torch.get_rng_state()
             else:
-                env[node] = node.target(*args, **kwargs)  # type: ignore[operator]
+                env[node] = node.target(*args, **kwargs)
         record(node, env[node])
     raise InternalError("a graph has no output", where=str(graph))
 

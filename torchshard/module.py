@@ -250,7 +250,7 @@ class ShardedModule(Scope):
         return tuple(constants[p] if p in constants else self._held(p) for p in (n.meta["path"] for n in nodes))
 
     def _check_same_program(self, made: Program, call: Leaves) -> None:
-        """Graph, plan and the values of the inputs are the same on all ranks; so is the random stream, where it counts."""
+        """Graph, plan and the inputs' values are the same on all ranks; so is the random stream, where it counts."""
         if self._group.size == 1:
             return
         facts = {
@@ -325,7 +325,9 @@ def _content(tensor: Tensor) -> str:
     """Shape, dtype and a hash of the values."""
     if tensor.is_meta or not tensor.numel():
         return value_text(tensor)
-    held = tensor.detach().contiguous().view(torch.uint8) if tensor.ndim else tensor.detach().reshape(1).view(torch.uint8)
+    held = (
+        tensor.detach().contiguous().view(torch.uint8) if tensor.ndim else tensor.detach().reshape(1).view(torch.uint8)
+    )
     return f"{value_text(tensor)} with hash {int(torch.hash_tensor(held)):x}"
 
 

@@ -17,6 +17,7 @@ dynamic size is never split.
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache
@@ -130,6 +131,10 @@ class Local:
 # --- parse -----------------------------------------------------------------------------------------------------------
 
 
+_TERM = r"(?:!?\w+|\((?:!?\w+(?: !?\w+)*)?\))"
+_DIM = re.compile(rf"\.\.\.|{_TERM}(?:\+{_TERM})*")
+
+
 def _tokens(side: str) -> Iterator[str]:
     depth, word = 0, ""
     for char in side:
@@ -158,6 +163,15 @@ def _parse(text: str) -> tuple[list[list[str]], list[list[str]]]:
     if text.count("->") != 1:
         raise RuleError(f"the row {text!r} needs one '->'", where=text, attempt="'... k, n k -> ... n'")
     left, right = ([list(_tokens(group)) for group in side.split(",")] for side in text.split("->"))
+    for tokens in (*left, *right):
+        wrong = [token for token in tokens if not _DIM.fullmatch(token)]
+        if wrong or tokens.count("...") > 1:
+            raise RuleError(
+                f"{wrong[0]!r} is no dim" if wrong else "a tensor has two '...'",
+                where=text,
+                why="a dim is an axis a or !a, several merged (a b), a concatenation a+b, 1, or once '...'",
+                attempt="'... (h !d) -> ... h !d'",
+            )
     return left, right
 
 

@@ -178,8 +178,8 @@ def _warn_missing_rules(before: fx.GraphModule, after: fx.GraphModule, world: in
             missing[str(node.target)] = (total + spent, node)
     for target, (spent, node) in missing.items():
         warnings.warn(
-            f"{target} has no sharding rule: it runs whole on every rank, which gathers {spent / 1024:.1f} KiB per step "
-            f"({where(node)}). A rule of a few lines, @torchshard.rule({target}), would keep it split.",
+            f"{target} has no sharding rule: it runs whole on every rank, which gathers {spent / 1024:.1f} KiB "
+            f"per step ({where(node)}). A rule of a few lines, @torchshard.rule({target}), would keep it split.",
             stacklevel=2,
         )
 

@@ -65,7 +65,7 @@ class _Opened:
         self.kind, self.fields = kind, fields
 
     def close(self) -> Any:
-        made = object.__new__(self.kind)
+        made: Any = object.__new__(self.kind)
         for name, value in self.fields.items():
             object.__setattr__(made, name, _close(value))
         return made

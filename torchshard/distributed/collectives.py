@@ -28,12 +28,18 @@ def _whole(x: Tensor, dim: int, size: int | None) -> list[int]:
 
 
 def copy(x: Tensor) -> Tensor:
-    """I -> R: the same value; the gradients of all ranks are summed (Megatron's `copy_to_tensor_model_parallel_region`)."""
+    """I -> R: the same value; the gradients of all ranks are summed.
+
+    Source: Megatron's `copy_to_tensor_model_parallel_region`.
+    """
     return _ops.copy(x, MODEL) if is_initialized() else x
 
 
 def reduce(x: Tensor) -> Tensor:
-    """P -> I: the sum over the ranks; the gradient passes (Megatron's `reduce_from_tensor_model_parallel_region`)."""
+    """P -> I: the sum over the ranks; the gradient passes.
+
+    Source: Megatron's `reduce_from_tensor_model_parallel_region`.
+    """
     return _ops.reduce(x, MODEL) if is_initialized() else x
 
 

@@ -39,7 +39,7 @@ def reduced(x: Tensor, op: object, group: Group) -> Tensor:
     """All-reduce of a copy."""
     held = x.clone(memory_format=torch.contiguous_format)
     if group.size > 1 and held.numel():
-        dist.all_reduce(held, op=op, group=group.process_group)  # type: ignore[arg-type]
+        dist.all_reduce(held, op=op, group=group.process_group)
     return held
 
 

@@ -34,12 +34,23 @@ def local_result_shape(shape: Sequence[Any], source: Layout, target: Layout, ran
     return list(local_shape(whole, target, rank, world))
 
 
+def _run(row: Conversion, x: Tensor, args: Sequence[Any]) -> Tensor:
+    """A conversion on this rank; `args` are the operator's after the tensor."""
+    return convert(row.kernel, x, *ends(row.name, args), lookup(args[-1]))
+
+
+def _convert_gradient(dual: Conversion, grad: Tensor, args: Sequence[Any]) -> Tensor:
+    """The dual of a conversion: an operator where someone traces or differentiates it, else without that cost."""
+    if torch.is_grad_enabled() or type(grad) is not Tensor:
+        return getattr(torch.ops.torchshard, dual.name).default(grad, *args)
+    return grad if dual.kernel == "none" else _run(dual, grad, args)
+
+
 def _define(row: Conversion) -> None:
     shards = [row.source, row.target].count(Shard)
-    moves_nothing = TABLE[row.dual].kernel == "none"
 
     def kernel(x: Tensor, *args: Any) -> Tensor:
-        return convert(row.kernel, x, *ends(row.name, args), lookup(args[-1]))
+        return _run(row, x, args)
 
     def fake(x: Tensor, *args: Any) -> Tensor:
         group = lookup(args[-1])
@@ -49,12 +60,8 @@ def _define(row: Conversion) -> None:
         ctx.args = inputs[1:]
 
     def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
-        unused = [None] * len(ctx.args)
-        if moves_nothing and not torch.is_grad_enabled():
-            return (grad, *unused)
-        dual = getattr(torch.ops.torchshard, row.dual).default
         args = [*ctx.args[2:4], *ctx.args[0:2], ctx.args[4]] if shards == 2 else ctx.args
-        return (dual(grad, *args), *unused)
+        return (_convert_gradient(TABLE[row.dual], grad, args), *[None] * len(ctx.args))
 
     name = f"torchshard::{row.name}"
     op = torch.library.custom_op(

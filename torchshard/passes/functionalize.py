@@ -111,7 +111,7 @@ def _storage(node: fx.Node) -> int:
 
 def _note_alias(aliases: _Aliases, node: fx.Node) -> None:
     """A value that shares its first operand's storage is a view of it, whatever the op is called."""
-    source = node.args[0] if node.args else None
+    source: Any = node.args[0] if node.args else None
     if not is_tensor(node) or not is_tensor(source) or node.op != "call_function":
         return
     if _storage(source) == _storage(node):
@@ -122,8 +122,9 @@ def _note_alias(aliases: _Aliases, node: fx.Node) -> None:
 def _replace(aliases: _Aliases, node: fx.Node) -> None:
     args = bound_args(node)
     names = list(args)
-    target = node.args[0]
-    if not is_tensor(target) or any(a.alias_info and a.alias_info.is_write for a in node.target._schema.arguments[1:]):
+    target: Any = node.args[0]
+    schema: Any = node.target._schema  # type: ignore[union-attr]
+    if not is_tensor(target) or any(a.alias_info and a.alias_info.is_write for a in schema.arguments[1:]):
         raise _refused(node, "it writes to something other than its first operand")
     family = aliases.root(target)
     if any(aliases.root(n) is not family for n in aliases.sharing[_storage(target)] if n is not node):
@@ -138,7 +139,7 @@ def _replace(aliases: _Aliases, node: fx.Node) -> None:
 
 
 def _functional(module: fx.GraphModule, node: fx.Node, held: dict[str, Any], names: list[str]) -> fx.Node:
-    target = node.target
+    target: Any = node.target
     mine = held[names[0]]
     if target is aten.copy_.default:
         source = held["src"]

@@ -58,7 +58,8 @@ def _replace(module: fx.GraphModule, node: fx.Node, replacement: Any, local: Loc
     tracer = fx.proxy.GraphAppendingTracer(graph)
 
     def proxies(value: Any) -> Any:
-        return fx.map_arg(value, lambda n: fx.Proxy(n, tracer))
+        proxy: Any = lambda n: fx.Proxy(n, tracer)  # noqa: E731
+        return fx.map_arg(value, proxy)
 
     before = set(graph.nodes)
     with graph.inserting_before(node):

@@ -10,12 +10,13 @@ be added once, not once per rank; tensors made "like" another are made from size
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import fx
 
 from torchshard.graph import bound_args, emit, name_after, op_name
+from torchshard.passes.causal import restore_causal
 from torchshard.passes.functionalize import functionalize
 
 aten = torch.ops.aten
@@ -40,6 +41,7 @@ def normalize(module: fx.GraphModule) -> bool:
             changed = True
             node.replace_all_uses_with(replaced)
             module.graph.erase_node(node)
+    changed |= restore_causal(module)
     changed |= bool(module.graph.eliminate_dead_code(_is_kept))
     module.recompile()
     return changed
@@ -98,7 +100,7 @@ _PRODUCTS = {aten.addmm.default: ("mat1", "mat2", aten.mm.default),
 
 
 def _split_addmm(module: fx.GraphModule, node: fx.Node) -> fx.Node:
-    left, right, target = _PRODUCTS[node.target]
+    left, right, target = _PRODUCTS[cast(Any, node.target)]
     args = bound_args(node)
     product = emit(module, target, (args[left], args[right]), node)
     name_after(product, f"{node.name}_{op_name(product)}")
@@ -113,7 +115,7 @@ def _split_addmm(module: fx.GraphModule, node: fx.Node) -> fx.Node:
 def _from_sizes(module: fx.GraphModule, node: fx.Node) -> fx.Node:
     """`new_ones(x, [2, 3])` needs nothing of x but dtype and device."""
     args, val = bound_args(node), node.meta["val"]
-    target, fill = _NEW[node.target]
+    target, fill = _NEW[cast(Any, node.target)]
     extra = (args["fill_value"],) if fill else ()
     return _named(node, emit(module, target, (args["size"], *extra), node, dtype=val.dtype, device=val.device))
 

@@ -69,7 +69,8 @@ def _fuse_pairs(module: fx.GraphModule) -> bool:
         pair = (OPS[before.target].name, OPS[node.target].name)
         if pair not in FUSIONS or (pair == ("scatter", "gather") and before.args[1:3] != node.args[1:3]):
             continue
-        name, source = FUSIONS[pair], before.args[0]
+        source: Any = before.args[0]
+        name = FUSIONS[pair]
         if name is None:
             node.replace_all_uses_with(source)
         else:
@@ -114,7 +115,8 @@ def _fuse_bias(module: fx.GraphModule, node: fx.Node) -> bool:
         return False
     args = (*product.args[:2], bias, *product.args[3:])
     with module.graph.inserting_before(node):
-        made = module.graph.call_function(product.target, args, dict(product.kwargs))  # type: ignore[arg-type]
+        target: Any = product.target
+        made = module.graph.call_function(target, args, dict(product.kwargs))
     made.meta = dict(node.meta)
     row = node_row(made)
     held = [layout_of(n) for n in operands(made)]

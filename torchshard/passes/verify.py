@@ -103,7 +103,7 @@ def _shape_faults(module: fx.GraphModule) -> Iterator[Fault]:
             if node.op != "call_function":
                 continue
             try:
-                got = node.target(*_vals(node.args), **_vals(node.kwargs))  # type: ignore[operator]
+                got = node.target(*_vals(node.args), **_vals(node.kwargs))
             except Exception as error:
                 yield node, "an op can't run on its local operands", f"{type(error).__name__}: {error}"
                 return

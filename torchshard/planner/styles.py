@@ -44,16 +44,15 @@ WORDS: dict[Any, Style] = {
     "ColwiseParallel": _COLUMN, "RowwiseParallel": _ROW,
 }  # fmt: skip
 
+_CONVOLUTION: dict[str, tuple[str, ...]] = {"column": ("o", "g"), "row": ("c", "g")}
+
 AXES: dict[Any, dict[str, tuple[str, ...]]] = {
     aten.linear.default: {"column": ("n",), "row": ("k",), "vocab": ("n",)},
     aten.mm.default: {"column": ("n",), "row": ("k",)},
     aten.matmul.default: {"column": ("n",), "row": ("k",)},
     aten.embedding.default: {"column": ("e",), "row": ("v",), "vocab": ("v",)},
-    **dict.fromkeys(
-        (aten.conv1d.default, aten.conv2d.default, aten.conv3d.default, aten.conv1d.padding, aten.conv2d.padding,
-         aten.conv3d.padding),
-        {"column": ("o", "g"), "row": ("c", "g")},
-    ),
+    aten.conv1d.default: _CONVOLUTION, aten.conv2d.default: _CONVOLUTION, aten.conv3d.default: _CONVOLUTION,
+    aten.conv1d.padding: _CONVOLUTION, aten.conv2d.padding: _CONVOLUTION, aten.conv3d.padding: _CONVOLUTION,
 }  # fmt: skip
 """Op -> style -> the axis to split (the first that the row can split)."""
 
@@ -204,7 +203,9 @@ def parameter_layouts(model: nn.Module, styles: Mapping[str, Style]) -> dict[str
     names = {id(p): name for name, p in reversed(list(model.named_parameters(remove_duplicate=False)))}
     for path, style in styles.items():
         module = model.get_submodule(path)
-        dims = next((rows[style.name] for kinds, rows in _WEIGHT_DIMS if type(module) in kinds and style.name in rows), None)
+        dims = next(
+            (rows[style.name] for kinds, rows in _WEIGHT_DIMS if type(module) in kinds and style.name in rows), None
+        )
         grouped = getattr(module, "groups", 1) != 1
         if dims is None or grouped:
             continue

@@ -20,7 +20,7 @@ aten = torch.ops.aten
 
 @rule(aten.scaled_dot_product_attention.default)
 def attention(call: Call) -> Row | None:
-    """`f32[2,6,5,8], f32[2,2,7,8] x 2 -> f32[2,6,5,8]     b (g r) !l !e, b g !s !e, b g !s !v -> b (g r) !l !v     r=3`."""
+    """`f32[2,6,5,8], f32[2,2,7,8] x 2 -> f32[2,6,5,8]     b (g r) !l !e, b g !s !e, b g !s !v -> b (g r) !l !v`."""
     query, key = call["query"].shape, call["key"].shape
     lead = letters(len(query) - 3, used="gr") if len(query) > 2 else []
     grouped = bool(call["enable_gqa"]) and len(query) > 2 and query[-3] != key[-3]

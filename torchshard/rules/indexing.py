@@ -1,4 +1,4 @@
-"""Look-ups. A table split along the looked-up axis gives each rank the rows that it has, zeros for the rest: Partial."""
+"""Look-ups. A table split along the looked-up axis: each rank gives its own rows and zeros elsewhere, so Partial."""
 
 from __future__ import annotations
 

@@ -42,7 +42,7 @@ def elementwise_loss(call: Call) -> Row | None:
 
     static = isinstance(count, int)
     left = names if static or reduction != MEAN else [f"!{n}" for n in names]
-    options = {"local": {"*": local}} if reduction == MEAN and static else {}
+    options: dict[str, Any] = {"local": {"*": local}} if reduction == MEAN and static else {}
     right = names if reduction == NONE else []
     return call.row(f"{spaced(*([left] * len(call.tensors)))} -> {spaced(right)}", **options)
 

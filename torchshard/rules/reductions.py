@@ -1,4 +1,4 @@
-"""Ops that sum, compare or scan along dims. A sum over a split dim is Partial; a mean is a sum over the global count."""
+"""Ops that sum, compare or scan along dims. A sum over a split dim is Partial; a mean divides by the global count."""
 
 from __future__ import annotations
 

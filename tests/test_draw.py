@@ -1,0 +1,115 @@
+"""The picture: valid XML, every collective once and with its shape, the same at each run, and what it refuses."""
+
+from __future__ import annotations
+
+from collections import Counter
+from functools import cache
+from pathlib import Path
+from xml.etree import ElementTree
+
+import pytest
+import torch
+from torch import nn
+
+import torchshard as ts
+from tests.models import CASES
+from torchshard.distributed.ops import is_collective
+from torchshard.outline import Box, outline, size_text
+from torchshard.program import Program, program
+
+SVG = "{http://www.w3.org/2000/svg}"
+
+
+@cache
+def _program(name: str, world_size: int = 2) -> Program:
+    case = CASES[name]
+    torch.manual_seed(0)
+    return program(case.build(), case.plan, world_size, case.inputs(), case.kwargs)
+
+
+def _drawn(name: str, folder: Path) -> ElementTree.Element:
+    ts.draw(_program(name), folder / "model.svg")
+    return ElementTree.parse(folder / "model.svg").getroot()
+
+
+def _collectives(name: str) -> list[str]:
+    return sorted(n.name for n in _program(name).graph.graph.nodes if is_collective(n.target))
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_every_collective_is_drawn_as_a_hexagon(name: str, tmp_path: Path) -> None:
+    groups = _drawn(name, tmp_path).findall(f"{SVG}g")
+    hexagons = [g for g in groups if g.find(f"{SVG}polygon") is not None]
+    assert sorted(n for g in hexagons for n in g.attrib["data-nodes"].split()) == _collectives(name)
+    assert all(g.findall(f"{SVG}text")[0].text.startswith("⬡ ") for g in hexagons)  # readable without colour
+    assert len({n for g in groups for n in g.attrib["data-nodes"].split()}) >= len(groups)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_nothing_lies_outside_the_picture(name: str, tmp_path: Path) -> None:
+    root = _drawn(name, tmp_path)
+    width, height = float(root.attrib["width"]), float(root.attrib["height"])
+    for rect in root.iter(f"{SVG}rect"):
+        assert float(rect.get("x", 0)) + float(rect.attrib["width"]) <= width
+        assert float(rect.get("y", 0)) + float(rect.attrib["height"]) <= height
+
+
+def test_it_is_the_same_at_each_run(tmp_path: Path) -> None:
+    case = CASES["gpt"]
+    for file in ("one.svg", "two.svg"):
+        ts.draw(program(case.build(), case.plan, 2, case.inputs(), case.kwargs), tmp_path / file)
+    assert (tmp_path / "one.svg").read_bytes() == (tmp_path / "two.svg").read_bytes()
+
+
+def test_rows_say_shape_layout_and_what_travels(tmp_path: Path) -> None:
+    root = _drawn("mlp", tmp_path)
+    texts = {g.attrib["data-nodes"]: [t.text for t in g.findall(f"{SVG}text")] for g in root.findall(f"{SVG}g")}
+    rows = [[t for t in row if t] for row in texts.values()]
+    ((_, reduce_detail, _, reduce_layout),) = [r for n, r in texts.items() if n.endswith("_reduce")]
+    assert "P → I, ▼ all-reduce" in str(reduce_detail) and reduce_layout == "I"
+    ((copied, copy_detail, *_),) = [r for n, r in texts.items() if n.endswith("_copy")]
+    assert copied == "⬡ copy" and "I → R, ▲ all-reduce" in str(copy_detail)
+    assert any(r[:2] == ["linear", "weight S(0), bias S(0)"] and r[-1] == "S(1)" for r in rows)
+
+
+def test_repeated_layers_are_one_box() -> None:
+    root = outline(_program("gpt").graph.graph, 2)
+    (blocks,) = [i for i in root.items if isinstance(i, Box) and i.count > 1]
+    assert blocks.title == "2 × blocks.*" and all(len(row.nodes) == 2 for row in blocks.rows())
+    shown = Counter(n for row in root.rows() for n in row.nodes)
+    assert set(shown.values()) == {1}
+
+
+def test_layers_that_differ_are_not_folded() -> None:
+    model = nn.Sequential(*(nn.Sequential(nn.Linear(4, n), nn.ReLU(), nn.Linear(n, 4)) for n in (8, 8, 6)))
+    made = program(model, {"*.0": "column", "*.2": "row"}, 2, (torch.randn(2, 4),))
+    titles = [i.title for i in outline(made.graph.graph, 2).items if isinstance(i, Box)]
+    assert titles == ["2 × *", "2"]
+
+
+def test_a_sharded_module_and_one_rank(tmp_path: Path) -> None:
+    case = CASES["mlp"]
+    ts.draw(ts.shard(case.build(), case.plan, case.inputs()), tmp_path / "one.svg")
+    assert "1 rank," in (tmp_path / "one.svg").read_text()
+
+
+def test_what_is_refused(tmp_path: Path) -> None:
+    case = CASES["mlp"]
+    with pytest.raises(ts.InputError, match=r"(?s)can't be written as '\.png'.*try: +'model\.svg'"):
+        ts.draw(_program("mlp"), tmp_path / "model.png")
+    with pytest.raises(ts.InputError, match="can't be written as 'a file without a suffix'"):
+        ts.draw(_program("mlp"), tmp_path / "model")
+    with pytest.raises(ts.InputError, match="a MLP has no graph to draw"):
+        ts.draw(case.build(), tmp_path / "model.svg")  # type: ignore[arg-type]
+    with pytest.raises(ts.InputError, match="no graph is captured yet"):
+        ts.draw(ts.shard(case.build(), case.plan), tmp_path / "model.svg")
+    assert not list(tmp_path.iterdir())
+    ts.draw(_program("mlp"), str(tmp_path / "model.svg"))
+    assert (tmp_path / "model.svg").exists()
+
+
+@pytest.mark.parametrize(
+    ("count", "text"), [(0, "0 B"), (1023, "1023 B"), (1536, "1.5 KiB"), (2**20, "1.0 MiB"), (5 * 2**40, "5120.0 GiB")]
+)
+def test_sizes(count: float, text: str) -> None:
+    assert size_text(count) == text

@@ -1,0 +1,111 @@
+"""Local ranks: results in order, the first failing rank's own exception, and no process left behind."""
+
+from __future__ import annotations
+
+import os
+import time
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from torchshard.distributed import launch
+from torchshard.distributed.groups import destroy_process_group, get_rank, init_process_group
+from torchshard.errors import DistributedError, PlanError
+
+WAIT_SECONDS = 60.0
+
+
+def _place(greeting: str) -> tuple[str, int, torch.Tensor]:
+    time.sleep(0.5 * (os.environ["RANK"] == "0"))
+    told = f"{greeting} from {os.environ['LOCAL_RANK']}/{os.environ['WORLD_SIZE']}"
+    return told, torch.get_num_threads(), torch.ones(2)
+
+
+def _summed() -> float:
+    init_process_group()
+    held = torch.tensor(get_rank() + 1.0)
+    dist.all_reduce(held)
+    destroy_process_group()
+    return float(held)
+
+
+def _fail_on_rank_1(folder: str) -> None:
+    (Path(folder) / os.environ["RANK"]).write_text(str(os.getpid()))
+    if os.environ["RANK"] == "1":
+        while not (Path(folder) / "0").exists():
+            time.sleep(0.01)
+        raise PlanError("rank 1 has had enough", why="it says so")
+    time.sleep(WAIT_SECONDS)
+
+
+def _fail_in_company() -> None:
+    init_process_group()
+    if get_rank() == 1:
+        raise ValueError("the cause")
+    dist.all_reduce(torch.ones(1))
+
+
+def _die() -> None:
+    if os.environ["RANK"] == "1":
+        os._exit(3)
+    time.sleep(WAIT_SECONDS)
+
+
+class _Stubborn(Exception):
+    def __init__(self, one: int, two: int) -> None:
+        super().__init__("it can't be pickled")
+
+
+def _fail_unpicklably() -> None:
+    raise _Stubborn(1, 2)
+
+
+def _no_result() -> object:
+    return lambda: None
+
+
+def test_results_come_in_the_order_of_the_ranks() -> None:
+    results = launch(_place, 2, ("hello",))
+    assert [r[0] for r in results] == ["hello from 0/2", "hello from 1/2"]
+    assert [r[1] for r in results] == [1, 1]
+    assert torch.equal(results[1][2], torch.ones(2))
+
+
+def test_ranks_find_each_other() -> None:
+    assert launch(_summed, 3) == [6.0, 6.0, 6.0]
+
+
+def test_a_failing_rank_ends_the_others(tmp_path: Path) -> None:
+    began = time.monotonic()
+    with pytest.raises(PlanError, match="rank 1 has had enough") as caught:
+        launch(_fail_on_rank_1, 2, (str(tmp_path),))
+    assert time.monotonic() - began < WAIT_SECONDS
+    (note,) = caught.value.__notes__
+    assert note.startswith("on rank 1:") and "_fail_on_rank_1" in note and caught.value.why == "it says so"
+    for rank in "01":
+        with pytest.raises(ProcessLookupError):
+            os.kill(int((tmp_path / rank).read_text()), 0)
+
+
+def test_the_cause_is_raised_not_its_consequence() -> None:
+    with pytest.raises(ValueError, match="the cause"):
+        launch(_fail_in_company, 2)
+
+
+def test_a_rank_that_dies_without_a_word() -> None:
+    with pytest.raises(DistributedError, match=r"rank 1 ended without a result\n.*\n.*exit code 3"):
+        launch(_die, 2)
+
+
+def test_what_can_not_be_pickled_is_told_as_text() -> None:
+    with pytest.raises(DistributedError, match=r"on rank 0:(.|\n)*_Stubborn: it can't be pickled"):
+        launch(_fail_unpicklably, 1)
+    with pytest.raises(Exception, match="pickle"):
+        launch(_no_result, 1)
+
+
+def test_no_ranks() -> None:
+    with pytest.raises(DistributedError, match="0 ranks can't be started"):
+        launch(_summed, 0)

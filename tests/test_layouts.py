@@ -1,0 +1,193 @@
+"""Laws of layouts, for any shape, parts and number of ranks: uneven, in units, and with ranks that hold nothing."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor
+
+from torchshard.layouts import (
+    I,
+    Layout,
+    P,
+    Part,
+    R,
+    S,
+    Shard,
+    canonical,
+    chunk_bounds,
+    dual,
+    is_contiguous_range,
+    is_whole,
+    join,
+    local_shape,
+    local_size,
+    parse_layout,
+    parts_of,
+    parts_size,
+    ranges,
+    split,
+)
+
+worlds = st.integers(1, 6)
+parts = st.lists(st.tuples(st.integers(0, 9), st.integers(1, 4)), min_size=1, max_size=4).map(tuple)
+
+
+@st.composite
+def sharded(draw: st.DrawFn) -> tuple[Tensor, Shard]:
+    """A tensor whose elements are all different, and a Shard of it."""
+    shape = draw(st.lists(st.integers(1, 7), min_size=1, max_size=3))
+    dim = draw(st.integers(0, len(shape) - 1))
+    segments = draw(st.none() | parts)
+    shape[dim] = draw(st.integers(0, 9)) if segments is None else parts_size(segments)
+    tensor = torch.arange(torch.Size(shape).numel()).reshape(shape)
+    return tensor, Shard(dim, segments)
+
+
+def pieces(tensor: Tensor, layout: Layout, world: int) -> list[Tensor]:
+    return [split(tensor, layout, rank, world) for rank in range(world)]
+
+
+@given(sharded(), worlds)
+def test_split_then_join_is_the_whole(made: tuple[Tensor, Shard], world: int) -> None:
+    tensor, shard = made
+    for layout in (I, R, P, shard):
+        assert torch.equal(join(pieces(tensor, layout, world), layout), tensor)
+
+
+@given(sharded(), worlds)
+def test_every_element_is_on_one_rank(made: tuple[Tensor, Shard], world: int) -> None:
+    tensor, shard = made
+    held = torch.cat([p.flatten() for p in pieces(tensor, shard, world)])
+    assert torch.equal(held.sort().values, tensor.flatten())
+
+
+@given(sharded(), worlds)
+def test_local_shape_is_the_shape_of_a_piece(made: tuple[Tensor, Shard], world: int) -> None:
+    tensor, shard = made
+    for layout in (I, R, P, shard):
+        for rank, piece in enumerate(pieces(tensor, layout, world)):
+            assert local_shape(tensor.shape, layout, rank, world) == tuple(piece.shape)
+
+
+@given(st.lists(st.integers(-9, 9), min_size=3, max_size=3), worlds)
+def test_partials_sum_to_the_whole(values: list[int], world: int) -> None:
+    addends = [torch.tensor(values) * rank for rank in range(world)]
+    assert torch.equal(join(addends, P), torch.tensor(values) * sum(range(world)))
+    assert torch.equal(sum(pieces(torch.tensor(values), P, world)), torch.tensor(values))
+
+
+@given(st.integers(0, 40), worlds)
+def test_chunk_bounds_are_those_of_torch_chunk(count: int, world: int) -> None:
+    bounds = chunk_bounds(count, world)
+    ours = [torch.arange(count)[a:b] for a, b in pairwise(bounds)]
+    theirs = list(torch.arange(count).chunk(world))
+    theirs += [torch.arange(0)] * (world - len(theirs))  # chunk leaves out the ranks that hold nothing
+    assert all(torch.equal(a, b) for a, b in zip(ours, theirs, strict=True))
+
+
+@given(parts, worlds)
+def test_canonical_keeps_every_ranks_elements(segments: tuple[Part, ...], world: int) -> None:
+    plain, small = Shard(0, segments), canonical(0, segments, world)
+    whole = torch.arange(parts_size(segments))
+    for rank in range(world):
+        assert torch.equal(split(whole, small, rank, world), split(whole, plain, rank, world))
+
+
+@given(parts, worlds)
+def test_canonical_is_idempotent(segments: tuple[Part, ...], world: int) -> None:
+    once = canonical(1, segments, world)
+    assert canonical(1, parts_of(parts_size(segments), once), world) == once
+
+
+@given(parts, parts, worlds)
+def test_two_spellings_of_one_plain_split_are_one(a: tuple[Part, ...], b: tuple[Part, ...], world: int) -> None:
+    """Of one segment each: the same elements on the same ranks have one canonical spelling."""
+    (count, unit), (other, size) = a[0], b[0]
+    left, right = Shard(0, ((count, unit),)), Shard(0, ((other, size),))
+    if count * unit == other * size and count:
+        whole = torch.arange(count * unit)
+        same = all(map(torch.equal, pieces(whole, left, world), pieces(whole, right, world)))
+        assert same == (canonical(0, left.parts, world) == canonical(0, right.parts, world))
+
+
+layouts = st.sampled_from([I, R, P]) | st.builds(Shard, st.integers(0, 5), st.none() | parts)
+
+
+@given(layouts)
+def test_dual_of_dual(layout: Layout) -> None:
+    assert dual(dual(layout)) == layout
+
+
+@given(layouts)
+def test_parse_reads_what_prints(layout: Layout) -> None:
+    assert parse_layout(str(layout)) == layout
+
+
+@given(parts, worlds)
+def test_sizes_and_ranges_agree(segments: tuple[Part, ...], world: int) -> None:
+    sizes = [local_size(segments, rank, world) for rank in range(world)]
+    assert sum(sizes) == parts_size(segments)
+    for rank, size in enumerate(sizes):
+        held = [i for start, stop in ranges(segments, rank, world) for i in range(start, stop)]
+        assert len(held) == size
+        run = not held or held == list(range(held[0], held[-1] + 1))
+        assert is_contiguous_range(segments, rank, world) == run
+
+
+def test_duals_and_wholes() -> None:
+    assert (dual(I), dual(R), dual(P), dual(S(1))) == (I, P, R, S(1))
+    assert [is_whole(x) for x in (I, R, P, S(0))] == [True, True, False, False]
+
+
+@pytest.mark.parametrize(
+    ("shard", "size", "world", "held"),
+    [
+        (S(0), 7, 2, [4, 3]),
+        (S(0), 7, 4, [2, 2, 2, 1]),
+        (S(0), 2, 4, [1, 1, 0, 0]),
+        (S(0, ((7, 8),)), 56, 2, [32, 24]),
+        (S(0, ((768, 1), (256, 1), (256, 1))), 1280, 3, [256 + 86 + 86, 256 + 86 + 86, 256 + 84 + 84]),
+    ],
+)
+def test_sizes_of_ranks(shard: Shard, size: int, world: int, held: list[int]) -> None:
+    assert [local_shape((size,), shard, rank, world)[0] for rank in range(world)] == held
+
+
+def test_a_fused_weight_is_split_in_place() -> None:
+    """Query, key and value rows: each rank holds its rows of all three."""
+    fused = torch.tensor([10, 11, 12, 13, 20, 21, 30, 31])
+    shard = S(0, ((4, 1), (2, 1), (2, 1)))
+    assert [p.tolist() for p in pieces(fused, shard, 2)] == [[10, 11, 20, 30], [12, 13, 21, 31]]
+
+
+@pytest.mark.parametrize(
+    ("dim", "segments", "world", "printed"),
+    [
+        (0, [(4, 8)], 2, "S(0)"),
+        (0, [(7, 8)], 2, "S(0; 7x8)"),
+        (1, [(7, 8)], 1, "S(1)"),
+        (2, [(768, 1)] * 3, 2, "S(2; 768+768+768)"),
+        (0, [(0, 1), (5, 1)], 2, "S(0)"),
+        (0, [(6, 4)], 4, "S(0; 6x4)"),
+        (0, [(3, 4)], 2, "S(0; 3x4)"),
+        (0, [(3, 2)], 4, "S(0)"),
+    ],
+)
+def test_printed_canonical_forms(dim: int, segments: list[Part], world: int, printed: str) -> None:
+    assert str(canonical(dim, segments, world)) == printed
+
+
+@pytest.mark.parametrize("text", ["", "X", "S", "S()", "S(-1)", "S(1", "S(1;2)", "S(1; )", "S(1; 2+)", "S(0; 2x)", "i"])
+def test_what_is_no_layout_is_refused(text: str) -> None:
+    with pytest.raises(ValueError, match=r"is no layout: I, R, P, S\(1\), S\(2; 768\+768\+768\) or S\(0; 7x8\)"):
+        parse_layout(text)
+
+
+@pytest.mark.parametrize("text", ["I", "R", "P", "S(0)", "S(12)", "S(1; 2+3)", "S(0; 7x8)", "S(0; 7x8+2)"])
+def test_what_is_a_layout_is_read(text: str) -> None:
+    assert str(parse_layout(text)) == text

@@ -1,0 +1,291 @@
+"""Rows: what their text means, the choices that they give, and what is refused, beside what is accepted."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import sympy
+from hypothesis import given
+from hypothesis import strategies as st
+
+from torchshard.errors import RuleError
+from torchshard.layouts import P, R, S, Shard
+from torchshard.notation import Choice, Local, Row, axis_groups, bind, choices, dim_size, local_replacement, spread
+
+BOTH = (frozenset({0}), frozenset({1}))
+FIRST = (frozenset({0}),)
+
+
+def listed(row: Row, world: int = 2, hints: Any = ()) -> list[str]:
+    """The choices as lines, the way a person would write them down."""
+
+    def line(choice: Choice) -> str:
+        operands, results = (", ".join(map(str, side)) for side in (choice.operands, choice.results))
+        return f"{choice.name}: {operands} -> {results}"
+
+    return [line(c) for c in choices(row, world, hints)]
+
+
+LINEAR = bind("... k, n k -> ... n", [(2, 5, 7), (4, 7)], [(2, 5, 4)], linear=BOTH)
+VIEW = bind("a b (c d) -> a b c d", [(2, 5, 56)], [(2, 5, 7, 8)], {"c": 7, "d": 8}, linear=FIRST)
+SPLIT = bind("a x+y+z -> a x, a y, a z", [(5, 9)], [(5, 2), (5, 3), (5, 4)], linear=FIRST)
+CAT = bind("a x, a y -> a x+y", [(5, 3), (5, 4)], [(5, 7)], linear=(frozenset({0, 1}),))
+FUSED = bind("a (k c d) -> a k c d", [(5, 42)], [(5, 3, 7, 2)], {"k": 3, "c": 7, "d": 2})
+
+
+# --- choices ---------------------------------------------------------------------------------------------------------
+
+
+def test_linear() -> None:
+    assert listed(LINEAR) == [
+        "I: I, I -> I",
+        "R: R, R -> R",
+        "P: P, R -> P",
+        "P: R, P -> P",
+        "split _1: S(0), R -> S(0)",
+        "split _0: S(1), R -> S(1)",
+        "split k: S(2), S(1) -> P",
+        "split n: R, S(0) -> S(2)",
+    ]
+
+
+def test_view_splits_a_merged_dim_in_units_of_its_minor_axes() -> None:
+    assert listed(VIEW) == [
+        "I: I -> I",
+        "R: R -> R",
+        "P: P -> P",
+        "split c: S(2; 7x8) -> S(2)",
+        "split d: S(2; 8+8+8+8+8+8+8) -> S(3)",
+        "split a: S(0) -> S(0)",
+        "split b: S(1) -> S(1)",
+    ]
+
+
+def test_seven_heads_are_plain_where_they_divide() -> None:
+    assert "split c: S(2) -> S(2)" in listed(VIEW, world=7)
+
+
+def test_pieces_are_split_together() -> None:
+    assert listed(SPLIT)[3:] == ["split x y z: S(1; 2+3+4) -> S(1), S(1), S(1)", "split a: S(0) -> S(0), S(0), S(0)"]
+    assert listed(CAT)[2:] == ["P: P, P -> P", "split a: S(0), S(0) -> S(0)", "split x y: S(1), S(1) -> S(1; 3+4)"]
+    assert axis_groups(SPLIT) == [("x", "y", "z"), ("a",)]
+
+
+def test_a_middle_axis_gives_parts() -> None:
+    """Fused query, key and value: heads are split within each of the three."""
+    assert listed(FUSED)[2:5] == [
+        "split k: S(1; 3x14) -> S(1)",
+        "split c: S(1; 7x2+7x2+7x2) -> S(2)",
+        "split d: S(1; " + "+".join(["2"] * 21) + ") -> S(3)",
+    ]
+
+
+def test_hints_say_in_which_parts() -> None:
+    fused = S(1, ((4, 8), (3, 8)))
+    row = bind("a (c d) -> a c d", [(5, 56)], [(5, 7, 8)], {"c": 7, "d": 8})
+    assert "split c: S(1; 32+3x8) -> S(1; 4+3)" in listed(row, hints=[(0, fused)])
+    assert "split c: S(1; 32+3x8) -> S(1; 4+3)" in listed(row, hints=[(1, S(1, ((4, 1), (3, 1))))])
+    assert not any("4+3" in line for line in listed(row))
+
+
+def test_hints_that_no_axis_can_have_change_nothing() -> None:
+    row = bind("a (c d) -> a c d", [(5, 56)], [(5, 7, 8)], {"c": 7, "d": 8})
+    assert listed(row, hints=[(0, S(1, ((3, 1), (53, 1))))]) == listed(row)
+
+
+def test_a_pinned_unit_spreads_to_the_other_tensors() -> None:
+    assert list(spread(VIEW, 2, [(1, S(2))])) == [(0, S(2, ((7, 8),))), (0, S(2, ((8, 1),) * 7))]
+
+
+@pytest.mark.parametrize(
+    ("text", "operands", "results", "sizes", "never"),
+    [
+        ("a !c, c -> a !c", [(5, 4), (4,)], [(5, 4)], {}, "split c"),
+        ("a a -> a", [(4, 4)], [(4,)], {}, "split a"),
+        ("1 b -> a b", [(1, 4)], [(3, 4)], {}, "split 1"),
+        ("a x+!y -> a x", [(5, 4)], [(5, 3)], {"y": 1}, "split x y"),
+        ("a (b c) -> a (b c)", [(5, 130)], [(5, 130)], {"b": 65, "c": 2}, "split c"),
+        ("a b -> a", [(5, 0)], [(5,)], {}, "split b"),
+    ],
+    ids=["blocked", "twice in a tensor", "a one", "blocked with its group", "too many segments", "empty"],
+)
+def test_what_is_never_split(text: str, operands: Any, results: Any, sizes: Any, never: str) -> None:
+    names = [c.name for c in choices(bind(text, operands, results, sizes), 2)]
+    assert never not in names
+    assert ("split a" in names) == (text != "a a -> a")
+
+
+def test_a_mark_on_one_occurrence_blocks_all() -> None:
+    row = bind("a !c, c -> a c", [(5, 4), (4,)], [(5, 4)])
+    assert row.blocked == {"c"} and axis_groups(row) == [("a",)]
+
+
+def test_an_axis_that_only_operands_have_is_summed() -> None:
+    assert "split k: S(0), S(0) -> P" in listed(bind("k, k -> ", [(4,), (4,)], [()]))
+
+
+def test_a_replacement_that_reduces_makes_it_invariant() -> None:
+    row = bind("n v -> n", [(5, 4)], [(5,)], local={"v": print}, reduced=frozenset("v"))
+    assert "split v: S(1) -> I" in listed(row)
+    assert local_replacement(row, choices(row, 2)[-1]) is print
+    assert local_replacement(row, choices(row, 2)[0]) is None
+
+
+def test_a_replacement_that_needs_a_start_gets_one_run() -> None:
+    hints = [(0, S(1, ((1, 1), (3, 1))))]
+    free, bound = (bind("n v -> n v", [(5, 4)], [(5, 4)], local=local) for local in ({}, {"v": print}))
+    assert "split v: S(1; 1+3) -> S(1; 1+3)" in listed(free, hints=hints)
+    assert [line for line in listed(bound, hints=hints) if "split v" in line] == ["split v: S(1) -> S(1)"]
+
+
+def test_operands_that_are_written_to_are_never_converted() -> None:
+    row = bind("!n c, c -> !n c", [(5, 4), (4,)], [(5, 4)], mutates=frozenset({1}))
+    assert listed(row) == ["I: I, I -> I", "split c: S(1), S(0) -> S(1)"]
+
+
+# --- dynamic sizes ---------------------------------------------------------------------------------------------------
+
+
+def test_a_dynamic_axis_is_never_split() -> None:
+    n = sympy.Symbol("s0", integer=True, positive=True)
+    row = bind("... k, n k -> ... n", [(n, 5, 7), (4, 7)], [(n, 5, 4)])
+    assert [c.name for c in choices(row, 2)] == ["I", "R", "split _0", "split k", "split n"]
+
+
+@pytest.mark.parametrize(("major", "minor", "names"), [(True, False, ["split b"]), (False, True, [])])
+def test_a_dim_merged_with_a_dynamic_one(major: bool, minor: bool, names: list[str]) -> None:
+    """`(a b)`: b can't be split where a, its number of repetitions, is not known; nor a where its unit is not."""
+    n = sympy.Symbol("s0", integer=True, positive=True)
+    a, b = (n if major else 4), (n if minor else 4)
+    row = bind("a b -> (a b)", [(a, b)], [(a * b,)])
+    assert [c.name for c in choices(row, 2) if c.axes] == []
+    alone = bind("a b -> a b", [(a, b)], [(a, b)])
+    assert len([c for c in choices(alone, 2) if c.axes]) == 1
+
+
+# --- what a rank asks ------------------------------------------------------------------------------------------------
+
+
+def test_local_sizes_and_starts() -> None:
+    split = next(c for c in choices(LINEAR, 3) if c.name == "split k")
+    ranks = [Local(LINEAR, split, rank, 3, "g") for rank in range(3)]
+    assert [r.size("k") for r in ranks] == [3, 3, 1]
+    assert [r.start("k") for r in ranks] == [0, 3, 6]
+    assert [r.size("n") for r in ranks] == [4, 4, 4]
+    assert ranks[0].whole_shape() == [2, 5, 4] and ranks[0].total("kn") == 28
+
+
+def test_resize_writes_this_ranks_size() -> None:
+    split = next(c for c in choices(VIEW, 2) if c.name == "split c")
+    assert [Local(VIEW, split, rank, 2, "g").resize([2, 5, -1, 8]) for rank in (0, 1)] == [[2, 5, 4, 8], [2, 5, 3, 8]]
+
+
+def test_a_split_in_several_runs_has_no_start() -> None:
+    fused = next(c for c in choices(FUSED, 2, [(1, S(2, ((3, 1), (4, 1))))]) if c.name == "split c")
+    with pytest.raises(RuleError, match="axis c has no single start"):
+        Local(FUSED, fused, 0, 2, "g").start("c")
+    plain = next(c for c in choices(FUSED, 2) if c.name == "split c")
+    assert Local(FUSED, plain, 1, 2, "g").start("c") == 4
+
+
+# --- binding and errors, the refused beside the accepted -------------------------------------------------------------
+
+
+def test_bind_reads_sizes_from_plain_dims() -> None:
+    row = bind("a (b c), b -> a b c", [(2, 12), (3,)], [(2, 3, 4)])
+    assert dict(row.sizes) == {"a": 2, "b": 3, "c": 4}
+    assert [dim_size(d, row.sizes) for d in row.operands[0]] == [2, 12]
+
+
+def test_leading_dims_are_aligned_at_their_last_and_broadcast() -> None:
+    row = bind("... k, ... k -> ... k", [(2, 5, 7), (1, 7)], [(2, 5, 7)])
+    assert row.operands[1] == (((),), (("k",),)) and row.operands[0][:2] == ((("_1",),), (("_0",),))
+    assert listed(row)[2:4] == ["split _1: S(0), R -> S(0)", "split _0: S(1), R -> S(1)"]
+
+
+def test_an_empty_side_is_a_scalar_or_nothing() -> None:
+    assert bind(" -> a", [], [(3,)]).operands == ()
+    assert bind(" -> ", [()], [()]).operands == ((),)
+    assert bind("a,  -> a", [(3,), ()], [(3,)]).operands[1] == ()
+
+
+ACCEPTED = bind("a b -> a", [(5, 4)], [(5,)])
+
+
+@pytest.mark.parametrize(
+    ("text", "operands", "results", "says"),
+    [
+        ("a b", [(5, 4)], [(5,)], "the row 'a b' needs one '->'"),
+        ("a -> b -> a", [(5, 4)], [(5,)], "needs one '->'"),
+        ("a b, a -> a", [(5, 4)], [(5,)], "the row has 2 operands and 1 results, the op 1 tensors and 1 results"),
+        ("a b -> a, a", [(5, 4)], [(5,)], "the row has 1 operands and 2 results, the op 1 tensors and 1 results"),
+        (" -> a", [(5, 4)], [(5,)], "the row has 1 operands|a row of 0 dims met a tensor of 2"),
+        ("a -> a", [(5, 4)], [(5,)], "a row of 1 dims met a tensor of 2"),
+        ("a b -> b", [(5, 4)], [(5,)], "axis b has two sizes\n  where: a b -> b\n  why:   4 and 5"),
+        ("a b -> c", [(5, 4)], [(6,)], None),
+        ("(a b) c -> a", [(6, 4)], [(5,)], "axis b has no size\n.*\n  try:   pass it in sizes="),
+        ("(a b) b -> a", [(6, 4)], [(5,)], "has two sizes\n.*\n  why:   20 and 6"),
+        ("(a b -> a", [(5, 4)], [(5,)], r"'\(a b ' is no dim"),
+        ("a b) -> a", [(5, 4)], [(5,)], r"'b\) ' is no dim"),
+        ("a b+ -> a", [(5, 4)], [(5,)], r"'b\+' is no dim"),
+        ("a-b -> a", [(5, 4)], [(5,)], "'a-b' is no dim"),
+        ("... ... b -> a", [(5, 4)], [(5,)], r"a tensor has two '\.\.\.'"),
+    ],
+)
+def test_text_that_does_not_fit(text: str, operands: Any, results: Any, says: str | None) -> None:
+    assert ACCEPTED.sizes == {"a": 5, "b": 4}
+    if says is None:
+        assert bind(text, operands, results).sizes == {"a": 5, "b": 4, "c": 6}
+        return
+    with pytest.raises(RuleError, match=says) as caught:
+        bind(text, operands, results)
+    assert f"where: {text}" in str(caught.value)
+
+
+# --- laws ------------------------------------------------------------------------------------------------------------
+
+ROWS = [
+    ("... k, n k -> ... n", "... {} {}, {} {} -> ... {}"),
+    ("a (b c) -> a b c", ""),
+    ("a b+c -> a b, a c", ""),
+    ("(a b) c -> a (b c)", ""),
+    ("a b c -> c (a b)", ""),
+]
+SIZES = st.tuples(*[st.integers(1, 7)] * 3)
+
+
+@given(st.sampled_from([text for text, _ in ROWS[1:]]), SIZES, st.integers(1, 5))
+def test_a_choice_deals_every_tensor_the_same_axis(text: str, sizes: tuple[int, ...], world: int) -> None:
+    """What a rank holds of each tensor, by the layouts, is what its size of the split axis gives."""
+    known = dict(zip("abc", sizes, strict=True))
+    shapes = [[_shape(tensor, known) for tensor in side.split(",")] for side in text.split("->")]
+    row = bind(text, *shapes, sizes=known)
+    for choice in (c for c in choices(row, world) if c.axes):
+        for rank in range(world):
+            held = Local(row, choice, rank, world, "g")
+            local = {axis: held.size(axis) for axis in known}
+            pairs = zip((*row.operands, *row.results), (*choice.operands, *choice.results), strict=True)
+            for dims, layout in pairs:
+                assert isinstance(layout, Shard) or layout in (R, P)
+                if isinstance(layout, Shard):
+                    whole = dim_size(dims[layout.dim], known)
+                    ours = Local(row, choice, rank, world, "g")
+                    assert dim_size(dims[layout.dim], local) == _held(layout, whole, rank, world), (choice, ours)
+
+
+def _shape(tensor: str, sizes: dict[str, int]) -> tuple[int, ...]:
+    row = bind(f"{tensor} -> ", [[None] * _ndim(tensor)], [()], sizes) if False else None
+    assert row is None
+    found, depth, product = [], 0, 1
+    for token in tensor.replace("(", "( ").replace(")", " )").split():
+        if token == "(":
+            depth, product = 1, 1
+        elif token == ")":
+            found.append(product)
+            depth = 0
+        elif depth:
+            product *= sizes[token]
+        else:
+            found.append(sum(sizes[a] for a in token.split("+")))
+    return tuple(found)

@@ -1,0 +1,162 @@
+"""A sharded graph as a reader wants it: nested boxes for modules, a row of texts per op, layers that repeat folded.
+
+    blocks.0 (norm, attn (q, k, v, o), mlp), blocks.1 (the same), ... -> 12 × blocks.* (norm, attn (q, k, v, o), mlp)
+
+Two modules fold where they follow one another, their paths differ in the last number only, and their rows and the
+edges between these are the same.
+"""
+
+from __future__ import annotations
+
+import operator
+import re
+from dataclasses import dataclass, field
+
+from torch import Tensor, fx
+
+from torchshard.conversions import TABLE, wire_bytes
+from torchshard.distributed.ops import is_collective
+from torchshard.explain import value_text
+from torchshard.graph import is_tensor, layout_of, nbytes, op_name, values
+
+
+@dataclass(eq=False)
+class Row:
+    """An op as four texts."""
+
+    label: str
+    """A collective's kind; of another op the node's name without what the boxes around it say."""
+    detail: str
+    """An op's parameters and how they lie; what a collective converts, and what each rank sends for it and when."""
+    shape: str
+    layout: str
+    nodes: list[fx.Node]
+    """The op itself, then those of alike modules that the row stands for."""
+
+
+@dataclass(eq=False)
+class Box:
+    """A call of a module."""
+
+    path: str
+    title: str
+    items: list[Box | Row] = field(default_factory=list)
+    count: int = 1
+    """How many alike modules it stands for."""
+
+    def rows(self) -> list[Row]:
+        """All rows in it and in the boxes in it."""
+        return [row for item in self.items for row in (item.rows() if isinstance(item, Box) else [item])]
+
+
+def outline(graph: fx.Graph, world: int) -> Box:
+    """The boxes and rows of a graph, repeated layers folded, in a box without a name."""
+    root = Box("", "")
+    for node in filter(_is_shown, graph.nodes):
+        box, module = root, node.meta.get("module")
+        for part in module.split(".") if module else ():
+            path, last = f"{box.path}.{part}".lstrip("."), box.items[-1] if box.items else None
+            if not isinstance(last, Box) or last.path != path:
+                last = Box(path, part)
+                box.items.append(last)
+            box = last
+        box.items.append(_row(node, world))
+    _fold(root)
+    return root
+
+
+def _is_shown(node: fx.Node) -> bool:
+    if node.op != "call_function":
+        return node.op == "output" or node.meta["kind"] == "input"
+    return node.target is not operator.getitem and any(isinstance(v, Tensor) for v in values(node))
+
+
+def _fold(box: Box) -> None:
+    """Of alike boxes in a row one is kept; a box that holds one thing gives it its own place, with both titles."""
+    kept: list[Box | Row] = []
+    for item in box.items:
+        if isinstance(item, Box):
+            _fold(item)
+            item = _unboxed(item)
+        last = kept[-1] if kept else None
+        if isinstance(item, Box) and isinstance(last, Box) and _looks(item) == _looks(last):
+            last.count += item.count
+            last.title = f"{last.count} × {_starred(last.path)}"
+            for ours, theirs in zip(last.rows(), item.rows(), strict=True):
+                ours.nodes += theirs.nodes
+        else:
+            kept.append(item)
+    box.items = kept
+
+
+def _unboxed(box: Box) -> Box | Row:
+    if len(box.items) > 1:
+        return box
+    (only,) = box.items
+    if isinstance(only, Row):
+        only.label = f"{box.title} · {only.label}"
+    elif only.count == 1:
+        only.title = f"{box.title}.{only.title}"
+    return only
+
+
+def _looks(box: Box) -> object:
+    """Equal for boxes that may be shown as one."""
+    rows = box.rows()
+    at = {node: i for i, row in enumerate(rows) for node in row.nodes}
+    inputs = [[at.get(i, -1) for i in row.nodes[0].all_input_nodes if is_tensor(i)] for row in rows]
+    return _starred(box.path), [(row.label, row.detail, row.shape, row.layout) for row in rows], inputs
+
+
+def _starred(path: str) -> str:
+    return re.sub(r"\d+$", "*", path)
+
+
+# --- texts -----------------------------------------------------------------------------------------------------------
+
+
+def _row(node: fx.Node, world: int) -> Row:
+    shapes = _counted([value_text(v) for v in values(node) if isinstance(v, Tensor)])
+    layouts = " ".join(dict.fromkeys(map(str, node.meta.get("layouts", ()))))
+    detail = _moved(node, world) if is_collective(node.target) else ", ".join([*_parameters(node), *_inside(node)])
+    return Row(_label(node), detail, shapes, layouts, [node])
+
+
+def _counted(texts: list[str]) -> str:
+    return f"{len(texts)} × {texts[0]}" if len(texts) > 1 and len(set(texts)) == 1 else " ".join(texts)
+
+
+def _label(node: fx.Node) -> str:
+    if is_collective(node.target):
+        return op_name(node)
+    prefix = str(node.meta.get("module") or "").replace(".", "_")
+    while prefix and not f"{node.name}_".startswith(f"{prefix}_"):
+        prefix = prefix.rpartition("_")[0]
+    return node.name[len(prefix) :].lstrip("_") or op_name(node)
+
+
+def _parameters(node: fx.Node) -> list[str]:
+    held = [n for n in node.all_input_nodes if n.op == "placeholder" and n.meta["kind"] != "input"]
+    return [f"{n.meta['path'].rpartition('.')[2]} {layout_of(n)}" for n in held]
+
+
+def _inside(node: fx.Node) -> list[str]:
+    """The collectives of a split op's local computation, which `localize` brings into the graph."""
+    row, choice = node.meta.get("row"), node.meta.get("choice")
+    split = row is not None and choice is not None and any(axis in row.options.comm for axis, _ in choice.axes)
+    return ["▼ all-reduce inside"] if split else []
+
+
+def _moved(node: fx.Node, world: int) -> str:
+    row, size = TABLE.get(op_name(node)), nbytes(node.meta["val"])
+    kernels = [("▼", row.kernel if row else "all_reduce")]
+    kernels += [("▲", TABLE[row.dual].kernel)] if row and node.meta.get("needs_grad") else []
+    sent = [(sign, kernel, wire_bytes(kernel, size, world)) for sign, kernel in kernels]
+    moves = [f"{sign} {kernel.replace('_', '-')} {size_text(count)}" for sign, kernel, count in sent if count]
+    return ", ".join([f"{layout_of(node.all_input_nodes[0])} → {layout_of(node)}", *moves])
+
+
+def size_text(count: float) -> str:
+    """'1.5 KiB' for 1536 bytes."""
+    power = min(max(int(count).bit_length() - 1, 0) // 10, 3)
+    return f"{count / 1024**power:.{min(power, 1)}f} {('B', 'KiB', 'MiB', 'GiB')[power]}"
