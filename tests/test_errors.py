@@ -198,3 +198,19 @@ def test_a_state_dict_that_does_not_fit() -> None:
     bad: dict[str, Tensor] = {**whole, "up.weight": torch.zeros(2, 2)}
     assert "'up.weight'" in _raises(lambda: model.load_full_state_dict(bad))
     ts.distributed.destroy_process_group()
+
+
+def test_casts_moves_and_assigned_states_are_followed() -> None:
+    torch.manual_seed(0)
+    whole = MLP()
+    model = ts.shard(whole, {"up": "column", "down": "row"}, example_inputs=(X,))
+    assert torch.equal(model(X), whole(X))
+    model.double()
+    assert torch.equal(model(X.double()), whole.double()(X.double()))
+    other = MLP().double()
+    model.load_state_dict(other.state_dict(), assign=True)
+    assert torch.equal(model(X.double()), other(X.double()))
+    empty = ts.shard(MLP().to("meta"), {"up": "column"})
+    empty.to_empty(device="cpu").load_full_state_dict(whole.state_dict())
+    assert torch.allclose(empty(X), whole.float()(X))
+    ts.distributed.destroy_process_group()

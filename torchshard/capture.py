@@ -60,12 +60,14 @@ class Captured:
 
 def hollow(model: nn.Module) -> nn.Module:
     """A copy of the model whose parameters and buffers have shape and device but no memory, for later captures."""
-    memo = {id(t): _hollow_tensor(t) for t in (*model.parameters(), *model.buffers())}
+    memo = {id(t): hollow_tensor(t) for t in (*model.parameters(), *model.buffers())}
     return copy.deepcopy(model, memo)
 
 
-def _hollow_tensor(tensor: Tensor) -> Tensor:
-    held = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=tensor.device)
+def hollow_tensor(tensor: Tensor, dtype: torch.dtype | None = None, device: torch.device | None = None) -> Tensor:
+    """A tensor (or Parameter) of the same shape, without memory."""
+    chosen = {"dtype": dtype or tensor.dtype, "device": device or tensor.device}
+    held = torch.empty_strided(tensor.shape, tensor.stride(), **chosen)
     held.untyped_storage().resize_(0)
     return nn.Parameter(held, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else held
 

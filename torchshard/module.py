@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, fx, nn
 
 from torchshard.agreement import agree, digest
-from torchshard.capture import check_devices, hollow, shared_names
+from torchshard.capture import check_devices, hollow, hollow_tensor, shared_names
 from torchshard.distributed.groups import MODEL, Group
 from torchshard.distributed.kernels import convert
 from torchshard.errors import DistributedError, InputError, ShardError
@@ -67,8 +67,7 @@ class ShardedModule(Scope):
         self._names = shared_names(source)
         self._programs: dict[Any, list[Compiled]] = {}
         self._register(local_state(model, layouts, group.rank, group.size), model)
-        self._parameter_list, self._source_modules = tuple(self.parameters()), tuple(source.modules())
-        self._fitting_devices: set[tuple[torch.device, ...]] = set()
+        self._note_parameters()
         super().train(model.training)
 
     # --- parameters --------------------------------------------------------------------------------------------------
@@ -167,6 +166,33 @@ class ShardedModule(Scope):
         if "_source" in self.__dict__:
             self._source[0].train(mode)
         return self
+
+    def _apply(self, fn: Any, recurse: bool = True) -> ShardedModule:
+        """Moves and casts (`.to`, `.cuda`, `.double`, `.to_empty`): graphs are captured anew for what comes of them."""
+        super()._apply(fn, recurse)
+        self._note_parameters()
+        return self
+
+    def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
+        """Takes this rank's slices, as `state_dict()` gave them; `load_full_state_dict` takes an unsharded one."""
+        loaded = super().load_state_dict(state_dict, strict, assign)
+        self._note_parameters()
+        return loaded
+
+    def _note_parameters(self) -> None:
+        """The source for captures follows the parameters' dtype and device; graphs hold the parameters themselves."""
+        for names in dict.fromkeys(self._names.values()):
+            held, source = self._held(names[0]), self._source_tensor(names[0])
+            if (held.dtype, held.device) != (source.dtype, source.device):
+                moved = hollow_tensor(source, dtype=held.dtype, device=held.device)
+                for name in names:
+                    path, _, leaf = name.rpartition(".")
+                    scope = self._source[0].get_submodule(path)
+                    (scope._parameters if isinstance(moved, nn.Parameter) else scope._buffers)[leaf] = moved
+        self._programs.clear()
+        self._parameter_list = tuple(self.parameters())
+        self._source_modules = tuple(self._source[0].modules())
+        self._fitting_devices: set[tuple[torch.device, ...]] = set()
 
     # --- calling -----------------------------------------------------------------------------------------------------
 

@@ -129,10 +129,10 @@ def _counted(texts: list[str]) -> str:
 def _label(node: fx.Node) -> str:
     if is_collective(node.target):
         return op_name(node)
-    prefix = str(node.meta.get("module") or "").replace(".", "_")
-    while prefix and not f"{node.name}_".startswith(f"{prefix}_"):
+    name, prefix = node.name.lstrip("_"), str(node.meta.get("module") or "").replace(".", "_")
+    while prefix and not f"{name}_".startswith(f"{prefix}_"):
         prefix = prefix.rpartition("_")[0]
-    return node.name[len(prefix) :].lstrip("_") or op_name(node)
+    return name[len(prefix) :].lstrip("_") or op_name(node)
 
 
 def _parameters(node: fx.Node) -> list[str]:
