@@ -28,7 +28,10 @@ from typing import Any
 
 import torch
 from torch import Tensor, fx, nn
+from torch._subclasses.fake_tensor import is_fake
 from torch.export import Dim
+from torch.overrides import TorchFunctionMode
+from torch.utils import _pytree as pytree
 
 from torchshard.errors import CaptureError, InputError
 from torchshard.graph import duplicate, op_name, size_expr
@@ -116,11 +119,12 @@ def shared_names(model: nn.Module) -> dict[str, tuple[str, ...]]:
 
 
 def _export(model: nn.Module, call: Leaves, results: list[Leaves]) -> torch.export.ExportedProgram:
-    forward = model.forward
+    forward, own = model.forward, model.__dict__.get("forward")
 
     def flat_forward(*tensors: Tensor) -> list[Any]:
         call_args, call_kwargs = call.rebuild(tensors)
-        results.append(flatten(forward(*call_args, **call_kwargs)))
+        with _ForeignParameters():
+            results.append(flatten(forward(*call_args, **call_kwargs)))
         return list(results[-1].tensors)
 
     tensors = tuple(_example(t, model) for t in call.tensors)
@@ -135,6 +139,8 @@ def _export(model: nn.Module, call: Leaves, results: list[Leaves]) -> torch.expo
         raise _capture_error(model, error) from error
     finally:
         del model.forward
+        if own is not None:
+            model.forward = own
 
 
 def _example(tensor: Tensor, model: nn.Module) -> Tensor:
@@ -142,6 +148,21 @@ def _example(tensor: Tensor, model: nn.Module) -> Tensor:
     device = next((p.device for p in model.parameters()), tensor.device)
     made = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=device)
     return made.requires_grad_(tensor.requires_grad)
+
+
+class _ForeignParameters(TorchFunctionMode):
+    """A real tensor that needs a gradient, amid the fake ones of a capture, is a parameter the model doesn't own."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        for held in pytree.arg_tree_leaves(*args, **(kwargs or {})):
+            if type(held) in (Tensor, nn.Parameter) and held.requires_grad and not is_fake(held):
+                raise CaptureError(
+                    "the model uses a parameter that is not its own",
+                    where=_user_line(traceback.extract_stack()),
+                    why=f"{tuple(held.shape)}, requires_grad: as a constant of the graph its gradient would be lost",
+                    attempt="register it: assign the parameter or its module to an attribute of the model",
+                )
+        return func(*args, **(kwargs or {}))
 
 
 @contextlib.contextmanager

@@ -17,7 +17,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, fx, nn
-from torch.func import functional_call
 
 from torchshard import lockstep
 from torchshard.capture import shared_names
@@ -41,7 +40,7 @@ class Comparison:
     """One tensor, sharded beside unsharded."""
 
     kind: str
-    """'output', 'input gradient' or 'parameter gradient'."""
+    """'output', 'buffer' (after the call), 'input gradient' or 'parameter gradient'."""
     name: str
     error: float
     """Largest difference over the largest absolute value of the unsharded one."""
@@ -76,7 +75,7 @@ class Report:
         return self
 
     def __str__(self) -> str:
-        kinds = ("output", "input gradient", "parameter gradient")
+        kinds = ("output", "buffer", "input gradient", "parameter gradient")
         by_kind = {kind: [c for c in self.comparisons if c.kind == kind] for kind in kinds}
         counts = ", ".join(f"{len(found)} {kind}s" for kind, found in by_kind.items())
         lines = [
@@ -99,7 +98,7 @@ def check(
     example_kwargs: Mapping[str, Any] | None = None,
     dtype: torch.dtype | None = torch.float64,
 ) -> Report:
-    """Compares outputs, input gradients and every parameter gradient with the unsharded model's.
+    """Compares outputs, written buffers, input gradients and every parameter gradient with the unsharded model's.
 
     Args:
         model: the unsharded model, on the CPU; it and its gradients are left alone.
@@ -163,6 +162,7 @@ class _Results:
     output_names: tuple[str, ...]
     input_grads: dict[str, Tensor]
     parameter_grads: dict[str, Tensor]
+    buffers: dict[str, Tensor]
 
 
 def _cotangent(output: Tensor, index: int) -> Tensor:
@@ -194,14 +194,16 @@ def _grads(leaves: Mapping[str, Any]) -> dict[str, Tensor]:
 
 
 def _unsharded(model: nn.Module, call: Leaves) -> _Results:
+    """The model itself, as a copy of its own: gradients and buffers of the user's stay as they are."""
+    held = copy.deepcopy(model)
+    held.zero_grad()
     inputs = {name: _leaf(t) for name, t in zip(call.names, call.tensors, strict=True)}
-    state = {name: _leaf(t) for name, t in (*model.named_parameters(), *model.named_buffers())}
     call_args, call_kwargs = call.rebuild(list(inputs.values()))
     with torch.enable_grad():
-        result = functional_call(model, state, tuple(call_args), dict(call_kwargs), tie_weights=True)
-        flat = flatten(result)
+        flat = flatten(held(*call_args, **call_kwargs))
         _backward(flat.tensors, 1)
-    return _Results(list(flat.tensors), flat.names, _grads(inputs), _grads(state))
+    buffers = dict(held.named_buffers())
+    return _Results(list(flat.tensors), flat.names, _grads(inputs), _grads(dict(held.named_parameters())), buffers)
 
 
 class _Run:
@@ -280,6 +282,9 @@ def _compare(expected: _Results, got: _Run, layouts: Mapping[str, Layout], toler
     for i, (name, value) in enumerate(zip(expected.output_names, expected.outputs, strict=True)):
         error = _error_of_pieces(value, [o[i] for o in got.outputs], I, floor)
         found.append(Comparison("output", name or "result", error))
+    for name, buffer in expected.buffers.items():
+        error = _error_of_pieces(buffer, [state[name] for state in got.states], layouts.get(name, I))
+        found.append(Comparison("buffer", name, error))
     floor = _noise([*expected.input_grads.values(), *expected.parameter_grads.values()], tolerance)
     for name, grad in expected.input_grads.items():
         pieces = [_grads({name: inputs[name]})[name] for inputs in got.inputs]

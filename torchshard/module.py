@@ -18,6 +18,7 @@ from torchshard.agreement import agree, digest
 from torchshard.capture import check_devices, hollow, hollow_tensor, shared_names
 from torchshard.distributed.groups import MODEL, Group
 from torchshard.distributed.kernels import convert
+from torchshard.distributed.ops import called_directly
 from torchshard.errors import DistributedError, InputError, ShardError
 from torchshard.explain import listing, value_text
 from torchshard.graph import is_tensor_op
@@ -37,7 +38,9 @@ class Compiled:
 
     program: Program
     graph: fx.GraphModule
-    """This rank's graph."""
+    """This rank's graph, to look at."""
+    run: fx.GraphModule
+    """This rank's graph, to call."""
     state: tuple[Tensor, ...]
     """The parameters, buffers and constants in the order of the graph's placeholders."""
     random: bool
@@ -206,7 +209,7 @@ class ShardedModule(Scope):
         compiled = next((c for c in self._programs.get(kind, ()) if c.program.captured.accepts(call.tensors)), None)
         if compiled is None:
             compiled = self._compile(kind, call, args, kwargs)
-        results = compiled.graph(*compiled.state, *call.tensors)
+        results = compiled.run(*compiled.state, *call.tensors)
         return compiled.program.captured.rebuild(results)
 
     def _agreed_call(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[Any, Leaves]:
@@ -261,7 +264,7 @@ class ShardedModule(Scope):
             self._fix_layouts(made.plan.parameters)
         graph = localized(made.graph, self._group.rank, self._group.size, self._group_name)
         random = any(is_random(n.target) for n in made.graph.graph.nodes if is_tensor_op(n))
-        compiled = Compiled(made, graph, self._graph_state(made, graph), random)
+        compiled = Compiled(made, graph, called_directly(graph), self._graph_state(made, graph), random)
         self._programs.setdefault(kind, []).append(compiled)
         return compiled
 

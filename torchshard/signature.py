@@ -120,7 +120,8 @@ def flatten_call(model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any
             attempt="the same arguments as the unsharded model's",
         ) from None
     flat = flatten((bound.args, bound.kwargs))
-    positional = [name for name in signature.parameters if name in bound.arguments]
+    ordered = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+    positional = [n for n, p in signature.parameters.items() if n in bound.arguments and p.kind in ordered]
     return dataclasses.replace(flat, names=tuple(_argument_name(name, positional) for name in flat.names))
 
 
@@ -131,4 +132,4 @@ def _argument_name(path: str, positional: Sequence[str]) -> str:
     if kind == "[1]":
         return head.strip("'\"") + tail
     index = int(head)
-    return (positional[index] if index < len(positional) else f"args[{index}]") + tail
+    return (positional[index] if index < len(positional) else f"args[{index - len(positional)}]") + tail

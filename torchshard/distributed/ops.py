@@ -9,12 +9,13 @@ stays whole.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import functools
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, fx, nn
 
 from torchshard.conversions import TABLE, Conversion, ends
 from torchshard.distributed.groups import lookup
@@ -24,6 +25,7 @@ from torchshard.layouts import Layout, Shard, local_shape, parts_of, parts_size
 _ARGS = {0: "", 1: "int dim, int[] parts, ", 2: "int dim, int[] parts, int to_dim, int[] to_parts, "}
 OPS: dict[Any, Conversion] = {}
 """OpOverload -> its row of the table."""
+_PLAIN = (Tensor, nn.Parameter)
 
 
 def local_result_shape(shape: Sequence[Any], source: Layout, target: Layout, rank: int, world: int) -> list[Any]:
@@ -39,11 +41,41 @@ def _run(row: Conversion, x: Tensor, args: Sequence[Any]) -> Tensor:
     return convert(row.kernel, x, *ends(row.name, args), lookup(args[-1]))
 
 
-def _convert_gradient(dual: Conversion, grad: Tensor, args: Sequence[Any]) -> Tensor:
-    """The dual of a conversion: an operator where someone traces or differentiates it, else without that cost."""
-    if torch.is_grad_enabled() or type(grad) is not Tensor:
-        return getattr(torch.ops.torchshard, dual.name).default(grad, *args)
-    return grad if dual.kernel == "none" else _run(dual, grad, args)
+def _gradient(row: Conversion, grad: Tensor, args: Sequence[Any]) -> Tensor:
+    """The gradient of a conversion is its dual, of the gradient."""
+    dual = TABLE[row.dual]
+    args = [*args[2:4], *args[0:2], args[4]] if len(args) == 5 else args
+    if not torch.is_grad_enabled() and dual.kernel == "none":
+        return grad
+    return direct(getattr(torch.ops.torchshard, dual.name).default)(grad, *args)
+
+
+class _Direct(torch.autograd.Function):
+    """A conversion without its operator."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, row: Conversion, args: Sequence[Any]) -> Tensor:
+        ctx.row, ctx.args = row, args
+        return _run(row, x, args)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:  # type: ignore[override]
+        return _gradient(ctx.row, grad, ctx.args), None, None
+
+
+@functools.cache
+def direct(op: Any) -> Callable[..., Tensor]:
+    """What a collective operator computes, without PyTorch's dispatcher, where no one traces it.
+
+    A Python operator costs as much as the sending of a small message: its calls go through Python four times.
+    """
+    row = OPS[op]
+
+    def call(x: Tensor, *args: Any) -> Tensor:
+        return _Direct.apply(x, row, args) if type(x) in _PLAIN else op(x, *args)
+
+    call.__name__ = row.name
+    return call
 
 
 def _define(row: Conversion) -> None:
@@ -60,8 +92,7 @@ def _define(row: Conversion) -> None:
         ctx.args = inputs[1:]
 
     def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
-        args = [*ctx.args[2:4], *ctx.args[0:2], ctx.args[4]] if shards == 2 else ctx.args
-        return (_convert_gradient(TABLE[row.dual], grad, args), *[None] * len(ctx.args))
+        return (_gradient(row, grad, ctx.args), *[None] * len(ctx.args))
 
     name = f"torchshard::{row.name}"
     op = torch.library.custom_op(
@@ -94,3 +125,12 @@ COLLECTIVES = frozenset([*OPS, torch.ops.torchshard.all_reduce_max.default])
 def is_collective(target: Any) -> bool:
     """Whether a node's target is one of ours."""
     return target in COLLECTIVES
+
+
+def called_directly(module: fx.GraphModule) -> fx.GraphModule:
+    """The graph with its collectives called without the dispatcher: to run, not to look at."""
+    graph = fx.Graph()
+    graph.output(graph.graph_copy(module.graph, {}))
+    for node in graph.nodes:
+        node.target = direct(node.target) if node.target in OPS else node.target
+    return fx.GraphModule(module, graph)

@@ -1,0 +1,183 @@
+"""What survives capture, and what is refused: the traps of exporting a model, each with a model that has it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+import torchshard as ts
+from tests.models import CASES, EncoderDecoder, Seq2SeqOutput
+from torchshard.capture import capture, hollow
+
+
+def _names(model: nn.Module, *args: Any, **kwargs: Any) -> list[str]:
+    return [n.name for n in capture(model, args, kwargs).graph.graph.nodes if n.op == "call_function"]
+
+
+def _exact(model: nn.Module, *args: Any, plan: dict[str, Any] | None = None, **kwargs: Any) -> None:
+    report = ts.check(model, plan or {"*up": "column"}, world_size=2, example_inputs=args, example_kwargs=kwargs)
+    assert report.ok, str(report)
+
+
+class _Up(nn.Module):
+    """A linear, and whatever a test does around it."""
+
+    def __init__(self, body: Callable[..., Any]) -> None:
+        super().__init__()
+        self.up, self.norm, self.body = nn.Linear(6, 8), nn.LayerNorm(8), body
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        return self.body(self, *args, **kwargs)
+
+
+X = torch.randn(3, 6)
+
+
+def test_names_follow_the_module_path() -> None:
+    case = CASES["gpt"]
+    names = _names(case.build(), *case.inputs())
+    assert {"tok", "pos", "blocks_0_attn_q", "blocks_1_attn_o", "blocks_0_norm2", "blocks_1_mlp_1", "head"} <= set(names)
+    assert "blocks_0_attn_scaled_dot_product_attention" in names
+
+
+def test_nodes_know_the_users_line() -> None:
+    graph = capture(EncoderDecoder(), (torch.ones(2, 4, dtype=torch.long), torch.ones(2, 3, dtype=torch.long))).graph
+    sources = {n.name: n.meta["source"] for n in graph.graph.nodes if n.op == "call_function"}
+    assert all("models.py:" in sources[name] for name in ("encoder_q", "norm2", "tanh"))
+
+
+def test_two_arguments_that_are_one_tensor_stay_two() -> None:
+    model = _Up(lambda m, a, b: m.up(a) * b.sum())
+    captured = capture(model, (X, X))
+    assert captured.inputs == ("args[0]", "args[1]")
+    used = [n for n in captured.graph.graph.nodes if n.op == "placeholder" and n.meta["kind"] == "input"]
+    assert all(n.users for n in used)
+    _exact(model, X, X)
+
+
+def test_no_gradient_flows_into_a_no_grad_block() -> None:
+    def body(m: _Up, x: Tensor) -> Tensor:
+        h = m.up(x)
+        with torch.no_grad():
+            scale = m.norm(h).std()
+            with torch.enable_grad():
+                shift = (h * 2).mean()
+        return h * scale + shift
+
+    _exact(_Up(body), X.clone().requires_grad_())
+
+
+def test_autocast_that_is_off_is_inlined_and_one_that_is_on_is_refused() -> None:
+    def off(m: _Up, x: Tensor) -> Tensor:
+        with torch.autocast("cpu", enabled=False):
+            return m.up(x).exp()
+
+    def on(m: _Up, x: Tensor) -> Tensor:
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            return m.up(x)
+
+    _exact(_Up(off), X)
+    with pytest.raises(ts.CaptureError, match="autocast"):
+        capture(_Up(on), (X,))
+
+
+@pytest.mark.parametrize("reentrant", [True, False])
+def test_activation_checkpoints_are_flattened(reentrant: bool) -> None:
+    def body(m: _Up, x: Tensor) -> Tensor:
+        return checkpoint(lambda y: F.relu(m.up(y)), x, use_reentrant=reentrant)
+
+    _exact(_Up(body), X.clone().requires_grad_())
+
+
+def test_train_and_eval_are_different_graphs() -> None:
+    model = _Up(lambda m, x: F.dropout(m.up(x), 0.5, m.training))
+    for mode in (True, False):
+        node = next(n for n in capture(model.train(mode), (X,)).graph.graph.nodes if "dropout" in n.name)
+        assert node.args[2] is mode
+        _exact(model, X)
+
+
+@dataclass
+class _Batch:
+    x: Tensor
+    scale: float
+    extra: dict[str, Tensor]
+
+
+class _Nested(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.up = nn.Linear(6, 8)
+
+    def forward(self, batch: _Batch, *, flag: bool = False, missing: None = None) -> dict[str, Any]:
+        h = self.up(batch.x) * batch.scale + batch.extra["bias"]
+        return {"h": h, "pair": (h.sum(), [h.mean()]), "flag": flag, "out": Seq2SeqOutput(h, h * 2)}
+
+
+def test_containers_dataclasses_and_keywords_in_and_out() -> None:
+    model = _Nested()
+    batch = _Batch(X, 2.0, {"bias": torch.ones(8)})
+    sharded = ts.shard(model, {"up": "column"})
+    expected, got = model(batch, flag=True), sharded(batch, flag=True)
+    assert torch.equal(expected["h"], got["h"]) and torch.equal(expected["pair"][1][0], got["pair"][1][0])
+    assert got["flag"] is True and isinstance(got["out"], Seq2SeqOutput) and got["out"].loss is None
+    again = sharded(_Batch(X, 3.0, {"bias": torch.ones(8)}), flag=False)
+    assert torch.equal(again["h"], model.up(X) * 3.0 + 1) and again["flag"] is False
+    ts.distributed.destroy_process_group()
+
+
+def test_buffers_are_written() -> None:
+    model = nn.Sequential(nn.Conv1d(3, 6, 1), nn.BatchNorm1d(6))
+    sharded = ts.shard(model, {"0": "column"})
+    x = torch.randn(4, 3, 5)
+    for _ in range(5):
+        assert torch.allclose(model(x), sharded(x))
+    state = sharded.full_state_dict()
+    assert state["1.num_batches_tracked"] == 5
+    assert all(torch.allclose(state[name], tensor) for name, tensor in model.state_dict().items())
+    ts.distributed.destroy_process_group()
+
+
+def test_sizes_that_the_graph_does_not_hold_for_are_captured_anew() -> None:
+    model = _Up(lambda m, x: m.up(x) * (2.0 if x.shape[0] > 4 else 1.0))
+    sharded = ts.shard(model, {"up": "column"})
+    for rows in (3, 4, 5, 9, 1, 2):
+        x = torch.randn(rows, 6)
+        assert torch.equal(sharded(x), model(x)), rows
+    ts.distributed.destroy_process_group()
+
+
+def test_capture_reads_no_parameter() -> None:
+    model = hollow(CASES["gpt"].build())
+    assert all(p.untyped_storage().size() == 0 for p in model.parameters())
+    assert model.head.weight is model.tok.weight  # type: ignore[union-attr]
+    assert capture(model, CASES["gpt"].inputs()).graph is not None
+
+
+def test_meta_inputs_will_do() -> None:
+    case = CASES["gpt"]
+    ids = torch.zeros(2, 5, dtype=torch.long, device="meta")
+    made = ts.plan(case.build().to("meta"), case.plan, world_size=8, example_inputs=(ids, ids))
+    assert made.world_size == 8 and made.parameters["blocks.0.attn.q.weight"] == ts.S(0)
+
+
+def test_a_parameter_that_is_not_the_models_own_is_refused() -> None:
+    other = nn.Linear(6, 8)
+    with pytest.raises(ts.CaptureError, match="not its own") as caught:
+        capture(_Up(lambda m, x: m.up(x) + x @ other.weight.t()), (X,))
+    assert "test_capture.py" in str(caught.value)
+
+
+def test_a_forward_of_the_instance_is_kept() -> None:
+    model = nn.Linear(6, 8)
+    model.forward = lambda x: F.linear(x, model.weight) * 2  # type: ignore[method-assign]
+    before = model.forward
+    assert capture(model, (X,)).graph is not None
+    assert model.forward is before
