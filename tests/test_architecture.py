@@ -73,7 +73,11 @@ def _is_type_checking(node: ast.AST) -> bool:
 def test_layers(name: str, path: Path) -> None:
     imported = _imports(path)
     ours = {m.split(".")[1] for m in imported if m.startswith("torchshard.") and (PACKAGE / m.split(".")[1]).exists()}
-    ours |= {m.split(".")[1] for m in imported if m.startswith("torchshard.") and (PACKAGE / f"{m.split('.')[1]}.py").exists()}
+    ours |= {
+        m.split(".")[1]
+        for m in imported
+        if m.startswith("torchshard.") and (PACKAGE / f"{m.split('.')[1]}.py").exists()
+    }
     above = sorted(m for m in ours if _level(m) > _level(name))
     assert not above, f"{path.name} is in layer {_level(name)} and imports {above}"
     for forbidden in FORBIDDEN.get(name, ()):

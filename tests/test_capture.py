@@ -43,7 +43,9 @@ X = torch.randn(3, 6)
 def test_names_follow_the_module_path() -> None:
     case = CASES["gpt"]
     names = _names(case.build(), *case.inputs())
-    assert {"tok", "pos", "blocks_0_attn_q", "blocks_1_attn_o", "blocks_0_norm2", "blocks_1_mlp_1", "head"} <= set(names)
+    assert {"tok", "pos", "blocks_0_attn_q", "blocks_1_attn_o", "blocks_0_norm2", "blocks_1_mlp_1", "head"} <= set(
+        names
+    )
     assert "blocks_0_attn_scaled_dot_product_attention" in names
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import pytest
 import torch
 from torch import Tensor
@@ -16,7 +18,7 @@ from torchshard.conversions import (
     step_bytes,
     wire_bytes,
 )
-from torchshard.layouts import I, Layout, P, R, S, Shard, dual, join, local_shape, split
+from torchshard.layouts import I, Layout, P, R, S, Shard, dual, is_whole, join, local_shape, split
 from torchshard.lockstep import _Conversion
 
 KINDS = {type(I): I, type(R): R, type(P): P, Shard: S(0)}
@@ -144,11 +146,17 @@ def test_a_conversion_keeps_the_value_and_its_gradient(source: Layout, target: L
     torch.manual_seed(0)
     pieces = [p.requires_grad_() for p in _spread(torch.randn(5, 6, dtype=torch.float64), source, world)]
     after = _Conversion.apply(source, target, *pieces)
-    assert torch.allclose(join(list(after), target), join(pieces, source))
+    assert torch.allclose(_value(after, target), _value(pieces, source))
     assert [tuple(p.shape) for p in after] == [local_shape((5, 6), target, r, world) for r in range(world)]
     cotangents = _spread(torch.randn(5, 6, dtype=torch.float64), dual(target), world)
     grads = torch.autograd.grad(after, pieces, cotangents)
-    assert torch.allclose(join(list(grads), dual(source)), join(cotangents, dual(target)))
+    assert torch.allclose(_value(grads, dual(source)), _value(cotangents, dual(target)))
+
+
+def _value(pieces: Sequence[Tensor], layout: Layout) -> Tensor:
+    """The whole tensor; where every rank holds it, all hold the same."""
+    assert not is_whole(layout) or all(torch.equal(p, pieces[0]) for p in pieces)
+    return join(list(pieces), layout)
 
 
 def _spread(whole: Tensor, layout: Layout, world: int) -> list[Tensor]:

@@ -2,17 +2,13 @@
 
 from __future__ import annotations
 
-import os
-from pathlib import Path
-
 import torch
 from torch import Tensor, nn
 
 import torchshard as ts
+from tests.golden import check_golden
 from torchshard.explain import listing, value_text
 from torchshard.program import Program, program
-
-GOLDEN = Path(__file__).parent / "golden"
 
 
 class MLP(nn.Module):
@@ -28,15 +24,9 @@ def _mlp() -> Program:
     return program(MLP(), {"up": "column", "down": "row"}, 2, (torch.randn(2, 8, 16),))
 
 
-def _check_golden(name: str, text: str) -> None:
-    if os.environ.get("UPDATE_GOLDEN") == "1":
-        (GOLDEN / name).write_text(text)
-    assert text == (GOLDEN / name).read_text()
-
-
 def test_listing_of_an_mlp() -> None:
     made = _mlp()
-    _check_golden("mlp_listing.txt", f"{made.plan}\n\n{listing(made.graph, sources=False)}\n")
+    check_golden("mlp_listing.txt", f"{made.plan}\n\n{listing(made.graph, sources=False)}\n")
 
 
 def test_explain_is_the_plan_and_the_listing_with_sources() -> None:

@@ -18,10 +18,10 @@ from torchshard.agreement import agree, digest
 from torchshard.capture import check_devices, hollow, hollow_tensor, shared_names
 from torchshard.distributed.groups import MODEL, Group
 from torchshard.distributed.kernels import convert
-from torchshard.distributed.ops import called_directly
+from torchshard.distributed.ops import OPS, direct
 from torchshard.errors import DistributedError, InputError, ShardError
 from torchshard.explain import listing, value_text
-from torchshard.graph import is_tensor_op
+from torchshard.graph import duplicate, is_tensor_op
 from torchshard.layouts import I, Layout, Shard, parts_of, split
 from torchshard.materialize import local_state
 from torchshard.passes import localized
@@ -264,7 +264,7 @@ class ShardedModule(Scope):
             self._fix_layouts(made.plan.parameters)
         graph = localized(made.graph, self._group.rank, self._group.size, self._group_name)
         random = any(is_random(n.target) for n in made.graph.graph.nodes if is_tensor_op(n))
-        compiled = Compiled(made, graph, called_directly(graph), self._graph_state(made, graph), random)
+        compiled = Compiled(made, graph, _calling_directly(graph), self._graph_state(made, graph), random)
         self._programs.setdefault(kind, []).append(compiled)
         return compiled
 
@@ -332,6 +332,15 @@ class ShardedModule(Scope):
         """Captures the graph of a call without running it."""
         kind, call = self._agreed_call(args, kwargs)
         self._compile(kind, call, args, kwargs)
+
+
+def _calling_directly(graph: fx.GraphModule) -> fx.GraphModule:
+    """A copy of a rank's graph whose collectives are called without the dispatcher."""
+    held = duplicate(graph)
+    for node in held.graph.nodes:
+        node.target = direct(node.target) if node.target in OPS else node.target
+    held.recompile()
+    return held
 
 
 def _first_layouts(model: nn.Module, plan: Plan | Mapping[str, Any]) -> dict[str, Layout]:

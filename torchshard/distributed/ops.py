@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, fx, nn
+from torch import Tensor, nn
 
 from torchshard.conversions import TABLE, Conversion, ends
 from torchshard.distributed.groups import lookup
@@ -125,12 +125,3 @@ COLLECTIVES = frozenset([*OPS, torch.ops.torchshard.all_reduce_max.default])
 def is_collective(target: Any) -> bool:
     """Whether a node's target is one of ours."""
     return target in COLLECTIVES
-
-
-def called_directly(module: fx.GraphModule) -> fx.GraphModule:
-    """The graph with its collectives called without the dispatcher: to run, not to look at."""
-    graph = fx.Graph()
-    graph.output(graph.graph_copy(module.graph, {}))
-    for node in graph.nodes:
-        node.target = direct(node.target) if node.target in OPS else node.target
-    return fx.GraphModule(module, graph)

@@ -1,0 +1,391 @@
+"""The conversions on real gloo ranks, beside their definition by layouts; groups; compile and export.
+
+A few spawns do everything: each gives back sentences about what was wrong, and a list of what it did.
+"""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+import torchshard as ts
+import torchshard.distributed as tsd
+from tests.helpers import run_ranks
+from torchshard.conversions import TABLE, route, step_args
+from torchshard.distributed.groups import lookup, simulated_name
+from torchshard.layouts import I, Layout, P, R, S, Shard, dual, is_whole, split
+from torchshard.lockstep import _convert
+
+Case = tuple[str, Layout, Layout, tuple[int, ...]]
+_ops = torch.ops.torchshard
+
+
+def _cases() -> Iterator[Case]:
+    """Every conversion along first, middle and last dims: even, uneven, fewer than ranks, in segments and in units."""
+    shards: list[tuple[Shard, Shard, tuple[int, ...]]] = [
+        (S(0), S(1), (12, 4)),
+        (S(1), S(0), (5, 7)),
+        (S(0), S(2), (1, 3, 5)),
+        (S(1, ((4, 1), (3, 1))), S(0), (4, 7)),
+        (S(2, ((3, 2),)), S(0, ((2, 1), (4, 1))), (6, 2, 6)),
+        (S(0, ((5, 2), (1, 3))), S(1), (13, 2)),
+    ]
+    for a, b, shape in shards:
+        for source, target in [(I, a), (a, I), (P, a), (a, R), (R, a), (a, b), (b, a)]:
+            (name, _), *_ = route(source, target)
+            yield name, source, target, shape
+        yield "pad", a, P, shape
+    for shape in [(5, 4), (1,), (), (0, 3)]:
+        yield "copy", I, R, shape
+        yield "reduce", P, I, shape
+        yield "all_reduce", P, R, shape
+
+
+def _spread(layout: Layout, shape: tuple[int, ...], world: int, *, equal: bool = False) -> list[Tensor]:
+    """What the ranks hold of a random value; `equal`: addends that are all alike."""
+    if layout == P:
+        made = [torch.randn(shape, dtype=torch.float64) for _ in range(world)]
+        return made[:1] * world if equal else made
+    whole = torch.randn(shape, dtype=torch.float64)
+    return [split(whole, layout, rank, world).clone() for rank in range(world)]
+
+
+STRIDES = ("plain", "transposed", "strided", "expanded")
+
+
+def _restrided(x: Tensor, how: str) -> Tensor:
+    """The same values (of `expanded`: the first row's) in memory that is not contiguous."""
+    if how == "transposed" and x.ndim > 1:
+        return x.mT.contiguous().mT
+    if how == "strided" and x.ndim:
+        return torch.stack([x, torch.full_like(x, torch.nan)], -1).flatten(-2)[..., ::2]
+    if how == "expanded" and x.ndim and x.shape[0]:
+        return x[:1].expand(x.shape)
+    return x
+
+
+def _with_strides(pieces: list[Tensor], layout: Layout, how: str, mixed: int) -> list[Tensor]:
+    """All ranks' pieces in these strides; `mixed`: each rank in other ones. Slices of a whole keep their values."""
+    rest = [s for s in STRIDES if s != "expanded"]
+    hows = [rest[(rest.index(how) + mixed * rank) % 3] if how in rest else how for rank in range(len(pieces))]
+    if how == "expanded" and isinstance(layout, Shard):
+        return pieces
+    return [_restrided(p, h) for p, h in zip(pieces, hows, strict=True)]
+
+
+def _one(rank: int, world: int, case: Case, how: str, equal: bool) -> str:
+    """Runs one conversion on this rank; says what is wrong with it."""
+    name, source, target, shape = case
+    pieces = _with_strides(_spread(source, shape, world), source, how, mixed=1)
+    cotangents = _with_strides(_spread(dual(target), shape, world, equal=equal), dual(target), how, mixed=2)
+    x = pieces[rank].detach().requires_grad_()
+    assert x.stride() == pieces[rank].stride()
+    before = x.detach().clone()
+    got = getattr(_ops, name)(x, *step_args(name, source, target, shape), "model")
+    (grad,) = torch.autograd.grad(got, x, cotangents[rank])
+    found = {
+        "value": torch.allclose(got, _convert(pieces, source, target)[rank], rtol=0, atol=1e-12),
+        "gradient": torch.allclose(grad, _convert(cotangents, dual(target), dual(source))[rank], rtol=0, atol=1e-12),
+        "input kept": torch.equal(x.detach(), before),
+        "no alias": got.untyped_storage()._cdata != x.untyped_storage()._cdata,
+        "no alias of the gradient": grad.untyped_storage()._cdata != cotangents[rank].untyped_storage()._cdata,
+        "contiguous": got.is_contiguous() or name == "copy",
+    }
+    wrong = [what for what, holds in found.items() if not holds]
+    return f"{name} {source} -> {target} of {shape}, {how}, {equal=}: {', '.join(wrong)}" if wrong else ""
+
+
+def _everything(rank: int, world: int) -> dict[str, Any]:
+    tsd.init_process_group()
+    torch.manual_seed(0)
+    wrong, done = [], set()
+    for case in _cases():
+        for how in STRIDES:
+            for equal in (False, True):
+                wrong.append(_one(rank, world, case, how, equal))
+                done.add((case[0], how))
+    return {
+        "wrong": [w for w in wrong if w],
+        "done": done,
+        "public": _public(rank, world),
+        "dtypes": _dtypes(rank, world),
+        "max": _ops.all_reduce_max(torch.tensor([float(rank), -float(rank)]), "model").tolist(),
+        "exported": _exported(rank),
+    }
+
+
+def _public(rank: int, world: int) -> dict[str, bool]:
+    """The functions for people: negative dims, sizes found by themselves, or given where they do not divide."""
+    whole, even = torch.arange(10.0).reshape(2, 5), torch.arange(24.0).reshape(2, 12)
+    mine, slice_ = split(whole, S(1), rank, world), split(even, S(1), rank, world)
+    addend = whole * (rank + 1)
+    total = whole * sum(range(1, world + 1))
+    return {
+        "scatter": torch.equal(tsd.scatter(whole), mine),
+        "narrow": torch.equal(tsd.narrow(whole, 1), mine),
+        "gather": torch.equal(tsd.gather(slice_), even),
+        "gather uneven": torch.equal(tsd.gather(mine, -1, size=5), whole),
+        "all_gather": torch.equal(tsd.all_gather(slice_, 1), even),
+        "all_gather uneven": torch.equal(tsd.all_gather(mine, size=5), whole),
+        "reduce": torch.equal(tsd.reduce(addend), total),
+        "all_reduce": torch.equal(tsd.all_reduce(addend), total),
+        "copy": torch.equal(tsd.copy(whole), whole),
+        "reduce_scatter": torch.equal(tsd.reduce_scatter(addend), split(total, S(1), rank, world)),
+        "all_to_all": torch.equal(tsd.all_to_all(mine, -1, 0, size=5), split(whole, S(0), rank, world)),
+        "dim=None": tsd.gather(whole, None) is whole and tsd.scatter(whole, None) is whole,
+        "place": (tsd.get_rank(), tsd.get_group_size(), tsd.get_world_size()) == (rank, world, world),
+        "group": tsd.get_group() is dist.group.WORLD,
+    }
+
+
+def _dtypes(rank: int, world: int) -> dict[str, bool]:
+    """Not only floats are gathered and summed."""
+    found = {}
+    for dtype in (torch.float32, torch.bfloat16, torch.float16, torch.int64, torch.int32, torch.bool):
+        whole = (torch.arange(10).reshape(5, 2) % 3).to(dtype)
+        mine = split(whole, S(0), rank, world)
+        found[f"gather {dtype}"] = torch.equal(tsd.gather(mine, 0, size=5), whole)
+        if dtype is not torch.bool:
+            found[f"reduce {dtype}"] = torch.equal(tsd.reduce(whole), whole * world)
+    return found
+
+
+# --- export ----------------------------------------------------------------------------------------------------------
+
+
+class Block(nn.Module):
+    """A column and a row parallel layer by hand, and a gather of what a scatter split."""
+
+    def __init__(self, up: Tensor, down: Tensor) -> None:
+        super().__init__()
+        self.up, self.down = nn.Parameter(up), nn.Parameter(down)
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = torch.relu(tsd.copy(x) @ self.up.T)
+        return tsd.reduce(hidden @ self.down.T) + tsd.gather(tsd.scatter(x, -1) * 2, -1, size=x.shape[-1])
+
+
+def _weights() -> tuple[Tensor, Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(0)
+    shapes = [(12, 5), (5, 12), (3, 5)]
+    up, down, x = (torch.randn(s, generator=generator, dtype=torch.float64) for s in shapes)
+    return up, down, x
+
+
+def _grads(model: nn.Module, x: Tensor) -> list[Tensor]:
+    x = x.clone().requires_grad_()
+    (model(x) ** 2).sum().backward()
+    return [x.grad, *(p.grad for p in model.parameters())]
+
+
+def _exported(rank: int) -> bool:
+    """The reloaded program's gradients are those of the whole layer, computed by plain ops."""
+    world, (up, down, x) = tsd.get_group_size(), _weights()
+    block = Block(split(up, S(0), rank, world).clone(), split(down, S(1), rank, world).clone())
+    held = io.BytesIO()
+    torch.export.save(torch.export.export(block, (x,)), held)
+    held.seek(0)
+    got = _grads(torch.export.load(held).module(), x)
+    wholes = [t.clone().requires_grad_() for t in (x, up, down)]
+    out = torch.relu(wholes[0] @ wholes[1].T) @ wholes[2].T + 2 * wholes[0]
+    dx, dup, ddown = torch.autograd.grad((out**2).sum(), wholes)
+    expected = [dx, split(dup, S(0), rank, world), split(ddown, S(1), rank, world)]
+    return all(torch.allclose(a, b) for a, b in zip(got, expected, strict=True))
+
+
+@pytest.mark.parametrize("world", [2, 3, 4])
+def test_on_real_ranks(world: int) -> None:
+    for result in run_ranks(_everything, world, world):
+        assert result["wrong"] == []
+        assert result["done"] == {(name, how) for name in TABLE for how in STRIDES}
+        assert all(result["public"].values()), result["public"]
+        assert all(result["dtypes"].values()), result["dtypes"]
+        assert result["max"] == [world - 1.0, 0.0]
+        assert result["exported"]
+
+
+# --- groups on real ranks --------------------------------------------------------------------------------------------
+
+
+def _groups(rank: int) -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    try:
+        tsd.init_process_group(group_size=3)
+    except ts.DistributedError as error:
+        found["does not divide"] = str(error)
+    found["after the error"] = tsd.is_initialized()
+    tsd.init_process_group(group_size=2)
+    found["pair"] = (tsd.get_rank(), tsd.get_group_size(), dist.get_process_group_ranks(tsd.get_group()))
+    found["sum"] = tsd.reduce(torch.tensor(float(rank))).item()
+    found["gathered"] = tsd.gather(torch.tensor([rank])).tolist()
+    tsd.destroy_process_group()
+    found["torch.distributed is left alone"] = dist.is_initialized() and not tsd.is_initialized()
+    tsd.init_process_group(group_size=1)
+    found["alone"] = tsd.reduce(torch.tensor(float(rank))).item()
+    tsd.destroy_process_group()
+    tsd.init_process_group()
+    found["all"] = tsd.reduce(torch.tensor(float(rank))).item()
+    return found
+
+
+def test_groups_of_two_of_four_ranks() -> None:
+    results = run_ranks(_groups, 4)
+    for rank, found in enumerate(results):
+        pair = [rank // 2 * 2, rank // 2 * 2 + 1]
+        assert found["does not divide"] == (
+            "a world of 4 ranks does not divide into groups of 3\n"
+            "  where: init_process_group(group_size=...)\n"
+            "  why:   4 / 3 is not whole\n"
+            "  try:   a group_size among [1, 2, 4], or -1 for all"
+        )
+        assert not found["after the error"]
+        assert found["pair"] == (rank % 2, 2, pair)
+        assert (found["sum"], found["gathered"]) == (sum(pair), pair)
+        assert found["torch.distributed is left alone"]
+        assert (found["alone"], found["all"]) == (rank, 6.0)
+
+
+def _fails(rank: int) -> int:
+    if rank == 1:
+        raise ValueError("a rank of two")
+    return rank
+
+
+def test_a_failing_rank_is_told_with_its_traceback() -> None:
+    with pytest.raises(RuntimeError, match=r"rank 1:\n[\s\S]*ValueError: a rank of two"):
+        run_ranks(_fails, 2)
+
+
+# --- one process -----------------------------------------------------------------------------------------------------
+
+
+def test_without_a_group_everything_is_its_input() -> None:
+    x = torch.randn(3, 4, requires_grad=True)
+    calls = [tsd.copy, tsd.reduce, tsd.all_reduce, tsd.gather, tsd.scatter, tsd.all_gather, tsd.narrow]
+    assert all(call(x) is x for call in [*calls, tsd.reduce_scatter, lambda t: tsd.all_to_all(t, 0, 1)])
+    assert (tsd.get_rank(), tsd.get_group_size(), tsd.get_world_size(), tsd.is_initialized()) == (0, 1, 1, False)
+    with pytest.raises(ts.DistributedError, match="there is no model-parallel group in this process") as caught:
+        tsd.get_group()
+    assert "try:   call torchshard.distributed.init_process_group() first" in str(caught.value)
+    with pytest.raises(ts.DistributedError, match="group 'model'"):
+        _ops.copy(x, "model")
+
+
+def test_alone_is_a_group_of_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("RANK", raising=False)
+    for _ in range(2):
+        tsd.init_process_group()
+        assert (tsd.get_rank(), tsd.get_group_size(), tsd.get_group()) == (0, 1, None)
+        assert not dist.is_initialized()
+        tsd.destroy_process_group()
+        assert not tsd.is_initialized()
+
+
+def test_results_of_a_group_of_one_are_copies() -> None:
+    tsd.init_process_group()
+    for name, source, target, shape in _cases():
+        x = torch.randn(shape, dtype=torch.float64, requires_grad=True)
+        got = getattr(_ops, name)(x, *step_args(name, source, target, shape), "model")
+        (grad,) = torch.autograd.grad(got, x, torch.ones_like(got))
+        assert torch.equal(got, x) and torch.equal(grad, torch.ones_like(x)), name
+        assert not got.numel() or got.data_ptr() != x.data_ptr(), name
+
+
+def test_initialising_twice_is_an_error_and_after_a_destroy_it_is_not() -> None:
+    tsd.init_process_group()
+    with pytest.raises(ts.DistributedError, match="initialized|initialised already") as caught:
+        tsd.init_process_group()
+    assert "why:   this process is rank 0 of 1" in str(caught.value)
+    tsd.destroy_process_group()
+    tsd.init_process_group()
+    tsd.destroy_process_group()
+    tsd.destroy_process_group()
+
+
+@pytest.mark.parametrize(("size", "why"), [(2, "1 / 2 is not whole"), (0, "at least one rank"), (-2, "at least one")])
+def test_a_group_size_that_does_not_divide(size: int, why: str) -> None:
+    with pytest.raises(
+        ts.DistributedError, match=f"a world of 1 ranks does not divide into groups of {size}"
+    ) as caught:
+        tsd.init_process_group(group_size=size)
+    assert why in str(caught.value) and not tsd.is_initialized()
+    tsd.init_process_group(group_size=1)
+
+
+def test_under_a_launcher_it_begins_and_ends_torch_distributed(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}.items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(ts.DistributedError, match="does not divide"):
+        tsd.init_process_group(group_size=2, backend="gloo")
+    assert not dist.is_initialized()
+    tsd.init_process_group(backend="gloo")
+    assert dist.is_initialized() and tsd.get_group() is dist.group.WORLD
+    tsd.destroy_process_group()
+    assert not dist.is_initialized()
+
+
+def test_a_simulated_group_has_shapes_and_no_values() -> None:
+    name = simulated_name(2, 3)
+    assert (lookup(name).rank, lookup(name).size, lookup(name).simulated) == (2, 3, True)
+    assert _ops.scatter(torch.empty(7, 2, device="meta"), 0, [7, 1], name).shape == (1, 2)
+    with pytest.raises(ts.DistributedError, match="made for simulated ranks can't communicate"):
+        _ops.scatter(torch.empty(7, 2), 0, [7, 1], name)
+
+
+@pytest.mark.parametrize("name", TABLE)
+def test_fake_shapes_are_those_of_the_layouts(name: str) -> None:
+    """For each rank of three, uneven."""
+    for _, source, target, shape in (c for c in _cases() if c[0] == name):
+        for rank in range(3):
+            x = split(torch.empty(shape, device="meta"), source, rank, 3)
+            got = getattr(_ops, name)(x, *step_args(name, source, target, shape), simulated_name(rank, 3))
+            assert got.shape == split(torch.empty(shape, device="meta"), target, rank, 3).shape
+
+
+# --- compile ---------------------------------------------------------------------------------------------------------
+
+
+def test_compile_sees_one_graph_with_the_right_gradients() -> None:
+    """An outer tensor of a copy is a new tensor, or the compiled function would give its input back."""
+    tsd.init_process_group()
+    up, down, x = _weights()
+    block, compiled = (Block(up.clone(), down.clone()) for _ in range(2))
+    fn = torch.compile(compiled, fullgraph=True, backend="aot_eager")
+    assert torch.allclose(fn(x), block(x))
+    for got, expected in zip(_grads_through(fn, compiled, x), _grads(block, x), strict=True):
+        assert torch.allclose(got, expected)
+
+
+def _grads_through(fn: Any, model: nn.Module, x: Tensor) -> list[Tensor]:
+    x = x.clone().requires_grad_()
+    (fn(x) ** 2).sum().backward()
+    return [x.grad, *(p.grad for p in model.parameters())]
+
+
+def test_an_exported_program_shows_its_collectives_by_name() -> None:
+    tsd.init_process_group()
+    up, down, x = _weights()
+    program = torch.export.export(Block(up, down), (x,))
+    names = [str(n.target) for n in program.graph.nodes if str(n.target).startswith("torchshard")]
+    assert names == [f"torchshard.{n}.default" for n in ("copy", "reduce", "scatter", "gather")]
+    assert _exported(0)
+
+
+@pytest.mark.parametrize("name", TABLE)
+def test_custom_op_contracts(name: str) -> None:
+    """PyTorch's own checks: schema, fake kernel, autograd registration, and dynamic shapes under AOT."""
+    tsd.init_process_group()
+    _, source, target, shape = next(c for c in _cases() if c[0] == name)
+    x = torch.randn(shape, dtype=torch.float64, requires_grad=True)
+    args = (x, *step_args(name, source, target, shape), "model")
+    torch.library.opcheck(getattr(_ops, name).default, args)
+
+
+def test_whole_layouts_are_the_two_that_every_rank_holds() -> None:
+    assert [is_whole(x) for x in (I, R, P, S(0))] == [True, True, False, False]
