@@ -24,7 +24,7 @@ LAYERS = [
     ["program", "lockstep"],
     ["explain", "agreement"],
     ["check", "module"],
-    ["outline", "draw", "api"],
+    ["outline", "draw", "api", "clip"],
 ]
 """From the bottom up; a module may import from its own layer and those below it."""
 

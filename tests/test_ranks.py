@@ -194,3 +194,29 @@ def _frozen(rank: int) -> list[float]:
 
 def test_frozen_parameters() -> None:
     assert max(max(e) for e in run_ranks(_frozen, 2)) < 1e-10
+
+
+def _clipped(rank: int) -> list[tuple[float, float, float]]:
+    """Norm types with split, whole and frozen parameters: (the norm, the unsharded one, largest gradient error)."""
+    ts.distributed.init_process_group()
+    torch.manual_seed(0)
+    model = GPT(p=0.0).double()
+    model.pos.weight.requires_grad_(False)
+    sharded, found = ts.shard(model, CASES["gpt"].plan), []
+    ids = torch.randint(0, 97, (2, 7))
+    for norm_type in (2.0, 1.0, float("inf")):
+        for m in (model, sharded):
+            m.zero_grad()
+            m(ids, labels=ids)["loss"].backward()
+        expected = torch.nn.utils.clip_grad_norm_(model.parameters(), 0.1, norm_type)
+        got = ts.clip_grad_norm_(sharded, 0.1, norm_type)
+        bias, whole = sharded.get_parameter("norm.bias").grad, model.norm.bias.grad
+        assert bias is not None and whole is not None
+        found.append((float(got), float(expected), float((bias - whole).abs().max())))
+    return found
+
+
+def test_clipping_by_the_norm_of_the_whole_model() -> None:
+    for rank in run_ranks(_clipped, 3):
+        for got, expected, error in rank:
+            assert got == pytest.approx(expected, rel=1e-9) and error < 1e-12

@@ -3,6 +3,7 @@
 from torchshard import distributed
 from torchshard.api import plan, shard
 from torchshard.check import Report, check
+from torchshard.clip import clip_grad_norm_
 from torchshard.draw import draw
 from torchshard.errors import (
     CaptureError,
@@ -21,5 +22,5 @@ from torchshard.rules import rule
 
 __all__ = [
     "CaptureError", "DistributedError", "I", "InputError", "InternalError", "P", "Plan", "PlanError", "R", "Report",
-    "RuleError", "S", "ShardError", "ShardedModule", "check", "distributed", "draw", "explain", "plan", "rule", "shard",
+    "RuleError", "S", "ShardError", "ShardedModule", "check", "clip_grad_norm_", "distributed", "draw", "explain", "plan", "rule", "shard",
 ]  # fmt: skip

@@ -69,7 +69,7 @@ def hollow(model: nn.Module) -> nn.Module:
 
 def hollow_tensor(tensor: Tensor, dtype: torch.dtype | None = None, device: torch.device | None = None) -> Tensor:
     """A tensor (or Parameter) of the same shape, without memory."""
-    chosen = {"dtype": dtype or tensor.dtype, "device": device or tensor.device}
+    chosen: dict[str, Any] = {"dtype": dtype or tensor.dtype, "device": device or tensor.device}
     held = torch.empty_strided(tensor.shape, tensor.stride(), **chosen)
     held.untyped_storage().resize_(0)
     return nn.Parameter(held, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else held

@@ -101,6 +101,11 @@ class ShardedModule(Scope):
         return held
 
     @property
+    def group(self) -> Group:
+        """The group that the model is split over."""
+        return self._group
+
+    @property
     def layouts(self) -> dict[str, Layout]:
         """The layout of each parameter and buffer, by its first name."""
         return dict(self._layouts)
@@ -191,7 +196,10 @@ class ShardedModule(Scope):
                 for name in names:
                     path, _, leaf = name.rpartition(".")
                     scope = self._source[0].get_submodule(path)
-                    (scope._parameters if isinstance(moved, nn.Parameter) else scope._buffers)[leaf] = moved
+                    if isinstance(moved, nn.Parameter):
+                        scope._parameters[leaf] = moved
+                    else:
+                        scope._buffers[leaf] = moved
         self._programs.clear()
         self._parameter_list = tuple(self.parameters())
         self._source_modules = tuple(self._source[0].modules())

@@ -1,0 +1,46 @@
+"""Clipping by the norm of the whole model's gradient, of which a rank holds some slices and some wholes."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+
+from torchshard.distributed.kernels import reduced
+from torchshard.layouts import Shard
+from torchshard.module import ShardedModule
+
+
+def clip_grad_norm_(model: ShardedModule, max_norm: float, norm_type: float = 2.0) -> Tensor:
+    """Scales all gradients in place so that their norm, as the unsharded model's, is at most `max_norm`.
+
+    The same as `torch.nn.utils.clip_grad_norm_` of the unsharded model: a parameter that every rank holds whole counts
+    once, slices count together. A collective call: all ranks must make it.
+
+    Args:
+        norm_type: p of the p-norm; `math.inf` for the largest absolute value.
+
+    Returns:
+        the norm before clipping, the same on every rank.
+    """
+    grads = [(model.layouts[name], p.grad) for name, p in model.named_parameters() if p.grad is not None]
+    sliced = [g for layout, g in grads if isinstance(layout, Shard)]
+    whole = [g for layout, g in grads if not isinstance(layout, Shard)]
+    device = next(model.parameters()).device
+    norms = [_norm(part, norm_type, device) for part in (sliced, whole)]
+    if math.isinf(norm_type):
+        total = torch.maximum(reduced(norms[0], torch.distributed.ReduceOp.MAX, model.group), norms[1])
+    else:
+        summed = reduced(norms[0] ** norm_type, torch.distributed.ReduceOp.SUM, model.group)
+        total = (summed + norms[1] ** norm_type) ** (1 / norm_type)
+    factor = (max_norm / (total + 1e-6)).clamp(max=1.0)
+    for _, grad in grads:
+        grad.mul_(factor.to(grad.dtype))
+    return total
+
+
+def _norm(grads: list[Tensor], norm_type: float, device: torch.device) -> Tensor:
+    """The norm of some tensors together, in the dtype of the widest."""
+    norms = [torch.linalg.vector_norm(g, norm_type) for g in grads if g.numel()]
+    return torch.linalg.vector_norm(torch.stack(norms), norm_type) if norms else torch.zeros((), device=device)
