@@ -183,3 +183,20 @@ def test_a_forward_of_the_instance_is_kept() -> None:
     before = model.forward
     assert capture(model, (X,)).graph is not None
     assert model.forward is before
+
+
+def test_modes_of_single_modules_are_followed() -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Conv1d(3, 6, 1), nn.BatchNorm1d(6), nn.Dropout(0.5))
+    model[1].eval()
+    sharded = ts.shard(model, {"0": "column"})
+    x = torch.randn(4, 3, 5)
+    for part, mode in ((None, None), (2, False), (1, True), (2, True), (1, False)):
+        for m in (model, sharded):
+            if part is not None:
+                m[part].train(mode)
+        torch.manual_seed(1)
+        expected = model(x)
+        torch.manual_seed(1)
+        assert torch.allclose(sharded(x), expected), (part, mode)
+    ts.distributed.destroy_process_group()

@@ -19,3 +19,10 @@ def test_parity(name: str, world_size: int) -> None:
     assert report.ok, str(report)
     kinds = {c.kind for c in report.comparisons}
     assert {"output", "parameter gradient"} <= kinds
+
+
+def test_more_ranks_than_there_is_to_split() -> None:
+    torch.manual_seed(0)
+    case = CASES["gpt"]
+    report = ts.check(case.build(), case.plan, world_size=64, example_inputs=case.inputs())
+    assert report.ok, str(report)

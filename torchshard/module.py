@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Self, cast
 
 import torch
 from torch import Tensor, fx, nn
@@ -48,7 +48,18 @@ class Compiled:
 
 
 class Scope(nn.Module):
-    """A place for parameters under the names that they have in the unsharded model."""
+    """A module's place in the sharded model: its parameters' slices under their names, and its train or eval mode."""
+
+    def __init__(self, source: nn.Module) -> None:
+        super().__init__()
+        self._source = [source]  # in a list, so that it is no submodule
+        self.training = source.training
+
+    def train(self, mode: bool = True) -> Self:
+        """Train or eval, of this module and all in it."""
+        super().train(mode)
+        self._source[0].train(mode)
+        return self
 
     def __getitem__(self, index: int | str) -> nn.Module:
         return self.get_submodule(str(index))
@@ -58,12 +69,11 @@ class ShardedModule(Scope):
     """A model split over the ranks of a group; made by `torchshard.shard`."""
 
     def __init__(self, model: nn.Module, plan: PlanLike, group: Group, group_name: str = MODEL) -> None:
-        super().__init__()
         wanted = read_plan(plan, group.size)
         _check_same_weights(model, group)
         layouts = _first_layouts(model, wanted)
         source = hollow(model)
-        self._source = [source]
+        super().__init__(source)
         self._plan, self._group, self._group_name = wanted, group, group_name
         self._layouts: dict[str, Layout] = dict(layouts)
         self._fixed = False
@@ -71,11 +81,12 @@ class ShardedModule(Scope):
         self._programs: dict[Any, list[Compiled]] = {}
         self._register(local_state(model, layouts, group.rank, group.size), model)
         self._note_parameters()
-        super().train(model.training)
 
     # --- parameters --------------------------------------------------------------------------------------------------
 
     def _register(self, state: Mapping[str, Tensor], model: nn.Module) -> None:
+        for path, _ in self._source[0].named_modules(remove_duplicate=False):
+            self._scope(path)
         persistent = set(model.state_dict())
         for name, names in self._names.items():
             path, _, leaf = name.rpartition(".")
@@ -89,7 +100,7 @@ class ShardedModule(Scope):
         scope: nn.Module = self
         for part in path.split(".") if path else ():
             if part not in scope._modules:
-                scope.add_module(part, Scope())
+                scope.add_module(part, Scope(cast(Scope, scope)._source[0].get_submodule(part)))
             child = scope._modules[part]
             assert child is not None
             scope = child
@@ -167,13 +178,6 @@ class ShardedModule(Scope):
                 self._held(name).copy_(split(tensor, layout, self._group.rank, self._group.size))
 
     # --- modes -------------------------------------------------------------------------------------------------------
-
-    def train(self, mode: bool = True) -> ShardedModule:
-        """Train or eval, of the whole model."""
-        super().train(mode)
-        if "_source" in self.__dict__:
-            self._source[0].train(mode)
-        return self
 
     def _apply(self, fn: Any, recurse: bool = True) -> ShardedModule:
         """Moves and casts (`.to`, `.cuda`, `.double`, `.to_empty`): graphs are captured anew for what comes of them."""
