@@ -200,3 +200,16 @@ def test_modes_of_single_modules_are_followed() -> None:
         torch.manual_seed(1)
         assert torch.allclose(sharded(x), expected), (part, mode)
     ts.distributed.destroy_process_group()
+
+
+def test_a_call_under_autocast_is_a_kind_of_its_own() -> None:
+    torch.manual_seed(0)
+    case = CASES["gpt"]
+    model, inputs = case.build().eval(), case.inputs()
+    sharded = ts.shard(model, case.plan, example_inputs=inputs)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        expected, got = model(*inputs), sharded(*inputs)
+    assert expected["logits"].dtype == got["logits"].dtype
+    assert torch.allclose(expected["logits"], got["logits"], rtol=2e-2, atol=2e-2)
+    assert not torch.equal(got["logits"].float(), sharded(*inputs)["logits"])
+    ts.distributed.destroy_process_group()

@@ -253,7 +253,8 @@ class ShardedModule(Scope):
         grads = tuple(t.requires_grad for t in call.tensors)
         dtypes = tuple((t.dtype, t.device.type) for t in call.tensors)
         modes = tuple(m.training for m in self._source_modules)
-        return call.structure, grads, dtypes, modes, tuple(p.requires_grad for p in self._parameter_list)
+        autocast = tuple((torch.is_autocast_enabled(d), torch.get_autocast_dtype(d)) for d in ("cpu", "cuda"))
+        return call.structure, grads, dtypes, modes, autocast, tuple(p.requires_grad for p in self._parameter_list)
 
     def _call_facts(self, call: Leaves | None, failure: ShardError | None) -> dict[str, str]:
         if call is None or failure is not None:

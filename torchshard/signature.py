@@ -89,7 +89,10 @@ def _close(value: Any) -> Any:
 
 def flatten(value: Any) -> Leaves:
     """Any nest of containers and dataclasses as its tensors and the way back."""
-    leaves, spec = pytree.tree_flatten_with_path(_open(value))
+    leaves, spec = pytree.tree_flatten_with_path(value)
+    opened = any(_is_unknown_dataclass(leaf) for _, leaf in leaves)
+    if opened:
+        leaves, spec = pytree.tree_flatten_with_path(_open(value))
     moving = [isinstance(leaf, (Tensor, torch.SymInt, torch.SymFloat, torch.SymBool)) for _, leaf in leaves]
     fixed = [None if moves else leaf for moves, (_, leaf) in zip(moving, leaves, strict=True)]
     names = [pytree.keystr(path) for moves, (path, _) in zip(moving, leaves, strict=True) if moves]
@@ -97,7 +100,8 @@ def flatten(value: Any) -> Leaves:
     def rebuild(tensors: Sequence[Any]) -> Any:
         rest = iter(tensors)
         full = [next(rest) if moves else leaf for moves, leaf in zip(moving, fixed, strict=True)]
-        return _close(pytree.tree_unflatten(full, spec))
+        made = pytree.tree_unflatten(full, spec)
+        return _close(made) if opened else made
 
     tensors = tuple(leaf for moves, (_, leaf) in zip(moving, leaves, strict=True) if moves)
     return Leaves(tensors, tuple(names), (repr(spec), tuple(map(repr, fixed))), rebuild)
