@@ -79,7 +79,8 @@ class OneOp(nn.Module):
 
     def __init__(self, case: Case, leaves: list[Any], spec: Any) -> None:
         super().__init__()
-        self.case, self.leaves, self.spec = case, leaves, spec
+        self.case, self.leaves = case, leaves
+        self.rebuild = lambda made: pytree.tree_unflatten(made, spec)
         self.choice: Choice | None = None
         for i, leaf in enumerate(leaves):
             if isinstance(leaf, T) and leaf.buffer:
@@ -87,7 +88,7 @@ class OneOp(nn.Module):
 
     def forward(self, *tensors: Tensor) -> list[Tensor]:
         given, layouts = iter(tensors), iter(self.choice.operands if self.choice else ())
-        made, written = [], []
+        made = []
         for i, leaf in enumerate(self.leaves):
             if not isinstance(leaf, T):
                 made.append(leaf)
@@ -95,14 +96,12 @@ class OneOp(nn.Module):
             is_partial = next(layouts, I) == P
             value = getattr(self, f"b{i}") if leaf.buffer else next(given)
             made.append(value.sum(0) if is_partial else value)
-            written += [value] if leaf.buffer else []
-        args, kwargs = pytree.tree_unflatten(made, self.spec)
+        args, kwargs = self.rebuild(made)
         found = self.case.target(*args, **kwargs)
         results = [r for r in (found if isinstance(found, (list, tuple)) else [found]) if isinstance(r, Tensor)]
         results = results if self.case.values else [torch.zeros_like(r) for r in results]
         layouts = self.choice.results if self.choice else (I,) * len(results)
-        shown = [r.unsqueeze(0) if _wants_tail(x, r) else r for x, r in zip(layouts, results, strict=True)]
-        return [*shown, *(b.clone() for b in written)]
+        return [r.unsqueeze(0) if _wants_tail(x, r) else r for x, r in zip(layouts, results, strict=True)]
 
 
 def _wants_tail(layout: Layout, result: Tensor) -> bool:
@@ -127,7 +126,7 @@ class Graph:
             self._operand(node, next(layouts, I)) if isinstance(leaf, T) else leaf
             for leaf, node in zip(self.model.leaves, given, strict=True)
         ]
-        args, kwargs = pytree.tree_unflatten(made, self.model.spec)
+        args, kwargs = self.model.rebuild(made)
         return self.call("op", self.model.case.target, args, kwargs, self.choice)
 
     def _placeholders(self, tensors: list[Tensor]) -> list[Any]:
@@ -167,14 +166,8 @@ class Graph:
         return node
 
     def finish(self) -> None:
-        """The output: every tensor result, then the buffers as they are after the op."""
-        results = self._results()
-        for i, leaf in enumerate(self.model.leaves):
-            if isinstance(leaf, T) and leaf.buffer:
-                node = next(n for n in self.module.graph.nodes if n.name == f"x{i}")
-                layout = self.parameters[node.meta["path"]]
-                results.append(self.follow(f"{node.name}_after", aten.clone.default, (node,), operands=(layout,)))
-        self.module.graph.output(tuple(results))
+        """The output: every tensor result."""
+        self.module.graph.output(tuple(self._results()))
         names = [n.meta["path"] for n in self.module.graph.nodes if n.op == "placeholder"]
         fakes = [n.meta["val"] for n in self.module.graph.nodes if n.op == "placeholder"]
         mark_needs_grad(self.module, [n for n, v in zip(names, fakes, strict=True) if v.requires_grad])
@@ -281,8 +274,9 @@ def run(case: Case, choice: Choice, world: int, seed: int = 0) -> Report:
     model, made, tensors = build(case, choice, world, seed)
     torch.manual_seed(seed + 1)
     report = check_program(model, made, made.graph, tensors, {})
-    wanted = len(values_of(model, tensors)) + sum(t.requires_grad for t in tensors)
-    assert len([c for c in report.comparisons if c.kind != "parameter gradient"]) == wanted
+    counts = [len(values_of(model, tensors)), len(list(model.buffers())), sum(t.requires_grad for t in tensors)]
+    kinds = [c.kind for c in report.comparisons]
+    assert [kinds.count(k) for k in ("output", "buffer", "input gradient")] == counts
     return replace(report, tolerance=TOLERANCE)
 
 

@@ -63,7 +63,6 @@ ROUTES: dict[tuple[Layout, Layout], str | None] = {
     (R, P): None,
     (R, A): "narrow",
     (P, I): "reduce",
-    (P, R): "all_reduce",
     (P, A): "reduce_scatter",
     (A, I): "gather",
     (A, R): "all_gather",
@@ -79,7 +78,13 @@ def test_one_conversion_or_none(pair: tuple[Layout, Layout], name: str | None) -
 
 def test_every_pair_of_layouts_is_listed() -> None:
     layouts = (I, R, P, A)
-    assert {(a, b) for a in layouts for b in layouts if a != b} | {(A, B)} == set(ROUTES)
+    assert {(a, b) for a in layouts for b in layouts if a != b} | {(A, B)} == {*ROUTES, (P, R)}
+
+
+def test_a_sum_is_reduced_once_and_then_copied() -> None:
+    """It may be wanted as I elsewhere; where it is not, `simplify` makes one all_reduce of the two."""
+    assert route(P, R) == [("reduce", I), ("copy", R)]
+    assert route(P, R, needs_grad=False)[0] == ("reduce", I)
 
 
 @pytest.mark.parametrize("layout", [I, R, P, A, S(2, ((7, 8),))], ids=str)

@@ -112,6 +112,7 @@ def _faults(rank: int) -> dict[str, tuple[str, str]]:
     gpt = ts.shard(GPT(), {"tok": "vocab"})
     torch.manual_seed(rank)
     found["random stream"] = _message(lambda: gpt(torch.zeros(1, 4, dtype=torch.long)))
+    found["random stream that nothing draws from"] = _message(lambda: gpt.eval()(torch.zeros(1, 4, dtype=torch.long)))
     made = ts.plan(MLP(), {"up": "column"}, world_size=5, example_inputs=(x,))
     found["world size"] = _message(lambda: ts.shard(MLP(), made))
     return found
@@ -130,6 +131,7 @@ def test_faults_are_the_same_error_on_every_rank() -> None:
         "weights": ("DistributedError", "different models"),
         "plan": ("DistributedError", "different programs"),
         "random stream": ("DistributedError", "random streams differ"),
+        "random stream that nothing draws from": ("", "no error"),
         "world size": ("PlanError", "for 5 ranks, the group has 2"),
     }
     for name, (kind, text) in expected.items():

@@ -44,7 +44,7 @@ def test_whole_and_in_parts(op: Case) -> None:
     for world in (2, 3):
         row, found = row_and_choices(op, world, in_parts=world == 2)
         assert (None if row is None else _splits(found)) == op.splits
-        for choice in found:
+        for choice in (c for c in found if world == 2 or c.axes or c.name == "P"):
             report = run(op, choice, world)
             assert report.ok, f"{world} ranks, {choice}\n{report}"
 

@@ -237,7 +237,7 @@ def _capture_error(model: nn.Module, error: Exception) -> CaptureError:
 
 
 def _is_library(path: str) -> bool:
-    return "/torch/" in path or "/torchshard/" in path or path.startswith("<")
+    return "/torch/" in path or "/torchshard/" in path or path.startswith(("<", "torch/"))
 
 
 def _user_line(stack: Sequence[traceback.FrameSummary]) -> str:

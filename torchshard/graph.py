@@ -24,7 +24,7 @@ from torch import Tensor, fx
 from torchshard.distributed.ops import is_collective
 from torchshard.layouts import I, Layout
 from torchshard.notation import Row
-from torchshard.rules import Call, TensorType, row_of
+from torchshard.rules import Call, TensorType, is_random, row_of
 
 
 def op_name(node: fx.Node) -> str:
@@ -138,6 +138,11 @@ def nbytes(value: Tensor) -> int:
     for size in value.shape:
         total *= hint(size)
     return total
+
+
+def draws_random(node: fx.Node) -> bool:
+    """Whether an op draws from the random stream, with these arguments."""
+    return is_tensor_op(node) and is_random(node.target) and bound_args(node).get("dropout_p", 1.0) > 0
 
 
 def mark_needs_grad(module: fx.GraphModule, trainable: Sequence[str]) -> None:

@@ -21,14 +21,13 @@ from torchshard.distributed.kernels import convert
 from torchshard.distributed.ops import OPS, direct
 from torchshard.errors import DistributedError, InputError, ShardError
 from torchshard.explain import listing, value_text
-from torchshard.graph import duplicate, is_tensor_op
+from torchshard.graph import draws_random, duplicate
 from torchshard.layouts import I, Layout, Shard, parts_of, split
 from torchshard.materialize import local_state
 from torchshard.passes import localized
 from torchshard.planner.plan import Plan
 from torchshard.planner.styles import check_matches, parameter_layouts
 from torchshard.program import PlanLike, Program, program, read_plan
-from torchshard.rules import is_random
 from torchshard.signature import Leaves, flatten_call
 
 
@@ -43,8 +42,6 @@ class Compiled:
     """This rank's graph, to call."""
     state: tuple[Tensor, ...]
     """The parameters, buffers and constants in the order of the graph's placeholders."""
-    random: bool
-    """Whether the graph draws random numbers."""
 
 
 class Scope(nn.Module):
@@ -276,8 +273,7 @@ class ShardedModule(Scope):
         if not self._fixed:
             self._fix_layouts(made.plan.parameters)
         graph = localized(made.graph, self._group.rank, self._group.size, self._group_name)
-        random = any(is_random(n.target) for n in made.graph.graph.nodes if is_tensor_op(n))
-        compiled = Compiled(made, graph, _calling_directly(graph), self._graph_state(made, graph), random)
+        compiled = Compiled(made, graph, _calling_directly(graph), self._graph_state(made, graph))
         self._programs.setdefault(kind, []).append(compiled)
         return compiled
 
@@ -305,7 +301,7 @@ class ShardedModule(Scope):
         values = {f"input {n}": _content(t) for n, t in zip(call.names, call.tensors, strict=True)}
         what = "the ranks were called with inputs of the same shape but different values"
         agree(self._group, values, digest(repr(values)), InputError, what)
-        if any(is_random(n.target) for n in made.graph.graph.nodes if is_tensor_op(n)):
+        if any(map(draws_random, made.graph.graph.nodes)):
             stream = {"the random stream": _stream_state(call)}
             what = "the ranks' random streams differ, and the model draws random numbers"
             agree(self._group, stream, digest(repr(stream)), DistributedError, what)
@@ -314,7 +310,7 @@ class ShardedModule(Scope):
 
     @property
     def plan(self) -> Plan:
-        """The plan of the first captured graph.
+        """The plan of the latest captured graph.
 
         Raises:
             InputError: no graph is captured yet.

@@ -82,6 +82,12 @@ def _equal(a: Any, b: Any) -> bool:
     return bool(a == b) if isinstance(a, int) and isinstance(b, int) else str(a) == str(b)
 
 
+def _if_inactive(module: fx.GraphModule, node: fx.Node) -> fx.Node | None:
+    """Dropout in eval mode, or of nothing, draws no random numbers: it is its operand."""
+    args = bound_args(node)
+    return args["input"] if not args["train"] or args["p"] == 0 else None
+
+
 def _split_bias(module: fx.GraphModule, node: fx.Node) -> fx.Node | None:
     args = bound_args(node)
     bias = args.get("bias")
@@ -151,4 +157,5 @@ _REWRITES: dict[Any, Callable[[fx.GraphModule, fx.Node], fx.Node | None]] = {
     **dict.fromkeys(_PRODUCTS, _split_addmm),
     **dict.fromkeys(_NEW, _from_sizes),
     aten.cat.default: _without_empty,
+    aten.dropout.default: _if_inactive,
 }  # fmt: skip

