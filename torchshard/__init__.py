@@ -22,5 +22,6 @@ from torchshard.rules import rule
 
 __all__ = [
     "CaptureError", "DistributedError", "I", "InputError", "InternalError", "P", "Plan", "PlanError", "R", "Report",
-    "RuleError", "S", "ShardError", "ShardedModule", "check", "clip_grad_norm_", "distributed", "draw", "explain", "plan", "rule", "shard",
+    "RuleError", "S", "ShardError", "ShardedModule", "check", "clip_grad_norm_", "distributed", "draw", "explain",
+    "plan", "rule", "shard",
 ]  # fmt: skip

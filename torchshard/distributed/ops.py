@@ -59,7 +59,7 @@ class _Direct(torch.autograd.Function):
         return _run(row, x, args)
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:  # type: ignore[override]
+    def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
         return _gradient(ctx.row, grad, ctx.args), None, None
 
 

@@ -24,7 +24,8 @@ def attention(call: Call) -> Row | None:
     query, key = call["query"].shape, call["key"].shape
     lead = letters(len(query) - 3, used="gr") if len(query) > 2 else []
     grouped = bool(call["enable_gqa"]) and len(query) > 2 and query[-3] != key[-3]
-    if len(query) != len(key) or (len(query) > 2 and query[-3] != key[-3] and not grouped):
+    broadcast = len(query) != len(key) or query[:-3] != key[:-3] or key[:-2] != call["value"].shape[:-2]
+    if broadcast or (len(query) > 2 and query[-3] != key[-3] and not grouped):
         return None
     heads = ["(g r)" if grouped else "g"] if len(query) > 2 else []
     kv_heads = ["g"] if len(query) > 2 else []
@@ -61,11 +62,12 @@ def _dropout_attention(call: Call) -> Any:
         enable_gqa: bool = False,
     ) -> Any:
         width = call["query"].shape[-1]
-        factor = math.sqrt(scale if scale is not None else 1 / math.sqrt(width))
+        scale = 1 / math.sqrt(width) if scale is None else scale
+        factor = math.sqrt(abs(scale))
         if enable_gqa:
             times = ctx.size("r") if "r" in ctx.row.sizes else 1
             key, value = (aten.repeat_interleave.self_int(t, times, -3) for t in (key, value))
-        scores = aten.matmul.default(query * factor, aten.transpose.int(key, -2, -1) * factor)
+        scores = aten.matmul.default(query * math.copysign(factor, scale), aten.transpose.int(key, -2, -1) * factor)
         if is_causal:
             ones = aten.ones_like.default(scores, dtype=torch.bool)
             scores = aten.masked_fill.Scalar(scores, aten.logical_not.default(aten.tril.default(ones)), -math.inf)
