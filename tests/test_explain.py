@@ -41,3 +41,8 @@ def test_values() -> None:
     assert value_text(torch.empty(2, 3, dtype=torch.bfloat16)) == "bf16[2,3]"
     assert value_text(torch.tensor(True)) == "b8[]"
     assert value_text(None) == ""
+
+
+def test_the_listing_of_one_module() -> None:
+    lines = ts.explain(_mlp(), "up").splitlines()
+    assert [line.split()[0].lstrip("*") or line.split()[1] for line in lines] == ["norm_copy", "up"]

@@ -66,24 +66,41 @@ def _why(node: fx.Node) -> str:
     return f"{choice.name}: {row.text}" if choice.axes or choice.name == "P" else ""
 
 
-def listing(module: fx.GraphModule, *, sources: bool = True) -> str:
-    """One line per op of a graph, in order; parameters and inputs appear as arguments only."""
-    rows = []
-    for node in module.graph.nodes:
-        if node.op == "output":
-            rows.append(["  return", _argument(node.args[0]), "", "", "", ""])
-        if node.op != "call_function":
-            continue
-        star = "* " if is_collective(node.target) else "  "
-        layouts = " ".join(map(str, node.meta.get("layouts", ())))
-        shapes = " ".join(value_text(v) for v in values(node))
-        source = os.path.basename(node.meta.get("source", "")) if sources else ""
-        rows.append([star + node.name, f"= {_call(node)}", shapes, layouts, _why(node), source])
-    widths = [min(max(len(r[i]) for r in rows), 60) for i in range(6)]
+def listing(module: fx.GraphModule, *, sources: bool = True, within: str = "") -> str:
+    """One line per op of a graph, in order; parameters and inputs appear as arguments only.
+
+    Args:
+        sources: whether to give the user's file and line.
+        within: the path of a module, to list only what it and its children do.
+    """
+    rows = [_row(node, sources) for node in module.graph.nodes if _is_shown(node, within)]
+    widths = [min(max((len(r[i]) for r in rows), default=0), 60) for i in range(6)]
     lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
     return "\n".join(lines)
 
 
-def explain(model: ShardedModule | Program) -> str:
-    """The plan and the listing of a sharded model's latest graph."""
+def _is_shown(node: fx.Node, within: str) -> bool:
+    if within:
+        return node.op == "call_function" and f"{node.meta.get('module', '')}.".startswith(f"{within}.")
+    return node.op in ("call_function", "output")
+
+
+def _row(node: fx.Node, sources: bool) -> list[str]:
+    if node.op == "output":
+        return ["  return", _argument(node.args[0]), "", "", "", ""]
+    star = "* " if is_collective(node.target) else "  "
+    layouts = " ".join(map(str, node.meta.get("layouts", ())))
+    shapes = " ".join(value_text(v) for v in values(node))
+    source = os.path.basename(node.meta.get("source", "")) if sources else ""
+    return [star + node.name, f"= {_call(node)}", shapes, layouts, _why(node), source]
+
+
+def explain(model: ShardedModule | Program, module: str = "") -> str:
+    """What was inserted and why: the plan and the listing of a sharded model's latest graph.
+
+    Args:
+        module: the path of a module, for the listing of that part alone.
+    """
+    if module:
+        return listing(model.graph, within=module)
     return f"{model.plan}\n\n{listing(model.graph)}"
