@@ -185,7 +185,7 @@ LOSSES = [
         for reduction in (NONE, MEAN, SUM)
     ),
     case(aten.mse_loss.default, "a", f(7), f(7)),
-    case(aten.mse_loss.default, None, f(3, 1), f(3, 4)),
+    case(aten.mse_loss.default, None, plain(3, 1), plain(3, 4)),
     case(aten.smooth_l1_loss.default, "a b", f(5, 3), f(5, 3), MEAN, 0.3),
     case(aten.huber_loss.default, "a b", f(5, 3), f(5, 3), MEAN, 0.3),
     case(aten.binary_cross_entropy_with_logits.default, "a b", f(5, 3), pos(5, 3)),
@@ -427,6 +427,9 @@ ATTENTION = [
     case(sdpa, "a g", f(2, 5, 4, 2), f(2, 5, 4, 2), f(2, 5, 4, 2), flags(2, 1, 4, 4), 0.3),
     case(sdpa, "g r a", f(2, 6, 4, 2), f(2, 3, 4, 2), f(2, 3, 4, 2), None, 0.3, enable_gqa=True),
     case(sdpa, "", f(4, 2), f(3, 2), f(3, 2), None, 0.3),
+    case(sdpa, "g", f(3, 4, 2), f(3, 4, 2), f(3, 4, 2), None, 0.3, scale=-0.7),
+    case(sdpa, None, f(2, 4, 3, 2), f(1, 4, 3, 2), f(1, 4, 3, 2)),
+    case(sdpa, None, f(2, 4, 3, 2), f(2, 4, 3, 2), f(1, 4, 3, 2)),
 ]
 
 CASES = [

@@ -98,6 +98,11 @@ def is_pointwise(target: Any) -> bool:
     """Whether PyTorch tags the op as pointwise, and it neither draws random numbers nor writes to an operand."""
     tags = getattr(target, "tags", ())
     schema: Any = getattr(target, "_schema", None)
-    if torch.Tag.pointwise not in tags or torch.Tag.nondeterministic_seeded in tags or schema.is_mutable:
+    if (
+        schema is None
+        or torch.Tag.pointwise not in tags
+        or torch.Tag.nondeterministic_seeded in tags
+        or schema.is_mutable
+    ):
         return False
     return all(str(r.type) == "Tensor" for r in schema.returns)  # aten.equal gives one bool

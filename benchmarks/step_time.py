@@ -1,0 +1,297 @@
+"""The time of a training step of a stack of GPT blocks on two ranks, four ways, interleaved in one run:
+
+    unsharded     the plain model, whole on every rank
+    by hand       local weights and two autograd Functions, as Megatron-LM has them
+    DTensor       torch.distributed.tensor.parallel.parallelize_module
+    torchshard    torchshard.shard with a dict plan
+
+Before anything is timed, all four must give the same loss and the same gradients. A step is forward, loss and backward;
+each begins at a barrier and ends when the slower rank ends. Collectives are counted by the profiler, as gloo ran them.
+
+    python benchmarks/step_time.py --widths 128 512 --rounds 20 --json step_time.json
+"""
+
+from __future__ import annotations
+
+import argparse
+import copy
+import json
+import statistics
+import tempfile
+import time
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Replicate
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    PrepareModuleOutput,
+    RowwiseParallel,
+    parallelize_module,
+)
+from torch.profiler import ProfilerActivity, profile
+
+import torchshard as ts
+
+RANKS, BLOCKS, BATCH, SEQUENCE, HEAD = 2, 4, 4, 128, 64
+COLUMN, ROW = ("q", "k", "v", "up"), ("o", "down")
+PLAN = {f"*.{name}": "column" for name in COLUMN} | {f"*.{name}": "row" for name in ROW}
+NAMES = ("unsharded", "by hand", "DTensor", "torchshard")
+WARM_UP_STEPS = 3
+BYTES = {"float": 4, "long int": 8}
+
+
+# --- the model, four ways --------------------------------------------------------------------------------------------
+
+
+def attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    q, k, v = (t.unflatten(-1, (-1, HEAD)).transpose(1, 2) for t in (q, k, v))
+    return F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).flatten(2)
+
+
+class Block(nn.Module):
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.ln1, self.ln2 = nn.LayerNorm(width), nn.LayerNorm(width)
+        self.q, self.k, self.v, self.o = (nn.Linear(width, width) for _ in range(4))
+        self.up, self.down = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.ln1(x)
+        x = x + self.o(attention(self.q(h), self.k(h), self.v(h)))
+        return x + self.down(F.gelu(self.up(self.ln2(x))))
+
+
+class Copy(torch.autograd.Function):
+    """The same value; the gradients of the ranks are summed, in place as Megatron-LM does it."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        grad = grad.contiguous()
+        dist.all_reduce(grad)
+        return grad
+
+
+class Reduce(torch.autograd.Function):
+    """The sum over the ranks, in place; the gradient passes."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        dist.all_reduce(x)
+        ctx.mark_dirty(x)
+        return x
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        return grad
+
+
+def keep_slice(module: nn.Module, name: str, dim: int, rank: int) -> None:
+    whole = module.get_parameter(name).detach()
+    own = whole.chunk(RANKS, dim)[rank].clone(memory_format=torch.contiguous_format)
+    module.register_parameter(name, nn.Parameter(own))
+
+
+class HandBlock(Block):
+    """A Block that takes this rank's slices of another's weights."""
+
+    def __init__(self, whole: Block, rank: int) -> None:
+        nn.Module.__init__(self)
+        for name, module in copy.deepcopy(whole).named_children():
+            self.add_module(name, module)
+        for name in COLUMN:
+            keep_slice(self.get_submodule(name), "weight", 0, rank)
+            keep_slice(self.get_submodule(name), "bias", 0, rank)
+        for name in ROW:
+            keep_slice(self.get_submodule(name), "weight", 1, rank)
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = Copy.apply(self.ln1(x))
+        mixed = attention(self.q(h), self.k(h), self.v(h))
+        x = x + (Reduce.apply(F.linear(mixed, self.o.weight)) + self.o.bias)
+        h = Copy.apply(self.ln2(x))
+        return x + (Reduce.apply(F.linear(F.gelu(self.up(h)), self.down.weight)) + self.down.bias)
+
+
+def with_dtensor(model: nn.Sequential) -> nn.Module:
+    """The norms give replicated DTensors, so that q, k and v share one all-reduce of the gradient."""
+    styles = {f"*.{name}": ColwiseParallel() for name in COLUMN} | {f"*.{name}": RowwiseParallel() for name in ROW}
+    for norm in ("ln1", "ln2"):
+        styles[f"*.{norm}"] = PrepareModuleOutput(
+            output_layouts=Replicate(), desired_output_layouts=Replicate(), use_local_output=False
+        )
+    return parallelize_module(copy.deepcopy(model), init_device_mesh("cpu", (RANKS,)), styles)
+
+
+def implementations(width: int, x: Tensor, rank: int) -> dict[str, nn.Module]:
+    model = nn.Sequential(*(Block(width) for _ in range(BLOCKS)))
+    by_hand = nn.Sequential(*(HandBlock(block, rank) for block in model))
+    return dict(zip(NAMES, (model, by_hand, with_dtensor(model), ts.shard(model, PLAN, (x,))), strict=True))
+
+
+# --- the same numbers ------------------------------------------------------------------------------------------------
+
+
+def step(model: nn.Module, x: Tensor, target: Tensor) -> Tensor:
+    loss = F.mse_loss(model(x), target)
+    loss.backward()
+    return loss.detach()
+
+
+def local_slice(whole: Tensor, like: Tensor, rank: int) -> Tensor:
+    """This rank's slice of a whole tensor, along the dim that `like` is smaller in."""
+    for dim, (size, held) in enumerate(zip(whole.shape, like.shape, strict=True)):
+        whole = whole if size == held else whole.narrow(dim, rank * held, held)
+    return whole
+
+
+def local(tensor: Tensor) -> Tensor:
+    return tensor.to_local() if hasattr(tensor, "to_local") else tensor
+
+
+def check_equal(models: dict[str, nn.Module], x: Tensor, target: Tensor, rank: int) -> None:
+    losses = {name: step(model, x, target) for name, model in models.items()}
+    wanted = dict(models["unsharded"].named_parameters())
+    for name, model in models.items():
+        torch.testing.assert_close(losses[name], losses["unsharded"])
+        for path, parameter in model.named_parameters():
+            grad = local(parameter.grad)
+            torch.testing.assert_close(grad, local_slice(wanted[path].grad, grad, rank), rtol=1e-3, atol=1e-5)
+
+
+# --- counting and timing ---------------------------------------------------------------------------------------------
+
+
+@dataclass
+class Traffic:
+    """What one step sends through gloo, without and with the exchange by which TorchShard's ranks agree on a call."""
+
+    collectives: int = 0
+    collective_bytes: int = 0
+    agreements: int = 0
+    agreement_bytes: int = 0
+
+
+def traffic(run: Callable[[], Any]) -> Traffic:
+    """Counts the collectives of one step, on whatever thread they run; the agreement is the int64 all-reduce."""
+    with profile(activities=[ProfilerActivity.CPU], record_shapes=True, acc_events=True) as profiler:
+        run()
+    counted = Traffic()
+    for event in profiler.profiler.kineto_results.events():
+        if not event.name().startswith("gloo:"):
+            continue
+        (shape,), (dtype,) = event.shapes(), event.dtypes()
+        size = torch.Size(shape).numel() * BYTES[dtype]
+        if dtype == "long int":
+            counted.agreements, counted.agreement_bytes = counted.agreements + 1, counted.agreement_bytes + size
+        else:
+            counted.collectives, counted.collective_bytes = counted.collectives + 1, counted.collective_bytes + size
+    return counted
+
+
+def timed(run: Callable[[], Any], model: nn.Module) -> float:
+    model.zero_grad(set_to_none=True)
+    dist.barrier()
+    start = time.perf_counter()
+    run()
+    return time.perf_counter() - start
+
+
+def slowest(seconds: list[list[float]]) -> list[list[float]]:
+    """A step ends when the slower rank ends."""
+    held = torch.tensor(seconds, dtype=torch.float64)
+    dist.all_reduce(held, op=dist.ReduceOp.MAX)
+    return held.tolist()
+
+
+def measure(width: int, rounds: int, seconds: float, rank: int) -> dict[str, Any]:
+    torch.manual_seed(0)
+    x, target = torch.randn(BATCH, SEQUENCE, width), torch.randn(BATCH, SEQUENCE, width)
+    models = implementations(width, x, rank)
+    check_equal(models, x, target, rank)
+    runs = {name: partial(step, model, x, target) for name, model in models.items()}
+    one_round = lambda: [timed(runs[name], models[name]) for name in NAMES]  # noqa: E731
+    warm = slowest([one_round() for _ in range(WARM_UP_STEPS)])
+    rounds = rounds or min(200, max(5, int(seconds / sum(warm[-1]))))
+    counts = {name: asdict(traffic(runs[name])) for name in NAMES}
+    return {"width": width, "traffic": counts, "rounds": slowest([one_round() for _ in range(rounds)])}
+
+
+def rank_main(rank: int, options: argparse.Namespace, folder: str) -> None:
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=RANKS)
+    ts.distributed.init_process_group()
+    results = [measure(width, options.rounds, options.seconds, rank) for width in options.widths]
+    if rank == 0:
+        Path(folder, "results.json").write_text(json.dumps(results))
+    dist.destroy_process_group()
+
+
+# --- the table -------------------------------------------------------------------------------------------------------
+
+
+def summary(result: dict[str, Any]) -> list[dict[str, Any]]:
+    """One row per implementation; ratios to the hand-written one are taken round by round."""
+    columns = dict(zip(NAMES, zip(*result["rounds"], strict=True), strict=True))
+    rows = []
+    for name, times in columns.items():
+        ratios = sorted(a / b for a, b in zip(times, columns["by hand"], strict=True))
+        low, middle, high = statistics.quantiles(ratios, n=4)
+        spread = {"median": middle, "quartiles": (low, high), "range": (ratios[0], ratios[-1])}
+        row = {"width": result["width"], "name": name, "rounds": len(times), "median_seconds": statistics.median(times)}
+        rows.append(row | {"to_by_hand": spread} | result["traffic"][name])
+    return rows
+
+
+HEADER = (
+    f"{'width':>5}  {'step':<11} {'median':>9}  {'to by hand (quartiles, range)':<45} {'collectives':>18}  agreement"
+)
+
+
+def table_line(row: dict[str, Any]) -> str:
+    ratio = row["to_by_hand"]
+    (low, high), (least, most) = ratio["quartiles"], ratio["range"]
+    spread = f"{ratio['median']:.3f}  ({low:.3f} to {high:.3f}, {least:.3f} to {most:.3f})"
+    sent = f"{row['collectives']} x, {row['collective_bytes'] / 2**20:.2f} MiB"
+    agreed = f"{row['agreements']} x, {row['agreement_bytes']} B"
+    time_text = f"{row['median_seconds'] * 1e3:.1f} ms"
+    return f"{row['width']:>5}  {row['name']:<11} {time_text:>9}  {spread:<45} {sent:>18}  {agreed}"
+
+
+def parse() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--widths", type=int, nargs="+", default=[128, 512, 1024])
+    parser.add_argument("--rounds", type=int, default=0, help="timed rounds per width; 0: as many as --seconds allow")
+    parser.add_argument("--seconds", type=float, default=55.0, help="of timed rounds per width, where --rounds is 0")
+    parser.add_argument("--json", type=Path, help="write the rows, unrounded, to this file")
+    return parser.parse_args()
+
+
+def main() -> None:
+    options = parse()
+    with tempfile.TemporaryDirectory() as folder:
+        mp.spawn(rank_main, (options, folder), RANKS)
+        results = json.loads(Path(folder, "results.json").read_text())
+    rows = [row for result in results for row in summary(result)]
+    rounds = ", ".join(f"{len(result['rounds'])} at {result['width']}" for result in results)
+    print(f"{RANKS} gloo ranks, 1 thread each; {BLOCKS} blocks, {BATCH} x {SEQUENCE}, float32; rounds: {rounds}")
+    print(HEADER, *map(table_line, rows), sep="\n")
+    if options.json:
+        options.json.write_text(json.dumps(rows, indent=1))
+
+
+if __name__ == "__main__":
+    main()
