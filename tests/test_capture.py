@@ -136,9 +136,9 @@ def test_containers_dataclasses_and_keywords_in_and_out() -> None:
 
 
 def test_buffers_are_written() -> None:
-    model = nn.Sequential(nn.Conv1d(3, 6, 1), nn.BatchNorm1d(6))
+    model = nn.Sequential(nn.Conv1d(3, 6, 1), nn.BatchNorm1d(6)).double()
     sharded = ts.shard(model, {"0": "column"})
-    x = torch.randn(4, 3, 5)
+    x = torch.randn(4, 3, 5, dtype=torch.float64)
     for _ in range(5):
         assert torch.allclose(model(x), sharded(x))
     state = sharded.full_state_dict()
@@ -187,10 +187,10 @@ def test_a_forward_of_the_instance_is_kept() -> None:
 
 def test_modes_of_single_modules_are_followed() -> None:
     torch.manual_seed(0)
-    model = nn.Sequential(nn.Conv1d(3, 6, 1), nn.BatchNorm1d(6), nn.Dropout(0.5))
+    model = nn.Sequential(nn.Conv1d(3, 6, 1), nn.BatchNorm1d(6), nn.Dropout(0.5)).double()
     model[1].eval()
     sharded = ts.shard(model, {"0": "column"})
-    x = torch.randn(4, 3, 5)
+    x = torch.randn(4, 3, 5, dtype=torch.float64)
     for part, mode in ((None, None), (2, False), (1, True), (2, True), (1, False)):
         for m in (model, sharded):
             if part is not None:

@@ -273,7 +273,9 @@ def _noise(tensors: Iterable[Any], tolerance: float) -> float:
     """The scale below which a tensor is rounding noise of the others: sums that cancel exactly on paper, such as the
     gradient of a key bias, are 256 machine epsilons of the largest value here."""
     floats = [t for t in tensors if isinstance(t, Tensor) and t.is_floating_point() and t.numel()]
-    return max((256 * torch.finfo(t.dtype).eps * float(t.abs().max()) for t in floats), default=0.0) / tolerance
+    return (
+        max((256 * torch.finfo(t.dtype).eps * float(t.detach().abs().max()) for t in floats), default=0.0) / tolerance
+    )
 
 
 def _compare(expected: _Results, got: _Run, layouts: Mapping[str, Layout], tolerance: float) -> list[Comparison]:

@@ -32,9 +32,14 @@ def localize(module: fx.GraphModule, rank: int, world: int, group: str) -> bool:
         replacement = local_replacement(row, choice) if row is not None and choice is not None else None
         if replacement is not None:
             _replace(module, node, replacement, Local(row, choice, rank, world, group))
-    module.graph.eliminate_dead_code(lambda n: n.op == "placeholder" or n.is_impure())
+    module.graph.eliminate_dead_code(_is_kept)
     module.recompile()
     return True
+
+
+def _is_kept(node: fx.Node) -> bool:
+    """What one rank needs not and drops, others may wait for: collectives stay on every rank."""
+    return node.op == "placeholder" or is_collective(node.target) or node.is_impure()
 
 
 def _first_shape(node: fx.Node) -> tuple[Any, ...] | None:
