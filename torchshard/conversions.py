@@ -63,9 +63,8 @@ def route(source: Layout, target: Layout, *, needs_grad: bool = True) -> list[St
     if isinstance(source, Shard) and isinstance(target, Shard) and source.dim == target.dim:
         return [("gather", I), ("scatter", target)]
     if source == P and target == R:
-        return [("reduce", I), ("copy", R)][
-            : 2 if needs_grad else 1
-        ]  # the sum may be wanted as I elsewhere; alone, the two are fused
+        both: list[Step] = [("reduce", I), ("copy", R)]  # the sum may be wanted as I too; alone, the two are fused
+        return both if needs_grad else both[:1]
     row = _BY_ENDS.get((type(source), type(target)))
     return None if row is None or row.name == "pad" else [(row.name, target)]
 
