@@ -39,6 +39,7 @@ import torchshard as ts
 RANKS, BLOCKS, BATCH, SEQUENCE, HEAD = 2, 4, 4, 128, 64
 COLUMN, ROW = ("q", "k", "v", "up"), ("o", "down")
 PLAN = {f"*.{name}": "column" for name in COLUMN} | {f"*.{name}": "row" for name in ROW}
+SPLIT = {f"{n}.{p}": 0 for n in COLUMN for p in ("weight", "bias")} | {f"{n}.weight": 1 for n in ROW}
 NAMES = ("unsharded", "by hand", "DTensor", "torchshard")
 WARM_UP_ROUNDS = 2
 ITEM_BYTES = {"float": 4, "long int": 8}
@@ -93,24 +94,16 @@ class Reduce(torch.autograd.Function):
         return grad
 
 
-def keep_slice(module: nn.Module, name: str, dim: int, rank: int) -> None:
-    whole = module.get_parameter(name).detach()
-    own = whole.chunk(RANKS, dim)[rank].clone(memory_format=torch.contiguous_format)
-    module.register_parameter(name, nn.Parameter(own))
-
-
 class HandBlock(Block):
-    """A Block that takes this rank's slices of another's weights."""
+    """A Block with this rank's slices of another's weights."""
 
     def __init__(self, whole: Block, rank: int) -> None:
-        nn.Module.__init__(self)
-        for name, module in copy.deepcopy(whole).named_children():
-            self.add_module(name, module)
-        for name in COLUMN:
-            keep_slice(self.get_submodule(name), "weight", 0, rank)
-            keep_slice(self.get_submodule(name), "bias", 0, rank)
-        for name in ROW:
-            keep_slice(self.get_submodule(name), "weight", 1, rank)
+        super().__init__(whole.q.in_features)
+        self.load_state_dict(whole.state_dict())
+        for path, dim in SPLIT.items():
+            parameter = self.get_parameter(path)
+            own = parameter.data.chunk(RANKS, dim)[rank]
+            parameter.data = own.clone(memory_format=torch.contiguous_format)
 
     def forward(self, x: Tensor) -> Tensor:
         h = Copy.apply(self.ln1(x))
@@ -222,14 +215,13 @@ def rank_main(rank: int, options: argparse.Namespace, folder: str) -> None:
 
 def summary(result: dict[str, Any]) -> list[dict[str, Any]]:
     """One row per implementation; ratios to the hand-written one are taken round by round."""
-    columns = dict(zip(NAMES, zip(*result["rounds"], strict=True), strict=True))
-    rows = []
-    for name, times in columns.items():
-        ratios = sorted(a / b for a, b in zip(times, columns["by hand"], strict=True))
+    rows, hand = [], [times[NAMES.index("by hand")] for times in result["rounds"]]
+    for name, times in zip(NAMES, zip(*result["rounds"], strict=True), strict=True):
+        ratios = [a / b for a, b in zip(times, hand, strict=True)]
         low, middle, high = statistics.quantiles(ratios, n=4)
-        spread = {"median": middle, "quartiles": (low, high), "range": (ratios[0], ratios[-1])}
-        row = {"width": result["width"], "name": name, "rounds": len(times), "median_seconds": statistics.median(times)}
-        rows.append(row | {"to_by_hand": spread} | result["traffic"][name])
+        spread = {"median": middle, "quartiles": (low, high), "range": (min(ratios), max(ratios))}
+        row = {"width": result["width"], "name": name, "median_seconds": statistics.median(times)}
+        rows.append(row | {"rounds": len(times), "to_by_hand": spread} | result["traffic"][name])
     return rows
 
 

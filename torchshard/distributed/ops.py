@@ -42,12 +42,12 @@ def _run(row: Conversion, x: Tensor, args: Sequence[Any]) -> Tensor:
 
 
 def _gradient(row: Conversion, grad: Tensor, args: Sequence[Any]) -> Tensor:
-    """The gradient of a conversion is its dual, of the gradient."""
+    """The gradient of a conversion is its dual, of the gradient; an operator where it is differentiated or traced."""
     dual = TABLE[row.dual]
     args = [*args[2:4], *args[0:2], args[4]] if len(args) == 5 else args
-    if not torch.is_grad_enabled() and dual.kernel == "none":
-        return grad
-    return direct(getattr(torch.ops.torchshard, dual.name).default)(grad, *args)
+    if torch.is_grad_enabled() or type(grad) not in _PLAIN:
+        return getattr(torch.ops.torchshard, dual.name).default(grad, *args)
+    return grad if dual.kernel == "none" else _run(dual, grad, args)
 
 
 class _Direct(torch.autograd.Function):
