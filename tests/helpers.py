@@ -67,6 +67,6 @@ def _rank(rank: int, fn: Callable[..., Any], world: int, folder: str, args: tupl
     except BaseException:
         result = (False, traceback.format_exc())
     Path(folder, f"{rank}.pkl").write_bytes(pickle.dumps(result))
-    if not result[0]:
-        raise SystemExit(1)
-    dist.destroy_process_group()
+    if result[0]:
+        dist.destroy_process_group()
+    os._exit(not result[0])  # gloo's threads, if any is left, may abort an ordinary exit on a loaded machine
