@@ -17,6 +17,7 @@ from torchshard.rules.registry import Call, block, dims_of, letters, positive, r
 
 aten = torch.ops.aten
 LINEAR = [{0}]
+BOTH = [{0, 1}]
 
 
 def same_size(a: Size, b: Size) -> bool:
@@ -227,40 +228,42 @@ def repeat_interleave(call: Call) -> Row | None:
     )
 
 
+def _cut(call: Call, piece: Size) -> tuple[str, str, dict[str, Any]]:
+    """The dims of a tensor and of its slice, the cut one as what lies before, within and after; the row's options."""
+    shape = call.tensors[0].shape
+    dim, names = positive(call["dim"], len(shape)), letters(len(shape), used="pqr")
+    start, size = call["start"] or 0, shape[dim]
+
+    def dims(cut: str) -> str:
+        return spaced(cut if i == dim else name for i, name in enumerate(names))
+
+    if call["step"] == 1 and same_size(size, piece):
+        return spaced(names), spaced(names), {}
+    if call["step"] != 1 or not all(isinstance(s, int) for s in (start, size, piece)):
+        return dims(f"!{names[dim]}"), dims("!q"), {}
+    start = max(start + size, 0) if start < 0 else min(start, size)
+    widths = {"p": start, "q": piece, "r": size - start - piece}
+    sizes = {axis: width for axis, width in widths.items() if width or axis == "q"}
+
+    def local(ctx: Local, *args: Any, **kwargs: Any) -> Any:
+        begin = ctx.size("p") if "p" in sizes else 0
+        return call.target(*args[: len(call.tensors)], dim, begin, begin + ctx.size("q"))
+
+    return dims("+".join(sizes)), dims("q"), {"sizes": sizes, "local": {"*": local}}
+
+
 @rule(aten.slice.Tensor)
 def slice_(call: Call) -> Row:
-    """`f32[2,9] -> f32[2,3]     a p+q+r -> a q     p=3 q=3 r=3`: the cut dim is what lies before, within and after."""
-    source, target = call.tensors[0].shape, call.results[0].shape
-    dim, step = positive(call["dim"], len(source)), call["step"]
-    names = letters(len(source), used="pqr")
-    left, right, sizes = list(names), list(names), dict[str, Size]()
-    if same_size(source[dim], target[dim]) and step == 1:
-        return call.row(f"{spaced(left)} -> {spaced(right)}", linear=LINEAR, local={"*": _whole_slice})
-    start, size = call["start"] or 0, source[dim]
-    if step == 1 and all(isinstance(s, int) for s in (start, size, target[dim])):
-        start = max(start + size, 0) if start < 0 else min(start, size)
-        widths = {"p": start, "q": target[dim], "r": size - start - target[dim]}
-        sizes = {axis: width for axis, width in widths.items() if width or axis == "q"}
-        left[dim], right[dim] = "+".join(sizes), "q"
-
-        def local(ctx: Local, x: Any, dim: int = 0, start: Any = None, end: Any = None, step: int = 1) -> Any:
-            begin = ctx.size("p") if "p" in sizes else 0
-            return aten.slice.Tensor(x, dim, begin, begin + ctx.size("q"))
-
-        untouched = {n: _same_slice for n in names if n != names[dim]}
-        return call.row(
-            f"{spaced(left)} -> {spaced(right)}", sizes=sizes, linear=LINEAR, local={**untouched, "*": local}
-        )
-    left[dim], right[dim] = f"!{names[dim]}", "!q"
-    return call.row(f"{spaced(left)} -> {spaced(right)}", linear=LINEAR)
+    """`f32[2,9] -> f32[2,3]     a p+q+r -> a q     p=3 q=3 r=3`."""
+    whole, piece, options = _cut(call, call.results[0].shape[call["dim"]])
+    return call.row(f"{whole} -> {piece}", linear=LINEAR, **options)
 
 
-def _whole_slice(ctx: Local, x: Any, *args: Any, **kwargs: Any) -> Any:
-    return aten.alias.default(x)
-
-
-def _same_slice(ctx: Local, x: Any, *args: Any, **kwargs: Any) -> Any:
-    return aten.slice.Tensor(x, *args, **kwargs)
+@rule(aten.slice_scatter.default)
+def slice_scatter(call: Call) -> Row:
+    """`f32[2,9], f32[2,3] -> f32[2,9]     a p+q+r, a q -> a p+q+r     p=3 q=3 r=3`."""
+    whole, piece, options = _cut(call, call.tensors[1].shape[call["dim"]])
+    return call.row(f"{whole}, {piece} -> {whole}", linear=BOTH, **options)
 
 
 @rule(aten.select.int)
@@ -270,6 +273,16 @@ def select(call: Call) -> Row:
     names, dim = letters(ndim), positive(call["dim"], ndim)
     rest = [n for i, n in enumerate(names) if i != dim]
     return call.row(f"{spaced(block(names, [dim]))} -> {spaced(rest)}", linear=LINEAR)
+
+
+@rule(aten.select_scatter.default)
+def select_scatter(call: Call) -> Row:
+    """`f32[3,2,8], f32[2,8] -> f32[3,2,8]     !a b c, b c -> !a b c`."""
+    ndim = len(call.tensors[0].shape)
+    names, dim = letters(ndim), positive(call["dim"], ndim)
+    rest = [n for i, n in enumerate(names) if i != dim]
+    whole = spaced(block(names, [dim]))
+    return call.row(f"{whole}, {spaced(rest)} -> {whole}", linear=BOTH)
 
 
 @rule(aten.unbind.int)
@@ -325,6 +338,19 @@ def stack(call: Call) -> Row:
     right = [*names[:dim], "!s", *names[dim:]]
     n = len(call.tensors)
     return call.row(f"{spaced(*([names] * n))} -> {spaced(right)}", linear=[set(range(n))])
+
+
+@rule(aten.constant_pad_nd.default)
+def constant_pad(call: Call) -> Row:
+    """`f32[2,8] -> f32[2,11]     a !b -> a !b0`: padded (or cut) dims are not split."""
+    ndim, pad = len(call.tensors[0].shape), call["pad"]
+    left = letters(ndim)
+    right = list(left)
+    for i in range(len(pad) // 2):
+        if pad[2 * i] or pad[2 * i + 1]:
+            dim = ndim - 1 - i
+            left[dim], right[dim] = f"!{left[dim]}", f"!{left[dim]}0"
+    return call.row(f"{spaced(left)} -> {spaced(right)}", linear=LINEAR if not call["value"] else ())
 
 
 @rule(aten.roll.default, aten.flip.default)
