@@ -18,7 +18,7 @@ from torch import Tensor, fx, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils import _pytree as pytree
 
-from torchshard.capture import Captured
+from torchshard.capture import Captured, flatten_call
 from torchshard.check import Report, check_program
 from torchshard.graph import mark_needs_grad, node_row, operands, values
 from torchshard.layouts import I, Layout, P, R, Shard
@@ -26,7 +26,6 @@ from torchshard.notation import Choice, Hint, Row, choices
 from torchshard.passes import rewrite
 from torchshard.planner.plan import Plan
 from torchshard.program import Program
-from torchshard.signature import flatten_call
 
 aten = torch.ops.aten
 TOLERANCE = 1e-10

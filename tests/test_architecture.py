@@ -17,7 +17,6 @@ LAYERS = [
     ["rules"],
     ["distributed"],
     ["graph"],
-    ["inline", "signature"],
     ["capture"],
     ["planner"],
     ["passes", "materialize"],

@@ -214,3 +214,40 @@ def test_a_call_under_autocast_is_a_kind_of_its_own() -> None:
     assert (expected["logits"] - got["logits"]).abs().max() < rounding
     assert not torch.equal(got["logits"].float(), sharded(*inputs)["logits"])
     ts.distributed.destroy_process_group()
+
+
+def _gradient_inside(m: _Up, x: Tensor) -> Tensor:
+    x = x.detach().requires_grad_()
+    return torch.autograd.grad(m.up(x).sum(), x, create_graph=True)[0]
+
+
+def _vmap(m: _Up, x: Tensor) -> Tensor:
+    return torch.func.vmap(m.up)(x)  # type: ignore[no-any-return]
+
+
+@pytest.mark.parametrize("body", [_gradient_inside, _vmap])
+def test_gradients_and_transforms_inside_the_model_are_refused(body: Callable[[_Up, Tensor], Tensor]) -> None:
+    with pytest.raises(ts.CaptureError, match="differentiates or maps within forward"):
+        capture(_Up(body), (X,))
+
+
+def test_shapes_that_depend_on_values() -> None:
+    model = _Up(lambda m, x: m.up(x)[x[:, 0] > 0])
+    sharded = ts.shard(model, {"up": "column"})
+    for seed in range(4):
+        x = torch.randn(5, 6, generator=torch.Generator().manual_seed(seed))
+        assert torch.equal(sharded(x), model(x))
+    ts.distributed.destroy_process_group()
+    _exact(model, X, plan={"up": "row"})
+
+
+def test_sizes_are_fixed_where_the_model_holds_for_no_others() -> None:
+    scales = {3: 2.0, 5: 4.0}
+    model = _Up(lambda m, x: m.up(x) * scales[x.shape[0]])
+    sharded = ts.shard(model, {"up": "column"})
+    for rows in (3, 5, 3):
+        x = torch.randn(rows, 6)
+        assert torch.equal(sharded(x), model(x))
+    with pytest.raises(ts.CaptureError, match="KeyError: 4"):
+        sharded(torch.randn(4, 6))
+    ts.distributed.destroy_process_group()

@@ -57,7 +57,15 @@ def _chain(h: Tensor) -> Tensor:
     return h.flatten().sub_(1).view_as(h) + b.sum()
 
 
-BODIES = [_view_then_write, _write_then_old_view, _view_of_view, _transposed, _fill_and_mask, _chain]
+def _out_argument(h: Tensor) -> Tensor:
+    y = torch.empty_like(h)
+    with torch.no_grad():
+        torch.div(h, 2.0, out=y)
+        torch.mul(h[:, :4], y[:, 4:], out=y[:, 2:6])
+    return h + y
+
+
+BODIES = [_view_then_write, _write_then_old_view, _view_of_view, _transposed, _fill_and_mask, _chain, _out_argument]
 
 
 @pytest.mark.parametrize("body", BODIES, ids=lambda f: f.__name__)
@@ -89,9 +97,24 @@ def _write_to_a_piece_of_what_is_used(h: Tensor) -> Tensor:
     return h + y
 
 
-@pytest.mark.parametrize(
-    "body", [_write_to_a_piece, _write_to_a_piece_of_what_is_used, _write_through_expand], ids=lambda f: f.__name__
-)
+def _two_results(h: Tensor) -> Tensor:
+    values, indices = torch.empty(3, 2, dtype=h.dtype), torch.empty(3, 2, dtype=torch.long)
+    with torch.no_grad():
+        torch.topk(h, 2, out=(values, indices))
+    return h + values.sum()
+
+
+def _another_shape(h: Tensor) -> Tensor:
+    y = torch.empty(0)
+    with torch.no_grad():
+        torch.exp(h, out=y)
+    return h + y
+
+
+REFUSED = [_write_to_a_piece, _write_to_a_piece_of_what_is_used, _write_through_expand, _two_results, _another_shape]
+
+
+@pytest.mark.parametrize("body", REFUSED, ids=lambda f: f.__name__)
 def test_refused_writes(body: Callable[[Tensor], Tensor]) -> None:
     with pytest.raises(ts.CaptureError, match="in-place op") as caught:
         ts.check(_Program(body), {"up": "column"}, world_size=2, example_inputs=(torch.randn(3, 6),))

@@ -10,7 +10,6 @@ All ranks run in this process, in lockstep, over the graphs that would run on re
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -19,13 +18,12 @@ import torch
 from torch import Tensor, fx, nn
 
 from torchshard import lockstep
-from torchshard.capture import shared_names
+from torchshard.capture import Leaves, copied, flatten, flatten_call, shared_names
 from torchshard.errors import ShardError
 from torchshard.graph import is_tensor, where
 from torchshard.layouts import I, Layout, dual, is_whole, join
 from torchshard.materialize import local_state
 from torchshard.program import PlanLike, Program, program
-from torchshard.signature import Leaves, flatten, flatten_call
 
 TOLERANCES = {torch.float64: 1e-10, torch.float32: 1e-5, torch.float16: 1e-2, torch.bfloat16: 5e-2}
 """Largest error relative to the largest value of a tensor, by the narrowest floating dtype in the graph."""
@@ -110,7 +108,7 @@ def check(
         what `torchshard.shard` raises for this model and plan. A difference is reported, not raised:
         see `Report.raise_on_error`.
     """
-    held = copy.deepcopy(model)
+    held = copied(model)
     args, kwargs = list(example_inputs), dict(example_kwargs or {})
     if dtype is not None:
         held = held.to(dtype)
@@ -195,7 +193,7 @@ def _grads(leaves: Mapping[str, Any]) -> dict[str, Tensor]:
 
 def _unsharded(model: nn.Module, call: Leaves) -> _Results:
     """The model itself, as a copy of its own: gradients and buffers of the user's stay as they are."""
-    held = copy.deepcopy(model)
+    held = copied(model)
     held.zero_grad()
     inputs = {name: _leaf(t) for name, t in zip(call.names, call.tensors, strict=True)}
     call_args, call_kwargs = call.rebuild(list(inputs.values()))

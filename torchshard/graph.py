@@ -128,8 +128,8 @@ def plain_shape(value: Any) -> tuple[Any, ...]:
 
 
 def hint(size: Any) -> int:
-    """A size as a number: dynamic ones as the example inputs had them."""
-    return size if isinstance(size, int) else int(size.node.hint)
+    """A size as a number: dynamic ones as the example inputs had them, 1 for one that depends on values."""
+    return size if isinstance(size, int) else int(1 if size.node.hint is None else size.node.hint)
 
 
 def nbytes(value: Tensor) -> int:

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, fx, nn
 
 from torchshard.agreement import agree, digest
-from torchshard.capture import check_devices, hollow, hollow_tensor, shared_names
+from torchshard.capture import Leaves, check_devices, flatten_call, hollow, hollow_tensor, shared_names
 from torchshard.distributed.groups import MODEL, Group
 from torchshard.distributed.kernels import convert
 from torchshard.distributed.ops import OPS, direct
@@ -28,7 +28,6 @@ from torchshard.passes import localized
 from torchshard.planner.plan import Plan
 from torchshard.planner.styles import check_matches, parameter_layouts
 from torchshard.program import PlanLike, Program, program, read_plan
-from torchshard.signature import Leaves, flatten_call
 
 
 @dataclass(frozen=True)

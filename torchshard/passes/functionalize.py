@@ -121,16 +121,18 @@ def _note_alias(aliases: _Aliases, node: fx.Node) -> None:
 
 def _replace(aliases: _Aliases, node: fx.Node) -> None:
     args = bound_args(node)
-    names = list(args)
-    target: Any = node.args[0]
     schema: Any = node.target._schema  # type: ignore[union-attr]
-    if not is_tensor(target) or any(a.alias_info and a.alias_info.is_write for a in schema.arguments[1:]):
-        raise _refused(node, "it writes to something other than its first operand")
+    written = [a.name for a in schema.arguments if a.alias_info and a.alias_info.is_write]
+    target: Any = args[written[0]]
+    if not is_tensor(target) or len(written) > 1:
+        raise _refused(node, f"it writes to {', '.join(written)}: more than one tensor")
     family = aliases.root(target)
     if any(aliases.root(n) is not family for n in aliases.sharing[_storage(target)] if n is not node):
         raise _refused(node, "it writes to a piece of a split value, which shares its memory with the other pieces")
     held = {k: fx.map_arg(v, lambda n: aliases.current(n)) for k, v in args.items()}
-    value = _functional(aliases.module, node, held, names)
+    value = _functional(aliases.module, node, held, written[0])
+    if value.meta["val"].shape != target.meta["val"].shape:
+        raise _refused(node, f"it changes the shape of what it writes to, {written[0]}")
     if value.meta["val"].dtype != target.meta["val"].dtype:
         value = emit(aliases.module, aten.to.dtype, (value, target.meta["val"].dtype), node)
     aliases.parent[node] = target
@@ -138,9 +140,9 @@ def _replace(aliases: _Aliases, node: fx.Node) -> None:
     aliases.now[node], aliases.seen[node] = value, aliases.version[aliases.root(target)]
 
 
-def _functional(module: fx.GraphModule, node: fx.Node, held: dict[str, Any], names: list[str]) -> fx.Node:
+def _functional(module: fx.GraphModule, node: fx.Node, held: dict[str, Any], written: str) -> fx.Node:
     target: Any = node.target
-    mine = held[names[0]]
+    mine = held[written]
     if target is aten.copy_.default:
         source = held["src"]
         if source.meta["val"].shape != mine.meta["val"].shape:
@@ -150,14 +152,24 @@ def _functional(module: fx.GraphModule, node: fx.Node, held: dict[str, Any], nam
         return emit(module, aten.full_like.default, (mine, held["value"]), node)
     if target in _NAMED:
         return emit(module, _NAMED[target], tuple(held.values())[: len(node.args)], node)
-    name, overload = target._schema.name.split("::")[1], target._overloadname
-    plain = getattr(getattr(aten, name.rstrip("_"), None), overload, None)
-    if plain is None or not name.endswith("_"):
+    plain = _returning(target)
+    if plain is None:
         raise _refused(node, f"{target} has no form that does not write")
     schema_names = {a.name for a in plain._schema.arguments}
     kwonly = {a.name for a in plain._schema.arguments if a.kwarg_only}
     args = tuple(v for k, v in held.items() if k in schema_names and k not in kwonly)
     return emit(module, plain, args, node, **{k: v for k, v in held.items() if k in kwonly})
+
+
+def _returning(target: Any) -> Any:
+    """The overload that returns what this one writes: `add.Tensor` for `add_.Tensor`, `div.Tensor` for `div.out`."""
+    name, overload = target._schema.name.split("::")[1], target._overloadname
+    if name.endswith("_"):
+        return getattr(getattr(aten, name.rstrip("_"), None), overload, None)
+    wanted = [(a.name, str(a.type)) for a in target._schema.arguments if not a.is_out]
+    family = target._overloadpacket
+    overloads = (getattr(family, name) for name in family.overloads())
+    return next((o for o in overloads if [(a.name, str(a.type)) for a in o._schema.arguments] == wanted), None)
 
 
 def _undo(module: fx.GraphModule, view: fx.Node, base: fx.Node, value: fx.Node) -> fx.Node:
@@ -199,7 +211,7 @@ def _store_written(aliases: _Aliases) -> None:
         if root.op != "placeholder":
             continue
         if root.meta["kind"] == "constant":
-            continue
+            raise _refused(root, f"the model writes to {root.meta['path']}, which is no registered buffer of it")
         if root.meta["kind"] != "buffer":
             raise _refused(root, f"the model writes to its {root.meta['kind']} {root.meta['path']}")
         with graph.inserting_before(graph.output_node()):

@@ -1,0 +1,168 @@
+"""What forward assigns to plain attributes: caches and logs make no difference to later calls, state is refused."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import torchshard as ts
+from torchshard.capture import capture
+from torchshard.capture.attributes import Kept, attributes, changed
+
+
+class _Up(nn.Module):
+    """A linear, and attributes that its forward may write."""
+
+    def __init__(self, body: Callable[[Any, Tensor], Tensor]) -> None:
+        super().__init__()
+        self.up, self.body = nn.Linear(6, 8), body
+        self.step, self.hidden, self.done, self.seen, self.last = 0, None, False, [], {"n": 0}
+        self.plain = torch.ones(8)
+        self.register_buffer("frequency", torch.ones(8))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.body(self, x)
+
+
+def _cache(m: Any, x: Tensor) -> Tensor:
+    if m.hidden is None or len(m.hidden) < len(x):
+        m.hidden = torch.arange(len(x)).float().cos()[:, None]
+    return m.up(x) * m.hidden[: len(x)]
+
+
+def _cache_of_a_buffer(m: Any, x: Tensor) -> Tensor:
+    if m.step != len(x) or m.hidden.device != x.device:
+        m.step = len(x)
+        m.hidden = torch.outer(torch.arange(m.step).float(), m.frequency).cos()
+    return m.up(x) * m.hidden
+
+
+def _new_attribute(m: Any, x: Tensor) -> Tensor:
+    if not hasattr(m, "made"):
+        m.made = torch.arange(8.0)
+    return m.up(x) * m.made
+
+
+def _moved(m: Any, x: Tensor) -> Tensor:
+    m.plain = m.plain.to(x.device)
+    return m.up(x) * m.plain
+
+
+def _log(m: Any, x: Tensor) -> Tensor:
+    m.hidden = m.up(x)
+    m.last["shape"] = x.shape
+    m.seen.append(m.hidden.sum())
+    return m.hidden * 2
+
+
+def _written_buffer(m: Any, x: Tensor) -> Tensor:
+    y = m.up(x) + m.frequency
+    m.frequency = y.mean(0).detach()
+    return y
+
+
+@pytest.mark.parametrize("body", [_cache, _cache_of_a_buffer, _new_attribute, _moved, _log, _written_buffer])
+def test_what_makes_no_difference_may_be_left(body: Callable[[Any, Tensor], Tensor]) -> None:
+    torch.manual_seed(0)
+    model = _Up(body)
+    sharded = ts.shard(model, {"up": "column"}, example_inputs=(torch.ones(4, 6),))
+    for rows in (4, 4, 3, 7, 2):
+        x = torch.randn(rows, 6)
+        assert torch.allclose(sharded(x), model(x)), rows
+    ts.distributed.destroy_process_group()
+
+
+def _counter(m: Any, x: Tensor) -> Tensor:
+    m.step += 1
+    return m.up(x) * m.step
+
+
+def _hidden_state(m: Any, x: Tensor) -> Tensor:
+    y = m.up(x) if m.hidden is None else m.up(x) + m.hidden
+    m.hidden = y.detach()
+    return y
+
+
+def _first_call(m: Any, x: Tensor) -> Tensor:
+    y = m.up(x)
+    if not m.done:
+        y, m.done = y - y.mean(0), True
+    return y
+
+
+def _state_in_a_list(m: Any, x: Tensor) -> Tensor:
+    y = m.up(x) + sum(m.seen)
+    m.seen.append(y.detach().mean())
+    return y
+
+
+def _cache_of_a_written_buffer(m: Any, x: Tensor) -> Tensor:
+    y = m.up(x) if m.hidden is None else m.up(x) * m.hidden
+    m.frequency.add_(1)
+    m.hidden = m.frequency * 2
+    return y
+
+
+def _written_in_place(m: Any, x: Tensor) -> Tensor:
+    y = m.up(x) + m.plain
+    m.plain[0].add_(1)
+    return y
+
+
+REFUSED = {
+    _counter: "changes step again",
+    _hidden_state: "reads what the first has left there",
+    _first_call: "computes something else",
+    _state_in_a_list: "reads what the first has left there",
+    _cache_of_a_written_buffer: "reads what the first has left there",
+    _written_in_place: "plain, which is no registered buffer",
+}
+
+
+@pytest.mark.parametrize("body", REFUSED)
+def test_state_is_refused(body: Callable[[Any, Tensor], Tensor]) -> None:
+    with pytest.raises(ts.CaptureError, match=REFUSED[body]):
+        ts.shard(_Up(body), {"up": "column"}, example_inputs=(torch.ones(4, 6),))
+    ts.distributed.destroy_process_group()
+
+
+@pytest.mark.parametrize("body", [_cache, _log, _new_attribute, _counter])
+def test_a_capture_leaves_the_attributes_as_they_were(body: Callable[[Any, Tensor], Tensor]) -> None:
+    model = _Up(body)
+    before, seen = attributes(model), model.seen
+    try:
+        capture(model, (torch.ones(4, 6),))
+    except ts.CaptureError:
+        assert body is _counter
+    assert not changed(before, attributes(model)) and model.seen is seen and not hasattr(model, "made")
+
+
+def test_kept_attributes_are_put_back() -> None:
+    model = _Up(_log)
+    kept, before = Kept(model), attributes(model)
+    model.seen.append(1)
+    model.new, model.up.bias = 1, None
+    del model.step
+    kept.put_back()
+    assert not changed(before, attributes(model)) and model.up.bias is not None
+
+
+def test_what_cannot_be_copied_is_an_error() -> None:
+    model = _Up(_cache)
+    model.lock = threading.Lock()
+    with pytest.raises(ts.InputError, match="can't be copied"):
+        ts.shard(model, {"up": "column"})
+    ts.distributed.destroy_process_group()
+
+
+def test_a_weight_computed_by_a_hook() -> None:
+    """The older weight_norm leaves a computed tensor in an attribute; each call computes it before it reads it."""
+    torch.manual_seed(0)
+    model = torch.nn.utils.weight_norm(nn.Linear(6, 8))
+    report = ts.check(nn.Sequential(model), {}, world_size=2, example_inputs=(torch.randn(4, 6),))
+    assert report.ok, str(report)

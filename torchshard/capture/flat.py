@@ -1,0 +1,189 @@
+"""Module and example inputs in, one flat ATen graph out, with global shapes.
+
+`torch.export` (non-strict, training IR) runs the model on fake tensors, so that linear, attention, layer_norm,
+cross_entropy and dropout stay whole and no parameter is read. Here its result becomes what all passes work on:
+
+    placeholders    parameters, buffers and constants first, then the call's tensors; meta["kind"], meta["path"]
+    call_function   ATen ops; meta["val"] (fake, global shape), meta["module"] (path), meta["source"] (user's line)
+    output          the flat list of result tensors
+
+Each input tensor's first two dims (batch, sequence) are dynamic where the model holds for any size. What the graph
+then assumes of its inputs, `Captured.accepts` checks at each call.
+
+Limits, each an error: control flow that depends on data; a custom `autograd.Function` (its backward would be lost).
+Activation checkpoints are flattened.
+"""
+
+from __future__ import annotations
+
+import copy
+import functools
+import re
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, fx, nn
+
+from torchshard.capture.models import check_devices, shared_names
+from torchshard.capture.regions import inline_regions
+from torchshard.capture.signature import Leaves, flatten_call
+from torchshard.capture.trace import is_library, trace
+from torchshard.graph import duplicate, op_name, size_expr
+
+
+@dataclass(frozen=True)
+class Captured:
+    """A graph with what is needed to call it."""
+
+    graph: fx.GraphModule
+    inputs: tuple[str, ...]
+    """The names of the call's tensors, in the order of their placeholders."""
+    constants: Mapping[str, Tensor]
+    """Tensors that the model makes of Python numbers, by path."""
+    rebuild: Callable[[Sequence[Any]], Any]
+    """The graph's results -> what `forward` returns."""
+    assumes: Callable[[Sequence[Tensor]], bool]
+    """Whether tensors satisfy what the graph assumes of sizes."""
+
+    def accepts(self, tensors: Sequence[Tensor]) -> bool:
+        """Whether the graph computes the model on these inputs."""
+        return self.assumes(tensors)
+
+
+def capture(model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any] | None = None) -> Captured:
+    """Captures one call of the model; the model and the inputs are read for shapes alone.
+
+    Raises:
+        CaptureError: the model can't be captured; it says at which line and what to do.
+        InputError: `forward` does not take these arguments, or a tensor is on another device than the model.
+    """
+    call = flatten_call(model, args, kwargs or {})
+    check_devices(model, call)
+    exported, result = trace(model, call)
+    graph = _flat_graph(exported, call, shared_names(model))
+    return Captured(graph, call.names, _constants(exported), result.rebuild, _assumption(graph, exported, call))
+
+
+# --- ExportedProgram -> GraphModule ----------------------------------------------------------------------------------
+
+
+def _flat_graph(
+    exported: torch.export.ExportedProgram, call: Leaves, shared: Mapping[str, tuple[str, ...]]
+) -> fx.GraphModule:
+    module = fx.GraphModule(exported.graph_module, copy.deepcopy(exported.graph_module.graph))
+    inline_regions(module)
+    graph = module.graph
+    kinds = {spec.arg.name: spec for spec in exported.graph_signature.input_specs}
+    names = iter(call.names)
+    for node in graph.nodes:
+        if node.op == "placeholder":
+            spec = kinds[node.target]
+            kind = spec.kind.name.lower()
+            kind = {"user_input": "input", "constant_tensor": "constant"}.get(kind, kind)
+            node.meta["kind"] = kind
+            path = next(names) if kind == "input" else str(spec.target)
+            node.meta["names"] = shared.get(path, (path,)) if kind != "input" else (path,)
+            node.meta["path"] = node.meta["names"][0]
+        elif node.op == "call_function":
+            node.meta["module"] = _module_path(node)
+            node.meta["source"] = _source(node.meta.get("stack_trace") or "")
+    flat = graph.output_node()
+    results: Any = flat.args[0]
+    flat.args = (tuple(results),)
+    _order_placeholders(graph)
+    _rename(graph)
+    return duplicate(fx.GraphModule(nn.Module(), graph))
+
+
+def _order_placeholders(graph: fx.Graph) -> None:
+    """Parameters, buffers and constants first, then the call's tensors."""
+    inputs = [n for n in graph.nodes if n.op == "placeholder" and n.meta["kind"] == "input"]
+    rest = [n for n in graph.nodes if n.op == "placeholder" and n.meta["kind"] != "input"]
+    for node in reversed([*rest, *inputs]):
+        graph._root.append(node)
+
+
+def _constants(exported: torch.export.ExportedProgram) -> dict[str, Tensor]:
+    specs = exported.graph_signature.input_specs
+    wanted = [s.target for s in specs if s.kind.name in ("CONSTANT_TENSOR",) and s.target]
+    return {path: exported.constants[path] for path in wanted}
+
+
+def _module_path(node: fx.Node) -> str:
+    stack = node.meta.get("nn_module_stack") or {}
+    paths = [path for path, _ in stack.values()]
+    path = paths[-1] if paths else ""
+    return "" if path.startswith("_empty_nn_module_stack") else path.split("@")[0]
+
+
+def _source(stack: str) -> str:
+    """The innermost line of the user's (or a model library's) code in a stack trace: 'mlp.py:12'."""
+    frames = [m for m in re.findall(r'File "([^"]+)", line (\d+)', stack) if not is_library(m[0])]
+    return f"{frames[-1][0]}:{frames[-1][1]}" if frames else ""
+
+
+def _rename(graph: fx.Graph) -> None:
+    """Names follow the module path: the one linear of `blocks.0.attn.q` is `blocks_0_attn_q`."""
+    calls = [n for n in graph.nodes if n.op == "call_function"]
+    per_module: dict[str, list[fx.Node]] = {}
+    for node in calls:
+        per_module.setdefault(node.meta["module"], []).append(node)
+    nested = {path.rpartition(".")[0] for path in per_module}
+    for node in graph.nodes:
+        node.name = f"_old_{node.name}"
+    taken: set[str] = set()
+    for node in graph.nodes:
+        if node.op == "placeholder":
+            wanted = node.meta["path"]
+        elif node.op == "call_function":
+            path = node.meta["module"]
+            single = path and path not in nested and len(per_module[path]) == 1
+            wanted = path if single else f"{path}_{op_name(node)}".lstrip("_")
+        else:
+            wanted = "output"
+        node.name = _free(re.sub(r"\W+", "_", wanted).strip("_") or "value", taken)
+        if node.op == "placeholder":
+            node.target = node.name
+
+
+def _free(name: str, taken: set[str]) -> str:
+    name = f"_{name}" if name[0].isdigit() else name
+    chosen = (
+        name
+        if name not in taken
+        else next(f"{name}_{i}" for i in range(1, len(taken) + 2) if f"{name}_{i}" not in taken)
+    )
+    taken.add(chosen)
+    return chosen
+
+
+# --- what the graph assumes of its inputs ----------------------------------------------------------------------------
+
+
+def _assumption(graph: fx.GraphModule, exported: Any, call: Leaves) -> Callable[[Sequence[Tensor]], bool]:
+    nodes = [n for n in graph.graph.nodes if n.op == "placeholder" and n.meta["kind"] == "input"]
+    shapes = [[size_expr(s) for s in n.meta["val"].shape] for n in nodes]
+    bounds = {symbol: (r.lower, r.upper) for symbol, r in exported.range_constraints.items()}
+    guards = [compile(text, "<guard>", "eval") for text in getattr(exported, "_guards_code", [])]
+    scope = {
+        "math": __import__("math"),
+        "torch": torch,
+        "__builtins__": {"max": max, "min": min, "abs": abs, "int": int},
+    }
+
+    def assumes(tensors: Sequence[Tensor]) -> bool:
+        bound: dict[Any, int] = {}
+        for tensor, shape in zip(tensors, shapes, strict=True):
+            if len(shape) != tensor.ndim or not all(
+                size == want if isinstance(want, int) else bound.setdefault(want, size) == size
+                for size, want in zip(tensor.shape, shape, strict=True)
+            ):
+                return False
+        if not all(low <= bound[s] <= high for s, (low, high) in bounds.items() if s in bound):
+            return False
+        local = {"tensors": tuple(tensors)}
+        return all(eval(guard, scope, {"L": local}) for guard in guards)
+
+    return functools.partial(assumes)

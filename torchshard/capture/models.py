@@ -1,0 +1,73 @@
+"""Facts about a model before it is captured, and copies of it."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from torchshard.capture.attributes import attributes
+from torchshard.capture.signature import Leaves
+from torchshard.errors import InputError
+
+
+def hollow(model: nn.Module) -> nn.Module:
+    """A copy of the model whose parameters and buffers have shape and device but no memory, for later captures."""
+    return copied(model, {id(t): hollow_tensor(t) for t in (*model.parameters(), *model.buffers())})
+
+
+def copied(model: nn.Module, memo: Mapping[int, Tensor] | None = None) -> nn.Module:
+    """A copy of the model.
+
+    Args:
+        memo: the id of a tensor -> what stands for it in the copy.
+
+    Raises:
+        InputError: the model holds something that can't be copied.
+    """
+    computed = (t for t in attributes(model).values() if isinstance(t, Tensor) and not t.is_leaf)
+    try:
+        return copy.deepcopy(model, {id(t): t.detach() for t in computed} | dict(memo or {}))
+    except Exception as error:
+        raise InputError(
+            f"{type(model).__name__} can't be copied",
+            where="copy.deepcopy(model)",
+            why=f"{type(error).__name__}: {error}".splitlines()[0],
+            attempt="keep locks, files and process groups out of the module, or give their holder a __deepcopy__",
+        ) from error
+
+
+def hollow_tensor(tensor: Tensor, dtype: torch.dtype | None = None, device: torch.device | None = None) -> Tensor:
+    """A tensor (or Parameter) of the same shape, without memory."""
+    chosen: dict[str, Any] = {"dtype": dtype or tensor.dtype, "device": device or tensor.device}
+    held = torch.empty_strided(tensor.shape, tensor.stride(), **chosen)
+    held.untyped_storage().resize_(0)
+    return nn.Parameter(held, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else held
+
+
+def check_devices(model: nn.Module, call: Leaves) -> None:
+    """Every input on the model's device (fake and meta inputs stand for any)."""
+    devices = {p.device for p in (*model.parameters(), *model.buffers())}
+    if len(devices) != 1:
+        return
+    (device,) = devices
+    for name, tensor in zip(call.names, call.tensors, strict=True):
+        if isinstance(tensor, Tensor) and tensor.device != device and "meta" not in (tensor.device.type, device.type):
+            raise InputError(
+                f"input {name} is on {tensor.device}, the model on {device}",
+                where=f"argument {name!r} of {type(model).__name__}.forward",
+                why="a graph computes on one device per rank",
+                attempt=f"{name}.to({str(device)!r})",
+            )
+
+
+def shared_names(model: nn.Module) -> dict[str, tuple[str, ...]]:
+    """Every name of a parameter or buffer -> all names of that tensor, the first one first (tied ones have several)."""
+    by_id: dict[int, list[str]] = {}
+    named = (*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False))
+    for name, tensor in named:
+        by_id.setdefault(id(tensor), []).append(name)
+    return {name: tuple(names) for names in by_id.values() for name in names}
