@@ -251,3 +251,14 @@ def test_sizes_are_fixed_where_the_model_holds_for_no_others() -> None:
     with pytest.raises(ts.CaptureError, match="KeyError: 4"):
         sharded(torch.randn(4, 6))
     ts.distributed.destroy_process_group()
+
+
+@pytest.mark.parametrize("plan", [{}, {"0": "column", "2": "row"}], ids=str)
+def test_autocast_gives_the_same_dtype(plan: dict[str, str]) -> None:
+    torch.manual_seed(0)
+    model, x = nn.Sequential(nn.Linear(6, 8), nn.LayerNorm(8), nn.Linear(8, 6)), torch.randn(3, 6)
+    sharded = ts.shard(model, plan)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        expected, got = model(x), sharded(x)
+    assert got.dtype == expected.dtype == torch.bfloat16 and torch.allclose(got, expected, atol=0.05)
+    ts.distributed.destroy_process_group()

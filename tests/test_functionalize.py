@@ -65,7 +65,34 @@ def _out_argument(h: Tensor) -> Tensor:
     return h + y
 
 
-BODIES = [_view_then_write, _write_then_old_view, _view_of_view, _transposed, _fill_and_mask, _chain, _out_argument]
+def _other_views(h: Tensor) -> Tensor:
+    h = h * 1
+    h.narrow(1, 2, 3).mul_(2.0)
+    h.narrow(1, -3, 3).exp_()
+    h.mT[0].add_(1.0)
+    h.movedim(0, 1)[1].sub_(0.5)
+    h.swapaxes(0, 1).diagonal().add_(3.0)
+    h.view_as(h.exp())[:, 1].zero_()
+    return h
+
+
+def _constants(h: Tensor) -> Tensor:
+    scale, order = torch.tensor([1.0, 2.0], dtype=h.dtype), torch.tensor([1, 0])
+    scale.add_(1.0)
+    return h * scale.sum() + h[:, order].sum(-1, keepdim=True)
+
+
+BODIES = [
+    _other_views,
+    _constants,
+    _view_then_write,
+    _write_then_old_view,
+    _view_of_view,
+    _transposed,
+    _fill_and_mask,
+    _chain,
+    _out_argument,
+]
 
 
 @pytest.mark.parametrize("body", BODIES, ids=lambda f: f.__name__)
@@ -73,6 +100,30 @@ BODIES = [_view_then_write, _write_then_old_view, _view_of_view, _transposed, _f
 def test_views_and_writes(body: Callable[[Tensor], Tensor], plan: dict[str, str]) -> None:
     torch.manual_seed(0)
     report = ts.check(_Program(body), plan, world_size=2, example_inputs=(torch.randn(3, 6).requires_grad_(),))
+    assert report.ok, str(report)
+
+
+class _RunningMean(nn.Module):
+    """A buffer that is read split, then written."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(6, 8), nn.Linear(8, 6)
+        self.register_buffer("run", torch.zeros(8))
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.up(x)
+        y = h - self.run
+        with torch.no_grad():
+            self.run.mul_(0.9).add_(h.mean(0), alpha=0.1)
+        return self.down(y)
+
+
+def test_a_split_buffer_is_written_where_it_lies() -> None:
+    plan = {"up": "column", "down": "row"}
+    made = ts.plan(_RunningMean(), plan, world_size=2, example_inputs=(torch.randn(3, 6),))
+    assert made.parameters["run"] == ts.S(0)
+    report = ts.check(_RunningMean(), plan, world_size=3, example_inputs=(torch.randn(3, 6),))
     assert report.ok, str(report)
 
 

@@ -83,7 +83,7 @@ def functionalize(module: fx.GraphModule) -> bool:
         return False
     aliases = _Aliases(module)
     for node in list(module.graph.nodes):
-        if is_tensor(node):
+        if is_tensor(node) and not _is_copied(node):
             aliases.sharing.setdefault(_storage(node), []).append(node)
         if node.op not in ("call_function", "output"):
             continue
@@ -105,6 +105,11 @@ def _is_inplace(node: fx.Node) -> bool:
     return node.op == "call_function" and schema is not None and schema.is_mutable
 
 
+def _is_copied(node: fx.Node) -> bool:
+    """A constant that each call copies first, in what export says is the same storage."""
+    return node.op == "placeholder" and all(user.target is aten.lift_fresh_copy.default for user in node.users)
+
+
 def _storage(node: fx.Node) -> int:
     return int(node.meta["val"].untyped_storage()._cdata)
 
@@ -112,7 +117,7 @@ def _storage(node: fx.Node) -> int:
 def _note_alias(aliases: _Aliases, node: fx.Node) -> None:
     """A value that shares its first operand's storage is a view of it, whatever the op is called."""
     source: Any = node.args[0] if node.args else None
-    if not is_tensor(node) or not is_tensor(source) or node.op != "call_function":
+    if not is_tensor(node) or not is_tensor(source) or node.op != "call_function" or _is_copied(source):
         return
     if _storage(source) == _storage(node):
         aliases.parent[node] = source
@@ -179,10 +184,14 @@ def _undo(module: fx.GraphModule, view: fx.Node, base: fx.Node, value: fx.Node) 
     if target in (aten.slice.Tensor, aten.select.int):
         scatter = aten.slice_scatter.default if target is aten.slice.Tensor else aten.select_scatter.default
         return emit(module, scatter, (base, value, *list(args.values())[1:]), view)
-    if target is aten.transpose.int:
-        return emit(module, target, (value, args["dim0"], args["dim1"]), view)
-    if target is aten.t.default:
+    if target in (aten.transpose.int, aten.swapaxes.default):
+        return emit(module, target, (value, *list(args.values())[1:]), view)
+    if target in (aten.t.default, aten.mT.default):
         return emit(module, target, (value,), view)
+    if target in (aten.movedim.int, aten.movedim.intlist):
+        return emit(module, target, (value, args["destination"], args["source"]), view)
+    if target is aten.diagonal.default:
+        return emit(module, aten.diagonal_scatter.default, (base, value, *list(args.values())[1:]), view)
     if target is aten.permute.default:
         ndim = len(shape)
         order = [d % ndim for d in args["dims"]]
@@ -201,7 +210,7 @@ def _undo(module: fx.GraphModule, view: fx.Node, base: fx.Node, value: fx.Node) 
 
 _RESHAPES = {
     aten.view.default, aten.reshape.default, aten.flatten.using_ints, aten.unflatten.int, aten.unsqueeze.default,
-    aten.squeeze.default, aten.squeeze.dim, aten.squeeze.dims, aten._unsafe_view.default,
+    aten.squeeze.default, aten.squeeze.dim, aten.squeeze.dims, aten._unsafe_view.default, aten.view_as.default,
 }  # fmt: skip
 
 

@@ -9,7 +9,7 @@ be added once, not once per rank; tensors made "like" another are made from size
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, cast
 
 import torch
@@ -30,9 +30,23 @@ _ASSERTS = {
 def normalize(module: fx.GraphModule) -> bool:
     """Rewrites the graph; returns whether anything changed."""
     changed = _drop_asserts(module)
+    changed |= _replace(module, {aten.narrow.default: _as_slice})  # functionalize knows slices
     changed |= functionalize(module)
+    changed |= _replace(module, _REWRITES)
+    changed |= restore_causal(module)
+    changed |= bool(module.graph.eliminate_dead_code(_is_kept))
+    module.recompile()
+    return changed
+
+
+Rewrite = Callable[[fx.GraphModule, fx.Node], fx.Node | None]
+"""What stands for a node, built before it; None where it stays."""
+
+
+def _replace(module: fx.GraphModule, rewrites: Mapping[Any, Rewrite]) -> bool:
+    changed = False
     for node in list(module.graph.nodes):
-        rewrite = _REWRITES.get(node.target)
+        rewrite = rewrites.get(node.target)
         if rewrite is None:
             continue
         with module.graph.inserting_before(node):
@@ -41,10 +55,21 @@ def normalize(module: fx.GraphModule) -> bool:
             changed = True
             node.replace_all_uses_with(replaced)
             module.graph.erase_node(node)
-    changed |= restore_causal(module)
-    changed |= bool(module.graph.eliminate_dead_code(_is_kept))
-    module.recompile()
     return changed
+
+
+def _as_slice(module: fx.GraphModule, node: fx.Node) -> fx.Node | None:
+    """`narrow(x, 1, -3, 2)` of 8 columns is `slice(x, 1, 5, 7)`."""
+    args = bound_args(node)
+    x, dim, start, length = args["self"], args["dim"], args["start"], args["length"]
+    if not isinstance(start, int) or not isinstance(length, int):
+        return None
+    if start < 0:
+        size = x.meta["val"].shape[dim]
+        if not isinstance(size, int):
+            return None
+        start += size
+    return _named(node, emit(module, aten.slice.Tensor, (x, dim, start, start + length), node))
 
 
 def _is_kept(node: fx.Node) -> bool:
@@ -95,6 +120,8 @@ def _split_bias(module: fx.GraphModule, node: fx.Node) -> fx.Node | None:
         return None
     product = emit(module, node.target, (*node.args[:2], None, *node.args[3:]), node, **node.kwargs)
     name_after(product, f"{node.name}_{op_name(node)}")
+    if bias.meta["val"].dtype != product.meta["val"].dtype:  # autocast
+        bias = emit(module, aten.to.dtype, (bias, product.meta["val"].dtype), node)
     if node.target is not aten.linear.default:
         space = len(args["weight"].meta["val"].shape) - 2
         bias = emit(module, aten.view.default, (bias, [-1] + [1] * space), node)
@@ -143,7 +170,7 @@ def _without_empty(module: fx.GraphModule, node: fx.Node) -> fx.Node | None:
     return kept[0] if len(kept) == 1 else _named(node, emit(module, aten.cat.default, (kept, *node.args[1:]), node))
 
 
-_REWRITES: dict[Any, Callable[[fx.GraphModule, fx.Node], fx.Node | None]] = {
+_REWRITES: dict[Any, Rewrite] = {
     **dict.fromkeys(
         (aten.to.dtype, aten.to.device, aten.to.dtype_layout, aten.to.other, aten.slice.Tensor, aten.expand.default,
          aten.alias.default, aten.lift_fresh_copy.default),

@@ -55,6 +55,7 @@ def _faults(module: fx.GraphModule, stage: str) -> Iterator[Fault]:
             yield from _choice_faults(node, world)
             if stage != "annotated":
                 yield from _edge_faults(node, operands(node), node.meta["choice"].operands)
+                yield from _write_faults(node)
         elif node.target in OPS:
             yield from _collective_faults(node, world)
         elif node.op == "output" and stage != "annotated":
@@ -74,6 +75,14 @@ def _edge_faults(node: fx.Node, inputs: list[fx.Node], wanted: tuple[Layout, ...
     for operand, layout in zip(inputs, wanted, strict=True):
         if not _fits(layout_of(operand), layout, operand):
             yield node, "an operand does not lie as it must", f"{operand.name} is {layout_of(operand)}, wanted {layout}"
+
+
+def _write_faults(node: fx.Node) -> Iterator[Fault]:
+    row = node.meta.get("row")
+    for i in row.options.mutates if row is not None else ():
+        written = operands(node)[i]
+        if written.op != "placeholder":
+            yield node, "a write goes to a copy", f"{written.name} is a collective's result, not the buffer itself"
 
 
 def _fits(have: Layout, want: Layout, value: fx.Node) -> bool:

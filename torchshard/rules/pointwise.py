@@ -94,6 +94,13 @@ def same_shape(call: Call) -> Row:
     return call.row(f"{spaced(names, *others)} -> {spaced(names)}")
 
 
+@rule(aten.copy_.default)
+def copy_(call: Call) -> Row:
+    """`f32[8], f32[8] -> f32[8]     a, a -> a`: a buffer is stored as it lies, so what is stored comes to lie alike."""
+    names = spaced(letters(len(call.results[0].shape)))
+    return call.row(f"{names}, {names} -> {names}", mutates={0})
+
+
 def is_pointwise(target: Any) -> bool:
     """Whether PyTorch tags the op as pointwise, and it neither draws random numbers nor writes to an operand."""
     tags = getattr(target, "tags", ())
