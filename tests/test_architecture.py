@@ -22,6 +22,8 @@ LAYERS = [
     ["passes", "materialize"],
     ["program", "lockstep"],
     ["explain", "agreement"],
+    ["scope"],
+    ["state"],
     ["check", "module"],
     ["outline", "draw", "api", "clip"],
 ]

@@ -7,14 +7,16 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, TypeVar, cast
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 from torchshard.distributed.groups import Group
 from torchshard.errors import ShardError
 
+T = TypeVar("T")
 Facts = Mapping[str, str]
 """What is compared, item by item, for the error's text."""
 
@@ -24,12 +26,40 @@ def digest(text: str) -> int:
     return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "big") >> 2
 
 
+def fingerprint(tensor: Tensor) -> int:
+    """63 bits that depend on every bit of a tensor's values and on their order (the mixing of splitmix64, summed)."""
+    held = tensor.detach().contiguous().reshape(-1).view(torch.uint8)
+    whole = held[: len(held) // 8 * 8].view(torch.int64)
+    total = sum((b + 1) << (8 * i) for i, b in enumerate(held[len(whole) * 8 :].tolist()))
+    for start in range(0, len(whole), _CHUNK):
+        words = whole[start : start + _CHUNK]
+        mixed = words + torch.arange(start + 1, start + 1 + len(words), device=held.device) * _GOLDEN
+        for shift, factor in _MIXING:
+            mixed = (mixed ^ (mixed >> shift)) * factor
+        total += int((mixed ^ (mixed >> 31)).sum())
+    return total & (2**63 - 1)
+
+
+_CHUNK = 1 << 20
+_GOLDEN = 0x9E3779B97F4A7C15 - 2**64
+_MIXING = ((30, 0xBF58476D1CE4E5B9 - 2**64), (27, 0x94D049BB133111EB - 2**64))
+
+
+def quick_sum(tensor: Tensor) -> int:
+    """The sum of a tensor's bits as integers, exact in any order: cheap enough for each call."""
+    held = tensor.detach().contiguous().reshape(-1)
+    width = min(held.itemsize, 8)
+    return int(held.view({1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[width]).sum())
+
+
 def _device(group: Group) -> torch.device:
     return torch.device("cuda" if dist.get_backend(group.process_group) == "nccl" else "cpu")
 
 
-def agree(group: Group, facts: Facts | Callable[[], Facts], mine: int, error: type[ShardError], what: str) -> None:
-    """Raises `error` on every rank if the ranks' digests differ.
+def agree(
+    group: Group, facts: Facts | Callable[[], Facts], mine: int, error: Callable[..., ShardError], what: str
+) -> None:
+    """Raises `error` on every rank if the ranks' digests differ; its `where` is the name of the fact that differs.
 
     Args:
         facts: what the digest is of; called only where the digests differ.
@@ -47,6 +77,20 @@ def agree(group: Group, facts: Facts | Callable[[], Facts], mine: int, error: ty
     everyone: list[Any] = [None] * group.size
     dist.all_gather_object(everyone, own, group=group.process_group)
     raise error(what, where=_first_difference(everyone), why=_shown(everyone), attempt="the same call on every rank")
+
+
+def together(group: Group, error: Callable[..., ShardError], what: str, make: Callable[[], T]) -> T:
+    """What `make` gives, once it has given something on every rank: where it fails on one, every rank raises."""
+    made, failure = None, None
+    try:
+        made = make()
+    except Exception as caught:
+        failure = caught
+    text = "" if failure is None else str(failure)
+    agree(group, {"what it gave": text or "what was asked for"}, digest(text), error, what)
+    if failure is not None:
+        raise failure
+    return cast(T, made)
 
 
 def _first_difference(everyone: list[dict[str, str]]) -> str:

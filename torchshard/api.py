@@ -5,13 +5,12 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from torch import Tensor, nn
+from torch import nn
 
 from torchshard.distributed.groups import MODEL, init_process_group, is_initialized, lookup
-from torchshard.errors import InputError
 from torchshard.module import ShardedModule
 from torchshard.planner.plan import Plan
-from torchshard.program import PlanLike, program
+from torchshard.program import PlanLike, check_examples, check_world_size, program
 
 
 def shard(
@@ -38,7 +37,7 @@ def shard(
         InputError: the example inputs are not what `forward` takes, or are on another device than the model.
         DistributedError: the ranks hold different models.
     """
-    check_examples(example_inputs)
+    check_examples(example_inputs, example_kwargs)
     if not is_initialized():
         init_process_group()
     made = ShardedModule(model, plan, lookup(MODEL))
@@ -60,23 +59,6 @@ def plan(
     Raises:
         PlanError, CaptureError, InputError: as `shard`.
     """
-    check_examples(example_inputs)
+    check_world_size(world_size)
+    check_examples(example_inputs, example_kwargs)
     return program(model, plan, world_size, tuple(example_inputs), example_kwargs).plan
-
-
-def check_examples(example_inputs: Any) -> None:
-    """Example inputs are a tuple or list of arguments.
-
-    Raises:
-        InputError: they are something else.
-    """
-    if example_inputs is None or isinstance(example_inputs, (tuple, list)):
-        return
-    kind = type(example_inputs).__name__
-    shown = "(x,)" if isinstance(example_inputs, Tensor) else "example_kwargs={...}"
-    raise InputError(
-        f"example_inputs is a {kind}",
-        where="example_inputs=",
-        why="it stands for the positional arguments of forward: a tuple or a list",
-        attempt=f"example_inputs={shown}" if isinstance(example_inputs, Tensor) else f"{shown} for keyword arguments",
-    )

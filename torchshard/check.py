@@ -23,7 +23,7 @@ from torchshard.errors import ShardError
 from torchshard.graph import is_tensor, where
 from torchshard.layouts import I, Layout, dual, is_whole, join
 from torchshard.materialize import local_state
-from torchshard.program import PlanLike, Program, program
+from torchshard.program import PlanLike, Program, check_examples, check_world_size, program
 
 TOLERANCES = {torch.float64: 1e-10, torch.float32: 1e-5, torch.float16: 1e-2, torch.bfloat16: 5e-2}
 """Largest error relative to the largest value of a tensor, by the narrowest floating dtype in the graph."""
@@ -108,10 +108,12 @@ def check(
         what `torchshard.shard` raises for this model and plan. A difference is reported, not raised:
         see `Report.raise_on_error`.
     """
+    check_world_size(world_size)
+    check_examples(example_inputs, example_kwargs)
     held = copied(model)
     args, kwargs = list(example_inputs), dict(example_kwargs or {})
     if dtype is not None:
-        held = held.to(dtype)
+        held = held._apply(lambda t: _as(t, dtype))
         args, kwargs = _cast(args, dtype), _cast(kwargs, dtype)
     made = program(held, plan, world_size, args, kwargs)
     return check_program(held, made, made.graph, args, kwargs)
@@ -121,7 +123,8 @@ def check_program(
     model: nn.Module, made: Program, graph: fx.GraphModule, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> Report:
     """Compares one program's graph (`made.graph`, or one that was tampered with) with the model."""
-    world, call = made.plan.world_size, flatten_call(model, args, kwargs)
+    world = made.plan.world_size
+    call = replace(flatten_call(model, args, kwargs), names=made.captured.inputs)
     seed = torch.get_rng_state()
     expected = _unsharded(model, call)
     torch.set_rng_state(seed)
@@ -138,12 +141,15 @@ def check_program(
 
 
 def _cast(value: Any, dtype: torch.dtype) -> Any:
-    def one(leaf: Any) -> Any:
-        if not isinstance(leaf, Tensor) or not leaf.is_floating_point():
-            return leaf
-        return leaf.detach().to(dtype).requires_grad_(leaf.requires_grad)
+    flat = flatten(value)
+    return flat.rebuild([_as(t, dtype).detach().requires_grad_(t.requires_grad) for t in flat.tensors])
 
-    return torch.utils._pytree.tree_map(one, value)
+
+def _as(tensor: Tensor, dtype: torch.dtype) -> Tensor:
+    """A floating or complex tensor in the precision of a floating dtype."""
+    if tensor.is_complex():
+        return tensor.to(dtype.to_complex())
+    return tensor.to(dtype) if tensor.is_floating_point() else tensor
 
 
 def _tolerance(made: Program) -> float:
@@ -185,7 +191,7 @@ def _backward(outputs: Sequence[Any], copies: int) -> None:
 
 def _grads(leaves: Mapping[str, Any]) -> dict[str, Tensor]:
     return {
-        name: leaf.grad if leaf.grad is not None else torch.zeros_like(leaf)
+        name: leaf.grad.to_dense() if leaf.grad is not None else torch.zeros_like(leaf)
         for name, leaf in leaves.items()
         if isinstance(leaf, Tensor) and leaf.requires_grad
     }
@@ -269,11 +275,10 @@ def _error_of_pieces(expected: Any, pieces: Sequence[Any], layout: Layout, floor
 
 def _noise(tensors: Iterable[Any], tolerance: float) -> float:
     """The scale below which a tensor is rounding noise of the others: sums that cancel exactly on paper, such as the
-    gradient of a key bias, are 256 machine epsilons of the largest value here."""
-    floats = [t for t in tensors if isinstance(t, Tensor) and t.is_floating_point() and t.numel()]
-    return (
-        max((256 * torch.finfo(t.dtype).eps * float(t.detach().abs().max()) for t in floats), default=0.0) / tolerance
-    )
+    gradient of a key bias, are 256 machine epsilons of the largest value here; never more than that value."""
+    floats = [t for t in tensors if isinstance(t, Tensor) and (t.is_floating_point() or t.is_complex()) and t.numel()]
+    largest = ((float(t.detach().abs().max()), torch.finfo(t.dtype).eps) for t in floats)
+    return max((value * min(256 * eps / tolerance, 1.0) for value, eps in largest), default=0.0)
 
 
 def _compare(expected: _Results, got: _Run, layouts: Mapping[str, Layout], tolerance: float) -> list[Comparison]:

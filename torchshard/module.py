@@ -1,33 +1,42 @@
 """The sharded model: the same forward signature and parameter names, this rank's slices, one graph per kind of call.
 
 Like `jax.jit` it captures a graph for the first call of a kind and keeps it. A kind is: train or eval (of every
-module), which parameters and inputs need a gradient, everything in the arguments that is no tensor, and the fixed
-sizes; batch and sequence may vary within one kind. All graphs share the parameters, whose layouts the first fixes.
+module), which parameters and inputs need a gradient, how inputs lie in memory, everything in the arguments that is no
+tensor, and the fixed sizes; batch and sequence may vary within one kind. All graphs share the parameters, whose layouts
+the first fixes.
 """
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Self, cast
+from typing import Any
 
 import torch
 from torch import Tensor, fx, nn
+from torch._subclasses.fake_tensor import is_fake
 
-from torchshard.agreement import agree, digest
-from torchshard.capture import Leaves, check_devices, flatten_call, hollow, hollow_tensor, shared_names
+from torchshard.agreement import agree, digest, fingerprint, quick_sum, together
+from torchshard.capture import Leaves, check_devices, check_weights, flatten_call, memory_order
 from torchshard.distributed.groups import MODEL, Group
-from torchshard.distributed.kernels import convert
 from torchshard.distributed.ops import OPS, direct
-from torchshard.errors import DistributedError, InputError, ShardError
+from torchshard.errors import CaptureError, DistributedError, InputError, PlanError, ShardError
 from torchshard.explain import listing, value_text
 from torchshard.graph import draws_random, duplicate
-from torchshard.layouts import I, Layout, Shard, parts_of, split
-from torchshard.materialize import local_state
+from torchshard.layouts import Layout
 from torchshard.passes import localized
 from torchshard.planner.plan import Plan
 from torchshard.planner.styles import check_matches, parameter_layouts
-from torchshard.program import PlanLike, Program, program, read_plan
+from torchshard.program import PlanLike, Program, check_layouts, program, read_plan
+from torchshard.state import State
+
+log = logging.getLogger("torchshard.module")
+MANY_GRAPHS = 16
+"""As many captures are worth a warning: an argument that is no tensor may change with each call."""
+VALUES = "the sum of the bits of input"
+SUMMED_ELEMENTS = 1 << 20
+"""Inputs of up to so many elements in the CPU's memory are compared between the ranks at each call."""
 
 
 @dataclass(frozen=True)
@@ -39,171 +48,40 @@ class Compiled:
     """This rank's graph, to look at."""
     run: fx.GraphModule
     """This rank's graph, to call."""
-    state: tuple[Tensor, ...]
-    """The parameters, buffers and constants in the order of the graph's placeholders."""
+    state: tuple[str | Tensor, ...]
+    """The names of parameters and buffers, and the constants, in the order of the graph's placeholders."""
+    draws: bool
+    """Whether it draws random numbers."""
 
 
-class Scope(nn.Module):
-    """A module's place in the sharded model: its parameters' slices under their names, and its train or eval mode."""
-
-    def __init__(self, source: nn.Module) -> None:
-        super().__init__()
-        self._source = [source]  # in a list, so that it is no submodule
-        self.training = source.training
-
-    def train(self, mode: bool = True) -> Self:
-        """Train or eval, of this module and all in it."""
-        super().train(mode)
-        self._source[0].train(mode)
-        return self
-
-    def __getitem__(self, index: int | str) -> nn.Module:
-        return self.get_submodule(str(index))
-
-
-class ShardedModule(Scope):
+class ShardedModule(State):
     """A model split over the ranks of a group; made by `torchshard.shard`."""
 
+    __class__ = property(lambda self: ShardedModule)
+
     def __init__(self, model: nn.Module, plan: PlanLike, group: Group, group_name: str = MODEL) -> None:
-        wanted = read_plan(plan, group.size)
+        def prepared() -> tuple[Mapping[str, Any] | Plan, dict[str, Layout]]:
+            check_weights(model)
+            wanted = read_plan(plan, group.size)
+            layouts = _first_layouts(model, wanted)
+            check_layouts(model, layouts)
+            return wanted, layouts
+
+        what = "the ranks can't shard this model together"
+        wanted, layouts = together(group, PlanError, what, prepared)
         _check_same_weights(model, group)
-        layouts = _first_layouts(model, wanted)
-        source = hollow(model)
-        super().__init__(source)
-        self._plan, self._group, self._group_name = wanted, group, group_name
-        self._layouts: dict[str, Layout] = dict(layouts)
-        self._fixed = False
-        self._names = shared_names(source)
+        self.__dict__["_programs"] = {}
+        super().__init__(model, layouts, group)
+        self._plan, self._group_name = wanted, group_name
+
+    def _forget_graphs(self) -> None:
         self._programs: dict[Any, list[Compiled]] = {}
-        self._register(local_state(model, layouts, group.rank, group.size), model)
-        self._note_parameters()
-
-    # --- parameters --------------------------------------------------------------------------------------------------
-
-    def _register(self, state: Mapping[str, Tensor], model: nn.Module) -> None:
-        for path, _ in self._source[0].named_modules(remove_duplicate=False):
-            self._scope(path)
-        persistent = set(model.state_dict())
-        for name, names in self._names.items():
-            path, _, leaf = name.rpartition(".")
-            scope, tensor = self._scope(path), state[names[0]]
-            if isinstance(tensor, nn.Parameter):
-                scope.register_parameter(leaf, tensor)
-            else:
-                scope.register_buffer(leaf, tensor, persistent=name in persistent)
-
-    def _scope(self, path: str) -> nn.Module:
-        scope: nn.Module = self
-        for part in path.split(".") if path else ():
-            if part not in scope._modules:
-                scope.add_module(part, Scope(cast(Scope, scope)._source[0].get_submodule(part)))
-            child = scope._modules[part]
-            assert child is not None
-            scope = child
-        return scope
-
-    def _held(self, name: str) -> Tensor:
-        path, _, leaf = name.rpartition(".")
-        held: Tensor = getattr(self.get_submodule(path), leaf)
-        return held
-
-    @property
-    def group(self) -> Group:
-        """The group that the model is split over."""
-        return self._group
-
-    @property
-    def layouts(self) -> dict[str, Layout]:
-        """The layout of each parameter and buffer, by its first name."""
-        return dict(self._layouts)
-
-    def _fix_layouts(self, layouts: Mapping[str, Layout]) -> None:
-        """The first graph says how parameters lie; those that were split otherwise until now are split anew."""
-        for name, layout in layouts.items():
-            have, tensor = self._layouts.get(name, I), self._held(name)
-            if have != layout:
-                tensor.data = self._relaid(tensor.data, have, layout, name)
-            self._layouts[name] = layout
-        self._fixed = True
-
-    def _relaid(self, tensor: Tensor, have: Layout, want: Layout, name: str) -> Tensor:
-        whole = self._whole(tensor, have, name)
-        return split(whole, want, self._group.rank, self._group.size).clone(memory_format=torch.contiguous_format)
-
-    def _whole(self, tensor: Tensor, layout: Layout, name: str) -> Tensor:
-        if not isinstance(layout, Shard):
-            return tensor
-        if tensor.is_meta:
-            return torch.empty_like(self._source_tensor(name), device="meta")
-        size = self._source_tensor(name).shape[layout.dim]
-        return convert("all_gather", tensor, Shard(layout.dim, parts_of(size, layout)), I, self._group)
-
-    def _source_tensor(self, name: str) -> Tensor:
-        path, _, leaf = name.rpartition(".")
-        held: Tensor = getattr(self._source[0].get_submodule(path), leaf)
-        return held
-
-    def full_state_dict(self) -> dict[str, Tensor]:
-        """The unsharded model's state dict, whole on every rank (a collective call: all ranks must make it)."""
-        return {
-            name: self._whole(tensor.detach(), self._layouts.get(self._names[name][0], I), name)
-            for name, tensor in self.state_dict().items()
-        }
-
-    def load_full_state_dict(self, state: Mapping[str, Tensor]) -> None:
-        """Takes this rank's slices of an unsharded state dict.
-
-        Raises:
-            InputError: a name is missing, unknown, or has another shape than the unsharded model's.
-        """
-        own = self.state_dict()
-        for name in [*own, *state]:
-            ok = name in own and name in state and state[name].shape == self._source_tensor(name).shape
-            if not ok:
-                found = tuple(state[name].shape) if name in state else "missing"
-                raise InputError(
-                    f"the state dict does not fit at {name!r}",
-                    where="load_full_state_dict",
-                    why=f"given: {found}; the unsharded model has "
-                    f"{tuple(self._source_tensor(name).shape) if name in own else 'no such tensor'}",
-                    attempt="a state dict of the unsharded model; load_state_dict takes this rank's slices",
-                )
-        for name, tensor in state.items():
-            layout = self._layouts.get(self._names[name][0], I)
-            with torch.no_grad():
-                self._held(name).copy_(split(tensor, layout, self._group.rank, self._group.size))
-
-    # --- modes -------------------------------------------------------------------------------------------------------
-
-    def _apply(self, fn: Any, recurse: bool = True) -> ShardedModule:
-        """Moves and casts (`.to`, `.cuda`, `.double`, `.to_empty`): graphs are captured anew for what comes of them."""
-        super()._apply(fn, recurse)
-        self._note_parameters()
-        return self
-
-    def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
-        """Takes this rank's slices, as `state_dict()` gave them; `load_full_state_dict` takes an unsharded one."""
-        loaded = super().load_state_dict(state_dict, strict, assign)
-        self._note_parameters()
-        return loaded
-
-    def _note_parameters(self) -> None:
-        """The source for captures follows the parameters' dtype and device; graphs hold the parameters themselves."""
-        for names in dict.fromkeys(self._names.values()):
-            held, source = self._held(names[0]), self._source_tensor(names[0])
-            if (held.dtype, held.device) != (source.dtype, source.device):
-                moved = hollow_tensor(source, dtype=held.dtype, device=held.device)
-                for name in names:
-                    path, _, leaf = name.rpartition(".")
-                    scope = self._source[0].get_submodule(path)
-                    if isinstance(moved, nn.Parameter):
-                        scope._parameters[leaf] = moved
-                    else:
-                        scope._buffers[leaf] = moved
-        self._programs.clear()
         self._parameter_list = tuple(self.parameters())
-        self._source_modules = tuple(self._source[0].modules())
+        self._source_modules = tuple(self.source.modules())
         self._fitting_devices: set[tuple[torch.device, ...]] = set()
+
+    def _forget_graphs_in(self, memo: dict[int, Any]) -> None:
+        memo[id(self._programs)] = {}
 
     # --- calling -----------------------------------------------------------------------------------------------------
 
@@ -213,97 +91,103 @@ class ShardedModule(Scope):
         Raises:
             InputError: the arguments don't fit, are on another device, or differ between the ranks.
         """
-        kind, call = self._agreed_call(args, kwargs)
-        compiled = next((c for c in self._programs.get(kind, ()) if c.program.captured.accepts(call.tensors)), None)
+        kind, call, compiled = self._agreed_call(args, kwargs)
         if compiled is None:
             compiled = self._compile(kind, call, args, kwargs)
-        results = compiled.run(*compiled.state, *call.tensors)
-        return compiled.program.captured.rebuild(results)
+        state = [self._tensors[held] if isinstance(held, str) else held for held in compiled.state]
+        return compiled.program.captured.rebuild(compiled.run(*state, *call.tensors))
 
-    def _agreed_call(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[Any, Leaves]:
-        """The call as the ranks agree on it: they compare its kind and its shapes before anything else."""
+    def _agreed_call(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[Any, Leaves, Compiled | None]:
+        """The call as the ranks agree on it: they compare its kind, shapes and values before anything else."""
         failure: ShardError | None = None
-        call, kind, text = None, None, ""
+        call, kind, compiled = None, None, None
         try:
-            call = flatten_call(self._source[0], args, kwargs)
+            self._follow()
+            call = flatten_call(self.source, args, kwargs)
             self._check_devices(call)
             kind = self._kind(call)
-            text = repr((kind, [(t.shape, t.dtype) for t in call.tensors]))
+            compiled = next((c for c in self._programs.get(kind, ()) if c.program.captured.accepts(call.tensors)), None)
+            facts = self._call_facts(call, kind, compiled) if self._group.size > 1 else {}
         except ShardError as error:
-            failure, text = error, str(error)
+            failure, facts = error, {"the arguments": str(error).splitlines()[0]}
         what = "the ranks were called with different arguments"
-        agree(self._group, lambda: self._call_facts(call, failure), digest(text), InputError, what)
+        agree(
+            self._group,
+            lambda: {name: str(fact) for name, fact in facts.items()},
+            digest(repr(facts)),
+            _call_error,
+            what,
+        )
         if failure is not None:
             raise failure
         assert call is not None
-        return kind, call
+        return kind, call, compiled
+
+    def _call_facts(self, call: Leaves, kind: Any, compiled: Compiled | None) -> dict[str, Any]:
+        facts: dict[str, Any] = {}
+        for name, tensor in zip(call.names, call.tensors, strict=True):
+            facts[f"input {name}"] = value_text(tensor)
+            facts[f"{VALUES} {name}"] = _quick(tensor)
+        facts |= {"what is no tensor": call.structure, "mode and gradients": kind[1:]}
+        facts["the captured graph"] = "captured before" if compiled else "to be captured now"
+        if compiled and compiled.draws:
+            facts["the random stream"] = _stream_state(call)
+        return facts
 
     def _check_devices(self, call: Leaves) -> None:
         """Devices that fit the model once fit it in each later call."""
         devices = tuple(t.device for t in call.tensors)
         if devices not in self._fitting_devices:
-            check_devices(self._source[0], call)
+            check_devices(self.source, call)
             self._fitting_devices.add(devices)
 
     def _kind(self, call: Leaves) -> Any:
         grads = tuple(t.requires_grad for t in call.tensors)
-        dtypes = tuple((t.dtype, t.device.type) for t in call.tensors)
+        dtypes = tuple((t.dtype, t.device.type, memory_order(t)) for t in call.tensors)
         modes = tuple(m.training for m in self._source_modules)
         autocast = tuple((torch.is_autocast_enabled(d), torch.get_autocast_dtype(d)) for d in ("cpu", "cuda"))
         return call.structure, grads, dtypes, modes, autocast, tuple(p.requires_grad for p in self._parameter_list)
 
-    def _call_facts(self, call: Leaves | None, failure: ShardError | None) -> dict[str, str]:
-        if call is None or failure is not None:
-            return {"the arguments": str(failure).splitlines()[0]}
-        facts = {f"input {n}": value_text(t) for n, t in zip(call.names, call.tensors, strict=True)}
-        return facts | {"what is no tensor": str(call.structure), "mode and gradients": str(self._kind(call)[1:])}
-
     def _compile(self, kind: Any, call: Leaves, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Compiled:
-        self._source_requires_grad()
-        made = program(
-            self._source[0],
-            self._plan,
-            self._group.size,
-            args,
-            kwargs,
-            parameters=self._layouts if self._fixed else None,
+        for name, parameter in self.named_parameters():
+            self._source_tensor(name).requires_grad_(parameter.requires_grad)
+        fixed = self._layouts if self._fixed else None
+        made = together(
+            self._group,
+            CaptureError,
+            "the ranks can't make a program of the model together",
+            lambda: program(self.source, self._plan, self._group.size, args, kwargs, parameters=fixed),
         )
         self._check_same_program(made, call)
         if not self._fixed:
             self._fix_layouts(made.plan.parameters)
         graph = localized(made.graph, self._group.rank, self._group.size, self._group_name)
-        compiled = Compiled(made, graph, _calling_directly(graph), self._graph_state(made, graph))
+        draws = any(map(draws_random, made.graph.graph.nodes))
+        compiled = Compiled(made, graph, _calling_directly(graph), self._graph_state(made, graph), draws)
         self._programs.setdefault(kind, []).append(compiled)
+        if sum(map(len, self._programs.values())) == MANY_GRAPHS:
+            log.warning("%d graphs captured: an argument that is no tensor may change with each call", MANY_GRAPHS)
         return compiled
 
-    def _source_requires_grad(self) -> None:
-        for name, parameter in self.named_parameters():
-            self._source_tensor(name).requires_grad_(parameter.requires_grad)
-
-    def _graph_state(self, made: Program, graph: fx.GraphModule) -> tuple[Tensor, ...]:
+    def _graph_state(self, made: Program, graph: fx.GraphModule) -> tuple[str | Tensor, ...]:
         device = next((p.device for p in self.parameters()), None)
         constants = {path: t.to(device) for path, t in made.captured.constants.items()}
         nodes = [n for n in graph.graph.nodes if n.op == "placeholder" and n.meta["kind"] != "input"]
-        return tuple(constants[p] if p in constants else self._held(p) for p in (n.meta["path"] for n in nodes))
+        return tuple(constants.get(n.meta["path"], n.meta["path"]) for n in nodes)
 
     def _check_same_program(self, made: Program, call: Leaves) -> None:
         """Graph, plan and the inputs' values are the same on all ranks; so is the random stream, where it counts."""
         if self._group.size == 1:
             return
-        facts = {
-            "the graph": listing(made.graph, sources=False),
-            "the plan": made.plan.to_json(),
-        }
-        text = repr(facts)
+        facts = {"the graph": listing(made.graph, sources=False), "the plan": made.plan.to_json()}
         what = "the ranks made different programs of the model"
-        agree(self._group, facts, digest(text), DistributedError, what)
+        agree(self._group, facts, digest(repr(facts)), DistributedError, what)
         values = {f"input {n}": _content(t) for n, t in zip(call.names, call.tensors, strict=True)}
         what = "the ranks were called with inputs of the same shape but different values"
         agree(self._group, values, digest(repr(values)), InputError, what)
         if any(map(draws_random, made.graph.graph.nodes)):
             stream = {"the random stream": _stream_state(call)}
-            what = "the ranks' random streams differ, and the model draws random numbers"
-            agree(self._group, stream, digest(repr(stream)), DistributedError, what)
+            agree(self._group, stream, digest(repr(stream)), _call_error, what)
 
     # --- looking -----------------------------------------------------------------------------------------------------
 
@@ -338,7 +222,7 @@ class ShardedModule(Scope):
 
     def warm_up(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
         """Captures the graph of a call without running it."""
-        kind, call = self._agreed_call(args, kwargs)
+        kind, call, _ = self._agreed_call(args, kwargs)
         self._compile(kind, call, args, kwargs)
 
 
@@ -369,15 +253,32 @@ def _check_same_weights(model: nn.Module, group: Group) -> None:
 
 def _content(tensor: Tensor) -> str:
     """Shape, dtype and a hash of the values."""
-    if tensor.is_meta or not tensor.numel():
+    if tensor.is_meta or is_fake(tensor) or not tensor.numel():
         return value_text(tensor)
-    held = (
-        tensor.detach().contiguous().view(torch.uint8) if tensor.ndim else tensor.detach().reshape(1).view(torch.uint8)
-    )
-    return f"{value_text(tensor)} with hash {int(torch.hash_tensor(held)):x}"
+    return f"{value_text(tensor)} with hash {fingerprint(tensor):x}"
+
+
+def _quick(tensor: Tensor) -> int:
+    """A sum over an input's bits where that costs little: on the CPU, up to SUMMED_ELEMENTS."""
+    cheap = tensor.device.type == "cpu" and tensor.numel() <= SUMMED_ELEMENTS and not is_fake(tensor)
+    return quick_sum(tensor) if cheap else 0
+
+
+_OTHER_ERRORS: dict[str, tuple[type[ShardError], str]] = {
+    "the random stream": (DistributedError, "the ranks' random streams differ, and the model draws random numbers"),
+    "the captured graph": (DistributedError, "some ranks would capture a graph that others have"),
+}
+"""What differs -> the error, where it is not the arguments."""
+
+
+def _call_error(what: str, *, where: str, why: str, attempt: str) -> ShardError:
+    if where.startswith(VALUES):
+        what = "the ranks were called with inputs of the same shape but different values"
+    error, what = _OTHER_ERRORS.get(where, (InputError, what))
+    return error(what, where=where, why=why, attempt=attempt)
 
 
 def _stream_state(call: Leaves) -> str:
     on_gpu = any(t.is_cuda for t in call.tensors)
     state = torch.cuda.get_rng_state() if on_gpu else torch.get_rng_state()
-    return f"{digest(repr(state.tolist())):x}"
+    return f"{fingerprint(state):x}"

@@ -17,9 +17,9 @@ from torch import fx, nn
 
 from torchshard.capture import Captured, capture
 from torchshard.conversions import route, step_bytes
-from torchshard.errors import PlanError
+from torchshard.errors import InputError, PlanError
 from torchshard.graph import is_tensor_op, layout_of, mark_needs_grad, nbytes, node_row, operands, where
-from torchshard.layouts import I, Layout
+from torchshard.layouts import I, Layout, Shard, parts_of, parts_size
 from torchshard.notation import Choice
 from torchshard.passes import normalize, rewrite
 from torchshard.passes.annotate import legal_choices
@@ -67,7 +67,8 @@ def program(
     _mark_trainable(captured, model)
     made = problem(captured.graph.graph, world_size)
     if isinstance(wanted, Plan):
-        fixed = {**_own_parameters(captured, wanted), **(parameters or {})}
+        check_layouts(model, wanted.parameters)
+        fixed = {**wanted.parameters, **(parameters or {})}
         found = search(made, _given_options(captured, wanted), (), fixed)
     else:
         pins = pins_of(captured.graph.graph, chosen)
@@ -76,6 +77,69 @@ def program(
     graph = rewrite(captured.graph, found)
     _warn_missing_rules(captured.graph, graph, world_size)
     return Program(captured, found, graph)
+
+
+def check_examples(example_inputs: Any, example_kwargs: Any) -> None:
+    """Example inputs are a tuple or list of arguments, the keyword ones a dict.
+
+    Raises:
+        InputError: they are something else.
+    """
+    for name, given, kinds in (
+        ("example_inputs", example_inputs, (tuple, list)),
+        ("example_kwargs", example_kwargs, (Mapping,)),
+    ):
+        if given is not None and not isinstance(given, kinds):
+            raise InputError(
+                f"{name} is a {type(given).__name__}",
+                where=f"{name}=",
+                why="example_inputs holds forward's positional arguments, example_kwargs its keyword arguments by name",
+                attempt='example_inputs=(x,), example_kwargs={"mask": mask}',
+            )
+
+
+def check_world_size(world_size: Any) -> None:
+    """A number of ranks.
+
+    Raises:
+        InputError: it is none.
+    """
+    if not isinstance(world_size, int) or isinstance(world_size, bool) or world_size < 1:
+        raise InputError(
+            f"{world_size!r} is no number of ranks", where="world_size=", why="it is an int of 1 or more", attempt="2"
+        )
+
+
+def check_layouts(model: nn.Module, layouts: Mapping[str, Layout]) -> None:
+    """Layouts fit the parameters and buffers that they are for.
+
+    Raises:
+        PlanError: a name is unknown, or a layout splits a dim that is not there or has another size.
+    """
+    shapes = {name: t.shape for name, t in (*model.named_parameters(), *model.named_buffers())}
+    split = {name: layout for name, layout in layouts.items() if layout != I}
+    strangers = sorted(split.keys() - shapes.keys())
+    if strangers:
+        raise PlanError(
+            f"the plan splits {len(strangers)} parameters that the model does not have",
+            where=f"parameter {strangers[0]!r}",
+            why="the plan was made for another model",
+            attempt="make the plan anew for this model",
+        )
+    for name, layout in split.items():
+        if not _divides(layout, shapes[name]):
+            raise PlanError(
+                f"the plan's layout {layout} does not fit a parameter",
+                where=f"parameter {name!r}",
+                why=f"it has shape {tuple(shapes[name])}; the plan was made for another model",
+                attempt="make the plan anew for this model",
+            )
+
+
+def _divides(layout: Layout, shape: Sequence[int]) -> bool:
+    if not isinstance(layout, Shard) or layout.dim >= len(shape):
+        return False
+    return parts_size(parts_of(shape[layout.dim], layout)) == shape[layout.dim]
 
 
 def read_plan(plan: PlanLike, world_size: int) -> Mapping[str, Any] | Plan:
@@ -127,19 +191,6 @@ def _mark_trainable(captured: Captured, model: nn.Module) -> None:
     trainable = [name for name, p in model.named_parameters() if p.requires_grad]
     inputs = [n for n in captured.graph.graph.nodes if n.op == "placeholder" and n.meta["kind"] == "input"]
     mark_needs_grad(captured.graph, trainable + [n.meta["path"] for n in inputs if n.meta["val"].requires_grad])
-
-
-def _own_parameters(captured: Captured, plan: Plan) -> dict[str, Layout]:
-    own = {n.meta["path"] for n in captured.graph.graph.nodes if n.op == "placeholder"}
-    strangers = sorted(name for name, layout in plan.parameters.items() if layout != I and name not in own)
-    if strangers:
-        raise PlanError(
-            f"the plan splits {len(strangers)} parameters that the model does not have",
-            where=f"parameter {strangers[0]!r}",
-            why="the plan was made for another model",
-            attempt="make the plan anew for this model",
-        )
-    return dict(plan.parameters)
 
 
 def _given_options(captured: Captured, plan: Plan) -> dict[fx.Node, list[Choice]]:

@@ -28,7 +28,7 @@ from torch import Tensor, fx, nn
 
 from torchshard.capture.models import check_devices, shared_names
 from torchshard.capture.regions import inline_regions
-from torchshard.capture.signature import Leaves, flatten_call
+from torchshard.capture.signature import flatten_call
 from torchshard.capture.trace import is_library, trace
 from torchshard.graph import duplicate, op_name, size_expr
 
@@ -62,21 +62,23 @@ def capture(model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any] | N
     call = flatten_call(model, args, kwargs or {})
     check_devices(model, call)
     exported, result = trace(model, call)
-    graph = _flat_graph(exported, call, shared_names(model))
-    return Captured(graph, call.names, _constants(exported), result.rebuild, _assumption(graph, exported, call))
+    shared = shared_names(model)
+    names = tuple(f"{name} (argument)" if name in shared else name for name in call.names)
+    graph = _flat_graph(exported, names, shared)
+    return Captured(graph, names, _constants(exported), result.rebuild, _assumption(graph, exported))
 
 
 # --- ExportedProgram -> GraphModule ----------------------------------------------------------------------------------
 
 
 def _flat_graph(
-    exported: torch.export.ExportedProgram, call: Leaves, shared: Mapping[str, tuple[str, ...]]
+    exported: torch.export.ExportedProgram, inputs: Sequence[str], shared: Mapping[str, tuple[str, ...]]
 ) -> fx.GraphModule:
     module = fx.GraphModule(exported.graph_module, copy.deepcopy(exported.graph_module.graph))
     inline_regions(module)
     graph = module.graph
     kinds = {spec.arg.name: spec for spec in exported.graph_signature.input_specs}
-    names = iter(call.names)
+    names = iter(inputs)
     for node in graph.nodes:
         if node.op == "placeholder":
             spec = kinds[node.target]
@@ -162,7 +164,7 @@ def _free(name: str, taken: set[str]) -> str:
 # --- what the graph assumes of its inputs ----------------------------------------------------------------------------
 
 
-def _assumption(graph: fx.GraphModule, exported: Any, call: Leaves) -> Callable[[Sequence[Tensor]], bool]:
+def _assumption(graph: fx.GraphModule, exported: Any) -> Callable[[Sequence[Tensor]], bool]:
     nodes = [n for n in graph.graph.nodes if n.op == "placeholder" and n.meta["kind"] == "input"]
     shapes = [[size_expr(s) for s in n.meta["val"].shape] for n in nodes]
     bounds = {symbol: (r.lower, r.upper) for symbol, r in exported.range_constraints.items()}

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import is_fake
 
 from torchshard.capture.attributes import attributes
 from torchshard.capture.signature import Leaves
@@ -71,3 +72,37 @@ def shared_names(model: nn.Module) -> dict[str, tuple[str, ...]]:
     for name, tensor in named:
         by_id.setdefault(id(tensor), []).append(name)
     return {name: tuple(names) for names in by_id.values() for name in names}
+
+
+def check_weights(model: Any) -> None:
+    """What a split of the parameters could not keep.
+
+    Raises:
+        InputError: it is no module; two parameters share memory without being one; a parameter has gradient hooks.
+    """
+    if not isinstance(model, nn.Module) or isinstance(model, torch.jit.ScriptModule):
+        raise InputError(
+            f"a {type(model).__name__} can't be sharded",
+            where="the model",
+            why="it is captured by running its forward, and its parameters are found by their names",
+            attempt="an ordinary nn.Module",
+        )
+    places: dict[tuple[int, int], str] = {}
+    for name, parameter in model.named_parameters():
+        if parameter._backward_hooks or parameter._post_accumulate_grad_hooks:
+            raise InputError(
+                f"parameter {name!r} has gradient hooks",
+                where=name,
+                why="they belong to the whole parameter; a slice would not have them",
+                attempt="register them on the sharded model's parameters",
+            )
+        if parameter.is_meta or not parameter.numel():
+            continue
+        other = places.setdefault((parameter.untyped_storage().data_ptr(), int(parameter.storage_offset())), name)
+        if other != name and not is_fake(parameter):
+            raise InputError(
+                f"parameters {other!r} and {name!r} share memory, but are two parameters",
+                where=name,
+                why="an optimizer's step on one would change the other; slices of them have memory of their own",
+                attempt="tie them as one: assign the same nn.Parameter to both modules",
+            )

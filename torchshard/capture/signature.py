@@ -1,13 +1,17 @@
 """A call's arguments and results as flat lists of tensors and back; what makes two calls the same to a graph.
 
-Everything that is no tensor (None, numbers, flags) is part of the call's structure: a graph is captured for it.
-Dataclasses that PyTorch's pytree does not know are taken apart by their fields.
+Everything that is no tensor (None, numbers, flags) is part of the call's structure: a graph is captured for it. It is
+compared by value. Objects that PyTorch's pytree does not know are taken apart by their attributes; what holds no
+attributes either (functions, classes, modules) is compared by identity.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import enum
 import inspect
+import operator
+import types
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -28,38 +32,100 @@ class Leaves:
     names: tuple[str, ...]
     """Where each stood: 'ids', 'batch.mask', 'past[0][1]'."""
     structure: Any
-    """Everything else, hashable by its repr; equal structures flatten alike."""
+    """Everything else. A call's is hashable, and its text is the same on all ranks; equal structures flatten alike."""
     rebuild: Callable[[Sequence[Any]], Any]
     """Tensors -> the object."""
 
 
-@dataclass(frozen=True)
-class _Fields:
-    """A dataclass instance that pytree does not know, as its fields."""
-
-    kind: type
-    spec: Any
-
-
-def _is_unknown_dataclass(value: Any) -> bool:
-    known = pytree.SUPPORTED_NODES
-    return dataclasses.is_dataclass(value) and not isinstance(value, type) and type(value) not in known
+_MOVING = (Tensor, torch.SymInt, torch.SymFloat, torch.SymBool)
+_PLAIN = (
+    type(None), bool, int, float, complex, str, bytes, range, slice, enum.Enum, torch.dtype, torch.device, torch.Size,
+    torch.layout, torch.memory_format,
+)  # fmt: skip
+_SAME = (type, nn.Module, torch.Generator, types.FunctionType, types.MethodType, types.BuiltinFunctionType)
 
 
-def _open(value: Any) -> Any:
-    """Unknown dataclasses as dicts of their fields, all the way down."""
+class _Identity:
+    """A leaf that equals itself alone; it is kept, so that no other can take its address."""
+
+    def __init__(self, held: Any) -> None:
+        self.held = held
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _Identity) and self.held is other.held
+
+    def __hash__(self) -> int:
+        return id(self.held)
+
+    def __repr__(self) -> str:
+        name = getattr(self.held, "__qualname__", type(self.held).__qualname__)
+        return f"the object {name}"
+
+
+def _key(leaf: Any) -> Any:
+    """What stands for a leaf that is no tensor: equal for equal leaves, of one type.
+
+    Raises:
+        InputError: nothing tells whether two such leaves are equal.
+    """
+    if isinstance(leaf, slice):
+        return (slice, leaf.start, leaf.stop, leaf.step)
+    if isinstance(leaf, _PLAIN):
+        return (type(leaf), repr(leaf) if isinstance(leaf, float | complex) else leaf)  # nan equals nan, 0.0 not -0.0
+    if isinstance(leaf, set | frozenset):
+        return (type(leaf), tuple(sorted((_key(item) for item in leaf), key=repr)))
+    if isinstance(leaf, _SAME):
+        return _Identity(leaf)
+    raise InputError(
+        f"an argument holds a {type(leaf).__qualname__}",
+        where=type(leaf).__module__,
+        why="its content would become part of the graph, and nothing tells when it is another",
+        attempt="a tensor (torch.as_tensor of an array), numbers and strings, or a dict, list or dataclass of them",
+    )
+
+
+def _is_unknown_object(value: Any) -> bool:
+    """An object of a Python class with attributes, none of pytree's own nor compared as it is."""
+    known = (*_MOVING, *_PLAIN, *_SAME, set, frozenset, dict, list, tuple)
+    made_plainly = getattr(type(value), "__new__", None) is object.__new__
+    if isinstance(value, known) or type(value) in pytree.SUPPORTED_NODES or not made_plainly:
+        return False
+    return hasattr(value, "__dict__") or bool(_slots(value))
+
+
+def _slots(value: Any) -> list[str]:
+    names = [name for cls in type(value).__mro__ for name in cls.__dict__.get("__slots__", ())]
+    return [name for name in names if name not in ("__dict__", "__weakref__") and hasattr(value, name)]
+
+
+def _fields(value: Any) -> dict[str, Any]:
+    return {name: getattr(value, name) for name in _slots(value)} | dict(getattr(value, "__dict__", {}))
+
+
+def _open(value: Any, within: tuple[int, ...] = ()) -> Any:
+    """Unknown objects as dicts of their attributes, all the way down.
+
+    Raises:
+        InputError: an object holds itself.
+    """
 
     def one(leaf: Any) -> Any:
-        if not _is_unknown_dataclass(leaf):
+        if not _is_unknown_object(leaf):
             return leaf
-        fields = {f.name: getattr(leaf, f.name) for f in dataclasses.fields(leaf)}
-        return _Opened(type(leaf), _open(fields))
+        if id(leaf) in within:
+            raise InputError(
+                f"an argument of type {type(leaf).__qualname__} holds itself",
+                where=type(leaf).__module__,
+                why="arguments are taken apart to find their tensors",
+                attempt="pass the tensors themselves, or a dict of them",
+            )
+        return _Opened(type(leaf), _open(_fields(leaf), (*within, id(leaf))))
 
-    return pytree.tree_map(one, value, is_leaf=_is_unknown_dataclass)
+    return pytree.tree_map(one, value, is_leaf=_is_unknown_object)
 
 
 class _Opened:
-    """A dataclass whose fields lie open to pytree."""
+    """An object whose attributes lie open to pytree."""
 
     def __init__(self, kind: type, fields: Mapping[str, Any]) -> None:
         self.kind, self.fields = kind, fields
@@ -88,12 +154,12 @@ def _close(value: Any) -> Any:
 
 
 def flatten(value: Any) -> Leaves:
-    """Any nest of containers and dataclasses as its tensors and the way back."""
+    """Any nest of containers and objects as its tensors and the way back."""
     leaves, spec = pytree.tree_flatten_with_path(value)
-    opened = any(_is_unknown_dataclass(leaf) for _, leaf in leaves)
+    opened = any(_is_unknown_object(leaf) for _, leaf in leaves)
     if opened:
         leaves, spec = pytree.tree_flatten_with_path(_open(value))
-    moving = [isinstance(leaf, (Tensor, torch.SymInt, torch.SymFloat, torch.SymBool)) for _, leaf in leaves]
+    moving = [isinstance(leaf, _MOVING) for _, leaf in leaves]
     fixed = [None if moves else leaf for moves, (_, leaf) in zip(moving, leaves, strict=True)]
     names = [pytree.keystr(path) for moves, (path, _) in zip(moving, leaves, strict=True) if moves]
 
@@ -104,14 +170,39 @@ def flatten(value: Any) -> Leaves:
         return _close(made) if opened else made
 
     tensors = tuple(leaf for moves, (_, leaf) in zip(moving, leaves, strict=True) if moves)
-    return Leaves(tensors, tuple(names), (repr(spec), tuple(map(repr, fixed))), rebuild)
+    return Leaves(tensors, tuple(names), (repr(spec), fixed), rebuild)
+
+
+def _keyed(flat: Leaves) -> Leaves:
+    spec, fixed = flat.structure
+    return dataclasses.replace(flat, structure=(spec, tuple(map(_key, fixed))))
+
+
+def unchanged(before: Leaves, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
+    """Whether a call's arguments still hold what they held: forward has appended, assigned or taken out nothing."""
+    try:
+        after = _keyed(flatten((tuple(args), dict(kwargs))))
+    except InputError:
+        return False
+    same = len(after.tensors) == len(before.tensors) and all(map(operator.is_, after.tensors, before.tensors))
+    return same and after.structure == before.structure
+
+
+def memory_order(tensor: Tensor) -> Any:
+    """How a tensor lies in memory, apart from its sizes: on it depends whether a reshape is a view or a copy."""
+    if tensor.is_contiguous():
+        return None
+    strides, shape = tensor.stride(), tensor.shape
+    order = tuple(sorted(range(tensor.ndim), key=lambda dim: -strides[dim]))
+    joined = tuple(strides[i] == strides[i + 1] * shape[i + 1] for i in range(tensor.ndim - 1))
+    return order, joined, tuple(stride == 0 for stride in strides)
 
 
 def flatten_call(model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Leaves:
     """A call's arguments, by the parameters of `model.forward`; `rebuild` gives (args, kwargs).
 
     Raises:
-        InputError: `forward` does not take these arguments.
+        InputError: `forward` does not take these arguments, or one holds what can't be compared.
     """
     signature = inspect.signature(model.forward)
     try:
@@ -123,7 +214,7 @@ def flatten_call(model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any
             why=f"{len(args)} positional and the keywords {sorted(kwargs)} were given",
             attempt="the same arguments as the unsharded model's",
         ) from None
-    flat = flatten((bound.args, bound.kwargs))
+    flat = _keyed(flatten((bound.args, bound.kwargs)))
     ordered = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
     positional = [n for n, p in signature.parameters.items() if n in bound.arguments and p.kind in ordered]
     return dataclasses.replace(flat, names=tuple(_argument_name(name, positional) for name in flat.names))

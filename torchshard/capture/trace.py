@@ -6,11 +6,13 @@ What comes of it is an ExportedProgram with ATen ops; how sizes, names and input
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import logging
 import re
 import traceback
 import warnings
-from collections.abc import Iterator, Sequence
+from collections import OrderedDict
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -21,7 +23,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 
 from torchshard.capture.attributes import Kept, Place, attributes, changed, refuse_state
-from torchshard.capture.signature import Leaves, flatten
+from torchshard.capture.signature import Leaves, flatten, unchanged
 from torchshard.errors import CaptureError, InputError
 
 DYNAMIC_DIMS = (0, 1)
@@ -37,16 +39,23 @@ def trace(model: nn.Module, call: Leaves) -> tuple[ExportedProgram, Leaves]:
     """
     results: list[Leaves] = []
     places: list[Place] = []
-    forward, kept, before = model.forward, Kept(model), attributes(model)
+    kept, before = Kept(model), attributes(model)
+    own = {name: model.__dict__[name] for name in _CALLING if name in model.__dict__}
 
     def flat_forward(*tensors: Tensor) -> list[Any]:
+        held = dataclasses.replace(call, tensors=tensors)
         call_args, call_kwargs = call.rebuild(tensors)
+        _set(model, own)
         with _ForeignParameters():
-            results.append(flatten(forward(*call_args, **call_kwargs)))
+            results.append(flatten(nn.Module._call_impl(model, *call_args, **call_kwargs)))
+        _set(model, bare)
         places.extend(changed(before, attributes(model)))
+        if not unchanged(held, call_args, call_kwargs):
+            raise _written_arguments(model)
         return list(results[-1].tensors)
 
-    model.forward = flat_forward
+    bare = {"forward": flat_forward, **{name: OrderedDict() for name in _CALLING[1:]}}
+    _set(model, bare)
     try:
         with _refused_functions(), _quiet():
             exported = _export(model, call)
@@ -55,6 +64,25 @@ def trace(model: nn.Module, call: Leaves) -> tuple[ExportedProgram, Leaves]:
     if places:
         refuse_state(model, call, list(dict.fromkeys(places)))
     return exported, results[-1]
+
+
+_CALLING = ("forward", "_forward_hooks", "_forward_pre_hooks")
+"""What a call of a module runs, apart from its class."""
+
+
+def _set(model: nn.Module, values: Mapping[str, Any]) -> None:
+    for name in _CALLING:
+        model.__dict__.pop(name, None)
+    model.__dict__.update(values)
+
+
+def _written_arguments(model: nn.Module) -> CaptureError:
+    return CaptureError(
+        "forward writes to its arguments",
+        where=f"{type(model).__name__}.forward",
+        why="a list, dict or object that it is given holds something else afterwards; a graph gives results only",
+        attempt="return what is new; with Hugging Face models use_cache=False",
+    )
 
 
 def _export(model: nn.Module, call: Leaves) -> ExportedProgram:

@@ -1,0 +1,92 @@
+"""A submodule's place in the sharded model: its parameters' slices under their names, its mode, its plain attributes.
+
+It counts as an instance of the class that it stands for (`isinstance(m, nn.Dropout)`), so that loops over `modules()`
+that look for a kind of layer go on working; it can't be called, for a part alone would compute on slices.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NoReturn, Self
+
+from torch import nn
+
+from torchshard.errors import InputError
+
+
+class Scope(nn.Module):
+    """Stands for one module of the unsharded model."""
+
+    def __init__(self, source: nn.Module) -> None:
+        super().__init__()
+        self.__dict__["_source"] = [source]  # in a list, so that it is no submodule
+
+    @property
+    def source(self) -> nn.Module:
+        """The unsharded module, without memory."""
+        held: nn.Module = self.__dict__["_source"][0]
+        return held
+
+    @property  # type: ignore[misc]
+    def __class__(self) -> type:
+        return type(self.source)
+
+    @property
+    def training(self) -> bool:
+        """The mode of the module that this stands for: captures follow it."""
+        return self.source.training
+
+    @training.setter
+    def training(self, mode: bool) -> None:
+        if "_source" in self.__dict__:
+            self.source.training = mode
+
+    def train(self, mode: bool = True) -> Self:
+        """Train or eval, of this module and all in it, as the module's own `train` has it."""
+        super().train(mode)
+        self.source.train(mode)
+        return self
+
+    def __getitem__(self, index: int | str) -> nn.Module:
+        return self.get_submodule(str(index))
+
+    def __getattr__(self, name: str) -> Any:
+        if name in self.__dict__.get("_source", [None])[0].__dict__:
+            return self.source.__dict__[name]
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            if hasattr(type(self.source), name):
+                why = "methods of the unsharded model can't be called: they would compute with this rank's slices"
+                raise AttributeError(f"{type(self.source).__name__}.{name}: {why}") from None
+            raise
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if (name in self.source.__dict__ and name not in _EVERY) or name == "forward":
+            raise InputError(
+                f"attribute {name!r} can't be changed after sharding",
+                where=type(self.source).__name__,
+                why="graphs that were captured before would not follow",
+                attempt="set it on the unsharded model, then shard",
+            )
+        super().__setattr__(name, value)
+
+    def forward(self, *args: Any, **kwargs: Any) -> NoReturn:
+        """A part of a sharded model is not called by itself.
+
+        Raises:
+            InputError: always.
+        """
+        raise InputError(
+            f"a {type(self.source).__name__} within a sharded model can't be called by itself",
+            where="a submodule of a ShardedModule",
+            why="it holds this rank's slices, and graphs are captured for the whole model",
+            attempt="call the whole model, or shard the part: torchshard.shard(model.part, plan)",
+        )
+
+    def extra_repr(self) -> str:
+        """The unsharded module's."""
+        return self.source.extra_repr()
+
+
+_EVERY = frozenset(nn.Module().__dict__) | {"training"}
+"""What every module has."""

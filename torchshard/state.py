@@ -1,0 +1,210 @@
+"""What a sharded model holds: the slices of parameters and buffers under the unsharded names, and their layouts."""
+
+from __future__ import annotations
+
+import copy
+import operator
+from collections.abc import Mapping
+from typing import Any, Self, cast
+
+import torch
+from torch import Tensor, nn
+
+from torchshard.capture import hollow, hollow_tensor, shared_names
+from torchshard.distributed.groups import Group
+from torchshard.distributed.kernels import convert
+from torchshard.errors import InputError
+from torchshard.layouts import I, Layout, Shard, parts_of, split
+from torchshard.materialize import local_state
+from torchshard.scope import Scope
+
+
+class State(Scope):
+    """The parameters and buffers of a model split over a group."""
+
+    def __init__(self, model: nn.Module, layouts: Mapping[str, Layout], group: Group) -> None:
+        super().__init__(hollow(model))
+        self._group = group
+        self._layouts: dict[str, Layout] = dict(layouts)
+        self._fixed = False
+        self._names = shared_names(self.source)
+        self._register(local_state(model, layouts, group.rank, group.size), model)
+        self._note()
+
+    def _register(self, state: Mapping[str, Tensor], model: nn.Module) -> None:
+        for path, _ in self.source.named_modules(remove_duplicate=False):
+            self._scope(path)
+        persistent = set(model.state_dict())
+        for name, names in self._names.items():
+            path, _, leaf = name.rpartition(".")
+            scope, tensor = self._scope(path), state[names[0]]
+            if isinstance(tensor, nn.Parameter):
+                scope._parameters[leaf] = tensor
+            else:
+                scope._buffers[leaf] = tensor
+                if name not in persistent:
+                    scope._non_persistent_buffers_set.add(leaf)
+
+    def _scope(self, path: str) -> Scope:
+        """By the dicts of submodules, for names such as `plan` and `group` are attributes of ours besides."""
+        scope: Scope = self
+        for part in path.split(".") if path else ():
+            if part not in scope._modules:
+                scope._modules[part] = Scope(scope.source.get_submodule(part))
+            scope = cast(Scope, scope._modules[part])
+        return scope
+
+    def _slot(self, name: str) -> tuple[dict[str, Any], str]:
+        path, _, leaf = name.rpartition(".")
+        scope = self._scope(path)
+        return (scope._parameters if leaf in scope._parameters else scope._buffers), leaf
+
+    def _source_tensor(self, name: str) -> Tensor:
+        path, _, leaf = name.rpartition(".")
+        held: Tensor = getattr(self._scope(path).source, leaf)
+        return held
+
+    # --- following what the user does to parameters ------------------------------------------------------------------
+
+    def _note(self) -> None:
+        """The source for captures follows the parameters' dtype and device; graphs captured before are void."""
+        self._slots = {name: self._slot(name) for name in self._names}
+        self._tensors: dict[str, Tensor] = {name: holder[leaf] for name, (holder, leaf) in self._slots.items()}
+        for names in dict.fromkeys(self._names.values()):
+            held, source = self._tensors[names[0]], self._source_tensor(names[0])
+            if (held.dtype, held.device) != (source.dtype, source.device):
+                moved = hollow_tensor(source, dtype=held.dtype, device=held.device)
+                for name in names:
+                    path, _, leaf = name.rpartition(".")
+                    scope = self._scope(path).source
+                    holder: dict[str, Any] = scope._parameters if leaf in scope._parameters else scope._buffers
+                    holder[leaf] = moved
+        self._forget_graphs()
+
+    def _forget_graphs(self) -> None:
+        """Called when parameters have become others in kind."""
+
+    def _follow(self) -> None:
+        """Takes over tensors that the user has put in the place of others since the last call.
+
+        Raises:
+            InputError: one has another shape than this rank's slice, or a tied one was replaced alone.
+        """
+        now: dict[str, Any] = {name: holder.get(leaf) for name, (holder, leaf) in self._slots.items()}
+        if all(map(operator.is_, now.values(), self._tensors.values())):
+            return
+        for name, before in self._tensors.items():
+            self._check_replaced(name, before, now[name], now[self._names[name][0]])
+        same_kind = all((now[n].dtype, now[n].device) == (t.dtype, t.device) for n, t in self._tensors.items())
+        self._tensors = now
+        if not same_kind:
+            self._note()
+
+    def _check_replaced(self, name: str, before: Tensor, now: Any, first: Any) -> None:
+        if now is first and isinstance(now, Tensor) and now.shape == before.shape:
+            return
+        held = tuple(now.shape) if isinstance(now, Tensor) else now
+        raise InputError(
+            f"{name!r} was replaced by what does not fit",
+            where=f"parameter or buffer {name!r}",
+            why=f"this rank's slice has shape {tuple(before.shape)}, it now holds {held}"
+            if now is first
+            else f"it is one with {self._names[name][0]!r}, which holds another now",
+            attempt="a slice of the same shape, under all its names; or load_full_state_dict",
+        )
+
+    def _apply(self, fn: Any, recurse: bool = True) -> Self:
+        """Moves and casts (`.to`, `.cuda`, `.double`, `.to_empty`): graphs are captured anew for what comes of them."""
+        super()._apply(fn, recurse)
+        self._note()
+        return self
+
+    # --- layouts -----------------------------------------------------------------------------------------------------
+
+    @property
+    def group(self) -> Group:
+        """The group that the model is split over."""
+        return self._group
+
+    @property
+    def layouts(self) -> dict[str, Layout]:
+        """The layout of each parameter and buffer, by its first name."""
+        return dict(self._layouts)
+
+    @torch.inference_mode(False)
+    def _fix_layouts(self, layouts: Mapping[str, Layout]) -> None:
+        """The first graph says how parameters lie; those that were split otherwise until now are split anew."""
+        for name, layout in layouts.items():
+            have, tensor = self._layouts.get(name, I), self._tensors[name]
+            if have != layout:
+                whole = self._whole(tensor.data, have, name)
+                sliced = split(whole, layout, self._group.rank, self._group.size)
+                tensor.data = sliced.clone(memory_format=torch.contiguous_format)
+            self._layouts[name] = layout
+        self._fixed = True
+
+    def _whole(self, tensor: Tensor, layout: Layout, name: str) -> Tensor:
+        if not isinstance(layout, Shard):
+            return tensor
+        if tensor.is_meta:
+            return torch.empty_like(self._source_tensor(name), device="meta")
+        size = self._source_tensor(name).shape[layout.dim]
+        return convert("all_gather", tensor, Shard(layout.dim, parts_of(size, layout)), I, self._group)
+
+    # --- state dicts -------------------------------------------------------------------------------------------------
+
+    def full_state_dict(self) -> dict[str, Tensor]:
+        """The unsharded model's state dict, whole on every rank (a collective call: all ranks must make it)."""
+        return {
+            name: self._whole(tensor.detach(), self._layouts.get(self._names[name][0], I), name)
+            for name, tensor in self.state_dict().items()
+        }
+
+    def load_full_state_dict(self, state: Mapping[str, Tensor]) -> None:
+        """Takes this rank's slices of an unsharded state dict.
+
+        Raises:
+            InputError: a name is missing, unknown, or has another shape than the unsharded model's.
+        """
+        own = self.state_dict()
+        for name in [*own, *state]:
+            ok = name in own and name in state and state[name].shape == self._source_tensor(name).shape
+            if not ok:
+                found = tuple(state[name].shape) if name in state else "missing"
+                raise InputError(
+                    f"the state dict does not fit at {name!r}",
+                    where="load_full_state_dict",
+                    why=f"given: {found}; the unsharded model has "
+                    f"{tuple(self._source_tensor(name).shape) if name in own else 'no such tensor'}",
+                    attempt="a state dict of the unsharded model; load_state_dict takes this rank's slices",
+                )
+        self._follow()
+        for name, tensor in state.items():
+            layout = self._layouts.get(self._names[name][0], I)
+            with torch.no_grad():
+                self._tensors[name].copy_(split(tensor, layout, self._group.rank, self._group.size))
+
+    # --- copies ------------------------------------------------------------------------------------------------------
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Self:
+        """A copy with parameters of its own, in the same group; it captures its graphs anew."""
+        source = self.source
+        memo.update({id(t): hollow_tensor(t) for t in (*source.parameters(), *source.buffers())})
+        memo[id(self._group)] = self._group
+        self._forget_graphs_in(memo)
+        made = type(self).__new__(type(self))
+        memo[id(self)] = made
+        made.__dict__.update(copy.deepcopy(self.__dict__, memo))
+        made._note()
+        return made
+
+    def _forget_graphs_in(self, memo: dict[int, Any]) -> None:
+        """Leaves the graphs out of a copy."""
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        raise InputError(
+            "a sharded model can't be pickled",
+            where="ShardedModule",
+            why="it belongs to the process group of its ranks",
+            attempt="torch.save(model.state_dict()) for this rank's slices, or model.full_state_dict() for the whole",
+        )
