@@ -170,6 +170,8 @@ NORMALIZATION = [
     batch_norm("c", f(5, 4, 3), f(4), f(4), None, None, True),
     batch_norm("c", f(5, 7), f(7), f(7), buffer("normal", 7), buffer("positive", 7), True),
     batch_norm("c", f(4, 2, 3, 2), None, None, buffer("normal", 2), buffer("positive", 2), True),
+    case(aten.broadcast_tensors.default, "a b", [f(5, 4), f(4)]),
+    case(aten.broadcast_tensors.default, "a c b", [f(5, 1, 4), f(3, 1), f(5, 3, 4)]),
     case(aten.copy_.default, "a b", buffer("normal", 5, 4), plain(5, 4)),
     batch_norm("n c s0", f(5, 4, 3), f(4), f(4), buffer("normal", 4), buffer("positive", 4), False),
 ]

@@ -243,7 +243,14 @@ def build(case: Case, choice: Choice, world: int, seed: int = 0) -> tuple[OneOp,
     made = Graph(model, tensors, choice, world)
     made.finish()
     plan = Plan(world, made.parameters, made.chosen)
-    captured = Captured(made.module, (), {}, lambda results: list(results), lambda tensors: True)
+    placeholders = (n for n in made.module.graph.nodes if n.op == "placeholder" and n.meta["kind"] == "input")
+    captured = Captured(
+        made.module,
+        tuple(n.meta["path"] for n in placeholders),
+        {},
+        lambda results: list(results),
+        lambda tensors: True,
+    )
     return model, Program(captured, plan, rewrite(made.module, plan)), tensors
 
 

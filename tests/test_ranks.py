@@ -113,6 +113,22 @@ def _faults(rank: int) -> dict[str, tuple[str, str]]:
     torch.manual_seed(rank)
     found["random stream"] = _message(lambda: gpt(torch.zeros(1, 4, dtype=torch.long)))
     found["random stream that nothing draws from"] = _message(lambda: gpt.eval()(torch.zeros(1, 4, dtype=torch.long)))
+    torch.manual_seed(0)
+    gpt.train()(torch.zeros(1, 4, dtype=torch.long))
+    torch.manual_seed(rank)
+    found["random stream after capture"] = _message(lambda: gpt(torch.zeros(1, 4, dtype=torch.long)))
+    found["values after capture"] = _message(lambda: model(torch.ones(5, 12) + rank))
+    torch.manual_seed(0)
+    y, mlp = torch.randn(4, 12), MLP()
+    found["order of values"] = _message(lambda: ts.shard(mlp, {"up": "column"})(y.flip(0) if rank else y))
+    mlp.up.weight.data = mlp.up.weight.flip(0) if rank else mlp.up.weight
+    found["order of weights"] = _message(lambda: ts.shard(mlp, {"up": "column"}))
+    found["plan key"] = _message(lambda: ts.shard(MLP(), {"uq" if rank else "up": "column"}))
+    torch.manual_seed(0)
+    once = ts.shard(MLP(), {"up": "column"})
+    found["example inputs"] = _message(lambda: once(x) if rank else once.warm_up((x,), {}))
+    once(x)
+    found["captured anew"] = _message(lambda: (once if rank else once.double().float())(x))
     made = ts.plan(MLP(), {"up": "column"}, world_size=5, example_inputs=(x,))
     found["world size"] = _message(lambda: ts.shard(MLP(), made))
     return found
@@ -132,6 +148,13 @@ def test_faults_are_the_same_error_on_every_rank() -> None:
         "plan": ("DistributedError", "different programs"),
         "random stream": ("DistributedError", "random streams differ"),
         "random stream that nothing draws from": ("", "no error"),
+        "random stream after capture": ("DistributedError", "random streams differ"),
+        "values after capture": ("InputError", "different values"),
+        "order of values": ("InputError", "different values"),
+        "order of weights": ("DistributedError", "different models"),
+        "plan key": ("PlanError", "rank 1: the plan's key 'uq' matches no module"),
+        "example inputs": ("InputError", "rank 0: a capture for example inputs; rank 1: a call"),
+        "captured anew": ("DistributedError", "rank 0: to be captured now; rank 1: captured before"),
         "world size": ("PlanError", "for 5 ranks, the group has 2"),
     }
     for name, (kind, text) in expected.items():

@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor, fx, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv, StatelessSymbolicContext
@@ -20,11 +21,14 @@ import torchshard as ts
 from tests import oracle
 from tests.op_cases import CASES, CREATION, SUM, case, f, flags, ids, pos, sdpa
 from tests.oracle import Case, T, build, row_and_choices, run
+from torchshard import lockstep
 from torchshard.check import check_program
 from torchshard.distributed.ops import OPS
 from torchshard.graph import duplicate
 from torchshard.layouts import S
+from torchshard.materialize import local_state
 from torchshard.notation import Choice
+from torchshard.program import program
 from torchshard.rules import RULES, Call, TensorType, row_of
 from torchshard.rules.pointwise import is_pointwise
 
@@ -390,3 +394,55 @@ def test_constants_of_a_call_are_not_remembered() -> None:
     for p in (0.2, 0.7):
         op = case(aten.dropout.default, None, f(5, 9), p, True)
         assert all(run(op, choice, 2).ok for choice in row_and_choices(op, 2)[1])
+
+
+LOOKUPS = {
+    "embedding": (nn.Embedding(7, 4), torch.tensor([[1, 7]])),
+    "negative": (nn.Embedding(7, 4), torch.tensor([[1, -1]])),
+}
+
+
+class _Picks(nn.Module):
+    """A value split along the dim that is looked up."""
+
+    def __init__(self, pick: Any, width: int = 7) -> None:
+        super().__init__()
+        self.up, self.pick = nn.Linear(6, width), pick
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.pick(self.up(x))  # type: ignore[no-any-return]
+
+
+PICKS = {
+    "index_select": lambda h: h.index_select(1, torch.tensor([1, 9])),
+    "gather": lambda h: h.gather(1, torch.full((30, 2), 7)),
+    "cross_entropy": lambda h: F.cross_entropy(h, torch.tensor([1, 71, -100] * 10)),
+}
+
+
+@pytest.mark.parametrize("name", [*LOOKUPS, *PICKS])
+def test_an_index_that_is_no_ranks_is_an_error(name: str) -> None:
+    if name in LOOKUPS:
+        model, x, plan = nn.Sequential(LOOKUPS[name][0]), LOOKUPS[name][1], {"0": "vocab"}
+    else:
+        model, x, plan = _Picks(PICKS[name], 70 if name == "cross_entropy" else 7), torch.randn(30, 6), {"up": "column"}
+    made = program(model, plan, 2, (x,))
+    graphs, fed = lockstep.rank_graphs(made.graph, 2), []
+    for rank, graph in enumerate(graphs):
+        known = {**local_state(model, made.plan.parameters, rank, 2), **made.captured.constants}
+        nodes = [n for n in graph.graph.nodes if n.op == "placeholder"]
+        fed.append([known.get(n.meta["path"], x) for n in nodes])
+    with pytest.raises(RuntimeError, match="out of range"):
+        lockstep.run(graphs, fed, [lambda node, value: None] * 2)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("body", [lambda h: h.square().mean(-1), lambda h: F.mse_loss(h, torch.zeros_like(h))])
+def test_means_of_halves_over_a_split_dim_do_not_overflow(dtype: torch.dtype, body: Any) -> None:
+    model = _Picks(body)
+    model.up = nn.Linear(6, 4096)
+    nn.init.constant_(model.up.bias, 9.0)
+    report = ts.check(
+        model.to(dtype), {"up": "column"}, world_size=2, example_inputs=(torch.randn(3, 6, dtype=dtype),), dtype=None
+    )
+    assert report.ok, str(report)

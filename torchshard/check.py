@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, fx, nn
 
 from torchshard import lockstep
-from torchshard.capture import Leaves, copied, flatten, flatten_call, shared_names
+from torchshard.capture import Leaves, check_weights, copied, flatten, flatten_call, shared_names
 from torchshard.errors import ShardError
 from torchshard.graph import is_tensor, where
 from torchshard.layouts import I, Layout, dual, is_whole, join
@@ -110,6 +110,7 @@ def check(
     """
     check_world_size(world_size)
     check_examples(example_inputs, example_kwargs)
+    check_weights(model)
     held = copied(model)
     args, kwargs = list(example_inputs), dict(example_kwargs or {})
     if dtype is not None:

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from torchshard.distributed.kernels import reduced
+from torchshard.errors import InputError
 from torchshard.layouts import Shard
 from torchshard.module import ShardedModule
 
@@ -23,7 +24,13 @@ def clip_grad_norm_(model: ShardedModule, max_norm: float, norm_type: float = 2.
 
     Returns:
         the norm before clipping, the same on every rank.
+
+    Raises:
+        InputError: norm_type is not positive.
     """
+    if not norm_type > 0:
+        what = f"a {norm_type!r}-norm is none to clip by"
+        raise InputError(what, where="norm_type=", why="p of a p-norm is positive", attempt="2.0")
     grads = [(model.layouts[name], p.grad) for name, p in model.named_parameters() if p.grad is not None]
     sliced = [g for layout, g in grads if isinstance(layout, Shard)]
     whole = [g for layout, g in grads if not isinstance(layout, Shard)]

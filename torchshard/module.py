@@ -97,7 +97,9 @@ class ShardedModule(State):
         state = [self._tensors[held] if isinstance(held, str) else held for held in compiled.state]
         return compiled.program.captured.rebuild(compiled.run(*state, *call.tensors))
 
-    def _agreed_call(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[Any, Leaves, Compiled | None]:
+    def _agreed_call(
+        self, args: Sequence[Any], kwargs: Mapping[str, Any], step: str = "a call"
+    ) -> tuple[Any, Leaves, Compiled | None]:
         """The call as the ranks agree on it: they compare its kind, shapes and values before anything else."""
         failure: ShardError | None = None
         call, kind, compiled = None, None, None
@@ -110,14 +112,9 @@ class ShardedModule(State):
             facts = self._call_facts(call, kind, compiled) if self._group.size > 1 else {}
         except ShardError as error:
             failure, facts = error, {"the arguments": str(error).splitlines()[0]}
+        facts["what is asked for"] = step
         what = "the ranks were called with different arguments"
-        agree(
-            self._group,
-            lambda: {name: str(fact) for name, fact in facts.items()},
-            digest(repr(facts)),
-            _call_error,
-            what,
-        )
+        agree(self._group, lambda: _texts(facts), digest(repr(facts)), _call_error, what)
         if failure is not None:
             raise failure
         assert call is not None
@@ -222,7 +219,7 @@ class ShardedModule(State):
 
     def warm_up(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
         """Captures the graph of a call without running it."""
-        kind, call, _ = self._agreed_call(args, kwargs)
+        kind, call, _ = self._agreed_call(args, kwargs, "a capture for example inputs")
         self._compile(kind, call, args, kwargs)
 
 
@@ -262,6 +259,10 @@ def _quick(tensor: Tensor) -> int:
     """A sum over an input's bits where that costs little: on the CPU, up to SUMMED_ELEMENTS."""
     cheap = tensor.device.type == "cpu" and tensor.numel() <= SUMMED_ELEMENTS and not is_fake(tensor)
     return quick_sum(tensor) if cheap else 0
+
+
+def _texts(facts: Mapping[str, Any]) -> dict[str, str]:
+    return {name: str(fact) for name, fact in facts.items()}
 
 
 _OTHER_ERRORS: dict[str, tuple[type[ShardError], str]] = {

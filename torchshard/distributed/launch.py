@@ -8,7 +8,8 @@
         losses = launch(main, 2, (100,))     # what main returned on rank 0 and on rank 1
 
 Each rank is a new process (spawned, so it imports the script again) with the environment that `torchrun` would give
-it and one thread. Results and exceptions come back through files, as plain pickles.
+it and one thread. Results and exceptions come back through files, as plain pickles. A rank that has returned ends at
+once: what it registered with `atexit` does not run.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from __future__ import annotations
 import os
 import pickle
 import socket
+import sys
 import time
 import traceback
 from collections.abc import Callable, Sequence
@@ -79,9 +81,17 @@ def _rank_main(rank: int, world: int, port: int, folder: str, fn: Callable[..., 
     try:
         result = pickle.dumps(fn(*args))
         (Path(folder) / f"{rank}.result").write_bytes(result)
+        _end()
     except Exception as error:
         _write_failure(Path(folder) / f"{rank}.failure", rank, error)
         raise
+
+
+def _end() -> None:
+    """Ends the process without C++ destructors, which abort it where gloo's threads still run, its work being done."""
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(0)
 
 
 def _write_failure(path: Path, rank: int, error: Exception) -> None:

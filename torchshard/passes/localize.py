@@ -11,12 +11,14 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
 from torch import Tensor, fx
 
 from torchshard.distributed.ops import is_collective
-from torchshard.graph import plain_shape, values
+from torchshard.graph import emit, plain_shape, values
 from torchshard.layouts import Layout, local_shape
 from torchshard.notation import Local, local_replacement
+from torchshard.rules.random import BY_ELEMENT
 
 
 def localize(module: fx.GraphModule, rank: int, world: int, group: str) -> bool:
@@ -32,6 +34,8 @@ def localize(module: fx.GraphModule, rank: int, world: int, group: str) -> bool:
         replacement = local_replacement(row, choice) if row is not None and choice is not None else None
         if replacement is not None:
             _replace(module, node, replacement, Local(row, choice, rank, world, group))
+        elif node.target in BY_ELEMENT:
+            _straighten(module, node)
     module.graph.eliminate_dead_code(_is_kept)
     module.recompile()
     return True
@@ -56,6 +60,13 @@ def _localize_values(node: fx.Node, rank: int, world: int) -> None:
     if held:
         val = node.meta["val"]
         node.meta["val"] = type(val)(held) if isinstance(val, (list, tuple)) else held[0]
+
+
+def _straighten(module: fx.GraphModule, node: fx.Node) -> None:
+    """Contiguous, as it is unsharded: a collective, or the lack of one, may have left it otherwise on this rank."""
+    x: Any = node.args[0]
+    with module.graph.inserting_before(node):
+        node.args = (emit(module, torch.ops.aten.contiguous.default, (x,), node), *node.args[1:])
 
 
 def _replace(module: fx.GraphModule, node: fx.Node, replacement: Any, local: Local) -> None:

@@ -9,15 +9,17 @@ be added once, not once per rank; tensors made "like" another are made from size
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable, Mapping
 from typing import Any, cast
 
 import torch
 from torch import fx
 
-from torchshard.graph import bound_args, emit, name_after, op_name
+from torchshard.graph import bound_args, emit, hint, name_after, op_name
 from torchshard.passes.causal import restore_causal
 from torchshard.passes.functionalize import functionalize
+from torchshard.rules.random import BY_ELEMENT
 
 aten = torch.ops.aten
 
@@ -33,6 +35,7 @@ def normalize(module: fx.GraphModule) -> bool:
     changed |= _replace(module, {aten.narrow.default: _as_slice})  # functionalize knows slices
     changed |= functionalize(module)
     changed |= _replace(module, _REWRITES)
+    changed |= _replace(module, dict.fromkeys(BY_ELEMENT, _by_index))
     changed |= restore_causal(module)
     changed |= bool(module.graph.eliminate_dead_code(_is_kept))
     module.recompile()
@@ -161,6 +164,35 @@ _NEW = {
 }
 
 
+def _by_index(module: fx.GraphModule, node: fx.Node) -> fx.Node | None:
+    """Numbers are drawn in the order of memory: of what lies transposed, they are drawn before it is transposed."""
+    x: Any = node.args[0]
+    order = _memory_order(x.meta["val"])
+    if order == list(range(len(order))):
+        return None
+    straight = emit(module, aten.permute.default, (x, order), node)
+    drawn = emit(module, node.target, (straight, *node.args[1:]), node, **node.kwargs)
+    return _named(node, emit(module, aten.permute.default, (drawn, [order.index(d) for d in range(len(order))]), node))
+
+
+def _memory_order(value: Any) -> list[int]:
+    """The dims from the outermost in memory to the innermost, as a new tensor like this one has them."""
+    with value.fake_mode:
+        strides = [hint(stride) for stride in torch.empty_like(value).stride()]
+    moving = [d for d in range(value.ndim) if hint(value.shape[d]) != 1]
+    ordered = iter(sorted(moving, key=lambda d: -strides[d]))
+    return [next(ordered) if d in moving else d for d in range(value.ndim)]
+
+
+def _if_broadcast(module: fx.GraphModule, node: fx.Node) -> fx.Node | None:
+    """`broadcast_tensors(x, y)[0]` is x where x has that shape already."""
+    source: Any = node.args[0]
+    if source.target is not aten.broadcast_tensors.default:
+        return None
+    held = source.args[0][node.args[1]]
+    return held if held.meta["val"].shape == node.meta["val"].shape else None
+
+
 def _without_empty(module: fx.GraphModule, node: fx.Node) -> fx.Node | None:
     """`cat([empty, x])`, where `empty` has the one shape (0,) that PyTorch skips, is x."""
     tensors: Any = node.args[0]
@@ -184,5 +216,6 @@ _REWRITES: dict[Any, Rewrite] = {
     **dict.fromkeys(_PRODUCTS, _split_addmm),
     **dict.fromkeys(_NEW, _from_sizes),
     aten.cat.default: _without_empty,
+    operator.getitem: _if_broadcast,
     aten.dropout.default: _if_inactive,
 }  # fmt: skip

@@ -116,6 +116,13 @@ def check_matches(plan: Mapping[str, Any], modules: Iterable[str]) -> dict[str, 
     modules = [m for m in modules if m]
     chosen: dict[str, tuple[str, Style]] = {}
     for key, word in plan.items():
+        if not isinstance(key, str):
+            raise PlanError(
+                f"the plan's key {key!r} is no glob",
+                where="the plan",
+                why=f"it is a {type(key).__name__}; keys are module paths, with * for any",
+                attempt='"blocks.*.attn.q"',
+            )
         style, found = parse_style(key, word), matching(key, modules)
         if not found:
             raise _no_match(key, modules)
@@ -145,20 +152,25 @@ def _no_match(key: str, modules: list[str]) -> PlanError:
 
 
 def pins_of(graph: fx.Graph, chosen: Mapping[str, tuple[str, Style]]) -> dict[fx.Node, Pin]:
-    """The ops that the plan names: those of a named module that its own weight enters.
+    """The ops that the plan names: those that a named module's own weight enters.
 
     Raises:
         PlanError: a module can't have the style that the plan gives it.
     """
     pins: dict[fx.Node, Pin] = {}
+    ops = [n for n in graph.nodes if n.op == "call_function"]
     for path, (key, style) in chosen.items():
-        own = [n for n in graph.nodes if n.op == "call_function" and n.meta.get("module") == path]
-        fed = [n for n in own if any(_is_own(p, path) for p in operands(n))]
+        fed = [n for n in ops if any(_is_own(p, path) for p in operands(n))]
+        within = [n for n in fed if n.meta.get("module") == path]
+        fed = within or fed  # a parent may use the weight of a module that it never calls
         able = [n for n in fed if n.target in AXES]
         if style.name == "replicate":
             pins.update({n: Pin(key, style, ()) for n in fed})
+        elif not fed and any(_is_own(n, path) for n in graph.nodes):
+            continue  # this call does not use the module
         elif not able or any(style.name not in AXES[n.target] for n in able):
-            raise cannot_have(key, path, style.name, f"its ops are {sorted({str(n.target) for n in own}) or 'none'}")
+            own = {str(n.target) for n in ops if n.meta.get("module") == path}
+            raise cannot_have(key, path, style.name, f"its ops are {sorted(own) or 'none'}")
         else:
             pins.update({n: Pin(key, style, AXES[n.target][style.name]) for n in able})
     return pins

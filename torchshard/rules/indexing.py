@@ -13,8 +13,14 @@ from torchshard.rules.registry import Call, block, letters, positive, rule, spac
 aten = torch.ops.aten
 
 
-def own_index(ctx: Local, axis: str, index: Any) -> tuple[Any, Any]:
-    """A global index as (this rank's index, outside): where outside, the index is 0 and the value must be masked."""
+def own_index(ctx: Local, axis: str, index: Any, besides: Any = None) -> tuple[Any, Any]:
+    """A global index as (this rank's index, outside): where outside, the index is 0 and the value must be masked.
+
+    An index that is no rank's is the error that it is unsharded, except where `besides` is true.
+    """
+    within = aten.logical_and.default(aten.ge.Scalar(index, 0), aten.lt.Scalar(index, ctx.row.sizes[axis]))
+    within = within if besides is None else aten.logical_or.default(within, besides)
+    aten._assert_async.msg(aten.all.default(within), "index out of range")
     shifted = aten.sub.Tensor(index, ctx.start(axis))
     below, above = aten.lt.Scalar(shifted, 0), aten.ge.Scalar(shifted, ctx.size(axis))
     outside = aten.logical_or.default(below, above)

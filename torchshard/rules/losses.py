@@ -36,9 +36,14 @@ def elementwise_loss(call: Call) -> Row | None:
     for size in shape:
         count = count * size
 
+    result = call.results[0].dtype
+
     def local(ctx: Local, *args: Any, **kwargs: Any) -> Any:
-        bound = dict(zip(call.args, args, strict=False)) | kwargs | {"reduction": SUM}
-        return aten.div.Tensor(call.target(**bound), count)
+        bound = dict(zip(call.args, args, strict=False)) | kwargs
+        if result not in (torch.float16, torch.bfloat16):
+            return aten.div.Tensor(call.target(**bound | {"reduction": SUM}), count)
+        summed = aten.sum.dim_IntList(call.target(**bound | {"reduction": NONE}), None, dtype=torch.float32)
+        return aten.to.dtype(aten.div.Tensor(summed, count), result)
 
     static = isinstance(count, int)
     left = names if static or reduction != MEAN else [f"!{n}" for n in names]
@@ -77,7 +82,7 @@ def _split_cross_entropy(
     dim = 1 if ndim > 1 else 0
     shifted = aten.sub.Tensor(logits, row_max(ctx, logits, dim, "v"))
     ignored = aten.unsqueeze.default(aten.eq.Scalar(target, ignore_index), dim)
-    index, outside = own_index(ctx, "v", aten.unsqueeze.default(target, dim))
+    index, outside = own_index(ctx, "v", aten.unsqueeze.default(target, dim), ignored)
 
     def at_target(table: Any) -> Any:
         found = aten.gather.default(nonempty(ctx, "v", table, dim, ndim), dim, index)

@@ -37,6 +37,7 @@ CASTS = (
 UNTAGGED = (
     aten.where.ScalarOther, aten.where.ScalarSelf, aten.where.Scalar, aten.masked_fill.Tensor, aten.rsub.Tensor,
     aten.floor_divide.default, aten.floor_divide.Scalar, aten.hardswish.default, aten.log_sigmoid.default,
+    aten.broadcast_tensors.default,
 )  # fmt: skip
 """Pointwise ops that PyTorch does not tag."""
 _LIKE = (

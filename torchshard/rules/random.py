@@ -24,6 +24,14 @@ def is_random(target: Any) -> bool:
     return RANDOM_TAG in getattr(target, "tags", ()) or "dropout" in str(target)
 
 
+BY_ELEMENT = frozenset([
+    aten.dropout.default, aten.bernoulli.p, aten.rand_like.default, aten.randn_like.default,
+    aten.randint_like.default, aten.randint_like.low_dtype, aten.alpha_dropout.default,
+])  # fmt: skip
+"""Ops that draw one number per element of their first operand, in the order in which it lies in memory. In a graph that
+operand is contiguous, so that the order is that of the indices."""
+
+
 def dropped(ctx: Local, x: Any, p: float, ndim: int) -> Any:
     """Dropout of this rank's slice `x` by its part of the whole mask; `x` is split in the result's split dim."""
     layout = ctx.choice.results[0]

@@ -42,8 +42,13 @@ def mean(call: Call) -> Row:
     for d in dims:
         count = count * call.tensors[0].shape[d]
 
+    result = call.results[0].dtype
+
     def local(ctx: Local, x: Any, *args: Any, **kwargs: Any) -> Any:
-        return aten.div.Tensor(aten.sum.dim_IntList(x, dims, keep, dtype=dtype), count)
+        if result not in (torch.float16, torch.bfloat16):
+            return aten.div.Tensor(aten.sum.dim_IntList(x, dims, keep, dtype=dtype), count)
+        summed = aten.sum.dim_IntList(x, dims, keep, dtype=torch.float32)  # as the mean of the whole: no overflow
+        return aten.to.dtype(aten.div.Tensor(summed, count), result)
 
     replaced = {names[d]: local for d in dims} if isinstance(count, int) else {}
     row = reduction_row(call, dims, closed=not isinstance(count, int), linear=[{0}], local=replaced)

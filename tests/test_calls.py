@@ -1,0 +1,295 @@
+"""What makes two calls the same to a graph, and what a sharded model shows of the model that it was."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+from collections import UserDict
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+import torchshard as ts
+
+X = torch.randn(4, 6, generator=torch.Generator().manual_seed(0))
+
+
+class _Scaled(nn.Module):
+    """A linear whose result is changed by an argument of any kind."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.drop = nn.Linear(6, 8), nn.Dropout(0.5)
+        self.config = {"width": 8}
+
+    def forward(self, x: Tensor, by: Any = None) -> Tensor:
+        return self.drop(self.up(x)) * _factor(by)
+
+
+def _factor(by: Any) -> Any:
+    if isinstance(by, _Options):
+        return by.scale if by.mask is None else by.mask * by.scale
+    if isinstance(by, UserDict):
+        return by["mask"]
+    return sum(by) if isinstance(by, set) else 1 if by is None else by() if callable(by) else by
+
+
+class _Options:
+    """A plain object."""
+
+    def __init__(self, scale: float, mask: Tensor | None = None) -> None:
+        self.scale, self.mask = scale, mask
+
+    def __repr__(self) -> str:
+        return "options"
+
+
+def _two() -> int:
+    return 2
+
+
+@pytest.fixture
+def pair() -> Iterator[tuple[nn.Module, Any]]:
+    torch.manual_seed(0)
+    model = _Scaled().eval()
+    yield model, ts.shard(model, {"up": "column"})
+    ts.distributed.destroy_process_group()
+
+
+LONG = torch.randn(3, 4, 8, 200)
+ARGUMENTS = [
+    [1.0, 1, True, 2.0],
+    [0.0, -0.0, 2],
+    [_Options(2.0), _Options(3.0), _Options(2.0, torch.ones(8)), _Options(2.0, torch.zeros(8))],
+    [UserDict(mask=torch.full((4, 8), float(i))) for i in range(3)],
+    [{1, 2}, {1, 3}, {3, 1}],
+    [_two, lambda: 3, lambda: 4],
+]
+
+
+@pytest.mark.parametrize("arguments", ARGUMENTS, ids=lambda a: type(a[0]).__name__)
+def test_arguments_that_are_no_tensors_are_told_apart_by_value(pair: Any, arguments: list[Any]) -> None:
+    model, sharded = pair
+    for by in [*arguments, *arguments]:
+        expected, got = model(X, by), sharded(X, by)
+        assert torch.equal(torch.signbit(expected), torch.signbit(got)) and torch.equal(expected, got), by
+
+
+def test_an_object_that_was_changed_is_another(pair: Any) -> None:
+    model, sharded = pair
+    options = _Options(2.0)
+    sharded(X, options)
+    options.scale = 5.0
+    assert torch.equal(model(X, options), sharded(X, options))
+
+
+class _Itself:
+    def __init__(self) -> None:
+        self.me = self
+
+
+class _Bag(dict[str, Tensor]):
+    """A dict that pytree does not know."""
+
+
+@pytest.mark.parametrize("by", [np.ones(8), iter([1]), _Itself(), _Bag(a=X)], ids=lambda v: type(v).__name__)
+def test_what_cannot_be_compared_is_refused(pair: Any, by: Any) -> None:
+    with pytest.raises(ts.InputError, match="an argument"):
+        pair[1](X, by)
+
+
+def test_an_argument_that_forward_writes_to_is_refused() -> None:
+    class Writes(nn.Module):
+        def forward(self, x: Tensor, seen: list[Tensor]) -> Tensor:
+            seen.append(x * 2)
+            return x
+
+    with pytest.raises(ts.CaptureError, match="writes to its arguments"):
+        ts.shard(Writes(), {})(X, [])
+    ts.distributed.destroy_process_group()
+
+
+class _FlattensAndWrites(nn.Module):
+    """Whether the reshape is a view or a copy depends on how the input lies in memory."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = x * 2
+        h.reshape(h.shape[0], -1).add_(1)
+        return h
+
+
+def test_inputs_that_lie_otherwise_in_memory_are_another_kind_of_call() -> None:
+    model = _FlattensAndWrites()
+    sharded, x = ts.shard(model, {}), torch.randn(4, 6, 8)
+    for value in (x, x.transpose(1, 2), x.permute(2, 0, 1), x[:, ::2], x[:, :1].expand(4, 6, 8), x[1:3, :, 2:5]):
+        assert torch.equal(model(value), sharded(value))
+    count = sum(map(len, sharded._programs.values()))
+    sharded(torch.randn(6, 5, 8))
+    sharded(torch.randn(3, 6, 7).transpose(1, 2))
+    assert sum(map(len, sharded._programs.values())) == count
+    ts.distributed.destroy_process_group()
+
+
+class _Named(nn.Module):
+    """Arguments with the names of a parameter and of a buffer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.w = nn.Parameter(torch.randn(8, 6))
+        self.register_buffer("mask", torch.randn(7))
+
+    def forward(self, x: Tensor, w: Tensor, mask: Tensor) -> Tensor:
+        return (x @ self.w.t()) * w + self.mask.sum() * mask.sum()
+
+
+def test_an_argument_may_have_the_name_of_a_parameter() -> None:
+    report = ts.check(_Named(), {}, world_size=2, example_inputs=(X, torch.randn(8), torch.randn(3)))
+    assert report.ok, str(report)
+
+
+def _doubled(module: nn.Module, args: Any, output: Any) -> Any:
+    return output * 2
+
+
+def _shifted(module: nn.Module, args: Any, kwargs: Any) -> Any:
+    return args, {**kwargs, "by": 3}
+
+
+def test_hooks_of_the_model_and_of_its_parts() -> None:
+    model = _Scaled().eval()
+    model.register_forward_hook(_doubled)
+    model.register_forward_pre_hook(_shifted, with_kwargs=True)
+    model.up.register_forward_hook(_doubled)
+    report = ts.check(model, {"up": "column"}, world_size=2, example_inputs=(X,))
+    assert report.ok, str(report)
+    assert torch.equal(ts.shard(model, {"up": "column"})(X), model(X))
+    ts.distributed.destroy_process_group()
+
+
+# --- the sharded model -----------------------------------------------------------------------------------------------
+
+
+def test_parts_count_as_their_class_and_follow_their_mode(pair: Any) -> None:
+    model, sharded = pair
+    sharded.train()
+    for m in (*model.modules(), *sharded.modules()):
+        if isinstance(m, nn.Dropout):
+            m.training = False
+    assert [type(m).__name__ for m in sharded.modules()] == ["ShardedModule", "Scope", "Scope"]
+    assert isinstance(sharded, ts.ShardedModule) and not isinstance(sharded.up, nn.Dropout)
+    assert not sharded.drop.training and sharded.up.training and torch.equal(model(X), sharded(X))
+    assert sharded.up.in_features == 6 and sharded.config == {"width": 8} and "Dropout(p=0.5" in repr(sharded)
+
+
+def test_parts_can_be_neither_called_nor_changed(pair: Any) -> None:
+    _, sharded = pair
+    with pytest.raises(ts.InputError, match="can't be called by itself"):
+        sharded.up(X)
+    with pytest.raises(ts.InputError, match="can't be changed after sharding"):
+        sharded.drop.p = 0.1
+    with pytest.raises(AttributeError, match=r"reset_parameters.*slices"):
+        sharded.up.reset_parameters()
+    with pytest.raises(AttributeError, match="nothing"):
+        _ = sharded.up.nothing
+
+
+class _OddNames(nn.Module):
+    """Submodules and a buffer with the names of attributes of ours."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.plan, self.graph, self.layouts, self.source = (nn.Linear(6, 6) for _ in range(4))
+        self.register_buffer("group", torch.ones(6))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.source(self.layouts(self.graph(self.plan(x)))) * self.group
+
+
+def test_submodules_may_have_any_names() -> None:
+    model = _OddNames()
+    sharded = ts.shard(model, {"plan": "column", "graph": "row"}, example_inputs=(X,))
+    assert torch.equal(sharded(X), model(X)) and set(sharded.state_dict()) == set(model.state_dict())
+    assert torch.equal(sharded.full_state_dict()["source.weight"], model.source.weight)
+    ts.distributed.destroy_process_group()
+
+
+def test_parameters_and_buffers_may_be_replaced(pair: Any) -> None:
+    model, sharded = pair
+    sharded(X)
+    for m in (model, sharded):
+        m.up.bias = nn.Parameter(torch.arange(8.0))
+        m.up.load_state_dict({"weight": torch.ones(8, 6), "bias": torch.ones(8)}, assign=True)
+    assert torch.equal(model(X), sharded(X))
+    given = {"up.weight": torch.full((8, 6), 2.0), "up.bias": torch.zeros(8)}
+    assert torch.equal(torch.func.functional_call(sharded, given, (X,)), torch.func.functional_call(model, given, (X,)))
+    assert torch.equal(model(X), sharded(X))
+    for m in (model, sharded):
+        m.up.bias.requires_grad_(False)
+        m.up.weight = nn.Parameter(torch.randn(8, 6, generator=torch.Generator().manual_seed(1)).double())
+        m.up.bias = nn.Parameter(m.up.bias.double())
+    assert torch.equal(model(X.double()), sharded(X.double()))
+    sharded.up.bias = nn.Parameter(torch.ones(3))
+    with pytest.raises(ts.InputError, match="replaced by what does not fit"):
+        sharded(X)
+
+
+def test_a_copy_is_a_model_of_its_own(pair: Any) -> None:
+    model, sharded = pair
+    sharded(X)
+    for made in (copy.deepcopy(sharded), torch.optim.swa_utils.AveragedModel(sharded).module):
+        with torch.no_grad():
+            made.up.weight.zero_()
+        assert torch.equal(made(X), model.up.bias.expand(4, 8)) and torch.equal(sharded(X), model(X))
+    with pytest.raises(ts.InputError, match="can't be pickled"):
+        pickle.dumps(sharded)
+
+
+def test_the_first_call_may_be_in_inference_mode() -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(6, 8), nn.LayerNorm(8), nn.Linear(8, 6))
+    sharded = ts.shard(model, {"0": "column", "2": "row"})
+    with torch.inference_mode():
+        assert torch.allclose(sharded(X), model(X))
+    sharded(X).sum().backward()
+    assert all(p.grad is not None for p in sharded.parameters())
+    ts.distributed.destroy_process_group()
+
+
+def test_fake_inputs_will_do() -> None:
+    with FakeTensorMode() as mode:
+        fake = mode.from_tensor(X)
+    model = nn.Linear(6, 8)
+    assert torch.equal(ts.shard(model, {}, example_inputs=(fake,))(X), model(X))
+    ts.distributed.destroy_process_group()
+
+
+def _tied_by_memory() -> nn.Module:
+    model = nn.Sequential(nn.Linear(6, 6), nn.Linear(6, 6))
+    model[1].weight.data = model[0].weight.data
+    return model
+
+
+def _hooked() -> nn.Module:
+    model = nn.Linear(6, 6)
+    model.weight.register_hook(lambda g: g * 0)
+    return model
+
+
+@pytest.mark.parametrize("build, text", [(_tied_by_memory, "share memory"), (_hooked, "gradient hooks")])
+def test_what_slices_could_not_keep_is_refused(build: Any, text: str) -> None:
+    for call in (lambda m: ts.shard(m, {}), lambda m: ts.check(m, {}, world_size=2, example_inputs=(X,))):
+        with pytest.raises(ts.InputError, match=text):
+            call(build())
+    ts.distributed.destroy_process_group()
+
+
+def test_many_graphs_are_worth_a_warning(pair: Any, caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level("WARNING", logger="torchshard"):
+        for i in range(16):
+            pair[1](X, i)
+    assert "16 graphs captured" in caplog.text
