@@ -214,3 +214,35 @@ def test_casts_moves_and_assigned_states_are_followed() -> None:
     empty.to_empty(device="cpu").load_full_state_dict(whole.state_dict())
     assert torch.allclose(empty(X), whole.float()(X), atol=1e-6)
     ts.distributed.destroy_process_group()
+
+
+BAD: dict[str, Callable[[], Any]] = {
+    "key": lambda: _plan({nn.Linear: "column"}),
+    "ranks": lambda: ts.plan(MLP(), {}, world_size=0, example_inputs=(X,)),
+    "check ranks": lambda: ts.check(MLP(), {}, world_size="2", example_inputs=(X,)),  # type: ignore[arg-type]
+    "function": lambda: ts.shard(lambda x: x, {}),  # type: ignore[arg-type]
+    "script": lambda: ts.shard(torch.jit.trace(MLP(), X), {}),
+    "keyword inputs": lambda: _plan({}, example_kwargs=[1]),
+    "norm": lambda: ts.clip_grad_norm_(ts.shard(MLP(), {}), 1.0, 0.0),
+}
+
+
+@pytest.mark.parametrize("name", BAD)
+@pytest.mark.filterwarnings("ignore:.*torch.jit")
+def test_what_is_of_the_wrong_kind(name: str) -> None:
+    with pytest.raises(ts.ShardError) as caught:
+        BAD[name]()
+    _four_lines(caught.value)
+    ts.distributed.destroy_process_group()
+
+
+@pytest.mark.parametrize("layout", ["S(9)", "S(0; 3+4)", "P"])
+def test_a_plan_whose_layouts_do_not_fit(layout: str) -> None:
+    body = json.loads(_plan({"up": "column"}).to_json())
+    body["parameters"]["up.weight"] = layout
+    for call in (_plan, lambda plan: ts.shard(MLP(), plan)):
+        body["world_size"] = 2 if call is _plan else 1
+        with pytest.raises(ts.PlanError, match="does not fit") as caught:
+            call(json.dumps(body))
+        _four_lines(caught.value)
+    ts.distributed.destroy_process_group()

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import pytest
 import torch
+from torch import Tensor, nn
 
 import torchshard as ts
 from tests.models import CASES
+from torchshard.layouts import Shard
 
 
 @pytest.mark.parametrize("world_size", [1, 2, 3, 4])
@@ -25,4 +27,37 @@ def test_more_ranks_than_there_is_to_split() -> None:
     torch.manual_seed(0)
     case = CASES["gpt"]
     report = ts.check(case.build(), case.plan, world_size=64, example_inputs=case.inputs())
+    assert report.ok, str(report)
+
+
+class _Auxiliary(nn.Module):
+    """A layer that runs in training alone, and one that never does."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.aux, self.down, self.unused = (nn.Linear(6, 6) for _ in range(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.up(x)
+        return self.down(h + self.aux(h) if self.training else h)
+
+
+@pytest.mark.parametrize("first", [True, False])
+def test_a_plan_may_name_what_a_call_does_not_use(first: bool) -> None:
+    torch.manual_seed(0)
+    model, x = _Auxiliary(), torch.randn(3, 6)
+    sharded = ts.shard(model, {"up": "column", "aux": "column", "unused": "row", "down": "row"})
+    for mode in (first, not first):
+        assert torch.allclose(sharded.train(mode)(x), model.train(mode)(x), atol=1e-6)
+    ts.distributed.destroy_process_group()
+
+
+def test_a_weight_that_the_parent_uses() -> None:
+    """MultiheadAttention never calls its `out_proj`."""
+    layer = nn.TransformerEncoderLayer(8, 2, 16, dropout=0.0, batch_first=True)
+    plan = {"self_attn.out_proj": "row", "linear1": "column", "linear2": "row"}
+    made = ts.plan(layer, plan, world_size=2, example_inputs=(torch.randn(2, 3, 8),))
+    layout = made.parameters["self_attn.out_proj.weight"]
+    assert isinstance(layout, Shard) and layout.dim == 1
+    report = ts.check(layer, plan, world_size=2, example_inputs=(torch.randn(2, 3, 8),))
     assert report.ok, str(report)
