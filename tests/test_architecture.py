@@ -25,7 +25,7 @@ LAYERS = [
     ["scope"],
     ["state"],
     ["check", "module"],
-    ["outline", "draw", "api", "clip"],
+    ["outline", "draw", "api", "training"],
 ]
 """From the bottom up; a module may import from its own layer and those below it."""
 

@@ -245,3 +245,28 @@ def test_clipping_by_the_norm_of_the_whole_model() -> None:
     for rank in run_ranks(_clipped, 3):
         for got, expected, error in rank:
             assert got == pytest.approx(expected, rel=1e-9) and error < 1e-12
+
+
+def _scaled(rank: int) -> tuple[list[float], float]:
+    """A gradient that overflows in the last rank's slice alone: (largest differences of parameters, the scale)."""
+    ts.distributed.init_process_group()
+    torch.manual_seed(0)
+    model = MLP()
+    sharded, x = ts.shard(model, {"up": "column", "down": "row"}), torch.randn(3, 12)
+    for m in (model, sharded):
+        optimizer, scaler = torch.optim.SGD(m.parameters(), 0.1), ts.GradScaler("cpu", init_scale=4.0)
+        for step in range(3):
+            optimizer.zero_grad()
+            scaler.scale(m(x).square().sum()).backward()
+            bias = m.get_parameter("up.bias").grad
+            if step == 1 and bias is not None and (m is model or rank == 1):
+                bias[-1] = float("inf")
+            scaler.step(optimizer)
+            scaler.update()
+    whole = sharded.full_state_dict()
+    return [float((whole[n] - p).abs().max()) for n, p in model.named_parameters()], scaler.get_scale()
+
+
+def test_an_overflow_on_one_rank_skips_the_step_on_all() -> None:
+    for errors, scale in run_ranks(_scaled, 2):
+        assert max(errors) < 1e-5 and scale == 2.0

@@ -3,7 +3,6 @@
 from torchshard import distributed
 from torchshard.api import plan, shard
 from torchshard.check import Report, check
-from torchshard.clip import clip_grad_norm_
 from torchshard.draw import draw
 from torchshard.errors import (
     CaptureError,
@@ -19,9 +18,10 @@ from torchshard.layouts import I, P, R, S
 from torchshard.module import ShardedModule
 from torchshard.planner.plan import Plan
 from torchshard.rules import rule
+from torchshard.training import GradScaler, clip_grad_norm_
 
 __all__ = [
-    "CaptureError", "DistributedError", "I", "InputError", "InternalError", "P", "Plan", "PlanError", "R", "Report",
-    "RuleError", "S", "ShardError", "ShardedModule", "check", "clip_grad_norm_", "distributed", "draw", "explain",
-    "plan", "rule", "shard",
+    "CaptureError", "DistributedError", "GradScaler", "I", "InputError", "InternalError", "P", "Plan", "PlanError", "R",
+    "Report", "RuleError", "S", "ShardError", "ShardedModule", "check", "clip_grad_norm_", "distributed", "draw",
+    "explain", "plan", "rule", "shard",
 ]  # fmt: skip

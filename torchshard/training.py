@@ -1,12 +1,14 @@
-"""Clipping by the norm of the whole model's gradient, of which a rank holds some slices and some wholes."""
+"""What a training step must know of the whole model's gradient, of which a rank holds some slices and some wholes."""
 
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from torchshard.distributed.groups import MODEL, lookup
 from torchshard.distributed.kernels import reduced
 from torchshard.errors import InputError
 from torchshard.layouts import Shard
@@ -51,3 +53,18 @@ def _norm(grads: list[Tensor], norm_type: float, device: torch.device) -> Tensor
     """The norm of some tensors together, in the dtype of the widest."""
     norms = [torch.linalg.vector_norm(g, norm_type) for g in grads if g.numel()]
     return torch.linalg.vector_norm(torch.stack(norms), norm_type) if norms else torch.zeros((), device=device)
+
+
+class GradScaler(torch.amp.GradScaler):
+    """`torch.amp.GradScaler` for sharded models: a step is skipped on all ranks if a gradient overflows on one.
+
+    PyTorch's sees this rank's slices only: one rank would skip a step that the others make, and what every rank holds
+    whole would drift apart. A collective step: all ranks must make it.
+
+    Source: `torch.distributed.fsdp.sharded_grad_scaler.ShardedGradScaler`.
+    """
+
+    def _unscale_grads_(self, *args: Any) -> dict[torch.device, Tensor]:
+        found: dict[torch.device, Tensor] = super()._unscale_grads_(*args)
+        group = lookup(MODEL)
+        return {device: reduced(value, torch.distributed.ReduceOp.MAX, group) for device, value in found.items()}
