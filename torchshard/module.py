@@ -70,18 +70,8 @@ class ShardedModule(State):
         what = "the ranks can't shard this model together"
         wanted, layouts = together(group, PlanError, what, prepared)
         _check_same_weights(model, group)
-        self.__dict__["_programs"] = {}
         super().__init__(model, layouts, group)
         self._plan, self._group_name = wanted, group_name
-
-    def _forget_graphs(self) -> None:
-        self._programs: dict[Any, list[Compiled]] = {}
-        self._parameter_list = tuple(self.parameters())
-        self._source_modules = tuple(self.source.modules())
-        self._fitting_devices: set[tuple[torch.device, ...]] = set()
-
-    def _forget_graphs_in(self, memo: dict[int, Any]) -> None:
-        memo[id(self._programs)] = {}
 
     # --- calling -----------------------------------------------------------------------------------------------------
 
@@ -143,7 +133,7 @@ class ShardedModule(State):
         dtypes = tuple((t.dtype, t.device.type, memory_order(t)) for t in call.tensors)
         modes = tuple(m.training for m in self._source_modules)
         autocast = tuple((torch.is_autocast_enabled(d), torch.get_autocast_dtype(d)) for d in ("cpu", "cuda"))
-        return call.structure, grads, dtypes, modes, autocast, tuple(p.requires_grad for p in self._parameter_list)
+        return call.structure, grads, dtypes, modes, autocast, tuple(t.requires_grad for t in self._tensors.values())
 
     def _compile(self, kind: Any, call: Leaves, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Compiled:
         for name, parameter in self.named_parameters():

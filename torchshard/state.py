@@ -79,10 +79,9 @@ class State(Scope):
                     scope = self._scope(path).source
                     holder: dict[str, Any] = scope._parameters if leaf in scope._parameters else scope._buffers
                     holder[leaf] = moved
-        self._forget_graphs()
-
-    def _forget_graphs(self) -> None:
-        """Called when parameters have become others in kind."""
+        self._programs: dict[Any, list[Any]] = {}
+        self._source_modules = tuple(self.source.modules())
+        self._fitting_devices: set[tuple[torch.device, ...]] = set()
 
     def _follow(self) -> None:
         """Takes over tensors that the user has put in the place of others since the last call.
@@ -191,15 +190,12 @@ class State(Scope):
         source = self.source
         memo.update({id(t): hollow_tensor(t) for t in (*source.parameters(), *source.buffers())})
         memo[id(self._group)] = self._group
-        self._forget_graphs_in(memo)
+        memo[id(self._programs)] = {}
         made = type(self).__new__(type(self))
         memo[id(self)] = made
         made.__dict__.update(copy.deepcopy(self.__dict__, memo))
         made._note()
         return made
-
-    def _forget_graphs_in(self, memo: dict[int, Any]) -> None:
-        """Leaves the graphs out of a copy."""
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         raise InputError(
