@@ -1,8 +1,8 @@
 """The model-parallel group of this process, and the names under which graphs find groups.
 
 A graph holds a group's name, not the group: it can be printed, saved, and run again in another process. Names:
-`model` is the group that `init_process_group` made; `simulated/<rank>/<world>` is no group at all, and lets a graph
-be checked for any rank without processes.
+`model` is the group that `init_process_group` made, `data` the one across the model-parallel ones;
+`simulated/<rank>/<world>` is no group at all, and lets a graph be checked for any rank without processes.
 """
 
 from __future__ import annotations
@@ -19,6 +19,8 @@ from torchshard.errors import DistributedError
 
 MODEL = "model"
 """The name of the group that `init_process_group` makes."""
+DATA = "data"
+"""The name of the group across the model-parallel ones."""
 
 
 @dataclass(frozen=True)
@@ -33,21 +35,31 @@ class Group:
 
 
 _groups: dict[str, Group] = {}
-_owned: list[bool] = []
+_began: list[bool] = []
+"""Whether the groups' `torch.distributed` was initialised here."""
+_made: list[Any] = []
+"""The process groups that were made here, to be destroyed with ours."""
 
 
-def init_process_group(group_size: int = -1, *, backend: str | None = None, timeout_seconds: float = 60.0) -> None:
-    """Cuts the world into model-parallel groups of `group_size` consecutive ranks.
+def init_process_group(
+    group_size: int = -1, *, mesh: Any = None, backend: str | None = None, timeout_seconds: float = 60.0
+) -> None:
+    """Cuts the world into model-parallel groups of `group_size` consecutive ranks, or along a DeviceMesh's dimension.
 
-    Uses `torch.distributed` as it was initialised; initialises it under `torchrun`; alone, makes a world of one.
+    Uses `torch.distributed` as it was initialised; initialises it under `torchrun`; alone, makes a world of one. The
+    data-parallel groups lie across: with four ranks and `group_size=2` the model-parallel groups are {0, 1} and {2, 3},
+    the data-parallel ones {0, 2} and {1, 3}. All processes of the world must call it.
 
     Args:
         group_size: ranks per group; -1: one group of all.
+        mesh: a one-dimensional `DeviceMesh`, such as `mesh["tp"]`: its group is this process's. A process that the mesh
+            leaves out is in no group: its rank is -1.
         backend: for the case that it initialises `torch.distributed`; by default NCCL where CUDA is, else gloo.
         timeout_seconds: of the collectives of what it initialises.
 
     Raises:
-        DistributedError: it is initialised already, or the world does not divide by `group_size`.
+        DistributedError: it is initialised already, the world does not divide by `group_size`, or the mesh has more
+            dimensions than one.
     """
     if is_initialized():
         raise DistributedError(
@@ -56,23 +68,26 @@ def init_process_group(group_size: int = -1, *, backend: str | None = None, time
             why=f"this process is rank {get_rank()} of {get_group_size()}",
             attempt="call torchshard.distributed.destroy_process_group() first",
         )
-    owned = not dist.is_initialized() and "RANK" in os.environ and "WORLD_SIZE" in os.environ
-    if owned:
+    began = not dist.is_initialized() and "RANK" in os.environ and "WORLD_SIZE" in os.environ
+    if began:
         if torch.cuda.is_available():
             torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", 0)) % torch.cuda.device_count())
         chosen = backend or ("nccl" if torch.cuda.is_available() else "gloo")
         dist.init_process_group(chosen, timeout=timedelta(seconds=timeout_seconds))
     try:
-        _groups[MODEL] = _make_group(group_size)
+        _groups[MODEL], _groups[DATA] = _groups_of(_model_ranks(group_size, mesh), mesh)
     except DistributedError:
-        if owned:
+        if began:
             dist.destroy_process_group()
         raise
-    _owned.append(owned)
+    _began.append(began)
 
 
-def _make_group(group_size: int) -> Group:
+def _model_ranks(group_size: int, mesh: Any) -> list[list[int]]:
+    """The world's ranks, group by group."""
     world = dist.get_world_size() if dist.is_initialized() else 1
+    if mesh is not None:
+        return _mesh_ranks(group_size, mesh, world)
     size = world if group_size == -1 else group_size
     if size < 1 or world % size:
         raise DistributedError(
@@ -81,15 +96,45 @@ def _make_group(group_size: int) -> Group:
             why=f"{world} / {group_size} is not whole" if size > 0 else "a group has at least one rank",
             attempt=f"a group_size among {[n for n in range(1, world + 1) if world % n == 0]}, or -1 for all",
         )
+    return [list(range(start, start + size)) for start in range(0, world, size)]
+
+
+def _mesh_ranks(group_size: int, mesh: Any, world: int) -> list[list[int]]:
+    if mesh.ndim != 1 or group_size != -1:
+        raise DistributedError(
+            f"a mesh of {mesh.ndim} dimensions with group_size={group_size} is no model-parallel group",
+            where="init_process_group(mesh=...)",
+            why="the group is that of one dimension, and the mesh says its size",
+            attempt='one dimension by its name, such as mesh["tp"], and no group_size',
+        )
+    everyone: list[Any] = [None] * world
+    dist.all_gather_object(everyone, mesh.mesh.tolist() if mesh.get_coordinate() is not None else [])
+    return sorted(ranks for i, ranks in enumerate(everyone) if ranks and ranks[0] == i)
+
+
+def _groups_of(model: list[list[int]], mesh: Any) -> tuple[Group, Group]:
+    """This process's model-parallel group, and its data-parallel one: the ranks of the same place in each."""
     if not dist.is_initialized():
-        return Group(0, 1)
-    if size == world:
-        return Group(dist.get_rank(), world, dist.group.WORLD)
-    mine, at = None, dist.get_rank() // size
-    for start in range(0, world, size):
-        made = dist.new_group(list(range(start, start + size)))
-        mine = made if start == at * size else mine
-    return Group(dist.get_rank() % size, size, mine)
+        return Group(0, 1), Group(0, 1)
+    data = [[ranks[place] for ranks in model if place < len(ranks)] for place in range(max(map(len, model)))]
+    held = None if mesh is None or mesh.get_coordinate() is None else mesh.get_group()
+    return _own_group(model, held), _own_group(data, None)
+
+
+def _own_group(groups: list[list[int]], held: Any) -> Group:
+    """Makes these groups, all of them on every process, and gives the own one: `held`, where that is there already."""
+    rank, own = dist.get_rank(), Group(-1, -1)
+    for ranks in groups:
+        if held is not None:
+            made = held
+        elif ranks == list(range(dist.get_world_size())):
+            made = dist.group.WORLD
+        else:
+            made = dist.new_group(ranks)
+            _made.append(made)
+        if rank in ranks:
+            own = Group(ranks.index(rank), len(ranks), made)
+    return own
 
 
 def is_initialized() -> bool:
@@ -98,9 +143,14 @@ def is_initialized() -> bool:
 
 
 def destroy_process_group() -> None:
-    """Forgets the group (it can then be made again), and ends `torch.distributed` where we began it."""
+    """Forgets the groups (they can then be made again), and ends `torch.distributed` where we began it."""
     _groups.clear()
-    if _owned and _owned.pop() and dist.is_initialized():
+    began = _began.pop() if _began else False
+    while _made:
+        made = _made.pop()
+        if not began and dist.is_initialized() and made is not dist.GroupMember.NON_GROUP_MEMBER:
+            dist.destroy_process_group(made)
+    if began and dist.is_initialized():
         dist.destroy_process_group()
 
 
@@ -128,20 +178,35 @@ def simulated_name(rank: int, world: int) -> str:
 
 
 def get_group() -> Any:
-    """torch.distributed's process group of the model-parallel group; None where this process is alone."""
+    """torch.distributed's process group of the model-parallel group; None where this process is alone or in none."""
     return lookup(MODEL).process_group
 
 
 def get_rank() -> int:
-    """This process's rank in its model-parallel group; 0 when nothing is initialised."""
+    """This process's rank in its model-parallel group; -1 in none, 0 when nothing is initialised."""
     return _groups[MODEL].rank if is_initialized() else 0
 
 
 def get_group_size() -> int:
-    """The ranks of this process's model-parallel group; 1 when nothing is initialised."""
+    """The ranks of this process's model-parallel group; -1 in none, 1 when nothing is initialised."""
     return _groups[MODEL].size if is_initialized() else 1
 
 
 def get_world_size() -> int:
     """The same as `get_group_size`: the world of this process's model-parallel group."""
     return get_group_size()
+
+
+def get_data_parallel_group() -> Any:
+    """torch.distributed's group of the processes that have this rank in their model-parallel groups."""
+    return lookup(DATA).process_group
+
+
+def get_data_parallel_rank() -> int:
+    """This process's rank in its data-parallel group; -1 in none, 0 when nothing is initialised."""
+    return _groups[DATA].rank if is_initialized() else 0
+
+
+def get_data_parallel_size() -> int:
+    """The ranks of this process's data-parallel group; -1 in none, 1 when nothing is initialised."""
+    return _groups[DATA].size if is_initialized() else 1
