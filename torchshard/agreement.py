@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from torchshard.distributed.groups import Group
+from torchshard.distributed.groups import Group, communication_device
 from torchshard.errors import ShardError
 
 T = TypeVar("T")
@@ -52,10 +52,6 @@ def quick_sum(tensor: Tensor) -> int:
     return int(held.view({1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[width]).sum())
 
 
-def _device(group: Group) -> torch.device:
-    return torch.device("cuda" if dist.get_backend(group.process_group) == "nccl" else "cpu")
-
-
 def agree(
     group: Group, facts: Facts | Callable[[], Facts], mine: int, error: Callable[..., ShardError], what: str
 ) -> None:
@@ -68,7 +64,7 @@ def agree(
     """
     if group.size == 1:
         return
-    bounds = torch.tensor([mine, -mine], dtype=torch.int64, device=_device(group))
+    bounds = torch.tensor([mine, -mine], dtype=torch.int64, device=communication_device(group))
     dist.all_reduce(bounds, op=dist.ReduceOp.MAX, group=group.process_group)
     highest, lowest = bounds.tolist()
     if highest == -lowest:

@@ -210,3 +210,8 @@ def get_data_parallel_rank() -> int:
 def get_data_parallel_size() -> int:
     """The ranks of this process's data-parallel group; -1 in none, 1 when nothing is initialised."""
     return _groups[DATA].size if is_initialized() else 1
+
+
+def communication_device(group: Group) -> torch.device:
+    """Where tensors must lie that the group's backend sends."""
+    return torch.device("cuda" if dist.get_backend(group.process_group) == "nccl" else "cpu")

@@ -34,6 +34,24 @@ class Pending(NamedTuple):
         return self.finish()
 
 
+class Handle:
+    """A collective that goes on while this process computes."""
+
+    def __init__(self, pending: Pending, result: Callable[[], Tensor] | None = None) -> None:
+        self._pending, self._result = pending, result or pending.wait
+        self._held: Tensor | None = None
+
+    def is_completed(self) -> bool:
+        """Whether `wait` would return at once."""
+        return self._held is not None or self._pending.work is None or bool(self._pending.work.is_completed())
+
+    def wait(self) -> Tensor:
+        """The result, with its gradient; the same tensor each time."""
+        if self._held is None:
+            self._held = self._result()
+        return self._held
+
+
 def convert(kernel: str, x: Tensor, source: Layout, target: Layout, group: Group) -> Tensor:
     """Runs one conversion on this rank."""
     return start(kernel, x, source, target, group).wait()

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from torchshard.conversions import TABLE, Conversion, ends
 from torchshard.distributed.groups import lookup
-from torchshard.distributed.kernels import convert, reduced
+from torchshard.distributed.kernels import Handle, convert, reduced, start
 from torchshard.layouts import Layout, Shard, local_shape, parts_of, parts_size
 
 _ARGS = {0: "", 1: "int dim, int[] parts, ", 2: "int dim, int[] parts, int to_dim, int[] to_parts, "}
@@ -51,16 +51,16 @@ def _gradient(row: Conversion, grad: Tensor, args: Sequence[Any]) -> Tensor:
 
 
 class _Direct(torch.autograd.Function):
-    """A conversion without its operator."""
+    """A conversion without its operator; `compute` gives its value."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, row: Conversion, args: Sequence[Any]) -> Tensor:
+    def forward(ctx: Any, x: Tensor, row: Conversion, args: Sequence[Any], compute: Callable[[], Tensor]) -> Tensor:
         ctx.row, ctx.args = row, args
-        return _run(row, x, args)
+        return compute()
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
-        return _gradient(ctx.row, grad, ctx.args), None, None
+        return _gradient(ctx.row, grad, ctx.args), None, None, None
 
 
 @functools.cache
@@ -72,10 +72,17 @@ def direct(op: Any) -> Callable[..., Tensor]:
     row = OPS[op]
 
     def call(x: Tensor, *args: Any) -> Tensor:
-        return _Direct.apply(x, row, args) if type(x) in _PLAIN else op(x, *args)
+        return _Direct.apply(x, row, args, lambda: _run(row, x, args)) if type(x) in _PLAIN else op(x, *args)
 
     call.__name__ = row.name
     return call
+
+
+def begin(op: Any, x: Tensor, *args: Any) -> Handle:
+    """Starts a collective; waiting for it gives what the operator would."""
+    row = OPS[op]
+    pending = start(row.kernel, x.detach(), *ends(row.name, args), lookup(args[-1]))
+    return Handle(pending, lambda: _Direct.apply(x, row, args, pending.wait))
 
 
 def _define(row: Conversion) -> None:

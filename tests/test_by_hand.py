@@ -1,0 +1,161 @@
+"""The model-parallel API as people call it: in place, uneven, asynchronous, in any groups; on real gloo ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.device_mesh import init_device_mesh
+
+import torchshard as ts
+import torchshard.distributed as tsd
+from tests.helpers import run_ranks
+
+DTYPES = (torch.float64, torch.float32, torch.int64, torch.int32, torch.uint8, torch.complex64, torch.bfloat16)
+
+
+def _raises(fn: Callable[[], Any], text: str) -> bool:
+    try:
+        fn()
+    except ts.ShardError as error:
+        return text in str(error)
+    return False
+
+
+def _sums_in_place(rank: int) -> Iterator[tuple[str, bool]]:
+    world = tsd.get_group_size()
+    for dtype in DTYPES:
+        for how in (lambda x: x, lambda x: x.mT, lambda x: x[:, ::2], lambda x: x[1:], lambda x: x[:0]):
+            whole = torch.arange(24).reshape(4, 6).to(dtype)
+            x = how(whole * (rank + 1))
+            expected = how(whole) * sum(range(1, world + 1))
+            result = tsd.reduce(x)
+            yield f"sum of {dtype} {tuple(x.shape)}", torch.equal(x, expected.to(dtype)) and result is x
+    expanded = torch.ones(1, 3).expand(4, 3)
+    yield "an expanded tensor is refused", _raises(lambda: tsd.reduce(expanded), "one in memory")
+    leaf = torch.ones(3, requires_grad=True)
+    kept = leaf * 2
+    summed = tsd.reduce(kept)
+    yield "with a gradient the input stays", torch.equal(kept, torch.full((3,), 2.0)) and summed is not kept
+    gradient = torch.full((3,), 5.0)
+    upstream = gradient.clone()
+    tsd.copy(leaf).backward(gradient)
+    yield "the upstream gradient stays", torch.equal(gradient, upstream) and bool((leaf.grad == 5.0 * world).all())
+    with torch.no_grad():
+        yield "without gradients in place", tsd.reduce(leaf) is leaf and bool((leaf == world).all())
+
+
+def _uneven(rank: int) -> Iterator[tuple[str, bool]]:
+    world = tsd.get_group_size()
+    for size in (1, 5, 7, 8, 0):
+        for dim in (0, -1):
+            shape = (3, size) if dim else (size, 3)
+            whole = torch.arange(size * 3, dtype=torch.float64).reshape(shape).requires_grad_()
+            part = tsd.scatter(whole, dim)
+            again = tsd.gather(part, dim)
+            yield f"{shape} split and joined on {dim}", torch.equal(again, whole)
+            (again * whole.detach()).sum().backward()
+            yield f"{shape} gradient on {dim}", torch.equal(whole.grad, whole.detach())
+            slices = tsd.all_gather(part.detach(), dim, size=size)
+            yield f"{shape} gathered with its size", torch.equal(slices, whole)
+    odd = torch.ones(2 + rank, 2)
+    yield "no split has such sizes", _raises(lambda: tsd.gather(odd, 0), "torch.chunk's rule") or world == 1
+    yield "a dim that is not there", _raises(lambda: tsd.gather(odd, 2), "has no dim 2")
+    yield "no dim, no split", tsd.scatter(odd, None) is odd and tsd.gather(odd, dim=None) is odd
+
+
+CALLS: dict[str, Callable[..., Any]] = {
+    "copy": tsd.copy,
+    "reduce": tsd.reduce,
+    "all_reduce": tsd.all_reduce,
+    "scatter": lambda x, **kw: tsd.scatter(x, 0, **kw),
+    "narrow": lambda x, **kw: tsd.narrow(x, 1, **kw),
+    "gather": lambda x, **kw: tsd.gather(x, 0, **kw),
+    "all_gather": lambda x, **kw: tsd.all_gather(x, -1, **kw),
+    "reduce_scatter": lambda x, **kw: tsd.reduce_scatter(x, 0, **kw),
+    "all_to_all": lambda x, **kw: tsd.all_to_all(x, 0, 1, **kw),
+}
+
+
+def _asynchronous(rank: int) -> Iterator[tuple[str, bool]]:
+    flying: list[tuple[str, Tensor, Tensor, Any]] = []
+    for name, call in CALLS.items():
+        x, y = (torch.full((5, 7), rank + 1.0, dtype=torch.float64).requires_grad_() for _ in range(2))
+        flying.append((name, call(x), x, (call(y, async_op=True), y)))
+    for name, expected, x, (handle, y) in flying:
+        got = handle.wait()
+        yield f"{name}: value", torch.equal(got, expected) and handle.wait() is got and handle.is_completed()
+        (expected * (rank + 2)).sum().backward()
+        (got * (rank + 2)).sum().backward()
+        yield f"{name}: gradient", x.grad is not None and torch.equal(x.grad, y.grad)
+    plain = torch.ones(4)
+    handle = tsd.reduce(plain, async_op=True)
+    yield "reduce in place", handle.wait() is plain and bool((plain == tsd.get_group_size()).all())
+
+
+def _by_hand(rank: int) -> list[str]:
+    tsd.init_process_group()
+    found = [*_sums_in_place(rank), *_uneven(rank), *_asynchronous(rank)]
+    assert len(found) > 80
+    return [what for what, holds in found if not holds]
+
+
+@pytest.mark.parametrize("world", [1, 2, 3])
+def test_by_hand(world: int) -> None:
+    assert run_ranks(_by_hand, world) == [[]] * world
+
+
+def test_alone_every_call_gives_its_input() -> None:
+    x = torch.randn(3, 4, requires_grad=True)
+    for name, call in CALLS.items():
+        handle = call(x, async_op=True)
+        assert call(x) is x and handle.is_completed() and handle.wait() is x, name
+
+
+Place = tuple[int, int, int, int, list[int]]
+
+
+def _place() -> Place:
+    ranks = tsd.get_data_parallel_group()
+    members = dist.get_process_group_ranks(ranks) if ranks is not None else []
+    model = tsd.get_rank(), tsd.get_group_size()
+    return *model, tsd.get_data_parallel_rank(), tsd.get_data_parallel_size(), members
+
+
+def _places(rank: int) -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    tsd.init_process_group(group_size=2)
+    found["groups of two"] = _place()
+    tsd.destroy_process_group()
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+    for dim in ("tp", "dp"):
+        tsd.init_process_group(mesh=mesh[dim])
+        x = torch.tensor([float(rank)])
+        found[dim] = (*_place(), float(tsd.reduce(x)))
+        tsd.destroy_process_group()
+    found["two dims"] = _raises(lambda: tsd.init_process_group(mesh=mesh), "no model-parallel group")
+    part = dist.device_mesh.DeviceMesh("cpu", [1, 3])
+    tsd.init_process_group(mesh=part)
+    found["left out"] = _place()
+    found["mine"] = tsd.get_group() is not None
+    tsd.destroy_process_group()
+    return found
+
+
+def test_groups_and_the_groups_across_them() -> None:
+    ranks = run_ranks(_places, 4)
+    pairs = [r["groups of two"] for r in ranks]
+    assert pairs == [(0, 2, 0, 2, [0, 2]), (1, 2, 0, 2, [1, 3]), (0, 2, 1, 2, [0, 2]), (1, 2, 1, 2, [1, 3])]
+    assert [r["tp"] for r in ranks] == [(*p, s) for p, s in zip(pairs, (1.0, 1.0, 5.0, 5.0), strict=True)]
+    assert [r["dp"][:2] + r["dp"][4:] for r in ranks] == [
+        (0, 2, [0, 1], 2.0),
+        (0, 2, [0, 1], 4.0),
+        (1, 2, [2, 3], 2.0),
+        (1, 2, [2, 3], 4.0),
+    ]
+    assert [r["left out"][:4] for r in ranks] == [(-1, -1, -1, -1), (0, 2, 0, 1), (-1, -1, -1, -1), (1, 2, 0, 1)]
+    assert [r["mine"] for r in ranks] == [False, True, False, True] and all(r["two dims"] for r in ranks)
