@@ -1,9 +1,10 @@
-"""Groups, and the autograd-aware conversions between layouts, for graphs and for people."""
+"""Groups, the autograd-aware conversions between layouts and the primitives, for graphs and for people."""
+
+from torch.distributed import ReduceOp
 
 from torchshard.distributed import ops
 from torchshard.distributed.collectives import (
     all_gather,
-    all_reduce,
     all_to_all,
     copy,
     gather,
@@ -26,10 +27,23 @@ from torchshard.distributed.groups import (
 )
 from torchshard.distributed.kernels import Handle
 from torchshard.distributed.launch import launch
+from torchshard.distributed.primitives import (
+    all_reduce,
+    barrier,
+    broadcast,
+    gather_to,
+    irecv,
+    isend,
+    recv,
+    reduce_to,
+    scatter_from,
+    send,
+)
 
 __all__ = [
-    "Handle", "all_gather", "all_reduce", "all_to_all", "copy", "destroy_process_group", "gather",
-    "get_data_parallel_group", "get_data_parallel_rank", "get_data_parallel_size", "get_group", "get_group_size",
-    "get_rank", "get_world_size", "init_process_group", "is_initialized", "launch", "narrow", "ops", "reduce",
-    "reduce_scatter", "scatter",
+    "Handle", "ReduceOp", "all_gather", "all_reduce", "all_to_all", "barrier", "broadcast", "copy",
+    "destroy_process_group", "gather", "gather_to", "get_data_parallel_group", "get_data_parallel_rank",
+    "get_data_parallel_size", "get_group", "get_group_size", "get_rank", "get_world_size", "init_process_group",
+    "irecv", "is_initialized", "isend", "launch", "narrow", "ops", "recv", "reduce", "reduce_scatter", "reduce_to",
+    "scatter", "scatter_from", "send",
 ]  # fmt: skip

@@ -133,19 +133,24 @@ def _same(x: Tensor, async_op: bool) -> Any:
 
 def _end(x: Tensor, dim: int) -> tuple[int, list[int]]:
     """The split that a call leads to: (dim, parts)."""
-    own = _own_dim(x, dim)
+    own = own_dim(x, dim)
     return own, [x.shape[own], 1]
 
 
 def _beginning(x: Tensor, dim: int, size: int | None) -> tuple[int, list[int]]:
     """The split that a call begins from, with its global size."""
-    own = _own_dim(x, dim)
+    own = own_dim(x, dim)
     if not is_initialized():
         return own, [x.shape[own], 1]
-    return own, [_global_size(x, own, lookup(MODEL)) if size is None else size, 1]
+    return own, [global_size(x, own, lookup(MODEL)) if size is None else size, 1]
 
 
-def _own_dim(x: Tensor, dim: int) -> int:
+def own_dim(x: Tensor, dim: int) -> int:
+    """A dim counted from the front.
+
+    Raises:
+        InputError: the tensor has no such dim.
+    """
     if not -x.ndim <= dim < x.ndim:
         raise InputError(
             f"a tensor of {x.ndim} dims has no dim {dim}",
@@ -156,7 +161,12 @@ def _own_dim(x: Tensor, dim: int) -> int:
     return dim % x.ndim
 
 
-def _global_size(x: Tensor, dim: int, group: Group) -> int:
+def global_size(x: Tensor, dim: int, group: Group) -> int:
+    """The size along a dim of all ranks' slices together, which the ranks tell each other.
+
+    Raises:
+        InputError: the ranks' sizes are not those of a split.
+    """
     if group.size == 1 or torch.compiler.is_compiling():
         return int(x.shape[dim] * group.size)
     device = communication_device(group)

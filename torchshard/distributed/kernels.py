@@ -165,6 +165,36 @@ def _all_to_all(x: Tensor, source: Layout, target: Layout, group: Group) -> Pend
     return Pending(dist.all_to_all_single(got, flat, lengths, own, group=group.process_group, async_op=True), finish)
 
 
+def scatter_pieces(x: Tensor, src: int, dim: int, size: int, group: Group) -> Tensor:
+    """This rank's slice along `dim`, of `size` elements in all, of rank `src`'s tensor; the others' is not read."""
+    if group.size == 1:
+        return x.clone(memory_format=torch.contiguous_format)
+    widths = _widths(Shard(dim, ((size, 1),)), group.size)
+    rest = [n for i, n in enumerate(x.shape) if i != dim]
+    pieces = None
+    if group.rank == src:
+        whole = (split(x, Shard(dim), r, group.size).movedim(dim, 0) for r in range(group.size))
+        pieces = [_padded(piece, max(widths)) for piece in whole]
+    got = x.new_empty(max(widths), *rest)
+    if got.numel():
+        dist.scatter(got, pieces, group_src=src, group=group.process_group)
+    return got[: widths[group.rank]].movedim(0, dim).contiguous()
+
+
+def gather_pieces(x: Tensor, dst: int, dim: int, size: int, group: Group) -> Tensor:
+    """All ranks' slices along `dim` joined on rank `dst`; elsewhere nothing along it."""
+    if group.size == 1:
+        return x.clone(memory_format=torch.contiguous_format)
+    widths = _widths(Shard(dim, ((size, 1),)), group.size)
+    sent = _padded(x.movedim(dim, 0), max(widths))
+    got = [torch.empty_like(sent) for _ in widths] if group.rank == dst else None
+    if sent.numel():
+        dist.gather(sent, got, group_dst=dst, group=group.process_group)
+    if got is None:
+        return x.new_empty([0 if i == dim else n for i, n in enumerate(x.shape)])
+    return join([g[:n].movedim(0, dim) for g, n in zip(got, widths, strict=True)], Shard(dim)).contiguous()
+
+
 def _with_size(shape: Sequence[int], dim: int, size: int) -> list[int]:
     return [*shape[:dim], size, *shape[dim + 1 :]]
 
