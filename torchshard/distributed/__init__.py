@@ -27,6 +27,7 @@ from torchshard.distributed.groups import (
 )
 from torchshard.distributed.kernels import Handle
 from torchshard.distributed.launch import launch
+from torchshard.distributed.objects import all_gather_object, all_gather_uneven, broadcast_object, gather_object
 from torchshard.distributed.primitives import (
     all_reduce,
     barrier,
@@ -41,9 +42,9 @@ from torchshard.distributed.primitives import (
 )
 
 __all__ = [
-    "Handle", "ReduceOp", "all_gather", "all_reduce", "all_to_all", "barrier", "broadcast", "copy",
-    "destroy_process_group", "gather", "gather_to", "get_data_parallel_group", "get_data_parallel_rank",
-    "get_data_parallel_size", "get_group", "get_group_size", "get_rank", "get_world_size", "init_process_group",
-    "irecv", "is_initialized", "isend", "launch", "narrow", "ops", "recv", "reduce", "reduce_scatter", "reduce_to",
-    "scatter", "scatter_from", "send",
+    "Handle", "ReduceOp", "all_gather", "all_gather_object", "all_gather_uneven", "all_reduce", "all_to_all", "barrier",
+    "broadcast", "broadcast_object", "copy", "destroy_process_group", "gather", "gather_object", "gather_to",
+    "get_data_parallel_group", "get_data_parallel_rank", "get_data_parallel_size", "get_group", "get_group_size",
+    "get_rank", "get_world_size", "init_process_group", "irecv", "is_initialized", "isend", "launch", "narrow", "ops",
+    "recv", "reduce", "reduce_scatter", "reduce_to", "scatter", "scatter_from", "send",
 ]  # fmt: skip

@@ -180,6 +180,6 @@ def global_size(x: Tensor, dim: int, group: Group) -> int:
             f"slices of sizes {held} are of no split of {sum(held)} over {group.size} ranks",
             where=f"dim {dim}",
             why=f"torch.chunk's rule, by which scatter splits, gives {expected}",
-            attempt="slices that scatter made; all_gather_object for tensors of any shapes",
+            attempt="slices that scatter made; all_gather_uneven for tensors of any shapes",
         )
     return sum(held)

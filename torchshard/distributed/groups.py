@@ -15,7 +15,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from torchshard.errors import DistributedError
+from torchshard.errors import DistributedError, InputError
 
 MODEL = "model"
 """The name of the group that `init_process_group` makes."""
@@ -37,6 +37,8 @@ class Group:
 _groups: dict[str, Group] = {}
 _began: list[bool] = []
 """Whether the groups' `torch.distributed` was initialised here."""
+_sides: dict[Group, Any] = {}
+"""Groups whose backend sends from a GPU -> gloo groups of the same ranks."""
 _made: list[Any] = []
 """The process groups that were made here, to be destroyed with ours."""
 
@@ -145,6 +147,7 @@ def is_initialized() -> bool:
 def destroy_process_group() -> None:
     """Forgets the groups (they can then be made again), and ends `torch.distributed` where we began it."""
     _groups.clear()
+    _sides.clear()
     began = _began.pop() if _began else False
     while _made:
         made = _made.pop()
@@ -215,3 +218,35 @@ def get_data_parallel_size() -> int:
 def communication_device(group: Group) -> torch.device:
     """Where tensors must lie that the group's backend sends."""
     return torch.device("cuda" if dist.get_backend(group.process_group) == "nccl" else "cpu")
+
+
+def own_group() -> Group:
+    """The model-parallel group; where nothing is initialised, a group of this process alone."""
+    return lookup(MODEL) if is_initialized() else Group(0, 1)
+
+
+def peer(group: Group, rank: int, name: str) -> int:
+    """A rank within a group.
+
+    Raises:
+        InputError: the group has no such rank.
+    """
+    if not 0 <= rank < group.size:
+        raise InputError(
+            f"there is no rank {rank} in the group",
+            where=f"{name}={rank}",
+            why=f"the model-parallel group has {group.size} ranks; {name} counts within it",
+            attempt=f"{name}=0 to {group.size - 1}",
+        )
+    return rank
+
+
+def side_group(group: Group) -> Any:
+    """A group of the same ranks that sends from the CPU's memory: the group itself, or a gloo one, made once."""
+    if communication_device(group).type == "cpu":
+        return group.process_group
+    if group not in _sides:
+        ranks = dist.get_process_group_ranks(group.process_group)
+        _sides[group] = dist.new_group(ranks, backend="gloo", use_local_synchronization=True)
+        _made.append(_sides[group])
+    return _sides[group]

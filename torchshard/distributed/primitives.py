@@ -17,26 +17,9 @@ from torch.distributed import ReduceOp
 
 from torchshard.distributed import collectives
 from torchshard.distributed.collectives import global_size, own_dim
-from torchshard.distributed.groups import MODEL, Group, is_initialized, lookup
+from torchshard.distributed.groups import Group, own_group, peer
 from torchshard.distributed.kernels import Handle, Pending, gather_pieces, reduced, scatter_pieces
 from torchshard.errors import InputError
-
-ALONE = Group(0, 1)
-
-
-def _group() -> Group:
-    return lookup(MODEL) if is_initialized() else ALONE
-
-
-def _peer(group: Group, rank: int, name: str) -> int:
-    if not 0 <= rank < group.size:
-        raise InputError(
-            f"there is no rank {rank} in the group",
-            where=f"{name}={rank}",
-            why=f"the model-parallel group has {group.size} ranks; {name} counts within it",
-            attempt=f"{name}=0 to {group.size - 1}",
-        )
-    return rank
 
 
 def _dense(x: Tensor) -> Tensor:
@@ -70,8 +53,8 @@ def broadcast(x: Tensor, src: int = 0) -> Tensor:
     Args:
         x: of the same shape and dtype on every rank.
     """
-    group = _group()
-    src = _peer(group, src, "src")
+    group = own_group()
+    src = peer(group, src, "src")
     return _linear(x, lambda v: _broadcast(v, src, group), lambda g: _sum_to(g, src, group))
 
 
@@ -81,8 +64,8 @@ def reduce_to(x: Tensor, dst: int = 0, op: Any = ReduceOp.SUM) -> Tensor:
     Raises:
         InputError: `op` has no gradient, and one is asked.
     """
-    group = _group()
-    dst = _peer(group, dst, "dst")
+    group = own_group()
+    dst = peer(group, dst, "dst")
     if op == ReduceOp.SUM:
         return _linear(x, lambda v: _sum_to(v, dst, group), lambda g: _broadcast(g, dst, group))
     whole: Tensor = all_reduce(x, op)
@@ -114,7 +97,7 @@ def all_reduce(x: Tensor, op: Any = ReduceOp.SUM, *, async_op: bool = False) -> 
     Raises:
         InputError: `op` has no gradient, and one is asked; it is a mean of integers; or async_op is asked of it.
     """
-    group = _group()
+    group = own_group()
     if op == ReduceOp.SUM:
         return collectives.all_reduce(x, async_op=async_op)
     if async_op:
@@ -156,8 +139,8 @@ def gather_to(x: Tensor, dst: int = 0, dim: int = -1) -> Tensor:
 
     The gradient is scattered from `dst`. The slices are those of a split, as in `gather`.
     """
-    group, own = _group(), own_dim(x, dim)
-    dst = _peer(group, dst, "dst")
+    group, own = own_group(), own_dim(x, dim)
+    dst = peer(group, dst, "dst")
     size = global_size(x, own, group)
     return _linear(
         x,
@@ -172,8 +155,8 @@ def scatter_from(x: Tensor, src: int = 0, dim: int = -1) -> Tensor:
     Args:
         x: of the same shape and dtype on every rank.
     """
-    group, own = _group(), own_dim(x, dim)
-    src, size = _peer(group, src, "src"), x.shape[own]
+    group, own = own_group(), own_dim(x, dim)
+    src, size = peer(group, src, "src"), x.shape[own]
 
     def back(grad: Tensor) -> Tensor:
         whole = gather_pieces(grad, src, own, size, group)
@@ -184,7 +167,7 @@ def scatter_from(x: Tensor, src: int = 0, dim: int = -1) -> Tensor:
 
 def barrier() -> None:
     """Waits for all ranks of the group."""
-    group = _group()
+    group = own_group()
     if group.size > 1:
         dist.barrier(group=group.process_group)
 
@@ -194,7 +177,7 @@ def barrier() -> None:
 
 def isend(x: Tensor, dst: int) -> Handle:
     """Begins to send a copy of a tensor to a rank of the group; `wait()` gives the tensor that was sent."""
-    group, held = _group(), _dense(x.detach())
+    group, held = own_group(), _dense(x.detach())
     work = dist.isend(held, group_dst=_other(group, dst, "dst"), group=group.process_group)
     return Handle(Pending(work, lambda: held))
 
@@ -206,7 +189,7 @@ def irecv(like: Tensor | Sequence[int], src: int, dtype: torch.dtype | None = No
         like: a tensor of the shape, dtype and device that are sent, which stays as it is; or the shape.
         dtype: with a shape; by default torch's.
     """
-    group = _group()
+    group = own_group()
     held = (
         torch.empty_like(like, memory_format=torch.contiguous_format).detach()
         if isinstance(like, Tensor)
@@ -231,7 +214,7 @@ def recv(like: Tensor | Sequence[int], src: int, dtype: torch.dtype | None = Non
 
 
 def _other(group: Group, rank: int, name: str) -> int:
-    if _peer(group, rank, name) == group.rank:
+    if peer(group, rank, name) == group.rank:
         raise InputError(
             "a rank can't send to itself",
             where=f"{name}={rank}",
