@@ -52,3 +52,12 @@ def test_minilm(launcher: tuple[str, ...]) -> None:
     (difference,) = re.findall(r"largest difference of embeddings: (\S+)", printed)
     assert float(difference) < 1e-5
     assert "collectives: 13 reduce, 12 copy" in printed
+
+
+def test_collectives_print_what_each_rank_holds() -> None:
+    alone = _run("collectives.py")
+    golden = Path(__file__).parent / "golden" / "collectives.txt"
+    if os.environ.get("UPDATE_GOLDEN"):
+        golden.write_text(alone)
+    assert alone == golden.read_text()
+    assert _run("collectives.py", launcher=(*TORCHRUN[:-1], "4")) == alone
