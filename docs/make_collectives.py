@@ -1,0 +1,133 @@
+"""Writes docs/collectives.md and its figures from what examples/collectives.py prints.
+
+python docs/make_collectives.py
+"""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from dataclasses import dataclass
+from html import escape
+from pathlib import Path
+
+DOCS = Path(__file__).parent
+EXAMPLE = DOCS.parent / "examples" / "collectives.py"
+
+INTRODUCTION = """# The collectives, one by one
+
+Made from `examples/collectives.py` by `docs/make_collectives.py`; run the example to see the same numbers.
+
+Four ranks; each box is what one rank holds. On the left what it calls with, in the middle what it gets, on the right the
+gradient of its input where there is one: the backward begins with 1, 10, 100 and 1000 on ranks 0 to 3.
+
+`I`, `R`, `S(0)` and `P` are layouts: whole on every rank, whole with partial gradients, split along dim 0, and an addend
+of a sum; [design.md](design.md) says what each means for the gradient. All calls work on the model-parallel group of
+`init_process_group(group_size)`, and `src` and `dst` are ranks within it. Alone, without any launcher, each call does
+what a group of one would.
+
+```python
+import torchshard.distributed as tsd
+
+tsd.init_process_group(group_size=4)    # under torchrun --nproc-per-node 4
+```
+
+Slices may be uneven: seven elements over four ranks are 2, 2, 2 and 1, by `torch.chunk`'s rule. With `async_op=True` the
+conversions (`copy` to `all_to_all`) give a `Handle`, whose `wait()` gives the tensor. `reduce` sums in place where no
+gradient is asked.
+"""
+
+
+@dataclass(frozen=True)
+class Section:
+    """One collective as the example printed it."""
+
+    call: str
+    meaning: str
+    ranks: tuple[tuple[str, str, str], ...]
+    """(before, after, gradient) of each rank."""
+
+    @property
+    def figure(self) -> str:
+        """The figure's file name."""
+        return re.sub(r"\W+", "_", self.call).strip("_").lower() + ".svg"
+
+
+_RANK = re.compile(r"  rank \d+   (.*?) +-> (.*?)(?: +gradient (.*))?$")
+
+
+def sections(printed: str) -> list[Section]:
+    """The example's print, taken apart."""
+    found = []
+    for block in printed.strip().split("\n\n"):
+        title, *lines = block.splitlines()
+        call, meaning = title.split("    ")
+        ranks = (match.groups(default="") for match in map(_RANK.match, lines) if match)
+        found.append(Section(call, meaning, tuple((before, after, grad) for before, after, grad in ranks)))
+    return found
+
+
+def files(printed: str) -> dict[str, str]:
+    """File name within docs -> content."""
+    held = sections(printed)
+    return {"collectives.md": _page(held)} | {f"figures/{section.figure}": _figure(section) for section in held}
+
+
+def _page(held: list[Section]) -> str:
+    parts = [INTRODUCTION]
+    for section in held:
+        code = re.sub(r"\b(AVG|MAX)\b", r"tsd.ReduceOp.\1", section.call)
+        parts.append(
+            f"## `{section.call}`\n\n{section.meaning}.\n\n![{section.call}](figures/{section.figure})\n\n"
+            f"```python\ny = tsd.{code}\n```\n"
+        )
+    return "\n".join(parts)
+
+
+_STYLE = (
+    "text{font:13px ui-monospace,monospace;fill:#1f2328}rect{fill:#f6f8fa;stroke:#59636e}.name{fill:#59636e}"
+    ".grad{stroke-dasharray:4 3}path{stroke:#59636e;fill:none}"
+    "@media(prefers-color-scheme:dark){text{fill:#f0f6fc}rect{fill:#151b23;stroke:#9198a1}.name{fill:#9198a1}"
+    "path{stroke:#9198a1}}"
+)
+_ROW, _CHARACTER, _GAP, _TOP, _LEFT = 34, 8, 56, 30, 64
+
+
+def _figure(section: Section) -> str:
+    columns = [list(column) for column in zip(*section.ranks, strict=True)]
+    heads = ["before", "after", "gradient"]
+    if not any(columns[2]):
+        columns, heads = columns[:2], heads[:2]
+    widths = [max(len(head), *map(len, column)) * _CHARACTER + 16 for head, column in zip(heads, columns, strict=True)]
+    starts = [_LEFT + sum(widths[:i]) + _GAP * i for i in range(len(widths))]
+    ranks = len(section.ranks)
+    total, height = starts[-1] + widths[-1] + 8, _TOP + ranks * _ROW + 8
+    body = [f'<text class="name" x="{x}" y="18">{head}</text>' for x, head in zip(starts, heads, strict=True)]
+    for rank in range(ranks):
+        y = _TOP + rank * _ROW
+        body.append(f'<text class="name" x="8" y="{y + 19}">rank {rank}</text>')
+        for i, (x, width) in enumerate(zip(starts, widths, strict=True)):
+            kind = ' class="grad"' if i == 2 else ""
+            body.append(f'<rect{kind} x="{x}" y="{y}" width="{width}" height="28" rx="4"/>')
+            body.append(f'<text x="{x + 8}" y="{y + 19}">{escape(columns[i][rank])}</text>')
+    for left, width, right in zip(starts, widths, starts[1:], strict=False):
+        a, b, y = left + width + 10, right - 10, _TOP + ranks * _ROW // 2 - 3
+        body.append(f'<path d="M{a} {y}H{b}m-6 -5l6 5l-6 5"/>')
+    return (
+        f'<svg xmlns="http://www.w3.org/2000/svg" width="{total}" height="{height}" viewBox="0 0 {total} {height}" '
+        f'role="img"><title>{escape(section.call)}: {escape(section.meaning)}</title><style>{_STYLE}</style>'
+        f"{''.join(body)}</svg>\n"
+    )
+
+
+def main() -> None:
+    """Runs the example and writes the files."""
+    printed = subprocess.run([sys.executable, str(EXAMPLE)], capture_output=True, text=True, check=True).stdout
+    (DOCS / "figures").mkdir(exist_ok=True)
+    for name, content in files(printed).items():
+        (DOCS / name).write_text(content)
+
+
+if __name__ == "__main__":
+    main()

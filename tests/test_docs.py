@@ -1,0 +1,31 @@
+"""The pages made by scripts are what the scripts make of what the examples print."""
+
+from __future__ import annotations
+
+import importlib.util
+import sys
+from pathlib import Path
+from typing import Any
+from xml.etree import ElementTree
+
+ROOT = Path(__file__).parent.parent
+
+
+def _module(path: Path) -> Any:
+    spec = importlib.util.spec_from_file_location(path.stem, path)
+    assert spec is not None and spec.loader is not None
+    made = importlib.util.module_from_spec(spec)
+    sys.modules[path.stem] = made
+    spec.loader.exec_module(made)
+    return made
+
+
+def test_the_page_of_collectives_is_up_to_date() -> None:
+    made = _module(ROOT / "docs" / "make_collectives.py")
+    printed = (ROOT / "tests" / "golden" / "collectives.txt").read_text()
+    held = made.sections(printed)
+    assert len(held) == 17 and all(len(section.ranks) == 4 for section in held)
+    for name, content in made.files(printed).items():
+        assert (ROOT / "docs" / name).read_text() == content, f"run docs/make_collectives.py: {name} is old"
+        if name.endswith(".svg"):
+            ElementTree.fromstring(content)
