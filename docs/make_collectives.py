@@ -19,13 +19,13 @@ INTRODUCTION = """# The collectives, one by one
 
 Made from `examples/collectives.py` by `docs/make_collectives.py`; run the example to see the same numbers.
 
-Four ranks; each box is what one rank holds. On the left what it calls with, in the middle what it gets, on the right the
-gradient of its input where there is one: the backward begins with 1, 10, 100 and 1000 on ranks 0 to 3.
+Four ranks; each box is what one rank holds. On the left what it calls with, in the middle what it gets, on the right
+the gradient of its input where there is one: the backward begins with 1, 10, 100 and 1000 on ranks 0 to 3.
 
-`I`, `R`, `S(0)` and `P` are layouts: whole on every rank, whole with partial gradients, split along dim 0, and an addend
-of a sum; [design.md](design.md) says what each means for the gradient. All calls work on the model-parallel group of
-`init_process_group(group_size)`, and `src` and `dst` are ranks within it. Alone, without any launcher, each call does
-what a group of one would.
+`I`, `R`, `S(0)` and `P` are layouts: whole on every rank, whole with partial gradients, split along dim 0, and an
+addend of a sum; [design.md](design.md) says what each means for the gradient. All calls work on the model-parallel
+group of `init_process_group(group_size)`, and `src` and `dst` are ranks within it. Alone, without any launcher, each
+call does what a group of one would.
 
 ```python
 import torchshard.distributed as tsd
@@ -33,9 +33,9 @@ import torchshard.distributed as tsd
 tsd.init_process_group(group_size=4)    # under torchrun --nproc-per-node 4
 ```
 
-Slices may be uneven: seven elements over four ranks are 2, 2, 2 and 1, by `torch.chunk`'s rule. With `async_op=True` the
-conversions (`copy` to `all_to_all`) give a `Handle`, whose `wait()` gives the tensor. `reduce` sums in place where no
-gradient is asked.
+Slices may be uneven: seven elements over four ranks are 2, 2, 2 and 1, by `torch.chunk`'s rule. With `async_op=True`
+the conversions (`copy` to `all_to_all`) give a `Handle`, whose `wait()` gives the tensor. `reduce` sums in place where
+no gradient is asked.
 """
 
 
