@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import threading
+from collections import defaultdict, deque
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
@@ -23,6 +25,8 @@ class _Up(nn.Module):
         self.up, self.body = nn.Linear(6, 8), body
         self.step, self.hidden, self.done, self.seen, self.last = 0, None, False, [], {"n": 0}
         self.plain = torch.ones(8)
+        self.holder, self.counts, self.flags = _Holder(), defaultdict(int), set()
+        self.queue, self.array = deque([1]), np.zeros(2)
         self.register_buffer("frequency", torch.ones(8))
 
     def forward(self, x: Tensor) -> Tensor:
@@ -114,7 +118,42 @@ def _written_in_place(m: Any, x: Tensor) -> Tensor:
     return y
 
 
+class _Holder:
+    n = 0
+
+
+def _in_an_object(m: Any, x: Tensor) -> Tensor:
+    m.holder.n += 1
+    return m.up(x) * m.holder.n
+
+
+def _in_a_default_dict(m: Any, x: Tensor) -> Tensor:
+    m.counts["n"] += 1
+    return m.up(x) * m.counts["n"]
+
+
+def _in_a_deque(m: Any, x: Tensor) -> Tensor:
+    m.queue.append(1)
+    return m.up(x) * len(m.queue)
+
+
+def _in_a_set(m: Any, x: Tensor) -> Tensor:
+    y = m.up(x) if "seen" in m.flags else m.up(x) * 2
+    m.flags.add("seen")
+    return y
+
+
+def _in_an_array(m: Any, x: Tensor) -> Tensor:
+    m.array += 1
+    return m.up(x) * float(m.array[0])
+
+
 REFUSED = {
+    _in_an_object: "changes holder.n again",
+    _in_a_default_dict: r"changes counts\['n'\] again",
+    _in_a_deque: "changes queue.* again",
+    _in_a_set: "computes something else",
+    _in_an_array: "changes array again",
     _counter: "changes step again",
     _hidden_state: "reads what the first has left there",
     _first_call: "computes something else",
@@ -146,7 +185,10 @@ def test_kept_attributes_are_put_back() -> None:
     model = _Up(_log)
     kept, before = Kept(model), attributes(model)
     model.seen.append(1)
-    model.new, model.up.bias = 1, None
+    model.new, model.up.bias, model.holder.n = 1, None, 3
+    model.counts["n"] += 1
+    model.queue.append(2)
+    model.flags.add(1)
     del model.step
     kept.put_back()
     assert not changed(before, attributes(model)) and model.up.bias is not None

@@ -192,6 +192,10 @@ def test_parts_can_be_neither_called_nor_changed(pair: Any) -> None:
         sharded.up(X)
     with pytest.raises(ts.InputError, match="can't be changed after sharding"):
         sharded.drop.p = 0.1
+    with pytest.raises(ts.InputError, match="can't be replaced after sharding"):
+        sharded.drop = nn.Identity()
+    with pytest.raises(ts.InputError, match="can't have forward hooks"):
+        sharded.up.register_forward_hook(_doubled)
     with pytest.raises(AttributeError, match=r"reset_parameters.*slices"):
         sharded.up.reset_parameters()
     with pytest.raises(AttributeError, match="nothing"):
@@ -293,3 +297,42 @@ def test_many_graphs_are_worth_a_warning(pair: Any, caplog: pytest.LogCaptureFix
         for i in range(16):
             pair[1](X, i)
     assert "16 graphs captured" in caplog.text
+
+
+class _Containers(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(6, 6) for _ in range(3))
+        self.named = nn.ModuleDict({"a": nn.Linear(6, 6), "b": nn.Sequential(nn.Linear(6, 6), nn.ReLU())})
+        self.scales = nn.ParameterList([nn.Parameter(torch.ones(6)), nn.Parameter(torch.ones(6))])
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in (*self.layers, *self.named.values()):
+            x = layer(x)
+        return x * self.scales[0] * self.scales[1]
+
+
+def test_containers_can_be_looked_through() -> None:
+    model = _Containers()
+    sharded = ts.shard(model, {"layers.0": "column", "layers.1": "row"})
+    assert torch.equal(sharded(X), model(X)) and len(sharded.layers) == 3 and len(sharded.named["b"]) == 2
+    assert [type(layer.source).__name__ for layer in sharded.layers] == ["Linear"] * 3
+    assert sharded.layers[-1] is list(sharded.layers)[2] and len(sharded.layers[1:]) == 2
+    assert list(sharded.named) == list(sharded.named.keys()) == ["a", "b"] and "a" in sharded.named
+    assert [p.shape for p in sharded.scales] == [(6,), (6,)] and sharded.scales[1].requires_grad
+    ts.distributed.destroy_process_group()
+
+
+class _Unknown(dict[str, Tensor]):
+    """A dict that pytree does not know."""
+
+
+class _Returns(nn.Module):
+    def forward(self, x: Tensor) -> Any:
+        return _Unknown(x=x * 2)
+
+
+def test_a_result_that_cannot_be_taken_apart_is_refused() -> None:
+    with pytest.raises(ts.CaptureError, match="returns a _Unknown, which can't be taken apart"):
+        ts.shard(_Returns(), {})(X)
+    ts.distributed.destroy_process_group()

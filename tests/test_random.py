@@ -52,7 +52,26 @@ def _expanded(h: Tensor) -> Tensor:
     return h + F.dropout(h[:, :1].expand(-1, 5, -1), 0.5)
 
 
-BODIES = [_plain, _transposed, _lies_transposed, _permuted_thrice, _like, _bernoulli, _expanded]
+def _contiguous_like(h: Tensor) -> Tensor:
+    drawn = torch.rand_like(h.transpose(0, 1), memory_format=torch.contiguous_format)
+    return h * drawn.transpose(0, 1)
+
+
+def _in_place(h: Tensor) -> Tensor:
+    return F.dropout(h * 1, 0.5, inplace=True)
+
+
+BODIES = [
+    _contiguous_like,
+    _in_place,
+    _plain,
+    _transposed,
+    _lies_transposed,
+    _permuted_thrice,
+    _like,
+    _bernoulli,
+    _expanded,
+]
 
 
 @pytest.mark.parametrize("body", BODIES, ids=lambda f: f.__name__)
@@ -75,6 +94,22 @@ class _Image(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         return self.drop(self.conv(x).relu())
+
+
+class _Converts(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv = nn.Conv2d(3, 6, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.dropout(self.conv(x).to(memory_format=torch.channels_last), 0.5)
+
+
+@pytest.mark.parametrize("plan", [{}, {"conv": "column"}, {"conv": "row"}], ids=str)
+def test_dropout_behind_a_change_of_memory_format(plan: dict[str, str]) -> None:
+    torch.manual_seed(0)
+    report = ts.check(_Converts(), plan, world_size=2, example_inputs=(torch.randn(2, 3, 5, 5),))
+    assert report.ok, str(report)
 
 
 def test_dropout_of_what_lies_channels_last() -> None:

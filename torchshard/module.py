@@ -58,6 +58,10 @@ class ShardedModule(State):
     """A model split over the ranks of a group; made by `torchshard.shard`."""
 
     __class__ = property(lambda self: ShardedModule)
+    register_forward_hook: Any = nn.Module.register_forward_hook
+    register_forward_pre_hook: Any = nn.Module.register_forward_pre_hook
+    register_full_backward_hook: Any = nn.Module.register_full_backward_hook
+    register_full_backward_pre_hook: Any = nn.Module.register_full_backward_pre_hook
 
     def __init__(self, model: nn.Module, plan: PlanLike, group: Group, group_name: str = MODEL) -> None:
         def prepared() -> tuple[Mapping[str, Any] | Plan, dict[str, Layout]]:

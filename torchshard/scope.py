@@ -6,6 +6,7 @@ that look for a kind of layer go on working; it can't be called, for a part alon
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any, NoReturn, Self
 
 from torch import nn
@@ -46,8 +47,42 @@ class Scope(nn.Module):
         self.source.train(mode)
         return self
 
-    def __getitem__(self, index: int | str) -> nn.Module:
-        return self.get_submodule(str(index))
+    # --- as the containers of torch.nn: Sequential, ModuleList, ModuleDict, ParameterList, ParameterDict --------------
+
+    def _items(self) -> dict[str, Any]:
+        return self._modules or self._parameters
+
+    def _is_dict(self) -> bool:
+        return isinstance(self.source, (nn.ModuleDict, nn.ParameterDict))
+
+    def __len__(self) -> int:
+        return len(self._items())
+
+    def __bool__(self) -> bool:
+        return True
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(self._items() if self._is_dict() else self._items().values())
+
+    def __contains__(self, item: Any) -> bool:
+        return item in self._items() if self._is_dict() else any(item is held for held in self._items().values())
+
+    def __getitem__(self, index: int | str | slice) -> Any:
+        if isinstance(index, str):
+            return self._items()[index]
+        return list(self._items().values())[index]
+
+    def keys(self) -> Any:
+        """The names of a dict's items."""
+        return self._items().keys()
+
+    def values(self) -> Any:
+        """The items themselves."""
+        return self._items().values()
+
+    def items(self) -> Any:
+        """Names and items."""
+        return self._items().items()
 
     def __getattr__(self, name: str) -> Any:
         if name in self.__dict__.get("_source", [None])[0].__dict__:
@@ -68,7 +103,27 @@ class Scope(nn.Module):
                 why="graphs that were captured before would not follow",
                 attempt="set it on the unsharded model, then shard",
             )
+        if name in self.__dict__.get("_modules", ()):
+            raise InputError(
+                f"submodule {name!r} can't be replaced after sharding",
+                where=type(self.source).__name__,
+                why="graphs that were captured before would not follow",
+                attempt="replace it in the unsharded model, then shard",
+            )
         super().__setattr__(name, value)
+
+    def _refuse_hooks(self, *args: Any, **kwargs: Any) -> NoReturn:
+        raise InputError(
+            "a part of a sharded model can't have forward hooks of its own",
+            where=type(self.source).__name__,
+            why="it is not called: its ops are nodes of the whole model's graph",
+            attempt="register the hook on the unsharded model, then shard: it is captured with it",
+        )
+
+    register_forward_hook: Any = _refuse_hooks
+    register_forward_pre_hook: Any = _refuse_hooks
+    register_full_backward_hook: Any = _refuse_hooks
+    register_full_backward_pre_hook: Any = _refuse_hooks
 
     def forward(self, *args: Any, **kwargs: Any) -> NoReturn:
         """A part of a sharded model is not called by itself.

@@ -8,7 +8,10 @@ that finds what the first has left must compute the same and leave nothing new.
 
 from __future__ import annotations
 
+import copy
+from collections import deque
 from collections.abc import Mapping, Sequence
+from types import ModuleType
 from typing import Any
 
 import torch
@@ -25,29 +28,54 @@ from torchshard.errors import CaptureError
 _OWN = frozenset(nn.Module().__dict__) | {"training"}
 """What every module has: parameters, buffers, submodules, hooks, the mode."""
 
-_COMPARED = (int, float, str, bool, tuple, list, dict, torch.Size, torch.dtype, torch.device)
+_COMPARED = (int, float, str, bool, bytes, frozenset, tuple, list, dict, torch.Size, torch.dtype, torch.device)
 Place = tuple[str, ...]
 """Module path, attribute, and keys within lists and dicts."""
 Attributes = dict[Place, Any]
 
 
 def attributes(model: nn.Module) -> Attributes:
-    """The plain attributes of all modules, lists and dicts taken apart; functions left out."""
+    """The plain attributes of all modules, taken apart; functions left out."""
     found: Attributes = {}
+    seen: set[int] = set()
     for path, module in model.named_modules():
         for name, value in module.__dict__.items():
             if name not in _OWN:
-                _take_apart(found, (path, name), value)
+                _take_apart(found, (path, name), value, seen)
     return found
 
 
-def _take_apart(found: Attributes, place: Place, value: Any) -> None:
-    if type(value) in (list, tuple, dict) and len(value):
-        items = value.items() if isinstance(value, dict) else enumerate(value)
-        for key, item in items:
-            _take_apart(found, (*place, f"[{key!r}]"), item)
-    elif not callable(value):
-        found[place] = value
+def _take_apart(found: Attributes, place: Place, value: Any, seen: set[int]) -> None:
+    parts = _parts(value)
+    if not parts:
+        if not callable(value):
+            found[place] = _settled(value)
+    elif id(value) not in seen:
+        seen.add(id(value))
+        for key, item in parts.items():
+            _take_apart(found, (*place, key), item, seen)
+
+
+def _parts(value: Any) -> dict[str, Any] | None:
+    """What a container or a plain object holds, by how one gets at it; None for what is no holder."""
+    if isinstance(value, (Tensor, nn.Module, type, ModuleType)):
+        return None
+    if isinstance(value, Mapping):
+        return {f"[{key!r}]": item for key, item in value.items()}
+    if isinstance(value, (list, tuple, deque)) and not isinstance(value, torch.Size):
+        return {f"[{i}]": item for i, item in enumerate(value)}
+    if callable(value) or not hasattr(value, "__dict__"):
+        return None
+    return {f".{name}": item for name, item in value.__dict__.items()}
+
+
+def _settled(value: Any) -> Any:
+    """What tells later whether a value was changed in place: a copy of what may be."""
+    if isinstance(value, set):
+        return frozenset(value)
+    if type(value).__module__ == "numpy" and hasattr(value, "tobytes"):
+        return value.tobytes()
+    return value
 
 
 def changed(before: Attributes, after: Attributes) -> list[Place]:
@@ -72,22 +100,41 @@ def shown(place: Place) -> str:
 
 
 class Kept:
-    """The attributes of all modules as they are now, to be put back."""
+    """The attributes of all modules, and what their containers and objects hold, as they are now, to be put back."""
 
     def __init__(self, model: nn.Module) -> None:
-        self._held = [(m.__dict__, dict(m.__dict__)) for m in model.modules()]
-        inside = [v for _, was in self._held for v in was.values() if type(v) in (list, dict)]
-        self._contents = [(v, v.copy()) for v in inside]
+        self._holders: dict[int, tuple[Any, Any]] = {}
+        for module in model.modules():
+            self._keep(module.__dict__)
+            for value in list(module.__dict__.values()):
+                self._keep_within(value)
+
+    def _keep(self, holder: Any) -> None:
+        self._holders[id(holder)] = (holder, copy.copy(holder))
+
+    def _keep_within(self, value: Any) -> None:
+        held = getattr(value, "__dict__", None)
+        parts = _parts(value)
+        if id(value) in self._holders or (parts is None and not isinstance(value, (set, dict, list, deque))):
+            return
+        if isinstance(value, (dict, list, set, deque)):
+            self._keep(value)
+        elif isinstance(held, dict):
+            self._keep(held)
+        self._holders.setdefault(id(value), (None, None))
+        for item in (parts or {}).values():
+            self._keep_within(item)
 
     def put_back(self) -> None:
         """Undoes what was assigned, added or deleted since."""
-        for container, was in self._contents:
-            container.clear()
-            container.extend(was) if isinstance(container, list) else container.update(was)
-        for now, was in self._held:
-            for name in [n for n in now if n not in was]:
-                del now[name]
-            now.update(was)
+        for now, was in self._holders.values():
+            if isinstance(now, dict):
+                for name in [n for n in now if n not in was]:
+                    del now[name]
+                now.update(was)
+            elif now is not None:
+                now.clear()
+                now.extend(was) if isinstance(now, (list, deque)) else now.update(was)
 
 
 class _Reads(TorchFunctionMode):

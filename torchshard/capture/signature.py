@@ -178,6 +178,15 @@ def _keyed(flat: Leaves) -> Leaves:
     return dataclasses.replace(flat, structure=(spec, tuple(map(_key, fixed))))
 
 
+def check_results(results: Leaves) -> None:
+    """What is no tensor in a result stays the same for every call of a graph.
+
+    Raises:
+        InputError: it may hold tensors, or be another at each call.
+    """
+    _keyed(results)
+
+
 def unchanged(before: Leaves, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
     """Whether a call's arguments still hold what they held: forward has appended, assigned or taken out nothing."""
     try:

@@ -23,7 +23,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 
 from torchshard.capture.attributes import Kept, Place, attributes, changed, refuse_state
-from torchshard.capture.signature import Leaves, flatten, unchanged
+from torchshard.capture.signature import Leaves, check_results, flatten, unchanged
 from torchshard.errors import CaptureError, InputError
 
 DYNAMIC_DIMS = (0, 1)
@@ -49,6 +49,7 @@ def trace(model: nn.Module, call: Leaves) -> tuple[ExportedProgram, Leaves]:
         with _ForeignParameters():
             results.append(flatten(nn.Module._call_impl(model, *call_args, **call_kwargs)))
         _set(model, bare)
+        _check_results(model, results[-1])
         places.extend(changed(before, attributes(model)))
         if not unchanged(held, call_args, call_kwargs):
             raise _written_arguments(model)
@@ -74,6 +75,19 @@ def _set(model: nn.Module, values: Mapping[str, Any]) -> None:
     for name in _CALLING:
         model.__dict__.pop(name, None)
     model.__dict__.update(values)
+
+
+def _check_results(model: nn.Module, results: Leaves) -> None:
+    try:
+        check_results(results)
+    except InputError as error:
+        kind = str(error).splitlines()[0].rpartition(" ")[2]
+        raise CaptureError(
+            f"forward returns a {kind}, which can't be taken apart",
+            where=f"{type(model).__name__}.forward",
+            why="a graph gives tensors, and puts them into containers that PyTorch's pytree knows or plain objects",
+            attempt="a dict, list, tuple or dataclass; or torch.utils._pytree.register_pytree_node for the class",
+        ) from None
 
 
 def _written_arguments(model: nn.Module) -> CaptureError:

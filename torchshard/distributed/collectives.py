@@ -53,6 +53,8 @@ def reduce(x: Tensor, *, async_op: bool = False) -> Any:
 
 def _reduce_in_place(x: Tensor, group: Group) -> Handle:
     if x.is_contiguous():
+        if not x.is_inference():
+            torch.autograd.graph.increment_version(x)  # a backward that has kept x must say that it was changed
         return Handle(reducing(x, dist.ReduceOp.SUM, group))
     if any(stride == 0 and size > 1 for stride, size in zip(x.stride(), x.shape, strict=True)):
         raise InputError(

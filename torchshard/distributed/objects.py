@@ -138,12 +138,22 @@ def _described(data: Any, buffers: list[bytes], allow_pickle: bool) -> list[Any]
     if type(data) is Tensor and data.layout is torch.strided and not data.is_quantized:
         held = data.detach().cpu().resolve_conj().resolve_neg().contiguous()
         return ["tensor", str(data.dtype).removeprefix("torch."), list(data.shape), kept(_memory(held))]
-    if type(data).__module__ == "numpy" and hasattr(data, "tobytes") and not data.dtype.hasobject:
+    if _is_plain_array(data):
         kind = "array" if type(data).__name__ == "ndarray" else "scalar"
         return [kind, data.dtype.str, list(data.shape), kept(data.tobytes())]
     if not allow_pickle:
         raise _refused(type(data).__qualname__)
     return ["pickle", kept(pickle.dumps(data))]
+
+
+def _is_plain_array(data: Any) -> bool:
+    """A numpy array or number, no subclass of it, whose dtype is neither structured nor of objects."""
+    ours = (
+        type(data).__module__ == "numpy"
+        and hasattr(data, "tobytes")
+        and type(data).__name__ not in ("matrix", "recarray")
+    )
+    return ours and not data.dtype.hasobject and data.dtype.names is None
 
 
 def decode(held: bytes, *, allow_pickle: bool) -> Any:

@@ -79,9 +79,9 @@ def direct(op: Any) -> Callable[..., Tensor]:
 
 
 def begin(op: Any, x: Tensor, *args: Any) -> Handle:
-    """Starts a collective; waiting for it gives what the operator would."""
+    """Starts a collective of a copy of `x`, which may change meanwhile; waiting gives what the operator would."""
     row = OPS[op]
-    pending = start(row.kernel, x.detach(), *ends(row.name, args), lookup(args[-1]))
+    pending = start(row.kernel, x.detach().clone(), *ends(row.name, args), lookup(args[-1]))
     return Handle(pending, lambda: _Direct.apply(x, row, args, pending.wait))
 
 

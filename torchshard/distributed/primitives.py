@@ -69,7 +69,7 @@ def reduce_to(x: Tensor, dst: int = 0, op: Any = ReduceOp.SUM) -> Tensor:
     if op == ReduceOp.SUM:
         return _linear(x, lambda v: _sum_to(v, dst, group), lambda g: _broadcast(g, dst, group))
     whole: Tensor = all_reduce(x, op)
-    return whole if group.rank == dst else whole * 0
+    return whole if group.rank == dst else torch.zeros_like(whole)
 
 
 def _broadcast(x: Tensor, src: int, group: Group) -> Tensor:

@@ -160,6 +160,8 @@ def _functional(module: fx.GraphModule, node: fx.Node, held: dict[str, Any], wri
     plain = _returning(target)
     if plain is None:
         raise _refused(node, f"{target} has no form that does not write")
+    first = plain._schema.arguments[0].name  # dropout_ calls it `self`, dropout `input`
+    held = {first if i == 0 else name: value for i, (name, value) in enumerate(held.items())}
     schema_names = {a.name for a in plain._schema.arguments}
     kwonly = {a.name for a in plain._schema.arguments if a.kwarg_only}
     args = tuple(v for k, v in held.items() if k in schema_names and k not in kwonly)

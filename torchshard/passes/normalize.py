@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Callable, Mapping
+from contextlib import nullcontext
 from typing import Any, cast
 
 import torch
@@ -103,6 +104,7 @@ def _if_same(module: fx.GraphModule, node: fx.Node) -> fx.Node | None:
         same = all(_equal(x, y) for x, y in zip(a.shape, b.shape, strict=True))
         return source if same and bound_args(node).get("step", 1) == 1 else None
     same = a.shape == b.shape and a.dtype == b.dtype and a.device == b.device
+    same = same and _memory_order(a) == _memory_order(b)
     return source if same and not bound_args(node).get("copy") else None
 
 
@@ -167,17 +169,18 @@ _NEW = {
 def _by_index(module: fx.GraphModule, node: fx.Node) -> fx.Node | None:
     """Numbers are drawn in the order of memory: of what lies transposed, they are drawn before it is transposed."""
     x: Any = node.args[0]
-    order = _memory_order(x.meta["val"])
-    if order == list(range(len(order))):
+    order = _memory_order(node.meta["val"])
+    kwargs = {name: value for name, value in node.kwargs.items() if name != "memory_format"}
+    if order == list(range(len(order))) and kwargs == dict(node.kwargs):
         return None
     straight = emit(module, aten.permute.default, (x, order), node)
-    drawn = emit(module, node.target, (straight, *node.args[1:]), node, **node.kwargs)
+    drawn = emit(module, node.target, (straight, *node.args[1:]), node, **kwargs)
     return _named(node, emit(module, aten.permute.default, (drawn, [order.index(d) for d in range(len(order))]), node))
 
 
 def _memory_order(value: Any) -> list[int]:
     """The dims from the outermost in memory to the innermost, as a new tensor like this one has them."""
-    with value.fake_mode:
+    with getattr(value, "fake_mode", nullcontext()):
         strides = [hint(stride) for stride in torch.empty_like(value).stride()]
     moving = [d for d in range(value.ndim) if hint(value.shape[d]) != 1]
     ordered = iter(sorted(moving, key=lambda d: -strides[d]))
