@@ -155,7 +155,7 @@ def _public(rank: int, world: int) -> dict[str, bool]:
         "gather uneven": torch.equal(tsd.gather(mine, -1, size=5), whole),
         "all_gather": torch.equal(tsd.all_gather(slice_, 1), even),
         "all_gather uneven": torch.equal(tsd.all_gather(mine, size=5), whole),
-        "reduce": torch.equal(tsd.reduce(addend), total),
+        "reduce": torch.equal(tsd.reduce(addend.clone()), total),  # in place: no gradient is asked
         "all_reduce": torch.equal(tsd.all_reduce(addend), total),
         "copy": torch.equal(tsd.copy(whole), whole),
         "reduce_scatter": torch.equal(tsd.reduce_scatter(addend), split(total, S(1), rank, world)),
@@ -174,7 +174,7 @@ def _dtypes(rank: int, world: int) -> dict[str, bool]:
         mine = split(whole, S(0), rank, world)
         found[f"gather {dtype}"] = torch.equal(tsd.gather(mine, 0, size=5), whole)
         if dtype is not torch.bool:
-            found[f"reduce {dtype}"] = torch.equal(tsd.reduce(whole), whole * world)
+            found[f"reduce {dtype}"] = torch.equal(tsd.reduce(whole.clone()), whole * world)
     return found
 
 
