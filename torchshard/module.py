@@ -149,11 +149,11 @@ class ShardedModule(State):
             "the ranks can't make a program of the model together",
             lambda: program(self.source, self._plan, self._group.size, args, kwargs, parameters=fixed),
         )
-        self._check_same_program(made, call)
+        draws = any(map(draws_random, made.graph.graph.nodes))
+        self._check_same_program(made, call, draws)
         if not self._fixed:
             self._fix_layouts(made.plan.parameters)
         graph = localized(made.graph, self._group.rank, self._group.size, self._group_name)
-        draws = any(map(draws_random, made.graph.graph.nodes))
         compiled = Compiled(made, graph, _calling_directly(graph), self._graph_state(made, graph), draws)
         self._programs.setdefault(kind, []).append(compiled)
         if sum(map(len, self._programs.values())) == MANY_GRAPHS:
@@ -166,7 +166,7 @@ class ShardedModule(State):
         nodes = [n for n in graph.graph.nodes if n.op == "placeholder" and n.meta["kind"] != "input"]
         return tuple(constants.get(n.meta["path"], n.meta["path"]) for n in nodes)
 
-    def _check_same_program(self, made: Program, call: Leaves) -> None:
+    def _check_same_program(self, made: Program, call: Leaves, draws: bool) -> None:
         """Graph, plan and the inputs' values are the same on all ranks; so is the random stream, where it counts."""
         if self._group.size == 1:
             return
@@ -176,7 +176,7 @@ class ShardedModule(State):
         values = {f"input {n}": _content(t) for n, t in zip(call.names, call.tensors, strict=True)}
         what = "the ranks were called with inputs of the same shape but different values"
         agree(self._group, values, digest(repr(values)), InputError, what)
-        if any(map(draws_random, made.graph.graph.nodes)):
+        if draws:
             stream = {"the random stream": _stream_state(call)}
             agree(self._group, stream, digest(repr(stream)), _call_error, what)
 

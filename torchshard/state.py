@@ -36,8 +36,7 @@ class State(Scope):
             self._scope(path)
         persistent = set(model.state_dict())
         for name, names in self._names.items():
-            path, _, leaf = name.rpartition(".")
-            scope, tensor = self._scope(path), state[names[0]]
+            (scope, leaf), tensor = self._owner(name), state[names[0]]
             if isinstance(tensor, nn.Parameter):
                 scope._parameters[leaf] = tensor
             else:
@@ -54,31 +53,28 @@ class State(Scope):
             scope = cast(Scope, scope._modules[part])
         return scope
 
-    def _slot(self, name: str) -> tuple[dict[str, Any], str]:
+    def _owner(self, name: str) -> tuple[Scope, str]:
         path, _, leaf = name.rpartition(".")
-        scope = self._scope(path)
-        return (scope._parameters if leaf in scope._parameters else scope._buffers), leaf
+        return self._scope(path), leaf
 
     def _source_tensor(self, name: str) -> Tensor:
-        path, _, leaf = name.rpartition(".")
-        held: Tensor = getattr(self._scope(path).source, leaf)
+        scope, leaf = self._owner(name)
+        held: Tensor = getattr(scope.source, leaf)
         return held
 
     # --- following what the user does to parameters ------------------------------------------------------------------
 
     def _note(self) -> None:
         """The source for captures follows the parameters' dtype and device; graphs captured before are void."""
-        self._slots = {name: self._slot(name) for name in self._names}
+        self._slots = {name: _slot(*self._owner(name)) for name in self._names}
         self._tensors: dict[str, Tensor] = {name: holder[leaf] for name, (holder, leaf) in self._slots.items()}
         for names in dict.fromkeys(self._names.values()):
             held, source = self._tensors[names[0]], self._source_tensor(names[0])
             if (held.dtype, held.device) != (source.dtype, source.device):
                 moved = hollow_tensor(source, dtype=held.dtype, device=held.device)
                 for name in names:
-                    path, _, leaf = name.rpartition(".")
-                    scope = self._scope(path).source
-                    holder: dict[str, Any] = scope._parameters if leaf in scope._parameters else scope._buffers
-                    holder[leaf] = moved
+                    scope, leaf = self._owner(name)
+                    _slot(scope.source, leaf)[0][leaf] = moved
         self._programs: dict[Any, list[Any]] = {}
         self._source_modules = tuple(self.source.modules())
         self._fitting_devices: set[tuple[torch.device, ...]] = set()
@@ -204,3 +200,8 @@ class State(Scope):
             why="it belongs to the process group of its ranks",
             attempt="torch.save(model.state_dict()) for this rank's slices, or model.full_state_dict() for the whole",
         )
+
+
+def _slot(module: nn.Module, leaf: str) -> tuple[dict[str, Any], str]:
+    """The dict of a module that holds a parameter or buffer, and its key there."""
+    return (module._parameters if leaf in module._parameters else module._buffers), leaf

@@ -191,7 +191,7 @@ def gather_pieces(x: Tensor, dst: int, dim: int, size: int, group: Group) -> Ten
     if sent.numel():
         dist.gather(sent, got, group_dst=dst, group=group.process_group)
     if got is None:
-        return x.new_empty([0 if i == dim else n for i, n in enumerate(x.shape)])
+        return x.new_empty(_with_size(x.shape, dim, 0))
     return join([g[:n].movedim(0, dim) for g, n in zip(got, widths, strict=True)], Shard(dim)).contiguous()
 
 
