@@ -1,6 +1,6 @@
 """The ranks compare what they are about to do, before the first collective: a difference is one error on every rank.
 
-A digest of the facts goes around in one small all-reduce; only where the digests differ do the facts themselves.
+A digest of the facts goes around in one small message; only where the digests differ do the facts themselves.
 """
 
 from __future__ import annotations
@@ -13,7 +13,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from torchshard.distributed.groups import Group, communication_device
+from torchshard.distributed.checks import announce
+from torchshard.distributed.groups import Group
+from torchshard.distributed.wire import begin
 from torchshard.errors import ShardError
 
 T = TypeVar("T")
@@ -64,15 +66,29 @@ def agree(
     """
     if group.size == 1:
         return
-    bounds = torch.tensor([mine, -mine], dtype=torch.int64, device=communication_device(group))
-    dist.all_reduce(bounds, op=dist.ReduceOp.MAX, group=group.process_group)
-    highest, lowest = bounds.tolist()
-    if highest == -lowest:
+    announce(group, lambda: "comparing what the sharded model does")
+    if _all_alike(group, mine):
         return
     own = dict(facts() if callable(facts) else facts)
     everyone: list[Any] = [None] * group.size
-    dist.all_gather_object(everyone, own, group=group.process_group)
+    dist.all_gather_object(everyone, own, group=group.control)
     raise error(what, where=_first_difference(everyone), why=_shown(everyone), attempt="the same call on every rank")
+
+
+def _all_alike(group: Group, mine: int) -> bool:
+    """Whether all ranks gave the same number."""
+    what, control = "comparing what the ranks do", group.control
+    if group.size == 2:  # telling each other takes a third of an all-reduce's time
+        held, got = torch.tensor([mine]), torch.empty(1, dtype=torch.int64)
+        coming = begin(group, what, dist.irecv, got, group_src=1 - group.rank, group=control)
+        going = begin(group, what, dist.isend, held, group_dst=1 - group.rank, group=control)
+        coming.wait()
+        going.wait()
+        return int(got) == mine
+    bounds = torch.tensor([mine, -mine])
+    begin(group, what, dist.all_reduce, bounds, op=dist.ReduceOp.MAX, group=control, async_op=True).wait()
+    highest, lowest = bounds.tolist()
+    return bool(highest == -lowest)
 
 
 def together(group: Group, error: Callable[..., ShardError], what: str, make: Callable[[], T]) -> T:

@@ -12,32 +12,21 @@ from __future__ import annotations
 import os
 from typing import TYPE_CHECKING, Any
 
-import torch
 from torch import Tensor, fx
 
 from torchshard.distributed.ops import OPS, is_collective
 from torchshard.graph import op_name, values
+from torchshard.layouts import type_text
 
 if TYPE_CHECKING:
     from torchshard.module import ShardedModule
     from torchshard.program import Program
 
-_DTYPES = {
-    torch.float64: "f64", torch.float32: "f32", torch.float16: "f16", torch.bfloat16: "bf16", torch.int64: "i64",
-    torch.int32: "i32", torch.int16: "i16", torch.int8: "i8", torch.uint8: "u8", torch.bool: "b8",
-    torch.complex64: "c64", torch.complex128: "c128",
-}  # fmt: skip
-
-
-def dtype_name(dtype: torch.dtype) -> str:
-    """'f32' for torch.float32."""
-    return _DTYPES.get(dtype, str(dtype).removeprefix("torch."))
-
 
 def value_text(value: Any) -> str:
     """'f32[2,8,16]' for a tensor."""
     if isinstance(value, Tensor):
-        return f"{dtype_name(value.dtype)}[{','.join(map(str, value.shape))}]"
+        return type_text(value.dtype, value.shape)
     return "" if value is None else str(value)
 
 

@@ -196,3 +196,20 @@ def is_contiguous_range(parts: Sequence[Part], rank: int, world: int) -> bool:
     """Whether what `rank` holds is one run of the dim."""
     held = [r for r in ranges(parts, rank, world) if r[0] < r[1]]
     return all(left[1] == right[0] for left, right in pairwise(held))
+
+
+_DTYPES = {
+    torch.float64: "f64", torch.float32: "f32", torch.float16: "f16", torch.bfloat16: "bf16", torch.int64: "i64",
+    torch.int32: "i32", torch.int16: "i16", torch.int8: "i8", torch.uint8: "u8", torch.bool: "b8",
+    torch.complex64: "c64", torch.complex128: "c128",
+}  # fmt: skip
+
+
+def dtype_name(dtype: torch.dtype) -> str:
+    """'f32' for torch.float32."""
+    return _DTYPES.get(dtype, str(dtype).removeprefix("torch."))
+
+
+def type_text(dtype: torch.dtype, shape: Sequence[object]) -> str:
+    """'f32[2,8,16]' for a tensor of this dtype and shape."""
+    return f"{dtype_name(dtype)}[{','.join(map(str, shape))}]"

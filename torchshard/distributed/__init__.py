@@ -14,6 +14,7 @@ from torchshard.distributed.collectives import (
     scatter,
 )
 from torchshard.distributed.groups import (
+    debug,
     destroy_process_group,
     get_data_parallel_group,
     get_data_parallel_rank,
@@ -25,7 +26,6 @@ from torchshard.distributed.groups import (
     init_process_group,
     is_initialized,
 )
-from torchshard.distributed.kernels import Handle
 from torchshard.distributed.launch import launch
 from torchshard.distributed.objects import all_gather_object, all_gather_uneven, broadcast_object, gather_object
 from torchshard.distributed.primitives import (
@@ -40,10 +40,11 @@ from torchshard.distributed.primitives import (
     scatter_from,
     send,
 )
+from torchshard.distributed.wire import Handle
 
 __all__ = [
     "Handle", "ReduceOp", "all_gather", "all_gather_object", "all_gather_uneven", "all_reduce", "all_to_all", "barrier",
-    "broadcast", "broadcast_object", "copy", "destroy_process_group", "gather", "gather_object", "gather_to",
+    "broadcast", "broadcast_object", "copy", "debug", "destroy_process_group", "gather", "gather_object", "gather_to",
     "get_data_parallel_group", "get_data_parallel_rank", "get_data_parallel_size", "get_group", "get_group_size",
     "get_rank", "get_world_size", "init_process_group", "irecv", "is_initialized", "isend", "launch", "narrow", "ops",
     "recv", "reduce", "reduce_scatter", "reduce_to", "scatter", "scatter_from", "send",

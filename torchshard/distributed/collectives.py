@@ -7,22 +7,25 @@
 
 A dim that does not divide by the group is split by `torch.chunk`'s rule. The calls that begin from a Shard ask the
 ranks for its global size, in one small message; pass `size=` where it is known. With `async_op=True` a call gives a
-`Handle`, whose `wait()` gives the tensor.
+`Handle`, whose `wait()` gives the tensor. Calls that differ between the ranks are one error on all: see `debug`.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from torchshard.distributed.groups import MODEL, Group, communication_device, is_initialized, lookup
-from torchshard.distributed.kernels import Handle, Pending, reducing
-from torchshard.distributed.ops import begin
+from torchshard.distributed.checks import meet, to_compare
+from torchshard.distributed.groups import MODEL, Group, is_initialized, lookup, own_group
+from torchshard.distributed.kernels import reducing
+from torchshard.distributed.ops import begin, direct
+from torchshard.distributed.wire import Handle, Pending
 from torchshard.errors import InputError
-from torchshard.layouts import local_size
+from torchshard.layouts import local_size, type_text
 
 _ops = torch.ops.torchshard
 
@@ -32,7 +35,7 @@ def copy(x: Tensor, *, async_op: bool = False) -> Any:
 
     Source: Megatron's `copy_to_tensor_model_parallel_region`.
     """
-    return _call("copy", x, (), async_op)
+    return _call("copy", x, async_op)
 
 
 def reduce(x: Tensor, *, async_op: bool = False) -> Any:
@@ -45,9 +48,11 @@ def reduce(x: Tensor, *, async_op: bool = False) -> Any:
 
     Source: Megatron's `reduce_from_tensor_model_parallel_region`.
     """
-    if not is_initialized() or (torch.is_grad_enabled() and x.requires_grad):
-        return _call("reduce", x, (), async_op)
-    handle = _reduce_in_place(x, lookup(MODEL))
+    if not is_initialized() or needs_gradient(x):
+        return _call("reduce", x, async_op)
+    group = lookup(MODEL)
+    alike(group, "reduce", x, valid=lambda: _check_memory(x))
+    handle = _reduce_in_place(x, group)
     return handle if async_op else handle.wait()
 
 
@@ -56,6 +61,11 @@ def _reduce_in_place(x: Tensor, group: Group) -> Handle:
         if not x.is_inference():
             torch.autograd.graph.increment_version(x)  # a backward that has kept x must say that it was changed
         return Handle(reducing(x, dist.ReduceOp.SUM, group))
+    pending = reducing(x.contiguous(), dist.ReduceOp.SUM, group)
+    return Handle(Pending(pending.work, lambda: x.copy_(pending.finish())))
+
+
+def _check_memory(x: Tensor) -> None:
     if any(stride == 0 and size > 1 for stride, size in zip(x.stride(), x.shape, strict=True)):
         raise InputError(
             "a tensor can't be summed in place where several of its elements are one in memory",
@@ -63,13 +73,11 @@ def _reduce_in_place(x: Tensor, group: Group) -> Handle:
             why=f"its shape is {tuple(x.shape)}, its strides are {x.stride()}",
             attempt="reduce(x.contiguous())",
         )
-    pending = reducing(x.contiguous(), dist.ReduceOp.SUM, group)
-    return Handle(Pending(pending.work, lambda: x.copy_(pending.finish())))
 
 
 def all_reduce(x: Tensor, *, async_op: bool = False) -> Any:
     """P -> R: the sum over the ranks; the gradients of all ranks are summed too."""
-    return _call("all_reduce", x, (), async_op)
+    return _call("all_reduce", x, async_op)
 
 
 def scatter(x: Tensor, dim: int | None = -1, *, async_op: bool = False) -> Any:
@@ -77,12 +85,12 @@ def scatter(x: Tensor, dim: int | None = -1, *, async_op: bool = False) -> Any:
 
     [6, 8] over two ranks gives [3, 8] for `dim=0` and [6, 4] for `dim=-1`.
     """
-    return _call("scatter", x, _end(x, dim), async_op) if dim is not None else _same(x, async_op)
+    return _call("scatter", x, async_op, to_dim=dim) if dim is not None else _same(x, async_op)
 
 
 def narrow(x: Tensor, dim: int = -1, *, async_op: bool = False) -> Any:
     """R -> S(dim): this rank's slice; the gradient is padded with zeros, an addend of the whole."""
-    return _call("narrow", x, _end(x, dim), async_op)
+    return _call("narrow", x, async_op, to_dim=dim)
 
 
 def gather(x: Tensor, dim: int | None = -1, *, size: int | None = None, async_op: bool = False) -> Any:
@@ -96,7 +104,7 @@ def gather(x: Tensor, dim: int | None = -1, *, size: int | None = None, async_op
     Raises:
         InputError: the ranks' sizes are not those of a split.
     """
-    return _call("gather", x, _beginning(x, dim, size), async_op) if dim is not None else _same(x, async_op)
+    return _call("gather", x, async_op, dim=dim, size=size) if dim is not None else _same(x, async_op)
 
 
 def all_gather(x: Tensor, dim: int = -1, *, size: int | None = None, async_op: bool = False) -> Any:
@@ -105,12 +113,12 @@ def all_gather(x: Tensor, dim: int = -1, *, size: int | None = None, async_op: b
     Args:
         size: as in `gather`.
     """
-    return _call("all_gather", x, _beginning(x, dim, size), async_op)
+    return _call("all_gather", x, async_op, dim=dim, size=size)
 
 
 def reduce_scatter(x: Tensor, dim: int = -1, *, async_op: bool = False) -> Any:
     """P -> S(dim): this rank's slice of the sum over the ranks; the gradient is gathered."""
-    return _call("reduce_scatter", x, _end(x, dim), async_op)
+    return _call("reduce_scatter", x, async_op, to_dim=dim)
 
 
 def all_to_all(x: Tensor, dim: int, to_dim: int, *, size: int | None = None, async_op: bool = False) -> Any:
@@ -119,32 +127,100 @@ def all_to_all(x: Tensor, dim: int, to_dim: int, *, size: int | None = None, asy
     Args:
         size: as in `gather`.
     """
-    return _call("all_to_all", x, (*_beginning(x, dim, size), *_end(x, to_dim)), async_op)
+    return _call("all_to_all", x, async_op, dim=dim, size=size, to_dim=to_dim)
 
 
-def _call(name: str, x: Tensor, args: tuple[Any, ...], async_op: bool) -> Any:
+def _call(
+    name: str, x: Tensor, async_op: bool, dim: int | None = None, size: int | None = None, to_dim: int | None = None
+) -> Any:
+    """One conversion.
+
+    Args:
+        dim, size: where it begins from a split: the dim, and its global size where that is known.
+        to_dim: where it leads to a split.
+    """
+    group = own_group()
+    sizes = alike(group, name, x, dim, size=size, to_dim=to_dim)
     if not is_initialized():
         return _same(x, async_op)
+    args: list[Any] = [] if dim is None else [own_dim(x, dim), (whole_size(x, dim, size, sizes, group), 1)]
+    args += [] if to_dim is None else [own_dim(x, to_dim), (x.shape[to_dim], 1)]
     op = getattr(_ops, name).default
-    return begin(op, x, *args, MODEL) if async_op else op(x, *args, MODEL)
+    if async_op:
+        return begin(op, x, *args, MODEL)
+    return (op if torch.compiler.is_compiling() else direct(op))(x, *args, MODEL)
 
 
 def _same(x: Tensor, async_op: bool) -> Any:
     return Handle(Pending(None, lambda: x)) if async_op else x
 
 
-def _end(x: Tensor, dim: int) -> tuple[int, list[int]]:
-    """The split that a call leads to: (dim, parts)."""
-    own = own_dim(x, dim)
-    return own, [x.shape[own], 1]
+def needs_gradient(x: Tensor) -> bool:
+    """Whether what is made of a tensor now has a gradient."""
+    return x.requires_grad and torch.is_grad_enabled()
 
 
-def _beginning(x: Tensor, dim: int, size: int | None) -> tuple[int, list[int]]:
-    """The split that a call begins from, with its global size."""
-    own = own_dim(x, dim)
-    if not is_initialized():
-        return own, [x.shape[own], 1]
-    return own, [global_size(x, own, lookup(MODEL)) if size is None else size, 1]
+def alike(
+    group: Group, name: str, x: Tensor, dim: int | None = None, valid: Callable[[], Any] | None = None, **facts: Any
+) -> list[int] | None:
+    """Compares a call by hand with the other ranks', where it is to be compared; all ranks' sizes along `dim` then.
+
+    Args:
+        dim: the one along which the ranks' sizes may differ; with `size=None` they are always asked.
+        valid: raises where the call can't be made.
+        facts: the arguments, which are the same on all ranks. Those whose names end in `dim` are dims of `x`.
+
+    Raises:
+        DistributedError: the ranks' calls differ.
+        InputError: the tensor has no such dim.
+    """
+    given = {"dim": dim, **facts}
+
+    def check() -> list[int]:
+        if valid is not None:
+            valid()
+        return [own_dim(x, d) for key, d in given.items() if key.endswith("dim") and d is not None]
+
+    def said() -> str:
+        dims = check()
+        shape = ["*" if dim is not None and i == dims[0] else n for i, n in enumerate(x.shape)]
+        arguments = ", ".join(f"{key}={fact}" for key, fact in given.items() if fact is not None)
+        gradient = ", with a gradient" if needs_gradient(x) else ""
+        return f"{name}({arguments}) of {type_text(x.dtype, shape)}{gradient}"
+
+    asked = dim is not None and facts["size"] is None and group.size > 1
+    if torch.compiler.is_compiling():
+        asked = compared = False
+    else:
+        compared = to_compare(group, (name, x.dtype, x.shape, needs_gradient(x), *given.values()))
+    if not (asked or compared):
+        check()
+        return None
+    return meet(group, said, lambda: 0 if dim is None else x.shape[dim])
+
+
+def whole_size(x: Tensor, dim: int, size: int | None, sizes: list[int] | None, group: Group) -> int:
+    """The size along a dim of all ranks' slices together.
+
+    Args:
+        size: where it is known.
+        sizes: of each rank's slice, where that is known.
+
+    Raises:
+        InputError: the ranks' sizes are of no split.
+    """
+    if sizes is None:
+        return int(x.shape[dim] * group.size) if size is None else size
+    total = sum(sizes) if size is None else size
+    expected = [local_size([(total, 1)], rank, group.size) for rank in range(group.size)]
+    if sizes != expected:
+        raise InputError(
+            f"slices of sizes {sizes} are of no split of {total} over {group.size} ranks",
+            where=f"dim {dim}",
+            why=f"torch.chunk's rule, by which scatter splits, gives {expected}",
+            attempt="slices that scatter made; all_gather_uneven for tensors of any shapes",
+        )
+    return total
 
 
 def own_dim(x: Tensor, dim: int) -> int:
@@ -161,27 +237,3 @@ def own_dim(x: Tensor, dim: int) -> int:
             attempt=f"{-x.ndim} to {x.ndim - 1}" if x.ndim else "a tensor with dims, or dim=None where that is allowed",
         )
     return dim % x.ndim
-
-
-def global_size(x: Tensor, dim: int, group: Group) -> int:
-    """The size along a dim of all ranks' slices together, which the ranks tell each other.
-
-    Raises:
-        InputError: the ranks' sizes are not those of a split.
-    """
-    if group.size == 1 or torch.compiler.is_compiling():
-        return int(x.shape[dim] * group.size)
-    device = communication_device(group)
-    sizes = torch.empty(group.size, dtype=torch.int64, device=device)
-    mine = torch.tensor([x.shape[dim]], dtype=torch.int64, device=device)
-    dist.all_gather_single(sizes, mine, group=group.process_group)
-    held = sizes.tolist()
-    expected = [local_size([(sum(held), 1)], rank, group.size) for rank in range(group.size)]
-    if held != expected:
-        raise InputError(
-            f"slices of sizes {held} are of no split of {sum(held)} over {group.size} ranks",
-            where=f"dim {dim}",
-            why=f"torch.chunk's rule, by which scatter splits, gives {expected}",
-            attempt="slices that scatter made; all_gather_uneven for tensors of any shapes",
-        )
-    return sum(held)

@@ -8,13 +8,16 @@ A graph holds a group's name, not the group: it can be printed, saved, and run a
 from __future__ import annotations
 
 import os
-from dataclasses import dataclass
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
+from torchshard.distributed.checks import announce, meet, set_mode
 from torchshard.errors import DistributedError, InputError
 
 MODEL = "model"
@@ -31,14 +34,20 @@ class Group:
     size: int
     process_group: Any = None
     """torch.distributed's group; None for a group of one or a simulated one."""
+    control: Any = None
+    """A gloo group of the same ranks, over which they agree and send objects; None for a group of one."""
+    timeout_seconds: float = 60.0
+    """How long a rank waits for the others."""
     simulated: bool = False
+    met: set[Any] = field(default_factory=set, compare=False, repr=False)
+    """The kinds of calls that the ranks have compared."""
+    lines: dict[int, Any] = field(default_factory=dict, compare=False, repr=False)
+    """Rank -> what is to be received from it, in order."""
 
 
 _groups: dict[str, Group] = {}
 _began: list[bool] = []
 """Whether the groups' `torch.distributed` was initialised here."""
-_sides: dict[Group, Any] = {}
-"""Groups whose backend sends from a GPU -> gloo groups of the same ranks."""
 _made: list[Any] = []
 """The process groups that were made here, to be destroyed with ours."""
 
@@ -54,14 +63,15 @@ def init_process_group(
 
     Args:
         group_size: ranks per group; -1: one group of all.
-        mesh: a one-dimensional `DeviceMesh`, such as `mesh["tp"]`: its group is this process's. A process that the mesh
-            leaves out is in no group: its rank is -1.
+        mesh: a one-dimensional `DeviceMesh`, such as `mesh["tp"]`: its ranks are this process's group. A process that
+            the mesh leaves out is in no group: its rank is -1.
         backend: for the case that it initialises `torch.distributed`; by default NCCL where CUDA is, else gloo.
-        timeout_seconds: of the collectives of what it initialises.
+        timeout_seconds: how long a rank waits for the others, before each of them raises. Groups of a
+            `torch.distributed` that was initialised before are made anew, for they have this timeout.
 
     Raises:
-        DistributedError: it is initialised already, the world does not divide by `group_size`, or the mesh has more
-            dimensions than one.
+        DistributedError: it is initialised already, the world does not divide by `group_size`, the mesh has more
+            dimensions than one, or the ranks ask for different groups.
     """
     if is_initialized():
         raise DistributedError(
@@ -72,24 +82,51 @@ def init_process_group(
         )
     began = not dist.is_initialized() and "RANK" in os.environ and "WORLD_SIZE" in os.environ
     if began:
-        if torch.cuda.is_available():
-            torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", 0)) % torch.cuda.device_count())
-        chosen = backend or ("nccl" if torch.cuda.is_available() else "gloo")
-        dist.init_process_group(chosen, timeout=timedelta(seconds=timeout_seconds))
-    try:
-        _groups[MODEL], _groups[DATA] = _groups_of(_model_ranks(group_size, mesh), mesh)
-    except DistributedError:
-        if began:
-            dist.destroy_process_group()
-        raise
+        _begin(backend, timeout_seconds)
     _began.append(began)
+    try:
+        _groups.update(_make_groups(group_size, mesh, timeout_seconds))
+    except Exception:
+        _forget()
+        raise
 
 
-def _model_ranks(group_size: int, mesh: Any) -> list[list[int]]:
+def _begin(backend: str | None, timeout_seconds: float) -> None:
+    """Initialises torch.distributed from torchrun's environment."""
+    if torch.cuda.is_available():
+        torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", 0)) % torch.cuda.device_count())
+    chosen = backend or ("nccl" if torch.cuda.is_available() else "gloo")
+    try:
+        dist.init_process_group(chosen, timeout=timedelta(seconds=timeout_seconds))
+    except dist.DistError as error:
+        raise DistributedError(
+            "the ranks did not find each other",
+            where=f"init_process_group, rank {os.environ['RANK']} of {os.environ['WORLD_SIZE']}",
+            why=str(error).partition("\n")[0],
+            attempt="the same MASTER_ADDR and MASTER_PORT for all of them, as torchrun sets; all started within "
+            f"timeout_seconds={timeout_seconds:g}",
+        ) from error
+
+
+def _make_groups(group_size: int, mesh: Any, timeout_seconds: float) -> dict[str, Group]:
+    """This process's model-parallel group, and its data-parallel one: the ranks of the same place in each."""
+    if not dist.is_initialized():
+        _model_ranks(1, group_size)
+        return {MODEL: Group(0, 1), DATA: Group(0, 1)}
+    world = dist.get_world_size()
+    everyone = list(range(world))
+    control = _new_group(everyone, timeout_seconds, "gloo") if world > 1 else None
+    all_ranks = Group(dist.get_rank(), world, None, control, timeout_seconds)
+    asked = f"init_process_group({'mesh=...' if mesh is not None else f'group_size={group_size}'})"
+    meet(all_ranks, lambda: asked)
+    model = _model_ranks(world, group_size) if mesh is None else _mesh_ranks(world, group_size, mesh, control)
+    data = [[ranks[place] for ranks in model if place < len(ranks)] for place in range(max(map(len, model)))]
+    controls = [control if ranks == everyone else None for ranks in model]
+    return {MODEL: _own_group(model, timeout_seconds, controls), DATA: _own_group(data, timeout_seconds)}
+
+
+def _model_ranks(world: int, group_size: int) -> list[list[int]]:
     """The world's ranks, group by group."""
-    world = dist.get_world_size() if dist.is_initialized() else 1
-    if mesh is not None:
-        return _mesh_ranks(group_size, mesh, world)
     size = world if group_size == -1 else group_size
     if size < 1 or world % size:
         raise DistributedError(
@@ -101,7 +138,7 @@ def _model_ranks(group_size: int, mesh: Any) -> list[list[int]]:
     return [list(range(start, start + size)) for start in range(0, world, size)]
 
 
-def _mesh_ranks(group_size: int, mesh: Any, world: int) -> list[list[int]]:
+def _mesh_ranks(world: int, group_size: int, mesh: Any, control: Any) -> list[list[int]]:
     if mesh.ndim != 1 or group_size != -1:
         raise DistributedError(
             f"a mesh of {mesh.ndim} dimensions with group_size={group_size} is no model-parallel group",
@@ -110,33 +147,40 @@ def _mesh_ranks(group_size: int, mesh: Any, world: int) -> list[list[int]]:
             attempt='one dimension by its name, such as mesh["tp"], and no group_size',
         )
     everyone: list[Any] = [None] * world
-    dist.all_gather_object(everyone, mesh.mesh.tolist() if mesh.get_coordinate() is not None else [])
+    dist.all_gather_object(everyone, mesh.mesh.tolist() if mesh.get_coordinate() is not None else [], group=control)
     return sorted(ranks for i, ranks in enumerate(everyone) if ranks and ranks[0] == i)
 
 
-def _groups_of(model: list[list[int]], mesh: Any) -> tuple[Group, Group]:
-    """This process's model-parallel group, and its data-parallel one: the ranks of the same place in each."""
-    if not dist.is_initialized():
-        return Group(0, 1), Group(0, 1)
-    data = [[ranks[place] for ranks in model if place < len(ranks)] for place in range(max(map(len, model)))]
-    held = None if mesh is None or mesh.get_coordinate() is None else mesh.get_group()
-    return _own_group(model, held), _own_group(data, None)
+def _own_group(groups: list[list[int]], timeout_seconds: float, controls: Sequence[Any] | None = None) -> Group:
+    """Makes these groups, all of them on every process, and gives the own one.
 
-
-def _own_group(groups: list[list[int]], held: Any) -> Group:
-    """Makes these groups, all of them on every process, and gives the own one: `held`, where that is there already."""
-    rank, own = dist.get_rank(), Group(-1, -1)
-    for ranks in groups:
-        if held is not None:
-            made = held
-        elif ranks == list(range(dist.get_world_size())):
-            made = dist.group.WORLD
-        else:
-            made = dist.new_group(ranks)
-            _made.append(made)
+    Args:
+        controls: for groups that are to have a control group, those that there are; None: they have none.
+    """
+    rank, world, own = dist.get_rank(), dist.get_world_size(), Group(-1, -1)
+    for i, ranks in enumerate(groups):
+        whole = _began[-1] and len(ranks) == world
+        made = dist.group.WORLD if whole else _new_group(ranks, timeout_seconds)
+        control = None
+        if controls is not None and len(ranks) > 1:
+            control = controls[i] or _new_group(ranks, timeout_seconds, "gloo")
         if rank in ranks:
-            own = Group(ranks.index(rank), len(ranks), made)
+            own = Group(ranks.index(rank), len(ranks), made, control, timeout_seconds)
     return own
+
+
+def _new_group(ranks: list[int], timeout_seconds: float, backend: str | None = None) -> Any:
+    try:
+        made = dist.new_group(ranks, timeout=timedelta(seconds=timeout_seconds), backend=backend)
+    except RuntimeError as error:
+        raise DistributedError(
+            f"ranks {ranks} of the world could not make a group",
+            where=f"init_process_group, rank {dist.get_rank()} of {dist.get_world_size()}",
+            why=str(error).partition("\n")[0],
+            attempt="call init_process_group on every rank, with the same arguments",
+        ) from error
+    _made.append(made)
+    return made
 
 
 def is_initialized() -> bool:
@@ -146,8 +190,15 @@ def is_initialized() -> bool:
 
 def destroy_process_group() -> None:
     """Forgets the groups (they can then be made again), and ends `torch.distributed` where we began it."""
+    try:
+        if is_initialized() and sys.exc_info()[0] is None:  # where an error ends the work, nobody is waited for
+            announce(_groups[MODEL], lambda: "destroy_process_group()")
+    finally:
+        _forget()
+
+
+def _forget() -> None:
     _groups.clear()
-    _sides.clear()
     began = _began.pop() if _began else False
     while _made:
         made = _made.pop()
@@ -155,6 +206,24 @@ def destroy_process_group() -> None:
             dist.destroy_process_group(made)
     if began and dist.is_initialized():
         dist.destroy_process_group()
+
+
+def debug(on: bool | None = True) -> None:
+    """Sets which calls the ranks compare before they communicate; a difference is one error on every rank.
+
+    Within a group all ranks must call it.
+
+    Args:
+        on: True: each call, each collective node of a graph, and each step of a backward, at the cost of a message to
+            each rank; None (as it begins): a call by hand when its like is met for the first time, and each call of a
+            sharded model; False: none.
+
+    Raises:
+        DistributedError: the ranks of the group don't all call it.
+    """
+    if is_initialized():
+        meet(_groups[MODEL], lambda: f"debug({on})")
+    set_mode(on)
 
 
 def lookup(name: str) -> Group:
@@ -215,11 +284,6 @@ def get_data_parallel_size() -> int:
     return _groups[DATA].size if is_initialized() else 1
 
 
-def communication_device(group: Group) -> torch.device:
-    """Where tensors must lie that the group's backend sends."""
-    return torch.device("cuda" if dist.get_backend(group.process_group) == "nccl" else "cpu")
-
-
 def own_group() -> Group:
     """The model-parallel group; where nothing is initialised, a group of this process alone."""
     return lookup(MODEL) if is_initialized() else Group(0, 1)
@@ -239,14 +303,3 @@ def peer(group: Group, rank: int, name: str) -> int:
             attempt=f"{name}=0 to {group.size - 1}",
         )
     return rank
-
-
-def side_group(group: Group) -> Any:
-    """A group of the same ranks that sends from the CPU's memory: the group itself, or a gloo one, made once."""
-    if communication_device(group).type == "cpu":
-        return group.process_group
-    if group not in _sides:
-        ranks = dist.get_process_group_ranks(group.process_group)
-        _sides[group] = dist.new_group(ranks, backend="gloo", use_local_synchronization=True)
-        _made.append(_sides[group])
-    return _sides[group]

@@ -7,61 +7,33 @@ layout.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Sequence
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from torchshard.distributed.checks import announce
 from torchshard.distributed.groups import Group
+from torchshard.distributed.wire import Pending, collective
 from torchshard.errors import DistributedError
-from torchshard.layouts import Layout, Shard, join, local_size, parts_of, parts_size, ranges, split
+from torchshard.layouts import Layout, Shard, join, local_size, parts_of, parts_size, ranges, split, type_text
 
 
-class Pending(NamedTuple):
-    """A collective under way."""
-
-    work: Any
-    """torch.distributed's Work, or None where nothing is sent."""
-    finish: Callable[[], Tensor]
-    """What makes the result of what came."""
-
-    def wait(self) -> Tensor:
-        """The result."""
-        if self.work is not None:
-            self.work.wait()
-        return self.finish()
-
-
-class Handle:
-    """A collective that goes on while this process computes."""
-
-    def __init__(self, pending: Pending, result: Callable[[], Tensor] | None = None) -> None:
-        self._pending, self._result = pending, result or pending.wait
-        self._held: Tensor | None = None
-
-    def is_completed(self) -> bool:
-        """Whether `wait` would return at once."""
-        return self._held is not None or self._pending.work is None or bool(self._pending.work.is_completed())
-
-    def wait(self) -> Tensor:
-        """The result, with its gradient; the same tensor each time."""
-        if self._held is None:
-            self._held = self._result()
-        return self._held
-
-
-def convert(kernel: str, x: Tensor, source: Layout, target: Layout, group: Group) -> Tensor:
+def convert(kernel: str, x: Tensor, source: Layout, target: Layout, group: Group, of: str = "") -> Tensor:
     """Runs one conversion on this rank."""
-    return start(kernel, x, source, target, group).wait()
+    return start(kernel, x, source, target, group, of).wait()
 
 
-def start(kernel: str, x: Tensor, source: Layout, target: Layout, group: Group) -> Pending:
+def start(kernel: str, x: Tensor, source: Layout, target: Layout, group: Group, of: str = "") -> Pending:
     """Starts one conversion on this rank.
 
+    Args:
+        of: where the conversion was made whose gradient this is.
+
     Raises:
-        DistributedError: the group is a simulated one.
+        DistributedError: the group is a simulated one, or the ranks' calls differ.
     """
     if group.simulated:
         raise DistributedError(
@@ -69,7 +41,17 @@ def start(kernel: str, x: Tensor, source: Layout, target: Layout, group: Group) 
             where=f"rank {group.rank} of {group.size}",
             attempt="run it with torchshard.check, or shard the model in a process group",
         )
+    announce(group, lambda: _said(kernel, x, source, target), of)
     return _KERNELS[kernel](x, source, target, group)
+
+
+def _said(kernel: str, x: Tensor, source: Layout, target: Layout) -> str:
+    """A conversion as it is the same on all ranks: with the global shape."""
+    whole = list(x.shape)
+    if isinstance(source, Shard):
+        whole[source.dim] = parts_size(parts_of(0, source))
+    what = {"none": "no communication", "slice": "own slice", "pad": "zeros around"}.get(kernel, kernel)
+    return f"{what}, {source} -> {target}, of {type_text(x.dtype, whole)}"
 
 
 def _none(x: Tensor, source: Layout, target: Layout, group: Group) -> Pending:
@@ -84,13 +66,19 @@ def _all_reduce(x: Tensor, source: Layout, target: Layout, group: Group) -> Pend
 def reducing(held: Tensor, op: Any, group: Group) -> Pending:
     """All-reduce in place of a contiguous tensor."""
     sent = group.size > 1 and held.numel()
-    work = dist.all_reduce(held, op=op, group=group.process_group, async_op=True) if sent else None
+    work = collective(group, dist.all_reduce, held, op=op) if sent else None
     return Pending(work, lambda: held)
 
 
 def reduced(x: Tensor, op: object, group: Group) -> Tensor:
     """All-reduce of a copy."""
+    announce(group, lambda: f"all_reduce, {op_name(op)}, of {type_text(x.dtype, x.shape)}")
     return reducing(x.clone(memory_format=torch.contiguous_format), op, group).wait()
+
+
+def op_name(op: object) -> str:
+    """'SUM' for torch.distributed's ReduceOp.SUM."""
+    return str(op).rpartition(".")[2]
 
 
 def _slice(x: Tensor, source: Layout, target: Layout, group: Group) -> Pending:
@@ -133,7 +121,7 @@ def _all_gather(x: Tensor, source: Layout, target: Layout, group: Group) -> Pend
         return join(pieces, source).contiguous()
 
     flat = got.flatten(0, 1)
-    work = dist.all_gather_single(flat, sent, group=group.process_group, async_op=True) if sent.numel() else None
+    work = collective(group, dist.all_gather_single, flat, sent) if sent.numel() else None
     return Pending(work, finish)
 
 
@@ -145,7 +133,7 @@ def _reduce_scatter(x: Tensor, source: Layout, target: Layout, group: Group) -> 
     width, own = max(p.shape[0] for p in pieces), pieces[group.rank].shape[0]
     sent = torch.cat([_padded(p, width) for p in pieces])
     got = sent.new_empty(width, *sent.shape[1:])
-    work = dist.reduce_scatter_single(got, sent, group=group.process_group, async_op=True) if sent.numel() else None
+    work = collective(group, dist.reduce_scatter_single, got, sent) if sent.numel() else None
     return Pending(work, lambda: got[:own].movedim(0, target.dim).contiguous())
 
 
@@ -162,7 +150,7 @@ def _all_to_all(x: Tensor, source: Layout, target: Layout, group: Group) -> Pend
         return join([p.view(s) for p, s in zip(got.split(lengths), shapes, strict=True)], source).contiguous()
 
     own = [p.numel() for p in sent]
-    return Pending(dist.all_to_all_single(got, flat, lengths, own, group=group.process_group, async_op=True), finish)
+    return Pending(collective(group, dist.all_to_all_single, got, flat, lengths, own), finish)
 
 
 def scatter_pieces(x: Tensor, src: int, dim: int, size: int, group: Group) -> Tensor:
@@ -177,7 +165,7 @@ def scatter_pieces(x: Tensor, src: int, dim: int, size: int, group: Group) -> Te
         pieces = [_padded(piece, max(widths)) for piece in whole]
     got = x.new_empty(max(widths), *rest)
     if got.numel():
-        dist.scatter(got, pieces, group_src=src, group=group.process_group)
+        collective(group, dist.scatter, got, pieces, group_src=src).wait()
     return got[: widths[group.rank]].movedim(0, dim).contiguous()
 
 
@@ -189,7 +177,7 @@ def gather_pieces(x: Tensor, dst: int, dim: int, size: int, group: Group) -> Ten
     sent = _padded(x.movedim(dim, 0), max(widths))
     got = [torch.empty_like(sent) for _ in widths] if group.rank == dst else None
     if sent.numel():
-        dist.gather(sent, got, group_dst=dst, group=group.process_group)
+        collective(group, dist.gather, sent, got, group_dst=dst).wait()
     if got is None:
         return x.new_empty(_with_size(x.shape, dim, 0))
     return join([g[:n].movedim(0, dim) for g, n in zip(got, widths, strict=True)], Shard(dim)).contiguous()

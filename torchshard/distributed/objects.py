@@ -11,14 +11,16 @@ import ctypes
 import json
 import pickle
 import struct
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from torchshard.distributed.groups import Group, own_group, peer, side_group
+from torchshard.distributed.checks import meet
+from torchshard.distributed.groups import Group, own_group, peer
+from torchshard.distributed.wire import begin, collective
 from torchshard.errors import InputError
 
 _LENGTH = struct.Struct("<q")
@@ -33,29 +35,34 @@ def all_gather_object(data: Any, *, allow_pickle: bool = True) -> list[Any]:
     group = own_group()
     if group.size == 1:
         return [data]
-    return [
-        decode(held, allow_pickle=allow_pickle) for held in _gathered(encode(data, allow_pickle=allow_pickle), group)
-    ]
+    held = _gathered("all_gather_object()", group, lambda: encode(data, allow_pickle=allow_pickle))
+    return [decode(one, allow_pickle=allow_pickle) for one in held]
 
 
 def gather_object(data: Any, dst: int = 0, *, allow_pickle: bool = True) -> list[Any] | None:
     """All ranks' data on rank `dst`, None on the others."""
     group = own_group()
-    dst = peer(group, dst, "dst")
-    if group.size == 1:
+    if group.size == 1 and peer(group, dst, "dst") == 0:
         return [data]
-    held = _gathered(encode(data, allow_pickle=allow_pickle), group)
+
+    def encoded() -> bytes:
+        peer(group, dst, "dst")
+        return encode(data, allow_pickle=allow_pickle)
+
+    held = _gathered(f"gather_object(dst={dst})", group, encoded)
     return [decode(one, allow_pickle=allow_pickle) for one in held] if group.rank == dst else None
 
 
 def broadcast_object(data: Any = None, src: int = 0, *, allow_pickle: bool = True) -> Any:
     """Rank `src`'s data, on every rank; what the others pass is not looked at."""
     group = own_group()
-    src = peer(group, src, "src")
-    if group.size == 1:
+    if group.size == 1 and peer(group, src, "src") == 0:
         return data
-    sent = encode(data, allow_pickle=allow_pickle) if group.rank == src else b""
-    return decode(_gathered(sent, group)[src], allow_pickle=allow_pickle)
+
+    def encoded() -> bytes:
+        return encode(data, allow_pickle=allow_pickle) if group.rank == peer(group, src, "src") else b""
+
+    return decode(_gathered(f"broadcast_object(src={src})", group, encoded)[src], allow_pickle=allow_pickle)
 
 
 def all_gather_uneven(x: Tensor) -> list[Tensor]:
@@ -87,20 +94,25 @@ def all_gather_uneven(x: Tensor) -> list[Tensor]:
     sent[: x.numel()] = x.flatten()
     got = sent.new_empty(group.size, len(sent))
     if len(sent):
-        dist.all_gather_single(got.flatten(), sent, group=group.process_group)
+        collective(group, dist.all_gather_single, got.flatten(), sent).wait()
     return [row[: shape.numel()].reshape(shape).clone() for row, shape in zip(got, shapes, strict=True)]
 
 
-def _gathered(sent: bytes, group: Group) -> list[bytes]:
-    """All ranks' bytes."""
-    side = side_group(group)
-    lengths = torch.zeros(group.size, dtype=torch.int64)
-    dist.all_gather_single(lengths, torch.tensor([len(sent)]), group=side)
-    width = int(lengths.max())
+def _gathered(call: str, group: Group, encoded: Callable[[], bytes]) -> list[bytes]:
+    """All ranks' bytes; where making them fails on one rank, all raise."""
+    sent = b""
+
+    def said() -> str:
+        nonlocal sent
+        sent = encoded()
+        return call
+
+    lengths = meet(group, said, lambda: len(sent))
+    width = max(lengths)
     padded = torch.frombuffer(bytearray(sent.ljust(max(width, 1), b"\0")), dtype=torch.uint8)
     got = torch.empty(group.size, len(padded), dtype=torch.uint8)
-    dist.all_gather_single(got.flatten(), padded, group=side)
-    return [_memory(row[:length]) for row, length in zip(got, lengths.tolist(), strict=True)]
+    begin(group, call, dist.all_gather_single, got.flatten(), padded, group=group.control, async_op=True).wait()
+    return [_memory(row[:length]) for row, length in zip(got, lengths, strict=True)]
 
 
 def _memory(held: Tensor) -> bytes:

@@ -18,8 +18,10 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from torchshard.conversions import TABLE, Conversion, ends
+from torchshard.distributed.checks import every_call, where_called
 from torchshard.distributed.groups import lookup
-from torchshard.distributed.kernels import Handle, convert, reduced, start
+from torchshard.distributed.kernels import convert, reduced, start
+from torchshard.distributed.wire import Handle
 from torchshard.layouts import Layout, Shard, local_shape, parts_of, parts_size
 
 _ARGS = {0: "", 1: "int dim, int[] parts, ", 2: "int dim, int[] parts, int to_dim, int[] to_parts, "}
@@ -36,18 +38,23 @@ def local_result_shape(shape: Sequence[Any], source: Layout, target: Layout, ran
     return list(local_shape(whole, target, rank, world))
 
 
-def _run(row: Conversion, x: Tensor, args: Sequence[Any]) -> Tensor:
+def _run(row: Conversion, x: Tensor, args: Sequence[Any], of: str = "") -> Tensor:
     """A conversion on this rank; `args` are the operator's after the tensor."""
-    return convert(row.kernel, x, *ends(row.name, args), lookup(args[-1]))
+    return convert(row.kernel, x, *ends(row.name, args), lookup(args[-1]), of)
 
 
-def _gradient(row: Conversion, grad: Tensor, args: Sequence[Any]) -> Tensor:
+def _site() -> str:
+    """Where a conversion is made, for the checks of its gradient."""
+    return where_called() if every_call() else ""
+
+
+def _gradient(row: Conversion, grad: Tensor, args: Sequence[Any], of: str) -> Tensor:
     """The gradient of a conversion is its dual, of the gradient; an operator where it is differentiated or traced."""
     dual = TABLE[row.dual]
     args = [*args[2:4], *args[0:2], args[4]] if len(args) == 5 else args
     if torch.is_grad_enabled() or type(grad) not in _PLAIN:
         return getattr(torch.ops.torchshard, dual.name).default(grad, *args)
-    return grad if dual.kernel == "none" else _run(dual, grad, args)
+    return grad if dual.kernel == "none" and not of else _run(dual, grad, args, of)
 
 
 class _Direct(torch.autograd.Function):
@@ -55,12 +62,12 @@ class _Direct(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, row: Conversion, args: Sequence[Any], compute: Callable[[], Tensor]) -> Tensor:
-        ctx.row, ctx.args = row, args
+        ctx.row, ctx.args, ctx.site = row, args, _site()
         return compute()
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
-        return _gradient(ctx.row, grad, ctx.args), None, None, None
+        return _gradient(ctx.row, grad, ctx.args, ctx.site), None, None, None
 
 
 @functools.cache
@@ -96,10 +103,10 @@ def _define(row: Conversion) -> None:
         return x.new_empty(local_result_shape(x.shape, *ends(row.name, args), group.rank, group.size))
 
     def setup(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-        ctx.args = inputs[1:]
+        ctx.args, ctx.site = inputs[1:], _site()
 
     def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
-        return (_gradient(row, grad, ctx.args), *[None] * len(ctx.args))
+        return (_gradient(row, grad, ctx.args, ctx.site), *[None] * len(ctx.args))
 
     name = f"torchshard::{row.name}"
     op = torch.library.custom_op(

@@ -16,9 +16,12 @@ from torch import Tensor
 from torch.distributed import ReduceOp
 
 from torchshard.distributed import collectives
-from torchshard.distributed.collectives import global_size, own_dim
+from torchshard.distributed.checks import announce, every_call, meet, to_compare, where_called
+from torchshard.distributed.collectives import alike, needs_gradient, own_dim, whole_size
 from torchshard.distributed.groups import Group, own_group, peer
-from torchshard.distributed.kernels import Handle, Pending, gather_pieces, reduced, scatter_pieces
+from torchshard.distributed.kernels import gather_pieces, op_name, reduced, scatter_pieces
+from torchshard.distributed.messages import receiving, sending
+from torchshard.distributed.wire import Handle, Pending, collective
 from torchshard.errors import InputError
 
 
@@ -30,17 +33,21 @@ class _Linear(torch.autograd.Function):
     """A primitive and the one that goes the other way, as functions of a tensor."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, there: Callable[[Tensor], Tensor], back: Callable[[Tensor], Tensor]) -> Tensor:
-        ctx.there, ctx.back = there, back
+    def forward(
+        ctx: Any, x: Tensor, there: Callable[[Tensor], Tensor], back: Callable[[Tensor], Tensor], group: Group
+    ) -> Tensor:
+        ctx.there, ctx.back, ctx.group = there, back, group
+        ctx.site = where_called() if every_call() else ""
         return there(x)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
-        return _Linear.apply(grad, ctx.back, ctx.there), None, None
+        announce(ctx.group, lambda: "the gradient of a primitive", ctx.site)
+        return _Linear.apply(grad, ctx.back, ctx.there, ctx.group), None, None, None
 
 
-def _linear(x: Tensor, there: Callable[[Tensor], Tensor], back: Callable[[Tensor], Tensor]) -> Tensor:
-    made: Tensor = _Linear.apply(x, there, back)
+def _linear(x: Tensor, group: Group, there: Callable[[Tensor], Tensor], back: Callable[[Tensor], Tensor]) -> Tensor:
+    made: Tensor = _Linear.apply(x, there, back, group)
     return made
 
 
@@ -54,8 +61,8 @@ def broadcast(x: Tensor, src: int = 0) -> Tensor:
         x: of the same shape and dtype on every rank.
     """
     group = own_group()
-    src = peer(group, src, "src")
-    return _linear(x, lambda v: _broadcast(v, src, group), lambda g: _sum_to(g, src, group))
+    alike(group, "broadcast", x, valid=lambda: peer(group, src, "src"), src=src)
+    return _linear(x, group, lambda v: _broadcast(v, src, group), lambda g: _sum_to(g, src, group))
 
 
 def reduce_to(x: Tensor, dst: int = 0, op: Any = ReduceOp.SUM) -> Tensor:
@@ -65,24 +72,24 @@ def reduce_to(x: Tensor, dst: int = 0, op: Any = ReduceOp.SUM) -> Tensor:
         InputError: `op` has no gradient, and one is asked.
     """
     group = own_group()
-    dst = peer(group, dst, "dst")
+    alike(group, "reduce_to", x, valid=lambda: _check_op(x, op, dst=dst), dst=dst, op=op_name(op))
     if op == ReduceOp.SUM:
-        return _linear(x, lambda v: _sum_to(v, dst, group), lambda g: _broadcast(g, dst, group))
-    whole: Tensor = all_reduce(x, op)
+        return _linear(x, group, lambda v: _sum_to(v, dst, group), lambda g: _broadcast(g, dst, group))
+    whole = _all_reduced(x, op, group)
     return whole if group.rank == dst else torch.zeros_like(whole)
 
 
 def _broadcast(x: Tensor, src: int, group: Group) -> Tensor:
     held = _dense(x)
     if group.size > 1:
-        dist.broadcast(held, group_src=src, group=group.process_group)
+        collective(group, dist.broadcast, held, group_src=src).wait()
     return held
 
 
 def _sum_to(x: Tensor, dst: int, group: Group) -> Tensor:
     held = _dense(x)
     if group.size > 1:
-        dist.reduce(held, group_dst=dst, group=group.process_group)
+        collective(group, dist.reduce, held, group_dst=dst).wait()
     return held if group.rank == dst else torch.zeros_like(held)
 
 
@@ -97,38 +104,43 @@ def all_reduce(x: Tensor, op: Any = ReduceOp.SUM, *, async_op: bool = False) -> 
     Raises:
         InputError: `op` has no gradient, and one is asked; it is a mean of integers; or async_op is asked of it.
     """
-    group = own_group()
     if op == ReduceOp.SUM:
         return collectives.all_reduce(x, async_op=async_op)
+    group = own_group()
+    alike(group, "all_reduce", x, valid=lambda: _check_op(x, op, async_op=async_op), op=op_name(op))
+    return _all_reduced(x, op, group)
+
+
+def _all_reduced(x: Tensor, op: Any, group: Group) -> Tensor:
+    if op != ReduceOp.AVG:
+        return reduced(x, op, group)
+
+    def mean(value: Tensor) -> Tensor:
+        return reduced(value, ReduceOp.SUM, group) / group.size
+
+    return _linear(x, group, mean, mean)
+
+
+def _check_op(x: Tensor, op: Any, *, async_op: bool = False, dst: int = 0) -> None:
+    peer(own_group(), dst, "dst")
     if async_op:
         raise InputError(
             f"{op} over the ranks has no asynchronous form", where="all_reduce(async_op=True)", attempt="ReduceOp.SUM"
         )
-    if op == ReduceOp.AVG:
-        return _mean(x, group)
-    if x.requires_grad and torch.is_grad_enabled():
-        raise InputError(
-            f"{op} over the ranks has no gradient here",
-            where="all_reduce",
-            why="the tensor requires one",
-            attempt="x.detach(), or ReduceOp.SUM or AVG",
-        )
-    return reduced(x, op, group)
-
-
-def _mean(x: Tensor, group: Group) -> Tensor:
-    if not (x.is_floating_point() or x.is_complex()):
+    if op == ReduceOp.AVG and not (x.is_floating_point() or x.is_complex()):
         raise InputError(
             f"the mean of {x.dtype} is none",
             where="all_reduce(op=AVG)",
             why="it would be cut to integers",
             attempt="x.float()",
         )
-
-    def mean(value: Tensor) -> Tensor:
-        return reduced(value, ReduceOp.SUM, group) / group.size
-
-    return _linear(x, mean, mean)
+    if op not in (ReduceOp.SUM, ReduceOp.AVG) and needs_gradient(x):
+        raise InputError(
+            f"{op} over the ranks has no gradient here",
+            where="all_reduce",
+            why="the tensor requires one",
+            attempt="x.detach(), or ReduceOp.SUM or AVG",
+        )
 
 
 # --- pieces ----------------------------------------------------------------------------------------------------------
@@ -139,11 +151,12 @@ def gather_to(x: Tensor, dst: int = 0, dim: int = -1) -> Tensor:
 
     The gradient is scattered from `dst`. The slices are those of a split, as in `gather`.
     """
-    group, own = own_group(), own_dim(x, dim)
-    dst = peer(group, dst, "dst")
-    size = global_size(x, own, group)
+    group = own_group()
+    sizes = alike(group, "gather_to", x, dim, lambda: peer(group, dst, "dst"), dst=dst, size=None)
+    own, size = own_dim(x, dim), whole_size(x, dim, None, sizes, group)
     return _linear(
         x,
+        group,
         lambda v: gather_pieces(v, dst, own, size, group),
         lambda g: scatter_pieces(g, dst, own, size, group),
     )
@@ -155,21 +168,24 @@ def scatter_from(x: Tensor, src: int = 0, dim: int = -1) -> Tensor:
     Args:
         x: of the same shape and dtype on every rank.
     """
-    group, own = own_group(), own_dim(x, dim)
-    src, size = peer(group, src, "src"), x.shape[own]
+    group = own_group()
+    alike(group, "scatter_from", x, valid=lambda: peer(group, src, "src"), to_dim=dim, src=src)
+    own, size = own_dim(x, dim), x.shape[dim]
 
     def back(grad: Tensor) -> Tensor:
         whole = gather_pieces(grad, src, own, size, group)
         return whole if group.rank == src else grad.new_zeros(x.shape)
 
-    return _linear(x, lambda v: scatter_pieces(v, src, own, size, group), back)
+    return _linear(x, group, lambda v: scatter_pieces(v, src, own, size, group), back)
 
 
 def barrier() -> None:
     """Waits for all ranks of the group."""
     group = own_group()
+    if to_compare(group, "barrier"):
+        meet(group, lambda: "barrier()")
     if group.size > 1:
-        dist.barrier(group=group.process_group)
+        collective(group, dist.barrier).wait()
 
 
 # --- point to point --------------------------------------------------------------------------------------------------
@@ -178,8 +194,7 @@ def barrier() -> None:
 def isend(x: Tensor, dst: int) -> Handle:
     """Begins to send a copy of a tensor to a rank of the group; `wait()` gives the tensor that was sent."""
     group, held = own_group(), _dense(x.detach())
-    work = dist.isend(held, group_dst=_other(group, dst, "dst"), group=group.process_group)
-    return Handle(Pending(work, lambda: held))
+    return Handle(Pending(sending(held, _other(group, dst, "dst"), group), lambda: held))
 
 
 def irecv(like: Tensor | Sequence[int], src: int, dtype: torch.dtype | None = None) -> Handle:
@@ -195,8 +210,7 @@ def irecv(like: Tensor | Sequence[int], src: int, dtype: torch.dtype | None = No
         if isinstance(like, Tensor)
         else torch.empty(tuple(like), dtype=dtype)
     )
-    work = dist.irecv(held, group_src=_other(group, src, "src"), group=group.process_group)
-    return Handle(Pending(work, lambda: held))
+    return Handle(Pending(receiving(held, _other(group, src, "src"), group), lambda: held))
 
 
 def send(x: Tensor, dst: int) -> None:

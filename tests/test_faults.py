@@ -1,0 +1,300 @@
+"""What goes wrong between ranks is one error on every surviving rank, in time: no wrong number, no abort, no hang.
+
+Most faults run one after the other in one set of processes, each in groups of its own; those that end or stop a
+process in processes of their own.
+"""
+
+from __future__ import annotations
+
+import os
+import pickle
+import re
+import signal
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+from torch import Tensor, nn
+
+import torchshard as ts
+import torchshard.distributed as tsd
+from tests.helpers import run_ranks
+
+SECONDS = 3.0
+"""The groups' timeout."""
+WAIT_SECONDS = 120.0
+
+Fault = Callable[[bool, int, int], Any]
+"""(whether this rank is the odd one, its rank, the number of ranks) -> what it calls."""
+
+
+def ones(*shape: int, dtype: torch.dtype = torch.float32, grad: bool = False) -> Tensor:
+    return torch.ones(shape, dtype=dtype, requires_grad=grad)
+
+
+def _backward(x: Tensor, other: Tensor | None = None) -> None:
+    for loss in (x, other):
+        if loss is not None:
+            loss.sum().backward()
+
+
+def _swapped(odd: bool, first: Callable[[], Any], second: Callable[[], Any]) -> None:
+    for call in (second, first) if odd else (first, second):
+        call()
+
+
+def _skips_the_backward(odd: bool) -> None:
+    y = tsd.copy(ones(4, grad=True))
+    if not odd:
+        _backward(y)
+
+
+def _backwards_swapped(odd: bool) -> None:
+    a, b = tsd.copy(ones(4, grad=True)), tsd.copy(ones(5, grad=True))
+    _backward(*((b, a) if odd else (a, b)))
+
+
+def _asynchronous(odd: bool) -> None:
+    flying: list[Any] = []
+    calls = [lambda: tsd.all_reduce(ones(4), async_op=True), lambda: tsd.all_gather(ones(4), 0, size=8, async_op=True)]
+    for call in reversed(calls) if odd else calls:
+        flying.append(call())
+    for handle in flying:
+        handle.wait()
+
+
+def _message(rank: int, sent: Tensor, expected: Tensor) -> None:
+    if rank == 0:
+        tsd.send(sent, 1)
+    if rank == 1:
+        tsd.recv(expected, 0)
+    tsd.reduce(ones(2))
+
+
+def _two_messages(rank: int) -> None:
+    if rank == 0:
+        for handle in [tsd.isend(ones(4), 1), tsd.isend(ones(5), 1)]:
+            handle.wait()
+    if rank == 1:
+        later, first = tsd.irecv((5,), 0), tsd.irecv((4,), 0)
+        first.wait(), later.wait()
+    tsd.reduce(ones(2))
+
+
+def _model(**options: Any) -> ts.ShardedModule:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 4))
+    return ts.shard(model, {"0": "column", "2": "row"}, **options)
+
+
+def _model_loses_a_backward(odd: bool) -> None:
+    loss = _model()(ones(2, 4, grad=True)).sum()
+    if not odd:
+        loss.backward()
+
+
+def _model_beside_a_call(odd: bool) -> None:
+    model = _model(example_inputs=(ones(2, 4),))
+    _swapped(odd, lambda: model(ones(2, 4)), lambda: tsd.reduce(ones(2)))
+
+
+FAULTS: dict[str, Fault] = {
+    "shape": lambda odd, r, n: tsd.reduce(ones(5 if odd else 4)),
+    "shape of as many elements": lambda odd, r, n: tsd.reduce(ones(3, 4) if odd else ones(2, 6)),
+    "transposed shape": lambda odd, r, n: tsd.all_reduce(ones(4, 2) if odd else ones(2, 4)),
+    "dtype": lambda odd, r, n: tsd.reduce(ones(4, dtype=torch.float64 if odd else torch.float32)),
+    "dtype of the same size": lambda odd, r, n: tsd.reduce(ones(4, dtype=torch.int32 if odd else torch.float32)),
+    "half of another kind": lambda odd, r, n: tsd.reduce(ones(4, dtype=torch.float16 if odd else torch.bfloat16)),
+    "ReduceOp": lambda odd, r, n: tsd.all_reduce(ones(4), tsd.ReduceOp.MAX if odd else tsd.ReduceOp.MIN),
+    "sum and maximum": lambda odd, r, n: tsd.all_reduce(ones(4), tsd.ReduceOp.MAX if odd else tsd.ReduceOp.SUM),
+    "sum and mean": lambda odd, r, n: tsd.all_reduce(ones(4), tsd.ReduceOp.AVG if odd else tsd.ReduceOp.SUM),
+    "order": lambda odd, r, n: _swapped(odd, lambda: tsd.reduce(ones(4)), lambda: tsd.reduce(ones(2, 2))),
+    "order of two kinds": lambda odd, r, n: _swapped(odd, lambda: tsd.reduce(ones(4)), lambda: tsd.gather(ones(4))),
+    "a call skipped": lambda odd, r, n: (odd or tsd.reduce(ones(4)), tsd.gather(ones(4), 0)),
+    "the last call skipped": lambda odd, r, n: odd or tsd.reduce(ones(4)),
+    "a call too many": lambda odd, r, n: (tsd.reduce(ones(4)), odd and tsd.reduce(ones(4))),
+    "a call in place of another": lambda odd, r, n: (tsd.gather if odd else tsd.all_gather)(ones(4), 0),
+    "copy skipped": lambda odd, r, n: (odd or tsd.copy(ones(4)), tsd.barrier()),
+    "gather: other dims": lambda odd, r, n: tsd.gather(ones(4, 4), 0 if odd else 1),
+    "gather: the other dim's size": lambda odd, r, n: tsd.gather(ones(4, 3 if odd else 4), 0),
+    "gather: sizes of no split": lambda odd, r, n: tsd.gather(ones(6 if odd else 4), 0),
+    "gather: another size=": lambda odd, r, n: tsd.gather(ones(4), 0, size=4 * n + odd),
+    "gather: a size= that is not so": lambda odd, r, n: tsd.gather(ones(3 if odd else 4), 0, size=4 * n),
+    "scatter: shape": lambda odd, r, n: tsd.scatter(ones(8 + odd), 0),
+    "reduce_scatter: dim": lambda odd, r, n: tsd.reduce_scatter(ones(4, 4), int(odd)),
+    "all_to_all: dims": lambda odd, r, n: tsd.all_to_all(ones(4, 4, 4), 0, 2 if odd else 1),
+    "broadcast: src": lambda odd, r, n: tsd.broadcast(ones(4), int(odd)),
+    "broadcast: shape": lambda odd, r, n: tsd.broadcast(ones(4 + odd), 0),
+    "reduce_to: dst": lambda odd, r, n: tsd.reduce_to(ones(4), int(odd)),
+    "gather_to: dst": lambda odd, r, n: tsd.gather_to(ones(4), int(odd), 0),
+    "scatter_from: src": lambda odd, r, n: tsd.scatter_from(ones(4), int(odd), 0),
+    "scatter_from: shape": lambda odd, r, n: tsd.scatter_from(ones(4 + odd), 0, 0),
+    "barrier and a call": lambda odd, r, n: tsd.barrier() if odd else tsd.reduce(ones(4)),
+    "a gradient on some": lambda odd, r, n: tsd.copy(ones(4, grad=not odd)),
+    "a backward skipped": lambda odd, r, n: _skips_the_backward(odd),
+    "backwards in other order": lambda odd, r, n: _backwards_swapped(odd),
+    "asynchronous order": lambda odd, r, n: _asynchronous(odd),
+    "a dim that one lacks": lambda odd, r, n: tsd.scatter(ones(4, 4), 2 if odd else 1),
+    "a rank that is none": lambda odd, r, n: tsd.broadcast(ones(4), n if odd else 0),
+    "an expanded tensor in place": lambda odd, r, n: tsd.reduce(ones(1).expand(4) if odd else ones(4)),
+    "message: shape": lambda odd, r, n: _message(r, ones(4), ones(5)),
+    "message: fewer": lambda odd, r, n: _message(r, ones(5), ones(4)),
+    "message: dtype": lambda odd, r, n: _message(r, ones(4), ones(4, dtype=torch.int32)),
+    "messages: order": lambda odd, r, n: _two_messages(r),
+    "message: not received": lambda odd, r, n: (tsd.send(ones(4), 1) if r == 0 else None, tsd.reduce(ones(2))),
+    "message: not sent": lambda odd, r, n: (tsd.recv((4,), 0) if r == 1 else None, tsd.reduce(ones(2))),
+    "objects and a tensor": lambda odd, r, n: tsd.all_gather_object([1]) if odd else tsd.reduce(ones(4)),
+    "broadcast_object: src": lambda odd, r, n: tsd.broadcast_object([r], int(odd)),
+    "an object that may not travel": lambda odd, r, n: tsd.all_gather_object(print if odd else 1, allow_pickle=False),
+    "model: an input's shape": lambda odd, r, n: _model()(ones(2 + odd, 4)),
+    "model: an input's values": lambda odd, r, n: _model()(ones(2, 4) * (1 + odd)),
+    "model: a backward skipped": lambda odd, r, n: _model_loses_a_backward(odd),
+    "model: beside a call": lambda odd, r, n: _model_beside_a_call(odd),
+    "debug on one rank": lambda odd, r, n: tsd.debug(True) if odd else tsd.reduce(ones(4)),
+    "late": lambda odd, r, n: (odd and time.sleep(SECONDS * 1.2), tsd.reduce(ones(4))),
+}
+
+OF_THE_INPUT = (
+    *("gather: sizes of no split", "gather: a size= that is not so"),
+    *("model: an input's shape", "model: an input's values"),
+)
+"""Where the calls are alike and what they are called with does not fit."""
+
+FINE: dict[str, Callable[[int], bool]] = {
+    "every other column": lambda n: torch.equal(tsd.all_reduce(ones(4, 6)[:, ::2]), ones(4, 3) * n),
+    "strides of the rank's own": lambda n: torch.equal(
+        tsd.all_reduce(ones(4, 6).mT if tsd.get_rank() else ones(6, 4)), ones(6, 4) * n
+    ),
+    "expanded": lambda n: torch.equal(tsd.all_reduce(ones(1).expand(4)), ones(4) * n),
+    "of no elements": lambda n: tsd.all_reduce(ones(0, 3)).shape == (0, 3),
+    "refused on all, then on": lambda n: _refused() and torch.equal(tsd.all_reduce(ones(2)), ones(2) * n),
+    "messages": lambda n: _exchanged(),
+}
+
+
+def _refused() -> bool:
+    try:
+        tsd.scatter(ones(2), 3)
+    except ts.InputError:
+        return True
+    return False
+
+
+def _exchanged() -> bool:
+    """Two messages each way, waited for in another order."""
+    if tsd.get_rank() > 1:
+        return True
+    other = 1 - tsd.get_rank()
+    sent = [tsd.isend(ones(3) * i, other) for i in range(2)]
+    got = [tsd.irecv((3,), other) for _ in range(2)]
+    while not got[1].is_completed():
+        time.sleep(0.001)
+    held = [handle.wait() for handle in reversed(got)]
+    return [h[0].item() for h in held] == [1.0, 0.0] and all(h.wait() is not None for h in sent)
+
+
+Outcome = tuple[str, str, float]
+"""(what was raised, its text, seconds)."""
+
+
+def _outcome(call: Callable[[], Any]) -> Outcome:
+    """What a rank sees of a fault, and of the group's end."""
+    began = time.monotonic()
+    try:
+        try:
+            call()
+        finally:
+            tsd.destroy_process_group()
+    except Exception as error:
+        return type(error).__name__, str(error), time.monotonic() - began
+    return "", "", time.monotonic() - began
+
+
+def _all_faults(rank: int) -> dict[str, Outcome]:
+    found: dict[str, Outcome] = {}
+    for name, fault in FAULTS.items():
+        dist.barrier()
+        tsd.debug(None)
+        tsd.init_process_group(timeout_seconds=SECONDS)
+        tsd.debug(True) if name != "debug on one rank" else None
+        world = tsd.get_group_size()
+        found[name] = _outcome(lambda: fault(rank == world - 1, rank, world))  # noqa: B023
+    for mode in (True, None, False):
+        tsd.init_process_group(timeout_seconds=SECONDS)
+        tsd.debug(mode)
+        for name, right in FINE.items():
+            found[f"{name}, debug({mode})"] = ("" if right(tsd.get_group_size()) else "wrong", "", 0.0)
+        tsd.destroy_process_group()
+    return found
+
+
+@pytest.mark.parametrize("world", [2, 4])
+def test_each_fault_is_one_error_on_every_rank(world: int) -> None:
+    ranks = run_ranks(_all_faults, world)
+    for name in FAULTS:
+        kinds, texts, seconds = zip(*(found[name] for found in ranks), strict=True)
+        assert set(kinds) == {"InputError" if name in OF_THE_INPUT else "DistributedError"}, f"{name}: {kinds}\n{texts}"
+        assert all("rank" in text for text in texts), f"{name}: {texts}"
+        assert max(seconds) < SECONDS + 1 or name == "late", f"{name}: {seconds}"
+    for found in ranks:
+        assert {name: kind for name, (kind, _, _) in found.items() if name not in FAULTS and kind} == {}
+
+
+# --- a rank that is stopped, killed or gone --------------------------------------------------------------------------
+
+
+def _leave(how: str) -> None:
+    if how == "exits":
+        os._exit(0)
+    os.kill(os.getpid(), signal.SIGSTOP if how == "is stopped" else signal.SIGKILL)
+
+
+def _survivor(rank: int, world: int, how: str, mode: bool | None, folder: str) -> None:
+    """Makes a step, of which rank 1 makes a part; writes what this rank saw, and ends as any process does."""
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", f"file://{folder}/meet", rank=rank, world_size=world)
+    tsd.init_process_group(timeout_seconds=SECONDS)
+    tsd.debug(mode)
+    for _ in range(2):  # a call of no new kind, that the default does not compare
+        tsd.all_reduce(ones(1000))
+    if rank == 1:
+        _leave(how)
+    outcome = _outcome(lambda: [tsd.all_reduce(ones(1000)) for _ in range(3)])
+    Path(folder, f"{rank}.part").write_bytes(pickle.dumps(outcome))
+    Path(folder, f"{rank}.part").rename(Path(folder, f"{rank}.pkl"))
+
+
+LOSSES = [
+    *((world, how, True) for world in (2, 4) for how in ("is stopped", "is killed")),
+    (2, "exits", True),
+    *((4, how, None) for how in ("is stopped", "is killed")),
+]
+"""(ranks, what becomes of rank 1, debug mode)."""
+
+
+@pytest.mark.parametrize("world, how, mode", LOSSES)
+def test_survivors_of_a_rank_name_it(world: int, how: str, mode: bool | None, tmp_path: Path) -> None:
+    context = mp.get_context("spawn")
+    args = (world, how, mode, str(tmp_path))
+    processes = [context.Process(target=_survivor, args=(rank, *args)) for rank in range(world)]
+    for process in processes:
+        process.start()
+    survivors = [rank for rank in range(world) if rank != 1]
+    try:
+        for rank in survivors:
+            processes[rank].join(WAIT_SECONDS)
+        ended = [processes[rank].exitcode for rank in survivors]
+    finally:
+        for process in processes:
+            process.kill()
+            process.join()
+    assert ended == [0] * len(survivors), "a survivor hung, or was aborted"
+    for rank in survivors:
+        kind, text, seconds = pickle.loads((tmp_path / f"{rank}.pkl").read_bytes())
+        assert kind == "DistributedError" and seconds < SECONDS + 1, f"rank {rank}: {kind} after {seconds} s\n{text}"
+        assert re.search(r"ranks? ([\d, ]+, )?1\b", text) and "test_faults.py" in text, text

@@ -1,0 +1,267 @@
+"""Before they communicate, ranks tell each other what they are about to do: a difference is one error on every rank.
+
+Each rank sends each other one a header of fixed size over the group's control group, so that nothing can be cut, run
+over, or wait for longer than the group's timeout:
+
+    DistributedError: the ranks are about to do different things
+      where: reduce() of f32[2,8] (train.py:12 in step)
+      why:   ranks 0, 2: reduce() of f32[2,8] (train.py:12 in step); rank 1: gather(dim=1) of f32[2,*] (train.py:15)
+      try:   the same calls with the same shapes in the same order on every rank
+
+By default calls made by hand are compared when their like is met for the first time; with `debug(True)` each call,
+each collective node of a graph and each step of a backward is.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import linecache
+import os
+import sys
+import time
+from collections.abc import Callable, Mapping
+from datetime import timedelta
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from torchshard.errors import DistributedError, ShardError
+
+if TYPE_CHECKING:
+    from torchshard.distributed.groups import Group
+
+HEADER_BYTES = 1024
+GRACE_SECONDS = 0.5
+"""After a collective has failed, how long a rank waits for what the others say about it."""
+MANY_KINDS = 4096
+"""So many kinds of calls are remembered."""
+_OURS = tuple(f"{folder}{os.sep}" for folder in (Path(__file__).parent.parent, Path(torch.__file__).parent))
+"""Folders whose frames are not where a user called from."""
+_mode: list[bool] = []
+"""What `debug` was last given; empty: calls are compared when their like is new."""
+
+
+class Header(NamedTuple):
+    """What one rank says of its next call."""
+
+    digest: str
+    """A hash of the whole call: what must be the same on all ranks."""
+    value: int
+    """A number that may differ."""
+    call: str
+    site: str
+    """Where the call is made."""
+
+
+def set_mode(on: bool | None) -> None:
+    """What is compared from now on, on this rank: each call (True), each new kind of call (None), or none."""
+    _mode[:] = [] if on is None else [on]
+
+
+def every_call() -> bool:
+    """Whether each call is compared."""
+    return _mode == [True]
+
+
+def no_call() -> bool:
+    """Whether no call is compared."""
+    return _mode == [False]
+
+
+def to_compare(group: Group, kind: Any) -> bool:
+    """Whether a call made by hand is to be compared; its kind then counts as met."""
+    if group.size == 1 or no_call():
+        return False
+    if every_call():
+        return True
+    if kind in group.met:
+        return False
+    if len(group.met) == MANY_KINDS:
+        group.met.clear()  # on all ranks at the same call
+    group.met.add(kind)
+    return True
+
+
+# --- comparing -------------------------------------------------------------------------------------------------------
+
+
+def announce(group: Group, call: Callable[[], str], of: str = "") -> None:
+    """Compares a call that follows from another one, where each call is compared.
+
+    Args:
+        of: where the call was made whose gradient this is.
+    """
+    if every_call():
+        meet(group, call, of=of)
+
+
+def meet(group: Group, call: Callable[[], str], value: Callable[[], int] = int, of: str = "") -> list[int]:
+    """Compares the ranks' next calls, and tells all ranks' values.
+
+    Args:
+        call: says what must be the same on all ranks; where it raises, the others hear of it.
+        value: a number of this rank's own, asked after `call`.
+
+    Raises:
+        DistributedError: the calls differ, or a rank made none within the timeout: on every rank that made one.
+        ShardError: what `call` raises, where it raises the same on every rank.
+    """
+    if group.size == 1:
+        call()
+        return [value()]
+    failure: ShardError | None = None
+    try:
+        text = call()
+    except ShardError as error:
+        failure, text = error, f"refused: {error.what}"
+    site = f"backward of {of}" if of else where_called()
+    heard, silent = _swap(group, _header(text, site, 0 if failure else value()), group.timeout_seconds)
+    here = f"{text} ({site})"
+    if silent:
+        raise _missing(group, here, heard, silent) from failure
+    if len({header.digest for header in heard.values()}) > 1:
+        raise DistributedError(
+            "the ranks are about to do different things",
+            where=here,
+            why=_told(heard),
+            attempt="the same calls with the same shapes and dtypes in the same order on every rank",
+        ) from failure
+    if failure is not None:
+        raise failure
+    return [heard[rank].value for rank in range(group.size)]
+
+
+def failed(group: Group, call: str, error: Exception) -> DistributedError:
+    """The error for a collective that torch.distributed gave up, with what the other ranks say about it."""
+    heard, silent = ({}, {}) if group.control is None else _swap(group, _header(f"{call} failed", "", 0), GRACE_SECONDS)
+    others = {rank: header for rank, header in heard.items() if rank != group.rank}
+    nothing = f"no word from {_ranks(silent)}: stopped, dead, or in another call" if silent else ""
+    return DistributedError(
+        f"{call} failed on rank {group.rank} of {group.size}",
+        where=where_called(),
+        why="; ".join(text for text in (_reason(error), nothing, _told(others)) if text),
+        attempt="look at what the silent ranks printed last; torchshard.distributed.debug(True) compares each call",
+    )
+
+
+def compare_with(group: Group, rank: int, call: str, site: str, tags: tuple[int, int]) -> Callable[[], None]:
+    """Tells one rank what this one does, and gives what waits for its word and compares.
+
+    Args:
+        tags: of what is told, and of what is heard.
+
+    Raises:
+        DistributedError: it does something else, or said nothing within the timeout.
+    """
+    here, mine, held = f"{call} ({site})", _header(call, site, 0), torch.zeros(HEADER_BYTES, dtype=torch.uint8)
+    silent = dict[int, str]()
+    coming = _attempt(silent, rank, dist.irecv, held, group_src=rank, group=group.control, tag=tags[1])
+    going = _attempt(silent, rank, dist.isend, _packed(mine), group_dst=rank, group=group.control, tag=tags[0])
+
+    def compare() -> None:
+        for work in (coming, going):
+            _attempt(silent, rank, _wait, work, timedelta(seconds=group.timeout_seconds))
+        if silent:
+            raise _missing(group, here, {}, silent)
+        heard = {group.rank: mine, rank: _unpacked(held)}
+        if heard[rank].digest != mine.digest:
+            raise DistributedError(
+                "what is sent is not what is received",
+                where=here,
+                why=_told(heard),
+                attempt="the same shape and dtype in send and recv, and as many of them, in the same order",
+            )
+
+    return compare
+
+
+def _missing(group: Group, here: str, heard: Mapping[int, Header], silent: Mapping[int, str]) -> DistributedError:
+    reasons = "; ".join(dict.fromkeys(silent.values()))
+    return DistributedError(
+        f"{_ranks(silent)} did not come to a call within {group.timeout_seconds:g} s, or went away",
+        where=here,
+        why="; ".join([*([_told(heard)] if heard else []), f"no word from {_ranks(silent)} ({reasons})"]),
+        attempt="the same calls, and the same debug(...), on every rank; a rank that is only slow needs a longer "
+        "init_process_group(timeout_seconds=...)",
+    )
+
+
+def _swap(group: Group, mine: Header, seconds: float) -> tuple[dict[int, Header], dict[int, str]]:
+    """Tells all ranks and hears all: (what each that spoke said, why each other one is silent)."""
+    heard, silent = {group.rank: mine}, dict[int, str]()
+    peers = [rank for rank in range(group.size) if rank != group.rank]
+    sent, got = _packed(mine), {rank: torch.zeros(HEADER_BYTES, dtype=torch.uint8) for rank in peers}
+    deadline = time.monotonic() + seconds
+
+    coming = {r: _attempt(silent, r, dist.irecv, got[r], group_src=r, group=group.control) for r in peers}
+    going = {r: _attempt(silent, r, dist.isend, sent, group_dst=r, group=group.control) for r in peers}
+    for works in (coming, going):
+        for rank, work in works.items():
+            _attempt(silent, rank, _wait, work, timedelta(seconds=max(0.001, deadline - time.monotonic())))
+    heard.update({rank: _unpacked(got[rank]) for rank in peers if rank not in silent})
+    return heard, silent
+
+
+def _attempt(silent: dict[int, str], rank: int, step: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """A step of talking to a rank, which is silent from where it fails on."""
+    try:
+        return None if rank in silent else step(*args, **kwargs)
+    except RuntimeError as error:
+        silent[rank] = _reason(error)
+
+
+def _wait(work: Any, left: timedelta) -> None:
+    work.wait(left)
+
+
+def _reason(error: Exception) -> str:
+    text = str(error).partition("\n")[0]
+    if "imed out" in text:
+        return "the time was up"
+    return "a connection is closed" if "Connection" in text else text[:300]
+
+
+def _header(call: str, site: str, value: int) -> Header:
+    return Header(hashlib.blake2b(call.encode(), digest_size=8).hexdigest(), value, call[:600], site[-200:])
+
+
+def _packed(header: Header) -> Tensor:
+    held = "\n".join([header.digest, str(header.value), header.site.replace("\n", " "), header.call]).encode()
+    return torch.frombuffer(bytearray(held[:HEADER_BYTES].ljust(HEADER_BYTES, b"\0")), dtype=torch.uint8)
+
+
+def _unpacked(held: Tensor) -> Header:
+    text = held.numpy().tobytes().rstrip(b"\0").decode(errors="replace")
+    digest, value, site, call = text.split("\n", 3)
+    return Header(digest, int(value), call, site)
+
+
+def _told(heard: Mapping[int, Header]) -> str:
+    said: dict[str, list[int]] = {}
+    for rank, header in sorted(heard.items()):
+        said.setdefault(f"{header.call} ({header.site})" if header.site else header.call, []).append(rank)
+    return "; ".join(f"{_ranks(ranks)}: {text}" for text, ranks in said.items())
+
+
+def _ranks(ranks: Any) -> str:
+    held = sorted(ranks)
+    return f"rank{'s' if len(held) > 1 else ''} {', '.join(map(str, held))}"
+
+
+# --- saying what and where -------------------------------------------------------------------------------------------
+
+
+def where_called() -> str:
+    """The graph node that is running, or the line of the caller's own code."""
+    frame = sys._getframe(1)
+    while frame.f_back is not None:
+        name = frame.f_code.co_filename
+        if name.startswith("<eval_with_key>"):
+            return f"node {linecache.getline(name, frame.f_lineno).partition(' = ')[0].strip()}"
+        if not name.startswith(_OURS) and not name.startswith("<"):
+            break
+        frame = frame.f_back
+    return f"{Path(frame.f_code.co_filename).name}:{frame.f_lineno} in {frame.f_code.co_name}"
