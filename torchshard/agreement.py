@@ -1,6 +1,6 @@
 """The ranks compare what they are about to do, before the first collective: a difference is one error on every rank.
 
-A digest of the facts goes around in one small message; only where the digests differ do the facts themselves.
+A digest of the facts goes around in one small all-reduce; only where the digests differ do the facts themselves.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from torch import Tensor
 
 from torchshard.distributed.checks import announce
 from torchshard.distributed.groups import Group
-from torchshard.distributed.wire import begin
+from torchshard.distributed.wire import begin, finish
 from torchshard.errors import ShardError
 
 T = TypeVar("T")
@@ -77,16 +77,8 @@ def agree(
 
 def _all_alike(group: Group, mine: int) -> bool:
     """Whether all ranks gave the same number."""
-    what, control = "comparing what the ranks do", group.control
-    if group.size == 2:  # telling each other takes a third of an all-reduce's time
-        held, got = torch.tensor([mine]), torch.empty(1, dtype=torch.int64)
-        coming = begin(group, what, dist.irecv, got, group_src=1 - group.rank, group=control)
-        going = begin(group, what, dist.isend, held, group_dst=1 - group.rank, group=control)
-        coming.wait()
-        going.wait()
-        return int(got) == mine
-    bounds = torch.tensor([mine, -mine])
-    begin(group, what, dist.all_reduce, bounds, op=dist.ReduceOp.MAX, group=control, async_op=True).wait()
+    what, bounds = "comparing what the ranks do", torch.tensor([mine, -mine])
+    finish(group, what, begin(group, what, dist.all_reduce, bounds, dist.ReduceOp.MAX, group.control, async_op=True))
     highest, lowest = bounds.tolist()
     return bool(highest == -lowest)
 

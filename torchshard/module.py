@@ -19,9 +19,9 @@ from torch._subclasses.fake_tensor import is_fake
 
 from torchshard.agreement import agree, digest, fingerprint, quick_sum, together
 from torchshard.capture import Leaves, check_devices, check_weights, flatten_call, memory_order
-from torchshard.distributed.checks import no_call
+from torchshard.distributed.checks import Mode
 from torchshard.distributed.groups import MODEL, Group
-from torchshard.distributed.ops import OPS, direct
+from torchshard.distributed.ops import OPS, direct, hashable
 from torchshard.errors import CaptureError, DistributedError, InputError, PlanError, ShardError
 from torchshard.explain import listing, value_text
 from torchshard.graph import draws_random, duplicate
@@ -53,6 +53,8 @@ class Compiled:
     """The names of parameters and buffers, and the constants, in the order of the graph's placeholders."""
     draws: bool
     """Whether it draws random numbers."""
+    mark: int
+    """A digest of the kind of call."""
 
 
 class ShardedModule(State):
@@ -104,29 +106,37 @@ class ShardedModule(State):
             self._check_devices(call)
             kind = self._kind(call)
             compiled = next((c for c in self._programs.get(kind, ()) if c.program.captured.accepts(call.tensors)), None)
-            compared = self._group.size > 1 and not no_call()
-            facts = self._call_facts(call, kind, compiled) if compared else {}
         except ShardError as error:
-            failure, facts = error, {"the arguments": str(error).splitlines()[0]}
-        facts["what is asked for"] = step
-        what = "the ranks were called with different arguments"
-        if not no_call():
-            agree(self._group, lambda: _texts(facts), digest(repr(facts)), _call_error, what)
+            failure = error
+        if self._group.size > 1 and Mode.on is not False:
+            self._agree(call, kind, compiled, failure, step)
         if failure is not None:
             raise failure
         assert call is not None
         return kind, call, compiled
 
-    def _call_facts(self, call: Leaves, kind: Any, compiled: Compiled | None) -> dict[str, Any]:
-        facts: dict[str, Any] = {}
-        for name, tensor in zip(call.names, call.tensors, strict=True):
-            facts[f"input {name}"] = value_text(tensor)
-            facts[f"{VALUES} {name}"] = _quick(tensor)
-        facts |= {"what is no tensor": call.structure, "mode and gradients": kind[1:]}
-        facts["the captured graph"] = "captured before" if compiled else "to be captured now"
-        if compiled and compiled.draws:
-            facts["the random stream"] = _stream_state(call)
-        return facts
+    def _agree(
+        self, call: Leaves | None, kind: Any, compiled: Compiled | None, failure: ShardError | None, step: str
+    ) -> None:
+        """The ranks compare a digest of the call, and the call itself where that differs."""
+        values = [(tuple(t.shape), _quick(t)) for t in call.tensors] if call is not None else []
+        stream = _stream_state(call) if call is not None and compiled is not None and compiled.draws else ""
+        mark = _mark(kind) if compiled is None else compiled.mark
+        text = "" if failure is None else str(failure).partition("\n")[0]
+
+        def facts() -> dict[str, str]:
+            if call is None or failure is not None:
+                return {"the arguments": text, "what is asked for": step}
+            found: dict[str, Any] = {}
+            for name, tensor, (_, total) in zip(call.names, call.tensors, values, strict=True):
+                found |= {f"input {name}": value_text(tensor), f"{VALUES} {name}": total}
+            found |= {"what is no tensor": call.structure, "mode and gradients": kind[1:]}
+            found["the captured graph"] = "captured before" if compiled else "to be captured now"
+            found |= {"the random stream": stream, "what is asked for": step}
+            return {key: str(fact) for key, fact in found.items()}
+
+        mine = digest(f"{mark} {values} {stream} {compiled is None} {text} {step}")
+        agree(self._group, facts, mine, _call_error, "the ranks were called with different arguments")
 
     def _check_devices(self, call: Leaves) -> None:
         """Devices that fit the model once fit it in each later call."""
@@ -157,7 +167,8 @@ class ShardedModule(State):
         if not self._fixed:
             self._fix_layouts(made.plan.parameters)
         graph = localized(made.graph, self._group.rank, self._group.size, self._group_name)
-        compiled = Compiled(made, graph, _calling_directly(graph), self._graph_state(made, graph), draws)
+        run, state = _calling_directly(graph), self._graph_state(made, graph)
+        compiled = Compiled(made, graph, run, state, draws, _mark(kind))
         self._programs.setdefault(kind, []).append(compiled)
         if sum(map(len, self._programs.values())) == MANY_GRAPHS:
             log.warning("%d graphs captured: an argument that is no tensor may change with each call", MANY_GRAPHS)
@@ -224,7 +235,8 @@ def _calling_directly(graph: fx.GraphModule) -> fx.GraphModule:
     """A copy of a rank's graph whose collectives are called without the dispatcher."""
     held = duplicate(graph)
     for node in held.graph.nodes:
-        node.target = direct(node.target) if node.target in OPS else node.target
+        if node.target in OPS:
+            node.target, node.args = direct(node.target), (node.args[0], *hashable(node.args[1:]))
     held.recompile()
     return held
 
@@ -258,8 +270,9 @@ def _quick(tensor: Tensor) -> int:
     return quick_sum(tensor) if cheap else 0
 
 
-def _texts(facts: Mapping[str, Any]) -> dict[str, str]:
-    return {name: str(fact) for name, fact in facts.items()}
+def _mark(kind: Any) -> int:
+    """A digest of a kind of call, the same on every rank."""
+    return digest(repr(kind))
 
 
 _OTHER_ERRORS: dict[str, tuple[type[ShardError], str]] = {

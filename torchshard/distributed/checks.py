@@ -40,8 +40,12 @@ MANY_KINDS = 4096
 """So many kinds of calls are remembered."""
 _OURS = tuple(f"{folder}{os.sep}" for folder in (Path(__file__).parent.parent, Path(torch.__file__).parent))
 """Folders whose frames are not where a user called from."""
-_mode: list[bool] = []
-"""What `debug` was last given; empty: calls are compared when their like is new."""
+
+
+class Mode:
+    """What is compared: each call (True), those whose like is new (None), or none (False)."""
+
+    on: bool | None = None
 
 
 class Header(NamedTuple):
@@ -56,32 +60,23 @@ class Header(NamedTuple):
     """Where the call is made."""
 
 
-def set_mode(on: bool | None) -> None:
-    """What is compared from now on, on this rank: each call (True), each new kind of call (None), or none."""
-    _mode[:] = [] if on is None else [on]
+def is_met(group: Group, kind: Any) -> bool:
+    """Whether a call's like was met before, and need not be compared again."""
+    return kind in group.met and Mode.on is not True
 
 
-def every_call() -> bool:
-    """Whether each call is compared."""
-    return _mode == [True]
-
-
-def no_call() -> bool:
-    """Whether no call is compared."""
-    return _mode == [False]
+def remember(group: Group, kind: Any) -> None:
+    """A call that all ranks make."""
+    if len(group.met) == MANY_KINDS:
+        group.met.clear()  # on all ranks at the same call
+    group.met.add(kind)
 
 
 def to_compare(group: Group, kind: Any) -> bool:
     """Whether a call made by hand is to be compared; its kind then counts as met."""
-    if group.size == 1 or no_call():
+    if group.size == 1 or Mode.on is False or is_met(group, kind):
         return False
-    if every_call():
-        return True
-    if kind in group.met:
-        return False
-    if len(group.met) == MANY_KINDS:
-        group.met.clear()  # on all ranks at the same call
-    group.met.add(kind)
+    remember(group, kind)
     return True
 
 
@@ -94,7 +89,7 @@ def announce(group: Group, call: Callable[[], str], of: str = "") -> None:
     Args:
         of: where the call was made whose gradient this is.
     """
-    if every_call():
+    if Mode.on is True:
         meet(group, call, of=of)
 
 

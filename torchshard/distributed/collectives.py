@@ -19,8 +19,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from torchshard.distributed.checks import meet, to_compare
-from torchshard.distributed.groups import MODEL, Group, is_initialized, lookup, own_group
+from torchshard.distributed.checks import Mode, meet, remember
+from torchshard.distributed.groups import MODEL, Group, is_initialized, own_group
 from torchshard.distributed.kernels import reducing
 from torchshard.distributed.ops import begin, direct
 from torchshard.distributed.wire import Handle, Pending
@@ -48,21 +48,27 @@ def reduce(x: Tensor, *, async_op: bool = False) -> Any:
 
     Source: Megatron's `reduce_from_tensor_model_parallel_region`.
     """
-    if not is_initialized() or needs_gradient(x):
+    group = own_group()
+    if x.requires_grad and torch.is_grad_enabled():
         return _call("reduce", x, async_op)
-    group = lookup(MODEL)
-    alike(group, "reduce", x, valid=lambda: _check_memory(x))
-    handle = _reduce_in_place(x, group)
-    return handle if async_op else handle.wait()
+    if group.size == 1:
+        return _same(x, async_op)
+    if torch.compiler.is_compiling():
+        return x.copy_(_ops.reduce(x, MODEL))
+    if Mode.on is not False:
+        alike(group, "reduce", x, valid=lambda: _check_memory(x))
+    pending = _reducing_in_place(x, group)
+    return Handle(pending) if async_op else pending.wait()
 
 
-def _reduce_in_place(x: Tensor, group: Group) -> Handle:
+def _reducing_in_place(x: Tensor, group: Group) -> Pending:
     if x.is_contiguous():
         if not x.is_inference():
             torch.autograd.graph.increment_version(x)  # a backward that has kept x must say that it was changed
-        return Handle(reducing(x, dist.ReduceOp.SUM, group))
+        return reducing(x, dist.ReduceOp.SUM, group)
+    _check_memory(x)
     pending = reducing(x.contiguous(), dist.ReduceOp.SUM, group)
-    return Handle(Pending(pending.work, lambda: x.copy_(pending.finish())))
+    return pending._replace(result=lambda: x.copy_(pending.result()))
 
 
 def _check_memory(x: Tensor) -> None:
@@ -139,20 +145,19 @@ def _call(
         dim, size: where it begins from a split: the dim, and its global size where that is known.
         to_dim: where it leads to a split.
     """
-    group = own_group()
-    sizes = alike(group, name, x, dim, size=size, to_dim=to_dim)
-    if not is_initialized():
-        return _same(x, async_op)
+    group, op, compiling = own_group(), getattr(_ops, name).default, torch.compiler.is_compiling()
+    sizes = None if compiling else alike(group, name, x, dim, size=size, to_dim=to_dim)
     args: list[Any] = [] if dim is None else [own_dim(x, dim), (whole_size(x, dim, size, sizes, group), 1)]
     args += [] if to_dim is None else [own_dim(x, to_dim), (x.shape[to_dim], 1)]
-    op = getattr(_ops, name).default
+    if not is_initialized():
+        return _same(x, async_op)
     if async_op:
         return begin(op, x, *args, MODEL)
-    return (op if torch.compiler.is_compiling() else direct(op))(x, *args, MODEL)
+    return (op if compiling else direct(op))(x, *args, MODEL)
 
 
 def _same(x: Tensor, async_op: bool) -> Any:
-    return Handle(Pending(None, lambda: x)) if async_op else x
+    return Handle(Pending(lambda: x)) if async_op else x
 
 
 def needs_gradient(x: Tensor) -> bool:
@@ -163,40 +168,39 @@ def needs_gradient(x: Tensor) -> bool:
 def alike(
     group: Group, name: str, x: Tensor, dim: int | None = None, valid: Callable[[], Any] | None = None, **facts: Any
 ) -> list[int] | None:
-    """Compares a call by hand with the other ranks', where it is to be compared; all ranks' sizes along `dim` then.
+    """Compares a call by hand with the other ranks', if its like is new; gives all ranks' sizes along `dim` then.
 
     Args:
         dim: the one along which the ranks' sizes may differ; with `size=None` they are always asked.
-        valid: raises where the call can't be made.
+        valid: raises where a call of this kind can't be made.
         facts: the arguments, which are the same on all ranks. Those whose names end in `dim` are dims of `x`.
 
     Raises:
         DistributedError: the ranks' calls differ.
         InputError: the tensor has no such dim.
     """
+    kind = (name, dim, x.dtype, x.shape, x.requires_grad and torch.is_grad_enabled(), *facts.values())
+    asked = dim is not None and facts["size"] is None and group.size > 1
+    if kind in group.met and Mode.on is not True and not asked:
+        return None
     given = {"dim": dim, **facts}
 
-    def check() -> list[int]:
+    def said() -> str:
         if valid is not None:
             valid()
-        return [own_dim(x, d) for key, d in given.items() if key.endswith("dim") and d is not None]
-
-    def said() -> str:
-        dims = check()
+        dims = [own_dim(x, d) for key, d in given.items() if key.endswith("dim") and d is not None]
         shape = ["*" if dim is not None and i == dims[0] else n for i, n in enumerate(x.shape)]
         arguments = ", ".join(f"{key}={fact}" for key, fact in given.items() if fact is not None)
         gradient = ", with a gradient" if needs_gradient(x) else ""
         return f"{name}({arguments}) of {type_text(x.dtype, shape)}{gradient}"
 
-    asked = dim is not None and facts["size"] is None and group.size > 1
-    if torch.compiler.is_compiling():
-        asked = compared = False
+    sizes = None
+    if asked or Mode.on is not False:
+        sizes = meet(group, said, lambda: 0 if dim is None else x.shape[dim])
     else:
-        compared = to_compare(group, (name, x.dtype, x.shape, needs_gradient(x), *given.values()))
-    if not (asked or compared):
-        check()
-        return None
-    return meet(group, said, lambda: 0 if dim is None else x.shape[dim])
+        said()
+    remember(group, kind)
+    return sizes
 
 
 def whole_size(x: Tensor, dim: int, size: int | None, sizes: list[int] | None, group: Group) -> int:

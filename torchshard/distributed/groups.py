@@ -17,7 +17,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from torchshard.distributed.checks import announce, meet, set_mode
+from torchshard.distributed.checks import Mode, announce, meet
 from torchshard.errors import DistributedError, InputError
 
 MODEL = "model"
@@ -45,6 +45,7 @@ class Group:
     """Rank -> what is to be received from it, in order."""
 
 
+_ALONE = Group(0, 1)
 _groups: dict[str, Group] = {}
 _began: list[bool] = []
 """Whether the groups' `torch.distributed` was initialised here."""
@@ -223,7 +224,7 @@ def debug(on: bool | None = True) -> None:
     """
     if is_initialized():
         meet(_groups[MODEL], lambda: f"debug({on})")
-    set_mode(on)
+    Mode.on = on
 
 
 def lookup(name: str) -> Group:
@@ -286,7 +287,7 @@ def get_data_parallel_size() -> int:
 
 def own_group() -> Group:
     """The model-parallel group; where nothing is initialised, a group of this process alone."""
-    return lookup(MODEL) if is_initialized() else Group(0, 1)
+    return _groups.get(MODEL, _ALONE)
 
 
 def peer(group: Group, rank: int, name: str) -> int:

@@ -8,13 +8,14 @@ layout.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from functools import lru_cache
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from torchshard.distributed.checks import announce
+from torchshard.distributed.checks import Mode, announce, meet
 from torchshard.distributed.groups import Group
 from torchshard.distributed.wire import Pending, collective
 from torchshard.errors import DistributedError
@@ -41,7 +42,8 @@ def start(kernel: str, x: Tensor, source: Layout, target: Layout, group: Group, 
             where=f"rank {group.rank} of {group.size}",
             attempt="run it with torchshard.check, or shard the model in a process group",
         )
-    announce(group, lambda: _said(kernel, x, source, target), of)
+    if Mode.on is True:
+        meet(group, lambda: _said(kernel, x, source, target), of=of)
     return _KERNELS[kernel](x, source, target, group)
 
 
@@ -56,7 +58,7 @@ def _said(kernel: str, x: Tensor, source: Layout, target: Layout) -> str:
 
 def _none(x: Tensor, source: Layout, target: Layout, group: Group) -> Pending:
     held = x.clone()
-    return Pending(None, lambda: held)
+    return Pending(lambda: held)
 
 
 def _all_reduce(x: Tensor, source: Layout, target: Layout, group: Group) -> Pending:
@@ -65,9 +67,9 @@ def _all_reduce(x: Tensor, source: Layout, target: Layout, group: Group) -> Pend
 
 def reducing(held: Tensor, op: Any, group: Group) -> Pending:
     """All-reduce in place of a contiguous tensor."""
-    sent = group.size > 1 and held.numel()
-    work = collective(group, dist.all_reduce, held, op=op) if sent else None
-    return Pending(work, lambda: held)
+    if group.size == 1 or not held.numel():
+        return Pending(lambda: held)
+    return Pending.of(lambda: held, group, dist.all_reduce, held, op=op)
 
 
 def reduced(x: Tensor, op: object, group: Group) -> Tensor:
@@ -83,7 +85,7 @@ def op_name(op: object) -> str:
 
 def _slice(x: Tensor, source: Layout, target: Layout, group: Group) -> Pending:
     held = split(x, target, group.rank, group.size).clone(memory_format=torch.contiguous_format)
-    return Pending(None, lambda: held)
+    return Pending(lambda: held)
 
 
 def _pad(x: Tensor, source: Layout, target: Layout, group: Group) -> Pending:
@@ -94,11 +96,31 @@ def _pad(x: Tensor, source: Layout, target: Layout, group: Group) -> Pending:
     for begin, end in ranges(parts, group.rank, group.size):
         whole.narrow(source.dim, begin, end - begin).copy_(x.narrow(source.dim, at, end - begin))
         at += end - begin
-    return Pending(None, lambda: whole)
+    return Pending(lambda: whole)
 
 
-def _widths(shard: Shard, world: int) -> list[int]:
-    return [local_size(parts_of(0, shard), rank, world) for rank in range(world)]
+class Slices(NamedTuple):
+    """How many elements of a dim each rank holds."""
+
+    widths: tuple[int, ...]
+    width: int
+    """The largest of them."""
+    even: bool
+    """Whether they are alike, and one after the other the whole."""
+
+
+@lru_cache(maxsize=4096)
+def _slices(shard: Shard, world: int) -> Slices:
+    widths = tuple(local_size(parts_of(0, shard), rank, world) for rank in range(world))
+    return Slices(widths, max(widths), len(set(widths)) == 1 and (shard.parts is None or len(shard.parts) == 1))
+
+
+def _to_front(x: Tensor, dim: int) -> Tensor:
+    return x.movedim(dim, 0) if dim else x
+
+
+def _from_front(x: Tensor, dim: int) -> Tensor:
+    return x.movedim(0, dim) if dim else x
 
 
 def _padded(x: Tensor, width: int) -> Tensor:
@@ -112,29 +134,36 @@ def _all_gather(x: Tensor, source: Layout, target: Layout, group: Group) -> Pend
     assert isinstance(source, Shard)
     if group.size == 1:
         return _none(x, source, target, group)
-    widths = _widths(source, group.size)
-    sent = _padded(x.movedim(source.dim, 0), max(widths))
-    got = sent.new_empty(group.size, *sent.shape)
+    slices = _slices(source, group.size)
+    sent = _padded(_to_front(x, source.dim), slices.width)
+    flat = sent.new_empty(group.size * slices.width, *sent.shape[1:])
 
-    def finish() -> Tensor:
-        pieces = [got[r, :n].movedim(0, source.dim) for r, n in enumerate(widths)]
+    def joined() -> Tensor:
+        if slices.even:
+            return _from_front(flat, source.dim).contiguous()
+        got = flat.unflatten(0, (group.size, -1))
+        pieces = [_from_front(got[r, :n], source.dim) for r, n in enumerate(slices.widths)]
         return join(pieces, source).contiguous()
 
-    flat = got.flatten(0, 1)
-    work = collective(group, dist.all_gather_single, flat, sent) if sent.numel() else None
-    return Pending(work, finish)
+    return Pending.of(joined, group, dist.all_gather_single, flat, sent) if sent.numel() else Pending(joined)
 
 
 def _reduce_scatter(x: Tensor, source: Layout, target: Layout, group: Group) -> Pending:
     assert isinstance(target, Shard)
     if group.size == 1:
         return _none(x, source, target, group)
-    pieces = [split(x, target, r, group.size).movedim(target.dim, 0) for r in range(group.size)]
-    width, own = max(p.shape[0] for p in pieces), pieces[group.rank].shape[0]
-    sent = torch.cat([_padded(p, width) for p in pieces])
-    got = sent.new_empty(width, *sent.shape[1:])
-    work = collective(group, dist.reduce_scatter_single, got, sent) if sent.numel() else None
-    return Pending(work, lambda: got[:own].movedim(0, target.dim).contiguous())
+    slices = _slices(target, group.size)
+    if slices.even:
+        sent = _to_front(x, target.dim).contiguous()
+    else:
+        pieces = [_to_front(split(x, target, r, group.size), target.dim) for r in range(group.size)]
+        sent = torch.cat([_padded(p, slices.width) for p in pieces])
+    got = sent.new_empty(slices.width, *sent.shape[1:])
+
+    def own() -> Tensor:
+        return _from_front(got[: slices.widths[group.rank]], target.dim).contiguous()
+
+    return Pending.of(own, group, dist.reduce_scatter_single, got, sent) if sent.numel() else Pending(own)
 
 
 def _all_to_all(x: Tensor, source: Layout, target: Layout, group: Group) -> Pending:
@@ -142,45 +171,45 @@ def _all_to_all(x: Tensor, source: Layout, target: Layout, group: Group) -> Pend
     if group.size == 1:
         return _none(x, source, target, group)
     sent = [split(x, target, r, group.size).contiguous() for r in range(group.size)]
-    shapes = [_with_size(sent[group.rank].shape, source.dim, n) for n in _widths(source, group.size)]
+    shapes = [_with_size(sent[group.rank].shape, source.dim, n) for n in _slices(source, group.size).widths]
     lengths = [torch.Size(s).numel() for s in shapes]
     got, flat = x.new_empty(sum(lengths)), torch.cat([p.flatten() for p in sent])
 
-    def finish() -> Tensor:
+    def joined() -> Tensor:
         return join([p.view(s) for p, s in zip(got.split(lengths), shapes, strict=True)], source).contiguous()
 
     own = [p.numel() for p in sent]
-    return Pending(collective(group, dist.all_to_all_single, got, flat, lengths, own), finish)
+    return Pending.of(joined, group, dist.all_to_all_single, got, flat, lengths, own)
 
 
 def scatter_pieces(x: Tensor, src: int, dim: int, size: int, group: Group) -> Tensor:
     """This rank's slice along `dim`, of `size` elements in all, of rank `src`'s tensor; the others' is not read."""
     if group.size == 1:
         return x.clone(memory_format=torch.contiguous_format)
-    widths = _widths(Shard(dim, ((size, 1),)), group.size)
+    widths, width, _ = _slices(Shard(dim, ((size, 1),)), group.size)
     rest = [n for i, n in enumerate(x.shape) if i != dim]
     pieces = None
     if group.rank == src:
-        whole = (split(x, Shard(dim), r, group.size).movedim(dim, 0) for r in range(group.size))
-        pieces = [_padded(piece, max(widths)) for piece in whole]
-    got = x.new_empty(max(widths), *rest)
+        whole = (_to_front(split(x, Shard(dim), r, group.size), dim) for r in range(group.size))
+        pieces = [_padded(piece, width) for piece in whole]
+    got = x.new_empty(width, *rest)
     if got.numel():
-        collective(group, dist.scatter, got, pieces, group_src=src).wait()
-    return got[: widths[group.rank]].movedim(0, dim).contiguous()
+        collective(group, dist.scatter, got, pieces, group_src=src)
+    return _from_front(got[: widths[group.rank]], dim).contiguous()
 
 
 def gather_pieces(x: Tensor, dst: int, dim: int, size: int, group: Group) -> Tensor:
     """All ranks' slices along `dim` joined on rank `dst`; elsewhere nothing along it."""
     if group.size == 1:
         return x.clone(memory_format=torch.contiguous_format)
-    widths = _widths(Shard(dim, ((size, 1),)), group.size)
-    sent = _padded(x.movedim(dim, 0), max(widths))
+    widths, width, _ = _slices(Shard(dim, ((size, 1),)), group.size)
+    sent = _padded(_to_front(x, dim), width)
     got = [torch.empty_like(sent) for _ in widths] if group.rank == dst else None
     if sent.numel():
-        collective(group, dist.gather, sent, got, group_dst=dst).wait()
+        collective(group, dist.gather, sent, got, group_dst=dst)
     if got is None:
         return x.new_empty(_with_size(x.shape, dim, 0))
-    return join([g[:n].movedim(0, dim) for g, n in zip(got, widths, strict=True)], Shard(dim)).contiguous()
+    return join([_from_front(g[:n], dim) for g, n in zip(got, widths, strict=True)], Shard(dim)).contiguous()
 
 
 def _with_size(shape: Sequence[int], dim: int, size: int) -> list[int]:

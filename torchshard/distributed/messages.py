@@ -16,7 +16,7 @@ from torch import Tensor
 
 from torchshard.distributed.checks import compare_with, to_compare, where_called
 from torchshard.distributed.groups import Group
-from torchshard.distributed.wire import begin
+from torchshard.distributed.wire import begin, finish
 from torchshard.layouts import type_text
 
 SENDER, RECEIVER = 1, 2
@@ -66,7 +66,7 @@ def sending(held: Tensor, dst: int, group: Group) -> Awaited:
     def wait() -> None:
         if compare is not None:
             compare()
-        work.wait()
+        finish(group, "send", work)
 
     return Awaited(wait)
 
@@ -105,7 +105,7 @@ def receiving(held: Tensor, src: int, group: Group) -> Awaited:
         return begin(group, "receive", dist.irecv, held, group_src=src, group=group.process_group)
 
     begun = group.lines.setdefault(src, Line()).join(post, at_once=compare is None)
-    return Awaited(lambda: begun().wait())
+    return Awaited(lambda: finish(group, "receive", begun()))
 
 
 def _comparing(held: Tensor, group: Group, other: int, src: int, dst: int) -> Callable[[], None] | None:

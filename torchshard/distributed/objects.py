@@ -20,7 +20,7 @@ from torch import Tensor
 
 from torchshard.distributed.checks import meet
 from torchshard.distributed.groups import Group, own_group, peer
-from torchshard.distributed.wire import begin, collective
+from torchshard.distributed.wire import begin, collective, finish
 from torchshard.errors import InputError
 
 _LENGTH = struct.Struct("<q")
@@ -94,7 +94,7 @@ def all_gather_uneven(x: Tensor) -> list[Tensor]:
     sent[: x.numel()] = x.flatten()
     got = sent.new_empty(group.size, len(sent))
     if len(sent):
-        collective(group, dist.all_gather_single, got.flatten(), sent).wait()
+        collective(group, dist.all_gather_single, got.flatten(), sent)
     return [row[: shape.numel()].reshape(shape).clone() for row, shape in zip(got, shapes, strict=True)]
 
 
@@ -111,7 +111,11 @@ def _gathered(call: str, group: Group, encoded: Callable[[], bytes]) -> list[byt
     width = max(lengths)
     padded = torch.frombuffer(bytearray(sent.ljust(max(width, 1), b"\0")), dtype=torch.uint8)
     got = torch.empty(group.size, len(padded), dtype=torch.uint8)
-    begin(group, call, dist.all_gather_single, got.flatten(), padded, group=group.control, async_op=True).wait()
+    finish(
+        group,
+        call,
+        begin(group, call, dist.all_gather_single, got.flatten(), padded, group=group.control, async_op=True),
+    )
     return [_memory(row[:length]) for row, length in zip(got, lengths, strict=True)]
 
 

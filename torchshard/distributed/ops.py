@@ -18,9 +18,9 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from torchshard.conversions import TABLE, Conversion, ends
-from torchshard.distributed.checks import every_call, where_called
+from torchshard.distributed.checks import Mode, where_called
 from torchshard.distributed.groups import lookup
-from torchshard.distributed.kernels import convert, reduced, start
+from torchshard.distributed.kernels import reduced, start
 from torchshard.distributed.wire import Handle
 from torchshard.layouts import Layout, Shard, local_shape, parts_of, parts_size
 
@@ -38,20 +38,29 @@ def local_result_shape(shape: Sequence[Any], source: Layout, target: Layout, ran
     return list(local_shape(whole, target, rank, world))
 
 
-def _run(row: Conversion, x: Tensor, args: Sequence[Any], of: str = "") -> Tensor:
+_ends = functools.lru_cache(maxsize=4096)(ends)
+
+
+def _run(row: Conversion, x: Tensor, args: tuple[Any, ...], of: str = "") -> Tensor:
     """A conversion on this rank; `args` are the operator's after the tensor."""
-    return convert(row.kernel, x, *ends(row.name, args), lookup(args[-1]), of)
+    source, target = _ends(row.name, args)
+    return start(row.kernel, x, source, target, lookup(args[-1]), of).wait()
+
+
+def hashable(args: Sequence[Any]) -> tuple[Any, ...]:
+    """An operator's arguments after the tensor, with tuples for lists."""
+    return tuple(tuple(a) if isinstance(a, (list, tuple)) else a for a in args)
 
 
 def _site() -> str:
     """Where a conversion is made, for the checks of its gradient."""
-    return where_called() if every_call() else ""
+    return where_called() if Mode.on is True else ""
 
 
-def _gradient(row: Conversion, grad: Tensor, args: Sequence[Any], of: str) -> Tensor:
+def _gradient(row: Conversion, grad: Tensor, args: tuple[Any, ...], of: str) -> Tensor:
     """The gradient of a conversion is its dual, of the gradient; an operator where it is differentiated or traced."""
     dual = TABLE[row.dual]
-    args = [*args[2:4], *args[0:2], args[4]] if len(args) == 5 else args
+    args = (*args[2:4], *args[0:2], args[4]) if len(args) == 5 else args
     if torch.is_grad_enabled() or type(grad) not in _PLAIN:
         return getattr(torch.ops.torchshard, dual.name).default(grad, *args)
     return grad if dual.kernel == "none" and not of else _run(dual, grad, args, of)
@@ -61,7 +70,7 @@ class _Direct(torch.autograd.Function):
     """A conversion without its operator; `compute` gives its value."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, row: Conversion, args: Sequence[Any], compute: Callable[[], Tensor]) -> Tensor:
+    def forward(ctx: Any, x: Tensor, row: Conversion, args: tuple[Any, ...], compute: Callable[[], Tensor]) -> Tensor:
         ctx.row, ctx.args, ctx.site = row, args, _site()
         return compute()
 
@@ -79,7 +88,11 @@ def direct(op: Any) -> Callable[..., Tensor]:
     row = OPS[op]
 
     def call(x: Tensor, *args: Any) -> Tensor:
-        return _Direct.apply(x, row, args, lambda: _run(row, x, args)) if type(x) in _PLAIN else op(x, *args)
+        if type(x) not in _PLAIN:
+            return op(x, *args)
+        if x.requires_grad and torch.is_grad_enabled():
+            return _Direct.apply(x, row, args, lambda: _run(row, x, args))
+        return _run(row, x, args)
 
     call.__name__ = row.name
     return call
@@ -88,7 +101,7 @@ def direct(op: Any) -> Callable[..., Tensor]:
 def begin(op: Any, x: Tensor, *args: Any) -> Handle:
     """Starts a collective of a copy of `x`, which may change meanwhile; waiting gives what the operator would."""
     row = OPS[op]
-    pending = start(row.kernel, x.detach().clone(), *ends(row.name, args), lookup(args[-1]))
+    pending = start(row.kernel, x.detach().clone(), *_ends(row.name, args), lookup(args[-1]))
     return Handle(pending, lambda: _Direct.apply(x, row, args, pending.wait))
 
 
@@ -96,14 +109,14 @@ def _define(row: Conversion) -> None:
     shards = [row.source, row.target].count(Shard)
 
     def kernel(x: Tensor, *args: Any) -> Tensor:
-        return _run(row, x, args)
+        return _run(row, x, hashable(args))
 
     def fake(x: Tensor, *args: Any) -> Tensor:
         group = lookup(args[-1])
         return x.new_empty(local_result_shape(x.shape, *ends(row.name, args), group.rank, group.size))
 
     def setup(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-        ctx.args, ctx.site = inputs[1:], _site()
+        ctx.args, ctx.site = hashable(inputs[1:]), _site()
 
     def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
         return (_gradient(row, grad, ctx.args, ctx.site), *[None] * len(ctx.args))

@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.distributed import ReduceOp
 
 from torchshard.distributed import collectives
-from torchshard.distributed.checks import announce, every_call, meet, to_compare, where_called
+from torchshard.distributed.checks import Mode, announce, meet, to_compare, where_called
 from torchshard.distributed.collectives import alike, needs_gradient, own_dim, whole_size
 from torchshard.distributed.groups import Group, own_group, peer
 from torchshard.distributed.kernels import gather_pieces, op_name, reduced, scatter_pieces
@@ -37,7 +37,7 @@ class _Linear(torch.autograd.Function):
         ctx: Any, x: Tensor, there: Callable[[Tensor], Tensor], back: Callable[[Tensor], Tensor], group: Group
     ) -> Tensor:
         ctx.there, ctx.back, ctx.group = there, back, group
-        ctx.site = where_called() if every_call() else ""
+        ctx.site = where_called() if Mode.on is True else ""
         return there(x)
 
     @staticmethod
@@ -47,6 +47,8 @@ class _Linear(torch.autograd.Function):
 
 
 def _linear(x: Tensor, group: Group, there: Callable[[Tensor], Tensor], back: Callable[[Tensor], Tensor]) -> Tensor:
+    if not needs_gradient(x):
+        return there(x)
     made: Tensor = _Linear.apply(x, there, back, group)
     return made
 
@@ -82,14 +84,14 @@ def reduce_to(x: Tensor, dst: int = 0, op: Any = ReduceOp.SUM) -> Tensor:
 def _broadcast(x: Tensor, src: int, group: Group) -> Tensor:
     held = _dense(x)
     if group.size > 1:
-        collective(group, dist.broadcast, held, group_src=src).wait()
+        collective(group, dist.broadcast, held, group_src=src)
     return held
 
 
 def _sum_to(x: Tensor, dst: int, group: Group) -> Tensor:
     held = _dense(x)
     if group.size > 1:
-        collective(group, dist.reduce, held, group_dst=dst).wait()
+        collective(group, dist.reduce, held, group_dst=dst)
     return held if group.rank == dst else torch.zeros_like(held)
 
 
@@ -185,7 +187,7 @@ def barrier() -> None:
     if to_compare(group, "barrier"):
         meet(group, lambda: "barrier()")
     if group.size > 1:
-        collective(group, dist.barrier).wait()
+        collective(group, dist.barrier)
 
 
 # --- point to point --------------------------------------------------------------------------------------------------
@@ -194,7 +196,7 @@ def barrier() -> None:
 def isend(x: Tensor, dst: int) -> Handle:
     """Begins to send a copy of a tensor to a rank of the group; `wait()` gives the tensor that was sent."""
     group, held = own_group(), _dense(x.detach())
-    return Handle(Pending(sending(held, _other(group, dst, "dst"), group), lambda: held))
+    return Handle(Pending(lambda: held, sending(held, _other(group, dst, "dst"), group)))
 
 
 def irecv(like: Tensor | Sequence[int], src: int, dtype: torch.dtype | None = None) -> Handle:
@@ -210,7 +212,7 @@ def irecv(like: Tensor | Sequence[int], src: int, dtype: torch.dtype | None = No
         if isinstance(like, Tensor)
         else torch.empty(tuple(like), dtype=dtype)
     )
-    return Handle(Pending(receiving(held, _other(group, src, "src"), group), lambda: held))
+    return Handle(Pending(lambda: held, receiving(held, _other(group, src, "src"), group)))
 
 
 def send(x: Tensor, dst: int) -> None:

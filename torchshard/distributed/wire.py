@@ -11,60 +11,67 @@ from torchshard.distributed.checks import failed
 from torchshard.distributed.groups import Group
 
 
-class Work:
-    """torch.distributed's Work, whose failure is a DistributedError that says what the other ranks do."""
-
-    __slots__ = ("_call", "_group", "_work")
-
-    def __init__(self, group: Group, call: str, work: Any) -> None:
-        self._group, self._call, self._work = group, call, work
-
-    def wait(self) -> None:
-        """Waits for the end.
-
-        Raises:
-            DistributedError: a rank is gone, did not come within the timeout, or sent something else.
-        """
-        try:
-            self._work.wait()
-        except RuntimeError as error:
-            raise failed(self._group, self._call, error) from error
-
-    def is_completed(self) -> bool:
-        """Whether `wait` would return at once."""
-        return bool(self._work.is_completed())
-
-
-def begin(group: Group, call: str, fn: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Work:
+def begin(group: Group, call: str, fn: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
     """Starts a function of torch.distributed that gives a Work.
 
     Raises:
         DistributedError: it fails at once.
     """
     try:
-        return Work(group, call, fn(*args, **kwargs))
+        return fn(*args, **kwargs)
     except RuntimeError as error:
         raise failed(group, call, error) from error
 
 
-def collective(group: Group, fn: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Work:
-    """Starts a collective of torch.distributed on a group's own process group."""
-    return begin(group, fn.__name__, fn, *args, **kwargs, group=group.process_group, async_op=True)
+def finish(group: Group, call: str, work: Any) -> None:
+    """Waits for a Work.
+
+    Raises:
+        DistributedError: a rank is gone, did not come within the timeout, or sent something else.
+    """
+    try:
+        work.wait()
+    except RuntimeError as error:
+        raise failed(group, call, error) from error
+
+
+def collective(group: Group, fn: Callable[..., Any], /, *args: Any, **kwargs: Any) -> None:
+    """Runs a collective of torch.distributed on a group's own process group."""
+    try:
+        fn(*args, group=group.process_group, **kwargs)
+    except RuntimeError as error:
+        raise failed(group, fn.__name__, error) from error
 
 
 class Pending(NamedTuple):
     """A collective under way."""
 
-    work: Any
-    """What is waited for, such as a Work; None where nothing is sent."""
-    finish: Callable[[], Tensor]
+    result: Callable[[], Tensor]
     """What makes the result of what came."""
+    work: Any = None
+    """torch.distributed's Work, or the like; None where nothing is sent."""
+    group: Any = None
+    call: str = ""
+    """What was started, and in which group."""
+
+    @classmethod
+    def of(
+        cls, result: Callable[[], Tensor], group: Group, fn: Callable[..., Any], /, *args: Any, **kwargs: Any
+    ) -> Pending:
+        """Starts a collective of torch.distributed on a group's own process group."""
+        try:
+            return cls(result, fn(*args, group=group.process_group, async_op=True, **kwargs), group, fn.__name__)
+        except RuntimeError as error:
+            raise failed(group, fn.__name__, error) from error
 
     def wait(self) -> Tensor:
         """The result."""
         if self.work is not None:
-            self.work.wait()
-        return self.finish()
+            try:
+                self.work.wait()
+            except RuntimeError as error:
+                raise failed(self.group, self.call, error) from error
+        return self.result()
 
 
 class Handle:

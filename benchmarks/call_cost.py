@@ -1,0 +1,147 @@
+"""What a call of torchshard.distributed costs over the call of torch.distributed that it makes, on two gloo ranks.
+
+Each pair does the same with the same tensors, in turn, so that a noisy machine disturbs both alike; a figure is the
+median over all rounds of a call's time, slower rank, less that of the raw call. Three modes: `off` compares nothing,
+`default` compares calls whose like is new (here: none after the first), `debug` compares each.
+
+Then a training step of the model of step_time.py: with the default checks, and without.
+
+    python benchmarks/call_cost.py --rounds 2000 --json call_cost.json
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import time
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from step_time import BATCH, BLOCKS, PLAN, SEQUENCE, Block, slowest, step, timed
+from torch import Tensor
+
+import torchshard as ts
+import torchshard.distributed as tsd
+
+RANKS, WIDTH = 2, 128
+MODES = {"off": False, "default": None, "debug": True}
+Call = Callable[[Tensor], Any]
+
+
+def _gathered(x: Tensor) -> Tensor:
+    got = x.new_empty(RANKS * x.shape[0], *x.shape[1:])
+    dist.all_gather_single(got, x)
+    return got
+
+
+def _reduce_scattered(x: Tensor) -> Tensor:
+    got = x.new_empty(x.shape[0] // RANKS, *x.shape[1:])
+    dist.reduce_scatter_single(got, x)
+    return got
+
+
+def _to_all(x: Tensor) -> Tensor:
+    got = torch.empty_like(x)
+    dist.all_to_all_single(got, x)
+    return got
+
+
+def _summed(x: Tensor) -> Tensor:
+    got = x.clone()
+    dist.all_reduce(got)
+    return got
+
+
+def _from_0(x: Tensor) -> Tensor:
+    got = x.clone()
+    dist.broadcast(got, 0)
+    return got
+
+
+PAIRS: dict[str, tuple[Call, Call]] = {
+    "reduce, in place": (dist.all_reduce, tsd.reduce),
+    "all_reduce": (_summed, tsd.all_reduce),
+    "all_gather(size=)": (_gathered, lambda x: tsd.all_gather(x, 0, size=RANKS * len(x))),
+    "reduce_scatter": (_reduce_scattered, lambda x: tsd.reduce_scatter(x, 0)),
+    "broadcast": (_from_0, tsd.broadcast),
+    "copy": (torch.clone, tsd.copy),
+    "scatter": (lambda x: x.chunk(RANKS)[0].clone(), lambda x: tsd.scatter(x, 0)),
+}
+"""What -> (the raw call, ours): the same communication, and the same copies."""
+
+
+def _cost(raw: Call, ours: Call, rounds: int) -> list[float]:
+    """The median seconds of the raw call and of ours, in turn and each first in every other round."""
+    x = torch.zeros(8, 8)
+    seconds: list[list[float]] = []
+    for i in range(rounds):
+        row = [0.0, 0.0]
+        for which in (0, 1) if i % 2 else (1, 0):
+            start = time.perf_counter()
+            (raw, ours)[which](x)
+            row[which] = time.perf_counter() - start
+        seconds.append(row)
+    return [statistics.median(column) for column in zip(*slowest(seconds), strict=True)]
+
+
+def _steps(rounds: int) -> dict[str, float]:
+    """Seconds of a step: the median without checks, and the quartiles of what the default ones add."""
+    torch.manual_seed(0)
+    x, target = torch.randn(BATCH, SEQUENCE, WIDTH), torch.randn(BATCH, SEQUENCE, WIDTH)
+    model = ts.shard(torch.nn.Sequential(*(Block(WIDTH) for _ in range(BLOCKS))), PLAN, (x,))
+    seconds: list[list[float]] = []
+    for i in range(rounds):
+        row = [0.0, 0.0]
+        for which in (0, 1) if i % 2 else (1, 0):
+            tsd.debug((False, None)[which])
+            row[which] = timed(partial(step, model, x, target), model)
+        seconds.append(row)
+    held = slowest(seconds)
+    low, middle, high = statistics.quantiles([default - off for off, default in held], n=4)
+    return {"off": statistics.median(off for off, _ in held), "low": low, "more": middle, "high": high}
+
+
+def main_of_a_rank(rounds: int, step_rounds: int) -> dict[str, Any]:
+    tsd.init_process_group()
+    calls: dict[str, dict[str, list[float]]] = {}
+    for name, (raw, ours) in PAIRS.items():
+        for mode, on in MODES.items():
+            tsd.debug(on)
+            _cost(raw, ours, 50)
+            calls.setdefault(name, {})[mode] = _cost(raw, ours, rounds)
+    return {"calls": calls, "step": _steps(step_rounds)}
+
+
+def show(found: dict[str, Any]) -> None:
+    print(
+        f"{'call, 8 x 8 floats':22} {'raw':>8}"
+        + "".join(f"{f'{mode}: more':>16}" for mode in MODES)
+        + "   microseconds"
+    )
+    for name, modes in found["calls"].items():
+        more = "".join(f"{1e6 * (ours - raw):16.1f}" for raw, ours in modes.values())
+        print(f"{name:22} {1e6 * modes['off'][0]:8.1f}{more}")
+    off, low, more, high = (1e3 * found["step"][key] for key in ("off", "low", "more", "high"))
+    print(f"step of {BLOCKS} blocks of width {WIDTH}: {off:.2f} ms without checks")
+    print(f"the default checks: {more:+.3f} ms, quartiles {low:+.3f} to {high:+.3f}")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--rounds", type=int, default=2000, help="calls of each pair in each mode")
+    parser.add_argument("--step-rounds", type=int, default=150, help="steps without and with the checks")
+    parser.add_argument("--json", type=Path, help="where to write the figures")
+    given = parser.parse_args()
+    found = tsd.launch(main_of_a_rank, RANKS, (given.rounds, given.step_rounds))[0]
+    show(found)
+    if given.json:
+        given.json.write_text(json.dumps(found, indent=2))
+
+
+if __name__ == "__main__":
+    main()
