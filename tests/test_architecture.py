@@ -24,7 +24,7 @@ LAYERS = [
     ["explain", "agreement"],
     ["scope"],
     ["state"],
-    ["check", "module"],
+    ["check", "module", "nn"],
     ["outline", "draw", "api", "training"],
 ]
 """From the bottom up; a module may import from its own layer and those below it."""

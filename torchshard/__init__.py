@@ -1,6 +1,6 @@
 """TorchShard: tensor parallelism for an ordinary PyTorch model, as a compiler you can read."""
 
-from torchshard import distributed
+from torchshard import distributed, nn
 from torchshard.api import plan, shard
 from torchshard.check import Report, check
 from torchshard.draw import draw
@@ -23,5 +23,5 @@ from torchshard.training import GradScaler, clip_grad_norm_
 __all__ = [
     "CaptureError", "DistributedError", "GradScaler", "I", "InputError", "InternalError", "P", "Plan", "PlanError", "R",
     "Report", "RuleError", "S", "ShardError", "ShardedModule", "check", "clip_grad_norm_", "distributed", "draw",
-    "explain", "plan", "rule", "shard",
+    "explain", "nn", "plan", "rule", "shard",
 ]  # fmt: skip

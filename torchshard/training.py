@@ -6,22 +6,24 @@ import math
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
-from torchshard.distributed.groups import MODEL, lookup
+from torchshard.distributed.groups import MODEL, lookup, own_group
 from torchshard.distributed.kernels import reduced
 from torchshard.errors import InputError
-from torchshard.layouts import Shard
+from torchshard.layouts import I, Shard
 from torchshard.module import ShardedModule
+from torchshard.nn.state import split_parameters
 
 
-def clip_grad_norm_(model: ShardedModule, max_norm: float, norm_type: float = 2.0) -> Tensor:
+def clip_grad_norm_(model: nn.Module, max_norm: float, norm_type: float = 2.0) -> Tensor:
     """Scales all gradients in place so that their norm, as the unsharded model's, is at most `max_norm`.
 
     The same as `torch.nn.utils.clip_grad_norm_` of the unsharded model: a parameter that every rank holds whole counts
     once, slices count together. A collective call: all ranks must make it.
 
     Args:
+        model: a sharded model, or one with split modules of `torchshard.nn`.
         norm_type: p of the p-norm; `math.inf` for the largest absolute value.
 
     Returns:
@@ -33,15 +35,17 @@ def clip_grad_norm_(model: ShardedModule, max_norm: float, norm_type: float = 2.
     if not norm_type > 0:
         what = f"a {norm_type!r}-norm is none to clip by"
         raise InputError(what, where="norm_type=", why="p of a p-norm is positive", attempt="2.0")
-    grads = [(model.layouts[name], p.grad) for name, p in model.named_parameters() if p.grad is not None]
+    split = model.layouts if isinstance(model, ShardedModule) else split_parameters(model)
+    group = model.group if isinstance(model, ShardedModule) else own_group()
+    grads = [(split.get(name, I), p.grad) for name, p in model.named_parameters() if p.grad is not None]
     sliced = [g for layout, g in grads if isinstance(layout, Shard)]
     whole = [g for layout, g in grads if not isinstance(layout, Shard)]
     device = next(model.parameters()).device
     norms = [_norm(part, norm_type, device) for part in (sliced, whole)]
     if math.isinf(norm_type):
-        total = torch.maximum(reduced(norms[0], torch.distributed.ReduceOp.MAX, model.group), norms[1])
+        total = torch.maximum(reduced(norms[0], torch.distributed.ReduceOp.MAX, group), norms[1])
     else:
-        summed = reduced(norms[0] ** norm_type, torch.distributed.ReduceOp.SUM, model.group)
+        summed = reduced(norms[0] ** norm_type, torch.distributed.ReduceOp.SUM, group)
         total = (summed + norms[1] ** norm_type) ** (1 / norm_type)
     factor = (max_norm / (total + 1e-6)).clamp(max=1.0)
     for _, grad in grads:

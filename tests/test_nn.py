@@ -1,0 +1,405 @@
+"""Split functions and modules beside PyTorch's own: values, and the gradients of inputs and of every parameter.
+
+And eight things that the first torchshard got wrong, each by name.
+"""
+
+from __future__ import annotations
+
+import copy
+import io
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import torchshard as ts
+import torchshard.distributed as tsd
+import torchshard.nn.functional as tsf
+from tests.helpers import run_ranks
+from torchshard.layouts import Shard, split
+from torchshard.nn import one_op
+
+TOLERANCE = 1e-10
+Claim = tuple[str, bool]
+
+
+def own(whole: Tensor, dim: int | None) -> Tensor:
+    """This rank's slice, as a parameter of its own."""
+    held = whole if dim is None else split(whole, Shard(dim % whole.ndim), tsd.get_rank(), tsd.get_group_size())
+    return held.detach().clone().requires_grad_(whole.requires_grad)
+
+
+def draw(*shape: int, grad: bool = True) -> Tensor:
+    return torch.randn(shape, dtype=torch.float64).requires_grad_(grad)
+
+
+def close(a: Tensor | None, b: Tensor | None) -> bool:
+    if a is None or b is None:
+        return a is b
+    return a.shape == b.shape and torch.allclose(a, b, rtol=TOLERANCE, atol=TOLERANCE, equal_nan=True)
+
+
+def compared(
+    name: str,
+    whole: Callable[..., Tensor],
+    mine: Callable[..., Tensor],
+    tensors: list[Tensor],
+    dims: list[int | None],
+    result_dim: int | None = None,
+) -> Iterator[Claim]:
+    """The function of whole tensors beside the split one of slices along `dims`."""
+    expected = whole(*tensors)
+    slices = [own(t, d) for t, d in zip(tensors, dims, strict=True)]
+    got = mine(*slices)
+    yield f"{name}: value", close(got, own(expected, result_dim))
+    cotangent = torch.randn(expected.shape, dtype=torch.float64)
+    expected.backward(cotangent)
+    got.backward(own(cotangent, result_dim))
+    for i, (t, s, d) in enumerate(zip(tensors, slices, dims, strict=True)):
+        if t.requires_grad:
+            yield f"{name}: gradient {i}", t.grad is not None and close(s.grad, own(t.grad, d))
+            t.grad = None
+
+
+def _linears() -> Iterator[Claim]:
+    for features, results in ((8, 12), (7, 5), (3, 1), (1, 3)):
+        for bias in (True, False):
+            x, w = draw(2, 3, features), draw(results, features)
+            tensors = [x, w, *([draw(results)] if bias else [])]
+            name = f"linear {features} -> {results}, {bias=}"
+            for dim in (1, -1):
+                by_columns: list[int | None] = [None, 0, 0][: len(tensors)]
+                call = lambda x, w, b=None, **kw: tsf.parallel_linear(x, w, b, dim, **kw)  # noqa: B023, E731
+                yield from compared(f"{name}, {dim=}", F.linear, call, tensors, by_columns, -1)
+                gathered = lambda *t: call(*t, gather_output=True, size=results)  # noqa: B023, E731
+                yield from compared(f"{name}, {dim=} gathered", F.linear, gathered, tensors, by_columns)
+            by_rows: list[int | None] = [None, 1, None][: len(tensors)]
+            call = lambda x, w, b=None, **kw: tsf.parallel_linear(x, w, b, 0, **kw)  # noqa: E731
+            yield from compared(f"{name}, dim=0", F.linear, call, tensors, by_rows)
+            parallel = lambda *t: call(*t, input_is_parallel=True, size=features)  # noqa: B023, E731
+            yield from compared(f"{name}, dim=0 of slices", F.linear, parallel, tensors, [-1, *by_rows[1:]])
+            call = lambda x, w, b=None: tsf.parallel_linear(x, w, b)  # noqa: E731
+            yield from compared(f"{name}, dim=None", F.linear, call, tensors, [None] * len(tensors))
+
+
+def _embeddings() -> Iterator[Claim]:
+    for rows in (8, 7, 2):
+        table = draw(rows, 5)
+        ids = torch.randint(rows, (3, 4))
+        for padding in (None, *range(rows), -1):
+            for by_frequency in (False, True):
+                options: dict[str, Any] = {"padding_idx": padding, "scale_grad_by_freq": by_frequency}
+                whole = lambda t: F.embedding(ids, t, **options)  # noqa: B023, E731
+                for dim, weight_dim in ((0, 0), (1, 1), (-1, 1), (None, None)):
+                    mine = lambda t: tsf.parallel_embedding(ids, t, dim=dim, **options)  # noqa: B023, E731
+                    name = f"embedding of {rows}, {dim=}, {options}"
+                    yield from compared(name, whole, mine, [table], [weight_dim])
+
+
+def _losses() -> Iterator[Claim]:
+    for shape in ((6, 8), (6, 7), (7,), (4, 5, 3), (5, 2)):
+        logits, classes = draw(*shape), shape[min(1, len(shape) - 1)]
+        target = torch.randint(classes, (*shape[:1], *shape[2:]) if len(shape) > 1 else ())
+        weight = torch.rand(classes, dtype=torch.float64)
+        some = target.clone()
+        some.view(-1)[::2] = -100
+        probabilities = torch.rand(shape, dtype=torch.float64)
+        for reduction in ("none", "mean", "sum"):
+            for smoothing in (0.0, 0.1):
+                for t, w, ignored in (
+                    (target, None, -100),
+                    (target, weight, -100),
+                    (some, weight, -100),
+                    (target, None, 1),
+                    (probabilities, weight, -100),
+                ):
+                    options = {"reduction": reduction, "label_smoothing": smoothing, "ignore_index": ignored}
+                    whole = lambda x: F.cross_entropy(x, t, w, **options)  # noqa: B023, E731
+                    for dim in range(-1, len(shape)):
+                        mine = lambda x: tsf.parallel_cross_entropy(x, t, w, dim=dim, **options)  # noqa: B023, E731
+                        yield from compared(f"loss of {shape}, {dim=}, {options}", whole, mine, [logits], [dim])
+
+
+def _functions(rank: int, group_size: int) -> tuple[int, list[str]]:
+    tsd.init_process_group(group_size)
+    torch.manual_seed(0)
+    claims = [*_linears(), *_embeddings(), *_losses()]
+    return len(claims), [what for what, holds in claims if not holds]
+
+
+@pytest.mark.parametrize("world, group_size", [(2, -1), (3, -1), (4, 2)])
+def test_functions(world: int, group_size: int) -> None:
+    for count, wrong in run_ranks(_functions, world, group_size):
+        assert count > 900 and not wrong, wrong[:20]
+
+
+def _without_copies(rank: int) -> list[str]:
+    """What fails where an input's copy is left out: the gradients alone."""
+    tsd.init_process_group()
+    torch.manual_seed(0)
+    whole = one_op.route
+    one_op.route = lambda *ends, **options: [s for s in whole(*ends, **options) or () if s[0] != "copy"]  # type: ignore[attr-defined]
+    call = lambda x, w: tsf.parallel_linear(x, w, dim=1)  # noqa: E731
+    claims = compared("linear", F.linear, call, [draw(3, 4), draw(6, 4)], [None, 0], -1)
+    return [what for what, holds in claims if not holds]
+
+
+def test_the_comparison_sees_a_missing_copy() -> None:
+    assert run_ranks(_without_copies, 2) == [["linear: gradient 0"]] * 2
+
+
+# --- a model ---------------------------------------------------------------------------------------------------------
+
+
+class Whole(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.Embedding(11, 6, padding_idx=2)
+        self.norm, self.up, self.down = nn.LayerNorm(6), nn.Linear(6, 9), nn.Linear(9, 6)
+        self.head = nn.Linear(6, 11, bias=False)
+        self.head.weight = self.table.weight
+
+    def forward(self, ids: Tensor) -> Tensor:
+        x: Tensor = self.table(ids)
+        return self.head(x + self.down(torch.relu(self.up(self.norm(x)))))
+
+
+def _in_slices(whole: Whole) -> Whole:
+    made: Any = copy.deepcopy(whole)
+    made.table = ts.nn.ParallelEmbedding.from_embedding(whole.table, 0)
+    made.up = ts.nn.ParallelLinear.from_linear(whole.up, 1)
+    made.down = ts.nn.ParallelLinear.from_linear(whole.down, 0, input_is_parallel=True)
+    made.head = ts.nn.ParallelLinear.from_linear(whole.head, 1)
+    made.head.weight = made.table.weight
+    return made
+
+
+def _trained(rank: int) -> dict[str, Any]:
+    tsd.init_process_group()
+    torch.manual_seed(0)
+    whole = Whole().double()
+    mine = _in_slices(whole)
+    ids, labels = torch.randint(11, (2, 3, 5))
+    plain, of_slices = nn.CrossEntropyLoss(ignore_index=3), ts.nn.ParallelCrossEntropyLoss(dim=-1, ignore_index=3)
+    losses: list[tuple[Tensor, Tensor]] = []
+    norms: list[tuple[Tensor, Tensor]] = []
+    optimizers = [torch.optim.AdamW(m.parameters(), 0.01) for m in (whole, mine)]
+    for _ in range(3):
+        for optimizer in optimizers:
+            optimizer.zero_grad()
+        pair = plain(whole(ids).flatten(0, 1), labels.flatten()), of_slices(mine(ids).flatten(0, 1), labels.flatten())
+        for loss in pair:
+            loss.backward()
+        losses.append(pair)
+        norms.append((nn.utils.clip_grad_norm_(whole.parameters(), 0.1), ts.clip_grad_norm_(mine, 0.1)))
+        for optimizer in optimizers:
+            optimizer.step()
+    full = ts.nn.full_state_dict(mine)
+    file = io.BytesIO()
+    torch.save(full, file)
+    file.seek(0)
+    loaded = Whole().double()
+    loaded.load_state_dict(torch.load(file, weights_only=True))
+    again = _in_slices(Whole().double())
+    ts.nn.load_full_state_dict(again, whole.state_dict())
+    return {
+        "losses": all(close(a, b) for a, b in losses),
+        "norms": all(close(a, b) for a, b in norms),
+        "parameters": [n for n, t in whole.state_dict().items() if not close(t, full[n])],
+        "loaded": close(loaded(ids), whole(ids)),
+        "loaded again": close(tsd.gather(again(ids), -1), whole(ids)),
+        "whole on every rank": {n: t for n, t in mine.named_parameters() if n.startswith("norm") or n == "down.bias"},
+        "slices": sum(p.numel() for p in mine.parameters()) < sum(p.numel() for p in whole.parameters()),
+    }
+
+
+@pytest.mark.parametrize("world", [2, 3, 4])
+def test_a_model_trains_as_the_unsharded_one(world: int) -> None:
+    ranks = run_ranks(_trained, world)
+    for found in ranks:
+        assert found["parameters"] == []
+        assert all(found[k] for k in ("losses", "norms", "loaded", "loaded again", "slices")), found
+        for name, value in found["whole on every rank"].items():
+            assert torch.equal(value, ranks[0]["whole on every rank"][name]), name
+
+
+def _initial(rank: int) -> dict[str, Any]:
+    """Modules made on each rank by itself, whose random streams differ."""
+    tsd.init_process_group()
+    torch.manual_seed(7)
+    expected = nn.Linear(5, 7)
+    torch.manual_seed(7 + rank)
+    made = ts.nn.ParallelLinear(5, 7, dim=1, gather_output=True)
+    made.requires_grad_(False)
+    full = ts.nn.full_state_dict(made)
+    x = torch.randn(2, 5, generator=torch.Generator().manual_seed(0))
+    with torch.device("meta"):
+        empty = ts.nn.ParallelEmbedding(10, 4, dim=0)
+    return {
+        "as on rank 0": all(torch.equal(full[n], t) for n, t in expected.state_dict().items()),
+        "value": torch.allclose(made(x), expected(x)),
+        "meta": (empty.weight.is_meta, tuple(empty.weight.shape)),
+        "copied": torch.equal(copy.deepcopy(made)(x), made(x)),
+        "text": repr(made),
+    }
+
+
+def test_initial_weights_are_rank_0s() -> None:
+    for found in run_ranks(_initial, 2):
+        assert found["as on rank 0"] and found["value"] and found["copied"]
+        assert found["meta"] == (True, (5, 4)) and found["text"] == "ParallelLinear(5, 7, bias=True, dim=1)"
+
+
+def test_alone_they_are_pytorchs_own() -> None:
+    torch.manual_seed(0)
+    for dim in (None, 0, 1, -1):
+        torch.manual_seed(1)
+        made, table = (
+            ts.nn.ParallelLinear(4, 6, dim=dim),
+            ts.nn.ParallelEmbedding(5, 4, max_norm=1.0 if dim is None else None, dim=dim),
+        )
+        torch.manual_seed(1)
+        linear, embedding = nn.Linear(4, 6), nn.Embedding(5, 4, max_norm=1.0 if dim is None else None)
+        ids = torch.tensor([0, 4])
+        assert torch.equal(made(table(ids)), linear(embedding(ids)))
+    loss = ts.nn.ParallelCrossEntropyLoss(torch.ones(6), dim=1)
+    assert torch.equal(loss(torch.ones(2, 6), ids), F.cross_entropy(torch.ones(2, 6), ids))
+
+
+REFUSED: dict[str, tuple[Callable[[], Any], str]] = {
+    "a third dim": (lambda: ts.nn.ParallelLinear(4, 4, dim=2), "can't be split by dim 2"),
+    "a split input by columns": (lambda: ts.nn.ParallelLinear(4, 4, dim=1, input_is_parallel=True), "no such option"),
+    "a gathered result by rows": (lambda: ts.nn.ParallelLinear(4, 4, dim=0, gather_output=True), "no such option"),
+    "max_norm": (lambda: ts.nn.ParallelEmbedding(4, 4, max_norm=1.0, dim=0), "max_norm="),
+    "sparse": (lambda: ts.nn.ParallelEmbedding(4, 4, sparse=True, dim=1), "sparse=True"),
+    "no such reduction": (
+        lambda: tsf.parallel_cross_entropy(torch.ones(2, 3), torch.ones(2), dim=None, reduction="max"),
+        "'max'",
+    ),
+    "another model's state": (lambda: ts.nn.load_full_state_dict(nn.Linear(2, 2), {}), "does not fit at 'weight'"),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_refused(name: str) -> None:
+    call, text = REFUSED[name]
+    with pytest.raises(ts.InputError, match=text):
+        call()
+
+
+def _refused_in_a_group(rank: int) -> list[str]:
+    tsd.init_process_group()
+    layer, ones = ts.nn.ParallelLinear(4, 6, dim=0), torch.ones
+    calls = {
+        "a slice in place of the whole": (lambda: layer(torch.ones(2, 2)), "input_is_parallel=True"),
+        "the whole in place of a slice": (
+            lambda: tsf.parallel_linear(torch.ones(2, 4), layer.weight, dim=0, input_is_parallel=True),
+            "does not fit the weight",
+        ),
+        "whole weights": (lambda: tsf.parallel_linear(ones(2, 4), ones(6, 4), dim=1, size=6), "no split of 6"),
+        "no such padding row": (lambda: tsf.parallel_embedding(ones(1).long(), ones(2, 3), 4, dim=0), "no row 4"),
+    }  # fmt: skip
+    wrong = []
+    for name, (call, text) in calls.items():
+        try:
+            call()
+            wrong.append(name)
+        except ts.InputError as error:
+            wrong += [] if text in str(error) else [f"{name}: {error}"]
+    return wrong
+
+
+def test_refused_in_a_group() -> None:
+    assert run_ranks(_refused_in_a_group, 2) == [[], []]
+
+
+# --- what the first torchshard got wrong -----------------------------------------------------------------------------
+
+
+def _groups_smaller_than_the_world(rank: int) -> bool:
+    """It took the world's ranks and sizes for the group's."""
+    whole = draw(3, 8, grad=False)
+    return close(tsd.gather(tsd.scatter(whole, -1), -1), whole) and tsd.get_world_size() == 2
+
+
+def _reduce_keeps_its_input(rank: int) -> bool:
+    """It summed in place what a backward had kept."""
+    x = draw(4)
+    y = x.exp()  # its backward reads its result
+    kept = y.detach().clone()
+    tsd.reduce(y).sum().backward()
+    return close(y, kept) and close(x.grad, kept)
+
+
+def _copy_keeps_the_upstream_gradient(rank: int) -> bool:
+    """Its backward summed in place the gradient that others read too."""
+    x, gradient = draw(4), torch.full((4,), 3.0, dtype=torch.float64)
+    tsd.copy(x).backward(gradient)
+    return bool((gradient == 3).all()) and close(x.grad, gradient * 2)
+
+
+def _gathered_is_not_split(rank: int) -> bool:
+    """A gathered tensor went on to be marked as split, and a loss took it for a slice."""
+    logits, target = draw(4, 6), torch.randint(6, (4,))
+    gathered = tsd.gather(tsd.scatter(logits, -1), -1)
+    expected = F.cross_entropy(logits, target)
+    marks = [name for name in vars(gathered) if "dim" in name]
+    return close(tsf.parallel_cross_entropy(gathered, target, dim=None), expected) and not marks
+
+
+def _loss_weighs_classes(rank: int) -> bool:
+    logits, target, weight = draw(4, 6), torch.randint(6, (4,)), torch.rand(6, dtype=torch.float64)
+    loss = ts.nn.ParallelCrossEntropyLoss(weight, dim=-1)
+    return close(loss(tsd.scatter(logits, -1), target), F.cross_entropy(logits, target, weight))
+
+
+def _loss_ignores_an_index(rank: int) -> bool:
+    """Its one-hot vectors failed on -100."""
+    logits, target = draw(4, 6), torch.tensor([1, -100, 5, -100])
+    return close(tsf.parallel_cross_entropy(tsd.scatter(logits, -1), target, dim=1), F.cross_entropy(logits, target))
+
+
+def _loss_of_each_row_has_one_dim(rank: int) -> bool:
+    """It gave [N, 1]."""
+    logits, target = draw(4, 6), torch.randint(6, (4,))
+    got = tsf.parallel_cross_entropy(tsd.scatter(logits, -1), target, dim=1, reduction="none")
+    return got.shape == (4,) and close(got, F.cross_entropy(logits, target, reduction="none"))
+
+
+def _a_padding_row_of_a_split_vocabulary(rank: int) -> bool:
+    """The row's number was taken as one of the slice's: other rows lost their gradients."""
+    table = draw(6, 3)
+    part, ids = own(table, 0), torch.tensor([[0, 4, 5, 1]])
+    tsf.parallel_embedding(ids, part, padding_idx=4, dim=0).sum().backward()
+    F.embedding(ids, table, padding_idx=4).sum().backward()
+    assert table.grad is not None
+    return close(part.grad, own(table.grad, 0))
+
+
+def _saving_without_cuda(rank: int) -> bool:
+    model = ts.nn.ParallelLinear(4, 6, dim=1)
+    file = io.BytesIO()
+    torch.save(ts.nn.full_state_dict(model), file)
+    file.seek(0)
+    held = torch.load(file, weights_only=True)
+    return held["weight"].shape == (6, 4) and held["bias"].shape == (6,) and held["weight"].device.type == "cpu"
+
+
+BUGS = (
+    _groups_smaller_than_the_world, _reduce_keeps_its_input, _copy_keeps_the_upstream_gradient, _gathered_is_not_split,
+    _loss_weighs_classes, _loss_ignores_an_index, _loss_of_each_row_has_one_dim, _a_padding_row_of_a_split_vocabulary,
+    _saving_without_cuda,
+)  # fmt: skip
+
+
+def _old_bugs(rank: int) -> list[str]:
+    tsd.init_process_group(group_size=2)
+    torch.manual_seed(0)
+    return [bug.__name__ for bug in BUGS if not bug(rank)]
+
+
+def test_what_the_first_torchshard_got_wrong() -> None:
+    assert run_ranks(_old_bugs, 4) == [[]] * 4

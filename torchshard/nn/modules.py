@@ -1,0 +1,211 @@
+"""Modules over `torchshard.nn.functional`. Weights are drawn on rank 0, as PyTorch's modules draw them, and split.
+
+`split` of a module says how its parameters lie: name -> (dim, global size). `state_dict` has this rank's slices,
+`full_state_dict` of a whole model what PyTorch's modules would have.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Self
+
+import torch
+from torch import Tensor, nn
+
+from torchshard.distributed.groups import own_group
+from torchshard.distributed.primitives import broadcast
+from torchshard.layouts import Shard
+from torchshard.layouts import split as slice_of
+from torchshard.nn import functional
+
+Split = dict[str, tuple[int, int]]
+"""Parameter -> (the dim that is split, its global size); what is whole on every rank is not in it."""
+
+
+class _Sliced(nn.Module):
+    """What the modules share: slices of another module's parameters."""
+
+    split: Split
+    weight: Tensor
+    bias: Tensor | None
+
+    def _take(self, whole: nn.Module, split: Split, *, share: bool) -> None:
+        """Takes this rank's slices of a module's parameters; `share`: of rank 0's."""
+        group, self.split = own_group(), split if own_group().size > 1 else {}
+        for name, parameter in whole.named_parameters():
+            held = parameter.detach()
+            if share and group.size > 1 and not held.is_meta:
+                held = broadcast(held)
+            if name in self.split:
+                held = slice_of(held, Shard(self.split[name][0]), group.rank, group.size)
+            made = held.clone(memory_format=torch.contiguous_format)
+            self.register_parameter(name, nn.Parameter(made, parameter.requires_grad))
+
+
+class ParallelLinear(_Sliced):
+    """`torch.nn.Linear`, split by columns (`dim=1` or -1) or by rows (0).
+
+    Args:
+        in_features, out_features: of the whole.
+        dim, input_is_parallel, gather_output: as `functional.parallel_linear` has them.
+
+    Shape: by columns `[..., in]` gives `[..., out / n]`; by rows `[..., in]`, or `[..., in / n]` with
+    `input_is_parallel`, gives `[..., out]`.
+    """
+
+    def __init__(
+        self,
+        in_features: int,
+        out_features: int,
+        bias: bool = True,
+        dim: int | None = None,
+        *,
+        input_is_parallel: bool = False,
+        gather_output: bool = False,
+        device: Any = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__()
+        options = {"input_is_parallel": input_is_parallel, "gather_output": gather_output}
+        self._set(nn.Linear(in_features, out_features, bias, device, dtype), dim, share=True, **options)
+
+    @classmethod
+    def from_linear(
+        cls, linear: nn.Linear, dim: int | None = None, *, input_is_parallel: bool = False, gather_output: bool = False
+    ) -> Self:
+        """The same layer with this rank's slices; all ranks pass the same."""
+        made = cls.__new__(cls)
+        nn.Module.__init__(made)
+        made._set(linear, dim, share=False, input_is_parallel=input_is_parallel, gather_output=gather_output)
+        return made
+
+    def _set(
+        self, whole: nn.Linear, dim: int | None, *, share: bool, input_is_parallel: bool, gather_output: bool
+    ) -> None:
+        functional.check_linear(dim, input_is_parallel=input_is_parallel, gather_output=gather_output)
+        self.in_features, self.out_features, self.dim = whole.in_features, whole.out_features, dim
+        self.input_is_parallel, self.gather_output = input_is_parallel, gather_output
+        by_columns = {"weight": (0, whole.out_features), "bias": (0, whole.out_features)}
+        split: dict[int | None, Split] = {None: {}, 0: {"weight": (1, whole.in_features)}}
+        self._take(whole, split.get(dim, by_columns), share=share)
+        if whole.bias is None:
+            self.register_parameter("bias", None)
+
+    def forward(self, input: Tensor) -> Tensor:
+        """See `functional.parallel_linear`."""
+        return functional.parallel_linear(
+            input,
+            self.weight,
+            self.bias,
+            self.dim,
+            size=self.split["weight"][1] if self.split else None,
+            input_is_parallel=self.input_is_parallel,
+            gather_output=self.gather_output,
+        )
+
+    def extra_repr(self) -> str:
+        """As `nn.Linear`'s, and how it is split."""
+        return f"{self.in_features}, {self.out_features}, bias={self.bias is not None}, dim={self.dim}"
+
+
+class ParallelEmbedding(_Sliced):
+    """`torch.nn.Embedding`, split by rows (`dim=0`: the vocabulary) or by columns (1 or -1); the result is whole.
+
+    Args:
+        num_embeddings, embedding_dim: of the whole.
+        dim: as `functional.parallel_embedding` has it; `max_norm` and `sparse` only with None.
+    """
+
+    def __init__(
+        self,
+        num_embeddings: int,
+        embedding_dim: int,
+        padding_idx: int | None = None,
+        max_norm: float | None = None,
+        norm_type: float = 2.0,
+        scale_grad_by_freq: bool = False,
+        sparse: bool = False,
+        dim: int | None = None,
+        *,
+        device: Any = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__()
+        options = padding_idx, max_norm, norm_type, scale_grad_by_freq, sparse
+        self._set(nn.Embedding(num_embeddings, embedding_dim, *options, device=device, dtype=dtype), dim, share=True)
+
+    @classmethod
+    def from_embedding(cls, embedding: nn.Embedding, dim: int | None = None) -> Self:
+        """The same table with this rank's slices; all ranks pass the same."""
+        made = cls.__new__(cls)
+        nn.Module.__init__(made)
+        made._set(embedding, dim, share=False)
+        return made
+
+    def _set(self, whole: nn.Embedding, dim: int | None, *, share: bool) -> None:
+        functional.check_embedding(dim, whole.max_norm, whole.sparse)
+        self.num_embeddings, self.embedding_dim, self.dim = whole.num_embeddings, whole.embedding_dim, dim
+        self.padding_idx, self.max_norm, self.norm_type = whole.padding_idx, whole.max_norm, whole.norm_type
+        self.scale_grad_by_freq, self.sparse = whole.scale_grad_by_freq, whole.sparse
+        split: dict[int | None, Split] = {None: {}, 0: {"weight": (0, whole.num_embeddings)}}
+        self._take(whole, split.get(dim, {"weight": (1, whole.embedding_dim)}), share=share)
+
+    def forward(self, input: Tensor) -> Tensor:
+        """See `functional.parallel_embedding`."""
+        return functional.parallel_embedding(
+            input,
+            self.weight,
+            self.padding_idx,
+            self.max_norm,
+            self.norm_type,
+            self.scale_grad_by_freq,
+            self.sparse,
+            self.dim,
+            size=self.split["weight"][1] if self.split else None,
+        )
+
+    def extra_repr(self) -> str:
+        """As `nn.Embedding`'s, and how it is split."""
+        padding = "" if self.padding_idx is None else f", padding_idx={self.padding_idx}"
+        return f"{self.num_embeddings}, {self.embedding_dim}{padding}, dim={self.dim}"
+
+
+class ParallelCrossEntropyLoss(nn.Module):
+    """`torch.nn.CrossEntropyLoss` of logits that are split along `dim` (-1 or 1: the classes; None: not at all).
+
+    Args:
+        weight: `[classes]`, the whole, on every rank.
+        dim, size: as `functional.parallel_cross_entropy` has them.
+    """
+
+    def __init__(
+        self,
+        weight: Tensor | None = None,
+        *,
+        dim: int | None,
+        size: int | None = None,
+        ignore_index: int = -100,
+        reduction: str = "mean",
+        label_smoothing: float = 0.0,
+    ) -> None:
+        super().__init__()
+        self.register_buffer("weight", weight)
+        self.dim, self.size = dim, size
+        self.ignore_index, self.reduction, self.label_smoothing = ignore_index, reduction, label_smoothing
+
+    def forward(self, input: Tensor, target: Tensor) -> Tensor:
+        """See `functional.parallel_cross_entropy`."""
+        weight: Any = self.weight
+        return functional.parallel_cross_entropy(
+            input,
+            target,
+            weight,
+            dim=self.dim,
+            size=self.size,
+            ignore_index=self.ignore_index,
+            reduction=self.reduction,
+            label_smoothing=self.label_smoothing,
+        )
+
+    def extra_repr(self) -> str:
+        """How the logits are split."""
+        return f"dim={self.dim}, reduction={self.reduction!r}"
