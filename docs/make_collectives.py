@@ -33,9 +33,21 @@ import torchshard.distributed as tsd
 tsd.init_process_group(group_size=4)    # under torchrun --nproc-per-node 4
 ```
 
-Slices may be uneven: seven elements over four ranks are 2, 2, 2 and 1, by `torch.chunk`'s rule. With `async_op=True`
-the conversions (`copy` to `all_to_all`) give a `Handle`, whose `wait()` gives the tensor. `reduce` sums in place where
-no gradient is asked.
+Slices may be uneven: seven elements over four ranks are 2, 2, 2 and 1, by `torch.chunk`'s rule. What begins from
+slices asks the ranks for their sizes, in a small message, where `size=` does not give the whole one. With
+`async_op=True` the conversions (`copy` to `all_to_all`) give a `Handle`, whose `wait()` gives the tensor. `reduce` sums
+in place where no gradient is asked.
+
+A rank that calls with another shape, dtype, operation, order or number of calls, that is late, stopped or dead, is one
+`DistributedError` on every other rank, within `init_process_group(timeout_seconds=60)`. By default calls are compared
+when their like is new, with `tsd.debug(True)` each of them, forward and backward:
+
+```
+DistributedError: the ranks are about to do different things
+  where: reduce() of f32[4] (train.py:12 in step)
+  why:   ranks 0, 1, 3: reduce() of f32[4] (train.py:12 in step); rank 2: gather(dim=0) of f32[*,4] (train.py:14 in step)
+  try:   the same calls with the same shapes and dtypes in the same order on every rank
+```
 """
 
 

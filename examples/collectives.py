@@ -65,8 +65,24 @@ CALLS: list[tuple[str, str, Callable[[int], Tensor], Call]] = [
         lambda x: tsd.all_reduce(x.detach(), tsd.ReduceOp.MAX),
     ),
     ("all_gather_uneven(x)", "any shapes, as a list", piece, lambda x: tsd.all_gather_uneven(x.detach())),
+    (
+        "irecv(x, rank - 1).wait()",
+        "what its `isend(x, rank + 1)` sent: once around",
+        addend,
+        lambda x: around(x.detach()),
+    ),
     ("all_gather_object(x)", "any data, as a list", piece, lambda x: tsd.all_gather_object(int(x.sum()))),
+    ("gather_object(x, dst=1)", "the same, on rank 1 alone", piece, lambda x: tsd.gather_object(int(x.sum()), 1)),
+    ("broadcast_object(x, src=2)", "rank 2's data", piece, lambda x: tsd.broadcast_object(int(x.sum()), 2)),
 ]
+
+
+def around(x: Tensor) -> Tensor:
+    """Sends to the next rank, receives from the one before."""
+    rank, ranks = tsd.get_rank(), tsd.get_group_size()
+    sent, got = tsd.isend(x, (rank + 1) % ranks), tsd.irecv(x, (rank - 1) % ranks)
+    sent.wait()
+    return got.wait()
 
 
 def main() -> None:

@@ -165,6 +165,7 @@ OF_THE_INPUT = (
 )
 """Where the calls are alike and what they are called with does not fit."""
 
+EARLY = "messages, the receiver long before"
 FINE: dict[str, Callable[[int], bool]] = {
     "every other column": lambda n: torch.equal(tsd.all_reduce(ones(4, 6)[:, ::2]), ones(4, 3) * n),
     "strides of the rank's own": lambda n: torch.equal(
@@ -174,6 +175,9 @@ FINE: dict[str, Callable[[int], bool]] = {
     "of no elements": lambda n: tsd.all_reduce(ones(0, 3)).shape == (0, 3),
     "refused on all, then on": lambda n: _refused() and torch.equal(tsd.all_reduce(ones(2)), ones(2) * n),
     "messages": lambda n: _exchanged(),
+    "messages around, sends waited for first": lambda n: _around(n, sends_first=True),
+    "messages around, received first": lambda n: _around(n, sends_first=False),
+    EARLY: lambda n: _early(),
 }
 
 
@@ -196,6 +200,29 @@ def _exchanged() -> bool:
         time.sleep(0.001)
     held = [handle.wait() for handle in reversed(got)]
     return [h[0].item() for h in held] == [1.0, 0.0] and all(h.wait() is not None for h in sent)
+
+
+def _around(ranks: int, *, sends_first: bool) -> bool:
+    """Each rank sends to the next, twice in other shapes, and begins to receive before or after."""
+    rank, right = tsd.get_rank(), True
+    for size in (2, 3):
+        x, before = torch.full((size,), float(rank)), (rank - 1) % ranks
+        got = None if sends_first else tsd.irecv(x, before)
+        sent = tsd.isend(x, (rank + 1) % ranks)
+        got = got or tsd.irecv(x, before)
+        handles = (sent, got) if sends_first else (got, sent)
+        right &= all(handle.wait() is not None for handle in handles) and bool((got.wait() == before).all())
+    return right
+
+
+def _early() -> bool:
+    """A receiver that begins longer before the sender than the timeout, and waits only then."""
+    rank = tsd.get_rank()
+    got = tsd.irecv((2,), 1) if rank == 0 else None
+    time.sleep(SECONDS * 1.2)
+    if rank == 1:
+        tsd.send(ones(2), 0)
+    return got is None or torch.equal(got.wait(), ones(2))
 
 
 Outcome = tuple[str, str, float]
@@ -228,6 +255,8 @@ def _all_faults(rank: int) -> dict[str, Outcome]:
         tsd.init_process_group(timeout_seconds=SECONDS)
         tsd.debug(mode)
         for name, right in FINE.items():
+            if name == EARLY and mode is not True:
+                continue  # it takes long, and nothing waits for a comparison then
             found[f"{name}, debug({mode})"] = ("" if right(tsd.get_group_size()) else "wrong", "", 0.0)
         tsd.destroy_process_group()
     return found

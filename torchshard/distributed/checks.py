@@ -14,6 +14,7 @@ each collective node of a graph and each step of a backward is.
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import linecache
 import os
@@ -36,6 +37,11 @@ if TYPE_CHECKING:
 HEADER_BYTES = 1024
 GRACE_SECONDS = 0.5
 """After a collective has failed, how long a rank waits for what the others say about it."""
+FAILED = "a call failed"
+"""What a group has met after an error: its end is not compared then."""
+NO_TAG = 3
+"""The tag of what is never sent."""
+TIME_UP = "the time was up"
 MANY_KINDS = 4096
 """So many kinds of calls are remembered."""
 _OURS = tuple(f"{folder}{os.sep}" for folder in (Path(__file__).parent.parent, Path(torch.__file__).parent))
@@ -118,6 +124,7 @@ def meet(group: Group, call: Callable[[], str], value: Callable[[], int] = int, 
     if silent:
         raise _missing(group, here, heard, silent) from failure
     if len({header.digest for header in heard.values()}) > 1:
+        group.met.add(FAILED)
         raise DistributedError(
             "the ranks are about to do different things",
             where=here,
@@ -132,6 +139,7 @@ def meet(group: Group, call: Callable[[], str], value: Callable[[], int] = int, 
 def failed(group: Group, call: str, error: Exception) -> DistributedError:
     """The error for a collective that torch.distributed gave up, with what the other ranks say about it."""
     heard, silent = ({}, {}) if group.control is None else _swap(group, _header(f"{call} failed", "", 0), GRACE_SECONDS)
+    group.met.add(FAILED)
     others = {rank: header for rank, header in heard.items() if rank != group.rank}
     nothing = f"no word from {_ranks(silent)}: stopped, dead, or in another call" if silent else ""
     return DistributedError(
@@ -142,30 +150,34 @@ def failed(group: Group, call: str, error: Exception) -> DistributedError:
     )
 
 
-def compare_with(group: Group, rank: int, call: str, site: str, tags: tuple[int, int]) -> Callable[[], None]:
-    """Tells one rank what this one does, and gives what waits for its word and compares.
+def compare_with(
+    group: Group, rank: int, call: str, site: str, tags: tuple[int, int]
+) -> Callable[[float | None], None]:
+    """Tells one rank what this one does, and gives what waits for its word (so many seconds; None: ever) and compares.
 
     Args:
         tags: of what is told, and of what is heard.
 
     Raises:
-        DistributedError: it does something else, or said nothing within the timeout.
+        DistributedError: it does something else, or said nothing in time.
     """
-    here, mine, held = f"{call} ({site})", _header(call, site, 0), torch.zeros(HEADER_BYTES, dtype=torch.uint8)
+    mine, held = _header(call, site, 0), torch.zeros(HEADER_BYTES, dtype=torch.uint8)
     silent = dict[int, str]()
     coming = _attempt(silent, rank, dist.irecv, held, group_src=rank, group=group.control, tag=tags[1])
     going = _attempt(silent, rank, dist.isend, _packed(mine), group_dst=rank, group=group.control, tag=tags[0])
 
-    def compare() -> None:
+    def compare(seconds: float | None) -> None:
+        left = timedelta(days=1) if seconds is None else timedelta(seconds=seconds)
         for work in (coming, going):
-            _attempt(silent, rank, _wait, work, timedelta(seconds=group.timeout_seconds))
+            _attempt(silent, rank, _wait, work, left)
         if silent:
-            raise _missing(group, here, {}, silent)
+            raise _missing(group, f"{call} ({site})", {}, silent)
         heard = {group.rank: mine, rank: _unpacked(held)}
         if heard[rank].digest != mine.digest:
+            group.met.add(FAILED)
             raise DistributedError(
                 "what is sent is not what is received",
-                where=here,
+                where=f"{call} ({site})",
                 why=_told(heard),
                 attempt="the same shape and dtype in send and recv, and as many of them, in the same order",
             )
@@ -173,7 +185,25 @@ def compare_with(group: Group, rank: int, call: str, site: str, tags: tuple[int,
     return compare
 
 
+def late(group: Group, rank: int, call: str, site: str) -> DistributedError:
+    """The error for a message that did not come in time."""
+    return _missing(group, f"{call} ({site})", {}, {rank: TIME_UP})
+
+
+def hang_up(group: Group) -> None:
+    """Ends whatever waits for messages of a group, which can send none from then on."""
+    for held in (group.control, group.process_group):
+        if held is None or dist.get_backend(held) != "gloo":
+            continue
+        for rank in (rank for rank in range(group.size) if rank != group.rank):
+            with contextlib.suppress(RuntimeError):  # gloo closes all connections where one wait takes too long
+                _wait(dist.irecv(torch.empty(1), group_src=rank, group=held, tag=NO_TAG), timedelta(milliseconds=1))
+    for thread in group.waiting:
+        thread.is_done(GRACE_SECONDS)
+
+
 def _missing(group: Group, here: str, heard: Mapping[int, Header], silent: Mapping[int, str]) -> DistributedError:
+    group.met.add(FAILED)
     reasons = "; ".join(dict.fromkeys(silent.values()))
     return DistributedError(
         f"{_ranks(silent)} did not come to a call within {group.timeout_seconds:g} s, or went away",
@@ -215,7 +245,7 @@ def _wait(work: Any, left: timedelta) -> None:
 def _reason(error: Exception) -> str:
     text = str(error).partition("\n")[0]
     if "imed out" in text:
-        return "the time was up"
+        return TIME_UP
     return "a connection is closed" if "Connection" in text else text[:300]
 
 

@@ -7,6 +7,7 @@ A graph holds a group's name, not the group: it can be printed, saved, and run a
 
 from __future__ import annotations
 
+import atexit
 import os
 import sys
 from collections.abc import Sequence
@@ -17,7 +18,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from torchshard.distributed.checks import Mode, announce, meet
+from torchshard.distributed.checks import FAILED, Mode, announce, hang_up, meet
 from torchshard.errors import DistributedError, InputError
 
 MODEL = "model"
@@ -42,7 +43,9 @@ class Group:
     met: set[Any] = field(default_factory=set, compare=False, repr=False)
     """The kinds of calls that the ranks have compared."""
     lines: dict[int, Any] = field(default_factory=dict, compare=False, repr=False)
-    """Rank -> what is to be received from it, in order."""
+    """Rank -> the latest of what is to be received from it, where that waits for a comparison."""
+    waiting: list[Any] = field(default_factory=list, compare=False, repr=False)
+    """The threads that wait for messages."""
 
 
 _ALONE = Group(0, 1)
@@ -87,6 +90,7 @@ def init_process_group(
     _began.append(began)
     try:
         _groups.update(_make_groups(group_size, mesh, timeout_seconds))
+        atexit.register(_end_waiting)
     except Exception:
         _forget()
         raise
@@ -192,13 +196,16 @@ def is_initialized() -> bool:
 def destroy_process_group() -> None:
     """Forgets the groups (they can then be made again), and ends `torch.distributed` where we began it."""
     try:
-        if is_initialized() and sys.exc_info()[0] is None:  # where an error ends the work, nobody is waited for
-            announce(_groups[MODEL], lambda: "destroy_process_group()")
+        group, failing = own_group(), sys.exc_info()[0] is not None
+        if not failing and FAILED not in group.met:  # where an error ends the work, nobody is waited for
+            announce(group, lambda: "destroy_process_group()")
     finally:
         _forget()
 
 
 def _forget() -> None:
+    _end_waiting()
+    atexit.unregister(_end_waiting)
     _groups.clear()
     began = _began.pop() if _began else False
     while _made:
@@ -207,6 +214,13 @@ def _forget() -> None:
             dist.destroy_process_group(made)
     if began and dist.is_initialized():
         dist.destroy_process_group()
+
+
+def _end_waiting() -> None:
+    """Ends the threads that wait for messages: a process that ends while one waits in a backend is aborted."""
+    for group in _groups.values():
+        if not all(thread.is_done() for thread in group.waiting):
+            hang_up(group)
 
 
 def debug(on: bool | None = True) -> None:

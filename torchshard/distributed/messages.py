@@ -1,20 +1,20 @@
 """Messages from one rank to another, compared where they are to be: what is sent with what is received.
 
-The sender says what it sends and the receiver what it expects, both at once and without waiting; each compares when it
-waits. A message that does not fit is then never received, for a backend would write it where it does not fit.
+The sender says what it sends and the receiver what it expects, both at once and without waiting; the sender compares
+when it waits, the receiver behind its program's back. A message that does not fit is then never received, for a backend
+would write it where it does not fit, and any order of calls that is right without comparing is right with it.
 """
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Callable
-from threading import Lock, Thread
+from threading import Thread
 from typing import Any
 
 import torch.distributed as dist
 from torch import Tensor
 
-from torchshard.distributed.checks import compare_with, to_compare, where_called
+from torchshard.distributed.checks import compare_with, late, to_compare, where_called
 from torchshard.distributed.groups import Group
 from torchshard.distributed.wire import begin, finish
 from torchshard.layouts import type_text
@@ -23,26 +23,45 @@ SENDER, RECEIVER = 1, 2
 """The tags of what senders and receivers say."""
 
 
-class Awaited:
-    """A message under way. A backend says that it has come only to who waits, so where it is asked a thread waits."""
+class Later:
+    """What a function that waits for a group's messages gives, called in a thread."""
 
-    def __init__(self, wait: Callable[[], None]) -> None:
-        self._wait, self._failure = wait, list[Exception]()
-        self._thread: Thread | None = None
+    def __init__(self, group: Group, fn: Callable[[], Any]) -> None:
+        self._fn, self._given, self._failure = fn, list[Any](), list[Exception]()
+        self._thread = Thread(target=self._run, daemon=True)
+        self._thread.start()
+        group.waiting[:] = [*(other for other in group.waiting if not other.is_done()), self]
 
     def _run(self) -> None:
         try:
-            self._wait()
+            self._given.append(self._fn())
         except Exception as error:
             self._failure.append(error)
 
+    def is_done(self, seconds: float | None = 0.0) -> bool:
+        """Whether it has given something or failed, after so many seconds (None: in the end)."""
+        self._thread.join(seconds)
+        return not self._thread.is_alive()
+
+    def get(self) -> Any:
+        """What it gives, or raises."""
+        self.is_done(None)
+        if self._failure:
+            raise self._failure[0]
+        return self._given[0]
+
+
+class Awaited:
+    """A message under way. A backend says that it has come only to who waits, so where it is asked a thread waits."""
+
+    def __init__(self, group: Group, wait: Callable[[], None]) -> None:
+        self._group, self._wait = group, wait
+        self._later: Later | None = None
+
     def is_completed(self) -> bool:
         """Whether `wait` would return at once."""
-        if self._thread is None:
-            self._thread = Thread(target=self._run, daemon=True)
-            self._thread.start()
-        self._thread.join(0)
-        return not self._thread.is_alive()
+        self._later = self._later or Later(self._group, self._wait)
+        return self._later.is_done()
 
     def wait(self) -> None:
         """Waits for the message to have been sent, or to have come.
@@ -50,68 +69,55 @@ class Awaited:
         Raises:
             DistributedError: the other rank does something else, or nothing.
         """
-        if self._thread is None:
-            self._wait()
-            return
-        self._thread.join()
-        if self._failure:
-            raise self._failure[0]
+        self._wait() if self._later is None else self._later.get()
 
 
 def sending(held: Tensor, dst: int, group: Group) -> Awaited:
     """Begins to send a contiguous tensor."""
-    compare = _comparing(held, group, dst, group.rank, dst)
+    compared, said, site = _told(held, group, group.rank, dst)
+    compare = compare_with(group, dst, said, site, (SENDER, RECEIVER)) if compared else None
     work = begin(group, "send", dist.isend, held, group_dst=dst, group=group.process_group)
 
     def wait() -> None:
         if compare is not None:
-            compare()
+            compare(group.timeout_seconds)
         finish(group, "send", work)
 
-    return Awaited(wait)
-
-
-class Line:
-    """What one rank waits for from another, in order: a message that is not compared yet holds up those behind it."""
-
-    def __init__(self) -> None:
-        self._waiting, self._lock = deque[tuple[list[Any], Callable[[], Any]]](), Lock()
-
-    def join(self, begin: Callable[[], Any], *, at_once: bool) -> Callable[[], Any]:
-        """Takes the last place; the result begins all up to it, and gives what `begin` of it gave."""
-        begun: list[Any] = []
-        if at_once and not self._waiting:
-            begun.append(begin())
-        else:
-            self._waiting.append((begun, begin))
-        return lambda: self._advance(begun)
-
-    def _advance(self, begun: list[Any]) -> Any:
-        with self._lock:
-            while not begun:
-                place, first = self._waiting[0]
-                place.append(first())
-                self._waiting.popleft()
-        return begun[0]
+    return Awaited(group, wait)
 
 
 def receiving(held: Tensor, src: int, group: Group) -> Awaited:
-    """Begins to receive into a contiguous tensor."""
-    compare = _comparing(held, group, src, src, group.rank)
+    """Begins to receive into a contiguous tensor, after what is to be received from this rank before."""
 
     def post() -> Any:
-        if compare is not None:
-            compare()
         return begin(group, "receive", dist.irecv, held, group_src=src, group=group.process_group)
 
-    begun = group.lines.setdefault(src, Line()).join(post, at_once=compare is None)
-    return Awaited(lambda: finish(group, "receive", begun()))
+    compared, said, site = _told(held, group, src, group.rank)
+    before: Later | None = group.lines.get(src)
+    if not compared and (before is None or before.is_done()):
+        work = post()
+        return Awaited(group, lambda: finish(group, "receive", work))
+    compare = compare_with(group, src, said, site, (RECEIVER, SENDER)) if compared else None
+
+    def posted() -> Any:
+        if before is not None:
+            before.is_done(None)
+        if compare is not None:
+            compare(None)
+        return post()
+
+    posting = group.lines[src] = Later(group, posted)
+
+    def wait() -> None:
+        if not posting.is_done(group.timeout_seconds):
+            raise late(group, src, said, site)
+        finish(group, "receive", posting.get())
+
+    return Awaited(group, wait)
 
 
-def _comparing(held: Tensor, group: Group, other: int, src: int, dst: int) -> Callable[[], None] | None:
-    """What compares a message with what the other rank says of it; None where it is not to be compared."""
-    if not to_compare(group, ("message", src, dst, held.dtype, held.shape)):
-        return None
+def _told(held: Tensor, group: Group, src: int, dst: int) -> tuple[bool, str, str]:
+    """Whether a message is to be compared, what is said of it, and where it is called."""
+    compared = to_compare(group, ("message", src, dst, held.dtype, held.shape))
     said = f"{type_text(held.dtype, held.shape)} from rank {src} to rank {dst}"
-    tags = (SENDER, RECEIVER) if src == group.rank else (RECEIVER, SENDER)
-    return compare_with(group, other, said, where_called(), tags)
+    return compared, said, where_called() if compared else ""
