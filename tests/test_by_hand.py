@@ -49,6 +49,39 @@ def _sums_in_place(rank: int) -> Iterator[tuple[str, bool]]:
         yield "without gradients in place", tsd.reduce(leaf) is leaf and bool((leaf == world).all())
 
 
+def _stale(rank: int) -> Iterator[tuple[str, bool]]:
+    """What is kept elsewhere while a collective writes or reads."""
+    leaf = torch.ones(3, requires_grad=True)
+    kept = leaf.exp()  # its backward reads its result
+    tsd.reduce(kept.detach())
+    try:
+        kept.sum().backward()
+        yield "a backward of what was summed in place is an error", tsd.get_group_size() == 1
+    except RuntimeError as error:
+        yield "a backward of what was summed in place is an error", "inplace operation" in str(error)
+    for name, call in CALLS.items():
+        x = torch.arange(35.0).reshape(5, 7)
+        expected = call(x.clone())
+        if name != "reduce":  # which sums in place
+            handle = call(x, async_op=True)
+            x.zero_()
+            yield f"{name}: what is sent may change meanwhile", torch.equal(handle.wait(), expected)
+
+
+def _compiled(rank: int) -> Iterator[tuple[str, bool]]:
+    for gradient in (False, True):
+        for name, call in CALLS.items():
+            x = torch.arange(24.0).reshape(6, 4) if gradient else torch.arange(24.0).reshape(4, 6)
+            x, y = ((x.clone() * (rank + 1)).requires_grad_(gradient) for _ in range(2))
+            expected, got = call(x), torch.compile(call, backend="eager", fullgraph=True)(y)
+            yield f"{name} compiled, {gradient=}", torch.equal(got, expected) and torch.equal(x.detach(), y.detach())
+            if gradient:
+                cotangent = torch.arange(expected.numel(), dtype=torch.float32).reshape(expected.shape)
+                expected.backward(cotangent)
+                got.backward(cotangent)
+                yield f"{name} compiled: gradient", x.grad is not None and torch.equal(x.grad, y.grad)
+
+
 def _uneven(rank: int) -> Iterator[tuple[str, bool]]:
     world = tsd.get_group_size()
     for size in (1, 5, 7, 8, 0):
@@ -99,7 +132,7 @@ def _asynchronous(rank: int) -> Iterator[tuple[str, bool]]:
 
 def _by_hand(rank: int) -> list[str]:
     tsd.init_process_group()
-    found = [*_sums_in_place(rank), *_uneven(rank), *_asynchronous(rank)]
+    found = [*_sums_in_place(rank), *_uneven(rank), *_asynchronous(rank), *_stale(rank), *_compiled(rank)]
     assert len(found) > 80
     return [what for what, holds in found if not holds]
 

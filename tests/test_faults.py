@@ -270,6 +270,7 @@ def test_each_fault_is_one_error_on_every_rank(world: int) -> None:
         assert set(kinds) == {"InputError" if name in OF_THE_INPUT else "DistributedError"}, f"{name}: {kinds}\n{texts}"
         assert all("rank" in text for text in texts), f"{name}: {texts}"
         assert max(seconds) < SECONDS + 1 or name == "late", f"{name}: {seconds}"
+    assert "node _2_linear_reduce" in ranks[0]["model: a backward skipped"][1]
     for found in ranks:
         assert {name: kind for name, (kind, _, _) in found.items() if name not in FAULTS and kind} == {}
 

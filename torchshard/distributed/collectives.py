@@ -13,7 +13,7 @@ ranks for its global size, in one small message; pass `size=` where it is known.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Literal, overload
 
 import torch
 import torch.distributed as dist
@@ -30,7 +30,11 @@ from torchshard.layouts import local_size, type_text
 _ops = torch.ops.torchshard
 
 
-def copy(x: Tensor, *, async_op: bool = False) -> Any:
+@overload
+def copy(x: Tensor, *, async_op: Literal[False] = False) -> Tensor: ...
+@overload
+def copy(x: Tensor, *, async_op: Literal[True]) -> Handle: ...
+def copy(x: Tensor, *, async_op: bool = False) -> Tensor | Handle:
     """I -> R: the same value; the gradients of all ranks are summed.
 
     Source: Megatron's `copy_to_tensor_model_parallel_region`.
@@ -38,7 +42,11 @@ def copy(x: Tensor, *, async_op: bool = False) -> Any:
     return _call("copy", x, async_op)
 
 
-def reduce(x: Tensor, *, async_op: bool = False) -> Any:
+@overload
+def reduce(x: Tensor, *, async_op: Literal[False] = False) -> Tensor: ...
+@overload
+def reduce(x: Tensor, *, async_op: Literal[True]) -> Handle: ...
+def reduce(x: Tensor, *, async_op: bool = False) -> Tensor | Handle:
     """P -> I: the sum over the ranks; the gradient passes.
 
     Where no gradient is asked it sums in place and gives `x` itself; where one is, `x` stays as it is.
@@ -81,12 +89,20 @@ def _check_memory(x: Tensor) -> None:
         )
 
 
-def all_reduce(x: Tensor, *, async_op: bool = False) -> Any:
+@overload
+def all_reduce(x: Tensor, *, async_op: Literal[False] = False) -> Tensor: ...
+@overload
+def all_reduce(x: Tensor, *, async_op: Literal[True]) -> Handle: ...
+def all_reduce(x: Tensor, *, async_op: bool = False) -> Tensor | Handle:
     """P -> R: the sum over the ranks; the gradients of all ranks are summed too."""
     return _call("all_reduce", x, async_op)
 
 
-def scatter(x: Tensor, dim: int | None = -1, *, async_op: bool = False) -> Any:
+@overload
+def scatter(x: Tensor, dim: int | None = -1, *, async_op: Literal[False] = False) -> Tensor: ...
+@overload
+def scatter(x: Tensor, dim: int | None = -1, *, async_op: Literal[True]) -> Handle: ...
+def scatter(x: Tensor, dim: int | None = -1, *, async_op: bool = False) -> Tensor | Handle:
     """I -> S(dim): this rank's slice; the gradient is gathered. `dim=None` splits nothing.
 
     [6, 8] over two ranks gives [3, 8] for `dim=0` and [6, 4] for `dim=-1`.
@@ -94,12 +110,20 @@ def scatter(x: Tensor, dim: int | None = -1, *, async_op: bool = False) -> Any:
     return _call("scatter", x, async_op, to_dim=dim) if dim is not None else _same(x, async_op)
 
 
-def narrow(x: Tensor, dim: int = -1, *, async_op: bool = False) -> Any:
+@overload
+def narrow(x: Tensor, dim: int = -1, *, async_op: Literal[False] = False) -> Tensor: ...
+@overload
+def narrow(x: Tensor, dim: int = -1, *, async_op: Literal[True]) -> Handle: ...
+def narrow(x: Tensor, dim: int = -1, *, async_op: bool = False) -> Tensor | Handle:
     """R -> S(dim): this rank's slice; the gradient is padded with zeros, an addend of the whole."""
     return _call("narrow", x, async_op, to_dim=dim)
 
 
-def gather(x: Tensor, dim: int | None = -1, *, size: int | None = None, async_op: bool = False) -> Any:
+@overload
+def gather(x: Tensor, dim: int | None = -1, *, size: int | None = None, async_op: Literal[False] = False) -> Tensor: ...
+@overload
+def gather(x: Tensor, dim: int | None = -1, *, size: int | None = None, async_op: Literal[True]) -> Handle: ...
+def gather(x: Tensor, dim: int | None = -1, *, size: int | None = None, async_op: bool = False) -> Tensor | Handle:
     """S(dim) -> I: all ranks' slices joined; this rank keeps its slice of the gradient. `dim=None` joins nothing.
 
     [6, 8] on each of two ranks gives [12, 8] for `dim=0` and [6, 16] for `dim=-1`.
@@ -113,7 +137,11 @@ def gather(x: Tensor, dim: int | None = -1, *, size: int | None = None, async_op
     return _call("gather", x, async_op, dim=dim, size=size) if dim is not None else _same(x, async_op)
 
 
-def all_gather(x: Tensor, dim: int = -1, *, size: int | None = None, async_op: bool = False) -> Any:
+@overload
+def all_gather(x: Tensor, dim: int = -1, *, size: int | None = None, async_op: Literal[False] = False) -> Tensor: ...
+@overload
+def all_gather(x: Tensor, dim: int = -1, *, size: int | None = None, async_op: Literal[True]) -> Handle: ...
+def all_gather(x: Tensor, dim: int = -1, *, size: int | None = None, async_op: bool = False) -> Tensor | Handle:
     """S(dim) -> R: all ranks' slices joined; the gradients are summed and scattered.
 
     Args:
@@ -122,12 +150,22 @@ def all_gather(x: Tensor, dim: int = -1, *, size: int | None = None, async_op: b
     return _call("all_gather", x, async_op, dim=dim, size=size)
 
 
-def reduce_scatter(x: Tensor, dim: int = -1, *, async_op: bool = False) -> Any:
+@overload
+def reduce_scatter(x: Tensor, dim: int = -1, *, async_op: Literal[False] = False) -> Tensor: ...
+@overload
+def reduce_scatter(x: Tensor, dim: int = -1, *, async_op: Literal[True]) -> Handle: ...
+def reduce_scatter(x: Tensor, dim: int = -1, *, async_op: bool = False) -> Tensor | Handle:
     """P -> S(dim): this rank's slice of the sum over the ranks; the gradient is gathered."""
     return _call("reduce_scatter", x, async_op, to_dim=dim)
 
 
-def all_to_all(x: Tensor, dim: int, to_dim: int, *, size: int | None = None, async_op: bool = False) -> Any:
+@overload
+def all_to_all(
+    x: Tensor, dim: int, to_dim: int, *, size: int | None = None, async_op: Literal[False] = False
+) -> Tensor: ...
+@overload
+def all_to_all(x: Tensor, dim: int, to_dim: int, *, size: int | None = None, async_op: Literal[True]) -> Handle: ...
+def all_to_all(x: Tensor, dim: int, to_dim: int, *, size: int | None = None, async_op: bool = False) -> Tensor | Handle:
     """S(dim) -> S(to_dim): split along another dim; the gradient goes the way back.
 
     Args:

@@ -8,7 +8,7 @@ result shares memory with an input. Alone, or outside any group, a call does wha
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, Literal, overload
 
 import torch
 import torch.distributed as dist
@@ -95,7 +95,11 @@ def _sum_to(x: Tensor, dst: int, group: Group) -> Tensor:
     return held if group.rank == dst else torch.zeros_like(held)
 
 
-def all_reduce(x: Tensor, op: Any = ReduceOp.SUM, *, async_op: bool = False) -> Any:
+@overload
+def all_reduce(x: Tensor, op: Any = ReduceOp.SUM, *, async_op: Literal[False] = False) -> Tensor: ...
+@overload
+def all_reduce(x: Tensor, op: Any = ReduceOp.SUM, *, async_op: Literal[True]) -> Handle: ...
+def all_reduce(x: Tensor, op: Any = ReduceOp.SUM, *, async_op: bool = False) -> Tensor | Handle:
     """The sum over the ranks, or `AVG`, `PRODUCT`, `MIN`, `MAX`, `BAND`, `BOR`, `BXOR`, on every rank.
 
     The gradient of a sum is the sum of all ranks' gradients (P -> R), of a mean their mean; the others have none.
@@ -107,7 +111,7 @@ def all_reduce(x: Tensor, op: Any = ReduceOp.SUM, *, async_op: bool = False) -> 
         InputError: `op` has no gradient, and one is asked; it is a mean of integers; or async_op is asked of it.
     """
     if op == ReduceOp.SUM:
-        return collectives.all_reduce(x, async_op=async_op)
+        return collectives.all_reduce(x, async_op=True) if async_op else collectives.all_reduce(x)
     group = own_group()
     alike(group, "all_reduce", x, valid=lambda: _check_op(x, op, async_op=async_op), op=op_name(op))
     return _all_reduced(x, op, group)
