@@ -24,9 +24,12 @@ from torch import Tensor, nn
 import torchshard as ts
 import torchshard.distributed as tsd
 from tests.helpers import run_ranks
+from torchshard.distributed import checks
 
 SECONDS = 3.0
 """The groups' timeout."""
+SHORT_SECONDS = 1.0
+"""That of faults by which some rank waits in vain."""
 WAIT_SECONDS = 120.0
 
 Fault = Callable[[bool, int, int], Any]
@@ -142,21 +145,22 @@ FAULTS: dict[str, Fault] = {
     "a dim that one lacks": lambda odd, r, n: tsd.scatter(ones(4, 4), 2 if odd else 1),
     "a rank that is none": lambda odd, r, n: tsd.broadcast(ones(4), n if odd else 0),
     "an expanded tensor in place": lambda odd, r, n: tsd.reduce(ones(1).expand(4) if odd else ones(4)),
-    "message: shape": lambda odd, r, n: _message(r, ones(4), ones(5)),
-    "message: fewer": lambda odd, r, n: _message(r, ones(5), ones(4)),
-    "message: dtype": lambda odd, r, n: _message(r, ones(4), ones(4, dtype=torch.int32)),
-    "messages: order": lambda odd, r, n: _two_messages(r),
-    "message: not received": lambda odd, r, n: (tsd.send(ones(4), 1) if r == 0 else None, tsd.reduce(ones(2))),
-    "message: not sent": lambda odd, r, n: (tsd.recv((4,), 0) if r == 1 else None, tsd.reduce(ones(2))),
+    "in vain: message: shape": lambda odd, r, n: _message(r, ones(4), ones(5)),
+    "in vain: message: fewer": lambda odd, r, n: _message(r, ones(5), ones(4)),
+    "in vain: message: dtype": lambda odd, r, n: _message(r, ones(4), ones(4, dtype=torch.int32)),
+    "in vain: messages: order": lambda odd, r, n: _two_messages(r),
+    "in vain: message: not received": lambda odd, r, n: (tsd.send(ones(4), 1) if r == 0 else None, tsd.reduce(ones(2))),
+    "in vain: message: not sent": lambda odd, r, n: (tsd.recv((4,), 0) if r == 1 else None, tsd.reduce(ones(2))),
     "objects and a tensor": lambda odd, r, n: tsd.all_gather_object([1]) if odd else tsd.reduce(ones(4)),
     "broadcast_object: src": lambda odd, r, n: tsd.broadcast_object([r], int(odd)),
     "an object that may not travel": lambda odd, r, n: tsd.all_gather_object(print if odd else 1, allow_pickle=False),
+    "an object that can't be pickled": lambda odd, r, n: tsd.all_gather_object((lambda: 1) if odd else 1),
     "model: an input's shape": lambda odd, r, n: _model()(ones(2 + odd, 4)),
     "model: an input's values": lambda odd, r, n: _model()(ones(2, 4) * (1 + odd)),
     "model: a backward skipped": lambda odd, r, n: _model_loses_a_backward(odd),
     "model: beside a call": lambda odd, r, n: _model_beside_a_call(odd),
     "debug on one rank": lambda odd, r, n: tsd.debug(True) if odd else tsd.reduce(ones(4)),
-    "late": lambda odd, r, n: (odd and time.sleep(SECONDS * 1.2), tsd.reduce(ones(4))),
+    "in vain: late": lambda odd, r, n: (odd and time.sleep(SHORT_SECONDS * 1.5), tsd.reduce(ones(4))),
 }
 
 OF_THE_INPUT = (
@@ -177,6 +181,7 @@ FINE: dict[str, Callable[[int], bool]] = {
     "messages": lambda n: _exchanged(),
     "messages around, sends waited for first": lambda n: _around(n, sends_first=True),
     "messages around, received first": lambda n: _around(n, sends_first=False),
+    "more kinds than are remembered": lambda n: _many_kinds(n),
     EARLY: lambda n: _early(),
 }
 
@@ -225,6 +230,21 @@ def _early() -> bool:
     return got is None or torch.equal(got.wait(), ones(2))
 
 
+def _many_kinds(ranks: int) -> bool:
+    """More kinds of calls than are remembered, and more on one rank than on the others."""
+    checks.MANY_KINDS = 8  # type: ignore[attr-defined]
+    try:
+        for size in range(1, 24):
+            if tsd.get_rank() < 2:
+                _around(2, sends_first=True)
+                (tsd.send if tsd.get_rank() else tsd.recv)(ones(size), 1 - tsd.get_rank())
+            if not torch.equal(tsd.gather(tsd.scatter(ones(size), 0), 0), ones(size)):
+                return False
+    finally:
+        checks.MANY_KINDS = 4096  # type: ignore[attr-defined]
+    return True
+
+
 Outcome = tuple[str, str, float]
 """(what was raised, its text, seconds)."""
 
@@ -242,12 +262,16 @@ def _outcome(call: Callable[[], Any]) -> Outcome:
     return "", "", time.monotonic() - began
 
 
+def _seconds(fault: str) -> float:
+    return SHORT_SECONDS if fault.startswith("in vain") else SECONDS
+
+
 def _all_faults(rank: int) -> dict[str, Outcome]:
     found: dict[str, Outcome] = {}
     for name, fault in FAULTS.items():
         dist.barrier()
         tsd.debug(None)
-        tsd.init_process_group(timeout_seconds=SECONDS)
+        tsd.init_process_group(timeout_seconds=_seconds(name))
         tsd.debug(True) if name != "debug on one rank" else None
         world = tsd.get_group_size()
         found[name] = _outcome(lambda: fault(rank == world - 1, rank, world))  # noqa: B023
@@ -269,7 +293,8 @@ def test_each_fault_is_one_error_on_every_rank(world: int) -> None:
         kinds, texts, seconds = zip(*(found[name] for found in ranks), strict=True)
         assert set(kinds) == {"InputError" if name in OF_THE_INPUT else "DistributedError"}, f"{name}: {kinds}\n{texts}"
         assert all("rank" in text for text in texts), f"{name}: {texts}"
-        assert max(seconds) < SECONDS + 1 or name == "late", f"{name}: {seconds}"
+        late = SHORT_SECONDS * 1.5 if name.endswith("late") else 0.0
+        assert max(seconds) < _seconds(name) + 1 + late, f"{name}: {seconds}"
     assert "node _2_linear_reduce" in ranks[0]["model: a backward skipped"][1]
     for found in ranks:
         assert {name: kind for name, (kind, _, _) in found.items() if name not in FAULTS and kind} == {}

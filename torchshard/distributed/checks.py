@@ -29,7 +29,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from torchshard.errors import DistributedError, ShardError
+from torchshard.errors import DistributedError
 
 if TYPE_CHECKING:
     from torchshard.distributed.groups import Group
@@ -37,8 +37,6 @@ if TYPE_CHECKING:
 HEADER_BYTES = 1024
 GRACE_SECONDS = 0.5
 """After a collective has failed, how long a rank waits for what the others say about it."""
-FAILED = "a call failed"
-"""What a group has met after an error: its end is not compared then."""
 NO_TAG = 3
 """The tag of what is never sent."""
 TIME_UP = "the time was up"
@@ -66,23 +64,18 @@ class Header(NamedTuple):
     """Where the call is made."""
 
 
-def is_met(group: Group, kind: Any) -> bool:
-    """Whether a call's like was met before, and need not be compared again."""
-    return kind in group.met and Mode.on is not True
+def remember(met: set[Any], kind: Any) -> None:
+    """A call that was compared. The set is the same on all who compare, so it is emptied at the same call."""
+    if len(met) == MANY_KINDS:
+        met.clear()
+    met.add(kind)
 
 
-def remember(group: Group, kind: Any) -> None:
-    """A call that all ranks make."""
-    if len(group.met) == MANY_KINDS:
-        group.met.clear()  # on all ranks at the same call
-    group.met.add(kind)
-
-
-def to_compare(group: Group, kind: Any) -> bool:
+def to_compare(group: Group, met: set[Any], kind: Any) -> bool:
     """Whether a call made by hand is to be compared; its kind then counts as met."""
-    if group.size == 1 or Mode.on is False or is_met(group, kind):
+    if group.size == 1 or Mode.on is False or (kind in met and Mode.on is not True):
         return False
-    remember(group, kind)
+    remember(met, kind)
     return True
 
 
@@ -108,23 +101,23 @@ def meet(group: Group, call: Callable[[], str], value: Callable[[], int] = int, 
 
     Raises:
         DistributedError: the calls differ, or a rank made none within the timeout: on every rank that made one.
-        ShardError: what `call` raises, where it raises the same on every rank.
+        Exception: what `call` raises, where it raises the same on every rank.
     """
     if group.size == 1:
         call()
         return [value()]
-    failure: ShardError | None = None
+    failure: Exception | None = None
     try:
         text = call()
-    except ShardError as error:
-        failure, text = error, f"refused: {error.what}"
+    except Exception as error:
+        failure, text = error, f"refused: {_first_line(error)}"
     site = f"backward of {of}" if of else where_called()
     heard, silent = _swap(group, _header(text, site, 0 if failure else value()), group.timeout_seconds)
     here = f"{text} ({site})"
     if silent:
         raise _missing(group, here, heard, silent) from failure
     if len({header.digest for header in heard.values()}) > 1:
-        group.met.add(FAILED)
+        group.failed.append(True)
         raise DistributedError(
             "the ranks are about to do different things",
             where=here,
@@ -139,7 +132,7 @@ def meet(group: Group, call: Callable[[], str], value: Callable[[], int] = int, 
 def failed(group: Group, call: str, error: Exception) -> DistributedError:
     """The error for a collective that torch.distributed gave up, with what the other ranks say about it."""
     heard, silent = ({}, {}) if group.control is None else _swap(group, _header(f"{call} failed", "", 0), GRACE_SECONDS)
-    group.met.add(FAILED)
+    group.failed.append(True)
     others = {rank: header for rank, header in heard.items() if rank != group.rank}
     nothing = f"no word from {_ranks(silent)}: stopped, dead, or in another call" if silent else ""
     return DistributedError(
@@ -174,7 +167,7 @@ def compare_with(
             raise _missing(group, f"{call} ({site})", {}, silent)
         heard = {group.rank: mine, rank: _unpacked(held)}
         if heard[rank].digest != mine.digest:
-            group.met.add(FAILED)
+            group.failed.append(True)
             raise DistributedError(
                 "what is sent is not what is received",
                 where=f"{call} ({site})",
@@ -203,7 +196,7 @@ def hang_up(group: Group) -> None:
 
 
 def _missing(group: Group, here: str, heard: Mapping[int, Header], silent: Mapping[int, str]) -> DistributedError:
-    group.met.add(FAILED)
+    group.failed.append(True)
     reasons = "; ".join(dict.fromkeys(silent.values()))
     return DistributedError(
         f"{_ranks(silent)} did not come to a call within {group.timeout_seconds:g} s, or went away",
@@ -242,8 +235,12 @@ def _wait(work: Any, left: timedelta) -> None:
     work.wait(left)
 
 
+def _first_line(error: Exception) -> str:
+    return str(error).partition("\n")[0]
+
+
 def _reason(error: Exception) -> str:
-    text = str(error).partition("\n")[0]
+    text = _first_line(error)
     if "imed out" in text:
         return TIME_UP
     return "a connection is closed" if "Connection" in text else text[:300]

@@ -237,7 +237,8 @@ def alike(
         sizes = meet(group, said, lambda: 0 if dim is None else x.shape[dim])
     else:
         said()
-    remember(group, kind)
+    if not asked:
+        remember(group.met, kind)
     return sizes
 
 

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from torchshard.distributed.checks import FAILED, Mode, announce, hang_up, meet
+from torchshard.distributed.checks import Mode, announce, hang_up, meet
 from torchshard.errors import DistributedError, InputError
 
 MODEL = "model"
@@ -41,7 +41,11 @@ class Group:
     """How long a rank waits for the others."""
     simulated: bool = False
     met: set[Any] = field(default_factory=set, compare=False, repr=False)
-    """The kinds of calls that the ranks have compared."""
+    """The kinds of calls that all ranks have compared."""
+    messages: dict[tuple[int, int], set[Any]] = field(default_factory=dict, compare=False, repr=False)
+    """(from, to) -> the kinds of messages that these two have compared."""
+    failed: list[bool] = field(default_factory=list, compare=False, repr=False)
+    """Not empty once a call has failed: what the others do is not known then."""
     lines: dict[int, Any] = field(default_factory=dict, compare=False, repr=False)
     """Rank -> the latest of what is to be received from it, where that waits for a comparison."""
     waiting: list[Any] = field(default_factory=list, compare=False, repr=False)
@@ -197,7 +201,7 @@ def destroy_process_group() -> None:
     """Forgets the groups (they can then be made again), and ends `torch.distributed` where we began it."""
     try:
         group, failing = own_group(), sys.exc_info()[0] is not None
-        if not failing and FAILED not in group.met:  # where an error ends the work, nobody is waited for
+        if not failing and not group.failed:  # where an error ends the work, nobody is waited for
             announce(group, lambda: "destroy_process_group()")
     finally:
         _forget()
@@ -237,7 +241,10 @@ def debug(on: bool | None = True) -> None:
         DistributedError: the ranks of the group don't all call it.
     """
     if is_initialized():
-        meet(_groups[MODEL], lambda: f"debug({on})")
+        group = _groups[MODEL]
+        meet(group, lambda: f"debug({on})")
+        group.met.clear()
+        group.messages.clear()
     Mode.on = on
 
 

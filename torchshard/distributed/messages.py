@@ -118,6 +118,6 @@ def receiving(held: Tensor, src: int, group: Group) -> Awaited:
 
 def _told(held: Tensor, group: Group, src: int, dst: int) -> tuple[bool, str, str]:
     """Whether a message is to be compared, what is said of it, and where it is called."""
-    compared = to_compare(group, ("message", src, dst, held.dtype, held.shape))
+    compared = to_compare(group, group.messages.setdefault((src, dst), set()), (held.dtype, held.shape))
     said = f"{type_text(held.dtype, held.shape)} from rank {src} to rank {dst}"
     return compared, said, where_called() if compared else ""
