@@ -25,6 +25,7 @@ import torchshard as ts
 import torchshard.distributed as tsd
 from tests.helpers import run_ranks
 from torchshard.distributed import checks
+from torchshard.nn.functional import parallel_linear
 
 SECONDS = 3.0
 """The groups' timeout."""
@@ -155,6 +156,8 @@ FAULTS: dict[str, Fault] = {
     "broadcast_object: src": lambda odd, r, n: tsd.broadcast_object([r], int(odd)),
     "an object that may not travel": lambda odd, r, n: tsd.all_gather_object(print if odd else 1, allow_pickle=False),
     "an object that can't be pickled": lambda odd, r, n: tsd.all_gather_object((lambda: 1) if odd else 1),
+    "linear: a gradient on some": lambda odd, r, n: parallel_linear(ones(2, 4, grad=not odd), ones(3, 4), dim=1),
+    "linear: another size": lambda odd, r, n: parallel_linear(ones(2, 4), ones(3 + odd, 4), dim=1, size=3 * n),
     "model: an input's shape": lambda odd, r, n: _model()(ones(2 + odd, 4)),
     "model: an input's values": lambda odd, r, n: _model()(ones(2, 4) * (1 + odd)),
     "model: a backward skipped": lambda odd, r, n: _model_loses_a_backward(odd),
@@ -165,6 +168,7 @@ FAULTS: dict[str, Fault] = {
 
 OF_THE_INPUT = (
     *("gather: sizes of no split", "gather: a size= that is not so"),
+    "linear: another size",
     *("model: an input's shape", "model: an input's values"),
 )
 """Where the calls are alike and what they are called with does not fit."""

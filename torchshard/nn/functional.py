@@ -12,14 +12,14 @@ ranks, in a small message per call, where `size=` does not give it. In a group o
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from torchshard.distributed.collectives import alike, own_dim, whole_size
+from torchshard.distributed.collectives import alike, needs_gradient, own_dim, whole_size
 from torchshard.distributed.groups import Group, own_group
 from torchshard.errors import InputError
 from torchshard.layouts import I, Shard, type_text
@@ -61,7 +61,7 @@ def parallel_linear(
     Source: Megatron's `ColumnParallelLinear` and `RowParallelLinear`.
     """
     group, by_rows, last = own_group(), dim == 0, input.shape[-1] if input.ndim else 0
-    asked = {"input": type_text(input.dtype, input.shape[:-1]), "input_is_parallel": input_is_parallel}
+    asked = {"input": _text(input, input.shape[:-1]), "input_is_parallel": input_is_parallel, "bias": _text(bias, ())}
 
     def valid() -> None:
         check_linear(dim, input_is_parallel=input_is_parallel, gather_output=gather_output)
@@ -119,7 +119,7 @@ def parallel_embedding(
         check_embedding(dim, max_norm, sparse)
         return F.embedding(input, weight, padding_idx, max_norm, norm_type, scale_grad_by_freq, sparse)
     asked = {
-        "input": type_text(input.dtype, input.shape), "padding_idx": padding_idx, "scale": scale_grad_by_freq,
+        "input": _text(input, input.shape), "padding_idx": padding_idx, "scale": scale_grad_by_freq,
         "max_norm": max_norm, "sparse": sparse,
     }  # fmt: skip
     split = 0 if by_rows else 1
@@ -167,7 +167,7 @@ def parallel_cross_entropy(
     if dim is None or group.size == 1:
         _check_reduction(reduction)
         return F.cross_entropy(input, target, weight, **options)
-    asked = {"target": type_text(target.dtype, target.shape), "weight": weight is not None, **options}
+    asked = {"target": _text(target, target.shape), "weight": weight is not None, **options}
     valid: Callable[[], None] = lambda: _check_reduction(reduction)  # noqa: E731
     whole = _global_size(group, "parallel_cross_entropy", input, dim, size, valid, **asked)
     split = own_dim(input, dim)
@@ -240,6 +240,13 @@ def _row(padding_idx: int | None, rows: int) -> int:
             attempt="one of them",
         )
     return padding_idx % rows
+
+
+def _text(x: Tensor | None, shape: Sequence[int]) -> str | None:
+    """What must be the same of a tensor on all ranks, its gradient too: the backward communicates where it has one."""
+    if x is None:
+        return None
+    return f"{type_text(x.dtype, shape)}{' with a gradient' if needs_gradient(x) else ''}"
 
 
 def _global_size(

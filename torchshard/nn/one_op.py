@@ -51,7 +51,9 @@ def _is_piece(value: Any) -> bool:
 def convert(piece: Piece, target: Layout) -> Piece:
     """A piece in another layout."""
     x, source, shape = piece
-    for name, layout in route(source, target, needs_grad=x.requires_grad and torch.is_grad_enabled()) or ():
+    steps = route(source, target, needs_grad=x.requires_grad and torch.is_grad_enabled())
+    assert steps is not None, (source, target)
+    for name, layout in steps:
         args = hashable(step_args(name, source, layout, shape))
         op = getattr(torch.ops.torchshard, name).default
         x, source = (op if torch.compiler.is_compiling() else direct(op))(x, *args, MODEL), layout
