@@ -49,6 +49,22 @@ def _sums_in_place(rank: int) -> Iterator[tuple[str, bool]]:
         yield "without gradients in place", tsd.reduce(leaf) is leaf and bool((leaf == world).all())
 
 
+def _lazy(rank: int) -> Iterator[tuple[str, bool]]:
+    """Views whose sign or conjugation is still to be done."""
+    world = tsd.get_group_size()
+    z = torch.tensor([[1 + 2j, 3 - 1j]]) * (rank + 1)
+    for name, x in (("negative", z.clone().conj().imag), ("conjugated", z.conj())):
+        plain = x.clone()
+        expected = plain * (sum(range(1, world + 1)) / (rank + 1))
+        for other in (name, f"{name}, transposed"):
+            call = (lambda t: t) if other == name else (lambda t: t.mT)
+            yield f"gather {other}", torch.equal(tsd.gather(call(x), 0), tsd.gather(call(plain), 0))
+            yield f"to one {other}", torch.equal(tsd.gather_to(call(x), 0, 0), tsd.gather_to(call(plain), 0, 0))
+            yield f"from one {other}", torch.equal(tsd.scatter_from(call(x), 0, 1), tsd.scatter_from(call(plain), 0, 1))
+            yield f"slice of the sum {other}", torch.equal(tsd.reduce_scatter(call(x)), tsd.reduce_scatter(call(plain)))
+        yield f"reduce {name}", torch.allclose(tsd.reduce(x), expected) and torch.allclose(x, expected)
+
+
 def _stale(rank: int) -> Iterator[tuple[str, bool]]:
     """What is kept elsewhere while a collective writes or reads."""
     leaf = torch.ones(3, requires_grad=True)
@@ -66,6 +82,19 @@ def _stale(rank: int) -> Iterator[tuple[str, bool]]:
             handle = call(x, async_op=True)
             x.zero_()
             yield f"{name}: what is sent may change meanwhile", torch.equal(handle.wait(), expected)
+        a, b = (torch.arange(35.0).reshape(5, 7).requires_grad_() for _ in range(2))
+        y = b * 1
+        handle = call(y, async_op=True)
+        y.mul_(3)
+        with torch.no_grad():
+            got = handle.wait()
+        call(a * 1).sum().backward()
+        got.sum().backward()
+        yield f"{name}: so may what it has a gradient of", torch.equal(a.grad, b.grad)  # type: ignore[arg-type]
+
+
+ASKING = ("gather", "all_gather", "all_to_all")
+"""Calls that ask for the ranks' sizes, which breaks a compiled graph."""
 
 
 def _compiled(rank: int) -> Iterator[tuple[str, bool]]:
@@ -73,7 +102,8 @@ def _compiled(rank: int) -> Iterator[tuple[str, bool]]:
         for name, call in CALLS.items():
             x = torch.arange(24.0).reshape(6, 4) if gradient else torch.arange(24.0).reshape(4, 6)
             x, y = ((x.clone() * (rank + 1)).requires_grad_(gradient) for _ in range(2))
-            expected, got = call(x), torch.compile(call, backend="eager", fullgraph=True)(y)
+            whole = name not in ASKING
+            expected, got = call(x), torch.compile(call, backend="eager", fullgraph=whole)(y)
             yield f"{name} compiled, {gradient=}", torch.equal(got, expected) and torch.equal(x.detach(), y.detach())
             if gradient:
                 cotangent = torch.arange(expected.numel(), dtype=torch.float32).reshape(expected.shape)
@@ -95,7 +125,17 @@ def _uneven(rank: int) -> Iterator[tuple[str, bool]]:
             yield f"{shape} gradient on {dim}", torch.equal(whole.grad, whole.detach())
             slices = tsd.all_gather(part.detach(), dim, size=size)
             yield f"{shape} gathered with its size", torch.equal(slices, whole)
+    for call in (tsd.gather, tsd.all_gather):
+        whole = torch.arange(7.0)
+        again = torch.compile(lambda x: call(x, 0), backend="eager")(tsd.scatter(whole, 0))  # noqa: B023
+        yield f"{call.__name__} of uneven slices compiled", torch.equal(again, whole)
     odd = torch.ones(2 + rank, 2)
+    for _ in range(2):
+        sized = lambda: tsd.gather(odd, 0, size=2 * world)  # noqa: E731
+        yield "no split of this size, twice", _raises(sized, "of no split") or world == 1
+    yield "dims from the end and the front", tsd.scatter(torch.ones(4, 2), -1 if rank else 1).shape[0] == 4
+    square = torch.ones(2, world)
+    yield "to the same dim", torch.equal(tsd.all_to_all(square, 0, 0), square)
     yield "no split has such sizes", _raises(lambda: tsd.gather(odd, 0), "torch.chunk's rule") or world == 1
     yield "a dim that is not there", _raises(lambda: tsd.gather(odd, 2), "has no dim 2")
     yield "no dim, no split", tsd.scatter(odd, None) is odd and tsd.gather(odd, dim=None) is odd
@@ -132,7 +172,7 @@ def _asynchronous(rank: int) -> Iterator[tuple[str, bool]]:
 
 def _by_hand(rank: int) -> list[str]:
     tsd.init_process_group()
-    found = [*_sums_in_place(rank), *_uneven(rank), *_asynchronous(rank), *_stale(rank), *_compiled(rank)]
+    found = [*_sums_in_place(rank), *_uneven(rank), *_asynchronous(rank), *_lazy(rank), *_stale(rank), *_compiled(rank)]
     assert len(found) > 80
     return [what for what, holds in found if not holds]
 
@@ -171,11 +211,16 @@ def _places(rank: int) -> dict[str, Any]:
         found[dim] = (*_place(), float(tsd.reduce(x)))
         tsd.destroy_process_group()
     found["two dims"] = _raises(lambda: tsd.init_process_group(mesh=mesh), "no model-parallel group")
-    part = dist.device_mesh.DeviceMesh("cpu", [1, 3])
+    part = dist.device_mesh.DeviceMesh("cpu", [3, 1])
     tsd.init_process_group(mesh=part)
     found["left out"] = _place()
     found["mine"] = tsd.get_group() is not None
+    whole = torch.arange(4.0)
+    found["joined"] = torch.equal(tsd.gather(tsd.scatter(whole, 0), 0), whole)
+    found["alone"] = tsd.get_rank() >= 0 or (tsd.reduce(whole) is whole and tsd.all_gather_object(1) == [1])
+    found["no graph"] = tsd.get_rank() >= 0 or _raises(lambda: ts.shard(torch.nn.Linear(2, 2), {"": "column"}), "in no")
     tsd.destroy_process_group()
+    found["two meshes"] = _raises(lambda: tsd.init_process_group(mesh=mesh["tp" if rank else "dp"]), "not parts of one")
     return found
 
 
@@ -191,4 +236,5 @@ def test_groups_and_the_groups_across_them() -> None:
         (1, 2, [2, 3], 4.0),
     ]
     assert [r["left out"][:4] for r in ranks] == [(-1, -1, -1, -1), (0, 2, 0, 1), (-1, -1, -1, -1), (1, 2, 0, 1)]
+    assert all(r["joined"] and r["alone"] and r["no graph"] and r["two meshes"] for r in ranks), ranks
     assert [r["mine"] for r in ranks] == [False, True, False, True] and all(r["two dims"] for r in ranks)

@@ -10,7 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from torchshard.distributed import launch
+from torchshard.distributed import all_reduce, launch
 from torchshard.distributed.groups import destroy_process_group, get_rank, init_process_group
 from torchshard.errors import DistributedError, PlanError
 
@@ -64,6 +64,39 @@ def _fail_unpicklably() -> None:
 
 def _no_result() -> object:
     return lambda: None
+
+
+def _leave_quietly() -> None:
+    if os.environ["RANK"] == "1":
+        raise SystemExit(0)
+
+
+def _fail_then_abort() -> None:
+    if os.environ["RANK"] == "1":
+        raise ValueError("the cause")
+    time.sleep(0.1)
+    os.abort()
+
+
+def _again_and_again() -> list[float]:
+    found = []
+    for _ in range(4):
+        init_process_group(timeout_seconds=20)
+        found.append(float(all_reduce(torch.tensor(get_rank() + 1.0))))
+        time.sleep(0.3 * (get_rank() == 0))
+        destroy_process_group()
+    return found
+
+
+def test_groups_can_be_made_again() -> None:
+    assert launch(_again_and_again, 2) == [[3.0] * 4] * 2
+
+
+def test_a_rank_that_leaves_without_a_result() -> None:
+    with pytest.raises(DistributedError, match="rank 1 ended without a result"):
+        launch(_leave_quietly, 2)
+    with pytest.raises(ValueError, match="the cause"):
+        launch(_fail_then_abort, 2)
 
 
 def test_results_come_in_the_order_of_the_ranks() -> None:

@@ -226,6 +226,85 @@ def test_a_model_trains_as_the_unsharded_one(world: int) -> None:
             assert torch.equal(value, ranks[0]["whole on every rank"][name]), name
 
 
+class Oddity(nn.Linear):
+    split = "train"
+
+
+def _norms(rank: int) -> dict[str, bool]:
+    """Norms where some ranks hold empty slices, of every dtype, and of gradients whose squares overflow in it."""
+    tsd.init_process_group()
+    found: dict[str, bool] = {}
+    for dtype in (torch.float64, torch.float32, torch.bfloat16, torch.float16):
+        for norm_type in (1.0, 2.0, 3.0, float("inf")):
+            whole = Oddity(3, 2).to(dtype)
+            mine = ts.nn.ParallelLinear.from_linear(whole, 1)
+            both = nn.Sequential(mine, Oddity(1, 1).to(dtype))
+            grads = [torch.full_like(p, 100.0) for p in whole.parameters()]
+            for p, g in zip(whole.parameters(), grads, strict=True):
+                p.grad = g
+            for p, g in zip(mine.parameters(), grads, strict=True):
+                p.grad = own(g, 0).detach()
+            expected, got = (
+                nn.utils.clip_grad_norm_(whole.parameters(), 1.0, norm_type),
+                ts.clip_grad_norm_(both, 1.0, norm_type),
+            )
+            close_enough = (
+                torch.allclose(got, expected, rtol=1e-2 if dtype.itemsize == 2 else 1e-6)
+                and got.dtype == expected.dtype
+            )
+            scaled = torch.allclose(mine.weight.grad, own(whole.weight.grad, 0).detach(), rtol=1e-2)  # type: ignore[arg-type]
+            found[f"{dtype}, {norm_type}"] = close_enough and scaled
+    return found
+
+
+def test_norms_of_empty_slices_and_of_large_gradients() -> None:
+    for found in run_ranks(_norms, 4):
+        assert all(found.values()) and len(found) == 16, found
+
+
+def _made_before(rank: int) -> bool:
+    """A module made alone does not take its whole weight for a slice later on."""
+    layer = ts.nn.ParallelLinear(6, 8, dim=1, gather_output=True)
+    tsd.init_process_group()
+    try:
+        layer(torch.ones(2, 6))
+    except ts.InputError as error:
+        return "of no split of 8" in str(error)
+    return False
+
+
+def test_a_module_made_before_the_group_is_refused() -> None:
+    assert run_ranks(_made_before, 3) == [True] * 3
+
+
+def _autocast(rank: int) -> list[str]:
+    """Dtypes and values under autocast, and of targets in all dtypes that PyTorch takes."""
+    tsd.init_process_group()
+    torch.manual_seed(0)
+    x, w, b = torch.randn(4, 8), torch.randn(6, 8), torch.randn(6)
+    wrong = []
+    with torch.autocast("cpu", torch.bfloat16):
+        pairs = {
+            "by columns": (F.linear(x, w, b), tsf.parallel_linear(x, own(w, 0), own(b, 0), 1, gather_output=True)),
+            "by rows": (F.linear(x, w, b), tsf.parallel_linear(x, own(w, 1), b, 0)),
+        }
+        logits, target = F.linear(x, w, b), torch.tensor([0, 1, 5, 2])
+        for dtype in (torch.int64, torch.uint8):
+            args = target.to(dtype)
+            pairs[f"loss, {dtype}"] = (
+                F.cross_entropy(logits, args), tsf.parallel_cross_entropy(tsd.scatter(logits, -1), args, dim=-1)
+            )  # fmt: skip
+    for name, (expected, got) in pairs.items():
+        tolerance = 1e-6 if name.startswith("loss") else 3e-2
+        if got.dtype != expected.dtype or not torch.allclose(got, expected, rtol=tolerance, atol=tolerance):
+            wrong.append(f"{name}: {got} for {expected}")
+    return wrong
+
+
+def test_autocast() -> None:
+    assert run_ranks(_autocast, 2) == [[], []]
+
+
 def _initial(rank: int) -> dict[str, Any]:
     """Modules made on each rank by itself, whose random streams differ."""
     tsd.init_process_group()

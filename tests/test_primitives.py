@@ -33,6 +33,10 @@ def _primitives(world: int) -> dict[str, tuple[Primitive, Callable[[Sequence[Ten
         "all_reduce sum": (tsd.all_reduce, lambda xs, r: sum(xs)),  # type: ignore[dict-item, return-value]
         "all_reduce mean": (lambda x: tsd.all_reduce(x, Op.AVG), lambda xs, r: sum(xs) / world),  # type: ignore[dict-item, return-value]
         "reduce_to": (lambda x: tsd.reduce_to(x, last), lambda xs, r: only(sum(xs), r, last)),  # type: ignore[arg-type]
+        "reduce_to mean": (
+            lambda x: tsd.reduce_to(x, last, Op.AVG),
+            lambda xs, r: only(sum(xs) / world, r, last),  # type: ignore[arg-type, operator]
+        ),
         "scatter_from": (lambda x: tsd.scatter_from(x, last, 0), lambda xs, r: part(xs[last], r)),
         "gather_to": (
             lambda x: tsd.gather_to(tsd.narrow(x, 0), last, 0),

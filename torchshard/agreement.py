@@ -71,7 +71,7 @@ def agree(
         return
     own = dict(facts() if callable(facts) else facts)
     everyone: list[Any] = [None] * group.size
-    dist.all_gather_object(everyone, own, group=group.control)
+    begin(group, "comparing what the ranks do", dist.all_gather_object, everyone, own, group=group.control)
     raise error(what, where=_first_difference(everyone), why=_shown(everyone), attempt="the same call on every rank")
 
 

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from torchshard.distributed.groups import MODEL, lookup, own_group
+from torchshard.distributed.groups import own_group
 from torchshard.distributed.kernels import reduced
 from torchshard.errors import InputError
 from torchshard.layouts import I, Shard
@@ -50,13 +51,18 @@ def clip_grad_norm_(model: nn.Module, max_norm: float, norm_type: float = 2.0) -
     factor = (max_norm / (total + 1e-6)).clamp(max=1.0)
     for _, grad in grads:
         grad.mul_(factor.to(grad.dtype))
-    return total
+    return total.to(functools.reduce(torch.promote_types, [g.dtype for _, g in grads] or [torch.float32]))
 
 
 def _norm(grads: list[Tensor], norm_type: float, device: torch.device) -> Tensor:
-    """The norm of some tensors together, in the dtype of the widest."""
-    norms = [torch.linalg.vector_norm(g, norm_type) for g in grads if g.numel()]
-    return torch.linalg.vector_norm(torch.stack(norms), norm_type) if norms else torch.zeros((), device=device)
+    """The norm of some tensors together, in float64: its power must not overflow, and a rank may hold none of them."""
+    norms = [torch.linalg.vector_norm(g, norm_type, dtype=_wide(g)).double() for g in grads if g.numel()]
+    zero = torch.zeros((), dtype=torch.float64, device=device)
+    return torch.linalg.vector_norm(torch.stack(norms), norm_type) if norms else zero
+
+
+def _wide(grad: Tensor) -> torch.dtype:
+    return torch.promote_types(grad.dtype, torch.float32)
 
 
 class GradScaler(torch.amp.GradScaler):
@@ -70,5 +76,5 @@ class GradScaler(torch.amp.GradScaler):
 
     def _unscale_grads_(self, *args: Any) -> dict[torch.device, Tensor]:
         found: dict[torch.device, Tensor] = super()._unscale_grads_(*args)
-        group = lookup(MODEL)
+        group = own_group()
         return {device: reduced(value, torch.distributed.ReduceOp.MAX, group) for device, value in found.items()}

@@ -79,6 +79,17 @@ def to_compare(group: Group, met: set[Any], kind: Any) -> bool:
     return True
 
 
+def forget(group: Group) -> None:
+    """After an error that all ranks see, each call counts as new."""
+    group.met.clear()
+    group.messages.clear()
+
+
+def _fail(group: Group) -> None:
+    group.failed.append(True)
+    forget(group)
+
+
 # --- comparing -------------------------------------------------------------------------------------------------------
 
 
@@ -117,7 +128,7 @@ def meet(group: Group, call: Callable[[], str], value: Callable[[], int] = int, 
     if silent:
         raise _missing(group, here, heard, silent) from failure
     if len({header.digest for header in heard.values()}) > 1:
-        group.failed.append(True)
+        _fail(group)
         raise DistributedError(
             "the ranks are about to do different things",
             where=here,
@@ -132,7 +143,7 @@ def meet(group: Group, call: Callable[[], str], value: Callable[[], int] = int, 
 def failed(group: Group, call: str, error: Exception) -> DistributedError:
     """The error for a collective that torch.distributed gave up, with what the other ranks say about it."""
     heard, silent = ({}, {}) if group.control is None else _swap(group, _header(f"{call} failed", "", 0), GRACE_SECONDS)
-    group.failed.append(True)
+    _fail(group)
     others = {rank: header for rank, header in heard.items() if rank != group.rank}
     nothing = f"no word from {_ranks(silent)}: stopped, dead, or in another call" if silent else ""
     return DistributedError(
@@ -167,7 +178,7 @@ def compare_with(
             raise _missing(group, f"{call} ({site})", {}, silent)
         heard = {group.rank: mine, rank: _unpacked(held)}
         if heard[rank].digest != mine.digest:
-            group.failed.append(True)
+            _fail(group)
             raise DistributedError(
                 "what is sent is not what is received",
                 where=f"{call} ({site})",
@@ -196,7 +207,7 @@ def hang_up(group: Group) -> None:
 
 
 def _missing(group: Group, here: str, heard: Mapping[int, Header], silent: Mapping[int, str]) -> DistributedError:
-    group.failed.append(True)
+    _fail(group)
     reasons = "; ".join(dict.fromkeys(silent.values()))
     return DistributedError(
         f"{_ranks(silent)} did not come to a call within {group.timeout_seconds:g} s, or went away",

@@ -19,8 +19,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from torchshard.distributed.checks import Mode, meet, remember
-from torchshard.distributed.groups import MODEL, Group, is_initialized, own_group
+from torchshard.distributed.checks import Mode, forget, meet, remember, where_called
+from torchshard.distributed.groups import ALONE, MODEL, Group, own_group
 from torchshard.distributed.kernels import reducing
 from torchshard.distributed.ops import begin, direct
 from torchshard.distributed.wire import Handle, Pending
@@ -70,12 +70,12 @@ def reduce(x: Tensor, *, async_op: bool = False) -> Tensor | Handle:
 
 
 def _reducing_in_place(x: Tensor, group: Group) -> Pending:
-    if x.is_contiguous():
+    if x.is_contiguous() and not x.is_neg() and not x.is_conj():
         if not x.is_inference():
             torch.autograd.graph.increment_version(x)  # a backward that has kept x must say that it was changed
         return reducing(x, dist.ReduceOp.SUM, group)
     _check_memory(x)
-    pending = reducing(x.contiguous(), dist.ReduceOp.SUM, group)
+    pending = reducing(x.clone(memory_format=torch.contiguous_format), dist.ReduceOp.SUM, group)
     return pending._replace(result=lambda: x.copy_(pending.result()))
 
 
@@ -184,14 +184,28 @@ def _call(
         to_dim: where it leads to a split.
     """
     group, op, compiling = own_group(), getattr(_ops, name).default, torch.compiler.is_compiling()
-    sizes = None if compiling else alike(group, name, x, dim, size=size, to_dim=to_dim)
-    args: list[Any] = [] if dim is None else [own_dim(x, dim), (whole_size(x, dim, size, sizes, group), 1)]
+    dim, to_dim = _from_front(x, dim), _from_front(x, to_dim)
+    if not compiling:
+        sizes = alike(group, name, x, dim, size=size, to_dim=to_dim)
+    else:
+        sizes = _asked(group, name, x, dim, to_dim) if dim is not None and size is None else None
+    args: list[Any] = [] if dim is None else [own_dim(x, dim), (whole_size(name, x, dim, size, sizes, group), 1)]
     args += [] if to_dim is None else [own_dim(x, to_dim), (x.shape[to_dim], 1)]
-    if not is_initialized():
+    if group is ALONE:
         return _same(x, async_op)
     if async_op:
         return begin(op, x, *args, MODEL)
     return (op if compiling else direct(op))(x, *args, MODEL)
+
+
+def _from_front(x: Tensor, dim: int | None) -> int | None:
+    """A dim counted from the front, if there is such a dim."""
+    return dim + x.ndim if dim is not None and -x.ndim <= dim < 0 else dim
+
+
+@torch.compiler.disable(reason="the ranks tell each other their sizes; size= gives the whole one")
+def _asked(group: Group, name: str, x: Tensor, dim: int, to_dim: int | None) -> list[int] | None:
+    return alike(group, name, x, dim, size=None, to_dim=to_dim)
 
 
 def _same(x: Tensor, async_op: bool) -> Any:
@@ -242,7 +256,7 @@ def alike(
     return sizes
 
 
-def whole_size(x: Tensor, dim: int, size: int | None, sizes: list[int] | None, group: Group) -> int:
+def whole_size(name: str, x: Tensor, dim: int, size: int | None, sizes: list[int] | None, group: Group) -> int:
     """The size along a dim of all ranks' slices together.
 
     Args:
@@ -257,9 +271,10 @@ def whole_size(x: Tensor, dim: int, size: int | None, sizes: list[int] | None, g
     total = sum(sizes) if size is None else size
     expected = [local_size([(total, 1)], rank, group.size) for rank in range(group.size)]
     if sizes != expected:
+        forget(group)
         raise InputError(
             f"slices of sizes {sizes} are of no split of {total} over {group.size} ranks",
-            where=f"dim {dim}",
+            where=f"{name}, dim {dim}, {where_called()}",
             why=f"torch.chunk's rule, by which scatter splits, gives {expected}",
             attempt="slices that scatter made; all_gather_uneven for tensors of any shapes",
         )

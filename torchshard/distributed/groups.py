@@ -18,7 +18,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from torchshard.distributed.checks import Mode, announce, hang_up, meet
+from torchshard.distributed.checks import Mode, announce, forget, hang_up, meet
 from torchshard.errors import DistributedError, InputError
 
 MODEL = "model"
@@ -52,8 +52,14 @@ class Group:
     """The threads that wait for messages."""
 
 
-_ALONE = Group(0, 1)
+ALONE = Group(0, 1)
+"""The group of a process that is in none."""
 _groups: dict[str, Group] = {}
+_stores: dict[tuple[str | None, ...], Any] = {}
+"""Environment -> the store by which its ranks find each other, with rank and world size. It outlives the groups: what
+rank 0 keeps can't be made again while others still use it."""
+_times: list[int] = []
+"""How many times `torch.distributed` was initialised here: names in the store are never used again."""
 _began: list[bool] = []
 """Whether the groups' `torch.distributed` was initialised here."""
 _made: list[Any] = []
@@ -105,9 +111,16 @@ def _begin(backend: str | None, timeout_seconds: float) -> None:
     if torch.cuda.is_available():
         torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", 0)) % torch.cuda.device_count())
     chosen = backend or ("nccl" if torch.cuda.is_available() else "gloo")
+    timeout = timedelta(seconds=timeout_seconds)
     try:
-        dist.init_process_group(chosen, timeout=timedelta(seconds=timeout_seconds))
-    except dist.DistError as error:
+        place = tuple(map(os.environ.get, ("MASTER_ADDR", "MASTER_PORT", "RANK", "WORLD_SIZE")))
+        if place not in _stores:
+            _stores[place] = next(dist.rendezvous("env://", timeout=timeout))
+        _times.append(len(_times))
+        held, rank, world = _stores[place]
+        store = dist.PrefixStore(f"torchshard/{len(_times)}", held)
+        dist.init_process_group(chosen, store=store, rank=rank, world_size=world, timeout=timeout)
+    except (RuntimeError, ValueError) as error:
         raise DistributedError(
             "the ranks did not find each other",
             where=f"init_process_group, rank {os.environ['RANK']} of {os.environ['WORLD_SIZE']}",
@@ -156,8 +169,16 @@ def _mesh_ranks(world: int, group_size: int, mesh: Any, control: Any) -> list[li
             attempt='one dimension by its name, such as mesh["tp"], and no group_size',
         )
     everyone: list[Any] = [None] * world
-    dist.all_gather_object(everyone, mesh.mesh.tolist() if mesh.get_coordinate() is not None else [], group=control)
-    return sorted(ranks for i, ranks in enumerate(everyone) if ranks and ranks[0] == i)
+    mine = [] if mesh.get_coordinate() is None else sorted(mesh.mesh.tolist())  # torch.distributed sorts them too
+    dist.all_gather_object(everyone, mine, group=control)
+    if any(everyone[rank] != ranks for ranks in everyone for rank in ranks):
+        raise DistributedError(
+            "the ranks' meshes are not parts of one",
+            where="init_process_group(mesh=...)",
+            why="; ".join(f"rank {rank}: {ranks or 'in none'}" for rank, ranks in enumerate(everyone)),
+            attempt="the same dimension of the same mesh on every rank",
+        )
+    return sorted(ranks for rank, ranks in enumerate(everyone) if ranks and ranks[0] == rank)
 
 
 def _own_group(groups: list[list[int]], timeout_seconds: float, controls: Sequence[Any] | None = None) -> Group:
@@ -235,7 +256,7 @@ def debug(on: bool | None = True) -> None:
     Args:
         on: True: each call, each collective node of a graph, and each step of a backward, at the cost of a message to
             each rank; None (as it begins): a call by hand when its like is met for the first time, and each call of a
-            sharded model; False: none.
+            sharded model; False: none but those by which the ranks tell each other sizes.
 
     Raises:
         DistributedError: the ranks of the group don't all call it.
@@ -243,8 +264,7 @@ def debug(on: bool | None = True) -> None:
     if is_initialized():
         group = _groups[MODEL]
         meet(group, lambda: f"debug({on})")
-        group.met.clear()
-        group.messages.clear()
+        forget(group)
     Mode.on = on
 
 
@@ -254,8 +274,16 @@ def lookup(name: str) -> Group:
     Raises:
         DistributedError: there is no such group in this process.
     """
-    if name in _groups:
-        return _groups[name]
+    group = _groups.get(name)
+    if group is not None and group.size > 0:
+        return group
+    if group is not None:
+        raise DistributedError(
+            "this process is in no model-parallel group",
+            where=f"group {name!r}",
+            why="the mesh that init_process_group was given leaves it out",
+            attempt="make the call on the ranks of the mesh alone",
+        )
     if name.startswith("simulated/"):
         _, rank, world = name.split("/")
         return Group(int(rank), int(world), simulated=True)
@@ -273,7 +301,7 @@ def simulated_name(rank: int, world: int) -> str:
 
 def get_group() -> Any:
     """torch.distributed's process group of the model-parallel group; None where this process is alone or in none."""
-    return lookup(MODEL).process_group
+    return _groups.get(MODEL, ALONE).process_group
 
 
 def get_rank() -> int:
@@ -292,8 +320,8 @@ def get_world_size() -> int:
 
 
 def get_data_parallel_group() -> Any:
-    """torch.distributed's group of the processes that have this rank in their model-parallel groups."""
-    return lookup(DATA).process_group
+    """torch.distributed's group of the processes that have this rank in their model-parallel groups, or None."""
+    return _groups.get(DATA, ALONE).process_group
 
 
 def get_data_parallel_rank() -> int:
@@ -307,8 +335,9 @@ def get_data_parallel_size() -> int:
 
 
 def own_group() -> Group:
-    """The model-parallel group; where nothing is initialised, a group of this process alone."""
-    return _groups.get(MODEL, _ALONE)
+    """The model-parallel group; where nothing is initialised, or this process is in none, `ALONE`."""
+    group = _groups.get(MODEL, ALONE)
+    return group if group.size > 0 else ALONE
 
 
 def peer(group: Group, rank: int, name: str) -> int:

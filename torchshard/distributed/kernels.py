@@ -123,10 +123,15 @@ def _from_front(x: Tensor, dim: int) -> Tensor:
     return x.movedim(0, dim) if dim else x
 
 
+def dense(x: Tensor) -> Tensor:
+    """Contiguous, with no sign or conjugation left to do: a backend reads the memory as it is."""
+    return x.resolve_conj().resolve_neg().contiguous()
+
+
 def _padded(x: Tensor, width: int) -> Tensor:
     """dim 0 filled up with zeros to `width`, contiguous."""
     if x.shape[0] == width:
-        return x.contiguous()
+        return dense(x)
     return torch.cat([x, x.new_zeros(width - x.shape[0], *x.shape[1:])])
 
 
@@ -154,7 +159,7 @@ def _reduce_scatter(x: Tensor, source: Layout, target: Layout, group: Group) -> 
         return _none(x, source, target, group)
     slices = _slices(target, group.size)
     if slices.even:
-        sent = _to_front(x, target.dim).contiguous()
+        sent = dense(_to_front(x, target.dim))
     else:
         pieces = [_to_front(split(x, target, r, group.size), target.dim) for r in range(group.size)]
         sent = torch.cat([_padded(p, slices.width) for p in pieces])
@@ -168,7 +173,7 @@ def _reduce_scatter(x: Tensor, source: Layout, target: Layout, group: Group) -> 
 
 def _all_to_all(x: Tensor, source: Layout, target: Layout, group: Group) -> Pending:
     assert isinstance(source, Shard) and isinstance(target, Shard)
-    if group.size == 1:
+    if group.size == 1 or source.dim == target.dim:
         return _none(x, source, target, group)
     sent = [split(x, target, r, group.size).contiguous() for r in range(group.size)]
     shapes = [_with_size(sent[group.rank].shape, source.dim, n) for n in _slices(source, group.size).widths]
@@ -184,6 +189,8 @@ def _all_to_all(x: Tensor, source: Layout, target: Layout, group: Group) -> Pend
 
 def scatter_pieces(x: Tensor, src: int, dim: int, size: int, group: Group) -> Tensor:
     """This rank's slice along `dim`, of `size` elements in all, of rank `src`'s tensor; the others' is not read."""
+    if x.is_complex():
+        return torch.view_as_complex(scatter_pieces(torch.view_as_real(dense(x)), src, dim, size, group))
     if group.size == 1:
         return x.clone(memory_format=torch.contiguous_format)
     widths, width, _ = _slices(Shard(dim, ((size, 1),)), group.size)
@@ -200,6 +207,8 @@ def scatter_pieces(x: Tensor, src: int, dim: int, size: int, group: Group) -> Te
 
 def gather_pieces(x: Tensor, dst: int, dim: int, size: int, group: Group) -> Tensor:
     """All ranks' slices along `dim` joined on rank `dst`; elsewhere nothing along it."""
+    if x.is_complex():
+        return torch.view_as_complex(gather_pieces(torch.view_as_real(dense(x)), dst, dim, size, group))
     if group.size == 1:
         return x.clone(memory_format=torch.contiguous_format)
     widths, width, _ = _slices(Shard(dim, ((size, 1),)), group.size)

@@ -26,6 +26,7 @@ from tempfile import TemporaryDirectory
 from typing import Any, NoReturn, TypeVar
 
 import torch
+import torch.distributed as dist
 import torch.multiprocessing as mp
 from torch.multiprocessing.spawn import ProcessException, ProcessExitedException
 
@@ -63,7 +64,18 @@ def launch(fn: Callable[..., T], nprocs: int, args: Sequence[Any] = ()) -> list[
         finally:
             for process in context.processes:
                 process.kill()
-        return [pickle.loads((Path(folder) / f"{rank}.result").read_bytes()) for rank in range(nprocs)]
+        return [_result(Path(folder), rank) for rank in range(nprocs)]
+
+
+def _result(folder: Path, rank: int) -> Any:
+    path = folder / f"{rank}.result"
+    if not path.exists():
+        raise _no_result(rank, "its process ended itself, by sys.exit or os._exit", "return from the function instead")
+    return pickle.loads(path.read_bytes())
+
+
+def _no_result(rank: int, why: str, attempt: str) -> DistributedError:
+    return DistributedError(f"rank {rank} ended without a result", where="launch", why=why, attempt=attempt)
 
 
 def _free_port() -> int:
@@ -101,20 +113,18 @@ def _write_failure(path: Path, rank: int, error: Exception) -> None:
         pickle.loads(held or b"")
     except Exception:
         held = None
-    path.write_bytes(pickle.dumps((time.monotonic(), text, held)))
+    broken = isinstance(error, (DistributedError, dist.DistError)) or "gloo" in str(error)
+    path.write_bytes(pickle.dumps((time.monotonic(), broken, text, held)))
 
 
 def _raise_first(folder: Path, seen: ProcessException) -> NoReturn:
     """Raises what the first failing rank raised; its neighbours' broken connections follow from that."""
-    failures = [pickle.loads(path.read_bytes()) for path in folder.glob("*.failure")]
-    if not failures or isinstance(seen, ProcessExitedException):
-        raise DistributedError(
-            f"rank {seen.error_index} ended without a result",
-            where="launch",
-            why=seen.msg,
-            attempt="see what it wrote to stderr; a process killed by SIGKILL may have had too little memory",
-        ) from None
-    _, text, held = min(failures)
+    failures = sorted((pickle.loads(path.read_bytes()) for path in folder.glob("*.failure")), key=lambda f: f[0])
+    causes = [failure for failure in failures if not failure[1]]  # the others may follow from another rank's end
+    if not failures or (isinstance(seen, ProcessExitedException) and not causes):
+        advice = "see what it wrote to stderr; a process killed by SIGKILL may have had too little memory"
+        raise _no_result(seen.error_index, seen.msg, advice) from None
+    _, _, text, held = (causes or failures)[0]
     if held is None:
         raise DistributedError(f"an exception that can't be pickled, {text}", where="launch") from None
     error: Exception = pickle.loads(held)

@@ -19,6 +19,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from torchshard.distributed.checks import meet
+from torchshard.distributed.collectives import needs_gradient
 from torchshard.distributed.groups import Group, own_group, peer
 from torchshard.distributed.wire import begin, collective, finish
 from torchshard.errors import InputError
@@ -71,15 +72,22 @@ def all_gather_uneven(x: Tensor) -> list[Tensor]:
     Raises:
         InputError: the ranks' dtypes differ, or a gradient is asked: this has none (`gather` has).
     """
-    if x.requires_grad and torch.is_grad_enabled():
-        raise InputError(
-            "all_gather_uneven has no gradient",
-            where="all_gather_uneven",
-            why="the tensor requires one",
-            attempt="x.detach(), or gather for the slices of a split",
-        )
     group = own_group()
-    facts = all_gather_object((list(x.shape), str(x.dtype)))
+
+    def fact() -> bytes:
+        if needs_gradient(x):
+            raise InputError(
+                "all_gather_uneven has no gradient",
+                where="all_gather_uneven",
+                why="the tensor requires one",
+                attempt="x.detach(), or gather for the slices of a split",
+            )
+        return encode((list(x.shape), str(x.dtype)), allow_pickle=False)
+
+    if group.size == 1:
+        fact()
+        return [x.clone()]
+    facts = [decode(held, allow_pickle=False) for held in _gathered("all_gather_uneven()", group, fact)]
     if len({dtype for _, dtype in facts}) > 1:
         raise InputError(
             "the ranks' tensors are of different dtypes",
@@ -87,8 +95,6 @@ def all_gather_uneven(x: Tensor) -> list[Tensor]:
             why="; ".join(f"rank {rank}: {dtype}" for rank, (_, dtype) in enumerate(facts)),
             attempt="x.to() one dtype",
         )
-    if group.size == 1:
-        return [x.clone()]
     shapes = [torch.Size(shape) for shape, _ in facts]
     sent = x.new_zeros(max(shape.numel() for shape in shapes))
     sent[: x.numel()] = x.flatten()

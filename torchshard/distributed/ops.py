@@ -100,9 +100,14 @@ def direct(op: Any) -> Callable[..., Tensor]:
 
 def begin(op: Any, x: Tensor, *args: Any) -> Handle:
     """Starts a collective of a copy of `x`, which may change meanwhile; waiting gives what the operator would."""
-    row = OPS[op]
-    pending = start(row.kernel, x.detach().clone(), *_ends(row.name, args), lookup(args[-1]))
-    return Handle(pending, lambda: _Direct.apply(x, row, args, pending.wait))
+    row, held, enabled = OPS[op], x.clone(), torch.is_grad_enabled()
+    pending = start(row.kernel, held.detach(), *_ends(row.name, args), lookup(args[-1]))
+
+    def result() -> Tensor:
+        with torch.set_grad_enabled(enabled):  # as it was when the call was made, of what x was then
+            return _Direct.apply(held, row, args, pending.wait)
+
+    return Handle(pending, result)
 
 
 def _define(row: Conversion) -> None:

@@ -2,7 +2,7 @@
 
 Where the mathematics is, they are differentiable: the gradient of each is the primitive that goes the other way. A rank
 that takes part in a forward must take part in the backward too. Tensors are made contiguous on the way in, and no
-result shares memory with an input. Alone, or outside any group, a call does what a group of one would.
+result in a group shares memory with an input. Alone, or outside any group, a call does what a group of one would.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ def _dense(x: Tensor) -> Tensor:
     return x.clone(memory_format=torch.contiguous_format)
 
 
-class _Linear(torch.autograd.Function):
+class _Paired(torch.autograd.Function):
     """A primitive and the one that goes the other way, as functions of a tensor."""
 
     @staticmethod
@@ -43,13 +43,13 @@ class _Linear(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
         announce(ctx.group, lambda: "the gradient of a primitive", ctx.site)
-        return _Linear.apply(grad, ctx.back, ctx.there, ctx.group), None, None, None
+        return _Paired.apply(grad, ctx.back, ctx.there, ctx.group), None, None, None
 
 
-def _linear(x: Tensor, group: Group, there: Callable[[Tensor], Tensor], back: Callable[[Tensor], Tensor]) -> Tensor:
+def _paired(x: Tensor, group: Group, there: Callable[[Tensor], Tensor], back: Callable[[Tensor], Tensor]) -> Tensor:
     if not needs_gradient(x):
         return there(x)
-    made: Tensor = _Linear.apply(x, there, back, group)
+    made: Tensor = _Paired.apply(x, there, back, group)
     return made
 
 
@@ -64,7 +64,7 @@ def broadcast(x: Tensor, src: int = 0) -> Tensor:
     """
     group = own_group()
     alike(group, "broadcast", x, valid=lambda: peer(group, src, "src"), src=src)
-    return _linear(x, group, lambda v: _broadcast(v, src, group), lambda g: _sum_to(g, src, group))
+    return _paired(x, group, lambda v: _broadcast(v, src, group), lambda g: _sum_to(g, src, group))
 
 
 def reduce_to(x: Tensor, dst: int = 0, op: Any = ReduceOp.SUM) -> Tensor:
@@ -75,8 +75,9 @@ def reduce_to(x: Tensor, dst: int = 0, op: Any = ReduceOp.SUM) -> Tensor:
     """
     group = own_group()
     alike(group, "reduce_to", x, valid=lambda: _check_op(x, op, dst=dst), dst=dst, op=op_name(op))
-    if op == ReduceOp.SUM:
-        return _linear(x, group, lambda v: _sum_to(v, dst, group), lambda g: _broadcast(g, dst, group))
+    if op in (ReduceOp.SUM, ReduceOp.AVG):
+        x = x if op == ReduceOp.SUM else x / group.size
+        return _paired(x, group, lambda v: _sum_to(v, dst, group), lambda g: _broadcast(g, dst, group))
     whole = _all_reduced(x, op, group)
     return whole if group.rank == dst else torch.zeros_like(whole)
 
@@ -124,7 +125,7 @@ def _all_reduced(x: Tensor, op: Any, group: Group) -> Tensor:
     def mean(value: Tensor) -> Tensor:
         return reduced(value, ReduceOp.SUM, group) / group.size
 
-    return _linear(x, group, mean, mean)
+    return _paired(x, group, mean, mean)
 
 
 def _check_op(x: Tensor, op: Any, *, async_op: bool = False, dst: int = 0) -> None:
@@ -159,8 +160,8 @@ def gather_to(x: Tensor, dst: int = 0, dim: int = -1) -> Tensor:
     """
     group = own_group()
     sizes = alike(group, "gather_to", x, dim, lambda: peer(group, dst, "dst"), dst=dst, size=None)
-    own, size = own_dim(x, dim), whole_size(x, dim, None, sizes, group)
-    return _linear(
+    own, size = own_dim(x, dim), whole_size("gather_to", x, dim, None, sizes, group)
+    return _paired(
         x,
         group,
         lambda v: gather_pieces(v, dst, own, size, group),
@@ -178,11 +179,13 @@ def scatter_from(x: Tensor, src: int = 0, dim: int = -1) -> Tensor:
     alike(group, "scatter_from", x, valid=lambda: peer(group, src, "src"), to_dim=dim, src=src)
     own, size = own_dim(x, dim), x.shape[dim]
 
+    shape = x.shape
+
     def back(grad: Tensor) -> Tensor:
         whole = gather_pieces(grad, src, own, size, group)
-        return whole if group.rank == src else grad.new_zeros(x.shape)
+        return whole if group.rank == src else grad.new_zeros(shape)
 
-    return _linear(x, group, lambda v: scatter_pieces(v, src, own, size, group), back)
+    return _paired(x, group, lambda v: scatter_pieces(v, src, own, size, group), back)
 
 
 def barrier() -> None:

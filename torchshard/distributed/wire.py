@@ -37,10 +37,7 @@ def finish(group: Group, call: str, work: Any) -> None:
 
 def collective(group: Group, fn: Callable[..., Any], /, *args: Any, **kwargs: Any) -> None:
     """Runs a collective of torch.distributed on a group's own process group."""
-    try:
-        fn(*args, group=group.process_group, **kwargs)
-    except RuntimeError as error:
-        raise failed(group, fn.__name__, error) from error
+    begin(group, fn.__name__, fn, *args, group=group.process_group, **kwargs)
 
 
 class Pending(NamedTuple):

@@ -74,12 +74,14 @@ def parallel_linear(
     whole = _global_size(group, "parallel_linear", weight, 1 if by_rows else 0, size, valid, **asked)
     if by_rows and not input_is_parallel:
         _check_features(input, whole, "the whole input, or input_is_parallel=True for this rank's slice of it")
+    else:
+        valid()
     features = (*input.shape[:-1], whole if by_rows else last)
     x: Piece = (input, Shard(input.ndim - 1) if input_is_parallel else I, features)
     if by_rows:
         w: Piece = (weight, Shard(1), (weight.shape[0], whole))
         summed = convert(run(aten.linear.default, "k", group, x, w, None), I)[0]
-        return summed if bias is None else summed + bias
+        return summed if bias is None else summed + bias.to(summed.dtype)
     w = (weight, Shard(0), (whole, weight.shape[1]))
     b = None if bias is None else (bias, Shard(0), (whole,))
     result = run(aten.linear.default, "n", group, x, w, b)
@@ -171,6 +173,16 @@ def parallel_cross_entropy(
     valid: Callable[[], None] = lambda: _check_reduction(reduction)  # noqa: E731
     whole = _global_size(group, "parallel_cross_entropy", input, dim, size, valid, **asked)
     split = own_dim(input, dim)
+    classes = whole if split == min(1, input.ndim - 1) else input.shape[min(1, input.ndim - 1)]
+    if weight is not None and weight.shape != (classes,):
+        raise InputError(
+            "the classes' weights do not fit the logits",
+            where="parallel_cross_entropy, weight",
+            why=f"their shape is {tuple(weight.shape)}, there are {classes} classes",
+            attempt="the weights of all classes, on every rank",
+        )
+    target = target if target.is_floating_point() else target.long()
+    input = input.float() if torch.is_autocast_enabled(input.device.type) else input  # as PyTorch's own does
     logits: Piece = (input, Shard(split), (*input.shape[:split], whole, *input.shape[split + 1 :]))
     others = [None if t is None else (t, I, tuple(t.shape)) for t in (target, weight)]
     settings = REDUCTIONS[reduction], ignore_index, label_smoothing
@@ -254,4 +266,4 @@ def _global_size(
 ) -> int:
     """The size of a split dim of all slices together; the ranks' calls are compared meanwhile."""
     sizes = None if torch.compiler.is_compiling() else alike(group, name, x, dim, valid, size=size, **asked)
-    return whole_size(x, dim, size, sizes, group)
+    return whole_size(name, x, dim, size, sizes, group)

@@ -21,7 +21,7 @@ Split = dict[str, tuple[int, int]]
 """Parameter -> (the dim that is split, its global size); what is whole on every rank is not in it."""
 
 
-class _Sliced(nn.Module):
+class Sliced(nn.Module):
     """What the modules share: slices of another module's parameters."""
 
     split: Split
@@ -30,7 +30,7 @@ class _Sliced(nn.Module):
 
     def _take(self, whole: nn.Module, split: Split, *, share: bool) -> None:
         """Takes this rank's slices of a module's parameters; `share`: of rank 0's."""
-        group, self.split = own_group(), split if own_group().size > 1 else {}
+        group, self.split = own_group(), split
         for name, parameter in whole.named_parameters():
             held = parameter.detach()
             if share and group.size > 1 and not held.is_meta:
@@ -41,7 +41,7 @@ class _Sliced(nn.Module):
             self.register_parameter(name, nn.Parameter(made, parameter.requires_grad))
 
 
-class ParallelLinear(_Sliced):
+class ParallelLinear(Sliced):
     """`torch.nn.Linear`, split by columns (`dim=1` or -1) or by rows (0).
 
     Args:
@@ -107,7 +107,7 @@ class ParallelLinear(_Sliced):
         return f"{self.in_features}, {self.out_features}, bias={self.bias is not None}, dim={self.dim}"
 
 
-class ParallelEmbedding(_Sliced):
+class ParallelEmbedding(Sliced):
     """`torch.nn.Embedding`, split by rows (`dim=0`: the vocabulary) or by columns (1 or -1); the result is whole.
 
     Args:

@@ -11,6 +11,7 @@ from torchshard.distributed.groups import own_group
 from torchshard.distributed.kernels import convert
 from torchshard.errors import InputError
 from torchshard.layouts import I, Shard, split
+from torchshard.nn.modules import Sliced
 
 
 def split_parameters(model: nn.Module) -> dict[str, Shard]:
@@ -20,8 +21,8 @@ def split_parameters(model: nn.Module) -> dict[str, Shard]:
 
 def _split_parameters(model: nn.Module) -> Iterator[tuple[str, Shard]]:
     for path, module in model.named_modules(remove_duplicate=False):
-        for name, (dim, size) in getattr(module, "split", {}).items():
-            if isinstance(getattr(module, name, None), nn.Parameter):
+        for name, (dim, size) in module.split.items() if isinstance(module, Sliced) else ():
+            if isinstance(getattr(module, name), nn.Parameter):
                 yield f"{path}.{name}" if path else name, Shard(dim, ((size, 1),))
 
 
