@@ -46,7 +46,7 @@ when their like is new, with `tsd.debug(True)` each of them, forward and backwar
 ```
 DistributedError: the ranks are about to do different things
   where: reduce() of f32[4] (train.py:12 in step)
-  why:   ranks 0, 1, 3: reduce() of f32[4] (train.py:12 in step); rank 2: gather(dim=0) of f32[*,4] (train.py:14 in step)
+  why:   ranks 0, 1, 3: reduce() of f32[4] (train.py:12 in step); rank 2: gather(dim=0) of f32[*] (train.py:14)
   try:   the same calls with the same shapes and dtypes in the same order on every rank
 ```
 """
