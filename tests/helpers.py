@@ -28,7 +28,11 @@ def run_ranks(fn: Callable[..., Any], world: int, *args: Any) -> list[Any]:
         RuntimeError: a rank failed (with its traceback) or did not end in time.
     """
     with tempfile.TemporaryDirectory() as folder:
-        context = mp.spawn(_rank, (fn, world, folder, args), nprocs=world, join=False)
+        # one process imports torch, and the ranks are forks of it
+        mp.get_context("forkserver").set_forkserver_preload(["torch", "torchshard", "tests.models"])
+        context = mp.start_processes(
+            _rank, (fn, world, folder, args), nprocs=world, join=False, start_method="forkserver"
+        )
         ended = _join(context)
         found = [_read(Path(folder) / f"{rank}.pkl") for rank in range(world)]
     failed = [f"rank {rank}:\n{text}" for rank, (ok, text) in enumerate(found) if not ok and text]

@@ -214,7 +214,7 @@ def _places(rank: int) -> dict[str, Any]:
     part = dist.device_mesh.DeviceMesh("cpu", [3, 1])
     tsd.init_process_group(mesh=part)
     found["left out"] = _place()
-    found["mine"] = tsd.get_group() is not None
+    found["mine"] = tsd.get_group() is not dist.GroupMember.NON_GROUP_MEMBER
     whole = torch.arange(4.0)
     found["joined"] = torch.equal(tsd.gather(tsd.scatter(whole, 0), 0), whole)
     found["alone"] = tsd.get_rank() >= 0 or (tsd.reduce(whole) is whole and tsd.all_gather_object(1) == [1])

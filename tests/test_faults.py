@@ -338,7 +338,7 @@ LOSSES = [
 
 @pytest.mark.parametrize("world, how, mode", LOSSES)
 def test_survivors_of_a_rank_name_it(world: int, how: str, mode: bool | None, tmp_path: Path) -> None:
-    context = mp.get_context("spawn")
+    context = mp.get_context("forkserver")
     args = (world, how, mode, str(tmp_path))
     processes = [context.Process(target=_survivor, args=(rank, *args)) for rank in range(world)]
     for process in processes:

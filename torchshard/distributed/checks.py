@@ -81,12 +81,12 @@ def to_compare(group: Group, met: set[Any], kind: Any) -> bool:
 
 def forget(group: Group) -> None:
     """After an error that all ranks see, each call counts as new."""
-    group.met.clear()
-    group.messages.clear()
+    group.talk.met.clear()
+    group.talk.messages.clear()
 
 
 def _fail(group: Group) -> None:
-    group.failed.append(True)
+    group.talk.failed = True
     forget(group)
 
 
@@ -202,7 +202,7 @@ def hang_up(group: Group) -> None:
         for rank in (rank for rank in range(group.size) if rank != group.rank):
             with contextlib.suppress(RuntimeError):  # gloo closes all connections where one wait takes too long
                 _wait(dist.irecv(torch.empty(1), group_src=rank, group=held, tag=NO_TAG), timedelta(milliseconds=1))
-    for thread in group.waiting:
+    for thread in group.talk.waiting:
         thread.is_done(GRACE_SECONDS)
 
 

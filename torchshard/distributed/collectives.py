@@ -233,7 +233,7 @@ def alike(
     """
     kind = (name, dim, x.dtype, x.shape, x.requires_grad and torch.is_grad_enabled(), *facts.values())
     asked = dim is not None and facts["size"] is None and group.size > 1
-    if kind in group.met and Mode.on is not True and not asked:
+    if kind in group.talk.met and Mode.on is not True and not asked:
         return None
     given = {"dim": dim, **facts}
 
@@ -252,7 +252,7 @@ def alike(
     else:
         said()
     if not asked:
-        remember(group.met, kind)
+        remember(group.talk.met, kind)
     return sizes
 
 

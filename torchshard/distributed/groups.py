@@ -40,15 +40,22 @@ class Group:
     timeout_seconds: float = 60.0
     """How long a rank waits for the others."""
     simulated: bool = False
-    met: set[Any] = field(default_factory=set, compare=False, repr=False)
-    """The kinds of calls that all ranks have compared."""
-    messages: dict[tuple[int, int], set[Any]] = field(default_factory=dict, compare=False, repr=False)
+    talk: Talk = field(default_factory=lambda: Talk(), compare=False, repr=False)
+
+
+@dataclass
+class Talk:
+    """What the ranks of a group have told each other so far."""
+
+    met: set[Any] = field(default_factory=set)
+    """The kinds of calls that all have compared."""
+    messages: dict[tuple[int, int], set[Any]] = field(default_factory=dict)
     """(from, to) -> the kinds of messages that these two have compared."""
-    failed: list[bool] = field(default_factory=list, compare=False, repr=False)
-    """Not empty once a call has failed: what the others do is not known then."""
-    lines: dict[int, Any] = field(default_factory=dict, compare=False, repr=False)
+    failed: bool = False
+    """Whether a call has failed: what the others do is not known then."""
+    latest: dict[int, Any] = field(default_factory=dict)
     """Rank -> the latest of what is to be received from it, where that waits for a comparison."""
-    waiting: list[Any] = field(default_factory=list, compare=False, repr=False)
+    waiting: list[Any] = field(default_factory=list)
     """The threads that wait for messages."""
 
 
@@ -187,7 +194,7 @@ def _own_group(groups: list[list[int]], timeout_seconds: float, controls: Sequen
     Args:
         controls: for groups that are to have a control group, those that there are; None: they have none.
     """
-    rank, world, own = dist.get_rank(), dist.get_world_size(), Group(-1, -1)
+    rank, world, own = dist.get_rank(), dist.get_world_size(), Group(-1, -1, dist.GroupMember.NON_GROUP_MEMBER)
     for i, ranks in enumerate(groups):
         whole = _began[-1] and len(ranks) == world
         made = dist.group.WORLD if whole else _new_group(ranks, timeout_seconds)
@@ -222,7 +229,7 @@ def destroy_process_group() -> None:
     """Forgets the groups (they can then be made again), and ends `torch.distributed` where we began it."""
     try:
         group, failing = own_group(), sys.exc_info()[0] is not None
-        if not failing and not group.failed:  # where an error ends the work, nobody is waited for
+        if not failing and not group.talk.failed:  # where an error ends the work, nobody is waited for
             announce(group, lambda: "destroy_process_group()")
     finally:
         _forget()
@@ -244,7 +251,7 @@ def _forget() -> None:
 def _end_waiting() -> None:
     """Ends the threads that wait for messages: a process that ends while one waits in a backend is aborted."""
     for group in _groups.values():
-        if not all(thread.is_done() for thread in group.waiting):
+        if not all(thread.is_done() for thread in group.talk.waiting):
             hang_up(group)
 
 
@@ -274,19 +281,23 @@ def lookup(name: str) -> Group:
     Raises:
         DistributedError: there is no such group in this process.
     """
-    group = _groups.get(name)
-    if group is not None and group.size > 0:
-        return group
-    if group is not None:
+    if name.startswith("simulated/"):
+        _, rank, world = name.split("/")
+        return Group(int(rank), int(world), simulated=True)
+    group = _named(name)
+    if group.size < 1:
         raise DistributedError(
             "this process is in no model-parallel group",
             where=f"group {name!r}",
             why="the mesh that init_process_group was given leaves it out",
             attempt="make the call on the ranks of the mesh alone",
         )
-    if name.startswith("simulated/"):
-        _, rank, world = name.split("/")
-        return Group(int(rank), int(world), simulated=True)
+    return group
+
+
+def _named(name: str) -> Group:
+    if name in _groups:
+        return _groups[name]
     raise DistributedError(
         "there is no model-parallel group in this process",
         where=f"group {name!r}",
@@ -300,8 +311,14 @@ def simulated_name(rank: int, world: int) -> str:
 
 
 def get_group() -> Any:
-    """torch.distributed's process group of the model-parallel group; None where this process is alone or in none."""
-    return _groups.get(MODEL, ALONE).process_group
+    """torch.distributed's process group of the model-parallel group; None where this process is a world of its own.
+
+    In a process that the mesh leaves out it is `GroupMember.NON_GROUP_MEMBER`, for None would mean the whole world.
+
+    Raises:
+        DistributedError: `init_process_group` was not called.
+    """
+    return _named(MODEL).process_group
 
 
 def get_rank() -> int:
@@ -320,8 +337,8 @@ def get_world_size() -> int:
 
 
 def get_data_parallel_group() -> Any:
-    """torch.distributed's group of the processes that have this rank in their model-parallel groups, or None."""
-    return _groups.get(DATA, ALONE).process_group
+    """torch.distributed's group of the processes that have this rank in their model-parallel groups; as `get_group`."""
+    return _named(DATA).process_group
 
 
 def get_data_parallel_rank() -> int:

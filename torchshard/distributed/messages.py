@@ -30,7 +30,7 @@ class Later:
         self._fn, self._given, self._failure = fn, list[Any](), list[Exception]()
         self._thread = Thread(target=self._run, daemon=True)
         self._thread.start()
-        group.waiting[:] = [*(other for other in group.waiting if not other.is_done()), self]
+        group.talk.waiting[:] = [*(other for other in group.talk.waiting if not other.is_done()), self]
 
     def _run(self) -> None:
         try:
@@ -93,7 +93,7 @@ def receiving(held: Tensor, src: int, group: Group) -> Awaited:
         return begin(group, "receive", dist.irecv, held, group_src=src, group=group.process_group)
 
     compared, said, site = _told(held, group, src, group.rank)
-    before: Later | None = group.lines.get(src)
+    before: Later | None = group.talk.latest.get(src)
     if not compared and (before is None or before.is_done()):
         work = post()
         return Awaited(group, lambda: finish(group, "receive", work))
@@ -106,7 +106,7 @@ def receiving(held: Tensor, src: int, group: Group) -> Awaited:
             compare(None)
         return post()
 
-    posting = group.lines[src] = Later(group, posted)
+    posting = group.talk.latest[src] = Later(group, posted)
 
     def wait() -> None:
         if not posting.is_done(group.timeout_seconds):
@@ -118,6 +118,6 @@ def receiving(held: Tensor, src: int, group: Group) -> Awaited:
 
 def _told(held: Tensor, group: Group, src: int, dst: int) -> tuple[bool, str, str]:
     """Whether a message is to be compared, what is said of it, and where it is called."""
-    compared = to_compare(group, group.messages.setdefault((src, dst), set()), (held.dtype, held.shape))
+    compared = to_compare(group, group.talk.messages.setdefault((src, dst), set()), (held.dtype, held.shape))
     said = f"{type_text(held.dtype, held.shape)} from rank {src} to rank {dst}"
     return compared, said, where_called() if compared else ""

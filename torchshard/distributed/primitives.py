@@ -191,7 +191,7 @@ def scatter_from(x: Tensor, src: int = 0, dim: int = -1) -> Tensor:
 def barrier() -> None:
     """Waits for all ranks of the group."""
     group = own_group()
-    if to_compare(group, group.met, "barrier"):
+    if to_compare(group, group.talk.met, "barrier"):
         meet(group, lambda: "barrier()")
     if group.size > 1:
         collective(group, dist.barrier)
