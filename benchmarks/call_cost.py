@@ -1,8 +1,10 @@
 """What a call of torchshard.distributed costs over the call of torch.distributed that it makes, on two gloo ranks.
 
-Each pair does the same with the same tensors, in turn, so that a noisy machine disturbs both alike; a figure is the
-median over all rounds of a call's time, slower rank, less that of the raw call. Three modes: `off` compares nothing,
-`default` compares calls whose like is new (here: none after the first), `debug` compares each.
+Each pair does the same with the same tensors, in turn, so that a noisy machine disturbs both alike. A figure is the
+median over all rounds of a call's time, slower rank, less that of the raw call: once of the calling thread's processor
+time, which is what the call itself costs, and once by the clock, which has in it how the machine puts threads to sleep
+and wakes them. Three modes: `off` compares nothing, `default` compares calls whose like is new (here: none after the
+first), `debug` compares each.
 
 Then a training step of the model of step_time.py: with the default checks, and without.
 
@@ -76,15 +78,15 @@ PAIRS: dict[str, tuple[Call, Call]] = {
 
 
 def _cost(raw: Call, ours: Call, rounds: int) -> list[float]:
-    """The median seconds of the raw call and of ours, in turn and each first in every other round."""
+    """Median seconds of the raw call and of ours, processor and clock, in turn and each first in every other round."""
     x = torch.zeros(8, 8)
     seconds: list[list[float]] = []
     for i in range(rounds):
-        row = [0.0, 0.0]
+        row = [0.0] * 4
         for which in (0, 1) if i % 2 else (1, 0):
-            start = time.perf_counter()
+            start, busy = time.perf_counter(), time.thread_time()
             (raw, ours)[which](x)
-            row[which] = time.perf_counter() - start
+            row[which], row[2 + which] = time.thread_time() - busy, time.perf_counter() - start
         seconds.append(row)
     return [statistics.median(column) for column in zip(*slowest(seconds), strict=True)]
 
@@ -118,14 +120,11 @@ def main_of_a_rank(rounds: int, step_rounds: int) -> dict[str, Any]:
 
 
 def show(found: dict[str, Any]) -> None:
-    print(
-        f"{'call, 8 x 8 floats':22} {'raw':>8}"
-        + "".join(f"{f'{mode}: more':>16}" for mode in MODES)
-        + "   microseconds"
-    )
+    heads = "".join(f"{f'{mode}, {clock}':>17}" for clock in ("processor", "clock") for mode in MODES)
+    print(f"{'microseconds more':18} {'raw':>7}{heads}")
     for name, modes in found["calls"].items():
-        more = "".join(f"{1e6 * (ours - raw):16.1f}" for raw, ours in modes.values())
-        print(f"{name:22} {1e6 * modes['off'][0]:8.1f}{more}")
+        more = [(1e6 * (row[1] - row[0]), 1e6 * (row[3] - row[2])) for row in modes.values()]
+        print(f"{name:18} {1e6 * modes['off'][2]:7.1f}" + "".join(f"{m[i]:17.1f}" for i in (0, 1) for m in more))
     off, low, more, high = (1e3 * found["step"][key] for key in ("off", "low", "more", "high"))
     print(f"step of {BLOCKS} blocks of width {WIDTH}: {off:.2f} ms without checks")
     print(f"the default checks: {more:+.3f} ms, quartiles {low:+.3f} to {high:+.3f}")
