@@ -185,10 +185,11 @@ def _call(
     """
     group, op, compiling = own_group(), getattr(_ops, name).default, torch.compiler.is_compiling()
     dim, to_dim = _from_front(x, dim), _from_front(x, to_dim)
-    if not compiling:
-        sizes = alike(group, name, x, dim, size=size, to_dim=to_dim)
+    asked = dim is not None and size is None
+    if compiling:
+        sizes = _asked(group, name, x, dim, to_dim) if asked else None
     else:
-        sizes = _asked(group, name, x, dim, to_dim) if dim is not None and size is None else None
+        sizes = alike(group, name, x, dim, size=size, to_dim=to_dim) if asked or Mode.on is not False else None
     args: list[Any] = [] if dim is None else [own_dim(x, dim), (whole_size(name, x, dim, size, sizes, group), 1)]
     args += [] if to_dim is None else [own_dim(x, to_dim), (x.shape[to_dim], 1)]
     if group is ALONE:
@@ -204,7 +205,7 @@ def _from_front(x: Tensor, dim: int | None) -> int | None:
 
 
 @torch.compiler.disable(reason="the ranks tell each other their sizes; size= gives the whole one")
-def _asked(group: Group, name: str, x: Tensor, dim: int, to_dim: int | None) -> list[int] | None:
+def _asked(group: Group, name: str, x: Tensor, dim: int | None, to_dim: int | None) -> list[int] | None:
     return alike(group, name, x, dim, size=None, to_dim=to_dim)
 
 
