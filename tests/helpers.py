@@ -16,6 +16,8 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 
+import torchshard as ts
+
 TIMEOUT_SECONDS = 120
 
 
@@ -39,6 +41,20 @@ def run_ranks(fn: Callable[..., Any], world: int, *args: Any) -> list[Any]:
     if failed or not ended:
         raise RuntimeError("\n".join(failed) or f"ranks did not end within {TIMEOUT_SECONDS} s")
     return [result for _, result in found]
+
+
+def refused(fn: Callable[[], Any], text: str, kind: type[ts.ShardError] = ts.ShardError) -> bool:
+    """Whether a call raises an error of ours, of this kind, that says this; what else it raises goes on."""
+    try:
+        fn()
+    except kind as error:
+        return text in str(error)
+    return False
+
+
+def refused_input(fn: Callable[[], Any], text: str) -> bool:
+    """Whether a call raises an InputError that says this."""
+    return refused(fn, text, ts.InputError)
 
 
 def _join(context: Any) -> bool:

@@ -13,17 +13,9 @@ from torch.distributed.device_mesh import init_device_mesh
 
 import torchshard as ts
 import torchshard.distributed as tsd
-from tests.helpers import run_ranks
+from tests.helpers import refused, run_ranks
 
 DTYPES = (torch.float64, torch.float32, torch.int64, torch.int32, torch.uint8, torch.complex64, torch.bfloat16)
-
-
-def _raises(fn: Callable[[], Any], text: str) -> bool:
-    try:
-        fn()
-    except ts.ShardError as error:
-        return text in str(error)
-    return False
 
 
 def _sums_in_place(rank: int) -> Iterator[tuple[str, bool]]:
@@ -36,7 +28,7 @@ def _sums_in_place(rank: int) -> Iterator[tuple[str, bool]]:
             result = tsd.reduce(x)
             yield f"sum of {dtype} {tuple(x.shape)}", torch.equal(x, expected.to(dtype)) and result is x
     expanded = torch.ones(1, 3).expand(4, 3)
-    yield "an expanded tensor is refused", world == 1 or _raises(lambda: tsd.reduce(expanded), "one in memory")
+    yield "an expanded tensor is refused", world == 1 or refused(lambda: tsd.reduce(expanded), "one in memory")
     leaf = torch.ones(3, requires_grad=True)
     kept = leaf * 2
     summed = tsd.reduce(kept)
@@ -132,12 +124,12 @@ def _uneven(rank: int) -> Iterator[tuple[str, bool]]:
     odd = torch.ones(2 + rank, 2)
     for _ in range(2):
         sized = lambda: tsd.gather(odd, 0, size=2 * world)  # noqa: E731
-        yield "no split of this size, twice", _raises(sized, "of no split") or world == 1
+        yield "no split of this size, twice", refused(sized, "of no split") or world == 1
     yield "dims from the end and the front", tsd.scatter(torch.ones(4, 2), -1 if rank else 1).shape[0] == 4
     square = torch.ones(2, world)
     yield "to the same dim", torch.equal(tsd.all_to_all(square, 0, 0), square)
-    yield "no split has such sizes", _raises(lambda: tsd.gather(odd, 0), "torch.chunk's rule") or world == 1
-    yield "a dim that is not there", _raises(lambda: tsd.gather(odd, 2), "has no dim 2")
+    yield "no split has such sizes", refused(lambda: tsd.gather(odd, 0), "torch.chunk's rule") or world == 1
+    yield "a dim that is not there", refused(lambda: tsd.gather(odd, 2), "has no dim 2")
     yield "no dim, no split", tsd.scatter(odd, None) is odd and tsd.gather(odd, dim=None) is odd
 
 
@@ -210,7 +202,7 @@ def _places(rank: int) -> dict[str, Any]:
         x = torch.tensor([float(rank)])
         found[dim] = (*_place(), float(tsd.reduce(x)))
         tsd.destroy_process_group()
-    found["two dims"] = _raises(lambda: tsd.init_process_group(mesh=mesh), "no model-parallel group")
+    found["two dims"] = refused(lambda: tsd.init_process_group(mesh=mesh), "no model-parallel group")
     part = dist.device_mesh.DeviceMesh("cpu", [3, 1])
     tsd.init_process_group(mesh=part)
     found["left out"] = _place()
@@ -218,9 +210,9 @@ def _places(rank: int) -> dict[str, Any]:
     whole = torch.arange(4.0)
     found["joined"] = torch.equal(tsd.gather(tsd.scatter(whole, 0), 0), whole)
     found["alone"] = tsd.get_rank() >= 0 or (tsd.reduce(whole) is whole and tsd.all_gather_object(1) == [1])
-    found["no graph"] = tsd.get_rank() >= 0 or _raises(lambda: ts.shard(torch.nn.Linear(2, 2), {"": "column"}), "in no")
+    found["no graph"] = tsd.get_rank() >= 0 or refused(lambda: ts.shard(torch.nn.Linear(2, 2), {"": "column"}), "in no")
     tsd.destroy_process_group()
-    found["two meshes"] = _raises(lambda: tsd.init_process_group(mesh=mesh["tp" if rank else "dp"]), "not parts of one")
+    found["two meshes"] = refused(lambda: tsd.init_process_group(mesh=mesh["tp" if rank else "dp"]), "not parts of one")
     return found
 
 

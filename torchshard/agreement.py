@@ -5,7 +5,6 @@ A digest of the facts goes around in one small all-reduce; only where the digest
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Callable, Mapping
 from typing import Any, TypeVar, cast
 
@@ -13,7 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from torchshard.distributed.checks import announce
+from torchshard.distributed.checks import announce, digest
 from torchshard.distributed.groups import Group
 from torchshard.distributed.wire import begin, finish
 from torchshard.errors import ShardError
@@ -21,11 +20,6 @@ from torchshard.errors import ShardError
 T = TypeVar("T")
 Facts = Mapping[str, str]
 """What is compared, item by item, for the error's text."""
-
-
-def digest(text: str) -> int:
-    """62 bits of a hash of a text."""
-    return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "big") >> 2
 
 
 def fingerprint(tensor: Tensor) -> int:

@@ -140,6 +140,14 @@ def local_shape(shape: Sequence[int], layout: Layout, rank: int, world: int) -> 
     return tuple(held)
 
 
+def whole_shape(shape: Sequence[int], layout: Layout) -> list[int]:
+    """The global shape of what a rank holds in this layout; a Shard says its parts."""
+    whole = list(shape)
+    if isinstance(layout, Shard):
+        whole[layout.dim] = parts_size(parts_of(0, layout))
+    return whole
+
+
 def _coarsest_unit(count: int, unit: int, world: int) -> int:
     """The smallest unit that deals the same elements to the same ranks."""
     if count % world == 0:

@@ -17,9 +17,9 @@ import torch
 from torch import Tensor, fx, nn
 from torch._subclasses.fake_tensor import is_fake
 
-from torchshard.agreement import agree, digest, fingerprint, quick_sum, together
+from torchshard.agreement import agree, fingerprint, quick_sum, together
 from torchshard.capture import Leaves, check_devices, check_weights, flatten_call, memory_order
-from torchshard.distributed.checks import Mode
+from torchshard.distributed.checks import Mode, digest
 from torchshard.distributed.groups import MODEL, Group
 from torchshard.distributed.ops import OPS, direct, hashable
 from torchshard.errors import CaptureError, DistributedError, InputError, PlanError, ShardError

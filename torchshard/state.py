@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import operator
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, Self, cast
 
 import torch
@@ -161,18 +161,7 @@ class State(Scope):
         Raises:
             InputError: a name is missing, unknown, or has another shape than the unsharded model's.
         """
-        own = self.state_dict()
-        for name in [*own, *state]:
-            ok = name in own and name in state and state[name].shape == self._source_tensor(name).shape
-            if not ok:
-                found = tuple(state[name].shape) if name in state else "missing"
-                raise InputError(
-                    f"the state dict does not fit at {name!r}",
-                    where="load_full_state_dict",
-                    why=f"given: {found}; the unsharded model has "
-                    f"{tuple(self._source_tensor(name).shape) if name in own else 'no such tensor'}",
-                    attempt="a state dict of the unsharded model; load_state_dict takes this rank's slices",
-                )
+        check_full_state(state, {name: self._source_tensor(name).shape for name in self.state_dict()})
         self._follow()
         for name, tensor in state.items():
             layout = self._layouts.get(self._names[name][0], I)
@@ -199,6 +188,20 @@ class State(Scope):
             where="ShardedModule",
             why="it belongs to the process group of its ranks",
             attempt="torch.save(model.state_dict()) for this rank's slices, or model.full_state_dict() for the whole",
+        )
+
+
+def check_full_state(state: Mapping[str, Tensor], shapes: Mapping[str, Sequence[int]]) -> None:
+    """Raises InputError unless a state dict has just these names with these shapes, those of the unsharded model."""
+    for name in [*shapes, *state]:
+        if name in shapes and name in state and tuple(state[name].shape) == tuple(shapes[name]):
+            continue
+        raise InputError(
+            f"the state dict does not fit at {name!r}",
+            where="load_full_state_dict",
+            why=f"given: {tuple(state[name].shape) if name in state else 'missing'}; the unsharded model has "
+            f"{tuple(shapes[name]) if name in shapes else 'no such tensor'}",
+            attempt="a state dict of the unsharded model; load_state_dict takes this rank's slices",
         )
 
 

@@ -55,7 +55,7 @@ class Mode:
 class Header(NamedTuple):
     """What one rank says of its next call."""
 
-    digest: str
+    digest: int
     """A hash of the whole call: what must be the same on all ranks."""
     value: int
     """A number that may differ."""
@@ -257,19 +257,24 @@ def _reason(error: Exception) -> str:
     return "a connection is closed" if "Connection" in text else text[:300]
 
 
+def digest(text: str) -> int:
+    """62 bits of a hash of a text."""
+    return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "big") >> 2
+
+
 def _header(call: str, site: str, value: int) -> Header:
-    return Header(hashlib.blake2b(call.encode(), digest_size=8).hexdigest(), value, call[:600], site[-200:])
+    return Header(digest(call), value, call[:600], site[-200:])
 
 
 def _packed(header: Header) -> Tensor:
-    held = "\n".join([header.digest, str(header.value), header.site.replace("\n", " "), header.call]).encode()
+    held = "\n".join([str(header.digest), str(header.value), header.site.replace("\n", " "), header.call]).encode()
     return torch.frombuffer(bytearray(held[:HEADER_BYTES].ljust(HEADER_BYTES, b"\0")), dtype=torch.uint8)
 
 
 def _unpacked(held: Tensor) -> Header:
     text = held.numpy().tobytes().rstrip(b"\0").decode(errors="replace")
-    digest, value, site, call = text.split("\n", 3)
-    return Header(digest, int(value), call, site)
+    hashed, value, site, call = text.split("\n", 3)
+    return Header(int(hashed), int(value), call, site)
 
 
 def _told(heard: Mapping[int, Header]) -> str:
@@ -285,6 +290,11 @@ def _ranks(ranks: Any) -> str:
 
 
 # --- saying what and where -------------------------------------------------------------------------------------------
+
+
+def forward_site() -> str:
+    """Where a call is made, for the checks of its gradient."""
+    return where_called() if Mode.on is True else ""
 
 
 def where_called() -> str:

@@ -21,7 +21,7 @@ from torch import Tensor
 
 from torchshard.distributed.checks import Mode, forget, meet, remember, where_called
 from torchshard.distributed.groups import ALONE, MODEL, Group, own_group
-from torchshard.distributed.kernels import reducing
+from torchshard.distributed.kernels import copied, reducing
 from torchshard.distributed.ops import begin, direct
 from torchshard.distributed.wire import Handle, Pending
 from torchshard.errors import InputError
@@ -75,7 +75,7 @@ def _reducing_in_place(x: Tensor, group: Group) -> Pending:
             torch.autograd.graph.increment_version(x)  # a backward that has kept x must say that it was changed
         return reducing(x, dist.ReduceOp.SUM, group)
     _check_memory(x)
-    pending = reducing(x.clone(memory_format=torch.contiguous_format), dist.ReduceOp.SUM, group)
+    pending = reducing(copied(x), dist.ReduceOp.SUM, group)
     return pending._replace(result=lambda: x.copy_(pending.result()))
 
 
@@ -184,7 +184,7 @@ def _call(
         to_dim: where it leads to a split.
     """
     group, op, compiling = own_group(), getattr(_ops, name).default, torch.compiler.is_compiling()
-    dim, to_dim = _from_front(x, dim), _from_front(x, to_dim)
+    dim, to_dim = _counted(x, dim), _counted(x, to_dim)
     asked = dim is not None and size is None
     if compiling:
         sizes = _asked(group, name, x, dim, to_dim) if asked else None
@@ -199,7 +199,7 @@ def _call(
     return (op if compiling else direct(op))(x, *args, MODEL)
 
 
-def _from_front(x: Tensor, dim: int | None) -> int | None:
+def _counted(x: Tensor, dim: int | None) -> int | None:
     """A dim counted from the front, if there is such a dim."""
     return dim + x.ndim if dim is not None and -x.ndim <= dim < 0 else dim
 

@@ -8,6 +8,7 @@ A graph holds a group's name, not the group: it can be printed, saved, and run a
 from __future__ import annotations
 
 import atexit
+import itertools
 import os
 import sys
 from collections.abc import Sequence
@@ -65,7 +66,7 @@ _groups: dict[str, Group] = {}
 _stores: dict[tuple[str | None, ...], Any] = {}
 """Environment -> the store by which its ranks find each other, with rank and world size. It outlives the groups: what
 rank 0 keeps can't be made again while others still use it."""
-_times: list[int] = []
+_times = itertools.count(1)
 """How many times `torch.distributed` was initialised here: names in the store are never used again."""
 _began: list[bool] = []
 """Whether the groups' `torch.distributed` was initialised here."""
@@ -123,9 +124,8 @@ def _begin(backend: str | None, timeout_seconds: float) -> None:
         place = tuple(map(os.environ.get, ("MASTER_ADDR", "MASTER_PORT", "RANK", "WORLD_SIZE")))
         if place not in _stores:
             _stores[place] = next(dist.rendezvous("env://", timeout=timeout))
-        _times.append(len(_times))
         held, rank, world = _stores[place]
-        store = dist.PrefixStore(f"torchshard/{len(_times)}", held)
+        store = dist.PrefixStore(f"torchshard/{next(_times)}", held)
         dist.init_process_group(chosen, store=store, rank=rank, world_size=world, timeout=timeout)
     except (RuntimeError, ValueError) as error:
         raise DistributedError(

@@ -15,11 +15,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from torchshard.distributed.checks import Mode, announce, meet
+from torchshard.distributed.checks import announce
 from torchshard.distributed.groups import Group
 from torchshard.distributed.wire import Pending, collective
 from torchshard.errors import DistributedError
-from torchshard.layouts import Layout, Shard, join, local_size, parts_of, parts_size, ranges, split, type_text
+from torchshard.layouts import Layout, Shard, join, local_size, parts_of, ranges, split, type_text, whole_shape
 
 
 def convert(kernel: str, x: Tensor, source: Layout, target: Layout, group: Group, of: str = "") -> Tensor:
@@ -42,18 +42,19 @@ def start(kernel: str, x: Tensor, source: Layout, target: Layout, group: Group, 
             where=f"rank {group.rank} of {group.size}",
             attempt="run it with torchshard.check, or shard the model in a process group",
         )
-    if Mode.on is True:
-        meet(group, lambda: _said(kernel, x, source, target), of=of)
+    announce(group, lambda: _said(kernel, x, source, target), of)
     return _KERNELS[kernel](x, source, target, group)
 
 
 def _said(kernel: str, x: Tensor, source: Layout, target: Layout) -> str:
     """A conversion as it is the same on all ranks: with the global shape."""
-    whole = list(x.shape)
-    if isinstance(source, Shard):
-        whole[source.dim] = parts_size(parts_of(0, source))
     what = {"none": "no communication", "slice": "own slice", "pad": "zeros around"}.get(kernel, kernel)
-    return f"{what}, {source} -> {target}, of {type_text(x.dtype, whole)}"
+    return f"{what}, {source} -> {target}, of {type_text(x.dtype, whole_shape(x.shape, source))}"
+
+
+def copied(x: Tensor) -> Tensor:
+    """A contiguous copy."""
+    return x.clone(memory_format=torch.contiguous_format)
 
 
 def _none(x: Tensor, source: Layout, target: Layout, group: Group) -> Pending:
@@ -62,7 +63,7 @@ def _none(x: Tensor, source: Layout, target: Layout, group: Group) -> Pending:
 
 
 def _all_reduce(x: Tensor, source: Layout, target: Layout, group: Group) -> Pending:
-    return reducing(x.clone(memory_format=torch.contiguous_format), dist.ReduceOp.SUM, group)
+    return reducing(copied(x), dist.ReduceOp.SUM, group)
 
 
 def reducing(held: Tensor, op: Any, group: Group) -> Pending:
@@ -75,7 +76,7 @@ def reducing(held: Tensor, op: Any, group: Group) -> Pending:
 def reduced(x: Tensor, op: object, group: Group) -> Tensor:
     """All-reduce of a copy."""
     announce(group, lambda: f"all_reduce, {op_name(op)}, of {type_text(x.dtype, x.shape)}")
-    return reducing(x.clone(memory_format=torch.contiguous_format), op, group).wait()
+    return reducing(copied(x), op, group).wait()
 
 
 def op_name(op: object) -> str:
@@ -84,14 +85,14 @@ def op_name(op: object) -> str:
 
 
 def _slice(x: Tensor, source: Layout, target: Layout, group: Group) -> Pending:
-    held = split(x, target, group.rank, group.size).clone(memory_format=torch.contiguous_format)
+    held = copied(split(x, target, group.rank, group.size))
     return Pending(lambda: held)
 
 
 def _pad(x: Tensor, source: Layout, target: Layout, group: Group) -> Pending:
     assert isinstance(source, Shard)
     parts = parts_of(0, source)
-    whole = x.new_zeros([*x.shape[: source.dim], parts_size(parts), *x.shape[source.dim + 1 :]])
+    whole = x.new_zeros(whole_shape(x.shape, source))
     at = 0
     for begin, end in ranges(parts, group.rank, group.size):
         whole.narrow(source.dim, begin, end - begin).copy_(x.narrow(source.dim, at, end - begin))
@@ -192,7 +193,7 @@ def scatter_pieces(x: Tensor, src: int, dim: int, size: int, group: Group) -> Te
     if x.is_complex():
         return torch.view_as_complex(scatter_pieces(torch.view_as_real(dense(x)), src, dim, size, group))
     if group.size == 1:
-        return x.clone(memory_format=torch.contiguous_format)
+        return copied(x)
     widths, width, _ = _slices(Shard(dim, ((size, 1),)), group.size)
     rest = [n for i, n in enumerate(x.shape) if i != dim]
     pieces = None
@@ -210,7 +211,7 @@ def gather_pieces(x: Tensor, dst: int, dim: int, size: int, group: Group) -> Ten
     if x.is_complex():
         return torch.view_as_complex(gather_pieces(torch.view_as_real(dense(x)), dst, dim, size, group))
     if group.size == 1:
-        return x.clone(memory_format=torch.contiguous_format)
+        return copied(x)
     widths, width, _ = _slices(Shard(dim, ((size, 1),)), group.size)
     sent = _padded(_to_front(x, dim), width)
     got = [torch.empty_like(sent) for _ in widths] if group.rank == dst else None

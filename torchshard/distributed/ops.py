@@ -18,11 +18,11 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from torchshard.conversions import TABLE, Conversion, ends
-from torchshard.distributed.checks import Mode, where_called
+from torchshard.distributed.checks import forward_site
 from torchshard.distributed.groups import lookup
 from torchshard.distributed.kernels import reduced, start
 from torchshard.distributed.wire import Handle
-from torchshard.layouts import Layout, Shard, local_shape, parts_of, parts_size
+from torchshard.layouts import Layout, Shard, local_shape, whole_shape
 
 _ARGS = {0: "", 1: "int dim, int[] parts, ", 2: "int dim, int[] parts, int to_dim, int[] to_parts, "}
 OPS: dict[Any, Conversion] = {}
@@ -32,10 +32,7 @@ _PLAIN = (Tensor, nn.Parameter)
 
 def local_result_shape(shape: Sequence[Any], source: Layout, target: Layout, rank: int, world: int) -> list[Any]:
     """The local shape after a conversion, from the local shape before it."""
-    whole = list(shape)
-    if isinstance(source, Shard):
-        whole[source.dim] = parts_size(parts_of(0, source))
-    return list(local_shape(whole, target, rank, world))
+    return list(local_shape(whole_shape(shape, source), target, rank, world))
 
 
 _ends = functools.lru_cache(maxsize=4096)(ends)
@@ -52,11 +49,6 @@ def hashable(args: Sequence[Any]) -> tuple[Any, ...]:
     return tuple(tuple(a) if isinstance(a, (list, tuple)) else a for a in args)
 
 
-def _site() -> str:
-    """Where a conversion is made, for the checks of its gradient."""
-    return where_called() if Mode.on is True else ""
-
-
 def _gradient(row: Conversion, grad: Tensor, args: tuple[Any, ...], of: str) -> Tensor:
     """The gradient of a conversion is its dual, of the gradient; an operator where it is differentiated or traced."""
     dual = TABLE[row.dual]
@@ -71,7 +63,7 @@ class _Direct(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, row: Conversion, args: tuple[Any, ...], compute: Callable[[], Tensor]) -> Tensor:
-        ctx.row, ctx.args, ctx.site = row, args, _site()
+        ctx.row, ctx.args, ctx.site = row, args, forward_site()
         return compute()
 
     @staticmethod
@@ -121,7 +113,7 @@ def _define(row: Conversion) -> None:
         return x.new_empty(local_result_shape(x.shape, *ends(row.name, args), group.rank, group.size))
 
     def setup(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-        ctx.args, ctx.site = hashable(inputs[1:]), _site()
+        ctx.args, ctx.site = hashable(inputs[1:]), forward_site()
 
     def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
         return (_gradient(row, grad, ctx.args, ctx.site), *[None] * len(ctx.args))

@@ -16,17 +16,13 @@ from torch import Tensor
 from torch.distributed import ReduceOp
 
 from torchshard.distributed import collectives
-from torchshard.distributed.checks import Mode, announce, meet, to_compare, where_called
+from torchshard.distributed.checks import announce, forward_site, meet, to_compare
 from torchshard.distributed.collectives import alike, needs_gradient, own_dim, whole_size
 from torchshard.distributed.groups import Group, own_group, peer
-from torchshard.distributed.kernels import gather_pieces, op_name, reduced, scatter_pieces
+from torchshard.distributed.kernels import copied, gather_pieces, op_name, reduced, scatter_pieces
 from torchshard.distributed.messages import receiving, sending
 from torchshard.distributed.wire import Handle, Pending, collective
 from torchshard.errors import InputError
-
-
-def _dense(x: Tensor) -> Tensor:
-    return x.clone(memory_format=torch.contiguous_format)
 
 
 class _Paired(torch.autograd.Function):
@@ -37,7 +33,7 @@ class _Paired(torch.autograd.Function):
         ctx: Any, x: Tensor, there: Callable[[Tensor], Tensor], back: Callable[[Tensor], Tensor], group: Group
     ) -> Tensor:
         ctx.there, ctx.back, ctx.group = there, back, group
-        ctx.site = where_called() if Mode.on is True else ""
+        ctx.site = forward_site()
         return there(x)
 
     @staticmethod
@@ -83,14 +79,14 @@ def reduce_to(x: Tensor, dst: int = 0, op: Any = ReduceOp.SUM) -> Tensor:
 
 
 def _broadcast(x: Tensor, src: int, group: Group) -> Tensor:
-    held = _dense(x)
+    held = copied(x)
     if group.size > 1:
         collective(group, dist.broadcast, held, group_src=src)
     return held
 
 
 def _sum_to(x: Tensor, dst: int, group: Group) -> Tensor:
-    held = _dense(x)
+    held = copied(x)
     if group.size > 1:
         collective(group, dist.reduce, held, group_dst=dst)
     return held if group.rank == dst else torch.zeros_like(held)
@@ -202,7 +198,7 @@ def barrier() -> None:
 
 def isend(x: Tensor, dst: int) -> Handle:
     """Begins to send a copy of a tensor to a rank of the group; `wait()` gives the tensor that was sent."""
-    group, held = own_group(), _dense(x.detach())
+    group, held = own_group(), copied(x.detach())
     return Handle(Pending(lambda: held, sending(held, _other(group, dst, "dst"), group)))
 
 

@@ -56,18 +56,14 @@ class Pending(NamedTuple):
         cls, result: Callable[[], Tensor], group: Group, fn: Callable[..., Any], /, *args: Any, **kwargs: Any
     ) -> Pending:
         """Starts a collective of torch.distributed on a group's own process group."""
-        try:
-            return cls(result, fn(*args, group=group.process_group, async_op=True, **kwargs), group, fn.__name__)
-        except RuntimeError as error:
-            raise failed(group, fn.__name__, error) from error
+        name = fn.__name__
+        work = begin(group, name, fn, *args, group=group.process_group, async_op=True, **kwargs)
+        return cls(result, work, group, name)
 
     def wait(self) -> Tensor:
         """The result."""
         if self.work is not None:
-            try:
-                self.work.wait()
-            except RuntimeError as error:
-                raise failed(self.group, self.call, error) from error
+            finish(self.group, self.call, self.work)
         return self.result()
 
 

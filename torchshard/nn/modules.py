@@ -28,6 +28,11 @@ class Sliced(nn.Module):
     weight: Tensor
     bias: Tensor | None
 
+    @property
+    def _size(self) -> int | None:
+        """The global size of the weight's split dim."""
+        return self.split["weight"][1] if self.split else None
+
     def _take(self, whole: nn.Module, split: Split, *, share: bool) -> None:
         """Takes this rank's slices of a module's parameters; `share`: of rank 0's."""
         group, self.split = own_group(), split
@@ -97,7 +102,7 @@ class ParallelLinear(Sliced):
             self.weight,
             self.bias,
             self.dim,
-            size=self.split["weight"][1] if self.split else None,
+            size=self._size,
             input_is_parallel=self.input_is_parallel,
             gather_output=self.gather_output,
         )
@@ -160,7 +165,7 @@ class ParallelEmbedding(Sliced):
             self.scale_grad_by_freq,
             self.sparse,
             self.dim,
-            size=self.split["weight"][1] if self.split else None,
+            size=self._size,
         )
 
     def extra_repr(self) -> str:

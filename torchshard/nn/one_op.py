@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from torchshard.conversions import route, step_args
+from torchshard.distributed.collectives import needs_gradient
 from torchshard.distributed.groups import MODEL, Group
 from torchshard.distributed.ops import direct, hashable
 from torchshard.layouts import I, Layout
@@ -51,7 +52,7 @@ def _is_piece(value: Any) -> bool:
 def convert(piece: Piece, target: Layout) -> Piece:
     """A piece in another layout."""
     x, source, shape = piece
-    steps = route(source, target, needs_grad=x.requires_grad and torch.is_grad_enabled())
+    steps = route(source, target, needs_grad=needs_gradient(x))
     assert steps is not None, (source, target)
     for name, layout in steps:
         args = hashable(step_args(name, source, layout, shape))

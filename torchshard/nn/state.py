@@ -9,9 +9,9 @@ from torch import Tensor, nn
 
 from torchshard.distributed.groups import own_group
 from torchshard.distributed.kernels import convert
-from torchshard.errors import InputError
-from torchshard.layouts import I, Shard, split
+from torchshard.layouts import I, Shard, split, whole_shape
 from torchshard.nn.modules import Sliced
+from torchshard.state import check_full_state
 
 
 def split_parameters(model: nn.Module) -> dict[str, Shard]:
@@ -46,17 +46,7 @@ def load_full_state_dict(model: nn.Module, state: Mapping[str, Tensor]) -> None:
         InputError: a name is missing, unknown, or has another shape.
     """
     layouts, group, own = split_parameters(model), own_group(), model.state_dict()
-    for name in [*own, *state]:
-        expected = list(own[name].shape) if name in own else None
-        if expected is not None and name in layouts:
-            expected[layouts[name].dim] = (layouts[name].parts or ((0, 1),))[0][0]
-        if name not in own or name not in state or list(state[name].shape) != expected:
-            raise InputError(
-                f"the state dict does not fit at {name!r}",
-                where="load_full_state_dict",
-                why=f"given: {list(state[name].shape) if name in state else 'nothing'}; the whole model has {expected}",
-                attempt="what full_state_dict gives, or the unsharded model's state dict",
-            )
+    check_full_state(state, {name: whole_shape(value.shape, layouts.get(name, I)) for name, value in own.items()})
     with torch.no_grad():
         for name, value in state.items():
             own[name].copy_(split(value, layouts[name], group.rank, group.size) if name in layouts else value)
