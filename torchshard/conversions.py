@@ -6,11 +6,12 @@ source. So the table needs only forwards, and `dual` says which row is the backw
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from functools import cache
 from typing import Any
 
-from torchshard.layouts import I, Layout, P, R, Shard, is_whole, parts_of
+from torchshard.layouts import I, Layout, P, R, Shard, local_size, parts_of
 
 
 @dataclass(frozen=True)
@@ -47,47 +48,108 @@ TABLE = {
 
 _BY_ENDS = {(row.source, row.target): row for row in TABLE.values()}
 
+
+@dataclass(frozen=True)
+class Link:
+    """One conversion of a value."""
+
+    name: str
+    source: Layout
+    target: Layout
+
+    @property
+    def row(self) -> Conversion:
+        """Its row of the table."""
+        return TABLE[self.name]
+
+
+_ROUNDS = {"all_reduce": 2, "all_gather": 1, "reduce_scatter": 1}
+"""How many times a ring sends the whole value, less each rank's own part."""
+
+
+def links(source: Layout, wanted: Iterable[Layout], world: int, *, needs_grad: bool) -> tuple[Link, ...] | None:
+    """The cheapest conversions that bring a value to every wanted layout at once, or None where none do.
+
+    A conversion that several layouts need is there once: of an addend wanted as I and as R, the sum is taken once and
+    then copied. The cheapest are those that send the least by rings, forward and (where a gradient flows) backward; of
+    equals the fewest. They come in an order in which each begins where another ended.
+    """
+    if not needs_grad:
+        source, wanted = (I if source == R else source), [I if layout == R else layout for layout in wanted]
+    return _links(source, frozenset(wanted) - {source}, world, needs_grad)
+
+
+@cache
+def _links(source: Layout, wanted: frozenset[Layout], world: int, needs_grad: bool) -> tuple[Link, ...] | None:
+    """By dynamic programming over the sets of layouts that the value has already; I and R may lie on the way."""
+    order = sorted(wanted | {I, R}, key=str)
+    best: dict[frozenset[Layout], tuple[int, tuple[Link, ...]]] = {frozenset([source]): (0, ())}
+    for size in range(1, len(order) + 1):
+        for have, (cost, taken) in [(h, c) for h, c in best.items() if len(h) == size]:
+            for start in sorted(have, key=str):
+                for target in order:
+                    row = _BY_ENDS.get((type(start), type(target)))
+                    if target in have or not _converts(row, start, target):
+                        continue
+                    assert row is not None
+                    key = have | {target}
+                    total = cost + _rounds(row, world, needs_grad)
+                    if key not in best or (total, len(key)) < (best[key][0], len(key)):
+                        best[key] = (total, (*taken, Link(row.name, start, target)))
+    found = [(cost, len(taken), taken) for have, (cost, taken) in best.items() if wanted <= have]
+    return min(found, key=lambda f: f[:2])[2] if found else None
+
+
+def _converts(row: Conversion | None, source: Layout, target: Layout) -> bool:
+    """Whether the row's kernel does it; between two splits of one dim the whole is gathered in between."""
+    if row is None or row.name == "pad":
+        return False
+    return not (isinstance(source, Shard) and isinstance(target, Shard)) or source.dim != target.dim
+
+
+def _rounds(row: Conversion, world: int, needs_grad: bool) -> int:
+    both = kernels(row.name, needs_grad=needs_grad)
+    return sum(1 if kernel == "all_to_all" else _ROUNDS.get(kernel, 0) * world for kernel in both)
+
+
 Step = tuple[str, Layout]
 """(name of the conversion, layout after it)."""
 
 
 def route(source: Layout, target: Layout, *, needs_grad: bool = True) -> list[Step] | None:
-    """The conversions that lead from one layout to another, or None where none do.
-
-    For a value that needs no gradient I and R are the same thing.
-    """
-    if source == target or (not needs_grad and is_whole(source) and is_whole(target)):
-        return []
-    if not needs_grad and source == R:
-        source = I
-    if isinstance(source, Shard) and isinstance(target, Shard) and source.dim == target.dim:
-        return [("gather", I), ("scatter", target)]
-    if source == P and target == R:
-        both: list[Step] = [("reduce", I), ("copy", R)]  # the sum may be wanted as I too; alone, the two are fused
-        return both if needs_grad else both[:1]
-    row = _BY_ENDS.get((type(source), type(target)))
-    return None if row is None or row.name == "pad" else [(row.name, target)]
+    """The conversions that lead from one layout to one other, or None where none do."""
+    found = links(source, [target], 2, needs_grad=needs_grad)
+    return None if found is None else [(link.name, link.target) for link in found]
 
 
-def wire_bytes(kernel: str, nbytes: float, world: int) -> float:
-    """Bytes that each rank sends for a value of `nbytes` (whole), by a ring.
+def kernels(name: str, *, needs_grad: bool) -> tuple[str, str]:
+    """What the ranks do for a collective, forward and backward; `all_reduce_max` has no gradient."""
+    if name not in TABLE:
+        return "all_reduce", "none"
+    row = TABLE[name]
+    return row.kernel, TABLE[row.dual].kernel if needs_grad else "none"
+
+
+def sent_bytes(kernel: str, nbytes: float, source: Layout, target: Layout, shape: Sequence[int], world: int) -> float:
+    """Bytes that the rank with the largest slice sends for a value of `nbytes` (whole) and `shape`, by a ring.
+
+    Where slices differ they are sent padded to the largest, but for all_to_all.
 
     Source: Thakur, Rabenseifner and Gropp, "Optimization of Collective Communication Operations in MPICH" (2005).
     """
-    share = (world - 1) / world
-    return nbytes * {
-        "all_reduce": 2 * share,
-        "all_gather": share,
-        "reduce_scatter": share,
-        "all_to_all": share / world,
-    }.get(kernel, 0.0)
+    if kernel == "all_to_all":
+        return nbytes * _share(source, shape, world) * (1 - _share(target, shape, world))
+    if kernel == "all_reduce":
+        return 2 * nbytes * (world - 1) / world
+    shard = source if isinstance(source, Shard) else target
+    return nbytes * _ROUNDS.get(kernel, 0) * (world - 1) * _share(shard, shape, world)
 
 
-def step_bytes(name: str, nbytes: float, world: int, *, needs_grad: bool) -> float:
-    """Bytes per rank of one conversion, forward and (where a gradient flows) backward."""
-    row = TABLE[name]
-    forward = wire_bytes(row.kernel, nbytes, world)
-    return forward + (wire_bytes(TABLE[row.dual].kernel, nbytes, world) if needs_grad else 0.0)
+def _share(shard: Layout, shape: Sequence[int], world: int) -> float:
+    """The part of a value that the first rank holds, which holds the most."""
+    if not isinstance(shard, Shard) or not shape[shard.dim]:
+        return 1.0
+    return local_size(parts_of(shape[shard.dim], shard), 0, world) / shape[shard.dim]
 
 
 def flat_parts(size: int, shard: Shard) -> list[int]:

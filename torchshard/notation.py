@@ -63,8 +63,8 @@ class RowOptions:
     """Sets of operands in which the op is jointly linear: all of a set Partial and the rest R gives Partial results."""
     local: Mapping[str, LocalFn] = field(default_factory=dict)
     """Axis -> replacement where splitting it changes the local computation; '*' for any axis."""
-    comm: Mapping[str, int] = field(default_factory=dict)
-    """Axis -> elements all-reduced inside its replacement, forward plus backward."""
+    comm: Mapping[str, tuple[tuple[str, int], ...]] = field(default_factory=dict)
+    """Axis -> the collectives inside its replacement: (name, elements per row of the first operand)."""
     reduced: frozenset[str] = frozenset()
     """Axes whose replacement does its own reducing: results without the axis are then Invariant, not Partial."""
     mutates: frozenset[int] = frozenset()

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 
 from torch import Tensor, fx
 
-from torchshard.conversions import TABLE, wire_bytes
+from torchshard.conversions import TABLE
 from torchshard.distributed.ops import is_collective
 from torchshard.explain import value_text
 from torchshard.graph import is_tensor, layout_of, nbytes, op_name, values

@@ -1,7 +1,10 @@
-"""Collectives where producer and consumer disagree, one per edge; `simplify` then makes one of those that are alike.
+"""Collectives where producer and consumer disagree.
 
-before    q = linear(x, q_weight)                      x I, wanted R
-after     x_copy = copy(x); q = linear(x_copy, q_weight)
+before    q = linear(x, q_weight); k = linear(x, k_weight)                      x I, wanted R by both
+after     x_copy = copy(x); q = linear(x_copy, q_weight); k = linear(x_copy, k_weight)
+
+All consumers of a value count at once: it gets the cheapest conversions that give each what it wants, each once, where
+the first needs it. Of one copy in place of two, the backward is one all-reduce of the gradient.
 """
 
 from __future__ import annotations
@@ -11,27 +14,32 @@ from typing import Any
 import torch
 from torch import fx
 
-from torchshard.conversions import route, step_args
+from torchshard.conversions import links, step_args
 from torchshard.distributed.groups import MODEL
 from torchshard.errors import InternalError
 from torchshard.graph import global_shape, is_tensor, is_tensor_op, layout_of, name_after, operands, where
-from torchshard.layouts import I, Layout
-
-aten = torch.ops.aten
+from torchshard.layouts import I, Layout, R
 
 
 def insert(module: fx.GraphModule) -> bool:
     """Inserts the collectives; returns whether there were any to insert."""
     before = len(module.graph.nodes)
-    for node in list(module.graph.nodes):
-        if is_tensor_op(node):
-            wanted = node.meta["choice"].operands
-        elif node.op == "output":
-            wanted = (I,) * len([n for n in _flat(node.args) if is_tensor(n)])
-        else:
-            continue
-        _convert_operands(module, node, wanted)
+    consumers = [node for node in module.graph.nodes if is_tensor_op(node) or node.op == "output"]
+    wanted: dict[fx.Node, list[Layout]] = {}
+    for node in consumers:
+        for operand, layout in _demands(node):
+            wanted.setdefault(operand, []).append(layout)
+    made: dict[tuple[fx.Node, Layout], fx.Node] = {}
+    for node in consumers:
+        _convert_operands(module, node, wanted, made)
     return len(module.graph.nodes) != before
+
+
+def _demands(node: fx.Node) -> list[tuple[fx.Node, Layout]]:
+    """(operand, the layout that it is wanted in), in order."""
+    if node.op != "output":
+        return list(zip(operands(node), node.meta["choice"].operands, strict=True))
+    return [(n, I) for n in _flat(node.args) if is_tensor(n)]
 
 
 def _flat(args: Any) -> list[Any]:
@@ -40,13 +48,16 @@ def _flat(args: Any) -> list[Any]:
     return found
 
 
-def _convert_operands(module: fx.GraphModule, node: fx.Node, wanted: tuple[Layout, ...]) -> None:
-    places = operands(node) if node.op != "output" else [n for n in _flat(node.args) if is_tensor(n)]
-    targets = iter(zip(places, wanted, strict=True))
+def _convert_operands(
+    module: fx.GraphModule,
+    node: fx.Node,
+    wanted: dict[fx.Node, list[Layout]],
+    made: dict[tuple[fx.Node, Layout], fx.Node],
+) -> None:
     replaced: list[tuple[fx.Node, fx.Node]] = []
     with module.graph.inserting_before(node):
-        for operand, layout in targets:
-            replaced.append((operand, convert(module, operand, layout, node)))
+        for operand, layout in _demands(node):
+            replaced.append((operand, _converted(module, operand, layout, node, wanted[operand], made)))
     if all(a is b for a, b in replaced):
         return
     upcoming = iter(replaced)
@@ -71,28 +82,46 @@ def _ordered_kwargs(node: fx.Node) -> dict[str, Any]:
     return {name: node.kwargs[name] for name in names if name in node.kwargs}
 
 
-def convert(module: fx.GraphModule, value: fx.Node, target: Layout, consumer: fx.Node) -> fx.Node:
-    """The collective nodes that bring a value to a layout, before the insertion point."""
+def _converted(
+    module: fx.GraphModule,
+    value: fx.Node,
+    target: Layout,
+    consumer: fx.Node,
+    wanted: list[Layout],
+    made: dict[tuple[fx.Node, Layout], fx.Node],
+) -> fx.Node:
+    """The value in a layout; what it takes to get there is inserted, unless it is there for another consumer."""
     needs_grad = bool(value.meta.get("needs_grad"))
-    steps = route(layout_of(value), target, needs_grad=needs_grad)
+    steps = links(layout_of(value), wanted, module.meta["world_size"], needs_grad=needs_grad)
     if steps is None:
         raise InternalError(
             f"no conversion leads from {layout_of(value)} to {target}",
             where=where(value),
             why=f"wanted by {consumer.name}",
         )
-    for name, layout in steps:
-        source = layout_of(value)
-        args = step_args(name, source, layout, global_shape(value))
-        made = module.graph.call_function(getattr(torch.ops.torchshard, name).default, (value, *args, MODEL))
-        name_after(made, f"{value.name}_{name}")
-        made.meta = {
-            "val": value.meta["val"],
-            "layouts": (layout,),
-            "needs_grad": needs_grad,
-            "module": consumer.meta.get("module", ""),
-            "source": consumer.meta.get("source", ""),
-            "note": f"{source} -> {layout}, for {consumer.name if consumer.op != 'output' else 'the result'}",
-        }
-        value = made
-    return value
+    into = {link.target: link for link in steps}
+    for_whom = consumer.name if consumer.op != "output" else "the result"
+
+    def in_layout(layout: Layout) -> fx.Node:
+        if layout not in into:
+            return value
+        if (value, layout) not in made:
+            link = into[layout]
+            source = in_layout(link.source)
+            args = step_args(link.name, link.source, layout, global_shape(value))
+            node = module.graph.call_function(getattr(torch.ops.torchshard, link.name).default, (source, *args, MODEL))
+            name_after(node, f"{source.name}_{link.name}")
+            node.meta = {
+                "val": value.meta["val"],
+                "layouts": (layout,),
+                "needs_grad": needs_grad,
+                "module": consumer.meta.get("module", ""),
+                "source": consumer.meta.get("source", ""),
+                "note": f"{link.source} -> {layout}, for {for_whom}",
+            }
+            made[value, layout] = node
+        elif not made[value, layout].meta["note"].endswith(f" {for_whom}"):
+            made[value, layout].meta["note"] += f", {for_whom}"
+        return made[value, layout]
+
+    return in_layout(target if needs_grad or target != R else I)

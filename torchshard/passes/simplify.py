@@ -1,10 +1,7 @@
-"""Fewer collectives, and the bias back into its op.
+"""The bias back into its op, where nothing came between.
 
-    the same collective twice     x_copy = copy(x); x_copy_1 = copy(x)     ->  x_copy = copy(x)
-    two that are one              y = reduce(p); z = scatter(y, 1)         ->  z = reduce_scatter(p, 1)
-    a bias of its own             h_linear = linear(x, w); h = add(h_linear, b)  ->  h = linear(x, w, b)
-
-Sibling copies merged are one all-reduce of the gradient in place of one per consumer.
+before    h_linear = linear(x, w); h = add(h_linear, b)
+after     h = linear(x, w, b)
 """
 
 from __future__ import annotations
@@ -14,73 +11,20 @@ from typing import Any
 import torch
 from torch import fx
 
-from torchshard.distributed.ops import OPS, is_collective
-from torchshard.graph import is_tensor, layout_of, name_after, node_row, operands
+from torchshard.graph import is_tensor, layout_of, node_row, operands
 from torchshard.layouts import Shard
 from torchshard.notation import choices
 
 aten = torch.ops.aten
 _ops = torch.ops.torchshard
 
-FUSIONS: dict[tuple[str, str], str | None] = {
-    ("reduce", "scatter"): "reduce_scatter",
-    ("reduce", "copy"): "all_reduce",
-    ("gather", "copy"): "all_gather",
-    ("copy", "narrow"): "scatter",
-    ("scatter", "gather"): None,
-    ("all_reduce", "narrow"): "reduce_scatter",
-}
-"""(first, second) -> the one that does both, or None where the second undoes the first. (gather, scatter) back to the
-same layout undoes itself too, but never arises: routes have no loops."""
-
 
 def simplify(module: fx.GraphModule) -> bool:
     """Rewrites the graph; returns whether anything changed."""
-    changed = _merge_twins(module)
-    changed |= _fuse_pairs(module)
-    changed |= _fuse_biases(module)
+    changed = _fuse_biases(module)
     if changed:
         module.graph.eliminate_dead_code(lambda n: n.op == "placeholder" or n.is_impure())
     return changed
-
-
-def _merge_twins(module: fx.GraphModule) -> bool:
-    first: dict[tuple[Any, ...], fx.Node] = {}
-    merged = False
-    for node in list(module.graph.nodes):
-        if not is_collective(node.target):
-            continue
-        key = (node.target, node.args[0], repr(node.args[1:]))
-        kept = first.setdefault(key, node)
-        if kept is not node:
-            kept.meta["note"] = f"{kept.meta['note']}, {node.meta['note'].partition(', for ')[2]}"
-            node.replace_all_uses_with(kept)
-            module.graph.erase_node(node)
-            merged = True
-    return merged
-
-
-def _fuse_pairs(module: fx.GraphModule) -> bool:
-    fused = False
-    for node in list(module.graph.nodes):
-        before: Any = node.args[0] if node.target in OPS else None
-        if not isinstance(before, fx.Node) or before.target not in OPS or len(before.users) > 1:
-            continue
-        pair = (OPS[before.target].name, OPS[node.target].name)
-        if pair not in FUSIONS or (pair == ("scatter", "gather") and before.args[1:3] != node.args[1:3]):
-            continue
-        source: Any = before.args[0]
-        name = FUSIONS[pair]
-        if name is None:
-            node.replace_all_uses_with(source)
-        else:
-            shard = next((n.args[1:3] for n in (before, node) if len(n.args) > 2), ())
-            node.target = getattr(_ops, name).default
-            node.args = (source, *shard, node.args[-1])
-            name_after(node, f"{source.name}_{name}")
-            node.meta["note"] = f"{layout_of(source)} -> {node.meta['note'].partition(' -> ')[2]}"
-        fused = True
-    return fused
 
 
 _BIASED = {aten.linear.default, aten.conv1d.default, aten.conv2d.default, aten.conv3d.default,

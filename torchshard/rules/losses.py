@@ -65,8 +65,16 @@ def cross_entropy(call: Call) -> Row | None:
     operands = [[*batch[:1], "v", *batch[1:]], batch, *([["v"]] if call["weight"] is not None else [])]
     right = batch if call["reduction"] == NONE else []
     return call.row(
-        f"{spaced(*operands)} -> {spaced(right)}", local={"v": _split_cross_entropy}, reduced="v", comm={"v": 5}
+        f"{spaced(*operands)} -> {spaced(right)}",
+        local={"v": _split_cross_entropy},
+        reduced="v",
+        comm={"v": (("all_reduce_max", 1), ("reduce", _columns(call)))},
     )
+
+
+def _columns(call: Call) -> int:
+    """How many numbers per row are summed over the ranks."""
+    return (2 + bool(call["label_smoothing"])) + (call["weight"] is not None) * (1 + bool(call["label_smoothing"]))
 
 
 def _split_cross_entropy(

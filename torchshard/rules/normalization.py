@@ -16,6 +16,8 @@ from torchshard.rules.registry import Call, block, letters, positive, rule, spac
 
 aten = torch.ops.aten
 ops = torch.ops.torchshard
+SPLIT_SOFTMAX = (("all_reduce_max", 1), ("all_reduce", 1))
+"""The collectives of a softmax over a split axis, with their elements per row."""
 
 
 def _split_softmax(call: Call, ndim: int) -> Any:
@@ -48,7 +50,9 @@ def softmax(call: Call) -> Row:
     if not ndim:
         return call.row(" -> ")
     axis = names[positive(call["dim"], ndim)]
-    return call.row(f"{spaced(names)} -> {spaced(names)}", local={axis: _split_softmax(call, ndim)}, comm={axis: 3})
+    return call.row(
+        f"{spaced(names)} -> {spaced(names)}", local={axis: _split_softmax(call, ndim)}, comm={axis: SPLIT_SOFTMAX}
+    )
 
 
 @rule(aten.layer_norm.default, aten.rms_norm.default)

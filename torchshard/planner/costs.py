@@ -1,0 +1,194 @@
+"""What an op and a conversion cost on a machine, in seconds and bytes, forward and backward.
+
+See docs/planning.md for the formulas. Sizes are those of the example inputs.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+
+from torchshard.conversions import Link, kernels, sent_bytes
+from torchshard.graph import hint, nbytes, node_row, operands, values
+from torchshard.layouts import I, Layout, Shard, local_size, parts_of
+from torchshard.notation import Choice, Dim, Row
+from torchshard.planner.machine import Machine
+
+aten = torch.ops.aten
+
+PRODUCTS = {
+    aten.linear.default, aten.mm.default, aten.bmm.default, aten.matmul.default, aten.mv.default, aten.dot.default,
+    aten.outer.default, aten.einsum.default,
+    aten.conv1d.default, aten.conv2d.default, aten.conv3d.default,
+    aten.conv1d.padding, aten.conv2d.padding, aten.conv3d.padding,
+}  # fmt: skip
+"""Ops of a multiplication and an addition per point of their axes, of the second operand's and the result's together."""
+LOOKUPS = {aten.embedding.default}
+"""Ops that read as much of their table as they give."""
+ATTENTION = aten.scaled_dot_product_attention.default
+_ROUND_TRIPS = {"all_reduce": 2, "all_gather": 1, "reduce_scatter": 1, "all_to_all": 1}
+"""Kernel -> how many times its messages go around the ring of ranks."""
+
+
+@dataclass(frozen=True)
+class Sent:
+    """What one collective sends, per rank."""
+
+    kernel: str
+    nbytes: float
+    seconds: float
+
+
+NOTHING = Sent("none", 0.0, 0.0)
+
+
+@dataclass(frozen=True)
+class Value:
+    """What costs depend on, of one tensor of the graph."""
+
+    shape: tuple[int, ...]
+    nbytes: int
+    needs_grad: bool
+
+    @staticmethod
+    def of(node: fx.Node, val: Any = None) -> Value:
+        """Of a node's one result, or of one of its results."""
+        val = node.meta["val"] if val is None else val
+        return Value(tuple(map(hint, val.shape)), nbytes(val), bool(node.meta.get("needs_grad")))
+
+    def held(self, layout: Layout, world: int) -> float:
+        """Bytes on the first rank, which holds the most."""
+        if not isinstance(layout, Shard) or not self.shape[layout.dim]:
+            return self.nbytes
+        size = self.shape[layout.dim]
+        return self.nbytes * local_size(parts_of(size, layout), 0, world) / size
+
+
+@dataclass(frozen=True)
+class Op:
+    """What costs depend on, of one op of the graph."""
+
+    node: fx.Node
+    row: Row | None
+    inputs: tuple[fx.Node, ...]
+    """The nodes of its operands."""
+    operands: tuple[Value, ...]
+    results: tuple[Value, ...]
+    sizes: Mapping[str, int]
+    """The size of each axis of the row that is a dim of its own."""
+
+    @staticmethod
+    def of(node: fx.Node) -> Op:
+        """Reads a node and its row."""
+        row = node_row(node)
+        results = tuple(Value.of(node, v) for v in values(node) if isinstance(v, Tensor))
+        nodes = tuple(operands(node))
+        inputs = tuple(map(Value.of, nodes))
+        sizes: dict[str, int] = {}
+        for dims, value in zip(
+            (*row.operands, *row.results) if row is not None else (), (*inputs, *results), strict=False
+        ):
+            sizes |= {dim[0][0]: n for dim, n in zip(dims, value.shape, strict=True) if len(dim) == len(dim[0]) == 1}
+        if row is not None:
+            sizes |= {axis: size for axis, size in row.sizes.items() if isinstance(size, int)}
+        return Op(node, row, nodes, inputs, results, sizes)
+
+    @property
+    def is_view(self) -> bool:
+        """Whether the result is the operand's memory."""
+        schema: Any = getattr(self.node.target, "_schema", None)
+        returns = schema.returns if schema is not None else ()
+        return bool(returns) and all(r.alias_info is not None and not r.alias_info.is_write for r in returns)
+
+    @property
+    def backward_ratio(self) -> float:
+        """The backward's work in terms of the forward's."""
+        if not self.node.meta.get("needs_grad"):
+            return 0.0
+        if self.node.target == ATTENTION:
+            return 2.5  # five products in place of two: Dao, "FlashAttention-2" (2023)
+        if self.node.target in PRODUCTS:
+            return float(sum(value.needs_grad for value in self.operands))
+        return 1.0
+
+
+@dataclass(frozen=True)
+class Costs:
+    """The costs of a step on a machine."""
+
+    machine: Machine
+    world: int
+
+    # --- communication -----------------------------------------------------------------------------------------------
+
+    def link(self, value: Value, link: Link) -> tuple[Sent, Sent]:
+        """What a conversion of a value costs, forward and backward."""
+        forward, backward = kernels(link.name, needs_grad=value.needs_grad)
+        source, target = link.source, link.target
+        return self._sent(forward, value, source, target), self._sent(backward, value, target, source)
+
+    def inside(self, op: Op, choice: Choice) -> list[tuple[str, Sent, Sent]]:
+        """The collectives within a split op's local computation: (name, forward, backward)."""
+        found = []
+        for axis, _ in choice.axes if op.row is not None else ():
+            for name, count in op.row.options.comm.get(axis, ()):  # type: ignore[union-attr]
+                rows = math.prod(op.operands[0].shape) // max(op.sizes[axis], 1)
+                size = rows * count * values(op.node)[0].dtype.itemsize
+                sent = Value((), size, bool(op.node.meta.get("needs_grad")))
+                forward, backward = kernels(name, needs_grad=sent.needs_grad)
+                found.append((name, self._sent(forward, sent, I, I), self._sent(backward, sent, I, I)))
+        return found
+
+    def _sent(self, kernel: str, value: Value, source: Layout, target: Layout) -> Sent:
+        if self.world == 1 or kernel == "none" or not value.nbytes:
+            return NOTHING
+        if kernel in ("slice", "pad"):
+            return Sent("none", 0.0, value.nbytes / self.machine.memory_bandwidth)
+        sent = sent_bytes(kernel, value.nbytes, source, target, value.shape, self.world)
+        steps = _ROUND_TRIPS[kernel] * (self.world - 1)
+        packed = sum(2 * value.nbytes for end in (source, target) if _is_strided(end, value.shape))
+        m = self.machine
+        return Sent(kernel, sent, m.launch + steps * m.latency + sent / m.link_bandwidth + packed / m.memory_bandwidth)
+
+    # --- computation -------------------------------------------------------------------------------------------------
+
+    def seconds(self, op: Op, choice: Choice) -> float:
+        """An op's work on the rank that has the most, and the collectives inside it, forward and backward."""
+        within = sum(forward.seconds + backward.seconds for _, forward, backward in self.inside(op, choice))
+        if op.is_view:
+            return within
+        once = max(
+            self._flops(op, choice) / self.machine.flops, self._traffic(op, choice) / self.machine.memory_bandwidth
+        )
+        return within + once * (1 + op.backward_ratio)
+
+    def _flops(self, op: Op, choice: Choice) -> float:
+        if op.row is None or not (op.node.target in PRODUCTS or op.node.target == ATTENTION):
+            return 0.0
+        sizes = {**op.sizes, **{axis: local_size(parts, 0, self.world) for axis, parts in choice.axes}}
+
+        def points(*tensors: Sequence[Dim]) -> float:
+            axes = dict.fromkeys(a for dims in tensors for dim in dims for term in dim for a in term)
+            return math.prod(sizes.get(axis, 1) for axis in axes)
+
+        if op.node.target == ATTENTION:
+            query, key, value = op.row.operands[:3]
+            return 2 * (points(query, key) + points(op.row.results[0], value))
+        return 2 * points(*op.row.operands[1:], op.row.results[0])
+
+    def _traffic(self, op: Op, choice: Choice) -> float:
+        results = list(zip(op.results, choice.results, strict=True))
+        read = results if op.node.target in LOOKUPS else list(zip(op.operands, choice.operands, strict=True))
+        return sum(value.held(layout, self.world) for value, layout in [*read, *results])
+
+
+def _is_strided(layout: Layout, shape: Sequence[int]) -> bool:
+    """Whether slices do not lie one after the other in memory, so that they are packed to be sent."""
+    if not isinstance(layout, Shard):
+        return False
+    return math.prod(shape[: layout.dim]) > 1 or (layout.parts is not None and len(layout.parts) > 1)

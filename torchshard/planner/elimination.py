@@ -1,0 +1,184 @@
+"""The cheapest assignment of a network of costs: exact min-sum dynamic programming over a tree decomposition.
+
+A variable is a number with as many states as `sizes` says, a factor a table of costs over a few variables. Variables
+are eliminated one after the other (Dechter, "Bucket elimination", 1999): the factors that hold a variable are added up
+and its minimum is taken, which leaves one factor over its neighbours. Each elimination is a bag of a tree
+decomposition; the order takes the variable with the smallest bag first.
+
+Where a bag would be larger than `MAX_TABLE`, its factors are minimized in groups that are not ("mini-buckets"): what
+comes is a lower bound, and `Elimination.exact` is False.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import networkx as nx
+import numpy as np
+
+MAX_TABLE = 1 << 23
+"""Entries of the largest table that is made."""
+
+Table = Any
+"""A numpy array of float64, one axis per variable of its scope."""
+Scope = tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class _Bucket:
+    """One elimination: the factors (inputs first, then messages in the order they were made) that hold a variable."""
+
+    variable: int
+    groups: tuple[tuple[tuple[int, ...], Scope], ...]
+    """(factors, the variables of their sum, the eliminated one last), one group where the bag is small enough."""
+
+
+class Elimination:
+    """An order in which all variables but some are eliminated; it depends on scopes alone, not on costs."""
+
+    def __init__(self, sizes: Sequence[int], scopes: Sequence[Scope], keep: Scope = (), limit: int = MAX_TABLE) -> None:
+        self._sizes, self._keep, self._count = sizes, keep, len(scopes)
+        self._buckets: list[_Bucket] = []
+        held = dict(enumerate(scopes))
+        holding: dict[int, set[int]] = {}
+        for f, scope in held.items():
+            for v in scope:
+                holding.setdefault(v, set()).add(f)
+        near = nx.Graph()
+        near.add_nodes_from(holding)
+        for scope in scopes:
+            near.add_edges_from((a, b) for i, a in enumerate(scope) for b in scope[i + 1 :])
+        waiting = {v: self._bag(near, v) for v in holding if v not in set(keep)}
+        made = len(scopes)
+        while waiting:
+            variable = min(waiting, key=lambda v: (waiting[v], v))
+            del waiting[variable]
+            groups = []
+            for members in self._grouped(sorted(holding[variable]), held, limit):
+                union = dict.fromkeys(v for f in members for v in held[f] if v != variable)
+                groups.append((members, (*union, variable)))
+                held[made] = tuple(union)
+                for v in union:
+                    holding[v].add(made)
+                made += 1
+            for f in holding.pop(variable):
+                for v in held[f]:
+                    if v != variable:
+                        holding[v].discard(f)
+            self._buckets.append(_Bucket(variable, tuple(groups)))
+            neighbours = list(near[variable])
+            near.remove_node(variable)
+            for _, scope in groups:
+                near.add_edges_from((a, b) for i, a in enumerate(scope[:-1]) for b in scope[i + 1 : -1])
+            for v in neighbours:
+                if v in waiting:
+                    waiting[v] = self._bag(near, v)
+        eliminated = {b.variable for b in self._buckets}
+        self._rest = [f for f, scope in held.items() if not eliminated.intersection(scope)]
+        self._scopes = held
+
+    @property
+    def exact(self) -> bool:
+        """Whether no bag was too large."""
+        return all(len(bucket.groups) <= 1 for bucket in self._buckets)
+
+    @property
+    def width(self) -> int:
+        """The treewidth of the decomposition: variables of the largest bag, less one."""
+        return max((len(scope) - 1 for bucket in self._buckets for _, scope in bucket.groups), default=0)
+
+    def _bag(self, near: nx.Graph, variable: int) -> int:
+        return math.prod(self._sizes[v] for v in near[variable]) * self._sizes[variable]
+
+    def _grouped(self, members: Sequence[int], held: Mapping[int, Scope], limit: int) -> list[tuple[int, ...]]:
+        groups: list[tuple[list[int], set[int]]] = []
+        for f in sorted(members, key=lambda f: -len(held[f])):
+            for group, union in groups:
+                if math.prod(self._sizes[v] for v in union.union(held[f])) <= limit:
+                    group.append(f)
+                    union.update(held[f])
+                    break
+            else:
+                groups.append(([f], set(held[f])))
+        return [tuple(group) for group, _ in groups]
+
+    def run(self, tables: Sequence[Table]) -> Solved:
+        """Eliminates; `tables` are the factors' costs, in the order of the scopes."""
+        held = list(tables)
+        for bucket in self._buckets:
+            for members, scope in bucket.groups:
+                held.append(self._sum(held, members, scope).min(axis=-1))
+        return Solved(self, held)
+
+    def _sum(self, held: Sequence[Table], members: Sequence[int], scope: Scope) -> Table:
+        total: Table = np.zeros((1,) * len(scope))
+        for f in members:
+            total = total + aligned(held[f], self._scopes[f], scope)
+        return np.broadcast_to(total, [self._sizes[v] for v in scope])
+
+
+@dataclass(frozen=True)
+class Solved:
+    """What an elimination found."""
+
+    order: Elimination
+    tables: list[Table]
+    """The factors' costs, then the messages'."""
+
+    @property
+    def table(self) -> Table:
+        """The least cost for each state of the kept variables; a bound where the elimination is not exact."""
+        return self.order._sum(self.tables, self.order._rest, self.order._keep)
+
+    def decode(self, kept: Mapping[int, int]) -> dict[int, int]:
+        """The cheapest states of all variables, given those of the kept ones."""
+        states = dict(kept)
+        for bucket in reversed(self.order._buckets):
+            costs: Table = 0.0
+            for members, _ in bucket.groups:
+                for f in members:
+                    at = tuple(states.get(v, slice(None)) for v in self.order._scopes[f])
+                    costs = costs + self.tables[f][at]
+            states[bucket.variable] = int(np.argmin(costs))
+        return states
+
+
+def aligned(table: Table, scope: Scope, onto: Scope) -> Table:
+    """A table with its axes in the order of `onto`, of size one where it lacks a variable."""
+    place = {v: i for i, v in enumerate(scope)}
+    order = [place[v] for v in onto if v in place]
+    shape = [table.shape[place[v]] if v in place else 1 for v in onto]
+    return table.transpose(order).reshape(shape)
+
+
+class Power:
+    """A table over (entry, exit, shared) states, chained `count` times: the exit of one is the entry of the next."""
+
+    def __init__(self, table: Table, count: int) -> None:
+        self._tables: dict[int, Table] = {1: table}
+        self.table = self._of(count)
+        self.count = count
+
+    def _of(self, count: int) -> Table:
+        if count not in self._tables:
+            left, right = self._of(count // 2), self._of(count - count // 2)
+            best = np.full((left.shape[0], right.shape[1], left.shape[2]), np.inf)
+            for middle in range(left.shape[1]):
+                np.minimum(best, left[:, None, middle] + right[None, middle], out=best)
+            self._tables[count] = best
+        return self._tables[count]
+
+    def decode(self, entry: int, exit: int, shared: int) -> list[int]:
+        """The states between the links, the entry first and the exit last."""
+
+        def between(count: int, start: int, stop: int) -> list[int]:
+            if count == 1:
+                return [stop]
+            left, right = self._of(count // 2), self._of(count - count // 2)
+            middle = int(np.argmin(left[start, :, shared] + right[:, stop, shared]))
+            return [*between(count // 2, start, middle), *between(count - count // 2, middle, stop)]
+
+        return [entry, *between(self.count, entry, exit)]

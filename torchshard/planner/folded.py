@@ -1,0 +1,81 @@
+"""A graph whose repeated blocks are planned once: of each run the first three blocks and the last stand for all.
+
+The first has other neighbours than the rest, the second is what the third reads, and so is the third for the last.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor, fx
+
+from torchshard.graph import values
+from torchshard.planner.repeats import Item, Reference, Run, find_runs
+
+
+@dataclass(frozen=True)
+class Folded:
+    """The nodes of a graph that are planned; of each run's blocks the first three and the last."""
+
+    nodes: list[fx.Node]
+    """All nodes that compute, in order."""
+    runs: list[Run]
+    position: dict[fx.Node, int]
+
+    @staticmethod
+    def of(graph: fx.Graph, keys: Mapping[fx.Node, Any], *, fold: bool) -> Folded:
+        """`keys` tell apart nodes that look alike."""
+        nodes = [n for n in graph.nodes if n.op == "call_function"]
+        position = {node: i for i, node in enumerate(nodes)}
+        return Folded(nodes, find_runs(_items(nodes, position, keys)) if fold else [], position)
+
+    def stand_in(self, position: int) -> int:
+        """The planned node for the node at a position."""
+        for run in self.runs:
+            block = run.block_of(position)
+            if 2 < block < run.count - 1:
+                return position - (block - 2) * run.period
+        return position
+
+    def place(self, position: int) -> tuple[int, int] | None:
+        """(run, which of its four planned blocks) of a planned node within a run."""
+        for i, run in enumerate(self.runs):
+            block = run.block_of(position)
+            if 0 <= block < run.count:
+                return i, min(block, 3)
+        return None
+
+    def planned(self) -> Iterator[int]:
+        """The positions of the planned nodes."""
+        return (i for i in range(len(self.nodes)) if self.stand_in(i) == i)
+
+    def home(self, placeholder: fx.Node) -> tuple[int, int]:
+        """Where a placeholder is read first, and which operand it is there."""
+        first = min((self.position[user] for user in placeholder.users), default=-1)
+        return first, self.nodes[first].all_input_nodes.index(placeholder) if first >= 0 else 0
+
+
+def _items(nodes: Sequence[fx.Node], position: Mapping[fx.Node, int], keys: Mapping[fx.Node, Any]) -> list[Item]:
+    homes: dict[fx.Node, tuple[int, int]] = {}
+    found = []
+    for i, node in enumerate(nodes):
+        references, leaves = [], []
+        for slot, operand in enumerate(node.all_input_nodes):
+            if operand.op == "placeholder":
+                home, at = homes.setdefault(operand, (i, slot))
+                references.append(Reference(-1 - id(operand), home, at))
+                leaves.append((operand.meta["kind"], _type_key(operand), keys.get(operand)))
+            else:
+                references.append(Reference(position[operand], position[operand]))
+        names = {operand: f"%{slot}" for slot, operand in enumerate(node.all_input_nodes)}
+        arguments = fx.map_arg((node.args, node.kwargs), names.__getitem__)
+        key = (str(node.target), str(arguments), _type_key(node), tuple(leaves), str(keys.get(node)))
+        found.append(Item(key, tuple(references)))
+    return found
+
+
+def _type_key(node: fx.Node) -> Any:
+    types = tuple((str(tuple(v.shape)), v.dtype) if isinstance(v, Tensor) else str(v) for v in values(node))
+    return types, bool(node.meta.get("needs_grad"))

@@ -1,0 +1,398 @@
+"""From a graph to a network of costs: what is to be decided, and what each decision costs together with its neighbours.
+
+    an op                       a variable, a state per choice; costs its work
+    a parameter                 a variable, a state per layout that it may be stored in; costs its bytes
+    a value of one consumer     a table over producer and consumer: the conversions from what the one gives to what the
+                                other wants
+    a value of several          a variable too, a state per (layout given, layouts had besides): a conversion that
+                                several consumers share is paid once
+
+Repeated blocks: of a run of N only the first three and the last are built. The third stands for all between, by the
+table of least costs from the second to it, which is chained N - 3 times (`Chain`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+from torch import fx
+
+from torchshard.conversions import links
+from torchshard.graph import is_tensor, is_tensor_op, operands, values
+from torchshard.layouts import I, Layout, Shard
+from torchshard.notation import Choice, axis_groups, choices, spread
+from torchshard.planner.costs import Costs, Op, Value
+from torchshard.planner.elimination import Scope, Table
+from torchshard.planner.folded import Folded
+from torchshard.planner.repeats import Run
+
+FORBIDDEN = float("inf")
+GATHERED_PARAMETER = 1e6
+"""A slice of a parameter that must be stored so is gathered only where nothing else is legal: so many times its cost."""
+MAX_WANTED = 4
+"""Segmentations kept per tensor while learning which are wanted."""
+MAX_WANTED_PARTS = 8
+
+
+@dataclass(frozen=True)
+class Asked:
+    """What the caller fixes."""
+
+    options: Mapping[fx.Node, list[Choice]] = field(default_factory=dict)
+    """The choices that an op may take."""
+    whole_results: Collection[fx.Node] = ()
+    """Ops whose results are taken whole by all."""
+    parameters: Mapping[str, Layout] = field(default_factory=dict)
+    """How parameters are stored, by name."""
+    all_axes: bool = False
+    """Whether dims that no weight touches (batch, sequence) may be split too."""
+
+
+@dataclass
+class Factor:
+    """Costs over a few variables."""
+
+    scope: Scope
+    seconds: Table
+    nbytes: Table | None = None
+
+
+@dataclass(frozen=True)
+class Chain:
+    """A run's inner blocks, all alike."""
+
+    run: Run
+    factors: tuple[int, ...]
+    """The factors of one block, among them those with the block before."""
+    entry: Scope
+    """The variables of the block before that these hold."""
+    exit: Scope
+    """The same of this block."""
+    shared: Scope
+    """Variables outside the run that these hold."""
+    own: Scope
+    """All variables of the block."""
+
+    @property
+    def count(self) -> int:
+        """How many blocks it stands for."""
+        return self.run.count - 3
+
+
+Key = tuple[str, int, int]
+"""What a variable is of: ('op', position, 0), ('value', position, 0) or ('stored', position of first use, slot)."""
+
+
+@dataclass
+class Network:
+    """Variables with their states, and factors."""
+
+    folded: Folded
+    states: list[list[Any]] = field(default_factory=list)
+    factors: list[Factor] = field(default_factory=list)
+    chains: list[Chain] = field(default_factory=list)
+    keys: dict[Key, int] = field(default_factory=dict)
+    """What a variable is of -> the variable. The states of an op are Choices, those of a placeholder Layouts."""
+
+    @property
+    def sizes(self) -> list[int]:
+        """The number of states of each variable."""
+        return [len(states) for states in self.states]
+
+    def variable(self, key: Key, states: Sequence[Any]) -> int:
+        """A new variable."""
+        self.keys[key] = len(self.states)
+        self.states.append(list(states))
+        return self.keys[key]
+
+
+# --- what may be split, and in which parts ---------------------------------------------------------------------------
+
+
+def tensors_of(node: fx.Node) -> list[fx.Node | None]:
+    """Operands, then results: the node itself, or the getitems of its results (None where nobody takes one)."""
+    if is_tensor(node):
+        return [*operands(node), node]
+    taken: dict[Any, fx.Node] = {user.args[1]: user for user in node.users}
+    return [*operands(node), *(taken.get(i) for i in range(len(values(node))))]
+
+
+def wanted_parts(ops: Sequence[Op], tensors: Mapping[fx.Node, list[Any]], world: int) -> dict[Any, list[Shard]]:
+    """The segmented Shards that the ops around a value could use: a weight of 56 rows as seven heads of eight."""
+    wanted: dict[Any, list[Shard]] = {}
+    ruled = [op for op in ops if op.row is not None]
+    for op in (*reversed(ruled), *ruled):
+        around = tensors[op.node]
+        hints = [(i, s) for i, t in enumerate(around) if t is not None for s in wanted.get(t, ())]
+        assert op.row is not None
+        for position, shard in spread(op.row, world, hints):
+            if around[position] is None:
+                continue
+            known = wanted.setdefault(around[position], [])
+            small = shard.parts is not None and len(shard.parts) <= MAX_WANTED_PARTS
+            if shard not in known and len(known) < MAX_WANTED and small:
+                known.append(shard)
+    return wanted
+
+
+def weight_axes(ops: Sequence[Op], tensors: Mapping[fx.Node, list[Any]]) -> dict[fx.Node, set[str]]:
+    """For each op the axes that weights bring into the graph, in products and look-ups, followed through the graph.
+
+    Batch and sequence are none of them, even where a table of positions is added to what has them.
+    """
+    of_weights: set[Any] = set()
+    for op in ops:
+        inputs = [n for n in op.node.all_input_nodes if is_tensor(n)]
+        if inputs and all(n in of_weights or _is_parameter(n) for n in inputs):
+            of_weights.update(t for t in tensors[op.node][len(op.operands) :] if t is not None)
+    marked: set[tuple[Any, int]] = set()
+    axes: dict[fx.Node, set[str]] = {op.node: set() for op in ops}
+    ruled = [op for op in ops if op.row is not None]
+    for op in ruled:
+        weights = [i for i, t in enumerate(op.inputs) if t in of_weights or _is_parameter(t)]
+        if _brings_axes(op, weights):
+            marked.update((op.inputs[i], d) for i in weights for d in range(len(op.operands[i].shape)))
+    before = -1
+    while before != len(marked):
+        before = len(marked)
+        for op in (*ruled, *reversed(ruled)):
+            _spread_marks(op, tensors[op.node], marked, axes[op.node])
+    return axes
+
+
+def _brings_axes(op: Op, weights: Sequence[int]) -> bool:
+    """Whether the op's weights have an axis that its other operands have not: `n` of `... k, n k -> ... n`."""
+    assert op.row is not None
+    tensors = [*op.row.operands, *op.row.results]
+    joined = {a for dims in tensors for dim in dims if len(dim) > 1 for term in dim for a in term}
+    own, others = set[str](), set[str]()
+    for i, dims in enumerate(op.row.operands):
+        (own if i in weights else others).update(a for dim in dims for term in dim for a in term)
+    return 0 < len(weights) < len(op.operands) and bool(own - others - joined)
+
+
+def _is_parameter(node: Any) -> bool:
+    return isinstance(node, fx.Node) and node.op == "placeholder" and node.meta["kind"] == "parameter"
+
+
+def _spread_marks(op: Op, around: Sequence[Any], marked: set[tuple[Any, int]], axes: set[str]) -> None:
+    assert op.row is not None
+    dims = [
+        (t, i, dim)
+        for t, row in zip(around, (*op.row.operands, *op.row.results), strict=False)
+        for i, dim in enumerate(row)
+    ]
+    axes.update(a for t, i, dim in dims if (t, i) in marked for term in dim for a in term)
+    for group in axis_groups(op.row):
+        if axes.intersection(group):
+            axes.update(group)
+    marked.update((t, i) for t, i, dim in dims if t is not None and any(a in axes for term in dim for a in term))
+
+
+# --- the network -----------------------------------------------------------------------------------------------------
+
+
+def build(graph: fx.Graph, costs: Costs, asked: Asked, keys: Mapping[fx.Node, Any], *, fold: bool = True) -> Network:
+    """The network of a graph."""
+    return _Builder(graph, costs, asked, Folded.of(graph, keys, fold=fold)).network
+
+
+class _Builder:
+    """Adds variables and factors, part by part; a variable's key says which block it is in."""
+
+    def __init__(self, graph: fx.Graph, costs: Costs, asked: Asked, folded: Folded) -> None:
+        self.costs, self.asked, self.folded, self.world = costs, asked, folded, costs.world
+        self.network, self.position = Network(folded), folded.position
+        planned = [folded.nodes[i] for i in folded.planned()]
+        self.ops = [Op.of(node) for node in planned if is_tensor_op(node)]
+        self.tensors = {op.node: [n and self._stand_in(n) for n in tensors_of(op.node)] for op in self.ops}
+        self.consumers: dict[fx.Node, list[Op]] = {}
+        for op in self.ops:
+            for operand in dict.fromkeys(self.tensors[op.node][: len(op.inputs)]):
+                assert operand is not None
+                self.consumers.setdefault(operand, []).append(op)
+        self.results = {self._stand_in(n) for n in graph.output_node().all_input_nodes if is_tensor(n)}
+        stored = [n for n in graph.nodes if n.op == "placeholder" and n in self.consumers]
+        self._add_ops()
+        for node in stored:
+            self._add_stored(node)
+        for node in (*stored, *(n for n in planned if is_tensor(n))):
+            self._add_value(node)
+        for index, run in enumerate(folded.runs):
+            self._add_chain(index, run)
+
+    def _stand_in(self, node: fx.Node) -> fx.Node:
+        return node if node.op == "placeholder" else self.folded.nodes[self.folded.stand_in(self.position[node])]
+
+    def _factor(self, scope: Scope, seconds: Table, nbytes: Table | None = None) -> None:
+        self.network.factors.append(Factor(scope, np.asarray(seconds, dtype=float), nbytes))
+
+    # --- ops and parameters ------------------------------------------------------------------------------------------
+
+    def _add_ops(self) -> None:
+        wanted = wanted_parts(self.ops, self.tensors, self.world)
+        axes = weight_axes(self.ops, self.tensors) if not self.asked.all_axes else None
+        for op in self.ops:
+            states = self.asked.options.get(op.node)
+            if states is None:
+                around = enumerate(self.tensors[op.node])
+                hints = [(i, s) for i, t in around if t is not None for s in wanted.get(t, ())]
+                found = choices(op.row, self.world, hints) if op.row is not None else [whole_choice(op.node)]
+                states = [c for c in found if axes is None or all(a in axes[op.node] for a, _ in c.axes)]
+            variable = self.network.variable(("op", self.position[op.node], 0), states)
+            self._factor((variable,), [self.costs.seconds(op, choice) for choice in states])
+
+    def _add_stored(self, node: fx.Node) -> None:
+        wanted = [
+            choice.operands[i]
+            for op in self.consumers[node]
+            for i, operand in enumerate(self.tensors[op.node][: len(op.inputs)])
+            if operand is node
+            for choice in self._states(op)[1]
+        ]
+        states: list[Layout] = [I]
+        if node.meta["kind"] in ("parameter", "buffer"):
+            states = [*dict.fromkeys(layout for layout in wanted if isinstance(layout, Shard)), I]
+            states = (
+                [self.asked.parameters[node.meta["path"]]] if node.meta["path"] in self.asked.parameters else states
+            )
+        variable = self.network.variable(("stored", *self.folded.home(node)), states)
+        if node.meta["kind"] == "parameter":
+            held = np.array([Value.of(node).held(layout, self.world) for layout in states])
+            self._factor((variable,), np.zeros(len(states)), held)
+
+    # --- values ------------------------------------------------------------------------------------------------------
+
+    def _given(self, node: fx.Node) -> tuple[int, list[Layout]]:
+        """The variable that decides how a value lies where it is made, and how it lies in each of its states."""
+        if node.op == "placeholder":
+            variable = self.network.keys["stored", *self.folded.home(node)]
+            return variable, self.network.states[variable]
+        source: Any = node if is_tensor_op(node) else node.args[0]
+        index: Any = 0 if source is node else node.args[1]
+        variable = self.network.keys["op", self.position[self._stand_in(source)], 0]
+        return variable, [choice.results[index] for choice in self.network.states[variable]]
+
+    def _demands(self, node: fx.Node, op: Op) -> tuple[int, list[frozenset[Layout]], list[Layout | None]]:
+        """A consumer's variable; in each of its states the layouts that it wants of a value, and that it writes to."""
+        variable, states = self._states(op)
+        places = [i for i, operand in enumerate(self.tensors[op.node][: len(op.inputs)]) if operand is node]
+        written = [i for i in places if op.row is not None and i in op.row.options.mutates]
+        wanted = [frozenset(choice.operands[i] for i in places) for choice in states]
+        return variable, wanted, [choice.operands[written[0]] if written else None for choice in states]
+
+    def _states(self, op: Op) -> tuple[int, list[Choice]]:
+        variable = self.network.keys["op", self.position[op.node], 0]
+        return variable, self.network.states[variable]
+
+    def _add_value(self, node: fx.Node) -> None:
+        producer, given = self._given(node)
+        value, whole = Value.of(node), self._is_taken_whole(node)
+        found = [self._demands(node, op) for op in self.consumers.get(node, ())]
+        fixed = frozenset([I]) if node in self.results else frozenset[Layout]()
+        for variable, wanted, written in found:
+            illegal = [
+                [
+                    (w is not None and w != g) or (whole and any(isinstance(x, Shard) for x in d))
+                    for d, w in zip(wanted, written, strict=True)
+                ]
+                for g in given
+            ]
+            if any(map(any, illegal)):
+                self._factor((producer, variable), np.where(illegal, FORBIDDEN, 0.0))
+        if len(found) > 1 or (found and fixed):
+            self._share(node, value, producer, given, [(v, w) for v, w, _ in found], fixed)
+        elif found:
+            ((variable, wanted, _),) = found
+            table = _spread_out([given, wanted], lambda g, w: self._conversions(node, value, g, w))
+            self._factor((producer, variable), table)
+        elif fixed:
+            self._factor((producer,), [self._conversions(node, value, layout, fixed) for layout in given])
+
+    def _is_taken_whole(self, node: fx.Node) -> bool:
+        source = node if node.op == "placeholder" or is_tensor_op(node) else node.args[0]
+        return source in self.asked.whole_results
+
+    def _conversions(self, node: fx.Node, value: Value, given: Layout, wanted: Iterable[Layout]) -> float:
+        """Seconds to bring a value to some layouts."""
+        steps = links(given, wanted, self.world, needs_grad=value.needs_grad)
+        if steps is None:
+            return FORBIDDEN
+        seconds = sum(sent.seconds for link in steps for sent in self.costs.link(value, link))
+        if steps and node.op == "placeholder" and isinstance(given, Shard):
+            return GATHERED_PARAMETER * seconds if node.meta["path"] in self.asked.parameters else FORBIDDEN
+        return seconds
+
+    def _share(
+        self,
+        node: fx.Node,
+        value: Value,
+        producer: int,
+        given: Sequence[Layout],
+        found: Sequence[tuple[int, list[frozenset[Layout]]]],
+        fixed: frozenset[Layout],
+    ) -> None:
+        """A variable for the layouts that a value is had in, which all its consumers find what they want among."""
+        had = {fixed}
+        for _, wanted in found:
+            had = {sofar | more for sofar in had for more in set(wanted)}
+        sets = sorted(had, key=lambda layouts: (len(layouts), sorted(map(str, layouts))))
+        states = dict.fromkeys((layout, layouts - {layout}) for layout in given for layouts in sets)
+        costs = {state: self._conversions(node, value, *state) for state in states}
+        states_ = [state for state in states if costs[state] < FORBIDDEN]
+        place = self.position.get(node)
+        key = ("value", place, 0) if place is not None else ("value of", *self.folded.home(node))
+        variable = self.network.variable(key, states_)
+        self._factor((variable,), [costs[state] for state in states_])
+        self._factor((producer, variable), _spread_out([given, states_], lambda g, s: 0.0 if g == s[0] else FORBIDDEN))
+        for consumer, wanted in found:
+            table = _spread_out([states_, wanted], lambda s, w: 0.0 if w <= s[1] | {s[0]} else FORBIDDEN)
+            self._factor((variable, consumer), table)
+
+    # --- repeated blocks ---------------------------------------------------------------------------------------------
+
+    def _add_chain(self, index: int, run: Run) -> None:
+        block: dict[int, int] = {}
+        for (_, position, _), variable in self.network.keys.items():
+            place = self.folded.place(position)
+            if place is not None and place[0] == index:
+                block[variable] = place[1]
+        earlier = {self.network.keys[kind, position + run.period, slot]: variable
+                   for (kind, position, slot), variable in self.network.keys.items() if block.get(variable) == 1}  # fmt: skip
+        inner, around = [], set[int]()
+        for i, factor in enumerate(self.network.factors):
+            blocks = {block.get(v) for v in factor.scope}
+            if 2 in blocks and 3 not in blocks:
+                inner.append(i)
+            elif 2 in blocks:
+                around |= {v for v in factor.scope if block.get(v) == 2}
+        held = {v for i in inner for v in self.network.factors[i].scope}
+        entry = {v for v in held if block.get(v) == 1} | {earlier[v] for v in around}
+        later = {before: after for after, before in earlier.items()}
+        order = sorted(entry)
+        self.network.chains.append(
+            Chain(
+                run,
+                tuple(inner),
+                tuple(order),
+                tuple(later[v] for v in order),
+                tuple(sorted(v for v in held if block.get(v) not in (1, 2))),
+                tuple(sorted(v for v in block if block[v] == 2)),
+            )
+        )
+
+
+def whole_choice(node: fx.Node) -> Choice:
+    """Every rank does the same work: legal for any op."""
+    return Choice("I", (I,) * len(operands(node)), (I,) * len(values(node)))
+
+
+def _spread_out(states: tuple[Sequence[Any], Sequence[Any]] | list[Any], cost: Any) -> Table:
+    """A table over two variables' states, of which many are alike."""
+    rows, columns = (list(dict.fromkeys(s)) for s in states)
+    small = np.array([[cost(a, b) for b in columns] for a in rows], dtype=float).reshape(len(rows), len(columns))
+    at = [[known.index(s) for s in given] for known, given in zip((rows, columns), states, strict=True)]
+    return small[np.ix_(*at)]

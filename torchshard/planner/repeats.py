@@ -1,0 +1,144 @@
+"""Repeated blocks of a graph, found by structure: runs of equal blocks, each of which reads the one before it.
+
+A node is an `Item`: a key that says everything about it but its operands, and its operands as references. Two items
+match at a distance of `period` where their keys are equal and each pair of references is equal either from where the
+items stand (the block's own values, the block before) or as they are (a mask that all blocks share).
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Hashable, Sequence
+from dataclasses import dataclass, field
+from itertools import pairwise
+
+MIN_BLOCKS = 5
+"""Runs of fewer blocks are left as they are: four stand for all others."""
+MAX_PERIODS = 12
+"""Distances tried."""
+
+
+@dataclass(frozen=True)
+class Reference:
+    """An operand."""
+
+    absolute: int
+    """Which value it is."""
+    position: int
+    """Where that is made: its item's position, or that of the item which first reads it."""
+    slot: int = 0
+    """Which of the values made there it is."""
+
+
+@dataclass(frozen=True)
+class Item:
+    """One node."""
+
+    key: Hashable
+    references: tuple[Reference, ...] = ()
+
+
+@dataclass(frozen=True)
+class Run:
+    """`count` blocks of `period` items each, from item `start` on."""
+
+    start: int
+    period: int
+    count: int = field(compare=True)
+
+    @property
+    def stop(self) -> int:
+        """The position after its last item."""
+        return self.start + self.period * self.count
+
+    def block_of(self, position: int) -> int:
+        """The block that an item is in; negative before the run, `count` or more after it."""
+        return (position - self.start) // self.period
+
+
+def find_runs(items: Sequence[Item]) -> list[Run]:
+    """Runs that do not overlap, those first found that spare most items; in order of their start."""
+    periods = _periods(items)
+    users = _last_readers(items)
+    found: list[Run] = []
+    spans = [(0, len(items))]
+    while spans:
+        low, high = spans.pop()
+        runs = [run for period in periods for run in _runs_of(items, users, period, low, high)]
+        if runs:
+            best = max(runs, key=lambda run: ((run.count - MIN_BLOCKS + 1) * run.period, -run.period))
+            found.append(best)
+            spans += [(low, best.start), (best.stop, high)]
+    return sorted(found, key=lambda run: run.start)
+
+
+def _periods(items: Sequence[Item]) -> list[int]:
+    """The distances at which equal keys follow one another most often."""
+    at: dict[Hashable, list[int]] = {}
+    for i, item in enumerate(items):
+        at.setdefault(item.key, []).append(i)
+    distances = Counter(b - a for places in at.values() if len(places) >= MIN_BLOCKS for a, b in pairwise(places))
+    return [distance for distance, _ in distances.most_common(MAX_PERIODS)]
+
+
+def _last_readers(items: Sequence[Item]) -> list[int]:
+    """For each position the last one that reads a value made there."""
+    last = list(range(len(items)))
+    for i, item in enumerate(items):
+        for reference in item.references:
+            if reference.position >= 0:
+                last[reference.position] = max(last[reference.position], i)
+    return last
+
+
+def _match(items: Sequence[Item], i: int, period: int) -> bool:
+    here, there = items[i], items[i + period]
+    if here.key != there.key or len(here.references) != len(there.references):
+        return False
+    return all(
+        a.absolute == b.absolute
+        or (a.slot == b.slot and a.position + period == b.position and a.position >= 0 and i - a.position < 2 * period)
+        for a, b in zip(here.references, there.references, strict=True)
+    )
+
+
+def _runs_of(items: Sequence[Item], last: Sequence[int], period: int, low: int, high: int) -> list[Run]:
+    runs, start = [], low
+    for i in range(low, high):
+        if i + period >= high or not _match(items, i, period):
+            if i + period - start >= MIN_BLOCKS * period:
+                run = _aligned(last, period, start, i + period)
+                runs += _closed(last, run)
+            start = i + 1
+    return runs
+
+
+def _aligned(last: Sequence[int], period: int, start: int, stop: int) -> Run:
+    """The run within [start, stop) whose blocks pass the fewest values on to the next."""
+    middle = start + ((stop - start) // period // 2) * period
+
+    def crossing(shift: int) -> int:
+        boundary = middle + shift
+        return sum(last[i] >= boundary for i in range(boundary - period, boundary))
+
+    shifts = range(period)
+    best = min(shifts, key=lambda shift: (crossing(shift) - (shift <= (stop - start) % period) * 0.5, shift))
+    return Run(start + best, period, (stop - start - best) // period)
+
+
+def _closed(last: Sequence[int], run: Run) -> list[Run]:
+    """The longest part of a run whose inner blocks are read by themselves and the next block alone."""
+    open_blocks = [
+        block
+        for block in range(run.count)
+        if any(
+            last[i] >= run.start + (block + 2) * run.period
+            for i in range(run.start + block * run.period, run.start + (block + 1) * run.period)
+        )
+    ]
+    # The first block may be read by all others; the last by whatever follows.
+    bounds = [b for b in open_blocks if b > 0]
+    edges = [-1, *bounds, run.count]
+    begin, end = max(pairwise(edges), key=lambda pair: pair[1] - pair[0])
+    first, count = max(begin, 0), end - max(begin, 0)
+    return [Run(run.start + first * run.period, run.period, count)] if count >= MIN_BLOCKS else []

@@ -1,0 +1,129 @@
+"""The cheapest states of a network, at a price in seconds for a byte: `seconds + price * bytes` is least.
+
+A chain's inner block is eliminated once and its table chained; what comes is decoded block by block.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from torchshard.planner.elimination import Elimination, Power, Scope, Solved, Table
+from torchshard.planner.network import Chain, Network
+
+States = Mapping[int, int]
+"""Variable -> its state."""
+
+
+@dataclass(frozen=True)
+class Solution:
+    """States of all variables, and what they cost."""
+
+    states: States
+    """Of the planned nodes."""
+    inner: tuple[tuple[States, ...], ...]
+    """For each chain, of each of the blocks that it stands for."""
+    seconds: float
+    nbytes: float
+    bound: float
+    """No states cost less than this, at the price that these were found for."""
+
+
+class Solver:
+    """Solves a network for any price; what does not depend on the price is made once."""
+
+    def __init__(self, network: Network) -> None:
+        self.network = network
+        sizes, self._scopes = network.sizes, [factor.scope for factor in network.factors]
+        self._inner = [
+            Elimination(sizes, [self._scopes[f] for f in chain.factors], (*chain.entry, *chain.exit, *chain.shared))
+            for chain in network.chains
+        ]
+        gone = {f for chain in network.chains for f in chain.factors}
+        self._outer = [f for f in range(len(self._scopes)) if f not in gone]
+        around = [(*chain.entry, *chain.exit, *chain.shared) for chain in network.chains]
+        self._main = Elimination(sizes, [*(self._scopes[f] for f in self._outer), *around])
+
+    @property
+    def exact(self) -> bool:
+        """Whether no table was too large."""
+        return self._main.exact and all(order.exact for order in self._inner)
+
+    def best(self, price: float = 0.0) -> Solution:
+        """The cheapest states."""
+        factors = self.network.factors
+        tables = [f.seconds if f.nbytes is None else f.seconds + price * f.nbytes for f in factors]
+        blocks = [
+            order.run([tables[f] for f in chain.factors])
+            for chain, order in zip(self.network.chains, self._inner, strict=True)
+        ]
+        powers = [self._power(chain, block) for chain, block in zip(self.network.chains, blocks, strict=True)]
+        around = [self._unpacked(chain, power.table) for chain, power in zip(self.network.chains, powers, strict=True)]
+        solved = self._main.run([*(tables[f] for f in self._outer), *around])
+        states = solved.decode({})
+        inner = tuple(
+            self._decoded(c, b, p, states) for c, b, p in zip(self.network.chains, blocks, powers, strict=True)
+        )
+        return self._solution(states, inner, float(solved.table))
+
+    def _count(self, scope: Scope) -> int:
+        return math.prod(len(self.network.states[v]) for v in scope)
+
+    def _power(self, chain: Chain, block: Solved) -> Power:
+        shape = [self._count(scope) for scope in (chain.entry, chain.exit, chain.shared)]
+        return Power(np.ascontiguousarray(block.table).reshape(shape), chain.count)
+
+    def _unpacked(self, chain: Chain, table: Table) -> Table:
+        return table.reshape([len(self.network.states[v]) for v in (*chain.entry, *chain.exit, *chain.shared)])
+
+    def _decoded(self, chain: Chain, block: Solved, power: Power, states: States) -> tuple[States, ...]:
+        """The states of each inner block's variables."""
+        entry, exit, shared = (self._packed(scope, states) for scope in (chain.entry, chain.exit, chain.shared))
+        known: dict[tuple[int, int], States] = {}
+        found = []
+        between = power.decode(entry, exit, shared)
+        for before, after in zip(between, between[1:], strict=False):
+            if (before, after) not in known:
+                kept = {**self._unpacked_states(chain.shared, shared), **self._unpacked_states(chain.entry, before),
+                        **self._unpacked_states(chain.exit, after)}  # fmt: skip
+                known[before, after] = block.decode(kept)
+            found.append(known[before, after])
+        return tuple(found)
+
+    def _packed(self, scope: Scope, states: States) -> int:
+        return (
+            int(np.ravel_multi_index([states[v] for v in scope], [len(self.network.states[v]) for v in scope]))
+            if scope
+            else 0
+        )
+
+    def _unpacked_states(self, scope: Scope, packed: int) -> dict[int, int]:
+        sizes = [len(self.network.states[v]) for v in scope]
+        return dict(zip(scope, map(int, np.unravel_index(packed, sizes)), strict=True)) if scope else {}
+
+    def _solution(self, states: States, inner: tuple[tuple[States, ...], ...], bound: float) -> Solution:
+        factors = self.network.factors
+        seconds = sum(float(factors[f].seconds[_at(self._scopes[f], states)]) for f in self._outer)
+        nbytes = sum(_bytes(factors[f], states) for f in self._outer)
+        for chain, blocks in zip(self.network.chains, inner, strict=True):
+            costs: dict[int, tuple[float, float]] = {}
+            for block in blocks:
+                if id(block) not in costs:
+                    costs[id(block)] = (
+                        sum(float(factors[f].seconds[_at(self._scopes[f], block)]) for f in chain.factors),
+                        sum(_bytes(factors[f], block) for f in chain.factors),
+                    )
+                seconds, nbytes = seconds + costs[id(block)][0], nbytes + costs[id(block)][1]
+        return Solution(states, inner, seconds, nbytes, bound)
+
+
+def _at(scope: Scope, states: States) -> tuple[int, ...]:
+    return tuple(states[v] for v in scope)
+
+
+def _bytes(factor: Any, states: States) -> float:
+    return 0.0 if factor.nbytes is None else float(factor.nbytes[_at(factor.scope, states)])
