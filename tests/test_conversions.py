@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import itertools
+from collections.abc import Iterable, Iterator, Sequence
 
 import pytest
 import torch
@@ -10,13 +11,15 @@ from torch import Tensor
 
 from torchshard.conversions import (
     TABLE,
+    Link,
     ends,
     flat_parts,
+    kernels,
+    links,
     route,
+    sent_bytes,
     shard_from,
     step_args,
-    step_bytes,
-    wire_bytes,
 )
 from torchshard.layouts import I, Layout, P, R, S, Shard, dual, is_whole, join, local_shape, split
 from torchshard.lockstep import _Conversion
@@ -81,10 +84,51 @@ def test_every_pair_of_layouts_is_listed() -> None:
     assert {(a, b) for a in layouts for b in layouts if a != b} | {(A, B)} == {*ROUTES, (P, R)}
 
 
-def test_a_sum_is_reduced_once_and_then_copied() -> None:
-    """It may be wanted as I elsewhere; where it is not, `simplify` makes one all_reduce of the two."""
-    assert route(P, R) == [("reduce", I), ("copy", R)]
-    assert route(P, R, needs_grad=False)[0] == ("reduce", I)
+def test_a_sum_wanted_as_r_alone_is_one_all_reduce() -> None:
+    assert route(P, R) == [("all_reduce", R)]
+    assert route(P, R, needs_grad=False) == [("reduce", I)]
+
+
+def test_a_conversion_that_several_layouts_need_is_there_once() -> None:
+    assert links(P, [I, R], 4, needs_grad=True) == (Link("reduce", P, I), Link("copy", I, R))
+    assert links(I, [R, A], 4, needs_grad=True) == (Link("copy", I, R), Link("narrow", R, A))
+    assert links(P, [R, A], 4, needs_grad=False) == (Link("reduce", P, I), Link("scatter", I, A))
+    assert links(A, [I, R], 4, needs_grad=True) == (Link("gather", A, I), Link("copy", I, R))
+
+
+LAYOUTS = [I, R, P, A, B, S(0, ((3, 1), (5, 1)))]
+ROUNDS = {"all_reduce": 2.0, "all_gather": 1.0, "reduce_scatter": 1.0, "all_to_all": 0.25}
+
+
+def _rounds(taken: Iterable[Link], needs_grad: bool) -> float:
+    return sum(ROUNDS.get(k, 0.0) for link in taken for k in kernels(link.name, needs_grad=needs_grad))
+
+
+def _ways(have: set[Layout], allowed: set[Layout], wanted: set[Layout]) -> Iterator[list[Link]]:
+    """All ways to come to have what is wanted, each new layout in one step from one that is there already."""
+    if wanted <= have:
+        yield []
+        return
+    for source, target in itertools.product(have, allowed - have):
+        steps = route(source, target) or []
+        if len(steps) == 1:
+            for more in _ways(have | {target}, allowed, wanted):
+                yield [Link(steps[0][0], source, target), *more]
+
+
+@pytest.mark.parametrize("source", LAYOUTS, ids=str)
+@pytest.mark.parametrize("size", [1, 2])
+def test_links_are_the_cheapest_of_all_ways(source: Layout, size: int) -> None:
+    """By enumeration; I and R may lie on the way."""
+    for wanted in map(set, itertools.combinations([x for x in LAYOUTS if x != source], size)):
+        costs = [_rounds(way, True) for way in _ways({source}, wanted | {I, R}, wanted)]
+        found = links(source, wanted, 4, needs_grad=True)
+        assert (found is None) == (not costs)
+        there = {source}
+        for link in found or ():
+            assert link.source in there and link.target not in there
+            there.add(link.target)
+        assert found is None or (wanted <= there and _rounds(found, True) == min(costs)), (source, wanted, found)
 
 
 @pytest.mark.parametrize("layout", [I, R, P, A, S(2, ((7, 8),))], ids=str)
@@ -127,15 +171,23 @@ def _spelled(layout: Layout) -> str:
      ("all_to_all", 187.5)],
 )  # fmt: skip
 def test_bytes_of_a_ring_of_four(kernel: str, sent: float) -> None:
-    assert wire_bytes(kernel, 1000, 4) == sent
-    assert wire_bytes(kernel, 1000, 1) == 0
+    assert sent_bytes(kernel, 1000, S(0), S(1), (8, 4), 4) == sent
+    assert sent_bytes(kernel, 1000, S(0), S(1), (8, 4), 1) == 0
+
+
+def test_slices_that_differ_are_sent_padded_to_the_largest() -> None:
+    """Seven rows of ten bytes on three ranks are 3, 3 and 1: each sends three rows to each of the two others."""
+    assert sent_bytes("all_gather", 70, S(0), I, (7, 10), 3) == pytest.approx(2 * 30)
+    assert sent_bytes("reduce_scatter", 70, P, S(0), (7, 10), 3) == pytest.approx(2 * 30)
+    assert sent_bytes("all_reduce", 70, P, I, (7, 10), 3) == pytest.approx(2 * 70 * 2 / 3)
+    assert sent_bytes("all_gather", 0, S(0), I, (0, 10), 3) == 0
 
 
 @pytest.mark.parametrize("name", TABLE)
-def test_a_step_costs_its_forward_and_the_forward_of_its_dual(name: str) -> None:
-    forward, back = (wire_bytes(TABLE[n].kernel, 640, 4) for n in (name, TABLE[name].dual))
-    assert step_bytes(name, 640, 4, needs_grad=False) == forward
-    assert step_bytes(name, 640, 4, needs_grad=True) == forward + back
+def test_a_collective_runs_its_kernel_and_on_the_way_back_that_of_its_dual(name: str) -> None:
+    assert kernels(name, needs_grad=True) == (TABLE[name].kernel, TABLE[TABLE[name].dual].kernel)
+    assert kernels(name, needs_grad=False) == (TABLE[name].kernel, "none")
+    assert kernels("all_reduce_max", needs_grad=True) == ("all_reduce", "none")
 
 
 # --- what lockstep, the definition, does -----------------------------------------------------------------------------

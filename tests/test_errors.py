@@ -119,9 +119,9 @@ def test_example_inputs_of_the_wrong_kind() -> None:
     _four_lines(caught.value)
 
 
-def test_auto_is_not_there_yet() -> None:
-    with pytest.raises(ts.PlanError, match="auto") as caught:
-        _plan("auto")
+def test_auto_needs_example_inputs() -> None:
+    with pytest.raises(ts.PlanError, match="needs example_inputs") as caught:
+        ts.shard(MLP(), "auto")
     _four_lines(caught.value)
 
 

@@ -23,7 +23,8 @@ from torch import fx
 from torchshard.distributed.ops import is_collective
 from torchshard.errors import InputError
 from torchshard.graph import op_name, where
-from torchshard.outline import Box, Row, outline, size_text
+from torchshard.outline import Box, Row, outline
+from torchshard.planner.table import size_text
 
 if TYPE_CHECKING:
     from torchshard.module import ShardedModule

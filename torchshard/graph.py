@@ -5,7 +5,7 @@ kind, path   of a placeholder: 'parameter', 'buffer', 'constant' or 'input', and
 module       of an op: the path of the module that called it; 'source': the user's file and line
 layouts      tuple of Layouts, one per result
 choice, row  of an op: the planned notation.Choice, and the Row that allows it
-needs_grad   whether a gradient flows back into the value
+needs_grad   whether a gradient flows back through the value
 note         of a collective: the conversion and whom it is for
 """
 
@@ -23,7 +23,7 @@ from torch import Tensor, fx
 
 from torchshard.distributed.ops import is_collective
 from torchshard.layouts import I, Layout
-from torchshard.notation import Row
+from torchshard.notation import Choice, Row
 from torchshard.rules import Call, TensorType, is_random, row_of
 
 
@@ -100,6 +100,18 @@ def _as_rule_sees(value: Any) -> Any:
     return value
 
 
+def consumers(graph: fx.Graph) -> list[fx.Node]:
+    """The nodes that take tensors: ops, and the output."""
+    return [node for node in graph.nodes if node.op == "output" or is_tensor_op(node)]
+
+
+def demands(node: fx.Node, choice: Choice | None) -> list[tuple[fx.Node, Layout]]:
+    """(value, the layout that it is wanted in) for each operand of an op; the output wants all whole."""
+    if choice is None:
+        return [(n, I) for n in _nodes_in(node.args) if is_tensor(n)]
+    return list(zip(operands(node), choice.operands, strict=True))
+
+
 def call_of(node: fx.Node) -> Call:
     """An op node as rules see it."""
     args = {name: _as_rule_sees(value) for name, value in bound_args(node).items()}
@@ -109,6 +121,11 @@ def call_of(node: fx.Node) -> Call:
 def node_row(node: fx.Node) -> Row | None:
     """The row of an op node, or None."""
     return row_of(call_of(node))
+
+
+def whole_choice(node: fx.Node) -> Choice:
+    """Every rank does the same work: legal for any op."""
+    return Choice("I", (I,) * len(operands(node)), (I,) * len(values(node)))
 
 
 def layout_of(node: fx.Node) -> Layout:
@@ -146,16 +163,20 @@ def draws_random(node: fx.Node) -> bool:
 
 
 def mark_needs_grad(module: fx.GraphModule, trainable: Sequence[str]) -> None:
-    """Sets meta['needs_grad']: which values a gradient flows back into, from the named parameters and inputs on."""
-    names = set(trainable)
+    """Sets meta['needs_grad']: which values a gradient flows back through, from a result to a parameter or input."""
+    names, reached = set(trainable), dict[fx.Node, bool]()
     for node in module.graph.nodes:
         if node.op == "placeholder":
-            node.meta["needs_grad"] = node.meta["path"] in names
+            reached[node] = node.meta["path"] in names
         elif node.op == "call_function":
-            flows = any(n.meta.get("needs_grad") for n in node.all_input_nodes)
             cut = node.target in (torch.ops.aten.detach.default,)
             floats = any(isinstance(v, Tensor) and (v.is_floating_point() or v.is_complex()) for v in values(node))
-            node.meta["needs_grad"] = flows and floats and not cut
+            reached[node] = any(reached[n] for n in node.all_input_nodes) and floats and not cut
+    for node in reversed(module.graph.nodes):
+        if node.op != "output":
+            node.meta["needs_grad"] = reached[node] and any(
+                user.op == "output" or user.meta["needs_grad"] for user in node.users
+            )
 
 
 def fake_mode(module: fx.GraphModule) -> Any:

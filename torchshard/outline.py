@@ -14,10 +14,12 @@ from dataclasses import dataclass, field
 
 from torch import Tensor, fx
 
-from torchshard.conversions import TABLE
+from torchshard.conversions import TABLE, ends, kernels, sent_bytes
 from torchshard.distributed.ops import is_collective
 from torchshard.explain import value_text
-from torchshard.graph import is_tensor, layout_of, nbytes, op_name, values
+from torchshard.graph import hint, is_tensor, layout_of, nbytes, op_name, values
+from torchshard.layouts import I
+from torchshard.planner.table import size_text
 
 
 @dataclass(eq=False)
@@ -148,15 +150,10 @@ def _inside(node: fx.Node) -> list[str]:
 
 
 def _moved(node: fx.Node, world: int) -> str:
-    row, size = TABLE.get(op_name(node)), nbytes(node.meta["val"])
-    kernels = [("▼", row.kernel if row else "all_reduce")]
-    kernels += [("▲", TABLE[row.dual].kernel)] if row and node.meta.get("needs_grad") else []
-    sent = [(sign, kernel, wire_bytes(kernel, size, world)) for sign, kernel in kernels]
+    name, value = op_name(node), node.meta["val"]
+    source, target = ends(name, node.args[1:]) if name in TABLE else (I, I)
+    ways = zip("▼▲", kernels(name, needs_grad=bool(node.meta.get("needs_grad"))), strict=True)
+    shape = [hint(size) for size in value.shape]
+    sent = [(sign, kernel, sent_bytes(kernel, nbytes(value), source, target, shape, world)) for sign, kernel in ways]
     moves = [f"{sign} {kernel.replace('_', '-')} {size_text(count)}" for sign, kernel, count in sent if count]
     return ", ".join([f"{layout_of(node.all_input_nodes[0])} → {layout_of(node)}", *moves])
-
-
-def size_text(count: float) -> str:
-    """'1.5 KiB' for 1536 bytes."""
-    power = min(max(int(count).bit_length() - 1, 0) // 10, 3)
-    return f"{count / 1024**power:.{min(power, 1)}f} {('B', 'KiB', 'MiB', 'GiB')[power]}"

@@ -5,6 +5,7 @@ This is the whole way of a model on one screen: capture, normalize, plan, rewrit
 
 from __future__ import annotations
 
+import hashlib
 import os
 import warnings
 from collections.abc import Mapping, Sequence
@@ -23,8 +24,13 @@ from torchshard.layouts import I, Layout, Shard, parts_of, parts_size
 from torchshard.notation import Choice
 from torchshard.passes import normalize, rewrite
 from torchshard.passes.annotate import legal_choices
-from torchshard.planner.plan import Plan
-from torchshard.planner.styles import check_matches, pins_of
+from torchshard.planner.costs import CostModel
+from torchshard.planner.machine import Machine, read_machine
+from torchshard.planner.network import Asked
+from torchshard.planner.plan import Costs, Plan, Stored
+from torchshard.planner.predict import predict
+from torchshard.planner.search import search
+from torchshard.planner.styles import Style, check_matches, pins_of
 
 PlanLike = Mapping[str, Any] | Plan | str | os.PathLike[str]
 """A dict of module globs and styles, a Plan, or a Plan's JSON: a path or the text itself."""
@@ -48,11 +54,13 @@ def program(
     args: Sequence[Any],
     kwargs: Mapping[str, Any] | None = None,
     parameters: Mapping[str, Layout] | None = None,
+    machine: Machine | str | None = None,
 ) -> Program:
     """Captures, plans and rewrites one call of a model.
 
     Args:
         parameters: layouts that are fixed already, by name.
+        machine: what costs are reckoned for.
 
     Raises:
         CaptureError, InputError, PlanError: see each.
@@ -64,18 +72,41 @@ def program(
         captured = capture(model, args, kwargs)
     normalize(captured.graph)
     _mark_trainable(captured, model)
-    made = problem(captured.graph.graph, world_size)
-    if isinstance(wanted, Plan):
-        check_layouts(model, wanted.parameters)
-        fixed = {**wanted.parameters, **(parameters or {})}
-        found = search(made, _given_options(captured, wanted), (), fixed)
-    else:
-        pins = pins_of(captured.graph.graph, chosen)
-        whole = [node for node, pin in pins.items() if pin.style.whole_result]
-        found = search(made, pinned_options(made, pins), whole, parameters)
+    asked = _asked(captured, wanted, chosen, model, parameters or {})
+    found = plan_of(captured.graph.graph, model, CostModel(read_machine(machine), world_size), asked)
     graph = rewrite(captured.graph, found)
     _warn_missing_rules(captured.graph, graph, world_size)
     return Program(captured, found, graph)
+
+
+def _asked(
+    captured: Captured,
+    wanted: Mapping[str, Any] | Plan,
+    chosen: Mapping[str, tuple[str, Style]],
+    model: nn.Module,
+    parameters: Mapping[str, Layout],
+) -> Asked:
+    """What the user's plan, and the parameters' layouts where they are fixed already, leave to the search."""
+    if isinstance(wanted, Plan):
+        check_layouts(model, wanted.parameters)
+        return Asked(_given_options(captured, wanted), {}, {**wanted.parameters, **parameters})
+    return Asked({}, pins_of(captured.graph.graph, chosen), parameters)
+
+
+def plan_of(graph: fx.Graph, model: nn.Module, costs: CostModel, asked: Asked) -> Plan:
+    """The best plan of a normalized graph, with what it costs."""
+    found = search(graph, costs, asked)
+    collectives, compute = predict(graph, costs, found.choices, found.parameters)
+    tensors = dict((*model.named_parameters(), *model.named_buffers()))
+    stored = {name: Stored(tuple(t.shape), t.dtype.itemsize) for name, t in tensors.items()}
+    predicted = Costs(costs.machine.name, compute, tuple(collectives), found.gap)
+    return Plan(costs.world, found.parameters, found.choices, stored, model_fingerprint(model), predicted)
+
+
+def model_fingerprint(model: nn.Module) -> str:
+    """Equal for models whose parameters and buffers have the same names and shapes."""
+    shapes = {name: tuple(t.shape) for name, t in (*model.named_parameters(), *model.named_buffers())}
+    return hashlib.sha256(repr(sorted(shapes.items())).encode()).hexdigest()[:16]
 
 
 def check_examples(example_inputs: Any, example_kwargs: Any) -> None:
@@ -148,12 +179,7 @@ def read_plan(plan: PlanLike, world_size: int) -> Mapping[str, Any] | Plan:
         PlanError: it can't be read, or was made for another number of ranks.
     """
     if isinstance(plan, str) and plan == "auto":
-        raise PlanError(
-            'plan="auto" is not there yet',
-            where="the plan",
-            why="the planner that needs no annotation has not landed",
-            attempt='a dict of module globs and styles, e.g. {"*.q_proj": "column", "*.o_proj": "row"}',
-        )
+        return {}
     if isinstance(plan, (str, os.PathLike)):
         text = str(plan)
         plan = Plan.from_json(text if text.lstrip().startswith("{") else _read_file(text))

@@ -13,7 +13,7 @@ from typing import Any
 from torch import fx
 
 from torchshard.errors import PlanError
-from torchshard.graph import is_tensor_op, node_row, operands, values, where
+from torchshard.graph import is_tensor_op, node_row, where, whole_choice
 from torchshard.layouts import I, Shard
 from torchshard.notation import Choice, Row, choices
 from torchshard.planner.plan import Plan
@@ -40,11 +40,6 @@ def annotate(module: fx.GraphModule, plan: Plan) -> bool:
         elif node.op == "call_function":
             node.meta["layouts"] = (I,)
     return True
-
-
-def whole_choice(node: fx.Node) -> Choice:
-    """Every rank does the same work: legal for any op."""
-    return Choice("I", (I,) * len(operands(node)), (I,) * len(values(node)))
 
 
 def legal_choices(node: fx.Node, row: Row | None, world: int, planned: Choice) -> Iterable[Choice]:

@@ -3,8 +3,9 @@
 before    q = linear(x, q_weight); k = linear(x, k_weight)                      x I, wanted R by both
 after     x_copy = copy(x); q = linear(x_copy, q_weight); k = linear(x_copy, k_weight)
 
-All consumers of a value count at once: it gets the cheapest conversions that give each what it wants, each once, where
-the first needs it. Of one copy in place of two, the backward is one all-reduce of the gradient.
+All consumers of a value count at once: it gets the cheapest conversions that give each what it wants, each once. What
+makes a split value whole stands after its op, all else before the first op that wants it. Of one copy in place of two,
+the backward is one all-reduce of the gradient.
 """
 
 from __future__ import annotations
@@ -17,35 +18,22 @@ from torch import fx
 from torchshard.conversions import links, step_args
 from torchshard.distributed.groups import MODEL
 from torchshard.errors import InternalError
-from torchshard.graph import global_shape, is_tensor, is_tensor_op, layout_of, name_after, operands, where
-from torchshard.layouts import I, Layout, R
+from torchshard.graph import consumers, demands, global_shape, is_tensor, layout_of, name_after, where
+from torchshard.layouts import I, Layout, R, is_whole
 
 
 def insert(module: fx.GraphModule) -> bool:
     """Inserts the collectives; returns whether there were any to insert."""
     before = len(module.graph.nodes)
-    consumers = [node for node in module.graph.nodes if is_tensor_op(node) or node.op == "output"]
+    takers = consumers(module.graph)
     wanted: dict[fx.Node, list[Layout]] = {}
-    for node in consumers:
-        for operand, layout in _demands(node):
+    for node in takers:
+        for operand, layout in demands(node, node.meta.get("choice")):
             wanted.setdefault(operand, []).append(layout)
     made: dict[tuple[fx.Node, Layout], fx.Node] = {}
-    for node in consumers:
+    for node in takers:
         _convert_operands(module, node, wanted, made)
     return len(module.graph.nodes) != before
-
-
-def _demands(node: fx.Node) -> list[tuple[fx.Node, Layout]]:
-    """(operand, the layout that it is wanted in), in order."""
-    if node.op != "output":
-        return list(zip(operands(node), node.meta["choice"].operands, strict=True))
-    return [(n, I) for n in _flat(node.args) if is_tensor(n)]
-
-
-def _flat(args: Any) -> list[Any]:
-    found: list[Any] = []
-    fx.map_arg(args, found.append)
-    return found
 
 
 def _convert_operands(
@@ -55,9 +43,8 @@ def _convert_operands(
     made: dict[tuple[fx.Node, Layout], fx.Node],
 ) -> None:
     replaced: list[tuple[fx.Node, fx.Node]] = []
-    with module.graph.inserting_before(node):
-        for operand, layout in _demands(node):
-            replaced.append((operand, _converted(module, operand, layout, node, wanted[operand], made)))
+    for operand, layout in demands(node, node.meta.get("choice")):
+        replaced.append((operand, _converted(module, operand, layout, node, wanted[operand], made)))
     if all(a is b for a, b in replaced):
         return
     upcoming = iter(replaced)
@@ -109,14 +96,17 @@ def _converted(
             link = into[layout]
             source = in_layout(link.source)
             args = step_args(link.name, link.source, layout, global_shape(value))
-            node = module.graph.call_function(getattr(torch.ops.torchshard, link.name).default, (source, *args, MODEL))
+            after = value.op != "placeholder" and not is_whole(link.source)
+            with module.graph.inserting_after(value) if after else module.graph.inserting_before(consumer):
+                op = getattr(torch.ops.torchshard, link.name).default
+                node = module.graph.call_function(op, (source, *args, MODEL))
             name_after(node, f"{source.name}_{link.name}")
             node.meta = {
                 "val": value.meta["val"],
                 "layouts": (layout,),
                 "needs_grad": needs_grad,
-                "module": consumer.meta.get("module", ""),
-                "source": consumer.meta.get("source", ""),
+                "module": (value if after else consumer).meta.get("module", ""),
+                "source": (value if after else consumer).meta.get("source", ""),
                 "note": f"{link.source} -> {layout}, for {for_whom}",
             }
             made[value, layout] = node

@@ -18,6 +18,7 @@ from torchshard.graph import hint, nbytes, node_row, operands, values
 from torchshard.layouts import I, Layout, Shard, local_size, parts_of
 from torchshard.notation import Choice, Dim, Row
 from torchshard.planner.machine import Machine
+from torchshard.planner.plan import Sent
 
 aten = torch.ops.aten
 
@@ -27,21 +28,12 @@ PRODUCTS = {
     aten.conv1d.default, aten.conv2d.default, aten.conv3d.default,
     aten.conv1d.padding, aten.conv2d.padding, aten.conv3d.padding,
 }  # fmt: skip
-"""Ops of a multiplication and an addition per point of their axes, of the second operand's and the result's together."""
+"""Ops that multiply and add once for each point of the axes of their second operand and their result together."""
 LOOKUPS = {aten.embedding.default}
 """Ops that read as much of their table as they give."""
 ATTENTION = aten.scaled_dot_product_attention.default
 _ROUND_TRIPS = {"all_reduce": 2, "all_gather": 1, "reduce_scatter": 1, "all_to_all": 1}
 """Kernel -> how many times its messages go around the ring of ranks."""
-
-
-@dataclass(frozen=True)
-class Sent:
-    """What one collective sends, per rank."""
-
-    kernel: str
-    nbytes: float
-    seconds: float
 
 
 NOTHING = Sent("none", 0.0, 0.0)
@@ -52,6 +44,7 @@ class Value:
     """What costs depend on, of one tensor of the graph."""
 
     shape: tuple[int, ...]
+    dtype: torch.dtype
     nbytes: int
     needs_grad: bool
 
@@ -59,7 +52,7 @@ class Value:
     def of(node: fx.Node, val: Any = None) -> Value:
         """Of a node's one result, or of one of its results."""
         val = node.meta["val"] if val is None else val
-        return Value(tuple(map(hint, val.shape)), nbytes(val), bool(node.meta.get("needs_grad")))
+        return Value(tuple(map(hint, val.shape)), val.dtype, nbytes(val), bool(node.meta.get("needs_grad")))
 
     def held(self, layout: Layout, world: int) -> float:
         """Bytes on the first rank, which holds the most."""
@@ -118,7 +111,7 @@ class Op:
 
 
 @dataclass(frozen=True)
-class Costs:
+class CostModel:
     """The costs of a step on a machine."""
 
     machine: Machine
@@ -138,8 +131,8 @@ class Costs:
         for axis, _ in choice.axes if op.row is not None else ():
             for name, count in op.row.options.comm.get(axis, ()):  # type: ignore[union-attr]
                 rows = math.prod(op.operands[0].shape) // max(op.sizes[axis], 1)
-                size = rows * count * values(op.node)[0].dtype.itemsize
-                sent = Value((), size, bool(op.node.meta.get("needs_grad")))
+                size = rows * count * op.results[0].dtype.itemsize
+                sent = Value((), op.results[0].dtype, size, bool(op.node.meta.get("needs_grad")))
                 forward, backward = kernels(name, needs_grad=sent.needs_grad)
                 found.append((name, self._sent(forward, sent, I, I), self._sent(backward, sent, I, I)))
         return found
@@ -158,14 +151,13 @@ class Costs:
     # --- computation -------------------------------------------------------------------------------------------------
 
     def seconds(self, op: Op, choice: Choice) -> float:
-        """An op's work on the rank that has the most, and the collectives inside it, forward and backward."""
-        within = sum(forward.seconds + backward.seconds for _, forward, backward in self.inside(op, choice))
+        """An op's work on the rank that has the most, forward and backward."""
         if op.is_view:
-            return within
+            return 0.0
         once = max(
             self._flops(op, choice) / self.machine.flops, self._traffic(op, choice) / self.machine.memory_bandwidth
         )
-        return within + once * (1 + op.backward_ratio)
+        return once * (1 + op.backward_ratio)
 
     def _flops(self, op: Op, choice: Choice) -> float:
         if op.row is None or not (op.node.target in PRODUCTS or op.node.target == ATTENTION):

@@ -52,8 +52,8 @@ class Folded:
         return (i for i in range(len(self.nodes)) if self.stand_in(i) == i)
 
     def home(self, placeholder: fx.Node) -> tuple[int, int]:
-        """Where a placeholder is read first, and which operand it is there."""
-        first = min((self.position[user] for user in placeholder.users), default=-1)
+        """Where a placeholder is read first, and which operand it is there; -1 where no op reads it."""
+        first = min((self.position[user] for user in placeholder.users if user.op != "output"), default=-1)
         return first, self.nodes[first].all_input_nodes.index(placeholder) if first >= 0 else 0
 
 

@@ -34,8 +34,8 @@ class Machine:
     """Bytes per second that one device sends to the next of the ring."""
     latency: float = 2e-6
     """Seconds of one step around the ring."""
-    launch: float = 1e-5
-    """Seconds to start a collective."""
+    launch: float = 3e-5
+    """Seconds to start a collective and to wait for the last rank."""
     memory: float = 80 * 1024**3
     """Bytes of one device."""
 

@@ -13,7 +13,7 @@ table of least costs from the second to it, which is chained N - 3 times (`Chain
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -21,17 +21,18 @@ import numpy as np
 from torch import fx
 
 from torchshard.conversions import links
-from torchshard.graph import is_tensor, is_tensor_op, operands, values
-from torchshard.layouts import I, Layout, Shard
+from torchshard.graph import is_tensor, is_tensor_op, operands, values, where, whole_choice
+from torchshard.layouts import I, Layout, Shard, local_size
 from torchshard.notation import Choice, axis_groups, choices, spread
-from torchshard.planner.costs import Costs, Op, Value
+from torchshard.planner.costs import CostModel, Op, Value
 from torchshard.planner.elimination import Scope, Table
 from torchshard.planner.folded import Folded
 from torchshard.planner.repeats import Run
+from torchshard.planner.styles import Pin, cannot_have, pinned_layout_conflict
 
 FORBIDDEN = float("inf")
 GATHERED_PARAMETER = 1e6
-"""A slice of a parameter that must be stored so is gathered only where nothing else is legal: so many times its cost."""
+"""A slice that a parameter must be stored in is gathered only where nothing else is legal: so many times its cost."""
 MAX_WANTED = 4
 """Segmentations kept per tensor while learning which are wanted."""
 MAX_WANTED_PARTS = 8
@@ -43,12 +44,19 @@ class Asked:
 
     options: Mapping[fx.Node, list[Choice]] = field(default_factory=dict)
     """The choices that an op may take."""
-    whole_results: Collection[fx.Node] = ()
-    """Ops whose results are taken whole by all."""
+    pins: Mapping[fx.Node, Pin] = field(default_factory=dict)
+    """What the user's plan says of an op."""
     parameters: Mapping[str, Layout] = field(default_factory=dict)
     """How parameters are stored, by name."""
     all_axes: bool = False
     """Whether dims that no weight touches (batch, sequence) may be split too."""
+
+    def differences(self, graph: fx.Graph) -> dict[fx.Node, object]:
+        """What tells apart nodes that look alike."""
+        found: dict[fx.Node, object] = dict(self.options)
+        found |= {node: (pin.style, pin.axes) for node, pin in self.pins.items()}
+        stored = (node for node in graph.nodes if node.op == "placeholder" and node.meta["path"] in self.parameters)
+        return found | {node: self.parameters[node.meta["path"]] for node in stored}
 
 
 @dataclass
@@ -195,15 +203,15 @@ def _spread_marks(op: Op, around: Sequence[Any], marked: set[tuple[Any, int]], a
 # --- the network -----------------------------------------------------------------------------------------------------
 
 
-def build(graph: fx.Graph, costs: Costs, asked: Asked, keys: Mapping[fx.Node, Any], *, fold: bool = True) -> Network:
-    """The network of a graph."""
-    return _Builder(graph, costs, asked, Folded.of(graph, keys, fold=fold)).network
+def build(graph: fx.Graph, costs: CostModel, asked: Asked, *, fold: bool = True) -> Network:
+    """The network of a graph; with `fold` each run of repeated blocks is there once."""
+    return _Builder(graph, costs, asked, Folded.of(graph, asked.differences(graph), fold=fold)).network
 
 
 class _Builder:
     """Adds variables and factors, part by part; a variable's key says which block it is in."""
 
-    def __init__(self, graph: fx.Graph, costs: Costs, asked: Asked, folded: Folded) -> None:
+    def __init__(self, graph: fx.Graph, costs: CostModel, asked: Asked, folded: Folded) -> None:
         self.costs, self.asked, self.folded, self.world = costs, asked, folded, costs.world
         self.network, self.position = Network(folded), folded.position
         planned = [folded.nodes[i] for i in folded.planned()]
@@ -236,14 +244,24 @@ class _Builder:
         wanted = wanted_parts(self.ops, self.tensors, self.world)
         axes = weight_axes(self.ops, self.tensors) if not self.asked.all_axes else None
         for op in self.ops:
-            states = self.asked.options.get(op.node)
-            if states is None:
+            if op.node in self.asked.options:
+                states = self.asked.options[op.node]
+            else:
                 around = enumerate(self.tensors[op.node])
                 hints = [(i, s) for i, t in around if t is not None for s in wanted.get(t, ())]
-                found = choices(op.row, self.world, hints) if op.row is not None else [whole_choice(op.node)]
-                states = [c for c in found if axes is None or all(a in axes[op.node] for a, _ in c.axes)]
+                states = choices(op.row, self.world, hints) if op.row is not None else [whole_choice(op.node)]
+                if op.node in self.asked.pins:
+                    states = pinned_choices(op, self.asked.pins[op.node], states, self.world)
+                else:
+                    states = [c for c in states if axes is None or all(a in axes[op.node] for a, _ in c.axes)]
+                if not any(value.needs_grad for value in (*op.operands, *op.results)):
+                    states = [c for c in states if c.name != "R"]  # the same as I where no gradient flows
             variable = self.network.variable(("op", self.position[op.node], 0), states)
-            self._factor((variable,), [self.costs.seconds(op, choice) for choice in states])
+            self._factor((variable,), [self._op_seconds(op, choice) for choice in states])
+
+    def _op_seconds(self, op: Op, choice: Choice) -> float:
+        inside = (sent.seconds for _, *ways in self.costs.inside(op, choice) for sent in ways)
+        return self.costs.seconds(op, choice) + sum(inside)
 
     def _add_stored(self, node: fx.Node) -> None:
         wanted = [
@@ -253,16 +271,35 @@ class _Builder:
             if operand is node
             for choice in self._states(op)[1]
         ]
-        states: list[Layout] = [I]
-        if node.meta["kind"] in ("parameter", "buffer"):
+        path, states = node.meta["path"], [I]
+        if path in self.asked.parameters:
+            states = [self.asked.parameters[path]]
+        elif node.meta["kind"] in ("parameter", "buffer"):
             states = [*dict.fromkeys(layout for layout in wanted if isinstance(layout, Shard)), I]
-            states = (
-                [self.asked.parameters[node.meta["path"]]] if node.meta["path"] in self.asked.parameters else states
-            )
+            states = self._pinned_layouts(node) or states
         variable = self.network.variable(("stored", *self.folded.home(node)), states)
         if node.meta["kind"] == "parameter":
             held = np.array([Value.of(node).held(layout, self.world) for layout in states])
             self._factor((variable,), np.zeros(len(states)), held)
+
+    def _pinned_layouts(self, node: fx.Node) -> list[Layout]:
+        """How the ops that the plan names leave a parameter to be stored; empty where they say nothing.
+
+        Raises:
+            PlanError: two of them want it stored in different ways.
+        """
+        held: list[Layout] = []
+        for op in self.consumers[node]:
+            if op.node not in self.asked.pins:
+                continue
+            places = [i for i, operand in enumerate(self.tensors[op.node][: len(op.inputs)]) if operand is node]
+            states = self._states(op)[1]
+            said = [c.operands[i] for i in places for c in states if isinstance(c.operands[i], Shard) or c.name == "I"]
+            common = [layout for layout in held if layout in said] if held and said else held or said
+            if held and said and not common:
+                raise pinned_layout_conflict(node.meta["path"], str(held[0]), str(said[0]), op.node)
+            held = list(dict.fromkeys(common))
+        return held
 
     # --- values ------------------------------------------------------------------------------------------------------
 
@@ -314,7 +351,7 @@ class _Builder:
 
     def _is_taken_whole(self, node: fx.Node) -> bool:
         source = node if node.op == "placeholder" or is_tensor_op(node) else node.args[0]
-        return source in self.asked.whole_results
+        return source in self.asked.pins and self.asked.pins[source].style.whole_result
 
     def _conversions(self, node: fx.Node, value: Value, given: Layout, wanted: Iterable[Layout]) -> float:
         """Seconds to bring a value to some layouts."""
@@ -360,8 +397,9 @@ class _Builder:
             place = self.folded.place(position)
             if place is not None and place[0] == index:
                 block[variable] = place[1]
-        earlier = {self.network.keys[kind, position + run.period, slot]: variable
-                   for (kind, position, slot), variable in self.network.keys.items() if block.get(variable) == 1}  # fmt: skip
+        keys = self.network.keys
+        second = [(key, variable) for key, variable in keys.items() if block.get(variable) == 1]
+        earlier = {keys[kind, at + run.period, slot]: variable for (kind, at, slot), variable in second}
         inner, around = [], set[int]()
         for i, factor in enumerate(self.network.factors):
             blocks = {block.get(v) for v in factor.scope}
@@ -385,9 +423,26 @@ class _Builder:
         )
 
 
-def whole_choice(node: fx.Node) -> Choice:
-    """Every rank does the same work: legal for any op."""
-    return Choice("I", (I,) * len(operands(node)), (I,) * len(values(node)))
+def pinned_choices(op: Op, pin: Pin, found: Sequence[Choice], world: int) -> list[Choice]:
+    """The choices that a pin leaves an op.
+
+    Raises:
+        PlanError: the op can't be split as its pin says.
+    """
+    if not pin.axes:
+        return [whole_choice(op.node)]
+    for axis in pin.axes:
+        named = [c for c in found if c.name == f"split {axis}"]
+        if named:
+            return [c for c in named if _fills_ranks(op, c, world)] or named
+    module = op.node.meta.get("module", "")
+    raise cannot_have(pin.key, module, pin.style.name, f"{where(op.node)} can't be split along {pin.axes[0]}")
+
+
+def _fills_ranks(op: Op, choice: Choice, world: int) -> bool:
+    """Whether every rank holds something, or the axis is too small for that anyway."""
+    sizes = [op.sizes[axis] for axis, _ in choice.axes]
+    return all(s < world for s in sizes) or all(local_size(p, world - 1, world) > 0 for _, p in choice.axes)
 
 
 def _spread_out(states: tuple[Sequence[Any], Sequence[Any]] | list[Any], cost: Any) -> Table:

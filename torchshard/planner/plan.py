@@ -1,4 +1,4 @@
-"""A Plan: which layout each parameter has and which choice each op takes. It touches no graph and knows no rank.
+"""A Plan: which layout each parameter has, which choice each op takes, and what that costs. It knows no rank.
 
 Plans print, compare, and go through JSON; the layouts are written as they print (`S(0; 7x8)`).
 """
@@ -6,16 +6,109 @@ Plans print, compare, and go through JSON; the layouts are written as they print
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from torchshard.errors import PlanError
-from torchshard.layouts import Layout, parse_layout
+from torchshard.layouts import I, Layout, Part, is_whole, local_shape, parse_layout
 from torchshard.notation import Choice
 
-VERSION = 1
+VERSION = 2
 """Of the JSON form."""
+
+
+@dataclass(frozen=True)
+class Sent:
+    """What each rank sends for one call of a collective; the rank that sends most, where slices differ."""
+
+    kernel: str
+    """'all_reduce', 'all_gather', 'reduce_scatter', 'all_to_all', or 'none'."""
+    nbytes: float
+    seconds: float
+
+
+@dataclass(frozen=True)
+class Collective:
+    """A conversion of a value, or a collective within a split op."""
+
+    value: str
+    """The node whose value it is."""
+    name: str
+    """'copy', 'reduce', ...: its row of the table of conversions."""
+    source: Layout
+    target: Layout
+    consumers: tuple[str, ...]
+    """The nodes that want it so; of one within an op that op."""
+    origin: str
+    """The module that makes the value."""
+    module: str
+    """The module of the first that wants it."""
+    line: str
+    """The user's file and line."""
+    type: str
+    """The value's: 'f32[2,8,16]'."""
+    forward: Sent
+    backward: Sent
+
+    @property
+    def nbytes(self) -> float:
+        """Bytes per rank and step, forward and backward."""
+        return self.forward.nbytes + self.backward.nbytes
+
+    @property
+    def seconds(self) -> float:
+        """Seconds per step, forward and backward."""
+        return self.forward.seconds + self.backward.seconds
+
+    @property
+    def is_after(self) -> bool:
+        """Whether it belongs to the module that makes the value: a split one, whose result is not whole."""
+        return not is_whole(self.source)
+
+    @property
+    def calls(self) -> int:
+        """How often it communicates in a step."""
+        return sum(sent.nbytes > 0 for sent in (self.forward, self.backward))
+
+
+@dataclass(frozen=True)
+class Stored:
+    """A parameter or buffer of the unsharded model."""
+
+    shape: tuple[int, ...]
+    itemsize: int
+    """Bytes of an element."""
+
+    def nbytes(self, layout: Layout, world: int) -> int:
+        """Bytes on the rank that holds the most."""
+        return math.prod(local_shape(self.shape, layout, 0, world)) * self.itemsize
+
+
+@dataclass(frozen=True)
+class Costs:
+    """What a plan costs per step, forward and backward, at the example inputs' sizes."""
+
+    machine: str = ""
+    """The machine that it was reckoned for."""
+    compute: Mapping[str, float] = field(default_factory=dict)
+    """Module -> seconds of its own ops on the rank that has the most."""
+    collectives: tuple[Collective, ...] = ()
+    gap: float = 0.0
+    """Seconds by which a plan within the same budget may be faster, at most; 0 where this is the fastest."""
+    memory: Mapping[str, float] = field(default_factory=dict)
+    """'parameters', 'gradients', 'optimizer', 'activations', 'peak' -> bytes per rank, where they were asked for."""
+
+    @property
+    def nbytes(self) -> float:
+        """Bytes that each rank sends."""
+        return sum(c.nbytes for c in self.collectives)
+
+    @property
+    def seconds(self) -> float:
+        """Seconds, computation and communication one after the other."""
+        return sum(self.compute.values()) + sum(c.seconds for c in self.collectives)
 
 
 @dataclass(frozen=True)
@@ -28,36 +121,69 @@ class Plan:
     """The layout of each parameter and buffer, by its name in the model."""
     choices: Mapping[str, Choice]
     """The choice of each op, by the node's name."""
-    comm_bytes: float = field(default=0.0, compare=False)
-    """Predicted bytes that each rank sends per step, forward and backward, at the example inputs' sizes."""
+    stored: Mapping[str, Stored] = field(default_factory=dict, compare=False)
+    """The shape of each parameter and buffer."""
+    fingerprint: str = field(default="", compare=False)
+    """Of the model that it was made for: names and shapes of parameters and buffers."""
+    costs: Costs = field(default_factory=Costs, compare=False)
+
+    @property
+    def comm_bytes(self) -> float:
+        """Predicted bytes that each rank sends per step, forward and backward, at the example inputs' sizes."""
+        return self.costs.nbytes
+
+    def parameter_bytes(self) -> tuple[int, int]:
+        """Bytes of the parameters and buffers: of the unsharded model, and on the rank that holds the most."""
+        held = [(stored, self.parameters.get(name, I)) for name, stored in self.stored.items()]
+        return sum(s.nbytes(I, 1) for s, _ in held), sum(s.nbytes(at, self.world_size) for s, at in held)
+
+    def __str__(self) -> str:
+        """A table, a row per module."""
+        from torchshard.planner.table import table
+
+        return table(self)
 
     def to_json(self) -> str:
         """The plan as JSON text."""
         choices = {
-            name: {"choice": c.name, "operands": [str(x) for x in c.operands], "results": [str(x) for x in c.results]}
+            name: {
+                "choice": c.name,
+                "operands": [str(x) for x in c.operands],
+                "results": [str(x) for x in c.results],
+                "axes": c.axes,
+            }
             for name, c in self.choices.items()
         }
-        parameters = {name: str(layout) for name, layout in self.parameters.items()}
-        body = {"version": VERSION, "world_size": self.world_size, "parameters": parameters, "choices": choices}
-        return json.dumps(body | {"comm_bytes": self.comm_bytes}, indent=1)
+        body = {
+            "version": VERSION,
+            "world_size": self.world_size,
+            "fingerprint": self.fingerprint,
+            "parameters": {name: str(layout) for name, layout in self.parameters.items()},
+            "stored": {name: asdict(stored) for name, stored in self.stored.items()},
+            "choices": choices,
+            "costs": asdict(self.costs) | {"collectives": [_said(c) for c in self.costs.collectives]},
+        }
+        return json.dumps(body, indent=1)
 
     @staticmethod
     def from_json(text: str) -> Plan:
         """The plan that `to_json` wrote.
 
         Raises:
-            PlanError: the text is no plan, or one of another version.
+            PlanError: the text is no plan, one of another version, or cut short.
         """
         try:
             body: dict[str, Any] = json.loads(text)
             if body["version"] != VERSION:
                 raise ValueError(f"version {body['version']}, this library reads {VERSION}")
             choices = {
-                name: Choice(c["choice"], _layouts(c["operands"]), _layouts(c["results"]))
+                name: Choice(c["choice"], _layouts(c["operands"]), _layouts(c["results"]), _axes(c["axes"]))
                 for name, c in body["choices"].items()
             }
             parameters = {name: parse_layout(layout) for name, layout in body["parameters"].items()}
-            return Plan(int(body["world_size"]), parameters, choices, float(body["comm_bytes"]))
+            stored = {name: Stored(tuple(s["shape"]), int(s["itemsize"])) for name, s in body["stored"].items()}
+            costs = body["costs"] | {"collectives": tuple(map(_collective, body["costs"]["collectives"]))}
+            return Plan(int(body["world_size"]), parameters, choices, stored, body["fingerprint"], Costs(**costs))
         except (ValueError, KeyError, TypeError, AttributeError) as error:
             raise PlanError(
                 "this is no plan that can be read",
@@ -66,19 +192,20 @@ class Plan:
                 attempt="a file that Plan.to_json() wrote",
             ) from None
 
-    def __str__(self) -> str:
-        """One line per parameter that is split, then what the whole costs."""
-        split = {name: layout for name, layout in self.parameters.items() if str(layout) != "I"}
-        width = max((len(name) for name in split), default=0)
-        lines = [f"plan for {self.world_size} ranks: {len(split)} of {len(self.parameters)} parameters are split"]
-        lines += [f"  {name:{width}}  {layout}" for name, layout in split.items()]
-        return "\n".join([*lines, f"  {self.comm_bytes / 1024:.1f} KiB per rank and step, forward and backward"])
-
 
 def _layouts(texts: list[str]) -> tuple[Layout, ...]:
     return tuple(parse_layout(t) for t in texts)
 
 
-def plan_facts(plan: Plan) -> dict[str, Any]:
-    """The plan as plain data that two ranks can compare."""
-    return asdict(plan) | {"comm_bytes": 0.0}
+def _axes(said: list[Any]) -> tuple[tuple[str, tuple[Part, ...]], ...]:
+    return tuple((axis, tuple((count, unit) for count, unit in parts)) for axis, parts in said)
+
+
+def _said(collective: Collective) -> dict[str, Any]:
+    return asdict(collective) | {"source": str(collective.source), "target": str(collective.target)}
+
+
+def _collective(said: dict[str, Any]) -> Collective:
+    ends = {end: parse_layout(said[end]) for end in ("source", "target")}
+    sent = {way: Sent(**said[way]) for way in ("forward", "backward")}
+    return Collective(**said | ends | sent | {"consumers": tuple(said["consumers"])})

@@ -16,6 +16,8 @@ MIN_BLOCKS = 5
 """Runs of fewer blocks are left as they are: four stand for all others."""
 MAX_PERIODS = 12
 """Distances tried."""
+MULTIPLES = (2, 3, 4, 6)
+"""And so many times these, where layers of several kinds take turns."""
 
 
 @dataclass(frozen=True)
@@ -58,18 +60,29 @@ class Run:
 
 def find_runs(items: Sequence[Item]) -> list[Run]:
     """Runs that do not overlap, those first found that spare most items; in order of their start."""
-    periods = _periods(items)
-    users = _last_readers(items)
+    periods, users = _periods(items), _last_readers(items)
+    found = _found(items, users, periods)
+    if 2 * sum(run.period * run.count for run in found) < len(items):  # layers that alternate
+        multiples = dict.fromkeys(times * period for times in MULTIPLES for period in periods[: MAX_PERIODS // 2])
+        found = max(found, _found(items, users, [*periods, *multiples]), key=lambda runs: sum(map(_spared, runs)))
+    return found
+
+
+def _found(items: Sequence[Item], users: Sequence[int], periods: Sequence[int]) -> list[Run]:
     found: list[Run] = []
     spans = [(0, len(items))]
     while spans:
         low, high = spans.pop()
         runs = [run for period in periods for run in _runs_of(items, users, period, low, high)]
         if runs:
-            best = max(runs, key=lambda run: ((run.count - MIN_BLOCKS + 1) * run.period, -run.period))
+            best = max(runs, key=lambda run: (_spared(run), -run.period))
             found.append(best)
             spans += [(low, best.start), (best.stop, high)]
     return sorted(found, key=lambda run: run.start)
+
+
+def _spared(run: Run) -> int:
+    return (run.count - MIN_BLOCKS + 1) * run.period
 
 
 def _periods(items: Sequence[Item]) -> list[int]:

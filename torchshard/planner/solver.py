@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -86,7 +87,7 @@ class Solver:
         known: dict[tuple[int, int], States] = {}
         found = []
         between = power.decode(entry, exit, shared)
-        for before, after in zip(between, between[1:], strict=False):
+        for before, after in pairwise(between):
             if (before, after) not in known:
                 kept = {**self._unpacked_states(chain.shared, shared), **self._unpacked_states(chain.entry, before),
                         **self._unpacked_states(chain.exit, after)}  # fmt: skip

@@ -1,0 +1,251 @@
+"""The planner against other ways to the same optimum: enumeration, an integer program, and itself without folding."""
+
+from __future__ import annotations
+
+import itertools
+import random
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import fx, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from torchshard.conversions import links
+from torchshard.graph import is_tensor, is_tensor_op, mark_needs_grad
+from torchshard.layouts import I, Shard
+from torchshard.notation import choices
+from torchshard.planner.costs import CostModel, Op, Value
+from torchshard.planner.elimination import Elimination, Power
+from torchshard.planner.machine import Machine
+from torchshard.planner.network import FORBIDDEN, Asked, Network, build
+from torchshard.planner.predict import predict
+from torchshard.planner.prune import prune
+from torchshard.planner.search import stamped, within
+from torchshard.planner.solver import Solver
+
+aten = torch.ops.aten
+MACHINE = Machine("test", 1e9, 1e8, 1e8, 1e-5, 2e-5, 1e9)
+"""Slow enough for computation and communication of small tensors to be of one size."""
+
+# --- tables ----------------------------------------------------------------------------------------------------------
+
+
+def _random_factors(rng: np.random.Generator) -> tuple[list[int], list[tuple[int, ...]], list[Any]]:
+    sizes = [int(rng.integers(1, 4)) for _ in range(int(rng.integers(1, 8)))]
+    scopes = [
+        tuple(int(v) for v in rng.permutation(len(sizes))[: rng.integers(0, min(3, len(sizes)) + 1)])
+        for _ in range(int(rng.integers(1, 10)))
+    ]
+    tables = [rng.integers(0, 20, [sizes[v] for v in scope]).astype(float) for scope in scopes]
+    for table in tables:
+        table[rng.random(table.shape) < 0.1] = np.inf
+    return sizes, scopes, tables
+
+
+def _dense(sizes: Sequence[int], scopes: Sequence[tuple[int, ...]], tables: Sequence[Any]) -> Any:
+    total = np.zeros(sizes)
+    for scope, table in zip(scopes, tables, strict=True):
+        order = sorted(scope)
+        shape = [sizes[v] if v in scope else 1 for v in range(len(sizes))]
+        total = total + table.transpose([scope.index(v) for v in order]).reshape(shape)
+    return total
+
+
+@pytest.mark.parametrize("seed", range(100))
+def test_elimination_is_the_minimum_over_all_states(seed: int) -> None:
+    rng = np.random.default_rng(seed)
+    sizes, scopes, tables = _random_factors(rng)
+    keep = tuple(int(v) for v in rng.permutation(len(sizes))[: rng.integers(0, 3)])
+    dense = _dense(sizes, scopes, tables)
+    used = {v for scope in scopes for v in scope}
+    order = Elimination(sizes, scopes, tuple(v for v in keep if v in used))
+    solved = order.run(tables)
+    kept = [v for v in keep if v in used]
+    expected = dense.min(tuple(v for v in range(len(sizes)) if v not in kept)).transpose(np.argsort(np.argsort(kept)))
+    assert order.exact and np.array_equal(solved.table, expected)
+    for states in itertools.product(*(range(sizes[v]) for v in kept)):
+        found = solved.decode(dict(zip(kept, states, strict=True)))
+        cost = sum(float(t[tuple(found[v] for v in scope)]) for scope, t in zip(scopes, tables, strict=True))
+        assert cost == expected[states]
+
+
+@pytest.mark.parametrize("seed", range(50))
+def test_tables_that_are_too_large_give_a_bound(seed: int) -> None:
+    sizes, scopes, tables = _random_factors(np.random.default_rng(seed))
+    order = Elimination(sizes, scopes, limit=4)
+    solved, best = order.run(tables), _dense(sizes, scopes, tables).min()
+    assert solved.table <= best and (not order.exact or solved.table == best)
+
+
+def test_a_large_clique_is_bounded() -> None:
+    scopes = list(itertools.combinations(range(6), 2))
+    tables = [np.random.default_rng(i).random((3, 3)) for i in range(len(scopes))]
+    assert not Elimination([3] * 6, scopes, limit=9).exact
+
+
+@pytest.mark.parametrize("count", range(1, 9))
+def test_a_power_is_the_chain_written_out(count: int) -> None:
+    table = np.random.default_rng(count).integers(0, 50, (3, 3, 2)).astype(float)
+    power = Power(table, count)
+    for entry, exit, shared in itertools.product(range(3), range(3), range(2)):
+        paths = [(entry, *between, exit) for between in itertools.product(range(3), repeat=count - 1)]
+        costs = {path: sum(table[a, b, shared] for a, b in itertools.pairwise(path)) for path in paths}
+        assert power.table[entry, exit, shared] == min(costs.values())
+        assert costs[tuple(power.decode(entry, exit, shared))] == min(costs.values())
+
+
+# --- random graphs against enumeration -------------------------------------------------------------------------------
+
+WIDTH = 6
+FREE = 12
+
+
+class _Drawn:
+    """A graph of random ops on values of 4 x 6, weights of 6 x 6 and 6, some of them used twice."""
+
+    def __init__(self, seed: int) -> None:
+        self.rng, self.mode = random.Random(seed), FakeTensorMode()
+        self.graph = fx.Graph()
+        self.weights: dict[tuple[int, ...], list[fx.Node]] = {(6,): [], (6, 6): []}
+        for shape in self.weights:
+            for i in range(self.rng.randint(1, 2)):
+                self.weights[shape].append(self._placeholder(f"w{len(shape)}{i}", shape, "parameter"))
+        self.values = [self._placeholder("x", (4, WIDTH), "input")]
+        for _ in range(self.rng.randint(4, FREE - 3)):
+            self._add_op()
+        self.graph.output(tuple(n for n in self.values if not n.users or self.rng.random() < 0.1))
+        self.module = fx.GraphModule(nn.Module(), self.graph)
+        self.graph.eliminate_dead_code(lambda n: n.op in ("placeholder", "output"))
+        names = [n.name for shape in self.weights.values() for n in shape]
+        mark_needs_grad(self.module, [*names, *(["x"] if self.rng.random() < 0.5 else [])])
+
+    def _placeholder(self, name: str, shape: tuple[int, ...], kind: str) -> fx.Node:
+        node = self.graph.placeholder(name)
+        with self.mode:
+            node.meta = {"val": torch.empty(shape), "kind": kind, "path": name}
+        return node
+
+    def _add_op(self) -> None:
+        fresh = [n for n in self.values if not n.users]
+        a, b = self.rng.choice(fresh or self.values), self.rng.choice(self.values)
+        square, row = (self.rng.choice(self.weights[shape]) for shape in ((6, 6), (6,)))
+        target, args = self.rng.choice([
+            (aten.linear.default, (a, square)),
+            (aten.matmul.default, (a, square)),
+            (aten.add.Tensor, (a, b)),
+            (aten.mul.Tensor, (a, row)),
+            (aten.relu.default, (a,)),
+            (aten.softmax.int, (a, -1)),
+            (aten.layer_norm.default, (a, [WIDTH], row)),
+            (aten.sin.default, (a,)),
+        ])  # fmt: skip
+        node = self.graph.call_function(target, args)
+        with self.mode:
+            node.meta = {"val": target(*fx.map_arg(args, lambda n: n.meta["val"])), "module": ""}
+        self.values.append(node)
+
+    def asked(self, world: int) -> Asked:
+        """At most three choices for an op, so that all can be tried."""
+        options = {}
+        for node in self.graph.nodes:
+            if is_tensor_op(node):
+                row = Op.of(node).row
+                assert row is not None
+                found = choices(row, world)
+                options[node] = [found[0], *self.rng.sample(found[1:], min(2, len(found) - 1))]
+        return Asked(options)
+
+
+def _enumerated(drawn: _Drawn, network: Network, model: CostModel) -> tuple[Any, Any]:
+    """Seconds and bytes of every combination of choices and stored layouts, from the definitions alone."""
+    deciding = [v for key, v in network.keys.items() if key[0] in ("op", "stored")]
+    axis = {v: i for i, v in enumerate(deciding)}
+    nodes = list(drawn.graph.nodes)
+    folded = network.folded
+
+    def variable(node: fx.Node) -> int:
+        key = ("stored", *folded.home(node)) if node.op == "placeholder" else ("op", folded.position[node], 0)
+        return network.keys[key]
+
+    sizes = [len(network.states[v]) for v in deciding]
+    seconds, nbytes = np.zeros(sizes), np.zeros(sizes)
+
+    def add(total: Any, over: list[fx.Node], cost: Any) -> Any:
+        variables = list(dict.fromkeys(variable(n) for n in over))
+        order = sorted(variables, key=axis.__getitem__)
+        table = np.array([
+            cost(dict(zip(order, states, strict=True)))
+            for states in itertools.product(*(network.states[v] for v in order))
+        ])  # fmt: skip
+        return total + table.reshape([sizes[i] if deciding[i] in order else 1 for i in range(len(sizes))])
+
+    for node in nodes:
+        if is_tensor_op(node):
+            op = Op.of(node)
+
+            def work(at: Any, op: Op = op, node: fx.Node = node) -> float:
+                choice = at[variable(node)]
+                return model.seconds(op, choice) + sum(s.seconds for _, *ways in model.inside(op, choice) for s in ways)
+
+            seconds = add(seconds, [node], work)
+        if is_tensor(node) and node.users:
+            takers = [user for user in node.users if user.op != "output"]
+
+            def moved(at: Any, node: fx.Node = node, takers: Any = tuple(takers)) -> float:
+                given = at[variable(node)] if node.op == "placeholder" else at[variable(node)].results[0]
+                wanted = {I} if len(takers) < len(node.users) else set()
+                for user in takers:
+                    inputs = Op.of(user).inputs
+                    wanted |= {at[variable(user)].operands[i] for i, n in enumerate(inputs) if n is node}
+                steps = links(given, wanted, model.world, needs_grad=Value.of(node).needs_grad)
+                stored = node.op == "placeholder" and isinstance(given, Shard)
+                if steps is None or (steps and stored):
+                    return FORBIDDEN
+                return sum(sent.seconds for link in steps for sent in model.link(Value.of(node), link))
+
+            seconds = add(seconds, [node, *takers], moved)
+        if node.op == "placeholder" and node.meta["kind"] == "parameter" and node.users:
+            weigh = lambda at, node=node: Value.of(node).held(at[variable(node)], model.world)  # noqa: E731
+            nbytes = add(nbytes, [node], weigh)
+    return seconds, nbytes
+
+
+@pytest.mark.parametrize("start", range(0, 520, 40))
+def test_the_plan_is_the_best_of_all(start: int) -> None:
+    """Of random graphs: at several prices for a byte the optimum, and within a budget no further off than is told."""
+    for seed in range(start, start + 40):
+        drawn = _Drawn(seed)
+        world = 2 + seed % 3
+        model = CostModel(MACHINE, world)
+        network = build(drawn.graph, model, drawn.asked(world), fold=False)
+        seconds, nbytes = _enumerated(drawn, network, model)
+        prune(network)
+        solver = Solver(network)
+        assert solver.exact
+        for price in (0.0, 1e-7, 1e-5, 1e-3):
+            best = (seconds + price * nbytes).min()
+            found = solver.best(price)
+            assert found.seconds + price * found.nbytes == pytest.approx(best, rel=1e-9)
+            assert found.bound == pytest.approx(best, rel=1e-9)
+        fewest = nbytes[np.isfinite(seconds)].min()
+        for more in (1.0, 1.2, 1.6, 3.0):
+            found, gap = within(solver, lambda least, more=more: least * more)
+            allowed = seconds[nbytes <= fewest * more].min()
+            assert found.nbytes <= fewest * more * (1 + 1e-12)
+            assert allowed <= found.seconds * (1 + 1e-9) and found.seconds - gap <= allowed * (1 + 1e-9)
+
+
+def test_what_the_network_costs_is_what_is_predicted() -> None:
+    """Of the plan found: the collectives one by one, with the computation, sum up to what the tables say."""
+    for seed in range(60):
+        drawn = _Drawn(seed)
+        model = CostModel(MACHINE, 2)
+        network = build(drawn.graph, model, drawn.asked(2), fold=False)
+        found = Solver(network).best()
+        held, layouts = stamped(drawn.graph, network, found)
+        collectives, compute = predict(drawn.graph, model, held, layouts)
+        total = sum(compute.values()) + sum(c.seconds for c in collectives)
+        assert total == pytest.approx(found.seconds, rel=1e-9)

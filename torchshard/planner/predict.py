@@ -1,0 +1,83 @@
+"""What a plan costs: the collectives that its choices make necessary, one by one, and each module's computation."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Mapping
+from typing import Any
+
+from torch import fx
+
+from torchshard.conversions import links
+from torchshard.graph import consumers, demands, is_tensor_op
+from torchshard.layouts import I, Layout, is_whole, type_text
+from torchshard.notation import Choice
+from torchshard.planner.costs import CostModel, Op, Value
+from torchshard.planner.plan import Collective
+
+
+def predict(
+    graph: fx.Graph, model: CostModel, choices: Mapping[str, Choice], parameters: Mapping[str, Layout]
+) -> tuple[list[Collective], dict[str, float]]:
+    """The collectives of a step, in the order in which they are first needed, and module -> seconds of computation."""
+    wanted: dict[fx.Node, list[tuple[fx.Node, Layout]]] = {}
+    found: list[Collective] = []
+    compute: dict[str, float] = {}
+    for node in consumers(graph):
+        choice = choices.get(node.name)
+        for value, layout in demands(node, choice):
+            wanted.setdefault(value, []).append((node, layout))
+        if choice is not None:
+            op = Op.of(node)
+            module = node.meta.get("module", "")
+            compute[module] = compute.get(module, 0.0) + model.seconds(op, choice)
+            found += _inside(model, op, choice)
+    for value, takers in wanted.items():
+        found += _conversions(model, value, _given(value, choices, parameters), takers)
+    position = {node.name: i for i, node in enumerate(graph.nodes)}
+    return sorted(found, key=lambda c: position[c.consumers[0]]), compute
+
+
+def _given(value: fx.Node, choices: Mapping[str, Choice], parameters: Mapping[str, Layout]) -> Layout:
+    """How a value lies where it is made."""
+    if value.op == "placeholder":
+        return parameters.get(value.meta["path"], I)
+    if is_tensor_op(value):
+        return choices[value.name].results[0]
+    source: Any = value.args[0]
+    assert value.target is operator.getitem
+    return choices[source.name].results[value.args[1]]  # type: ignore[index]
+
+
+def _conversions(
+    model: CostModel, node: fx.Node, given: Layout, takers: list[tuple[fx.Node, Layout]]
+) -> list[Collective]:
+    value = Value.of(node)
+    steps = links(given, [layout for _, layout in takers], model.world, needs_grad=value.needs_grad) or ()
+    into = {link.target: link for link in steps}
+    served: dict[Layout, list[fx.Node]] = {}
+    for taker, layout in takers:
+        at = layout if layout in into or value.needs_grad else I
+        while at in into:
+            served.setdefault(at, []).append(taker)
+            at = into[at].source
+    found = []
+    for link in steps:
+        forward, backward = model.link(value, link)
+        names = tuple(dict.fromkeys(taker.name for taker in served[link.target]))
+        first = served[link.target][0]
+        at = first if is_whole(link.source) or node.op == "placeholder" else node
+        place = node.meta.get("module", ""), first.meta.get("module", ""), at.meta.get("source", "")
+        text = type_text(node.meta["val"].dtype, node.meta["val"].shape)
+        found.append(Collective(node.name, link.name, link.source, link.target, names, *place, text, forward, backward))
+    return found
+
+
+def _inside(model: CostModel, op: Op, choice: Choice) -> list[Collective]:
+    node, found = op.node, []
+    for name, forward, backward in model.inside(op, choice):
+        text = type_text(op.operands[0].dtype, op.operands[0].shape)
+        module = node.meta.get("module", "")
+        place = module, module, node.meta.get("source", "")
+        found.append(Collective(node.name, name, I, I, (node.name,), *place, text, forward, backward))
+    return found

@@ -1,0 +1,125 @@
+"""A plan as a table, a row per module: its parameters' layouts, the collectives before and after it, what it costs.
+
+module                    parameters                layout           before  after   per rank   sent      ms
+model.layers.*.mlp.up     12 × weight f32[64,16]    S(0)             copy            2.0 KiB    1.0 KiB   0.01
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+
+from torchshard.layouts import I
+from torchshard.planner.plan import Collective, Plan
+
+HEADER = ("module", "parameters", "before", "after", "bytes per rank", "sent", "ms")
+
+
+@dataclass
+class ModuleRow:
+    """One module, or several that are alike."""
+
+    paths: list[str]
+    parameters: list[str] = field(default_factory=list)
+    """'weight S(0)'"""
+    before: list[Collective] = field(default_factory=list)
+    after: list[Collective] = field(default_factory=list)
+    nbytes: float = 0.0
+    """Bytes of its parameters and buffers on a rank."""
+    seconds: float = 0.0
+    """Of its computation."""
+
+    @property
+    def looks(self) -> tuple[object, ...]:
+        """Equal for modules that may share a row."""
+        moved = [[(c.name, c.nbytes) for c in side] for side in (self.before, self.after)]
+        costs = self.nbytes, f"{self.seconds:.2e}"
+        return re.sub(r"\d+", "*", self.paths[0]), tuple(self.parameters), repr(moved), costs
+
+    def cells(self) -> tuple[str, ...]:
+        """Its texts, under HEADER; what it costs is of all that it stands for."""
+        sent, count = self.before + self.after, len(self.paths)
+        seconds = count * (self.seconds + sum(c.seconds for c in sent))
+        sides = (", ".join(dict.fromkeys(c.name for c in side)) for side in (self.before, self.after))
+        name = starred(*self.paths)
+        return (
+            f"{name} ×{count}" if count > 1 else name or "(the model)",
+            ", ".join(self.parameters),
+            *sides,
+            size_text(count * self.nbytes) if self.parameters else "",
+            size_text(count * sum(c.nbytes for c in sent)) if sent else "",
+            f"{1e3 * seconds:.3g}" if seconds else "",
+        )
+
+
+def module_rows(plan: Plan) -> list[ModuleRow]:
+    """A row per module that has parameters, computes or communicates, in the order of the model; alike ones as one."""
+    rows: dict[str, ModuleRow] = {}
+
+    def row(path: str) -> ModuleRow:
+        return rows.setdefault(path, ModuleRow([path]))
+
+    for name in plan.stored or plan.parameters:
+        path, _, leaf = name.rpartition(".")
+        layout = plan.parameters.get(name, I)
+        row(path).parameters.append(f"{leaf} {layout}")
+        row(path).nbytes += plan.stored[name].nbytes(layout, plan.world_size) if plan.stored else 0
+    for path, seconds in plan.costs.compute.items():
+        row(path).seconds += seconds
+    for c in plan.costs.collectives:
+        if c.is_after:
+            row(c.origin).after.append(c)
+        else:
+            row(c.module).before.append(c)
+    merged: dict[tuple[object, ...], ModuleRow] = {}
+    for found in rows.values():
+        known = merged.setdefault(found.looks, found)
+        if known is not found:
+            known.paths += found.paths
+    return list(merged.values())
+
+
+def table(plan: Plan) -> str:
+    """The whole table with a summary above it."""
+    rows = [HEADER, *(row.cells() for row in module_rows(plan))]
+    shown = [i for i in range(len(HEADER)) if any(cells[i] for cells in rows[1:])]
+    return "\n".join([*summary(plan), "", *columns([[cells[i] for i in shown] for cells in rows])])
+
+
+def summary(plan: Plan) -> list[str]:
+    """What the plan is for and what it costs, in two or three lines."""
+    costs, split = plan.costs, sum(layout != I for layout in plan.parameters.values())
+    whole, held = plan.parameter_bytes()
+    ranks = f"{plan.world_size} rank{'s' * (plan.world_size > 1)}"
+    lines = [
+        f"plan for {ranks}: {split} of {len(plan.parameters)} parameters and buffers are split, "
+        f"{size_text(held)} of {size_text(whole)} on each rank"
+    ]
+    ahead, back = (sum(getattr(c, way).nbytes > 0 for c in costs.collectives) for way in ("forward", "backward"))
+    lines.append(
+        f"  {ahead} collectives forward and {back} backward send {size_text(costs.nbytes)} per rank and step; "
+        f"{1e3 * costs.seconds:.3g} ms on {costs.machine or 'an unnamed machine'}, "
+        f"{1e3 * sum(c.seconds for c in costs.collectives):.3g} of them in collectives"
+    )
+    if costs.gap > 1e-3 * costs.seconds:
+        lines.append(f"  a plan within the same memory may be up to {1e3 * costs.gap:.3g} ms faster; none is more")
+    return lines
+
+
+def columns(rows: Sequence[Sequence[str]]) -> Iterable[str]:
+    """Rows of cells, aligned."""
+    widths = [max(len(cells[i]) for cells in rows) for i in range(len(rows[0]))]
+    return ("  ".join(cell.ljust(width) for cell, width in zip(cells, widths, strict=True)).rstrip() for cells in rows)
+
+
+def starred(*paths: str) -> str:
+    """'blocks.*.mlp.0' for 'blocks.3.mlp.0' and 'blocks.4.mlp.0': a star where they differ."""
+    steps = zip(*(path.split(".") for path in paths), strict=True)
+    return ".".join(alike[0] if len(set(alike)) == 1 else "*" for alike in steps)
+
+
+def size_text(count: float) -> str:
+    """'1.5 KiB' for 1536 bytes."""
+    power = min(max(int(count).bit_length() - 1, 0) // 10, 3)
+    return f"{count / 1024**power:.{min(power, 1)}f} {('B', 'KiB', 'MiB', 'GiB')[power]}"
