@@ -20,6 +20,8 @@ LAYERS = [
     ["capture"],
     ["planner"],
     ["passes", "materialize"],
+    ["memory"],
+    ["planning"],
     ["program", "lockstep"],
     ["explain", "agreement"],
     ["scope"],

@@ -13,11 +13,8 @@ from torchshard.distributed.ops import OPS
 from torchshard.explain import listing
 from torchshard.graph import duplicate, mark_needs_grad
 from torchshard.passes import annotate, insert, localized, normalize, simplify, verify
-from torchshard.planner.costs import CostModel
-from torchshard.planner.machine import read_machine
-from torchshard.planner.network import Asked
-from torchshard.planner.styles import check_matches, pins_of
-from torchshard.program import plan_of
+from torchshard.planner.machine import objective
+from torchshard.planning import plan_graph
 
 WORLD = 2
 PLAN = {"tok": "vocab", "q": "column", "k": "column", "o": "row"}
@@ -46,8 +43,7 @@ def _stages() -> dict[str, fx.GraphModule]:
     assert normalize(graph)
     mark_needs_grad(graph, [name for name, _ in model.named_parameters()])
     stages["normalized"] = duplicate(graph)
-    pins = pins_of(graph.graph, check_matches(PLAN, [name for name, _ in model.named_modules()]))
-    plan = plan_of(graph.graph, model, CostModel(read_machine(None), WORLD), Asked(pins=pins))
+    plan = plan_graph(graph, model, PLAN, WORLD, objective("h100x8"), {})
     graph.meta["world_size"] = WORLD
     for name, changed, stage in (
         ("annotated", lambda: annotate(graph, plan), "annotated"),

@@ -82,7 +82,6 @@ def test_tables_that_are_too_large_give_a_bound(seed: int) -> None:
 
 def test_a_large_clique_is_bounded() -> None:
     scopes = list(itertools.combinations(range(6), 2))
-    tables = [np.random.default_rng(i).random((3, 3)) for i in range(len(scopes))]
     assert not Elimination([3] * 6, scopes, limit=9).exact
 
 
@@ -207,7 +206,7 @@ def _enumerated(drawn: _Drawn, network: Network, model: CostModel) -> tuple[Any,
                 return sum(sent.seconds for link in steps for sent in model.link(Value.of(node), link))
 
             seconds = add(seconds, [node, *takers], moved)
-        if node.op == "placeholder" and node.meta["kind"] == "parameter" and node.users:
+        if node.op == "placeholder" and node.meta["kind"] == "parameter" and node.users and node.meta["val"].ndim > 1:
             weigh = lambda at, node=node: Value.of(node).held(at[variable(node)], model.world)  # noqa: E731
             nbytes = add(nbytes, [node], weigh)
     return seconds, nbytes

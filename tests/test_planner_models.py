@@ -36,6 +36,7 @@ _GPT = {"n_embd": 64, "n_head": 4, "vocab_size": 99, "n_positions": 64}
 _BERT = {"hidden_size": 64, "intermediate_size": 96, "num_attention_heads": 4, "vocab_size": 99}
 _T5 = {"d_model": 64, "d_kv": 16, "d_ff": 96, "num_heads": 4, "vocab_size": 99}
 _VIT = {"hidden_size": 64, "intermediate_size": 96, "num_attention_heads": 4, "image_size": 32, "patch_size": 8}
+_DISTIL = {"dim": 64, "n_heads": 4, "hidden_dim": 96, "vocab_size": 99}
 _BART = {"d_model": 64, "vocab_size": 99, "encoder_attention_heads": 4, "decoder_attention_heads": 4,
          "encoder_ffn_dim": 96, "decoder_ffn_dim": 96}  # fmt: skip
 
@@ -58,7 +59,7 @@ _MODELS: dict[str, tuple[str, str, dict[str, Any], str]] = {
     "starcoder2": ("Starcoder2Config", "Starcoder2ForCausalLM", _LLAMA, "num_hidden_layers"),
     "olmo2": ("Olmo2Config", "Olmo2ForCausalLM", _LLAMA, "num_hidden_layers"),
     "roberta": ("RobertaConfig", "RobertaForMaskedLM", {**_BERT, "pad_token_id": 0}, "num_hidden_layers"),
-    "distilbert": ("DistilBertConfig", "DistilBertForMaskedLM", {"dim": 64, "n_heads": 4, "hidden_dim": 96, "vocab_size": 99}, "n_layers"),
+    "distilbert": ("DistilBertConfig", "DistilBertForMaskedLM", _DISTIL, "n_layers"),
     "dinov2": ("Dinov2Config", "Dinov2Model", {**_VIT, "mlp_ratio": 2}, "num_hidden_layers"),
     "bart": ("BartConfig", "BartForConditionalGeneration", _BART, "encoder_layers"),
 }  # fmt: skip

@@ -24,11 +24,12 @@ from tests.oracle import Case, T, build, row_and_choices, run
 from torchshard import lockstep
 from torchshard.check import check_program
 from torchshard.distributed.ops import OPS
-from torchshard.graph import duplicate
+from torchshard.graph import duplicate, is_tensor_op, node_row, op_name
 from torchshard.layouts import S
 from torchshard.materialize import local_state
-from torchshard.notation import Choice
-from torchshard.program import program
+from torchshard.notation import Choice, choices
+from torchshard.planner.plan import Plan
+from torchshard.program import Program, program
 from torchshard.rules import RULES, Call, TensorType, row_of
 from torchshard.rules.pointwise import is_pointwise
 
@@ -338,7 +339,7 @@ def test_an_op_without_a_rule_is_right_and_warns_once(world: int) -> None:
     assert report.ok, str(report)
     assert len(heard) == 1
     # f64[2,5,10] is gathered; of its gradient each rank keeps a slice, which moves nothing
-    kib = 2 * 5 * 10 * 8 * (world - 1) / world / 1024
+    kib = 2 * 5 * 8 * (world - 1) * -(-10 // world) / 1024  # slices are padded to the largest
     assert heard[0].startswith(
         f"torchshard_tests.weigh.default has no sharding rule: it runs whole on every rank, which gathers {kib:.1f} KiB"
     )
@@ -420,13 +421,24 @@ PICKS = {
 }
 
 
+def _with_split_picks(model: nn.Module, plan: Any, x: torch.Tensor) -> Program:
+    """The program in which what looks up is split along what it looks up in, whatever that costs."""
+    made = program(model, plan, 2, (x,))
+    nodes = [n for n in made.captured.graph.graph.nodes if is_tensor_op(n)]
+    pick = next(n for n in nodes if op_name(n) in ("embedding", "index_select", "gather", "cross_entropy_loss"))
+    row = node_row(pick)
+    assert row is not None
+    split = next(c for c in choices(row, 2) if c.name == "split v")
+    return program(model, Plan(2, made.plan.parameters, {pick.name: split}), 2, (x,))
+
+
 @pytest.mark.parametrize("name", [*LOOKUPS, *PICKS])
 def test_an_index_that_is_no_ranks_is_an_error(name: str) -> None:
     if name in LOOKUPS:
         model, x, plan = nn.Sequential(LOOKUPS[name][0]), LOOKUPS[name][1], {"0": "vocab"}
     else:
         model, x, plan = _Picks(PICKS[name], 70 if name == "cross_entropy" else 7), torch.randn(30, 6), {"up": "column"}
-    made = program(model, plan, 2, (x,))
+    made = _with_split_picks(model, plan, x)
     graphs, fed = lockstep.rank_graphs(made.graph, 2), []
     for rank, graph in enumerate(graphs):
         known = {**local_state(model, made.plan.parameters, rank, 2), **made.captured.constants}

@@ -10,15 +10,21 @@ from torch import nn
 from torchshard.distributed.groups import MODEL, init_process_group, is_initialized, lookup
 from torchshard.errors import PlanError
 from torchshard.module import ShardedModule
+from torchshard.planner.machine import Machine, objective
 from torchshard.planner.plan import Plan
-from torchshard.program import PlanLike, check_examples, check_world_size, program
+from torchshard.planning import PlanLike
+from torchshard.program import check_examples, check_world_size, device_type, program
 
 
 def shard(
     model: nn.Module,
-    plan: PlanLike,
+    plan: PlanLike = "auto",
     example_inputs: Sequence[Any] | None = None,
     example_kwargs: Mapping[str, Any] | None = None,
+    *,
+    memory: str | float | None = None,
+    machine: Machine | str | None = None,
+    axes: str = "weights",
 ) -> ShardedModule:
     """Splits a model over the ranks of this process's model-parallel group.
 
@@ -28,17 +34,20 @@ def shard(
             it names and leaves the rest to the search; a `Plan`, or the path of a Plan's JSON.
         example_inputs, example_kwargs: what the model will be called with, for the first capture; meta or fake tensors
             will do. Without them the parameters are split now and the graph is captured at the first call.
+        memory, machine, axes: what the best plan is; see `plan`.
 
     Returns:
         a module with the same `forward`, the same parameter names, and this rank's slices of the parameters.
 
     Raises:
-        PlanError: the plan does not fit the model or the number of ranks, or is "auto" without example inputs.
+        PlanError: the plan does not fit the model, the number of ranks or the memory, or is "auto" without example
+            inputs.
         CaptureError: the model can't be captured as a graph.
         InputError: the example inputs are not what `forward` takes, or are on another device than the model.
         DistributedError: the ranks hold different models.
     """
     check_examples(example_inputs, example_kwargs)
+    aim = objective(machine, memory, axes, device_type(model))
     if isinstance(plan, str) and plan == "auto" and example_inputs is None and example_kwargs is None:
         raise PlanError(
             'plan="auto" needs example_inputs',
@@ -48,7 +57,7 @@ def shard(
         )
     if not is_initialized():
         init_process_group()
-    made = ShardedModule(model, plan, lookup(MODEL))
+    made = ShardedModule(model, plan, lookup(MODEL), aim)
     if example_inputs is not None or example_kwargs is not None:
         made.warm_up(tuple(example_inputs or ()), dict(example_kwargs or {}))
     return made
@@ -56,17 +65,30 @@ def shard(
 
 def plan(
     model: nn.Module,
-    plan: PlanLike,
+    plan: PlanLike = "auto",
     *,
     world_size: int,
     example_inputs: Sequence[Any] = (),
     example_kwargs: Mapping[str, Any] | None = None,
+    memory: str | float | None = None,
+    machine: Machine | str | None = None,
+    axes: str = "weights",
 ) -> Plan:
     """The Plan for any number of ranks, on any machine, with no process group; a model on the meta device will do.
+
+    Args:
+        plan: as in `shard`.
+        memory: bytes, or a text such as "24GiB", that a training step may take on a rank: parameters, gradients, Adam's
+            state and activations. The plan is the fastest found that fits. Without it the weights are split as far as
+            they can be without sending more than that is worth, and the plan is the fastest of those.
+        machine: a `Machine`, or the name of one: "h100x8" (without it, where the model is not on a CPU), "cpu-gloo".
+        axes: "weights" splits dims that weights bring into the model; "all" batch and sequence too, for inputs of
+            exactly these sizes.
 
     Raises:
         PlanError, CaptureError, InputError: as `shard`.
     """
     check_world_size(world_size)
     check_examples(example_inputs, example_kwargs)
-    return program(model, plan, world_size, tuple(example_inputs), example_kwargs).plan
+    aim = objective(machine, memory, axes, device_type(model))
+    return program(model, plan, world_size, tuple(example_inputs), example_kwargs, aim=aim).plan

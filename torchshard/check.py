@@ -23,7 +23,8 @@ from torchshard.errors import ShardError
 from torchshard.graph import is_tensor, where
 from torchshard.layouts import I, Layout, dual, is_whole, join
 from torchshard.materialize import local_state
-from torchshard.program import PlanLike, Program, check_examples, check_world_size, program
+from torchshard.planning import PlanLike
+from torchshard.program import Program, check_examples, check_world_size, program
 
 TOLERANCES = {torch.float64: 1e-10, torch.float32: 1e-5, torch.float16: 1e-2, torch.bfloat16: 5e-2}
 """Largest error relative to the largest value of a tensor, by the narrowest floating dtype in the graph."""

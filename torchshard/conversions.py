@@ -82,7 +82,7 @@ def links(source: Layout, wanted: Iterable[Layout], world: int, *, needs_grad: b
 @cache
 def _links(source: Layout, wanted: frozenset[Layout], world: int, needs_grad: bool) -> tuple[Link, ...] | None:
     """By dynamic programming over the sets of layouts that the value has already; I and R may lie on the way."""
-    order = sorted(wanted | {I, R}, key=str)
+    order: list[Layout] = sorted({*wanted, I, R}, key=str)
     best: dict[frozenset[Layout], tuple[int, tuple[Link, ...]]] = {frozenset([source]): (0, ())}
     for size in range(1, len(order) + 1):
         for have, (cost, taken) in [(h, c) for h, c in best.items() if len(h) == size]:

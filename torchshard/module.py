@@ -27,9 +27,11 @@ from torchshard.explain import listing, value_text
 from torchshard.graph import draws_random, duplicate
 from torchshard.layouts import Layout
 from torchshard.passes import localized
+from torchshard.planner.machine import Objective
 from torchshard.planner.plan import Plan
 from torchshard.planner.styles import check_matches, parameter_layouts
-from torchshard.program import PlanLike, Program, check_layouts, program, read_plan
+from torchshard.planning import PlanLike, check_layouts, read_plan
+from torchshard.program import Program, program
 from torchshard.state import State
 
 log = logging.getLogger("torchshard.module")
@@ -66,7 +68,9 @@ class ShardedModule(State):
     register_full_backward_hook: Any = nn.Module.register_full_backward_hook
     register_full_backward_pre_hook: Any = nn.Module.register_full_backward_pre_hook
 
-    def __init__(self, model: nn.Module, plan: PlanLike, group: Group, group_name: str = MODEL) -> None:
+    def __init__(
+        self, model: nn.Module, plan: PlanLike, group: Group, aim: Objective | None = None, group_name: str = MODEL
+    ) -> None:
         def prepared() -> tuple[Mapping[str, Any] | Plan, dict[str, Layout]]:
             check_weights(model)
             wanted = read_plan(plan, group.size)
@@ -78,7 +82,7 @@ class ShardedModule(State):
         wanted, layouts = together(group, PlanError, what, prepared)
         _check_same_weights(model, group)
         super().__init__(model, layouts, group)
-        self._plan, self._group_name = wanted, group_name
+        self._plan, self._aim, self._group_name = wanted, aim, group_name
 
     # --- calling -----------------------------------------------------------------------------------------------------
 
@@ -160,7 +164,7 @@ class ShardedModule(State):
             self._group,
             CaptureError,
             "the ranks can't make a program of the model together",
-            lambda: program(self.source, self._plan, self._group.size, args, kwargs, parameters=fixed),
+            lambda: program(self.source, self._plan, self._group.size, args, kwargs, fixed, self._aim),
         )
         draws = any(map(draws_random, made.graph.graph.nodes))
         self._check_same_program(made, call, draws)

@@ -52,8 +52,13 @@ class Captured:
         return self.assumes(tensors)
 
 
-def capture(model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any] | None = None) -> Captured:
+def capture(
+    model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any] | None = None, *, dynamic: bool = True
+) -> Captured:
     """Captures one call of the model; the model and the inputs are read for shapes alone.
+
+    Args:
+        dynamic: whether batch and sequence may vary from call to call, where the model allows it.
 
     Raises:
         CaptureError: the model can't be captured; it says at which line and what to do.
@@ -61,7 +66,7 @@ def capture(model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any] | N
     """
     call = flatten_call(model, args, kwargs or {})
     check_devices(model, call)
-    exported, result = trace(model, call)
+    exported, result = trace(model, call, dynamic=dynamic)
     shared = shared_names(model)
     names = tuple(f"{name} (argument)" if name in shared else name for name in call.names)
     graph = _flat_graph(exported, names, shared)

@@ -30,7 +30,7 @@ DYNAMIC_DIMS = (0, 1)
 """The dims of input tensors that may vary from call to call: batch and sequence."""
 
 
-def trace(model: nn.Module, call: Leaves) -> tuple[ExportedProgram, Leaves]:
+def trace(model: nn.Module, call: Leaves, *, dynamic: bool = True) -> tuple[ExportedProgram, Leaves]:
     """One call as an exported program, and what `forward` returned; the model is left as it was.
 
     Raises:
@@ -59,7 +59,7 @@ def trace(model: nn.Module, call: Leaves) -> tuple[ExportedProgram, Leaves]:
     _set(model, bare)
     try:
         with _refused_functions(), _quiet():
-            exported = _export(model, call)
+            exported = _export(model, call, dynamic)
     finally:
         kept.put_back()
     if places:
@@ -99,10 +99,10 @@ def _written_arguments(model: nn.Module) -> CaptureError:
     )
 
 
-def _export(model: nn.Module, call: Leaves) -> ExportedProgram:
+def _export(model: nn.Module, call: Leaves, dynamic: bool) -> ExportedProgram:
     """With dynamic sizes; with those of this call alone where only that works (a dict or cache keyed by a size)."""
     failure: Exception | None = None
-    for sizes in (Dim.AUTO, Dim.STATIC):
+    for sizes in (Dim.AUTO, Dim.STATIC) if dynamic else (Dim.STATIC,):
         tensors = tuple(_example(t, model) for t in call.tensors)
         shapes = tuple({d: sizes for d in DYNAMIC_DIMS if d < t.ndim} for t in tensors)
         try:

@@ -178,6 +178,17 @@ class CostModel:
         read = results if op.node.target in LOOKUPS else list(zip(op.operands, choice.operands, strict=True))
         return sum(value.held(layout, self.world) for value, layout in [*read, *results])
 
+    # --- memory ------------------------------------------------------------------------------------------------------
+
+    def saved(self, op: Op, choice: Choice) -> float:
+        """Bytes that autograd keeps for an op's backward, roughly: its operands, unless it is linear in all of them."""
+        linear = op.row.options.linear if op.row is not None else ()
+        if not op.backward_ratio or op.is_view or any(len(together) == len(op.inputs) for together in linear):
+            return 0.0
+        kept = [(value, at) for node, value, at in zip(op.inputs, op.operands, choice.operands, strict=True)
+                if node.op != "placeholder" and value.dtype.is_floating_point]  # fmt: skip
+        return sum(value.held(layout, self.world) for value, layout in kept)
+
 
 def _is_strided(layout: Layout, shape: Sequence[int]) -> bool:
     """Whether slices do not lie one after the other in memory, so that they are packed to be sent."""

@@ -14,6 +14,7 @@ from __future__ import annotations
 import dataclasses
 import difflib
 import math
+import re
 from dataclasses import dataclass
 
 from torchshard.errors import InputError
@@ -63,21 +64,76 @@ MACHINES = {
 each on one machine that send through gloo. `torchshard.measure_machine` measures the one at hand."""
 
 
-def read_machine(machine: Machine | str | None) -> Machine:
-    """A Machine by its name; `h100x8` for None.
+@dataclass(frozen=True)
+class Objective:
+    """What the best plan is, as the user says it."""
+
+    machine: Machine
+    memory: float | None = None
+    """Bytes that a rank's step may take; None: the weights as split as can be."""
+    all_axes: bool = False
+    """Whether batch and sequence may be split too."""
+
+
+def objective(
+    machine: Machine | str | None, memory: str | float | None = None, axes: str = "weights", device: str = "cuda"
+) -> Objective:
+    """Reads the user's knobs.
+
+    Args:
+        device: the type of the model's device: without `machine`, a CPU's ranks send through gloo.
+
+    Raises:
+        InputError: no machine has that name, `memory` is no size, or `axes` neither "weights" nor "all".
+    """
+    if axes not in ("weights", "all"):
+        raise InputError(
+            f"{axes!r} is no choice of axes",
+            where="axes=",
+            why='"weights": dims that weights bring into the model; "all": batch and sequence too',
+            attempt="'weights' or 'all'",
+        )
+    default = "cpu-gloo" if device == "cpu" else "h100x8"
+    return Objective(read_machine(default if machine is None else machine), read_size(memory), axes == "all")
+
+
+_UNITS = {"B": 1, **{f"{p}B": 10 ** (3 * i) for i, p in enumerate("KMGT", 1)},
+          **{f"{p}iB": 1024**i for i, p in enumerate("KMGT", 1)}}  # fmt: skip
+
+
+def read_size(size: str | float | None) -> float | None:
+    """Bytes: a number, or a text such as '24GiB' or '80 GB'.
+
+    Raises:
+        InputError: it is none.
+    """
+    if size is None or (isinstance(size, (int, float)) and not isinstance(size, bool) and 0 < size < math.inf):
+        return size
+    found = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([KMGT]i?B|B)\s*", size) if isinstance(size, str) else None
+    if found is None or not float(found[1]):
+        raise InputError(
+            f"{size!r} is no size",
+            where="memory=",
+            why="it is a number of bytes, or a text with a unit",
+            attempt="'24GiB'",
+        )
+    return float(found[1]) * _UNITS[found[2]]
+
+
+def read_machine(machine: Machine | str) -> Machine:
+    """A Machine, or the one of that name.
 
     Raises:
         InputError: no machine has that name.
     """
     if isinstance(machine, Machine):
         return machine
-    name = "h100x8" if machine is None else machine
-    if name not in MACHINES:
-        near = difflib.get_close_matches(str(name), MACHINES, n=1, cutoff=0.3)
+    if machine not in MACHINES:
+        near = difflib.get_close_matches(str(machine), MACHINES, n=1, cutoff=0.3)
         raise InputError(
             f"{machine!r} is no machine",
             where="machine=",
             why=f"machines are {', '.join(MACHINES)}, or a torchshard.Machine(...)",
             attempt=repr(near[0]) if near else repr(next(iter(MACHINES))),
         )
-    return MACHINES[name]
+    return MACHINES[machine]

@@ -50,6 +50,8 @@ class Asked:
     """How parameters are stored, by name."""
     all_axes: bool = False
     """Whether dims that no weight touches (batch, sequence) may be split too."""
+    per_parameter: float | None = None
+    """How many times its bytes a trained parameter takes, with gradient and optimizer; None: only weights count."""
 
     def differences(self, graph: fx.Graph) -> dict[fx.Node, object]:
         """What tells apart nodes that look alike."""
@@ -257,7 +259,10 @@ class _Builder:
                 if not any(value.needs_grad for value in (*op.operands, *op.results)):
                     states = [c for c in states if c.name != "R"]  # the same as I where no gradient flows
             variable = self.network.variable(("op", self.position[op.node], 0), states)
-            self._factor((variable,), [self._op_seconds(op, choice) for choice in states])
+            saved = None
+            if self.asked.per_parameter is not None:
+                saved = np.array([self.costs.saved(op, choice) for choice in states])
+            self._factor((variable,), [self._op_seconds(op, choice) for choice in states], saved)
 
     def _op_seconds(self, op: Op, choice: Choice) -> float:
         inside = (sent.seconds for _, *ways in self.costs.inside(op, choice) for sent in ways)
@@ -271,16 +276,24 @@ class _Builder:
             if operand is node
             for choice in self._states(op)[1]
         ]
-        path, states = node.meta["path"], [I]
+        path = node.meta["path"]
+        states: list[Layout] = [I]
         if path in self.asked.parameters:
             states = [self.asked.parameters[path]]
         elif node.meta["kind"] in ("parameter", "buffer"):
             states = [*dict.fromkeys(layout for layout in wanted if isinstance(layout, Shard)), I]
             states = self._pinned_layouts(node) or states
         variable = self.network.variable(("stored", *self.folded.home(node)), states)
-        if node.meta["kind"] == "parameter":
-            held = np.array([Value.of(node).held(layout, self.world) for layout in states])
+        times = self._weight_of(node)
+        if times:
+            held = np.array([times * Value.of(node).held(layout, self.world) for layout in states])
             self._factor((variable,), np.zeros(len(states)), held)
+
+    def _weight_of(self, node: fx.Node) -> float:
+        """How many times a placeholder's bytes count."""
+        if self.asked.per_parameter is None:
+            return 1.0 if node.meta["kind"] == "parameter" and node.meta["val"].ndim > 1 else 0.0
+        return self.asked.per_parameter if node.meta["kind"] == "parameter" and node.meta["needs_grad"] else 1.0
 
     def _pinned_layouts(self, node: fx.Node) -> list[Layout]:
         """How the ops that the plan names leave a parameter to be stored; empty where they say nothing.
@@ -350,7 +363,7 @@ class _Builder:
             self._factor((producer,), [self._conversions(node, value, layout, fixed) for layout in given])
 
     def _is_taken_whole(self, node: fx.Node) -> bool:
-        source = node if node.op == "placeholder" or is_tensor_op(node) else node.args[0]
+        source: Any = node if node.op == "placeholder" or is_tensor_op(node) else node.args[0]
         return source in self.asked.pins and self.asked.pins[source].style.whole_result
 
     def _conversions(self, node: fx.Node, value: Value, given: Layout, wanted: Iterable[Layout]) -> float:

@@ -66,8 +66,8 @@ def _conversions(
         forward, backward = model.link(value, link)
         names = tuple(dict.fromkeys(taker.name for taker in served[link.target]))
         first = served[link.target][0]
-        at = first if is_whole(link.source) or node.op == "placeholder" else node
-        place = node.meta.get("module", ""), first.meta.get("module", ""), at.meta.get("source", "")
+        beside = first if is_whole(link.source) or node.op == "placeholder" else node
+        place = node.meta.get("module", ""), first.meta.get("module", ""), beside.meta.get("source", "")
         text = type_text(node.meta["val"].dtype, node.meta["val"].shape)
         found.append(Collective(node.name, link.name, link.source, link.target, names, *place, text, forward, backward))
     return found

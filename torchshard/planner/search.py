@@ -1,7 +1,8 @@
 """From a graph and what is asked of it to a Plan: the exact optimum of the network of costs, under a budget of bytes.
 
-By default the parameters of a rank take at most `SLACK` more bytes than the fewest possible, and the step is the
-fastest that this allows: a weight whose splitting would cost a collective and save next to nothing stays whole.
+By default the weights of a rank (parameters of two dims or more) take at most `SLACK` more bytes than the fewest
+possible, and the step is the fastest that this allows: a weight whose splitting would cost a collective and save next
+to nothing stays whole, and nothing is sent to split a vector.
 
 A budget is met by a price per byte (a Lagrange multiplier): for each price the optimum is exact, and the prices at
 which it changes are found one after the other. Between two of them there may be a plan that is faster and fits; it
@@ -26,7 +27,7 @@ from torchshard.planner.prune import prune
 from torchshard.planner.solver import Solution, Solver
 
 SLACK = 0.1
-"""How much more than the fewest bytes of parameters a rank may hold, in terms of these."""
+"""How much more than the fewest bytes of weights a rank may hold, in terms of these."""
 EPSILON = 1e-9
 """Costs that differ by less, relatively, are equal but for rounding."""
 STEEP = 1e-3
@@ -41,12 +42,22 @@ class Found:
     parameters: Mapping[str, Layout]
     gap: float
     """Seconds by which a plan that fits might be faster, at most."""
+    fits: bool = True
+    """Whether it is within what was allowed; if not it is the leanest found."""
 
 
-def search(graph: fx.Graph, model: CostModel, asked: Asked, *, fold: bool = True) -> Found:
-    """The best plan for what is asked.
+def search(
+    graph: fx.Graph,
+    model: CostModel,
+    asked: Asked,
+    fits: Callable[[Mapping[str, Choice], Mapping[str, Layout]], bool] | None = None,
+    *,
+    fold: bool = True,
+) -> Found:
+    """The fastest plan that is allowed.
 
     Args:
+        fits: whether a plan of these choices and layouts is; by default, by the bytes of its weights.
         fold: whether repeated blocks are planned once; the result costs the same.
 
     Raises:
@@ -56,9 +67,13 @@ def search(graph: fx.Graph, model: CostModel, asked: Asked, *, fold: bool = True
     impossible = prune(network)
     if impossible is not None:
         raise _no_way(network, impossible)
-    found, gap = within(Solver(network), lambda fewest: fewest * (1 + SLACK))
-    choices, parameters = stamped(graph, network, found)
-    return Found(choices, parameters, gap)
+    solver = Solver(network)
+    if fits is None:
+        found, gap = within(solver, lambda fewest: fewest * (1 + SLACK))
+        return Found(*stamped(graph, network, found), gap)
+    tried = fastest(solver, lambda solution: fits(*stamped(graph, network, solution)))
+    gap = tried.found.seconds - tried.bound(0.0, 0.0)
+    return Found(*stamped(graph, network, tried.found), gap, tried.fits)
 
 
 def _no_way(network: Network, variable: int) -> PlanError:
@@ -71,26 +86,51 @@ def _no_way(network: Network, variable: int) -> PlanError:
     )
 
 
+@dataclass(frozen=True)
+class Tried:
+    """The solutions at the prices that were tried."""
+
+    found: Solution
+    """The fastest that fits, or the leanest if none does."""
+    fits: bool
+    solved: list[tuple[float, Solution]]
+
+    def bound(self, most: float, dearest: float = STEEP) -> float:
+        """No solution of at most so many bytes is faster: the best of the bounds at prices up to `dearest`."""
+        return max(s.bound - price * most for price, s in self.solved if price <= dearest)
+
+
+def fastest(solver: Solver, fits: Callable[[Solution], bool]) -> Tried:
+    """The fastest of the solutions at all prices that fits.
+
+    Args:
+        fits: whether a solution does.
+    """
+    fast, small = solver.best(), solver.best(STEEP)
+    solved = [(0.0, fast), (STEEP, small)]
+    if fits(fast):
+        return Tried(fast, True, solved)
+    if not fits(small):
+        return Tried(small, False, solved)
+    while True:
+        price = (small.seconds - fast.seconds) / max(fast.nbytes - small.nbytes, 1.0)
+        between = solver.best(price)
+        solved.append((price, between))
+        cost, known = (s.seconds + price * s.nbytes for s in (between, fast))
+        if cost >= known * (1 - EPSILON) or between.nbytes in (fast.nbytes, small.nbytes):
+            return Tried(small, True, solved)
+        fast, small = (fast, between) if fits(between) else (between, small)
+
+
 def within(solver: Solver, budget: Callable[[float], float]) -> tuple[Solution, float]:
     """The fastest solution found within a budget of bytes, and by how many seconds another may beat it, at most.
 
     Args:
         budget: from the fewest bytes possible to the most allowed.
     """
-    fast, small = solver.best(), solver.best(STEEP)
-    most = budget(small.nbytes)
-    if fast.nbytes <= most or small.nbytes > most:
-        found = fast if fast.nbytes <= most else small
-        return found, found.seconds - fast.bound
-    bound = fast.bound
-    while True:
-        price = (small.seconds - fast.seconds) / (fast.nbytes - small.nbytes)
-        between = solver.best(price)
-        bound = max(bound, between.bound - price * most)
-        cost, known = (s.seconds + price * s.nbytes for s in (between, fast))
-        if cost >= known * (1 - EPSILON) or between.nbytes in (fast.nbytes, small.nbytes):
-            return small, max(small.seconds - bound, 0.0)
-        fast, small = (fast, between) if between.nbytes <= most else (between, small)
+    fewest = solver.best(STEEP).nbytes
+    tried = fastest(solver, lambda solution: solution.nbytes <= budget(fewest))
+    return tried.found, max(tried.found.seconds - tried.bound(budget(fewest)), 0.0)
 
 
 def stamped(graph: fx.Graph, network: Network, found: Solution) -> tuple[dict[str, Choice], dict[str, Layout]]:

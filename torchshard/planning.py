@@ -1,0 +1,210 @@
+"""A captured graph and what the user asks for -> a Plan: a plan that was given is checked, all else is searched."""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import os
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from torch import fx, nn
+
+from torchshard.errors import PlanError
+from torchshard.graph import is_tensor_op, node_row, where
+from torchshard.layouts import I, Layout, Shard, parts_of, parts_size
+from torchshard.memory import OPTIMIZER_STATES, predicted_memory
+from torchshard.notation import Choice
+from torchshard.passes import rewrite
+from torchshard.passes.annotate import legal_choices
+from torchshard.planner.costs import CostModel
+from torchshard.planner.machine import Objective
+from torchshard.planner.network import Asked
+from torchshard.planner.plan import Costs, Plan, Stored
+from torchshard.planner.predict import predict
+from torchshard.planner.search import search
+from torchshard.planner.styles import check_matches, pins_of
+from torchshard.planner.table import size_text
+
+PlanLike = Mapping[str, Any] | Plan | str | os.PathLike[str]
+"""A dict of module globs and styles, "auto" (an empty one), a Plan, or a Plan's JSON: a path or the text itself."""
+
+
+def plan_graph(
+    module: fx.GraphModule,
+    model: nn.Module,
+    wanted: Mapping[str, Any] | Plan,
+    world_size: int,
+    objective: Objective,
+    parameters: Mapping[str, Layout],
+) -> Plan:
+    """The best plan of a normalized graph.
+
+    Args:
+        wanted: what the user pins, or a plan that was made before.
+        parameters: layouts that are fixed already, by name.
+
+    Raises:
+        PlanError: what is wanted does not fit the model, or nothing fits the memory.
+    """
+    costs = CostModel(objective.machine, world_size)
+
+    def plan(choices: Mapping[str, Choice], layouts: Mapping[str, Layout], gap: float = 0.0) -> Plan:
+        collectives, compute = predict(module.graph, costs, choices, layouts)
+        predicted = Costs(objective.machine.name, compute, tuple(collectives), gap)
+        return Plan(world_size, layouts, choices, stored_shapes(model), fingerprint(model), predicted)
+
+    def with_memory(made: Plan) -> Plan:
+        memory = predicted_memory(rewrite(module, made), made)
+        return dataclasses.replace(made, costs=dataclasses.replace(made.costs, memory=memory))
+
+    asked = _asked(module.graph, model, wanted, parameters)
+    asked = dataclasses.replace(asked, all_axes=objective.all_axes)
+    if isinstance(wanted, Plan) and all(n.name in wanted.choices for n in module.graph.nodes if is_tensor_op(n)):
+        return plan(wanted.choices, {**wanted.parameters, **parameters}, wanted.costs.gap)
+    if objective.memory is None:
+        found = search(module.graph, costs, asked)
+        return plan(found.choices, found.parameters, found.gap)
+    asked = dataclasses.replace(asked, per_parameter=2.0 + OPTIMIZER_STATES)
+    most = objective.memory
+    found = search(
+        module.graph, costs, asked, lambda *decided: with_memory(plan(*decided)).costs.memory["peak"] <= most
+    )
+    made = with_memory(plan(found.choices, found.parameters, found.gap))
+    if not found.fits:
+        raise _does_not_fit(made, most)
+    return made
+
+
+def _does_not_fit(leanest: Plan, most: float) -> PlanError:
+    memory = leanest.costs.memory
+    shown = ", ".join(f"{name} {size_text(size)}" for name, size in memory.items() if name != "peak")
+    return PlanError(
+        f"no plan for {leanest.world_size} ranks fits {size_text(most)}: "
+        f"the leanest takes {size_text(memory['peak'])}, {size_text(memory['peak'] - most)} too much",
+        where="memory=",
+        why=f"per rank: {shown}",
+        attempt="more ranks, a smaller batch, or weights of fewer bytes",
+    )
+
+
+def stored_shapes(model: nn.Module) -> dict[str, Stored]:
+    """The shape of each parameter and buffer."""
+    tensors = (*model.named_parameters(), *model.named_buffers())
+    return {name: Stored(tuple(t.shape), t.dtype.itemsize) for name, t in tensors}
+
+
+def fingerprint(model: nn.Module) -> str:
+    """Equal for models whose parameters and buffers have the same names and shapes."""
+    shapes = {name: tuple(t.shape) for name, t in (*model.named_parameters(), *model.named_buffers())}
+    return hashlib.sha256(repr(sorted(shapes.items())).encode()).hexdigest()[:16]
+
+
+def _asked(
+    graph: fx.Graph, model: nn.Module, wanted: Mapping[str, Any] | Plan, parameters: Mapping[str, Layout]
+) -> Asked:
+    """What the user's plan, and the parameters' layouts where they are fixed already, leave to the search."""
+    if isinstance(wanted, Plan):
+        check_layouts(model, wanted.parameters)
+        return Asked(_given_options(graph, wanted), {}, {**wanted.parameters, **parameters})
+    chosen = check_matches(wanted, [name for name, _ in model.named_modules()])
+    return Asked({}, pins_of(graph, chosen), parameters)
+
+
+def _given_options(graph: fx.Graph, plan: Plan) -> dict[fx.Node, list[Choice]]:
+    """The plan's choices for the ops that it names; what it does not name is found anew."""
+    given: dict[fx.Node, list[Choice]] = {}
+    for node in graph.nodes:
+        choice = plan.choices.get(node.name) if is_tensor_op(node) else None
+        if choice is None:
+            continue
+        legal = [
+            c
+            for c in legal_choices(node, node_row(node), plan.world_size, choice)
+            if (c.name, c.operands, c.results) == (choice.name, choice.operands, choice.results)
+        ]
+        if not legal:
+            raise PlanError(
+                f"the plan's choice {choice.name!r} is not legal for an op",
+                where=where(node),
+                why=f"its operands would lie as {', '.join(map(str, choice.operands))}",
+                attempt="make the plan anew for this model",
+            )
+        given[node] = legal
+    return given
+
+
+# --- plans that were given ---
+
+
+def check_layouts(model: nn.Module, layouts: Mapping[str, Layout]) -> None:
+    """Layouts fit the parameters and buffers that they are for.
+
+    Raises:
+        PlanError: a name is unknown, or a layout splits a dim that is not there or has another size.
+    """
+    shapes = {name: t.shape for name, t in (*model.named_parameters(), *model.named_buffers())}
+    split = {name: layout for name, layout in layouts.items() if layout != I}
+    strangers = sorted(split.keys() - shapes.keys())
+    if strangers:
+        raise PlanError(
+            f"the plan splits {len(strangers)} parameters that the model does not have",
+            where=f"parameter {strangers[0]!r}",
+            why="the plan was made for another model",
+            attempt="make the plan anew for this model",
+        )
+    for name, layout in split.items():
+        if not _divides(layout, shapes[name]):
+            raise PlanError(
+                f"the plan's layout {layout} does not fit a parameter",
+                where=f"parameter {name!r}",
+                why=f"it has shape {tuple(shapes[name])}; the plan was made for another model",
+                attempt="make the plan anew for this model",
+            )
+
+
+def _divides(layout: Layout, shape: Sequence[int]) -> bool:
+    if not isinstance(layout, Shard) or layout.dim >= len(shape):
+        return False
+    return parts_size(parts_of(shape[layout.dim], layout)) == shape[layout.dim]
+
+
+def read_plan(plan: PlanLike, world_size: int) -> Mapping[str, Any] | Plan:
+    """A plan in any of its forms, as a dict of styles or a Plan.
+
+    Raises:
+        PlanError: it can't be read, or was made for another number of ranks.
+    """
+    if isinstance(plan, str) and plan == "auto":
+        return {}
+    if isinstance(plan, (str, os.PathLike)):
+        text = str(plan)
+        plan = Plan.from_json(text if text.lstrip().startswith("{") else _read_file(text))
+    if not isinstance(plan, (Plan, Mapping)):
+        raise PlanError(
+            f"a {type(plan).__name__} is no plan",
+            where="the plan",
+            why=f"got {plan!r:.80}",
+            attempt="a dict of module globs and styles, a Plan, or the path of a Plan's JSON",
+        )
+    if isinstance(plan, Plan) and plan.world_size != world_size:
+        raise PlanError(
+            f"the plan is for {plan.world_size} ranks, the group has {world_size}",
+            where="Plan.world_size",
+            why="slices of parameters and collectives are planned for one number of ranks",
+            attempt=f"a plan made with world_size={world_size}, or {plan.world_size} ranks",
+        )
+    return plan
+
+
+def _read_file(path: str) -> str:
+    try:
+        return Path(path).read_text()
+    except OSError as error:
+        raise PlanError(
+            f"the plan {path!r} can't be read",
+            where="the plan",
+            why=str(error),
+            attempt="the path of a file that Plan.to_json() wrote, a dict, or a Plan",
+        ) from None
