@@ -108,7 +108,7 @@ def test_a_fused_weight_cut_across_its_blocks(name: str) -> None:
     assert not check_program(model, wrong, made.graph, inputs, {}).ok
 
 
-@pytest.mark.parametrize("name", ["attention_7_heads", "gpt_vocab_unsplit", "conv", "encoder_decoder"])
+@pytest.mark.parametrize("name", ["gqa_1_kv_head", "gpt_vocab_unsplit", "conv", "encoder_decoder"])
 def test_a_wrong_dim(name: str) -> None:
     model, made, inputs = _made(name, world_size=4)
     mutated = 0

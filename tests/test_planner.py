@@ -207,7 +207,11 @@ def _enumerated(drawn: _Drawn, network: Network, model: CostModel) -> tuple[Any,
 
             seconds = add(seconds, [node, *takers], moved)
         if node.op == "placeholder" and node.meta["kind"] == "parameter" and node.users and node.meta["val"].ndim > 1:
-            weigh = lambda at, node=node: Value.of(node).held(at[variable(node)], model.world)  # noqa: E731
+
+            def weigh(at: Any, node: fx.Node = node) -> float:
+                shares = model.world if isinstance(at[variable(node)], Shard) else 1
+                return Value.of(node).nbytes / shares
+
             nbytes = add(nbytes, [node], weigh)
     return seconds, nbytes
 

@@ -33,7 +33,7 @@ class Machine:
     """Bytes per second that one device reads or writes."""
     link_bandwidth: float = 370 * GIGA
     """Bytes per second that one device sends to the next of the ring."""
-    latency: float = 2e-6
+    latency: float = 1e-6
     """Seconds of one step around the ring."""
     launch: float = 3e-5
     """Seconds to start a collective and to wait for the last rank."""

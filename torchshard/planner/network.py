@@ -286,8 +286,14 @@ class _Builder:
         variable = self.network.variable(("stored", *self.folded.home(node)), states)
         times = self._weight_of(node)
         if times:
-            held = np.array([times * Value.of(node).held(layout, self.world) for layout in states])
-            self._factor((variable,), np.zeros(len(states)), held)
+            self._factor((variable,), np.zeros(len(states)), times * np.array([self._held(node, at) for at in states]))
+
+    def _held(self, node: fx.Node, layout: Layout) -> float:
+        """Bytes on the rank that holds the most, where memory is what counts; else of an average rank."""
+        value = Value.of(node)
+        if self.asked.per_parameter is not None:
+            return value.held(layout, self.world)
+        return value.nbytes / self.world if isinstance(layout, Shard) else value.nbytes
 
     def _weight_of(self, node: fx.Node) -> float:
         """How many times a placeholder's bytes count."""

@@ -1,8 +1,8 @@
 """From a graph and what is asked of it to a Plan: the exact optimum of the network of costs, under a budget of bytes.
 
-By default the weights of a rank (parameters of two dims or more) take at most `SLACK` more bytes than the fewest
-possible, and the step is the fastest that this allows: a weight whose splitting would cost a collective and save next
-to nothing stays whole, and nothing is sent to split a vector.
+By default the weights (parameters of two dims or more) of all ranks together take at most `SLACK` more bytes than the
+fewest possible, and the step is the fastest that this allows: a weight whose splitting would cost a collective and save
+next to nothing stays whole, nothing is sent to split a vector, nor to make slices equal.
 
 A budget is met by a price per byte (a Lagrange multiplier): for each price the optimum is exact, and the prices at
 which it changes are found one after the other. Between two of them there may be a plan that is faster and fits; it
@@ -27,7 +27,7 @@ from torchshard.planner.prune import prune
 from torchshard.planner.solver import Solution, Solver
 
 SLACK = 0.1
-"""How much more than the fewest bytes of weights a rank may hold, in terms of these."""
+"""How much more than the fewest bytes of weights the ranks may hold, in terms of these."""
 EPSILON = 1e-9
 """Costs that differ by less, relatively, are equal but for rounding."""
 STEEP = 1e-3
