@@ -119,8 +119,10 @@ def call_of(node: fx.Node) -> Call:
 
 
 def node_row(node: fx.Node) -> Row | None:
-    """The row of an op node, or None."""
-    return row_of(call_of(node))
+    """The row of an op node, or None; read once, for its operands' global shapes stay."""
+    if "row" not in node.meta:
+        node.meta["row"] = row_of(call_of(node))
+    return node.meta["row"]  # type: ignore[no-any-return]
 
 
 def whole_choice(node: fx.Node) -> Choice:

@@ -20,7 +20,7 @@ import math
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import cache
+from functools import cache, lru_cache
 from typing import Any
 
 from torchshard.errors import RuleError
@@ -39,7 +39,7 @@ MAX_PARTS = 64
 """A merged dim whose split would need more segments than this counts as not splittable."""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Row:
     """The factors of one op, bound to its global sizes."""
 
@@ -361,6 +361,11 @@ def choices(row: Row, world: int, hints: Iterable[Hint] = ()) -> list[Choice]:
     `hints` are Shards met on operands or wanted of results; they say in which parts an axis may be split besides the
     plain ones.
     """
+    return list(_choices(row, world, tuple(hints)))
+
+
+@lru_cache(maxsize=1 << 14)
+def _choices(row: Row, world: int, hints: tuple[Hint, ...]) -> tuple[Choice, ...]:
     n, m = len(row.operands), len(row.results)
     found = [Choice("I", (I,) * n, (I,) * m)]
     if row.options.mutates:
@@ -372,7 +377,7 @@ def choices(row: Row, world: int, hints: Iterable[Hint] = ()) -> list[Choice]:
             whole.append(Choice("P", operands, (P,) * m))
     parts = _axis_parts(row, world, hints)
     splits = [c for group in axis_groups(row) for c in _split_choices(row, world, group, parts)]
-    return list(dict.fromkeys([*found, *whole, *splits]))
+    return tuple(dict.fromkeys([*found, *whole, *splits]))
 
 
 def _split_choices(row: Row, world: int, group: tuple[str, ...], parts: Any) -> Iterator[Choice]:

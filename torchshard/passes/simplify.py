@@ -61,7 +61,7 @@ def _fuse_bias(module: fx.GraphModule, node: fx.Node) -> bool:
     with module.graph.inserting_before(node):
         target: Any = product.target
         made = module.graph.call_function(target, args, dict(product.kwargs))
-    made.meta = dict(node.meta)
+    made.meta = {key: held for key, held in node.meta.items() if key != "row"}
     row = node_row(made)
     held = [layout_of(n) for n in operands(made)]
     hints = [(i, x) for i, x in enumerate(held) if isinstance(x, Shard)]

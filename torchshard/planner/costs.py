@@ -29,6 +29,9 @@ PRODUCTS = {
     aten.conv1d.padding, aten.conv2d.padding, aten.conv3d.padding,
 }  # fmt: skip
 """Ops that multiply and add once for each point of the axes of their second operand and their result together."""
+FUSED = 1e-3
+"""What the time of other ops counts: they fuse with their neighbours, and to divide them is worth no collective; but of
+two plans that send the same, that with less work per rank is better."""
 LOOKUPS = {aten.embedding.default}
 """Ops that read as much of their table as they give."""
 ATTENTION = aten.scaled_dot_product_attention.default
@@ -157,7 +160,8 @@ class CostModel:
         once = max(
             self._flops(op, choice) / self.machine.flops, self._traffic(op, choice) / self.machine.memory_bandwidth
         )
-        return once * (1 + op.backward_ratio)
+        weight = 1.0 if op.node.target in PRODUCTS or op.node.target == ATTENTION else FUSED
+        return weight * once * (1 + op.backward_ratio)
 
     def _flops(self, op: Op, choice: Choice) -> float:
         if op.row is None or not (op.node.target in PRODUCTS or op.node.target == ATTENTION):

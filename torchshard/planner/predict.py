@@ -9,11 +9,11 @@ from typing import Any
 from torch import fx
 
 from torchshard.conversions import links
-from torchshard.graph import consumers, demands, is_tensor_op
+from torchshard.graph import consumers, demands, is_tensor_op, node_row, operands
 from torchshard.layouts import I, Layout, is_whole, type_text
 from torchshard.notation import Choice
 from torchshard.planner.costs import CostModel, Op, Value
-from torchshard.planner.plan import Collective
+from torchshard.planner.plan import Collective, Sent
 
 
 def predict(
@@ -23,19 +23,33 @@ def predict(
     wanted: dict[fx.Node, list[tuple[fx.Node, Layout]]] = {}
     found: list[Collective] = []
     compute: dict[str, float] = {}
+    known: dict[
+        Any, tuple[float, list[Any]]
+    ] = {}  # layers are alike: an equal call under an equal choice costs the same
     for node in consumers(graph):
         choice = choices.get(node.name)
         for value, layout in demands(node, choice):
             wanted.setdefault(value, []).append((node, layout))
         if choice is not None:
-            op = Op.of(node)
+            key = (id(node_row(node) or node), id(choice), _flows(node))
+            if key not in known:
+                op = Op.of(node)
+                known[key] = (model.seconds(op, choice), model.inside(op, choice))
+            seconds, inside = known[key]
             module = node.meta.get("module", "")
-            compute[module] = compute.get(module, 0.0) + model.seconds(op, choice)
-            found += _inside(model, op, choice)
+            compute[module] = compute.get(module, 0.0) + seconds
+            found += [_within(node, *one) for one in inside]
     for value, takers in wanted.items():
-        found += _conversions(model, value, _given(value, choices, parameters), takers)
+        given = _given(value, choices, parameters)
+        if any(layout != given for _, layout in takers):
+            found += _conversions(model, value, given, takers)
     position = {node.name: i for i, node in enumerate(graph.nodes)}
     return sorted(found, key=lambda c: position[c.consumers[0]]), compute
+
+
+def _flows(node: fx.Node) -> tuple[bool, ...]:
+    """Whether a gradient flows back through an op, and through each of its operands."""
+    return tuple(bool(n.meta.get("needs_grad")) for n in (node, *node.all_input_nodes))
 
 
 def _given(value: fx.Node, choices: Mapping[str, Choice], parameters: Mapping[str, Layout]) -> Layout:
@@ -73,11 +87,9 @@ def _conversions(
     return found
 
 
-def _inside(model: CostModel, op: Op, choice: Choice) -> list[Collective]:
-    node, found = op.node, []
-    for name, forward, backward in model.inside(op, choice):
-        text = type_text(op.operands[0].dtype, op.operands[0].shape)
-        module = node.meta.get("module", "")
-        place = module, module, node.meta.get("source", "")
-        found.append(Collective(node.name, name, I, I, (node.name,), *place, text, forward, backward))
-    return found
+def _within(node: fx.Node, name: str, forward: Sent, backward: Sent) -> Collective:
+    """A collective inside an op's local computation."""
+    value = operands(node)[0].meta["val"]
+    place = (node.meta.get("module", ""),) * 2
+    text = type_text(value.dtype, value.shape)
+    return Collective(node.name, name, I, I, (node.name,), *place, node.meta.get("source", ""), text, forward, backward)

@@ -1,5 +1,8 @@
 """Rules: how each op may be split. One file per family; `row_of` finds an op's row."""
 
+from collections.abc import Mapping
+from typing import Any
+
 from torchshard.notation import Row
 from torchshard.rules import (
     attention,
@@ -15,7 +18,7 @@ from torchshard.rules import (
     shapes,
 )
 from torchshard.rules.random import is_random
-from torchshard.rules.registry import RULES, Call, TensorType, rule
+from torchshard.rules.registry import ROWS, RULES, Call, TensorType, rule
 
 __all__ = ["RULES", "Call", "Row", "TensorType", "is_random", "row_of", "rule"]
 
@@ -27,6 +30,19 @@ FAMILIES = (
 
 def row_of(call: Call) -> Row | None:
     """The row of an op for these shapes, or None where it has no rule: it then runs on Invariant operands."""
-    if call.target in RULES:
-        return RULES[call.target](call)
-    return pointwise.pointwise(call) if pointwise.is_pointwise(call.target) else None
+    key = (call.target, _frozen(call.args), call.results)
+    if key not in ROWS:
+        if call.target in RULES:
+            ROWS[key] = RULES[call.target](call)
+        else:
+            ROWS[key] = pointwise.pointwise(call) if pointwise.is_pointwise(call.target) else None
+    return ROWS[key]
+
+
+def _frozen(value: Any) -> Any:
+    """An argument as a key; 1, 1.0 and True are three."""
+    if isinstance(value, Mapping):
+        return tuple((name, _frozen(held)) for name, held in value.items())
+    if isinstance(value, (list, tuple)):
+        return tuple(map(_frozen, value))
+    return type(value), value

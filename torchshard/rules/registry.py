@@ -69,6 +69,8 @@ def _tensors_in(value: Any) -> list[TensorType]:
 RuleFn = Callable[[Call], Row | None]
 RULES: dict[Any, RuleFn] = {}
 """OpOverload -> rule."""
+ROWS: dict[Any, Row | None] = {}
+"""The rows of the calls that were seen: the layers of a model are alike."""
 
 
 def rule(*targets: Any, row: str | None = None, **options: Any) -> Callable[[RuleFn], RuleFn]:
@@ -84,6 +86,7 @@ def rule(*targets: Any, row: str | None = None, **options: Any) -> Callable[[Rul
 
     def register(fn: RuleFn) -> RuleFn:
         RULES.update(dict.fromkeys(targets, fn))
+        ROWS.clear()
         return fn
 
     if row is not None:
