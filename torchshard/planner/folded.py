@@ -11,7 +11,7 @@ from typing import Any
 
 from torch import Tensor, fx
 
-from torchshard.graph import values
+from torchshard.graph import is_tensor_op, node_row, tensor_type, values
 from torchshard.planner.repeats import Item, Reference, Run, find_runs
 
 
@@ -29,7 +29,11 @@ class Folded:
         """`keys` tell apart nodes that look alike."""
         nodes = [n for n in graph.nodes if n.op == "call_function"]
         position = {node: i for i, node in enumerate(nodes)}
-        return Folded(nodes, find_runs(_items(nodes, position, keys)) if fold else [], position)
+        folded = Folded(nodes, find_runs(_items(nodes, position, keys)) if fold else [], position)
+        for i, node in enumerate(nodes):
+            if folded.stand_in(i) != i and is_tensor_op(node):
+                node.meta["row"] = node_row(nodes[folded.stand_in(i)])
+        return folded
 
     def stand_in(self, position: int) -> int:
         """The planned node for the node at a position."""
@@ -59,6 +63,7 @@ class Folded:
 
 def _items(nodes: Sequence[fx.Node], position: Mapping[fx.Node, int], keys: Mapping[fx.Node, Any]) -> list[Item]:
     homes: dict[fx.Node, tuple[int, int]] = {}
+    numbers: dict[Any, int] = {}
     found = []
     for i, node in enumerate(nodes):
         references, leaves = [], []
@@ -72,10 +77,10 @@ def _items(nodes: Sequence[fx.Node], position: Mapping[fx.Node, int], keys: Mapp
         names = {operand: f"%{slot}" for slot, operand in enumerate(node.all_input_nodes)}
         arguments = fx.map_arg((node.args, node.kwargs), names.__getitem__)
         key = (str(node.target), str(arguments), _type_key(node), tuple(leaves), str(keys.get(node)))
-        found.append(Item(key, tuple(references)))
+        found.append(Item(numbers.setdefault(key, len(numbers)), tuple(references)))
     return found
 
 
 def _type_key(node: fx.Node) -> Any:
-    types = tuple((str(tuple(v.shape)), v.dtype) if isinstance(v, Tensor) else str(v) for v in values(node))
+    types = tuple(tensor_type(v) if isinstance(v, Tensor) else str(v) for v in values(node))
     return types, bool(node.meta.get("needs_grad"))
