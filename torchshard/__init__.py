@@ -16,12 +16,14 @@ from torchshard.errors import (
 from torchshard.explain import explain
 from torchshard.layouts import I, P, R, S
 from torchshard.module import ShardedModule
+from torchshard.planner.exchange import diff
+from torchshard.planner.machine import MACHINES, Machine
 from torchshard.planner.plan import Plan
 from torchshard.rules import rule
 from torchshard.training import GradScaler, clip_grad_norm_
 
 __all__ = [
-    "CaptureError", "DistributedError", "GradScaler", "I", "InputError", "InternalError", "P", "Plan", "PlanError", "R",
-    "Report", "RuleError", "S", "ShardError", "ShardedModule", "check", "clip_grad_norm_", "distributed", "draw",
-    "explain", "nn", "plan", "rule", "shard",
+    "CaptureError", "DistributedError", "GradScaler", "I", "InputError", "InternalError", "MACHINES", "Machine", "P",
+    "Plan", "PlanError", "R", "Report", "RuleError", "S", "ShardError", "ShardedModule", "check", "clip_grad_norm_",
+    "diff", "distributed", "draw", "explain", "nn", "plan", "rule", "shard",
 ]  # fmt: skip

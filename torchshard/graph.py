@@ -122,7 +122,7 @@ def node_row(node: fx.Node) -> Row | None:
     """The row of an op node, or None; read once, for its operands' global shapes stay."""
     if "row" not in node.meta:
         node.meta["row"] = row_of(call_of(node))
-    return node.meta["row"]  # type: ignore[no-any-return]
+    return node.meta["row"]
 
 
 def whole_choice(node: fx.Node) -> Choice:

@@ -65,7 +65,7 @@ def predicted_memory(graph: fx.GraphModule, plan: Plan, optimizer_states: int = 
         'parameters' (and buffers), 'gradients', 'optimizer', 'activations' (what a step takes beside these at its peak)
         and 'peak', their sum.
     """
-    local = localized(graph, 0, plan.world_size, simulated_name(0, plan.world_size))
+    local = _off_meta(localized(graph, 0, plan.world_size, simulated_name(0, plan.world_size)))
     nodes = [n for n in graph.graph.nodes if n.op == "placeholder"]
     mode = FakeTensorMode()
     with mode:
@@ -83,6 +83,17 @@ def predicted_memory(graph: fx.GraphModule, plan: Plan, optimizer_states: int = 
         "activations": float(max(watch.peak - trained, 0)),
     }
     return total | {"peak": sum(total.values())}
+
+
+def _off_meta(local: fx.GraphModule) -> fx.GraphModule:
+    """A graph that was captured on the meta device, on the CPU: attention without memory has no fused kernel."""
+    meta, cpu = torch.device("meta"), torch.device("cpu")
+    for node in local.graph.nodes:
+        node.args = torch.utils._pytree.tree_map_only(torch.device, lambda d: cpu if d == meta else d, node.args)
+        if node.kwargs.get("device") == meta:
+            node.kwargs = {**node.kwargs, "device": cpu}
+    local.recompile()
+    return local
 
 
 def _step(local: fx.GraphModule, tensors: list[Tensor]) -> None:

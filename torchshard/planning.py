@@ -6,7 +6,6 @@ import dataclasses
 import hashlib
 import os
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 from torch import fx, nn
@@ -92,7 +91,15 @@ def _does_not_fit(leanest: Plan, most: float) -> PlanError:
 def stored_shapes(model: nn.Module) -> dict[str, Stored]:
     """The shape of each parameter and buffer."""
     tensors = (*model.named_parameters(), *model.named_buffers())
-    return {name: Stored(tuple(t.shape), t.dtype.itemsize) for name, t in tensors}
+    return {n: Stored(tuple(t.shape), t.dtype.itemsize, _kind(model, n.rpartition(".")[0])) for n, t in tensors}
+
+
+def _kind(model: nn.Module, path: str) -> str:
+    """The class of a module, or which of PyTorch's it is one of."""
+    module = model.get_submodule(path)
+    return next(
+        (kind.__name__ for kind in (nn.Linear, nn.Embedding) if isinstance(module, kind)), type(module).__name__
+    )
 
 
 def fingerprint(model: nn.Module) -> str:
@@ -106,6 +113,7 @@ def _asked(
 ) -> Asked:
     """What the user's plan, and the parameters' layouts where they are fixed already, leave to the search."""
     if isinstance(wanted, Plan):
+        _check_same_model(model, wanted)
         check_layouts(model, wanted.parameters)
         return Asked(_given_options(graph, wanted), {}, {**wanted.parameters, **parameters})
     chosen = check_matches(wanted, [name for name, _ in model.named_modules()])
@@ -136,6 +144,23 @@ def _given_options(graph: fx.Graph, plan: Plan) -> dict[fx.Node, list[Choice]]:
 
 
 # --- plans that were given ---
+
+
+def _check_same_model(model: nn.Module, plan: Plan) -> None:
+    if not plan.fingerprint or plan.fingerprint == fingerprint(model):
+        return
+    ours, theirs = stored_shapes(model), plan.stored
+    name = next((n for n in sorted(ours.keys() | theirs.keys()) if _shape(ours, n) != _shape(theirs, n)), "?")
+    raise PlanError(
+        "the plan was made for another model",
+        where=f"parameter {name!r}",
+        why=f"it has shape {_shape(ours, name)} here, and {_shape(theirs, name)} in the plan's model",
+        attempt="make the plan anew for this model",
+    )
+
+
+def _shape(stored: Mapping[str, Stored], name: str) -> object:
+    return stored[name].shape if name in stored else "(there is none)"
 
 
 def check_layouts(model: nn.Module, layouts: Mapping[str, Layout]) -> None:
@@ -180,7 +205,7 @@ def read_plan(plan: PlanLike, world_size: int) -> Mapping[str, Any] | Plan:
         return {}
     if isinstance(plan, (str, os.PathLike)):
         text = str(plan)
-        plan = Plan.from_json(text if text.lstrip().startswith("{") else _read_file(text))
+        plan = Plan.from_json(text) if text.lstrip().startswith("{") else Plan.load(text)
     if not isinstance(plan, (Plan, Mapping)):
         raise PlanError(
             f"a {type(plan).__name__} is no plan",
@@ -196,15 +221,3 @@ def read_plan(plan: PlanLike, world_size: int) -> Mapping[str, Any] | Plan:
             attempt=f"a plan made with world_size={world_size}, or {plan.world_size} ranks",
         )
     return plan
-
-
-def _read_file(path: str) -> str:
-    try:
-        return Path(path).read_text()
-    except OSError as error:
-        raise PlanError(
-            f"the plan {path!r} can't be read",
-            where="the plan",
-            why=str(error),
-            attempt="the path of a file that Plan.to_json() wrote, a dict, or a Plan",
-        ) from None

@@ -7,11 +7,14 @@ from __future__ import annotations
 
 import json
 import math
+import os
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
+from pathlib import Path
 from typing import Any
 
 from torchshard.errors import PlanError
+from torchshard.files import write_text
 from torchshard.layouts import I, Layout, Part, is_whole, local_shape, parse_layout
 from torchshard.notation import Choice
 
@@ -80,6 +83,8 @@ class Stored:
     shape: tuple[int, ...]
     itemsize: int
     """Bytes of an element."""
+    module: str = ""
+    """The class of the module that it belongs to: 'Linear', 'Embedding'."""
 
     def nbytes(self, layout: Layout, world: int) -> int:
         """Bytes on the rank that holds the most."""
@@ -143,6 +148,52 @@ class Plan:
 
         return table(self)
 
+    def to_hf(self) -> dict[str, str]:
+        """The plan as a `tp_plan` of Hugging Face transformers: module globs and styles.
+
+        Raises:
+            PlanError: these words can't say all of it; what they can't is named.
+        """
+        from torchshard.planner.exchange import to_hf
+
+        return to_hf(self)
+
+    def to_dtensor(self) -> dict[str, Any]:
+        """The plan as a `parallelize_plan` of `torch.distributed.tensor.parallel.parallelize_module`.
+
+        Raises:
+            PlanError: DTensor's styles can't say all of it; what they can't is named.
+        """
+        from torchshard.planner.exchange import to_dtensor
+
+        return to_dtensor(self)
+
+    def save(self, path: str | os.PathLike[str]) -> None:
+        """Writes the plan's JSON.
+
+        Raises:
+            InputError: the file can't be written; what was there before is left as it was.
+        """
+        write_text(path, self.to_json())
+
+    @staticmethod
+    def load(path: str | os.PathLike[str]) -> Plan:
+        """The plan that `save` wrote.
+
+        Raises:
+            PlanError: the file can't be read, is cut short, or holds no plan or one of another version.
+        """
+        try:
+            text = Path(path).read_text(encoding="utf-8")
+        except (OSError, UnicodeDecodeError) as error:
+            raise PlanError(
+                f"the plan {os.fspath(path)!r} can't be read",
+                where="the plan",
+                why=str(error),
+                attempt="the path of a file that Plan.save wrote, a dict, or a Plan",
+            ) from None
+        return Plan.from_json(text, os.fspath(path))
+
     def to_json(self) -> str:
         """The plan as JSON text."""
         choices = {
@@ -166,8 +217,8 @@ class Plan:
         return json.dumps(body, indent=1)
 
     @staticmethod
-    def from_json(text: str) -> Plan:
-        """The plan that `to_json` wrote.
+    def from_json(text: str, where: str = "Plan.from_json") -> Plan:
+        """The plan that `to_json` wrote; `where` names the text's origin in errors.
 
         Raises:
             PlanError: the text is no plan, one of another version, or cut short.
@@ -181,13 +232,15 @@ class Plan:
                 for name, c in body["choices"].items()
             }
             parameters = {name: parse_layout(layout) for name, layout in body["parameters"].items()}
-            stored = {name: Stored(tuple(s["shape"]), int(s["itemsize"])) for name, s in body["stored"].items()}
+            stored = {
+                name: Stored(tuple(s["shape"]), int(s["itemsize"]), s["module"]) for name, s in body["stored"].items()
+            }
             costs = body["costs"] | {"collectives": tuple(map(_collective, body["costs"]["collectives"]))}
             return Plan(int(body["world_size"]), parameters, choices, stored, body["fingerprint"], Costs(**costs))
         except (ValueError, KeyError, TypeError, AttributeError) as error:
             raise PlanError(
                 "this is no plan that can be read",
-                where="Plan.from_json",
+                where=where,
                 why=f"{type(error).__name__}: {error}",
                 attempt="a file that Plan.to_json() wrote",
             ) from None

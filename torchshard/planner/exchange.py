@@ -1,0 +1,130 @@
+"""Plans in others' words: Hugging Face's tp_plan and DTensor's parallelize plan, and two plans beside each other."""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import Any
+
+from torchshard.errors import PlanError
+from torchshard.layouts import I, Layout, Shard
+from torchshard.planner.plan import Plan
+from torchshard.planner.table import size_text, starred
+
+STYLES: dict[tuple[str, int], tuple[str, tuple[str, ...], tuple[str, ...]]] = {
+    ("Linear", 0): ("colwise", ("", "copy"), ("", "gather")),
+    ("Linear", 1): ("rowwise", ("", "scatter"), ("reduce",)),
+    ("Embedding", 0): ("embedding_rowwise", ("",), ("reduce",)),
+    ("Embedding", 1): ("embedding_colwise", ("",), ("gather",)),
+}
+"""(kind of module, split dim of its weight) -> the style, and the collectives before and after that it may have."""
+_VARIANTS = {("colwise", "gather"): "colwise_gather_output", ("rowwise", "scatter"): "rowwise_split_input"}
+
+
+def styles(plan: Plan) -> dict[str, str]:
+    """Module -> Hugging Face's word, for all modules with split weights.
+
+    Raises:
+        PlanError: the plan has something that these words can't say; all of it is named.
+    """
+    found: dict[str, str] = {}
+    unsaid: list[str] = []
+    before, after = _around(plan)
+    for name, layout in plan.parameters.items():
+        path, _, leaf = name.rpartition(".")
+        if layout == I or leaf == "bias":
+            continue
+        kind = plan.stored[name].module if name in plan.stored else ""
+        style = STYLES.get((kind, layout.dim)) if isinstance(layout, Shard) and leaf == "weight" else None
+        ends = ("".join(sorted(before.pop(path, set()))), "".join(sorted(after.pop(path, set()))))
+        if style is None or not isinstance(layout, Shard) or layout.parts is not None:
+            unsaid.append(f"{name} as {layout}" + (f" of a {kind}" if kind not in ("Linear", "Embedding") else ""))
+        elif ends[0] not in style[1] or ends[1] not in style[2]:
+            unsaid.append(f"{path}, {style[0]} with {ends[0] or 'nothing'} before and {ends[1] or 'nothing'} after it")
+        else:
+            found[path] = next((v for (s, c), v in _VARIANTS.items() if s == style[0] and c in ends), style[0])
+    unsaid += [f"a {' and '.join(sorted(names))} at {path or 'the model'}" for path, names in (before | after).items()
+               if names - {"copy"}]  # fmt: skip
+    if unsaid:
+        shown = "; ".join(unsaid[:4]) + (f"; and {len(unsaid) - 4} more" if len(unsaid) > 4 else "")
+        raise PlanError(
+            f"{len(unsaid)} things of the plan can't be said in these words",
+            where=unsaid[0],
+            why=shown,
+            attempt="Plan.to_json(), or pin these modules to 'replicate' or to another style and plan again",
+        )
+    return found
+
+
+def _around(plan: Plan) -> tuple[dict[str, set[str]], dict[str, set[str]]]:
+    """Module -> the collectives before it, and those after it; the loss's own are no module's."""
+    before: dict[str, set[str]] = {}
+    after: dict[str, set[str]] = {}
+    for c in plan.costs.collectives:
+        if c.value not in c.consumers and c.calls:
+            (after if c.is_after else before).setdefault(c.origin if c.is_after else c.module, set()).add(c.name)
+    return before, after
+
+
+def to_hf(plan: Plan) -> dict[str, str]:
+    """The plan as a `tp_plan` of transformers: module globs and styles, layers that are alike under one key."""
+    globs: dict[str, set[str]] = {}
+    found = styles(plan)
+    for path, style in found.items():
+        globs.setdefault(_layered(path), set()).add(style)
+    return {(_layered(p) if len(globs[_layered(p)]) == 1 else p): style for p, style in found.items()}
+
+
+def _layered(path: str) -> str:
+    return ".".join("*" if step.isdigit() else step for step in path.split("."))
+
+
+def to_dtensor(plan: Plan) -> dict[str, Any]:
+    """The plan as a `parallelize_plan` of `torch.distributed.tensor.parallel.parallelize_module`."""
+    from torch.distributed.tensor import Replicate
+    from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel
+
+    whole = Replicate()
+    made = {
+        "colwise": lambda: ColwiseParallel(),
+        "colwise_gather_output": lambda: ColwiseParallel(output_layouts=whole),
+        "rowwise": lambda: RowwiseParallel(),
+        "rowwise_split_input": lambda: RowwiseParallel(input_layouts=whole),
+        "embedding_rowwise": lambda: RowwiseParallel(input_layouts=whole),
+        "embedding_colwise": lambda: ColwiseParallel(output_layouts=whole),
+    }
+    return {path: made[style]() for path, style in styles(plan).items()}
+
+
+# --- two plans -------------------------------------------------------------------------------------------------------
+
+
+def diff(a: Plan, b: Plan) -> str:
+    """What differs from one plan to another, and what that costs.
+
+    `b` beside `a`: layouts that changed (alike layers on one line), collectives by kind, bytes and time.
+    """
+    changed: dict[tuple[Layout, Layout, str], list[str]] = {}
+    for name in dict.fromkeys([*a.parameters, *b.parameters]):
+        ends = a.parameters.get(name, I), b.parameters.get(name, I)
+        if ends[0] != ends[1]:
+            changed.setdefault((*ends, _layered(name)), []).append(name)
+    lines = [f"  {starred(*names)}{f' ×{len(names)}' if len(names) > 1 else ''}: {x} -> {y}"
+             for (x, y, _), names in changed.items()]  # fmt: skip
+    kinds = [Counter(c.name for c in plan.costs.collectives if c.calls) for plan in (a, b)]
+    for kind in sorted(kinds[0] | kinds[1]):
+        if kinds[0][kind] != kinds[1][kind]:
+            lines.append(f"  {kind}: {kinds[0][kind]} -> {kinds[1][kind]}")
+    for what, x, y, text in (
+        ("ranks", a.world_size, b.world_size, str),
+        ("parameters on a rank", a.parameter_bytes()[1], b.parameter_bytes()[1], size_text),
+        ("sent by a rank per step", a.costs.nbytes, b.costs.nbytes, size_text),
+        ("ms per step", 1e3 * a.costs.seconds, 1e3 * b.costs.seconds, "{:.3g}".format),
+    ):
+        if text(x) != text(y):
+            lines.append(f"  {what}: {text(x)} -> {text(y)}")
+    choices = sum(a.choices.get(name) != b.choices.get(name) for name in a.choices.keys() | b.choices.keys())
+    if choices and not lines:
+        lines.append(f"  {choices} ops run otherwise, for the same bytes and time")
+    return "\n".join(
+        [f"{len(changed)} kinds of parameters lie otherwise" if changed else "parameters lie alike", *lines]
+    )
