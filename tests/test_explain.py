@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import re
+
+import pytest
 import torch
 from torch import Tensor, nn
 
@@ -29,12 +32,38 @@ def test_listing_of_an_mlp() -> None:
     check_golden("mlp_listing.txt", f"{made.plan}\n\n{listing(made.graph, sources=False)}\n")
 
 
-def test_explain_is_the_plan_and_the_listing_with_sources() -> None:
+def test_explain_is_the_table_and_each_collective_with_the_next_best() -> None:
+    """Without the copy the weight would be split otherwise, and without the sum nothing else than slices of it."""
     made = _mlp()
     told = ts.explain(made)
-    assert told.startswith(f"{made.plan}\n\n") and told.endswith(listing(made.graph))
-    collectives = [line for line in told.splitlines() if line.startswith("* ")]
-    assert len(collectives) == 2 and all("test_explain.py:" in line for line in collectives)
+    assert told.startswith(f"{made.plan}\n") and told == ts.explain(made.plan)
+    check_golden("mlp_explained.txt", re.sub(r"test_explain.py:\d+", "test_explain.py:N", told) + "\n")
+
+
+def test_every_collective_is_told_of_with_the_users_line() -> None:
+    heads = [line for line in ts.explain(_mlp()).splitlines() if "test_explain.py:" in line]
+    assert [line.split()[0] for line in heads] == ["copy", "reduce"]
+    assert all(f"{count} " in ts.explain(_mlp()) for count in ("why:", "costs:", "next best:"))
+
+
+def test_a_pin_that_makes_the_plan_dear_is_named() -> None:
+    made = program(MLP(), {"down": "column"}, 2, (torch.randn(2, 8, 16),))
+    assert "the plan's key 'down' makes a step slower; without it: -" in ts.explain(made)
+    assert "makes a step slower" not in ts.explain(_mlp())
+
+
+def test_the_listing_and_what_has_none() -> None:
+    made = _mlp()
+    assert ts.explain(made, level="node") == ts.explain(made.plan, level="node") == listing(made.graph)
+    loaded = ts.Plan.from_json(made.plan.to_json())
+    assert "next best" not in ts.explain(loaded) and "costs: all-reduce backward" in ts.explain(loaded)
+    for model, level, text in (
+        (loaded, "node", "the plan has no graph"),
+        (made, "nodes", "'nodes' is no level"),
+        (MLP(), "table", "a MLP has no plan"),
+    ):
+        with pytest.raises(ts.InputError, match=text):
+            ts.explain(model, level=level)
 
 
 def test_values() -> None:

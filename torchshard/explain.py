@@ -15,8 +15,11 @@ from typing import TYPE_CHECKING, Any
 from torch import Tensor, fx
 
 from torchshard.distributed.ops import OPS, is_collective
+from torchshard.errors import InputError
 from torchshard.graph import op_name, values
 from torchshard.layouts import type_text
+from torchshard.planner.plan import Plan
+from torchshard.planner.why import dear_pins, told
 
 if TYPE_CHECKING:
     from torchshard.module import ShardedModule
@@ -84,12 +87,61 @@ def _row(node: fx.Node, sources: bool) -> list[str]:
     return [star + node.name, f"= {_call(node)}", shapes, layouts, _why(node), source]
 
 
-def explain(model: ShardedModule | Program, module: str = "") -> str:
-    """What was inserted and why: the plan and the listing of a sharded model's latest graph.
+def explain(model: ShardedModule | Program | Plan, module: str = "", level: str = "table") -> str:
+    """What was inserted and why.
 
     Args:
         module: the path of a module, for the listing of that part alone.
+        level: "table", a row per module and below it each kind of collective: why it is there, the user's line, from
+            and to which layout, bytes, time, and the next best plan without it; or "node", the listing of the graph.
+
+    Raises:
+        InputError: the level is none, or the plan was loaded and has no graph to list.
     """
-    if module:
-        return listing(model.graph, within=module)
-    return f"{model.plan}\n\n{listing(model.graph)}"
+    if level not in LEVELS:
+        raise InputError(
+            f"{level!r} is no level", where="level=", why=f"levels are {', '.join(LEVELS)}", attempt=repr(LEVELS[0])
+        )
+    if module or level == "node":
+        return listing(graph_of(model), within=module)
+    plan = plan_in(model)
+    notes = list(dear_pins(plan, plan.question)) if plan.question is not None else []
+    return "\n".join([str(plan), *([""] if notes else []), *notes, "", *told(plan, plan.question)])
+
+
+LEVELS = ("table", "node")
+
+
+def plan_in(model: ShardedModule | Program | Plan) -> Plan:
+    """A plan, or that of a model's latest graph.
+
+    Raises:
+        InputError: it is neither.
+    """
+    found = getattr(model, "plan", model)
+    if not isinstance(found, Plan):
+        raise InputError(
+            f"a {type(model).__name__} has no plan",
+            where="explain, draw",
+            why="what is shown is a plan and its graph with collectives, which sharding makes",
+            attempt="what torchshard.shard or torchshard.plan returned",
+        )
+    return found
+
+
+def graph_of(model: ShardedModule | Program | Plan) -> fx.GraphModule:
+    """The graph with its collectives of a model or plan.
+
+    Raises:
+        InputError: it has none: it is no sharded model, or a plan that was loaded.
+    """
+    found = getattr(model, "graph", None)
+    if not isinstance(found, fx.GraphModule):
+        plan_in(model)
+        raise InputError(
+            "the plan has no graph",
+            where="explain, draw",
+            why="it was loaded: a file holds layouts and choices, not the model",
+            attempt="torchshard.plan(model, loaded_plan, ...), and what it returns",
+        )
+    return found

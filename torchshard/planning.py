@@ -25,6 +25,7 @@ from torchshard.planner.predict import predict
 from torchshard.planner.search import search
 from torchshard.planner.styles import check_matches, pins_of
 from torchshard.planner.table import size_text
+from torchshard.planner.why import Question
 
 PlanLike = Mapping[str, Any] | Plan | str | os.PathLike[str]
 """A dict of module globs and styles, "auto" (an empty one), a Plan, or a Plan's JSON: a path or the text itself."""
@@ -48,18 +49,19 @@ def plan_graph(
         PlanError: what is wanted does not fit the model, or nothing fits the memory.
     """
     costs = CostModel(objective.machine, world_size)
+    asked = _asked(module.graph, model, wanted, parameters)
+    asked = dataclasses.replace(asked, all_axes=objective.all_axes)
 
     def plan(choices: Mapping[str, Choice], layouts: Mapping[str, Layout], gap: float = 0.0) -> Plan:
         collectives, compute = predict(module.graph, costs, choices, layouts)
         predicted = Costs(objective.machine.name, compute, tuple(collectives), gap)
-        return Plan(world_size, layouts, choices, stored_shapes(model), fingerprint(model), predicted)
+        question = Question(module.graph, costs, asked)
+        return Plan(world_size, layouts, choices, stored_shapes(model), fingerprint(model), predicted, question)
 
     def with_memory(made: Plan) -> Plan:
         memory = predicted_memory(rewrite(module, made), made)
         return dataclasses.replace(made, costs=dataclasses.replace(made.costs, memory=memory))
 
-    asked = _asked(module.graph, model, wanted, parameters)
-    asked = dataclasses.replace(asked, all_axes=objective.all_axes)
     if isinstance(wanted, Plan) and all(n.name in wanted.choices for n in module.graph.nodes if is_tensor_op(n)):
         return plan(wanted.choices, {**wanted.parameters, **parameters}, wanted.costs.gap)
     if objective.memory is None:

@@ -6,6 +6,7 @@ This is the whole way of a model on one screen: capture, normalize, plan, rewrit
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import gc
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
@@ -66,6 +67,7 @@ def program(
         _mark_trainable(captured, model)
         made = plan_graph(captured.graph, model, wanted, world_size, aim, parameters or {})
         graph = rewrite(captured.graph, made)
+        made = dataclasses.replace(made, graph=graph)
     _warn_missing_rules(captured.graph.graph, made)
     return Program(captured, made, graph)
 

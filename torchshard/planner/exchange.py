@@ -8,16 +8,17 @@ from typing import Any
 from torchshard.errors import PlanError
 from torchshard.layouts import I, Layout, Shard
 from torchshard.planner.plan import Plan
-from torchshard.planner.table import size_text, starred
+from torchshard.planner.table import layered, size_text, starred
 
 STYLES: dict[tuple[str, int], tuple[str, tuple[str, ...], tuple[str, ...]]] = {
-    ("Linear", 0): ("colwise", ("", "copy"), ("", "gather")),
-    ("Linear", 1): ("rowwise", ("", "scatter"), ("reduce",)),
-    ("Embedding", 0): ("embedding_rowwise", ("",), ("reduce",)),
-    ("Embedding", 1): ("embedding_colwise", ("",), ("gather",)),
+    ("Linear", 0): ("colwise", ("", "copy"), ("", "gather", "all_gather")),
+    ("Linear", 1): ("rowwise", ("", "scatter"), ("reduce", "all_reduce")),
+    ("Embedding", 0): ("embedding_rowwise", ("",), ("reduce", "all_reduce")),
+    ("Embedding", 1): ("embedding_colwise", ("",), ("gather", "all_gather")),
 }
 """(kind of module, split dim of its weight) -> the style, and the collectives before and after that it may have."""
-_VARIANTS = {("colwise", "gather"): "colwise_gather_output", ("rowwise", "scatter"): "rowwise_split_input"}
+_VARIANTS = {("colwise", "gather"): "colwise_gather_output", ("colwise", "all_gather"): "colwise_gather_output",
+             ("rowwise", "scatter"): "rowwise_split_input"}  # fmt: skip
 
 
 def styles(plan: Plan) -> dict[str, str]:
@@ -70,12 +71,8 @@ def to_hf(plan: Plan) -> dict[str, str]:
     globs: dict[str, set[str]] = {}
     found = styles(plan)
     for path, style in found.items():
-        globs.setdefault(_layered(path), set()).add(style)
-    return {(_layered(p) if len(globs[_layered(p)]) == 1 else p): style for p, style in found.items()}
-
-
-def _layered(path: str) -> str:
-    return ".".join("*" if step.isdigit() else step for step in path.split("."))
+        globs.setdefault(layered(path), set()).add(style)
+    return {(layered(p) if len(globs[layered(p)]) == 1 else p): style for p, style in found.items()}
 
 
 def to_dtensor(plan: Plan) -> dict[str, Any]:
@@ -107,7 +104,7 @@ def diff(a: Plan, b: Plan) -> str:
     for name in dict.fromkeys([*a.parameters, *b.parameters]):
         ends = a.parameters.get(name, I), b.parameters.get(name, I)
         if ends[0] != ends[1]:
-            changed.setdefault((*ends, _layered(name)), []).append(name)
+            changed.setdefault((*ends, layered(name)), []).append(name)
     lines = [f"  {starred(*names)}{f' ×{len(names)}' if len(names) > 1 else ''}: {x} -> {y}"
              for (x, y, _), names in changed.items()]  # fmt: skip
     kinds = [Counter(c.name for c in plan.costs.collectives if c.calls) for plan in (a, b)]

@@ -20,7 +20,7 @@ from typing import Any
 import numpy as np
 from torch import fx
 
-from torchshard.conversions import links
+from torchshard.conversions import Link, links
 from torchshard.graph import is_tensor, is_tensor_op, operands, values, where, whole_choice
 from torchshard.layouts import I, Layout, Shard, local_size
 from torchshard.notation import Choice, axis_groups, choices, spread
@@ -48,6 +48,8 @@ class Asked:
     """What the user's plan says of an op."""
     parameters: Mapping[str, Layout] = field(default_factory=dict)
     """How parameters are stored, by name."""
+    vetoed: frozenset[tuple[fx.Node, Link]] = frozenset()
+    """Conversions of values that may not be made."""
     all_axes: bool = False
     """Whether dims that no weight touches (batch, sequence) may be split too."""
     per_parameter: float | None = None
@@ -57,6 +59,7 @@ class Asked:
         """What tells apart nodes that look alike."""
         found: dict[fx.Node, object] = dict(self.options)
         found |= {node: (pin.style, pin.axes) for node, pin in self.pins.items()}
+        found |= {node: (found.get(node), link) for node, link in self.vetoed}
         stored = (node for node in graph.nodes if node.op == "placeholder" and node.meta["path"] in self.parameters)
         return found | {node: self.parameters[node.meta["path"]] for node in stored}
 
@@ -375,7 +378,7 @@ class _Builder:
     def _conversions(self, node: fx.Node, value: Value, given: Layout, wanted: Iterable[Layout]) -> float:
         """Seconds to bring a value to some layouts."""
         steps = links(given, wanted, self.world, needs_grad=value.needs_grad)
-        if steps is None:
+        if steps is None or any((node, link) in self.asked.vetoed for link in steps):
             return FORBIDDEN
         seconds = sum(sent.seconds for link in steps for sent in self.costs.link(value, link))
         if steps and node.op == "placeholder" and isinstance(given, Shard):

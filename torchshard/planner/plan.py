@@ -131,6 +131,10 @@ class Plan:
     fingerprint: str = field(default="", compare=False)
     """Of the model that it was made for: names and shapes of parameters and buffers."""
     costs: Costs = field(default_factory=Costs, compare=False)
+    question: Any = field(default=None, compare=False, repr=False)
+    """What was asked when it was made here (`planner.why.Question`): None for a plan that was loaded."""
+    graph: Any = field(default=None, compare=False, repr=False)
+    """The graph with its collectives (`fx.GraphModule`), where the plan was made here."""
 
     @property
     def comm_bytes(self) -> float:

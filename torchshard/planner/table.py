@@ -6,7 +6,6 @@ model.layers.*.mlp.up     12 × weight f32[64,16]    S(0)             copy      
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
@@ -35,7 +34,7 @@ class ModuleRow:
         """Equal for modules that may share a row."""
         moved = [[(c.name, c.nbytes) for c in side] for side in (self.before, self.after)]
         costs = self.nbytes, f"{self.seconds:.2e}"
-        return re.sub(r"\d+", "*", self.paths[0]), tuple(self.parameters), repr(moved), costs
+        return layered(self.paths[0]), tuple(self.parameters), repr(moved), costs
 
     def cells(self) -> tuple[str, ...]:
         """Its texts, under HEADER; what it costs is of all that it stands for."""
@@ -111,6 +110,11 @@ def columns(rows: Sequence[Sequence[str]]) -> Iterable[str]:
     """Rows of cells, aligned."""
     widths = [max(len(cells[i]) for cells in rows) for i in range(len(rows[0]))]
     return ("  ".join(cell.ljust(width) for cell, width in zip(cells, widths, strict=True)).rstrip() for cells in rows)
+
+
+def layered(path: str) -> str:
+    """'blocks.*.mlp.*' for 'blocks.3.mlp.0'."""
+    return ".".join("*" if step.isdigit() else step for step in path.split("."))
 
 
 def starred(*paths: str) -> str:

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from torchshard.notation import Local, Row, Size
+from torchshard.notation import Dim, Local, Row, Size
 from torchshard.rules.registry import Call, block, dims_of, letters, positive, rule, spaced
 
 aten = torch.ops.aten
@@ -97,7 +97,24 @@ def reshape_row(call: Call, source: Sequence[Size], target: Sequence[Size], loca
 
 
 def _resized(local: Local, x: Any, size: Any) -> Any:
-    return aten.reshape.default(x, local.resize(size))
+    sizes = local.resize(size)
+    plain = [s if isinstance(s, int) else None for s in sizes]
+    if 0 in plain and -1 in plain:  # of no elements a size can't be inferred
+        at = plain.index(-1)
+        sizes[at] = _dim_size(local, x, local.row.results[0][at])
+    return aten.reshape.default(x, sizes)
+
+
+def _dim_size(local: Local, x: Any, dim: Dim) -> Any:
+    """A dim's size as this rank has it, where it is dynamic from the dims of the operand with its axes."""
+    dims = local.row.operands[0]
+    if dim in dims:
+        return aten.sym_size.int(x, dims.index(dim))
+    size: Any = 1
+    for axis in dim[0]:
+        static = isinstance(local.row.sizes[axis], int)
+        size = (local.size(axis) if static else aten.sym_size.int(x, dims.index(((axis,),)))) * size
+    return size
 
 
 @rule(aten.view.default, aten.reshape.default, aten._unsafe_view.default)

@@ -1,0 +1,254 @@
+"""Plans as things: saved and loaded, compared, in others' words; memory budgets and machines."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from torch import Tensor, nn
+from torch.profiler import ProfilerActivity, profile
+
+import torchshard as ts
+from tests.helpers import run_ranks
+from tests.models import CASES, GPT, MLP
+from torchshard.memory import predicted_memory
+from torchshard.program import program
+
+IDS = torch.zeros(2, 7, dtype=torch.long)
+
+
+def _gpt(**options: Any) -> ts.Plan:
+    return ts.plan(GPT(p=0.0), world_size=2, example_inputs=(IDS, IDS), **options)
+
+
+# --- files -----------------------------------------------------------------------------------------------------------
+
+
+def test_a_plan_comes_back_from_its_file_with_all_it_says(tmp_path: Path) -> None:
+    made = _gpt()
+    made.save(tmp_path / "plan.json")
+    loaded = ts.Plan.load(tmp_path / "plan.json")
+    assert loaded == made and loaded.costs == made.costs and loaded.stored == made.stored
+    assert str(loaded) == str(made) and list(tmp_path.iterdir()) == [tmp_path / "plan.json"]
+    again = ts.plan(GPT(p=0.0), tmp_path / "plan.json", world_size=2, example_inputs=(IDS, IDS))
+    assert again == made and again.costs.collectives == made.costs.collectives
+
+
+def test_a_file_that_is_no_plan(tmp_path: Path) -> None:
+    text = _gpt().to_json()
+    other = json.dumps(json.loads(text) | {"version": 1})
+    for name, content, why in (
+        ("short.json", text[:-200], "JSONDecodeError"),
+        ("old.json", other, "version 1, this library reads 2"),
+        ("list.json", "[1, 2]", "TypeError"),
+        ("binary.json", None, "can't decode"),
+    ):
+        (tmp_path / name).write_bytes(b"\xff\xfe\x00" if content is None else content.encode())
+        with pytest.raises(ts.PlanError, match=why) as caught:
+            ts.Plan.load(tmp_path / name)
+        assert name in str(caught.value) and str(caught.value).count("\n") == 3
+
+
+def test_a_plan_of_another_model_is_named_by_what_differs(tmp_path: Path) -> None:
+    made = _gpt()
+    with pytest.raises(ts.PlanError, match="made for another model") as caught:
+        ts.plan(GPT(vocab=98, p=0.0), made, world_size=2, example_inputs=(IDS, IDS))
+    assert "(98, 24) here, and (97, 24) in the plan's model" in str(caught.value)
+
+
+def test_nothing_is_left_where_a_file_cant_be_written(tmp_path: Path) -> None:
+    with pytest.raises(ts.InputError, match="can't be written"):
+        _gpt().save(tmp_path / "no" / "plan.json")
+    (tmp_path / "plan.json").mkdir()
+    with pytest.raises(ts.InputError, match="can't be written"):
+        _gpt().save(tmp_path / "plan.json")
+    assert list(tmp_path.iterdir()) == [tmp_path / "plan.json"]
+
+
+# --- two plans, and others' words ------------------------------------------------------------------------------------
+
+
+def test_diff_says_what_changed_and_what_it_costs() -> None:
+    case = CASES["gpt"]
+    model = case.build()
+    a = ts.plan(model, case.plan, world_size=2, example_inputs=case.inputs())
+    b = ts.plan(
+        model, {**case.plan, "head": "replicate", "tok": "replicate"}, world_size=2, example_inputs=case.inputs()
+    )
+    lines = ts.diff(a, b).splitlines()
+    assert lines[0] == "1 kinds of parameters lie otherwise" and lines[1] == "  tok.weight: S(0) -> I"
+    assert any(line.startswith("  parameters on a rank: ") for line in lines)
+    assert any(line.startswith("  gather: ") for line in lines)
+    assert ts.diff(a, a) == "parameters lie alike"
+
+
+class _Linears(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.tok = nn.Embedding(50, 16)
+        self.blocks = nn.ModuleList(MLP(16, 32, 16) for _ in range(3))
+        self.head = nn.Linear(16, 50)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        x = self.tok(ids)
+        for block in self.blocks:
+            x = x + block(x)
+        return self.head(x)
+
+
+def test_the_words_of_hugging_face_and_dtensor() -> None:
+    plan = {"tok": "vocab", "blocks.*.up": "column", "blocks.*.down": "row", "head": "column"}
+    made = ts.plan(_Linears(), plan, world_size=2, example_inputs=(torch.zeros(2, 7, dtype=torch.long),))
+    assert made.to_hf() == {
+        "tok": "embedding_rowwise",
+        "blocks.*.up": "colwise",
+        "blocks.*.down": "rowwise",
+        "head": "colwise_gather_output",
+    }
+    again = ts.plan(_Linears(), made.to_hf(), world_size=2, example_inputs=(torch.zeros(2, 7, dtype=torch.long),))
+    weights = [name for name in made.parameters if name.endswith("weight")]
+    assert [again.parameters[name] for name in weights] == [made.parameters[name] for name in weights]
+    styles = {path: type(style).__name__ for path, style in made.to_dtensor().items()}
+    assert styles["blocks.1.up"] == "ColwiseParallel" and styles["blocks.1.down"] == styles["tok"] == "RowwiseParallel"
+
+
+def test_what_their_words_cant_say_is_named() -> None:
+    case = CASES["fused_by_split"]
+    made = ts.plan(case.build(), case.plan, world_size=2, example_inputs=case.inputs())
+    for words in (made.to_hf, made.to_dtensor):
+        with pytest.raises(ts.PlanError, match="can't be said in these words") as caught:
+            words()
+        assert "qkv.weight as S(0; 24+24+24)" in str(caught.value)
+
+
+# --- knobs -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("options", "text"),
+    [
+        ({"memory": "24"}, "'24' is no size"),
+        ({"memory": "0GiB"}, "'0GiB' is no size"),
+        ({"memory": -1}, "-1 is no size"),
+        ({"memory": True}, "True is no size"),
+        ({"machine": "h100"}, "'h100' is no machine"),
+        ({"axes": "batch"}, "'batch' is no choice of axes"),
+    ],
+)
+def test_knobs_that_are_none(options: dict[str, Any], text: str) -> None:
+    with pytest.raises(ts.InputError, match=text) as caught:
+        _gpt(**options)
+    assert str(caught.value).count("\n") == 3
+
+
+def test_a_machine_of_nonsense() -> None:
+    for field, value in (("flops", 0), ("latency", -1), ("memory", float("nan")), ("link_bandwidth", "fast")):
+        with pytest.raises(ts.InputError, match=f"is no {field.replace('_', ' ')}"):
+            ts.Machine("mine", **{field: value})
+
+
+def test_a_faster_link_makes_a_faster_step_and_ranks_no_slower_work() -> None:
+    slow, fast = (ts.Machine("m", 1e12, 1e11, bandwidth, 1e-6, 1e-6) for bandwidth in (1e8, 1e10))
+    assert _gpt(machine=fast).costs.seconds < _gpt(machine=slow).costs.seconds
+
+
+def test_the_batch_is_split_when_asked_and_only_then() -> None:
+    """An MLP on a large batch: split over it, each rank sums the gradients of its weights, which are small."""
+    model, x = MLP(8, 16, 8), torch.randn(4096, 8)
+    machine = ts.Machine("m", 1e9, 1e9, 1e8, 1e-6, 1e-6)
+    asked = {"world_size": 2, "example_inputs": (x,), "machine": machine, "memory": "1GiB"}
+    split = ts.plan(model, axes="all", **asked)
+    whole = ts.plan(model, {"up": "replicate", "down": "replicate"}, **asked)
+    assert set(map(str, split.parameters.values())) == {"I"} and split.costs.seconds < 0.7 * whole.costs.seconds
+    assert {c.name for c in split.costs.collectives} == {"scatter", "copy", "gather"}
+    assert ts.check(model, split, world_size=2, example_inputs=(x,)).ok
+    kept = ts.plan(model, **asked)
+    assert all("f32[4096" not in c.type or c.name in ("copy", "reduce") for c in kept.costs.collectives)
+
+
+# --- memory ----------------------------------------------------------------------------------------------------------
+
+
+def test_the_fastest_plan_that_fits_or_how_much_is_missing() -> None:
+    free = _gpt(memory="1GiB")
+    tight = predicted_memory(free.graph, free)["peak"]
+    lean = _gpt(memory=0.9 * tight)
+    assert lean.costs.memory["peak"] <= 0.9 * tight < free.costs.memory["peak"]
+    slower = lean.costs.seconds - free.costs.seconds
+    assert slower >= 0 and lean.costs.gap >= slower - 1e-12
+    with pytest.raises(
+        ts.PlanError, match=r"no plan for 2 ranks fits 1.0 KiB: the leanest takes .* too much"
+    ) as caught:
+        _gpt(memory="1KiB")
+    assert "optimizer" in str(caught.value)
+
+
+_WIDE: dict[str, Any] = {"hidden_size": 128, "intermediate_size": 256, "num_attention_heads": 4, "num_hidden_layers": 2}
+
+
+def _trained(name: str) -> tuple[nn.Module, dict[str, Tensor]]:
+    torch.manual_seed(0)
+    ids = torch.randint(0, 500, (4, 64))
+    if name == "vit":
+        config: Any = transformers.ViTConfig(**_WIDE, image_size=32, patch_size=4, num_labels=50)
+        images = torch.randn(8, 3, 32, 32)
+        return transformers.ViTForImageClassification(config), {"pixel_values": images, "labels": torch.arange(8)}
+    if name == "t5":
+        config = transformers.T5Config(
+            d_model=128, d_kv=32, d_ff=256, num_heads=4, num_layers=2, vocab_size=500, decoder_start_token_id=0
+        )
+        config.use_cache = False
+        return transformers.T5ForConditionalGeneration(config), {"input_ids": ids, "labels": ids}
+    kinds = {
+        "llama": (transformers.LlamaForCausalLM, transformers.LlamaConfig, {"num_key_value_heads": 2}),
+        "bert": (transformers.BertForMaskedLM, transformers.BertConfig, {}),
+        "qwen2": (transformers.Qwen2ForCausalLM, transformers.Qwen2Config, {"num_key_value_heads": 4}),
+    }
+    model, kind, more = kinds[name]
+    return model(kind(**_WIDE, vocab_size=500, use_cache=False, **more)), {"input_ids": ids, "labels": ids}
+
+
+def _peaks(rank: int, name: str) -> tuple[float, float]:
+    """What a step takes at its peak on this rank: predicted, and as the allocator says."""
+    ts.distributed.init_process_group()
+    model, batch = _trained(name)
+    sharded = ts.shard(model, "auto", example_kwargs=batch)
+    optimizer = torch.optim.AdamW(sharded.parameters())
+
+    def step() -> None:
+        out = sharded(**batch)
+        out.loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    step()
+    steady = [*sharded.parameters(), *sharded.buffers()]
+    steady += [t for state in optimizer.state.values() for t in state.values() if isinstance(t, Tensor)]
+    held = sum(t.numel() * t.element_size() for t in {id(t): t for t in steady}.values())
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as watched:
+        step()
+    events = [(e.start_ns(), e.nbytes()) for e in watched.profiler.kineto_results.events() if e.name() == "[memory]"]
+    alive = peak = 0
+    for _, size in sorted(events):
+        alive += size
+        peak = max(peak, alive)
+    return predicted_memory(sharded.graph, sharded.plan)["peak"], held + peak
+
+
+@pytest.mark.parametrize("name", ["llama", "bert", "qwen2", "vit", "t5"])
+def test_the_predicted_peak_is_the_allocators(name: str) -> None:
+    predicted, measured = run_ranks(_peaks, 2, name)[0]
+    assert predicted == pytest.approx(measured, rel=0.1)
+
+
+def test_auto_is_exact_for_every_model() -> None:
+    """Outputs and every gradient, without a word of annotation; on 3 ranks, which nothing here divides by."""
+    for name, case in CASES.items():
+        torch.manual_seed(0)
+        report = ts.check(case.build(), "auto", world_size=3, example_inputs=case.inputs(), example_kwargs=case.kwargs)
+        assert report.ok, f"{name}\n{report}"
+    assert program(MLP(), "auto", 2, (torch.randn(3, 12),)).plan.parameters["up.weight"] == ts.S(0)
