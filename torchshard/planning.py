@@ -56,7 +56,8 @@ def plan_graph(
         collectives, compute = predict(module.graph, costs, choices, layouts)
         predicted = Costs(objective.machine.name, compute, tuple(collectives), gap)
         question = Question(module.graph, costs, asked)
-        return Plan(world_size, layouts, choices, stored_shapes(model), fingerprint(model), predicted, question)
+        known = (stored_shapes(model), fingerprint(model), predicted, is_static(wanted, objective))
+        return Plan(world_size, layouts, choices, *known, question)
 
     def with_memory(made: Plan) -> Plan:
         memory = predicted_memory(rewrite(module, made), made)
@@ -76,6 +77,11 @@ def plan_graph(
     if not found.fits:
         raise _does_not_fit(made, most)
     return made
+
+
+def is_static(wanted: Mapping[str, Any] | Plan, objective: Objective) -> bool:
+    """Whether the plan is for one batch and sequence size alone, and the graph is to be captured so."""
+    return wanted.static if isinstance(wanted, Plan) else objective.all_axes
 
 
 def _does_not_fit(leanest: Plan, most: float) -> PlanError:

@@ -24,7 +24,7 @@ from torchshard.passes import normalize, rewrite
 from torchshard.planner.machine import Objective, objective
 from torchshard.planner.plan import Plan
 from torchshard.planner.styles import check_matches
-from torchshard.planning import PlanLike, plan_graph, read_plan
+from torchshard.planning import PlanLike, is_static, plan_graph, read_plan
 
 
 @dataclass(frozen=True)
@@ -62,7 +62,7 @@ def program(
     aim = aim or objective(None, device=device_type(model))
     with _no_collection():
         with torch.enable_grad():
-            captured = capture(model, args, kwargs, dynamic=not aim.all_axes)
+            captured = capture(model, args, kwargs, dynamic=not is_static(wanted, aim))
         normalize(captured.graph)
         _mark_trainable(captured, model)
         made = plan_graph(captured.graph, model, wanted, world_size, aim, parameters or {})

@@ -131,6 +131,8 @@ class Plan:
     fingerprint: str = field(default="", compare=False)
     """Of the model that it was made for: names and shapes of parameters and buffers."""
     costs: Costs = field(default_factory=Costs, compare=False)
+    static: bool = False
+    """Whether it holds for inputs of exactly the example inputs' sizes: batch or sequence may be split."""
     question: Any = field(default=None, compare=False, repr=False)
     """What was asked when it was made here (`planner.why.Question`): None for a plan that was loaded."""
     graph: Any = field(default=None, compare=False, repr=False)
@@ -213,6 +215,7 @@ class Plan:
             "version": VERSION,
             "world_size": self.world_size,
             "fingerprint": self.fingerprint,
+            "static": self.static,
             "parameters": {name: str(layout) for name, layout in self.parameters.items()},
             "stored": {name: asdict(stored) for name, stored in self.stored.items()},
             "choices": choices,
@@ -240,7 +243,8 @@ class Plan:
                 name: Stored(tuple(s["shape"]), int(s["itemsize"]), s["module"]) for name, s in body["stored"].items()
             }
             costs = body["costs"] | {"collectives": tuple(map(_collective, body["costs"]["collectives"]))}
-            return Plan(int(body["world_size"]), parameters, choices, stored, body["fingerprint"], Costs(**costs))
+            known = (stored, body["fingerprint"], Costs(**costs), bool(body["static"]))
+            return Plan(int(body["world_size"]), parameters, choices, *known)
         except (ValueError, KeyError, TypeError, AttributeError) as error:
             raise PlanError(
                 "this is no plan that can be read",
