@@ -1,7 +1,7 @@
 # make test    lint, type-check and test, in .venv
 # make lint    lint and type-check only
 # make demo    run the examples
-# make bench   time a training step, and calls by hand
+# make bench   time a training step, calls by hand and planning; count what is sent
 # make clean   remove caches and build output (make distclean: .venv too)
 
 PYTHON ?= python3
@@ -33,6 +33,8 @@ demo: $(VENV)/.stamp-demo
 bench: $(VENV)/.stamp-test
 	$(PY) benchmarks/step_time.py
 	$(PY) benchmarks/call_cost.py
+	$(PY) benchmarks/planning.py
+	$(PY) benchmarks/communication.py
 
 # pip is the last thing that venv puts in place: with it, the environment is whole.
 $(VENV)/bin/pip:
