@@ -19,7 +19,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils import _pytree as pytree
 
 from torchshard.capture import Captured, flatten_call
-from torchshard.check import Report, check_program
+from torchshard.checking import Report, check_program
 from torchshard.graph import mark_needs_grad, node_row, operands, values
 from torchshard.layouts import I, Layout, P, R, Shard
 from torchshard.notation import Choice, Hint, Row, choices

@@ -99,7 +99,7 @@ def test_what_is_refused(tmp_path: Path) -> None:
         ts.draw(_program("mlp"), tmp_path / "model.png")
     with pytest.raises(ts.InputError, match="can't be written as 'a file without a suffix'"):
         ts.draw(_program("mlp"), tmp_path / "model")
-    with pytest.raises(ts.InputError, match="a MLP has no graph to draw"):
+    with pytest.raises(ts.InputError, match="a MLP has no plan"):
         ts.draw(case.build(), tmp_path / "model.svg")  # type: ignore[arg-type]
     with pytest.raises(ts.InputError, match="no graph is captured yet"):
         ts.draw(ts.shard(case.build(), case.plan), tmp_path / "model.svg")

@@ -145,7 +145,7 @@ def test_a_plan_that_cannot_be_read(text: str) -> None:
 
 def test_a_plan_of_another_model() -> None:
     made = _plan({"up": "column", "down": "row"})
-    with pytest.raises(ts.PlanError, match="parameters that the model does not have") as caught:
+    with pytest.raises(ts.PlanError, match="the plan was made for another model") as caught:
         _plan(made, nn.Sequential(nn.Linear(12, 3)))
     _four_lines(caught.value)
     body = json.loads(made.to_json())

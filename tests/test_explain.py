@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 import torchshard as ts
 from tests.golden import check_golden
-from torchshard.explain import listing, value_text
+from torchshard.explaining import listing, value_text
 from torchshard.program import Program, program
 
 

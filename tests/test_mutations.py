@@ -12,7 +12,7 @@ from torch import fx
 
 import torchshard as ts
 from tests.models import CASES
-from torchshard.check import check_program
+from torchshard.checking import check_program
 from torchshard.distributed.ops import OPS
 from torchshard.errors import InternalError
 from torchshard.graph import duplicate

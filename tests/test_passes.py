@@ -10,7 +10,7 @@ from tests.golden import check_golden
 from torchshard.capture import capture
 from torchshard.distributed.groups import simulated_name
 from torchshard.distributed.ops import OPS
-from torchshard.explain import listing
+from torchshard.explaining import listing
 from torchshard.graph import duplicate, mark_needs_grad
 from torchshard.passes import annotate, insert, localized, normalize, simplify, verify
 from torchshard.planner.machine import objective

@@ -170,6 +170,24 @@ def test_the_batch_is_split_when_asked_and_only_then() -> None:
     assert all("f32[4096" not in c.type or c.name in ("copy", "reduce") for c in kept.costs.collectives)
 
 
+def _measured(rank: int) -> tuple[ts.Machine, float]:
+    ts.distributed.init_process_group()
+    machine = ts.measure_machine(width=256)
+    model, x = MLP(), torch.randn(3, 12)
+    return machine, ts.shard(model, "auto", (x,), machine=machine).plan.costs.seconds
+
+
+def test_all_ranks_measure_the_same_machine() -> None:
+    (machine, seconds), (other, _) = run_ranks(_measured, 2)
+    assert machine == other and machine.name == "measured on 2 ranks" and seconds > 0
+    assert 1e8 < machine.flops < 1e15 and 1e7 < machine.link_bandwidth < 1e13
+
+
+def test_a_machine_of_one_rank_is_measured_alone() -> None:
+    ts.distributed.init_process_group()
+    assert ts.measure_machine(width=128).memory_bandwidth > 1e7
+
+
 # --- memory ----------------------------------------------------------------------------------------------------------
 
 

@@ -22,7 +22,7 @@ from tests import oracle
 from tests.op_cases import CASES, CREATION, SUM, case, f, flags, ids, pos, sdpa
 from tests.oracle import Case, T, build, row_and_choices, run
 from torchshard import lockstep
-from torchshard.check import check_program
+from torchshard.checking import check_program
 from torchshard.distributed.ops import OPS
 from torchshard.graph import duplicate, is_tensor_op, node_row, op_name
 from torchshard.layouts import S

@@ -1,29 +1,24 @@
 """TorchShard: tensor parallelism for an ordinary PyTorch model, as a compiler you can read."""
 
-from torchshard import distributed, nn
-from torchshard.api import plan, shard
-from torchshard.check import Report, check
-from torchshard.draw import draw
-from torchshard.errors import (
-    CaptureError,
-    DistributedError,
-    InputError,
-    InternalError,
-    PlanError,
-    RuleError,
-    ShardError,
-)
-from torchshard.explain import explain
-from torchshard.layouts import I, P, R, S
-from torchshard.module import ShardedModule
-from torchshard.planner.exchange import diff
-from torchshard.planner.machine import MACHINES, Machine
-from torchshard.planner.plan import Plan
-from torchshard.rules import rule
-from torchshard.training import GradScaler, clip_grad_norm_
+from __future__ import annotations
 
-__all__ = [
-    "CaptureError", "DistributedError", "GradScaler", "I", "InputError", "InternalError", "MACHINES", "Machine", "P",
-    "Plan", "PlanError", "R", "Report", "RuleError", "S", "ShardError", "ShardedModule", "check", "clip_grad_norm_",
-    "diff", "distributed", "draw", "explain", "nn", "plan", "rule", "shard",
-]  # fmt: skip
+import importlib
+import importlib.util
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from torchshard.public import *  # noqa: F403
+
+
+def __getattr__(name: str) -> Any:
+    """Submodules, and the names of `torchshard.public`, when they are asked for: `torchshard --help` needs no torch."""
+    if importlib.util.find_spec(f"torchshard.{name}") is not None:
+        return importlib.import_module(f"torchshard.{name}")
+    public = importlib.import_module("torchshard.public")
+    if name not in public.__all__:
+        raise AttributeError(f"module 'torchshard' has no attribute {name!r}")
+    return getattr(public, name)
+
+
+def __dir__() -> list[str]:
+    return list(importlib.import_module("torchshard.public").__all__)

@@ -23,7 +23,7 @@ from torchshard.distributed.checks import Mode, digest
 from torchshard.distributed.groups import MODEL, Group
 from torchshard.distributed.ops import OPS, direct, hashable
 from torchshard.errors import CaptureError, DistributedError, InputError, PlanError, ShardError
-from torchshard.explain import listing, value_text
+from torchshard.explaining import listing, value_text
 from torchshard.graph import draws_random, duplicate
 from torchshard.layouts import Layout
 from torchshard.passes import localized

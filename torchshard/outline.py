@@ -16,7 +16,7 @@ from torch import Tensor, fx
 
 from torchshard.conversions import TABLE, ends, kernels, sent_bytes
 from torchshard.distributed.ops import is_collective
-from torchshard.explain import value_text
+from torchshard.explaining import value_text
 from torchshard.graph import hint, is_tensor, layout_of, nbytes, op_name, values
 from torchshard.layouts import I
 from torchshard.planner.table import size_text

@@ -30,12 +30,12 @@ FAMILIES = (
 
 def row_of(call: Call) -> Row | None:
     """The row of an op for these shapes, or None where it has no rule: it then runs on Invariant operands."""
-    key = (call.target, _frozen(call.args), call.results)
+    found = RULES.get(call.target) or (pointwise.pointwise if pointwise.is_pointwise(call.target) else None)
+    if found is None:
+        return None
+    key = (found, call.target, _frozen(call.args), call.results)
     if key not in ROWS:
-        if call.target in RULES:
-            ROWS[key] = RULES[call.target](call)
-        else:
-            ROWS[key] = pointwise.pointwise(call) if pointwise.is_pointwise(call.target) else None
+        ROWS[key] = found(call)
     return ROWS[key]
 
 

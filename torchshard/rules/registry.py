@@ -70,7 +70,7 @@ RuleFn = Callable[[Call], Row | None]
 RULES: dict[Any, RuleFn] = {}
 """OpOverload -> rule."""
 ROWS: dict[Any, Row | None] = {}
-"""The rows of the calls that were seen: the layers of a model are alike."""
+"""The rows of the calls that were seen, by rule and call: the layers of a model are alike."""
 
 
 def rule(*targets: Any, row: str | None = None, **options: Any) -> Callable[[RuleFn], RuleFn]:
@@ -86,7 +86,6 @@ def rule(*targets: Any, row: str | None = None, **options: Any) -> Callable[[Rul
 
     def register(fn: RuleFn) -> RuleFn:
         RULES.update(dict.fromkeys(targets, fn))
-        ROWS.clear()
         return fn
 
     if row is not None:

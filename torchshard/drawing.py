@@ -22,12 +22,15 @@ from torch import fx
 
 from torchshard.distributed.ops import is_collective
 from torchshard.errors import InputError
+from torchshard.explaining import graph_of, plan_in
+from torchshard.files import write_text
 from torchshard.graph import op_name, where
 from torchshard.outline import Box, Row, outline
 from torchshard.planner.table import size_text
 
 if TYPE_CHECKING:
     from torchshard.module import ShardedModule
+    from torchshard.planner.plan import Plan
     from torchshard.program import Program
 
 CHAR, LINE, GAP, PAD, MARGIN, HEAD = 6.63, 19, 4, 7, 14, 76
@@ -52,11 +55,11 @@ text.S{fill:#79c0ff}text.P{fill:#ffa657}}
 """
 
 
-def draw(model: ShardedModule | Program, path: str | os.PathLike[str]) -> None:
-    """Writes a picture of a sharded model's latest graph, with its collectives, to an SVG file.
+def draw(model: ShardedModule | Program | Plan, path: str | os.PathLike[str]) -> None:
+    """Writes a picture of a plan's graph, or a sharded model's latest, with its collectives, to an SVG file.
 
     Raises:
-        InputError: the file's suffix is not .svg, or there is no graph to draw.
+        InputError: the file's suffix is not .svg, it can't be written, or there is no graph to draw.
     """
     if Path(path).suffix != ".svg":
         raise InputError(
@@ -65,15 +68,8 @@ def draw(model: ShardedModule | Program, path: str | os.PathLike[str]) -> None:
             why="the suffix says the format, and the one format is .svg",
             attempt=repr(f"{Path(path).stem or 'model'}.svg"),
         )
-    module = getattr(model, "graph", None)
-    if not isinstance(module, fx.GraphModule):
-        raise InputError(
-            f"a {type(model).__name__} has no graph to draw",
-            where="draw",
-            why="what is drawn is the graph with its collectives, which sharding makes",
-            attempt="draw the model that torchshard.shard returned",
-        )
-    Path(path).write_text(_picture(module.graph, model.plan.world_size, model.plan.comm_bytes), encoding="utf-8")
+    plan = plan_in(model)
+    write_text(path, _picture(graph_of(model).graph, plan.world_size, plan.costs.nbytes))
 
 
 @dataclass(frozen=True)

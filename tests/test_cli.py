@@ -1,0 +1,141 @@
+"""The command line: what it prints and writes, its exit codes, and errors in four lines."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from torch import nn
+
+import torchshard as ts
+from tests.models import MLP
+from torchshard.cli import main
+
+CONFIG: dict[str, Any] = {"hidden_size": 64, "intermediate_size": 96, "num_attention_heads": 4, "num_hidden_layers": 2}
+
+
+def factory() -> tuple[nn.Module, tuple[Any, ...]]:
+    return MLP(), (torch.randn(3, 12),)
+
+
+def bare() -> nn.Module:
+    return MLP()
+
+
+@pytest.fixture
+def llama(tmp_path: Path) -> str:
+    config = transformers.LlamaConfig(**CONFIG, num_key_value_heads=2, vocab_size=99)
+    config.architectures = ["LlamaForCausalLM"]
+    config.save_pretrained(tmp_path / "llama")
+    return str(tmp_path / "llama")
+
+
+def test_help_needs_no_torch() -> None:
+    code = "import sys; sys.argv = ['torchshard', '--help']\n" \
+           "import runpy\ntry: runpy.run_module('torchshard')\nexcept SystemExit: pass\n" \
+           "assert 'torch' not in sys.modules and 'networkx' not in sys.modules"  # fmt: skip
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert done.returncode == 0 and "plan" in done.stdout, done.stderr
+
+
+def test_plan_prints_a_table_and_writes_files(llama: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    files = tmp_path / "plan.json", tmp_path / "plan.svg"
+    given = ["plan", llama, "--ranks", "4", "--machine", "h100x8", "--json", str(files[0])]
+    assert main([*given, "--svg", str(files[1]), "--sequence", "16"]) == 0
+    shown = capsys.readouterr().out
+    assert shown.startswith("plan for 4 ranks") and "model.layers.*.mlp.up_proj ×2" in shown and "h100x8" in shown
+    plan = ts.Plan.load(files[0])
+    assert plan.world_size == 4 and str(plan) in shown and files[1].read_text().startswith("<svg")
+    assert main(["show", str(files[0])]) == 0
+    assert "why: each rank" in capsys.readouterr().out
+
+
+def test_show_of_a_model_at_both_levels(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["show", "tests.test_cli:factory", "--ranks", "3"]) == 0
+    assert "next best:" in capsys.readouterr().out
+    assert main(["show", "tests.test_cli:factory", "--level", "node"]) == 0
+    assert "* down_linear_reduce" in capsys.readouterr().out
+
+
+def test_draw(tmp_path: Path) -> None:
+    assert main(["draw", "tests.test_cli:factory", "-o", str(tmp_path / "x.svg")]) == 0
+    assert (tmp_path / "x.svg").read_text().count("<polygon") == 1
+
+
+def test_check_says_exact_or_where_it_differs(llama: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["check", llama, "--ranks", "3", "--sequence", "5"]) == 0
+    assert capsys.readouterr().out.startswith("exact: 3 ranks")
+
+
+def test_env(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["env"]) == 0
+    assert f"torch        {torch.__version__}" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("kind", ["BertForMaskedLM", "T5ForConditionalGeneration", "ViTForImageClassification"])
+def test_configurations_of_other_kinds(kind: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    sizes = {
+        "BertForMaskedLM": (transformers.BertConfig, {**CONFIG, "vocab_size": 99}),
+        "T5ForConditionalGeneration": (
+            transformers.T5Config,
+            {"d_model": 64, "d_kv": 16, "d_ff": 96, "num_heads": 4, "num_layers": 2, "vocab_size": 99},
+        ),
+        "ViTForImageClassification": (transformers.ViTConfig, {**CONFIG, "image_size": 32, "patch_size": 8}),
+    }
+    made, given = sizes[kind]
+    config = made(**given)
+    config.architectures = [kind]
+    config.save_pretrained(tmp_path)
+    assert main(["plan", str(tmp_path / "config.json"), "--sequence", "16"]) == 0
+    assert capsys.readouterr().out.startswith("plan for 2 ranks")
+
+
+ERRORS = {
+    "nothing there": (["plan", "nowhere"], "'nowhere' is no model"),
+    "no such module": (["plan", "no.such:factory"], "can't be imported"),
+    "no such function": (["plan", "tests.test_cli:nothing"], "can't be imported"),
+    "no inputs": (["plan", "tests.test_cli:bare"], "InputError"),
+    "no ranks": (["plan", "tests.test_cli:factory", "--ranks", "0"], "0 is no number of ranks"),
+    "no size": (["plan", "tests.test_cli:factory", "--memory", "much"], "'much' is no size"),
+    "too small": (["plan", "tests.test_cli:factory", "--memory", "10B"], "fits 10 B"),
+    "no machine": (["plan", "tests.test_cli:factory", "--machine", "abacus"], "'abacus' is no machine"),
+    "no batch": (["plan", "tests.test_cli:factory", "--batch", "0"], "0 is no size"),
+    "no plan": (["show", "no.json"], "can't be read"),
+    "no folder": (["plan", "tests.test_cli:factory", "--json", "no/such/plan.json"], "can't be written"),
+    "no format": (["draw", "tests.test_cli:factory", "-o", "x.png"], "can't be written as '.png'"),
+}
+
+
+@pytest.mark.parametrize("name", ERRORS)
+def test_errors_are_four_lines_on_stderr(name: str, capsys: pytest.CaptureFixture[str]) -> None:
+    arguments, text = ERRORS[name]
+    assert main(arguments) == 3
+    said = capsys.readouterr().err
+    assert text in said and said.count("\n") == 4 and "Traceback" not in said
+    with pytest.raises(ts.ShardError):
+        main([*arguments, "--debug"])
+
+
+def test_a_configuration_that_is_no_models(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for content, text in (
+        ("{", "can't be read"),
+        ("{}", "it has no model_type"),
+        (json.dumps({"model_type": "nonsense"}), "no configuration that transformers knows"),
+        (json.dumps({"model_type": "llama", "architectures": ["Nonsense"]}), "transformers has no Nonsense"),
+        (json.dumps({"model_type": "wav2vec2"}), "of which a configuration says no size"),
+    ):
+        (tmp_path / "config.json").write_text(content)
+        assert main(["plan", str(tmp_path)]) == 3
+        assert text in capsys.readouterr().err
+
+
+def test_an_unknown_command_is_2() -> None:
+    with pytest.raises(SystemExit) as caught:
+        main(["shrad"])
+    assert caught.value.code == 2

@@ -1,0 +1,160 @@
+"""The command line: plan, show, draw and check a model, without a line of Python.
+
+    torchshard plan config.json --ranks 8 --memory 80GiB --json plan.json
+    torchshard show plan.json
+    torchshard check mymodel:factory --ranks 4
+
+Exit codes: 0 done; 1 a check found a difference; 2 the command is not understood; 3 an error, told in four lines.
+`--help` imports nothing heavy.
+"""
+
+from __future__ import annotations
+
+import argparse
+import logging
+import sys
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from torchshard.sources import Source
+
+MODEL_HELP = "module:factory, a Hugging Face config.json, or a folder with one"
+DIFFERENT, FAILED = 1, 3
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Runs one command; the exit code."""
+    given = _parser().parse_args(arguments)
+    if given.verbose:
+        logging.basicConfig(level=logging.INFO, format="%(name)s: %(message)s")
+    from torchshard.errors import ShardError
+
+    try:
+        code: int = given.run(given)
+        return code
+    except ShardError as error:
+        if given.debug:
+            raise
+        print(f"{type(error).__name__}: {error}", file=sys.stderr)
+        return FAILED
+    except KeyboardInterrupt:
+        return 130
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser("torchshard", description="Tensor parallelism for an ordinary PyTorch model.")
+    parser.set_defaults(debug=False, verbose=False)
+    commands = parser.add_subparsers(title="commands", required=True, metavar="COMMAND")
+    shown = (_model, _planning)
+    for name, text, run, parts in (
+        ("plan", "find the best layout, print it as a table, write it as JSON", _plan, (*shown, _plan_files)),
+        ("show", "print a plan, or a model's plan, with the reason for each collective", _show, (*shown, _level)),
+        ("draw", "write a picture of a model's graph with its collectives", _draw, (*shown, _picture)),
+        ("check", "compare the sharded model with the unsharded one, all gradients", _check, shown),
+        ("env", "print versions, backends and devices", _env, ()),
+    ):
+        command = commands.add_parser(name, help=text, description=text)
+        command.set_defaults(run=run)
+        for add in parts:
+            add(command)
+        command.add_argument("--debug", action="store_true", help="show a traceback where something fails")
+        command.add_argument("--verbose", action="store_true", help="log what is done, and how long it takes")
+    return parser
+
+
+# --- arguments -------------------------------------------------------------------------------------------------------
+
+
+def _model(command: argparse.ArgumentParser) -> None:
+    command.add_argument("model", metavar="MODEL", help=MODEL_HELP)
+    command.add_argument("--batch", type=int, default=2, metavar="N", help="of the example inputs (2)")
+    command.add_argument("--sequence", type=int, default=128, metavar="N", help="tokens of the example inputs (128)")
+
+
+def _planning(command: argparse.ArgumentParser) -> None:
+    command.add_argument("--ranks", type=int, default=2, metavar="N", help="number of ranks (2)")
+    command.add_argument("--plan", default="auto", metavar="FILE", help="a plan's JSON instead of the best plan")
+    command.add_argument("--memory", metavar="SIZE", help="what a step may take on a rank: 80GiB")
+    command.add_argument("--machine", default=None, metavar="NAME", help="h100x8 or cpu-gloo")
+    command.add_argument("--axes", default="weights", choices=("weights", "all"), help="all: batch and sequence too")
+
+
+def _plan_files(command: argparse.ArgumentParser) -> None:
+    command.add_argument("--json", metavar="FILE", help="write the plan")
+    command.add_argument("--svg", metavar="FILE", help="write a picture")
+
+
+def _picture(command: argparse.ArgumentParser) -> None:
+    command.add_argument("-o", "--output", required=True, metavar="FILE", help="the picture: x.svg")
+
+
+def _level(command: argparse.ArgumentParser) -> None:
+    command.add_argument("--level", default="table", choices=("table", "node"), help="node: a line per op of the graph")
+
+
+# --- commands --------------------------------------------------------------------------------------------------------
+
+
+def _source(given: argparse.Namespace, *, real: bool = False) -> Source:
+    from torchshard.sources import read_source
+
+    return read_source(given.model, given.batch, given.sequence, real=real)
+
+
+def _planned(given: argparse.Namespace) -> Any:
+    import torchshard as ts
+
+    source = _source(given)
+    return ts.plan(
+        source.model,
+        given.plan,
+        world_size=given.ranks,
+        example_inputs=source.args,
+        example_kwargs=source.kwargs,
+        memory=given.memory,
+        machine=given.machine,
+        axes=given.axes,
+    )
+
+
+def _plan(given: argparse.Namespace) -> int:
+    import torchshard as ts
+
+    made = _planned(given)
+    print(made)
+    if given.json:
+        made.save(given.json)
+    if given.svg:
+        ts.draw(made, given.svg)
+    return 0
+
+
+def _show(given: argparse.Namespace) -> int:
+    import torchshard as ts
+
+    is_plan = given.model.endswith(".json") and given.model.rpartition("/")[2] != "config.json"
+    print(ts.explain(ts.Plan.load(given.model) if is_plan else _planned(given), level=given.level))
+    return 0
+
+
+def _draw(given: argparse.Namespace) -> int:
+    import torchshard as ts
+
+    ts.draw(_planned(given), given.output)
+    return 0
+
+
+def _check(given: argparse.Namespace) -> int:
+    from torchshard.sources import check_source
+
+    report = check_source(_source(given, real=True), given)
+    print(report)
+    return 0 if report.ok else DIFFERENT
+
+
+def _env(given: argparse.Namespace) -> int:
+    from torchshard.sources import environment
+
+    print(environment())
+    return 0

@@ -1,0 +1,185 @@
+"""Where the command line's models come from: a factory, a Hugging Face configuration, a model's folder."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.metadata
+import json
+import os
+import platform
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from torchshard.checking import Report, check
+from torchshard.errors import InputError
+
+
+@dataclass(frozen=True)
+class Source:
+    """A model with a call."""
+
+    model: nn.Module
+    args: tuple[Any, ...] = ()
+    kwargs: Mapping[str, Any] | None = None
+
+
+def read_source(name: str, batch: int, sequence: int, *, real: bool = False) -> Source:
+    """The model of that name: `module:factory`, a config.json, or a folder with one.
+
+    Args:
+        batch, sequence: of the example inputs that a configuration's model is called with.
+        real: whether it has memory, with random weights; else it is on the meta device.
+
+    Raises:
+        InputError: there is no such model, or what is there is none.
+    """
+    for knob, value in (("--batch", batch), ("--sequence", sequence)):
+        if value < 1:
+            raise InputError(f"{value} is no size", where=knob, why="it is 1 or more", attempt=f"{knob} 2")
+    path = Path(name)
+    if path.is_dir():
+        path = path / "config.json"
+    if path.suffix == ".json" or path.exists():
+        return _from_config(path, batch, sequence, real)
+    if ":" in name:
+        return _from_factory(name, real)
+    raise InputError(
+        f"{name!r} is no model",
+        where="MODEL",
+        why="there is no such file or folder, and no factory is named",
+        attempt="a Hugging Face config.json, the folder it is in, or module:factory",
+    )
+
+
+# --- factories -------------------------------------------------------------------------------------------------------
+
+
+def _from_factory(name: str, real: bool) -> Source:
+    module, _, attribute = name.partition(":")
+    sys.path.insert(0, os.getcwd())
+    try:
+        factory = getattr(importlib.import_module(module), attribute)
+    except (ImportError, AttributeError) as error:
+        raise InputError(
+            f"{name!r} can't be imported",
+            where="MODEL",
+            why=str(error),
+            attempt="package.module:function, from the folder in which that can be imported",
+        ) from None
+    finally:
+        sys.path.remove(os.getcwd())
+    with torch.device("cpu" if real else "meta"):
+        made = factory()
+    parts = made if isinstance(made, tuple) else (made,)
+    if not isinstance(parts[0], nn.Module) or len(parts) > 3:
+        raise InputError(
+            f"{name!r} gives a {type(made).__name__}",
+            where="MODEL",
+            why="a factory gives a model and how it is called",
+            attempt="return model, (x,) or model, (x,), {'mask': mask}",
+        )
+    return Source(parts[0], tuple(parts[1]) if len(parts) > 1 else (), parts[2] if len(parts) > 2 else None)
+
+
+# --- Hugging Face ----------------------------------------------------------------------------------------------------
+
+
+def _from_config(path: Path, batch: int, sequence: int, real: bool) -> Source:
+    try:
+        said = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise InputError(
+            f"{os.fspath(path)!r} can't be read", where="MODEL", why=str(error), attempt="a Hugging Face config.json"
+        ) from None
+    if not isinstance(said, dict) or "model_type" not in said:
+        raise _no_configuration(path, "it has no model_type")
+    try:
+        transformers = importlib.import_module("transformers")
+    except ImportError:
+        raise _no_configuration(path, "transformers is not installed") from None
+    try:
+        config = transformers.AutoConfig.for_model(**said)
+    except (ValueError, TypeError, KeyError, AttributeError) as error:
+        raise _no_configuration(path, str(error).splitlines()[0]) from None
+    config.use_cache = False
+    named = (said.get("architectures") or [None])[0]
+    kind = getattr(transformers, named, None) if named else transformers.AutoModel
+    if kind is None:
+        raise _no_configuration(path, f"transformers has no {named}")
+    with torch.device("cpu" if real else "meta"):
+        model = kind(config) if named else kind.from_config(config)
+        return Source(model, (), _example(config, model, batch, sequence, path))
+
+
+def _no_configuration(path: Path, why: str) -> InputError:
+    return InputError(
+        f"{os.fspath(path)!r} is no configuration that transformers knows",
+        where="MODEL",
+        why=why,
+        attempt="the config.json of a model, and pip install transformers; or module:factory",
+    )
+
+
+def _example(config: Any, model: nn.Module, batch: int, sequence: int, path: Path) -> dict[str, Tensor]:
+    """A call of a model by what its configuration says that it takes."""
+    main = getattr(model, "main_input_name", "input_ids")
+    ids = torch.zeros(batch, sequence, dtype=torch.long)
+    if main == "input_ids":
+        return {"input_ids": ids} | ({"decoder_input_ids": ids} if getattr(config, "is_encoder_decoder", False) else {})
+    vision = getattr(config, "vision_config", config)
+    size = getattr(vision, "image_size", None)
+    if main == "pixel_values" and size is not None:
+        height, width = size if isinstance(size, (list, tuple)) else (size, size)
+        return {"pixel_values": torch.zeros(batch, getattr(vision, "num_channels", 3), height, width)}
+    raise InputError(
+        f"a {type(model).__name__} is called with {main}, of which a configuration says no size",
+        where=os.fspath(path),
+        why="example inputs are made for token ids and images",
+        attempt="module:factory, which returns the model and its inputs",
+    )
+
+
+# --- other commands --------------------------------------------------------------------------------------------------
+
+
+def check_source(source: Source, given: Any) -> Report:
+    """The report of `torchshard.check`, on simulated ranks."""
+    return check(
+        source.model,
+        given.plan,
+        world_size=given.ranks,
+        example_inputs=source.args,
+        example_kwargs=source.kwargs,
+    )
+
+
+def environment() -> str:
+    """Versions, backends and devices, a line each."""
+    import torch.distributed as dist
+
+    backends = [name for name in ("gloo", "nccl", "mpi") if getattr(dist, f"is_{name}_available")()]
+    gpus = [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())]
+    found = {
+        "torchshard": _version("torchshard-fx"),
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "networkx": _version("networkx"),
+        "transformers": _version("transformers"),
+        "backends": ", ".join(backends) or "none",
+        "cpus": str(os.cpu_count()),
+        "gpus": ", ".join(gpus) or "none",
+    }
+    return "\n".join(f"{name:12} {value}" for name, value in found.items())
+
+
+def _version(package: str) -> str:
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return "not installed"
