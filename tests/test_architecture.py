@@ -27,7 +27,7 @@ LAYERS = [
     ["scope"],
     ["state"],
     ["checking", "module", "nn"],
-    ["outline", "drawing", "api", "training"],
+    ["drawing", "api", "training"],
     ["public"],
     ["sources"],
     ["cli", "__main__"],

@@ -14,7 +14,8 @@ from torch import nn
 import torchshard as ts
 from tests.models import CASES
 from torchshard.distributed.ops import is_collective
-from torchshard.outline import Box, outline, size_text
+from torchshard.drawing.outline import Box, outline
+from torchshard.planner.table import size_text
 from torchshard.program import Program, program
 
 SVG = "{http://www.w3.org/2000/svg}"

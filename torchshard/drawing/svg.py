@@ -1,37 +1,22 @@
-"""A picture of a sharded model's graph: modules as nested boxes, ops as rows, collectives as hexagons, top to bottom.
+"""The picture as SVG, top to bottom: boxes, rows and hexagons, a curve from each value to what takes it.
 
-    draw(model, "model.svg")
-
-Layers that repeat are drawn once, as "12 × blocks.*". A collective says what travels and when: ▼ in the forward pass,
-▲ in the backward (one that moves nothing forward is dashed). Shapes are global; a row's tooltip names its source line.
+Shapes are global; a row's tooltip names its source line. A collective that moves nothing forward is dashed.
 """
 
 from __future__ import annotations
 
-import operator
-import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 from math import sqrt
-from pathlib import Path
-from typing import TYPE_CHECKING
 from xml.sax.saxutils import escape, quoteattr
 
 from torch import fx
 
 from torchshard.distributed.ops import is_collective
-from torchshard.errors import InputError
-from torchshard.explaining import graph_of, plan_in
-from torchshard.files import write_text
+from torchshard.drawing.outline import Box, Row, outline, sources
 from torchshard.graph import op_name, where
-from torchshard.outline import Box, Row, outline
 from torchshard.planner.table import size_text
-
-if TYPE_CHECKING:
-    from torchshard.module import ShardedModule
-    from torchshard.planner.plan import Plan
-    from torchshard.program import Program
 
 CHAR, LINE, GAP, PAD, MARGIN, HEAD = 6.63, 19, 4, 7, 14, 76
 """Pixels: a character, a row, between rows, between a box and what is in it, around all, the height of the heading."""
@@ -55,23 +40,6 @@ text.S{fill:#79c0ff}text.P{fill:#ffa657}}
 """
 
 
-def draw(model: ShardedModule | Program | Plan, path: str | os.PathLike[str]) -> None:
-    """Writes a picture of a plan's graph, or a sharded model's latest, with its collectives, to an SVG file.
-
-    Raises:
-        InputError: the file's suffix is not .svg, it can't be written, or there is no graph to draw.
-    """
-    if Path(path).suffix != ".svg":
-        raise InputError(
-            f"a picture can't be written as {Path(path).suffix or 'a file without a suffix'!r}",
-            where=f"draw(..., {os.fspath(path)!r})",
-            why="the suffix says the format, and the one format is .svg",
-            attempt=repr(f"{Path(path).stem or 'model'}.svg"),
-        )
-    plan = plan_in(model)
-    write_text(path, _picture(graph_of(model).graph, plan.world_size, plan.costs.nbytes))
-
-
 @dataclass(frozen=True)
 class Place:
     """Where a box or row lies."""
@@ -85,7 +53,8 @@ class Place:
 Places = dict[Box | Row, Place]
 
 
-def _picture(graph: fx.Graph, world: int, comm_bytes: float) -> str:
+def picture(graph: fx.Graph, world: int, comm_bytes: float) -> str:
+    """The SVG text."""
     root = outline(graph, world)
     columns, edge = _columns(root)
     places: Places = {}
@@ -154,15 +123,10 @@ def _row(row: Row, at: Place, columns: Sequence[float]) -> str:
     return f"<g data-nodes={names}><title>{escape(tip)}</title>{shape}{''.join(cells)}</g>"
 
 
-def _sources(node: fx.Node) -> Iterator[fx.Node]:
-    for source in node.all_input_nodes:
-        yield from _sources(source) if source.target is operator.getitem else (source,)
-
-
 def _curves(graph: fx.Graph, rows: Sequence[tuple[Row, Place]], edge: float) -> tuple[list[str], float]:
     """A curve on the right from each row to each that takes its result, and how far the curves reach."""
     at = {node: i for i, (row, _) in enumerate(rows) for node in row.nodes}
-    pairs = dict.fromkeys((at[s], at[n]) for n in graph.nodes if n in at for s in _sources(n) if s in at)
+    pairs = dict.fromkeys((at[s], at[n]) for n in graph.nodes if n in at for s in sources(n) if s in at)
     curves, reach = [], 0.0
     for source, taker in (pair for pair in pairs if pair[0] < pair[1]):
         (row, a), (_, b), bend = rows[source], rows[taker], min(10 + 9 * sqrt(taker - source), FARTHEST)

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import operator
 import re
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 from torch import Tensor, fx
@@ -65,6 +66,12 @@ def outline(graph: fx.Graph, world: int) -> Box:
         box.items.append(_row(node, world))
     _fold(root)
     return root
+
+
+def sources(node: fx.Node) -> Iterator[fx.Node]:
+    """The nodes whose values a node takes, past the getitems between."""
+    for source in node.all_input_nodes:
+        yield from sources(source) if source.target is operator.getitem else (source,)
 
 
 def _is_shown(node: fx.Node) -> bool:

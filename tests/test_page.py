@@ -1,0 +1,141 @@
+"""The page in a real browser, without a network: it opens folded, expands, tells, finds; in light and dark."""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import torchshard as ts
+from tests.models import CASES
+from torchshard.program import Program, program
+
+_NAMES = ("chromium", "chromium-browser", "google-chrome")
+CHROMIUM = next((found for name in _NAMES if (found := shutil.which(name))), None)
+needs_browser = pytest.mark.skipif(CHROMIUM is None, reason="no chromium here: apt-get install chromium")
+
+ACTIONS = """
+<script>(() => {
+const said = {}, rows = [...document.querySelectorAll(".row")], seen = (e) => e.checkVisibility();
+said.folded = [...document.querySelectorAll("main details")].every((d) => !d.open);
+said.hidden = rows.filter((r) => !seen(r)).length;
+document.querySelector("main details > summary").click();
+said.one = document.querySelectorAll("main details[open]").length;
+document.getElementById("open-all").click();
+said.shown = rows.every(seen);
+document.getElementById("fold-all").click();
+const search = document.getElementById("search");
+search.value = "mlp_2_linear";
+search.dispatchEvent(new Event("input", { bubbles: true }));
+said.hits = document.getElementById("hits").textContent;
+said.found = [...document.querySelectorAll(".found")].every(seen);
+document.querySelector("[data-row]").click();
+said.picked = document.querySelector(".picked") !== null && seen(document.querySelector(".picked"));
+said.panel = document.getElementById("panel").innerText;
+document.querySelector("#panel a").click();
+said.followed = document.getElementById("panel").innerText !== said.panel;
+document.getElementById("close").click();
+said.closed = !seen(document.getElementById("panel"));
+said.errors = window.failures;
+document.title = JSON.stringify(said);
+})();</script>
+"""
+
+
+def _program(world: int = 2) -> Program:
+    case = CASES["gpt"]
+    torch.manual_seed(0)
+    return program(case.build(), case.plan, world, case.inputs(), case.kwargs)
+
+
+def _page(folder: Path, *models: Any) -> str:
+    ts.draw(list(models), folder / "page.html")
+    return (folder / "page.html").read_text()
+
+
+def _in_browser(text: str, folder: Path) -> dict[str, Any]:
+    """What the page says of itself after some clicks, as its title."""
+    failures = "<script>window.failures = []; window.onerror = (text) => window.failures.push(text);</script>"
+    (folder / "acted.html").write_text(
+        text.replace("<body>", f"<body>{failures}").replace("</body>", f"{ACTIONS}</body>")
+    )
+    assert CHROMIUM is not None
+    command = [CHROMIUM, "--headless", "--no-sandbox", "--disable-gpu", "--virtual-time-budget=5000", "--dump-dom"]
+    done = subprocess.run([*command, str(folder / "acted.html")], capture_output=True, text=True, timeout=120)
+    found = re.search(r"<title>(.*?)</title>", done.stdout, re.DOTALL)
+    assert found is not None, done.stderr[-2000:]
+    return json.loads(found[1].replace("&lt;", "<").replace("&gt;", ">").replace("&amp;", "&"))
+
+
+@needs_browser
+def test_it_opens_folded_expands_clicks_and_finds(tmp_path: Path) -> None:
+    said = _in_browser(_page(tmp_path, _program()), tmp_path)
+    assert said["errors"] == [] and said["folded"] and said["hidden"] > 10 and said["one"] == 1 and said["shown"]
+    assert said["hits"] == "2 found" and said["found"] and said["picked"] and said["followed"] and said["closed"]
+    for part in ("why", "costs", "layout", "source", "models.py:", "KiB"):
+        assert part in said["panel"], part
+
+
+def test_it_needs_nothing_from_elsewhere(tmp_path: Path) -> None:
+    text = _page(tmp_path, _program())
+    assert not re.search(r"(src|href)\s*=|@import|url\(|https?://(?!www\.w3\.org)", text)
+    assert "prefers-color-scheme: dark" in text and text.count("<script") == 2
+
+
+def test_every_collective_is_there_with_a_sign_of_its_own_and_in_the_badges(tmp_path: Path) -> None:
+    made = _program()
+    text = _page(tmp_path, made)
+    rows = re.findall(r'<div class="row collective[ a-z]*" id="[^"]+"><span class="label">⬡ (\w+)', text)
+    assert len(rows) == text.count('class="row collective') > 3
+    badges = [int(n) for n in re.findall(r'class="badge">⬡ (\d+) ', text)]
+    assert max(badges) <= sum(c.calls > 0 for c in made.plan.costs.collectives) and badges
+    assert "2 × blocks.*" in text or "blocks" in text
+    facts = json.loads(re.search(r'type="application/json">(.*?)</script>', text, re.DOTALL)[1].replace("<\\/", "</"))  # type: ignore[index]
+    assert all(near in facts for fact in facts.values() for near in (*fact["from"], *fact["to"]))
+
+
+def test_two_plans_lie_side_by_side(tmp_path: Path) -> None:
+    text = _page(tmp_path, _program(2), _program(3).plan)
+    assert text.count("<section>") == 2 and "2 ranks and 3 ranks" in text
+    assert len(set(re.findall(r' id="([01]-\d+)"', text))) == len(re.findall(r' id="([01]-\d+)"', text))
+
+
+def test_texts_cant_break_the_page(tmp_path: Path) -> None:
+    class Odd(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.add_module("</script><b>", torch.nn.Linear(4, 4))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return getattr(self, "</script><b>")(x)
+
+    made = program(Odd(), "auto", 2, (torch.randn(2, 4),))
+    text = _page(tmp_path, made)
+    assert text.count("</script>") == 2 and "<b></b>" not in text
+
+
+def test_dot_is_text_for_graphviz(tmp_path: Path) -> None:
+    made = _program()
+    ts.draw(made, tmp_path / "x.dot")
+    text = (tmp_path / "x.dot").read_text()
+    assert text.startswith("digraph model {") and text.count("{") == text.count("}")
+    assert text.count("shape=hexagon") > 3 and text.count(" -> ") > 20
+
+
+def test_what_a_page_cant_be(tmp_path: Path) -> None:
+    made = _program()
+    for model, name, text in (
+        ([made, made], "x.svg", "2 pictures can't be written as '.svg'"),
+        ([], "x.html", "0 pictures can't be written"),
+        (made, "no/x.html", "can't be written"),
+        (ts.Plan.from_json(made.plan.to_json()), "x.html", "the plan has no graph"),
+    ):
+        with pytest.raises(ts.InputError, match=text):
+            ts.draw(model, tmp_path / name)
+    assert not list(tmp_path.iterdir())

@@ -1,0 +1,65 @@
+"""Pictures of a plan's graph: modules as nested boxes, ops as rows, collectives as hexagons; a file's suffix says how.
+
+    draw(model, "model.html")      a page of its own: modules open and close, rows tell what they are; search
+    draw(plan, "model.svg")        for papers and READMEs
+    draw(plan, "model.dot")        for Graphviz
+
+Layers that repeat are drawn once, as "12 × blocks.*". A collective says what travels and when: ▼ in the forward pass,
+▲ in the backward.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from torchshard.drawing.dot import dot
+from torchshard.drawing.html import Shown, page
+from torchshard.drawing.svg import picture
+from torchshard.errors import InputError
+from torchshard.explaining import graph_of, plan_in
+from torchshard.files import write_text
+
+if TYPE_CHECKING:
+    from torchshard.module import ShardedModule
+    from torchshard.planner.plan import Plan
+    from torchshard.program import Program
+
+FORMATS = (".html", ".svg", ".dot")
+
+
+def draw(
+    model: ShardedModule | Program | Plan | Sequence[ShardedModule | Program | Plan], path: str | os.PathLike[str]
+) -> None:
+    """Writes a picture of a plan's graph, or of a sharded model's latest, with its collectives.
+
+    Args:
+        model: what is drawn; several, in a list, lie side by side on a page.
+        path: the file; its suffix is .html, .svg or .dot.
+
+    Raises:
+        InputError: the suffix is another, the file can't be written, or there is no graph to draw.
+    """
+    suffix = Path(path).suffix
+    models: list[Any] = list(model) if isinstance(model, (list, tuple)) else [model]
+    if suffix not in FORMATS or (suffix != ".html" and len(models) != 1) or not models:
+        raise InputError(
+            f"{len(models)} picture{'s' * (len(models) != 1)} can't be written as "
+            f"{suffix or 'a file without a suffix'!r}",
+            where=f"draw(..., {os.fspath(path)!r})",
+            why=f"the suffix says the format: {', '.join(FORMATS)}, of which .html alone shows several",
+            attempt=repr(f"{Path(path).stem or 'model'}{'.html' if len(models) > 1 else '.svg'}"),
+        )
+    shown = [Shown(plan_in(each), graph_of(each).graph) for each in models]
+    write_text(path, _text(suffix, shown))
+
+
+def _text(suffix: str, shown: Sequence[Any]) -> str:
+    if suffix == ".html":
+        return page(shown)
+    (one,) = shown
+    if suffix == ".dot":
+        return dot(one.graph, one.plan.world_size)
+    return picture(one.graph, one.plan.world_size, one.plan.costs.nbytes)
