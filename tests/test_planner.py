@@ -235,10 +235,11 @@ def test_the_plan_is_the_best_of_all(start: int) -> None:
             assert found.bound == pytest.approx(best, rel=1e-9)
         fewest = nbytes[np.isfinite(seconds)].min()
         for more in (1.0, 1.2, 1.6, 3.0):
-            found, gap = within(solver, lambda least, more=more: least * more)
-            allowed = seconds[nbytes <= fewest * more].min()
+            found, gap, price = within(solver, lambda least, more=more: least * more)
+            allowed = (seconds + price * nbytes)[nbytes <= fewest * more * (1 + 1e-12)].min()
+            cost = found.seconds + price * found.nbytes
             assert found.nbytes <= fewest * more * (1 + 1e-12)
-            assert allowed <= found.seconds * (1 + 1e-9) and found.seconds - gap <= allowed * (1 + 1e-9)
+            assert allowed <= cost * (1 + 1e-9) and cost - gap <= allowed * (1 + 1e-9)
 
 
 def test_what_the_network_costs_is_what_is_predicted() -> None:

@@ -2,7 +2,8 @@
 
 By default the weights (parameters of two dims or more) of all ranks together take at most `SLACK` more bytes than the
 fewest possible, and the step is the fastest that this allows: a weight whose splitting would cost a collective and save
-next to nothing stays whole, nothing is sent to split a vector, nor to make slices equal.
+next to nothing stays whole, nothing is sent to split a vector, nor to make slices equal. A weight stays whole only
+where that saves time worth its bytes (`WORTH`).
 
 A budget is met by a price per byte (a Lagrange multiplier): for each price the optimum is exact, and the prices at
 which it changes are found one after the other. Between two of them there may be a plan that is faster and fits; it
@@ -28,6 +29,8 @@ from torchshard.planner.solver import Solution, Solver
 
 SLACK = 0.1
 """How much more than the fewest bytes of weights the ranks may hold, in terms of these."""
+WORTH = 0.5
+"""What a weight that stays whole must save: so many percent of the step's time for a percent more bytes."""
 EPSILON = 1e-9
 """Costs that differ by less, relatively, are equal but for rounding."""
 STEEP = 1e-3
@@ -69,11 +72,10 @@ def search(
         raise _no_way(network, impossible)
     solver = Solver(network)
     if fits is None:
-        found, gap = within(solver, lambda fewest: fewest * (1 + SLACK))
+        found, gap, _ = within(solver, lambda fewest: fewest * (1 + SLACK))
         return Found(*stamped(graph, network, found), gap)
     tried = fastest(solver, lambda solution: fits(*stamped(graph, network, solution)))
-    gap = tried.found.seconds - tried.bound(0.0, 0.0)
-    return Found(*stamped(graph, network, tried.found), gap, tried.fits)
+    return Found(*stamped(graph, network, tried.found), tried.gap(float("inf")), tried.fits)
 
 
 def _no_way(network: Network, variable: int) -> PlanError:
@@ -91,23 +93,27 @@ class Tried:
     """The solutions at the prices that were tried."""
 
     found: Solution
-    """The fastest that fits, or the leanest if none does."""
+    """The cheapest at the least price that fits, or the leanest if none does."""
     fits: bool
     solved: list[tuple[float, Solution]]
+    """(price, the best at it), the least price first."""
 
-    def bound(self, most: float, dearest: float = STEEP) -> float:
-        """No solution of at most so many bytes is faster: the best of the bounds at prices up to `dearest`."""
-        return max(s.bound - price * most for price, s in self.solved if price <= dearest)
+    def gap(self, most: float) -> float:
+        """By how much another solution of at most so many bytes may cost less at the least price: no more than this."""
+        least = self.solved[0][0]
+        bound = max(s.bound - ((price - least) * most if price > least else 0.0) for price, s in self.solved)
+        return max(self.found.seconds + least * self.found.nbytes - bound, 0.0)
 
 
-def fastest(solver: Solver, fits: Callable[[Solution], bool]) -> Tried:
-    """The fastest of the solutions at all prices that fits.
+def fastest(solver: Solver, fits: Callable[[Solution], bool], price: float = 0.0) -> Tried:
+    """The cheapest solution at a price that fits: at this price if that does, else at the least higher one.
 
     Args:
         fits: whether a solution does.
+        price: seconds for a byte.
     """
-    fast, small = solver.best(), solver.best(STEEP)
-    solved = [(0.0, fast), (STEEP, small)]
+    fast, small = solver.best(price), solver.best(STEEP)
+    solved = [(price, fast), (STEEP, small)]
     if fits(fast):
         return Tried(fast, True, solved)
     if not fits(small):
@@ -122,15 +128,17 @@ def fastest(solver: Solver, fits: Callable[[Solution], bool]) -> Tried:
         fast, small = (fast, between) if fits(between) else (between, small)
 
 
-def within(solver: Solver, budget: Callable[[float], float]) -> tuple[Solution, float]:
-    """The fastest solution found within a budget of bytes, and by how many seconds another may beat it, at most.
+def within(solver: Solver, budget: Callable[[float], float]) -> tuple[Solution, float, float]:
+    """The best solution found within a budget of bytes: (it, by how much another may be better, the price of a byte).
 
     Args:
         budget: from the fewest bytes possible to the most allowed.
     """
-    fewest = solver.best(STEEP).nbytes
-    tried = fastest(solver, lambda solution: solution.nbytes <= budget(fewest))
-    return tried.found, max(tried.found.seconds - tried.bound(budget(fewest)), 0.0)
+    least = solver.best(STEEP)
+    most = budget(least.nbytes)
+    price = min(WORTH * least.seconds / least.nbytes if least.nbytes else 0.0, STEEP)
+    tried = fastest(solver, lambda solution: solution.nbytes <= most, price)
+    return tried.found, tried.gap(most), price
 
 
 def stamped(graph: fx.Graph, network: Network, found: Solution) -> tuple[dict[str, Choice], dict[str, Layout]]:

@@ -102,7 +102,7 @@ def summary(plan: Plan) -> list[str]:
         f"{1e3 * sum(c.seconds for c in costs.collectives):.3g} of them in collectives"
     )
     if costs.gap > 1e-3 * costs.seconds:
-        lines.append(f"  a plan within the same memory may be up to {1e3 * costs.gap:.3g} ms faster; none is more")
+        lines.append(f"  a plan within the same budget may be up to {1e3 * costs.gap:.3g} ms faster; none is more")
     return lines
 
 
