@@ -182,8 +182,8 @@ MODELS: dict[str, tuple[Any, dict[str, str]]] = {
                  "shared": VOCAB, "*.embed_tokens": VOCAB, "lm_head": COLUMN, "*.relative_attention_bias": COLUMN}),
     "ViT": (_vit, {**_ATTENTION, "*.fc1": COLUMN, "*.fc2": ROW}),
     "BERT": (_bert, {"*.self.query": COLUMN, "*.self.key": COLUMN, "*.self.value": COLUMN,
-                     "*.attention.output.dense": ROW, "*.intermediate.dense": COLUMN, "bert.encoder.layer.*.output.dense": ROW,
-                     "*.word_embeddings": VOCAB, "cls.predictions.decoder": COLUMN}),
+                     "*.attention.output.dense": ROW, "bert.encoder.layer.*.output.dense": ROW,
+                     "*.intermediate.dense": COLUMN, "*.word_embeddings": VOCAB, "cls.predictions.decoder": COLUMN}),
 }  # fmt: skip
 """name -> (model, Megatron-LM's layout of it)."""
 

@@ -1,6 +1,6 @@
 """Time and memory to capture, plan and rewrite a model on meta tensors, by the number of its layers.
 
-The shapes are those of Llama 3 8B and 405B; each depth runs in a process of its own, so that its peak memory is its own.
+The shapes are those of Llama 3 8B and 405B; each depth runs in a process of its own, with a peak memory of its own.
 
     python benchmarks/planning.py --layers 2 4 8 16 32 --model 8B --ranks 8
     python benchmarks/planning.py --layers 4 126 --model 405B

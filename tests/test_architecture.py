@@ -27,7 +27,7 @@ LAYERS = [
     ["scope"],
     ["state"],
     ["checking", "module", "nn"],
-    ["drawing", "api", "training"],
+    ["drawing", "api", "training", "check_processes"],
     ["public"],
     ["sources"],
     ["cli", "__main__"],

@@ -45,13 +45,13 @@ def test_help_needs_no_torch() -> None:
 
 
 def test_plan_prints_a_table_and_writes_files(llama: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    files = tmp_path / "plan.json", tmp_path / "plan.svg"
+    files = tmp_path / "plan.json", tmp_path / "plan.html"
     given = ["plan", llama, "--ranks", "4", "--machine", "h100x8", "--json", str(files[0])]
-    assert main([*given, "--svg", str(files[1]), "--sequence", "16"]) == 0
+    assert main([*given, "--html", str(files[1]), "--sequence", "16"]) == 0
     shown = capsys.readouterr().out
     assert shown.startswith("plan for 4 ranks") and "model.layers.*.mlp.up_proj ×2" in shown and "h100x8" in shown
     plan = ts.Plan.load(files[0])
-    assert plan.world_size == 4 and str(plan) in shown and files[1].read_text().startswith("<svg")
+    assert plan.world_size == 4 and str(plan) in shown and files[1].read_text().startswith("<!doctype html>")
     assert main(["show", str(files[0])]) == 0
     assert "why: each rank" in capsys.readouterr().out
 
@@ -71,6 +71,13 @@ def test_draw(tmp_path: Path) -> None:
 def test_check_says_exact_or_where_it_differs(llama: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["check", llama, "--ranks", "3", "--sequence", "5"]) == 0
     assert capsys.readouterr().out.startswith("exact: 3 ranks")
+
+
+def test_check_on_real_ranks() -> None:
+    """In a process of its own, as from a shell: a rank imports what started it."""
+    command = [sys.executable, "-m", "torchshard", "check", "tests.test_cli:factory", "--ranks", "2", "--processes"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=280)
+    assert done.returncode == 0 and done.stdout.startswith("exact: 2 ranks, 1 outputs"), done.stderr
 
 
 def test_env(capsys: pytest.CaptureFixture[str]) -> None:

@@ -112,11 +112,9 @@ def check(
     check_world_size(world_size)
     check_examples(example_inputs, example_kwargs)
     check_weights(model)
-    held = copied(model)
-    args, kwargs = list(example_inputs), dict(example_kwargs or {})
+    held, args, kwargs = copied(model), list(example_inputs), dict(example_kwargs or {})
     if dtype is not None:
-        held = held._apply(lambda t: _as(t, dtype))
-        args, kwargs = _cast(args, dtype), _cast(kwargs, dtype)
+        held, args, kwargs = in_dtype(held, args, kwargs, dtype)
     made = program(held, plan, world_size, args, kwargs)
     return check_program(held, made, made.graph, args, kwargs)
 
@@ -128,18 +126,23 @@ def check_program(
     world = made.plan.world_size
     call = replace(flatten_call(model, args, kwargs), names=made.captured.inputs)
     seed = torch.get_rng_state()
-    expected = _unsharded(model, call)
+    expected = unsharded(model, call)
     torch.set_rng_state(seed)
     states = [_rank_state(model, made.plan.parameters, rank, world) for rank in range(world)]
     sharded = _Run(made, lockstep.rank_graphs(graph, world), states, call)
     tolerance = _tolerance(made)
-    report = Report(world, tolerance, tuple(_compare(expected, sharded, made.plan.parameters, tolerance)))
+    report = Report(world, tolerance, tuple(compare(expected, sharded, made.plan.parameters, tolerance)))
     if not report.ok:
         torch.set_rng_state(seed)
         whole = _Run(made, [made.captured.graph], [_rank_state(model, {}, 0, 1)], call)
         report = replace(report, diverges_at=_diagnose(whole, sharded, graph, report.tolerance))
     torch.set_rng_state(seed)
     return report
+
+
+def in_dtype(model: nn.Module, args: Any, kwargs: Any, dtype: torch.dtype) -> tuple[nn.Module, Any, Any]:
+    """A model (itself) and a call of it in a floating dtype."""
+    return model._apply(lambda t: _as(t, dtype)), _cast(list(args), dtype), _cast(dict(kwargs), dtype)
 
 
 def _cast(value: Any, dtype: torch.dtype) -> Any:
@@ -177,11 +180,12 @@ def _cotangent(output: Tensor, index: int) -> Tensor:
     return torch.randn(output.shape, generator=generator, dtype=torch.float64).to(output.dtype)
 
 
-def _leaf(tensor: Any) -> Any:
+def leaf(tensor: Any) -> Any:
+    """A tensor of its own with the same values, which gets a gradient if that does."""
     return tensor.detach().clone().requires_grad_(tensor.requires_grad) if isinstance(tensor, Tensor) else tensor
 
 
-def _backward(outputs: Sequence[Any], copies: int) -> None:
+def backward(outputs: Sequence[Any], copies: int) -> None:
     """Backward from all outputs; each of the `copies` ranks' outputs gets the same gradient."""
     per_rank = len(outputs) // copies
     live = [
@@ -199,15 +203,15 @@ def _grads(leaves: Mapping[str, Any]) -> dict[str, Tensor]:
     }
 
 
-def _unsharded(model: nn.Module, call: Leaves) -> _Results:
+def unsharded(model: nn.Module, call: Leaves) -> _Results:
     """The model itself, as a copy of its own: gradients and buffers of the user's stay as they are."""
     held = copied(model)
     held.zero_grad()
-    inputs = {name: _leaf(t) for name, t in zip(call.names, call.tensors, strict=True)}
+    inputs = {name: leaf(t) for name, t in zip(call.names, call.tensors, strict=True)}
     call_args, call_kwargs = call.rebuild(list(inputs.values()))
     with torch.enable_grad():
         flat = flatten(held(*call_args, **call_kwargs))
-        _backward(flat.tensors, 1)
+        backward(flat.tensors, 1)
     buffers = dict(held.named_buffers())
     return _Results(list(flat.tensors), flat.names, _grads(inputs), _grads(dict(held.named_parameters())), buffers)
 
@@ -218,7 +222,7 @@ class _Run:
     def __init__(self, made: Program, graphs: Sequence[fx.GraphModule], states: Sequence[Any], call: Leaves) -> None:
         ranks = range(len(graphs))
         self.states = states
-        self.inputs = [{n: _leaf(t) for n, t in zip(call.names, call.tensors, strict=True)} for _ in ranks]
+        self.inputs = [{n: leaf(t) for n, t in zip(call.names, call.tensors, strict=True)} for _ in ranks]
         self.values: list[dict[str, Any]] = [{} for _ in ranks]
         self.grads: list[dict[str, Tensor]] = [{} for _ in ranks]
         fed = []
@@ -227,7 +231,7 @@ class _Run:
             fed.append([known[n.meta["path"]] for n in graph.graph.nodes if n.op == "placeholder"])
         with torch.enable_grad():
             self.outputs = lockstep.run(graphs, fed, [self._recorder(rank) for rank in ranks])
-            _backward([o for outputs in self.outputs for o in outputs], len(graphs))
+            backward([o for outputs in self.outputs for o in outputs], len(graphs))
 
     def _recorder(self, rank: int) -> lockstep.Record:
         def record(node: fx.Node, value: Any) -> None:
@@ -283,7 +287,8 @@ def _noise(tensors: Iterable[Any], tolerance: float) -> float:
     return max((value * min(256 * eps / tolerance, 1.0) for value, eps in largest), default=0.0)
 
 
-def _compare(expected: _Results, got: _Run, layouts: Mapping[str, Layout], tolerance: float) -> list[Comparison]:
+def compare(expected: _Results, got: Any, layouts: Mapping[str, Layout], tolerance: float) -> list[Comparison]:
+    """Every tensor beside the unsharded one; `got` has the ranks' outputs, states and inputs."""
     found = []
     floor = _noise(expected.outputs, tolerance)
     for i, (name, value) in enumerate(zip(expected.output_names, expected.outputs, strict=True)):

@@ -14,10 +14,7 @@ import argparse
 import logging
 import sys
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
-
-if TYPE_CHECKING:
-    from torchshard.sources import Source
+from typing import Any
 
 MODEL_HELP = "module:factory, a Hugging Face config.json, or a folder with one"
 DIFFERENT, FAILED = 1, 3
@@ -51,7 +48,7 @@ def _parser() -> argparse.ArgumentParser:
         ("plan", "find the best layout, print it as a table, write it as JSON", _plan, (*shown, _plan_files)),
         ("show", "print a plan, or a model's plan, with the reason for each collective", _show, (*shown, _level)),
         ("draw", "write a picture of a model's graph with its collectives", _draw, (*shown, _picture)),
-        ("check", "compare the sharded model with the unsharded one, all gradients", _check, shown),
+        ("check", "compare the sharded model with the unsharded one, all gradients", _check, (*shown, _processes)),
         ("env", "print versions, backends and devices", _env, ()),
     ):
         command = commands.add_parser(name, help=text, description=text)
@@ -82,30 +79,29 @@ def _planning(command: argparse.ArgumentParser) -> None:
 
 def _plan_files(command: argparse.ArgumentParser) -> None:
     command.add_argument("--json", metavar="FILE", help="write the plan")
-    command.add_argument("--svg", metavar="FILE", help="write a picture")
+    command.add_argument("--html", metavar="FILE", help="write a page with the graph and its collectives")
 
 
 def _picture(command: argparse.ArgumentParser) -> None:
-    command.add_argument("-o", "--output", required=True, metavar="FILE", help="the picture: x.svg")
+    command.add_argument("-o", "--output", required=True, metavar="FILE", help="x.html, x.svg or x.dot")
 
 
 def _level(command: argparse.ArgumentParser) -> None:
     command.add_argument("--level", default="table", choices=("table", "node"), help="node: a line per op of the graph")
 
 
+def _processes(command: argparse.ArgumentParser) -> None:
+    command.add_argument("--processes", action="store_true", help="real ranks, through gloo, instead of simulated ones")
+
+
 # --- commands --------------------------------------------------------------------------------------------------------
-
-
-def _source(given: argparse.Namespace, *, real: bool = False) -> Source:
-    from torchshard.sources import read_source
-
-    return read_source(given.model, given.batch, given.sequence, real=real)
 
 
 def _planned(given: argparse.Namespace) -> Any:
     import torchshard as ts
+    from torchshard.sources import read_source
 
-    source = _source(given)
+    source = read_source(given.model, given.batch, given.sequence)
     return ts.plan(
         source.model,
         given.plan,
@@ -125,8 +121,8 @@ def _plan(given: argparse.Namespace) -> int:
     print(made)
     if given.json:
         made.save(given.json)
-    if given.svg:
-        ts.draw(made, given.svg)
+    if given.html:
+        ts.draw(made, given.html)
     return 0
 
 
@@ -148,7 +144,7 @@ def _draw(given: argparse.Namespace) -> int:
 def _check(given: argparse.Namespace) -> int:
     from torchshard.sources import check_source
 
-    report = check_source(_source(given, real=True), given)
+    report = check_source(given)
     print(report)
     return 0 if report.ok else DIFFERENT
 

@@ -16,8 +16,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from torchshard.check_processes import check_processes
 from torchshard.checking import Report, check
 from torchshard.errors import InputError
+from torchshard.planner.machine import objective
 
 
 @dataclass(frozen=True)
@@ -148,15 +150,20 @@ def _example(config: Any, model: nn.Module, batch: int, sequence: int, path: Pat
 # --- other commands --------------------------------------------------------------------------------------------------
 
 
-def check_source(source: Source, given: Any) -> Report:
-    """The report of `torchshard.check`, on simulated ranks."""
-    return check(
-        source.model,
-        given.plan,
-        world_size=given.ranks,
-        example_inputs=source.args,
-        example_kwargs=source.kwargs,
-    )
+def check_source(given: Any) -> Report:
+    """The report of `torchshard.check`, on simulated ranks, or of real ones."""
+    place = (given.model, given.batch, given.sequence)
+    model, args, kwargs = real_source(*place)
+    if not given.processes:
+        return check(model, given.plan, world_size=given.ranks, example_inputs=args, example_kwargs=kwargs)
+    aim = objective(given.machine, given.memory, given.axes, "cpu")
+    return check_processes(real_source, place, given.plan, given.ranks, aim)
+
+
+def real_source(name: str, batch: int, sequence: int) -> tuple[nn.Module, tuple[Any, ...], Mapping[str, Any] | None]:
+    """A model with random weights, and a call of it."""
+    source = read_source(name, batch, sequence, real=True)
+    return source.model, source.args, source.kwargs
 
 
 def environment() -> str:

@@ -124,9 +124,8 @@ class _Side:
         where = starred(*(c.origin if c.is_after else c.module for c in alike)) or "the model"
         count = f" ×{len(alike)}" if len(alike) > 1 else ""
         within = first.value in first.consumers
-        row = next(
-            (i for n, i in self.ids.items() if self._record(n) is first or (within and n.name == first.value)), ""
-        )
+        rows = (i for n, i in self.ids.items() if self._record(n) is first or (within and n.name == first.value))
+        row = next(rows, "")
         link = f'<a data-row="{row}">⬡ {escape(first.name)}{count}</a> {escape(f"{first.source} → {first.target}")}'
         sent, seconds = (sum(getattr(c, part) for c in alike) for part in ("nbytes", "seconds"))
         why = f"{REASONS.get(first.name, '')}"

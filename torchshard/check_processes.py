@@ -1,0 +1,104 @@
+"""The check on real ranks: processes of this machine that send through gloo, beside the unsharded model in this one.
+
+Each rank makes the model anew, from the same seed, and brings back what it holds; all is compared as `check` does.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from torchshard.capture import flatten, flatten_call
+from torchshard.checking import TOLERANCES, Report, backward, compare, in_dtype, leaf, unsharded
+from torchshard.distributed.groups import MODEL, init_process_group, lookup
+from torchshard.distributed.launch import launch
+from torchshard.layouts import Layout
+from torchshard.module import ShardedModule
+from torchshard.planner.machine import Objective
+from torchshard.planning import PlanLike
+
+Made = tuple[nn.Module, tuple[Any, ...], Mapping[str, Any] | None]
+"""A model, and what it is called with."""
+
+
+@dataclass(frozen=True)
+class Pieces:
+    """What one rank holds after a step: (value, gradient) by name, and the results."""
+
+    outputs: list[Any]
+    state: dict[str, tuple[Tensor, Tensor | None]]
+    inputs: dict[str, tuple[Tensor, Tensor | None]]
+    layouts: dict[str, Layout]
+
+
+@dataclass(frozen=True)
+class _Gathered:
+    """The pieces of all ranks, as `compare` reads them."""
+
+    outputs: list[list[Any]]
+    states: list[dict[str, Tensor]]
+    inputs: list[dict[str, Tensor]]
+
+
+def check_processes(
+    make: Callable[..., Made], given: tuple[Any, ...], plan: PlanLike, world_size: int, aim: Objective
+) -> Report:
+    """The report for real ranks.
+
+    Args:
+        make: gives the model and its inputs from `given`; a function that processes can import.
+
+    Raises:
+        what `torchshard.shard` raises; DistributedError: a rank died.
+    """
+    held, args, kwargs = _prepared(make, given)
+    call = flatten_call(held, args, kwargs or {})
+    torch.manual_seed(0)
+    expected = unsharded(held, call)
+    ranks: list[Pieces] = launch(_pieces, world_size, (make, given, plan, aim))
+    states = [{name: _leaf_of(*pair) for name, pair in rank.state.items()} for rank in ranks]
+    inputs = [{name: _leaf_of(*pair) for name, pair in rank.inputs.items()} for rank in ranks]
+    got = _Gathered([rank.outputs for rank in ranks], states, inputs)
+    tolerance = TOLERANCES[torch.float64]
+    return Report(world_size, tolerance, tuple(compare(expected, got, ranks[0].layouts, tolerance)))
+
+
+def _prepared(make: Callable[..., Made], given: tuple[Any, ...]) -> Made:
+    torch.manual_seed(0)
+    model, args, kwargs = make(*given)
+    return in_dtype(model, args, kwargs or {}, torch.float64)
+
+
+def _pieces(make: Callable[..., Made], given: tuple[Any, ...], plan: PlanLike, aim: Objective) -> Pieces:
+    """Runs on each rank."""
+    init_process_group()
+    model, args, kwargs = _prepared(make, given)
+    sharded = ShardedModule(model, plan, lookup(MODEL), aim)
+    call = flatten_call(model, args, kwargs or {})
+    inputs = {name: leaf(t) for name, t in zip(call.names, call.tensors, strict=True)}
+    call_args, call_kwargs = call.rebuild(list(inputs.values()))
+    torch.manual_seed(0)
+    results = list(flatten(sharded(*call_args, **call_kwargs)).tensors)
+    backward(results, 1)
+    state = dict((*sharded.named_parameters(remove_duplicate=False), *sharded.named_buffers(remove_duplicate=False)))
+    return Pieces(
+        [_plain(r) for r in results],
+        {name: (_plain(t), t.grad) for name, t in state.items()},
+        {name: (_plain(t), t.grad) for name, t in inputs.items() if isinstance(t, Tensor)},
+        dict(sharded.plan.parameters),
+    )
+
+
+def _plain(value: Any) -> Any:
+    return value.detach() if isinstance(value, Tensor) else value
+
+
+def _leaf_of(value: Tensor, grad: Tensor | None) -> Tensor:
+    if value.is_floating_point() or value.is_complex():
+        value.requires_grad_(True)
+        value.grad = grad
+    return value
