@@ -13,7 +13,9 @@ from torch import Tensor, fx, nn
 
 from torchshard.capture import capture
 from torchshard.graph import mark_needs_grad
+from torchshard.layouts import Shard
 from torchshard.passes import normalize
+from torchshard.planner import network as network_of
 from torchshard.planner.costs import CostModel
 from torchshard.planner.machine import Machine
 from torchshard.planner.network import Asked, Network, build
@@ -170,3 +172,25 @@ def test_repeated_blocks_are_planned_once_for_all(name: str) -> None:
     totals = [sum(compute.values()) + sum(c.seconds for c in collectives) for collectives, compute in costs]
     assert totals[0] == pytest.approx(totals[1], rel=1e-9)
     assert len(costs[0][0]) == len(costs[1][0])
+
+
+def test_blocks_whose_states_differ_are_planned_one_by_one(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """As a hint that only one block gets would make them: the plan costs what it costs unfolded."""
+    graph = graph_of("gptj", 7)
+    whole = search(graph, MODEL, Asked(), fold=False)
+    learnt = network_of.wanted_parts
+
+    def lopsided(ops: Any, tensors: Any, world: int) -> Any:
+        found = learnt(ops, tensors, world)
+        block = next(op.node for op in ops if op.node.name == "transformer_h_2_add_1")
+        return found | {block: [Shard(2, ((16, 1), (48, 1)))]}
+
+    monkeypatch.setattr(network_of, "wanted_parts", lopsided)
+    with caplog.at_level("INFO", "torchshard.planner"):
+        uneven = search(graph, MODEL, Asked())
+    assert "planned one by one" in caplog.text
+    costs = [predict(graph, MODEL, f.choices, f.parameters) for f in (whole, uneven)]
+    totals = [sum(compute.values()) + sum(c.seconds for c in collectives) for collectives, compute in costs]
+    assert totals[1] == pytest.approx(totals[0], rel=1e-9)

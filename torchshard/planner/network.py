@@ -13,6 +13,7 @@ table of least costs from the second to it, which is chained N - 3 times (`Chain
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -30,6 +31,7 @@ from torchshard.planner.folded import Folded
 from torchshard.planner.repeats import Run
 from torchshard.planner.styles import Pin, cannot_have, pinned_layout_conflict
 
+log = logging.getLogger("torchshard.planner")
 FORBIDDEN = float("inf")
 GATHERED_PARAMETER = 1e6
 """A slice that a parameter must be stored in is gathered only where nothing else is legal: so many times its cost."""
@@ -210,7 +212,15 @@ def _spread_marks(op: Op, around: Sequence[Any], marked: set[tuple[Any, int]], a
 
 def build(graph: fx.Graph, costs: CostModel, asked: Asked, *, fold: bool = True) -> Network:
     """The network of a graph; with `fold` each run of repeated blocks is there once."""
-    return _Builder(graph, costs, asked, Folded.of(graph, asked.differences(graph), fold=fold)).network
+    try:
+        return _Builder(graph, costs, asked, Folded.of(graph, asked.differences(graph), fold=fold)).network
+    except _Uneven as error:
+        log.info("repeated blocks are planned one by one: %s", error)
+        return build(graph, costs, asked, fold=False)
+
+
+class _Uneven(Exception):
+    """Blocks that look alike have different states, by what is around the first and the last of them."""
 
 
 class _Builder:
@@ -421,7 +431,8 @@ class _Builder:
                 block[variable] = place[1]
         keys = self.network.keys
         second = [(key, variable) for key, variable in keys.items() if block.get(variable) == 1]
-        earlier = {keys[kind, at + run.period, slot]: variable for (kind, at, slot), variable in second}
+        shifted = {variable: keys.get((kind, at + run.period, slot)) for (kind, at, slot), variable in second}
+        earlier = {after: before for before, after in shifted.items() if after is not None}
         inner, around = [], set[int]()
         for i, factor in enumerate(self.network.factors):
             blocks = {block.get(v) for v in factor.scope}
@@ -430,9 +441,14 @@ class _Builder:
             elif 2 in blocks:
                 around |= {v for v in factor.scope if block.get(v) == 2}
         held = {v for i in inner for v in self.network.factors[i].scope}
+        if not around <= earlier.keys():
+            raise _Uneven(f"the blocks of the run at {run.start} hold different values")
         entry = {v for v in held if block.get(v) == 1} | {earlier[v] for v in around}
-        later = {before: after for after, before in earlier.items()}
         order = sorted(entry)
+        later = {before: after for before, after in shifted.items() if after is not None}
+        for variable in order:
+            if variable not in later or self.network.states[variable] != self.network.states[later[variable]]:
+                raise _Uneven(f"variable {variable} of the run at {run.start}")
         self.network.chains.append(
             Chain(
                 run,
