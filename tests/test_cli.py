@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import json
+import logging
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -15,7 +17,7 @@ from torch import nn
 
 import torchshard as ts
 from tests.models import MLP
-from torchshard.cli import main
+from torchshard.cli import _Follow, main
 
 CONFIG: dict[str, Any] = {"hidden_size": 64, "intermediate_size": 96, "num_attention_heads": 4, "num_hidden_layers": 2}
 
@@ -78,6 +80,19 @@ def test_check_on_real_ranks() -> None:
     command = [sys.executable, "-m", "torchshard", "check", "tests.test_cli:factory", "--ranks", "2", "--processes"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=280)
     assert done.returncode == 0 and done.stdout.startswith("exact: 2 ranks, 1 outputs"), done.stderr
+
+
+def test_what_takes_long_is_logged_and_shown(caplog: pytest.LogCaptureFixture) -> None:
+    """A line for each stage with its seconds, which a bar on a terminal follows."""
+    with caplog.at_level("INFO", "torchshard.program"):
+        assert main(["plan", "tests.test_cli:factory"]) == 0
+    lines = [r.getMessage() for r in caplog.records if r.name == "torchshard.program"]
+    assert [line.partition(":")[0] for line in lines] == ["capture", "plan", "rewrite"]
+    assert all(line.endswith(" s") for line in lines)
+    moved: list[Any] = []
+    bar = SimpleNamespace(set_description_str=moved.append, update=lambda: moved.append(1))
+    _Follow(bar).emit(logging.makeLogRecord({"msg": "capture: 2.5 s"}))
+    assert moved == ["capture: 2.5 s", 1]
 
 
 def test_env(capsys: pytest.CaptureFixture[str]) -> None:

@@ -11,9 +11,10 @@ Exit codes: 0 done; 1 a check found a difference; 2 the command is not understoo
 from __future__ import annotations
 
 import argparse
+import contextlib
 import logging
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 MODEL_HELP = "module:factory, a Hugging Face config.json, or a folder with one"
@@ -102,16 +103,54 @@ def _planned(given: argparse.Namespace) -> Any:
     from torchshard.sources import read_source
 
     source = read_source(given.model, given.batch, given.sequence)
-    return ts.plan(
-        source.model,
-        given.plan,
-        world_size=given.ranks,
-        example_inputs=source.args,
-        example_kwargs=source.kwargs,
-        memory=given.memory,
-        machine=given.machine,
-        axes=given.axes,
-    )
+    with _progress():
+        return ts.plan(
+            source.model,
+            given.plan,
+            world_size=given.ranks,
+            example_inputs=source.args,
+            example_kwargs=source.kwargs,
+            memory=given.memory,
+            machine=given.machine,
+            axes=given.axes,
+        )
+
+
+@contextlib.contextmanager
+def _progress() -> Iterator[None]:
+    """A bar on a terminal, where planning takes more than two seconds and tqdm is there; it follows the log."""
+    from torchshard.program import STAGES
+
+    try:
+        from tqdm import tqdm
+    except ImportError:
+        yield
+        return
+    logger = logging.getLogger("torchshard.program")
+    with tqdm(total=len(STAGES), desc=STAGES[0], delay=2, leave=False, disable=None, bar_format=BAR) as bar:
+        handler, level = _Follow(bar), logger.level
+        logger.addHandler(handler)
+        logger.setLevel(logging.INFO)
+        try:
+            yield
+        finally:
+            logger.removeHandler(handler)
+            logger.setLevel(level)
+
+
+BAR = "{desc} {bar:20} {n_fmt}/{total_fmt} {elapsed}"
+
+
+class _Follow(logging.Handler):
+    """Moves a bar on with each stage that is logged."""
+
+    def __init__(self, bar: Any) -> None:
+        super().__init__()
+        self.bar = bar
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.bar.set_description_str(record.getMessage())
+        self.bar.update()
 
 
 def _plan(given: argparse.Namespace) -> int:

@@ -8,6 +8,8 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import gc
+import logging
+import time
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -25,6 +27,8 @@ from torchshard.planner.machine import Objective, objective
 from torchshard.planner.plan import Plan
 from torchshard.planner.styles import check_matches
 from torchshard.planning import PlanLike, is_static, plan_graph, read_plan
+
+log = logging.getLogger("torchshard.program")
 
 
 @dataclass(frozen=True)
@@ -61,15 +65,28 @@ def program(
         check_matches(wanted, [name for name, _ in model.named_modules()])  # before the long way
     aim = aim or objective(None, device=device_type(model))
     with _no_collection():
-        with torch.enable_grad():
+        with torch.enable_grad(), _timed("capture"):
             captured = capture(model, args, kwargs, dynamic=not is_static(wanted, aim))
-        normalize(captured.graph)
-        _mark_trainable(captured, model)
-        made = plan_graph(captured.graph, model, wanted, world_size, aim, parameters or {})
-        graph = rewrite(captured.graph, made)
+        with _timed("plan"):
+            normalize(captured.graph)
+            _mark_trainable(captured, model)
+            made = plan_graph(captured.graph, model, wanted, world_size, aim, parameters or {})
+        with _timed("rewrite"):
+            graph = rewrite(captured.graph, made)
         made = dataclasses.replace(made, graph=graph)
     _warn_missing_rules(captured.graph.graph, made)
     return Program(captured, made, graph)
+
+
+STAGES = ("capture", "plan", "rewrite")
+"""What is logged, at INFO: one line when each ends."""
+
+
+@contextlib.contextmanager
+def _timed(stage: str) -> Iterator[None]:
+    start = time.perf_counter()
+    yield
+    log.info("%s: %.1f s", stage, time.perf_counter() - start)
 
 
 @contextlib.contextmanager
