@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from functools import cache
 from typing import Any
 
-from torchshard.layouts import I, Layout, P, R, Shard, local_size, parts_of
+from torchshard.layouts import I, Layout, P, R, Shard, largest_share, parts_of
 
 
 @dataclass(frozen=True)
@@ -57,11 +57,6 @@ class Link:
     source: Layout
     target: Layout
 
-    @property
-    def row(self) -> Conversion:
-        """Its row of the table."""
-        return TABLE[self.name]
-
 
 _ROUNDS = {"all_reduce": 2, "all_gather": 1, "reduce_scatter": 1}
 """How many times a ring sends the whole value, less each rank's own part."""
@@ -94,7 +89,7 @@ def _links(source: Layout, wanted: frozenset[Layout], world: int, needs_grad: bo
                     assert row is not None
                     key = have | {target}
                     total = cost + _rounds(row, world, needs_grad)
-                    if key not in best or (total, len(key)) < (best[key][0], len(key)):
+                    if key not in best or total < best[key][0]:
                         best[key] = (total, (*taken, Link(row.name, start, target)))
     found = [(cost, len(taken), taken) for have, (cost, taken) in best.items() if wanted <= have]
     return min(found, key=lambda f: f[:2])[2] if found else None
@@ -138,18 +133,11 @@ def sent_bytes(kernel: str, nbytes: float, source: Layout, target: Layout, shape
     Source: Thakur, Rabenseifner and Gropp, "Optimization of Collective Communication Operations in MPICH" (2005).
     """
     if kernel == "all_to_all":
-        return nbytes * _share(source, shape, world) * (1 - _share(target, shape, world))
+        return nbytes * largest_share(source, shape, world) * (1 - largest_share(target, shape, world))
     if kernel == "all_reduce":
         return 2 * nbytes * (world - 1) / world
     shard = source if isinstance(source, Shard) else target
-    return nbytes * _ROUNDS.get(kernel, 0) * (world - 1) * _share(shard, shape, world)
-
-
-def _share(shard: Layout, shape: Sequence[int], world: int) -> float:
-    """The part of a value that the first rank holds, which holds the most."""
-    if not isinstance(shard, Shard) or not shape[shard.dim]:
-        return 1.0
-    return local_size(parts_of(shape[shard.dim], shard), 0, world) / shape[shard.dim]
+    return nbytes * _ROUNDS.get(kernel, 0) * (world - 1) * largest_share(shard, shape, world)
 
 
 def flat_parts(size: int, shard: Shard) -> list[int]:

@@ -131,6 +131,13 @@ def local_size(parts: Sequence[Part], rank: int, world: int) -> int:
     return sum(stop - start for start, stop in ranges(parts, rank, world))
 
 
+def largest_share(layout: Layout, shape: Sequence[int], world: int) -> float:
+    """The part of a value of this shape that the first rank holds, which holds the most."""
+    if not isinstance(layout, Shard) or not shape[layout.dim]:
+        return 1.0
+    return local_size(parts_of(shape[layout.dim], layout), 0, world) / shape[layout.dim]
+
+
 def local_shape(shape: Sequence[int], layout: Layout, rank: int, world: int) -> tuple[int, ...]:
     """The shape of what `rank` holds of a tensor of global `shape`."""
     if not isinstance(layout, Shard):

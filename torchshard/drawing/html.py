@@ -71,14 +71,14 @@ class _Side:
     """The column of one plan."""
 
     def __init__(self, shown: Shown, prefix: str, facts: dict[str, Any]) -> None:
-        self.plan, self.prefix, self.facts = shown.plan, prefix, facts
+        self.plan, self.facts = shown.plan, facts
         self.root = outline(shown.graph, shown.plan.world_size)
         self.rows = self.root.rows()
         self.ids = {node: f"{prefix}{i}" for i, row in enumerate(self.rows) for node in row.nodes}
         self.costs = {(c.value, c.name, str(c.target)): c for c in shown.plan.costs.collectives}
         self.inside: dict[str, list[Collective]] = {}
         for c in shown.plan.costs.collectives:
-            if c.value in c.consumers:
+            if c.is_inside:
                 self.inside.setdefault(c.value, []).append(c)
         takers: dict[str, list[str]] = {}
         for row in self.rows:
@@ -95,7 +95,7 @@ class _Side:
 
     def _tiles(self) -> Iterator[str]:
         costs, (whole, held) = self.plan.costs, self.plan.parameter_bytes()
-        ahead, back = (sum(getattr(c, way).nbytes > 0 for c in costs.collectives) for way in ("forward", "backward"))
+        ahead, back = costs.calls
         kinds: dict[str, int] = {}
         for c in costs.collectives:
             for sent in (c.forward, c.backward):
@@ -121,14 +121,14 @@ class _Side:
 
     def _kind(self, alike: Sequence[Collective]) -> str:
         first = alike[0]
-        where = starred(*(c.origin if c.is_after else c.module for c in alike)) or "the model"
+        where = starred(*(c.place for c in alike)) or "the model"
         count = f" ×{len(alike)}" if len(alike) > 1 else ""
-        within = first.value in first.consumers
-        rows = (i for n, i in self.ids.items() if self._record(n) is first or (within and n.name == first.value))
+        same = (lambda n: n.name == first.value) if first.is_inside else (lambda n: self._record(n) is first)
+        rows = (i for n, i in self.ids.items() if same(n))
         row = next(rows, "")
         link = f'<a data-row="{row}">⬡ {escape(first.name)}{count}</a> {escape(f"{first.source} → {first.target}")}'
         sent, seconds = (sum(getattr(c, part) for c in alike) for part in ("nbytes", "seconds"))
-        why = f"{REASONS.get(first.name, '')}"
+        why = REASONS.get(first.name, "")
         return (
             f"<tr><td>{link}</td><td>{escape(where)}</td><td>{escape(why)}</td>"
             f'<td class="n">{size_text(sent)}</td><td class="n">{1e3 * seconds:.3g}</td></tr>'

@@ -15,7 +15,7 @@ from torch import Tensor, fx
 
 from torchshard.conversions import Link, kernels, sent_bytes
 from torchshard.graph import hint, nbytes, node_row, operands, values
-from torchshard.layouts import I, Layout, Shard, local_size, parts_of
+from torchshard.layouts import I, Layout, Shard, largest_share, local_size
 from torchshard.notation import Choice, Dim, Row
 from torchshard.planner.machine import Machine
 from torchshard.planner.plan import Sent
@@ -37,8 +37,6 @@ LOOKUPS = {aten.embedding.default}
 ATTENTION = aten.scaled_dot_product_attention.default
 _ROUND_TRIPS = {"all_reduce": 2, "all_gather": 1, "reduce_scatter": 1, "all_to_all": 1}
 """Kernel -> how many times its messages go around the ring of ranks."""
-
-
 NOTHING = Sent("none", 0.0, 0.0)
 
 
@@ -59,10 +57,7 @@ class Value:
 
     def held(self, layout: Layout, world: int) -> float:
         """Bytes on the first rank, which holds the most."""
-        if not isinstance(layout, Shard) or not self.shape[layout.dim]:
-            return self.nbytes
-        size = self.shape[layout.dim]
-        return self.nbytes * local_size(parts_of(size, layout), 0, world) / size
+        return self.nbytes * largest_share(layout, self.shape, world)
 
 
 @dataclass(frozen=True)

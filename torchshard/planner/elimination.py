@@ -40,7 +40,7 @@ class Elimination:
     """An order in which all variables but some are eliminated; it depends on scopes alone, not on costs."""
 
     def __init__(self, sizes: Sequence[int], scopes: Sequence[Scope], keep: Scope = (), limit: int = MAX_TABLE) -> None:
-        self._sizes, self._keep, self._count = sizes, keep, len(scopes)
+        self._sizes, self._keep = sizes, keep
         self._buckets: list[_Bucket] = []
         held = dict(enumerate(scopes))
         holding: dict[int, set[int]] = {}

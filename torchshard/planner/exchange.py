@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from typing import Any
 
 from torchshard.errors import PlanError
-from torchshard.layouts import I, Layout, Shard
+from torchshard.layouts import I, Shard
 from torchshard.planner.plan import Plan
-from torchshard.planner.table import layered, size_text, starred
+from torchshard.planner.table import changed, layered, size_text, starred
 
 STYLES: dict[tuple[str, int], tuple[str, tuple[str, ...], tuple[str, ...]]] = {
     ("Linear", 0): ("colwise", ("", "copy"), ("", "gather", "all_gather")),
@@ -61,8 +60,8 @@ def _around(plan: Plan) -> tuple[dict[str, set[str]], dict[str, set[str]]]:
     before: dict[str, set[str]] = {}
     after: dict[str, set[str]] = {}
     for c in plan.costs.collectives:
-        if c.value not in c.consumers and c.calls:
-            (after if c.is_after else before).setdefault(c.origin if c.is_after else c.module, set()).add(c.name)
+        if not c.is_inside and c.calls:
+            (after if c.is_after else before).setdefault(c.place, set()).add(c.name)
     return before, after
 
 
@@ -100,17 +99,11 @@ def diff(a: Plan, b: Plan) -> str:
 
     `b` beside `a`: layouts that changed (alike layers on one line), collectives by kind, bytes and time.
     """
-    changed: dict[tuple[Layout, Layout, str], list[str]] = {}
-    for name in dict.fromkeys([*a.parameters, *b.parameters]):
-        ends = a.parameters.get(name, I), b.parameters.get(name, I)
-        if ends[0] != ends[1]:
-            changed.setdefault((*ends, layered(name)), []).append(name)
+    otherwise = changed(a, b.parameters)
     lines = [f"  {starred(*names)}{f' ×{len(names)}' if len(names) > 1 else ''}: {x} -> {y}"
-             for (x, y, _), names in changed.items()]  # fmt: skip
-    kinds = [Counter(c.name for c in plan.costs.collectives if c.calls) for plan in (a, b)]
-    for kind in sorted(kinds[0] | kinds[1]):
-        if kinds[0][kind] != kinds[1][kind]:
-            lines.append(f"  {kind}: {kinds[0][kind]} -> {kinds[1][kind]}")
+             for names, x, y in otherwise]  # fmt: skip
+    before, after = a.costs.kinds, b.costs.kinds
+    lines += [f"  {k}: {before[k]} -> {after[k]}" for k in sorted(before | after) if before[k] != after[k]]
     for what, x, y, text in (
         ("ranks", a.world_size, b.world_size, str),
         ("parameters on a rank", a.parameter_bytes()[1], b.parameter_bytes()[1], size_text),
@@ -123,5 +116,5 @@ def diff(a: Plan, b: Plan) -> str:
     if choices and not lines:
         lines.append(f"  {choices} ops run otherwise, for the same bytes and time")
     return "\n".join(
-        [f"{len(changed)} kinds of parameters lie otherwise" if changed else "parameters lie alike", *lines]
+        [f"{len(otherwise)} kinds of parameters lie otherwise" if otherwise else "parameters lie alike", *lines]
     )

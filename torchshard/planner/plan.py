@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import math
 import os
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -71,6 +72,16 @@ class Collective:
         return not is_whole(self.source)
 
     @property
+    def is_inside(self) -> bool:
+        """Whether it is within a split op, and no conversion between two."""
+        return self.value in self.consumers
+
+    @property
+    def place(self) -> str:
+        """The module that it belongs to."""
+        return self.origin if self.is_after else self.module
+
+    @property
     def calls(self) -> int:
         """How often it communicates in a step."""
         return sum(sent.nbytes > 0 for sent in (self.forward, self.backward))
@@ -109,6 +120,17 @@ class Costs:
     def nbytes(self) -> float:
         """Bytes that each rank sends."""
         return sum(c.nbytes for c in self.collectives)
+
+    @property
+    def calls(self) -> tuple[int, int]:
+        """How many collectives communicate forward, and backward."""
+        ahead, back = (sum(getattr(c, way).nbytes > 0 for c in self.collectives) for way in ("forward", "backward"))
+        return ahead, back
+
+    @property
+    def kinds(self) -> Counter[str]:
+        """How many collectives that send something there are of each name."""
+        return Counter(c.name for c in self.collectives if c.calls)
 
     @property
     def seconds(self) -> float:

@@ -23,9 +23,7 @@ def predict(
     wanted: dict[fx.Node, list[tuple[fx.Node, Layout]]] = {}
     found: list[Collective] = []
     compute: dict[str, float] = {}
-    known: dict[
-        Any, tuple[float, list[Any]]
-    ] = {}  # layers are alike: an equal call under an equal choice costs the same
+    known: dict[Any, tuple[float, list[Any]]] = {}  # layers are alike: equal calls under equal choices cost the same
     for node in consumers(graph):
         choice = choices.get(node.name)
         for value, layout in demands(node, choice):

@@ -6,10 +6,10 @@ model.layers.*.mlp.up     12 × weight f32[64,16]    S(0)             copy      
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from torchshard.layouts import I
+from torchshard.layouts import I, Layout
 from torchshard.planner.plan import Collective, Plan
 
 HEADER = ("module", "parameters", "before", "after", "bytes per rank", "sent", "ms")
@@ -67,10 +67,7 @@ def module_rows(plan: Plan) -> list[ModuleRow]:
     for path, seconds in plan.costs.compute.items():
         row(path).seconds += seconds
     for c in plan.costs.collectives:
-        if c.is_after:
-            row(c.origin).after.append(c)
-        else:
-            row(c.module).before.append(c)
+        (row(c.place).after if c.is_after else row(c.place).before).append(c)
     merged: dict[tuple[object, ...], ModuleRow] = {}
     for found in rows.values():
         known = merged.setdefault(found.looks, found)
@@ -95,7 +92,7 @@ def summary(plan: Plan) -> list[str]:
         f"plan for {ranks}: {split} of {len(plan.parameters)} parameters and buffers are split, "
         f"{size_text(held)} of {size_text(whole)} on each rank"
     ]
-    ahead, back = (sum(getattr(c, way).nbytes > 0 for c in costs.collectives) for way in ("forward", "backward"))
+    ahead, back = costs.calls
     lines.append(
         f"  {ahead} collectives forward and {back} backward send {size_text(costs.nbytes)} per rank and step; "
         f"{1e3 * costs.seconds:.3g} ms on {costs.machine or 'an unnamed machine'}, "
@@ -110,6 +107,16 @@ def columns(rows: Sequence[Sequence[str]]) -> Iterable[str]:
     """Rows of cells, aligned."""
     widths = [max(len(cells[i]) for cells in rows) for i in range(len(rows[0]))]
     return ("  ".join(cell.ljust(width) for cell, width in zip(cells, widths, strict=True)).rstrip() for cells in rows)
+
+
+def changed(a: Plan, parameters: Mapping[str, Layout]) -> list[tuple[list[str], Layout, Layout]]:
+    """The parameters that lie otherwise than in a plan, those of alike layers together: (names, as there, as here)."""
+    found: dict[tuple[str, Layout, Layout], list[str]] = {}
+    for name in dict.fromkeys([*a.parameters, *parameters]):
+        ends = a.parameters.get(name, I), parameters.get(name, I)
+        if ends[0] != ends[1]:
+            found.setdefault((layered(name), *ends), []).append(name)
+    return [(names, there, here) for (_, there, here), names in found.items()]
 
 
 def layered(path: str) -> str:

@@ -9,7 +9,6 @@ from __future__ import annotations
 import dataclasses
 import os
 import re
-from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
@@ -18,13 +17,13 @@ from torch import fx
 from torchshard.conversions import Link
 from torchshard.errors import PlanError
 from torchshard.graph import whole_choice
-from torchshard.layouts import I, Layout
+from torchshard.layouts import Layout
 from torchshard.planner.costs import CostModel
 from torchshard.planner.network import Asked
-from torchshard.planner.plan import Collective, Plan
+from torchshard.planner.plan import Collective, Costs, Plan
 from torchshard.planner.predict import predict
 from torchshard.planner.search import search
-from torchshard.planner.table import size_text, starred
+from torchshard.planner.table import changed, size_text, starred
 
 DEAREST = 12
 """Kinds of collectives for which an alternative is looked for; each takes as long as planning."""
@@ -57,8 +56,7 @@ class Question:
         """The best plan for something else that is asked."""
         found = search(self.graph, self.model, asked)
         collectives, compute = predict(self.graph, self.model, found.choices, found.parameters)
-        seconds = sum(compute.values()) + sum(c.seconds for c in collectives)
-        return Answer(found.parameters, Counter(c.name for c in collectives if c.calls), seconds)
+        return Answer(found.parameters, Costs(compute=compute, collectives=tuple(collectives)))
 
 
 @dataclass(frozen=True)
@@ -66,8 +64,7 @@ class Answer:
     """As much of a plan as is compared."""
 
     parameters: Mapping[str, Layout]
-    kinds: Counter[str]
-    seconds: float
+    costs: Costs
 
 
 def kinds_of(plan: Plan) -> list[list[Collective]]:
@@ -89,7 +86,7 @@ def told(plan: Plan, question: Question | None) -> Iterator[str]:
     kinds = kinds_of(plan)
     for i, alike in enumerate(kinds):
         first, count = alike[0], len(alike)
-        where = starred(*(c.origin if c.is_after else c.module for c in alike)) or "the model"
+        where = starred(*(c.place for c in alike)) or "the model"
         takers = ", ".join(first.consumers[:3]) + (", ..." if len(first.consumers) > 3 else "")
         ways = [f"{sent.kernel.replace('_', '-')} {way}" for way, sent in
                 (("forward", first.forward), ("backward", first.backward)) if sent.nbytes]  # fmt: skip
@@ -107,7 +104,7 @@ def told(plan: Plan, question: Question | None) -> Iterator[str]:
 
 
 def _alternative(plan: Plan, question: Question, alike: list[Collective]) -> str:
-    if alike[0].value in alike[0].consumers:
+    if alike[0].is_inside:
         names = {c.value for c in alike}
         whole = {n: [whole_choice(n)] for n in question.graph.nodes if n.name in names}
         asked = dataclasses.replace(question.asked, options={**question.asked.options, **whole})
@@ -123,16 +120,11 @@ def _alternative(plan: Plan, question: Question, alike: list[Collective]) -> str
 
 def _compared(plan: Plan, other: Answer) -> str:
     """What another plan would change, and by how much it is slower."""
-    changed: dict[tuple[str, Layout, Layout], list[str]] = {}
-    for name, layout in other.parameters.items():
-        have = plan.parameters.get(name, I)
-        if have != layout:
-            changed.setdefault((_starred(name), have, layout), []).append(name)
-    parts = [f"{starred(*names)} {a} -> {b}" for (_, a, b), names in changed.items()]
-    kinds = Counter(c.name for c in plan.costs.collectives if c.calls)
-    parts += [f"{other.kinds[k] - kinds[k]:+d} {k}" for k in sorted(kinds | other.kinds) if other.kinds[k] != kinds[k]]
+    parts = [f"{starred(*names)} {a} -> {b}" for names, a, b in changed(plan, other.parameters)]
+    kinds, others = plan.costs.kinds, other.costs.kinds
+    parts += [f"{others[k] - kinds[k]:+d} {k}" for k in sorted(kinds | others) if others[k] != kinds[k]]
     shown = ", ".join(parts[:4]) + (", ..." if len(parts) > 4 else "")
-    return f"{1e3 * (other.seconds - plan.costs.seconds):+.3g} ms ({shown or 'elsewhere, as often'})"
+    return f"{1e3 * (other.costs.seconds - plan.costs.seconds):+.3g} ms ({shown or 'elsewhere, as often'})"
 
 
 def dear_pins(plan: Plan, question: Question) -> Iterator[str]:
@@ -143,5 +135,5 @@ def dear_pins(plan: Plan, question: Question) -> Iterator[str]:
             other = question.again(dataclasses.replace(question.asked, pins=pins))
         except PlanError:
             continue
-        if plan.costs.seconds - other.seconds > WORTH * plan.costs.seconds:
+        if plan.costs.seconds - other.costs.seconds > WORTH * plan.costs.seconds:
             yield f"the plan's key {key!r} makes a step slower; without it: {_compared(plan, other)}"
