@@ -242,6 +242,24 @@ def test_the_plan_is_the_best_of_all(start: int) -> None:
             assert allowed <= cost * (1 + 1e-9) and cost - gap <= allowed * (1 + 1e-9)
 
 
+def test_where_tables_are_too_large_a_possible_plan_is_found_and_bounded() -> None:
+    """With tables of 12 entries at most: states that are allowed, a gap never below the true one, mostly the best."""
+    found, inexact = 0, 0
+    for seed in range(60):
+        drawn = _Drawn(seed)
+        model = CostModel(MACHINE, 2)
+        network = build(drawn.graph, model, drawn.asked(2), fold=False)
+        prune(network)
+        exact, narrow = Solver(network), Solver(network, limit=12)
+        inexact += not narrow.exact
+        for price in (0.0, 1e-7):
+            best, near = exact.best(price), narrow.best(price)
+            cost, least = (s.seconds + price * s.nbytes for s in (near, best))
+            assert near.bound <= least * (1 + 1e-9) and least * (1 - 1e-9) <= cost < FORBIDDEN
+            found += cost <= least * (1 + 1e-9)
+    assert inexact >= 20 and found >= 110
+
+
 def test_what_the_network_costs_is_what_is_predicted() -> None:
     """Of the plan found: the collectives one by one, with the computation, sum up to what the tables say."""
     for seed in range(60):

@@ -194,3 +194,15 @@ def test_blocks_whose_states_differ_are_planned_one_by_one(
     costs = [predict(graph, MODEL, f.choices, f.parameters) for f in (whole, uneven)]
     totals = [sum(compute.values()) + sum(c.seconds for c in collectives) for collectives, compute in costs]
     assert totals[1] == pytest.approx(totals[0], rel=1e-9)
+
+
+def test_blocks_whose_tables_are_too_large_are_planned_one_by_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    """And from neighbourhood to neighbourhood: the plan is possible, near the best, and a gap is told."""
+    graph = graph_of("llama", 4)
+    exact = search(graph, MODEL, Asked())
+    monkeypatch.setattr("torchshard.planner.search.Solver", functools.partial(Solver, limit=1000))
+    near = search(graph, MODEL, Asked())
+    costs = [predict(graph, MODEL, f.choices, f.parameters) for f in (exact, near)]
+    totals = [sum(compute.values()) + sum(c.seconds for c in collectives) for collectives, compute in costs]
+    assert exact.gap == 0 < near.gap < float("inf")
+    assert totals[1] < 1.1 * totals[0]

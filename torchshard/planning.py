@@ -22,7 +22,7 @@ from torchshard.planner.machine import Objective
 from torchshard.planner.network import Asked
 from torchshard.planner.plan import Costs, Plan, Stored
 from torchshard.planner.predict import predict
-from torchshard.planner.search import search
+from torchshard.planner.search import Found, search
 from torchshard.planner.styles import check_matches, pins_of
 from torchshard.planner.table import size_text
 from torchshard.planner.why import Question
@@ -51,32 +51,39 @@ def plan_graph(
     costs = CostModel(objective.machine, world_size)
     asked = _asked(module.graph, model, wanted, parameters)
     asked = dataclasses.replace(asked, all_axes=objective.all_axes)
-
-    def plan(choices: Mapping[str, Choice], layouts: Mapping[str, Layout], gap: float = 0.0) -> Plan:
-        collectives, compute = predict(module.graph, costs, choices, layouts)
-        predicted = Costs(objective.machine.name, compute, tuple(collectives), gap)
-        question = Question(module.graph, costs, asked)
-        known = (stored_shapes(model), fingerprint(model), predicted, is_static(wanted, objective))
-        return Plan(world_size, layouts, choices, *known, question)
-
-    def with_memory(made: Plan) -> Plan:
-        memory = predicted_memory(rewrite(module, made), made)
-        return dataclasses.replace(made, costs=dataclasses.replace(made.costs, memory=memory))
-
+    memory: dict[str, float] = {}
     if isinstance(wanted, Plan) and all(n.name in wanted.choices for n in module.graph.nodes if is_tensor_op(n)):
-        return plan(wanted.choices, {**wanted.parameters, **parameters}, wanted.costs.gap)
-    if objective.memory is None:
+        found = Found(wanted.choices, {**wanted.parameters, **parameters}, wanted.costs.gap)
+    elif objective.memory is None:
         found = search(module.graph, costs, asked)
-        return plan(found.choices, found.parameters, found.gap)
-    asked = dataclasses.replace(asked, per_parameter=2.0 + OPTIMIZER_STATES)
-    most = objective.memory
-    found = search(
-        module.graph, costs, asked, lambda *decided: with_memory(plan(*decided)).costs.memory["peak"] <= most
+    else:
+        asked = dataclasses.replace(asked, per_parameter=2.0 + OPTIMIZER_STATES)
+        found, memory = _fitting(module, costs, asked, objective.memory)
+    collectives, compute = predict(module.graph, costs, found.choices, found.parameters)
+    return Plan(
+        world_size,
+        found.parameters,
+        found.choices,
+        stored_shapes(model),
+        fingerprint(model),
+        Costs(objective.machine.name, compute, tuple(collectives), found.gap, memory),
+        is_static(wanted, objective),
+        Question(module.graph, costs, asked),
     )
-    made = with_memory(plan(found.choices, found.parameters, found.gap))
+
+
+def _fitting(module: fx.GraphModule, costs: CostModel, asked: Asked, most: float) -> tuple[Found, dict[str, float]]:
+    """The fastest plan found of which a step takes at most so many bytes, and what it takes."""
+
+    def taken(choices: Mapping[str, Choice], layouts: Mapping[str, Layout]) -> dict[str, float]:
+        made = Plan(costs.world, layouts, choices)
+        return predicted_memory(rewrite(module, made), made)
+
+    found = search(module.graph, costs, asked, lambda *decided: taken(*decided)["peak"] <= most)
+    memory = taken(found.choices, found.parameters)
     if not found.fits:
-        raise _does_not_fit(made, most)
-    return made
+        raise _does_not_fit(costs.world, memory, most)
+    return found, memory
 
 
 def is_static(wanted: Mapping[str, Any] | Plan, objective: Objective) -> bool:
@@ -84,11 +91,10 @@ def is_static(wanted: Mapping[str, Any] | Plan, objective: Objective) -> bool:
     return wanted.static if isinstance(wanted, Plan) else objective.all_axes
 
 
-def _does_not_fit(leanest: Plan, most: float) -> PlanError:
-    memory = leanest.costs.memory
+def _does_not_fit(world: int, memory: Mapping[str, float], most: float) -> PlanError:
     shown = ", ".join(f"{name} {size_text(size)}" for name, size in memory.items() if name != "peak")
     return PlanError(
-        f"no plan for {leanest.world_size} ranks fits {size_text(most)}: "
+        f"no plan for {world} ranks fits {size_text(most)}: "
         f"the leanest takes {size_text(memory['peak'])}, {size_text(memory['peak'] - most)} too much",
         where="memory=",
         why=f"per rank: {shown}",
@@ -151,7 +157,7 @@ def _given_options(graph: fx.Graph, plan: Plan) -> dict[fx.Node, list[Choice]]:
     return given
 
 
-# --- plans that were given ---
+# --- plans that were given -------------------------------------------------------------------------------------------
 
 
 def _check_same_model(model: nn.Module, plan: Plan) -> None:

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from torchshard.conversions import links, step_args
+from torchshard.conversions import Link, links, step_args
 from torchshard.distributed.groups import MODEL
 from torchshard.errors import InternalError
 from torchshard.graph import consumers, demands, global_shape, is_tensor, layout_of, name_after, where
@@ -30,21 +30,16 @@ def insert(module: fx.GraphModule) -> bool:
     for node in takers:
         for operand, layout in demands(node, node.meta.get("choice")):
             wanted.setdefault(operand, []).append(layout)
-    made: dict[tuple[fx.Node, Layout], fx.Node] = {}
+    conversions = _Conversions(module, wanted)
     for node in takers:
-        _convert_operands(module, node, wanted, made)
+        _convert_operands(node, conversions)
     return len(module.graph.nodes) != before
 
 
-def _convert_operands(
-    module: fx.GraphModule,
-    node: fx.Node,
-    wanted: dict[fx.Node, list[Layout]],
-    made: dict[tuple[fx.Node, Layout], fx.Node],
-) -> None:
+def _convert_operands(node: fx.Node, conversions: _Conversions) -> None:
     replaced: list[tuple[fx.Node, fx.Node]] = []
     for operand, layout in demands(node, node.meta.get("choice")):
-        replaced.append((operand, _converted(module, operand, layout, node, wanted[operand], made)))
+        replaced.append((operand, conversions.of(operand, layout, node)))
     if all(a is b for a, b in replaced):
         return
     upcoming = iter(replaced)
@@ -69,49 +64,54 @@ def _ordered_kwargs(node: fx.Node) -> dict[str, Any]:
     return {name: node.kwargs[name] for name in names if name in node.kwargs}
 
 
-def _converted(
-    module: fx.GraphModule,
-    value: fx.Node,
-    target: Layout,
-    consumer: fx.Node,
-    wanted: list[Layout],
-    made: dict[tuple[fx.Node, Layout], fx.Node],
-) -> fx.Node:
-    """The value in a layout; what it takes to get there is inserted, unless it is there for another consumer."""
-    needs_grad = bool(value.meta.get("needs_grad"))
-    steps = links(layout_of(value), wanted, module.meta["world_size"], needs_grad=needs_grad)
-    if steps is None:
-        raise InternalError(
-            f"no conversion leads from {layout_of(value)} to {target}",
-            where=where(value),
-            why=f"wanted by {consumer.name}",
-        )
-    into = {link.target: link for link in steps}
-    for_whom = consumer.name if consumer.op != "output" else "the result"
+class _Conversions:
+    """The conversions of a graph's values, each inserted once for all that want it."""
 
-    def in_layout(layout: Layout) -> fx.Node:
-        if layout not in into:
+    def __init__(self, module: fx.GraphModule, wanted: dict[fx.Node, list[Layout]]) -> None:
+        self._module, self._wanted = module, wanted
+        self._into: dict[fx.Node, dict[Layout, Link]] = {}
+        self._made: dict[tuple[fx.Node, Layout], fx.Node] = {}
+
+    def of(self, value: fx.Node, target: Layout, consumer: fx.Node) -> fx.Node:
+        """The value in a layout, for a consumer."""
+        needs_grad = bool(value.meta.get("needs_grad"))
+        if value not in self._into:
+            steps = links(layout_of(value), self._wanted[value], self._module.meta["world_size"], needs_grad=needs_grad)
+            if steps is None:
+                raise InternalError(
+                    f"no conversion leads from {layout_of(value)} to {target}",
+                    where=where(value),
+                    why=f"wanted by {consumer.name}",
+                )
+            self._into[value] = {link.target: link for link in steps}
+        return self._in_layout(value, target if needs_grad or target != R else I, consumer)
+
+    def _in_layout(self, value: fx.Node, layout: Layout, consumer: fx.Node) -> fx.Node:
+        link = self._into[value].get(layout)
+        if link is None:
             return value
-        if (value, layout) not in made:
-            link = into[layout]
-            source = in_layout(link.source)
-            args = step_args(link.name, link.source, layout, global_shape(value))
-            after = value.op != "placeholder" and not is_whole(link.source)
-            with module.graph.inserting_after(value) if after else module.graph.inserting_before(consumer):
-                op = getattr(torch.ops.torchshard, link.name).default
-                node = module.graph.call_function(op, (source, *args, MODEL))
-            name_after(node, f"{source.name}_{link.name}")
-            node.meta = {
-                "val": value.meta["val"],
-                "layouts": (layout,),
-                "needs_grad": needs_grad,
-                "module": (value if after else consumer).meta.get("module", ""),
-                "source": (value if after else consumer).meta.get("source", ""),
-                "note": f"{link.source} -> {layout}, for {for_whom}",
-            }
-            made[value, layout] = node
-        elif not made[value, layout].meta["note"].endswith(f" {for_whom}"):
-            made[value, layout].meta["note"] += f", {for_whom}"
-        return made[value, layout]
+        for_whom = consumer.name if consumer.op != "output" else "the result"
+        if (value, layout) not in self._made:
+            source = self._in_layout(value, link.source, consumer)
+            self._made[value, layout] = self._insert(value, link, source, consumer)
+            self._made[value, layout].meta["note"] = f"{link.source} -> {layout}, for {for_whom}"
+        elif not self._made[value, layout].meta["note"].endswith(f" {for_whom}"):
+            self._made[value, layout].meta["note"] += f", {for_whom}"
+        return self._made[value, layout]
 
-    return in_layout(target if needs_grad or target != R else I)
+    def _insert(self, value: fx.Node, link: Link, source: fx.Node, consumer: fx.Node) -> fx.Node:
+        graph = self._module.graph
+        args = step_args(link.name, link.source, link.target, global_shape(value))
+        after = value.op != "placeholder" and not is_whole(link.source)
+        beside = value if after else consumer
+        with graph.inserting_after(value) if after else graph.inserting_before(consumer):
+            node = graph.call_function(getattr(torch.ops.torchshard, link.name).default, (source, *args, MODEL))
+        name_after(node, f"{source.name}_{link.name}")
+        node.meta = {
+            "val": value.meta["val"],
+            "layouts": (link.target,),
+            "needs_grad": bool(value.meta.get("needs_grad")),
+            "module": beside.meta.get("module", ""),
+            "source": beside.meta.get("source", ""),
+        }
+        return node

@@ -22,9 +22,10 @@ import numpy as np
 from torch import fx
 
 from torchshard.conversions import Link, links
-from torchshard.graph import is_tensor, is_tensor_op, operands, values, where, whole_choice
+from torchshard.graph import is_tensor, is_tensor_op, where, whole_choice
 from torchshard.layouts import I, Layout, Shard, local_size
-from torchshard.notation import Choice, axis_groups, choices, spread
+from torchshard.notation import Choice, choices
+from torchshard.planner.axes import tensors_of, wanted_parts, weight_axes
 from torchshard.planner.costs import CostModel, Op, Value
 from torchshard.planner.elimination import Scope, Table
 from torchshard.planner.folded import Folded
@@ -35,9 +36,6 @@ log = logging.getLogger("torchshard.planner")
 FORBIDDEN = float("inf")
 GATHERED_PARAMETER = 1e6
 """A slice that a parameter must be stored in is gathered only where nothing else is legal: so many times its cost."""
-MAX_WANTED = 4
-"""Segmentations kept per tensor while learning which are wanted."""
-MAX_WANTED_PARTS = 8
 
 
 @dataclass(frozen=True)
@@ -88,8 +86,6 @@ class Chain:
     """The same of this block."""
     shared: Scope
     """Variables outside the run that these hold."""
-    own: Scope
-    """All variables of the block."""
 
     @property
     def count(self) -> int:
@@ -124,89 +120,6 @@ class Network:
         return self.keys[key]
 
 
-# --- what may be split, and in which parts ---------------------------------------------------------------------------
-
-
-def tensors_of(node: fx.Node) -> list[fx.Node | None]:
-    """Operands, then results: the node itself, or the getitems of its results (None where nobody takes one)."""
-    if is_tensor(node):
-        return [*operands(node), node]
-    taken: dict[Any, fx.Node] = {user.args[1]: user for user in node.users}
-    return [*operands(node), *(taken.get(i) for i in range(len(values(node))))]
-
-
-def wanted_parts(ops: Sequence[Op], tensors: Mapping[fx.Node, list[Any]], world: int) -> dict[Any, list[Shard]]:
-    """The segmented Shards that the ops around a value could use: a weight of 56 rows as seven heads of eight."""
-    wanted: dict[Any, list[Shard]] = {}
-    ruled = [op for op in ops if op.row is not None]
-    for op in (*reversed(ruled), *ruled):
-        around = tensors[op.node]
-        hints = [(i, s) for i, t in enumerate(around) if t is not None for s in wanted.get(t, ())]
-        assert op.row is not None
-        for position, shard in spread(op.row, world, hints):
-            if around[position] is None:
-                continue
-            known = wanted.setdefault(around[position], [])
-            small = shard.parts is not None and len(shard.parts) <= MAX_WANTED_PARTS
-            if shard not in known and len(known) < MAX_WANTED and small:
-                known.append(shard)
-    return wanted
-
-
-def weight_axes(ops: Sequence[Op], tensors: Mapping[fx.Node, list[Any]]) -> dict[fx.Node, set[str]]:
-    """For each op the axes that weights bring into the graph, in products and look-ups, followed through the graph.
-
-    Batch and sequence are none of them, even where a table of positions is added to what has them.
-    """
-    of_weights: set[Any] = set()
-    for op in ops:
-        inputs = [n for n in op.node.all_input_nodes if is_tensor(n)]
-        if inputs and all(n in of_weights or _is_parameter(n) for n in inputs):
-            of_weights.update(t for t in tensors[op.node][len(op.operands) :] if t is not None)
-    marked: set[tuple[Any, int]] = set()
-    axes: dict[fx.Node, set[str]] = {op.node: set() for op in ops}
-    ruled = [op for op in ops if op.row is not None]
-    for op in ruled:
-        weights = [i for i, t in enumerate(op.inputs) if t in of_weights or _is_parameter(t)]
-        if _brings_axes(op, weights):
-            marked.update((op.inputs[i], d) for i in weights for d in range(len(op.operands[i].shape)))
-    before = -1
-    while before != len(marked):
-        before = len(marked)
-        for op in (*ruled, *reversed(ruled)):
-            _spread_marks(op, tensors[op.node], marked, axes[op.node])
-    return axes
-
-
-def _brings_axes(op: Op, weights: Sequence[int]) -> bool:
-    """Whether the op's weights have an axis that its other operands have not: `n` of `... k, n k -> ... n`."""
-    assert op.row is not None
-    tensors = [*op.row.operands, *op.row.results]
-    joined = {a for dims in tensors for dim in dims if len(dim) > 1 for term in dim for a in term}
-    own, others = set[str](), set[str]()
-    for i, dims in enumerate(op.row.operands):
-        (own if i in weights else others).update(a for dim in dims for term in dim for a in term)
-    return 0 < len(weights) < len(op.operands) and bool(own - others - joined)
-
-
-def _is_parameter(node: Any) -> bool:
-    return isinstance(node, fx.Node) and node.op == "placeholder" and node.meta["kind"] == "parameter"
-
-
-def _spread_marks(op: Op, around: Sequence[Any], marked: set[tuple[Any, int]], axes: set[str]) -> None:
-    assert op.row is not None
-    dims = [
-        (t, i, dim)
-        for t, row in zip(around, (*op.row.operands, *op.row.results), strict=False)
-        for i, dim in enumerate(row)
-    ]
-    axes.update(a for t, i, dim in dims if (t, i) in marked for term in dim for a in term)
-    for group in axis_groups(op.row):
-        if axes.intersection(group):
-            axes.update(group)
-    marked.update((t, i) for t, i, dim in dims if t is not None and any(a in axes for term in dim for a in term))
-
-
 # --- the network -----------------------------------------------------------------------------------------------------
 
 
@@ -234,8 +147,7 @@ class _Builder:
         self.tensors = {op.node: [n and self._stand_in(n) for n in tensors_of(op.node)] for op in self.ops}
         self.consumers: dict[fx.Node, list[Op]] = {}
         for op in self.ops:
-            for operand in dict.fromkeys(self.tensors[op.node][: len(op.inputs)]):
-                assert operand is not None
+            for operand in dict.fromkeys(self._inputs(op)):
                 self.consumers.setdefault(operand, []).append(op)
         self.results = {self._stand_in(n) for n in graph.output_node().all_input_nodes if is_tensor(n)}
         stored = [n for n in graph.nodes if n.op == "placeholder" and n in self.consumers]
@@ -246,6 +158,10 @@ class _Builder:
             self._add_value(node)
         for index, run in enumerate(folded.runs):
             self._add_chain(index, run)
+
+    def _inputs(self, op: Op) -> list[fx.Node]:
+        """Its operands, those of the planned blocks."""
+        return [n for n in self.tensors[op.node][: len(op.inputs)] if n is not None]
 
     def _stand_in(self, node: fx.Node) -> fx.Node:
         return node if node.op == "placeholder" else self.folded.nodes[self.folded.stand_in(self.position[node])]
@@ -285,7 +201,7 @@ class _Builder:
         wanted = [
             choice.operands[i]
             for op in self.consumers[node]
-            for i, operand in enumerate(self.tensors[op.node][: len(op.inputs)])
+            for i, operand in enumerate(self._inputs(op))
             if operand is node
             for choice in self._states(op)[1]
         ]
@@ -324,7 +240,7 @@ class _Builder:
         for op in self.consumers[node]:
             if op.node not in self.asked.pins:
                 continue
-            places = [i for i, operand in enumerate(self.tensors[op.node][: len(op.inputs)]) if operand is node]
+            places = [i for i, operand in enumerate(self._inputs(op)) if operand is node]
             states = self._states(op)[1]
             said = [c.operands[i] for i in places for c in states if isinstance(c.operands[i], Shard) or c.name == "I"]
             common = [layout for layout in held if layout in said] if held and said else held or said
@@ -348,7 +264,7 @@ class _Builder:
     def _demands(self, node: fx.Node, op: Op) -> tuple[int, list[frozenset[Layout]], list[Layout | None]]:
         """A consumer's variable; in each of its states the layouts that it wants of a value, and that it writes to."""
         variable, states = self._states(op)
-        places = [i for i, operand in enumerate(self.tensors[op.node][: len(op.inputs)]) if operand is node]
+        places = [i for i, operand in enumerate(self._inputs(op)) if operand is node]
         written = [i for i in places if op.row is not None and i in op.row.options.mutates]
         wanted = [frozenset(choice.operands[i] for i in places) for choice in states]
         return variable, wanted, [choice.operands[written[0]] if written else None for choice in states]
@@ -456,7 +372,6 @@ class _Builder:
                 tuple(order),
                 tuple(later[v] for v in order),
                 tuple(sorted(v for v in held if block.get(v) not in (1, 2))),
-                tuple(sorted(v for v in block if block[v] == 2)),
             )
         )
 

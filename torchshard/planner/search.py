@@ -71,10 +71,12 @@ def search(
     if impossible is not None:
         raise _no_way(network, impossible)
     solver = Solver(network)
+    if not solver.exact and network.chains:
+        return search(graph, model, asked, fits, fold=False)
     if fits is None:
         found, gap, _ = within(solver, lambda fewest: fewest * (1 + SLACK))
         return Found(*stamped(graph, network, found), gap)
-    tried = fastest(solver, lambda solution: fits(*stamped(graph, network, solution)))
+    tried = fastest(solver, lambda solution: fits(*stamped(graph, network, solution)), solver.best(STEEP))
     return Found(*stamped(graph, network, tried.found), tried.gap(float("inf")), tried.fits)
 
 
@@ -105,14 +107,15 @@ class Tried:
         return max(self.found.seconds + least * self.found.nbytes - bound, 0.0)
 
 
-def fastest(solver: Solver, fits: Callable[[Solution], bool], price: float = 0.0) -> Tried:
+def fastest(solver: Solver, fits: Callable[[Solution], bool], small: Solution, price: float = 0.0) -> Tried:
     """The cheapest solution at a price that fits: at this price if that does, else at the least higher one.
 
     Args:
         fits: whether a solution does.
+        small: the best at the price `STEEP`.
         price: seconds for a byte.
     """
-    fast, small = solver.best(price), solver.best(STEEP)
+    fast = solver.best(price)
     solved = [(price, fast), (STEEP, small)]
     if fits(fast):
         return Tried(fast, True, solved)
@@ -123,7 +126,7 @@ def fastest(solver: Solver, fits: Callable[[Solution], bool], price: float = 0.0
         between = solver.best(price)
         solved.append((price, between))
         cost, known = (s.seconds + price * s.nbytes for s in (between, fast))
-        if cost >= known * (1 - EPSILON) or between.nbytes in (fast.nbytes, small.nbytes):
+        if cost >= known * (1 - EPSILON) or not small.nbytes < between.nbytes < fast.nbytes:
             return Tried(small, True, solved)
         fast, small = (fast, between) if fits(between) else (between, small)
 
@@ -137,7 +140,7 @@ def within(solver: Solver, budget: Callable[[float], float]) -> tuple[Solution, 
     least = solver.best(STEEP)
     most = budget(least.nbytes)
     price = min(WORTH * least.seconds / least.nbytes if least.nbytes else 0.0, STEEP)
-    tried = fastest(solver, lambda solution: solution.nbytes <= most, price)
+    tried = fastest(solver, lambda solution: solution.nbytes <= most, least, price)
     return tried.found, tried.gap(most), price
 
 

@@ -1,6 +1,7 @@
 """The cheapest states of a network, at a price in seconds for a byte: `seconds + price * bytes` is least.
 
-A chain's inner block is eliminated once and its table chained; what comes is decoded block by block.
+A chain's inner block is eliminated once and its table chained; what comes is decoded block by block. Where a table
+would be too large, a bound is made from smaller ones, and states are looked for from neighbourhood to neighbourhood.
 """
 
 from __future__ import annotations
@@ -13,7 +14,8 @@ from typing import Any
 
 import numpy as np
 
-from torchshard.planner.elimination import Elimination, Power, Scope, Solved, Table
+from torchshard.planner.elimination import MAX_TABLE, Elimination, Power, Scope, Solved, Table
+from torchshard.planner.nearby import search_nearby
 from torchshard.planner.network import Chain, Network
 
 States = Mapping[int, int]
@@ -37,22 +39,25 @@ class Solution:
 class Solver:
     """Solves a network for any price; what does not depend on the price is made once."""
 
-    def __init__(self, network: Network) -> None:
-        self.network = network
+    def __init__(self, network: Network, limit: int = MAX_TABLE) -> None:
+        self.network, self._limit = network, limit
         sizes, self._scopes = network.sizes, [factor.scope for factor in network.factors]
+        around = [(*chain.entry, *chain.exit, *chain.shared) for chain in network.chains]
         self._inner = [
-            Elimination(sizes, [self._scopes[f] for f in chain.factors], (*chain.entry, *chain.exit, *chain.shared))
-            for chain in network.chains
+            Elimination(sizes, [self._scopes[f] for f in chain.factors], kept, limit)
+            for chain, kept in zip(network.chains, around, strict=True)
         ]
         gone = {f for chain in network.chains for f in chain.factors}
         self._outer = [f for f in range(len(self._scopes)) if f not in gone]
-        around = [(*chain.entry, *chain.exit, *chain.shared) for chain in network.chains]
-        self._main = Elimination(sizes, [*(self._scopes[f] for f in self._outer), *around])
-
-    @property
-    def exact(self) -> bool:
-        """Whether no table was too large."""
-        return self._main.exact and all(order.exact for order in self._inner)
+        self._main = Elimination(sizes, [*(self._scopes[f] for f in self._outer), *around], limit=limit)
+        self._whole = {
+            v: i for (kind, *_), v in network.keys.items() if kind == "op"
+            for i, choice in enumerate(network.states[v]) if choice.name == "I"
+        }  # fmt: skip
+        self.exact = self._main.exact and all(
+            order.exact and self._count(kept) <= limit for order, kept in zip(self._inner, around, strict=True)
+        )
+        """Whether no table was too large; where one was, a network must have no chains."""
 
     def best(self, price: float = 0.0) -> Solution:
         """The cheapest states."""
@@ -66,6 +71,8 @@ class Solver:
         around = [self._unpacked(chain, power.table) for chain, power in zip(self.network.chains, powers, strict=True)]
         solved = self._main.run([*(tables[f] for f in self._outer), *around])
         states = solved.decode({})
+        if not self.exact:
+            states = search_nearby(self.network.sizes, self._scopes, tables, self._whole, self._limit)
         inner = tuple(
             self._decoded(c, b, p, states) for c, b, p in zip(self.network.chains, blocks, powers, strict=True)
         )
