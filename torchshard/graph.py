@@ -14,12 +14,13 @@ from __future__ import annotations
 import copy
 import operator
 from collections.abc import Iterator, Sequence
-from contextlib import nullcontext
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import sympy
 import torch
 from torch import Tensor, fx
+from torch._dispatch.python import enable_python_dispatcher
 
 from torchshard.distributed.ops import is_collective
 from torchshard.layouts import I, Layout
@@ -190,13 +191,20 @@ def fake_mode(module: fx.GraphModule) -> Any:
     return nullcontext()
 
 
+@contextmanager
+def faking(mode: Any) -> Iterator[None]:
+    """Ops run on fake values, of symbolic sizes too, as `torch.export` runs them."""
+    with mode, enable_python_dispatcher(), torch.no_grad():
+        yield
+
+
 def fake_value(mode: Any, target: Any, args: Any, kwargs: Any) -> Any:
     """What an op gives on the fake values of its arguments."""
 
     def fake(node: fx.Node) -> Any:
         return node.meta["val"]
 
-    with mode, torch.no_grad():
+    with faking(mode):
         return target(*fx.map_arg(args, fake), **fx.map_arg(kwargs, fake))
 
 

@@ -187,6 +187,12 @@ def _memory_order(value: Any) -> list[int]:
     return [next(ordered) if d in moving else d for d in range(value.ndim)]
 
 
+def _if_buffer(module: fx.GraphModule, node: fx.Node) -> fx.Node | None:
+    """What is detached of a buffer is the buffer."""
+    source: Any = node.args[0]
+    return source if source.meta.get("kind") == "buffer" else None
+
+
 def _if_broadcast(module: fx.GraphModule, node: fx.Node) -> fx.Node | None:
     """`broadcast_tensors(x, y)[0]` is x where x has that shape already."""
     source: Any = node.args[0]
@@ -221,4 +227,5 @@ _REWRITES: dict[Any, Rewrite] = {
     aten.cat.default: _without_empty,
     operator.getitem: _if_broadcast,
     aten.dropout.default: _if_inactive,
+    aten.detach.default: _if_buffer,
 }  # fmt: skip

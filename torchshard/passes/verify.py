@@ -13,13 +13,12 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-import torch
 from torch import Tensor, fx
 
 from torchshard.conversions import ends
 from torchshard.distributed.ops import OPS, is_collective
 from torchshard.errors import InternalError
-from torchshard.graph import fake_mode, hint, is_tensor, is_tensor_op, layout_of, operands, values, where
+from torchshard.graph import fake_mode, faking, hint, is_tensor, is_tensor_op, layout_of, operands, values, where
 from torchshard.layouts import I, Layout, Shard, canonical, is_whole
 from torchshard.passes.annotate import legal_choices
 
@@ -106,8 +105,7 @@ def _canonical(layout: Layout, world: int) -> Layout:
 
 def _shape_faults(module: fx.GraphModule) -> Iterator[Fault]:
     """Runs every op on the fake local values of its operands and compares what comes with what the layouts say."""
-    mode = fake_mode(module)
-    with mode, torch.no_grad():
+    with faking(fake_mode(module)):
         for node in module.graph.nodes:
             if node.op != "call_function":
                 continue

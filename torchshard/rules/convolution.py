@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from torchshard.notation import Local, Row
-from torchshard.rules.empty import emptied, filled
+from torchshard.rules.empty import emptied, filled, where_not_empty
 from torchshard.rules.registry import Call, rule, spaced
 
 aten = torch.ops.aten
@@ -66,11 +66,4 @@ def pooling(call: Call) -> Row:
     space = int(str(call.target).split("pool")[1][0])
     lead = list("ab")[: ndim - space]
     hs, os = ([f"!{c}{i}" for i in range(space)] for c in "hz")
-
-    def local(ctx: Local, x: Any, *args: Any, **kwargs: Any) -> Any:
-        axis, dim = ctx.choice.axes[0][0], len(lead) - 1
-        if axis != lead[dim] or ctx.size(axis):
-            return call.target(x, *args, **kwargs)
-        return emptied(call.target(filled(x, dim, ndim), *args, **kwargs), dim)
-
-    return call.row(f"{spaced([*lead, *hs])} -> {spaced([*lead, *os])}", local={"*": local})
+    return call.row(f"{spaced([*lead, *hs])} -> {spaced([*lead, *os])}", local={"*": where_not_empty(call)})

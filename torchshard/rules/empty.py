@@ -13,6 +13,10 @@ from typing import Any
 
 import torch
 
+from torchshard.layouts import Shard
+from torchshard.notation import Local, LocalFn
+from torchshard.rules.registry import Call
+
 aten = torch.ops.aten
 
 
@@ -24,3 +28,17 @@ def filled(x: Any, dim: int, ndim: int, width: int = 1) -> Any:
 def emptied(x: Any, dim: int) -> Any:
     """Nothing of `x` along `dim`."""
     return aten.slice.Tensor(x, dim, 0, 0)
+
+
+def where_not_empty(call: Call) -> LocalFn:
+    """Runs an op of one tensor, and for a rank without any of it on zeros that are cut off again."""
+    ndim = len(call.tensors[0].shape)
+
+    def local(ctx: Local, x: Any, *args: Any, **kwargs: Any) -> Any:
+        source, target = ctx.choice.operands[0], ctx.choice.results[0]
+        assert isinstance(source, Shard) and isinstance(target, Shard)
+        if ctx.size(ctx.choice.axes[0][0]):
+            return call.target(x, *args, **kwargs)
+        return emptied(call.target(filled(x, source.dim, ndim), *args, **kwargs), target.dim)
+
+    return local

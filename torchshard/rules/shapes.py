@@ -13,6 +13,7 @@ from typing import Any
 import torch
 
 from torchshard.notation import Dim, Local, Row, Size
+from torchshard.rules.empty import where_not_empty
 from torchshard.rules.registry import Call, block, dims_of, letters, positive, rule, spaced
 
 aten = torch.ops.aten
@@ -357,17 +358,23 @@ def stack(call: Call) -> Row:
     return call.row(f"{spaced(*([names] * n))} -> {spaced(right)}", linear=[set(range(n))])
 
 
-@rule(aten.constant_pad_nd.default)
-def constant_pad(call: Call) -> Row:
+@rule(
+    aten.constant_pad_nd.default, aten.pad.default,
+    aten.reflection_pad1d.default, aten.reflection_pad2d.default, aten.reflection_pad3d.default,
+    aten.replication_pad1d.default, aten.replication_pad2d.default, aten.replication_pad3d.default,
+)  # fmt: skip
+def pad(call: Call) -> Row:
     """`f32[2,8] -> f32[2,11]     a !b -> a !b0`: padded (or cut) dims are not split."""
-    ndim, pad = len(call.tensors[0].shape), call["pad"]
+    ndim = len(call.tensors[0].shape)
+    amounts = call["pad" if "pad" in call.args else "padding"]
     left = letters(ndim)
     right = list(left)
-    for i in range(len(pad) // 2):
-        if pad[2 * i] or pad[2 * i + 1]:
+    for i in range(len(amounts) // 2):
+        if amounts[2 * i] or amounts[2 * i + 1]:
             dim = ndim - 1 - i
             left[dim], right[dim] = f"!{left[dim]}", f"!{left[dim]}0"
-    return call.row(f"{spaced(left)} -> {spaced(right)}", linear=LINEAR if not call["value"] else ())
+    linear = () if call.args.get("value") else LINEAR
+    return call.row(f"{spaced(left)} -> {spaced(right)}", linear=linear, local={"*": where_not_empty(call)})
 
 
 @rule(aten.roll.default, aten.flip.default)

@@ -1,0 +1,269 @@
+"""Hugging Face models with no annotation: is what `ts.shard(model, "auto")` computes exact, and how much is split?
+
+Of each architecture of transformers a tiny one (two layers, width 64, random weights) goes through `ts.check` in
+float64, each in a process of its own with a time limit: outputs and every parameter gradient beside the unsharded
+model's, at a relative 1e-10.
+
+    exact      they are equal, at all numbers of ranks
+    refused    a typed error says why the model can't be sharded
+    wrong      they differ
+    failed     anything else: an error that is not ours, or no end within the limit
+    not built  transformers itself does not build or run the tiny model
+
+    python benchmarks/zoo.py --json zoo.json --write docs/models.md
+    python benchmarks/zoo.py --models llama gpt2 --ranks 2 3
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import dataclasses
+import io
+import json
+import logging
+import multiprocessing as mp
+import os
+import time
+import traceback
+import warnings
+from collections import Counter
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from transformers import AutoConfig, PreTrainedConfig
+from transformers.models.auto import modeling_auto
+
+import torchshard as ts
+from torchshard.layouts import I
+
+VOCAB, BATCH, SEQUENCE, IMAGE = 99, 2, 10, 32
+
+# --- tiny configurations ---------------------------------------------------------------------------------------------
+
+_NAMED: dict[int, str] = {
+    64: "hidden_size d_model n_embd embed_dim dim model_dim word_embed_proj_dim decoder_hidden_size rnn_hidden_size "
+        "lru_width encoder_hidden_size embedding_size projection_dim num_mel_bins max_position_embeddings n_positions "
+        "max_source_positions max_target_positions dim_model max_sequence_length",
+    2: "num_hidden_layers n_layer n_layers num_layers encoder_layers decoder_layers num_encoder_layers "
+       "num_decoder_layers num_key_value_heads num_kv_heads num_experts_per_tok moe_top_k top_k_experts "
+       "num_experts_per_token num_hidden_groups depth moe_k n_group num_expert_group",
+    4: "num_attention_heads n_head n_heads num_heads encoder_attention_heads decoder_attention_heads "
+       "num_encoder_attention_heads num_decoder_attention_heads num_local_experts num_experts n_routed_experts "
+       "moe_num_experts",
+    96: "intermediate_size ffn_dim n_inner d_ff encoder_ffn_dim decoder_ffn_dim ffn_hidden_size moe_intermediate_size "
+        "hidden_dim shared_expert_intermediate_size dim_ff",
+    16: "head_dim d_kv sliding_window local_window_size attention_window qk_nope_head_dim v_head_dim",
+    8: "patch_size qk_rope_head_dim rotary_dim",
+    VOCAB: "vocab_size vocab_size_per_layer_input decoder_vocab_size",
+    IMAGE: "image_size q_lora_rank kv_lora_rank",
+    0: "layerdrop encoder_layerdrop decoder_layerdrop pad_token_id",
+    1: "bos_token_id eos_token_id decoder_start_token_id first_k_dense_replace topk_group",
+}  # fmt: skip
+SMALL = {name: size for size, names in _NAMED.items() for name in names.split()}
+"""What a configuration's sizes are set to, where it has them under these names."""
+
+OVERRIDES: dict[str, dict[str, Any]] = {
+    "dots1": {"n_routed_experts": 4, "first_k_dense_replace": 1, "n_shared_experts": 1},
+    "gpt_neo": {"attention_types": [[["global", "local"], 1]]},
+    "gemma3n_text": {"num_kv_shared_layers": 0},
+    "gemma4_assistant": {"text_config": {"hidden_size_per_layer_input": 0}},
+    "cohere_compass_text": {"layer_types": ["sliding_attention", "full_attention"]},
+    "blt": {"hidden_size_global": 64},
+}
+"""model type -> sizes of its own."""
+
+TASKS = ("MASKED_LM", "SEQ_TO_SEQ_CAUSAL_LM", "SPEECH_SEQ_2_SEQ", "IMAGE_CLASSIFICATION", "CTC", "AUDIO_CLASSIFICATION",
+         "ZERO_SHOT_IMAGE_CLASSIFICATION", "DEPTH_ESTIMATION", "OBJECT_DETECTION")  # fmt: skip
+"""Of these the first that a model type has is what it is tried as, where it is no causal language model."""
+_OTHERS = """
+    albert bert camembert convbert data2vec-text deberta deberta-v2 distilbert electra ernie esm eurobert flaubert fnet
+    funnel ibert layoutlm longformer luke megatron-bert mobilebert modernbert mpnet nomic_bert nystromformer rembert
+    roberta roberta-prelayernorm roc_bert roformer squeezebert xlm xlm-roberta xlm-roberta-xl xmod
+    bart blenderbot blenderbot-small fsmt led longt5 m2m_100 marian mbart mt5 mvp nllb-moe pegasus pegasus_x plbart
+    prophetnet switch_transformers t5 t5gemma umt5 whisper speech_to_text moonshine
+    beit bit convnext convnextv2 cvt data2vec-vision deit dinov2 dinov2_with_registers efficientnet focalnet hiera
+    ijepa imagegpt levit mobilenet_v1 mobilenet_v2 mobilevit mobilevitv2 poolformer pvt pvt_v2 regnet resnet segformer
+    siglip swiftformer swin swinv2 vit vit_msn clip metaclip_2
+    data2vec-audio hubert unispeech unispeech-sat wav2vec2 wav2vec2-bert wav2vec2-conformer wavlm
+    audio-spectrogram-transformer glpn
+"""
+OTHERS = _OTHERS.split()
+"""Model types that are tried as something else than a causal language model."""
+
+
+def class_of(kind: str) -> tuple[str, str]:
+    """The model type and the class of 'llama' or of 'bert (other)'."""
+    plain = kind.removesuffix(" (other)")
+    if plain == kind:
+        return plain, modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[kind]
+    mappings = (getattr(modeling_auto, f"MODEL_FOR_{task}_MAPPING_NAMES") for task in TASKS)
+    named = next(mapping[plain] for mapping in mappings if plain in mapping)
+    return plain, named if isinstance(named, str) else named[0]
+
+
+def tiny(kind: str) -> PreTrainedConfig:
+    """A small configuration of a model type."""
+    return _shrunk(type(AutoConfig.for_model(kind)), OVERRIDES.get(kind, {}))
+
+
+def _shrunk(kind: type[PreTrainedConfig], own: dict[str, Any]) -> PreTrainedConfig:
+    default = kind()
+    sizes: dict[str, Any] = {}
+    for name, value in vars(default).items():
+        if isinstance(value, PreTrainedConfig):
+            sizes[name] = _shrunk(type(value), own.get(name, {}))
+        elif name in SMALL and isinstance(value, int | float) and not isinstance(value, bool):
+            sizes[name] = type(value)(SMALL[name])
+    if "qk_rope_head_dim" in sizes:  # latent attention: the rotary part is the head's, and no head is shared
+        sizes.update(num_key_value_heads=sizes.get("num_attention_heads", 4), head_dim=sizes["qk_rope_head_dim"])
+    parts = {name: config for name, config in sizes.items() if isinstance(config, PreTrainedConfig)}
+    plain = {name: size for name, size in {**sizes, **own}.items() if name not in parts}
+    made = kind(**plain, **parts)
+    made.use_cache = False
+    return made
+
+
+def built(kind: str) -> tuple[torch.nn.Module, dict[str, Any]]:
+    """A tiny model with a call of it."""
+    torch.manual_seed(0)
+    plain, named = class_of(kind)
+    config = tiny(plain)
+    config._experts_implementation = "batched_mm"  # grouped products have no float64
+    model = getattr(transformers, named)(config).train()
+    return model, example(model, config)
+
+
+def example(model: torch.nn.Module, config: PreTrainedConfig) -> dict[str, Any]:
+    """Inputs of a model, by the name of its main one."""
+    main = model.main_input_name
+    ids = torch.randint(3, VOCAB, (BATCH, SEQUENCE))
+    if main == "input_ids":
+        pairs = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
+        return pairs | ({"decoder_input_ids": ids.flip(0)} if config.is_encoder_decoder else {})
+    if main == "pixel_values":
+        return {main: torch.randn(BATCH, getattr(config, "num_channels", 3), IMAGE, IMAGE)}
+    if main == "input_values":
+        return {main: torch.randn(BATCH, 2000)}
+    if main == "input_features":
+        found = {main: torch.randn(BATCH, getattr(config, "num_mel_bins", 64), 2 * SEQUENCE)}
+        return found | ({"decoder_input_ids": ids} if config.is_encoder_decoder else {})
+    raise ValueError(f"no example for {main}")
+
+
+# --- one model -------------------------------------------------------------------------------------------------------
+
+
+@dataclasses.dataclass
+class Result:
+    """What became of one model."""
+
+    kind: str
+    status: str
+    split: dict[int, float] = dataclasses.field(default_factory=dict)
+    """Ranks -> the share of the parameters' bytes that is split."""
+    why: str = ""
+    seconds: float = 0.0
+
+
+def tried(kind: str, ranks: list[int]) -> Result:
+    """Builds, shards and checks."""
+    try:
+        model, call = built(kind)
+        with torch.no_grad():
+            model.double()(**_double(call))
+    except Exception as error:
+        return Result(kind, "not built", why=_line(error))
+    split: dict[int, float] = {}
+    for world in ranks:
+        try:
+            plan = ts.plan(model, world_size=world, example_kwargs=_double(call))
+            split[world] = split_share(model, plan)
+            report = ts.check(model, plan, world_size=world, example_kwargs=_double(call))
+        except ts.ShardError as error:
+            return Result(kind, "refused", split, f"{type(error).__name__}: {_line(error)}")
+        except Exception as error:
+            where = traceback.extract_tb(error.__traceback__)[-1]
+            return Result(
+                kind, "failed", split, f"{type(error).__name__}: {_line(error)} ({where.filename}:{where.lineno})"
+            )
+        if not report.ok:
+            worst = max(report.comparisons, key=lambda c: c.error)
+            return Result(
+                kind, "wrong", split, f"{world} ranks: {worst.kind} {worst.name} {worst.error:.1e} {report.diverges_at}"
+            )
+    return Result(kind, "exact", split)
+
+
+def _double(call: dict[str, Any]) -> dict[str, Any]:
+    return {name: x.double() if x.is_floating_point() else x for name, x in call.items()}
+
+
+def _line(error: BaseException) -> str:
+    return " ".join(str(error).split())[:400]
+
+
+def split_share(model: torch.nn.Module, plan: ts.Plan) -> float:
+    """The part of the parameters' bytes that lies in slices."""
+    sizes = {name: p.numel() * p.element_size() for name, p in model.named_parameters()}
+    return sum(size for name, size in sizes.items() if plan.parameters.get(name, I) != I) / max(sum(sizes.values()), 1)
+
+
+def _alone(kind: str, ranks: list[int], pipe: Any) -> None:
+    torch.set_num_threads(1)
+    warnings.filterwarnings("ignore")
+    logging.disable()
+    with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()):
+        pipe.send(tried(kind, ranks))
+
+
+def in_a_process(kind: str, ranks: list[int], limit: float) -> Result:
+    """The same in a process of its own, which is ended at the limit."""
+    ours, theirs = mp.get_context("forkserver").Pipe()
+    process = mp.get_context("forkserver").Process(target=_alone, args=(kind, ranks, theirs))
+    start = time.perf_counter()
+    process.start()
+    theirs.close()
+    try:
+        result = ours.recv() if ours.poll(limit) else Result(kind, "failed", why=f"no end within {limit:.0f} s")
+    except EOFError:
+        process.join(5)
+        result = Result(kind, "failed", why=f"the process ended with {process.exitcode}")
+    process.kill()
+    process.join()
+    return dataclasses.replace(result, seconds=round(time.perf_counter() - start, 1))
+
+
+# --- all of them -----------------------------------------------------------------------------------------------------
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--ranks", type=int, nargs="+", default=[2, 4])
+    parser.add_argument("--models", nargs="+")
+    parser.add_argument("--limit", type=float, default=180.0, help="seconds for one model")
+    parser.add_argument("--jobs", type=int, default=os.cpu_count())
+    parser.add_argument("--json", type=Path, help="results are written here; those that are there already are kept")
+    given = parser.parse_args()
+    mp.get_context("forkserver").set_forkserver_preload(["torch", "transformers", "torchshard", "__main__"])
+    kinds = given.models or [*modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES, *(f"{kind} (other)" for kind in OTHERS)]
+    known = json.loads(given.json.read_text()) if given.json and given.json.exists() else {}
+    todo = [kind for kind in kinds if given.models or kind not in known]
+    with ThreadPoolExecutor(given.jobs) as pool:
+        for result in pool.map(lambda kind: in_a_process(kind, given.ranks, given.limit), todo):
+            known[result.kind] = dataclasses.asdict(result)
+            split = " ".join(f"{share:.0%}" for share in result.split.values())
+            print(
+                f"{result.kind:28} {result.status:10} {split:10} {result.seconds:6.1f} s  {result.why[:300]}",
+                flush=True,
+            )
+            if given.json:
+                given.json.write_text(json.dumps(known, indent=1))
+    print(Counter(known[kind]["status"] for kind in kinds))
+
+
+if __name__ == "__main__":
+    main()
