@@ -20,7 +20,8 @@ export OMP_NUM_THREADS := 1
 .PHONY: test lint demo bench clean distclean
 
 test: lint
-	$(PY) -m pytest -q
+	$(PY) -m pytest -q -n auto -m "not ranks"
+	$(PY) -m pytest -q -m ranks
 
 lint: $(VENV)/.stamp-test
 	$(PY) -m ruff check

@@ -1,4 +1,8 @@
-"""One thread per process, the same Hypothesis examples at each run, and no process group that outlives its test."""
+"""One thread per process, the same Hypothesis examples at each run, and no process group that outlives its test.
+
+Tests that start ranks are marked `ranks`: they use all cores, and some measure how soon an error comes, so that nothing
+else should run beside them. All others may run in parallel.
+"""
 
 from __future__ import annotations
 
@@ -10,8 +14,22 @@ from hypothesis import settings
 
 import torchshard as ts
 
+RANKS = {
+    f"test_{name}"
+    for name in ("by_hand", "cli", "collectives", "examples", "faults", "launch", "multi_node", "nn", "objects", "plans",
+                 "primitives", "ranks")
+}  # fmt: skip
+"""The files whose tests start ranks."""
+
 settings.register_profile("torchshard", max_examples=60, deadline=None, derandomize=True)
 settings.load_profile("torchshard")
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Marks the tests that start ranks."""
+    for item in items:
+        if item.path.stem in RANKS:
+            item.add_marker("ranks")
 
 
 @pytest.fixture(autouse=True)
