@@ -30,6 +30,18 @@ def bare() -> nn.Module:
     return MLP()
 
 
+def failing() -> nn.Module:
+    raise ZeroDivisionError("no such luck")
+
+
+def reading() -> nn.Module:
+    return nn.Linear(4, int(torch.ones(()).item()))
+
+
+def nothing_at_all() -> tuple[()]:
+    return ()
+
+
 @pytest.fixture
 def llama(tmp_path: Path) -> str:
     config = transformers.LlamaConfig(**CONFIG, num_key_value_heads=2, vocab_size=99)
@@ -120,8 +132,13 @@ def test_configurations_of_other_kinds(kind: str, tmp_path: Path, capsys: pytest
 
 ERRORS = {
     "nothing there": (["plan", "nowhere"], "'nowhere' is no model"),
-    "no such module": (["plan", "no.such:factory"], "can't be imported"),
-    "no such function": (["plan", "tests.test_cli:nothing"], "can't be imported"),
+    "no such module": (["plan", "no.such:factory"], "gives no model: ModuleNotFoundError"),
+    "no such function": (["plan", "tests.test_cli:nothing"], "gives no model: AttributeError"),
+    "a factory that fails": (["plan", "tests.test_cli:failing"], "gives no model: ZeroDivisionError"),
+    "a factory that looks at numbers": (["plan", "tests.test_cli:reading"], "gives no model: RuntimeError"),
+    "a factory of nothing": (["plan", "tests.test_cli:nothing_at_all"], "gives a tuple"),
+    "too small to check": (["check", "tests.test_cli:factory", "--memory", "10B"], "fits 10 B"),
+    "too many ranks": (["plan", "tests.test_cli:factory", "--ranks", "100000"], "more than any dim"),
     "no inputs": (["plan", "tests.test_cli:bare"], "InputError"),
     "no ranks": (["plan", "tests.test_cli:factory", "--ranks", "0"], "0 is no number of ranks"),
     "no size": (["plan", "tests.test_cli:factory", "--memory", "much"], "'much' is no size"),
@@ -130,6 +147,7 @@ ERRORS = {
     "no batch": (["plan", "tests.test_cli:factory", "--batch", "0"], "0 is no size"),
     "no plan": (["show", "no.json"], "can't be read"),
     "no folder": (["plan", "tests.test_cli:factory", "--json", "no/such/plan.json"], "can't be written"),
+    "no page": (["plan", "tests.test_cli:factory", "--html", "x.svg"], "can't be written as '.svg'"),
     "no format": (["draw", "tests.test_cli:factory", "-o", "x.png"], "can't be written as '.png'"),
 }
 
@@ -149,12 +167,45 @@ def test_a_configuration_that_is_no_models(tmp_path: Path, capsys: pytest.Captur
         ("{", "can't be read"),
         ("{}", "it has no model_type"),
         (json.dumps({"model_type": "nonsense"}), "no configuration that transformers knows"),
-        (json.dumps({"model_type": "llama", "architectures": ["Nonsense"]}), "transformers has no Nonsense"),
+        (json.dumps({"model_type": "llama", "architectures": ["Nonsense"]}), "transformers has no model 'Nonsense'"),
+        (json.dumps({"model_type": "llama", "architectures": [5]}), "transformers has no model 5"),
+        (json.dumps({"model_type": "llama", "architectures": ["logging"]}), "transformers has no model 'logging'"),
+        (json.dumps({"model_type": "llama", "num_attention_heads": 0}), "ZeroDivisionError"),
+        (json.dumps({"model_type": "bert", "hidden_size": 32, "num_attention_heads": 5}), "ValueError"),
         (json.dumps({"model_type": "wav2vec2"}), "of which a configuration says no size"),
     ):
         (tmp_path / "config.json").write_text(content)
         assert main(["plan", str(tmp_path)]) == 3
         assert text in capsys.readouterr().err
+
+
+def test_a_plan_file_is_shown_as_it_is(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    main(["plan", "tests.test_cli:factory", "--json", str(tmp_path / "plan.txt")])
+    assert main(["show", str(tmp_path / "plan.txt")]) == 0
+    assert main(["show", str(tmp_path / "plan.txt"), "--ranks", "3", "--memory", "1GiB"]) == 3
+    assert "--ranks and --memory can't change a plan that is made" in capsys.readouterr().err
+
+
+def test_a_configuration_of_any_name_is_shown(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "tiny.json").write_text(json.dumps({"model_type": "llama", "vocab_size": 99, **CONFIG}))
+    assert main(["show", str(tmp_path / "tiny.json"), "--sequence", "8"]) == 0
+    assert capsys.readouterr().out.startswith("plan for 2 ranks")
+
+
+def test_what_is_no_error_of_ours_is_told_in_short_too(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("torchshard.cli._planned", lambda given: 1 / 0)
+    assert main(["plan", "anything"]) == 3
+    assert capsys.readouterr().err == "ZeroDivisionError: division by zero\n  try:    --debug, for the traceback\n"
+    with pytest.raises(ZeroDivisionError):
+        main(["plan", "anything", "--debug"])
+
+
+def test_a_reader_that_goes_is_no_traceback() -> None:
+    command = f"{sys.executable} -m torchshard env | true"
+    done = subprocess.run(["bash", "-c", command], capture_output=True, text=True)
+    assert "Traceback" not in done.stderr and "BrokenPipe" not in done.stderr
 
 
 def test_an_unknown_command_is_2() -> None:

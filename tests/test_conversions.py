@@ -119,11 +119,11 @@ def _ways(have: set[Layout], allowed: set[Layout], wanted: set[Layout]) -> Itera
 @pytest.mark.parametrize("source", LAYOUTS, ids=str)
 @pytest.mark.parametrize("size", [1, 2])
 def test_links_are_the_cheapest_of_all_ways(source: Layout, size: int) -> None:
-    """By enumeration; I and R may lie on the way."""
+    """By enumeration; I and R may lie on the way. Of R wanted as it is and as I there is none, by no way."""
     for wanted in map(set, itertools.combinations([x for x in LAYOUTS if x != source], size)):
         costs = [_rounds(way, True) for way in _ways({source}, wanted | {I, R}, wanted)]
         found = links(source, wanted, 4, needs_grad=True)
-        assert (found is None) == (not costs)
+        assert (found is None) == (not costs or (source == R and I in wanted))
         there = {source}
         for link in found or ():
             assert link.source in there and link.target not in there
@@ -222,3 +222,25 @@ def _spread(whole: Tensor, layout: Layout, world: int) -> list[Tensor]:
         return [split(whole, layout, rank, world).clone() for rank in range(world)]
     rest = [torch.randn_like(whole) for _ in range(world - 1)]
     return [*rest, whole - sum(rest, torch.zeros_like(whole))]
+
+
+@pytest.mark.parametrize("needs_grad", [True, False])
+@pytest.mark.parametrize("source", [I, R, P, S(0), S(1)], ids=str)
+def test_fewer_wishes_are_never_dearer(source: Layout, needs_grad: bool) -> None:
+    """So that a value may be had in more layouts than its consumers want: what that costs bounds what is inserted."""
+    layouts = [I, R, S(0), S(1)]
+    for count in (1, 2, 3):
+        for wanted in itertools.combinations(layouts, count):
+            steps = links(source, wanted, 3, needs_grad=needs_grad)
+            for fewer in (w for k in range(1, count) for w in itertools.combinations(wanted, k)):
+                less = links(source, fewer, 3, needs_grad=needs_grad)
+                assert steps is None or (less is not None and _sent(less, needs_grad) <= _sent(steps, needs_grad))
+
+
+def _sent(steps: Sequence[Link], needs_grad: bool) -> float:
+    shape = (6, 6)
+    return sum(
+        sent_bytes(kernel, 36.0, link.source, link.target, shape, 3)
+        for link in steps
+        for kernel in kernels(link.name, needs_grad=needs_grad)
+    )

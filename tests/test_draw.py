@@ -96,7 +96,7 @@ def test_a_sharded_module_and_one_rank(tmp_path: Path) -> None:
 
 def test_what_is_refused(tmp_path: Path) -> None:
     case = CASES["mlp"]
-    with pytest.raises(ts.InputError, match=r"(?s)can't be written as '\.png'.*try: +'model\.svg'"):
+    with pytest.raises(ts.InputError, match=r"(?s)can't be written as '\.png'.*try: +'model\.html'"):
         ts.draw(_program("mlp"), tmp_path / "model.png")
     with pytest.raises(ts.InputError, match="can't be written as 'a file without a suffix'"):
         ts.draw(_program("mlp"), tmp_path / "model")

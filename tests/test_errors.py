@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from collections.abc import Callable
 from pathlib import Path
@@ -13,6 +14,7 @@ from torch import Tensor, nn
 
 import torchshard as ts
 from tests.models import CASES, GPT, MLP
+from torchshard.layouts import parse_layout
 
 X = torch.randn(3, 12)
 
@@ -238,11 +240,10 @@ def test_what_is_of_the_wrong_kind(name: str) -> None:
 
 @pytest.mark.parametrize("layout", ["S(9)", "S(0; 3+4)", "P"])
 def test_a_plan_whose_layouts_do_not_fit(layout: str) -> None:
-    body = json.loads(_plan({"up": "column"}).to_json())
-    body["parameters"]["up.weight"] = layout
+    made = _plan({"up": "column"})
+    made = dataclasses.replace(made, parameters={**made.parameters, "up.weight": parse_layout(layout)})
     for call in (_plan, lambda plan: ts.shard(MLP(), plan)):
-        body["world_size"] = 2 if call is _plan else 1
         with pytest.raises(ts.PlanError, match="does not fit") as caught:
-            call(json.dumps(body))
+            call(dataclasses.replace(made, world_size=2 if call is _plan else 1))
         _four_lines(caught.value)
     ts.distributed.destroy_process_group()

@@ -131,8 +131,8 @@ def test_dot_is_text_for_graphviz(tmp_path: Path) -> None:
 def test_what_a_page_cant_be(tmp_path: Path) -> None:
     made = _program()
     for model, name, text in (
-        ([made, made], "x.svg", "2 pictures can't be written as '.svg'"),
-        ([], "x.html", "0 pictures can't be written"),
+        ([made, made], "x.svg", "can't be written as '.svg'"),
+        ([], "x.html", "nothing to draw"),
         (made, "no/x.html", "can't be written"),
         (ts.Plan.from_json(made.plan.to_json()), "x.html", "the plan has no graph"),
     ):

@@ -23,11 +23,11 @@ from torchshard.planner.machine import Machine
 from torchshard.planner.network import FORBIDDEN, Asked, Network, build
 from torchshard.planner.predict import predict
 from torchshard.planner.prune import prune
-from torchshard.planner.search import stamped, within
+from torchshard.planner.search import STEEP, stamped, within
 from torchshard.planner.solver import Solver
 
 aten = torch.ops.aten
-MACHINE = Machine("test", 1e9, 1e8, 1e8, 1e-5, 2e-5, 1e9)
+MACHINE = Machine("test", 1e9, 1e8, 1e8, 1e-5, 2e-5)
 """Slow enough for computation and communication of small tensors to be of one size."""
 
 # --- tables ----------------------------------------------------------------------------------------------------------
@@ -235,7 +235,7 @@ def test_the_plan_is_the_best_of_all(start: int) -> None:
             assert found.bound == pytest.approx(best, rel=1e-9)
         fewest = nbytes[np.isfinite(seconds)].min()
         for more in (1.0, 1.2, 1.6, 3.0):
-            found, gap, price = within(solver, lambda least, more=more: least * more)
+            found, gap, price = within(solver, lambda least, more=more: least * more, solver.best(STEEP))
             allowed = (seconds + price * nbytes)[nbytes <= fewest * more * (1 + 1e-12)].min()
             cost = found.seconds + price * found.nbytes
             assert found.nbytes <= fewest * more * (1 + 1e-12)

@@ -93,7 +93,7 @@ def graph_of(name: str, layers: int) -> fx.Graph:
     return captured.graph.graph
 
 
-MODEL = CostModel(Machine("test", 1e9, 1e8, 1e8, 1e-5, 2e-5, 1e9), 4)
+MODEL = CostModel(Machine("test", 1e9, 1e8, 1e8, 1e-5, 2e-5), 4)
 """Slow enough for computation and communication of small tensors to be of one size."""
 
 

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import gc
 import json
-from collections.abc import Callable
+import os
+import re
+import threading
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -55,6 +58,44 @@ def test_a_file_that_is_no_plan(tmp_path: Path) -> None:
         assert name in str(caught.value) and str(caught.value).count("\n") == 3
 
 
+def _changed(body: Any, path: list[Any], value: Any) -> str:
+    """The JSON of a plan with something else at one place."""
+    made = json.loads(json.dumps(body))
+    at = made
+    for step in path[:-1]:
+        at = at[step]
+    at[path[-1]] = value
+    return json.dumps(made)
+
+
+def _places(body: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
+    """The first few places of each kind in nested JSON."""
+    items = list(body.items()) if isinstance(body, dict) else list(enumerate(body)) if isinstance(body, list) else []
+    for key, value in items[:12]:
+        yield (*path, key)
+        yield from _places(value, (*path, key))
+
+
+def test_a_plan_file_that_was_tampered_with_is_refused_or_exact() -> None:
+    """Every field in turn gone wrong: a typed error when it is read or planned, or a plan that computes right."""
+    model, x = MLP(), torch.randn(3, 12)
+    made = ts.plan(model, "auto", world_size=2, example_inputs=(x,))
+    body = json.loads(made.to_json())
+    refused = 0
+    for path in _places(body):
+        for value in (None, -2, 2.5, 1e999, "S(7)", "x", [], {}, [[]], True):
+            try:
+                plan = ts.Plan.from_json(_changed(body, list(path), value))
+                assert str(plan) and ts.explain(plan)
+                report = ts.check(model, plan, world_size=2, example_inputs=(x,))
+            except ts.ShardError as error:
+                assert str(error).count("\n") == 3, str(error)
+                refused += 1
+                continue
+            assert report.ok, (path, value)
+    assert refused > 500
+
+
 def test_a_plan_of_another_model_is_named_by_what_differs(tmp_path: Path) -> None:
     made = _gpt()
     with pytest.raises(ts.PlanError, match="made for another model") as caught:
@@ -72,6 +113,27 @@ def test_nothing_is_left_where_a_file_cant_be_written(tmp_path: Path) -> None:
 
 
 # --- two plans, and others' words ------------------------------------------------------------------------------------
+
+
+def test_files_that_are_no_plain_files(tmp_path: Path) -> None:
+    """A link is followed, a mode is kept, a pipe is written to, and a path that is none leaves nothing behind."""
+    made = _gpt()
+    target, link, pipe = (tmp_path / name for name in ("plan.json", "link.json", "pipe"))
+    target.write_text("old")
+    target.chmod(0o600)
+    link.symlink_to(target)
+    made.save(link)
+    assert link.is_symlink() and ts.Plan.load(target) == made and target.stat().st_mode & 0o777 == 0o600
+    os.mkfifo(pipe)
+    reader = threading.Thread(target=lambda: got.append(pipe.read_text()))
+    got: list[str] = []
+    reader.start()
+    made.save(pipe)
+    reader.join(10)
+    assert got == [made.to_json()] and pipe.is_fifo()
+    with pytest.raises(ts.InputError, match="can't be written"):
+        made.save(f"{tmp_path}/a\0b")
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["link.json", "pipe", "plan.json"]
 
 
 def test_diff_says_what_changed_and_what_it_costs() -> None:
@@ -118,6 +180,56 @@ def test_the_words_of_hugging_face_and_dtensor() -> None:
     assert styles["blocks.1.up"] == "ColwiseParallel" and styles["blocks.1.down"] == styles["tok"] == "RowwiseParallel"
 
 
+class Tied(nn.Module):
+    """An embedding that is the head too."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.tok, self.up, self.down = nn.Embedding(64, 16), nn.Linear(16, 64), nn.Linear(64, 16)
+        self.head = nn.Linear(16, 64, bias=False)
+        self.head.weight = self.tok.weight
+
+    def forward(self, ids: Tensor) -> Tensor:
+        return self.head(self.down(self.up(self.tok(ids)).relu()))
+
+
+class Scored(nn.Module):
+    """A loss inside, over a vocabulary that may be split."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.tok, self.head = nn.Embedding(64, 16), nn.Linear(16, 4096)
+
+    def forward(self, ids: Tensor, labels: Tensor) -> Tensor:
+        return nn.functional.cross_entropy(self.head(self.tok(ids)).flatten(0, 1), labels.flatten())
+
+
+def test_ties_and_losses_are_beyond_their_words() -> None:
+    tied = ts.plan(Tied(), {"tok": "vocab"}, world_size=2, example_inputs=(IDS,))
+    with pytest.raises(ts.PlanError, match=r"tok\.weight, which is head\.weight too"):
+        tied.to_hf()
+    ids = torch.randint(0, 64, (8, 64))
+    loss = ts.plan(Scored(), {"head": "column", "tok": "replicate"}, world_size=2, example_inputs=(ids, ids))
+    assert any(c.is_inside and c.calls for c in loss.costs.collectives)
+    with pytest.raises(ts.PlanError, match="inside"):
+        loss.to_dtensor()
+
+
+def test_a_glob_stands_only_for_what_is_all_split() -> None:
+    made = ts.plan(
+        nn.Sequential(*(nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 8)) for _ in range(3))),
+        {
+            "0": "replicate",
+            "0.*": "replicate",
+            **{f"{i}.0": "column" for i in (1, 2)},
+            **{f"{i}.2": "row" for i in (1, 2)},
+        },
+        world_size=2,
+        example_inputs=(torch.randn(2, 8),),
+    )
+    assert made.to_hf() == {"1.0": "colwise", "1.2": "rowwise", "2.0": "colwise", "2.2": "rowwise"}
+
+
 def test_what_their_words_cant_say_is_named() -> None:
     case = CASES["fused_by_split"]
     made = ts.plan(case.build(), case.plan, world_size=2, example_inputs=case.inputs())
@@ -148,7 +260,7 @@ def test_knobs_that_are_none(options: dict[str, Any], text: str) -> None:
 
 
 def test_a_machine_of_nonsense() -> None:
-    for field, value in (("flops", 0), ("latency", -1), ("memory", float("nan")), ("link_bandwidth", "fast")):
+    for field, value in (("flops", 0), ("latency", -1), ("flops", float("nan")), ("link_bandwidth", "fast")):
         with pytest.raises(ts.InputError, match=f"is no {field.replace('_', ' ')}"):
             ts.Machine("mine", **{field: value})
 
@@ -284,3 +396,63 @@ def test_auto_is_exact_for_every_model() -> None:
         report = ts.check(case.build(), "auto", world_size=3, example_inputs=case.inputs(), example_kwargs=case.kwargs)
         assert report.ok, f"{name}\n{report}"
     assert program(MLP(), "auto", 2, (torch.randn(3, 12),)).plan.parameters["up.weight"] == ts.S(0)
+
+
+# --- limits of memory ------------------------------------------------------------------------------------------------
+
+
+class Alike(nn.Module):
+    """Layers that are all alike, which a limit of memory lets stay whole one by one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 8)) for _ in range(40))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = x + layer(x)
+        return x
+
+
+def _alike(**options: Any) -> ts.Plan:
+    return ts.plan(Alike(), options.pop("plan", "auto"), world_size=2, example_inputs=(torch.randn(4, 8),), **options)
+
+
+def test_of_layers_that_are_alike_as_many_stay_whole_as_fit() -> None:
+    fast, small = _alike(memory="1GiB"), _alike()
+    most = _peak(fast), _peak(small)
+    whole = []
+    for share in (0.25, 0.5, 0.75):
+        limit = most[1] + share * (most[0] - most[1])
+        made = _alike(memory=limit)
+        assert made.costs.memory["peak"] <= limit
+        whole.append(sum(made.parameters[f"layers.{i}.0.weight"] == ts.I for i in range(40)))
+        assert ts.check(Alike(), made, world_size=2, example_inputs=(torch.randn(4, 8),)).ok
+    assert 5 <= whole[0] < whole[1] < whole[2] <= 38, whole
+
+
+def _peak(plan: ts.Plan) -> float:
+    return predicted_memory(plan.graph, plan)["peak"]
+
+
+def test_a_plan_that_is_given_must_fit_too() -> None:
+    made = _alike()
+    assert _alike(plan=made, memory="1GiB").costs.memory["peak"] == _peak(made)
+    with pytest.raises(ts.PlanError, match=r"the plan does not fit 1\.0 KiB: it takes"):
+        _alike(plan=made, memory="1KiB")
+
+
+def test_the_next_best_is_told_within_the_limit() -> None:
+    """What else there is under the same limit is no faster; a pin that is dear under a limit is named."""
+    fast, small = _alike(memory="1GiB"), _alike()
+    made = _alike(memory=(_peak(fast) + _peak(small)) / 2)
+    told = re.findall(r"next best: ([+-][\d.e+-]+) ms", ts.explain(made))
+    assert told and all(float(one) >= 0 for one in told)
+    pinned = _alike(plan={"layers.*.0": "column", "layers.*.2": "row"}, memory="1GiB")
+    assert "makes a step slower" in ts.explain(pinned)
+
+
+def test_a_loaded_plan_is_explained_with_what_else_there_is() -> None:
+    made = _gpt()
+    again = _gpt(plan=ts.Plan.from_json(made.to_json()))
+    assert ts.explain(again) == ts.explain(made)

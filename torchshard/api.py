@@ -7,6 +7,7 @@ from typing import Any
 
 from torch import nn
 
+from torchshard.capture import check_weights
 from torchshard.distributed.groups import MODEL, init_process_group, is_initialized, lookup
 from torchshard.errors import PlanError
 from torchshard.module import ShardedModule
@@ -80,7 +81,8 @@ def plan(
         plan: as in `shard`.
         memory: bytes, or a text such as "24GiB", that a training step may take on a rank: parameters, gradients, Adam's
             state and activations. The plan is the fastest found that fits. Without it the weights are split as far as
-            they can be without sending more than that is worth, and the plan is the fastest of those.
+            they can be without sending more than that is worth, and the plan is the fastest of those. A Plan that is
+            given must fit.
         machine: a `Machine`, or the name of one: "h100x8" (without it, where the model is not on a CPU), "cpu-gloo".
         axes: "weights" splits dims that weights bring into the model; "all" batch and sequence too, for inputs of
             exactly these sizes.
@@ -90,5 +92,6 @@ def plan(
     """
     check_world_size(world_size)
     check_examples(example_inputs, example_kwargs)
+    check_weights(model)
     aim = objective(machine, memory, axes, device_type(model))
-    return program(model, plan, world_size, tuple(example_inputs), example_kwargs, aim=aim).plan
+    return program(model, plan, world_size, tuple(example_inputs or ()), example_kwargs, aim=aim).plan

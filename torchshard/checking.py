@@ -23,8 +23,9 @@ from torchshard.errors import ShardError
 from torchshard.graph import is_tensor, where
 from torchshard.layouts import I, Layout, dual, is_whole, join
 from torchshard.materialize import local_state
+from torchshard.planner.machine import Machine, objective
 from torchshard.planning import PlanLike
-from torchshard.program import Program, check_examples, check_world_size, program
+from torchshard.program import Program, check_examples, check_world_size, device_type, program
 
 TOLERANCES = {torch.float64: 1e-10, torch.float32: 1e-5, torch.float16: 1e-2, torch.bfloat16: 5e-2}
 """Largest error relative to the largest value of a tensor, by the narrowest floating dtype in the graph."""
@@ -96,6 +97,9 @@ def check(
     example_inputs: Sequence[Any] = (),
     example_kwargs: Mapping[str, Any] | None = None,
     dtype: torch.dtype | None = torch.float64,
+    memory: str | float | None = None,
+    machine: Machine | str | None = None,
+    axes: str = "weights",
 ) -> Report:
     """Compares outputs, written buffers, input gradients and every parameter gradient with the unsharded model's.
 
@@ -104,6 +108,7 @@ def check(
         world_size: any number of ranks.
         example_inputs, example_kwargs: what `model` is called with.
         dtype: the floating dtype to compare in (model and inputs are cast); None: as they are.
+        memory, machine, axes: what the best plan is; see `plan`.
 
     Raises:
         what `torchshard.shard` raises for this model and plan. A difference is reported, not raised:
@@ -115,7 +120,8 @@ def check(
     held, args, kwargs = copied(model), list(example_inputs), dict(example_kwargs or {})
     if dtype is not None:
         held, args, kwargs = in_dtype(held, args, kwargs, dtype)
-    made = program(held, plan, world_size, args, kwargs)
+    aim = objective(machine, memory, axes, device_type(held))
+    made = program(held, plan, world_size, args, kwargs, aim=aim)
     return check_program(held, made, made.graph, args, kwargs)
 
 

@@ -12,7 +12,9 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import json
 import logging
+import os
 import sys
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -30,6 +32,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
     try:
         code: int = given.run(given)
+        sys.stdout.flush()
         return code
     except ShardError as error:
         if given.debug:
@@ -38,6 +41,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return FAILED
     except KeyboardInterrupt:
         return 130
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # who read the output has gone
+        return FAILED
+    except Exception as error:
+        if given.debug:
+            raise
+        what = (str(error).splitlines() or [""])[0]
+        print(f"{type(error).__name__}: {what}\n  try:    --debug, for the traceback", file=sys.stderr)
+        return FAILED
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -155,7 +167,10 @@ class _Follow(logging.Handler):
 
 def _plan(given: argparse.Namespace) -> int:
     import torchshard as ts
+    from torchshard.drawing import check_suffix
 
+    if given.html:
+        check_suffix(given.html, (".html",))
     made = _planned(given)
     print(made)
     if given.json:
@@ -168,14 +183,42 @@ def _plan(given: argparse.Namespace) -> int:
 def _show(given: argparse.Namespace) -> int:
     import torchshard as ts
 
-    is_plan = given.model.endswith(".json") and given.model.rpartition("/")[2] != "config.json"
-    print(ts.explain(ts.Plan.load(given.model) if is_plan else _planned(given), level=given.level))
+    print(ts.explain(_loaded(given) if _is_plan(given.model) else _planned(given), level=given.level))
     return 0
+
+
+def _is_plan(path: str) -> bool:
+    """Whether it is a plan's file: JSON, and no model's configuration."""
+    try:
+        with open(path, encoding="utf-8") as file:
+            said = json.load(file)
+    except (OSError, ValueError, RecursionError):
+        return path.endswith(".json") and os.path.basename(path) != "config.json"
+    return not (isinstance(said, dict) and "model_type" in said)
+
+
+def _loaded(given: argparse.Namespace) -> Any:
+    import torchshard as ts
+    from torchshard.errors import InputError
+
+    plain = _parser().parse_args(["show", given.model])
+    said = [f"--{name}" for name in ("ranks", "plan", "memory", "machine", "axes")
+            if getattr(given, name) != getattr(plain, name)]  # fmt: skip
+    if said:
+        raise InputError(
+            f"{' and '.join(said)} can't change a plan that is made",
+            where="show",
+            why=f"{given.model!r} is a plan's file",
+            attempt="the model in its place, which is planned anew",
+        )
+    return ts.Plan.load(given.model)
 
 
 def _draw(given: argparse.Namespace) -> int:
     import torchshard as ts
+    from torchshard.drawing import FORMATS, check_suffix
 
+    check_suffix(given.output, tuple(FORMATS))
     ts.draw(_planned(given), given.output)
     return 0
 

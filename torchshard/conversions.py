@@ -69,8 +69,11 @@ def links(source: Layout, wanted: Iterable[Layout], world: int, *, needs_grad: b
     then copied. The cheapest are those that send the least by rings, forward and (where a gradient flows) backward; of
     equals the fewest. They come in an order in which each begins where another ended.
     """
+    wanted = list(wanted)
     if not needs_grad:
         source, wanted = (I if source == R else source), [I if layout == R else layout for layout in wanted]
+    elif source == R and I in wanted:  # nor by way of a slice, where one is wanted: what is legal depends on no other
+        return None
     return _links(source, frozenset(wanted) - {source}, world, needs_grad)
 
 

@@ -96,14 +96,22 @@ def explain(model: ShardedModule | Program | Plan, module: str = "", level: str 
             and to which layout, bytes, time, and the next best plan without it; or "node", the listing of the graph.
 
     Raises:
-        InputError: the level is none, or the plan was loaded and has no graph to list.
+        InputError: the level or the module is none, or the plan was loaded and has no graph to list.
     """
     if level not in LEVELS:
         raise InputError(
             f"{level!r} is no level", where="level=", why=f"levels are {', '.join(LEVELS)}", attempt=repr(LEVELS[0])
         )
     if module or level == "node":
-        return listing(graph_of(model), within=module)
+        found = listing(graph_of(model), within=module)
+        if module and not found:
+            raise InputError(
+                f"no op of the graph belongs to {module!r}",
+                where="module=",
+                why="a module is named by its path in the model; one that computes nothing has no ops",
+                attempt="explain(model, level='node'), which lists all",
+            )
+        return found
     plan = plan_in(model)
     notes = list(dear_pins(plan, plan.question)) if plan.question is not None else []
     return "\n".join([str(plan), *([""] if notes else []), *notes, "", *told(plan, plan.question)])

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import time
 from collections.abc import Callable
 
@@ -13,6 +12,7 @@ from torch import Tensor
 from torchshard.distributed.checks import announce
 from torchshard.distributed.groups import MODEL, Group, lookup
 from torchshard.distributed.wire import collective
+from torchshard.errors import InputError
 from torchshard.planner.machine import Machine
 
 ROUNDS = 5
@@ -34,8 +34,16 @@ def measure_machine(width: int = 1024, dtype: torch.dtype = torch.float32) -> Ma
         dtype: theirs.
 
     Raises:
+        InputError: there is no matrix product of that width or dtype.
         DistributedError: there is no group, or a rank is gone.
     """
+    if type(width) is not int or width < 1 or not dtype.is_floating_point:
+        raise InputError(
+            f"a product of matrices of width {width!r} in {dtype} can't be timed",
+            where="measure_machine",
+            why="the width is 1 or more, the dtype a floating one",
+            attempt="measure_machine(width=1024, dtype=torch.float32)",
+        )
     group = lookup(MODEL)
     on_gpu = group.process_group is not None and "nccl" in dist.get_backend(group.process_group)
     device = torch.device("cuda", torch.cuda.current_device()) if on_gpu else torch.device("cpu")
@@ -60,7 +68,6 @@ def measure_machine(width: int = 1024, dtype: torch.dtype = torch.float32) -> Ma
         link_bandwidth=max(sent, 1.0) / max(slowest["large"] - slowest["small"], LEAST),
         latency=latency,
         launch=max(slowest["gather"] - others * latency, 0.0),
-        memory=_memory(device) / (group.size if device.type == "cpu" else 1),
     )
 
 
@@ -99,9 +106,3 @@ def _largest(group: Group, times: Tensor) -> list[float]:
     if group.size > 1:
         collective(group, dist.all_reduce, times, op=dist.ReduceOp.MAX)
     return [float(t) for t in times]
-
-
-def _memory(device: torch.device) -> float:
-    if device.type == "cuda":
-        return float(torch.cuda.get_device_properties(device).total_memory)
-    return float(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"))

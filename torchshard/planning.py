@@ -6,17 +6,18 @@ import dataclasses
 import hashlib
 import os
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from torch import fx, nn
 
 from torchshard.errors import PlanError
-from torchshard.graph import is_tensor_op, node_row, where
+from torchshard.graph import is_tensor_op, node_row
 from torchshard.layouts import I, Layout, Shard, parts_of, parts_size
 from torchshard.memory import OPTIMIZER_STATES, predicted_memory
 from torchshard.notation import Choice
 from torchshard.passes import rewrite
-from torchshard.passes.annotate import legal_choices
+from torchshard.passes.annotate import planned_choice
 from torchshard.planner.costs import CostModel
 from torchshard.planner.machine import Objective
 from torchshard.planner.network import Asked
@@ -48,17 +49,24 @@ def plan_graph(
     Raises:
         PlanError: what is wanted does not fit the model, or nothing fits the memory.
     """
+    _check_ranks(model, world_size)
     costs = CostModel(objective.machine, world_size)
     asked = _asked(module.graph, model, wanted, parameters)
     asked = dataclasses.replace(asked, all_axes=objective.all_axes)
-    memory: dict[str, float] = {}
-    if isinstance(wanted, Plan) and all(n.name in wanted.choices for n in module.graph.nodes if is_tensor_op(n)):
-        found = Found(wanted.choices, {**wanted.parameters, **parameters}, wanted.costs.gap)
-    elif objective.memory is None:
-        found = search(module.graph, costs, asked)
-    else:
+    limit = None
+    if objective.memory is not None:
+        limit = _Limit(module, world_size, objective.memory)
         asked = dataclasses.replace(asked, per_parameter=2.0 + OPTIMIZER_STATES)
-        found, memory = _fitting(module, costs, asked, objective.memory)
+    question = Question(module.graph, costs, asked, limit)
+    if isinstance(wanted, Plan) and all(n.name in wanted.choices for n in module.graph.nodes if is_tensor_op(n)):
+        choices = {node.name: choice for node, (choice,) in asked.options.items()}
+        found = Found(choices, {**wanted.parameters, **parameters}, wanted.costs.gap)
+        question = dataclasses.replace(question, asked=dataclasses.replace(asked, options={}, parameters=parameters))
+    else:
+        found = search(module.graph, costs, asked, limit)
+    memory = limit.taken(found.choices, found.parameters) if limit else {}
+    if limit and memory["peak"] > limit.nbytes:
+        raise _does_not_fit(world_size, memory, limit.nbytes, given=isinstance(wanted, Plan))
     collectives, compute = predict(module.graph, costs, found.choices, found.parameters)
     return Plan(
         world_size,
@@ -68,22 +76,37 @@ def plan_graph(
         fingerprint(model),
         Costs(objective.machine.name, compute, tuple(collectives), found.gap, memory),
         is_static(wanted, objective),
-        Question(module.graph, costs, asked),
+        question,
     )
 
 
-def _fitting(module: fx.GraphModule, costs: CostModel, asked: Asked, most: float) -> tuple[Found, dict[str, float]]:
-    """The fastest plan found of which a step takes at most so many bytes, and what it takes."""
+def _check_ranks(model: nn.Module, world_size: int) -> None:
+    sizes = {size: name for name, t in model.named_parameters() for size in t.shape}
+    if sizes and world_size > max(sizes):
+        raise PlanError(
+            f"{world_size} ranks are more than any dim has elements",
+            where=f"parameter {sizes[max(sizes)]!r}",
+            why=f"its dim of {max(sizes)} is the largest: some ranks would hold nothing of anything",
+            attempt=f"{max(sizes)} ranks or fewer",
+        )
 
-    def taken(choices: Mapping[str, Choice], layouts: Mapping[str, Layout]) -> dict[str, float]:
-        made = Plan(costs.world, layouts, choices)
-        return predicted_memory(rewrite(module, made), made)
 
-    found = search(module.graph, costs, asked, lambda *decided: taken(*decided)["peak"] <= most)
-    memory = taken(found.choices, found.parameters)
-    if not found.fits:
-        raise _does_not_fit(costs.world, memory, most)
-    return found, memory
+@dataclass(frozen=True)
+class _Limit:
+    """Of what a training step takes on a rank."""
+
+    module: fx.GraphModule
+    world: int
+    nbytes: float
+
+    def taken(self, choices: Mapping[str, Choice], layouts: Mapping[str, Layout]) -> dict[str, float]:
+        """What a plan takes; see `predicted_memory`."""
+        made = Plan(self.world, layouts, choices)
+        return predicted_memory(rewrite(self.module, made), made)
+
+    def __call__(self, choices: Mapping[str, Choice], layouts: Mapping[str, Layout]) -> bool:
+        """Whether a plan is within it."""
+        return self.taken(choices, layouts)["peak"] <= self.nbytes
 
 
 def is_static(wanted: Mapping[str, Any] | Plan, objective: Objective) -> bool:
@@ -91,11 +114,13 @@ def is_static(wanted: Mapping[str, Any] | Plan, objective: Objective) -> bool:
     return wanted.static if isinstance(wanted, Plan) else objective.all_axes
 
 
-def _does_not_fit(world: int, memory: Mapping[str, float], most: float) -> PlanError:
+def _does_not_fit(world: int, memory: Mapping[str, float], most: float, *, given: bool) -> PlanError:
     shown = ", ".join(f"{name} {size_text(size)}" for name, size in memory.items() if name != "peak")
+    what = f"the plan does not fit {size_text(most)}: it" if given else (
+        f"no plan for {world} ranks fits {size_text(most)}: the leanest"
+    )  # fmt: skip
     return PlanError(
-        f"no plan for {world} ranks fits {size_text(most)}: "
-        f"the leanest takes {size_text(memory['peak'])}, {size_text(memory['peak'] - most)} too much",
+        f"{what} takes {size_text(memory['peak'])}, {size_text(memory['peak'] - most)} too much",
         where="memory=",
         why=f"per rank: {shown}",
         attempt="more ranks, a smaller batch, or weights of fewer bytes",
@@ -103,9 +128,14 @@ def _does_not_fit(world: int, memory: Mapping[str, float], most: float) -> PlanE
 
 
 def stored_shapes(model: nn.Module) -> dict[str, Stored]:
-    """The shape of each parameter and buffer."""
-    tensors = (*model.named_parameters(), *model.named_buffers())
-    return {n: Stored(tuple(t.shape), t.dtype.itemsize, _kind(model, n.rpartition(".")[0])) for n, t in tensors}
+    """The shape of each parameter and buffer, under its first name."""
+    tied: dict[int, list[str]] = {}
+    for name, t in (*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False)):
+        tied.setdefault(id(t), []).append(name)
+    return {
+        n: Stored(tuple(t.shape), t.dtype.itemsize, _kind(model, n.rpartition(".")[0]), tuple(tied[id(t)][1:]))
+        for n, t in (*model.named_parameters(), *model.named_buffers())
+    }
 
 
 def _kind(model: nn.Module, path: str) -> str:
@@ -136,25 +166,8 @@ def _asked(
 
 def _given_options(graph: fx.Graph, plan: Plan) -> dict[fx.Node, list[Choice]]:
     """The plan's choices for the ops that it names; what it does not name is found anew."""
-    given: dict[fx.Node, list[Choice]] = {}
-    for node in graph.nodes:
-        choice = plan.choices.get(node.name) if is_tensor_op(node) else None
-        if choice is None:
-            continue
-        legal = [
-            c
-            for c in legal_choices(node, node_row(node), plan.world_size, choice)
-            if (c.name, c.operands, c.results) == (choice.name, choice.operands, choice.results)
-        ]
-        if not legal:
-            raise PlanError(
-                f"the plan's choice {choice.name!r} is not legal for an op",
-                where=where(node),
-                why=f"its operands would lie as {', '.join(map(str, choice.operands))}",
-                attempt="make the plan anew for this model",
-            )
-        given[node] = legal
-    return given
+    named = (node for node in graph.nodes if is_tensor_op(node) and node.name in plan.choices)
+    return {node: [planned_choice(node, node_row(node), plan)] for node in named}
 
 
 # --- plans that were given -------------------------------------------------------------------------------------------

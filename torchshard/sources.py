@@ -8,6 +8,7 @@ import json
 import os
 import platform
 import sys
+import traceback
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -67,19 +68,20 @@ def _from_factory(name: str, real: bool) -> Source:
     sys.path.insert(0, os.getcwd())
     try:
         factory = getattr(importlib.import_module(module), attribute)
-    except (ImportError, AttributeError) as error:
+        with torch.device("cpu" if real else "meta"):
+            made = factory()
+    except Exception as error:
         raise InputError(
-            f"{name!r} can't be imported",
-            where="MODEL",
-            why=str(error),
-            attempt="package.module:function, from the folder in which that can be imported",
-        ) from None
+            f"{name!r} gives no model: {type(error).__name__}",
+            where=_last_line(error),
+            why=_first_line(error),
+            attempt="package.module:function, without arguments, from the folder in which that can be imported"
+            + ("" if real else "; it runs on the meta device, where tensors have no values"),
+        ) from error
     finally:
         sys.path.remove(os.getcwd())
-    with torch.device("cpu" if real else "meta"):
-        made = factory()
     parts = made if isinstance(made, tuple) else (made,)
-    if not isinstance(parts[0], nn.Module) or len(parts) > 3:
+    if not parts or not isinstance(parts[0], nn.Module) or len(parts) > 3:
         raise InputError(
             f"{name!r} gives a {type(made).__name__}",
             where="MODEL",
@@ -108,15 +110,28 @@ def _from_config(path: Path, batch: int, sequence: int, real: bool) -> Source:
     try:
         config = transformers.AutoConfig.for_model(**said)
     except (ValueError, TypeError, KeyError, AttributeError) as error:
-        raise _no_configuration(path, str(error).splitlines()[0]) from None
+        raise _no_configuration(path, _first_line(error)) from None
     config.use_cache = False
     named = (said.get("architectures") or [None])[0]
-    kind = getattr(transformers, named, None) if named else transformers.AutoModel
-    if kind is None:
-        raise _no_configuration(path, f"transformers has no {named}")
-    with torch.device("cpu" if real else "meta"):
-        model = kind(config) if named else kind.from_config(config)
-        return Source(model, (), _example(config, model, batch, sequence, path))
+    kind: Any = getattr(transformers, named, None) if isinstance(named, str) else transformers.AutoModel
+    if not isinstance(kind, type) or (named and not issubclass(kind, transformers.PreTrainedModel)):
+        raise _no_configuration(path, f"transformers has no model {named!r}")
+    try:
+        with torch.device("cpu" if real else "meta"):
+            model = kind(config) if named else transformers.AutoModel.from_config(config)
+    except Exception as error:
+        raise _no_configuration(path, f"{type(error).__name__}: {_first_line(error)}") from error
+    return Source(model, (), _example(config, model, batch, sequence, path))
+
+
+def _first_line(error: BaseException) -> str:
+    return (str(error).splitlines() or [type(error).__name__])[0]
+
+
+def _last_line(error: BaseException) -> str:
+    """Where an error was raised."""
+    frame = traceback.extract_tb(error.__traceback__)[-1]
+    return f"{frame.filename}:{frame.lineno}"
 
 
 def _no_configuration(path: Path, why: str) -> InputError:
@@ -131,14 +146,15 @@ def _no_configuration(path: Path, why: str) -> InputError:
 def _example(config: Any, model: nn.Module, batch: int, sequence: int, path: Path) -> dict[str, Tensor]:
     """A call of a model by what its configuration says that it takes."""
     main = getattr(model, "main_input_name", "input_ids")
-    ids = torch.zeros(batch, sequence, dtype=torch.long)
+    draw, vocabulary = torch.Generator().manual_seed(0), getattr(config, "vocab_size", None) or 2
+    ids = torch.randint(0, vocabulary, (batch, sequence), generator=draw)
     if main == "input_ids":
         return {"input_ids": ids} | ({"decoder_input_ids": ids} if getattr(config, "is_encoder_decoder", False) else {})
     vision = getattr(config, "vision_config", config)
     size = getattr(vision, "image_size", None)
     if main == "pixel_values" and size is not None:
         height, width = size if isinstance(size, (list, tuple)) else (size, size)
-        return {"pixel_values": torch.zeros(batch, getattr(vision, "num_channels", 3), height, width)}
+        return {"pixel_values": torch.randn(batch, getattr(vision, "num_channels", 3), height, width, generator=draw)}
     raise InputError(
         f"a {type(model).__name__} is called with {main}, of which a configuration says no size",
         where=os.fspath(path),
@@ -153,9 +169,18 @@ def _example(config: Any, model: nn.Module, batch: int, sequence: int, path: Pat
 def check_source(given: Any) -> Report:
     """The report of `torchshard.check`, on simulated ranks, or of real ones."""
     place = (given.model, given.batch, given.sequence)
-    model, args, kwargs = real_source(*place)
     if not given.processes:
-        return check(model, given.plan, world_size=given.ranks, example_inputs=args, example_kwargs=kwargs)
+        model, args, kwargs = real_source(*place)
+        return check(
+            model,
+            given.plan,
+            world_size=given.ranks,
+            example_inputs=args,
+            example_kwargs=kwargs,
+            memory=given.memory,
+            machine=given.machine,
+            axes=given.axes,
+        )
     aim = objective(given.machine, given.memory, given.axes, "cpu")
     return check_processes(real_source, place, given.plan, given.ranks, aim)
 

@@ -42,18 +42,23 @@ def draw(
     Raises:
         InputError: the suffix is another, the file can't be written, or there is no graph to draw.
     """
-    suffix = Path(path).suffix
     models: list[Any] = list(model) if isinstance(model, (list, tuple)) else [model]
-    if suffix not in FORMATS or (suffix != ".html" and len(models) != 1) or not models:
-        raise InputError(
-            f"{len(models)} picture{'s' * (len(models) != 1)} can't be written as "
-            f"{suffix or 'a file without a suffix'!r}",
-            where=f"draw(..., {os.fspath(path)!r})",
-            why=f"the suffix says the format: {', '.join(FORMATS)}, of which .html alone shows several",
-            attempt=repr(f"{Path(path).stem or 'model'}{'.html' if len(models) > 1 else '.svg'}"),
-        )
+    check_suffix(path, FORMATS if len(models) == 1 else (".html",))
+    if not models:
+        raise InputError("there is nothing to draw", where="draw", why="the list is empty", attempt="a plan")
     shown = [Shown(plan_in(each), graph_of(each).graph) for each in models]
-    write_text(path, _text(suffix, shown))
+    write_text(path, _text(Path(path).suffix, shown))
+
+
+def check_suffix(path: str | os.PathLike[str], formats: Sequence[str] = FORMATS) -> None:
+    """Raises InputError where a file's suffix is none of these."""
+    if Path(path).suffix not in formats:
+        raise InputError(
+            f"a picture can't be written as {Path(path).suffix or 'a file without a suffix'!r}",
+            where=os.fspath(path),
+            why=f"the suffix says the format, here {', '.join(formats)}; several plans are shown by .html alone",
+            attempt=repr(f"{Path(path).stem or 'model'}{formats[0]}"),
+        )
 
 
 def _text(suffix: str, shown: Sequence[Any]) -> str:

@@ -39,7 +39,7 @@ def page(shown: Sequence[Shown]) -> str:
     facts: dict[str, Any] = {}
     sides = [_Side(one, f"{i}-", facts) for i, one in enumerate(shown)]
     columns = "\n".join(f"<section>{side.html()}</section>" for side in sides)
-    data = json.dumps(facts, ensure_ascii=False, separators=(",", ":")).replace("</", "<\\/")
+    data = json.dumps(facts, ensure_ascii=False, separators=(",", ":")).replace("<", "\\u003c")
     title = " and ".join(f"{one.plan.world_size} ranks" for one in shown)
     return FRAME.format(
         title=title, css=_asset("page.css"), js=_asset("page.js"), columns=columns, facts=data, about=escape(ABOUT)

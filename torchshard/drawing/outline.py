@@ -2,15 +2,15 @@
 
     blocks.0 (norm, attn (q, k, v, o), mlp), blocks.1 (the same), ... -> 12 × blocks.* (norm, attn (q, k, v, o), mlp)
 
-Two modules fold where they follow one another, their paths differ in the last number only, and their rows and the
-edges between these are the same.
+Two modules fold where they follow one another, alone or with a few ops between (`x = x + block(x)`), their paths differ
+in the last number only, and their rows and the edges between these are the same.
 """
 
 from __future__ import annotations
 
 import operator
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
 from torch import Tensor, fx
@@ -49,7 +49,7 @@ class Box:
 
     def rows(self) -> list[Row]:
         """All rows in it and in the boxes in it."""
-        return [row for item in self.items for row in (item.rows() if isinstance(item, Box) else [item])]
+        return _rows(self.items)
 
 
 def outline(graph: fx.Graph, world: int) -> Box:
@@ -82,20 +82,51 @@ def _is_shown(node: fx.Node) -> bool:
 
 def _fold(box: Box) -> None:
     """Of alike boxes in a row one is kept; a box that holds one thing gives it its own place, with both titles."""
-    kept: list[Box | Row] = []
+    items: list[Box | Row] = []
     for item in box.items:
         if isinstance(item, Box):
             _fold(item)
             item = _unboxed(item)
-        last = kept[-1] if kept else None
-        if isinstance(item, Box) and isinstance(last, Box) and _looks(item) == _looks(last):
-            last.count += item.count
-            last.title = f"{last.count} × {_starred(last.path)}"
-            for ours, theirs in zip(last.rows(), item.rows(), strict=True):
-                ours.nodes += theirs.nodes
-        else:
-            kept.append(item)
-    box.items = kept
+        items.append(item)
+    box.items = []
+    while items:
+        period, count = _repeated(items)
+        groups = [items[i * period : (i + 1) * period] for i in range(count)]
+        box.items += groups[0] if count == 1 else [_stack(groups)]
+        items = items[period * count :]
+
+
+def _repeated(items: Sequence[Box | Row]) -> tuple[int, int]:
+    """How many of the first items are one layer, with a box among them, and how many like it follow, itself counted."""
+    for period in range(1, min(LONGEST_LAYER, len(items) // 2) + 1):
+        first = items[:period]
+        if not any(isinstance(item, Box) for item in first):
+            continue
+        looks, count = _looks(first), 1
+        while _looks(items[period * count : period * (count + 1)]) == looks:
+            count += 1
+        if count > 1:
+            return period, count
+    return 1, 1
+
+
+LONGEST_LAYER = 6
+"""The most boxes and rows beside each other that are looked at as one layer."""
+
+
+def _stack(groups: Sequence[Sequence[Box | Row]]) -> Box:
+    """One box for several layers that are alike."""
+    first = next(item for item in groups[0] if isinstance(item, Box))
+    shown = first if len(groups[0]) == 1 else Box(first.path, first.title, list(groups[0]))
+    shown.count, shown.title = len(groups) * first.count, f"{len(groups) * first.count} × {_starred(first.path)}"
+    for group in groups[1:]:
+        for ours, theirs in zip(_rows(groups[0]), _rows(group), strict=True):
+            ours.nodes += theirs.nodes
+    return shown
+
+
+def _rows(items: Sequence[Box | Row]) -> list[Row]:
+    return [row for item in items for row in (item.rows() if isinstance(item, Box) else [item])]
 
 
 def _unboxed(box: Box) -> Box | Row:
@@ -109,12 +140,13 @@ def _unboxed(box: Box) -> Box | Row:
     return only
 
 
-def _looks(box: Box) -> object:
-    """Equal for boxes that may be shown as one."""
-    rows = box.rows()
+def _looks(items: Sequence[Box | Row]) -> object:
+    """Equal for layers that may be shown as one."""
+    rows = _rows(items)
     at = {node: i for i, row in enumerate(rows) for node in row.nodes}
     inputs = [[at.get(i, -1) for i in row.nodes[0].all_input_nodes if is_tensor(i)] for row in rows]
-    return _starred(box.path), [(row.label, row.detail, row.shape, row.layout) for row in rows], inputs
+    texts = [(re.sub(r"_\d+$", "", row.label), row.detail, row.shape, row.layout) for row in rows]
+    return [_starred(item.path) if isinstance(item, Box) else "" for item in items], texts, inputs
 
 
 def _starred(path: str) -> str:

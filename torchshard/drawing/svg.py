@@ -5,6 +5,7 @@ Shapes are global; a row's tooltip names its source line. A collective that move
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate
@@ -26,6 +27,8 @@ LEGEND = (
     "⬡ collective: ▼ what each rank sends in the forward pass, ▲ in the backward",
     "S(d) split along dim d, P addends of a sum, R whole with the gradient in addends, I whole",
 )
+_ILLEGAL = re.compile("[\x00-\x08\x0b\x0c\x0e-\x1f\ud800-\udfff\ufffe\uffff]")
+"""What XML has no way to say."""
 STYLE = """
 text{font:11px ui-monospace,SFMono-Regular,Menlo,Consolas,"DejaVu Sans Mono",monospace;fill:#24292f}
 .head{font-size:15px;font-weight:bold}.title{font-weight:bold}.page{fill:#fff}.detail{fill:#57606a}
@@ -61,15 +64,15 @@ def picture(graph: fx.Graph, world: int, comm_bytes: float) -> str:
     height = _place(root, MARGIN, edge, HEAD, places) + MARGIN - GAP
     curves, reach = _curves(graph, [(row, places[row]) for row in root.rows()], edge)
     width = round(max(edge + reach, MARGIN + CHAR * max(map(len, LEGEND))) + MARGIN)
-    count = sum(is_collective(n.target) for n in graph.nodes)
+    count = sum(len(row.nodes) for row in root.rows() if any(sign in row.detail for sign in "▼▲"))
     head = f"{world} rank{'s' * (world > 1)}, {count} collectives, {size_text(comm_bytes)} sent by each rank per step"
-    return "\n".join([
+    return _ILLEGAL.sub("�", "\n".join([
         f'<svg xmlns="http://www.w3.org/2000/svg" width="{width}" height="{height}" viewBox="0 0 {width} {height}">',
         f'<style>{STYLE}</style><rect class="page" width="{width}" height="{height}"/>',
         _text("head", MARGIN, 26, head), *(_text("detail", MARGIN, 44 + 16 * i, t) for i, t in enumerate(LEGEND)),
         *(_row(item, at, columns) if isinstance(item, Row) else _frame(item, at) for item, at in places.items()),
         *curves, "</svg>", "",
-    ])  # fmt: skip
+    ]))  # fmt: skip
 
 
 def _depth(box: Box) -> int:

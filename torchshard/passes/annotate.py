@@ -31,7 +31,7 @@ def annotate(module: fx.GraphModule, plan: Plan) -> bool:
         elif is_tensor_op(node):
             row = node_row(node)
             node.meta["row"] = row
-            node.meta["choice"] = _legal(node, row, plan)
+            node.meta["choice"] = planned_choice(node, row, plan)
             node.meta["layouts"] = node.meta["choice"].results
         elif node.target is operator.getitem:
             source: Any = node.args[0]
@@ -46,11 +46,17 @@ def legal_choices(node: fx.Node, row: Row | None, world: int, planned: Choice) -
     """The choices that a row allows, in the parts that the planned one has."""
     if row is None:
         return [whole_choice(node)]
-    held = enumerate((*planned.operands, *planned.results))
-    return choices(row, world, [(i, layout) for i, layout in held if isinstance(layout, Shard)])
+    held = enumerate(zip((*planned.operands, *planned.results), (*row.operands, *row.results), strict=False))
+    splits = [(i, layout) for i, (layout, dims) in held if isinstance(layout, Shard) and layout.dim < len(dims)]
+    return choices(row, world, splits)
 
 
-def _legal(node: fx.Node, row: Row | None, plan: Plan) -> Choice:
+def planned_choice(node: fx.Node, row: Row | None, plan: Plan) -> Choice:
+    """What the plan chooses for an op.
+
+    Raises:
+        PlanError: nothing, or something that is not legal for it.
+    """
     planned = plan.choices.get(node.name)
     if planned is None:
         raise PlanError(

@@ -154,6 +154,14 @@ def aligned(table: Table, scope: Scope, onto: Scope) -> Table:
     return table.transpose(order).reshape(shape)
 
 
+def chained(left: Table, right: Table) -> Table:
+    """Two tables over (entry, exit, shared) states, one after the other: the least cost over the states between."""
+    best = np.full((left.shape[0], right.shape[1], left.shape[2]), np.inf)
+    for middle in range(left.shape[1]):
+        np.minimum(best, left[:, None, middle] + right[None, middle], out=best)
+    return best
+
+
 class Power:
     """A table over (entry, exit, shared) states, chained `count` times: the exit of one is the entry of the next."""
 
@@ -164,11 +172,7 @@ class Power:
 
     def _of(self, count: int) -> Table:
         if count not in self._tables:
-            left, right = self._of(count // 2), self._of(count - count // 2)
-            best = np.full((left.shape[0], right.shape[1], left.shape[2]), np.inf)
-            for middle in range(left.shape[1]):
-                np.minimum(best, left[:, None, middle] + right[None, middle], out=best)
-            self._tables[count] = best
+            self._tables[count] = chained(self._of(count // 2), self._of(count - count // 2))
         return self._tables[count]
 
     def decode(self, entry: int, exit: int, shared: int) -> list[int]:
@@ -182,3 +186,16 @@ class Power:
             return [*between(count // 2, start, middle), *between(count - count // 2, middle, stop)]
 
         return [entry, *between(self.count, entry, exit)]
+
+
+class Joined:
+    """One power after another."""
+
+    def __init__(self, first: Power, second: Power) -> None:
+        self._first, self._second = first, second
+        self.table = chained(first.table, second.table)
+
+    def decode(self, entry: int, exit: int, shared: int) -> list[int]:
+        """The states between the links, the entry first and the exit last."""
+        middle = int(np.argmin(self._first.table[entry, :, shared] + self._second.table[:, exit, shared]))
+        return [*self._first.decode(entry, middle, shared), *self._second.decode(middle, exit, shared)[1:]]

@@ -36,7 +36,10 @@ def styles(plan: Plan) -> dict[str, str]:
         kind = plan.stored[name].module if name in plan.stored else ""
         style = STYLES.get((kind, layout.dim)) if isinstance(layout, Shard) and leaf == "weight" else None
         ends = ("".join(sorted(before.pop(path, set()))), "".join(sorted(after.pop(path, set()))))
-        if style is None or not isinstance(layout, Shard) or layout.parts is not None:
+        tied = plan.stored[name].tied if name in plan.stored else ()
+        if tied:
+            unsaid.append(f"{name}, which is {tied[0]} too")
+        elif style is None or not isinstance(layout, Shard) or layout.parts is not None:
             unsaid.append(f"{name} as {layout}" + (f" of a {kind}" if kind not in ("Linear", "Embedding") else ""))
         elif ends[0] not in style[1] or ends[1] not in style[2]:
             unsaid.append(f"{path}, {style[0]} with {ends[0] or 'nothing'} before and {ends[1] or 'nothing'} after it")
@@ -44,6 +47,7 @@ def styles(plan: Plan) -> dict[str, str]:
             found[path] = next((v for (s, c), v in _VARIANTS.items() if s == style[0] and c in ends), style[0])
     unsaid += [f"a {' and '.join(sorted(names))} at {path or 'the model'}" for path, names in (before | after).items()
                if names - {"copy"}]  # fmt: skip
+    unsaid += [f"a {c.name} inside {c.value}" for c in plan.costs.collectives if c.is_inside and c.calls]
     if unsaid:
         shown = "; ".join(unsaid[:4]) + (f"; and {len(unsaid) - 4} more" if len(unsaid) > 4 else "")
         raise PlanError(
@@ -56,7 +60,7 @@ def styles(plan: Plan) -> dict[str, str]:
 
 
 def _around(plan: Plan) -> tuple[dict[str, set[str]], dict[str, set[str]]]:
-    """Module -> the collectives before it, and those after it; the loss's own are no module's."""
+    """Module -> the collectives before it, and those after it."""
     before: dict[str, set[str]] = {}
     after: dict[str, set[str]] = {}
     for c in plan.costs.collectives:
@@ -66,11 +70,12 @@ def _around(plan: Plan) -> tuple[dict[str, set[str]], dict[str, set[str]]]:
 
 
 def to_hf(plan: Plan) -> dict[str, str]:
-    """The plan as a `tp_plan` of transformers: module globs and styles, layers that are alike under one key."""
-    globs: dict[str, set[str]] = {}
+    """The plan as a `tp_plan` of transformers: module globs and styles, layers that are all alike under one key."""
     found = styles(plan)
-    for path, style in found.items():
-        globs.setdefault(layered(path), set()).add(style)
+    globs: dict[str, set[str | None]] = {}
+    for name in plan.stored or plan.parameters:
+        path = name.rpartition(".")[0]
+        globs.setdefault(layered(path), set()).add(found.get(path))
     return {(layered(p) if len(globs[layered(p)]) == 1 else p): style for p, style in found.items()}
 
 
@@ -102,6 +107,10 @@ def diff(a: Plan, b: Plan) -> str:
     otherwise = changed(a, b.parameters)
     lines = [f"  {starred(*names)}{f' ×{len(names)}' if len(names) > 1 else ''}: {x} -> {y}"
              for names, x, y in otherwise]  # fmt: skip
+    if a.fingerprint and b.fingerprint and a.fingerprint != b.fingerprint:
+        lines.insert(0, "  they are plans of different models")
+    if a.static != b.static:
+        lines.append(f"  {'the second' if b.static else 'the first'} is for inputs of exactly one size")
     before, after = a.costs.kinds, b.costs.kinds
     lines += [f"  {k}: {before[k]} -> {after[k]}" for k in sorted(before | after) if before[k] != after[k]]
     for what, x, y, text in (

@@ -37,8 +37,6 @@ class Machine:
     """Seconds of one step around the ring."""
     launch: float = 3e-5
     """Seconds to start a collective and to wait for the last rank."""
-    memory: float = 80 * 1024**3
-    """Bytes of one device."""
 
     def __post_init__(self) -> None:
         for field in dataclasses.fields(self)[1:]:
@@ -57,7 +55,7 @@ MACHINES = {
     machine.name: machine
     for machine in (
         Machine("h100x8"),
-        Machine("cpu-gloo", 40 * GIGA, 8 * GIGA, 0.8 * GIGA, 8e-5, 1.5e-4, 16 * 1024**3),
+        Machine("cpu-gloo", 40 * GIGA, 8 * GIGA, 0.8 * GIGA, 8e-5, 1.5e-4),
     )
 }
 """name -> Machine: eight H100 on NVLink in bfloat16 (bus bandwidth as nccl-tests measures it), and ranks of one core
@@ -128,7 +126,7 @@ def read_machine(machine: Machine | str) -> Machine:
     """
     if isinstance(machine, Machine):
         return machine
-    if machine not in MACHINES:
+    if not isinstance(machine, str) or machine not in MACHINES:
         near = difflib.get_close_matches(str(machine), MACHINES, n=1, cutoff=0.3)
         raise InputError(
             f"{machine!r} is no machine",

@@ -59,7 +59,8 @@ class Asked:
         """What tells apart nodes that look alike."""
         found: dict[fx.Node, object] = dict(self.options)
         found |= {node: (pin.style, pin.axes) for node, pin in self.pins.items()}
-        found |= {node: (found.get(node), link) for node, link in self.vetoed}
+        for node, link in sorted(self.vetoed, key=str):
+            found[node] = (found.get(node), link)
         stored = (node for node in graph.nodes if node.op == "placeholder" and node.meta["path"] in self.parameters)
         return found | {node: self.parameters[node.meta["path"]] for node in stored}
 

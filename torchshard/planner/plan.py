@@ -5,22 +5,18 @@ Plans print, compare, and go through JSON; the layouts are written as they print
 
 from __future__ import annotations
 
-import json
 import math
 import os
 from collections import Counter
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from torchshard.errors import PlanError
 from torchshard.files import write_text
-from torchshard.layouts import I, Layout, Part, is_whole, local_shape, parse_layout
+from torchshard.layouts import I, Layout, is_whole, local_shape
 from torchshard.notation import Choice
-
-VERSION = 2
-"""Of the JSON form."""
 
 
 @dataclass(frozen=True)
@@ -96,6 +92,8 @@ class Stored:
     """Bytes of an element."""
     module: str = ""
     """The class of the module that it belongs to: 'Linear', 'Embedding'."""
+    tied: tuple[str, ...] = ()
+    """The other names of the same tensor."""
 
     def nbytes(self, layout: Layout, world: int) -> int:
         """Bytes on the rank that holds the most."""
@@ -112,7 +110,8 @@ class Costs:
     """Module -> seconds of its own ops on the rank that has the most."""
     collectives: tuple[Collective, ...] = ()
     gap: float = 0.0
-    """Seconds by which a plan within the same budget may be faster, at most; 0 where this is the fastest."""
+    """By how much a plan within the same budget may be better, at most: seconds, bytes of weights counted at their
+    price; 0 where this is the best. Under a limit of memory: by how much the plan without one is faster."""
     memory: Mapping[str, float] = field(default_factory=dict)
     """'parameters', 'gradients', 'optimizer', 'activations', 'peak' -> bytes per rank, where they were asked for."""
 
@@ -224,26 +223,9 @@ class Plan:
 
     def to_json(self) -> str:
         """The plan as JSON text."""
-        choices = {
-            name: {
-                "choice": c.name,
-                "operands": [str(x) for x in c.operands],
-                "results": [str(x) for x in c.results],
-                "axes": c.axes,
-            }
-            for name, c in self.choices.items()
-        }
-        body = {
-            "version": VERSION,
-            "world_size": self.world_size,
-            "fingerprint": self.fingerprint,
-            "static": self.static,
-            "parameters": {name: str(layout) for name, layout in self.parameters.items()},
-            "stored": {name: asdict(stored) for name, stored in self.stored.items()},
-            "choices": choices,
-            "costs": asdict(self.costs) | {"collectives": [_said(c) for c in self.costs.collectives]},
-        }
-        return json.dumps(body, indent=1)
+        from torchshard.planner.json_form import write
+
+        return write(self)
 
     @staticmethod
     def from_json(text: str, where: str = "Plan.from_json") -> Plan:
@@ -252,43 +234,6 @@ class Plan:
         Raises:
             PlanError: the text is no plan, one of another version, or cut short.
         """
-        try:
-            body: dict[str, Any] = json.loads(text)
-            if body["version"] != VERSION:
-                raise ValueError(f"version {body['version']}, this library reads {VERSION}")
-            choices = {
-                name: Choice(c["choice"], _layouts(c["operands"]), _layouts(c["results"]), _axes(c["axes"]))
-                for name, c in body["choices"].items()
-            }
-            parameters = {name: parse_layout(layout) for name, layout in body["parameters"].items()}
-            stored = {
-                name: Stored(tuple(s["shape"]), int(s["itemsize"]), s["module"]) for name, s in body["stored"].items()
-            }
-            costs = body["costs"] | {"collectives": tuple(map(_collective, body["costs"]["collectives"]))}
-            known = (stored, body["fingerprint"], Costs(**costs), bool(body["static"]))
-            return Plan(int(body["world_size"]), parameters, choices, *known)
-        except (ValueError, KeyError, TypeError, AttributeError) as error:
-            raise PlanError(
-                "this is no plan that can be read",
-                where=where,
-                why=f"{type(error).__name__}: {error}",
-                attempt="a file that Plan.to_json() wrote",
-            ) from None
+        from torchshard.planner.json_form import read
 
-
-def _layouts(texts: list[str]) -> tuple[Layout, ...]:
-    return tuple(parse_layout(t) for t in texts)
-
-
-def _axes(said: list[Any]) -> tuple[tuple[str, tuple[Part, ...]], ...]:
-    return tuple((axis, tuple((count, unit) for count, unit in parts)) for axis, parts in said)
-
-
-def _said(collective: Collective) -> dict[str, Any]:
-    return asdict(collective) | {"source": str(collective.source), "target": str(collective.target)}
-
-
-def _collective(said: dict[str, Any]) -> Collective:
-    ends = {end: parse_layout(said[end]) for end in ("source", "target")}
-    sent = {way: Sent(**said[way]) for way in ("forward", "backward")}
-    return Collective(**said | ends | sent | {"consumers": tuple(said["consumers"])})
+        return read(text, where)

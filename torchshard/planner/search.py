@@ -6,14 +6,15 @@ next to nothing stays whole, nothing is sent to split a vector, nor to make slic
 where that saves time worth its bytes (`WORTH`).
 
 A budget is met by a price per byte (a Lagrange multiplier): for each price the optimum is exact, and the prices at
-which it changes are found one after the other. Between two of them there may be a plan that is faster and fits; it
-can't be faster than the line between the two allows, which is the gap that is told.
+which it changes are found one after the other. Between two of them there may be a plan that is better and fits; it
+can't be better than the line between the two allows, which is the gap that is told. With a limit of memory the layers
+of a run may differ: as many as fit are as they would be with more memory.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from torch import fx
@@ -23,7 +24,7 @@ from torchshard.graph import is_tensor_op, where
 from torchshard.layouts import I, Layout
 from torchshard.notation import Choice
 from torchshard.planner.costs import CostModel
-from torchshard.planner.network import Asked, Network, build
+from torchshard.planner.network import FORBIDDEN, Asked, Network, build
 from torchshard.planner.prune import prune
 from torchshard.planner.solver import Solution, Solver
 
@@ -35,6 +36,10 @@ EPSILON = 1e-9
 """Costs that differ by less, relatively, are equal but for rounding."""
 STEEP = 1e-3
 """Seconds for a byte: more than any byte is worth."""
+
+
+Fits = Callable[[Mapping[str, Choice], Mapping[str, Layout]], bool]
+"""Whether a plan of these choices and layouts is allowed."""
 
 
 @dataclass(frozen=True)
@@ -53,7 +58,7 @@ def search(
     graph: fx.Graph,
     model: CostModel,
     asked: Asked,
-    fits: Callable[[Mapping[str, Choice], Mapping[str, Layout]], bool] | None = None,
+    fits: Fits | None = None,
     *,
     fold: bool = True,
 ) -> Found:
@@ -73,18 +78,26 @@ def search(
     solver = Solver(network)
     if not solver.exact and network.chains:
         return search(graph, model, asked, fits, fold=False)
+    small = solver.best(STEEP)
+    if small.seconds == FORBIDDEN:
+        raise _no_way(network, None)
     if fits is None:
-        found, gap, _ = within(solver, lambda fewest: fewest * (1 + SLACK))
+        found, gap, _ = within(solver, lambda fewest: fewest * (1 + SLACK), small)
         return Found(*stamped(graph, network, found), gap)
-    tried = fastest(solver, lambda solution: fits(*stamped(graph, network, solution)), solver.best(STEEP))
+
+    def allowed(solution: Solution) -> bool:
+        return fits(*stamped(graph, network, solution))
+
+    tried = fastest(solver, allowed, small)
+    tried = replace(tried, found=filled(solver, allowed, tried))
     return Found(*stamped(graph, network, tried.found), tried.gap(float("inf")), tried.fits)
 
 
-def _no_way(network: Network, variable: int) -> PlanError:
-    (_, position, _) = next(key for key, v in network.keys.items() if v == variable)
+def _no_way(network: Network, variable: int | None) -> PlanError:
+    place = next((position for (_, position, _), v in network.keys.items() if v == variable), None)
     return PlanError(
         "no legal way to run an op as the plan wants it and its neighbours",
-        where=where(network.folded.nodes[position]),
+        where=where(network.folded.nodes[place]) if place is not None else "the plan",
         why="each of its choices wants an operand, or gives a result, that what is pinned around it rules out",
         attempt="unpin one of the modules around it",
     )
@@ -99,6 +112,8 @@ class Tried:
     fits: bool
     solved: list[tuple[float, Solution]]
     """(price, the best at it), the least price first."""
+    prices: list[float]
+    """The highest price found at which the best does not fit, and the lowest at which it does."""
 
     def gap(self, most: float) -> float:
         """By how much another solution of at most so many bytes may cost less at the least price: no more than this."""
@@ -117,27 +132,50 @@ def fastest(solver: Solver, fits: Callable[[Solution], bool], small: Solution, p
     """
     fast = solver.best(price)
     solved = [(price, fast), (STEEP, small)]
+    prices = [price, STEEP]
     if fits(fast):
-        return Tried(fast, True, solved)
+        return Tried(fast, True, solved, prices)
     if not fits(small):
-        return Tried(small, False, solved)
+        return Tried(small, False, solved, prices)
     while True:
         price = (small.seconds - fast.seconds) / max(fast.nbytes - small.nbytes, 1.0)
         between = solver.best(price)
         solved.append((price, between))
         cost, known = (s.seconds + price * s.nbytes for s in (between, fast))
         if cost >= known * (1 - EPSILON) or not small.nbytes < between.nbytes < fast.nbytes:
-            return Tried(small, True, solved)
-        fast, small = (fast, between) if fits(between) else (between, small)
+            return Tried(small, True, solved, prices)
+        if fits(between):
+            small, prices[1] = between, price
+        else:
+            fast, prices[0] = between, price
 
 
-def within(solver: Solver, budget: Callable[[float], float]) -> tuple[Solution, float, float]:
+def filled(solver: Solver, fits: Callable[[Solution], bool], tried: Tried) -> Solution:
+    """The solution found, or a faster one that fits too: layers that are alike need not all be planned alike.
+
+    At the price that decides, all of a run's layers change at once. As many of them as fit are taken as they are at the
+    lower price.
+    """
+    best, runs = tried.found, max((chain.count for chain in solver.network.chains), default=0)
+    fitting, too_many = 0, runs if tried.fits and tried.found is not tried.solved[0][1] else 0
+    while too_many - fitting > 1:
+        count = (fitting + too_many) // 2
+        mixed = solver.mixed(tried.prices[1], tried.prices[0], count / runs)
+        if not fits(mixed):
+            too_many = count
+        else:
+            fitting = count
+            best = min(best, mixed, key=lambda s: s.seconds)
+    return best
+
+
+def within(solver: Solver, budget: Callable[[float], float], least: Solution) -> tuple[Solution, float, float]:
     """The best solution found within a budget of bytes: (it, by how much another may be better, the price of a byte).
 
     Args:
         budget: from the fewest bytes possible to the most allowed.
+        least: the best at the price `STEEP`.
     """
-    least = solver.best(STEEP)
     most = budget(least.nbytes)
     price = min(WORTH * least.seconds / least.nbytes if least.nbytes else 0.0, STEEP)
     tried = fastest(solver, lambda solution: solution.nbytes <= most, least, price)

@@ -7,14 +7,14 @@ would be too large, a bound is made from smaller ones, and states are looked for
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import Any
 
 import numpy as np
 
-from torchshard.planner.elimination import MAX_TABLE, Elimination, Power, Scope, Solved, Table
+from torchshard.planner.elimination import MAX_TABLE, Elimination, Joined, Power, Scope, Solved, Table
 from torchshard.planner.nearby import search_nearby
 from torchshard.planner.network import Chain, Network
 
@@ -34,6 +34,16 @@ class Solution:
     nbytes: float
     bound: float
     """No states cost less than this, at the price that these were found for."""
+
+
+@dataclass(frozen=True)
+class _Run:
+    """The inner block of a run, at two prices."""
+
+    first: Solved
+    last: Solved
+    turn: int
+    """How many blocks are as the first."""
 
 
 class Solver:
@@ -61,45 +71,66 @@ class Solver:
 
     def best(self, price: float = 0.0) -> Solution:
         """The cheapest states."""
-        factors = self.network.factors
-        tables = [f.seconds if f.nbytes is None else f.seconds + price * f.nbytes for f in factors]
-        blocks = [
-            order.run([tables[f] for f in chain.factors])
-            for chain, order in zip(self.network.chains, self._inner, strict=True)
+        return self._solved(price, price, 0.0)
+
+    def mixed(self, price: float, other: float, share: float) -> Solution:
+        """Some states: of each run the first blocks, as large a share of them, are cheapest at another price."""
+        return replace(self._solved(price, other, share), bound=-math.inf)
+
+    def _solved(self, price: float, other: float, share: float) -> Solution:
+        chains, tables = self.network.chains, self._tables(price)
+        lasts = self._blocks(tables)
+        firsts = self._blocks(self._tables(other)) if share else lasts
+        runs = [
+            _Run(first, last, round(share * chain.count))
+            for chain, first, last in zip(chains, firsts, lasts, strict=True)
         ]
-        powers = [self._power(chain, block) for chain, block in zip(self.network.chains, blocks, strict=True)]
-        around = [self._unpacked(chain, power.table) for chain, power in zip(self.network.chains, powers, strict=True)]
+        powers = [self._power(chain, run) for chain, run in zip(chains, runs, strict=True)]
+        around = [self._unpacked(chain, power.table) for chain, power in zip(chains, powers, strict=True)]
         solved = self._main.run([*(tables[f] for f in self._outer), *around])
         states = solved.decode({})
         if not self.exact:
             states = search_nearby(self.network.sizes, self._scopes, tables, self._whole, self._limit)
-        inner = tuple(
-            self._decoded(c, b, p, states) for c, b, p in zip(self.network.chains, blocks, powers, strict=True)
-        )
+        inner = tuple(self._decoded(c, r, p, states) for c, r, p in zip(chains, runs, powers, strict=True))
         return self._solution(states, inner, float(solved.table))
+
+    def _tables(self, price: float) -> list[Table]:
+        factors = self.network.factors
+        return [f.seconds if f.nbytes is None else f.seconds + price * f.nbytes for f in factors]
+
+    def _blocks(self, tables: Sequence[Table]) -> list[Solved]:
+        """One inner block of each run."""
+        chains = zip(self.network.chains, self._inner, strict=True)
+        return [order.run([tables[f] for f in chain.factors]) for chain, order in chains]
 
     def _count(self, scope: Scope) -> int:
         return math.prod(len(self.network.states[v]) for v in scope)
 
-    def _power(self, chain: Chain, block: Solved) -> Power:
+    def _power(self, chain: Chain, run: _Run) -> Power | Joined:
         shape = [self._count(scope) for scope in (chain.entry, chain.exit, chain.shared)]
-        return Power(np.ascontiguousarray(block.table).reshape(shape), chain.count)
+
+        def power(block: Solved, count: int) -> Power:
+            return Power(np.ascontiguousarray(block.table).reshape(shape), count)
+
+        if 0 < run.turn < chain.count:
+            return Joined(power(run.first, run.turn), power(run.last, chain.count - run.turn))
+        return power(run.first if run.turn else run.last, chain.count)
 
     def _unpacked(self, chain: Chain, table: Table) -> Table:
         return table.reshape([len(self.network.states[v]) for v in (*chain.entry, *chain.exit, *chain.shared)])
 
-    def _decoded(self, chain: Chain, block: Solved, power: Power, states: States) -> tuple[States, ...]:
+    def _decoded(self, chain: Chain, run: _Run, power: Power | Joined, states: States) -> tuple[States, ...]:
         """The states of each inner block's variables."""
         entry, exit, shared = (self._packed(scope, states) for scope in (chain.entry, chain.exit, chain.shared))
-        known: dict[tuple[int, int], States] = {}
+        known: dict[tuple[bool, int, int], States] = {}
         found = []
-        between = power.decode(entry, exit, shared)
-        for before, after in pairwise(between):
-            if (before, after) not in known:
+        for i, (before, after) in enumerate(pairwise(power.decode(entry, exit, shared))):
+            key = (i < run.turn, before, after)
+            if key not in known:
                 kept = {**self._unpacked_states(chain.shared, shared), **self._unpacked_states(chain.entry, before),
                         **self._unpacked_states(chain.exit, after)}  # fmt: skip
-                known[before, after] = block.decode(kept)
-            found.append(known[before, after])
+                known[key] = (run.first if i < run.turn else run.last).decode(kept)
+            found.append(known[key])
         return tuple(found)
 
     def _packed(self, scope: Scope, states: States) -> int:

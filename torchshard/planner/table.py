@@ -98,8 +98,10 @@ def summary(plan: Plan) -> list[str]:
         f"{1e3 * costs.seconds:.3g} ms on {costs.machine or 'an unnamed machine'}, "
         f"{1e3 * sum(c.seconds for c in costs.collectives):.3g} of them in collectives"
     )
+    if "peak" in costs.memory:
+        lines.append(f"  a training step takes {size_text(costs.memory['peak'])} on the rank that holds the most")
     if costs.gap > 1e-3 * costs.seconds:
-        lines.append(f"  a plan within the same budget may be up to {1e3 * costs.gap:.3g} ms faster; none is more")
+        lines.append(f"  another plan within the same budget may be better, by {1e3 * costs.gap:.3g} ms at most")
     return lines
 
 

@@ -22,13 +22,13 @@ from torchshard.planner.costs import CostModel
 from torchshard.planner.network import Asked
 from torchshard.planner.plan import Collective, Costs, Plan
 from torchshard.planner.predict import predict
-from torchshard.planner.search import search
-from torchshard.planner.table import changed, size_text, starred
+from torchshard.planner.search import Fits, search
+from torchshard.planner.table import changed, layered, size_text, starred
 
 DEAREST = 12
 """Kinds of collectives for which an alternative is looked for; each takes as long as planning."""
-WORTH = 0.01
-"""A pin that makes a step slower by less than this part of it is not told of."""
+TOLD = 0.01
+"""What changes a step's time, or a rank's bytes, by less than this part of it is not told of."""
 
 REASONS = {
     "copy": "each rank uses it for its own part, so its gradient is the sum of theirs",
@@ -51,10 +51,18 @@ class Question:
     graph: fx.Graph
     model: CostModel
     asked: Asked
+    fits: Fits | None = None
+    """Whether a plan of these choices and layouts is within the limit of memory, where there is one."""
 
     def again(self, asked: Asked) -> Answer:
-        """The best plan for something else that is asked."""
-        found = search(self.graph, self.model, asked)
+        """The best plan for something else that is asked.
+
+        Raises:
+            PlanError: there is none, or none that fits.
+        """
+        found = search(self.graph, self.model, asked, self.fits)
+        if not found.fits:
+            raise PlanError("nothing fits", where="memory=")
         collectives, compute = predict(self.graph, self.model, found.choices, found.parameters)
         return Answer(found.parameters, Costs(compute=compute, collectives=tuple(collectives)))
 
@@ -72,7 +80,8 @@ def kinds_of(plan: Plan) -> list[list[Collective]]:
     groups: dict[object, list[Collective]] = {}
     for c in plan.costs.collectives:
         if c.calls:
-            key = (_starred(c.value), c.name, c.source, c.target, tuple(map(_starred, c.consumers)), c.type)
+            names = tuple(_starred(name) for name in (c.value, *c.consumers))
+            key = (layered(c.place), names, c.name, c.source, c.target, c.type)
             groups.setdefault(key, []).append(c)
     return sorted(groups.values(), key=lambda alike: -sum(c.seconds for c in alike))
 
@@ -123,6 +132,10 @@ def _compared(plan: Plan, other: Answer) -> str:
     parts = [f"{starred(*names)} {a} -> {b}" for names, a, b in changed(plan, other.parameters)]
     kinds, others = plan.costs.kinds, other.costs.kinds
     parts += [f"{others[k] - kinds[k]:+d} {k}" for k in sorted(kinds | others) if others[k] != kinds[k]]
+    _, held = plan.parameter_bytes()
+    _, holds = dataclasses.replace(plan, parameters=other.parameters).parameter_bytes()
+    if abs(holds - held) > TOLD * held:
+        parts.insert(0, f"{size_text(abs(holds - held))} {'more' if holds > held else 'fewer'} on a rank")
     shown = ", ".join(parts[:4]) + (", ..." if len(parts) > 4 else "")
     return f"{1e3 * (other.costs.seconds - plan.costs.seconds):+.3g} ms ({shown or 'elsewhere, as often'})"
 
@@ -135,5 +148,5 @@ def dear_pins(plan: Plan, question: Question) -> Iterator[str]:
             other = question.again(dataclasses.replace(question.asked, pins=pins))
         except PlanError:
             continue
-        if plan.costs.seconds - other.costs.seconds > WORTH * plan.costs.seconds:
+        if plan.costs.seconds - other.costs.seconds > TOLD * plan.costs.seconds:
             yield f"the plan's key {key!r} makes a step slower; without it: {_compared(plan, other)}"
