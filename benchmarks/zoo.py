@@ -17,28 +17,24 @@ model's, at a relative 1e-10.
 from __future__ import annotations
 
 import argparse
-import contextlib
 import dataclasses
-import io
 import json
-import logging
-import multiprocessing as mp
 import os
-import time
-import traceback
-import warnings
 from collections import Counter
-from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 import transformers
+from alone import in_processes
 from transformers import AutoConfig, PreTrainedConfig
 from transformers.models.auto import modeling_auto
 
 import torchshard as ts
+from torchshard.checking import check_program
 from torchshard.layouts import I
+from torchshard.program import planned, prepared
 
 VOCAB, BATCH, SEQUENCE, IMAGE = 99, 2, 10, 32
 
@@ -166,6 +162,8 @@ class Result:
     split: dict[int, float] = dataclasses.field(default_factory=dict)
     """Ranks -> the share of the parameters' bytes that is split."""
     why: str = ""
+    error: float = 0.0
+    """The largest, relative to the largest value of its tensor."""
     seconds: float = 0.0
 
 
@@ -177,25 +175,21 @@ def tried(kind: str, ranks: list[int]) -> Result:
             model.double()(**_double(call))
     except Exception as error:
         return Result(kind, "not built", why=_line(error))
-    split: dict[int, float] = {}
-    for world in ranks:
-        try:
-            plan = ts.plan(model, world_size=world, example_kwargs=_double(call))
-            split[world] = split_share(model, plan)
-            report = ts.check(model, plan, world_size=world, example_kwargs=_double(call))
-        except ts.ShardError as error:
-            return Result(kind, "refused", split, f"{type(error).__name__}: {_line(error)}")
-        except Exception as error:
-            where = traceback.extract_tb(error.__traceback__)[-1]
-            return Result(
-                kind, "failed", split, f"{type(error).__name__}: {_line(error)} ({where.filename}:{where.lineno})"
-            )
-        if not report.ok:
-            worst = max(report.comparisons, key=lambda c: c.error)
-            return Result(
-                kind, "wrong", split, f"{world} ranks: {worst.kind} {worst.name} {worst.error:.1e} {report.diverges_at}"
-            )
-    return Result(kind, "exact", split)
+    split, error = dict[int, float](), 0.0
+    try:
+        captured = prepared(model, (), _double(call))
+        for world in ranks:
+            made = planned(captured, model, {}, world)
+            split[world] = split_share(model, made.plan)
+            report = check_program(model, made, made.graph, (), _double(call))
+            error = max([error, *(c.error for c in report.comparisons)])
+            if not report.ok:
+                worst = max(report.comparisons, key=lambda c: c.error)
+                text = f"{world} ranks: {worst.kind} {worst.name} {worst.error:.1e} {report.diverges_at}"
+                return Result(kind, "wrong", split, text)
+    except ts.ShardError as refusal:
+        return Result(kind, "refused", split, f"{type(refusal).__name__}: {_line(refusal)}")
+    return Result(kind, "exact", split, error=error)
 
 
 def _double(call: dict[str, Any]) -> dict[str, Any]:
@@ -212,29 +206,45 @@ def split_share(model: torch.nn.Module, plan: ts.Plan) -> float:
     return sum(size for name, size in sizes.items() if plan.parameters.get(name, I) != I) / max(sum(sizes.values()), 1)
 
 
-def _alone(kind: str, ranks: list[int], pipe: Any) -> None:
-    torch.set_num_threads(1)
-    warnings.filterwarnings("ignore")
-    logging.disable()
-    with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()):
-        pipe.send(tried(kind, ranks))
+# --- the page --------------------------------------------------------------------------------------------------------
+
+PAGE = """# Models
+
+Architectures of Hugging Face transformers {version}, each tiny (two layers, width 64, random weights) and with no
+annotation, through `ts.check` at {ranks} ranks: outputs and every parameter gradient beside the unsharded model's, in
+float64, at a relative 1e-10 (1e-5 where the model itself computes in float32). To make this page anew, in about an hour
+on two cores: `python benchmarks/zoo.py --json zoo.json --write docs/models.md`.
+
+{counts}
+
+Of the exact ones {split} have at least 80 % of their parameters' bytes split at {most} ranks, and the largest error of
+{close} is below 1e-10. What is tried as something else than a causal language model is marked (other).
+
+| model | result | split at {ranks} ranks | |
+|---|---|---|---|
+"""
 
 
-def in_a_process(kind: str, ranks: list[int], limit: float) -> Result:
-    """The same in a process of its own, which is ended at the limit."""
-    ours, theirs = mp.get_context("forkserver").Pipe()
-    process = mp.get_context("forkserver").Process(target=_alone, args=(kind, ranks, theirs))
-    start = time.perf_counter()
-    process.start()
-    theirs.close()
-    try:
-        result = ours.recv() if ours.poll(limit) else Result(kind, "failed", why=f"no end within {limit:.0f} s")
-    except EOFError:
-        process.join(5)
-        result = Result(kind, "failed", why=f"the process ended with {process.exitcode}")
-    process.kill()
-    process.join()
-    return dataclasses.replace(result, seconds=round(time.perf_counter() - start, 1))
+def page(results: list[dict[str, Any]], ranks: list[int]) -> str:
+    """All results as Markdown."""
+    counts = Counter(result["status"] for result in results)
+    exact = [result for result in results if result["status"] == "exact"]
+    split = sum(list(result["split"].values())[-1] >= 0.8 for result in exact)
+    rows = []
+    for r in sorted(results, key=lambda r: (STATUSES.index(r["status"]), r["kind"])):
+        why = f"{r['error']:.0e}" if r["status"] == "exact" else r["why"].replace("|", "\\|")[:240]
+        rows.append(f"| {r['kind']} | {r['status']} | {' '.join(f'{s:.0%}' for s in r['split'].values())} | {why} |")
+    return PAGE.format(
+        version=transformers.__version__,
+        ranks=" and ".join(map(str, ranks)),
+        most=max(ranks),
+        split=split,
+        close=sum(result["error"] < 1e-10 for result in exact),
+        counts=", ".join(f"{counts[status]} {status}" for status in STATUSES),
+    ) + "\n".join([*rows, ""])
+
+
+STATUSES = ("exact", "refused", "failed", "wrong", "not built")
 
 
 # --- all of them -----------------------------------------------------------------------------------------------------
@@ -247,21 +257,20 @@ def main() -> None:
     parser.add_argument("--limit", type=float, default=180.0, help="seconds for one model")
     parser.add_argument("--jobs", type=int, default=os.cpu_count())
     parser.add_argument("--json", type=Path, help="results are written here; those that are there already are kept")
+    parser.add_argument("--write", type=Path, metavar="FILE", help="write a page about all results")
     given = parser.parse_args()
-    mp.get_context("forkserver").set_forkserver_preload(["torch", "transformers", "torchshard", "__main__"])
     kinds = given.models or [*modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES, *(f"{kind} (other)" for kind in OTHERS)]
     known = json.loads(given.json.read_text()) if given.json and given.json.exists() else {}
     todo = [kind for kind in kinds if given.models or kind not in known]
-    with ThreadPoolExecutor(given.jobs) as pool:
-        for result in pool.map(lambda kind: in_a_process(kind, given.ranks, given.limit), todo):
-            known[result.kind] = dataclasses.asdict(result)
-            split = " ".join(f"{share:.0%}" for share in result.split.values())
-            print(
-                f"{result.kind:28} {result.status:10} {split:10} {result.seconds:6.1f} s  {result.why[:300]}",
-                flush=True,
-            )
-            if given.json:
-                given.json.write_text(json.dumps(known, indent=1))
+    for kind, found, seconds in in_processes(partial(tried, ranks=given.ranks), todo, given.limit, given.jobs):
+        result = found if isinstance(found, Result) else Result(kind, "failed", why=found)
+        known[kind] = dataclasses.asdict(result) | {"seconds": seconds}
+        split = " ".join(f"{share:.0%}" for share in result.split.values())
+        print(f"{kind:28} {result.status:10} {split:10} {seconds:6.1f} s  {result.why[:300]}", flush=True)
+        if given.json:
+            given.json.write_text(json.dumps(known, indent=1))
+    if given.write:
+        given.write.write_text(page([known[kind] for kind in kinds], given.ranks))
     print(Counter(known[kind]["status"] for kind in kinds))
 
 

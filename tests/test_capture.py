@@ -76,6 +76,28 @@ def test_no_gradient_flows_into_a_no_grad_block() -> None:
     _exact(_Up(body), X.clone().requires_grad_())
 
 
+@pytest.mark.parametrize("given", [lambda h: h, lambda h: h.to(h.dtype), lambda h: h.contiguous()])
+def test_what_a_no_grad_block_gives_as_it_came_keeps_its_gradient(given: Callable[[Tensor], Tensor]) -> None:
+    def body(m: _Up, x: Tensor) -> Tensor:
+        h = m.up(x)
+        with torch.no_grad():
+            same = given(h)
+            scale = same.std()
+        return same * scale
+
+    _exact(_Up(body), X.clone().requires_grad_())
+
+
+def test_what_a_no_grad_block_casts_has_none() -> None:
+    def body(m: _Up, x: Tensor) -> Tensor:
+        h = m.up(x)
+        with torch.no_grad():
+            cast = h.to(torch.float32)
+        return h * cast
+
+    _exact(_Up(body), X.clone().requires_grad_())
+
+
 def test_autocast_that_is_off_is_inlined_and_one_that_is_on_is_refused() -> None:
     def off(m: _Up, x: Tensor) -> Tensor:
         with torch.autocast("cpu", enabled=False):

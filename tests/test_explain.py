@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import warnings
 
 import pytest
 import torch
@@ -75,3 +76,24 @@ def test_values() -> None:
 def test_the_listing_of_one_module() -> None:
     lines = ts.explain(_mlp(), "up").splitlines()
     assert [line.split()[0].lstrip("*") or line.split()[1] for line in lines] == ["norm_copy", "up"]
+
+
+class Ordered(nn.Module):
+    """Split features that are sorted and scanned: neither goes on in slices."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(8, 64), nn.Linear(64, 8)
+        self.wide = nn.Linear(8, 256)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down(self.up(x).sort(-1).values) + self.wide(x).cumsum(-1).sum(-1, keepdim=True)
+
+
+def test_explain_lists_what_had_to_be_gathered_worst_first() -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")  # both ops have rules: nothing is missing
+        plan = ts.plan(Ordered(), {"up": "column", "wide": "column"}, world_size=2, example_inputs=(torch.randn(4, 8),))
+    told = [line for line in ts.explain(plan).splitlines() if "gathered per step" in line]
+    assert [line.split(" for ")[1].split()[0] for line in told] == ["aten.cumsum.default", "aten.sort.default"]
+    assert "test_explain.py:" in told[0] and "what is marked ! may not be split: a !b -> a !b" in told[0]

@@ -19,7 +19,7 @@ from torchshard.errors import InputError
 from torchshard.graph import op_name, values
 from torchshard.layouts import type_text
 from torchshard.planner.plan import Plan
-from torchshard.planner.why import dear_pins, told
+from torchshard.planner.why import dear_pins, told, whole_ops
 
 if TYPE_CHECKING:
     from torchshard.module import ShardedModule
@@ -93,7 +93,8 @@ def explain(model: ShardedModule | Program | Plan, module: str = "", level: str 
     Args:
         module: the path of a module, for the listing of that part alone.
         level: "table", a row per module and below it each kind of collective: why it is there, the user's line, from
-            and to which layout, bytes, time, and the next best plan without it; or "node", the listing of the graph.
+            and to which layout, bytes, time, and the next best plan without it; between them pins that are dear, and
+            ops for which values are gathered, worst first. Or "node", the listing of the graph.
 
     Raises:
         InputError: the level or the module is none, or the plan was loaded and has no graph to list.
@@ -114,6 +115,7 @@ def explain(model: ShardedModule | Program | Plan, module: str = "", level: str 
         return found
     plan = plan_in(model)
     notes = list(dear_pins(plan, plan.question)) if plan.question is not None else []
+    notes += map(str, whole_ops(plan, plan.question.graph)) if plan.question is not None else []
     return "\n".join([str(plan), *([""] if notes else []), *notes, "", *told(plan, plan.question)])
 
 

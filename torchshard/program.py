@@ -20,12 +20,13 @@ from torch import fx, nn
 
 from torchshard.capture import Captured, capture
 from torchshard.errors import InputError
-from torchshard.graph import is_tensor_op, mark_needs_grad, node_row, where
+from torchshard.graph import mark_needs_grad
 from torchshard.layouts import Layout
 from torchshard.passes import normalize, rewrite
 from torchshard.planner.machine import Objective, objective
 from torchshard.planner.plan import Plan
 from torchshard.planner.styles import check_matches
+from torchshard.planner.why import whole_ops
 from torchshard.planning import PlanLike, is_static, plan_graph, read_plan
 
 log = logging.getLogger("torchshard.program")
@@ -64,17 +65,39 @@ def program(
     if isinstance(wanted, Mapping):
         check_matches(wanted, [name for name, _ in model.named_modules()])  # before the long way
     aim = aim or objective(None, device=device_type(model))
+    captured = prepared(model, args, kwargs, dynamic=not is_static(wanted, aim))
+    return planned(captured, model, wanted, world_size, aim, parameters)
+
+
+def prepared(
+    model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any] | None = None, *, dynamic: bool = True
+) -> Captured:
+    """One call of a model as a graph with few kinds of nodes, ready to be planned."""
+    with _no_collection(), _timed("capture"):
+        with torch.enable_grad():
+            captured = capture(model, args, kwargs, dynamic=dynamic)
+        normalize(captured.graph)
+        _mark_trainable(captured, model)
+    return captured
+
+
+def planned(
+    captured: Captured,
+    model: nn.Module,
+    wanted: Mapping[str, Any] | Plan,
+    world_size: int,
+    aim: Objective | None = None,
+    parameters: Mapping[str, Layout] | None = None,
+) -> Program:
+    """A plan for a captured call, and the graph with its collectives."""
+    aim = aim or objective(None, device=device_type(model))
     with _no_collection():
-        with torch.enable_grad(), _timed("capture"):
-            captured = capture(model, args, kwargs, dynamic=not is_static(wanted, aim))
         with _timed("plan"):
-            normalize(captured.graph)
-            _mark_trainable(captured, model)
             made = plan_graph(captured.graph, model, wanted, world_size, aim, parameters or {})
         with _timed("rewrite"):
             graph = rewrite(captured.graph, made)
-        made = dataclasses.replace(made, graph=graph)
-    _warn_missing_rules(captured.graph.graph, made)
+    made = dataclasses.replace(made, graph=graph)
+    _warn_missing_rules(made, captured.graph.graph)
     return Program(captured, made, graph)
 
 
@@ -143,18 +166,8 @@ def _mark_trainable(captured: Captured, model: nn.Module) -> None:
     mark_needs_grad(captured.graph, trainable + [n.meta["path"] for n in inputs if n.meta["val"].requires_grad])
 
 
-def _warn_missing_rules(graph: fx.Graph, plan: Plan) -> None:
-    """One warning per op without a rule that had to have its operands gathered, with the bytes that cost."""
-    ruleless = {n.name: n for n in graph.nodes if is_tensor_op(n) and node_row(n) is None}
-    missing: dict[str, tuple[float, fx.Node]] = {}
-    for collective in plan.costs.collectives:
-        for node in (ruleless[name] for name in collective.consumers if name in ruleless):
-            spent, _ = missing.get(str(node.target), (0.0, node))
-            missing[str(node.target)] = (spent + collective.nbytes, node)
-    for target, (spent, node) in missing.items():
-        if spent:
-            warnings.warn(
-                f"{target} has no sharding rule: it runs whole on every rank, which gathers {spent / 1024:.1f} KiB "
-                f"per step ({where(node)}). A rule of a few lines, @torchshard.rule({target}), would keep it split.",
-                stacklevel=2,
-            )
+def _warn_missing_rules(plan: Plan, graph: fx.Graph) -> None:
+    """One warning per op without a rule that has its operands gathered."""
+    for whole in whole_ops(plan, graph):
+        if whole.row is None:
+            warnings.warn(str(whole), stacklevel=2)

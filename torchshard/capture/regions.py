@@ -3,7 +3,8 @@
     before    getitem(wrap_with_set_grad_enabled(False, body, x), 0)
     after     x_detach = detach(x); ...body of x_detach...
 
-A `no_grad` block keeps its meaning by detaching what goes in: nothing inside then needs a gradient.
+A `no_grad` block keeps its meaning by detaching what goes in: nothing inside then needs a gradient. What it hands out
+as it came in (by `x.to(x.dtype)`, too) is no result of it, and keeps its gradient.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ import torch
 from torch import fx
 
 from torchshard.errors import CaptureError
+from torchshard.graph import bound_args
 
 _HIGHER = torch.ops.higher_order
 aten = torch.ops.aten
@@ -47,25 +49,44 @@ def _inline(module: fx.GraphModule, node: fx.Node) -> None:
     graph = module.graph
     inner: fx.GraphModule = getattr(module, body.target)
     env: dict[fx.Node, Any] = {}
-    operands = iter(args)
+    given: dict[Any, Any] = dict(zip((n for n in inner.graph.nodes if n.op == "placeholder"), args, strict=True))
+    same = dict(given)
     with graph.inserting_before(node):
         for step in inner.graph.nodes:
             if step.op == "placeholder":
-                env[step] = _entered(graph, next(operands), detached)
+                env[step] = _entered(graph, given[step], detached)
             elif step.op == "output":
-                results = fx.map_arg(step.args[0], lambda n: env[n])
+                results = fx.map_arg(step.args[0], lambda n: same.get(n, env[n]))
             elif step.op == "get_attr":
                 unique = f"{body.target}_{step.target}".replace(".", "_")
                 setattr(module, unique, getattr(inner, step.target))
                 env[step] = graph.get_attr(unique)
             else:
                 env[step] = graph.node_copy(step, lambda n: env[n])
+                if step.args and step.args[0] in same and _gives_itself(step):
+                    same[step] = same[step.args[0]]
     for user in list(node.users):
         if user.target is not operator.getitem:
             raise CaptureError("a region's result is used whole", where=str(user), attempt="report this model")
         user.replace_all_uses_with(results[user.args[1]])
         graph.erase_node(user)
     graph.erase_node(node)
+
+
+_MAY_GIVE_ITSELF = {
+    aten.to.dtype, aten.to.device, aten.to.dtype_layout, aten.to.other, aten.type_as.default, aten.contiguous.default,
+    aten.resolve_conj.default, aten.resolve_neg.default,
+}  # fmt: skip
+"""Ops that give their operand itself, no view of it, where there is nothing to change."""
+
+
+def _gives_itself(step: fx.Node) -> bool:
+    if step.target not in _MAY_GIVE_ITSELF:
+        return False
+    source: Any = step.args[0]
+    before, after = source.meta["val"], step.meta["val"]
+    unchanged = (before.dtype, before.device, before.layout) == (after.dtype, after.device, after.layout)
+    return unchanged and not bound_args(step).get("copy") and before.stride() == after.stride()
 
 
 def _entered(graph: fx.Graph, value: Any, detached: bool) -> Any:

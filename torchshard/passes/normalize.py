@@ -205,7 +205,8 @@ def _if_broadcast(module: fx.GraphModule, node: fx.Node) -> fx.Node | None:
 def _without_empty(module: fx.GraphModule, node: fx.Node) -> fx.Node | None:
     """`cat([empty, x])`, where `empty` has the one shape (0,) that PyTorch skips, is x."""
     tensors: Any = node.args[0]
-    kept = [t for t in tensors if tuple(t.meta["val"].shape) != (0,)]
+    shapes = [list(t.meta["val"].shape) for t in tensors]
+    kept = [t for t, s in zip(tensors, shapes, strict=True) if len(s) != 1 or not isinstance(s[0], int) or s[0]]
     if len(kept) == len(tensors) or not kept:
         return None
     return kept[0] if len(kept) == 1 else _named(node, emit(module, aten.cat.default, (kept, *node.args[1:]), node))

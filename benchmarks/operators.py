@@ -1,0 +1,176 @@
+"""PyTorch's operator database, each tensor of each call split along each dim: right, raised, or silently wrong?
+
+An op is captured as a model whose parameters are the call's tensors. One of them is stored in slices, even and uneven;
+what the ranks compute from it is compared with the op itself, values and gradients, in float64.
+
+    right      equal in all cases; `split`: the share of the cases in which the tensor was not gathered first
+    raised     a typed error says why it can't be, in some case
+    failed     an error that is not ours, or no end within the limit
+    wrong      something differs
+
+    python benchmarks/operators.py --json operators.json
+    python benchmarks/operators.py --ops nn.functional.pad cumsum
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import functools
+import itertools
+import json
+import os
+import warnings
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from alone import in_processes
+from torch import Tensor, nn
+from torch.testing._internal.common_methods_invocations import op_db
+from torch.utils import _pytree as pytree
+
+import torchshard as ts
+from torchshard.capture import Captured
+from torchshard.checking import check_program
+from torchshard.layouts import Layout, S
+from torchshard.program import planned, prepared
+
+UNDEFINED = {"empty", "empty_like", "new_empty", "empty_strided", "new_empty_strided", "empty_permuted"}
+"""Ops whose values are whatever lay in memory: shapes alone are compared."""
+
+
+class Called(nn.Module):
+    """One call of an op; its tensors are parameters, those that have no gradient buffers."""
+
+    def __init__(self, op: Any, args: Any, kwargs: Any) -> None:
+        super().__init__()
+        leaves, self.spec = pytree.tree_flatten((args, kwargs))
+        self.op, self.rest, self.tensors = op, [], []
+        for i, leaf in enumerate(leaves):
+            if isinstance(leaf, Tensor):
+                held = leaf.detach().clone()
+                if leaf.requires_grad:
+                    self.register_parameter(f"t{i}", nn.Parameter(held))
+                else:
+                    self.register_buffer(f"t{i}", held)
+                self.tensors.append(f"t{i}")
+            self.rest.append(leaf)
+
+    def forward(self) -> list[Tensor]:
+        made = [getattr(self, f"t{i}") if f"t{i}" in self.tensors else leaf for i, leaf in enumerate(self.rest)]
+        args, kwargs = pytree.tree_unflatten(made, self.spec)
+        found = [r for r in pytree.tree_leaves(self.op(*args, **kwargs)) if isinstance(r, Tensor)]
+        return [torch.zeros_like(r) for r in found] if self.op.__name__ in UNDEFINED else found
+
+
+@dataclasses.dataclass
+class Result:
+    """What became of one op."""
+
+    kind: str
+    status: str
+    cases: int = 0
+    split: int = 0
+    """Cases that are right, the tensor not gathered."""
+    why: str = ""
+    seconds: float = 0.0
+
+
+def calls(op: Any, most: int) -> Iterator[Called]:
+    """Some calls of an op, of different shapes."""
+    dtype = torch.float64 if torch.float64 in op.dtypes else next(iter(sorted(op.dtypes, key=str)))
+    grad = op.supports_autograd and dtype == torch.float64
+    seen = set[str]()
+    for sample in op.sample_inputs("cpu", dtype, requires_grad=grad):
+        made = Called(op.op, (sample.input, *sample.args), sample.kwargs)
+        looks = str([tuple(t.shape) for t in (*made.parameters(), *made.buffers())]) + str(
+            [leaf for leaf in made.rest if not isinstance(leaf, Tensor)]
+        )
+        if looks not in seen:
+            seen.add(looks)
+            yield made
+        if len(seen) == most:
+            return
+
+
+def tried(name: str, ranks: list[int], most: int) -> Result:
+    """All cases of one op; the worst counts."""
+    torch.manual_seed(0)
+    op = next(op for op in op_db if full_name(op) == name)
+    result = Result(name, "right")
+    for call in calls(op, most):
+        try:
+            call()
+        except Exception:
+            continue  # the sample is not for a plain call
+        try:
+            captured = prepared(call, (), {})
+        except ts.ShardError as error:
+            _worse(result, "raised", f"{type(error).__name__}: {error}")
+            result.cases += 1
+            continue
+        held = dict((*call.named_parameters(), *call.named_buffers()))
+        splits = [{n: S(d)} for n in call.tensors for d in range(held[n].ndim) if held[n].shape[d]] or [{}]
+        for world, layouts in itertools.product(ranks, splits):
+            result.cases += 1
+            _try_one(result, call, captured, world, layouts)
+    return result
+
+
+def _try_one(result: Result, call: Called, captured: Captured, world: int, layouts: dict[str, Layout]) -> None:
+    where = f"{world} ranks, {layouts} of {[(n, tuple(getattr(call, n).shape)) for n in call.tensors]}"
+    try:
+        made = planned(captured, call, {}, world, parameters=layouts)
+        report = check_program(call, made, made.graph, (), {})
+    except ts.ShardError as error:
+        return _worse(result, "raised", f"{where}: {type(error).__name__}: {error}")
+    if not report.ok:
+        worst = max(report.comparisons, key=lambda c: c.error)
+        return _worse(result, "wrong", f"{where}: {worst.kind} {worst.name} {worst.error:.1e}")
+    names = {n.name for n in captured.graph.graph.nodes if n.op == "placeholder" and n.meta["path"] in layouts}
+    result.split += bool(layouts) and not any(c.value in names for c in made.plan.costs.collectives)
+
+
+ORDER = ("right", "raised", "failed", "wrong")
+
+
+def _worse(result: Result, status: str, why: str) -> None:
+    if ORDER.index(status) > ORDER.index(result.status):
+        result.status, result.why = status, " ".join(why.split())[:400]
+
+
+def full_name(op: Any) -> str:
+    """The op's name with its variant's."""
+    return f"{op.name}.{op.variant_test_name}" if op.variant_test_name else op.name
+
+
+def main() -> None:
+    warnings.filterwarnings("ignore")
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--ranks", type=int, nargs="+", default=[2, 3])
+    parser.add_argument("--ops", nargs="+")
+    parser.add_argument("--samples", type=int, default=6, help="calls of different shapes of one op")
+    parser.add_argument("--limit", type=float, default=120.0, help="seconds for one op")
+    parser.add_argument("--jobs", type=int, default=os.cpu_count())
+    parser.add_argument("--json", type=Path, help="results are written here; those that are there already are kept")
+    given = parser.parse_args()
+    names = given.ops or list(dict.fromkeys(map(full_name, op_db)))
+    known = json.loads(given.json.read_text()) if given.json and given.json.exists() else {}
+    todo = [name for name in names if given.ops or name not in known]
+    run = functools.partial(tried, ranks=given.ranks, most=given.samples)
+    for name, found, seconds in in_processes(run, todo, given.limit, given.jobs):
+        result = found if isinstance(found, Result) else Result(name, "failed", why=found)
+        known[name] = dataclasses.asdict(result) | {"seconds": seconds}
+        print(f"{name:40} {result.status:7} {result.split:3} of {result.cases:3} split {seconds:6.1f} s  {result.why}",
+              flush=True)  # fmt: skip
+        if given.json:
+            given.json.write_text(json.dumps(known, indent=1))
+    cases, split = (sum(known[name][what] for name in names) for what in ("cases", "split"))
+    print(Counter(known[name]["status"] for name in names), f"{split} of {cases} cases stayed split")
+
+
+if __name__ == "__main__":
+    main()
