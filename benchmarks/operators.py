@@ -36,6 +36,7 @@ import torchshard as ts
 from torchshard.capture import Captured
 from torchshard.checking import check_program
 from torchshard.layouts import Layout, S
+from torchshard.planner.machine import objective
 from torchshard.program import planned, prepared
 
 UNDEFINED = {"empty", "empty_like", "new_empty", "empty_strided", "new_empty_strided", "empty_permuted"}
@@ -123,7 +124,7 @@ def tried(name: str, ranks: list[int], most: int) -> Result:
 def _try_one(result: Result, call: Called, captured: Captured, world: int, layouts: dict[str, Layout]) -> None:
     where = f"{world} ranks, {layouts} of {[(n, tuple(getattr(call, n).shape)) for n in call.tensors]}"
     try:
-        made = planned(captured, call, {}, world, parameters=layouts)
+        made = planned(captured, call, {}, world, AIM, layouts)
         report = check_program(call, made, made.graph, (), {})
     except ts.ShardError as error:
         return _worse(result, "raised", f"{where}: {type(error).__name__}: {error}")
@@ -134,6 +135,8 @@ def _try_one(result: Result, call: Called, captured: Captured, world: int, layou
     result.split += bool(layouts) and not any(c.value in names for c in made.plan.costs.collectives)
 
 
+AIM = objective("cpu-gloo", axes="all")
+"""Any axis may be split, whatever it is of."""
 ORDER = ("right", "raised", "failed", "wrong")
 
 

@@ -64,6 +64,19 @@ def test_two_arguments_that_are_one_tensor_stay_two() -> None:
     _exact(model, X, X)
 
 
+def test_a_model_without_inputs() -> None:
+    class Codes(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.table, self.up = nn.Parameter(torch.randn(5, 4)), nn.Linear(4, 6)
+
+        def forward(self) -> Tensor:
+            return self.up(self.table)
+
+    _exact(Codes())
+    assert ts.check(Codes(), {"up": "column"}, world_size=3).ok
+
+
 def test_no_gradient_flows_into_a_no_grad_block() -> None:
     def body(m: _Up, x: Tensor) -> Tensor:
         h = m.up(x)

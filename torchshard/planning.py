@@ -49,7 +49,6 @@ def plan_graph(
     Raises:
         PlanError: what is wanted does not fit the model, or nothing fits the memory.
     """
-    _check_ranks(model, world_size)
     costs = CostModel(objective.machine, world_size)
     asked = _asked(module.graph, model, wanted, parameters)
     asked = dataclasses.replace(asked, all_axes=objective.all_axes)
@@ -78,17 +77,6 @@ def plan_graph(
         is_static(wanted, objective),
         question,
     )
-
-
-def _check_ranks(model: nn.Module, world_size: int) -> None:
-    sizes = {size: name for name, t in model.named_parameters() for size in t.shape}
-    if sizes and world_size > max(sizes):
-        raise PlanError(
-            f"{world_size} ranks are more than any dim has elements",
-            where=f"parameter {sizes[max(sizes)]!r}",
-            why=f"its dim of {max(sizes)} is the largest: some ranks would hold nothing of anything",
-            attempt=f"{max(sizes)} ranks or fewer",
-        )
 
 
 @dataclass(frozen=True)

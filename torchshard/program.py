@@ -19,7 +19,7 @@ import torch
 from torch import fx, nn
 
 from torchshard.capture import Captured, capture
-from torchshard.errors import InputError
+from torchshard.errors import InputError, PlanError
 from torchshard.graph import mark_needs_grad
 from torchshard.layouts import Layout
 from torchshard.passes import normalize, rewrite
@@ -64,6 +64,7 @@ def program(
     wanted = read_plan(plan, world_size)
     if isinstance(wanted, Mapping):
         check_matches(wanted, [name for name, _ in model.named_modules()])  # before the long way
+    _check_ranks(model, world_size)
     aim = aim or objective(None, device=device_type(model))
     captured = prepared(model, args, kwargs, dynamic=not is_static(wanted, aim))
     return planned(captured, model, wanted, world_size, aim, parameters)
@@ -157,6 +158,17 @@ def check_world_size(world_size: Any) -> None:
     if not isinstance(world_size, int) or isinstance(world_size, bool) or world_size < 1:
         raise InputError(
             f"{world_size!r} is no number of ranks", where="world_size=", why="it is an int of 1 or more", attempt="2"
+        )
+
+
+def _check_ranks(model: nn.Module, world_size: int) -> None:
+    sizes = {size: name for name, t in model.named_parameters() for size in t.shape}
+    if sizes and world_size > max(sizes):
+        raise PlanError(
+            f"{world_size} ranks are more than any dim has elements",
+            where=f"parameter {sizes[max(sizes)]!r}",
+            why=f"its dim of {max(sizes)} is the largest: some ranks would hold nothing of anything",
+            attempt=f"{max(sizes)} ranks or fewer",
         )
 
 

@@ -106,7 +106,8 @@ def _export(model: nn.Module, call: Leaves, dynamic: bool) -> ExportedProgram:
         tensors = tuple(_example(t, model) for t in call.tensors)
         shapes = tuple({d: sizes for d in DYNAMIC_DIMS if d < t.ndim} for t in tensors)
         try:
-            exported = torch.export.export(model, tensors, strict=False, dynamic_shapes={"tensors": shapes})
+            named = {"tensors": shapes} if tensors else None
+            exported = torch.export.export(model, tensors, strict=False, dynamic_shapes=named)
             _refuse_transforms(exported)
             return exported
         except (CaptureError, InputError):

@@ -76,7 +76,7 @@ def gather(call: Call) -> Row | None:
     """`f32[2,97], i64[2,3] -> f32[2,3]     a v, a i -> a i`; splitting v gives P."""
     x, index = call["self"].shape, call["index"].shape
     ndim = len(x)
-    if not ndim or not index:
+    if not ndim or len(index) != ndim:
         return None
     names, dim = letters(ndim, used="iv"), positive(call["dim"], ndim)
     same = [n if a == b else f"!{n}" for n, a, b in zip(names, x, index, strict=True)]
