@@ -64,6 +64,18 @@ def test_two_arguments_that_are_one_tensor_stay_two() -> None:
     _exact(model, X, X)
 
 
+def test_a_model_that_seeds_the_stream_is_refused() -> None:
+    """Its graph would be seeded once: other numbers than the model's from the second call on."""
+
+    def body(m: _Up, x: Tensor) -> Tensor:
+        torch.manual_seed(3)
+        return m.up(F.dropout(x))
+
+    with pytest.raises(ts.CaptureError, match="the model seeds the random stream"):
+        capture(_Up(body), (X,))
+    torch.manual_seed(0)
+
+
 def test_a_model_without_inputs() -> None:
     class Codes(nn.Module):
         def __init__(self) -> None:

@@ -291,12 +291,14 @@ def _measured(rank: int) -> tuple[ts.Machine, float]:
     return machine, ts.shard(model, "auto", (x,), machine=machine).plan.costs.seconds
 
 
+@pytest.mark.ranks
 def test_all_ranks_measure_the_same_machine() -> None:
     (machine, seconds), (other, _) = run_ranks(_measured, 2)
     assert machine == other and machine.name == "measured on 2 ranks" and seconds > 0
     assert 1e8 < machine.flops < 1e15 and 1e7 < machine.link_bandwidth < 1e13
 
 
+@pytest.mark.ranks
 def test_a_machine_of_one_rank_is_measured_alone() -> None:
     ts.distributed.init_process_group()
     assert ts.measure_machine(width=128).memory_bandwidth > 1e7
@@ -384,6 +386,7 @@ def _allocated(step: Callable[[], None]) -> float:
 TRAINED = ("llama", "bert", "qwen2", "vit", "t5")
 
 
+@pytest.mark.ranks
 def test_the_predicted_peak_is_the_allocators() -> None:
     for name, (predicted, measured) in run_ranks(_all_peaks, 2)[0].items():
         assert predicted == pytest.approx(measured, rel=0.1), name

@@ -27,7 +27,7 @@ from torchshard.distributed.ops import OPS
 from torchshard.graph import duplicate, is_tensor_op, node_row, op_name
 from torchshard.layouts import S
 from torchshard.materialize import local_state
-from torchshard.notation import Choice, choices
+from torchshard.notation import Choice, Row, choices
 from torchshard.planner.plan import Plan
 from torchshard.planner.table import size_text
 from torchshard.program import Program, program
@@ -457,3 +457,13 @@ def test_means_of_halves_over_a_split_dim_do_not_overflow(dtype: torch.dtype, bo
         model.to(dtype), {"up": "column"}, world_size=2, example_inputs=(torch.randn(3, 6, dtype=dtype),), dtype=None
     )
     assert report.ok, str(report)
+
+
+def test_a_rule_that_fails_is_told_with_the_op_and_its_shapes(monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken(call: Call) -> Row:
+        raise KeyError("nothing of that name")
+
+    monkeypatch.setitem(RULES, torch.ops.torchshard_tests.weigh.default, broken)
+    with pytest.raises(ts.RuleError, match=r"the rule of torchshard_tests\.weigh\.default fails") as caught:
+        ts.check(Weighing(), PLAN, world_size=2, example_inputs=(torch.randn(2, 5, 6),))
+    assert "KeyError" in str(caught.value) and ", 10], [10]" in str(caught.value)

@@ -164,7 +164,7 @@ def _quiet() -> Iterator[None]:
 
 @contextlib.contextmanager
 def _refused_functions() -> Iterator[None]:
-    """A custom autograd.Function is an error while capturing: a graph would lose its backward."""
+    """What a graph would silently lose is an error while capturing: a custom autograd.Function's backward, a seed."""
     original = torch.autograd.Function.__dict__.get("apply")
     applied: Any = torch.autograd.Function.apply.__func__  # type: ignore[attr-defined]
 
@@ -181,10 +181,21 @@ def _refused_functions() -> Iterator[None]:
             "and give it a rule with @torchshard.rule",
         )
 
+    def manual_seed(seed: Any) -> Any:
+        raise CaptureError(
+            "the model seeds the random stream",
+            where=_user_line(traceback.extract_stack()) or "torch.manual_seed",
+            why="a graph draws from the stream as it finds it: seeded once, when it was captured, and never again",
+            attempt="torch.manual_seed before the call, outside the model",
+        )
+
+    seeding = torch.manual_seed
     torch.autograd.Function.apply = classmethod(apply)  # type: ignore[method-assign, assignment]
+    torch.manual_seed = torch.random.manual_seed = manual_seed
     try:
         yield
     finally:
+        torch.manual_seed = torch.random.manual_seed = seeding
         if original is None:
             del torch.autograd.Function.apply
         else:

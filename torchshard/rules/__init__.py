@@ -3,6 +3,7 @@
 from collections.abc import Mapping
 from typing import Any
 
+from torchshard.errors import RuleError, ShardError
 from torchshard.notation import Row
 from torchshard.rules import (
     attention,
@@ -18,7 +19,7 @@ from torchshard.rules import (
     shapes,
 )
 from torchshard.rules.random import is_random
-from torchshard.rules.registry import ROWS, RULES, Call, TensorType, rule
+from torchshard.rules.registry import ROWS, RULES, Call, RuleFn, TensorType, rule
 
 __all__ = ["RULES", "Call", "Row", "TensorType", "is_random", "row_of", "rule"]
 
@@ -35,8 +36,23 @@ def row_of(call: Call) -> Row | None:
         return None
     key = (found, call.target, _frozen(call.args), call.results)
     if key not in ROWS:
-        ROWS[key] = found(call)
+        ROWS[key] = _ruled(found, call)
     return ROWS[key]
+
+
+def _ruled(found: RuleFn, call: Call) -> Row | None:
+    try:
+        return found(call)
+    except ShardError:
+        raise
+    except Exception as error:
+        shapes = ", ".join(str(list(t.shape)) for t in call.tensors)
+        raise RuleError(
+            f"the rule of {call.target} fails",
+            where=f"{found.__module__}.{found.__name__}",
+            why=f"{type(error).__name__}: {error}; of tensors of {shapes or 'no shape'}",
+            attempt="a rule gives a row, or None for arguments that it has none for",
+        ) from error
 
 
 def _frozen(value: Any) -> Any:
