@@ -47,8 +47,9 @@ UNDEFINED = {"empty", "empty_like", "new_empty", "empty_strided", "new_empty_str
 class Called(nn.Module):
     """One call of an op; its tensors are parameters, those that have no gradient buffers."""
 
-    def __init__(self, op: Any, args: Any, kwargs: Any) -> None:
+    def __init__(self, op: Any, args: Any, kwargs: Any, *, undefined: bool) -> None:
         super().__init__()
+        self.undefined = undefined
         leaves, self.spec = pytree.tree_flatten((args, kwargs))
         self.op, self.rest, self.tensors = op, [], []
         for i, leaf in enumerate(leaves):
@@ -65,7 +66,7 @@ class Called(nn.Module):
         made = [getattr(self, f"t{i}") if f"t{i}" in self.tensors else leaf for i, leaf in enumerate(self.rest)]
         args, kwargs = pytree.tree_unflatten(made, self.spec)
         found = [r for r in pytree.tree_leaves(self.op(*args, **kwargs)) if isinstance(r, Tensor)]
-        return [torch.zeros_like(r) for r in found] if self.op.__name__ in UNDEFINED else found
+        return [torch.zeros_like(r) for r in found] if self.undefined else found
 
 
 @dataclasses.dataclass
@@ -87,7 +88,7 @@ def calls(op: Any, most: int) -> Iterator[Called]:
     grad = op.supports_autograd and dtype == torch.float64
     seen = set[str]()
     for sample in op.sample_inputs("cpu", dtype, requires_grad=grad):
-        made = Called(op.op, (sample.input, *sample.args), sample.kwargs)
+        made = Called(op.op, (sample.input, *sample.args), sample.kwargs, undefined=op.name in UNDEFINED)
         looks = str([tuple(t.shape) for t in (*made.parameters(), *made.buffers())]) + str(
             [leaf for leaf in made.rest if not isinstance(leaf, Tensor)]
         )

@@ -15,6 +15,7 @@ from torchshard.layouts import S
 
 aten = torch.ops.aten
 sdpa = aten.scaled_dot_product_attention.default
+native, instance = aten.native_batch_norm.default, aten.instance_norm.default
 NONE, MEAN, SUM = 0, 1, 2
 
 
@@ -174,6 +175,12 @@ NORMALIZATION = [
     case(aten.broadcast_tensors.default, "a c b", [f(5, 1, 4), f(3, 1), f(5, 3, 4)]),
     case(aten.copy_.default, "a b", buffer("normal", 5, 4), plain(5, 4)),
     batch_norm("n c s0", f(5, 4, 3), f(4), f(4), buffer("normal", 4), buffer("positive", 4), False),
+    case(native, "", f(5, 4, 3), f(4), f(4), buffer("normal", 4), buffer("positive", 4), True, 0.3, 1e-5),
+    case(instance, "n c", f(5, 4, 3), f(4), f(4), None, None, True, 0.3, 1e-5, False),
+    case(instance, "c", f(5, 4, 3), None, None, buffer("normal", 4), buffer("positive", 4), True, 0.3, 1e-5, False),
+    case(
+        instance, "n c s0", f(5, 4, 3), f(4), f(4), buffer("normal", 4), buffer("positive", 4), False, 0.3, 1e-5, False
+    ),
 ]
 
 LOSSES = [
@@ -269,6 +276,7 @@ POINTWISE = [
     case(aten.type_as.default, "a b", ids(9, 5, 3), plain(5, 3)),
     case(aten.type_as.default, "a b", ids(9, 5, 3), plain()),
     case(aten.type_as.default, "a b", ids(9, 5, 3), plain(7)),
+    case(aten.type_as.default, "a", ids(9, 5), plain(2, 3, 4)),
     case(aten.bernoulli.default, "", T((5, 7), "positive", grad=False)),
     case(aten.zeros_like.default, "a b", f(5, 7)),
     case(aten.ones_like.default, "a b", f(5, 1), dtype=torch.float32),
@@ -295,6 +303,8 @@ REDUCTIONS = [
     case(aten.mean.dim, "a b c", f(2, 5, 7), [1, 2]),
     case(aten.mean.dim, "a b", f(5, 4), [-1], True),
     case(aten.mean.dim, "a b", f(5, 4), []),
+    case(aten.mean.dim, "", f(), [0]),
+    case(aten.squeeze.dim, "", f(), 0),
     case(aten.mean.dim, "a b", ids(9, 5, 4), [0], dtype=torch.float64),
     case(aten.amax.default, "b", apart(5, 7), [0]),
     case(aten.amax.default, "", apart(5, 7), []),

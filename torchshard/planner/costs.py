@@ -60,6 +60,10 @@ class Value:
         return self.nbytes * largest_share(layout, self.shape, world)
 
 
+NO_TENSOR = Value((), torch.int64, 0, False)
+"""A result that is a number, or a list."""
+
+
 @dataclass(frozen=True)
 class Op:
     """What costs depend on, of one op of the graph."""
@@ -77,7 +81,7 @@ class Op:
     def of(node: fx.Node) -> Op:
         """Reads a node and its row."""
         row = node_row(node)
-        results = tuple(Value.of(node, v) for v in values(node) if isinstance(v, Tensor))
+        results = tuple(Value.of(node, v) if isinstance(v, Tensor) else NO_TENSOR for v in values(node))
         nodes = tuple(operands(node))
         inputs = tuple(map(Value.of, nodes))
         sizes: dict[str, int] = {}

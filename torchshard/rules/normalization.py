@@ -84,20 +84,33 @@ def group_norm(call: Call) -> Row:
     return call.row(f"{spaced(*operands)} -> {right}", sizes={"g": groups, "c": shape[1] // groups}, local={"*": local})
 
 
-@rule(aten.batch_norm.default)
-def batch_norm(call: Call) -> Row:
-    """`f32[2,8,5], f32[8] x 4 -> f32[2,8,5]     !n c !s, c, c, c, c -> !n c !s`; in training it writes its buffers."""
-    shape, training = call.tensors[0].shape, bool(call["training"])
-    space = [f"!s{i}" if training else f"s{i}" for i in range(len(shape) - 2)]
-    names = ["!n" if training else "n", "c", *space]
+@rule(aten.batch_norm.default, aten.native_batch_norm.default, aten.instance_norm.default)
+def batch_norm(call: Call) -> Row | None:
+    """`f32[2,8,5], f32[8] x 4 -> f32[2,8,5]     !n c !s, c, c, c, c -> !n c !s`; in training it writes its buffers.
+
+    The schemas do not say that they write. An instance norm's statistics are a sample's own; what it writes is not.
+    """
+    shape = call.tensors[0].shape
+    if len(shape) < 2:
+        return None
+    instance = call.target is aten.instance_norm.default
+    training = bool(call["use_input_stats" if instance else "training"])
     present = [n for n in ("weight", "bias", "running_mean", "running_var") if call.args.get(n) is not None]
     written = [1 + i for i, n in enumerate(present) if n.startswith("running") and training]
-    operands = [names, *([["c"]] * len(present))]
+    space = [f"!s{i}" if training else f"s{i}" for i in range(len(shape) - 2)]
+    names = ["!n" if written or (training and not instance) else "n", "c", *space]
+    if len(call.results) > 1 and not written:
+        return None
+    if len(call.results) > 1:  # the statistics too
+        saved = [[f"!e{i}{j}" for j in range(len(r.shape))] for i, r in enumerate(call.results[1:])]
+        closed = [["!n", "!c", *(f"!s{i}" for i in range(len(space)))], *([["!c"]] * len(present))]
+        return call.row(f"{spaced(*closed)} -> {spaced(closed[0], *saved)}", mutates=written)
 
     def local(ctx: Local, x: Any, *args: Any) -> Any:
         if ctx.size("c"):
-            return aten.batch_norm.default(x, *args)
+            return call.target(x, *args)
         per_channel = (filled(t, 0, 1) for t in args[:4])
-        return emptied(aten.batch_norm.default(filled(x, 1, len(shape)), *per_channel, *args[4:]), 1)
+        return emptied(call.target(filled(x, 1, len(shape)), *per_channel, *args[4:]), 1)
 
+    operands = [names, *([["c"]] * len(present))]
     return call.row(f"{spaced(*operands)} -> {spaced(names)}", mutates=written, local={"*": local})

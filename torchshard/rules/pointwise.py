@@ -86,12 +86,11 @@ def same(call: Call) -> Row:
 def same_shape(call: Call) -> Row:
     """`f32[2,8] -> bf16[2,8]     ... -> ...`; a cast of addends is not the cast of the sum."""
     names = letters(len(call.results[0].shape))
-    others = [["1" if t.shape == () else n for n in names][: len(t.shape)] for t in call.tensors[1:]]
-    if any(t.shape != call.tensors[0].shape for t in call.tensors[1:]):
-        return call.row(
-            f"{spaced(names, *[[f'!y{i}_{j}' for j in range(len(o))] for i, o in enumerate(others)])}"
-            f" -> {spaced(names)}"
-        )
+    whole = call.tensors[0].shape
+    others = [
+        names if t.shape == whole else [f"!y{i}_{j}" for j in range(len(t.shape))]
+        for i, t in enumerate(call.tensors[1:])
+    ]
     return call.row(f"{spaced(names, *others)} -> {spaced(names)}")
 
 

@@ -107,6 +107,8 @@ def positive(dim: int, ndim: int) -> int:
 def dims_of(call: Call, name: str, ndim: int) -> list[int]:
     """An argument that is one dim, several, or None for all."""
     value = call.args.get(name)
+    if not ndim:
+        return []  # PyTorch lets a scalar have dims 0 and -1
     if value is None or value == []:
         return list(range(ndim))
     return [positive(d, ndim) for d in (value if isinstance(value, (list, tuple)) else [value])]

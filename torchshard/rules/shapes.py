@@ -134,7 +134,7 @@ def shape_only(call: Call) -> Row:
     if call.target not in SQUEEZES:
         return reshape_row(call, source, target, None)
     named = dims_of(call, "dim", len(source))
-    gone = [i for i in named if same_size(source[i], 1)]
+    gone = [i for i in named if source and same_size(source[i], 1)]
 
     def local(ctx: Local, x: Any, *args: Any) -> Any:
         """A dim that is of size one on this rank alone stays."""
