@@ -2,6 +2,7 @@
 # make lint    lint and type-check only
 # make demo    run the examples
 # make bench   time a training step, calls by hand and planning; count what is sent
+# make sweep   all of PyTorch's operators and of Hugging Face's architectures (an hour); docs/models.md
 # make clean   remove caches and build output (make distclean: .venv too)
 
 PYTHON ?= python3
@@ -17,7 +18,7 @@ export OMP_NUM_THREADS := 1
 
 .DEFAULT_GOAL := test
 .NOTPARALLEL:
-.PHONY: test lint demo bench clean distclean
+.PHONY: test lint demo bench sweep clean distclean
 
 test: lint
 	$(PY) -m pytest -q -n auto -m "not ranks"
@@ -36,6 +37,11 @@ bench: $(VENV)/.stamp-test
 	$(PY) benchmarks/call_cost.py
 	$(PY) benchmarks/planning.py
 	$(PY) benchmarks/communication.py
+
+sweep: $(VENV)/.stamp-test
+	$(PIP) install -c constraints.txt -e '.[sweep]'
+	$(PY) benchmarks/operators.py
+	$(PY) benchmarks/zoo.py --write docs/models.md
 
 # pip is the last thing that venv puts in place: with it, the environment is whole.
 $(VENV)/bin/pip:

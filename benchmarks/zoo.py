@@ -63,12 +63,22 @@ SMALL = {name: size for size, names in _NAMED.items() for name in names.split()}
 """What a configuration's sizes are set to, where it has them under these names."""
 
 OVERRIDES: dict[str, dict[str, Any]] = {
-    "dots1": {"n_routed_experts": 4, "first_k_dense_replace": 1, "n_shared_experts": 1},
-    "gpt_neo": {"attention_types": [[["global", "local"], 1]]},
+    "convnext": {"patch_size": 4},
+    "convnextv2": {"patch_size": 4},
+    "deepseek_v2": {"n_routed_experts": 4, "num_experts_per_tok": 2},
+    "dots1": {"n_routed_experts": 4, "num_experts_per_tok": 2, "first_k_dense_replace": 1, "n_shared_experts": 1},
+    "esm": {"vocab_size": VOCAB, "pad_token_id": 1, "mask_token_id": 2},
     "gemma3n_text": {"num_kv_shared_layers": 0},
-    "gemma4_assistant": {"text_config": {"hidden_size_per_layer_input": 0}},
-    "cohere_compass_text": {"layer_types": ["sliding_attention", "full_attention"]},
-    "blt": {"hidden_size_global": 64},
+    "gpt_neo": {"attention_types": [[["global", "local"], 1]]},
+    "lfm2_moe": {"layer_types": ["conv", "full_attention"]},
+    "mamba2": {"num_heads": 8, "head_dim": 16},
+    "nemotron": {"num_key_value_heads": 2},
+    "reformer": {"is_decoder": True, "axial_pos_embds": False},
+    "speech_to_text": {"input_feat_per_channel": 80},
+    "xmod": {"languages": ["en_XX"], "default_language": "en_XX"},
+    "zamba": {"layer_types": ["mamba", "hybrid"]},
+    "zamba2": {"layer_types": ["mamba", "hybrid"]},
+    "zaya": {"num_experts_per_tok": 1},
 }
 """model type -> sizes of its own."""
 
@@ -143,9 +153,12 @@ def example(model: torch.nn.Module, config: PreTrainedConfig) -> dict[str, Any]:
     if main == "pixel_values":
         return {main: torch.randn(BATCH, getattr(config, "num_channels", 3), IMAGE, IMAGE)}
     if main == "input_values":
-        return {main: torch.randn(BATCH, 2000)}
+        found = {main: torch.randn(BATCH, 2000)}
+        return found | ({"decoder_input_ids": ids} if config.is_encoder_decoder else {})
     if main == "input_features":
-        found = {main: torch.randn(BATCH, getattr(config, "num_mel_bins", 64), 2 * SEQUENCE)}
+        time = 2 * config.max_source_positions if config.model_type == "whisper" else 2 * SEQUENCE
+        shape = (time, getattr(config, "input_feat_per_channel", getattr(config, "num_mel_bins", 64)))
+        found = {main: torch.randn(BATCH, *(shape[::-1] if config.model_type == "whisper" else shape))}
         return found | ({"decoder_input_ids": ids} if config.is_encoder_decoder else {})
     raise ValueError(f"no example for {main}")
 
@@ -169,35 +182,32 @@ class Result:
 
 def tried(kind: str, ranks: list[int]) -> Result:
     """Builds, shards and checks."""
-    try:
-        model, call = built(kind)
-        with torch.no_grad():
-            model.double()(**_double(call))
-    except Exception as error:
-        return Result(kind, "not built", why=_line(error))
+    for dtype in (torch.float64, torch.float32):  # some models make tensors of float32 whatever they are cast to
+        try:
+            model, call = built(kind)
+            call = {name: x.to(dtype) if x.is_floating_point() else x for name, x in call.items()}
+            with torch.no_grad():
+                model.to(dtype)(**call)
+            break
+        except Exception as error:
+            why = " ".join(str(error).split())[:400]
+    else:
+        return Result(kind, "not built", why=why)
     split, error = dict[int, float](), 0.0
     try:
-        captured = prepared(model, (), _double(call))
+        captured = prepared(model, (), call)
         for world in ranks:
             made = planned(captured, model, {}, world)
             split[world] = split_share(model, made.plan)
-            report = check_program(model, made, made.graph, (), _double(call))
+            report = check_program(model, made, made.graph, (), call)
             error = max([error, *(c.error for c in report.comparisons)])
             if not report.ok:
                 worst = max(report.comparisons, key=lambda c: c.error)
                 text = f"{world} ranks: {worst.kind} {worst.name} {worst.error:.1e} {report.diverges_at}"
                 return Result(kind, "wrong", split, text)
     except ts.ShardError as refusal:
-        return Result(kind, "refused", split, f"{type(refusal).__name__}: {_line(refusal)}")
+        return Result(kind, "refused", split, " ".join(f"{type(refusal).__name__}: {refusal}".split())[:400])
     return Result(kind, "exact", split, error=error)
-
-
-def _double(call: dict[str, Any]) -> dict[str, Any]:
-    return {name: x.double() if x.is_floating_point() else x for name, x in call.items()}
-
-
-def _line(error: BaseException) -> str:
-    return " ".join(str(error).split())[:400]
 
 
 def split_share(model: torch.nn.Module, plan: ts.Plan) -> float:
