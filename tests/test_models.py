@@ -61,3 +61,12 @@ def test_a_weight_that_the_parent_uses() -> None:
     assert isinstance(layout, Shard) and layout.dim == 1
     report = ts.check(layer, plan, world_size=2, example_inputs=(torch.randn(2, 3, 8),))
     assert report.ok, str(report)
+
+
+def test_a_running_mean_that_is_zero_on_paper_is_no_difference() -> None:
+    """What a norm gives has mean zero, and so has a convolution of it: the next norm's running mean is noise."""
+    norms = nn.BatchNorm2d(6), nn.Conv2d(6, 10, 1, bias=False), nn.BatchNorm2d(10)
+    model = nn.Sequential(nn.Conv2d(3, 6, 1), *norms)
+    report = ts.check(model, {"1": "replicate", "2": "column"}, world_size=2, example_inputs=(torch.randn(2, 3, 1, 1),))
+    assert report.ok, str(report)
+    assert {c.name for c in report.comparisons if c.kind == "buffer"} >= {"1.running_mean", "3.running_mean"}

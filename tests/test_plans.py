@@ -409,7 +409,7 @@ class Alike(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.layers = nn.ModuleList(nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 8)) for _ in range(40))
+        self.layers = nn.ModuleList(nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 8)) for _ in range(20))
 
     def forward(self, x: Tensor) -> Tensor:
         for layer in self.layers:
@@ -429,9 +429,9 @@ def test_of_layers_that_are_alike_as_many_stay_whole_as_fit() -> None:
         limit = most[1] + share * (most[0] - most[1])
         made = _alike(memory=limit)
         assert made.costs.memory["peak"] <= limit
-        whole.append(sum(made.parameters[f"layers.{i}.0.weight"] == ts.I for i in range(40)))
+        whole.append(sum(made.parameters[f"layers.{i}.0.weight"] == ts.I for i in range(20)))
         assert ts.check(Alike(), made, world_size=2, example_inputs=(torch.randn(4, 8),)).ok
-    assert 5 <= whole[0] < whole[1] < whole[2] <= 38, whole
+    assert 2 <= whole[0] < whole[1] < whole[2] <= 18, whole
 
 
 def _peak(plan: ts.Plan) -> float:

@@ -300,8 +300,9 @@ def compare(expected: _Results, got: Any, layouts: Mapping[str, Layout], toleran
     for i, (name, value) in enumerate(zip(expected.output_names, expected.outputs, strict=True)):
         error = _error_of_pieces(value, [o[i] for o in got.outputs], I, floor)
         found.append(Comparison("output", name or "result", error))
+    floor = _noise(expected.buffers.values(), tolerance)
     for name, buffer in expected.buffers.items():
-        error = _error_of_pieces(buffer, [state[name] for state in got.states], layouts.get(name, I))
+        error = _error_of_pieces(buffer, [state[name] for state in got.states], layouts.get(name, I), floor)
         found.append(Comparison("buffer", name, error))
     floor = _noise([*expected.input_grads.values(), *expected.parameter_grads.values()], tolerance)
     for name, grad in expected.input_grads.items():
