@@ -21,7 +21,6 @@ from torchshard.layouts import (
     canonical,
     chunk_bounds,
     dual,
-    is_contiguous_range,
     is_whole,
     join,
     local_shape,
@@ -135,8 +134,6 @@ def test_sizes_and_ranges_agree(segments: tuple[Part, ...], world: int) -> None:
     for rank, size in enumerate(sizes):
         held = [i for start, stop in ranges(segments, rank, world) for i in range(start, stop)]
         assert len(held) == size
-        run = not held or held == list(range(held[0], held[-1] + 1))
-        assert is_contiguous_range(segments, rank, world) == run
 
 
 def test_duals_and_wholes() -> None:

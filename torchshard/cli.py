@@ -34,11 +34,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
         code: int = given.run(given)
         sys.stdout.flush()
         return code
-    except ShardError as error:
-        if given.debug:
-            raise
-        print(f"{type(error).__name__}: {error}", file=sys.stderr)
-        return FAILED
     except KeyboardInterrupt:
         return 130
     except BrokenPipeError:
@@ -47,8 +42,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except Exception as error:
         if given.debug:
             raise
-        what = (str(error).splitlines() or [""])[0]
-        print(f"{type(error).__name__}: {what}\n  try:    --debug, for the traceback", file=sys.stderr)
+        what = str(error)
+        if not isinstance(error, ShardError):
+            what = f"{(what.splitlines() or [''])[0]}\n  try:    --debug, for the traceback"
+        print(f"{type(error).__name__}: {what}", file=sys.stderr)
         return FAILED
 
 
@@ -216,9 +213,9 @@ def _loaded(given: argparse.Namespace) -> Any:
 
 def _draw(given: argparse.Namespace) -> int:
     import torchshard as ts
-    from torchshard.drawing import FORMATS, check_suffix
+    from torchshard.drawing import check_suffix
 
-    check_suffix(given.output, tuple(FORMATS))
+    check_suffix(given.output)
     ts.draw(_planned(given), given.output)
     return 0
 

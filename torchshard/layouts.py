@@ -21,7 +21,6 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import pairwise
 
 import torch
 from torch import Tensor
@@ -205,12 +204,6 @@ def join(pieces: Sequence[Tensor], layout: Layout, size: int | None = None) -> T
     widths = [[stop - start for start, stop in ranges(layout.parts, rank, world)] for rank in range(world)]
     columns = [piece.split(width, dim) for piece, width in zip(pieces, widths, strict=True)]
     return torch.cat([column[part] for part in range(len(layout.parts)) for column in columns], dim)
-
-
-def is_contiguous_range(parts: Sequence[Part], rank: int, world: int) -> bool:
-    """Whether what `rank` holds is one run of the dim."""
-    held = [r for r in ranges(parts, rank, world) if r[0] < r[1]]
-    return all(left[1] == right[0] for left, right in pairwise(held))
 
 
 _DTYPES = {

@@ -227,6 +227,9 @@ def bind(
             dims.append(dim)
         bound.append(tuple(dims))
     _check_dims(bound, [*operands, *results], known, text)
+    strangers = known.keys() - {axis for dims in bound for dim in dims for term in dim for axis in term}
+    if strangers:
+        raise RuleError(f"axis {min(strangers)} is in no tensor", where=text, why="a size is given for it in sizes=")
     n = len(operands)
     return Row(text, tuple(bound[:n]), tuple(bound[n:]), known, frozenset(blocked), RowOptions(**options))
 

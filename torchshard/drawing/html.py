@@ -20,9 +20,8 @@ from torchshard.drawing.outline import Box, Row, outline, sources
 from torchshard.graph import layout_of, op_name
 from torchshard.planner.plan import Collective, Plan
 from torchshard.planner.table import size_text, starred
-from torchshard.planner.why import REASONS, kinds_of
+from torchshard.planner.why import DEAREST, REASONS, kinds_of
 
-DEAREST = 12
 """Rows of the table of collectives."""
 
 

@@ -10,6 +10,7 @@ be undone, is refused.
 
 from __future__ import annotations
 
+import operator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -81,6 +82,7 @@ def functionalize(module: fx.GraphModule) -> bool:
     writes = [n for n in module.graph.nodes if _is_inplace(n)]
     if not writes:
         return False
+    _cut_pieces(module, {_storage(n.args[0]) for n in writes if is_tensor(n.args[0])})
     aliases = _Aliases(module)
     for node in list(module.graph.nodes):
         if is_tensor(node) and not _is_copied(node):
@@ -98,6 +100,24 @@ def functionalize(module: fx.GraphModule) -> bool:
     for node in reversed(writes):
         module.graph.erase_node(node)
     return True
+
+
+def _cut_pieces(module: fx.GraphModule, written: set[int]) -> None:
+    """Pieces of a split value that is written to become slices of it, each a view of its own."""
+    for node in list(module.graph.nodes):
+        source: Any = node.args[0] if node.op == "call_function" and node.args else None
+        if node.target is not operator.getitem or source.target not in _SPLITS or _storage(node) not in written:
+            continue
+        args = bound_args(source)
+        sizes = [v.shape[args["dim"]] for v in source.meta["val"][: node.args[1] + 1]]
+        start, x = sum(sizes[:-1]), args["self"]
+        with module.graph.inserting_before(node):
+            piece = emit(module, aten.slice.Tensor, (x, args["dim"], start, start + sizes[-1]), node)
+        node.replace_all_uses_with(piece)
+        module.graph.erase_node(node)
+
+
+_SPLITS = {aten.split.Tensor, aten.split_with_sizes.default, aten.chunk.default, aten.split.sizes}
 
 
 def _is_inplace(node: fx.Node) -> bool:

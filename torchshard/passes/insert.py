@@ -91,20 +91,21 @@ class _Conversions:
         if link is None:
             return value
         for_whom = consumer.name if consumer.op != "output" else "the result"
-        if (value, layout) not in self._made:
+        made = self._made.get((value, layout))
+        if made is None:
             source = self._in_layout(value, link.source, consumer)
-            self._made[value, layout] = self._insert(value, link, source, consumer)
-            self._made[value, layout].meta["note"] = f"{link.source} -> {layout}, for {for_whom}"
-        elif not self._made[value, layout].meta["note"].endswith(f" {for_whom}"):
-            self._made[value, layout].meta["note"] += f", {for_whom}"
-        return self._made[value, layout]
+            made = self._made[value, layout] = self._insert(value, link, source, consumer)
+            made.meta["note"] = f"{link.source} -> {layout}, for {for_whom}"
+        elif not made.meta["note"].endswith(f" {for_whom}"):
+            made.meta["note"] += f", {for_whom}"
+        return made
 
     def _insert(self, value: fx.Node, link: Link, source: fx.Node, consumer: fx.Node) -> fx.Node:
         graph = self._module.graph
         args = step_args(link.name, link.source, link.target, global_shape(value))
         after = value.op != "placeholder" and not is_whole(link.source)
         beside = value if after else consumer
-        with graph.inserting_after(value) if after else graph.inserting_before(consumer):
+        with graph.inserting_after(source) if after else graph.inserting_before(consumer):
             node = graph.call_function(getattr(torch.ops.torchshard, link.name).default, (source, *args, MODEL))
         name_after(node, f"{source.name}_{link.name}")
         node.meta = {

@@ -33,10 +33,11 @@ _ASSERTS = {
 def normalize(module: fx.GraphModule) -> bool:
     """Rewrites the graph; returns whether anything changed."""
     changed = _drop_asserts(module)
-    changed |= _replace(module, {aten.narrow.default: _as_slice})  # functionalize knows slices
+    changed |= _replace(module, _VIEWS)
     changed |= functionalize(module)
     changed |= _replace(module, _REWRITES)
-    changed |= _replace(module, dict.fromkeys(BY_ELEMENT, _by_index))
+    changed |= _replace(module, dict.fromkeys((*BY_ELEMENT, *_DRAWS), _by_index))
+    changed |= _replace(module, dict.fromkeys(_DRAWS, _drawn_from_sizes))
     changed |= restore_causal(module)
     changed |= bool(module.graph.eliminate_dead_code(_is_kept))
     module.recompile()
@@ -158,6 +159,24 @@ def _from_sizes(module: fx.GraphModule, node: fx.Node) -> fx.Node:
     return _named(node, emit(module, target, (args["size"], *extra), node, dtype=val.dtype, device=val.device))
 
 
+def _drawn_from_sizes(module: fx.GraphModule, node: fx.Node) -> fx.Node:
+    """`rand_like(x)` is `rand([2, 3])`: it draws as many numbers, and needs nothing of x."""
+    args, val = bound_args(node), node.meta["val"]
+    x: Any = node.args[0]
+    sizes = [
+        s if isinstance(s, int) else emit(module, aten.sym_size.int, (x, i), node) for i, s in enumerate(val.shape)
+    ]
+    target, bounds = _DRAWS[cast(Any, node.target)]
+    said = (args[name] if name else 0 for name in bounds)
+    return _named(node, emit(module, target, (*said, sizes), node, dtype=val.dtype, device=val.device))
+
+
+_DRAWS = {
+    aten.rand_like.default: (aten.rand.default, ()),
+    aten.randn_like.default: (aten.randn.default, ()),
+    aten.randint_like.default: (aten.randint.low, ("", "high")),
+    aten.randint_like.low_dtype: (aten.randint.low, ("low", "high")),
+}
 _NEW = {
     aten.new_zeros.default: (aten.zeros.default, False),
     aten.new_ones.default: (aten.ones.default, False),
@@ -193,23 +212,35 @@ def _if_buffer(module: fx.GraphModule, node: fx.Node) -> fx.Node | None:
     return source if source.meta.get("kind") == "buffer" else None
 
 
-def _if_broadcast(module: fx.GraphModule, node: fx.Node) -> fx.Node | None:
-    """`broadcast_tensors(x, y)[0]` is x where x has that shape already."""
+def _as_expand(module: fx.GraphModule, node: fx.Node) -> fx.Node | None:
+    """`broadcast_tensors(x, y)[0]` is x where x has that shape already, else x expanded."""
     source: Any = node.args[0]
     if source.target is not aten.broadcast_tensors.default:
         return None
-    held = source.args[0][node.args[1]]
-    return held if held.meta["val"].shape == node.meta["val"].shape else None
+    held, shape = source.args[0][node.args[1]], list(node.meta["val"].shape)
+    if list(held.meta["val"].shape) == shape:
+        return cast(fx.Node, held)
+    if not all(isinstance(size, int) for size in shape):
+        return None
+    return _named(node, emit(module, aten.expand.default, (held, shape), node))
+
+
+_VIEWS: dict[Any, Rewrite] = {aten.narrow.default: _as_slice, operator.getitem: _as_expand}
+"""Before the graph is made functional: views in the words in which writes through them are traced back."""
 
 
 def _without_empty(module: fx.GraphModule, node: fx.Node) -> fx.Node | None:
     """`cat([empty, x])`, where `empty` has the one shape (0,) that PyTorch skips, is x."""
     tensors: Any = node.args[0]
-    shapes = [list(t.meta["val"].shape) for t in tensors]
-    kept = [t for t, s in zip(tensors, shapes, strict=True) if len(s) != 1 or not isinstance(s[0], int) or s[0]]
+    kept = [t for t in tensors if not _is_empty(t)]
     if len(kept) == len(tensors) or not kept:
         return None
     return kept[0] if len(kept) == 1 else _named(node, emit(module, aten.cat.default, (kept, *node.args[1:]), node))
+
+
+def _is_empty(tensor: fx.Node) -> bool:
+    shape = tensor.meta["val"].shape
+    return len(shape) == 1 and isinstance(shape[0], int) and shape[0] == 0
 
 
 _REWRITES: dict[Any, Rewrite] = {
@@ -226,7 +257,6 @@ _REWRITES: dict[Any, Rewrite] = {
     **dict.fromkeys(_PRODUCTS, _split_addmm),
     **dict.fromkeys(_NEW, _from_sizes),
     aten.cat.default: _without_empty,
-    operator.getitem: _if_broadcast,
     aten.dropout.default: _if_inactive,
     aten.detach.default: _if_buffer,
 }  # fmt: skip

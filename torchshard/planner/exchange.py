@@ -33,20 +33,20 @@ def styles(plan: Plan) -> dict[str, str]:
         path, _, leaf = name.rpartition(".")
         if layout == I or leaf == "bias":
             continue
-        kind = plan.stored[name].module if name in plan.stored else ""
+        stored = plan.stored.get(name)
+        kind = stored.module if stored is not None else ""
         style = STYLES.get((kind, layout.dim)) if isinstance(layout, Shard) and leaf == "weight" else None
         ends = ("".join(sorted(before.pop(path, set()))), "".join(sorted(after.pop(path, set()))))
-        tied = plan.stored[name].tied if name in plan.stored else ()
-        if tied:
-            unsaid.append(f"{name}, which is {tied[0]} too")
+        if stored is not None and stored.tied:
+            unsaid.append(f"{name}, which is {stored.tied[0]} too")
         elif style is None or not isinstance(layout, Shard) or layout.parts is not None:
             unsaid.append(f"{name} as {layout}" + (f" of a {kind}" if kind not in ("Linear", "Embedding") else ""))
         elif ends[0] not in style[1] or ends[1] not in style[2]:
             unsaid.append(f"{path}, {style[0]} with {ends[0] or 'nothing'} before and {ends[1] or 'nothing'} after it")
         else:
             found[path] = next((v for (s, c), v in _VARIANTS.items() if s == style[0] and c in ends), style[0])
-    unsaid += [f"a {' and '.join(sorted(names))} at {path or 'the model'}" for path, names in (before | after).items()
-               if names - {"copy"}]  # fmt: skip
+    rest = (*before.items(), *after.items())
+    unsaid += [f"a {' and '.join(sorted(names))} at {path or 'the model'}" for path, names in rest if names - {"copy"}]
     unsaid += [f"a {c.name} inside {c.value}" for c in plan.costs.collectives if c.is_inside and c.calls]
     if unsaid:
         shown = "; ".join(unsaid[:4]) + (f"; and {len(unsaid) - 4} more" if len(unsaid) > 4 else "")

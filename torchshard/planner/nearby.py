@@ -43,8 +43,9 @@ def search_nearby(
                 continue
             around = [centre, *(v for _, v in islice(nx.bfs_edges(near, centre), NEIGHBOURHOOD - 1))]
             covered.update(around[: len(around) // 2])
+            freed = set(around)
             touched = sorted({f for v in around for f in holding[v]})
-            fixed = {v: states[v] for f in touched for v in scopes[f] if v not in set(around)}
+            fixed = {v: states[v] for f in touched for v in scopes[f] if v not in freed}
             found = _completed(sizes, [scopes[f] for f in touched], [tables[f] for f in touched], fixed, limit)
             costs = [sum(float(tables[f][tuple(at[v] for v in scopes[f])]) for f in touched) for at in (found, states)]
             if costs[0] < costs[1]:

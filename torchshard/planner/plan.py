@@ -159,11 +159,6 @@ class Plan:
     graph: Any = field(default=None, compare=False, repr=False)
     """The graph with its collectives (`fx.GraphModule`), where the plan was made here."""
 
-    @property
-    def comm_bytes(self) -> float:
-        """Predicted bytes that each rank sends per step, forward and backward, at the example inputs' sizes."""
-        return self.costs.nbytes
-
     def parameter_bytes(self) -> tuple[int, int]:
         """Bytes of the parameters and buffers: of the unsharded model, and on the rank that holds the most."""
         held = [(stored, self.parameters.get(name, I)) for name, stored in self.stored.items()]

@@ -157,7 +157,10 @@ def filled(solver: Solver, fits: Callable[[Solution], bool], tried: Tried) -> So
     lower price.
     """
     best, runs = tried.found, max((chain.count for chain in solver.network.chains), default=0)
-    fitting, too_many = 0, runs if tried.fits and tried.found is not tried.solved[0][1] else 0
+    fastest_fits = tried.found is tried.solved[0][1]
+    if not tried.fits or fastest_fits:
+        return best
+    fitting, too_many = 0, runs
     while too_many - fitting > 1:
         count = (fitting + too_many) // 2
         mixed = solver.mixed(tried.prices[1], tried.prices[0], count / runs)

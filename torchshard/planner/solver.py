@@ -88,9 +88,11 @@ class Solver:
         powers = [self._power(chain, run) for chain, run in zip(chains, runs, strict=True)]
         around = [self._unpacked(chain, power.table) for chain, power in zip(chains, powers, strict=True)]
         solved = self._main.run([*(tables[f] for f in self._outer), *around])
-        states = solved.decode({})
-        if not self.exact:
-            states = search_nearby(self.network.sizes, self._scopes, tables, self._whole, self._limit)
+        states: States = (
+            solved.decode({})
+            if self.exact
+            else search_nearby(self.network.sizes, self._scopes, tables, self._whole, self._limit)
+        )
         inner = tuple(self._decoded(c, r, p, states) for c, r, p in zip(chains, runs, powers, strict=True))
         return self._solution(states, inner, float(solved.table))
 

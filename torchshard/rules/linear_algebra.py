@@ -46,11 +46,9 @@ def matmul(call: Call) -> Row:
 @rule(aten.einsum.default)
 def einsum(call: Call) -> Row | None:
     """`einsum("bqd,bkd->bqk", x, y)     b q d, b k d -> b q k`: the equation is a row already."""
-    left, arrow, right = str(call["equation"]).replace(" ", "").partition("->")
-    operands = left.split(",")
-    plain = arrow and "..." not in left and all(len(set(o)) == len(o) for o in operands)
-    if not plain or set(right) - set(left):
-        return None
+    operands, right = _equation(call)
+    if any(len(set(o)) != len(o) for o in operands):
+        return None  # a diagonal
     sizes = [t.shape for t in call.tensors]
     ones = {c for o, s in zip(operands, sizes, strict=True) for c, n in zip(o, s, strict=True) if n == 1}
     mixed = {c for o, s in zip(operands, sizes, strict=True) for c, n in zip(o, s, strict=True) if n != 1} & ones
@@ -58,3 +56,22 @@ def einsum(call: Call) -> Row | None:
         return None
     each = [{i} for i in range(len(operands))]
     return call.row(f"{spaced(*operands)} -> {spaced(right)}", linear=each)
+
+
+def _equation(call: Call) -> tuple[list[list[str]], list[str]]:
+    """The axes of each operand and of the result: `...` spelled out, a result that is not said found."""
+    left, arrow, right = str(call["equation"]).replace(" ", "").partition("->")
+    terms, ndims = left.split(","), [len(t.shape) for t in call.tensors]
+    said = left.replace(",", "").replace(".", "")
+    hidden = [
+        ndim - len(term.replace("...", "")) if "..." in term else 0 for term, ndim in zip(terms, ndims, strict=True)
+    ]
+    lead = letters(max(hidden), used=said)
+    if not arrow:
+        right = "..." * any(hidden) + "".join(sorted(name for name in set(said) if said.count(name) == 1))
+
+    def axes(term: str, count: int) -> list[str]:
+        before, dots, after = term.partition("...")
+        return [*before, *(lead[len(lead) - count :] if dots else []), *after]
+
+    return [axes(term, count) for term, count in zip(terms, hidden, strict=True)], axes(right, len(lead))

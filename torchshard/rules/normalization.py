@@ -99,12 +99,8 @@ def batch_norm(call: Call) -> Row | None:
     written = [1 + i for i, n in enumerate(present) if n.startswith("running") and training]
     space = [f"!s{i}" if training else f"s{i}" for i in range(len(shape) - 2)]
     names = ["!n" if written or (training and not instance) else "n", "c", *space]
-    if len(call.results) > 1 and not written:
-        return None
-    if len(call.results) > 1:  # the statistics too
-        saved = [[f"!e{i}{j}" for j in range(len(r.shape))] for i, r in enumerate(call.results[1:])]
-        closed = [["!n", "!c", *(f"!s{i}" for i in range(len(space)))], *([["!c"]] * len(present))]
-        return call.row(f"{spaced(*closed)} -> {spaced(closed[0], *saved)}", mutates=written)
+    if len(call.results) > 1:  # a native one
+        return _with_statistics(call, len(present), written) if written else None
 
     def local(ctx: Local, x: Any, *args: Any) -> Any:
         if ctx.size("c"):
@@ -114,3 +110,10 @@ def batch_norm(call: Call) -> Row | None:
 
     operands = [names, *([["c"]] * len(present))]
     return call.row(f"{spaced(*operands)} -> {spaced(names)}", mutates=written, local={"*": local})
+
+
+def _with_statistics(call: Call, present: int, written: list[int]) -> Row:
+    """Of a batch norm that gives its statistics too: all whole."""
+    closed = [[f"!{name}" for name in letters(len(call.tensors[0].shape))], *([["!x"]] * present)]
+    saved = [[f"!e{i}{j}" for j in range(len(r.shape))] for i, r in enumerate(call.results[1:])]
+    return call.row(f"{spaced(*closed)} -> {spaced(closed[0], *saved)}", mutates=written)

@@ -25,8 +25,7 @@ def is_random(target: Any) -> bool:
 
 
 BY_ELEMENT = frozenset([
-    aten.dropout.default, aten.bernoulli.p, aten.rand_like.default, aten.randn_like.default,
-    aten.randint_like.default, aten.randint_like.low_dtype, aten.alpha_dropout.default,
+    aten.dropout.default, aten.bernoulli.p, aten.alpha_dropout.default,
 ])  # fmt: skip
 """Ops that draw one number per element of their first operand, in the order in which it lies in memory. In a graph that
 operand is contiguous, so that the order is that of the indices."""

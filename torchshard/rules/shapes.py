@@ -45,7 +45,10 @@ def _groups(left: Sequence[int], right: Sequence[int]) -> list[tuple[range, rang
 
 
 def _refine(left: list[Any], right: list[Any], names: list[str], sizes: dict[str, Size]) -> tuple[Any, Any] | None:
-    """Both sides of one run as products of common axes: 6, 4 -> 3, 8 has none; 2, 12 -> 8, 3 is a; b c -> a b; c."""
+    """Both sides of one run as products of common axes: 6, 4 -> 3, 8 has none; 2, 12 -> 8, 3 is a; b c -> a b; c.
+
+    Their sizes are added to `sizes`.
+    """
     if len(left) == 1 or len(right) == 1:
         many = right if len(left) == 1 else left
         axes = []
@@ -59,6 +62,7 @@ def _refine(left: list[Any], right: list[Any], names: list[str], sizes: dict[str
 
 def _refine_ints(left: list[int], right: list[int], names: list[str], sizes: dict[str, Size]) -> Any:
     out: tuple[list[list[str]], list[list[str]]] = ([[] for _ in left], [[] for _ in right])
+    found: dict[str, Size] = {}
     i = j = 0
     a, b = left[0], right[0]
     while i < len(left) and j < len(right):
@@ -67,7 +71,7 @@ def _refine_ints(left: list[int], right: list[int], names: list[str], sizes: dic
             return None
         if step > 1:
             axis = names.pop(0)
-            sizes[axis] = step
+            found[axis] = step
             out[0][i].append(axis)
             out[1][j].append(axis)
         a, b = a // step, b // step
@@ -77,6 +81,7 @@ def _refine_ints(left: list[int], right: list[int], names: list[str], sizes: dic
         if b == 1:
             j += 1
             b = right[j] if j < len(right) else 1
+    sizes |= found
     return out
 
 
@@ -384,6 +389,17 @@ def along_dims(call: Call) -> Row:
     dims = call["dims"] or range(ndim)
     names = block(letters(ndim), [positive(d, ndim) for d in dims])
     return call.row(f"{spaced(names)} -> {spaced(names)}", linear=LINEAR)
+
+
+@rule(aten.unfold.default)
+def unfold(call: Call) -> Row:
+    """`f32[2,8,4] -> f32[2,3,4,4]     a !b c -> a !w c !s`: windows of one dim, their elements last."""
+    ndim = len(call.tensors[0].shape)
+    if not ndim:
+        return call.row(" -> !s")
+    names, dim = letters(ndim, used="sw"), positive(call["dimension"], ndim)
+    right = ["!w" if i == dim else name for i, name in enumerate(names)]
+    return call.row(f"{spaced(block(names, [dim]))} -> {spaced([*right, '!s'])}", linear=LINEAR)
 
 
 @rule(aten.tril.default, aten.triu.default)

@@ -1,0 +1,104 @@
+"""Random models under random plans, on simulated and on real ranks; nothing here was thought of by anyone.
+
+`TORCHSHARD_PROGRAMS=2000 pytest tests/test_programs.py` runs as many, drawn anew.
+"""
+
+from __future__ import annotations
+
+import copy
+import os
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import HealthCheck, event, find, given, settings
+from hypothesis import strategies as st
+from torch import nn
+
+import torchshard as ts
+from tests.helpers import run_ranks
+from tests.programs import Text, can_be_trained, checked, drawn, random_plan, texts
+from torchshard.program import prepared
+from torchshard.rules import RULES
+
+pytestmark = pytest.mark.filterwarnings("ignore:.*(degrees of freedom|Using a target size)")
+
+aten = torch.ops.aten
+COUNT = int(os.environ.get("TORCHSHARD_PROGRAMS", "0"))
+
+
+@settings(
+    max_examples=COUNT or 120,
+    derandomize=not COUNT,
+    deadline=None,
+    suppress_health_check=[HealthCheck.too_slow, HealthCheck.filter_too_much, HealthCheck.data_too_large],
+)
+@given(texts, st.integers(1, 4), st.integers(0, 99))
+def test_any_program_under_any_plan(text: Text, world: int, seed: int) -> None:
+    try:
+        report = checked(text, world, seed)
+    except ts.CaptureError as error:
+        assert "can't be traced back" in str(error), f"{error}\n{text}"
+        event("refused: a write through a view that can't be undone")
+        return
+    assert report.ok, f"{report}\n{text}"
+
+
+def test_a_wrong_rule_is_found_and_shrunk(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One that takes what a rank has of a sum for the whole."""
+    monkeypatch.setitem(RULES, aten.linear.default, lambda call: call.row("... k, n k -> ... n", reduced={"k"}))
+    smallest = find(
+        texts,
+        lambda text: "linear" in text.source and not checked(text, 2, 0).ok,
+        settings=settings(max_examples=300, derandomize=True, deadline=None, database=None),
+    )
+    assert len(smallest.lines) <= 2, str(smallest)
+
+
+def _sgd(model: nn.Module, inputs: Any) -> list[torch.Tensor]:
+    """The results before and after a step."""
+    optimizer = torch.optim.SGD(model.parameters(), 0.01)
+    found = []
+    for turn in range(2):
+        torch.manual_seed(turn)
+        made = model(*inputs)
+        outputs = made if isinstance(made, tuple) else (made,)
+        found += [o.detach().clone() for o in outputs]
+        loss = sum((o.tanh().sum() for o in outputs), torch.zeros(()))
+        optimizer.zero_grad()
+        if loss.requires_grad:
+            loss.backward()
+        optimizer.step()
+    return found
+
+
+def _difference(a: torch.Tensor, b: torch.Tensor) -> float:
+    return float((a - b).abs().max()) / max(1.0, float(a.abs().max()))
+
+
+def _steps(rank: int, world: int, seeds: list[int]) -> dict[int, tuple[float, float]]:
+    ts.distributed.init_process_group()
+    found = {}
+    for seed in seeds:
+        text = drawn(seed)
+        model, inputs = text.model(), text.inputs()
+        plan = random_plan(prepared(model, inputs, {}, dynamic=False), model, world, seed)
+        sharded = ts.shard(copy.deepcopy(model), plan, example_inputs=inputs)
+        expected, got = _sgd(model, inputs), _sgd(sharded, inputs)
+        whole = sharded.full_state_dict()
+        found[seed] = (
+            max(_difference(a, b) for a, b in zip(expected, got, strict=True)),
+            max(_difference(t, whole[name]) for name, t in model.state_dict().items()),
+        )
+    return found
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize("world", [2, 3, 4])
+def test_programs_on_real_ranks(world: int) -> None:
+    """Forward, backward and a step of SGD, and forward again."""
+    seeds = [seed for seed in range(100 * world, 100 * world + 14) if can_be_trained(drawn(seed))]
+    for ranks in run_ranks(_steps, world, world, seeds):
+        assert ranks.keys() == set(seeds)
+        wrong = {seed: errors for seed, errors in ranks.items() if max(errors) > 1e-9}
+        assert not wrong, "\n".join(f"{seed}: {errors}\n{drawn(seed)}" for seed, errors in wrong.items())
