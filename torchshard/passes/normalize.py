@@ -10,7 +10,7 @@ be added once, not once per rank; tensors made "like" another are made from size
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from typing import Any, cast
 
@@ -217,12 +217,22 @@ def _as_expand(module: fx.GraphModule, node: fx.Node) -> fx.Node | None:
     source: Any = node.args[0]
     if source.target is not aten.broadcast_tensors.default:
         return None
-    held, shape = source.args[0][node.args[1]], list(node.meta["val"].shape)
-    if list(held.meta["val"].shape) == shape:
+    tensors, shape = source.args[0], node.meta["val"].shape
+    held = tensors[node.args[1]]
+    if held.meta["val"].shape == shape:
         return cast(fx.Node, held)
-    if not all(isinstance(size, int) for size in shape):
-        return None
-    return _named(node, emit(module, aten.expand.default, (held, shape), node))
+    sizes = [
+        size if isinstance(size, int) else _size_as(module, node, tensors, i - len(shape), size)
+        for i, size in enumerate(shape)
+    ]
+    return _named(node, emit(module, aten.expand.default, (held, sizes), node))
+
+
+def _size_as(module: fx.GraphModule, node: fx.Node, tensors: Sequence[fx.Node], dim: int, size: Any) -> fx.Node:
+    """A dynamic size, as that of one of some tensors; the dim counts from the last."""
+    wide = (t for t in tensors if len(t.meta["val"].shape) >= -dim)
+    like = next(t for t in wide if _equal(t.meta["val"].shape[dim], size))
+    return emit(module, aten.sym_size.int, (like, dim), node)
 
 
 _VIEWS: dict[Any, Rewrite] = {aten.narrow.default: _as_slice, operator.getitem: _as_expand}
