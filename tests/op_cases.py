@@ -12,6 +12,7 @@ import torch
 
 from tests.oracle import Case, T
 from torchshard.layouts import S
+from torchshard.rules.pointwise import UNTAGGED
 
 aten = torch.ops.aten
 sdpa = aten.scaled_dot_product_attention.default
@@ -52,6 +53,16 @@ def buffer(kind: str, *shape: int) -> T:
 def plain(*shape: int) -> T:
     """Floats without a gradient."""
     return T(shape, grad=False)
+
+
+def spd(*shape: int) -> T:
+    """Symmetric positive definite matrices."""
+    return T(shape, "definite")
+
+
+def c(*shape: int) -> T:
+    """Complex numbers with a gradient."""
+    return T(shape, "complex")
 
 
 def case(target: Any, splits: str | None, *args: Any, hints: tuple[Any, ...] = (), **kwargs: Any) -> Case:
@@ -135,6 +146,23 @@ CREATION = [
 ]
 
 INDEXING = [
+    case(aten.index_add.default, "a", f(5, 4), 1, ids(4, 3), f(5, 3), alpha=2),
+    case(aten.index_copy.default, "b", f(4, 5), 0, T((1,), "int", 4), f(1, 5)),
+    case(aten.index_fill.int_Scalar, "a", f(5, 4), 1, ids(4, 3), 2.0),
+    case(aten.index_fill.int_Tensor, "a", f(5, 4), 1, ids(4, 3), f()),
+    case(aten.index_reduce.default, "a", f(5, 4), 1, ids(4, 3), f(5, 3), "amax"),
+    case(aten.scatter.src, "a", f(5, 4), 1, ids(4, 5, 1), plain(5, 3)),
+    case(aten.scatter.src, "", f(5, 4), 1, ids(4, 3, 1), plain(5, 3)),
+    case(aten.scatter.value, "a", f(5, 4), 1, ids(4, 5, 3), 2.0),
+    case(aten.scatter.reduce, "a", plain(5, 4), 1, ids(4, 5, 3), plain(5, 3), reduce="add"),
+    case(aten.scatter.value_reduce, "b", plain(4, 5), 0, ids(4, 3, 5), 2.0, reduce="multiply"),
+    case(aten.scatter_add.default, "a", f(5, 4), 1, ids(4, 5, 3), f(5, 3)),
+    case(aten.scatter_add.default, "", f(5, 4), 1, ids(4, 5, 3), plain(6, 3)),
+    case(aten.scatter_reduce.two, "a", f(5, 4), -1, ids(4, 5, 3), f(5, 3), "sum"),
+    case(aten.searchsorted.Tensor, "_0 v", plain(5, 4), plain(5, 3)),
+    case(aten.searchsorted.Tensor, "_1 _0", plain(4), plain(5, 3)),
+    case(aten.searchsorted.Scalar, "", plain(4), 0.3),
+    case(aten.bucketize.Tensor, "_1 _0", plain(5, 3), plain(4)),
     case(aten.embedding.default, "v e a b", f(7, 4), ids(7, 3, 5)),
     case(aten.embedding.default, "v e a", f(5, 4), ids(5, 6), 3),
     case(aten.embedding.default, "v e a", f(5, 3), ids(5, 7), 0),
@@ -157,6 +185,8 @@ INDEXING = [
 ]
 
 NORMALIZATION = [
+    case(aten.native_layer_norm.default, "a b", f(3, 5, 4), [4], f(4), f(4), 1e-5),
+    case(aten.native_layer_norm.default, "a", f(5, 3, 4), [3, 4], None, None, 1e-5),
     case(aten.softmax.int, "a b c", f(5, 7, 2), 1),
     case(aten.softmax.int, "a b", f(5, 1), -1),
     case(aten.softmax.int, "a b", ids(9, 4, 5), -1, torch.float64),
@@ -187,6 +217,9 @@ NORMALIZATION = [
 ]
 
 LOSSES = [
+    case(aten.binary_cross_entropy.default, "a b", pos(5, 3), T((5, 3), "positive", grad=False), None, SUM),
+    case(aten.binary_cross_entropy.default, "a b", pos(5, 3), T((5, 3), "positive", grad=False)),
+    case(aten.soft_margin_loss.default, "a b", f(5, 3), plain(5, 3)),
     *(
         case(target, "a b", apart(5, 7), f(5, 7), reduction)
         for target in (
@@ -220,6 +253,13 @@ LOSSES = [
 ]
 
 POINTWISE = [
+    case(aten.angle.default, "a b", f(5, 3)),
+    case(aten.polygamma.default, "a b", 1, pos(5, 3)),
+    *(
+        case(op, "a b", *([pos(5, 3)] if "polynomial" not in str(op) else [plain(5, 3), T((5, 3), "int", 3)]))
+        for op in UNTAGGED
+        if "special" in str(op)
+    ),
     case(aten.add.Tensor, "a b", f(5, 7), f(5, 7)),
     case(aten.add.Tensor, "a b", f(5, 7), f(7)),
     case(aten.add.Tensor, "a b", f(5, 1), f(1, 4), alpha=2),
@@ -295,6 +335,21 @@ RANDOM = [
 ]
 
 REDUCTIONS = [
+    case(aten.norm.Scalar, "", f(5, 3)),
+    case(aten.norm.ScalarOpt_dim_dtype, "a", f(5, 3), 2, [1], False, dtype=torch.float64),
+    case(aten.norm.ScalarOpt_dtype, "", f(5, 3), 2, dtype=torch.float64),
+    case(aten.nansum.default, "a", f(5, 3), [1]),
+    case(aten.aminmax.default, "a", apart(5, 3), dim=1),
+    case(aten.std_mean.correction, "a", f(5, 3), [1]),
+    case(aten.count_nonzero.dim_IntList, "a", plain(5, 3), [1]),
+    case(aten.count_nonzero.default, "a", plain(5, 3), 1),
+    case(aten.median.default, "", apart(5, 3)),
+    case(aten.median.dim, "a", apart(5, 3), 1),
+    case(aten.nanmedian.default, "", apart(5, 3)),
+    case(aten.nanmedian.dim, "b", apart(3, 5), 0, True),
+    case(aten.mode.default, "a", apart(5, 3)),
+    case(aten.kthvalue.default, "a", apart(5, 3), 2),
+    case(aten._safe_softmax.default, "a", f(5, 3), 1),
     case(aten.sum.default, "a b", f(5, 7)),
     case(aten.sum.default, "a b", flags(5, 7)),
     case(aten.sum.dim_IntList, "a b c", f(2, 5, 7), [1]),
@@ -440,6 +495,13 @@ SHAPES = [
     case(aten.roll.default, "", f(5, 4), [3]),
     case(aten.flip.default, "a", f(5, 4), [-1]),
     case(aten.unfold.default, "a c", f(2, 5, 4), 1, 2, 2),
+    case(aten.diagonal.default, "b", f(4, 5, 3), 0, 0, 2),
+    case(aten.diagonal.default, "a", f(5, 4, 4), 1, -2, -1),
+    case(aten.diagonal_scatter.default, "a", f(5, 4, 4), f(5, 3), 1, -2, -1),
+    case(aten.diag_embed.default, "a", f(5, 3)),
+    case(aten.diag_embed.default, "a b", f(5, 2, 3), 1, 0, 2),
+    case(aten.view_as_real.default, "_1 _0", c(5, 3)),
+    case(aten.view_as_complex.default, "_1 _0", f(5, 3, 2)),
     case(aten.unfold.default, "", f(), 0, 1, 1),
     case(aten.tril.default, "_0", f(3, 5, 4)),
     case(aten.tril.default, "", f(1, 4, 4), -1),
@@ -467,8 +529,107 @@ ATTENTION = [
     case(sdpa, None, f(2, 4, 3, 2), f(2, 4, 3, 2), f(1, 4, 3, 2)),
 ]
 
+BATCHED = [
+    case(aten.linalg_cholesky_ex.default, "a", spd(5, 3, 3)),
+    case(aten.linalg_cholesky_ex.default, "", spd(3, 3)),
+    case(aten.cholesky.default, "a b", spd(2, 5, 3, 3)),
+    case(aten.linalg_inv_ex.default, "a", spd(5, 3, 3)),
+    case(aten.linalg_lu.default, "a", f(5, 3, 3)),
+    case(aten.linalg_lu_factor_ex.default, "a", f(5, 3, 3)),
+    case(aten.linalg_ldl_factor_ex.default, "a", plain(5, 3, 3)),
+    case(aten.linalg_qr.default, "a b", f(2, 5, 4, 3)),
+    case(aten.geqrf.default, "a", plain(5, 4, 3)),
+    case(aten.linalg_eig.default, "a", plain(5, 3, 3)),
+    case(aten._linalg_eigh.default, "a", spd(5, 3, 3)),
+    case(aten._linalg_svd.default, "a", f(5, 4, 3)),
+    case(aten._linalg_det.default, "a", f(5, 3, 3)),
+    case(aten._linalg_slogdet.default, "a", f(5, 3, 3)),
+    case(aten.linalg_matrix_exp.default, "a", f(5, 3, 3)),
+    case(aten._linalg_solve_ex.default, "a", spd(5, 3, 3), f(5, 3, 4)),
+    case(aten._linalg_solve_ex.default, "a", spd(5, 3, 3), f(5, 3)),
+    case(aten.linalg_solve_triangular.default, "b a", spd(5, 3, 3), f(4, 1, 3, 2), upper=True),
+    case(aten.triangular_solve.default, "a", f(5, 3, 2), spd(5, 3, 3)),
+    case(aten.cholesky_solve.default, "a", f(5, 3, 2), spd(5, 3, 3)),
+    case(aten.linalg_lu_solve.default, "a", spd(5, 3, 3), T((5, 3), "pivots"), f(5, 3, 2)),
+    case(aten.linalg_ldl_solve.default, "a", plain(5, 2, 2), T((5, 2), "pivots"), plain(5, 2, 2)),
+    case(aten.linalg_householder_product.default, "a", f(5, 4, 3), f(5, 3)),
+    case(aten.ormqr.default, "a", f(5, 4, 3), f(5, 3), f(5, 4, 2)),
+    case(aten.lu_unpack.default, "a", f(5, 3, 3), T((5, 3), "pivots")),
+    case(aten.linalg_pinv.atol_rtol_tensor, "a", f(5, 4, 3)),
+    case(aten.cdist.default, "_0 m n", f(3, 5, 2), f(3, 4, 2)),
+    case(aten.cdist.default, "m n", f(5, 2), f(4, 2), 1.0),
+    case(aten.linalg_cross.default, "a", f(5, 3), f(1, 3)),
+    *(
+        case(getattr(aten, f"upsample_{how}1d").default, "a b", f(2, 5, 4), *said)
+        for how, said in (("nearest", ([6],)), ("linear", ([6], True)))
+    ),
+    *(
+        case(getattr(aten, f"upsample_{how}1d").vec, "a b", f(2, 5, 4), *said, [1.5])
+        for how, said in (("nearest", (None,)), ("linear", (None, True)))
+    ),
+    *(
+        case(getattr(aten, f"_upsample_nearest_exact{n}d").default, "a b", f(3, 5, *[4] * n), [6] * n)
+        for n in (1, 2, 3)
+    ),
+    *(
+        case(getattr(aten, f"_upsample_nearest_exact{n}d").vec, "a b", f(3, 5, *[2] * n), None, [2.0] * n)
+        for n in (1, 2, 3)
+    ),
+    *(case(getattr(aten, f"upsample_nearest{n}d").default, "a b", f(3, 5, *[2] * n), [3] * n) for n in (2, 3)),
+    *(case(getattr(aten, f"upsample_nearest{n}d").vec, "a b", f(3, 5, *[2] * n), None, [2.0] * n) for n in (2, 3)),
+    *(
+        case(getattr(aten, f"{how}2d{tail}").default, "a b", f(3, 5, 4, 2), [3, 3], False)
+        for how in ("upsample_bilinear", "upsample_bicubic")
+        for tail in ("",)
+    ),
+    *(
+        case(getattr(aten, how).default, "a b", f(3, 5, 4, 2), [3, 3], False)
+        for how in ("_upsample_bilinear2d_aa", "_upsample_bicubic2d_aa")
+    ),
+    *(
+        case(getattr(aten, how).vec, "a b", f(3, 5, 4, 2), [3, 3], False, None)
+        for how in ("upsample_bilinear2d", "upsample_bicubic2d", "_upsample_bilinear2d_aa", "_upsample_bicubic2d_aa")
+    ),
+    case(aten.upsample_trilinear3d.default, "a b", f(3, 5, 2, 2, 2), [3, 3, 3], True),
+    case(aten.upsample_trilinear3d.vec, "a b", f(3, 5, 2, 2, 2), [3, 3, 3], True, None),
+    case(aten.max_pool2d_with_indices.default, "a b", f(3, 5, 4, 4), [2, 2]),
+    case(aten.max_pool2d_with_indices.default, "a", f(5, 4, 4), [2, 2]),
+    case(aten.max_pool3d_with_indices.default, "a b", f(2, 5, 2, 4, 4), [2, 2, 2]),
+    case(aten.adaptive_max_pool2d.default, "a b", f(3, 5, 5, 4), [2, 3]),
+    case(aten.adaptive_max_pool3d.default, "a", f(5, 3, 4, 4), [2, 2, 3]),
+    case(aten.max_unpool2d.default, "a b", f(3, 5, 1, 1), T((3, 5, 1, 1), "int", 4), [2, 2]),
+    case(
+        aten.max_unpool3d.default,
+        "a b",
+        f(3, 5, 1, 1, 1),
+        T((3, 5, 1, 1, 1), "int", 8),
+        [2, 2, 2],
+        [2, 2, 2],
+        [0, 0, 0],
+    ),
+    case(
+        aten.fractional_max_pool2d.default, "a b", f(3, 5, 6, 6), [2, 2], [3, 3], T((3, 5, 2), "positive", grad=False)
+    ),
+    case(
+        aten.fractional_max_pool3d.default,
+        "a b",
+        f(2, 5, 4, 4, 4),
+        [2] * 3,
+        [2] * 3,
+        T((2, 5, 3), "positive", grad=False),
+    ),
+    case(aten.grid_sampler_2d.default, "n c", f(3, 5, 4, 4), f(3, 2, 3, 2), 0, 0, False),
+    case(aten.grid_sampler_3d.default, "n c", f(2, 5, 3, 4, 4), f(2, 2, 3, 2, 3), 0, 1, True),
+    case(aten.im2col.default, "c n", f(3, 5, 4, 4), [2, 2], [1, 1], [0, 0], [1, 1]),
+    case(aten.im2col.default, "c", f(5, 4, 4), [2, 2], [1, 1], [1, 0], [2, 2]),
+    case(aten.col2im.default, "c n", f(3, 20, 9), [4, 4], [2, 2], [1, 1], [0, 0], [1, 1]),
+    case(aten._fft_r2c.default, "a c", f(5, 8, 3), [1], 0, True),
+    case(aten._fft_c2c.default, "a", c(5, 4, 3), [1, 2], 1, False),
+    case(aten._fft_c2r.default, "a", c(5, 4), [1], 0, 6),
+]
+
 CASES = [
-    *LINEAR_ALGEBRA, *CONVOLUTIONS, *CREATION, *INDEXING, *NORMALIZATION, *LOSSES, *POINTWISE, *RANDOM, *REDUCTIONS,
-    *SHAPES, *ATTENTION,
+    *BATCHED, *LINEAR_ALGEBRA, *CONVOLUTIONS, *CREATION, *INDEXING, *NORMALIZATION, *LOSSES, *POINTWISE, *RANDOM,
+    *REDUCTIONS, *SHAPES, *ATTENTION,
 ]  # fmt: skip
 """All cases."""

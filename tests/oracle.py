@@ -39,7 +39,8 @@ class T:
 
     shape: tuple[int, ...]
     kind: str = "normal"
-    """'normal', 'positive' (0.1 to 1), 'int' (below `high`), 'bool', or 'apart' (all values different)."""
+    """'normal', 'positive' (0.1 to 1), 'int' (below `high`), 'bool', 'apart' (all values different), 'complex', or
+    'definite' (matrices, symmetric and positive definite), or 'pivots' (of a factorization that swaps no rows)."""
     high: int = 2
     grad: bool = True
     buffer: bool = False
@@ -50,7 +51,11 @@ class T:
             return torch.randint(self.high, self.shape)
         if self.kind == "bool":
             return torch.rand(self.shape) < 0.6
-        made = torch.randn(self.shape, dtype=torch.float64)
+        if self.kind == "pivots":
+            return torch.arange(1, self.shape[-1] + 1, dtype=torch.int32).expand(self.shape).contiguous()
+        made = torch.randn(self.shape, dtype=torch.complex128 if self.kind == "complex" else torch.float64)
+        if self.kind == "definite":
+            made = made @ made.mT + torch.eye(self.shape[-1], dtype=torch.float64)
         if self.kind == "positive":
             made = 0.9 * torch.rand(self.shape, dtype=torch.float64) + 0.1
         if self.kind == "apart":
@@ -104,7 +109,11 @@ class OneOp(nn.Module):
 
 
 def _wants_tail(layout: Layout, result: Tensor) -> bool:
-    return layout == R and result.is_floating_point() and result.ndim == 0
+    return layout == R and _has_grad(result) and result.ndim == 0
+
+
+def _has_grad(value: Tensor) -> bool:
+    return value.is_floating_point() or value.is_complex()
 
 
 class Graph:
@@ -187,7 +196,7 @@ class Graph:
         if not self.model.case.values:
             node = self.follow(f"{node.name}_zeros", aten.zeros_like.default, (node,), operands=(layout,))
         value = node.meta["val"]
-        if layout != R or not value.is_floating_point():
+        if layout != R or not _has_grad(value):
             return node
         if value.ndim == 0:
             node = self.follow(f"{node.name}_1", aten.unsqueeze.default, (node, 0), operands=(R,), results=(R,))
@@ -268,7 +277,7 @@ def _with_addends(case: Case, model: OneOp, tensors: list[Tensor], choice: Choic
 
 def _addends(value: Tensor) -> Tensor:
     held = value.detach()
-    if held.is_floating_point():
+    if held.dtype.is_floating_point or held.is_complex():
         rest = torch.randn(ADDENDS - 1, *held.shape, dtype=held.dtype)
     else:
         rest = torch.randint(-3, 4, (ADDENDS - 1, *held.shape), dtype=held.dtype)

@@ -84,9 +84,19 @@ def _replace(module: fx.GraphModule, node: fx.Node, replacement: Any, local: Loc
     for new in graph.nodes:
         if new not in before:
             new.meta = dict(origin) | {"inside": node.name}
-    last = made.node
-    node.replace_all_uses_with(last)
-    last.meta = node.meta
+    if isinstance(made, (tuple, list)):
+        for part in list(node.users):
+            index: Any = part.args[1]
+            _stand_for(graph, part, made[index].node)
+        graph.erase_node(node)
+    else:
+        _stand_for(graph, node, made.node)
+
+
+def _stand_for(graph: fx.Graph, node: fx.Node, made: fx.Node) -> None:
+    """The new node in place of the old one, under its name."""
+    node.replace_all_uses_with(made)
+    made.meta = node.meta
     name = node.name
     graph.erase_node(node)
-    last.name = name
+    made.name = name

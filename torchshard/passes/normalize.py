@@ -19,6 +19,7 @@ from torch import fx
 
 from torchshard.graph import bound_args, emit, hint, name_after, op_name
 from torchshard.passes.causal import restore_causal
+from torchshard.passes.decompose import decompose
 from torchshard.passes.functionalize import functionalize
 from torchshard.rules.random import BY_ELEMENT
 
@@ -33,8 +34,10 @@ _ASSERTS = {
 def normalize(module: fx.GraphModule) -> bool:
     """Rewrites the graph; returns whether anything changed."""
     changed = _drop_asserts(module)
+    changed |= decompose(module)
     changed |= _replace(module, _VIEWS)
     changed |= functionalize(module)
+    changed |= decompose(module)  # what was written in place is an op of its own now
     changed |= _replace(module, _REWRITES)
     changed |= _replace(module, dict.fromkeys((*BY_ELEMENT, *_DRAWS), _by_index))
     changed |= _replace(module, dict.fromkeys(_DRAWS, _drawn_from_sizes))

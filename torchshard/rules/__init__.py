@@ -7,6 +7,7 @@ from torchshard.errors import RuleError, ShardError
 from torchshard.notation import Row
 from torchshard.rules import (
     attention,
+    batched,
     convolution,
     creation,
     indexing,
@@ -21,12 +22,17 @@ from torchshard.rules import (
 from torchshard.rules.random import is_random
 from torchshard.rules.registry import ROWS, RULES, Call, RuleFn, TensorType, rule
 
-__all__ = ["RULES", "Call", "Row", "TensorType", "is_random", "row_of", "rule"]
+__all__ = ["RULES", "Call", "Row", "TensorType", "has_rule", "is_random", "row_of", "rule"]
 
 FAMILIES = (
-    attention, convolution, creation, indexing, linear_algebra, losses, normalization, pointwise, random, reductions,
-    shapes,
+    attention, batched, convolution, creation, indexing, linear_algebra, losses, normalization, pointwise, random,
+    reductions, shapes,
 )  # fmt: skip
+
+
+def has_rule(target: Any) -> bool:
+    """Whether an op has one, though perhaps not for all arguments."""
+    return target in RULES or pointwise.is_pointwise(target)
 
 
 def row_of(call: Call) -> Row | None:

@@ -9,6 +9,7 @@ run on every rank, forward and backward.
 
 from __future__ import annotations
 
+import operator
 from typing import Any
 
 import torch
@@ -39,6 +40,9 @@ def where_not_empty(call: Call) -> LocalFn:
         assert isinstance(source, Shard) and isinstance(target, Shard)
         if ctx.size(ctx.choice.axes[0][0]):
             return call.target(x, *args, **kwargs)
-        return emptied(call.target(filled(x, source.dim, ndim), *args, **kwargs), target.dim)
+        made = call.target(filled(x, source.dim, ndim), *args, **kwargs)
+        if len(call.results) == 1:
+            return emptied(made, target.dim)
+        return [emptied(operator.getitem(made, i), target.dim) for i in range(len(call.results))]
 
     return local

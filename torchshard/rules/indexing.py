@@ -8,7 +8,7 @@ import torch
 
 from torchshard.notation import Local, Row, Size
 from torchshard.rules.empty import filled
-from torchshard.rules.registry import Call, block, letters, positive, rule, spaced
+from torchshard.rules.registry import Call, TensorType, block, letters, positive, rule, spaced
 
 aten = torch.ops.aten
 
@@ -89,6 +89,57 @@ def gather(call: Call) -> Row | None:
         return aten.masked_fill.Scalar(found, outside, 0.0)
 
     return call.row(f"{spaced(left, right)} -> {spaced(right)}", linear=[{0}], local={"v": local})
+
+
+@rule(
+    aten.index_add.default,
+    aten.index_copy.default,
+    aten.index_fill.int_Scalar,
+    aten.index_fill.int_Tensor,
+    aten.index_reduce.default,
+)
+def index_write(call: Call) -> Row | None:
+    """`f32[2,5], i64[3], f32[2,3] -> f32[2,5]     a !v, !i, a !i -> a !v`: written at some places of one dim."""
+    shape, index = call["self"].shape, call["index"].shape
+    if not shape or not index:
+        return None
+    names, dim = letters(len(shape), used="iv"), positive(call["dim"], len(shape))
+    whole, piece = (["!" + axis if i == dim else n for i, n in enumerate(names)] for axis in "vi")
+    added = call.args.get("source", call.args.get("value"))
+    values = [] if not isinstance(added, TensorType) else [piece if added.shape else []]
+    return call.row(f"{spaced(whole, ['!i'], *values)} -> {spaced(whole)}")
+
+
+@rule(
+    aten.scatter.src, aten.scatter.value, aten.scatter.reduce, aten.scatter.value_reduce, aten.scatter_add.default,
+    aten.scatter_reduce.two,
+)  # fmt: skip
+def scatter(call: Call) -> Row | None:
+    """`f32[2,5], i64[2,3], f32[2,3] -> f32[2,5]     a !v, a !i, a !i -> a !v`.
+
+    Where the index is smaller than what is written to, or than what is written, which elements count is decided by
+    their place in the whole: such dims stay whole.
+    """
+    tensors = [t.shape for t in call.tensors]
+    ndim, dim = len(tensors[0]), positive(call["dim"], len(tensors[0]))
+    if not ndim or any(len(shape) != ndim for shape in tensors):
+        return None
+    names = letters(ndim)
+    alike = [d for d in range(ndim) if d != dim and all(shape[d] == tensors[0][d] for shape in tensors)]
+    dims = [[n if d in alike else f"!{n}{j}" for d, n in enumerate(names)] for j in range(len(tensors))]
+    return call.row(f"{spaced(*dims)} -> {spaced(dims[0])}")
+
+
+rule(aten.searchsorted.Scalar, row="!n -> ")
+rule(aten.bucketize.Tensor, row="..., !n -> ...")
+
+
+@rule(aten.searchsorted.Tensor)
+def searchsorted(call: Call) -> Row | None:
+    """`f32[5,8], f32[5,3] -> i64[5,3]     ... !n, ... v -> ... v`; one sorted sequence serves all values."""
+    if call.args.get("sorter") is not None:
+        return None
+    return call.row("!n, ... -> ..." if len(call["sorted_sequence"].shape) == 1 else "... !n, ... v -> ... v")
 
 
 @rule(aten.index.Tensor)

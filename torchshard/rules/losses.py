@@ -24,7 +24,7 @@ NONE, MEAN, SUM = 0, 1, 2
 
 @rule(
     aten.mse_loss.default, aten.l1_loss.default, aten.smooth_l1_loss.default, aten.huber_loss.default,
-    aten.binary_cross_entropy_with_logits.default,
+    aten.binary_cross_entropy_with_logits.default, aten.binary_cross_entropy.default, aten.soft_margin_loss.default,
 )  # fmt: skip
 def elementwise_loss(call: Call) -> Row | None:
     """`f32[2,8], f32[2,8] -> f32[]     a b, a b -> `."""

@@ -112,6 +112,16 @@ def batch_norm(call: Call) -> Row | None:
     return call.row(f"{spaced(*operands)} -> {spaced(names)}", mutates=written, local={"*": local})
 
 
+@rule(aten.native_layer_norm.default)
+def native_layer_norm(call: Call) -> Row:
+    """`f32[2,8,16], f32[16] -> f32[2,8,16], f32[2,8,1], f32[2,8,1]     a b !c, !c -> a b !c, a b 1, a b 1`."""
+    shape, inner = call.tensors[0].shape, len(call["normalized_shape"])
+    names = block(letters(len(shape)), range(len(shape) - inner, len(shape)))
+    lead, own = names[: len(shape) - inner], names[len(shape) - inner :]
+    statistics = [*lead, *["1"] * inner]
+    return call.row(f"{spaced(names, *[own] * (len(call.tensors) - 1))} -> {spaced(names, statistics, statistics)}")
+
+
 def _with_statistics(call: Call, present: int, written: list[int]) -> Row:
     """Of a batch norm that gives its statistics too: all whole."""
     closed = [[f"!{name}" for name in letters(len(call.tensors[0].shape))], *([["!x"]] * present)]

@@ -60,7 +60,11 @@ def mean(call: Call) -> Row:
     aten.any.dim, aten.all.dim, aten.any.default, aten.all.default, aten.max.default, aten.min.default,
     aten.any.dims, aten.all.dims, aten.prod.dim_int, aten.prod.default,
     aten.var.correction, aten.std.correction, aten.var.dim, aten.std.dim, aten.var_mean.correction,
-    aten.logsumexp.default, aten.linalg_vector_norm.default, aten.norm.ScalarOpt_dim,
+    aten.logsumexp.default, aten.linalg_vector_norm.default, aten.norm.ScalarOpt_dim, aten.norm.Scalar,
+    aten.norm.ScalarOpt_dim_dtype, aten.norm.ScalarOpt_dtype, aten.nansum.default, aten.aminmax.default,
+    aten.std_mean.correction, aten.count_nonzero.dim_IntList, aten.count_nonzero.default,
+    aten.median.default, aten.median.dim, aten.nanmedian.default, aten.nanmedian.dim, aten.mode.default,
+    aten.kthvalue.default,
 )  # fmt: skip
 def closed_reduction(call: Call) -> Row:
     """`f32[2,8,4] -> f32[2,4]     a !b c -> a c`; some of these ops take no dims as all, and some as none."""
@@ -72,6 +76,7 @@ def closed_reduction(call: Call) -> Row:
 @rule(
     aten.cumsum.default, aten.cumprod.default, aten.sort.default, aten.sort.stable, aten.argsort.default,
     aten.argsort.stable, aten.cummax.default, aten.cummin.default, aten.logcumsumexp.default,
+    aten._safe_softmax.default,
 )  # fmt: skip
 def scan(call: Call) -> Row:
     """`f32[2,8,4] -> f32[2,8,4]     a !b c -> a !b c`."""

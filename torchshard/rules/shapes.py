@@ -391,6 +391,39 @@ def along_dims(call: Call) -> Row:
     return call.row(f"{spaced(names)} -> {spaced(names)}", linear=LINEAR)
 
 
+@rule(aten.diagonal.default)
+def diagonal(call: Call) -> Row:
+    """`f32[4,2,5] over dims 0 and 2 -> f32[2,4]     !a b !c -> b !y`."""
+    ndim = len(call.tensors[0].shape)
+    names, dims = letters(ndim, used="y"), {positive(call[name], ndim) for name in ("dim1", "dim2")}
+    rest = [n for i, n in enumerate(names) if i not in dims]
+    return call.row(f"{spaced(block(names, dims))} -> {spaced([*rest, '!y'])}", linear=LINEAR)
+
+
+@rule(aten.diag_embed.default)
+def diag_embed(call: Call) -> Row:
+    """`f32[2,4] -> f32[2,4,4]     a !b -> a !y0 !y1`."""
+    ndim = len(call.results[0].shape)
+    names, dims = letters(ndim - 1, used="y"), [positive(call[name], ndim) for name in ("dim1", "dim2")]
+    rest = iter(names[:-1])
+    right = [f"!y{dims.index(i)}" if i in dims else next(rest) for i in range(ndim)]
+    return call.row(f"{spaced(block(names, [ndim - 2]))} -> {spaced(right)}", linear=LINEAR)
+
+
+@rule(aten.diagonal_scatter.default)
+def diagonal_scatter(call: Call) -> Row:
+    """`f32[4,2,5], f32[2,4] -> f32[4,2,5]     !a b !c, b !y -> !a b !c`."""
+    ndim = len(call.tensors[0].shape)
+    names, dims = letters(ndim, used="y"), {positive(call[name], ndim) for name in ("dim1", "dim2")}
+    rest = [n for i, n in enumerate(names) if i not in dims]
+    whole = spaced(block(names, dims))
+    return call.row(f"{whole}, {spaced([*rest, '!y'])} -> {whole}", linear=BOTH)
+
+
+rule(aten.view_as_real.default, row="... -> ... !z", linear=LINEAR)
+rule(aten.view_as_complex.default, row="... !z -> ...", linear=LINEAR)
+
+
 @rule(aten.unfold.default)
 def unfold(call: Call) -> Row:
     """`f32[2,8,4] -> f32[2,3,4,4]     a !b c -> a !w c !s`: windows of one dim, their elements last."""

@@ -1,0 +1,116 @@
+"""Ops that PyTorch runs as other ops, and that have no rule, are those other ops: they stay split."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import torchshard as ts
+from tests.golden import check_golden
+from torchshard.capture import capture
+from torchshard.explaining import listing
+from torchshard.graph import fake_mode
+from torchshard.passes.decompose import _WRITTEN_OUT, decompose
+
+
+class _Body(nn.Module):
+    """A split value, what is done with it, and a row-parallel layer behind."""
+
+    def __init__(self, body: Callable[[Tensor], Tensor]) -> None:
+        super().__init__()
+        self.up, self.down, self.body = nn.Linear(6, 8), nn.Linear(8, 6, bias=False), body
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down(self.body(self.up(x)))
+
+
+def _cosine(h: Tensor) -> Tensor:
+    return h * F.cosine_similarity(h, h.flip(0), dim=0)
+
+
+def _tensordot(h: Tensor) -> Tensor:
+    return torch.tensordot(h, h, dims=([0], [0]))
+
+
+def _pieces(h: Tensor) -> Tensor:
+    first, second = torch.hsplit(h, 2)
+    return torch.column_stack([second, first]).square().reshape_as(h)
+
+
+def _trapezoid(h: Tensor) -> Tensor:
+    return h + torch.trapezoid(h, dim=0)
+
+
+def _copies(h: Tensor) -> Tensor:
+    return torch.transpose_copy(h, 0, 1).mT + torch.ops.aten.expand_copy(h[:1], h.shape)
+
+
+def _loss(h: Tensor) -> Tensor:
+    return h * F.kl_div(F.log_softmax(h, 0), h.detach().tanh().softmax(0), reduction="sum")
+
+
+BODIES = [_cosine, _tensordot, _pieces, _trapezoid, _copies, _loss]
+
+
+@pytest.mark.parametrize("body", BODIES, ids=lambda f: f.__name__)
+@pytest.mark.parametrize("world", [2, 3])
+def test_what_it_becomes_is_split(body: Callable[[Tensor], Tensor], world: int) -> None:
+    torch.manual_seed(0)
+    model, x = _Body(body), (torch.randn(4, 6).requires_grad_(),)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")  # an op without a rule would warn
+        plan = ts.plan(model, {"up": "column", "down": "row"}, world_size=world, example_inputs=x)
+    report = ts.check(model, plan, world_size=world, example_inputs=x)
+    assert report.ok, str(report)
+
+
+def test_listing() -> None:
+    class Model(nn.Module):
+        def forward(self, x: Tensor, t: Tensor) -> tuple[Tensor, Tensor]:
+            first, second = torch.tensor_split(x, 2, dim=1)
+            return F.kl_div(x, t, reduction="batchmean"), F.glu(first * second)
+
+    graph = capture(Model(), (torch.randn(3, 8), torch.rand(3, 8)), dynamic=False).graph
+    before = listing(graph, sources=False)
+    assert decompose(graph)
+    check_golden("decompose.txt", f"--- before\n{before}\n--- after\n{listing(graph, sources=False)}\n")
+    assert not decompose(graph)
+
+
+@pytest.mark.parametrize("body", BODIES, ids=lambda f: f.__name__)
+def test_no_dynamic_size_is_decided(body: Callable[[Tensor], Tensor]) -> None:
+    """What PyTorch does for these sizes need not be what it does for others."""
+    graph = capture(_Body(body), (torch.randn(4, 6),)).graph
+    sizes = fake_mode(graph).shape_env
+    before = len(sizes.guards), dict(sizes.replacements)
+    decompose(graph)
+    assert (len(sizes.guards), dict(sizes.replacements)) == before
+
+
+def test_what_depends_on_a_dynamic_size_stays(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Model(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            return torch.trace(x)
+
+    def steps(x: Tensor) -> Tensor:
+        return x.diagonal().sum() if x.shape[0] < 5 else x.diagonal().cumsum(0)[-1]
+
+    monkeypatch.setitem(_WRITTEN_OUT, torch.ops.aten.trace.default, steps)
+    dynamic, static = (capture(Model(), (torch.randn(7, 6),), dynamic=d).graph for d in (True, False))
+    assert decompose(static) and not decompose(dynamic)
+
+
+def test_what_draws_random_numbers_stays() -> None:
+    """Its pieces would draw theirs in another order."""
+
+    class Model(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            return F.feature_alpha_dropout(x, 0.5, training=True)
+
+    graph = capture(Model(), (torch.randn(3, 8, 4),)).graph
+    assert not decompose(graph)

@@ -1,0 +1,175 @@
+"""Ops that treat every matrix, image or signal of a batch alike: leading dims split, those of one item stay whole."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+
+from torchshard.notation import Row, Size
+from torchshard.rules.empty import where_not_empty
+from torchshard.rules.registry import Call, block, dims_of, letters, positive, rule, spaced
+
+aten = torch.ops.aten
+
+
+def batched(call: Call, items: Sequence[int], **options: Any) -> Row | None:
+    """`f32[2,1,4,4], f32[3,4,5] -> f32[2,3,4,5]     a 1 !o00 !o01, b !o10 !o11 -> a b !r00 !r01`.
+
+    Args:
+        items: how many dims of each operand are of one item; the others broadcast.
+    """
+    shapes = [t.shape for t in call.tensors]
+    leads = [shape[: len(shape) - n] for shape, n in zip(shapes, items, strict=True)]
+    if any(len(shape) < n for shape, n in zip(shapes, items, strict=True)):
+        return None
+    wide = max(map(len, leads))
+    names = letters(wide, used="or")
+    batch: list[Size] = [1] * wide
+    for lead in leads:
+        for i, size in enumerate(lead, wide - len(lead)):
+            batch[i] = size if batch[i] == 1 else batch[i]
+    if any(list(r.shape[:wide]) != batch for r in call.results):
+        return None
+    left = [
+        [
+            *(names[i] if size != 1 or batch[i] == 1 else "1" for i, size in enumerate(lead, wide - len(lead))),
+            *(f"!o{j}{k}" for k in range(n)),
+        ]
+        for j, (lead, n) in enumerate(zip(leads, items, strict=True))
+    ]
+    right = [[*names, *(f"!r{j}{k}" for k in range(len(r.shape) - wide))] for j, r in enumerate(call.results)]
+    return call.row(f"{spaced(*left)} -> {spaced(*right)}", **options)
+
+
+# --- matrices --------------------------------------------------------------------------------------------------------
+
+MATRICES: Mapping[Any, tuple[int, ...]] = {
+    aten.linalg_cholesky_ex.default: (2,),
+    aten.cholesky.default: (2,),
+    aten.linalg_inv_ex.default: (2,),
+    aten.linalg_lu.default: (2,),
+    aten.linalg_lu_factor_ex.default: (2,),
+    aten.linalg_ldl_factor_ex.default: (2,),
+    aten.linalg_qr.default: (2,),
+    aten.geqrf.default: (2,),
+    aten.linalg_eig.default: (2,),
+    aten._linalg_eigh.default: (2,),
+    aten._linalg_svd.default: (2,),
+    aten._linalg_det.default: (2,),
+    aten._linalg_slogdet.default: (2,),
+    aten.linalg_matrix_exp.default: (2,),
+    aten.linalg_solve_triangular.default: (2, 2),
+    aten.triangular_solve.default: (2, 2),
+    aten.cholesky_solve.default: (2, 2),
+    aten.linalg_lu_solve.default: (2, 1, 2),
+    aten.linalg_ldl_solve.default: (2, 1, 2),
+    aten.linalg_householder_product.default: (2, 1),
+    aten.ormqr.default: (2, 1, 2),
+    aten.lu_unpack.default: (2, 1),
+    aten.linalg_pinv.atol_rtol_tensor: (2, 0, 0),
+}
+"""Op -> the dims of one item, of each operand."""
+
+
+@rule(*MATRICES)
+def matrices(call: Call) -> Row | None:
+    """`f32[5,4,4], f32[5,4,3] -> f32[5,4,3]     a !o00 !o01, a !o10 !o11 -> a !r00 !r01`."""
+    return batched(call, MATRICES[call.target][: len(call.tensors)])
+
+
+@rule(aten._linalg_solve_ex.default)
+def solve(call: Call) -> Row | None:
+    """`f32[5,4,4], f32[5,4] -> f32[5,4], ...     a !o00 !o01, a !o10 -> a !r00, ...`: of vectors or of matrices."""
+    a, b = (t.shape for t in call.tensors)
+    return batched(call, (2, 1 if len(b) == 1 or (len(b) == len(a) - 1 and b == a[:-1]) else 2))
+
+
+rule(aten.cdist.default, row="... m !k, ... n !k -> ... m n")
+
+
+@rule(aten.linalg_cross.default)
+def cross(call: Call) -> Row:
+    """`f32[5,3], f32[1,3] -> f32[5,3]     a !b, 1 !b -> a !b`."""
+    shape = call.results[0].shape
+    names = block(letters(len(shape)), [positive(call["dim"], len(shape))])
+    left = [[n if size == full else "1" for n, size, full in zip(names, t.shape, shape, strict=True)]
+            for t in call.tensors]  # fmt: skip
+    return call.row(f"{spaced(*left)} -> {spaced(names)}", linear=[{0}, {1}])
+
+
+# --- images ----------------------------------------------------------------------------------------------------------
+
+_IMAGES = tuple(
+    getattr(getattr(aten, name), overload)
+    for name in (
+        "upsample_nearest1d", "upsample_nearest2d", "upsample_nearest3d", "_upsample_nearest_exact1d",
+        "_upsample_nearest_exact2d", "_upsample_nearest_exact3d", "upsample_linear1d", "upsample_bilinear2d",
+        "upsample_bicubic2d", "upsample_trilinear3d", "_upsample_bilinear2d_aa", "_upsample_bicubic2d_aa",
+    )
+    for overload in ("default", "vec")
+)  # fmt: skip
+
+
+@rule(*_IMAGES)
+def resized(call: Call) -> Row | None:
+    """`f32[2,3,4,4] -> f32[2,3,8,8]     a b !o00 !o01 -> a b !r00 !r01`."""
+    space = len(call.tensors[0].shape) - 2
+    return batched(call, (space,), linear=[{0}], local={"*": where_not_empty(call)})
+
+
+_POOLS = {
+    aten.max_pool2d_with_indices.default: 2, aten.max_pool3d_with_indices.default: 3,
+    aten.adaptive_max_pool2d.default: 2, aten.adaptive_max_pool3d.default: 3,
+    aten.max_unpool2d.default: 2, aten.max_unpool3d.default: 3,
+}  # fmt: skip
+"""Op -> the dims of space."""
+
+
+@rule(*_POOLS)
+def pooled(call: Call) -> Row | None:
+    """`f32[2,3,8,8] -> f32[2,3,4,4], i64[2,3,4,4]     a b !o00 !o01 -> a b !r00 !r01, a b !r10 !r11`."""
+    return batched(call, [_POOLS[call.target]] * len(call.tensors), local={"*": where_not_empty(call)})
+
+
+@rule(aten.fractional_max_pool2d.default, aten.fractional_max_pool3d.default)
+def fractional_pool(call: Call) -> Row | None:
+    """`f32[2,3,8,8], f32[2,3,2] -> f32[2,3,4,4], i64[2,3,4,4]     a b !o00 !o01, a b !o10 -> ...`."""
+    return batched(call, (2 if call.target is aten.fractional_max_pool2d.default else 3, 1))
+
+
+@rule(aten.grid_sampler_2d.default, aten.grid_sampler_3d.default)
+def grid_sampler(call: Call) -> Row:
+    """`f32[2,3,8,8], f32[2,4,5,2] -> f32[2,3,4,5]     n c !h0 !h1, n !z0 !z1 !x -> n c !z0 !z1`."""
+    space = len(call.tensors[0].shape) - 2
+    hs, zs = ([f"!{name}{i}" for i in range(space)] for name in "hz")
+    return call.row(f"{spaced(['n', 'c', *hs], ['n', *zs, '!x'])} -> {spaced(['n', 'c', *zs])}", linear=[{0}])
+
+
+@rule(aten.im2col.default, aten.col2im.default)
+def columns(call: Call) -> Row | None:
+    """`f32[2,3,8,8] -> f32[2,12,16]     n c !h0 !h1 -> n (c !k) !l`     k=4."""
+    image, column = call.tensors[0].shape, call.results[0].shape
+    if call.target is aten.col2im.default:
+        image, column = column, image
+    lead = ["n"] if len(image) == 4 else []
+    sides = [spaced([*lead, "c", "!h0", "!h1"]), spaced([*lead, "(c !k)", "!l"])]
+    if call.target is aten.col2im.default:
+        sides.reverse()
+    sizes = {"c": image[-3], "k": column[-2] // image[-3]}
+    return call.row(" -> ".join(sides), sizes=sizes, linear=[{0}])
+
+
+# --- signals ---------------------------------------------------------------------------------------------------------
+
+
+@rule(aten._fft_c2c.default, aten._fft_r2c.default, aten._fft_c2r.default)
+def fourier(call: Call) -> Row:
+    """`f32[2,8,4] -> c64[2,5,4]     a !b c -> a !y1 c`: what is transformed stays whole."""
+    ndim = len(call.tensors[0].shape)
+    dims, names = dims_of(call, "dim", ndim), letters(ndim, used="y")
+    right = [f"!y{i}" if i in dims else name for i, name in enumerate(names)]
+    return call.row(
+        f"{spaced(block(names, dims))} -> {spaced(right)}", linear=[{0}], local={"*": where_not_empty(call)}
+    )
