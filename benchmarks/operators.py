@@ -1,7 +1,8 @@
 """PyTorch's operator database, each tensor of each call split along each dim: right, raised, or silently wrong?
 
-An op is captured as a model whose parameters are the call's tensors. One of them is stored in slices, even and uneven;
-what the ranks compute from it is compared with the op itself, values and gradients, in float64.
+An op is captured as a model whose parameters are the call's tensors. One of them is stored in slices, even and uneven,
+of each dim that has two elements or more; what the ranks compute from it is compared with the op itself, values and
+gradients, in float64.
 
     right      equal in all cases; `split`: the share of the cases in which the tensor was not gathered first
     raised     a typed error says why it can't be, in some case
@@ -44,6 +45,10 @@ UNDEFINED = {"empty", "empty_like", "new_empty", "empty_strided", "new_empty_str
 """Ops whose values are whatever lay in memory: shapes alone are compared."""
 
 
+LOOKED_AT = 100
+"""Calls of an op in the database that are chosen from."""
+
+
 class Called(nn.Module):
     """One call of an op; its tensors are parameters, those that have no gradient buffers."""
 
@@ -83,20 +88,19 @@ class Result:
 
 
 def calls(op: Any, most: int) -> Iterator[Called]:
-    """Some calls of an op, of different shapes."""
+    """Some calls of an op, of different shapes: first and last of the database's, and evenly between."""
     dtype = torch.float64 if torch.float64 in op.dtypes else next(iter(sorted(op.dtypes, key=str)))
     grad = op.supports_autograd and dtype == torch.float64
-    seen = set[str]()
-    for sample in op.sample_inputs("cpu", dtype, requires_grad=grad):
+    found: dict[str, Called] = {}
+    for sample in itertools.islice(op.sample_inputs("cpu", dtype, requires_grad=grad), LOOKED_AT):
         made = Called(op.op, (sample.input, *sample.args), sample.kwargs, undefined=op.name in UNDEFINED)
         looks = str([tuple(t.shape) for t in (*made.parameters(), *made.buffers())]) + str(
             [leaf for leaf in made.rest if not isinstance(leaf, Tensor)]
         )
-        if looks not in seen:
-            seen.add(looks)
-            yield made
-        if len(seen) == most:
-            return
+        found.setdefault(looks, made)
+    several = list(found.values())
+    step = max(len(several) - 1, 1) / max(most - 1, 1)
+    yield from several if len(several) <= most else (several[round(i * step)] for i in range(most))
 
 
 def tried(name: str, ranks: list[int], most: int) -> Result:
@@ -117,7 +121,7 @@ def tried(name: str, ranks: list[int], most: int) -> Result:
             result.cases += 1
             continue
         held = dict((*call.named_parameters(), *call.named_buffers()))
-        splits = [{n: S(d)} for n in call.tensors for d in range(held[n].ndim) if held[n].shape[d]] or [{}]
+        splits = [{n: S(d)} for n in call.tensors for d in range(held[n].ndim) if held[n].shape[d] > 1] or [{}]
         for world, layouts in itertools.product(ranks, splits):
             result.cases += 1
             _try_one(result, call, captured, world, layouts)

@@ -35,6 +35,8 @@ Dim = tuple[Term, ...]
 LocalFn = Callable[..., Any]
 """(local: Local, *args, **kwargs) -> result: what a rank computes where splitting an axis changes the op."""
 
+ONE_IN_ALL = 0
+"""Of a collective inside a replacement: it sends one number, however many rows there are."""
 MAX_PARTS = 64
 """A merged dim whose split would need more segments than this counts as not splittable."""
 
@@ -64,7 +66,7 @@ class RowOptions:
     local: Mapping[str, LocalFn] = field(default_factory=dict)
     """Axis -> replacement where splitting it changes the local computation; '*' for any axis."""
     comm: Mapping[str, tuple[tuple[str, int], ...]] = field(default_factory=dict)
-    """Axis -> the collectives inside its replacement: (name, elements per row of the first operand)."""
+    """Axis -> the collectives inside its replacement: (name, elements per row of the first operand, or ONE_IN_ALL)."""
     reduced: frozenset[str] = frozenset()
     """Axes whose replacement does its own reducing: results without the axis are then Invariant, not Partial."""
     mutates: frozenset[int] = frozenset()

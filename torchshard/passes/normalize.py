@@ -218,10 +218,11 @@ def _if_buffer(module: fx.GraphModule, node: fx.Node) -> fx.Node | None:
 def _as_expand(module: fx.GraphModule, node: fx.Node) -> fx.Node | None:
     """`broadcast_tensors(x, y)[0]` is x where x has that shape already, else x expanded."""
     source: Any = node.args[0]
-    if source.target is not aten.broadcast_tensors.default:
+    if not isinstance(source, fx.Node) or source.target is not aten.broadcast_tensors.default:
         return None
-    tensors, shape = source.args[0], node.meta["val"].shape
-    held = tensors[node.args[1]]
+    tensors: Any = source.args[0]
+    index: Any = node.args[1]
+    held, shape = tensors[index], node.meta["val"].shape
     if held.meta["val"].shape == shape:
         return cast(fx.Node, held)
     sizes = [

@@ -16,7 +16,7 @@ from torch import Tensor, fx
 from torchshard.conversions import Link, kernels, sent_bytes
 from torchshard.graph import hint, nbytes, node_row, operands, values
 from torchshard.layouts import I, Layout, Shard, largest_share, local_size
-from torchshard.notation import Choice, Dim, Row
+from torchshard.notation import ONE_IN_ALL, Choice, Dim, Row
 from torchshard.planner.machine import Machine
 from torchshard.planner.plan import Sent
 
@@ -133,7 +133,7 @@ class CostModel:
         for axis, _ in choice.axes if op.row is not None else ():
             for name, count in op.row.options.comm.get(axis, ()):  # type: ignore[union-attr]
                 rows = math.prod(op.operands[0].shape) // max(op.sizes[axis], 1)
-                size = rows * count * op.results[0].dtype.itemsize
+                size = (1 if count == ONE_IN_ALL else rows * count) * op.results[0].dtype.itemsize
                 sent = Value((), op.results[0].dtype, size, bool(op.node.meta.get("needs_grad")))
                 forward, backward = kernels(name, needs_grad=sent.needs_grad)
                 found.append((name, self._sent(forward, sent, I, I), self._sent(backward, sent, I, I)))

@@ -36,6 +36,8 @@ log = logging.getLogger("torchshard.planner")
 FORBIDDEN = float("inf")
 GATHERED_PARAMETER = 1e6
 """A slice that a parameter must be stored in is gathered only where nothing else is legal: so many times its cost."""
+MOST_SETS = 1024
+"""Of a value whose consumers want it in many layouts, so many sets of them are looked at, the smallest."""
 
 
 @dataclass(frozen=True)
@@ -325,7 +327,9 @@ class _Builder:
         had = {fixed}
         for _, wanted in found:
             had = {sofar | more for sofar in had for more in set(wanted)}
-        sets = sorted(had, key=lambda layouts: (len(layouts), sorted(map(str, layouts))))
+            if len(had) > MOST_SETS:
+                had = set(sorted(had, key=_by_size)[:MOST_SETS])
+        sets = sorted(had, key=_by_size)
         states = dict.fromkeys((layout, layouts - {layout}) for layout in given for layouts in sets)
         costs = {state: self._conversions(node, value, *state) for state in states}
         states_ = [state for state in states if costs[state] < FORBIDDEN]
@@ -375,6 +379,10 @@ class _Builder:
                 tuple(sorted(v for v in held if block.get(v) not in (1, 2))),
             )
         )
+
+
+def _by_size(layouts: frozenset[Layout]) -> tuple[int, list[str]]:
+    return len(layouts), sorted(map(str, layouts))
 
 
 def pinned_choices(op: Op, pin: Pin, found: Sequence[Choice], world: int) -> list[Choice]:

@@ -7,8 +7,8 @@ from typing import Any
 
 import torch
 
-from torchshard.notation import Row, Size
-from torchshard.rules.empty import where_not_empty
+from torchshard.notation import Local, Row, Size
+from torchshard.rules.empty import emptied, filled, where_not_empty
 from torchshard.rules.registry import Call, block, dims_of, letters, positive, rule, spaced
 
 aten = torch.ops.aten
@@ -60,10 +60,7 @@ MATRICES: Mapping[Any, tuple[int, ...]] = {
     aten._linalg_det.default: (2,),
     aten._linalg_slogdet.default: (2,),
     aten.linalg_matrix_exp.default: (2,),
-    aten.linalg_solve_triangular.default: (2, 2),
     aten.triangular_solve.default: (2, 2),
-    aten.cholesky_solve.default: (2, 2),
-    aten.linalg_lu_solve.default: (2, 1, 2),
     aten.linalg_ldl_solve.default: (2, 1, 2),
     aten.linalg_householder_product.default: (2, 1),
     aten.ormqr.default: (2, 1, 2),
@@ -84,6 +81,28 @@ def solve(call: Call) -> Row | None:
     """`f32[5,4,4], f32[5,4] -> f32[5,4], ...     a !o00 !o01, a !o10 -> a !r00, ...`: of vectors or of matrices."""
     a, b = (t.shape for t in call.tensors)
     return batched(call, (2, 1 if len(b) == 1 or (len(b) == len(a) - 1 and b == a[:-1]) else 2))
+
+
+@rule(aten.linalg_solve_triangular.default, aten.cholesky_solve.default, aten.linalg_lu_solve.default)
+def solve_columns(call: Call) -> Row | None:
+    """`f32[5,4,4], f32[5,4,3] -> f32[5,4,3]     a !m !n, a !k c -> a !k c`: each right-hand side is solved alone."""
+    known = 0 if call.target is aten.cholesky_solve.default else len(call.tensors) - 1
+    if not call.args.get("left", True):
+        return batched(call, (2, 1, 2) if call.target is aten.linalg_lu_solve.default else (2, 2))
+    wide = len(call.results[0].shape) - 2
+    batch = call.results[0].shape[:wide]
+    names = letters(wide, used="ckmn")
+
+    def lead(shape: Sequence[Size], own: int) -> list[str]:
+        held = shape[: len(shape) - own]
+        pairs = zip(names[wide - len(held) :], held, batch[wide - len(held) :], strict=True)
+        return [n if size == full or size != 1 else "1" for n, size, full in pairs]
+
+    left = []
+    for i, t in enumerate(call.tensors):
+        own = ["!k", "c"] if i == known else ["!m", "!n"] if len(t.shape) > wide + 1 or i != 1 else ["!m"]
+        left.append([*lead(t.shape, len(own)), *own])
+    return call.row(f"{spaced(*left)} -> {spaced([*names, '!k', 'c'])}", linear=[{known}])
 
 
 rule(aten.cdist.default, row="... m !k, ... n !k -> ... m n")
@@ -122,7 +141,6 @@ def resized(call: Call) -> Row | None:
 _POOLS = {
     aten.max_pool2d_with_indices.default: 2, aten.max_pool3d_with_indices.default: 3,
     aten.adaptive_max_pool2d.default: 2, aten.adaptive_max_pool3d.default: 3,
-    aten.max_unpool2d.default: 2, aten.max_unpool3d.default: 3,
 }  # fmt: skip
 """Op -> the dims of space."""
 
@@ -130,7 +148,21 @@ _POOLS = {
 @rule(*_POOLS)
 def pooled(call: Call) -> Row | None:
     """`f32[2,3,8,8] -> f32[2,3,4,4], i64[2,3,4,4]     a b !o00 !o01 -> a b !r00 !r01, a b !r10 !r11`."""
-    return batched(call, [_POOLS[call.target]] * len(call.tensors), local={"*": where_not_empty(call)})
+    return batched(call, [_POOLS[call.target]], local={"*": where_not_empty(call)})
+
+
+@rule(aten.max_unpool2d.default, aten.max_unpool3d.default)
+def unpooled(call: Call) -> Row | None:
+    """`f32[2,3,4,4], i64[2,3,4,4] -> f32[2,3,8,8]     a b !o00 !o01, a b !o10 !o11 -> a b !r00 !r01`."""
+    space = 2 if call.target is aten.max_unpool2d.default else 3
+
+    def local(ctx: Local, x: Any, index: Any, *rest: Any) -> Any:
+        if ctx.size(ctx.choice.axes[0][0]):
+            return call.target(x, index, *rest)
+        dim, ndim = ctx.choice.results[0].dim, len(call.tensors[0].shape)  # type: ignore[union-attr]
+        return emptied(call.target(filled(x, dim, ndim), filled(index, dim, ndim), *rest), dim)
+
+    return batched(call, (space, space), linear=[{0}], local={"*": local})
 
 
 @rule(aten.fractional_max_pool2d.default, aten.fractional_max_pool3d.default)

@@ -37,6 +37,32 @@ def convolution(call: Call) -> Row | None:
     return call.row(text, sizes=sizes, local={"*": _local_convolution(call)})
 
 
+@rule(aten.convolution.default)
+def transposed_convolution(call: Call) -> Row | None:
+    """`f32[2,8,4,4], f32[8,3,3,3] -> f32[2,3,6,6]     n c !h0 !h1, c o !k0 !k1 -> n o !z0 !z1`, of one group."""
+    x, weight = call["input"].shape, call["weight"].shape
+    if not call["transposed"] or call["groups"] != 1 or len(x) != len(weight):
+        return None
+    biased = call["bias"] is not None
+    hs, ks, zs = ([f"!{c}{i}" for i in range(len(weight) - 2)] for c in "hkz")
+    channel, out = "!c" if biased else "c", "o"
+    operands = [["n", channel, *hs], [channel, out, *ks], *([[out]] if biased else [])]
+
+    def local(ctx: Local, x: Any, weight: Any, bias: Any, *rest: Any) -> Any:
+        axis, ndim = ctx.choice.axes[0][0], len(call["weight"].shape)
+        if ctx.size(axis):
+            return call.target(x, weight, bias, *rest)
+        at = {"n": (0, None, None), "c": (1, 0, None), "o": (None, 1, 0)}[axis]
+        held = [
+            t if d is None else filled(t, d, n) for t, d, n in zip((x, weight, bias), at, (ndim, ndim, 1), strict=True)
+        ]
+        made = call.target(*held, *rest)
+        return made if axis == "c" else emptied(made, 0 if axis == "n" else 1)
+
+    linear = () if biased else ({0}, {1})
+    return call.row(f"{spaced(*operands)} -> {spaced(['n', out, *zs])}", linear=linear, local={"*": local})
+
+
 def _local_convolution(call: Call) -> Any:
     """This rank's groups; a rank without channels (or groups of them) convolves zeros."""
     groups, weight_shape = call["groups"], call["weight"].shape

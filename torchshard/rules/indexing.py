@@ -53,6 +53,19 @@ def embedding(call: Call) -> Row:
     return call.row(f"v e, {spaced(names)} -> {spaced([*names, 'e'])}", linear=[{0}], local={"v": local})
 
 
+@rule(aten.embedding_bag.padding_idx)
+def embedding_bag(call: Call) -> Row:
+    """`f32[97,16], i64[8], i64[2] -> f32[2,16], ...     !v e, !i0, !i1 -> !r0 e, ...`: bags are summed whole."""
+    others = [[f"!i{j}{k}" for k in range(len(t.shape))] for j, t in enumerate(call.tensors[1:])]
+    e = "!e" if call["mode"] == MAX_OF_BAG else "e"
+    rest = [[f"!r{j}{k}" for k in range(len(r.shape))] for j, r in enumerate(call.results[1:])]
+    return call.row(f"{spaced(['!v', e], *others)} -> {spaced(['!r', e], *rest)}", reduced={"e"})
+
+
+MAX_OF_BAG = 2
+"""PyTorch's number for bags of which the largest is taken."""
+
+
 @rule(aten.index_select.default)
 def index_select(call: Call) -> Row | None:
     """`f32[5,8], i64[3] -> f32[3,8]     v b, i -> i b`; splitting v gives P."""
@@ -151,7 +164,7 @@ def index(call: Call) -> Row | None:
     names = letters(len(x), used="x")
     at = [d for d, i in enumerate(indices) if i is not None]
     wide = max(len(indices[d].shape) for d in at)
-    first = at[0] if at == list(range(at[0], at[-1] + 1)) else 0
+    first = _first(at)
     shape = call.results[0].shape[first : first + wide]
     axes = [f"x{i}" for i in range(wide)]
     rest = [n for d, n in enumerate(names) if d not in at]
@@ -163,3 +176,26 @@ def index(call: Call) -> Row | None:
     operands = [block(names, at), *(dims(indices[d].shape) for d in at)]
     right = [*rest[:first], *axes, *rest[first:]]
     return call.row(f"{spaced(*operands)} -> {spaced(right)}", linear=[{0}])
+
+
+def _first(at: list[int]) -> int:
+    """Where the dims of the indices stand in the result: in place of the indexed ones, or first if those lie apart."""
+    return at[0] if at == list(range(at[0], at[-1] + 1)) else 0
+
+
+@rule(aten.index_put.default)
+def index_put(call: Call) -> Row | None:
+    """`f32[2,8,4] at i64[3] of dim 1 = f32[2,3,4] -> f32[2,8,4]     a !b c, !x, a !y c -> a !b c`."""
+    x, indices, values = call["self"].shape, call["indices"], call["values"].shape
+    at = [d for d, i in enumerate(indices) if i is not None]
+    if not at or any(i is not None and i.dtype in (torch.bool, torch.uint8) for i in indices):
+        return None
+    names = letters(len(x), used="xy")
+    first, wide = _first(at), max(len(indices[d].shape) for d in at)
+    rest = [(n, size) for d, (n, size) in enumerate(zip(names, x, strict=True)) if d not in at]
+    wanted = [*rest[:first], *((f"!y{i}", None) for i in range(wide)), *rest[first:]]
+    given = [n if full is None or size == full else "1" for (n, full), size in
+             zip(wanted[len(wanted) - len(values) :], values, strict=True)]  # fmt: skip
+    index = [[f"!x{d}_{k}" for k in range(len(indices[d].shape))] for d in at]
+    whole = block(names, at)
+    return call.row(f"{spaced(whole, *index, given)} -> {spaced(whole)}")

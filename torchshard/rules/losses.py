@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from torchshard.notation import Local, Row
+from torchshard.notation import ONE_IN_ALL, Local, Row
 from torchshard.rules.indexing import nonempty, own_index
 from torchshard.rules.normalization import row_max
 from torchshard.rules.registry import Call, letters, rule, spaced
@@ -54,22 +54,72 @@ def elementwise_loss(call: Call) -> Row | None:
 
 @rule(aten.cross_entropy_loss.default)
 def cross_entropy(call: Call) -> Row | None:
-    """`f32[16,97], i64[16] -> f32[]     !n v, !n -> `; splitting v all-reduces a few numbers per row."""
-    logits, target = call["self"], call["target"]
-    if target.dtype.is_floating_point:
-        return None
-    space = [f"s{i}" for i in range(len(logits.shape) - 2)]
-    batch = [*(["n"] if len(logits.shape) > 1 else []), *space]
-    if call["reduction"] != NONE:
-        batch = [f"!{n}" for n in batch]
-    operands = [[*batch[:1], "v", *batch[1:]], batch, *([["v"]] if call["weight"] is not None else [])]
-    right = batch if call["reduction"] == NONE else []
+    """`f32[16,97], i64[16] -> f32[]     n v, n -> `; splitting v all-reduces a few numbers per row, splitting n one."""
+    if call["target"].dtype.is_floating_point:
+        return _with_probabilities(call)
+    local, comm = _over_batch(call)
     return call.row(
-        f"{spaced(*operands)} -> {spaced(right)}",
-        local={"v": _split_cross_entropy},
+        _class_row(call, "v"),
+        local={"v": _split_cross_entropy} | local,
         reduced="v",
-        comm={"v": (("all_reduce_max", 1), ("reduce", _columns(call)))},
+        comm={"v": (("all_reduce_max", 1), ("reduce", _columns(call)))} | comm,
     )
+
+
+@rule(aten.nll_loss_nd.default)
+def nll_loss(call: Call) -> Row:
+    """`f32[16,97], i64[16] -> f32[]     n !v, n -> `."""
+    local, comm = _over_batch(call)
+    return call.row(_class_row(call, "!v"), local=local, comm=comm)
+
+
+def _batch_axes(call: Call) -> list[str]:
+    ndim = len(call["self"].shape)
+    return [*(["n"] if ndim > 1 else []), *(f"s{i}" for i in range(ndim - 2))]
+
+
+def _class_row(call: Call, classes: str) -> str:
+    """Of scores, a target for each place of a batch, and weights of the classes."""
+    batch, weight = _batch_axes(call), call["weight"]
+    operands = [[*batch[:1], classes, *batch[1:]], batch, *([[classes]] if weight is not None else [])]
+    return f"{spaced(*operands)} -> {spaced(batch if call['reduction'] == NONE else [])}"
+
+
+def _over_batch(call: Call) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Replacements and their collectives where the batch is split: a mean divides by what all ranks count."""
+    if call["reduction"] != MEAN:
+        return {}, {}
+
+    def local(ctx: Local, scores: Any, target: Any, weight: Any = None, *rest: Any, **named: Any) -> Any:
+        bound = dict(zip(list(call.args)[2:], (weight, *rest), strict=False)) | named | {"reduction": SUM}
+        total = call.target(scores, target, **bound)
+        counted = aten.ne.Scalar(target, call["ignore_index"])
+        if bound["weight"] is None:
+            scale = aten.to.dtype(counted, call.results[0].dtype)
+        else:
+            held = aten.index.Tensor(bound["weight"], [aten.mul.Tensor(target, counted)])
+            scale = aten.mul.Tensor(aten.detach.default(held), counted)
+        return aten.div.Tensor(total, ops.reduce.default(aten.sum.default(scale), ctx.group))
+
+    axes = _batch_axes(call)
+    return dict.fromkeys(axes, local), dict.fromkeys(axes, (("reduce", ONE_IN_ALL),))
+
+
+def _with_probabilities(call: Call) -> Row | None:
+    """`f32[16,97], f32[16,97] -> f32[]     n !v, n !v -> `: a mean is over the places of the whole batch."""
+    batch, weight = _batch_axes(call), call["weight"]
+    if not all(isinstance(size, int) for size in call["self"].shape):
+        return None
+    scores = [*batch[:1], "!v", *batch[1:]]
+
+    def local(ctx: Local, scores: Any, target: Any, *rest: Any, **named: Any) -> Any:
+        bound = dict(zip(list(call.args)[2:], rest, strict=False)) | named | {"reduction": SUM}
+        return aten.div.Tensor(call.target(scores, target, **bound), ctx.total(batch))
+
+    operands = [scores, scores, *([["!v"]] if weight is not None else [])]
+    right = batch if call["reduction"] == NONE else []
+    replaced = dict.fromkeys(batch, local) if call["reduction"] == MEAN else {}
+    return call.row(f"{spaced(*operands)} -> {spaced(right)}", local=replaced)
 
 
 def _columns(call: Call) -> int:

@@ -57,12 +57,41 @@ def softmax(call: Call) -> Row:
 
 @rule(aten.layer_norm.default, aten.rms_norm.default)
 def layer_norm(call: Call) -> Row:
-    """`f32[2,8,16], f32[16], f32[16] -> f32[2,8,16]     a b !c, !c, !c -> a b !c`."""
+    """`f32[2,8,16], f32[16], f32[16] -> f32[2,8,16]     a b c, c, c -> a b c`; splitting c all-reduces its sums."""
     ndim, normed = len(call.tensors[0].shape), len(call["normalized_shape"])
     names = letters(ndim)
-    names = block(names, range(ndim - normed, ndim))
-    operands = [names, *([names[ndim - normed :]] * (len(call.tensors) - 1))]
-    return call.row(f"{spaced(*operands)} -> {spaced(names)}")
+    own = range(ndim - normed, ndim)
+    if normed > 1 or (call["eps"] is None and call.results[0].dtype not in (torch.float32, torch.float64)):
+        names = block(names, own)
+    operands = [names, *([names[own.start :]] * (len(call.tensors) - 1))]
+    sums = 1 if call.target is aten.rms_norm.default else 2
+    return call.row(
+        f"{spaced(*operands)} -> {spaced(names)}",
+        local={names[-1]: _split_norm(call)},
+        comm={names[-1]: (("all_reduce", 1),) * sums},
+    )
+
+
+def _split_norm(call: Call) -> Any:
+    """A norm by the mean and the variance of all ranks' elements; of halves in float32, as PyTorch does."""
+    dtype, count = call.results[0].dtype, call["normalized_shape"][-1]
+    wide = torch.float32 if dtype in (torch.float16, torch.bfloat16) else dtype
+
+    def mean(ctx: Local, x: Any) -> Any:
+        return aten.div.Tensor(ops.all_reduce.default(aten.sum.dim_IntList(x, [-1], True), ctx.group), count)
+
+    def local(ctx: Local, x: Any, *args: Any, **named: Any) -> Any:
+        bound = dict(zip(list(call.args)[1:], args, strict=False)) | named
+        weight, bias, eps = bound.get("weight"), bound.get("bias"), call["eps"]
+        x = aten.to.dtype(x, wide)
+        if call.target is aten.layer_norm.default:
+            x = aten.sub.Tensor(x, mean(ctx, x))
+        eps = torch.finfo(wide).eps if eps is None else eps
+        x = aten.mul.Tensor(x, aten.rsqrt.default(aten.add.Scalar(mean(ctx, aten.mul.Tensor(x, x)), eps)))
+        x = x if weight is None else aten.mul.Tensor(x, weight)
+        return aten.to.dtype(x if bias is None else aten.add.Tensor(x, bias), dtype)
+
+    return local
 
 
 @rule(aten.group_norm.default)

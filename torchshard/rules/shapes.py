@@ -437,5 +437,11 @@ def unfold(call: Call) -> Row:
 
 @rule(aten.tril.default, aten.triu.default)
 def triangle(call: Call) -> Row:
-    """`f32[4,8,8] -> f32[4,8,8]     ... !a !b -> ... !a !b`."""
-    return call.row("... !a !b -> ... !a !b", linear=LINEAR)
+    """`f32[4,8,8] -> f32[4,8,8]     ... a b -> ... a b`: a slice's diagonal lies elsewhere."""
+
+    def local(ctx: Local, x: Any, diagonal: int = 0) -> Any:
+        (axis,) = (name for name, _ in ctx.choice.axes)
+        start = ctx.start(axis)
+        return call.target(x, diagonal + (start if axis == "a" else -start))
+
+    return call.row("... a b -> ... a b", linear=LINEAR, local={"a": local, "b": local})
