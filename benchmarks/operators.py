@@ -8,6 +8,7 @@ gradients, in float64.
     raised     a typed error says why it can't be, in some case
     failed     an error that is not ours, or no end within the limit
     wrong      something differs
+    none       the database has no call of it for a CPU
 
     python benchmarks/operators.py --json operators.json
     python benchmarks/operators.py --ops nn.functional.pad cumsum
@@ -71,7 +72,8 @@ class Called(nn.Module):
         made = [getattr(self, f"t{i}") if f"t{i}" in self.tensors else leaf for i, leaf in enumerate(self.rest)]
         args, kwargs = pytree.tree_unflatten(made, self.spec)
         found = [r for r in pytree.tree_leaves(self.op(*args, **kwargs)) if isinstance(r, Tensor)]
-        return [torch.zeros_like(r) for r in found] if self.undefined else found
+        scales = [p.sum() for p in self.parameters()]  # a gradient that is zero on paper is of this scale
+        return [torch.zeros_like(r) for r in found] + scales if self.undefined else found + scales
 
 
 @dataclasses.dataclass
@@ -89,6 +91,8 @@ class Result:
 
 def calls(op: Any, most: int) -> Iterator[Called]:
     """Some calls of an op, of different shapes: first and last of the database's, and evenly between."""
+    if not op.dtypes:
+        return  # none for a CPU
     dtype = torch.float64 if torch.float64 in op.dtypes else next(iter(sorted(op.dtypes, key=str)))
     grad = op.supports_autograd and dtype == torch.float64
     found: dict[str, Called] = {}
@@ -110,10 +114,8 @@ def tried(name: str, ranks: list[int], most: int) -> Result:
     op = next(op for op in op_db if full_name(op) == name)
     result = Result(name, "right")
     for call in calls(op, most):
-        try:
-            call()
-        except Exception:
-            continue  # the sample is not for a plain call
+        if not _is_plain(call):
+            continue
         try:
             captured = prepared(call, (), {})
         except ts.ShardError as error:
@@ -125,7 +127,23 @@ def tried(name: str, ranks: list[int], most: int) -> Result:
         for world, layouts in itertools.product(ranks, splits):
             result.cases += 1
             _try_one(result, call, captured, world, layouts)
-    return result
+    return result if result.cases else dataclasses.replace(result, status="none", why="no call runs here as it is")
+
+
+def _is_plain(call: Called) -> bool:
+    """Whether a sample runs as a plain call; where it has no gradient (eigenvectors have any phase) it gets none."""
+    try:
+        results = call()
+    except Exception:
+        return False
+    try:
+        torch.autograd.backward(
+            [r for r in results if r.requires_grad], [torch.randn_like(r) for r in results if r.requires_grad]
+        )
+    except RuntimeError:
+        call.requires_grad_(False)
+    call.zero_grad()
+    return True
 
 
 def _try_one(result: Result, call: Called, captured: Captured, world: int, layouts: dict[str, Layout]) -> None:

@@ -247,3 +247,13 @@ def test_a_plan_whose_layouts_do_not_fit(layout: str) -> None:
             call(dataclasses.replace(made, world_size=2 if call is _plan else 1))
         _four_lines(caught.value)
     ts.distributed.destroy_process_group()
+
+
+def test_an_op_that_gives_lists_within_its_results() -> None:
+    class Histogram(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            return torch.histogramdd(x, [2, 2]).hist
+
+    with pytest.raises(ts.CaptureError, match="list within its results") as caught:
+        ts.plan(Histogram(), {}, world_size=2, example_inputs=(torch.rand(5, 2),))
+    _four_lines(caught.value)

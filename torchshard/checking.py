@@ -270,8 +270,7 @@ def _error(expected: Any, got: Any, floor: float = 0.0) -> float:
         return float("inf")
     if not expected.numel():
         return 0.0
-    wide = torch.complex128 if expected.is_complex() else torch.float64
-    a, b = expected.detach().to(wide), got.detach().to(wide)
+    a, b = _plain(expected), _plain(got)
     same = (a == b) | (a.isnan() & b.isnan())
     difference = torch.where(same, 0.0, (a - b).abs())
     if difference.isnan().any() or difference.isinf().any():
@@ -279,6 +278,13 @@ def _error(expected: Any, got: Any, floor: float = 0.0) -> float:
     finite = a[a.isfinite()].abs()
     scale = max(float(finite.max()) if finite.numel() else 0.0, floor)
     return float(difference.max()) / (scale if scale > 0 else 1.0)
+
+
+def _plain(tensor: Tensor) -> Tensor:
+    """Its values, dense and in the widest precision."""
+    held = tensor.detach()
+    held = held if held.layout == torch.strided else held.to_dense()
+    return held.to(torch.complex128 if held.is_complex() else torch.float64)
 
 
 def _error_of_pieces(expected: Any, pieces: Sequence[Any], layout: Layout, floor: float = 0.0) -> float:
@@ -294,7 +300,7 @@ def _noise(tensors: Iterable[Any], tolerance: float) -> float:
     """The scale below which a tensor is rounding noise of the others: sums that cancel exactly on paper, such as the
     gradient of a key bias, are 256 machine epsilons of the largest value here; never more than that value."""
     floats = [t for t in tensors if isinstance(t, Tensor) and (t.is_floating_point() or t.is_complex()) and t.numel()]
-    largest = ((float(t.detach().abs().max()), torch.finfo(t.dtype).eps) for t in floats)
+    largest = ((float(_plain(t).abs().max()), torch.finfo(t.dtype).eps) for t in floats)
     return max((value * min(256 * eps / tolerance, 1.0) for value, eps in largest), default=0.0)
 
 

@@ -25,6 +25,7 @@ aten = torch.ops.aten
 _NAMED = {
     aten.detach_.default: aten.detach.default,
     aten.zero_.default: aten.zeros_like.default,
+    aten.normal_.default: aten.normal_functional.default,
     aten.__iand__.Tensor: aten.bitwise_and.Tensor,
     aten.__ior__.Tensor: aten.bitwise_or.Tensor,
     aten.__ixor__.Tensor: aten.bitwise_xor.Tensor,

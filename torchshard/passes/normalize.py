@@ -17,7 +17,8 @@ from typing import Any, cast
 import torch
 from torch import fx
 
-from torchshard.graph import bound_args, emit, hint, name_after, op_name
+from torchshard.errors import CaptureError
+from torchshard.graph import bound_args, emit, hint, name_after, op_name, values, where
 from torchshard.passes.causal import restore_causal
 from torchshard.passes.decompose import decompose
 from torchshard.passes.functionalize import functionalize
@@ -32,7 +33,12 @@ _ASSERTS = {
 
 
 def normalize(module: fx.GraphModule) -> bool:
-    """Rewrites the graph; returns whether anything changed."""
+    """Rewrites the graph; returns whether anything changed.
+
+    Raises:
+        CaptureError: an op gives lists within its results, or writes to what it may not.
+    """
+    _check_results(module)
     changed = _drop_asserts(module)
     changed |= decompose(module)
     changed |= _replace(module, _VIEWS)
@@ -45,6 +51,17 @@ def normalize(module: fx.GraphModule) -> bool:
     changed |= bool(module.graph.eliminate_dead_code(_is_kept))
     module.recompile()
     return changed
+
+
+def _check_results(module: fx.GraphModule) -> None:
+    for node in module.graph.nodes:
+        if node.op == "call_function" and any(isinstance(v, (list, tuple)) for v in values(node)):
+            raise CaptureError(
+                f"{node.target} gives a list within its results",
+                where=where(node),
+                why="a layout is of one tensor, and such a list has as many as its values say",
+                attempt="an op that gives its tensors one by one, or this one outside of the model",
+            )
 
 
 Rewrite = Callable[[fx.GraphModule, fx.Node], fx.Node | None]

@@ -125,8 +125,10 @@ def _vals(args: Any) -> Any:
 
 
 def _same_shapes(node: fx.Node, got: Any) -> Iterator[Fault]:
-    gots = list(got) if isinstance(got, (list, tuple)) else [got]
-    for value, expected in zip(gots, values(node), strict=True):
+    several = isinstance(got, (list, tuple))
+    taken = {user.args[1] for user in node.users} if several else {0}  # some ops give nothing of what nobody takes
+    gots = list(got) if several else [got]
+    for value, expected in (pair for i, pair in enumerate(zip(gots, values(node), strict=True)) if i in taken):
         if isinstance(value, Tensor) and [hint(s) for s in value.shape] != [hint(s) for s in expected.shape]:
             yield (
                 node,

@@ -7,8 +7,8 @@ from typing import Any
 
 import torch
 
-from torchshard.notation import Local, Row, Size
-from torchshard.rules.empty import emptied, filled, where_not_empty
+from torchshard.notation import Row, Size
+from torchshard.rules.empty import where_not_empty
 from torchshard.rules.registry import Call, block, dims_of, letters, positive, rule, spaced
 
 aten = torch.ops.aten
@@ -155,20 +155,14 @@ def pooled(call: Call) -> Row | None:
 def unpooled(call: Call) -> Row | None:
     """`f32[2,3,4,4], i64[2,3,4,4] -> f32[2,3,8,8]     a b !o00 !o01, a b !o10 !o11 -> a b !r00 !r01`."""
     space = 2 if call.target is aten.max_unpool2d.default else 3
-
-    def local(ctx: Local, x: Any, index: Any, *rest: Any) -> Any:
-        if ctx.size(ctx.choice.axes[0][0]):
-            return call.target(x, index, *rest)
-        dim, ndim = ctx.choice.results[0].dim, len(call.tensors[0].shape)  # type: ignore[union-attr]
-        return emptied(call.target(filled(x, dim, ndim), filled(index, dim, ndim), *rest), dim)
-
-    return batched(call, (space, space), linear=[{0}], local={"*": local})
+    return batched(call, (space, space), linear=[{0}], local={"*": where_not_empty(call)})
 
 
 @rule(aten.fractional_max_pool2d.default, aten.fractional_max_pool3d.default)
 def fractional_pool(call: Call) -> Row | None:
     """`f32[2,3,8,8], f32[2,3,2] -> f32[2,3,4,4], i64[2,3,4,4]     a b !o00 !o01, a b !o10 -> ...`."""
-    return batched(call, (2 if call.target is aten.fractional_max_pool2d.default else 3, 1))
+    space = 2 if call.target is aten.fractional_max_pool2d.default else 3
+    return batched(call, (space, 1), local={"*": where_not_empty(call)})
 
 
 @rule(aten.grid_sampler_2d.default, aten.grid_sampler_3d.default)

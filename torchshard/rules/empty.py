@@ -13,6 +13,7 @@ import operator
 from typing import Any
 
 import torch
+from torch import fx
 
 from torchshard.layouts import Shard
 from torchshard.notation import Local, LocalFn
@@ -32,17 +33,27 @@ def emptied(x: Any, dim: int) -> Any:
 
 
 def where_not_empty(call: Call) -> LocalFn:
-    """Runs an op of one tensor, and for a rank without any of it on zeros that are cut off again."""
-    ndim = len(call.tensors[0].shape)
+    """Runs an op, and for a rank without any of what is split on zeros that are cut off again."""
 
-    def local(ctx: Local, x: Any, *args: Any, **kwargs: Any) -> Any:
-        source, target = ctx.choice.operands[0], ctx.choice.results[0]
-        assert isinstance(source, Shard) and isinstance(target, Shard)
+    def local(ctx: Local, *args: Any, **kwargs: Any) -> Any:
         if ctx.size(ctx.choice.axes[0][0]):
-            return call.target(x, *args, **kwargs)
-        made = call.target(filled(x, source.dim, ndim), *args, **kwargs)
-        if len(call.results) == 1:
-            return emptied(made, target.dim)
-        return [emptied(operator.getitem(made, i), target.dim) for i in range(len(call.results))]
+            return call.target(*args, **kwargs)
+        operands = iter(zip(call.tensors, ctx.choice.operands, strict=True))
+
+        def held(value: Any) -> Any:
+            if not isinstance(value, fx.Proxy):
+                return value
+            tensor, layout = next(operands)
+            return filled(value, layout.dim, len(tensor.shape)) if isinstance(layout, Shard) else value
+
+        made = call.target(*map(held, args), **{name: held(value) for name, value in kwargs.items()})
+        cut = [r.dim if isinstance(r, Shard) else None for r in ctx.choice.results]
+        if len(cut) == 1:
+            return _cut(made, cut[0])
+        return [_cut(operator.getitem(made, i), dim) for i, dim in enumerate(cut)]
 
     return local
+
+
+def _cut(made: Any, dim: int | None) -> Any:
+    return made if dim is None else emptied(made, dim)
