@@ -9,6 +9,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+import transformers.integrations.moe  # noqa: F401 - registers its grouped product
 
 from tests.oracle import Case, T
 from torchshard.layouts import S
@@ -16,6 +17,7 @@ from torchshard.rules.pointwise import UNTAGGED
 
 aten = torch.ops.aten
 sdpa = aten.scaled_dot_product_attention.default
+grouped = torch.ops.transformers.grouped_mm_fallback.default
 native, instance = aten.native_batch_norm.default, aten.instance_norm.default
 NONE, MEAN, SUM = 0, 1, 2
 
@@ -76,6 +78,9 @@ def batch_norm(splits: str, *args: Any) -> Case:
 
 
 LINEAR_ALGEBRA = [
+    case(grouped, "k e n", f(7, 5), f(3, 5, 4), T((3,), "offsets", 7)),
+    case(grouped, "k e n", f(9, 4), f(5, 4, 6), T((5,), "offsets", 9)),
+    case(grouped, "k e n", f(4, 2), f(1, 2, 3), T((1,), "offsets", 4)),
     case(aten.mm.default, "m k n", f(5, 7), f(7, 4)),
     case(aten.mm.default, "m k n", f(1, 6), f(6, 1)),
     case(aten.bmm.default, "b m k n", f(4, 5, 2), f(4, 2, 7)),

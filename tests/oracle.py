@@ -40,7 +40,8 @@ class T:
     shape: tuple[int, ...]
     kind: str = "normal"
     """'normal', 'positive' (0.1 to 1), 'int' (below `high`), 'bool', 'apart' (all values different), 'complex', or
-    'definite' (matrices, symmetric and positive definite), or 'pivots' (of a factorization that swaps no rows)."""
+    'definite' (matrices, symmetric and positive definite), 'pivots' (of a factorization that swaps no rows), or
+    'offsets' (rising to at most `high`)."""
     high: int = 2
     grad: bool = True
     buffer: bool = False
@@ -51,6 +52,8 @@ class T:
             return torch.randint(self.high, self.shape)
         if self.kind == "bool":
             return torch.rand(self.shape) < 0.6
+        if self.kind == "offsets":
+            return torch.randint(self.high + 1, self.shape).sort().values.to(torch.int32)
         if self.kind == "pivots":
             return torch.arange(1, self.shape[-1] + 1, dtype=torch.int32).expand(self.shape).contiguous()
         made = torch.randn(self.shape, dtype=torch.complex128 if self.kind == "complex" else torch.float64)

@@ -57,7 +57,8 @@ def test_whole_and_in_parts(op: Case) -> None:
 
 def test_every_rule_has_a_case() -> None:
     ours = {target for target in RULES if str(target).startswith("aten.")}
-    assert ours - {c.target for c in CASES} == set()
+    no_float64 = {aten._grouped_mm.default}  # tests/test_experts.py has it
+    assert ours - {c.target for c in CASES} == no_float64
 
 
 def test_only_these_ops_are_never_split() -> None:

@@ -90,8 +90,8 @@ def _gives_itself(step: fx.Node) -> bool:
 
 
 def _entered(graph: fx.Graph, value: Any, detached: bool) -> Any:
-    is_float = isinstance(value, fx.Node) and getattr(value.meta.get("val"), "is_floating_point", bool)()
-    if not detached or not is_float:
+    val = value.meta.get("val") if isinstance(value, fx.Node) else None
+    if not detached or not isinstance(val, torch.Tensor) or not (val.is_floating_point() or val.is_complex()):
         return value
     made = graph.call_function(aten.detach.default, (value,))
     made.meta = {k: v for k, v in value.meta.items() if k not in ("kind", "path")}

@@ -20,7 +20,7 @@ from torchshard.rules import (
     shapes,
 )
 from torchshard.rules.random import is_random
-from torchshard.rules.registry import ROWS, RULES, Call, RuleFn, TensorType, rule
+from torchshard.rules.registry import ROWS, RULES, Call, RuleFn, TensorType, rule, rule_of
 
 __all__ = ["RULES", "Call", "Row", "TensorType", "has_rule", "is_random", "row_of", "rule"]
 
@@ -32,12 +32,12 @@ FAMILIES = (
 
 def has_rule(target: Any) -> bool:
     """Whether an op has one, though perhaps not for all arguments."""
-    return target in RULES or pointwise.is_pointwise(target)
+    return rule_of(target) is not None or pointwise.is_pointwise(target)
 
 
 def row_of(call: Call) -> Row | None:
     """The row of an op for these shapes, or None where it has no rule: it then runs on Invariant operands."""
-    found = RULES.get(call.target) or (pointwise.pointwise if pointwise.is_pointwise(call.target) else None)
+    found = rule_of(call.target) or (pointwise.pointwise if pointwise.is_pointwise(call.target) else None)
     if found is None:
         return None
     key = (found, call.target, _frozen(call.args), call.results)

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 
-from torchshard.notation import Row
+from torchshard.notation import Local, Row
+from torchshard.rules.empty import filled
 from torchshard.rules.registry import Call, letters, rule, spaced
 
 aten = torch.ops.aten
@@ -41,6 +44,34 @@ def matmul(call: Call) -> Row:
     right = [*batch(b, a), "k", *(["n"] if len(b) > 1 else [])]
     out = [*lead, *(["m"] if len(a) > 1 else []), *(["n"] if len(b) > 1 else [])]
     return call.row(f"{spaced(left, right)} -> {spaced(out)}", linear=BOTH)
+
+
+@rule(aten._grouped_mm.default, "transformers.grouped_mm_fallback.default")
+def grouped_mm(call: Call) -> Row | None:
+    """`f32[9,8], f32[3,8,16], i32[3] -> f32[9,16]     !t k, e k n, !o -> !t n`: rows in groups, a matrix for each.
+
+    The rows of a group follow each other up to its offset. Splitting e, a rank multiplies the rows of its own groups
+    and gives zeros elsewhere.
+    """
+    if len(call.tensors) != 3 or [len(t.shape) for t in call.tensors] != [2, 3, 1]:
+        return None
+    total = call.tensors[0].shape[0]
+
+    def local(ctx: Local, x: Any, weight: Any, offs: Any, *rest: Any, **named: Any) -> Any:
+        first, count = ctx.start("e"), ctx.size("e")
+        rows = aten.sym_size.int(x, 0) if not isinstance(total, int) else total
+        at = aten.sub.Scalar(aten.cumsum.default(aten.new_ones.default(offs, [rows]), 0), 1)
+        none = aten.new_zeros.default(offs, [1])
+        start = aten.slice.Tensor(offs, 0, first - 1, first) if first else none
+        own = aten.sub.Tensor(aten.slice.Tensor(offs, 0, first, first + count), start) if count else none
+        mine = aten.unsqueeze.default(aten.lt.Tensor(at, aten.slice.Tensor(own, 0, -1)), 1)
+        turned = aten.index.Tensor(x, [aten.remainder.Scalar(aten.add.Tensor(at, start), rows)])
+        turned = aten.masked_fill.Scalar(turned, aten.logical_not.default(mine), 0.0)
+        made = call.target(turned, weight if count else filled(weight, 0, 3), own, *rest, **named)
+        made = aten.masked_fill.Scalar(made, aten.logical_not.default(mine), 0.0)
+        return aten.index.Tensor(made, [aten.remainder.Scalar(aten.sub.Tensor(at, start), rows)])
+
+    return call.row("!t k, e k n, !o -> !t n", linear=BOTH, local={"e": local})
 
 
 @rule(aten.einsum.default)

@@ -68,7 +68,7 @@ def _tensors_in(value: Any) -> list[TensorType]:
 
 RuleFn = Callable[[Call], Row | None]
 RULES: dict[Any, RuleFn] = {}
-"""OpOverload -> rule."""
+"""OpOverload, or its name where its library may not be there, -> rule."""
 ROWS: dict[Any, Row | None] = {}
 """The rows of the calls that were seen, by rule and call: the layers of a model are alike."""
 
@@ -81,7 +81,7 @@ def rule(*targets: Any, row: str | None = None, **options: Any) -> Callable[[Rul
     ...     return call.row("... -> ...")
 
     Args:
-        targets: the OpOverloads, e.g. `torch.ops.mylib.scale.default`.
+        targets: the OpOverloads, e.g. `torch.ops.mylib.scale.default`, or their names: "mylib.scale.default".
     """
 
     def register(fn: RuleFn) -> RuleFn:
@@ -91,6 +91,11 @@ def rule(*targets: Any, row: str | None = None, **options: Any) -> Callable[[Rul
     if row is not None:
         register(lambda call: call.row(row, **options))
     return register
+
+
+def rule_of(target: Any) -> RuleFn | None:
+    """The rule that is registered for an op, by itself or by its name."""
+    return RULES.get(target) or RULES.get(str(target))
 
 
 def letters(n: int, used: str = "") -> list[str]:

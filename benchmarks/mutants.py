@@ -1,0 +1,396 @@
+"""Seeded faults: one line of the library made wrong at a time, and whether a test sees it.
+
+Each fault is put into a copy of the library, and the tests that should see it run there. One that no test sees is a
+hole in the tests.
+
+    caught     a test fails
+    MISSED     all tests pass
+    broken     the tests can't run: the fault proves nothing
+
+    python benchmarks/mutants.py
+    python benchmarks/mutants.py --only dual mean
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from collections import Counter
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[1]
+LIMIT_SECONDS = 600
+FAILED = 1
+"""pytest's exit code where tests ran and some failed."""
+
+
+@dataclass(frozen=True)
+class Fault:
+    """A line of the library, and a wrong one in its place."""
+
+    name: str
+    file: str
+    right: str
+    wrong: str
+    tests: str
+    """Arguments of pytest: the tests that should see it."""
+
+
+LAYOUTS, RULES, RANKS = "tests/test_layouts.py", "tests/test_rules.py", "tests/test_collectives.py"
+PASSES = "tests/test_passes.py tests/test_functionalize.py tests/test_mutations.py"
+
+FAULTS = (
+    # layouts
+    Fault(
+        "dual of R",
+        "layouts.py",
+        "_DUALS: dict[Layout, Layout] = {R: P, P: R}",
+        "_DUALS: dict[Layout, Layout] = {P: R}",
+        f"{LAYOUTS} tests/test_conversions.py",
+    ),
+    Fault("chunks rounded down", "layouts.py", "step = -(-count // world)", "step = max(count // world, 1)", LAYOUTS),
+    Fault("parts without their offset", "layouts.py", "        offset += count * unit\n", "        pass\n", LAYOUTS),
+    Fault(
+        "parts joined rank by rank",
+        "layouts.py",
+        "[column[part] for part in range(len(layout.parts)) for column in columns]",
+        "[column[part] for column in columns for part in range(len(layout.parts))]",
+        LAYOUTS,
+    ),
+    Fault(
+        "a Partial on every rank",
+        "layouts.py",
+        "return tensor if rank == 0 else torch.zeros_like(tensor)",
+        "return tensor",
+        f"{LAYOUTS} {RULES}",
+    ),
+    Fault(
+        "too small a unit",
+        "layouts.py",
+        "    if count % world == 0:\n        return 1\n",
+        "    if count >= world:\n        return 1\n",
+        f"{LAYOUTS} tests/test_notation.py",
+    ),
+    # conversions
+    Fault(
+        "copy without its reduce",
+        "conversions.py",
+        'Conversion("copy", _I, _R, "none", "reduce")',
+        'Conversion("copy", _I, _R, "none", "copy")',
+        "tests/test_conversions.py tests/test_collectives.py",
+    ),
+    Fault(
+        "gather backward as of R",
+        "conversions.py",
+        'Conversion("gather", Shard, _I, "all_gather", "scatter")',
+        'Conversion("gather", Shard, _I, "all_gather", "reduce_scatter")',
+        "tests/test_conversions.py tests/test_collectives.py",
+    ),
+    Fault(
+        "all_to_all forgets to turn",
+        "distributed/ops.py",
+        "args = (*args[2:4], *args[0:2], args[4]) if len(args) == 5 else args",
+        "args = args",
+        RANKS,
+    ),
+    # kernels
+    Fault(
+        "the average in place of the sum",
+        "distributed/kernels.py",
+        "return reducing(copied(x), dist.ReduceOp.SUM, group)",
+        "return Pending(lambda: reducing(copied(x), dist.ReduceOp.SUM, group).wait() / group.size)",
+        RANKS,
+    ),
+    Fault(
+        "padding not cut off",
+        "distributed/kernels.py",
+        "pieces = [_from_front(got[r, :n], source.dim) for r, n in enumerate(slices.widths)]",
+        "pieces = [_from_front(got[r], source.dim) for r, n in enumerate(slices.widths)]",
+        RANKS,
+    ),
+    Fault(
+        "reduce_scatter in rank 0's width",
+        "distributed/kernels.py",
+        "return _from_front(got[: slices.widths[group.rank]], target.dim).contiguous()",
+        "return _from_front(got[: slices.widths[0]], target.dim).contiguous()",
+        RANKS,
+    ),
+    Fault(
+        "pad at the front",
+        "distributed/kernels.py",
+        "whole.narrow(source.dim, begin, end - begin).copy_(x.narrow(source.dim, at, end - begin))",
+        "whole.narrow(source.dim, 0, end - begin).copy_(x.narrow(source.dim, at, end - begin))",
+        RANKS,
+    ),
+    Fault(
+        "conjugation not done",
+        "distributed/kernels.py",
+        "return x.resolve_conj().resolve_neg().contiguous()",
+        "return x.contiguous()",
+        RANKS,
+    ),
+    # notation
+    Fault(
+        "a sum that is not Partial",
+        "notation.py",
+        "summed = I if set(axes) & row.options.reduced else P",
+        "summed = I",
+        f"{RULES} -k linear",
+    ),
+    Fault("axes of no tensor", "notation.py", "    if strangers:\n", "    if False:\n", "tests/test_notation.py"),
+    Fault(
+        "blocked axes split",
+        "notation.py",
+        "return axis not in row.blocked and isinstance(size, int) and size > 0",
+        "return isinstance(size, int) and size > 0",
+        f"{RULES} -k layer",
+    ),
+    Fault(
+        "a local size of the plain split",
+        "notation.py",
+        "return self.row.sizes[axis] if parts is None else local_size(parts, self.rank, self.world)",
+        "return self.row.sizes[axis] if parts is None else -(-self.row.sizes[axis] // self.world)",
+        f"{RULES} -k split",
+    ),
+    # rules
+    Fault(
+        "a mean of means",
+        "rules/reductions.py",
+        "replaced = {names[d]: local for d in dims} if isinstance(count, int) else {}",
+        "replaced = {}",
+        f"{RULES} -k mean",
+    ),
+    Fault(
+        "masked rows not zero",
+        "rules/indexing.py",
+        "return aten.masked_fill.Scalar(found, aten.unsqueeze.default(outside, -1), 0.0)",
+        "return found",
+        f"{RULES} -k embedding",
+    ),
+    Fault(
+        "padding row of each rank",
+        "rules/indexing.py",
+        'mine = padding_idx - ctx.start("v") if padding_idx >= 0 else -1',
+        "mine = padding_idx",
+        f"{RULES} -k embedding",
+    ),
+    Fault(
+        "softmax of a rank's own largest",
+        "rules/normalization.py",
+        "return ops.all_reduce_max.default(aten.amax.default(held, [dim], True), ctx.group)",
+        "return aten.amax.default(held, [dim], True)",
+        f"{RULES} -k softmax",
+    ),
+    Fault(
+        "a norm's own count",
+        "rules/normalization.py",
+        'dtype, count = call.results[0].dtype, call["normalized_shape"][-1]',
+        'dtype, count = call.results[0].dtype, -(-call["normalized_shape"][-1] // 2)',
+        f"{RULES} -k layer_norm",
+    ),
+    Fault(
+        "ignored targets counted",
+        "rules/losses.py",
+        "scale = aten.masked_fill.Scalar(scale, ignored, 0.0)\n",
+        "pass\n",
+        f"{RULES} -k cross_entropy",
+    ),
+    Fault(
+        "a loss over its own count",
+        "rules/losses.py",
+        "return aten.div.Tensor(total, ops.reduce.default(aten.sum.default(scale), ctx.group))",
+        "return aten.div.Tensor(total, aten.sum.default(scale))",
+        f"{RULES} -k 'cross_entropy or nll'",
+    ),
+    Fault(
+        "a mask of the slice's size",
+        "rules/random.py",
+        "sizes = [whole if i == dim else aten.sym_size.int(x, i) for i in range(ndim)]",
+        "return aten.dropout.default(x, p, True)\n    sizes = []",
+        f"{RULES} -k dropout",
+    ),
+    Fault(
+        "x + y jointly linear with whole x",
+        "rules/pointwise.py",
+        "return [{0, 1}] if n == 2 else []",
+        "return [{0}, {1}] if n == 2 else []",
+        f"{RULES} -k add",
+    ),
+    Fault(
+        "a product linear in both", "rules/linear_algebra.py", "BOTH = ({0}, {1})", "BOTH = ({0, 1},)", f"{RULES} -k mm"
+    ),
+    Fault(
+        "a diagonal that stays",
+        "rules/shapes.py",
+        'return call.target(x, diagonal + (start if axis == "a" else -start))',
+        "return call.target(x, diagonal)",
+        f"{RULES} -k tri",
+    ),
+    Fault(
+        "sizes of a refinement that failed",
+        "rules/shapes.py",
+        "            found[axis] = step\n",
+        "            sizes[axis] = step\n",
+        f"{RULES} -k reshape",
+    ),
+    # passes
+    Fault(
+        "the bias on every rank",
+        "passes/normalize.py",
+        "        (aten.linear.default, aten.conv1d.default,",
+        "        (aten.conv1d.default,",
+        "tests/test_passes.py tests/test_models.py",
+    ),
+    Fault(
+        "random numbers in the order of memory",
+        "passes/normalize.py",
+        "changed |= _replace(module, dict.fromkeys((*BY_ELEMENT, *_DRAWS), _by_index))",
+        "pass",
+        "tests/test_random.py",
+    ),
+    Fault(
+        "a view not taken anew",
+        "passes/functionalize.py",
+        "        version = self.version.get(self.root(node), 0)\n",
+        "        version = self.seen.get(node, 0)\n",
+        "tests/test_functionalize.py",
+    ),
+    Fault(
+        "a written buffer not stored",
+        "passes/functionalize.py",
+        "    _store_written(aliases)\n",
+        "",
+        "tests/test_functionalize.py",
+    ),
+    Fault(
+        "one conversion for all layouts",
+        "passes/insert.py",
+        "made = self._made.get((value, layout))",
+        "made = next((m for (v, _), m in self._made.items() if v is value), None)",
+        f"{PASSES} tests/test_models.py",
+    ),
+    Fault(
+        "conversions in the wrong order",
+        "passes/insert.py",
+        "with graph.inserting_after(source) if after",
+        "with graph.inserting_after(value) if after",
+        "tests/test_programs.py -k 'any_program or ordered'",
+    ),
+    Fault(
+        "sizes of rank 0",
+        "passes/localize.py",
+        "v.new_empty(local_shape(plain_shape(v), layout, rank, world))",
+        "v.new_empty(local_shape(plain_shape(v), layout, 0, world))",
+        PASSES,
+    ),
+    Fault(
+        "a bias fused where layouts differ",
+        "passes/simplify.py",
+        "legal = [c for c in world_choices if list(c.operands) == held and c.results == (layout_of(node),)]",
+        "legal = world_choices",
+        f"{PASSES} tests/test_models.py",
+    ),
+    Fault(
+        "a cast that is none",
+        "passes/normalize.py",
+        "same = a.shape == b.shape and a.dtype == b.dtype and a.device == b.device",
+        "same = a.shape == b.shape and a.device == b.device",
+        "tests/test_models.py tests/test_passes.py tests/test_functionalize.py",
+    ),
+    Fault(
+        "every mask is causal",
+        "passes/causal.py",
+        "return mask.ndim >= 2 and torch.equal(",
+        "return mask.ndim >= 2 or torch.equal(",
+        "tests/test_causal.py",
+    ),
+    Fault(
+        "a composite op of other sizes",
+        "passes/decompose.py",
+        "return sizes.error_on_new_guards() if sizes is not None else nullcontext()",
+        "return nullcontext()",
+        "tests/test_decompose.py",
+    ),
+    # capture, parameters
+    Fault(
+        "no_grad forgotten",
+        "capture/regions.py",
+        "    made = graph.call_function(aten.detach.default, (value,))\n",
+        "    return value\n    made = graph.call_function(aten.detach.default, (value,))\n",
+        "tests/test_capture.py",
+    ),
+    Fault(
+        "all ranks hold rank 0's slice",
+        "materialize.py",
+        "split(tensor.detach(), layout, rank, world)",
+        "split(tensor.detach(), layout, 0, world)",
+        "tests/test_models.py",
+    ),
+    Fault(
+        "frozen parameters trained",
+        "materialize.py",
+        "nn.Parameter(held, tensor.requires_grad)",
+        "nn.Parameter(held)",
+        "tests/test_models.py tests/test_ranks.py tests/test_calls.py",
+    ),
+    # the check itself
+    Fault(
+        "only outputs compared",
+        "checking.py",
+        "    for name, grad in expected.parameter_grads.items():\n",
+        "    for name, grad in ():\n",
+        "tests/test_mutations.py",
+    ),
+)
+
+
+def tried(fault: Fault) -> str:
+    """'caught', 'MISSED' or 'broken'."""
+    with tempfile.TemporaryDirectory() as folder:
+        for name in ("torchshard", "tests", "docs", "examples", "benchmarks"):
+            shutil.copytree(ROOT / name, Path(folder) / name, ignore=shutil.ignore_patterns("__pycache__"))
+        for name in ("pyproject.toml", "README.md"):
+            shutil.copy(ROOT / name, folder)
+        file = Path(folder) / "torchshard" / fault.file
+        text = file.read_text()
+        if text.count(fault.right) != 1:
+            return f"broken: {fault.right!r} is {text.count(fault.right)} times in {fault.file}"
+        file.write_text(text.replace(fault.right, fault.wrong))
+        command = f"{sys.executable} -m pytest -q -x -p no:cacheprovider {fault.tests}"
+        environment = os.environ | {"PYTHONPATH": folder, "OMP_NUM_THREADS": "1"}
+        try:
+            ended = subprocess.run(
+                command, shell=True, cwd=folder, env=environment, capture_output=True, text=True, timeout=LIMIT_SECONDS
+            )
+        except subprocess.TimeoutExpired:
+            return "caught: no end"
+    last = (ended.stdout.strip().splitlines() or [""])[-1]
+    if ended.returncode == FAILED:
+        return f"caught: {next((line for line in ended.stdout.splitlines() if line.startswith('FAILED')), last)[:90]}"
+    return f"MISSED: {last}" if ended.returncode == 0 else f"broken: {last}"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--only", nargs="+", default=[""], help="faults with one of these in their names")
+    parser.add_argument("--jobs", type=int, default=os.cpu_count())
+    given = parser.parse_args()
+    faults = [fault for fault in FAULTS if any(part in fault.name for part in given.only)]
+    start, counts = time.perf_counter(), Counter[str]()
+    with ThreadPoolExecutor(given.jobs) as pool:
+        for fault, result in zip(faults, pool.map(tried, faults), strict=True):
+            counts[result.partition(":")[0]] += 1
+            print(f"{fault.name:40} {result}", flush=True)
+    print(f"{dict(counts)} of {len(faults)} in {time.perf_counter() - start:.0f} s")
+    sys.exit(counts["caught"] != len(faults))
+
+
+if __name__ == "__main__":
+    main()
