@@ -12,6 +12,9 @@ gradients, in float64.
 
     python benchmarks/operators.py --json operators.json
     python benchmarks/operators.py --ops nn.functional.pad cumsum
+    python benchmarks/operators.py --processes --samples 1
+
+With `--processes` the ranks are processes that send through gloo; otherwise all are simulated in one.
 """
 
 from __future__ import annotations
@@ -21,14 +24,16 @@ import dataclasses
 import functools
 import itertools
 import json
+import logging
 import os
 import warnings
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from alone import in_processes
 from torch import Tensor, nn
 from torch.testing._internal import common_methods_invocations as database
@@ -36,9 +41,14 @@ from torch.testing._internal.common_methods_invocations import op_db
 from torch.utils import _pytree as pytree
 
 import torchshard as ts
-from torchshard.capture import Captured
-from torchshard.checking import check_program
+from torchshard.capture import Captured, flatten_call
+from torchshard.check_processes import pieces, report_of
+from torchshard.checking import TOLERANCES, backward, check_program, unsharded
+from torchshard.distributed.groups import MODEL
+from torchshard.distributed.launch import launch
 from torchshard.layouts import Layout, S
+from torchshard.materialize import local_state
+from torchshard.passes import localized
 from torchshard.planner.machine import objective
 from torchshard.program import planned, prepared
 
@@ -109,6 +119,10 @@ def calls(op: Any, most: int) -> Iterator[Called]:
 
 def tried(name: str, ranks: list[int], most: int) -> Result:
     """All cases of one op; the worst counts."""
+    return _cases(name, ranks, most, _try_one)
+
+
+def _cases(name: str, ranks: list[int], most: int, try_one: Callable[..., None]) -> Result:
     torch.manual_seed(0)
     database.wrapper_set_seed = lambda op, *args, **kwargs: op(*args, **kwargs)  # a seed is set around a call here
     op = next(op for op in op_db if full_name(op) == name)
@@ -126,7 +140,7 @@ def tried(name: str, ranks: list[int], most: int) -> Result:
         splits = [{n: S(d)} for n in call.tensors for d in range(held[n].ndim) if held[n].shape[d] > 1] or [{}]
         for world, layouts in itertools.product(ranks, splits):
             result.cases += 1
-            _try_one(result, call, captured, world, layouts)
+            try_one(result, call, captured, world, layouts)
     return result if result.cases else dataclasses.replace(result, status="none", why="no call runs here as it is")
 
 
@@ -160,9 +174,74 @@ def _try_one(result: Result, call: Called, captured: Captured, world: int, layou
     result.split += bool(layouts) and not any(c.value in names for c in made.plan.costs.collectives)
 
 
+# --- real ranks ------------------------------------------------------------------------------------------------------
+
+
+def in_rank(names: list[str], most: int) -> dict[str, Result]:
+    """What becomes of some ops, as each rank of a group sees it."""
+    warnings.filterwarnings("ignore")
+    logging.disable()
+    ts.distributed.init_process_group()
+    return {name: _ranked(name, most) for name in names}
+
+
+def _ranked(name: str, most: int) -> Result:
+    world = dist.get_world_size()
+    return _cases(name, [world], most, _try_on_ranks)
+
+
+def _try_on_ranks(result: Result, call: Called, captured: Captured, world: int, layouts: dict[str, Layout]) -> None:
+    where = f"{world} ranks, {layouts} of {[(n, tuple(getattr(call, n).shape)) for n in call.tensors]}"
+    rank = dist.get_rank()
+    try:
+        made = planned(captured, call, {}, world, AIM, layouts)
+    except ts.ShardError as error:
+        return _worse(result, "raised", f"{where}: {type(error).__name__}: {error}")
+    torch.manual_seed(1)
+    expected = unsharded(call, flatten_call(call, (), {}))
+    state = local_state(call, made.plan.parameters, rank, world)
+    known = {**captured.constants, **state}
+    graph = localized(made.graph, rank, world, MODEL)
+    torch.manual_seed(1)
+    results = list(graph(*(known[n.meta["path"]] for n in graph.graph.nodes if n.op == "placeholder")))
+    backward(results, 1)
+    held: list[Any] = [None] * world
+    dist.all_gather_object(held, pieces(results, state, {}, made.plan.parameters))
+    report = report_of(expected, held, TOLERANCES[torch.float64])
+    if not report.ok:
+        worst = max(report.comparisons, key=lambda c: c.error)
+        _worse(result, "wrong", f"{where}: {worst.kind} {worst.name} {worst.error:.1e}")
+
+
+def on_processes(names: list[str], ranks: list[int], most: int) -> Iterator[tuple[str, Result]]:
+    """The worst of some ops for all numbers of ranks; a group that fails is tried again, op by op."""
+    for start in range(0, len(names), AT_ONCE):
+        some = names[start : start + AT_ONCE]
+        found = [_launched(some, world, most) for world in ranks]
+        for name in some:
+            yield name, max((f[name] for f in found), key=lambda r: ORDER.index(r.status))
+
+
+AT_ONCE = 25
+"""Ops that one group of processes tries, one after the other."""
+
+
+def _launched(names: list[str], world: int, most: int) -> dict[str, Result]:
+    try:
+        by_rank = launch(in_rank, world, (names, most))
+    except Exception as error:
+        if len(names) > 1:
+            return {name: _launched([name], world, most)[name] for name in names}
+        return {
+            names[0]: Result(names[0], "failed", why=f"{type(error).__name__}: {' '.join(str(error).split())[:300]}")
+        }
+    differing = {n for n in names if len({(r[n].status, r[n].cases) for r in by_rank}) > 1}
+    return {n: Result(n, "wrong", why="the ranks disagree") if n in differing else by_rank[0][n] for n in names}
+
+
 AIM = objective("cpu-gloo", axes="all")
 """Any axis may be split, whatever it is of."""
-ORDER = ("right", "raised", "failed", "wrong")
+ORDER = ("none", "right", "raised", "failed", "wrong")
 
 
 def _worse(result: Result, status: str, why: str) -> None:
@@ -181,6 +260,7 @@ def main() -> None:
     parser.add_argument("--ranks", type=int, nargs="+", default=[2, 3])
     parser.add_argument("--ops", nargs="+")
     parser.add_argument("--samples", type=int, default=6, help="calls of different shapes of one op")
+    parser.add_argument("--processes", action="store_true", help="real ranks, through gloo")
     parser.add_argument("--limit", type=float, default=120.0, help="seconds for one op")
     parser.add_argument("--jobs", type=int, default=os.cpu_count())
     parser.add_argument("--json", type=Path, help="results are written here; those that are there already are kept")
@@ -189,7 +269,12 @@ def main() -> None:
     known = json.loads(given.json.read_text()) if given.json and given.json.exists() else {}
     todo = [name for name in names if given.ops or name not in known]
     run = functools.partial(tried, ranks=given.ranks, most=given.samples)
-    for name, found, seconds in in_processes(run, todo, given.limit, given.jobs):
+    tries: Iterator[tuple[str, Any, float]] = (
+        ((name, found, 0.0) for name, found in on_processes(todo, given.ranks, given.samples))
+        if given.processes
+        else in_processes(run, todo, given.limit, given.jobs)
+    )
+    for name, found, seconds in tries:
         result = found if isinstance(found, Result) else Result(name, "failed", why=found)
         known[name] = dataclasses.asdict(result) | {"seconds": seconds}
         print(f"{name:40} {result.status:7} {result.split:3} of {result.cases:3} split {seconds:6.1f} s  {result.why}",

@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 import torchshard as ts
+from tests.helpers import run_ranks
+from torchshard.planner.machine import objective
+from torchshard.program import planned, prepared
 
 
 class _Draws(nn.Module):
@@ -119,3 +124,62 @@ def test_dropout_of_what_lies_channels_last() -> None:
     for plan in ({}, {"conv": "column"}, {"conv": "row"}):
         report = ts.check(model, plan, world_size=2, example_inputs=(x,))
         assert report.ok, str(report)
+
+
+class _Elementwise(nn.Module):
+    """Elementwise, so that equal draws give equal bits."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.arange(35.0, dtype=torch.float64).view(7, 5) / 10)
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = F.dropout(x * self.weight, 0.4) + torch.rand_like(x) * self.weight
+        return F.dropout(h.mT, 0.3).mT * torch.randn(7, 5, dtype=x.dtype) + torch.bernoulli(torch.full_like(h, 0.5))
+
+
+def _step(model: nn.Module, x: Tensor, recomputed: bool = False) -> Tensor:
+    """A step of SGD, the forward perhaps done again in the backward; the result."""
+    made: Tensor = checkpoint(model, x, use_reentrant=False) if recomputed else model(x)
+    model.zero_grad()
+    made.square().sum().backward()
+    with torch.no_grad():
+        for p in model.parameters():
+            p -= 0.01 * p.grad  # type: ignore[operator]
+    return made.detach()
+
+
+def _on_real_ranks(rank: int, world: int) -> dict[str, bool]:
+    ts.distributed.init_process_group()
+    x, found = torch.linspace(-1, 1, 35, dtype=torch.float64).view(7, 5), {}
+    for dim in (0, 1):
+        plan = planned(
+            prepared(_Elementwise(), (x,), {}, dynamic=False), _Elementwise(), {}, world,
+            objective("cpu-gloo", axes="all"), {"weight": ts.S(dim)},
+        ).plan  # fmt: skip
+        for recomputed in (False, True):
+            model, sharded = _Elementwise(), ts.shard(_Elementwise(), plan, example_inputs=(x,))
+            torch.manual_seed(5)
+            expected = [_step(model, x) for _ in range(3)]
+            stream = torch.get_rng_state()
+            torch.manual_seed(5)
+            got = [_step(sharded, x, recomputed) for _ in range(2)]
+            kept, at = copy.deepcopy(sharded.state_dict()), torch.get_rng_state()
+            torch.rand(9)
+            restarted = ts.shard(_Elementwise(), plan, example_inputs=(x,))
+            restarted.load_state_dict(kept)
+            torch.set_rng_state(at)
+            got.append(_step(restarted, x, recomputed))
+            key = f"split dim {dim}, recomputed {recomputed}"
+            found[f"{key}: values"] = all(torch.equal(a, b) for a, b in zip(expected, got, strict=True))
+            found[f"{key}: stream"] = torch.equal(stream, torch.get_rng_state())
+            found[f"{key}: weight"] = torch.equal(model.weight, restarted.full_state_dict()["weight"])
+    return found
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize("world", [1, 2, 3, 4])
+def test_bit_for_bit_in_forward_recomputation_and_after_a_restart(world: int) -> None:
+    for found in run_ranks(_on_real_ranks, world, world):
+        assert len(found) == 12
+        assert all(found.values()), found

@@ -5,7 +5,7 @@ Each rank makes the model anew, from the same seed, and brings back what it hold
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -59,12 +59,15 @@ def check_processes(
     call = flatten_call(held, args, kwargs or {})
     torch.manual_seed(0)
     expected = unsharded(held, call)
-    ranks: list[Pieces] = launch(_pieces, world_size, (make, given, plan, aim))
+    return report_of(expected, launch(_pieces, world_size, (make, given, plan, aim)), TOLERANCES[torch.float64])
+
+
+def report_of(expected: Any, ranks: Sequence[Pieces], tolerance: float) -> Report:
+    """What the ranks hold, beside what `checking.unsharded` gave."""
     states = [{name: _leaf_of(*pair) for name, pair in rank.state.items()} for rank in ranks]
     inputs = [{name: _leaf_of(*pair) for name, pair in rank.inputs.items()} for rank in ranks]
     got = _Gathered([rank.outputs for rank in ranks], states, inputs)
-    tolerance = TOLERANCES[torch.float64]
-    return Report(world_size, tolerance, tuple(compare(expected, got, ranks[0].layouts, tolerance)))
+    return Report(len(ranks), tolerance, tuple(compare(expected, got, ranks[0].layouts, tolerance)))
 
 
 def _prepared(make: Callable[..., Made], given: tuple[Any, ...]) -> Made:
@@ -85,11 +88,18 @@ def _pieces(make: Callable[..., Made], given: tuple[Any, ...], plan: PlanLike, a
     results = list(flatten(sharded(*call_args, **call_kwargs)).tensors)
     backward(results, 1)
     state = dict((*sharded.named_parameters(remove_duplicate=False), *sharded.named_buffers(remove_duplicate=False)))
+    return pieces(results, state, inputs, sharded.plan.parameters)
+
+
+def pieces(
+    results: Sequence[Any], state: Mapping[str, Tensor], inputs: Mapping[str, Any], layouts: Mapping[str, Layout]
+) -> Pieces:
+    """What a rank holds after its backward."""
     return Pieces(
         [_plain(r) for r in results],
         {name: (_plain(t), t.grad) for name, t in state.items()},
         {name: (_plain(t), t.grad) for name, t in inputs.items() if isinstance(t, Tensor)},
-        dict(sharded.plan.parameters),
+        dict(layouts),
     )
 
 
