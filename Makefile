@@ -2,7 +2,7 @@
 # make lint    lint and type-check only
 # make demo    run the examples
 # make bench   time a training step, calls by hand and planning; count what is sent
-# make programs  2,000 random models under random plans (ten minutes)
+# make nightly 2,000 random models under random plans, and seeded faults (half an hour)
 # make sweep   all of PyTorch's operators and of Hugging Face's architectures (an hour); docs/models.md
 # make clean   remove caches and build output (make distclean: .venv too)
 
@@ -19,7 +19,7 @@ export OMP_NUM_THREADS := 1
 
 .DEFAULT_GOAL := test
 .NOTPARALLEL:
-.PHONY: test lint demo bench programs sweep clean distclean
+.PHONY: test lint demo bench nightly sweep clean distclean
 
 test: lint
 	$(PY) -m pytest -q -n auto -m "not ranks"
@@ -39,8 +39,9 @@ bench: $(VENV)/.stamp-test
 	$(PY) benchmarks/planning.py
 	$(PY) benchmarks/communication.py
 
-programs: $(VENV)/.stamp-test
+nightly: $(VENV)/.stamp-test
 	TORCHSHARD_PROGRAMS=2000 $(PY) -m pytest -q tests/test_programs.py -k any_program
+	$(PY) benchmarks/mutants.py
 
 sweep: $(VENV)/.stamp-test
 	$(PIP) install -c constraints.txt -e '.[sweep]'

@@ -213,6 +213,13 @@ def test_an_empty_side_is_a_scalar_or_nothing() -> None:
 ACCEPTED = bind("a b -> a", [(5, 4)], [(5,)])
 
 
+def test_a_size_of_an_axis_that_no_tensor_has() -> None:
+    """To split it would give each rank the whole, as an addend."""
+    assert bind("(a b) -> a b", [(6,)], [(3, 2)], {"a": 3, "b": 2})
+    with pytest.raises(RuleError, match="axis c is in no tensor"):
+        bind("(a b) -> a b", [(6,)], [(3, 2)], {"a": 3, "b": 2, "c": 1})
+
+
 @pytest.mark.parametrize(
     ("text", "operands", "results", "says"),
     [

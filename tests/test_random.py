@@ -15,6 +15,7 @@ import torchshard as ts
 from tests.helpers import run_ranks
 from torchshard.planner.machine import objective
 from torchshard.program import planned, prepared
+from torchshard.rules import RULES
 
 
 class _Draws(nn.Module):
@@ -124,6 +125,16 @@ def test_dropout_of_what_lies_channels_last() -> None:
     for plan in ({}, {"conv": "column"}, {"conv": "row"}):
         report = ts.check(model, plan, world_size=2, example_inputs=(x,))
         assert report.ok, str(report)
+
+
+def test_a_rule_may_give_up_equality(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each rank draws for its slice alone; the check says so."""
+    monkeypatch.setitem(RULES, torch.ops.aten.dropout.default, lambda call: call.row("... -> ..."))
+    torch.manual_seed(0)
+    report = ts.check(
+        _Draws(_plain), {"up": "column", "down": "row"}, world_size=2, example_inputs=(torch.randn(3, 5, 6),)
+    )
+    assert not report.ok
 
 
 class _Elementwise(nn.Module):
