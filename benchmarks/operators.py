@@ -43,14 +43,14 @@ from torch.utils import _pytree as pytree
 import torchshard as ts
 from torchshard.capture import Captured, flatten_call
 from torchshard.check_processes import pieces, report_of
-from torchshard.checking import TOLERANCES, backward, check_program, unsharded
+from torchshard.checking import TOLERANCES, Report, backward, check_program, unsharded
 from torchshard.distributed.groups import MODEL
 from torchshard.distributed.launch import launch
 from torchshard.layouts import Layout, S
 from torchshard.materialize import local_state
 from torchshard.passes import localized
 from torchshard.planner.machine import objective
-from torchshard.program import planned, prepared
+from torchshard.program import Program, planned, prepared
 
 UNDEFINED = {"empty", "empty_like", "new_empty", "empty_strided", "new_empty_strided", "empty_permuted"}
 """Ops whose values are whatever lay in memory: shapes alone are compared."""
@@ -167,6 +167,12 @@ def _try_one(result: Result, call: Called, captured: Captured, world: int, layou
         report = check_program(call, made, made.graph, (), {})
     except ts.ShardError as error:
         return _worse(result, "raised", f"{where}: {type(error).__name__}: {error}")
+    _reported(result, report, where, captured, made, layouts)
+
+
+def _reported(
+    result: Result, report: Report, where: str, captured: Captured, made: Program, layouts: dict[str, Layout]
+) -> None:
     if not report.ok:
         worst = max(report.comparisons, key=lambda c: c.error)
         return _worse(result, "wrong", f"{where}: {worst.kind} {worst.name} {worst.error:.1e}")
@@ -207,10 +213,7 @@ def _try_on_ranks(result: Result, call: Called, captured: Captured, world: int, 
     backward(results, 1)
     held: list[Any] = [None] * world
     dist.all_gather_object(held, pieces(results, state, {}, made.plan.parameters))
-    report = report_of(expected, held, TOLERANCES[torch.float64])
-    if not report.ok:
-        worst = max(report.comparisons, key=lambda c: c.error)
-        _worse(result, "wrong", f"{where}: {worst.kind} {worst.name} {worst.error:.1e}")
+    _reported(result, report_of(expected, held, TOLERANCES[torch.float64]), where, captured, made, layouts)
 
 
 def on_processes(names: list[str], ranks: list[int], most: int) -> Iterator[tuple[str, Result]]:

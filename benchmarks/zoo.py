@@ -32,8 +32,10 @@ from transformers import AutoConfig, PreTrainedConfig
 from transformers.models.auto import modeling_auto
 
 import torchshard as ts
+from torchshard.check_processes import check_processes
 from torchshard.checking import check_program
 from torchshard.layouts import I
+from torchshard.planner.machine import objective
 from torchshard.program import planned, prepared
 
 VOCAB, BATCH, SEQUENCE, IMAGE = 99, 2, 10, 32
@@ -210,6 +212,18 @@ def tried(kind: str, ranks: list[int]) -> Result:
     return Result(kind, "exact", split, error=error)
 
 
+def on_processes(kind: str, world: int) -> str:
+    """'exact', or what differs, on processes that send through gloo."""
+    report = check_processes(_made, (kind,), {}, world, objective("cpu-gloo"))
+    worst = max(report.comparisons, key=lambda c: c.error)
+    return "exact" if report.ok else f"wrong: {worst.kind} {worst.name} {worst.error:.1e}"
+
+
+def _made(kind: str) -> tuple[torch.nn.Module, tuple[Any, ...], dict[str, Any]]:
+    model, call = built(kind)
+    return model, (), call
+
+
 def split_share(model: torch.nn.Module, plan: ts.Plan) -> float:
     """The part of the parameters' bytes that lies in slices."""
     sizes = {name: p.numel() * p.element_size() for name, p in model.named_parameters()}
@@ -229,6 +243,8 @@ on two cores: `python benchmarks/zoo.py --json zoo.json --write docs/models.md`.
 
 Of the exact ones {split} have at least 80 % of their parameters' bytes split at {most} ranks, and the largest error of
 {close} is below 1e-10. What is tried as something else than a causal language model is marked (other).
+
+On real ranks, processes that send through gloo (`--processes 2`): {processes}.
 
 | model | result | split at {ranks} ranks | |
 |---|---|---|---|
@@ -250,10 +266,16 @@ def page(results: list[dict[str, Any]], ranks: list[int]) -> str:
         most=max(ranks),
         split=split,
         close=sum(result["error"] < 1e-10 for result in exact),
+        processes=", ".join(f"{r['kind']} on {r['processes']}" for r in results if "processes" in r) or "none tried",
         counts=", ".join(f"{counts[status]} {status}" for status in STATUSES),
     ) + "\n".join([*rows, ""])
 
 
+SAMPLE = [
+    "llama", "gpt2", "mixtral", "qwen3", "gemma2", "mamba", "bert (other)", "t5 (other)", "vit (other)",
+    "whisper (other)", "resnet (other)",
+]  # fmt: skip
+"""Models that are tried on real ranks too."""
 STATUSES = ("exact", "refused", "failed", "wrong", "not built")
 
 
@@ -264,6 +286,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--ranks", type=int, nargs="+", default=[2, 4])
     parser.add_argument("--models", nargs="+")
+    parser.add_argument("--processes", type=int, metavar="N", help="a sample again, on so many real ranks")
     parser.add_argument("--limit", type=float, default=180.0, help="seconds for one model")
     parser.add_argument("--jobs", type=int, default=os.cpu_count())
     parser.add_argument("--json", type=Path, help="results are written here; those that are there already are kept")
@@ -277,6 +300,12 @@ def main() -> None:
         known[kind] = dataclasses.asdict(result) | {"seconds": seconds}
         split = " ".join(f"{share:.0%}" for share in result.split.values())
         print(f"{kind:28} {result.status:10} {split:10} {seconds:6.1f} s  {result.why[:300]}", flush=True)
+        if given.json:
+            given.json.write_text(json.dumps(known, indent=1))
+    if given.processes:
+        for kind in given.models or SAMPLE:
+            known[kind]["processes"] = f"{given.processes}: {on_processes(kind, given.processes)}"
+            print(f"{kind:28} on real ranks, {known[kind]['processes']}", flush=True)
         if given.json:
             given.json.write_text(json.dumps(known, indent=1))
     if given.write:

@@ -1,10 +1,10 @@
 """Ops that PyTorch itself runs as other ops, and that have no rule, become those other ops.
 
     before    l = kl_div(x, t)
-    after     l_log = xlogy(t, t); l_mul = mul(t, x); l_sub = sub(l_log, l_mul); l = mean(l_sub)
+    after     l_mul = mul(t, x); l_xlogy = xlogy(t, t); l_sub = sub(l_xlogy, l_mul); l = mean(l_sub)
 
-The numbers stay what they are: eager PyTorch takes the same steps. Ops with kernels of their own stay, except copies
-of views.
+The numbers stay what they are: eager PyTorch takes the same steps. Ops with kernels of their own stay, but for a few
+that only move elements or are one product or sum.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ _WRITTEN_OUT = get_decompositions([
     aten.channel_shuffle.default, aten.pixel_shuffle.default, aten.pixel_unshuffle.default, aten.rot90.default,
     aten.addmv.default, aten.addr.default, aten.dist.default, aten.glu.default, aten.trace.default,
 ])  # fmt: skip
-"""Ops with kernels of their own that only move elements, or are one product or sum, by PyTorch's own words for them."""
+"""Those few, with PyTorch's own words for them."""
 
 
 def _inlined(module: fx.GraphModule, node: fx.Node) -> list[fx.Node]:
