@@ -1,7 +1,8 @@
 """One thread per process, the same Hypothesis examples at each run, and no process group that outlives its test.
 
-Tests that start ranks are marked `ranks`: they use all cores, and some measure how soon an error comes, so that nothing
-else should run beside them. All others may run in parallel.
+Tests that start ranks are marked `ranks`: they use all cores, so that nothing else should run beside them. Those of
+faults are marked `waits` too: most of their time passes in waiting for a timeout, so that two may run at once, but
+nothing that computes, for they measure how soon an error comes. All others may run in parallel.
 """
 
 from __future__ import annotations
@@ -17,6 +18,8 @@ import torchshard as ts
 _NAMES = "by_hand collectives examples faults launch multi_node nn objects primitives ranks"
 RANKS = {f"test_{name}" for name in _NAMES.split()}
 """The files whose tests start ranks; in other files single tests are marked."""
+WAITS = {"test_faults"}
+"""Of these, the files whose tests wait for timeouts."""
 
 settings.register_profile("torchshard", max_examples=60, deadline=None, derandomize=True)
 settings.load_profile("torchshard")
@@ -27,6 +30,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if item.path.stem in RANKS:
             item.add_marker("ranks")
+        if item.path.stem in WAITS:
+            item.add_marker("waits")
 
 
 @pytest.fixture(autouse=True)

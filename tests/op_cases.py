@@ -279,6 +279,8 @@ LOSSES = [
 
 POINTWISE = [
     case(aten.angle.default, "a b", f(5, 3)),
+    case(aten.complex.default, "a b", f(5, 3), f(5, 3)),
+    case(aten.polar.default, "a b", pos(5, 3), f(1, 3)),
     case(aten.polygamma.default, "a b", 1, pos(5, 3)),
     *(
         case(op, "a b", *([pos(5, 3)] if "polynomial" not in str(op) else [plain(5, 3), T((5, 3), "int", 3)]))
