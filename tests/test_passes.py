@@ -6,15 +6,20 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, fx, nn
 
+import torchshard as ts
 from tests.golden import check_golden
 from torchshard.capture import capture
+from torchshard.checking import check_program
 from torchshard.distributed.groups import simulated_name
 from torchshard.distributed.ops import OPS
 from torchshard.explaining import listing
-from torchshard.graph import duplicate, mark_needs_grad
-from torchshard.passes import annotate, insert, localized, normalize, simplify, verify
+from torchshard.graph import duplicate, mark_needs_grad, node_row
+from torchshard.notation import choices
+from torchshard.passes import annotate, insert, localized, normalize, rewrite, simplify, verify
 from torchshard.planner.machine import objective
+from torchshard.planner.plan import Plan
 from torchshard.planning import plan_graph
+from torchshard.program import Program, prepared
 
 WORLD = 2
 PLAN = {"tok": "vocab", "q": "column", "k": "column", "o": "row"}
@@ -79,3 +84,38 @@ def test_sibling_copies_are_one() -> None:
     }
     assert kinds["inserted"] == kinds["simplified"]
     assert kinds["inserted"].count("copy") == 1 and kinds["inserted"].count("reduce") == 2
+
+
+def test_a_conversion_of_a_conversion_follows_it() -> None:
+    """A value in columns is wanted in rows, and in other columns, to which the way leads over the rows."""
+
+    class Model(nn.Module):
+        def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+            y = x.relu()
+            return y.exp(), y.sin()
+
+    x = torch.randn(4, 6, dtype=torch.float64, requires_grad=True)
+    captured = prepared(Model(), (x,), {}, dynamic=False)
+    wanted = {"relu": ts.S(1), "exp": ts.S(1, ((1, 1), (5, 1))), "sin": ts.S(0)}
+    chosen = {
+        node.name: next(
+            c for c in choices(node_row(node), 2, [(0, wanted[node.name])]) if c.operands == (wanted[node.name],)
+        )
+        for node in captured.graph.graph.nodes
+        if node.name in wanted
+    }
+    plan = Plan(2, {}, chosen)
+    graph = rewrite(captured.graph, plan)
+    names = [OPS[n.target].name for n in graph.graph.nodes if n.target in OPS]
+    assert names == ["scatter", "all_to_all", "all_to_all", "gather", "gather"]
+    report = check_program(Model(), Program(captured, plan, graph), graph, (x,), {})
+    assert report.ok, str(report)
+
+
+def test_a_cast_there_and_back_rounds() -> None:
+    class Model(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            return x.float().double()
+
+    graph = prepared(Model(), (torch.randn(4, dtype=torch.float64),), {}).graph
+    assert [str(n.target) for n in graph.graph.nodes if n.op == "call_function"] == ["aten.to.dtype"] * 2
