@@ -46,7 +46,8 @@ def where_not_empty(call: Call) -> LocalFn:
             tensor, layout = next(operands)
             return filled(value, layout.dim, len(tensor.shape)) if isinstance(layout, Shard) else value
 
-        made = call.target(*map(held, args), **{name: held(value) for name, value in kwargs.items()})
+        in_order = (name for name in call.args if name in kwargs)
+        made = call.target(*map(held, args), **{name: held(kwargs[name]) for name in in_order})
         cut = [r.dim if isinstance(r, Shard) else None for r in ctx.choice.results]
         if len(cut) == 1:
             return _cut(made, cut[0])
