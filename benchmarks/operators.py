@@ -43,7 +43,7 @@ from torch.utils import _pytree as pytree
 import torchshard as ts
 from torchshard.capture import Captured, flatten_call
 from torchshard.check_processes import pieces, report_of
-from torchshard.checking import TOLERANCES, Report, backward, check_program, unsharded
+from torchshard.checking import Report, backward, check_program, unsharded
 from torchshard.distributed.groups import MODEL
 from torchshard.distributed.launch import launch
 from torchshard.layouts import Layout, S
@@ -212,8 +212,8 @@ def _try_on_ranks(result: Result, call: Called, captured: Captured, world: int, 
     results = list(graph(*(known[n.meta["path"]] for n in graph.graph.nodes if n.op == "placeholder")))
     backward(results, 1)
     held: list[Any] = [None] * world
-    dist.all_gather_object(held, pieces(results, state, {}, made.plan.parameters))
-    _reported(result, report_of(expected, held, TOLERANCES[torch.float64]), where, captured, made, layouts)
+    dist.all_gather_object(held, pieces(results, state, {}, made.plan.parameters, made.graph))
+    _reported(result, report_of(expected, held), where, captured, made, layouts)
 
 
 def on_processes(names: list[str], ranks: list[int], most: int) -> Iterator[tuple[str, Result]]:

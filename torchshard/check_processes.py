@@ -10,10 +10,10 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor, fx, nn
 
 from torchshard.capture import flatten, flatten_call
-from torchshard.checking import TOLERANCES, Report, backward, compare, in_dtype, leaf, unsharded
+from torchshard.checking import Report, backward, compare, in_dtype, leaf, tolerance_of, unsharded
 from torchshard.distributed.groups import MODEL, init_process_group, lookup
 from torchshard.distributed.launch import launch
 from torchshard.layouts import Layout
@@ -33,6 +33,8 @@ class Pieces:
     state: dict[str, tuple[Tensor, Tensor | None]]
     inputs: dict[str, tuple[Tensor, Tensor | None]]
     layouts: dict[str, Layout]
+    tolerance: float
+    """What counts as equal."""
 
 
 @dataclass(frozen=True)
@@ -59,15 +61,16 @@ def check_processes(
     call = flatten_call(held, args, kwargs or {})
     torch.manual_seed(0)
     expected = unsharded(held, call)
-    return report_of(expected, launch(_pieces, world_size, (make, given, plan, aim)), TOLERANCES[torch.float64])
+    return report_of(expected, launch(_pieces, world_size, (make, given, plan, aim)))
 
 
-def report_of(expected: Any, ranks: Sequence[Pieces], tolerance: float) -> Report:
+def report_of(expected: Any, ranks: Sequence[Pieces]) -> Report:
     """What the ranks hold, beside what `checking.unsharded` gave."""
     states = [{name: _leaf_of(*pair) for name, pair in rank.state.items()} for rank in ranks]
     inputs = [{name: _leaf_of(*pair) for name, pair in rank.inputs.items()} for rank in ranks]
     got = _Gathered([rank.outputs for rank in ranks], states, inputs)
-    return Report(len(ranks), tolerance, tuple(compare(expected, got, ranks[0].layouts, tolerance)))
+    layouts, tolerance = ranks[0].layouts, ranks[0].tolerance
+    return Report(len(ranks), tolerance, tuple(compare(expected, got, layouts, tolerance)))
 
 
 def _prepared(make: Callable[..., Made], given: tuple[Any, ...]) -> Made:
@@ -88,18 +91,23 @@ def _pieces(make: Callable[..., Made], given: tuple[Any, ...], plan: PlanLike, a
     results = list(flatten(sharded(*call_args, **call_kwargs)).tensors)
     backward(results, 1)
     state = dict((*sharded.named_parameters(remove_duplicate=False), *sharded.named_buffers(remove_duplicate=False)))
-    return pieces(results, state, inputs, sharded.plan.parameters)
+    return pieces(results, state, inputs, sharded.plan.parameters, sharded.graph)
 
 
 def pieces(
-    results: Sequence[Any], state: Mapping[str, Tensor], inputs: Mapping[str, Any], layouts: Mapping[str, Layout]
+    results: Sequence[Any],
+    state: Mapping[str, Tensor],
+    inputs: Mapping[str, Any],
+    layouts: Mapping[str, Layout],
+    graph: fx.GraphModule,
 ) -> Pieces:
-    """What a rank holds after its backward."""
+    """What a rank holds after its backward of a graph."""
     return Pieces(
         [_plain(r) for r in results],
         {name: (_plain(t), t.grad) for name, t in state.items()},
         {name: (_plain(t), t.grad) for name, t in inputs.items() if isinstance(t, Tensor)},
         dict(layouts),
+        tolerance_of(graph),
     )
 
 

@@ -140,7 +140,7 @@ def check_program(
     torch.set_rng_state(seed)
     states = [_rank_state(model, made.plan.parameters, rank, world) for rank in range(world)]
     sharded = _Run(made, lockstep.rank_graphs(graph, world), states, call)
-    tolerance = _tolerance(made)
+    tolerance = tolerance_of(made.captured.graph)
     report = Report(world, tolerance, tuple(compare(expected, sharded, made.plan.parameters, tolerance)))
     if not report.ok:
         torch.set_rng_state(seed)
@@ -167,8 +167,9 @@ def _as(tensor: Tensor, dtype: torch.dtype) -> Tensor:
     return tensor.to(dtype) if tensor.is_floating_point() else tensor
 
 
-def _tolerance(made: Program) -> float:
-    vals = [n.meta["val"] for n in made.captured.graph.graph.nodes if is_tensor(n)]
+def tolerance_of(graph: fx.GraphModule) -> float:
+    """What counts as equal, by the narrowest floating dtype of a graph's values."""
+    vals = [n.meta["val"] for n in graph.graph.nodes if is_tensor(n)]
     return max(TOLERANCES.get(dtype, 0.0) for dtype in {torch.float64} | {v.dtype for v in vals})
 
 
