@@ -20,6 +20,7 @@ import argparse
 import dataclasses
 import json
 import os
+import re
 from collections import Counter
 from functools import partial
 from pathlib import Path
@@ -260,7 +261,7 @@ def page(results: list[dict[str, Any]], ranks: list[int]) -> str:
     split = sum(list(result["split"].values())[-1] >= 0.8 for result in exact)
     rows = []
     for r in sorted(results, key=lambda r: (STATUSES.index(r["status"]), r["kind"])):
-        why = f"{r['error']:.0e}" if r["status"] == "exact" else r["why"].replace("|", "\\|")[:240]
+        why = f"{r['error']:.0e}" if r["status"] == "exact" else shown(r["why"])
         rows.append(f"| {r['kind']} | {r['status']} | {' '.join(f'{s:.0%}' for s in r['split'].values())} | {why} |")
     return PAGE.format(
         version=transformers.__version__,
@@ -278,6 +279,13 @@ SAMPLE = [
     "whisper (other)", "resnet (other)",
 ]  # fmt: skip
 """Models that are tried on real ranks too."""
+
+
+def shown(why: str) -> str:
+    """A reason without the folders of this machine."""
+    return re.sub(r"\S*/site-packages/", "", why).replace("|", "\\|")[:240]
+
+
 STATUSES = ("exact", "refused", "failed", "wrong", "not built")
 
 
