@@ -28,9 +28,10 @@ from torchshard.graph import duplicate, is_tensor_op, node_row, op_name
 from torchshard.layouts import S
 from torchshard.materialize import local_state
 from torchshard.notation import Choice, Row, choices
+from torchshard.planner.machine import objective
 from torchshard.planner.plan import Plan
 from torchshard.planner.table import size_text
-from torchshard.program import Program, program
+from torchshard.program import Program, planned, prepared, program
 from torchshard.rules import RULES, Call, TensorType, row_of
 from torchshard.rules.pointwise import is_pointwise
 
@@ -471,3 +472,25 @@ def test_a_rule_that_fails_is_told_with_the_op_and_its_shapes(monkeypatch: pytes
     with pytest.raises(ts.RuleError, match=r"the rule of torchshard_tests\.weigh\.default fails") as caught:
         ts.check(Weighing(), PLAN, world_size=2, example_inputs=(torch.randn(2, 5, 6),))
     assert "KeyError" in str(caught.value) and ", 10], [10]" in str(caught.value)
+
+
+@pytest.mark.parametrize("axis", ["n", "v"])
+def test_the_mean_of_a_large_batch_of_halves(axis: str) -> None:
+    """Its sum and its count need more digits than a half has; in float16 PyTorch's own sum on the CPU is infinite."""
+
+    class Loss(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.scores = nn.Parameter((30 * torch.randn(6000, 4)).to(torch.bfloat16))
+
+        def forward(self, target: Tensor) -> Tensor:
+            return F.cross_entropy(self.scores, target)
+
+    torch.manual_seed(0)
+    model, target = Loss(), torch.randint(4, (6000,))
+    captured = prepared(model, (target,), {}, dynamic=False)
+    layout = S("nv".index(axis))
+    made = planned(captured, model, {}, 2, objective("cpu-gloo", axes="all"), {"scores": layout})
+    report = check_program(model, made, made.graph, (target,), {})
+    assert report.ok, str(report)
+    assert not any(c.value == "scores" for c in made.plan.costs.collectives)

@@ -36,7 +36,7 @@ LocalFn = Callable[..., Any]
 """(local: Local, *args, **kwargs) -> result: what a rank computes where splitting an axis changes the op."""
 
 ONE_IN_ALL = 0
-"""Of a collective inside a replacement: it sends one number, however many rows there are."""
+"""Of a collective inside a replacement: it sends one number, of float32 or wider, however many rows there are."""
 MAX_PARTS = 64
 """A merged dim whose split would need more segments than this counts as not splittable."""
 

@@ -133,7 +133,8 @@ class CostModel:
         for axis, _ in choice.axes if op.row is not None else ():
             for name, count in op.row.options.comm.get(axis, ()):  # type: ignore[union-attr]
                 rows = math.prod(op.operands[0].shape) // max(op.sizes[axis], 1)
-                size = (1 if count == ONE_IN_ALL else rows * count) * op.results[0].dtype.itemsize
+                each = op.results[0].dtype.itemsize
+                size = max(each, 4) if count == ONE_IN_ALL else rows * count * each
                 sent = Value((), op.results[0].dtype, size, bool(op.node.meta.get("needs_grad")))
                 forward, backward = kernels(name, needs_grad=sent.needs_grad)
                 found.append((name, self._sent(forward, sent, I, I), self._sent(backward, sent, I, I)))

@@ -7,6 +7,7 @@ Unlike Megatron's it has class weights, `ignore_index` and every reduction.
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import torch
@@ -60,7 +61,7 @@ def cross_entropy(call: Call) -> Row | None:
     local, comm = _over_batch(call)
     return call.row(
         _class_row(call, "v"),
-        local={"v": _split_cross_entropy} | local,
+        local={"v": functools.partial(_split_cross_entropy, dtype=call.results[0].dtype)} | local,
         reduced="v",
         comm={"v": (("all_reduce_max", 1), ("reduce", _columns(call)))} | comm,
     )
@@ -91,18 +92,28 @@ def _over_batch(call: Call) -> tuple[dict[str, Any], dict[str, Any]]:
         return {}, {}
 
     def local(ctx: Local, scores: Any, target: Any, weight: Any = None, *rest: Any, **named: Any) -> Any:
-        bound = dict(zip(list(call.args)[2:], (weight, *rest), strict=False)) | named | {"reduction": SUM}
-        total = call.target(scores, target, **bound)
-        counted = aten.ne.Scalar(target, call["ignore_index"])
-        if bound["weight"] is None:
-            scale = aten.to.dtype(counted, call.results[0].dtype)
-        else:
+        bound = dict(zip(list(call.args)[2:], (weight, *rest), strict=False)) | named
+        counted = scale = aten.ne.Scalar(target, call["ignore_index"])
+        if bound["weight"] is not None:
             held = aten.index.Tensor(bound["weight"], [aten.mul.Tensor(target, counted)])
             scale = aten.mul.Tensor(aten.detach.default(held), counted)
-        return aten.div.Tensor(total, ops.reduce.default(aten.sum.default(scale), ctx.group))
+        total = _summed(call, scores, target, bound)
+        count = aten.sum.dim_IntList(scale, None, dtype=_wide(call.results[0].dtype))
+        made = aten.div.Tensor(total, ops.reduce.default(count, ctx.group))
+        return aten.to.dtype(made, call.results[0].dtype)
 
     axes = _batch_axes(call)
     return dict.fromkeys(axes, local), dict.fromkeys(axes, (("reduce", ONE_IN_ALL),))
+
+
+def _wide(dtype: torch.dtype) -> torch.dtype:
+    """What a mean is taken in: a sum of halves may be too large for a half."""
+    return torch.float32 if dtype in (torch.float16, torch.bfloat16) else dtype
+
+
+def _summed(call: Call, scores: Any, target: Any, bound: dict[str, Any]) -> Any:
+    losses = call.target(scores, target, **bound | {"reduction": NONE})
+    return aten.sum.dim_IntList(losses, None, dtype=_wide(call.results[0].dtype))
 
 
 def _with_probabilities(call: Call) -> Row | None:
@@ -113,8 +124,8 @@ def _with_probabilities(call: Call) -> Row | None:
     scores = [*batch[:1], "!v", *batch[1:]]
 
     def local(ctx: Local, scores: Any, target: Any, *rest: Any, **named: Any) -> Any:
-        bound = dict(zip(list(call.args)[2:], rest, strict=False)) | named | {"reduction": SUM}
-        return aten.div.Tensor(call.target(scores, target, **bound), ctx.total(batch))
+        total = _summed(call, scores, target, dict(zip(list(call.args)[2:], rest, strict=False)) | named)
+        return aten.to.dtype(aten.div.Tensor(total, ctx.total(batch)), call.results[0].dtype)
 
     operands = [scores, scores, *([["!v"]] if weight is not None else [])]
     right = batch if call["reduction"] == NONE else []
@@ -135,6 +146,8 @@ def _split_cross_entropy(
     reduction: int = MEAN,
     ignore_index: int = -100,
     label_smoothing: float = 0.0,
+    *,
+    dtype: torch.dtype,
 ) -> Any:
     ndim, classes = len(ctx.row.operands[0]), ctx.row.sizes["v"]
     dim = 1 if ndim > 1 else 0
@@ -167,5 +180,7 @@ def _split_cross_entropy(
     loss = aten.squeeze.dims(aten.masked_fill.Scalar(loss, ignored, 0.0), [dim])
     if reduction == NONE:
         return loss
-    total = aten.sum.default(loss)
-    return total if reduction == SUM else aten.div.Tensor(total, aten.sum.default(scale))
+    if reduction == SUM:
+        return aten.sum.default(loss)
+    total, count = (aten.sum.dim_IntList(t, None, dtype=_wide(dtype)) for t in (loss, scale))
+    return aten.to.dtype(aten.div.Tensor(total, count), dtype)
