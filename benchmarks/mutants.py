@@ -205,8 +205,8 @@ FAULTS = (
     Fault(
         "a loss over its own count",
         "rules/losses.py",
-        "return aten.div.Tensor(total, ops.reduce.default(aten.sum.default(scale), ctx.group))",
-        "return aten.div.Tensor(total, aten.sum.default(scale))",
+        "made = aten.div.Tensor(total, ops.reduce.default(count, ctx.group))",
+        "made = aten.div.Tensor(total, count)",
         f"{RULES} -k 'cross_entropy or nll'",
     ),
     Fault(

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import importlib.util
+import sys
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -19,6 +22,7 @@ from torchshard.graph import duplicate
 from torchshard.passes import verify
 from torchshard.program import Program, program
 
+ROOT = Path(__file__).parents[1]
 NAMES = ["attention", "gqa_1_kv_head", "fused_by_split", "gpt", "encoder_decoder", "dense_moe"]
 
 
@@ -145,3 +149,15 @@ def test_the_check_leaves_the_model_alone() -> None:
     assert torch.equal(state, torch.get_rng_state())
     assert all(p.grad is None for p in model.parameters())
     assert all(torch.equal(a, before[name]) for name, a in model.state_dict().items())
+
+
+def test_every_seeded_fault_has_its_place() -> None:
+    """The bench of faults changes lines of the library: each is there, once."""
+    spec = importlib.util.spec_from_file_location("mutants", ROOT / "benchmarks" / "mutants.py")
+    assert spec is not None and spec.loader is not None
+    mutants = importlib.util.module_from_spec(spec)
+    sys.modules["mutants"] = mutants  # its dataclass looks itself up there
+    spec.loader.exec_module(mutants)
+    texts = {fault.file: (ROOT / "torchshard" / fault.file).read_text() for fault in mutants.FAULTS}
+    assert len(mutants.FAULTS) >= 30
+    assert [fault.name for fault in mutants.FAULTS if texts[fault.file].count(fault.right) != 1] == []
