@@ -13,11 +13,10 @@ import operator
 from typing import Any
 
 import torch
-from torch import fx
 
 from torchshard.layouts import Shard
 from torchshard.notation import Local, LocalFn
-from torchshard.rules.registry import Call
+from torchshard.rules.registry import Call, TensorType
 
 aten = torch.ops.aten
 
@@ -38,16 +37,12 @@ def where_not_empty(call: Call) -> LocalFn:
     def local(ctx: Local, *args: Any, **kwargs: Any) -> Any:
         if ctx.size(ctx.choice.axes[0][0]):
             return call.target(*args, **kwargs)
-        operands = iter(zip(call.tensors, ctx.choice.operands, strict=True))
-
-        def held(value: Any) -> Any:
-            if not isinstance(value, fx.Proxy):
-                return value
-            tensor, layout = next(operands)
-            return filled(value, layout.dim, len(tensor.shape)) if isinstance(layout, Shard) else value
-
-        in_order = (name for name in call.args if name in kwargs)
-        made = call.target(*map(held, args), **{name: held(kwargs[name]) for name in in_order})
+        bound, layouts = dict(zip(call.args, args, strict=False)) | kwargs, iter(ctx.choice.operands)
+        for name, tensor in call.args.items():
+            layout = next(layouts) if isinstance(tensor, TensorType) else None
+            if isinstance(layout, Shard):
+                bound[name] = filled(bound[name], layout.dim, len(tensor.shape))
+        made = call.target(**bound)
         cut = [r.dim if isinstance(r, Shard) else None for r in ctx.choice.results]
         if len(cut) == 1:
             return _cut(made, cut[0])
