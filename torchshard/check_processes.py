@@ -103,15 +103,15 @@ def pieces(
 ) -> Pieces:
     """What a rank holds after its backward of a graph."""
     return Pieces(
-        [_plain(r) for r in results],
-        {name: (_plain(t), t.grad) for name, t in state.items()},
-        {name: (_plain(t), t.grad) for name, t in inputs.items() if isinstance(t, Tensor)},
+        [_detached(r) for r in results],
+        {name: (_detached(t), t.grad) for name, t in state.items()},
+        {name: (_detached(t), t.grad) for name, t in inputs.items() if isinstance(t, Tensor)},
         dict(layouts),
         tolerance_of(graph),
     )
 
 
-def _plain(value: Any) -> Any:
+def _detached(value: Any) -> Any:
     return value.detach() if isinstance(value, Tensor) else value
 
 

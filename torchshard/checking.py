@@ -29,8 +29,6 @@ from torchshard.program import Program, check_examples, check_world_size, device
 
 TOLERANCES = {torch.float64: 1e-10, torch.float32: 1e-5, torch.float16: 1e-2, torch.bfloat16: 5e-2}
 """Largest error relative to the largest value of a tensor, by the narrowest floating dtype in the graph."""
-
-
 COTANGENTS = 7919
 """The seed of the first output's gradient."""
 
@@ -271,7 +269,7 @@ def _error(expected: Any, got: Any, floor: float = 0.0) -> float:
         return float("inf")
     if not expected.numel():
         return 0.0
-    a, b = _plain(expected), _plain(got)
+    a, b = _dense(expected), _dense(got)
     same = (a == b) | (a.isnan() & b.isnan())
     difference = torch.where(same, 0.0, (a - b).abs())
     if difference.isnan().any() or difference.isinf().any():
@@ -281,7 +279,7 @@ def _error(expected: Any, got: Any, floor: float = 0.0) -> float:
     return float(difference.max()) / (scale if scale > 0 else 1.0)
 
 
-def _plain(tensor: Tensor) -> Tensor:
+def _dense(tensor: Tensor) -> Tensor:
     """Its values, dense and in the widest precision."""
     held = tensor.detach()
     held = held if held.layout == torch.strided else held.to_dense()
@@ -301,7 +299,7 @@ def _noise(tensors: Iterable[Any], tolerance: float) -> float:
     """The scale below which a tensor is rounding noise of the others: sums that cancel exactly on paper, such as the
     gradient of a key bias, are 256 machine epsilons of the largest value here; never more than that value."""
     floats = [t for t in tensors if isinstance(t, Tensor) and (t.is_floating_point() or t.is_complex()) and t.numel()]
-    largest = ((float(_plain(t).abs().max()), torch.finfo(t.dtype).eps) for t in floats)
+    largest = ((float(_dense(t).abs().max()), torch.finfo(t.dtype).eps) for t in floats)
     return max((value * min(256 * eps / tolerance, 1.0) for value, eps in largest), default=0.0)
 
 

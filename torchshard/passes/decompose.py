@@ -81,10 +81,13 @@ def _inlined(module: fx.GraphModule, node: fx.Node) -> list[fx.Node]:
     return made
 
 
+_ARITHMETIC = {name for name in vars(operator).values() if callable(name)}
+
+
 def _is_foreign(node: fx.Node) -> bool:
     """A constant, what is no op and no arithmetic of sizes, or an op that writes or draws random numbers."""
     target: Any = node.target
-    if node.op != "call_function" or target in vars(operator).values():
+    if node.op != "call_function" or target in _ARITHMETIC:
         return node.op == "get_attr"
     return not isinstance(target, torch._ops.OpOverload) or target._schema.is_mutable or is_random(target)
 

@@ -85,11 +85,6 @@ class Elimination:
         """Whether no bag was too large."""
         return all(len(bucket.groups) <= 1 for bucket in self._buckets)
 
-    @property
-    def width(self) -> int:
-        """The treewidth of the decomposition: variables of the largest bag, less one."""
-        return max((len(scope) - 1 for bucket in self._buckets for _, scope in bucket.groups), default=0)
-
     def _bag(self, near: nx.Graph, variable: int) -> int:
         return math.prod(self._sizes[v] for v in near[variable]) * self._sizes[variable]
 

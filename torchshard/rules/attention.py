@@ -13,7 +13,7 @@ import torch
 
 from torchshard.notation import Local, Row
 from torchshard.rules.random import dropped
-from torchshard.rules.registry import Call, letters, rule, spaced
+from torchshard.rules.registry import Call, broadcast, letters, rule, spaced
 
 aten = torch.ops.aten
 
@@ -41,9 +41,7 @@ def attention(call: Call) -> Row | None:
 def _mask(shape: Any, query: Any, key: Any, batch: list[str]) -> list[str]:
     """The mask's dims: those of the scores where it has them, 1 where it is broadcast."""
     whole = [*query[:-1], key[-2]]
-    names = [*batch, "!l", "!s"]
-    pairs = zip(names[len(names) - len(shape) :], shape, whole[len(whole) - len(shape) :], strict=True)
-    return [n if size == full or size != 1 else "1" for n, size, full in pairs]
+    return broadcast([*batch, "!l", "!s"], shape, whole)
 
 
 def _dropout_attention(call: Call) -> Any:

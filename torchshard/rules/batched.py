@@ -9,7 +9,7 @@ import torch
 
 from torchshard.notation import Row, Size
 from torchshard.rules.empty import where_not_empty
-from torchshard.rules.registry import Call, block, dims_of, letters, positive, rule, spaced
+from torchshard.rules.registry import Call, block, broadcast, dims_of, letters, positive, rule, spaced
 
 aten = torch.ops.aten
 
@@ -33,10 +33,7 @@ def batched(call: Call, items: Sequence[int], **options: Any) -> Row | None:
     if any(list(r.shape[:wide]) != batch for r in call.results):
         return None
     left = [
-        [
-            *(names[i] if size != 1 or batch[i] == 1 else "1" for i, size in enumerate(lead, wide - len(lead))),
-            *(f"!o{j}{k}" for k in range(n)),
-        ]
+        [*broadcast(names, lead, batch), *(f"!o{j}{k}" for k in range(n))]
         for j, (lead, n) in enumerate(zip(leads, items, strict=True))
     ]
     right = [[*names, *(f"!r{j}{k}" for k in range(len(r.shape) - wide))] for j, r in enumerate(call.results)]
@@ -92,16 +89,10 @@ def solve_columns(call: Call) -> Row | None:
     wide = len(call.results[0].shape) - 2
     batch = call.results[0].shape[:wide]
     names = letters(wide, used="ckmn")
-
-    def lead(shape: Sequence[Size], own: int) -> list[str]:
-        held = shape[: len(shape) - own]
-        pairs = zip(names[wide - len(held) :], held, batch[wide - len(held) :], strict=True)
-        return [n if size == full or size != 1 else "1" for n, size, full in pairs]
-
     left = []
     for i, t in enumerate(call.tensors):
         own = ["!k", "c"] if i == known else ["!m", "!n"] if len(t.shape) > wide + 1 or i != 1 else ["!m"]
-        left.append([*lead(t.shape, len(own)), *own])
+        left.append([*broadcast(names, t.shape[: len(t.shape) - len(own)], batch), *own])
     return call.row(f"{spaced(*left)} -> {spaced([*names, '!k', 'c'])}", linear=[{known}])
 
 
@@ -113,8 +104,7 @@ def cross(call: Call) -> Row:
     """`f32[5,3], f32[1,3] -> f32[5,3]     a !b, 1 !b -> a !b`."""
     shape = call.results[0].shape
     names = block(letters(len(shape)), [positive(call["dim"], len(shape))])
-    left = [[n if size == full else "1" for n, size, full in zip(names, t.shape, shape, strict=True)]
-            for t in call.tensors]  # fmt: skip
+    left = [broadcast(names, t.shape, shape) for t in call.tensors]
     return call.row(f"{spaced(*left)} -> {spaced(names)}", linear=[{0}, {1}])
 
 
@@ -138,31 +128,30 @@ def resized(call: Call) -> Row | None:
     return batched(call, (space,), linear=[{0}], local={"*": where_not_empty(call)})
 
 
-_POOLS = {
-    aten.max_pool2d_with_indices.default: 2, aten.max_pool3d_with_indices.default: 3,
-    aten.adaptive_max_pool2d.default: 2, aten.adaptive_max_pool3d.default: 3,
-}  # fmt: skip
-"""Op -> the dims of space."""
+POOLS: Mapping[Any, tuple[int, ...]] = {
+    aten.max_pool2d_with_indices.default: (2,),
+    aten.max_pool3d_with_indices.default: (3,),
+    aten.adaptive_max_pool2d.default: (2,),
+    aten.adaptive_max_pool3d.default: (3,),
+    aten.fractional_max_pool2d.default: (2, 1),
+    aten.fractional_max_pool3d.default: (3, 1),
+}
+UNPOOLS: Mapping[Any, tuple[int, ...]] = {
+    aten.max_unpool2d.default: (2, 2),
+    aten.max_unpool3d.default: (3, 3),
+}
 
 
-@rule(*_POOLS)
+@rule(*POOLS)
 def pooled(call: Call) -> Row | None:
     """`f32[2,3,8,8] -> f32[2,3,4,4], i64[2,3,4,4]     a b !o00 !o01 -> a b !r00 !r01, a b !r10 !r11`."""
-    return batched(call, [_POOLS[call.target]], local={"*": where_not_empty(call)})
+    return batched(call, POOLS[call.target], local={"*": where_not_empty(call)})
 
 
-@rule(aten.max_unpool2d.default, aten.max_unpool3d.default)
+@rule(*UNPOOLS)
 def unpooled(call: Call) -> Row | None:
     """`f32[2,3,4,4], i64[2,3,4,4] -> f32[2,3,8,8]     a b !o00 !o01, a b !o10 !o11 -> a b !r00 !r01`."""
-    space = 2 if call.target is aten.max_unpool2d.default else 3
-    return batched(call, (space, space), linear=[{0}], local={"*": where_not_empty(call)})
-
-
-@rule(aten.fractional_max_pool2d.default, aten.fractional_max_pool3d.default)
-def fractional_pool(call: Call) -> Row | None:
-    """`f32[2,3,8,8], f32[2,3,2] -> f32[2,3,4,4], i64[2,3,4,4]     a b !o00 !o01, a b !o10 -> ...`."""
-    space = 2 if call.target is aten.fractional_max_pool2d.default else 3
-    return batched(call, (space, 1), local={"*": where_not_empty(call)})
+    return batched(call, UNPOOLS[call.target], linear=[{0}], local={"*": where_not_empty(call)})
 
 
 @rule(aten.grid_sampler_2d.default, aten.grid_sampler_3d.default)

@@ -47,20 +47,9 @@ def transposed_convolution(call: Call) -> Row | None:
     hs, ks, zs = ([f"!{c}{i}" for i in range(len(weight) - 2)] for c in "hkz")
     channel, out = "!c" if biased else "c", "o"
     operands = [["n", channel, *hs], [channel, out, *ks], *([[out]] if biased else [])]
-
-    def local(ctx: Local, x: Any, weight: Any, bias: Any, *rest: Any) -> Any:
-        axis, ndim = ctx.choice.axes[0][0], len(call["weight"].shape)
-        if ctx.size(axis):
-            return call.target(x, weight, bias, *rest)
-        at = {"n": (0, None, None), "c": (1, 0, None), "o": (None, 1, 0)}[axis]
-        held = [
-            t if d is None else filled(t, d, n) for t, d, n in zip((x, weight, bias), at, (ndim, ndim, 1), strict=True)
-        ]
-        made = call.target(*held, *rest)
-        return made if axis == "c" else emptied(made, 0 if axis == "n" else 1)
-
     linear = () if biased else ({0}, {1})
-    return call.row(f"{spaced(*operands)} -> {spaced(['n', out, *zs])}", linear=linear, local={"*": local})
+    text = f"{spaced(*operands)} -> {spaced(['n', out, *zs])}"
+    return call.row(text, linear=linear, local={"*": where_not_empty(call)})
 
 
 def _local_convolution(call: Call) -> Any:

@@ -37,7 +37,7 @@ def where_not_empty(call: Call) -> LocalFn:
     def local(ctx: Local, *args: Any, **kwargs: Any) -> Any:
         if ctx.size(ctx.choice.axes[0][0]):
             return call.target(*args, **kwargs)
-        bound, layouts = dict(zip(call.args, args, strict=False)) | kwargs, iter(ctx.choice.operands)
+        bound, layouts = call.bound(args, kwargs), iter(ctx.choice.operands)
         for name, tensor in call.args.items():
             layout = next(layouts) if isinstance(tensor, TensorType) else None
             if isinstance(layout, Shard):

@@ -6,9 +6,9 @@ from typing import Any
 
 import torch
 
-from torchshard.notation import Local, Row, Size
+from torchshard.notation import Local, Row
 from torchshard.rules.empty import filled
-from torchshard.rules.registry import Call, TensorType, block, letters, positive, rule, spaced
+from torchshard.rules.registry import Call, TensorType, block, broadcast, letters, positive, rule, spaced
 
 aten = torch.ops.aten
 
@@ -168,12 +168,7 @@ def index(call: Call) -> Row | None:
     shape = call.results[0].shape[first : first + wide]
     axes = [f"x{i}" for i in range(wide)]
     rest = [n for d, n in enumerate(names) if d not in at]
-
-    def dims(own: tuple[Size, ...]) -> list[str]:
-        pairs = zip(axes[wide - len(own) :], own, shape[wide - len(own) :], strict=True)
-        return [a if size == full or size != 1 else "1" for a, size, full in pairs]
-
-    operands = [block(names, at), *(dims(indices[d].shape) for d in at)]
+    operands = [block(names, at), *(broadcast(axes, indices[d].shape, shape) for d in at)]
     right = [*rest[:first], *axes, *rest[first:]]
     return call.row(f"{spaced(*operands)} -> {spaced(right)}", linear=[{0}])
 

@@ -8,7 +8,7 @@ import torch
 
 from torchshard.notation import Local, Row
 from torchshard.rules.empty import filled
-from torchshard.rules.registry import Call, letters, rule, spaced
+from torchshard.rules.registry import Call, broadcast, letters, rule, spaced
 
 aten = torch.ops.aten
 BOTH = ({0}, {1})
@@ -33,15 +33,9 @@ def matmul(call: Call) -> Row:
     """`f32[2,4,8,16], f32[4,16,8] -> f32[2,4,8,8]     a b m k, b k n -> a b m n`, as numpy broadcasts."""
     a, b = (t.shape for t in call.tensors)
     lead = letters(max(len(a), len(b), 2) - 2, used="kmn")
-
-    def batch(shape: tuple[int, ...], other: tuple[int, ...]) -> list[str]:
-        own, others = shape[:-2], other[:-2]
-        names = lead[len(lead) - len(own) :]
-        wide = [*[1] * (len(own) - len(others)), *others][-len(own) :] if own else []
-        return [n if size == o or size != 1 else "1" for n, size, o in zip(names, own, wide, strict=True)]
-
-    left = [*batch(a, b), *(["m"] if len(a) > 1 else []), "k"]
-    right = [*batch(b, a), "k", *(["n"] if len(b) > 1 else [])]
+    batch = call.results[0].shape[: len(lead)]
+    left = [*broadcast(lead, a[:-2], batch), *(["m"] if len(a) > 1 else []), "k"]
+    right = [*broadcast(lead, b[:-2], batch), "k", *(["n"] if len(b) > 1 else [])]
     out = [*lead, *(["m"] if len(a) > 1 else []), *(["n"] if len(b) > 1 else [])]
     return call.row(f"{spaced(left, right)} -> {spaced(out)}", linear=BOTH)
 

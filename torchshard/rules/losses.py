@@ -15,7 +15,7 @@ import torch
 from torchshard.notation import ONE_IN_ALL, Local, Row
 from torchshard.rules.indexing import nonempty, own_index
 from torchshard.rules.normalization import row_max
-from torchshard.rules.registry import Call, letters, rule, spaced
+from torchshard.rules.registry import Call, letters, rule, spaced, wide
 
 aten = torch.ops.aten
 ops = torch.ops.torchshard
@@ -40,10 +40,10 @@ def elementwise_loss(call: Call) -> Row | None:
     result = call.results[0].dtype
 
     def local(ctx: Local, *args: Any, **kwargs: Any) -> Any:
-        bound = dict(zip(call.args, args, strict=False)) | kwargs
-        if result not in (torch.float16, torch.bfloat16):
+        bound = call.bound(args, kwargs)
+        if wide(result) == result:
             return aten.div.Tensor(call.target(**bound | {"reduction": SUM}), count)
-        summed = aten.sum.dim_IntList(call.target(**bound | {"reduction": NONE}), None, dtype=torch.float32)
+        summed = aten.sum.dim_IntList(call.target(**bound | {"reduction": NONE}), None, dtype=wide(result))
         return aten.to.dtype(aten.div.Tensor(summed, count), result)
 
     static = isinstance(count, int)
@@ -91,14 +91,14 @@ def _over_batch(call: Call) -> tuple[dict[str, Any], dict[str, Any]]:
     if call["reduction"] != MEAN:
         return {}, {}
 
-    def local(ctx: Local, scores: Any, target: Any, weight: Any = None, *rest: Any, **named: Any) -> Any:
-        bound = dict(zip(list(call.args)[2:], (weight, *rest), strict=False)) | named
-        counted = scale = aten.ne.Scalar(target, call["ignore_index"])
-        if bound["weight"] is not None:
-            held = aten.index.Tensor(bound["weight"], [aten.mul.Tensor(target, counted)])
+    def local(ctx: Local, *args: Any, **kwargs: Any) -> Any:
+        bound = call.bound(args, kwargs)
+        counted = scale = aten.ne.Scalar(bound["target"], call["ignore_index"])
+        if bound.get("weight") is not None:
+            held = aten.index.Tensor(bound["weight"], [aten.mul.Tensor(bound["target"], counted)])
             scale = aten.mul.Tensor(aten.detach.default(held), counted)
-        total = _summed(call, scores, target, bound)
-        count = aten.sum.dim_IntList(scale, None, dtype=_wide(call.results[0].dtype))
+        total = _summed(call, bound)
+        count = aten.sum.dim_IntList(scale, None, dtype=wide(call.results[0].dtype))
         made = aten.div.Tensor(total, ops.reduce.default(count, ctx.group))
         return aten.to.dtype(made, call.results[0].dtype)
 
@@ -106,14 +106,9 @@ def _over_batch(call: Call) -> tuple[dict[str, Any], dict[str, Any]]:
     return dict.fromkeys(axes, local), dict.fromkeys(axes, (("reduce", ONE_IN_ALL),))
 
 
-def _wide(dtype: torch.dtype) -> torch.dtype:
-    """What a mean is taken in: a sum of halves may be too large for a half."""
-    return torch.float32 if dtype in (torch.float16, torch.bfloat16) else dtype
-
-
-def _summed(call: Call, scores: Any, target: Any, bound: dict[str, Any]) -> Any:
-    losses = call.target(scores, target, **bound | {"reduction": NONE})
-    return aten.sum.dim_IntList(losses, None, dtype=_wide(call.results[0].dtype))
+def _summed(call: Call, bound: dict[str, Any]) -> Any:
+    losses = call.target(**bound | {"reduction": NONE})
+    return aten.sum.dim_IntList(losses, None, dtype=wide(call.results[0].dtype))
 
 
 def _with_probabilities(call: Call) -> Row | None:
@@ -123,8 +118,8 @@ def _with_probabilities(call: Call) -> Row | None:
         return None
     scores = [*batch[:1], "!v", *batch[1:]]
 
-    def local(ctx: Local, scores: Any, target: Any, *rest: Any, **named: Any) -> Any:
-        total = _summed(call, scores, target, dict(zip(list(call.args)[2:], rest, strict=False)) | named)
+    def local(ctx: Local, *args: Any, **kwargs: Any) -> Any:
+        total = _summed(call, call.bound(args, kwargs))
         return aten.to.dtype(aten.div.Tensor(total, ctx.total(batch)), call.results[0].dtype)
 
     operands = [scores, scores, *([["!v"]] if weight is not None else [])]
@@ -182,5 +177,5 @@ def _split_cross_entropy(
         return loss
     if reduction == SUM:
         return aten.sum.default(loss)
-    total, count = (aten.sum.dim_IntList(t, None, dtype=_wide(dtype)) for t in (loss, scale))
+    total, count = (aten.sum.dim_IntList(t, None, dtype=wide(dtype)) for t in (loss, scale))
     return aten.to.dtype(aten.div.Tensor(total, count), dtype)

@@ -12,7 +12,7 @@ import torch
 
 from torchshard.notation import Local, Row
 from torchshard.rules.empty import emptied, filled
-from torchshard.rules.registry import Call, block, letters, positive, rule, spaced
+from torchshard.rules.registry import Call, block, letters, positive, rule, spaced, wide
 
 aten = torch.ops.aten
 ops = torch.ops.torchshard
@@ -75,18 +75,17 @@ def layer_norm(call: Call) -> Row:
 def _split_norm(call: Call) -> Any:
     """A norm by the mean and the variance of all ranks' elements; of halves in float32, as PyTorch does."""
     dtype, count = call.results[0].dtype, call["normalized_shape"][-1]
-    wide = torch.float32 if dtype in (torch.float16, torch.bfloat16) else dtype
 
     def mean(ctx: Local, x: Any) -> Any:
         return aten.div.Tensor(ops.all_reduce.default(aten.sum.dim_IntList(x, [-1], True), ctx.group), count)
 
     def local(ctx: Local, x: Any, *args: Any, **named: Any) -> Any:
-        bound = dict(zip(list(call.args)[1:], args, strict=False)) | named
+        bound = call.bound((x, *args), named)
         weight, bias, eps = bound.get("weight"), bound.get("bias"), call["eps"]
-        x = aten.to.dtype(x, wide)
+        x = aten.to.dtype(x, wide(dtype))
         if call.target is aten.layer_norm.default:
             x = aten.sub.Tensor(x, mean(ctx, x))
-        eps = torch.finfo(wide).eps if eps is None else eps
+        eps = torch.finfo(wide(dtype)).eps if eps is None else eps
         x = aten.mul.Tensor(x, aten.rsqrt.default(aten.add.Scalar(mean(ctx, aten.mul.Tensor(x, x)), eps)))
         x = x if weight is None else aten.mul.Tensor(x, weight)
         return aten.to.dtype(x if bias is None else aten.add.Tensor(x, bias), dtype)

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from torchshard.notation import Row
-from torchshard.rules.registry import Call, letters, rule, spaced
+from torchshard.rules.registry import Call, broadcast, letters, rule, spaced
 
 aten = torch.ops.aten
 
@@ -56,12 +56,7 @@ def pointwise(call: Call) -> Row:
     """`f32[2,8,16], f32[16] -> f32[2,8,16]     a b c, c -> a b c`, with sizes of one broadcast."""
     shape = call.results[0].shape
     names = letters(len(shape))
-    operands = []
-    for tensor in call.tensors:
-        tail = names[len(names) - len(tensor.shape) :]
-        wide = shape[len(shape) - len(tensor.shape) :]
-        pairs = zip(tail, tensor.shape, wide, strict=True)
-        operands.append([name if size == full or size != 1 else "1" for name, size, full in pairs])
+    operands = [broadcast(names, t.shape, shape) for t in call.tensors]
     right = spaced(*([names] * len(call.results)))
     return call.row(f"{spaced(*operands)} -> {right}", linear=_linear(call))
 

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from torchshard.notation import Local, Row
-from torchshard.rules.registry import Call, block, dims_of, letters, positive, rule, spaced
+from torchshard.rules.registry import Call, block, dims_of, letters, positive, rule, spaced, wide
 
 aten = torch.ops.aten
 
@@ -45,9 +45,9 @@ def mean(call: Call) -> Row:
     result = call.results[0].dtype
 
     def local(ctx: Local, x: Any, *args: Any, **kwargs: Any) -> Any:
-        if result not in (torch.float16, torch.bfloat16):
+        if wide(result) == result:
             return aten.div.Tensor(aten.sum.dim_IntList(x, dims, keep, dtype=dtype), count)
-        summed = aten.sum.dim_IntList(x, dims, keep, dtype=torch.float32)  # as the mean of the whole: no overflow
+        summed = aten.sum.dim_IntList(x, dims, keep, dtype=wide(result))
         return aten.to.dtype(aten.div.Tensor(summed, count), result)
 
     replaced = {names[d]: local for d in dims} if isinstance(count, int) else {}

@@ -44,6 +44,10 @@ class Call:
         """The tensor operands, in the order of the arguments."""
         return [t for value in self.args.values() for t in _tensors_in(value)]
 
+    def bound(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, Any]:
+        """What a replacement is called with, by the names of the op's arguments."""
+        return dict(zip(self.args, args, strict=False)) | dict(kwargs)
+
     def row(self, text: str, *, linear: Iterable[Iterable[int]] = (), **options: Any) -> Row:
         """The row of this op; see `notation.bind`."""
         return bind(
@@ -117,6 +121,17 @@ def dims_of(call: Call, name: str, ndim: int) -> list[int]:
     if value is None or value == []:
         return list(range(ndim))
     return [positive(d, ndim) for d in (value if isinstance(value, (list, tuple)) else [value])]
+
+
+def broadcast(names: Sequence[str], own: Sequence[Size], whole: Sequence[Size]) -> list[str]:
+    """The names of the last dims of a broadcast shape as one of its operands has them: 1 where it is stretched."""
+    held = zip(names[len(names) - len(own) :], own, whole[len(whole) - len(own) :], strict=True)
+    return [name if size == full or size != 1 else "1" for name, size, full in held]
+
+
+def wide(dtype: torch.dtype) -> torch.dtype:
+    """What a sum is taken in, as PyTorch does: one of halves may be too large for a half."""
+    return torch.float32 if dtype in (torch.float16, torch.bfloat16) else dtype
 
 
 def block(names: Sequence[str], dims: Iterable[int]) -> list[str]:

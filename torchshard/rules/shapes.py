@@ -14,7 +14,7 @@ import torch
 
 from torchshard.notation import Dim, Local, Row, Size
 from torchshard.rules.empty import where_not_empty
-from torchshard.rules.registry import Call, block, dims_of, letters, positive, rule, spaced
+from torchshard.rules.registry import Call, block, broadcast, dims_of, letters, positive, rule, spaced
 
 aten = torch.ops.aten
 LINEAR = [{0}]
@@ -196,12 +196,11 @@ def expand(call: Call) -> Row:
     """`f32[2,1,4] -> f32[2,8,4]     a 1 c -> a b c`."""
     source, target = call.tensors[0].shape, call.results[0].shape
     names = letters(len(target))
-    tail = zip(names[len(target) - len(source) :], source, target[len(target) - len(source) :], strict=True)
-    left = [n if size == wide or size != 1 else "1" for n, size, wide in tail]
 
     def local(ctx: Local, x: Any, size: Any, implicit: bool = False) -> Any:
         return aten.expand.default(x, ctx.resize(size))
 
+    left = broadcast(names, source, target)
     return call.row(f"{spaced(left)} -> {spaced(names)}", linear=LINEAR, local={"*": local})
 
 
@@ -210,9 +209,7 @@ def expand_as(call: Call) -> Row:
     """`f32[1,4], f32[8,4] -> f32[8,4]     1 b, a b -> a b`."""
     source, target = call.tensors[0].shape, call.results[0].shape
     names = letters(len(target))
-    tail = zip(names[len(target) - len(source) :], source, target[len(target) - len(source) :], strict=True)
-    left = [n if size == wide or size != 1 else "1" for n, size, wide in tail]
-    return call.row(f"{spaced(left, names)} -> {spaced(names)}", linear=LINEAR)
+    return call.row(f"{spaced(broadcast(names, source, target), names)} -> {spaced(names)}", linear=LINEAR)
 
 
 @rule(aten.repeat.default)
@@ -289,33 +286,32 @@ def slice_scatter(call: Call) -> Row:
     return call.row(f"{whole}, {piece} -> {whole}", linear=BOTH, **options)
 
 
+def _apart(call: Call, *which: str) -> tuple[str, str]:
+    """The dims of a tensor with those that some arguments name kept whole, and its other dims."""
+    ndim = len(call.tensors[0].shape)
+    names, dims = letters(ndim, used="y"), {positive(call[name], ndim) for name in which}
+    return spaced(block(names, dims)), spaced(name for i, name in enumerate(names) if i not in dims)
+
+
 @rule(aten.select.int)
 def select(call: Call) -> Row:
     """`f32[3,2,8] -> f32[2,8]     !a b c -> b c`."""
-    ndim = len(call.tensors[0].shape)
-    names, dim = letters(ndim), positive(call["dim"], ndim)
-    rest = [n for i, n in enumerate(names) if i != dim]
-    return call.row(f"{spaced(block(names, [dim]))} -> {spaced(rest)}", linear=LINEAR)
+    whole, rest = _apart(call, "dim")
+    return call.row(f"{whole} -> {rest}", linear=LINEAR)
 
 
 @rule(aten.select_scatter.default)
 def select_scatter(call: Call) -> Row:
     """`f32[3,2,8], f32[2,8] -> f32[3,2,8]     !a b c, b c -> !a b c`."""
-    ndim = len(call.tensors[0].shape)
-    names, dim = letters(ndim), positive(call["dim"], ndim)
-    rest = [n for i, n in enumerate(names) if i != dim]
-    whole = spaced(block(names, [dim]))
-    return call.row(f"{whole}, {spaced(rest)} -> {whole}", linear=BOTH)
+    whole, rest = _apart(call, "dim")
+    return call.row(f"{whole}, {rest} -> {whole}", linear=BOTH)
 
 
 @rule(aten.unbind.int)
 def unbind(call: Call) -> Row:
     """`f32[3,8] -> f32[8], f32[8], f32[8]     !a b -> b, b, b`."""
-    ndim = len(call.tensors[0].shape)
-    names, dim = letters(ndim), positive(call["dim"], ndim)
-    rest = [n for i, n in enumerate(names) if i != dim]
-    right = spaced(*([rest] * len(call.results)))
-    return call.row(f"{spaced(block(names, [dim]))} -> {right}", linear=LINEAR)
+    whole, rest = _apart(call, "dim")
+    return call.row(f"{whole} -> {', '.join([rest] * len(call.results))}", linear=LINEAR)
 
 
 @rule(aten.split.Tensor, aten.split_with_sizes.default, aten.chunk.default, aten.split.sizes)
@@ -394,10 +390,8 @@ def along_dims(call: Call) -> Row:
 @rule(aten.diagonal.default)
 def diagonal(call: Call) -> Row:
     """`f32[4,2,5] over dims 0 and 2 -> f32[2,4]     !a b !c -> b !y`."""
-    ndim = len(call.tensors[0].shape)
-    names, dims = letters(ndim, used="y"), {positive(call[name], ndim) for name in ("dim1", "dim2")}
-    rest = [n for i, n in enumerate(names) if i not in dims]
-    return call.row(f"{spaced(block(names, dims))} -> {spaced([*rest, '!y'])}", linear=LINEAR)
+    whole, rest = _apart(call, "dim1", "dim2")
+    return call.row(f"{whole} -> {rest} !y", linear=LINEAR)
 
 
 @rule(aten.diag_embed.default)
@@ -413,11 +407,8 @@ def diag_embed(call: Call) -> Row:
 @rule(aten.diagonal_scatter.default)
 def diagonal_scatter(call: Call) -> Row:
     """`f32[4,2,5], f32[2,4] -> f32[4,2,5]     !a b !c, b !y -> !a b !c`."""
-    ndim = len(call.tensors[0].shape)
-    names, dims = letters(ndim, used="y"), {positive(call[name], ndim) for name in ("dim1", "dim2")}
-    rest = [n for i, n in enumerate(names) if i not in dims]
-    whole = spaced(block(names, dims))
-    return call.row(f"{whole}, {spaced([*rest, '!y'])} -> {whole}", linear=BOTH)
+    whole, rest = _apart(call, "dim1", "dim2")
+    return call.row(f"{whole}, {rest} !y -> {whole}", linear=BOTH)
 
 
 rule(aten.view_as_real.default, row="... -> ... !z", linear=LINEAR)
