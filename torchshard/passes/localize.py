@@ -23,10 +23,11 @@ from torchshard.rules.random import BY_ELEMENT
 
 def localize(module: fx.GraphModule, rank: int, world: int, group: str) -> bool:
     """Rewrites the graph for one rank; returns whether anything changed."""
+    made: dict[str, Tensor] = {}
     for node in list(module.graph.nodes):
         if node.op in ("placeholder", "call_function"):
             node.meta["global_shape"] = _first_shape(node)
-            _localize_values(node, rank, world)
+            _localize_values(node, rank, world, made)
         if is_collective(node.target):
             node.args = (*node.args[:-1], group)
             continue
@@ -51,15 +52,23 @@ def _first_shape(node: fx.Node) -> tuple[Any, ...] | None:
     return plain_shape(first) if isinstance(first, Tensor) else None
 
 
-def _localize_values(node: fx.Node, rank: int, world: int) -> None:
+def _localize_values(node: fx.Node, rank: int, world: int, made: dict[str, Tensor]) -> None:
+    """Values of this rank's sizes; those that look alike are one, and `made` holds them."""
     layouts: tuple[Layout, ...] = node.meta.get("layouts", ())
-    held = [
-        v.new_empty(local_shape(plain_shape(v), layout, rank, world)) if isinstance(v, Tensor) else v
-        for v, layout in zip(values(node), layouts, strict=False)
-    ]
-    if held:
-        val = node.meta["val"]
-        node.meta["val"] = type(val)(held) if isinstance(val, (list, tuple)) else held[0]
+
+    def held(value: Any, layout: Layout) -> Any:
+        if not isinstance(value, Tensor):
+            return value
+        shape = local_shape(plain_shape(value), layout, rank, world)
+        looks = repr((shape, value.dtype, value.device))
+        if looks not in made:
+            made[looks] = value.new_empty(shape)
+        return made[looks]
+
+    val = node.meta["val"]
+    local = [held(value, layout) for value, layout in zip(values(node), layouts, strict=False)]
+    if local:
+        node.meta["val"] = type(val)(local) if isinstance(val, (list, tuple)) else local[0]
 
 
 def _straighten(module: fx.GraphModule, node: fx.Node) -> None:

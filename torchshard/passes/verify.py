@@ -13,6 +13,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
+import torch
 from torch import Tensor, fx
 
 from torchshard.conversions import ends
@@ -105,12 +106,13 @@ def _canonical(layout: Layout, world: int) -> Layout:
 
 def _shape_faults(module: fx.GraphModule) -> Iterator[Fault]:
     """Runs every op on the fake local values of its operands and compares what comes with what the layouts say."""
+    seen: dict[str, Any] = {}
     with faking(fake_mode(module)):
         for node in module.graph.nodes:
             if node.op != "call_function":
                 continue
             try:
-                got = node.target(*_vals(node.args), **_vals(node.kwargs))
+                got = _run(node, seen)
             except Exception as error:
                 yield node, "an op can't run on its local operands", f"{type(error).__name__}: {error}"
                 return
@@ -120,8 +122,24 @@ def _shape_faults(module: fx.GraphModule) -> Iterator[Fault]:
             node.meta["val"] = got
 
 
-def _vals(args: Any) -> Any:
-    return fx.map_arg(args, lambda n: n.meta["val"])
+def _run(node: fx.Node, seen: dict[str, Any]) -> Any:
+    """What an op gives on fake values; the calls of layers that are alike give what the first of them gave."""
+    args, kwargs = fx.map_arg((node.args, node.kwargs), lambda n: _looks(n.meta["val"]))
+    call = repr((node.target, args, kwargs))
+    if call not in seen or torch.Tag.dynamic_output_shape in getattr(node.target, "tags", ()):
+        args, kwargs = fx.map_arg((node.args, node.kwargs), lambda n: n.meta["val"])
+        seen[call] = node.target(*args, **kwargs)
+    return seen[call]
+
+
+def _looks(value: Any) -> Any:
+    """All that an op on fake values may see of one."""
+    if isinstance(value, (list, tuple)):
+        return [_looks(v) for v in value]
+    if not isinstance(value, Tensor):
+        return value
+    strides = value.stride() if value.layout == torch.strided else None
+    return value.shape, strides, value.dtype, value.device, value.layout
 
 
 def _same_shapes(node: fx.Node, got: Any) -> Iterator[Fault]:
