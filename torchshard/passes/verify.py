@@ -124,12 +124,15 @@ def _shape_faults(module: fx.GraphModule) -> Iterator[Fault]:
 
 def _run(node: fx.Node, seen: dict[str, Any]) -> Any:
     """What an op gives on fake values; the calls of layers that are alike give what the first of them gave."""
-    args, kwargs = fx.map_arg((node.args, node.kwargs), lambda n: _looks(n.meta["val"]))
-    call = repr((node.target, args, kwargs))
-    if call not in seen or torch.Tag.dynamic_output_shape in getattr(node.target, "tags", ()):
-        args, kwargs = fx.map_arg((node.args, node.kwargs), lambda n: n.meta["val"])
-        seen[call] = node.target(*args, **kwargs)
+    target: Any = node.target
+    call = repr((target, fx.map_arg((node.args, node.kwargs), lambda n: _looks(n.meta["val"]))))
+    if call not in seen or torch.Tag.dynamic_output_shape in getattr(target, "tags", ()):
+        seen[call] = target(*_vals(node.args), **_vals(node.kwargs))
     return seen[call]
+
+
+def _vals(args: Any) -> Any:
+    return fx.map_arg(args, lambda n: n.meta["val"])
 
 
 def _looks(value: Any) -> Any:

@@ -154,21 +154,22 @@ def filled(solver: Solver, fits: Callable[[Solution], bool], tried: Tried) -> So
     """The solution found, or a faster one that fits too: layers that are alike need not all be planned alike.
 
     At the price that decides, all of a run's layers change at once. As many of them as fit are taken as they are at the
-    lower price.
+    lower price, beside the rest of the model at the one price and at the other.
     """
     best, runs = tried.found, max((chain.count for chain in solver.network.chains), default=0)
     fastest_fits = tried.found is tried.solved[0][1]
     if not tried.fits or fastest_fits:
         return best
-    fitting, too_many = 0, runs
-    while too_many - fitting > 1:
-        count = (fitting + too_many) // 2
-        mixed = solver.mixed(tried.prices[1], tried.prices[0], count / runs)
-        if not fits(mixed):
-            too_many = count
-        else:
-            fitting = count
-            best = min(best, mixed, key=lambda s: s.seconds)
+    fast, lean = tried.prices
+    for rest, fitting, too_many in ((lean, 0, runs + 1), (fast, -1, runs)):
+        while too_many - fitting > 1:
+            count = (fitting + too_many) // 2
+            mixed = solver.mixed(rest, lean, fast, count / runs)
+            if not fits(mixed):
+                too_many = count
+            else:
+                fitting = count
+                best = min(best, mixed, key=lambda s: s.seconds)
     return best
 
 

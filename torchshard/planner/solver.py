@@ -71,15 +71,19 @@ class Solver:
 
     def best(self, price: float = 0.0) -> Solution:
         """The cheapest states."""
-        return self._solved(price, price, 0.0)
+        return self._solved(price, price, price, 0.0)
 
-    def mixed(self, price: float, other: float, share: float) -> Solution:
-        """Some states: of each run the first blocks, as large a share of them, are cheapest at another price."""
-        return replace(self._solved(price, other, share), bound=-math.inf)
+    def mixed(self, outer: float, price: float, other: float, share: float) -> Solution:
+        """Some states: of each run the first blocks, as large a share of them, are cheapest at another price.
 
-    def _solved(self, price: float, other: float, share: float) -> Solution:
-        chains, tables = self.network.chains, self._tables(price)
-        lasts = self._blocks(tables)
+        Args:
+            outer: the price for all that is in no run.
+        """
+        return replace(self._solved(outer, price, other, share), bound=-math.inf)
+
+    def _solved(self, outer: float, price: float, other: float, share: float) -> Solution:
+        chains, tables = self.network.chains, self._tables(outer)
+        lasts = self._blocks(self._tables(price))
         firsts = self._blocks(self._tables(other)) if share else lasts
         runs = [
             _Run(first, last, round(share * chain.count))
