@@ -24,7 +24,7 @@ export OMP_NUM_THREADS := 1
 test: lint
 	$(PY) -m pytest -q -n auto -m "not ranks"
 	$(PY) -m pytest -q -n 2 -m waits
-	$(PY) -m pytest -q -m "ranks and not waits"
+	$(PY) -m pytest -q -n 2 -m "ranks and not waits"
 
 lint: $(VENV)/.stamp-test
 	$(PY) -m ruff check

@@ -201,10 +201,10 @@ def _try_on_ranks(result: Result, call: Called, captured: Captured, world: int, 
     rank = dist.get_rank()
     try:
         made = planned(captured, call, {}, world, AIM, layouts)
+        torch.manual_seed(1)
+        expected = unsharded(call, flatten_call(call, (), {}))
     except ts.ShardError as error:
         return _worse(result, "raised", f"{where}: {type(error).__name__}: {error}")
-    torch.manual_seed(1)
-    expected = unsharded(call, flatten_call(call, (), {}))
     state = local_state(call, made.plan.parameters, rank, world)
     known = {**captured.constants, **state}
     graph = localized(made.graph, rank, world, MODEL)
@@ -217,7 +217,7 @@ def _try_on_ranks(result: Result, call: Called, captured: Captured, world: int, 
 
 
 def on_processes(names: list[str], ranks: list[int], most: int) -> Iterator[tuple[str, Result]]:
-    """The worst of some ops for all numbers of ranks; a group that fails is tried again, op by op."""
+    """The worst of some ops for all numbers of ranks; a group that fails is tried again, in halves."""
     for start in range(0, len(names), AT_ONCE):
         some = names[start : start + AT_ONCE]
         found = [_launched(some, world, most) for world in ranks]
@@ -234,7 +234,8 @@ def _launched(names: list[str], world: int, most: int) -> dict[str, Result]:
         by_rank = launch(in_rank, world, (names, most))
     except Exception as error:
         if len(names) > 1:
-            return {name: _launched([name], world, most)[name] for name in names}
+            half = len(names) // 2
+            return _launched(names[:half], world, most) | _launched(names[half:], world, most)
         return {
             names[0]: Result(names[0], "failed", why=f"{type(error).__name__}: {' '.join(str(error).split())[:300]}")
         }

@@ -1,8 +1,8 @@
 """One thread per process, the same Hypothesis examples at each run, and no process group that outlives its test.
 
-Tests that start ranks are marked `ranks`: they use all cores, so that nothing else should run beside them. Those of
-faults are marked `waits` too: most of their time passes in waiting for a timeout, so that two may run at once, but
-nothing that computes, for they measure how soon an error comes. All others may run in parallel.
+Tests that start ranks are marked `ranks`: these wait for each other more than they compute, so that two tests may run
+at once. Those of faults are marked `waits` too: they measure how soon an error comes, so that nothing that computes may
+run beside them. All others may run in parallel.
 """
 
 from __future__ import annotations

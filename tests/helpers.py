@@ -31,7 +31,7 @@ def run_ranks(fn: Callable[..., Any], world: int, *args: Any) -> list[Any]:
     """
     with tempfile.TemporaryDirectory() as folder:
         # one process imports torch, and the ranks are forks of it
-        mp.get_context("forkserver").set_forkserver_preload(["torch", "torchshard", "tests.models"])
+        mp.get_context("forkserver").set_forkserver_preload(["torchshard.public", "tests.models"])
         context = mp.start_processes(
             _rank, (fn, world, folder, args), nprocs=world, join=False, start_method="forkserver"
         )
