@@ -286,8 +286,8 @@ FAULTS = (
     Fault(
         "sizes of rank 0",
         "passes/localize.py",
-        "v.new_empty(local_shape(plain_shape(v), layout, rank, world))",
-        "v.new_empty(local_shape(plain_shape(v), layout, 0, world))",
+        "shape = local_shape(plain_shape(value), layout, rank, world)",
+        "shape = local_shape(plain_shape(value), layout, 0, world)",
         PASSES,
     ),
     Fault(

@@ -363,6 +363,65 @@ def _convolved(w: _Writer, x: str, b: int, c: int) -> str | None:
     return f"F.conv1d({x}, {w.parameter(1 + b, shape[1], 1 + c % 3)}, {w.parameter(1 + b)}, padding={c % 2})"
 
 
+def _picked(w: _Writer, x: str, b: int, c: int) -> str:
+    """By their order, or by places that are numbers."""
+    shape = w.values[x].shape
+    dim = b % len(shape)
+    size = shape[dim]
+    order, places = f"{x}.argsort(dim={dim}, stable=True)", f"torch.arange({size}).flip(0)"
+    known = (
+        f"{x}.sort(dim={dim}, stable=True).values",
+        f"{x}.topk({1 + c % size}, {dim}).values",
+        f"{x}.gather({dim}, {order})",
+        f"{x}.gather({dim}, {order}.narrow({dim}, 0, {1 + c % size}))",
+        f"torch.zeros_like({x}).scatter({dim}, {order}, {x})",
+        f"({x} * 2).scatter_add({dim}, {order}.narrow(0, 0, 1), {x})",
+        f"{x}.index_add({dim}, {places}, {x})",
+        f"{x}.index_copy({dim}, {places}, {x} * 3)",
+        f"{x}[{places}]" if dim == 0 else f"{x}[:, {places}]",
+        f"{x}.index_put((torch.tensor([{c % shape[0]}]),), {x}[:1] * 2)",
+        f"{x} * torch.searchsorted(torch.linspace(-1, 1, 5, dtype={x}.dtype), {x}.detach().contiguous())",
+    )
+    return known[(b * 9 + c) % len(known)]
+
+
+def _batched(w: _Writer, x: str, b: int, c: int) -> str | None:
+    """Of matrices, images and signals, each of which is one."""
+    shape = w.values[x].shape
+    if len(shape) < 3:
+        return None
+    known = (
+        f"F.avg_pool1d({x}, 2, ceil_mode=True)",
+        f"F.max_pool1d({x}, 1 + {c % 2})",
+        f"F.adaptive_avg_pool1d({x}, {1 + b})",
+        f"F.interpolate({x}, scale_factor=2)",
+        f"F.conv_transpose1d({x}, {w.parameter(shape[1], 1 + b, 1 + c % 3)})",
+        f"F.conv1d({x}, {w.parameter(shape[1] * (1 + b % 2), 1, 1 + c % 2)}, groups={shape[1]})",
+        f"torch.fft.rfft({x}, dim={b % len(shape)}).real",
+        f"torch.linalg.solve({x} @ {x}.mT + 3 * torch.eye({shape[-2]}, dtype={x}.dtype), {x})",
+        f"torch.linalg.inv({x}.mT @ {x} + 2 * torch.eye({shape[-1]}, dtype={x}.dtype))",
+        f"torch.baddbmm({x}.flatten(0, -3) @ {x}.flatten(0, -3).mT, {x}.flatten(0, -3), {x}.flatten(0, -3).mT, beta=2)",
+    )
+    return known[(b * 9 + c) % len(known)]
+
+
+def _normed(w: _Writer, x: str, b: int, c: int) -> str | None:
+    """By statistics of a batch, or of a sample."""
+    shape = w.values[x].shape
+    if len(shape) < 2:
+        return None
+    weight = w.parameter(shape[1])
+    groups = [n for n in range(1, shape[1] + 1) if shape[1] % n == 0]
+    known = (
+        f"F.batch_norm({x}, None, None, {weight}, training=True, eps=1e-2)",
+        f"F.batch_norm({x}, {weight}.detach() * 0, {weight}.detach() * 0 + 1, {weight}, eps=1e-2)",
+        f"F.instance_norm({x}, eps=1e-2)",
+        f"F.group_norm({x}, {groups[-1 - b % len(groups)]}, {weight}, {weight}, 1e-2)",
+        f"F.normalize({x} + 0.1, dim={b % len(shape)})",
+    )
+    return known[c % len(known)]
+
+
 def _counted(w: _Writer, x: str, b: int, c: int) -> str:
     """A buffer that is written to, and read."""
     return f"{x} * (1 + self.running.add_({x}.detach().mean(), alpha=0.1))"
@@ -371,6 +430,7 @@ def _counted(w: _Writer, x: str, b: int, c: int) -> str:
 KINDS: tuple[Kind, ...] = (
     _linear, _pointwise, _two, _linear, _scaled, _norm, _merged, _factored, _moved, _cut, _joined, _reduced, _written,
     _matmul, _viewed, _random, _looked_up, _lost, _attended, _convolved, _pointwise, _linear, _written, _counted,
+    _picked, _batched, _normed,
 )  # fmt: skip
 
 

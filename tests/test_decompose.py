@@ -13,9 +13,13 @@ from torch import Tensor, nn
 import torchshard as ts
 from tests.golden import check_golden
 from torchshard.capture import capture
+from torchshard.checking import check_program
 from torchshard.explaining import listing
 from torchshard.graph import fake_mode
+from torchshard.lockstep import rank_graphs
 from torchshard.passes.decompose import _WRITTEN_OUT, decompose
+from torchshard.planner.machine import objective
+from torchshard.program import planned, prepared
 
 
 class _Body(nn.Module):
@@ -67,6 +71,28 @@ def test_what_it_becomes_is_split(body: Callable[[Tensor], Tensor], world: int) 
         plan = ts.plan(model, {"up": "column", "down": "row"}, world_size=world, example_inputs=x)
     report = ts.check(model, plan, world_size=world, example_inputs=x)
     assert report.ok, str(report)
+
+
+class _Inverses(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.matrices = nn.Parameter(torch.randn(5, 3, 3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.linalg.inv(self.matrices * x)
+
+
+def test_a_singular_matrix_of_one_rank_is_seen_by_every_rank() -> None:
+    model, x = _Inverses(), torch.ones(3, 3)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        captured = prepared(model, (x,), {})
+        made = planned(captured, model, {}, 3, objective("cpu-gloo"), {"matrices": ts.S(0)})
+    report = check_program(model, made, made.graph, (x,), {})
+    assert report.ok and made.plan.parameters["matrices"] == ts.S(0), str(report)
+    for graph in rank_graphs(made.graph, 3):
+        (check,) = (n for n in graph.graph.nodes if n.target is torch.ops.aten._linalg_check_errors.default)
+        assert check.args[0].meta["val"].shape == (5,)
 
 
 def test_listing() -> None:

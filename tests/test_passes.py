@@ -19,7 +19,7 @@ from torchshard.passes import annotate, insert, localized, normalize, rewrite, s
 from torchshard.planner.machine import objective
 from torchshard.planner.plan import Plan
 from torchshard.planning import plan_graph
-from torchshard.program import Program, prepared
+from torchshard.program import Program, prepared, program
 
 WORLD = 2
 PLAN = {"tok": "vocab", "q": "column", "k": "column", "o": "row"}
@@ -119,3 +119,20 @@ def test_a_cast_there_and_back_rounds() -> None:
 
     graph = prepared(Model(), (torch.randn(4, dtype=torch.float64),), {}).graph
     assert [str(n.target) for n in graph.graph.nodes if n.op == "call_function"] == ["aten.to.dtype"] * 2
+
+
+def test_a_ranks_values_know_no_numbers() -> None:
+    """A fake tensor that knows its numbers has an op on it computed, here a bound on ids: of a slice it knows none."""
+
+    class Places(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.tok = nn.Embedding(7, 6)
+
+        def forward(self, ids: Tensor) -> Tensor:
+            return self.tok(ids).index_select(0, torch.tensor([0])) + self.tok(torch.tensor([6]))
+
+    made = program(Places(), {"tok": "vocab"}, 2, (torch.zeros(1, dtype=torch.long),))
+    for rank in range(2):
+        graph = localized(made.graph, rank, 2, simulated_name(rank, 2))
+        assert all(getattr(n.meta.get("val"), "constant", None) is None for n in graph.graph.nodes)

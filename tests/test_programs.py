@@ -38,8 +38,8 @@ def test_any_program_under_any_plan(text: Text, world: int, seed: int) -> None:
     try:
         report = checked(text, world, seed)
     except ts.CaptureError as error:
-        assert "can't be traced back" in str(error), f"{error}\n{text}"
-        event("refused: a write through a view that can't be undone")
+        assert "can't be traced back" in str(error) or "returns multiple views" in str(error), f"{error}\n{text}"
+        event("refused: a write through a view that can't be undone, or that PyTorch refuses")
         return
     assert report.ok, f"{report}\n{text}"
 

@@ -3,7 +3,7 @@
     linear      ... k, n k -> ... n          split n: column parallel; split k: row parallel, the result is Partial
     view        a b (c d) -> a b c d         a merged dim, major axis first; splitting c deals units of d
     split       a b+c -> a b, a c            a dim that is a concatenation; its axes are split together
-    layer_norm  a b !c, c, c -> a b !c       c may not be split
+    sort        a !b -> a !b                 b may not be split
     expand      1 -> a                       1 is a dim of size one that no split touches
 
 The same letter is the same axis. An axis absent from the results is summed, so that splitting it gives Partial
@@ -207,8 +207,7 @@ def bind(
         RuleError: the text does not fit the shapes.
     """
     left, right = _parse(text)
-    if not operands and left == [[]]:
-        left = []  # an empty side is one scalar, or nothing
+    left, right = ([] if not held and side == [[]] else side for held, side in ((operands, left), (results, right)))
     if len(left) != len(operands) or len(right) != len(results):
         raise RuleError(
             f"the row has {len(left)} operands and {len(right)} results, "

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, fx
 
 from torchshard.distributed.ops import is_collective
-from torchshard.graph import emit, plain_shape, values
+from torchshard.graph import emit, fake_mode, plain_shape, values
 from torchshard.layouts import Layout, local_shape
 from torchshard.notation import Local, local_replacement
 from torchshard.rules.random import BY_ELEMENT
@@ -23,11 +23,8 @@ from torchshard.rules.random import BY_ELEMENT
 
 def localize(module: fx.GraphModule, rank: int, world: int, group: str) -> bool:
     """Rewrites the graph for one rank; returns whether anything changed."""
-    made: dict[str, Tensor] = {}
+    _localize_values(module, rank, world)
     for node in list(module.graph.nodes):
-        if node.op in ("placeholder", "call_function"):
-            node.meta["global_shape"] = _first_shape(node)
-            _localize_values(node, rank, world, made)
         if is_collective(node.target):
             node.args = (*node.args[:-1], group)
             continue
@@ -52,9 +49,9 @@ def _first_shape(node: fx.Node) -> tuple[Any, ...] | None:
     return plain_shape(first) if isinstance(first, Tensor) else None
 
 
-def _localize_values(node: fx.Node, rank: int, world: int, made: dict[str, Tensor]) -> None:
-    """Values of this rank's sizes; those that look alike are one, and `made` holds them."""
-    layouts: tuple[Layout, ...] = node.meta.get("layouts", ())
+def _localize_values(module: fx.GraphModule, rank: int, world: int) -> None:
+    """Values of this rank's sizes, of which nothing is known but their looks; those that look alike are one."""
+    mode, made = fake_mode(module), dict[str, Tensor]()
 
     def held(value: Any, layout: Layout) -> Any:
         if not isinstance(value, Tensor):
@@ -62,13 +59,18 @@ def _localize_values(node: fx.Node, rank: int, world: int, made: dict[str, Tenso
         shape = local_shape(plain_shape(value), layout, rank, world)
         looks = repr((shape, value.dtype, value.device))
         if looks not in made:
-            made[looks] = value.new_empty(shape)
+            with mode:
+                made[looks] = torch.empty(shape, dtype=value.dtype, device=value.device)
         return made[looks]
 
-    val = node.meta["val"]
-    local = [held(value, layout) for value, layout in zip(values(node), layouts, strict=False)]
-    if local:
-        node.meta["val"] = type(val)(local) if isinstance(val, (list, tuple)) else local[0]
+    for node in module.graph.nodes:
+        if node.op in ("placeholder", "call_function"):
+            node.meta["global_shape"] = _first_shape(node)
+            layouts: tuple[Layout, ...] = node.meta.get("layouts", ())
+            local = [held(value, layout) for value, layout in zip(values(node), layouts, strict=False)]
+            if local:
+                val = node.meta["val"]
+                node.meta["val"] = type(val)(local) if isinstance(val, (list, tuple)) else local[0]
 
 
 def _straighten(module: fx.GraphModule, node: fx.Node) -> None:

@@ -49,7 +49,7 @@ def _faults(module: fx.GraphModule, stage: str) -> Iterator[Fault]:
         yield from _shape_faults(module)
         return
     for node in module.graph.nodes:
-        if node.op in ("placeholder", "call_function") and not node.meta.get("layouts"):
+        if node.op in ("placeholder", "call_function") and node.meta.get("layouts") is None:
             yield node, "a value has no layout", "every pass must set meta['layouts']"
         elif is_tensor_op(node):
             yield from _choice_faults(node, world)

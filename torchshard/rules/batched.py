@@ -80,6 +80,13 @@ def solve(call: Call) -> Row | None:
     return batched(call, (2, 1 if len(b) == 1 or (len(b) == len(a) - 1 and b == a[:-1]) else 2))
 
 
+@rule(aten._linalg_check_errors.default)
+def check_errors(call: Call) -> Row:
+    """`i32[5] -> nothing     !a -> `: what makes the model fail makes every rank fail."""
+    names = letters(len(call.tensors[0].shape))
+    return call.row(f"{spaced(block(names, range(len(names))))} -> ")
+
+
 @rule(aten.linalg_solve_triangular.default, aten.cholesky_solve.default, aten.linalg_lu_solve.default)
 def solve_columns(call: Call) -> Row | None:
     """`f32[5,4,4], f32[5,4,3] -> f32[5,4,3]     a !m !n, a !k c -> a !k c`: each right-hand side is solved alone."""
