@@ -65,8 +65,10 @@ def is_tensor_op(node: fx.Node) -> bool:
 
 
 def values(node: fx.Node) -> list[Any]:
-    """A node's results, as a list."""
+    """A node's results, as a list; of an op that gives nothing, none."""
     val = node.meta.get("val")
+    if val is None:
+        return []
     return list(val) if isinstance(val, (list, tuple)) else [val]
 
 

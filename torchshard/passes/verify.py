@@ -116,10 +116,10 @@ def _shape_faults(module: fx.GraphModule) -> Iterator[Fault]:
             except Exception as error:
                 yield node, "an op can't run on its local operands", f"{type(error).__name__}: {error}"
                 return
-            known = "layouts" in node.meta or is_collective(node.target)
-            if known and "val" in node.meta:
-                yield from _same_shapes(node, got)
-            node.meta["val"] = got
+            known = ("layouts" in node.meta or is_collective(node.target)) and "val" in node.meta
+            expected, node.meta["val"] = values(node), got
+            if known:
+                yield from _same_shapes(node, expected)
 
 
 def _run(node: fx.Node, seen: dict[str, Any]) -> Any:
@@ -145,11 +145,10 @@ def _looks(value: Any) -> Any:
     return value.shape, strides, value.dtype, value.device, value.layout
 
 
-def _same_shapes(node: fx.Node, got: Any) -> Iterator[Fault]:
-    several = isinstance(got, (list, tuple))
+def _same_shapes(node: fx.Node, wanted: list[Any]) -> Iterator[Fault]:
+    several = isinstance(node.meta["val"], (list, tuple))
     taken = {user.args[1] for user in node.users} if several else {0}  # some ops give nothing of what nobody takes
-    gots = list(got) if several else [got]
-    for value, expected in (pair for i, pair in enumerate(zip(gots, values(node), strict=True)) if i in taken):
+    for value, expected in (pair for i, pair in enumerate(zip(values(node), wanted, strict=True)) if i in taken):
         if isinstance(value, Tensor) and [hint(s) for s in value.shape] != [hint(s) for s in expected.shape]:
             yield (
                 node,
