@@ -210,7 +210,7 @@ class Graph:
 
 def example(case: Case, seed: int = 0) -> tuple[OneOp, list[Tensor]]:
     """The op as a module, and the tensors that it is called with."""
-    torch.manual_seed(seed)
+    torch.default_generator.manual_seed(seed)
     leaves, spec = pytree.tree_flatten((case.args, dict(case.kwargs)))
     model = OneOp(case, leaves, spec)
     return model, [leaf.make() for leaf in leaves if isinstance(leaf, T) and not leaf.buffer]
@@ -290,7 +290,7 @@ def _addends(value: Tensor) -> Tensor:
 def run(case: Case, choice: Choice, world: int, seed: int = 0) -> Report:
     """The comparison of one case under one choice."""
     model, made, tensors = build(case, choice, world, seed)
-    torch.manual_seed(seed + 1)
+    torch.default_generator.manual_seed(seed + 1)
     report = check_program(model, made, made.graph, tensors, {})
     counts = [len(values_of(model, tensors)), len(list(model.buffers())), sum(t.requires_grad for t in tensors)]
     kinds = [c.kind for c in report.comparisons]

@@ -41,9 +41,7 @@ LOUDEST = 1e3
 """The largest absolute value: what grows further loses digits to rounding."""
 CLASSES = 7
 
-words = st.lists(
-    st.tuples(st.integers(0, 10_000), st.integers(0, 6), st.integers(0, 8), st.integers(0, 8)), min_size=1, max_size=30
-)
+words = st.tuples(st.integers(0, 10_000), st.integers(0, 6), st.integers(0, 8), st.integers(0, 8))
 shapes = st.lists(st.integers(1, 9), min_size=1, max_size=4).map(tuple)
 
 
@@ -467,7 +465,10 @@ def can_be_trained(text: Text) -> bool:
     return any(bool(g > 1e-6) for g in grads)
 
 
-texts = st.builds(written, shapes, words, st.integers(1, 3)).filter(can_be_trained)
+def texts(longest: int = 30) -> st.SearchStrategy[Text]:
+    """Programs of at most so many lines."""
+    said = st.lists(words, min_size=1, max_size=longest)
+    return st.builds(written, shapes, said, st.integers(1, 3)).filter(can_be_trained)
 
 
 # --- plans -----------------------------------------------------------------------------------------------------------

@@ -33,7 +33,7 @@ COUNT = int(os.environ.get("TORCHSHARD_PROGRAMS", "0"))
     deadline=None,
     suppress_health_check=[HealthCheck.too_slow, HealthCheck.filter_too_much, HealthCheck.data_too_large],
 )
-@given(texts, st.integers(1, 4), st.integers(0, 99))
+@given(texts(), st.integers(1, 4), st.integers(0, 99))
 def test_any_program_under_any_plan(text: Text, world: int, seed: int) -> None:
     try:
         report = checked(text, world, seed)
@@ -48,7 +48,7 @@ def test_a_wrong_rule_is_found_and_shrunk(monkeypatch: pytest.MonkeyPatch) -> No
     """One that takes what a rank has of a sum for the whole."""
     monkeypatch.setitem(RULES, aten.linear.default, lambda call: call.row("... k, n k -> ... n", reduced={"k"}))
     smallest = find(
-        texts,
+        texts(longest=6),
         lambda text: "linear" in text.source and not checked(text, 2, 0).ok,
         settings=settings(max_examples=300, derandomize=True, deadline=None, database=None),
     )

@@ -27,7 +27,8 @@ Request = tuple[fx.Node, list[Any]]
 
 def rank_graphs(graph: fx.GraphModule, world: int) -> list[fx.GraphModule]:
     """The graph of every rank."""
-    return [localized(graph, rank, world, simulated_name(rank, world)) for rank in range(world)]
+    seen: dict[str, Any] = {}
+    return [localized(graph, rank, world, simulated_name(rank, world), seen) for rank in range(world)]
 
 
 def run(graphs: Sequence[fx.GraphModule], inputs: Sequence[Sequence[Any]], record: Sequence[Record]) -> list[list[Any]]:

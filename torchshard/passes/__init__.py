@@ -21,7 +21,7 @@ from torchshard.passes.insert import insert
 from torchshard.passes.localize import localize
 from torchshard.passes.normalize import normalize
 from torchshard.passes.simplify import simplify
-from torchshard.passes.verify import verify
+from torchshard.passes.verify import Seen, verify
 from torchshard.planner.plan import Plan
 
 __all__ = ["annotate", "insert", "localize", "localized", "normalize", "rewrite", "simplify", "verify"]
@@ -43,10 +43,14 @@ def rewrite(module: fx.GraphModule, plan: Plan) -> fx.GraphModule:
     return held
 
 
-def localized(module: fx.GraphModule, rank: int, world: int, group: str) -> fx.GraphModule:
-    """The rewritten graph with one rank's sizes; the argument is left as it was."""
+def localized(module: fx.GraphModule, rank: int, world: int, group: str, seen: Seen | None = None) -> fx.GraphModule:
+    """The rewritten graph with one rank's sizes; the argument is left as it was.
+
+    Args:
+        seen: what ops gave on the fake values of other ranks, and will have given on this one's.
+    """
     held = duplicate(module)
     localize(held, rank, world, group)
-    verify(held, "localized", after="localize")
+    verify(held, "localized", after="localize", seen=seen)
     held.recompile()
     return held

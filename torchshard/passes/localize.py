@@ -35,7 +35,6 @@ def localize(module: fx.GraphModule, rank: int, world: int, group: str) -> bool:
         elif node.target in BY_ELEMENT:
             _straighten(module, node)
     module.graph.eliminate_dead_code(_is_kept)
-    module.recompile()
     return True
 
 

@@ -24,17 +24,21 @@ from torchshard.layouts import I, Layout, Shard, canonical, is_whole
 from torchshard.passes.annotate import legal_choices
 
 STAGES = ("annotated", "inserted", "localized")
+Seen = dict[str, Any]
+"""A call of an op on fake values, as text -> what it gave."""
 
 
-def verify(module: fx.GraphModule, stage: str, after: str) -> None:
+def verify(module: fx.GraphModule, stage: str, after: str, seen: Seen | None = None) -> None:
     """Raises InternalError, with the listing's node, for the first thing that does not hold.
 
     Args:
         stage: what must hold, one of STAGES.
         after: the name of the pass whose result this is.
+        seen: calls that need not run again; those of this graph are added.
     """
     module.graph.lint()
-    found = next(_faults(module, stage), None)
+    local = stage == "localized"
+    found = next(_shape_faults(module, {} if seen is None else seen) if local else _faults(module, stage), None)
     if found is not None:
         node, what, why = found
         raise InternalError(f"after {after}: {what}", where=where(node), why=why)
@@ -45,9 +49,6 @@ Fault = tuple[fx.Node, str, str]
 
 def _faults(module: fx.GraphModule, stage: str) -> Iterator[Fault]:
     world = module.meta["world_size"]
-    if stage == "localized":
-        yield from _shape_faults(module)
-        return
     for node in module.graph.nodes:
         if node.op in ("placeholder", "call_function") and node.meta.get("layouts") is None:
             yield node, "a value has no layout", "every pass must set meta['layouts']"
@@ -104,9 +105,8 @@ def _canonical(layout: Layout, world: int) -> Layout:
     return canonical(layout.dim, layout.parts or (), world)
 
 
-def _shape_faults(module: fx.GraphModule) -> Iterator[Fault]:
+def _shape_faults(module: fx.GraphModule, seen: Seen) -> Iterator[Fault]:
     """Runs every op on the fake local values of its operands and compares what comes with what the layouts say."""
-    seen: dict[str, Any] = {}
     with faking(fake_mode(module)):
         for node in module.graph.nodes:
             if node.op != "call_function":
@@ -122,7 +122,7 @@ def _shape_faults(module: fx.GraphModule) -> Iterator[Fault]:
                 yield from _same_shapes(node, expected)
 
 
-def _run(node: fx.Node, seen: dict[str, Any]) -> Any:
+def _run(node: fx.Node, seen: Seen) -> Any:
     """What an op gives on fake values; the calls of layers that are alike give what the first of them gave."""
     target: Any = node.target
     call = repr((target, fx.map_arg((node.args, node.kwargs), lambda n: _looks(n.meta["val"]))))
