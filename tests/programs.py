@@ -455,11 +455,11 @@ def drawn(seed: int) -> Text:
 def can_be_trained(text: Text) -> bool:
     """Whether autograd takes it, and gives some gradient that is more than rounding noise."""
     model, inputs = text.model(), text.inputs()
-    outputs = model(inputs[0].requires_grad_(), inputs[1])
-    made = outputs if isinstance(outputs, tuple) else (outputs,)
     try:
+        outputs = model(inputs[0].requires_grad_(), inputs[1])
+        made = outputs if isinstance(outputs, tuple) else (outputs,)
         sum((o.sum() for o in made if o.requires_grad), torch.zeros(())).backward()
-    except RuntimeError:  # written to after it was saved for the backward
+    except RuntimeError:  # written to after it was saved for the backward, or one of several views
         return False
     grads = [t.grad.abs().max() for t in (inputs[0], *model.parameters()) if t.grad is not None]
     return any(bool(g > 1e-6) for g in grads)

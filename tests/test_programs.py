@@ -38,8 +38,8 @@ def test_any_program_under_any_plan(text: Text, world: int, seed: int) -> None:
     try:
         report = checked(text, world, seed)
     except ts.CaptureError as error:
-        assert "can't be traced back" in str(error) or "returns multiple views" in str(error), f"{error}\n{text}"
-        event("refused: a write through a view that can't be undone, or that PyTorch refuses")
+        assert "can't be traced back" in str(error), f"{error}\n{text}"
+        event("refused: a write through a view that can't be undone")
         return
     assert report.ok, f"{report}\n{text}"
 
@@ -97,7 +97,8 @@ def _steps(rank: int, world: int, seeds: list[int]) -> dict[int, tuple[float, fl
 @pytest.mark.parametrize("world", [2, 3, 4])
 def test_programs_on_real_ranks(world: int) -> None:
     """Forward, backward and a step of SGD, and forward again."""
-    seeds = [seed for seed in range(100 * world, 100 * world + 8) if can_be_trained(drawn(seed))]
+    held = {seed: drawn(seed) for seed in range(100 * world, 100 * world + 8)}
+    seeds = [seed for seed, text in held.items() if text.parameters and can_be_trained(text)]
     for ranks in run_ranks(_steps, world, world, seeds):
         assert ranks.keys() == set(seeds)
         wrong = {seed: errors for seed, errors in ranks.items() if max(errors) > 1e-9}
