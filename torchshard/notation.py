@@ -207,6 +207,7 @@ def bind(
         RuleError: the text does not fit the shapes.
     """
     left, right = _parse(text)
+    # an empty side is one scalar, or nothing
     left, right = ([] if not held and side == [[]] else side for held, side in ((operands, left), (results, right)))
     if len(left) != len(operands) or len(right) != len(results):
         raise RuleError(

@@ -83,7 +83,7 @@ class Solver:
 
     def _solved(self, outer: float, price: float, other: float, share: float) -> Solution:
         chains, tables = self.network.chains, self._tables(outer)
-        lasts = self._blocks(self._tables(price))
+        lasts = self._blocks(tables if price == outer else self._tables(price))
         firsts = self._blocks(self._tables(other)) if share else lasts
         runs = [
             _Run(first, last, round(share * chain.count))
