@@ -68,6 +68,7 @@ class Called(nn.Module):
         self.undefined = undefined
         leaves, self.spec = pytree.tree_flatten((args, kwargs))
         self.op, self.rest, self.tensors = op, [], []
+        self.scale = nn.Parameter(torch.ones((), dtype=torch.float64))  # beside it a gradient of zero on paper is noise
         for i, leaf in enumerate(leaves):
             if isinstance(leaf, Tensor):
                 held = leaf.detach().clone()
@@ -82,8 +83,7 @@ class Called(nn.Module):
         made = [getattr(self, f"t{i}") if f"t{i}" in self.tensors else leaf for i, leaf in enumerate(self.rest)]
         args, kwargs = pytree.tree_unflatten(made, self.spec)
         found = [r for r in pytree.tree_leaves(self.op(*args, **kwargs)) if isinstance(r, Tensor)]
-        scales = [p.sum() for p in self.parameters()]  # a gradient that is zero on paper is of this scale
-        return [torch.zeros_like(r) for r in found] + scales if self.undefined else found + scales
+        return [*(torch.zeros_like(r) if self.undefined else r for r in found), self.scale * 1.0]
 
 
 @dataclasses.dataclass
