@@ -2,7 +2,7 @@
 # make lint    lint and type-check only
 # make demo    run the examples
 # make bench   time a training step, calls by hand and planning; count what is sent
-# make nightly 2,000 random models under random plans, and seeded faults (half an hour)
+# make nightly 2,000 random models under random plans, and seeded faults (an hour)
 # make sweep   all of PyTorch's operators and of Hugging Face's architectures (an hour); docs/models.md
 # make clean   remove caches and build output (make distclean: .venv too)
 
@@ -43,6 +43,8 @@ bench: $(VENV)/.stamp-test
 nightly: $(VENV)/.stamp-test
 	TORCHSHARD_PROGRAMS=2000 $(PY) -m pytest -q tests/test_programs.py -k any_program
 	$(PY) benchmarks/mutants.py
+	$(PY) benchmarks/checked.py
+	$(PY) benchmarks/mutants.py --check
 
 sweep: $(VENV)/.stamp-test
 	$(PIP) install -c constraints.txt -e '.[sweep]'

@@ -9,11 +9,20 @@ hole in the tests.
 
     python benchmarks/mutants.py
     python benchmarks/mutants.py --only dual mean
+    python benchmarks/mutants.py --check
+
+With `--check` no test runs but `ts.check`, on some of the tests' models in four dtypes (`benchmarks/checked.py`): what
+it sees in float64 it must see in each.
+
+    seen       in every dtype, as often in each
+    unseen     in none: no model of those comes by the line, or real processes alone do
+    UNLIKE     in some dtypes more often than in others
 """
 
 from __future__ import annotations
 
 import argparse
+import ast
 import os
 import shutil
 import subprocess
@@ -343,16 +352,70 @@ FAULTS = (
     # the check itself
     Fault(
         "only outputs compared",
-        "checking.py",
+        "comparing.py",
         "    for name, grad in expected.parameter_grads.items():\n",
         "    for name, grad in ():\n",
         "tests/test_mutations.py",
     ),
+    Fault(
+        "noise as large as the largest gradient",
+        "comparing.py",
+        "{place: min(floors.get(place, 0.0), n) for place, n in highest.items()}",
+        "highest",
+        "tests/test_mutations.py -k small_gradient",
+    ),
+    Fault(
+        "no wider dtypes",
+        "checking.py",
+        "return _with_wider(report, trial, sides) if report.ok else report",
+        "return report",
+        "tests/test_mutations.py -k smaller_than_rounding",
+    ),
+    Fault(
+        "noise that undoes a choice",
+        "rounding.py",
+        'if node.op == "call_function" and _is_moved(value, operands):',
+        "if False:",
+        "tests/test_mutations.py -k rounding_noise",
+    ),
 )
 
 
+CHECKED = "mlp_uneven attention_dropout fused_by_split_7_heads gpt_hidden_30 conv encoder_decoder dense_moe writes"
+"""The models that `--check` tries."""
+
+
 def tried(fault: Fault) -> str:
-    """'caught', 'MISSED' or 'broken'."""
+    """What pytest makes of a fault: 'caught', 'MISSED' or 'broken'."""
+    ended = _run(fault, f"-m pytest -q -x -p no:cacheprovider {fault.tests}")
+    if isinstance(ended, str):
+        return ended
+    last = (ended.stdout.strip().splitlines() or [""])[-1]
+    if ended.returncode == FAILED:
+        return f"caught: {next((line for line in ended.stdout.splitlines() if line.startswith('FAILED')), last)[:90]}"
+    return f"MISSED: {last}" if ended.returncode == 0 else f"broken: {last}"
+
+
+def checked(fault: Fault) -> str:
+    """What `ts.check` makes of it: 'seen', 'unseen', 'UNLIKE' or 'broken'."""
+    ended = _run(fault, f"benchmarks/checked.py --models {CHECKED}")
+    if isinstance(ended, str):
+        return ended
+    last = (ended.stdout.strip().splitlines() or [""])[-1]
+    if not last.startswith("not exact: "):
+        return f"broken: {ended.stderr.strip().splitlines()[-1:]}"
+    counts = ast.literal_eval(last.removeprefix("not exact: "))
+    if not counts:
+        return "unseen"
+    alike = len(counts) == len(DTYPES) and len(set(counts.values())) == 1
+    return f"{'seen' if alike else 'UNLIKE'}: {counts}"
+
+
+DTYPES = ("float64", "float32", "bfloat16", "float16")
+
+
+def _run(fault: Fault, command: str) -> subprocess.CompletedProcess[str] | str:
+    """Runs Python in a copy of the library with the fault; a text where that proves nothing, or has no end."""
     with tempfile.TemporaryDirectory() as folder:
         for name in ("torchshard", "tests", "docs", "examples", "benchmarks"):
             shutil.copytree(ROOT / name, Path(folder) / name, ignore=shutil.ignore_patterns("__pycache__"))
@@ -363,33 +426,28 @@ def tried(fault: Fault) -> str:
         if text.count(fault.right) != 1:
             return f"broken: {fault.right!r} is {text.count(fault.right)} times in {fault.file}"
         file.write_text(text.replace(fault.right, fault.wrong))
-        command = f"{sys.executable} -m pytest -q -x -p no:cacheprovider {fault.tests}"
         environment = os.environ | {"PYTHONPATH": folder, "OMP_NUM_THREADS": "1"}
+        options = {"shell": True, "cwd": folder, "env": environment, "capture_output": True, "text": True}
         try:
-            ended = subprocess.run(
-                command, shell=True, cwd=folder, env=environment, capture_output=True, text=True, timeout=LIMIT_SECONDS
-            )
+            return subprocess.run(f"{sys.executable} {command}", timeout=LIMIT_SECONDS, **options)
         except subprocess.TimeoutExpired:
             return "caught: no end"
-    last = (ended.stdout.strip().splitlines() or [""])[-1]
-    if ended.returncode == FAILED:
-        return f"caught: {next((line for line in ended.stdout.splitlines() if line.startswith('FAILED')), last)[:90]}"
-    return f"MISSED: {last}" if ended.returncode == 0 else f"broken: {last}"
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", nargs="+", default=[""], help="faults with one of these in their names")
     parser.add_argument("--jobs", type=int, default=os.cpu_count())
+    parser.add_argument("--check", action="store_true", help="whether ts.check sees them, alike in every dtype")
     given = parser.parse_args()
     faults = [fault for fault in FAULTS if any(part in fault.name for part in given.only)]
     start, counts = time.perf_counter(), Counter[str]()
     with ThreadPoolExecutor(given.jobs) as pool:
-        for fault, result in zip(faults, pool.map(tried, faults), strict=True):
+        for fault, result in zip(faults, pool.map(checked if given.check else tried, faults), strict=True):
             counts[result.partition(":")[0]] += 1
             print(f"{fault.name:40} {result}", flush=True)
     print(f"{dict(counts)} of {len(faults)} in {time.perf_counter() - start:.0f} s")
-    sys.exit(counts["caught"] != len(faults))
+    sys.exit(counts["caught"] + counts["seen"] + counts["unseen"] != len(faults))
 
 
 if __name__ == "__main__":

@@ -43,7 +43,7 @@ from torch.utils import _pytree as pytree
 import torchshard as ts
 from torchshard.capture import Captured, flatten_call
 from torchshard.check_processes import pieces, report_of
-from torchshard.checking import Report, backward, check_program, unsharded
+from torchshard.checking import Report, check_program
 from torchshard.distributed.groups import MODEL
 from torchshard.distributed.launch import launch
 from torchshard.layouts import Layout, S
@@ -51,6 +51,7 @@ from torchshard.materialize import local_state
 from torchshard.passes import localized
 from torchshard.planner.machine import objective
 from torchshard.program import Program, planned, prepared
+from torchshard.steps import backward, unsharded
 
 UNDEFINED = {"empty", "empty_like", "new_empty", "empty_strided", "new_empty_strided", "empty_permuted"}
 """Ops whose values are whatever lay in memory: shapes alone are compared."""
@@ -174,7 +175,7 @@ def _reported(
     result: Result, report: Report, where: str, captured: Captured, made: Program, layouts: dict[str, Layout]
 ) -> None:
     if not report.ok:
-        worst = max(report.comparisons, key=lambda c: c.error)
+        worst = report.worst
         return _worse(result, "wrong", f"{where}: {worst.kind} {worst.name} {worst.error:.1e}")
     names = {n.name for n in captured.graph.graph.nodes if n.op == "placeholder" and n.meta["path"] in layouts}
     result.split += bool(layouts) and not any(c.value in names for c in made.plan.costs.collectives)

@@ -205,9 +205,9 @@ def tried(kind: str, ranks: list[int]) -> Result:
             made = planned(captured, model, {}, world)
             split[world] = split_share(model, made.plan)
             report = check_program(model, made, made.graph, (), call)
-            error = max([error, *(c.error for c in report.comparisons)])
+            error = max(error, report.worst.error)
             if not report.ok:
-                worst = max(report.comparisons, key=lambda c: c.error)
+                worst = report.worst
                 text = f"{world} ranks: {worst.kind} {worst.name} {worst.error:.1e} {report.diverges_at}"
                 return Result(kind, "wrong", split, text)
     except ts.ShardError as refusal:
@@ -218,7 +218,7 @@ def tried(kind: str, ranks: list[int]) -> Result:
 def on_processes(kind: str, world: int) -> str:
     """'exact', or what differs, on processes that send through gloo."""
     report = check_processes(_made, (kind,), {}, world, objective("cpu-gloo"))
-    worst = max(report.comparisons, key=lambda c: c.error)
+    worst = report.worst
     return "exact" if report.ok else f"wrong: {worst.kind} {worst.name} {worst.error:.1e}"
 
 

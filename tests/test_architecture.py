@@ -13,6 +13,7 @@ PACKAGE = Path(__file__).parent.parent / "torchshard"
 
 LAYERS = [
     ["errors", "layouts", "files"],
+    ["comparing"],
     ["notation", "conversions"],
     ["rules"],
     ["distributed"],
@@ -26,6 +27,8 @@ LAYERS = [
     ["explaining", "agreement", "measure"],
     ["scope"],
     ["state"],
+    ["rounding"],
+    ["steps"],
     ["checking", "module", "nn"],
     ["drawing", "api", "training", "check_processes"],
     ["public"],

@@ -7,31 +7,36 @@ import dataclasses
 import importlib.util
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
-from torch import fx
+from torch import Tensor, fx, nn
 
 import torchshard as ts
 from tests.models import CASES
-from torchshard.checking import check_program
+from torchshard.capture import flatten_call
+from torchshard.checking import TOLERANCES, check_program
+from torchshard.comparing import Results, compare
 from torchshard.distributed.ops import OPS
 from torchshard.errors import InternalError
 from torchshard.graph import duplicate
 from torchshard.passes import verify
 from torchshard.program import Program, program
+from torchshard.steps import Trial
 
 ROOT = Path(__file__).parents[1]
 NAMES = ["attention", "gqa_1_kv_head", "fused_by_split", "gpt", "encoder_decoder", "dense_moe"]
+DTYPES = [torch.float64, torch.float32, torch.bfloat16, torch.float16]
 
 
-def _made(name: str, world_size: int = 2) -> tuple[Any, Program, tuple[Any, ...]]:
+def _made(name: str, world_size: int = 2, dtype: torch.dtype = torch.float64) -> tuple[Any, Program, tuple[Any, ...]]:
     case = CASES[name]
     torch.manual_seed(0)
-    model = case.build().double()
+    model = case.build().to(dtype)
     inputs = tuple(
-        x.detach().double().requires_grad_(x.requires_grad) if x.is_floating_point() else x for x in case.inputs()
+        x.detach().to(dtype).requires_grad_(x.requires_grad) if x.is_floating_point() else x for x in case.inputs()
     )
     return model, program(model, case.plan, world_size, inputs), inputs
 
@@ -59,9 +64,16 @@ def _caught(model: Any, made: Program, graph: fx.GraphModule, inputs: tuple[Any,
     return "both" if verified and not report.ok else "check" if not report.ok else ""
 
 
-@pytest.mark.parametrize("name", NAMES)
-def test_every_dropped_collective_is_caught(name: str) -> None:
-    model, made, inputs = _made(name)
+@pytest.mark.parametrize(
+    "name, dtype",
+    [
+        *((name, dtype) for name in NAMES for dtype in (torch.float64, torch.bfloat16)),
+        *(("gqa_1_kv_head", dtype) for dtype in (torch.float32, torch.float16)),
+    ],
+    ids=str,
+)
+def test_every_dropped_collective_is_caught(name: str, dtype: torch.dtype) -> None:
+    model, made, inputs = _made(name, dtype=dtype)
     assert check_program(model, made, made.graph, inputs, {}).ok
     found = _collectives(made.graph)
     assert found
@@ -87,6 +99,93 @@ def test_a_dropped_copy_leaves_outputs_exact_and_is_named() -> None:
     assert "blocks_0_norm2" in report.diverges_at and "gradient" in report.diverges_at, report.diverges_at
     with pytest.raises(ts.ShardError, match="is off by"):
         report.raise_on_error()
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_a_small_gradient_that_is_zeroed_is_seen_beside_a_large_one(dtype: torch.dtype) -> None:
+    def results(small: float) -> Results:
+        grads = {"small": torch.full((3,), small, dtype=dtype), "large": torch.full((3,), 100.0, dtype=dtype)}
+        return Results([], [], {}, grads, {})
+
+    ranks = SimpleNamespace(outputs=[[]], states=[{}], inputs=[{}])
+    for name, grad in results(0.0).parameter_grads.items():
+        ranks.states[0][name] = torch.zeros(3, dtype=dtype, requires_grad=True)
+        ranks.states[0][name].grad = grad
+    noise = {("parameter gradient", name): torch.finfo(dtype).eps * 2.0 for name in ("small", "large")}
+    tolerance = TOLERANCES[dtype]
+    found = {c.name: c.error <= tolerance for c in compare(results(2.0), ranks, {}, tolerance, lambda: noise)}
+    assert found == {"small": False, "large": True}
+
+
+class _Chooses(nn.Module):
+    """Takes the largest of its values by comparing with it, which rounding must not undo."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(6, 8), nn.Linear(8, 6)
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.up(x)
+        return self.down(h * (h == h.amax(-1, keepdim=True)))
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_rounding_noise_is_that_of_each_tensor(dtype: torch.dtype) -> None:
+    """The gradient of a key bias is noise alone, that of a value bias is not; a choice stays a choice."""
+    model, made, inputs = _made("attention", dtype=dtype)
+    trial = Trial(model, made.captured, flatten_call(model, inputs, {}), torch.get_rng_state())
+    expected, noise = trial.unsharded(), trial.noise(("",))
+    relative = {
+        name: noise["parameter gradient", name] / float(grad.abs().max())
+        for name, grad in expected.parameter_grads.items()
+    }
+    eps = torch.finfo(dtype).eps
+    assert relative["k.bias"] > 0.1 and 0 < relative["v.bias"] < 64 * eps
+    model, x = _Chooses().to(dtype), torch.randn(3, 6).to(dtype)
+    made = program(model, {}, 2, (x,))
+    trial = Trial(model, made.captured, flatten_call(model, (x,), {}), torch.get_rng_state())
+    assert all(n < 64 * eps for n in trial.noise(("",)).values())
+
+
+class _Narrow(nn.Module):
+    """Computes its largest part in bfloat16, whatever its inputs are."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down, self.out = nn.Linear(6, 8), nn.Linear(8, 6), nn.Linear(6, 6)
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.up(x).bfloat16()
+        mask = torch.full((3, 8), torch.finfo(torch.bfloat16).min / 2, dtype=torch.bfloat16).triu(7)
+        return self.out(x + 1e-3 * self.down((h + mask).relu().to(x.dtype)))
+
+
+def test_a_fault_smaller_than_rounding_is_seen() -> None:
+    torch.manual_seed(0)
+    model, x = _Narrow().double(), torch.randn(3, 6).double().requires_grad_()
+    made = program(model, {"up": "column", "down": "row"}, 2, (x,))
+    report = check_program(model, made, made.graph, (x,), {})
+    assert report.ok and report.tolerance == TOLERANCES[torch.bfloat16]
+    assert report.widened is not None and report.widened.tolerance == TOLERANCES[torch.float64]
+    assert "with wider dtypes, tolerance 1e-10" in str(report)
+    for node in _collectives(made.graph):
+        graph = duplicate(made.graph)
+        gone = _named(graph, node.name)
+        gone.replace_all_uses_with(gone.args[0])  # type: ignore[arg-type]
+        graph.graph.erase_node(gone)
+        with pytest.raises(ts.ShardError, match="is off by" if OPS[node.target].name in ("copy", "reduce") else ""):
+            check_program(model, made, graph, (x,), {}).raise_on_error()
+
+
+def test_an_op_that_runs_in_no_wider_dtype_is_told() -> None:
+    class Bits(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            return x * (x.view(torch.int16) & 1)
+
+    model, x = Bits(), torch.randn(3, 6).bfloat16()
+    made = program(model, {}, 2, (x,))
+    report = check_program(model, made, made.graph, (x,), {})
+    assert report.ok and "not compared with wider dtypes: RuntimeError" in str(report)
 
 
 def test_a_reduce_in_place_of_a_copy_and_the_other_way_round() -> None:

@@ -449,7 +449,7 @@ def test_an_index_that_is_no_ranks_is_an_error(name: str) -> None:
         nodes = [n for n in graph.graph.nodes if n.op == "placeholder"]
         fed.append([known.get(n.meta["path"], x) for n in nodes])
     with pytest.raises(RuntimeError, match="out of range"):
-        lockstep.run(graphs, fed, [lambda node, value: None] * 2)
+        lockstep.run(graphs, fed, [lambda node, value, args: value] * 2)
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])

@@ -6,20 +6,23 @@ Each rank makes the model anew, from the same seed, and brings back what it hold
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor, fx, nn
 
 from torchshard.capture import flatten, flatten_call
-from torchshard.checking import Report, backward, compare, in_dtype, leaf, tolerance_of, unsharded
+from torchshard.checking import Report, in_dtype, tolerance_of
+from torchshard.comparing import Place, Results, compare
 from torchshard.distributed.groups import MODEL, init_process_group, lookup
 from torchshard.distributed.launch import launch
 from torchshard.layouts import Layout
 from torchshard.module import ShardedModule
 from torchshard.planner.machine import Objective
 from torchshard.planning import PlanLike
+from torchshard.program import prepared
+from torchshard.steps import Trial, backward, leaf, unsharded
 
 Made = tuple[nn.Module, tuple[Any, ...], Mapping[str, Any] | None]
 """A model, and what it is called with."""
@@ -60,17 +63,24 @@ def check_processes(
     held, args, kwargs = _prepared(make, given)
     call = flatten_call(held, args, kwargs or {})
     torch.manual_seed(0)
+    seed = torch.get_rng_state()
     expected = unsharded(held, call)
-    return report_of(expected, launch(_pieces, world_size, (make, given, plan, aim)))
+
+    def noise() -> Mapping[Place, float]:
+        captured = prepared(held, args, kwargs)
+        trial = Trial(held, captured, replace(call, names=captured.inputs), seed)
+        return trial.noise(expected.output_names)
+
+    return report_of(expected, launch(_pieces, world_size, (make, given, plan, aim)), noise)
 
 
-def report_of(expected: Any, ranks: Sequence[Pieces]) -> Report:
-    """What the ranks hold, beside what `checking.unsharded` gave."""
+def report_of(expected: Results, ranks: Sequence[Pieces], noise: Callable[[], Mapping[Place, float]] = dict) -> Report:
+    """What the ranks hold, beside what `steps.unsharded` gave."""
     states = [{name: _leaf_of(*pair) for name, pair in rank.state.items()} for rank in ranks]
     inputs = [{name: _leaf_of(*pair) for name, pair in rank.inputs.items()} for rank in ranks]
     got = _Gathered([rank.outputs for rank in ranks], states, inputs)
     layouts, tolerance = ranks[0].layouts, ranks[0].tolerance
-    return Report(len(ranks), tolerance, tuple(compare(expected, got, layouts, tolerance)))
+    return Report(len(ranks), tolerance, compare(expected, got, layouts, tolerance, noise))
 
 
 def _prepared(make: Callable[..., Made], given: tuple[Any, ...]) -> Made:

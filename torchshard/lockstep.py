@@ -21,7 +21,8 @@ from torchshard.layouts import Layout, dual, join, split
 from torchshard.passes import localized
 from torchshard.rules import is_random
 
-Record = Callable[[fx.Node, Any], None]
+Record = Callable[[fx.Node, Any, list[Any]], Any]
+"""Called with each node, its value and the values of its arguments; gives the value that goes on."""
 Request = tuple[fx.Node, list[Any]]
 
 
@@ -37,7 +38,7 @@ def run(graphs: Sequence[fx.GraphModule], inputs: Sequence[Sequence[Any]], recor
     Args:
         graphs: one per rank.
         inputs: per rank the values of the placeholders.
-        record: per rank, called with each node and its value.
+        record: per rank.
 
     Raises:
         InternalError: the ranks arrive at different collectives.
@@ -66,21 +67,20 @@ def _rank(
     env: dict[fx.Node, Any] = {}
     given = iter(inputs)
     for node in graph.graph.nodes:
+        args, kwargs = fx.map_arg((node.args, node.kwargs), lambda n: env[n])
         if node.op == "placeholder":
             env[node] = next(given)
         elif node.op == "output":
-            return list(fx.map_arg(node.args[0], lambda n: env[n]))
+            return list(args[0])
+        elif is_collective(node.target):
+            env[node] = yield node, list(args)
+        elif is_random(node.target):
+            torch.set_rng_state(streams[rank])
+            env[node] = node.target(*args, **kwargs)
+            streams[rank] = torch.get_rng_state()
         else:
-            args, kwargs = fx.map_arg((node.args, node.kwargs), lambda n: env[n])
-            if is_collective(node.target):
-                env[node] = yield node, list(args)
-            elif is_random(node.target):
-                torch.set_rng_state(streams[rank])
-                env[node] = node.target(*args, **kwargs)
-                streams[rank] = torch.get_rng_state()
-            else:
-                env[node] = node.target(*args, **kwargs)
-        record(node, env[node])
+            env[node] = node.target(*args, **kwargs)
+        env[node] = record(node, env[node], [*args, *kwargs.values()])
     raise InternalError("a graph has no output", where=str(graph))
 
 
