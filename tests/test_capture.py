@@ -263,6 +263,49 @@ def test_a_call_under_autocast_is_a_kind_of_its_own() -> None:
     ts.distributed.destroy_process_group()
 
 
+def _by_grad_mode(m: _Up, x: Tensor) -> Tensor:
+    h = m.up(x)
+    h = h * 2 if torch.is_grad_enabled() else h
+    h = h + 1 if h.requires_grad else h
+    return h * torch.full((8,), 3.0, dtype=None).to(h.dtype) + torch.is_inference_mode_enabled()
+
+
+def test_the_grad_mode_of_a_call_is_that_of_its_graph() -> None:
+    torch.manual_seed(0)
+    model = _Up(_by_grad_mode)
+    sharded = ts.shard(model, {"up": "column"}, example_inputs=(X,))
+    for mode in (torch.enable_grad, torch.no_grad, torch.inference_mode, torch.enable_grad):
+        with mode():
+            expected, got = model(X), sharded(X)
+            assert torch.allclose(expected, got) and expected.requires_grad == got.requires_grad, mode
+    ts.distributed.destroy_process_group()
+
+
+def test_the_default_dtype_of_a_call_is_that_of_its_graph() -> None:
+    model = _Up(lambda m, x: torch.zeros(3) + m.up(x).sum())
+    sharded = ts.shard(model, {}, example_inputs=(X,))
+    for dtype in (torch.float32, torch.float64, torch.float32):
+        torch.set_default_dtype(dtype)
+        try:
+            assert sharded(X).dtype == model(X).dtype == dtype
+        finally:
+            torch.set_default_dtype(torch.float32)
+    ts.distributed.destroy_process_group()
+
+
+@torch.no_grad()
+def _gradients_within_none(m: _Up, x: Tensor) -> Tensor:
+    h = m.up(x)
+    with torch.enable_grad():
+        return m.up(x) * h + (h * 2).sum()
+
+
+def test_gradients_enabled_within_a_block_without() -> None:
+    _exact(_Up(_gradients_within_none), X, plan={"up": "column"})
+    with torch.no_grad(), pytest.raises(ts.CaptureError, match=r"called without[\s\S]*outside of torch.no_grad"):
+        capture(_Up(_gradients_within_none), (X,))
+
+
 def _gradient_inside(m: _Up, x: Tensor) -> Tensor:
     x = x.detach().requires_grad_()
     return torch.autograd.grad(m.up(x).sum(), x, create_graph=True)[0]

@@ -103,6 +103,8 @@ class Report:
         return found + ([f"  first differs at {self.diverges_at}"] if self.diverges_at else [])
 
 
+@torch.inference_mode(False)
+@torch.enable_grad()
 def check(
     model: nn.Module,
     plan: PlanLike,

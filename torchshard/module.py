@@ -1,7 +1,7 @@
 """The sharded model: the same forward signature and parameter names, this rank's slices, one graph per kind of call.
 
 Like `jax.jit` it captures a graph for the first call of a kind and keeps it. A kind is: train or eval (of every
-module), which parameters and inputs need a gradient, how inputs lie in memory, everything in the arguments that is no
+module), the grad mode and the default dtype, which parameters and inputs need a gradient, how inputs lie in memory, everything in the arguments that is no
 tensor, and the fixed sizes; batch and sequence may vary within one kind. All graphs share the parameters, whose layouts
 the first fixes.
 """
@@ -154,7 +154,12 @@ class ShardedModule(State):
         dtypes = tuple((t.dtype, t.device.type, memory_order(t)) for t in call.tensors)
         modes = tuple(m.training for m in self._source_modules)
         autocast = tuple((torch.is_autocast_enabled(d), torch.get_autocast_dtype(d)) for d in ("cpu", "cuda"))
-        return call.structure, grads, dtypes, modes, autocast, tuple(t.requires_grad for t in self._tensors.values())
+        globally = (
+            torch.is_grad_enabled(), torch.is_inference_mode_enabled(), torch.get_default_dtype(),
+            torch.get_default_device(),
+        )  # fmt: skip
+        trainable = tuple(t.requires_grad for t in self._tensors.values())
+        return call.structure, grads, dtypes, modes, autocast, globally, trainable
 
     def _compile(self, kind: Any, call: Leaves, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Compiled:
         for name, parameter in self.named_parameters():

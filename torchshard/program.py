@@ -15,7 +15,6 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import torch
 from torch import fx, nn
 
 from torchshard.capture import Captured, capture
@@ -73,10 +72,9 @@ def program(
 def prepared(
     model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any] | None = None, *, dynamic: bool = True
 ) -> Captured:
-    """One call of a model as a graph with few kinds of nodes, ready to be planned."""
+    """One call of a model, in the caller's grad mode, as a graph with few kinds of nodes, ready to be planned."""
     with _no_collection(), _timed("capture"):
-        with torch.enable_grad():
-            captured = capture(model, args, kwargs, dynamic=dynamic)
+        captured = capture(model, args, kwargs, dynamic=dynamic)
         normalize(captured.graph)
         _mark_trainable(captured, model)
     return captured

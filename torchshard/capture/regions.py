@@ -10,6 +10,7 @@ as it came in (by `x.to(x.dtype)`, too) is no result of it, and keeps its gradie
 from __future__ import annotations
 
 import operator
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -37,6 +38,7 @@ def _inline(module: fx.GraphModule, node: fx.Node) -> None:
     body: Any
     if name == "wrap_with_set_grad_enabled":
         body, args, detached = node.args[1], node.args[2:], not node.args[0]
+        args = args if detached else _before_detached(args)
     elif name == "wrap_with_autocast" and node.args[2] is False:
         body, args, detached = node.args[4], node.args[5:], False
     else:
@@ -89,10 +91,26 @@ def _gives_itself(step: fx.Node) -> bool:
     return unchanged and not bound_args(step).get("copy") and before.stride() == after.stride()
 
 
+_ENTERED = "entered"
+"""The meta key of a detach that a `no_grad` block made: what it detaches."""
+
+
+def _before_detached(args: Sequence[Any]) -> list[Any]:
+    """What an `enable_grad` block within a `no_grad` block is given: a parameter keeps its gradient there."""
+    if not torch.is_grad_enabled():
+        raise CaptureError(
+            "the model enables gradients inside of forward, and is called without",
+            where="torch.enable_grad() in forward",
+            why="a graph runs in one grad mode, that of the call",
+            attempt="call the model with gradients enabled, outside of torch.no_grad()",
+        )
+    return [a.meta.get(_ENTERED, a) if isinstance(a, fx.Node) else a for a in args]
+
+
 def _entered(graph: fx.Graph, value: Any, detached: bool) -> Any:
     val = value.meta.get("val") if isinstance(value, fx.Node) else None
     if not detached or not isinstance(val, torch.Tensor) or not (val.is_floating_point() or val.is_complex()):
         return value
     made = graph.call_function(aten.detach.default, (value,))
-    made.meta = {k: v for k, v in value.meta.items() if k not in ("kind", "path")}
+    made.meta = {k: v for k, v in value.meta.items() if k not in ("kind", "path")} | {_ENTERED: value}
     return made
