@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 import torchshard as ts
 from torchshard.capture import capture
-from torchshard.capture.attributes import Kept, attributes, changed
+from torchshard.capture.visible import Kept, attributes, changed
 
 
 class _Up(nn.Module):
@@ -155,10 +155,10 @@ REFUSED = {
     _in_a_set: "computes something else",
     _in_an_array: "changes array again",
     _counter: "changes step again",
-    _hidden_state: "reads what the first has left there",
+    _hidden_state: "reads what an earlier one has left there",
     _first_call: "computes something else",
-    _state_in_a_list: "reads what the first has left there",
-    _cache_of_a_written_buffer: "reads what the first has left there",
+    _state_in_a_list: "reads what an earlier one has left there",
+    _cache_of_a_written_buffer: "reads what an earlier one has left there",
     _written_in_place: "plain, which is no registered buffer",
 }
 

@@ -1,24 +1,34 @@
 """The sharded model: the same forward signature and parameter names, this rank's slices, one graph per kind of call.
 
 Like `jax.jit` it captures a graph for the first call of a kind and keeps it. A kind is: train or eval (of every
-module), the grad mode and the default dtype, which parameters and inputs need a gradient, how inputs lie in memory, everything in the arguments that is no
-tensor, and the fixed sizes; batch and sequence may vary within one kind. All graphs share the parameters, whose layouts
-the first fixes.
+module), the grad mode and the default dtype, which parameters and inputs need a gradient, how inputs lie in memory,
+everything in the arguments that is no tensor, what attributes and globals forward sees, and the fixed sizes; batch and
+sequence may vary within one kind. All graphs share the parameters, whose layouts the first fixes.
 """
 
 from __future__ import annotations
 
 import logging
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, fx, nn
 from torch._subclasses.fake_tensor import is_fake
 
 from torchshard.agreement import agree, fingerprint, quick_sum, together
-from torchshard.capture import Leaves, check_devices, check_weights, flatten_call, memory_order
+from torchshard.capture import (
+    Leaves,
+    Visit,
+    Watch,
+    check_devices,
+    check_weights,
+    flatten_call,
+    hollow_tensor,
+    memory_order,
+    refuse_between,
+)
 from torchshard.distributed.checks import Mode, digest
 from torchshard.distributed.groups import MODEL, Group
 from torchshard.distributed.ops import OPS, direct, hashable
@@ -37,6 +47,8 @@ from torchshard.state import State
 log = logging.getLogger("torchshard.module")
 MANY_GRAPHS = 16
 """As many captures are worth a warning: an argument that is no tensor may change with each call."""
+MOST_GRAPHS = 64
+"""As many kinds of calls keep their graphs."""
 VALUES = "the sum of the bits of input"
 SUMMED_ELEMENTS = 1 << 20
 """Inputs of up to so many elements in the CPU's memory are compared between the ranks at each call."""
@@ -57,6 +69,31 @@ class Compiled:
     """Whether it draws random numbers."""
     mark: int
     """A digest of the kind of call."""
+    visit: Visit
+    """The call that it was captured for, without values."""
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Compiled:
+        return self
+
+
+class Kind(NamedTuple):
+    """What makes two calls the same to a graph."""
+
+    structure: Any
+    """All in the arguments that is no tensor."""
+    state: int
+    """The number of the state that attributes, closures and globals are in: see `Watch`."""
+    grads: tuple[bool, ...]
+    """Which inputs need a gradient."""
+    tensors: tuple[Any, ...]
+    """(dtype, device type, order in memory) of each input."""
+    modes: tuple[bool, ...]
+    """Train or eval, of each module."""
+    autocast: tuple[Any, ...]
+    globally: tuple[Any, ...]
+    """Grad mode, default dtype, default device."""
+    trainable: tuple[bool, ...]
+    """Which parameters and buffers need a gradient."""
 
 
 class ShardedModule(State):
@@ -83,6 +120,8 @@ class ShardedModule(State):
         _check_same_weights(model, group)
         super().__init__(model, layouts, group)
         self._plan, self._aim, self._group_name = wanted, aim, group_name
+        self._watch, self._captures = Watch(self.source), 0
+        self._latest_compiled: Compiled | None = None
 
     # --- calling -----------------------------------------------------------------------------------------------------
 
@@ -109,7 +148,7 @@ class ShardedModule(State):
             call = flatten_call(self.source, args, kwargs)
             self._check_devices(call)
             kind = self._kind(call)
-            compiled = next((c for c in self._programs.get(kind, ()) if c.program.captured.accepts(call.tensors)), None)
+            compiled = self._known(kind, call)
         except ShardError as error:
             failure = error
         if self._group.size > 1 and Mode.on is not False:
@@ -118,6 +157,14 @@ class ShardedModule(State):
             raise failure
         assert call is not None
         return kind, call, compiled
+
+    def _known(self, kind: Kind, call: Leaves) -> Compiled | None:
+        """The graph for a call, if there is one; its kind becomes the one that was called latest."""
+        held = self._programs.pop(kind, None)
+        if held is None:
+            return None
+        self._programs[kind] = held
+        return next((c for c in held if c.program.captured.accepts(call.tensors)), None)
 
     def _agree(
         self, call: Leaves | None, kind: Any, compiled: Compiled | None, failure: ShardError | None, step: str
@@ -134,13 +181,18 @@ class ShardedModule(State):
             found: dict[str, Any] = {}
             for name, tensor, (_, total) in zip(call.names, call.tensors, values, strict=True):
                 found |= {f"input {name}": value_text(tensor), f"{VALUES} {name}": total}
-            found |= {"what is no tensor": call.structure, "mode and gradients": kind[1:]}
+            found |= {"what is no tensor": call.structure}
+            found |= {"what forward sees beside its arguments": self._visible(), "mode and gradients": kind[2:]}
             found["the captured graph"] = "captured before" if compiled else "to be captured now"
             found |= {"the random stream": stream, "what is asked for": step}
             return {key: str(fact) for key, fact in found.items()}
 
         mine = digest(f"{mark} {values} {stream} {compiled is None} {text} {step}")
         agree(self._group, facts, mine, _call_error, "the ranks were called with different arguments")
+
+    def _visible(self) -> str:
+        changed = f", changed last: {self._watch.latest_change}" if self._watch.latest_change else ""
+        return f"state {self._watch.number}{changed}"
 
     def _check_devices(self, call: Leaves) -> None:
         """Devices that fit the model once fit it in each later call."""
@@ -149,39 +201,59 @@ class ShardedModule(State):
             check_devices(self.source, call)
             self._fitting_devices.add(devices)
 
-    def _kind(self, call: Leaves) -> Any:
-        grads = tuple(t.requires_grad for t in call.tensors)
-        dtypes = tuple((t.dtype, t.device.type, memory_order(t)) for t in call.tensors)
-        modes = tuple(m.training for m in self._source_modules)
-        autocast = tuple((torch.is_autocast_enabled(d), torch.get_autocast_dtype(d)) for d in ("cpu", "cuda"))
-        globally = (
-            torch.is_grad_enabled(), torch.is_inference_mode_enabled(), torch.get_default_dtype(),
-            torch.get_default_device(),
+    def _kind(self, call: Leaves) -> Kind:
+        return Kind(
+            call.structure,
+            self._watch.state(),
+            tuple(t.requires_grad for t in call.tensors),
+            tuple((t.dtype, t.device.type, memory_order(t)) for t in call.tensors),
+            tuple(m.training for m in self._source_modules),
+            tuple((torch.is_autocast_enabled(d), torch.get_autocast_dtype(d)) for d in ("cpu", "cuda")),
+            (torch.is_grad_enabled(), torch.is_inference_mode_enabled(), torch.get_default_dtype(),
+             torch.get_default_device()),
+            tuple(t.requires_grad for t in self._tensors.values()),
         )  # fmt: skip
-        trainable = tuple(t.requires_grad for t in self._tensors.values())
-        return call.structure, grads, dtypes, modes, autocast, globally, trainable
 
     def _compile(self, kind: Any, call: Leaves, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Compiled:
         for name, parameter in self.named_parameters():
             self._source_tensor(name).requires_grad_(parameter.requires_grad)
         fixed = self._layouts if self._fixed else None
-        made = together(
-            self._group,
-            CaptureError,
-            "the ranks can't make a program of the model together",
-            lambda: program(self.source, self._plan, self._group.size, args, kwargs, fixed, self._aim),
-        )
+        visit = Visit(replace(call, tensors=tuple(map(_without_values, call.tensors))), kind.modes)
+
+        def make() -> Program:
+            made = program(self.source, self._plan, self._group.size, args, kwargs, fixed, self._aim)
+            self._refuse_left(visit, made)
+            return made
+
+        made = together(self._group, CaptureError, "the ranks can't make a program of the model together", make)
         draws = any(map(draws_random, made.graph.graph.nodes))
         self._check_same_program(made, call, draws)
         if not self._fixed:
             self._fix_layouts(made.plan.parameters)
         graph = localized(made.graph, self._group.rank, self._group.size, self._group_name)
         run, state = _calling_directly(graph), self._graph_state(made, graph)
-        compiled = Compiled(made, graph, run, state, draws, _mark(kind))
-        self._programs.setdefault(kind, []).append(compiled)
-        if sum(map(len, self._programs.values())) == MANY_GRAPHS:
-            log.warning("%d graphs captured: an argument that is no tensor may change with each call", MANY_GRAPHS)
+        compiled = Compiled(made, graph, run, state, draws, _mark(kind), visit)
+        self._keep(kind, compiled)
         return compiled
+
+    def _keep(self, kind: Kind, compiled: Compiled) -> None:
+        """Remembers a graph, and forgets the kind of call that was made least recently where there are many."""
+        self._programs.setdefault(kind, []).append(compiled)
+        self._latest_compiled = compiled
+        self._captures += 1
+        if self._captures == MANY_GRAPHS:
+            changed = self._watch.latest_change
+            why = f"{changed} changes" if changed else "an argument that is no tensor changes"
+            log.warning("%d graphs captured: perhaps %s with each call", MANY_GRAPHS, why)
+        if len(self._programs) > MOST_GRAPHS:
+            del self._programs[next(iter(self._programs))]
+
+    def _refuse_left(self, visit: Visit, made: Program) -> None:
+        """One kind of call may not read what another leaves in attributes."""
+        for other in (compiled for held in self._programs.values() for compiled in held):
+            left = made.captured.left + other.program.captured.left
+            for first, second in ((visit, other.visit), (other.visit, visit)) if left else ():
+                refuse_between(self.source, first, second, tuple(dict.fromkeys(left)))
 
     def _graph_state(self, made: Program, graph: fx.GraphModule) -> tuple[str | Tensor, ...]:
         device = next((p.device for p in self.parameters()), None)
@@ -215,14 +287,14 @@ class ShardedModule(State):
         return self._latest().program.plan
 
     def _latest(self) -> Compiled:
-        if not self._programs:
+        if self._latest_compiled is None:
             raise InputError(
                 "no graph is captured yet",
                 where="ShardedModule",
                 why="it was made without example_inputs and has not been called",
                 attempt="torchshard.shard(model, plan, example_inputs=...), or call it once",
             )
-        return list(self._programs.values())[-1][-1]
+        return self._latest_compiled
 
     @property
     def graph(self) -> fx.GraphModule:
@@ -238,6 +310,10 @@ class ShardedModule(State):
         """Captures the graph of a call without running it."""
         kind, call, _ = self._agreed_call(args, kwargs, "a capture for example inputs")
         self._compile(kind, call, args, kwargs)
+
+
+def _without_values(tensor: Any) -> Any:
+    return hollow_tensor(tensor).requires_grad_(tensor.requires_grad) if isinstance(tensor, Tensor) else tensor
 
 
 def _calling_directly(graph: fx.GraphModule) -> fx.GraphModule:

@@ -30,6 +30,7 @@ from torchshard.capture.models import check_devices, shared_names
 from torchshard.capture.regions import inline_regions
 from torchshard.capture.signature import flatten_call
 from torchshard.capture.trace import is_library, trace
+from torchshard.capture.visible import Place
 from torchshard.graph import duplicate, op_name, size_expr
 
 
@@ -46,6 +47,8 @@ class Captured:
     """The graph's results -> what `forward` returns."""
     assumes: Callable[[Sequence[Tensor]], bool]
     """Whether tensors satisfy what the graph assumes of sizes."""
+    left: tuple[Place, ...] = ()
+    """The attributes that forward assigned, in one call as in the next."""
 
     def accepts(self, tensors: Sequence[Tensor]) -> bool:
         """Whether the graph computes the model on these inputs."""
@@ -66,11 +69,13 @@ def capture(
     """
     call = flatten_call(model, args, kwargs or {})
     check_devices(model, call)
-    exported, result = trace(model, call, dynamic=dynamic)
+    traced = trace(model, call, dynamic=dynamic)
+    exported = traced.exported
     shared = shared_names(model)
     names = tuple(f"{name} (argument)" if name in shared else name for name in call.names)
     graph = _flat_graph(exported, names, shared)
-    return Captured(graph, names, _constants(exported), result.rebuild, _assumption(graph, exported))
+    assumes = _assumption(graph, exported)
+    return Captured(graph, names, _constants(exported), traced.result.rebuild, assumes, traced.left)
 
 
 # --- ExportedProgram -> GraphModule ----------------------------------------------------------------------------------

@@ -10,21 +10,25 @@ import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import is_fake
 
-from torchshard.capture.attributes import attributes
 from torchshard.capture.signature import Leaves
+from torchshard.capture.visible import attributes, settings
 from torchshard.errors import InputError
 
 
 def hollow(model: nn.Module) -> nn.Module:
-    """A copy of the model whose parameters and buffers have shape and device but no memory, for later captures."""
-    return copied(model, {id(t): hollow_tensor(t) for t in (*model.parameters(), *model.buffers())})
+    """A copy of the model whose parameters and buffers have shape and device but no memory, for later captures.
+
+    Configurations (objects and dicts of plain values) are not copied: what is set on the model's own counts here too.
+    """
+    tensors = {id(t): hollow_tensor(t) for t in (*model.parameters(), *model.buffers())}
+    return copied(model, tensors | {id(value): value for value in settings(model)})
 
 
-def copied(model: nn.Module, memo: Mapping[int, Tensor] | None = None) -> nn.Module:
+def copied(model: nn.Module, memo: Mapping[int, Any] | None = None) -> nn.Module:
     """A copy of the model.
 
     Args:
-        memo: the id of a tensor -> what stands for it in the copy.
+        memo: the id of a tensor or object -> what stands for it in the copy.
 
     Raises:
         InputError: the model holds something that can't be copied.

@@ -36,6 +36,7 @@ def inline_regions(module: fx.GraphModule) -> None:
 def _inline(module: fx.GraphModule, node: fx.Node) -> None:
     name = str(node.target)
     body: Any
+    args: Sequence[Any]
     if name == "wrap_with_set_grad_enabled":
         body, args, detached = node.args[1], node.args[2:], not node.args[0]
         args = args if detached else _before_detached(args)

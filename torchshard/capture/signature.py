@@ -1,8 +1,8 @@
 """A call's arguments and results as flat lists of tensors and back; what makes two calls the same to a graph.
 
 Everything that is no tensor (None, numbers, flags) is part of the call's structure: a graph is captured for it. It is
-compared by value. Objects that PyTorch's pytree does not know are taken apart by their attributes; what holds no
-attributes either (functions, classes, modules) is compared by identity.
+compared by value. Objects that PyTorch's pytree does not know are taken apart by their attributes; functions are
+compared by their code and what they hold, classes and modules by identity.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
+from torchshard.capture.own_code import cells_of
 from torchshard.errors import InputError
 
 
@@ -58,7 +59,7 @@ class _Identity:
         return id(self.held)
 
     def __repr__(self) -> str:
-        name = getattr(self.held, "__qualname__", type(self.held).__qualname__)
+        name = getattr(self.held, "__qualname__", getattr(self.held, "co_qualname", type(self.held).__qualname__))
         return f"the object {name}"
 
 
@@ -74,6 +75,8 @@ def _key(leaf: Any) -> Any:
         return (type(leaf), repr(leaf) if isinstance(leaf, float | complex) else leaf)  # nan equals nan, 0.0 not -0.0
     if isinstance(leaf, set | frozenset):
         return (type(leaf), tuple(sorted((_key(item) for item in leaf), key=repr)))
+    if isinstance(leaf, types.FunctionType):
+        return _function_key(leaf)
     if isinstance(leaf, _SAME):
         return _Identity(leaf)
     raise InputError(
@@ -82,6 +85,17 @@ def _key(leaf: Any) -> Any:
         why="its content would become part of the graph, and nothing tells when it is another",
         attempt="a tensor (torch.as_tensor of an array), numbers and strings, or a dict, list or dataclass of them",
     )
+
+
+def _function_key(function: types.FunctionType) -> Any:
+    """Functions of one code that hold equal values are equal: each call that passes a lambda makes a new one."""
+    held = {**cells_of(function), "defaults": function.__defaults__, **(function.__kwdefaults__ or {})}
+    try:
+        values = tuple(map(_key, flatten(list(held.values())).structure[1]))
+        tensors = tuple(map(_Identity, flatten(list(held.values())).tensors))
+    except InputError:
+        return _Identity(function)
+    return (_Identity(function.__code__), tuple(held), values, tensors)
 
 
 def _is_unknown_object(value: Any) -> bool:

@@ -13,6 +13,7 @@ import traceback
 import warnings
 from collections import OrderedDict
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -22,16 +23,28 @@ from torch.export import Dim, ExportedProgram
 from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 
-from torchshard.capture.attributes import Kept, Place, attributes, changed, refuse_state
+from torchshard.capture.rehearsal import refuse_state
 from torchshard.capture.signature import Leaves, check_results, flatten, unchanged
+from torchshard.capture.visible import Kept, Place, attributes, changed
 from torchshard.errors import CaptureError, InputError
 
 DYNAMIC_DIMS = (0, 1)
 """The dims of input tensors that may vary from call to call: batch and sequence."""
 
 
-def trace(model: nn.Module, call: Leaves, *, dynamic: bool = True) -> tuple[ExportedProgram, Leaves]:
-    """One call as an exported program, and what `forward` returned; the model is left as it was.
+@dataclass(frozen=True)
+class Traced:
+    """One call of a model."""
+
+    exported: ExportedProgram
+    result: Leaves
+    """What `forward` returned."""
+    left: tuple[Place, ...]
+    """The attributes that it assigned."""
+
+
+def trace(model: nn.Module, call: Leaves, *, dynamic: bool = True) -> Traced:
+    """One call as an exported program; the model is left as it was.
 
     Raises:
         CaptureError: the model can't be captured; it says at which line and what to do.
@@ -62,9 +75,10 @@ def trace(model: nn.Module, call: Leaves, *, dynamic: bool = True) -> tuple[Expo
             exported = _export(model, call, dynamic)
     finally:
         kept.put_back()
-    if places:
-        refuse_state(model, call, list(dict.fromkeys(places)))
-    return exported, results[-1]
+    left = tuple(dict.fromkeys(places))
+    if left:
+        refuse_state(model, call, left)
+    return Traced(exported, results[-1], left)
 
 
 _CALLING = ("forward", "_forward_hooks", "_forward_pre_hooks")
