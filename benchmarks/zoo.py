@@ -76,7 +76,15 @@ OVERRIDES: dict[str, dict[str, Any]] = {
     "lfm2_moe": {"layer_types": ["conv", "full_attention"]},
     "mamba2": {"num_heads": 8, "head_dim": 16},
     "nemotron": {"num_key_value_heads": 2},
-    "reformer": {"is_decoder": True, "axial_pos_embds": False},
+    # its reversible layers seed themselves from the system's entropy, so that dropout differs from run to run
+    "reformer": {
+        "is_decoder": True,
+        "axial_pos_embds": False,
+        "hash_seed": 0,
+        "hidden_dropout_prob": 0.0,
+        "lsh_attention_probs_dropout_prob": 0.0,
+        "local_attention_probs_dropout_prob": 0.0,
+    },
     "speech_to_text": {"input_feat_per_channel": 80},
     # of the whole depth the last images are one pixel: a batch norm of two numbers loses all digits
     **{kind: {"depths": [1, 2], "hidden_sizes": [32, 64], "embedding_size": 16} for kind in ("resnet", "regnet")},

@@ -12,7 +12,7 @@ import pytest
 PACKAGE = Path(__file__).parent.parent / "torchshard"
 
 LAYERS = [
-    ["errors", "layouts", "files"],
+    ["errors", "layouts", "files", "whole"],
     ["comparing"],
     ["notation", "conversions"],
     ["rules"],

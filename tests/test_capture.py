@@ -71,7 +71,7 @@ def test_a_model_that_seeds_the_stream_is_refused() -> None:
         torch.manual_seed(3)
         return m.up(F.dropout(x))
 
-    with pytest.raises(ts.CaptureError, match="the model seeds the random stream"):
+    with pytest.raises(ts.CaptureError, match="the model seeds the random numbers"):
         capture(_Up(body), (X,))
     torch.manual_seed(0)
 

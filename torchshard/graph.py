@@ -26,6 +26,7 @@ from torchshard.distributed.ops import is_collective
 from torchshard.layouts import I, Layout
 from torchshard.notation import Choice, Row
 from torchshard.rules import Call, TensorType, is_random, row_of
+from torchshard.whole import WholeCall
 
 
 def op_name(node: fx.Node) -> str:
@@ -74,6 +75,8 @@ def values(node: fx.Node) -> list[Any]:
 
 def bound_args(node: fx.Node) -> dict[str, Any]:
     """A node's arguments by the names of the op's schema, defaults filled in; by position where there is no schema."""
+    if isinstance(node.target, WholeCall):
+        return node.target.bound(node.args)
     schema = getattr(node.target, "_schema", None)
     if schema is None:
         return {str(i): a for i, a in enumerate(node.args)} | dict(node.kwargs)

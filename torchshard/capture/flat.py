@@ -10,8 +10,8 @@ cross_entropy and dropout stay whole and no parameter is read. Here its result b
 Each input tensor's first two dims (batch, sequence) are dynamic where the model holds for any size. What the graph
 then assumes of its inputs, `Captured.accepts` checks at each call.
 
-Limits, each an error: control flow that depends on data; a custom `autograd.Function` (its backward would be lost).
-Activation checkpoints are flattened.
+Limits, each an error: control flow that depends on data. Custom `autograd.Function`s and gradient hooks are ops of the
+graph, called whole. Activation checkpoints are flattened.
 """
 
 from __future__ import annotations
@@ -21,17 +21,20 @@ import functools
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, fx, nn
 
-from torchshard.capture.models import check_devices, shared_names
+from torchshard.capture.intercept import WHOLE
+from torchshard.capture.models import check_devices, hollow_tensor, shared_names
+from torchshard.capture.own_code import is_library
 from torchshard.capture.regions import inline_regions
 from torchshard.capture.signature import flatten_call
-from torchshard.capture.trace import is_library, trace
+from torchshard.capture.trace import trace
 from torchshard.capture.visible import Place
 from torchshard.graph import duplicate, op_name, size_expr
+from torchshard.whole import HookCall, WholeCall
 
 
 @dataclass(frozen=True)
@@ -73,7 +76,8 @@ def capture(
     exported = traced.exported
     shared = shared_names(model)
     names = tuple(f"{name} (argument)" if name in shared else name for name in call.names)
-    graph = _flat_graph(exported, names, shared)
+    memo = {id(t): hollow_tensor(t) for t in (*model.parameters(), *model.buffers())}
+    graph = _flat_graph(exported, names, shared, [held.copied(memo) for held in traced.whole])
     assumes = _assumption(graph, exported)
     return Captured(graph, names, _constants(exported), traced.result.rebuild, assumes, traced.left)
 
@@ -82,10 +86,20 @@ def capture(
 
 
 def _flat_graph(
-    exported: torch.export.ExportedProgram, inputs: Sequence[str], shared: Mapping[str, tuple[str, ...]]
+    exported: torch.export.ExportedProgram,
+    inputs: Sequence[str],
+    shared: Mapping[str, tuple[str, ...]],
+    whole: Sequence[WholeCall],
 ) -> fx.GraphModule:
     module = fx.GraphModule(exported.graph_module, copy.deepcopy(exported.graph_module.graph))
     inline_regions(module)
+    stand_ins = {node: whole[node.args[2]] for node in module.graph.nodes if node.target is WHOLE}
+    hooks = {node for node, call in stand_ins.items() if isinstance(call, HookCall)}
+    for node, call in stand_ins.items():
+        made: Any = _call_whole(module.graph, node, call)
+        if node in hooks:  # those set later come before it, so that gradients meet the hook that was set first
+            made.args[0].replace_all_uses_with(made, lambda user: user is not made and user not in hooks)  # noqa: B023
+        module.graph.erase_node(node)
     graph = module.graph
     kinds = {spec.arg.name: spec for spec in exported.graph_signature.input_specs}
     names = iter(inputs)
@@ -107,6 +121,24 @@ def _flat_graph(
     _order_placeholders(graph)
     _rename(graph)
     return duplicate(fx.GraphModule(nn.Module(), graph))
+
+
+def _call_whole(graph: fx.Graph, node: fx.Node, call: WholeCall) -> fx.Node:
+    """The call itself, which takes the place of its stand-in; a hook stands right behind what it is set on."""
+    tensors, sizes, _ = cast(Any, node.args)
+    count = call.operands - len(sizes)
+    with graph.inserting_after(tensors[0]) if isinstance(call, HookCall) else graph.inserting_before(node):
+        made = graph.call_function(call, (*tensors[:count], *sizes, *tensors[count:]))
+    made.meta = dict(node.meta)
+    if call.single:
+        made.meta["val"] = node.meta["val"][0]
+    for user in list(node.users):
+        if call.single:
+            user.replace_all_uses_with(made)
+            graph.erase_node(user)
+        else:
+            user.args = (made, user.args[1])
+    return made
 
 
 def _order_placeholders(graph: fx.Graph) -> None:

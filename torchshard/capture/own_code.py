@@ -7,8 +7,10 @@ installed packages and of Python itself is not followed: its globals are its own
 from __future__ import annotations
 
 import functools
+import re
 import sysconfig
-from collections.abc import Iterator
+import traceback
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from types import CellType, CodeType, FunctionType, MethodType, ModuleType
 from typing import Any
@@ -84,7 +86,7 @@ def _functions_in(value: Any, names: frozenset[str]) -> Iterator[FunctionType]:
         held = vars(value)
         yield from (held[name] for name in names if isinstance(held.get(name), FunctionType))
     elif callable(value) and not isinstance(value, nn.Module):
-        yield from _functions_in(type(value).__call__, names)
+        yield from (f for f in (type(value).__call__,) if isinstance(f, FunctionType))
 
 
 _CALLED = ("__init__", "__call__", "forward")
@@ -106,3 +108,24 @@ def _is_filled(cell: CellType) -> bool:
     except ValueError:
         return False
     return True
+
+
+# --- lines for errors ------------------------------------------------------------------------------------------------
+
+
+def is_library(path: str) -> bool:
+    """Whether a file is PyTorch's or ours: no line of it tells a user where to look."""
+    return "/torch/" in path or "/torchshard/" in path or path.startswith(("<", "torch/"))
+
+
+def user_line(stack: Sequence[traceback.FrameSummary]) -> str:
+    """The innermost line of a stack that is neither PyTorch's nor ours."""
+    frames = [f for f in stack if not is_library(f.filename)]
+    own = [f for f in frames if f.name not in ("<module>", "main")] or frames
+    return f"{own[-1].filename}:{own[-1].lineno} in {own[-1].name}: {own[-1].line}" if own else ""
+
+
+def line_in(text: str) -> str:
+    """The same of a text that holds a traceback: 'model.py:12'."""
+    found = [m for m in re.findall(r'File "([^"]+)", line (\d+)', text) if not is_library(m[0])]
+    return f"{found[-1][0]}:{found[-1][1]}" if found else ""

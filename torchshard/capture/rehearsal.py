@@ -9,10 +9,12 @@ call may be of another kind: an encoder's call may leave what a decoder's call r
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import contextlib
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
@@ -77,19 +79,12 @@ def refuse_between(model: nn.Module, first: Visit, second: Visit, places: Sequen
     Raises:
         CaptureError: what the first leaves behind changes what the second computes.
     """
-    kept, modes = Kept(model), [m.training for m in model.modules()]
-    mode = FakeTensorMode(shape_env=ShapeEnv(), static_shapes=True, allow_non_fake_inputs=True)
-    state: dict[str, Tensor] = {n: mode.from_tensor(t) for n, t in (*model.named_parameters(), *model.named_buffers())}
     try:
-        _make_fake(model, mode)
-        with mode, _reparametrize_module(model, state):
+        with _on_fakes(model) as mode:
             before = _Rehearsed(model, first, mode)
             why = _rehearse(model, before, before if second is first else _Rehearsed(model, second, mode))
     except Exception as error:
         why = f"whether a second call reads it can't be told: {error}".splitlines()[0]
-    finally:
-        kept.put_back()
-        _set_modes(model, modes)
     if why:
         raise CaptureError(
             f"{type(model).__name__}'s forward keeps state in plain attributes, which a graph can't hold",
@@ -97,6 +92,29 @@ def refuse_between(model: nn.Module, first: Visit, second: Visit, places: Sequen
             why=why,
             attempt="register_buffer for a tensor that one call leaves for the next; else pass it in and return it",
         )
+
+
+def run_on_fakes(model: nn.Module, call: Leaves) -> None:
+    """Runs forward once on fake tensors; the model is left as it was, random numbers are as forward leaves them."""
+    with _on_fakes(model, keep_seed=False) as mode:
+        _Rehearsed(model, Visit(call, ()), mode).run()
+
+
+@contextlib.contextmanager
+def _on_fakes(model: nn.Module, *, keep_seed: bool = True) -> Iterator[FakeTensorMode]:
+    """While it is open, the model's parameters, buffers and plain tensors are fake."""
+    kept, modes, seed = Kept(model), [m.training for m in model.modules()], torch.get_rng_state()
+    mode = FakeTensorMode(shape_env=ShapeEnv(), static_shapes=True, allow_non_fake_inputs=True)
+    state: dict[str, Tensor] = {n: mode.from_tensor(t) for n, t in (*model.named_parameters(), *model.named_buffers())}
+    try:
+        _make_fake(model, mode)
+        with mode, _reparametrize_module(model, state):
+            yield mode
+    finally:
+        kept.put_back()
+        _set_modes(model, modes)
+        if keep_seed:
+            torch.set_rng_state(seed)
 
 
 def _set_modes(model: nn.Module, modes: Sequence[bool]) -> None:

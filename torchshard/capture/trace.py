@@ -12,21 +12,28 @@ import re
 import traceback
 import warnings
 from collections import OrderedDict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import is_fake
 from torch.export import Dim, ExportedProgram
-from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 
-from torchshard.capture.rehearsal import refuse_state
+from torchshard.capture.intercept import (
+    check_random_states,
+    following,
+    random_states,
+    recording,
+    warn_of_checkpoints,
+)
+from torchshard.capture.own_code import line_in, user_line
+from torchshard.capture.rehearsal import refuse_state, run_on_fakes
 from torchshard.capture.signature import Leaves, check_results, flatten, unchanged
 from torchshard.capture.visible import Kept, Place, attributes, changed
 from torchshard.errors import CaptureError, InputError
+from torchshard.whole import WholeCall
 
 DYNAMIC_DIMS = (0, 1)
 """The dims of input tensors that may vary from call to call: batch and sequence."""
@@ -41,6 +48,8 @@ class Traced:
     """What `forward` returned."""
     left: tuple[Place, ...]
     """The attributes that it assigned."""
+    whole: tuple[WholeCall, ...] = ()
+    """The calls that are kept whole, by the numbers that stand in the graph."""
 
 
 def trace(model: nn.Module, call: Leaves, *, dynamic: bool = True) -> Traced:
@@ -52,14 +61,14 @@ def trace(model: nn.Module, call: Leaves, *, dynamic: bool = True) -> Traced:
     """
     results: list[Leaves] = []
     places: list[Place] = []
-    kept, before = Kept(model), attributes(model)
+    kept, before, states = Kept(model), attributes(model), random_states()
     own = {name: model.__dict__[name] for name in _CALLING if name in model.__dict__}
 
     def flat_forward(*tensors: Tensor) -> list[Any]:
         held = dataclasses.replace(call, tensors=tensors)
         call_args, call_kwargs = call.rebuild(tensors)
         _set(model, own)
-        with _ForeignParameters():
+        with following(recorded):
             results.append(flatten(nn.Module._call_impl(model, *call_args, **call_kwargs)))
         _set(model, bare)
         _check_results(model, results[-1])
@@ -71,14 +80,16 @@ def trace(model: nn.Module, call: Leaves, *, dynamic: bool = True) -> Traced:
     bare = {"forward": flat_forward, **{name: OrderedDict() for name in _CALLING[1:]}}
     _set(model, bare)
     try:
-        with _refused_functions(), _quiet():
+        with recording() as recorded, _quiet():
             exported = _export(model, call, dynamic)
     finally:
         kept.put_back()
+    check_random_states(model, states, lambda: run_on_fakes(model, call))
+    warn_of_checkpoints(recorded, model)
     left = tuple(dict.fromkeys(places))
     if left:
         refuse_state(model, call, left)
-    return Traced(exported, results[-1], left)
+    return Traced(exported, results[-1], left, tuple(recorded.calls))
 
 
 _CALLING = ("forward", "_forward_hooks", "_forward_pre_hooks")
@@ -147,21 +158,6 @@ def _example(tensor: Tensor, model: nn.Module) -> Tensor:
     return made.requires_grad_(tensor.requires_grad)
 
 
-class _ForeignParameters(TorchFunctionMode):
-    """A real tensor that needs a gradient, amid the fake ones of a capture, is a parameter the model doesn't own."""
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        for held in pytree.arg_tree_leaves(*args, **(kwargs or {})):
-            if type(held) in (Tensor, nn.Parameter) and held.requires_grad and not is_fake(held):
-                raise CaptureError(
-                    "the model uses a parameter that is not its own",
-                    where=_user_line(traceback.extract_stack()),
-                    why=f"{tuple(held.shape)}, requires_grad: as a constant of the graph its gradient would be lost",
-                    attempt="register it: assign the parameter or its module to an attribute of the model",
-                )
-        return func(*args, **(kwargs or {}))
-
-
 @contextlib.contextmanager
 def _quiet() -> Iterator[None]:
     """Export's remarks on sizes of one and on assigned attributes are ours to make, where they matter."""
@@ -174,46 +170,6 @@ def _quiet() -> Iterator[None]:
             yield
     finally:
         logger.setLevel(level)
-
-
-@contextlib.contextmanager
-def _refused_functions() -> Iterator[None]:
-    """What a graph would silently lose is an error while capturing: a custom autograd.Function's backward, a seed."""
-    original = torch.autograd.Function.__dict__.get("apply")
-    applied: Any = torch.autograd.Function.apply.__func__  # type: ignore[attr-defined]
-
-    def apply(cls: type, *args: Any, **kwargs: Any) -> Any:
-        if cls is torch.utils.checkpoint.CheckpointFunction:
-            return args[0](*args[2:])
-        if cls.__name__.startswith("GeneratedBackwardFor_"):  # a torch.library op: the graph holds it whole
-            return applied(cls, *args, **kwargs)
-        raise CaptureError(
-            f"the model calls the custom autograd.Function {cls.__name__}",
-            where=_user_line(traceback.extract_stack()) or cls.__qualname__,
-            why="a captured graph would hold its forward and silently lose its backward",
-            attempt="write it in plain torch ops, or as a torch.library.custom_op with register_autograd, "
-            "and give it a rule with @torchshard.rule",
-        )
-
-    def manual_seed(seed: Any) -> Any:
-        raise CaptureError(
-            "the model seeds the random stream",
-            where=_user_line(traceback.extract_stack()) or "torch.manual_seed",
-            why="a graph draws from the stream as it finds it: seeded once, when it was captured, and never again",
-            attempt="torch.manual_seed before the call, outside the model",
-        )
-
-    seeding = torch.manual_seed
-    torch.autograd.Function.apply = classmethod(apply)  # type: ignore[method-assign, assignment]
-    torch.manual_seed = torch.random.manual_seed = manual_seed
-    try:
-        yield
-    finally:
-        torch.manual_seed = torch.random.manual_seed = seeding
-        if original is None:
-            del torch.autograd.Function.apply
-        else:
-            torch.autograd.Function.apply = original  # type: ignore[method-assign]
 
 
 _ADVICE = (
@@ -242,25 +198,10 @@ def _capture_error(model: nn.Module, error: Exception) -> CaptureError:
     line = text.strip().splitlines()[0][:300]
     return CaptureError(
         f"{type(model).__name__} can't be captured as a graph",
-        where=_user_line(traceback.extract_tb(error.__traceback__)) or _line_in(str(error)) or type(model).__name__,
+        where=user_line(traceback.extract_tb(error.__traceback__)) or line_in(str(error)) or type(model).__name__,
         why=f"{reason} ({line})",
         attempt=advice[2]
         if advice
         else "run the model on these inputs without torchshard first; if that works, move "
         "what can't be traced out of forward",
     )
-
-
-def is_library(path: str) -> bool:
-    return "/torch/" in path or "/torchshard/" in path or path.startswith(("<", "torch/"))
-
-
-def _user_line(stack: Sequence[traceback.FrameSummary]) -> str:
-    frames = [f for f in stack if not is_library(f.filename)]
-    own = [f for f in frames if f.name not in ("<module>", "main")] or frames
-    return f"{own[-1].filename}:{own[-1].lineno} in {own[-1].name}: {own[-1].line}" if own else ""
-
-
-def _line_in(text: str) -> str:
-    found = [m for m in re.findall(r'File "([^"]+)", line (\d+)', text) if not is_library(m[0])]
-    return f"{found[-1][0]}:{found[-1][1]}" if found else ""

@@ -19,12 +19,15 @@ from torchshard.graph import emit, fake_mode, plain_shape, values
 from torchshard.layouts import Layout, local_shape
 from torchshard.notation import Local, local_replacement
 from torchshard.rules.random import BY_ELEMENT
+from torchshard.whole import WholeCall
 
 
 def localize(module: fx.GraphModule, rank: int, world: int, group: str) -> bool:
     """Rewrites the graph for one rank; returns whether anything changed."""
     _localize_values(module, rank, world)
     for node in list(module.graph.nodes):
+        if isinstance(node.target, WholeCall):
+            node.target = node.target.copied()
         if is_collective(node.target):
             node.args = (*node.args[:-1], group)
             continue

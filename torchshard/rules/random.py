@@ -14,6 +14,7 @@ import torch
 from torchshard.layouts import Shard, parts_of, ranges
 from torchshard.notation import Local, Row
 from torchshard.rules.registry import Call, block, letters, rule, spaced
+from torchshard.whole import WholeCall
 
 aten = torch.ops.aten
 RANDOM_TAG = torch.Tag.nondeterministic_seeded
@@ -21,6 +22,8 @@ RANDOM_TAG = torch.Tag.nondeterministic_seeded
 
 def is_random(target: Any) -> bool:
     """Whether the op draws from the random stream."""
+    if isinstance(target, WholeCall):
+        return target.draws
     return RANDOM_TAG in getattr(target, "tags", ()) or "dropout" in str(target)
 
 

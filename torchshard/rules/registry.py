@@ -18,6 +18,7 @@ from typing import Any
 import torch
 
 from torchshard.notation import Row, Size, bind
+from torchshard.whole import WholeCall
 
 
 @dataclass(frozen=True)
@@ -85,7 +86,8 @@ def rule(*targets: Any, row: str | None = None, **options: Any) -> Callable[[Rul
     ...     return call.row("... -> ...")
 
     Args:
-        targets: the OpOverloads, e.g. `torch.ops.mylib.scale.default`, or their names: "mylib.scale.default".
+        targets: the OpOverloads, e.g. `torch.ops.mylib.scale.default`, or their names: "mylib.scale.default"; or
+            `torch.autograd.Function` subclasses, whose forward and backward must then be right on slices.
     """
 
     def register(fn: RuleFn) -> RuleFn:
@@ -98,7 +100,9 @@ def rule(*targets: Any, row: str | None = None, **options: Any) -> Callable[[Rul
 
 
 def rule_of(target: Any) -> RuleFn | None:
-    """The rule that is registered for an op, by itself or by its name."""
+    """The rule that is registered for an op, by itself or by its name; for a call kept whole, by its Function."""
+    if isinstance(target, WholeCall):
+        target = target.function
     return RULES.get(target) or RULES.get(str(target))
 
 
