@@ -9,6 +9,7 @@ sequence may vary within one kind. All graphs share the parameters, whose layout
 from __future__ import annotations
 
 import logging
+import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
@@ -36,19 +37,23 @@ from torchshard.errors import CaptureError, DistributedError, InputError, PlanEr
 from torchshard.explaining import listing, value_text
 from torchshard.graph import draws_random, duplicate
 from torchshard.layouts import Layout
+from torchshard.optimizers import watch
+from torchshard.parameter import check_other_group
 from torchshard.passes import localized
 from torchshard.planner.machine import Objective
 from torchshard.planner.plan import Plan
 from torchshard.planner.styles import check_matches, parameter_layouts
 from torchshard.planning import PlanLike, check_layouts, read_plan
 from torchshard.program import Program, program
-from torchshard.state import State
+from torchshard.state import State, content
 
 log = logging.getLogger("torchshard.module")
 MANY_GRAPHS = 16
 """As many captures are worth a warning: an argument that is no tensor may change with each call."""
 MOST_GRAPHS = 64
 """As many kinds of calls keep their graphs."""
+CALL = "a call"
+STEPS = "the optimizers' steps"
 VALUES = "the sum of the bits of input"
 SUMMED_ELEMENTS = 1 << 20
 """Inputs of up to so many elements in the CPU's memory are compared between the ranks at each call."""
@@ -100,6 +105,14 @@ class ShardedModule(State):
     """A model split over the ranks of a group; made by `torchshard.shard`."""
 
     __class__ = property(lambda self: ShardedModule)
+
+    @property
+    def _ddp_params_and_buffers_to_ignore(self) -> list[str]:
+        """What `DistributedDataParallel` asks a module that it wraps; its group is checked then."""
+        wrapper = sys._getframe(1).f_locals.get("self")
+        check_other_group(getattr(wrapper, "process_group", None), self._group, type(wrapper).__name__)
+        return []
+
     register_forward_hook: Any = nn.Module.register_forward_hook
     register_forward_pre_hook: Any = nn.Module.register_forward_pre_hook
     register_full_backward_hook: Any = nn.Module.register_full_backward_hook
@@ -122,6 +135,13 @@ class ShardedModule(State):
         self._plan, self._aim, self._group_name = wanted, aim, group_name
         self._watch, self._captures = Watch(self.source), 0
         self._latest_compiled: Compiled | None = None
+        self._steps, self._steps_digest, self._latest_step = 0, 0, ""
+        watch(self, model)
+
+    def note_step(self, settings: str) -> None:
+        """An optimizer with these settings is about to step this model's parameters."""
+        self._steps, self._latest_step = self._steps + 1, settings
+        self._steps_digest = digest(f"{self._steps_digest} {settings}")
 
     # --- calling -----------------------------------------------------------------------------------------------------
 
@@ -138,7 +158,7 @@ class ShardedModule(State):
         return compiled.program.captured.rebuild(compiled.run(*state, *call.tensors))
 
     def _agreed_call(
-        self, args: Sequence[Any], kwargs: Mapping[str, Any], step: str = "a call"
+        self, args: Sequence[Any], kwargs: Mapping[str, Any], step: str = CALL
     ) -> tuple[Any, Leaves, Compiled | None]:
         """The call as the ranks agree on it: they compare its kind, shapes and values before anything else."""
         failure: ShardError | None = None
@@ -147,6 +167,8 @@ class ShardedModule(State):
             self._follow()
             call = flatten_call(self.source, args, kwargs)
             self._check_devices(call)
+            if step == CALL and not any(t.is_meta or is_fake(t) for t in call.tensors if isinstance(t, Tensor)):
+                self.check_initialized()
             kind = self._kind(call)
             compiled = self._known(kind, call)
         except ShardError as error:
@@ -185,9 +207,12 @@ class ShardedModule(State):
             found |= {"what forward sees beside its arguments": self._visible(), "mode and gradients": kind[2:]}
             found["the captured graph"] = "captured before" if compiled else "to be captured now"
             found |= {"the random stream": stream, "what is asked for": step}
+            found[STEPS] = (
+                f"{self._steps} steps, the last by {self._latest_step or 'none'}, digest {self._steps_digest}"
+            )
             return {key: str(fact) for key, fact in found.items()}
 
-        mine = digest(f"{mark} {values} {stream} {compiled is None} {text} {step}")
+        mine = digest(f"{mark} {values} {stream} {compiled is None} {text} {step} {self._steps_digest}")
         agree(self._group, facts, mine, _call_error, "the ranks were called with different arguments")
 
     def _visible(self) -> str:
@@ -268,7 +293,7 @@ class ShardedModule(State):
         facts = {"the graph": listing(made.graph, sources=False), "the plan": made.plan.to_json()}
         what = "the ranks made different programs of the model"
         agree(self._group, facts, digest(repr(facts)), DistributedError, what)
-        values = {f"input {n}": _content(t) for n, t in zip(call.names, call.tensors, strict=True)}
+        values = {f"input {n}": content(t) for n, t in zip(call.names, call.tensors, strict=True)}
         what = "the ranks were called with inputs of the same shape but different values"
         agree(self._group, values, digest(repr(values)), InputError, what)
         if draws:
@@ -337,16 +362,9 @@ def _first_layouts(model: nn.Module, plan: Plan | Mapping[str, Any]) -> dict[str
 def _check_same_weights(model: nn.Module, group: Group) -> None:
     if group.size == 1:
         return
-    facts = {name: _content(t) for name, t in (*model.named_parameters(), *model.named_buffers())}
+    facts = {name: content(t) for name, t in (*model.named_parameters(), *model.named_buffers())}
     what = "the ranks hold different models"
     agree(group, facts, digest(repr(facts)), DistributedError, what)
-
-
-def _content(tensor: Tensor) -> str:
-    """Shape, dtype and a hash of the values."""
-    if tensor.is_meta or is_fake(tensor) or not tensor.numel():
-        return value_text(tensor)
-    return f"{value_text(tensor)} with hash {fingerprint(tensor):x}"
 
 
 def _quick(tensor: Tensor) -> int:
@@ -362,6 +380,7 @@ def _mark(kind: Any) -> int:
 
 _OTHER_ERRORS: dict[str, tuple[type[ShardError], str]] = {
     "the random stream": (DistributedError, "the ranks' random streams differ, and the model draws random numbers"),
+    STEPS: (DistributedError, "the ranks' optimizers have taken different steps since the last call"),
     "the captured graph": (DistributedError, "some ranks would capture a graph that others have"),
 }
 """What differs -> the error, where it is not the arguments."""

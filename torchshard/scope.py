@@ -6,6 +6,7 @@ that look for a kind of layer go on working; it can't be called, for a part alon
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Iterator
 from typing import Any, NoReturn, Self
 
@@ -104,13 +105,19 @@ class Scope(nn.Module):
                 attempt="set it on the unsharded model, then shard",
             )
         if name in self.__dict__.get("_modules", ()):
-            raise InputError(
-                f"submodule {name!r} can't be replaced after sharding",
-                where=type(self.source).__name__,
-                why="graphs that were captured before would not follow",
-                attempt="replace it in the unsharded model, then shard",
-            )
+            raise not_changeable(name, type(self.source).__name__, "replaced")
         super().__setattr__(name, value)
+
+    def __delattr__(self, name: str) -> None:
+        if any(name in held for held in (self._parameters, self._buffers, self._modules, self.source.__dict__)):
+            raise not_changeable(name, type(self.source).__name__, "removed")
+        super().__delattr__(name)
+
+    def fix_names(self) -> None:
+        """From now on parameters and buffers keep their names, and submodules stay."""
+        place = type(self.source).__name__
+        for kind, replaceable in (("_parameters", True), ("_buffers", True), ("_modules", False)):
+            self.__dict__[kind] = _FixedNames(self.__dict__[kind], place, replaceable=replaceable)
 
     def _refuse_hooks(self, *args: Any, **kwargs: Any) -> NoReturn:
         raise InputError(
@@ -141,6 +148,62 @@ class Scope(nn.Module):
     def extra_repr(self) -> str:
         """The unsharded module's."""
         return self.source.extra_repr()
+
+
+def not_changeable(name: Any, where: str, how: str) -> InputError:
+    """The error for a part of a sharded model that somebody would add, replace or remove."""
+    return InputError(
+        f"{name!r} can't be {how} after sharding",
+        where=where,
+        why="graphs that were captured before would not follow",
+        attempt="change the unsharded model, then shard",
+    )
+
+
+class _FixedNames(dict[str, Any]):
+    """The parameters, buffers or submodules of a module: none comes or goes; values may be replaced, if so said."""
+
+    def __init__(self, held: dict[str, Any], where: str, *, replaceable: bool) -> None:
+        super().__init__(held)
+        self._where, self._replaceable = where, replaceable
+
+    def __setitem__(self, name: str, value: Any) -> None:
+        if name not in self:
+            raise not_changeable(name, self._where, "added")
+        if not self._replaceable and value is not self[name]:
+            raise not_changeable(name, self._where, "replaced")
+        super().__setitem__(name, value)
+
+    def __delitem__(self, name: str) -> None:
+        raise not_changeable(name, self._where, "removed")
+
+    def pop(self, name: str, *default: Any) -> Any:
+        """Refused, where there is such a name."""
+        if name in self:
+            raise not_changeable(name, self._where, "removed")
+        return super().pop(name, *default)
+
+    def update(self, *args: Any, **kwargs: Any) -> None:
+        """One by one."""
+        for name, value in dict(*args, **kwargs).items():
+            self[name] = value
+
+    def clear(self) -> None:
+        """Refused."""
+        raise not_changeable("everything", self._where, "removed")
+
+    def popitem(self) -> Any:
+        """Refused."""
+        self.clear()
+
+    def setdefault(self, name: str, default: Any = None) -> Any:
+        """Refused, where there is no such name."""
+        if name not in self:
+            self[name] = default
+        return self[name]
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> _FixedNames:
+        return _FixedNames(copy.deepcopy(dict(self), memo), self._where, replaceable=self._replaceable)
 
 
 _EVERY = frozenset(nn.Module().__dict__) | {"training"}

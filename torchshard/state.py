@@ -4,19 +4,26 @@ from __future__ import annotations
 
 import copy
 import operator
+import weakref
 from collections.abc import Mapping, Sequence
 from typing import Any, Self, cast
 
 import torch
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import is_fake
 
+from torchshard.agreement import agree, fingerprint, together
 from torchshard.capture import hollow, hollow_tensor, shared_names
+from torchshard.distributed.checks import digest
 from torchshard.distributed.groups import Group
 from torchshard.distributed.kernels import convert
-from torchshard.errors import InputError
+from torchshard.errors import DistributedError, InputError
+from torchshard.explaining import value_text
 from torchshard.layouts import I, Layout, Shard, parts_of, split
 from torchshard.materialize import local_state
+from torchshard.parameter import ShardedParameter
 from torchshard.scope import Scope
+from torchshard.slices import PLACE, Place, StateSlice, refuse_checkpointing, shown_place
 
 
 class State(Scope):
@@ -28,8 +35,14 @@ class State(Scope):
         self._layouts: dict[str, Layout] = dict(layouts)
         self._fixed = False
         self._names = shared_names(self.source)
+        self._made: dict[str, ShardedParameter] = {}
+        self._uninitialized: dict[str, tuple[int, int]] = {}
         self._register(local_state(model, layouts, group.rank, group.size), model)
+        for scope in self.modules():
+            cast(Scope, scope).fix_names()
         self._note()
+        self._own_parameters()
+        self.register_load_state_dict_pre_hook(_check_slices)
 
     def _register(self, state: Mapping[str, Tensor], model: nn.Module) -> None:
         for path, _ in self.source.named_modules(remove_duplicate=False):
@@ -38,11 +51,29 @@ class State(Scope):
         for name, names in self._names.items():
             (scope, leaf), tensor = self._owner(name), state[names[0]]
             if isinstance(tensor, nn.Parameter):
-                scope._parameters[leaf] = tensor
+                scope._parameters[leaf] = self._parameter(names[0], tensor)
             else:
                 scope._buffers[leaf] = tensor
                 if name not in persistent:
                     scope._non_persistent_buffers_set.add(leaf)
+
+    def _parameter(self, name: str, tensor: Tensor) -> ShardedParameter:
+        """The parameter of that name, which has several where it is tied, with this memory."""
+        held = self._made.get(name)
+        if held is None or held.untyped_storage()._cdata != tensor.untyped_storage()._cdata:
+            held = ShardedParameter.of(tensor, self._layouts.get(name, I), self._group, name, self)
+            held.grad = tensor.grad
+            self._made[name] = held
+        return held
+
+    def _own_parameters(self) -> None:
+        """Parameters that PyTorch has made anew (by `cuda()`, a copy) become this model's own again."""
+        for name, names in self._names.items():
+            holder, leaf = _slot(*self._owner(name))
+            if isinstance(held := holder[leaf], ShardedParameter):
+                held.sharding, held.owner = self._layouts.get(names[0], I), weakref.ref(self)
+            elif isinstance(held, nn.Parameter):
+                holder[leaf] = self._parameter(names[0], held)
 
     def _scope(self, path: str) -> Scope:
         """By the dicts of submodules, for names such as `plan` and `group` are attributes of ours besides."""
@@ -110,9 +141,42 @@ class State(Scope):
 
     def _apply(self, fn: Any, recurse: bool = True) -> Self:
         """Moves and casts (`.to`, `.cuda`, `.double`, `.to_empty`): graphs are captured anew for what comes of them."""
+        meta = [name for name, tensor in self._tensors.items() if tensor.is_meta]
         super()._apply(fn, recurse)
+        self._own_parameters()
         self._note()
+        made = {name: self._tensors[name] for name in meta if not self._tensors[name].is_meta}
+        self._uninitialized |= {name: (tensor._version, _sample(tensor)) for name, tensor in made.items()}
+        for tensor in made.values():
+            tensor.touched = False  # type: ignore[attr-defined]
         return self
+
+    def check_initialized(self) -> None:
+        """Parameters and buffers hold what somebody has put there.
+
+        Raises:
+            InputError: some have no memory, or memory that nobody has written since `to_empty`.
+        """
+        empty = [name for name, tensor in self._tensors.items() if tensor.is_meta]
+        for name, (version, sample) in list(self._uninitialized.items()):
+            tensor = self._tensors[name]
+            touched = getattr(tensor, "touched", False) or tensor._version != version or _sample(tensor) != sample
+            if touched:
+                del self._uninitialized[name]
+        if empty or self._uninitialized:
+            wrong = empty or list(self._uninitialized)
+            written = f"with torch.no_grad(): model.{wrong[0]}.copy_(...)"
+            raise InputError(
+                f"{len(wrong)} parameters and buffers {'have no memory' if empty else 'hold uninitialised memory'}",
+                where=", ".join(wrong[:5]) + (", ..." if len(wrong) > 5 else ""),
+                why="the model is on the meta device"
+                if empty
+                else "they were on the meta device, and no state dict "
+                "that was loaded since to_empty() has them; buffers that a constructor computes are in none",
+                attempt="shard a model that has its weights"
+                if empty
+                else f"{written}; or shard a model that has its weights",
+            )
 
     # --- layouts -----------------------------------------------------------------------------------------------------
 
@@ -136,6 +200,7 @@ class State(Scope):
                 sliced = split(whole, layout, self._group.rank, self._group.size)
                 tensor.data = sliced.clone(memory_format=torch.contiguous_format)
             self._layouts[name] = layout
+        self._own_parameters()
         self._fixed = True
 
     def _whole(self, tensor: Tensor, layout: Layout, name: str) -> Tensor:
@@ -148,20 +213,65 @@ class State(Scope):
 
     # --- state dicts -------------------------------------------------------------------------------------------------
 
+    def state_dict(self, *args: Any, **kwargs: Any) -> Any:
+        """This rank's slices under the unsharded model's names; each knows what it is a slice of.
+
+        Raises:
+            InputError: PyTorch's distributed checkpointing asks for it, which would take slices for whole tensors.
+        """
+        refuse_checkpointing()
+        held = super().state_dict(*args, **kwargs)
+        prefix = kwargs.get("prefix", "")
+        for name in self._layouts if not kwargs.get("keep_vars") else ():
+            for tied in self._names[name]:
+                if isinstance(self._layouts[name], Shard) and prefix + tied in held:
+                    held[prefix + tied] = StateSlice.of(held[prefix + tied], self._place(name))
+        return held
+
+    def _place(self, name: str) -> Place:
+        return name, str(self._layouts.get(name, I)), self._group.rank, self._group.size
+
+    def _check_slice(self, name: str, tensor: Tensor) -> None:
+        """Raises InputError for the slice of another rank, number of ranks or plan, and for whole tensors."""
+        own, place = self._place(self._names[name][0]), getattr(tensor, PLACE, None)
+        held = self._tensors[name].shape
+        if tensor.shape == held if place is None else tuple(place[1:]) == own[1:]:
+            return
+        whole = place is None and tensor.shape == self._source_tensor(name).shape
+        given = f"{tuple(tensor.shape)}" if place is None else shown_place(place)
+        advice = "load_full_state_dict, which takes whole tensors on every rank"
+        raise InputError(
+            f"the state dict has {'the whole of' if whole else 'another slice of'} {name!r}",
+            where="load_state_dict",
+            why=f"given: {given}; wanted: {tuple(held)}, {shown_place(own)}",
+            attempt=advice if whole else f"the state dict that this rank saved; between numbers of ranks {advice}",
+        )
+
     def full_state_dict(self) -> dict[str, Tensor]:
-        """The unsharded model's state dict, whole on every rank (a collective call: all ranks must make it)."""
+        """The unsharded model's state dict, a whole copy on every rank (a collective call: all ranks must make it)."""
         return {
-            name: self._whole(tensor.detach(), self._layouts.get(self._names[name][0], I), name)
-            for name, tensor in self.state_dict().items()
+            name: self._whole_copy(tensor, self._layouts.get(self._names[name][0], I), name)
+            for name, tensor in super().state_dict().items()
         }
 
+    def _whole_copy(self, tensor: Tensor, layout: Layout, name: str) -> Tensor:
+        whole = self._whole(tensor.detach(), layout, name)
+        return whole if whole.untyped_storage()._cdata != tensor.untyped_storage()._cdata else whole.clone()
+
     def load_full_state_dict(self, state: Mapping[str, Tensor]) -> None:
-        """Takes this rank's slices of an unsharded state dict.
+        """Takes this rank's slices of an unsharded state dict (a collective call: all ranks must make it).
 
         Raises:
             InputError: a name is missing, unknown, or has another shape than the unsharded model's.
+            DistributedError: the ranks were given different tensors.
         """
-        check_full_state(state, {name: self._source_tensor(name).shape for name in self.state_dict()})
+        what = "the ranks can't load this state dict together"
+        names = dict.fromkeys(super().state_dict())
+        shapes = {name: self._source_tensor(name).shape for name in names}
+        together(self._group, InputError, what, lambda: check_full_state(state, shapes))
+        facts = {name: content(tensor) for name, tensor in state.items()}
+        what = "the ranks load different state dicts"
+        agree(self._group, facts, digest(repr(facts)), DistributedError, what)
         self._follow()
         for name, tensor in state.items():
             layout = self._layouts.get(self._names[name][0], I)
@@ -179,6 +289,7 @@ class State(Scope):
         made = type(self).__new__(type(self))
         memo[id(self)] = made
         made.__dict__.update(copy.deepcopy(self.__dict__, memo))
+        made._own_parameters()
         made._note()
         return made
 
@@ -189,6 +300,26 @@ class State(Scope):
             why="it belongs to the process group of its ranks",
             attempt="torch.save(model.state_dict()) for this rank's slices, or model.full_state_dict() for the whole",
         )
+
+
+def _check_slices(model: State, state: Mapping[str, Any], prefix: str, *rest: Any) -> None:
+    """Before a state dict is loaded, into the model itself or as a part of another."""
+    for name, tensor in state.items():
+        if name.startswith(prefix) and name[len(prefix) :] in model._names and isinstance(tensor, Tensor):
+            model._check_slice(name[len(prefix) :], tensor)
+
+
+def content(tensor: Tensor) -> str:
+    """Shape, dtype and a hash of the values."""
+    if tensor.is_meta or is_fake(tensor) or not tensor.numel():
+        return value_text(tensor)
+    return f"{value_text(tensor)} with hash {fingerprint(tensor):x}"
+
+
+def _sample(tensor: Tensor) -> int:
+    """A hash of some of a tensor's elements."""
+    flat = tensor.detach().reshape(-1)
+    return fingerprint(flat[:: max(1, len(flat) // 64)])
 
 
 def check_full_state(state: Mapping[str, Tensor], shapes: Mapping[str, Sequence[int]]) -> None:

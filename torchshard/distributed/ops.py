@@ -27,7 +27,8 @@ from torchshard.layouts import Layout, Shard, local_shape, whole_shape
 _ARGS = {0: "", 1: "int dim, int[] parts, ", 2: "int dim, int[] parts, int to_dim, int[] to_parts, "}
 OPS: dict[Any, Conversion] = {}
 """OpOverload -> its row of the table."""
-_PLAIN = (Tensor, nn.Parameter)
+PLAIN = {Tensor, nn.Parameter}
+"""The classes of tensors that nobody watches: parameters of sharded models are added."""
 
 
 def local_result_shape(shape: Sequence[Any], source: Layout, target: Layout, rank: int, world: int) -> list[Any]:
@@ -53,7 +54,7 @@ def _gradient(row: Conversion, grad: Tensor, args: tuple[Any, ...], of: str) -> 
     """The gradient of a conversion is its dual, of the gradient; an operator where it is differentiated or traced."""
     dual = TABLE[row.dual]
     args = (*args[2:4], *args[0:2], args[4]) if len(args) == 5 else args
-    if torch.is_grad_enabled() or type(grad) not in _PLAIN:
+    if torch.is_grad_enabled() or type(grad) not in PLAIN:
         return getattr(torch.ops.torchshard, dual.name).default(grad, *args)
     return grad if dual.kernel == "none" and not of else _run(dual, grad, args, of)
 
@@ -80,7 +81,7 @@ def direct(op: Any) -> Callable[..., Tensor]:
     row = OPS[op]
 
     def call(x: Tensor, *args: Any) -> Tensor:
-        if type(x) not in _PLAIN:
+        if type(x) not in PLAIN:
             return op(x, *args)
         if x.requires_grad and torch.is_grad_enabled():
             return _Direct.apply(x, row, args, lambda: _run(row, x, args))

@@ -13,9 +13,10 @@ from torch import Tensor, nn
 
 from torchshard.distributed.groups import own_group
 from torchshard.distributed.primitives import broadcast
-from torchshard.layouts import Shard
+from torchshard.layouts import I, Shard
 from torchshard.layouts import split as slice_of
 from torchshard.nn import functional
+from torchshard.parameter import ShardedParameter
 
 Split = dict[str, tuple[int, int]]
 """Parameter -> (the dim that is split, its global size); what is whole on every rank is not in it."""
@@ -43,7 +44,9 @@ class Sliced(nn.Module):
             if name in self.split:
                 held = slice_of(held, Shard(self.split[name][0]), group.rank, group.size)
             made = held.clone(memory_format=torch.contiguous_format)
-            self.register_parameter(name, nn.Parameter(made, parameter.requires_grad))
+            layout = Shard(self.split[name][0], ((self.split[name][1], 1),)) if name in self.split else I
+            made.requires_grad_(parameter.requires_grad)
+            self.register_parameter(name, ShardedParameter.of(made, layout, group, name))
 
 
 class ParallelLinear(Sliced):

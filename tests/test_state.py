@@ -1,0 +1,318 @@
+"""What people do with a sharded model's parameters and state dicts: right, or refused on the rank that does it."""
+
+from __future__ import annotations
+
+import copy
+import io
+import sys
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+import torch.nn.utils.prune
+from torch import Tensor, nn
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
+from torch.distributed.optim import ZeroRedundancyOptimizer
+from torch.nn.parallel import DistributedDataParallel
+
+import torchshard as ts
+from tests.helpers import refused, refused_input, run_ranks
+from tests.models import MLP
+
+X = torch.randn(3, 12, generator=torch.Generator().manual_seed(0))
+PLAN = {"up": "column", "down": "row"}
+
+
+def _pair(plan: Any = PLAN, build: Callable[[], nn.Module] = MLP) -> tuple[Any, Any]:
+    torch.manual_seed(0)
+    model = build()
+    return model, ts.shard(model, plan)
+
+
+def _loss(model: nn.Module) -> Tensor:
+    loss: Tensor = model(X).square().mean()
+    return loss
+
+
+# --- initialising ----------------------------------------------------------------------------------------------------
+
+INITIALISED: dict[str, Callable[[Any], Any]] = {
+    "normal_": lambda m: nn.init.normal_(m.up.weight),
+    "kaiming": lambda m: nn.init.kaiming_uniform_(m.up.weight),
+    "xavier": lambda m: nn.init.xavier_normal_(m.down.weight),
+    "trunc_normal_": lambda m: nn.init.trunc_normal_(m.up.weight),
+    "orthogonal_": lambda m: nn.init.orthogonal_(m.up.weight),
+    "eye_": lambda m: nn.init.eye_(m.up.weight),
+    "sparse_": lambda m: nn.init.sparse_(m.up.weight, 0.5),
+    ".data.normal_()": lambda m: m.up.weight.data.normal_(0, 0.02),
+    ".data.uniform_()": lambda m: m.down.weight.data.uniform_(-1, 1),
+    "apply": lambda m: m.apply(lambda p: nn.init.normal_(p.weight) if isinstance(p, nn.Linear) else None),
+    "reset_parameters": lambda m: m.up.reset_parameters(),
+}
+
+
+def _initialises(rank: int) -> dict[str, str]:
+    ts.distributed.init_process_group()
+    found = {}
+    for name, initialise in INITIALISED.items():
+        try:
+            initialise(_pair()[1])
+        except (ts.InputError, AttributeError) as error:
+            found[name] = str(error)
+    model, sharded = _pair()
+    for m in (model, sharded):
+        nn.init.zeros_(m.up.weight)
+        nn.init.constant_(m.up.bias, 0.5)
+        m.down.bias.data.normal_(generator=torch.Generator().manual_seed(1))
+    return {**found, "elementwise": str(torch.allclose(model(X), sharded(X), rtol=1e-5, atol=1e-6))}
+
+
+@pytest.mark.ranks
+def test_slices_are_not_initialised_as_if_they_were_whole() -> None:
+    for found in run_ranks(_initialises, 2):
+        assert found.pop("elementwise") == "True"
+        assert set(found) == set(INITIALISED)
+        assert all("initialised by" in text or "slices" in text for text in found.values()), found
+
+
+# --- optimizers, clipping, wrappers ----------------------------------------------------------------------------------
+
+
+def _steps(rank: int) -> dict[str, Any]:
+    ts.distributed.init_process_group()
+    torch.manual_seed(0)
+    model = MLP()
+    early = torch.optim.SGD(model.parameters(), 0.1)
+    sharded = ts.shard(model, PLAN)
+    _loss(sharded).backward()
+    found: dict[str, Any] = {"early": refused_input(early.step, "made before ts.shard")}
+    _loss(model).backward()
+    early.step()  # it trains the unsharded model beside the sharded one
+    for norm in (2.0, 1.0, float("inf")):
+        for clip in (nn.utils.clip_grad_norm_, ts.clip_grad_norm_):
+            model, sharded = _pair()
+            for m in (model, sharded):
+                _loss(m).backward()
+            expected = nn.utils.clip_grad_norm_(model.parameters(), 0.01, norm)
+            got = clip(sharded.parameters(), 0.01, norm)
+            bias, whole = sharded.down.bias.grad, model.down.bias.grad
+            found[f"{clip.__module__} {norm}"] = torch.allclose(got, expected) and torch.allclose(bias, whole)
+    model, sharded = _pair()
+    scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
+    optimizer = torch.optim.SGD(sharded.parameters(), 0.1)
+    scaler.scale(_loss(sharded)).backward()
+    if rank == 0:
+        sharded.up.weight.grad[0, 0] = float("inf")
+    before = sharded.down.bias.clone()
+    scaler.step(optimizer)
+    scaler.update()
+    found["an overflow on one rank"] = torch.equal(before, sharded.down.bias) and scaler.get_scale() == 2.0
+    found["many at a time"] = type(sharded.up.weight) in sys.modules["torch.optim.optimizer"]._foreach_supported_types
+    return found
+
+
+@pytest.mark.ranks
+def test_optimizers_and_clipping() -> None:
+    assert all(all(found.values()) for found in run_ranks(_steps, 2)), run_ranks(_steps, 2)
+
+
+def _wraps(rank: int) -> list[bool]:
+    ts.distributed.init_process_group()
+    _, sharded = _pair()
+    text = "as copies of it"
+    found = [refused(lambda: DistributedDataParallel(sharded), text, ts.DistributedError)]
+    nested = nn.Sequential(sharded, nn.Linear(12, 2))
+    found.append(refused(lambda: DistributedDataParallel(nested), text, ts.DistributedError))
+    _loss(sharded).backward()
+    zero = ZeroRedundancyOptimizer(sharded.parameters(), torch.optim.SGD, lr=0.1)
+    found.append(refused(zero.step, text, ts.DistributedError))
+    return found
+
+
+@pytest.mark.ranks
+def test_wrappers_that_take_slices_for_copies_are_refused() -> None:
+    assert run_ranks(_wraps, 2) == [[True] * 3] * 2
+
+
+# --- state dicts -----------------------------------------------------------------------------------------------------
+
+
+def _saved(state: Any) -> Any:
+    held = io.BytesIO()
+    torch.save(state, held)
+    held.seek(0)
+    return torch.load(held)
+
+
+def _is_no_checkpoint(state: dict[str, Any], folder: str) -> bool:
+    """Whether PyTorch's checkpointing refuses it, in words of ours; it raises an error of its own around them."""
+    try:
+        dcp.save(state, checkpoint_id=folder)
+    except dcp.api.CheckpointException as error:
+        return "can't save or load the slices of a sharded model" in str(error)
+    return False
+
+
+def _dicts(rank: int, folder: str) -> dict[str, bool]:
+    ts.distributed.init_process_group()
+    model, sharded = _pair()
+    other = 1 - rank
+    state, path = sharded.state_dict(), f"{folder}/{{}}.pt"
+    torch.save(state, path.format(rank))
+    torch.save({name: value.clone() for name, value in state.items()}, path.format(f"clones{rank}"))
+    torch.save(sharded.full_state_dict(), path.format("full")) if rank == 0 else sharded.full_state_dict()
+    dist.barrier()
+    found = {"own": bool(sharded.load_state_dict(torch.load(path.format(rank))))}
+    for name in (other, f"clones{other}"):
+        loaded = torch.load(path.format(name))
+        found[f"another rank's {name}"] = refused_input(lambda: sharded.load_state_dict(loaded), "another slice of")  # noqa: B023
+        nested = {f"0.{k}": v for k, v in loaded.items()}
+        wrapped = nn.Sequential(sharded)
+        found[f"nested {name}"] = refused_input(lambda: wrapped.load_state_dict(nested), "another slice of")  # noqa: B023
+    full = torch.load(path.format("full"))
+    found["whole"] = refused_input(lambda: sharded.load_state_dict(full), "load_full_state_dict")
+    sharded.load_full_state_dict(full)
+    found["loaded"] = torch.allclose(sharded(X), model(X), rtol=1e-5, atol=1e-6)
+    full["up.weight"] = full["up.weight"] + rank
+    what = "load different state dicts"
+    found["different"] = refused(lambda: sharded.load_full_state_dict(full), what, ts.DistributedError)
+    full.pop("up.weight") if rank else None
+    what = "does not fit at 'up.weight'"
+    found["missing on one"] = refused(lambda: sharded.load_full_state_dict(full), what, ts.InputError)
+    found["dcp"] = _is_no_checkpoint(state, folder)
+    found["dcp of copies"] = _is_no_checkpoint({name: copy.deepcopy(value) for name, value in state.items()}, folder)
+    options = StateDictOptions(full_state_dict=True)
+    found["get_model_state_dict"] = refused_input(lambda: get_model_state_dict(sharded, options=options), "slices")
+    found["names"] = list(state) == list(model.state_dict()) and all(isinstance(v, Tensor) for v in state.values())
+    again = ts.shard(model, {"up": "row", "down": "column"})
+    found["another plan"] = refused_input(lambda: again.load_state_dict(_saved(state)), "another slice of")
+    return found
+
+
+@pytest.mark.ranks
+def test_state_dicts_know_what_they_are_of(tmp_path: Path) -> None:
+    for found in run_ranks(_dicts, 2, str(tmp_path)):
+        assert all(found.values()), found
+
+
+def _optimizer_states(rank: int, folder: str) -> list[bool]:
+    ts.distributed.init_process_group()
+    _, sharded = _pair()
+    optimizer = torch.optim.AdamW(sharded.parameters(), 0.1)
+    _loss(sharded).backward()
+    optimizer.step()
+    state = optimizer.state_dict()
+    torch.save(state, f"{folder}/{rank}.pt")
+    dist.barrier()
+    found = [_is_no_checkpoint({"optimizer": state}, folder)]
+    for which in (rank, 1 - rank):
+        fresh = torch.optim.AdamW(sharded.parameters(), 0.1)
+        fresh.load_state_dict(torch.load(f"{folder}/{which}.pt"))
+        found.append(refused_input(fresh.step, "is another slice's") is (which != rank))
+    before = copy.deepcopy(optimizer.state_dict())
+    optimizer.step()
+    moved = optimizer.state_dict()["state"][0]["exp_avg"]
+    return [*found, not torch.equal(moved, before["state"][0]["exp_avg"])]
+
+
+@pytest.mark.ranks
+def test_optimizer_states_know_what_they_are_of(tmp_path: Path) -> None:
+    assert run_ranks(_optimizer_states, 2, str(tmp_path)) == [[True] * 4] * 2
+
+
+def test_a_full_state_dict_is_a_copy() -> None:
+    _, sharded = _pair()
+    full = sharded.full_state_dict()
+    before = {name: value.clone() for name, value in full.items()}
+    with torch.no_grad():
+        for parameter in sharded.parameters():
+            parameter.add_(1)
+    assert all(torch.equal(full[name], value) for name, value in before.items())
+    ts.distributed.destroy_process_group()
+
+
+# --- models without memory -------------------------------------------------------------------------------------------
+
+
+class _Rotary(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.up = nn.Linear(12, 8)
+        self.register_buffer("frequency", torch.arange(8) / 8, persistent=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = self.up(x) * self.frequency
+        return y
+
+
+def _meta() -> tuple[nn.Module, Any]:
+    torch.manual_seed(0)
+    model = _Rotary()
+    with torch.device("meta"):
+        empty = _Rotary()
+    return model, ts.shard(empty, {"up": "column"})
+
+
+def test_a_model_on_the_meta_device_does_not_compute() -> None:
+    _, sharded = _meta()
+    with pytest.raises(ts.InputError, match=r"3 parameters and buffers have no memory[\s\S]*up.weight, up.bias"):
+        sharded(X)
+    assert sharded(X.to("meta")).is_meta
+    ts.distributed.destroy_process_group()
+
+
+def test_memory_that_nobody_has_written_does_not_compute() -> None:
+    model, sharded = _meta()
+    sharded.to_empty(device="cpu")
+    with pytest.raises(ts.InputError, match="3 parameters and buffers hold uninitialised memory"):
+        sharded(X)
+    sharded.load_full_state_dict(model.state_dict())
+    with pytest.raises(ts.InputError, match=r"1 parameters and buffers hold uninit[\s\S]*frequency[\s\S]*copy_"):
+        sharded(X)
+    with torch.no_grad():
+        sharded.frequency.copy_(torch.arange(8) / 8)
+    assert torch.allclose(sharded(X), model(X))
+    ts.distributed.destroy_process_group()
+
+
+def test_memory_may_be_written_in_any_way() -> None:
+    model, sharded = _meta()
+    sharded.to_empty(device="cpu")
+    sharded.up.weight.data = model.up.weight.data.clone()
+    sharded.up.bias.data.copy_(model.up.bias)
+    sharded.frequency = model.frequency.clone()
+    assert torch.allclose(sharded(X), model(X))
+    ts.distributed.destroy_process_group()
+
+
+# --- parts that come and go ------------------------------------------------------------------------------------------
+
+CHANGES: dict[str, Callable[[Any], Any]] = {
+    "del m.up": lambda m: delattr(m, "up"),
+    "del m.up.weight": lambda m: delattr(m.up, "weight"),
+    "_modules[]": lambda m: m._modules.__setitem__("up", nn.Linear(12, 20)),
+    "_modules.pop": lambda m: m._modules.pop("up"),
+    "_parameters[]": lambda m: m._parameters.__setitem__("new", nn.Parameter(torch.ones(2))),
+    "add_module": lambda m: m.add_module("new", nn.Linear(2, 2)),
+    "a new submodule": lambda m: setattr(m, "new", nn.Linear(2, 2)),
+    "a new parameter": lambda m: setattr(m.up, "new", nn.Parameter(torch.ones(2))),
+    "register_parameter": lambda m: m.register_parameter("new", nn.Parameter(torch.ones(2))),
+    "register_buffer": lambda m: m.up.register_buffer("new", torch.ones(2)),
+    "weight_norm": lambda m: nn.utils.parametrizations.weight_norm(m.up),
+    "prune": lambda m: nn.utils.prune.l1_unstructured(m.up, "weight", 0.5),
+}
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_parts_neither_come_nor_go(change: str) -> None:
+    model, sharded = _pair()
+    with warnings.catch_warnings(), pytest.raises(ts.InputError, match="after sharding"):
+        warnings.simplefilter("ignore")
+        CHANGES[change](sharded)
+    assert torch.allclose(sharded(X), model(X)) and set(sharded.state_dict()) == set(model.state_dict())
+    ts.distributed.destroy_process_group()
