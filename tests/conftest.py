@@ -15,10 +15,10 @@ from hypothesis import settings
 
 import torchshard as ts
 
-_NAMES = "by_hand collectives examples faults launch multi_node nn objects primitives ranks"
+_NAMES = "by_hand collectives eager_faults examples faults launch multi_node nn objects primitives ranks"
 RANKS = {f"test_{name}" for name in _NAMES.split()}
 """The files whose tests start ranks; in other files single tests are marked."""
-WAITS = {"test_faults"}
+WAITS = {"test_faults", "test_eager_faults"}
 """Of these, the files whose tests wait for timeouts."""
 
 settings.register_profile("torchshard", max_examples=60, deadline=None, derandomize=True)

@@ -25,7 +25,7 @@ LAYERS = [
     ["planning"],
     ["program", "lockstep"],
     ["explaining", "agreement", "measure"],
-    ["scope", "parameter", "slices"],
+    ["scope", "parameter", "slices", "history"],
     ["optimizers"],
     ["state"],
     ["rounding"],

@@ -41,40 +41,43 @@ _GOLDEN = 0x9E3779B97F4A7C15 - 2**64
 _MIXING = ((30, 0xBF58476D1CE4E5B9 - 2**64), (27, 0x94D049BB133111EB - 2**64))
 
 
-def quick_sum(tensor: Tensor) -> int:
-    """The sum of a tensor's bits as integers, exact in any order: cheap enough for each call."""
-    held = tensor.detach().contiguous().reshape(-1)
-    width = min(held.itemsize, 8)
-    return int(held.view({1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[width]).sum())
-
-
 def agree(
-    group: Group, facts: Facts | Callable[[], Facts], mine: int, error: Callable[..., ShardError], what: str
-) -> None:
+    group: Group,
+    facts: Facts | Callable[[], Facts],
+    mine: int,
+    error: Callable[..., ShardError],
+    what: str,
+    unlike: int = 0,
+) -> bool:
     """Raises `error` on every rank if the ranks' digests differ; its `where` is the name of the fact that differs.
 
     Args:
         facts: what the digest is of; called only where the digests differ.
         mine: the digest of this rank's facts.
         what: the error's first line.
+        unlike: another number of this rank's.
+
+    Returns:
+        whether that one is the same on all ranks.
     """
     if group.size == 1:
-        return
+        return False
     announce(group, lambda: "comparing what the sharded model does")
-    if _all_alike(group, mine):
-        return
+    alike, same = _all_alike(group, mine, unlike)
+    if alike:
+        return same
     own = dict(facts() if callable(facts) else facts)
     everyone: list[Any] = [None] * group.size
     begin(group, "comparing what the ranks do", dist.all_gather_object, everyone, own, group=group.control)
     raise error(what, where=_first_difference(everyone), why=_shown(everyone), attempt="the same call on every rank")
 
 
-def _all_alike(group: Group, mine: int) -> bool:
-    """Whether all ranks gave the same number."""
-    what, bounds = "comparing what the ranks do", torch.tensor([mine, -mine])
+def _all_alike(group: Group, *mine: int) -> list[bool]:
+    """Of each number, whether all ranks gave the same."""
+    what, bounds = "comparing what the ranks do", torch.tensor([*mine, *(-n for n in mine)])
     finish(group, what, begin(group, what, dist.all_reduce, bounds, dist.ReduceOp.MAX, group.control, async_op=True))
-    highest, lowest = bounds.tolist()
-    return bool(highest == -lowest)
+    highest, lowest = bounds.tolist()[: len(mine)], bounds.tolist()[len(mine) :]
+    return [high == -low for high, low in zip(highest, lowest, strict=True)]
 
 
 def together(group: Group, error: Callable[..., ShardError], what: str, make: Callable[[], T]) -> T:

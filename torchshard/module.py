@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, fx, nn
 from torch._subclasses.fake_tensor import is_fake
 
-from torchshard.agreement import agree, fingerprint, quick_sum, together
+from torchshard.agreement import agree, fingerprint, together
 from torchshard.capture import (
     Leaves,
     Visit,
@@ -30,12 +30,14 @@ from torchshard.capture import (
     memory_order,
     refuse_between,
 )
-from torchshard.distributed.checks import Mode, digest
-from torchshard.distributed.groups import MODEL, Group
+from torchshard.distributed.checks import Mode, digest, running
+from torchshard.distributed.groups import MODEL as MODEL_GROUP
+from torchshard.distributed.groups import Group
 from torchshard.distributed.ops import OPS, direct, hashable
 from torchshard.errors import CaptureError, DistributedError, InputError, PlanError, ShardError
 from torchshard.explaining import listing, value_text
 from torchshard.graph import draws_random, duplicate
+from torchshard.history import EARLIER, MODEL, PARAMETER, SENT, STEPS, History, is_here, values_digest
 from torchshard.layouts import Layout
 from torchshard.optimizers import watch
 from torchshard.parameter import check_other_group
@@ -53,10 +55,7 @@ MANY_GRAPHS = 16
 MOST_GRAPHS = 64
 """As many kinds of calls keep their graphs."""
 CALL = "a call"
-STEPS = "the optimizers' steps"
-VALUES = "the sum of the bits of input"
-SUMMED_ELEMENTS = 1 << 20
-"""Inputs of up to so many elements in the CPU's memory are compared between the ranks at each call."""
+VALUES = "the values of input"
 
 
 @dataclass(frozen=True)
@@ -119,7 +118,12 @@ class ShardedModule(State):
     register_full_backward_pre_hook: Any = nn.Module.register_full_backward_pre_hook
 
     def __init__(
-        self, model: nn.Module, plan: PlanLike, group: Group, aim: Objective | None = None, group_name: str = MODEL
+        self,
+        model: nn.Module,
+        plan: PlanLike,
+        group: Group,
+        aim: Objective | None = None,
+        group_name: str = MODEL_GROUP,
     ) -> None:
         def prepared() -> tuple[Mapping[str, Any] | Plan, dict[str, Layout]]:
             check_weights(model)
@@ -135,13 +139,13 @@ class ShardedModule(State):
         self._plan, self._aim, self._group_name = wanted, aim, group_name
         self._watch, self._captures = Watch(self.source), 0
         self._latest_compiled: Compiled | None = None
-        self._steps, self._steps_digest, self._latest_step = 0, 0, ""
+        self._history = History(group, type(model).__name__)
+        self._note_distinct(dict((*model.named_parameters(), *model.named_buffers())))
         watch(self, model)
 
     def note_step(self, settings: str) -> None:
         """An optimizer with these settings is about to step this model's parameters."""
-        self._steps, self._latest_step = self._steps + 1, settings
-        self._steps_digest = digest(f"{self._steps_digest} {settings}")
+        self._history.note_step(settings)
 
     # --- calling -----------------------------------------------------------------------------------------------------
 
@@ -155,7 +159,8 @@ class ShardedModule(State):
         if compiled is None:
             compiled = self._compile(kind, call, args, kwargs)
         state = [self._tensors[held] if isinstance(held, str) else held for held in compiled.state]
-        return compiled.program.captured.rebuild(compiled.run(*state, *call.tensors))
+        with running(self._history.begin_call()):
+            return compiled.program.captured.rebuild(compiled.run(*state, *call.tensors))
 
     def _agreed_call(
         self, args: Sequence[Any], kwargs: Mapping[str, Any], step: str = CALL
@@ -192,7 +197,14 @@ class ShardedModule(State):
         self, call: Leaves | None, kind: Any, compiled: Compiled | None, failure: ShardError | None, step: str
     ) -> None:
         """The ranks compare a digest of the call, and the call itself where that differs."""
-        values = [(tuple(t.shape), _quick(t)) for t in call.tensors] if call is not None else []
+        tensors = [] if call is None else call.tensors
+        values = [(tuple(t.shape), values_digest(t) if is_here(t) and not is_fake(t) else 0) for t in tensors]
+        elsewhere = {} if call is None else _elsewhere(call)
+        if self._fixed and not self._watched:  # before, layouts are what the ranks' plans say, which may differ
+            own = {name: t for name, t in self._tensors.items() if self._names[name][0] == name}
+            self._history.watch(own, self._layouts, self._distinct)
+            self._watched = True
+        snapshot = self._history.snapshot(self._tensors, elsewhere)
         stream = _stream_state(call) if call is not None and compiled is not None and compiled.draws else ""
         mark = _mark(kind) if compiled is None else compiled.mark
         text = "" if failure is None else str(failure).partition("\n")[0]
@@ -206,14 +218,14 @@ class ShardedModule(State):
             found |= {"what is no tensor": call.structure}
             found |= {"what forward sees beside its arguments": self._visible(), "mode and gradients": kind[2:]}
             found["the captured graph"] = "captured before" if compiled else "to be captured now"
-            found |= {"the random stream": stream, "what is asked for": step}
-            found[STEPS] = (
-                f"{self._steps} steps, the last by {self._latest_step or 'none'}, digest {self._steps_digest}"
-            )
+            found |= {"the random stream": stream, "what is asked for": step, **snapshot.facts}
             return {key: str(fact) for key, fact in found.items()}
 
-        mine = digest(f"{mark} {values} {stream} {compiled is None} {text} {step} {self._steps_digest}")
-        agree(self._group, facts, mine, _call_error, "the ranks were called with different arguments")
+        mine = digest(f"{mark} {values} {stream} {compiled is None} {text} {step} {snapshot.facts}")
+        what = "the ranks were called with different arguments"
+        if agree(self._group, facts, mine, _call_error, what, unlike=snapshot.slice_digest) and snapshot.slice_name:
+            raise _same_slices(snapshot.slice_name)
+        self._group.talk.recent.clear()
 
     def _visible(self) -> str:
         changed = f", changed last: {self._watch.latest_change}" if self._watch.latest_change else ""
@@ -367,10 +379,20 @@ def _check_same_weights(model: nn.Module, group: Group) -> None:
     agree(group, facts, digest(repr(facts)), DistributedError, what)
 
 
-def _quick(tensor: Tensor) -> int:
-    """A sum over an input's bits where that costs little: on the CPU, up to SUMMED_ELEMENTS."""
-    cheap = tensor.device.type == "cpu" and tensor.numel() <= SUMMED_ELEMENTS and not is_fake(tensor)
-    return quick_sum(tensor) if cheap else 0
+def _elsewhere(call: Leaves) -> dict[str, Tensor]:
+    """The call's tensors whose values are on a device that one would have to wait for."""
+    named = zip(call.names, call.tensors, strict=True)
+    return {f"input {n}": t for n, t in named if not (is_here(t) or t.is_meta or is_fake(t) or not t.numel())}
+
+
+def _same_slices(name: str) -> DistributedError:
+    return DistributedError(
+        f"all ranks hold the same slice of {name!r}",
+        where=f"parameter or buffer {name!r}",
+        why="each rank had a slice of its own when the model was sharded: one was copied over the others since, by a "
+        "broadcast, a wrapper of torch.distributed, or an initialiser that draws alike on every rank",
+        attempt="no broadcast of a sharded model's parameters (ts.shard has compared them); load_full_state_dict",
+    )
 
 
 def _mark(kind: Any) -> int:
@@ -381,13 +403,19 @@ def _mark(kind: Any) -> int:
 _OTHER_ERRORS: dict[str, tuple[type[ShardError], str]] = {
     "the random stream": (DistributedError, "the ranks' random streams differ, and the model draws random numbers"),
     STEPS: (DistributedError, "the ranks' optimizers have taken different steps since the last call"),
+    MODEL: (DistributedError, "the ranks have called different models"),
+    SENT: (DistributedError, "the ranks have run different backwards, or in another order, since the last call"),
     "the captured graph": (DistributedError, "some ranks would capture a graph that others have"),
 }
 """What differs -> the error, where it is not the arguments."""
 
 
 def _call_error(what: str, *, where: str, why: str, attempt: str) -> ShardError:
-    if where.startswith(VALUES):
+    if where.startswith((PARAMETER, f"{EARLIER} parameter")):
+        what = "the ranks' weights have drifted apart"
+        attempt = "the same updates on every rank; load_full_state_dict of one of them"
+        return DistributedError(what, where=where, why=why, attempt=attempt)
+    if where.startswith((VALUES, EARLIER)):
         what = "the ranks were called with inputs of the same shape but different values"
     error, what = _OTHER_ERRORS.get(where, (InputError, what))
     return error(what, where=where, why=why, attempt=attempt)

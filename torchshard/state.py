@@ -19,6 +19,7 @@ from torchshard.distributed.groups import Group
 from torchshard.distributed.kernels import convert
 from torchshard.errors import DistributedError, InputError
 from torchshard.explaining import value_text
+from torchshard.history import are_distinct
 from torchshard.layouts import I, Layout, Shard, parts_of, split
 from torchshard.materialize import local_state
 from torchshard.parameter import ShardedParameter
@@ -36,6 +37,7 @@ class State(Scope):
         self._fixed = False
         self._names = shared_names(self.source)
         self._made: dict[str, ShardedParameter] = {}
+        self._distinct: dict[str, bool] = {}
         self._uninitialized: dict[str, tuple[int, int]] = {}
         self._register(local_state(model, layouts, group.rank, group.size), model)
         for scope in self.modules():
@@ -56,6 +58,11 @@ class State(Scope):
                 scope._buffers[leaf] = tensor
                 if name not in persistent:
                     scope._non_persistent_buffers_set.add(leaf)
+
+    def _note_distinct(self, whole: Mapping[str, Tensor]) -> None:
+        """Of which parameters the ranks' slices differ, as their wholes tell."""
+        found = {n: are_distinct(t, self._layouts.get(n, I), self._group.size) for n, t in whole.items()}
+        self._distinct, self._watched = {**self._distinct, **found}, False
 
     def _parameter(self, name: str, tensor: Tensor) -> ShardedParameter:
         """The parameter of that name, which has several where it is tied, with this memory."""
@@ -107,6 +114,7 @@ class State(Scope):
                     scope, leaf = self._owner(name)
                     _slot(scope.source, leaf)[0][leaf] = moved
         self._programs: dict[Any, list[Any]] = {}
+        self._watched = False
         self._source_modules = tuple(self.source.modules())
         self._fitting_devices: set[tuple[torch.device, ...]] = set()
 
@@ -196,12 +204,13 @@ class State(Scope):
         for name, layout in layouts.items():
             have, tensor = self._layouts.get(name, I), self._tensors[name]
             if have != layout:
-                whole = self._whole(tensor.data, have, name)
+                whole = self._whole(tensor.detach(), have, name)
                 sliced = split(whole, layout, self._group.rank, self._group.size)
                 tensor.data = sliced.clone(memory_format=torch.contiguous_format)
+                self._distinct[name] = are_distinct(whole, layout, self._group.size)
             self._layouts[name] = layout
         self._own_parameters()
-        self._fixed = True
+        self._fixed, self._watched = True, False
 
     def _whole(self, tensor: Tensor, layout: Layout, name: str) -> Tensor:
         if not isinstance(layout, Shard):
@@ -277,6 +286,7 @@ class State(Scope):
             layout = self._layouts.get(self._names[name][0], I)
             with torch.no_grad():
                 self._tensors[name].copy_(split(tensor, layout, self._group.rank, self._group.size))
+        self._note_distinct({name: tensor for name, tensor in state.items() if self._names[name][0] == name})
 
     # --- copies ------------------------------------------------------------------------------------------------------
 

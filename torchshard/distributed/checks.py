@@ -8,21 +8,28 @@ over, or wait for longer than the group's timeout:
       why:   ranks 0, 2: reduce() of f32[2,8] (train.py:12 in step); rank 1: gather(dim=1) of f32[2,*] (train.py:15)
       try:   the same calls with the same shapes in the same order on every rank
 
-By default calls made by hand are compared when their like is met for the first time; with `debug(True)` each call,
-each collective node of a graph and each step of a backward is.
+By default eager calls are compared: over gloo, which aborts where sizes differ, each call and each step of its
+backward; over NCCL a call whose like is new. With `debug(True)` each collective node of a graph is compared too, each
+step of its backward, and the line that calls: two losses that one rank reduces in another order are found.
+
+What is not compared (the backward of a sharded model) goes into a rolling hash, which the next comparison includes.
 """
 
 from __future__ import annotations
 
 import contextlib
 import hashlib
+import itertools
 import linecache
 import os
 import sys
+import threading
 import time
-from collections.abc import Callable, Mapping
+import zlib
+from collections.abc import Callable, Iterator, Mapping
 from datetime import timedelta
 from pathlib import Path
+from types import FrameType
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -47,9 +54,34 @@ _OURS = tuple(f"{folder}{os.sep}" for folder in (Path(__file__).parent.parent, P
 
 
 class Mode:
-    """What is compared: each call (True), those whose like is new (None), or none (False)."""
+    """What is compared: all (True), eager calls (None), or nothing (False)."""
 
     on: bool | None = None
+
+
+class _Running(threading.local):
+    """What this thread runs."""
+
+    call: str = ""
+    """The call of a sharded model, whose collectives are fixed by its graph; '' outside of any."""
+
+
+_running = _Running()
+
+
+@contextlib.contextmanager
+def running(call: str) -> Iterator[None]:
+    """While it is open, collectives belong to this call of a sharded model."""
+    before, _running.call = _running.call, call
+    try:
+        yield
+    finally:
+        _running.call = before
+
+
+def running_call() -> str:
+    """The call of a sharded model that this thread runs; '' where it runs none."""
+    return _running.call
 
 
 class Header(NamedTuple):
@@ -71,12 +103,23 @@ def remember(met: set[Any], kind: Any) -> None:
     met.add(kind)
 
 
+def compares_each(group: Group) -> bool:
+    """Whether each eager call is compared."""
+    return Mode.on is True or (Mode.on is None and group.fragile)
+
+
 def to_compare(group: Group, met: set[Any], kind: Any) -> bool:
-    """Whether a call made by hand is to be compared; its kind then counts as met."""
-    if group.size == 1 or Mode.on is False or (kind in met and Mode.on is not True):
+    """Whether an eager call is to be compared; its kind then counts as met."""
+    if group.size == 1 or Mode.on is False or (kind in met and not compares_each(group)):
         return False
     remember(met, kind)
     return True
+
+
+def note(group: Group, text: str) -> None:
+    """Notes a collective that is not compared, for the next comparison; `text` is the same on all ranks."""
+    group.talk.history = zlib.crc32(text.encode(), group.talk.history)
+    group.talk.recent.append(text)
 
 
 def forget(group: Group) -> None:
@@ -93,22 +136,26 @@ def _fail(group: Group) -> None:
 # --- comparing -------------------------------------------------------------------------------------------------------
 
 
-def announce(group: Group, call: Callable[[], str], of: str = "") -> None:
-    """Compares a call that follows from another one, where each call is compared.
+def announce(group: Group, call: Callable[[], str], of: str = "", *, eager: bool = False) -> None:
+    """Compares a call that follows from another one, where each is compared.
 
     Args:
         of: where the call was made whose gradient this is.
+        eager: whether that was an eager call.
     """
-    if Mode.on is True:
+    if Mode.on is True or (eager and compares_each(group)):
         meet(group, call, of=of)
 
 
-def meet(group: Group, call: Callable[[], str], value: Callable[[], int] = int, of: str = "") -> list[int]:
+def meet(
+    group: Group, call: Callable[[], str], value: Callable[[], int] = int, of: str = "", *, alike: bool = False
+) -> list[int]:
     """Compares the ranks' next calls, and tells all ranks' values.
 
     Args:
         call: says what must be the same on all ranks; where it raises, the others hear of it.
         value: a number of this rank's own, asked after `call`.
+        alike: whether all ranks do the same, so that with `debug(True)` they call from the same line.
 
     Raises:
         DistributedError: the calls differ, or a rank made none within the timeout: on every rank that made one.
@@ -123,21 +170,37 @@ def meet(group: Group, call: Callable[[], str], value: Callable[[], int] = int, 
     except Exception as error:
         failure, text = error, f"refused: {_first_line(error)}"
     site = f"backward of {of}" if of else where_called()
-    heard, silent = _swap(group, _header(text, site, 0 if failure else value()), group.timeout_seconds)
+    history = f" after {group.talk.history:x}" if group.talk.history else ""
+    compared = f"{text} {site if alike and Mode.on is True else ''}{history}"
+    header = _header(text, site, 0 if failure else value(), compared)
+    heard, silent = _swap(group, header, group.timeout_seconds)
     here = f"{text} ({site})"
     if silent:
         raise _missing(group, here, heard, silent) from failure
     if len({header.digest for header in heard.values()}) > 1:
         _fail(group)
-        raise DistributedError(
-            "the ranks are about to do different things",
-            where=here,
-            why=_told(heard),
-            attempt="the same calls with the same shapes and dtypes in the same order on every rank",
-        ) from failure
+        raise _different(group, here, heard) from failure
+    group.talk.recent.clear()
     if failure is not None:
         raise failure
     return [heard[rank].value for rank in range(group.size)]
+
+
+def _different(group: Group, here: str, heard: Mapping[int, Header]) -> DistributedError:
+    what, attempt = "the ranks are about to do different things", "the same calls with the same shapes and dtypes"
+    if len({header.call for header in heard.values()}) > 1:
+        return DistributedError(
+            what, where=here, why=_told(heard), attempt=f"{attempt} in the same order on every rank"
+        )
+    if len({header.site for header in heard.values()}) > 1:
+        advice = f"{attempt}, from one line: debug(True) takes calls from different lines for different calls"
+        return DistributedError(what, where=here, why=_told(heard), attempt=advice)
+    return DistributedError(
+        "the ranks have done different things since they last compared",
+        where=here,
+        why=f"this rank: {'; '.join(group.talk.recent) or 'nothing'}",
+        attempt="backward() and calls of models in the same order on every rank; debug(True) names the first of them",
+    )
 
 
 def failed(group: Group, call: str, error: Exception) -> DistributedError:
@@ -262,8 +325,8 @@ def digest(text: str) -> int:
     return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "big") >> 2
 
 
-def _header(call: str, site: str, value: int) -> Header:
-    return Header(digest(call), value, call[:600], site[-200:])
+def _header(call: str, site: str, value: int, compared: str = "") -> Header:
+    return Header(digest(compared or call), value, call[:600], site[-200:])
 
 
 def _packed(header: Header) -> Tensor:
@@ -307,4 +370,11 @@ def where_called() -> str:
         if not name.startswith(_OURS) and not name.startswith("<"):
             break
         frame = frame.f_back
-    return f"{Path(frame.f_code.co_filename).name}:{frame.f_lineno} in {frame.f_code.co_name}"
+    column = f":{_column(frame)}" if Mode.on is True else ""
+    return f"{Path(frame.f_code.co_filename).name}:{frame.f_lineno}{column} in {frame.f_code.co_name}"
+
+
+def _column(frame: FrameType) -> int:
+    """Where in its line a frame calls."""
+    position = next(itertools.islice(frame.f_code.co_positions(), frame.f_lasti // 2, None), (None,) * 4)
+    return position[2] or 0

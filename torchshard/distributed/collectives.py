@@ -19,7 +19,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from torchshard.distributed.checks import Mode, forget, meet, remember, where_called
+from torchshard.distributed.checks import Mode, compares_each, forget, meet, note, remember, where_called
 from torchshard.distributed.groups import ALONE, MODEL, Group, own_group
 from torchshard.distributed.kernels import copied, reducing
 from torchshard.distributed.ops import begin, direct
@@ -199,6 +199,10 @@ def _call(
     return (op if compiling else direct(op))(x, *args, MODEL)
 
 
+ONE_SIDED = frozenset({"broadcast", "reduce_to", "gather_to", "scatter_from"})
+"""Calls in which one rank does another thing than the rest, often from a line of its own."""
+
+
 def _counted(x: Tensor, dim: int | None) -> int | None:
     """A dim counted from the front, if there is such a dim."""
     return dim + x.ndim if dim is not None and -x.ndim <= dim < 0 else dim
@@ -234,7 +238,8 @@ def alike(
     """
     kind = (name, dim, x.dtype, x.shape, x.requires_grad and torch.is_grad_enabled(), *facts.values())
     asked = dim is not None and facts["size"] is None and group.size > 1
-    if kind in group.talk.met and Mode.on is not True and not asked:
+    if kind in group.talk.met and not compares_each(group) and not asked:
+        note(group, f"{name} {type_text(x.dtype, [])} {facts}")
         return None
     given = {"dim": dim, **facts}
 
@@ -249,7 +254,7 @@ def alike(
 
     sizes = None
     if asked or Mode.on is not False:
-        sizes = meet(group, said, lambda: 0 if dim is None else x.shape[dim])
+        sizes = meet(group, said, lambda: 0 if dim is None else x.shape[dim], alike=name not in ONE_SIDED)
     else:
         said()
     if not asked:

@@ -11,6 +11,7 @@ import atexit
 import itertools
 import os
 import sys
+from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
@@ -41,7 +42,13 @@ class Group:
     timeout_seconds: float = 60.0
     """How long a rank waits for the others."""
     simulated: bool = False
+    fragile: bool = False
+    """Whether the backend aborts a process or garbles its memory where ranks' calls differ in size, as gloo does."""
     talk: Talk = field(default_factory=lambda: Talk(), compare=False, repr=False)
+
+
+RECENT = 16
+"""As many of the collectives that were not compared an error lists."""
 
 
 @dataclass
@@ -58,6 +65,12 @@ class Talk:
     """Rank -> the latest of what is to be received from it, where that waits for a comparison."""
     waiting: list[Any] = field(default_factory=list)
     """The threads that wait for messages."""
+    models: int = 0
+    """How many models were sharded over the group."""
+    history: int = 0
+    """A rolling hash of the collectives that were not compared."""
+    recent: deque[str] = field(default_factory=lambda: deque(maxlen=RECENT))
+    """The latest of those since the ranks last compared anything."""
 
 
 ALONE = Group(0, 1)
@@ -202,7 +215,8 @@ def _own_group(groups: list[list[int]], timeout_seconds: float, controls: Sequen
         if controls is not None and len(ranks) > 1:
             control = controls[i] or _new_group(ranks, timeout_seconds, "gloo")
         if rank in ranks:
-            own = Group(ranks.index(rank), len(ranks), made, control, timeout_seconds)
+            fragile = len(ranks) > 1 and "gloo" in str(dist.get_backend(made))
+            own = Group(ranks.index(rank), len(ranks), made, control, timeout_seconds, fragile=fragile)
     return own
 
 
@@ -262,8 +276,9 @@ def debug(on: bool | None = True) -> None:
 
     Args:
         on: True: each call, each collective node of a graph, and each step of a backward, at the cost of a message to
-            each rank; None (as it begins): a call by hand when its like is met for the first time, and each call of a
-            sharded model; False: none but those by which the ranks tell each other sizes.
+            each rank, and also the line that calls (calls that send alike in another order are different calls); None
+            (as it begins): each call of a sharded model, and eager calls, with gloo each of them, with NCCL each when
+            its like is new; False: none but those by which the ranks tell each other sizes.
 
     Raises:
         DistributedError: the ranks of the group don't all call it.

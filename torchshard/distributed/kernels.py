@@ -27,11 +27,14 @@ def convert(kernel: str, x: Tensor, source: Layout, target: Layout, group: Group
     return start(kernel, x, source, target, group, of).wait()
 
 
-def start(kernel: str, x: Tensor, source: Layout, target: Layout, group: Group, of: str = "") -> Pending:
+def start(
+    kernel: str, x: Tensor, source: Layout, target: Layout, group: Group, of: str = "", *, eager: bool = False
+) -> Pending:
     """Starts one conversion on this rank.
 
     Args:
         of: where the conversion was made whose gradient this is.
+        eager: whether it is the gradient of an eager call.
 
     Raises:
         DistributedError: the group is a simulated one, or the ranks' calls differ.
@@ -42,7 +45,7 @@ def start(kernel: str, x: Tensor, source: Layout, target: Layout, group: Group, 
             where=f"rank {group.rank} of {group.size}",
             attempt="run it with torchshard.check, or shard the model in a process group",
         )
-    announce(group, lambda: _said(kernel, x, source, target), of)
+    announce(group, lambda: _said(kernel, x, source, target), of, eager=eager)
     return _KERNELS[kernel](x, source, target, group)
 
 

@@ -14,7 +14,7 @@ from typing import Any
 import torch.distributed as dist
 from torch import Tensor
 
-from torchshard.distributed.checks import compare_with, late, to_compare, where_called
+from torchshard.distributed.checks import compare_with, digest, late, to_compare, where_called
 from torchshard.distributed.groups import Group
 from torchshard.distributed.wire import begin, finish
 from torchshard.layouts import type_text
@@ -76,7 +76,7 @@ def sending(held: Tensor, dst: int, group: Group) -> Awaited:
     """Begins to send a contiguous tensor."""
     compared, said, site = _told(held, group, group.rank, dst)
     compare = compare_with(group, dst, said, site, (SENDER, RECEIVER)) if compared else None
-    work = begin(group, "send", dist.isend, held, group_dst=dst, group=group.process_group)
+    work = begin(group, "send", dist.isend, held, group_dst=dst, group=group.process_group, tag=_tag(held, group))
 
     def wait() -> None:
         if compare is not None:
@@ -90,7 +90,8 @@ def receiving(held: Tensor, src: int, group: Group) -> Awaited:
     """Begins to receive into a contiguous tensor, after what is to be received from this rank before."""
 
     def post() -> Any:
-        return begin(group, "receive", dist.irecv, held, group_src=src, group=group.process_group)
+        tag = _tag(held, group)
+        return begin(group, "receive", dist.irecv, held, group_src=src, group=group.process_group, tag=tag)
 
     compared, said, site = _told(held, group, src, group.rank)
     before: Later | None = group.talk.latest.get(src)
@@ -114,6 +115,16 @@ def receiving(held: Tensor, src: int, group: Group) -> Awaited:
         finish(group, "receive", posting.get())
 
     return Awaited(group, wait)
+
+
+def _tag(held: Tensor, group: Group) -> int:
+    """A number of a message's dtype and shape: what does not fit is not received, rather than written over memory."""
+    said = type_text(held.dtype, held.shape)
+    return FIRST_TAG + digest(said) % TAGS if group.fragile else 0
+
+
+FIRST_TAG, TAGS = 16, 2**30
+"""The tags of messages of tensors, above those of what is said of them."""
 
 
 def _told(held: Tensor, group: Group, src: int, dst: int) -> tuple[bool, str, str]:

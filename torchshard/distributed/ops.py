@@ -18,7 +18,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from torchshard.conversions import TABLE, Conversion, ends
-from torchshard.distributed.checks import forward_site
+from torchshard.distributed.checks import forward_site, note, running_call
 from torchshard.distributed.groups import lookup
 from torchshard.distributed.kernels import reduced, start
 from torchshard.distributed.wire import Handle
@@ -39,10 +39,10 @@ def local_result_shape(shape: Sequence[Any], source: Layout, target: Layout, ran
 _ends = functools.lru_cache(maxsize=4096)(ends)
 
 
-def _run(row: Conversion, x: Tensor, args: tuple[Any, ...], of: str = "") -> Tensor:
+def _run(row: Conversion, x: Tensor, args: tuple[Any, ...], of: str = "", *, eager: bool = False) -> Tensor:
     """A conversion on this rank; `args` are the operator's after the tensor."""
     source, target = _ends(row.name, args)
-    return start(row.kernel, x, source, target, lookup(args[-1]), of).wait()
+    return start(row.kernel, x, source, target, lookup(args[-1]), of, eager=eager).wait()
 
 
 def hashable(args: Sequence[Any]) -> tuple[Any, ...]:
@@ -50,13 +50,26 @@ def hashable(args: Sequence[Any]) -> tuple[Any, ...]:
     return tuple(tuple(a) if isinstance(a, (list, tuple)) else a for a in args)
 
 
-def _gradient(row: Conversion, grad: Tensor, args: tuple[Any, ...], of: str) -> Tensor:
-    """The gradient of a conversion is its dual, of the gradient; an operator where it is differentiated or traced."""
+def _gradient(row: Conversion, grad: Tensor, args: tuple[Any, ...], of: str, call: str) -> Tensor:
+    """The gradient of a conversion is its dual, of the gradient; an operator where it is differentiated or traced.
+
+    Args:
+        of: where the conversion was made, if that is compared.
+        call: the call of a sharded model that it is a node of; '': it was an eager call.
+    """
     dual = TABLE[row.dual]
     args = (*args[2:4], *args[0:2], args[4]) if len(args) == 5 else args
     if torch.is_grad_enabled() or type(grad) not in PLAIN:
         return getattr(torch.ops.torchshard, dual.name).default(grad, *args)
-    return grad if dual.kernel == "none" and not of else _run(dual, grad, args, of)
+    if dual.kernel == "none" and not of:
+        return grad
+    if call and dual.kernel in SENDING:
+        note(lookup(args[-1]), f"backward of {call}: {dual.name}")
+    return _run(dual, grad, args, of, eager=not call and dual.kernel in SENDING)
+
+
+SENDING = frozenset({"all_reduce", "all_gather", "reduce_scatter", "all_to_all"})
+"""The kernels that communicate."""
 
 
 class _Direct(torch.autograd.Function):
@@ -64,12 +77,12 @@ class _Direct(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, row: Conversion, args: tuple[Any, ...], compute: Callable[[], Tensor]) -> Tensor:
-        ctx.row, ctx.args, ctx.site = row, args, forward_site()
+        ctx.row, ctx.args, ctx.site, ctx.call = row, args, forward_site(), running_call()
         return compute()
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
-        return _gradient(ctx.row, grad, ctx.args, ctx.site), None, None, None
+        return _gradient(ctx.row, grad, ctx.args, ctx.site, ctx.call), None, None, None
 
 
 @functools.cache
@@ -114,10 +127,10 @@ def _define(row: Conversion) -> None:
         return x.new_empty(local_result_shape(x.shape, *ends(row.name, args), group.rank, group.size))
 
     def setup(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-        ctx.args, ctx.site = hashable(inputs[1:]), forward_site()
+        ctx.args, ctx.site, ctx.call = hashable(inputs[1:]), forward_site(), running_call()
 
     def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
-        return (_gradient(row, grad, ctx.args, ctx.site), *[None] * len(ctx.args))
+        return (_gradient(row, grad, ctx.args, ctx.site, ctx.call), *[None] * len(ctx.args))
 
     name = f"torchshard::{row.name}"
     op = torch.library.custom_op(

@@ -23,6 +23,7 @@ from torchshard.distributed.kernels import copied, gather_pieces, op_name, reduc
 from torchshard.distributed.messages import receiving, sending
 from torchshard.distributed.wire import Handle, Pending, collective
 from torchshard.errors import InputError
+from torchshard.layouts import type_text
 
 
 class _Paired(torch.autograd.Function):
@@ -30,22 +31,30 @@ class _Paired(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, there: Callable[[Tensor], Tensor], back: Callable[[Tensor], Tensor], group: Group
+        ctx: Any,
+        x: Tensor,
+        what: str,
+        there: Callable[[Tensor], Tensor],
+        back: Callable[[Tensor], Tensor],
+        group: Group,
     ) -> Tensor:
-        ctx.there, ctx.back, ctx.group = there, back, group
+        ctx.what, ctx.there, ctx.back, ctx.group = what, there, back, group
         ctx.site = forward_site()
         return there(x)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
-        announce(ctx.group, lambda: "the gradient of a primitive", ctx.site)
-        return _Paired.apply(grad, ctx.back, ctx.there, ctx.group), None, None, None
+        what = f"the gradient of {ctx.what}"
+        announce(ctx.group, lambda: what, ctx.site, eager=True)
+        return _Paired.apply(grad, what, ctx.back, ctx.there, ctx.group), None, None, None, None
 
 
-def _paired(x: Tensor, group: Group, there: Callable[[Tensor], Tensor], back: Callable[[Tensor], Tensor]) -> Tensor:
+def _paired(
+    x: Tensor, group: Group, what: str, there: Callable[[Tensor], Tensor], back: Callable[[Tensor], Tensor]
+) -> Tensor:
     if not needs_gradient(x):
         return there(x)
-    made: Tensor = _Paired.apply(x, there, back, group)
+    made: Tensor = _Paired.apply(x, f"{what} of {type_text(x.dtype, [])}", there, back, group)
     return made
 
 
@@ -60,7 +69,8 @@ def broadcast(x: Tensor, src: int = 0) -> Tensor:
     """
     group = own_group()
     alike(group, "broadcast", x, valid=lambda: peer(group, src, "src"), src=src)
-    return _paired(x, group, lambda v: _broadcast(v, src, group), lambda g: _sum_to(g, src, group))
+    what = f"broadcast(src={src}), {tuple(x.shape)}"
+    return _paired(x, group, what, lambda v: _broadcast(v, src, group), lambda g: _sum_to(g, src, group))
 
 
 def reduce_to(x: Tensor, dst: int = 0, op: Any = ReduceOp.SUM) -> Tensor:
@@ -73,7 +83,8 @@ def reduce_to(x: Tensor, dst: int = 0, op: Any = ReduceOp.SUM) -> Tensor:
     alike(group, "reduce_to", x, valid=lambda: _check_op(x, op, dst=dst), dst=dst, op=op_name(op))
     if op in (ReduceOp.SUM, ReduceOp.AVG):
         x = x if op == ReduceOp.SUM else x / group.size
-        return _paired(x, group, lambda v: _sum_to(v, dst, group), lambda g: _broadcast(g, dst, group))
+        what = f"reduce_to(dst={dst}), {tuple(x.shape)}"
+        return _paired(x, group, what, lambda v: _sum_to(v, dst, group), lambda g: _broadcast(g, dst, group))
     whole = _all_reduced(x, op, group)
     return whole if group.rank == dst else torch.zeros_like(whole)
 
@@ -121,7 +132,7 @@ def _all_reduced(x: Tensor, op: Any, group: Group) -> Tensor:
     def mean(value: Tensor) -> Tensor:
         return reduced(value, ReduceOp.SUM, group) / group.size
 
-    return _paired(x, group, mean, mean)
+    return _paired(x, group, f"all_reduce(op=AVG), {tuple(x.shape)}", mean, mean)
 
 
 def _check_op(x: Tensor, op: Any, *, async_op: bool = False, dst: int = 0) -> None:
@@ -160,6 +171,7 @@ def gather_to(x: Tensor, dst: int = 0, dim: int = -1) -> Tensor:
     return _paired(
         x,
         group,
+        f"gather_to(dst={dst}, dim={own}), {[*x.shape[:own], size, *x.shape[own + 1 :]]}",
         lambda v: gather_pieces(v, dst, own, size, group),
         lambda g: scatter_pieces(g, dst, own, size, group),
     )
@@ -181,14 +193,15 @@ def scatter_from(x: Tensor, src: int = 0, dim: int = -1) -> Tensor:
         whole = gather_pieces(grad, src, own, size, group)
         return whole if group.rank == src else grad.new_zeros(shape)
 
-    return _paired(x, group, lambda v: scatter_pieces(v, src, own, size, group), back)
+    what = f"scatter_from(src={src}, dim={own}), {tuple(shape)}"
+    return _paired(x, group, what, lambda v: scatter_pieces(v, src, own, size, group), back)
 
 
 def barrier() -> None:
     """Waits for all ranks of the group."""
     group = own_group()
     if to_compare(group, group.talk.met, "barrier"):
-        meet(group, lambda: "barrier()")
+        meet(group, lambda: "barrier()", alike=True)
     if group.size > 1:
         collective(group, dist.barrier)
 
