@@ -12,7 +12,7 @@ import pytest
 PACKAGE = Path(__file__).parent.parent / "torchshard"
 
 LAYERS = [
-    ["errors", "layouts", "files", "whole"],
+    ["errors", "layouts", "files", "whole", "with_value"],
     ["comparing"],
     ["notation", "conversions"],
     ["rules"],

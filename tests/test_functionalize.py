@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -113,7 +114,51 @@ def _after_a_loss(h: Tensor) -> Tensor:
     return h * y + loss
 
 
+def _unrecorded(write: Callable[[Tensor], Any], name: str) -> Callable[[Tensor], Tensor]:
+    """A write that autograd does not see: later values are new, gradients pass as if it had not been."""
+
+    def body(h: Tensor) -> Tensor:
+        before = h * 2
+        with torch.no_grad():
+            write(h)
+        return h * before + h.view(-1, 4).sum()
+
+    body.__name__ = name
+    return body
+
+
+def _through_detach(h: Tensor) -> Tensor:
+    h.detach()[:, 1:].mul_(0.5)
+    return h * h
+
+
+def _through_data(h: Tensor) -> Tensor:
+    h.data.clamp_(-0.5, 0.5)
+    h.data[:, 0] = 0.25
+    return h + h.sum()
+
+
+def _straight_through_by_data(h: Tensor) -> Tensor:
+    y = h * 2
+    y.data = torch.sign(y.data)
+    return y * h
+
+
+def _overwritten(h: Tensor) -> Tensor:
+    y = h.clone().zero_() + h.clone().fill_(2.0) + h.clone().copy_(h.detach() * 3)
+    return y + h.clone().normal_() + h.clone().uniform_() + h.clone().bernoulli_(0.5)
+
+
 BODIES = [
+    _unrecorded(lambda h: h.mul_(0.5), "_scaled"),
+    _unrecorded(lambda h: h.zero_(), "_zeroed"),
+    _unrecorded(lambda h: h[:, 0].fill_(1.0), "_part_filled"),
+    _unrecorded(lambda h: h.view(-1)[::2].mul_(2), "_through_views"),
+    _unrecorded(lambda h: h.detach().add_(h), "_detached_within"),
+    _through_detach,
+    _through_data,
+    _straight_through_by_data,
+    _overwritten,
     _write_to_a_piece,
     _write_to_a_piece_of_what_is_used,
     _uneven_pieces,
@@ -190,6 +235,39 @@ def test_refused_writes(body: Callable[[Tensor], Tensor]) -> None:
     with pytest.raises(ts.CaptureError, match="in-place op") as caught:
         ts.check(_Program(body), {"up": "column"}, world_size=2, example_inputs=(torch.randn(3, 6),))
     assert "test_functionalize.py" in str(caught.value)
+
+
+EMPTY_GRADIENTS: dict[str, Callable[[Any, Tensor], Tensor]] = {
+    "zero_": lambda m, x: m.up(x).clone().zero_(),
+    "fill_": lambda m, x: m.up(x).clone().fill_(2.0),
+    "copy_": lambda m, x: m.up(x).clone().copy_(torch.ones(3, 8)),
+    "matrix_power": lambda m, x: torch.matrix_power(m.up.weight @ m.up.weight.t(), 0),
+    "normal_": lambda m, x: m.up(x).clone().normal_(),
+}
+
+
+class _Overwrites(nn.Module):
+    def __init__(self, body: Callable[[Any, Tensor], Tensor]) -> None:
+        super().__init__()
+        self.up, self.body = nn.Linear(6, 8), body
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.body(self, x)
+
+
+@pytest.mark.parametrize("body", EMPTY_GRADIENTS)
+def test_what_is_overwritten_still_needs_a_gradient(body: str) -> None:
+    torch.manual_seed(0)
+    model, x = _Overwrites(EMPTY_GRADIENTS[body]), torch.randn(3, 6)
+    sharded = ts.shard(model, {"up": "column"}, example_inputs=(x,))
+    for m in (model, sharded):
+        torch.manual_seed(1)
+        y = m(x)
+        assert y.requires_grad
+        y.sum().backward()
+        assert all(p.grad is None or not p.grad.any() for p in m.parameters())
+    assert [p.grad is None for p in model.parameters()] == [p.grad is None for p in sharded.parameters()]
+    ts.distributed.destroy_process_group()
 
 
 def test_a_write_to_an_input_is_refused() -> None:

@@ -286,9 +286,28 @@ class _Tensors(TorchFunctionMode):
                     why=f"{tuple(held.shape)}, requires_grad: as a constant of the graph its gradient would be lost",
                     attempt="register it: assign the parameter or its module to an attribute of the model",
                 )
+        if func == _DATA.__get__ and is_fake(args[0]):
+            return args[0].detach()
+        if func == _DATA.__set__ and is_fake(args[0]):
+            return _set_data(args[0], args[1])
         if func is Tensor.register_hook and not self._recording.within and args[0].requires_grad:
             return _keep_hook(self._recording, args[0], args[1] if len(args) > 1 else (kwargs or {})["hook"])
         return func(*args, **(kwargs or {}))
+
+
+_DATA: Any = Tensor.data
+
+
+def _set_data(tensor: Tensor, value: Tensor) -> None:
+    """`x.data = y` as what it does to the values of a tensor of the same kind."""
+    if (tensor.shape, tensor.dtype, tensor.device) != (value.shape, value.dtype, value.device):
+        raise CaptureError(
+            "the model assigns to .data what has another shape, dtype or device",
+            where=user_line(traceback.extract_stack()),
+            why=f"{tuple(tensor.shape)}, {tensor.dtype} becomes {tuple(value.shape)}, {value.dtype}",
+            attempt="a new tensor, under a name of its own",
+        )
+    tensor.detach().copy_(value)
 
 
 @contextlib.contextmanager

@@ -84,6 +84,9 @@ _MAY_GIVE_ITSELF = {
 
 
 def _gives_itself(step: fx.Node) -> bool:
+    schema = getattr(step.target, "_schema", None)
+    if schema is not None and schema.is_mutable and schema.name.endswith("_"):
+        return True  # what is written to is the tensor that came in, whose gradient the block does not change
     if step.target not in _MAY_GIVE_ITSELF:
         return False
     source: Any = step.args[0]

@@ -6,19 +6,24 @@
 A write to a view is written back to what it views, and other views are taken anew where they are used later. A
 written buffer is stored by one `copy_` at the end. A write to an input or a parameter, or through a view that can't
 be undone, is refused.
+
+Gradients are eager PyTorch's too: a write through `detach` or under `no_grad` is not recorded, so the gradient goes on
+as if there had been none (`with_value`); what is overwritten altogether (`zero_`, `copy_`) keeps a gradient of zeros.
 """
 
 from __future__ import annotations
 
 import operator
+from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import fx
 
 from torchshard.errors import CaptureError
 from torchshard.graph import bound_args, emit, is_tensor, where
+from torchshard.with_value import WITH_VALUE
 
 aten = torch.ops.aten
 
@@ -26,6 +31,7 @@ _NAMED = {
     aten.detach_.default: aten.detach.default,
     aten.zero_.default: aten.zeros_like.default,
     aten.normal_.default: aten.normal_functional.default,
+    aten.bernoulli_.float: aten.bernoulli.p,
     aten.__iand__.Tensor: aten.bitwise_and.Tensor,
     aten.__ior__.Tensor: aten.bitwise_or.Tensor,
     aten.__ixor__.Tensor: aten.bitwise_xor.Tensor,
@@ -45,6 +51,20 @@ class _Aliases:
     version: dict[fx.Node, int] = field(default_factory=dict)
     sharing: dict[int, list[fx.Node]] = field(default_factory=dict)
     """Storage -> the nodes seen so far that lie in it."""
+    wanting: dict[fx.Node, bool] = field(default_factory=dict)
+    """Whether a value may need a gradient, as far as known."""
+
+    def wants_grad(self, node: fx.Node) -> bool:
+        """Whether a value comes from a parameter or input that needs a gradient."""
+        pending = [node]
+        while pending:
+            one = pending[-1]
+            unknown = [n for n in one.all_input_nodes if n not in self.wanting]
+            if one in self.wanting or not unknown:
+                self.wanting.setdefault(pending.pop(), _wants_grad(one, self.wanting))
+            else:
+                pending += unknown
+        return self.wanting[node]
 
     def root(self, node: fx.Node) -> fx.Node:
         while node in self.parent:
@@ -70,12 +90,26 @@ class _Aliases:
         """`node` now holds `value`, and so does what it is a view of."""
         if node in self.parent:
             base = self.parent[node]
-            held = value if _is_inplace(node) else _undo(self.module, node, self.current(base), value)
+            held = value if _is_inplace(node) else self._undone(node, self.current(base), value)
             self.write(base, held)
         else:
             self.version[node] = self.version.get(node, 0) + 1
         self.now[node] = value
         self.seen[node] = self.version[self.root(node)]
+
+    def _undone(self, view: fx.Node, base: fx.Node, value: fx.Node) -> fx.Node:
+        if view.target is aten.detach.default and self.wants_grad(base):
+            return emit(self.module, WITH_VALUE, (base, value), view)
+        return _undo(self.module, view, base, value)
+
+
+def _wants_grad(node: fx.Node, known: Mapping[fx.Node, bool]) -> bool:
+    val = node.meta.get("val")
+    if node.op == "placeholder":
+        return isinstance(val, torch.Tensor) and (val.requires_grad or "kind" not in node.meta)
+    floats = isinstance(val, torch.Tensor) and (val.is_floating_point() or val.is_complex())
+    plain = floats or isinstance(val, (list, tuple))
+    return plain and node.target is not aten.detach.default and any(known[n] for n in node.all_input_nodes)
 
 
 def functionalize(module: fx.GraphModule) -> bool:
@@ -156,11 +190,14 @@ def _replace(aliases: _Aliases, node: fx.Node) -> None:
     if any(aliases.root(n) is not family for n in aliases.sharing[_storage(target)] if n is not node):
         raise _refused(node, "it writes to a piece of a split value, which shares its memory with the other pieces")
     held = {k: fx.map_arg(v, lambda n: aliases.current(n)) for k, v in args.items()}
+    before: Any = held[written[0]]
     value = _functional(aliases.module, node, held, written[0])
     if value.meta["val"].shape != target.meta["val"].shape:
         raise _refused(node, f"it changes the shape of what it writes to, {written[0]}")
     if value.meta["val"].dtype != target.meta["val"].dtype:
         value = emit(aliases.module, aten.to.dtype, (value, target.meta["val"].dtype), node)
+    if node.target in _OVERWRITING and aliases.wants_grad(before):
+        value = _keeping_gradient(aliases.module, node, before, value)
     aliases.parent[node] = target
     aliases.write(target, value)
     aliases.now[node], aliases.seen[node] = value, aliases.version[aliases.root(target)]
@@ -177,7 +214,8 @@ def _functional(module: fx.GraphModule, node: fx.Node, held: dict[str, Any], wri
     if target is aten.fill_.Scalar:
         return emit(module, aten.full_like.default, (mine, held["value"]), node)
     if target in _NAMED:
-        return emit(module, _NAMED[target], tuple(held.values())[: len(node.args)], node)
+        positional = [a for a in _NAMED[target]._schema.arguments if not a.kwarg_only]
+        return emit(module, _NAMED[target], tuple(held.values())[: len(positional)], node)
     plain = _returning(target)
     if plain is None:
         raise _refused(node, f"{target} has no form that does not write")
@@ -187,6 +225,30 @@ def _functional(module: fx.GraphModule, node: fx.Node, held: dict[str, Any], wri
     kwonly = {a.name for a in plain._schema.arguments if a.kwarg_only}
     args = tuple(v for k, v in held.items() if k in schema_names and k not in kwonly)
     return emit(module, plain, args, node, **{k: v for k, v in held.items() if k in kwonly})
+
+
+_OVERWRITING = {
+    aten.zero_.default, aten.fill_.Scalar, aten.fill_.Tensor, aten.copy_.default, aten.normal_.default,
+    aten.uniform_.default, aten.exponential_.default, aten.random_.default, getattr(aten.random_, "from"),
+    aten.random_.to, aten.bernoulli_.float, aten.log_normal_.default, aten.cauchy_.default, aten.geometric_.default,
+}  # fmt: skip
+"""Ops that leave nothing of what they write to."""
+
+
+def _keeping_gradient(module: fx.GraphModule, node: fx.Node, before: fx.Node, value: fx.Node) -> fx.Node:
+    """The value; it needs a gradient as what was there before did, which gets one of zeros."""
+    if value.target in _DRAWN:  # PyTorch has no derivative for these
+        value.args = (emit(module, aten.detach.default, (before,), node), *value.args[1:])
+        value.prepend(cast(fx.Node, value.args[0]))
+    like = before.meta["val"]
+    true = emit(module, aten.scalar_tensor.default, (True,), node, dtype=torch.bool, device=like.device)
+    return emit(module, aten.where.self, (true, value, before), node)
+
+
+_DRAWN = {
+    aten.normal_functional.default, aten.uniform.default, aten.exponential.default, aten.random.default,
+    aten.log_normal.default, aten.cauchy.default, aten.geometric.default, aten.bernoulli.p,
+}  # fmt: skip
 
 
 def _returning(target: Any) -> Any:

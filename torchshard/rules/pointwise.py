@@ -8,10 +8,11 @@ import torch
 
 from torchshard.notation import Row
 from torchshard.rules.registry import Call, broadcast, letters, rule, spaced
+from torchshard.with_value import WITH_VALUE
 
 aten = torch.ops.aten
 
-JOINTLY = {aten.add.Tensor, aten.sub.Tensor, aten.where.self}
+JOINTLY = {aten.add.Tensor, aten.sub.Tensor, aten.where.self, WITH_VALUE}
 """Linear in all (non-condition) operands together: Partial + Partial is Partial, Partial + whole is not."""
 EACH = {aten.mul.Tensor}
 """Linear in each operand."""
@@ -38,7 +39,7 @@ UNTAGGED = (
     aten.where.ScalarOther, aten.where.ScalarSelf, aten.where.Scalar, aten.masked_fill.Tensor, aten.rsub.Tensor,
     aten.floor_divide.default, aten.floor_divide.Scalar, aten.hardswish.default, aten.log_sigmoid.default,
     aten.broadcast_tensors.default, aten.angle.default, aten.polygamma.default,
-    aten.complex.default, aten.polar.default,
+    aten.complex.default, aten.polar.default, WITH_VALUE,
     *(op.default for name in dir(aten) if name.startswith("special_") for op in [getattr(aten, name)]
       if "polynomial" in name or "bessel" in name or "airy" in name),
 )  # fmt: skip
