@@ -462,3 +462,26 @@ def test_a_loaded_plan_is_explained_with_what_else_there_is() -> None:
     made = _gpt()
     again = _gpt(plan=ts.Plan.from_json(made.to_json()))
     assert ts.explain(again) == ts.explain(made)
+
+
+class _LooksAt(nn.Module):
+    """Takes a parameter for its shape alone, and leaves another one out."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.shape, self.other = nn.Linear(6, 8), nn.Linear(8, 3), nn.Linear(8, 8)
+
+    def forward(self, x: Tensor, use: bool = False) -> Tensor:
+        y = self.up(x).reshape_as(self.shape.weight)
+        return self.other(y) if use else y
+
+
+def test_a_pinned_parameter_that_is_only_looked_at_is_split() -> None:
+    plan, x = {"up": "column", "shape": "row", "other": "column"}, torch.randn(3, 6)
+    model = _LooksAt()
+    made = ts.plan(model, plan, world_size=2, example_inputs=(x,))
+    assert made.parameters["shape.weight"] == ts.S(1) and made.parameters["other.weight"] == ts.S(0)
+    assert ts.check(model, plan, world_size=2, example_inputs=(x,)).ok
+    sharded = ts.shard(model, plan, example_inputs=(x,))
+    assert torch.allclose(sharded(x, True), model(x, True))
+    ts.distributed.destroy_process_group()

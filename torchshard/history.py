@@ -40,7 +40,7 @@ def values_digest(tensor: Tensor, most_bytes: int = WHOLE_BYTES) -> int:
     """A checksum of a tensor's values in their order; of a large tensor, of elements at even distances."""
     flat = tensor.detach().resolve_conj().resolve_neg().reshape(-1)
     if flat.numel() * flat.itemsize > most_bytes:
-        flat = flat[:: flat.numel() // SAMPLED]
+        flat = flat[:: max(1, flat.numel() // SAMPLED)]
     held: Any = flat.contiguous().view(torch.uint8).numpy()
     return zlib.crc32(held)
 

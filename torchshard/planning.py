@@ -24,7 +24,7 @@ from torchshard.planner.network import Asked
 from torchshard.planner.plan import Costs, Plan, Stored
 from torchshard.planner.predict import predict
 from torchshard.planner.search import Found, search
-from torchshard.planner.styles import check_matches, pins_of
+from torchshard.planner.styles import check_matches, parameter_layouts, pins_of
 from torchshard.planner.table import size_text
 from torchshard.planner.why import Question
 
@@ -63,6 +63,9 @@ def plan_graph(
         question = dataclasses.replace(question, asked=dataclasses.replace(asked, options={}, parameters=parameters))
     else:
         found = search(module.graph, costs, asked, limit)
+        if isinstance(wanted, Mapping):
+            idle = _idle_layouts(module.graph, model, wanted)
+            found = dataclasses.replace(found, parameters={**found.parameters, **idle, **parameters})
     memory = limit.taken(found.choices, found.parameters) if limit else {}
     if limit and memory["peak"] > limit.nbytes:
         raise _does_not_fit(world_size, memory, limit.nbytes, given=isinstance(wanted, Plan))
@@ -77,6 +80,15 @@ def plan_graph(
         is_static(wanted, objective),
         question,
     )
+
+
+def _idle_layouts(graph: fx.Graph, model: nn.Module, wanted: Mapping[str, Any]) -> dict[str, Layout]:
+    """How pinned parameters lie that no op of this call takes: they may be looked at for their sizes, or be another
+    call's. They are stored as the pin says, where the type of their module tells how."""
+    chosen = check_matches(wanted, [name for name, _ in model.named_modules()])
+    layouts = parameter_layouts(model, {path: style for path, (_, style) in chosen.items()})
+    taken = {n.meta["path"] for n in graph.nodes if n.op == "placeholder" and any(map(is_tensor_op, n.users))}
+    return {name: layout for name, layout in layouts.items() if name not in taken}
 
 
 @dataclass(frozen=True)
