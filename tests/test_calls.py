@@ -128,10 +128,10 @@ def test_inputs_that_lie_otherwise_in_memory_are_another_kind_of_call() -> None:
     sharded, x = ts.shard(model, {}), torch.randn(4, 6, 8)
     for value in (x, x.transpose(1, 2), x.permute(2, 0, 1), x[:, ::2], x[:, :1].expand(4, 6, 8), x[1:3, :, 2:5]):
         assert torch.equal(model(value), sharded(value))
-    count = sum(map(len, sharded._programs.values()))
+    count = sum(map(len, sharded._ts_programs.values()))
     sharded(torch.randn(6, 5, 8))
     sharded(torch.randn(3, 6, 7).transpose(1, 2))
-    assert sum(map(len, sharded._programs.values())) == count
+    assert sum(map(len, sharded._ts_programs.values())) == count
     ts.distributed.destroy_process_group()
 
 

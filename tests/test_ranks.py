@@ -185,7 +185,7 @@ def _shapes_and_modes(rank: int) -> list[int]:
         got = sharded(ids, labels=ids)
         assert set(got) == {"logits", "loss"}
         assert all(torch.allclose(expected[k], got[k], rtol=1e-12, atol=1e-12) for k in expected)
-        counts.append(sum(map(len, sharded._programs.values())))
+        counts.append(sum(map(len, sharded._ts_programs.values())))
     with torch.no_grad():
         assert not sharded(ids)["logits"].requires_grad
     return counts

@@ -109,7 +109,7 @@ class ShardedModule(State):
     def _ddp_params_and_buffers_to_ignore(self) -> list[str]:
         """What `DistributedDataParallel` asks a module that it wraps; its group is checked then."""
         wrapper = sys._getframe(1).f_locals.get("self")
-        check_other_group(getattr(wrapper, "process_group", None), self._group, type(wrapper).__name__)
+        check_other_group(getattr(wrapper, "process_group", None), self._ts_group, type(wrapper).__name__)
         return []
 
     register_forward_hook: Any = nn.Module.register_forward_hook
@@ -136,16 +136,16 @@ class ShardedModule(State):
         wanted, layouts = together(group, PlanError, what, prepared)
         _check_same_weights(model, group)
         super().__init__(model, layouts, group)
-        self._plan, self._aim, self._group_name = wanted, aim, group_name
-        self._watch, self._captures = Watch(self.source), 0
-        self._latest_compiled: Compiled | None = None
-        self._history = History(group, type(model).__name__)
+        self._ts_plan, self._ts_aim, self._ts_group_name = wanted, aim, group_name
+        self._ts_watch, self._ts_captures = Watch(self.source), 0
+        self._ts_latest_compiled: Compiled | None = None
+        self._ts_history = History(group, type(model).__name__)
         self._note_distinct(dict((*model.named_parameters(), *model.named_buffers())))
         watch(self, model)
 
     def note_step(self, settings: str) -> None:
         """An optimizer with these settings is about to step this model's parameters."""
-        self._history.note_step(settings)
+        self._ts_history.note_step(settings)
 
     # --- calling -----------------------------------------------------------------------------------------------------
 
@@ -158,8 +158,8 @@ class ShardedModule(State):
         kind, call, compiled = self._agreed_call(args, kwargs)
         if compiled is None:
             compiled = self._compile(kind, call, args, kwargs)
-        state = [self._tensors[held] if isinstance(held, str) else held for held in compiled.state]
-        with running(self._history.begin_call()):
+        state = [self._ts_tensors[held] if isinstance(held, str) else held for held in compiled.state]
+        with running(self._ts_history.begin_call()):
             return compiled.program.captured.rebuild(compiled.run(*state, *call.tensors))
 
     def _agreed_call(
@@ -178,7 +178,7 @@ class ShardedModule(State):
             compiled = self._known(kind, call)
         except ShardError as error:
             failure = error
-        if self._group.size > 1 and Mode.on is not False:
+        if self._ts_group.size > 1 and Mode.on is not False:
             self._agree(call, kind, compiled, failure, step)
         if failure is not None:
             raise failure
@@ -187,10 +187,10 @@ class ShardedModule(State):
 
     def _known(self, kind: Kind, call: Leaves) -> Compiled | None:
         """The graph for a call, if there is one; its kind becomes the one that was called latest."""
-        held = self._programs.pop(kind, None)
+        held = self._ts_programs.pop(kind, None)
         if held is None:
             return None
-        self._programs[kind] = held
+        self._ts_programs[kind] = held
         return next((c for c in held if c.program.captured.accepts(call.tensors)), None)
 
     def _agree(
@@ -200,11 +200,11 @@ class ShardedModule(State):
         tensors = [] if call is None else call.tensors
         values = [(tuple(t.shape), values_digest(t) if is_here(t) and not is_fake(t) else 0) for t in tensors]
         elsewhere = {} if call is None else _elsewhere(call)
-        if self._fixed and not self._watched:  # before, layouts are what the ranks' plans say, which may differ
-            own = {name: t for name, t in self._tensors.items() if self._names[name][0] == name}
-            self._history.watch(own, self._layouts, self._distinct)
-            self._watched = True
-        snapshot = self._history.snapshot(self._tensors, elsewhere)
+        if self._ts_fixed and not self._ts_watched:  # before, layouts are what the ranks' plans say, which may differ
+            own = {name: t for name, t in self._ts_tensors.items() if self._ts_names[name][0] == name}
+            self._ts_history.watch(own, self._ts_layouts, self._ts_distinct)
+            self._ts_watched = True
+        snapshot = self._ts_history.snapshot(self._ts_tensors, elsewhere)
         stream = _stream_state(call) if call is not None and compiled is not None and compiled.draws else ""
         mark = _mark(kind) if compiled is None else compiled.mark
         text = "" if failure is None else str(failure).partition("\n")[0]
@@ -223,51 +223,51 @@ class ShardedModule(State):
 
         mine = digest(f"{mark} {values} {stream} {compiled is None} {text} {step} {snapshot.facts}")
         what = "the ranks were called with different arguments"
-        if agree(self._group, facts, mine, _call_error, what, unlike=snapshot.slice_digest) and snapshot.slice_name:
+        if agree(self._ts_group, facts, mine, _call_error, what, unlike=snapshot.slice_digest) and snapshot.slice_name:
             raise _same_slices(snapshot.slice_name)
-        self._group.talk.recent.clear()
+        self._ts_group.talk.recent.clear()
 
     def _visible(self) -> str:
-        changed = f", changed last: {self._watch.latest_change}" if self._watch.latest_change else ""
-        return f"state {self._watch.number}{changed}"
+        changed = f", changed last: {self._ts_watch.latest_change}" if self._ts_watch.latest_change else ""
+        return f"state {self._ts_watch.number}{changed}"
 
     def _check_devices(self, call: Leaves) -> None:
         """Devices that fit the model once fit it in each later call."""
         devices = tuple(t.device for t in call.tensors)
-        if devices not in self._fitting_devices:
+        if devices not in self._ts_fitting_devices:
             check_devices(self.source, call)
-            self._fitting_devices.add(devices)
+            self._ts_fitting_devices.add(devices)
 
     def _kind(self, call: Leaves) -> Kind:
         return Kind(
             call.structure,
-            self._watch.state(),
+            self._ts_watch.state(),
             tuple(t.requires_grad for t in call.tensors),
             tuple((t.dtype, t.device.type, memory_order(t)) for t in call.tensors),
-            tuple(m.training for m in self._source_modules),
+            tuple(m.training for m in self._ts_source_modules),
             tuple((torch.is_autocast_enabled(d), torch.get_autocast_dtype(d)) for d in ("cpu", "cuda")),
             (torch.is_grad_enabled(), torch.is_inference_mode_enabled(), torch.get_default_dtype(),
              torch.get_default_device()),
-            tuple(t.requires_grad for t in self._tensors.values()),
+            tuple(t.requires_grad for t in self._ts_tensors.values()),
         )  # fmt: skip
 
     def _compile(self, kind: Any, call: Leaves, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Compiled:
         for name, parameter in self.named_parameters():
             self._source_tensor(name).requires_grad_(parameter.requires_grad)
-        fixed = self._layouts if self._fixed else None
+        fixed = self._ts_layouts if self._ts_fixed else None
         visit = Visit(replace(call, tensors=tuple(map(_without_values, call.tensors))), kind.modes)
 
         def make() -> Program:
-            made = program(self.source, self._plan, self._group.size, args, kwargs, fixed, self._aim)
+            made = program(self.source, self._ts_plan, self._ts_group.size, args, kwargs, fixed, self._ts_aim)
             self._refuse_left(visit, made)
             return made
 
-        made = together(self._group, CaptureError, "the ranks can't make a program of the model together", make)
+        made = together(self._ts_group, CaptureError, "the ranks can't make a program of the model together", make)
         draws = any(map(draws_random, made.graph.graph.nodes))
         self._check_same_program(made, call, draws)
-        if not self._fixed:
+        if not self._ts_fixed:
             self._fix_layouts(made.plan.parameters)
-        graph = localized(made.graph, self._group.rank, self._group.size, self._group_name)
+        graph = localized(made.graph, self._ts_group.rank, self._ts_group.size, self._ts_group_name)
         run, state = _calling_directly(graph), self._graph_state(made, graph)
         compiled = Compiled(made, graph, run, state, draws, _mark(kind), visit)
         self._keep(kind, compiled)
@@ -275,19 +275,19 @@ class ShardedModule(State):
 
     def _keep(self, kind: Kind, compiled: Compiled) -> None:
         """Remembers a graph, and forgets the kind of call that was made least recently where there are many."""
-        self._programs.setdefault(kind, []).append(compiled)
-        self._latest_compiled = compiled
-        self._captures += 1
-        if self._captures == MANY_GRAPHS:
-            changed = self._watch.latest_change
+        self._ts_programs.setdefault(kind, []).append(compiled)
+        self._ts_latest_compiled = compiled
+        self._ts_captures += 1
+        if self._ts_captures == MANY_GRAPHS:
+            changed = self._ts_watch.latest_change
             why = f"{changed} changes" if changed else "an argument that is no tensor changes"
             log.warning("%d graphs captured: perhaps %s with each call", MANY_GRAPHS, why)
-        if len(self._programs) > MOST_GRAPHS:
-            del self._programs[next(iter(self._programs))]
+        if len(self._ts_programs) > MOST_GRAPHS:
+            del self._ts_programs[next(iter(self._ts_programs))]
 
     def _refuse_left(self, visit: Visit, made: Program) -> None:
         """One kind of call may not read what another leaves in attributes."""
-        for other in (compiled for held in self._programs.values() for compiled in held):
+        for other in (compiled for held in self._ts_programs.values() for compiled in held):
             left = made.captured.left + other.program.captured.left
             for first, second in ((visit, other.visit), (other.visit, visit)) if left else ():
                 refuse_between(self.source, first, second, tuple(dict.fromkeys(left)))
@@ -300,17 +300,17 @@ class ShardedModule(State):
 
     def _check_same_program(self, made: Program, call: Leaves, draws: bool) -> None:
         """Graph, plan and the inputs' values are the same on all ranks; so is the random stream, where it counts."""
-        if self._group.size == 1:
+        if self._ts_group.size == 1:
             return
         facts = {"the graph": listing(made.graph, sources=False), "the plan": made.plan.to_json()}
         what = "the ranks made different programs of the model"
-        agree(self._group, facts, digest(repr(facts)), DistributedError, what)
+        agree(self._ts_group, facts, digest(repr(facts)), DistributedError, what)
         values = {f"input {n}": content(t) for n, t in zip(call.names, call.tensors, strict=True)}
         what = "the ranks were called with inputs of the same shape but different values"
-        agree(self._group, values, digest(repr(values)), InputError, what)
+        agree(self._ts_group, values, digest(repr(values)), InputError, what)
         if draws:
             stream = {"the random stream": _stream_state(call)}
-            agree(self._group, stream, digest(repr(stream)), _call_error, what)
+            agree(self._ts_group, stream, digest(repr(stream)), _call_error, what)
 
     # --- looking -----------------------------------------------------------------------------------------------------
 
@@ -324,14 +324,14 @@ class ShardedModule(State):
         return self._latest().program.plan
 
     def _latest(self) -> Compiled:
-        if self._latest_compiled is None:
+        if self._ts_latest_compiled is None:
             raise InputError(
                 "no graph is captured yet",
                 where="ShardedModule",
                 why="it was made without example_inputs and has not been called",
                 attempt="torchshard.shard(model, plan, example_inputs=...), or call it once",
             )
-        return self._latest_compiled
+        return self._ts_latest_compiled
 
     @property
     def graph(self) -> fx.GraphModule:

@@ -14,18 +14,21 @@ from torch import nn
 
 from torchshard.errors import InputError
 
+OWN = "_ts_"
+"""How the names of attributes of ours begin, so that a user's model may have any."""
+
 
 class Scope(nn.Module):
     """Stands for one module of the unsharded model."""
 
     def __init__(self, source: nn.Module) -> None:
         super().__init__()
-        self.__dict__["_source"] = [source]  # in a list, so that it is no submodule
+        self.__dict__["_ts_source"] = [source]  # in a list, so that it is no submodule
 
     @property
     def source(self) -> nn.Module:
         """The unsharded module, without memory."""
-        held: nn.Module = self.__dict__["_source"][0]
+        held: nn.Module = self.__dict__["_ts_source"][0]
         return held
 
     @property  # type: ignore[misc]
@@ -39,7 +42,7 @@ class Scope(nn.Module):
 
     @training.setter
     def training(self, mode: bool) -> None:
-        if "_source" in self.__dict__:
+        if "_ts_source" in self.__dict__:
             self.source.training = mode
 
     def train(self, mode: bool = True) -> Self:
@@ -86,7 +89,7 @@ class Scope(nn.Module):
         return self._items().items()
 
     def __getattr__(self, name: str) -> Any:
-        if name in self.__dict__.get("_source", [None])[0].__dict__:
+        if name in self.__dict__.get("_ts_source", [None])[0].__dict__:
             return self.source.__dict__[name]
         try:
             return super().__getattr__(name)
@@ -97,6 +100,9 @@ class Scope(nn.Module):
             raise
 
     def __setattr__(self, name: str, value: Any) -> None:
+        if name.startswith(OWN):
+            self.__dict__[name] = value
+            return
         if (name in self.source.__dict__ and name not in _EVERY) or name == "forward":
             raise InputError(
                 f"attribute {name!r} can't be changed after sharding",

@@ -32,13 +32,13 @@ class State(Scope):
 
     def __init__(self, model: nn.Module, layouts: Mapping[str, Layout], group: Group) -> None:
         super().__init__(hollow(model))
-        self._group = group
-        self._layouts: dict[str, Layout] = dict(layouts)
-        self._fixed = False
-        self._names = shared_names(self.source)
-        self._made: dict[str, ShardedParameter] = {}
-        self._distinct: dict[str, bool] = {}
-        self._uninitialized: dict[str, tuple[int, int]] = {}
+        self._ts_group = group
+        self._ts_layouts: dict[str, Layout] = dict(layouts)
+        self._ts_fixed = False
+        self._ts_names = shared_names(self.source)
+        self._ts_made: dict[str, ShardedParameter] = {}
+        self._ts_distinct: dict[str, bool] = {}
+        self._ts_uninitialized: dict[str, tuple[int, int]] = {}
         self._register(local_state(model, layouts, group.rank, group.size), model)
         for scope in self.modules():
             cast(Scope, scope).fix_names()
@@ -50,7 +50,7 @@ class State(Scope):
         for path, _ in self.source.named_modules(remove_duplicate=False):
             self._scope(path)
         persistent = set(model.state_dict())
-        for name, names in self._names.items():
+        for name, names in self._ts_names.items():
             (scope, leaf), tensor = self._owner(name), state[names[0]]
             if isinstance(tensor, nn.Parameter):
                 scope._parameters[leaf] = self._parameter(names[0], tensor)
@@ -61,24 +61,24 @@ class State(Scope):
 
     def _note_distinct(self, whole: Mapping[str, Tensor]) -> None:
         """Of which parameters the ranks' slices differ, as their wholes tell."""
-        found = {n: are_distinct(t, self._layouts.get(n, I), self._group.size) for n, t in whole.items()}
-        self._distinct, self._watched = {**self._distinct, **found}, False
+        found = {n: are_distinct(t, self._ts_layouts.get(n, I), self._ts_group.size) for n, t in whole.items()}
+        self._ts_distinct, self._ts_watched = {**self._ts_distinct, **found}, False
 
     def _parameter(self, name: str, tensor: Tensor) -> ShardedParameter:
         """The parameter of that name, which has several where it is tied, with this memory."""
-        held = self._made.get(name)
+        held = self._ts_made.get(name)
         if held is None or held.untyped_storage()._cdata != tensor.untyped_storage()._cdata:
-            held = ShardedParameter.of(tensor, self._layouts.get(name, I), self._group, name, self)
+            held = ShardedParameter.of(tensor, self._ts_layouts.get(name, I), self._ts_group, name, self)
             held.grad = tensor.grad
-            self._made[name] = held
+            self._ts_made[name] = held
         return held
 
     def _own_parameters(self) -> None:
         """Parameters that PyTorch has made anew (by `cuda()`, a copy) become this model's own again."""
-        for name, names in self._names.items():
+        for name, names in self._ts_names.items():
             holder, leaf = _slot(*self._owner(name))
             if isinstance(held := holder[leaf], ShardedParameter):
-                held.sharding, held.owner = self._layouts.get(names[0], I), weakref.ref(self)
+                held.sharding, held.owner = self._ts_layouts.get(names[0], I), weakref.ref(self)
             elif isinstance(held, nn.Parameter):
                 holder[leaf] = self._parameter(names[0], held)
 
@@ -104,19 +104,19 @@ class State(Scope):
 
     def _note(self) -> None:
         """The source for captures follows the parameters' dtype and device; graphs captured before are void."""
-        self._slots = {name: _slot(*self._owner(name)) for name in self._names}
-        self._tensors: dict[str, Tensor] = {name: holder[leaf] for name, (holder, leaf) in self._slots.items()}
-        for names in dict.fromkeys(self._names.values()):
-            held, source = self._tensors[names[0]], self._source_tensor(names[0])
+        self._ts_slots = {name: _slot(*self._owner(name)) for name in self._ts_names}
+        self._ts_tensors: dict[str, Tensor] = {name: holder[leaf] for name, (holder, leaf) in self._ts_slots.items()}
+        for names in dict.fromkeys(self._ts_names.values()):
+            held, source = self._ts_tensors[names[0]], self._source_tensor(names[0])
             if (held.dtype, held.device) != (source.dtype, source.device):
                 moved = hollow_tensor(source, dtype=held.dtype, device=held.device)
                 for name in names:
                     scope, leaf = self._owner(name)
                     _slot(scope.source, leaf)[0][leaf] = moved
-        self._programs: dict[Any, list[Any]] = {}
-        self._watched = False
-        self._source_modules = tuple(self.source.modules())
-        self._fitting_devices: set[tuple[torch.device, ...]] = set()
+        self._ts_programs: dict[Any, list[Any]] = {}
+        self._ts_watched = False
+        self._ts_source_modules = tuple(self.source.modules())
+        self._ts_fitting_devices: set[tuple[torch.device, ...]] = set()
 
     def _follow(self) -> None:
         """Takes over tensors that the user has put in the place of others since the last call.
@@ -124,13 +124,13 @@ class State(Scope):
         Raises:
             InputError: one has another shape than this rank's slice, or a tied one was replaced alone.
         """
-        now: dict[str, Any] = {name: holder.get(leaf) for name, (holder, leaf) in self._slots.items()}
-        if all(map(operator.is_, now.values(), self._tensors.values())):
+        now: dict[str, Any] = {name: holder.get(leaf) for name, (holder, leaf) in self._ts_slots.items()}
+        if all(map(operator.is_, now.values(), self._ts_tensors.values())):
             return
-        for name, before in self._tensors.items():
-            self._check_replaced(name, before, now[name], now[self._names[name][0]])
-        same_kind = all((now[n].dtype, now[n].device) == (t.dtype, t.device) for n, t in self._tensors.items())
-        self._tensors = now
+        for name, before in self._ts_tensors.items():
+            self._check_replaced(name, before, now[name], now[self._ts_names[name][0]])
+        same_kind = all((now[n].dtype, now[n].device) == (t.dtype, t.device) for n, t in self._ts_tensors.items())
+        self._ts_tensors = now
         if not same_kind:
             self._note()
 
@@ -143,18 +143,18 @@ class State(Scope):
             where=f"parameter or buffer {name!r}",
             why=f"this rank's slice has shape {tuple(before.shape)}, it now holds {held}"
             if now is first
-            else f"it is one with {self._names[name][0]!r}, which holds another now",
+            else f"it is one with {self._ts_names[name][0]!r}, which holds another now",
             attempt="a slice of the same shape, under all its names; or load_full_state_dict",
         )
 
     def _apply(self, fn: Any, recurse: bool = True) -> Self:
         """Moves and casts (`.to`, `.cuda`, `.double`, `.to_empty`): graphs are captured anew for what comes of them."""
-        meta = [name for name, tensor in self._tensors.items() if tensor.is_meta]
+        meta = [name for name, tensor in self._ts_tensors.items() if tensor.is_meta]
         super()._apply(fn, recurse)
         self._own_parameters()
         self._note()
-        made = {name: self._tensors[name] for name in meta if not self._tensors[name].is_meta}
-        self._uninitialized |= {name: (tensor._version, _sample(tensor)) for name, tensor in made.items()}
+        made = {name: self._ts_tensors[name] for name in meta if not self._ts_tensors[name].is_meta}
+        self._ts_uninitialized |= {name: (tensor._version, _sample(tensor)) for name, tensor in made.items()}
         for tensor in made.values():
             tensor.touched = False  # type: ignore[attr-defined]
         return self
@@ -165,14 +165,14 @@ class State(Scope):
         Raises:
             InputError: some have no memory, or memory that nobody has written since `to_empty`.
         """
-        empty = [name for name, tensor in self._tensors.items() if tensor.is_meta]
-        for name, (version, sample) in list(self._uninitialized.items()):
-            tensor = self._tensors[name]
+        empty = [name for name, tensor in self._ts_tensors.items() if tensor.is_meta]
+        for name, (version, sample) in list(self._ts_uninitialized.items()):
+            tensor = self._ts_tensors[name]
             touched = getattr(tensor, "touched", False) or tensor._version != version or _sample(tensor) != sample
             if touched:
-                del self._uninitialized[name]
-        if empty or self._uninitialized:
-            wrong = empty or list(self._uninitialized)
+                del self._ts_uninitialized[name]
+        if empty or self._ts_uninitialized:
+            wrong = empty or list(self._ts_uninitialized)
             written = f"with torch.no_grad(): model.{wrong[0]}.copy_(...)"
             raise InputError(
                 f"{len(wrong)} parameters and buffers {'have no memory' if empty else 'hold uninitialised memory'}",
@@ -191,26 +191,26 @@ class State(Scope):
     @property
     def group(self) -> Group:
         """The group that the model is split over."""
-        return self._group
+        return self._ts_group
 
     @property
     def layouts(self) -> dict[str, Layout]:
         """The layout of each parameter and buffer, by its first name."""
-        return dict(self._layouts)
+        return dict(self._ts_layouts)
 
     @torch.inference_mode(False)
     def _fix_layouts(self, layouts: Mapping[str, Layout]) -> None:
         """The first graph says how parameters lie; those that were split otherwise until now are split anew."""
         for name, layout in layouts.items():
-            have, tensor = self._layouts.get(name, I), self._tensors[name]
+            have, tensor = self._ts_layouts.get(name, I), self._ts_tensors[name]
             if have != layout:
                 whole = self._whole(tensor.detach(), have, name)
-                sliced = split(whole, layout, self._group.rank, self._group.size)
+                sliced = split(whole, layout, self._ts_group.rank, self._ts_group.size)
                 tensor.data = sliced.clone(memory_format=torch.contiguous_format)
-                self._distinct[name] = are_distinct(whole, layout, self._group.size)
-            self._layouts[name] = layout
+                self._ts_distinct[name] = are_distinct(whole, layout, self._ts_group.size)
+            self._ts_layouts[name] = layout
         self._own_parameters()
-        self._fixed, self._watched = True, False
+        self._ts_fixed, self._ts_watched = True, False
 
     def _whole(self, tensor: Tensor, layout: Layout, name: str) -> Tensor:
         if not isinstance(layout, Shard):
@@ -218,7 +218,7 @@ class State(Scope):
         if tensor.is_meta:
             return torch.empty_like(self._source_tensor(name), device="meta")
         size = self._source_tensor(name).shape[layout.dim]
-        return convert("all_gather", tensor, Shard(layout.dim, parts_of(size, layout)), I, self._group)
+        return convert("all_gather", tensor, Shard(layout.dim, parts_of(size, layout)), I, self._ts_group)
 
     # --- state dicts -------------------------------------------------------------------------------------------------
 
@@ -231,19 +231,19 @@ class State(Scope):
         refuse_checkpointing()
         held = super().state_dict(*args, **kwargs)
         prefix = kwargs.get("prefix", "")
-        for name in self._layouts if not kwargs.get("keep_vars") else ():
-            for tied in self._names[name]:
-                if isinstance(self._layouts[name], Shard) and prefix + tied in held:
+        for name in self._ts_layouts if not kwargs.get("keep_vars") else ():
+            for tied in self._ts_names[name]:
+                if isinstance(self._ts_layouts[name], Shard) and prefix + tied in held:
                     held[prefix + tied] = StateSlice.of(held[prefix + tied], self._place(name))
         return held
 
     def _place(self, name: str) -> Place:
-        return name, str(self._layouts.get(name, I)), self._group.rank, self._group.size
+        return name, str(self._ts_layouts.get(name, I)), self._ts_group.rank, self._ts_group.size
 
     def _check_slice(self, name: str, tensor: Tensor) -> None:
         """Raises InputError for the slice of another rank, number of ranks or plan, and for whole tensors."""
-        own, place = self._place(self._names[name][0]), getattr(tensor, PLACE, None)
-        held = self._tensors[name].shape
+        own, place = self._place(self._ts_names[name][0]), getattr(tensor, PLACE, None)
+        held = self._ts_tensors[name].shape
         if tensor.shape == held if place is None else tuple(place[1:]) == own[1:]:
             return
         whole = place is None and tensor.shape == self._source_tensor(name).shape
@@ -259,7 +259,7 @@ class State(Scope):
     def full_state_dict(self) -> dict[str, Tensor]:
         """The unsharded model's state dict, a whole copy on every rank (a collective call: all ranks must make it)."""
         return {
-            name: self._whole_copy(tensor, self._layouts.get(self._names[name][0], I), name)
+            name: self._whole_copy(tensor, self._ts_layouts.get(self._ts_names[name][0], I), name)
             for name, tensor in super().state_dict().items()
         }
 
@@ -277,16 +277,16 @@ class State(Scope):
         what = "the ranks can't load this state dict together"
         names = dict.fromkeys(super().state_dict())
         shapes = {name: self._source_tensor(name).shape for name in names}
-        together(self._group, InputError, what, lambda: check_full_state(state, shapes))
+        together(self._ts_group, InputError, what, lambda: check_full_state(state, shapes))
         facts = {name: content(tensor) for name, tensor in state.items()}
         what = "the ranks load different state dicts"
-        agree(self._group, facts, digest(repr(facts)), DistributedError, what)
+        agree(self._ts_group, facts, digest(repr(facts)), DistributedError, what)
         self._follow()
         for name, tensor in state.items():
-            layout = self._layouts.get(self._names[name][0], I)
+            layout = self._ts_layouts.get(self._ts_names[name][0], I)
             with torch.no_grad():
-                self._tensors[name].copy_(split(tensor, layout, self._group.rank, self._group.size))
-        self._note_distinct({name: tensor for name, tensor in state.items() if self._names[name][0] == name})
+                self._ts_tensors[name].copy_(split(tensor, layout, self._ts_group.rank, self._ts_group.size))
+        self._note_distinct({name: tensor for name, tensor in state.items() if self._ts_names[name][0] == name})
 
     # --- copies ------------------------------------------------------------------------------------------------------
 
@@ -294,8 +294,8 @@ class State(Scope):
         """A copy with parameters of its own, in the same group; it captures its graphs anew."""
         source = self.source
         memo.update({id(t): hollow_tensor(t) for t in (*source.parameters(), *source.buffers())})
-        memo[id(self._group)] = self._group
-        memo[id(self._programs)] = {}
+        memo[id(self._ts_group)] = self._ts_group
+        memo[id(self._ts_programs)] = {}
         made = type(self).__new__(type(self))
         memo[id(self)] = made
         made.__dict__.update(copy.deepcopy(self.__dict__, memo))
@@ -315,7 +315,7 @@ class State(Scope):
 def _check_slices(model: State, state: Mapping[str, Any], prefix: str, *rest: Any) -> None:
     """Before a state dict is loaded, into the model itself or as a part of another."""
     for name, tensor in state.items():
-        if name.startswith(prefix) and name[len(prefix) :] in model._names and isinstance(tensor, Tensor):
+        if name.startswith(prefix) and name[len(prefix) :] in model._ts_names and isinstance(tensor, Tensor):
             model._check_slice(name[len(prefix) :], tensor)
 
 

@@ -25,6 +25,7 @@ from typing import Any, cast
 
 import torch
 from torch import Tensor, fx, nn
+from torch.utils import _pytree as pytree
 
 from torchshard.capture.intercept import WHOLE
 from torchshard.capture.models import check_devices, hollow_tensor, shared_names
@@ -33,6 +34,7 @@ from torchshard.capture.regions import inline_regions
 from torchshard.capture.signature import flatten_call
 from torchshard.capture.trace import trace
 from torchshard.capture.visible import Place
+from torchshard.errors import CaptureError
 from torchshard.graph import duplicate, op_name, size_expr
 from torchshard.whole import HookCall, WholeCall
 
@@ -93,6 +95,8 @@ def _flat_graph(
 ) -> fx.GraphModule:
     module = fx.GraphModule(exported.graph_module, copy.deepcopy(exported.graph_module.graph))
     inline_regions(module)
+    for node in module.graph.nodes:
+        _check_node(node)
     stand_ins = {node: whole[node.args[2]] for node in module.graph.nodes if node.target is WHOLE}
     hooks = {node for node, call in stand_ins.items() if isinstance(call, HookCall)}
     for node, call in stand_ins.items():
@@ -121,6 +125,38 @@ def _flat_graph(
     _order_placeholders(graph)
     _rename(graph)
     return duplicate(fx.GraphModule(nn.Module(), graph))
+
+
+def _check_node(node: fx.Node) -> None:
+    """Raises CaptureError for what can't be planned: numbers made of tensors' values, generators of the model's own."""
+    line = _source(node.meta.get("stack_trace") or "") or node.name
+    if node.target in _READING:
+        raise CaptureError(
+            "forward makes a Python number of a tensor's value",
+            where=line,
+            why="the graph would depend on the values of a tensor: .item(), float(t) and int(t) read one",
+            attempt="compute with the tensor itself (`x * t` in place of `x * t.item()`), and call .item() outside",
+        )
+    if any(_is_generator(a) for a in pytree.tree_leaves((node.args, node.kwargs))):
+        raise CaptureError(
+            "forward draws random numbers from a generator of its own",
+            where=line,
+            why="the ranks have one RNG state in common, PyTorch's; a generator would be a constant of the graph",
+            attempt="torch.randn(...) and the like without generator=; torch.manual_seed outside of the model",
+        )
+
+
+_READING = {torch.ops.aten.item.default, torch.ops.aten._local_scalar_dense.default}
+
+
+def _is_generator(value: Any) -> bool:
+    if isinstance(value, fx.Node):
+        value = value.meta.get("val")
+    return isinstance(value, torch.Generator) or "Generator" in type(value).__name__ or _is_script_object(value)
+
+
+def _is_script_object(value: Any) -> bool:
+    return isinstance(value, torch.ScriptObject) or type(value).__name__ in ("CustomObjArgument", "FakeScriptObject")
 
 
 def _call_whole(graph: fx.Graph, node: fx.Node, call: WholeCall) -> fx.Node:
@@ -210,7 +246,7 @@ def _assumption(graph: fx.GraphModule, exported: Any) -> Callable[[Sequence[Tens
     nodes = [n for n in graph.graph.nodes if n.op == "placeholder" and n.meta["kind"] == "input"]
     shapes = [[size_expr(s) for s in n.meta["val"].shape] for n in nodes]
     bounds = {symbol: (r.lower, r.upper) for symbol, r in exported.range_constraints.items()}
-    guards = [compile(text, "<guard>", "eval") for text in getattr(exported, "_guards_code", [])]
+    guards = [compile(text, "<guard>", "eval") for text in exported._guards_code]
     scope = {
         "math": __import__("math"),
         "torch": torch,

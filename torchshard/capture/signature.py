@@ -169,10 +169,10 @@ def _close(value: Any) -> Any:
 
 def flatten(value: Any) -> Leaves:
     """Any nest of containers and objects as its tensors and the way back."""
-    leaves, spec = pytree.tree_flatten_with_path(value)
+    leaves, spec = _with_paths(value)
     opened = any(_is_unknown_object(leaf) for _, leaf in leaves)
     if opened:
-        leaves, spec = pytree.tree_flatten_with_path(_open(value))
+        leaves, spec = _with_paths(_open(value))
     moving = [isinstance(leaf, _MOVING) for _, leaf in leaves]
     fixed = [None if moves else leaf for moves, (_, leaf) in zip(moving, leaves, strict=True)]
     names = [pytree.keystr(path) for moves, (path, _) in zip(moving, leaves, strict=True) if moves]
@@ -185,6 +185,15 @@ def flatten(value: Any) -> Leaves:
 
     tensors = tuple(leaf for moves, (_, leaf) in zip(moving, leaves, strict=True) if moves)
     return Leaves(tensors, tuple(names), (repr(spec), fixed), rebuild)
+
+
+def _with_paths(value: Any) -> tuple[list[tuple[Any, Any]], Any]:
+    """pytree's leaves with their paths; with numbers, where a registered class has no names for its parts."""
+    try:
+        return pytree.tree_flatten_with_path(value)
+    except ValueError:
+        leaves, spec = pytree.tree_flatten(value)
+        return [((pytree.SequenceKey(i),), leaf) for i, leaf in enumerate(leaves)], spec
 
 
 def _keyed(flat: Leaves) -> Leaves:
@@ -246,6 +255,8 @@ def flatten_call(model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any
 def _argument_name(path: str, positional: Sequence[str]) -> str:
     """'[0][2]' of the pair (args, kwargs) is the third parameter's name, "[1]['mask']" is mask."""
     kind, rest = path[:3], path[3:]
+    if not rest:
+        return f"tensor {path[1:-1]} of the arguments"
     head, _, tail = rest[1:].partition("]")
     if kind == "[1]":
         return head.strip("'\"") + tail

@@ -18,6 +18,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.graph import saved_tensors_hooks
 from torch.export import Dim, ExportedProgram
 from torch.utils import _pytree as pytree
 
@@ -80,8 +81,8 @@ def trace(model: nn.Module, call: Leaves, *, dynamic: bool = True) -> Traced:
     bare = {"forward": flat_forward, **{name: OrderedDict() for name in _CALLING[1:]}}
     _set(model, bare)
     try:
-        with recording() as recorded, _quiet():
-            exported = _export(model, call, dynamic)
+        with recording() as recorded, _quiet(), saved_tensors_hooks(_same, _same):
+            exported = _export(_plain(model), call, dynamic)
     finally:
         kept.put_back()
     check_random_states(model, states, lambda: run_on_fakes(model, call))
@@ -90,6 +91,23 @@ def trace(model: nn.Module, call: Leaves, *, dynamic: bool = True) -> Traced:
     if left:
         refuse_state(model, call, left)
     return Traced(exported, results[-1], left, tuple(recorded.calls))
+
+
+def _same(tensor: Tensor) -> Tensor:
+    """The innermost hooks on saved tensors are those of the capture, not those of a checkpoint around the call."""
+    return tensor
+
+
+class _Plain(nn.Module):
+    """An `fx.GraphModule` as an ordinary module: export runs the nodes of the former, not its forward."""
+
+
+def _plain(model: nn.Module) -> nn.Module:
+    if not isinstance(model, torch.fx.GraphModule):
+        return model
+    made = object.__new__(_Plain)
+    made.__dict__ = model.__dict__  # the same attributes, those that are set for the capture too
+    return made
 
 
 _CALLING = ("forward", "_forward_hooks", "_forward_pre_hooks")
@@ -161,15 +179,20 @@ def _example(tensor: Tensor, model: nn.Module) -> Tensor:
 @contextlib.contextmanager
 def _quiet() -> Iterator[None]:
     """Export's remarks on sizes of one and on assigned attributes are ours to make, where they matter."""
-    logger = logging.getLogger("torch._export.non_strict_utils")
-    level = logger.level
-    logger.setLevel(logging.ERROR)
+    loggers = [logging.getLogger(name) for name in _REMARKING]
+    levels = [logger.level for logger in loggers]
+    for logger in loggers:
+        logger.setLevel(logging.ERROR)
     try:
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", message="The tensor attribute")
             yield
     finally:
-        logger.setLevel(level)
+        for logger, level in zip(loggers, levels, strict=True):
+            logger.setLevel(level)
+
+
+_REMARKING = ("torch._export.non_strict_utils", "torch.fx.experimental.symbolic_shapes")
 
 
 _ADVICE = (

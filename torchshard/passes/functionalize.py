@@ -254,12 +254,11 @@ _DRAWN = {
 def _returning(target: Any) -> Any:
     """The overload that returns what this one writes: `add.Tensor` for `add_.Tensor`, `div.Tensor` for `div.out`."""
     name, overload = target._schema.name.split("::")[1], target._overloadname
-    if name.endswith("_"):
-        return getattr(getattr(aten, name.rstrip("_"), None), overload, None)
-    wanted = [(a.name, str(a.type)) for a in target._schema.arguments if not a.is_out]
-    family = target._overloadpacket
-    overloads = (getattr(family, name) for name in family.overloads())
-    return next((o for o in overloads if [(a.name, str(a.type)) for a in o._schema.arguments] == wanted), None)
+    wanted = [str(a.type) for a in target._schema.arguments if not a.is_out]
+    family = getattr(aten, name.rstrip("_"), None) if name.endswith("_") else target._overloadpacket
+    overloads = [getattr(family, name) for name in family.overloads()] if family is not None else []
+    fitting = [o for o in overloads if [str(a.type) for a in o._schema.arguments] == wanted]
+    return next((o for o in fitting if o._overloadname == overload), fitting[0] if fitting else None)
 
 
 def _undo(module: fx.GraphModule, view: fx.Node, base: fx.Node, value: fx.Node) -> fx.Node:
