@@ -156,7 +156,7 @@ def _public(rank: int, world: int) -> dict[str, bool]:
         "all_gather": torch.equal(tsd.all_gather(slice_, 1), even),
         "all_gather uneven": torch.equal(tsd.all_gather(mine, size=5), whole),
         "reduce": torch.equal(tsd.reduce(addend.clone()), total),  # in place: no gradient is asked
-        "all_reduce": torch.equal(tsd.all_reduce(addend), total),
+        "all_reduce": torch.equal(tsd.all_reduce(addend.clone()), total),  # in place too
         "copy": torch.equal(tsd.copy(whole), whole),
         "reduce_scatter": torch.equal(tsd.reduce_scatter(addend), split(total, S(1), rank, world)),
         "all_to_all": torch.equal(tsd.all_to_all(mine, -1, 0, size=5), split(whole, S(0), rank, world)),
@@ -169,13 +169,26 @@ def _public(rank: int, world: int) -> dict[str, bool]:
 def _dtypes(rank: int, world: int) -> dict[str, bool]:
     """Not only floats are gathered and summed."""
     found = {}
-    for dtype in (torch.float32, torch.bfloat16, torch.float16, torch.int64, torch.int32, torch.bool):
+    for dtype in (torch.float32, torch.bfloat16, torch.float16, torch.int64, torch.int32, torch.bool, *UNSENT):
         whole = (torch.arange(10).reshape(5, 2) % 3).to(dtype)
         mine = split(whole, S(0), rank, world)
-        found[f"gather {dtype}"] = torch.equal(tsd.gather(mine, 0, size=5), whole)
+        plain, total = whole.double(), whole.double() * world
+        found[f"gather {dtype}"] = torch.equal(tsd.gather(mine, 0, size=5).double(), plain)
+        found[f"broadcast {dtype}"] = torch.equal(
+            tsd.broadcast(whole.clone() if rank == 0 else torch.zeros_like(whole)).double(), plain
+        )
+        found[f"scatter_from {dtype}"] = torch.equal(tsd.scatter_from(whole, 0, 0).double(), mine.double())
         if dtype is not torch.bool:
-            found[f"reduce {dtype}"] = torch.equal(tsd.reduce(whole.clone()), whole * world)
+            found[f"reduce {dtype}"] = torch.equal(tsd.reduce(whole.clone()).double(), total)
+            own = split(total, S(0), rank, world)
+            found[f"reduce_scatter {dtype}"] = torch.equal(tsd.reduce_scatter(whole, 0).double(), own)
+            to_one = tsd.reduce_to(whole.clone(), 0).double()
+            found[f"reduce_to {dtype}"] = torch.equal(to_one, total if rank == 0 else total * 0)
     return found
+
+
+UNSENT = (torch.int16, torch.uint16, torch.uint32, torch.float8_e4m3fn)
+"""Dtypes that gloo does not send."""
 
 
 # --- export ----------------------------------------------------------------------------------------------------------

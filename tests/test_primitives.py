@@ -109,8 +109,8 @@ def _others(rank: int) -> Iterator[tuple[str, bool]]:
         expected[Op.BOR] |= row
         expected[Op.BXOR] ^= row
     for op, want in expected.items():
-        yield f"{op}", torch.equal(tsd.all_reduce(x, op), want)
-        held = tsd.reduce_to(x, 0, op)
+        yield f"{op}", torch.equal(tsd.all_reduce(x.clone(), op), want)
+        held = tsd.reduce_to(x.clone(), 0, op)
         yield f"{op} to one", torch.equal(held, want if rank == 0 else want * 0)
     needs = torch.ones(2, requires_grad=True)
     yield "no gradient of a maximum", refused_input(lambda: tsd.all_reduce(needs, Op.MAX), "no gradient")
@@ -149,3 +149,38 @@ def test_alone() -> None:
     for name, (call, defined) in _primitives(1).items():
         x = torch.randn(3, 2)
         assert torch.equal(call(x), defined([x], 0)), name
+
+
+def _filled(rank: int) -> dict[str, bool]:
+    """As a program is ported from `torch.distributed`: what it fills there is filled here."""
+    tsd.init_process_group()
+    x, found = torch.full((3,), float(rank)), {}
+    found["broadcast"] = tsd.broadcast(x, 1) is x and bool((x == 1).all())
+    x = torch.full((2, 3), rank + 1.0).t()
+    found["all_reduce"] = tsd.all_reduce(x) is x and bool((x == 3).all())
+    x = torch.full((3,), rank + 1.0)
+    found["maximum"] = tsd.all_reduce(x, Op.MAX) is x and bool((x == 2).all())
+    x = torch.full((3,), rank + 1.0)
+    handle = tsd.all_reduce(x, async_op=True)
+    found["asynchronously"] = handle.wait() is x and bool((x == 3).all())
+    x = torch.full((3,), rank + 1.0)
+    tsd.reduce_to(x, 0)
+    found["reduce_to"] = bool((x == (3 if rank == 0 else 2)).all())
+    x = torch.zeros(2, 3).t() if rank else torch.ones(3, 2)
+    found["recv"] = tsd.send(x, 1) is None if rank == 0 else tsd.recv(x, 0) is x and bool((x == 1).all())
+    needs = torch.full((3,), float(rank), requires_grad=True)
+    found["not where a gradient flows"] = bool((tsd.broadcast(needs, 1) == 1).all() and (needs == rank).all())
+    with torch.no_grad():
+        found["without gradients"] = tsd.broadcast(needs, 1) is needs and bool((needs == 1).all())
+    wide = torch.zeros(1).expand(3)
+    found["one element in memory"] = refused_input(lambda: tsd.broadcast(wide, 0), "can't be filled")
+    for name in ("reduce", "all_reduce", "gather", "copy", "broadcast", "reduce_to", "scatter_from", "isend"):
+        call = getattr(tsd, name)
+        args = (1 - rank,) if name == "isend" else ()
+        found[f"{name} of a list"] = refused_input(lambda: call([1, 2], *args), f"{name} takes a tensor, not a list")  # noqa: B023
+    return found
+
+
+def test_what_torch_distributed_fills_is_filled() -> None:
+    for found in run_ranks(_filled, 2):
+        assert all(found.values()), found

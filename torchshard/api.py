@@ -9,7 +9,7 @@ from torch import nn
 
 from torchshard.capture import check_weights
 from torchshard.distributed.groups import MODEL, init_process_group, is_initialized, lookup
-from torchshard.errors import PlanError
+from torchshard.errors import InputError, PlanError
 from torchshard.module import ShardedModule
 from torchshard.planner.machine import Machine, objective
 from torchshard.planner.plan import Plan
@@ -48,6 +48,13 @@ def shard(
         DistributedError: the ranks hold different models.
     """
     check_examples(example_inputs, example_kwargs)
+    if isinstance(model, ShardedModule):
+        raise InputError(
+            "the model is sharded already",
+            where="shard",
+            why=f"it is split over {model.group.size} ranks",
+            attempt="shard the unsharded model again, with the other plan",
+        )
     aim = objective(machine, memory, axes, device_type(model))
     if isinstance(plan, str) and plan == "auto" and example_inputs is None and example_kwargs is None:
         raise PlanError(

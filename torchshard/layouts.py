@@ -195,7 +195,7 @@ def join(pieces: Sequence[Tensor], layout: Layout, size: int | None = None) -> T
     `size` is the global size of a Shard's dim; without it the sum of the pieces' sizes.
     """
     if isinstance(layout, Partial):
-        return torch.stack(list(pieces)).sum(0) if len(pieces) > 1 else pieces[0]
+        return torch.stack(list(pieces)).sum(0, dtype=pieces[0].dtype) if len(pieces) > 1 else pieces[0]
     if not isinstance(layout, Shard):
         return pieces[0]
     dim, world = layout.dim, len(pieces)

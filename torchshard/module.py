@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import logging
 import sys
+import threading
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
@@ -53,7 +54,9 @@ log = logging.getLogger("torchshard.module")
 MANY_GRAPHS = 16
 """As many captures are worth a warning: an argument that is no tensor may change with each call."""
 MOST_GRAPHS = 64
-"""As many kinds of calls keep their graphs."""
+"""As many graphs are kept; that of the kind that was called least recently goes first."""
+_ONE_AT_A_TIME = threading.RLock()
+"""Threads of a process call sharded models in turn: captures and collectives are of one thread at a time."""
 CALL = "a call"
 VALUES = "the values of input"
 
@@ -155,12 +158,21 @@ class ShardedModule(State):
         Raises:
             InputError: the arguments don't fit, are on another device, or differ between the ranks.
         """
+        with _ONE_AT_A_TIME:
+            return self._called(args, kwargs)
+
+    def _called(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         kind, call, compiled = self._agreed_call(args, kwargs)
         if compiled is None:
             compiled = self._compile(kind, call, args, kwargs)
         state = [self._ts_tensors[held] if isinstance(held, str) else held for held in compiled.state]
         with running(self._ts_history.begin_call()):
-            return compiled.program.captured.rebuild(compiled.run(*state, *call.tensors))
+            try:
+                results = compiled.run(*state, *call.tensors)
+            except RuntimeError as error:
+                _check_dtypes(call, state)
+                raise error
+        return compiled.program.captured.rebuild(results)
 
     def _agreed_call(
         self, args: Sequence[Any], kwargs: Mapping[str, Any], step: str = CALL
@@ -172,8 +184,8 @@ class ShardedModule(State):
             self._follow()
             call = flatten_call(self.source, args, kwargs)
             self._check_devices(call)
-            if step == CALL and not any(t.is_meta or is_fake(t) for t in call.tensors if isinstance(t, Tensor)):
-                self.check_initialized()
+            if step == CALL:
+                self._check_real(call)
             kind = self._kind(call)
             compiled = self._known(kind, call)
         except ShardError as error:
@@ -184,6 +196,19 @@ class ShardedModule(State):
             raise failure
         assert call is not None
         return kind, call, compiled
+
+    def _check_real(self, call: Leaves) -> None:
+        """What is computed with has values, unless all of it has none."""
+        without = [n for n, t in zip(call.names, call.tensors, strict=True) if t.is_meta or is_fake(t)]
+        if not without:
+            self.check_initialized()
+        elif not all(t.is_meta or is_fake(t) for t in self._ts_tensors.values()):
+            raise InputError(
+                f"input {without[0]} has no values",
+                where=f"argument {without[0]!r}",
+                why="it is on the meta device, or fake; the model's parameters are not",
+                attempt="real inputs; example_inputs= of ts.shard and ts.plan may be without values",
+            )
 
     def _known(self, kind: Kind, call: Leaves) -> Compiled | None:
         """The graph for a call, if there is one; its kind becomes the one that was called latest."""
@@ -282,8 +307,11 @@ class ShardedModule(State):
             changed = self._ts_watch.latest_change
             why = f"{changed} changes" if changed else "an argument that is no tensor changes"
             log.warning("%d graphs captured: perhaps %s with each call", MANY_GRAPHS, why)
-        if len(self._ts_programs) > MOST_GRAPHS:
-            del self._ts_programs[next(iter(self._ts_programs))]
+        while sum(map(len, self._ts_programs.values())) > MOST_GRAPHS:
+            oldest = next(iter(self._ts_programs))
+            self._ts_programs[oldest].pop(0)
+            if not self._ts_programs[oldest]:
+                del self._ts_programs[oldest]
 
     def _refuse_left(self, visit: Visit, made: Program) -> None:
         """One kind of call may not read what another leaves in attributes."""
@@ -345,8 +373,23 @@ class ShardedModule(State):
 
     def warm_up(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
         """Captures the graph of a call without running it."""
-        kind, call, _ = self._agreed_call(args, kwargs, "a capture for example inputs")
-        self._compile(kind, call, args, kwargs)
+        with _ONE_AT_A_TIME:
+            kind, call, _ = self._agreed_call(args, kwargs, "a capture for example inputs")
+            self._compile(kind, call, args, kwargs)
+
+
+def _check_dtypes(call: Leaves, state: Sequence[Tensor]) -> None:
+    """After a failure: raises InputError where the inputs' floating dtypes are none of the model's."""
+    dtypes = {t.dtype for t in state if t.is_floating_point()}
+    for name, tensor in zip(call.names, call.tensors, strict=True):
+        if tensor.is_floating_point() and dtypes and tensor.dtype not in dtypes:
+            held = ", ".join(sorted(str(dtype).removeprefix("torch.") for dtype in dtypes))
+            raise InputError(
+                f"input {name} is {str(tensor.dtype).removeprefix('torch.')}, the model {held}",
+                where=f"argument {name!r}",
+                why="an op of the model takes both, of one dtype",
+                attempt=f"{name}.to({next(iter(dtypes))}), model.to({tensor.dtype}), or torch.autocast around the call",
+            )
 
 
 def _without_values(tensor: Any) -> Any:

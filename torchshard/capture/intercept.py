@@ -3,6 +3,7 @@
     custom autograd.Function    kept whole (see `torchshard.whole`), though `f = F.apply` was bound at import
     h.register_hook(f)          kept whole
     torch.utils.checkpoint      its forward is kept, with a warning: activations are saved
+    m.register_buffer(...)      a plain attribute: a cache, or state, which is refused
     torch.manual_seed           refused: a graph is seeded once, when it is captured
     random, numpy.random        refused: the numbers of the capture would be those of every call
 
@@ -244,6 +245,17 @@ def seeds_within(where: str) -> CaptureError:
     )
 
 
+_register_buffer: Any = nn.Module.register_buffer
+
+
+def _buffer_noted(module: nn.Module, name: str, tensor: Tensor | None, persistent: bool = True) -> None:
+    """A buffer that forward registers is a plain attribute of the capture: a cache, or state, as those are."""
+    if _recording() is None or name in module._buffers:
+        _register_buffer(module, name, tensor, persistent)
+    else:
+        module.__dict__[name] = tensor
+
+
 class _Patches:
     """Functions of PyTorch that ask whether this thread captures; put in place while any thread does."""
 
@@ -254,6 +266,7 @@ class _Patches:
             _Patches._users += 1
             if self._users == 1:
                 _FUNCTION.apply = classmethod(_apply)
+                setattr(nn.Module, "register_buffer", _buffer_noted)  # noqa: B010
                 torch.utils.checkpoint._checkpoint_without_reentrant_generator = _checkpoint_noted
                 for name in _seeding:
                     setattr(torch, name, _seeds(name))
@@ -264,6 +277,7 @@ class _Patches:
             _Patches._users -= 1
             if self._users == 0:
                 del _FUNCTION.apply
+                setattr(nn.Module, "register_buffer", _register_buffer)  # noqa: B010
                 torch.utils.checkpoint._checkpoint_without_reentrant_generator = _checkpoint
                 for name, original in _seeding.items():
                     setattr(torch, name, original)

@@ -9,6 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import is_fake
+from torch.nn.parallel import DataParallel, DistributedDataParallel
+from torch.nn.parameter import is_lazy
 
 from torchshard.capture.signature import Leaves
 from torchshard.capture.visible import attributes, settings
@@ -54,7 +56,15 @@ def hollow_tensor(tensor: Tensor, dtype: torch.dtype | None = None, device: torc
 
 
 def check_devices(model: nn.Module, call: Leaves) -> None:
-    """Every input on the model's device (fake and meta inputs stand for any)."""
+    """Every input on the model's device (fake and meta inputs stand for any); none within a transform."""
+    for name, tensor in zip(call.names, call.tensors, strict=True):
+        if isinstance(tensor, Tensor) and torch._C._functorch.is_functorch_wrapped_tensor(tensor):
+            raise InputError(
+                f"input {name} is within a transform of torch.func (vmap, grad, jvp, ...)",
+                where=f"argument {name!r} of {type(model).__name__}.forward",
+                why="a sharded model is captured as a graph, with collectives that transforms do not know",
+                attempt="call it with a batch dim in place of vmap, and tensor.backward() in place of grad",
+            )
     devices = {p.device for p in (*model.parameters(), *model.buffers())}
     if len(devices) != 1:
         return
@@ -78,6 +88,9 @@ def shared_names(model: nn.Module) -> dict[str, tuple[str, ...]]:
     return {name: tuple(names) for names in by_id.values() for name in names}
 
 
+_WRAPPERS = (DataParallel, DistributedDataParallel)
+
+
 def check_weights(model: Any) -> None:
     """What a split of the parameters could not keep.
 
@@ -91,8 +104,22 @@ def check_weights(model: Any) -> None:
             why="it is captured by running its forward, and its parameters are found by their names",
             attempt="an ordinary nn.Module",
         )
+    if isinstance(model, _WRAPPERS):
+        raise InputError(
+            f"a {type(model).__name__} can't be sharded",
+            where="the model",
+            why="it wraps the model that is to be split, and communicates about whole parameters",
+            attempt="ts.shard(model, ...), then wrap the sharded model, over torchshard's data-parallel group",
+        )
     places: dict[tuple[int, int], str] = {}
     for name, parameter in model.named_parameters():
+        if is_lazy(parameter):
+            raise InputError(
+                f"parameter {name!r} is not initialised yet",
+                where=name,
+                why="a lazy module makes its parameters when it is called first",
+                attempt="call the model once on inputs of the right shape, then shard",
+            )
         if parameter._backward_hooks or parameter._post_accumulate_grad_hooks:
             raise InputError(
                 f"parameter {name!r} has gradient hooks",

@@ -145,13 +145,15 @@ def _written_arguments(model: nn.Module) -> CaptureError:
 def _export(model: nn.Module, call: Leaves, dynamic: bool) -> ExportedProgram:
     """With dynamic sizes; with those of this call alone where only that works (a dict or cache keyed by a size)."""
     failure: Exception | None = None
-    for sizes in (Dim.AUTO, Dim.STATIC) if dynamic else (Dim.STATIC,):
+    for sizes in (Dim.AUTO, Dim.STATIC) if dynamic and call.tensors else (Dim.STATIC,):
         tensors = tuple(_example(t, model) for t in call.tensors)
         shapes = tuple({d: sizes for d in DYNAMIC_DIMS if d < t.ndim} for t in tensors)
         try:
             named = {"tensors": shapes} if tensors else None
             exported = torch.export.export(model, tensors, strict=False, dynamic_shapes=named)
             _refuse_transforms(exported)
+            if failure is not None:
+                _warn_of_fixed_sizes(model, failure)
             return exported
         except (CaptureError, InputError):
             raise
@@ -159,6 +161,15 @@ def _export(model: nn.Module, call: Leaves, dynamic: bool) -> ExportedProgram:
             failure = error
     assert failure is not None
     raise _capture_error(model, failure) from failure
+
+
+def _warn_of_fixed_sizes(model: nn.Module, failure: Exception) -> None:
+    why = f"{type(failure).__name__}: {failure}".strip().splitlines()[0][:200]
+    warnings.warn(
+        f"{type(model).__name__} can't be captured for varying batch and sequence sizes: each pair of sizes is "
+        f"captured anew, which takes seconds ({why})",
+        stacklevel=2,
+    )
 
 
 def _refuse_transforms(exported: ExportedProgram) -> None:

@@ -56,36 +56,44 @@ def reduce(x: Tensor, *, async_op: bool = False) -> Tensor | Handle:
 
     Source: Megatron's `reduce_from_tensor_model_parallel_region`.
     """
+    return _summed("reduce", x, async_op)
+
+
+def _summed(name: str, x: Tensor, async_op: bool) -> Any:
+    """The sum over the ranks: in place, where no gradient is asked."""
     group = own_group()
-    if x.requires_grad and torch.is_grad_enabled():
-        return _call("reduce", x, async_op)
+    check_tensor(group, name, x)
+    if needs_gradient(x):
+        return _call(name, x, async_op)
     if group.size == 1:
-        return _same(x, async_op)
+        return _same(x, async_op) if name == "reduce" or not async_op else _call(name, x, async_op)
     if torch.compiler.is_compiling():
         return x.copy_(_ops.reduce(x, MODEL))
     if Mode.on is not False:
-        alike(group, "reduce", x, valid=lambda: _check_memory(x))
-    pending = _reducing_in_place(x, group)
+        alike(group, name, x, valid=lambda: check_memory(name, x))
+    copy_first = async_op and name == "all_reduce"  # whose tensor may change meanwhile
+    pending = _reducing_in_place(x, group, copy_first=copy_first)
     return Handle(pending) if async_op else pending.wait()
 
 
-def _reducing_in_place(x: Tensor, group: Group) -> Pending:
-    if x.is_contiguous() and not x.is_neg() and not x.is_conj():
+def _reducing_in_place(x: Tensor, group: Group, *, copy_first: bool = False) -> Pending:
+    if not copy_first and x.is_contiguous() and not x.is_neg() and not x.is_conj():
         if not x.is_inference():
             torch.autograd.graph.increment_version(x)  # a backward that has kept x must say that it was changed
         return reducing(x, dist.ReduceOp.SUM, group)
-    _check_memory(x)
+    check_memory("reduce", x)
     pending = reducing(copied(x), dist.ReduceOp.SUM, group)
     return pending._replace(result=lambda: x.copy_(pending.result()))
 
 
-def _check_memory(x: Tensor) -> None:
+def check_memory(name: str, x: Tensor) -> None:
+    """Raises InputError for a tensor that can't be filled: several of its elements are one in memory."""
     if any(stride == 0 and size > 1 for stride, size in zip(x.stride(), x.shape, strict=True)):
         raise InputError(
-            "a tensor can't be summed in place where several of its elements are one in memory",
-            where="reduce",
+            "a tensor can't be filled where several of its elements are one in memory",
+            where=name,
             why=f"its shape is {tuple(x.shape)}, its strides are {x.stride()}",
-            attempt="reduce(x.contiguous())",
+            attempt=f"{name}(x.contiguous())",
         )
 
 
@@ -94,8 +102,11 @@ def all_reduce(x: Tensor, *, async_op: Literal[False] = False) -> Tensor: ...
 @overload
 def all_reduce(x: Tensor, *, async_op: Literal[True]) -> Handle: ...
 def all_reduce(x: Tensor, *, async_op: bool = False) -> Tensor | Handle:
-    """P -> R: the sum over the ranks; the gradients of all ranks are summed too."""
-    return _call("all_reduce", x, async_op)
+    """P -> R: the sum over the ranks; the gradients of all ranks are summed too.
+
+    Where no gradient is asked it sums in place and gives `x` itself, as `torch.distributed.all_reduce` and `reduce` do.
+    """
+    return _summed("all_reduce", x, async_op)
 
 
 @overload
@@ -184,6 +195,7 @@ def _call(
         to_dim: where it leads to a split.
     """
     group, op, compiling = own_group(), getattr(_ops, name).default, torch.compiler.is_compiling()
+    check_tensor(group, name, x)
     dim, to_dim = _counted(x, dim), _counted(x, to_dim)
     asked = dim is not None and size is None
     if compiling:
@@ -217,6 +229,22 @@ def _same(x: Tensor, async_op: bool) -> Any:
     return Handle(Pending(lambda: x)) if async_op else x
 
 
+def check_tensor(group: Group, name: str, x: Any) -> None:
+    """Raises InputError on all ranks where one passes something else than a tensor."""
+    if isinstance(x, Tensor):
+        return
+
+    def refused() -> str:
+        raise InputError(
+            f"{name} takes a tensor, not a {type(x).__name__}",
+            where=name,
+            why=f"got {x!r:.80}",
+            attempt="torch.as_tensor(...) of numbers; all_gather_object and its like for any data",
+        )
+
+    meet(group, refused)
+
+
 def needs_gradient(x: Tensor) -> bool:
     """Whether what is made of a tensor now has a gradient."""
     return x.requires_grad and torch.is_grad_enabled()
@@ -236,6 +264,7 @@ def alike(
         DistributedError: the ranks' calls differ.
         InputError: the tensor has no such dim.
     """
+    check_tensor(group, name, x)
     kind = (name, dim, x.dtype, x.shape, x.requires_grad and torch.is_grad_enabled(), *facts.values())
     asked = dim is not None and facts["size"] is None and group.size > 1
     if kind in group.talk.met and not compares_each(group) and not asked:

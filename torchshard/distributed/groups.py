@@ -88,7 +88,7 @@ _made: list[Any] = []
 
 
 def init_process_group(
-    group_size: int = -1, *, mesh: Any = None, backend: str | None = None, timeout_seconds: float = 60.0
+    group_size: int | str = -1, *, mesh: Any = None, backend: str | None = None, timeout_seconds: float = 60.0
 ) -> None:
     """Cuts the world into model-parallel groups of `group_size` consecutive ranks, or along a DeviceMesh's dimension.
 
@@ -97,7 +97,7 @@ def init_process_group(
     the data-parallel ones {0, 2} and {1, 3}. All processes of the world must call it.
 
     Args:
-        group_size: ranks per group; -1: one group of all.
+        group_size: ranks per group; -1: one group of all. A text is taken for the backend, as `torch.distributed` does.
         mesh: a one-dimensional `DeviceMesh`, such as `mesh["tp"]`: its ranks are this process's group. A process that
             the mesh leaves out is in no group: its rank is -1.
         backend: for the case that it initialises `torch.distributed`; by default NCCL where CUDA is, else gloo.
@@ -108,6 +108,8 @@ def init_process_group(
         DistributedError: it is initialised already, the world does not divide by `group_size`, the mesh has more
             dimensions than one, or the ranks ask for different groups.
     """
+    if isinstance(group_size, str):
+        backend, group_size = group_size, -1
     if is_initialized():
         raise DistributedError(
             "the model-parallel group is initialised already",

@@ -73,7 +73,35 @@ def reducing(held: Tensor, op: Any, group: Group) -> Pending:
     """All-reduce in place of a contiguous tensor."""
     if group.size == 1 or not held.numel():
         return Pending(lambda: held)
+    if held.dtype in _SUMMED_AS:
+        summed = held.to(_SUMMED_AS[held.dtype])
+        return Pending.of(lambda: held.copy_(summed), group, dist.all_reduce, summed, op=op)
     return Pending.of(lambda: held, group, dist.all_reduce, held, op=op)
+
+
+_SUMMED_AS = {
+    torch.int16: torch.int32, torch.uint16: torch.int32, torch.uint32: torch.int64, torch.uint64: torch.int64,
+    torch.float8_e4m3fn: torch.float32, torch.float8_e5m2: torch.float32,
+    torch.float8_e4m3fnuz: torch.float32, torch.float8_e5m2fnuz: torch.float32,
+}  # fmt: skip
+"""Dtypes that backends can't reduce -> those that they are reduced in."""
+_SENT_AS = {
+    torch.int16: torch.float16, torch.uint16: torch.float16, torch.uint32: torch.int32, torch.uint64: torch.int64,
+    **dict.fromkeys(
+        (torch.float8_e4m3fn, torch.float8_e5m2, torch.float8_e4m3fnuz, torch.float8_e5m2fnuz), torch.uint8
+    ),
+}  # fmt: skip
+"""Dtypes that backends can't send -> those of as many bytes that they are sent as; nobody computes with them."""
+
+
+def summable(x: Tensor) -> Tensor:
+    """In a dtype that backends reduce."""
+    return x.to(_SUMMED_AS.get(x.dtype, x.dtype))
+
+
+def as_sent(x: Tensor) -> Tensor:
+    """The same memory, of a dtype that backends send."""
+    return x.view(_SENT_AS[x.dtype]) if x.dtype in _SENT_AS else x
 
 
 def reduced(x: Tensor, op: object, group: Group) -> Tensor:
@@ -154,13 +182,18 @@ def _all_gather(x: Tensor, source: Layout, target: Layout, group: Group) -> Pend
         pieces = [_from_front(got[r, :n], source.dim) for r, n in enumerate(slices.widths)]
         return join(pieces, source).contiguous()
 
-    return Pending.of(joined, group, dist.all_gather_single, flat, sent) if sent.numel() else Pending(joined)
+    if not sent.numel():
+        return Pending(joined)
+    return Pending.of(joined, group, dist.all_gather_single, as_sent(flat), as_sent(sent))
 
 
 def _reduce_scatter(x: Tensor, source: Layout, target: Layout, group: Group) -> Pending:
     assert isinstance(target, Shard)
     if group.size == 1:
         return _none(x, source, target, group)
+    if x.dtype in _SUMMED_AS:
+        pending = _reduce_scatter(x.to(_SUMMED_AS[x.dtype]), source, target, group)
+        return pending._replace(result=lambda: pending.result().to(x.dtype))
     slices = _slices(target, group.size)
     if slices.even:
         sent = dense(_to_front(x, target.dim))
@@ -188,7 +221,7 @@ def _all_to_all(x: Tensor, source: Layout, target: Layout, group: Group) -> Pend
         return join([p.view(s) for p, s in zip(got.split(lengths), shapes, strict=True)], source).contiguous()
 
     own = [p.numel() for p in sent]
-    return Pending.of(joined, group, dist.all_to_all_single, got, flat, lengths, own)
+    return Pending.of(joined, group, dist.all_to_all_single, as_sent(got), as_sent(flat), lengths, own)
 
 
 def scatter_pieces(x: Tensor, src: int, dim: int, size: int, group: Group) -> Tensor:
@@ -205,7 +238,8 @@ def scatter_pieces(x: Tensor, src: int, dim: int, size: int, group: Group) -> Te
         pieces = [_padded(piece, width) for piece in whole]
     got = x.new_empty(width, *rest)
     if got.numel():
-        collective(group, dist.scatter, got, pieces, group_src=src)
+        sent = None if pieces is None else [as_sent(piece) for piece in pieces]
+        collective(group, dist.scatter, as_sent(got), sent, group_src=src)
     return _from_front(got[: widths[group.rank]], dim).contiguous()
 
 
@@ -219,7 +253,7 @@ def gather_pieces(x: Tensor, dst: int, dim: int, size: int, group: Group) -> Ten
     sent = _padded(_to_front(x, dim), width)
     got = [torch.empty_like(sent) for _ in widths] if group.rank == dst else None
     if sent.numel():
-        collective(group, dist.gather, sent, got, group_dst=dst)
+        collective(group, dist.gather, as_sent(sent), None if got is None else list(map(as_sent, got)), group_dst=dst)
     if got is None:
         return x.new_empty(_with_size(x.shape, dim, 0))
     return join([_from_front(g[:n], dim) for g, n in zip(got, widths, strict=True)], Shard(dim)).contiguous()

@@ -52,8 +52,10 @@ def launch(fn: Callable[..., T], nprocs: int, args: Sequence[Any] = ()) -> list[
         DistributedError: a rank died without an exception, or nprocs is no number of ranks.
         Exception: that of the rank that failed first, with its rank and traceback as a note.
     """
-    if nprocs < 1:
-        raise DistributedError(f"{nprocs} ranks can't be started", where="launch(nprocs=...)", attempt="1 or more")
+    if not isinstance(nprocs, int) or nprocs < 1:
+        raise DistributedError(f"{nprocs!r} ranks can't be started", where="launch(nprocs=...)", attempt="1 or more")
+    if not callable(fn):
+        raise DistributedError(f"{fn!r} can't be called", where="launch(fn, nprocs)", attempt="a function of a module")
     with TemporaryDirectory(prefix="torchshard-launch-") as folder:
         context = mp.spawn(_rank_main, (nprocs, _free_port(), folder, fn, tuple(args)), nprocs, join=False)
         try:

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from torchshard.distributed.checks import compare_with, digest, late, to_compare, where_called
 from torchshard.distributed.groups import Group
+from torchshard.distributed.kernels import as_sent
 from torchshard.distributed.wire import begin, finish
 from torchshard.layouts import type_text
 
@@ -76,7 +77,9 @@ def sending(held: Tensor, dst: int, group: Group) -> Awaited:
     """Begins to send a contiguous tensor."""
     compared, said, site = _told(held, group, group.rank, dst)
     compare = compare_with(group, dst, said, site, (SENDER, RECEIVER)) if compared else None
-    work = begin(group, "send", dist.isend, held, group_dst=dst, group=group.process_group, tag=_tag(held, group))
+    work = begin(
+        group, "send", dist.isend, as_sent(held), group_dst=dst, group=group.process_group, tag=_tag(held, group)
+    )
 
     def wait() -> None:
         if compare is not None:
@@ -91,7 +94,7 @@ def receiving(held: Tensor, src: int, group: Group) -> Awaited:
 
     def post() -> Any:
         tag = _tag(held, group)
-        return begin(group, "receive", dist.irecv, held, group_src=src, group=group.process_group, tag=tag)
+        return begin(group, "receive", dist.irecv, as_sent(held), group_src=src, group=group.process_group, tag=tag)
 
     compared, said, site = _told(held, group, src, group.rank)
     before: Later | None = group.talk.latest.get(src)

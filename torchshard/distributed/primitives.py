@@ -1,8 +1,9 @@
 """`torch.distributed`'s primitives on this process's model-parallel group; `src` and `dst` are ranks in the group.
 
 Where the mathematics is, they are differentiable: the gradient of each is the primitive that goes the other way. A rank
-that takes part in a forward must take part in the backward too. Tensors are made contiguous on the way in, and no
-result in a group shares memory with an input. Alone, or outside any group, a call does what a group of one would.
+that takes part in a forward must take part in the backward too. Tensors are made contiguous on the way in. Where no
+gradient is asked, what `torch.distributed` fills is filled here too, and given back. Alone, or outside any group, a
+call does what a group of one would.
 """
 
 from __future__ import annotations
@@ -17,9 +18,24 @@ from torch.distributed import ReduceOp
 
 from torchshard.distributed import collectives
 from torchshard.distributed.checks import announce, forward_site, meet, to_compare
-from torchshard.distributed.collectives import alike, needs_gradient, own_dim, whole_size
+from torchshard.distributed.collectives import (
+    alike,
+    check_memory,
+    check_tensor,
+    needs_gradient,
+    own_dim,
+    whole_size,
+)
 from torchshard.distributed.groups import Group, own_group, peer
-from torchshard.distributed.kernels import copied, gather_pieces, op_name, reduced, scatter_pieces
+from torchshard.distributed.kernels import (
+    as_sent,
+    copied,
+    gather_pieces,
+    op_name,
+    reduced,
+    scatter_pieces,
+    summable,
+)
 from torchshard.distributed.messages import receiving, sending
 from torchshard.distributed.wire import Handle, Pending, collective
 from torchshard.errors import InputError
@@ -64,11 +80,18 @@ def _paired(
 def broadcast(x: Tensor, src: int = 0) -> Tensor:
     """Rank `src`'s tensor, on every rank; the gradients of all ranks are summed on `src`, the others' inputs get zeros.
 
+    Where no gradient is asked it fills `x` and gives `x` itself, as `torch.distributed.broadcast` does.
+
     Args:
         x: of the same shape and dtype on every rank.
+
+    Raises:
+        InputError: `x` is to be filled, and several of its elements are one in memory (an `expand`).
     """
     group = own_group()
-    alike(group, "broadcast", x, valid=lambda: peer(group, src, "src"), src=src)
+    alike(group, "broadcast", x, valid=lambda: _check_filled("broadcast", x, src=src), src=src)
+    if not needs_gradient(x):
+        return _fill(x, _broadcast(x, src, group))
     what = f"broadcast(src={src}), {tuple(x.shape)}"
     return _paired(x, group, what, lambda v: _broadcast(v, src, group), lambda g: _sum_to(g, src, group))
 
@@ -76,11 +99,19 @@ def broadcast(x: Tensor, src: int = 0) -> Tensor:
 def reduce_to(x: Tensor, dst: int = 0, op: Any = ReduceOp.SUM) -> Tensor:
     """The sum (or another `op`) over the ranks on rank `dst`, zeros on the others; a sum's gradient is `dst`'s, on all.
 
+    Where no gradient is asked it fills `dst`'s tensor and gives it, as `torch.distributed.reduce` does; the others'
+    stay as they are.
+
     Raises:
         InputError: `op` has no gradient, and one is asked.
     """
     group = own_group()
     alike(group, "reduce_to", x, valid=lambda: _check_op(x, op, dst=dst), dst=dst, op=op_name(op))
+    made = _reduced_to(x, dst, op, group)
+    return made if needs_gradient(x) or group.rank != dst else _fill(x, made)
+
+
+def _reduced_to(x: Tensor, dst: int, op: Any, group: Group) -> Tensor:
     if op in (ReduceOp.SUM, ReduceOp.AVG):
         x = x if op == ReduceOp.SUM else x / group.size
         what = f"reduce_to(dst={dst}), {tuple(x.shape)}"
@@ -89,18 +120,30 @@ def reduce_to(x: Tensor, dst: int = 0, op: Any = ReduceOp.SUM) -> Tensor:
     return whole if group.rank == dst else torch.zeros_like(whole)
 
 
+def _check_filled(name: str, x: Tensor, *, src: int) -> None:
+    peer(own_group(), src, "src")
+    if not needs_gradient(x):
+        check_memory(name, x)
+
+
+def _fill(x: Tensor, value: Tensor) -> Tensor:
+    """The tensor that was given, with other values."""
+    with torch.no_grad():
+        return x.copy_(value)
+
+
 def _broadcast(x: Tensor, src: int, group: Group) -> Tensor:
     held = copied(x)
     if group.size > 1:
-        collective(group, dist.broadcast, held, group_src=src)
+        collective(group, dist.broadcast, as_sent(held), group_src=src)
     return held
 
 
 def _sum_to(x: Tensor, dst: int, group: Group) -> Tensor:
-    held = copied(x)
+    held = summable(copied(x))
     if group.size > 1:
         collective(group, dist.reduce, held, group_dst=dst)
-    return held if group.rank == dst else torch.zeros_like(held)
+    return held.to(x.dtype) if group.rank == dst else torch.zeros_like(x, memory_format=torch.contiguous_format)
 
 
 @overload
@@ -110,7 +153,8 @@ def all_reduce(x: Tensor, op: Any = ReduceOp.SUM, *, async_op: Literal[True]) ->
 def all_reduce(x: Tensor, op: Any = ReduceOp.SUM, *, async_op: bool = False) -> Tensor | Handle:
     """The sum over the ranks, or `AVG`, `PRODUCT`, `MIN`, `MAX`, `BAND`, `BOR`, `BXOR`, on every rank.
 
-    The gradient of a sum is the sum of all ranks' gradients (P -> R), of a mean their mean; the others have none.
+    The gradient of a sum is the sum of all ranks' gradients (P -> R), of a mean their mean; the others have none. Where
+    no gradient is asked it fills `x` and gives `x` itself, as `torch.distributed.all_reduce` does.
 
     Args:
         async_op: gives a Handle; of a sum alone.
@@ -122,7 +166,8 @@ def all_reduce(x: Tensor, op: Any = ReduceOp.SUM, *, async_op: bool = False) -> 
         return collectives.all_reduce(x, async_op=True) if async_op else collectives.all_reduce(x)
     group = own_group()
     alike(group, "all_reduce", x, valid=lambda: _check_op(x, op, async_op=async_op), op=op_name(op))
-    return _all_reduced(x, op, group)
+    made = _all_reduced(x, op, group)
+    return made if needs_gradient(x) else _fill(x, made)
 
 
 def _all_reduced(x: Tensor, op: Any, group: Group) -> Tensor:
@@ -211,7 +256,9 @@ def barrier() -> None:
 
 def isend(x: Tensor, dst: int) -> Handle:
     """Begins to send a copy of a tensor to a rank of the group; `wait()` gives the tensor that was sent."""
-    group, held = own_group(), copied(x.detach())
+    group = own_group()
+    check_tensor(group, "isend", x)
+    held = copied(x.detach())
     return Handle(Pending(lambda: held, sending(held, _other(group, dst, "dst"), group)))
 
 
@@ -219,16 +266,19 @@ def irecv(like: Tensor | Sequence[int], src: int, dtype: torch.dtype | None = No
     """Begins to receive a tensor from a rank of the group; `wait()` gives it.
 
     Args:
-        like: a tensor of the shape, dtype and device that are sent, which stays as it is; or the shape.
+        like: a tensor of the shape, dtype and device that are sent, which is filled and given back, as
+            `torch.distributed.irecv` does (one that needs a gradient stays, and another is given); or the shape.
         dtype: with a shape; by default torch's.
     """
     group = own_group()
-    held = (
-        torch.empty_like(like, memory_format=torch.contiguous_format).detach()
-        if isinstance(like, Tensor)
-        else torch.empty(tuple(like), dtype=dtype)
-    )
-    return Handle(Pending(lambda: held, receiving(held, _other(group, src, "src"), group)))
+    if not isinstance(like, Tensor):
+        held = torch.empty(tuple(like), dtype=dtype)
+        return Handle(Pending(lambda: held, receiving(held, _other(group, src, "src"), group)))
+    check_memory("irecv", like)
+    held = torch.empty_like(like, memory_format=torch.contiguous_format).detach()
+    given = held if needs_gradient(like) else like
+    result = (lambda: held) if given is held else lambda: _fill(like, held)
+    return Handle(Pending(result, receiving(held, _other(group, src, "src"), group)))
 
 
 def send(x: Tensor, dst: int) -> None:

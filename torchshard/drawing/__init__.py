@@ -52,6 +52,12 @@ def draw(
 
 def check_suffix(path: str | os.PathLike[str], formats: Sequence[str] = FORMATS) -> None:
     """Raises InputError where a file's suffix is none of these."""
+    if not isinstance(path, (str, os.PathLike)):
+        raise InputError(
+            f"a picture is written to a file, not to a {type(path).__name__}",
+            where="draw(model, path)",
+            attempt=f"'model{formats[0]}'",
+        )
     if Path(path).suffix not in formats:
         raise InputError(
             f"a picture can't be written as {Path(path).suffix or 'a file without a suffix'!r}",

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from torchshard.distributed.groups import own_group
 from torchshard.distributed.primitives import broadcast
+from torchshard.errors import InputError
 from torchshard.layouts import I, Shard
 from torchshard.layouts import split as slice_of
 from torchshard.nn import functional
@@ -177,6 +178,9 @@ class ParallelEmbedding(Sliced):
         return f"{self.num_embeddings}, {self.embedding_dim}{padding}, dim={self.dim}"
 
 
+_UNSAID: Any = object()
+
+
 class ParallelCrossEntropyLoss(nn.Module):
     """`torch.nn.CrossEntropyLoss` of logits that are split along `dim` (-1 or 1: the classes; None: not at all).
 
@@ -189,13 +193,20 @@ class ParallelCrossEntropyLoss(nn.Module):
         self,
         weight: Tensor | None = None,
         *,
-        dim: int | None,
+        dim: int | None = _UNSAID,
         size: int | None = None,
         ignore_index: int = -100,
         reduction: str = "mean",
         label_smoothing: float = 0.0,
     ) -> None:
         super().__init__()
+        if dim is _UNSAID:
+            raise InputError(
+                "ParallelCrossEntropyLoss must be told how the logits are split",
+                where="ParallelCrossEntropyLoss(dim=...)",
+                why="nothing at the logits says it",
+                attempt="dim=-1 where each rank has logits of some classes (of ParallelLinear(dim=1)); dim=None: whole",
+            )
         self.register_buffer("weight", weight)
         self.dim, self.size = dim, size
         self.ignore_index, self.reduction, self.label_smoothing = ignore_index, reduction, label_smoothing

@@ -42,8 +42,14 @@ def row_of(call: Call) -> Row | None:
         return None
     key = (found, call.target, _frozen(call.args), call.results)
     if key not in ROWS:
+        if len(ROWS) >= MOST_ROWS:
+            ROWS.clear()
         ROWS[key] = _ruled(found, call)
     return ROWS[key]
+
+
+MOST_ROWS = 1 << 16
+"""As many rows are kept: those of one model are few thousand, but a process may shard many."""
 
 
 def _ruled(found: RuleFn, call: Call) -> Row | None:
