@@ -121,6 +121,39 @@ def test_optimizers_and_clipping() -> None:
     assert all(all(found.values()) for found in run_ranks(_steps, 2)), run_ranks(_steps, 2)
 
 
+class _Mine(torch.optim.SGD):
+    """Not PyTorch's, but one of its optimizers underneath."""
+
+
+class _Unknown(torch.optim.Optimizer):
+    def __init__(self, parameters: Any) -> None:
+        super().__init__(parameters, {})
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        """Nothing."""
+
+
+def _kinds_of_optimizers(rank: int) -> list[bool]:
+    ts.distributed.init_process_group()
+    _, sharded = _pair()
+    _loss(sharded).backward()
+    text = "can't step slices of parameters"
+    found = [refused_input(torch.optim.Adafactor(sharded.parameters()).step, text)]
+    found.append(refused_input(lambda: torch.optim.LBFGS(sharded.parameters()).step(lambda: _loss(sharded)), text))
+    found.append(torch.optim.Adafactor([sharded.down.bias]).step() is None)  # which every rank holds whole
+    with warnings.catch_warnings(record=True) as seen:
+        warnings.simplefilter("always")
+        _Mine(sharded.parameters(), 0.1).step()
+        found.append(not seen)
+        _Unknown(sharded.parameters()).step()
+    return [*found, len(seen) == 1 and "_Unknown is not known here" in str(seen[0].message)]
+
+
+@pytest.mark.ranks
+def test_optimizers_that_look_at_whole_matrices_are_refused() -> None:
+    assert run_ranks(_kinds_of_optimizers, 2) == [[True] * 5] * 2
+
+
 def _wraps(rank: int) -> list[bool]:
     ts.distributed.init_process_group()
     _, sharded = _pair()

@@ -7,6 +7,7 @@ the ranks compare that at the model's next call.
 
 from __future__ import annotations
 
+import warnings
 import weakref
 from collections.abc import Iterable
 from typing import Any, Protocol
@@ -86,11 +87,44 @@ def _check_trained(optimizer: Optimizer, stale: list[Tensor]) -> None:
         )
 
 
+_BY_ELEMENT = frozenset([
+    "SGD", "Adam", "AdamW", "Adamax", "NAdam", "RAdam", "RMSprop", "Rprop", "Adagrad", "Adadelta", "ASGD", "SparseAdam",
+    "Lion", "ZeroRedundancyOptimizer",
+])  # fmt: skip
+"""Optimizers that treat each element by itself, so that steps of slices are slices of steps."""
+_BY_TENSOR = frozenset([
+    "Adafactor", "LBFGS", "Muon", "Lamb", "LAMB", "Lars", "LARS", "Shampoo", "DistributedShampoo", "SOAP", "NovoGrad",
+    "AdaFactor", "Adalayer", "KFAC", "Sophia",
+])  # fmt: skip
+"""Optimizers that look at a whole matrix, or at the whole model."""
+
+
+def _check_kind(optimizer: Optimizer) -> None:
+    """Refuses an optimizer whose steps of slices are other steps; warns of one that is not known."""
+    names = [kind.__name__ for kind in type(optimizer).__mro__]
+    if any(name in _BY_TENSOR for name in names):
+        raise InputError(
+            f"{names[0]} can't step slices of parameters",
+            where=f"{names[0]}.step()",
+            why="it computes from a whole matrix, or from the whole model: of a slice it would make another step",
+            attempt="an optimizer that treats each element by itself: SGD, AdamW, ...; or keep those parameters whole "
+            "with a plan of 'replicate' and give it these alone",
+        )
+    if not any(name in _BY_ELEMENT for name in names):
+        warnings.warn(
+            f"{names[0]} is not known here: it steps a sharded model as the unsharded one if it treats each element by "
+            "itself, as AdamW does, and not if it looks at whole matrices or norms, as Muon and LAMB do",
+            stacklevel=2,
+        )
+
+
 def _meet(optimizer: Optimizer, parameters: list[Tensor]) -> None:
     """Before the first step of an optimizer with slices: what it may not be, what it was loaded with, what it saves."""
     if type(optimizer).__name__ == "ZeroRedundancyOptimizer":
         group = next(p.group for p in parameters if isinstance(p, ShardedParameter))
         check_other_group(getattr(optimizer, "process_group", None), group, "ZeroRedundancyOptimizer")
+    if any(isinstance(p, ShardedParameter) and p.is_split for p in parameters):
+        _check_kind(optimizer)
     for parameter in parameters:
         _check_loaded(parameter, optimizer.state.get(parameter, {}))
     optimizer.register_state_dict_post_hook(_with_places)
