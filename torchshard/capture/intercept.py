@@ -284,14 +284,34 @@ class _Patches:
                     setattr(torch.random, name, original)
 
 
-class _Tensors(TorchFunctionMode):
-    """Gradient hooks are recorded; a real tensor that needs a gradient is a parameter that the model doesn't own."""
+Homes = dict[int, tuple[dict[str, Any], str]]
+"""The id of a parameter or buffer -> the dict of the module that holds it, and its name there."""
 
-    def __init__(self, recording: Recording) -> None:
+
+def homes_of(model: nn.Module) -> Homes:
+    """Where each parameter and buffer is held."""
+    return {id(tensor): (held, name) for held, name, tensor in state_of([model])}
+
+
+class _Tensors(TorchFunctionMode):
+    """Gradient hooks are recorded; a real tensor that needs a gradient is a parameter that the model doesn't own.
+
+    Export puts fake tensors in the place of parameters and buffers where modules hold them. One that something else
+    holds too (a cache object, a list) is found there as it was, and what stands for it is taken in its place.
+    """
+
+    def __init__(self, recording: Recording, homes: Homes) -> None:
         super().__init__()
-        self._recording = recording
+        self._recording, self._homes = recording, homes
+
+    def _at_home(self, value: Any) -> Any:
+        home = self._homes.get(id(value))
+        return value if home is None else home[0].get(home[1], value)
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        leaves = pytree.arg_tree_leaves(*args, **(kwargs or {}))
+        if any(id(leaf) in self._homes for leaf in leaves):
+            args, kwargs = pytree.tree_map(self._at_home, (args, kwargs or {}))
         for held in pytree.arg_tree_leaves(*args, **(kwargs or {})):
             if type(held) in (Tensor, nn.Parameter) and held.requires_grad and not is_fake(held):
                 raise CaptureError(
@@ -336,9 +356,13 @@ def recording() -> Iterator[Recording]:
         _local.recording = before
 
 
-def following(held: Recording) -> TorchFunctionMode:
-    """The mode in which a recorded forward runs."""
-    return _Tensors(held)
+def following(held: Recording, homes: Homes) -> TorchFunctionMode:
+    """The mode in which a recorded forward runs.
+
+    Args:
+        homes: of the model, before it is captured.
+    """
+    return _Tensors(held, homes)
 
 
 def random_states() -> dict[str, Any]:

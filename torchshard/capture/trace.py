@@ -25,6 +25,7 @@ from torch.utils import _pytree as pytree
 from torchshard.capture.intercept import (
     check_random_states,
     following,
+    homes_of,
     random_states,
     recording,
     warn_of_checkpoints,
@@ -62,14 +63,14 @@ def trace(model: nn.Module, call: Leaves, *, dynamic: bool = True) -> Traced:
     """
     results: list[Leaves] = []
     places: list[Place] = []
-    kept, before, states = Kept(model), attributes(model), random_states()
+    kept, before, states, homes = Kept(model), attributes(model), random_states(), homes_of(model)
     own = {name: model.__dict__[name] for name in _CALLING if name in model.__dict__}
 
     def flat_forward(*tensors: Tensor) -> list[Any]:
         held = dataclasses.replace(call, tensors=tensors)
         call_args, call_kwargs = call.rebuild(tensors)
         _set(model, own)
-        with following(recorded):
+        with following(recorded, homes):
             results.append(flatten(nn.Module._call_impl(model, *call_args, **call_kwargs)))
         _set(model, bare)
         _check_results(model, results[-1])

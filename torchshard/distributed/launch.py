@@ -93,12 +93,24 @@ def _rank_main(rank: int, world: int, port: int, folder: str, fn: Callable[..., 
     os.environ.update(MASTER_ADDR="127.0.0.1", OMP_NUM_THREADS="1")
     torch.set_num_threads(1)
     try:
-        result = pickle.dumps(fn(*args))
+        result = _pickled(fn(*args), rank)
         (Path(folder) / f"{rank}.result").write_bytes(result)
         _end()
     except Exception as error:
         _write_failure(Path(folder) / f"{rank}.failure", rank, error)
         raise
+
+
+def _pickled(result: Any, rank: int) -> bytes:
+    try:
+        return pickle.dumps(result)
+    except Exception as error:
+        raise DistributedError(
+            f"what rank {rank} returned can't be pickled",
+            where="launch",
+            why=f"{type(error).__name__}: {error}",
+            attempt="return numbers, tensors, and containers of them; write files for the rest",
+        ) from error
 
 
 def _end() -> None:
@@ -110,13 +122,33 @@ def _end() -> None:
 
 def _write_failure(path: Path, rank: int, error: Exception) -> None:
     text = f"on rank {rank}:\n{''.join(traceback.format_exception(error))}"
-    try:
-        held: bytes | None = pickle.dumps(error)
-        pickle.loads(held or b"")
-    except Exception:
-        held = None
+    held = next((made for made in map(_loadable, (error, _Bare(error))) if made), None)
     broken = isinstance(error, (DistributedError, dist.DistError)) or "gloo" in str(error)
     path.write_bytes(pickle.dumps((time.monotonic(), broken, text, held)))
+
+
+class _Bare:
+    """An exception of a class that pickle can't make again, by its class and its text alone."""
+
+    def __init__(self, error: Exception) -> None:
+        self._kind, self._text = type(error), str(error)
+
+    def __reduce__(self) -> Any:
+        return _bare, (self._kind, self._text)
+
+
+def _bare(kind: type[Exception], text: str) -> Exception:
+    made = kind.__new__(kind)
+    made.args = (text,)
+    return made
+
+
+def _loadable(error: Any) -> bytes | None:
+    try:
+        held = pickle.dumps(error)
+        return held if isinstance(pickle.loads(held), Exception) else None
+    except Exception:
+        return None
 
 
 def _raise_first(folder: Path, seen: ProcessException) -> NoReturn:

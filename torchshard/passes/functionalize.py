@@ -280,7 +280,7 @@ def _undo(module: fx.GraphModule, view: fx.Node, base: fx.Node, value: fx.Node) 
         ndim = len(shape)
         order = [d % ndim for d in args["dims"]]
         return emit(module, target, (value, [order.index(d) for d in range(ndim)]), view)
-    if target in (aten.alias.default, aten.detach.default, aten.contiguous.default, aten.to.dtype, aten.to.device):
+    if target in _SAME_VALUES:
         return value
     if target in _RESHAPES and all(isinstance(s, int) for s in shape):
         return emit(module, aten.reshape.default, (value, shape), view)
@@ -292,6 +292,11 @@ def _undo(module: fx.GraphModule, view: fx.Node, base: fx.Node, value: fx.Node) 
     raise _refused(view, f"a write through the view {target} can't be traced back")
 
 
+_SAME_VALUES = {
+    aten.alias.default, aten.detach.default, aten.contiguous.default, aten.to.dtype, aten.to.device,
+    aten.to.dtype_layout, aten.to.other, aten.type_as.default,
+}  # fmt: skip
+"""Ops that give their operand itself where they have nothing to do; only then are they views."""
 _RESHAPES = {
     aten.view.default, aten.reshape.default, aten.flatten.using_ints, aten.unflatten.int, aten.unsqueeze.default,
     aten.squeeze.default, aten.squeeze.dim, aten.squeeze.dims, aten._unsafe_view.default, aten.view_as.default,
