@@ -375,17 +375,43 @@ def random_states() -> dict[str, Any]:
     }
 
 
-def check_random_states(model: nn.Module, before: dict[str, Any], run: Callable[[], Any]) -> None:
+@contextlib.contextmanager
+def odd_random_states() -> Iterator[dict[str, Any]]:
+    """While it is open, the generators are in states that nobody seeds them to; gives these.
+
+    A forward that seeds one as it is seeded already would not be seen else. Where other threads run, which may draw
+    meanwhile, the states stay as they are.
+    """
+    alone, before, numpy = threading.active_count() == 1, random.getstate(), sys.modules.get("numpy.random")
+    held: Any = (torch.get_rng_state(), numpy.get_state() if numpy is not None else None)
+    if alone:
+        random.seed("torchshard")
+        _seeding["manual_seed"](0x70C45A4D)
+        if numpy is not None:
+            numpy.seed(0x70C45A4D)
+    found = random_states()
+    try:
+        yield found
+    finally:
+        moved = _moved(found)
+        found["moved"] = moved
+        if alone:
+            random.setstate(before)
+            _seeding["set_rng_state"](held[0])
+            if numpy is not None:
+                numpy.set_state(held[1])
+
+
+def check_random_states(model: nn.Module, changed: list[str], run: Callable[[], Any]) -> None:
     """Refuses a forward that moved one of the generators.
 
     Args:
-        before: their states before its capture.
+        changed: those that were moved while it was captured.
         run: runs forward on fake tensors. Where other threads run, they may have moved it: then each run of three must.
 
     Raises:
         CaptureError: forward draws from Python's or NumPy's random numbers, or seeds PyTorch's.
     """
-    changed = _moved(before)
     for _ in range(3 if changed and threading.active_count() > 1 else 0):
         now = random_states()
         run()
@@ -404,7 +430,7 @@ def check_random_states(model: nn.Module, before: dict[str, Any], run: Callable[
 
 
 def _moved(before: dict[str, Any]) -> list[str]:
-    return [name for name, state in random_states().items() if state != before[name]]
+    return [name for name, state in random_states().items() if state != before.get(name)]
 
 
 def warn_of_checkpoints(recording: Recording, model: nn.Module) -> None:

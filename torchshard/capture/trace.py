@@ -26,7 +26,7 @@ from torchshard.capture.intercept import (
     check_random_states,
     following,
     homes_of,
-    random_states,
+    odd_random_states,
     recording,
     warn_of_checkpoints,
 )
@@ -63,7 +63,7 @@ def trace(model: nn.Module, call: Leaves, *, dynamic: bool = True) -> Traced:
     """
     results: list[Leaves] = []
     places: list[Place] = []
-    kept, before, states, homes = Kept(model), attributes(model), random_states(), homes_of(model)
+    kept, before, homes = Kept(model), attributes(model), homes_of(model)
     own = {name: model.__dict__[name] for name in _CALLING if name in model.__dict__}
 
     def flat_forward(*tensors: Tensor) -> list[Any]:
@@ -82,11 +82,11 @@ def trace(model: nn.Module, call: Leaves, *, dynamic: bool = True) -> Traced:
     bare = {"forward": flat_forward, **{name: OrderedDict() for name in _CALLING[1:]}}
     _set(model, bare)
     try:
-        with recording() as recorded, _quiet(), saved_tensors_hooks(_same, _same):
+        with odd_random_states() as states, recording() as recorded, _quiet(), saved_tensors_hooks(_same, _same):
             exported = _export(_plain(model), call, dynamic)
     finally:
         kept.put_back()
-    check_random_states(model, states, lambda: run_on_fakes(model, call))
+    check_random_states(model, states["moved"], lambda: run_on_fakes(model, call))
     warn_of_checkpoints(recorded, model)
     left = tuple(dict.fromkeys(places))
     if left:
