@@ -91,12 +91,13 @@ def main() -> None:
     rank = tsd.get_rank()
     for title, meaning, made, call in CALLS:
         x = made(rank).requires_grad_()
+        before = shown(x)
         result = call(x)
         gradient = ""
         if isinstance(result, Tensor) and result.requires_grad:
             (result * 10.0**rank).sum().backward()
             gradient = shown(x.grad)
-        lines = tsd.gather_object((shown(x), shown(result), gradient), dst=0)
+        lines = tsd.gather_object((before, shown(result), gradient), dst=0)
         if lines is not None:
             print(f"{title}    {meaning}")
             for place, (before, after, grad) in enumerate(lines):

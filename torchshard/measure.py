@@ -45,7 +45,7 @@ def measure_machine(width: int = 1024, dtype: torch.dtype = torch.float32) -> Ma
             attempt="measure_machine(width=1024, dtype=torch.float32)",
         )
     group = lookup(MODEL)
-    on_gpu = group.process_group is not None and "nccl" in dist.get_backend(group.process_group)
+    on_gpu = group.process_group is not None and "nccl" in dist.get_backend_config(group.process_group)
     device = torch.device("cuda", torch.cuda.current_device()) if on_gpu else torch.device("cpu")
     a, held = torch.randn(width, width, device=device).to(dtype), torch.randn(COPIED, device=device)
     into, small, large = torch.empty_like(held), torch.ones(SMALL, device=device), torch.ones(LARGE, device=device)

@@ -260,7 +260,7 @@ def late(group: Group, rank: int, call: str, site: str) -> DistributedError:
 def hang_up(group: Group) -> None:
     """Ends whatever waits for messages of a group, which can send none from then on."""
     for held in (group.control, group.process_group):
-        if held is None or dist.get_backend(held) != "gloo":
+        if held is None or "cpu:gloo" not in dist.get_backend_config(held):
             continue
         for rank in (rank for rank in range(group.size) if rank != group.rank):
             with contextlib.suppress(RuntimeError):  # gloo closes all connections where one wait takes too long

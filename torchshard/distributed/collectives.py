@@ -70,7 +70,7 @@ def _summed(name: str, x: Tensor, async_op: bool) -> Any:
     if torch.compiler.is_compiling():
         return x.copy_(_ops.reduce(x, MODEL))
     if Mode.on is not False:
-        alike(group, name, x, valid=lambda: check_memory(name, x))
+        alike(group, name, x, valid=(lambda: check_memory(name, x)) if name == "reduce" else None)
     copy_first = async_op and name == "all_reduce"  # whose tensor may change meanwhile
     pending = _reducing_in_place(x, group, copy_first=copy_first)
     return Handle(pending) if async_op else pending.wait()
@@ -81,20 +81,34 @@ def _reducing_in_place(x: Tensor, group: Group, *, copy_first: bool = False) -> 
         if not x.is_inference():
             torch.autograd.graph.increment_version(x)  # a backward that has kept x must say that it was changed
         return reducing(x, dist.ReduceOp.SUM, group)
-    check_memory("reduce", x)
     pending = reducing(copied(x), dist.ReduceOp.SUM, group)
-    return pending._replace(result=lambda: x.copy_(pending.result()))
+    return pending._replace(result=lambda: fill(x, pending.result()))
+
+
+def fill(x: Tensor, value: Tensor) -> Tensor:
+    """The tensor that was given, with other values; an expanded one takes the first of each, and is not given."""
+    target, taken = x, value
+    for dim in (repeated := _repeated(x)):
+        target, taken = target.narrow(dim, 0, 1), taken.narrow(dim, 0, 1)
+    with torch.no_grad():
+        target.copy_(taken)
+    return value if repeated else x
 
 
 def check_memory(name: str, x: Tensor) -> None:
     """Raises InputError for a tensor that can't be filled: several of its elements are one in memory."""
-    if any(stride == 0 and size > 1 for stride, size in zip(x.stride(), x.shape, strict=True)):
+    if _repeated(x):
         raise InputError(
             "a tensor can't be filled where several of its elements are one in memory",
             where=name,
             why=f"its shape is {tuple(x.shape)}, its strides are {x.stride()}",
             attempt=f"{name}(x.contiguous())",
         )
+
+
+def _repeated(x: Tensor) -> list[int]:
+    """The dims along which a tensor is expanded: all elements are one in memory."""
+    return [dim for dim in range(x.ndim) if x.stride(dim) == 0 and x.shape[dim] > 1]
 
 
 @overload

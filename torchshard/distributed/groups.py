@@ -15,7 +15,7 @@ from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -40,7 +40,7 @@ class Group:
     control: Any = None
     """A gloo group of the same ranks, over which they agree and send objects; None for a group of one."""
     timeout_seconds: float = 60.0
-    """How long a rank waits for the others."""
+    """How long a rank waits for the others to come to a call."""
     simulated: bool = False
     fragile: bool = False
     """Whether the backend aborts a process or garbles its memory where ranks' calls differ in size, as gloo does."""
@@ -88,7 +88,13 @@ _made: list[Any] = []
 
 
 def init_process_group(
-    group_size: int | str = -1, *, mesh: Any = None, backend: str | None = None, timeout_seconds: float = 60.0
+    group_size: int | str = -1,
+    *,
+    mesh: Any = None,
+    backend: str | None = None,
+    timeout_seconds: float = 60.0,
+    start_seconds: float | None = None,
+    collective_seconds: float | None = None,
 ) -> None:
     """Cuts the world into model-parallel groups of `group_size` consecutive ranks, or along a DeviceMesh's dimension.
 
@@ -101,12 +107,16 @@ def init_process_group(
         mesh: a one-dimensional `DeviceMesh`, such as `mesh["tp"]`: its ranks are this process's group. A process that
             the mesh leaves out is in no group: its rank is -1.
         backend: for the case that it initialises `torch.distributed`; by default NCCL where CUDA is, else gloo.
-        timeout_seconds: how long a rank waits for the others, before each of them raises. Groups of a
-            `torch.distributed` that was initialised before are made anew, for they have this timeout.
+        timeout_seconds: how long a rank waits for the others to come to a call, before each of them raises: as long as
+            the slowest rank may load data, or write a checkpoint.
+        start_seconds: how long the ranks may take to find each other; by default `timeout_seconds`.
+        collective_seconds: how long a collective may take; by default `timeout_seconds`. Groups of a
+            `torch.distributed` that was initialised before are made anew, for they have these timeouts.
 
     Raises:
         DistributedError: it is initialised already, the world does not divide by `group_size`, the mesh has more
             dimensions than one, or the ranks ask for different groups.
+        InputError: a wait is no number above 0.
     """
     if isinstance(group_size, str):
         backend, group_size = group_size, -1
@@ -117,56 +127,80 @@ def init_process_group(
             why=f"this process is rank {get_rank()} of {get_group_size()}",
             attempt="call torchshard.distributed.destroy_process_group() first",
         )
+    waits = _waits(timeout_seconds, start_seconds, collective_seconds)
     began = not dist.is_initialized() and "RANK" in os.environ and "WORLD_SIZE" in os.environ
     if began:
-        _begin(backend, timeout_seconds)
+        _begin(backend, waits)
     _began.append(began)
     try:
-        _groups.update(_make_groups(group_size, mesh, timeout_seconds))
+        _groups.update(_make_groups(group_size, mesh, waits))
         atexit.register(_end_waiting)
     except Exception:
         _forget()
         raise
 
 
-def _begin(backend: str | None, timeout_seconds: float) -> None:
+class Waits(NamedTuple):
+    """For how many seconds a rank waits."""
+
+    call: float
+    """For the others to come to a call."""
+    start: float
+    """For the ranks to find each other."""
+    collective: float
+    """For a collective to end."""
+
+
+def _waits(call: float, start: float | None, collective: float | None) -> Waits:
+    waits = Waits(call, call if start is None else start, call if collective is None else collective)
+    if not all(isinstance(seconds, int | float) and seconds > 0 for seconds in waits):
+        raise InputError(
+            f"{' and '.join(map(repr, dict.fromkeys(waits)))} are not numbers of seconds above 0",
+            where="init_process_group(timeout_seconds=..., start_seconds=..., collective_seconds=...)",
+            attempt="timeout_seconds=60; of a timedelta, its total_seconds()",
+        )
+    return waits
+
+
+def _begin(backend: str | None, waits: Waits) -> None:
     """Initialises torch.distributed from torchrun's environment."""
     if torch.cuda.is_available():
         torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", 0)) % torch.cuda.device_count())
     chosen = backend or ("nccl" if torch.cuda.is_available() else "gloo")
-    timeout = timedelta(seconds=timeout_seconds)
+    start = timedelta(seconds=waits.start)
     try:
         place = tuple(map(os.environ.get, ("MASTER_ADDR", "MASTER_PORT", "RANK", "WORLD_SIZE")))
         if place not in _stores:
-            _stores[place] = next(dist.rendezvous("env://", timeout=timeout))
+            _stores[place] = next(dist.rendezvous("env://", timeout=start))
         held, rank, world = _stores[place]
         store = dist.PrefixStore(f"torchshard/{next(_times)}", held)
-        dist.init_process_group(chosen, store=store, rank=rank, world_size=world, timeout=timeout)
+        limit = timedelta(seconds=waits.collective)
+        dist.init_process_group(chosen, store=store, rank=rank, world_size=world, timeout=limit)
     except (RuntimeError, ValueError) as error:
         raise DistributedError(
             "the ranks did not find each other",
             where=f"init_process_group, rank {os.environ['RANK']} of {os.environ['WORLD_SIZE']}",
             why=str(error).partition("\n")[0],
             attempt="the same MASTER_ADDR and MASTER_PORT for all of them, as torchrun sets; all started within "
-            f"timeout_seconds={timeout_seconds:g}",
+            f"start_seconds={waits.start:g}",
         ) from error
 
 
-def _make_groups(group_size: int, mesh: Any, timeout_seconds: float) -> dict[str, Group]:
+def _make_groups(group_size: int, mesh: Any, waits: Waits) -> dict[str, Group]:
     """This process's model-parallel group, and its data-parallel one: the ranks of the same place in each."""
     if not dist.is_initialized():
         _model_ranks(1, group_size)
         return {MODEL: Group(0, 1), DATA: Group(0, 1)}
     world = dist.get_world_size()
     everyone = list(range(world))
-    control = _new_group(everyone, timeout_seconds, "gloo") if world > 1 else None
-    all_ranks = Group(dist.get_rank(), world, None, control, timeout_seconds)
+    control = _new_group(everyone, waits.call, "gloo") if world > 1 else None
+    all_ranks = Group(dist.get_rank(), world, None, control, waits.start)
     asked = f"init_process_group({'mesh=...' if mesh is not None else f'group_size={group_size}'})"
     meet(all_ranks, lambda: asked)
     model = _model_ranks(world, group_size) if mesh is None else _mesh_ranks(world, group_size, mesh, control)
     data = [[ranks[place] for ranks in model if place < len(ranks)] for place in range(max(map(len, model)))]
     controls = [control if ranks == everyone else None for ranks in model]
-    return {MODEL: _own_group(model, timeout_seconds, controls), DATA: _own_group(data, timeout_seconds)}
+    return {MODEL: _own_group(model, waits, controls), DATA: _own_group(data, waits)}
 
 
 def _model_ranks(world: int, group_size: int) -> list[list[int]]:
@@ -203,7 +237,7 @@ def _mesh_ranks(world: int, group_size: int, mesh: Any, control: Any) -> list[li
     return sorted(ranks for rank, ranks in enumerate(everyone) if ranks and ranks[0] == rank)
 
 
-def _own_group(groups: list[list[int]], timeout_seconds: float, controls: Sequence[Any] | None = None) -> Group:
+def _own_group(groups: list[list[int]], waits: Waits, controls: Sequence[Any] | None = None) -> Group:
     """Makes these groups, all of them on every process, and gives the own one.
 
     Args:
@@ -212,19 +246,19 @@ def _own_group(groups: list[list[int]], timeout_seconds: float, controls: Sequen
     rank, world, own = dist.get_rank(), dist.get_world_size(), Group(-1, -1, dist.GroupMember.NON_GROUP_MEMBER)
     for i, ranks in enumerate(groups):
         whole = _began[-1] and len(ranks) == world
-        made = dist.group.WORLD if whole else _new_group(ranks, timeout_seconds)
+        made = dist.group.WORLD if whole else _new_group(ranks, waits.collective)
         control = None
         if controls is not None and len(ranks) > 1:
-            control = controls[i] or _new_group(ranks, timeout_seconds, "gloo")
+            control = controls[i] or _new_group(ranks, waits.call, "gloo")
         if rank in ranks:
-            fragile = len(ranks) > 1 and "gloo" in str(dist.get_backend(made))
-            own = Group(ranks.index(rank), len(ranks), made, control, timeout_seconds, fragile=fragile)
+            fragile = len(ranks) > 1 and "gloo" in dist.get_backend_config(made)
+            own = Group(ranks.index(rank), len(ranks), made, control, waits.call, fragile=fragile)
     return own
 
 
-def _new_group(ranks: list[int], timeout_seconds: float, backend: str | None = None) -> Any:
+def _new_group(ranks: list[int], seconds: float, backend: str | None = None) -> Any:
     try:
-        made = dist.new_group(ranks, timeout=timedelta(seconds=timeout_seconds), backend=backend)
+        made = dist.new_group(ranks, timeout=timedelta(seconds=seconds), backend=backend)
     except RuntimeError as error:
         raise DistributedError(
             f"ranks {ranks} of the world could not make a group",

@@ -22,6 +22,7 @@ from torchshard.distributed.collectives import (
     alike,
     check_memory,
     check_tensor,
+    fill,
     needs_gradient,
     own_dim,
     whole_size,
@@ -91,7 +92,7 @@ def broadcast(x: Tensor, src: int = 0) -> Tensor:
     group = own_group()
     alike(group, "broadcast", x, valid=lambda: _check_filled("broadcast", x, src=src), src=src)
     if not needs_gradient(x):
-        return _fill(x, _broadcast(x, src, group))
+        return fill(x, _broadcast(x, src, group))
     what = f"broadcast(src={src}), {tuple(x.shape)}"
     return _paired(x, group, what, lambda v: _broadcast(v, src, group), lambda g: _sum_to(g, src, group))
 
@@ -108,7 +109,7 @@ def reduce_to(x: Tensor, dst: int = 0, op: Any = ReduceOp.SUM) -> Tensor:
     group = own_group()
     alike(group, "reduce_to", x, valid=lambda: _check_op(x, op, dst=dst), dst=dst, op=op_name(op))
     made = _reduced_to(x, dst, op, group)
-    return made if needs_gradient(x) or group.rank != dst else _fill(x, made)
+    return made if needs_gradient(x) or group.rank != dst else fill(x, made)
 
 
 def _reduced_to(x: Tensor, dst: int, op: Any, group: Group) -> Tensor:
@@ -124,12 +125,6 @@ def _check_filled(name: str, x: Tensor, *, src: int) -> None:
     peer(own_group(), src, "src")
     if not needs_gradient(x):
         check_memory(name, x)
-
-
-def _fill(x: Tensor, value: Tensor) -> Tensor:
-    """The tensor that was given, with other values."""
-    with torch.no_grad():
-        return x.copy_(value)
 
 
 def _broadcast(x: Tensor, src: int, group: Group) -> Tensor:
@@ -167,7 +162,7 @@ def all_reduce(x: Tensor, op: Any = ReduceOp.SUM, *, async_op: bool = False) -> 
     group = own_group()
     alike(group, "all_reduce", x, valid=lambda: _check_op(x, op, async_op=async_op), op=op_name(op))
     made = _all_reduced(x, op, group)
-    return made if needs_gradient(x) else _fill(x, made)
+    return made if needs_gradient(x) else fill(x, made)
 
 
 def _all_reduced(x: Tensor, op: Any, group: Group) -> Tensor:
@@ -277,7 +272,7 @@ def irecv(like: Tensor | Sequence[int], src: int, dtype: torch.dtype | None = No
     check_memory("irecv", like)
     held = torch.empty_like(like, memory_format=torch.contiguous_format).detach()
     given = held if needs_gradient(like) else like
-    result = (lambda: held) if given is held else lambda: _fill(like, held)
+    result = (lambda: held) if given is held else lambda: fill(like, held)
     return Handle(Pending(result, receiving(held, _other(group, src, "src"), group)))
 
 
