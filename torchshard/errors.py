@@ -45,6 +45,10 @@ class DistributedError(ShardError):
     """The process group is missing, wrong, or its ranks disagree."""
 
 
+class SliceWarning(UserWarning):
+    """A result that was computed of this rank's slice of a parameter, by code that may have meant the whole."""
+
+
 class InternalError(ShardError):
     """A pass made an illegal graph: a defect of this library, not of the user's model."""
 

@@ -41,13 +41,13 @@ from torchshard.graph import draws_random, duplicate
 from torchshard.history import EARLIER, MODEL, PARAMETER, SENT, STEPS, History, is_here, values_digest
 from torchshard.layouts import Layout
 from torchshard.optimizers import watch
-from torchshard.parameter import check_other_group
 from torchshard.passes import localized
 from torchshard.planner.machine import Objective
 from torchshard.planner.plan import Plan
 from torchshard.planner.styles import check_matches, parameter_layouts
 from torchshard.planning import PlanLike, check_layouts, read_plan
 from torchshard.program import Program, program
+from torchshard.slice_values import check_other_group, unwatched, watch_slices
 from torchshard.state import State, content
 
 log = logging.getLogger("torchshard.module")
@@ -158,7 +158,8 @@ class ShardedModule(State):
         Raises:
             InputError: the arguments don't fit, are on another device, or differ between the ranks.
         """
-        with _ONE_AT_A_TIME:
+        watch_slices(True)
+        with _ONE_AT_A_TIME, unwatched():
             return self._called(args, kwargs)
 
     def _called(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:

@@ -14,11 +14,12 @@ from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
-from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
+from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 from torch.utils.weak import WeakIdKeyDictionary
 
 from torchshard.errors import InputError
-from torchshard.parameter import ShardedParameter, check_other_group, support_foreach
+from torchshard.parameter import ShardedParameter, support_foreach
+from torchshard.slice_values import check_other_group, watch_slices
 from torchshard.slices import PLACE, StateSlice, shown_place
 
 
@@ -46,6 +47,7 @@ def watch(model: Steps, source: nn.Module) -> None:
     if not _hooks:
         support_foreach()
         _hooks.append(register_optimizer_step_pre_hook(_before_step))
+        _hooks.append(register_optimizer_step_post_hook(lambda *ignored: watch_slices(True)))
 
 
 def _before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
@@ -61,6 +63,8 @@ def _before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
     settings = f"{type(optimizer).__name__} {[_settings(group) for group in optimizer.param_groups]}"
     for model in models.values():
         model.note_step(settings)
+    if type(optimizer).__module__.startswith("torch.optim."):
+        watch_slices(False)
 
 
 def _settings(group: dict[str, Any]) -> dict[str, Any]:
@@ -110,7 +114,8 @@ def _check_kind(optimizer: Optimizer) -> None:
             attempt="an optimizer that treats each element by itself: SGD, AdamW, ...; or keep those parameters whole "
             "with a plan of 'replicate' and give it these alone",
         )
-    if not any(name in _BY_ELEMENT for name in names):
+    stepping = type(optimizer).step.__qualname__.rpartition(".step")[0].rpartition(".")[2]  # whose class has the step
+    if stepping not in _BY_ELEMENT:
         warnings.warn(
             f"{names[0]} is not known here: it steps a sharded model as the unsharded one if it treats each element by "
             "itself, as AdamW does, and not if it looks at whole matrices or norms, as Muon and LAMB do",

@@ -12,6 +12,7 @@ from torchshard.errors import (
     PlanError,
     RuleError,
     ShardError,
+    SliceWarning,
 )
 from torchshard.explaining import explain
 from torchshard.layouts import I, P, R, S
@@ -25,6 +26,6 @@ from torchshard.training import GradScaler, clip_grad_norm_
 
 __all__ = [
     "CaptureError", "DistributedError", "GradScaler", "I", "InputError", "InternalError", "MACHINES", "Machine", "P",
-    "Plan", "PlanError", "R", "Report", "RuleError", "S", "ShardError", "ShardedModule", "check", "clip_grad_norm_",
-    "diff", "distributed", "draw", "explain", "measure_machine", "nn", "plan", "rule", "shard",
+    "Plan", "PlanError", "R", "Report", "RuleError", "S", "ShardError", "ShardedModule", "SliceWarning", "check",
+    "clip_grad_norm_", "diff", "distributed", "draw", "explain", "measure_machine", "nn", "plan", "rule", "shard",
 ]  # fmt: skip

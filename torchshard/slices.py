@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from torchshard.errors import InputError
+from torchshard.slice_values import caller, is_users, tell
 
 Place = tuple[str, str, int, int]
 """(name, layout, rank, number of ranks) of a slice."""
@@ -27,7 +28,7 @@ class StateSlice(Tensor):
     @staticmethod
     def of(tensor: Tensor, place: Place) -> StateSlice:
         """The same memory, with its place."""
-        made: StateSlice = torch.Tensor._make_subclass(StateSlice, tensor.detach())
+        made: StateSlice = torch.Tensor._make_subclass(StateSlice, tensor.detach(), tensor.requires_grad)
         setattr(made, PLACE, place)
         return made
 
@@ -35,8 +36,13 @@ class StateSlice(Tensor):
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         with torch._C.DisableTorchFunctionSubclass():
             result = func(*args, **(kwargs or {}))
-        same = getattr(func, "__name__", "") in _SAME_SLICE and isinstance(args[0], cls)
-        return cls.of(result, getattr(args[0], PLACE)) if same else result
+        name = getattr(func, "__name__", "")
+        if name in _SAME_SLICE and isinstance(args[0], cls):
+            return cls.of(result, getattr(args[0], PLACE))
+        module, depth = caller()
+        if is_users(module) and isinstance(result, Tensor) and args and isinstance(args[0], cls):
+            tell(name, result, args[0].numel(), shown_place(getattr(args[0], PLACE)), depth)
+        return result
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         plain = self.as_subclass(Tensor)  # files are read where torchshard is not: a plain tensor with an attribute
