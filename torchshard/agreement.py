@@ -5,8 +5,9 @@ A digest of the facts goes around in one small all-reduce; only where the digest
 
 from __future__ import annotations
 
+import struct
 from collections.abc import Callable, Mapping
-from typing import Any, TypeVar, cast
+from typing import Any, NamedTuple, TypeVar, cast
 
 import torch
 import torch.distributed as dist
@@ -48,6 +49,7 @@ def agree(
     error: Callable[..., ShardError],
     what: str,
     unlike: int = 0,
+    near: Near | None = None,
 ) -> bool:
     """Raises `error` on every rank if the ranks' digests differ; its `where` is the name of the fact that differs.
 
@@ -56,6 +58,7 @@ def agree(
         mine: the digest of this rank's facts.
         what: the error's first line.
         unlike: another number of this rank's.
+        near: a number that must be the same up to rounding, and its fact.
 
     Returns:
         whether that one is the same on all ranks.
@@ -63,21 +66,50 @@ def agree(
     if group.size == 1:
         return False
     announce(group, lambda: "comparing what the sharded model does")
-    alike, same = _all_alike(group, mine, unlike)
-    if alike:
-        return same
-    own = dict(facts() if callable(facts) else facts)
+    value, scale, name = near or Near()
+    highest, lowest = _bounds(group, mine, unlike, _ordered(value), _ordered(scale))
+    largest, spread = _number(highest[3]), _number(highest[2]) - _number(lowest[2])
+    close = spread <= TOLERANCE * largest
+    if highest[0] == lowest[0] and close:
+        return highest[1] == lowest[1]
+    own = dict(facts() if callable(facts) else facts) if close else {name: f"{value:.12g}"}
     everyone: list[Any] = [None] * group.size
     begin(group, "comparing what the ranks do", dist.all_gather_object, everyone, own, group=group.control)
     raise error(what, where=_first_difference(everyone), why=_shown(everyone), attempt="the same call on every rank")
 
 
-def _all_alike(group: Group, *mine: int) -> list[bool]:
-    """Of each number, whether all ranks gave the same."""
+class Near(NamedTuple):
+    """What is compared up to rounding."""
+
+    value: float = 0.0
+    scale: float = 0.0
+    """How large it could be."""
+    name: str = ""
+
+
+TOLERANCE = 1e-3
+"""Of a number's scale: what ranks may differ by."""
+
+
+def _ordered(number: float) -> int:
+    """An integer in the order of the floats."""
+    (held,) = struct.unpack("<q", struct.pack("<d", number))
+    return held if held >= 0 else -(held & (2**63 - 1))
+
+
+def _number(ordered: int) -> float:
+    """The float of an `_ordered` one."""
+    held = ordered if ordered >= 0 else -ordered | -(2**63)
+    made: float = struct.unpack("<d", struct.pack("<q", held))[0]
+    return made
+
+
+def _bounds(group: Group, *mine: int) -> tuple[list[int], list[int]]:
+    """Of each number, the ranks' highest and lowest."""
     what, bounds = "comparing what the ranks do", torch.tensor([*mine, *(-n for n in mine)])
     finish(group, what, begin(group, what, dist.all_reduce, bounds, dist.ReduceOp.MAX, group.control, async_op=True))
-    highest, lowest = bounds.tolist()[: len(mine)], bounds.tolist()[len(mine) :]
-    return [high == -low for high, low in zip(highest, lowest, strict=True)]
+    held = bounds.tolist()
+    return held[: len(mine)], [-n for n in held[len(mine) :]]
 
 
 def together(group: Group, error: Callable[..., ShardError], what: str, make: Callable[[], T]) -> T:

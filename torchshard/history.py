@@ -7,15 +7,20 @@ One small all-reduce precedes each call. Beside the call itself its digest cover
     the optimizers' steps         a step that a rank skipped, or made with another learning rate
     one whole parameter           in turn: weights that drift apart, however they are written
     one split parameter           in turn: slices that were overwritten with another rank's
+    gradients of the results      losses that differ: other labels, another head; up to rounding
     tensors on other devices      digests are made there, and compared a call later: nobody waits for them
 """
 
 from __future__ import annotations
 
+import functools
+import math
+import sys
+import weakref
 import zlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -30,6 +35,7 @@ WHOLE_BYTES = 1 << 22
 SAMPLED = 1 << 14
 """How many elements a sample has, at least."""
 MODEL = "the model that is called"
+GRADIENTS = "the gradients that backwards have given the results"
 SENT = "what backwards have sent since the last call"
 STEPS = "the optimizers' steps"
 PARAMETER = "the values of parameter or buffer"
@@ -53,6 +59,32 @@ def device_digest(tensor: Tensor) -> Tensor:
     return ((flat + 1) * (places ^ (places >> 15))).sum()
 
 
+class Sum(NamedTuple):
+    """What is compared up to rounding: a sum, whose terms have signs, and how large it could be."""
+
+    value: float = 0.0
+    scale: float = 0.0
+
+
+def gradient_sum(gradient: Tensor, number: int) -> Sum:
+    """A sum of a gradient's elements with weights by their places and the result's number."""
+    held = gradient.detach().reshape(-1, gradient.shape[-1] if gradient.ndim else 1)
+    rows = (held @ _weights(held.shape[1], held)).double()
+    terms = rows * _weights(len(rows), rows) * (1 + 0.37 * number)
+    value, scale = float(terms.sum()), float(terms.abs().sum())
+    return Sum(value, scale) if math.isfinite(scale) else Sum(0.0, sys.float_info.max)
+
+
+@functools.lru_cache(maxsize=64)
+def _weights_of(size: int, dtype: torch.dtype) -> Tensor:
+    places = torch.arange(1, size + 1, dtype=torch.float64)
+    return ((places * 0.6180339887498949) % 1 + 0.5).to(dtype)
+
+
+def _weights(size: int, like: Tensor) -> Tensor:
+    return _weights_of(size, like.dtype)
+
+
 def is_here(tensor: Tensor) -> bool:
     """Whether a tensor's values can be read without waiting for a device."""
     return tensor.device.type == "cpu"
@@ -72,6 +104,8 @@ class Snapshot:
     """The split parameter whose turn it is; '' where there is none."""
     slice_digest: int
     """Of this rank's slice: all ranks' may not be the same."""
+    gradients: Sum
+    """Of what backwards have given the results since the last call."""
 
 
 class History:
@@ -83,6 +117,7 @@ class History:
         self._calls, self._turn, self._steps, self._steps_digest, self._settings = 0, 0, 0, 0, "none"
         self._later: dict[str, Tensor] = {}
         self._event: Any = None
+        self._gradients = Sum()
         self._whole: list[str] = []
         self._split: list[str] = []
 
@@ -95,6 +130,17 @@ class History:
         """An optimizer with these settings is about to step this model's parameters."""
         self._steps, self._settings = self._steps + 1, settings
         self._steps_digest = digest(f"{self._steps_digest} {settings}")
+
+    def watch_results(self, results: Iterable[Any]) -> None:
+        """From now on gradients that reach these results count."""
+        for number, result in enumerate(results):
+            if isinstance(result, Tensor) and result.grad_fn is not None and is_here(result):
+                result.register_hook(_Noting(self, number))
+
+    def note_gradient(self, gradient: Tensor, number: int) -> None:
+        """A backward has given this to the result of that number."""
+        made = gradient_sum(gradient, number)
+        self._gradients = Sum(self._gradients.value + made.value, self._gradients.scale + made.scale)
 
     def watch(self, tensors: Mapping[str, Tensor], layouts: Mapping[str, Layout], distinct: Mapping[str, bool]) -> None:
         """From now on these parameters and buffers are compared, one of each kind at a call.
@@ -125,7 +171,18 @@ class History:
         self._ask({**inputs, **({} if here else {f"parameter {whole}": tensors[whole]})})
         part = self._in_turn(self._split)
         self._turn += 1
-        return Snapshot(facts, part, self._slice_digest(tensors[part]) if part else self._group.rank)
+        gradients, self._gradients = self._gradients, Sum()
+        own = self._slice_digest(tensors[part]) if part else self._group.rank
+        return Snapshot(facts, part, own, gradients)
+
+    def all_facts(self, tensors: Mapping[str, Tensor], layouts: Mapping[str, Layout]) -> tuple[dict[str, str], Sum]:
+        """What must be equal where all ranks stop at one place: steps, backwards, and what they hold whole."""
+        snapshot = self.snapshot(tensors, {})
+        facts = dict(snapshot.facts)
+        for name, tensor in tensors.items():
+            if _is_compared(tensor) and is_here(tensor) and not isinstance(layouts.get(name), Shard):
+                facts[f"{PARAMETER} {name}"] = f"{values_digest(tensor, SAMPLED):x}"
+        return facts, snapshot.gradients
 
     def _in_turn(self, names: Sequence[str]) -> str:
         return names[self._turn % len(names)] if names else ""
@@ -151,6 +208,26 @@ class History:
         if self._event is not None:
             self._event.synchronize()
         return {f"{EARLIER} {name}": f"{int(value):x}" for name, value in self._later.items()}
+
+
+class _Noting:
+    """A hook of a result."""
+
+    __torch_unserializable__ = True
+
+    def __init__(self, history: History, number: int) -> None:
+        self._history, self._number = weakref.ref(history), number
+
+    def __call__(self, gradient: Tensor) -> None:
+        history = self._history()
+        if (
+            history is None
+            or torch.compiler.is_compiling()
+            or torch._C._functorch.is_functorch_wrapped_tensor(gradient)
+        ):
+            return
+        if gradient.layout == torch.strided and gradient.is_floating_point() and gradient.numel():
+            history.note_gradient(gradient, self._number)
 
 
 def are_distinct(whole: Tensor, layout: Layout, world: int) -> bool:

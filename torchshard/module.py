@@ -19,14 +19,16 @@ import torch
 from torch import Tensor, fx, nn
 from torch._subclasses.fake_tensor import is_fake
 
-from torchshard.agreement import agree, fingerprint, together
+from torchshard.agreement import Near, agree, fingerprint, together
 from torchshard.capture import (
     Leaves,
     Visit,
     Watch,
     check_devices,
+    check_kinds,
     check_weights,
     flatten_call,
+    global_hooks,
     hollow_tensor,
     memory_order,
     refuse_between,
@@ -38,7 +40,7 @@ from torchshard.distributed.ops import OPS, direct, hashable
 from torchshard.errors import CaptureError, DistributedError, InputError, PlanError, ShardError
 from torchshard.explaining import listing, value_text
 from torchshard.graph import draws_random, duplicate
-from torchshard.history import EARLIER, MODEL, PARAMETER, SENT, STEPS, History, is_here, values_digest
+from torchshard.history import EARLIER, GRADIENTS, MODEL, PARAMETER, SENT, STEPS, History, is_here, values_digest
 from torchshard.layouts import Layout
 from torchshard.optimizers import watch
 from torchshard.passes import localized
@@ -98,7 +100,7 @@ class Kind(NamedTuple):
     """Train or eval, of each module."""
     autocast: tuple[Any, ...]
     globally: tuple[Any, ...]
-    """Grad mode, default dtype, default device."""
+    """Grad mode, default dtype, default device, hooks on all modules."""
     trainable: tuple[bool, ...]
     """Which parameters and buffers need a gradient."""
 
@@ -112,6 +114,8 @@ class ShardedModule(State):
     def _ddp_params_and_buffers_to_ignore(self) -> list[str]:
         """What `DistributedDataParallel` asks a module that it wraps; its group is checked then."""
         wrapper = sys._getframe(1).f_locals.get("self")
+        if wrapper is None or type(wrapper).__name__ != "DistributedDataParallel":
+            return []
         check_other_group(getattr(wrapper, "process_group", None), self._ts_group, type(wrapper).__name__)
         return []
 
@@ -150,6 +154,19 @@ class ShardedModule(State):
         """An optimizer with these settings is about to step this model's parameters."""
         self._ts_history.note_step(settings)
 
+    def full_state_dict(self) -> dict[str, Tensor]:
+        """As `State.full_state_dict`; before, the ranks compare what they have done, and what they hold whole.
+
+        Raises:
+            DistributedError: the ranks have drifted apart.
+        """
+        if self._ts_group.size > 1 and Mode.on is not False:
+            own = {name: t for name, t in self._ts_tensors.items() if self._ts_names[name][0] == name}
+            facts, gradients = self._ts_history.all_facts(own, self._ts_layouts)
+            what, near = "the ranks hold different states", Near(*gradients, GRADIENTS)
+            agree(self._ts_group, facts, digest(repr(facts)), _call_error, what, near=near)
+        return super().full_state_dict()
+
     # --- calling -----------------------------------------------------------------------------------------------------
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
@@ -159,20 +176,23 @@ class ShardedModule(State):
             InputError: the arguments don't fit, are on another device, or differ between the ranks.
         """
         watch_slices(True)
-        with _ONE_AT_A_TIME, unwatched():
+        with _ONE_AT_A_TIME:
             return self._called(args, kwargs)
 
     def _called(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-        kind, call, compiled = self._agreed_call(args, kwargs)
+        with unwatched():
+            kind, call, compiled = self._agreed_call(args, kwargs)
         if compiled is None:
             compiled = self._compile(kind, call, args, kwargs)
         state = [self._ts_tensors[held] if isinstance(held, str) else held for held in compiled.state]
-        with running(self._ts_history.begin_call()):
+        with running(self._ts_history.begin_call()), unwatched():
             try:
                 results = compiled.run(*state, *call.tensors)
             except RuntimeError as error:
                 _check_dtypes(call, state)
                 raise error
+        if self._ts_group.size > 1 and Mode.on is not False and torch.is_grad_enabled():
+            self._ts_history.watch_results(results)
         return compiled.program.captured.rebuild(results)
 
     def _agreed_call(
@@ -184,6 +204,7 @@ class ShardedModule(State):
         try:
             self._follow()
             call = flatten_call(self.source, args, kwargs)
+            check_kinds(self.source, call)
             self._check_devices(call)
             if step == CALL:
                 self._check_real(call)
@@ -249,7 +270,8 @@ class ShardedModule(State):
 
         mine = digest(f"{mark} {values} {stream} {compiled is None} {text} {step} {snapshot.facts}")
         what = "the ranks were called with different arguments"
-        if agree(self._ts_group, facts, mine, _call_error, what, unlike=snapshot.slice_digest) and snapshot.slice_name:
+        unlike, near = snapshot.slice_digest, Near(*snapshot.gradients, GRADIENTS)
+        if agree(self._ts_group, facts, mine, _call_error, what, unlike, near) and snapshot.slice_name:
             raise _same_slices(snapshot.slice_name)
         self._ts_group.talk.recent.clear()
 
@@ -273,7 +295,7 @@ class ShardedModule(State):
             tuple(m.training for m in self._ts_source_modules),
             tuple((torch.is_autocast_enabled(d), torch.get_autocast_dtype(d)) for d in ("cpu", "cuda")),
             (torch.is_grad_enabled(), torch.is_inference_mode_enabled(), torch.get_default_dtype(),
-             torch.get_default_device()),
+             torch.get_default_device(), global_hooks()),
             tuple(t.requires_grad for t in self._ts_tensors.values()),
         )  # fmt: skip
 
@@ -375,7 +397,8 @@ class ShardedModule(State):
     def warm_up(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
         """Captures the graph of a call without running it."""
         with _ONE_AT_A_TIME:
-            kind, call, _ = self._agreed_call(args, kwargs, "a capture for example inputs")
+            with unwatched():
+                kind, call, _ = self._agreed_call(args, kwargs, "a capture for example inputs")
             self._compile(kind, call, args, kwargs)
 
 
@@ -448,6 +471,7 @@ _OTHER_ERRORS: dict[str, tuple[type[ShardError], str]] = {
     "the random stream": (DistributedError, "the ranks' random streams differ, and the model draws random numbers"),
     STEPS: (DistributedError, "the ranks' optimizers have taken different steps since the last call"),
     MODEL: (DistributedError, "the ranks have called different models"),
+    GRADIENTS: (DistributedError, "the ranks' losses differ: their backwards have given the results other gradients"),
     SENT: (DistributedError, "the ranks have run different backwards, or in another order, since the last call"),
     "the captured graph": (DistributedError, "some ranks would capture a graph that others have"),
 }

@@ -79,7 +79,7 @@ def _settings(group: dict[str, Any]) -> dict[str, Any]:
 
 def _check_trained(optimizer: Optimizer, stale: list[Tensor]) -> None:
     """The parameters of a model that was sharded since get no gradients: an optimizer of them trains nothing."""
-    if not stale or any(p.grad is not None for p in stale):
+    if not stale or any(p.grad is not None and bool(p.grad.any()) for p in stale):
         return
     models = [model for model in (_sources[p]() for p in stale) if model is not None]
     if any(p.grad is not None for model in models[:1] for p in model.parameters()):
@@ -103,6 +103,11 @@ _BY_TENSOR = frozenset([
 """Optimizers that look at a whole matrix, or at the whole model."""
 
 
+def _stepping(optimizer: Optimizer) -> str:
+    """The class whose `step` an optimizer has."""
+    return type(optimizer).step.__qualname__.rpartition(".step")[0].rpartition(".")[2]
+
+
 def _check_kind(optimizer: Optimizer) -> None:
     """Refuses an optimizer whose steps of slices are other steps; warns of one that is not known."""
     names = [kind.__name__ for kind in type(optimizer).__mro__]
@@ -114,8 +119,7 @@ def _check_kind(optimizer: Optimizer) -> None:
             attempt="an optimizer that treats each element by itself: SGD, AdamW, ...; or keep those parameters whole "
             "with a plan of 'replicate' and give it these alone",
         )
-    stepping = type(optimizer).step.__qualname__.rpartition(".step")[0].rpartition(".")[2]  # whose class has the step
-    if stepping not in _BY_ELEMENT:
+    if _stepping(optimizer) not in _BY_ELEMENT:
         warnings.warn(
             f"{names[0]} is not known here: it steps a sharded model as the unsharded one if it treats each element by "
             "itself, as AdamW does, and not if it looks at whole matrices or norms, as Muon and LAMB do",
@@ -130,12 +134,18 @@ def _meet(optimizer: Optimizer, parameters: list[Tensor]) -> None:
         check_other_group(getattr(optimizer, "process_group", None), group, "ZeroRedundancyOptimizer")
     if any(isinstance(p, ShardedParameter) and p.is_split for p in parameters):
         _check_kind(optimizer)
-    for parameter in parameters:
-        _check_loaded(parameter, optimizer.state.get(parameter, {}))
+    _check_all_loaded(optimizer)
+    optimizer.register_load_state_dict_post_hook(_check_all_loaded)
     optimizer.register_state_dict_post_hook(_with_places)
 
 
-def _check_loaded(parameter: Tensor, state: dict[str, Any]) -> None:
+def _check_all_loaded(optimizer: Optimizer) -> None:
+    by_element = _stepping(optimizer) in _BY_ELEMENT
+    for parameter in (p for group in optimizer.param_groups for p in group["params"]):
+        _check_loaded(parameter, optimizer.state.get(parameter, {}), by_element=by_element)
+
+
+def _check_loaded(parameter: Tensor, state: dict[str, Any], *, by_element: bool) -> None:
     if not isinstance(parameter, ShardedParameter):
         return
     own = parameter.place
@@ -147,6 +157,13 @@ def _check_loaded(parameter: Tensor, state: dict[str, Any]) -> None:
                 where="optimizer.load_state_dict",
                 why=f"given: {shown_place(place)}; wanted: {shown_place(own)}",
                 attempt="the optimizer's state dict that this rank saved, of the same plan on as many ranks",
+            )
+        if by_element and isinstance(value, Tensor) and value.ndim and value.shape != parameter.shape:
+            raise InputError(
+                f"the optimizer's {name} of {parameter.path!r} is of another shape than this rank's slice",
+                where="optimizer.load_state_dict",
+                why=f"given: {tuple(value.shape)}; wanted: {tuple(parameter.shape)}, {shown_place(own)}",
+                attempt="the optimizer's state dict that this rank saved; an unsharded model's can't be split yet",
             )
 
 

@@ -18,6 +18,7 @@ from torchshard.distributed.groups import Group
 from torchshard.distributed.ops import PLAIN
 from torchshard.layouts import Layout
 from torchshard.slice_values import Slice, SliceValue, called_from, check_other_group, gradient_for, is_users, unwatched
+from torchshard.slices import StateSlice
 
 _GRAD: Any = torch._C.TensorBase.__dict__["grad"]
 _DATA: Any = torch._C.TensorBase.__dict__["data"]
@@ -40,6 +41,13 @@ class ShardedParameter(Slice, nn.Parameter):
             made.owner = weakref.ref(owner)
         return made
 
+    def make_like(self, parameter: nn.Parameter) -> None:
+        """Makes a parameter that takes this one's place, with as large a slice, one of the same model: in place."""
+        if type(parameter) in (nn.Parameter, SliceValue, StateSlice) and parameter.shape == self.shape:
+            parameter.__class__ = ShardedParameter
+            made: Any = parameter
+            made.sharding, made.group, made.path, made.owner = self.sharding, self.group, self.path, self.owner
+
     @property
     def data(self) -> Tensor:
         """As `Tensor.data`."""
@@ -50,6 +58,8 @@ class ShardedParameter(Slice, nn.Parameter):
 
     @data.setter
     def data(self, value: Tensor) -> None:
+        if self.is_split and is_users(called_from()) and value.shape != self.shape:
+            self.refuse_shape("p.data = ...", tuple(value.shape))
         _DATA.__set__(self, value)
 
     @property

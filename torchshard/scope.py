@@ -7,19 +7,39 @@ that look for a kind of layer go on working; it can't be called, for a part alon
 from __future__ import annotations
 
 import copy
+import functools
+import inspect
 from collections.abc import Iterator
-from typing import Any, NoReturn, Self
+from typing import Any, NoReturn, Self, cast
 
 from torch import nn
 
 from torchshard.errors import InputError
+from torchshard.parameter import ShardedParameter
 
 OWN = "_ts_"
 """How the names of attributes of ours begin, so that a user's model may have any."""
 
 
-class Scope(nn.Module):
+class _Standing(type):
+    """The classes of scopes: each counts as the class that it stands for, in `type(m) == nn.Linear` too."""
+
+    stands_for: type | None = None
+
+    def __eq__(cls, other: object) -> bool:
+        return cls is other or (cls.stands_for is not None and cls.stands_for is other)
+
+    def __hash__(cls) -> int:
+        return type.__hash__(cls if cls.stands_for is None else cls.stands_for)
+
+
+class Scope(nn.Module, metaclass=_Standing):
     """Stands for one module of the unsharded model."""
+
+    def __new__(cls, *args: Any) -> Self:
+        """Of a class of its own, that of the module that it stands for."""
+        made: Any = super().__new__(_standing(type(args[0])) if cls is Scope else cls)  # type: ignore[arg-type]
+        return made
 
     def __init__(self, source: nn.Module) -> None:
         super().__init__()
@@ -94,9 +114,11 @@ class Scope(nn.Module):
         try:
             return super().__getattr__(name)
         except AttributeError:
-            if hasattr(type(self.source), name):
-                why = "methods of the unsharded model can't be called: they would compute with this rank's slices"
-                raise AttributeError(f"{type(self.source).__name__}.{name}: {why}") from None
+            found = inspect.getattr_static(type(self.source), name, None)
+            if isinstance(found, property) and found.fget is not None:
+                return found.fget(self)
+            if not name.startswith("__") and callable(getattr(type(self.source), name, None)):
+                return functools.partial(_refuse_method, f"{type(self.source).__name__}.{name}")
             raise
 
     def __setattr__(self, name: str, value: Any) -> None:
@@ -156,6 +178,30 @@ class Scope(nn.Module):
         return self.source.extra_repr()
 
 
+@functools.cache
+def _standing(stands_for: type) -> type[Scope]:
+    """The class of the scopes of a class of modules."""
+    return cast(type[Scope], _Standing("Scope", (Scope,), {"stands_for": stands_for, "__module__": __name__}))
+
+
+class NoMethodError(InputError, AttributeError):
+    """A method of the unsharded model was called of the sharded one."""
+
+
+def _refuse_method(name: str, *args: Any, **kwargs: Any) -> NoReturn:
+    """What stands for a method of the unsharded module's class.
+
+    Raises:
+        NoMethodError: always.
+    """
+    raise NoMethodError(
+        f"{name}() can't be called of a sharded model: it would compute with this rank's slices",
+        where=name,
+        why="a sharded model has the forward of the unsharded one, split over the ranks, and no other method of it",
+        attempt="call it on the unsharded model, then ts.shard; or make it a part of what the model's forward computes",
+    )
+
+
 def not_changeable(name: Any, where: str, how: str) -> InputError:
     """The error for a part of a sharded model that somebody would add, replace or remove."""
     return InputError(
@@ -176,8 +222,11 @@ class _FixedNames(dict[str, Any]):
     def __setitem__(self, name: str, value: Any) -> None:
         if name not in self:
             raise not_changeable(name, self._where, "added")
-        if not self._replaceable and value is not self[name]:
+        held = self[name]
+        if not self._replaceable and value is not held:
             raise not_changeable(name, self._where, "replaced")
+        if isinstance(held, ShardedParameter) and isinstance(value, nn.Parameter):
+            held.make_like(value)
         super().__setitem__(name, value)
 
     def __delitem__(self, name: str) -> None:

@@ -36,7 +36,9 @@ _MIXING = frozenset([
     "softmax", "log_softmax", "cumsum", "cumprod", "cummax", "cummin", "logcumsumexp", "sort", "argsort", "flip",
     "roll", "renorm", "normalize", "layer_norm", "group_norm", "batch_norm", "matmul", "mm", "linear", "inverse", "inv",
     "matrix_power", "matrix_exp", "cholesky", "pinverse", "pinv", "norm", "vector_norm", "sum", "mean", "max", "min",
-    "any", "all", "_foreach_norm", "svd", "qr", "std", "var",
+    "any", "all", "_foreach_norm", "svd", "qr", "std", "var", "__setitem__", "tril", "triu", "fill_diagonal",
+    "diagonal", "index_fill", "index_add", "index_copy", "index_put", "scatter", "scatter_add", "gather",
+    "take", "trace",
 ])  # fmt: skip
 """What may give as many elements, and is not computed by elements."""
 _CLIPPING = "torch.nn.utils.clip_grad"
@@ -111,17 +113,21 @@ class Slice(Tensor):
             _check_copies(func.__name__, args, kwargs)
         with unwatched():
             result: Any = func(*args, **kwargs)
-        if not isinstance(result, Tensor | list | tuple):
+        name = func.__name__
+        if func is torch._amp_foreach_non_finite_check_and_unscale_:
+            group = next(s.group for s in args[0] if isinstance(s, Slice))
+            args[1].copy_(reduced(args[1], dist.ReduceOp.MAX, group))
+        if not isinstance(result, Tensor | list | tuple) and name != "__setitem__":
             return result
         module, depth = caller()
         slices = [s for s in _tensors(args) if isinstance(s, Slice) and s.is_split]
+        if name == "__get__" and module in _LOOKING_AT_GRADIENTS and slices:  # the gradient of a copy
+            return SliceValue.sharing(result, slices[0])
         if module == _CLIPPING and func in (torch.linalg.vector_norm, torch._foreach_norm):
             order, many = args[1] if len(args) > 1 else kwargs.get("ord", 2), isinstance(result, list | tuple)
             local: Any = result if many else [result]
             found = _norms(args[0] if many else args[:1], local, order)
             return found if many else found[0]
-        if func is torch._amp_foreach_non_finite_check_and_unscale_ and slices:
-            args[1].copy_(reduced(args[1], dist.ReduceOp.MAX, slices[0].group))
         if not slices or not is_users(module):
             return result
         if func is torch.autograd.grad:
@@ -129,7 +135,11 @@ class Slice(Tensor):
             return tuple(map(_gradient_of, [inputs] if isinstance(inputs, Tensor) else inputs, result))
         first = slices[0]
         shown = f"{first.sharding}, of a parameter such as {first.path!r}"
-        if tell(func.__name__, result, first.numel(), shown, depth) or any(result is a for a in _tensors(args)):
+        if (
+            tell(name, result, first.numel(), shown, depth)
+            or result is None
+            or any(result is a for a in _tensors(args))
+        ):
             return result
         if isinstance(result, Tensor):
             return SliceValue.sharing(result, first)
@@ -143,6 +153,23 @@ class Slice(Tensor):
             return made.as_subclass(Tensor) if isinstance(made, Slice) else made
 
         return marked
+
+    def refuse_shape(self, how: str, given: tuple[int, ...]) -> NoReturn:
+        """Raises InputError for values of another shape than the slice's."""
+        raise InputError(
+            f"this rank's slice of a parameter takes no values of shape {given}",
+            where=f"{how}, parameter {self.path!r}",
+            why=f"the slice is {tuple(self.shape)}, {self.sharding} on rank {self.group.rank} of {self.group.size}",
+            attempt="model.load_full_state_dict({**model.full_state_dict(), name: whole}), on every rank",
+        )
+
+    def copy_(self, other: Tensor, non_blocking: bool = False) -> Tensor:
+        """As `Tensor.copy_`."""
+        if self.is_split and isinstance(other, Tensor) and other.ndim == self.dim() and other.shape != self.shape:
+            if any(n not in (1, own) for n, own in zip(other.shape, self.shape, strict=True)):
+                self.refuse_shape("p.copy_(...)", tuple(other.shape))
+        made: Tensor = super().copy_(other, non_blocking)
+        return made
 
     def _refuse_drawing(self, how: str) -> NoReturn:
         raise InputError(
@@ -261,8 +288,8 @@ def tell(name: str, result: Any, size: int, shown: str, depth: int) -> bool:
         shown: what that is a slice of.
         depth: how many frames above the one that asks the user's code is.
     """
-    made = [result] if isinstance(result, Tensor) else [r for r in result if isinstance(r, Tensor)]
-    plain, what = name.rstrip("_"), "an index" if name == "__getitem__" else f"{name}()"
+    made = [r for r in (result if isinstance(result, list | tuple) else [result]) if isinstance(r, Tensor)]
+    plain, what = name.rstrip("_"), "an index" if name in ("__getitem__", "__setitem__") else f"{name}()"
     if plain in _DRAWN_LIKE:
         text = f"{what} of this rank's slice, {shown}, draws alike on all ranks, and otherwise than for the whole"
     elif plain in _MIXING or (name not in _JOINING and any(r.numel() != size for r in made)):

@@ -55,16 +55,38 @@ def hollow_tensor(tensor: Tensor, dtype: torch.dtype | None = None, device: torc
     return nn.Parameter(held, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else held
 
 
-def check_devices(model: nn.Module, call: Leaves) -> None:
-    """Every input on the model's device (fake and meta inputs stand for any); none within a transform."""
+def check_kinds(model: nn.Module, call: Leaves) -> None:
+    """Every input strided, none within a transform.
+
+    Raises:
+        InputError: one is not.
+    """
     for name, tensor in zip(call.names, call.tensors, strict=True):
-        if isinstance(tensor, Tensor) and torch._C._functorch.is_functorch_wrapped_tensor(tensor):
-            raise InputError(
-                f"input {name} is within a transform of torch.func (vmap, grad, jvp, ...)",
-                where=f"argument {name!r} of {type(model).__name__}.forward",
-                why="a sharded model is captured as a graph, with collectives that transforms do not know",
-                attempt="call it with a batch dim in place of vmap, and tensor.backward() in place of grad",
+        if torch._C._functorch.is_functorch_wrapped_tensor(tensor):
+            what, attempt = (
+                "is within a transform of torch.func (vmap, grad, jvp, ...)",
+                ("call it with a batch dim in place of vmap, and tensor.backward() in place of grad"),
             )
+        elif torch.autograd.forward_ad._current_level >= 0:
+            what, attempt = (
+                "is differentiated forward (dual_level)",
+                "reverse mode: tensor.backward(), torch.autograd.grad",
+            )
+        elif tensor.is_nested or tensor.layout != torch.strided:
+            what = f"is {'nested' if tensor.is_nested else str(tensor.layout).removeprefix('torch.')}"
+            attempt = f"{name}.to_padded_tensor(0)" if tensor.is_nested else f"{name}.to_dense()"
+        else:
+            continue
+        raise InputError(
+            f"input {name} {what}",
+            where=f"argument {name!r} of {type(model).__name__}.forward",
+            why="a sharded model is captured as a graph of ops on dense tensors, with collectives between them",
+            attempt=attempt,
+        )
+
+
+def check_devices(model: nn.Module, call: Leaves) -> None:
+    """Every input on the model's device (fake and meta inputs stand for any)."""
     devices = {p.device for p in (*model.parameters(), *model.buffers())}
     if len(devices) != 1:
         return

@@ -209,6 +209,11 @@ _REMARKING = ("torch._export.non_strict_utils", "torch.fx.experimental.symbolic_
 
 _ADVICE = (
     (
+        r"_detect_is_causal_mask",
+        "torch.nn.Transformer looks at the mask's values, whether it is the causal one",
+        "say so: is_causal=True beside the mask (tgt_is_causal=True of nn.Transformer), or False",
+    ),
+    (
         r"exported program constant's list|functorch",
         "it differentiates or maps within forward (torch.autograd.grad, torch.func), which a flat graph can't hold",
         "plain ops on batched tensors in place of torch.func.vmap; gradients taken outside the model",
@@ -228,7 +233,8 @@ _ADVICE = (
 
 def _capture_error(model: nn.Module, error: Exception) -> CaptureError:
     text = f"{type(error).__name__}: {error}"
-    advice = next((row for row in _ADVICE if re.search(row[0], text)), None)
+    called = " ".join(frame.name for frame in traceback.extract_tb(error.__traceback__))
+    advice = next((row for row in _ADVICE if re.search(row[0], f"{text} {called}")), None)
     reason = advice[1] if advice else "torch.export could not run the model on fake tensors"
     line = text.strip().splitlines()[0][:300]
     return CaptureError(

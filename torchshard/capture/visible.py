@@ -26,6 +26,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.modules import module as _modules
 
 from torchshard.capture.own_code import cells_of, classes_of, closure_of, is_own_file, names_in, own_functions
 
@@ -169,6 +170,17 @@ def settings(model: nn.Module) -> list[Any]:
     attributes = (pair for module in model.modules() for pair in Holder(("",), module).items().items())
     held = {id(value): value for _, value in attributes if (isinstance(value, dict) and value) or _is_open(value)}
     return [value for value in held.values() if _is_plain(value)]
+
+
+def global_hooks() -> tuple[str, ...]:
+    """The user's hooks on the forwards of all modules, which are captured with a model."""
+    held = (*_modules._global_forward_pre_hooks.values(), *_modules._global_forward_hooks.values())
+    users = [hook for hook in held if not str(getattr(hook, "__module__", "")).startswith("torch.")]
+    return tuple(f"{getattr(hook, '__qualname__', type(hook))} {_line_of(hook)}" for hook in users)
+
+
+def _line_of(hook: Any) -> int:
+    return hook.__code__.co_firstlineno if isinstance(hook, FunctionType) else 0
 
 
 def _is_plain(value: Any) -> bool:
