@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+import torch
 from torch import nn
 
 from torchshard.capture import check_weights
@@ -65,7 +66,8 @@ def shard(
         )
     if not is_initialized():
         init_process_group()
-    made = ShardedModule(model, plan, lookup(MODEL), aim)
+    with torch.inference_mode(False):
+        made = ShardedModule(model, plan, lookup(MODEL), aim)
     if example_inputs is not None or example_kwargs is not None:
         made.warm_up(tuple(example_inputs or ()), dict(example_kwargs or {}))
     return made

@@ -164,12 +164,12 @@ class History:
         facts[SENT] = f"{'; '.join(talk.recent) or 'nothing'} ({talk.history:x})"
         facts[STEPS] = f"{self._steps}, the last by {self._settings} ({self._steps_digest:x})"
         facts |= self._earlier()
-        whole = self._in_turn(self._whole)
+        whole = self._in_turn(self._whole) if tensors else ""
         if whole and is_here(tensors[whole]):
             facts[f"{PARAMETER} {whole}"] = f"{values_digest(tensors[whole], SAMPLED):x}"
         here = not whole or is_here(tensors[whole])
         self._ask({**inputs, **({} if here else {f"parameter {whole}": tensors[whole]})})
-        part = self._in_turn(self._split)
+        part = self._in_turn(self._split) if tensors else ""
         self._turn += 1
         gradients, self._gradients = self._gradients, Sum()
         own = self._slice_digest(tensors[part]) if part else self._group.rank
@@ -183,6 +183,10 @@ class History:
             if _is_compared(tensor) and is_here(tensor) and not isinstance(layouts.get(name), Shard):
                 facts[f"{PARAMETER} {name}"] = f"{values_digest(tensor, SAMPLED):x}"
         return facts, snapshot.gradients
+
+    def reset(self) -> None:
+        """After an error that all ranks raise, they begin to compare anew."""
+        self._turn, self._later, self._event, self._gradients = 0, {}, None, Sum()
 
     def _in_turn(self, names: Sequence[str]) -> str:
         return names[self._turn % len(names)] if names else ""

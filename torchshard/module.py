@@ -11,9 +11,10 @@ from __future__ import annotations
 import logging
 import sys
 import threading
+import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, NoReturn
 
 import torch
 from torch import Tensor, fx, nn
@@ -32,6 +33,7 @@ from torchshard.capture import (
     hollow_tensor,
     memory_order,
     refuse_between,
+    refuse_transforms,
 )
 from torchshard.distributed.checks import Mode, digest, running
 from torchshard.distributed.groups import MODEL as MODEL_GROUP
@@ -49,6 +51,7 @@ from torchshard.planner.plan import Plan
 from torchshard.planner.styles import check_matches, parameter_layouts
 from torchshard.planning import PlanLike, check_layouts, read_plan
 from torchshard.program import Program, program
+from torchshard.scope import refuse_class
 from torchshard.slice_values import check_other_group, unwatched, watch_slices
 from torchshard.state import State, content
 
@@ -108,7 +111,7 @@ class Kind(NamedTuple):
 class ShardedModule(State):
     """A model split over the ranks of a group; made by `torchshard.shard`."""
 
-    __class__ = property(lambda self: ShardedModule)
+    __class__ = property(lambda self: ShardedModule, refuse_class)
 
     @property
     def _ddp_params_and_buffers_to_ignore(self) -> list[str]:
@@ -142,6 +145,9 @@ class ShardedModule(State):
         what = "the ranks can't shard this model together"
         wanted, layouts = together(group, PlanError, what, prepared)
         _check_same_weights(model, group)
+        if any(p.grad is not None for p in model.parameters()):
+            what = "gradients that the parameters hold already stay with the unsharded model"
+            warnings.warn(f"{what}: call backward() after ts.shard", stacklevel=3)
         super().__init__(model, layouts, group)
         self._ts_plan, self._ts_aim, self._ts_group_name = wanted, aim, group_name
         self._ts_watch, self._ts_captures = Watch(self.source), 0
@@ -176,8 +182,17 @@ class ShardedModule(State):
             InputError: the arguments don't fit, are on another device, or differ between the ranks.
         """
         watch_slices(True)
+        refuse_transforms(self.source)
         with _ONE_AT_A_TIME:
             return self._called(args, kwargs)
+
+    def __copy__(self) -> NoReturn:
+        raise InputError(
+            "a sharded model has no shallow copy",
+            where="copy.copy(model)",
+            why="two models would hold one set of slices, and count their calls apart",
+            attempt="copy.deepcopy(model)",
+        )
 
     def _called(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         with unwatched():
@@ -213,8 +228,13 @@ class ShardedModule(State):
         except ShardError as error:
             failure = error
         if self._ts_group.size > 1 and Mode.on is not False:
-            self._agree(call, kind, compiled, failure, step)
+            try:
+                self._agree(call, kind, compiled, failure, step)
+            except ShardError:
+                self._ts_history.reset()
+                raise
         if failure is not None:
+            self._ts_history.reset()
             raise failure
         assert call is not None
         return kind, call, compiled
@@ -244,14 +264,14 @@ class ShardedModule(State):
         self, call: Leaves | None, kind: Any, compiled: Compiled | None, failure: ShardError | None, step: str
     ) -> None:
         """The ranks compare a digest of the call, and the call itself where that differs."""
-        tensors = [] if call is None else call.tensors
+        tensors = [] if call is None or failure is not None else call.tensors
         values = [(tuple(t.shape), values_digest(t) if is_here(t) and not is_fake(t) else 0) for t in tensors]
-        elsewhere = {} if call is None else _elsewhere(call)
+        elsewhere = {} if call is None or failure is not None else _elsewhere(call)
         if self._ts_fixed and not self._ts_watched:  # before, layouts are what the ranks' plans say, which may differ
             own = {name: t for name, t in self._ts_tensors.items() if self._ts_names[name][0] == name}
             self._ts_history.watch(own, self._ts_layouts, self._ts_distinct)
             self._ts_watched = True
-        snapshot = self._ts_history.snapshot(self._ts_tensors, elsewhere)
+        snapshot = self._ts_history.snapshot({} if failure else self._ts_tensors, elsewhere)
         stream = _stream_state(call) if call is not None and compiled is not None and compiled.draws else ""
         mark = _mark(kind) if compiled is None else compiled.mark
         text = "" if failure is None else str(failure).partition("\n")[0]
@@ -310,6 +330,12 @@ class ShardedModule(State):
             self._refuse_left(visit, made)
             return made
 
+        if global_hooks():
+            warnings.warn(
+                "hooks on all modules (register_module_forward_hook) become part of a sharded model's graph; on the "
+                "model itself they are called once more",
+                stacklevel=2,
+            )
         made = together(self._ts_group, CaptureError, "the ranks can't make a program of the model together", make)
         draws = any(map(draws_random, made.graph.graph.nodes))
         self._check_same_program(made, call, draws)
@@ -485,6 +511,8 @@ def _call_error(what: str, *, where: str, why: str, attempt: str) -> ShardError:
         return DistributedError(what, where=where, why=why, attempt=attempt)
     if where.startswith((VALUES, EARLIER)):
         what = "the ranks were called with inputs of the same shape but different values"
+    if where == GRADIENTS:
+        attempt = "the same loss of the same results, labels and random numbers on every rank"
     error, what = _OTHER_ERRORS.get(where, (InputError, what))
     return error(what, where=where, why=why, attempt=attempt)
 

@@ -54,11 +54,11 @@ def _before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
     _check_trained(optimizer, [p for p in parameters if p in _sources])
     sharded = [p for p in parameters if isinstance(p, ShardedParameter)]
-    if not sharded:
-        return
     if optimizer not in _known:
         _known.add(optimizer)
-        _meet(optimizer, parameters)
+        _meet(optimizer, parameters) if sharded else _check_unsharded(optimizer)
+    if not sharded:
+        return
     models = {id(model): model for model in (p.owner() for p in sharded) if model is not None}
     settings = f"{type(optimizer).__name__} {[_settings(group) for group in optimizer.param_groups]}"
     for model in models.values():
@@ -137,6 +137,18 @@ def _meet(optimizer: Optimizer, parameters: list[Tensor]) -> None:
     _check_all_loaded(optimizer)
     optimizer.register_load_state_dict_post_hook(_check_all_loaded)
     optimizer.register_state_dict_post_hook(_with_places)
+
+
+def _check_unsharded(optimizer: Optimizer) -> None:
+    for parameter, state in optimizer.state.items():
+        place = next((p for p in (getattr(value, PLACE, None) for value in state.values()) if p), None)
+        if place is not None:
+            raise InputError(
+                f"the optimizer of an unsharded model was given a slice's state, {shown_place(place)} of {place[0]!r}",
+                where="optimizer.load_state_dict",
+                why=f"the parameter has shape {tuple(parameter.shape)}",
+                attempt="a state dict of an unsharded model's optimizer; states of slices can't be joined yet",
+            )
 
 
 def _check_all_loaded(optimizer: Optimizer) -> None:

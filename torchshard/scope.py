@@ -51,9 +51,13 @@ class Scope(nn.Module, metaclass=_Standing):
         held: nn.Module = self.__dict__["_ts_source"][0]
         return held
 
-    @property  # type: ignore[misc]
+    @property
     def __class__(self) -> type:
         return type(self.source)
+
+    @__class__.setter
+    def __class__(self, value: type) -> None:
+        refuse_class(self, value)
 
     @property
     def training(self) -> bool:
@@ -176,6 +180,20 @@ class Scope(nn.Module, metaclass=_Standing):
     def extra_repr(self) -> str:
         """The unsharded module's."""
         return self.source.extra_repr()
+
+
+def refuse_class(module: Any, value: type) -> NoReturn:
+    """What wraps modules by giving them another class, as `torch.distributed.fsdp.fully_shard` does, is refused.
+
+    Raises:
+        InputError: always.
+    """
+    raise InputError(
+        f"a sharded model can't become a {value.__name__}",
+        where=f"{type(module.source).__name__}.__class__",
+        why="its parts have a class of their own, and their parameters are slices",
+        attempt="wrap the unsharded model, or DistributedDataParallel over torchshard's data-parallel group",
+    )
 
 
 @functools.cache

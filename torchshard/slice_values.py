@@ -109,7 +109,7 @@ class Slice(Tensor):
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if func in _OVERWRITING:
+        if func in _OVERWRITING and is_users(caller()[0]):
             _check_copies(func.__name__, args, kwargs)
         with unwatched():
             result: Any = func(*args, **kwargs)
@@ -181,8 +181,12 @@ class Slice(Tensor):
 
     def detach(self) -> Tensor:
         """As `Tensor.detach`; where `nn.Parameter(p)` asks, of the same class, for it accepts no other."""
-        held: Tensor = super().detach()
-        return self.sharing(held, self) if called_from() == "torch.nn.parameter" else held
+        asked = called_from()
+        with unwatched():
+            held = Tensor.detach(self)
+        if asked == "torch.nn.parameter":
+            return self.sharing(held, self)
+        return SliceValue.sharing(held, self) if self.is_split and is_users(asked) else held
 
     def ndimension(self) -> int:
         """The number of dims; `torch.nn.init` asks for it where it initialises by the sizes."""
@@ -238,7 +242,7 @@ def gradient_for(module: str, parameter: Slice, gradient: Tensor) -> Tensor:
 def _check_copies(name: str, args: Any, kwargs: Any) -> None:
     """Ranks may not take each other's slices for copies of one tensor."""
     tensor = args[0] if args else kwargs["tensor"]
-    if isinstance(tensor, Slice) and tensor.is_split and is_users(caller()[0]):
+    if isinstance(tensor, Slice) and tensor.is_split:
         check_other_group(kwargs.get("group"), tensor.group, f"torch.distributed.{name}")
 
 
@@ -289,7 +293,10 @@ def tell(name: str, result: Any, size: int, shown: str, depth: int) -> bool:
         depth: how many frames above the one that asks the user's code is.
     """
     made = [r for r in (result if isinstance(result, list | tuple) else [result]) if isinstance(r, Tensor)]
-    plain, what = name.rstrip("_"), "an index" if name in ("__getitem__", "__setitem__") else f"{name}()"
+    plain, what = (
+        name if name.startswith("__") else name.rstrip("_"),
+        "an index" if name in ("__getitem__", "__setitem__") else f"{name}()",
+    )
     if plain in _DRAWN_LIKE:
         text = f"{what} of this rank's slice, {shown}, draws alike on all ranks, and otherwise than for the whole"
     elif plain in _MIXING or (name not in _JOINING and any(r.numel() != size for r in made)):

@@ -8,6 +8,7 @@ from torchshard.capture.models import (
     copied,
     hollow,
     hollow_tensor,
+    refuse_transforms,
     shared_names,
 )
 from torchshard.capture.rehearsal import Visit, refuse_between
@@ -17,5 +18,5 @@ from torchshard.capture.visible import Watch, global_hooks
 __all__ = [
     "Captured", "Leaves", "Visit", "Watch", "capture", "check_devices", "check_kinds", "check_weights", "copied",
     "flatten", "flatten_call", "global_hooks", "hollow", "hollow_tensor", "memory_order", "refuse_between",
-    "shared_names",
+    "refuse_transforms", "shared_names",
 ]  # fmt: skip

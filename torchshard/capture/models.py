@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -55,33 +55,54 @@ def hollow_tensor(tensor: Tensor, dtype: torch.dtype | None = None, device: torc
     return nn.Parameter(held, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else held
 
 
+_TRANSFORMS: tuple[tuple[Callable[[], Any], str, str], ...] = (
+    (
+        lambda: torch._C._functorch.peek_interpreter_stack() is not None,
+        "a transform of torch.func (vmap, grad, jvp, ...)",
+        "a batch dim in place of vmap, and tensor.backward() or torch.autograd.grad in place of grad",
+    ),
+    (
+        lambda: torch.autograd.forward_ad._current_level >= 0,
+        "torch.autograd.forward_ad.dual_level",
+        "reverse mode: tensor.backward(), torch.autograd.grad",
+    ),
+    (torch.jit.is_tracing, "torch.jit.trace", "trace the unsharded model"),
+    (torch.compiler.is_exporting, "torch.export", "export the unsharded model; a sharded one's graph is model.graph"),
+)
+"""Whether a transform is under way, what it is, and what to do instead."""
+
+
 def check_kinds(model: nn.Module, call: Leaves) -> None:
-    """Every input strided, none within a transform.
+    """Every input is strided.
 
     Raises:
         InputError: one is not.
     """
     for name, tensor in zip(call.names, call.tensors, strict=True):
-        if torch._C._functorch.is_functorch_wrapped_tensor(tensor):
-            what, attempt = (
-                "is within a transform of torch.func (vmap, grad, jvp, ...)",
-                ("call it with a batch dim in place of vmap, and tensor.backward() in place of grad"),
-            )
-        elif torch.autograd.forward_ad._current_level >= 0:
-            what, attempt = (
-                "is differentiated forward (dual_level)",
-                "reverse mode: tensor.backward(), torch.autograd.grad",
-            )
-        elif tensor.is_nested or tensor.layout != torch.strided:
+        if tensor.is_nested or tensor.layout != torch.strided:
             what = f"is {'nested' if tensor.is_nested else str(tensor.layout).removeprefix('torch.')}"
             attempt = f"{name}.to_padded_tensor(0)" if tensor.is_nested else f"{name}.to_dense()"
-        else:
-            continue
+            raise InputError(
+                f"input {name} {what}",
+                where=f"argument {name!r} of {type(model).__name__}.forward",
+                why="a sharded model is captured as a graph of ops on dense tensors, with collectives between them",
+                attempt=attempt,
+            )
+
+
+def refuse_transforms(model: nn.Module) -> None:
+    """No transform of PyTorch is under way.
+
+    Raises:
+        InputError: one is.
+    """
+    transform = next((row for row in _TRANSFORMS if row[0]()), None)
+    if transform is not None:
         raise InputError(
-            f"input {name} {what}",
-            where=f"argument {name!r} of {type(model).__name__}.forward",
-            why="a sharded model is captured as a graph of ops on dense tensors, with collectives between them",
-            attempt=attempt,
+            f"a sharded {type(model).__name__} was called within {transform[1]}",
+            where=f"{type(model).__name__}.forward",
+            why="it is captured as a graph, with collectives that transforms do not know",
+            attempt=transform[2],
         )
 
 
