@@ -65,15 +65,8 @@ class ShardedParameter(Slice, nn.Parameter):
     @property
     def grad(self) -> Tensor | None:
         """As `Tensor.grad`: this rank's slice of the gradient."""
-        if torch.compiler.is_compiling():
-            raise InputError(
-                "torch.compile can't follow what reads the gradients of a sharded model's parameters",
-                where="p.grad, in a compiled function such as optimizer.step",
-                why="they are slices, and tell who asks what they are slices of",
-                attempt="optimizer.step() as it is; fused=True or foreach=True make it fast",
-            )
         with unwatched():
-            held: Tensor | None = _GRAD.__get__(self)
+            held: Tensor | None = super().grad
         return held if held is None or not self.is_split else gradient_for(called_from(), self, held)
 
     @grad.setter

@@ -57,7 +57,7 @@ def hollow_tensor(tensor: Tensor, dtype: torch.dtype | None = None, device: torc
 
 _TRANSFORMS: tuple[tuple[Callable[[], Any], str, str], ...] = (
     (
-        lambda: torch._C._functorch.peek_interpreter_stack() is not None,
+        lambda: not torch.compiler.is_compiling() and torch._C._functorch.peek_interpreter_stack() is not None,
         "a transform of torch.func (vmap, grad, jvp, ...)",
         "a batch dim in place of vmap, and tensor.backward() or torch.autograd.grad in place of grad",
     ),
