@@ -15,7 +15,7 @@ from hypothesis import settings
 
 import torchshard as ts
 
-_NAMES = "by_hand collectives eager_faults examples faults launch multi_node nn objects primitives ranks"
+_NAMES = "by_hand collectives eager_faults examples faults habits launch multi_node nn objects primitives ranks"
 RANKS = {f"test_{name}" for name in _NAMES.split()}
 """The files whose tests start ranks; in other files single tests are marked."""
 WAITS = {"test_faults", "test_eager_faults"}

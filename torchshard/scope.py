@@ -44,6 +44,8 @@ class Scope(nn.Module, metaclass=_Standing):
     def __init__(self, source: nn.Module) -> None:
         super().__init__()
         self.__dict__["_ts_source"] = [source]  # in a list, so that it is no submodule
+        for kind in ("_parameters", "_buffers", "_modules"):  # a bias that is None is one that can be asked for
+            self.__dict__[kind].update({name: None for name, held in source.__dict__[kind].items() if held is None})
 
     @property
     def source(self) -> nn.Module:
@@ -241,6 +243,8 @@ class _FixedNames(dict[str, Any]):
         if name not in self:
             raise not_changeable(name, self._where, "added")
         held = self[name]
+        if held is None and value is not None:
+            raise not_changeable(name, self._where, "added")
         if not self._replaceable and value is not held:
             raise not_changeable(name, self._where, "replaced")
         if isinstance(held, ShardedParameter) and isinstance(value, nn.Parameter):

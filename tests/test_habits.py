@@ -1,0 +1,530 @@
+"""What people do around a model, from PyTorch's tutorials and recipes: as with the unsharded model, or told.
+
+Each habit is code that knows nothing of sharding. It is run with the unsharded model and with the sharded one, whose
+parameters are all split; what it gives and the parameters after it are compared, in float64.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import functools
+import math
+import warnings
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+import torchshard as ts
+import torchshard.distributed as tsd
+from tests.helpers import refused_input, run_ranks
+
+TOLERANCE = 1e-10
+PLAN = {"0": "column", "3": "row"}
+
+
+def _x(seed: int = 0) -> Tensor:
+    return torch.randn(3, 6, dtype=torch.float64, generator=torch.Generator().manual_seed(seed))
+
+
+def _model() -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(6, 8, bias=False), nn.GELU(), nn.Dropout(0.0), nn.Linear(8, 5, bias=False)).double()
+
+
+def _pair() -> tuple[Any, Any]:
+    model = _model()
+    return model, ts.shard(copy.deepcopy(model), PLAN, example_inputs=(_x(),))
+
+
+def _loss(model: Any, seed: int = 0) -> Tensor:
+    loss: Tensor = model(_x(seed)).square().mean()
+    return loss
+
+
+Habit = Callable[[Any], Any]
+EQUAL: dict[str, Habit] = {}
+"""Name -> what is done with a model; the tensors that it gives are compared, and the parameters that it leaves."""
+
+
+def _equal(habit: Habit) -> Habit:
+    EQUAL[habit.__name__.strip("_")] = habit
+    return habit
+
+
+# --- updates ---------------------------------------------------------------------------------------------------------
+
+
+def _trained(model: Any, update: Callable[[Any], Any], steps: int = 3) -> list[Any]:
+    given = []
+    for step in range(steps):
+        model.zero_grad()
+        _loss(model, step).backward()
+        given.append(update(model))
+    return given
+
+
+@_equal
+def _step_by_hand(model: Any) -> Any:
+    @torch.no_grad()
+    def update(m: Any) -> None:
+        for p in m.parameters():
+            p -= 0.1 * p.grad
+
+    return _trained(model, update)
+
+
+@_equal
+def _step_through_data(model: Any) -> Any:
+    def update(m: Any) -> None:
+        for i, p in enumerate(m.parameters()):
+            if i:
+                p.data.sub_(p.grad.data * 0.1)
+            else:
+                p.data = p.data - p.grad * 0.1
+
+    return _trained(model, update)
+
+
+@_equal
+def _optimizer_in_the_backward(model: Any) -> Any:
+    optimizers = {p: torch.optim.AdamW([p], lr=0.1) for p in model.parameters()}
+
+    def step(p: Tensor) -> None:
+        optimizers[p].step()
+        optimizers[p].zero_grad()
+
+    for p in model.parameters():
+        p.register_post_accumulate_grad_hook(step)
+    for seed in range(3):
+        _loss(model, seed).backward()
+
+
+@_equal
+def _gradient_hooks_by_elements(model: Any) -> Any:
+    for p in model.parameters():
+        p.register_hook(lambda g: g.clamp(-0.01, 0.01))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    return _trained(model, lambda m: optimizer.step())
+
+
+@_equal
+def _clipping(model: Any) -> Any:
+    clips: list[Callable[[Any], Any]] = [
+        lambda m: nn.utils.clip_grad_norm_(m.parameters(), 0.01),
+        lambda m: nn.utils.clip_grad_norm_(m.parameters(), 0.01, norm_type=math.inf, foreach=False),
+        lambda m: nn.utils.clip_grad_value_(m.parameters(), 0.001),
+        lambda m: nn.utils.get_total_norm([p.grad for p in m.parameters()]),
+        lambda m: nn.utils.clip_grads_with_norm_(
+            m.parameters(), 0.01, nn.utils.get_total_norm([p.grad for p in m.parameters()])
+        ),
+    ]
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    found = []
+    for clip in clips:
+        found += _trained(model, lambda m: (clip(m), optimizer.step())[0], steps=1)  # noqa: B023
+    return found
+
+
+@_equal
+def _master_weights(model: Any) -> Any:
+    masters = [p.detach().clone().requires_grad_() for p in model.parameters()]
+    optimizer = torch.optim.SGD(masters, lr=0.5)
+
+    def update(m: Any) -> Any:
+        for master, p in zip(masters, m.parameters(), strict=True):
+            master.grad = p.grad.detach().clone()
+        norm = nn.utils.clip_grad_norm_(masters, 0.01)
+        optimizer.step()
+        with torch.no_grad():
+            for master, p in zip(masters, m.parameters(), strict=True):
+                p.copy_(master)
+        return norm
+
+    return _trained(model, update)
+
+
+@_equal
+def _accumulated_gradients(model: Any) -> Any:
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1, fused=True)
+    for step in range(2):
+        for part in range(3):
+            (_loss(model, 10 * step + part) / 3).backward()
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=False)
+
+
+@_equal
+def _autograd_grad(model: Any) -> Any:
+    gradients = torch.autograd.grad(_loss(model), list(model.parameters()))
+    for p, gradient in zip(model.parameters(), gradients, strict=True):
+        p.grad = gradient
+    torch.optim.SGD(model.parameters(), lr=0.1).step()
+
+
+@_equal
+def _groups_by_type_and_by_dims(model: Any) -> Any:
+    linear = [p for m in model.modules() if type(m) == nn.Linear for p in m.parameters()]  # noqa: E721
+    flat = [p for p in model.parameters() if p.ndim < 2]
+    groups = [{"params": linear, "weight_decay": 0.5}, {"params": flat, "weight_decay": 0.0}]
+    optimizer = torch.optim.AdamW(groups, lr=0.1)
+    return _trained(model, lambda m: optimizer.step())
+
+
+@_equal
+def _freezing_midway(model: Any) -> Any:
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    _trained(model, lambda m: optimizer.step(), steps=1)
+    model[0].weight.requires_grad_(False)
+    return _trained(model, lambda m: optimizer.step(), steps=1)
+
+
+# --- the graph -------------------------------------------------------------------------------------------------------
+
+
+@_equal
+def _siamese(model: Any) -> Any:
+    F.pairwise_distance(model(_x(1)), model(_x(2))).mean().backward()
+    torch.optim.SGD(model.parameters(), lr=0.1).step()
+
+
+@_equal
+def _graph_retained(model: Any) -> Any:
+    result = model(_x())
+    loss = result.square().mean()
+    loss.backward(retain_graph=True)
+    loss.backward(retain_graph=True)
+    result.sum().backward()
+    torch.optim.SGD(model.parameters(), lr=0.1).step()
+
+
+@_equal
+def _gradient_penalty_on_inputs(model: Any) -> Any:
+    x = _x().requires_grad_()
+    result = model(x)
+    (gradient,) = torch.autograd.grad(result.sum(), x, create_graph=True)
+    (result.mean() + ((gradient.norm(2, dim=1) - 1) ** 2).mean()).backward()
+    torch.optim.SGD(model.parameters(), lr=0.1).step()
+
+
+@_equal
+def _adversarial_example(model: Any) -> Any:
+    x = _x().requires_grad_()
+    model(x).square().mean().backward()
+    return model(x.detach() + 0.1 * x.grad.sign())  # type: ignore[union-attr]
+
+
+@_equal
+def _checkpoint_around_the_call(model: Any) -> Any:
+    for reentrant in (False, True):
+        x = _x().requires_grad_()
+        checkpoint(model, x, use_reentrant=reentrant).square().mean().backward()
+    torch.optim.SGD(model.parameters(), lr=0.1).step()
+
+
+@_equal
+def _functional_call(model: Any) -> Any:
+    parameters = {name: p.detach() * 2 for name, p in model.named_parameters()}
+    return torch.func.functional_call(model, parameters, (_x(),))
+
+
+@_equal
+def _hooks_on_results(model: Any) -> Any:
+    result = model(_x())
+    result.register_hook(lambda g: g * 2)
+    result.square().mean().backward()
+    torch.optim.SGD(model.parameters(), lr=0.1).step()
+
+
+# --- copies and states -----------------------------------------------------------------------------------------------
+
+
+@_equal
+def _averaged_weights(model: Any) -> Any:
+    shadow = {name: p.detach().clone() for name, p in model.named_parameters()}
+    average = torch.optim.swa_utils.AveragedModel(model)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+
+    def update(m: Any) -> Any:
+        optimizer.step()
+        for name, p in m.named_parameters():
+            shadow[name].lerp_(p.detach(), 0.1)
+        average.update_parameters(m)
+        return average(_x())
+
+    given = _trained(model, update)
+    model.load_state_dict(model.state_dict() | shadow)
+    return given
+
+
+@_equal
+def _target_network(model: Any) -> Any:
+    target = copy.deepcopy(model)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    _trained(model, lambda m: optimizer.step())
+    with torch.no_grad():
+        for p, q in zip(target.parameters(), model.parameters(), strict=True):
+            p.lerp_(q, 0.5)
+    soft = target(_x())
+    target.load_state_dict(model.state_dict())
+    return soft, target(_x())
+
+
+@_equal
+def _best_state_kept(model: Any) -> Any:
+    best = copy.deepcopy(model.state_dict())
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    _trained(model, lambda m: optimizer.step())
+    model.load_state_dict(best, assign=True)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    return _trained(model, lambda m: (nn.utils.clip_grad_norm_(m.parameters(), 0.01), optimizer.step())[0])
+
+
+@_equal
+def _parameter_replaced(model: Any) -> Any:
+    model[0].weight = nn.Parameter(model[0].weight.data * 2)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    return _trained(model, lambda m: (nn.utils.clip_grad_norm_(m.parameters(), 0.01), optimizer.step())[0])
+
+
+@_equal
+def _apply_by_type(model: Any) -> Any:
+    def fill(m: nn.Module) -> None:
+        if type(m) == nn.Linear:  # noqa: E721  (the example of nn.Module.apply)
+            m.weight.data.fill_(0.5)
+
+    model.apply(fill)
+    return model(_x())
+
+
+@_equal
+def _cast_and_back(model: Any) -> Any:
+    model.float()(_x().float())
+    return model.double()(_x())
+
+
+# --- told: warnings --------------------------------------------------------------------------------------------------
+
+
+WARNED: dict[str, Callable[[Any, Tensor], Any]] = {
+    "norm()": lambda m, p: p.norm(),
+    "linalg_norm()": lambda m, p: torch.linalg.norm(p),
+    "sum()": lambda m, p: sum(q.pow(2).sum() for q in m.parameters()),
+    "std()": lambda m, p: p.data.std(),
+    "max()": lambda m, p: p.detach().abs().max(),
+    "mean()": lambda m, p: p.grad.mean(),  # type: ignore[union-attr]
+    "any()": lambda m, p: torch.isnan(p.grad).any(),  # type: ignore[arg-type]
+    "quantile()": lambda m, p: p.detach().abs().flatten().quantile(0.5),
+    "renorm()": lambda m, p: p.data.copy_(torch.renorm(p.data, 2, 0, 0.5)),
+    "normalize()": lambda m, p: F.normalize(p),
+    "mse_loss()": lambda m, p: F.mse_loss(p, p.detach() * 2),
+    "matmul()": lambda m, p: p @ p.t(),
+    "linear()": lambda m, p: F.linear(torch.ones(2, p.shape[1]).double(), p),
+    "an index": lambda m, p: p[0],
+    "an index, written": lambda m, p: p.grad.__setitem__(0, 0.0),  # type: ignore[union-attr]
+    "randn_like()": lambda m, p: p.grad.add_(torch.randn_like(p.grad)),  # type: ignore[arg-type,union-attr]
+    "fill_diagonal_()": lambda m, p: p.data.fill_diagonal_(0.0),
+    "norm(), of a state dict's": lambda m, p: m.state_dict()["0.weight"].norm(),
+    "norm(), of all together": lambda m, p: nn.utils.parameters_to_vector(m.parameters()).norm(),
+    "norm(), in a hook": lambda m, p: (p.register_hook(lambda g: g / g.norm()), _loss(m).backward()),
+    "norm(), clipping by hand": lambda m, p: torch.stack([q.grad.detach().norm() for q in m.parameters()]).norm(),
+    "sum(), a penalty of gradients": lambda m, p: sum(
+        g.pow(2).sum() for g in torch.autograd.grad(_loss(m), list(m.parameters()), create_graph=True)
+    ),
+    "hooks on all modules": lambda m, p: _with_a_hook_on_all(m),
+    "gradients that the parameters hold already": lambda m, p: _sharded_with_gradients(),
+}
+"""What a warning says -> what is done with a model and a parameter of it."""
+
+
+def _with_a_hook_on_all(model: Any) -> None:
+    handle = nn.modules.module.register_module_forward_hook(_doubled)
+    model(_x())
+    handle.remove()
+
+
+def _doubled(module: nn.Module, args: Any, result: Any) -> Any:
+    return result * 2 if isinstance(module, nn.GELU) else None
+
+
+def _sharded_with_gradients() -> None:
+    model = _model()
+    _loss(model).backward()
+    ts.shard(model, PLAN)
+
+
+QUIET: dict[str, Callable[[Any, Tensor], Any]] = {
+    "by elements": lambda m, p: (p.data.mul_(0.9), p.grad.clamp_(-1, 1), (p - p.detach()).square()),  # type: ignore
+    "looking": lambda m, p: (p.shape, p.dtype, p.numel(), repr(p), p.detach().numpy(), torch.equal(p, p)),
+    "copies": lambda m, p: (p.detach().clone(), torch.zeros_like(p), copy.deepcopy(p), copy.deepcopy(p.data)),
+    "PyTorch's own": lambda m, p: (nn.utils.clip_grad_norm_(m.parameters(), 1.0), nn.utils.get_total_norm([p.grad])),
+    "an optimizer": lambda m, p: torch.optim.AdamW(m.parameters(), amsgrad=True, foreach=True).step(),
+    "a call": lambda m, p: m(_x()),
+}
+
+
+# --- told: errors ----------------------------------------------------------------------------------------------------
+
+
+REFUSED: dict[str, Habit] = {
+    "a transform of torch.func": lambda m: torch.vmap(m)(_x()[:, None]),
+    "a transform of torch.func (per sample)": lambda m: torch.func.grad(
+        lambda p: torch.func.functional_call(m, p, (_x(),)).sum()
+    )(dict(m.named_parameters())),
+    "within torch.jit.trace": lambda m: torch.jit.trace(m, (_x(),)),
+    "within torch.export": lambda m: torch.export.export(m, (_x(),)),
+    "dual_level": lambda m: _forward_mode(m),
+    "is sparse_coo": lambda m: m(_x().to_sparse()),
+    "is nested": lambda m: m(torch.nested.nested_tensor([_x()], layout=torch.jagged)),
+    "Linear.reset_parameters() can't be called": lambda m: m[0].reset_parameters(),
+    "takes no values of shape (8, 6)": lambda m: m[0].weight.data.copy_(_model()[0].weight.data),
+    "takes no values of shape (8, 6) (assigned)": lambda m: setattr(m[0].weight, "data", _model()[0].weight.data),
+    "of another shape than this rank's slice": lambda m: _foreign_state(m),
+    "no shallow copy": lambda m: copy.copy(m),
+    "can't be replaced": lambda m: torch.ao.quantization.quantize_dynamic(m, {nn.Linear}, inplace=True),
+    "can't be pickled": lambda m: torch.save(m, "/dev/null"),
+}
+"""What an InputError says -> what is done with a sharded model."""
+
+
+def _forward_mode(model: Any) -> None:
+    with torch.autograd.forward_ad.dual_level():
+        model(torch.autograd.forward_ad.make_dual(_x(), _x(1)))
+
+
+def _foreign_state(model: Any) -> None:
+    other = _model()
+    optimizers = [torch.optim.AdamW(m.parameters()) for m in (other, model)]
+    _loss(other).backward()
+    _loss(model).backward()
+    for optimizer in optimizers:
+        optimizer.step()
+    optimizers[1].load_state_dict(optimizers[0].state_dict())
+
+
+# --- told: ranks that differ -----------------------------------------------------------------------------------------
+
+
+def _label(rank: int) -> Tensor:
+    return torch.tensor([0, 1, 2]).roll(rank)
+
+
+DIFFERENT: dict[str, Callable[[Any, int], Any]] = {
+    "losses differ: labels": lambda m, rank: F.cross_entropy(m(_x()), _label(rank)).backward(),
+    "losses differ: noise": lambda m, rank: (m(_x()) * (1 + 0.1 * rank)).sum().backward(),
+    "losses differ: a head": lambda m, rank: m(_x())[:, rank].sum().backward(),
+    "losses differ: no backward": lambda m, rank: _on_the_first(rank, _loss(m).backward),
+    "different steps: none": lambda m, rank: _on_the_first(rank, torch.optim.SGD(m.parameters()).step),
+    "as copies of it: averaged gradients": lambda m, rank: _averaged(m),
+}
+"""What a DistributedError says -> what the ranks do; it comes at once, at the next call, or with the state dict."""
+
+
+def _on_the_first(rank: int, call: Callable[[], Any]) -> None:
+    if rank == 0:
+        call()
+
+
+def _averaged(model: Any) -> None:
+    _loss(model).backward()
+    for p in model.parameters():
+        dist.all_reduce(p.grad.data)
+        p.grad.data /= 2
+
+
+# --- running them ----------------------------------------------------------------------------------------------------
+
+
+def _flat(given: Any) -> Iterator[Tensor]:
+    if isinstance(given, Tensor):
+        yield given.detach()
+    elif isinstance(given, (list, tuple)):
+        for item in given:
+            yield from _flat(item)
+
+
+def _difference(habit: Habit) -> float:
+    model, sharded = _pair()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", ts.SliceWarning)
+        expected, got = list(_flat(habit(model))), list(_flat(habit(sharded)))
+    full = sharded.full_state_dict()
+    pairs = [*zip(expected, got, strict=True), *((p, full[name]) for name, p in model.state_dict().items())]
+    return max(float((a - b).abs().max()) for a, b in pairs)
+
+
+def _equals(rank: int) -> dict[str, float]:
+    tsd.init_process_group()
+    return {name: _difference(habit) for name, habit in EQUAL.items()}
+
+
+def test_habits_give_what_they_give_with_the_unsharded_model() -> None:
+    for found in run_ranks(_equals, 2):
+        assert found.keys() == EQUAL.keys()
+        assert max(found.values()) < TOLERANCE, {name: d for name, d in found.items() if d >= TOLERANCE}
+
+
+def _said(habit: Callable[[], Any]) -> list[str]:
+    with warnings.catch_warnings(record=True) as held:
+        warnings.simplefilter("always")
+        habit()
+    return [str(w.message) for w in held if w.filename == __file__ or "hooks on all" in str(w.message)]
+
+
+def _tells(rank: int) -> dict[str, Any]:
+    tsd.init_process_group()
+    model, sharded = _pair()
+    found: dict[str, Any] = {}
+    for m in (model, sharded):
+        _loss(m).backward()
+    for text, habit in WARNED.items():
+        said = text.partition(",")[0]
+        found[text] = (
+            not _said(functools.partial(habit, model, model[0].weight)) or "gradients" in text or "hooks" in text
+        )
+        found[text] &= any(said in line for line in _said(functools.partial(habit, sharded, sharded[0].weight)))
+    sharded.zero_grad()
+    _loss(sharded).backward()
+    for text, habit in QUIET.items():
+        found[text] = not _said(functools.partial(habit, sharded, sharded[0].weight))
+    for text, refusal in REFUSED.items():
+        found[text] = refused_input(lambda: refusal(_pair()[1]), text.partition(" (assigned")[0].partition(" (per")[0])  # noqa: B023
+    return found
+
+
+def test_results_of_slices_are_told_where_they_pass_for_the_whole() -> None:
+    for found in run_ranks(_tells, 2):
+        assert all(found.values()), [text for text, right in found.items() if not right]
+
+
+def _differs(rank: int) -> dict[str, str]:
+    tsd.init_process_group()
+    found = {}
+    for text, habit in DIFFERENT.items():
+        for ending in ("call", "state dict"):
+            _, sharded = _pair()
+            sharded(_x())
+            found[f"{text}, then a {ending}"] = "nothing"
+            with _noting(found, f"{text}, then a {ending}"):
+                habit(sharded, rank)
+                sharded(_x()) if ending == "call" else sharded.full_state_dict()
+    return found
+
+
+@contextlib.contextmanager
+def _noting(found: dict[str, str], name: str) -> Iterator[None]:
+    try:
+        yield
+    except ts.DistributedError as error:
+        found[name] = error.what
+
+
+def test_ranks_that_train_on_different_losses_are_told() -> None:
+    for found in run_ranks(_differs, 2):
+        assert len(found) == 2 * len(DIFFERENT)
+        assert all(name.partition(":")[0] in text for name, text in found.items()), found
