@@ -3,10 +3,10 @@
 Each pair does the same with the same tensors, in turn, so that a noisy machine disturbs both alike. A figure is the
 median over all rounds of a call's time, slower rank, less that of the raw call: once of the calling thread's processor
 time, which is what the call itself costs, and once by the clock, which has in it how the machine puts threads to sleep
-and wakes them. Three modes: `off` compares nothing, `default` compares calls whose like is new (here: none after the
-first), `debug` compares each.
+and wakes them. Three modes: `off` compares nothing, `default` compares each call over gloo, `debug` also the lines that
+call.
 
-Then a training step of the model of step_time.py: with the default checks, and without.
+Then a training step of the model of step_time.py, with an optimizer's: with the default checks, and without.
 
     python benchmarks/call_cost.py --rounds 2000 --json call_cost.json
 """
@@ -30,7 +30,7 @@ from torch import Tensor
 import torchshard as ts
 import torchshard.distributed as tsd
 
-RANKS, WIDTH = 2, 128
+RANKS, WIDTHS = 2, (128, 512)
 MODES = {"off": False, "default": None, "debug": True}
 Call = Callable[[Tensor], Any]
 
@@ -91,17 +91,23 @@ def _cost(raw: Call, ours: Call, rounds: int) -> list[float]:
     return [statistics.median(column) for column in zip(*slowest(seconds), strict=True)]
 
 
-def _steps(rounds: int) -> dict[str, float]:
+def _trained(model: torch.nn.Module, optimizer: torch.optim.Optimizer, x: Tensor, target: Tensor) -> None:
+    step(model, x, target)
+    optimizer.step()
+
+
+def _steps(width: int, rounds: int) -> dict[str, float]:
     """Seconds of a step: the median without checks, and the quartiles of what the default ones add."""
     torch.manual_seed(0)
-    x, target = torch.randn(BATCH, SEQUENCE, WIDTH), torch.randn(BATCH, SEQUENCE, WIDTH)
-    model = ts.shard(torch.nn.Sequential(*(Block(WIDTH) for _ in range(BLOCKS))), PLAN, (x,))
+    x, target = torch.randn(BATCH, SEQUENCE, width), torch.randn(BATCH, SEQUENCE, width)
+    model = ts.shard(torch.nn.Sequential(*(Block(width) for _ in range(BLOCKS))), PLAN, (x,))
+    optimizer = torch.optim.AdamW(model.parameters(), fused=True)
     seconds: list[list[float]] = []
     for i in range(rounds):
         row = [0.0, 0.0]
         for which in (0, 1) if i % 2 else (1, 0):
             tsd.debug((False, None)[which])
-            row[which] = timed(partial(step, model, x, target), model)
+            row[which] = timed(partial(_trained, model, optimizer, x, target), model)
         seconds.append(row)
     held = slowest(seconds)
     low, middle, high = statistics.quantiles([default - off for off, default in held], n=4)
@@ -116,7 +122,7 @@ def main_of_a_rank(rounds: int, step_rounds: int) -> dict[str, Any]:
             tsd.debug(on)
             _cost(raw, ours, 50)
             calls.setdefault(name, {})[mode] = _cost(raw, ours, rounds)
-    return {"calls": calls, "step": _steps(step_rounds)}
+    return {"calls": calls, "steps": {width: _steps(width, step_rounds) for width in WIDTHS}}
 
 
 def show(found: dict[str, Any]) -> None:
@@ -125,9 +131,10 @@ def show(found: dict[str, Any]) -> None:
     for name, modes in found["calls"].items():
         more = [(1e6 * (row[1] - row[0]), 1e6 * (row[3] - row[2])) for row in modes.values()]
         print(f"{name:18} {1e6 * modes['off'][2]:7.1f}" + "".join(f"{m[i]:17.1f}" for i in (0, 1) for m in more))
-    off, low, more, high = (1e3 * found["step"][key] for key in ("off", "low", "more", "high"))
-    print(f"step of {BLOCKS} blocks of width {WIDTH}: {off:.2f} ms without checks")
-    print(f"the default checks: {more:+.3f} ms, quartiles {low:+.3f} to {high:+.3f}")
+    for width, held in found["steps"].items():
+        off, low, more, high = (1e3 * held[key] for key in ("off", "low", "more", "high"))
+        print(f"step of {BLOCKS} blocks of width {width}: {off:.2f} ms without checks")
+        print(f"the default checks: {more:+.3f} ms, {more / off:+.2%}, quartiles {low / off:+.2%} to {high / off:+.2%}")
 
 
 def main() -> None:
