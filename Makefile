@@ -3,7 +3,8 @@
 # make demo    run the examples
 # make bench   time a training step, calls by hand and planning; count what is sent
 # make nightly 2,000 random models under random plans, and seeded faults (an hour)
-# make sweep   all of PyTorch's operators and of Hugging Face's architectures (an hour); docs/models.md
+# make sweep   all of PyTorch's operators and of Hugging Face's architectures, the graphs of these and of the tests'
+#              models before an independent referee (two hours); docs/models.md
 # make clean   remove caches and build output (make distclean: .venv too)
 
 PYTHON ?= python3
@@ -50,6 +51,8 @@ sweep: $(VENV)/.stamp-test
 	$(PIP) install -c constraints.txt -e '.[sweep]'
 	$(PY) benchmarks/operators.py
 	$(PY) benchmarks/zoo.py --write docs/models.md
+	$(PY) benchmarks/referee.py
+	$(PY) benchmarks/referee.py --zoo
 
 # pip is the last thing that venv puts in place: with it, the environment is whole.
 $(VENV)/bin/pip:
