@@ -376,13 +376,14 @@ def random_states() -> dict[str, Any]:
 
 
 @contextlib.contextmanager
-def odd_random_states() -> Iterator[dict[str, Any]]:
+def odd_random_states(*, beside_others: bool = False) -> Iterator[dict[str, Any]]:
     """While it is open, the generators are in states that nobody seeds them to; gives these.
 
     A forward that seeds one as it is seeded already would not be seen else. Where other threads run, which may draw
-    meanwhile, the states stay as they are.
+    meanwhile, the states stay as they are, unless `beside_others`.
     """
-    alone, before, numpy = threading.active_count() == 1, random.getstate(), sys.modules.get("numpy.random")
+    alone, before = beside_others or threading.active_count() == 1, random.getstate()
+    numpy = sys.modules.get("numpy.random")
     held: Any = (torch.get_rng_state(), numpy.get_state() if numpy is not None else None)
     if alone:
         random.seed("torchshard")
@@ -413,9 +414,9 @@ def check_random_states(model: nn.Module, changed: list[str], run: Callable[[], 
         CaptureError: forward draws from Python's or NumPy's random numbers, or seeds PyTorch's.
     """
     for _ in range(3 if changed and threading.active_count() > 1 else 0):
-        now = random_states()
-        run()
-        changed = [name for name in _moved(now) if name in changed]
+        with odd_random_states(beside_others=True) as states:
+            run()
+        changed = [name for name in states["moved"] if name in changed]
     if "torch" in changed:
         raise seeds_within(f"{type(model).__name__}.forward")
     if changed:
