@@ -130,7 +130,7 @@ def _flat_graph(
 def _check_node(node: fx.Node) -> None:
     """Raises CaptureError for what can't be planned: numbers made of tensors' values, generators of the model's own."""
     line = _source(node.meta.get("stack_trace") or "") or node.name
-    if node.target in _READING:
+    if node.target in _READING and not all(map(_is_only_checked, node.users)):
         raise CaptureError(
             "forward makes a Python number of a tensor's value",
             where=line,
@@ -146,6 +146,19 @@ def _check_node(node: fx.Node) -> None:
         )
 
 
+def _is_only_checked(user: fx.Node) -> bool:
+    """Whether a number of a tensor's value is asserted about, or says where to cut: what a graph can hold."""
+    if isinstance(user.target, torch._ops.OpOverload):
+        return user.target in _CHECKING
+    return user.op == "call_function" and all(map(_is_only_checked, user.users))
+
+
+_CHECKING = {
+    torch.ops.aten._assert_scalar.default,
+    torch.ops.aten.sym_constrain_range.default,
+    torch.ops.aten.sym_constrain_range_for_size.default,
+    torch.ops.aten.split_with_sizes.default,
+}
 _READING = {torch.ops.aten.item.default, torch.ops.aten._local_scalar_dense.default}
 
 
