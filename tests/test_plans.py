@@ -215,6 +215,28 @@ def test_ties_and_losses_are_beyond_their_words() -> None:
         loss.to_dtensor()
 
 
+class _OwnWeight(nn.Module):
+    """A parameter of the model itself."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(8, 12, dtype=torch.float64))
+        self.down = nn.Linear(12, 8).double()
+
+    def forward(self, x: Tensor) -> Any:
+        return self.down(torch.relu(x @ self.weight))
+
+
+@pytest.mark.parametrize(("word", "layout"), [("column", "S(1)"), ("row", "S(0)"), ("replicate", "I")])
+def test_the_model_itself_has_an_empty_path(word: str, layout: str) -> None:
+    x = torch.randn(3, 8, dtype=torch.float64)
+    report = ts.check(_OwnWeight(), {"": word, "down": "row"}, world_size=2, example_inputs=(x,))
+    plan = ts.plan(_OwnWeight(), {"": word, "down": "row"}, world_size=2, example_inputs=(x,))
+    assert report.ok and str(plan.parameters["weight"]) == layout
+    with pytest.raises(ts.PlanError, match="'' is the model itself"):
+        ts.plan(_OwnWeight(), {"weight": word}, world_size=2, example_inputs=(x,))
+
+
 def test_a_glob_stands_only_for_what_is_all_split() -> None:
     made = ts.plan(
         nn.Sequential(*(nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 8)) for _ in range(3))),

@@ -103,8 +103,8 @@ def _refuse_own_layouts(key: str, style: Any) -> None:
 
 
 def matching(key: str, modules: Iterable[str]) -> list[str]:
-    """The modules whose path a glob matches."""
-    return [path for path in modules if fnmatch.fnmatchcase(path, key)]
+    """The modules whose path a glob matches; the model itself has the path '', which no other glob matches."""
+    return [path for path in modules if (fnmatch.fnmatchcase(path, key) if path else not key)]
 
 
 def check_matches(plan: Mapping[str, Any], modules: Iterable[str]) -> dict[str, tuple[str, Style]]:
@@ -113,7 +113,7 @@ def check_matches(plan: Mapping[str, Any], modules: Iterable[str]) -> dict[str, 
     Raises:
         PlanError: a key matches no module, or two keys want different things of one.
     """
-    modules = [m for m in modules if m]
+    modules = list(modules)
     chosen: dict[str, tuple[str, Style]] = {}
     for key, word in plan.items():
         if not isinstance(key, str):
@@ -125,7 +125,7 @@ def check_matches(plan: Mapping[str, Any], modules: Iterable[str]) -> dict[str, 
             )
         style, found = parse_style(key, word), matching(key, modules)
         if not found:
-            raise _no_match(key, modules)
+            raise _no_match(key, [m for m in modules if m])
         for path in found:
             before = chosen.setdefault(path, (key, style))
             if before[1] != style:
@@ -146,7 +146,7 @@ def _no_match(key: str, modules: list[str]) -> PlanError:
     return PlanError(
         f"the plan's key {key!r} matches no module",
         where=f"plan key {key!r}",
-        why=f"the model has {len(modules)} modules, none with a path that this glob matches",
+        why=f"keys are paths of modules ('' is the model itself), and it matches none of {len(modules)} submodules",
         attempt=" or ".join(map(repr, near)) if near else f"a glob such as {shapes[0]!r}" if shapes else "no key",
     )
 
