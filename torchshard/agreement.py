@@ -25,7 +25,7 @@ Facts = Mapping[str, str]
 
 def fingerprint(tensor: Tensor) -> int:
     """63 bits that depend on every bit of a tensor's values and on their order (the mixing of splitmix64, summed)."""
-    held = tensor.detach().contiguous().reshape(-1).view(torch.uint8)
+    held = as_bytes(tensor)
     whole = held[: len(held) // 8 * 8].view(torch.int64)
     total = sum((b + 1) << (8 * i) for i, b in enumerate(held[len(whole) * 8 :].tolist()))
     for start in range(0, len(whole), _CHUNK):
@@ -35,6 +35,14 @@ def fingerprint(tensor: Tensor) -> int:
             mixed = (mixed ^ (mixed >> shift)) * factor
         total += int((mixed ^ (mixed >> 31)).sum())
     return total & (2**63 - 1)
+
+
+def as_bytes(tensor: Tensor) -> Tensor:
+    """A tensor's values in their order as bytes, of a memory that begins at a multiple of eight: words can be read."""
+    flat = tensor.detach().resolve_conj().resolve_neg().reshape(-1)
+    if flat.stride(0) != 1 or flat.storage_offset() * flat.itemsize % 8:  # one element counts as contiguous, not here
+        flat = flat.clone(memory_format=torch.contiguous_format)
+    return flat.view(torch.uint8)
 
 
 _CHUNK = 1 << 20

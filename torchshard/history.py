@@ -26,6 +26,7 @@ import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import is_fake
 
+from torchshard.agreement import as_bytes
 from torchshard.distributed.checks import digest
 from torchshard.distributed.groups import Group
 from torchshard.layouts import Layout, Shard, split
@@ -44,17 +45,17 @@ EARLIER = "the values, a call ago, of"
 
 def values_digest(tensor: Tensor, most_bytes: int = WHOLE_BYTES) -> int:
     """A checksum of a tensor's values in their order; of a large tensor, of elements at even distances."""
-    flat = tensor.detach().resolve_conj().resolve_neg().reshape(-1)
+    flat = tensor.detach().reshape(-1)
     if flat.numel() * flat.itemsize > most_bytes:
         flat = flat[:: max(1, flat.numel() // SAMPLED)]
-    held: Any = flat.contiguous().view(torch.uint8).numpy()
+    held: Any = as_bytes(flat).numpy()
     return zlib.crc32(held)
 
 
 def device_digest(tensor: Tensor) -> Tensor:
     """The like of it as a tensor (int64) on the tensor's device, without waiting for it."""
-    flat = tensor.detach().resolve_conj().resolve_neg().reshape(-1)
-    flat = flat[:: max(1, flat.numel() // SAMPLED)].contiguous().view(torch.uint8).long()
+    flat = tensor.detach().reshape(-1)
+    flat = as_bytes(flat[:: max(1, flat.numel() // SAMPLED)]).long()
     places = torch.arange(1, len(flat) + 1, device=flat.device) * 0x9E3779B1
     return ((flat + 1) * (places ^ (places >> 15))).sum()
 
