@@ -114,9 +114,10 @@ def _wants_grad(node: fx.Node, known: Mapping[fx.Node, bool]) -> bool:
 
 def functionalize(module: fx.GraphModule) -> bool:
     """Rewrites the graph; returns whether anything changed."""
+    changed = _drop_copies_to_themselves(module)
     writes = [n for n in module.graph.nodes if _is_inplace(n)]
     if not writes:
-        return False
+        return changed
     _cut_pieces(module, {_storage(n.args[0]) for n in writes if is_tensor(n.args[0])})
     aliases = _Aliases(module)
     for node in list(module.graph.nodes):
@@ -135,6 +136,25 @@ def functionalize(module: fx.GraphModule) -> bool:
     for node in reversed(writes):
         module.graph.erase_node(node)
     return True
+
+
+def _drop_copies_to_themselves(module: fx.GraphModule) -> bool:
+    """`self.scale = self.scale.to(x.device)` stores a buffer in itself where there is nothing to move.
+
+    The copy would change nothing but the buffer's version, and a backward that has kept the buffer would refuse that.
+    """
+    changed = False
+    for node in list(module.graph.nodes):
+        if node.target is not aten.copy_.default or node.args[0].op != "placeholder" or not is_tensor(node.args[1]):
+            continue
+        target, source = node.args[:2]
+        while source.target in _SAME_VALUES and _storage(source) == _storage(source.args[0]):
+            source = source.args[0]
+        if source is target and not target.meta["val"].requires_grad:
+            node.replace_all_uses_with(target)
+            module.graph.erase_node(node)
+            changed = True
+    return changed
 
 
 def _cut_pieces(module: fx.GraphModule, written: set[int]) -> None:
