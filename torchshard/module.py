@@ -182,8 +182,8 @@ class ShardedModule(State):
             InputError: the arguments don't fit, are on another device, or differ between the ranks.
         """
         watch_slices(True)
-        refuse_transforms(self.source)
         with _ONE_AT_A_TIME:
+            refuse_transforms(self.source)  # another thread's capture would be taken for an export of this call
             return self._called(args, kwargs)
 
     def __copy__(self) -> NoReturn:
