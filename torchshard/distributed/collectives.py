@@ -13,11 +13,12 @@ ranks for its global size, in one small message; pass `size=` where it is known.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, Literal, overload
+from typing import Any, Literal, cast, overload
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch._C._functorch import peek_interpreter_stack
 
 from torchshard.distributed.checks import Mode, compares_each, forget, meet, note, remember, where_called
 from torchshard.distributed.groups import ALONE, MODEL, Group, own_group
@@ -244,7 +245,14 @@ def _same(x: Tensor, async_op: bool) -> Any:
 
 
 def check_tensor(group: Group, name: str, x: Any) -> None:
-    """Raises InputError on all ranks where one passes something else than a tensor."""
+    """Raises InputError on all ranks where one passes something else than a tensor, or calls within a transform."""
+    if group.size > 1 and not torch.compiler.is_compiling() and peek_interpreter_stack() is not None:
+        raise InputError(
+            f"{name} was called within a transform of torch.func (vmap, grad, jvp, ...)",
+            where=f"{name}, {where_called()}",
+            why="ranks send tensors with memory; a transform gives it wrappers of them",
+            attempt="a batch dim in place of vmap, and tensor.backward() or torch.autograd.grad in place of grad",
+        )
     if isinstance(x, Tensor):
         return
 
@@ -315,8 +323,11 @@ def whole_size(name: str, x: Tensor, dim: int, size: int | None, sizes: list[int
     Raises:
         InputError: the ranks' sizes are of no split.
     """
+    if sizes is None and size is None:
+        return int(x.shape[dim] * group.size)
     if sizes is None:
-        return int(x.shape[dim] * group.size) if size is None else size
+        _check_size(name, x, dim, cast(int, size), group)
+        return cast(int, size)
     total = sum(sizes) if size is None else size
     expected = [local_size([(total, 1)], rank, group.size) for rank in range(group.size)]
     if sizes != expected:
@@ -328,6 +339,20 @@ def whole_size(name: str, x: Tensor, dim: int, size: int | None, sizes: list[int
             attempt="slices that scatter made; all_gather_uneven for tensors of any shapes",
         )
     return total
+
+
+def _check_size(name: str, x: Tensor, dim: int, size: int, group: Group) -> None:
+    """Raises InputError where this rank's slice is none of a split of `size`; the other ranks are not asked."""
+    if group.size == 1 or torch.compiler.is_compiling():
+        return
+    expected = local_size([(size, 1)], group.rank, group.size)
+    if x.shape[dim] != expected:
+        raise InputError(
+            f"a slice of size {x.shape[dim]} is of no split of {size} over {group.size} ranks",
+            where=f"{name}, dim {dim}, {where_called()}",
+            why=f"torch.chunk's rule, by which scatter splits, gives rank {group.rank} {expected}",
+            attempt="the size of all ranks' slices together, or no size=",
+        )
 
 
 def own_dim(x: Tensor, dim: int) -> int:
