@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import atexit
 import itertools
+import math
 import os
 import sys
 from collections import deque
@@ -153,9 +154,9 @@ class Waits(NamedTuple):
 
 def _waits(call: float, start: float | None, collective: float | None) -> Waits:
     waits = Waits(call, call if start is None else start, call if collective is None else collective)
-    if not all(isinstance(seconds, int | float) and seconds > 0 for seconds in waits):
+    if not all(isinstance(seconds, int | float) and 0 < seconds < math.inf for seconds in waits):
         raise InputError(
-            f"{' and '.join(map(repr, dict.fromkeys(waits)))} are not numbers of seconds above 0",
+            f"{' and '.join(map(repr, dict.fromkeys(waits)))} are not finite numbers of seconds above 0",
             where="init_process_group(timeout_seconds=..., start_seconds=..., collective_seconds=...)",
             attempt="timeout_seconds=60; of a timedelta, its total_seconds()",
         )
