@@ -36,12 +36,14 @@ tsd.init_process_group(group_size=4)    # under torchrun --nproc-per-node 4
 Slices may be uneven: seven elements over four ranks are 2, 2, 2 and 1, by `torch.chunk`'s rule. What begins from
 slices asks the ranks for their sizes, in a small message, where `size=` does not give the whole one. With
 `async_op=True` the conversions (`copy` to `all_to_all`) give a `Handle`, whose `wait()` gives the tensor. `reduce` sums
-in place where no gradient is asked. `all_reduce` and `reduce_to` also take `PRODUCT`, `MIN`, `BAND`, `BOR` and `BXOR`;
+in place where no gradient is asked, and so does what else `torch.distributed` fills: `all_reduce`, `broadcast`,
+`reduce_to` on `dst`, `recv`. `all_reduce` and `reduce_to` also take `PRODUCT`, `MIN`, `BAND`, `BOR` and `BXOR`;
 `send` and `recv` are `isend` and `irecv` waited for; `barrier()` waits for all ranks.
 
 A rank that calls with another shape, dtype, operation, order or number of calls, that is late, stopped or dead, is one
-`DistributedError` on every other rank, within `init_process_group(timeout_seconds=60)`. By default calls are compared
-when their like is new, with `tsd.debug(True)` each of them, forward and backward:
+`DistributedError` on every other rank, within `init_process_group(timeout_seconds=60)`. Over gloo, which aborts
+where sizes differ, each call is compared by default, over NCCL one whose like is new; `tsd.debug(True)` compares each,
+forward and backward, with the line that calls:
 
 ```
 DistributedError: the ranks are about to do different things
