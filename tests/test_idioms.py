@@ -142,6 +142,12 @@ def _moves_a_buffer(m: Any, x: Tensor) -> Tensor:
     return y
 
 
+def _averages_a_buffer(m: Any, x: Tensor) -> Tensor:
+    y: Tensor = m.up(x) * m.scale
+    m.scale = m.scale * 0.9 + 0.1 * y.detach().mean(0)
+    return y
+
+
 def _with_a_scale(body: Body) -> nn.Module:
     model = _Model(body)
     model.register_buffer("scale", torch.arange(8).double())
@@ -220,6 +226,7 @@ EQUAL: dict[str, _Case] = {
     "attributes with names of ours": _Case(_with_our_names),
     "a buffer that is registered in forward": _Case(lambda: _Model(_registers_a_buffer)),
     "a buffer that is moved in forward": _Case(lambda: _with_a_scale(_moves_a_buffer)),
+    "a buffer that is averaged in forward": _Case(lambda: _with_a_scale(_averages_a_buffer)),
     "a cache whose tensors are registered": _Case(_with_a_registered_cache),
     "a power in place": _Case(lambda: _Model(_normalised)),
     "containers without names": _Case(

@@ -332,8 +332,20 @@ def _store_written(aliases: _Aliases) -> None:
             raise _refused(root, f"the model writes to {root.meta['path']}, which is no registered buffer of it")
         if root.meta["kind"] != "buffer":
             raise _refused(root, f"the model writes to its {root.meta['kind']} {root.meta['path']}")
+        _keep_what_is_read(aliases, root)
         with graph.inserting_before(graph.output_node()):
             emit(aliases.module, aten.copy_.default, (root, aliases.current(root)), root)
+
+
+def _keep_what_is_read(aliases: _Aliases, root: fx.Node) -> None:
+    """Ops whose backward may need a written buffer's earlier value (`y = x * self.scale`) read a copy of it."""
+    readers = [n for n in root.users if aliases.wants_grad(n) and "norm" not in str(n.target)]
+    if readers:
+        first = min(readers, key=list(aliases.module.graph.nodes).index)
+        with aliases.module.graph.inserting_before(first):
+            held = emit(aliases.module, aten.clone.default, (root,), root)
+        for reader in readers:
+            reader.replace_input_with(root, held)
 
 
 def _refused(node: fx.Node, why: str) -> CaptureError:
