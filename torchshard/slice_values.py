@@ -46,12 +46,10 @@ _LOOKING_AT_GRADIENTS = (_CLIPPING, "torch.amp.grad_scaler")
 """The modules of PyTorch that look at all gradients at once."""
 _FOR_USERS = frozenset([
     "torch.overrides", "torch.functional", "torch._tensor", "torch.nn.functional", "torch.autograd",
-    "torch.distributed.distributed_c10d", "torch.distributed.c10d_logger",
-    "torch._jit_internal", "torch.nn.utils.convert_parameters",
+    "torch._jit_internal", "torch.nn.utils.convert_parameters", "torch.distributed.distributed_c10d",
+    "torch.distributed.c10d_logger",
 ])  # fmt: skip
 """The modules of PyTorch whose functions are called on behalf of who calls them."""
-
-
 _OVERWRITING = frozenset([dist.all_reduce, dist.broadcast, dist.reduce])
 """What makes the ranks' tensors one, as of copies."""
 
@@ -135,15 +133,12 @@ class Slice(Tensor):
             return tuple(map(_gradient_of, [inputs] if isinstance(inputs, Tensor) else inputs, result))
         first = slices[0]
         shown = f"{first.sharding}, of a parameter such as {first.path!r}"
-        if (
-            tell(name, result, first.numel(), shown, depth)
-            or result is None
-            or any(result is a for a in _tensors(args))
-        ):
+        told = tell(name, result, first.numel(), shown, depth)
+        if told or result is None or any(result is a for a in _tensors(args)):
             return result
         if isinstance(result, Tensor):
             return SliceValue.sharing(result, first)
-        return type(result)(SliceValue.sharing(r, first) if isinstance(r, Tensor) else r for r in result)
+        return type(result)([SliceValue.sharing(r, first) if isinstance(r, Tensor) else r for r in result])
 
     def seeing_slices(self, hook: Callable[[Tensor], Tensor | None]) -> Callable[[Tensor], Tensor | None]:
         """A hook on gradients that is given them marked."""
