@@ -388,9 +388,9 @@ FAULTS = (
     ),
     Fault(
         "a step is not counted",
-        "history.py",
-        "self._steps, self._settings = self._steps + 1, settings",
-        "self._steps, self._settings = 0, settings",
+        "optimizers.py",
+        "        model.note_step(settings)\n",
+        "        pass\n",
         "tests/test_history.py tests/test_habits.py",
     ),
     Fault(
