@@ -69,7 +69,7 @@ def agree(
         near: a number that must be the same up to rounding, and its fact.
 
     Returns:
-        whether that one is the same on all ranks.
+        whether `unlike` is the same on all ranks.
     """
     if group.size == 1:
         return False

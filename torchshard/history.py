@@ -20,13 +20,13 @@ import weakref
 import zlib
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import is_fake
 
-from torchshard.agreement import as_bytes
+from torchshard.agreement import Near, as_bytes
 from torchshard.distributed.checks import digest
 from torchshard.distributed.groups import Group
 from torchshard.layouts import Layout, Shard, split
@@ -41,6 +41,7 @@ SENT = "what backwards have sent since the last call"
 STEPS = "the optimizers' steps"
 PARAMETER = "the values of parameter or buffer"
 EARLIER = "the values, a call ago, of"
+_NO_GRADIENTS = Near(name=GRADIENTS)
 
 
 def values_digest(tensor: Tensor, most_bytes: int = WHOLE_BYTES) -> int:
@@ -60,30 +61,19 @@ def device_digest(tensor: Tensor) -> Tensor:
     return ((flat + 1) * (places ^ (places >> 15))).sum()
 
 
-class Sum(NamedTuple):
-    """What is compared up to rounding: a sum, whose terms have signs, and how large it could be."""
-
-    value: float = 0.0
-    scale: float = 0.0
-
-
-def gradient_sum(gradient: Tensor, number: int) -> Sum:
+def gradient_sum(gradient: Tensor, number: int) -> Near:
     """A sum of a gradient's elements with weights by their places and the result's number."""
     held = gradient.detach().reshape(-1, gradient.shape[-1] if gradient.ndim else 1)
-    rows = (held @ _weights(held.shape[1], held)).double()
-    terms = rows * _weights(len(rows), rows) * (1 + 0.37 * number)
+    rows = (held @ _weights(held.shape[1], held.dtype)).double()
+    terms = rows * _weights(len(rows), rows.dtype) * (1 + 0.37 * number)
     value, scale = float(terms.sum()), float(terms.abs().sum())
-    return Sum(value, scale) if math.isfinite(scale) else Sum(0.0, sys.float_info.max)
+    return Near(value, scale, GRADIENTS) if math.isfinite(scale) else Near(0.0, sys.float_info.max, GRADIENTS)
 
 
 @functools.lru_cache(maxsize=64)
-def _weights_of(size: int, dtype: torch.dtype) -> Tensor:
+def _weights(size: int, dtype: torch.dtype) -> Tensor:
     places = torch.arange(1, size + 1, dtype=torch.float64)
     return ((places * 0.6180339887498949) % 1 + 0.5).to(dtype)
-
-
-def _weights(size: int, like: Tensor) -> Tensor:
-    return _weights_of(size, like.dtype)
 
 
 def is_here(tensor: Tensor) -> bool:
@@ -105,7 +95,7 @@ class Snapshot:
     """The split parameter whose turn it is; '' where there is none."""
     slice_digest: int
     """Of this rank's slice: all ranks' may not be the same."""
-    gradients: Sum
+    gradients: Near
     """Of what backwards have given the results since the last call."""
 
 
@@ -118,7 +108,7 @@ class History:
         self._calls, self._turn, self._steps, self._steps_digest, self._settings = 0, 0, 0, 0, "none"
         self._later: dict[str, Tensor] = {}
         self._event: Any = None
-        self._gradients = Sum()
+        self._gradients = _NO_GRADIENTS
         self._whole: list[str] = []
         self._split: list[str] = []
 
@@ -141,7 +131,8 @@ class History:
     def note_gradient(self, gradient: Tensor, number: int) -> None:
         """A backward has given this to the result of that number."""
         made = gradient_sum(gradient, number)
-        self._gradients = Sum(self._gradients.value + made.value, self._gradients.scale + made.scale)
+        value, scale = self._gradients.value + made.value, self._gradients.scale + made.scale
+        self._gradients = Near(value, scale, GRADIENTS)
 
     def watch(self, tensors: Mapping[str, Tensor], layouts: Mapping[str, Layout], distinct: Mapping[str, bool]) -> None:
         """From now on these parameters and buffers are compared, one of each kind at a call.
@@ -172,11 +163,11 @@ class History:
         self._ask({**inputs, **({} if here else {f"parameter {whole}": tensors[whole]})})
         part = self._in_turn(self._split) if tensors else ""
         self._turn += 1
-        gradients, self._gradients = self._gradients, Sum()
+        gradients, self._gradients = self._gradients, _NO_GRADIENTS
         own = self._slice_digest(tensors[part]) if part else self._group.rank
         return Snapshot(facts, part, own, gradients)
 
-    def all_facts(self, tensors: Mapping[str, Tensor], layouts: Mapping[str, Layout]) -> tuple[dict[str, str], Sum]:
+    def all_facts(self, tensors: Mapping[str, Tensor], layouts: Mapping[str, Layout]) -> tuple[dict[str, str], Near]:
         """What must be equal where all ranks stop at one place: steps, backwards, and what they hold whole."""
         snapshot = self.snapshot(tensors, {})
         facts = dict(snapshot.facts)
@@ -187,7 +178,7 @@ class History:
 
     def reset(self) -> None:
         """After an error that all ranks raise, they begin to compare anew."""
-        self._turn, self._later, self._event, self._gradients = 0, {}, None, Sum()
+        self._turn, self._later, self._event, self._gradients = 0, {}, None, _NO_GRADIENTS
 
     def _in_turn(self, names: Sequence[str]) -> str:
         return names[self._turn % len(names)] if names else ""

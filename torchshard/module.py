@@ -20,7 +20,7 @@ import torch
 from torch import Tensor, fx, nn
 from torch._subclasses.fake_tensor import is_fake
 
-from torchshard.agreement import Near, agree, fingerprint, together
+from torchshard.agreement import agree, fingerprint, together
 from torchshard.capture import (
     Leaves,
     Visit,
@@ -166,11 +166,10 @@ class ShardedModule(State):
         Raises:
             DistributedError: the ranks have drifted apart.
         """
-        if self._ts_group.size > 1 and Mode.on is not False:
-            own = {name: t for name, t in self._ts_tensors.items() if self._ts_names[name][0] == name}
-            facts, gradients = self._ts_history.all_facts(own, self._ts_layouts)
-            what, near = "the ranks hold different states", Near(*gradients, GRADIENTS)
-            agree(self._ts_group, facts, digest(repr(facts)), _call_error, what, near=near)
+        if self._compares():
+            facts, gradients = self._ts_history.all_facts(self._own_tensors(), self._ts_layouts)
+            what = "the ranks hold different states"
+            agree(self._ts_group, facts, digest(repr(facts)), _call_error, what, near=gradients)
         return super().full_state_dict()
 
     # --- calling -----------------------------------------------------------------------------------------------------
@@ -206,7 +205,7 @@ class ShardedModule(State):
             except RuntimeError as error:
                 _check_dtypes(call, state)
                 raise error
-        if self._ts_group.size > 1 and Mode.on is not False and torch.is_grad_enabled():
+        if self._compares() and torch.is_grad_enabled():
             self._ts_history.watch_results(results)
         return compiled.program.captured.rebuild(results)
 
@@ -227,17 +226,24 @@ class ShardedModule(State):
             compiled = self._known(kind, call)
         except ShardError as error:
             failure = error
-        if self._ts_group.size > 1 and Mode.on is not False:
-            try:
+        try:
+            if self._compares():
                 self._agree(call, kind, compiled, failure, step)
-            except ShardError:
-                self._ts_history.reset()
-                raise
-        if failure is not None:
+            if failure is not None:
+                raise failure
+        except ShardError:
             self._ts_history.reset()
-            raise failure
+            raise
         assert call is not None
         return kind, call, compiled
+
+    def _compares(self) -> bool:
+        """Whether the ranks compare what they do with this model."""
+        return self._ts_group.size > 1 and Mode.on is not False
+
+    def _own_tensors(self) -> dict[str, Tensor]:
+        """Parameters and buffers, each by its first name."""
+        return {name: t for name, t in self._ts_tensors.items() if self._ts_names[name][0] == name}
 
     def _check_real(self, call: Leaves) -> None:
         """What is computed with has values, unless all of it has none."""
@@ -268,8 +274,7 @@ class ShardedModule(State):
         values = [(tuple(t.shape), values_digest(t) if is_here(t) and not is_fake(t) else 0) for t in tensors]
         elsewhere = {} if call is None or failure is not None else _elsewhere(call)
         if self._ts_fixed and not self._ts_watched:  # before, layouts are what the ranks' plans say, which may differ
-            own = {name: t for name, t in self._ts_tensors.items() if self._ts_names[name][0] == name}
-            self._ts_history.watch(own, self._ts_layouts, self._ts_distinct)
+            self._ts_history.watch(self._own_tensors(), self._ts_layouts, self._ts_distinct)
             self._ts_watched = True
         snapshot = self._ts_history.snapshot({} if failure else self._ts_tensors, elsewhere)
         stream = _stream_state(call) if call is not None and compiled is not None and compiled.draws else ""
@@ -290,8 +295,8 @@ class ShardedModule(State):
 
         mine = digest(f"{mark} {values} {stream} {compiled is None} {text} {step} {snapshot.facts}")
         what = "the ranks were called with different arguments"
-        unlike, near = snapshot.slice_digest, Near(*snapshot.gradients, GRADIENTS)
-        if agree(self._ts_group, facts, mine, _call_error, what, unlike, near) and snapshot.slice_name:
+        unlike = snapshot.slice_digest
+        if agree(self._ts_group, facts, mine, _call_error, what, unlike, snapshot.gradients) and snapshot.slice_name:
             raise _same_slices(snapshot.slice_name)
         self._ts_group.talk.recent.clear()
 

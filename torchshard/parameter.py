@@ -79,14 +79,10 @@ class ShardedParameter(Slice, nn.Parameter):
 
     def detach(self) -> Tensor:
         """As `Tensor.detach`; refused where other ranks of the model would be given this rank's slice."""
-        if self.group.size > 1 and called_from() == "torch.distributed.utils":
-            check_other_group(sys._getframe(1).f_locals.get("process_group"), self.group, "DistributedDataParallel")
         asked = called_from()
-        with unwatched():
-            held = Tensor.detach(self)
-        if asked == "torch.nn.parameter":  # the only class that it accepts
-            return ShardedParameter.of(held, self.sharding, self.group, self.path)
-        return SliceValue.sharing(held, self) if self.is_split and is_users(asked) else held
+        if self.group.size > 1 and asked == "torch.distributed.utils":
+            check_other_group(sys._getframe(1).f_locals.get("process_group"), self.group, "DistributedDataParallel")
+        return self.detached_for(asked)
 
     def register_hook(self, hook: Callable[[Tensor], Tensor | None]) -> Any:
         """As `Tensor.register_hook`; the hook is given this rank's slice of the gradient."""

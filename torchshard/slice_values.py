@@ -176,12 +176,15 @@ class Slice(Tensor):
 
     def detach(self) -> Tensor:
         """As `Tensor.detach`; where `nn.Parameter(p)` asks, of the same class, for it accepts no other."""
-        asked = called_from()
+        return self.detached_for(called_from())
+
+    def detached_for(self, module: str) -> Tensor:
+        """What `detach` gives a module's code."""
         with unwatched():
             held = Tensor.detach(self)
-        if asked == "torch.nn.parameter":
+        if module == "torch.nn.parameter":
             return self.sharing(held, self)
-        return SliceValue.sharing(held, self) if self.is_split and is_users(asked) else held
+        return SliceValue.sharing(held, self) if self.is_split and is_users(module) else held
 
     def ndimension(self) -> int:
         """The number of dims; `torch.nn.init` asks for it where it initialises by the sizes."""
