@@ -130,7 +130,7 @@ BY_DIMS: dict[Any, Callable[..., Tensor]] = {
     aten.scaled_dot_product_attention.default: _attention,
     **{getattr(aten, f"conv{n}d").default: _convolution for n in (1, 2, 3)},
 }
-"""Ops that the global rules refuse -> simpler ones that treat the same dims alike, of which only the dims are asked."""
+"""Ops that the global rules refuse -> simpler ones that treat the dims the same way, of which only those are asked."""
 
 STRETCHED = {aten.expand.default, aten.full.default, aten.zeros.default, aten.ones.default, aten.empty.memory_format}
 """Ops that repeat one value along a dim: to stretch it over this rank's part is to keep that part of it all, stretched.
@@ -172,14 +172,14 @@ def typed(shape: Sequence[int], dtype: torch.dtype, kind: Any, *, grad: bool = F
     return made if kind is None else spmd.assert_type(made, {AXIS: kind})
 
 
-def alike(tensor: Tensor, kind: Any, **changes: Any) -> Tensor:
+def typed_like(tensor: Tensor, kind: Any, **changes: Any) -> Tensor:
     """A new tensor of another type."""
     return typed(tensor.shape, tensor.dtype, kind, **{"grad": tensor.requires_grad, **changes})
 
 
 def copied(tree: Any) -> Any:
-    """The same arguments anew: ops that write to theirs leave ours alone."""
-    return tree_map_only(Tensor, lambda t: alike(t, full_type(t), parts=getattr(t, "parts", None)), tree)
+    """Copies of the arguments: ops that write to theirs leave ours alone."""
+    return tree_map_only(Tensor, lambda t: typed_like(t, full_type(t), parts=getattr(t, "parts", None)), tree)
 
 
 def tensors_in(tree: Any) -> list[Tensor]:
@@ -301,7 +301,7 @@ def _not_whole(operands: Any) -> str:
 
 def _opaque(node: fx.Node, operands: Any, why: str, subject: Subject) -> Judgement:
     """What the checker can't see into: of operands that are I it gives I."""
-    made = tree_map_only(Tensor, lambda t: alike(t, I), recorded(node, subject))
+    made = tree_map_only(Tensor, lambda t: typed_like(t, I), recorded(node, subject))
     return Judgement(made, BY_DECLARATION, why, _not_whole(operands))
 
 
@@ -340,10 +340,10 @@ def _op(node: fx.Node, args: Any, kwargs: Any, numbers: Mapping[Any, tuple[Any, 
     made = checked(function, args, kwargs, by_dim=False)
     if not operands and any(local_type(t) is None for t in tensors_in(made)):
         why = "random" if torch.Tag.nondeterministic_seeded in node.target.tags else "memory"
-        return Judgement(tree_map_only(Tensor, lambda t: alike(t, R), made), BY_DECLARATION, why)
+        return Judgement(tree_map_only(Tensor, lambda t: typed_like(t, R), made), BY_DECLARATION, why)
     dim = _own_dim(node)
     if dim is not None and node.target in STRETCHED and local_type(made) in (I, R):
-        return _narrowed(made, alike(made, local_type(made)), dim)
+        return _narrowed(made, typed_like(made, local_type(made)), dim)
     if not any(local_type(t) is V for t in tensors_in(made)):
         return Judgement(made)
     if node.target is aten.slice.Tensor and _is_own_slice(args, numbers):
@@ -359,7 +359,7 @@ def _op(node: fx.Node, args: Any, kwargs: Any, numbers: Mapping[Any, tuple[Any, 
     except RefusedError as refused:
         return Judgement(made, BY_TYPE, str(refused))
     kinds, order = (full_type(t) for t in tensors_in(by_dim)), orders.pop()
-    return Judgement(tree_map_only(Tensor, lambda t: alike(t, next(kinds), parts=order), made))
+    return Judgement(tree_map_only(Tensor, lambda t: typed_like(t, next(kinds), parts=order), made))
 
 
 def _name(node: fx.Node) -> str:
@@ -434,7 +434,7 @@ def _narrowed(made: Tensor, whole: Tensor, dim: int) -> Judgement:
     """This rank's slice of a whole value that is R, or has no gradient."""
     small = typed([4] * made.ndim, made.dtype, local_type(whole), grad=whole.requires_grad)
     result = checked(spmd.convert, (small, AXIS), {"src": R, "dst": spmd.S(dim)}, by_dim=True)
-    return Judgement(alike(made, full_type(result)))
+    return Judgement(typed_like(made, full_type(result)))
 
 
 def _own_dim(node: fx.Node) -> int | None:
@@ -478,7 +478,7 @@ def _compared(node: fx.Node, found: Judgement, subject: Subject) -> Judgement:
             kind, parts = type_of(layout), parts_in(layout)
         if isinstance(val, Tensor) and sizes_of(val.shape) != list(result.shape):
             found = _with_fault(found, f"size: {list(result.shape)}, recorded {sizes_of(val.shape)}")
-        made.append(alike(result, kind, grad=grad, parts=parts))
+        made.append(typed_like(result, kind, grad=grad, parts=parts))
     return dataclasses.replace(found, value=made if isinstance(found.value, (list, tuple)) else made[0])
 
 
@@ -588,7 +588,7 @@ def judged(subject: Subject) -> tuple[dict[fx.Node, Any], dict[fx.Node, Judgemen
 def without(node: fx.Node, subject: Subject, values: dict[fx.Node, Any], before: Mapping[fx.Node, Judgement]) -> str:
     """The fault that is found where a collective gives its operand: "type: ...", "size: ..." or "dim: ..."; or ''.
 
-    Its consumers are judged anew, and theirs in turn where nothing is recorded (inside a replacement). It is a fault
+    Its consumers are judged again, and theirs in turn where nothing is recorded (inside a replacement). It is a fault
     of dims where the global rules refuse what they took before.
     """
     first: Any = node.args[0]

@@ -1,4 +1,4 @@
-"""What the ranks have done since a sharded model's last call, as far as it must be alike: compared with its next call.
+"""What the ranks have done since a sharded model's last call, where it must be the same: compared with its next call.
 
 One small all-reduce precedes each call. Beside the call itself its digest covers, at no further message:
 
@@ -177,7 +177,7 @@ class History:
         return facts, snapshot.gradients
 
     def reset(self) -> None:
-        """After an error that all ranks raise, they begin to compare anew."""
+        """After an error that all ranks raise, they begin to compare from the start."""
         self._turn, self._later, self._event, self._gradients = 0, {}, None, _NO_GRADIENTS
 
     def _in_turn(self, names: Sequence[str]) -> str:

@@ -488,7 +488,7 @@ def _same_slices(name: str) -> DistributedError:
         f"all ranks hold the same slice of {name!r}",
         where=f"parameter or buffer {name!r}",
         why="each rank had a slice of its own when the model was sharded: one was copied over the others since, by a "
-        "broadcast, a wrapper of torch.distributed, or an initialiser that draws alike on every rank",
+        "broadcast, a wrapper of torch.distributed, or an initialiser that draws the same numbers on every rank",
         attempt="no broadcast of a sharded model's parameters (ts.shard has compared them); load_full_state_dict",
     )
 

@@ -296,7 +296,9 @@ def tell(name: str, result: Any, size: int, shown: str, depth: int) -> bool:
         "an index" if name in ("__getitem__", "__setitem__") else f"{name}()",
     )
     if plain in _DRAWN_LIKE:
-        text = f"{what} of this rank's slice, {shown}, draws alike on all ranks, and otherwise than for the whole"
+        text = (
+            f"{what} of this rank's slice, {shown}, draws the same numbers on all ranks, and others than for the whole"
+        )
     elif plain in _MIXING or (name not in _JOINING and any(r.numel() != size for r in made)):
         text = f"{what} gives a result of this rank's slice, {shown}, not of the whole"
     else:

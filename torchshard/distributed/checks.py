@@ -148,14 +148,14 @@ def announce(group: Group, call: Callable[[], str], of: str = "", *, eager: bool
 
 
 def meet(
-    group: Group, call: Callable[[], str], value: Callable[[], int] = int, of: str = "", *, alike: bool = False
+    group: Group, call: Callable[[], str], value: Callable[[], int] = int, of: str = "", *, symmetric: bool = False
 ) -> list[int]:
     """Compares the ranks' next calls, and tells all ranks' values.
 
     Args:
         call: says what must be the same on all ranks; where it raises, the others hear of it.
         value: a number of this rank's own, asked after `call`.
-        alike: whether all ranks do the same, so that with `debug(True)` they call from the same line.
+        symmetric: whether all ranks do the same, so that with `debug(True)` they call from the same line.
 
     Raises:
         DistributedError: the calls differ, or a rank made none within the timeout: on every rank that made one.
@@ -171,7 +171,7 @@ def meet(
         failure, text = error, f"refused: {_first_line(error)}"
     site = f"backward of {of}" if of else where_called()
     history = f" after {group.talk.history:x}" if group.talk.history else ""
-    compared = f"{text} {site if alike and Mode.on is True else ''}{history}"
+    compared = f"{text} {site if symmetric and Mode.on is True else ''}{history}"
     header = _header(text, site, 0 if failure else value(), compared)
     heard, silent = _swap(group, header, group.timeout_seconds)
     here = f"{text} ({site})"

@@ -305,7 +305,7 @@ def alike(
 
     sizes = None
     if asked or Mode.on is not False:
-        sizes = meet(group, said, lambda: 0 if dim is None else x.shape[dim], alike=name not in ONE_SIDED)
+        sizes = meet(group, said, lambda: 0 if dim is None else x.shape[dim], symmetric=name not in ONE_SIDED)
     else:
         said()
     if not asked:

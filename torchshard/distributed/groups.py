@@ -313,9 +313,9 @@ def debug(on: bool | None = True) -> None:
 
     Args:
         on: True: each call, each collective node of a graph, and each step of a backward, at the cost of a message to
-            each rank, and also the line that calls (calls that send alike in another order are different calls); None
-            (as it begins): each call of a sharded model, and eager calls, with gloo each of them, with NCCL each when
-            its like is new; False: none but those by which the ranks tell each other sizes.
+            each rank, and also the line that calls (calls that send the same in another order are different calls);
+            None (as it begins): each call of a sharded model, and eager calls, with gloo each of them, with NCCL each
+            when its like is new; False: none but those by which the ranks tell each other sizes.
 
     Raises:
         DistributedError: the ranks of the group don't all call it.

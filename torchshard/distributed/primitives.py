@@ -241,7 +241,7 @@ def barrier() -> None:
     """Waits for all ranks of the group."""
     group = own_group()
     if to_compare(group, group.talk.met, "barrier"):
-        meet(group, lambda: "barrier()", alike=True)
+        meet(group, lambda: "barrier()", symmetric=True)
     if group.size > 1:
         collective(group, dist.barrier)
 
