@@ -6,7 +6,8 @@ time, which is what the call itself costs, and once by the clock, which has in i
 and wakes them. Three modes: `off` compares nothing, `default` compares each call over gloo, `debug` also the lines that
 call.
 
-Then a training step of the model of step_time.py, with an optimizer's: with the default checks, and without.
+Then a training step of the model of step_time.py, with an optimizer's: with the default checks, and without, of the
+process's processor time and by the clock.
 
     python benchmarks/call_cost.py --rounds 2000 --json call_cost.json
 """
@@ -96,22 +97,29 @@ def _trained(model: torch.nn.Module, optimizer: torch.optim.Optimizer, x: Tensor
     optimizer.step()
 
 
-def _steps(width: int, rounds: int) -> dict[str, float]:
-    """Seconds of a step: the median without checks, and the quartiles of what the default ones add."""
+def _steps(width: int, rounds: int) -> dict[str, dict[str, float]]:
+    """Seconds of a step by each clock: the median without checks, and the quartiles of what the default ones add."""
     torch.manual_seed(0)
     x, target = torch.randn(BATCH, SEQUENCE, width), torch.randn(BATCH, SEQUENCE, width)
     model = ts.shard(torch.nn.Sequential(*(Block(width) for _ in range(BLOCKS))), PLAN, (x,))
     optimizer = torch.optim.AdamW(model.parameters(), fused=True)
     seconds: list[list[float]] = []
     for i in range(rounds):
-        row = [0.0, 0.0]
+        row = [0.0] * 4
         for which in (0, 1) if i % 2 else (1, 0):
             tsd.debug((False, None)[which])
-            row[which] = timed(partial(_trained, model, optimizer, x, target), model)
+            busy = time.process_time()
+            row[2 + which] = timed(partial(_trained, model, optimizer, x, target), model)
+            row[which] = time.process_time() - busy
         seconds.append(row)
     held = slowest(seconds)
-    low, middle, high = statistics.quantiles([default - off for off, default in held], n=4)
-    return {"off": statistics.median(off for off, _ in held), "low": low, "more": middle, "high": high}
+    return {clock: _added([(row[at], row[at + 1]) for row in held]) for clock, at in (("processor", 0), ("clock", 2))}
+
+
+def _added(pairs: list[tuple[float, float]]) -> dict[str, float]:
+    """Of pairs (without checks, with the default ones)."""
+    low, middle, high = statistics.quantiles([default - off for off, default in pairs], n=4)
+    return {"off": statistics.median(off for off, _ in pairs), "low": low, "more": middle, "high": high}
 
 
 def main_of_a_rank(rounds: int, step_rounds: int) -> dict[str, Any]:
@@ -131,10 +139,11 @@ def show(found: dict[str, Any]) -> None:
     for name, modes in found["calls"].items():
         more = [(1e6 * (row[1] - row[0]), 1e6 * (row[3] - row[2])) for row in modes.values()]
         print(f"{name:18} {1e6 * modes['off'][2]:7.1f}" + "".join(f"{m[i]:17.1f}" for i in (0, 1) for m in more))
-    for width, held in found["steps"].items():
-        off, low, more, high = (1e3 * held[key] for key in ("off", "low", "more", "high"))
-        print(f"step of {BLOCKS} blocks of width {width}: {off:.2f} ms without checks")
-        print(f"the default checks: {more:+.3f} ms, {more / off:+.2%}, quartiles {low / off:+.2%} to {high / off:+.2%}")
+    for width, clocks in found["steps"].items():
+        for clock, held in clocks.items():
+            off, low, more, high = (1e3 * held[key] for key in ("off", "low", "more", "high"))
+            print(f"step of {BLOCKS} blocks of width {width}, {clock}: {off:.2f} ms; the default checks {more:+.3f} ms")
+            print(f"    {more / off:+.2%}, quartiles {low / off:+.2%} to {high / off:+.2%}")
 
 
 def main() -> None:

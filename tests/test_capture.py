@@ -321,6 +321,12 @@ def test_gradients_and_transforms_inside_the_model_are_refused(body: Callable[[_
         capture(_Up(body), (X,))
 
 
+def test_a_layer_of_pytorchs_that_reads_a_value_is_named() -> None:
+    model = nn.Sequential(nn.Linear(6, 4), nn.BatchNorm1d(4, momentum=None))
+    with pytest.raises(ts.CaptureError, match=r"(?s)batchnorm\.py:\d+ in forward.*momentum=None .*momentum=0\.1"):
+        capture(model, (X,))
+
+
 def test_shapes_that_depend_on_values() -> None:
     model = _Up(lambda m, x: m.up(x)[x[:, 0] > 0])
     sharded = ts.shard(model, {"up": "column"})

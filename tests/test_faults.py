@@ -25,7 +25,7 @@ import torchshard as ts
 import torchshard.distributed as tsd
 from tests.helpers import run_ranks
 from torchshard.distributed import checks
-from torchshard.nn.functional import parallel_linear
+from torchshard.nn.functional import parallel_cross_entropy, parallel_embedding, parallel_linear
 
 SECONDS = 3.0
 """The groups' timeout."""
@@ -157,6 +157,11 @@ FAULTS: dict[str, Fault] = {
     "an object that may not travel": lambda odd, r, n: tsd.all_gather_object(print if odd else 1, allow_pickle=False),
     "an object that can't be pickled": lambda odd, r, n: tsd.all_gather_object((lambda: 1) if odd else 1),
     "linear: a gradient on some": lambda odd, r, n: parallel_linear(ones(2, 4, grad=not odd), ones(3, 4), dim=1),
+    "embedding: other ids": lambda odd, r, n: parallel_embedding(torch.tensor([1 * odd]), ones(2, 3), dim=0),
+    "embedding: an id of no row": lambda odd, r, n: parallel_embedding(torch.tensor([9 * odd]), ones(2, 3), dim=0),
+    "cross entropy: other labels": lambda odd, r, n: parallel_cross_entropy(
+        ones(1, 2), torch.tensor([int(odd)]), dim=1
+    ),
     "linear: another size": lambda odd, r, n: parallel_linear(ones(2, 4), ones(3 + odd, 4), dim=1, size=3 * n),
     "model: an input's shape": lambda odd, r, n: _model()(ones(2 + odd, 4)),
     "model: an input's values": lambda odd, r, n: _model()(ones(2, 4) * (1 + odd)),

@@ -77,8 +77,8 @@ def _weights(size: int, dtype: torch.dtype) -> Tensor:
 
 
 def is_here(tensor: Tensor) -> bool:
-    """Whether a tensor's values can be read without waiting for a device."""
-    return tensor.device.type == "cpu"
+    """Whether a tensor has values that can be read without waiting for a device."""
+    return tensor.device.type == "cpu" and not is_fake(tensor)
 
 
 def _is_compared(tensor: Tensor) -> bool:

@@ -271,7 +271,7 @@ class ShardedModule(State):
     ) -> None:
         """The ranks compare a digest of the call, and the call itself where that differs."""
         tensors = [] if call is None or failure is not None else call.tensors
-        values = [(tuple(t.shape), values_digest(t) if is_here(t) and not is_fake(t) else 0) for t in tensors]
+        values = [(tuple(t.shape), values_digest(t) if is_here(t) else 0) for t in tensors]
         elsewhere = {} if call is None or failure is not None else _elsewhere(call)
         if self._ts_fixed and not self._ts_watched:  # before, layouts are what the ranks' plans say, which may differ
             self._ts_history.watch(self._own_tensors(), self._ts_layouts, self._ts_distinct)
@@ -284,7 +284,7 @@ class ShardedModule(State):
         def facts() -> dict[str, str]:
             if call is None or failure is not None:
                 return {"the arguments": text, "what is asked for": step}
-            found: dict[str, Any] = {}
+            found: dict[str, Any] = {"the arguments": "they fit"}
             for name, tensor, (_, total) in zip(call.names, call.tensors, values, strict=True):
                 found |= {f"input {name}": value_text(tensor), f"{VALUES} {name}": total}
             found |= {"what is no tensor": call.structure}

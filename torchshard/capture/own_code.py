@@ -121,8 +121,16 @@ def is_library(path: str) -> bool:
 def user_line(stack: Sequence[traceback.FrameSummary]) -> str:
     """The innermost line of a stack that is neither PyTorch's nor ours."""
     frames = [f for f in stack if not is_library(f.filename)]
-    own = [f for f in frames if f.name not in ("<module>", "main")] or frames
-    return f"{own[-1].filename}:{own[-1].lineno} in {own[-1].name}: {own[-1].line}" if own else ""
+    return _innermost([f for f in frames if f.name not in ("<module>", "main")] or frames)
+
+
+def layer_line(stack: Sequence[traceback.FrameSummary]) -> str:
+    """The innermost line of a stack within PyTorch's own layers, for models that have no forward of their own."""
+    return _innermost([f for f in stack if "/torch/nn/modules/" in f.filename])
+
+
+def _innermost(frames: Sequence[traceback.FrameSummary]) -> str:
+    return f"{frames[-1].filename}:{frames[-1].lineno} in {frames[-1].name}: {frames[-1].line}" if frames else ""
 
 
 def line_in(text: str) -> str:

@@ -30,7 +30,7 @@ from torchshard.capture.intercept import (
     recording,
     warn_of_checkpoints,
 )
-from torchshard.capture.own_code import line_in, user_line
+from torchshard.capture.own_code import layer_line, line_in, user_line
 from torchshard.capture.rehearsal import refuse_state, run_on_fakes
 from torchshard.capture.signature import Leaves, check_results, flatten, unchanged
 from torchshard.capture.visible import Kept, Place, attributes, changed
@@ -209,6 +209,11 @@ _REMARKING = ("torch._export.non_strict_utils", "torch.fx.experimental.symbolic_
 
 _ADVICE = (
     (
+        r"float\(self\.num_batches_tracked\)",
+        "BatchNorm with momentum=None weighs each batch by a tensor's value, the count of batches",
+        "a number: momentum=0.1, as it is by default",
+    ),
+    (
         r"_detect_is_causal_mask",
         "torch.nn.Transformer looks at the mask's values, whether it is the causal one",
         "say so: is_causal=True beside the mask (tgt_is_causal=True of nn.Transformer), or False",
@@ -232,14 +237,15 @@ _ADVICE = (
 
 
 def _capture_error(model: nn.Module, error: Exception) -> CaptureError:
-    text = f"{type(error).__name__}: {error}"
-    called = " ".join(frame.name for frame in traceback.extract_tb(error.__traceback__))
+    text, stack = f"{type(error).__name__}: {error}", traceback.extract_tb(error.__traceback__)
+    layer = layer_line(stack)
+    called = " ".join((*(frame.name for frame in stack), layer))
     advice = next((row for row in _ADVICE if re.search(row[0], f"{text} {called}")), None)
     reason = advice[1] if advice else "torch.export could not run the model on fake tensors"
     line = text.strip().splitlines()[0][:300]
     return CaptureError(
         f"{type(model).__name__} can't be captured as a graph",
-        where=user_line(traceback.extract_tb(error.__traceback__)) or line_in(str(error)) or type(model).__name__,
+        where=user_line(stack) or line_in(str(error)) or layer or type(model).__name__,
         why=f"{reason} ({line})",
         attempt=advice[2]
         if advice

@@ -201,7 +201,9 @@ def _make_groups(group_size: int, mesh: Any, waits: Waits) -> dict[str, Group]:
     model = _model_ranks(world, group_size) if mesh is None else _mesh_ranks(world, group_size, mesh, control)
     data = [[ranks[place] for ranks in model if place < len(ranks)] for place in range(max(map(len, model)))]
     controls = [control if ranks == everyone else None for ranks in model]
-    return {MODEL: _own_group(model, waits, controls), DATA: _own_group(data, waits)}
+    made = {MODEL: _own_group(model, waits, controls), DATA: _own_group(data, waits)}
+    meet(all_ranks, lambda: f"{asked}, made")  # one that destroys its groups would cut off who is still connecting
+    return made
 
 
 def _model_ranks(world: int, group_size: int) -> list[list[int]]:

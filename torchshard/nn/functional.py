@@ -19,9 +19,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from torchshard.distributed.checks import Mode
 from torchshard.distributed.collectives import alike, needs_gradient, own_dim, whole_size
 from torchshard.distributed.groups import Group, own_group
 from torchshard.errors import InputError
+from torchshard.history import is_here, values_digest
 from torchshard.layouts import I, Shard, type_text
 from torchshard.nn.one_op import Piece, convert, run
 
@@ -61,7 +63,9 @@ def parallel_linear(
     Source: Megatron's `ColumnParallelLinear` and `RowParallelLinear`.
     """
     group, by_rows, last = own_group(), dim == 0, input.shape[-1] if input.ndim else 0
-    asked = {"input": _text(input, input.shape[:-1]), "input_is_parallel": input_is_parallel, "bias": _text(bias, ())}
+    asked: dict[str, Any] = {
+        "input": _text(input, input.shape[:-1]), "input_is_parallel": input_is_parallel, "bias": _text(bias, ()),
+    }  # fmt: skip
 
     def valid() -> None:
         check_linear(dim, input_is_parallel=input_is_parallel, gather_output=gather_output)
@@ -120,9 +124,8 @@ def parallel_embedding(
     if dim is None or group.size == 1:
         check_embedding(dim, max_norm, sparse)
         return F.embedding(input, weight, padding_idx, max_norm, norm_type, scale_grad_by_freq, sparse)
-    asked = {
-        "input": _text(input, input.shape), "padding_idx": padding_idx, "scale": scale_grad_by_freq,
-        "max_norm": max_norm, "sparse": sparse,
+    asked: dict[str, Any] = {
+        "same": input, "padding_idx": padding_idx, "scale": scale_grad_by_freq, "max_norm": max_norm, "sparse": sparse,
     }  # fmt: skip
     split = 0 if by_rows else 1
     valid: Callable[[], None] = lambda: check_embedding(dim, max_norm, sparse)  # noqa: E731
@@ -169,7 +172,7 @@ def parallel_cross_entropy(
     if dim is None or group.size == 1:
         _check_reduction(reduction)
         return F.cross_entropy(input, target, weight, **options)
-    asked = {"target": _text(target, target.shape), "weight": weight is not None, **options}
+    asked = {"same": target, "weight": weight is not None, **options}
     valid: Callable[[], None] = lambda: _check_reduction(reduction)  # noqa: E731
     whole = _global_size(group, "parallel_cross_entropy", input, dim, size, valid, **asked)
     split = own_dim(input, dim)
@@ -261,9 +264,28 @@ def _text(x: Tensor | None, shape: Sequence[int]) -> str | None:
     return f"{type_text(x.dtype, shape)}{' with a gradient' if needs_gradient(x) else ''}"
 
 
+def _values_text(x: Tensor) -> str:
+    """The same of indices or labels, with a checksum of their values, which must be the same on all ranks."""
+    compared = is_here(x) and not x.is_floating_point() and Mode.on is not False
+    return f"{_text(x, x.shape)}{f', checksum {values_digest(x):x}' if compared else ''}"
+
+
 def _global_size(
-    group: Group, name: str, x: Tensor, dim: int, size: int | None, valid: Callable[[], None], **asked: Any
+    group: Group,
+    name: str,
+    x: Tensor,
+    dim: int,
+    size: int | None,
+    valid: Callable[[], None],
+    same: Tensor | None = None,
+    **asked: Any,
 ) -> int:
-    """The size of a split dim of all slices together; the ranks' calls are compared meanwhile."""
-    sizes = None if torch.compiler.is_compiling() else alike(group, name, x, dim, valid, size=size, **asked)
-    return whole_size(name, x, dim, size, sizes, group)
+    """The size of a split dim of all slices together; the ranks' calls are compared meanwhile.
+
+    Args:
+        same: what has the same values on all ranks.
+    """
+    if torch.compiler.is_compiling():
+        return whole_size(name, x, dim, size, None, group)
+    values = {} if same is None else {"values": _values_text(same)}
+    return whole_size(name, x, dim, size, alike(group, name, x, dim, valid, size=size, **values, **asked), group)
