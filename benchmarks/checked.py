@@ -12,20 +12,21 @@ from __future__ import annotations
 import argparse
 import sys
 from collections import Counter
+from pathlib import Path
+from typing import Any
 
 import torch
 
 import torchshard as ts
-from tests.models import CASES
 from torchshard.capture import flatten
 from torchshard.checking import in_dtype
 
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 
 
-def verdict(name: str, dtype: torch.dtype, world_size: int) -> str:
+def verdict(case: Any, dtype: torch.dtype, world_size: int) -> str:
     """'exact', 'wrong' or 'raised'."""
-    case = CASES[name]
     torch.manual_seed(0)
     model, args, kwargs = in_dtype(case.build(), flatten(case.inputs()).tensors, case.kwargs, dtype)
     try:
@@ -38,6 +39,8 @@ def verdict(name: str, dtype: torch.dtype, world_size: int) -> str:
 
 
 def main() -> None:
+    from tests.models import CASES
+
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--models", nargs="+", default=list(CASES))
     parser.add_argument("--ranks", nargs="+", type=int, default=[2, 3])
@@ -46,7 +49,7 @@ def main() -> None:
     seen = Counter[str]()
     for name in given.models:
         for world_size in given.ranks:
-            found = {str(dtype).removeprefix("torch."): verdict(name, dtype, world_size) for dtype in DTYPES}
+            found = {str(dtype).removeprefix("torch."): verdict(CASES[name], dtype, world_size) for dtype in DTYPES}
             seen.update(dtype for dtype, text in found.items() if text != "exact")
             print(f"{name:24} {world_size} ranks  " + "  ".join(f"{d} {text}" for d, text in found.items()), flush=True)
     print(f"not exact: {dict(seen)}")
