@@ -87,7 +87,7 @@ def _links(source: Layout, wanted: frozenset[Layout], world: int, needs_grad: bo
             for start in sorted(have, key=str):
                 for target in order:
                     row = _BY_ENDS.get((type(start), type(target)))
-                    if target in have or not _converts(row, start, target):
+                    if target in have or not _converts(row, start, target, needs_grad=needs_grad):
                         continue
                     assert row is not None
                     key = have | {target}
@@ -98,10 +98,15 @@ def _links(source: Layout, wanted: frozenset[Layout], world: int, needs_grad: bo
     return min(found, key=lambda f: f[:2])[2] if found else None
 
 
-def _converts(row: Conversion | None, source: Layout, target: Layout) -> bool:
-    """Whether the row's kernel does it; between two splits of one dim the whole is gathered in between."""
+def _converts(row: Conversion | None, source: Layout, target: Layout, *, needs_grad: bool) -> bool:
+    """Whether the row's kernel does it; between two splits of one dim the whole is gathered in between.
+
+    What is split in repeated parts stays so, for a rank's slice does not say how often they are repeated.
+    """
     if row is None or row.name == "pad":
         return False
+    if any(isinstance(x, Shard) and x.repeated for x in (source, target)):
+        return row.name == "scatter" and not needs_grad
     return not (isinstance(source, Shard) and isinstance(target, Shard)) or source.dim != target.dim
 
 
@@ -144,13 +149,16 @@ def sent_bytes(kernel: str, nbytes: float, source: Layout, target: Layout, shape
 
 
 def flat_parts(size: int, shard: Shard) -> list[int]:
-    """A Shard's parts as the collectives take them: [count, unit, count, unit, ...]."""
+    """A Shard's parts as the collectives take them: [count, unit, count, unit, ...]; after a 0 those that repeat."""
+    if shard.repeated and shard.parts is not None:
+        return [0, *(n for part in shard.parts for n in part)]
     return [n for part in parts_of(size, shard) for n in part]
 
 
 def shard_from(dim: int, flat: Sequence[int]) -> Shard:
     """The Shard that `flat_parts` spelled."""
-    return Shard(dim, tuple(zip(flat[::2], flat[1::2], strict=True)))
+    repeated = len(flat) % 2 == 1
+    return Shard(dim, tuple(zip(flat[repeated::2], flat[repeated + 1 :: 2], strict=True)), repeated)
 
 
 def ends(name: str, args: Sequence[Any]) -> tuple[Layout, Layout]:

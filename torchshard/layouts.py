@@ -11,7 +11,8 @@ I and S are their own duals, R and P each other's: `dual(layout)` is the layout 
 A dim of a Shard is a concatenation of *parts*, each `count` units of `unit` elements; each part deals its units to
 the ranks by `torch.chunk`'s rule, and a rank holds its piece of every part. One part of units of one element is the
 plain case. `S(2; 768+768+768)` is a fused QKV weight, `S(0; 7x8)` seven heads of eight, which two ranks hold as four
-heads and three. The last ranks may hold nothing.
+heads and three. The last ranks may hold nothing. Where the dim's size is dynamic its parts come again and again until
+it is full: `S(1; *4)` is any number of four heads, as in `view(length, batch * heads, width)`.
 
 Example: a dim of 7 over 2 ranks is 4 and 3; over 4 ranks 2, 2, 2, 1; a dim of 2 over 4 ranks is 1, 1, 0, 0.
 """
@@ -21,6 +22,7 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -61,11 +63,14 @@ class Shard:
     """The split dim of the tensor, counted from 0 (never negative)."""
     parts: tuple[Part, ...] | None = None
     """What the dim is a concatenation of, or None: one part of units of one element."""
+    repeated: bool = False
+    """Whether the parts come again and again until the dim is full."""
 
     def __str__(self) -> str:
         if self.parts is None:
             return f"S({self.dim})"
-        return f"S({self.dim}; {'+'.join(str(c) if u == 1 else f'{c}x{u}' for c, u in self.parts)})"
+        times = "*" if self.repeated else ""
+        return f"S({self.dim}; {times}{'+'.join(str(c) if u == 1 else f'{c}x{u}' for c, u in self.parts)})"
 
 
 Layout = Invariant | Replicate | Partial | Shard
@@ -90,13 +95,13 @@ def parse_layout(text: str) -> Layout:
     named: dict[str, Layout] = {"I": I, "R": R, "P": P}
     if text in named:
         return named[text]
-    found = re.fullmatch(r"S\((\d+)(?:; (\d+(?:x\d+)?(?:\+\d+(?:x\d+)?)*))?\)", text)
+    found = re.fullmatch(r"S\((\d+)(?:; (\*?)(\d+(?:x\d+)?(?:\+\d+(?:x\d+)?)*))?\)", text)
     if not found:
-        raise ValueError(f"{text!r} is no layout: I, R, P, S(1), S(2; 768+768+768) or S(0; 7x8)")
-    if found[2] is None:
+        raise ValueError(f"{text!r} is no layout: I, R, P, S(1), S(2; 768+768+768), S(0; 7x8) or S(1; *4)")
+    if found[3] is None:
         return Shard(int(found[1]))
-    pairs = [segment.partition("x") for segment in found[2].split("+")]
-    return Shard(int(found[1]), tuple((int(count), int(unit or 1)) for count, _, unit in pairs))
+    pairs = [segment.partition("x") for segment in found[3].split("+")]
+    return Shard(int(found[1]), tuple((int(count), int(unit or 1)) for count, _, unit in pairs), bool(found[2]))
 
 
 def chunk_bounds(count: int, world: int) -> list[int]:
@@ -107,7 +112,9 @@ def chunk_bounds(count: int, world: int) -> list[int]:
 
 def parts_of(size: int, shard: Shard) -> tuple[Part, ...]:
     """The parts of a dim of `size` elements under this Shard, spelled out."""
-    return shard.parts if shard.parts is not None else ((size, 1),)
+    if shard.parts is None:
+        return ((size, 1),)
+    return shard.parts * (size // parts_size(shard.parts)) if shard.repeated else shard.parts
 
 
 def parts_size(parts: Sequence[Part]) -> int:
@@ -130,11 +137,18 @@ def local_size(parts: Sequence[Part], rank: int, world: int) -> int:
     return sum(stop - start for start, stop in ranges(parts, rank, world))
 
 
+def local_extent(size: Any, shard: Shard, rank: int, world: int) -> Any:
+    """How many elements `rank` holds of a split dim; where parts repeat, its size may be an expression, or a node."""
+    if not shard.repeated or shard.parts is None:
+        return local_size(parts_of(size, shard), rank, world)
+    return size // parts_size(shard.parts) * local_size(shard.parts, rank, world)
+
+
 def largest_share(layout: Layout, shape: Sequence[int], world: int) -> float:
     """The part of a value of this shape that the first rank holds, which holds the most."""
     if not isinstance(layout, Shard) or not shape[layout.dim]:
         return 1.0
-    return local_size(parts_of(shape[layout.dim], layout), 0, world) / shape[layout.dim]
+    return local_extent(shape[layout.dim], layout, 0, world) / shape[layout.dim]
 
 
 def local_shape(shape: Sequence[int], layout: Layout, rank: int, world: int) -> tuple[int, ...]:
@@ -142,14 +156,15 @@ def local_shape(shape: Sequence[int], layout: Layout, rank: int, world: int) -> 
     if not isinstance(layout, Shard):
         return tuple(shape)
     held = list(shape)
-    held[layout.dim] = local_size(parts_of(shape[layout.dim], layout), rank, world)
+    held[layout.dim] = local_extent(shape[layout.dim], layout, rank, world)
     return tuple(held)
 
 
 def whole_shape(shape: Sequence[int], layout: Layout) -> list[int]:
-    """The global shape of what a rank holds in this layout; a Shard says its parts."""
+    """The global shape of what a rank holds in this layout; a Shard says its parts, none of which repeats."""
     whole = list(shape)
     if isinstance(layout, Shard):
+        assert not layout.repeated, layout
         whole[layout.dim] = parts_size(parts_of(0, layout))
     return whole
 
@@ -163,7 +178,7 @@ def _coarsest_unit(count: int, unit: int, world: int) -> int:
     return next(u for u in small if [b * u for b in chunk_bounds(size // u, world)] == bounds)
 
 
-def canonical(dim: int, parts: Sequence[Part], world: int) -> Shard:
+def canonical(dim: int, parts: Sequence[Part], world: int, *, repeated: bool = False) -> Shard:
     """The one spelling of a Shard at this world size: smallest units, no needless parts.
 
     >>> str(canonical(0, [(4, 8)], 2)), str(canonical(0, [(7, 8)], 2))
@@ -171,6 +186,8 @@ def canonical(dim: int, parts: Sequence[Part], world: int) -> Shard:
     """
     units = [(count, unit, _coarsest_unit(count, unit, world)) for count, unit in parts if count * unit]
     small = tuple((count * unit // u, u) for count, unit, u in units)
+    if repeated:
+        return Shard(dim, small, repeated=True)
     plain = all(u == 1 for _, u in small) and len(small) <= 1
     return Shard(dim, None if plain or world == 1 else small)
 
@@ -199,11 +216,12 @@ def join(pieces: Sequence[Tensor], layout: Layout, size: int | None = None) -> T
     if not isinstance(layout, Shard):
         return pieces[0]
     dim, world = layout.dim, len(pieces)
-    if layout.parts is None or len(layout.parts) == 1:
+    if layout.parts is None or (len(layout.parts) == 1 and not layout.repeated):
         return torch.cat(list(pieces), dim)
-    widths = [[stop - start for start, stop in ranges(layout.parts, rank, world)] for rank in range(world)]
+    parts = parts_of(sum(piece.shape[dim] for piece in pieces), layout)
+    widths = [[stop - start for start, stop in ranges(parts, rank, world)] for rank in range(world)]
     columns = [piece.split(width, dim) for piece, width in zip(pieces, widths, strict=True)]
-    return torch.cat([column[part] for part in range(len(layout.parts)) for column in columns], dim)
+    return torch.cat([column[part] for part in range(len(parts)) for column in columns], dim)
 
 
 _DTYPES = {

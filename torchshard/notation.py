@@ -10,8 +10,8 @@ The same letter is the same axis. An axis absent from the results is summed, so 
 results; an operand without the split axis is Replicate. `...` stands for leading axes, aligned at their last.
 
 What turns into what: text and shapes become a `Row` (`bind`), a row and a world size become `Choice`s (`choices`),
-each the layouts of all operands and results. Sizes are ints, or sympy expressions where a size is dynamic; an axis of
-dynamic size is never split.
+each the layouts of all operands and results. Sizes are ints, or sympy expressions where a size is dynamic. An axis of
+dynamic size is never split; one of four times a dynamic size is two, of which the minor, of size four, may be.
 """
 
 from __future__ import annotations
@@ -19,12 +19,25 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cache, lru_cache
-from typing import Any
+from typing import Any, NamedTuple
 
 from torchshard.errors import RuleError
-from torchshard.layouts import I, Layout, P, Part, R, Shard, canonical, local_size, parts_of, parts_size, ranges
+from torchshard.layouts import (
+    I,
+    Layout,
+    P,
+    Part,
+    R,
+    Shard,
+    canonical,
+    local_extent,
+    local_size,
+    parts_of,
+    parts_size,
+    ranges,
+)
 
 Size = Any
 """An int, or a sympy expression for a dynamic size."""
@@ -69,6 +82,8 @@ class RowOptions:
     """Axis -> the collectives inside its replacement: (name, elements per row of the first operand, or ONE_IN_ALL)."""
     reduced: frozenset[str] = frozenset()
     """Axes whose replacement does its own reducing: results without the axis are then Invariant, not Partial."""
+    fills_ranks: bool = False
+    """Whether a split in repeated parts must leave every rank some: what a rank has none of has no whole size."""
     mutates: frozenset[int] = frozenset()
     """Operands that the op writes to: they are taken as they are stored, never converted."""
 
@@ -118,7 +133,9 @@ class Local:
         layout, whole = self.choice.results[result], self.whole_shape(result)
         held = [size if isinstance(size, int) else given for size, given in zip(whole, sizes, strict=True)]
         if isinstance(layout, Shard):
-            held[layout.dim] = local_size(parts_of(whole[layout.dim], layout), self.rank, self.world)
+            size = held[layout.dim]
+            inferred = isinstance(size, int) and size == -1
+            held[layout.dim] = size if inferred else local_extent(size, layout, self.rank, self.world)
         return held
 
     def total(self, axes: Iterable[str]) -> Any:
@@ -232,8 +249,24 @@ def bind(
     strangers = known.keys() - {axis for dims in bound for dim in dims for term in dim for axis in term}
     if strangers:
         raise RuleError(f"axis {min(strangers)} is in no tensor", where=text, why="a size is given for it in sizes=")
-    n = len(operands)
-    return Row(text, tuple(bound[:n]), tuple(bound[n:]), known, frozenset(blocked), RowOptions(**options))
+    n, said = len(operands), RowOptions(**options)
+    bound = _with_factors(bound, known, blocked | {*said.local, *said.comm, *said.reduced})
+    return Row(text, tuple(bound[:n]), tuple(bound[n:]), known, frozenset(blocked), said)
+
+
+def _with_factors(bound: list[tuple[Dim, ...]], sizes: dict[str, Size], closed: set[str]) -> list[tuple[Dim, ...]]:
+    """An axis of four times a dynamic size becomes a product of that and an axis of size four, which may be split."""
+    factors: dict[str, tuple[str, str]] = {}
+    for axis, size in list(sizes.items()):
+        factor = 1 if isinstance(size, int) or axis in closed else int(size.as_coeff_Mul()[0])
+        if factor > 1:
+            factors[axis] = (axis, f"{axis}*")
+            sizes[axis], sizes[f"{axis}*"] = size / factor, factor
+
+    def refined(term: Term) -> Term:
+        return tuple(part for axis in term for part in factors.get(axis, (axis,)))
+
+    return [tuple(tuple(map(refined, dim)) for dim in dims) for dims in bound] if factors else bound
 
 
 def _check_size(axis: str, known: Size, size: Size, text: str) -> None:
@@ -276,7 +309,14 @@ def _splittable(row: Row, axis: str) -> bool:
     return axis not in row.blocked and isinstance(size, int) and size > 0
 
 
-def _compose_term(term: Term, axes: Mapping[str, tuple[Part, ...]], sizes: Mapping[str, Size]) -> Any:
+class _Composed(NamedTuple):
+    """How a dim is split."""
+
+    parts: tuple[Part, ...]
+    repeated: bool = False
+
+
+def _compose_term(term: Term, axes: Mapping[str, tuple[Part, ...]], sizes: Mapping[str, Size]) -> _Composed | None:
     """The parts of a merged dim when one of its axes is split, or None where it can't be said."""
     split = [i for i, a in enumerate(term) if a in axes]
     if len(split) != 1:
@@ -284,9 +324,12 @@ def _compose_term(term: Term, axes: Mapping[str, tuple[Part, ...]], sizes: Mappi
     before = math.prod(sizes[a] for a in term[: split[0]])
     after = math.prod(sizes[a] for a in term[split[0] + 1 :])
     parts = axes[term[split[0]]]
-    if not isinstance(before, int) or not isinstance(after, int) or before * len(parts) > MAX_PARTS or after == 0:
+    if not isinstance(after, int) or after == 0:
         return None
-    return tuple((count, unit * after) for count, unit in parts) * before
+    scaled = tuple((count, unit * after) for count, unit in parts)
+    if not isinstance(before, int):
+        return _Composed(scaled, repeated=True)
+    return _Composed(scaled * before) if before * len(parts) <= MAX_PARTS else None
 
 
 def _dims_layout(dims: Sequence[Dim], axes: Any, sizes: Any, world: int, absent: Layout) -> Layout | None:
@@ -297,21 +340,26 @@ def _dims_layout(dims: Sequence[Dim], axes: Any, sizes: Any, world: int, absent:
     if len(touched) > 1:
         return None
     composed = [_compose_term(term, axes, sizes) for term in dims[touched[0]]]
-    if any(parts is None for parts in composed):
+    known = [found for found in composed if found is not None]
+    repeated = any(found.repeated for found in known)
+    if len(known) < len(composed) or (repeated and len(known) > 1):
         return None
-    return canonical(touched[0], [part for parts in composed for part in parts], world)
+    return canonical(touched[0], [part for found in known for part in found.parts], world, repeated=repeated)
 
 
-def _extract(dim: Dim, parts: Sequence[Part], sizes: Mapping[str, Size], world: int) -> dict[str, tuple[Part, ...]]:
+def _extract(
+    dim: Dim, parts: Sequence[Part], sizes: Mapping[str, Size], world: int, *, repeated: bool
+) -> dict[str, tuple[Part, ...]]:
     """Which axes with which parts give a dim these parts; empty where none do."""
     if len(dim) > 1:
-        return _extract_sum(dim, parts, sizes)
+        return {} if repeated else _extract_sum(dim, parts, sizes)
     term, found = dim[0], {}
     if len(term) == 1:
-        return {term[0]: tuple(parts)}
-    wanted = canonical(0, parts, world)
+        return {} if repeated else {term[0]: tuple(parts)}
+    wanted = canonical(0, parts, world, repeated=repeated)
     for i, axis in enumerate(term):
         before, after = math.prod(sizes[a] for a in term[:i]), math.prod(sizes[a] for a in term[i + 1 :])
+        before = 1 if repeated and not isinstance(before, int) else before
         if not isinstance(before, int) or not isinstance(after, int) or not isinstance(sizes[axis], int):
             continue
         plain: tuple[Part, ...] = ((sizes[axis], 1),)
@@ -320,7 +368,7 @@ def _extract(dim: Dim, parts: Sequence[Part], sizes: Mapping[str, Size], world: 
         for tried in (plain, scaled, block):
             fits = tried and all(u > 0 for _, u in tried) and parts_size(tried) == sizes[axis]
             composed = _compose_term(term, {axis: tried}, sizes) if fits else None
-            if composed is not None and canonical(0, composed, world) == wanted:
+            if composed is not None and canonical(0, composed.parts, world, repeated=composed.repeated) == wanted:
                 found[axis] = tried
                 break
     return found
@@ -351,8 +399,9 @@ def _axis_parts(row: Row, world: int, hints: Iterable[Hint]) -> dict[str, list[t
     for position, shard in hints:
         dim = tensors[position][shard.dim]
         size = dim_size(dim, row.sizes)
-        if isinstance(size, int) and any(term for term in dim):
-            for axis, parts in _extract(dim, parts_of(size, shard), row.sizes, world).items():
+        if isinstance(size, int) is not shard.repeated and any(term for term in dim):
+            held = parts_of(size, replace(shard, repeated=False))
+            for axis, parts in _extract(dim, held, row.sizes, world, repeated=shard.repeated).items():
                 known.setdefault(axis, []).append(parts)
     for axis, size in row.sizes.items():
         if isinstance(size, int):
@@ -394,11 +443,21 @@ def _split_choices(row: Row, world: int, group: tuple[str, ...], parts: Any) -> 
         needs_start = any(a in row.options.local and len(p) > 1 for a, p in axes.items())
         if None in operands or None in results or needs_start:
             continue
+        if row.options.fills_ranks and any(map(_leaves_repeated_empty(world), (*operands, *results))):
+            continue
         if not all(isinstance(x, Shard) for x in operands) and row.options.mutates & {
             i for i, x in enumerate(operands) if not isinstance(x, Shard)
         }:
             continue
         yield Choice(f"split {' '.join(group)}", tuple(operands), tuple(results), tuple(axes.items()))  # type: ignore[arg-type]
+
+
+def _leaves_repeated_empty(world: int) -> Callable[[Layout | None], bool]:
+    def is_empty(layout: Layout | None) -> bool:
+        repeats = isinstance(layout, Shard) and layout.repeated
+        return repeats and not local_size(layout.parts or (), world - 1, world)  # type: ignore[union-attr]
+
+    return is_empty
 
 
 def spread(row: Row, world: int, hints: Iterable[Hint]) -> Iterator[Hint]:

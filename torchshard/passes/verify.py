@@ -102,7 +102,7 @@ def _collective_faults(node: fx.Node, world: int) -> Iterator[Fault]:
 def _canonical(layout: Layout, world: int) -> Layout:
     if not isinstance(layout, Shard):
         return layout
-    return canonical(layout.dim, layout.parts or (), world)
+    return canonical(layout.dim, layout.parts or (), world, repeated=layout.repeated)
 
 
 def _shape_faults(module: fx.GraphModule, seen: Seen) -> Iterator[Fault]:

@@ -75,7 +75,7 @@ class Op:
     operands: tuple[Value, ...]
     results: tuple[Value, ...]
     sizes: Mapping[str, int]
-    """The size of each axis of the row that is a dim of its own."""
+    """The size of each axis of the row; of dynamic ones, where a dim has one of them."""
 
     @staticmethod
     def of(node: fx.Node) -> Op:
@@ -84,14 +84,7 @@ class Op:
         results = tuple(Value.of(node, v) if isinstance(v, Tensor) else NO_TENSOR for v in values(node))
         nodes = tuple(operands(node))
         inputs = tuple(map(Value.of, nodes))
-        sizes: dict[str, int] = {}
-        for dims, value in zip(
-            (*row.operands, *row.results) if row is not None else (), (*inputs, *results), strict=False
-        ):
-            sizes |= {dim[0][0]: n for dim, n in zip(dims, value.shape, strict=True) if len(dim) == len(dim[0]) == 1}
-        if row is not None:
-            sizes |= {axis: size for axis, size in row.sizes.items() if isinstance(size, int)}
-        return Op(node, row, nodes, inputs, results, sizes)
+        return Op(node, row, nodes, inputs, results, {} if row is None else _sizes(row, (*inputs, *results)))
 
     @property
     def is_view(self) -> bool:
@@ -110,6 +103,17 @@ class Op:
         if self.node.target in PRODUCTS:
             return float(sum(value.needs_grad for value in self.operands))
         return 1.0
+
+
+def _sizes(row: Row, tensors: Sequence[Value]) -> dict[str, int]:
+    """The sizes of a row's axes, dynamic ones as some tensors have them."""
+    sizes = {axis: size for axis, size in row.sizes.items() if isinstance(size, int)}
+    for dims, value in zip((*row.operands, *row.results), tensors, strict=False):
+        for dim, size in zip(dims, value.shape, strict=True):
+            dynamic = [axis for axis in dim[0] if not isinstance(row.sizes[axis], int)] if len(dim) == 1 else []
+            if len(dynamic) == 1:
+                sizes[dynamic[0]] = size // math.prod(row.sizes[axis] for axis in dim[0] if axis not in dynamic)
+    return sizes
 
 
 @dataclass(frozen=True)

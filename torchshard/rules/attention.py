@@ -35,7 +35,7 @@ def attention(call: Call) -> Row | None:
         operands.append(_mask(call["attn_mask"].shape, query, key, [*lead, *heads]))
     out = [*lead, *heads, "!l", "!v"]
     local = {"*": _dropout_attention(call)} if call["dropout_p"] > 0 else {}
-    return call.row(f"{spaced(*operands)} -> {spaced(out)}", sizes=sizes, local=local)
+    return call.row(f"{spaced(*operands)} -> {spaced(out)}", sizes=sizes, local=local, fills_ranks=bool(local))
 
 
 def _mask(shape: Any, query: Any, key: Any, batch: list[str]) -> list[str]:

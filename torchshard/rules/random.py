@@ -7,11 +7,12 @@ whole mask on every rank.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 
-from torchshard.layouts import Shard, parts_of, ranges
+from torchshard.layouts import Shard, local_size, parts_of, parts_size, ranges
 from torchshard.notation import Local, Row
 from torchshard.rules.registry import Call, block, letters, rule, spaced
 from torchshard.whole import WholeCall
@@ -39,12 +40,24 @@ def dropped(ctx: Local, x: Any, p: float, ndim: int) -> Any:
     layout = ctx.choice.results[0]
     if not isinstance(layout, Shard):
         return aten.dropout.default(x, p, True)
-    dim, whole = layout.dim, ctx.whole_shape()[layout.dim]
-    sizes = [whole if i == dim else aten.sym_size.int(x, i) for i in range(ndim)]
-    mask = aten.dropout.default(aten.new_ones.default(x, sizes), p, True)
-    held = ranges(parts_of(whole, layout), ctx.rank, ctx.world)
+    dim, own = layout.dim, [aten.sym_size.int(x, i) for i in range(ndim)]
+    if not layout.repeated or layout.parts is None:
+        whole = ctx.whole_shape()[dim]
+        mask = _mask(x, p, [*own[:dim], whole, *own[dim + 1 :]])
+        return aten.mul.Tensor(x, _part(mask, dim, ranges(parts_of(whole, layout), ctx.rank, ctx.world)))
+    times = own[dim] // local_size(layout.parts, ctx.rank, ctx.world)
+    mask = _mask(x, p, [*own[:dim], times, parts_size(layout.parts), *own[dim + 1 :]])
+    held = _part(mask, dim + 1, ranges(layout.parts, ctx.rank, ctx.world))
+    return aten.mul.Tensor(x, aten.reshape.default(held, own))
+
+
+def _mask(x: Any, p: float, sizes: Sequence[Any]) -> Any:
+    return aten.dropout.default(aten.new_ones.default(x, sizes), p, True)
+
+
+def _part(mask: Any, dim: int, held: Sequence[tuple[int, int]]) -> Any:
     pieces = [aten.slice.Tensor(mask, dim, start, stop) for start, stop in held]
-    return aten.mul.Tensor(x, pieces[0] if len(pieces) == 1 else aten.cat.default(pieces, dim))
+    return pieces[0] if len(pieces) == 1 else aten.cat.default(pieces, dim)
 
 
 @rule(aten.dropout.default)
@@ -55,7 +68,7 @@ def dropout(call: Call) -> Row:
     def local(ctx: Local, x: Any, p: float, train: bool) -> Any:
         return dropped(ctx, x, p, len(call.tensors[0].shape))
 
-    return call.row("... -> ...", local={"*": local} if active else {})
+    return call.row("... -> ...", local={"*": local} if active else {}, fills_ranks=active)
 
 
 @rule(aten.bernoulli.default)

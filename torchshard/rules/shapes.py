@@ -7,9 +7,11 @@ replacement writes this rank's.
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Sequence
 from typing import Any
 
+import sympy
 import torch
 
 from torchshard.notation import Dim, Local, Row, Size
@@ -57,24 +59,24 @@ def _refine(left: list[Any], right: list[Any], names: list[str], sizes: dict[str
             sizes[axes[-1]] = size
         split = [[axis] for axis in axes]
         return ([axes], split) if len(left) == 1 else (split, [axes])
-    return _refine_ints(left, right, names, sizes) if all(isinstance(s, int) for s in (*left, *right)) else None
+    return _refine_products(left, right, names, sizes)
 
 
-def _refine_ints(left: list[int], right: list[int], names: list[str], sizes: dict[str, Size]) -> Any:
+def _refine_products(left: list[Size], right: list[Size], names: list[str], sizes: dict[str, Size]) -> Any:
     out: tuple[list[list[str]], list[list[str]]] = ([[] for _ in left], [[] for _ in right])
     found: dict[str, Size] = {}
     i = j = 0
     a, b = left[0], right[0]
     while i < len(left) and j < len(right):
-        step = math.gcd(a, b)
+        step = _common_factor(a, b)
         if step == 1 and a != 1 and b != 1:
             return None
-        if step > 1:
+        if step != 1:
             axis = names.pop(0)
             found[axis] = step
             out[0][i].append(axis)
             out[1][j].append(axis)
-        a, b = a // step, b // step
+        a, b = _divided(a, step), _divided(b, step)
         if a == 1:
             i += 1
             a = left[i] if i < len(left) else 1
@@ -83,6 +85,30 @@ def _refine_ints(left: list[int], right: list[int], names: list[str], sizes: dic
             b = right[j] if j < len(right) else 1
     sizes |= found
     return out
+
+
+def _common_factor(a: Size, b: Size) -> Size:
+    """The greatest common divisor of two products of numbers and dynamic sizes: of `s` and `4*s` it is `s`."""
+    if isinstance(a, int) and isinstance(b, int):
+        return math.gcd(a, b)
+    (c, symbols), (d, others) = (_factors(size) for size in (a, b))
+    return _plain(math.gcd(c, d) * sympy.Mul(*(symbols & others).elements()))
+
+
+def _divided(a: Size, b: Size) -> Size:
+    return a // b if isinstance(a, int) else _plain(a / b)
+
+
+def _factors(size: Size) -> tuple[int, Counter[Any]]:
+    """A product as its number and its other factors."""
+    if isinstance(size, int):
+        return size, Counter()
+    number, rest = size.as_coeff_Mul()
+    return int(number), Counter({base: int(times) for base, times in rest.as_powers_dict().items()})
+
+
+def _plain(size: Any) -> Size:
+    return int(size) if isinstance(size, int) or size.is_Integer else size
 
 
 def reshape_row(call: Call, source: Sequence[Size], target: Sequence[Size], local: Any) -> Row:
