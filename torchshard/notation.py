@@ -16,6 +16,7 @@ dynamic size is never split; one of four times a dynamic size is two, of which t
 
 from __future__ import annotations
 
+import itertools
 import math
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -50,6 +51,8 @@ LocalFn = Callable[..., Any]
 
 ONE_IN_ALL = 0
 """Of a collective inside a replacement: it sends one number, of float32 or wider, however many rows there are."""
+MAX_OPTIONS = 16
+"""Of a concatenation so many combinations of its axes' parts are looked at."""
 MAX_PARTS = 64
 """A merged dim whose split would need more segments than this counts as not splittable."""
 
@@ -82,6 +85,8 @@ class RowOptions:
     """Axis -> the collectives inside its replacement: (name, elements per row of the first operand, or ONE_IN_ALL)."""
     reduced: frozenset[str] = frozenset()
     """Axes whose replacement does its own reducing: results without the axis are then Invariant, not Partial."""
+    by_size: bool = False
+    """Whether the replacements ask for sizes alone, so that an axis may be split in several parts."""
     fills_ranks: bool = False
     """Whether a split in repeated parts must leave every rank some: what a rank has none of has no whole size."""
     mutates: frozenset[int] = frozenset()
@@ -435,12 +440,12 @@ def _choices(row: Row, world: int, hints: tuple[Hint, ...]) -> tuple[Choice, ...
 
 
 def _split_choices(row: Row, world: int, group: tuple[str, ...], parts: Any) -> Iterator[Choice]:
-    for option in range(max(len(parts[a]) for a in group)):
-        axes = {a: parts[a][min(option, len(parts[a]) - 1)] for a in group}
+    for option in itertools.islice(itertools.product(*(parts[a] for a in group)), MAX_OPTIONS):
+        axes = dict(zip(group, option, strict=True))
         operands = [_dims_layout(dims, axes, row.sizes, world, R) for dims in row.operands]
         summed = I if set(axes) & row.options.reduced else P
         results = [_dims_layout(dims, axes, row.sizes, world, summed) for dims in row.results]
-        needs_start = any(a in row.options.local and len(p) > 1 for a, p in axes.items())
+        needs_start = not row.options.by_size and any(a in row.options.local and len(p) > 1 for a, p in axes.items())
         if None in operands or None in results or needs_start:
             continue
         if row.options.fills_ranks and any(map(_leaves_repeated_empty(world), (*operands, *results))):

@@ -22,6 +22,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.export import Dim, ExportedProgram
 from torch.utils import _pytree as pytree
 
+from torchshard.capture.equal_sizes import equal_sizes
 from torchshard.capture.intercept import (
     check_random_states,
     following,
@@ -147,21 +148,47 @@ def _export(model: nn.Module, call: Leaves, dynamic: bool) -> ExportedProgram:
     """With dynamic sizes; with those of this call alone where only that works (a dict or cache keyed by a size)."""
     failure: Exception | None = None
     for sizes in (Dim.AUTO, Dim.STATIC) if dynamic and call.tensors else (Dim.STATIC,):
-        tensors = tuple(_example(t, model) for t in call.tensors)
-        shapes = tuple({d: sizes for d in DYNAMIC_DIMS if d < t.ndim} for t in tensors)
+        shapes = [{d: sizes for d in DYNAMIC_DIMS if d < t.ndim} for t in call.tensors]
         try:
-            named = {"tensors": shapes} if tensors else None
-            exported = torch.export.export(model, tensors, strict=False, dynamic_shapes=named)
-            _refuse_transforms(exported)
+            exported = _exported(model, call, shapes)
             if failure is not None:
                 _warn_of_fixed_sizes(model, failure)
-            return exported
+            return _with_equal_sizes(model, call, shapes, exported)
         except (CaptureError, InputError):
             raise
         except Exception as error:
             failure = error
     assert failure is not None
     raise _capture_error(model, failure) from failure
+
+
+Shapes = list[dict[int, Any]]
+"""Of each input: dim -> whether and how its size may vary."""
+
+
+def _exported(model: nn.Module, call: Leaves, shapes: Shapes) -> ExportedProgram:
+    tensors = tuple(_example(t, model) for t in call.tensors)
+    named = {"tensors": tuple(shapes)} if tensors else None
+    exported = torch.export.export(model, tensors, strict=False, dynamic_shapes=named)
+    _refuse_transforms(exported)
+    return exported
+
+
+def _with_equal_sizes(model: nn.Module, call: Leaves, shapes: Shapes, exported: ExportedProgram) -> ExportedProgram:
+    """The same where inputs' sizes must be equal for the model to run (two batches, one viewed by the other's size).
+
+    Export leaves that open, with sizes such as `8 * b // a` in the graph, which nothing can be split by.
+    """
+    equal = equal_sizes(exported)
+    if not equal:
+        return exported
+    for number, places in enumerate(equal):
+        for index, dim in places:
+            shapes[index][dim] = Dim(f"size{number}")
+    try:
+        return _exported(model, call, shapes)
+    except Exception:  # they need not be equal
+        return exported
 
 
 def _warn_of_fixed_sizes(model: nn.Module, failure: Exception) -> None:

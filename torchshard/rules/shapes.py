@@ -357,7 +357,11 @@ def split(call: Call) -> Row:
 
     sizes = {piece: r.shape[dim] for piece, r in zip(pieces, call.results, strict=True)}
     return call.row(
-        f"{spaced(left)} -> {spaced(*right)}", sizes=sizes, linear=LINEAR, local=dict.fromkeys(pieces, local)
+        f"{spaced(left)} -> {spaced(*right)}",
+        sizes=sizes,
+        linear=LINEAR,
+        local=dict.fromkeys(pieces, local),
+        by_size=True,
     )
 
 
