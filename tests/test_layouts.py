@@ -42,9 +42,11 @@ def sharded(draw: st.DrawFn) -> tuple[Tensor, Shard]:
     shape = draw(st.lists(st.integers(1, 7), min_size=1, max_size=3))
     dim = draw(st.integers(0, len(shape) - 1))
     segments = draw(st.none() | parts)
+    repeated = segments is not None and parts_size(segments) > 0 and draw(st.booleans())
     shape[dim] = draw(st.integers(0, 9)) if segments is None else parts_size(segments)
+    shape[dim] *= draw(st.integers(0, 3)) if repeated else 1
     tensor = torch.arange(torch.Size(shape).numel()).reshape(shape)
-    return tensor, Shard(dim, segments)
+    return tensor, Shard(dim, segments, repeated)
 
 
 def pieces(tensor: Tensor, layout: Layout, world: int) -> list[Tensor]:
@@ -89,10 +91,10 @@ def test_chunk_bounds_are_those_of_torch_chunk(count: int, world: int) -> None:
     assert all(torch.equal(a, b) for a, b in zip(ours, theirs, strict=True))
 
 
-@given(parts, worlds)
-def test_canonical_keeps_every_ranks_elements(segments: tuple[Part, ...], world: int) -> None:
-    plain, small = Shard(0, segments), canonical(0, segments, world)
-    whole = torch.arange(parts_size(segments))
+@given(parts.filter(parts_size), worlds, st.booleans())
+def test_canonical_keeps_every_ranks_elements(segments: tuple[Part, ...], world: int, repeated: bool) -> None:
+    plain, small = Shard(0, segments, repeated), canonical(0, segments, world, repeated=repeated)
+    whole = torch.arange(parts_size(segments) * (1 + repeated))
     for rank in range(world):
         assert torch.equal(split(whole, small, rank, world), split(whole, plain, rank, world))
 
@@ -114,7 +116,11 @@ def test_two_spellings_of_one_plain_split_are_one(a: tuple[Part, ...], b: tuple[
         assert same == (canonical(0, left.parts, world) == canonical(0, right.parts, world))
 
 
-layouts = st.sampled_from([I, R, P]) | st.builds(Shard, st.integers(0, 5), st.none() | parts)
+layouts = (
+    st.sampled_from([I, R, P])
+    | st.builds(Shard, st.integers(0, 5), st.none() | parts)
+    | st.builds(Shard, st.integers(0, 5), parts, st.booleans())
+)
 
 
 @given(layouts)
@@ -149,6 +155,8 @@ def test_duals_and_wholes() -> None:
         (S(0), 2, 4, [1, 1, 0, 0]),
         (S(0, ((7, 8),)), 56, 2, [32, 24]),
         (S(0, ((768, 1), (256, 1), (256, 1))), 1280, 3, [256 + 86 + 86, 256 + 86 + 86, 256 + 84 + 84]),
+        (S(0, ((3, 1),), repeated=True), 12, 2, [8, 4]),
+        (S(0, ((2, 1), (2, 1)), repeated=True), 8, 2, [4, 4]),
     ],
 )
 def test_sizes_of_ranks(shard: Shard, size: int, world: int, held: list[int]) -> None:
@@ -160,6 +168,12 @@ def test_a_fused_weight_is_split_in_place() -> None:
     fused = torch.tensor([10, 11, 12, 13, 20, 21, 30, 31])
     shard = S(0, ((4, 1), (2, 1), (2, 1)))
     assert [p.tolist() for p in pieces(fused, shard, 2)] == [[10, 11, 20, 30], [12, 13, 21, 31]]
+
+
+def test_batches_of_heads_are_split_by_heads() -> None:
+    """Two batches of three heads in one dim: each rank holds its heads of both."""
+    merged = torch.tensor([10, 11, 12, 20, 21, 22])
+    assert [p.tolist() for p in pieces(merged, S(0, ((3, 1),), repeated=True), 2)] == [[10, 11, 20, 21], [12, 22]]
 
 
 @pytest.mark.parametrize(
@@ -179,12 +193,18 @@ def test_printed_canonical_forms(dim: int, segments: list[Part], world: int, pri
     assert str(canonical(dim, segments, world)) == printed
 
 
-@pytest.mark.parametrize("text", ["", "X", "S", "S()", "S(-1)", "S(1", "S(1;2)", "S(1; )", "S(1; 2+)", "S(0; 2x)", "i"])
+@pytest.mark.parametrize(
+    "text", ["", "X", "S", "S()", "S(-1)", "S(1", "S(1;2)", "S(1; )", "S(1; 2+)", "S(0; 2x)", "S(0; *)", "i"]
+)
 def test_what_is_no_layout_is_refused(text: str) -> None:
-    with pytest.raises(ValueError, match=r"is no layout: I, R, P, S\(1\), S\(2; 768\+768\+768\) or S\(0; 7x8\)"):
+    with pytest.raises(
+        ValueError, match=r"no layout: I, R, P, S\(1\), S\(2; 768\+768\+768\), S\(0; 7x8\) or S\(1; \*4\)"
+    ):
         parse_layout(text)
 
 
-@pytest.mark.parametrize("text", ["I", "R", "P", "S(0)", "S(12)", "S(1; 2+3)", "S(0; 7x8)", "S(0; 7x8+2)"])
+@pytest.mark.parametrize(
+    "text", ["I", "R", "P", "S(0)", "S(12)", "S(1; 2+3)", "S(0; 7x8)", "S(0; 7x8+2)", "S(1; *4)", "S(0; *3x2+1)"]
+)
 def test_what_is_a_layout_is_read(text: str) -> None:
     assert str(parse_layout(text)) == text

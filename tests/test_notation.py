@@ -154,14 +154,55 @@ def test_a_dynamic_axis_is_never_split() -> None:
     assert [c.name for c in choices(row, 2)] == ["I", "R", "split _0", "split k", "split n"]
 
 
+def splits(row: Row, hints: Any = ()) -> list[str]:
+    return [line for line in listed(row, 2, hints) if line.startswith("split")]
+
+
 @pytest.mark.parametrize("major", [True, False])
-def test_a_dim_merged_with_a_dynamic_one_is_never_split(major: bool) -> None:
-    """`(a b)`: b can't be split where a, its number of repetitions, is not known; nor a where its unit is not."""
+def test_a_dim_merged_with_a_dynamic_one(major: bool) -> None:
+    """`(a b)`: b is split in parts that repeat where a is dynamic; a can't be split where its unit is not known."""
     n = sympy.Symbol("s0", integer=True, positive=True)
     a, b = (n, 4) if major else (4, n)
     merged, alone = bind("a b -> (a b)", [(a, b)], [(a * b,)]), bind("a b -> a b", [(a, b)], [(a, b)])
-    assert [c.name for c in choices(merged, 2) if c.axes] == []
-    assert [c.name for c in choices(alone, 2) if c.axes] == ["split b" if major else "split a"]
+    assert splits(merged) == (["split b: S(1) -> S(0; *4)"] if major else [])
+    assert splits(alone) == ["split b: S(1) -> S(1)" if major else "split a: S(0) -> S(0)"]
+
+
+def test_so_many_times_a_dynamic_size_is_split_in_parts_that_repeat() -> None:
+    n = sympy.Symbol("s0", integer=True, positive=True)
+    shape = (6 * n, 5, 3)
+    product = bind("b m k, b k n -> b m n", [shape, (6 * n, 3, 7)], [(6 * n, 5, 7)], linear=BOTH)
+    assert splits(product)[-1] == "split b*: S(0; *6), S(0; *6) -> S(0; *6)"
+    heads = S(0, ((3, 2),), repeated=True)
+    assert "split b*: S(0; *3x2), S(0; *3x2) -> S(0; *3x2)" in splits(product, [(0, heads)])
+    assert splits(bind("!a b c -> !a b c", [shape], [shape])) == ["split b: S(1) -> S(1)", "split c: S(2) -> S(2)"]
+    local = {"a": lambda *args: None}  # what is computed otherwise for slices of a is not for slices of its factor
+    assert splits(bind("a !b !c -> a !b !c", [shape], [shape], local=local)) == []
+
+
+def test_a_rank_writes_its_part_of_a_dynamic_size() -> None:
+    n = sympy.Symbol("s0", integer=True, positive=True)
+    row = bind("a (b c) -> (a b) c", [(n, 21)], [(3 * n, 7)], {"b": 3, "c": 7})
+    heads = next(c for c in choices(row, 2) if c.name == "split b")
+    assert [Local(row, heads, rank, 2, "g").resize([15, 7]) for rank in (0, 1)] == [[10, 7], [5, 7]]
+    assert Local(row, heads, 0, 2, "g").resize([-1, 7]) == [-1, 7]
+
+
+def test_what_has_no_whole_size_needs_some_on_every_rank() -> None:
+    n = sympy.Symbol("s0", integer=True, positive=True)
+    rows = [bind("a b -> a b", [(6 * n, 5)], [(6 * n, 5)], fills_ranks=fills) for fills in (False, True)]
+    assert [["split a*" in {c.name for c in choices(row, world)} for row in rows] for world in (2, 4)] == [
+        [True, True],
+        [True, False],
+    ]
+
+
+def test_pieces_of_a_concatenation_may_lie_in_parts_of_their_own() -> None:
+    fused = bind("x+y -> x, y", [(12,)], [(4,), (8,)], local={"x": len, "y": len}, by_size=True)
+    hints = [(2, S(0, ((4, 1), (4, 1))))]
+    assert "split x y: S(0; 4+4+4) -> S(0), S(0; 4+4)" in splits(fused, hints)
+    starting = bind("x+y -> x, y", [(12,)], [(4,), (8,)], local={"x": len, "y": len})
+    assert splits(starting, hints) == ["split x y: S(0; 4+8) -> S(0), S(0)"]
 
 
 # --- what a rank asks ------------------------------------------------------------------------------------------------

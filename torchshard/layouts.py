@@ -114,7 +114,7 @@ def parts_of(size: int, shard: Shard) -> tuple[Part, ...]:
     """The parts of a dim of `size` elements under this Shard, spelled out."""
     if shard.parts is None:
         return ((size, 1),)
-    return shard.parts * (size // parts_size(shard.parts)) if shard.repeated else shard.parts
+    return shard.parts * (size // parts_size(shard.parts)) or ((0, 1),) if shard.repeated else shard.parts
 
 
 def parts_size(parts: Sequence[Part]) -> int:
