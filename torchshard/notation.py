@@ -16,7 +16,6 @@ dynamic size is never split; one of four times a dynamic size is two, of which t
 
 from __future__ import annotations
 
-import itertools
 import math
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -51,8 +50,6 @@ LocalFn = Callable[..., Any]
 
 ONE_IN_ALL = 0
 """Of a collective inside a replacement: it sends one number, of float32 or wider, however many rows there are."""
-MAX_OPTIONS = 16
-"""Of a concatenation so many combinations of its axes' parts are looked at."""
 MAX_PARTS = 64
 """A merged dim whose split would need more segments than this counts as not splittable."""
 
@@ -439,9 +436,18 @@ def _choices(row: Row, world: int, hints: tuple[Hint, ...]) -> tuple[Choice, ...
     return tuple(dict.fromkeys([*found, *whole, *splits]))
 
 
+def _parts_together(group: tuple[str, ...], parts: Any) -> Iterator[dict[str, tuple[Part, ...]]]:
+    """In which parts the axes of a group are split: all in their first, all in their second, ..., and each that has
+    several parts beside the others' plain ones (keys and values in one weight, beside queries)."""
+    for option in range(max(len(parts[axis]) for axis in group)):
+        yield {axis: parts[axis][min(option, len(parts[axis]) - 1)] for axis in group}
+    plain = {axis: next(held for held in parts[axis] if len(held) == 1 and held[0][1] == 1) for axis in group}
+    for axis in group:
+        yield from (plain | {axis: held} for held in parts[axis] if len(held) > 1)
+
+
 def _split_choices(row: Row, world: int, group: tuple[str, ...], parts: Any) -> Iterator[Choice]:
-    for option in itertools.islice(itertools.product(*(parts[a] for a in group)), MAX_OPTIONS):
-        axes = dict(zip(group, option, strict=True))
+    for axes in _parts_together(group, parts):
         operands = [_dims_layout(dims, axes, row.sizes, world, R) for dims in row.operands]
         summed = I if set(axes) & row.options.reduced else P
         results = [_dims_layout(dims, axes, row.sizes, world, summed) for dims in row.results]
