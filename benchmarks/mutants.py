@@ -69,9 +69,23 @@ FAULTS = (
     Fault(
         "parts joined rank by rank",
         "layouts.py",
-        "[column[part] for part in range(len(layout.parts)) for column in columns]",
-        "[column[part] for column in columns for part in range(len(layout.parts))]",
+        "[column[part] for part in range(len(parts)) for column in columns]",
+        "[column[part] for column in columns for part in range(len(parts))]",
         LAYOUTS,
+    ),
+    Fault(
+        "every rank holds rank 0's part of a dynamic size",
+        "layouts.py",
+        "return size // parts_size(shard.parts) * local_size(shard.parts, rank, world)",
+        "return size // parts_size(shard.parts) * local_size(shard.parts, 0, world)",
+        f"{LAYOUTS} tests/test_notation.py",
+    ),
+    Fault(
+        "repeated parts once",
+        "notation.py",
+        "return _Composed(scaled, repeated=True)",
+        "return _Composed(scaled)",
+        "tests/test_notation.py tests/test_transformers.py",
     ),
     Fault(
         "a Partial on every rank",
@@ -221,9 +235,16 @@ FAULTS = (
     Fault(
         "a mask of the slice's size",
         "rules/random.py",
-        "sizes = [whole if i == dim else aten.sym_size.int(x, i) for i in range(ndim)]",
-        "return aten.dropout.default(x, p, True)\n    sizes = []",
+        "dim, own = layout.dim, [aten.sym_size.int(x, i) for i in range(ndim)]",
+        "return aten.dropout.default(x, p, True)\n    dim, own = 0, []",
         f"{RULES} -k dropout",
+    ),
+    Fault(
+        "another rank's part of a repeated mask",
+        "rules/random.py",
+        "held = _part(mask, dim + 1, ranges(layout.parts, ctx.rank, ctx.world))",
+        "held = _part(mask, dim + 1, ranges(layout.parts, 0, ctx.world))",
+        "tests/test_transformers.py -k dropout",
     ),
     Fault(
         "x + y jointly linear with whole x",
