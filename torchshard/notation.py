@@ -454,7 +454,7 @@ def _split_choices(row: Row, world: int, group: tuple[str, ...], parts: Any) -> 
         needs_start = not row.options.by_size and any(a in row.options.local and len(p) > 1 for a, p in axes.items())
         if None in operands or None in results or needs_start:
             continue
-        if row.options.fills_ranks and any(map(_leaves_repeated_empty(world), (*operands, *results))):
+        if row.options.fills_ranks and any(_leaves_a_rank_empty(x, world) for x in (*operands, *results)):
             continue
         if not all(isinstance(x, Shard) for x in operands) and row.options.mutates & {
             i for i, x in enumerate(operands) if not isinstance(x, Shard)
@@ -463,12 +463,9 @@ def _split_choices(row: Row, world: int, group: tuple[str, ...], parts: Any) -> 
         yield Choice(f"split {' '.join(group)}", tuple(operands), tuple(results), tuple(axes.items()))  # type: ignore[arg-type]
 
 
-def _leaves_repeated_empty(world: int) -> Callable[[Layout | None], bool]:
-    def is_empty(layout: Layout | None) -> bool:
-        repeats = isinstance(layout, Shard) and layout.repeated
-        return repeats and not local_size(layout.parts or (), world - 1, world)  # type: ignore[union-attr]
-
-    return is_empty
+def _leaves_a_rank_empty(layout: Layout | None, world: int) -> bool:
+    """Whether the last rank holds nothing of a split in repeated parts."""
+    return isinstance(layout, Shard) and layout.repeated and not local_size(layout.parts or (), world - 1, world)
 
 
 def spread(row: Row, world: int, hints: Iterable[Hint]) -> Iterator[Hint]:

@@ -182,11 +182,12 @@ def _with_equal_sizes(model: nn.Module, call: Leaves, shapes: Shapes, exported: 
     equal = equal_sizes(exported)
     if not equal:
         return exported
+    shared = [dict(shape) for shape in shapes]
     for number, places in enumerate(equal):
         for index, dim in places:
-            shapes[index][dim] = Dim(f"size{number}")
+            shared[index][dim] = Dim(f"size{number}")
     try:
-        return _exported(model, call, shapes)
+        return _exported(model, call, shared)
     except Exception:  # they need not be equal
         return exported
 

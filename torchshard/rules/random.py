@@ -7,7 +7,6 @@ whole mask on every rank.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -41,23 +40,17 @@ def dropped(ctx: Local, x: Any, p: float, ndim: int) -> Any:
     if not isinstance(layout, Shard):
         return aten.dropout.default(x, p, True)
     dim, own = layout.dim, [aten.sym_size.int(x, i) for i in range(ndim)]
-    if not layout.repeated or layout.parts is None:
-        whole = ctx.whole_shape()[dim]
-        mask = _mask(x, p, [*own[:dim], whole, *own[dim + 1 :]])
-        return aten.mul.Tensor(x, _part(mask, dim, ranges(parts_of(whole, layout), ctx.rank, ctx.world)))
-    times = own[dim] // local_size(layout.parts, ctx.rank, ctx.world)
-    mask = _mask(x, p, [*own[:dim], times, parts_size(layout.parts), *own[dim + 1 :]])
-    held = _part(mask, dim + 1, ranges(layout.parts, ctx.rank, ctx.world))
-    return aten.mul.Tensor(x, aten.reshape.default(held, own))
-
-
-def _mask(x: Any, p: float, sizes: Sequence[Any]) -> Any:
-    return aten.dropout.default(aten.new_ones.default(x, sizes), p, True)
-
-
-def _part(mask: Any, dim: int, held: Sequence[tuple[int, int]]) -> Any:
-    pieces = [aten.slice.Tensor(mask, dim, start, stop) for start, stop in held]
-    return pieces[0] if len(pieces) == 1 else aten.cat.default(pieces, dim)
+    if layout.repeated:  # the repetitions become a dim of their own, for their number is not known before the call
+        parts = layout.parts or ()
+        whole = [own[dim] // local_size(parts, ctx.rank, ctx.world), parts_size(parts)]
+    else:
+        whole = [ctx.whole_shape()[dim]]
+        parts = parts_of(whole[0], layout)
+    mask = aten.dropout.default(aten.new_ones.default(x, [*own[:dim], *whole, *own[dim + 1 :]]), p, True)
+    at = dim + len(whole) - 1
+    pieces = [aten.slice.Tensor(mask, at, start, stop) for start, stop in ranges(parts, ctx.rank, ctx.world)]
+    part = pieces[0] if len(pieces) == 1 else aten.cat.default(pieces, at)
+    return aten.mul.Tensor(x, aten.reshape.default(part, own) if layout.repeated else part)
 
 
 @rule(aten.dropout.default)

@@ -108,7 +108,7 @@ def _factors(size: Size) -> tuple[int, Counter[Any]]:
 
 
 def _plain(size: Any) -> Size:
-    return int(size) if isinstance(size, int) or size.is_Integer else size
+    return int(size) if size.is_Integer else size
 
 
 def reshape_row(call: Call, source: Sequence[Size], target: Sequence[Size], local: Any) -> Row:
