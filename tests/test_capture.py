@@ -145,6 +145,14 @@ def test_activation_checkpoints_are_flattened(reentrant: bool) -> None:
     _exact(_Up(body), X.clone().requires_grad_())
 
 
+def test_each_activation_checkpoint_is_told_once_though_the_model_is_exported_twice() -> None:
+    def body(m: _Up, x: Tensor, y: Tensor) -> Tensor:
+        return checkpoint(m.up, x, use_reentrant=False), y.view(y.shape[0], 2 * x.shape[1], -1)
+
+    with pytest.warns(UserWarning, match=": 1 activation checkpoints"):
+        capture(_Up(body), (torch.randn(5, 3, 6), torch.randn(5, 3, 6)))
+
+
 def test_train_and_eval_are_different_graphs() -> None:
     model = _Up(lambda m, x: F.dropout(m.up(x), 0.5, m.training))
     for mode in (True, False):

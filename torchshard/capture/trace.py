@@ -71,6 +71,7 @@ def trace(model: nn.Module, call: Leaves, *, dynamic: bool = True) -> Traced:
         held = dataclasses.replace(call, tensors=tensors)
         call_args, call_kwargs = call.rebuild(tensors)
         _set(model, own)
+        recorded.checkpoints.clear()  # a model may be exported twice
         with following(recorded, homes):
             results.append(flatten(nn.Module._call_impl(model, *call_args, **call_kwargs)))
         _set(model, bare)
