@@ -158,7 +158,9 @@ INDEXING = [
         aten.embedding_bag.padding_idx, "e", f(7, 5), ids(7, 6), T((2,), "int", 1), False, 0, False, None, False, None
     ),
     case(aten.embedding_bag.padding_idx, "e", f(7, 5), ids(7, 6), T((2,), "int", 1), False, 1, False, None, False, 3),
-    case(aten.embedding_bag.padding_idx, "", f(7, 5), ids(7, 6), T((2,), "int", 1), False, 2, False, None, False, None),
+    case(
+        aten.embedding_bag.padding_idx, "e", f(7, 5), ids(7, 6), T((2,), "int", 1), False, 2, False, None, False, None
+    ),
     case(aten.index_put.default, "a c", f(3, 5, 4), [None, T((2,), "int", 1)], f(3, 2, 4), True),
     case(aten.index_put.default, "b c", f(3, 5, 4), [T((1,), "int", 3)], f(4)),
     case(aten.index_put.default, "b", f(3, 5, 4), [T((1, 2), "int", 3), None, T((2,), "int", 4)], f(1, 2, 5), True),
@@ -254,7 +256,8 @@ LOSSES = [
     case(aten.binary_cross_entropy_with_logits.default, "a b", f(5, 3), pos(5, 3)),
     case(aten.binary_cross_entropy_with_logits.default, "a b", f(5, 3), pos(5, 3), plain(5, 3), None, NONE),
     case(aten.binary_cross_entropy_with_logits.default, "a b", f(5, 3), pos(5, 3), None, plain(5, 3), SUM),
-    case(aten.binary_cross_entropy_with_logits.default, None, f(5, 3), pos(5, 3), None, plain(3), SUM),
+    case(aten.binary_cross_entropy_with_logits.default, "a b", f(5, 3), pos(5, 3), None, plain(3), SUM),
+    case(aten.binary_cross_entropy_with_logits.default, "a b", f(5, 3), pos(5, 3), plain(5, 1), plain(3)),
     case(aten.cross_entropy_loss.default, "n v", f(5, 7), ids(7, 5)),
     case(aten.cross_entropy_loss.default, "n v", f(5, 7), ids(7, 5), None, NONE),
     case(aten.cross_entropy_loss.default, "n v", f(6, 4), ids(4, 6), plain(4), MEAN),
@@ -362,9 +365,9 @@ RANDOM = [
 ]
 
 REDUCTIONS = [
-    case(aten.norm.Scalar, "", f(5, 3)),
-    case(aten.norm.ScalarOpt_dim_dtype, "a", f(5, 3), 2, [1], False, dtype=torch.float64),
-    case(aten.norm.ScalarOpt_dtype, "", f(5, 3), 2, dtype=torch.float64),
+    case(aten.norm.Scalar, "a b", f(5, 3)),
+    case(aten.norm.ScalarOpt_dim_dtype, "a b", f(5, 3), 2, [1], False, dtype=torch.float64),
+    case(aten.norm.ScalarOpt_dtype, "a b", f(5, 3), 2, dtype=torch.float64),
     case(aten.nansum.default, "a", f(5, 3), [1]),
     case(aten.aminmax.default, "a", apart(5, 3), dim=1),
     case(aten.std_mean.correction, "a", f(5, 3), [1]),
@@ -419,10 +422,12 @@ REDUCTIONS = [
     case(aten.std.dim, "a", f(5, 4, 2), [1, 2]),
     case(aten.var_mean.correction, "a", f(5, 4), [1], correction=1, keepdim=True),
     case(aten.logsumexp.default, "a", f(5, 4), [1]),
-    case(aten.linalg_vector_norm.default, "a", f(5, 4), 2, [-1], True),
-    case(aten.linalg_vector_norm.default, "", f(5, 4), 3),
-    case(aten.norm.ScalarOpt_dim, "a", f(5, 4), 2, [1]),
-    case(aten.norm.ScalarOpt_dim, "", f(5, 4), 2, []),
+    case(aten.linalg_vector_norm.default, "a b", f(5, 4), 2, [-1], True),
+    case(aten.linalg_vector_norm.default, "a b", f(5, 4), 3),
+    case(aten.linalg_vector_norm.default, "a b c", f(5, 2, 3), 1, [0, 2]),
+    case(aten.linalg_vector_norm.default, "a", f(5, 4), float("inf"), [-1]),
+    case(aten.norm.ScalarOpt_dim, "a b", f(5, 4), 2, [1]),
+    case(aten.norm.ScalarOpt_dim, "a b", f(5, 4), 2, []),
     case(aten.cumsum.default, "a", f(5, 7), 1),
     case(aten.cumprod.default, "b", f(4, 7), -2),
     case(aten.sort.default, "b", apart(5, 7), 0, True),

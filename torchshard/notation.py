@@ -78,7 +78,7 @@ class RowOptions:
     """Sets of operands in which the op is jointly linear: all of a set Partial and the rest R gives Partial results."""
     local: Mapping[str, LocalFn] = field(default_factory=dict)
     """Axis -> replacement where splitting it changes the local computation; '*' for any axis."""
-    comm: Mapping[str, tuple[tuple[str, int], ...]] = field(default_factory=dict)
+    comm: Mapping[str, tuple[tuple[str, float], ...]] = field(default_factory=dict)
     """Axis -> the collectives inside its replacement: (name, elements per row of the first operand, or ONE_IN_ALL)."""
     reduced: frozenset[str] = frozenset()
     """Axes whose replacement does its own reducing: results without the axis are then Invariant, not Partial."""
@@ -139,10 +139,6 @@ class Local:
             inferred = isinstance(size, int) and size == -1
             held[layout.dim] = size if inferred else local_extent(size, layout, self.rank, self.world)
         return held
-
-    def total(self, axes: Iterable[str]) -> Any:
-        """The product of the global sizes of some axes."""
-        return math.prod(self.row.sizes[a] for a in axes)
 
     def whole_shape(self, result: int = 0) -> list[Any]:
         """The global shape of a result."""

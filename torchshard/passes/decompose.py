@@ -52,6 +52,7 @@ _WRITTEN_OUT = get_decompositions([
     aten.unsqueeze_copy.default, aten.view_copy.default, aten.split_with_sizes_copy.default,
     aten.channel_shuffle.default, aten.pixel_shuffle.default, aten.pixel_unshuffle.default, aten.rot90.default,
     aten.addmv.default, aten.addr.default, aten.dist.default, aten.glu.default, aten.trace.default,
+    aten._weight_norm_interface.default,
 ])  # fmt: skip
 """Those few, with PyTorch's own words for them."""
 

@@ -19,6 +19,7 @@ from torchshard.layouts import I, Layout, Shard, largest_share, local_size
 from torchshard.notation import ONE_IN_ALL, Choice, Dim, Row
 from torchshard.planner.machine import Machine
 from torchshard.planner.plan import Sent
+from torchshard.rules.registry import wide
 
 aten = torch.ops.aten
 
@@ -137,8 +138,9 @@ class CostModel:
         for axis, _ in choice.axes if op.row is not None else ():
             for name, count in op.row.options.comm.get(axis, ()):  # type: ignore[union-attr]
                 rows = math.prod(op.operands[0].shape) // max(op.sizes[axis], 1)
-                each = op.results[0].dtype.itemsize
-                size = max(each, 4) if count == ONE_IN_ALL else rows * count * each
+                dtype = op.results[0].dtype  # sums of halves are sent as float32
+                each = (dtype if name == "all_reduce_max" else wide(dtype)).itemsize
+                size = each if count == ONE_IN_ALL else round(rows * count) * each
                 sent = Value((), op.results[0].dtype, size, bool(op.node.meta.get("needs_grad")))
                 forward, backward = kernels(name, needs_grad=sent.needs_grad)
                 found.append((name, self._sent(forward, sent, I, I), self._sent(backward, sent, I, I)))

@@ -57,9 +57,10 @@ def embedding(call: Call) -> Row:
 def embedding_bag(call: Call) -> Row:
     """`f32[97,16], i64[8], i64[2] -> f32[2,16], ...     !v e, !i0, !i1 -> !r0 e, ...`: bags are summed whole."""
     others = [[f"!i{j}{k}" for k in range(len(t.shape))] for j, t in enumerate(call.tensors[1:])]
-    e = "!e" if call["mode"] == MAX_OF_BAG else "e"
     rest = [[f"!r{j}{k}" for k in range(len(r.shape))] for j, r in enumerate(call.results[1:])]
-    return call.row(f"{spaced(['!v', e], *others)} -> {spaced(['!r', e], *rest)}", reduced={"e"})
+    if call["mode"] == MAX_OF_BAG:  # where in its bag the largest is found, of each column
+        rest[-1][-1] = "e"
+    return call.row(f"{spaced(['!v', 'e'], *others)} -> {spaced(['!r', 'e'], *rest)}", reduced={"e"})
 
 
 MAX_OF_BAG = 2

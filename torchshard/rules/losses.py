@@ -15,7 +15,8 @@ import torch
 from torchshard.notation import ONE_IN_ALL, Local, Row
 from torchshard.rules.indexing import nonempty, own_index
 from torchshard.rules.normalization import row_max
-from torchshard.rules.registry import Call, letters, rule, spaced, wide
+from torchshard.rules.reductions import averaged
+from torchshard.rules.registry import Call, broadcast, letters, rule, spaced, wide
 
 aten = torch.ops.aten
 ops = torch.ops.torchshard
@@ -28,29 +29,24 @@ NONE, MEAN, SUM = 0, 1, 2
     aten.binary_cross_entropy_with_logits.default, aten.binary_cross_entropy.default, aten.soft_margin_loss.default,
 )  # fmt: skip
 def elementwise_loss(call: Call) -> Row | None:
-    """`f32[2,8], f32[2,8] -> f32[]     a b, a b -> `."""
+    """`f32[2,8], f32[2,8], f32[8] -> f32[]     a b, a b, b -> `; weights are broadcast to what they weigh."""
     shape, reduction = call.tensors[0].shape, call["reduction"]
-    names = letters(len(shape))
-    if any(t.shape != shape for t in call.tensors):
+    names, dtype = letters(len(shape)), call.results[0].dtype
+    weights = [t.shape for t in call.tensors[2:]]
+    if call.tensors[1].shape != shape or any(len(weight) > len(shape) for weight in weights):
         return None
-    count = 1
-    for size in shape:
-        count = count * size
 
-    result = call.results[0].dtype
+    def local(ctx: Local, x: Any, *args: Any, **kwargs: Any) -> Any:
+        bound = call.bound((x, *args), kwargs)
+        halves = wide(dtype) != dtype
+        total = _summed(call, bound) if halves else call.target(**bound | {"reduction": SUM})
+        return averaged(call, total, x, range(len(shape)))
 
-    def local(ctx: Local, *args: Any, **kwargs: Any) -> Any:
-        bound = call.bound(args, kwargs)
-        if wide(result) == result:
-            return aten.div.Tensor(call.target(**bound | {"reduction": SUM}), count)
-        summed = aten.sum.dim_IntList(call.target(**bound | {"reduction": NONE}), None, dtype=wide(result))
-        return aten.to.dtype(aten.div.Tensor(summed, count), result)
-
-    static = isinstance(count, int)
-    left = names if static or reduction != MEAN else [f"!{n}" for n in names]
-    options: dict[str, Any] = {"local": {"*": local}} if reduction == MEAN and static else {}
+    left = [names, names, *(broadcast(names, weight, shape) for weight in weights)]
     right = names if reduction == NONE else []
-    return call.row(f"{spaced(*([left] * len(call.tensors)))} -> {spaced(right)}", **options)
+    return call.row(
+        f"{spaced(*left)} -> {spaced(right)}", local=dict.fromkeys(names, local) if reduction == MEAN else {}
+    )
 
 
 @rule(aten.cross_entropy_loss.default)
@@ -111,16 +107,14 @@ def _summed(call: Call, bound: dict[str, Any]) -> Any:
     return aten.sum.dim_IntList(losses, None, dtype=wide(call.results[0].dtype))
 
 
-def _with_probabilities(call: Call) -> Row | None:
+def _with_probabilities(call: Call) -> Row:
     """`f32[16,97], f32[16,97] -> f32[]     n !v, n !v -> `: a mean is over the places of the whole batch."""
     batch, weight = _batch_axes(call), call["weight"]
-    if not all(isinstance(size, int) for size in call["self"].shape):
-        return None
     scores = [*batch[:1], "!v", *batch[1:]]
 
-    def local(ctx: Local, *args: Any, **kwargs: Any) -> Any:
-        total = _summed(call, call.bound(args, kwargs))
-        return aten.to.dtype(aten.div.Tensor(total, ctx.total(batch)), call.results[0].dtype)
+    def local(ctx: Local, x: Any, *args: Any, **kwargs: Any) -> Any:
+        total = _summed(call, call.bound((x, *args), kwargs))
+        return averaged(call, total, x, [d for d, name in enumerate(scores) if name in batch])
 
     operands = [scores, scores, *([["!v"]] if weight is not None else [])]
     right = batch if call["reduction"] == NONE else []
@@ -152,16 +146,20 @@ def _split_cross_entropy(
 
     def at_target(table: Any) -> Any:
         found = aten.gather.default(nonempty(ctx, "v", table, dim, ndim), dim, index)
-        return aten.masked_fill.Scalar(found, outside, 0.0)
+        found = aten.masked_fill.Scalar(found, outside, 0.0)
+        return found if wide(dtype) == dtype else aten.to.dtype(found, wide(dtype))
+
+    def summed(x: Any) -> Any:
+        return aten.sum.dim_IntList(x, [dim], True, dtype=wide(dtype))
 
     spread = None if weight is None else aten.reshape.default(weight, [-1] + [1] * (ndim - 1 - dim))
-    columns = [aten.sum.dim_IntList(aten.exp.default(shifted), [dim], True), at_target(shifted)]
+    columns = [summed(aten.exp.default(shifted)), at_target(shifted)]
     if weight is not None:
         columns.append(at_target(aten.expand_as.default(spread, logits)))
     if label_smoothing:
-        columns.append(aten.sum.dim_IntList(shifted if weight is None else shifted * spread, [dim], True))
+        columns.append(summed(shifted if weight is None else shifted * spread))
         if weight is not None:
-            columns.append(aten.sum.dim_IntList(aten.expand_as.default(spread, logits), [dim], True))
+            columns.append(summed(aten.expand_as.default(spread, logits)))
     whole = ops.reduce.default(aten.cat.default(columns, dim), ctx.group)
     column = [aten.slice.Tensor(whole, dim, i, i + 1) for i in range(len(columns))]
     norm = aten.log.default(column[0])
@@ -173,9 +171,8 @@ def _split_cross_entropy(
         smooth = aten.masked_fill.Scalar(smooth, ignored, 0.0)
         loss = loss * (1 - label_smoothing) + smooth * (label_smoothing / classes)
     loss = aten.squeeze.dims(aten.masked_fill.Scalar(loss, ignored, 0.0), [dim])
-    if reduction == NONE:
-        return loss
     if reduction == SUM:
-        return aten.sum.default(loss)
-    total, count = (aten.sum.dim_IntList(t, None, dtype=wide(dtype)) for t in (loss, scale))
-    return aten.to.dtype(aten.div.Tensor(total, count), dtype)
+        loss = aten.sum.default(loss)
+    elif reduction == MEAN:
+        loss = aten.div.Tensor(aten.sum.default(loss), aten.sum.default(scale))
+    return loss if wide(dtype) == dtype else aten.to.dtype(loss, dtype)

@@ -21,15 +21,17 @@ SPLIT_SOFTMAX = (("all_reduce_max", 1), ("all_reduce", 1))
 
 
 def _split_softmax(call: Call, ndim: int) -> Any:
-    dim, log = positive(call["dim"], ndim), "log_softmax" in str(call.target)
+    dim, log, result = positive(call["dim"], ndim), "log_softmax" in str(call.target), call.results[0].dtype
 
     def local(ctx: Local, x: Any, _dim: int, dtype: Any = None) -> Any:
         x = aten.to.dtype(x, dtype) if dtype not in (None, False, True) else x
         largest = row_max(ctx, x, dim, ctx.choice.axes[0][0])
         shifted = aten.sub.Tensor(x, largest)
         raised = aten.exp.default(shifted)
-        total = ops.all_reduce.default(aten.sum.dim_IntList(raised, [dim], True), ctx.group)
-        return aten.sub.Tensor(shifted, aten.log.default(total)) if log else aten.div.Tensor(raised, total)
+        total = aten.sum.dim_IntList(raised, [dim], True, dtype=wide(result))
+        total = ops.all_reduce.default(total, ctx.group)
+        made = aten.sub.Tensor(shifted, aten.log.default(total)) if log else aten.div.Tensor(raised, total)
+        return made if wide(result) == result else aten.to.dtype(made, result)
 
     return local
 

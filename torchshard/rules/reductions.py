@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 
+from torchshard.conversions import step_args
+from torchshard.layouts import I, Shard
 from torchshard.notation import Local, Row
 from torchshard.rules.registry import Call, block, dims_of, letters, positive, rule, spaced, wide
 
 aten = torch.ops.aten
+ops = torch.ops.torchshard
 
 
 def _reduced(call: Call, dims: list[int], names: list[str]) -> list[str]:
@@ -34,25 +39,56 @@ def total(call: Call) -> Row:
 @rule(aten.mean.default, aten.mean.dim)
 def mean(call: Call) -> Row:
     """`f32[2,8,4] -> f32[2,4]     a b c -> a c`: a rank's mean would divide by its own count."""
-    ndim = len(call.tensors[0].shape)
-    dims = dims_of(call, "dim", ndim)
-    names = letters(ndim)
-    keep, dtype = bool(call.args.get("keepdim", False)), call.args.get("dtype")
-    count = 1
-    for d in dims:
-        count = count * call.tensors[0].shape[d]
-
-    result = call.results[0].dtype
+    ndim, result = len(call.tensors[0].shape), call.results[0].dtype
+    dims, keep = dims_of(call, "dim", ndim), bool(call.args.get("keepdim", False))
 
     def local(ctx: Local, x: Any, *args: Any, **kwargs: Any) -> Any:
-        if wide(result) == result:
-            return aten.div.Tensor(aten.sum.dim_IntList(x, dims, keep, dtype=dtype), count)
-        summed = aten.sum.dim_IntList(x, dims, keep, dtype=wide(result))
-        return aten.to.dtype(aten.div.Tensor(summed, count), result)
+        dtype = call.args.get("dtype") if wide(result) == result else wide(result)
+        return averaged(call, aten.sum.dim_IntList(x, dims, keep, dtype=dtype), x, dims)
 
-    replaced = {names[d]: local for d in dims} if isinstance(count, int) else {}
-    row = reduction_row(call, dims, closed=not isinstance(count, int), linear=[{0}], local=replaced)
-    return row
+    replaced = {name: local for d, name in enumerate(letters(ndim)) if d in dims}
+    return reduction_row(call, dims, closed=False, linear=[{0}], local=replaced)
+
+
+def averaged(call: Call, total: Any, x: Any, dims: Sequence[int]) -> Any:
+    """A rank's part of a mean, from its sum.
+
+    Args:
+        x: the first operand on this rank, whose dynamic dims are whole.
+        dims: those of it that the mean is over.
+    """
+    shape = call.tensors[0].shape
+    count: Any = math.prod(shape[d] for d in dims if isinstance(shape[d], int))
+    for d in dims:
+        count = count if isinstance(shape[d], int) else aten.sym_size.int(x, d) * count
+    made, dtype = aten.div.Tensor(total, count), call.results[0].dtype
+    return made if wide(dtype) == dtype else aten.to.dtype(made, dtype)
+
+
+@rule(
+    aten.linalg_vector_norm.default, aten.norm.ScalarOpt_dim, aten.norm.Scalar, aten.norm.ScalarOpt_dim_dtype,
+    aten.norm.ScalarOpt_dtype,
+)  # fmt: skip
+def vector_norm(call: Call) -> Row:
+    """`f32[2,8] -> f32[2]     a b -> a`; splitting b gathers the norms of the slices, whose norm is that of all."""
+    shape, order = call.tensors[0].shape, call.args.get("ord", call.args.get("p"))
+    dims, order = dims_of(call, "dim", len(shape)), 2 if order is None else order
+    if not 0 < order < math.inf or not all(isinstance(shape[d], int) for d in dims):
+        return reduction_row(call, dims, closed=True)
+
+    keep, result = bool(call.args.get("keepdim", False)), call.results[0].dtype
+
+    def local(ctx: Local, x: Any, *args: Any, **kwargs: Any) -> Any:
+        dtype = call.args.get("dtype") if wide(result) == result else wide(result)
+        own = aten.unsqueeze.default(aten.linalg_vector_norm.default(x, order, dims, keep, dtype=dtype), 0)
+        each = ops.gather.default(own, *step_args("gather", Shard(0), I, [ctx.world]), ctx.group)
+        made = aten.linalg_vector_norm.default(each, order, [0])
+        return made if wide(result) == result else aten.to.dtype(made, result)
+
+    names, count = letters(len(shape)), math.prod(shape[d] for d in dims)
+    replaced = dict.fromkeys((names[d] for d in dims), local)
+    comm = {names[d]: (("gather", shape[d] / max(count, 1)),) for d in dims}
+    return reduction_row(call, dims, closed=False, local=replaced, reduced=replaced, comm=comm)
 
 
 @rule(
@@ -60,9 +96,8 @@ def mean(call: Call) -> Row:
     aten.any.dim, aten.all.dim, aten.any.default, aten.all.default, aten.max.default, aten.min.default,
     aten.any.dims, aten.all.dims, aten.prod.dim_int, aten.prod.default,
     aten.var.correction, aten.std.correction, aten.var.dim, aten.std.dim, aten.var_mean.correction,
-    aten.logsumexp.default, aten.linalg_vector_norm.default, aten.norm.ScalarOpt_dim, aten.norm.Scalar,
-    aten.norm.ScalarOpt_dim_dtype, aten.norm.ScalarOpt_dtype, aten.nansum.default, aten.aminmax.default,
-    aten.std_mean.correction, aten.count_nonzero.dim_IntList, aten.count_nonzero.default,
+    aten.logsumexp.default, aten.nansum.default, aten.aminmax.default, aten.std_mean.correction,
+    aten.count_nonzero.dim_IntList, aten.count_nonzero.default,
     aten.median.default, aten.median.dim, aten.nanmedian.default, aten.nanmedian.dim, aten.mode.default,
     aten.kthvalue.default,
 )  # fmt: skip
