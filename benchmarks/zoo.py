@@ -46,7 +46,7 @@ VOCAB, BATCH, SEQUENCE, IMAGE = 99, 2, 10, 32
 _NAMED: dict[int, str] = {
     64: "hidden_size d_model n_embd embed_dim dim model_dim word_embed_proj_dim decoder_hidden_size rnn_hidden_size "
         "lru_width encoder_hidden_size embedding_size projection_dim num_mel_bins max_position_embeddings n_positions "
-        "max_source_positions max_target_positions dim_model max_sequence_length",
+        "max_source_positions max_target_positions dim_model max_sequence_length emb_dim entity_emb_size",
     2: "num_hidden_layers n_layer n_layers num_layers encoder_layers decoder_layers num_encoder_layers "
        "num_decoder_layers num_key_value_heads num_kv_heads num_experts_per_tok moe_top_k top_k_experts "
        "num_experts_per_token num_hidden_groups depth moe_k n_group num_expert_group",
@@ -54,10 +54,12 @@ _NAMED: dict[int, str] = {
        "num_encoder_attention_heads num_decoder_attention_heads num_local_experts num_experts n_routed_experts "
        "moe_num_experts",
     96: "intermediate_size ffn_dim n_inner d_ff encoder_ffn_dim decoder_ffn_dim ffn_hidden_size moe_intermediate_size "
-        "hidden_dim shared_expert_intermediate_size dim_ff",
-    16: "head_dim d_kv sliding_window local_window_size attention_window qk_nope_head_dim v_head_dim",
-    8: "patch_size qk_rope_head_dim rotary_dim",
-    VOCAB: "vocab_size vocab_size_per_layer_input decoder_vocab_size",
+        "hidden_dim shared_expert_intermediate_size dim_ff shared_intermediate_size",
+    128: "mamba_d_ssm",
+    16: "head_dim d_kv sliding_window local_window_size attention_window qk_nope_head_dim v_head_dim mamba_d_state "
+        "mamba_chunk_size linear_head_dim",
+    8: "patch_size qk_rope_head_dim rotary_dim mamba_n_heads",
+    VOCAB: "vocab_size vocab_size_per_layer_input decoder_vocab_size entity_vocab_size",
     IMAGE: "image_size q_lora_rank kv_lora_rank",
     0: "layerdrop encoder_layerdrop decoder_layerdrop pad_token_id",
     1: "bos_token_id eos_token_id decoder_start_token_id first_k_dense_replace topk_group",

@@ -178,7 +178,8 @@ def _report(trial: Trial, sides: _Sides, tolerance: float) -> Report:
     report = Report(plan.world_size, tolerance, found)
     if report.ok:
         return report
-    return replace(report, diverges_at=_diagnose(sides.graph, trial.whole(), sharded, tolerance))
+    again = trial.whole(watched=True), trial.sharded(sides.graphs, plan, watched=True)
+    return replace(report, diverges_at=_diagnose(sides.graph, *again, tolerance))
 
 
 def _with_wider(report: Report, trial: Trial, sides: _Sides) -> Report:

@@ -61,7 +61,7 @@ def unsharded(model: nn.Module, call: Leaves) -> Results:
 
 
 class Run:
-    """A step of some ranks' graphs in lockstep, with every rank's values and gradients."""
+    """A step of some ranks' graphs in lockstep."""
 
     def __init__(
         self,
@@ -69,6 +69,8 @@ class Run:
         known: Sequence[Mapping[str, Tensor]],
         call: Leaves,
         generator: torch.Generator | None = None,
+        *,
+        watched: bool = False,
     ) -> None:
         """Runs it.
 
@@ -76,9 +78,10 @@ class Run:
             graphs: one per rank.
             known: per rank, parameters, buffers and constants by all their names.
             generator: moves each value, and each gradient, by a unit in its last place.
+            watched: keeps every node's value and gradient.
         """
         ranks = range(len(graphs))
-        self.states, self._generator = known, generator
+        self.states, self._generator, self._watched = known, generator, watched
         self.inputs = [{n: leaf(t) for n, t in zip(call.names, call.tensors, strict=True)} for _ in ranks]
         self.values: list[dict[str, Any]] = [{} for _ in ranks]
         self.grads: list[dict[str, Tensor]] = [{} for _ in ranks]
@@ -94,9 +97,10 @@ class Run:
         def record(node: fx.Node, value: Any, args: list[Any]) -> Any:
             if self._generator is not None:
                 value = nudged(node, value, pytree.tree_leaves(args), self._generator)
-            self.values[rank][node.name] = value
-            if isinstance(value, Tensor) and value.requires_grad and not value.is_leaf:
-                value.register_hook(lambda g: self.grads[rank].__setitem__(node.name, g))
+            if self._watched:
+                self.values[rank][node.name] = value
+                if isinstance(value, Tensor) and value.requires_grad and not value.is_leaf:
+                    value.register_hook(lambda g: self.grads[rank].__setitem__(node.name, g))
             return value
 
         return record
@@ -136,23 +140,27 @@ class Trial:
             {name: run.states[0][name] for name in like.buffers},
         )
 
-    def whole(self, generator: torch.Generator | None = None) -> Run:
+    def whole(self, generator: torch.Generator | None = None, *, watched: bool = False) -> Run:
         """The captured graph, which is that of the unsharded model."""
-        return self._run([self.captured.graph], {}, generator)
+        return self._run([self.captured.graph], {}, generator, watched=watched)
 
-    def sharded(self, graphs: list[fx.GraphModule], plan: Plan) -> Run:
+    def sharded(self, graphs: list[fx.GraphModule], plan: Plan, *, watched: bool = False) -> Run:
         """The graphs of all ranks."""
-        return self._run(graphs, plan.parameters)
+        return self._run(graphs, plan.parameters, watched=watched)
 
     def _run(
-        self, graphs: list[fx.GraphModule], layouts: Mapping[str, Layout], generator: torch.Generator | None = None
+        self,
+        graphs: list[fx.GraphModule],
+        layouts: Mapping[str, Layout],
+        generator: torch.Generator | None = None,
+        *,
+        watched: bool,
     ) -> Run:
         torch.set_rng_state(self.seed)
         known = [self._known(layouts, rank, len(graphs)) for rank in range(len(graphs))]
-        if self.dtype is None:
-            return Run(graphs, known, self.call, generator)
+        held = graphs if self.dtype is None else [widened_graph(graph, self.dtype) for graph in graphs]
         with _default_dtype(self.dtype):
-            return Run([widened_graph(graph, self.dtype) for graph in graphs], known, self.call, generator)
+            return Run(held, known, self.call, generator, watched=watched)
 
     def _known(self, layouts: Mapping[str, Layout], rank: int, world: int) -> dict[str, Tensor]:
         """A rank's parameters, buffers and constants, by all their names."""
@@ -186,10 +194,10 @@ def _places(run: Run, output_names: Sequence[str]) -> dict[Place, Tensor]:
 
 
 @contextlib.contextmanager
-def _default_dtype(dtype: torch.dtype) -> Iterator[None]:
-    """The dtype of what a graph makes without saying one."""
+def _default_dtype(dtype: torch.dtype | None) -> Iterator[None]:
+    """The dtype of what a graph makes without saying one; None: as it is."""
     before = torch.get_default_dtype()
-    torch.set_default_dtype(dtype)
+    torch.set_default_dtype(dtype or before)
     try:
         yield
     finally:

@@ -111,7 +111,7 @@ def _plain(size: Any) -> Size:
     return int(size) if size.is_Integer else size
 
 
-def reshape_row(call: Call, source: Sequence[Size], target: Sequence[Size], local: Any) -> Row:
+def reshape_row(call: Call, source: Sequence[Size], target: Sequence[Size], local: Any, **options: Any) -> Row:
     """`f32[2,8,64] -> f32[2,8,4,16]     a b (c d) -> a b c d     c=4 d=16`."""
     kept = [[i for i, s in enumerate(shape) if s != 1] for shape in (source, target)]
     left, right = ([shape[i] for i in k] for shape, k in zip((source, target), kept, strict=True))
@@ -124,7 +124,7 @@ def reshape_row(call: Call, source: Sequence[Size], target: Sequence[Size], loca
             for position, index in enumerate(indices):
                 axes = refined[which][position] if refined else ["!" + names.pop(0)]
                 side[keep[index]] = axes[0] if len(axes) == 1 else f"({' '.join(axes)})"
-    options = {"local": {"*": local}} if local else {}
+    options |= {"local": {"*": local}} if local else {}
     return call.row(f"{spaced(sides[0])} -> {spaced(sides[1])}", sizes=sizes, linear=LINEAR, **options)
 
 
@@ -151,8 +151,9 @@ def _dim_size(local: Local, x: Any, dim: Dim) -> Any:
 
 @rule(aten.view.default, aten.reshape.default, aten._unsafe_view.default)
 def reshape(call: Call) -> Row:
-    """`f32[2,8,64] -> f32[2,8,4,16]     a b (c d) -> a b c d     c=4 d=16`."""
-    return reshape_row(call, call.tensors[0].shape, call.results[0].shape, _resized)
+    """`f32[2,8,64] -> f32[2,8,4,16]     a b (c d) -> a b c d     c=4 d=16`; of nothing no size can be inferred."""
+    inferred = -1 in call.args.get("size", call.args.get("shape"))
+    return reshape_row(call, call.tensors[0].shape, call.results[0].shape, _resized, fills_ranks=inferred)
 
 
 SQUEEZES = (aten.squeeze.default, aten.squeeze.dim, aten.squeeze.dims)
