@@ -186,9 +186,37 @@ FAULTS = (
     Fault(
         "a mean of means",
         "rules/reductions.py",
-        "replaced = {names[d]: local for d in dims} if isinstance(count, int) else {}",
+        "replaced = {name: local for d, name in enumerate(letters(ndim)) if d in dims}",
         "replaced = {}",
         f"{RULES} -k mean",
+    ),
+    Fault(
+        "a mean that forgets the batch",
+        "rules/reductions.py",
+        "count = count if isinstance(shape[d], int) else aten.sym_size.int(x, d) * count",
+        "pass",
+        "tests/test_split_by_default.py -k any_size",
+    ),
+    Fault(
+        "norms of slices are added",
+        "rules/reductions.py",
+        "made = aten.linalg_vector_norm.default(each, order, [0])",
+        "made = aten.sum.dim_IntList(each, [0])",
+        f"{RULES} -k norm",
+    ),
+    Fault(
+        "a unit looks back at another step",
+        "recurrent.py",
+        "made.append(units if whole else state[0])",
+        "made.insert(0, units if whole else state[0])",
+        "tests/test_split_by_default.py -k recurrent_layers",
+    ),
+    Fault(
+        "units of another direction",
+        "recurrent.py",
+        "return torch.stack(made[::-1] if backward else made), state",
+        "return torch.stack(made), state",
+        "tests/test_split_by_default.py -k recurrent_layers",
     ),
     Fault(
         "masked rows not zero",

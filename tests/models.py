@@ -267,6 +267,26 @@ _GPT = {
 }
 _FUSED = {"qkv": "column", "o": "row"}
 
+
+class Recurrent(nn.Module):
+    """A translator of before transformers: a GRU reads both ways, an LSTM writes, with attention to what was read."""
+
+    def __init__(self, vocab: int = 40, width: int = 7) -> None:
+        super().__init__()
+        self.tok = nn.Embedding(vocab, width)
+        self.encoder = nn.GRU(width, width, batch_first=True, bidirectional=True)
+        self.decoder = nn.LSTM(width, 2 * width, num_layers=2, dropout=0.2)
+        self.head = nn.Linear(4 * width, vocab)
+
+    def forward(self, source: Tensor, target: Tensor) -> Tensor:
+        memory, last = self.encoder(self.tok(source))
+        start = torch.cat([last[0], last[1]], -1).expand(2, -1, -1)
+        made, _ = self.decoder(self.tok(target).transpose(0, 1), (start, torch.zeros_like(start)))
+        made = made.transpose(0, 1)
+        looked = (made @ memory.transpose(1, 2)).softmax(-1) @ memory
+        return self.head(torch.cat([made, looked], -1))
+
+
 CASES = {
     "mlp": Case(MLP, {"up": "column", "down": "row"}, _x(3, 12)),
     "mlp_uneven": Case(lambda: MLP(7, 9, 5), {"up": 1, "down": 0}, _x(2, 5, 7)),
@@ -306,5 +326,6 @@ CASES = {
     "dense_moe": Case(
         DenseMoE, {"experts.*.up": "column", "experts.*.down": "row"}, lambda: (torch.randn(2, 4, 12).requires_grad_(),)
     ),
+    "recurrent": Case(Recurrent, {"encoder": "column", "decoder": "column", "tok": "vocab"}, _ids(40, (3, 6), (3, 4))),
     "writes": Case(Writes, {"up": "column", "down": "row"}, _x(2, 3, 12)),
 }

@@ -12,7 +12,8 @@ import pytest
 PACKAGE = Path(__file__).parent.parent / "torchshard"
 
 LAYERS = [
-    ["errors", "layouts", "files", "whole", "with_value"],
+    ["errors", "layouts", "files", "whole", "with_value", "stepwise"],
+    ["recurrent"],
     ["comparing"],
     ["notation", "conversions"],
     ["rules"],

@@ -64,7 +64,7 @@ def _train_one(name: str) -> dict[str, Any]:
     "world_size, names",
     [
         (2, ["gpt", "fused_gqa", "conv", "encoder_decoder", "dense_moe", "writes"]),
-        (3, ["gpt_hidden_30", "attention_7_heads", "fused_by_split_7_heads", "mlp_uneven"]),
+        (3, ["recurrent", "gpt_hidden_30", "attention_7_heads", "fused_by_split_7_heads", "mlp_uneven"]),
         (4, ["gpt", "gqa_1_kv_head", "fused_by_view_5_heads"]),
     ],
 )

@@ -12,7 +12,9 @@ from torch import Tensor, nn
 from torch.nn.utils.parametrizations import weight_norm
 
 import torchshard as ts
-from torchshard.layouts import I
+from torchshard.capture import capture
+from torchshard.layouts import I, Shard
+from torchshard.recurrent import RecurrentCall
 
 X, IMAGES, IDS = torch.randn(6, 8).double(), torch.randn(2, 8, 12).double(), torch.randint(0, 50, (4, 5))
 
@@ -106,3 +108,79 @@ def test_a_mean_over_a_batch_of_any_size_is_taken_where_the_values_lie(loss: Cal
     example = (torch.randn(256, 8), torch.rand(256, 512))
     made = ts.plan(_Loss(loss), {"up": "column"}, world_size=2, example_inputs=example)
     assert {c.name for c in made.costs.collectives} == {"reduce", "scatter"}
+    assert ts.check(_Loss(loss), made, world_size=2, example_inputs=example).ok
+
+
+# --- recurrent layers ------------------------------------------------------------------------------------------------
+
+
+class _Unrolled(nn.Module):
+    def __init__(self, cell: nn.Module) -> None:
+        super().__init__()
+        self.cell, self.head = cell, nn.Linear(10, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        state, made = None, []
+        for step in x.unbind():
+            state = self.cell(step, state)
+            made.append(self.head(state[0] if isinstance(state, tuple) else state))
+        return torch.stack(made)
+
+
+@pytest.mark.parametrize(
+    "layer",
+    [
+        nn.LSTM(8, 5, num_layers=3, dropout=0.3, batch_first=True),
+        nn.LSTM(8, 5, num_layers=2, bidirectional=True, bias=False),
+        nn.GRU(8, 5, num_layers=2, bidirectional=True),
+        nn.RNN(8, 5, batch_first=True),
+        nn.RNN(8, 1, nonlinearity="relu"),
+    ],
+    ids=str,
+)
+def test_recurrent_layers_are_one_op(layer: nn.Module) -> None:
+    x = torch.randn(3, 4, 8).double()
+    _exact_and_split(layer, x)
+    assert sum(isinstance(n.target, RecurrentCall) for n in capture(layer, (x,)).graph.graph.nodes) == 1
+
+
+@pytest.mark.parametrize("cell", [nn.LSTMCell(8, 10), nn.GRUCell(8, 10, bias=False), nn.RNNCell(8, 10)], ids=str)
+def test_recurrent_cells(cell: nn.Module) -> None:
+    _exact_and_split(_Unrolled(cell), torch.randn(3, 4, 8).double())
+
+
+def test_one_graph_of_a_recurrent_layer_for_all_lengths() -> None:
+    torch.manual_seed(0)
+    model = nn.LSTM(8, 6).double()
+    made = ts.plan(model, "auto", world_size=2, example_inputs=(torch.randn(3, 4, 8).double(),))
+    ahead, back = made.costs.calls
+    assert (ahead, back) == (3 + 3, 3)  # of each step; of the results, whose gradients are there
+    for steps in (1, 5):
+        report = ts.check(model, made, world_size=2, example_inputs=(torch.randn(steps, 2, 8).double(),))
+        assert report.ok, str(report)
+
+
+def test_projections_are_whole_and_exact() -> None:
+    _exact_and_split(nn.LSTM(8, 6, proj_size=3), torch.randn(3, 4, 8).double(), least=0.0)
+
+
+# --- pinned ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("style, dim", [("column", 1), ("row", 0)])
+def test_a_transposed_convolution_can_be_pinned(style: str, dim: int) -> None:
+    model, x = nn.Sequential(nn.ConvTranspose2d(6, 4, 3), nn.ReLU()).double(), torch.randn(2, 6, 5, 5).double()
+    for world in (2, 3):
+        made = ts.plan(model, {"0": style}, world_size=world, example_inputs=(x,))
+        assert made.parameters["0.weight"] == Shard(dim)
+        assert ts.check(model, made, world_size=world, example_inputs=(x,)).ok
+
+
+def test_a_recurrent_layer_and_a_bag_can_be_pinned() -> None:
+    bag = nn.EmbeddingBag(50, 12)
+    assert ts.plan(bag, {"": "column"}, world_size=2, example_inputs=(IDS,)).parameters == {"weight": Shard(1)}
+    lstm = nn.Sequential(nn.GRU(8, 6))
+    made = ts.plan(lstm, {"0": "column"}, world_size=2, example_inputs=(torch.randn(3, 4, 8),))
+    assert {str(layout) for layout in made.parameters.values()} == {"S(0; 6+6+6)"}
+    with pytest.raises(ts.PlanError, match="can't be split by row"):
+        ts.plan(lstm, {"0": "row"}, world_size=2, example_inputs=(torch.randn(3, 4, 8),))

@@ -20,10 +20,12 @@ from torchshard.errors import InternalError
 from torchshard.layouts import Layout, dual, join, split
 from torchshard.passes import localized
 from torchshard.rules import is_random
+from torchshard.stepwise import Steps, Stepwise
 
 Record = Callable[[fx.Node, Any, list[Any]], Any]
 """Called with each node, its value and the values of its arguments; gives the value that goes on."""
-Request = tuple[fx.Node, list[Any]]
+Request = tuple[fx.Node, Any, Sequence[Any]]
+"""A node, the collective that it waits at, and its arguments."""
 
 
 def rank_graphs(graph: fx.GraphModule, world: int) -> list[fx.GraphModule]:
@@ -73,27 +75,45 @@ def _rank(
         elif node.op == "output":
             return list(args[0])
         elif is_collective(node.target):
-            env[node] = yield node, list(args)
+            env[node] = yield node, node.target, args
+        elif isinstance(node.target, Stepwise):
+            env[node] = yield from _stepwise(node, node.target.steps(*args), streams, rank)
         elif is_random(node.target):
-            torch.set_rng_state(streams[rank])
-            env[node] = node.target(*args, **kwargs)
-            streams[rank] = torch.get_rng_state()
+            env[node] = _drawing(streams, rank, lambda: node.target(*args, **kwargs))  # noqa: B023
         else:
             env[node] = node.target(*args, **kwargs)
         env[node] = record(node, env[node], [*args, *kwargs.values()])
     raise InternalError("a graph has no output", where=str(graph))
 
 
+def _drawing(streams: list[Tensor], rank: int, run: Callable[[], Any]) -> Any:
+    """What is run with a rank's own random stream."""
+    torch.set_rng_state(streams[rank])
+    made = run()
+    streams[rank] = torch.get_rng_state()
+    return made
+
+
+def _stepwise(node: fx.Node, steps: Steps, streams: list[Tensor], rank: int) -> Generator[Request, Any, Any]:
+    result: Any = None
+    while True:
+        try:
+            op, args = _drawing(streams, rank, lambda: steps.send(result))  # noqa: B023
+        except StopIteration as done:
+            return done.value
+        result = yield node, op, args
+
+
 def _meet(arrived: Sequence[Request]) -> list[Any]:
-    nodes, args = [a[0] for a in arrived], [a[1] for a in arrived]
-    if any(node.target is not nodes[0].target or a[1:-1] != args[0][1:-1] for node, a in zip(nodes, args, strict=True)):
+    nodes, ops, args = zip(*arrived, strict=True)
+    if any(op is not ops[0] or a[1:-1] != args[0][1:-1] for op, a in zip(ops, args, strict=True)):
         raise InternalError(
             "the ranks arrive at different collectives",
             where=nodes[0].name,
             why="; ".join(f"rank {i}: {node.format_node()}" for i, node in enumerate(nodes)),
         )
     tensors = [a[0] for a in args]
-    row = OPS.get(nodes[0].target)
+    row = OPS.get(ops[0])
     if row is None:
         largest = torch.stack(tensors).amax(0)
         return [largest.clone() for _ in tensors]

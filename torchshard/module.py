@@ -8,6 +8,7 @@ sequence may vary within one kind. All graphs share the parameters, whose layout
 
 from __future__ import annotations
 
+import dataclasses
 import logging
 import sys
 import threading
@@ -54,6 +55,7 @@ from torchshard.program import Program, program
 from torchshard.scope import refuse_class
 from torchshard.slice_values import check_other_group, unwatched, watch_slices
 from torchshard.state import State, content
+from torchshard.stepwise import Stepwise
 
 log = logging.getLogger("torchshard.module")
 MANY_GRAPHS = 16
@@ -457,6 +459,8 @@ def _calling_directly(graph: fx.GraphModule) -> fx.GraphModule:
     for node in held.graph.nodes:
         if node.target in OPS:
             node.target, node.args = direct(node.target), (node.args[0], *hashable(node.args[1:]))
+        elif isinstance(node.target, Stepwise):
+            node.target = dataclasses.replace(node.target, collective=direct)
     held.recompile()
     return held
 

@@ -48,8 +48,6 @@ Dim = tuple[Term, ...]
 LocalFn = Callable[..., Any]
 """(local: Local, *args, **kwargs) -> result: what a rank computes where splitting an axis changes the op."""
 
-ONE_IN_ALL = 0
-"""Of a collective inside a replacement: it sends one number, of float32 or wider, however many rows there are."""
 MAX_PARTS = 64
 """A merged dim whose split would need more segments than this counts as not splittable."""
 
@@ -70,6 +68,18 @@ class Row:
     options: RowOptions = field(default_factory=lambda: RowOptions())
 
 
+class Inside(NamedTuple):
+    """A collective inside a replacement."""
+
+    name: str
+    axes: tuple[str, ...] = ()
+    """A rank gives as many numbers as the product of its sizes of these axes, "..." the leading ones,"""
+    numbers: int = 1
+    """times so many;"""
+    times: tuple[str, ...] = ()
+    """and does so as often as the product of the sizes of these says."""
+
+
 @dataclass(frozen=True)
 class RowOptions:
     """What a row says beyond its factors."""
@@ -78,8 +88,8 @@ class RowOptions:
     """Sets of operands in which the op is jointly linear: all of a set Partial and the rest R gives Partial results."""
     local: Mapping[str, LocalFn] = field(default_factory=dict)
     """Axis -> replacement where splitting it changes the local computation; '*' for any axis."""
-    comm: Mapping[str, tuple[tuple[str, float], ...]] = field(default_factory=dict)
-    """Axis -> the collectives inside its replacement: (name, elements per row of the first operand, or ONE_IN_ALL)."""
+    comm: Mapping[str, tuple[Inside, ...]] = field(default_factory=dict)
+    """Axis -> the collectives inside its replacement."""
     reduced: frozenset[str] = frozenset()
     """Axes whose replacement does its own reducing: results without the axis are then Invariant, not Partial."""
     by_size: bool = False
@@ -115,17 +125,18 @@ class Local:
     group: str
     """The name under which collectives find the process group."""
 
-    def _parts(self, axis: str) -> tuple[Part, ...] | None:
+    def parts(self, axis: str) -> tuple[Part, ...] | None:
+        """How an axis is split; None where it is not."""
         return dict(self.choice.axes).get(axis)
 
     def size(self, axis: str) -> Any:
         """This rank's size of an axis."""
-        parts = self._parts(axis)
+        parts = self.parts(axis)
         return self.row.sizes[axis] if parts is None else local_size(parts, self.rank, self.world)
 
     def start(self, axis: str) -> int:
         """Where this rank's run of a split axis begins; a split in several runs has no start."""
-        parts = self._parts(axis) or ()
+        parts = self.parts(axis) or ()
         if len(parts) != 1:
             raise RuleError(f"axis {axis} has no single start", where=self.row.text, why=f"it is split as {parts}")
         return ranges(parts, self.rank, self.world)[0][0]

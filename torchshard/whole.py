@@ -89,6 +89,11 @@ class WholeCall:
         return replace(self, modules=copy.deepcopy(self.modules, tensors | (memo or {})))
 
 
+def op_of(target: Any) -> Any:
+    """What a node's target is in tables of ops: the Function, or function, of a call that is kept whole."""
+    return target.function if isinstance(target, WholeCall) else target
+
+
 class HookCall(WholeCall):
     """A gradient hook: its operand again, whose gradient goes through the hook."""
 

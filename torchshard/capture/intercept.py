@@ -34,6 +34,7 @@ from torchshard.capture.own_code import user_line
 from torchshard.capture.signature import Leaves, flatten
 from torchshard.capture.visible import Kept
 from torchshard.errors import CaptureError
+from torchshard.recurrent import RecurrentCall, is_recurrent
 from torchshard.whole import HookCall, WholeCall, state_of
 
 
@@ -85,7 +86,9 @@ torch.fx.node.has_side_effect(WHOLE)  # nothing uses the result of a hook, which
 # --- custom functions ------------------------------------------------------------------------------------------------
 
 
-def _keep_whole(recording: Recording, function: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+def _keep_whole(
+    recording: Recording, function: Any, args: Sequence[Any], kwargs: dict[str, Any], kind: type[WholeCall] = WholeCall
+) -> Any:
     """Records a call of a custom Function, and gives what it gives on fake tensors."""
     flat = flatten((args, kwargs))
     modules = {id(leaf): leaf for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, nn.Module)}
@@ -95,7 +98,7 @@ def _keep_whole(recording: Recording, function: Any, args: Sequence[Any], kwargs
     def rebuild(operands: Sequence[Any]) -> Any:
         return flat.rebuild([value for _, value in sorted(zip(order, operands, strict=True))])
 
-    call = WholeCall(function, rebuild, len(order), modules=modules)
+    call = kind(function, rebuild, len(order), modules=modules)
     given, sizes = [flat.tensors[i] for i in tensors], [flat.tensors[i] for i in order[len(tensors) :]]
     made = _record(recording, call, [*given, *(tensor for _, _, tensor in state_of(modules.values()))], sizes)
     return recording.results[len(recording.calls) - 1].rebuild(made)
@@ -152,7 +155,7 @@ def _run_on_fakes(recording: Recording, number: int, tensors: Sequence[Tensor], 
             was.put_back()
     if observed.writes or flatten((args, kwargs)).structure[0] != before:
         raise _refused(call.function, "it writes to a tensor, list or dict that it is given")
-    call.draws, call.seeds = observed.draws or recording.seeded, recording.seeded
+    call.draws, call.seeds = call.draws or observed.draws or recording.seeded, recording.seeded
     call.single = len(result.tensors) == 1
     recording.results[number] = result
     return [t.clone() for t in result.tensors]
@@ -326,6 +329,8 @@ class _Tensors(TorchFunctionMode):
             return _set_data(args[0], args[1])
         if func is Tensor.register_hook and not self._recording.within and args[0].requires_grad:
             return _keep_hook(self._recording, args[0], args[1] if len(args) > 1 else (kwargs or {})["hook"])
+        if not self._recording.within and is_recurrent(func, args):
+            return _keep_whole(self._recording, func, args, kwargs or {}, RecurrentCall)
         return func(*args, **(kwargs or {}))
 
 

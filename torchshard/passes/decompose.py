@@ -10,10 +10,12 @@ that only move elements or are one product or sum.
 from __future__ import annotations
 
 import operator
+from collections.abc import Callable
 from contextlib import nullcontext
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import fx
 from torch._decomp import get_decompositions
 from torch.fx.experimental.proxy_tensor import make_fx
@@ -21,6 +23,7 @@ from torch.utils import _pytree as pytree
 
 from torchshard.graph import fake_mode, fake_value, faking, name_after, op_name
 from torchshard.passes.functionalize import functionalize
+from torchshard.recurrent import KINDS
 from torchshard.rules import has_rule, is_random
 
 aten = torch.ops.aten
@@ -55,6 +58,23 @@ _WRITTEN_OUT = get_decompositions([
     aten._weight_norm_interface.default,
 ])  # fmt: skip
 """Those few, with PyTorch's own words for them."""
+
+
+def _one_step(function: Any) -> Callable[..., Any]:
+    """A recurrent cell, as the sums that it is of the input and of the hidden units."""
+
+    def step(x: Any, hx: Any, w_ih: Any, w_hh: Any, b_ih: Any = None, b_hh: Any = None) -> Any:
+        states = hx if isinstance(hx, (list, tuple)) else [hx]
+        made = KINDS[function].cell(F.linear(x, w_ih, b_ih), F.linear(states[0], w_hh, b_hh), *states)
+        return made if len(made) > 1 else made[0]
+
+    return step
+
+
+_WRITTEN_OUT |= {
+    aten.lstm_cell.default: _one_step(torch.lstm),
+    aten.gru_cell.default: _one_step(torch.gru),
+}
 
 
 def _inlined(module: fx.GraphModule, node: fx.Node) -> list[fx.Node]:

@@ -282,7 +282,7 @@ _REWRITES: dict[Any, Rewrite] = {
     ),
     **dict.fromkeys(
         (aten.linear.default, aten.conv1d.default, aten.conv2d.default, aten.conv3d.default,
-         aten.conv1d.padding, aten.conv2d.padding, aten.conv3d.padding),
+         aten.conv1d.padding, aten.conv2d.padding, aten.conv3d.padding, aten.convolution.default),
         _split_bias,
     ),
     **dict.fromkeys(_PRODUCTS, _split_addmm),

@@ -6,7 +6,7 @@ See docs/planning.md for the formulas. Sizes are those of the example inputs.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,20 +16,48 @@ from torch import Tensor, fx
 from torchshard.conversions import Link, kernels, sent_bytes
 from torchshard.graph import hint, nbytes, node_row, operands, values
 from torchshard.layouts import I, Layout, Shard, largest_share, local_size
-from torchshard.notation import ONE_IN_ALL, Choice, Dim, Row
+from torchshard.notation import Choice, Dim, Row
 from torchshard.planner.machine import Machine
 from torchshard.planner.plan import Sent
+from torchshard.recurrent import KINDS
+from torchshard.rules.linear_algebra import GROUPED
 from torchshard.rules.registry import wide
+from torchshard.whole import op_of
 
 aten = torch.ops.aten
 
-PRODUCTS = {
-    aten.linear.default, aten.mm.default, aten.bmm.default, aten.matmul.default, aten.mv.default, aten.dot.default,
-    aten.outer.default, aten.einsum.default,
-    aten.conv1d.default, aten.conv2d.default, aten.conv3d.default,
-    aten.conv1d.padding, aten.conv2d.padding, aten.conv3d.padding,
+Tensors = Sequence[Sequence[Dim]]
+"""The dims of some tensors of a row."""
+
+
+def _product(row: Row) -> list[Tensors]:
+    return [[*row.operands[1:], row.results[0]]]
+
+
+def _attention(row: Row) -> list[Tensors]:
+    query, key, value = row.operands[:3]
+    return [[query, key], [row.results[0], value]]
+
+
+def _recurrence(row: Row) -> list[Tensors]:
+    steps = [dim for dim in row.operands[0] if dim[0][0] in ("t", "n")]
+    return [[steps, weight] for weight in row.operands[1:] if len(weight) == 2]
+
+
+PRODUCTS: Mapping[Any, Callable[[Row], list[Tensors]]] = {
+    **dict.fromkeys(
+        (aten.linear.default, aten.mm.default, aten.bmm.default, aten.matmul.default, aten.mv.default, aten.dot.default,
+         aten.outer.default, aten.einsum.default,
+         aten.conv1d.default, aten.conv2d.default, aten.conv3d.default,
+         aten.conv1d.padding, aten.conv2d.padding, aten.conv3d.padding),
+        _product,
+    ),
+    aten.convolution.default: lambda row: [row.operands[:2]],  # transposed
+    **dict.fromkeys(GROUPED, lambda row: [[row.operands[0], row.results[0]]]),
+    aten.scaled_dot_product_attention.default: _attention,
+    **dict.fromkeys(KINDS, _recurrence),
 }  # fmt: skip
-"""Ops that multiply and add once for each point of the axes of their second operand and their result together."""
+"""Op -> the products within it: each multiplies and adds once for each point of the axes of all its tensors."""
 FUSED = 1e-3
 """What the time of other ops counts: they fuse with their neighbours, and to divide them is worth no collective; but of
 two plans that send the same, that with less work per rank is better."""
@@ -101,9 +129,21 @@ class Op:
             return 0.0
         if self.node.target == ATTENTION:
             return 2.5  # five products in place of two: Dao, "FlashAttention-2" (2023)
-        if self.node.target in PRODUCTS:
-            return float(sum(value.needs_grad for value in self.operands))
+        if self.products:
+            return float(min(sum(value.needs_grad for value in self.operands), 2))
         return 1.0
+
+    @property
+    def products(self) -> list[Tensors]:
+        """What it multiplies."""
+        found = PRODUCTS.get(self.key)
+        return found(self.row) if found is not None and self.row is not None else []
+
+    @property
+    def key(self) -> Any:
+        """What it is in the tables: the op, or its name where only that is there."""
+        target = op_of(self.node.target)
+        return target if target in PRODUCTS else str(target)
 
 
 def _sizes(row: Row, tensors: Sequence[Value]) -> dict[str, int]:
@@ -134,16 +174,17 @@ class CostModel:
 
     def inside(self, op: Op, choice: Choice) -> list[tuple[str, Sent, Sent]]:
         """The collectives within a split op's local computation: (name, forward, backward)."""
-        found = []
-        for axis, _ in choice.axes if op.row is not None else ():
-            for name, count in op.row.options.comm.get(axis, ()):  # type: ignore[union-attr]
-                rows = math.prod(op.operands[0].shape) // max(op.sizes[axis], 1)
-                dtype = op.results[0].dtype  # sums of halves are sent as float32
-                each = (dtype if name == "all_reduce_max" else wide(dtype)).itemsize
-                size = each if count == ONE_IN_ALL else round(rows * count) * each
-                sent = Value((), op.results[0].dtype, size, bool(op.node.meta.get("needs_grad")))
-                forward, backward = kernels(name, needs_grad=sent.needs_grad)
-                found.append((name, self._sent(forward, sent, I, I), self._sent(backward, sent, I, I)))
+        if op.row is None:
+            return []
+        sizes, found = self._local_sizes(op, choice), []
+        for inside in (inside for axis, _ in choice.axes for inside in op.row.options.comm.get(axis, ())):
+            dtype = op.results[0].dtype
+            summed = inside.name not in ("all_reduce_max", "all_gather")  # sums of halves are sent as float32
+            size = inside.numbers * _points(inside.axes, sizes) * (wide(dtype) if summed else dtype).itemsize
+            sent = Value((), dtype, size, bool(op.node.meta.get("needs_grad")))
+            ways = kernels(inside.name, needs_grad=sent.needs_grad)
+            forward, backward = (self._sent(kernel, sent, I, I).often(_points(inside.times, sizes)) for kernel in ways)
+            found.append((inside.name, forward, backward))
         return found
 
     def _sent(self, kernel: str, value: Value, source: Layout, target: Layout) -> Sent:
@@ -166,22 +207,19 @@ class CostModel:
         once = max(
             self._flops(op, choice) / self.machine.flops, self._traffic(op, choice) / self.machine.memory_bandwidth
         )
-        weight = 1.0 if op.node.target in PRODUCTS or op.node.target == ATTENTION else FUSED
+        weight = 1.0 if op.products else FUSED
         return weight * once * (1 + op.backward_ratio)
 
     def _flops(self, op: Op, choice: Choice) -> float:
-        if op.row is None or not (op.node.target in PRODUCTS or op.node.target == ATTENTION):
-            return 0.0
-        sizes = {**op.sizes, **{axis: local_size(parts, 0, self.world) for axis, parts in choice.axes}}
-
-        def points(*tensors: Sequence[Dim]) -> float:
+        sizes, flops = self._local_sizes(op, choice), 0
+        for tensors in op.products:
             axes = dict.fromkeys(a for dims in tensors for dim in dims for term in dim for a in term)
-            return math.prod(sizes.get(axis, 1) for axis in axes)
+            flops += 2 * math.prod(sizes.get(axis, 1) for axis in axes)
+        return flops * sizes["e"] / op.sizes["e"] if op.key in GROUPED else flops
 
-        if op.node.target == ATTENTION:
-            query, key, value = op.row.operands[:3]
-            return 2 * (points(query, key) + points(op.row.results[0], value))
-        return 2 * points(*op.row.operands[1:], op.row.results[0])
+    def _local_sizes(self, op: Op, choice: Choice) -> dict[str, int]:
+        """The sizes of a row's axes on the first rank, which has the most."""
+        return {**op.sizes, **{axis: local_size(parts, 0, self.world) for axis, parts in choice.axes}}
 
     def _traffic(self, op: Op, choice: Choice) -> float:
         results = list(zip(op.results, choice.results, strict=True))
@@ -198,6 +236,11 @@ class CostModel:
         kept = [(value, at) for node, value, at in zip(op.inputs, op.operands, choice.operands, strict=True)
                 if node.op != "placeholder" and value.dtype.is_floating_point]  # fmt: skip
         return sum(value.held(layout, self.world) for value, layout in kept)
+
+
+def _points(axes: Iterable[str], sizes: Mapping[str, int]) -> int:
+    """The product of some axes' sizes, of which a row may have made two factors."""
+    return math.prod(sizes.get(axis, 1) * sizes.get(f"{axis}*", 1) for axis in axes)
 
 
 def _is_strided(layout: Layout, shape: Sequence[int]) -> bool:

@@ -120,8 +120,8 @@ def _axes(said: Any) -> tuple[tuple[str, tuple[Part, ...]], ...]:
 def _collective(said: Any) -> Collective:
     ends = {end: parse_layout(said[end]) for end in ("source", "target")}
     sent = {
-        way: Sent(_is(str, said[way]["kernel"]), _number(said[way]["nbytes"]), _number(said[way]["seconds"]))
-        for way in ("forward", "backward")
+        way: Sent(_is(str, s["kernel"]), _number(s["nbytes"]), _number(s["seconds"]), _is(int, s.get("times", 1)))
+        for way, s in ((way, said[way]) for way in ("forward", "backward"))
     }
     texts = {name: _is(str, said[name]) for name in ("value", "name", "module", "origin", "line", "type")}
     return Collective(**{**texts, **ends, **sent}, consumers=tuple(_is(str, name) for name in said["consumers"]))

@@ -9,7 +9,7 @@ import math
 import os
 from collections import Counter
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -21,12 +21,18 @@ from torchshard.notation import Choice
 
 @dataclass(frozen=True)
 class Sent:
-    """What each rank sends for one call of a collective; the rank that sends most, where slices differ."""
+    """What each rank sends for a collective; the rank that sends most, where slices differ."""
 
     kernel: str
     """'all_reduce', 'all_gather', 'reduce_scatter', 'all_to_all', or 'none'."""
     nbytes: float
     seconds: float
+    times: int = 1
+    """How many messages these are."""
+
+    def often(self, times: int) -> Sent:
+        """The same so many times over."""
+        return replace(self, nbytes=self.nbytes * times, seconds=self.seconds * times, times=self.times * times)
 
 
 @dataclass(frozen=True)
@@ -80,7 +86,7 @@ class Collective:
     @property
     def calls(self) -> int:
         """How often it communicates in a step."""
-        return sum(sent.nbytes > 0 for sent in (self.forward, self.backward))
+        return sum(sent.times for sent in (self.forward, self.backward) if sent.nbytes)
 
 
 @dataclass(frozen=True)
@@ -123,8 +129,8 @@ class Costs:
     @property
     def calls(self) -> tuple[int, int]:
         """How many collectives communicate forward, and backward."""
-        ahead, back = (sum(getattr(c, way).nbytes > 0 for c in self.collectives) for way in ("forward", "backward"))
-        return ahead, back
+        ahead = sum(c.forward.times for c in self.collectives if c.forward.nbytes)
+        return ahead, sum(c.calls for c in self.collectives) - ahead
 
     @property
     def kinds(self) -> Counter[str]:

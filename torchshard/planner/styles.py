@@ -15,6 +15,8 @@ from torch import fx, nn
 from torchshard.errors import PlanError
 from torchshard.graph import operands, where
 from torchshard.layouts import Layout, Shard
+from torchshard.recurrent import KINDS
+from torchshard.whole import op_of
 
 aten = torch.ops.aten
 
@@ -53,6 +55,9 @@ AXES: dict[Any, dict[str, tuple[str, ...]]] = {
     aten.embedding.default: {"column": ("e",), "row": ("v",), "vocab": ("v",)},
     aten.conv1d.default: _CONVOLUTION, aten.conv2d.default: _CONVOLUTION, aten.conv3d.default: _CONVOLUTION,
     aten.conv1d.padding: _CONVOLUTION, aten.conv2d.padding: _CONVOLUTION, aten.conv3d.padding: _CONVOLUTION,
+    aten.convolution.default: {"column": ("o",), "row": ("c",)},
+    aten.embedding_bag.padding_idx: {"column": ("e",)},
+    **{function: {"column": ("h",)} for function in KINDS},
 }  # fmt: skip
 """Op -> style -> the axis to split (the first that the row can split)."""
 
@@ -163,16 +168,16 @@ def pins_of(graph: fx.Graph, chosen: Mapping[str, tuple[str, Style]]) -> dict[fx
         fed = [n for n in ops if any(_is_own(p, path) for p in operands(n))]
         within = [n for n in fed if n.meta.get("module") == path]
         fed = within or fed  # a parent may use the weight of a module that it never calls
-        able = [n for n in fed if n.target in AXES]
+        able = [n for n in fed if op_of(n.target) in AXES]
         if style.name == "replicate":
             pins.update({n: Pin(key, style, ()) for n in fed})
         elif not fed and any(_is_own(n, path) for n in graph.nodes):
             continue  # this call does not use the module
-        elif not able or any(style.name not in AXES[n.target] for n in able):
+        elif not able or any(style.name not in AXES[op_of(n.target)] for n in able):
             own = {str(n.target) for n in ops if n.meta.get("module") == path}
             raise cannot_have(key, path, style.name, f"its ops are {sorted(own) or 'none'}")
         else:
-            pins.update({n: Pin(key, style, AXES[n.target][style.name]) for n in able})
+            pins.update({n: Pin(key, style, AXES[op_of(n.target)][style.name]) for n in able})
     return pins
 
 
@@ -182,7 +187,7 @@ def cannot_have(key: str, path: str, style: str, why: str) -> PlanError:
         f"module {path} can't be split by {style}",
         where=f"plan key {key!r}",
         why=why,
-        attempt="name the linear, embedding or convolution inside it, or 'replicate'",
+        attempt="name the linear, embedding, convolution or recurrent layer inside it, or 'replicate'",
     )
 
 
@@ -204,7 +209,9 @@ def pinned_layout_conflict(name: str, first: str, second: str, node: fx.Node) ->
 _WEIGHT_DIMS: tuple[tuple[tuple[type[nn.Module], ...], dict[str, tuple[int, int | None]]], ...] = (
     ((nn.Linear,), {"column": (0, 0), "vocab": (0, 0), "row": (1, None)}),
     ((nn.Embedding,), {"column": (1, None), "row": (0, None), "vocab": (0, None)}),
+    ((nn.EmbeddingBag,), {"column": (1, None)}),
     ((nn.Conv1d, nn.Conv2d, nn.Conv3d), {"column": (0, 0), "row": (1, None)}),
+    ((nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d), {"column": (1, 0), "row": (0, None)}),
 )
 """Module types -> style -> the split dims of weight and bias."""
 

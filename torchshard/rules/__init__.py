@@ -16,6 +16,7 @@ from torchshard.rules import (
     normalization,
     pointwise,
     random,
+    recurrent,
     reductions,
     shapes,
 )
@@ -26,7 +27,7 @@ __all__ = ["RULES", "Call", "Row", "TensorType", "has_rule", "is_random", "row_o
 
 FAMILIES = (
     attention, batched, convolution, creation, indexing, linear_algebra, losses, normalization, pointwise, random,
-    reductions, shapes,
+    recurrent, reductions, shapes,
 )  # fmt: skip
 
 

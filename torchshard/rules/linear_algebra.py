@@ -12,6 +12,8 @@ from torchshard.rules.registry import Call, broadcast, letters, rule, spaced
 
 aten = torch.ops.aten
 BOTH = ({0}, {1})
+GROUPED = (aten._grouped_mm.default, "transformers.grouped_mm_fallback.default")
+"""Products of rows in groups with a matrix for each."""
 
 rule(aten.mm.default, row="m k, k n -> m n", linear=BOTH)
 rule(aten.bmm.default, row="b m k, b k n -> b m n", linear=BOTH)
@@ -40,7 +42,7 @@ def matmul(call: Call) -> Row:
     return call.row(f"{spaced(left, right)} -> {spaced(out)}", linear=BOTH)
 
 
-@rule(aten._grouped_mm.default, "transformers.grouped_mm_fallback.default")
+@rule(*GROUPED)
 def grouped_mm(call: Call) -> Row | None:
     """`f32[9,8], f32[3,8,16], i32[3] -> f32[9,16]     !t k, e k n, !o -> !t n`: rows in groups, a matrix for each.
 

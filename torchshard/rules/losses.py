@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from torchshard.notation import ONE_IN_ALL, Local, Row
+from torchshard.notation import Inside, Local, Row
 from torchshard.rules.indexing import nonempty, own_index
 from torchshard.rules.normalization import row_max
 from torchshard.rules.reductions import averaged
@@ -55,11 +55,12 @@ def cross_entropy(call: Call) -> Row | None:
     if call["target"].dtype.is_floating_point:
         return _with_probabilities(call)
     local, comm = _over_batch(call)
+    rows = tuple(_batch_axes(call))
     return call.row(
         _class_row(call, "v"),
         local={"v": functools.partial(_split_cross_entropy, dtype=call.results[0].dtype)} | local,
         reduced="v",
-        comm={"v": (("all_reduce_max", 1), ("reduce", _columns(call)))} | comm,
+        comm={"v": (Inside("all_reduce_max", rows), Inside("reduce", rows, _columns(call)))} | comm,
     )
 
 
@@ -99,7 +100,7 @@ def _over_batch(call: Call) -> tuple[dict[str, Any], dict[str, Any]]:
         return aten.to.dtype(made, call.results[0].dtype)
 
     axes = _batch_axes(call)
-    return dict.fromkeys(axes, local), dict.fromkeys(axes, (("reduce", ONE_IN_ALL),))
+    return dict.fromkeys(axes, local), dict.fromkeys(axes, (Inside("reduce"),))
 
 
 def _summed(call: Call, bound: dict[str, Any]) -> Any:

@@ -10,14 +10,12 @@ from typing import Any
 
 import torch
 
-from torchshard.notation import Local, Row
+from torchshard.notation import Inside, Local, Row
 from torchshard.rules.empty import emptied, filled
 from torchshard.rules.registry import Call, block, letters, positive, rule, spaced, wide
 
 aten = torch.ops.aten
 ops = torch.ops.torchshard
-SPLIT_SOFTMAX = (("all_reduce_max", 1), ("all_reduce", 1))
-"""The collectives of a softmax over a split axis, with their elements per row."""
 
 
 def _split_softmax(call: Call, ndim: int) -> Any:
@@ -52,9 +50,9 @@ def softmax(call: Call) -> Row:
     if not ndim:
         return call.row(" -> ")
     axis = names[positive(call["dim"], ndim)]
-    return call.row(
-        f"{spaced(names)} -> {spaced(names)}", local={axis: _split_softmax(call, ndim)}, comm={axis: SPLIT_SOFTMAX}
-    )
+    rows = tuple(name for name in names if name != axis)
+    comm = {axis: (Inside("all_reduce_max", rows), Inside("all_reduce", rows))}
+    return call.row(f"{spaced(names)} -> {spaced(names)}", local={axis: _split_softmax(call, ndim)}, comm=comm)
 
 
 @rule(aten.layer_norm.default, aten.rms_norm.default)
@@ -70,7 +68,7 @@ def layer_norm(call: Call) -> Row:
     return call.row(
         f"{spaced(*operands)} -> {spaced(names)}",
         local={names[-1]: _split_norm(call)},
-        comm={names[-1]: (("all_reduce", 1),) * sums},
+        comm={names[-1]: (Inside("all_reduce", tuple(names[:-1])),) * sums},
     )
 
 

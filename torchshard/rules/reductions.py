@@ -10,7 +10,7 @@ import torch
 
 from torchshard.conversions import step_args
 from torchshard.layouts import I, Shard
-from torchshard.notation import Local, Row
+from torchshard.notation import Inside, Local, Row
 from torchshard.rules.registry import Call, block, dims_of, letters, positive, rule, spaced, wide
 
 aten = torch.ops.aten
@@ -85,10 +85,12 @@ def vector_norm(call: Call) -> Row:
         made = aten.linalg_vector_norm.default(each, order, [0])
         return made if wide(result) == result else aten.to.dtype(made, result)
 
-    names, count = letters(len(shape)), math.prod(shape[d] for d in dims)
+    names = letters(len(shape))
     replaced = dict.fromkeys((names[d] for d in dims), local)
-    comm = {names[d]: (("gather", shape[d] / max(count, 1)),) for d in dims}
-    return reduction_row(call, dims, closed=False, local=replaced, reduced=replaced, comm=comm)
+    gathered = (Inside("gather", tuple(name for name in names if name not in replaced)),)
+    return reduction_row(
+        call, dims, closed=False, local=replaced, reduced=replaced, comm=dict.fromkeys(replaced, gathered)
+    )
 
 
 @rule(

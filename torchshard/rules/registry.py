@@ -18,7 +18,7 @@ from typing import Any
 import torch
 
 from torchshard.notation import Row, Size, bind
-from torchshard.whole import WholeCall
+from torchshard.whole import op_of
 
 
 @dataclass(frozen=True)
@@ -101,9 +101,7 @@ def rule(*targets: Any, row: str | None = None, **options: Any) -> Callable[[Rul
 
 def rule_of(target: Any) -> RuleFn | None:
     """The rule that is registered for an op, by itself or by its name; for a call kept whole, by its Function."""
-    if isinstance(target, WholeCall):
-        target = target.function
-    return RULES.get(target) or RULES.get(str(target))
+    return RULES.get(op_of(target)) or RULES.get(str(op_of(target)))
 
 
 def letters(n: int, used: str = "") -> list[str]:
