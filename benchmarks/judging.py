@@ -148,9 +148,15 @@ def type_of(layout: Layout) -> Any:
 
 
 def parts_in(layout: Layout | None) -> tuple[Part, ...] | None:
-    """The parts of a Shard that has several. Its dim is a plain Shard's in another order: that order is `parts`."""
+    """The parts of a Shard that has several, or that repeat: a plain Shard's dim in another order, which they are."""
     parts = layout.parts if isinstance(layout, Shard) else None
+    if isinstance(layout, Shard) and layout.repeated:
+        return (REPEATED, *(parts or ()))
     return parts if parts is not None and len(parts) > 1 else None
+
+
+REPEATED: Part = (0, 0)
+"""Stands before parts that repeat."""
 
 
 def local_type(tensor: Tensor) -> Any:
