@@ -91,9 +91,56 @@ class Ordered(nn.Module):
 
 
 def test_explain_lists_what_had_to_be_gathered_worst_first() -> None:
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")  # both ops have rules: nothing is missing
+    with pytest.warns(UserWarning, match="gathered per step for aten.sort.default"):
         plan = ts.plan(Ordered(), {"up": "column", "wide": "column"}, world_size=2, example_inputs=(torch.randn(4, 8),))
     told = [line for line in ts.explain(plan).splitlines() if "gathered per step" in line]
     assert [line.split(" for ")[1].split()[0] for line in told] == ["aten.cumsum.default", "aten.sort.default"]
     assert "test_explain.py:" in told[0] and "what is marked ! may not be split: a !b -> a !b" in told[0]
+
+
+class Scanned(nn.Module):
+    """Attention whose queries are scanned over the features, which heads then can't be split by."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.qkv, self.o = nn.Linear(64, 192), nn.Linear(64, 64)
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = self.qkv(x).chunk(3, -1)
+        return self.o((q.cumsum(-1) @ k.transpose(-1, -2)).softmax(-1) @ v)
+
+
+def test_what_runs_whole_though_it_weighs_is_told_and_marked() -> None:
+    with pytest.warns(UserWarning) as heard:
+        plan = ts.plan(Scanned(), "auto", world_size=2, example_inputs=(torch.randn(4, 256, 64),))
+    told = [str(w.message) for w in heard]
+    assert len(told) == len(plan.costs.whole) and all("test_explain.py:" in text for text in told)
+    (work,) = (text for text in told if "of the computation" in text)
+    assert work.startswith("aten.matmul.default") and "node cumsum" in work and "wants whole what is split" in work
+    rows = str(plan).splitlines()
+    assert rows[-1].startswith("(the model)") and rows[-1].endswith("aten.cumsum, aten.matmul")
+    assert str(ts.Plan.from_json(plan.to_json())) == str(plan)
+    assert all(text in ts.explain(plan) for text in told)
+
+
+class Projected(nn.Module):
+    """A layer that has no rule, with a good part of the weights."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.lstm, self.head = nn.LSTM(64, 64, proj_size=32, batch_first=True), nn.Linear(32, 100)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.lstm(x)[0])
+
+
+def test_weights_that_stay_whole_are_told_with_their_bytes_but_for_those_that_were_asked_for() -> None:
+    example = (torch.randn(2, 5, 64),)
+    with pytest.warns(
+        UserWarning, match=r"torch.lstm \(node lstm.*whole on every rank with 104.0 KiB.*: no sharding rule"
+    ):
+        ts.plan(Projected(), "auto", world_size=2, example_inputs=example)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        ts.plan(Projected(), {"lstm": "replicate"}, world_size=2, example_inputs=example)
+        ts.plan(Projected(), "auto", world_size=1, example_inputs=example)

@@ -146,8 +146,17 @@ def test_diff_says_what_changed_and_what_it_costs() -> None:
     lines = ts.diff(a, b).splitlines()
     assert lines[0].endswith("kinds of parameters lie otherwise") and "  tok.weight: S(0) -> I" in lines
     assert any(line.startswith("  parameters on a rank: ") for line in lines)
-    assert any(line.startswith("  gather: ") for line in lines)
+    assert any(line.startswith("  copy: ") for line in lines)
     assert ts.diff(a, a) == "parameters lie alike"
+
+
+def test_a_weight_that_is_pinned_whole_does_not_let_others_stay_whole() -> None:
+    case = CASES["gpt"]
+    pinned = {"head": "replicate", "tok": "replicate"}
+    plans = [ts.plan(case.build(), p, world_size=2, example_inputs=case.inputs()) for p in ("auto", pinned)]
+    whole = [{name for name, stored in plan.stored.items() if len(stored.shape) > 1 and plan.parameters[name] == ts.I}
+             for plan in plans]  # fmt: skip
+    assert whole[1] == whole[0] | {"tok.weight"}
 
 
 class _Linears(nn.Module):

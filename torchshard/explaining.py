@@ -19,7 +19,7 @@ from torchshard.errors import InputError
 from torchshard.graph import op_name, values
 from torchshard.layouts import type_text
 from torchshard.planner.plan import Plan
-from torchshard.planner.why import dear_pins, told, whole_ops
+from torchshard.planner.why import dear_pins, told
 
 if TYPE_CHECKING:
     from torchshard.module import ShardedModule
@@ -115,7 +115,7 @@ def explain(model: ShardedModule | Program | Plan, module: str = "", level: str 
         return found
     plan = plan_in(model)
     notes = list(dear_pins(plan, plan.question)) if plan.question is not None else []
-    notes += map(str, whole_ops(plan, plan.question.graph)) if plan.question is not None else []
+    notes += map(str, plan.costs.whole)
     return "\n".join([str(plan), *([""] if notes else []), *notes, "", *told(plan, plan.question)])
 
 

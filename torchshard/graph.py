@@ -65,6 +65,11 @@ def is_tensor_op(node: fx.Node) -> bool:
     return any(isinstance(v, Tensor) for v in values(node)) or any(is_tensor(n) for n in node.all_input_nodes)
 
 
+def is_weight(node: fx.Node) -> bool:
+    """Whether a node is a parameter of two dims or more."""
+    return node.op == "placeholder" and node.meta["kind"] == "parameter" and node.meta["val"].ndim > 1
+
+
 def values(node: fx.Node) -> list[Any]:
     """A node's results, as a list; of an op that gives nothing, none."""
     val = node.meta.get("val")

@@ -19,13 +19,13 @@ from torchshard.notation import Choice
 from torchshard.passes import rewrite
 from torchshard.passes.annotate import planned_choice
 from torchshard.planner.costs import CostModel
-from torchshard.planner.machine import Objective
+from torchshard.planner.machine import Objective, size_text
 from torchshard.planner.network import Asked
 from torchshard.planner.plan import Costs, Plan, Stored
 from torchshard.planner.predict import predict
 from torchshard.planner.search import Found, search
 from torchshard.planner.styles import check_matches, parameter_layouts, pins_of
-from torchshard.planner.table import size_text
+from torchshard.planner.unsplit import unsplit
 from torchshard.planner.why import Question
 
 PlanLike = Mapping[str, Any] | Plan | str | os.PathLike[str]
@@ -70,13 +70,15 @@ def plan_graph(
     if limit and memory["peak"] > limit.nbytes:
         raise _does_not_fit(world_size, memory, limit.nbytes, given=isinstance(wanted, Plan))
     collectives, compute = predict(module.graph, costs, found.choices, found.parameters)
+    pinned = [node for node, pin in asked.pins.items() if not pin.axes]
+    whole = unsplit(module.graph, costs, found.choices, found.parameters, collectives, pinned)
     return Plan(
         world_size,
         found.parameters,
         found.choices,
         stored_shapes(model),
         fingerprint(model),
-        Costs(objective.machine.name, compute, tuple(collectives), found.gap, memory),
+        Costs(objective.machine.name, compute, tuple(collectives), found.gap, memory, whole),
         is_static(wanted, objective),
         question,
     )

@@ -25,7 +25,6 @@ from torchshard.passes import normalize, rewrite
 from torchshard.planner.machine import Objective, objective
 from torchshard.planner.plan import Plan
 from torchshard.planner.styles import check_matches
-from torchshard.planner.why import whole_ops
 from torchshard.planning import PlanLike, is_static, plan_graph, read_plan
 
 log = logging.getLogger("torchshard.program")
@@ -96,7 +95,8 @@ def planned(
         with _timed("rewrite"):
             graph = rewrite(captured.graph, made)
     made = dataclasses.replace(made, graph=graph)
-    _warn_missing_rules(made, captured.graph.graph)
+    for whole in made.costs.whole:
+        warnings.warn(str(whole), stacklevel=2)
     return Program(captured, made, graph)
 
 
@@ -174,10 +174,3 @@ def _mark_trainable(captured: Captured, model: nn.Module) -> None:
     trainable = [name for name, p in model.named_parameters() if p.requires_grad]
     inputs = [n for n in captured.graph.graph.nodes if n.op == "placeholder" and n.meta["kind"] == "input"]
     mark_needs_grad(captured.graph, trainable + [n.meta["path"] for n in inputs if n.meta["val"].requires_grad])
-
-
-def _warn_missing_rules(plan: Plan, graph: fx.Graph) -> None:
-    """One warning per op without a rule that has its operands gathered."""
-    for whole in whole_ops(plan, graph):
-        if whole.row is None:
-            warnings.warn(str(whole), stacklevel=2)

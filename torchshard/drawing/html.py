@@ -18,8 +18,9 @@ from torchshard.conversions import TABLE
 from torchshard.distributed.ops import is_collective
 from torchshard.drawing.outline import Box, Row, outline, sources
 from torchshard.graph import layout_of, op_name
+from torchshard.planner.machine import size_text
 from torchshard.planner.plan import Collective, Plan
-from torchshard.planner.table import size_text, starred
+from torchshard.planner.table import starred
 from torchshard.planner.why import DEAREST, REASONS, kinds_of
 
 """Rows of the table of collectives."""

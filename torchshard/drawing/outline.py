@@ -20,7 +20,7 @@ from torchshard.distributed.ops import is_collective
 from torchshard.explaining import value_text
 from torchshard.graph import hint, is_tensor, layout_of, nbytes, op_name, values
 from torchshard.layouts import I
-from torchshard.planner.table import size_text
+from torchshard.planner.machine import size_text
 
 
 @dataclass(eq=False)

@@ -17,7 +17,7 @@ from torch import fx
 from torchshard.distributed.ops import is_collective
 from torchshard.drawing.outline import Box, Row, outline, sources
 from torchshard.graph import op_name, where
-from torchshard.planner.table import size_text
+from torchshard.planner.machine import size_text
 
 CHAR, LINE, GAP, PAD, MARGIN, HEAD = 6.63, 19, 4, 7, 14, 76
 """Pixels: a character, a row, between rows, between a box and what is in it, around all, the height of the heading."""

@@ -6,8 +6,9 @@ from typing import Any
 
 from torchshard.errors import PlanError
 from torchshard.layouts import I, Shard
+from torchshard.planner.machine import size_text
 from torchshard.planner.plan import Plan
-from torchshard.planner.table import changed, layered, size_text, starred
+from torchshard.planner.table import changed, layered, starred
 
 STYLES: dict[tuple[str, int], tuple[str, tuple[str, ...], tuple[str, ...]]] = {
     ("Linear", 0): ("colwise", ("", "copy"), ("", "gather", "all_gather")),

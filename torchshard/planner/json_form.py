@@ -10,7 +10,7 @@ from typing import Any
 from torchshard.errors import PlanError
 from torchshard.layouts import Layout, Part, Shard, parse_layout
 from torchshard.notation import Choice
-from torchshard.planner.plan import Collective, Costs, Plan, Sent, Stored
+from torchshard.planner.plan import Collective, Costs, Plan, Sent, Stored, Whole
 
 VERSION = 2
 """Of the JSON form."""
@@ -77,6 +77,7 @@ def _plan(body: Any) -> Plan:
         tuple(map(_collective, said["collectives"])),
         _number(said["gap"]),
         _numbers(said["memory"]),
+        tuple(map(_whole, said.get("whole", []))),
     )
     world = _is(int, body["world_size"])
     if world < 1:
@@ -115,6 +116,13 @@ def _axes(said: Any) -> tuple[tuple[str, tuple[Part, ...]], ...]:
         (_is(str, axis), tuple((_is(int, count), _is(int, unit)) for count, unit in _is(list, parts)))
         for axis, parts in _is(list, said)
     )
+
+
+def _whole(said: Any) -> Whole:
+    texts: dict[str, Any] = {name: _is(str, said[name]) for name in ("op", "line", "why")}
+    numbers: dict[str, Any] = {name: _number(said[name]) for name in ("nbytes", "weights", "work")}
+    modules = tuple(_is(str, path) for path in _is(list, said["modules"]))
+    return Whole(**texts, **numbers, modules=modules, count=_is(int, said["count"]))
 
 
 def _collective(said: Any) -> Collective:

@@ -118,6 +118,12 @@ def read_size(size: str | float | None) -> float | None:
     return float(found[1]) * _UNITS[found[2]]
 
 
+def size_text(count: float) -> str:
+    """'1.5 KiB' for 1536 bytes."""
+    power = min(max(int(count).bit_length() - 1, 0) // 10, 3)
+    return f"{count / 1024**power:.{min(power, 1)}f} {('B', 'KiB', 'MiB', 'GiB')[power]}"
+
+
 def read_machine(machine: Machine | str) -> Machine:
     """A Machine, or the one of that name.
 

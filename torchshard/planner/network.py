@@ -22,7 +22,7 @@ import numpy as np
 from torch import fx
 
 from torchshard.conversions import Link, links
-from torchshard.graph import is_tensor, is_tensor_op, where, whole_choice
+from torchshard.graph import is_tensor, is_tensor_op, is_weight, where, whole_choice
 from torchshard.layouts import I, Layout, Shard, local_size
 from torchshard.notation import Choice, choices
 from torchshard.planner.axes import tensors_of, wanted_parts, weight_axes
@@ -230,7 +230,7 @@ class _Builder:
     def _weight_of(self, node: fx.Node) -> float:
         """How many times a placeholder's bytes count."""
         if self.asked.per_parameter is None:
-            return 1.0 if node.meta["kind"] == "parameter" and node.meta["val"].ndim > 1 else 0.0
+            return float(is_weight(node))
         return self.asked.per_parameter if node.meta["kind"] == "parameter" and node.meta["needs_grad"] else 1.0
 
     def _pinned_layouts(self, node: fx.Node) -> list[Layout]:

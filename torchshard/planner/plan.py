@@ -17,6 +17,7 @@ from torchshard.errors import PlanError
 from torchshard.files import write_text
 from torchshard.layouts import I, Layout, is_whole, local_shape
 from torchshard.notation import Choice
+from torchshard.planner.machine import size_text
 
 
 @dataclass(frozen=True)
@@ -90,6 +91,32 @@ class Collective:
 
 
 @dataclass(frozen=True)
+class Whole:
+    """Ops of one kind that run whole on every rank, or for which what is split is gathered."""
+
+    op: str
+    line: str
+    """The first of them, with its module and the user's line."""
+    modules: tuple[str, ...]
+    count: int
+    nbytes: float
+    """What each rank sends per step so that they get their operands whole."""
+    weights: float
+    """Bytes of weights that every rank holds for them."""
+    work: float
+    """The part of the step's computation that every rank does for them."""
+    why: str
+
+    def __str__(self) -> str:
+        times = f" ×{self.count}" if self.count > 1 else ""
+        parts = [f"{size_text(self.weights)} of weights"] if self.weights else []
+        parts += [f"{self.work:.0%} of the computation"] if self.work >= 0.01 else []
+        whole = f", whole on every rank with {' and '.join(parts)}" if parts else ""
+        gathered = f"{size_text(self.nbytes)} gathered per step for " if self.nbytes else ""
+        return f"{gathered}{self.op}{times} ({self.line}){whole}: {self.why}"
+
+
+@dataclass(frozen=True)
 class Stored:
     """A parameter or buffer of the unsharded model."""
 
@@ -120,6 +147,8 @@ class Costs:
     price; 0 where this is the best. Under a limit of memory: by how much the plan without one is faster."""
     memory: Mapping[str, float] = field(default_factory=dict)
     """'parameters', 'gradients', 'optimizer', 'activations', 'peak' -> bytes per rank, where they were asked for."""
+    whole: tuple[Whole, ...] = ()
+    """What runs whole though it weighs, and what is gathered for ops that can't be split."""
 
     @property
     def nbytes(self) -> float:

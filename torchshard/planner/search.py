@@ -20,7 +20,7 @@ from typing import Any
 from torch import fx
 
 from torchshard.errors import PlanError
-from torchshard.graph import is_tensor_op, where
+from torchshard.graph import is_tensor_op, is_weight, nbytes, where
 from torchshard.layouts import I, Layout
 from torchshard.notation import Choice
 from torchshard.planner.costs import CostModel
@@ -29,7 +29,8 @@ from torchshard.planner.prune import prune
 from torchshard.planner.solver import Solution, Solver
 
 SLACK = 0.1
-"""How much more than the fewest bytes of weights the ranks may hold, in terms of these."""
+"""How much more than the fewest bytes of weights the ranks may hold, in terms of these; without those of weights that
+can't be split, or are pinned whole."""
 WORTH = 0.5
 """What a weight that stays whole must save: so many percent of the step's time for a percent more bytes."""
 EPSILON = 1e-9
@@ -82,7 +83,8 @@ def search(
     if small.seconds == FORBIDDEN:
         raise _no_way(network, None)
     if fits is None:
-        found, gap, _ = within(solver, lambda fewest: fewest * (1 + SLACK), small)
+        fixed = _whole_bytes(graph, stamped(graph, network, small)[1])
+        found, gap, _ = within(solver, lambda fewest: fewest + SLACK * (fewest - fixed), small)
         return Found(*stamped(graph, network, found), gap)
 
     def allowed(solution: Solution) -> bool:
@@ -91,6 +93,11 @@ def search(
     tried = fastest(solver, allowed, small)
     tried = replace(tried, found=filled(solver, allowed, tried))
     return Found(*stamped(graph, network, tried.found), tried.gap(float("inf")), tried.fits)
+
+
+def _whole_bytes(graph: fx.Graph, layouts: Mapping[str, Layout]) -> float:
+    """The bytes of the weights that are not split."""
+    return sum(nbytes(n.meta["val"]) for n in graph.nodes if is_weight(n) and layouts.get(n.meta["path"]) == I)
 
 
 def _no_way(network: Network, variable: int | None) -> PlanError:

@@ -10,9 +10,10 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from torchshard.layouts import I, Layout
+from torchshard.planner.machine import size_text
 from torchshard.planner.plan import Collective, Plan
 
-HEADER = ("module", "parameters", "before", "after", "bytes per rank", "sent", "ms")
+HEADER = ("module", "parameters", "before", "after", "bytes per rank", "sent", "ms", "whole")
 
 
 @dataclass
@@ -28,13 +29,15 @@ class ModuleRow:
     """Bytes of its parameters and buffers on a rank."""
     seconds: float = 0.0
     """Of its computation."""
+    whole: list[str] = field(default_factory=list)
+    """Its ops that run whole though they weigh, or for which values are gathered."""
 
     @property
     def looks(self) -> tuple[object, ...]:
         """Equal for modules that may share a row."""
         moved = [[(c.name, c.nbytes) for c in side] for side in (self.before, self.after)]
         costs = self.nbytes, f"{self.seconds:.2e}"
-        return layered(self.paths[0]), tuple(self.parameters), repr(moved), costs
+        return layered(self.paths[0]), tuple(self.parameters), repr(moved), costs, tuple(self.whole)
 
     def cells(self) -> tuple[str, ...]:
         """Its texts, under HEADER; what it costs is of all that it stands for."""
@@ -49,6 +52,7 @@ class ModuleRow:
             size_text(count * self.nbytes) if self.parameters else "",
             size_text(count * sum(c.nbytes for c in sent)) if sent else "",
             f"{1e3 * seconds:.3g}" if seconds else "",
+            ", ".join(self.whole),
         )
 
 
@@ -68,6 +72,9 @@ def module_rows(plan: Plan) -> list[ModuleRow]:
         row(path).seconds += seconds
     for c in plan.costs.collectives:
         (row(c.place).after if c.is_after else row(c.place).before).append(c)
+    for kind in plan.costs.whole:
+        for path in kind.modules:
+            row(path).whole.append(kind.op.removesuffix(".default"))
     merged: dict[tuple[object, ...], ModuleRow] = {}
     for found in rows.values():
         known = merged.setdefault(found.looks, found)
@@ -130,9 +137,3 @@ def starred(*paths: str) -> str:
     """'blocks.*.mlp.0' for 'blocks.3.mlp.0' and 'blocks.4.mlp.0': a star where they differ."""
     steps = zip(*(path.split(".") for path in paths), strict=True)
     return ".".join(alike[0] if len(set(alike)) == 1 else "*" for alike in steps)
-
-
-def size_text(count: float) -> str:
-    """'1.5 KiB' for 1536 bytes."""
-    power = min(max(int(count).bit_length() - 1, 0) // 10, 3)
-    return f"{count / 1024**power:.{min(power, 1)}f} {('B', 'KiB', 'MiB', 'GiB')[power]}"

@@ -16,15 +16,15 @@ from torch import fx
 
 from torchshard.conversions import Link
 from torchshard.errors import PlanError
-from torchshard.graph import is_tensor_op, node_row, operands, where, whole_choice
-from torchshard.layouts import Layout, Shard, is_whole
-from torchshard.notation import Row
+from torchshard.graph import whole_choice
+from torchshard.layouts import Layout
 from torchshard.planner.costs import CostModel
+from torchshard.planner.machine import size_text
 from torchshard.planner.network import Asked
 from torchshard.planner.plan import Collective, Costs, Plan
 from torchshard.planner.predict import predict
 from torchshard.planner.search import Fits, search
-from torchshard.planner.table import changed, layered, size_text, starred
+from torchshard.planner.table import changed, layered, starred
 
 DEAREST = 12
 """Kinds of collectives for which an alternative is looked for; each takes as long as planning."""
@@ -139,51 +139,6 @@ def _compared(plan: Plan, other: Answer) -> str:
         parts.insert(0, f"{size_text(abs(holds - held))} {'more' if holds > held else 'fewer'} on a rank")
     shown = ", ".join(parts[:4]) + (", ..." if len(parts) > 4 else "")
     return f"{1e3 * (other.costs.seconds - plan.costs.seconds):+.3g} ms ({shown or 'elsewhere, as often'})"
-
-
-@dataclass(frozen=True)
-class Whole:
-    """Ops of one kind that can't take a value in the slices in which it lies."""
-
-    node: fx.Node
-    """The first of them."""
-    count: int
-    nbytes: float
-    """What each rank sends per step, so that they get it whole."""
-    row: Row | None
-    """Their row, or None where there is no rule."""
-
-    def __str__(self) -> str:
-        times = f" ×{self.count}" if self.count > 1 else ""
-        if self.row is None:
-            why = f"no sharding rule; one of a few lines, @torchshard.rule({self.node.target}), would keep it split"
-        else:
-            why = f"what is marked ! may not be split: {self.row.text}"
-        return f"{size_text(self.nbytes)} gathered per step for {self.node.target}{times} ({where(self.node)}): {why}"
-
-
-def whole_ops(plan: Plan, graph: fx.Graph) -> list[Whole]:
-    """The ops that have values gathered since they have no rule, or one that needs the split dim whole; worst first."""
-    nodes = {n.name: n for n in graph.nodes if is_tensor_op(n)}
-    found: dict[object, list[tuple[fx.Node, float]]] = {}
-    for c in plan.costs.collectives:
-        for taker in (nodes[name] for name in c.consumers if name in nodes and c.calls and not c.is_inside):
-            row = node_row(taker)
-            if row is None or _is_closed(row, taker, c):
-                found.setdefault((taker.target, row), []).append((taker, c.nbytes))
-    kinds = [
-        Whole(alike[0][0], len(alike), sum(size for _, size in alike), node_row(alike[0][0]))
-        for alike in found.values()
-    ]
-    return sorted(kinds, key=lambda kind: -kind.nbytes)
-
-
-def _is_closed(row: Row, node: fx.Node, c: Collective) -> bool:
-    """Whether the row forbids to split the dim that was split."""
-    if not isinstance(c.source, Shard) or not is_whole(c.target):
-        return False
-    dims = [dims for operand, dims in zip(operands(node), row.operands, strict=True) if operand.name == c.value]
-    return any(axis in row.blocked for at in dims for term in at[c.source.dim] for axis in term)
 
 
 def dear_pins(plan: Plan, question: Question) -> Iterator[str]:
