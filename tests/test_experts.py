@@ -4,17 +4,26 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
-import transformers.integrations.moe  # noqa: F401 - registers a grouped product for all dtypes
-from torch import Tensor, nn
+import transformers
+import transformers.integrations.moe
+from torch import Tensor, fx, nn
+from torch.utils.flop_counter import FlopCounterMode, flop_registry
 
 import torchshard as ts
 from torchshard.checking import check_program
-from torchshard.planner.machine import objective
+from torchshard.graph import whole_choice
+from torchshard.notation import choices
+from torchshard.planner.costs import PRODUCTS, CostModel, Op
+from torchshard.planner.machine import MACHINES, objective
 from torchshard.program import planned, prepared
+from torchshard.rules import rule_of
+
+aten = torch.ops.aten
 
 
 class _Experts(nn.Module):
@@ -76,3 +85,47 @@ def test_experts_across_ranks(world: int, experts: int) -> None:
     assert not gathered
     report = check_program(model, made, made.graph, inputs, {})
     assert report.ok, str(report)
+
+
+def test_what_pytorch_counts_the_operations_of_has_a_price() -> None:
+    packets = [packet for packet in flop_registry if hasattr(packet, "overloads")]
+    ruled = {op for packet in packets for name in packet.overloads() if rule_of(op := getattr(packet, name))}
+    assert aten.convolution.default in ruled and ruled <= PRODUCTS.keys()
+
+
+def _flops(module: fx.GraphModule, op: Any, axis: str) -> tuple[float, float]:
+    """The operations of the first such op: of all, and of one of two ranks."""
+    costs, costed = CostModel(MACHINES["cpu-gloo"], 2), Op.of(next(n for n in module.graph.nodes if n.target is op))
+    assert costed.row is not None
+    split = next(c for c in choices(costed.row, 2) if c.name == f"split {axis}")
+    return costs.flops(costed, whole_choice(costed.node)), costs.flops(costed, split)
+
+
+def test_a_transposed_convolution_is_as_dear_as_pytorch_counts() -> None:
+    model, x = nn.ConvTranspose2d(8, 6, 3, stride=2), torch.randn(2, 8, 5, 5)
+    whole, part = _flops(prepared(model, (x,)).graph, aten.convolution.default, "o")
+    with FlopCounterMode(display=False) as counter, torch.no_grad():
+        model(x)
+    assert whole == counter.get_total_flops() == 2 * part
+
+
+@pytest.mark.parametrize("axis", ["e", "n"])
+def test_the_price_of_experts(axis: str) -> None:
+    """Each row meets one expert's matrix; of experts across ranks each rank has its part of the rows."""
+    model, inputs = _model(inner=64, dtype=torch.bfloat16)
+    whole, part = _flops(prepared(model, inputs).graph, aten._grouped_mm.default, axis)
+    assert whole == 2 * (2 * 10) * 16 * 64 == 2 * part
+
+
+def test_memory_of_a_mixture_on_meta() -> None:
+    """On a GPU Hugging Face counts the rows of each expert with an op that CPUs have for other dtypes alone."""
+    config = transformers.MixtralConfig(
+        vocab_size=50, hidden_size=32, intermediate_size=64, num_hidden_layers=1, num_attention_heads=4,
+        num_key_value_heads=4, num_local_experts=4, use_cache=False,
+    )  # fmt: skip
+    config._experts_implementation = "grouped_mm"
+    with torch.device("meta"):
+        model = transformers.MixtralForCausalLM(config)
+        ids = torch.empty(2, 6, dtype=torch.long)
+    plan = ts.plan(model, "auto", world_size=2, example_kwargs={"input_ids": ids}, memory="1GiB")
+    assert plan.costs.memory["parameters"] > 0

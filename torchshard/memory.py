@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, fx
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves, tree_map_only
 
 from torchshard.distributed.groups import simulated_name
 from torchshard.graph import hint, plain_shape
@@ -34,8 +35,11 @@ class _Watch(TorchDispatchMode):
         self._known: weakref.WeakSet[Any] = weakref.WeakSet(t.untyped_storage() for t in known)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        result = func(*args, **(kwargs or {}))
-        for leaf in torch.utils._pytree.tree_leaves(result):
+        try:
+            result = func(*args, **(kwargs or {}))
+        except RuntimeError:  # what a model computes on another device, the CPU may have no kernel for
+            result = _shaped(func, args, kwargs or {})
+        for leaf in tree_leaves(result):
             if isinstance(leaf, Tensor):
                 self._see(leaf)
         return result
@@ -52,6 +56,15 @@ class _Watch(TorchDispatchMode):
 
     def _gone(self, size: int) -> None:
         self.alive -= size
+
+
+def _shaped(func: Any, args: Any, kwargs: Any) -> Any:
+    """What an op gives, of the same shapes, as its rule for tensors without memory says."""
+
+    def moved(tree: Any, device: str) -> Any:
+        return tree_map_only(Tensor, lambda t: torch.empty_like(t, device=device), tree)
+
+    return moved(func(*moved(args, "meta"), **moved(kwargs, "meta")), "cpu")
 
 
 def predicted_memory(graph: fx.GraphModule, plan: Plan, optimizer_states: int = OPTIMIZER_STATES) -> dict[str, float]:
@@ -89,7 +102,7 @@ def _off_meta(local: fx.GraphModule) -> fx.GraphModule:
     """A graph that was captured on the meta device, on the CPU: attention without memory has no fused kernel."""
     meta, cpu = torch.device("meta"), torch.device("cpu")
     for node in local.graph.nodes:
-        node.args = torch.utils._pytree.tree_map_only(torch.device, lambda d: cpu if d == meta else d, node.args)
+        node.args = tree_map_only(torch.device, lambda d: cpu if d == meta else d, node.args)
         if node.kwargs.get("device") == meta:
             node.kwargs = {**node.kwargs, "device": cpu}
     local.recompile()

@@ -205,12 +205,13 @@ class CostModel:
         if op.is_view:
             return 0.0
         once = max(
-            self._flops(op, choice) / self.machine.flops, self._traffic(op, choice) / self.machine.memory_bandwidth
+            self.flops(op, choice) / self.machine.flops, self._traffic(op, choice) / self.machine.memory_bandwidth
         )
         weight = 1.0 if op.products else FUSED
         return weight * once * (1 + op.backward_ratio)
 
-    def _flops(self, op: Op, choice: Choice) -> float:
+    def flops(self, op: Op, choice: Choice) -> float:
+        """The floating-point operations of an op's products on the rank that has the most, forward."""
         sizes, flops = self._local_sizes(op, choice), 0
         for tensors in op.products:
             axes = dict.fromkeys(a for dims in tensors for dim in dims for term in dim for a in term)
