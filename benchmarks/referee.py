@@ -120,9 +120,9 @@ def of_architecture(kind: str, world: int) -> Verdict:
     """One of Hugging Face's, in a process of its own."""
     from zoo import built
 
-    model, call = built(kind)
+    model, args, kwargs = built(kind)
     with mesh(world):
-        return verdict(model, planned(prepared(model, (), call), model, {}, world), world)
+        return verdict(model, planned(prepared(model, args, kwargs), model, {}, world), world)
 
 
 def cases(given: argparse.Namespace) -> Iterator[tuple[str, Verdict | str]]:
@@ -136,9 +136,9 @@ def cases(given: argparse.Namespace) -> Iterator[tuple[str, Verdict | str]]:
 
 def architectures(given: argparse.Namespace) -> Iterator[tuple[str, Verdict | str]]:
     """(model type, verdict or the reason why there is none)."""
-    from zoo import OTHERS, modeling_auto
+    from zoo import PARTS
 
-    kinds = [*modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES, *(f"{kind} (other)" for kind in OTHERS)]
+    kinds = PARTS["Hugging Face transformers"][0]
     run = partial(of_architecture, world=given.ranks)
     for kind, found, _ in in_processes(run, given.models or kinds, given.limit, given.jobs):
         yield kind, found

@@ -1,17 +1,17 @@
-"""Hugging Face models with no annotation: is what `ts.shard(model, "auto")` computes exact, and how much is split?
+"""Models with no annotation: is what `ts.shard(model, "auto")` computes exact, and how much of it is split?
 
-Of each architecture of transformers a tiny one (two layers, width 64, random weights) goes through `ts.check` in
-float64, each in a process of its own with a time limit: outputs and every parameter gradient beside the unsharded
-model's, at a relative 1e-10.
+Of each architecture of transformers a tiny one (two layers, width 64, random weights), and models of other libraries
+(others.py), go through `ts.check` in float64, each in a process of its own with a time limit: outputs and every
+parameter gradient beside the unsharded model's, at a relative 1e-10.
 
     exact      they are equal, at all numbers of ranks
     refused    a typed error says why the model can't be sharded
     wrong      they differ
     failed     anything else: an error that is not ours, or no end within the limit
-    not built  transformers itself does not build or run the tiny model
+    not built  the library itself does not build or run the tiny model
 
     python benchmarks/zoo.py --json zoo.json --write docs/models.md
-    python benchmarks/zoo.py --models llama gpt2 --ranks 2 3
+    python benchmarks/zoo.py --models llama "timm convnext_atto" --ranks 2 3
 """
 
 from __future__ import annotations
@@ -26,9 +26,12 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import others
 import torch
 import transformers
 from alone import in_processes
+from others import Made
+from torch.utils._pytree import tree_map_only
 from transformers import AutoConfig, PreTrainedConfig
 from transformers.models.auto import modeling_auto
 
@@ -148,14 +151,17 @@ def _shrunk(kind: type[PreTrainedConfig], own: dict[str, Any]) -> PreTrainedConf
     return made
 
 
-def built(kind: str) -> tuple[torch.nn.Module, dict[str, Any]]:
+def built(kind: str) -> Made:
     """A tiny model with a call of it."""
     torch.manual_seed(0)
+    if kind in others.MODELS:
+        model, args, kwargs = others.MODELS[kind]()
+        return model.train(), args, kwargs
     plain, named = class_of(kind)
     config = tiny(plain)
     config._experts_implementation = "batched_mm"  # grouped products have no float64
     model = getattr(transformers, named)(config).train()
-    return model, example(model, config)
+    return model, (), example(model, config)
 
 
 def example(model: torch.nn.Module, config: PreTrainedConfig) -> dict[str, Any]:
@@ -199,10 +205,10 @@ def tried(kind: str, ranks: list[int]) -> Result:
     """Builds, shards and checks."""
     for dtype in (torch.float64, torch.float32):  # some models make tensors of float32 whatever they are cast to
         try:
-            model, call = built(kind)
-            call = {name: x.to(dtype) if x.is_floating_point() else x for name, x in call.items()}
+            model, args, kwargs = built(kind)
+            args, kwargs = tree_map_only(torch.Tensor, partial(_as, dtype=dtype), (args, kwargs))
             with torch.no_grad():
-                model.to(dtype)(**call)
+                model.to(dtype)(*args, **kwargs)
             break
         except Exception as error:
             why = " ".join(str(error).split())[:400]
@@ -210,11 +216,11 @@ def tried(kind: str, ranks: list[int]) -> Result:
         return Result(kind, "not built", why=why)
     split, error = dict[int, float](), 0.0
     try:
-        captured = prepared(model, (), call)
+        captured = prepared(model, args, kwargs)
         for world in ranks:
             made = planned(captured, model, {}, world)
             split[world] = split_share(model, made.plan)
-            report = check_program(model, made, made.graph, (), call)
+            report = check_program(model, made, made.graph, args, kwargs)
             error = max(error, report.worst.error)
             if not report.ok:
                 worst = report.worst
@@ -225,16 +231,15 @@ def tried(kind: str, ranks: list[int]) -> Result:
     return Result(kind, "exact", split, error=error)
 
 
+def _as(tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    return tensor.to(dtype) if tensor.is_floating_point() else tensor
+
+
 def on_processes(kind: str, world: int) -> str:
     """'exact', or what differs, on processes that send through gloo."""
-    report = check_processes(_made, (kind,), {}, world, objective("cpu-gloo"))
+    report = check_processes(built, (kind,), {}, world, objective("cpu-gloo"))
     worst = report.worst
     return "exact" if report.ok else f"wrong: {worst.kind} {worst.name} {worst.error:.1e}"
-
-
-def _made(kind: str) -> tuple[torch.nn.Module, tuple[Any, ...], dict[str, Any]]:
-    model, call = built(kind)
-    return model, (), call
 
 
 def split_share(model: torch.nn.Module, plan: ts.Plan) -> float:
@@ -247,25 +252,46 @@ def split_share(model: torch.nn.Module, plan: ts.Plan) -> float:
 
 PAGE = """# Models
 
-Architectures of Hugging Face transformers {version}, each tiny (two layers, width 64, random weights) and with no
-annotation, through `ts.check` at {ranks} ranks: outputs and every parameter gradient beside the unsharded model's, in
-float64, at a relative 1e-10 (1e-5 where the model itself computes in float32). To make this page anew, in about an hour
-on two cores: `python benchmarks/zoo.py --json zoo.json --write docs/models.md`.
+Models with no annotation, each tiny and with random weights, through `ts.check` at {ranks} ranks: outputs and every
+parameter gradient beside the unsharded model's, in float64, at a relative 1e-10 (1e-5 where the model itself computes
+in float32). To make this page anew, in about two hours on two cores: `make sweep`.
+
+On real ranks, processes that send through gloo (`--processes 2`): {processes}.
+"""
+PART = """
+## {title}
 
 {counts}
 
 Of the exact ones {split} have at least 80 % of their parameters' bytes split at {most} ranks, and the largest error of
-{close} is below 1e-10. What is tried as something else than a causal language model is marked (other).
-
-On real ranks, processes that send through gloo (`--processes 2`): {processes}.
+{close} is below 1e-10. {note}
 
 | model | result | split at {ranks} ranks | |
 |---|---|---|---|
 """
+PARTS = {
+    "Hugging Face transformers": (
+        [*modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES, *(f"{kind} (other)" for kind in OTHERS)],
+        f"Architectures of transformers {transformers.__version__}, two layers of width 64; what is tried as something "
+        "else than a causal language model is marked (other).",
+    ),
+    "Other libraries": (
+        [*others.MODELS],
+        "In train mode, with their dropout and stochastic depth.",
+    ),
+}
+"""Title -> the models, and a note."""
 
 
-def page(results: list[dict[str, Any]], ranks: list[int]) -> str:
+def page(results: dict[str, dict[str, Any]], ranks: list[int]) -> str:
     """All results as Markdown."""
+    tried_on = ", ".join(f"{r['kind']} on {r['processes']}" for r in results.values() if "processes" in r)
+    text = PAGE.format(ranks=" and ".join(map(str, ranks)), processes=tried_on or "none tried")
+    found = {title: [results[kind] for kind in kinds if kind in results] for title, (kinds, _) in PARTS.items()}
+    return text + "".join(_part(title, rows, ranks) for title, rows in found.items() if rows)
+
+
+def _part(title: str, results: list[dict[str, Any]], ranks: list[int]) -> str:
     counts = Counter(result["status"] for result in results)
     exact = [result for result in results if result["status"] == "exact"]
     split = sum(list(result["split"].values())[-1] >= 0.8 for result in exact)
@@ -273,13 +299,13 @@ def page(results: list[dict[str, Any]], ranks: list[int]) -> str:
     for r in sorted(results, key=lambda r: (STATUSES.index(r["status"]), r["kind"])):
         why = f"{r['error']:.0e}" if r["status"] == "exact" else shown(r["why"])
         rows.append(f"| {r['kind']} | {r['status']} | {' '.join(f'{s:.0%}' for s in r['split'].values())} | {why} |")
-    return PAGE.format(
-        version=transformers.__version__,
+    return PART.format(
+        title=title,
+        note=PARTS[title][1],
         ranks=" and ".join(map(str, ranks)),
         most=max(ranks),
         split=split,
         close=sum(result["error"] < 1e-10 for result in exact),
-        processes=", ".join(f"{r['kind']} on {r['processes']}" for r in results if "processes" in r) or "none tried",
         counts=", ".join(f"{counts[status]} {status}" for status in STATUSES),
     ) + "\n".join([*rows, ""])
 
@@ -306,13 +332,14 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--ranks", type=int, nargs="+", default=[2, 4])
     parser.add_argument("--models", nargs="+")
+    parser.add_argument("--part", default="", help=f"a part of the title of one of {', '.join(PARTS)}")
     parser.add_argument("--processes", type=int, metavar="N", help="a sample again, on so many real ranks")
     parser.add_argument("--limit", type=float, default=180.0, help="seconds for one model")
     parser.add_argument("--jobs", type=int, default=os.cpu_count())
     parser.add_argument("--json", type=Path, help="results are written here; those that are there already are kept")
     parser.add_argument("--write", type=Path, metavar="FILE", help="write a page about all results")
     given = parser.parse_args()
-    kinds = given.models or [*modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES, *(f"{kind} (other)" for kind in OTHERS)]
+    kinds = given.models or [kind for title, (kinds, _) in PARTS.items() for kind in kinds if given.part in title]
     known = json.loads(given.json.read_text()) if given.json and given.json.exists() else {}
     todo = [kind for kind in kinds if given.models or kind not in known]
     for kind, found, seconds in in_processes(partial(tried, ranks=given.ranks), todo, given.limit, given.jobs):
@@ -329,7 +356,7 @@ def main() -> None:
         if given.json:
             given.json.write_text(json.dumps(known, indent=1))
     if given.write:
-        given.write.write_text(page([known[kind] for kind in kinds], given.ranks))
+        given.write.write_text(page({kind: known[kind] for kind in kinds}, given.ranks))
     print(Counter(known[kind]["status"] for kind in kinds))
 
 

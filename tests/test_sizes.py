@@ -10,6 +10,7 @@ import torch
 import transformers
 from torch import Tensor, nn
 
+import torchshard as ts
 from torchshard.capture import Captured
 from torchshard.checking import check_program
 from torchshard.layouts import I, Shard, local_size, parts_of
@@ -109,3 +110,23 @@ def test_a_batch_of_one() -> None:
     model, _ = _llama(6, 2)
     call = _ids(1, 4, 29)
     _check(model, prepared(model, (), call), 3, call)
+
+
+class _Windows(nn.Module):
+    """Four places each, which are put into the batch and taken out of it, as Swin's windows are."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(8, 2), nn.Linear(2, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        heads = self.up(x.unsqueeze(1).expand(-1, 4, -1).flatten(0, 1)).relu()
+        return self.down(heads.reshape(-1, 4, 2))
+
+
+def test_a_size_is_inferred_though_a_rank_holds_nothing() -> None:
+    torch.manual_seed(0)
+    model, example = _Windows().double(), (torch.randn(3, 8).double(),)
+    for world in (2, 3):
+        report = ts.check(model, {"up": "column", "down": "row"}, world_size=world, example_inputs=example)
+        assert report.ok, str(report)

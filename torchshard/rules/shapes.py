@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import sympy
@@ -142,11 +142,17 @@ def _dim_size(local: Local, x: Any, dim: Dim) -> Any:
     dims = local.row.operands[0]
     if dim in dims:
         return aten.sym_size.int(x, dims.index(dim))
-    size: Any = 1
+    size: Any = math.prod(_static(local, dim[0]))
     for axis in dim[0]:
-        static = isinstance(local.row.sizes[axis], int)
-        size = (local.size(axis) if static else aten.sym_size.int(x, dims.index(((axis,),)))) * size
+        if not isinstance(local.row.sizes[axis], int):
+            at, term = next((i, held[0]) for i, held in enumerate(dims) if axis in held[0])
+            size = aten.sym_size.int(x, at) // math.prod(_static(local, term)) * size
     return size
+
+
+def _static(local: Local, axes: Iterable[str]) -> list[int]:
+    """This rank's sizes of those axes that are not dynamic."""
+    return [local.size(axis) for axis in axes if isinstance(local.row.sizes[axis], int)]
 
 
 @rule(aten.view.default, aten.reshape.default, aten._unsafe_view.default)
