@@ -3,8 +3,8 @@
 # make demo    run the examples
 # make bench   time a training step, calls by hand and planning; count what is sent
 # make nightly 2,000 random models under random plans, and seeded faults (an hour)
-# make sweep   all of PyTorch's operators and of Hugging Face's architectures, the graphs of these and of the tests'
-#              models before an independent referee (two hours); docs/models.md
+# make sweep   all of PyTorch's operators, Hugging Face's architectures and other libraries' models, and the graphs of
+#              Hugging Face's and of the tests' models before an independent referee (three hours); docs/models.md
 # make clean   remove caches and build output (make distclean: .venv too)
 
 PYTHON ?= python3

@@ -200,8 +200,8 @@ FAULTS = (
     Fault(
         "norms of slices are added",
         "rules/reductions.py",
-        "made = aten.linalg_vector_norm.default(each, order, [0])",
-        "made = aten.sum.dim_IntList(each, [0])",
+        "return cast(aten.linalg_vector_norm.default(each, order, [0]), wide(result), result)",
+        "return cast(aten.sum.dim_IntList(each, [0]), wide(result), result)",
         f"{RULES} -k norm",
     ),
     Fault(

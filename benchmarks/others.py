@@ -248,7 +248,7 @@ for _name, _options in {
     "grouped queries": {"attn_kv_heads": 2}, "t5 bias": {"rel_pos_bias": True}, "qk norm": {"attn_qk_norm": True},
     "sandwich norm": {"sandwich_norm": True}, "macaron": {"macaron": True}, "memory": {"attn_num_mem_kv": 4},
     "shifted tokens": {"shift_tokens": 1}, "talking heads": {"attn_pre_talking_heads": True},
-    "gated residual": {"gate_residual": True}, "flash": {"attn_flash": True}, "layer dropout": {"layer_dropout": 0.0},
+    "gated residual": {"gate_residual": True}, "flash": {"attn_flash": True},
 }.items():  # fmt: skip
     _add(f"x-transformers {_name}", _decoder(**_options), ids(64, 2, 10))
 _add(
@@ -287,7 +287,7 @@ _DROP = {"dropout": 0.1, "emb_dropout": 0.1}
 for _module, _name, _sizes in (
     ("vit", "ViT", {**_SMALL, **_DROP}), ("simple_vit", "SimpleViT", _SMALL),
     ("deepvit", "DeepViT", {**_SMALL, **_DROP}),
-    ("cait", "CaiT", {**_SMALL, **_DROP, "cls_depth": 1, "layer_dropout": 0.0}),
+    ("cait", "CaiT", {**_SMALL, **_DROP, "cls_depth": 1}),
     ("vit_for_small_dataset", "ViT", {**_SMALL, **_DROP}), ("parallel_vit", "ViT", {**_SMALL, **_DROP}),
     ("simple_vit_with_register_tokens", "SimpleViT", _SMALL), ("vit_with_patch_merger", "ViT", {**_SMALL, **_DROP}),
     ("nest", "NesT", {"patch_size": 4, "dim": 24, "heads": 3, "num_hierarchies": 2, "block_repeats": (1, 1)}),

@@ -417,7 +417,6 @@ class Discriminator(nn.Module):
             norm(nn.Conv2d(16, 32, 4, 2, 1, bias=False)), nn.LeakyReLU(0.2, inplace=True),
             norm(nn.Conv2d(32, 1, 4, 1, 0, bias=False)), nn.Sigmoid(),
         )  # fmt: skip
-        self.eval()
 
     def forward(self, x: Tensor) -> Tensor:
         return self.main(x).view(-1)

@@ -89,9 +89,10 @@ def _rank(
 def _drawing(streams: list[Tensor], rank: int, run: Callable[[], Any]) -> Any:
     """What is run with a rank's own random stream."""
     torch.set_rng_state(streams[rank])
-    made = run()
-    streams[rank] = torch.get_rng_state()
-    return made
+    try:
+        return run()
+    finally:
+        streams[rank] = torch.get_rng_state()
 
 
 def _stepwise(node: fx.Node, steps: Steps, streams: list[Tensor], rank: int) -> Generator[Request, Any, Any]:

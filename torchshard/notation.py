@@ -73,7 +73,7 @@ class Inside(NamedTuple):
 
     name: str
     axes: tuple[str, ...] = ()
-    """A rank gives as many numbers as the product of its sizes of these axes, "..." the leading ones,"""
+    """A rank gives as many numbers as the product of its sizes of these axes,"""
     numbers: int = 1
     """times so many;"""
     times: tuple[str, ...] = ()

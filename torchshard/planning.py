@@ -70,15 +70,16 @@ def plan_graph(
     if limit and memory["peak"] > limit.nbytes:
         raise _does_not_fit(world_size, memory, limit.nbytes, given=isinstance(wanted, Plan))
     collectives, compute = predict(module.graph, costs, found.choices, found.parameters)
+    told = Costs(objective.machine.name, compute, tuple(collectives), found.gap, memory)
     pinned = [node for node, pin in asked.pins.items() if not pin.axes]
-    whole = unsplit(module.graph, costs, found.choices, found.parameters, collectives, pinned)
+    whole = unsplit(module.graph, costs, found.choices, found.parameters, told, pinned)
     return Plan(
         world_size,
         found.parameters,
         found.choices,
         stored_shapes(model),
         fingerprint(model),
-        Costs(objective.machine.name, compute, tuple(collectives), found.gap, memory, whole),
+        dataclasses.replace(told, whole=whole),
         is_static(wanted, objective),
         question,
     )

@@ -62,7 +62,7 @@ ARGUMENTS = (
 
 def is_recurrent(function: Any, args: Sequence[Any]) -> bool:
     """Whether a call is of one of these, of sequences that are not packed."""
-    return callable(function) and function in KINDS and len(args) == len(ARGUMENTS) and isinstance(args[3], bool)
+    return function in KINDS and len(args) == len(ARGUMENTS) and isinstance(args[3], bool)
 
 
 @dataclass(eq=False)
@@ -89,9 +89,13 @@ def draws(args: Mapping[str, Any]) -> bool:
     return bool(args["train"] and args["dropout"] > 0 and args["num_layers"] > 1)
 
 
+def states_of(hx: Any) -> list[Tensor]:
+    """The states of a recurrence, of which PyTorch takes one by itself."""
+    return list(hx) if isinstance(hx, (list, tuple)) else [hx]
+
+
 def _shapes(args: Sequence[Any]) -> tuple[Tensor, ...]:
-    x, hx = args[0], args[1]
-    states = list(hx) if isinstance(hx, (list, tuple)) else [hx]
+    x, states = args[0], states_of(args[1])
     width = states[0].shape[-1] * (2 if args[7] else 1)
     return x.new_empty(*x.shape[:2], width), *(torch.empty_like(state) for state in states)
 
@@ -118,7 +122,7 @@ class SplitRecurrent(Stepwise):
     def steps(self, *args: Any) -> Steps:
         """PyTorch's arguments, with this rank's rows of the parameters and units of the states; so are the results."""
         x, hx, params, has_biases, layers, dropout, train, bidirectional, batch_first = args
-        states = list(hx) if isinstance(hx, (list, tuple)) else [hx]
+        states = states_of(hx)
         each, directions = 4 if has_biases else 2, 2 if bidirectional else 1
         x = x.transpose(0, 1) if batch_first else x
         last: list[tuple[Tensor, ...]] = []

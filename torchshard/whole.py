@@ -15,7 +15,7 @@ import contextlib
 import copy
 import inspect
 import re
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -92,6 +92,12 @@ class WholeCall:
 def op_of(target: Any) -> Any:
     """What a node's target is in tables of ops: the Function, or function, of a call that is kept whole."""
     return target.function if isinstance(target, WholeCall) else target
+
+
+def entry(table: Mapping[Any, Any], target: Any) -> Any:
+    """What a table of ops says of a node's target, by itself or by its name; None where it says nothing."""
+    op = op_of(target)
+    return table.get(op) or table.get(str(op))
 
 
 class HookCall(WholeCall):

@@ -23,7 +23,7 @@ from torch.utils import _pytree as pytree
 
 from torchshard.graph import fake_mode, fake_value, faking, name_after, op_name
 from torchshard.passes.functionalize import functionalize
-from torchshard.recurrent import KINDS
+from torchshard.recurrent import KINDS, states_of
 from torchshard.rules import has_rule, is_random
 
 aten = torch.ops.aten
@@ -64,7 +64,7 @@ def _one_step(function: Any) -> Callable[..., Any]:
     """A recurrent cell, as the sums that it is of the input and of the hidden units."""
 
     def step(x: Any, hx: Any, w_ih: Any, w_hh: Any, b_ih: Any = None, b_hh: Any = None) -> Any:
-        states = hx if isinstance(hx, (list, tuple)) else [hx]
+        states = states_of(hx)
         made = KINDS[function].cell(F.linear(x, w_ih, b_ih), F.linear(states[0], w_hh, b_hh), *states)
         return made if len(made) > 1 else made[0]
 

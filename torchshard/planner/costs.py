@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, fx
@@ -22,29 +22,39 @@ from torchshard.planner.plan import Sent
 from torchshard.recurrent import KINDS
 from torchshard.rules.linear_algebra import GROUPED
 from torchshard.rules.registry import wide
-from torchshard.whole import op_of
+from torchshard.whole import entry
 
 aten = torch.ops.aten
 
-Tensors = Sequence[Sequence[Dim]]
-"""The dims of some tensors of a row."""
+
+class Product(NamedTuple):
+    """A product within an op: it multiplies and adds once for each point of some axes."""
+
+    axes: tuple[str, ...]
+    divided: tuple[str, ...] = ()
+    """Axes that have their points shared among them: a rank with half of such an axis has half of the points."""
 
 
-def _product(row: Row) -> list[Tensors]:
-    return [[*row.operands[1:], row.results[0]]]
+def _over(*tensors: Sequence[Dim], divided: tuple[str, ...] = ()) -> Product:
+    axes = dict.fromkeys(axis for dims in tensors for dim in dims for term in dim for axis in term)
+    return Product(tuple(axes), divided)
 
 
-def _attention(row: Row) -> list[Tensors]:
+def _product(row: Row) -> list[Product]:
+    return [_over(*row.operands[1:], row.results[0])]
+
+
+def _attention(row: Row) -> list[Product]:
     query, key, value = row.operands[:3]
-    return [[query, key], [row.results[0], value]]
+    return [_over(query, key), _over(row.results[0], value)]
 
 
-def _recurrence(row: Row) -> list[Tensors]:
-    steps = [dim for dim in row.operands[0] if dim[0][0] in ("t", "n")]
-    return [[steps, weight] for weight in row.operands[1:] if len(weight) == 2]
+def _recurrence(row: Row) -> list[Product]:
+    steps = row.operands[0][:2]
+    return [_over(steps, weight) for weight in row.operands[1:] if len(weight) == 2]
 
 
-PRODUCTS: Mapping[Any, Callable[[Row], list[Tensors]]] = {
+PRODUCTS: Mapping[Any, Callable[[Row], list[Product]]] = {
     **dict.fromkeys(
         (aten.linear.default, aten.mm.default, aten.bmm.default, aten.matmul.default, aten.mv.default, aten.dot.default,
          aten.outer.default, aten.einsum.default,
@@ -52,12 +62,12 @@ PRODUCTS: Mapping[Any, Callable[[Row], list[Tensors]]] = {
          aten.conv1d.padding, aten.conv2d.padding, aten.conv3d.padding),
         _product,
     ),
-    aten.convolution.default: lambda row: [row.operands[:2]],  # transposed
-    **dict.fromkeys(GROUPED, lambda row: [[row.operands[0], row.results[0]]]),
+    aten.convolution.default: lambda row: [_over(*row.operands[:2])],  # transposed
+    **dict.fromkeys(GROUPED, lambda row: [_over(row.operands[0], row.results[0], divided=("e",))]),
     aten.scaled_dot_product_attention.default: _attention,
     **dict.fromkeys(KINDS, _recurrence),
 }  # fmt: skip
-"""Op -> the products within it: each multiplies and adds once for each point of the axes of all its tensors."""
+"""Op, or its name where its library may not be there -> the products within it."""
 FUSED = 1e-3
 """What the time of other ops counts: they fuse with their neighbours, and to divide them is worth no collective; but of
 two plans that send the same, that with less work per rank is better."""
@@ -105,6 +115,8 @@ class Op:
     results: tuple[Value, ...]
     sizes: Mapping[str, int]
     """The size of each axis of the row; of dynamic ones, where a dim has one of them."""
+    products: Sequence[Product] = ()
+    """What it multiplies."""
 
     @staticmethod
     def of(node: fx.Node) -> Op:
@@ -113,7 +125,11 @@ class Op:
         results = tuple(Value.of(node, v) if isinstance(v, Tensor) else NO_TENSOR for v in values(node))
         nodes = tuple(operands(node))
         inputs = tuple(map(Value.of, nodes))
-        return Op(node, row, nodes, inputs, results, {} if row is None else _sizes(row, (*inputs, *results)))
+        if row is None:
+            return Op(node, row, nodes, inputs, results, {})
+        products = entry(PRODUCTS, node.target)
+        sizes = _sizes(row, (*inputs, *results))
+        return Op(node, row, nodes, inputs, results, sizes, products(row) if products is not None else ())
 
     @property
     def is_view(self) -> bool:
@@ -132,18 +148,6 @@ class Op:
         if self.products:
             return float(min(sum(value.needs_grad for value in self.operands), 2))
         return 1.0
-
-    @property
-    def products(self) -> list[Tensors]:
-        """What it multiplies."""
-        found = PRODUCTS.get(self.key)
-        return found(self.row) if found is not None and self.row is not None else []
-
-    @property
-    def key(self) -> Any:
-        """What it is in the tables: the op, or its name where only that is there."""
-        target = op_of(self.node.target)
-        return target if target in PRODUCTS else str(target)
 
 
 def _sizes(row: Row, tensors: Sequence[Value]) -> dict[str, int]:
@@ -212,11 +216,11 @@ class CostModel:
 
     def flops(self, op: Op, choice: Choice) -> float:
         """The floating-point operations of an op's products on the rank that has the most, forward."""
-        sizes, flops = self._local_sizes(op, choice), 0
-        for tensors in op.products:
-            axes = dict.fromkeys(a for dims in tensors for dim in dims for term in dim for a in term)
-            flops += 2 * math.prod(sizes.get(axis, 1) for axis in axes)
-        return flops * sizes["e"] / op.sizes["e"] if op.key in GROUPED else flops
+        sizes, flops = self._local_sizes(op, choice), 0.0
+        for axes, divided in op.products:
+            share = _points(divided, sizes) / max(_points(divided, op.sizes), 1)
+            flops += 2 * math.prod(sizes.get(axis, 1) for axis in axes) * share
+        return flops
 
     def _local_sizes(self, op: Op, choice: Choice) -> dict[str, int]:
         """The sizes of a row's axes on the first rank, which has the most."""

@@ -168,16 +168,16 @@ def pins_of(graph: fx.Graph, chosen: Mapping[str, tuple[str, Style]]) -> dict[fx
         fed = [n for n in ops if any(_is_own(p, path) for p in operands(n))]
         within = [n for n in fed if n.meta.get("module") == path]
         fed = within or fed  # a parent may use the weight of a module that it never calls
-        able = [n for n in fed if op_of(n.target) in AXES]
+        able = {n: AXES[op_of(n.target)] for n in fed if op_of(n.target) in AXES}
         if style.name == "replicate":
             pins.update({n: Pin(key, style, ()) for n in fed})
         elif not fed and any(_is_own(n, path) for n in graph.nodes):
             continue  # this call does not use the module
-        elif not able or any(style.name not in AXES[op_of(n.target)] for n in able):
+        elif not able or any(style.name not in axes for axes in able.values()):
             own = {str(n.target) for n in ops if n.meta.get("module") == path}
             raise cannot_have(key, path, style.name, f"its ops are {sorted(own) or 'none'}")
         else:
-            pins.update({n: Pin(key, style, AXES[op_of(n.target)][style.name]) for n in able})
+            pins.update({n: Pin(key, style, axes[style.name]) for n, axes in able.items()})
     return pins
 
 

@@ -3,13 +3,13 @@
     run whole   its weights are a good part of the model's, or its work one of the step's
     gathered    what is split is wanted whole, since the op has no rule, or one that forbids to split that dim
 
-Ops that are alike in layers that are alike are one kind.
+Equal ops of repeated layers are told of together.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import NamedTuple
 
 from torch import fx
 
@@ -17,7 +17,7 @@ from torchshard.graph import consumers, is_tensor, is_tensor_op, is_weight, nbyt
 from torchshard.layouts import I, Layout, Shard, is_whole
 from torchshard.notation import Choice, Row, axis_groups
 from torchshard.planner.costs import CostModel, Op
-from torchshard.planner.plan import Collective, Whole
+from torchshard.planner.plan import Collective, Costs, Whole
 from torchshard.planner.table import layered
 
 WEIGHTS, WORK, SENT = 0.05, 0.1, 0.1
@@ -27,14 +27,16 @@ NEAR = 12
 """So many ops before one that runs whole, and after it, may be why it does."""
 
 
-@dataclass
-class _Kind:
+class _Op(NamedTuple):
+    """What one op costs because it is not split."""
+
     node: fx.Node
-    modules: list[str]
-    count: int = 0
-    gathered: float = 0.0
-    weights: float = 0.0
-    seconds: float = 0.0
+    gathered: float
+    """Bytes that each rank sends so that it gets its operands whole."""
+    weights: float
+    """Bytes of its weights that every rank holds."""
+    seconds: float
+    """Of its products, which every rank computes."""
 
 
 def unsplit(
@@ -42,51 +44,55 @@ def unsplit(
     model: CostModel,
     choices: Mapping[str, Choice],
     parameters: Mapping[str, Layout],
-    collectives: Iterable[Collective],
+    costs: Costs,
     pinned: Iterable[fx.Node] = (),
 ) -> tuple[Whole, ...]:
     """The kinds of ops that are told of, those that cost most first.
 
     Args:
+        costs: of the plan of these choices and parameters.
         pinned: ops that the user's plan wants whole.
     """
     if model.world == 1:
         return ()
-    nodes = [node for node in consumers(graph) if node.name in choices]
-    collectives = list(collectives)
-    gathered, sent_in_all = dict(_gathered(nodes, collectives)), sum(c.nbytes for c in collectives)
-    weights = _weights(graph)
-    asked, everything = set(pinned), sum(weights.values())
-    kinds: dict[object, _Kind] = {}
-    work = 0.0
+    nodes, asked = [node for node in consumers(graph) if node.name in choices], set(pinned)
+    gathered, weights = _gathered(nodes, costs.collectives), _weights(graph)
+    kinds: dict[object, list[_Op]] = {}
     for node in nodes:
-        choice, op = choices[node.name], Op.of(node)
-        seconds = model.seconds(op, choice)
-        work += seconds
-        whole = not choice.axes and node not in asked
-        held = sum(weights[w] for w in _weights_of(node) if parameters.get(w.meta["path"], I) == I) if whole else 0
-        sent = gathered.get(node, 0.0)
-        if not sent and not held and not (whole and op.products):
-            continue
-        key = (str(node.target), op.row, layered(node.meta.get("module", "")), bool(sent))
-        kind = kinds.setdefault(key, _Kind(node, []))
-        kind.modules.append(node.meta.get("module", ""))
-        kind.count, kind.gathered, kind.weights = kind.count + 1, kind.gathered + sent, kind.weights + held
-        kind.seconds += seconds if whole and op.products else 0.0
-    found = [
-        Whole(
-            str(kind.node.target), where(kind.node), tuple(dict.fromkeys(kind.modules)), kind.count,
-            kind.gathered, kind.weights, kind.seconds / work if work else 0.0, _why(kind.node, kind.gathered, gathered),
-        )
-        for kind in kinds.values()
-        if kind.weights > WEIGHTS * everything
-        or kind.seconds > WORK * work
-        or kind.gathered > (SENT * sent_in_all if node_row(kind.node) is not None else 0.0)
-    ]  # fmt: skip
-    return tuple(sorted(found, key=lambda kind: (-kind.nbytes, -kind.weights, -kind.work)))
+        whole = not choices[node.name].axes and node not in asked
+        found = _Op(node, gathered.get(node, 0.0), 0.0, 0.0)
+        if whole:
+            op = Op.of(node)
+            held = [weights[w] for w in _weights_of(node) if parameters.get(w.meta["path"], I) == I]
+            seconds = model.seconds(op, choices[node.name]) if op.products else 0.0
+            found = found._replace(weights=sum(held), seconds=seconds)
+        if any(found[1:]):
+            key = str(node.target), node_row(node), layered(node.meta.get("module", "")), bool(found.gathered)
+            kinds.setdefault(key, []).append(found)
+    all_weights, work = sum(weights.values()), sum(costs.compute.values())
+
+    def weighs(ops: Sequence[_Op]) -> bool:
+        sent, held, seconds = _sums(ops)
+        least = 0.0 if node_row(ops[0].node) is None else SENT * costs.nbytes
+        return sent > least or held > WEIGHTS * all_weights or seconds > WORK * work
+
+    told = [_kind(ops, work, gathered) for ops in kinds.values() if weighs(ops)]
+    return tuple(sorted(told, key=lambda kind: (-kind.nbytes, -kind.weights, -kind.work)))
 
 
-def _gathered(nodes: Iterable[fx.Node], collectives: Iterable[Collective]) -> Iterator[tuple[fx.Node, float]]:
+def _sums(ops: Sequence[_Op]) -> tuple[float, float, float]:
+    return sum(op.gathered for op in ops), sum(op.weights for op in ops), sum(op.seconds for op in ops)
+
+
+def _kind(ops: Sequence[_Op], work: float, gathered: Mapping[fx.Node, float]) -> Whole:
+    """What is told of ops of one kind, by the first of them."""
+    first, modules = ops[0].node, dict.fromkeys(op.node.meta.get("module", "") for op in ops)
+    sent, held, seconds = _sums(ops)
+    part, why = seconds / work if work else 0.0, _why(first, sent, gathered)
+    return Whole(str(first.target), where(first), tuple(modules), len(ops), sent, held, part, why)
+
+
+def _gathered(nodes: Iterable[fx.Node], collectives: Iterable[Collective]) -> dict[fx.Node, float]:
     """The ops that have values gathered since they can't take them in slices, and the bytes that each rank sends."""
     named = {node.name: node for node in nodes}
     sent: dict[fx.Node, float] = {}
@@ -95,7 +101,7 @@ def _gathered(nodes: Iterable[fx.Node], collectives: Iterable[Collective]) -> It
             row = node_row(taker)
             if is_tensor_op(taker) and (row is None or _is_closed(row, taker, c)):
                 sent[taker] = sent.get(taker, 0.0) + c.nbytes
-    yield from sent.items()
+    return sent
 
 
 def _is_closed(row: Row, node: fx.Node, c: Collective) -> bool:

@@ -16,7 +16,7 @@ from torchshard.notation import Inside, Local, Row
 from torchshard.rules.indexing import nonempty, own_index
 from torchshard.rules.normalization import row_max
 from torchshard.rules.reductions import averaged
-from torchshard.rules.registry import Call, broadcast, letters, rule, spaced, wide
+from torchshard.rules.registry import Call, broadcast, cast, letters, rule, spaced, wide
 
 aten = torch.ops.aten
 ops = torch.ops.torchshard
@@ -147,8 +147,7 @@ def _split_cross_entropy(
 
     def at_target(table: Any) -> Any:
         found = aten.gather.default(nonempty(ctx, "v", table, dim, ndim), dim, index)
-        found = aten.masked_fill.Scalar(found, outside, 0.0)
-        return found if wide(dtype) == dtype else aten.to.dtype(found, wide(dtype))
+        return cast(aten.masked_fill.Scalar(found, outside, 0.0), dtype, wide(dtype))
 
     def summed(x: Any) -> Any:
         return aten.sum.dim_IntList(x, [dim], True, dtype=wide(dtype))
@@ -176,4 +175,4 @@ def _split_cross_entropy(
         loss = aten.sum.default(loss)
     elif reduction == MEAN:
         loss = aten.div.Tensor(aten.sum.default(loss), aten.sum.default(scale))
-    return loss if wide(dtype) == dtype else aten.to.dtype(loss, dtype)
+    return cast(loss, wide(dtype), dtype)

@@ -12,7 +12,7 @@ import torch
 
 from torchshard.notation import Inside, Local, Row
 from torchshard.rules.empty import emptied, filled
-from torchshard.rules.registry import Call, block, letters, positive, rule, spaced, wide
+from torchshard.rules.registry import Call, block, cast, letters, positive, rule, spaced, wide
 
 aten = torch.ops.aten
 ops = torch.ops.torchshard
@@ -29,7 +29,7 @@ def _split_softmax(call: Call, ndim: int) -> Any:
         total = aten.sum.dim_IntList(raised, [dim], True, dtype=wide(result))
         total = ops.all_reduce.default(total, ctx.group)
         made = aten.sub.Tensor(shifted, aten.log.default(total)) if log else aten.div.Tensor(raised, total)
-        return made if wide(result) == result else aten.to.dtype(made, result)
+        return cast(made, wide(result), result)
 
     return local
 

@@ -11,7 +11,7 @@ import torch
 from torchshard.conversions import step_args
 from torchshard.layouts import I, Shard
 from torchshard.notation import Inside, Local, Row
-from torchshard.rules.registry import Call, block, dims_of, letters, positive, rule, spaced, wide
+from torchshard.rules.registry import Call, block, cast, dims_of, letters, positive, rule, spaced, sum_dtype, wide
 
 aten = torch.ops.aten
 ops = torch.ops.torchshard
@@ -39,12 +39,11 @@ def total(call: Call) -> Row:
 @rule(aten.mean.default, aten.mean.dim)
 def mean(call: Call) -> Row:
     """`f32[2,8,4] -> f32[2,4]     a b c -> a c`: a rank's mean would divide by its own count."""
-    ndim, result = len(call.tensors[0].shape), call.results[0].dtype
+    ndim = len(call.tensors[0].shape)
     dims, keep = dims_of(call, "dim", ndim), bool(call.args.get("keepdim", False))
 
     def local(ctx: Local, x: Any, *args: Any, **kwargs: Any) -> Any:
-        dtype = call.args.get("dtype") if wide(result) == result else wide(result)
-        return averaged(call, aten.sum.dim_IntList(x, dims, keep, dtype=dtype), x, dims)
+        return averaged(call, aten.sum.dim_IntList(x, dims, keep, dtype=sum_dtype(call)), x, dims)
 
     replaced = {name: local for d, name in enumerate(letters(ndim)) if d in dims}
     return reduction_row(call, dims, closed=False, linear=[{0}], local=replaced)
@@ -61,8 +60,8 @@ def averaged(call: Call, total: Any, x: Any, dims: Sequence[int]) -> Any:
     count: Any = math.prod(shape[d] for d in dims if isinstance(shape[d], int))
     for d in dims:
         count = count if isinstance(shape[d], int) else aten.sym_size.int(x, d) * count
-    made, dtype = aten.div.Tensor(total, count), call.results[0].dtype
-    return made if wide(dtype) == dtype else aten.to.dtype(made, dtype)
+    dtype = call.results[0].dtype
+    return cast(aten.div.Tensor(total, count), wide(dtype), dtype)
 
 
 @rule(
@@ -79,11 +78,10 @@ def vector_norm(call: Call) -> Row:
     keep, result = bool(call.args.get("keepdim", False)), call.results[0].dtype
 
     def local(ctx: Local, x: Any, *args: Any, **kwargs: Any) -> Any:
-        dtype = call.args.get("dtype") if wide(result) == result else wide(result)
-        own = aten.unsqueeze.default(aten.linalg_vector_norm.default(x, order, dims, keep, dtype=dtype), 0)
+        own = aten.linalg_vector_norm.default(x, order, dims, keep, dtype=sum_dtype(call))
+        own = aten.unsqueeze.default(own, 0)
         each = ops.gather.default(own, *step_args("gather", Shard(0), I, [ctx.world]), ctx.group)
-        made = aten.linalg_vector_norm.default(each, order, [0])
-        return made if wide(result) == result else aten.to.dtype(made, result)
+        return cast(aten.linalg_vector_norm.default(each, order, [0]), wide(result), result)
 
     names = letters(len(shape))
     replaced = dict.fromkeys((names[d] for d in dims), local)

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 
 from torchshard.notation import Row, Size, bind
-from torchshard.whole import op_of
+from torchshard.whole import entry
 
 
 @dataclass(frozen=True)
@@ -101,7 +101,8 @@ def rule(*targets: Any, row: str | None = None, **options: Any) -> Callable[[Rul
 
 def rule_of(target: Any) -> RuleFn | None:
     """The rule that is registered for an op, by itself or by its name; for a call kept whole, by its Function."""
-    return RULES.get(op_of(target)) or RULES.get(str(op_of(target)))
+    found: RuleFn | None = entry(RULES, target)
+    return found
 
 
 def letters(n: int, used: str = "") -> list[str]:
@@ -134,6 +135,17 @@ def broadcast(names: Sequence[str], own: Sequence[Size], whole: Sequence[Size]) 
 def wide(dtype: torch.dtype) -> torch.dtype:
     """What a sum is taken in, as PyTorch does: one of halves may be too large for a half."""
     return torch.float32 if dtype in (torch.float16, torch.bfloat16) else dtype
+
+
+def cast(x: Any, own: torch.dtype, dtype: torch.dtype) -> Any:
+    """`x`, which is of the dtype `own`, in another; no op where it is of that already."""
+    return x if dtype == own else torch.ops.aten.to.dtype(x, dtype)
+
+
+def sum_dtype(call: Call) -> torch.dtype | None:
+    """What an op that has a `dtype` argument takes its sums in: what that says, but for halves float32."""
+    result = call.results[0].dtype
+    return call.args.get("dtype") if wide(result) == result else wide(result)
 
 
 def block(names: Sequence[str], dims: Iterable[int]) -> list[str]:
