@@ -277,3 +277,24 @@ def test_a_write_to_an_input_is_refused() -> None:
 
     with pytest.raises(ts.CaptureError, match="writes to its input x"):
         ts.check(WritesInput(), {}, world_size=2, example_inputs=(torch.randn(3, 6),))
+
+
+class _Unused(nn.Module):
+    """A norm whose result nobody takes, as in an encoder of which the decoder does not use the last stage."""
+
+    def __init__(self, norm: nn.Module) -> None:
+        super().__init__()
+        self.up, self.norm, self.down = nn.Linear(6, 8), norm, nn.Linear(8, 6)
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.up(x)
+        self.norm(h.unsqueeze(-1) * torch.ones(3, dtype=h.dtype))
+        return self.down(h)
+
+
+@pytest.mark.parametrize("world_size", [2, 3])
+@pytest.mark.parametrize("norm", [nn.BatchNorm1d(8), nn.InstanceNorm1d(8, track_running_stats=True)], ids=["b", "i"])
+def test_a_norm_whose_result_nobody_takes_updates_its_statistics(norm: nn.Module, world_size: int) -> None:
+    report = ts.check(_Unused(norm), "auto", world_size=world_size, example_inputs=(torch.randn(5, 6),))
+    assert "norm.running_mean" in {c.name for c in report.comparisons if c.kind == "buffer"}
+    report.raise_on_error()

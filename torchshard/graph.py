@@ -25,7 +25,7 @@ from torch._dispatch.python import enable_python_dispatcher
 from torchshard.distributed.ops import is_collective
 from torchshard.layouts import I, Layout
 from torchshard.notation import Choice, Row
-from torchshard.rules import Call, TensorType, is_random, row_of
+from torchshard.rules import Call, TensorType, is_random, row_of, writes_statistics
 from torchshard.whole import WholeCall
 
 
@@ -173,6 +173,21 @@ def nbytes(value: Tensor) -> int:
 def draws_random(node: fx.Node) -> bool:
     """Whether an op draws from the random stream, with these arguments."""
     return is_tensor_op(node) and is_random(node.target) and bound_args(node).get("dropout_p", 1.0) > 0
+
+
+def drop_dead_code(module: fx.GraphModule) -> bool:
+    """Drops ops whose results nobody uses; returns whether there were any.
+
+    Kept are placeholders (the graph's signature), ops that write, and collectives: this rank may not need the result of
+    one, but other ranks would wait for it.
+    """
+    return bool(module.graph.eliminate_dead_code(_is_kept))
+
+
+def _is_kept(node: fx.Node) -> bool:
+    if node.op != "call_function":
+        return node.op == "placeholder" or bool(node.is_impure())
+    return is_collective(node.target) or node.is_impure() or writes_statistics(node.target, bound_args(node))
 
 
 def mark_needs_grad(module: fx.GraphModule, trainable: Sequence[str]) -> None:

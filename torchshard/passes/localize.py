@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, fx
 
 from torchshard.distributed.ops import is_collective
-from torchshard.graph import emit, fake_mode, plain_shape, values
+from torchshard.graph import drop_dead_code, emit, fake_mode, plain_shape, values
 from torchshard.layouts import Layout, local_shape
 from torchshard.notation import Local, local_replacement
 from torchshard.rules.random import BY_ELEMENT
@@ -37,13 +37,8 @@ def localize(module: fx.GraphModule, rank: int, world: int, group: str) -> bool:
             _replace(module, node, replacement, Local(row, choice, rank, world, group))
         elif node.target in BY_ELEMENT:
             _straighten(module, node)
-    module.graph.eliminate_dead_code(_is_kept)
+    drop_dead_code(module)
     return True
-
-
-def _is_kept(node: fx.Node) -> bool:
-    """What one rank needs not and drops, others may wait for: collectives stay on every rank."""
-    return node.op == "placeholder" or is_collective(node.target) or node.is_impure()
 
 
 def _first_shape(node: fx.Node) -> tuple[Any, ...] | None:

@@ -18,7 +18,7 @@ import torch
 from torch import fx
 
 from torchshard.errors import CaptureError
-from torchshard.graph import bound_args, emit, hint, name_after, op_name, values, where
+from torchshard.graph import bound_args, drop_dead_code, emit, hint, name_after, op_name, values, where
 from torchshard.passes.causal import restore_causal
 from torchshard.passes.decompose import decompose
 from torchshard.passes.functionalize import functionalize
@@ -48,7 +48,7 @@ def normalize(module: fx.GraphModule) -> bool:
     changed |= _replace(module, dict.fromkeys((*BY_ELEMENT, *_DRAWS), _by_index))
     changed |= _replace(module, dict.fromkeys(_DRAWS, _drawn_from_sizes))
     changed |= restore_causal(module)
-    changed |= bool(module.graph.eliminate_dead_code(_is_kept))
+    changed |= drop_dead_code(module)
     module.recompile()
     return changed
 
@@ -95,10 +95,6 @@ def _as_slice(module: fx.GraphModule, node: fx.Node) -> fx.Node | None:
             return None
         start += size
     return _named(node, emit(module, aten.slice.Tensor, (x, dim, start, start + length), node))
-
-
-def _is_kept(node: fx.Node) -> bool:
-    return node.op == "placeholder" or node.is_impure()
 
 
 def _drop_asserts(module: fx.GraphModule) -> bool:

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from torchshard.graph import is_tensor, layout_of, node_row, operands
+from torchshard.graph import drop_dead_code, is_tensor, layout_of, node_row, operands
 from torchshard.layouts import Shard
 from torchshard.notation import choices
 
@@ -23,7 +23,7 @@ def simplify(module: fx.GraphModule) -> bool:
     """Rewrites the graph; returns whether anything changed."""
     changed = _fuse_biases(module)
     if changed:
-        module.graph.eliminate_dead_code(lambda n: n.op == "placeholder" or n.is_impure())
+        drop_dead_code(module)
     return changed
 
 

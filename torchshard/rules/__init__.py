@@ -20,10 +20,11 @@ from torchshard.rules import (
     reductions,
     shapes,
 )
+from torchshard.rules.normalization import writes_statistics
 from torchshard.rules.random import is_random
 from torchshard.rules.registry import ROWS, RULES, Call, RuleFn, TensorType, rule, rule_of
 
-__all__ = ["RULES", "Call", "Row", "TensorType", "has_rule", "is_random", "row_of", "rule"]
+__all__ = ["RULES", "Call", "Row", "TensorType", "has_rule", "is_random", "row_of", "rule", "writes_statistics"]
 
 FAMILIES = (
     attention, batched, convolution, creation, indexing, linear_algebra, losses, normalization, pointwise, random,

@@ -6,6 +6,7 @@ Softmax over a split axis has a replacement: two all-reduces of one number per r
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -112,17 +113,33 @@ def group_norm(call: Call) -> Row:
     return call.row(f"{spaced(*operands)} -> {right}", sizes={"g": groups, "c": shape[1] // groups}, local={"*": local})
 
 
-@rule(aten.batch_norm.default, aten.native_batch_norm.default, aten.instance_norm.default)
+_TRAINING = {
+    aten.batch_norm.default: "training",
+    aten.native_batch_norm.default: "training",
+    aten.instance_norm.default: "use_input_stats",
+}
+"""Norms that update running statistics, and the argument that says whether they do; their schemas don't."""
+
+
+def writes_statistics(target: Any, args: Mapping[str, Any]) -> bool:
+    """Whether an op with these arguments updates running statistics, so that it counts though nobody uses its result.
+
+    torch.fx and torch.export go by the schema, which calls these ops pure.
+    """
+    return target in _TRAINING and bool(args[_TRAINING[target]]) and args.get("running_mean") is not None
+
+
+@rule(*_TRAINING)
 def batch_norm(call: Call) -> Row | None:
     """`f32[2,8,5], f32[8] x 4 -> f32[2,8,5]     !n c !s, c, c, c, c -> !n c !s`; in training it writes its buffers.
 
-    The schemas do not say that they write. An instance norm's statistics are a sample's own; what it writes is not.
+    An instance norm's statistics are a sample's own; what it writes is not.
     """
     shape = call.tensors[0].shape
     if len(shape) < 2:
         return None
     instance = call.target is aten.instance_norm.default
-    training = bool(call["use_input_stats" if instance else "training"])
+    training = bool(call[_TRAINING[call.target]])
     present = [n for n in ("weight", "bias", "running_mean", "running_var") if call.args.get(n) is not None]
     written = [1 + i for i, n in enumerate(present) if n.startswith("running") and training]
     space = [f"!s{i}" if training else f"s{i}" for i in range(len(shape) - 2)]
