@@ -4,11 +4,13 @@
 # make bench   time a training step, calls by hand and planning; count what is sent
 # make nightly 2,000 random models under random plans, and seeded faults (an hour)
 # make sweep   all of PyTorch's operators, Hugging Face's architectures and other libraries' models, and the graphs of
-#              Hugging Face's and of the tests' models before an independent referee (three hours); docs/models.md
-# make clean   remove caches and build output (make distclean: .venv too)
+#              Hugging Face's and of the tests' models before an independent referee (three hours), in .venv-sweep;
+#              docs/models.md
+# make clean   remove caches and build output (make distclean: the environments too)
 
 PYTHON ?= python3
 VENV   := .venv
+SWEEP  := .venv-sweep
 PY     := $(VENV)/bin/python
 PIP    := $(PY) -m pip
 
@@ -47,16 +49,23 @@ nightly: $(VENV)/.stamp-test
 	$(PY) benchmarks/checked.py
 	$(PY) benchmarks/mutants.py --check
 
-sweep: $(VENV)/.stamp-test
-	$(PIP) install -c constraints.txt -e '.[sweep]'
-	$(PY) benchmarks/operators.py
-	$(PY) benchmarks/zoo.py --write docs/models.md
-	$(PY) benchmarks/referee.py
-	$(PY) benchmarks/referee.py --zoo
+sweep: $(SWEEP)/.stamp
+	$(SWEEP)/bin/python benchmarks/operators.py
+	$(SWEEP)/bin/python benchmarks/zoo.py --write docs/models.md
+	$(SWEEP)/bin/python benchmarks/referee.py
+	$(SWEEP)/bin/python benchmarks/referee.py --zoo
 
 # pip is the last thing that venv puts in place: with it, the environment is whole.
 $(VENV)/bin/pip:
 	$(PYTHON) -m venv $(VENV)
+
+# An environment of its own: what other libraries bring, a torchvision for GPUs above all, would break imports of the tests'.
+$(SWEEP)/bin/pip:
+	$(PYTHON) -m venv $(SWEEP)
+
+$(SWEEP)/.stamp: pyproject.toml constraints.txt | $(SWEEP)/bin/pip
+	$(SWEEP)/bin/python -m pip install -c constraints.txt -e '.[sweep]'
+	touch $@
 
 # A stamp is newer than pyproject.toml and constraints.txt: what they ask for is installed.
 $(VENV)/.stamp-test: pyproject.toml constraints.txt | $(VENV)/bin/pip
@@ -71,7 +80,7 @@ $(VENV)/.stamp-demo: pyproject.toml constraints.txt | $(VENV)/bin/pip
 
 clean:
 	rm -rf build dist *.egg-info examples/out .hypothesis .mypy_cache .pytest_cache .ruff_cache
-	find . \( -path ./.git -o -path ./$(VENV) \) -prune -o -type d -name __pycache__ -exec rm -rf {} +
+	find . \( -path ./.git -o -path './.venv*' \) -prune -o -type d -name __pycache__ -exec rm -rf {} +
 
 distclean: clean
-	rm -rf $(VENV)
+	rm -rf $(VENV) $(SWEEP)

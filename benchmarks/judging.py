@@ -31,6 +31,7 @@ from torchshard.conversions import TABLE
 from torchshard.distributed.ops import OPS, is_collective
 from torchshard.graph import hint
 from torchshard.layouts import Layout, Part, Shard
+from torchshard.stepwise import Stepwise
 from torchshard.whole import WholeCall
 
 AXIS = "tp"
@@ -287,7 +288,9 @@ def judge(node: fx.Node, values: Mapping[fx.Node, Any], subject: Subject) -> Jud
         return Judgement(args[0][args[1]])
     try:
         if is_collective(node.target):
-            found = _collective(node, args)
+            found = _collective(node.target, args)
+        elif isinstance(node.target, Stepwise):
+            found = _stepwise(node.target, args)
         elif isinstance(node.target, WholeCall):
             found = _opaque(node, (args, kwargs), "own code", subject)
         else:
@@ -311,16 +314,16 @@ def _opaque(node: fx.Node, operands: Any, why: str, subject: Subject) -> Judgeme
     return Judgement(made, BY_DECLARATION, why, _not_whole(operands))
 
 
-def _collective(node: fx.Node, args: Sequence[Any]) -> Judgement:
+def _collective(op: Any, args: Sequence[Any]) -> Judgement:
     """The shape by the op's own fake kernel; the type by the primitive, of a small tensor of the operand's type."""
     x = args[0]
     with torch.no_grad():
-        shape = checked(_unchecked, (node.target, *args), {}, by_dim=False).shape
-    if node.target is torch.ops.torchshard.all_reduce_max.default:
+        shape = checked(_unchecked, (op, *args), {}, by_dim=False).shape
+    if op is torch.ops.torchshard.all_reduce_max.default:
         if local_type(x) is not V:
             raise RefusedError(f"type: the maximum over the ranks of what is {full_type(x)}")
         return Judgement(typed(shape, x.dtype, R), BY_DECLARATION, "maximum")
-    primitive, source, target = COLLECTIVES[OPS[node.target].name]
+    primitive, source, target = COLLECTIVES[OPS[op].name]
     dims = (spmd.S(arg) for arg in args[1:-1] if isinstance(arg, int))
     source, target = (next(dims) if end is SHARD else end for end in (source, target))
     small, by_dim = typed([4] * x.ndim, x.dtype, full_type(x), grad=x.requires_grad), full_type(x) is not V
@@ -330,6 +333,21 @@ def _collective(node: fx.Node, args: Sequence[Any]) -> Judgement:
         BY_DIM if by_dim else BY_TYPE,
         "" if by_dim else "its operand varies along no one dim",
     )
+
+
+def _stepwise(op: Stepwise, args: Sequence[Any]) -> Judgement:
+    """An op that communicates in the middle: what it computes by the local rules, each collective as if it were a node."""
+
+    def run(*operands: Any) -> Any:
+        steps, result = op.steps(*operands), None
+        while True:
+            try:
+                collective, given = steps.send(result)  # type: ignore[arg-type]
+            except StopIteration as done:
+                return done.value
+            result = _collective(collective, given).value
+
+    return Judgement(checked(run, args, {}, by_dim=False), BY_TYPE, "its steps are judged by the local rules")
 
 
 def _unchecked(function: Callable[..., Any], *args: Any) -> Any:
@@ -549,7 +567,10 @@ def live_values(graph: fx.GraphModule, trainable: set[str]) -> set[fx.Node]:
             continue
         args, kwargs = fx.map_arg((node.args, node.kwargs), lambda n: values[n])
         try:
-            values[node] = args if node.op == "output" else node.target(*args, **kwargs)
+            if isinstance(node.target, (Stepwise, WholeCall)):  # on fake tensors it may give shapes alone
+                values[node] = _of_any_value(node, tensors_in((args, kwargs)))
+            else:
+                values[node] = args if node.op == "output" else node.target(*args, **kwargs)
         except UNKNOWABLE:
             values[node] = _of_any_value(node, tensors_in((args, kwargs)))
     results = [t for t in tensors_in(values.popitem()[1]) if t.requires_grad]
@@ -569,7 +590,7 @@ def live_values(graph: fx.GraphModule, trainable: set[str]) -> set[fx.Node]:
 
 
 def _of_any_value(node: fx.Node, operands: Sequence[Tensor]) -> Any:
-    """A result whose shape depends on values, with the gradients of all that it might come from."""
+    """A result of the recorded shape, with the gradients of all that it might come from."""
     source = sum((t.sum() for t in operands if t.requires_grad), torch.zeros(()))
 
     def made(val: Tensor) -> Tensor:

@@ -39,21 +39,16 @@ def value(held: Any) -> Callable[[], Any]:
     return lambda: held
 
 
-def library(module: str) -> Any:
-    """A library's module.
-
-    Of torchvision the package index has the build for CUDA alone, whose own ops a CPU's torch can't load; it asks for
-    the names of some when it is imported, and the models here use none.
-    """
-    for name in ("nms", "qnms"):
-        if not hasattr(torch.ops.torchvision, name):
-            torch.library.define(f"torchvision::{name}", "(Tensor dets, Tensor scores, float iou_threshold) -> Tensor")
-    return importlib.import_module(module)
+# Of torchvision the package index has the build for CUDA alone, whose own ops a CPU's torch can't load; it asks for the
+# names of some when it is imported, by the libraries here and by transformers, and no model here uses one.
+for _op in ("nms", "qnms"):
+    if not hasattr(torch.ops.torchvision, _op):
+        torch.library.define(f"torchvision::{_op}", "(Tensor dets, Tensor scores, float iou_threshold) -> Tensor")
 
 
 def _of(module: str, name: str, *args: Any, **kwargs: Any) -> Callable[[], Any]:
     """What a library's class or function gives for some arguments."""
-    return lambda: getattr(library(module), name)(*args, **kwargs)
+    return lambda: getattr(importlib.import_module(module), name)(*args, **kwargs)
 
 
 for _name, (_class, _args) in WRITTEN.items():
@@ -234,7 +229,7 @@ _X = "x_transformers"
 
 def _decoder(causal: bool = True, **options: Any) -> Callable[[], nn.Module]:
     def build() -> nn.Module:
-        lib = library(_X)
+        lib = importlib.import_module(_X)
         layers = (lib.Decoder if causal else lib.Encoder)(dim=48, depth=2, heads=4, attn_dim_head=12, **options)
         return lib.TransformerWrapper(num_tokens=64, max_seq_len=32, attn_layers=layers)
 
@@ -297,8 +292,8 @@ for _module, _name, _sizes in (
 
 # --- state spaces ----------------------------------------------------------------------------------------------------
 
-_add("mambapy mamba", lambda: library("mambapy.mamba").Mamba(
-    library("mambapy.mamba").MambaConfig(d_model=32, n_layers=2, d_state=4)), x(2, 8, 32))  # fmt: skip
+_add("mambapy mamba", lambda: importlib.import_module("mambapy.mamba").Mamba(
+    importlib.import_module("mambapy.mamba").MambaConfig(d_model=32, n_layers=2, d_state=4)), x(2, 8, 32))  # fmt: skip
 
 
 # --- peft ------------------------------------------------------------------------------------------------------------
@@ -309,7 +304,7 @@ def _tuned(kind: str, method: str, **options: Any) -> Callable[[], nn.Module]:
         from transformers import AutoModelForCausalLM
         from zoo import tiny
 
-        peft = library("peft")
+        peft = importlib.import_module("peft")
         model = AutoModelForCausalLM.from_config(tiny(kind))
         return peft.get_peft_model(model, getattr(peft, f"{method}Config")(task_type="CAUSAL_LM", **options))
 

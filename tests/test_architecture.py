@@ -12,7 +12,8 @@ import pytest
 PACKAGE = Path(__file__).parent.parent / "torchshard"
 
 LAYERS = [
-    ["errors", "layouts", "files", "whole", "with_value", "stepwise"],
+    ["errors", "layouts", "files", "autocast", "with_value", "stepwise"],
+    ["whole"],
     ["recurrent"],
     ["comparing"],
     ["notation", "conversions"],

@@ -123,20 +123,6 @@ def test_what_a_no_grad_block_casts_has_none() -> None:
     _exact(_Up(body), X.clone().requires_grad_())
 
 
-def test_autocast_that_is_off_is_inlined_and_one_that_is_on_is_refused() -> None:
-    def off(m: _Up, x: Tensor) -> Tensor:
-        with torch.autocast("cpu", enabled=False):
-            return m.up(x).exp()
-
-    def on(m: _Up, x: Tensor) -> Tensor:
-        with torch.autocast("cpu", dtype=torch.bfloat16):
-            return m.up(x)
-
-    _exact(_Up(off), X)
-    with pytest.raises(ts.CaptureError, match="autocast"):
-        capture(_Up(on), (X,))
-
-
 @pytest.mark.parametrize("reentrant", [True, False])
 def test_activation_checkpoints_are_flattened(reentrant: bool) -> None:
     def body(m: _Up, x: Tensor) -> Tensor:
@@ -257,20 +243,6 @@ def test_modes_of_single_modules_are_followed() -> None:
     ts.distributed.destroy_process_group()
 
 
-def test_a_call_under_autocast_is_a_kind_of_its_own() -> None:
-    torch.manual_seed(0)
-    case = CASES["gpt"]
-    model, inputs = case.build().eval(), case.inputs()
-    sharded = ts.shard(model, case.plan, example_inputs=inputs)
-    with torch.autocast("cpu", dtype=torch.bfloat16):
-        expected, got = model(*inputs), sharded(*inputs)
-    assert expected["logits"].dtype == got["logits"].dtype
-    rounding = 8 * torch.finfo(torch.bfloat16).eps * expected["logits"].abs().max()
-    assert (expected["logits"] - got["logits"]).abs().max() < rounding
-    assert not torch.equal(got["logits"].float(), sharded(*inputs)["logits"])
-    ts.distributed.destroy_process_group()
-
-
 def _by_grad_mode(m: _Up, x: Tensor) -> Tensor:
     h = m.up(x)
     h = h * 2 if torch.is_grad_enabled() else h
@@ -354,15 +326,4 @@ def test_sizes_are_fixed_where_the_model_holds_for_no_others() -> None:
         assert torch.equal(sharded(x), model(x))
     with pytest.raises(ts.CaptureError, match="KeyError: 4"):
         sharded(torch.randn(4, 6))
-    ts.distributed.destroy_process_group()
-
-
-@pytest.mark.parametrize("plan", [{}, {"0": "column", "2": "row"}], ids=str)
-def test_autocast_gives_the_same_dtype(plan: dict[str, str]) -> None:
-    torch.manual_seed(0)
-    model, x = nn.Sequential(nn.Linear(6, 8), nn.LayerNorm(8), nn.Linear(8, 6)), torch.randn(3, 6)
-    sharded = ts.shard(model, plan)
-    with torch.autocast("cpu", dtype=torch.bfloat16):
-        expected, got = model(x), sharded(x)
-    assert got.dtype == expected.dtype == torch.bfloat16 and torch.allclose(got, expected, atol=0.05)
     ts.distributed.destroy_process_group()

@@ -17,8 +17,8 @@ from torch import Tensor, fx, nn
 import torchshard as ts
 from tests.models import CASES
 from torchshard.capture import flatten_call
-from torchshard.checking import TOLERANCES, check_program
-from torchshard.comparing import Results, compare
+from torchshard.checking import check_program
+from torchshard.comparing import TOLERANCES, Results, compare
 from torchshard.distributed.ops import OPS
 from torchshard.errors import InternalError
 from torchshard.graph import duplicate

@@ -19,7 +19,7 @@ from torch import Tensor, fx, nn
 
 from torchshard import lockstep
 from torchshard.capture import check_weights, copied, flatten, flatten_call
-from torchshard.comparing import Comparison, Results, compare, error_of_pieces, noise_ceiling
+from torchshard.comparing import TOLERANCES, Comparison, Results, compare, error_of_pieces, noise_ceiling
 from torchshard.errors import ShardError
 from torchshard.graph import is_tensor, where
 from torchshard.layouts import dual
@@ -29,8 +29,6 @@ from torchshard.planning import PlanLike
 from torchshard.program import Program, check_examples, check_world_size, device_type, program
 from torchshard.steps import Run, Trial
 
-TOLERANCES = {torch.float64: 1e-10, torch.float32: 1e-5, torch.float16: 1e-2, torch.bfloat16: 5e-2}
-"""Largest error relative to the largest value of a tensor, by the narrowest floating dtype in the graph."""
 WIDER = (torch.float64, torch.float32)
 """What a graph of a narrower dtype is compared in besides: the first in which all its ops run."""
 

@@ -13,6 +13,9 @@ from torchshard.layouts import I, Layout, is_whole, join
 
 Place = tuple[str, str]
 """(kind, name) of a tensor that is compared."""
+TOLERANCES = {torch.float64: 1e-10, torch.float32: 1e-5, torch.float16: 1e-2, torch.bfloat16: 5e-2}
+"""Largest error relative to the largest value of a tensor, by the narrowest floating dtype in the graph."""
+_EPSILONS = {tolerance: torch.finfo(dtype).eps for dtype, tolerance in TOLERANCES.items()}
 NOISE_MARGIN = 16.0
 """How many times the rounding noise of the unsharded run two correct runs may lie apart."""
 NOISE_EPSILONS = 256
@@ -104,9 +107,13 @@ def _ceilings(expected: Results, tolerance: float) -> dict[str, float]:
 
 
 def noise_ceiling(tensors: Iterable[Any], tolerance: float) -> float:
-    """The scale below which a tensor may be rounding noise of the others; never more than their largest value."""
+    """The scale below which a tensor may be rounding noise of the others; never more than their largest value.
+
+    A float32 gradient is as noisy as the bfloat16 in which autocast has computed it.
+    """
+    narrowest = _EPSILONS.get(tolerance, 0.0)
     floats = [t for t in tensors if isinstance(t, Tensor) and (t.is_floating_point() or t.is_complex()) and t.numel()]
-    largest = ((float(_dense(t).abs().max()), torch.finfo(t.dtype).eps) for t in floats)
+    largest = ((float(_dense(t).abs().max()), max(torch.finfo(t.dtype).eps, narrowest)) for t in floats)
     return max((value * min(NOISE_EPSILONS * eps / tolerance, 1.0) for value, eps in largest), default=0.0)
 
 

@@ -3,6 +3,7 @@
 val          fake tensor (or tuple, or SymInt) with the global shape; after `localize` the rank's own
 kind, path   of a placeholder: 'parameter', 'buffer', 'constant' or 'input', and its dotted name
 module       of an op: the path of the module that called it; 'source': the user's file and line
+autocast     of an op: the autocast that it was called in, until its casts are explicit
 layouts      tuple of Layouts, one per result
 choice, row  of an op: the planned notation.Choice, and the Row that allows it
 needs_grad   whether a gradient flows back through the value
@@ -22,6 +23,7 @@ import torch
 from torch import Tensor, fx
 from torch._dispatch.python import enable_python_dispatcher
 
+from torchshard.autocast import autocasting
 from torchshard.distributed.ops import is_collective
 from torchshard.layouts import I, Layout
 from torchshard.notation import Choice, Row
@@ -218,8 +220,8 @@ def fake_mode(module: fx.GraphModule) -> Any:
 
 @contextmanager
 def faking(mode: Any) -> Iterator[None]:
-    """Ops run on fake values, of symbolic sizes too, as `torch.export` runs them."""
-    with mode, enable_python_dispatcher(), torch.no_grad():
+    """Ops run on fake values, of symbolic sizes too, as `torch.export` runs them; out of autocast, as graphs run."""
+    with mode, enable_python_dispatcher(), torch.no_grad(), autocasting(()):
         yield
 
 

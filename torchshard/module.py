@@ -22,6 +22,7 @@ from torch import Tensor, fx, nn
 from torch._subclasses.fake_tensor import is_fake
 
 from torchshard.agreement import agree, fingerprint, together
+from torchshard.autocast import Autocast, autocasting, current_autocast
 from torchshard.capture import (
     Leaves,
     Visit,
@@ -103,7 +104,7 @@ class Kind(NamedTuple):
     """(dtype, device type, order in memory) of each input."""
     modes: tuple[bool, ...]
     """Train or eval, of each module."""
-    autocast: tuple[Any, ...]
+    autocast: Autocast
     globally: tuple[Any, ...]
     """Grad mode, default dtype, default device, hooks on all modules."""
     trainable: tuple[bool, ...]
@@ -201,7 +202,7 @@ class ShardedModule(State):
         if compiled is None:
             compiled = self._compile(kind, call, args, kwargs)
         state = [self._ts_tensors[held] if isinstance(held, str) else held for held in compiled.state]
-        with running(self._ts_history.begin_call()), unwatched():
+        with running(self._ts_history.begin_call()), unwatched(), autocasting(()):
             try:
                 results = compiled.run(*state, *call.tensors)
             except RuntimeError as error:
@@ -320,7 +321,7 @@ class ShardedModule(State):
             tuple(t.requires_grad for t in call.tensors),
             tuple((t.dtype, t.device.type, memory_order(t)) for t in call.tensors),
             tuple(m.training for m in self._ts_source_modules),
-            tuple((torch.is_autocast_enabled(d), torch.get_autocast_dtype(d)) for d in ("cpu", "cuda")),
+            current_autocast(),
             (torch.is_grad_enabled(), torch.is_inference_mode_enabled(), torch.get_default_dtype(),
              torch.get_default_device(), global_hooks()),
             tuple(t.requires_grad for t in self._ts_tensors.values()),

@@ -20,6 +20,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch._subclasses.fake_tensor import is_fake
 
+from torchshard.autocast import current_autocast
 from torchshard.layouts import Part
 from torchshard.stepwise import Steps, Stepwise
 from torchshard.whole import WholeCall
@@ -81,7 +82,19 @@ class RecurrentCall(WholeCall):
         if not is_fake(args[0]):
             return self.function(*args)
         self.device, self.draws = args[0].device.type, draws(dict(zip(ARGUMENTS, args, strict=True)))
-        return _shapes(args)
+        dtype = _autocast_dtype(self.function, args[0])
+        return tuple(t.to(dtype) for t in _shapes(args))
+
+
+def _autocast_dtype(function: Any, x: Tensor) -> torch.dtype:
+    """The dtype of the results: on a GPU autocast casts all that cuDNN computes, on a CPU oneDNN's LSTM alone."""
+    dtype = dict(current_autocast()).get(x.device.type)
+    known = {torch.bfloat16: "_is_mkldnn_bf16_supported", torch.float16: "_is_mkldnn_fp16_supported"}
+    if dtype is None or x.dtype is torch.float64:
+        return x.dtype
+    if x.device.type == "cpu" and (function is not torch.lstm or not getattr(torch.ops.mkldnn, known[dtype])()):
+        return x.dtype
+    return dtype
 
 
 def draws(args: Mapping[str, Any]) -> bool:

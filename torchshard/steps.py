@@ -12,6 +12,7 @@ from torch import Tensor, fx, nn
 from torch.utils import _pytree as pytree
 
 from torchshard import lockstep
+from torchshard.autocast import autocasting
 from torchshard.capture import Captured, Leaves, copied, flatten, shared_names
 from torchshard.comparing import Place, Results, gradients, largest_difference
 from torchshard.layouts import Layout
@@ -89,7 +90,7 @@ class Run:
         for graph, state, inputs in zip(graphs, known, self.inputs, strict=True):
             given = {**state, **inputs}
             fed.append([given[n.meta["path"]] for n in graph.graph.nodes if n.op == "placeholder"])
-        with torch.enable_grad():
+        with torch.enable_grad(), autocasting(()):
             self.outputs = lockstep.run(graphs, fed, [self._recorder(rank) for rank in ranks])
             backward([o for outputs in self.outputs for o in outputs], len(graphs))
 

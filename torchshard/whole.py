@@ -24,6 +24,8 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import is_fake
 from torch.utils import _pytree as pytree
 
+from torchshard.autocast import Autocast, autocasting
+
 
 @dataclass(eq=False)
 class WholeCall:
@@ -41,6 +43,8 @@ class WholeCall:
     """Whether it draws random numbers."""
     seeds: bool = False
     """Whether it asks the system for a seed; the ranks then take one from their common RNG state."""
+    autocast: Autocast = ()
+    """The autocast that it is called in."""
     modules: dict[int, nn.Module] = field(default_factory=dict)
     """The id of a module among its arguments -> the copy that is called in its place."""
     __module__: str = __name__
@@ -59,7 +63,8 @@ class WholeCall:
         args, kwargs = self.rebuild(operands[: self.operands])
         if self.modules:
             args, kwargs = pytree.tree_map(lambda leaf: self.modules.get(id(leaf), leaf), (args, kwargs))
-        with _common_seeds(real=not any(map(is_fake, operands))) if self.seeds else contextlib.nullcontext():
+        seeds = _common_seeds(real=not any(map(is_fake, operands))) if self.seeds else contextlib.nullcontext()
+        with seeds, autocasting(self.autocast):
             result = self.run(args, kwargs)
         found = [leaf for leaf in pytree.tree_leaves(result) if isinstance(leaf, Tensor)]
         return found[0] if self.single else found

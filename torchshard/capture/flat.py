@@ -29,6 +29,7 @@ from torch.utils import _pytree as pytree
 
 from torchshard.capture.intercept import WHOLE
 from torchshard.capture.models import check_devices, hollow_tensor, shared_names
+from torchshard.capture.modes import modes_of
 from torchshard.capture.own_code import is_library
 from torchshard.capture.regions import inline_regions
 from torchshard.capture.signature import flatten_call
@@ -119,6 +120,7 @@ def _flat_graph(
         elif node.op == "call_function":
             node.meta["module"] = _module_path(node)
             node.meta["source"] = _source(node.meta.get("stack_trace") or "")
+            node.meta["autocast"] = modes_of(node).autocast
     flat = graph.output_node()
     results: Any = flat.args[0]
     flat.args = (tuple(results),)

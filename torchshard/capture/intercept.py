@@ -30,6 +30,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from torchshard.autocast import autocasting, current_autocast
 from torchshard.capture.own_code import user_line
 from torchshard.capture.signature import Leaves, flatten
 from torchshard.capture.visible import Kept
@@ -131,6 +132,7 @@ class _NoHandle:
 
 
 def _record(recording: Recording, call: WholeCall, tensors: list[Tensor], sizes: list[Any]) -> list[Tensor]:
+    call.autocast = current_autocast()
     recording.calls.append(call)
     made: list[Tensor] = WHOLE(tensors, sizes, len(recording.calls) - 1)
     return made
@@ -143,7 +145,7 @@ def _run_on_fakes(recording: Recording, number: int, tensors: Sequence[Tensor], 
     count = call.operands - len(sizes)
     recording.within, recording.seeded = True, False
     try:
-        with torch.no_grad(), _Observed(tensors) as observed:
+        with torch.no_grad(), autocasting(call.autocast), _Observed(tensors) as observed:
             for (holder, name, _), tensor in zip(slots, tensors[count:], strict=True):
                 holder[name] = tensor
             args, kwargs = call.rebuild([*tensors[:count], *sizes])

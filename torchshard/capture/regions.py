@@ -1,10 +1,11 @@
-"""Regions of a captured graph made flat: `no_grad` blocks, and autocast blocks that are switched off.
+"""Regions of a captured graph made flat: `no_grad` and autocast blocks.
 
     before    getitem(wrap_with_set_grad_enabled(False, body, x), 0)
     after     x_detach = detach(x); ...body of x_detach...
 
 A `no_grad` block keeps its meaning by detaching what goes in: nothing inside then needs a gradient. What it hands out
-as it came in (by `x.to(x.dtype)`, too) is no result of it, and keeps its gradient.
+as it came in (by `x.to(x.dtype)`, too) is no result of it, and keeps its gradient. Which ops are within one, and within
+autocast, was noted when they were called: see `modes`.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from typing import Any
 import torch
 from torch import fx
 
+from torchshard.capture.modes import modes_of
 from torchshard.errors import CaptureError
 from torchshard.graph import bound_args
 
@@ -31,49 +33,90 @@ def inline_regions(module: fx.GraphModule) -> None:
     for node in list(module.graph.nodes):
         if node.op == "get_attr" and not node.users:
             module.graph.erase_node(node)
+    _detach_within_no_grad(module.graph)
+
+
+_BODIES = {"wrap_with_set_grad_enabled": 1, "wrap_with_autocast": 4}
+"""Region -> the place of its body among its arguments; the body's own arguments follow."""
 
 
 def _inline(module: fx.GraphModule, node: fx.Node) -> None:
     name = str(node.target)
-    body: Any
-    args: Sequence[Any]
-    if name == "wrap_with_set_grad_enabled":
-        body, args, detached = node.args[1], node.args[2:], not node.args[0]
-        args = args if detached else _before_detached(args)
-    elif name == "wrap_with_autocast" and node.args[2] is False:
-        body, args, detached = node.args[4], node.args[5:], False
-    else:
+    if name not in _BODIES:
         raise CaptureError(
             f"the model has a {name} region, which has no flat form",
             where=(node.meta.get("stack_trace") or name).strip().splitlines()[-1].strip(),
-            why="its branches or its dtype rules are not part of a flat graph",
-            attempt="torch.where in place of a branch; autocast around the call in place of inside the model",
+            why="its branches are not part of a flat graph",
+            attempt="torch.where in place of a branch",
         )
-    graph = module.graph
+    body: Any = node.args[_BODIES[name]]
     inner: fx.GraphModule = getattr(module, body.target)
+    given = iter(node.args[_BODIES[name] + 1 :])
     env: dict[fx.Node, Any] = {}
-    given: dict[Any, Any] = dict(zip((n for n in inner.graph.nodes if n.op == "placeholder"), args, strict=True))
-    same = dict(given)
+    graph = module.graph
+    results: Any = []
     with graph.inserting_before(node):
         for step in inner.graph.nodes:
             if step.op == "placeholder":
-                env[step] = _entered(graph, given[step], detached)
+                env[step] = next(given)
             elif step.op == "output":
-                results = fx.map_arg(step.args[0], lambda n: same.get(n, env[n]))
+                results = fx.map_arg(step.args[0], lambda n: env[n])
             elif step.op == "get_attr":
                 unique = f"{body.target}_{step.target}".replace(".", "_")
                 setattr(module, unique, getattr(inner, step.target))
                 env[step] = graph.get_attr(unique)
             else:
                 env[step] = graph.node_copy(step, lambda n: env[n])
-                if step.args and step.args[0] in same and _gives_itself(step):
-                    same[step] = same[step.args[0]]
     for user in list(node.users):
         if user.target is not operator.getitem:
             raise CaptureError("a region's result is used whole", where=str(user), attempt="report this model")
         user.replace_all_uses_with(results[user.args[1]])
         graph.erase_node(user)
     graph.erase_node(node)
+
+
+def _detach_within_no_grad(graph: fx.Graph) -> None:
+    """Ops that were called without gradients, in a call with them, take what comes from outside detached."""
+    ops = [n for n in graph.nodes if n.op == "call_function"]
+    if not torch.is_grad_enabled():
+        _refuse_enabled(ops)
+        return
+    inside = {n for n in ops if not modes_of(n).grad}
+    detached: dict[fx.Node, fx.Node] = {}
+    same: dict[fx.Node, fx.Node] = {}
+
+    def entered(node: fx.Node) -> fx.Node:
+        if node in inside or not _is_differentiable(node):
+            return node
+        if node not in detached:
+            detached[node] = graph.call_function(aten.detach.default, (node,))
+            detached[node].meta = {k: v for k, v in node.meta.items() if k not in ("kind", "path")}
+        return detached[node]
+
+    for node in [*ops, graph.output_node()]:
+        if node not in inside:
+            node.args, node.kwargs = fx.map_arg((node.args, node.kwargs), lambda n: same.get(n, n))
+            continue
+        first: Any = node.args[0] if node.args else None
+        if isinstance(first, fx.Node) and (first in same or first not in inside) and _gives_itself(node):
+            same[node] = same.get(first, first)
+        with graph.inserting_before(node):
+            node.args, node.kwargs = fx.map_arg((node.args, node.kwargs), entered)
+
+
+def _is_differentiable(node: fx.Node) -> bool:
+    val = node.meta.get("val")
+    return isinstance(val, torch.Tensor) and (val.is_floating_point() or val.is_complex())
+
+
+def _refuse_enabled(ops: Sequence[fx.Node]) -> None:
+    if any(modes_of(node).grad for node in ops):
+        raise CaptureError(
+            "the model enables gradients inside of forward, and is called without",
+            where="torch.enable_grad() in forward",
+            why="a graph runs in one grad mode, that of the call",
+            attempt="call the model with gradients enabled, outside of torch.no_grad()",
+        )
 
 
 _MAY_GIVE_ITSELF = {
@@ -93,28 +136,3 @@ def _gives_itself(step: fx.Node) -> bool:
     before, after = source.meta["val"], step.meta["val"]
     unchanged = (before.dtype, before.device, before.layout) == (after.dtype, after.device, after.layout)
     return unchanged and not bound_args(step).get("copy") and before.stride() == after.stride()
-
-
-_ENTERED = "entered"
-"""The meta key of a detach that a `no_grad` block made: what it detaches."""
-
-
-def _before_detached(args: Sequence[Any]) -> list[Any]:
-    """What an `enable_grad` block within a `no_grad` block is given: a parameter keeps its gradient there."""
-    if not torch.is_grad_enabled():
-        raise CaptureError(
-            "the model enables gradients inside of forward, and is called without",
-            where="torch.enable_grad() in forward",
-            why="a graph runs in one grad mode, that of the call",
-            attempt="call the model with gradients enabled, outside of torch.no_grad()",
-        )
-    return [a.meta.get(_ENTERED, a) if isinstance(a, fx.Node) else a for a in args]
-
-
-def _entered(graph: fx.Graph, value: Any, detached: bool) -> Any:
-    val = value.meta.get("val") if isinstance(value, fx.Node) else None
-    if not detached or not isinstance(val, torch.Tensor) or not (val.is_floating_point() or val.is_complex()):
-        return value
-    made = graph.call_function(aten.detach.default, (value,))
-    made.meta = {k: v for k, v in value.meta.items() if k not in ("kind", "path")} | {_ENTERED: value}
-    return made

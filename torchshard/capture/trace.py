@@ -31,6 +31,7 @@ from torchshard.capture.intercept import (
     recording,
     warn_of_checkpoints,
 )
+from torchshard.capture.modes import noting_modes
 from torchshard.capture.own_code import layer_line, line_in, user_line
 from torchshard.capture.rehearsal import refuse_state, run_on_fakes
 from torchshard.capture.signature import Leaves, check_results, flatten, unchanged
@@ -72,7 +73,7 @@ def trace(model: nn.Module, call: Leaves, *, dynamic: bool = True) -> Traced:
         call_args, call_kwargs = call.rebuild(tensors)
         _set(model, own)
         recorded.checkpoints.clear()  # a model may be exported twice
-        with following(recorded, homes):
+        with following(recorded, homes), noting_modes():
             results.append(flatten(nn.Module._call_impl(model, *call_args, **call_kwargs)))
         _set(model, bare)
         _check_results(model, results[-1])

@@ -21,6 +21,7 @@ from torch._decomp import get_decompositions
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils import _pytree as pytree
 
+from torchshard.autocast import Autocast, autocasting
 from torchshard.graph import fake_mode, fake_value, faking, name_after, op_name
 from torchshard.passes.functionalize import functionalize
 from torchshard.recurrent import KINDS, states_of
@@ -35,7 +36,7 @@ def decompose(module: fx.GraphModule) -> bool:
     while waiting:
         node = waiting.pop()
         if _is_composite(node):
-            made = _inlined(module, node)
+            made = inline_op(module, node)
             changed |= bool(made)
             waiting += made
     return changed
@@ -77,11 +78,15 @@ _WRITTEN_OUT |= {
 }
 
 
-def _inlined(module: fx.GraphModule, node: fx.Node) -> list[fx.Node]:
-    """The nodes that now stand for an op; none where it stays, for it makes constants or does not say how."""
+def inline_op(module: fx.GraphModule, node: fx.Node, autocast: Autocast = ()) -> list[fx.Node]:
+    """The nodes that now stand for an op; none where it stays, for it makes constants or does not say how.
+
+    Args:
+        autocast: the autocast that the op is called in; its casts are among the nodes.
+    """
     leaves, spec = pytree.tree_flatten((node.args, dict(node.kwargs)))
     inputs = list(dict.fromkeys(leaf for leaf in leaves if isinstance(leaf, fx.Node)))
-    traced = _traced(module, node, leaves, spec, inputs)
+    traced = _traced(module, node, leaves, spec, inputs, autocast)
     if traced is None or any(n.target is node.target or _is_foreign(n) for n in traced.nodes):
         return []
     known = dict(zip((n for n in traced.nodes if n.op == "placeholder"), inputs, strict=True))
@@ -113,7 +118,9 @@ def _is_foreign(node: fx.Node) -> bool:
     return not isinstance(target, torch._ops.OpOverload) or target._schema.is_mutable or is_random(target)
 
 
-def _traced(module: fx.GraphModule, node: fx.Node, leaves: list[Any], spec: Any, inputs: list[fx.Node]) -> Any:
+def _traced(
+    module: fx.GraphModule, node: fx.Node, leaves: list[Any], spec: Any, inputs: list[fx.Node], autocast: Autocast
+) -> Any:
     target: Any = node.target
     steps = _WRITTEN_OUT.get(target, target.decompose)
 
@@ -127,7 +134,7 @@ def _traced(module: fx.GraphModule, node: fx.Node, leaves: list[Any], spec: Any,
     try:
         # With gradients: some ops take another way where one is wanted. Without guards: a way that is taken because of
         # a dynamic size is not the way of all sizes.
-        with faking(mode), torch.enable_grad(), _no_guards(mode):
+        with faking(mode), torch.enable_grad(), _no_guards(mode), autocasting(autocast):
             traced = make_fx(body)(*(_wanting_grad(n.meta["val"]) for n in inputs))
         functionalize(traced)
         traced.graph.eliminate_dead_code()

@@ -21,6 +21,7 @@ from torchshard.errors import CaptureError
 from torchshard.graph import bound_args, drop_dead_code, emit, hint, name_after, op_name, values, where
 from torchshard.passes.causal import restore_causal
 from torchshard.passes.decompose import decompose
+from torchshard.passes.explicit_casts import explicit_casts
 from torchshard.passes.functionalize import functionalize
 from torchshard.rules.random import BY_ELEMENT
 
@@ -40,6 +41,7 @@ def normalize(module: fx.GraphModule) -> bool:
     """
     _check_results(module)
     changed = _drop_asserts(module)
+    changed |= explicit_casts(module)
     changed |= decompose(module)
     changed |= _replace(module, _VIEWS)
     changed |= functionalize(module)

@@ -16,6 +16,7 @@ from torchshard.errors import PlanError
 from torchshard.graph import operands, where
 from torchshard.layouts import Layout, Shard
 from torchshard.recurrent import KINDS
+from torchshard.rules.pointwise import CASTS
 from torchshard.whole import op_of
 
 aten = torch.ops.aten
@@ -165,7 +166,7 @@ def pins_of(graph: fx.Graph, chosen: Mapping[str, tuple[str, Style]]) -> dict[fx
     pins: dict[fx.Node, Pin] = {}
     ops = [n for n in graph.nodes if n.op == "call_function"]
     for path, (key, style) in chosen.items():
-        fed = [n for n in ops if any(_is_own(p, path) for p in operands(n))]
+        fed = [n for n in ops if any(_is_own(_before_casts(p), path) for p in operands(n))]
         within = [n for n in fed if n.meta.get("module") == path]
         fed = within or fed  # a parent may use the weight of a module that it never calls
         able = {n: AXES[op_of(n.target)] for n in fed if op_of(n.target) in AXES}
@@ -189,6 +190,13 @@ def cannot_have(key: str, path: str, style: str, why: str) -> PlanError:
         why=why,
         attempt="name the linear, embedding, convolution or recurrent layer inside it, or 'replicate'",
     )
+
+
+def _before_casts(node: fx.Node) -> fx.Node:
+    """What was cast to give a value, by autocast or by the model (`weight.to(x.dtype)`); or the value itself."""
+    while node.target in CASTS:
+        node = operands(node)[0]
+    return node
 
 
 def _is_own(node: fx.Node, path: str) -> bool:

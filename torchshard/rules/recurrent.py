@@ -15,11 +15,13 @@ def recurrent(call: Call) -> Row | None:
 
     `!t n !i, !l n h, (!g h) !i, (!g h) !j -> !t n h, !l n h`     g=3
 
-    There is none where cuDNN draws the dropout, nor with projections (`proj_size`).
+    There is none where cuDNN draws the dropout, with projections (`proj_size`), nor in autocast, which casts what
+    PyTorch's kernels compute as a whole.
     """
     kind, params = KINDS[call.target.function], call["params"]
     hidden = params[1].shape[1]
-    if params[0].shape[0] != kind.gates * hidden or (draws(call.args) and call["device"] != "cpu"):
+    drawn_by_cudnn = draws(call.args) and call["device"] != "cpu"
+    if call.target.autocast or drawn_by_cudnn or params[0].shape[0] != kind.gates * hidden:
         return None
     n = "!n" if draws(call.args) else "n"
     sequence = [n, "!t"] if call["batch_first"] else ["!t", n]
