@@ -12,7 +12,7 @@ import dataclasses
 import itertools
 import math
 import operator
-from collections import ChainMap
+from collections import ChainMap, Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
@@ -25,11 +25,11 @@ from spmd_types.checker import typecheck
 from torch import Tensor, fx
 from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException
 from torch.distributed.device_mesh import init_device_mesh
-from torch.utils._pytree import tree_leaves, tree_map_only
+from torch.utils._pytree import tree_leaves, tree_map, tree_map_only
 
 from torchshard.conversions import TABLE
 from torchshard.distributed.ops import OPS, is_collective
-from torchshard.graph import hint
+from torchshard.graph import hint, size_expr
 from torchshard.layouts import Layout, Part, Shard
 from torchshard.stepwise import Stepwise
 from torchshard.whole import WholeCall
@@ -530,8 +530,47 @@ def _with_fault(found: Judgement, fault: str) -> Judgement:
 
 
 def subject_of(graphs: Sequence[fx.GraphModule], trainable: set[str]) -> Subject:
-    """The first rank's graph, of all ranks' graphs."""
+    """The first rank's graph, of all ranks' graphs, with a number for each dynamic size."""
+    _give_numbers(graphs[0], _sizes_by_values(graphs[0]))
     return Subject(graphs[0], own_numbers(graphs), live_values(graphs[0], trainable))
+
+
+def _sizes_by_values(graph: fx.GraphModule) -> dict[Any, int]:
+    """Numbers for sizes that depend on values, as experts' shares of the tokens do, so that a split's add up."""
+    found: dict[Any, int] = {}
+    for node in graph.graph.nodes:
+        if node.target is aten.split_with_sizes.default:
+            x, sizes, *dim = node.args
+            exprs = [size_expr(n.meta["val"] if isinstance(n, fx.Node) else n) for n in sizes]
+            exprs = [found.get(e, e) for e in exprs]
+            counts = Counter(e for e in exprs if not isinstance(e, int))
+            rest = hint(x.meta["val"].shape[dim[0] if dim else 0]) - sum(e for e in exprs if isinstance(e, int))
+            while counts:
+                symbol, count = counts.popitem()
+                found[symbol] = 1 if counts else rest // count
+                rest -= count
+    return found
+
+
+def _give_numbers(graph: fx.GraphModule, by_values: Mapping[Any, int]) -> None:
+    """Puts numbers in the place of dynamic sizes: those of the example inputs, and those that are given."""
+
+    def number(size: Any) -> int:
+        expr = size_expr(size)
+        fixed = expr if isinstance(expr, int) else expr.xreplace(by_values)
+        return int(fixed) if isinstance(fixed, int) or fixed.is_Integer else hint(size)
+
+    def numbered(value: Any) -> Any:
+        if isinstance(value, Tensor):
+            with spmd.no_typecheck():
+                return torch.empty([number(size) for size in value.shape], dtype=value.dtype)
+        return number(value) if isinstance(value, torch.SymInt) else value
+
+    for node in graph.graph.nodes:
+        if "val" in node.meta:
+            node.meta["val"] = tree_map(numbered, node.meta["val"])
+        if node.meta.get("global_shape"):
+            node.meta["global_shape"] = tuple(map(numbered, node.meta["global_shape"]))
 
 
 def own_numbers(graphs: Sequence[fx.GraphModule]) -> dict[str, dict[Any, tuple[Any, ...]]]:
