@@ -336,7 +336,7 @@ def _collective(op: Any, args: Sequence[Any]) -> Judgement:
 
 
 def _stepwise(op: Stepwise, args: Sequence[Any]) -> Judgement:
-    """An op that communicates in the middle: what it computes by the local rules, each collective as if it were a node."""
+    """An op that communicates in the middle: its own steps by the local rules, each collective as if it were a node."""
 
     def run(*operands: Any) -> Any:
         steps, result = op.steps(*operands), None
