@@ -111,8 +111,9 @@ class Scanned(nn.Module):
 
 
 def test_what_runs_whole_though_it_weighs_is_told_and_marked() -> None:
+    machine = ts.Machine("m", 40e9, 8e9, 0.8e9, 8e-5, 1.5e-4)
     with pytest.warns(UserWarning) as heard:
-        plan = ts.plan(Scanned(), "auto", world_size=2, example_inputs=(torch.randn(4, 256, 64),))
+        plan = ts.plan(Scanned(), "auto", world_size=2, example_inputs=(torch.randn(4, 256, 64),), machine=machine)
     told = [str(w.message) for w in heard]
     assert len(told) == len(plan.costs.whole) and all("test_explain.py:" in text for text in told)
     (work,) = (text for text in told if "of the computation" in text)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import gc
 import json
 import os
@@ -20,14 +21,16 @@ from torch.profiler import ProfilerActivity, profile
 import torchshard as ts
 from tests.helpers import run_ranks
 from tests.models import CASES, GPT, MLP
+from torchshard.graph import is_tensor_op
 from torchshard.memory import predicted_memory
-from torchshard.program import program
+from torchshard.planner.costs import Op
+from torchshard.program import prepared, program
 
 IDS = torch.zeros(2, 7, dtype=torch.long)
 
 
-def _gpt(**options: Any) -> ts.Plan:
-    return ts.plan(GPT(p=0.0), world_size=2, example_inputs=(IDS, IDS), **options)
+def _gpt(world_size: int = 2, **options: Any) -> ts.Plan:
+    return ts.plan(GPT(p=0.0), world_size=world_size, example_inputs=(IDS, IDS), **options)
 
 
 # --- files -----------------------------------------------------------------------------------------------------------
@@ -296,6 +299,47 @@ def test_a_machine_of_nonsense() -> None:
             ts.Machine("mine", **{field: value})
 
 
+def test_ranks_beyond_one_domain_send_over_the_network() -> None:
+    near = ts.Machine("m", domain=8, network_bandwidth=1e9, network_latency=1e-4)
+    far = dataclasses.replace(near, domain=1)
+    assert near.link(8) == (near.link_bandwidth, near.latency) and near.link(9) == (1e9, 1e-4)
+    same, slower = (_gpt(machine=machine).costs for machine in (near, far))
+    assert same.seconds < slower.seconds and sum(same.compute.values()) == sum(slower.compute.values())
+
+
+def test_each_op_costs_its_overhead_and_elementwise_ones_their_bytes() -> None:
+    """An MLP of two products, two biases and an activation, forward and backward: views are free of work alone."""
+    plain = ts.Machine("m", 1e12, 1e12)
+    slow = dataclasses.replace(plain, op_overhead=1e-3)
+    unfused = dataclasses.replace(plain, elementwise_bandwidth=1e9)
+    model, x = MLP(8, 16, 8), torch.randn(4, 8)
+    base, late, read = (
+        sum(ts.plan(model, world_size=1, example_inputs=(x,), machine=m).costs.compute.values())
+        for m in (plain, slow, unfused)
+    )
+    ops = [n for n in prepared(model, (x,)).graph.graph.nodes if is_tensor_op(n)]
+    steps = sum(1 + Op.of(n).backward_ratio for n in ops)
+    assert late - base == pytest.approx(1e-3 * steps)
+    moved = sum(
+        (1 + op.backward_ratio) * sum(v.nbytes for v in (*op.operands, *op.results))
+        for op in map(Op.of, ops)
+        if not op.products and not op.is_view
+    )
+    assert read - base == pytest.approx(moved / 1e9, rel=1e-2)
+
+
+def test_fewer_ranks_are_named_where_they_are_faster() -> None:
+    idle = ts.Machine("m", 1e15, 1e13, launch=1e-2)
+    busy = ts.Machine("m", 1e7, 1e7, 1e13, 0.0, 0.0)
+    many, few = (_gpt(world_size=4, machine=machine) for machine in (idle, busy))
+    assert set(many.costs.fewer) == {1, 2}
+    assert many.costs.fewer[1] < many.costs.fewer[2] <= many.costs.seconds and "fewer ranks are faster" in str(many)
+    assert few.costs.seconds < few.costs.fewer[2] < few.costs.fewer[1] and "fewer ranks" not in str(few)
+    assert "one rank alone: " in str(few) and str(ts.Plan.from_json(many.to_json())) == str(many)
+    whole = _gpt(world_size=1, machine=busy)
+    assert few.costs.fewer[1] == pytest.approx(whole.costs.seconds, rel=1e-6) and "alone" not in str(whole)
+
+
 def test_a_faster_link_makes_a_faster_step_and_ranks_no_slower_work() -> None:
     slow, fast = (ts.Machine("m", 1e12, 1e11, bandwidth, 1e-6, 1e-6) for bandwidth in (1e8, 1e10))
     assert _gpt(machine=fast).costs.seconds < _gpt(machine=slow).costs.seconds
@@ -327,6 +371,7 @@ def test_all_ranks_measure_the_same_machine() -> None:
     (machine, seconds), (other, _) = run_ranks(_measured, 2)
     assert machine == other and machine.name == "measured on 2 ranks" and seconds > 0
     assert 1e8 < machine.flops < 1e15 and 1e7 < machine.link_bandwidth < 1e13
+    assert 1e-7 < machine.op_overhead < 1e-2 and 1e7 < machine.elementwise_bandwidth < 1e13
 
 
 @pytest.mark.ranks

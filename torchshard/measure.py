@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 from torch import Tensor
 
 from torchshard.distributed.checks import announce
@@ -15,19 +17,26 @@ from torchshard.distributed.wire import collective
 from torchshard.errors import InputError
 from torchshard.planner.machine import Machine
 
-ROUNDS = 5
-"""Each time is the best of so many."""
+ROUNDS, CALLS = 15, 5
+"""Each time is the median of so many; of collectives the lower quartile, of so many calls each."""
 SMALL, LARGE, COPIED = 4, 1 << 22, 1 << 24
 """Elements of float32: of a collective that is all latency, of one that is all bandwidth, and of what is copied."""
+BETWEEN = 512
+"""The width of the products between collectives."""
+ROWS, COLUMNS = (2, 1024), 1024
+"""Of the small and the large value that elementwise ops are timed on."""
 LEAST = 1e-9
 """Seconds that a clock can't tell from none."""
 
 
 def measure_machine(width: int = 1024, dtype: torch.dtype = torch.float32) -> Machine:
-    """The Machine that the model-parallel group of this process is; a collective call, a second or two long.
+    """The Machine that the model-parallel group of this process is; a collective call, a few seconds long.
 
-    Latency, launch and bandwidth are fitted to the times of a small all-reduce, a small all-gather and a large
-    all-reduce; what the slowest rank measured counts, so that all ranks get the same Machine.
+    Collectives are timed as a step makes them: between products, after which ranks arrive at different times and with
+    other data in their caches; back to back they would seem several times faster. The overhead of an op and the
+    bandwidth of elementwise ones are those of a training step of a few, of few elements and of many. What the slowest
+    rank measured counts, so that all ranks get the same Machine. All ranks count as one domain: a network between some
+    of them is not told apart.
 
     Args:
         width: of the square matrices whose product is timed.
@@ -50,29 +59,63 @@ def measure_machine(width: int = 1024, dtype: torch.dtype = torch.float32) -> Ma
     a, held = torch.randn(width, width, device=device).to(dtype), torch.randn(COPIED, device=device)
     into, small, large = torch.empty_like(held), torch.ones(SMALL, device=device), torch.ones(LARGE, device=device)
     gathered = torch.empty(SMALL * group.size, device=device)
+    few, many = (torch.randn(rows, COLUMNS, device=device, requires_grad=True) for rows in ROWS)
     times = {
-        "product": _best(device, lambda: a @ a),
-        "copy": _best(device, lambda: into.copy_(held)),
-        "small": _sent(group, device, lambda: collective(group, dist.all_reduce, small)),
-        "gather": _sent(group, device, lambda: collective(group, dist.all_gather_single, gathered, small)),
-        "large": _sent(group, device, lambda: collective(group, dist.all_reduce, large)),
+        "product": _typical(device, lambda: a @ a),
+        "copy": _typical(device, lambda: into.copy_(held)),
+        "few elements": _typical(device, lambda: _elementwise(few)) / ELEMENTWISE_CALLS,
+        "many elements": _typical(device, lambda: _elementwise(many)),
     }
+    if group.size > 1:
+        announce(group, lambda: "measure_machine")
+        work = torch.randn(BETWEEN, BETWEEN, device=device)
+        times |= {
+            "small": _between(group, device, work, lambda: collective(group, dist.all_reduce, small)),
+            "gather": _between(group, device, work, lambda: collective(group, dist.all_gather_single, gathered, small)),
+            "large": _between(group, device, work, lambda: collective(group, dist.all_reduce, large)),
+        }
     slowest = dict(zip(times, _largest(group, torch.tensor(list(times.values()), device=device)), strict=True))
-    others = max(group.size - 1, 1)
-    latency = max(slowest["small"] - slowest["gather"], 0.0) / others
-    sent = 2 * LARGE * 4 * (group.size - 1) / group.size
     return Machine(
         f"measured on {group.size} ranks",
         flops=2 * width**3 / slowest["product"],
         memory_bandwidth=2 * COPIED * 4 / slowest["copy"],
-        link_bandwidth=max(sent, 1.0) / max(slowest["large"] - slowest["small"], LEAST),
-        latency=latency,
-        launch=max(slowest["gather"] - others * latency, 0.0),
+        op_overhead=slowest["few elements"],
+        elementwise_bandwidth=_moved(many) / slowest["many elements"],
+        **_links(slowest, group.size),
     )
 
 
-def _best(device: torch.device, run: Callable[[], object]) -> float:
-    return min(_once(device, run) for _ in range(ROUNDS))
+def _links(times: Mapping[str, float], world: int) -> dict[str, float]:
+    """What a Machine says of collectives: a small all-reduce goes around the ring twice, an all-gather once."""
+    if world == 1:
+        return {"link_bandwidth": 1 / LEAST, "latency": 0.0, "launch": 0.0}
+    latency = max(times["small"] - times["gather"], 0.0) / (world - 1)
+    sent = 2 * LARGE * 4 * (world - 1) / world
+    return {
+        "link_bandwidth": sent / max(times["large"] - times["small"], LEAST),
+        "latency": latency,
+        "launch": max(times["gather"] - (world - 1) * latency, 0.0),
+    }
+
+
+def _elementwise(x: Tensor) -> None:
+    """A training step of ops that are no products, as models mix them."""
+    h = F.layer_norm(x, x.shape[-1:])
+    (x + F.gelu(h)).backward(x.detach())
+
+
+ELEMENTWISE_CALLS = 6
+"""A norm, an activation, a sum, and the backward of each."""
+
+
+def _moved(x: Tensor) -> int:
+    """Bytes that it reads and writes, as `planner.costs` counts: operands and results, as many in the backward."""
+    return 2 * (2 + 2 + 3) * x.numel() * x.element_size()
+
+
+def _typical(device: torch.device, run: Callable[[], object]) -> float:
+    run()
+    return statistics.median(_once(device, run) for _ in range(ROUNDS))
 
 
 def _once(device: torch.device, run: Callable[[], object]) -> float:
@@ -88,18 +131,25 @@ def _settle(device: torch.device) -> None:
         torch.cuda.synchronize(device)
 
 
-def _sent(group: Group, device: torch.device, run: Callable[[], object]) -> float:
-    """The best time of a collective, the ranks beginning together."""
-    if group.size == 1:
-        return LEAST
-    announce(group, lambda: "measure_machine")
-    together = torch.zeros(1, device=device)
+def _between(group: Group, device: torch.device, work: Tensor, run: Callable[[], object]) -> float:
+    """What a collective adds to a product before it, the ranks going on without waiting for each other."""
 
-    def once() -> float:
+    def products() -> None:
+        for _ in range(CALLS):
+            torch.mm(work, work)
+
+    def both() -> None:
+        for _ in range(CALLS):
+            torch.mm(work, work)
+            run()
+
+    together, added = torch.zeros(1, device=device), []
+    for _ in range(ROUNDS):
         collective(group, dist.all_reduce, together)
-        return _once(device, run)
-
-    return min(once() for _ in range(ROUNDS))
+        alone = _once(device, products)
+        collective(group, dist.all_reduce, together)
+        added.append((_once(device, both) - alone) / CALLS)
+    return max(statistics.quantiles(added, n=4)[0], LEAST)  # what else the machine does, makes the others longer
 
 
 def _largest(group: Group, times: Tensor) -> list[float]:

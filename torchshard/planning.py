@@ -7,6 +7,7 @@ import hashlib
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import count, takewhile
 from typing import Any
 
 from torch import fx, nn
@@ -19,7 +20,7 @@ from torchshard.notation import Choice
 from torchshard.passes import rewrite
 from torchshard.passes.annotate import planned_choice
 from torchshard.planner.costs import CostModel
-from torchshard.planner.machine import Objective, size_text
+from torchshard.planner.machine import Machine, Objective, size_text
 from torchshard.planner.network import Asked
 from torchshard.planner.plan import Costs, Plan, Stored
 from torchshard.planner.predict import predict
@@ -71,6 +72,7 @@ def plan_graph(
         raise _does_not_fit(world_size, memory, limit.nbytes, given=isinstance(wanted, Plan))
     collectives, compute = predict(module.graph, costs, found.choices, found.parameters)
     told = Costs(objective.machine.name, compute, tuple(collectives), found.gap, memory)
+    told = dataclasses.replace(told, fewer=_with_fewer(module.graph, objective.machine, world_size, found))
     pinned = [node for node, pin in asked.pins.items() if not pin.axes]
     whole = unsplit(module.graph, costs, found.choices, found.parameters, told, pinned)
     return Plan(
@@ -83,6 +85,15 @@ def plan_graph(
         is_static(wanted, objective),
         question,
     )
+
+
+def _with_fewer(graph: fx.Graph, machine: Machine, world: int, found: Found) -> dict[int, float]:
+    """What a step would take on fewer ranks, with the same choices: 1, 2, 4, ... of them."""
+    seconds = {}
+    for ranks in takewhile(lambda ranks: ranks < world, (2**i for i in count())):
+        collectives, compute = predict(graph, CostModel(machine, ranks), found.choices, found.parameters)
+        seconds[ranks] = sum(compute.values()) + sum(c.seconds for c in collectives)
+    return seconds
 
 
 def _idle_layouts(graph: fx.Graph, model: nn.Module, wanted: Mapping[str, Any]) -> dict[str, Layout]:

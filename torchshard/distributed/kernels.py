@@ -147,44 +147,34 @@ def _slices(shard: Shard, world: int) -> Slices:
     return Slices(widths, max(widths), len(set(widths)) == 1 and (shard.parts is None or len(shard.parts) == 1))
 
 
-def _to_front(x: Tensor, dim: int) -> Tensor:
-    return x.movedim(dim, 0) if dim else x
-
-
-def _from_front(x: Tensor, dim: int) -> Tensor:
-    return x.movedim(0, dim) if dim else x
-
-
 def dense(x: Tensor) -> Tensor:
     """Contiguous, with no sign or conjugation left to do: a backend reads the memory as it is."""
     return x.resolve_conj().resolve_neg().contiguous()
 
 
-def _padded(x: Tensor, width: int) -> Tensor:
-    """dim 0 filled up with zeros to `width`, contiguous."""
-    if x.shape[0] == width:
-        return dense(x)
-    return torch.cat([x, x.new_zeros(width - x.shape[0], *x.shape[1:])])
+def _padded(x: Tensor, dim: int, width: int) -> Tensor:
+    """A dim filled up with zeros to `width`, contiguous."""
+    missing = width - x.shape[dim]
+    return dense(torch.cat([x, x.new_zeros(_with_size(x.shape, dim, missing))], dim) if missing else x)
 
 
 def _all_gather(x: Tensor, source: Layout, target: Layout, group: Group) -> Pending:
+    """Slices are sent as they lie in memory: joining them copies rows, where gathering along dim 0 would transpose."""
     assert isinstance(source, Shard)
     if group.size == 1:
         return _none(x, source, target, group)
-    slices = _slices(source, group.size)
-    sent = _padded(_to_front(x, source.dim), slices.width)
-    flat = sent.new_empty(group.size * slices.width, *sent.shape[1:])
+    slices, dim = _slices(source, group.size), source.dim
+    sent = _padded(x, dim, slices.width)
+    got = sent.new_empty(group.size, *sent.shape)
 
     def joined() -> Tensor:
-        if slices.even:
-            return _from_front(flat, source.dim).contiguous()
-        got = flat.unflatten(0, (group.size, -1))
-        pieces = [_from_front(got[r, :n], source.dim) for r, n in enumerate(slices.widths)]
-        return join(pieces, source).contiguous()
+        if slices.even and dim == 0:
+            return got.flatten(0, 1)
+        return join([got[r].narrow(dim, 0, n) for r, n in enumerate(slices.widths)], source).contiguous()
 
     if not sent.numel():
         return Pending(joined)
-    return Pending.of(joined, group, dist.all_gather_single, as_sent(flat), as_sent(sent))
+    return Pending.of(joined, group, dist.all_gather_single, as_sent(got.flatten(0, 1)), as_sent(sent))
 
 
 def _reduce_scatter(x: Tensor, source: Layout, target: Layout, group: Group) -> Pending:
@@ -194,18 +184,20 @@ def _reduce_scatter(x: Tensor, source: Layout, target: Layout, group: Group) -> 
     if x.dtype in _SUMMED_AS:
         pending = _reduce_scatter(x.to(_SUMMED_AS[x.dtype]), source, target, group)
         return pending._replace(result=lambda: pending.result().to(x.dtype))
-    slices = _slices(target, group.size)
-    if slices.even:
-        sent = dense(_to_front(x, target.dim))
+    slices, dim = _slices(target, group.size), target.dim
+    x = x.resolve_conj().resolve_neg()
+    if slices.even and dim == 0:
+        sent = x.contiguous().unflatten(0, (group.size, slices.width))
     else:
-        pieces = [_to_front(split(x, target, r, group.size), target.dim) for r in range(group.size)]
-        sent = torch.cat([_padded(p, slices.width) for p in pieces])
-    got = sent.new_empty(slices.width, *sent.shape[1:])
+        sent = torch.stack([_padded(split(x, target, r, group.size), dim, slices.width) for r in range(group.size)])
+    got = torch.empty_like(sent[0])
 
     def own() -> Tensor:
-        return _from_front(got[: slices.widths[group.rank]], target.dim).contiguous()
+        return got.narrow(dim, 0, slices.widths[group.rank]).contiguous()
 
-    return Pending.of(own, group, dist.reduce_scatter_single, got, sent) if sent.numel() else Pending(own)
+    if not sent.numel():
+        return Pending(own)
+    return Pending.of(own, group, dist.reduce_scatter_single, got, sent.flatten(0, 1))
 
 
 def _all_to_all(x: Tensor, source: Layout, target: Layout, group: Group) -> Pending:
@@ -231,16 +223,14 @@ def scatter_pieces(x: Tensor, src: int, dim: int, size: int, group: Group) -> Te
     if group.size == 1:
         return copied(x)
     widths, width, _ = _slices(Shard(dim, ((size, 1),)), group.size)
-    rest = [n for i, n in enumerate(x.shape) if i != dim]
     pieces = None
     if group.rank == src:
-        whole = (_to_front(split(x, Shard(dim), r, group.size), dim) for r in range(group.size))
-        pieces = [_padded(piece, width) for piece in whole]
-    got = x.new_empty(width, *rest)
+        pieces = [_padded(split(x, Shard(dim), r, group.size), dim, width) for r in range(group.size)]
+    got = x.new_empty(_with_size(x.shape, dim, width))
     if got.numel():
         sent = None if pieces is None else [as_sent(piece) for piece in pieces]
         collective(group, dist.scatter, as_sent(got), sent, group_src=src)
-    return _from_front(got[: widths[group.rank]], dim).contiguous()
+    return got.narrow(dim, 0, widths[group.rank]).contiguous()
 
 
 def gather_pieces(x: Tensor, dst: int, dim: int, size: int, group: Group) -> Tensor:
@@ -250,13 +240,13 @@ def gather_pieces(x: Tensor, dst: int, dim: int, size: int, group: Group) -> Ten
     if group.size == 1:
         return copied(x)
     widths, width, _ = _slices(Shard(dim, ((size, 1),)), group.size)
-    sent = _padded(_to_front(x, dim), width)
+    sent = _padded(x, dim, width)
     got = [torch.empty_like(sent) for _ in widths] if group.rank == dst else None
     if sent.numel():
         collective(group, dist.gather, as_sent(sent), None if got is None else list(map(as_sent, got)), group_dst=dst)
     if got is None:
         return x.new_empty(_with_size(x.shape, dim, 0))
-    return join([_from_front(g[:n], dim) for g, n in zip(got, widths, strict=True)], Shard(dim)).contiguous()
+    return join([g.narrow(dim, 0, n) for g, n in zip(got, widths, strict=True)], Shard(dim)).contiguous()
 
 
 def _with_size(shape: Sequence[int], dim: int, size: int) -> list[int]:

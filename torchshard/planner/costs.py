@@ -69,8 +69,8 @@ PRODUCTS: Mapping[Any, Callable[[Row], list[Product]]] = {
 }  # fmt: skip
 """Op, or its name where its library may not be there -> the products within it."""
 FUSED = 1e-3
-"""What the time of other ops counts: they fuse with their neighbours, and to divide them is worth no collective; but of
-two plans that send the same, that with less work per rank is better."""
+"""What the time of other ops counts where they fuse with their neighbours: to divide them is worth no collective; but
+of two plans that send the same, that with less work per rank is better."""
 LOOKUPS = {aten.embedding.default}
 """Ops that read as much of their table as they give."""
 ATTENTION = aten.scaled_dot_product_attention.default
@@ -199,20 +199,23 @@ class CostModel:
         sent = sent_bytes(kernel, value.nbytes, source, target, value.shape, self.world)
         steps = _ROUND_TRIPS[kernel] * (self.world - 1)
         packed = sum(2 * value.nbytes for end in (source, target) if _is_strided(end, value.shape))
-        m = self.machine
-        return Sent(kernel, sent, m.launch + steps * m.latency + sent / m.link_bandwidth + packed / m.memory_bandwidth)
+        bandwidth, latency = self.machine.link(self.world)
+        ring = self.machine.launch + steps * latency + sent / bandwidth
+        return Sent(kernel, sent, ring + packed / self.machine.memory_bandwidth)
 
     # --- computation -------------------------------------------------------------------------------------------------
 
     def seconds(self, op: Op, choice: Choice) -> float:
-        """An op's work on the rank that has the most, forward and backward."""
+        """What an op takes on the rank that has the most, forward and backward."""
+        m = self.machine
         if op.is_view:
-            return 0.0
-        once = max(
-            self.flops(op, choice) / self.machine.flops, self._traffic(op, choice) / self.machine.memory_bandwidth
-        )
-        weight = 1.0 if op.products else FUSED
-        return weight * once * (1 + op.backward_ratio)
+            work = 0.0
+        elif op.products:
+            work = max(self.flops(op, choice) / m.flops, self._traffic(op, choice) / m.memory_bandwidth)
+        else:
+            bandwidth = min(m.elementwise_bandwidth, m.memory_bandwidth / FUSED)
+            work = self._traffic(op, choice) / bandwidth
+        return (m.op_overhead + work) * (1 + op.backward_ratio)
 
     def flops(self, op: Op, choice: Choice) -> float:
         """The floating-point operations of an op's products on the rank that has the most, forward."""

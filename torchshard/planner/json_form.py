@@ -78,6 +78,7 @@ def _plan(body: Any) -> Plan:
         _number(said["gap"]),
         _numbers(said["memory"]),
         tuple(map(_whole, said.get("whole", []))),
+        {int(ranks): _number(seconds) for ranks, seconds in _is(dict, said.get("fewer", {})).items()},
     )
     world = _is(int, body["world_size"])
     if world < 1:

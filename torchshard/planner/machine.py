@@ -1,12 +1,15 @@
 """What a step costs on a machine: how fast it computes, reads memory, and sends.
 
-An op takes as long as its floating-point operations or its memory traffic, whichever takes longer (the roofline). A
-collective of a value takes a start, a latency for each step around the ring, and its bytes over the link:
+An op takes its overhead, and as long as its floating-point operations or its memory traffic, whichever takes longer
+(the roofline). A collective of a value takes a start, a latency for each step around the ring, and its bytes over the
+link:
 
     time = launch + steps * latency + bytes / link_bandwidth        steps = (ranks - 1) times around the ring
 
-Nothing overlaps. Sources: Williams, Waterman and Patterson, "Roofline" (2009); Hockney's alpha-beta model, with the
-rings of Thakur, Rabenseifner and Gropp, "Optimization of Collective Communication Operations in MPICH" (2005).
+Ranks beyond one domain send over the network: then its latency is that of each step, for a ring is as fast as its
+slowest link, and its bandwidth limits all that pass it. Nothing overlaps. Sources: Williams, Waterman and Patterson,
+"Roofline" (2009); Hockney's alpha-beta model, with the rings of Thakur, Rabenseifner and Gropp, "Optimization of
+Collective Communication Operations in MPICH" (2005).
 """
 
 from __future__ import annotations
@@ -15,6 +18,7 @@ import dataclasses
 import difflib
 import math
 import re
+import sys
 from dataclasses import dataclass
 
 from torchshard.errors import InputError
@@ -37,29 +41,47 @@ class Machine:
     """Seconds of one step around the ring."""
     launch: float = 3e-5
     """Seconds to start a collective and to wait for the last rank."""
+    op_overhead: float = 0.0
+    """Seconds that an op takes whatever its size; 0 where the device is never waited for."""
+    elementwise_bandwidth: float = math.inf
+    """Bytes per second that ops other than products read and write; infinite where they fuse with their neighbours."""
+    domain: float = math.inf
+    """How many ranks these links join: those of one NVLink domain, or one host. Others are reached over a network."""
+    network_bandwidth: float = math.inf
+    """Bytes per second that the ranks of one domain together send to another."""
+    network_latency: float = 0.0
+    """Seconds of one step around a ring that passes the network."""
 
     def __post_init__(self) -> None:
         for field in dataclasses.fields(self)[1:]:
             value = getattr(self, field.name)
-            least = 0.0 if field.name in ("latency", "launch") else math.ulp(0.0)
-            if isinstance(value, bool) or not isinstance(value, (int, float)) or not least <= value < math.inf:
+            least = 0.0 if field.default == 0.0 or field.name in ("latency", "launch") else math.ulp(0.0)
+            most = math.inf if field.default == math.inf else sys.float_info.max
+            if isinstance(value, bool) or not isinstance(value, (int, float)) or not least <= value <= most:
                 raise InputError(
                     f"{value!r} is no {field.name.replace('_', ' ')}",
                     where=f"Machine({field.name}=...)",
-                    why="it is a positive number, in seconds, bytes, or operations per second",
+                    why="it is a positive number, in seconds, bytes, operations per second, or ranks",
                     attempt=f"{field.name}={field.default!r}",
                 )
+
+    def link(self, world: int) -> tuple[float, float]:
+        """The bandwidth and the latency of a ring of so many ranks."""
+        if world <= self.domain:
+            return self.link_bandwidth, self.latency
+        return min(self.link_bandwidth, self.network_bandwidth), max(self.latency, self.network_latency)
 
 
 MACHINES = {
     machine.name: machine
     for machine in (
-        Machine("h100x8"),
-        Machine("cpu-gloo", 40 * GIGA, 8 * GIGA, 0.8 * GIGA, 8e-5, 1.5e-4),
+        Machine("h100x8", domain=8, network_bandwidth=340 * GIGA, network_latency=8e-6),
+        Machine("cpu-gloo", 100 * GIGA, 10 * GIGA, 1.0 * GIGA, 8e-5, 1.5e-3, 2.5e-5, 6 * GIGA),
     )
 }
-"""name -> Machine: eight H100 on NVLink in bfloat16 (bus bandwidth as nccl-tests measures it), and ranks of one core
-each on one machine that send through gloo. `torchshard.measure_machine` measures the one at hand."""
+"""name -> Machine: hosts of eight H100 on NVLink in bfloat16, each with a network card of 400 Gbit/s (bus bandwidths as
+nccl-tests measures them), and ranks of one core each on one machine that send through gloo.
+`torchshard.measure_machine` measures the one at hand, but for a network."""
 
 
 @dataclass(frozen=True)

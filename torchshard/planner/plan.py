@@ -149,6 +149,8 @@ class Costs:
     """'parameters', 'gradients', 'optimizer', 'activations', 'peak' -> bytes per rank, where they were asked for."""
     whole: tuple[Whole, ...] = ()
     """What runs whole though it weighs, and what is gathered for ops that can't be split."""
+    fewer: Mapping[int, float] = field(default_factory=dict)
+    """Fewer ranks -> seconds of a step with the same choices; of one rank, alone with the whole model."""
 
     @property
     def nbytes(self) -> float:

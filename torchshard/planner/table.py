@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 
 from torchshard.layouts import I, Layout
 from torchshard.planner.machine import size_text
-from torchshard.planner.plan import Collective, Plan
+from torchshard.planner.plan import Collective, Costs, Plan
 
 HEADER = ("module", "parameters", "before", "after", "bytes per rank", "sent", "ms", "whole")
 
@@ -91,7 +91,7 @@ def table(plan: Plan) -> str:
 
 
 def summary(plan: Plan) -> list[str]:
-    """What the plan is for and what it costs, in two or three lines."""
+    """What the plan is for and what it costs, in a few lines."""
     costs, split = plan.costs, sum(layout != I for layout in plan.parameters.values())
     whole, held = plan.parameter_bytes()
     ranks = f"{plan.world_size} rank{'s' * (plan.world_size > 1)}"
@@ -105,11 +105,22 @@ def summary(plan: Plan) -> list[str]:
         f"{1e3 * costs.seconds:.3g} ms on {costs.machine or 'an unnamed machine'}, "
         f"{1e3 * sum(c.seconds for c in costs.collectives):.3g} of them in collectives"
     )
+    if 1 in costs.fewer:
+        lines.append(f"  one rank alone: {1e3 * costs.fewer[1]:.3g} ms{_faster_with_fewer(costs)}")
     if "peak" in costs.memory:
         lines.append(f"  a training step takes {size_text(costs.memory['peak'])} on the rank that holds the most")
     if costs.gap > 1e-3 * costs.seconds:
         lines.append(f"  another plan within the same budget may be better, by {1e3 * costs.gap:.3g} ms at most")
     return lines
+
+
+def _faster_with_fewer(costs: Costs) -> str:
+    """A warning where fewer ranks take less time, if they have the memory."""
+    ranks = min(costs.fewer, key=lambda n: costs.fewer[n])
+    if costs.fewer[ranks] >= costs.seconds:
+        return ""
+    many = f" ({ranks} ranks: {1e3 * costs.fewer[ranks]:.3g} ms)" if ranks > 1 else ""
+    return f"; fewer ranks are faster where the model fits them{many}"
 
 
 def columns(rows: Sequence[Sequence[str]]) -> Iterable[str]:
