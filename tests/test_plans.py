@@ -390,11 +390,28 @@ def test_the_fastest_plan_that_fits_or_how_much_is_missing() -> None:
     assert lean.costs.memory["peak"] <= 0.9 * tight < free.costs.memory["peak"]
     slower = lean.costs.seconds - free.costs.seconds
     assert slower >= 0 and lean.costs.gap >= slower - 1e-12
-    with pytest.raises(
-        ts.PlanError, match=r"no plan for 2 ranks fits 1.0 KiB: the leanest takes .* too much"
-    ) as caught:
-        _gpt(memory="1KiB")
+    even_share = 4 * sum(p.nbytes for p in GPT(p=0.0).parameters()) / 2
+    with pytest.raises(ts.PlanError, match=r"no plan for 2 ranks fits .*: the leanest takes .* too much") as caught:
+        _gpt(memory=1.001 * even_share)
     assert "optimizer" in str(caught.value)
+
+
+class _Uncapturable(MLP):
+    def forward(self, x: Tensor) -> Tensor:
+        raise AssertionError("it is captured")
+
+
+def test_what_no_plan_can_fit_is_refused_before_the_model_is_captured() -> None:
+    model = _Uncapturable(8, 16, 8)
+    size = 4 * sum(p.nbytes for p in model.parameters()) / 2
+    refused = ts.PlanError, r"no plan for 2 ranks fits .*: an even share of the parameters takes .* too much"
+    captured = ts.CaptureError, "it is captured"
+    for memory, (error, text) in ((size - 1, refused), (size + 1, captured)):
+        with pytest.raises(error, match=text):
+            ts.plan(model, world_size=2, example_inputs=(torch.randn(2, 8),), memory=memory)
+    model.requires_grad_(False)
+    with pytest.raises(ts.CaptureError):
+        ts.plan(model, world_size=2, example_inputs=(torch.randn(2, 8),), memory=size / 3)
 
 
 _WIDE: dict[str, Any] = {"hidden_size": 128, "intermediate_size": 256, "num_attention_heads": 4, "num_hidden_layers": 2}

@@ -69,7 +69,9 @@ def plan_graph(
             found = dataclasses.replace(found, parameters={**found.parameters, **idle, **parameters})
     memory = limit.taken(found.choices, found.parameters) if limit else {}
     if limit and memory["peak"] > limit.nbytes:
-        raise _does_not_fit(world_size, memory, limit.nbytes, given=isinstance(wanted, Plan))
+        if isinstance(wanted, Plan):
+            raise _does_not_fit("the plan does not fit", "it", memory, limit.nbytes)
+        raise _does_not_fit(f"no plan for {world_size} ranks fits", "the leanest", memory, limit.nbytes)
     collectives, compute = predict(module.graph, costs, found.choices, found.parameters)
     told = Costs(objective.machine.name, compute, tuple(collectives), found.gap, memory)
     told = dataclasses.replace(told, fewer=_with_fewer(module.graph, objective.machine, world_size, found))
@@ -123,18 +125,33 @@ class _Limit:
         return self.taken(choices, layouts)["peak"] <= self.nbytes
 
 
+def check_memory(model: nn.Module, world: int, memory: float | None) -> None:
+    """Refuses at once what no plan can fit, before a model is captured.
+
+    Raises:
+        PlanError: an even share of the parameters, gradients and optimizer states is more than a rank may hold.
+    """
+    if memory is None:
+        return
+    trained = sum(p.numel() * p.element_size() for p in model.parameters() if p.requires_grad)
+    rest = sum(p.numel() * p.element_size() for p in model.parameters() if not p.requires_grad)
+    parts = {"parameters": trained + rest, "gradients": trained, "optimizer": OPTIMIZER_STATES * trained}
+    shares = {name: size / world for name, size in parts.items()}
+    taken = shares | {"peak": sum(shares.values())}
+    if taken["peak"] > memory:
+        raise _does_not_fit(f"no plan for {world} ranks fits", "an even share of the parameters", taken, memory)
+
+
 def is_static(wanted: Mapping[str, Any] | Plan, objective: Objective) -> bool:
     """Whether the plan is for one batch and sequence size alone, and the graph is to be captured so."""
     return wanted.static if isinstance(wanted, Plan) else objective.all_axes
 
 
-def _does_not_fit(world: int, memory: Mapping[str, float], most: float, *, given: bool) -> PlanError:
+def _does_not_fit(what: str, which: str, memory: Mapping[str, float], most: float) -> PlanError:
     shown = ", ".join(f"{name} {size_text(size)}" for name, size in memory.items() if name != "peak")
-    what = f"the plan does not fit {size_text(most)}: it" if given else (
-        f"no plan for {world} ranks fits {size_text(most)}: the leanest"
-    )  # fmt: skip
+    peak = memory["peak"]
     return PlanError(
-        f"{what} takes {size_text(memory['peak'])}, {size_text(memory['peak'] - most)} too much",
+        f"{what} {size_text(most)}: {which} takes {size_text(peak)}, {size_text(peak - most)} too much",
         where="memory=",
         why=f"per rank: {shown}",
         attempt="more ranks, a smaller batch, or weights of fewer bytes",

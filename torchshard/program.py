@@ -25,7 +25,7 @@ from torchshard.passes import normalize, rewrite
 from torchshard.planner.machine import Objective, objective
 from torchshard.planner.plan import Plan
 from torchshard.planner.styles import check_matches
-from torchshard.planning import PlanLike, is_static, plan_graph, read_plan
+from torchshard.planning import PlanLike, check_memory, is_static, plan_graph, read_plan
 
 log = logging.getLogger("torchshard.program")
 
@@ -64,6 +64,8 @@ def program(
         check_matches(wanted, [name for name, _ in model.named_modules()])  # before the long way
     _check_ranks(model, world_size)
     aim = aim or objective(None, device=device_type(model))
+    if isinstance(wanted, Mapping):
+        check_memory(model, world_size, aim.memory)
     captured = prepared(model, args, kwargs, dynamic=not is_static(wanted, aim))
     return planned(captured, model, wanted, world_size, aim, parameters)
 
