@@ -480,14 +480,14 @@ class _Prices(CostModel):
 
     seed: int = 0
 
-    def _price(self, *of: object) -> float:
+    def _drawn(self, *of: object) -> float:
         return random.Random(f"{self.seed} {of}").random()
 
     def seconds(self, op: Op, choice: Choice) -> float:
-        return self._price(op.node.name, choice.name, choice.operands) + (0.0 if choice.axes else 0.7)
+        return self._drawn(op.node.name, choice.name, choice.operands) + (0.0 if choice.axes else 0.7)
 
     def link(self, value: Value, link: Any) -> tuple[Sent, Sent]:
-        sent = Sent("none", 0.0, self._price(value.shape, link) / 2)
+        sent = Sent("none", 0.0, self._drawn(value.shape, link) / 2)
         return sent, sent
 
 

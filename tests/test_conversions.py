@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Iterable, Iterator, Sequence
 
 import pytest
@@ -23,6 +24,8 @@ from torchshard.conversions import (
 )
 from torchshard.layouts import I, Layout, P, R, S, Shard, dual, is_whole, join, local_shape, split
 from torchshard.lockstep import _Conversion
+from torchshard.planner.costs import CostModel, Value
+from torchshard.planner.machine import Machine
 
 KINDS = {type(I): I, type(R): R, type(P): P, Shard: S(0)}
 
@@ -129,6 +132,34 @@ def test_links_are_the_cheapest_of_all_ways(source: Layout, size: int) -> None:
             assert link.source in there and link.target not in there
             there.add(link.target)
         assert found is None or (wanted <= there and _rounds(found, True) == min(costs)), (source, wanted, found)
+
+
+MACHINES = [Machine("slow to start", launch=1.0), Machine("slow to send", link_bandwidth=1.0, launch=0.0)]
+VALUES = [Value(shape, torch.float32, 4 * math.prod(shape), True) for shape in ((8, 8, 8), (2, 3, 64), (1, 512, 4))]
+
+
+@pytest.mark.parametrize("source", LAYOUTS, ids=str)
+@pytest.mark.parametrize("machine", MACHINES, ids=lambda machine: machine.name)
+@pytest.mark.parametrize("value", VALUES, ids=lambda value: str(value.shape))
+def test_on_a_machine_links_are_the_fastest_of_all_ways(source: Layout, machine: Machine, value: Value) -> None:
+    costs = CostModel(machine, 4)
+
+    def seconds(way: Iterable[Link]) -> float:
+        return sum(sent.seconds for link in way for sent in costs.link(value, link))
+
+    for wanted in map(set, itertools.combinations([x for x in LAYOUTS if x != source], 2)):
+        found = costs.links(value, source, wanted)
+        ways = [seconds(way) for way in _ways({source}, wanted | {I, R}, wanted)]
+        assert found is None or seconds(found) == pytest.approx(min(ways), rel=1e-9, abs=1e-15)
+        assert found == costs.links(value, source, reversed(sorted(wanted, key=str)))
+
+
+def test_what_is_fastest_depends_on_the_machine() -> None:
+    found = [CostModel(machine, 4).links(VALUES[0], P, [R, S(0)]) for machine in MACHINES]
+    assert [[link.name for link in way or ()] for way in found] == [
+        ["all_reduce", "narrow"],
+        ["reduce_scatter", "all_gather"],
+    ]
 
 
 @pytest.mark.parametrize("layout", [I, R, P, A, S(2, ((7, 8),))], ids=str)

@@ -49,7 +49,7 @@ def _stages() -> dict[str, fx.GraphModule]:
     mark_needs_grad(graph, [name for name, _ in model.named_parameters()])
     stages["normalized"] = duplicate(graph)
     plan = plan_graph(graph, model, PLAN, WORLD, objective("h100x8"), {})
-    graph.meta["world_size"] = WORLD
+    graph.meta |= {"world_size": WORLD, "machine": ts.Machine()}
     for name, changed, stage in (
         ("annotated", lambda: annotate(graph, plan), "annotated"),
         ("inserted", lambda: insert(graph), "inserted"),
@@ -99,12 +99,12 @@ def test_a_conversion_of_a_conversion_follows_it() -> None:
     wanted = {"relu": ts.S(1), "exp": ts.S(1, ((1, 1), (5, 1))), "sin": ts.S(0)}
     chosen = {
         node.name: next(
-            c for c in choices(node_row(node), 2, [(0, wanted[node.name])]) if c.operands == (wanted[node.name],)
+            c for c in choices(node_row(node), 4, [(0, wanted[node.name])]) if c.operands == (wanted[node.name],)
         )
         for node in captured.graph.graph.nodes
         if node.name in wanted
     }
-    plan = Plan(2, {}, chosen)
+    plan = Plan(4, {}, chosen, machine=ts.Machine("slow to send", link_bandwidth=1.0, launch=0.0))
     graph = rewrite(captured.graph, plan)
     names = [OPS[n.target].name for n in graph.graph.nodes if n.target in OPS]
     assert names == ["scatter", "all_to_all", "all_to_all", "gather", "gather"]

@@ -13,7 +13,6 @@ import torch
 from torch import fx, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from torchshard.conversions import links
 from torchshard.graph import is_tensor, is_tensor_op, mark_needs_grad
 from torchshard.layouts import I, Shard
 from torchshard.notation import choices
@@ -199,7 +198,7 @@ def _enumerated(drawn: _Drawn, network: Network, model: CostModel) -> tuple[Any,
                 for user in takers:
                     inputs = Op.of(user).inputs
                     wanted |= {at[variable(user)].operands[i] for i, n in enumerate(inputs) if n is node}
-                steps = links(given, wanted, model.world, needs_grad=Value.of(node).needs_grad)
+                steps = model.links(Value.of(node), given, wanted)
                 stored = node.op == "placeholder" and isinstance(given, Shard)
                 if steps is None or (steps and stored):
                     return FORBIDDEN

@@ -46,6 +46,22 @@ def test_a_plan_comes_back_from_its_file_with_all_it_says(tmp_path: Path) -> Non
     assert again == made and again.costs.collectives == made.costs.collectives
 
 
+def test_a_plan_brings_its_machine_unless_one_is_named(tmp_path: Path) -> None:
+    machine = ts.Machine("mine", 1e12, 1e11, 1e9, domain=4)
+    made = _gpt(machine=machine)
+    made.save(tmp_path / "plan.json")
+    loaded = ts.Plan.load(tmp_path / "plan.json")
+    assert loaded.machine == made.machine == machine
+    model, example = GPT(p=0.0), (IDS, IDS)
+    again = ts.plan(model, loaded, world_size=2, example_inputs=example)
+    named = ts.plan(model, loaded, world_size=2, example_inputs=example, machine="cpu-gloo")
+    assert again.machine == machine and again.costs.seconds == made.costs.seconds
+    assert named.machine.name == named.costs.machine == "cpu-gloo" and named.choices == made.choices
+    text = made.to_json().replace('"domain": 4', '"domain": -4')
+    with pytest.raises(ts.PlanError, match="is no domain"):
+        ts.Plan.from_json(text)
+
+
 def test_a_file_that_is_no_plan(tmp_path: Path) -> None:
     text = _gpt().to_json()
     other = json.dumps(json.loads(text) | {"version": 1})

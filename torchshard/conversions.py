@@ -6,7 +6,7 @@ source. So the table needs only forwards, and `dual` says which row is the backw
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import cache
 from typing import Any
@@ -62,26 +62,41 @@ _ROUNDS = {"all_reduce": 2, "all_gather": 1, "reduce_scatter": 1}
 """How many times a ring sends the whole value, less each rank's own part."""
 
 
-def links(source: Layout, wanted: Iterable[Layout], world: int, *, needs_grad: bool) -> tuple[Link, ...] | None:
+Price = Callable[["Link"], float]
+"""What a conversion costs, forward and backward."""
+
+
+def links(
+    source: Layout, wanted: Iterable[Layout], world: int, *, needs_grad: bool, price: Price | None = None
+) -> tuple[Link, ...] | None:
     """The cheapest conversions that bring a value to every wanted layout at once, or None where none do.
 
     A conversion that several layouts need is there once: of an addend wanted as I and as R, the sum is taken once and
-    then copied. The cheapest are those that send the least by rings, forward and (where a gradient flows) backward; of
-    equals the fewest. They come in an order in which each begins where another ended.
+    then copied. Of equally cheap ones the fewest. They come in an order in which each begins where another ended.
+
+    Args:
+        price: without it, the bytes that rings send, forward and (where a gradient flows) backward.
     """
     wanted = list(wanted)
     if not needs_grad:
         source, wanted = (I if source == R else source), [I if layout == R else layout for layout in wanted]
     elif source == R and I in wanted:  # nor by way of a slice, where one is wanted: what is legal depends on no other
         return None
-    return _links(source, frozenset(wanted) - {source}, world, needs_grad)
+    missing = frozenset(wanted) - {source}
+    if price is None:
+        return _sending_least(source, missing, world, needs_grad)
+    return _cheapest(source, missing, needs_grad, price)
 
 
 @cache
-def _links(source: Layout, wanted: frozenset[Layout], world: int, needs_grad: bool) -> tuple[Link, ...] | None:
+def _sending_least(source: Layout, wanted: frozenset[Layout], world: int, needs_grad: bool) -> tuple[Link, ...] | None:
+    return _cheapest(source, wanted, needs_grad, lambda link: _rounds(link, world, needs_grad))
+
+
+def _cheapest(source: Layout, wanted: frozenset[Layout], needs_grad: bool, price: Price) -> tuple[Link, ...] | None:
     """By dynamic programming over the sets of layouts that the value has already; I and R may lie on the way."""
     order: list[Layout] = sorted({*wanted, I, R}, key=str)
-    best: dict[frozenset[Layout], tuple[int, tuple[Link, ...]]] = {frozenset([source]): (0, ())}
+    best: dict[frozenset[Layout], tuple[float, tuple[Link, ...]]] = {frozenset([source]): (0.0, ())}
     for size in range(1, len(order) + 1):
         for have, (cost, taken) in [(h, c) for h, c in best.items() if len(h) == size]:
             for start in sorted(have, key=str):
@@ -90,10 +105,10 @@ def _links(source: Layout, wanted: frozenset[Layout], world: int, needs_grad: bo
                     if target in have or not _converts(row, start, target, needs_grad=needs_grad):
                         continue
                     assert row is not None
-                    key = have | {target}
-                    total = cost + _rounds(row, world, needs_grad)
+                    key, link = have | {target}, Link(row.name, start, target)
+                    total = cost + price(link)
                     if key not in best or total < best[key][0]:
-                        best[key] = (total, (*taken, Link(row.name, start, target)))
+                        best[key] = (total, (*taken, link))
     found = [(cost, len(taken), taken) for have, (cost, taken) in best.items() if wanted <= have]
     return min(found, key=lambda f: f[:2])[2] if found else None
 
@@ -110,8 +125,8 @@ def _converts(row: Conversion | None, source: Layout, target: Layout, *, needs_g
     return not (isinstance(source, Shard) and isinstance(target, Shard)) or source.dim != target.dim
 
 
-def _rounds(row: Conversion, world: int, needs_grad: bool) -> int:
-    both = kernels(row.name, needs_grad=needs_grad)
+def _rounds(link: Link, world: int, needs_grad: bool) -> int:
+    both = kernels(link.name, needs_grad=needs_grad)
     return sum(1 if kernel == "all_to_all" else _ROUNDS.get(kernel, 0) * world for kernel in both)
 
 

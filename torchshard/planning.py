@@ -50,12 +50,14 @@ def plan_graph(
     Raises:
         PlanError: what is wanted does not fit the model, or nothing fits the memory.
     """
+    if isinstance(wanted, Plan) and objective.any_machine:
+        objective = dataclasses.replace(objective, machine=wanted.machine)
     costs = CostModel(objective.machine, world_size)
     asked = _asked(module.graph, model, wanted, parameters)
     asked = dataclasses.replace(asked, all_axes=objective.all_axes)
     limit = None
     if objective.memory is not None:
-        limit = _Limit(module, world_size, objective.memory)
+        limit = _Limit(module, costs, objective.memory)
         asked = dataclasses.replace(asked, per_parameter=2.0 + OPTIMIZER_STATES)
     question = Question(module.graph, costs, asked, limit)
     if isinstance(wanted, Plan) and all(n.name in wanted.choices for n in module.graph.nodes if is_tensor_op(n)):
@@ -84,6 +86,7 @@ def plan_graph(
         stored_shapes(model),
         fingerprint(model),
         dataclasses.replace(told, whole=whole),
+        objective.machine,
         is_static(wanted, objective),
         question,
     )
@@ -112,12 +115,12 @@ class _Limit:
     """Of what a training step takes on a rank."""
 
     module: fx.GraphModule
-    world: int
+    costs: CostModel
     nbytes: float
 
     def taken(self, choices: Mapping[str, Choice], layouts: Mapping[str, Layout]) -> dict[str, float]:
         """What a plan takes; see `predicted_memory`."""
-        made = Plan(self.world, layouts, choices)
+        made = Plan(self.costs.world, layouts, choices, machine=self.costs.machine)
         return predicted_memory(rewrite(self.module, made), made)
 
     def __call__(self, choices: Mapping[str, Choice], layouts: Mapping[str, Layout]) -> bool:

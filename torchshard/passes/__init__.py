@@ -30,7 +30,7 @@ __all__ = ["annotate", "insert", "localize", "localized", "normalize", "rewrite"
 def rewrite(module: fx.GraphModule, plan: Plan) -> fx.GraphModule:
     """The normalized graph with the plan's collectives, for any rank; the argument is left as it was."""
     held = duplicate(module)
-    held.meta["world_size"] = plan.world_size
+    held.meta |= {"world_size": plan.world_size, "machine": plan.machine}
     passes: tuple[tuple[str, Callable[[fx.GraphModule], bool], str], ...] = (
         ("annotate", partial(annotate, plan=plan), "annotated"),
         ("insert", insert, "inserted"),

@@ -3,7 +3,8 @@
 before    q = linear(x, q_weight); k = linear(x, k_weight)                      x I, wanted R by both
 after     x_copy = copy(x); q = linear(x_copy, q_weight); k = linear(x_copy, k_weight)
 
-All consumers of a value count at once: it gets the cheapest conversions that give each what it wants, each once. What
+All consumers of a value count at once: it gets the conversions that give each what it wants in the least time on the
+plan's machine, each once. What
 makes a split value whole stands after its op, all else before the first op that wants it. Of one copy in place of two,
 the backward is one all-reduce of the gradient.
 """
@@ -15,11 +16,12 @@ from typing import Any
 import torch
 from torch import fx
 
-from torchshard.conversions import Link, links, step_args
+from torchshard.conversions import Link, step_args
 from torchshard.distributed.groups import MODEL
 from torchshard.errors import InternalError
 from torchshard.graph import consumers, demands, global_shape, is_tensor, layout_of, name_after, where
 from torchshard.layouts import I, Layout, R, is_whole
+from torchshard.planner.costs import CostModel, Value
 
 
 def insert(module: fx.GraphModule) -> bool:
@@ -69,6 +71,7 @@ class _Conversions:
 
     def __init__(self, module: fx.GraphModule, wanted: dict[fx.Node, list[Layout]]) -> None:
         self._module, self._wanted = module, wanted
+        self._costs = CostModel(module.meta["machine"], module.meta["world_size"])
         self._into: dict[fx.Node, dict[Layout, Link]] = {}
         self._made: dict[tuple[fx.Node, Layout], fx.Node] = {}
 
@@ -76,7 +79,7 @@ class _Conversions:
         """The value in a layout, for a consumer."""
         needs_grad = bool(value.meta.get("needs_grad"))
         if value not in self._into:
-            steps = links(layout_of(value), self._wanted[value], self._module.meta["world_size"], needs_grad=needs_grad)
+            steps = self._costs.links(Value.of(value), layout_of(value), self._wanted[value])
             if steps is None:
                 raise InternalError(
                     f"no conversion leads from {layout_of(value)} to {target}",

@@ -7,13 +7,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, fx
 
-from torchshard.conversions import Link, kernels, sent_bytes
+from torchshard.conversions import Link, kernels, links, sent_bytes
 from torchshard.graph import hint, nbytes, node_row, operands, values
 from torchshard.layouts import I, Layout, Shard, largest_share, local_size
 from torchshard.notation import Choice, Dim, Row
@@ -167,8 +167,20 @@ class CostModel:
 
     machine: Machine
     world: int
+    _known: dict[Any, tuple[Link, ...] | None] = field(default_factory=dict, compare=False, repr=False, kw_only=True)
+    """The conversions that were found to be the cheapest."""
 
     # --- communication -----------------------------------------------------------------------------------------------
+
+    def links(self, value: Value, given: Layout, wanted: Iterable[Layout]) -> tuple[Link, ...] | None:
+        """The conversions that bring a value to some layouts in the least time, or None where none do."""
+        key = value, given, frozenset(wanted)
+        if key not in self._known:
+            self._known[key] = links(given, key[2], self.world, needs_grad=value.needs_grad, price=self._price(value))
+        return self._known[key]
+
+    def _price(self, value: Value) -> Callable[[Link], float]:
+        return lambda link: sum(sent.seconds for sent in self.link(value, link))
 
     def link(self, value: Value, link: Link) -> tuple[Sent, Sent]:
         """What a conversion of a value costs, forward and backward."""

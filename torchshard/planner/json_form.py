@@ -7,9 +7,10 @@ import math
 from dataclasses import asdict
 from typing import Any
 
-from torchshard.errors import PlanError
+from torchshard.errors import InputError, PlanError
 from torchshard.layouts import Layout, Part, Shard, parse_layout
 from torchshard.notation import Choice
+from torchshard.planner.machine import Machine
 from torchshard.planner.plan import Collective, Costs, Plan, Sent, Stored, Whole
 
 VERSION = 2
@@ -33,6 +34,7 @@ def write(plan: Plan) -> str:
         "world_size": plan.world_size,
         "fingerprint": plan.fingerprint,
         "static": plan.static,
+        "machine": {name: value for name, value in asdict(plan.machine).items() if value != getattr(Machine, name)},
         "parameters": {name: str(layout) for name, layout in plan.parameters.items()},
         "stored": {name: asdict(stored) for name, stored in plan.stored.items()},
         "choices": choices,
@@ -49,11 +51,11 @@ def read(text: str, where: str) -> Plan:
     """
     try:
         return _plan(json.loads(text))
-    except (ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError) as error:
+    except (ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError, InputError) as error:
         raise PlanError(
             "this is no plan that can be read",
             where=where,
-            why=f"{type(error).__name__}: {error}",
+            why=f"{type(error).__name__}: {str(error).partition(chr(10))[0]}",
             attempt="a file that Plan.to_json() wrote",
         ) from None
 
@@ -83,7 +85,22 @@ def _plan(body: Any) -> Plan:
     world = _is(int, body["world_size"])
     if world < 1:
         raise ValueError(f"world_size {world}")
-    return Plan(world, parameters, choices, stored, _is(str, body["fingerprint"]), costs, _is(bool, body["static"]))
+    return Plan(
+        world,
+        parameters,
+        choices,
+        stored,
+        _is(str, body["fingerprint"]),
+        costs,
+        _machine(body.get("machine", {})),
+        _is(bool, body["static"]),
+    )
+
+
+def _machine(said: Any) -> Machine:
+    """The fields that are written; infinite ones, which JSON can't say, are those of the default."""
+    numbers = {name: _number(value) for name, value in _is(dict, said).items() if name != "name"}
+    return Machine(_is(str, said.get("name", Machine.name)), **numbers)
 
 
 def _is(kind: type, value: Any) -> Any:

@@ -93,6 +93,8 @@ class Objective:
     """Bytes that a rank's step may take; None: the weights as split as can be."""
     all_axes: bool = False
     """Whether batch and sequence may be split too."""
+    any_machine: bool = False
+    """Whether nobody has named the machine, so that a plan that is given brings its own."""
 
 
 def objective(
@@ -114,7 +116,8 @@ def objective(
             attempt="'weights' or 'all'",
         )
     default = "cpu-gloo" if device == "cpu" else "h100x8"
-    return Objective(read_machine(default if machine is None else machine), read_size(memory), axes == "all")
+    found = read_machine(default if machine is None else machine)
+    return Objective(found, read_size(memory), axes == "all", any_machine=machine is None)
 
 
 _UNITS = {"B": 1, **{f"{p}B": 10 ** (3 * i) for i, p in enumerate("KMGT", 1)},

@@ -21,7 +21,7 @@ from typing import Any
 import numpy as np
 from torch import fx
 
-from torchshard.conversions import Link, links
+from torchshard.conversions import Link
 from torchshard.graph import is_tensor, is_tensor_op, is_weight, where, whole_choice
 from torchshard.layouts import I, Layout, Shard, local_size
 from torchshard.notation import Choice, choices
@@ -306,7 +306,7 @@ class _Builder:
 
     def _conversions(self, node: fx.Node, value: Value, given: Layout, wanted: Iterable[Layout]) -> float:
         """Seconds to bring a value to some layouts."""
-        steps = links(given, wanted, self.world, needs_grad=value.needs_grad)
+        steps = self.costs.links(value, given, wanted)
         if steps is None or any((node, link) in self.asked.vetoed for link in steps):
             return FORBIDDEN
         seconds = sum(sent.seconds for link in steps for sent in self.costs.link(value, link))

@@ -17,7 +17,7 @@ from torchshard.errors import PlanError
 from torchshard.files import write_text
 from torchshard.layouts import I, Layout, is_whole, local_shape
 from torchshard.notation import Choice
-from torchshard.planner.machine import size_text
+from torchshard.planner.machine import Machine, size_text
 
 
 @dataclass(frozen=True)
@@ -189,6 +189,8 @@ class Plan:
     fingerprint: str = field(default="", compare=False)
     """Of the model that it was made for: names and shapes of parameters and buffers."""
     costs: Costs = field(default_factory=Costs, compare=False)
+    machine: Machine = field(default=Machine(), compare=False)
+    """The machine that it is best on: by its prices values are converted."""
     static: bool = False
     """Whether it holds for inputs of exactly the example inputs' sizes: batch or sequence may be split."""
     question: Any = field(default=None, compare=False, repr=False)

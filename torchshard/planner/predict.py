@@ -8,7 +8,6 @@ from typing import Any
 
 from torch import fx
 
-from torchshard.conversions import links
 from torchshard.graph import consumers, demands, is_tensor_op, node_row, operands
 from torchshard.layouts import I, Layout, is_whole, type_text
 from torchshard.notation import Choice
@@ -65,7 +64,7 @@ def _conversions(
     model: CostModel, node: fx.Node, given: Layout, takers: list[tuple[fx.Node, Layout]]
 ) -> list[Collective]:
     value = Value.of(node)
-    steps = links(given, [layout for _, layout in takers], model.world, needs_grad=value.needs_grad) or ()
+    steps = model.links(value, given, [layout for _, layout in takers]) or ()
     into = {link.target: link for link in steps}
     served: dict[Layout, list[fx.Node]] = {}
     for taker, layout in takers:
