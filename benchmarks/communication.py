@@ -3,7 +3,7 @@
     hand-written   Megatron-LM's layout, as a dict plan: column and row parallel attention and MLP, vocabulary, all else
                    whole
     auto           the planner's
-    DTensor        parallelize_module with the same column and row plan (Llama)
+    DTensor        parallelize_module with the same plan, the vocabulary as PyTorch's tutorial splits it (Llama)
     tp_plan        Hugging Face's (Llama)
 
 Every model has twelve layers of width 64, and of the rest as much as the real one has; the loss is inside, and the
@@ -30,7 +30,7 @@ import torch.multiprocessing as mp
 import transformers
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import parallel
+from torch.distributed.tensor import Replicate, parallel
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers.distributed import DistributedConfig
 
@@ -229,6 +229,9 @@ def _dtensor(ranks: int) -> Count:
         word = next((w for key, w in _LLAMA_PLAN.items() if w in styles and path.endswith(key.lstrip("*"))), None)
         if word and isinstance(module, nn.Linear) and path != "lm_head":
             parallel.parallelize_module(module, mesh, styles[word]())
+    whole = Replicate()
+    parallel.parallelize_module(model.model.embed_tokens, mesh, parallel.RowwiseParallel(input_layouts=whole))
+    parallel.parallelize_module(model.lm_head, mesh, parallel.ColwiseParallel(output_layouts=whole))
     for layer in model.model.layers:  # type: ignore[union-attr]
         layer.self_attn.config.num_attention_heads = 4 // ranks
         layer.self_attn.config.num_key_value_heads = 2 // ranks

@@ -17,16 +17,19 @@ parameter gradient beside the unsharded model's, at a relative 1e-10.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import dataclasses
 import json
 import os
 import re
 from collections import Counter
+from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import others
+import settings
 import torch
 import transformers
 from alone import in_processes
@@ -154,6 +157,8 @@ def _shrunk(kind: type[PreTrainedConfig], own: dict[str, Any]) -> PreTrainedConf
 def built(kind: str) -> Made:
     """A tiny model with a call of it."""
     torch.manual_seed(0)
+    if kind in settings.MODELS:
+        return settings.MODELS[kind]()
     if kind in others.MODELS:
         model, args, kwargs = others.MODELS[kind]()
         return model.train(), args, kwargs
@@ -203,12 +208,24 @@ class Result:
 
 def tried(kind: str, ranks: list[int]) -> Result:
     """Builds, shards and checks."""
-    for dtype in (torch.float64, torch.float32):  # some models make tensors of float32 whatever they are cast to
+    setting = kind.rpartition(", ")[2]
+    with settings.AROUND.get(setting, contextlib.nullcontext)():
+        return _tried(kind, ranks, (None,) if setting in settings.AS_IT_IS else DTYPES)
+
+
+DTYPES = (torch.float64, torch.float32)
+"""Some models make tensors of float32 whatever they are cast to."""
+
+
+def _tried(kind: str, ranks: list[int], dtypes: Sequence[torch.dtype | None]) -> Result:
+    for dtype in dtypes:
         try:
             model, args, kwargs = built(kind)
-            args, kwargs = tree_map_only(torch.Tensor, partial(_as, dtype=dtype), (args, kwargs))
+            if dtype is not None:
+                args, kwargs = tree_map_only(torch.Tensor, partial(_as, dtype=dtype), (args, kwargs))
+                model.to(dtype)
             with torch.no_grad():
-                model.to(dtype)(*args, **kwargs)
+                model(*args, **kwargs)
             break
         except Exception as error:
             why = " ".join(str(error).split())[:400]
@@ -278,6 +295,10 @@ PARTS = {
     "Other libraries": (
         [*others.MODELS],
         "In train mode, with their dropout and stochastic depth.",
+    ),
+    "Settings of Hugging Face's models": (
+        [*settings.MODELS],
+        "As people set them up; those in bfloat16 and in autocast are compared as they are and widened.",
     ),
 }
 """Title -> the models, and a note."""

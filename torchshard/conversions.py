@@ -96,29 +96,37 @@ def _sending_least(source: Layout, wanted: frozenset[Layout], world: int, needs_
 def _cheapest(source: Layout, wanted: frozenset[Layout], needs_grad: bool, price: Price) -> tuple[Link, ...] | None:
     """By dynamic programming over the sets of layouts that the value has already; I and R may lie on the way."""
     order: list[Layout] = sorted({*wanted, I, R}, key=str)
+    steps = {start: _steps(start, order, needs_grad, price) for start in sorted({source, *order}, key=str)}
     best: dict[frozenset[Layout], tuple[float, tuple[Link, ...]]] = {frozenset([source]): (0.0, ())}
     for size in range(1, len(order) + 1):
         for have, (cost, taken) in [(h, c) for h, c in best.items() if len(h) == size]:
-            for start in sorted(have, key=str):
-                for target in order:
-                    row = _BY_ENDS.get((type(start), type(target)))
-                    if target in have or not _converts(row, start, target, needs_grad=needs_grad):
-                        continue
-                    assert row is not None
-                    key, link = have | {target}, Link(row.name, start, target)
-                    total = cost + price(link)
-                    if key not in best or total < best[key][0]:
-                        best[key] = (total, (*taken, link))
+            for link, seconds in (step for start, found in steps.items() if start in have for step in found):
+                if link.target in have:
+                    continue
+                key, total = have | {link.target}, cost + seconds
+                if key not in best or total < best[key][0]:
+                    best[key] = (total, (*taken, link))
     found = [(cost, len(taken), taken) for have, (cost, taken) in best.items() if wanted <= have]
     return min(found, key=lambda f: f[:2])[2] if found else None
 
 
-def _converts(row: Conversion | None, source: Layout, target: Layout, *, needs_grad: bool) -> bool:
+def _steps(source: Layout, targets: Iterable[Layout], needs_grad: bool, price: Price) -> list[tuple[Link, float]]:
+    """The conversions of one layout that are one row of the table, with their prices."""
+    found = []
+    for target in targets:
+        row = _BY_ENDS.get((type(source), type(target)))
+        if row is not None and target != source and _converts(row, source, target, needs_grad=needs_grad):
+            link = Link(row.name, source, target)
+            found.append((link, price(link)))
+    return found
+
+
+def _converts(row: Conversion, source: Layout, target: Layout, *, needs_grad: bool) -> bool:
     """Whether the row's kernel does it; between two splits of one dim the whole is gathered in between.
 
     What is split in repeated parts stays so, for a rank's slice does not say how often they are repeated.
     """
-    if row is None or row.name == "pad":
+    if row.name == "pad":
         return False
     if any(isinstance(x, Shard) and x.repeated for x in (source, target)):
         return row.name == "scatter" and not needs_grad

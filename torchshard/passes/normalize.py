@@ -20,6 +20,7 @@ from torch import fx
 from torchshard.errors import CaptureError
 from torchshard.graph import bound_args, drop_dead_code, emit, hint, name_after, op_name, values, where
 from torchshard.passes.causal import restore_causal
+from torchshard.passes.chain import chain_cats
 from torchshard.passes.decompose import decompose
 from torchshard.passes.explicit_casts import explicit_casts
 from torchshard.passes.functionalize import functionalize
@@ -49,6 +50,7 @@ def normalize(module: fx.GraphModule) -> bool:
     changed |= _replace(module, _REWRITES)
     changed |= _replace(module, dict.fromkeys((*BY_ELEMENT, *_DRAWS), _by_index))
     changed |= _replace(module, dict.fromkeys(_DRAWS, _drawn_from_sizes))
+    changed |= chain_cats(module)
     changed |= restore_causal(module)
     changed |= drop_dead_code(module)
     module.recompile()

@@ -167,8 +167,8 @@ class CostModel:
 
     machine: Machine
     world: int
-    _known: dict[Any, tuple[Link, ...] | None] = field(default_factory=dict, compare=False, repr=False, kw_only=True)
-    """The conversions that were found to be the cheapest."""
+    _known: dict[Any, Any] = field(default_factory=dict, compare=False, repr=False, kw_only=True)
+    """Value -> the price of each conversion; value, layout and those that are wanted -> the cheapest conversions."""
 
     # --- communication -----------------------------------------------------------------------------------------------
 
@@ -177,10 +177,18 @@ class CostModel:
         key = value, given, frozenset(wanted)
         if key not in self._known:
             self._known[key] = links(given, key[2], self.world, needs_grad=value.needs_grad, price=self._price(value))
-        return self._known[key]
+        found: tuple[Link, ...] | None = self._known[key]
+        return found
 
     def _price(self, value: Value) -> Callable[[Link], float]:
-        return lambda link: sum(sent.seconds for sent in self.link(value, link))
+        known: dict[Link, float] = self._known.setdefault(value, {})
+
+        def price(link: Link) -> float:
+            if link not in known:
+                known[link] = sum(sent.seconds for sent in self.link(value, link))
+            return known[link]
+
+        return price
 
     def link(self, value: Value, link: Link) -> tuple[Sent, Sent]:
         """What a conversion of a value costs, forward and backward."""

@@ -1,0 +1,66 @@
+"""Concatenations that begin alike: the same values and gradients, each piece with few consumers."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import torchshard as ts
+from torchshard.program import prepared
+
+CAT = torch.ops.aten.cat.default
+
+
+class Dense(nn.Module):
+    """A dense block: each layer takes what all before it gave."""
+
+    def __init__(self, layers: int, width: int = 6, growth: int = 5) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(width + i * growth, growth) for i in range(layers))
+        self.head = nn.Linear(width + layers * growth, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        found = [x]
+        for layer in self.layers:
+            found.append(layer(torch.cat(found, -1)).relu())
+        return self.head(torch.cat(found, 1))
+
+
+def _cats(model: nn.Module, *inputs: Tensor) -> list[list[str]]:
+    graph = prepared(model, inputs).graph.graph
+    return [[n.name for n in node.args[0]] for node in graph.nodes if node.target is CAT]
+
+
+def test_listing() -> None:
+    assert _cats(Dense(3), torch.randn(4, 6)) == [["x"], ["x", "relu"], ["cat_1", "relu_1"], ["cat_2", "relu_2"]]
+
+
+def test_others_stay() -> None:
+    """Another dim, another beginning, one piece alone, or the same pieces again."""
+
+    class Others(nn.Module):
+        def forward(self, x: Tensor, y: Tensor) -> tuple[Tensor, ...]:
+            return (
+                torch.cat([x, y]),
+                torch.cat([x, y, y], 1),
+                torch.cat([y, x, y]),
+                torch.cat([x, x]),
+                torch.cat([x, y]),
+            )
+
+    x = torch.randn(4, 4)
+    assert _cats(Others(), x, x) == [["x", "y"], ["x", "y", "y"], ["y", "x", "y"], ["x", "x"], ["x", "y"]]
+
+
+@pytest.mark.parametrize("world_size", [2, 3, 4])
+def test_a_dense_block_is_exact(world_size: int) -> None:
+    ts.check(Dense(4), "auto", world_size=world_size, example_inputs=(torch.randn(4, 6),)).raise_on_error()
+
+
+def test_a_long_dense_block_is_planned_exactly() -> None:
+    """With a piece read by all later layers the tables would be too large, and a gap would be told."""
+    with torch.device("meta"):
+        model, x = Dense(24, 16, 8), torch.randn(4, 16)
+    plan = ts.plan(model, world_size=2, example_inputs=(x,), memory="1GiB", machine="cpu-gloo")
+    assert plan.costs.gap <= 1e-9
