@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, fx, nn
@@ -136,3 +137,41 @@ def test_a_ranks_values_know_no_numbers() -> None:
     for rank in range(2):
         graph = localized(made.graph, rank, 2, simulated_name(rank, 2))
         assert all(getattr(n.meta.get("val"), "constant", None) is None for n in graph.graph.nodes)
+
+
+class _ChannelsLast(nn.Module):
+    """A view of what lies channels last, which a gather for another consumer leaves in another order of memory."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv = nn.Conv2d(4, 6, 1)
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        h = self.conv(x.contiguous(memory_format=torch.channels_last))
+        return h, h.permute(0, 2, 3, 1).view(-1, 6).cumsum(1)
+
+
+class _Masked(nn.Module):
+    """As many elements are picked by a mask as are added to them: a size by values that the model compares."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(8, 16), nn.Linear(16, 1)
+
+    def forward(self, x: Tensor, order: Tensor) -> Tensor:
+        h = self.down(self.up(x))[:, 0]
+        picked = h[order.argsort()].clone()
+        picked[order == order] += 0.5 * h
+        return picked
+
+
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_a_view_takes_what_a_collective_leaves_in_another_order(world_size: int) -> None:
+    example = (torch.randn(2, 4, 8, 8),)
+    ts.check(_ChannelsLast(), {"conv": "column"}, world_size=world_size, example_inputs=example).raise_on_error()
+
+
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_a_size_by_values_that_is_known_to_be_another(world_size: int) -> None:
+    example = (torch.randn(6, 8), torch.arange(6))
+    ts.check(_Masked(), "auto", world_size=world_size, example_inputs=example).raise_on_error()

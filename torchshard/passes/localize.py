@@ -21,6 +21,8 @@ from torchshard.notation import Local, local_replacement
 from torchshard.rules.random import BY_ELEMENT
 from torchshard.whole import WholeCall
 
+aten = torch.ops.aten
+
 
 def localize(module: fx.GraphModule, rank: int, world: int, group: str) -> bool:
     """Rewrites the graph for one rank; returns whether anything changed."""
@@ -37,6 +39,8 @@ def localize(module: fx.GraphModule, rank: int, world: int, group: str) -> bool:
             _replace(module, node, replacement, Local(row, choice, rank, world, group))
         elif node.target in BY_ELEMENT:
             _straighten(module, node)
+        elif node.target is aten.view.default:
+            node.target = aten.reshape.default  # a collective may have left its operand in another order of memory
     drop_dead_code(module)
     return True
 
@@ -74,7 +78,7 @@ def _straighten(module: fx.GraphModule, node: fx.Node) -> None:
     """Contiguous, as it is unsharded: a collective, or the lack of one, may have left it otherwise on this rank."""
     x: Any = node.args[0]
     with module.graph.inserting_before(node):
-        node.args = (emit(module, torch.ops.aten.contiguous.default, (x,), node), *node.args[1:])
+        node.args = (emit(module, aten.contiguous.default, (x,), node), *node.args[1:])
 
 
 def _replace(module: fx.GraphModule, node: fx.Node, replacement: Any, local: Local) -> None:

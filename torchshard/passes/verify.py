@@ -117,6 +117,8 @@ def _shape_faults(module: fx.GraphModule, seen: Seen) -> Iterator[Fault]:
                 yield node, "an op can't run on its local operands", f"{type(error).__name__}: {error}"
                 return
             known = ("layouts" in node.meta or is_collective(node.target)) and "val" in node.meta
+            if known and _is_sized_by_values(node):
+                continue  # of what is recorded more is known: the model may have compared such a size with another
             expected, node.meta["val"] = values(node), got
             if known:
                 yield from _same_shapes(node, expected)
@@ -126,9 +128,14 @@ def _run(node: fx.Node, seen: Seen) -> Any:
     """What an op gives on fake values; the calls of layers that are alike give what the first of them gave."""
     target: Any = node.target
     call = repr((target, fx.map_arg((node.args, node.kwargs), lambda n: _looks(n.meta["val"]))))
-    if call not in seen or torch.Tag.dynamic_output_shape in getattr(target, "tags", ()):
+    if call not in seen or _is_sized_by_values(node):
         seen[call] = target(*_vals(node.args), **_vals(node.kwargs))
     return seen[call]
+
+
+def _is_sized_by_values(node: fx.Node) -> bool:
+    """Whether the shapes of an op's results depend on values: they are new symbols each time that it runs."""
+    return torch.Tag.dynamic_output_shape in getattr(node.target, "tags", ())
 
 
 def _vals(args: Any) -> Any:
