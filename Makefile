@@ -1,7 +1,7 @@
 # make test    lint, type-check and test, in .venv
 # make lint    lint and type-check only
 # make demo    run the examples
-# make bench   time a training step, calls by hand and planning; count what is sent
+# make bench   time a training step, calls by hand and planning; count what is sent; compare prices with times
 # make nightly 2,000 random models under random plans, and seeded faults (an hour)
 # make sweep   all of PyTorch's operators, Hugging Face's architectures and other libraries' models, and the graphs of
 #              Hugging Face's and of the tests' models before an independent referee (three hours), in .venv-sweep;
@@ -42,6 +42,7 @@ bench: $(VENV)/.stamp-test
 	$(PY) benchmarks/call_cost.py
 	$(PY) benchmarks/planning.py
 	$(PY) benchmarks/communication.py
+	$(PY) benchmarks/prices.py
 
 nightly: $(VENV)/.stamp-test
 	TORCHSHARD_PROGRAMS=2000 $(PY) -m pytest -q tests/test_programs.py -k any_program

@@ -178,11 +178,16 @@ def test_blocks_in_a_model(body: Callable[[Any, Tensor], Tensor], around: bool) 
     assert report.widened is not None or torch.bfloat16 not in {n.meta["val"].dtype for n in captured.graph.nodes}
 
 
-def test_listing() -> None:
+@pytest.mark.parametrize("around", [False, True], ids=["", "around"])
+def test_listing(around: bool) -> None:
     """Casts are nodes: activations once per op, a parameter once for all ops that take it."""
-    graph = prepared(_Layers(_again), (X,)).graph.graph
+    with _autocast(enabled=around):
+        graph = prepared(_Layers(_again), (X,)).graph.graph
     casts = [n.args[0].name for n in graph.nodes if n.target is torch.ops.aten.to.dtype]
     assert casts == ["x", "up_weight", "up_bias", "down_weight", "down_bias"]
+    assert {str(n.target) for n in graph.nodes if n.op == "call_function"} == {
+        "aten.to.dtype", "aten.linear.default", "aten.add.Tensor"
+    }  # fmt: skip
     assert not any("autocast" in n.meta for n in graph.nodes)
 
 

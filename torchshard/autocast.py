@@ -22,11 +22,11 @@ def current_autocast() -> Autocast:
 
 @contextmanager
 def autocasting(wanted: Autocast) -> Iterator[None]:
-    """Autocast for these devices, and for no others."""
+    """Autocast for these devices, and for no others; without its cache, in which casts of parameters go unseen."""
     dtypes, current = dict(wanted), dict(current_autocast())
     with ExitStack() as stack:
         for device in _DEVICES:
             if dtypes.get(device) != current.get(device):
-                mode = torch.autocast(device, dtypes.get(device), enabled=device in dtypes)
-                stack.enter_context(mode)
+                on = device in dtypes
+                stack.enter_context(torch.autocast(device, dtypes.get(device), enabled=on, cache_enabled=False))
         yield
