@@ -134,15 +134,15 @@ FAULTS = (
     Fault(
         "padding not cut off",
         "distributed/kernels.py",
-        "pieces = [_from_front(got[r, :n], source.dim) for r, n in enumerate(slices.widths)]",
-        "pieces = [_from_front(got[r], source.dim) for r, n in enumerate(slices.widths)]",
+        "join([got[r].narrow(dim, 0, n) for r, n in enumerate(slices.widths)], source)",
+        "join([got[r] for r, n in enumerate(slices.widths)], source)",
         RANKS,
     ),
     Fault(
         "reduce_scatter in rank 0's width",
         "distributed/kernels.py",
-        "return _from_front(got[: slices.widths[group.rank]], target.dim).contiguous()",
-        "return _from_front(got[: slices.widths[0]], target.dim).contiguous()",
+        "return got.narrow(dim, 0, slices.widths[group.rank]).contiguous()",
+        "return got.narrow(dim, 0, slices.widths[0]).contiguous()",
         RANKS,
     ),
     Fault(

@@ -152,10 +152,10 @@ def dense(x: Tensor) -> Tensor:
     return x.resolve_conj().resolve_neg().contiguous()
 
 
-def _padded(x: Tensor, dim: int, width: int) -> Tensor:
-    """A dim filled up with zeros to `width`, contiguous."""
+def _filled(x: Tensor, dim: int, width: int) -> Tensor:
+    """A dim filled up with zeros to `width`."""
     missing = width - x.shape[dim]
-    return dense(torch.cat([x, x.new_zeros(_with_size(x.shape, dim, missing))], dim) if missing else x)
+    return torch.cat([x, x.new_zeros(_with_size(x.shape, dim, missing))], dim) if missing else x
 
 
 def _all_gather(x: Tensor, source: Layout, target: Layout, group: Group) -> Pending:
@@ -164,7 +164,7 @@ def _all_gather(x: Tensor, source: Layout, target: Layout, group: Group) -> Pend
     if group.size == 1:
         return _none(x, source, target, group)
     slices, dim = _slices(source, group.size), source.dim
-    sent = _padded(x, dim, slices.width)
+    sent = dense(_filled(x, dim, slices.width))
     got = sent.new_empty(group.size, *sent.shape)
 
     def joined() -> Tensor:
@@ -189,7 +189,7 @@ def _reduce_scatter(x: Tensor, source: Layout, target: Layout, group: Group) -> 
     if slices.even and dim == 0:
         sent = x.contiguous().unflatten(0, (group.size, slices.width))
     else:
-        sent = torch.stack([_padded(split(x, target, r, group.size), dim, slices.width) for r in range(group.size)])
+        sent = torch.stack([_filled(split(x, target, r, group.size), dim, slices.width) for r in range(group.size)])
     got = torch.empty_like(sent[0])
 
     def own() -> Tensor:
@@ -225,7 +225,7 @@ def scatter_pieces(x: Tensor, src: int, dim: int, size: int, group: Group) -> Te
     widths, width, _ = _slices(Shard(dim, ((size, 1),)), group.size)
     pieces = None
     if group.rank == src:
-        pieces = [_padded(split(x, Shard(dim), r, group.size), dim, width) for r in range(group.size)]
+        pieces = [dense(_filled(split(x, Shard(dim), r, group.size), dim, width)) for r in range(group.size)]
     got = x.new_empty(_with_size(x.shape, dim, width))
     if got.numel():
         sent = None if pieces is None else [as_sent(piece) for piece in pieces]
@@ -240,7 +240,7 @@ def gather_pieces(x: Tensor, dst: int, dim: int, size: int, group: Group) -> Ten
     if group.size == 1:
         return copied(x)
     widths, width, _ = _slices(Shard(dim, ((size, 1),)), group.size)
-    sent = _padded(x, dim, width)
+    sent = dense(_filled(x, dim, width))
     got = [torch.empty_like(sent) for _ in widths] if group.rank == dst else None
     if sent.numel():
         collective(group, dist.gather, as_sent(sent), None if got is None else list(map(as_sent, got)), group_dst=dst)
