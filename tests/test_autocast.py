@@ -93,6 +93,14 @@ def _attention(m: Any, x: Tensor) -> Tensor:
         return m.down(m.attention(h, h, h, need_weights=False)[0][0])
 
 
+def _biased_attention(m: Any, x: Tensor) -> Tensor:
+    """A bias that needs a gradient, as T5 has it: PyTorch computes in float32, to which it casts by itself."""
+    with _autocast():
+        h = m.up(x).view(1, 4, 2, 8).transpose(1, 2)
+        bias = m.up.weight[:4, :4].expand(1, 2, 4, 4)
+        return m.down(F.scaled_dot_product_attention(h, h, h, attn_mask=bias).transpose(1, 2).reshape(4, 16))
+
+
 def _convolution(m: Any, x: Tensor) -> Tensor:
     with _autocast():
         return m.down(m.batch(m.conv(m.up(x).T[None])[0].T))
@@ -159,8 +167,8 @@ def _dropout(m: Any, x: Tensor) -> Tensor:
 
 
 BODIES = [
-    _within, _off, _no_grad_inside, _no_grad_inside_off, _off_inside_no_grad, _products, _attention, _convolution,
-    _lstm, _gru, _cell, _losses, _widest, _again, _function, _dropout,
+    _within, _off, _no_grad_inside, _no_grad_inside_off, _off_inside_no_grad, _products, _attention, _biased_attention,
+    _convolution, _lstm, _gru, _cell, _losses, _widest, _again, _function, _dropout,
 ]  # fmt: skip
 
 

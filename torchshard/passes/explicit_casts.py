@@ -9,6 +9,7 @@ and what its kernels see is compared. A parameter is cast once for all ops that 
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -78,20 +79,23 @@ def _inline(module: fx.GraphModule, node: fx.Node, autocast: Autocast) -> None:
 def _casts(module: fx.GraphModule, node: fx.Node, autocast: Autocast) -> Casts | None:
     """What autocast casts before an op; None where it does something else."""
     mode, values = fake_mode(module), {n: n.meta["val"] for n in node.all_input_nodes}
-    cast_in = _steps(mode, node, values, autocast)
-    if _same(cast_in, mode, node, values):
+    steps = _steps(mode, node, values, autocast)
+    if _same(steps, mode, node, values):
         return {}
-    casts: dict[fx.Node, torch.dtype] = {}
-    while cast_in and cast_in[0][0] is aten._to_copy.default:
-        _, args, kwargs = cast_in.pop(0)
-        operands = [n for n, value in values.items() if value is args[0]]
-        if not operands:
-            break
-        for operand in operands:
-            casts[operand] = kwargs["dtype"]
-    with faking(mode):
-        values |= {n: values[n].to(dtype) for n, dtype in casts.items()}
-    return casts if _same(cast_in, mode, node, values) else None
+    for count in range(_leading_casts(steps, values), 0, -1):  # the op itself may begin with casts
+        casts = {n: kwargs["dtype"] for _, args, kwargs in steps[:count] for n in values if values[n] is args[0]}
+        with faking(mode):
+            cast = values | {n: values[n].to(dtype) for n, dtype in casts.items()}
+        if _same(steps[count:], mode, node, cast):
+            return casts
+    return None
+
+
+def _leading_casts(steps: Sequence[Step], values: Mapping[fx.Node, Any]) -> int:
+    """How many of the first steps are casts of operands."""
+    operands = {id(value) for value in values.values()}
+    casts = (func is aten._to_copy.default and id(args[0]) in operands for func, args, _ in steps)
+    return sum(1 for _ in itertools.takewhile(bool, casts))
 
 
 def _same(steps: Sequence[Step], mode: Any, node: fx.Node, values: Mapping[fx.Node, Any]) -> bool:
