@@ -338,16 +338,9 @@ def _collective(op: Any, args: Sequence[Any]) -> Judgement:
 def _stepwise(op: Stepwise, args: Sequence[Any]) -> Judgement:
     """An op that communicates in the middle: its own steps by the local rules, each collective as if it were a node."""
 
-    def run(*operands: Any) -> Any:
-        steps, result = op.steps(*operands), None
-        while True:
-            try:
-                collective, given = steps.send(result)  # type: ignore[arg-type]
-            except StopIteration as done:
-                return done.value
-            result = _collective(collective, given).value
-
-    return Judgement(checked(run, args, {}, by_dim=False), BY_TYPE, "its steps are judged by the local rules")
+    judged = dataclasses.replace(op, collective=lambda call: lambda *given: _collective(call, given).value)
+    made = checked(partial(Stepwise.__call__, judged), args, {}, by_dim=False)
+    return Judgement(made, BY_TYPE, "its steps are judged by the local rules")
 
 
 def _unchecked(function: Callable[..., Any], *args: Any) -> Any:

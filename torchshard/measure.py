@@ -134,21 +134,17 @@ def _settle(device: torch.device) -> None:
 def _between(group: Group, device: torch.device, work: Tensor, run: Callable[[], object]) -> float:
     """What a collective adds to a product before it, the ranks going on without waiting for each other."""
 
-    def products() -> None:
+    def products(then: Callable[[], object]) -> None:
         for _ in range(CALLS):
             torch.mm(work, work)
-
-    def both() -> None:
-        for _ in range(CALLS):
-            torch.mm(work, work)
-            run()
+            then()
 
     together, added = torch.zeros(1, device=device), []
     for _ in range(ROUNDS):
         collective(group, dist.all_reduce, together)
-        alone = _once(device, products)
+        alone = _once(device, lambda: products(lambda: None))
         collective(group, dist.all_reduce, together)
-        added.append((_once(device, both) - alone) / CALLS)
+        added.append((_once(device, lambda: products(run)) - alone) / CALLS)
     return max(statistics.quantiles(added, n=4)[0], LEAST)  # what else the machine does, makes the others longer
 
 

@@ -7,7 +7,6 @@ import hashlib
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from itertools import count, takewhile
 from typing import Any
 
 from torch import fx, nn
@@ -75,8 +74,8 @@ def plan_graph(
             raise _does_not_fit("the plan does not fit", "it", memory, limit.nbytes)
         raise _does_not_fit(f"no plan for {world_size} ranks fits", "the leanest", memory, limit.nbytes)
     collectives, compute = predict(module.graph, costs, found.choices, found.parameters)
-    told = Costs(objective.machine.name, compute, tuple(collectives), found.gap, memory)
-    told = dataclasses.replace(told, fewer=_with_fewer(module.graph, objective.machine, world_size, found))
+    fewer = _with_fewer(module.graph, objective.machine, world_size, found)
+    told = Costs(objective.machine.name, compute, tuple(collectives), found.gap, memory, fewer=fewer)
     pinned = [node for node, pin in asked.pins.items() if not pin.axes]
     whole = unsplit(module.graph, costs, found.choices, found.parameters, told, pinned)
     return Plan(
@@ -95,9 +94,9 @@ def plan_graph(
 def _with_fewer(graph: fx.Graph, machine: Machine, world: int, found: Found) -> dict[int, float]:
     """What a step would take on fewer ranks, with the same choices: 1, 2, 4, ... of them."""
     seconds = {}
-    for ranks in takewhile(lambda ranks: ranks < world, (2**i for i in count())):
+    for ranks in (2**i for i in range((world - 1).bit_length())):
         collectives, compute = predict(graph, CostModel(machine, ranks), found.choices, found.parameters)
-        seconds[ranks] = sum(compute.values()) + sum(c.seconds for c in collectives)
+        seconds[ranks] = Costs(compute=compute, collectives=tuple(collectives)).seconds
     return seconds
 
 

@@ -22,7 +22,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils import _pytree as pytree
 
 from torchshard.autocast import Autocast, autocasting
-from torchshard.graph import fake_mode, fake_value, faking, name_after, op_name
+from torchshard.graph import drop_dead_code, fake_mode, fake_value, faking, name_after, op_name
 from torchshard.passes.functionalize import functionalize
 from torchshard.recurrent import KINDS, states_of
 from torchshard.rules import has_rule, is_random
@@ -137,7 +137,7 @@ def _traced(
         with faking(mode), torch.enable_grad(), _no_guards(mode), autocasting(autocast):
             traced = make_fx(body)(*(_wanting_grad(n.meta["val"]) for n in inputs))
         functionalize(traced)
-        traced.graph.eliminate_dead_code()
+        drop_dead_code(traced)
         return traced.graph
     except Exception:  # it decides by values, or by a dynamic size: the op stays
         return None

@@ -52,10 +52,11 @@ def read(text: str, where: str) -> Plan:
     try:
         return _plan(json.loads(text))
     except (ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError, InputError) as error:
+        what, _, _ = str(error).partition("\n")
         raise PlanError(
             "this is no plan that can be read",
             where=where,
-            why=f"{type(error).__name__}: {str(error).partition(chr(10))[0]}",
+            why=f"{type(error).__name__}: {what}",
             attempt="a file that Plan.to_json() wrote",
         ) from None
 
