@@ -441,6 +441,13 @@ FAULTS = (
         "if False:",
         "tests/test_mutations.py -k rounding_noise",
     ),
+    Fault(
+        "what rounding may do is excused where wider dtypes differ too",
+        "checking.py",
+        "return all(c.error <= self.tolerance for c in self.comparisons) and (self.widened is None or self.widened.ok)",
+        "return all(c.error <= self.tolerance for c in self.comparisons)",
+        "tests/test_mutations.py -k flip",
+    ),
     # what ranks have done, and slices in the hands of users
     Fault(
         "gradients of the results are not compared",

@@ -182,6 +182,61 @@ def test_a_fault_smaller_than_rounding_is_seen() -> None:
             check_program(model, made, graph, (x,), {}).raise_on_error()
 
 
+class _OnTheEdge(nn.Module):
+    """Gates that stand at zero: rounding alone opens and closes them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(6, 64, bias=False), nn.Linear(64, 32, bias=False)
+        self.register_buffer("level", torch.zeros(3, 32))
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.down(self.up(x))
+        return h + (h - self.level).relu()
+
+
+def _on_the_edge(x: Tensor) -> _OnTheEdge:
+    torch.manual_seed(0)
+    model = _OnTheEdge().to(x.dtype)
+    model.level = model(x).detach()
+    return model
+
+
+@pytest.mark.parametrize("dtype", DTYPES[1:], ids=str)
+def test_gates_that_rounding_flips_are_no_fault_where_wider_dtypes_are_exact(dtype: torch.dtype) -> None:
+    x = torch.rand(3, 6).to(dtype)
+    model, plan = _on_the_edge(x), {"up": "column", "down": "row"}
+    report = ts.check(model, plan, world_size=4, example_inputs=(x,), dtype=None)
+    assert report.ok and report.flips and "rounding alone moves" in str(report)
+    x = x.requires_grad_()
+    made = program(model, plan, 4, (x,))
+    for node in _collectives(made.graph):
+        graph = duplicate(made.graph)
+        gone = _named(graph, node.name)
+        gone.replace_all_uses_with(gone.all_input_nodes[0])
+        graph.recompile()
+        assert not check_program(model, made, graph, (x,), {}).ok, node
+
+
+def test_a_fault_of_a_narrow_dtype_alone_is_no_flip() -> None:
+    torch.manual_seed(0)
+    model, x = nn.Sequential(nn.Linear(6, 8), nn.Linear(8, 6)), torch.randn(3, 6)
+    made = program(model, {"0": "column", "1": "row"}, 2, (x,))
+    graph = duplicate(made.graph)
+    node = next(n for n in graph.graph.nodes if n.op == "call_function")
+    with graph.graph.inserting_after(node):
+        narrow = graph.graph.call_function(torch.ops.aten.to.dtype, (node, torch.bfloat16))
+    node.replace_all_uses_with(narrow, delete_user_cb=lambda user: user is not narrow)
+    with graph.graph.inserting_after(narrow):
+        back = graph.graph.call_function(torch.ops.aten.to.dtype, (narrow, torch.float32))
+    narrow.replace_all_uses_with(back, delete_user_cb=lambda user: user is not back)
+    for made_here in (narrow, back):
+        made_here.meta = dict(node.meta)
+    graph.recompile()
+    report = check_program(model, made, graph, (x,), {})
+    assert not report.ok and report.widened is not None and report.widened.ok
+
+
 def test_an_op_that_runs_in_no_wider_dtype_is_told() -> None:
     class Bits(nn.Module):
         def forward(self, x: Tensor) -> Tensor:

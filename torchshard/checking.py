@@ -19,7 +19,7 @@ from torch import Tensor, fx, nn
 
 from torchshard import lockstep
 from torchshard.capture import check_weights, copied, flatten, flatten_call
-from torchshard.comparing import TOLERANCES, Comparison, Results, compare, error_of_pieces, noise_ceiling
+from torchshard.comparing import KINDS, TOLERANCES, Comparison, Results, compare, error_of_pieces, noise_ceiling
 from torchshard.errors import ShardError
 from torchshard.graph import is_tensor, where
 from torchshard.layouts import dual
@@ -51,6 +51,9 @@ class Report:
     """Of a graph that computes in less than float64: the same comparisons with the graph's dtypes widened."""
     unwidened: str = ""
     """Why there is no such comparison of a graph that should have one."""
+    flips: bool = False
+    """Whether rounding alone moves the unsharded model's values by as much, as where it flips a comparison: the wider
+    dtypes decide."""
 
     @property
     def ok(self) -> bool:
@@ -77,8 +80,7 @@ class Report:
         return self
 
     def __str__(self) -> str:
-        kinds = ("output", "buffer", "input gradient", "parameter gradient")
-        by_kind = {kind: [c for c in self.comparisons if c.kind == kind] for kind in kinds}
+        by_kind = {kind: [c for c in self.comparisons if c.kind == kind] for kind in KINDS}
         counts = ", ".join(f"{len(found)} {kind}s" for kind, found in by_kind.items())
         lines = [
             f"{'exact' if self.ok else 'WRONG'}: {self.world_size} ranks, {counts}, tolerance {self.tolerance:.0e}"
@@ -88,6 +90,8 @@ class Report:
                 worst = max(found, key=lambda c: c.error)
                 lines.append(f"  largest error of {kind + 's':20} {worst.error:.1e}  {worst.name}")
         lines += self._wrong()
+        if self.flips:
+            lines.append("  rounding alone moves the unsharded model's values by as much: the wider dtypes decide")
         if self.widened is not None:
             largest = max((c.error for c in self.widened.comparisons), default=0.0)
             lines.append(f"  with wider dtypes, tolerance {self.widened.tolerance:.0e}: largest error {largest:.1e}")
@@ -150,8 +154,8 @@ def check_program(
     trial = Trial(model, made.captured, call, seed)
     sides = _Sides(trial.unsharded(), graph, lockstep.rank_graphs(graph, made.plan.world_size), made.plan)
     try:
-        report = _report(trial, sides, tolerance_of(made.captured.graph))
-        return _with_wider(report, trial, sides) if report.ok else report
+        report = _with_wider(_report(trial, sides, tolerance_of(made.captured.graph)), trial, sides)
+        return _with_flips(report, trial, sides)
     finally:
         torch.set_rng_state(seed)
 
@@ -170,14 +174,28 @@ class _Sides:
 
 def _report(trial: Trial, sides: _Sides, tolerance: float) -> Report:
     """A comparison in the trial's precision."""
-    expected, plan = sides.expected, sides.plan
-    sharded = trial.sharded(sides.graphs, plan)
-    found = compare(expected, sharded, plan.parameters, tolerance, lambda: trial.noise(expected.output_names))
-    report = Report(plan.world_size, tolerance, found)
+    plan = sides.plan
+    report = Report(plan.world_size, tolerance, _compared(trial, sides, tolerance))
     if report.ok:
         return report
     again = trial.whole(watched=True), trial.sharded(sides.graphs, plan, watched=True)
     return replace(report, diverges_at=_diagnose(sides.graph, *again, tolerance))
+
+
+def _compared(trial: Trial, sides: _Sides, tolerance: float, *, flips: bool = False) -> tuple[Comparison, ...]:
+    """Every tensor of the ranks' step beside the unsharded one's."""
+    names, layouts = sides.expected.output_names, sides.plan.parameters
+    sharded = trial.sharded(sides.graphs, sides.plan)
+    return compare(sides.expected, sharded, layouts, tolerance, lambda: trial.noise(names), flips=flips)
+
+
+def _with_flips(report: Report, trial: Trial, sides: _Sides) -> Report:
+    """The report; where the graphs are exact in a wider dtype, what rounding alone does is no error in the narrower."""
+    if report.ok or report.widened is None:
+        return report
+    found = _compared(trial, sides, report.tolerance, flips=True)
+    noisy = replace(report, comparisons=found, diverges_at="", flips=True)
+    return noisy if noisy.ok else report
 
 
 def _with_wider(report: Report, trial: Trial, sides: _Sides) -> Report:

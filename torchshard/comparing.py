@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -11,6 +12,8 @@ from torch import Tensor
 
 from torchshard.layouts import I, Layout, is_whole, join
 
+KINDS = ("output", "buffer", "input gradient", "parameter gradient")
+"""What is compared."""
 Place = tuple[str, str]
 """(kind, name) of a tensor that is compared."""
 TOLERANCES = {torch.float64: 1e-10, torch.float32: 1e-5, torch.float16: 1e-2, torch.bfloat16: 5e-2}
@@ -27,7 +30,7 @@ class Comparison:
     """One tensor, sharded beside unsharded."""
 
     kind: str
-    """'output', 'buffer' (after the call), 'input gradient' or 'parameter gradient'."""
+    """One of KINDS; buffers are those after the call."""
     name: str
     error: float
     """Largest difference over the largest absolute value of the unsharded one; where that value is itself rounding
@@ -76,6 +79,8 @@ def compare(
     layouts: Mapping[str, Layout],
     tolerance: float,
     noise: Callable[[], Mapping[Place, float]],
+    *,
+    flips: bool = False,
 ) -> tuple[Comparison, ...]:
     """Every tensor beside the unsharded one.
 
@@ -83,11 +88,12 @@ def compare(
         layouts: of parameters and buffers, by name.
         tolerance: the largest error that counts as equal.
         noise: gives the absolute rounding noise of the unsharded tensors; called only where a difference may be noise.
+        flips: noise may be of any size, as where rounding flips a comparison; for what is exact in a wider dtype.
     """
     found = _compare(expected, got, layouts, {})
     if all(c.error <= tolerance for c in found):
         return found
-    ceilings = _ceilings(expected, tolerance)
+    ceilings = dict.fromkeys(KINDS, math.inf) if flips else _ceilings(expected, tolerance)
     highest = {(c.kind, c.name): ceilings[c.kind] for c in found}
     if any(c.error > tolerance for c in _compare(expected, got, layouts, highest)):
         return found
@@ -100,9 +106,8 @@ def _ceilings(expected: Results, tolerance: float) -> dict[str, float]:
     flips a comparison, all that depends on it would pass for noise."""
     values = (expected.outputs, expected.buffers.values())
     grads = [*expected.input_grads.values(), *expected.parameter_grads.values()]
-    kinds = ("output", "buffer", "input gradient", "parameter gradient")
     return {
-        kind: noise_ceiling(tensors, tolerance) for kind, tensors in zip(kinds, (*values, grads, grads), strict=True)
+        kind: noise_ceiling(tensors, tolerance) for kind, tensors in zip(KINDS, (*values, grads, grads), strict=True)
     }
 
 
