@@ -39,9 +39,10 @@ class T:
 
     shape: tuple[int, ...]
     kind: str = "normal"
-    """'normal', 'positive' (0.1 to 1), 'int' (below `high`), 'bool', 'apart' (all values different), 'complex', or
-    'definite' (matrices, symmetric and positive definite), 'pivots' (of a factorization that swaps no rows), or
-    'offsets' (rising to at most `high`)."""
+    """'normal', 'positive' (0.1 to 1), 'int' (below `high`), 'bool', 'apart' (all values different), 'ties' (few),
+    'rows' (equal elements in the first), 'masked' (its first columns are -inf), 'complex', 'definite' (matrices,
+    symmetric and positive definite), 'pivots' (of a factorization that swaps no rows), or 'offsets' (rising to at most
+    `high`)."""
     high: int = 2
     grad: bool = True
     buffer: bool = False
@@ -63,6 +64,12 @@ class T:
             made = 0.9 * torch.rand(self.shape, dtype=torch.float64) + 0.1
         if self.kind == "apart":
             made = torch.randperm(made.numel()).to(torch.float64).reshape(self.shape) / 3 - 1
+        if self.kind == "ties":
+            made = torch.randint(3, self.shape) / torch.tensor(3, dtype=torch.float64) - 0.4
+        if self.kind == "rows":  # one of them of equal elements
+            made[0] = 0.1
+        if self.kind == "masked":  # more than a rank holds
+            made[..., :3] = -torch.inf
         return made.requires_grad_(self.grad and not self.buffer)
 
 

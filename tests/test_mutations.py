@@ -24,7 +24,7 @@ from torchshard.errors import InternalError
 from torchshard.graph import duplicate
 from torchshard.passes import verify
 from torchshard.planner.machine import Machine, Objective
-from torchshard.program import Program, program
+from torchshard.program import Program, planned, prepared, program
 from torchshard.steps import Trial
 
 ROOT = Path(__file__).parents[1]
@@ -216,6 +216,22 @@ def test_gates_that_rounding_flips_are_no_fault_where_wider_dtypes_are_exact(dty
         gone.replace_all_uses_with(gone.all_input_nodes[0])
         graph.recompile()
         assert not check_program(model, made, graph, (x,), {}).ok, node
+
+
+@pytest.mark.parametrize("dtype", DTYPES[1:], ids=str)
+def test_a_fault_of_the_capture_is_no_flip(dtype: torch.dtype) -> None:
+    """It is in the ranks' graphs and in the one that they are compared with in wider dtypes alike."""
+    x = torch.rand(3, 6).to(dtype).requires_grad_()
+    model = _on_the_edge(x)
+    captured = prepared(model, (x,), {})
+    added = [n for n in captured.graph.graph.nodes if n.target is torch.ops.aten.add.Tensor][-1]
+    with captured.graph.graph.inserting_before(added):
+        stopped = captured.graph.graph.call_function(torch.ops.aten.detach.default, (added.args[0],))
+    stopped.meta = dict(added.args[0].meta)
+    added.args = (stopped, added.args[1])
+    captured.graph.recompile()
+    made = planned(captured, model, {"up": "column", "down": "row"}, 4)
+    assert not check_program(model, made, made.graph, (x,), {}).ok
 
 
 def test_a_fault_of_a_narrow_dtype_alone_is_no_flip() -> None:

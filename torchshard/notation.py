@@ -134,6 +134,10 @@ class Local:
         parts = self.parts(axis)
         return self.row.sizes[axis] if parts is None else local_size(parts, self.rank, self.world)
 
+    def sizes(self, axis: str) -> list[int]:
+        """Each rank's size of a split axis."""
+        return [local_size(self.parts(axis) or (), rank, self.world) for rank in range(self.world)]
+
     def start(self, axis: str) -> int:
         """Where this rank's run of a split axis begins; a split in several runs has no start."""
         parts = self.parts(axis) or ()

@@ -56,7 +56,9 @@ _WRITTEN_OUT = get_decompositions([
     aten.unsqueeze_copy.default, aten.view_copy.default, aten.split_with_sizes_copy.default,
     aten.channel_shuffle.default, aten.pixel_shuffle.default, aten.pixel_unshuffle.default, aten.rot90.default,
     aten.addmv.default, aten.addr.default, aten.dist.default, aten.glu.default, aten.trace.default,
-    aten._weight_norm_interface.default,
+    aten._weight_norm_interface.default, aten._chunk_cat.default, aten._softmax_backward_data.default,
+    aten._log_softmax_backward_data.default, aten.block_diag.default, aten.multi_margin_loss.default,
+    aten.native_group_norm.default, aten.renorm.default,
 ])  # fmt: skip
 """Those few, with PyTorch's own words for them."""
 

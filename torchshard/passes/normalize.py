@@ -155,7 +155,8 @@ def _split_bias(module: fx.GraphModule, node: fx.Node) -> fx.Node | None:
 
 
 _PRODUCTS = {aten.addmm.default: ("mat1", "mat2", aten.mm.default),
-             aten.baddbmm.default: ("batch1", "batch2", aten.bmm.default)}  # fmt: skip
+             aten.baddbmm.default: ("batch1", "batch2", aten.bmm.default),
+             aten.addbmm.default: ("batch1", "batch2", aten.bmm.default)}  # fmt: skip
 
 
 def _split_addmm(module: fx.GraphModule, node: fx.Node) -> fx.Node:
@@ -163,8 +164,12 @@ def _split_addmm(module: fx.GraphModule, node: fx.Node) -> fx.Node:
     args = bound_args(node)
     product = emit(module, target, (args[left], args[right]), node)
     name_after(product, f"{node.name}_{op_name(product)}")
+    if node.target is aten.addbmm.default:
+        product = emit(module, aten.sum.dim_IntList, (product, [0]), node)
     if args["alpha"] != 1:
         product = emit(module, aten.mul.Tensor, (product, args["alpha"]), node)
+    if args["beta"] == 0:
+        return _named(node, product)  # what is added may be anything then, not a number too
     added = args["self"]
     if args["beta"] != 1:
         added = emit(module, aten.mul.Tensor, (added, args["beta"]), node)

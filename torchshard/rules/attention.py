@@ -1,4 +1,4 @@
-"""Scaled dot-product attention: batch and heads split freely, positions and features stay whole.
+"""Scaled dot-product attention: batch, heads, the queries' positions and the values' features split.
 
 `F.scaled_dot_product_attention` runs its fused kernels on a rank's heads as it does on all of them. With dropout the
 mask is drawn whole on every rank, from the shared stream, and each rank keeps its heads' part of it.
@@ -12,6 +12,7 @@ from typing import Any
 import torch
 
 from torchshard.notation import Local, Row
+from torchshard.rules.empty import where_not_empty
 from torchshard.rules.random import dropped
 from torchshard.rules.registry import Call, broadcast, letters, rule, spaced
 
@@ -20,28 +21,33 @@ aten = torch.ops.aten
 
 @rule(aten.scaled_dot_product_attention.default)
 def attention(call: Call) -> Row | None:
-    """`f32[2,6,5,8], f32[2,2,7,8] x 2 -> f32[2,6,5,8]     b (g r) !l !e, b g !s !e, b g !s !v -> b (g r) !l !v`."""
-    query, key = call["query"].shape, call["key"].shape
-    lead = letters(len(query) - 3, used="gr") if len(query) > 2 else []
+    """`f32[2,6,5,8], f32[2,2,7,8] x 2 -> f32[2,6,5,8]     b (g r) l !e, b g !s !e, b g !s v -> b (g r) l v`.
+
+    With a causal mask, what a query sees is decided by its position: l is closed then.
+    """
+    query, key, value = (call[name].shape for name in ("query", "key", "value"))
+    batch, wide = call.results[0].shape[:-2], len(call.results[0].shape) - 2
     grouped = bool(call["enable_gqa"]) and len(query) > 2 and query[-3] != key[-3]
-    broadcast = len(query) != len(key) or query[:-3] != key[:-3] or key[:-2] != call["value"].shape[:-2]
-    if broadcast or (len(query) > 2 and query[-3] != key[-3] and not grouped):
-        return None
-    heads = ["(g r)" if grouped else "g"] if len(query) > 2 else []
-    kv_heads = ["g"] if len(query) > 2 else []
+    names = letters(wide, used="glersv")
+    if wide:
+        names[-1] = "(g r)" if grouped else "g"
     sizes = {"g": key[-3], "r": query[-3] // key[-3]} if grouped else {}
-    operands = [[*lead, *heads, "!l", "!e"], [*lead, *kv_heads, "!s", "!e"], [*lead, *kv_heads, "!s", "!v"]]
+    row = "!l" if call["is_causal"] else "l"
+    kv_names, kv_batch = ([*names[:-1], "g"], [*batch[:-1], key[-3]]) if grouped else (names, batch)
+    operands = [
+        [*broadcast(names, query[:-2], batch), row, "!e"],
+        [*broadcast(kv_names, key[:-2], kv_batch), "!s", "!e"],
+        [*broadcast(kv_names, value[:-2], kv_batch), "!s", "v"],
+    ]
     if call["attn_mask"] is not None:
-        operands.append(_mask(call["attn_mask"].shape, query, key, [*lead, *heads]))
-    out = [*lead, *heads, "!l", "!v"]
-    local = {"*": _dropout_attention(call)} if call["dropout_p"] > 0 else {}
-    return call.row(f"{spaced(*operands)} -> {spaced(out)}", sizes=sizes, local=local, fills_ranks=bool(local))
-
-
-def _mask(shape: Any, query: Any, key: Any, batch: list[str]) -> list[str]:
-    """The mask's dims: those of the scores where it has them, 1 where it is broadcast."""
-    whole = [*query[:-1], key[-2]]
-    return broadcast([*batch, "!l", "!s"], shape, whole)
+        operands.append(broadcast([*names, row, "!s"], call["attn_mask"].shape, [*batch, query[-2], key[-2]]))
+    drops = call["dropout_p"] > 0
+    stretched = [*query[:-2]] != [*batch] or any([*t[:-2]] != [*kv_batch] for t in (key, value))
+    if stretched and (grouped or drops):
+        return None
+    filled = [*"lv", *(names if stretched else [])]
+    local = {"*": _dropout_attention(call)} if drops else dict.fromkeys(filled, where_not_empty(call))
+    return call.row(f"{spaced(*operands)} -> {spaced([*names, row, 'v'])}", sizes=sizes, local=local, fills_ranks=drops)
 
 
 def _dropout_attention(call: Call) -> Any:
@@ -76,6 +82,8 @@ def _dropout_attention(call: Call) -> Any:
             )
             scores = hidden if boolean else aten.add.Tensor(scores, attn_mask)
         weights = aten._safe_softmax.default(scores, -1)
+        if ctx.choice.axes[0][0] == "v":
+            return aten.matmul.default(aten.dropout.default(weights, dropout_p, True), value)
         return aten.matmul.default(dropped(ctx, weights, dropout_p, len(call.tensors[0].shape)), value)
 
     return local

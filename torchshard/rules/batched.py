@@ -60,7 +60,6 @@ MATRICES: Mapping[Any, tuple[int, ...]] = {
     aten.triangular_solve.default: (2, 2),
     aten.linalg_ldl_solve.default: (2, 1, 2),
     aten.linalg_householder_product.default: (2, 1),
-    aten.ormqr.default: (2, 1, 2),
     aten.lu_unpack.default: (2, 1),
     aten.linalg_pinv.atol_rtol_tensor: (2, 0, 0),
 }
@@ -87,20 +86,21 @@ def check_errors(call: Call) -> Row:
     return call.row(f"{spaced(block(names, range(len(names))))} -> ")
 
 
-@rule(aten.linalg_solve_triangular.default, aten.cholesky_solve.default, aten.linalg_lu_solve.default)
+@rule(
+    aten.linalg_solve_triangular.default, aten.cholesky_solve.default, aten.linalg_lu_solve.default, aten.ormqr.default,
+)  # fmt: skip
 def solve_columns(call: Call) -> Row | None:
     """`f32[5,4,4], f32[5,4,3] -> f32[5,4,3]     a !m !n, a !k c -> a !k c`: each right-hand side is solved alone."""
     known = 0 if call.target is aten.cholesky_solve.default else len(call.tensors) - 1
-    if not call.args.get("left", True):
-        return batched(call, (2, 1, 2) if call.target is aten.linalg_lu_solve.default else (2, 2))
+    sides = ["!k", "c"] if call.args.get("left", True) else ["c", "!k"]
     wide = len(call.results[0].shape) - 2
     batch = call.results[0].shape[:wide]
     names = letters(wide, used="ckmn")
     left = []
     for i, t in enumerate(call.tensors):
-        own = ["!k", "c"] if i == known else ["!m", "!n"] if len(t.shape) > wide + 1 or i != 1 else ["!m"]
+        own = sides if i == known else [f"!m{i}", f"!n{i}"] if len(t.shape) > wide + 1 or i != 1 else [f"!m{i}"]
         left.append([*broadcast(names, t.shape[: len(t.shape) - len(own)], batch), *own])
-    return call.row(f"{spaced(*left)} -> {spaced([*names, '!k', 'c'])}", linear=[{known}])
+    return call.row(f"{spaced(*left)} -> {spaced([*names, *sides])}", linear=[{known}])
 
 
 rule(aten.cdist.default, row="... m !k, ... n !k -> ... m n")

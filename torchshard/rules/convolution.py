@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from torchshard.notation import Local, Row
+from torchshard.notation import Local, LocalFn, Row
 from torchshard.rules.empty import emptied, filled, where_not_empty
 from torchshard.rules.registry import Call, rule, spaced
 
@@ -15,57 +15,54 @@ aten = torch.ops.aten
 
 @rule(
     aten.conv1d.default, aten.conv2d.default, aten.conv3d.default,
-    aten.conv1d.padding, aten.conv2d.padding, aten.conv3d.padding,
+    aten.conv1d.padding, aten.conv2d.padding, aten.conv3d.padding, aten.convolution.default,
 )  # fmt: skip
 def convolution(call: Call) -> Row | None:
-    """`f32[2,3,9,9], f32[8,3,3,3] -> f32[2,8,7,7]     n c !h0 !h1, o c !k0 !k1 -> n o !o0 !o1`; groups split too."""
+    """`f32[2,3,9,9], f32[8,3,3,3] -> f32[2,8,7,7]     n c !h0 !h1, o c !k0 !k1 -> n o !z0 !z1`; groups split too.
+
+    A transposed one has its weight the other way round: `c o !k0 !k1`.
+    """
     x, weight, groups = call["input"].shape, call["weight"].shape, call["groups"]
     space = len(weight) - 2
-    if len(x) != len(weight) or not all(isinstance(s, int) for s in weight):
+    biased, transposed = call.args.get("bias") is not None, call.target is aten.convolution.default
+    if not all(isinstance(s, int) for s in weight) or transposed != bool(call.args.get("transposed")):
         return None
-    hs, ks, os = ([f"!{c}{i}" for i in range(space)] for c in "hkz")
-    biased = call.args.get("bias") is not None
+    batch = ["n"] if len(x) == len(weight) else []
+    hs, ks, zs = ([f"!{c}{i}" for i in range(space)] for c in "hkz")
     if groups == 1:
-        channel = "!c" if biased else "c"
-        operands = [["n", channel, *hs], ["o", channel, *ks], *([["o"]] if biased else [])]
-        linear = () if biased else ({0}, {1})
-        text = f"{spaced(*operands)} -> {spaced(['n', 'o', *os])}"
-        return call.row(text, linear=linear, local={"*": _local_convolution(call)})
-    sizes = {"g": groups, "i": x[1] // groups, "o": weight[0] // groups}
-    operands = [["n", "(g !i)", *hs], ["(g !o)", "!i", *ks], *([["(g !o)"]] if biased else [])]
-    text = f"{spaced(*operands)} -> {spaced(['n', '(g !o)', *os])}"
-    return call.row(text, sizes=sizes, local={"*": _local_convolution(call)})
+        sizes, channel, out = {}, "!c" if biased else "c", "o"
+        kernel = [channel, out] if transposed else [out, channel]
+    else:
+        sizes = {"g": groups, "i": x[len(batch)] // groups, "o": call.results[0].shape[len(batch)] // groups}
+        channel, out = "(g !i)", "(g !o)"
+        kernel = [channel, "!o"] if transposed else [out, "!i"]
+    operands = [[*batch, channel, *hs], [*kernel, *ks], *([[out]] if biased else [])]
+    local = where_not_empty(call) if groups == 1 else _own_groups(call, len(batch))
+    return call.row(
+        f"{spaced(*operands)} -> {spaced([*batch, out, *zs])}",
+        sizes=sizes,
+        linear=() if biased else ({0}, {1}),
+        local={"*": local},
+    )
 
 
-@rule(aten.convolution.default)
-def transposed_convolution(call: Call) -> Row | None:
-    """`f32[2,8,4,4], f32[8,3,3,3] -> f32[2,3,6,6]     n c !h0 !h1, c o !k0 !k1 -> n o !z0 !z1`, of one group."""
-    x, weight = call["input"].shape, call["weight"].shape
-    if not call["transposed"] or call["groups"] != 1 or len(x) != len(weight):
-        return None
-    biased = call["bias"] is not None
-    hs, ks, zs = ([f"!{c}{i}" for i in range(len(weight) - 2)] for c in "hkz")
-    channel, out = "!c" if biased else "c", "o"
-    operands = [["n", channel, *hs], [channel, out, *ks], *([[out]] if biased else [])]
-    linear = () if biased else ({0}, {1})
-    text = f"{spaced(*operands)} -> {spaced(['n', out, *zs])}"
-    return call.row(text, linear=linear, local={"*": where_not_empty(call)})
+def _own_groups(call: Call, channel: int) -> LocalFn:
+    """This rank's groups; a rank without any convolves zeros.
 
+    Args:
+        channel: the dim of the channels in the input and in the result.
+    """
+    dims = {"input": channel, "weight": 0, "bias": 0}
+    held = {name: call.args[name].shape for name in dims if call.args.get(name) is not None}
 
-def _local_convolution(call: Call) -> Any:
-    """This rank's groups; a rank without channels (or groups of them) convolves zeros."""
-    groups, weight_shape = call["groups"], call["weight"].shape
-    ndim, own_out, own_in = len(weight_shape), weight_shape[0] // groups, weight_shape[1]
-
-    def local(ctx: Local, x: Any, weight: Any, bias: Any = None, *_: Any, **__: Any) -> Any:
-        axis, rest = ctx.choice.axes[0][0], (call["stride"], call["padding"], call["dilation"])
-        if axis == "n" or ctx.size(axis):
-            return call.target(x, weight, bias, *rest, ctx.size("g") if groups > 1 else 1)
-        if axis == "c":
-            return call.target(filled(x, 1, ndim), filled(weight, 1, ndim), bias, *rest, 1)
-        x = filled(x, 1, ndim, own_in) if axis == "g" else x
-        weight, bias = filled(weight, 0, ndim, own_out), filled(bias, 0, 1, own_out)
-        return emptied(call.target(x, weight, bias, *rest, 1), 1)
+    def local(ctx: Local, *args: Any, **kwargs: Any) -> Any:
+        bound, mine = call.bound(args, kwargs), ctx.size("g")
+        if mine:
+            return call.target(**bound | {"groups": mine})
+        for name, shape in held.items():
+            width = shape[dims[name]] // call["groups"]
+            bound[name] = filled(bound[name], dims[name], len(shape), width)
+        return emptied(call.target(**bound | {"groups": 1}), channel)
 
     return local
 

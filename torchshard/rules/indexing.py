@@ -145,15 +145,25 @@ def scatter(call: Call) -> Row | None:
 
 
 rule(aten.searchsorted.Scalar, row="!n -> ")
+
+
+@rule(aten.isin.Tensor_Tensor)
+def isin(call: Call) -> Row:
+    """`i64[2,8], i64[3] -> bool[2,8]     a b, !t -> a b`: each element is looked for among all that are tested for."""
+    own, others = letters(len(call["elements"].shape), used="t"), len(call["test_elements"].shape)
+    return call.row(f"{spaced(own, [f'!t{i}' for i in range(others)])} -> {spaced(own)}")
+
+
 rule(aten.bucketize.Tensor, row="..., !n -> ...")
 
 
 @rule(aten.searchsorted.Tensor)
 def searchsorted(call: Call) -> Row | None:
     """`f32[5,8], f32[5,3] -> i64[5,3]     ... !n, ... v -> ... v`; one sorted sequence serves all values."""
-    if call.args.get("sorter") is not None:
-        return None
-    return call.row("!n, ... -> ..." if len(call["sorted_sequence"].shape) == 1 else "... !n, ... v -> ... v")
+    alone = len(call["sorted_sequence"].shape) == 1
+    sequence, values = ("!n", "...") if alone else ("... !n", "... v")
+    sorter = [sequence] if call.args.get("sorter") is not None else []
+    return call.row(f"{', '.join([sequence, values, *sorter])} -> {values}")
 
 
 @rule(aten.index.Tensor)

@@ -13,7 +13,7 @@ import torch
 
 from torchshard.notation import Inside, Local, Row
 from torchshard.rules.empty import emptied, filled
-from torchshard.rules.registry import Call, block, cast, letters, positive, rule, spaced, wide
+from torchshard.rules.registry import Call, block, cast, dims_of, letters, positive, rule, spaced, wide
 
 aten = torch.ops.aten
 ops = torch.ops.torchshard
@@ -56,29 +56,55 @@ def softmax(call: Call) -> Row:
     return call.row(f"{spaced(names)} -> {spaced(names)}", local={axis: _split_softmax(call, ndim)}, comm=comm)
 
 
+@rule(aten.logsumexp.default)
+def logsumexp(call: Call) -> Row:
+    """`f32[2,8,16] -> f32[2,8]     a b c -> a b`; splitting c all-reduces each row's largest value and sum."""
+    ndim, dtype = len(call.tensors[0].shape), call.results[0].dtype
+    dims, keep = dims_of(call, "dim", ndim), bool(call["keepdim"])
+    names = letters(ndim) if len(dims) == 1 else block(letters(ndim), dims)
+    kept = [("1" if keep else "") if d in dims else name for d, name in enumerate(names)]
+    row = f"{spaced(names)} -> {spaced([name for name in kept if name])}"
+    if len(dims) != 1:
+        return call.row(row)
+    dim, axis = dims[0], names[dims[0]]
+
+    def local(ctx: Local, x: Any, *args: Any, **kwargs: Any) -> Any:
+        largest = row_max(ctx, x, dim, axis)
+        largest = aten.masked_fill.Scalar(largest, aten.isinf.default(largest), 0.0)
+        raised = aten.exp.default(aten.sub.Tensor(x, largest))
+        total = ops.reduce.default(aten.sum.dim_IntList(raised, [dim], True, dtype=wide(dtype)), ctx.group)
+        made = cast(aten.add.Tensor(aten.log.default(total), largest), wide(dtype), dtype)
+        return made if keep else aten.squeeze.dim(made, dim)
+
+    rows = tuple(name for name in names if name != axis)
+    comm = {axis: (Inside("all_reduce_max", rows), Inside("reduce", rows))}
+    return call.row(row, local={axis: local}, reduced=axis, comm=comm)
+
+
 @rule(aten.layer_norm.default, aten.rms_norm.default)
 def layer_norm(call: Call) -> Row:
     """`f32[2,8,16], f32[16], f32[16] -> f32[2,8,16]     a b c, c, c -> a b c`; splitting c all-reduces its sums."""
     ndim, normed = len(call.tensors[0].shape), len(call["normalized_shape"])
     names = letters(ndim)
-    own = range(ndim - normed, ndim)
-    if normed > 1 or (call["eps"] is None and call.results[0].dtype not in (torch.float32, torch.float64)):
-        names = block(names, own)
-    operands = [names, *([names[own.start :]] * (len(call.tensors) - 1))]
+    rows, own = names[: ndim - normed], names[ndim - normed :]
+    unknown = call["eps"] is None and call.results[0].dtype not in (torch.float32, torch.float64)
+    normal = block(own, range(normed)) if unknown else own
+    operands = [[*rows, *normal], *([normal] * (len(call.tensors) - 1))]
     sums = 1 if call.target is aten.rms_norm.default else 2
     return call.row(
-        f"{spaced(*operands)} -> {spaced(names)}",
-        local={names[-1]: _split_norm(call)},
-        comm={names[-1]: (Inside("all_reduce", tuple(names[:-1])),) * sums},
+        f"{spaced(*operands)} -> {spaced([*rows, *normal])}",
+        local=dict.fromkeys(own, _split_norm(call)),
+        comm=dict.fromkeys(own, (Inside("all_reduce", tuple(rows)),) * sums),
     )
 
 
 def _split_norm(call: Call) -> Any:
     """A norm by the mean and the variance of all ranks' elements; of halves in float32, as PyTorch does."""
-    dtype, count = call.results[0].dtype, call["normalized_shape"][-1]
+    dtype, shape = call.results[0].dtype, call["normalized_shape"]
+    dims, count = [d - len(shape) for d in range(len(shape))], math.prod(shape)
 
     def mean(ctx: Local, x: Any) -> Any:
-        return aten.div.Tensor(ops.all_reduce.default(aten.sum.dim_IntList(x, [-1], True), ctx.group), count)
+        return aten.div.Tensor(ops.all_reduce.default(aten.sum.dim_IntList(x, dims, True), ctx.group), count)
 
     def local(ctx: Local, x: Any, *args: Any, **named: Any) -> Any:
         bound = call.bound((x, *args), named)

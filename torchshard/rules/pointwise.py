@@ -38,7 +38,7 @@ CASTS = (
 UNTAGGED = (
     aten.where.ScalarOther, aten.where.ScalarSelf, aten.where.Scalar, aten.masked_fill.Tensor, aten.rsub.Tensor,
     aten.floor_divide.default, aten.floor_divide.Scalar, aten.hardswish.default, aten.log_sigmoid.default,
-    aten.broadcast_tensors.default, aten.angle.default, aten.polygamma.default,
+    aten.broadcast_tensors.default, aten._prelu_kernel.default, aten.angle.default, aten.polygamma.default,
     aten.complex.default, aten.polar.default, WITH_VALUE,
     *(op.default for name in dir(aten) if name.startswith("special_") for op in [getattr(aten, name)]
       if "polynomial" in name or "bessel" in name or "airy" in name),

@@ -7,11 +7,12 @@ whole mask on every rank.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 
-from torchshard.layouts import Shard, local_size, parts_of, parts_size, ranges
+from torchshard.layouts import Part, Shard, local_size, parts_of, parts_size, ranges
 from torchshard.notation import Local, Row
 from torchshard.rules.registry import Call, block, letters, rule, spaced
 from torchshard.whole import WholeCall
@@ -47,10 +48,14 @@ def dropped(ctx: Local, x: Any, p: float, ndim: int) -> Any:
         whole = [ctx.whole_shape()[dim]]
         parts = parts_of(whole[0], layout)
     mask = aten.dropout.default(aten.new_ones.default(x, [*own[:dim], *whole, *own[dim + 1 :]]), p, True)
-    at = dim + len(whole) - 1
-    pieces = [aten.slice.Tensor(mask, at, start, stop) for start, stop in ranges(parts, ctx.rank, ctx.world)]
-    part = pieces[0] if len(pieces) == 1 else aten.cat.default(pieces, at)
+    part = _own_part(ctx, mask, dim + len(whole) - 1, parts)
     return aten.mul.Tensor(x, aten.reshape.default(part, own) if layout.repeated else part)
+
+
+def _own_part(ctx: Local, mask: Any, dim: int, parts: Sequence[Part]) -> Any:
+    """This rank's part of a whole mask, of which a dim is split in these parts."""
+    pieces = [aten.slice.Tensor(mask, dim, start, stop) for start, stop in ranges(parts, ctx.rank, ctx.world)]
+    return pieces[0] if len(pieces) == 1 else aten.cat.default(pieces, dim)
 
 
 @rule(aten.dropout.default)
@@ -62,6 +67,23 @@ def dropout(call: Call) -> Row:
         return dropped(ctx, x, p, len(call.tensors[0].shape))
 
     return call.row("... -> ...", local={"*": local} if active else {}, fills_ranks=active)
+
+
+@rule(aten.feature_dropout.default)
+def feature_dropout(call: Call) -> Row:
+    """`f32[2,8,5,5] -> f32[2,8,5,5]     a b c d -> a b c d`: channels of a sample are dropped by one number each."""
+    ndim = len(call.tensors[0].shape)
+    names = letters(ndim)
+
+    def local(ctx: Local, x: Any, p: float, train: bool) -> Any:
+        whole = [s if isinstance(s, int) else aten.sym_size.int(x, d) for d, s in enumerate(ctx.whole_shape()[:2])]
+        mask = aten.feature_dropout.default(aten.new_ones.default(x, whole + [1] * (ndim - 2)), p, True)
+        axis = ctx.choice.axes[0][0]
+        dim = names.index(axis)
+        return aten.mul.Tensor(x, mask if dim > 1 else _own_part(ctx, mask, dim, ctx.parts(axis) or ()))
+
+    active = bool(call["train"]) and call["p"] > 0
+    return call.row(f"{spaced(names)} -> {spaced(names)}", local=dict.fromkeys(names, local) if active else {})
 
 
 @rule(aten.bernoulli.default)

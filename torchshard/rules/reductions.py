@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+import operator
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
 
 from torchshard.conversions import step_args
 from torchshard.layouts import I, Shard
-from torchshard.notation import Inside, Local, Row
+from torchshard.notation import Inside, Local, LocalFn, Row
+from torchshard.rules.empty import where_not_empty
 from torchshard.rules.registry import Call, block, cast, dims_of, letters, positive, rule, spaced, sum_dtype, wide
+from torchshard.with_value import WITH_VALUE
 
 aten = torch.ops.aten
 ops = torch.ops.torchshard
@@ -34,6 +37,12 @@ def reduction_row(call: Call, dims: list[int], *, closed: bool, **options: Any) 
 def total(call: Call) -> Row:
     """`f32[2,8,4] -> f32[2,4]     a b c -> a c`."""
     return reduction_row(call, dims_of(call, "dim", len(call.tensors[0].shape)), closed=False, linear=[{0}])
+
+
+@rule(aten.nansum.default, aten.count_nonzero.dim_IntList, aten.count_nonzero.default)
+def counted(call: Call) -> Row:
+    """`f32[2,8,4] -> i64[2,4]     a b c -> a c`: sums, but not of addends."""
+    return reduction_row(call, dims_of(call, "dim", len(call.tensors[0].shape)), closed=False)
 
 
 @rule(aten.mean.default, aten.mean.dim)
@@ -64,48 +73,193 @@ def averaged(call: Call, total: Any, x: Any, dims: Sequence[int]) -> Any:
     return cast(aten.div.Tensor(total, count), wide(dtype), dtype)
 
 
+# --- of what each slice gives, the same again ------------------------------------------------------------------------
+
+
 @rule(
     aten.linalg_vector_norm.default, aten.norm.ScalarOpt_dim, aten.norm.Scalar, aten.norm.ScalarOpt_dim_dtype,
     aten.norm.ScalarOpt_dtype,
 )  # fmt: skip
 def vector_norm(call: Call) -> Row:
     """`f32[2,8] -> f32[2]     a b -> a`; splitting b gathers the norms of the slices, whose norm is that of all."""
-    shape, order = call.tensors[0].shape, call.args.get("ord", call.args.get("p"))
-    dims, order = dims_of(call, "dim", len(shape)), 2 if order is None else order
-    if not 0 < order < math.inf or not all(isinstance(shape[d], int) for d in dims):
-        return reduction_row(call, dims, closed=True)
-
+    order = call.args.get("ord", call.args.get("p"))
+    dims, order = dims_of(call, "dim", len(call.tensors[0].shape)), 2 if order is None else order
     keep, result = bool(call.args.get("keepdim", False)), call.results[0].dtype
+    if abs(order) == math.inf:
+        again = aten.amax.default if order > 0 else aten.amin.default
+        return _extreme(call, again, lambda x: cast(aten.abs.default(x), call.tensors[0].dtype, result))
+    if order <= 0:
+        return reduction_row(call, dims, closed=True)
 
     def local(ctx: Local, x: Any, *args: Any, **kwargs: Any) -> Any:
         own = aten.linalg_vector_norm.default(x, order, dims, keep, dtype=sum_dtype(call))
-        own = aten.unsqueeze.default(own, 0)
-        each = ops.gather.default(own, *step_args("gather", Shard(0), I, [ctx.world]), ctx.group)
-        return cast(aten.linalg_vector_norm.default(each, order, [0]), wide(result), result)
+        return cast(aten.linalg_vector_norm.default(_gathered(ctx, own), order, [0]), wide(result), result)
 
-    names = letters(len(shape))
+    return _of_slices(call, dims, local)
+
+
+def _gathered(ctx: Local, own: Any) -> Any:
+    """What each rank gives, along a dim of ranks in front."""
+    own = aten.unsqueeze.default(own, 0)
+    return ops.gather.default(own, *step_args("gather", Shard(0), I, [ctx.world]), ctx.group)
+
+
+def _of_slices(call: Call, dims: Sequence[int], local: LocalFn, *others: str, numbers: int = 1) -> Row:
+    """The row of a reduction whose replacement gathers what the slices give.
+
+    Args:
+        others: the collectives of the replacement beside the gather.
+        numbers: how many numbers a slice gives for each of the result.
+    """
+    names = letters(len(call.tensors[0].shape))
     replaced = dict.fromkeys((names[d] for d in dims), local)
-    gathered = (Inside("gather", tuple(name for name in names if name not in replaced)),)
+    rows = tuple(name for name in names if name not in replaced)
+    comm = (Inside("gather", rows, numbers), *(Inside(name, rows) for name in others))
     return reduction_row(
-        call, dims, closed=False, local=replaced, reduced=replaced, comm=dict.fromkeys(replaced, gathered)
+        call, list(dims), closed=False, local=replaced, reduced=replaced, comm=dict.fromkeys(replaced, comm)
     )
 
 
-@rule(
-    aten.amax.default, aten.amin.default, aten.max.dim, aten.min.dim, aten.argmax.default, aten.argmin.default,
-    aten.any.dim, aten.all.dim, aten.any.default, aten.all.default, aten.max.default, aten.min.default,
-    aten.any.dims, aten.all.dims, aten.prod.dim_int, aten.prod.default,
-    aten.var.correction, aten.std.correction, aten.var.dim, aten.std.dim, aten.var_mean.correction,
-    aten.logsumexp.default, aten.nansum.default, aten.aminmax.default, aten.std_mean.correction,
-    aten.count_nonzero.dim_IntList, aten.count_nonzero.default,
-    aten.median.default, aten.median.dim, aten.nanmedian.default, aten.nanmedian.dim, aten.mode.default,
-    aten.kthvalue.default,
-)  # fmt: skip
-def closed_reduction(call: Call) -> Row:
-    """`f32[2,8,4] -> f32[2,4]     a !b c -> a c`; some of these ops take no dims as all, and some as none."""
+_AGAIN: Mapping[Any, Callable[[Any], Any]] = {
+    **dict.fromkeys((aten.any.default, aten.any.dim, aten.any.dims), lambda each: aten.any.dim(each, 0)),
+    **dict.fromkeys((aten.all.default, aten.all.dim, aten.all.dims), lambda each: aten.all.dim(each, 0)),
+    **dict.fromkeys((aten.prod.default, aten.prod.dim_int), lambda each: aten.prod.dim_int(each, 0)),
+}
+"""Op -> the same of what the slices gave."""
+
+
+@rule(*_AGAIN)
+def product(call: Call) -> Row:
+    """`f32[2,8] -> f32[2]     a b -> a`; splitting b gathers the products of the slices."""
+
+    def local(ctx: Local, x: Any, *args: Any, **kwargs: Any) -> Any:
+        return _AGAIN[call.target](_gathered(ctx, call.target(x, *args, **kwargs)))
+
     shape = call.tensors[0].shape
     none = call.args.get("dim") == [] and call.results[0].shape == shape
-    return reduction_row(call, [] if none else dims_of(call, "dim", len(shape)), closed=True)
+    return _of_slices(call, [] if none else dims_of(call, "dim", len(shape)), local)
+
+
+_EXTREMES = {
+    aten.amax.default: aten.amax.default, aten.max.default: aten.amax.default,
+    aten.amin.default: aten.amin.default, aten.min.default: aten.amin.default,
+}  # fmt: skip
+
+
+@rule(*_EXTREMES)
+def extreme(call: Call) -> Row:
+    """`f32[2,8] -> f32[2]     a b -> a`; splitting b gathers the largest of the slices."""
+    return _extreme(call, _EXTREMES[call.target], lambda x: x)
+
+
+def _extreme(call: Call, again: Any, prepared: Callable[[Any], Any]) -> Row:
+    """The largest or smallest of all; those that are equal to it share the gradient, whatever rank they are on.
+
+    Args:
+        again: what finds it, in a slice and among the slices'.
+        prepared: what is compared in place of the operand.
+    """
+    dims, keep = dims_of(call, "dim", len(call.tensors[0].shape)), bool(call.args.get("keepdim", False))
+    dtype = call.results[0].dtype
+
+    def local(ctx: Local, x: Any, *args: Any, **kwargs: Any) -> Any:
+        axis, x = ctx.choice.axes[0][0], prepared(x)
+        held = aten.detach.default(x)
+        own = again(held, dims, True) if ctx.size(axis) else aten.sum.dim_IntList(held, dims, True, dtype=dtype)
+        value = again(_of_present(ctx, axis, _gathered(ctx, own)), [0])
+        found = value if keep else aten.squeeze.dims(value, dims)
+        if not dtype.is_floating_point:
+            return found
+        equal = aten.eq.Tensor(held, value)
+        count = ops.reduce.default(aten.sum.dim_IntList(equal, dims, True, dtype=wide(dtype)), ctx.group)
+        share = cast(aten.div.Tensor(equal, count), wide(dtype), dtype)
+        return WITH_VALUE(aten.sum.dim_IntList(aten.mul.Tensor(x, share), dims, keep), found)
+
+    return _of_slices(call, dims, local, *(["reduce"] if dtype.is_floating_point else []))
+
+
+def _of_present(ctx: Local, axis: str, each: Any) -> Any:
+    """What the ranks gave that hold some of an axis."""
+    sizes = ctx.sizes(axis)
+    if all(sizes):
+        return each
+    return aten.stack.default([aten.select.int(each, 0, rank) for rank, size in enumerate(sizes) if size])
+
+
+@rule(
+    aten.var.correction, aten.std.correction, aten.var.dim, aten.std.dim, aten.var_mean.correction,
+    aten.std_mean.correction,
+)  # fmt: skip
+def variance(call: Call) -> Row:
+    """`f32[2,8] -> f32[2]     a b -> a`; splitting b gathers mean and variance of the slices.
+
+    They are put together two by two, as Chan, Golub and LeVeque do (1983), so that equal elements have none.
+    """
+    shape, result = call.tensors[0].shape, call.results[0].dtype
+    dims, keep = dims_of(call, "dim", len(shape)), bool(call.args.get("keepdim", False))
+    if call.tensors[0].dtype.is_complex or not all(isinstance(shape[d], int) for d in dims):
+        return reduction_row(call, dims, closed=True)
+    said = call.args.get("correction", call.args.get("unbiased"))
+    correction, count = 1 if said is None else said, math.prod(shape[d] for d in dims)
+
+    def local(ctx: Local, x: Any, *args: Any, **kwargs: Any) -> Any:
+        x = cast(x, result, wide(result))
+        own = aten.stack.default(list(_pair(aten.var_mean.correction(x, dims, correction=0, keepdim=True))))
+        spread, middle = _joined(ctx, _gathered(ctx, own), count)
+        spread = aten.div.Scalar(spread, max(0.0, count - correction))
+        made = [_root(spread) if "std" in str(call.target) else spread, middle][: len(call.results)]
+        made = [cast(m if keep else aten.squeeze.dims(m, dims), wide(result), result) for m in made]
+        return made if len(made) > 1 else made[0]
+
+    return _of_slices(call, dims, local, numbers=2)
+
+
+def _joined(ctx: Local, each: Any, total: int) -> tuple[Any, Any]:
+    """The sum of squares about the mean, and the mean, from the variance and the mean of each rank's elements."""
+    axis = ctx.choice.axes[0][0]
+    other = total // ctx.row.sizes[axis]
+    count, spread, middle = 0, None, None
+    for rank, size in enumerate(ctx.sizes(axis)):
+        if size == 0:
+            continue
+        variance, mean = (aten.select.int(aten.select.int(each, 0, rank), 0, i) for i in range(2))
+        squares, more = aten.mul.Scalar(variance, size * other), size * other
+        if count:
+            apart = aten.sub.Tensor(mean, middle)
+            between = aten.mul.Scalar(aten.mul.Tensor(apart, apart), count * more / (count + more))
+            squares = aten.add.Tensor(aten.add.Tensor(spread, squares), between)
+            mean = aten.add.Tensor(middle, aten.mul.Scalar(apart, more / (count + more)))
+        count, spread, middle = count + more, squares, mean
+    return spread, middle
+
+
+def _pair(made: Any) -> tuple[Any, Any]:
+    return operator.getitem(made, 0), operator.getitem(made, 1)
+
+
+def _root(spread: Any) -> Any:
+    """A root whose gradient at zero is zero, as that of a standard deviation."""
+    none = aten.eq.Scalar(spread, 0)
+    return aten.masked_fill.Scalar(aten.sqrt.default(aten.masked_fill.Scalar(spread, none, 1.0)), none, 0.0)
+
+
+@rule(
+    aten.max.dim, aten.min.dim, aten.argmax.default, aten.argmin.default, aten.aminmax.default,
+    aten.median.default, aten.median.dim, aten.nanmedian.default, aten.nanmedian.dim,
+    aten.mode.default, aten.kthvalue.default,
+)  # fmt: skip
+def closed_reduction(call: Call) -> Row:
+    """`f32[2,8,4] -> f32[2,4]     a !b c -> a c`."""
+    return reduction_row(call, dims_of(call, "dim", len(call.tensors[0].shape)), closed=True)
+
+
+@rule(aten.quantile.scalar, aten.quantile.default, aten.nanquantile.scalar, aten.nanquantile.default)
+def quantile(call: Call) -> Row:
+    """`f32[2,8], f64[3] -> f32[3,2]     a !b, q -> q a`."""
+    names = letters(len(call.tensors[0].shape), used="q")
+    dims, asked = dims_of(call, "dim", len(names)), [["q"] * len(t.shape) for t in call.tensors[1:]]
+    right = [*(axis for q in asked for axis in q), *(n for n in _reduced(call, dims, names) if n)]
+    return call.row(f"{spaced(block(names, dims), *asked)} -> {spaced(right)}", local={"*": where_not_empty(call)})
 
 
 @rule(

@@ -347,7 +347,10 @@ def unbind(call: Call) -> Row:
     return call.row(f"{whole} -> {', '.join([rest] * len(call.results))}", linear=LINEAR)
 
 
-@rule(aten.split.Tensor, aten.split_with_sizes.default, aten.chunk.default, aten.split.sizes)
+@rule(
+    aten.split.Tensor, aten.split_with_sizes.default, aten.chunk.default, aten.split.sizes, aten.unsafe_split.Tensor,
+    aten.unsafe_split_with_sizes.default,
+)  # fmt: skip
 def split(call: Call) -> Row:
     """`f32[2,9] -> f32[2,3], f32[2,6]     a x0+x1 -> a x0, a x1`: the pieces are split together."""
     ndim = len(call.tensors[0].shape)
@@ -419,7 +422,7 @@ def pad(call: Call) -> Row:
 def along_dims(call: Call) -> Row:
     """`f32[2,8] -> f32[2,8]     a !b -> a !b`: elements move along some dims."""
     ndim = len(call.tensors[0].shape)
-    dims = call["dims"] or range(ndim)
+    dims = call["dims"] or (range(ndim) if call.target is aten.roll.default else [])
     names = block(letters(ndim), [positive(d, ndim) for d in dims])
     return call.row(f"{spaced(names)} -> {spaced(names)}", linear=LINEAR)
 
