@@ -573,6 +573,8 @@ ATTENTION = [
     case(sdpa, "a g l v", f(2, 5, 4, 2), f(2, 5, 4, 2), f(2, 5, 4, 2), plain(4, 4)),
     case(sdpa, "a g l v", f(2, 5, 4, 2), f(2, 5, 3, 2), f(2, 5, 3, 2), f(2, 1, 4, 3)),
     case(sdpa, "a g l v", f(2, 5, 4, 2), f(2, 5, 3, 2), f(2, 5, 3, 2), f(1, 5, 4, 3)),
+    case(sdpa, "a g l v", f(2, 4, 4, 2), f(2, 4, 3, 2), f(2, 4, 3, 2), f(1, 4, 4, 3)),
+    case(sdpa, "g r a l v", f(2, 4, 3, 2), f(2, 1, 3, 2), f(2, 1, 3, 2), f(4, 1, 3), enable_gqa=True),
     case(sdpa, "g l v", f(5, 4, 2), f(5, 3, 2), f(5, 3, 2), scale=0.3),
     case(sdpa, "g r a l v", f(2, 6, 4, 2), f(2, 3, 4, 2), f(2, 3, 4, 2), enable_gqa=True),
     case(sdpa, "g r a l v", f(2, 4, 3, 2), f(2, 1, 3, 2), f(2, 1, 3, 2), enable_gqa=True),

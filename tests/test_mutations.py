@@ -22,6 +22,7 @@ from torchshard.comparing import TOLERANCES, Results, compare
 from torchshard.distributed.ops import OPS
 from torchshard.errors import InternalError
 from torchshard.graph import duplicate
+from torchshard.lockstep import rank_graphs
 from torchshard.passes import verify
 from torchshard.planner.machine import Machine, Objective
 from torchshard.program import Program, planned, prepared, program
@@ -262,6 +263,20 @@ def test_an_op_that_runs_in_no_wider_dtype_is_told() -> None:
     made = program(model, {}, 2, (x,))
     report = check_program(model, made, made.graph, (x,), {})
     assert report.ok and "not compared with wider dtypes: RuntimeError" in str(report)
+
+
+def test_a_backward_that_a_rank_does_not_come_to_is_no_answer() -> None:
+    """On real ranks the others would wait for it."""
+    model, made, inputs = _made("attention")
+    trial = Trial(model, made.captured, flatten_call(model, inputs, {}), torch.get_rng_state())
+    graphs = rank_graphs(made.graph, 2)
+    copied = next(n for n in graphs[1].graph.nodes if n.target in OPS and OPS[n.target].name == "copy")
+    with graphs[1].graph.inserting_after(copied):
+        stopped = graphs[1].graph.call_function(torch.ops.aten.detach.default, (copied,))
+    copied.replace_all_uses_with(stopped, delete_user_cb=lambda user: user is not stopped)
+    graphs[1].recompile()
+    with pytest.raises(InternalError, match=r"wait for each other in the backward.*\[1\]|of ranks \[1\]"):
+        trial.sharded(graphs, made.plan)
 
 
 def test_a_reduce_in_place_of_a_copy_and_the_other_way_round() -> None:

@@ -13,10 +13,11 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from torchshard.conversions import ends
+from torchshard.conversions import ends, kernels
 from torchshard.distributed.groups import simulated_name
-from torchshard.distributed.ops import OPS, is_collective
+from torchshard.distributed.ops import OPS, SENDING, is_collective
 from torchshard.errors import InternalError
+from torchshard.graph import where
 from torchshard.layouts import Layout, dual, join, split
 from torchshard.passes import localized
 from torchshard.rules import is_random
@@ -118,21 +119,42 @@ def _meet(arrived: Sequence[Request]) -> list[Any]:
     if row is None:
         largest = torch.stack(tensors).amax(0)
         return [largest.clone() for _ in tensors]
-    return list(_Conversion.apply(*ends(row.name, args[0][1:]), *tensors))
+    sends = kernels(row.name, needs_grad=torch.is_grad_enabled())[1] in SENDING
+    if sends:
+        _check_all_come(nodes[0], [t.requires_grad for t in tensors])
+    return list(_Conversion.apply(nodes[0] if sends else None, *ends(row.name, args[0][1:]), *tensors))
+
+
+def _check_all_come(node: fx.Node, come: Sequence[bool]) -> None:
+    """Raises InternalError where some ranks would wait for others in a collective's backward."""
+    if any(come) and not all(come):
+        raise InternalError(
+            "ranks would wait for each other in the backward of a collective",
+            where=where(node),
+            why=f"of ranks {[i for i, comes in enumerate(come) if not comes]} no gradient comes back to it",
+        )
 
 
 class _Conversion(torch.autograd.Function):
     """One conversion on all ranks at once, by the definition of the layouts."""
 
     @staticmethod
-    def forward(ctx: Any, source: Layout, target: Layout, *pieces: Tensor) -> tuple[Tensor, ...]:
-        ctx.ends = source, target
-        return _convert(pieces, source, target)
+    def forward(ctx: Any, node: fx.Node | None, source: Layout, target: Layout, *pieces: Tensor) -> tuple[Tensor, ...]:
+        """`node`: the one whose backward communicates; None where it does not."""
+        made = _convert(pieces, source, target)
+        ctx.node, ctx.ends, ctx.likes = node, (source, target), [torch.empty_like(m, device="meta") for m in made]
+        ctx.set_materialize_grads(False)
+        return made
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:
+    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Any, ...]:
+        if ctx.node is not None:
+            _check_all_come(ctx.node, [grad is not None for grad in grads])
         source, target = ctx.ends
-        return (None, None, *_convert(grads, dual(target), dual(source)))
+        device = next(grad.device for grad in grads if grad is not None)
+        full = [torch.zeros_like(like, device=device) if grad is None else grad
+                for grad, like in zip(grads, ctx.likes, strict=True)]  # fmt: skip
+        return (None, None, None, *_convert(full, dual(target), dual(source)))
 
 
 def _convert(pieces: Sequence[Tensor], source: Layout, target: Layout) -> tuple[Tensor, ...]:

@@ -45,8 +45,7 @@ def attention(call: Call) -> Row | None:
     stretched = [*query[:-2]] != [*batch] or any([*t[:-2]] != [*kv_batch] for t in (key, value))
     if stretched and (grouped or drops):
         return None
-    filled = [*"lv", *(names if stretched else [])]
-    local = {"*": _dropout_attention(call)} if drops else dict.fromkeys(filled, where_not_empty(call))
+    local = {"*": _dropout_attention(call) if drops else where_not_empty(call)}
     return call.row(f"{spaced(*operands)} -> {spaced([*names, row, 'v'])}", sizes=sizes, local=local, fills_ranks=drops)
 
 

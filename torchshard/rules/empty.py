@@ -9,13 +9,14 @@ run on every rank, forward and backward.
 
 from __future__ import annotations
 
+import math
 import operator
 from typing import Any
 
 import torch
 
 from torchshard.layouts import Shard
-from torchshard.notation import Local, LocalFn
+from torchshard.notation import Dim, Local, LocalFn
 from torchshard.rules.registry import Call, TensorType
 
 aten = torch.ops.aten
@@ -35,13 +36,16 @@ def where_not_empty(call: Call) -> LocalFn:
     """Runs an op, and for a rank without any of what is split on zeros that are cut off again."""
 
     def local(ctx: Local, *args: Any, **kwargs: Any) -> Any:
-        if ctx.size(ctx.choice.axes[0][0]):
+        axis = ctx.choice.axes[0][0]
+        names = [name for name, tensor in call.args.items() if isinstance(tensor, TensorType)]
+        held = zip(names, ctx.choice.operands, ctx.row.operands, strict=False)
+        widths = {name: (layout.dim, _width(ctx, axis, dims[layout.dim])) for name, layout, dims in held
+                  if isinstance(layout, Shard)}  # fmt: skip
+        if ctx.size(axis) or not all(isinstance(width, int) for _, width in widths.values()):
             return call.target(*args, **kwargs)
-        bound, layouts = call.bound(args, kwargs), iter(ctx.choice.operands)
-        for name, tensor in call.args.items():
-            layout = next(layouts) if isinstance(tensor, TensorType) else None
-            if isinstance(layout, Shard):
-                bound[name] = filled(bound[name], layout.dim, len(tensor.shape))
+        bound = call.bound(args, kwargs)
+        for name, (dim, width) in widths.items():
+            bound[name] = filled(bound[name], dim, len(call.args[name].shape), width)
         made = call.target(**bound)
         cut = [r.dim if isinstance(r, Shard) else None for r in ctx.choice.results]
         if len(cut) == 1:
@@ -49,6 +53,11 @@ def where_not_empty(call: Call) -> LocalFn:
         return [_cut(operator.getitem(made, i), dim) for i, dim in enumerate(cut)]
 
     return local
+
+
+def _width(ctx: Local, axis: str, dim: Dim) -> Any:
+    """What one element of an axis is in a dim: the product of the axes that are merged with it."""
+    return math.prod(ctx.row.sizes[a] for term in dim if axis in term for a in term if a != axis)
 
 
 def _cut(made: Any, dim: int | None) -> Any:
