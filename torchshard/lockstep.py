@@ -151,8 +151,10 @@ class _Conversion(torch.autograd.Function):
         if ctx.node is not None:
             _check_all_come(ctx.node, [grad is not None for grad in grads])
         source, target = ctx.ends
-        device = next(grad.device for grad in grads if grad is not None)
-        full = [torch.zeros_like(like, device=device) if grad is None else grad
+        devices = [grad.device for grad in grads if grad is not None]
+        if not devices:
+            return (None, None, None, *grads)
+        full = [torch.zeros_like(like, device=devices[0]) if grad is None else grad
                 for grad, like in zip(grads, ctx.likes, strict=True)]  # fmt: skip
         return (None, None, None, *_convert(full, dual(target), dual(source)))
 
