@@ -233,7 +233,7 @@ PAIRS = [(a, b, n) for a in TARGETS for b in TARGETS for n, _ in [(route(a, b) o
 def test_a_conversion_keeps_the_value_and_its_gradient(source: Layout, target: Layout, name: str, world: int) -> None:
     torch.manual_seed(0)
     pieces = [p.requires_grad_() for p in _spread(torch.randn(5, 6, dtype=torch.float64), source, world)]
-    after = _Conversion.apply(source, target, *pieces)
+    after = _Conversion.apply(None, source, target, *pieces)
     assert torch.allclose(_value(after, target), _value(pieces, source))
     assert [tuple(p.shape) for p in after] == [local_shape((5, 6), target, r, world) for r in range(world)]
     cotangents = _spread(torch.randn(5, 6, dtype=torch.float64), dual(target), world)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import subprocess
+import sys
 import time
 from pathlib import Path
 
@@ -97,6 +99,22 @@ def test_a_rank_that_leaves_without_a_result() -> None:
         launch(_leave_quietly, 2)
     with pytest.raises(ValueError, match="the cause"):
         launch(_fail_then_abort, 2)
+
+
+ENDS = """
+import atexit, torch.distributed as dist, torchshard as ts
+atexit.register(lambda: print(dist.is_initialized()))
+ts.distributed.init_process_group()
+"""
+
+
+def test_a_program_that_ends_without_ending_its_groups() -> None:
+    """Gloo's threads abort, now and then, a process that ends with groups that are still there: these are not."""
+    place = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "MASTER_ADDR": "localhost", "MASTER_PORT": "0"}
+    ended = subprocess.run(
+        [sys.executable, "-c", ENDS], env=os.environ | place, capture_output=True, text=True, timeout=WAIT_SECONDS
+    )
+    assert (ended.returncode, ended.stdout) == (0, "False\n"), ended.stderr
 
 
 def test_results_come_in_the_order_of_the_ranks() -> None:

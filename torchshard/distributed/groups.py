@@ -135,7 +135,7 @@ def init_process_group(
     _began.append(began)
     try:
         _groups.update(_make_groups(group_size, mesh, waits))
-        atexit.register(_end_waiting)
+        atexit.register(_at_exit)
     except Exception:
         _forget()
         raise
@@ -290,7 +290,7 @@ def destroy_process_group() -> None:
 
 def _forget() -> None:
     _end_waiting()
-    atexit.unregister(_end_waiting)
+    atexit.unregister(_at_exit)
     _groups.clear()
     began = _began.pop() if _began else False
     while _made:
@@ -299,6 +299,14 @@ def _forget() -> None:
             dist.destroy_process_group(made)
     if began and dist.is_initialized():
         dist.destroy_process_group()
+
+
+def _at_exit() -> None:
+    """Ends what a program has left: where groups are still there, gloo's threads abort a process that ends. Others may
+    wait for their ranks when they are ended."""
+    _end_waiting()
+    if _began and _began[-1] and dist.is_initialized() and dist.get_backend() == "gloo":
+        _forget()
 
 
 def _end_waiting() -> None:
