@@ -41,7 +41,7 @@ from torch.testing._internal.common_methods_invocations import op_db
 from torch.utils import _pytree as pytree
 
 import torchshard as ts
-from torchshard.capture import Captured, flatten_call
+from torchshard.capture import Captured, check_weights, flatten_call
 from torchshard.check_processes import pieces, report_of
 from torchshard.checking import Report, check_program
 from torchshard.distributed.groups import MODEL
@@ -132,6 +132,7 @@ def _cases(name: str, ranks: list[int], most: int, try_one: Callable[..., None])
         if not _is_plain(call):
             continue
         try:
+            check_weights(call)
             captured = prepared(call, (), {})
         except ts.ShardError as error:
             _worse(result, "raised", f"{type(error).__name__}: {error}")

@@ -292,6 +292,12 @@ class _Lazy(nn.Module):
         return y
 
 
+def _sparse() -> nn.Module:
+    model = _Plain()
+    model.register_buffer("edges", torch.eye(8).to_sparse_csr())
+    return model
+
+
 def _sized_wrongly() -> Any:
     tsd.debug(False)
     try:
@@ -304,6 +310,7 @@ REFUSED: dict[str, tuple[str, Callable[[], Any]]] = {
     "a sharded model": ("the model is sharded already", lambda: ts.shard(_sharded(), PLAN)),
     "a wrapped model": ("a DistributedDataParallel can't be", lambda: ts.shard(DistributedDataParallel(_Plain()), {})),
     "a lazy model": ("parameter 'up.weight' is not initialised yet", lambda: ts.shard(_Lazy(), PLAN)),
+    "a sparse buffer": ("buffer edges is sparse_csr", lambda: ts.plan(_sparse(), world_size=2)),
     "another dtype": ("input x is float32, the model float64", lambda: _sharded()(_x(dtype=torch.float32))),
     "an input without values": ("input x has no values", lambda: _sharded()(_x().to("meta"))),
     "a plan drawn to nowhere": ("not to a NoneType", lambda: ts.draw(_sharded(example_inputs=(_x(),)).plan, None)),

@@ -79,15 +79,18 @@ def check_kinds(model: nn.Module, call: Leaves) -> None:
         InputError: one is not.
     """
     for name, tensor in zip(call.names, call.tensors, strict=True):
-        if tensor.is_nested or tensor.layout != torch.strided:
-            what = f"is {'nested' if tensor.is_nested else str(tensor.layout).removeprefix('torch.')}"
-            attempt = f"{name}.to_padded_tensor(0)" if tensor.is_nested else f"{name}.to_dense()"
-            raise InputError(
-                f"input {name} {what}",
-                where=f"argument {name!r} of {type(model).__name__}.forward",
-                why="a sharded model is captured as a graph of ops on dense tensors, with collectives between them",
-                attempt=attempt,
-            )
+        _check_strided(tensor, "input", name, f"argument {name!r} of {type(model).__name__}.forward")
+
+
+def _check_strided(tensor: Tensor, kind: str, name: str, place: str) -> None:
+    if not tensor.is_nested and tensor.layout == torch.strided:
+        return
+    raise InputError(
+        f"{kind} {name} is {'nested' if tensor.is_nested else str(tensor.layout).removeprefix('torch.')}",
+        where=place,
+        why="a sharded model is captured as a graph of ops on dense tensors, with collectives between them",
+        attempt=f"{name}.to_padded_tensor(0)" if tensor.is_nested else f"{name}.to_dense()",
+    )
 
 
 def refuse_transforms(model: nn.Module) -> None:
@@ -138,7 +141,8 @@ def check_weights(model: Any) -> None:
     """What a split of the parameters could not keep.
 
     Raises:
-        InputError: it is no module; two parameters share memory without being one; a parameter has gradient hooks.
+        InputError: it is no module; two parameters share memory without being one; a parameter has gradient hooks; a
+            parameter or buffer is sparse or nested.
     """
     if not isinstance(model, nn.Module) or isinstance(model, torch.jit.ScriptModule):
         raise InputError(
@@ -154,6 +158,9 @@ def check_weights(model: Any) -> None:
             why="it wraps the model that is to be split, and communicates about whole parameters",
             attempt="ts.shard(model, ...), then wrap the sharded model, over torchshard's data-parallel group",
         )
+    for kind, tensors in (("parameter", model.named_parameters()), ("buffer", model.named_buffers())):
+        for name, tensor in tensors:
+            _check_strided(tensor, kind, name, type(model).__name__)
     places: dict[tuple[int, int], str] = {}
     for name, parameter in model.named_parameters():
         if is_lazy(parameter):
