@@ -271,7 +271,7 @@ PAGE = """# Models
 
 Models with no annotation, each tiny and with random weights, through `ts.check` at {ranks} ranks: outputs and every
 parameter gradient beside the unsharded model's, in float64, at a relative 1e-10 (1e-5 where the model itself computes
-in float32). To make this page anew, in about two hours on two cores: `make sweep`.
+in float32). To regenerate this page, in about two hours on two cores: `make sweep`.
 
 On real ranks, processes that send through gloo (`--processes 2`): {processes}.
 """

@@ -22,7 +22,7 @@ from torchshard.capture import check_weights, copied, flatten, flatten_call
 from torchshard.comparing import KINDS, TOLERANCES, Comparison, Results, compare, error_of_pieces, noise_ceiling
 from torchshard.errors import ShardError
 from torchshard.graph import is_tensor, where
-from torchshard.layouts import dual
+from torchshard.layouts import Layout, dual
 from torchshard.planner.machine import Machine, objective
 from torchshard.planner.plan import Plan
 from torchshard.planning import PlanLike
@@ -175,17 +175,20 @@ class _Sides:
 def _report(trial: Trial, sides: _Sides, tolerance: float) -> Report:
     """A comparison in the trial's precision."""
     plan = sides.plan
-    report = Report(plan.world_size, tolerance, _compared(trial, sides, tolerance))
+    found = _compared(trial, sides, trial.sharded(sides.graphs, plan), plan.parameters, tolerance)
+    report = Report(plan.world_size, tolerance, found)
     if report.ok:
         return report
     again = trial.whole(watched=True), trial.sharded(sides.graphs, plan, watched=True)
     return replace(report, diverges_at=_diagnose(sides.graph, *again, tolerance))
 
 
-def _compared(trial: Trial, sides: _Sides, tolerance: float) -> tuple[Comparison, ...]:
-    """Every tensor of the ranks' step beside the unsharded one's."""
-    sharded, names = trial.sharded(sides.graphs, sides.plan), sides.expected.output_names
-    return compare(sides.expected, sharded, sides.plan.parameters, tolerance, lambda: trial.noise(names))
+def _compared(
+    trial: Trial, sides: _Sides, run: Run, layouts: Mapping[str, Layout], tolerance: float, *, flips: bool = False
+) -> tuple[Comparison, ...]:
+    """Every tensor of a step beside the unsharded one's."""
+    names = sides.expected.output_names
+    return compare(sides.expected, run, layouts, tolerance, lambda: trial.noise(names), flips=flips)
 
 
 def _with_flips(report: Report, trial: Trial, sides: _Sides) -> Report:
@@ -193,12 +196,11 @@ def _with_flips(report: Report, trial: Trial, sides: _Sides) -> Report:
     error of theirs in the narrower. The captured graph itself computes what the model does in either case."""
     if report.ok or report.widened is None:
         return report
-    names, tolerance = sides.expected.output_names, report.tolerance
-    captured = compare(sides.expected, trial.whole(), {}, tolerance, lambda: trial.noise(names))
+    plan, tolerance = sides.plan, report.tolerance
+    captured = _compared(trial, sides, trial.whole(), {}, tolerance)
     if any(c.error > tolerance for c in captured):
         return report
-    sharded, layouts = trial.sharded(sides.graphs, sides.plan), sides.plan.parameters
-    found = compare(sides.expected, sharded, layouts, tolerance, lambda: trial.noise(names), flips=True)
+    found = _compared(trial, sides, trial.sharded(sides.graphs, plan), plan.parameters, tolerance, flips=True)
     noisy = replace(report, comparisons=found, diverges_at="", flips=True)
     return noisy if noisy.ok else report
 

@@ -37,11 +37,13 @@ def where_not_empty(call: Call) -> LocalFn:
 
     def local(ctx: Local, *args: Any, **kwargs: Any) -> Any:
         axis = ctx.choice.axes[0][0]
+        if ctx.size(axis):
+            return call.target(*args, **kwargs)
         names = [name for name, tensor in call.args.items() if isinstance(tensor, TensorType)]
         held = zip(names, ctx.choice.operands, ctx.row.operands, strict=False)
         widths = {name: (layout.dim, _width(ctx, axis, dims[layout.dim])) for name, layout, dims in held
                   if isinstance(layout, Shard)}  # fmt: skip
-        if ctx.size(axis) or not all(isinstance(width, int) for _, width in widths.values()):
+        if not all(isinstance(width, int) for _, width in widths.values()):
             return call.target(*args, **kwargs)
         bound = call.bound(args, kwargs)
         for name, (dim, width) in widths.items():

@@ -204,7 +204,8 @@ def variance(call: Call) -> Row:
 
     def local(ctx: Local, x: Any, *args: Any, **kwargs: Any) -> Any:
         x = cast(x, result, wide(result))
-        own = aten.stack.default(list(_pair(aten.var_mean.correction(x, dims, correction=0, keepdim=True))))
+        both = aten.var_mean.correction(x, dims, correction=0, keepdim=True)
+        own = aten.stack.default([operator.getitem(both, 0), operator.getitem(both, 1)])
         spread, middle = _joined(ctx, _gathered(ctx, own), count)
         spread = aten.div.Scalar(spread, max(0.0, count - correction))
         made = [_root(spread) if "std" in str(call.target) else spread, middle][: len(call.results)]
@@ -231,10 +232,6 @@ def _joined(ctx: Local, each: Any, total: int) -> tuple[Any, Any]:
             mean = aten.add.Tensor(middle, aten.mul.Scalar(apart, more / (count + more)))
         count, spread, middle = count + more, squares, mean
     return spread, middle
-
-
-def _pair(made: Any) -> tuple[Any, Any]:
-    return operator.getitem(made, 0), operator.getitem(made, 1)
 
 
 def _root(spread: Any) -> Any:
