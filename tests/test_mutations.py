@@ -23,6 +23,7 @@ from torchshard.distributed.ops import OPS
 from torchshard.errors import InternalError
 from torchshard.graph import duplicate
 from torchshard.lockstep import rank_graphs
+from torchshard.materialize import local_state
 from torchshard.passes import verify
 from torchshard.planner.machine import Machine, Objective
 from torchshard.program import Program, planned, prepared, program
@@ -233,6 +234,53 @@ def test_a_fault_of_the_capture_is_no_flip(dtype: torch.dtype) -> None:
     captured.graph.recompile()
     made = planned(captured, model, {"up": "column", "down": "row"}, 4)
     assert not check_program(model, made, made.graph, (x,), {}).ok
+
+
+class _Scaled(nn.Module):
+    """A scale that is computed without gradients, of which one element is a small part."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up = nn.Linear(12, 20)
+
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.no_grad():
+            scale = self.up(x).std()
+        y: Tensor = self.up(x) * scale
+        return y
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_a_fault_of_the_capture_that_rounding_hides_is_seen(
+    dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    torch.manual_seed(0)
+    model, x = _Scaled().to(dtype), torch.randn(6, 12).to(dtype).requires_grad_()
+    assert ts.check(model, {"up": "column"}, world_size=2, example_inputs=(x,), dtype=None).ok
+    monkeypatch.setattr("torchshard.capture.regions.modes_of", lambda node: SimpleNamespace(grad=True))
+    report = ts.check(model, {"up": "column"}, world_size=2, example_inputs=(x,), dtype=None)
+    assert not report.ok and "parameter gradient up.weight" in str(report)
+    with pytest.raises(ts.ShardError, match="is off by"):
+        report.raise_on_error()
+
+
+def test_a_model_that_refuses_float64_is_told() -> None:
+    class Narrow(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            return x @ torch.ones(6, 2, dtype=torch.bfloat16)
+
+    report = ts.check(Narrow(), {}, world_size=2, example_inputs=(torch.randn(3, 6).bfloat16(),), dtype=None)
+    assert report.ok and "not compared with the model in float64: " in str(report)
+
+
+def test_a_frozen_parameter_that_ranks_train_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+    def trained(*args: Any) -> dict[str, Tensor]:
+        return {name: nn.Parameter(tensor.detach()) for name, tensor in local_state(*args).items()}
+
+    model = nn.Sequential(nn.Linear(6, 8), nn.Linear(8, 6).requires_grad_(False))
+    monkeypatch.setattr("torchshard.steps.local_state", trained)
+    report = ts.check(model, {"0": "column"}, world_size=2, example_inputs=(torch.randn(3, 6),))
+    assert {c.name for c in report.comparisons if c.error > 0.1} == {"1.weight", "1.bias"}
 
 
 def test_a_fault_of_a_narrow_dtype_alone_is_no_flip() -> None:

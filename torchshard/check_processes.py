@@ -100,7 +100,7 @@ def _pieces(make: Callable[..., Made], given: tuple[Any, ...], plan: PlanLike, a
     torch.manual_seed(0)
     results = list(flatten(sharded(*call_args, **call_kwargs)).tensors)
     backward(results, 1)
-    state = dict((*sharded.named_parameters(remove_duplicate=False), *sharded.named_buffers(remove_duplicate=False)))
+    state = dict((*sharded.named_parameters(), *sharded.named_buffers()))
     return pieces(results, state, inputs, sharded.plan.parameters, sharded.graph)
 
 

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, fx, nn
 
 from torchshard import lockstep
-from torchshard.capture import check_weights, copied, flatten, flatten_call
+from torchshard.capture import Captured, check_weights, copied, flatten, flatten_call
 from torchshard.comparing import KINDS, TOLERANCES, Comparison, Results, compare, error_of_pieces, noise_ceiling
 from torchshard.errors import ShardError
 from torchshard.graph import is_tensor, where
@@ -26,7 +26,7 @@ from torchshard.layouts import Layout, dual
 from torchshard.planner.machine import Machine, objective
 from torchshard.planner.plan import Plan
 from torchshard.planning import PlanLike
-from torchshard.program import Program, check_examples, check_world_size, device_type, program
+from torchshard.program import Program, check_examples, check_world_size, device_type, prepared, program
 from torchshard.steps import Run, Trial
 
 WIDER = (torch.float64, torch.float32)
@@ -54,23 +54,31 @@ class Report:
     flips: bool = False
     """Whether rounding alone moves the unsharded model's values by as much, as where it flips a comparison: the wider
     dtypes decide."""
+    captured: Report | None = None
+    """Of a model in less than float64: its captured graph, of one rank, beside the model, both cast to float64."""
+    uncaptured: str = ""
+    """Why there is no such comparison of a model that should have one."""
 
     @property
     def ok(self) -> bool:
-        """Whether all errors are within the tolerance, in both precisions."""
-        return all(c.error <= self.tolerance for c in self.comparisons) and (self.widened is None or self.widened.ok)
+        """Whether all errors are within the tolerance, in every precision."""
+        return all(c.error <= self.tolerance for c in self.comparisons) and all(r.ok for r in self._in_wider)
+
+    @property
+    def _in_wider(self) -> list[Report]:
+        return [report for report in (self.widened, self.captured) if report is not None]
 
     @property
     def worst(self) -> Comparison:
         """The comparison that is furthest beyond its tolerance, or nearest to it."""
-        reports = [self] if self.widened is None else [self, self.widened]
+        reports = [self, *self._in_wider]
         pairs = [(c.error / report.tolerance, c) for report in reports for c in report.comparisons]
         return max(pairs, key=lambda pair: pair[0], default=(0.0, Comparison("output", "", 0.0)))[1]
 
     def raise_on_error(self) -> Report:
         """This report; raises CheckError where something differs."""
         if not self.ok:
-            wrong = self if self.widened is None or self.widened.ok else self.widened
+            wrong = next((report for report in self._in_wider if not report.ok), self)
             raise CheckError(
                 f"the {self.worst.kind} {self.worst.name} is off by {self.worst.error:.1e}",
                 where=wrong.diverges_at,
@@ -98,6 +106,10 @@ class Report:
             lines += self.widened._wrong()
         elif self.unwidened:
             lines.append(f"  not compared with wider dtypes: {self.unwidened}")
+        if self.captured is not None and not self.captured.ok:
+            lines += ["  the captured graph is not the model, both in float64:", *self.captured._wrong()]
+        elif self.uncaptured:
+            lines.append(f"  the captured graph was not compared with the model in float64: {self.uncaptured}")
         return "\n".join(lines)
 
     def _wrong(self) -> list[str]:
@@ -126,8 +138,8 @@ def check(
         world_size: any number of ranks.
         example_inputs, example_kwargs: what `model` is called with.
         dtype: the floating dtype to compare in (model and inputs are cast); None: as they are. Where the model then
-            computes in less than float64 anywhere, its graph is compared in float64 too: a left-out collective may
-            change less than bfloat16 rounds away.
+            computes in less than float64 anywhere, its graph is compared in float64 too, and a narrower model's capture
+            with the model cast to float64: a left-out collective may change less than bfloat16 rounds away.
         memory, machine, axes: what the best plan is; see `plan`.
 
     Raises:
@@ -142,22 +154,23 @@ def check(
         held, args, kwargs = in_dtype(held, args, kwargs, dtype)
     aim = objective(machine, memory, axes, device_type(held))
     made = program(held, plan, world_size, args, kwargs, aim=aim)
-    return check_program(held, made, made.graph, args, kwargs)
+    return _with_captured(check_program(held, made, made.graph, args, kwargs), held, args, kwargs)
 
 
 def check_program(
     model: nn.Module, made: Program, graph: fx.GraphModule, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> Report:
     """Compares one program's graph (`made.graph`, or one that was tampered with) with the model."""
-    call = replace(flatten_call(model, args, kwargs), names=made.captured.inputs)
-    seed = torch.get_rng_state()
-    trial = Trial(model, made.captured, call, seed)
-    sides = _Sides(trial.unsharded(), graph, lockstep.rank_graphs(graph, made.plan.world_size), made.plan)
-    try:
+    trial = _trial(model, made.captured, args, kwargs)
+    with torch.random.fork_rng(devices=()):
+        sides = _Sides(trial.unsharded(), graph, lockstep.rank_graphs(graph, made.plan.world_size), made.plan)
         report = _with_wider(_report(trial, sides, tolerance_of(made.captured.graph)), trial, sides)
         return _with_flips(report, trial, sides)
-    finally:
-        torch.set_rng_state(seed)
+
+
+def _trial(model: nn.Module, captured: Captured, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Trial:
+    call = replace(flatten_call(model, args, kwargs), names=captured.inputs)
+    return Trial(model, captured, call, torch.get_rng_state())
 
 
 @dataclass(frozen=True)
@@ -205,6 +218,24 @@ def _with_flips(report: Report, trial: Trial, sides: _Sides) -> Report:
     return noisy if noisy.ok else report
 
 
+def _with_captured(report: Report, model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Report:
+    """The report, with one of the model in float64 and of its graph: what capture loses may be less than a narrower
+    dtype rounds away."""
+    tensors = (*model.parameters(), *model.buffers(), *flatten_call(model, args, kwargs).tensors)
+    if all(_as(t, torch.float64) is t for t in tensors):
+        return report
+    try:
+        wide, args, kwargs = in_dtype(copied(model), args, kwargs, torch.float64)
+        captured = prepared(wide, args, kwargs)
+        trial, tolerance = _trial(wide, captured, args, kwargs), tolerance_of(captured.graph)
+        with torch.random.fork_rng(devices=()):
+            expected = trial.unsharded()
+            found = compare(expected, trial.whole(), {}, tolerance, lambda: trial.noise(expected.output_names))
+    except Exception as error:  # a model that refuses this dtype
+        return replace(report, uncaptured=_in_short(error))
+    return replace(report, captured=Report(1, tolerance, found))
+
+
 def _with_wider(report: Report, trial: Trial, sides: _Sides) -> Report:
     """The report, with one of the same graph in a wider dtype, the widest in which all its ops run."""
     reason = ""
@@ -216,8 +247,12 @@ def _with_wider(report: Report, trial: Trial, sides: _Sides) -> Report:
             expected = wide.results(sides.expected)
             return replace(report, widened=_report(wide, replace(sides, expected=expected), TOLERANCES[dtype]))
         except Exception as error:  # an op that refuses this dtype
-            reason = reason or f"{type(error).__name__}: {error}".splitlines()[0]
+            reason = reason or _in_short(error)
     return replace(report, unwidened=reason)
+
+
+def _in_short(error: Exception) -> str:
+    return f"{type(error).__name__}: {error}".splitlines()[0]
 
 
 def in_dtype(model: nn.Module, args: Any, kwargs: Any, dtype: torch.dtype) -> tuple[nn.Module, Any, Any]:

@@ -140,7 +140,15 @@ def _compare(
     grads = [gradients(state) for state in got.states]
     for name, grad in expected.parameter_grads.items():
         add("parameter gradient", name, grad, [held[name] for held in grads], layouts.get(name, I))
+    frozen = {name for state in got.states for name in _with_other_grads(state, expected.parameter_grads)}
+    found += [Comparison("parameter gradient", name, math.inf) for name in sorted(frozen)]
     return tuple(found)
+
+
+def _with_other_grads(state: Mapping[str, Tensor], grads: Mapping[str, Tensor]) -> list[str]:
+    """The names of a rank's tensors that got a gradient, but the model's did not."""
+    trained = {id(state[name]) for name in grads}
+    return [name for name, tensor in state.items() if tensor.grad is not None and id(tensor) not in trained]
 
 
 def error_of(expected: Any, got: Any, floor: float = 0.0) -> float:
