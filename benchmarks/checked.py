@@ -117,7 +117,10 @@ MODELS: dict[str, Case] = CASES | {
         conv=lambda: nn.Conv2d(3, 8, 3),
     ),
     "queries": _model(
-        lambda m, x: F.scaled_dot_product_attention(m.up.weight, x, x, is_causal=True), 20, 12, plan={"up.weight": 0}
+        lambda m, x: m.down.weight @ F.scaled_dot_product_attention(m.up.weight, x, x, is_causal=True),
+        *(500, 12),
+        plan="auto",
+        hidden=500,
     ),
     "masked": _model(_masked, 2, 5, 12),
     "multihead": _model(
