@@ -2,7 +2,7 @@
 # make lint    lint and type-check only
 # make demo    run the examples
 # make bench   time a training step, calls by hand and planning; count what is sent; compare prices with times
-# make nightly 2,000 random models under random plans, and seeded faults (an hour)
+# make nightly 2,000 random models under random plans, and seeded faults (half an hour)
 # make sweep   all of PyTorch's operators, Hugging Face's architectures and other libraries' models, and the graphs of
 #              Hugging Face's and of the tests' models before an independent referee (three hours), in .venv-sweep;
 #              docs/models.md
@@ -52,7 +52,7 @@ nightly: $(VENV)/.stamp-test
 
 sweep: $(SWEEP)/.stamp
 	$(SWEEP)/bin/python benchmarks/operators.py
-	$(SWEEP)/bin/python benchmarks/zoo.py --write docs/models.md
+	$(SWEEP)/bin/python benchmarks/zoo.py --processes 2 --write docs/models.md
 	$(SWEEP)/bin/python benchmarks/referee.py
 	$(SWEEP)/bin/python benchmarks/referee.py --zoo
 
