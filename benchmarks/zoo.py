@@ -355,7 +355,7 @@ def main() -> None:
     parser.add_argument("--models", nargs="+")
     parser.add_argument("--part", default="", help=f"a part of the title of one of {', '.join(PARTS)}")
     parser.add_argument("--processes", type=int, metavar="N", help="a sample again, on so many real ranks")
-    parser.add_argument("--limit", type=float, default=180.0, help="seconds for one model")
+    parser.add_argument("--limit", type=float, default=400.0, help="seconds for one model")
     parser.add_argument("--jobs", type=int, default=os.cpu_count())
     parser.add_argument("--json", type=Path, help="results are written here; those that are there already are kept")
     parser.add_argument("--write", type=Path, metavar="FILE", help="write a page about all results")
