@@ -11,8 +11,9 @@ so is the process group.
     type only  of these: it did not say along which dim a value is split (its rules come from DTensor, which has fewer)
     declared   it can't know: an entry of `judging.DECLARED` stands. The last lines list these by op
     faults     anything else
-    left out   each collective is replaced by its operand in turn, and so many of these are seen: by a type; where types
-               agree by a size; or by a dim, of which the checker now refuses to say what it said before
+    left out   each collective that a result depends on is replaced by its operand in turn, and so many of these are
+               seen: by a type; where types agree by a size; or by a dim, of which the checker now refuses to say what
+               it said before
 
     python benchmarks/referee.py                            the tests' models, under their own plan and under "auto"
     python benchmarks/referee.py --zoo                      Hugging Face's architectures, each tiny (zoo.py)
@@ -48,7 +49,7 @@ from judging import (
     without,
     wrong_duals,
 )
-from torch import nn
+from torch import fx, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from torchshard.distributed.groups import simulated_name
@@ -90,7 +91,8 @@ def verdict(model: nn.Module, made: Program, world: int) -> Verdict:
     with FakeTensorMode():
         subject = subject_of(graphs, trainable)
         values, found = judged(subject)
-        left_out = {n: without(n, subject, values, found) for n in found if is_collective(n.target)}
+        taken = needed(subject.graph.graph)
+        left_out = {n: without(n, subject, values, found) for n in found if is_collective(n.target) and n in taken}
     counted = {n: j for n, j in found.items() if n.target is not operator.getitem and (tensors_in(j.value) or j.fault)}
     return Verdict(
         Counter(j.level for j in counted.values()),
@@ -100,6 +102,21 @@ def verdict(model: nn.Module, made: Program, world: int) -> Verdict:
         Counter((j.level, str(n.target), j.why) for n, j in counted.items() if j.level != BY_DIM),
         time.perf_counter() - start,
     )
+
+
+def needed(graph: fx.Graph) -> set[fx.Node]:
+    """The nodes on which more depends than random numbers that nobody takes: those are drawn all the same, since the
+    next ones depend on them."""
+    found: set[fx.Node] = set()
+    for node in reversed(graph.nodes):
+        if found.intersection(node.users) or not (node.users or draws(node)):
+            found.add(node)
+    return found
+
+
+def draws(node: fx.Node) -> bool:
+    """Whether an op takes random numbers."""
+    return torch.Tag.nondeterministic_seeded in getattr(node.target, "tags", ())
 
 
 # --- models ----------------------------------------------------------------------------------------------------------
