@@ -255,7 +255,7 @@ def test_a_fault_of_the_capture_that_rounding_hides_is_seen(
     dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     torch.manual_seed(0)
-    model, x = _Scaled().to(dtype), torch.randn(6, 12).to(dtype).requires_grad_()
+    model, x = _Scaled().to(dtype), torch.randn(4096, 12).to(dtype).requires_grad_()
     assert ts.check(model, {"up": "column"}, world_size=2, example_inputs=(x,), dtype=None).ok
     monkeypatch.setattr("torchshard.capture.regions.modes_of", lambda node: SimpleNamespace(grad=True))
     report = ts.check(model, {"up": "column"}, world_size=2, example_inputs=(x,), dtype=None)
