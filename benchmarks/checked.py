@@ -1,4 +1,4 @@
-"""What `ts.check` says of the tests' models in each floating dtype: all are exact, in each.
+"""What `ts.check` says of the tests' models, and of small ones of single ops, in each floating dtype: all are exact.
 
 `benchmarks/mutants.py --check` runs it in a library that has been made wrong: a fault that float64 sees must be seen in
 every dtype.

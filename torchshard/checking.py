@@ -188,7 +188,7 @@ class _Sides:
 def _report(trial: Trial, sides: _Sides, tolerance: float) -> Report:
     """A comparison in the trial's precision."""
     plan = sides.plan
-    found = _compared(trial, sides, trial.sharded(sides.graphs, plan), plan.parameters, tolerance)
+    found = _compared(trial, sides.expected, trial.sharded(sides.graphs, plan), plan.parameters, tolerance)
     report = Report(plan.world_size, tolerance, found)
     if report.ok:
         return report
@@ -197,11 +197,10 @@ def _report(trial: Trial, sides: _Sides, tolerance: float) -> Report:
 
 
 def _compared(
-    trial: Trial, sides: _Sides, run: Run, layouts: Mapping[str, Layout], tolerance: float, *, flips: bool = False
+    trial: Trial, expected: Results, run: Run, layouts: Mapping[str, Layout], tolerance: float, *, flips: bool = False
 ) -> tuple[Comparison, ...]:
     """Every tensor of a step beside the unsharded one's."""
-    names = sides.expected.output_names
-    return compare(sides.expected, run, layouts, tolerance, lambda: trial.noise(names), flips=flips)
+    return compare(expected, run, layouts, tolerance, lambda: trial.noise(expected.output_names), flips=flips)
 
 
 def _with_flips(report: Report, trial: Trial, sides: _Sides) -> Report:
@@ -210,10 +209,11 @@ def _with_flips(report: Report, trial: Trial, sides: _Sides) -> Report:
     if report.ok or report.widened is None:
         return report
     plan, tolerance = sides.plan, report.tolerance
-    captured = _compared(trial, sides, trial.whole(), {}, tolerance)
+    captured = _compared(trial, sides.expected, trial.whole(), {}, tolerance)
     if any(c.error > tolerance for c in captured):
         return report
-    found = _compared(trial, sides, trial.sharded(sides.graphs, plan), plan.parameters, tolerance, flips=True)
+    run = trial.sharded(sides.graphs, plan)
+    found = _compared(trial, sides.expected, run, plan.parameters, tolerance, flips=True)
     noisy = replace(report, comparisons=found, diverges_at="", flips=True)
     return noisy if noisy.ok else report
 
@@ -229,8 +229,7 @@ def _with_captured(report: Report, model: nn.Module, args: Sequence[Any], kwargs
         captured = prepared(wide, args, kwargs)
         trial, tolerance = _trial(wide, captured, args, kwargs), tolerance_of(captured.graph)
         with torch.random.fork_rng(devices=()):
-            expected = trial.unsharded()
-            found = compare(expected, trial.whole(), {}, tolerance, lambda: trial.noise(expected.output_names))
+            found = _compared(trial, trial.unsharded(), trial.whole(), {}, tolerance)
     except Exception as error:  # a model that refuses this dtype
         return replace(report, uncaptured=_in_short(error))
     return replace(report, captured=Report(1, tolerance, found))
