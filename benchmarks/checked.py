@@ -22,7 +22,7 @@ from torch import Tensor, nn
 
 import torchshard as ts
 from torchshard.capture import flatten
-from torchshard.checking import in_dtype
+from torchshard.checking.check import in_dtype
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from tests.models import CASES, Case

@@ -13,10 +13,10 @@ from collections.abc import Callable
 import torch
 from torch import Tensor, nn
 
-from torchshard.layouts import S
-from torchshard.lockstep import rank_graphs
-from torchshard.planner.machine import objective
-from torchshard.program import planned, prepared
+from torchshard.checking.lockstep import rank_graphs
+from torchshard.compiler.program import planned, prepared
+from torchshard.core.layouts import S
+from torchshard.plans.machine import objective
 
 
 class Dropped(nn.Module):

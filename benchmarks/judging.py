@@ -27,12 +27,12 @@ from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicO
 from torch.distributed.device_mesh import init_device_mesh
 from torch.utils._pytree import tree_leaves, tree_map, tree_map_only
 
-from torchshard.conversions import TABLE
+from torchshard.core.conversions import TABLE
+from torchshard.core.layouts import Layout, Part, Shard
+from torchshard.custom_ops.stepwise import Stepwise
+from torchshard.custom_ops.whole import WholeCall
 from torchshard.distributed.ops import OPS, is_collective
-from torchshard.graph import hint, size_expr
-from torchshard.layouts import Layout, Part, Shard
-from torchshard.stepwise import Stepwise
-from torchshard.whole import WholeCall
+from torchshard.ir.graph import hint, size_expr
 
 AXIS = "tp"
 aten = torch.ops.aten

@@ -63,7 +63,7 @@ FAULTS = (
     # layouts
     Fault(
         "dual of R",
-        "layouts.py",
+        "core/layouts.py",
         "_DUALS: dict[Layout, Layout] = {R: P, P: R}",
         "_DUALS: dict[Layout, Layout] = {P: R}",
         f"{LAYOUTS} tests/test_conversions.py",
@@ -71,7 +71,7 @@ FAULTS = (
     ),
     Fault(
         "chunks rounded down",
-        "layouts.py",
+        "core/layouts.py",
         "step = -(-count // world)",
         "step = max(count // world, 1)",
         LAYOUTS,
@@ -79,7 +79,7 @@ FAULTS = (
     ),
     Fault(
         "parts without their offset",
-        "layouts.py",
+        "core/layouts.py",
         "        offset += count * unit\n",
         "        pass\n",
         LAYOUTS,
@@ -87,7 +87,7 @@ FAULTS = (
     ),
     Fault(
         "parts joined rank by rank",
-        "layouts.py",
+        "core/layouts.py",
         "[column[part] for part in range(len(parts)) for column in columns]",
         "[column[part] for column in columns for part in range(len(parts))]",
         LAYOUTS,
@@ -95,14 +95,14 @@ FAULTS = (
     ),
     Fault(
         "every rank holds rank 0's part of a dynamic size",
-        "layouts.py",
+        "core/layouts.py",
         "return size // parts_size(shard.parts) * local_size(shard.parts, rank, world)",
         "return size // parts_size(shard.parts) * local_size(shard.parts, 0, world)",
         f"{LAYOUTS} tests/test_notation.py",
     ),
     Fault(
         "repeated parts once",
-        "notation.py",
+        "core/notation.py",
         "return _Composed(scaled, repeated=True)",
         "return _Composed(scaled)",
         "tests/test_notation.py tests/test_transformers.py",
@@ -110,14 +110,14 @@ FAULTS = (
     ),
     Fault(
         "a Partial on every rank",
-        "layouts.py",
+        "core/layouts.py",
         "return tensor if rank == 0 else torch.zeros_like(tensor)",
         "return tensor",
         f"{LAYOUTS} {RULES}",
     ),
     Fault(
         "too small a unit",
-        "layouts.py",
+        "core/layouts.py",
         "    if count % world == 0:\n        return 1\n",
         "    if count >= world:\n        return 1\n",
         f"{LAYOUTS} tests/test_notation.py",
@@ -126,14 +126,14 @@ FAULTS = (
     # conversions
     Fault(
         "copy without its reduce",
-        "conversions.py",
+        "core/conversions.py",
         'Conversion("copy", _I, _R, "none", "reduce")',
         'Conversion("copy", _I, _R, "none", "copy")',
         "tests/test_conversions.py tests/test_collectives.py",
     ),
     Fault(
         "gather backward as of R",
-        "conversions.py",
+        "core/conversions.py",
         'Conversion("gather", Shard, _I, "all_gather", "scatter")',
         'Conversion("gather", Shard, _I, "all_gather", "reduce_scatter")',
         "tests/test_conversions.py tests/test_collectives.py",
@@ -184,16 +184,16 @@ FAULTS = (
     # notation
     Fault(
         "a sum that is not Partial",
-        "notation.py",
+        "core/notation.py",
         "summed = I if set(axes) & row.options.reduced else P",
         "summed = I",
         f"{RULES} -k linear",
         models="mlp",
     ),
-    Fault("axes of no tensor", "notation.py", "    if strangers:\n", "    if False:\n", "tests/test_notation.py"),
+    Fault("axes of no tensor", "core/notation.py", "    if strangers:\n", "    if False:\n", "tests/test_notation.py"),
     Fault(
         "blocked axes split",
-        "notation.py",
+        "core/notation.py",
         "return axis not in row.blocked and isinstance(size, int) and size > 0",
         "return isinstance(size, int) and size > 0",
         f"{RULES} -k layer",
@@ -201,7 +201,7 @@ FAULTS = (
     ),
     Fault(
         "a local size of the plain split",
-        "notation.py",
+        "core/notation.py",
         "return self.row.sizes[axis] if parts is None else local_size(parts, self.rank, self.world)",
         "return self.row.sizes[axis] if parts is None else -(-self.row.sizes[axis] // self.world)",
         f"{RULES} -k split",
@@ -266,7 +266,7 @@ FAULTS = (
     ),
     Fault(
         "a unit looks back at another step",
-        "recurrent.py",
+        "custom_ops/recurrent.py",
         "made.append(units if whole else state[0])",
         "made.insert(0, units if whole else state[0])",
         "tests/test_split_by_default.py -k recurrent_layers",
@@ -274,7 +274,7 @@ FAULTS = (
     ),
     Fault(
         "units of another direction",
-        "recurrent.py",
+        "custom_ops/recurrent.py",
         "return torch.stack(made[::-1] if backward else made), state",
         "return torch.stack(made), state",
         "tests/test_split_by_default.py -k recurrent_layers",
@@ -403,7 +403,7 @@ FAULTS = (
     ),
     Fault(
         "unused norms are dropped",
-        "graph.py",
+        "ir/graph.py",
         "node.is_impure() or writes_statistics(node.target, bound_args(node))",
         "node.is_impure()",
         "tests/test_functionalize.py",
@@ -489,7 +489,7 @@ FAULTS = (
     ),
     Fault(
         "all ranks hold rank 0's slice",
-        "materialize.py",
+        "weights/materialize.py",
         "split(tensor.detach(), layout, rank, world)",
         "split(tensor.detach(), layout, 0, world)",
         "tests/test_models.py",
@@ -497,7 +497,7 @@ FAULTS = (
     ),
     Fault(
         "frozen parameters trained",
-        "materialize.py",
+        "weights/materialize.py",
         "nn.Parameter(held, tensor.requires_grad)",
         "nn.Parameter(held)",
         "tests/test_models.py tests/test_ranks.py tests/test_calls.py",
@@ -506,56 +506,56 @@ FAULTS = (
     # the check itself
     Fault(
         "only outputs compared",
-        "comparing.py",
+        "checking/compare.py",
         "    for name, grad in expected.parameter_grads.items():\n",
         "    for name, grad in ():\n",
         "tests/test_mutations.py",
     ),
     Fault(
         "noise as large as the largest gradient",
-        "comparing.py",
+        "checking/compare.py",
         "{place: min(floors.get(place, 0.0), n) for place, n in highest.items()}",
         "highest",
         "tests/test_mutations.py -k small_gradient",
     ),
     Fault(
         "no wider dtypes",
-        "checking.py",
+        "checking/check.py",
         "report = _with_wider(_report(trial, sides, tolerance_of(made.captured.graph)), trial, sides)",
         "report = _report(trial, sides, tolerance_of(made.captured.graph))",
         "tests/test_mutations.py -k smaller_than_rounding",
     ),
     Fault(
         "noise that undoes a choice",
-        "rounding.py",
+        "checking/rounding.py",
         'if node.op == "call_function" and _is_moved(value, operands):',
         "if False:",
         "tests/test_mutations.py -k rounding_noise",
     ),
     Fault(
         "what rounding may do excuses the capture",
-        "checking.py",
+        "checking/check.py",
         "    if any(c.error > tolerance for c in captured):\n        return report\n",
         "",
         "tests/test_mutations.py -k flip",
     ),
     Fault(
         "what rounding may do is excused where wider dtypes differ too",
-        "checking.py",
+        "checking/check.py",
         "return all(c.error <= self.tolerance for c in self.comparisons) and all(r.ok for r in self._in_wider)",
         "return all(c.error <= self.tolerance for c in self.comparisons)",
         "tests/test_mutations.py -k flip",
     ),
     Fault(
         "what rounding hides of the capture",
-        "checking.py",
+        "checking/check.py",
         "return _with_captured(check_program(held, made, made.graph, args, kwargs), held, args, kwargs)",
         "return check_program(held, made, made.graph, args, kwargs)",
         "tests/test_mutations.py -k rounding_hides",
     ),
     Fault(
         "gradients of frozen parameters are not compared",
-        "comparing.py",
+        "checking/compare.py",
         'found += [Comparison("parameter gradient", name, math.inf) for name in sorted(frozen)]',
         "pass",
         "tests/test_mutations.py -k ranks_train",
@@ -563,28 +563,28 @@ FAULTS = (
     # what ranks have done, and slices in the hands of users
     Fault(
         "gradients of the results are not compared",
-        "agreement.py",
+        "distributed/agreement.py",
         "close = spread <= TOLERANCE * largest",
         "close = True",
         "tests/test_habits.py",
     ),
     Fault(
         "a step is not counted",
-        "optimizers.py",
+        "runtime/optimizers.py",
         "        model.note_step(settings)\n",
         "        pass\n",
         "tests/test_history.py tests/test_habits.py",
     ),
     Fault(
         "norms of slices pass for those of wholes",
-        "slice_values.py",
+        "weights/slice_values.py",
         "held = reduced(held**order, dist.ReduceOp.SUM, group) ** (1 / order)",
         "pass",
         "tests/test_state.py tests/test_habits.py",
     ),
     Fault(
         "what is computed by elements is no slice any more",
-        "slice_values.py",
+        "weights/slice_values.py",
         "            return SliceValue.sharing(result, first)\n",
         "            return result\n",
         "tests/test_habits.py",

@@ -42,16 +42,16 @@ from torch.utils import _pytree as pytree
 
 import torchshard as ts
 from torchshard.capture import Captured, check_weights, flatten_call
-from torchshard.check_processes import pieces, report_of
-from torchshard.checking import Report, check_program
+from torchshard.checking.check import Report, check_program
+from torchshard.checking.processes import pieces, report_of
+from torchshard.checking.steps import backward, unsharded
+from torchshard.compiler.program import Program, planned, prepared
+from torchshard.core.layouts import Layout, S
 from torchshard.distributed.groups import MODEL
 from torchshard.distributed.launch import launch
-from torchshard.layouts import Layout, S
-from torchshard.materialize import local_state
 from torchshard.passes import localized
-from torchshard.planner.machine import objective
-from torchshard.program import Program, planned, prepared
-from torchshard.steps import backward, unsharded
+from torchshard.plans.machine import objective
+from torchshard.weights.materialize import local_state
 
 UNDEFINED = {"empty", "empty_like", "new_empty", "empty_strided", "new_empty_strided", "empty_permuted"}
 """Ops whose values are whatever lay in memory: shapes alone are compared."""

@@ -40,7 +40,7 @@ def build(model: str, layers: int) -> tuple[nn.Module, dict[str, Any]]:
 
 def measure(model: str, layers: int, ranks: int) -> dict[str, float]:
     """Seconds of each part, and the process' peak memory in bytes."""
-    from torchshard import planning, program
+    from torchshard.compiler import planning, program
 
     spent: dict[str, float] = {}
 

@@ -52,10 +52,10 @@ from judging import (
 from torch import fx, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
+from torchshard.compiler.program import Program, planned, prepared
 from torchshard.distributed.groups import simulated_name
 from torchshard.distributed.ops import is_collective
 from torchshard.passes import localized
-from torchshard.program import Program, planned, prepared
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 

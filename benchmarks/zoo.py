@@ -39,11 +39,11 @@ from transformers import AutoConfig, PreTrainedConfig
 from transformers.models.auto import modeling_auto
 
 import torchshard as ts
-from torchshard.check_processes import check_processes
-from torchshard.checking import check_program
-from torchshard.layouts import I
-from torchshard.planner.machine import objective
-from torchshard.program import planned, prepared
+from torchshard.checking.check import check_program
+from torchshard.checking.processes import check_processes
+from torchshard.compiler.program import planned, prepared
+from torchshard.core.layouts import I
+from torchshard.plans.machine import objective
 
 VOCAB, BATCH, SEQUENCE, IMAGE = 99, 2, 10, 32
 

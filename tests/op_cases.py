@@ -12,7 +12,7 @@ import torch
 import transformers.integrations.moe  # noqa: F401 - registers its grouped product
 
 from tests.oracle import Case, T
-from torchshard.layouts import S
+from torchshard.core.layouts import S
 from torchshard.rules.pointwise import UNTAGGED
 
 aten = torch.ops.aten

@@ -19,13 +19,13 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils import _pytree as pytree
 
 from torchshard.capture import Captured, flatten_call
-from torchshard.checking import Report, check_program
-from torchshard.graph import mark_needs_grad, node_row, operands, values
-from torchshard.layouts import I, Layout, P, R, Shard
-from torchshard.notation import Choice, Hint, Row, choices
+from torchshard.checking.check import Report, check_program
+from torchshard.compiler.program import Program
+from torchshard.core.layouts import I, Layout, P, R, Shard
+from torchshard.core.notation import Choice, Hint, Row, choices
+from torchshard.ir.graph import mark_needs_grad, node_row, operands, values
 from torchshard.passes import rewrite
-from torchshard.planner.plan import Plan
-from torchshard.program import Program
+from torchshard.plans.plan import Plan
 
 aten = torch.ops.aten
 TOLERANCE = 1e-10

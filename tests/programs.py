@@ -19,18 +19,18 @@ import torch.nn.functional as F
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
-from torchshard.checking import Report, check_program
-from torchshard.graph import is_tensor_op, node_row
-from torchshard.layouts import I, Layout, canonical
-from torchshard.notation import Choice
+from torchshard.checking.check import Report, check_program
+from torchshard.compiler.planning import fingerprint, stored_shapes
+from torchshard.compiler.program import Program, prepared
+from torchshard.core.layouts import I, Layout, canonical
+from torchshard.core.notation import Choice
+from torchshard.ir.graph import is_tensor_op, node_row
 from torchshard.passes import rewrite
 from torchshard.planner.costs import CostModel, Op, Value
-from torchshard.planner.machine import MACHINES
 from torchshard.planner.network import Asked
-from torchshard.planner.plan import Plan, Sent
 from torchshard.planner.search import search
-from torchshard.planning import fingerprint, stored_shapes
-from torchshard.program import Program, prepared
+from torchshard.plans.machine import MACHINES
+from torchshard.plans.plan import Plan, Sent
 
 Word = tuple[int, int, int, int]
 """What kind of line, of which value (from the latest back), and two numbers that its kind reads as it likes."""

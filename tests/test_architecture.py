@@ -1,104 +1,86 @@
-"""What a lower layer imports, a higher one does not import back."""
+"""The rooms of the package: each imports only rooms below it, and no modules import each other in a circle."""
 
 from __future__ import annotations
 
 import ast
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
+import networkx as nx
 import pytest
 
 PACKAGE = Path(__file__).parent.parent / "torchshard"
 
-LAYERS = [
-    ["errors", "layouts", "files", "autocast", "with_value", "stepwise"],
-    ["whole"],
-    ["recurrent"],
-    ["comparing"],
-    ["notation", "conversions"],
-    ["rules"],
-    ["distributed"],
-    ["graph"],
-    ["capture"],
-    ["planner"],
-    ["passes", "materialize"],
-    ["memory"],
-    ["planning"],
-    ["program", "lockstep"],
-    ["explaining", "agreement", "measure"],
-    ["slice_values", "history"],
-    ["slices"],
-    ["parameter"],
-    ["scope", "optimizers"],
-    ["state"],
-    ["rounding"],
-    ["steps"],
-    ["checking", "module", "nn"],
-    ["drawing", "api", "training", "check_processes"],
-    ["public"],
-    ["sources"],
-    ["cli", "__main__"],
-]
-"""From the bottom up; a module may import from its own layer and those below it."""
+ROOMS = [
+    "__main__", "cli", "public", "api", "checking", "nn", "runtime", "compiler", "report", "passes", "planner",
+    "plans", "capture", "ir", "weights", "distributed", "rules", "custom_ops", "core",
+]  # fmt: skip
+"""From the top down, as a model flows through them; a room imports only rooms below it."""
 
 FORBIDDEN = {
-    "layouts": ["torch.distributed", "torch.fx"],
-    "notation": ["torch.distributed", "torch.fx", "torch"],
-    "conversions": ["torch.distributed", "torch.fx", "torch"],
+    "core": ["torch.distributed", "torch.fx"],
     "rules": ["torch.distributed", "torch.fx"],
     "planner": ["torch.distributed"],
     "passes": ["torch.distributed"],
+    "compiler": ["torch.distributed"],
     "checking": ["torch.distributed"],
-    "lockstep": ["torch.distributed"],
 }
-"""Rules see no graph and no process group, the planner no process group."""
-EXEMPT = {"exchange.py"}
-"""It makes the objects of torch.distributed that a user asks for."""
+"""Rules see no graph; only `distributed`, `nn`, `runtime` and the check on processes touch a process group."""
+EXEMPT = {"checking.processes"}
+PURE = {"core.notation", "core.conversions"}
+"""Modules that do not import torch at all."""
 
 
-def _level(name: str) -> int:
-    return next(i for i, layer in enumerate(LAYERS) if name in layer)
+def _name(path: Path) -> str:
+    return ".".join(path.relative_to(PACKAGE).with_suffix("").parts).removesuffix(".__init__")
 
 
-def _files() -> list[tuple[str, Path]]:
-    found = [(path.relative_to(PACKAGE).parts[0].removesuffix(".py"), path) for path in PACKAGE.rglob("*.py")]
-    return [(name, path) for name, path in found if name != "__init__"]
+MODULES = {_name(path): path for path in sorted(PACKAGE.rglob("*.py")) if path != PACKAGE / "__init__.py"}
 
 
-def _imports(path: Path) -> list[str]:
-    """Modules imported at run time, as dotted names."""
-    tree = ast.parse(path.read_text())
-    skipped = {id(n) for node in ast.walk(tree) if _is_type_checking(node) for n in ast.walk(node)}
-    names: list[str] = []
-    for node in ast.walk(tree):
-        if id(node) in skipped:
-            continue
+def _imported(path: Path) -> Iterator[str]:
+    """All that a module imports, in functions and for type checkers too, as dotted names."""
+    for node in ast.walk(ast.parse(path.read_text())):
         if isinstance(node, ast.Import):
-            names += [alias.name for alias in node.names]
+            yield from (alias.name for alias in node.names)
         elif isinstance(node, ast.ImportFrom) and node.module:
-            names += [node.module, *(f"{node.module}.{alias.name}" for alias in node.names)]
-    return names
+            yield from (f"{node.module}.{alias.name}" for alias in node.names)
 
 
-def _is_type_checking(node: ast.AST) -> bool:
-    return isinstance(node, ast.If) and isinstance(node.test, ast.Name) and node.test.id == "TYPE_CHECKING"
+def _ours(path: Path) -> set[str]:
+    """The modules of the package that a module imports."""
+    names = (name.removeprefix("torchshard.") for name in _imported(path) if name.startswith("torchshard."))
+    found = (name if name in MODULES else name.rpartition(".")[0] for name in names)
+    return {name for name in found if name in MODULES}
 
 
-@pytest.mark.parametrize("name, path", _files(), ids=lambda v: v.name if isinstance(v, Path) else "")
-def test_layers(name: str, path: Path) -> None:
-    imported = _imports(path)
-    ours = {m.split(".")[1] for m in imported if m.startswith("torchshard.") and (PACKAGE / m.split(".")[1]).exists()}
-    ours |= {
-        m.split(".")[1]
-        for m in imported
-        if m.startswith("torchshard.") and (PACKAGE / f"{m.split('.')[1]}.py").exists()
-    }
-    above = sorted(m for m in ours if _level(m) > _level(name))
-    assert not above, f"{path.name} is in layer {_level(name)} and imports {above}"
-    for forbidden in FORBIDDEN.get(name, ()) if path.name not in EXEMPT else ():
-        hits = [m for m in imported if m == forbidden or (forbidden != "torch" and m.startswith(f"{forbidden}."))]
-        assert not hits, f"{path.name} imports {hits}"
+def _room(module: str) -> str:
+    return module.partition(".")[0]
+
+
+def test_every_module_is_in_a_room() -> None:
+    assert {_room(module) for module in MODULES} == set(ROOMS)
+
+
+@pytest.mark.parametrize("module", MODULES)
+def test_a_room_imports_only_rooms_below_it(module: str) -> None:
+    above = ROOMS[: ROOMS.index(_room(module))]
+    assert not [other for other in _ours(MODULES[module]) if _room(other) in above]
+
+
+def test_no_modules_import_each_other_in_a_circle() -> None:
+    graph = nx.DiGraph((module, other) for module, path in MODULES.items() for other in _ours(path) - {module})
+    assert not [sorted(circle) for circle in nx.strongly_connected_components(graph) if len(circle) > 1]
+
+
+@pytest.mark.parametrize("module", MODULES)
+def test_what_a_room_may_not_import_of_torch(module: str) -> None:
+    forbidden = [] if module in EXEMPT else FORBIDDEN.get(_room(module), [])
+    hits = [name for name in _imported(MODULES[module]) if any(f"{name}.".startswith(f"{f}.") for f in forbidden)]
+    assert not hits
+    assert module not in PURE or not [name for name in _imported(MODULES[module]) if name.startswith("torch.")]
 
 
 def test_importing_makes_no_process_group_and_prints_nothing() -> None:

@@ -17,7 +17,7 @@ from torch import nn
 
 import torchshard as ts
 from tests.models import MLP
-from torchshard.cli import _Follow, main
+from torchshard.cli.main import _Follow, main
 
 CONFIG: dict[str, Any] = {"hidden_size": 64, "intermediate_size": 96, "num_attention_heads": 4, "num_hidden_layers": 2}
 
@@ -97,9 +97,9 @@ def test_check_on_real_ranks() -> None:
 
 def test_what_takes_long_is_logged_and_shown(caplog: pytest.LogCaptureFixture) -> None:
     """A line for each stage with its seconds, which a bar on a terminal follows."""
-    with caplog.at_level("INFO", "torchshard.program"):
+    with caplog.at_level("INFO", "torchshard.compiler.program"):
         assert main(["plan", "tests.test_cli:factory"]) == 0
-    lines = [r.getMessage() for r in caplog.records if r.name == "torchshard.program"]
+    lines = [r.getMessage() for r in caplog.records if r.name == "torchshard.compiler.program"]
     assert [line.partition(":")[0] for line in lines] == ["capture", "plan", "rewrite"]
     assert all(line.endswith(" s") for line in lines)
     moved: list[Any] = []
@@ -196,7 +196,7 @@ def test_a_configuration_of_any_name_is_shown(tmp_path: Path, capsys: pytest.Cap
 def test_what_is_no_error_of_ours_is_told_in_short_too(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr("torchshard.cli._planned", lambda given: 1 / 0)
+    monkeypatch.setattr("torchshard.cli.main._planned", lambda given: 1 / 0)
     assert main(["plan", "anything"]) == 3
     assert capsys.readouterr().err == "ZeroDivisionError: division by zero\n  try:    --debug, for the traceback\n"
     with pytest.raises(ZeroDivisionError):

@@ -17,11 +17,11 @@ from torch import Tensor, nn
 import torchshard as ts
 import torchshard.distributed as tsd
 from tests.helpers import run_ranks
-from torchshard.conversions import TABLE, route, step_args
+from torchshard.checking.lockstep import _convert
+from torchshard.core.conversions import TABLE, route, step_args
+from torchshard.core.layouts import I, Layout, P, R, S, Shard, dual, join, split
 from torchshard.distributed.groups import lookup, simulated_name
 from torchshard.distributed.ops import direct, hashable
-from torchshard.layouts import I, Layout, P, R, S, Shard, dual, join, split
-from torchshard.lockstep import _convert
 
 Case = tuple[str, Layout, Layout, tuple[int, ...]]
 _ops = torch.ops.torchshard

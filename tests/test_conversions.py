@@ -10,7 +10,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from torchshard.conversions import (
+from torchshard.checking.lockstep import _Conversion
+from torchshard.core.conversions import (
     TABLE,
     Link,
     ends,
@@ -22,10 +23,9 @@ from torchshard.conversions import (
     shard_from,
     step_args,
 )
-from torchshard.layouts import I, Layout, P, R, S, Shard, dual, is_whole, join, local_shape, split
-from torchshard.lockstep import _Conversion
+from torchshard.core.layouts import I, Layout, P, R, S, Shard, dual, is_whole, join, local_shape, split
 from torchshard.planner.costs import CostModel, Value
-from torchshard.planner.machine import Machine
+from torchshard.plans.machine import Machine
 
 KINDS = {type(I): I, type(R): R, type(P): P, Shard: S(0)}
 

@@ -13,13 +13,13 @@ from torch import Tensor, nn
 import torchshard as ts
 from tests.golden import check_golden
 from torchshard.capture import capture
-from torchshard.checking import check_program
-from torchshard.explaining import listing
-from torchshard.graph import fake_mode
-from torchshard.lockstep import rank_graphs
+from torchshard.checking.check import check_program
+from torchshard.checking.lockstep import rank_graphs
+from torchshard.compiler.program import planned, prepared
+from torchshard.ir.graph import fake_mode
 from torchshard.passes.decompose import _WRITTEN_OUT, decompose
-from torchshard.planner.machine import objective
-from torchshard.program import planned, prepared
+from torchshard.plans.machine import objective
+from torchshard.report.explain import listing
 
 
 class _Body(nn.Module):

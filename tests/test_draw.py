@@ -13,10 +13,10 @@ from torch import nn
 
 import torchshard as ts
 from tests.models import CASES
+from torchshard.compiler.program import Program, program
 from torchshard.distributed.ops import is_collective
-from torchshard.drawing.outline import Box, outline
-from torchshard.planner.table import size_text
-from torchshard.program import Program, program
+from torchshard.plans.table import size_text
+from torchshard.report.drawing.outline import Box, outline
 
 SVG = "{http://www.w3.org/2000/svg}"
 

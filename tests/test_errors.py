@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 import torchshard as ts
 from tests.models import CASES, GPT, MLP
-from torchshard.layouts import parse_layout
+from torchshard.core.layouts import parse_layout
 
 X = torch.randn(3, 12)
 

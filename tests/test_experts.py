@@ -15,12 +15,12 @@ from torch import Tensor, fx, nn
 from torch.utils.flop_counter import FlopCounterMode, flop_registry
 
 import torchshard as ts
-from torchshard.checking import check_program
-from torchshard.graph import whole_choice
-from torchshard.notation import choices
+from torchshard.checking.check import check_program
+from torchshard.compiler.program import planned, prepared
+from torchshard.core.notation import choices
+from torchshard.ir.graph import whole_choice
 from torchshard.planner.costs import PRODUCTS, CostModel, Op
-from torchshard.planner.machine import MACHINES, objective
-from torchshard.program import planned, prepared
+from torchshard.plans.machine import MACHINES, objective
 from torchshard.rules import rule_of
 
 aten = torch.ops.aten

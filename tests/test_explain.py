@@ -11,8 +11,8 @@ from torch import Tensor, nn
 
 import torchshard as ts
 from tests.golden import check_golden
-from torchshard.explaining import listing, value_text
-from torchshard.program import Program, program
+from torchshard.compiler.program import Program, program
+from torchshard.report.explain import listing, value_text
 
 
 class MLP(nn.Module):

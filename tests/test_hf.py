@@ -92,8 +92,8 @@ def test_parity(name: str, world_size: int) -> None:
 def test_no_more_collectives_than_megatron(name: str) -> None:
     """Per layer two reduces forward and two copies (all-reduced backward); around them only embedding and head."""
     build, plan, inputs = CASES[name]
+    from torchshard.compiler.program import program
     from torchshard.distributed.ops import OPS
-    from torchshard.program import program
 
     made = program(build().eval(), plan, 2, (), inputs())
     kinds = [OPS[n.target].name for n in made.graph.graph.nodes if n.target in OPS]

@@ -14,7 +14,7 @@ import torchshard as ts
 import torchshard.distributed as tsd
 from tests.helpers import run_ranks
 from tests.models import MLP
-from torchshard import history
+from torchshard.runtime import history
 
 PLAN = {"up": "column", "down": "row"}
 X = torch.randn(6, 12, generator=torch.Generator().manual_seed(0))

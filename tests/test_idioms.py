@@ -28,7 +28,7 @@ from torch.utils.checkpoint import checkpoint
 import torchshard as ts
 import torchshard.distributed as tsd
 from tests.helpers import refused, refused_input, run_ranks
-from torchshard.layouts import P, join
+from torchshard.core.layouts import P, join
 
 TOLERANCE = {torch.float64: 1e-10, torch.float32: 1e-5}
 PLAN = {"up": "column"}
@@ -419,7 +419,7 @@ def test_a_capture_for_fixed_sizes_is_told() -> None:
 
 
 def test_graphs_that_are_called_no_more_are_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("torchshard.module.MOST_GRAPHS", 3, raising=False)
+    monkeypatch.setattr("torchshard.runtime.module.MOST_GRAPHS", 3, raising=False)
     model = _Model(lambda m, given: given[1](m.up(given[0])))
     sharded, kept, x = ts.shard(model, {}), [], _x()
     for factor in (1.0, 2.0, 3.0, 4.0, 1.0):

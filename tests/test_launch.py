@@ -12,9 +12,9 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from torchshard.core.errors import DistributedError, PlanError
 from torchshard.distributed import all_reduce, launch
 from torchshard.distributed.groups import destroy_process_group, get_rank, init_process_group
-from torchshard.errors import DistributedError, PlanError
 
 WAIT_SECONDS = 60.0
 

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from torchshard.layouts import (
+from torchshard.core.layouts import (
     I,
     Layout,
     P,

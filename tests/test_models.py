@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 import torchshard as ts
 from tests.models import CASES
-from torchshard.layouts import Shard
+from torchshard.core.layouts import Shard
 
 
 @pytest.mark.parametrize("world_size", [1, 2, 3, 4])

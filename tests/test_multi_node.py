@@ -17,7 +17,7 @@ import torchshard as ts
 import torchshard.distributed as tsd
 from tests.helpers import run_ranks
 from tests.test_examples import EXAMPLES, check_gpt
-from torchshard.layouts import split
+from torchshard.core.layouts import split
 
 NAMESPACES = [
     *("unshare", "--user", "--map-root-user", "--net", "--mount", "--pid", "--fork", "--kill-child"),

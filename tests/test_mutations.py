@@ -17,17 +17,17 @@ from torch import Tensor, fx, nn
 import torchshard as ts
 from tests.models import CASES
 from torchshard.capture import flatten_call
-from torchshard.checking import check_program
-from torchshard.comparing import TOLERANCES, Results, compare
+from torchshard.checking.check import check_program
+from torchshard.checking.compare import TOLERANCES, Results, compare
+from torchshard.checking.lockstep import rank_graphs
+from torchshard.checking.steps import Trial
+from torchshard.compiler.program import Program, planned, prepared, program
+from torchshard.core.errors import InternalError
 from torchshard.distributed.ops import OPS
-from torchshard.errors import InternalError
-from torchshard.graph import duplicate
-from torchshard.lockstep import rank_graphs
-from torchshard.materialize import local_state
+from torchshard.ir.graph import duplicate
 from torchshard.passes import verify
-from torchshard.planner.machine import Machine, Objective
-from torchshard.program import Program, planned, prepared, program
-from torchshard.steps import Trial
+from torchshard.plans.machine import Machine, Objective
+from torchshard.weights.materialize import local_state
 
 ROOT = Path(__file__).parents[1]
 NAMES = ["attention", "gqa_1_kv_head", "fused_by_split", "gpt", "encoder_decoder", "dense_moe"]
@@ -278,7 +278,7 @@ def test_a_frozen_parameter_that_ranks_train_is_seen(monkeypatch: pytest.MonkeyP
         return {name: nn.Parameter(tensor.detach()) for name, tensor in local_state(*args).items()}
 
     model = nn.Sequential(nn.Linear(6, 8), nn.Linear(8, 6).requires_grad_(False))
-    monkeypatch.setattr("torchshard.steps.local_state", trained)
+    monkeypatch.setattr("torchshard.checking.steps.local_state", trained)
     report = ts.check(model, {"0": "column"}, world_size=2, example_inputs=(torch.randn(3, 6),))
     assert {c.name for c in report.comparisons if c.error > 0.1} == {"1.weight", "1.bias"}
 

@@ -19,7 +19,7 @@ import torchshard as ts
 import torchshard.distributed as tsd
 import torchshard.nn.functional as tsf
 from tests.helpers import run_ranks
-from torchshard.layouts import Shard, split
+from torchshard.core.layouts import Shard, split
 from torchshard.nn import one_op
 
 TOLERANCE = 1e-10

@@ -10,9 +10,9 @@ import sympy
 from hypothesis import given
 from hypothesis import strategies as st
 
-from torchshard.errors import RuleError
-from torchshard.layouts import S, Shard, local_shape
-from torchshard.notation import Choice, Local, Row, axis_groups, bind, choices, dim_size, local_replacement, spread
+from torchshard.core.errors import RuleError
+from torchshard.core.layouts import S, Shard, local_shape
+from torchshard.core.notation import Choice, Local, Row, axis_groups, bind, choices, dim_size, local_replacement, spread
 
 BOTH = (frozenset({0}), frozenset({1}))
 FIRST = (frozenset({0}),)

@@ -14,7 +14,7 @@ import torch
 
 import torchshard as ts
 from tests.models import CASES
-from torchshard.program import Program, program
+from torchshard.compiler.program import Program, program
 
 _NAMES = ("chromium", "chromium-browser", "google-chrome")
 CHROMIUM = next((found for name in _NAMES if (found := shutil.which(name))), None)

@@ -10,17 +10,17 @@ from torch import Tensor, fx, nn
 import torchshard as ts
 from tests.golden import check_golden
 from torchshard.capture import capture
-from torchshard.checking import check_program
+from torchshard.checking.check import check_program
+from torchshard.compiler.planning import plan_graph
+from torchshard.compiler.program import Program, prepared, program
+from torchshard.core.notation import choices
 from torchshard.distributed.groups import simulated_name
 from torchshard.distributed.ops import OPS
-from torchshard.explaining import listing
-from torchshard.graph import duplicate, mark_needs_grad, node_row
-from torchshard.notation import choices
+from torchshard.ir.graph import duplicate, mark_needs_grad, node_row
 from torchshard.passes import annotate, insert, localized, normalize, rewrite, simplify, verify
-from torchshard.planner.machine import objective
-from torchshard.planner.plan import Plan
-from torchshard.planning import plan_graph
-from torchshard.program import Program, prepared, program
+from torchshard.plans.machine import objective
+from torchshard.plans.plan import Plan
+from torchshard.report.explain import listing
 
 WORLD = 2
 PLAN = {"tok": "vocab", "q": "column", "k": "column", "o": "row"}

@@ -13,17 +13,17 @@ import torch
 from torch import fx, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from torchshard.graph import is_tensor, is_tensor_op, mark_needs_grad
-from torchshard.layouts import I, Shard
-from torchshard.notation import choices
+from torchshard.core.layouts import I, Shard
+from torchshard.core.notation import choices
+from torchshard.ir.graph import is_tensor, is_tensor_op, mark_needs_grad
 from torchshard.planner.costs import CostModel, Op, Value
 from torchshard.planner.elimination import Elimination, Power
-from torchshard.planner.machine import Machine
 from torchshard.planner.network import FORBIDDEN, Asked, Network, build
 from torchshard.planner.predict import predict
 from torchshard.planner.prune import prune
 from torchshard.planner.search import STEEP, stamped, within
 from torchshard.planner.solver import Solver
+from torchshard.plans.machine import Machine
 
 aten = torch.ops.aten
 MACHINE = Machine("test", 1e9, 1e8, 1e8, 1e-5, 2e-5)

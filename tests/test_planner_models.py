@@ -12,17 +12,17 @@ import transformers
 from torch import Tensor, fx, nn
 
 from torchshard.capture import capture
-from torchshard.graph import mark_needs_grad
-from torchshard.layouts import Shard
+from torchshard.core.layouts import Shard
+from torchshard.ir.graph import mark_needs_grad
 from torchshard.passes import normalize
 from torchshard.planner import network as network_of
 from torchshard.planner.costs import CostModel
-from torchshard.planner.machine import Machine
 from torchshard.planner.network import Asked, Network, build
 from torchshard.planner.predict import predict
 from torchshard.planner.prune import prune
 from torchshard.planner.search import search
 from torchshard.planner.solver import Solver
+from torchshard.plans.machine import Machine
 
 scipy_optimize = pytest.importorskip("scipy.optimize", reason="the integer program is solved by HiGHS, in scipy")
 scipy_sparse = pytest.importorskip("scipy.sparse", reason="the integer program is solved by HiGHS, in scipy")

@@ -21,10 +21,10 @@ from torch.profiler import ProfilerActivity, profile
 import torchshard as ts
 from tests.helpers import run_ranks
 from tests.models import CASES, GPT, MLP
-from torchshard.graph import is_tensor_op
-from torchshard.memory import predicted_memory
+from torchshard.compiler.memory import predicted_memory
+from torchshard.compiler.program import prepared, program
+from torchshard.ir.graph import is_tensor_op
 from torchshard.planner.costs import Op
-from torchshard.program import prepared, program
 
 IDS = torch.zeros(2, 7, dtype=torch.long)
 

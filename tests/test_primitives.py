@@ -11,7 +11,7 @@ from torch import Tensor
 
 import torchshard.distributed as tsd
 from tests.helpers import refused_input, run_ranks
-from torchshard.layouts import Shard, split
+from torchshard.core.layouts import Shard, split
 
 Op = tsd.ReduceOp
 Primitive = Callable[[Tensor], Tensor]

@@ -18,7 +18,7 @@ from torch import nn
 import torchshard as ts
 from tests.helpers import run_ranks
 from tests.programs import Text, can_be_trained, checked, drawn, random_plan, texts
-from torchshard.program import prepared
+from torchshard.compiler.program import prepared
 from torchshard.rules import RULES
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*(degrees of freedom|Using a target size)")

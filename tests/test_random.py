@@ -13,8 +13,8 @@ from torch.utils.checkpoint import checkpoint
 
 import torchshard as ts
 from tests.helpers import run_ranks
-from torchshard.planner.machine import objective
-from torchshard.program import planned, prepared
+from torchshard.compiler.program import planned, prepared
+from torchshard.plans.machine import objective
 from torchshard.rules import RULES
 
 

@@ -21,19 +21,19 @@ import torchshard as ts
 from tests import oracle
 from tests.op_cases import CASES, CREATION, SUM, case, f, flags, ids, pos, sdpa
 from tests.oracle import Case, T, build, row_and_choices, run
-from torchshard import lockstep
-from torchshard.checking import check_program
+from torchshard.checking import lockstep
+from torchshard.checking.check import check_program
+from torchshard.compiler.program import Program, planned, prepared, program
+from torchshard.core.layouts import S
+from torchshard.core.notation import Choice, Row, choices
 from torchshard.distributed.ops import OPS
-from torchshard.graph import duplicate, is_tensor_op, node_row, op_name
-from torchshard.layouts import S
-from torchshard.materialize import local_state
-from torchshard.notation import Choice, Row, choices
-from torchshard.planner.machine import objective
-from torchshard.planner.plan import Plan
-from torchshard.planner.table import size_text
-from torchshard.program import Program, planned, prepared, program
+from torchshard.ir.graph import duplicate, is_tensor_op, node_row, op_name
+from torchshard.plans.machine import objective
+from torchshard.plans.plan import Plan
+from torchshard.plans.table import size_text
 from torchshard.rules import RULES, Call, TensorType, row_of
 from torchshard.rules.pointwise import is_pointwise
+from torchshard.weights.materialize import local_state
 
 aten = torch.ops.aten
 

@@ -12,9 +12,9 @@ from torch import Tensor, nn
 
 import torchshard as ts
 from torchshard.capture import Captured
-from torchshard.checking import check_program
-from torchshard.layouts import I, Shard, local_size, parts_of
-from torchshard.program import Program, planned, prepared
+from torchshard.checking.check import check_program
+from torchshard.compiler.program import Program, planned, prepared
+from torchshard.core.layouts import I, Shard, local_size, parts_of
 
 
 def _ids(batch: int, length: int, vocabulary: int) -> dict[str, Tensor]:

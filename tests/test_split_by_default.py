@@ -13,8 +13,8 @@ from torch.nn.utils.parametrizations import weight_norm
 
 import torchshard as ts
 from torchshard.capture import capture
-from torchshard.layouts import I, Shard
-from torchshard.recurrent import RecurrentCall
+from torchshard.core.layouts import I, Shard
+from torchshard.custom_ops.recurrent import RecurrentCall
 
 X, IMAGES, IDS = torch.randn(6, 8).double(), torch.randn(2, 8, 12).double(), torch.randint(0, 50, (4, 5))
 

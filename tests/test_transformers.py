@@ -11,9 +11,9 @@ import torch
 from torch import Tensor, nn
 
 import torchshard as ts
-from torchshard.checking import check_program
+from torchshard.checking.check import check_program
+from torchshard.compiler.program import program
 from torchshard.distributed.ops import OPS
-from torchshard.program import program
 
 WIDTH = 24
 

@@ -2,6 +2,6 @@
 
 import sys
 
-from torchshard.cli import main
+from torchshard.cli.main import main
 
 sys.exit(main())

@@ -9,13 +9,13 @@ import torch
 from torch import nn
 
 from torchshard.capture import check_weights
+from torchshard.compiler.planning import PlanLike
+from torchshard.compiler.program import check_examples, check_world_size, device_type, program
+from torchshard.core.errors import InputError, PlanError
 from torchshard.distributed.groups import MODEL, init_process_group, is_initialized, lookup
-from torchshard.errors import InputError, PlanError
-from torchshard.module import ShardedModule
-from torchshard.planner.machine import Machine, objective
-from torchshard.planner.plan import Plan
-from torchshard.planning import PlanLike
-from torchshard.program import check_examples, check_world_size, device_type, program
+from torchshard.plans.machine import Machine, objective
+from torchshard.plans.plan import Plan
+from torchshard.runtime.module import ShardedModule
 
 
 def shard(

@@ -2,9 +2,8 @@
 
 from torchshard import distributed, nn
 from torchshard.api import plan, shard
-from torchshard.checking import Report, check
-from torchshard.drawing import draw
-from torchshard.errors import (
+from torchshard.checking.check import Report, check
+from torchshard.core.errors import (
     CaptureError,
     DistributedError,
     InputError,
@@ -14,15 +13,16 @@ from torchshard.errors import (
     ShardError,
     SliceWarning,
 )
-from torchshard.explaining import explain
-from torchshard.layouts import I, P, R, S
-from torchshard.measure import measure_machine
-from torchshard.module import ShardedModule
-from torchshard.planner.exchange import diff
-from torchshard.planner.machine import MACHINES, Machine
-from torchshard.planner.plan import Plan
+from torchshard.core.layouts import I, P, R, S
+from torchshard.plans.exchange import diff
+from torchshard.plans.machine import MACHINES, Machine
+from torchshard.plans.plan import Plan
+from torchshard.report.drawing import draw
+from torchshard.report.explain import explain
 from torchshard.rules import rule
-from torchshard.training import GradScaler, clip_grad_norm_
+from torchshard.runtime.measure import measure_machine
+from torchshard.runtime.module import ShardedModule
+from torchshard.runtime.training import GradScaler, clip_grad_norm_
 
 __all__ = [
     "CaptureError", "DistributedError", "GradScaler", "I", "InputError", "InternalError", "MACHINES", "Machine", "P",

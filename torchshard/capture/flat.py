@@ -35,9 +35,9 @@ from torchshard.capture.regions import inline_regions
 from torchshard.capture.signature import flatten_call
 from torchshard.capture.trace import trace
 from torchshard.capture.visible import Place
-from torchshard.errors import CaptureError
-from torchshard.graph import duplicate, op_name, size_expr
-from torchshard.whole import HookCall, WholeCall
+from torchshard.core.errors import CaptureError
+from torchshard.custom_ops.whole import HookCall, WholeCall
+from torchshard.ir.graph import duplicate, op_name, size_expr
 
 
 @dataclass(frozen=True)

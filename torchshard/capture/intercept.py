@@ -1,6 +1,6 @@
 """Python in a forward whose meaning a graph of ops would lose: kept whole, told, or refused.
 
-    custom autograd.Function    kept whole (see `torchshard.whole`), though `f = F.apply` was bound at import
+    custom autograd.Function    kept whole (see `torchshard.custom_ops.whole`), though `f = F.apply` was bound at import
     h.register_hook(f)          kept whole
     torch.utils.checkpoint      its forward is kept, with a warning: activations are saved
     m.register_buffer(...)      a plain attribute: a cache, or state, which is refused
@@ -30,13 +30,13 @@ from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from torchshard.autocast import autocasting, current_autocast
 from torchshard.capture.own_code import user_line
 from torchshard.capture.signature import Leaves, flatten
 from torchshard.capture.visible import Kept
-from torchshard.errors import CaptureError
-from torchshard.recurrent import RecurrentCall, is_recurrent
-from torchshard.whole import HookCall, WholeCall, state_of
+from torchshard.core.autocast import autocasting, current_autocast
+from torchshard.core.errors import CaptureError
+from torchshard.custom_ops.recurrent import RecurrentCall, is_recurrent
+from torchshard.custom_ops.whole import HookCall, WholeCall, state_of
 
 
 @dataclass

@@ -14,7 +14,7 @@ from torch.nn.parameter import is_lazy
 
 from torchshard.capture.signature import Leaves
 from torchshard.capture.visible import attributes, settings
-from torchshard.errors import InputError
+from torchshard.core.errors import InputError
 
 
 def hollow(model: nn.Module) -> nn.Module:

@@ -14,7 +14,7 @@ import torch
 from torch import fx
 from torch.fx.experimental.proxy_tensor import get_proxy_mode
 
-from torchshard.autocast import Autocast, current_autocast
+from torchshard.core.autocast import Autocast, current_autocast
 
 _KEY = "modes"
 """The meta key of an op's modes."""

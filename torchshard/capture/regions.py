@@ -18,8 +18,8 @@ import torch
 from torch import fx
 
 from torchshard.capture.modes import modes_of
-from torchshard.errors import CaptureError
-from torchshard.graph import bound_args
+from torchshard.core.errors import CaptureError
+from torchshard.ir.graph import bound_args
 
 _HIGHER = torch.ops.higher_order
 aten = torch.ops.aten

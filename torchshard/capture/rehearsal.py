@@ -24,7 +24,7 @@ from torch.utils import _pytree as pytree
 
 from torchshard.capture.signature import Leaves
 from torchshard.capture.visible import Kept, Place, attributes, changed, shown
-from torchshard.errors import CaptureError
+from torchshard.core.errors import CaptureError
 
 
 class _Reads(TorchFunctionMode):

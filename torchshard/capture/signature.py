@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from torchshard.capture.own_code import cells_of
-from torchshard.errors import InputError
+from torchshard.core.errors import InputError
 
 
 @dataclass(frozen=True)

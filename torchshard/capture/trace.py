@@ -36,8 +36,8 @@ from torchshard.capture.own_code import layer_line, line_in, user_line
 from torchshard.capture.rehearsal import refuse_state, run_on_fakes
 from torchshard.capture.signature import Leaves, check_results, flatten, unchanged
 from torchshard.capture.visible import Kept, Place, attributes, changed
-from torchshard.errors import CaptureError, InputError
-from torchshard.whole import WholeCall
+from torchshard.core.errors import CaptureError, InputError
+from torchshard.custom_ops.whole import WholeCall
 
 DYNAMIC_DIMS = (0, 1)
 """The dims of input tensors that may vary from call to call: batch and sequence."""

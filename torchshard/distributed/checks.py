@@ -36,7 +36,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from torchshard.errors import DistributedError
+from torchshard.core.errors import DistributedError
 
 if TYPE_CHECKING:
     from torchshard.distributed.groups import Group

@@ -20,13 +20,13 @@ import torch.distributed as dist
 from torch import Tensor
 from torch._C._functorch import peek_interpreter_stack
 
+from torchshard.core.errors import InputError
+from torchshard.core.layouts import local_size, type_text
 from torchshard.distributed.checks import Mode, compares_each, forget, meet, note, remember, where_called
 from torchshard.distributed.groups import ALONE, MODEL, Group, own_group
 from torchshard.distributed.kernels import copied, reducing
 from torchshard.distributed.ops import begin, direct
 from torchshard.distributed.wire import Handle, Pending
-from torchshard.errors import InputError
-from torchshard.layouts import local_size, type_text
 
 _ops = torch.ops.torchshard
 

@@ -21,8 +21,8 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 
+from torchshard.core.errors import DistributedError, InputError
 from torchshard.distributed.checks import Mode, announce, forget, hang_up, meet
-from torchshard.errors import DistributedError, InputError
 
 MODEL = "model"
 """The name of the group that `init_process_group` makes."""

@@ -15,11 +15,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from torchshard.core.errors import DistributedError
+from torchshard.core.layouts import Layout, Shard, join, local_size, parts_of, ranges, split, type_text, whole_shape
 from torchshard.distributed.checks import announce
 from torchshard.distributed.groups import Group
 from torchshard.distributed.wire import Pending, collective
-from torchshard.errors import DistributedError
-from torchshard.layouts import Layout, Shard, join, local_size, parts_of, ranges, split, type_text, whole_shape
 
 
 def convert(kernel: str, x: Tensor, source: Layout, target: Layout, group: Group, of: str = "") -> Tensor:

@@ -30,7 +30,7 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 from torch.multiprocessing.spawn import ProcessException, ProcessExitedException
 
-from torchshard.errors import DistributedError
+from torchshard.core.errors import DistributedError
 
 T = TypeVar("T")
 GRACE_SECONDS = 2.0

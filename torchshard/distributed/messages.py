@@ -14,11 +14,11 @@ from typing import Any
 import torch.distributed as dist
 from torch import Tensor
 
+from torchshard.core.layouts import type_text
 from torchshard.distributed.checks import compare_with, digest, late, to_compare, where_called
 from torchshard.distributed.groups import Group
 from torchshard.distributed.kernels import as_sent
 from torchshard.distributed.wire import begin, finish
-from torchshard.layouts import type_text
 
 SENDER, RECEIVER = 1, 2
 """The tags of what senders and receivers say."""

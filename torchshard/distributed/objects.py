@@ -18,11 +18,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from torchshard.core.errors import InputError
 from torchshard.distributed.checks import meet
 from torchshard.distributed.collectives import needs_gradient
 from torchshard.distributed.groups import Group, own_group, peer
 from torchshard.distributed.wire import begin, collective, finish
-from torchshard.errors import InputError
 
 _LENGTH = struct.Struct("<q")
 

@@ -17,12 +17,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from torchshard.conversions import TABLE, Conversion, ends
+from torchshard.core.conversions import TABLE, Conversion, ends
+from torchshard.core.layouts import Layout, Shard, local_shape, whole_shape
 from torchshard.distributed.checks import forward_site, note, running_call
 from torchshard.distributed.groups import lookup
 from torchshard.distributed.kernels import reduced, start
 from torchshard.distributed.wire import Handle
-from torchshard.layouts import Layout, Shard, local_shape, whole_shape
 
 _ARGS = {0: "", 1: "int dim, int[] parts, ", 2: "int dim, int[] parts, int to_dim, int[] to_parts, "}
 OPS: dict[Any, Conversion] = {}

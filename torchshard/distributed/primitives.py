@@ -16,6 +16,8 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ReduceOp
 
+from torchshard.core.errors import InputError
+from torchshard.core.layouts import type_text
 from torchshard.distributed import collectives
 from torchshard.distributed.checks import announce, forward_site, meet, to_compare
 from torchshard.distributed.collectives import (
@@ -39,8 +41,6 @@ from torchshard.distributed.kernels import (
 )
 from torchshard.distributed.messages import receiving, sending
 from torchshard.distributed.wire import Handle, Pending, collective
-from torchshard.errors import InputError
-from torchshard.layouts import type_text
 
 
 class _Paired(torch.autograd.Function):

@@ -19,13 +19,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from torchshard.core.errors import InputError
+from torchshard.core.layouts import I, Shard, type_text
 from torchshard.distributed.checks import Mode
 from torchshard.distributed.collectives import alike, needs_gradient, own_dim, whole_size
 from torchshard.distributed.groups import Group, own_group
-from torchshard.errors import InputError
-from torchshard.history import is_here, values_digest
-from torchshard.layouts import I, Shard, type_text
 from torchshard.nn.one_op import Piece, convert, run
+from torchshard.runtime.history import is_here, values_digest
 
 aten = torch.ops.aten
 REDUCTIONS = {"none": 0, "mean": 1, "sum": 2}

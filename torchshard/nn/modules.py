@@ -11,13 +11,13 @@ from typing import Any, Self
 import torch
 from torch import Tensor, nn
 
+from torchshard.core.errors import InputError
+from torchshard.core.layouts import I, Shard
+from torchshard.core.layouts import split as slice_of
 from torchshard.distributed.groups import own_group
 from torchshard.distributed.primitives import broadcast
-from torchshard.errors import InputError
-from torchshard.layouts import I, Shard
-from torchshard.layouts import split as slice_of
 from torchshard.nn import functional
-from torchshard.parameter import ShardedParameter
+from torchshard.weights.parameter import ShardedParameter
 
 Split = dict[str, tuple[int, int]]
 """Parameter -> (the dim that is split, its global size); what is whole on every rank is not in it."""

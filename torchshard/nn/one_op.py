@@ -13,12 +13,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from torchshard.conversions import route, step_args
+from torchshard.core.conversions import route, step_args
+from torchshard.core.layouts import I, Layout
+from torchshard.core.notation import Choice, Local, Row, choices, local_replacement
 from torchshard.distributed.collectives import needs_gradient
 from torchshard.distributed.groups import MODEL, Group
 from torchshard.distributed.ops import direct, hashable
-from torchshard.layouts import I, Layout
-from torchshard.notation import Choice, Local, Row, choices, local_replacement
 from torchshard.rules.registry import RULES, Call, TensorType
 
 Piece = tuple[Tensor, Layout, tuple[int, ...]]

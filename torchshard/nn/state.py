@@ -7,11 +7,11 @@ from collections.abc import Iterator, Mapping
 import torch
 from torch import Tensor, nn
 
+from torchshard.core.layouts import I, Shard, split, whole_shape
 from torchshard.distributed.groups import own_group
 from torchshard.distributed.kernels import convert
-from torchshard.layouts import I, Shard, split, whole_shape
 from torchshard.nn.modules import Sliced
-from torchshard.state import check_full_state
+from torchshard.runtime.state import check_full_state
 
 
 def split_parameters(model: nn.Module) -> dict[str, Shard]:

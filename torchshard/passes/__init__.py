@@ -15,14 +15,14 @@ from functools import partial
 
 from torch import fx
 
-from torchshard.graph import duplicate
+from torchshard.ir.graph import duplicate
 from torchshard.passes.annotate import annotate
 from torchshard.passes.insert import insert
 from torchshard.passes.localize import localize
 from torchshard.passes.normalize import normalize
 from torchshard.passes.simplify import simplify
 from torchshard.passes.verify import Seen, verify
-from torchshard.planner.plan import Plan
+from torchshard.plans.plan import Plan
 
 __all__ = ["annotate", "insert", "localize", "localized", "normalize", "rewrite", "simplify", "verify"]
 

@@ -12,11 +12,11 @@ from typing import Any
 
 from torch import fx
 
-from torchshard.errors import PlanError
-from torchshard.graph import is_tensor_op, node_row, where, whole_choice
-from torchshard.layouts import I, Shard
-from torchshard.notation import Choice, Row, choices
-from torchshard.planner.plan import Plan
+from torchshard.core.errors import PlanError
+from torchshard.core.layouts import I, Shard
+from torchshard.core.notation import Choice, Row, choices
+from torchshard.ir.graph import is_tensor_op, node_row, where, whole_choice
+from torchshard.plans.plan import Plan
 
 
 def annotate(module: fx.GraphModule, plan: Plan) -> bool:

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from torchshard.graph import bound_args, size_expr
+from torchshard.ir.graph import bound_args, size_expr
 
 aten = torch.ops.aten
 

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from torchshard.graph import bound_args
+from torchshard.ir.graph import bound_args
 
 CAT = torch.ops.aten.cat.default
 

@@ -21,10 +21,10 @@ from torch._decomp import get_decompositions
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils import _pytree as pytree
 
-from torchshard.autocast import Autocast, autocasting
-from torchshard.graph import drop_dead_code, fake_mode, fake_value, faking, name_after, op_name
+from torchshard.core.autocast import Autocast, autocasting
+from torchshard.custom_ops.recurrent import KINDS, states_of
+from torchshard.ir.graph import drop_dead_code, fake_mode, fake_value, faking, name_after, op_name
 from torchshard.passes.functionalize import functionalize
-from torchshard.recurrent import KINDS, states_of
 from torchshard.rules import has_rule, is_random
 
 aten = torch.ops.aten

@@ -18,9 +18,9 @@ from torch import Tensor, fx
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from torchshard.autocast import Autocast, autocasting
-from torchshard.errors import CaptureError
-from torchshard.graph import emit, fake_mode, faking, where
+from torchshard.core.autocast import Autocast, autocasting
+from torchshard.core.errors import CaptureError
+from torchshard.ir.graph import emit, fake_mode, faking, where
 from torchshard.passes.decompose import inline_op
 
 aten = torch.ops.aten

@@ -21,9 +21,9 @@ from typing import Any, cast
 import torch
 from torch import fx
 
-from torchshard.errors import CaptureError
-from torchshard.graph import bound_args, emit, is_tensor, where
-from torchshard.with_value import WITH_VALUE
+from torchshard.core.errors import CaptureError
+from torchshard.custom_ops.with_value import WITH_VALUE
+from torchshard.ir.graph import bound_args, emit, is_tensor, where
 
 aten = torch.ops.aten
 

@@ -16,11 +16,11 @@ from typing import Any
 import torch
 from torch import fx
 
-from torchshard.conversions import Link, step_args
+from torchshard.core.conversions import Link, step_args
+from torchshard.core.errors import InternalError
+from torchshard.core.layouts import I, Layout, R, is_whole
 from torchshard.distributed.groups import MODEL
-from torchshard.errors import InternalError
-from torchshard.graph import consumers, demands, global_shape, is_tensor, layout_of, name_after, where
-from torchshard.layouts import I, Layout, R, is_whole
+from torchshard.ir.graph import consumers, demands, global_shape, is_tensor, layout_of, name_after, where
 from torchshard.planner.costs import CostModel, Value
 
 

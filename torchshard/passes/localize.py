@@ -14,12 +14,12 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
+from torchshard.core.layouts import Layout, local_shape
+from torchshard.core.notation import Local, local_replacement
+from torchshard.custom_ops.whole import WholeCall
 from torchshard.distributed.ops import is_collective
-from torchshard.graph import drop_dead_code, emit, fake_mode, plain_shape, values
-from torchshard.layouts import Layout, local_shape
-from torchshard.notation import Local, local_replacement
+from torchshard.ir.graph import drop_dead_code, emit, fake_mode, plain_shape, values
 from torchshard.rules.random import BY_ELEMENT
-from torchshard.whole import WholeCall
 
 aten = torch.ops.aten
 

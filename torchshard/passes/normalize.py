@@ -17,8 +17,8 @@ from typing import Any, cast
 import torch
 from torch import fx
 
-from torchshard.errors import CaptureError
-from torchshard.graph import bound_args, drop_dead_code, emit, hint, name_after, op_name, values, where
+from torchshard.core.errors import CaptureError
+from torchshard.ir.graph import bound_args, drop_dead_code, emit, hint, name_after, op_name, values, where
 from torchshard.passes.causal import restore_causal
 from torchshard.passes.chain import chain_cats
 from torchshard.passes.decompose import decompose

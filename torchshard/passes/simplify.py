@@ -11,9 +11,9 @@ from typing import Any
 import torch
 from torch import fx
 
-from torchshard.graph import drop_dead_code, is_tensor, layout_of, node_row, operands
-from torchshard.layouts import Shard
-from torchshard.notation import choices
+from torchshard.core.layouts import Shard
+from torchshard.core.notation import choices
+from torchshard.ir.graph import drop_dead_code, is_tensor, layout_of, node_row, operands
 
 aten = torch.ops.aten
 _ops = torch.ops.torchshard

@@ -16,11 +16,11 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from torchshard.conversions import ends
+from torchshard.core.conversions import ends
+from torchshard.core.errors import InternalError
+from torchshard.core.layouts import I, Layout, Shard, canonical, is_whole
 from torchshard.distributed.ops import OPS, is_collective
-from torchshard.errors import InternalError
-from torchshard.graph import fake_mode, faking, hint, is_tensor, is_tensor_op, layout_of, operands, values, where
-from torchshard.layouts import I, Layout, Shard, canonical, is_whole
+from torchshard.ir.graph import fake_mode, faking, hint, is_tensor, is_tensor_op, layout_of, operands, values, where
 from torchshard.passes.annotate import legal_choices
 
 STAGES = ("annotated", "inserted", "localized")

@@ -11,9 +11,9 @@ from typing import Any
 
 from torch import fx
 
-from torchshard.graph import is_tensor, operands, values
-from torchshard.layouts import Shard
-from torchshard.notation import axis_groups, spread
+from torchshard.core.layouts import Shard
+from torchshard.core.notation import axis_groups, spread
+from torchshard.ir.graph import is_tensor, operands, values
 from torchshard.planner.costs import Op
 
 MAX_WANTED = 4

@@ -13,16 +13,16 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, fx
 
-from torchshard.conversions import Link, kernels, links, sent_bytes
-from torchshard.graph import hint, nbytes, node_row, operands, values
-from torchshard.layouts import I, Layout, Shard, largest_share, local_size
-from torchshard.notation import Choice, Dim, Row
-from torchshard.planner.machine import Machine
-from torchshard.planner.plan import Sent
-from torchshard.recurrent import KINDS
+from torchshard.core.conversions import Link, kernels, links, sent_bytes
+from torchshard.core.layouts import I, Layout, Shard, largest_share, local_size
+from torchshard.core.notation import Choice, Dim, Row
+from torchshard.custom_ops.recurrent import KINDS
+from torchshard.custom_ops.whole import entry
+from torchshard.ir.graph import hint, nbytes, node_row, operands, values
+from torchshard.plans.machine import Machine
+from torchshard.plans.plan import Sent
 from torchshard.rules.linear_algebra import GROUPED
 from torchshard.rules.registry import wide
-from torchshard.whole import entry
 
 aten = torch.ops.aten
 

@@ -11,7 +11,7 @@ from typing import Any
 
 from torch import Tensor, fx
 
-from torchshard.graph import is_tensor_op, node_row, tensor_type, values
+from torchshard.ir.graph import is_tensor_op, node_row, tensor_type, values
 from torchshard.planner.repeats import Item, Reference, Run, find_runs
 
 

@@ -21,10 +21,10 @@ from typing import Any
 import numpy as np
 from torch import fx
 
-from torchshard.conversions import Link
-from torchshard.graph import is_tensor, is_tensor_op, is_weight, where, whole_choice
-from torchshard.layouts import I, Layout, Shard, local_size
-from torchshard.notation import Choice, choices
+from torchshard.core.conversions import Link
+from torchshard.core.layouts import I, Layout, Shard, local_size
+from torchshard.core.notation import Choice, choices
+from torchshard.ir.graph import is_tensor, is_tensor_op, is_weight, where, whole_choice
 from torchshard.planner.axes import tensors_of, wanted_parts, weight_axes
 from torchshard.planner.costs import CostModel, Op, Value
 from torchshard.planner.elimination import Scope, Table

@@ -8,11 +8,11 @@ from typing import Any
 
 from torch import fx
 
-from torchshard.graph import consumers, demands, is_tensor_op, node_row, operands
-from torchshard.layouts import I, Layout, is_whole, type_text
-from torchshard.notation import Choice
+from torchshard.core.layouts import I, Layout, is_whole, type_text
+from torchshard.core.notation import Choice
+from torchshard.ir.graph import consumers, demands, is_tensor_op, node_row, operands
 from torchshard.planner.costs import CostModel, Op, Value
-from torchshard.planner.plan import Collective, Sent
+from torchshard.plans.plan import Collective, Sent
 
 
 def predict(

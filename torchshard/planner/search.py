@@ -19,10 +19,10 @@ from typing import Any
 
 from torch import fx
 
-from torchshard.errors import PlanError
-from torchshard.graph import is_tensor_op, is_weight, nbytes, where
-from torchshard.layouts import I, Layout
-from torchshard.notation import Choice
+from torchshard.core.errors import PlanError
+from torchshard.core.layouts import I, Layout
+from torchshard.core.notation import Choice
+from torchshard.ir.graph import is_tensor_op, is_weight, nbytes, where
 from torchshard.planner.costs import CostModel
 from torchshard.planner.network import FORBIDDEN, Asked, Network, build
 from torchshard.planner.prune import prune

@@ -12,12 +12,12 @@ from typing import Any
 import torch
 from torch import fx, nn
 
-from torchshard.errors import PlanError
-from torchshard.graph import operands, where
-from torchshard.layouts import Layout, Shard
-from torchshard.recurrent import KINDS
+from torchshard.core.errors import PlanError
+from torchshard.core.layouts import Layout, Shard
+from torchshard.custom_ops.recurrent import KINDS
+from torchshard.custom_ops.whole import op_of
+from torchshard.ir.graph import operands, where
 from torchshard.rules.pointwise import CASTS
-from torchshard.whole import op_of
 
 aten = torch.ops.aten
 

@@ -13,12 +13,12 @@ from typing import NamedTuple
 
 from torch import fx
 
-from torchshard.graph import consumers, is_tensor, is_tensor_op, is_weight, nbytes, node_row, operands, where
-from torchshard.layouts import I, Layout, Shard, is_whole
-from torchshard.notation import Choice, Row, axis_groups
+from torchshard.core.layouts import I, Layout, Shard, is_whole
+from torchshard.core.notation import Choice, Row, axis_groups
+from torchshard.ir.graph import consumers, is_tensor, is_tensor_op, is_weight, nbytes, node_row, operands, where
 from torchshard.planner.costs import CostModel, Op
-from torchshard.planner.plan import Collective, Costs, Whole
-from torchshard.planner.table import layered
+from torchshard.plans.plan import Collective, Costs, Whole
+from torchshard.plans.table import layered
 
 WEIGHTS, WORK, SENT = 0.05, 0.1, 0.1
 """The parts of the model's weights, of the step's computation, and of what is sent, from which on an op with a rule is

@@ -3,8 +3,8 @@
 from collections.abc import Mapping
 from typing import Any
 
-from torchshard.errors import RuleError, ShardError
-from torchshard.notation import Row
+from torchshard.core.errors import RuleError, ShardError
+from torchshard.core.notation import Row
 from torchshard.rules import (
     attention,
     batched,

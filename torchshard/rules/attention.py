@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from torchshard.notation import Local, Row
+from torchshard.core.notation import Local, Row
 from torchshard.rules.empty import where_not_empty
 from torchshard.rules.random import dropped
 from torchshard.rules.registry import Call, broadcast, letters, rule, spaced

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from torchshard.notation import Row, Size
+from torchshard.core.notation import Row, Size
 from torchshard.rules.empty import where_not_empty
 from torchshard.rules.registry import Call, block, broadcast, dims_of, letters, positive, rule, spaced
 

@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from torchshard.notation import Local, LocalFn, Row
+from torchshard.core.notation import Local, LocalFn, Row
 from torchshard.rules.empty import emptied, filled, where_not_empty
 from torchshard.rules.registry import Call, rule, spaced
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import torch
 
-from torchshard.notation import Row
+from torchshard.core.notation import Row
 from torchshard.rules.registry import Call, block, letters, rule, spaced
 
 aten = torch.ops.aten

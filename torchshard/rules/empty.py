@@ -15,8 +15,8 @@ from typing import Any
 
 import torch
 
-from torchshard.layouts import Shard
-from torchshard.notation import Dim, Local, LocalFn
+from torchshard.core.layouts import Shard
+from torchshard.core.notation import Dim, Local, LocalFn
 from torchshard.rules.registry import Call, TensorType
 
 aten = torch.ops.aten

@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from torchshard.notation import Local, Row
+from torchshard.core.notation import Local, Row
 from torchshard.rules.empty import filled
 from torchshard.rules.registry import Call, TensorType, block, broadcast, letters, positive, rule, spaced
 

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from torchshard.notation import Inside, Local, Row
+from torchshard.core.notation import Inside, Local, Row
 from torchshard.rules.indexing import nonempty, own_index
 from torchshard.rules.normalization import row_max
 from torchshard.rules.reductions import averaged

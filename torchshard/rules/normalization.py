@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from torchshard.notation import Inside, Local, Row
+from torchshard.core.notation import Inside, Local, Row
 from torchshard.rules.empty import emptied, filled
 from torchshard.rules.registry import Call, block, cast, dims_of, letters, positive, rule, spaced, wide
 

@@ -6,9 +6,9 @@ from typing import Any
 
 import torch
 
-from torchshard.notation import Row
+from torchshard.core.notation import Row
+from torchshard.custom_ops.with_value import WITH_VALUE
 from torchshard.rules.registry import Call, broadcast, letters, rule, spaced
-from torchshard.with_value import WITH_VALUE
 
 aten = torch.ops.aten
 

@@ -12,10 +12,10 @@ from typing import Any
 
 import torch
 
-from torchshard.layouts import Part, Shard, local_size, parts_of, parts_size, ranges
-from torchshard.notation import Local, Row
+from torchshard.core.layouts import Part, Shard, local_size, parts_of, parts_size, ranges
+from torchshard.core.notation import Local, Row
+from torchshard.custom_ops.whole import WholeCall
 from torchshard.rules.registry import Call, block, letters, rule, spaced
-from torchshard.whole import WholeCall
 
 aten = torch.ops.aten
 RANDOM_TAG = torch.Tag.nondeterministic_seeded

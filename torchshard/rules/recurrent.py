@@ -1,11 +1,11 @@
-"""Recurrent layers: the hidden units split, each with all of its gates. `torchshard.recurrent` has what a rank does."""
+"""Recurrent layers: the hidden units split, each with all of its gates. What a rank does: `custom_ops.recurrent`."""
 
 from __future__ import annotations
 
 from typing import Any
 
-from torchshard.notation import Inside, Local, Row
-from torchshard.recurrent import KINDS, SplitRecurrent, draws
+from torchshard.core.notation import Inside, Local, Row
+from torchshard.custom_ops.recurrent import KINDS, SplitRecurrent, draws
 from torchshard.rules.registry import Call, rule, spaced
 
 

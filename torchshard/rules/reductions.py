@@ -9,12 +9,12 @@ from typing import Any
 
 import torch
 
-from torchshard.conversions import step_args
-from torchshard.layouts import I, Shard
-from torchshard.notation import Inside, Local, LocalFn, Row
+from torchshard.core.conversions import step_args
+from torchshard.core.layouts import I, Shard
+from torchshard.core.notation import Inside, Local, LocalFn, Row
+from torchshard.custom_ops.with_value import WITH_VALUE
 from torchshard.rules.empty import where_not_empty
 from torchshard.rules.registry import Call, block, cast, dims_of, letters, positive, rule, spaced, sum_dtype, wide
-from torchshard.with_value import WITH_VALUE
 
 aten = torch.ops.aten
 ops = torch.ops.torchshard

@@ -17,8 +17,8 @@ from typing import Any
 
 import torch
 
-from torchshard.notation import Row, Size, bind
-from torchshard.whole import entry
+from torchshard.core.notation import Row, Size, bind
+from torchshard.custom_ops.whole import entry
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,296 @@
+"""Proof for users: the sharded program beside the unsharded model, outputs and every gradient.
+
+    >>> print(ts.check(model, plan, world_size=4, example_inputs=(x,)))
+    exact: 4 ranks, 1 outputs, 0 input gradients, 12 parameter gradients
+      largest error of outputs               2.2e-16
+      ...
+
+All ranks run in this process, in lockstep, over the graphs that would run on real ranks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor, fx, nn
+
+from torchshard.capture import Captured, check_weights, copied, flatten, flatten_call
+from torchshard.checking import lockstep
+from torchshard.checking.compare import KINDS, TOLERANCES, Comparison, Results, compare, error_of_pieces, noise_ceiling
+from torchshard.checking.steps import Run, Trial
+from torchshard.compiler.planning import PlanLike
+from torchshard.compiler.program import Program, check_examples, check_world_size, device_type, prepared, program
+from torchshard.core.errors import ShardError
+from torchshard.core.layouts import Layout, dual
+from torchshard.ir.graph import is_tensor, where
+from torchshard.plans.machine import Machine, objective
+from torchshard.plans.plan import Plan
+
+WIDER = (torch.float64, torch.float32)
+"""What a graph of a narrower dtype is compared in besides: the first in which all its ops run."""
+
+
+class CheckError(ShardError):
+    """The sharded program does not compute what the model computes."""
+
+
+@dataclass(frozen=True)
+class Report:
+    """What a check found."""
+
+    world_size: int
+    tolerance: float
+    """What counts as equal."""
+    comparisons: tuple[Comparison, ...]
+    diverges_at: str = ""
+    """Where values, or gradients on their way back, first differ."""
+    widened: Report | None = None
+    """Of a graph that computes in less than float64: the same comparisons with the graph's dtypes widened."""
+    unwidened: str = ""
+    """Why there is no such comparison of a graph that should have one."""
+    flips: bool = False
+    """Whether rounding alone moves the unsharded model's values by as much, as where it flips a comparison: the wider
+    dtypes decide."""
+    captured: Report | None = None
+    """Of a model in less than float64: its captured graph, of one rank, beside the model, both cast to float64."""
+    uncaptured: str = ""
+    """Why there is no such comparison of a model that should have one."""
+
+    @property
+    def ok(self) -> bool:
+        """Whether all errors are within the tolerance, in every precision."""
+        return all(c.error <= self.tolerance for c in self.comparisons) and all(r.ok for r in self._in_wider)
+
+    @property
+    def _in_wider(self) -> list[Report]:
+        return [report for report in (self.widened, self.captured) if report is not None]
+
+    @property
+    def worst(self) -> Comparison:
+        """The comparison that is furthest beyond its tolerance, or nearest to it."""
+        reports = [self, *self._in_wider]
+        pairs = [(c.error / report.tolerance, c) for report in reports for c in report.comparisons]
+        return max(pairs, key=lambda pair: pair[0], default=(0.0, Comparison("output", "", 0.0)))[1]
+
+    def raise_on_error(self) -> Report:
+        """This report; raises CheckError where something differs."""
+        if not self.ok:
+            wrong = next((report for report in self._in_wider if not report.ok), self)
+            raise CheckError(
+                f"the {self.worst.kind} {self.worst.name} is off by {self.worst.error:.1e}",
+                where=wrong.diverges_at,
+                why=f"{self.world_size} ranks, tolerance {wrong.tolerance:.0e}",
+                attempt="report the model: no plan may change what a model computes",
+            )
+        return self
+
+    def __str__(self) -> str:
+        by_kind = {kind: [c for c in self.comparisons if c.kind == kind] for kind in KINDS}
+        counts = ", ".join(f"{len(found)} {kind}s" for kind, found in by_kind.items())
+        lines = [
+            f"{'exact' if self.ok else 'WRONG'}: {self.world_size} ranks, {counts}, tolerance {self.tolerance:.0e}"
+        ]
+        for kind, found in by_kind.items():
+            if found:
+                worst = max(found, key=lambda c: c.error)
+                lines.append(f"  largest error of {kind + 's':20} {worst.error:.1e}  {worst.name}")
+        lines += self._wrong()
+        if self.flips:
+            lines.append("  rounding alone moves the unsharded model's values by as much: the wider dtypes decide")
+        if self.widened is not None:
+            largest = max((c.error for c in self.widened.comparisons), default=0.0)
+            lines.append(f"  with wider dtypes, tolerance {self.widened.tolerance:.0e}: largest error {largest:.1e}")
+            lines += self.widened._wrong()
+        elif self.unwidened:
+            lines.append(f"  not compared with wider dtypes: {self.unwidened}")
+        if self.captured is not None and not self.captured.ok:
+            lines += ["  the captured graph is not the model, both in float64:", *self.captured._wrong()]
+        elif self.uncaptured:
+            lines.append(f"  the captured graph was not compared with the model in float64: {self.uncaptured}")
+        return "\n".join(lines)
+
+    def _wrong(self) -> list[str]:
+        found = [f"  wrong: {c.kind} {c.name}: {c.error:.1e}" for c in self.comparisons if c.error > self.tolerance]
+        return found + ([f"  first differs at {self.diverges_at}"] if self.diverges_at else [])
+
+
+@torch.inference_mode(False)
+@torch.enable_grad()
+def check(
+    model: nn.Module,
+    plan: PlanLike,
+    *,
+    world_size: int,
+    example_inputs: Sequence[Any] = (),
+    example_kwargs: Mapping[str, Any] | None = None,
+    dtype: torch.dtype | None = torch.float64,
+    memory: str | float | None = None,
+    machine: Machine | str | None = None,
+    axes: str = "weights",
+) -> Report:
+    """Compares outputs, written buffers, input gradients and every parameter gradient with the unsharded model's.
+
+    Args:
+        model: the unsharded model, on the CPU; it and its gradients are left alone.
+        world_size: any number of ranks.
+        example_inputs, example_kwargs: what `model` is called with.
+        dtype: the floating dtype to compare in (model and inputs are cast); None: as they are. Where the model then
+            computes in less than float64 anywhere, its graph is compared in float64 too, and a narrower model's capture
+            with the model cast to float64: a left-out collective may change less than bfloat16 rounds away.
+        memory, machine, axes: what the best plan is; see `plan`.
+
+    Raises:
+        what `torchshard.shard` raises for this model and plan. A difference is reported, not raised:
+        see `Report.raise_on_error`.
+    """
+    check_world_size(world_size)
+    check_examples(example_inputs, example_kwargs)
+    check_weights(model)
+    held, args, kwargs = copied(model), list(example_inputs), dict(example_kwargs or {})
+    if dtype is not None:
+        held, args, kwargs = in_dtype(held, args, kwargs, dtype)
+    aim = objective(machine, memory, axes, device_type(held))
+    made = program(held, plan, world_size, args, kwargs, aim=aim)
+    return _with_captured(check_program(held, made, made.graph, args, kwargs), held, args, kwargs)
+
+
+def check_program(
+    model: nn.Module, made: Program, graph: fx.GraphModule, args: Sequence[Any], kwargs: Mapping[str, Any]
+) -> Report:
+    """Compares one program's graph (`made.graph`, or one that was tampered with) with the model."""
+    trial = _trial(model, made.captured, args, kwargs)
+    with torch.random.fork_rng(devices=()):
+        sides = _Sides(trial.unsharded(), graph, lockstep.rank_graphs(graph, made.plan.world_size), made.plan)
+        report = _with_wider(_report(trial, sides, tolerance_of(made.captured.graph)), trial, sides)
+        return _with_flips(report, trial, sides)
+
+
+def _trial(model: nn.Module, captured: Captured, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Trial:
+    call = replace(flatten_call(model, args, kwargs), names=captured.inputs)
+    return Trial(model, captured, call, torch.get_rng_state())
+
+
+@dataclass(frozen=True)
+class _Sides:
+    """What is compared."""
+
+    expected: Results
+    graph: fx.GraphModule
+    """With its collectives, for any rank."""
+    graphs: list[fx.GraphModule]
+    """The same for each rank."""
+    plan: Plan
+
+
+def _report(trial: Trial, sides: _Sides, tolerance: float) -> Report:
+    """A comparison in the trial's precision."""
+    plan = sides.plan
+    found = _compared(trial, sides.expected, trial.sharded(sides.graphs, plan), plan.parameters, tolerance)
+    report = Report(plan.world_size, tolerance, found)
+    if report.ok:
+        return report
+    again = trial.whole(watched=True), trial.sharded(sides.graphs, plan, watched=True)
+    return replace(report, diverges_at=_diagnose(sides.graph, *again, tolerance))
+
+
+def _compared(
+    trial: Trial, expected: Results, run: Run, layouts: Mapping[str, Layout], tolerance: float, *, flips: bool = False
+) -> tuple[Comparison, ...]:
+    """Every tensor of a step beside the unsharded one's."""
+    return compare(expected, run, layouts, tolerance, lambda: trial.noise(expected.output_names), flips=flips)
+
+
+def _with_flips(report: Report, trial: Trial, sides: _Sides) -> Report:
+    """The report; where the ranks' graphs are exact in a wider dtype, what rounding does to the captured graph is no
+    error of theirs in the narrower. The captured graph itself computes what the model does in either case."""
+    if report.ok or report.widened is None:
+        return report
+    plan, tolerance = sides.plan, report.tolerance
+    captured = _compared(trial, sides.expected, trial.whole(), {}, tolerance)
+    if any(c.error > tolerance for c in captured):
+        return report
+    run = trial.sharded(sides.graphs, plan)
+    found = _compared(trial, sides.expected, run, plan.parameters, tolerance, flips=True)
+    noisy = replace(report, comparisons=found, diverges_at="", flips=True)
+    return noisy if noisy.ok else report
+
+
+def _with_captured(report: Report, model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Report:
+    """The report, with one of the model in float64 and of its graph: what capture loses may be less than a narrower
+    dtype rounds away."""
+    tensors = (*model.parameters(), *model.buffers(), *flatten_call(model, args, kwargs).tensors)
+    if all(_as(t, torch.float64) is t for t in tensors):
+        return report
+    try:
+        wide, args, kwargs = in_dtype(copied(model), args, kwargs, torch.float64)
+        captured = prepared(wide, args, kwargs)
+        trial, tolerance = _trial(wide, captured, args, kwargs), tolerance_of(captured.graph)
+        with torch.random.fork_rng(devices=()):
+            found = _compared(trial, trial.unsharded(), trial.whole(), {}, tolerance)
+    except Exception as error:  # a model that refuses this dtype
+        return replace(report, uncaptured=_in_short(error))
+    return replace(report, captured=Report(1, tolerance, found))
+
+
+def _with_wider(report: Report, trial: Trial, sides: _Sides) -> Report:
+    """The report, with one of the same graph in a wider dtype, the widest in which all its ops run."""
+    reason = ""
+    for dtype in WIDER:
+        if TOLERANCES[dtype] >= report.tolerance:
+            break
+        try:
+            wide = trial.widened(dtype)
+            expected = wide.results(sides.expected)
+            return replace(report, widened=_report(wide, replace(sides, expected=expected), TOLERANCES[dtype]))
+        except Exception as error:  # an op that refuses this dtype
+            reason = reason or _in_short(error)
+    return replace(report, unwidened=reason)
+
+
+def _in_short(error: Exception) -> str:
+    return f"{type(error).__name__}: {error}".splitlines()[0]
+
+
+def in_dtype(model: nn.Module, args: Any, kwargs: Any, dtype: torch.dtype) -> tuple[nn.Module, Any, Any]:
+    """A model (itself) and a call of it in a floating dtype."""
+    return model._apply(lambda t: _as(t, dtype)), _cast(list(args), dtype), _cast(dict(kwargs), dtype)
+
+
+def _cast(value: Any, dtype: torch.dtype) -> Any:
+    flat = flatten(value)
+    return flat.rebuild([_as(t, dtype).detach().requires_grad_(t.requires_grad) for t in flat.tensors])
+
+
+def _as(tensor: Tensor, dtype: torch.dtype) -> Tensor:
+    """A floating or complex tensor in the precision of a floating dtype."""
+    if tensor.is_complex():
+        return tensor.to(dtype.to_complex())
+    return tensor.to(dtype) if tensor.is_floating_point() else tensor
+
+
+def tolerance_of(graph: fx.GraphModule) -> float:
+    """What counts as equal, by the narrowest floating dtype of a graph's values."""
+    vals = [n.meta["val"] for n in graph.graph.nodes if is_tensor(n)]
+    return max(TOLERANCES.get(dtype, 0.0) for dtype in {torch.float64} | {v.dtype for v in vals})
+
+
+def _diagnose(graph: fx.GraphModule, whole: Run, sharded: Run, tolerance: float) -> str:
+    """The first node whose value differs; if none does, the first on the way back whose gradient does."""
+    nodes = [n for n in graph.graph.nodes if n.op == "call_function" and n.name in whole.values[0] and is_tensor(n)]
+    for node in nodes:
+        pieces = [v.get(node.name) for v in sharded.values]
+        if all(isinstance(p, Tensor) for p in pieces):
+            error = error_of_pieces(whole.values[0][node.name], pieces, node.meta["layouts"][0])
+            if error > tolerance:
+                return f"{where(node)} (its value)"
+    floor = noise_ceiling(whole.grads[0].values(), tolerance)
+    for node in reversed(nodes):
+        grads = [g[node.name] for g in sharded.grads if node.name in g]
+        if node.name in whole.grads[0] and len(grads) == len(sharded.grads):
+            error = error_of_pieces(whole.grads[0][node.name], grads, dual(node.meta["layouts"][0]), floor)
+            if error > tolerance:
+                return f"{where(node)} (its gradient)"
+    return "the parameters alone"

@@ -1,0 +1,235 @@
+"""The command line: plan, show, draw and check a model, without a line of Python.
+
+    torchshard plan config.json --ranks 8 --memory 80GiB --json plan.json
+    torchshard show plan.json
+    torchshard check mymodel:factory --ranks 4
+
+Exit codes: 0 done; 1 a check found a difference; 2 the command is not understood; 3 an error, told in four lines.
+`--help` imports nothing heavy.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import logging
+import os
+import sys
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+MODEL_HELP = "module:factory, a Hugging Face config.json, or a folder with one"
+DIFFERENT, FAILED = 1, 3
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Runs one command; the exit code."""
+    given = _parser().parse_args(arguments)
+    if given.verbose:
+        logging.basicConfig(level=logging.INFO, format="%(name)s: %(message)s")
+    from torchshard.core.errors import ShardError
+
+    try:
+        code: int = given.run(given)
+        sys.stdout.flush()
+        return code
+    except KeyboardInterrupt:
+        return 130
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # who read the output has gone
+        return FAILED
+    except Exception as error:
+        if given.debug:
+            raise
+        what = str(error)
+        if not isinstance(error, ShardError):
+            what = f"{(what.splitlines() or [''])[0]}\n  try:    --debug, for the traceback"
+        print(f"{type(error).__name__}: {what}", file=sys.stderr)
+        return FAILED
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser("torchshard", description="Tensor parallelism for an ordinary PyTorch model.")
+    parser.set_defaults(debug=False, verbose=False)
+    commands = parser.add_subparsers(title="commands", required=True, metavar="COMMAND")
+    shown = (_model, _planning)
+    for name, text, run, parts in (
+        ("plan", "find the best layout, print it as a table, write it as JSON", _plan, (*shown, _plan_files)),
+        ("show", "print a plan, or a model's plan, with the reason for each collective", _show, (*shown, _level)),
+        ("draw", "write a picture of a model's graph with its collectives", _draw, (*shown, _picture)),
+        ("check", "compare the sharded model with the unsharded one, all gradients", _check, (*shown, _processes)),
+        ("env", "print versions, backends and devices", _env, ()),
+    ):
+        command = commands.add_parser(name, help=text, description=text)
+        command.set_defaults(run=run)
+        for add in parts:
+            add(command)
+        command.add_argument("--debug", action="store_true", help="show a traceback where something fails")
+        command.add_argument("--verbose", action="store_true", help="log what is done, and how long it takes")
+    return parser
+
+
+# --- arguments -------------------------------------------------------------------------------------------------------
+
+
+def _model(command: argparse.ArgumentParser) -> None:
+    command.add_argument("model", metavar="MODEL", help=MODEL_HELP)
+    command.add_argument("--batch", type=int, default=2, metavar="N", help="of the example inputs (2)")
+    command.add_argument("--sequence", type=int, default=128, metavar="N", help="tokens of the example inputs (128)")
+
+
+def _planning(command: argparse.ArgumentParser) -> None:
+    command.add_argument("--ranks", type=int, default=2, metavar="N", help="number of ranks (2)")
+    command.add_argument("--plan", default="auto", metavar="FILE", help="a plan's JSON instead of the best plan")
+    command.add_argument("--memory", metavar="SIZE", help="what a step may take on a rank: 80GiB")
+    command.add_argument("--machine", default=None, metavar="NAME", help="h100x8 or cpu-gloo")
+    command.add_argument("--axes", default="weights", choices=("weights", "all"), help="all: batch and sequence too")
+
+
+def _plan_files(command: argparse.ArgumentParser) -> None:
+    command.add_argument("--json", metavar="FILE", help="write the plan")
+    command.add_argument("--html", metavar="FILE", help="write a page with the graph and its collectives")
+
+
+def _picture(command: argparse.ArgumentParser) -> None:
+    command.add_argument("-o", "--output", required=True, metavar="FILE", help="x.html, x.svg or x.dot")
+
+
+def _level(command: argparse.ArgumentParser) -> None:
+    command.add_argument("--level", default="table", choices=("table", "node"), help="node: a line per op of the graph")
+
+
+def _processes(command: argparse.ArgumentParser) -> None:
+    command.add_argument("--processes", action="store_true", help="real ranks, through gloo, instead of simulated ones")
+
+
+# --- commands --------------------------------------------------------------------------------------------------------
+
+
+def _planned(given: argparse.Namespace) -> Any:
+    import torchshard as ts
+    from torchshard.cli.sources import read_source
+
+    source = read_source(given.model, given.batch, given.sequence)
+    with _progress():
+        return ts.plan(
+            source.model,
+            given.plan,
+            world_size=given.ranks,
+            example_inputs=source.args,
+            example_kwargs=source.kwargs,
+            memory=given.memory,
+            machine=given.machine,
+            axes=given.axes,
+        )
+
+
+@contextlib.contextmanager
+def _progress() -> Iterator[None]:
+    """A bar on a terminal, where planning takes more than two seconds and tqdm is there; it follows the log."""
+    from torchshard.compiler.program import STAGES
+
+    try:
+        from tqdm import tqdm
+    except ImportError:
+        yield
+        return
+    logger = logging.getLogger("torchshard.compiler.program")
+    with tqdm(total=len(STAGES), desc=STAGES[0], delay=2, leave=False, disable=None, bar_format=BAR) as bar:
+        handler, level = _Follow(bar), logger.level
+        logger.addHandler(handler)
+        logger.setLevel(logging.INFO)
+        try:
+            yield
+        finally:
+            logger.removeHandler(handler)
+            logger.setLevel(level)
+
+
+BAR = "{desc} {bar:20} {n_fmt}/{total_fmt} {elapsed}"
+
+
+class _Follow(logging.Handler):
+    """Moves a bar on with each stage that is logged."""
+
+    def __init__(self, bar: Any) -> None:
+        super().__init__()
+        self.bar = bar
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.bar.set_description_str(record.getMessage())
+        self.bar.update()
+
+
+def _plan(given: argparse.Namespace) -> int:
+    import torchshard as ts
+    from torchshard.report.drawing import check_suffix
+
+    if given.html:
+        check_suffix(given.html, (".html",))
+    made = _planned(given)
+    print(made)
+    if given.json:
+        made.save(given.json)
+    if given.html:
+        ts.draw(made, given.html)
+    return 0
+
+
+def _show(given: argparse.Namespace) -> int:
+    import torchshard as ts
+
+    print(ts.explain(_loaded(given) if _is_plan(given.model) else _planned(given), level=given.level))
+    return 0
+
+
+def _is_plan(path: str) -> bool:
+    """Whether it is a plan's file: JSON, and no model's configuration."""
+    try:
+        with open(path, encoding="utf-8") as file:
+            said = json.load(file)
+    except (OSError, ValueError, RecursionError):
+        return path.endswith(".json") and os.path.basename(path) != "config.json"
+    return not (isinstance(said, dict) and "model_type" in said)
+
+
+def _loaded(given: argparse.Namespace) -> Any:
+    import torchshard as ts
+    from torchshard.core.errors import InputError
+
+    plain = _parser().parse_args(["show", given.model])
+    said = [f"--{name}" for name in ("ranks", "plan", "memory", "machine", "axes")
+            if getattr(given, name) != getattr(plain, name)]  # fmt: skip
+    if said:
+        raise InputError(
+            f"{' and '.join(said)} can't change a plan that is made",
+            where="show",
+            why=f"{given.model!r} is a plan's file",
+            attempt="the model in its place, which is planned anew",
+        )
+    return ts.Plan.load(given.model)
+
+
+def _draw(given: argparse.Namespace) -> int:
+    import torchshard as ts
+    from torchshard.report.drawing import check_suffix
+
+    check_suffix(given.output)
+    ts.draw(_planned(given), given.output)
+    return 0
+
+
+def _check(given: argparse.Namespace) -> int:
+    from torchshard.cli.sources import check_source
+
+    report = check_source(given)
+    print(report)
+    return 0 if report.ok else DIFFERENT
+
+
+def _env(given: argparse.Namespace) -> int:
+    from torchshard.cli.sources import environment
+
+    print(environment())
+    return 0

@@ -1,0 +1,1 @@
+"""Model, plan and example inputs in; the planned graph with its collectives out."""

@@ -1,0 +1,130 @@
+"""How much memory a step takes on a rank: the planned graph run forward and backward without memory, and watched.
+
+The rank that holds the most (the first) is simulated on fake tensors. What is counted is every storage that is alive:
+parameters, their gradients, what autograd saves, and what a backward makes on its way; the optimizer's state comes on
+top. What kernels and collectives allocate inside is not seen.
+"""
+
+from __future__ import annotations
+
+import weakref
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves, tree_map_only
+
+from torchshard.core.layouts import I, local_shape
+from torchshard.distributed.groups import simulated_name
+from torchshard.ir.graph import hint, plain_shape
+from torchshard.passes import localized
+from torchshard.plans.plan import Plan
+
+OPTIMIZER_STATES = 2
+"""Tensors that the optimizer keeps per parameter: Adam's two moments."""
+
+
+class _Watch(TorchDispatchMode):
+    """Counts the bytes of the storages that are alive among those that ops make; `known` ones count elsewhere."""
+
+    def __init__(self, known: list[Tensor]) -> None:
+        super().__init__()
+        self.alive = self.peak = 0
+        self._known: weakref.WeakSet[Any] = weakref.WeakSet(t.untyped_storage() for t in known)
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        try:
+            result = func(*args, **(kwargs or {}))
+        except RuntimeError:  # what a model computes on another device, the CPU may have no kernel for
+            result = _shaped(func, args, kwargs or {})
+        for leaf in tree_leaves(result):
+            if isinstance(leaf, Tensor):
+                self._see(leaf)
+        return result
+
+    def _see(self, tensor: Tensor) -> None:
+        storage = tensor.untyped_storage()
+        if storage in self._known:
+            return
+        self._known.add(storage)
+        size = storage.nbytes()
+        self.alive += size
+        self.peak = max(self.peak, self.alive)
+        weakref.finalize(storage, self._gone, size)
+
+    def _gone(self, size: int) -> None:
+        self.alive -= size
+
+
+def _shaped(func: Any, args: Any, kwargs: Any) -> Any:
+    """What an op gives, of the same shapes, as its rule for tensors without memory says."""
+
+    def moved(tree: Any, device: str) -> Any:
+        return tree_map_only(Tensor, lambda t: torch.empty_like(t, device=device), tree)
+
+    return moved(func(*moved(args, "meta"), **moved(kwargs, "meta")), "cpu")
+
+
+def predicted_memory(graph: fx.GraphModule, plan: Plan, optimizer_states: int = OPTIMIZER_STATES) -> dict[str, float]:
+    """Bytes of one training step on the rank that holds the most.
+
+    Args:
+        graph: the graph with its collectives, global sizes.
+        optimizer_states: tensors that the optimizer keeps per parameter.
+
+    Returns:
+        'parameters' (and buffers), 'gradients', 'optimizer', 'activations' (what a step takes beside these at its peak)
+        and 'peak', their sum.
+    """
+    local = _off_meta(localized(graph, 0, plan.world_size, simulated_name(0, plan.world_size)))
+    nodes = [n for n in graph.graph.nodes if n.op == "placeholder"]
+    mode = FakeTensorMode()
+    with mode:
+        tensors = [_example(node, plan) for node in nodes]
+    stored = [(n, t) for n, t in zip(nodes, tensors, strict=True) if n.meta["kind"] != "input"]
+    trained = sum(_bytes(t) for n, t in stored if t.requires_grad)
+    steady = sum(_bytes(t) for _, t in stored)
+    watch = _Watch(tensors)
+    with mode, torch.enable_grad(), watch:
+        _step(local, tensors)
+    total = {
+        "parameters": float(steady),
+        "gradients": float(trained),
+        "optimizer": float(optimizer_states * trained),
+        "activations": float(max(watch.peak - trained, 0)),
+    }
+    return total | {"peak": sum(total.values())}
+
+
+def _off_meta(local: fx.GraphModule) -> fx.GraphModule:
+    """A graph that was captured on the meta device, on the CPU: attention without memory has no fused kernel."""
+    meta, cpu = torch.device("meta"), torch.device("cpu")
+    for node in local.graph.nodes:
+        node.args = tree_map_only(torch.device, lambda d: cpu if d == meta else d, node.args)
+        if node.kwargs.get("device") == meta:
+            node.kwargs = {**node.kwargs, "device": cpu}
+    local.recompile()
+    return local
+
+
+def _step(local: fx.GraphModule, tensors: list[Tensor]) -> None:
+    """Forward, and backward from the loss: the first number among the results, or the sum of all."""
+    results = [r for r in local(*tensors) if isinstance(r, Tensor) and r.requires_grad]
+    losses = [r for r in results if r.numel() == 1][:1] or results
+    if losses:
+        torch.autograd.backward(losses, [torch.ones_like(loss) for loss in losses])
+
+
+def _bytes(tensor: Tensor) -> int:
+    return tensor.numel() * tensor.element_size()
+
+
+def _example(node: fx.Node, plan: Plan) -> Tensor:
+    value = node.meta["val"]
+    shape = [hint(size) for size in plain_shape(value)]
+    layout = plan.parameters.get(node.meta["path"], I) if node.meta["kind"] != "input" else I
+    device = "cpu" if value.device.type == "meta" else value.device
+    made = torch.empty(local_shape(shape, layout, 0, plan.world_size), dtype=value.dtype, device=device)
+    return made.requires_grad_(bool(node.meta.get("trainable", node.meta["needs_grad"])))

@@ -1,0 +1,178 @@
+"""Model, plan and example inputs in; the planned graph with its collectives out, for any rank.
+
+This is the whole way of a model on one screen: capture, normalize, plan, rewrite.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import gc
+import logging
+import time
+import warnings
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from torch import fx, nn
+
+from torchshard.capture import Captured, capture
+from torchshard.compiler.planning import PlanLike, check_memory, is_static, plan_graph, read_plan
+from torchshard.core.errors import InputError, PlanError
+from torchshard.core.layouts import Layout
+from torchshard.ir.graph import mark_needs_grad
+from torchshard.passes import normalize, rewrite
+from torchshard.planner.styles import check_matches
+from torchshard.plans.machine import Objective, objective
+from torchshard.plans.plan import Plan
+
+log = logging.getLogger("torchshard.compiler.program")
+
+
+@dataclass(frozen=True)
+class Program:
+    """A captured model with its plan, ready to be made any rank's."""
+
+    captured: Captured
+    """The normalized graph, unsharded, and how to call it."""
+    plan: Plan
+    graph: fx.GraphModule
+    """The graph with its collectives, global sizes."""
+
+
+def program(
+    model: nn.Module,
+    plan: PlanLike,
+    world_size: int,
+    args: Sequence[Any],
+    kwargs: Mapping[str, Any] | None = None,
+    parameters: Mapping[str, Layout] | None = None,
+    aim: Objective | None = None,
+) -> Program:
+    """Captures, plans and rewrites one call of a model.
+
+    Args:
+        parameters: layouts that are fixed already, by name.
+        aim: what the best plan is.
+
+    Raises:
+        CaptureError, InputError, PlanError: see each.
+    """
+    wanted = read_plan(plan, world_size)
+    if isinstance(wanted, Mapping):
+        check_matches(wanted, [name for name, _ in model.named_modules()])  # before the long way
+    _check_ranks(model, world_size)
+    aim = aim or objective(None, device=device_type(model))
+    if isinstance(wanted, Mapping):
+        check_memory(model, world_size, aim.memory)
+    captured = prepared(model, args, kwargs, dynamic=not is_static(wanted, aim))
+    return planned(captured, model, wanted, world_size, aim, parameters)
+
+
+def prepared(
+    model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any] | None = None, *, dynamic: bool = True
+) -> Captured:
+    """One call of a model, in the caller's grad mode, as a graph with few kinds of nodes, ready to be planned."""
+    with _no_collection(), _timed("capture"):
+        captured = capture(model, args, kwargs, dynamic=dynamic)
+        normalize(captured.graph)
+        _mark_trainable(captured, model)
+    return captured
+
+
+def planned(
+    captured: Captured,
+    model: nn.Module,
+    wanted: Mapping[str, Any] | Plan,
+    world_size: int,
+    aim: Objective | None = None,
+    parameters: Mapping[str, Layout] | None = None,
+) -> Program:
+    """A plan for a captured call, and the graph with its collectives."""
+    aim = aim or objective(None, device=device_type(model))
+    with _no_collection():
+        with _timed("plan"):
+            made = plan_graph(captured.graph, model, wanted, world_size, aim, parameters or {})
+        with _timed("rewrite"):
+            graph = rewrite(captured.graph, made)
+    made = dataclasses.replace(made, graph=graph)
+    for whole in made.costs.whole:
+        warnings.warn(str(whole), stacklevel=2)
+    return Program(captured, made, graph)
+
+
+STAGES = ("capture", "plan", "rewrite")
+"""What is logged, at INFO: one line when each ends."""
+
+
+@contextlib.contextmanager
+def _timed(stage: str) -> Iterator[None]:
+    start = time.perf_counter()
+    yield
+    log.info("%s: %.1f s", stage, time.perf_counter() - start)
+
+
+@contextlib.contextmanager
+def _no_collection() -> Iterator[None]:
+    """Graphs are many small objects that stay: to look for garbage among them takes a tenth of the time."""
+    enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if enabled:
+            gc.enable()
+
+
+def device_type(model: nn.Module) -> str:
+    """The type of the device that a model is on: 'cpu', 'cuda', 'meta'."""
+    return next((p.device.type for p in model.parameters()), "cpu") if isinstance(model, nn.Module) else "cpu"
+
+
+def check_examples(example_inputs: Any, example_kwargs: Any) -> None:
+    """Example inputs are a tuple or list of arguments, the keyword ones a dict.
+
+    Raises:
+        InputError: they are something else.
+    """
+    for name, given, kinds in (
+        ("example_inputs", example_inputs, (tuple, list)),
+        ("example_kwargs", example_kwargs, (Mapping,)),
+    ):
+        if given is not None and not isinstance(given, kinds):
+            raise InputError(
+                f"{name} is a {type(given).__name__}",
+                where=f"{name}=",
+                why="example_inputs holds forward's positional arguments, example_kwargs its keyword arguments by name",
+                attempt='example_inputs=(x,), example_kwargs={"mask": mask}',
+            )
+
+
+def check_world_size(world_size: Any) -> None:
+    """A number of ranks.
+
+    Raises:
+        InputError: it is none.
+    """
+    if not isinstance(world_size, int) or isinstance(world_size, bool) or world_size < 1:
+        raise InputError(
+            f"{world_size!r} is no number of ranks", where="world_size=", why="it is an int of 1 or more", attempt="2"
+        )
+
+
+def _check_ranks(model: nn.Module, world_size: int) -> None:
+    sizes = {size: name for name, t in model.named_parameters() for size in t.shape}
+    if sizes and world_size > max(sizes):
+        raise PlanError(
+            f"{world_size} ranks are more than any dim has elements",
+            where=f"parameter {sizes[max(sizes)]!r}",
+            why=f"its dim of {max(sizes)} is the largest: some ranks would hold nothing of anything",
+            attempt=f"{max(sizes)} ranks or fewer",
+        )
+
+
+def _mark_trainable(captured: Captured, model: nn.Module) -> None:
+    trainable = [name for name, p in model.named_parameters() if p.requires_grad]
+    inputs = [n for n in captured.graph.graph.nodes if n.op == "placeholder" and n.meta["kind"] == "input"]
+    mark_needs_grad(captured.graph, trainable + [n.meta["path"] for n in inputs if n.meta["val"].requires_grad])

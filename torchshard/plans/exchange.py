@@ -1,0 +1,130 @@
+"""Plans in others' words: Hugging Face's tp_plan and DTensor's parallelize plan, and two plans beside each other."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torchshard.core.errors import PlanError
+from torchshard.core.layouts import I, Shard
+from torchshard.plans.machine import size_text
+from torchshard.plans.plan import Plan
+from torchshard.plans.table import changed, layered, starred
+
+STYLES: dict[tuple[str, int], tuple[str, tuple[str, ...], tuple[str, ...]]] = {
+    ("Linear", 0): ("colwise", ("", "copy"), ("", "gather", "all_gather")),
+    ("Linear", 1): ("rowwise", ("", "scatter"), ("reduce", "all_reduce")),
+    ("Embedding", 0): ("embedding_rowwise", ("",), ("reduce", "all_reduce")),
+    ("Embedding", 1): ("embedding_colwise", ("",), ("gather", "all_gather")),
+}
+"""(kind of module, split dim of its weight) -> the style, and the collectives before and after that it may have."""
+_VARIANTS = {("colwise", "gather"): "colwise_gather_output", ("colwise", "all_gather"): "colwise_gather_output",
+             ("rowwise", "scatter"): "rowwise_split_input"}  # fmt: skip
+
+
+def styles(plan: Plan) -> dict[str, str]:
+    """Module -> Hugging Face's word, for all modules with split weights.
+
+    Raises:
+        PlanError: the plan has something that these words can't say; all of it is named.
+    """
+    found: dict[str, str] = {}
+    unsaid: list[str] = []
+    before, after = _around(plan)
+    for name, layout in plan.parameters.items():
+        path, _, leaf = name.rpartition(".")
+        if layout == I or leaf == "bias":
+            continue
+        stored = plan.stored.get(name)
+        kind = stored.module if stored is not None else ""
+        style = STYLES.get((kind, layout.dim)) if isinstance(layout, Shard) and leaf == "weight" else None
+        ends = ("".join(sorted(before.pop(path, set()))), "".join(sorted(after.pop(path, set()))))
+        if stored is not None and stored.tied:
+            unsaid.append(f"{name}, which is {stored.tied[0]} too")
+        elif style is None or not isinstance(layout, Shard) or layout.parts is not None:
+            unsaid.append(f"{name} as {layout}" + (f" of a {kind}" if kind not in ("Linear", "Embedding") else ""))
+        elif ends[0] not in style[1] or ends[1] not in style[2]:
+            unsaid.append(f"{path}, {style[0]} with {ends[0] or 'nothing'} before and {ends[1] or 'nothing'} after it")
+        else:
+            found[path] = next((v for (s, c), v in _VARIANTS.items() if s == style[0] and c in ends), style[0])
+    rest = (*before.items(), *after.items())
+    unsaid += [f"a {' and '.join(sorted(names))} at {path or 'the model'}" for path, names in rest if names - {"copy"}]
+    unsaid += [f"a {c.name} inside {c.value}" for c in plan.costs.collectives if c.is_inside and c.calls]
+    if unsaid:
+        shown = "; ".join(unsaid[:4]) + (f"; and {len(unsaid) - 4} more" if len(unsaid) > 4 else "")
+        raise PlanError(
+            f"{len(unsaid)} things of the plan can't be said in these words",
+            where=unsaid[0],
+            why=shown,
+            attempt="Plan.to_json(), or pin these modules to 'replicate' or to another style and plan again",
+        )
+    return found
+
+
+def _around(plan: Plan) -> tuple[dict[str, set[str]], dict[str, set[str]]]:
+    """Module -> the collectives before it, and those after it."""
+    before: dict[str, set[str]] = {}
+    after: dict[str, set[str]] = {}
+    for c in plan.costs.collectives:
+        if not c.is_inside and c.calls:
+            (after if c.is_after else before).setdefault(c.place, set()).add(c.name)
+    return before, after
+
+
+def to_hf(plan: Plan) -> dict[str, str]:
+    """The plan as a `tp_plan` of transformers: module globs and styles, layers that are all alike under one key."""
+    found = styles(plan)
+    globs: dict[str, set[str | None]] = {}
+    for name in plan.stored or plan.parameters:
+        path = name.rpartition(".")[0]
+        globs.setdefault(layered(path), set()).add(found.get(path))
+    return {(layered(p) if len(globs[layered(p)]) == 1 else p): style for p, style in found.items()}
+
+
+def to_dtensor(plan: Plan) -> dict[str, Any]:
+    """The plan as a `parallelize_plan` of `torch.distributed.tensor.parallel.parallelize_module`."""
+    from torch.distributed.tensor import Replicate
+    from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel
+
+    whole = Replicate()
+    made = {
+        "colwise": lambda: ColwiseParallel(),
+        "colwise_gather_output": lambda: ColwiseParallel(output_layouts=whole),
+        "rowwise": lambda: RowwiseParallel(),
+        "rowwise_split_input": lambda: RowwiseParallel(input_layouts=whole),
+        "embedding_rowwise": lambda: RowwiseParallel(input_layouts=whole),
+        "embedding_colwise": lambda: ColwiseParallel(output_layouts=whole),
+    }
+    return {path: made[style]() for path, style in styles(plan).items()}
+
+
+# --- two plans -------------------------------------------------------------------------------------------------------
+
+
+def diff(a: Plan, b: Plan) -> str:
+    """What differs from one plan to another, and what that costs.
+
+    `b` beside `a`: layouts that changed (alike layers on one line), collectives by kind, bytes and time.
+    """
+    otherwise = changed(a, b.parameters)
+    lines = [f"  {starred(*names)}{f' ×{len(names)}' if len(names) > 1 else ''}: {x} -> {y}"
+             for names, x, y in otherwise]  # fmt: skip
+    if a.fingerprint and b.fingerprint and a.fingerprint != b.fingerprint:
+        lines.insert(0, "  they are plans of different models")
+    if a.static != b.static:
+        lines.append(f"  {'the second' if b.static else 'the first'} is for inputs of exactly one size")
+    before, after = a.costs.kinds, b.costs.kinds
+    lines += [f"  {k}: {before[k]} -> {after[k]}" for k in sorted(before | after) if before[k] != after[k]]
+    for what, x, y, text in (
+        ("ranks", a.world_size, b.world_size, str),
+        ("parameters on a rank", a.parameter_bytes()[1], b.parameter_bytes()[1], size_text),
+        ("sent by a rank per step", a.costs.nbytes, b.costs.nbytes, size_text),
+        ("ms per step", 1e3 * a.costs.seconds, 1e3 * b.costs.seconds, "{:.3g}".format),
+    ):
+        if text(x) != text(y):
+            lines.append(f"  {what}: {text(x)} -> {text(y)}")
+    choices = sum(a.choices.get(name) != b.choices.get(name) for name in a.choices.keys() | b.choices.keys())
+    if choices and not lines:
+        lines.append(f"  {choices} ops run otherwise, for the same bytes and time")
+    return "\n".join(
+        [f"{len(otherwise)} kinds of parameters lie otherwise" if otherwise else "parameters lie alike", *lines]
+    )

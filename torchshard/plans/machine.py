@@ -1,0 +1,168 @@
+"""What a step costs on a machine: how fast it computes, reads memory, and sends.
+
+An op takes its overhead, and as long as its floating-point operations or its memory traffic, whichever takes longer
+(the roofline). A collective of a value takes a start, a latency for each step around the ring, and its bytes over the
+link:
+
+    time = launch + steps * latency + bytes / link_bandwidth        steps = (ranks - 1) times around the ring
+
+Ranks beyond one domain send over the network: then its latency is that of each step, for a ring is as fast as its
+slowest link, and its bandwidth limits all that pass it. Nothing overlaps. Sources: Williams, Waterman and Patterson,
+"Roofline" (2009); Hockney's alpha-beta model, with the rings of Thakur, Rabenseifner and Gropp, "Optimization of
+Collective Communication Operations in MPICH" (2005).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import math
+import re
+import sys
+from dataclasses import dataclass
+
+from torchshard.core.errors import InputError
+
+GIGA, TERA = 1e9, 1e12
+
+
+@dataclass(frozen=True)
+class Machine:
+    """A group's devices and the links between them; all ranks are alike."""
+
+    name: str = "custom"
+    flops: float = 400 * TERA
+    """Floating-point operations per second of one device, as matrix products reach them."""
+    memory_bandwidth: float = 2600 * GIGA
+    """Bytes per second that one device reads or writes."""
+    link_bandwidth: float = 370 * GIGA
+    """Bytes per second that one device sends to the next of the ring."""
+    latency: float = 1e-6
+    """Seconds of one step around the ring."""
+    launch: float = 3e-5
+    """Seconds to start a collective and to wait for the last rank."""
+    op_overhead: float = 0.0
+    """Seconds that an op takes whatever its size; 0 where the device is never waited for."""
+    elementwise_bandwidth: float = math.inf
+    """Bytes per second that ops other than products read and write; infinite where they fuse with their neighbours."""
+    domain: float = math.inf
+    """How many ranks these links join: those of one NVLink domain, or one host. Others are reached over a network."""
+    network_bandwidth: float = math.inf
+    """Bytes per second that the ranks of one domain together send to another."""
+    network_latency: float = 0.0
+    """Seconds of one step around a ring that passes the network."""
+
+    def __post_init__(self) -> None:
+        for field in dataclasses.fields(self)[1:]:
+            value = getattr(self, field.name)
+            least = 0.0 if field.default == 0.0 or field.name in ("latency", "launch") else math.ulp(0.0)
+            most = math.inf if field.default == math.inf else sys.float_info.max
+            if isinstance(value, bool) or not isinstance(value, (int, float)) or not least <= value <= most:
+                raise InputError(
+                    f"{value!r} is no {field.name.replace('_', ' ')}",
+                    where=f"Machine({field.name}=...)",
+                    why="it is a positive number, in seconds, bytes, operations per second, or ranks",
+                    attempt=f"{field.name}={field.default!r}",
+                )
+
+    def link(self, world: int) -> tuple[float, float]:
+        """The bandwidth and the latency of a ring of so many ranks."""
+        if world <= self.domain:
+            return self.link_bandwidth, self.latency
+        return min(self.link_bandwidth, self.network_bandwidth), max(self.latency, self.network_latency)
+
+
+MACHINES = {
+    machine.name: machine
+    for machine in (
+        Machine("h100x8", domain=8, network_bandwidth=340 * GIGA, network_latency=8e-6),
+        Machine("cpu-gloo", 100 * GIGA, 10 * GIGA, 1.0 * GIGA, 8e-5, 1.5e-3, 2.5e-5, 6 * GIGA),
+    )
+}
+"""name -> Machine: hosts of eight H100 on NVLink in bfloat16, each with a network card of 400 Gbit/s (bus bandwidths as
+nccl-tests measures them), and ranks of one core each on one machine that send through gloo.
+`torchshard.measure_machine` measures the one at hand, but for a network."""
+
+
+@dataclass(frozen=True)
+class Objective:
+    """What the best plan is, as the user says it."""
+
+    machine: Machine
+    memory: float | None = None
+    """Bytes that a rank's step may take; None: the weights as split as can be."""
+    all_axes: bool = False
+    """Whether batch and sequence may be split too."""
+    any_machine: bool = False
+    """Whether nobody has named the machine, so that a plan that is given brings its own."""
+
+
+def objective(
+    machine: Machine | str | None, memory: str | float | None = None, axes: str = "weights", device: str = "cuda"
+) -> Objective:
+    """Reads the user's knobs.
+
+    Args:
+        device: the type of the model's device: without `machine`, a CPU's ranks send through gloo.
+
+    Raises:
+        InputError: no machine has that name, `memory` is no size, or `axes` neither "weights" nor "all".
+    """
+    if axes not in ("weights", "all"):
+        raise InputError(
+            f"{axes!r} is no choice of axes",
+            where="axes=",
+            why='"weights": dims that weights bring into the model; "all": batch and sequence too',
+            attempt="'weights' or 'all'",
+        )
+    default = "cpu-gloo" if device == "cpu" else "h100x8"
+    found = read_machine(default if machine is None else machine)
+    return Objective(found, read_size(memory), axes == "all", any_machine=machine is None)
+
+
+_UNITS = {"B": 1, **{f"{p}B": 10 ** (3 * i) for i, p in enumerate("KMGT", 1)},
+          **{f"{p}iB": 1024**i for i, p in enumerate("KMGT", 1)}}  # fmt: skip
+
+
+def read_size(size: str | float | None) -> float | None:
+    """Bytes: a number, or a text such as '24GiB' or '80 GB'.
+
+    Raises:
+        InputError: it is none.
+    """
+    if size is None or (isinstance(size, (int, float)) and not isinstance(size, bool) and 0 < size < math.inf):
+        return size
+    found = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([KMGT]i?B|B)\s*", size) if isinstance(size, str) else None
+    if found is None or not float(found[1]):
+        raise InputError(
+            f"{size!r} is no size",
+            where="memory=",
+            why="it is a number of bytes, or a text with a unit",
+            attempt="'24GiB'",
+        )
+    return float(found[1]) * _UNITS[found[2]]
+
+
+def size_text(count: float) -> str:
+    """'1.5 KiB' for 1536 bytes."""
+    power = min(max(int(count).bit_length() - 1, 0) // 10, 3)
+    return f"{count / 1024**power:.{min(power, 1)}f} {('B', 'KiB', 'MiB', 'GiB')[power]}"
+
+
+def read_machine(machine: Machine | str) -> Machine:
+    """A Machine, or the one of that name.
+
+    Raises:
+        InputError: no machine has that name.
+    """
+    if isinstance(machine, Machine):
+        return machine
+    if not isinstance(machine, str) or machine not in MACHINES:
+        near = difflib.get_close_matches(str(machine), MACHINES, n=1, cutoff=0.3)
+        raise InputError(
+            f"{machine!r} is no machine",
+            where="machine=",
+            why=f"machines are {', '.join(MACHINES)}, or a torchshard.Machine(...)",
+            attempt=repr(near[0]) if near else repr(next(iter(MACHINES))),
+        )
+    return MACHINES[machine]

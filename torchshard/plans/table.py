@@ -1,0 +1,150 @@
+"""A plan as a table, a row per module: its parameters' layouts, the collectives before and after it, what it costs.
+
+module                    parameters                layout           before  after   per rank   sent      ms
+model.layers.*.mlp.up     12 × weight f32[64,16]    S(0)             copy            2.0 KiB    1.0 KiB   0.01
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+
+from torchshard.core.layouts import I, Layout
+from torchshard.plans.machine import size_text
+from torchshard.plans.plan import Collective, Costs, Plan
+
+HEADER = ("module", "parameters", "before", "after", "bytes per rank", "sent", "ms", "whole")
+
+
+@dataclass
+class ModuleRow:
+    """One module, or several that are alike."""
+
+    paths: list[str]
+    parameters: list[str] = field(default_factory=list)
+    """'weight S(0)'"""
+    before: list[Collective] = field(default_factory=list)
+    after: list[Collective] = field(default_factory=list)
+    nbytes: float = 0.0
+    """Bytes of its parameters and buffers on a rank."""
+    seconds: float = 0.0
+    """Of its computation."""
+    whole: list[str] = field(default_factory=list)
+    """Its ops that run whole though they weigh, or for which values are gathered."""
+
+    @property
+    def looks(self) -> tuple[object, ...]:
+        """Equal for modules that may share a row."""
+        moved = [[(c.name, c.nbytes) for c in side] for side in (self.before, self.after)]
+        costs = self.nbytes, f"{self.seconds:.2e}"
+        return layered(self.paths[0]), tuple(self.parameters), repr(moved), costs, tuple(self.whole)
+
+    def cells(self) -> tuple[str, ...]:
+        """Its texts, under HEADER; what it costs is of all that it stands for."""
+        sent, count = self.before + self.after, len(self.paths)
+        seconds = count * (self.seconds + sum(c.seconds for c in sent))
+        sides = (", ".join(dict.fromkeys(c.name for c in side)) for side in (self.before, self.after))
+        name = starred(*self.paths)
+        return (
+            f"{name} ×{count}" if count > 1 else name or "(the model)",
+            ", ".join(self.parameters),
+            *sides,
+            size_text(count * self.nbytes) if self.parameters else "",
+            size_text(count * sum(c.nbytes for c in sent)) if sent else "",
+            f"{1e3 * seconds:.3g}" if seconds else "",
+            ", ".join(self.whole),
+        )
+
+
+def module_rows(plan: Plan) -> list[ModuleRow]:
+    """A row per module that has parameters, computes or communicates, in the order of the model; alike ones as one."""
+    rows: dict[str, ModuleRow] = {}
+
+    def row(path: str) -> ModuleRow:
+        return rows.setdefault(path, ModuleRow([path]))
+
+    for name in plan.stored or plan.parameters:
+        path, _, leaf = name.rpartition(".")
+        layout = plan.parameters.get(name, I)
+        row(path).parameters.append(f"{leaf} {layout}")
+        row(path).nbytes += plan.stored[name].nbytes(layout, plan.world_size) if plan.stored else 0
+    for path, seconds in plan.costs.compute.items():
+        row(path).seconds += seconds
+    for c in plan.costs.collectives:
+        (row(c.place).after if c.is_after else row(c.place).before).append(c)
+    for kind in plan.costs.whole:
+        for path in kind.modules:
+            row(path).whole.append(kind.op.removesuffix(".default"))
+    merged: dict[tuple[object, ...], ModuleRow] = {}
+    for found in rows.values():
+        known = merged.setdefault(found.looks, found)
+        if known is not found:
+            known.paths += found.paths
+    return list(merged.values())
+
+
+def table(plan: Plan) -> str:
+    """The whole table with a summary above it."""
+    rows = [HEADER, *(row.cells() for row in module_rows(plan))]
+    shown = [i for i in range(len(HEADER)) if any(cells[i] for cells in rows[1:])]
+    return "\n".join([*summary(plan), "", *columns([[cells[i] for i in shown] for cells in rows])])
+
+
+def summary(plan: Plan) -> list[str]:
+    """What the plan is for and what it costs, in a few lines."""
+    costs, split = plan.costs, sum(layout != I for layout in plan.parameters.values())
+    whole, held = plan.parameter_bytes()
+    ranks = f"{plan.world_size} rank{'s' * (plan.world_size > 1)}"
+    lines = [
+        f"plan for {ranks}: {split} of {len(plan.parameters)} parameters and buffers are split, "
+        f"{size_text(held)} of {size_text(whole)} on each rank"
+    ]
+    ahead, back = costs.calls
+    lines.append(
+        f"  {ahead} collectives forward and {back} backward send {size_text(costs.nbytes)} per rank and step; "
+        f"{1e3 * costs.seconds:.3g} ms on {costs.machine or 'an unnamed machine'}, "
+        f"{1e3 * sum(c.seconds for c in costs.collectives):.3g} of them in collectives"
+    )
+    if 1 in costs.fewer:
+        lines.append(f"  one rank alone: {1e3 * costs.fewer[1]:.3g} ms{_faster_with_fewer(costs)}")
+    if "peak" in costs.memory:
+        lines.append(f"  a training step takes {size_text(costs.memory['peak'])} on the rank that holds the most")
+    if costs.gap > 1e-3 * costs.seconds:
+        lines.append(f"  another plan within the same budget may be better, by {1e3 * costs.gap:.3g} ms at most")
+    return lines
+
+
+def _faster_with_fewer(costs: Costs) -> str:
+    """A warning where fewer ranks take less time, if they have the memory."""
+    ranks = min(costs.fewer, key=lambda n: costs.fewer[n])
+    if costs.fewer[ranks] >= costs.seconds:
+        return ""
+    many = f" ({ranks} ranks: {1e3 * costs.fewer[ranks]:.3g} ms)" if ranks > 1 else ""
+    return f"; fewer ranks are faster where the model fits them{many}"
+
+
+def columns(rows: Sequence[Sequence[str]]) -> Iterable[str]:
+    """Rows of cells, aligned."""
+    widths = [max(len(cells[i]) for cells in rows) for i in range(len(rows[0]))]
+    return ("  ".join(cell.ljust(width) for cell, width in zip(cells, widths, strict=True)).rstrip() for cells in rows)
+
+
+def changed(a: Plan, parameters: Mapping[str, Layout]) -> list[tuple[list[str], Layout, Layout]]:
+    """The parameters that lie otherwise than in a plan, those of alike layers together: (names, as there, as here)."""
+    found: dict[tuple[str, Layout, Layout], list[str]] = {}
+    for name in dict.fromkeys([*a.parameters, *parameters]):
+        ends = a.parameters.get(name, I), parameters.get(name, I)
+        if ends[0] != ends[1]:
+            found.setdefault((layered(name), *ends), []).append(name)
+    return [(names, there, here) for (_, there, here), names in found.items()]
+
+
+def layered(path: str) -> str:
+    """'blocks.*.mlp.*' for 'blocks.3.mlp.0'."""
+    return ".".join("*" if step.isdigit() else step for step in path.split("."))
+
+
+def starred(*paths: str) -> str:
+    """'blocks.*.mlp.0' for 'blocks.3.mlp.0' and 'blocks.4.mlp.0': a star where they differ."""
+    steps = zip(*(path.split(".") for path in paths), strict=True)
+    return ".".join(alike[0] if len(set(alike)) == 1 else "*" for alike in steps)

@@ -1,0 +1,1 @@
+"""What was planned, for people: why each collective is there, listings, pictures."""

@@ -1,0 +1,198 @@
+"""A sharded graph as a reader wants it: nested boxes for modules, a row of texts per op, layers that repeat folded.
+
+    blocks.0 (norm, attn (q, k, v, o), mlp), blocks.1 (the same), ... -> 12 × blocks.* (norm, attn (q, k, v, o), mlp)
+
+Two modules fold where they follow one another, alone or with a few ops between (`x = x + block(x)`), their paths differ
+in the last number only, and their rows and the edges between these are the same.
+"""
+
+from __future__ import annotations
+
+import operator
+import re
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+
+from torch import Tensor, fx
+
+from torchshard.core.conversions import TABLE, ends, kernels, sent_bytes
+from torchshard.core.layouts import I
+from torchshard.distributed.ops import is_collective
+from torchshard.ir.graph import hint, is_tensor, layout_of, nbytes, op_name, values
+from torchshard.plans.machine import size_text
+from torchshard.report.explain import value_text
+
+
+@dataclass(eq=False)
+class Row:
+    """An op as four texts."""
+
+    label: str
+    """A collective's kind; of another op the node's name without what the boxes around it say."""
+    detail: str
+    """An op's parameters and how they lie; what a collective converts, and what each rank sends for it and when."""
+    shape: str
+    layout: str
+    nodes: list[fx.Node]
+    """The op itself, then those of alike modules that the row stands for."""
+
+
+@dataclass(eq=False)
+class Box:
+    """A call of a module."""
+
+    path: str
+    title: str
+    items: list[Box | Row] = field(default_factory=list)
+    count: int = 1
+    """How many alike modules it stands for."""
+
+    def rows(self) -> list[Row]:
+        """All rows in it and in the boxes in it."""
+        return _rows(self.items)
+
+
+def outline(graph: fx.Graph, world: int) -> Box:
+    """The boxes and rows of a graph, repeated layers folded, in a box without a name."""
+    root = Box("", "")
+    for node in filter(_is_shown, graph.nodes):
+        box, module = root, node.meta.get("module")
+        for part in module.split(".") if module else ():
+            path, last = f"{box.path}.{part}".lstrip("."), box.items[-1] if box.items else None
+            if not isinstance(last, Box) or last.path != path:
+                last = Box(path, part)
+                box.items.append(last)
+            box = last
+        box.items.append(_row(node, world))
+    _fold(root)
+    return root
+
+
+def sources(node: fx.Node) -> Iterator[fx.Node]:
+    """The nodes whose values a node takes, past the getitems between."""
+    for source in node.all_input_nodes:
+        yield from sources(source) if source.target is operator.getitem else (source,)
+
+
+def _is_shown(node: fx.Node) -> bool:
+    if node.op != "call_function":
+        return node.op == "output" or node.meta["kind"] == "input"
+    return node.target is not operator.getitem and any(isinstance(v, Tensor) for v in values(node))
+
+
+def _fold(box: Box) -> None:
+    """Of alike boxes in a row one is kept; a box that holds one thing gives it its own place, with both titles."""
+    items: list[Box | Row] = []
+    for item in box.items:
+        if isinstance(item, Box):
+            _fold(item)
+            item = _unboxed(item)
+        items.append(item)
+    box.items = []
+    while items:
+        period, count = _repeated(items)
+        groups = [items[i * period : (i + 1) * period] for i in range(count)]
+        box.items += groups[0] if count == 1 else [_stack(groups)]
+        items = items[period * count :]
+
+
+def _repeated(items: Sequence[Box | Row]) -> tuple[int, int]:
+    """How many of the first items are one layer, with a box among them, and how many like it follow, itself counted."""
+    for period in range(1, min(LONGEST_LAYER, len(items) // 2) + 1):
+        first = items[:period]
+        if not any(isinstance(item, Box) for item in first):
+            continue
+        looks, count = _looks(first), 1
+        while _looks(items[period * count : period * (count + 1)]) == looks:
+            count += 1
+        if count > 1:
+            return period, count
+    return 1, 1
+
+
+LONGEST_LAYER = 6
+"""The most boxes and rows beside each other that are looked at as one layer."""
+
+
+def _stack(groups: Sequence[Sequence[Box | Row]]) -> Box:
+    """One box for several layers that are alike."""
+    first = next(item for item in groups[0] if isinstance(item, Box))
+    shown = first if len(groups[0]) == 1 else Box(first.path, first.title, list(groups[0]))
+    shown.count, shown.title = len(groups) * first.count, f"{len(groups) * first.count} × {_starred(first.path)}"
+    for group in groups[1:]:
+        for ours, theirs in zip(_rows(groups[0]), _rows(group), strict=True):
+            ours.nodes += theirs.nodes
+    return shown
+
+
+def _rows(items: Sequence[Box | Row]) -> list[Row]:
+    return [row for item in items for row in (item.rows() if isinstance(item, Box) else [item])]
+
+
+def _unboxed(box: Box) -> Box | Row:
+    if len(box.items) > 1:
+        return box
+    (only,) = box.items
+    if isinstance(only, Row):
+        only.label = f"{box.title} · {only.label}"
+    elif only.count == 1:
+        only.title = f"{box.title}.{only.title}"
+    return only
+
+
+def _looks(items: Sequence[Box | Row]) -> object:
+    """Equal for layers that may be shown as one."""
+    rows = _rows(items)
+    at = {node: i for i, row in enumerate(rows) for node in row.nodes}
+    inputs = [[at.get(i, -1) for i in row.nodes[0].all_input_nodes if is_tensor(i)] for row in rows]
+    texts = [(re.sub(r"_\d+$", "", row.label), row.detail, row.shape, row.layout) for row in rows]
+    return [_starred(item.path) if isinstance(item, Box) else "" for item in items], texts, inputs
+
+
+def _starred(path: str) -> str:
+    return re.sub(r"\d+$", "*", path)
+
+
+# --- texts -----------------------------------------------------------------------------------------------------------
+
+
+def _row(node: fx.Node, world: int) -> Row:
+    shapes = _counted([value_text(v) for v in values(node) if isinstance(v, Tensor)])
+    layouts = " ".join(dict.fromkeys(map(str, node.meta.get("layouts", ()))))
+    detail = _moved(node, world) if is_collective(node.target) else ", ".join([*_parameters(node), *_inside(node)])
+    return Row(_label(node), detail, shapes, layouts, [node])
+
+
+def _counted(texts: list[str]) -> str:
+    return f"{len(texts)} × {texts[0]}" if len(texts) > 1 and len(set(texts)) == 1 else " ".join(texts)
+
+
+def _label(node: fx.Node) -> str:
+    if is_collective(node.target):
+        return op_name(node)
+    name, prefix = node.name.lstrip("_"), str(node.meta.get("module") or "").replace(".", "_")
+    while prefix and not f"{name}_".startswith(f"{prefix}_"):
+        prefix = prefix.rpartition("_")[0]
+    return name[len(prefix) :].lstrip("_") or op_name(node)
+
+
+def _parameters(node: fx.Node) -> list[str]:
+    held = [n for n in node.all_input_nodes if n.op == "placeholder" and n.meta["kind"] != "input"]
+    return [f"{n.meta['path'].rpartition('.')[2]} {layout_of(n)}" for n in held]
+
+
+def _inside(node: fx.Node) -> list[str]:
+    """The collectives of a split op's local computation, which `localize` brings into the graph."""
+    row, choice = node.meta.get("row"), node.meta.get("choice")
+    split = row is not None and choice is not None and any(axis in row.options.comm for axis, _ in choice.axes)
+    return ["▼ all-reduce inside"] if split else []
+
+
+def _moved(node: fx.Node, world: int) -> str:
+    name, value = op_name(node), node.meta["val"]
+    source, target = ends(name, node.args[1:]) if name in TABLE else (I, I)
+    ways = zip("▼▲", kernels(name, needs_grad=bool(node.meta.get("needs_grad"))), strict=True)
+    shape = [hint(size) for size in value.shape]
+    sent = [(sign, kernel, sent_bytes(kernel, nbytes(value), source, target, shape, world)) for sign, kernel in ways]
+    moves = [f"{sign} {kernel.replace('_', '-')} {size_text(count)}" for sign, kernel, count in sent if count]
+    return ", ".join([f"{layout_of(node.all_input_nodes[0])} → {layout_of(node)}", *moves])
