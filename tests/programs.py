@@ -29,8 +29,9 @@ from torchshard.passes import rewrite
 from torchshard.planner.costs import CostModel, Op, Value
 from torchshard.planner.network import Asked
 from torchshard.planner.search import search
+from torchshard.plans.data import Sent
 from torchshard.plans.machine import MACHINES
-from torchshard.plans.plan import Plan, Sent
+from torchshard.plans.plan import Plan
 
 Word = tuple[int, int, int, int]
 """What kind of line, of which value (from the latest back), and two numbers that its kind reads as it likes."""

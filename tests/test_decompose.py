@@ -17,9 +17,9 @@ from torchshard.checking.check import check_program
 from torchshard.checking.lockstep import rank_graphs
 from torchshard.compiler.program import planned, prepared
 from torchshard.ir.graph import fake_mode
+from torchshard.ir.listing import listing
 from torchshard.passes.decompose import _WRITTEN_OUT, decompose
 from torchshard.plans.machine import objective
-from torchshard.report.explain import listing
 
 
 class _Body(nn.Module):

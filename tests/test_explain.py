@@ -12,7 +12,7 @@ from torch import Tensor, nn
 import torchshard as ts
 from tests.golden import check_golden
 from torchshard.compiler.program import Program, program
-from torchshard.report.explain import listing, value_text
+from torchshard.ir.listing import listing, value_text
 
 
 class MLP(nn.Module):

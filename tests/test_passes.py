@@ -17,10 +17,10 @@ from torchshard.core.notation import choices
 from torchshard.distributed.groups import simulated_name
 from torchshard.distributed.ops import OPS
 from torchshard.ir.graph import duplicate, mark_needs_grad, node_row
+from torchshard.ir.listing import listing
 from torchshard.passes import annotate, insert, localized, normalize, rewrite, simplify, verify
 from torchshard.plans.machine import objective
 from torchshard.plans.plan import Plan
-from torchshard.report.explain import listing
 
 WORLD = 2
 PLAN = {"tok": "vocab", "q": "column", "k": "column", "o": "row"}

@@ -24,8 +24,9 @@ from torchshard.planner.predict import predict
 from torchshard.planner.search import Found, search
 from torchshard.planner.styles import check_matches, parameter_layouts, pins_of
 from torchshard.planner.unsplit import unsplit
+from torchshard.plans.data import Costs, Stored
 from torchshard.plans.machine import Machine, Objective, size_text
-from torchshard.plans.plan import Costs, Plan, Stored
+from torchshard.plans.plan import Plan
 from torchshard.report.why import Question
 
 PlanLike = Mapping[str, Any] | Plan | str | os.PathLike[str]

@@ -19,8 +19,8 @@ from torchshard.core.notation import Choice, Dim, Row
 from torchshard.custom_ops.recurrent import KINDS
 from torchshard.custom_ops.whole import entry
 from torchshard.ir.graph import hint, nbytes, node_row, operands, values
+from torchshard.plans.data import Sent
 from torchshard.plans.machine import Machine
-from torchshard.plans.plan import Sent
 from torchshard.rules.linear_algebra import GROUPED
 from torchshard.rules.registry import wide
 

@@ -12,7 +12,7 @@ from torchshard.core.layouts import I, Layout, is_whole, type_text
 from torchshard.core.notation import Choice
 from torchshard.ir.graph import consumers, demands, is_tensor_op, node_row, operands
 from torchshard.planner.costs import CostModel, Op, Value
-from torchshard.plans.plan import Collective, Sent
+from torchshard.plans.data import Collective, Sent
 
 
 def predict(

@@ -17,7 +17,7 @@ from torchshard.core.layouts import I, Layout, Shard, is_whole
 from torchshard.core.notation import Choice, Row, axis_groups
 from torchshard.ir.graph import consumers, is_tensor, is_tensor_op, is_weight, nbytes, node_row, operands, where
 from torchshard.planner.costs import CostModel, Op
-from torchshard.plans.plan import Collective, Costs, Whole
+from torchshard.plans.data import Collective, Costs, Whole
 from torchshard.plans.table import layered
 
 WEIGHTS, WORK, SENT = 0.05, 0.1, 0.1

@@ -6,8 +6,8 @@ from typing import Any
 
 from torchshard.core.errors import PlanError
 from torchshard.core.layouts import I, Shard
+from torchshard.plans.data import PlanData
 from torchshard.plans.machine import size_text
-from torchshard.plans.plan import Plan
 from torchshard.plans.table import changed, layered, starred
 
 STYLES: dict[tuple[str, int], tuple[str, tuple[str, ...], tuple[str, ...]]] = {
@@ -21,7 +21,7 @@ _VARIANTS = {("colwise", "gather"): "colwise_gather_output", ("colwise", "all_ga
              ("rowwise", "scatter"): "rowwise_split_input"}  # fmt: skip
 
 
-def styles(plan: Plan) -> dict[str, str]:
+def styles(plan: PlanData) -> dict[str, str]:
     """Module -> Hugging Face's word, for all modules with split weights.
 
     Raises:
@@ -60,7 +60,7 @@ def styles(plan: Plan) -> dict[str, str]:
     return found
 
 
-def _around(plan: Plan) -> tuple[dict[str, set[str]], dict[str, set[str]]]:
+def _around(plan: PlanData) -> tuple[dict[str, set[str]], dict[str, set[str]]]:
     """Module -> the collectives before it, and those after it."""
     before: dict[str, set[str]] = {}
     after: dict[str, set[str]] = {}
@@ -70,7 +70,7 @@ def _around(plan: Plan) -> tuple[dict[str, set[str]], dict[str, set[str]]]:
     return before, after
 
 
-def to_hf(plan: Plan) -> dict[str, str]:
+def to_hf(plan: PlanData) -> dict[str, str]:
     """The plan as a `tp_plan` of transformers: module globs and styles, layers that are all alike under one key."""
     found = styles(plan)
     globs: dict[str, set[str | None]] = {}
@@ -80,7 +80,7 @@ def to_hf(plan: Plan) -> dict[str, str]:
     return {(layered(p) if len(globs[layered(p)]) == 1 else p): style for p, style in found.items()}
 
 
-def to_dtensor(plan: Plan) -> dict[str, Any]:
+def to_dtensor(plan: PlanData) -> dict[str, Any]:
     """The plan as a `parallelize_plan` of `torch.distributed.tensor.parallel.parallelize_module`."""
     from torch.distributed.tensor import Replicate
     from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel
@@ -100,7 +100,7 @@ def to_dtensor(plan: Plan) -> dict[str, Any]:
 # --- two plans -------------------------------------------------------------------------------------------------------
 
 
-def diff(a: Plan, b: Plan) -> str:
+def diff(a: PlanData, b: PlanData) -> str:
     """What differs from one plan to another, and what that costs.
 
     `b` beside `a`: layouts that changed (alike layers on one line), collectives by kind, bytes and time.

@@ -10,14 +10,14 @@ from typing import Any
 from torchshard.core.errors import InputError, PlanError
 from torchshard.core.layouts import Layout, Part, Shard, parse_layout
 from torchshard.core.notation import Choice
+from torchshard.plans.data import Collective, Costs, PlanData, Sent, Stored, Whole
 from torchshard.plans.machine import Machine
-from torchshard.plans.plan import Collective, Costs, Plan, Sent, Stored, Whole
 
 VERSION = 2
 """Of the JSON form."""
 
 
-def write(plan: Plan) -> str:
+def write(plan: PlanData) -> str:
     """The plan as text."""
     choices = {
         name: {
@@ -43,14 +43,14 @@ def write(plan: Plan) -> str:
     return json.dumps(body, indent=1)
 
 
-def read(text: str, where: str) -> Plan:
-    """The plan that was written; `where` names the text's origin in errors.
+def read(text: str, where: str) -> dict[str, Any]:
+    """The fields of the plan that was written; `where` names the text's origin in errors.
 
     Raises:
         PlanError: the text is no plan, one of another version, or cut short.
     """
     try:
-        return _plan(json.loads(text))
+        return _fields(json.loads(text))
     except (ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError, InputError) as error:
         what, _, _ = str(error).partition("\n")
         raise PlanError(
@@ -61,7 +61,7 @@ def read(text: str, where: str) -> Plan:
         ) from None
 
 
-def _plan(body: Any) -> Plan:
+def _fields(body: Any) -> dict[str, Any]:
     if body["version"] != VERSION:
         raise ValueError(f"version {body['version']}, this library reads {VERSION}")
     choices = {
@@ -86,16 +86,16 @@ def _plan(body: Any) -> Plan:
     world = _is(int, body["world_size"])
     if world < 1:
         raise ValueError(f"world_size {world}")
-    return Plan(
-        world,
-        parameters,
-        choices,
-        stored,
-        _is(str, body["fingerprint"]),
-        costs,
-        _machine(body.get("machine", {})),
-        _is(bool, body["static"]),
-    )
+    return {
+        "world_size": world,
+        "parameters": parameters,
+        "choices": choices,
+        "stored": stored,
+        "fingerprint": _is(str, body["fingerprint"]),
+        "costs": costs,
+        "machine": _machine(body.get("machine", {})),
+        "static": _is(bool, body["static"]),
+    }
 
 
 def _machine(said: Any) -> Machine:

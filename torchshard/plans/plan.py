@@ -5,209 +5,24 @@ Plans print, compare, and go through JSON; the layouts are written as they print
 
 from __future__ import annotations
 
-import math
 import os
-from collections import Counter
-from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from torchshard.core.errors import PlanError
 from torchshard.core.files import write_text
-from torchshard.core.layouts import I, Layout, is_whole, local_shape
-from torchshard.core.notation import Choice
-from torchshard.plans.machine import Machine, size_text
+from torchshard.plans import exchange, json_form, table
+from torchshard.plans.data import PlanData
 
 
 @dataclass(frozen=True)
-class Sent:
-    """What each rank sends for a collective; the rank that sends most, where slices differ."""
-
-    kernel: str
-    """'all_reduce', 'all_gather', 'reduce_scatter', 'all_to_all', or 'none'."""
-    nbytes: float
-    seconds: float
-    times: int = 1
-    """How many messages these are."""
-
-    def often(self, times: int) -> Sent:
-        """The same so many times over."""
-        return replace(self, nbytes=self.nbytes * times, seconds=self.seconds * times, times=self.times * times)
-
-
-@dataclass(frozen=True)
-class Collective:
-    """A conversion of a value, or a collective within a split op."""
-
-    value: str
-    """The node whose value it is."""
-    name: str
-    """'copy', 'reduce', ...: its row of the table of conversions."""
-    source: Layout
-    target: Layout
-    consumers: tuple[str, ...]
-    """The nodes that want it so; of one within an op that op."""
-    origin: str
-    """The module that makes the value."""
-    module: str
-    """The module of the first that wants it."""
-    line: str
-    """The user's file and line."""
-    type: str
-    """The value's: 'f32[2,8,16]'."""
-    forward: Sent
-    backward: Sent
-
-    @property
-    def nbytes(self) -> float:
-        """Bytes per rank and step, forward and backward."""
-        return self.forward.nbytes + self.backward.nbytes
-
-    @property
-    def seconds(self) -> float:
-        """Seconds per step, forward and backward."""
-        return self.forward.seconds + self.backward.seconds
-
-    @property
-    def is_after(self) -> bool:
-        """Whether it belongs to the module that makes the value: a split one, whose result is not whole."""
-        return not is_whole(self.source)
-
-    @property
-    def is_inside(self) -> bool:
-        """Whether it is within a split op, and no conversion between two."""
-        return self.value in self.consumers
-
-    @property
-    def place(self) -> str:
-        """The module that it belongs to."""
-        return self.origin if self.is_after else self.module
-
-    @property
-    def calls(self) -> int:
-        """How often it communicates in a step."""
-        return sum(sent.times for sent in (self.forward, self.backward) if sent.nbytes)
-
-
-@dataclass(frozen=True)
-class Whole:
-    """Ops of one kind that run whole on every rank, or for which what is split is gathered."""
-
-    op: str
-    line: str
-    """The first of them, with its module and the user's line."""
-    modules: tuple[str, ...]
-    count: int
-    nbytes: float
-    """What each rank sends per step so that they get their operands whole."""
-    weights: float
-    """Bytes of weights that every rank holds for them."""
-    work: float
-    """The part of the step's computation that every rank does for them."""
-    why: str
-
-    def __str__(self) -> str:
-        times = f" ×{self.count}" if self.count > 1 else ""
-        parts = [f"{size_text(self.weights)} of weights"] if self.weights else []
-        parts += [f"{self.work:.0%} of the computation"] if self.work >= 0.01 else []
-        whole = f", whole on every rank with {' and '.join(parts)}" if parts else ""
-        gathered = f"{size_text(self.nbytes)} gathered per step for " if self.nbytes else ""
-        return f"{gathered}{self.op}{times} ({self.line}){whole}: {self.why}"
-
-
-@dataclass(frozen=True)
-class Stored:
-    """A parameter or buffer of the unsharded model."""
-
-    shape: tuple[int, ...]
-    itemsize: int
-    """Bytes of an element."""
-    module: str = ""
-    """The class of the module that it belongs to: 'Linear', 'Embedding'."""
-    tied: tuple[str, ...] = ()
-    """The other names of the same tensor."""
-
-    def nbytes(self, layout: Layout, world: int) -> int:
-        """Bytes on the rank that holds the most."""
-        return math.prod(local_shape(self.shape, layout, 0, world)) * self.itemsize
-
-
-@dataclass(frozen=True)
-class Costs:
-    """What a plan costs per step, forward and backward, at the example inputs' sizes."""
-
-    machine: str = ""
-    """The machine that it was reckoned for."""
-    compute: Mapping[str, float] = field(default_factory=dict)
-    """Module -> seconds of its own ops on the rank that has the most."""
-    collectives: tuple[Collective, ...] = ()
-    gap: float = 0.0
-    """By how much a plan within the same budget may be better, at most: seconds, bytes of weights counted at their
-    price; 0 where this is the best. Under a limit of memory: by how much the plan without one is faster."""
-    memory: Mapping[str, float] = field(default_factory=dict)
-    """'parameters', 'gradients', 'optimizer', 'activations', 'peak' -> bytes per rank, where they were asked for."""
-    whole: tuple[Whole, ...] = ()
-    """What runs whole though it weighs, and what is gathered for ops that can't be split."""
-    fewer: Mapping[int, float] = field(default_factory=dict)
-    """Fewer ranks -> seconds of a step with the same choices; of one rank, alone with the whole model."""
-
-    @property
-    def nbytes(self) -> float:
-        """Bytes that each rank sends."""
-        return sum(c.nbytes for c in self.collectives)
-
-    @property
-    def calls(self) -> tuple[int, int]:
-        """How many collectives communicate forward, and backward."""
-        ahead = sum(c.forward.times for c in self.collectives if c.forward.nbytes)
-        return ahead, sum(c.calls for c in self.collectives) - ahead
-
-    @property
-    def kinds(self) -> Counter[str]:
-        """How many collectives that send something there are of each name."""
-        return Counter(c.name for c in self.collectives if c.calls)
-
-    @property
-    def seconds(self) -> float:
-        """Seconds, computation and communication one after the other."""
-        return sum(self.compute.values()) + sum(c.seconds for c in self.collectives)
-
-
-@dataclass(frozen=True)
-class Plan:
-    """One choice per op, one layout per parameter."""
-
-    world_size: int
-    """The number of ranks that it was made for."""
-    parameters: Mapping[str, Layout]
-    """The layout of each parameter and buffer, by its name in the model."""
-    choices: Mapping[str, Choice]
-    """The choice of each op, by the node's name."""
-    stored: Mapping[str, Stored] = field(default_factory=dict, compare=False)
-    """The shape of each parameter and buffer."""
-    fingerprint: str = field(default="", compare=False)
-    """Of the model that it was made for: names and shapes of parameters and buffers."""
-    costs: Costs = field(default_factory=Costs, compare=False)
-    machine: Machine = field(default=Machine(), compare=False)
-    """The machine that it is best on: by its prices values are converted."""
-    static: bool = False
-    """Whether it holds for inputs of exactly the example inputs' sizes: batch or sequence may be split."""
-    question: Any = field(default=None, compare=False, repr=False)
-    """What was asked when it was made here (`planner.why.Question`): None for a plan that was loaded."""
-    graph: Any = field(default=None, compare=False, repr=False)
-    """The graph with its collectives (`fx.GraphModule`), where the plan was made here."""
-
-    def parameter_bytes(self) -> tuple[int, int]:
-        """Bytes of the parameters and buffers: of the unsharded model, and on the rank that holds the most."""
-        held = [(stored, self.parameters.get(name, I)) for name, stored in self.stored.items()]
-        return sum(s.nbytes(I, 1) for s, _ in held), sum(s.nbytes(at, self.world_size) for s, at in held)
+class Plan(PlanData):
+    """One choice per op, one layout per parameter; what it holds, `PlanData` lists."""
 
     def __str__(self) -> str:
         """A table, a row per module."""
-        from torchshard.plans.table import table
-
-        return table(self)
+        return table.table(self)
 
     def to_hf(self) -> dict[str, str]:
         """The plan as a `tp_plan` of Hugging Face transformers: module globs and styles.
@@ -215,9 +30,7 @@ class Plan:
         Raises:
             PlanError: these words can't say all of it; what they can't is named.
         """
-        from torchshard.plans.exchange import to_hf
-
-        return to_hf(self)
+        return exchange.to_hf(self)
 
     def to_dtensor(self) -> dict[str, Any]:
         """The plan as a `parallelize_plan` of `torch.distributed.tensor.parallel.parallelize_module`.
@@ -225,9 +38,7 @@ class Plan:
         Raises:
             PlanError: DTensor's styles can't say all of it; what they can't is named.
         """
-        from torchshard.plans.exchange import to_dtensor
-
-        return to_dtensor(self)
+        return exchange.to_dtensor(self)
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Writes the plan's JSON.
@@ -257,9 +68,7 @@ class Plan:
 
     def to_json(self) -> str:
         """The plan as JSON text."""
-        from torchshard.plans.json_form import write
-
-        return write(self)
+        return json_form.write(self)
 
     @staticmethod
     def from_json(text: str, where: str = "Plan.from_json") -> Plan:
@@ -268,6 +77,4 @@ class Plan:
         Raises:
             PlanError: the text is no plan, one of another version, or cut short.
         """
-        from torchshard.plans.json_form import read
-
-        return read(text, where)
+        return Plan(**json_form.read(text, where))

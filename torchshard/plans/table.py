@@ -10,8 +10,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from torchshard.core.layouts import I, Layout
+from torchshard.plans.data import Collective, Costs, PlanData
 from torchshard.plans.machine import size_text
-from torchshard.plans.plan import Collective, Costs, Plan
 
 HEADER = ("module", "parameters", "before", "after", "bytes per rank", "sent", "ms", "whole")
 
@@ -56,7 +56,7 @@ class ModuleRow:
         )
 
 
-def module_rows(plan: Plan) -> list[ModuleRow]:
+def module_rows(plan: PlanData) -> list[ModuleRow]:
     """A row per module that has parameters, computes or communicates, in the order of the model; alike ones as one."""
     rows: dict[str, ModuleRow] = {}
 
@@ -83,14 +83,14 @@ def module_rows(plan: Plan) -> list[ModuleRow]:
     return list(merged.values())
 
 
-def table(plan: Plan) -> str:
+def table(plan: PlanData) -> str:
     """The whole table with a summary above it."""
     rows = [HEADER, *(row.cells() for row in module_rows(plan))]
     shown = [i for i in range(len(HEADER)) if any(cells[i] for cells in rows[1:])]
     return "\n".join([*summary(plan), "", *columns([[cells[i] for i in shown] for cells in rows])])
 
 
-def summary(plan: Plan) -> list[str]:
+def summary(plan: PlanData) -> list[str]:
     """What the plan is for and what it costs, in a few lines."""
     costs, split = plan.costs, sum(layout != I for layout in plan.parameters.values())
     whole, held = plan.parameter_bytes()
@@ -129,7 +129,7 @@ def columns(rows: Sequence[Sequence[str]]) -> Iterable[str]:
     return ("  ".join(cell.ljust(width) for cell, width in zip(cells, widths, strict=True)).rstrip() for cells in rows)
 
 
-def changed(a: Plan, parameters: Mapping[str, Layout]) -> list[tuple[list[str], Layout, Layout]]:
+def changed(a: PlanData, parameters: Mapping[str, Layout]) -> list[tuple[list[str], Layout, Layout]]:
     """The parameters that lie otherwise than in a plan, those of alike layers together: (names, as there, as here)."""
     found: dict[tuple[str, Layout, Layout], list[str]] = {}
     for name in dict.fromkeys([*a.parameters, *parameters]):

@@ -22,8 +22,9 @@ from torchshard.planner.costs import CostModel
 from torchshard.planner.network import Asked
 from torchshard.planner.predict import predict
 from torchshard.planner.search import Fits, search
+from torchshard.plans.data import Collective, Costs
 from torchshard.plans.machine import size_text
-from torchshard.plans.plan import Collective, Costs, Plan
+from torchshard.plans.plan import Plan
 from torchshard.plans.table import changed, layered, starred
 
 DEAREST = 12

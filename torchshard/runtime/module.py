@@ -47,11 +47,11 @@ from torchshard.distributed.groups import MODEL as MODEL_GROUP
 from torchshard.distributed.groups import Group
 from torchshard.distributed.ops import OPS, direct, hashable
 from torchshard.ir.graph import draws_random, duplicate
+from torchshard.ir.listing import listing, value_text
 from torchshard.passes import localized
 from torchshard.planner.styles import check_matches, parameter_layouts
 from torchshard.plans.machine import Objective
 from torchshard.plans.plan import Plan
-from torchshard.report.explain import listing, value_text
 from torchshard.runtime.history import (
     EARLIER,
     GRADIENTS,

@@ -19,7 +19,7 @@ from torchshard.distributed.agreement import agree, fingerprint, together
 from torchshard.distributed.checks import digest
 from torchshard.distributed.groups import Group
 from torchshard.distributed.kernels import convert
-from torchshard.report.explain import value_text
+from torchshard.ir.listing import value_text
 from torchshard.runtime.history import are_distinct
 from torchshard.runtime.submodule import Scope
 from torchshard.weights.materialize import local_state

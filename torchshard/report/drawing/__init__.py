@@ -13,26 +13,20 @@ from __future__ import annotations
 import os
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from torchshard.core.errors import InputError
 from torchshard.core.files import write_text
+from torchshard.plans.plan import Plan
 from torchshard.report.drawing.dot import dot
 from torchshard.report.drawing.html import Shown, page
 from torchshard.report.drawing.svg import picture
-from torchshard.report.explain import graph_of, plan_in
-
-if TYPE_CHECKING:
-    from torchshard.compiler.program import Program
-    from torchshard.plans.plan import Plan
-    from torchshard.runtime.module import ShardedModule
+from torchshard.report.explain import Planned, graph_of, plan_in
 
 FORMATS = (".html", ".svg", ".dot")
 
 
-def draw(
-    model: ShardedModule | Program | Plan | Sequence[ShardedModule | Program | Plan], path: str | os.PathLike[str]
-) -> None:
+def draw(model: Planned | Plan | Sequence[Planned | Plan], path: str | os.PathLike[str]) -> None:
     """Writes a picture of a plan's graph, or of a sharded model's latest, with its collectives.
 
     Args:

@@ -17,8 +17,9 @@ from torch import fx
 from torchshard.core.conversions import TABLE
 from torchshard.distributed.ops import is_collective
 from torchshard.ir.graph import layout_of, op_name
+from torchshard.plans.data import Collective
 from torchshard.plans.machine import size_text
-from torchshard.plans.plan import Collective, Plan
+from torchshard.plans.plan import Plan
 from torchshard.plans.table import starred
 from torchshard.report.drawing.outline import Box, Row, outline, sources
 from torchshard.report.why import DEAREST, REASONS, kinds_of

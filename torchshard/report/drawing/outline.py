@@ -19,8 +19,8 @@ from torchshard.core.conversions import TABLE, ends, kernels, sent_bytes
 from torchshard.core.layouts import I
 from torchshard.distributed.ops import is_collective
 from torchshard.ir.graph import hint, is_tensor, layout_of, nbytes, op_name, values
+from torchshard.ir.listing import value_text
 from torchshard.plans.machine import size_text
-from torchshard.report.explain import value_text
 
 
 @dataclass(eq=False)

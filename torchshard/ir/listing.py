@@ -1,0 +1,80 @@
+"""A graph as text, one line per op: golden tests compare it, and errors point into it.
+
+    * x_copy      = copy(x)                      f32[2,8,16]   R      I -> R, for q, k, v                    mlp.py:12
+      q           = linear(x_copy, q.weight)     f32[2,8,8]    S(2)   split n: ... k, n k -> ... n
+    * out_reduce  = reduce(out)                  f32[2,8,16]   I      P -> I, for add
+
+A star marks a collective. Shapes are global until `localize`, then the rank's own.
+"""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+from torch import Tensor, fx
+
+from torchshard.core.layouts import type_text
+from torchshard.distributed.ops import OPS, is_collective
+from torchshard.ir.graph import op_name, values
+
+
+def value_text(value: Any) -> str:
+    """'f32[2,8,16]' for a tensor."""
+    if isinstance(value, Tensor):
+        return type_text(value.dtype, value.shape)
+    return "" if value is None else str(value)
+
+
+def _argument(value: Any) -> str:
+    if isinstance(value, fx.Node):
+        return str(value.meta["path"]) if value.op == "placeholder" else value.name
+    if isinstance(value, (list, tuple)):
+        return f"[{', '.join(map(_argument, value))}]"
+    return str(value)
+
+
+def _call(node: fx.Node) -> str:
+    args = node.args[:1] if node.target in OPS else node.args
+    shown = [_argument(a) for a in args] + [f"{k}={_argument(v)}" for k, v in node.kwargs.items()]
+    return f"{op_name(node)}({', '.join(shown)})"
+
+
+def _why(node: fx.Node) -> str:
+    if is_collective(node.target):
+        return str(node.meta.get("note", f"inside {node.meta.get('inside', '')}"))
+    choice, row = node.meta.get("choice"), node.meta.get("row")
+    if choice is None:
+        return ""
+    if row is None:
+        return "no rule: runs whole"
+    return f"{choice.name}: {row.text}" if choice.axes or choice.name == "P" else ""
+
+
+def listing(module: fx.GraphModule, *, sources: bool = True, within: str = "") -> str:
+    """One line per op of a graph, in order; parameters and inputs appear as arguments only.
+
+    Args:
+        sources: whether to give the user's file and line.
+        within: the path of a module, to list only what it and its children do.
+    """
+    rows = [_row(node, sources) for node in module.graph.nodes if _is_shown(node, within)]
+    widths = [min(max((len(r[i]) for r in rows), default=0), 60) for i in range(6)]
+    lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
+    return "\n".join(lines)
+
+
+def _is_shown(node: fx.Node, within: str) -> bool:
+    if within:
+        return node.op == "call_function" and f"{node.meta.get('module', '')}.".startswith(f"{within}.")
+    return node.op in ("call_function", "output")
+
+
+def _row(node: fx.Node, sources: bool) -> list[str]:
+    if node.op == "output":
+        return ["  return", _argument(node.args[0]), "", "", "", ""]
+    star = "* " if is_collective(node.target) else "  "
+    layouts = " ".join(map(str, node.meta.get("layouts", ())))
+    shapes = " ".join(value_text(v) for v in values(node))
+    source = os.path.basename(node.meta.get("source", "")) if sources else ""
+    return [star + node.name, f"= {_call(node)}", shapes, layouts, _why(node), source]

@@ -1,0 +1,197 @@
+"""The data of a Plan: layouts, choices and costs. Its forms (table, JSON, other libraries' words) read it from here."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from torchshard.core.layouts import I, Layout, is_whole, local_shape
+from torchshard.core.notation import Choice
+from torchshard.plans.machine import Machine, size_text
+
+
+@dataclass(frozen=True)
+class Sent:
+    """What each rank sends for a collective; the rank that sends most, where slices differ."""
+
+    kernel: str
+    """'all_reduce', 'all_gather', 'reduce_scatter', 'all_to_all', or 'none'."""
+    nbytes: float
+    seconds: float
+    times: int = 1
+    """How many messages these are."""
+
+    def often(self, times: int) -> Sent:
+        """The same so many times over."""
+        return replace(self, nbytes=self.nbytes * times, seconds=self.seconds * times, times=self.times * times)
+
+
+@dataclass(frozen=True)
+class Collective:
+    """A conversion of a value, or a collective within a split op."""
+
+    value: str
+    """The node whose value it is."""
+    name: str
+    """'copy', 'reduce', ...: its row of the table of conversions."""
+    source: Layout
+    target: Layout
+    consumers: tuple[str, ...]
+    """The nodes that want it so; of one within an op that op."""
+    origin: str
+    """The module that makes the value."""
+    module: str
+    """The module of the first that wants it."""
+    line: str
+    """The user's file and line."""
+    type: str
+    """The value's: 'f32[2,8,16]'."""
+    forward: Sent
+    backward: Sent
+
+    @property
+    def nbytes(self) -> float:
+        """Bytes per rank and step, forward and backward."""
+        return self.forward.nbytes + self.backward.nbytes
+
+    @property
+    def seconds(self) -> float:
+        """Seconds per step, forward and backward."""
+        return self.forward.seconds + self.backward.seconds
+
+    @property
+    def is_after(self) -> bool:
+        """Whether it belongs to the module that makes the value: a split one, whose result is not whole."""
+        return not is_whole(self.source)
+
+    @property
+    def is_inside(self) -> bool:
+        """Whether it is within a split op, and no conversion between two."""
+        return self.value in self.consumers
+
+    @property
+    def place(self) -> str:
+        """The module that it belongs to."""
+        return self.origin if self.is_after else self.module
+
+    @property
+    def calls(self) -> int:
+        """How often it communicates in a step."""
+        return sum(sent.times for sent in (self.forward, self.backward) if sent.nbytes)
+
+
+@dataclass(frozen=True)
+class Whole:
+    """Ops of one kind that run whole on every rank, or for which what is split is gathered."""
+
+    op: str
+    line: str
+    """The first of them, with its module and the user's line."""
+    modules: tuple[str, ...]
+    count: int
+    nbytes: float
+    """What each rank sends per step so that they get their operands whole."""
+    weights: float
+    """Bytes of weights that every rank holds for them."""
+    work: float
+    """The part of the step's computation that every rank does for them."""
+    why: str
+
+    def __str__(self) -> str:
+        times = f" ×{self.count}" if self.count > 1 else ""
+        parts = [f"{size_text(self.weights)} of weights"] if self.weights else []
+        parts += [f"{self.work:.0%} of the computation"] if self.work >= 0.01 else []
+        whole = f", whole on every rank with {' and '.join(parts)}" if parts else ""
+        gathered = f"{size_text(self.nbytes)} gathered per step for " if self.nbytes else ""
+        return f"{gathered}{self.op}{times} ({self.line}){whole}: {self.why}"
+
+
+@dataclass(frozen=True)
+class Stored:
+    """A parameter or buffer of the unsharded model."""
+
+    shape: tuple[int, ...]
+    itemsize: int
+    """Bytes of an element."""
+    module: str = ""
+    """The class of the module that it belongs to: 'Linear', 'Embedding'."""
+    tied: tuple[str, ...] = ()
+    """The other names of the same tensor."""
+
+    def nbytes(self, layout: Layout, world: int) -> int:
+        """Bytes on the rank that holds the most."""
+        return math.prod(local_shape(self.shape, layout, 0, world)) * self.itemsize
+
+
+@dataclass(frozen=True)
+class Costs:
+    """What a plan costs per step, forward and backward, at the example inputs' sizes."""
+
+    machine: str = ""
+    """The machine that it was reckoned for."""
+    compute: Mapping[str, float] = field(default_factory=dict)
+    """Module -> seconds of its own ops on the rank that has the most."""
+    collectives: tuple[Collective, ...] = ()
+    gap: float = 0.0
+    """By how much a plan within the same budget may be better, at most: seconds, bytes of weights counted at their
+    price; 0 where this is the best. Under a limit of memory: by how much the plan without one is faster."""
+    memory: Mapping[str, float] = field(default_factory=dict)
+    """'parameters', 'gradients', 'optimizer', 'activations', 'peak' -> bytes per rank, where they were asked for."""
+    whole: tuple[Whole, ...] = ()
+    """What runs whole though it weighs, and what is gathered for ops that can't be split."""
+    fewer: Mapping[int, float] = field(default_factory=dict)
+    """Fewer ranks -> seconds of a step with the same choices; of one rank, alone with the whole model."""
+
+    @property
+    def nbytes(self) -> float:
+        """Bytes that each rank sends."""
+        return sum(c.nbytes for c in self.collectives)
+
+    @property
+    def calls(self) -> tuple[int, int]:
+        """How many collectives communicate forward, and backward."""
+        ahead = sum(c.forward.times for c in self.collectives if c.forward.nbytes)
+        return ahead, sum(c.calls for c in self.collectives) - ahead
+
+    @property
+    def kinds(self) -> Counter[str]:
+        """How many collectives that send something there are of each name."""
+        return Counter(c.name for c in self.collectives if c.calls)
+
+    @property
+    def seconds(self) -> float:
+        """Seconds, computation and communication one after the other."""
+        return sum(self.compute.values()) + sum(c.seconds for c in self.collectives)
+
+
+@dataclass(frozen=True)
+class PlanData:
+    """One choice per op, one layout per parameter."""
+
+    world_size: int
+    """The number of ranks that it was made for."""
+    parameters: Mapping[str, Layout]
+    """The layout of each parameter and buffer, by its name in the model."""
+    choices: Mapping[str, Choice]
+    """The choice of each op, by the node's name."""
+    stored: Mapping[str, Stored] = field(default_factory=dict, compare=False)
+    """The shape of each parameter and buffer."""
+    fingerprint: str = field(default="", compare=False)
+    """Of the model that it was made for: names and shapes of parameters and buffers."""
+    costs: Costs = field(default_factory=Costs, compare=False)
+    machine: Machine = field(default=Machine(), compare=False)
+    """The machine that it is best on: by its prices values are converted."""
+    static: bool = False
+    """Whether it holds for inputs of exactly the example inputs' sizes: batch or sequence may be split."""
+    question: Any = field(default=None, compare=False, repr=False)
+    """What was asked when it was made here (`planner.why.Question`): None for a plan that was loaded."""
+    graph: Any = field(default=None, compare=False, repr=False)
+    """The graph with its collectives (`fx.GraphModule`), where the plan was made here."""
+
+    def parameter_bytes(self) -> tuple[int, int]:
+        """Bytes of the parameters and buffers: of the unsharded model, and on the rank that holds the most."""
+        held = [(stored, self.parameters.get(name, I)) for name, stored in self.stored.items()]
+        return sum(s.nbytes(I, 1) for s, _ in held), sum(s.nbytes(at, self.world_size) for s, at in held)
