@@ -563,7 +563,7 @@ FAULTS = (
     # what ranks have done, and slices in the hands of users
     Fault(
         "gradients of the results are not compared",
-        "distributed/agreement.py",
+        "distributed/consistency.py",
         "close = spread <= TOLERANCE * largest",
         "close = True",
         "tests/test_habits.py",

@@ -47,7 +47,7 @@ from torchshard.checking.processes import pieces, report_of
 from torchshard.checking.steps import backward, unsharded
 from torchshard.compiler.program import Program, planned, prepared
 from torchshard.core.layouts import Layout, S
-from torchshard.distributed.groups import MODEL
+from torchshard.distributed.group import MODEL
 from torchshard.distributed.launch import launch
 from torchshard.passes import localized
 from torchshard.plans.machine import objective

@@ -53,7 +53,7 @@ from torch import fx, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from torchshard.compiler.program import Program, planned, prepared
-from torchshard.distributed.groups import simulated_name
+from torchshard.distributed.group import simulated_name
 from torchshard.distributed.ops import is_collective
 from torchshard.passes import localized
 

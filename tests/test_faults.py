@@ -24,7 +24,7 @@ from torch import Tensor, nn
 import torchshard as ts
 import torchshard.distributed as tsd
 from tests.helpers import run_ranks
-from torchshard.distributed import checks
+from torchshard.distributed import consistency
 from torchshard.nn.functional import parallel_cross_entropy, parallel_embedding, parallel_linear
 
 SECONDS = 3.0
@@ -241,7 +241,7 @@ def _early() -> bool:
 
 def _many_kinds(ranks: int) -> bool:
     """More kinds of calls than are remembered, and more on one rank than on the others."""
-    checks.MANY_KINDS = 8  # type: ignore[attr-defined]
+    consistency.MAX_VERIFIED = 8  # type: ignore[attr-defined]
     try:
         for size in range(1, 24):
             if tsd.get_rank() < 2:
@@ -250,7 +250,7 @@ def _many_kinds(ranks: int) -> bool:
             if not torch.equal(tsd.gather(tsd.scatter(ones(size), 0), 0), ones(size)):
                 return False
     finally:
-        checks.MANY_KINDS = 4096  # type: ignore[attr-defined]
+        consistency.MAX_VERIFIED = 4096  # type: ignore[attr-defined]
     return True
 
 

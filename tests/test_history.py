@@ -134,7 +134,7 @@ def _loads(odd: bool) -> None:
 def _outcomes(rank: int, elsewhere: bool) -> dict[str, str]:
     if elsewhere:  # as if all tensors were on a device that one has to wait for
         history.is_here = lambda tensor: False  # type: ignore[assignment]
-        ts.module.is_here = history.is_here
+        ts.runtime.module.is_here = history.is_here
     found = {}
     for name, (fault, _) in FAULTS.items():
         dist.barrier()
@@ -162,7 +162,7 @@ def test_each_fault_is_one_error_on_every_rank(world: int) -> None:
 def _on_another_device(rank: int) -> list[str]:
     """Digests that are read a call later, as on a GPU."""
     history.is_here = lambda tensor: False  # type: ignore[assignment]
-    ts.module.is_here = history.is_here
+    ts.runtime.module.is_here = history.is_here
     ts.distributed.init_process_group()
     found = []
     for change in (lambda x: x.flip(0), lambda x: x + 1e-3):

@@ -14,7 +14,8 @@ import torch.distributed as dist
 
 from torchshard.core.errors import DistributedError, PlanError
 from torchshard.distributed import all_reduce, launch
-from torchshard.distributed.groups import destroy_process_group, get_rank, init_process_group
+from torchshard.distributed.group import get_rank
+from torchshard.distributed.process_groups import destroy_process_group, init_process_group
 
 WAIT_SECONDS = 60.0
 

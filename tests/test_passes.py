@@ -14,7 +14,7 @@ from torchshard.checking.check import check_program
 from torchshard.compiler.planning import plan_graph
 from torchshard.compiler.program import Program, prepared, program
 from torchshard.core.notation import choices
-from torchshard.distributed.groups import simulated_name
+from torchshard.distributed.group import simulated_name
 from torchshard.distributed.ops import OPS
 from torchshard.ir.graph import duplicate, mark_needs_grad, node_row
 from torchshard.ir.listing import listing

@@ -12,7 +12,8 @@ from torchshard.capture import check_weights
 from torchshard.compiler.planning import PlanLike
 from torchshard.compiler.program import check_examples, check_world_size, device_type, program
 from torchshard.core.errors import InputError, PlanError
-from torchshard.distributed.groups import MODEL, init_process_group, is_initialized, lookup
+from torchshard.distributed.group import MODEL, is_initialized, lookup
+from torchshard.distributed.process_groups import init_process_group
 from torchshard.plans.machine import Machine, objective
 from torchshard.plans.plan import Plan
 from torchshard.runtime.module import ShardedModule

@@ -17,7 +17,7 @@ from torchshard.core.conversions import ends, kernels
 from torchshard.core.errors import InternalError
 from torchshard.core.layouts import Layout, dual, join, split
 from torchshard.custom_ops.stepwise import Steps, Stepwise
-from torchshard.distributed.groups import simulated_name
+from torchshard.distributed.group import simulated_name
 from torchshard.distributed.ops import OPS, SENDING, is_collective
 from torchshard.ir.graph import where
 from torchshard.passes import localized

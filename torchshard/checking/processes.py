@@ -19,8 +19,9 @@ from torchshard.checking.steps import Trial, backward, leaf, unsharded
 from torchshard.compiler.planning import PlanLike
 from torchshard.compiler.program import prepared
 from torchshard.core.layouts import Layout
-from torchshard.distributed.groups import MODEL, init_process_group, lookup
+from torchshard.distributed.group import MODEL, lookup
 from torchshard.distributed.launch import launch
+from torchshard.distributed.process_groups import init_process_group
 from torchshard.plans.machine import Objective
 from torchshard.runtime.module import ShardedModule
 

@@ -17,7 +17,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from torchshard.core.layouts import I, local_shape
-from torchshard.distributed.groups import simulated_name
+from torchshard.distributed.group import simulated_name
 from torchshard.ir.graph import hint, plain_shape
 from torchshard.passes import localized
 from torchshard.plans.plan import Plan

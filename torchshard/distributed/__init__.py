@@ -13,9 +13,7 @@ from torchshard.distributed.collectives import (
     reduce_scatter,
     scatter,
 )
-from torchshard.distributed.groups import (
-    debug,
-    destroy_process_group,
+from torchshard.distributed.group import (
     get_data_parallel_group,
     get_data_parallel_rank,
     get_data_parallel_size,
@@ -23,7 +21,6 @@ from torchshard.distributed.groups import (
     get_group_size,
     get_rank,
     get_world_size,
-    init_process_group,
     is_initialized,
 )
 from torchshard.distributed.launch import launch
@@ -40,6 +37,7 @@ from torchshard.distributed.primitives import (
     scatter_from,
     send,
 )
+from torchshard.distributed.process_groups import debug, destroy_process_group, init_process_group
 from torchshard.distributed.wire import Handle
 
 __all__ = [

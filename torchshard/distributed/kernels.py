@@ -17,8 +17,8 @@ from torch import Tensor
 
 from torchshard.core.errors import DistributedError
 from torchshard.core.layouts import Layout, Shard, join, local_size, parts_of, ranges, split, type_text, whole_shape
-from torchshard.distributed.checks import announce
-from torchshard.distributed.groups import Group
+from torchshard.distributed.consistency import verify_following_call
+from torchshard.distributed.group import Group
 from torchshard.distributed.wire import Pending, collective
 
 
@@ -45,7 +45,7 @@ def start(
             where=f"rank {group.rank} of {group.size}",
             attempt="run it with torchshard.check, or shard the model in a process group",
         )
-    announce(group, lambda: _said(kernel, x, source, target), of, eager=eager)
+    verify_following_call(group, lambda: _said(kernel, x, source, target), of, eager=eager)
     return _KERNELS[kernel](x, source, target, group)
 
 
@@ -106,7 +106,7 @@ def as_sent(x: Tensor) -> Tensor:
 
 def reduced(x: Tensor, op: object, group: Group) -> Tensor:
     """All-reduce of a copy."""
-    announce(group, lambda: f"all_reduce, {op_name(op)}, of {type_text(x.dtype, x.shape)}")
+    verify_following_call(group, lambda: f"all_reduce, {op_name(op)}, of {type_text(x.dtype, x.shape)}")
     return reducing(copied(x), op, group).wait()
 
 

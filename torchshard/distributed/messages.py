@@ -1,8 +1,9 @@
-"""Messages from one rank to another, compared where they are to be: what is sent with what is received.
+"""Point-to-point messages: what one rank sends is verified against what the other expects.
 
-The sender says what it sends and the receiver what it expects, both at once and without waiting; the sender compares
-when it waits, the receiver behind its program's back. A message that does not fit is then never received, for a backend
-would write it where it does not fit, and any order of calls that is right without comparing is right with it.
+The sender sends a header of what it sends, the receiver one of what it expects, both at once and without waiting. The
+sender compares them when it waits, the receiver in a thread. A message that does not fit is then never received, for a
+backend would write it into memory of another size; and any order of calls that works without verification works with
+it.
 """
 
 from __future__ import annotations
@@ -14,124 +15,137 @@ from typing import Any
 import torch.distributed as dist
 from torch import Tensor
 
+from torchshard.core.hashing import hash_text
 from torchshard.core.layouts import type_text
-from torchshard.distributed.checks import compare_with, digest, late, to_compare, where_called
-from torchshard.distributed.groups import Group
+from torchshard.distributed.call_site import call_site
+from torchshard.distributed.consistency import needs_verification
+from torchshard.distributed.group import CheckLevel, Group
+from torchshard.distributed.handshake import exchange_with, late_error
 from torchshard.distributed.kernels import as_sent
 from torchshard.distributed.wire import begin, finish
 
 SENDER, RECEIVER = 1, 2
-"""The tags of what senders and receivers say."""
+"""The tags of the senders' and the receivers' headers."""
+FIRST_TAG, TAGS = 16, 2**30
+"""The tags of the messages themselves, above those of their headers."""
 
 
-class Later:
-    """What a function that waits for a group's messages gives, called in a thread."""
+class WaiterThread:
+    """A function that waits for a group's messages, called in a thread."""
 
     def __init__(self, group: Group, fn: Callable[[], Any]) -> None:
-        self._fn, self._given, self._failure = fn, list[Any](), list[Exception]()
+        self._fn, self._result, self._failure = fn, list[Any](), list[Exception]()
         self._thread = Thread(target=self._run, daemon=True)
         self._thread.start()
-        group.talk.waiting[:] = [*(other for other in group.talk.waiting if not other.is_done()), self]
+        threads = group.handshake.waiter_threads
+        threads[:] = [*(thread for thread in threads if not thread.is_done()), self]
 
     def _run(self) -> None:
         try:
-            self._given.append(self._fn())
+            self._result.append(self._fn())
         except Exception as error:
             self._failure.append(error)
 
     def is_done(self, seconds: float | None = 0.0) -> bool:
-        """Whether it has given something or failed, after so many seconds (None: in the end)."""
+        """Whether the function has returned or raised, after so many seconds at most (None: no limit)."""
         self._thread.join(seconds)
         return not self._thread.is_alive()
 
     def get(self) -> Any:
-        """What it gives, or raises."""
+        """Waits, and returns or raises what the function did."""
         self.is_done(None)
         if self._failure:
             raise self._failure[0]
-        return self._given[0]
+        return self._result[0]
 
 
-class Awaited:
-    """A message under way. A backend says that it has come only to who waits, so where it is asked a thread waits."""
+class Transfer:
+    """A message under way."""
 
     def __init__(self, group: Group, wait: Callable[[], None]) -> None:
         self._group, self._wait = group, wait
-        self._later: Later | None = None
+        self._waiter: WaiterThread | None = None
 
     def is_completed(self) -> bool:
         """Whether `wait` would return at once."""
-        self._later = self._later or Later(self._group, self._wait)
-        return self._later.is_done()
+        # gloo reports completion only to a blocking wait, so a thread waits
+        self._waiter = self._waiter or WaiterThread(self._group, self._wait)
+        return self._waiter.is_done()
 
     def wait(self) -> None:
-        """Waits for the message to have been sent, or to have come.
+        """Waits until the message has been sent, or received.
 
         Raises:
             DistributedError: the other rank does something else, or nothing.
         """
-        self._wait() if self._later is None else self._later.get()
+        self._wait() if self._waiter is None else self._waiter.get()
 
 
-def sending(held: Tensor, dst: int, group: Group) -> Awaited:
-    """Begins to send a contiguous tensor."""
-    compared, said, site = _told(held, group, group.rank, dst)
-    compare = compare_with(group, dst, said, site, (SENDER, RECEIVER)) if compared else None
+def start_send(tensor: Tensor, dst: int, group: Group) -> Transfer:
+    """Starts to send a contiguous tensor."""
+    verify = _start_verification(tensor, group, dst, (group.rank, dst), (SENDER, RECEIVER))
     work = begin(
-        group, "send", dist.isend, as_sent(held), group_dst=dst, group=group.process_group, tag=_tag(held, group)
+        group, "send", dist.isend, as_sent(tensor), group_dst=dst, group=group.process_group, tag=_tag(tensor, group)
     )
 
     def wait() -> None:
-        if compare is not None:
-            compare(group.timeout_seconds)
+        if verify is not None:
+            verify(group.timeouts.verify)
         finish(group, "send", work)
 
-    return Awaited(group, wait)
+    return Transfer(group, wait)
 
 
-def receiving(held: Tensor, src: int, group: Group) -> Awaited:
-    """Begins to receive into a contiguous tensor, after what is to be received from this rank before."""
+def start_receive(tensor: Tensor, src: int, group: Group) -> Transfer:
+    """Starts to receive into a contiguous tensor, after the receives from the same rank that were started before."""
 
     def post() -> Any:
-        tag = _tag(held, group)
-        return begin(group, "receive", dist.irecv, as_sent(held), group_src=src, group=group.process_group, tag=tag)
+        tag = _tag(tensor, group)
+        return begin(group, "receive", dist.irecv, as_sent(tensor), group_src=src, group=group.process_group, tag=tag)
 
-    compared, said, site = _told(held, group, src, group.rank)
-    before: Later | None = group.talk.latest.get(src)
-    if not compared and (before is None or before.is_done()):
+    verify = _start_verification(tensor, group, src, (src, group.rank), (RECEIVER, SENDER))
+    before: WaiterThread | None = group.handshake.last_receive.get(src)
+    if verify is None and (before is None or before.is_done()):
         work = post()
-        return Awaited(group, lambda: finish(group, "receive", work))
-    compare = compare_with(group, src, said, site, (RECEIVER, SENDER)) if compared else None
+        return Transfer(group, lambda: finish(group, "receive", work))
+    site = call_site(column=group.level is CheckLevel.ALL)
 
-    def posted() -> Any:
+    def verify_and_post() -> Any:
         if before is not None:
             before.is_done(None)
-        if compare is not None:
-            compare(None)
+        if verify is not None:
+            verify(None)
         return post()
 
-    posting = group.talk.latest[src] = Later(group, posted)
+    posting = group.handshake.last_receive[src] = WaiterThread(group, verify_and_post)
 
     def wait() -> None:
-        if not posting.is_done(group.timeout_seconds):
-            raise late(group, src, said, site)
+        if not posting.is_done(group.timeouts.verify):
+            raise late_error(group, src, _signature(tensor, (src, group.rank)), site)
         finish(group, "receive", posting.get())
 
-    return Awaited(group, wait)
+    return Transfer(group, wait)
 
 
-def _tag(held: Tensor, group: Group) -> int:
-    """A number of a message's dtype and shape: what does not fit is not received, rather than written over memory."""
-    said = type_text(held.dtype, held.shape)
-    return FIRST_TAG + digest(said) % TAGS if group.fragile else 0
+def _start_verification(
+    tensor: Tensor, group: Group, other: int, ends: tuple[int, int], tags: tuple[int, int]
+) -> Callable[[float | None], None] | None:
+    """Sends the other rank this one's header, if the message is to be verified; returns what waits for the other's.
+
+    Args:
+        ends: (source, destination) of the message.
+    """
+    verified = group.handshake.verified_sends.setdefault(ends, set())
+    if not needs_verification(group, verified, (tensor.dtype, tensor.shape)):
+        return None
+    site = call_site(column=group.level is CheckLevel.ALL)
+    return exchange_with(group, other, _signature(tensor, ends), site, tags)
 
 
-FIRST_TAG, TAGS = 16, 2**30
-"""The tags of messages of tensors, above those of what is said of them."""
+def _signature(tensor: Tensor, ends: tuple[int, int]) -> str:
+    return f"{type_text(tensor.dtype, tensor.shape)} from rank {ends[0]} to rank {ends[1]}"
 
 
-def _told(held: Tensor, group: Group, src: int, dst: int) -> tuple[bool, str, str]:
-    """Whether a message is to be compared, what is said of it, and where it is called."""
-    compared = to_compare(group, group.talk.messages.setdefault((src, dst), set()), (held.dtype, held.shape))
-    said = f"{type_text(held.dtype, held.shape)} from rank {src} to rank {dst}"
-    return compared, said, where_called() if compared else ""
+def _tag(tensor: Tensor, group: Group) -> int:
+    """A number of a message's dtype and shape, so that a message that does not fit is not received at all."""
+    return FIRST_TAG + hash_text(type_text(tensor.dtype, tensor.shape)) % TAGS if group.aborts_on_mismatch else 0

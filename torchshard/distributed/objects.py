@@ -7,11 +7,10 @@ are pickled: unpickling runs code that the sender chose, so let only ranks that 
 
 from __future__ import annotations
 
-import ctypes
 import json
 import pickle
 import struct
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -19,10 +18,10 @@ import torch.distributed as dist
 from torch import Tensor
 
 from torchshard.core.errors import InputError
-from torchshard.distributed.checks import meet
-from torchshard.distributed.collectives import needs_gradient
-from torchshard.distributed.groups import Group, own_group, peer
-from torchshard.distributed.wire import begin, collective, finish
+from torchshard.distributed.consistency import gather_bytes, memory_of
+from torchshard.distributed.eager import needs_gradient
+from torchshard.distributed.group import own_group, peer
+from torchshard.distributed.wire import collective
 
 _LENGTH = struct.Struct("<q")
 
@@ -36,7 +35,7 @@ def all_gather_object(data: Any, *, allow_pickle: bool = True) -> list[Any]:
     group = own_group()
     if group.size == 1:
         return [data]
-    held = _gathered("all_gather_object()", group, lambda: encode(data, allow_pickle=allow_pickle))
+    held = gather_bytes(group, "all_gather_object()", lambda: encode(data, allow_pickle=allow_pickle))
     return [decode(one, allow_pickle=allow_pickle) for one in held]
 
 
@@ -50,7 +49,7 @@ def gather_object(data: Any, dst: int = 0, *, allow_pickle: bool = True) -> list
         peer(group, dst, "dst")
         return encode(data, allow_pickle=allow_pickle)
 
-    held = _gathered(f"gather_object(dst={dst})", group, encoded)
+    held = gather_bytes(group, f"gather_object(dst={dst})", encoded)
     return [decode(one, allow_pickle=allow_pickle) for one in held] if group.rank == dst else None
 
 
@@ -63,7 +62,7 @@ def broadcast_object(data: Any = None, src: int = 0, *, allow_pickle: bool = Tru
     def encoded() -> bytes:
         return encode(data, allow_pickle=allow_pickle) if group.rank == peer(group, src, "src") else b""
 
-    return decode(_gathered(f"broadcast_object(src={src})", group, encoded)[src], allow_pickle=allow_pickle)
+    return decode(gather_bytes(group, f"broadcast_object(src={src})", encoded)[src], allow_pickle=allow_pickle)
 
 
 def all_gather_uneven(x: Tensor) -> list[Tensor]:
@@ -87,7 +86,7 @@ def all_gather_uneven(x: Tensor) -> list[Tensor]:
     if group.size == 1:
         fact()
         return [x.clone()]
-    facts = [decode(held, allow_pickle=False) for held in _gathered("all_gather_uneven()", group, fact)]
+    facts = [decode(held, allow_pickle=False) for held in gather_bytes(group, "all_gather_uneven()", fact)]
     if len({dtype for _, dtype in facts}) > 1:
         raise InputError(
             "the ranks' tensors are of different dtypes",
@@ -102,32 +101,6 @@ def all_gather_uneven(x: Tensor) -> list[Tensor]:
     if len(sent):
         collective(group, dist.all_gather_single, got.flatten(), sent)
     return [row[: shape.numel()].reshape(shape).clone() for row, shape in zip(got, shapes, strict=True)]
-
-
-def _gathered(call: str, group: Group, encoded: Callable[[], bytes]) -> list[bytes]:
-    """All ranks' bytes; where making them fails on one rank, all raise."""
-    sent = b""
-
-    def said() -> str:
-        nonlocal sent
-        sent = encoded()
-        return call
-
-    lengths = meet(group, said, lambda: len(sent))
-    width = max(lengths)
-    padded = torch.frombuffer(bytearray(sent.ljust(max(width, 1), b"\0")), dtype=torch.uint8)
-    got = torch.empty(group.size, len(padded), dtype=torch.uint8)
-    finish(
-        group,
-        call,
-        begin(group, call, dist.all_gather_single, got.flatten(), padded, group=group.control, async_op=True),
-    )
-    return [_memory(row[:length]) for row, length in zip(got, lengths, strict=True)]
-
-
-def _memory(held: Tensor) -> bytes:
-    """The bytes of a contiguous tensor on the CPU."""
-    return ctypes.string_at(held.data_ptr(), held.numel() * held.itemsize) if held.numel() else b""
 
 
 # --- data as bytes ---------------------------------------------------------------------------------------------------
@@ -159,7 +132,7 @@ def _described(data: Any, buffers: list[bytes], allow_pickle: bool) -> list[Any]
         return ["dict", [[_described(part, buffers, allow_pickle) for part in pair] for pair in data.items()]]
     if type(data) is Tensor and data.layout is torch.strided and not data.is_quantized:
         held = data.detach().cpu().resolve_conj().resolve_neg().contiguous()
-        return ["tensor", str(data.dtype).removeprefix("torch."), list(data.shape), kept(_memory(held))]
+        return ["tensor", str(data.dtype).removeprefix("torch."), list(data.shape), kept(memory_of(held))]
     if _is_plain_array(data):
         kind = "array" if type(data).__name__ == "ndarray" else "scalar"
         return [kind, data.dtype.str, list(data.shape), kept(data.tobytes())]

@@ -19,8 +19,8 @@ from torch import Tensor, nn
 
 from torchshard.core.conversions import TABLE, Conversion, ends
 from torchshard.core.layouts import Layout, Shard, local_shape, whole_shape
-from torchshard.distributed.checks import forward_site, note, running_call
-from torchshard.distributed.groups import lookup
+from torchshard.distributed.consistency import forward_site, note_unverified, running_call
+from torchshard.distributed.group import lookup
 from torchshard.distributed.kernels import reduced, start
 from torchshard.distributed.wire import Handle
 
@@ -64,7 +64,7 @@ def _gradient(row: Conversion, grad: Tensor, args: tuple[Any, ...], of: str, cal
     if dual.kernel == "none" and not of:
         return grad
     if call and dual.kernel in SENDING:
-        note(lookup(args[-1]), f"backward of {call}: {dual.name}")
+        note_unverified(lookup(args[-1]), f"backward of {call}: {dual.name}")
     return _run(dual, grad, args, of, eager=not call and dual.kernel in SENDING)
 
 
@@ -77,7 +77,8 @@ class _Direct(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, row: Conversion, args: tuple[Any, ...], compute: Callable[[], Tensor]) -> Tensor:
-        ctx.row, ctx.args, ctx.site, ctx.call = row, args, forward_site(), running_call()
+        ctx.row, ctx.args, ctx.call = row, args, running_call()
+        ctx.site = forward_site(lookup(args[-1]))
         return compute()
 
     @staticmethod
@@ -127,7 +128,8 @@ def _define(row: Conversion) -> None:
         return x.new_empty(local_result_shape(x.shape, *ends(row.name, args), group.rank, group.size))
 
     def setup(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-        ctx.args, ctx.site, ctx.call = hashable(inputs[1:]), forward_site(), running_call()
+        ctx.args, ctx.call = hashable(inputs[1:]), running_call()
+        ctx.site = forward_site(lookup(inputs[-1]))
 
     def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
         return (_gradient(row, grad, ctx.args, ctx.site, ctx.call), *[None] * len(ctx.args))

@@ -19,17 +19,22 @@ from torch.distributed import ReduceOp
 from torchshard.core.errors import InputError
 from torchshard.core.layouts import type_text
 from torchshard.distributed import collectives
-from torchshard.distributed.checks import announce, forward_site, meet, to_compare
-from torchshard.distributed.collectives import (
-    alike,
+from torchshard.distributed.consistency import (
+    forward_site,
+    needs_verification,
+    verify_call,
+    verify_following_call,
+)
+from torchshard.distributed.eager import (
     check_memory,
     check_tensor,
     fill,
     needs_gradient,
     own_dim,
+    verify_tensor_call,
     whole_size,
 )
-from torchshard.distributed.groups import Group, own_group, peer
+from torchshard.distributed.group import Group, own_group, peer
 from torchshard.distributed.kernels import (
     as_sent,
     copied,
@@ -39,7 +44,7 @@ from torchshard.distributed.kernels import (
     scatter_pieces,
     summable,
 )
-from torchshard.distributed.messages import receiving, sending
+from torchshard.distributed.messages import start_receive, start_send
 from torchshard.distributed.wire import Handle, Pending, collective
 
 
@@ -56,13 +61,13 @@ class _Paired(torch.autograd.Function):
         group: Group,
     ) -> Tensor:
         ctx.what, ctx.there, ctx.back, ctx.group = what, there, back, group
-        ctx.site = forward_site()
+        ctx.site = forward_site(group)
         return there(x)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
         what = f"the gradient of {ctx.what}"
-        announce(ctx.group, lambda: what, ctx.site, eager=True)
+        verify_following_call(ctx.group, lambda: what, ctx.site, eager=True)
         return _Paired.apply(grad, what, ctx.back, ctx.there, ctx.group), None, None, None, None
 
 
@@ -90,7 +95,7 @@ def broadcast(x: Tensor, src: int = 0) -> Tensor:
         InputError: `x` is to be filled, and several of its elements are one in memory (an `expand`).
     """
     group = own_group()
-    alike(group, "broadcast", x, valid=lambda: _check_filled("broadcast", x, src=src), src=src)
+    verify_tensor_call(group, "broadcast", x, valid=lambda: _check_filled("broadcast", x, src=src), src=src)
     if not needs_gradient(x):
         return fill(x, _broadcast(x, src, group))
     what = f"broadcast(src={src}), {tuple(x.shape)}"
@@ -107,7 +112,7 @@ def reduce_to(x: Tensor, dst: int = 0, op: Any = ReduceOp.SUM) -> Tensor:
         InputError: `op` has no gradient, and one is asked.
     """
     group = own_group()
-    alike(group, "reduce_to", x, valid=lambda: _check_op(x, op, dst=dst), dst=dst, op=op_name(op))
+    verify_tensor_call(group, "reduce_to", x, valid=lambda: _check_op(x, op, dst=dst), dst=dst, op=op_name(op))
     made = _reduced_to(x, dst, op, group)
     return made if needs_gradient(x) or group.rank != dst else fill(x, made)
 
@@ -160,7 +165,7 @@ def all_reduce(x: Tensor, op: Any = ReduceOp.SUM, *, async_op: bool = False) -> 
     if op == ReduceOp.SUM:
         return collectives.all_reduce(x, async_op=True) if async_op else collectives.all_reduce(x)
     group = own_group()
-    alike(group, "all_reduce", x, valid=lambda: _check_op(x, op, async_op=async_op), op=op_name(op))
+    verify_tensor_call(group, "all_reduce", x, valid=lambda: _check_op(x, op, async_op=async_op), op=op_name(op))
     made = _all_reduced(x, op, group)
     return made if needs_gradient(x) else fill(x, made)
 
@@ -206,7 +211,7 @@ def gather_to(x: Tensor, dst: int = 0, dim: int = -1) -> Tensor:
     The gradient is scattered from `dst`. The slices are those of a split, as in `gather`.
     """
     group = own_group()
-    sizes = alike(group, "gather_to", x, dim, lambda: peer(group, dst, "dst"), dst=dst, size=None)
+    sizes = verify_tensor_call(group, "gather_to", x, dim, lambda: peer(group, dst, "dst"), dst=dst, size=None)
     own, size = own_dim(x, dim), whole_size("gather_to", x, dim, None, sizes, group)
     return _paired(
         x,
@@ -224,7 +229,7 @@ def scatter_from(x: Tensor, src: int = 0, dim: int = -1) -> Tensor:
         x: of the same shape and dtype on every rank.
     """
     group = own_group()
-    alike(group, "scatter_from", x, valid=lambda: peer(group, src, "src"), to_dim=dim, src=src)
+    verify_tensor_call(group, "scatter_from", x, valid=lambda: peer(group, src, "src"), to_dim=dim, src=src)
     own, size = own_dim(x, dim), x.shape[dim]
 
     shape = x.shape
@@ -240,8 +245,8 @@ def scatter_from(x: Tensor, src: int = 0, dim: int = -1) -> Tensor:
 def barrier() -> None:
     """Waits for all ranks of the group."""
     group = own_group()
-    if to_compare(group, group.talk.met, "barrier"):
-        meet(group, lambda: "barrier()", symmetric=True)
+    if needs_verification(group, group.handshake.verified_calls, "barrier"):
+        verify_call(group, lambda: "barrier()", symmetric=True)
     if group.size > 1:
         collective(group, dist.barrier)
 
@@ -254,7 +259,7 @@ def isend(x: Tensor, dst: int) -> Handle:
     group = own_group()
     check_tensor(group, "isend", x)
     held = copied(x.detach())
-    return Handle(Pending(lambda: held, sending(held, _other(group, dst, "dst"), group)))
+    return Handle(Pending(lambda: held, start_send(held, _other(group, dst, "dst"), group)))
 
 
 def irecv(like: Tensor | Sequence[int], src: int, dtype: torch.dtype | None = None) -> Handle:
@@ -268,12 +273,12 @@ def irecv(like: Tensor | Sequence[int], src: int, dtype: torch.dtype | None = No
     group = own_group()
     if not isinstance(like, Tensor):
         held = torch.empty(tuple(like), dtype=dtype)
-        return Handle(Pending(lambda: held, receiving(held, _other(group, src, "src"), group)))
+        return Handle(Pending(lambda: held, start_receive(held, _other(group, src, "src"), group)))
     check_memory("irecv", like)
     held = torch.empty_like(like, memory_format=torch.contiguous_format).detach()
     given = held if needs_gradient(like) else like
     result = (lambda: held) if given is held else lambda: fill(like, held)
-    return Handle(Pending(result, receiving(held, _other(group, src, "src"), group)))
+    return Handle(Pending(result, start_receive(held, _other(group, src, "src"), group)))
 
 
 def send(x: Tensor, dst: int) -> None:

@@ -7,8 +7,8 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
-from torchshard.distributed.checks import failed
-from torchshard.distributed.groups import Group
+from torchshard.distributed.group import Group
+from torchshard.distributed.handshake import collective_failed
 
 
 def begin(group: Group, call: str, fn: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
@@ -20,7 +20,7 @@ def begin(group: Group, call: str, fn: Callable[..., Any], /, *args: Any, **kwar
     try:
         return fn(*args, **kwargs)
     except RuntimeError as error:
-        raise failed(group, call, error) from error
+        raise collective_failed(group, call, error) from error
 
 
 def finish(group: Group, call: str, work: Any) -> None:
@@ -32,7 +32,7 @@ def finish(group: Group, call: str, work: Any) -> None:
     try:
         work.wait()
     except RuntimeError as error:
-        raise failed(group, call, error) from error
+        raise collective_failed(group, call, error) from error
 
 
 def collective(group: Group, fn: Callable[..., Any], /, *args: Any, **kwargs: Any) -> None:

@@ -21,9 +21,8 @@ from torch import Tensor
 
 from torchshard.core.errors import InputError
 from torchshard.core.layouts import I, Shard, type_text
-from torchshard.distributed.checks import Mode
-from torchshard.distributed.collectives import alike, needs_gradient, own_dim, whole_size
-from torchshard.distributed.groups import Group, own_group
+from torchshard.distributed.eager import needs_gradient, own_dim, verify_tensor_call, whole_size
+from torchshard.distributed.group import CheckLevel, Group, own_group
 from torchshard.nn.one_op import Piece, convert, run
 from torchshard.runtime.history import is_here, values_digest
 
@@ -266,7 +265,7 @@ def _text(x: Tensor | None, shape: Sequence[int]) -> str | None:
 
 def _values_text(x: Tensor) -> str:
     """The same of indices or labels, with a checksum of their values, which must be the same on all ranks."""
-    compared = is_here(x) and not x.is_floating_point() and Mode.on is not False
+    compared = is_here(x) and not x.is_floating_point() and own_group().level is not CheckLevel.OFF
     return f"{_text(x, x.shape)}{f', checksum {values_digest(x):x}' if compared else ''}"
 
 
@@ -288,4 +287,5 @@ def _global_size(
     if torch.compiler.is_compiling():
         return whole_size(name, x, dim, size, None, group)
     values = {} if same is None else {"values": _values_text(same)}
-    return whole_size(name, x, dim, size, alike(group, name, x, dim, valid, size=size, **values, **asked), group)
+    sizes = verify_tensor_call(group, name, x, dim, valid, size=size, **values, **asked)
+    return whole_size(name, x, dim, size, sizes, group)

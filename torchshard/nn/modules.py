@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torchshard.core.errors import InputError
 from torchshard.core.layouts import I, Shard
 from torchshard.core.layouts import split as slice_of
-from torchshard.distributed.groups import own_group
+from torchshard.distributed.group import own_group
 from torchshard.distributed.primitives import broadcast
 from torchshard.nn import functional
 from torchshard.weights.parameter import ShardedParameter

@@ -16,8 +16,8 @@ from torch import Tensor
 from torchshard.core.conversions import route, step_args
 from torchshard.core.layouts import I, Layout
 from torchshard.core.notation import Choice, Local, Row, choices, local_replacement
-from torchshard.distributed.collectives import needs_gradient
-from torchshard.distributed.groups import MODEL, Group
+from torchshard.distributed.eager import needs_gradient
+from torchshard.distributed.group import MODEL, Group
 from torchshard.distributed.ops import direct, hashable
 from torchshard.rules.registry import RULES, Call, TensorType
 

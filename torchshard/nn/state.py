@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from torchshard.core.layouts import I, Shard, split, whole_shape
-from torchshard.distributed.groups import own_group
+from torchshard.distributed.group import own_group
 from torchshard.distributed.kernels import convert
 from torchshard.nn.modules import Sliced
 from torchshard.runtime.state import check_full_state

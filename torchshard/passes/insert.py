@@ -19,7 +19,7 @@ from torch import fx
 from torchshard.core.conversions import Link, step_args
 from torchshard.core.errors import InternalError
 from torchshard.core.layouts import I, Layout, R, is_whole
-from torchshard.distributed.groups import MODEL
+from torchshard.distributed.group import MODEL
 from torchshard.ir.graph import consumers, demands, global_shape, is_tensor, layout_of, name_after, where
 from torchshard.planner.costs import CostModel, Value
 

@@ -26,10 +26,10 @@ import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import is_fake
 
+from torchshard.core.hashing import as_bytes, hash_text
 from torchshard.core.layouts import Layout, Shard, split
-from torchshard.distributed.agreement import Near, as_bytes
-from torchshard.distributed.checks import digest
-from torchshard.distributed.groups import Group
+from torchshard.distributed.consistency import Near
+from torchshard.distributed.group import Group
 
 WHOLE_BYTES = 1 << 22
 """Of larger tensors a sample is compared."""
@@ -103,8 +103,8 @@ class History:
     """What one rank has done with one model."""
 
     def __init__(self, group: Group, kind: str) -> None:
-        self._group, self._kind, self._number = group, kind, group.talk.models
-        group.talk.models += 1
+        self._group, self._kind, self._number = group, kind, group.handshake.sharded_models
+        group.handshake.sharded_models += 1
         self._calls, self._turn, self._steps, self._steps_digest, self._settings = 0, 0, 0, 0, "none"
         self._later: dict[str, Tensor] = {}
         self._event: Any = None
@@ -120,7 +120,7 @@ class History:
     def note_step(self, settings: str) -> None:
         """An optimizer with these settings is about to step this model's parameters."""
         self._steps, self._settings = self._steps + 1, settings
-        self._steps_digest = digest(f"{self._steps_digest} {settings}")
+        self._steps_digest = hash_text(f"{self._steps_digest} {settings}")
 
     def watch_results(self, results: Iterable[Any]) -> None:
         """From now on gradients that reach these results count."""
@@ -151,9 +151,9 @@ class History:
             tensors: the model's, by name.
             inputs: the call's tensors that are on another device than the CPU.
         """
-        talk = self._group.talk
+        handshake = self._group.handshake
         facts = {MODEL: f"number {self._number}, a {self._kind}"}
-        facts[SENT] = f"{'; '.join(talk.recent) or 'nothing'} ({talk.history:x})"
+        facts[SENT] = f"{'; '.join(handshake.recent_unverified) or 'nothing'} ({handshake.unverified_hash:x})"
         facts[STEPS] = f"{self._steps}, the last by {self._settings} ({self._steps_digest:x})"
         facts |= self._earlier()
         whole = self._in_turn(self._whole) if tensors else ""

@@ -12,8 +12,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from torchshard.core.errors import InputError
-from torchshard.distributed.checks import announce
-from torchshard.distributed.groups import MODEL, Group, lookup
+from torchshard.distributed.consistency import verify_following_call
+from torchshard.distributed.group import MODEL, Group, lookup
 from torchshard.distributed.wire import collective
 from torchshard.plans.machine import Machine
 
@@ -67,7 +67,7 @@ def measure_machine(width: int = 1024, dtype: torch.dtype = torch.float32) -> Ma
         "many elements": _typical(device, lambda: _elementwise(many)),
     }
     if group.size > 1:
-        announce(group, lambda: "measure_machine")
+        verify_following_call(group, lambda: "measure_machine")
         work = torch.randn(BETWEEN, BETWEEN, device=device)
         times |= {
             "small": _between(group, device, work, lambda: collective(group, dist.all_reduce, small)),

@@ -39,12 +39,12 @@ from torchshard.compiler.planning import PlanLike, check_layouts, read_plan
 from torchshard.compiler.program import Program, program
 from torchshard.core.autocast import Autocast, autocasting, current_autocast
 from torchshard.core.errors import CaptureError, DistributedError, InputError, PlanError, ShardError
+from torchshard.core.hashing import hash_tensor, hash_text
 from torchshard.core.layouts import Layout
 from torchshard.custom_ops.stepwise import Stepwise
-from torchshard.distributed.agreement import agree, fingerprint, together
-from torchshard.distributed.checks import Mode, digest, running
-from torchshard.distributed.groups import MODEL as MODEL_GROUP
-from torchshard.distributed.groups import Group
+from torchshard.distributed.consistency import run_on_all_ranks, running, verify_equal
+from torchshard.distributed.group import MODEL as MODEL_GROUP
+from torchshard.distributed.group import CheckLevel, Group
 from torchshard.distributed.ops import OPS, direct, hashable
 from torchshard.ir.graph import draws_random, duplicate
 from torchshard.ir.listing import listing, value_text
@@ -156,7 +156,7 @@ class ShardedModule(State):
             return wanted, layouts
 
         what = "the ranks can't shard this model together"
-        wanted, layouts = together(group, PlanError, what, prepared)
+        wanted, layouts = run_on_all_ranks(group, prepared, PlanError, what)
         _check_same_weights(model, group)
         if any(p.grad is not None for p in model.parameters()):
             what = "gradients that the parameters hold already stay with the unsharded model"
@@ -182,7 +182,7 @@ class ShardedModule(State):
         if self._compares():
             facts, gradients = self._ts_history.all_facts(self._own_tensors(), self._ts_layouts)
             what = "the ranks hold different states"
-            agree(self._ts_group, facts, digest(repr(facts)), _call_error, what, near=gradients)
+            verify_equal(self._ts_group, facts, _call_error, what, near=gradients)
         return super().full_state_dict()
 
     # --- calling -----------------------------------------------------------------------------------------------------
@@ -252,7 +252,7 @@ class ShardedModule(State):
 
     def _compares(self) -> bool:
         """Whether the ranks compare what they do with this model."""
-        return self._ts_group.size > 1 and Mode.on is not False
+        return self._ts_group.size > 1 and self._ts_group.level is not CheckLevel.OFF
 
     def _own_tensors(self) -> dict[str, Tensor]:
         """Parameters and buffers, each by its first name."""
@@ -306,12 +306,20 @@ class ShardedModule(State):
             found |= {"the random stream": stream, "what is asked for": step, **snapshot.facts}
             return {key: str(fact) for key, fact in found.items()}
 
-        mine = digest(f"{mark} {values} {stream} {compiled is None} {text} {step} {snapshot.facts}")
+        mine = hash_text(f"{mark} {values} {stream} {compiled is None} {text} {step} {snapshot.facts}")
         what = "the ranks were called with different arguments"
-        unlike = snapshot.slice_digest
-        if agree(self._ts_group, facts, mine, _call_error, what, unlike, snapshot.gradients) and snapshot.slice_name:
+        same_slice = verify_equal(
+            self._ts_group,
+            facts,
+            _call_error,
+            what,
+            digest=mine,
+            unlike=snapshot.slice_digest,
+            near=snapshot.gradients,
+        )
+        if same_slice and snapshot.slice_name:
             raise _same_slices(snapshot.slice_name)
-        self._ts_group.talk.recent.clear()
+        self._ts_group.handshake.recent_unverified.clear()
 
     def _visible(self) -> str:
         changed = f", changed last: {self._ts_watch.latest_change}" if self._ts_watch.latest_change else ""
@@ -354,7 +362,8 @@ class ShardedModule(State):
                 "model itself they are called once more",
                 stacklevel=2,
             )
-        made = together(self._ts_group, CaptureError, "the ranks can't make a program of the model together", make)
+        what = "the ranks can't make a program of the model together"
+        made = run_on_all_ranks(self._ts_group, make, CaptureError, what)
         draws = any(map(draws_random, made.graph.graph.nodes))
         self._check_same_program(made, call, draws)
         if not self._ts_fixed:
@@ -399,13 +408,13 @@ class ShardedModule(State):
             return
         facts = {"the graph": listing(made.graph, sources=False), "the plan": made.plan.to_json()}
         what = "the ranks made different programs of the model"
-        agree(self._ts_group, facts, digest(repr(facts)), DistributedError, what)
+        verify_equal(self._ts_group, facts, DistributedError, what)
         values = {f"input {n}": content(t) for n, t in zip(call.names, call.tensors, strict=True)}
         what = "the ranks were called with inputs of the same shape but different values"
-        agree(self._ts_group, values, digest(repr(values)), InputError, what)
+        verify_equal(self._ts_group, values, InputError, what)
         if draws:
             stream = {"the random stream": _stream_state(call)}
-            agree(self._ts_group, stream, digest(repr(stream)), _call_error, what)
+            verify_equal(self._ts_group, stream, _call_error, what)
 
     # --- looking -----------------------------------------------------------------------------------------------------
 
@@ -489,7 +498,7 @@ def _check_same_weights(model: nn.Module, group: Group) -> None:
         return
     facts = {name: content(t) for name, t in (*model.named_parameters(), *model.named_buffers())}
     what = "the ranks hold different models"
-    agree(group, facts, digest(repr(facts)), DistributedError, what)
+    verify_equal(group, facts, DistributedError, what)
 
 
 def _elsewhere(call: Leaves) -> dict[str, Tensor]:
@@ -510,7 +519,7 @@ def _same_slices(name: str) -> DistributedError:
 
 def _mark(kind: Any) -> int:
     """A digest of a kind of call, the same on every rank."""
-    return digest(repr(kind))
+    return hash_text(repr(kind))
 
 
 _OTHER_ERRORS: dict[str, tuple[type[ShardError], str]] = {
@@ -540,4 +549,4 @@ def _call_error(what: str, *, where: str, why: str, attempt: str) -> ShardError:
 def _stream_state(call: Leaves) -> str:
     on_gpu = any(t.is_cuda for t in call.tensors)
     state = torch.cuda.get_rng_state() if on_gpu else torch.get_rng_state()
-    return f"{fingerprint(state):x}"
+    return f"{hash_tensor(state):x}"

@@ -14,10 +14,10 @@ from torch._subclasses.fake_tensor import is_fake
 
 from torchshard.capture import hollow, hollow_tensor, shared_names
 from torchshard.core.errors import DistributedError, InputError
+from torchshard.core.hashing import hash_tensor
 from torchshard.core.layouts import I, Layout, Shard, parts_of, split
-from torchshard.distributed.agreement import agree, fingerprint, together
-from torchshard.distributed.checks import digest
-from torchshard.distributed.groups import Group
+from torchshard.distributed.consistency import run_on_all_ranks, verify_equal
+from torchshard.distributed.group import Group
 from torchshard.distributed.kernels import convert
 from torchshard.ir.listing import value_text
 from torchshard.runtime.history import are_distinct
@@ -277,10 +277,10 @@ class State(Scope):
         what = "the ranks can't load this state dict together"
         names = dict.fromkeys(super().state_dict())
         shapes = {name: self._source_tensor(name).shape for name in names}
-        together(self._ts_group, InputError, what, lambda: check_full_state(state, shapes))
+        run_on_all_ranks(self._ts_group, lambda: check_full_state(state, shapes), InputError, what)
         facts = {name: content(tensor) for name, tensor in state.items()}
         what = "the ranks load different state dicts"
-        agree(self._ts_group, facts, digest(repr(facts)), DistributedError, what)
+        verify_equal(self._ts_group, facts, DistributedError, what)
         self._follow()
         for name, tensor in state.items():
             layout = self._ts_layouts.get(self._ts_names[name][0], I)
@@ -323,13 +323,13 @@ def content(tensor: Tensor) -> str:
     """Shape, dtype and a hash of the values."""
     if tensor.is_meta or is_fake(tensor) or not tensor.numel():
         return value_text(tensor)
-    return f"{value_text(tensor)} with hash {fingerprint(tensor):x}"
+    return f"{value_text(tensor)} with hash {hash_tensor(tensor):x}"
 
 
 def _sample(tensor: Tensor) -> int:
     """A hash of some of a tensor's elements."""
     flat = tensor.detach().reshape(-1)
-    return fingerprint(flat[:: max(1, len(flat) // 64)])
+    return hash_tensor(flat[:: max(1, len(flat) // 64)])
 
 
 def check_full_state(state: Mapping[str, Tensor], shapes: Mapping[str, Sequence[int]]) -> None:

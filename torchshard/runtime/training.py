@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from torchshard.core.errors import InputError
 from torchshard.core.layouts import I, Layout, Shard
-from torchshard.distributed.groups import own_group
+from torchshard.distributed.group import own_group
 from torchshard.distributed.kernels import reduced
 from torchshard.weights.parameter import ShardedParameter
 

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from torchshard.core.layouts import Layout
-from torchshard.distributed.groups import Group
+from torchshard.distributed.group import Group
 from torchshard.distributed.ops import PLAIN
 from torchshard.weights.slice_values import (
     Slice,

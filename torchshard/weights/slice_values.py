@@ -25,7 +25,7 @@ from torch import Tensor
 
 from torchshard.core.errors import DistributedError, InputError, SliceWarning
 from torchshard.core.layouts import I, Layout, Shard
-from torchshard.distributed.groups import ALONE, Group
+from torchshard.distributed.group import ALONE, Group
 from torchshard.distributed.kernels import reduced
 
 _DRAWING = ("normal_", "uniform_", "exponential_", "cauchy_", "log_normal_", "geometric_", "random_", "bernoulli_")

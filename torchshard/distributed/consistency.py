@@ -1,0 +1,320 @@
+"""The ranks verify that they do the same before they communicate: a difference is one error on every rank.
+
+Backends answer calls that do not fit with wrong numbers, aborts or hangs. So each call has a signature, a text of all
+that must be the same on all ranks, and a key, which is equal where an earlier verification holds for this call too:
+
+    verify_call(group, describe)         one header to each rank, before an eager call; also says who is missing
+    verify_equal(group, facts, ...)      one small all-reduce of a digest, before each call of a sharded model
+    run_on_all_ranks(group, make, ...)   where `make` fails on one rank, all raise
+
+    DistributedError: the ranks are about to do different things
+      where: reduce() of f32[2,8] (train.py:12 in step)
+      why:   ranks 0, 2: reduce() of f32[2,8] (train.py:12 in step); rank 1: gather(dim=1) of f32[2,*] (train.py:15)
+      try:   the same calls with the same shapes in the same order on every rank
+
+Which calls are verified is the group's `CheckLevel`. What is not (the backward of a sharded model, as a rule) goes into
+a rolling hash, which the next verification includes.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import json
+import struct
+import threading
+import zlib
+from collections.abc import Callable, Hashable, Iterator, Mapping
+from typing import Any, NamedTuple, TypeVar, cast
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from torchshard.core.errors import DistributedError, ShardError
+from torchshard.core.hashing import hash_text
+from torchshard.distributed.call_site import call_site
+from torchshard.distributed.group import CheckLevel, Group
+from torchshard.distributed.handshake import Header, describe, exchange, first_line, header, missing_error
+from torchshard.distributed.wire import begin, finish
+
+T = TypeVar("T")
+Facts = Mapping[str, str]
+"""What must be the same on all ranks, each fact under the name that an error gives it."""
+MAX_VERIFIED = 4096
+"""So many keys are remembered."""
+TOLERANCE = 1e-3
+"""By how much of their scale numbers may differ that are compared up to rounding."""
+COMPARING = "comparing what the ranks do"
+
+
+# --- which calls are verified ----------------------------------------------------------------------------------------
+
+
+def verifies_each(group: Group) -> bool:
+    """Whether the ranks verify each eager call, and not only those with a new signature."""
+    return group.level is CheckLevel.ALL or (group.level is CheckLevel.NEW and group.aborts_on_mismatch)
+
+
+def needs_verification(group: Group, verified: set[Any], key: Hashable) -> bool:
+    """Whether an eager call is to be verified; its key then counts as verified."""
+    if group.size == 1 or group.level is CheckLevel.OFF or (key in verified and not verifies_each(group)):
+        return False
+    remember(verified, key)
+    return True
+
+
+def remember(verified: set[Any], key: Hashable) -> None:
+    """Adds a key. The set is bounded, and emptied at the same call on all ranks, for it is the same on all of them."""
+    if len(verified) >= MAX_VERIFIED:
+        verified.clear()
+    verified.add(key)
+
+
+def note_unverified(group: Group, text: str) -> None:
+    """Notes a collective that is not verified, for the next verification; `text` is the same on all ranks."""
+    handshake = group.handshake
+    handshake.unverified_hash = zlib.crc32(text.encode(), handshake.unverified_hash)
+    handshake.recent_unverified.append(text)
+
+
+def forward_site(group: Group) -> str:
+    """Where a call is made, if its gradient's verification is to name that; else ''."""
+    return _site(group) if group.level is CheckLevel.ALL else ""
+
+
+def _site(group: Group) -> str:
+    return call_site(column=group.level is CheckLevel.ALL)
+
+
+class _Running(threading.local):
+    call: str = ""
+
+
+_running = _Running()
+
+
+@contextlib.contextmanager
+def running(call: str) -> Iterator[None]:
+    """Within it, this thread's collectives belong to this call of a sharded model, whose graph fixes their order."""
+    before, _running.call = _running.call, call
+    try:
+        yield
+    finally:
+        _running.call = before
+
+
+def running_call() -> str:
+    """The call of a sharded model that this thread runs; '' outside of any."""
+    return _running.call
+
+
+# --- verifying a call ------------------------------------------------------------------------------------------------
+
+
+def verify_call(
+    group: Group,
+    describe_call: Callable[[], str],
+    value: Callable[[], int] = int,
+    *,
+    gradient_of: str = "",
+    symmetric: bool = False,
+) -> list[int]:
+    """The ranks verify that their next calls are the same, and tell each other a number.
+
+    Args:
+        describe_call: the signature; it raises where this rank can't make the call, and all ranks hear of it.
+        value: a number of this rank's own, asked after `describe_call`.
+        gradient_of: where the call was made whose gradient this is.
+        symmetric: whether all ranks do the same, so that at level ALL they must call from the same line.
+
+    Returns:
+        all ranks' values.
+
+    Raises:
+        DistributedError: the calls differ, or a rank made none within the time-out: on every rank that made one.
+        Exception: what `describe_call` raises, where it raises the same on every rank.
+    """
+    if group.size == 1:
+        describe_call()
+        return [value()]
+    failure: Exception | None = None
+    try:
+        text = describe_call()
+    except Exception as error:
+        failure, text = error, f"refused: {first_line(error)}"
+    site = f"backward of {gradient_of}" if gradient_of else _site(group)
+    unverified = f" after {group.handshake.unverified_hash:x}" if group.handshake.unverified_hash else ""
+    compared = f"{text} {site if symmetric and group.level is CheckLevel.ALL else ''}{unverified}"
+    mine = header(text, site, 0 if failure else value(), compared)
+    responses, missing = exchange(group, mine, group.timeouts.verify)
+    here = f"{text} ({site})"
+    if missing:
+        raise missing_error(group, here, responses, missing) from failure
+    if len({response.digest for response in responses.values()}) > 1:
+        group.handshake.fail()
+        raise _different(group, here, responses) from failure
+    group.handshake.recent_unverified.clear()
+    if failure is not None:
+        raise failure
+    return [responses[rank].value for rank in range(group.size)]
+
+
+def verify_following_call(
+    group: Group, describe_call: Callable[[], str], gradient_of: str = "", *, eager: bool = False
+) -> None:
+    """As `verify_call`, for a call that follows from another one: only where each call is verified.
+
+    Args:
+        eager: whether the other one was an eager call.
+    """
+    if group.level is CheckLevel.ALL or (eager and verifies_each(group)):
+        verify_call(group, describe_call, gradient_of=gradient_of)
+
+
+def _different(group: Group, here: str, responses: Mapping[int, Header]) -> DistributedError:
+    what, attempt = "the ranks are about to do different things", "the same calls with the same shapes and dtypes"
+    if len({response.call for response in responses.values()}) > 1:
+        return DistributedError(
+            what, where=here, why=describe(responses), attempt=f"{attempt} in the same order on every rank"
+        )
+    if len({response.site for response in responses.values()}) > 1:
+        advice = f"{attempt}, from one line: debug(True) takes calls from different lines for different calls"
+        return DistributedError(what, where=here, why=describe(responses), attempt=advice)
+    return DistributedError(
+        "the ranks have done different things since they last compared",
+        where=here,
+        why=f"this rank: {'; '.join(group.handshake.recent_unverified) or 'nothing'}",
+        attempt="backward() and calls of models in the same order on every rank; debug(True) names the first of them",
+    )
+
+
+# --- all ranks' data -------------------------------------------------------------------------------------------------
+
+
+def gather_bytes(group: Group, call: str, encode: Callable[[], bytes]) -> list[bytes]:
+    """All ranks' bytes, of any lengths, in the order of the ranks; where encoding fails on one rank, all raise."""
+    data = b""
+
+    def describe_call() -> str:
+        nonlocal data
+        data = encode()
+        return call
+
+    lengths = verify_call(group, describe_call, lambda: len(data))
+    rows = _gather_padded(group, call, data.ljust(max(*lengths, 1), b"\0"))
+    return [memory_of(row[:length]) for row, length in zip(rows, lengths, strict=True)]
+
+
+def _gather_padded(group: Group, call: str, data: bytes) -> Tensor:
+    """All ranks' bytes, of one length, as the rows of a matrix."""
+    rows = torch.empty(group.size, len(data), dtype=torch.uint8)
+    gather, sent = dist.all_gather_single, torch.frombuffer(bytearray(data), dtype=torch.uint8)
+    finish(group, call, begin(group, call, gather, rows.flatten(), sent, group=group.control, async_op=True))
+    return rows
+
+
+def memory_of(tensor: Tensor) -> bytes:
+    """The bytes of a contiguous tensor on the CPU."""
+    return ctypes.string_at(tensor.data_ptr(), tensor.numel() * tensor.itemsize) if tensor.numel() else b""
+
+
+# --- verifying facts -------------------------------------------------------------------------------------------------
+
+
+class Near(NamedTuple):
+    """A number that must be the same on all ranks up to rounding."""
+
+    value: float = 0.0
+    scale: float = 0.0
+    """How large it could be."""
+    name: str = ""
+
+
+def verify_equal(
+    group: Group,
+    facts: Facts | Callable[[], Facts],
+    error: Callable[..., ShardError],
+    what: str,
+    *,
+    digest: int | None = None,
+    unlike: int = 0,
+    near: Near | None = None,
+) -> bool:
+    """Raises `error` on every rank if the ranks' digests differ; its `where` is the name of the first unequal fact.
+
+    Args:
+        facts: what must be equal; a function is called only where the digests differ.
+        what: the error's first line.
+        digest: of the facts, where they are a function.
+        unlike: a number of this rank's own that may differ.
+
+    Returns:
+        whether `unlike` is the same on all ranks.
+    """
+    if group.size == 1:
+        return False
+    verify_following_call(group, lambda: "comparing what the sharded model does")
+    digest = hash_text(repr(facts)) if digest is None else digest
+    value, scale, name = near or Near()
+    highest, lowest = _bounds(group, digest, unlike, _ordered(value), _ordered(scale))
+    largest, spread = _number(highest[3]), _number(highest[2]) - _number(lowest[2])
+    close = spread <= TOLERANCE * largest
+    if highest[0] == lowest[0] and close:
+        return highest[1] == lowest[1]
+    own = dict(facts() if callable(facts) else facts) if close else {name: f"{value:.12g}"}
+    data = json.dumps(own).encode()
+    (longest,), _ = _bounds(group, len(data))  # no `gather_bytes`: it would verify calls again, which may differ too
+    rows = _gather_padded(group, COMPARING, data.ljust(longest))
+    everyone = [json.loads(memory_of(row)) for row in rows]
+    raise error(what, where=_first_difference(everyone), why=_shown(everyone), attempt="the same call on every rank")
+
+
+def run_on_all_ranks(group: Group, make: Callable[[], T], error: Callable[..., ShardError], what: str) -> T:
+    """Returns `make()` if it succeeds on every rank; if it fails on any rank, raises on all of them.
+
+    Args:
+        error, what: as in `verify_equal`, for the ranks on which it succeeded.
+    """
+    result, failure = None, None
+    try:
+        result = make()
+    except Exception as caught:
+        failure = caught
+    outcome = {"what it gave": "what was asked for" if failure is None else str(failure)}
+    verify_equal(group, outcome, error, what)
+    if failure is not None:
+        raise failure
+    return cast(T, result)
+
+
+def _bounds(group: Group, *numbers: int) -> tuple[list[int], list[int]]:
+    """Of each number, the ranks' highest and lowest."""
+    bounds = torch.tensor([*numbers, *(-n for n in numbers)])
+    work = begin(group, COMPARING, dist.all_reduce, bounds, dist.ReduceOp.MAX, group.control, async_op=True)
+    finish(group, COMPARING, work)
+    found = bounds.tolist()
+    return found[: len(numbers)], [-n for n in found[len(numbers) :]]
+
+
+def _ordered(number: float) -> int:
+    """An integer in the order of the floats: one all-reduce of integers then bounds both."""
+    (bits,) = struct.unpack("<q", struct.pack("<d", number))
+    return bits if bits >= 0 else -(bits & (2**63 - 1))
+
+
+def _number(ordered: int) -> float:
+    """The float of an `_ordered` one."""
+    bits = ordered if ordered >= 0 else -ordered | -(2**63)
+    number: float = struct.unpack("<d", struct.pack("<q", bits))[0]
+    return number
+
+
+def _first_difference(everyone: list[dict[str, str]]) -> str:
+    keys = list(dict.fromkeys(key for facts in everyone for key in facts))
+    return next((key for key in keys if len({facts.get(key) for facts in everyone}) > 1), "an unnamed fact")
+
+
+def _shown(everyone: list[dict[str, str]]) -> str:
+    key = _first_difference(everyone)
+    return "; ".join(f"rank {rank}: {facts.get(key, 'nothing'):.200}" for rank, facts in enumerate(everyone))

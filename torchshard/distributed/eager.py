@@ -1,0 +1,181 @@
+"""Before an eager collective runs: it gets a tensor, the ranks' calls fit, and the ranks know each other's sizes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, cast
+
+import torch
+from torch import Tensor
+from torch._C._functorch import peek_interpreter_stack
+
+from torchshard.core.errors import InputError
+from torchshard.core.layouts import local_size, type_text
+from torchshard.distributed.call_site import call_site
+from torchshard.distributed.consistency import (
+    note_unverified,
+    remember,
+    verifies_each,
+    verify_call,
+)
+from torchshard.distributed.group import CheckLevel, Group
+
+ONE_SIDED = frozenset({"broadcast", "reduce_to", "gather_to", "scatter_from"})
+"""Calls in which one rank does another thing than the rest, often from a line of its own."""
+
+
+def check_tensor(group: Group, name: str, x: Any) -> None:
+    """Raises InputError on all ranks where one passes something else than a tensor, or calls within a transform."""
+    if group.size > 1 and not torch.compiler.is_compiling() and peek_interpreter_stack() is not None:
+        raise InputError(
+            f"{name} was called within a transform of torch.func (vmap, grad, jvp, ...)",
+            where=f"{name}, {call_site()}",
+            why="ranks send tensors with memory; a transform gives it wrappers of them",
+            attempt="a batch dim in place of vmap, and tensor.backward() or torch.autograd.grad in place of grad",
+        )
+    if isinstance(x, Tensor):
+        return
+
+    def refused() -> str:
+        raise InputError(
+            f"{name} takes a tensor, not a {type(x).__name__}",
+            where=name,
+            why=f"got {x!r:.80}",
+            attempt="torch.as_tensor(...) of numbers; all_gather_object and its like for any data",
+        )
+
+    verify_call(group, refused)
+
+
+def needs_gradient(x: Tensor) -> bool:
+    """Whether what is made of a tensor now has a gradient."""
+    return x.requires_grad and torch.is_grad_enabled()
+
+
+def verify_tensor_call(
+    group: Group, name: str, x: Tensor, dim: int | None = None, valid: Callable[[], Any] | None = None, **facts: Any
+) -> list[int] | None:
+    """The ranks verify an eager call, as the group's level says; then returns all ranks' sizes along `dim`.
+
+    Args:
+        dim: the dim along which the ranks' sizes may differ; with `size=None` they are asked at every level.
+        valid: raises where this call can't be made.
+        facts: the arguments, which are the same on all ranks. Those whose names end in `dim` are dims of `x`.
+
+    Raises:
+        DistributedError: the ranks' calls differ.
+        InputError: the tensor has no such dim.
+    """
+    check_tensor(group, name, x)
+    verified = group.handshake.verified_calls
+    key = (name, dim, x.dtype, x.shape, needs_gradient(x), *facts.values())
+    asks_sizes = dim is not None and facts["size"] is None and group.size > 1
+    if key in verified and not verifies_each(group) and not asks_sizes:
+        note_unverified(group, f"{name} {type_text(x.dtype, [])} {facts}")
+        return None
+
+    def describe() -> str:
+        if valid is not None:
+            valid()
+        arguments = {"dim": dim, **facts}
+        dims = [own_dim(x, d) for argument, d in arguments.items() if argument.endswith("dim") and d is not None]
+        shape = ["*" if dim is not None and i == dims[0] else n for i, n in enumerate(x.shape)]
+        shown = ", ".join(f"{argument}={fact}" for argument, fact in arguments.items() if fact is not None)
+        gradient = ", with a gradient" if needs_gradient(x) else ""
+        return f"{name}({shown}) of {type_text(x.dtype, shape)}{gradient}"
+
+    sizes = None
+    if asks_sizes or group.level is not CheckLevel.OFF:
+        own_size = (lambda: 0) if dim is None else (lambda: x.shape[dim])
+        sizes = verify_call(group, describe, own_size, symmetric=name not in ONE_SIDED)
+    else:
+        describe()  # this rank's own mistakes are told at every level
+    if not asks_sizes:
+        remember(verified, key)
+    return sizes
+
+
+def whole_size(name: str, x: Tensor, dim: int, size: int | None, sizes: list[int] | None, group: Group) -> int:
+    """The size along a dim of all ranks' slices together.
+
+    Args:
+        size: where it is known.
+        sizes: of each rank's slice, where that is known.
+
+    Raises:
+        InputError: the ranks' sizes are of no split.
+    """
+    if sizes is None and size is None:
+        return int(x.shape[dim] * group.size)
+    if sizes is None:
+        _check_size(name, x, dim, cast(int, size), group)
+        return cast(int, size)
+    total = sum(sizes) if size is None else size
+    expected = [local_size([(total, 1)], rank, group.size) for rank in range(group.size)]
+    if sizes != expected:
+        group.handshake.forget()
+        raise InputError(
+            f"slices of sizes {sizes} are of no split of {total} over {group.size} ranks",
+            where=f"{name}, dim {dim}, {call_site()}",
+            why=f"torch.chunk's rule, by which scatter splits, gives {expected}",
+            attempt="slices that scatter made; all_gather_uneven for tensors of any shapes",
+        )
+    return total
+
+
+def _check_size(name: str, x: Tensor, dim: int, size: int, group: Group) -> None:
+    """Raises InputError where this rank's slice is none of a split of `size`; the other ranks are not asked."""
+    if group.size == 1 or torch.compiler.is_compiling():
+        return
+    expected = local_size([(size, 1)], group.rank, group.size)
+    if x.shape[dim] != expected:
+        raise InputError(
+            f"a slice of size {x.shape[dim]} is of no split of {size} over {group.size} ranks",
+            where=f"{name}, dim {dim}, {call_site()}",
+            why=f"torch.chunk's rule, by which scatter splits, gives rank {group.rank} {expected}",
+            attempt="the size of all ranks' slices together, or no size=",
+        )
+
+
+def own_dim(x: Tensor, dim: int) -> int:
+    """A dim counted from the front.
+
+    Raises:
+        InputError: the tensor has no such dim.
+    """
+    if not -x.ndim <= dim < x.ndim:
+        raise InputError(
+            f"a tensor of {x.ndim} dims has no dim {dim}",
+            where="dim=",
+            why=f"its shape is {tuple(x.shape)}",
+            attempt=f"{-x.ndim} to {x.ndim - 1}" if x.ndim else "a tensor with dims, or dim=None where that is allowed",
+        )
+    return dim % x.ndim
+
+
+def fill(x: Tensor, value: Tensor) -> Tensor:
+    """The tensor that was given, with other values; an expanded one takes the first of each, and is not given."""
+    target, taken = x, value
+    for dim in (repeated := _repeated(x)):
+        target, taken = target.narrow(dim, 0, 1), taken.narrow(dim, 0, 1)
+    with torch.no_grad():
+        target.copy_(taken)
+    return value if repeated else x
+
+
+def check_memory(name: str, x: Tensor) -> None:
+    """Raises InputError for a tensor that can't be filled: several of its elements are one in memory."""
+    if _repeated(x):
+        raise InputError(
+            "a tensor can't be filled where several of its elements are one in memory",
+            where=name,
+            why=f"its shape is {tuple(x.shape)}, its strides are {x.stride()}",
+            attempt=f"{name}(x.contiguous())",
+        )
+
+
+def _repeated(x: Tensor) -> list[int]:
+    """The dims along which a tensor is expanded: all elements are one in memory."""
+    return [dim for dim in range(x.ndim) if x.stride(dim) == 0 and x.shape[dim] > 1]
+
+

@@ -1,0 +1,203 @@
+"""Headers: how ranks tell each other what they are about to do, over the group's control group.
+
+A header has a fixed size, so no backend can cut it, write past it, or wait for it longer than the deadline, whatever
+the ranks' calls are. What they compare in it, and when, `consistency` says.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Callable, Iterable, Mapping
+from datetime import timedelta
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from torchshard.core.errors import DistributedError
+from torchshard.core.hashing import hash_text
+from torchshard.distributed.call_site import call_site
+from torchshard.distributed.group import CheckLevel, Group
+
+HEADER_BYTES = 1024
+GRACE_SECONDS = 0.5
+"""After a collective has failed, how long a rank waits for the other ranks' reports."""
+UNUSED_TAG = 3
+"""A tag that no message has: a receive with it ends only by its time-out."""
+TIMED_OUT = "the time was up"
+
+
+class Header(NamedTuple):
+    """What one rank tells of its next call."""
+
+    digest: int
+    """A hash of all that must be the same on all ranks."""
+    value: int
+    """A number that may differ."""
+    call: str
+    site: str
+    """Where the call is made."""
+
+
+def header(call: str, site: str, value: int = 0, compared: str = "") -> Header:
+    """A rank's header, its texts cut to fit.
+
+    Args:
+        compared: the text that is hashed, where it is more than `call`.
+    """
+    return Header(hash_text(compared or call), value, call[:600], site[-200:])
+
+
+def exchange(group: Group, mine: Header, seconds: float) -> tuple[dict[int, Header], dict[int, str]]:
+    """Sends this rank's header to all ranks and receives theirs.
+
+    Returns:
+        the headers that came, by rank, and for each missing rank why.
+    """
+    responses, missing = {group.rank: mine}, dict[int, str]()
+    peers = [rank for rank in range(group.size) if rank != group.rank]
+    sent, received = _packed(mine), {rank: torch.zeros(HEADER_BYTES, dtype=torch.uint8) for rank in peers}
+    deadline = time.monotonic() + seconds
+
+    receives = {r: _attempt(missing, r, dist.irecv, received[r], group_src=r, group=group.control) for r in peers}
+    sends = {r: _attempt(missing, r, dist.isend, sent, group_dst=r, group=group.control) for r in peers}
+    for works in (receives, sends):
+        for rank, work in works.items():
+            _attempt(missing, rank, _wait, work, max(0.001, deadline - time.monotonic()))
+    responses.update({rank: _unpacked(received[rank]) for rank in peers if rank not in missing})
+    return responses, missing
+
+
+def exchange_with(
+    group: Group, rank: int, call: str, site: str, tags: tuple[int, int]
+) -> Callable[[float | None], None]:
+    """Sends a header to one rank; the function that it returns waits for that rank's (so many seconds; None: no limit).
+
+    Args:
+        tags: of the header that is sent, and of the one that is received.
+
+    Raises:
+        DistributedError: the other rank does something else, or sent nothing in time.
+    """
+    mine, received = header(call, site), torch.zeros(HEADER_BYTES, dtype=torch.uint8)
+    missing = dict[int, str]()
+    receive = _attempt(missing, rank, dist.irecv, received, group_src=rank, group=group.control, tag=tags[1])
+    send = _attempt(missing, rank, dist.isend, _packed(mine), group_dst=rank, group=group.control, tag=tags[0])
+
+    def verify(seconds: float | None) -> None:
+        left = timedelta(days=1).total_seconds() if seconds is None else seconds
+        for work in (receive, send):
+            _attempt(missing, rank, _wait, work, left)
+        if missing:
+            raise missing_error(group, f"{call} ({site})", {}, missing)
+        responses = {group.rank: mine, rank: _unpacked(received)}
+        if responses[rank].digest != mine.digest:
+            group.handshake.fail()
+            raise DistributedError(
+                "what is sent is not what is received",
+                where=f"{call} ({site})",
+                why=describe(responses),
+                attempt="the same shape and dtype in send and recv, and as many of them, in the same order",
+            )
+
+    return verify
+
+
+def collective_failed(group: Group, call: str, error: Exception) -> DistributedError:
+    """The error for a collective that torch.distributed gave up, with what the other ranks report about it."""
+    responses, missing = dict[int, Header](), dict[int, str]()
+    if group.control is not None:
+        responses, missing = exchange(group, header(f"{call} failed", ""), GRACE_SECONDS)
+    group.handshake.fail()
+    others = {rank: response for rank, response in responses.items() if rank != group.rank}
+    nothing = f"no word from {_ranks(missing)}: stopped, dead, or in another call" if missing else ""
+    return DistributedError(
+        f"{call} failed on rank {group.rank} of {group.size}",
+        where=call_site(column=group.level is CheckLevel.ALL),
+        why="; ".join(text for text in (_reason(error), nothing, describe(others)) if text),
+        attempt="look at what the silent ranks printed last; torchshard.distributed.debug(True) compares each call",
+    )
+
+
+def late_error(group: Group, rank: int, call: str, site: str) -> DistributedError:
+    """The error for a message that did not come in time."""
+    return missing_error(group, f"{call} ({site})", {}, {rank: TIMED_OUT})
+
+
+def missing_error(
+    group: Group, here: str, responses: Mapping[int, Header], missing: Mapping[int, str]
+) -> DistributedError:
+    """The error for ranks that sent no header."""
+    group.handshake.fail()
+    reasons = "; ".join(dict.fromkeys(missing.values()))
+    return DistributedError(
+        f"{_ranks(missing)} did not come to a call within {group.timeouts.verify:g} s, or went away",
+        where=here,
+        why="; ".join([*([describe(responses)] if responses else []), f"no word from {_ranks(missing)} ({reasons})"]),
+        attempt="the same calls, and the same debug(...), on every rank; a rank that is only slow needs a longer "
+        "init_process_group(timeout_seconds=...)",
+    )
+
+
+def abort_pending_receives(group: Group) -> None:
+    """Ends every wait for messages of a group, which can send none from then on."""
+    for process_group in (group.control, group.process_group):
+        if process_group is None or "cpu:gloo" not in dist.get_backend_config(process_group):
+            continue
+        for rank in (rank for rank in range(group.size) if rank != group.rank):
+            # gloo closes all connections of a group where one wait times out: that is how the others end
+            with contextlib.suppress(RuntimeError):
+                _wait(dist.irecv(torch.empty(1), group_src=rank, group=process_group, tag=UNUSED_TAG), 0.001)
+    for thread in group.handshake.waiter_threads:
+        thread.is_done(GRACE_SECONDS)
+
+
+def describe(responses: Mapping[int, Header]) -> str:
+    """'ranks 0, 2: reduce() of f32[2,8] (train.py:12 in step); rank 1: ...'"""
+    ranks_of: dict[str, list[int]] = {}
+    for rank, response in sorted(responses.items()):
+        text = f"{response.call} ({response.site})" if response.site else response.call
+        ranks_of.setdefault(text, []).append(rank)
+    return "; ".join(f"{_ranks(ranks)}: {text}" for text, ranks in ranks_of.items())
+
+
+def _ranks(ranks: Iterable[int]) -> str:
+    numbers = sorted(ranks)
+    return f"rank{'s' if len(numbers) > 1 else ''} {', '.join(map(str, numbers))}"
+
+
+def _attempt(missing: dict[int, str], rank: int, step: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """One step of an exchange with a rank, which counts as missing from the first step that fails."""
+    try:
+        return None if rank in missing else step(*args, **kwargs)
+    except RuntimeError as error:
+        missing[rank] = _reason(error)
+
+
+def _wait(work: Any, seconds: float) -> None:
+    work.wait(timedelta(seconds=seconds))
+
+
+def first_line(error: Exception) -> str:
+    """An error's text up to its first line break."""
+    return str(error).partition("\n")[0]
+
+
+def _reason(error: Exception) -> str:
+    text = first_line(error)
+    if "imed out" in text:
+        return TIMED_OUT
+    return "a connection is closed" if "Connection" in text else text[:300]
+
+
+def _packed(mine: Header) -> Tensor:
+    text = "\n".join([str(mine.digest), str(mine.value), mine.site.replace("\n", " "), mine.call]).encode()
+    return torch.frombuffer(bytearray(text[:HEADER_BYTES].ljust(HEADER_BYTES, b"\0")), dtype=torch.uint8)
+
+
+def _unpacked(received: Tensor) -> Header:
+    text = received.numpy().tobytes().rstrip(b"\0").decode(errors="replace")
+    digest, value, site, call = text.split("\n", 3)
+    return Header(int(digest), int(value), call, site)

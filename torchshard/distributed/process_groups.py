@@ -1,0 +1,311 @@
+"""Makes and ends the model-parallel groups of this process, out of `torch.distributed`'s groups."""
+
+from __future__ import annotations
+
+import atexit
+import itertools
+import math
+import os
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from torchshard.core.errors import DistributedError, InputError
+from torchshard.distributed.consistency import verify_call, verify_following_call
+from torchshard.distributed.group import (
+    ALONE,
+    DATA,
+    MODEL,
+    CheckLevel,
+    Group,
+    HandshakeState,
+    Timeouts,
+    get_group_size,
+    get_rank,
+    is_initialized,
+    own_group,
+    register_groups,
+    registered_groups,
+)
+from torchshard.distributed.handshake import abort_pending_receives
+
+
+@dataclass
+class _World:
+    """What `init_process_group` made, for `destroy_process_group` to end."""
+
+    owns_torch_distributed: bool
+    """Whether `torch.distributed` was initialised here, and not by the user."""
+    process_groups: list[Any] = field(default_factory=list)
+
+
+_world: _World | None = None
+_stores: dict[tuple[str | None, ...], Any] = {}
+"""Environment -> the store by which its ranks find each other, with rank and world size. It outlives the groups: the
+store of rank 0 can't be made a second time while other ranks still use it."""
+_initialisations = itertools.count(1)
+"""Numbers the names in the store, so that none is used twice."""
+
+
+def init_process_group(
+    group_size: int | str = -1,
+    *,
+    mesh: Any = None,
+    backend: str | None = None,
+    timeout_seconds: float = 60.0,
+    start_seconds: float | None = None,
+    collective_seconds: float | None = None,
+) -> None:
+    """Cuts the world into model-parallel groups of `group_size` consecutive ranks, or along a DeviceMesh's dimension.
+
+    Uses `torch.distributed` as it was initialised; initialises it under `torchrun`; alone, makes a world of one. The
+    data-parallel groups lie across: with four ranks and `group_size=2` the model-parallel groups are {0, 1} and {2, 3},
+    the data-parallel ones {0, 2} and {1, 3}. All processes of the world must call it.
+
+    Args:
+        group_size: ranks per group; -1: one group of all. A text is taken for the backend, as `torch.distributed` does.
+        mesh: a one-dimensional `DeviceMesh`, such as `mesh["tp"]`: its ranks are this process's group. A process that
+            the mesh leaves out is in no group: its rank is -1.
+        backend: for the case that it initialises `torch.distributed`; by default NCCL where CUDA is, else gloo.
+        timeout_seconds: how long a rank waits for the others to come to a call, before each of them raises: as long as
+            the slowest rank may load data, or write a checkpoint.
+        start_seconds: how long the ranks may take to find each other; by default `timeout_seconds`.
+        collective_seconds: how long a collective may take; by default `timeout_seconds`. Groups of a
+            `torch.distributed` that was initialised before are made anew, for they have these timeouts.
+
+    Raises:
+        DistributedError: it is initialised already, the world does not divide by `group_size`, the mesh has more
+            dimensions than one, or the ranks ask for different groups.
+        InputError: a wait is no number above 0.
+    """
+    if isinstance(group_size, str):
+        backend, group_size = group_size, -1
+    if is_initialized():
+        raise DistributedError(
+            "the model-parallel group is initialised already",
+            where="init_process_group",
+            why=f"this process is rank {get_rank()} of {get_group_size()}",
+            attempt="call torchshard.distributed.destroy_process_group() first",
+        )
+    timeouts = _timeouts(timeout_seconds, start_seconds, collective_seconds)
+    global _world
+    _world = _World(not dist.is_initialized() and "RANK" in os.environ and "WORLD_SIZE" in os.environ)
+    try:
+        if _world.owns_torch_distributed:
+            _begin(backend, timeouts)
+        register_groups(_make_groups(group_size, mesh, timeouts, _world))
+        atexit.register(_at_exit)
+    except Exception:
+        _end()
+        raise
+
+
+def _timeouts(verify: float, start: float | None, collective: float | None) -> Timeouts:
+    timeouts = Timeouts(verify if start is None else start, verify, verify if collective is None else collective)
+    if not all(isinstance(seconds, int | float) and 0 < seconds < math.inf for seconds in timeouts):
+        raise InputError(
+            f"{' and '.join(map(repr, dict.fromkeys(timeouts)))} are not finite numbers of seconds above 0",
+            where="init_process_group(timeout_seconds=..., start_seconds=..., collective_seconds=...)",
+            attempt="timeout_seconds=60; of a timedelta, its total_seconds()",
+        )
+    return timeouts
+
+
+def _begin(backend: str | None, timeouts: Timeouts) -> None:
+    """Initialises torch.distributed from torchrun's environment."""
+    if torch.cuda.is_available():
+        torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", 0)) % torch.cuda.device_count())
+    chosen = backend or ("nccl" if torch.cuda.is_available() else "gloo")
+    start = timedelta(seconds=timeouts.start)
+    try:
+        place = tuple(map(os.environ.get, ("MASTER_ADDR", "MASTER_PORT", "RANK", "WORLD_SIZE")))
+        if place not in _stores:
+            _stores[place] = next(dist.rendezvous("env://", timeout=start))
+        base, rank, world = _stores[place]
+        store = dist.PrefixStore(f"torchshard/{next(_initialisations)}", base)
+        limit = timedelta(seconds=timeouts.collective)
+        dist.init_process_group(chosen, store=store, rank=rank, world_size=world, timeout=limit)
+    except (RuntimeError, ValueError) as error:
+        raise DistributedError(
+            "the ranks did not find each other",
+            where=f"init_process_group, rank {os.environ['RANK']} of {os.environ['WORLD_SIZE']}",
+            why=str(error).partition("\n")[0],
+            attempt="the same MASTER_ADDR and MASTER_PORT for all of them, as torchrun sets; all started within "
+            f"start_seconds={timeouts.start:g}",
+        ) from error
+
+
+def _make_groups(group_size: int, mesh: Any, timeouts: Timeouts, made: _World) -> dict[str, Group]:
+    """This process's model-parallel group, and its data-parallel one: the ranks of the same place in each."""
+    if not dist.is_initialized():
+        _model_ranks(1, group_size)
+        return {name: Group(0, 1, handshake=_new_handshake()) for name in (MODEL, DATA)}
+    world = dist.get_world_size()
+    everyone = list(range(world))
+    control = _new_group(everyone, timeouts.verify, made, "gloo") if world > 1 else None
+    starting = timeouts._replace(verify=timeouts.start)
+    all_ranks = Group(dist.get_rank(), world, None, control, starting, handshake=_new_handshake())
+    request = f"init_process_group({'mesh=...' if mesh is not None else f'group_size={group_size}'})"
+    verify_call(all_ranks, lambda: request)
+    model = _model_ranks(world, group_size) if mesh is None else _mesh_ranks(world, group_size, mesh, control)
+    data = [[ranks[place] for ranks in model if place < len(ranks)] for place in range(max(map(len, model)))]
+    controls = [control if ranks == everyone else None for ranks in model]
+    groups = {MODEL: _own_group(model, timeouts, made, controls), DATA: _own_group(data, timeouts, made)}
+    # a rank that destroys its groups at once would cut off those that are still connecting
+    verify_call(all_ranks, lambda: f"{request}, made")
+    return groups
+
+
+def _new_handshake() -> HandshakeState:
+    """A group begins at the level that `debug` was set to before."""
+    return HandshakeState(level=ALONE.level)
+
+
+def _model_ranks(world: int, group_size: int) -> list[list[int]]:
+    """The world's ranks, group by group."""
+    size = world if group_size == -1 else group_size
+    if size < 1 or world % size:
+        raise DistributedError(
+            f"a world of {world} ranks does not divide into groups of {group_size}",
+            where="init_process_group(group_size=...)",
+            why=f"{world} / {group_size} is not whole" if size > 0 else "a group has at least one rank",
+            attempt=f"a group_size among {[n for n in range(1, world + 1) if world % n == 0]}, or -1 for all",
+        )
+    return [list(range(start, start + size)) for start in range(0, world, size)]
+
+
+def _mesh_ranks(world: int, group_size: int, mesh: Any, control: Any) -> list[list[int]]:
+    if mesh.ndim != 1 or group_size != -1:
+        raise DistributedError(
+            f"a mesh of {mesh.ndim} dimensions with group_size={group_size} is no model-parallel group",
+            where="init_process_group(mesh=...)",
+            why="the group is that of one dimension, and the mesh says its size",
+            attempt='one dimension by its name, such as mesh["tp"], and no group_size',
+        )
+    everyone: list[Any] = [None] * world
+    mine = [] if mesh.get_coordinate() is None else sorted(mesh.mesh.tolist())  # torch.distributed sorts them too
+    dist.all_gather_object(everyone, mine, group=control)
+    if any(everyone[rank] != ranks for ranks in everyone for rank in ranks):
+        raise DistributedError(
+            "the ranks' meshes are not parts of one",
+            where="init_process_group(mesh=...)",
+            why="; ".join(f"rank {rank}: {ranks or 'in none'}" for rank, ranks in enumerate(everyone)),
+            attempt="the same dimension of the same mesh on every rank",
+        )
+    return sorted(ranks for rank, ranks in enumerate(everyone) if ranks and ranks[0] == rank)
+
+
+def _own_group(
+    groups: list[list[int]], timeouts: Timeouts, made: _World, controls: Sequence[Any] | None = None
+) -> Group:
+    """Makes these groups, all of them on every process, and gives this process's own.
+
+    Args:
+        controls: for groups that are to have a control group, those that exist already; None: they have none.
+    """
+    rank, world, own = dist.get_rank(), dist.get_world_size(), Group(-1, -1, dist.GroupMember.NON_GROUP_MEMBER)
+    for i, ranks in enumerate(groups):
+        whole = made.owns_torch_distributed and len(ranks) == world
+        process_group = dist.group.WORLD if whole else _new_group(ranks, timeouts.collective, made)
+        control = None
+        if controls is not None and len(ranks) > 1:
+            control = controls[i] or _new_group(ranks, timeouts.verify, made, "gloo")
+        if rank in ranks:
+            aborts = len(ranks) > 1 and "gloo" in dist.get_backend_config(process_group)
+            place = ranks.index(rank), len(ranks)
+            own = Group(*place, process_group, control, timeouts, aborts_on_mismatch=aborts, handshake=_new_handshake())
+    return own
+
+
+def _new_group(ranks: list[int], seconds: float, made: _World, backend: str | None = None) -> Any:
+    try:
+        process_group = dist.new_group(ranks, timeout=timedelta(seconds=seconds), backend=backend)
+    except RuntimeError as error:
+        raise DistributedError(
+            f"ranks {ranks} of the world could not make a group",
+            where=f"init_process_group, rank {dist.get_rank()} of {dist.get_world_size()}",
+            why=str(error).partition("\n")[0],
+            attempt="call init_process_group on every rank, with the same arguments",
+        ) from error
+    made.process_groups.append(process_group)
+    return process_group
+
+
+def destroy_process_group() -> None:
+    """Forgets the groups (they can then be made again), and ends `torch.distributed` where we began it."""
+    try:
+        group, failing = own_group(), sys.exc_info()[0] is not None
+        if not failing and not group.handshake.failed:  # where an error ends the work, nobody is waited for
+            verify_following_call(group, lambda: "destroy_process_group()")
+    finally:
+        _end()
+
+
+def _end() -> None:
+    global _world
+    _end_waiter_threads()
+    atexit.unregister(_at_exit)
+    register_groups({})
+    world, _world = _world, None
+    if world is None or not dist.is_initialized():
+        return
+    if world.owns_torch_distributed:
+        dist.destroy_process_group()
+        return
+    for process_group in reversed(world.process_groups):
+        if process_group is not dist.GroupMember.NON_GROUP_MEMBER:
+            dist.destroy_process_group(process_group)
+
+
+def _at_exit() -> None:
+    """Ends the groups that a program has left: gloo's threads abort a process that ends with groups alive.
+
+    Groups of other backends stay: to end them may wait for ranks that are gone.
+    """
+    _end_waiter_threads()
+    if _world is not None and _world.owns_torch_distributed and dist.is_initialized() and dist.get_backend() == "gloo":
+        _end()
+
+
+def _end_waiter_threads() -> None:
+    """A process that ends while one of its threads waits in a backend is aborted."""
+    for group in registered_groups():
+        if not all(thread.is_done() for thread in group.handshake.waiter_threads):
+            abort_pending_receives(group)
+
+
+_LEVELS = {True: CheckLevel.ALL, None: CheckLevel.NEW, False: CheckLevel.OFF}
+
+
+def debug(on: bool | None = True) -> None:
+    """Sets which calls the ranks verify before they communicate; a difference is one error on every rank.
+
+    Within a group all ranks must call it. It holds until the group is destroyed; before `init_process_group`, it sets
+    how the groups of this process begin.
+
+    Args:
+        on: True: each call, each collective node of a graph, and each step of a backward, at the cost of a message to
+            each rank, and also the line that calls (calls that send the same in another order are different calls);
+            None (as it begins): each call of a sharded model, and eager calls, with gloo each of them, with NCCL each
+            whose signature is new; False: none but those by which the ranks tell each other sizes.
+
+    Raises:
+        DistributedError: the ranks of the group don't all call it.
+        InputError: `on` is none of the three.
+    """
+    if on is not None and not isinstance(on, bool):
+        raise InputError(
+            f"{on!r} does not say which calls to verify",
+            where="debug(on)",
+            attempt="debug(True), debug(None) or debug(False)",
+        )
+    group = own_group()
+    verify_call(group, lambda: f"debug({on})")
+    for each in registered_groups() or [group]:
+        each.handshake.forget()
+        each.handshake.level = _LEVELS[on]
