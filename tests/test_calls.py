@@ -180,7 +180,7 @@ def test_parts_count_as_their_class_and_follow_their_mode(pair: Any) -> None:
     for m in (*model.modules(), *sharded.modules()):
         if isinstance(m, nn.Dropout):
             m.training = False
-    assert [type(m).__name__ for m in sharded.modules()] == ["ShardedModule", "Scope", "Scope"]
+    assert [type(m).__name__ for m in sharded.modules()] == ["ShardedModule", "ShardedLinear", "ShardedDropout"]
     assert isinstance(sharded, ts.ShardedModule) and not isinstance(sharded.up, nn.Dropout)
     assert not sharded.drop.training and sharded.up.training and torch.equal(model(X), sharded(X))
     assert sharded.up.in_features == 6 and sharded.config == {"width": 8} and "Dropout(p=0.5" in repr(sharded)

@@ -21,13 +21,13 @@ from torchshard.distributed.group import Group
 from torchshard.distributed.kernels import convert
 from torchshard.ir.listing import value_text
 from torchshard.runtime.history import are_distinct
-from torchshard.runtime.submodule import Scope
+from torchshard.runtime.submodule import ShardedSubmodule
 from torchshard.weights.materialize import local_state
 from torchshard.weights.parameter import ShardedParameter
 from torchshard.weights.state_slices import PLACE, Place, StateSlice, refuse_checkpointing, shown_place
 
 
-class State(Scope):
+class State(ShardedSubmodule):
     """The parameters and buffers of a model split over a group."""
 
     def __init__(self, model: nn.Module, layouts: Mapping[str, Layout], group: Group) -> None:
@@ -40,24 +40,24 @@ class State(Scope):
         self._ts_distinct: dict[str, bool] = {}
         self._ts_uninitialized: dict[str, tuple[int, int]] = {}
         self._register(local_state(model, layouts, group.rank, group.size), model)
-        for scope in self.modules():
-            cast(Scope, scope).fix_names()
+        for module in self.modules():
+            cast(ShardedSubmodule, module).fix_names()
         self._note()
         self._own_parameters()
         self.register_load_state_dict_pre_hook(_check_slices)
 
     def _register(self, state: Mapping[str, Tensor], model: nn.Module) -> None:
         for path, _ in self.source.named_modules(remove_duplicate=False):
-            self._scope(path)
+            self._submodule(path)
         persistent = set(model.state_dict())
         for name, names in self._ts_names.items():
-            (scope, leaf), tensor = self._owner(name), state[names[0]]
+            (module, leaf), tensor = self._owner(name), state[names[0]]
             if isinstance(tensor, nn.Parameter):
-                scope._parameters[leaf] = self._parameter(names[0], tensor)
+                module._parameters[leaf] = self._parameter(names[0], tensor)
             else:
-                scope._buffers[leaf] = tensor
+                module._buffers[leaf] = tensor
                 if name not in persistent:
-                    scope._non_persistent_buffers_set.add(leaf)
+                    module._non_persistent_buffers_set.add(leaf)
 
     def _note_distinct(self, whole: Mapping[str, Tensor]) -> None:
         """Of which parameters the ranks' slices differ, as their wholes tell."""
@@ -82,22 +82,22 @@ class State(Scope):
             elif isinstance(held, nn.Parameter):
                 holder[leaf] = self._parameter(names[0], held)
 
-    def _scope(self, path: str) -> Scope:
+    def _submodule(self, path: str) -> ShardedSubmodule:
         """By the dicts of submodules, for names such as `plan` and `group` are attributes of ours besides."""
-        scope: Scope = self
+        module: ShardedSubmodule = self
         for part in path.split(".") if path else ():
-            if part not in scope._modules:
-                scope._modules[part] = Scope(scope.source.get_submodule(part))
-            scope = cast(Scope, scope._modules[part])
-        return scope
+            if part not in module._modules:
+                module._modules[part] = ShardedSubmodule(module.source.get_submodule(part))
+            module = cast(ShardedSubmodule, module._modules[part])
+        return module
 
-    def _owner(self, name: str) -> tuple[Scope, str]:
+    def _owner(self, name: str) -> tuple[ShardedSubmodule, str]:
         path, _, leaf = name.rpartition(".")
-        return self._scope(path), leaf
+        return self._submodule(path), leaf
 
     def _source_tensor(self, name: str) -> Tensor:
-        scope, leaf = self._owner(name)
-        held: Tensor = getattr(scope.source, leaf)
+        module, leaf = self._owner(name)
+        held: Tensor = getattr(module.source, leaf)
         return held
 
     # --- following what the user does to parameters ------------------------------------------------------------------
@@ -111,8 +111,8 @@ class State(Scope):
             if (held.dtype, held.device) != (source.dtype, source.device):
                 moved = hollow_tensor(source, dtype=held.dtype, device=held.device)
                 for name in names:
-                    scope, leaf = self._owner(name)
-                    _slot(scope.source, leaf)[0][leaf] = moved
+                    module, leaf = self._owner(name)
+                    _slot(module.source, leaf)[0][leaf] = moved
         self._ts_programs: dict[Any, list[Any]] = {}
         self._ts_watched = False
         self._ts_source_modules = tuple(self.source.modules())

@@ -1,7 +1,8 @@
-"""A submodule's place in the sharded model: its parameters' slices under their names, its mode, its plain attributes.
+"""The submodules of a sharded model: each holds this rank's slices under the names of an unsharded module's parameters.
 
-It counts as an instance of the class that it stands for (`isinstance(m, nn.Dropout)`), so that loops over `modules()`
-that look for a kind of layer go on working; it can't be called, for a part alone would compute on slices.
+Each is an instance of a class made for it, a subclass of `ShardedSubmodule` and of the unsharded module's class (as
+`torch.distributed.fsdp.fully_shard` makes `FSDPLinear`): loops over `modules()` that look for a kind of layer by
+`isinstance` go on working. It can't be called, nor can its methods, for a part alone would compute on slices.
 """
 
 from __future__ import annotations
@@ -9,7 +10,9 @@ from __future__ import annotations
 import copy
 import functools
 import inspect
+import weakref
 from collections.abc import Iterator
+from types import FunctionType
 from typing import Any, NoReturn, Self, cast
 
 from torch import nn
@@ -21,28 +24,31 @@ OWN = "_ts_"
 """How the names of attributes of ours begin, so that a user's model may have any."""
 
 
-class _Standing(type):
-    """The classes of scopes: each counts as the class that it stands for, in `type(m) == nn.Linear` too."""
+class _EqualToItsSource(type):
+    """The classes of submodules: equal to the class that each was made for, for loops with `type(m) == nn.Linear`."""
 
-    stands_for: type | None = None
+    made_for: type | None = None
 
     def __eq__(cls, other: object) -> bool:
-        return cls is other or (cls.stands_for is not None and cls.stands_for is other)
+        return cls is other or (cls.made_for is not None and cls.made_for is other)
 
     def __hash__(cls) -> int:
-        return type.__hash__(cls if cls.stands_for is None else cls.stands_for)
+        return type.__hash__(cls if cls.made_for is None else cls.made_for)
 
 
-class Scope(nn.Module, metaclass=_Standing):
+class ShardedSubmodule(nn.Module, metaclass=_EqualToItsSource):
     """Stands for one module of the unsharded model."""
 
     def __new__(cls, *args: Any) -> Self:
-        """Of a class of its own, that of the module that it stands for."""
-        made: Any = super().__new__(_standing(type(args[0])) if cls is Scope else cls)  # type: ignore[arg-type]
+        """Of a class of its own, if it is not the whole model."""
+        made: Any = object.__new__(_class_for(type(args[0])) if cls is ShardedSubmodule else cls)
         return made
 
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        """A user's class that registers its subclasses does not hear of ours."""
+
     def __init__(self, source: nn.Module) -> None:
-        super().__init__()
+        nn.Module.__init__(self)  # never `super()` here: next in line is the class of the unsharded module
         self.__dict__["_ts_source"] = [source]  # in a list, so that it is no submodule
         for kind in ("_parameters", "_buffers", "_modules"):  # a bias that is None is one that can be asked for
             self.__dict__[kind].update({name: None for name, held in source.__dict__[kind].items() if held is None})
@@ -55,7 +61,8 @@ class Scope(nn.Module, metaclass=_Standing):
 
     @property
     def __class__(self) -> type:
-        return type(self.source)
+        """As Python has it; a property so that an assignment is refused."""
+        return type(self)
 
     @__class__.setter
     def __class__(self, value: type) -> None:
@@ -73,7 +80,7 @@ class Scope(nn.Module, metaclass=_Standing):
 
     def train(self, mode: bool = True) -> Self:
         """Train or eval, of this module and all in it, as the module's own `train` has it."""
-        super().train(mode)
+        nn.Module.train(self, mode)
         self.source.train(mode)
         return self
 
@@ -118,8 +125,9 @@ class Scope(nn.Module, metaclass=_Standing):
         if name in self.__dict__.get("_ts_source", [None])[0].__dict__:
             return self.source.__dict__[name]
         try:
-            return super().__getattr__(name)
+            return nn.Module.__getattr__(self, name)
         except AttributeError:
+            # the whole model is no subclass of its source's class, whose properties and methods are found here
             found = inspect.getattr_static(type(self.source), name, None)
             if isinstance(found, property) and found.fget is not None:
                 return found.fget(self)
@@ -140,12 +148,12 @@ class Scope(nn.Module, metaclass=_Standing):
             )
         if name in self.__dict__.get("_modules", ()):
             raise not_changeable(name, type(self.source).__name__, "replaced")
-        super().__setattr__(name, value)
+        nn.Module.__setattr__(self, name, value)
 
     def __delattr__(self, name: str) -> None:
         if any(name in held for held in (self._parameters, self._buffers, self._modules, self.source.__dict__)):
             raise not_changeable(name, type(self.source).__name__, "removed")
-        super().__delattr__(name)
+        nn.Module.__delattr__(self, name)
 
     def fix_names(self) -> None:
         """From now on parameters and buffers keep their names, and submodules stay."""
@@ -198,10 +206,45 @@ def refuse_class(module: Any, value: type) -> NoReturn:
     )
 
 
-@functools.cache
-def _standing(stands_for: type) -> type[Scope]:
-    """The class of the scopes of a class of modules."""
-    return cast(type[Scope], _Standing("Scope", (Scope,), {"stands_for": stands_for, "__module__": __name__}))
+_classes: Any = weakref.WeakValueDictionary()
+"""The class of an unsharded module -> that of the submodules that stand for it, while there are any."""
+
+
+def _class_for(source: type[nn.Module]) -> type[ShardedSubmodule]:
+    """A subclass of `ShardedSubmodule` and of a module's class, none of whose methods is the latter's own."""
+    made = _classes.get(source)
+    if made is None:
+        metaclass: Any = _EqualToItsSource
+        if type(source) is not type:  # a class has one metaclass, a subclass of those of all its bases
+            metaclass = type("_EqualToItsSource", (_EqualToItsSource, type(source)), {})
+        namespace = {"made_for": source, "__module__": __name__, **_without_methods(source)}
+        made = metaclass(f"Sharded{source.__name__}", (ShardedSubmodule, source), namespace)
+        _classes[source] = made
+    return cast(type[ShardedSubmodule], made)
+
+
+def _without_methods(source: type) -> dict[str, Any]:
+    """What hides the methods of a module's class: those of `nn.Module` where it overrides them, else a refusal."""
+    hidden: dict[str, Any] = {}
+    for kind in source.__mro__[: source.__mro__.index(nn.Module)]:
+        for name, value in vars(kind).items():
+            if name in hidden or name in _OF_CLASSES or name in vars(ShardedSubmodule):
+                continue
+            if hasattr(nn.Module, name):
+                hidden[name] = inspect.getattr_static(nn.Module, name)
+            elif isinstance(value, (FunctionType, classmethod, staticmethod)):
+                hidden[name] = functools.partialmethod(_refuse_called, f"{source.__name__}.{name}")
+    return hidden
+
+
+_OF_CLASSES = frozenset([
+    *vars(type("", (), {})), "__annotations__", "__class_getitem__", "__parameters__", "__slots__",
+])  # fmt: skip
+"""The names that every class has of its own."""
+
+
+def _refuse_called(module: Any, name: str, *args: Any, **kwargs: Any) -> NoReturn:
+    _refuse_method(name)
 
 
 class NoMethodError(InputError, AttributeError):
