@@ -25,6 +25,9 @@ from torchshard.core.layouts import I, Layout, P, R, Shard
 from torchshard.core.notation import Choice, Hint, Row, choices
 from torchshard.ir.graph import mark_needs_grad, node_row, operands, values
 from torchshard.passes import rewrite
+from torchshard.planner.conversions import conversions_of
+from torchshard.planner.costs import CostModel
+from torchshard.plans.machine import Machine
 from torchshard.plans.plan import Plan
 
 aten = torch.ops.aten
@@ -261,7 +264,9 @@ def build(case: Case, choice: Choice, world: int, seed: int = 0) -> tuple[OneOp,
     model.choice = choice
     made = Graph(model, tensors, choice, world)
     made.finish()
-    plan = Plan(world, made.parameters, made.chosen)
+    decided = made.chosen, made.parameters
+    conversions = conversions_of(made.module.graph, CostModel(Machine(), world), *decided)
+    plan = Plan(world, made.parameters, made.chosen, conversions)
     placeholders = (n for n in made.module.graph.nodes if n.op == "placeholder" and n.meta["kind"] == "input")
     captured = Captured(
         made.module,

@@ -487,8 +487,8 @@ class _Prices(CostModel):
     def seconds(self, op: Op, choice: Choice) -> float:
         return self._drawn(op.node.name, choice.name, choice.operands) + (0.0 if choice.axes else 0.7)
 
-    def link(self, value: Value, link: Any) -> tuple[Sent, Sent]:
-        sent = Sent("none", 0.0, self._drawn(value.shape, link) / 2)
+    def sent(self, value: Value, step: Any) -> tuple[Sent, Sent]:
+        sent = Sent("none", 0.0, self._drawn(value.shape, step) / 2)
         return sent, sent
 
 
@@ -499,7 +499,14 @@ def random_plan(captured: Any, model: nn.Module, world: int, seed: int) -> Plan:
     stored = {name: _layout(p.shape, world, draw) for name, p in model.named_parameters() if draw.random() < 0.5}
     asked = Asked({}, {}, stored, all_axes=True)
     found = search(captured.graph.graph, prices, asked, lambda *_: True, fold=False)
-    return Plan(world, found.parameters, found.choices, stored_shapes(model), fingerprint(model), static=True)
+    return Plan(
+        world,
+        found.parameters,
+        found.choices,
+        stored=stored_shapes(model),
+        fingerprint=fingerprint(model),
+        static=True,
+    )
 
 
 def _layout(shape: Sequence[int], world: int, draw: random.Random) -> Layout:

@@ -13,14 +13,14 @@ from torch import Tensor
 from torchshard.checking.lockstep import _Conversion
 from torchshard.core.conversions import (
     TABLE,
-    Link,
-    ends,
+    ConversionStep,
     flat_parts,
     kernels,
-    links,
-    route,
+    plan_conversion,
+    plan_conversions,
     sent_bytes,
     shard_from,
+    source_and_target,
     step_args,
 )
 from torchshard.core.layouts import I, Layout, P, R, S, Shard, dual, is_whole, join, local_shape, split
@@ -79,7 +79,13 @@ ROUTES: dict[tuple[Layout, Layout], str | None] = {
 
 @pytest.mark.parametrize(("pair", "name"), ROUTES.items(), ids=lambda x: "-".join(map(str, x)) if x else "none")
 def test_one_conversion_or_none(pair: tuple[Layout, Layout], name: str | None) -> None:
-    assert route(*pair) == (None if name is None else [(name, pair[1])])
+    assert plan_conversion(*pair) == (None if name is None else _chain(pair[0], (name, pair[1])))
+
+
+def _chain(source: Layout, *steps: tuple[str, Layout]) -> tuple[ConversionStep, ...]:
+    """Conversions that each begin where the one before ended."""
+    ends = [source, *(target for _, target in steps)]
+    return tuple(ConversionStep(name, ends[i], target) for i, (name, target) in enumerate(steps))
 
 
 def test_every_pair_of_layouts_is_listed() -> None:
@@ -88,35 +94,35 @@ def test_every_pair_of_layouts_is_listed() -> None:
 
 
 def test_a_sum_wanted_as_r_alone_is_one_all_reduce() -> None:
-    assert route(P, R) == [("all_reduce", R)]
-    assert route(P, R, needs_grad=False) == [("reduce", I)]
+    assert plan_conversion(P, R) == _chain(P, ("all_reduce", R))
+    assert plan_conversion(P, R, needs_grad=False) == _chain(P, ("reduce", I))
 
 
 def test_a_conversion_that_several_layouts_need_is_there_once() -> None:
-    assert links(P, [I, R], 4, needs_grad=True) == (Link("reduce", P, I), Link("copy", I, R))
-    assert links(I, [R, A], 4, needs_grad=True) == (Link("copy", I, R), Link("narrow", R, A))
-    assert links(P, [R, A], 4, needs_grad=False) == (Link("reduce", P, I), Link("scatter", I, A))
-    assert links(A, [I, R], 4, needs_grad=True) == (Link("gather", A, I), Link("copy", I, R))
+    assert plan_conversions(P, [I, R], 4, needs_grad=True) == _chain(P, ("reduce", I), ("copy", R))
+    assert plan_conversions(I, [R, A], 4, needs_grad=True) == _chain(I, ("copy", R), ("narrow", A))
+    assert plan_conversions(P, [R, A], 4, needs_grad=False) == _chain(P, ("reduce", I), ("scatter", A))
+    assert plan_conversions(A, [I, R], 4, needs_grad=True) == _chain(A, ("gather", I), ("copy", R))
 
 
 LAYOUTS = [I, R, P, A, B, S(0, ((3, 1), (5, 1)))]
 ROUNDS = {"all_reduce": 2.0, "all_gather": 1.0, "reduce_scatter": 1.0, "all_to_all": 0.25}
 
 
-def _rounds(taken: Iterable[Link], needs_grad: bool) -> float:
+def _rounds(taken: Iterable[ConversionStep], needs_grad: bool) -> float:
     return sum(ROUNDS.get(k, 0.0) for link in taken for k in kernels(link.name, needs_grad=needs_grad))
 
 
-def _ways(have: set[Layout], allowed: set[Layout], wanted: set[Layout]) -> Iterator[list[Link]]:
+def _ways(have: set[Layout], allowed: set[Layout], wanted: set[Layout]) -> Iterator[list[ConversionStep]]:
     """All ways to come to have what is wanted, each new layout in one step from one that is there already."""
     if wanted <= have:
         yield []
         return
     for source, target in itertools.product(have, allowed - have):
-        steps = route(source, target) or []
+        steps = plan_conversion(source, target) or ()
         if len(steps) == 1:
             for more in _ways(have | {target}, allowed, wanted):
-                yield [Link(steps[0][0], source, target), *more]
+                yield [*steps, *more]
 
 
 @pytest.mark.parametrize("source", LAYOUTS, ids=str)
@@ -125,7 +131,7 @@ def test_links_are_the_cheapest_of_all_ways(source: Layout, size: int) -> None:
     """By enumeration; I and R may lie on the way. Of R wanted as it is and as I there is none, by no way."""
     for wanted in map(set, itertools.combinations([x for x in LAYOUTS if x != source], size)):
         costs = [_rounds(way, True) for way in _ways({source}, wanted | {I, R}, wanted)]
-        found = links(source, wanted, 4, needs_grad=True)
+        found = plan_conversions(source, wanted, 4, needs_grad=True)
         assert (found is None) == (not costs or (source == R and I in wanted))
         there = {source}
         for link in found or ():
@@ -144,18 +150,18 @@ VALUES = [Value(shape, torch.float32, 4 * math.prod(shape), True) for shape in (
 def test_on_a_machine_links_are_the_fastest_of_all_ways(source: Layout, machine: Machine, value: Value) -> None:
     costs = CostModel(machine, 4)
 
-    def seconds(way: Iterable[Link]) -> float:
-        return sum(sent.seconds for link in way for sent in costs.link(value, link))
+    def seconds(way: Iterable[ConversionStep]) -> float:
+        return sum(sent.seconds for step in way for sent in costs.sent(value, step))
 
     for wanted in map(set, itertools.combinations([x for x in LAYOUTS if x != source], 2)):
-        found = costs.links(value, source, wanted)
+        found = costs.plan_conversions(value, source, wanted)
         ways = [seconds(way) for way in _ways({source}, wanted | {I, R}, wanted)]
         assert found is None or seconds(found) == pytest.approx(min(ways), rel=1e-9, abs=1e-15)
-        assert found == costs.links(value, source, reversed(sorted(wanted, key=str)))
+        assert found == costs.plan_conversions(value, source, reversed(sorted(wanted, key=str)))
 
 
 def test_what_is_fastest_depends_on_the_machine() -> None:
-    found = [CostModel(machine, 4).links(VALUES[0], P, [R, S(0)]) for machine in MACHINES]
+    found = [CostModel(machine, 4).plan_conversions(VALUES[0], P, [R, S(0)]) for machine in MACHINES]
     assert [[link.name for link in way or ()] for way in found] == [
         ["all_reduce", "narrow"],
         ["reduce_scatter", "all_gather"],
@@ -164,29 +170,30 @@ def test_what_is_fastest_depends_on_the_machine() -> None:
 
 @pytest.mark.parametrize("layout", [I, R, P, A, S(2, ((7, 8),))], ids=str)
 def test_no_conversion_to_what_is_there(layout: Layout) -> None:
-    assert route(layout, layout) == []
+    assert plan_conversion(layout, layout) == ()
 
 
 def test_other_parts_of_the_same_dim_go_through_the_whole() -> None:
     fused = S(0, ((3, 1), (5, 1)))
-    assert route(A, fused) == [("gather", I), ("scatter", fused)]
+    assert plan_conversion(A, fused) == _chain(A, ("gather", I), ("scatter", fused))
 
 
 def test_without_a_gradient_invariant_and_replicate_are_one() -> None:
-    assert route(R, I, needs_grad=False) == [] == route(I, R, needs_grad=False)
-    assert route(R, A, needs_grad=False) == [("scatter", A)]
-    assert route(R, I) is None and route(I, R) == [("copy", R)]
+    assert plan_conversion(R, I, needs_grad=False) == () == plan_conversion(I, R, needs_grad=False)
+    assert plan_conversion(R, A, needs_grad=False) == _chain(I, ("scatter", A))
+    assert plan_conversion(R, I) is None and plan_conversion(I, R) == _chain(I, ("copy", R))
 
 
 @pytest.mark.parametrize("source", [I, R, P, A, B, S(1, ((4, 1), (4, 1)))], ids=str)
 @pytest.mark.parametrize("target", [I, R, P, A, B, S(1, ((4, 1), (4, 1)))], ids=str)
 def test_each_step_begins_where_the_last_one_ended(source: Layout, target: Layout) -> None:
     """And its arguments spell its ends, so that a node of a graph says what it converts."""
-    at = source
-    for name, after in route(source, target) or []:
-        assert [str(x) for x in ends(name, step_args(name, at, after, (6, 8)))] == [_spelled(at), _spelled(after)]
-        at = after
-    assert at == target or route(source, target) is None
+    at, steps = source, plan_conversion(source, target)
+    for step in steps or ():
+        args = step_args(step.name, step.source, step.target, (6, 8))
+        assert [str(x) for x in source_and_target(step.name, args)] == [_spelled(at), _spelled(step.target)]
+        at = step.target
+    assert at == target or steps is None
 
 
 def _spelled(layout: Layout) -> str:
@@ -224,8 +231,7 @@ def test_a_collective_runs_its_kernel_and_on_the_way_back_that_of_its_dual(name:
 # --- what lockstep, the definition, does -----------------------------------------------------------------------------
 
 TARGETS = [I, R, P, A, B, S(0, ((2, 1), (3, 1))), S(1, ((3, 2),)), S(1, ((1, 1), (5, 1)))]
-PAIRS = [(a, b, n) for a in TARGETS for b in TARGETS for n, _ in [(route(a, b) or [("", a)])[0]]
-         if n and len(route(a, b) or ()) == 1]  # fmt: skip
+PAIRS = [(a, b, steps[0].name) for a in TARGETS for b in TARGETS if len(steps := plan_conversion(a, b) or ()) == 1]
 
 
 @pytest.mark.parametrize(("source", "target", "name"), PAIRS, ids=[f"{n}-{a}-{b}" for a, b, n in PAIRS])
@@ -262,13 +268,13 @@ def test_fewer_wishes_are_never_dearer(source: Layout, needs_grad: bool) -> None
     layouts = [I, R, S(0), S(1)]
     for count in (1, 2, 3):
         for wanted in itertools.combinations(layouts, count):
-            steps = links(source, wanted, 3, needs_grad=needs_grad)
+            steps = plan_conversions(source, wanted, 3, needs_grad=needs_grad)
             for fewer in (w for k in range(1, count) for w in itertools.combinations(wanted, k)):
-                less = links(source, fewer, 3, needs_grad=needs_grad)
+                less = plan_conversions(source, fewer, 3, needs_grad=needs_grad)
                 assert steps is None or (less is not None and _sent(less, needs_grad) <= _sent(steps, needs_grad))
 
 
-def _sent(steps: Sequence[Link], needs_grad: bool) -> float:
+def _sent(steps: Sequence[ConversionStep], needs_grad: bool) -> float:
     shape = (6, 6)
     return sum(
         sent_bytes(kernel, 36.0, link.source, link.target, shape, 3)

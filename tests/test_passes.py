@@ -19,6 +19,8 @@ from torchshard.distributed.ops import OPS
 from torchshard.ir.graph import duplicate, mark_needs_grad, node_row
 from torchshard.ir.listing import listing
 from torchshard.passes import annotate, insert, localized, normalize, rewrite, simplify, verify
+from torchshard.planner.conversions import conversions_of
+from torchshard.planner.costs import CostModel
 from torchshard.plans.machine import objective
 from torchshard.plans.plan import Plan
 
@@ -50,10 +52,10 @@ def _stages() -> dict[str, fx.GraphModule]:
     mark_needs_grad(graph, [name for name, _ in model.named_parameters()])
     stages["normalized"] = duplicate(graph)
     plan = plan_graph(graph, model, PLAN, WORLD, objective("h100x8"), {})
-    graph.meta |= {"world_size": WORLD, "machine": ts.Machine()}
+    graph.meta["world_size"] = WORLD
     for name, changed, stage in (
         ("annotated", lambda: annotate(graph, plan), "annotated"),
-        ("inserted", lambda: insert(graph), "inserted"),
+        ("inserted", lambda: insert(graph, plan.conversions), "inserted"),
         ("simplified", lambda: simplify(graph), "inserted"),
     ):
         assert changed(), name
@@ -105,7 +107,8 @@ def test_a_conversion_of_a_conversion_follows_it() -> None:
         for node in captured.graph.graph.nodes
         if node.name in wanted
     }
-    plan = Plan(4, {}, chosen, machine=ts.Machine("slow to send", link_bandwidth=1.0, launch=0.0))
+    slow = CostModel(ts.Machine("slow to send", link_bandwidth=1.0, launch=0.0), 4)
+    plan = Plan(4, {}, chosen, conversions_of(captured.graph.graph, slow, chosen, {}))
     graph = rewrite(captured.graph, plan)
     names = [OPS[n.target].name for n in graph.graph.nodes if n.target in OPS]
     assert names == ["scatter", "all_to_all", "all_to_all", "gather", "gather"]

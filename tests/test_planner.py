@@ -16,6 +16,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torchshard.core.layouts import I, Shard
 from torchshard.core.notation import choices
 from torchshard.ir.graph import is_tensor, is_tensor_op, mark_needs_grad
+from torchshard.planner.conversions import conversions_of
 from torchshard.planner.costs import CostModel, Op, Value
 from torchshard.planner.elimination import Elimination, Power
 from torchshard.planner.network import FORBIDDEN, Asked, Network, build
@@ -198,11 +199,11 @@ def _enumerated(drawn: _Drawn, network: Network, model: CostModel) -> tuple[Any,
                 for user in takers:
                     inputs = Op.of(user).inputs
                     wanted |= {at[variable(user)].operands[i] for i, n in enumerate(inputs) if n is node}
-                steps = model.links(Value.of(node), given, wanted)
+                steps = model.plan_conversions(Value.of(node), given, wanted)
                 stored = node.op == "placeholder" and isinstance(given, Shard)
                 if steps is None or (steps and stored):
                     return FORBIDDEN
-                return sum(sent.seconds for link in steps for sent in model.link(Value.of(node), link))
+                return sum(sent.seconds for step in steps for sent in model.sent(Value.of(node), step))
 
             seconds = add(seconds, [node, *takers], moved)
         if node.op == "placeholder" and node.meta["kind"] == "parameter" and node.users and node.meta["val"].ndim > 1:
@@ -267,6 +268,8 @@ def test_what_the_network_costs_is_what_is_predicted() -> None:
         network = build(drawn.graph, model, drawn.asked(2), fold=False)
         found = Solver(network).best()
         held, layouts = stamped(drawn.graph, network, found)
-        collectives, compute = predict(drawn.graph, model, held, layouts)
+        collectives, compute = predict(
+            drawn.graph, model, held, layouts, conversions_of(drawn.graph, model, held, layouts)
+        )
         total = sum(compute.values()) + sum(c.seconds for c in collectives)
         assert total == pytest.approx(found.seconds, rel=1e-9)

@@ -16,12 +16,14 @@ from torchshard.core.layouts import Shard
 from torchshard.ir.graph import mark_needs_grad
 from torchshard.passes import normalize
 from torchshard.planner import network as network_of
+from torchshard.planner.conversions import conversions_of
 from torchshard.planner.costs import CostModel
 from torchshard.planner.network import Asked, Network, build
 from torchshard.planner.predict import predict
 from torchshard.planner.prune import prune
-from torchshard.planner.search import search
+from torchshard.planner.search import Found, search
 from torchshard.planner.solver import Solver
+from torchshard.plans.data import Collective
 from torchshard.plans.machine import Machine
 
 scipy_optimize = pytest.importorskip("scipy.optimize", reason="the integer program is solved by HiGHS, in scipy")
@@ -66,6 +68,11 @@ _MODELS: dict[str, tuple[str, str, dict[str, Any], str]] = {
     "bart": ("BartConfig", "BartForConditionalGeneration", _BART, "encoder_layers"),
 }  # fmt: skip
 """name -> (configuration, model, its sizes, the name of the number of layers)."""
+
+
+def _predicted(graph: fx.Graph, found: Found) -> tuple[list[Collective], dict[str, float]]:
+    decided = found.choices, found.parameters
+    return predict(graph, MODEL, *decided, conversions_of(graph, MODEL, *decided))
 
 
 @functools.cache
@@ -168,7 +175,7 @@ def test_repeated_blocks_are_planned_once_for_all(name: str) -> None:
         a, b = (Solver(network).best(price) for network in (folded, whole))
         assert a.seconds + price * a.nbytes == pytest.approx(b.seconds + price * b.nbytes, rel=1e-9)
     found = [search(graph, MODEL, Asked(), fold=fold) for fold in (True, False)]
-    costs = [predict(graph, MODEL, f.choices, f.parameters) for f in found]
+    costs = [_predicted(graph, f) for f in found]
     totals = [sum(compute.values()) + sum(c.seconds for c in collectives) for collectives, compute in costs]
     assert totals[0] == pytest.approx(totals[1], rel=1e-9)
     assert len(costs[0][0]) == len(costs[1][0])
@@ -191,7 +198,7 @@ def test_blocks_whose_states_differ_are_planned_one_by_one(
     with caplog.at_level("INFO", "torchshard.planner"):
         uneven = search(graph, MODEL, Asked())
     assert "planned one by one" in caplog.text
-    costs = [predict(graph, MODEL, f.choices, f.parameters) for f in (whole, uneven)]
+    costs = [_predicted(graph, f) for f in (whole, uneven)]
     totals = [sum(compute.values()) + sum(c.seconds for c in collectives) for collectives, compute in costs]
     assert totals[1] == pytest.approx(totals[0], rel=1e-9)
 
@@ -202,7 +209,7 @@ def test_blocks_whose_tables_are_too_large_are_planned_one_by_one(monkeypatch: p
     exact = search(graph, MODEL, Asked())
     monkeypatch.setattr("torchshard.planner.search.Solver", functools.partial(Solver, limit=1000))
     near = search(graph, MODEL, Asked())
-    costs = [predict(graph, MODEL, f.choices, f.parameters) for f in (exact, near)]
+    costs = [_predicted(graph, f) for f in (exact, near)]
     totals = [sum(compute.values()) + sum(c.seconds for c in collectives) for collectives, compute in costs]
     assert exact.gap == 0 < near.gap < float("inf")
     assert totals[1] < 1.1 * totals[0]

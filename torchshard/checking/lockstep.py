@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from torchshard.core.conversions import ends, kernels
+from torchshard.core.conversions import kernels, source_and_target
 from torchshard.core.errors import InternalError
 from torchshard.core.layouts import Layout, dual, join, split
 from torchshard.custom_ops.stepwise import Steps, Stepwise
@@ -122,7 +122,7 @@ def _meet(arrived: Sequence[Request]) -> list[Any]:
     sends = kernels(row.name, needs_grad=torch.is_grad_enabled())[1] in SENDING
     if sends:
         _check_all_come(nodes[0], [t.requires_grad for t in tensors])
-    return list(_Conversion.apply(nodes[0] if sends else None, *ends(row.name, args[0][1:]), *tensors))
+    return list(_Conversion.apply(nodes[0] if sends else None, *source_and_target(row.name, args[0][1:]), *tensors))
 
 
 def _check_all_come(node: fx.Node, come: Sequence[bool]) -> None:

@@ -12,12 +12,14 @@ from typing import Any
 from torch import fx, nn
 
 from torchshard.compiler.memory import OPTIMIZER_STATES, predicted_memory
+from torchshard.core.conversions import Steps
 from torchshard.core.errors import PlanError
 from torchshard.core.layouts import I, Layout, Shard, parts_of, parts_size
 from torchshard.core.notation import Choice
 from torchshard.ir.graph import is_tensor_op, node_row
 from torchshard.passes import rewrite
 from torchshard.passes.annotate import planned_choice
+from torchshard.planner.conversions import conversions_of
 from torchshard.planner.costs import CostModel
 from torchshard.planner.network import Asked
 from torchshard.planner.predict import predict
@@ -56,6 +58,7 @@ def plan_graph(
     asked = _asked(module.graph, model, wanted, parameters)
     asked = dataclasses.replace(asked, all_axes=objective.all_axes)
     limit = None
+    given: Mapping[str, Steps] = {}
     if objective.memory is not None:
         limit = _Limit(module, costs, objective.memory)
         asked = dataclasses.replace(asked, per_parameter=2.0 + OPTIMIZER_STATES)
@@ -63,18 +66,20 @@ def plan_graph(
     if isinstance(wanted, Plan) and all(n.name in wanted.choices for n in module.graph.nodes if is_tensor_op(n)):
         choices = {node.name: choice for node, (choice,) in asked.options.items()}
         found = Found(choices, {**wanted.parameters, **parameters}, wanted.costs.gap)
+        given = wanted.conversions
         question = dataclasses.replace(question, asked=dataclasses.replace(asked, options={}, parameters=parameters))
     else:
         found = search(module.graph, costs, asked, limit)
         if isinstance(wanted, Mapping):
             idle = _idle_layouts(module.graph, model, wanted)
             found = dataclasses.replace(found, parameters={**found.parameters, **idle, **parameters})
-    memory = limit.taken(found.choices, found.parameters) if limit else {}
+    conversions = conversions_of(module.graph, costs, found.choices, found.parameters, given)
+    memory = limit.taken(found.choices, found.parameters, conversions) if limit else {}
     if limit and memory["peak"] > limit.nbytes:
         if isinstance(wanted, Plan):
             raise _does_not_fit("the plan does not fit", "it", memory, limit.nbytes)
         raise _does_not_fit(f"no plan for {world_size} ranks fits", "the leanest", memory, limit.nbytes)
-    collectives, compute = predict(module.graph, costs, found.choices, found.parameters)
+    collectives, compute = predict(module.graph, costs, found.choices, found.parameters, conversions)
     fewer = _with_fewer(module.graph, objective.machine, world_size, found)
     told = Costs(objective.machine.name, compute, tuple(collectives), found.gap, memory, fewer=fewer)
     pinned = [node for node, pin in asked.pins.items() if not pin.axes]
@@ -83,12 +88,13 @@ def plan_graph(
         world_size,
         found.parameters,
         found.choices,
-        stored_shapes(model),
-        fingerprint(model),
-        dataclasses.replace(told, whole=whole),
-        objective.machine,
-        is_static(wanted, objective),
-        question,
+        conversions,
+        stored=stored_shapes(model),
+        fingerprint=fingerprint(model),
+        costs=dataclasses.replace(told, whole=whole),
+        machine=objective.machine,
+        static=is_static(wanted, objective),
+        question=question,
     )
 
 
@@ -96,7 +102,8 @@ def _with_fewer(graph: fx.Graph, machine: Machine, world: int, found: Found) -> 
     """What a step would take on fewer ranks, with the same choices: 1, 2, 4, ... of them."""
     seconds = {}
     for ranks in (2**i for i in range((world - 1).bit_length())):
-        collectives, compute = predict(graph, CostModel(machine, ranks), found.choices, found.parameters)
+        costs, decided = CostModel(machine, ranks), (found.choices, found.parameters)
+        collectives, compute = predict(graph, costs, *decided, conversions_of(graph, costs, *decided))
         seconds[ranks] = Costs(compute=compute, collectives=tuple(collectives)).seconds
     return seconds
 
@@ -118,14 +125,17 @@ class _Limit:
     costs: CostModel
     nbytes: float
 
-    def taken(self, choices: Mapping[str, Choice], layouts: Mapping[str, Layout]) -> dict[str, float]:
+    def taken(
+        self, choices: Mapping[str, Choice], layouts: Mapping[str, Layout], conversions: Mapping[str, Steps]
+    ) -> dict[str, float]:
         """What a plan takes; see `predicted_memory`."""
-        made = Plan(self.costs.world, layouts, choices, machine=self.costs.machine)
+        made = Plan(self.costs.world, layouts, choices, conversions)
         return predicted_memory(rewrite(self.module, made), made)
 
     def __call__(self, choices: Mapping[str, Choice], layouts: Mapping[str, Layout]) -> bool:
         """Whether a plan is within it."""
-        return self.taken(choices, layouts)["peak"] <= self.nbytes
+        conversions = conversions_of(self.module.graph, self.costs, choices, layouts)
+        return self.taken(choices, layouts, conversions)["peak"] <= self.nbytes
 
 
 def check_memory(model: nn.Module, world: int, memory: float | None) -> None:

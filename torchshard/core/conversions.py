@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from functools import cache
+from functools import lru_cache
 from typing import Any
 
 from torchshard.core.layouts import I, Layout, P, R, Shard, largest_share, parts_of
@@ -50,7 +50,7 @@ _BY_ENDS = {(row.source, row.target): row for row in TABLE.values()}
 
 
 @dataclass(frozen=True)
-class Link:
+class ConversionStep:
     """One conversion of a value."""
 
     name: str
@@ -58,66 +58,98 @@ class Link:
     target: Layout
 
 
+Steps = tuple[ConversionStep, ...]
+"""Conversions of one value, each from the layout that it has at first or from one that an earlier step gave."""
 _ROUNDS = {"all_reduce": 2, "all_gather": 1, "reduce_scatter": 1}
 """How many times a ring sends the whole value, less each rank's own part."""
 
 
-Price = Callable[["Link"], float]
+Price = Callable[["ConversionStep"], float]
 """What a conversion costs, forward and backward."""
 
 
-def links(
-    source: Layout, wanted: Iterable[Layout], world: int, *, needs_grad: bool, price: Price | None = None
-) -> tuple[Link, ...] | None:
-    """The cheapest conversions that bring a value to every wanted layout at once, or None where none do.
+def plan_conversions(
+    source: Layout, required: Iterable[Layout], world: int, *, needs_grad: bool, price: Price | None = None
+) -> Steps | None:
+    """The cheapest conversions that give a value all required layouts, or None where it can't have them.
 
-    A conversion that several layouts need is there once: of an addend wanted as I and as R, the sum is taken once and
-    then copied. Of equally cheap ones the fewest. They come in an order in which each begins where another ended.
+    A conversion that several layouts need is there once: of a partial sum required as I and as R, the sum is taken once
+    and then copied. Of equally cheap ones the fewest.
 
     Args:
         price: without it, the bytes that rings send, forward and (where a gradient flows) backward.
     """
-    wanted = list(wanted)
-    if not needs_grad:
-        source, wanted = (I if source == R else source), [I if layout == R else layout for layout in wanted]
-    elif source == R and I in wanted:  # nor by way of a slice, where one is wanted: what is legal depends on no other
+    source, required = _needed(source, required, needs_grad)
+    if _is_forbidden(source, required, needs_grad):
         return None
-    missing = frozenset(wanted) - {source}
+    missing = required - {source}
     if price is None:
         return _sending_least(source, missing, world, needs_grad)
     return _cheapest(source, missing, needs_grad, price)
 
 
-@cache
-def _sending_least(source: Layout, wanted: frozenset[Layout], world: int, needs_grad: bool) -> tuple[Link, ...] | None:
-    return _cheapest(source, wanted, needs_grad, lambda link: _rounds(link, world, needs_grad))
+def plan_conversion(source: Layout, target: Layout, *, needs_grad: bool = True) -> Steps | None:
+    """The conversions from one layout to one other, or None where there are none."""
+    return plan_conversions(source, [target], 2, needs_grad=needs_grad)
 
 
-def _cheapest(source: Layout, wanted: frozenset[Layout], needs_grad: bool, price: Price) -> tuple[Link, ...] | None:
+def are_legal(steps: Steps, source: Layout, required: Iterable[Layout], *, needs_grad: bool) -> bool:
+    """Whether steps are rows of the table, each begins from a layout that the value has, and all required ones come."""
+    source, required = _needed(source, required, needs_grad)
+    available = {source}
+    for step in steps:
+        row = _BY_ENDS.get((type(step.source), type(step.target)))
+        known = row is not None and row.name == step.name and step.source in available
+        if not known or not _converts(TABLE[step.name], step.source, step.target, needs_grad=needs_grad):
+            return False
+        available.add(step.target)
+    return required <= available and not _is_forbidden(source, required, needs_grad)
+
+
+def _needed(source: Layout, required: Iterable[Layout], needs_grad: bool) -> tuple[Layout, frozenset[Layout]]:
+    """The same with I for R where no gradient flows: forward they are one."""
+    if needs_grad:
+        return source, frozenset(required)
+    return (I if source == R else source), frozenset(I if layout == R else layout for layout in required)
+
+
+def _is_forbidden(source: Layout, required: frozenset[Layout], needs_grad: bool) -> bool:
+    """R -> I is illegal even via a Shard that another consumer needs, else legality would depend on other consumers."""
+    return needs_grad and source == R and I in required
+
+
+@lru_cache(maxsize=1 << 14)
+def _sending_least(source: Layout, required: frozenset[Layout], world: int, needs_grad: bool) -> Steps | None:
+    return _cheapest(source, required, needs_grad, lambda step: _rounds(step, world, needs_grad))
+
+
+def _cheapest(source: Layout, required: frozenset[Layout], needs_grad: bool, price: Price) -> Steps | None:
     """By dynamic programming over the sets of layouts that the value has already; I and R may lie on the way."""
-    order: list[Layout] = sorted({*wanted, I, R}, key=str)
+    order: list[Layout] = sorted({*required, I, R}, key=str)
     steps = {start: _steps(start, order, needs_grad, price) for start in sorted({source, *order}, key=str)}
-    best: dict[frozenset[Layout], tuple[float, tuple[Link, ...]]] = {frozenset([source]): (0.0, ())}
+    best: dict[frozenset[Layout], tuple[float, Steps]] = {frozenset([source]): (0.0, ())}
     for size in range(1, len(order) + 1):
-        for have, (cost, taken) in [(h, c) for h, c in best.items() if len(h) == size]:
-            for link, seconds in (step for start, found in steps.items() if start in have for step in found):
-                if link.target in have:
+        for available, (cost, taken) in [(h, c) for h, c in best.items() if len(h) == size]:
+            for step, seconds in (step for start, found in steps.items() if start in available for step in found):
+                if step.target in available:
                     continue
-                key, total = have | {link.target}, cost + seconds
+                key, total = available | {step.target}, cost + seconds
                 if key not in best or total < best[key][0]:
-                    best[key] = (total, (*taken, link))
-    found = [(cost, len(taken), taken) for have, (cost, taken) in best.items() if wanted <= have]
+                    best[key] = (total, (*taken, step))
+    found = [(cost, len(taken), taken) for available, (cost, taken) in best.items() if required <= available]
     return min(found, key=lambda f: f[:2])[2] if found else None
 
 
-def _steps(source: Layout, targets: Iterable[Layout], needs_grad: bool, price: Price) -> list[tuple[Link, float]]:
+def _steps(
+    source: Layout, targets: Iterable[Layout], needs_grad: bool, price: Price
+) -> list[tuple[ConversionStep, float]]:
     """The conversions of one layout that are one row of the table, with their prices."""
     found = []
     for target in targets:
         row = _BY_ENDS.get((type(source), type(target)))
         if row is not None and target != source and _converts(row, source, target, needs_grad=needs_grad):
-            link = Link(row.name, source, target)
-            found.append((link, price(link)))
+            step = ConversionStep(row.name, source, target)
+            found.append((step, price(step)))
     return found
 
 
@@ -133,19 +165,9 @@ def _converts(row: Conversion, source: Layout, target: Layout, *, needs_grad: bo
     return not (isinstance(source, Shard) and isinstance(target, Shard)) or source.dim != target.dim
 
 
-def _rounds(link: Link, world: int, needs_grad: bool) -> int:
-    both = kernels(link.name, needs_grad=needs_grad)
+def _rounds(step: ConversionStep, world: int, needs_grad: bool) -> int:
+    both = kernels(step.name, needs_grad=needs_grad)
     return sum(1 if kernel == "all_to_all" else _ROUNDS.get(kernel, 0) * world for kernel in both)
-
-
-Step = tuple[str, Layout]
-"""(name of the conversion, layout after it)."""
-
-
-def route(source: Layout, target: Layout, *, needs_grad: bool = True) -> list[Step] | None:
-    """The conversions that lead from one layout to one other, or None where none do."""
-    found = links(source, [target], 2, needs_grad=needs_grad)
-    return None if found is None else [(link.name, link.target) for link in found]
 
 
 def kernels(name: str, *, needs_grad: bool) -> tuple[str, str]:
@@ -184,7 +206,7 @@ def shard_from(dim: int, flat: Sequence[int]) -> Shard:
     return Shard(dim, tuple(zip(flat[repeated::2], flat[repeated + 1 :: 2], strict=True)), repeated)
 
 
-def ends(name: str, args: Sequence[Any]) -> tuple[Layout, Layout]:
+def source_and_target(name: str, args: Sequence[Any]) -> tuple[Layout, Layout]:
     """The layouts that a collective call converts between, from its arguments after the tensor."""
     row = TABLE[name]
     if name == "all_to_all":

@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from torchshard.core.conversions import TABLE, Conversion, ends
+from torchshard.core.conversions import TABLE, Conversion, source_and_target
 from torchshard.core.layouts import Layout, Shard, local_shape, whole_shape
 from torchshard.distributed.consistency import forward_site, note_unverified, running_call
 from torchshard.distributed.group import lookup
@@ -36,12 +36,12 @@ def local_result_shape(shape: Sequence[Any], source: Layout, target: Layout, ran
     return list(local_shape(whole_shape(shape, source), target, rank, world))
 
 
-_ends = functools.lru_cache(maxsize=4096)(ends)
+_source_and_target = functools.lru_cache(maxsize=4096)(source_and_target)
 
 
 def _run(row: Conversion, x: Tensor, args: tuple[Any, ...], of: str = "", *, eager: bool = False) -> Tensor:
     """A conversion on this rank; `args` are the operator's after the tensor."""
-    source, target = _ends(row.name, args)
+    source, target = _source_and_target(row.name, args)
     return start(row.kernel, x, source, target, lookup(args[-1]), of, eager=eager).wait()
 
 
@@ -108,7 +108,7 @@ def direct(op: Any) -> Callable[..., Tensor]:
 def begin(op: Any, x: Tensor, *args: Any) -> Handle:
     """Starts a collective of a copy of `x`, which may change meanwhile; waiting gives what the operator would."""
     row, held, enabled = OPS[op], x.clone(), torch.is_grad_enabled()
-    pending = start(row.kernel, held.detach(), *_ends(row.name, args), lookup(args[-1]))
+    pending = start(row.kernel, held.detach(), *_source_and_target(row.name, args), lookup(args[-1]))
 
     def result() -> Tensor:
         with torch.set_grad_enabled(enabled):  # as it was when the call was made, of what x was then
@@ -125,7 +125,7 @@ def _define(row: Conversion) -> None:
 
     def fake(x: Tensor, *args: Any) -> Tensor:
         group = lookup(args[-1])
-        return x.new_empty(local_result_shape(x.shape, *ends(row.name, args), group.rank, group.size))
+        return x.new_empty(local_result_shape(x.shape, *source_and_target(row.name, args), group.rank, group.size))
 
     def setup(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
         ctx.args, ctx.call = hashable(inputs[1:]), running_call()

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from torchshard.core.conversions import route, step_args
+from torchshard.core.conversions import plan_conversion, step_args
 from torchshard.core.layouts import I, Layout
 from torchshard.core.notation import Choice, Local, Row, choices, local_replacement
 from torchshard.distributed.eager import needs_gradient
@@ -52,12 +52,12 @@ def _is_piece(value: Any) -> bool:
 def convert(piece: Piece, target: Layout) -> Piece:
     """A piece in another layout."""
     x, source, shape = piece
-    steps = route(source, target, needs_grad=needs_gradient(x))
+    steps = plan_conversion(source, target, needs_grad=needs_gradient(x))
     assert steps is not None, (source, target)
-    for name, layout in steps:
-        args = hashable(step_args(name, source, layout, shape))
-        op = getattr(torch.ops.torchshard, name).default
-        x, source = (op if torch.compiler.is_compiling() else direct(op))(x, *args, MODEL), layout
+    for step in steps:
+        args = hashable(step_args(step.name, step.source, step.target, shape))
+        op = getattr(torch.ops.torchshard, step.name).default
+        x = (op if torch.compiler.is_compiling() else direct(op))(x, *args, MODEL)
     return x, target, shape
 
 

@@ -30,10 +30,10 @@ __all__ = ["annotate", "insert", "localize", "localized", "normalize", "rewrite"
 def rewrite(module: fx.GraphModule, plan: Plan) -> fx.GraphModule:
     """The normalized graph with the plan's collectives, for any rank; the argument is left as it was."""
     held = duplicate(module)
-    held.meta |= {"world_size": plan.world_size, "machine": plan.machine}
+    held.meta["world_size"] = plan.world_size
     passes: tuple[tuple[str, Callable[[fx.GraphModule], bool], str], ...] = (
         ("annotate", partial(annotate, plan=plan), "annotated"),
-        ("insert", insert, "inserted"),
+        ("insert", partial(insert, planned=plan.conversions), "inserted"),
         ("simplify", simplify, "inserted"),
     )
     for name, run, stage in passes:

@@ -1,39 +1,36 @@
 """Collectives where producer and consumer disagree.
 
-before    q = linear(x, q_weight); k = linear(x, k_weight)                      x I, wanted R by both
+before    q = linear(x, q_weight); k = linear(x, k_weight)                      x I, required as R by both
 after     x_copy = copy(x); q = linear(x_copy, q_weight); k = linear(x_copy, k_weight)
 
-All consumers of a value count at once: it gets the conversions that give each what it wants in the least time on the
-plan's machine, each once. What
-makes a split value whole stands after its op, all else before the first op that wants it. Of one copy in place of two,
-the backward is one all-reduce of the gradient.
+The plan says by which conversions each value gets all layouts that its consumers require; each is inserted once. What
+makes a split value whole stands after its op, all else before the first op that requires it. Of one copy in place of
+two, the backward is one all-reduce of the gradient.
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import torch
 from torch import fx
 
-from torchshard.core.conversions import Link, step_args
-from torchshard.core.errors import InternalError
+from torchshard.core.conversions import ConversionStep, Steps, step_args
 from torchshard.core.layouts import I, Layout, R, is_whole
 from torchshard.distributed.group import MODEL
-from torchshard.ir.graph import consumers, demands, global_shape, is_tensor, layout_of, name_after, where
-from torchshard.planner.costs import CostModel, Value
+from torchshard.ir.graph import consumers, demands, global_shape, is_tensor, name_after
 
 
-def insert(module: fx.GraphModule) -> bool:
-    """Inserts the collectives; returns whether there were any to insert."""
+def insert(module: fx.GraphModule, planned: Mapping[str, Steps]) -> bool:
+    """Inserts the collectives; returns whether there were any to insert.
+
+    Args:
+        planned: the conversions of each value, by its name: `Plan.conversions`.
+    """
     before = len(module.graph.nodes)
-    takers = consumers(module.graph)
-    wanted: dict[fx.Node, list[Layout]] = {}
-    for node in takers:
-        for operand, layout in demands(node, node.meta.get("choice")):
-            wanted.setdefault(operand, []).append(layout)
-    conversions = _Conversions(module, wanted)
-    for node in takers:
+    conversions = _Conversions(module, planned)
+    for node in consumers(module.graph):
         _convert_operands(node, conversions)
     return len(module.graph.nodes) != before
 
@@ -67,53 +64,43 @@ def _ordered_kwargs(node: fx.Node) -> dict[str, Any]:
 
 
 class _Conversions:
-    """The conversions of a graph's values, each inserted once for all that want it."""
+    """The conversions of a graph's values, each inserted once for all consumers that require it."""
 
-    def __init__(self, module: fx.GraphModule, wanted: dict[fx.Node, list[Layout]]) -> None:
-        self._module, self._wanted = module, wanted
-        self._costs = CostModel(module.meta["machine"], module.meta["world_size"])
-        self._into: dict[fx.Node, dict[Layout, Link]] = {}
-        self._made: dict[tuple[fx.Node, Layout], fx.Node] = {}
+    def __init__(self, module: fx.GraphModule, planned: Mapping[str, Steps]) -> None:
+        self._module = module
+        self._into = {name: {step.target: step for step in steps} for name, steps in planned.items()}
+        self._inserted: dict[tuple[fx.Node, Layout], fx.Node] = {}
 
     def of(self, value: fx.Node, target: Layout, consumer: fx.Node) -> fx.Node:
         """The value in a layout, for a consumer."""
         needs_grad = bool(value.meta.get("needs_grad"))
-        if value not in self._into:
-            steps = self._costs.links(Value.of(value), layout_of(value), self._wanted[value])
-            if steps is None:
-                raise InternalError(
-                    f"no conversion leads from {layout_of(value)} to {target}",
-                    where=where(value),
-                    why=f"wanted by {consumer.name}",
-                )
-            self._into[value] = {link.target: link for link in steps}
         return self._in_layout(value, target if needs_grad or target != R else I, consumer)
 
     def _in_layout(self, value: fx.Node, layout: Layout, consumer: fx.Node) -> fx.Node:
-        link = self._into[value].get(layout)
-        if link is None:
+        step = self._into.get(value.name, {}).get(layout)
+        if step is None:
             return value
-        for_whom = consumer.name if consumer.op != "output" else "the result"
-        made = self._made.get((value, layout))
-        if made is None:
-            source = self._in_layout(value, link.source, consumer)
-            made = self._made[value, layout] = self._insert(value, link, source, consumer)
-            made.meta["note"] = f"{link.source} -> {layout}, for {for_whom}"
-        elif not made.meta["note"].endswith(f" {for_whom}"):
-            made.meta["note"] += f", {for_whom}"
-        return made
+        consumer_name = consumer.name if consumer.op != "output" else "the result"
+        node = self._inserted.get((value, layout))
+        if node is None:
+            source = self._in_layout(value, step.source, consumer)
+            node = self._inserted[value, layout] = self._insert(value, step, source, consumer)
+            node.meta["note"] = f"{step.source} -> {layout}, for {consumer_name}"
+        elif not node.meta["note"].endswith(f" {consumer_name}"):
+            node.meta["note"] += f", {consumer_name}"
+        return node
 
-    def _insert(self, value: fx.Node, link: Link, source: fx.Node, consumer: fx.Node) -> fx.Node:
+    def _insert(self, value: fx.Node, step: ConversionStep, source: fx.Node, consumer: fx.Node) -> fx.Node:
         graph = self._module.graph
-        args = step_args(link.name, link.source, link.target, global_shape(value))
-        after = value.op != "placeholder" and not is_whole(link.source)
+        args = step_args(step.name, step.source, step.target, global_shape(value))
+        after = value.op != "placeholder" and not is_whole(step.source)
         beside = value if after else consumer
         with graph.inserting_after(source) if after else graph.inserting_before(consumer):
-            node = graph.call_function(getattr(torch.ops.torchshard, link.name).default, (source, *args, MODEL))
-        name_after(node, f"{source.name}_{link.name}")
+            node = graph.call_function(getattr(torch.ops.torchshard, step.name).default, (source, *args, MODEL))
+        name_after(node, f"{source.name}_{step.name}")
         node.meta = {
             "val": value.meta["val"],
-            "layouts": (link.target,),
+            "layouts": (step.target,),
             "needs_grad": bool(value.meta.get("needs_grad")),
             "module": beside.meta.get("module", ""),
             "source": beside.meta.get("source", ""),

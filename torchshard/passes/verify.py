@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from torchshard.core.conversions import ends
+from torchshard.core.conversions import source_and_target
 from torchshard.core.errors import InternalError
 from torchshard.core.layouts import I, Layout, Shard, canonical, is_whole
 from torchshard.distributed.ops import OPS, is_collective
@@ -92,7 +92,7 @@ def _fits(have: Layout, want: Layout, value: fx.Node) -> bool:
 
 def _collective_faults(node: fx.Node, world: int) -> Iterator[Fault]:
     operand: Any = node.args[0]
-    source, target = (_canonical(x, world) for x in ends(OPS[node.target].name, node.args[1:]))
+    source, target = (_canonical(x, world) for x in source_and_target(OPS[node.target].name, node.args[1:]))
     if not _fits(layout_of(operand), source, operand):
         yield node, "a collective's operand does not lie as it says", f"{layout_of(operand)}, not {source}"
     elif layout_of(node) != target:

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, fx
 
-from torchshard.core.conversions import Link, kernels, links, sent_bytes
+from torchshard.core.conversions import ConversionStep, Steps, kernels, plan_conversions, sent_bytes
 from torchshard.core.layouts import I, Layout, Shard, largest_share, local_size
 from torchshard.core.notation import Choice, Dim, Row
 from torchshard.custom_ops.recurrent import KINDS
@@ -172,28 +172,29 @@ class CostModel:
 
     # --- communication -----------------------------------------------------------------------------------------------
 
-    def links(self, value: Value, given: Layout, wanted: Iterable[Layout]) -> tuple[Link, ...] | None:
-        """The conversions that bring a value to some layouts in the least time, or None where none do."""
-        key = value, given, frozenset(wanted)
+    def plan_conversions(self, value: Value, produced: Layout, required: Iterable[Layout]) -> Steps | None:
+        """The conversions that give a value all required layouts in the least time, or None where there are none."""
+        key = value, produced, frozenset(required)
         if key not in self._known:
-            self._known[key] = links(given, key[2], self.world, needs_grad=value.needs_grad, price=self._price(value))
-        found: tuple[Link, ...] | None = self._known[key]
+            price = self._price(value)
+            self._known[key] = plan_conversions(produced, key[2], self.world, needs_grad=value.needs_grad, price=price)
+        found: Steps | None = self._known[key]
         return found
 
-    def _price(self, value: Value) -> Callable[[Link], float]:
-        known: dict[Link, float] = self._known.setdefault(value, {})
+    def _price(self, value: Value) -> Callable[[ConversionStep], float]:
+        known: dict[ConversionStep, float] = self._known.setdefault(value, {})
 
-        def price(link: Link) -> float:
-            if link not in known:
-                known[link] = sum(sent.seconds for sent in self.link(value, link))
-            return known[link]
+        def price(step: ConversionStep) -> float:
+            if step not in known:
+                known[step] = sum(sent.seconds for sent in self.sent(value, step))
+            return known[step]
 
         return price
 
-    def link(self, value: Value, link: Link) -> tuple[Sent, Sent]:
+    def sent(self, value: Value, step: ConversionStep) -> tuple[Sent, Sent]:
         """What a conversion of a value costs, forward and backward."""
-        forward, backward = kernels(link.name, needs_grad=value.needs_grad)
-        source, target = link.source, link.target
+        forward, backward = kernels(step.name, needs_grad=value.needs_grad)
+        source, target = step.source, step.target
         return self._sent(forward, value, source, target), self._sent(backward, value, target, source)
 
     def inside(self, op: Op, choice: Choice) -> list[tuple[str, Sent, Sent]]:

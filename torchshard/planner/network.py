@@ -21,7 +21,7 @@ from typing import Any
 import numpy as np
 from torch import fx
 
-from torchshard.core.conversions import Link
+from torchshard.core.conversions import ConversionStep
 from torchshard.core.layouts import I, Layout, Shard, local_size
 from torchshard.core.notation import Choice, choices
 from torchshard.ir.graph import is_tensor, is_tensor_op, is_weight, where, whole_choice
@@ -50,7 +50,7 @@ class Asked:
     """What the user's plan says of an op."""
     parameters: Mapping[str, Layout] = field(default_factory=dict)
     """How parameters are stored, by name."""
-    vetoed: frozenset[tuple[fx.Node, Link]] = frozenset()
+    vetoed: frozenset[tuple[fx.Node, ConversionStep]] = frozenset()
     """Conversions of values that may not be made."""
     all_axes: bool = False
     """Whether dims that no weight touches (batch, sequence) may be split too."""
@@ -306,10 +306,10 @@ class _Builder:
 
     def _conversions(self, node: fx.Node, value: Value, given: Layout, wanted: Iterable[Layout]) -> float:
         """Seconds to bring a value to some layouts."""
-        steps = self.costs.links(value, given, wanted)
-        if steps is None or any((node, link) in self.asked.vetoed for link in steps):
+        steps = self.costs.plan_conversions(value, given, wanted)
+        if steps is None or any((node, step) in self.asked.vetoed for step in steps):
             return FORBIDDEN
-        seconds = sum(sent.seconds for link in steps for sent in self.costs.link(value, link))
+        seconds = sum(sent.seconds for step in steps for sent in self.costs.sent(value, step))
         if steps and node.op == "placeholder" and isinstance(given, Shard):
             return GATHERED_PARAMETER * seconds if node.meta["path"] in self.asked.parameters else FORBIDDEN
         return seconds

@@ -2,31 +2,33 @@
 
 from __future__ import annotations
 
-import operator
 from collections.abc import Mapping
 from typing import Any
 
 from torch import fx
 
+from torchshard.core.conversions import Steps
 from torchshard.core.layouts import I, Layout, is_whole, type_text
 from torchshard.core.notation import Choice
-from torchshard.ir.graph import consumers, demands, is_tensor_op, node_row, operands
+from torchshard.ir.graph import consumers, node_row, operands
+from torchshard.planner.conversions import Demand, demands_of
 from torchshard.planner.costs import CostModel, Op, Value
 from torchshard.plans.data import Collective, Sent
 
 
 def predict(
-    graph: fx.Graph, model: CostModel, choices: Mapping[str, Choice], parameters: Mapping[str, Layout]
+    graph: fx.Graph,
+    model: CostModel,
+    choices: Mapping[str, Choice],
+    parameters: Mapping[str, Layout],
+    conversions: Mapping[str, Steps],
 ) -> tuple[list[Collective], dict[str, float]]:
     """The collectives of a step, in the order in which they are first needed, and module -> seconds of computation."""
-    wanted: dict[fx.Node, list[tuple[fx.Node, Layout]]] = {}
-    found: list[Collective] = []
+    collectives: list[Collective] = []
     compute: dict[str, float] = {}
     known: dict[Any, tuple[float, list[Any]]] = {}  # layers are alike: equal calls under equal choices cost the same
     for node in consumers(graph):
         choice = choices.get(node.name)
-        for value, layout in demands(node, choice):
-            wanted.setdefault(value, []).append((node, layout))
         if choice is not None:
             key = (id(node_row(node) or node), id(choice), _flows(node))
             if key not in known:
@@ -35,13 +37,11 @@ def predict(
             seconds, inside = known[key]
             module = node.meta.get("module", "")
             compute[module] = compute.get(module, 0.0) + seconds
-            found += [_within(node, *one) for one in inside]
-    for value, takers in wanted.items():
-        given = _given(value, choices, parameters)
-        if any(layout != given for _, layout in takers):
-            found += _conversions(model, value, given, takers)
+            collectives += [_within(node, *one) for one in inside]
+    for demand in demands_of(graph, choices, parameters):
+        collectives += _conversions(model, demand, conversions.get(demand.node.name, ()))
     position = {node.name: i for i, node in enumerate(graph.nodes)}
-    return sorted(found, key=lambda c: position[c.consumers[0]]), compute
+    return sorted(collectives, key=lambda c: position[c.consumers[0]]), compute
 
 
 def _flows(node: fx.Node) -> tuple[bool, ...]:
@@ -49,39 +49,25 @@ def _flows(node: fx.Node) -> tuple[bool, ...]:
     return tuple(bool(n.meta.get("needs_grad")) for n in (node, *node.all_input_nodes))
 
 
-def _given(value: fx.Node, choices: Mapping[str, Choice], parameters: Mapping[str, Layout]) -> Layout:
-    """How a value lies where it is made."""
-    if value.op == "placeholder":
-        return parameters.get(value.meta["path"], I)
-    if is_tensor_op(value):
-        return choices[value.name].results[0]
-    source: Any = value.args[0]
-    assert value.target is operator.getitem
-    return choices[source.name].results[value.args[1]]  # type: ignore[index]
-
-
-def _conversions(
-    model: CostModel, node: fx.Node, given: Layout, takers: list[tuple[fx.Node, Layout]]
-) -> list[Collective]:
-    value = Value.of(node)
-    steps = model.links(value, given, [layout for _, layout in takers]) or ()
-    into = {link.target: link for link in steps}
+def _conversions(model: CostModel, demand: Demand, steps: Steps) -> list[Collective]:
+    node, value = demand.node, Value.of(demand.node)
+    into = {step.target: step for step in steps}
     served: dict[Layout, list[fx.Node]] = {}
-    for taker, layout in takers:
+    for consumer, layout in demand.consumers:
         at = layout if layout in into or value.needs_grad else I
         while at in into:
-            served.setdefault(at, []).append(taker)
+            served.setdefault(at, []).append(consumer)
             at = into[at].source
-    found = []
-    for link in steps:
-        forward, backward = model.link(value, link)
-        names = tuple(dict.fromkeys(taker.name for taker in served[link.target]))
-        first = served[link.target][0]
-        beside = first if is_whole(link.source) or node.op == "placeholder" else node
+    made = []
+    for step in steps:
+        forward, backward = model.sent(value, step)
+        names = tuple(dict.fromkeys(consumer.name for consumer in served[step.target]))
+        first = served[step.target][0]
+        beside = first if is_whole(step.source) or node.op == "placeholder" else node
         place = node.meta.get("module", ""), first.meta.get("module", ""), beside.meta.get("source", "")
         text = type_text(node.meta["val"].dtype, node.meta["val"].shape)
-        found.append(Collective(node.name, link.name, link.source, link.target, names, *place, text, forward, backward))
-    return found
+        made.append(Collective(node.name, step.name, step.source, step.target, names, *place, text, forward, backward))
+    return made
 
 
 def _within(node: fx.Node, name: str, forward: Sent, backward: Sent) -> Collective:

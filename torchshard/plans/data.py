@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from torchshard.core.conversions import Steps
 from torchshard.core.layouts import I, Layout, is_whole, local_shape
 from torchshard.core.notation import Choice
 from torchshard.plans.machine import Machine, size_text
@@ -177,6 +178,8 @@ class PlanData:
     """The layout of each parameter and buffer, by its name in the model."""
     choices: Mapping[str, Choice]
     """The choice of each op, by the node's name."""
+    conversions: Mapping[str, Steps] = field(default_factory=dict)
+    """The conversions of each value that is required in another layout than it is produced in, by the node's name."""
     stored: Mapping[str, Stored] = field(default_factory=dict, compare=False)
     """The shape of each parameter and buffer."""
     fingerprint: str = field(default="", compare=False)

@@ -7,13 +7,14 @@ import math
 from dataclasses import asdict
 from typing import Any
 
+from torchshard.core.conversions import ConversionStep, Steps
 from torchshard.core.errors import InputError, PlanError
 from torchshard.core.layouts import Layout, Part, Shard, parse_layout
 from torchshard.core.notation import Choice
 from torchshard.plans.data import Collective, Costs, PlanData, Sent, Stored, Whole
 from torchshard.plans.machine import Machine
 
-VERSION = 2
+VERSION = 3
 """Of the JSON form."""
 
 
@@ -38,6 +39,10 @@ def write(plan: PlanData) -> str:
         "parameters": {name: str(layout) for name, layout in plan.parameters.items()},
         "stored": {name: asdict(stored) for name, stored in plan.stored.items()},
         "choices": choices,
+        "conversions": {
+            name: [[step.name, str(step.source), str(step.target)] for step in steps]
+            for name, steps in plan.conversions.items()
+        },
         "costs": asdict(plan.costs) | {"collectives": collectives},
     }
     return json.dumps(body, indent=1)
@@ -90,6 +95,7 @@ def _fields(body: Any) -> dict[str, Any]:
         "world_size": world,
         "parameters": parameters,
         "choices": choices,
+        "conversions": {name: _steps(steps) for name, steps in _is(dict, body["conversions"]).items()},
         "stored": stored,
         "fingerprint": _is(str, body["fingerprint"]),
         "costs": costs,
@@ -128,6 +134,13 @@ def _stored(said: Any) -> Stored:
 
 def _layouts(texts: list[str]) -> tuple[Layout, ...]:
     return tuple(parse_layout(t) for t in _is(list, texts))
+
+
+def _steps(said: Any) -> Steps:
+    return tuple(
+        ConversionStep(_is(str, name), parse_layout(_is(str, source)), parse_layout(_is(str, target)))
+        for name, source, target in _is(list, said)
+    )
 
 
 def _axes(said: Any) -> tuple[tuple[str, tuple[Part, ...]], ...]:

@@ -14,10 +14,11 @@ from dataclasses import dataclass
 
 from torch import fx
 
-from torchshard.core.conversions import Link
+from torchshard.core.conversions import ConversionStep
 from torchshard.core.errors import PlanError
 from torchshard.core.layouts import Layout
 from torchshard.ir.graph import whole_choice
+from torchshard.planner.conversions import conversions_of
 from torchshard.planner.costs import CostModel
 from torchshard.planner.network import Asked
 from torchshard.planner.predict import predict
@@ -65,7 +66,9 @@ class Question:
         found = search(self.graph, self.model, asked, self.fits)
         if not found.fits:
             raise PlanError("nothing fits", where="memory=")
-        collectives, compute = predict(self.graph, self.model, found.choices, found.parameters)
+        decided = found.choices, found.parameters
+        conversions = conversions_of(self.graph, self.model, *decided)
+        collectives, compute = predict(self.graph, self.model, *decided, conversions)
         return Answer(found.parameters, Costs(compute=compute, collectives=tuple(collectives)))
 
 
@@ -120,7 +123,7 @@ def _alternative(plan: Plan, question: Question, alike: list[Collective]) -> str
         whole = {n: [whole_choice(n)] for n in question.graph.nodes if n.name in names}
         asked = dataclasses.replace(question.asked, options={**question.asked.options, **whole})
     else:
-        links = {c.value: Link(c.name, c.source, c.target) for c in alike}
+        links = {c.value: ConversionStep(c.name, c.source, c.target) for c in alike}
         vetoed = frozenset((n, links[n.name]) for n in question.graph.nodes if n.name in links)
         asked = dataclasses.replace(question.asked, vetoed=question.asked.vetoed | vetoed)
     try:

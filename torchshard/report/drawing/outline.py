@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 
 from torch import Tensor, fx
 
-from torchshard.core.conversions import TABLE, ends, kernels, sent_bytes
+from torchshard.core.conversions import TABLE, kernels, sent_bytes, source_and_target
 from torchshard.core.layouts import I
 from torchshard.distributed.ops import is_collective
 from torchshard.ir.graph import hint, is_tensor, layout_of, nbytes, op_name, values
@@ -190,7 +190,7 @@ def _inside(node: fx.Node) -> list[str]:
 
 def _moved(node: fx.Node, world: int) -> str:
     name, value = op_name(node), node.meta["val"]
-    source, target = ends(name, node.args[1:]) if name in TABLE else (I, I)
+    source, target = source_and_target(name, node.args[1:]) if name in TABLE else (I, I)
     ways = zip("▼▲", kernels(name, needs_grad=bool(node.meta.get("needs_grad"))), strict=True)
     shape = [hint(size) for size in value.shape]
     sent = [(sign, kernel, sent_bytes(kernel, nbytes(value), source, target, shape, world)) for sign, kernel in ways]

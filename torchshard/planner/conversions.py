@@ -1,0 +1,93 @@
+"""The conversions that a plan's choices make necessary: from the layout in which each value is produced to those in
+which its consumers require it. The plan holds them; `predict` prices them and `passes.insert` inserts them.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from torch import fx
+
+from torchshard.core.conversions import Steps, are_legal
+from torchshard.core.errors import PlanError
+from torchshard.core.layouts import I, Layout
+from torchshard.core.notation import Choice
+from torchshard.ir.graph import consumers, demands, is_tensor_op, where
+from torchshard.planner.costs import CostModel, Value
+
+
+@dataclass(frozen=True)
+class Demand:
+    """A value, and the layouts in which its consumers require it."""
+
+    node: fx.Node
+    produced: Layout
+    consumers: list[tuple[fx.Node, Layout]] = field(default_factory=list)
+
+    @property
+    def is_met(self) -> bool:
+        """Whether all of them take it as it is produced."""
+        return all(layout == self.produced for _, layout in self.consumers)
+
+
+def demands_of(graph: fx.Graph, choices: Mapping[str, Choice], parameters: Mapping[str, Layout]) -> list[Demand]:
+    """One for each value that an op or the output takes, in the order of their first consumers."""
+    found: dict[fx.Node, Demand] = {}
+    for consumer in consumers(graph):
+        for node, layout in demands(consumer, choices.get(consumer.name)):
+            if node not in found:
+                found[node] = Demand(node, _produced(node, choices, parameters))
+            found[node].consumers.append((consumer, layout))
+    return list(found.values())
+
+
+def _produced(node: fx.Node, choices: Mapping[str, Choice], parameters: Mapping[str, Layout]) -> Layout:
+    if node.op == "placeholder":
+        return parameters.get(node.meta["path"], I)
+    if is_tensor_op(node):
+        return choices[node.name].results[0]
+    source: Any = node.args[0]
+    assert node.target is operator.getitem
+    return choices[source.name].results[node.args[1]]  # type: ignore[index]
+
+
+def conversions_of(
+    graph: fx.Graph,
+    model: CostModel,
+    choices: Mapping[str, Choice],
+    parameters: Mapping[str, Layout],
+    given: Mapping[str, Steps] | None = None,
+) -> dict[str, Steps]:
+    """Of each value that needs any, by the node's name: those given, else the fastest on the model's machine.
+
+    Args:
+        given: a plan's, by name.
+
+    Raises:
+        PlanError: no conversions lead to what the choices require, or those that are given do not.
+    """
+    found: dict[str, Steps] = {}
+    for demand in demands_of(graph, choices, parameters):
+        if not demand.is_met:
+            value, required = Value.of(demand.node), [layout for _, layout in demand.consumers]
+            steps = (given or {}).get(demand.node.name)
+            if steps is None:
+                steps = model.plan_conversions(value, demand.produced, required)
+            if steps is None or not are_legal(steps, demand.produced, required, needs_grad=value.needs_grad):
+                raise _no_conversions(demand, steps)
+            found[demand.node.name] = steps
+    return found
+
+
+def _no_conversions(demand: Demand, steps: Steps | None) -> PlanError:
+    required = ", ".join(f"{layout} by {node.name}" for node, layout in demand.consumers)
+    planned = "no conversions lead there" if steps is None else f"the plan's are {', '.join(s.name for s in steps)}"
+    return PlanError(
+        "the plan's choices for an op and its consumers do not fit together",
+        where=where(demand.node),
+        why=f"it is produced as {demand.produced} and required as {required}; {planned}",
+        attempt="make the plan again for this model and this version of torchshard",
+    )
