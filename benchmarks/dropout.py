@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torchshard.checking.lockstep import rank_graphs
 from torchshard.compiler.program import planned, prepared
 from torchshard.core.layouts import S
+from torchshard.core.mesh import MeshAxis
 from torchshard.plans.machine import objective
 
 
@@ -51,8 +52,8 @@ def main() -> None:
     captured = prepared(model, (), {}, dynamic=False)
     whole = seconds(lambda: nn.functional.dropout(model.x, 0.1), given.repeats)
     for world in given.ranks:
-        plan = planned(captured, model, {}, world, objective("cpu-gloo", axes="all"), {"x": S(last)})
-        graph, mine = rank_graphs(plan.graph, world)[0], model.x.chunk(world, last)[0].contiguous()
+        plan = planned(captured, model, {}, MeshAxis(world), objective("cpu-gloo", axes="all"), {"x": S(last)})
+        graph, mine = rank_graphs(plan.graph, MeshAxis(world))[0], model.x.chunk(world, last)[0].contiguous()
         steps = [n for n in graph.graph.nodes if n.op == "call_function" and "torchshard" not in str(n.target)]
         env = {n: mine for n in graph.graph.nodes if n.op == "placeholder"}
 

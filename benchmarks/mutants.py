@@ -428,8 +428,8 @@ FAULTS = (
     Fault(
         "one conversion for all layouts",
         "passes/insert.py",
-        "made = self._made.get((value, layout))",
-        "made = next((m for (v, _), m in self._made.items() if v is value), None)",
+        "node = self._inserted.get((value, layout))",
+        "node = next((n for (v, _), n in self._inserted.items() if v is value), None)",
         f"{PASSES} tests/test_models.py",
         models="two_layouts",
     ),
@@ -443,8 +443,8 @@ FAULTS = (
     Fault(
         "sizes of rank 0",
         "passes/localize.py",
-        "shape = local_shape(plain_shape(value), layout, rank, world)",
-        "shape = local_shape(plain_shape(value), layout, 0, world)",
+        "shape = local_shape(plain_shape(value), layout, coordinate.rank, coordinate.axis.size)",
+        "shape = local_shape(plain_shape(value), layout, 0, coordinate.axis.size)",
         PASSES,
     ),
     Fault(
@@ -490,8 +490,8 @@ FAULTS = (
     Fault(
         "all ranks hold rank 0's slice",
         "weights/materialize.py",
-        "split(tensor.detach(), layout, rank, world)",
-        "split(tensor.detach(), layout, 0, world)",
+        "split(tensor.detach(), layout, rank, ranks)",
+        "split(tensor.detach(), layout, 0, ranks)",
         "tests/test_models.py",
         models="mlp",
     ),

@@ -47,7 +47,7 @@ from torchshard.checking.processes import pieces, report_of
 from torchshard.checking.steps import backward, unsharded
 from torchshard.compiler.program import Program, planned, prepared
 from torchshard.core.layouts import Layout, S
-from torchshard.distributed.group import MODEL
+from torchshard.core.mesh import MeshAxis
 from torchshard.distributed.launch import launch
 from torchshard.passes import localized
 from torchshard.plans.machine import objective
@@ -165,7 +165,7 @@ def _is_plain(call: Called) -> bool:
 def _try_one(result: Result, call: Called, captured: Captured, world: int, layouts: dict[str, Layout]) -> None:
     where = f"{world} ranks, {layouts} of {[(n, tuple(getattr(call, n).shape)) for n in call.tensors]}"
     try:
-        made = planned(captured, call, {}, world, AIM, layouts)
+        made = planned(captured, call, {}, MeshAxis(world), AIM, layouts)
         report = check_program(call, made, made.graph, (), {})
     except ts.ShardError as error:
         return _worse(result, "raised", f"{where}: {type(error).__name__}: {error}")
@@ -202,14 +202,14 @@ def _try_on_ranks(result: Result, call: Called, captured: Captured, world: int, 
     where = f"{world} ranks, {layouts} of {[(n, tuple(getattr(call, n).shape)) for n in call.tensors]}"
     rank = dist.get_rank()
     try:
-        made = planned(captured, call, {}, world, AIM, layouts)
+        made = planned(captured, call, {}, MeshAxis(world), AIM, layouts)
         torch.manual_seed(1)
         expected = unsharded(call, flatten_call(call, (), {}))
     except ts.ShardError as error:
         return _worse(result, "raised", f"{where}: {type(error).__name__}: {error}")
-    state = local_state(call, made.plan.parameters, rank, world)
+    state = local_state(call, made.plan.parameters, MeshAxis(world).coordinate(rank))
     known = {**captured.constants, **state}
-    graph = localized(made.graph, rank, world, MODEL)
+    graph = localized(made.graph, MeshAxis(world).coordinate(rank))
     torch.manual_seed(1)
     results = list(graph(*(known[n.meta["path"]] for n in graph.graph.nodes if n.op == "placeholder")))
     backward(results, 1)

@@ -41,6 +41,7 @@ def build(model: str, layers: int) -> tuple[nn.Module, dict[str, Any]]:
 def measure(model: str, layers: int, ranks: int) -> dict[str, float]:
     """Seconds of each part, and the process' peak memory in bytes."""
     from torchshard.compiler import planning, program
+    from torchshard.core.mesh import MeshAxis
 
     spent: dict[str, float] = {}
 
@@ -61,7 +62,7 @@ def measure(model: str, layers: int, ranks: int) -> dict[str, float]:
     timed("rewrite", program, "rewrite")
     made, kwargs = build(model, layers)
     start = time.perf_counter()
-    found = program.program(made, "auto", ranks, (), kwargs)
+    found = program.program(made, "auto", MeshAxis(ranks), (), kwargs)
     spent["all"] = time.perf_counter() - start
     assert planning
     spent["collectives"] = float(len(found.plan.costs.collectives))

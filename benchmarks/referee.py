@@ -53,7 +53,7 @@ from torch import fx, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from torchshard.compiler.program import Program, planned, prepared
-from torchshard.distributed.group import simulated_name
+from torchshard.core.mesh import MeshAxis
 from torchshard.distributed.ops import is_collective
 from torchshard.passes import localized
 
@@ -87,7 +87,7 @@ def verdict(model: nn.Module, made: Program, world: int) -> Verdict:
     trainable = {name for name, p in model.named_parameters() if p.requires_grad}
     inputs = [n for n in made.captured.graph.graph.nodes if n.op == "placeholder" and n.meta["kind"] == "input"]
     trainable |= {n.meta["path"] for n in inputs if getattr(n.meta["val"], "requires_grad", False)}
-    graphs = [localized(made.graph, rank, world, simulated_name(rank, world)) for rank in range(world)]
+    graphs = [localized(made.graph, MeshAxis(world).simulated()[rank]) for rank in range(world)]
     with FakeTensorMode():
         subject = subject_of(graphs, trainable)
         values, found = judged(subject)
@@ -130,7 +130,7 @@ def of_case(name: str, plan: str, world: int) -> Verdict:
     torch.manual_seed(0)
     model = case.build()
     captured = prepared(model, case.inputs(), case.kwargs)
-    return verdict(model, planned(captured, model, {} if plan == "auto" else case.plan, world), world)
+    return verdict(model, planned(captured, model, {} if plan == "auto" else case.plan, MeshAxis(world)), world)
 
 
 def of_architecture(kind: str, world: int) -> Verdict:
@@ -139,7 +139,7 @@ def of_architecture(kind: str, world: int) -> Verdict:
 
     model, args, kwargs = built(kind)
     with mesh(world):
-        return verdict(model, planned(prepared(model, args, kwargs), model, {}, world), world)
+        return verdict(model, planned(prepared(model, args, kwargs), model, {}, MeshAxis(world)), world)
 
 
 def cases(given: argparse.Namespace) -> Iterator[tuple[str, Verdict | str]]:

@@ -43,6 +43,7 @@ from torchshard.checking.check import check_program
 from torchshard.checking.processes import check_processes
 from torchshard.compiler.program import planned, prepared
 from torchshard.core.layouts import I
+from torchshard.core.mesh import MeshAxis
 from torchshard.plans.machine import objective
 
 VOCAB, BATCH, SEQUENCE, IMAGE = 99, 2, 10, 32
@@ -235,7 +236,7 @@ def _tried(kind: str, ranks: list[int], dtypes: Sequence[torch.dtype | None]) ->
     try:
         captured = prepared(model, args, kwargs)
         for world in ranks:
-            made = planned(captured, model, {}, world)
+            made = planned(captured, model, {}, MeshAxis(world))
             split[world] = split_share(model, made.plan)
             report = check_program(model, made, made.graph, args, kwargs)
             error = max(error, report.worst.error)

@@ -22,6 +22,7 @@ from torchshard.capture import Captured, flatten_call
 from torchshard.checking.check import Report, check_program
 from torchshard.compiler.program import Program
 from torchshard.core.layouts import I, Layout, P, R, Shard
+from torchshard.core.mesh import MeshAxis
 from torchshard.core.notation import Choice, Hint, Row, choices
 from torchshard.ir.graph import mark_needs_grad, node_row, operands, values
 from torchshard.passes import rewrite
@@ -265,7 +266,7 @@ def build(case: Case, choice: Choice, world: int, seed: int = 0) -> tuple[OneOp,
     made = Graph(model, tensors, choice, world)
     made.finish()
     decided = made.chosen, made.parameters
-    conversions = conversions_of(made.module.graph, CostModel(Machine(), world), *decided)
+    conversions = conversions_of(made.module.graph, CostModel(Machine(), MeshAxis(world)), *decided)
     plan = Plan(world, made.parameters, made.chosen, conversions)
     placeholders = (n for n in made.module.graph.nodes if n.op == "placeholder" and n.meta["kind"] == "input")
     captured = Captured(

@@ -20,7 +20,8 @@ from tests.helpers import run_ranks
 from torchshard.checking.lockstep import _convert
 from torchshard.core.conversions import TABLE, plan_conversion, step_args
 from torchshard.core.layouts import I, Layout, P, R, S, Shard, dual, join, split
-from torchshard.distributed.group import lookup, simulated_name
+from torchshard.core.mesh import simulated_name
+from torchshard.distributed.group import lookup
 from torchshard.distributed.ops import direct, hashable
 
 Case = tuple[str, Layout, Layout, tuple[int, ...]]

@@ -24,6 +24,7 @@ from torchshard.core.conversions import (
     step_args,
 )
 from torchshard.core.layouts import I, Layout, P, R, S, Shard, dual, is_whole, join, local_shape, split
+from torchshard.core.mesh import MeshAxis
 from torchshard.planner.costs import CostModel, Value
 from torchshard.plans.machine import Machine
 
@@ -148,7 +149,7 @@ VALUES = [Value(shape, torch.float32, 4 * math.prod(shape), True) for shape in (
 @pytest.mark.parametrize("machine", MACHINES, ids=lambda machine: machine.name)
 @pytest.mark.parametrize("value", VALUES, ids=lambda value: str(value.shape))
 def test_on_a_machine_links_are_the_fastest_of_all_ways(source: Layout, machine: Machine, value: Value) -> None:
-    costs = CostModel(machine, 4)
+    costs = CostModel(machine, MeshAxis(4))
 
     def seconds(way: Iterable[ConversionStep]) -> float:
         return sum(sent.seconds for step in way for sent in costs.sent(value, step))
@@ -161,7 +162,7 @@ def test_on_a_machine_links_are_the_fastest_of_all_ways(source: Layout, machine:
 
 
 def test_what_is_fastest_depends_on_the_machine() -> None:
-    found = [CostModel(machine, 4).plan_conversions(VALUES[0], P, [R, S(0)]) for machine in MACHINES]
+    found = [CostModel(machine, MeshAxis(4)).plan_conversions(VALUES[0], P, [R, S(0)]) for machine in MACHINES]
     assert [[link.name for link in way or ()] for way in found] == [
         ["all_reduce", "narrow"],
         ["reduce_scatter", "all_gather"],

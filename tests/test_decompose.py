@@ -16,6 +16,7 @@ from torchshard.capture import capture
 from torchshard.checking.check import check_program
 from torchshard.checking.lockstep import rank_graphs
 from torchshard.compiler.program import planned, prepared
+from torchshard.core.mesh import MeshAxis
 from torchshard.ir.graph import fake_mode
 from torchshard.ir.listing import listing
 from torchshard.passes.decompose import _WRITTEN_OUT, decompose
@@ -87,10 +88,10 @@ def test_a_singular_matrix_of_one_rank_is_seen_by_every_rank() -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         captured = prepared(model, (x,), {})
-        made = planned(captured, model, {}, 3, objective("cpu-gloo"), {"matrices": ts.S(0)})
+        made = planned(captured, model, {}, MeshAxis(3), objective("cpu-gloo"), {"matrices": ts.S(0)})
     report = check_program(model, made, made.graph, (x,), {})
     assert report.ok and made.plan.parameters["matrices"] == ts.S(0), str(report)
-    for graph in rank_graphs(made.graph, 3):
+    for graph in rank_graphs(made.graph, MeshAxis(3)):
         (check,) = (n for n in graph.graph.nodes if n.target is torch.ops.aten._linalg_check_errors.default)
         assert check.args[0].meta["val"].shape == (5,)
 

@@ -14,6 +14,7 @@ from torch import nn
 import torchshard as ts
 from tests.models import CASES
 from torchshard.compiler.program import Program, program
+from torchshard.core.mesh import MeshAxis
 from torchshard.distributed.ops import is_collective
 from torchshard.plans.table import size_text
 from torchshard.report.drawing.outline import Box, outline
@@ -25,7 +26,7 @@ SVG = "{http://www.w3.org/2000/svg}"
 def _program(name: str, world_size: int = 2) -> Program:
     case = CASES[name]
     torch.manual_seed(0)
-    return program(case.build(), case.plan, world_size, case.inputs(), case.kwargs)
+    return program(case.build(), case.plan, MeshAxis(world_size), case.inputs(), case.kwargs)
 
 
 def _drawn(name: str, folder: Path) -> ElementTree.Element:
@@ -58,7 +59,7 @@ def test_nothing_lies_outside_the_picture(name: str, tmp_path: Path) -> None:
 def test_it_is_the_same_at_each_run(tmp_path: Path) -> None:
     case = CASES["gpt"]
     for file in ("one.svg", "two.svg"):
-        ts.draw(program(case.build(), case.plan, 2, case.inputs(), case.kwargs), tmp_path / file)
+        ts.draw(program(case.build(), case.plan, MeshAxis(2), case.inputs(), case.kwargs), tmp_path / file)
     assert (tmp_path / "one.svg").read_bytes() == (tmp_path / "two.svg").read_bytes()
 
 
@@ -74,7 +75,7 @@ def test_rows_say_shape_layout_and_what_travels(tmp_path: Path) -> None:
 
 
 def test_repeated_layers_are_one_box() -> None:
-    root = outline(_program("gpt").graph.graph, 2)
+    root = outline(_program("gpt").graph.graph, MeshAxis(2))
     (blocks,) = [i for i in root.items if isinstance(i, Box) and i.count > 1]
     assert blocks.title == "2 × blocks.*" and all(len(row.nodes) == 2 for row in blocks.rows())
     shown = Counter(n for row in root.rows() for n in row.nodes)
@@ -83,8 +84,8 @@ def test_repeated_layers_are_one_box() -> None:
 
 def test_layers_that_differ_are_not_folded() -> None:
     model = nn.Sequential(*(nn.Sequential(nn.Linear(4, n), nn.ReLU(), nn.Linear(n, 4)) for n in (8, 8, 8, 6)))
-    made = program(model, {"*.0": "column", "*.2": "row"}, 2, (torch.randn(2, 4),))
-    titles = [i.title for i in outline(made.graph.graph, 2).items if isinstance(i, Box)]
+    made = program(model, {"*.0": "column", "*.2": "row"}, MeshAxis(2), (torch.randn(2, 4),))
+    titles = [i.title for i in outline(made.graph.graph, MeshAxis(2)).items if isinstance(i, Box)]
     assert titles == ["0", "2 × *", "3"]  # the first has no copy: its input needs no gradient
 
 

@@ -17,6 +17,7 @@ from torch.utils.flop_counter import FlopCounterMode, flop_registry
 import torchshard as ts
 from torchshard.checking.check import check_program
 from torchshard.compiler.program import planned, prepared
+from torchshard.core.mesh import MeshAxis
 from torchshard.core.notation import choices
 from torchshard.ir.graph import whole_choice
 from torchshard.planner.costs import PRODUCTS, CostModel, Op
@@ -80,7 +81,7 @@ def test_experts_across_ranks(world: int, experts: int) -> None:
     model, inputs = _model(experts)
     captured = prepared(model, inputs, {})
     layouts: dict[str, ts.Layout] = {"up": ts.S(0), "down": ts.S(0)}
-    made = planned(captured, model, {}, world, objective("cpu-gloo"), layouts)
+    made = planned(captured, model, {}, MeshAxis(world), objective("cpu-gloo"), layouts)
     gathered = {c.value for c in made.plan.costs.collectives} & {"up", "down"}
     assert not gathered
     report = check_program(model, made, made.graph, inputs, {})
@@ -95,7 +96,8 @@ def test_what_pytorch_counts_the_operations_of_has_a_price() -> None:
 
 def _flops(module: fx.GraphModule, op: Any, axis: str) -> tuple[float, float]:
     """The operations of the first such op: of all, and of one of two ranks."""
-    costs, costed = CostModel(MACHINES["cpu-gloo"], 2), Op.of(next(n for n in module.graph.nodes if n.target is op))
+    costs = CostModel(MACHINES["cpu-gloo"], MeshAxis(2))
+    costed = Op.of(next(n for n in module.graph.nodes if n.target is op))
     assert costed.row is not None
     split = next(c for c in choices(costed.row, 2) if c.name == f"split {axis}")
     return costs.flops(costed, whole_choice(costed.node)), costs.flops(costed, split)

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 
 from torchshard.core.errors import RuleError
 from torchshard.core.layouts import S, Shard, local_shape
+from torchshard.core.mesh import MeshAxis
 from torchshard.core.notation import Choice, Local, Row, axis_groups, bind, choices, dim_size, local_replacement, spread
 
 BOTH = (frozenset({0}), frozenset({1}))
@@ -184,8 +185,8 @@ def test_a_rank_writes_its_part_of_a_dynamic_size() -> None:
     n = sympy.Symbol("s0", integer=True, positive=True)
     row = bind("a (b c) -> (a b) c", [(n, 21)], [(3 * n, 7)], {"b": 3, "c": 7})
     heads = next(c for c in choices(row, 2) if c.name == "split b")
-    assert [Local(row, heads, rank, 2, "g").resize([15, 7]) for rank in (0, 1)] == [[10, 7], [5, 7]]
-    assert Local(row, heads, 0, 2, "g").resize([-1, 7]) == [-1, 7]
+    assert [Local(row, heads, MeshAxis(2).coordinate(rank)).resize([15, 7]) for rank in (0, 1)] == [[10, 7], [5, 7]]
+    assert Local(row, heads, MeshAxis(2).coordinate(0)).resize([-1, 7]) == [-1, 7]
 
 
 def test_what_has_no_whole_size_needs_some_on_every_rank() -> None:
@@ -210,7 +211,7 @@ def test_pieces_of_a_concatenation_may_lie_in_parts_of_their_own() -> None:
 
 def test_local_sizes_and_starts() -> None:
     split = next(c for c in choices(LINEAR, 3) if c.name == "split k")
-    ranks = [Local(LINEAR, split, rank, 3, "g") for rank in range(3)]
+    ranks = [Local(LINEAR, split, MeshAxis(3).coordinate(rank)) for rank in range(3)]
     assert [r.size("k") for r in ranks] == [3, 3, 1]
     assert [r.start("k") for r in ranks] == [0, 3, 6]
     assert [r.size("n") for r in ranks] == [4, 4, 4]
@@ -219,15 +220,16 @@ def test_local_sizes_and_starts() -> None:
 
 def test_resize_writes_this_ranks_size() -> None:
     split = next(c for c in choices(VIEW, 2) if c.name == "split c")
-    assert [Local(VIEW, split, rank, 2, "g").resize([2, 5, -1, 8]) for rank in (0, 1)] == [[2, 5, 4, 8], [2, 5, 3, 8]]
+    ranks = [Local(VIEW, split, MeshAxis(2).coordinate(rank)) for rank in (0, 1)]
+    assert [rank.resize([2, 5, -1, 8]) for rank in ranks] == [[2, 5, 4, 8], [2, 5, 3, 8]]
 
 
 def test_a_split_in_several_runs_has_no_start() -> None:
     fused = next(c for c in choices(FUSED, 2, [(1, S(2, ((3, 1), (4, 1))))]) if c.name == "split c")
     with pytest.raises(RuleError, match="axis c has no single start"):
-        Local(FUSED, fused, 0, 2, "g").start("c")
+        Local(FUSED, fused, MeshAxis(2).coordinate(0)).start("c")
     plain = next(c for c in choices(FUSED, 2) if c.name == "split c")
-    assert Local(FUSED, plain, 1, 2, "g").start("c") == 4
+    assert Local(FUSED, plain, MeshAxis(2).coordinate(1)).start("c") == 4
 
 
 # --- binding and errors, the refused beside the accepted -------------------------------------------------------------
@@ -310,7 +312,7 @@ def test_a_split_deals_all_tensors_alike(text: str, sizes: tuple[int, int, int],
     tensors = [*zip(row.operands, operands, strict=True), *zip(row.results, results, strict=True)]
     for choice in choices(row, world):
         for rank in range(world):
-            held = Local(row, choice, rank, world, "g")
+            held = Local(row, choice, MeshAxis(world).coordinate(rank))
             local = {axis: held.size(axis) for axis in "abc"}
             for (dims, shape), layout in zip(tensors, (*choice.operands, *choice.results), strict=True):
                 wanted = tuple(dim_size(d, local) for d in dims) if isinstance(layout, Shard) else shape

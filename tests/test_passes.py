@@ -9,12 +9,13 @@ from torch import Tensor, fx, nn
 
 import torchshard as ts
 from tests.golden import check_golden
+from tests.models import MLP
 from torchshard.capture import capture
 from torchshard.checking.check import check_program
 from torchshard.compiler.planning import plan_graph
 from torchshard.compiler.program import Program, prepared, program
+from torchshard.core.mesh import MeshAxis
 from torchshard.core.notation import choices
-from torchshard.distributed.group import simulated_name
 from torchshard.distributed.ops import OPS
 from torchshard.ir.graph import duplicate, mark_needs_grad, node_row
 from torchshard.ir.listing import listing
@@ -51,8 +52,8 @@ def _stages() -> dict[str, fx.GraphModule]:
     assert normalize(graph)
     mark_needs_grad(graph, [name for name, _ in model.named_parameters()])
     stages["normalized"] = duplicate(graph)
-    plan = plan_graph(graph, model, PLAN, WORLD, objective("h100x8"), {})
-    graph.meta["world_size"] = WORLD
+    plan = plan_graph(graph, model, PLAN, MeshAxis(WORLD), objective("h100x8"), {})
+    graph.meta["axis"] = MeshAxis(WORLD)
     for name, changed, stage in (
         ("annotated", lambda: annotate(graph, plan), "annotated"),
         ("inserted", lambda: insert(graph, plan.conversions), "inserted"),
@@ -62,7 +63,7 @@ def _stages() -> dict[str, fx.GraphModule]:
         verify(graph, stage, after=name)
         stages[name] = duplicate(graph)
     for rank in range(WORLD):
-        stages[f"localized_{rank}"] = localized(graph, rank, WORLD, simulated_name(rank, WORLD))
+        stages[f"localized_{rank}"] = localized(graph, MeshAxis(WORLD).simulated()[rank])
     return stages
 
 
@@ -107,7 +108,7 @@ def test_a_conversion_of_a_conversion_follows_it() -> None:
         for node in captured.graph.graph.nodes
         if node.name in wanted
     }
-    slow = CostModel(ts.Machine("slow to send", link_bandwidth=1.0, launch=0.0), 4)
+    slow = CostModel(ts.Machine("slow to send", link_bandwidth=1.0, launch=0.0), MeshAxis(4))
     plan = Plan(4, {}, chosen, conversions_of(captured.graph.graph, slow, chosen, {}))
     graph = rewrite(captured.graph, plan)
     names = [OPS[n.target].name for n in graph.graph.nodes if n.target in OPS]
@@ -136,9 +137,9 @@ def test_a_ranks_values_know_no_numbers() -> None:
         def forward(self, ids: Tensor) -> Tensor:
             return self.tok(ids).index_select(0, torch.tensor([0])) + self.tok(torch.tensor([6]))
 
-    made = program(Places(), {"tok": "vocab"}, 2, (torch.zeros(1, dtype=torch.long),))
+    made = program(Places(), {"tok": "vocab"}, MeshAxis(2), (torch.zeros(1, dtype=torch.long),))
     for rank in range(2):
-        graph = localized(made.graph, rank, 2, simulated_name(rank, 2))
+        graph = localized(made.graph, MeshAxis(2).simulated()[rank])
         assert all(getattr(n.meta.get("val"), "constant", None) is None for n in graph.graph.nodes)
 
 
@@ -178,3 +179,18 @@ def test_a_view_takes_what_a_collective_leaves_in_another_order(world_size: int)
 def test_a_size_by_values_that_is_known_to_be_another(world_size: int) -> None:
     example = (torch.randn(6, 8), torch.arange(6))
     ts.check(_Masked(), "auto", world_size=world_size, example_inputs=example).raise_on_error()
+
+
+def test_verify_writes_nothing_and_finds_a_wrong_shape() -> None:
+    """A verifier that recorded what it computed would mend what it should find."""
+    made = program(MLP(), {"up": "column", "down": "row"}, MeshAxis(2), (torch.randn(3, 12),))
+    graph = localized(made.graph, MeshAxis(2).simulated()[0])
+    before = {node: dict(node.meta) for node in graph.graph.nodes}
+    verify(graph, "localized", after="localize")
+    for node in graph.graph.nodes:
+        assert node.meta.keys() == before[node].keys()
+        assert all(node.meta[key] is value for key, value in before[node].items())
+    node = next(n for n in graph.graph.nodes if n.name.startswith("relu"))
+    node.meta["val"] = node.meta["val"][:1]
+    with pytest.raises(ts.InternalError, match="a local shape is not what its layout gives"):
+        verify(graph, "localized", after="localize")

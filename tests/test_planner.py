@@ -14,6 +14,7 @@ from torch import fx, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from torchshard.core.layouts import I, Shard
+from torchshard.core.mesh import MeshAxis
 from torchshard.core.notation import choices
 from torchshard.ir.graph import is_tensor, is_tensor_op, mark_needs_grad
 from torchshard.planner.conversions import conversions_of
@@ -222,7 +223,7 @@ def test_the_plan_is_the_best_of_all(start: int) -> None:
     for seed in range(start, start + 40):
         drawn = _Drawn(seed)
         world = 2 + seed % 3
-        model = CostModel(MACHINE, world)
+        model = CostModel(MACHINE, MeshAxis(world))
         network = build(drawn.graph, model, drawn.asked(world), fold=False)
         seconds, nbytes = _enumerated(drawn, network, model)
         prune(network)
@@ -247,7 +248,7 @@ def test_where_tables_are_too_large_a_possible_plan_is_found_and_bounded() -> No
     found, inexact = 0, 0
     for seed in range(60):
         drawn = _Drawn(seed)
-        model = CostModel(MACHINE, 2)
+        model = CostModel(MACHINE, MeshAxis(2))
         network = build(drawn.graph, model, drawn.asked(2), fold=False)
         prune(network)
         exact, narrow = Solver(network), Solver(network, limit=12)
@@ -264,7 +265,7 @@ def test_what_the_network_costs_is_what_is_predicted() -> None:
     """Of the plan found: the collectives one by one, with the computation, sum up to what the tables say."""
     for seed in range(60):
         drawn = _Drawn(seed)
-        model = CostModel(MACHINE, 2)
+        model = CostModel(MACHINE, MeshAxis(2))
         network = build(drawn.graph, model, drawn.asked(2), fold=False)
         found = Solver(network).best()
         held, layouts = stamped(drawn.graph, network, found)

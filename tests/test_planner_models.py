@@ -13,6 +13,7 @@ from torch import Tensor, fx, nn
 
 from torchshard.capture import capture
 from torchshard.core.layouts import Shard
+from torchshard.core.mesh import MeshAxis
 from torchshard.ir.graph import mark_needs_grad
 from torchshard.passes import normalize
 from torchshard.planner import network as network_of
@@ -100,7 +101,7 @@ def graph_of(name: str, layers: int) -> fx.Graph:
     return captured.graph.graph
 
 
-MODEL = CostModel(Machine("test", 1e9, 1e8, 1e8, 1e-5, 2e-5), 4)
+MODEL = CostModel(Machine("test", 1e9, 1e8, 1e8, 1e-5, 2e-5), MeshAxis(4))
 """Slow enough for computation and communication of small tensors to be of one size."""
 
 

@@ -25,6 +25,7 @@ from torchshard.checking import lockstep
 from torchshard.checking.check import check_program
 from torchshard.compiler.program import Program, planned, prepared, program
 from torchshard.core.layouts import S
+from torchshard.core.mesh import MeshAxis
 from torchshard.core.notation import Choice, Row, choices
 from torchshard.distributed.ops import OPS
 from torchshard.ir.graph import duplicate, is_tensor_op, node_row, op_name
@@ -424,13 +425,13 @@ PICKS = {
 
 def _with_split_picks(model: nn.Module, plan: Any, x: torch.Tensor) -> Program:
     """The program in which what looks up is split along what it looks up in, whatever that costs."""
-    made = program(model, plan, 2, (x,))
+    made = program(model, plan, MeshAxis(2), (x,))
     nodes = [n for n in made.captured.graph.graph.nodes if is_tensor_op(n)]
     pick = next(n for n in nodes if op_name(n) in ("embedding", "index_select", "gather", "cross_entropy_loss"))
     row = node_row(pick)
     assert row is not None
     split = next(c for c in choices(row, 2) if c.name == "split v")
-    return program(model, Plan(2, made.plan.parameters, {pick.name: split}), 2, (x,))
+    return program(model, Plan(2, made.plan.parameters, {pick.name: split}), MeshAxis(2), (x,))
 
 
 @pytest.mark.parametrize("name", [*LOOKUPS, *PICKS])
@@ -440,9 +441,9 @@ def test_an_index_that_is_no_ranks_is_an_error(name: str) -> None:
     else:
         model, x, plan = _Picks(PICKS[name], 70 if name == "cross_entropy" else 7), torch.randn(30, 6), {"up": "column"}
     made = _with_split_picks(model, plan, x)
-    graphs, fed = lockstep.rank_graphs(made.graph, 2), []
+    graphs, fed = lockstep.rank_graphs(made.graph, MeshAxis(2)), []
     for rank, graph in enumerate(graphs):
-        known = {**local_state(model, made.plan.parameters, rank, 2), **made.captured.constants}
+        known = {**local_state(model, made.plan.parameters, MeshAxis(2).coordinate(rank)), **made.captured.constants}
         nodes = [n for n in graph.graph.nodes if n.op == "placeholder"]
         fed.append([known.get(n.meta["path"], x) for n in nodes])
     with pytest.raises(RuntimeError, match="out of range"):
@@ -487,7 +488,7 @@ def test_the_mean_of_a_large_batch_of_halves(axis: str) -> None:
     model, target = Loss(), torch.randint(4, (6000,))
     captured = prepared(model, (target,), {}, dynamic=False)
     layout = S("nv".index(axis))
-    made = planned(captured, model, {}, 2, objective("cpu-gloo", axes="all"), {"scores": layout})
+    made = planned(captured, model, {}, MeshAxis(2), objective("cpu-gloo", axes="all"), {"scores": layout})
     report = check_program(model, made, made.graph, (target,), {})
     assert report.ok, str(report)
     assert not any(c.value == "scores" for c in made.plan.costs.collectives)

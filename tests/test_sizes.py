@@ -15,6 +15,7 @@ from torchshard.capture import Captured
 from torchshard.checking.check import check_program
 from torchshard.compiler.program import Program, planned, prepared
 from torchshard.core.layouts import I, Shard, local_size, parts_of
+from torchshard.core.mesh import MeshAxis
 
 
 def _ids(batch: int, length: int, vocabulary: int) -> dict[str, Tensor]:
@@ -35,7 +36,7 @@ def _llama(
 
 
 def _check(model: nn.Module, captured: Captured, world: int, *calls: dict[str, Tensor]) -> Program:
-    made = planned(captured, model, {}, world)
+    made = planned(captured, model, {}, MeshAxis(world))
     for call in calls:
         report = check_program(model, made, made.graph, (), call)
         assert report.ok, str(report)
@@ -82,7 +83,7 @@ def test_vocabularies_that_do_not_divide(vocabulary: int, hidden: int, world: in
 
     torch.manual_seed(0)
     model, ids = Tied().double(), torch.randint(vocabulary, (2, 4))
-    made = planned(prepared(model, (ids,), {}), model, {"tok": "vocab"}, world)
+    made = planned(prepared(model, (ids,), {}), model, {"tok": "vocab"}, MeshAxis(world))
     assert sum(_held(made, "tok.weight")) == vocabulary
     report = check_program(model, made, made.graph, (ids,), {})
     assert report.ok, str(report)

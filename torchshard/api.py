@@ -12,7 +12,8 @@ from torchshard.capture import check_weights
 from torchshard.compiler.planning import PlanLike
 from torchshard.compiler.program import check_examples, check_world_size, device_type, program
 from torchshard.core.errors import InputError, PlanError
-from torchshard.distributed.group import MODEL, is_initialized, lookup
+from torchshard.core.mesh import MODEL, MeshAxis
+from torchshard.distributed.group import is_initialized, lookup
 from torchshard.distributed.process_groups import init_process_group
 from torchshard.plans.machine import Machine, objective
 from torchshard.plans.plan import Plan
@@ -104,4 +105,4 @@ def plan(
     check_examples(example_inputs, example_kwargs)
     check_weights(model)
     aim = objective(machine, memory, axes, device_type(model))
-    return program(model, plan, world_size, tuple(example_inputs or ()), example_kwargs, aim=aim).plan
+    return program(model, plan, MeshAxis(world_size), tuple(example_inputs or ()), example_kwargs, aim=aim).plan

@@ -25,6 +25,7 @@ from torchshard.compiler.planning import PlanLike
 from torchshard.compiler.program import Program, check_examples, check_world_size, device_type, prepared, program
 from torchshard.core.errors import ShardError
 from torchshard.core.layouts import Layout, dual
+from torchshard.core.mesh import MeshAxis
 from torchshard.ir.graph import is_tensor, where
 from torchshard.plans.machine import Machine, objective
 from torchshard.plans.plan import Plan
@@ -153,7 +154,7 @@ def check(
     if dtype is not None:
         held, args, kwargs = in_dtype(held, args, kwargs, dtype)
     aim = objective(machine, memory, axes, device_type(held))
-    made = program(held, plan, world_size, args, kwargs, aim=aim)
+    made = program(held, plan, MeshAxis(world_size), args, kwargs, aim=aim)
     return _with_captured(check_program(held, made, made.graph, args, kwargs), held, args, kwargs)
 
 
@@ -163,7 +164,7 @@ def check_program(
     """Compares one program's graph (`made.graph`, or one that was tampered with) with the model."""
     trial = _trial(model, made.captured, args, kwargs)
     with torch.random.fork_rng(devices=()):
-        sides = _Sides(trial.unsharded(), graph, lockstep.rank_graphs(graph, made.plan.world_size), made.plan)
+        sides = _Sides(trial.unsharded(), graph, lockstep.rank_graphs(graph, made.plan.axis), made.plan)
         report = _with_wider(_report(trial, sides, tolerance_of(made.captured.graph)), trial, sides)
         return _with_flips(report, trial, sides)
 

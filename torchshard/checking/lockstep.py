@@ -16,8 +16,8 @@ from torch import Tensor, fx
 from torchshard.core.conversions import kernels, source_and_target
 from torchshard.core.errors import InternalError
 from torchshard.core.layouts import Layout, dual, join, split
+from torchshard.core.mesh import MeshAxis
 from torchshard.custom_ops.stepwise import Steps, Stepwise
-from torchshard.distributed.group import simulated_name
 from torchshard.distributed.ops import OPS, SENDING, is_collective
 from torchshard.ir.graph import where
 from torchshard.passes import localized
@@ -29,10 +29,10 @@ Request = tuple[fx.Node, Any, Sequence[Any]]
 """A node, the collective that it waits at, and its arguments."""
 
 
-def rank_graphs(graph: fx.GraphModule, world: int) -> list[fx.GraphModule]:
+def rank_graphs(graph: fx.GraphModule, axis: MeshAxis) -> list[fx.GraphModule]:
     """The graph of every rank."""
     seen: dict[str, Any] = {}
-    return [localized(graph, rank, world, simulated_name(rank, world), seen) for rank in range(world)]
+    return [localized(graph, coordinate, seen) for coordinate in axis.simulated()]
 
 
 def run(graphs: Sequence[fx.GraphModule], inputs: Sequence[Sequence[Any]], record: Sequence[Record]) -> list[list[Any]]:

@@ -19,7 +19,8 @@ from torchshard.checking.steps import Trial, backward, leaf, unsharded
 from torchshard.compiler.planning import PlanLike
 from torchshard.compiler.program import prepared
 from torchshard.core.layouts import Layout
-from torchshard.distributed.group import MODEL, lookup
+from torchshard.core.mesh import MODEL
+from torchshard.distributed.group import lookup
 from torchshard.distributed.launch import launch
 from torchshard.distributed.process_groups import init_process_group
 from torchshard.plans.machine import Objective

@@ -17,6 +17,7 @@ from torchshard.checking.compare import Place, Results, gradients, largest_diffe
 from torchshard.checking.rounding import NUDGE_SEED, is_float, nudged, widened, widened_graph
 from torchshard.core.autocast import autocasting
 from torchshard.core.layouts import Layout
+from torchshard.core.mesh import Coordinate, MeshAxis
 from torchshard.plans.plan import Plan
 from torchshard.weights.materialize import local_state
 
@@ -158,14 +159,14 @@ class Trial:
         watched: bool,
     ) -> Run:
         torch.set_rng_state(self.seed)
-        known = [self._known(layouts, rank, len(graphs)) for rank in range(len(graphs))]
+        known = [self._known(layouts, coordinate) for coordinate in MeshAxis(len(graphs)).simulated()]
         held = graphs if self.dtype is None else [widened_graph(graph, self.dtype) for graph in graphs]
         with _default_dtype(self.dtype):
             return Run(held, known, self.call, generator, watched=watched)
 
-    def _known(self, layouts: Mapping[str, Layout], rank: int, world: int) -> dict[str, Tensor]:
+    def _known(self, layouts: Mapping[str, Layout], coordinate: Coordinate) -> dict[str, Tensor]:
         """A rank's parameters, buffers and constants, by all their names."""
-        state = local_state(self.model, layouts, rank, world)
+        state = local_state(self.model, layouts, coordinate)
         names = shared_names(self.model)
         if self.dtype is not None:
             state = {name: widened(tensor, self.dtype) for name, tensor in state.items()}

@@ -17,7 +17,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from torchshard.core.layouts import I, local_shape
-from torchshard.distributed.group import simulated_name
 from torchshard.ir.graph import hint, plain_shape
 from torchshard.passes import localized
 from torchshard.plans.plan import Plan
@@ -78,7 +77,7 @@ def predicted_memory(graph: fx.GraphModule, plan: Plan, optimizer_states: int = 
         'parameters' (and buffers), 'gradients', 'optimizer', 'activations' (what a step takes beside these at its peak)
         and 'peak', their sum.
     """
-    local = _off_meta(localized(graph, 0, plan.world_size, simulated_name(0, plan.world_size)))
+    local = _off_meta(localized(graph, plan.axis.simulated()[0]))
     nodes = [n for n in graph.graph.nodes if n.op == "placeholder"]
     mode = FakeTensorMode()
     with mode:

@@ -15,6 +15,7 @@ from torchshard.compiler.memory import OPTIMIZER_STATES, predicted_memory
 from torchshard.core.conversions import Steps
 from torchshard.core.errors import PlanError
 from torchshard.core.layouts import I, Layout, Shard, parts_of, parts_size
+from torchshard.core.mesh import MeshAxis
 from torchshard.core.notation import Choice
 from torchshard.ir.graph import is_tensor_op, node_row
 from torchshard.passes import rewrite
@@ -39,7 +40,7 @@ def plan_graph(
     module: fx.GraphModule,
     model: nn.Module,
     wanted: Mapping[str, Any] | Plan,
-    world_size: int,
+    axis: MeshAxis,
     objective: Objective,
     parameters: Mapping[str, Layout],
 ) -> Plan:
@@ -54,7 +55,7 @@ def plan_graph(
     """
     if isinstance(wanted, Plan) and objective.any_machine:
         objective = dataclasses.replace(objective, machine=wanted.machine)
-    costs = CostModel(objective.machine, world_size)
+    costs = CostModel(objective.machine, axis)
     asked = _asked(module.graph, model, wanted, parameters)
     asked = dataclasses.replace(asked, all_axes=objective.all_axes)
     limit = None
@@ -78,14 +79,14 @@ def plan_graph(
     if limit and memory["peak"] > limit.nbytes:
         if isinstance(wanted, Plan):
             raise _does_not_fit("the plan does not fit", "it", memory, limit.nbytes)
-        raise _does_not_fit(f"no plan for {world_size} ranks fits", "the leanest", memory, limit.nbytes)
+        raise _does_not_fit(f"no plan for {axis.size} ranks fits", "the leanest", memory, limit.nbytes)
     collectives, compute = predict(module.graph, costs, found.choices, found.parameters, conversions)
-    fewer = _with_fewer(module.graph, objective.machine, world_size, found)
+    fewer = _with_fewer(module.graph, objective.machine, axis, found)
     told = Costs(objective.machine.name, compute, tuple(collectives), found.gap, memory, fewer=fewer)
     pinned = [node for node, pin in asked.pins.items() if not pin.axes]
     whole = unsplit(module.graph, costs, found.choices, found.parameters, told, pinned)
     return Plan(
-        world_size,
+        axis.size,
         found.parameters,
         found.choices,
         conversions,
@@ -98,11 +99,11 @@ def plan_graph(
     )
 
 
-def _with_fewer(graph: fx.Graph, machine: Machine, world: int, found: Found) -> dict[int, float]:
+def _with_fewer(graph: fx.Graph, machine: Machine, axis: MeshAxis, found: Found) -> dict[int, float]:
     """What a step would take on fewer ranks, with the same choices: 1, 2, 4, ... of them."""
     seconds = {}
-    for ranks in (2**i for i in range((world - 1).bit_length())):
-        costs, decided = CostModel(machine, ranks), (found.choices, found.parameters)
+    for ranks in (2**i for i in range((axis.size - 1).bit_length())):
+        costs, decided = CostModel(machine, MeshAxis(ranks)), (found.choices, found.parameters)
         collectives, compute = predict(graph, costs, *decided, conversions_of(graph, costs, *decided))
         seconds[ranks] = Costs(compute=compute, collectives=tuple(collectives)).seconds
     return seconds
@@ -129,7 +130,7 @@ class _Limit:
         self, choices: Mapping[str, Choice], layouts: Mapping[str, Layout], conversions: Mapping[str, Steps]
     ) -> dict[str, float]:
         """What a plan takes; see `predicted_memory`."""
-        made = Plan(self.costs.world, layouts, choices, conversions)
+        made = Plan(self.costs.axis.size, layouts, choices, conversions)
         return predicted_memory(rewrite(self.module, made), made)
 
     def __call__(self, choices: Mapping[str, Choice], layouts: Mapping[str, Layout]) -> bool:
@@ -138,7 +139,7 @@ class _Limit:
         return self.taken(choices, layouts, conversions)["peak"] <= self.nbytes
 
 
-def check_memory(model: nn.Module, world: int, memory: float | None) -> None:
+def check_memory(model: nn.Module, axis: MeshAxis, memory: float | None) -> None:
     """Refuses at once what no plan can fit, before a model is captured.
 
     Raises:
@@ -149,10 +150,10 @@ def check_memory(model: nn.Module, world: int, memory: float | None) -> None:
     trained = sum(p.numel() * p.element_size() for p in model.parameters() if p.requires_grad)
     rest = sum(p.numel() * p.element_size() for p in model.parameters() if not p.requires_grad)
     parts = {"parameters": trained + rest, "gradients": trained, "optimizer": OPTIMIZER_STATES * trained}
-    shares = {name: size / world for name, size in parts.items()}
+    shares = {name: size / axis.size for name, size in parts.items()}
     taken = shares | {"peak": sum(shares.values())}
     if taken["peak"] > memory:
-        raise _does_not_fit(f"no plan for {world} ranks fits", "an even share of the parameters", taken, memory)
+        raise _does_not_fit(f"no plan for {axis.size} ranks fits", "an even share of the parameters", taken, memory)
 
 
 def is_static(wanted: Mapping[str, Any] | Plan, objective: Objective) -> bool:

@@ -21,6 +21,7 @@ from torchshard.capture import Captured, capture
 from torchshard.compiler.planning import PlanLike, check_memory, is_static, plan_graph, read_plan
 from torchshard.core.errors import InputError, PlanError
 from torchshard.core.layouts import Layout
+from torchshard.core.mesh import MeshAxis
 from torchshard.ir.graph import mark_needs_grad
 from torchshard.passes import normalize, rewrite
 from torchshard.planner.styles import check_matches
@@ -44,7 +45,7 @@ class Program:
 def program(
     model: nn.Module,
     plan: PlanLike,
-    world_size: int,
+    axis: MeshAxis,
     args: Sequence[Any],
     kwargs: Mapping[str, Any] | None = None,
     parameters: Mapping[str, Layout] | None = None,
@@ -59,15 +60,15 @@ def program(
     Raises:
         CaptureError, InputError, PlanError: see each.
     """
-    wanted = read_plan(plan, world_size)
+    wanted = read_plan(plan, axis.size)
     if isinstance(wanted, Mapping):
         check_matches(wanted, [name for name, _ in model.named_modules()])  # before the long way
-    _check_ranks(model, world_size)
+    _check_ranks(model, axis)
     aim = aim or objective(None, device=device_type(model))
     if isinstance(wanted, Mapping):
-        check_memory(model, world_size, aim.memory)
+        check_memory(model, axis, aim.memory)
     captured = prepared(model, args, kwargs, dynamic=not is_static(wanted, aim))
-    return planned(captured, model, wanted, world_size, aim, parameters)
+    return planned(captured, model, wanted, axis, aim, parameters)
 
 
 def prepared(
@@ -85,7 +86,7 @@ def planned(
     captured: Captured,
     model: nn.Module,
     wanted: Mapping[str, Any] | Plan,
-    world_size: int,
+    axis: MeshAxis,
     aim: Objective | None = None,
     parameters: Mapping[str, Layout] | None = None,
 ) -> Program:
@@ -93,7 +94,7 @@ def planned(
     aim = aim or objective(None, device=device_type(model))
     with _no_collection():
         with _timed("plan"):
-            made = plan_graph(captured.graph, model, wanted, world_size, aim, parameters or {})
+            made = plan_graph(captured.graph, model, wanted, axis, aim, parameters or {})
         with _timed("rewrite"):
             graph = rewrite(captured.graph, made)
     made = dataclasses.replace(made, graph=graph)
@@ -161,11 +162,11 @@ def check_world_size(world_size: Any) -> None:
         )
 
 
-def _check_ranks(model: nn.Module, world_size: int) -> None:
+def _check_ranks(model: nn.Module, axis: MeshAxis) -> None:
     sizes = {size: name for name, t in model.named_parameters() for size in t.shape}
-    if sizes and world_size > max(sizes):
+    if sizes and axis.size > max(sizes):
         raise PlanError(
-            f"{world_size} ranks are more than any dim has elements",
+            f"{axis.size} ranks are more than any dim has elements",
             where=f"parameter {sizes[max(sizes)]!r}",
             why=f"its dim of {max(sizes)} is the largest: some ranks would hold nothing of anything",
             attempt=f"{max(sizes)} ranks or fewer",

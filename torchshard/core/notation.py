@@ -38,6 +38,7 @@ from torchshard.core.layouts import (
     parts_size,
     ranges,
 )
+from torchshard.core.mesh import Coordinate
 
 Size = Any
 """An int, or a sympy expression for a dynamic size."""
@@ -120,10 +121,22 @@ class Local:
 
     row: Row
     choice: Choice
-    rank: int
-    world: int
-    group: str
-    """The name under which collectives find the process group."""
+    coordinate: Coordinate
+
+    @property
+    def rank(self) -> int:
+        """This rank's number."""
+        return self.coordinate.rank
+
+    @property
+    def world(self) -> int:
+        """The number of ranks."""
+        return self.coordinate.axis.size
+
+    @property
+    def group(self) -> str:
+        """The name under which collectives find the process group."""
+        return self.coordinate.group
 
     def parts(self, axis: str) -> tuple[Part, ...] | None:
         """How an axis is split; None where it is not."""

@@ -27,7 +27,7 @@ from torchshard.distributed.eager import (
     verify_tensor_call,
     whole_size,
 )
-from torchshard.distributed.group import ALONE, MODEL, CheckLevel, Group, own_group
+from torchshard.distributed.group import ALONE, CheckLevel, Group, own_group
 from torchshard.distributed.kernels import copied, reducing
 from torchshard.distributed.ops import begin, direct
 from torchshard.distributed.wire import Handle, Pending
@@ -73,7 +73,7 @@ def _summed(name: str, x: Tensor, async_op: bool) -> Any:
     if group.size == 1:
         return _same(x, async_op) if name == "reduce" or not async_op else _call(name, x, async_op)
     if torch.compiler.is_compiling():
-        return x.copy_(_ops.reduce(x, MODEL))
+        return x.copy_(_ops.reduce(x, group.name))
     if group.level is not CheckLevel.OFF:
         verify_tensor_call(group, name, x, valid=(lambda: check_memory(name, x)) if name == "reduce" else None)
     copy_first = async_op and name == "all_reduce"  # whose tensor may change meanwhile
@@ -201,8 +201,8 @@ def _call(
     if group is ALONE:
         return _same(x, async_op)
     if async_op:
-        return begin(op, x, *args, MODEL)
-    return (op if compiling else direct(op))(x, *args, MODEL)
+        return begin(op, x, *args, group.name)
+    return (op if compiling else direct(op))(x, *args, group.name)
 
 
 def _counted(x: Tensor, dim: int | None) -> int | None:

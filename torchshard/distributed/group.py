@@ -16,9 +16,8 @@ from enum import Enum
 from typing import Any, NamedTuple
 
 from torchshard.core.errors import DistributedError, InputError
+from torchshard.core.mesh import MODEL, Coordinate, MeshAxis, simulated_coordinate
 
-MODEL = "model"
-"""The name of the group that `init_process_group` makes."""
 DATA = "data"
 """The name of the group across the model-parallel ones."""
 MAX_RECENT = 16
@@ -86,6 +85,8 @@ class Group:
 
     rank: int
     size: int
+    name: str = MODEL
+    """The name under which graphs find it."""
     process_group: Any = None
     """torch.distributed's group; None for a group of one or a simulated one."""
     control: Any = None
@@ -95,6 +96,11 @@ class Group:
     aborts_on_mismatch: bool = False
     """Whether the backend aborts the process or corrupts memory where the ranks' sizes differ, as gloo does."""
     handshake: HandshakeState = field(default_factory=HandshakeState, compare=False, repr=False)
+
+    @property
+    def coordinate(self) -> Coordinate:
+        """This process's coordinate on the group's mesh axis."""
+        return MeshAxis(self.size).coordinate(self.rank, self.name)
 
     @property
     def level(self) -> CheckLevel:
@@ -130,9 +136,9 @@ def lookup(name: str) -> Group:
     Raises:
         DistributedError: there is no such group in this process.
     """
-    if name.startswith("simulated/"):
-        _, rank, world = name.split("/")
-        return Group(int(rank), int(world), simulated=True)
+    simulated = simulated_coordinate(name)
+    if simulated is not None:
+        return Group(*simulated, name, simulated=True)
     group = _named(name)
     if group.size < 1:
         raise DistributedError(
@@ -152,11 +158,6 @@ def _named(name: str) -> Group:
         where=f"group {name!r}",
         attempt="call torchshard.distributed.init_process_group() first",
     )
-
-
-def simulated_name(rank: int, world: int) -> str:
-    """The name of a group that exists only on paper."""
-    return f"simulated/{rank}/{world}"
 
 
 def get_group() -> Any:

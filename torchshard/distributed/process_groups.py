@@ -16,11 +16,11 @@ import torch
 import torch.distributed as dist
 
 from torchshard.core.errors import DistributedError, InputError
+from torchshard.core.mesh import MODEL
 from torchshard.distributed.consistency import verify_call, verify_following_call
 from torchshard.distributed.group import (
     ALONE,
     DATA,
-    MODEL,
     CheckLevel,
     Group,
     HandshakeState,
@@ -144,18 +144,23 @@ def _make_groups(group_size: int, mesh: Any, timeouts: Timeouts, made: _World) -
     """This process's model-parallel group, and its data-parallel one: the ranks of the same place in each."""
     if not dist.is_initialized():
         _model_ranks(1, group_size)
-        return {name: Group(0, 1, handshake=_new_handshake()) for name in (MODEL, DATA)}
+        return {name: Group(0, 1, name, handshake=_new_handshake()) for name in (MODEL, DATA)}
     world = dist.get_world_size()
     everyone = list(range(world))
     control = _new_group(everyone, timeouts.verify, made, "gloo") if world > 1 else None
     starting = timeouts._replace(verify=timeouts.start)
-    all_ranks = Group(dist.get_rank(), world, None, control, starting, handshake=_new_handshake())
+    all_ranks = Group(
+        dist.get_rank(), world, "world", control=control, timeouts=starting, handshake=_new_handshake()
+    )
     request = f"init_process_group({'mesh=...' if mesh is not None else f'group_size={group_size}'})"
     verify_call(all_ranks, lambda: request)
     model = _model_ranks(world, group_size) if mesh is None else _mesh_ranks(world, group_size, mesh, control)
     data = [[ranks[place] for ranks in model if place < len(ranks)] for place in range(max(map(len, model)))]
     controls = [control if ranks == everyone else None for ranks in model]
-    groups = {MODEL: _own_group(model, timeouts, made, controls), DATA: _own_group(data, timeouts, made)}
+    groups = {
+        MODEL: _own_group(MODEL, model, timeouts, made, controls),
+        DATA: _own_group(DATA, data, timeouts, made),
+    }
     # a rank that destroys its groups at once would cut off those that are still connecting
     verify_call(all_ranks, lambda: f"{request}, made")
     return groups
@@ -201,14 +206,15 @@ def _mesh_ranks(world: int, group_size: int, mesh: Any, control: Any) -> list[li
 
 
 def _own_group(
-    groups: list[list[int]], timeouts: Timeouts, made: _World, controls: Sequence[Any] | None = None
+    name: str, groups: list[list[int]], timeouts: Timeouts, made: _World, controls: Sequence[Any] | None = None
 ) -> Group:
     """Makes these groups, all of them on every process, and gives this process's own.
 
     Args:
         controls: for groups that are to have a control group, those that exist already; None: they have none.
     """
-    rank, world, own = dist.get_rank(), dist.get_world_size(), Group(-1, -1, dist.GroupMember.NON_GROUP_MEMBER)
+    rank, world = dist.get_rank(), dist.get_world_size()
+    own = Group(-1, -1, name, dist.GroupMember.NON_GROUP_MEMBER)
     for i, ranks in enumerate(groups):
         whole = made.owns_torch_distributed and len(ranks) == world
         process_group = dist.group.WORLD if whole else _new_group(ranks, timeouts.collective, made)
@@ -217,8 +223,16 @@ def _own_group(
             control = controls[i] or _new_group(ranks, timeouts.verify, made, "gloo")
         if rank in ranks:
             aborts = len(ranks) > 1 and "gloo" in dist.get_backend_config(process_group)
-            place = ranks.index(rank), len(ranks)
-            own = Group(*place, process_group, control, timeouts, aborts_on_mismatch=aborts, handshake=_new_handshake())
+            own = Group(
+                ranks.index(rank),
+                len(ranks),
+                name,
+                process_group,
+                control,
+                timeouts,
+                aborts_on_mismatch=aborts,
+                handshake=_new_handshake(),
+            )
     return own
 
 

@@ -83,12 +83,12 @@ def parallel_linear(
     x: Piece = (input, Shard(input.ndim - 1) if input_is_parallel else I, features)
     if by_rows:
         w: Piece = (weight, Shard(1), (weight.shape[0], whole))
-        summed = convert(run(aten.linear.default, "k", group, x, w, None), I)[0]
+        summed = convert(run(aten.linear.default, "k", group, x, w, None), I, group)[0]
         return summed if bias is None else summed + bias.to(summed.dtype)
     w = (weight, Shard(0), (whole, weight.shape[1]))
     b = None if bias is None else (bias, Shard(0), (whole,))
     result = run(aten.linear.default, "n", group, x, w, b)
-    return convert(result, I)[0] if gather_output else result[0]
+    return convert(result, I, group)[0] if gather_output else result[0]
 
 
 def parallel_embedding(
@@ -133,7 +133,7 @@ def parallel_embedding(
     table, indices = (weight, Shard(split), shape), (input, I, tuple(input.shape))
     options = _row(padding_idx, shape[0]), scale_grad_by_freq, False
     found = run(aten.embedding.default, "v" if by_rows else "e", group, table, indices, *options)
-    return convert(found, I)[0]
+    return convert(found, I, group)[0]
 
 
 def parallel_cross_entropy(
@@ -189,7 +189,7 @@ def parallel_cross_entropy(
     others = [None if t is None else (t, I, tuple(t.shape)) for t in (target, weight)]
     settings = REDUCTIONS[reduction], ignore_index, label_smoothing
     axis = "v" if split == min(1, input.ndim - 1) else "no axis: the rows are gathered"
-    return convert(run(aten.cross_entropy_loss.default, axis, group, logits, *others, *settings), I)[0]
+    return convert(run(aten.cross_entropy_loss.default, axis, group, logits, *others, *settings), I, group)[0]
 
 
 def check_linear(dim: int | None, *, input_is_parallel: bool, gather_output: bool) -> None:

@@ -17,7 +17,7 @@ from torchshard.core.conversions import plan_conversion, step_args
 from torchshard.core.layouts import I, Layout
 from torchshard.core.notation import Choice, Local, Row, choices, local_replacement
 from torchshard.distributed.eager import needs_gradient
-from torchshard.distributed.group import MODEL, Group
+from torchshard.distributed.group import Group
 from torchshard.distributed.ops import direct, hashable
 from torchshard.rules.registry import RULES, Call, TensorType
 
@@ -36,10 +36,10 @@ def run(op: Any, wanted: str, group: Group, *args: Any) -> Piece:
     types = tuple(TensorType(a[2], a[0].dtype) if _is_piece(a) else a for a in args)
     row, choice = _chosen(op, wanted, group.size, types)
     targets = iter(choice.operands)
-    local = [convert(a, next(targets))[0] if _is_piece(a) else a for a in args]
+    local = [convert(a, next(targets), group)[0] if _is_piece(a) else a for a in args]
     replacement = local_replacement(row, choice) if row is not None else None
     if replacement is not None and row is not None:
-        result = replacement(Local(row, choice, group.rank, group.size, MODEL), *local)
+        result = replacement(Local(row, choice, group.coordinate), *local)
     else:
         result = op(*local)
     return result, choice.results[0], _result_shape(op, types)
@@ -49,7 +49,7 @@ def _is_piece(value: Any) -> bool:
     return isinstance(value, tuple) and len(value) == 3 and isinstance(value[0], Tensor)
 
 
-def convert(piece: Piece, target: Layout) -> Piece:
+def convert(piece: Piece, target: Layout, group: Group) -> Piece:
     """A piece in another layout."""
     x, source, shape = piece
     steps = plan_conversion(source, target, needs_grad=needs_gradient(x))
@@ -57,7 +57,7 @@ def convert(piece: Piece, target: Layout) -> Piece:
     for step in steps:
         args = hashable(step_args(step.name, step.source, step.target, shape))
         op = getattr(torch.ops.torchshard, step.name).default
-        x = (op if torch.compiler.is_compiling() else direct(op))(x, *args, MODEL)
+        x = (op if torch.compiler.is_compiling() else direct(op))(x, *args, group.name)
     return x, target, shape
 
 

@@ -15,13 +15,15 @@ from functools import partial
 
 from torch import fx
 
+from torchshard.core.mesh import Coordinate
 from torchshard.ir.graph import duplicate
 from torchshard.passes.annotate import annotate
 from torchshard.passes.insert import insert
 from torchshard.passes.localize import localize
 from torchshard.passes.normalize import normalize
+from torchshard.passes.propagate import Seen
 from torchshard.passes.simplify import simplify
-from torchshard.passes.verify import Seen, verify
+from torchshard.passes.verify import verify
 from torchshard.plans.plan import Plan
 
 __all__ = ["annotate", "insert", "localize", "localized", "normalize", "rewrite", "simplify", "verify"]
@@ -30,7 +32,7 @@ __all__ = ["annotate", "insert", "localize", "localized", "normalize", "rewrite"
 def rewrite(module: fx.GraphModule, plan: Plan) -> fx.GraphModule:
     """The normalized graph with the plan's collectives, for any rank; the argument is left as it was."""
     held = duplicate(module)
-    held.meta["world_size"] = plan.world_size
+    held.meta["axis"] = plan.axis
     passes: tuple[tuple[str, Callable[[fx.GraphModule], bool], str], ...] = (
         ("annotate", partial(annotate, plan=plan), "annotated"),
         ("insert", partial(insert, planned=plan.conversions), "inserted"),
@@ -43,14 +45,14 @@ def rewrite(module: fx.GraphModule, plan: Plan) -> fx.GraphModule:
     return held
 
 
-def localized(module: fx.GraphModule, rank: int, world: int, group: str, seen: Seen | None = None) -> fx.GraphModule:
+def localized(module: fx.GraphModule, coordinate: Coordinate, seen: Seen | None = None) -> fx.GraphModule:
     """The rewritten graph with one rank's sizes; the argument is left as it was.
 
     Args:
         seen: what ops gave on the fake values of other ranks, and will have given on this one's.
     """
-    held = duplicate(module)
-    localize(held, rank, world, group)
+    held, seen = duplicate(module), {} if seen is None else seen
+    localize(held, coordinate, seen)
     verify(held, "localized", after="localize", seen=seen)
     held.recompile()
     return held

@@ -14,6 +14,7 @@ from torch import fx
 
 from torchshard.core.errors import PlanError
 from torchshard.core.layouts import I, Shard
+from torchshard.core.mesh import MeshAxis
 from torchshard.core.notation import Choice, Row, choices
 from torchshard.ir.graph import is_tensor_op, node_row, where, whole_choice
 from torchshard.plans.plan import Plan
@@ -42,13 +43,13 @@ def annotate(module: fx.GraphModule, plan: Plan) -> bool:
     return True
 
 
-def legal_choices(node: fx.Node, row: Row | None, world: int, planned: Choice) -> Iterable[Choice]:
+def legal_choices(node: fx.Node, row: Row | None, axis: MeshAxis, planned: Choice) -> Iterable[Choice]:
     """The choices that a row allows, in the parts that the planned one has."""
     if row is None:
         return [whole_choice(node)]
     held = enumerate(zip((*planned.operands, *planned.results), (*row.operands, *row.results), strict=False))
     splits = [(i, layout) for i, (layout, dims) in held if isinstance(layout, Shard) and layout.dim < len(dims)]
-    return choices(row, world, splits)
+    return choices(row, axis.size, splits)
 
 
 def planned_choice(node: fx.Node, row: Row | None, plan: Plan) -> Choice:
@@ -65,7 +66,7 @@ def planned_choice(node: fx.Node, row: Row | None, plan: Plan) -> Choice:
             why="it was made for another model, another mode (train or eval) or other inputs",
             attempt="make the plan anew, or give a dict of module styles",
         )
-    for choice in legal_choices(node, row, plan.world_size, planned):
+    for choice in legal_choices(node, row, plan.axis, planned):
         same_layouts = (choice.operands, choice.results) == (planned.operands, planned.results)
         if choice.name == planned.name and same_layouts:
             return choice

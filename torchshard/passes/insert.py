@@ -18,12 +18,11 @@ from torch import fx
 
 from torchshard.core.conversions import ConversionStep, Steps, step_args
 from torchshard.core.layouts import I, Layout, R, is_whole
-from torchshard.distributed.group import MODEL
 from torchshard.ir.graph import consumers, demands, global_shape, is_tensor, name_after
 
 
 def insert(module: fx.GraphModule, planned: Mapping[str, Steps]) -> bool:
-    """Inserts the collectives; returns whether there were any to insert.
+    """Inserts the collectives, under the name of the mesh axis; returns whether there were any to insert.
 
     Args:
         planned: the conversions of each value, by its name: `Plan.conversions`.
@@ -67,7 +66,7 @@ class _Conversions:
     """The conversions of a graph's values, each inserted once for all consumers that require it."""
 
     def __init__(self, module: fx.GraphModule, planned: Mapping[str, Steps]) -> None:
-        self._module = module
+        self._module, self._group = module, module.meta["axis"].name
         self._into = {name: {step.target: step for step in steps} for name, steps in planned.items()}
         self._inserted: dict[tuple[fx.Node, Layout], fx.Node] = {}
 
@@ -96,7 +95,7 @@ class _Conversions:
         after = value.op != "placeholder" and not is_whole(step.source)
         beside = value if after else consumer
         with graph.inserting_after(source) if after else graph.inserting_before(consumer):
-            node = graph.call_function(getattr(torch.ops.torchshard, step.name).default, (source, *args, MODEL))
+            node = graph.call_function(getattr(torch.ops.torchshard, step.name).default, (source, *args, self._group))
         name_after(node, f"{source.name}_{step.name}")
         node.meta = {
             "val": value.meta["val"],

@@ -15,33 +15,40 @@ import torch
 from torch import Tensor, fx
 
 from torchshard.core.layouts import Layout, local_shape
+from torchshard.core.mesh import Coordinate
 from torchshard.core.notation import Local, local_replacement
 from torchshard.custom_ops.whole import WholeCall
 from torchshard.distributed.ops import is_collective
 from torchshard.ir.graph import drop_dead_code, emit, fake_mode, plain_shape, values
+from torchshard.passes.propagate import Seen, propagate
 from torchshard.rules.random import BY_ELEMENT
 
 aten = torch.ops.aten
 
 
-def localize(module: fx.GraphModule, rank: int, world: int, group: str) -> bool:
-    """Rewrites the graph for one rank; returns whether anything changed."""
-    _localize_values(module, rank, world)
+def localize(module: fx.GraphModule, coordinate: Coordinate, seen: Seen | None = None) -> bool:
+    """Rewrites the graph for one rank; returns whether anything changed.
+
+    Args:
+        seen: what ops gave on fake values before; what they give here is added.
+    """
+    _localize_values(module, coordinate)
     for node in list(module.graph.nodes):
         if isinstance(node.target, WholeCall):
             node.target = node.target.copied()
         if is_collective(node.target):
-            node.args = (*node.args[:-1], group)
+            node.args = (*node.args[:-1], coordinate.group)
             continue
         choice, row = node.meta.get("choice"), node.meta.get("row")
         replacement = local_replacement(row, choice) if row is not None and choice is not None else None
         if replacement is not None:
-            _replace(module, node, replacement, Local(row, choice, rank, world, group))
+            _replace(module, node, replacement, Local(row, choice, coordinate))
         elif node.target in BY_ELEMENT:
             _straighten(module, node)
         elif node.target is aten.view.default:
             node.target = aten.reshape.default  # a collective may have left its operand in another order of memory
     drop_dead_code(module)
+    propagate(module, {} if seen is None else seen)
     return True
 
 
@@ -50,14 +57,14 @@ def _first_shape(node: fx.Node) -> tuple[Any, ...] | None:
     return plain_shape(first) if isinstance(first, Tensor) else None
 
 
-def _localize_values(module: fx.GraphModule, rank: int, world: int) -> None:
-    """Values of this rank's sizes, of which nothing is known but their looks; those that look alike are one."""
+def _localize_values(module: fx.GraphModule, coordinate: Coordinate) -> None:
+    """Replaces meta['val'] by fake tensors of this rank's shapes; equal shape, dtype and device share one."""
     mode, made = fake_mode(module), dict[str, Tensor]()
 
     def held(value: Any, layout: Layout) -> Any:
         if not isinstance(value, Tensor):
             return value
-        shape = local_shape(plain_shape(value), layout, rank, world)
+        shape = local_shape(plain_shape(value), layout, coordinate.rank, coordinate.axis.size)
         looks = repr((shape, value.dtype, value.device))
         if looks not in made:
             with mode:

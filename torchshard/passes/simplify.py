@@ -65,7 +65,7 @@ def _fuse_bias(module: fx.GraphModule, node: fx.Node) -> bool:
     row = node_row(made)
     held = [layout_of(n) for n in operands(made)]
     hints = [(i, x) for i, x in enumerate(held) if isinstance(x, Shard)]
-    world_choices = choices(row, module.meta["world_size"], hints) if row is not None else []
+    world_choices = choices(row, module.meta["axis"].size, hints) if row is not None else []
     legal = [c for c in world_choices if list(c.operands) == held and c.results == (layout_of(node),)]
     if not legal:
         module.graph.erase_node(made)

@@ -13,19 +13,18 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-import torch
 from torch import Tensor, fx
 
 from torchshard.core.conversions import source_and_target
 from torchshard.core.errors import InternalError
 from torchshard.core.layouts import I, Layout, Shard, canonical, is_whole
-from torchshard.distributed.ops import OPS, is_collective
+from torchshard.core.mesh import MeshAxis
+from torchshard.distributed.ops import OPS
 from torchshard.ir.graph import fake_mode, faking, hint, is_tensor, is_tensor_op, layout_of, operands, values, where
 from torchshard.passes.annotate import legal_choices
+from torchshard.passes.propagate import Seen, is_sized_by_values, run
 
 STAGES = ("annotated", "inserted", "localized")
-Seen = dict[str, Any]
-"""A call of an op on fake values, as text -> what it gave."""
 
 
 def verify(module: fx.GraphModule, stage: str, after: str, seen: Seen | None = None) -> None:
@@ -48,25 +47,25 @@ Fault = tuple[fx.Node, str, str]
 
 
 def _faults(module: fx.GraphModule, stage: str) -> Iterator[Fault]:
-    world = module.meta["world_size"]
+    axis: MeshAxis = module.meta["axis"]
     for node in module.graph.nodes:
         if node.op in ("placeholder", "call_function") and node.meta.get("layouts") is None:
             yield node, "a value has no layout", "every pass must set meta['layouts']"
         elif is_tensor_op(node):
-            yield from _choice_faults(node, world)
+            yield from _choice_faults(node, axis)
             if stage != "annotated":
                 yield from _edge_faults(node, operands(node), node.meta["choice"].operands)
                 yield from _write_faults(node)
         elif node.target in OPS:
-            yield from _collective_faults(node, world)
+            yield from _collective_faults(node, axis)
         elif node.op == "output" and stage != "annotated":
             results = [n for n in node.all_input_nodes if is_tensor(n)]
             yield from _edge_faults(node, results, (I,) * len(results))
 
 
-def _choice_faults(node: fx.Node, world: int) -> Iterator[Fault]:
+def _choice_faults(node: fx.Node, axis: MeshAxis) -> Iterator[Fault]:
     choice, row = node.meta.get("choice"), node.meta.get("row")
-    if choice is None or choice not in list(legal_choices(node, row, world, choice)):
+    if choice is None or choice not in list(legal_choices(node, row, axis, choice)):
         yield node, "an op's choice is not one that its row allows", f"{choice} of row {row.text if row else None}"
     elif choice.results != node.meta["layouts"]:
         yield node, "an op's layouts are not its choice's", f"{node.meta['layouts']} and {choice.results}"
@@ -90,72 +89,48 @@ def _fits(have: Layout, want: Layout, value: fx.Node) -> bool:
     return have == want or (not value.meta.get("needs_grad") and is_whole(have) and is_whole(want))
 
 
-def _collective_faults(node: fx.Node, world: int) -> Iterator[Fault]:
+def _collective_faults(node: fx.Node, axis: MeshAxis) -> Iterator[Fault]:
     operand: Any = node.args[0]
-    source, target = (_canonical(x, world) for x in source_and_target(OPS[node.target].name, node.args[1:]))
+    source, target = (_canonical(x, axis) for x in source_and_target(OPS[node.target].name, node.args[1:]))
     if not _fits(layout_of(operand), source, operand):
         yield node, "a collective's operand does not lie as it says", f"{layout_of(operand)}, not {source}"
     elif layout_of(node) != target:
         yield node, "a collective's result does not lie as it says", f"{layout_of(node)}, not {target}"
 
 
-def _canonical(layout: Layout, world: int) -> Layout:
+def _canonical(layout: Layout, axis: MeshAxis) -> Layout:
     if not isinstance(layout, Shard):
         return layout
-    return canonical(layout.dim, layout.parts or (), world, repeated=layout.repeated)
+    return canonical(layout.dim, layout.parts or (), axis.size, repeated=layout.repeated)
 
 
 def _shape_faults(module: fx.GraphModule, seen: Seen) -> Iterator[Fault]:
-    """Runs every op on the fake local values of its operands and compares what comes with what the layouts say."""
+    """Runs every op on the fake values that its operands gave, and compares what it gives with the recorded value."""
+    computed: dict[fx.Node, Any] = {}  # never the graph's own: what is wrong there must not be mended here
     with faking(fake_mode(module)):
         for node in module.graph.nodes:
             if node.op != "call_function":
                 continue
+            if "val" not in node.meta:
+                yield node, "an op has no value", "every pass must set meta['val']"
+                return
+            if is_sized_by_values(node):
+                continue  # the recorded value knows more: the model may have compared its size with another
             try:
-                got = _run(node, seen)
+                computed[node] = run(node, lambda n: computed.get(n, n.meta["val"]), seen)
             except Exception as error:
                 yield node, "an op can't run on its local operands", f"{type(error).__name__}: {error}"
                 return
-            known = ("layouts" in node.meta or is_collective(node.target)) and "val" in node.meta
-            if known and _is_sized_by_values(node):
-                continue  # of what is recorded more is known: the model may have compared such a size with another
-            expected, node.meta["val"] = values(node), got
-            if known:
-                yield from _same_shapes(node, expected)
+            yield from _same_shapes(node, computed[node])
 
 
-def _run(node: fx.Node, seen: Seen) -> Any:
-    """What an op gives on fake values; the calls of layers that are alike give what the first of them gave."""
-    target: Any = node.target
-    call = repr((target, fx.map_arg((node.args, node.kwargs), lambda n: _looks(n.meta["val"]))))
-    if call not in seen or _is_sized_by_values(node):
-        seen[call] = target(*_vals(node.args), **_vals(node.kwargs))
-    return seen[call]
-
-
-def _is_sized_by_values(node: fx.Node) -> bool:
-    """Whether the shapes of an op's results depend on values: they are new symbols each time that it runs."""
-    return torch.Tag.dynamic_output_shape in getattr(node.target, "tags", ())
-
-
-def _vals(args: Any) -> Any:
-    return fx.map_arg(args, lambda n: n.meta["val"])
-
-
-def _looks(value: Any) -> Any:
-    """All that an op on fake values may see of one."""
-    if isinstance(value, (list, tuple)):
-        return [_looks(v) for v in value]
-    if not isinstance(value, Tensor):
-        return value
-    strides = value.stride() if value.layout == torch.strided else None
-    return value.shape, strides, value.dtype, value.device, value.layout
-
-
-def _same_shapes(node: fx.Node, wanted: list[Any]) -> Iterator[Fault]:
-    several = isinstance(node.meta["val"], (list, tuple))
-    taken = {user.args[1] for user in node.users} if several else {0}  # some ops give nothing of what nobody takes
-    for value, expected in (pair for i, pair in enumerate(zip(values(node), wanted, strict=True)) if i in taken):
+def _same_shapes(node: fx.Node, computed: Any) -> Iterator[Fault]:
+    if computed is None:
+        return  # an assertion gives nothing
+    several = isinstance(computed, (list, tuple))
+    used = {user.args[1] for user in node.users} if several else {0}  # some ops give None for results that nobody uses
+    pairs = zip(computed if several else [computed], values(node), strict=True)
+    for value, expected in (pair for i, pair in enumerate(pairs) if i in used):
         if isinstance(value, Tensor) and [hint(s) for s in value.shape] != [hint(s) for s in expected.shape]:
             yield (
                 node,

@@ -29,7 +29,7 @@ def tensors_of(node: fx.Node) -> list[fx.Node | None]:
     return [*operands(node), *(taken.get(i) for i in range(len(values(node))))]
 
 
-def wanted_parts(ops: Sequence[Op], tensors: Mapping[fx.Node, list[Any]], world: int) -> dict[Any, list[Shard]]:
+def wanted_parts(ops: Sequence[Op], tensors: Mapping[fx.Node, list[Any]], ranks: int) -> dict[Any, list[Shard]]:
     """The segmented Shards that the ops around a value could use: a weight of 56 rows as seven heads of eight."""
     wanted: dict[Any, list[Shard]] = {}
     ruled = [op for op in ops if op.row is not None]
@@ -37,7 +37,7 @@ def wanted_parts(ops: Sequence[Op], tensors: Mapping[fx.Node, list[Any]], world:
         around = tensors[op.node]
         hints = [(i, s) for i, t in enumerate(around) if t is not None for s in wanted.get(t, ())]
         assert op.row is not None
-        for position, shard in spread(op.row, world, hints):
+        for position, shard in spread(op.row, ranks, hints):
             if around[position] is None:
                 continue
             known = wanted.setdefault(around[position], [])

@@ -15,6 +15,7 @@ from torch import Tensor, fx
 
 from torchshard.core.conversions import ConversionStep, Steps, kernels, plan_conversions, sent_bytes
 from torchshard.core.layouts import I, Layout, Shard, largest_share, local_size
+from torchshard.core.mesh import MeshAxis
 from torchshard.core.notation import Choice, Dim, Row
 from torchshard.custom_ops.recurrent import KINDS
 from torchshard.custom_ops.whole import entry
@@ -94,9 +95,9 @@ class Value:
         val = node.meta["val"] if val is None else val
         return Value(tuple(map(hint, val.shape)), val.dtype, nbytes(val), bool(node.meta.get("needs_grad")))
 
-    def held(self, layout: Layout, world: int) -> float:
+    def held(self, layout: Layout, ranks: int) -> float:
         """Bytes on the first rank, which holds the most."""
-        return self.nbytes * largest_share(layout, self.shape, world)
+        return self.nbytes * largest_share(layout, self.shape, ranks)
 
 
 NO_TENSOR = Value((), torch.int64, 0, False)
@@ -166,7 +167,7 @@ class CostModel:
     """The costs of a step on a machine."""
 
     machine: Machine
-    world: int
+    axis: MeshAxis
     _known: dict[Any, Any] = field(default_factory=dict, compare=False, repr=False, kw_only=True)
     """Value -> the price of each conversion; value, layout and those that are wanted -> the cheapest conversions."""
 
@@ -177,7 +178,8 @@ class CostModel:
         key = value, produced, frozenset(required)
         if key not in self._known:
             price = self._price(value)
-            self._known[key] = plan_conversions(produced, key[2], self.world, needs_grad=value.needs_grad, price=price)
+            ranks, needs_grad = self.axis.size, value.needs_grad
+            self._known[key] = plan_conversions(produced, key[2], ranks, needs_grad=needs_grad, price=price)
         found: Steps | None = self._known[key]
         return found
 
@@ -213,14 +215,14 @@ class CostModel:
         return found
 
     def _sent(self, kernel: str, value: Value, source: Layout, target: Layout) -> Sent:
-        if self.world == 1 or kernel == "none" or not value.nbytes:
+        if self.axis.size == 1 or kernel == "none" or not value.nbytes:
             return NOTHING
         if kernel in ("slice", "pad"):
             return Sent("none", 0.0, value.nbytes / self.machine.memory_bandwidth)
-        sent = sent_bytes(kernel, value.nbytes, source, target, value.shape, self.world)
-        steps = _ROUND_TRIPS[kernel] * (self.world - 1)
+        sent = sent_bytes(kernel, value.nbytes, source, target, value.shape, self.axis.size)
+        steps = _ROUND_TRIPS[kernel] * (self.axis.size - 1)
         packed = sum(2 * value.nbytes for end in (source, target) if _is_strided(end, value.shape))
-        bandwidth, latency = self.machine.link(self.world)
+        bandwidth, latency = self.machine.link(self.axis.size)
         ring = self.machine.launch + steps * latency + sent / bandwidth
         return Sent(kernel, sent, ring + packed / self.machine.memory_bandwidth)
 
@@ -248,12 +250,12 @@ class CostModel:
 
     def _local_sizes(self, op: Op, choice: Choice) -> dict[str, int]:
         """The sizes of a row's axes on the first rank, which has the most."""
-        return {**op.sizes, **{axis: local_size(parts, 0, self.world) for axis, parts in choice.axes}}
+        return {**op.sizes, **{axis: local_size(parts, 0, self.axis.size) for axis, parts in choice.axes}}
 
     def _traffic(self, op: Op, choice: Choice) -> float:
         results = list(zip(op.results, choice.results, strict=True))
         read = results if op.node.target in LOOKUPS else list(zip(op.operands, choice.operands, strict=True))
-        return sum(value.held(layout, self.world) for value, layout in [*read, *results])
+        return sum(value.held(layout, self.axis.size) for value, layout in [*read, *results])
 
     # --- memory ------------------------------------------------------------------------------------------------------
 
@@ -264,7 +266,7 @@ class CostModel:
             return 0.0
         kept = [(value, at) for node, value, at in zip(op.inputs, op.operands, choice.operands, strict=True)
                 if node.op != "placeholder" and value.dtype.is_floating_point]  # fmt: skip
-        return sum(value.held(layout, self.world) for value, layout in kept)
+        return sum(value.held(layout, self.axis.size) for value, layout in kept)
 
 
 def _points(axes: Iterable[str], sizes: Mapping[str, int]) -> int:

@@ -143,7 +143,7 @@ class _Builder:
     """Adds variables and factors, part by part; a variable's key says which block it is in."""
 
     def __init__(self, graph: fx.Graph, costs: CostModel, asked: Asked, folded: Folded) -> None:
-        self.costs, self.asked, self.folded, self.world = costs, asked, folded, costs.world
+        self.costs, self.asked, self.folded, self.ranks = costs, asked, folded, costs.axis.size
         self.network, self.position = Network(folded), folded.position
         planned = [folded.nodes[i] for i in folded.planned()]
         self.ops = [Op.of(node) for node in planned if is_tensor_op(node)]
@@ -175,7 +175,7 @@ class _Builder:
     # --- ops and parameters ------------------------------------------------------------------------------------------
 
     def _add_ops(self) -> None:
-        wanted = wanted_parts(self.ops, self.tensors, self.world)
+        wanted = wanted_parts(self.ops, self.tensors, self.ranks)
         axes = weight_axes(self.ops, self.tensors) if not self.asked.all_axes else None
         for op in self.ops:
             if op.node in self.asked.options:
@@ -183,9 +183,9 @@ class _Builder:
             else:
                 around = enumerate(self.tensors[op.node])
                 hints = [(i, s) for i, t in around if t is not None for s in wanted.get(t, ())]
-                states = choices(op.row, self.world, hints) if op.row is not None else [whole_choice(op.node)]
+                states = choices(op.row, self.ranks, hints) if op.row is not None else [whole_choice(op.node)]
                 if op.node in self.asked.pins:
-                    states = pinned_choices(op, self.asked.pins[op.node], states, self.world)
+                    states = pinned_choices(op, self.asked.pins[op.node], states, self.ranks)
                 else:
                     states = [c for c in states if axes is None or all(a in axes[op.node] for a, _ in c.axes)]
                 if not any(value.needs_grad for value in (*op.operands, *op.results)):
@@ -224,8 +224,8 @@ class _Builder:
         """Bytes on the rank that holds the most, where memory is what counts; else of an average rank."""
         value = Value.of(node)
         if self.asked.per_parameter is not None:
-            return value.held(layout, self.world)
-        return value.nbytes / self.world if isinstance(layout, Shard) else value.nbytes
+            return value.held(layout, self.ranks)
+        return value.nbytes / self.ranks if isinstance(layout, Shard) else value.nbytes
 
     def _weight_of(self, node: fx.Node) -> float:
         """How many times a placeholder's bytes count."""
@@ -385,7 +385,7 @@ def _by_size(layouts: frozenset[Layout]) -> tuple[int, list[str]]:
     return len(layouts), sorted(map(str, layouts))
 
 
-def pinned_choices(op: Op, pin: Pin, found: Sequence[Choice], world: int) -> list[Choice]:
+def pinned_choices(op: Op, pin: Pin, found: Sequence[Choice], ranks: int) -> list[Choice]:
     """The choices that a pin leaves an op.
 
     Raises:
@@ -396,15 +396,15 @@ def pinned_choices(op: Op, pin: Pin, found: Sequence[Choice], world: int) -> lis
     for axis in pin.axes:
         named = [c for c in found if c.name == f"split {axis}"]
         if named:
-            return [c for c in named if _fills_ranks(op, c, world)] or named
+            return [c for c in named if _fills_ranks(op, c, ranks)] or named
     module = op.node.meta.get("module", "")
     raise cannot_have(pin.key, module, pin.style.name, f"{where(op.node)} can't be split along {pin.axes[0]}")
 
 
-def _fills_ranks(op: Op, choice: Choice, world: int) -> bool:
+def _fills_ranks(op: Op, choice: Choice, ranks: int) -> bool:
     """Whether every rank holds something, or the axis is too small for that anyway."""
     sizes = [op.sizes[axis] for axis, _ in choice.axes]
-    return all(s < world for s in sizes) or all(local_size(p, world - 1, world) > 0 for _, p in choice.axes)
+    return all(s < ranks for s in sizes) or all(local_size(p, ranks - 1, ranks) > 0 for _, p in choice.axes)
 
 
 def _spread_out(states: tuple[Sequence[Any], Sequence[Any]] | list[Any], cost: Any) -> Table:

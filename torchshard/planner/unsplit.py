@@ -53,7 +53,7 @@ def unsplit(
         costs: of the plan of these choices and parameters.
         pinned: ops that the user's plan wants whole.
     """
-    if model.world == 1:
+    if model.axis.size == 1:
         return ()
     nodes, asked = [node for node in consumers(graph) if node.name in choices], set(pinned)
     gathered, weights = _gathered(nodes, costs.collectives), _weights(graph)

@@ -10,6 +10,7 @@ from typing import Any
 
 from torchshard.core.conversions import Steps
 from torchshard.core.layouts import I, Layout, is_whole, local_shape
+from torchshard.core.mesh import MeshAxis
 from torchshard.core.notation import Choice
 from torchshard.plans.machine import Machine, size_text
 
@@ -122,9 +123,9 @@ class Stored:
     tied: tuple[str, ...] = ()
     """The other names of the same tensor."""
 
-    def nbytes(self, layout: Layout, world: int) -> int:
+    def nbytes(self, layout: Layout, ranks: int) -> int:
         """Bytes on the rank that holds the most."""
-        return math.prod(local_shape(self.shape, layout, 0, world)) * self.itemsize
+        return math.prod(local_shape(self.shape, layout, 0, ranks)) * self.itemsize
 
 
 @dataclass(frozen=True)
@@ -193,6 +194,11 @@ class PlanData:
     """What was asked when it was made here (`planner.why.Question`): None for a plan that was loaded."""
     graph: Any = field(default=None, compare=False, repr=False)
     """The graph with its collectives (`fx.GraphModule`), where the plan was made here."""
+
+    @property
+    def axis(self) -> MeshAxis:
+        """The mesh axis that it is for."""
+        return MeshAxis(self.world_size)
 
     def parameter_bytes(self) -> tuple[int, int]:
         """Bytes of the parameters and buffers: of the unsharded model, and on the rank that holds the most."""

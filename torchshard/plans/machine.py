@@ -65,9 +65,9 @@ class Machine:
                     attempt=f"{field.name}={field.default!r}",
                 )
 
-    def link(self, world: int) -> tuple[float, float]:
+    def link(self, ranks: int) -> tuple[float, float]:
         """The bandwidth and the latency of a ring of so many ranks."""
-        if world <= self.domain:
+        if ranks <= self.domain:
             return self.link_bandwidth, self.latency
         return min(self.link_bandwidth, self.network_bandwidth), max(self.latency, self.network_latency)
 

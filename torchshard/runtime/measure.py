@@ -12,8 +12,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from torchshard.core.errors import InputError
+from torchshard.core.mesh import MODEL
 from torchshard.distributed.consistency import verify_following_call
-from torchshard.distributed.group import MODEL, Group, lookup
+from torchshard.distributed.group import Group, lookup
 from torchshard.distributed.wire import collective
 from torchshard.plans.machine import Machine
 

@@ -43,7 +43,6 @@ from torchshard.core.hashing import hash_tensor, hash_text
 from torchshard.core.layouts import Layout
 from torchshard.custom_ops.stepwise import Stepwise
 from torchshard.distributed.consistency import run_on_all_ranks, running, verify_equal
-from torchshard.distributed.group import MODEL as MODEL_GROUP
 from torchshard.distributed.group import CheckLevel, Group
 from torchshard.distributed.ops import OPS, direct, hashable
 from torchshard.ir.graph import draws_random, duplicate
@@ -146,7 +145,6 @@ class ShardedModule(State):
         plan: PlanLike,
         group: Group,
         aim: Objective | None = None,
-        group_name: str = MODEL_GROUP,
     ) -> None:
         def prepared() -> tuple[Mapping[str, Any] | Plan, dict[str, Layout]]:
             check_weights(model)
@@ -162,7 +160,7 @@ class ShardedModule(State):
             what = "gradients that the parameters hold already stay with the unsharded model"
             warnings.warn(f"{what}: call backward() after ts.shard", stacklevel=3)
         super().__init__(model, layouts, group)
-        self._ts_plan, self._ts_aim, self._ts_group_name = wanted, aim, group_name
+        self._ts_plan, self._ts_aim = wanted, aim
         self._ts_watch, self._ts_captures = Watch(self.source), 0
         self._ts_latest_compiled: Compiled | None = None
         self._ts_history = History(group, type(model).__name__)
@@ -352,7 +350,8 @@ class ShardedModule(State):
         visit = Visit(replace(call, tensors=tuple(map(_without_values, call.tensors))), kind.modes)
 
         def make() -> Program:
-            made = program(self.source, self._ts_plan, self._ts_group.size, args, kwargs, fixed, self._ts_aim)
+            axis = self._ts_group.coordinate.axis
+            made = program(self.source, self._ts_plan, axis, args, kwargs, fixed, self._ts_aim)
             self._refuse_left(visit, made)
             return made
 
@@ -368,7 +367,7 @@ class ShardedModule(State):
         self._check_same_program(made, call, draws)
         if not self._ts_fixed:
             self._fix_layouts(made.plan.parameters)
-        graph = localized(made.graph, self._ts_group.rank, self._ts_group.size, self._ts_group_name)
+        graph = localized(made.graph, self._ts_group.coordinate)
         run, state = _calling_directly(graph), self._graph_state(made, graph)
         compiled = Compiled(made, graph, run, state, draws, _mark(kind), visit)
         self._keep(kind, compiled)

@@ -39,7 +39,7 @@ class State(ShardedSubmodule):
         self._ts_made: dict[str, ShardedParameter] = {}
         self._ts_distinct: dict[str, bool] = {}
         self._ts_uninitialized: dict[str, tuple[int, int]] = {}
-        self._register(local_state(model, layouts, group.rank, group.size), model)
+        self._register(local_state(model, layouts, group.coordinate), model)
         for module in self.modules():
             cast(ShardedSubmodule, module).fix_names()
         self._note()

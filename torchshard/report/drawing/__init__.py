@@ -66,5 +66,5 @@ def _text(suffix: str, shown: Sequence[Any]) -> str:
         return page(shown)
     (one,) = shown
     if suffix == ".dot":
-        return dot(one.graph, one.plan.world_size)
-    return picture(one.graph, one.plan.world_size, one.plan.costs.nbytes)
+        return dot(one.graph, one.plan.axis)
+    return picture(one.graph, one.plan.axis, one.plan.costs.nbytes)

@@ -7,13 +7,14 @@ from collections.abc import Iterator
 
 from torch import fx
 
+from torchshard.core.mesh import MeshAxis
 from torchshard.distributed.ops import is_collective
 from torchshard.report.drawing.outline import Box, Row, outline, sources
 
 
-def dot(graph: fx.Graph, world: int) -> str:
+def dot(graph: fx.Graph, axis: MeshAxis) -> str:
     """The text; layers that repeat are there once."""
-    root = outline(graph, world)
+    root = outline(graph, axis)
     rows = root.rows()
     names = {node: f"n{i}" for i, row in enumerate(rows) for node in row.nodes}
     pairs = dict.fromkeys((names[s], names[n]) for n in graph.nodes if n in names for s in sources(n) if s in names)

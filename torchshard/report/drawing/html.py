@@ -73,7 +73,7 @@ class _Side:
 
     def __init__(self, shown: Shown, prefix: str, facts: dict[str, Any]) -> None:
         self.plan, self.facts = shown.plan, facts
-        self.root = outline(shown.graph, shown.plan.world_size)
+        self.root = outline(shown.graph, shown.plan.axis)
         self.rows = self.root.rows()
         self.ids = {node: f"{prefix}{i}" for i, row in enumerate(self.rows) for node in row.nodes}
         self.costs = {(c.value, c.name, str(c.target)): c for c in shown.plan.costs.collectives}

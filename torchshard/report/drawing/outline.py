@@ -17,6 +17,7 @@ from torch import Tensor, fx
 
 from torchshard.core.conversions import TABLE, kernels, sent_bytes, source_and_target
 from torchshard.core.layouts import I
+from torchshard.core.mesh import MeshAxis
 from torchshard.distributed.ops import is_collective
 from torchshard.ir.graph import hint, is_tensor, layout_of, nbytes, op_name, values
 from torchshard.ir.listing import value_text
@@ -52,7 +53,7 @@ class Box:
         return _rows(self.items)
 
 
-def outline(graph: fx.Graph, world: int) -> Box:
+def outline(graph: fx.Graph, axis: MeshAxis) -> Box:
     """The boxes and rows of a graph, repeated layers folded, in a box without a name."""
     root = Box("", "")
     for node in filter(_is_shown, graph.nodes):
@@ -63,7 +64,7 @@ def outline(graph: fx.Graph, world: int) -> Box:
                 last = Box(path, part)
                 box.items.append(last)
             box = last
-        box.items.append(_row(node, world))
+        box.items.append(_row(node, axis))
     _fold(root)
     return root
 
@@ -156,10 +157,10 @@ def _starred(path: str) -> str:
 # --- texts -----------------------------------------------------------------------------------------------------------
 
 
-def _row(node: fx.Node, world: int) -> Row:
+def _row(node: fx.Node, axis: MeshAxis) -> Row:
     shapes = _counted([value_text(v) for v in values(node) if isinstance(v, Tensor)])
     layouts = " ".join(dict.fromkeys(map(str, node.meta.get("layouts", ()))))
-    detail = _moved(node, world) if is_collective(node.target) else ", ".join([*_parameters(node), *_inside(node)])
+    detail = _moved(node, axis) if is_collective(node.target) else ", ".join([*_parameters(node), *_inside(node)])
     return Row(_label(node), detail, shapes, layouts, [node])
 
 
@@ -188,11 +189,12 @@ def _inside(node: fx.Node) -> list[str]:
     return ["▼ all-reduce inside"] if split else []
 
 
-def _moved(node: fx.Node, world: int) -> str:
+def _moved(node: fx.Node, axis: MeshAxis) -> str:
     name, value = op_name(node), node.meta["val"]
     source, target = source_and_target(name, node.args[1:]) if name in TABLE else (I, I)
     ways = zip("▼▲", kernels(name, needs_grad=bool(node.meta.get("needs_grad"))), strict=True)
     shape = [hint(size) for size in value.shape]
-    sent = [(sign, kernel, sent_bytes(kernel, nbytes(value), source, target, shape, world)) for sign, kernel in ways]
+    ranks, whole = axis.size, nbytes(value)
+    sent = [(sign, kernel, sent_bytes(kernel, whole, source, target, shape, ranks)) for sign, kernel in ways]
     moves = [f"{sign} {kernel.replace('_', '-')} {size_text(count)}" for sign, kernel, count in sent if count]
     return ", ".join([f"{layout_of(node.all_input_nodes[0])} → {layout_of(node)}", *moves])

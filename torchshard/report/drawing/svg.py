@@ -14,6 +14,7 @@ from xml.sax.saxutils import escape, quoteattr
 
 from torch import fx
 
+from torchshard.core.mesh import MeshAxis
 from torchshard.distributed.ops import is_collective
 from torchshard.ir.graph import op_name, where
 from torchshard.plans.machine import size_text
@@ -56,16 +57,17 @@ class Place:
 Places = dict[Box | Row, Place]
 
 
-def picture(graph: fx.Graph, world: int, comm_bytes: float) -> str:
+def picture(graph: fx.Graph, axis: MeshAxis, comm_bytes: float) -> str:
     """The SVG text."""
-    root = outline(graph, world)
+    root = outline(graph, axis)
     columns, edge = _columns(root)
     places: Places = {}
     height = _place(root, MARGIN, edge, HEAD, places) + MARGIN - GAP
     curves, reach = _curves(graph, [(row, places[row]) for row in root.rows()], edge)
     width = round(max(edge + reach, MARGIN + CHAR * max(map(len, LEGEND))) + MARGIN)
     count = sum(len(row.nodes) for row in root.rows() if any(sign in row.detail for sign in "▼▲"))
-    head = f"{world} rank{'s' * (world > 1)}, {count} collectives, {size_text(comm_bytes)} sent by each rank per step"
+    ranks = f"{axis.size} rank{'s' * (axis.size > 1)}"
+    head = f"{ranks}, {count} collectives, {size_text(comm_bytes)} sent by each rank per step"
     return _ILLEGAL.sub("�", "\n".join([
         f'<svg xmlns="http://www.w3.org/2000/svg" width="{width}" height="{height}" viewBox="0 0 {width} {height}">',
         f'<style>{STYLE}</style><rect class="page" width="{width}" height="{height}"/>',
