@@ -35,6 +35,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from transformers.distributed import DistributedConfig
 
 import torchshard as ts
+from torchshard.planner.styles import matching
 
 LAYERS, BATCH, SEQUENCE = 12, 4, 128
 COLUMN, ROW, VOCAB, WHOLE = "column", "row", "vocab", "replicate"
@@ -198,7 +199,7 @@ def inputs(name: str) -> dict[str, Tensor]:
 
 def hand_written(model: nn.Module, plan: dict[str, str]) -> dict[str, str]:
     """The layout, with every other module that has weights of its own whole."""
-    named = {m for key in plan for m in ts.planner.styles.matching(key, [n for n, _ in model.named_modules()])}
+    named = {m for key in plan for m in matching(key, [n for n, _ in model.named_modules()])}
     own = [
         n for n, m in model.named_modules() if n and n not in named and any(True for _ in m.parameters(recurse=False))
     ]

@@ -140,8 +140,10 @@ def _without_copies(rank: int) -> list[str]:
     """What fails where an input's copy is left out: the gradients alone."""
     tsd.init_process_group()
     torch.manual_seed(0)
-    whole = one_op.route
-    one_op.route = lambda *ends, **options: [s for s in whole(*ends, **options) or () if s[0] != "copy"]  # type: ignore[attr-defined]
+    whole = one_op.plan_conversion
+    one_op.plan_conversion = lambda *ends, **options: tuple(
+        step for step in whole(*ends, **options) or () if step.name != "copy"
+    )  # type: ignore[attr-defined]
     call = lambda x, w: tsf.parallel_linear(x, w, dim=1)  # noqa: E731
     claims = compared("linear", F.linear, call, [draw(3, 4), draw(6, 4)], [None, 0], -1)
     return [what for what, holds in claims if not holds]

@@ -236,7 +236,7 @@ def test_a_wrong_rule_is_caught(op: Case, wrong: Any, monkeypatch: pytest.Monkey
 def _holds(op: Case, choice: Choice) -> bool:
     try:
         return run(op, choice, 2).ok
-    except (ts.errors.InternalError, RuntimeError, IndexError):
+    except (ts.InternalError, RuntimeError, IndexError):
         return False
 
 
