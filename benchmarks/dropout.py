@@ -13,7 +13,9 @@ from collections.abc import Callable
 import torch
 from torch import Tensor, nn
 
+from torchshard.capture.facts import ModelFacts
 from torchshard.checking.lockstep import rank_graphs
+from torchshard.compiler.constraints import read_constraints
 from torchshard.compiler.program import planned, prepared
 from torchshard.core.layouts import S
 from torchshard.core.mesh import MeshAxis
@@ -52,7 +54,9 @@ def main() -> None:
     captured = prepared(model, (), {}, dynamic=False)
     whole = seconds(lambda: nn.functional.dropout(model.x, 0.1), given.repeats)
     for world in given.ranks:
-        plan = planned(captured, model, {}, MeshAxis(world), objective("cpu-gloo", axes="all"), {"x": S(last)})
+        aim = objective("cpu-gloo", axes="all")
+        constraints = read_constraints(ModelFacts.of(model), {}, MeshAxis(world), aim).with_layouts({"x": S(last)})
+        plan = planned(captured, model, constraints)
         graph, mine = rank_graphs(plan.graph, MeshAxis(world))[0], model.x.chunk(world, last)[0].contiguous()
         steps = [n for n in graph.graph.nodes if n.op == "call_function" and "torchshard" not in str(n.target)]
         env = {n: mine for n in graph.graph.nodes if n.op == "placeholder"}

@@ -45,6 +45,7 @@ from torchshard.capture import Captured, check_weights, flatten_call
 from torchshard.checking.check import Report, check_program
 from torchshard.checking.processes import pieces, report_of
 from torchshard.checking.steps import backward, unsharded
+from torchshard.compiler.constraints import Constraints
 from torchshard.compiler.program import Program, planned, prepared
 from torchshard.core.layouts import Layout, S
 from torchshard.core.mesh import MeshAxis
@@ -165,7 +166,7 @@ def _is_plain(call: Called) -> bool:
 def _try_one(result: Result, call: Called, captured: Captured, world: int, layouts: dict[str, Layout]) -> None:
     where = f"{world} ranks, {layouts} of {[(n, tuple(getattr(call, n).shape)) for n in call.tensors]}"
     try:
-        made = planned(captured, call, {}, MeshAxis(world), AIM, layouts)
+        made = planned(captured, call, Constraints(MeshAxis(world), AIM, layouts=layouts))
         report = check_program(call, made, made.graph, (), {})
     except ts.ShardError as error:
         return _worse(result, "raised", f"{where}: {type(error).__name__}: {error}")
@@ -202,7 +203,7 @@ def _try_on_ranks(result: Result, call: Called, captured: Captured, world: int, 
     where = f"{world} ranks, {layouts} of {[(n, tuple(getattr(call, n).shape)) for n in call.tensors]}"
     rank = dist.get_rank()
     try:
-        made = planned(captured, call, {}, MeshAxis(world), AIM, layouts)
+        made = planned(captured, call, Constraints(MeshAxis(world), AIM, layouts=layouts))
         torch.manual_seed(1)
         expected = unsharded(call, flatten_call(call, (), {}))
     except ts.ShardError as error:

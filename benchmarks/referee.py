@@ -52,7 +52,8 @@ from judging import (
 from torch import fx, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from torchshard.compiler.program import Program, planned, prepared
+from tests.compiled import planned_as
+from torchshard.compiler.program import Program, prepared
 from torchshard.core.mesh import MeshAxis
 from torchshard.distributed.ops import is_collective
 from torchshard.passes import localized
@@ -130,7 +131,7 @@ def of_case(name: str, plan: str, world: int) -> Verdict:
     torch.manual_seed(0)
     model = case.build()
     captured = prepared(model, case.inputs(), case.kwargs)
-    return verdict(model, planned(captured, model, {} if plan == "auto" else case.plan, MeshAxis(world)), world)
+    return verdict(model, planned_as(captured, model, {} if plan == "auto" else case.plan, world), world)
 
 
 def of_architecture(kind: str, world: int) -> Verdict:
@@ -139,7 +140,7 @@ def of_architecture(kind: str, world: int) -> Verdict:
 
     model, args, kwargs = built(kind)
     with mesh(world):
-        return verdict(model, planned(prepared(model, args, kwargs), model, {}, MeshAxis(world)), world)
+        return verdict(model, planned_as(prepared(model, args, kwargs), model, {}, world), world)
 
 
 def cases(given: argparse.Namespace) -> Iterator[tuple[str, Verdict | str]]:

@@ -39,8 +39,10 @@ from transformers import AutoConfig, PreTrainedConfig
 from transformers.models.auto import modeling_auto
 
 import torchshard as ts
+from torchshard.capture.facts import ModelFacts
 from torchshard.checking.check import check_program
 from torchshard.checking.processes import check_processes
+from torchshard.compiler.constraints import read_constraints
 from torchshard.compiler.program import planned, prepared
 from torchshard.core.layouts import I
 from torchshard.core.mesh import MeshAxis
@@ -236,7 +238,8 @@ def _tried(kind: str, ranks: list[int], dtypes: Sequence[torch.dtype | None]) ->
     try:
         captured = prepared(model, args, kwargs)
         for world in ranks:
-            made = planned(captured, model, {}, MeshAxis(world))
+            constraints = read_constraints(ModelFacts.of(model), {}, MeshAxis(world))
+            made = planned(captured, model, constraints)
             split[world] = split_share(model, made.plan)
             report = check_program(model, made, made.graph, args, kwargs)
             error = max(error, report.worst.error)

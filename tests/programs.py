@@ -19,8 +19,8 @@ import torch.nn.functional as F
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
+from torchshard.capture.facts import ModelFacts
 from torchshard.checking.check import Report, check_program
-from torchshard.compiler.planning import fingerprint, stored_shapes
 from torchshard.compiler.program import Program, prepared
 from torchshard.core.layouts import I, Layout, canonical
 from torchshard.core.mesh import MeshAxis
@@ -29,7 +29,7 @@ from torchshard.ir.graph import is_tensor_op, node_row
 from torchshard.passes import rewrite
 from torchshard.planner.conversions import conversions_of
 from torchshard.planner.costs import CostModel, Op, Value
-from torchshard.planner.network import Asked
+from torchshard.planner.network import GraphConstraints
 from torchshard.planner.search import search
 from torchshard.plans.data import Sent
 from torchshard.plans.machine import MACHINES, Machine
@@ -499,16 +499,16 @@ def random_plan(captured: Any, model: nn.Module, world: int, seed: int) -> Plan:
     prices = _Prices(MACHINES["cpu-gloo"], MeshAxis(world), seed)
     draw = random.Random(seed)
     stored = {name: _layout(p.shape, world, draw) for name, p in model.named_parameters() if draw.random() < 0.5}
-    asked = Asked({}, {}, stored, all_axes=True)
+    asked = GraphConstraints({}, {}, stored, all_axes=True)
     found = search(captured.graph.graph, prices, asked, lambda *_: True, fold=False)
-    decided = found.choices, found.parameters
+    decided, facts = (found.choices, found.parameters), ModelFacts.of(model)
     return Plan(
         world,
         found.parameters,
         found.choices,
         conversions_of(captured.graph.graph, CostModel(Machine(), MeshAxis(world)), *decided),
-        stored=stored_shapes(model),
-        fingerprint=fingerprint(model),
+        stored=stored(facts),
+        fingerprint=facts.signature,
         static=True,
     )
 

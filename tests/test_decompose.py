@@ -11,11 +11,12 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import torchshard as ts
+from tests.compiled import planned_as
 from tests.golden import check_golden
 from torchshard.capture import capture
 from torchshard.checking.check import check_program
 from torchshard.checking.lockstep import rank_graphs
-from torchshard.compiler.program import planned, prepared
+from torchshard.compiler.program import prepared
 from torchshard.core.mesh import MeshAxis
 from torchshard.ir.graph import fake_mode
 from torchshard.ir.listing import listing
@@ -88,7 +89,7 @@ def test_a_singular_matrix_of_one_rank_is_seen_by_every_rank() -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         captured = prepared(model, (x,), {})
-        made = planned(captured, model, {}, MeshAxis(3), objective("cpu-gloo"), {"matrices": ts.S(0)})
+        made = planned_as(captured, model, {}, 3, objective("cpu-gloo"), {"matrices": ts.S(0)})
     report = check_program(model, made, made.graph, (x,), {})
     assert report.ok and made.plan.parameters["matrices"] == ts.S(0), str(report)
     for graph in rank_graphs(made.graph, MeshAxis(3)):

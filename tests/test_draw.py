@@ -12,8 +12,9 @@ import torch
 from torch import nn
 
 import torchshard as ts
+from tests.compiled import compiled
 from tests.models import CASES
-from torchshard.compiler.program import Program, program
+from torchshard.compiler.program import Program
 from torchshard.core.mesh import MeshAxis
 from torchshard.distributed.ops import is_collective
 from torchshard.plans.table import size_text
@@ -26,7 +27,7 @@ SVG = "{http://www.w3.org/2000/svg}"
 def _program(name: str, world_size: int = 2) -> Program:
     case = CASES[name]
     torch.manual_seed(0)
-    return program(case.build(), case.plan, MeshAxis(world_size), case.inputs(), case.kwargs)
+    return compiled(case.build(), case.plan, world_size, case.inputs(), case.kwargs)
 
 
 def _drawn(name: str, folder: Path) -> ElementTree.Element:
@@ -59,7 +60,7 @@ def test_nothing_lies_outside_the_picture(name: str, tmp_path: Path) -> None:
 def test_it_is_the_same_at_each_run(tmp_path: Path) -> None:
     case = CASES["gpt"]
     for file in ("one.svg", "two.svg"):
-        ts.draw(program(case.build(), case.plan, MeshAxis(2), case.inputs(), case.kwargs), tmp_path / file)
+        ts.draw(compiled(case.build(), case.plan, 2, case.inputs(), case.kwargs), tmp_path / file)
     assert (tmp_path / "one.svg").read_bytes() == (tmp_path / "two.svg").read_bytes()
 
 
@@ -84,7 +85,7 @@ def test_repeated_layers_are_one_box() -> None:
 
 def test_layers_that_differ_are_not_folded() -> None:
     model = nn.Sequential(*(nn.Sequential(nn.Linear(4, n), nn.ReLU(), nn.Linear(n, 4)) for n in (8, 8, 8, 6)))
-    made = program(model, {"*.0": "column", "*.2": "row"}, MeshAxis(2), (torch.randn(2, 4),))
+    made = compiled(model, {"*.0": "column", "*.2": "row"}, 2, (torch.randn(2, 4),))
     titles = [i.title for i in outline(made.graph.graph, MeshAxis(2)).items if isinstance(i, Box)]
     assert titles == ["0", "2 × *", "3"]  # the first has no copy: its input needs no gradient
 

@@ -15,8 +15,9 @@ from torch import Tensor, fx, nn
 from torch.utils.flop_counter import FlopCounterMode, flop_registry
 
 import torchshard as ts
+from tests.compiled import planned_as
 from torchshard.checking.check import check_program
-from torchshard.compiler.program import planned, prepared
+from torchshard.compiler.program import prepared
 from torchshard.core.mesh import MeshAxis
 from torchshard.core.notation import choices
 from torchshard.ir.graph import whole_choice
@@ -81,7 +82,7 @@ def test_experts_across_ranks(world: int, experts: int) -> None:
     model, inputs = _model(experts)
     captured = prepared(model, inputs, {})
     layouts: dict[str, ts.Layout] = {"up": ts.S(0), "down": ts.S(0)}
-    made = planned(captured, model, {}, MeshAxis(world), objective("cpu-gloo"), layouts)
+    made = planned_as(captured, model, {}, world, objective("cpu-gloo"), layouts)
     gathered = {c.value for c in made.plan.costs.collectives} & {"up", "down"}
     assert not gathered
     report = check_program(model, made, made.graph, inputs, {})

@@ -10,9 +10,9 @@ import torch
 from torch import Tensor, nn
 
 import torchshard as ts
+from tests.compiled import compiled
 from tests.golden import check_golden
-from torchshard.compiler.program import Program, program
-from torchshard.core.mesh import MeshAxis
+from torchshard.compiler.program import Program
 from torchshard.ir.listing import listing, value_text
 
 
@@ -26,7 +26,7 @@ class MLP(nn.Module):
 
 
 def _mlp() -> Program:
-    return program(MLP(), {"up": "column", "down": "row"}, MeshAxis(2), (torch.randn(2, 8, 16),))
+    return compiled(MLP(), {"up": "column", "down": "row"}, 2, (torch.randn(2, 8, 16),))
 
 
 def test_listing_of_an_mlp() -> None:
@@ -49,7 +49,7 @@ def test_every_collective_is_told_of_with_the_users_line() -> None:
 
 
 def test_a_pin_that_makes_the_plan_dear_is_named() -> None:
-    made = program(MLP(), {"down": "column"}, MeshAxis(2), (torch.randn(2, 8, 16),))
+    made = compiled(MLP(), {"down": "column"}, 2, (torch.randn(2, 8, 16),))
     assert "the plan's key 'down' makes a step slower; without it: -" in ts.explain(made)
     assert "makes a step slower" not in ts.explain(_mlp())
 

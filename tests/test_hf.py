@@ -92,11 +92,10 @@ def test_parity(name: str, world_size: int) -> None:
 def test_no_more_collectives_than_megatron(name: str) -> None:
     """Per layer two reduces forward and two copies (all-reduced backward); around them only embedding and head."""
     build, plan, inputs = CASES[name]
-    from torchshard.compiler.program import program
-    from torchshard.core.mesh import MeshAxis
+    from tests.compiled import compiled
     from torchshard.distributed.ops import OPS
 
-    made = program(build().eval(), plan, MeshAxis(2), (), inputs())
+    made = compiled(build().eval(), plan, 2, (), inputs())
     kinds = [OPS[n.target].name for n in made.graph.graph.nodes if n.target in OPS]
     assert kinds.count("reduce") == 2 * 2 + 1
     assert kinds.count("copy") == 2 * 2 + (name == "llama")

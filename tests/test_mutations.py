@@ -15,13 +15,14 @@ import torch
 from torch import Tensor, fx, nn
 
 import torchshard as ts
+from tests.compiled import compiled, planned_as
 from tests.models import CASES
 from torchshard.capture import flatten_call
 from torchshard.checking.check import check_program
 from torchshard.checking.compare import TOLERANCES, Results, compare
 from torchshard.checking.lockstep import rank_graphs
 from torchshard.checking.steps import Trial
-from torchshard.compiler.program import Program, planned, prepared, program
+from torchshard.compiler.program import Program, prepared
 from torchshard.core.errors import InternalError
 from torchshard.core.mesh import MeshAxis
 from torchshard.distributed.ops import OPS
@@ -46,7 +47,7 @@ def _made(name: str, world_size: int = 2, dtype: torch.dtype = torch.float64) ->
     inputs = tuple(
         x.detach().to(dtype).requires_grad_(x.requires_grad) if x.is_floating_point() else x for x in case.inputs()
     )
-    return model, program(model, case.plan, MeshAxis(world_size), inputs, aim=Objective(SPLITTING)), inputs
+    return model, compiled(model, case.plan, world_size, inputs, aim=Objective(SPLITTING)), inputs
 
 
 def _collectives(graph: fx.GraphModule) -> list[fx.Node]:
@@ -150,7 +151,7 @@ def test_rounding_noise_is_that_of_each_tensor(dtype: torch.dtype) -> None:
     eps = torch.finfo(dtype).eps
     assert relative["k.bias"] > 0.1 and 0 < relative["v.bias"] < 64 * eps
     model, x = _Chooses().to(dtype), torch.randn(3, 6).to(dtype)
-    made = program(model, {}, MeshAxis(2), (x,))
+    made = compiled(model, {}, 2, (x,))
     trial = Trial(model, made.captured, flatten_call(model, (x,), {}), torch.get_rng_state())
     assert all(n < 64 * eps for n in trial.noise(("",)).values())
 
@@ -171,7 +172,7 @@ class _Narrow(nn.Module):
 def test_a_fault_smaller_than_rounding_is_seen() -> None:
     torch.manual_seed(0)
     model, x = _Narrow().double(), torch.randn(3, 6).double().requires_grad_()
-    made = program(model, {"up": "column", "down": "row"}, MeshAxis(2), (x,))
+    made = compiled(model, {"up": "column", "down": "row"}, 2, (x,))
     report = check_program(model, made, made.graph, (x,), {})
     assert report.ok and report.tolerance == TOLERANCES[torch.bfloat16]
     assert report.widened is not None and report.widened.tolerance == TOLERANCES[torch.float64]
@@ -212,7 +213,7 @@ def test_gates_that_rounding_flips_are_no_fault_where_wider_dtypes_are_exact(dty
     report = ts.check(model, plan, world_size=4, example_inputs=(x,), dtype=None)
     assert report.ok and report.flips and "rounding alone moves" in str(report)
     x = x.requires_grad_()
-    made = program(model, plan, MeshAxis(4), (x,))
+    made = compiled(model, plan, 4, (x,))
     for node in _collectives(made.graph):
         graph = duplicate(made.graph)
         gone = _named(graph, node.name)
@@ -233,7 +234,7 @@ def test_a_fault_of_the_capture_is_no_flip(dtype: torch.dtype) -> None:
     stopped.meta = dict(added.args[0].meta)
     added.args = (stopped, added.args[1])
     captured.graph.recompile()
-    made = planned(captured, model, {"up": "column", "down": "row"}, MeshAxis(4))
+    made = planned_as(captured, model, {"up": "column", "down": "row"}, 4)
     assert not check_program(model, made, made.graph, (x,), {}).ok
 
 
@@ -287,7 +288,7 @@ def test_a_frozen_parameter_that_ranks_train_is_seen(monkeypatch: pytest.MonkeyP
 def test_a_fault_of_a_narrow_dtype_alone_is_no_flip() -> None:
     torch.manual_seed(0)
     model, x = nn.Sequential(nn.Linear(6, 8), nn.Linear(8, 6)), torch.randn(3, 6)
-    made = program(model, {"0": "column", "1": "row"}, MeshAxis(2), (x,))
+    made = compiled(model, {"0": "column", "1": "row"}, 2, (x,))
     graph = duplicate(made.graph)
     node = next(n for n in graph.graph.nodes if n.op == "call_function")
     with graph.graph.inserting_after(node):
@@ -309,7 +310,7 @@ def test_an_op_that_runs_in_no_wider_dtype_is_told() -> None:
             return x * (x.view(torch.int16) & 1)
 
     model, x = Bits(), torch.randn(3, 6).bfloat16()
-    made = program(model, {}, MeshAxis(2), (x,))
+    made = compiled(model, {}, 2, (x,))
     report = check_program(model, made, made.graph, (x,), {})
     assert report.ok and "not compared with wider dtypes: RuntimeError" in str(report)
 

@@ -13,9 +13,9 @@ import pytest
 import torch
 
 import torchshard as ts
+from tests.compiled import compiled
 from tests.models import CASES
-from torchshard.compiler.program import Program, program
-from torchshard.core.mesh import MeshAxis
+from torchshard.compiler.program import Program
 
 _NAMES = ("chromium", "chromium-browser", "google-chrome")
 CHROMIUM = next((found for name in _NAMES if (found := shutil.which(name))), None)
@@ -52,7 +52,7 @@ document.title = JSON.stringify(said);
 def _program(world: int = 2) -> Program:
     case = CASES["gpt"]
     torch.manual_seed(0)
-    return program(case.build(), case.plan, MeshAxis(world), case.inputs(), case.kwargs)
+    return compiled(case.build(), case.plan, world, case.inputs(), case.kwargs)
 
 
 def _page(folder: Path, *models: Any) -> str:
@@ -116,7 +116,7 @@ def test_texts_cant_break_the_page(tmp_path: Path) -> None:
         def forward(self, x: torch.Tensor) -> torch.Tensor:
             return getattr(self, "</script><b>")(x)
 
-    made = program(Odd(), "auto", MeshAxis(2), (torch.randn(2, 4),))
+    made = compiled(Odd(), "auto", 2, (torch.randn(2, 4),))
     text = _page(tmp_path, made)
     assert text.count("</script>") == 2 and "<b></b>" not in text
 

@@ -8,12 +8,14 @@ import torch.nn.functional as F
 from torch import Tensor, fx, nn
 
 import torchshard as ts
+from tests.compiled import compiled, constraints_of
 from tests.golden import check_golden
 from tests.models import MLP
 from torchshard.capture import capture
+from torchshard.capture.facts import ModelFacts
 from torchshard.checking.check import check_program
 from torchshard.compiler.planning import plan_graph
-from torchshard.compiler.program import Program, prepared, program
+from torchshard.compiler.program import Program, prepared
 from torchshard.core.mesh import MeshAxis
 from torchshard.core.notation import choices
 from torchshard.distributed.ops import OPS
@@ -52,7 +54,7 @@ def _stages() -> dict[str, fx.GraphModule]:
     assert normalize(graph)
     mark_needs_grad(graph, [name for name, _ in model.named_parameters()])
     stages["normalized"] = duplicate(graph)
-    plan = plan_graph(graph, model, PLAN, MeshAxis(WORLD), objective("h100x8"), {})
+    plan = plan_graph(graph, ModelFacts.of(model), constraints_of(model, PLAN, WORLD, objective("h100x8")))
     graph.meta["axis"] = MeshAxis(WORLD)
     for name, changed, stage in (
         ("annotated", lambda: annotate(graph, plan), "annotated"),
@@ -137,7 +139,7 @@ def test_a_ranks_values_know_no_numbers() -> None:
         def forward(self, ids: Tensor) -> Tensor:
             return self.tok(ids).index_select(0, torch.tensor([0])) + self.tok(torch.tensor([6]))
 
-    made = program(Places(), {"tok": "vocab"}, MeshAxis(2), (torch.zeros(1, dtype=torch.long),))
+    made = compiled(Places(), {"tok": "vocab"}, 2, (torch.zeros(1, dtype=torch.long),))
     for rank in range(2):
         graph = localized(made.graph, MeshAxis(2).simulated()[rank])
         assert all(getattr(n.meta.get("val"), "constant", None) is None for n in graph.graph.nodes)
@@ -183,7 +185,7 @@ def test_a_size_by_values_that_is_known_to_be_another(world_size: int) -> None:
 
 def test_verify_writes_nothing_and_finds_a_wrong_shape() -> None:
     """A verifier that recorded what it computed would mend what it should find."""
-    made = program(MLP(), {"up": "column", "down": "row"}, MeshAxis(2), (torch.randn(3, 12),))
+    made = compiled(MLP(), {"up": "column", "down": "row"}, 2, (torch.randn(3, 12),))
     graph = localized(made.graph, MeshAxis(2).simulated()[0])
     before = {node: dict(node.meta) for node in graph.graph.nodes}
     verify(graph, "localized", after="localize")

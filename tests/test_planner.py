@@ -20,7 +20,7 @@ from torchshard.ir.graph import is_tensor, is_tensor_op, mark_needs_grad
 from torchshard.planner.conversions import conversions_of
 from torchshard.planner.costs import CostModel, Op, Value
 from torchshard.planner.elimination import Elimination, Power
-from torchshard.planner.network import FORBIDDEN, Asked, Network, build
+from torchshard.planner.network import FORBIDDEN, GraphConstraints, Network, build
 from torchshard.planner.predict import predict
 from torchshard.planner.prune import prune
 from torchshard.planner.search import STEEP, stamped, within
@@ -147,7 +147,7 @@ class _Drawn:
             node.meta = {"val": target(*fx.map_arg(args, lambda n: n.meta["val"])), "module": ""}
         self.values.append(node)
 
-    def asked(self, world: int) -> Asked:
+    def asked(self, world: int) -> GraphConstraints:
         """At most three choices for an op, so that all can be tried."""
         options = {}
         for node in self.graph.nodes:
@@ -156,7 +156,7 @@ class _Drawn:
                 assert row is not None
                 found = choices(row, world)
                 options[node] = [found[0], *self.rng.sample(found[1:], min(2, len(found) - 1))]
-        return Asked(options)
+        return GraphConstraints(options)
 
 
 def _enumerated(drawn: _Drawn, network: Network, model: CostModel) -> tuple[Any, Any]:

@@ -19,10 +19,10 @@ from torchshard.passes import normalize
 from torchshard.planner import network as network_of
 from torchshard.planner.conversions import conversions_of
 from torchshard.planner.costs import CostModel
-from torchshard.planner.network import Asked, Network, build
+from torchshard.planner.network import GraphConstraints, Network, build
 from torchshard.planner.predict import predict
 from torchshard.planner.prune import prune
-from torchshard.planner.search import Found, search
+from torchshard.planner.search import SearchResult, search
 from torchshard.planner.solver import Solver
 from torchshard.plans.data import Collective
 from torchshard.plans.machine import Machine
@@ -71,7 +71,7 @@ _MODELS: dict[str, tuple[str, str, dict[str, Any], str]] = {
 """name -> (configuration, model, its sizes, the name of the number of layers)."""
 
 
-def _predicted(graph: fx.Graph, found: Found) -> tuple[list[Collective], dict[str, float]]:
+def _predicted(graph: fx.Graph, found: SearchResult) -> tuple[list[Collective], dict[str, float]]:
     decided = found.choices, found.parameters
     return predict(graph, MODEL, *decided, conversions_of(graph, MODEL, *decided))
 
@@ -155,7 +155,7 @@ def _integer_program(network: Network, price: float) -> float:
 
 @pytest.mark.parametrize("name", _MODELS)
 def test_a_block_is_planned_as_an_integer_program_plans_it(name: str) -> None:
-    network = build(graph_of(name, 1), MODEL, Asked(), fold=False)
+    network = build(graph_of(name, 1), MODEL, GraphConstraints(), fold=False)
     prices = (0.0, 1e-8)
     expected = [_integer_program(network, price) for price in prices]
     prune(network)
@@ -168,14 +168,14 @@ def test_a_block_is_planned_as_an_integer_program_plans_it(name: str) -> None:
 def test_repeated_blocks_are_planned_once_for_all(name: str) -> None:
     """Folded or not the plan costs the same, and so do the collectives that it makes necessary."""
     graph = graph_of(name, 12 if name == "gemma2" else 7)
-    folded, whole = (build(graph, MODEL, Asked(), fold=fold) for fold in (True, False))
+    folded, whole = (build(graph, MODEL, GraphConstraints(), fold=fold) for fold in (True, False))
     assert folded.chains and len(folded.states) < len(whole.states)
     for network in (folded, whole):
         prune(network)
     for price in (0.0, 1e-8, 1e-4):
         a, b = (Solver(network).best(price) for network in (folded, whole))
         assert a.seconds + price * a.nbytes == pytest.approx(b.seconds + price * b.nbytes, rel=1e-9)
-    found = [search(graph, MODEL, Asked(), fold=fold) for fold in (True, False)]
+    found = [search(graph, MODEL, GraphConstraints(), fold=fold) for fold in (True, False)]
     costs = [_predicted(graph, f) for f in found]
     totals = [sum(compute.values()) + sum(c.seconds for c in collectives) for collectives, compute in costs]
     assert totals[0] == pytest.approx(totals[1], rel=1e-9)
@@ -187,7 +187,7 @@ def test_blocks_whose_states_differ_are_planned_one_by_one(
 ) -> None:
     """As a hint that only one block gets would make them: the plan costs what it costs unfolded."""
     graph = graph_of("gptj", 7)
-    whole = search(graph, MODEL, Asked(), fold=False)
+    whole = search(graph, MODEL, GraphConstraints(), fold=False)
     learnt = network_of.wanted_parts
 
     def lopsided(ops: Any, tensors: Any, world: int) -> Any:
@@ -197,7 +197,7 @@ def test_blocks_whose_states_differ_are_planned_one_by_one(
 
     monkeypatch.setattr(network_of, "wanted_parts", lopsided)
     with caplog.at_level("INFO", "torchshard.planner"):
-        uneven = search(graph, MODEL, Asked())
+        uneven = search(graph, MODEL, GraphConstraints())
     assert "planned one by one" in caplog.text
     costs = [_predicted(graph, f) for f in (whole, uneven)]
     totals = [sum(compute.values()) + sum(c.seconds for c in collectives) for collectives, compute in costs]
@@ -207,9 +207,9 @@ def test_blocks_whose_states_differ_are_planned_one_by_one(
 def test_blocks_whose_tables_are_too_large_are_planned_one_by_one(monkeypatch: pytest.MonkeyPatch) -> None:
     """And from neighbourhood to neighbourhood: the plan is possible, near the best, and a gap is told."""
     graph = graph_of("llama", 4)
-    exact = search(graph, MODEL, Asked())
+    exact = search(graph, MODEL, GraphConstraints())
     monkeypatch.setattr("torchshard.planner.search.Solver", functools.partial(Solver, limit=1000))
-    near = search(graph, MODEL, Asked())
+    near = search(graph, MODEL, GraphConstraints())
     costs = [_predicted(graph, f) for f in (exact, near)]
     totals = [sum(compute.values()) + sum(c.seconds for c in collectives) for collectives, compute in costs]
     assert exact.gap == 0 < near.gap < float("inf")

@@ -19,11 +19,11 @@ from torch import Tensor, nn
 from torch.profiler import ProfilerActivity, profile
 
 import torchshard as ts
+from tests.compiled import compiled
 from tests.helpers import run_ranks
 from tests.models import CASES, GPT, MLP
 from torchshard.compiler.memory import predicted_memory
-from torchshard.compiler.program import prepared, program
-from torchshard.core.mesh import MeshAxis
+from torchshard.compiler.program import prepared
 from torchshard.ir.graph import is_tensor_op
 from torchshard.planner.costs import Op
 
@@ -508,7 +508,7 @@ def test_auto_is_exact_for_every_model() -> None:
         torch.manual_seed(0)
         report = ts.check(case.build(), "auto", world_size=3, example_inputs=case.inputs(), example_kwargs=case.kwargs)
         assert report.ok, f"{name}\n{report}"
-    assert program(MLP(), "auto", MeshAxis(2), (torch.randn(3, 12),)).plan.parameters["up.weight"] == ts.S(0)
+    assert compiled(MLP(), "auto", 2, (torch.randn(3, 12),)).plan.parameters["up.weight"] == ts.S(0)
 
 
 # --- limits of memory ------------------------------------------------------------------------------------------------

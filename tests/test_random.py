@@ -12,9 +12,9 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import torchshard as ts
+from tests.compiled import planned_as
 from tests.helpers import run_ranks
-from torchshard.compiler.program import planned, prepared
-from torchshard.core.mesh import MeshAxis
+from torchshard.compiler.program import prepared
 from torchshard.plans.machine import objective
 from torchshard.rules import RULES
 
@@ -165,8 +165,8 @@ def _on_real_ranks(rank: int, world: int) -> dict[str, bool]:
     ts.distributed.init_process_group()
     x, found = torch.linspace(-1, 1, 35, dtype=torch.float64).view(7, 5), {}
     for dim in (0, 1):
-        plan = planned(
-            prepared(_Elementwise(), (x,), {}, dynamic=False), _Elementwise(), {}, MeshAxis(world),
+        plan = planned_as(
+            prepared(_Elementwise(), (x,), {}, dynamic=False), _Elementwise(), {}, world,
             objective("cpu-gloo", axes="all"), {"weight": ts.S(dim)},
         ).plan  # fmt: skip
         for recomputed in (False, True):

@@ -19,11 +19,12 @@ from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv, Stateles
 
 import torchshard as ts
 from tests import oracle
+from tests.compiled import compiled, planned_as
 from tests.op_cases import CASES, CREATION, SUM, case, f, flags, ids, pos, sdpa
 from tests.oracle import Case, T, build, row_and_choices, run
 from torchshard.checking import lockstep
 from torchshard.checking.check import check_program
-from torchshard.compiler.program import Program, planned, prepared, program
+from torchshard.compiler.program import Program, prepared
 from torchshard.core.layouts import S
 from torchshard.core.mesh import MeshAxis
 from torchshard.core.notation import Choice, Row, choices
@@ -425,13 +426,13 @@ PICKS = {
 
 def _with_split_picks(model: nn.Module, plan: Any, x: torch.Tensor) -> Program:
     """The program in which what looks up is split along what it looks up in, whatever that costs."""
-    made = program(model, plan, MeshAxis(2), (x,))
+    made = compiled(model, plan, 2, (x,))
     nodes = [n for n in made.captured.graph.graph.nodes if is_tensor_op(n)]
     pick = next(n for n in nodes if op_name(n) in ("embedding", "index_select", "gather", "cross_entropy_loss"))
     row = node_row(pick)
     assert row is not None
     split = next(c for c in choices(row, 2) if c.name == "split v")
-    return program(model, Plan(2, made.plan.parameters, {pick.name: split}), MeshAxis(2), (x,))
+    return compiled(model, Plan(2, made.plan.parameters, {pick.name: split}), 2, (x,))
 
 
 @pytest.mark.parametrize("name", [*LOOKUPS, *PICKS])
@@ -488,7 +489,7 @@ def test_the_mean_of_a_large_batch_of_halves(axis: str) -> None:
     model, target = Loss(), torch.randint(4, (6000,))
     captured = prepared(model, (target,), {}, dynamic=False)
     layout = S("nv".index(axis))
-    made = planned(captured, model, {}, MeshAxis(2), objective("cpu-gloo", axes="all"), {"scores": layout})
+    made = planned_as(captured, model, {}, 2, objective("cpu-gloo", axes="all"), {"scores": layout})
     report = check_program(model, made, made.graph, (target,), {})
     assert report.ok, str(report)
     assert not any(c.value == "scores" for c in made.plan.costs.collectives)

@@ -11,11 +11,11 @@ import transformers
 from torch import Tensor, nn
 
 import torchshard as ts
+from tests.compiled import planned_as
 from torchshard.capture import Captured
 from torchshard.checking.check import check_program
-from torchshard.compiler.program import Program, planned, prepared
+from torchshard.compiler.program import Program, prepared
 from torchshard.core.layouts import I, Shard, local_size, parts_of
-from torchshard.core.mesh import MeshAxis
 
 
 def _ids(batch: int, length: int, vocabulary: int) -> dict[str, Tensor]:
@@ -36,7 +36,7 @@ def _llama(
 
 
 def _check(model: nn.Module, captured: Captured, world: int, *calls: dict[str, Tensor]) -> Program:
-    made = planned(captured, model, {}, MeshAxis(world))
+    made = planned_as(captured, model, {}, world)
     for call in calls:
         report = check_program(model, made, made.graph, (), call)
         assert report.ok, str(report)
@@ -83,7 +83,7 @@ def test_vocabularies_that_do_not_divide(vocabulary: int, hidden: int, world: in
 
     torch.manual_seed(0)
     model, ids = Tied().double(), torch.randint(vocabulary, (2, 4))
-    made = planned(prepared(model, (ids,), {}), model, {"tok": "vocab"}, MeshAxis(world))
+    made = planned_as(prepared(model, (ids,), {}), model, {"tok": "vocab"}, world)
     assert sum(_held(made, "tok.weight")) == vocabulary
     report = check_program(model, made, made.graph, (ids,), {})
     assert report.ok, str(report)

@@ -11,9 +11,8 @@ import torch
 from torch import Tensor, nn
 
 import torchshard as ts
+from tests.compiled import compiled
 from torchshard.checking.check import check_program
-from torchshard.compiler.program import program
-from torchshard.core.mesh import MeshAxis
 from torchshard.distributed.ops import OPS
 
 WIDTH = 24
@@ -107,7 +106,7 @@ def test_one_graph_is_exact_for_any_batch_and_length(name: str) -> None:
     build, calls, world_size = CASES[name]
     torch.manual_seed(0)
     model = build()
-    made = program(model, "auto", MeshAxis(world_size), calls[0])
+    made = compiled(model, "auto", world_size, calls[0])
     for call in calls:
         report = check_program(model, made, made.graph, call, {})
         assert report.ok, str(report)

@@ -9,8 +9,9 @@ import torch
 from torch import nn
 
 from torchshard.capture import check_weights
-from torchshard.compiler.planning import PlanLike
-from torchshard.compiler.program import check_examples, check_world_size, device_type, program
+from torchshard.capture.facts import ModelFacts, device_type
+from torchshard.compiler.constraints import PlanLike, read_constraints
+from torchshard.compiler.program import check_examples, check_world_size, program
 from torchshard.core.errors import InputError, PlanError
 from torchshard.core.mesh import MODEL, MeshAxis
 from torchshard.distributed.group import is_initialized, lookup
@@ -105,4 +106,5 @@ def plan(
     check_examples(example_inputs, example_kwargs)
     check_weights(model)
     aim = objective(machine, memory, axes, device_type(model))
-    return program(model, plan, MeshAxis(world_size), tuple(example_inputs or ()), example_kwargs, aim=aim).plan
+    constraints = read_constraints(ModelFacts.of(model), plan, MeshAxis(world_size), aim)
+    return program(model, constraints, tuple(example_inputs or ()), example_kwargs).plan

@@ -18,11 +18,12 @@ import torch
 from torch import Tensor, fx, nn
 
 from torchshard.capture import Captured, check_weights, copied, flatten, flatten_call
+from torchshard.capture.facts import ModelFacts, device_type
 from torchshard.checking import lockstep
 from torchshard.checking.compare import KINDS, TOLERANCES, Comparison, Results, compare, error_of_pieces, noise_ceiling
 from torchshard.checking.steps import Run, Trial
-from torchshard.compiler.planning import PlanLike
-from torchshard.compiler.program import Program, check_examples, check_world_size, device_type, prepared, program
+from torchshard.compiler.constraints import PlanLike, read_constraints
+from torchshard.compiler.program import Program, check_examples, check_world_size, prepared, program
 from torchshard.core.errors import ShardError
 from torchshard.core.layouts import Layout, dual
 from torchshard.core.mesh import MeshAxis
@@ -154,7 +155,8 @@ def check(
     if dtype is not None:
         held, args, kwargs = in_dtype(held, args, kwargs, dtype)
     aim = objective(machine, memory, axes, device_type(held))
-    made = program(held, plan, MeshAxis(world_size), args, kwargs, aim=aim)
+    constraints = read_constraints(ModelFacts.of(held), plan, MeshAxis(world_size), aim)
+    made = program(held, constraints, args, kwargs)
     return _with_captured(check_program(held, made, made.graph, args, kwargs), held, args, kwargs)
 
 

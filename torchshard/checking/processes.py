@@ -16,7 +16,7 @@ from torchshard.capture import flatten, flatten_call
 from torchshard.checking.check import Report, in_dtype, tolerance_of
 from torchshard.checking.compare import Place, Results, compare
 from torchshard.checking.steps import Trial, backward, leaf, unsharded
-from torchshard.compiler.planning import PlanLike
+from torchshard.compiler.constraints import PlanLike
 from torchshard.compiler.program import prepared
 from torchshard.core.layouts import Layout
 from torchshard.core.mesh import MODEL

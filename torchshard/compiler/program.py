@@ -18,14 +18,12 @@ from typing import Any
 from torch import fx, nn
 
 from torchshard.capture import Captured, capture
-from torchshard.compiler.planning import PlanLike, check_memory, is_static, plan_graph, read_plan
-from torchshard.core.errors import InputError, PlanError
-from torchshard.core.layouts import Layout
-from torchshard.core.mesh import MeshAxis
+from torchshard.capture.facts import ModelFacts
+from torchshard.compiler.constraints import Constraints
+from torchshard.compiler.planning import plan_graph
+from torchshard.core.errors import InputError
 from torchshard.ir.graph import mark_needs_grad
 from torchshard.passes import normalize, rewrite
-from torchshard.planner.styles import check_matches
-from torchshard.plans.machine import Objective, objective
 from torchshard.plans.plan import Plan
 
 log = logging.getLogger("torchshard.compiler.program")
@@ -43,32 +41,14 @@ class Program:
 
 
 def program(
-    model: nn.Module,
-    plan: PlanLike,
-    axis: MeshAxis,
-    args: Sequence[Any],
-    kwargs: Mapping[str, Any] | None = None,
-    parameters: Mapping[str, Layout] | None = None,
-    aim: Objective | None = None,
+    model: nn.Module, constraints: Constraints, args: Sequence[Any], kwargs: Mapping[str, Any] | None = None
 ) -> Program:
     """Captures, plans and rewrites one call of a model.
-
-    Args:
-        parameters: layouts that are fixed already, by name.
-        aim: what the best plan is.
 
     Raises:
         CaptureError, InputError, PlanError: see each.
     """
-    wanted = read_plan(plan, axis.size)
-    if isinstance(wanted, Mapping):
-        check_matches(wanted, [name for name, _ in model.named_modules()])  # before the long way
-    _check_ranks(model, axis)
-    aim = aim or objective(None, device=device_type(model))
-    if isinstance(wanted, Mapping):
-        check_memory(model, axis, aim.memory)
-    captured = prepared(model, args, kwargs, dynamic=not is_static(wanted, aim))
-    return planned(captured, model, wanted, axis, aim, parameters)
+    return planned(prepared(model, args, kwargs, dynamic=not constraints.is_static), model, constraints)
 
 
 def prepared(
@@ -82,25 +62,16 @@ def prepared(
     return captured
 
 
-def planned(
-    captured: Captured,
-    model: nn.Module,
-    wanted: Mapping[str, Any] | Plan,
-    axis: MeshAxis,
-    aim: Objective | None = None,
-    parameters: Mapping[str, Layout] | None = None,
-) -> Program:
+def planned(captured: Captured, model: nn.Module, constraints: Constraints) -> Program:
     """A plan for a captured call, and the graph with its collectives."""
-    aim = aim or objective(None, device=device_type(model))
     with _no_collection():
         with _timed("plan"):
-            made = plan_graph(captured.graph, model, wanted, axis, aim, parameters or {})
+            plan = plan_graph(captured.graph, ModelFacts.of(model), constraints)
         with _timed("rewrite"):
-            graph = rewrite(captured.graph, made)
-    made = dataclasses.replace(made, graph=graph)
-    for whole in made.costs.whole:
-        warnings.warn(str(whole), stacklevel=2)
-    return Program(captured, made, graph)
+            graph = rewrite(captured.graph, plan)
+    for gathered in plan.costs.whole:
+        warnings.warn(str(gathered), stacklevel=2)
+    return Program(captured, dataclasses.replace(plan, graph=graph), graph)
 
 
 STAGES = ("capture", "plan", "rewrite")
@@ -116,7 +87,7 @@ def _timed(stage: str) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _no_collection() -> Iterator[None]:
-    """Graphs are many small objects that stay: to look for garbage among them takes a tenth of the time."""
+    """Capture allocates many long-lived small objects; pausing the garbage collector saves about 10 %."""
     enabled = gc.isenabled()
     gc.disable()
     try:
@@ -124,11 +95,6 @@ def _no_collection() -> Iterator[None]:
     finally:
         if enabled:
             gc.enable()
-
-
-def device_type(model: nn.Module) -> str:
-    """The type of the device that a model is on: 'cpu', 'cuda', 'meta'."""
-    return next((p.device.type for p in model.parameters()), "cpu") if isinstance(model, nn.Module) else "cpu"
 
 
 def check_examples(example_inputs: Any, example_kwargs: Any) -> None:
@@ -159,17 +125,6 @@ def check_world_size(world_size: Any) -> None:
     if not isinstance(world_size, int) or isinstance(world_size, bool) or world_size < 1:
         raise InputError(
             f"{world_size!r} is no number of ranks", where="world_size=", why="it is an int of 1 or more", attempt="2"
-        )
-
-
-def _check_ranks(model: nn.Module, axis: MeshAxis) -> None:
-    sizes = {size: name for name, t in model.named_parameters() for size in t.shape}
-    if sizes and axis.size > max(sizes):
-        raise PlanError(
-            f"{axis.size} ranks are more than any dim has elements",
-            where=f"parameter {sizes[max(sizes)]!r}",
-            why=f"its dim of {max(sizes)} is the largest: some ranks would hold nothing of anything",
-            attempt=f"{max(sizes)} ranks or fewer",
         )
 
 

@@ -41,7 +41,7 @@ MOST_SETS = 1024
 
 
 @dataclass(frozen=True)
-class Asked:
+class GraphConstraints:
     """What the caller fixes."""
 
     options: Mapping[fx.Node, list[Choice]] = field(default_factory=dict)
@@ -126,13 +126,13 @@ class Network:
 # --- the network -----------------------------------------------------------------------------------------------------
 
 
-def build(graph: fx.Graph, costs: CostModel, asked: Asked, *, fold: bool = True) -> Network:
+def build(graph: fx.Graph, costs: CostModel, constraints: GraphConstraints, *, fold: bool = True) -> Network:
     """The network of a graph; with `fold` each run of repeated blocks is there once."""
     try:
-        return _Builder(graph, costs, asked, Folded.of(graph, asked.differences(graph), fold=fold)).network
+        return _Builder(graph, costs, constraints, Folded.of(graph, constraints.differences(graph), fold=fold)).network
     except _Uneven as error:
         log.info("repeated blocks are planned one by one: %s", error)
-        return build(graph, costs, asked, fold=False)
+        return build(graph, costs, constraints, fold=False)
 
 
 class _Uneven(Exception):
@@ -142,8 +142,8 @@ class _Uneven(Exception):
 class _Builder:
     """Adds variables and factors, part by part; a variable's key says which block it is in."""
 
-    def __init__(self, graph: fx.Graph, costs: CostModel, asked: Asked, folded: Folded) -> None:
-        self.costs, self.asked, self.folded, self.ranks = costs, asked, folded, costs.axis.size
+    def __init__(self, graph: fx.Graph, costs: CostModel, constraints: GraphConstraints, folded: Folded) -> None:
+        self.costs, self.constraints, self.folded, self.ranks = costs, constraints, folded, costs.axis.size
         self.network, self.position = Network(folded), folded.position
         planned = [folded.nodes[i] for i in folded.planned()]
         self.ops = [Op.of(node) for node in planned if is_tensor_op(node)]
@@ -176,23 +176,23 @@ class _Builder:
 
     def _add_ops(self) -> None:
         wanted = wanted_parts(self.ops, self.tensors, self.ranks)
-        axes = weight_axes(self.ops, self.tensors) if not self.asked.all_axes else None
+        axes = weight_axes(self.ops, self.tensors) if not self.constraints.all_axes else None
         for op in self.ops:
-            if op.node in self.asked.options:
-                states = self.asked.options[op.node]
+            if op.node in self.constraints.options:
+                states = self.constraints.options[op.node]
             else:
                 around = enumerate(self.tensors[op.node])
                 hints = [(i, s) for i, t in around if t is not None for s in wanted.get(t, ())]
                 states = choices(op.row, self.ranks, hints) if op.row is not None else [whole_choice(op.node)]
-                if op.node in self.asked.pins:
-                    states = pinned_choices(op, self.asked.pins[op.node], states, self.ranks)
+                if op.node in self.constraints.pins:
+                    states = pinned_choices(op, self.constraints.pins[op.node], states, self.ranks)
                 else:
                     states = [c for c in states if axes is None or all(a in axes[op.node] for a, _ in c.axes)]
                 if not any(value.needs_grad for value in (*op.operands, *op.results)):
                     states = [c for c in states if c.name != "R"]  # the same as I where no gradient flows
             variable = self.network.variable(("op", self.position[op.node], 0), states)
             saved = None
-            if self.asked.per_parameter is not None:
+            if self.constraints.per_parameter is not None:
                 saved = np.array([self.costs.saved(op, choice) for choice in states])
             self._factor((variable,), [self._op_seconds(op, choice) for choice in states], saved)
 
@@ -210,8 +210,8 @@ class _Builder:
         ]
         path = node.meta["path"]
         states: list[Layout] = [I]
-        if path in self.asked.parameters:
-            states = [self.asked.parameters[path]]
+        if path in self.constraints.parameters:
+            states = [self.constraints.parameters[path]]
         elif node.meta["kind"] in ("parameter", "buffer"):
             states = [*dict.fromkeys(layout for layout in wanted if isinstance(layout, Shard)), I]
             states = self._pinned_layouts(node) or states
@@ -223,15 +223,15 @@ class _Builder:
     def _held(self, node: fx.Node, layout: Layout) -> float:
         """Bytes on the rank that holds the most, where memory is what counts; else of an average rank."""
         value = Value.of(node)
-        if self.asked.per_parameter is not None:
+        if self.constraints.per_parameter is not None:
             return value.held(layout, self.ranks)
         return value.nbytes / self.ranks if isinstance(layout, Shard) else value.nbytes
 
     def _weight_of(self, node: fx.Node) -> float:
         """How many times a placeholder's bytes count."""
-        if self.asked.per_parameter is None:
+        if self.constraints.per_parameter is None:
             return float(is_weight(node))
-        return self.asked.per_parameter if node.meta["kind"] == "parameter" and node.meta["needs_grad"] else 1.0
+        return self.constraints.per_parameter if node.meta["kind"] == "parameter" and node.meta["needs_grad"] else 1.0
 
     def _pinned_layouts(self, node: fx.Node) -> list[Layout]:
         """How the ops that the plan names leave a parameter to be stored; empty where they say nothing.
@@ -241,7 +241,7 @@ class _Builder:
         """
         held: list[Layout] = []
         for op in self.consumers[node]:
-            if op.node not in self.asked.pins:
+            if op.node not in self.constraints.pins:
                 continue
             places = [i for i, operand in enumerate(self._inputs(op)) if operand is node]
             states = self._states(op)[1]
@@ -302,16 +302,16 @@ class _Builder:
 
     def _is_taken_whole(self, node: fx.Node) -> bool:
         source: Any = node if node.op == "placeholder" or is_tensor_op(node) else node.args[0]
-        return source in self.asked.pins and self.asked.pins[source].style.whole_result
+        return source in self.constraints.pins and self.constraints.pins[source].style.whole_result
 
     def _conversions(self, node: fx.Node, value: Value, given: Layout, wanted: Iterable[Layout]) -> float:
         """Seconds to bring a value to some layouts."""
         steps = self.costs.plan_conversions(value, given, wanted)
-        if steps is None or any((node, step) in self.asked.vetoed for step in steps):
+        if steps is None or any((node, step) in self.constraints.vetoed for step in steps):
             return FORBIDDEN
         seconds = sum(sent.seconds for step in steps for sent in self.costs.sent(value, step))
         if steps and node.op == "placeholder" and isinstance(given, Shard):
-            return GATHERED_PARAMETER * seconds if node.meta["path"] in self.asked.parameters else FORBIDDEN
+            return GATHERED_PARAMETER * seconds if node.meta["path"] in self.constraints.parameters else FORBIDDEN
         return seconds
 
     def _share(

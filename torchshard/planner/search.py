@@ -24,7 +24,7 @@ from torchshard.core.layouts import I, Layout
 from torchshard.core.notation import Choice
 from torchshard.ir.graph import is_tensor_op, is_weight, nbytes, where
 from torchshard.planner.costs import CostModel
-from torchshard.planner.network import FORBIDDEN, Asked, Network, build
+from torchshard.planner.network import FORBIDDEN, GraphConstraints, Network, build
 from torchshard.planner.prune import prune
 from torchshard.planner.solver import Solution, Solver
 
@@ -44,7 +44,7 @@ Fits = Callable[[Mapping[str, Choice], Mapping[str, Layout]], bool]
 
 
 @dataclass(frozen=True)
-class Found:
+class SearchResult:
     """What a search decided."""
 
     choices: Mapping[str, Choice]
@@ -58,11 +58,11 @@ class Found:
 def search(
     graph: fx.Graph,
     model: CostModel,
-    asked: Asked,
+    constraints: GraphConstraints,
     fits: Fits | None = None,
     *,
     fold: bool = True,
-) -> Found:
+) -> SearchResult:
     """The fastest plan that is allowed.
 
     Args:
@@ -72,27 +72,27 @@ def search(
     Raises:
         PlanError: an op can't run as it is pinned.
     """
-    network = build(graph, model, asked, fold=fold)
+    network = build(graph, model, constraints, fold=fold)
     impossible = prune(network)
     if impossible is not None:
         raise _no_way(network, impossible)
     solver = Solver(network)
     if not solver.exact and network.chains:
-        return search(graph, model, asked, fits, fold=False)
+        return search(graph, model, constraints, fits, fold=False)
     small = solver.best(STEEP)
     if small.seconds == FORBIDDEN:
         raise _no_way(network, None)
     if fits is None:
         fixed = _whole_bytes(graph, stamped(graph, network, small)[1])
         found, gap, _ = within(solver, lambda fewest: fewest + SLACK * (fewest - fixed), small)
-        return Found(*stamped(graph, network, found), gap)
+        return SearchResult(*stamped(graph, network, found), gap)
 
     def allowed(solution: Solution) -> bool:
         return fits(*stamped(graph, network, solution))
 
     tried = fastest(solver, allowed, small)
     tried = replace(tried, found=filled(solver, allowed, tried))
-    return Found(*stamped(graph, network, tried.found), tried.gap(float("inf")), tried.fits)
+    return SearchResult(*stamped(graph, network, tried.found), tried.gap(float("inf")), tried.fits)
 
 
 def _whole_bytes(graph: fx.Graph, layouts: Mapping[str, Layout]) -> float:

@@ -7,11 +7,12 @@ import fnmatch
 import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import fx, nn
 
+from torchshard.capture.facts import ModelFacts
 from torchshard.core.errors import PlanError
 from torchshard.core.layouts import Layout, Shard
 from torchshard.custom_ops.recurrent import KINDS
@@ -47,20 +48,38 @@ WORDS: dict[Any, Style] = {
     "ColwiseParallel": _COLUMN, "RowwiseParallel": _ROW,
 }  # fmt: skip
 
-_CONVOLUTION: dict[str, tuple[str, ...]] = {"column": ("o", "g"), "row": ("c", "g")}
+class Split(NamedTuple):
+    """What a style does to an op."""
 
-AXES: dict[Any, dict[str, tuple[str, ...]]] = {
-    aten.linear.default: {"column": ("n",), "row": ("k",), "vocab": ("n",)},
-    aten.mm.default: {"column": ("n",), "row": ("k",)},
-    aten.matmul.default: {"column": ("n",), "row": ("k",)},
-    aten.embedding.default: {"column": ("e",), "row": ("v",), "vocab": ("v",)},
+    axes: tuple[str, ...]
+    """The axes of the op's row to split: the first that the row can split."""
+    weight: int | None = None
+    """The dim of the weight that this splits; None where it depends on the call."""
+    bias: int | None = None
+    """The dim of the bias that this splits; None: it stays whole."""
+
+
+_CONVOLUTION = {"column": Split(("o", "g"), 0, 0), "row": Split(("c", "g"), 1)}
+
+SPLITS: dict[Any, dict[str, Split]] = {
+    aten.linear.default: {"column": Split(("n",), 0, 0), "row": Split(("k",), 1), "vocab": Split(("n",), 0, 0)},
+    aten.mm.default: {"column": Split(("n",)), "row": Split(("k",))},
+    aten.matmul.default: {"column": Split(("n",)), "row": Split(("k",))},
+    aten.embedding.default: {"column": Split(("e",), 1), "row": Split(("v",), 0), "vocab": Split(("v",), 0)},
     aten.conv1d.default: _CONVOLUTION, aten.conv2d.default: _CONVOLUTION, aten.conv3d.default: _CONVOLUTION,
     aten.conv1d.padding: _CONVOLUTION, aten.conv2d.padding: _CONVOLUTION, aten.conv3d.padding: _CONVOLUTION,
-    aten.convolution.default: {"column": ("o",), "row": ("c",)},
-    aten.embedding_bag.padding_idx: {"column": ("e",)},
-    **{function: {"column": ("h",)} for function in KINDS},
+    aten.convolution.default: {"column": Split(("o",), 1, 0), "row": Split(("c",), 0)},  # transposed
+    aten.embedding_bag.padding_idx: {"column": Split(("e",), 1)},
+    **{function: {"column": Split(("h",))} for function in KINDS},
 }  # fmt: skip
-"""Op -> style -> the axis to split (the first that the row can split)."""
+"""Op -> style -> what it splits."""
+OPS_OF_MODULES: dict[type[nn.Module], Any] = {
+    nn.Linear: aten.linear.default, nn.Embedding: aten.embedding.default,
+    nn.EmbeddingBag: aten.embedding_bag.padding_idx,
+    nn.Conv1d: aten.conv1d.default, nn.Conv2d: aten.conv2d.default, nn.Conv3d: aten.conv3d.default,
+    **dict.fromkeys((nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d), aten.convolution.default),
+}  # fmt: skip
+"""Modules that call one op with a weight and a bias: their styles' layouts are known without a graph."""
 
 
 @dataclass(frozen=True)
@@ -113,8 +132,8 @@ def matching(key: str, modules: Iterable[str]) -> list[str]:
     return [path for path in modules if (fnmatch.fnmatchcase(path, key) if path else not key)]
 
 
-def check_matches(plan: Mapping[str, Any], modules: Iterable[str]) -> dict[str, tuple[str, Style]]:
-    """Module path -> (plan key, style).
+def read_pins(plan: Mapping[str, Any], modules: Iterable[str]) -> dict[str, tuple[str, Style]]:
+    """Module path -> (plan key, style), of a dict of globs and words.
 
     Raises:
         PlanError: a key matches no module, or two keys want different things of one.
@@ -169,16 +188,16 @@ def pins_of(graph: fx.Graph, chosen: Mapping[str, tuple[str, Style]]) -> dict[fx
         fed = [n for n in ops if any(_is_own(_before_casts(p), path) for p in operands(n))]
         within = [n for n in fed if n.meta.get("module") == path]
         fed = within or fed  # a parent may use the weight of a module that it never calls
-        able = {n: AXES[op_of(n.target)] for n in fed if op_of(n.target) in AXES}
+        able = {n: SPLITS[op_of(n.target)] for n in fed if op_of(n.target) in SPLITS}
         if style.name == "replicate":
             pins.update({n: Pin(key, style, ()) for n in fed})
         elif not fed and any(_is_own(n, path) for n in graph.nodes):
             continue  # this call does not use the module
-        elif not able or any(style.name not in axes for axes in able.values()):
+        elif not able or any(style.name not in splits for splits in able.values()):
             own = {str(n.target) for n in ops if n.meta.get("module") == path}
             raise cannot_have(key, path, style.name, f"its ops are {sorted(own) or 'none'}")
         else:
-            pins.update({n: Pin(key, style, axes[style.name]) for n, axes in able.items()})
+            pins.update({n: Pin(key, style, splits[style.name].axes) for n, splits in able.items()})
     return pins
 
 
@@ -214,29 +233,15 @@ def pinned_layout_conflict(name: str, first: str, second: str, node: fx.Node) ->
     )
 
 
-_WEIGHT_DIMS: tuple[tuple[tuple[type[nn.Module], ...], dict[str, tuple[int, int | None]]], ...] = (
-    ((nn.Linear,), {"column": (0, 0), "vocab": (0, 0), "row": (1, None)}),
-    ((nn.Embedding,), {"column": (1, None), "row": (0, None), "vocab": (0, None)}),
-    ((nn.EmbeddingBag,), {"column": (1, None)}),
-    ((nn.Conv1d, nn.Conv2d, nn.Conv3d), {"column": (0, 0), "row": (1, None)}),
-    ((nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d), {"column": (1, 0), "row": (0, None)}),
-)
-"""Module types -> style -> the split dims of weight and bias."""
-
-
-def parameter_layouts(model: nn.Module, styles: Mapping[str, Style]) -> dict[str, Layout]:
+def parameter_layouts(facts: ModelFacts, pins: Mapping[str, tuple[str, Style]]) -> dict[str, Layout]:
     """The layouts of the parameters of the named modules, as far as their types tell without a graph."""
     layouts: dict[str, Layout] = {}
-    names = {id(p): name for name, p in reversed(list(model.named_parameters(remove_duplicate=False)))}
-    for path, style in styles.items():
-        module = model.get_submodule(path)
-        dims = next(
-            (rows[style.name] for kinds, rows in _WEIGHT_DIMS if type(module) in kinds and style.name in rows), None
-        )
-        grouped = getattr(module, "groups", 1) != 1
-        if dims is None or grouped:
+    for path, (_, style) in pins.items():
+        split = SPLITS.get(OPS_OF_MODULES.get(facts.modules[path]), {}).get(style.name)
+        if split is None or path in facts.grouped:
             continue
-        for parameter, dim in zip((module.weight, module.bias if hasattr(module, "bias") else None), dims, strict=True):
-            if isinstance(parameter, nn.Parameter) and dim is not None:
-                layouts[names[id(parameter)]] = Shard(dim)
+        for leaf, dim in (("weight", split.weight), ("bias", split.bias)):
+            name = facts.first_names.get(f"{path}.{leaf}" if path else leaf)
+            if name is not None and dim is not None and facts.tensors[name].is_parameter:
+                layouts[name] = Shard(dim)
     return layouts

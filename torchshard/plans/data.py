@@ -190,8 +190,8 @@ class PlanData:
     """The machine that it is best on: by its prices values are converted."""
     static: bool = False
     """Whether it holds for inputs of exactly the example inputs' sizes: batch or sequence may be split."""
-    question: Any = field(default=None, compare=False, repr=False)
-    """What was asked when it was made here (`planner.why.Question`): None for a plan that was loaded."""
+    problem: Any = field(default=None, compare=False, repr=False)
+    """What it was searched for, where it was made here (`planner.problem.PlanningProblem`); None for a loaded plan."""
     graph: Any = field(default=None, compare=False, repr=False)
     """The graph with its collectives (`fx.GraphModule`), where the plan was made here."""
 

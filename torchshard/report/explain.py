@@ -51,9 +51,9 @@ def explain(model: Planned | Plan, module: str = "", level: str = "table") -> st
             )
         return found
     plan = plan_in(model)
-    notes = list(dear_pins(plan, plan.question)) if plan.question is not None else []
+    notes = list(dear_pins(plan, plan.problem)) if plan.problem is not None else []
     notes += map(str, plan.costs.whole)
-    return "\n".join([str(plan), *([""] if notes else []), *notes, "", *told(plan, plan.question)])
+    return "\n".join([str(plan), *([""] if notes else []), *notes, "", *told(plan, plan.problem)])
 
 
 def plan_in(model: Planned | Plan) -> Plan:

@@ -1,6 +1,6 @@
 """Why each collective of a plan is there, and what the best plan without it would cost.
 
-The question that the plan answers is asked again with the collective forbidden, in all layers that are alike; or with a
+The problem that the plan answers is asked again with the collective forbidden, in all layers that are alike; or with a
 module left to the search that the user had pinned.
 """
 
@@ -9,21 +9,13 @@ from __future__ import annotations
 import dataclasses
 import os
 import re
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
-
-from torch import fx
+from collections.abc import Iterator
 
 from torchshard.core.conversions import ConversionStep
 from torchshard.core.errors import PlanError
-from torchshard.core.layouts import Layout
 from torchshard.ir.graph import whole_choice
-from torchshard.planner.conversions import conversions_of
-from torchshard.planner.costs import CostModel
-from torchshard.planner.network import Asked
-from torchshard.planner.predict import predict
-from torchshard.planner.search import Fits, search
-from torchshard.plans.data import Collective, Costs
+from torchshard.planner.problem import Alternative, PlanningProblem
+from torchshard.plans.data import Collective
 from torchshard.plans.machine import size_text
 from torchshard.plans.plan import Plan
 from torchshard.plans.table import changed, layered, starred
@@ -47,39 +39,6 @@ REASONS = {
 }
 
 
-@dataclass(frozen=True)
-class Question:
-    """What was asked when a plan was made."""
-
-    graph: fx.Graph
-    model: CostModel
-    asked: Asked
-    fits: Fits | None = None
-    """Whether a plan of these choices and layouts is within the limit of memory, where there is one."""
-
-    def again(self, asked: Asked) -> Answer:
-        """The best plan for something else that is asked.
-
-        Raises:
-            PlanError: there is none, or none that fits.
-        """
-        found = search(self.graph, self.model, asked, self.fits)
-        if not found.fits:
-            raise PlanError("nothing fits", where="memory=")
-        decided = found.choices, found.parameters
-        conversions = conversions_of(self.graph, self.model, *decided)
-        collectives, compute = predict(self.graph, self.model, *decided, conversions)
-        return Answer(found.parameters, Costs(compute=compute, collectives=tuple(collectives)))
-
-
-@dataclass(frozen=True)
-class Answer:
-    """As much of a plan as is compared."""
-
-    parameters: Mapping[str, Layout]
-    costs: Costs
-
-
 def kinds_of(plan: Plan) -> list[list[Collective]]:
     """The collectives of a plan that send something, those of layers that are alike together; dearest first."""
     groups: dict[object, list[Collective]] = {}
@@ -95,7 +54,7 @@ def _starred(name: str) -> str:
     return re.sub(r"\d+", "*", name)
 
 
-def told(plan: Plan, question: Question | None) -> Iterator[str]:
+def told(plan: Plan, problem: PlanningProblem | None) -> Iterator[str]:
     """Each kind of collective in a few lines: what, where, why, what it costs, and the next best."""
     kinds = kinds_of(plan)
     for i, alike in enumerate(kinds):
@@ -113,26 +72,26 @@ def told(plan: Plan, question: Question | None) -> Iterator[str]:
             f"  costs: {', '.join(ways)}; {size_text(sum(c.nbytes for c in alike))} and "
             f"{1e3 * sum(c.seconds for c in alike):.3g} ms per step"
         )
-        if question is not None and i < DEAREST:
-            yield f"  next best: {_alternative(plan, question, alike)}"
+        if problem is not None and i < DEAREST:
+            yield f"  next best: {_alternative(plan, problem, alike)}"
 
 
-def _alternative(plan: Plan, question: Question, alike: list[Collective]) -> str:
+def _alternative(plan: Plan, problem: PlanningProblem, alike: list[Collective]) -> str:
     if alike[0].is_inside:
         names = {c.value for c in alike}
-        whole = {n: [whole_choice(n)] for n in question.graph.nodes if n.name in names}
-        asked = dataclasses.replace(question.asked, options={**question.asked.options, **whole})
+        whole = {n: [whole_choice(n)] for n in problem.graph.nodes if n.name in names}
+        constraints = dataclasses.replace(problem.constraints, options={**problem.constraints.options, **whole})
     else:
         links = {c.value: ConversionStep(c.name, c.source, c.target) for c in alike}
-        vetoed = frozenset((n, links[n.name]) for n in question.graph.nodes if n.name in links)
-        asked = dataclasses.replace(question.asked, vetoed=question.asked.vetoed | vetoed)
+        vetoed = frozenset((n, links[n.name]) for n in problem.graph.nodes if n.name in links)
+        constraints = dataclasses.replace(problem.constraints, vetoed=problem.constraints.vetoed | vetoed)
     try:
-        return _compared(plan, question.again(asked))
+        return _compared(plan, problem.solve(constraints))
     except PlanError:
         return "nothing else is legal"
 
 
-def _compared(plan: Plan, other: Answer) -> str:
+def _compared(plan: Plan, other: Alternative) -> str:
     """What another plan would change, and by how much it is slower."""
     parts = [f"{starred(*names)} {a} -> {b}" for names, a, b in changed(plan, other.parameters)]
     kinds, others = plan.costs.kinds, other.costs.kinds
@@ -145,12 +104,12 @@ def _compared(plan: Plan, other: Answer) -> str:
     return f"{1e3 * (other.costs.seconds - plan.costs.seconds):+.3g} ms ({shown or 'elsewhere, as often'})"
 
 
-def dear_pins(plan: Plan, question: Question) -> Iterator[str]:
+def dear_pins(plan: Plan, problem: PlanningProblem) -> Iterator[str]:
     """The pins without which the plan would be faster by more than a little, and by how much."""
-    for key in dict.fromkeys(pin.key for pin in question.asked.pins.values()):
-        pins = {node: pin for node, pin in question.asked.pins.items() if pin.key != key}
+    for key in dict.fromkeys(pin.key for pin in problem.constraints.pins.values()):
+        pins = {node: pin for node, pin in problem.constraints.pins.items() if pin.key != key}
         try:
-            other = question.again(dataclasses.replace(question.asked, pins=pins))
+            other = problem.solve(dataclasses.replace(problem.constraints, pins=pins))
         except PlanError:
             continue
         if plan.costs.seconds - other.costs.seconds > TOLD * plan.costs.seconds:

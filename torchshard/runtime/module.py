@@ -35,7 +35,8 @@ from torchshard.capture import (
     refuse_between,
     refuse_transforms,
 )
-from torchshard.compiler.planning import PlanLike, check_layouts, read_plan
+from torchshard.capture.facts import ModelFacts
+from torchshard.compiler.constraints import Constraints, PlanLike, check_layouts, read_constraints
 from torchshard.compiler.program import Program, program
 from torchshard.core.autocast import Autocast, autocasting, current_autocast
 from torchshard.core.errors import CaptureError, DistributedError, InputError, PlanError, ShardError
@@ -48,7 +49,6 @@ from torchshard.distributed.ops import OPS, direct, hashable
 from torchshard.ir.graph import draws_random, duplicate
 from torchshard.ir.listing import listing, value_text
 from torchshard.passes import localized
-from torchshard.planner.styles import check_matches, parameter_layouts
 from torchshard.plans.machine import Objective
 from torchshard.plans.plan import Plan
 from torchshard.runtime.history import (
@@ -146,21 +146,22 @@ class ShardedModule(State):
         group: Group,
         aim: Objective | None = None,
     ) -> None:
-        def prepared() -> tuple[Mapping[str, Any] | Plan, dict[str, Layout]]:
+        def prepared() -> tuple[Constraints, dict[str, Layout]]:
             check_weights(model)
-            wanted = read_plan(plan, group.size)
-            layouts = _first_layouts(model, wanted)
-            check_layouts(model, layouts)
-            return wanted, layouts
+            facts = ModelFacts.of(model)
+            constraints = read_constraints(facts, plan, group.coordinate.axis, aim)
+            layouts = constraints.first_layouts(facts)
+            check_layouts(facts, layouts)
+            return constraints, layouts
 
         what = "the ranks can't shard this model together"
-        wanted, layouts = run_on_all_ranks(group, prepared, PlanError, what)
+        constraints, layouts = run_on_all_ranks(group, prepared, PlanError, what)
         _check_same_weights(model, group)
         if any(p.grad is not None for p in model.parameters()):
             what = "gradients that the parameters hold already stay with the unsharded model"
             warnings.warn(f"{what}: call backward() after ts.shard", stacklevel=3)
         super().__init__(model, layouts, group)
-        self._ts_plan, self._ts_aim = wanted, aim
+        self._ts_constraints = constraints
         self._ts_watch, self._ts_captures = Watch(self.source), 0
         self._ts_latest_compiled: Compiled | None = None
         self._ts_history = History(group, type(model).__name__)
@@ -346,12 +347,13 @@ class ShardedModule(State):
     def _compile(self, kind: Any, call: Leaves, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Compiled:
         for name, parameter in self.named_parameters():
             self._source_tensor(name).requires_grad_(parameter.requires_grad)
-        fixed = self._ts_layouts if self._ts_fixed else None
+        constraints = self._ts_constraints
+        if self._ts_fixed:
+            constraints = constraints.with_layouts(self._ts_layouts)
         visit = Visit(replace(call, tensors=tuple(map(_without_values, call.tensors))), kind.modes)
 
         def make() -> Program:
-            axis = self._ts_group.coordinate.axis
-            made = program(self.source, self._ts_plan, axis, args, kwargs, fixed, self._ts_aim)
+            made = program(self.source, constraints, args, kwargs)
             self._refuse_left(visit, made)
             return made
 
@@ -482,14 +484,6 @@ def _calling_directly(graph: fx.GraphModule) -> fx.GraphModule:
             node.target = dataclasses.replace(node.target, collective=direct)
     held.recompile()
     return held
-
-
-def _first_layouts(model: nn.Module, plan: Plan | Mapping[str, Any]) -> dict[str, Layout]:
-    """How parameters lie before any graph is known: as a Plan says, or plain slices of what a dict names."""
-    if isinstance(plan, Plan):
-        return dict(plan.parameters)
-    chosen = check_matches(plan, [name for name, _ in model.named_modules()])
-    return parameter_layouts(model, {path: style for path, (_, style) in chosen.items()})
 
 
 def _check_same_weights(model: nn.Module, group: Group) -> None:

@@ -1,0 +1,198 @@
+"""The user's constraints on a plan, read and checked once: a dict of styles, a Plan, its JSON, or "auto"."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from torchshard.capture.facts import ModelFacts
+from torchshard.compiler.memory import OPTIMIZER_STATES
+from torchshard.core.errors import PlanError
+from torchshard.core.layouts import I, Layout, Shard, parts_of, parts_size
+from torchshard.core.mesh import MeshAxis
+from torchshard.planner.styles import Style, parameter_layouts, read_pins
+from torchshard.plans.data import Stored
+from torchshard.plans.machine import Objective, objective, size_text
+from torchshard.plans.plan import Plan
+
+PlanLike = Mapping[str, Any] | Plan | str | os.PathLike[str]
+"""A dict of module globs and styles, "auto" (an empty one), a Plan, or a Plan's JSON: a path or the text itself."""
+
+
+@dataclass(frozen=True)
+class Constraints:
+    """What a plan must satisfy, and what the best one is."""
+
+    axis: MeshAxis
+    objective: Objective
+    pins: Mapping[str, tuple[str, Style]] = field(default_factory=dict)
+    """Module path -> (key of the user's dict, style)."""
+    plan: Plan | None = None
+    """A plan that was made before, in place of pins."""
+    layouts: Mapping[str, Layout] = field(default_factory=dict)
+    """Parameters and buffers whose layouts are fixed already, by name."""
+
+    @property
+    def is_static(self) -> bool:
+        """Whether the plan is for one batch and sequence size alone, and the graph is to be captured so."""
+        return self.objective.all_axes if self.plan is None else self.plan.static
+
+    def with_layouts(self, layouts: Mapping[str, Layout]) -> Constraints:
+        """The same for a model whose parameters have their layouts."""
+        return replace(self, layouts=layouts)
+
+    def first_layouts(self, facts: ModelFacts) -> dict[str, Layout]:
+        """The layouts of parameters before any graph is known: the Plan's, or plain slices of what the dict names."""
+        return parameter_layouts(facts, self.pins) if self.plan is None else dict(self.plan.parameters)
+
+
+def read_constraints(
+    facts: ModelFacts, plan: PlanLike, axis: MeshAxis, aim: Objective | None = None
+) -> Constraints:
+    """A plan in any of its forms, checked against the model.
+
+    Args:
+        aim: by default the fastest step on a machine of the model's kind of device.
+
+    Raises:
+        PlanError: it can't be read, was made for another number of ranks or another model, names no module, or no plan
+            can fit the memory.
+    """
+    aim = aim or objective(None, device=facts.device)
+    wanted = read_plan(plan, axis.size)
+    _check_ranks(facts, axis)
+    if isinstance(wanted, Plan):
+        _check_same_model(facts, wanted)
+        check_layouts(facts, wanted.parameters)
+        return Constraints(axis, aim, plan=wanted)
+    pins = read_pins(wanted, facts.modules)
+    _check_memory(facts, axis, aim.memory)
+    return Constraints(axis, aim, pins)
+
+
+def read_plan(plan: PlanLike, world_size: int) -> Mapping[str, Any] | Plan:
+    """A plan in any of its forms, as a dict of styles or a Plan.
+
+    Raises:
+        PlanError: it can't be read, or was made for another number of ranks.
+    """
+    if isinstance(plan, str) and plan == "auto":
+        return {}
+    if isinstance(plan, (str, os.PathLike)):
+        text = str(plan)
+        plan = Plan.from_json(text) if text.lstrip().startswith("{") else Plan.load(text)
+    if not isinstance(plan, (Plan, Mapping)):
+        raise PlanError(
+            f"a {type(plan).__name__} is no plan",
+            where="the plan",
+            why=f"got {plan!r:.80}",
+            attempt="a dict of module globs and styles, a Plan, or the path of a Plan's JSON",
+        )
+    if isinstance(plan, Plan) and plan.world_size != world_size:
+        raise PlanError(
+            f"the plan is for {plan.world_size} ranks, the group has {world_size}",
+            where="Plan.world_size",
+            why="slices of parameters and collectives are planned for one number of ranks",
+            attempt=f"a plan made with world_size={world_size}, or {plan.world_size} ranks",
+        )
+    return plan
+
+
+def _check_ranks(facts: ModelFacts, axis: MeshAxis) -> None:
+    sizes = {size: name for name, t in facts.tensors.items() if t.is_parameter for size in t.shape}
+    if sizes and axis.size > max(sizes):
+        raise PlanError(
+            f"{axis.size} ranks are more than any dim has elements",
+            where=f"parameter {sizes[max(sizes)]!r}",
+            why=f"its dim of {max(sizes)} is the largest: some ranks would hold nothing of anything",
+            attempt=f"{max(sizes)} ranks or fewer",
+        )
+
+
+def _check_memory(facts: ModelFacts, axis: MeshAxis, memory: float | None) -> None:
+    """Refuses at once what no plan can fit, before a model is captured.
+
+    Raises:
+        PlanError: an even share of the parameters, gradients and optimizer states is more than a rank may hold.
+    """
+    if memory is None:
+        return
+    sizes = [(t.nbytes, t.is_trained) for t in facts.tensors.values() if t.is_parameter]
+    trained = sum(nbytes for nbytes, is_trained in sizes if is_trained)
+    parts = {
+        "parameters": sum(nbytes for nbytes, _ in sizes),
+        "gradients": trained,
+        "optimizer": OPTIMIZER_STATES * trained,
+    }
+    shares = {name: size / axis.size for name, size in parts.items()}
+    estimate = shares | {"peak": sum(shares.values())}
+    if estimate["peak"] > memory:
+        raise does_not_fit(f"no plan for {axis.size} ranks fits", "an even share of the parameters", estimate, memory)
+
+
+def does_not_fit(what: str, which: str, memory: Mapping[str, float], most: float) -> PlanError:
+    """The error for a plan that takes more memory than it may."""
+    shown = ", ".join(f"{name} {size_text(size)}" for name, size in memory.items() if name != "peak")
+    peak = memory["peak"]
+    return PlanError(
+        f"{what} {size_text(most)}: {which} takes {size_text(peak)}, {size_text(peak - most)} too much",
+        where="memory=",
+        why=f"per rank: {shown}",
+        attempt="more ranks, a smaller batch, or weights of fewer bytes",
+    )
+
+
+def stored(facts: ModelFacts) -> dict[str, Stored]:
+    """The shape of each parameter and buffer, as a Plan holds it."""
+    return {name: Stored(t.shape, t.itemsize, t.module, t.names[1:]) for name, t in facts.tensors.items()}
+
+
+def _check_same_model(facts: ModelFacts, plan: Plan) -> None:
+    if not plan.fingerprint or plan.fingerprint == facts.signature:
+        return
+    ours, theirs = stored(facts), plan.stored
+    name = next((n for n in sorted(ours.keys() | theirs.keys()) if _shape(ours, n) != _shape(theirs, n)), "?")
+    raise PlanError(
+        "the plan was made for another model",
+        where=f"parameter {name!r}",
+        why=f"it has shape {_shape(ours, name)} here, and {_shape(theirs, name)} in the plan's model",
+        attempt="make the plan anew for this model",
+    )
+
+
+def _shape(tensors: Mapping[str, Stored], name: str) -> object:
+    return tensors[name].shape if name in tensors else "(there is none)"
+
+
+def check_layouts(facts: ModelFacts, layouts: Mapping[str, Layout]) -> None:
+    """Layouts fit the parameters and buffers that they are for.
+
+    Raises:
+        PlanError: a name is unknown, or a layout splits a dim that is not there or has another size.
+    """
+    shapes = {name: tensor.shape for name, tensor in facts.tensors.items()}
+    split = {name: layout for name, layout in layouts.items() if layout != I}
+    strangers = sorted(split.keys() - shapes.keys())
+    if strangers:
+        raise PlanError(
+            f"the plan splits {len(strangers)} parameters that the model does not have",
+            where=f"parameter {strangers[0]!r}",
+            why="the plan was made for another model",
+            attempt="make the plan anew for this model",
+        )
+    for name, layout in split.items():
+        if not _divides(layout, shapes[name]):
+            raise PlanError(
+                f"the plan's layout {layout} does not fit a parameter",
+                where=f"parameter {name!r}",
+                why=f"it has shape {tuple(shapes[name])}; the plan was made for another model",
+                attempt="make the plan anew for this model",
+            )
+
+
+def _divides(layout: Layout, shape: Sequence[int]) -> bool:
+    if not isinstance(layout, Shard) or layout.dim >= len(shape):
+        return False
+    return parts_size(parts_of(shape[layout.dim], layout)) == shape[layout.dim]

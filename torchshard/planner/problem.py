@@ -1,0 +1,54 @@
+"""A planning problem that was solved, kept with its Plan: it can be solved again under other constraints."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from torch import fx
+
+from torchshard.core.errors import PlanError
+from torchshard.core.layouts import Layout
+from torchshard.core.notation import Choice
+from torchshard.planner.conversions import conversions_of
+from torchshard.planner.costs import CostModel
+from torchshard.planner.network import GraphConstraints
+from torchshard.planner.predict import predict
+from torchshard.planner.search import Fits, search
+from torchshard.plans.data import Costs
+
+
+@dataclass(frozen=True)
+class Alternative:
+    """As much of another plan as is compared."""
+
+    parameters: Mapping[str, Layout]
+    costs: Costs
+
+
+@dataclass(frozen=True)
+class PlanningProblem:
+    """What a plan was searched for."""
+
+    graph: fx.Graph
+    model: CostModel
+    constraints: GraphConstraints
+    fits: Fits | None = None
+    """Whether a plan of these choices and layouts is within the limit of memory; None: there is no limit."""
+
+    def solve(self, constraints: GraphConstraints) -> Alternative:
+        """The best plan under other constraints.
+
+        Raises:
+            PlanError: there is none, or none that fits.
+        """
+        result = search(self.graph, self.model, constraints, self.fits)
+        if not result.fits:
+            raise PlanError("nothing fits", where="memory=")
+        return Alternative(result.parameters, self.costs_of(result.choices, result.parameters))
+
+    def costs_of(self, choices: Mapping[str, Choice], parameters: Mapping[str, Layout]) -> Costs:
+        """What these choices and layouts cost, with the fastest conversions."""
+        conversions = conversions_of(self.graph, self.model, choices, parameters)
+        collectives, compute = predict(self.graph, self.model, choices, parameters, conversions)
+        return Costs(compute=compute, collectives=tuple(collectives))
