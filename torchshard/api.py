@@ -16,7 +16,7 @@ from torchshard.core.errors import InputError, PlanError
 from torchshard.core.mesh import MODEL, MeshAxis
 from torchshard.distributed.group import is_initialized, lookup
 from torchshard.distributed.process_groups import init_process_group
-from torchshard.plans.machine import Machine, objective
+from torchshard.plans.machine import Axes, Machine, MachineName, objective
 from torchshard.plans.plan import Plan
 from torchshard.runtime.module import ShardedModule
 
@@ -28,8 +28,8 @@ def shard(
     example_kwargs: Mapping[str, Any] | None = None,
     *,
     memory: str | float | None = None,
-    machine: Machine | str | None = None,
-    axes: str = "weights",
+    machine: Machine | MachineName | None = None,
+    axes: Axes = "weights",
 ) -> ShardedModule:
     """Splits a model over the ranks of this process's model-parallel group.
 
@@ -84,8 +84,8 @@ def plan(
     example_inputs: Sequence[Any] = (),
     example_kwargs: Mapping[str, Any] | None = None,
     memory: str | float | None = None,
-    machine: Machine | str | None = None,
-    axes: str = "weights",
+    machine: Machine | MachineName | None = None,
+    axes: Axes = "weights",
 ) -> Plan:
     """The Plan for any number of ranks, on any machine, with no process group; a model on the meta device will do.
 

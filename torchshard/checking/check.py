@@ -28,7 +28,7 @@ from torchshard.core.errors import ShardError
 from torchshard.core.layouts import Layout, dual
 from torchshard.core.mesh import MeshAxis
 from torchshard.ir.graph import is_tensor, where
-from torchshard.plans.machine import Machine, objective
+from torchshard.plans.machine import Axes, Machine, MachineName, objective
 from torchshard.plans.plan import Plan
 
 WIDER = (torch.float64, torch.float32)
@@ -130,8 +130,8 @@ def check(
     example_kwargs: Mapping[str, Any] | None = None,
     dtype: torch.dtype | None = torch.float64,
     memory: str | float | None = None,
-    machine: Machine | str | None = None,
-    axes: str = "weights",
+    machine: Machine | MachineName | None = None,
+    axes: Axes = "weights",
 ) -> Report:
     """Compares outputs, written buffers, input gradients and every parameter gradient with the unsharded model's.
 

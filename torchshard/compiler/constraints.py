@@ -12,12 +12,12 @@ from torchshard.compiler.memory import OPTIMIZER_STATES
 from torchshard.core.errors import PlanError
 from torchshard.core.layouts import I, Layout, Shard, parts_of, parts_size
 from torchshard.core.mesh import MeshAxis
-from torchshard.planner.styles import Style, parameter_layouts, read_pins
+from torchshard.planner.styles import Style, StyleWord, parameter_layouts, read_pins
 from torchshard.plans.data import Stored
 from torchshard.plans.machine import Objective, objective, size_text
 from torchshard.plans.plan import Plan
 
-PlanLike = Mapping[str, Any] | Plan | str | os.PathLike[str]
+PlanLike = Mapping[str, StyleWord] | Plan | str | os.PathLike[str]
 """A dict of module globs and styles, "auto" (an empty one), a Plan, or a Plan's JSON: a path or the text itself."""
 
 

@@ -7,7 +7,7 @@ import fnmatch
 import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple, Protocol
 
 import torch
 from torch import fx, nn
@@ -35,7 +35,24 @@ class Style:
 
 _COLUMN, _ROW, _VOCAB, _REPLICATE = Style("column"), Style("row"), Style("vocab"), Style("replicate")
 
-WORDS: dict[Any, Style] = {
+class DTensorStyle(Protocol):
+    """A style of `torch.distributed.tensor.parallel`: `ColwiseParallel()`, `RowwiseParallel()`."""
+
+    def _apply(self, module: nn.Module, device_mesh: Any) -> nn.Module: ...
+
+
+StyleWord = (
+    Literal[
+        "column", "row", "vocab", "replicate", 1, -1, 0, None,
+        "colwise", "rowwise", "embedding_rowwise", "embedding_colwise", "colwise_rep", "rowwise_rep",
+        "rowwise_split_input", "colwise_gather_output", "packed_colwise", "packed_rowwise",
+        "replicated_with_grad_allreduce",
+    ]
+    | DTensorStyle
+)  # fmt: skip
+"""What a plan's dict may say of a module."""
+
+WORDS: dict[str | int | None, Style] = {
     # ours, and the seed's `dim`
     "column": _COLUMN, "row": _ROW, "vocab": _VOCAB, "replicate": _REPLICATE,
     1: _COLUMN, -1: _COLUMN, 0: _ROW, None: _REPLICATE,

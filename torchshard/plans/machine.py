@@ -20,10 +20,14 @@ import math
 import re
 import sys
 from dataclasses import dataclass
+from typing import Literal, get_args
 
 from torchshard.core.errors import InputError
 
 GIGA, TERA = 1e9, 1e12
+MachineName = Literal["h100x8", "cpu-gloo"]
+Axes = Literal["weights", "all"]
+"""Which dims may be split: those that weights bring into the model, or batch and sequence too."""
 
 
 @dataclass(frozen=True)
@@ -98,7 +102,10 @@ class Objective:
 
 
 def objective(
-    machine: Machine | str | None, memory: str | float | None = None, axes: str = "weights", device: str = "cuda"
+    machine: Machine | MachineName | None,
+    memory: str | float | None = None,
+    axes: Axes = "weights",
+    device: str = "cuda",
 ) -> Objective:
     """Reads the user's knobs.
 
@@ -108,14 +115,14 @@ def objective(
     Raises:
         InputError: no machine has that name, `memory` is no size, or `axes` neither "weights" nor "all".
     """
-    if axes not in ("weights", "all"):
+    if axes not in get_args(Axes):
         raise InputError(
             f"{axes!r} is no choice of axes",
             where="axes=",
             why='"weights": dims that weights bring into the model; "all": batch and sequence too',
             attempt="'weights' or 'all'",
         )
-    default = "cpu-gloo" if device == "cpu" else "h100x8"
+    default: MachineName = "cpu-gloo" if device == "cpu" else "h100x8"
     found = read_machine(default if machine is None else machine)
     return Objective(found, read_size(memory), axes == "all", any_machine=machine is None)
 
@@ -149,7 +156,7 @@ def size_text(count: float) -> str:
     return f"{count / 1024**power:.{min(power, 1)}f} {('B', 'KiB', 'MiB', 'GiB')[power]}"
 
 
-def read_machine(machine: Machine | str) -> Machine:
+def read_machine(machine: Machine | MachineName) -> Machine:
     """A Machine, or the one of that name.
 
     Raises:

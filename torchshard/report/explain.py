@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Protocol
+from typing import Literal, Protocol, get_args
 
 from torch import fx
 
@@ -11,7 +11,8 @@ from torchshard.ir.listing import listing
 from torchshard.plans.plan import Plan
 from torchshard.report.why import dear_pins, told
 
-LEVELS = ("table", "node")
+Level = Literal["table", "node"]
+LEVELS = get_args(Level)
 
 
 class Planned(Protocol):
@@ -24,7 +25,7 @@ class Planned(Protocol):
     def graph(self) -> fx.GraphModule: ...
 
 
-def explain(model: Planned | Plan, module: str = "", level: str = "table") -> str:
+def explain(model: Planned | Plan, module: str = "", level: Level = "table") -> str:
     """What was inserted and why.
 
     Args:
