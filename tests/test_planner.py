@@ -23,7 +23,7 @@ from torchshard.planner.elimination import Elimination, Power
 from torchshard.planner.network import FORBIDDEN, GraphConstraints, Network, build
 from torchshard.planner.predict import predict
 from torchshard.planner.prune import prune
-from torchshard.planner.search import STEEP, stamped, within
+from torchshard.planner.search import MAX_PRICE, expand_to_all_layers, solve_within_budget
 from torchshard.planner.solver import Solver
 from torchshard.plans.machine import Machine
 
@@ -167,7 +167,7 @@ def _enumerated(drawn: _Drawn, network: Network, model: CostModel) -> tuple[Any,
     folded = network.folded
 
     def variable(node: fx.Node) -> int:
-        key = ("stored", *folded.home(node)) if node.op == "placeholder" else ("op", folded.position[node], 0)
+        key = ("stored", *folded.first_use(node)) if node.op == "placeholder" else ("op", folded.position[node], 0)
         return network.keys[key]
 
     sizes = [len(network.states[v]) for v in deciding]
@@ -210,7 +210,7 @@ def _enumerated(drawn: _Drawn, network: Network, model: CostModel) -> tuple[Any,
         if node.op == "placeholder" and node.meta["kind"] == "parameter" and node.users and node.meta["val"].ndim > 1:
 
             def weigh(at: Any, node: fx.Node = node) -> float:
-                shares = model.world if isinstance(at[variable(node)], Shard) else 1
+                shares = model.axis.size if isinstance(at[variable(node)], Shard) else 1
                 return Value.of(node).nbytes / shares
 
             nbytes = add(nbytes, [node], weigh)
@@ -236,7 +236,8 @@ def test_the_plan_is_the_best_of_all(start: int) -> None:
             assert found.bound == pytest.approx(best, rel=1e-9)
         fewest = nbytes[np.isfinite(seconds)].min()
         for more in (1.0, 1.2, 1.6, 3.0):
-            found, gap, price = within(solver, lambda least, more=more: least * more, solver.best(STEEP))
+            smallest = solver.best(MAX_PRICE)
+            found, gap, price = solve_within_budget(solver, lambda least, more=more: least * more, smallest)
             allowed = (seconds + price * nbytes)[nbytes <= fewest * more * (1 + 1e-12)].min()
             cost = found.seconds + price * found.nbytes
             assert found.nbytes <= fewest * more * (1 + 1e-12)
@@ -268,7 +269,7 @@ def test_what_the_network_costs_is_what_is_predicted() -> None:
         model = CostModel(MACHINE, MeshAxis(2))
         network = build(drawn.graph, model, drawn.asked(2), fold=False)
         found = Solver(network).best()
-        held, layouts = stamped(drawn.graph, network, found)
+        held, layouts = expand_to_all_layers(drawn.graph, network, found)
         collectives, compute = predict(
             drawn.graph, model, held, layouts, conversions_of(drawn.graph, model, held, layouts)
         )

@@ -1,7 +1,7 @@
-"""What of an op the search may split, and in which parts.
+"""Finds which axes of each op the search may split, and in which parts.
 
-Which axes: by default those that weights bring into the graph. Which parts: contiguous ones, and the segments that the
-ops around could use, such as seven heads of eight rows.
+By default it may split the axes that weights bring into the graph, in contiguous parts and in the segments that
+neighbouring ops could use, such as seven heads of eight rows.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from torchshard.ir.graph import is_tensor, operands, values
 from torchshard.planner.costs import Op
 
 MAX_WANTED = 4
-"""Segmentations kept per tensor while learning which are wanted."""
+"""Segmentations kept per tensor while collecting those that ops could use."""
 MAX_WANTED_PARTS = 8
 
 

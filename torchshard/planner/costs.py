@@ -1,6 +1,6 @@
-"""What an op and a conversion cost on a machine, in seconds and bytes, forward and backward.
+"""Prices of ops and conversions on a machine, in seconds and bytes, forward and backward.
 
-See docs/planning.md for the formulas. Sizes are those of the example inputs.
+docs/planning.md has the formulas. Sizes are those of the example inputs.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The cheapest assignment of a network of costs: exact min-sum dynamic programming over a tree decomposition.
+"""Finds the cheapest assignment of a network of costs: exact min-sum dynamic programming over a tree decomposition.
 
 A variable is a number with as many states as `sizes` says, a factor a table of costs over a few variables. Variables
 are eliminated one after the other (Dechter, "Bucket elimination", 1999): the factors that hold a variable are added up

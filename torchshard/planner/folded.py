@@ -1,6 +1,7 @@
-"""A graph whose repeated blocks are planned once: of each run the first three blocks and the last stand for all.
+"""A graph whose repeated blocks are planned once: the first three blocks and the last of each run represent all.
 
-The first has other neighbours than the rest, the second is what the third reads, and so is the third for the last.
+Four, because the first and the last block have other neighbours than the rest, the second is what the third reads, and
+the third is what each later block reads.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from torchshard.planner.repeats import Item, Reference, Run, find_runs
 
 @dataclass(frozen=True)
 class Folded:
-    """The nodes of a graph that are planned; of each run's blocks the first three and the last."""
+    """The nodes of a graph, and which of them are planned."""
 
     nodes: list[fx.Node]
     """All nodes that compute, in order."""
@@ -26,17 +27,22 @@ class Folded:
 
     @staticmethod
     def of(graph: fx.Graph, keys: Mapping[fx.Node, Any], *, fold: bool) -> Folded:
-        """`keys` tell apart nodes that look alike."""
+        """Finds the runs of a graph.
+
+        Args:
+            keys: a value per node that must be equal for nodes to be planned alike.
+            fold: whether to look for runs at all.
+        """
         nodes = [n for n in graph.nodes if n.op == "call_function"]
         position = {node: i for i, node in enumerate(nodes)}
         folded = Folded(nodes, find_runs(_items(nodes, position, keys)) if fold else [], position)
         for i, node in enumerate(nodes):
-            if folded.stand_in(i) != i and is_tensor_op(node):
-                node.meta["row"] = node_row(nodes[folded.stand_in(i)])
+            if folded.representative(i) != i and is_tensor_op(node):
+                node.meta["row"] = node_row(nodes[folded.representative(i)])
         return folded
 
-    def stand_in(self, position: int) -> int:
-        """The planned node for the node at a position."""
+    def representative(self, position: int) -> int:
+        """The position of the planned node that represents the node at a position."""
         for run in self.runs:
             block = run.block_of(position)
             if 2 < block < run.count - 1:
@@ -44,7 +50,7 @@ class Folded:
         return position
 
     def place(self, position: int) -> tuple[int, int] | None:
-        """(run, which of its four planned blocks) of a planned node within a run."""
+        """(run, which of its four planned blocks) of a planned node; None outside of runs."""
         for i, run in enumerate(self.runs):
             block = run.block_of(position)
             if 0 <= block < run.count:
@@ -53,10 +59,10 @@ class Folded:
 
     def planned(self) -> Iterator[int]:
         """The positions of the planned nodes."""
-        return (i for i in range(len(self.nodes)) if self.stand_in(i) == i)
+        return (i for i in range(len(self.nodes)) if self.representative(i) == i)
 
-    def home(self, placeholder: fx.Node) -> tuple[int, int]:
-        """Where a placeholder is read first, and which operand it is there; -1 where no op reads it."""
+    def first_use(self, placeholder: fx.Node) -> tuple[int, int]:
+        """(position of the first op that reads a placeholder, which operand it is there); -1 where no op reads it."""
         first = min((self.position[user] for user in placeholder.users if user.op != "output"), default=-1)
         return first, self.nodes[first].all_input_nodes.index(placeholder) if first >= 0 else 0
 

@@ -1,4 +1,4 @@
-"""A good assignment of a network of costs whose exact tables would be too large.
+"""Finds a good assignment of a network of costs whose exact tables would be too large.
 
 From an assignment that is possible, one neighbourhood of variables after the other is freed and solved exactly while
 all else stays, until none gets cheaper (large neighbourhood search: Shaw, 1998). The cost never rises.
@@ -58,7 +58,7 @@ def search_nearby(
 def _completed(
     sizes: Sequence[int], scopes: Sequence[Scope], tables: Sequence[Table], fixed: Mapping[int, int], limit: int
 ) -> dict[int, int]:
-    """The cheapest states of the other variables, where their tables are small enough; else some."""
+    """The cheapest states of the other variables if their tables are small enough; else possible ones."""
     free = [tuple(v for v in scope if v not in fixed) for scope in scopes]
     rest = [t[tuple(fixed.get(v, slice(None)) for v in s)] for s, t in zip(scopes, tables, strict=True)]
     return {**fixed, **Elimination(sizes, free, limit=limit).run(rest).decode({})}

@@ -1,20 +1,20 @@
-"""From a graph to a network of costs: what is to be decided, and what each decision costs together with its neighbours.
+"""Builds a network of costs from a graph: variables for the decisions, tables for what they cost together.
 
     an op                       a variable, a state per choice; costs its work
     a parameter                 a variable, a state per layout that it may be stored in; costs its bytes
-    a value of one consumer     a table over producer and consumer: the conversions from what the one gives to what the
-                                other wants
-    a value of several          a variable too, a state per (layout given, layouts had besides): a conversion that
-                                several consumers share is paid once
+    a value of one consumer     a table over producer and consumer: the conversions from the produced layout to the
+                                required one
+    a value of several          a variable too, a state per (produced layout, other layouts it is converted to): a
+                                conversion that several consumers share is paid once
 
-Repeated blocks: of a run of N only the first three and the last are built. The third stands for all between, by the
+Of a run of N repeated blocks only the first three and the last are built. The third represents all between, by the
 table of least costs from the second to it, which is chained N - 3 times (`Chain`).
 """
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -35,36 +35,36 @@ from torchshard.planner.styles import Pin, cannot_have, pinned_layout_conflict
 log = logging.getLogger("torchshard.planner")
 FORBIDDEN = float("inf")
 GATHERED_PARAMETER = 1e6
-"""A slice that a parameter must be stored in is gathered only where nothing else is legal: so many times its cost."""
-MOST_SETS = 1024
-"""Of a value whose consumers want it in many layouts, so many sets of them are looked at, the smallest."""
+"""Gathering a parameter whose layout is fixed costs so many times more, so that it is the last resort."""
+MAX_SETS = 1024
+"""Only so many sets of layouts are considered for a value whose consumers require many, the smallest sets first."""
 
 
 @dataclass(frozen=True)
 class GraphConstraints:
-    """What the caller fixes."""
+    """What the user and earlier calls have fixed for the nodes of one graph."""
 
     options: Mapping[fx.Node, list[Choice]] = field(default_factory=dict)
-    """The choices that an op may take."""
+    """The choices left to an op."""
     pins: Mapping[fx.Node, Pin] = field(default_factory=dict)
-    """What the user's plan says of an op."""
+    """Op -> the user's pin."""
     parameters: Mapping[str, Layout] = field(default_factory=dict)
-    """How parameters are stored, by name."""
+    """Parameter -> its fixed layout, by name."""
     vetoed: frozenset[tuple[fx.Node, ConversionStep]] = frozenset()
-    """Conversions of values that may not be made."""
+    """Conversions that are forbidden."""
     all_axes: bool = False
     """Whether dims that no weight touches (batch, sequence) may be split too."""
     per_parameter: float | None = None
     """How many times its bytes a trained parameter takes, with gradient and optimizer; None: only weights count."""
 
     def differences(self, graph: fx.Graph) -> dict[fx.Node, object]:
-        """What tells apart nodes that look alike."""
-        found: dict[fx.Node, object] = dict(self.options)
-        found |= {node: (pin.style, pin.axes) for node, pin in self.pins.items()}
-        for node, link in sorted(self.vetoed, key=str):
-            found[node] = (found.get(node), link)
+        """A value per constrained node, different where nodes of equal structure are constrained differently."""
+        keys: dict[fx.Node, object] = dict(self.options)
+        keys |= {node: (pin.style, pin.axes) for node, pin in self.pins.items()}
+        for node, step in sorted(self.vetoed, key=str):
+            keys[node] = (keys.get(node), step)
         stored = (node for node in graph.nodes if node.op == "placeholder" and node.meta["path"] in self.parameters)
-        return found | {node: self.parameters[node.meta["path"]] for node in stored}
+        return keys | {node: self.parameters[node.meta["path"]] for node in stored}
 
 
 @dataclass
@@ -78,26 +78,26 @@ class Factor:
 
 @dataclass(frozen=True)
 class Chain:
-    """A run's inner blocks, all alike."""
+    """The inner blocks of a run, all alike."""
 
     run: Run
     factors: tuple[int, ...]
-    """The factors of one block, among them those with the block before."""
+    """The factors of one block, including those that connect it to the block before."""
     entry: Scope
-    """The variables of the block before that these hold."""
+    """The variables of the block before in these factors."""
     exit: Scope
-    """The same of this block."""
+    """The variables of this block that the next block's factors hold."""
     shared: Scope
-    """Variables outside the run that these hold."""
+    """The variables outside the run in these factors."""
 
     @property
     def count(self) -> int:
-        """How many blocks it stands for."""
+        """How many blocks it represents."""
         return self.run.count - 3
 
 
 Key = tuple[str, int, int]
-"""What a variable is of: ('op', position, 0), ('value', position, 0) or ('stored', position of first use, slot)."""
+"""Identifies a variable: ('op', position, 0), ('value', position, 0) or ('stored', position of first use, slot)."""
 
 
 @dataclass
@@ -109,7 +109,7 @@ class Network:
     factors: list[Factor] = field(default_factory=list)
     chains: list[Chain] = field(default_factory=list)
     keys: dict[Key, int] = field(default_factory=dict)
-    """What a variable is of -> the variable. The states of an op are Choices, those of a placeholder Layouts."""
+    """Key -> variable. The states of an op are Choices, those of a placeholder Layouts."""
 
     @property
     def sizes(self) -> list[int]:
@@ -117,7 +117,7 @@ class Network:
         return [len(states) for states in self.states]
 
     def variable(self, key: Key, states: Sequence[Any]) -> int:
-        """A new variable."""
+        """Adds a variable, and returns its number."""
         self.keys[key] = len(self.states)
         self.states.append(list(states))
         return self.keys[key]
@@ -136,7 +136,7 @@ def build(graph: fx.Graph, costs: CostModel, constraints: GraphConstraints, *, f
 
 
 class _Uneven(Exception):
-    """Blocks that look alike have different states, by what is around the first and the last of them."""
+    """Blocks of equal structure have different states, because the first and the last have other neighbours."""
 
 
 class _Builder:
@@ -147,12 +147,12 @@ class _Builder:
         self.network, self.position = Network(folded), folded.position
         planned = [folded.nodes[i] for i in folded.planned()]
         self.ops = [Op.of(node) for node in planned if is_tensor_op(node)]
-        self.tensors = {op.node: [n and self._stand_in(n) for n in tensors_of(op.node)] for op in self.ops}
+        self.tensors = {op.node: [n and self._representative(n) for n in tensors_of(op.node)] for op in self.ops}
         self.consumers: dict[fx.Node, list[Op]] = {}
         for op in self.ops:
             for operand in dict.fromkeys(self._inputs(op)):
                 self.consumers.setdefault(operand, []).append(op)
-        self.results = {self._stand_in(n) for n in graph.output_node().all_input_nodes if is_tensor(n)}
+        self.results = {self._representative(n) for n in graph.output_node().all_input_nodes if is_tensor(n)}
         stored = [n for n in graph.nodes if n.op == "placeholder" and n in self.consumers]
         self._add_ops()
         for node in stored:
@@ -166,8 +166,8 @@ class _Builder:
         """Its operands, those of the planned blocks."""
         return [n for n in self.tensors[op.node][: len(op.inputs)] if n is not None]
 
-    def _stand_in(self, node: fx.Node) -> fx.Node:
-        return node if node.op == "placeholder" else self.folded.nodes[self.folded.stand_in(self.position[node])]
+    def _representative(self, node: fx.Node) -> fx.Node:
+        return node if node.op == "placeholder" else self.folded.nodes[self.folded.representative(self.position[node])]
 
     def _factor(self, scope: Scope, seconds: Table, nbytes: Table | None = None) -> None:
         self.network.factors.append(Factor(scope, np.asarray(seconds, dtype=float), nbytes))
@@ -215,57 +215,58 @@ class _Builder:
         elif node.meta["kind"] in ("parameter", "buffer"):
             states = [*dict.fromkeys(layout for layout in wanted if isinstance(layout, Shard)), I]
             states = self._pinned_layouts(node) or states
-        variable = self.network.variable(("stored", *self.folded.home(node)), states)
+        variable = self.network.variable(("stored", *self.folded.first_use(node)), states)
         times = self._weight_of(node)
         if times:
             self._factor((variable,), np.zeros(len(states)), times * np.array([self._held(node, at) for at in states]))
 
     def _held(self, node: fx.Node, layout: Layout) -> float:
-        """Bytes on the rank that holds the most, where memory is what counts; else of an average rank."""
+        """Bytes on the rank that holds the most, under a limit of memory; else on an average rank."""
         value = Value.of(node)
         if self.constraints.per_parameter is not None:
             return value.held(layout, self.ranks)
         return value.nbytes / self.ranks if isinstance(layout, Shard) else value.nbytes
 
     def _weight_of(self, node: fx.Node) -> float:
-        """How many times a placeholder's bytes count."""
+        """How many times a placeholder's bytes count in the budget."""
         if self.constraints.per_parameter is None:
             return float(is_weight(node))
         return self.constraints.per_parameter if node.meta["kind"] == "parameter" and node.meta["needs_grad"] else 1.0
 
     def _pinned_layouts(self, node: fx.Node) -> list[Layout]:
-        """How the ops that the plan names leave a parameter to be stored; empty where they say nothing.
+        """The layouts in which pinned ops can take a parameter; empty where no pinned op takes it.
 
         Raises:
-            PlanError: two of them want it stored in different ways.
+            PlanError: two pinned ops require different layouts.
         """
-        held: list[Layout] = []
+        allowed: list[Layout] = []
         for op in self.consumers[node]:
             if op.node not in self.constraints.pins:
                 continue
             places = [i for i, operand in enumerate(self._inputs(op)) if operand is node]
             states = self._states(op)[1]
-            said = [c.operands[i] for i in places for c in states if isinstance(c.operands[i], Shard) or c.name == "I"]
-            common = [layout for layout in held if layout in said] if held and said else held or said
-            if held and said and not common:
-                raise pinned_layout_conflict(node.meta["path"], str(held[0]), str(said[0]), op.node)
-            held = list(dict.fromkeys(common))
-        return held
+            taken = ((c, c.operands[i]) for i in places for c in states)
+            pinned = [layout for c, layout in taken if isinstance(layout, Shard) or c.name == "I"]
+            common = [layout for layout in allowed if layout in pinned] if allowed and pinned else allowed or pinned
+            if allowed and pinned and not common:
+                raise pinned_layout_conflict(node.meta["path"], str(allowed[0]), str(pinned[0]), op.node)
+            allowed = list(dict.fromkeys(common))
+        return allowed
 
     # --- values ------------------------------------------------------------------------------------------------------
 
-    def _given(self, node: fx.Node) -> tuple[int, list[Layout]]:
-        """The variable that decides how a value lies where it is made, and how it lies in each of its states."""
+    def _produced(self, node: fx.Node) -> tuple[int, list[Layout]]:
+        """The variable that decides the layout of a value, and the layout in each of its states."""
         if node.op == "placeholder":
-            variable = self.network.keys["stored", *self.folded.home(node)]
+            variable = self.network.keys["stored", *self.folded.first_use(node)]
             return variable, self.network.states[variable]
         source: Any = node if is_tensor_op(node) else node.args[0]
         index: Any = 0 if source is node else node.args[1]
-        variable = self.network.keys["op", self.position[self._stand_in(source)], 0]
+        variable = self.network.keys["op", self.position[self._representative(source)], 0]
         return variable, [choice.results[index] for choice in self.network.states[variable]]
 
     def _demands(self, node: fx.Node, op: Op) -> tuple[int, list[frozenset[Layout]], list[Layout | None]]:
-        """A consumer's variable; in each of its states the layouts that it wants of a value, and that it writes to."""
+        """A consumer's variable; per state the layouts of a value that it requires, and the one that it writes to."""
         variable, states = self._states(op)
         places = [i for i, operand in enumerate(self._inputs(op)) if operand is node]
         written = [i for i in places if op.row is not None and i in op.row.options.mutates]
@@ -277,40 +278,41 @@ class _Builder:
         return variable, self.network.states[variable]
 
     def _add_value(self, node: fx.Node) -> None:
-        producer, given = self._given(node)
+        producer, produced = self._produced(node)
         value, whole = Value.of(node), self._is_taken_whole(node)
-        found = [self._demands(node, op) for op in self.consumers.get(node, ())]
+        demands = [self._demands(node, op) for op in self.consumers.get(node, ())]
         fixed = frozenset([I]) if node in self.results else frozenset[Layout]()
-        for variable, wanted, written in found:
+        for variable, required, written in demands:
             illegal = [
                 [
                     (w is not None and w != g) or (whole and any(isinstance(x, Shard) for x in d))
-                    for d, w in zip(wanted, written, strict=True)
+                    for d, w in zip(required, written, strict=True)
                 ]
-                for g in given
+                for g in produced
             ]
             if any(map(any, illegal)):
                 self._factor((producer, variable), np.where(illegal, FORBIDDEN, 0.0))
-        if len(found) > 1 or (found and fixed):
-            self._share(node, value, producer, given, [(v, w) for v, w, _ in found], fixed)
-        elif found:
-            ((variable, wanted, _),) = found
-            table = _spread_out([given, wanted], lambda g, w: self._conversions(node, value, g, w))
+        if len(demands) > 1 or (demands and fixed):
+            self._share(node, value, producer, produced, [(v, r) for v, r, _ in demands], fixed)
+        elif demands:
+            ((variable, required, _),) = demands
+            table = _spread_out([produced, required], lambda p, r: self._conversions(node, value, p, r))
             self._factor((producer, variable), table)
         elif fixed:
-            self._factor((producer,), [self._conversions(node, value, layout, fixed) for layout in given])
+            self._factor((producer,), [self._conversions(node, value, layout, fixed) for layout in produced])
 
     def _is_taken_whole(self, node: fx.Node) -> bool:
         source: Any = node if node.op == "placeholder" or is_tensor_op(node) else node.args[0]
         return source in self.constraints.pins and self.constraints.pins[source].style.whole_result
 
-    def _conversions(self, node: fx.Node, value: Value, given: Layout, wanted: Iterable[Layout]) -> float:
-        """Seconds to bring a value to some layouts."""
-        steps = self.costs.plan_conversions(value, given, wanted)
+    def _conversions(self, node: fx.Node, value: Value, produced: Layout, required: Iterable[Layout]) -> float:
+        """Seconds to give a value all required layouts."""
+        steps = self.costs.plan_conversions(value, produced, required)
         if steps is None or any((node, step) in self.constraints.vetoed for step in steps):
             return FORBIDDEN
         seconds = sum(sent.seconds for step in steps for sent in self.costs.sent(value, step))
-        if steps and node.op == "placeholder" and isinstance(given, Shard):
+        if steps and node.op == "placeholder" and isinstance(produced, Shard):
+            # a parameter is stored as it is used; one whose layout is fixed may have to be gathered nevertheless
             return GATHERED_PARAMETER * seconds if node.meta["path"] in self.constraints.parameters else FORBIDDEN
         return seconds
 
@@ -319,32 +321,37 @@ class _Builder:
         node: fx.Node,
         value: Value,
         producer: int,
-        given: Sequence[Layout],
-        found: Sequence[tuple[int, list[frozenset[Layout]]]],
+        produced: Sequence[Layout],
+        demands: Sequence[tuple[int, list[frozenset[Layout]]]],
         fixed: frozenset[Layout],
     ) -> None:
-        """A variable for the layouts that a value is had in, which all its consumers find what they want among."""
-        had = {fixed}
-        for _, wanted in found:
-            had = {sofar | more for sofar in had for more in set(wanted)}
-            if len(had) > MOST_SETS:
-                had = set(sorted(had, key=_by_size)[:MOST_SETS])
-        sets = sorted(had, key=_by_size)
-        states = dict.fromkeys((layout, layouts - {layout}) for layout in given for layouts in sets)
+        """Adds a variable whose states are the sets of layouts that this value is converted to.
+
+        Every consumer must find the layouts that it requires in the chosen set.
+        """
+        unions = {fixed}
+        for _, required in demands:
+            unions = {union | more for union in unions for more in set(required)}
+            if len(unions) > MAX_SETS:
+                unions = set(sorted(unions, key=_by_size)[:MAX_SETS])
+        sets = sorted(unions, key=_by_size)
+        states = dict.fromkeys((layout, layouts - {layout}) for layout in produced for layouts in sets)
         costs = {state: self._conversions(node, value, *state) for state in states}
-        states_ = [state for state in states if costs[state] < FORBIDDEN]
+        legal = [state for state in states if costs[state] < FORBIDDEN]
         place = self.position.get(node)
-        key = ("value", place, 0) if place is not None else ("value of", *self.folded.home(node))
-        variable = self.network.variable(key, states_)
-        self._factor((variable,), [costs[state] for state in states_])
-        self._factor((producer, variable), _spread_out([given, states_], lambda g, s: 0.0 if g == s[0] else FORBIDDEN))
-        for consumer, wanted in found:
-            table = _spread_out([states_, wanted], lambda s, w: 0.0 if w <= s[1] | {s[0]} else FORBIDDEN)
+        key = ("value", place, 0) if place is not None else ("value of", *self.folded.first_use(node))
+        variable = self.network.variable(key, legal)
+        self._factor((variable,), [costs[state] for state in legal])
+        table = _spread_out([produced, legal], lambda layout, state: 0.0 if layout == state[0] else FORBIDDEN)
+        self._factor((producer, variable), table)
+        for consumer, required in demands:
+            table = _spread_out([legal, required], lambda state, r: 0.0 if r <= state[1] | {state[0]} else FORBIDDEN)
             self._factor((variable, consumer), table)
 
     # --- repeated blocks ---------------------------------------------------------------------------------------------
 
     def _add_chain(self, index: int, run: Run) -> None:
+        """Describes the third block of a run, which represents all inner ones, for the solver to chain."""
         block: dict[int, int] = {}
         for (_, position, _), variable in self.network.keys.items():
             place = self.folded.place(position)
@@ -361,10 +368,10 @@ class _Builder:
                 inner.append(i)
             elif 2 in blocks:
                 around |= {v for v in factor.scope if block.get(v) == 2}
-        held = {v for i in inner for v in self.network.factors[i].scope}
+        scope = {v for i in inner for v in self.network.factors[i].scope}
         if not around <= earlier.keys():
-            raise _Uneven(f"the blocks of the run at {run.start} hold different values")
-        entry = {v for v in held if block.get(v) == 1} | {earlier[v] for v in around}
+            raise _Uneven(f"the blocks of the run at {run.start} read different values")
+        entry = {v for v in scope if block.get(v) == 1} | {earlier[v] for v in around}
         order = sorted(entry)
         later = {before: after for before, after in shifted.items() if after is not None}
         for variable in order:
@@ -376,7 +383,7 @@ class _Builder:
                 tuple(inner),
                 tuple(order),
                 tuple(later[v] for v in order),
-                tuple(sorted(v for v in held if block.get(v) not in (1, 2))),
+                tuple(sorted(v for v in scope if block.get(v) not in (1, 2))),
             )
         )
 
@@ -385,8 +392,8 @@ def _by_size(layouts: frozenset[Layout]) -> tuple[int, list[str]]:
     return len(layouts), sorted(map(str, layouts))
 
 
-def pinned_choices(op: Op, pin: Pin, found: Sequence[Choice], ranks: int) -> list[Choice]:
-    """The choices that a pin leaves an op.
+def pinned_choices(op: Op, pin: Pin, legal: Sequence[Choice], ranks: int) -> list[Choice]:
+    """The choices that a pin leaves to an op.
 
     Raises:
         PlanError: the op can't be split as its pin says.
@@ -394,7 +401,7 @@ def pinned_choices(op: Op, pin: Pin, found: Sequence[Choice], ranks: int) -> lis
     if not pin.axes:
         return [whole_choice(op.node)]
     for axis in pin.axes:
-        named = [c for c in found if c.name == f"split {axis}"]
+        named = [c for c in legal if c.name == f"split {axis}"]
         if named:
             return [c for c in named if _fills_ranks(op, c, ranks)] or named
     module = op.node.meta.get("module", "")
@@ -402,14 +409,16 @@ def pinned_choices(op: Op, pin: Pin, found: Sequence[Choice], ranks: int) -> lis
 
 
 def _fills_ranks(op: Op, choice: Choice, ranks: int) -> bool:
-    """Whether every rank holds something, or the axis is too small for that anyway."""
+    """Whether every rank gets a part of each split axis, or the axes are too small for that."""
     sizes = [op.sizes[axis] for axis, _ in choice.axes]
     return all(s < ranks for s in sizes) or all(local_size(p, ranks - 1, ranks) > 0 for _, p in choice.axes)
 
 
-def _spread_out(states: tuple[Sequence[Any], Sequence[Any]] | list[Any], cost: Any) -> Table:
-    """A table over two variables' states, of which many are alike."""
+def _spread_out(
+    states: Sequence[Sequence[Any]], cost: Callable[[Any, Any], float]
+) -> Table:
+    """A table over two variables' states; equal states are priced once, for many are equal."""
     rows, columns = (list(dict.fromkeys(s)) for s in states)
     small = np.array([[cost(a, b) for b in columns] for a in rows], dtype=float).reshape(len(rows), len(columns))
-    at = [[known.index(s) for s in given] for known, given in zip((rows, columns), states, strict=True)]
+    at = [[distinct.index(s) for s in each] for distinct, each in zip((rows, columns), states, strict=True)]
     return small[np.ix_(*at)]

@@ -1,4 +1,4 @@
-"""What a plan costs: the collectives that its choices make necessary, one by one, and each module's computation."""
+"""Prices a plan: its collectives one by one, and the computation of each module."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""States that no best plan has, left out before anything is solved; what remains has the same optimum at any price.
+"""Removes states that no best plan has, before anything is solved; the optimum stays the same at any price.
 
-A state goes where it is impossible beside every state of some neighbour (arc consistency), or where another state of
-its variable costs no more whatever the neighbours do (dead-end elimination: Desmet and others, 1992).
+A state is removed where it is impossible beside every state of some neighbour (arc consistency), or where another state
+of its variable costs no more whatever the neighbours do (dead-end elimination: Desmet and others, 1992).
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from torchshard.planner.network import Network
 
 
 def prune(network: Network) -> int | None:
-    """Shrinks the variables' states, and the factors' tables with them; a variable that has none left is returned."""
+    """Removes states, and their entries of the factors' tables; returns a variable with none left, if there is one."""
     around: dict[int, list[int]] = {}
     for f, factor in enumerate(network.factors):
         for v in factor.scope:

@@ -1,14 +1,14 @@
-"""From a graph and what is asked of it to a Plan: the exact optimum of the network of costs, under a budget of bytes.
+"""The exact optimum of a network of costs, under a budget of bytes.
 
-By default the weights (parameters of two dims or more) of all ranks together take at most `SLACK` more bytes than the
-fewest possible, and the step is the fastest that this allows: a weight whose splitting would cost a collective and save
-next to nothing stays whole, nothing is sent to split a vector, nor to make slices equal. A weight stays whole only
-where that saves time worth its bytes (`WORTH`).
+By default the weights (parameters of two dims or more) of all ranks together take at most `WEIGHT_SLACK` more bytes
+than the fewest possible, and the step is the fastest that this allows. Strictly fewest bytes would split every router
+and norm, and send activations for it. A weight stays whole only where that saves time worth its bytes
+(`WHOLE_WEIGHT_GAIN`).
 
-A budget is met by a price per byte (a Lagrange multiplier): for each price the optimum is exact, and the prices at
-which it changes are found one after the other. Between two of them there may be a plan that is better and fits; it
-can't be better than the line between the two allows, which is the gap that is told. With a limit of memory the layers
-of a run may differ: as many as fit are as they would be with more memory.
+A budget is met by a price per byte (a Lagrange multiplier): the optimum at each price is exact, and the prices at which
+it changes are found one after the other. Between two of them there may be a better plan that fits; it can't be better
+than the line between the two optima allows, which is the gap that is reported. With a limit of memory the layers of a
+run may differ: as many as fit are planned as they would be with more memory.
 """
 
 from __future__ import annotations
@@ -28,15 +28,15 @@ from torchshard.planner.network import FORBIDDEN, GraphConstraints, Network, bui
 from torchshard.planner.prune import prune
 from torchshard.planner.solver import Solution, Solver
 
-SLACK = 0.1
-"""How much more than the fewest bytes of weights the ranks may hold, in terms of these; without those of weights that
-can't be split, or are pinned whole."""
-WORTH = 0.5
-"""What a weight that stays whole must save: so many percent of the step's time for a percent more bytes."""
+WEIGHT_SLACK = 0.1
+"""How much more than the fewest bytes of weights the ranks may hold, as a part of these; weights that can't be split or
+are pinned whole do not count."""
+WHOLE_WEIGHT_GAIN = 0.5
+"""A weight stays whole if that saves so many percent of the step's time for each percent more bytes."""
 EPSILON = 1e-9
-"""Costs that differ by less, relatively, are equal but for rounding."""
-STEEP = 1e-3
-"""Seconds for a byte: more than any byte is worth."""
+"""Costs that differ by a smaller part are equal but for rounding."""
+MAX_PRICE = 1e-3
+"""Seconds per byte, more than any byte is worth: at this price the plan with the fewest bytes is the best."""
 
 
 Fits = Callable[[Mapping[str, Choice], Mapping[str, Layout]], bool]
@@ -45,14 +45,14 @@ Fits = Callable[[Mapping[str, Choice], Mapping[str, Layout]], bool]
 
 @dataclass(frozen=True)
 class SearchResult:
-    """What a search decided."""
+    """The decisions of a search."""
 
     choices: Mapping[str, Choice]
     parameters: Mapping[str, Layout]
     gap: float
-    """Seconds by which a plan that fits might be faster, at most."""
+    """Optimality gap in seconds: no plan that fits is faster by more; 0 = proven optimal."""
     fits: bool = True
-    """Whether it is within what was allowed; if not it is the leanest found."""
+    """Whether it is within the budget; if not, it is the plan with the least memory."""
 
 
 def search(
@@ -79,20 +79,22 @@ def search(
     solver = Solver(network)
     if not solver.exact and network.chains:
         return search(graph, model, constraints, fits, fold=False)
-    small = solver.best(STEEP)
-    if small.seconds == FORBIDDEN:
+    smallest = solver.best(MAX_PRICE)
+    if smallest.seconds == FORBIDDEN:
         raise _no_way(network, None)
     if fits is None:
-        fixed = _whole_bytes(graph, stamped(graph, network, small)[1])
-        found, gap, _ = within(solver, lambda fewest: fewest + SLACK * (fewest - fixed), small)
-        return SearchResult(*stamped(graph, network, found), gap)
+        unsplittable = _whole_bytes(graph, expand_to_all_layers(graph, network, smallest)[1])
+        solution, gap, _ = solve_within_budget(
+            solver, lambda fewest: fewest + WEIGHT_SLACK * (fewest - unsplittable), smallest
+        )
+        return SearchResult(*expand_to_all_layers(graph, network, solution), gap)
 
-    def allowed(solution: Solution) -> bool:
-        return fits(*stamped(graph, network, solution))
+    def is_allowed(solution: Solution) -> bool:
+        return fits(*expand_to_all_layers(graph, network, solution))
 
-    tried = fastest(solver, allowed, small)
-    tried = replace(tried, found=filled(solver, allowed, tried))
-    return SearchResult(*stamped(graph, network, tried.found), tried.gap(float("inf")), tried.fits)
+    sweep = sweep_prices(solver, is_allowed, smallest)
+    sweep = replace(sweep, best=mix_layers(solver, is_allowed, sweep))
+    return SearchResult(*expand_to_all_layers(graph, network, sweep.best), sweep.gap(float("inf")), sweep.fits)
 
 
 def _whole_bytes(graph: fx.Graph, layouts: Mapping[str, Layout]) -> float:
@@ -103,75 +105,78 @@ def _whole_bytes(graph: fx.Graph, layouts: Mapping[str, Layout]) -> float:
 def _no_way(network: Network, variable: int | None) -> PlanError:
     place = next((position for (_, position, _), v in network.keys.items() if v == variable), None)
     return PlanError(
-        "no legal way to run an op as the plan wants it and its neighbours",
+        "no legal way to run an op as the plan requires it and its neighbours",
         where=where(network.folded.nodes[place]) if place is not None else "the plan",
-        why="each of its choices wants an operand, or gives a result, that what is pinned around it rules out",
+        why="each of its choices requires an operand, or gives a result, that the pins around it rule out",
         attempt="unpin one of the modules around it",
     )
 
 
 @dataclass(frozen=True)
-class Tried:
-    """The solutions at the prices that were tried."""
+class PriceSweep:
+    """The optima at the prices that were tried."""
 
-    found: Solution
-    """The cheapest at the least price that fits, or the leanest if none does."""
+    best: Solution
+    """The optimum at the least price at which it fits, or the smallest plan if none fits."""
     fits: bool
-    solved: list[tuple[float, Solution]]
-    """(price, the best at it), the least price first."""
-    prices: list[float]
-    """The highest price found at which the best does not fit, and the lowest at which it does."""
+    optima: list[tuple[float, Solution]]
+    """(price, the optimum at it), the least price first."""
+    prices: tuple[float, float]
+    """The highest price found at which the optimum does not fit, and the lowest at which it does."""
 
-    def gap(self, most: float) -> float:
-        """By how much another solution of at most so many bytes may cost less at the least price: no more than this."""
-        least = self.solved[0][0]
-        bound = max(s.bound - ((price - least) * most if price > least else 0.0) for price, s in self.solved)
-        return max(self.found.seconds + least * self.found.nbytes - bound, 0.0)
+    def gap(self, max_bytes: float) -> float:
+        """No other solution of so many bytes at most costs less, at the least price, by more than this."""
+        least = self.optima[0][0]
+        bound = max(s.bound - ((price - least) * max_bytes if price > least else 0.0) for price, s in self.optima)
+        return max(self.best.seconds + least * self.best.nbytes - bound, 0.0)
 
 
-def fastest(solver: Solver, fits: Callable[[Solution], bool], small: Solution, price: float = 0.0) -> Tried:
-    """The cheapest solution at a price that fits: at this price if that does, else at the least higher one.
+def sweep_prices(
+    solver: Solver, fits: Callable[[Solution], bool], smallest: Solution, price: float = 0.0
+) -> PriceSweep:
+    """Finds the optimum at the least price at which it fits, from this price on.
 
     Args:
         fits: whether a solution does.
-        small: the best at the price `STEEP`.
-        price: seconds for a byte.
+        smallest: the optimum at `MAX_PRICE`.
+        price: seconds per byte.
     """
-    fast = solver.best(price)
-    solved = [(price, fast), (STEEP, small)]
-    prices = [price, STEEP]
+    fast, small = solver.best(price), smallest
+    optima = [(price, fast), (MAX_PRICE, small)]
+    too_low, high = price, MAX_PRICE
     if fits(fast):
-        return Tried(fast, True, solved, prices)
+        return PriceSweep(fast, True, optima, (too_low, high))
     if not fits(small):
-        return Tried(small, False, solved, prices)
+        return PriceSweep(small, False, optima, (too_low, high))
     while True:
+        # the price at which both cost the same: any other optimum between the two is cheaper there
         price = (small.seconds - fast.seconds) / max(fast.nbytes - small.nbytes, 1.0)
         between = solver.best(price)
-        solved.append((price, between))
+        optima.append((price, between))
         cost, known = (s.seconds + price * s.nbytes for s in (between, fast))
         if cost >= known * (1 - EPSILON) or not small.nbytes < between.nbytes < fast.nbytes:
-            return Tried(small, True, solved, prices)
+            return PriceSweep(small, True, optima, (too_low, high))
         if fits(between):
-            small, prices[1] = between, price
+            small, high = between, price
         else:
-            fast, prices[0] = between, price
+            fast, too_low = between, price
 
 
-def filled(solver: Solver, fits: Callable[[Solution], bool], tried: Tried) -> Solution:
-    """The solution found, or a faster one that fits too: layers that are alike need not all be planned alike.
+def mix_layers(solver: Solver, fits: Callable[[Solution], bool], sweep: PriceSweep) -> Solution:
+    """The best solution of a sweep, or a faster one that fits too: alike layers need not all be planned alike.
 
-    At the price that decides, all of a run's layers change at once. As many of them as fit are taken as they are at the
-    lower price, beside the rest of the model at the one price and at the other.
+    At the price that decides, all layers of a run change at once. As many of them as fit are planned as at the lower
+    price, beside the rest of the model at the one price and at the other.
     """
-    best, runs = tried.found, max((chain.count for chain in solver.network.chains), default=0)
-    fastest_fits = tried.found is tried.solved[0][1]
-    if not tried.fits or fastest_fits:
+    best, layers = sweep.best, max((chain.count for chain in solver.network.chains), default=0)
+    fastest_fits = sweep.best is sweep.optima[0][1]
+    if not sweep.fits or fastest_fits:
         return best
-    fast, lean = tried.prices
-    for rest, fitting, too_many in ((lean, 0, runs + 1), (fast, -1, runs)):
+    too_low, high = sweep.prices
+    for rest, fitting, too_many in ((high, 0, layers + 1), (too_low, -1, layers)):
         while too_many - fitting > 1:
             count = (fitting + too_many) // 2
-            mixed = solver.mixed(rest, lean, fast, count / runs)
+            mixed = solver.mixed(rest, high, too_low, count / layers)
             if not fits(mixed):
                 too_many = count
             else:
@@ -180,35 +185,39 @@ def filled(solver: Solver, fits: Callable[[Solution], bool], tried: Tried) -> So
     return best
 
 
-def within(solver: Solver, budget: Callable[[float], float], least: Solution) -> tuple[Solution, float, float]:
-    """The best solution found within a budget of bytes: (it, by how much another may be better, the price of a byte).
+def solve_within_budget(
+    solver: Solver, budget: Callable[[float], float], smallest: Solution
+) -> tuple[Solution, float, float]:
+    """The best solution found within a budget of bytes, its optimality gap in seconds, and the price of a byte.
 
     Args:
         budget: from the fewest bytes possible to the most allowed.
-        least: the best at the price `STEEP`.
+        smallest: the optimum at `MAX_PRICE`.
     """
-    most = budget(least.nbytes)
-    price = min(WORTH * least.seconds / least.nbytes if least.nbytes else 0.0, STEEP)
-    tried = fastest(solver, lambda solution: solution.nbytes <= most, least, price)
-    return tried.found, tried.gap(most), price
+    max_bytes = budget(smallest.nbytes)
+    price = min(WHOLE_WEIGHT_GAIN * smallest.seconds / smallest.nbytes if smallest.nbytes else 0.0, MAX_PRICE)
+    sweep = sweep_prices(solver, lambda solution: solution.nbytes <= max_bytes, smallest, price)
+    return sweep.best, sweep.gap(max_bytes), price
 
 
-def stamped(graph: fx.Graph, network: Network, found: Solution) -> tuple[dict[str, Choice], dict[str, Layout]]:
-    """The choices and layouts of all nodes: those of the planned blocks for the blocks that they stand for."""
+def expand_to_all_layers(
+    graph: fx.Graph, network: Network, solution: Solution
+) -> tuple[dict[str, Choice], dict[str, Layout]]:
+    """The choices and layouts of all nodes: each block takes those of the planned block that represents it."""
     folded = network.folded
 
     def state(kind: str, position: int, slot: int) -> Any:
-        variable = network.keys[kind, folded.stand_in(position), slot]
-        for chain, inner in zip(network.chains, found.inner, strict=True):
+        variable = network.keys[kind, folded.representative(position), slot]
+        for chain, inner in zip(network.chains, solution.inner, strict=True):
             block = chain.run.block_of(position)
             if 2 <= block < chain.run.count - 1:
                 return network.states[variable][inner[block - 2][variable]]
-        return network.states[variable][found.states[variable]]
+        return network.states[variable][solution.states[variable]]
 
     choices = {n.name: state("op", i, 0) for i, n in enumerate(folded.nodes) if is_tensor_op(n)}
     layouts: dict[str, Layout] = {}
     for node in graph.nodes:
         if node.op == "placeholder" and node.meta["kind"] in ("parameter", "buffer"):
-            home, slot = folded.home(node)
+            home, slot = folded.first_use(node)
             layouts[node.meta["path"]] = state("stored", home, slot) if home >= 0 else I
     return choices, layouts

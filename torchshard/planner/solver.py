@@ -1,7 +1,7 @@
-"""The cheapest states of a network, at a price in seconds for a byte: `seconds + price * bytes` is least.
+"""Finds the cheapest states of a network at a price in seconds per byte: the least `seconds + price * bytes`.
 
-A chain's inner block is eliminated once and its table chained; what comes is decoded block by block. Where a table
-would be too large, a bound is made from smaller ones, and states are looked for from neighbourhood to neighbourhood.
+A chain's inner block is eliminated once and its table chained; the result is decoded block by block. Where a table
+would be too large, smaller tables give a bound, and a local search gives the states.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ class Solution:
     states: States
     """Of the planned nodes."""
     inner: tuple[tuple[States, ...], ...]
-    """For each chain, of each of the blocks that it stands for."""
+    """For each chain, the states of each block that it represents."""
     seconds: float
     nbytes: float
     bound: float

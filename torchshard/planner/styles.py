@@ -1,4 +1,4 @@
-"""The words of a dict plan, as data: what each means for each kind of module, and whose word it is."""
+"""The styles of a dict plan, as tables: what each word means for each op and module, and where the word comes from."""
 
 from __future__ import annotations
 

@@ -1,9 +1,9 @@
-"""What a plan leaves whole though it weighs: ops that every rank runs, and values that are gathered for an op.
+"""Finds the expensive ops that a plan does not split: ops that every rank runs whole, or that have values gathered.
 
-    run whole   its weights are a good part of the model's, or its work one of the step's
-    gathered    what is split is wanted whole, since the op has no rule, or one that forbids to split that dim
+    run whole   its weights are a good part of the model's, or its work a good part of the step's
+    gathered    the op has no rule, or its rule makes the split dim unsplittable
 
-Equal ops of repeated layers are told of together.
+Equal ops of repeated layers are reported together.
 """
 
 from __future__ import annotations
@@ -17,14 +17,13 @@ from torchshard.core.layouts import I, Layout, Shard, is_whole
 from torchshard.core.notation import Choice, Row, axis_groups
 from torchshard.ir.graph import consumers, is_tensor, is_tensor_op, is_weight, nbytes, node_row, operands, where
 from torchshard.planner.costs import CostModel, Op
-from torchshard.plans.data import Collective, Costs, Whole
+from torchshard.plans.data import Collective, Costs, GatheredOps
 from torchshard.plans.table import layered
 
 WEIGHTS, WORK, SENT = 0.05, 0.1, 0.1
-"""The parts of the model's weights, of the step's computation, and of what is sent, from which on an op with a rule is
-told of."""
+"""An op with a rule is reported from these parts of the model's weights, the step's computation, or the bytes sent."""
 NEAR = 12
-"""So many ops before one that runs whole, and after it, may be why it does."""
+"""The reason why an op runs whole is looked for among so many ops before and after it."""
 
 
 class _Op(NamedTuple):
@@ -46,8 +45,8 @@ def unsplit(
     parameters: Mapping[str, Layout],
     costs: Costs,
     pinned: Iterable[fx.Node] = (),
-) -> tuple[Whole, ...]:
-    """The kinds of ops that are told of, those that cost most first.
+) -> tuple[GatheredOps, ...]:
+    """The kinds of ops that are reported, the most expensive first.
 
     Args:
         costs: of the plan of these choices and parameters.
@@ -84,12 +83,12 @@ def _sums(ops: Sequence[_Op]) -> tuple[float, float, float]:
     return sum(op.gathered for op in ops), sum(op.weights for op in ops), sum(op.seconds for op in ops)
 
 
-def _kind(ops: Sequence[_Op], work: float, gathered: Mapping[fx.Node, float]) -> Whole:
+def _kind(ops: Sequence[_Op], work: float, gathered: Mapping[fx.Node, float]) -> GatheredOps:
     """What is told of ops of one kind, by the first of them."""
     first, modules = ops[0].node, dict.fromkeys(op.node.meta.get("module", "") for op in ops)
     sent, held, seconds = _sums(ops)
     part, why = seconds / work if work else 0.0, _why(first, sent, gathered)
-    return Whole(str(first.target), where(first), tuple(modules), len(ops), sent, held, part, why)
+    return GatheredOps(str(first.target), where(first), tuple(modules), len(ops), sent, held, part, why)
 
 
 def _gathered(nodes: Iterable[fx.Node], collectives: Iterable[Collective]) -> dict[fx.Node, float]:

@@ -86,7 +86,7 @@ class Collective:
 
 
 @dataclass(frozen=True)
-class Whole:
+class GatheredOps:
     """Ops of one kind that run whole on every rank, or for which what is split is gathered."""
 
     op: str
@@ -142,7 +142,7 @@ class Costs:
     price; 0 where this is the best. Under a limit of memory: by how much the plan without one is faster."""
     memory: Mapping[str, float] = field(default_factory=dict)
     """'parameters', 'gradients', 'optimizer', 'activations', 'peak' -> bytes per rank, where they were asked for."""
-    whole: tuple[Whole, ...] = ()
+    whole: tuple[GatheredOps, ...] = ()
     """What runs whole though it weighs, and what is gathered for ops that can't be split."""
     fewer: Mapping[int, float] = field(default_factory=dict)
     """Fewer ranks -> seconds of a step with the same choices; of one rank, alone with the whole model."""

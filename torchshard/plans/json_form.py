@@ -11,7 +11,7 @@ from torchshard.core.conversions import ConversionStep, Steps
 from torchshard.core.errors import InputError, PlanError
 from torchshard.core.layouts import Layout, Part, Shard, parse_layout
 from torchshard.core.notation import Choice
-from torchshard.plans.data import Collective, Costs, PlanData, Sent, Stored, Whole
+from torchshard.plans.data import Collective, Costs, GatheredOps, PlanData, Sent, Stored
 from torchshard.plans.machine import Machine
 
 VERSION = 3
@@ -150,11 +150,11 @@ def _axes(said: Any) -> tuple[tuple[str, tuple[Part, ...]], ...]:
     )
 
 
-def _whole(said: Any) -> Whole:
+def _whole(said: Any) -> GatheredOps:
     texts: dict[str, Any] = {name: _is(str, said[name]) for name in ("op", "line", "why")}
     numbers: dict[str, Any] = {name: _number(said[name]) for name in ("nbytes", "weights", "work")}
     modules = tuple(_is(str, path) for path in _is(list, said["modules"]))
-    return Whole(**texts, **numbers, modules=modules, count=_is(int, said["count"]))
+    return GatheredOps(**texts, **numbers, modules=modules, count=_is(int, said["count"]))
 
 
 def _collective(said: Any) -> Collective:

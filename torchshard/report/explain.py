@@ -9,7 +9,7 @@ from torch import fx
 from torchshard.core.errors import InputError
 from torchshard.ir.listing import listing
 from torchshard.plans.plan import Plan
-from torchshard.report.why import dear_pins, told
+from torchshard.report.why import expensive_pins, told
 
 Level = Literal["table", "node"]
 LEVELS = get_args(Level)
@@ -52,7 +52,7 @@ def explain(model: Planned | Plan, module: str = "", level: Level = "table") -> 
             )
         return found
     plan = plan_in(model)
-    notes = list(dear_pins(plan, plan.problem)) if plan.problem is not None else []
+    notes = list(expensive_pins(plan, plan.problem)) if plan.problem is not None else []
     notes += map(str, plan.costs.whole)
     return "\n".join([str(plan), *([""] if notes else []), *notes, "", *told(plan, plan.problem)])
 

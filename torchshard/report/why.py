@@ -20,7 +20,7 @@ from torchshard.plans.machine import size_text
 from torchshard.plans.plan import Plan
 from torchshard.plans.table import changed, layered, starred
 
-DEAREST = 12
+MAX_ALTERNATIVES = 12
 """Kinds of collectives for which an alternative is looked for; each takes as long as planning."""
 TOLD = 0.01
 """What changes a step's time, or a rank's bytes, by less than this part of it is not told of."""
@@ -72,7 +72,7 @@ def told(plan: Plan, problem: PlanningProblem | None) -> Iterator[str]:
             f"  costs: {', '.join(ways)}; {size_text(sum(c.nbytes for c in alike))} and "
             f"{1e3 * sum(c.seconds for c in alike):.3g} ms per step"
         )
-        if problem is not None and i < DEAREST:
+        if problem is not None and i < MAX_ALTERNATIVES:
             yield f"  next best: {_alternative(plan, problem, alike)}"
 
 
@@ -104,7 +104,7 @@ def _compared(plan: Plan, other: Alternative) -> str:
     return f"{1e3 * (other.costs.seconds - plan.costs.seconds):+.3g} ms ({shown or 'elsewhere, as often'})"
 
 
-def dear_pins(plan: Plan, problem: PlanningProblem) -> Iterator[str]:
+def expensive_pins(plan: Plan, problem: PlanningProblem) -> Iterator[str]:
     """The pins without which the plan would be faster by more than a little, and by how much."""
     for key in dict.fromkeys(pin.key for pin in problem.constraints.pins.values()):
         pins = {node: pin for node, pin in problem.constraints.pins.items() if pin.key != key}

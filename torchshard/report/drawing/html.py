@@ -22,7 +22,7 @@ from torchshard.plans.machine import size_text
 from torchshard.plans.plan import Plan
 from torchshard.plans.table import starred
 from torchshard.report.drawing.outline import Box, Row, outline, sources
-from torchshard.report.why import DEAREST, REASONS, kinds_of
+from torchshard.report.why import MAX_ALTERNATIVES, REASONS, kinds_of
 
 """Rows of the table of collectives."""
 
@@ -116,7 +116,7 @@ class _Side:
         kinds = kinds_of(self.plan)
         if not kinds:
             return ""
-        rows = "".join(self._kind(alike) for alike in kinds[:DEAREST])
+        rows = "".join(self._kind(alike) for alike in kinds[:MAX_ALTERNATIVES])
         head = "<tr><th>collective</th><th>where</th><th>why</th><th>sent</th><th>ms</th></tr>"
         return f"<h2>Dearest collectives</h2><table>{head}{rows}</table>"
 
