@@ -61,7 +61,7 @@ def test_the_listing_and_what_has_none() -> None:
     assert "next best" not in ts.explain(loaded) and "costs: all-reduce backward" in ts.explain(loaded)
     for model, level, text in (
         (loaded, "node", "the plan has no graph"),
-        (made, "nodes", "'nodes' is no level"),
+        (made, "nodes", "invalid level 'nodes'"),
         (MLP(), "table", "a MLP has no plan"),
     ):
         with pytest.raises(ts.InputError, match=text):

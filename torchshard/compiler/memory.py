@@ -1,4 +1,4 @@
-"""How much memory a step takes on a rank: the planned graph run forward and backward without memory, and watched.
+"""Estimates the memory of a step on a rank: runs the planned graph on fake tensors, and counts living storages.
 
 The rank that holds the most (the first) is simulated on fake tensors. What is counted is every storage that is alive:
 parameters, their gradients, what autograd saves, and what a backward makes on its way; the optimizer's state comes on

@@ -1,6 +1,6 @@
 """Model, plan and example inputs in; the planned graph with its collectives out, for any rank.
 
-This is the whole way of a model on one screen: capture, normalize, plan, rewrite.
+The whole compiler on one screen: capture, normalize, plan, rewrite.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ log = logging.getLogger("torchshard.compiler.program")
 
 @dataclass(frozen=True)
 class Program:
-    """A captured model with its plan, ready to be made any rank's."""
+    """A captured model with its plan; `passes.localized` makes it one rank's."""
 
     captured: Captured
     """The normalized graph, unsharded, and how to call it."""

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import difflib
 import fnmatch
-import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple, Protocol
@@ -15,6 +14,7 @@ from torch import fx, nn
 from torchshard.capture.facts import ModelFacts
 from torchshard.core.errors import PlanError
 from torchshard.core.layouts import Layout, Shard
+from torchshard.core.paths import star_numbers
 from torchshard.custom_ops.recurrent import KINDS
 from torchshard.custom_ops.whole import op_of
 from torchshard.ir.graph import operands, where
@@ -181,8 +181,8 @@ def read_pins(plan: Mapping[str, Any], modules: Iterable[str]) -> dict[str, tupl
 
 
 def _no_match(key: str, modules: list[str]) -> PlanError:
-    shapes = sorted({re.sub(r"\b\d+\b", "*", path) for path in modules})
-    starred = re.sub(r"\b\d+\b", "*", key)
+    shapes = sorted(set(map(star_numbers, modules)))
+    starred = star_numbers(key)
     near = difflib.get_close_matches(starred, shapes, n=3, cutoff=0.4)
     near = near or [s for s in shapes if s.rpartition(".")[2] == key.rpartition(".")[2]][:3]
     return PlanError(

@@ -15,10 +15,10 @@ from torch import fx
 
 from torchshard.core.layouts import I, Layout, Shard, is_whole
 from torchshard.core.notation import Choice, Row, axis_groups
+from torchshard.core.paths import star_numbers
 from torchshard.ir.graph import consumers, is_tensor, is_tensor_op, is_weight, nbytes, node_row, operands, where
 from torchshard.planner.costs import CostModel, Op
 from torchshard.plans.data import Collective, Costs, GatheredOps
-from torchshard.plans.table import layered
 
 WEIGHTS, WORK, SENT = 0.05, 0.1, 0.1
 """An op with a rule is reported from these parts of the model's weights, the step's computation, or the bytes sent."""
@@ -66,7 +66,7 @@ def unsplit(
             seconds = model.seconds(op, choices[node.name]) if op.products else 0.0
             found = found._replace(weights=sum(held), seconds=seconds)
         if any(found[1:]):
-            key = str(node.target), node_row(node), layered(node.meta.get("module", "")), bool(found.gathered)
+            key = str(node.target), node_row(node), star_numbers(node.meta.get("module", "")), bool(found.gathered)
             kinds.setdefault(key, []).append(found)
     all_weights, work = sum(weights.values()), sum(costs.compute.values())
 

@@ -17,7 +17,7 @@ from torchshard.plans.machine import Machine, size_text
 
 @dataclass(frozen=True)
 class Sent:
-    """What each rank sends for a collective; the rank that sends most, where slices differ."""
+    """Bytes and seconds of a collective, on the rank that sends most where slices differ."""
 
     kernel: str
     """'all_reduce', 'all_gather', 'reduce_scatter', 'all_to_all', or 'none'."""
@@ -27,7 +27,7 @@ class Sent:
     """How many messages these are."""
 
     def often(self, times: int) -> Sent:
-        """The same so many times over."""
+        """The sum of so many of them."""
         return replace(self, nbytes=self.nbytes * times, seconds=self.seconds * times, times=self.times * times)
 
 
@@ -36,21 +36,21 @@ class Collective:
     """A conversion of a value, or a collective within a split op."""
 
     value: str
-    """The node whose value it is."""
+    """The node whose value is converted."""
     name: str
     """'copy', 'reduce', ...: its row of the table of conversions."""
     source: Layout
     target: Layout
     consumers: tuple[str, ...]
-    """The nodes that want it so; of one within an op that op."""
+    """The nodes that require it; for a collective within an op, that op."""
     origin: str
-    """The module that makes the value."""
+    """The module that produces the value."""
     module: str
-    """The module of the first that wants it."""
+    """The module of the first consumer."""
     line: str
     """The user's file and line."""
     type: str
-    """The value's: 'f32[2,8,16]'."""
+    """dtype and shape of the value: 'f32[2,8,16]'."""
     forward: Sent
     backward: Sent
 
@@ -66,12 +66,12 @@ class Collective:
 
     @property
     def is_after(self) -> bool:
-        """Whether it belongs to the module that makes the value: a split one, whose result is not whole."""
+        """Whether it stands after the module that produces the value, and not before the one that consumes it."""
         return not is_whole(self.source)
 
     @property
     def is_inside(self) -> bool:
-        """Whether it is within a split op, and no conversion between two."""
+        """Whether it is within a split op, and not a conversion between two ops."""
         return self.value in self.consumers
 
     @property
@@ -81,13 +81,13 @@ class Collective:
 
     @property
     def calls(self) -> int:
-        """How often it communicates in a step."""
+        """How many messages it sends in a step."""
         return sum(sent.times for sent in (self.forward, self.backward) if sent.nbytes)
 
 
 @dataclass(frozen=True)
 class GatheredOps:
-    """Ops of one kind that run whole on every rank, or for which what is split is gathered."""
+    """Expensive ops of one kind that are not split: they run whole on every rank, or have split values gathered."""
 
     op: str
     line: str
@@ -95,11 +95,11 @@ class GatheredOps:
     modules: tuple[str, ...]
     count: int
     nbytes: float
-    """What each rank sends per step so that they get their operands whole."""
+    """Bytes that each rank sends per step to gather their operands."""
     weights: float
     """Bytes of weights that every rank holds for them."""
     work: float
-    """The part of the step's computation that every rank does for them."""
+    """The part of the step's computation that every rank repeats for them."""
     why: str
 
     def __str__(self) -> str:
@@ -133,19 +133,19 @@ class Costs:
     """What a plan costs per step, forward and backward, at the example inputs' sizes."""
 
     machine: str = ""
-    """The machine that it was reckoned for."""
+    """The machine that the times are estimated for."""
     compute: Mapping[str, float] = field(default_factory=dict)
-    """Module -> seconds of its own ops on the rank that has the most."""
+    """Module -> seconds of its own ops, on the rank that has the most work."""
     collectives: tuple[Collective, ...] = ()
     gap: float = 0.0
-    """By how much a plan within the same budget may be better, at most: seconds, bytes of weights counted at their
-    price; 0 where this is the best. Under a limit of memory: by how much the plan without one is faster."""
+    """Optimality gap in seconds (bytes of weights at their price): no plan within the same budget is better by more;
+    0 = proven optimal. Under a limit of memory: how much faster the plan without a limit is."""
     memory: Mapping[str, float] = field(default_factory=dict)
-    """'parameters', 'gradients', 'optimizer', 'activations', 'peak' -> bytes per rank, where they were asked for."""
+    """'parameters', 'gradients', 'optimizer', 'activations', 'peak' -> bytes per rank, if `memory=` was given."""
     whole: tuple[GatheredOps, ...] = ()
-    """What runs whole though it weighs, and what is gathered for ops that can't be split."""
+    """Expensive ops that run whole, and ops that values are gathered for."""
     fewer: Mapping[int, float] = field(default_factory=dict)
-    """Fewer ranks -> seconds of a step with the same choices; of one rank, alone with the whole model."""
+    """Number of ranks, fewer than the plan's -> seconds of a step with the same choices; 1: the whole model."""
 
     @property
     def nbytes(self) -> float:
@@ -160,7 +160,7 @@ class Costs:
 
     @property
     def kinds(self) -> Counter[str]:
-        """How many collectives that send something there are of each name."""
+        """Name -> how many collectives of that name send something."""
         return Counter(c.name for c in self.collectives if c.calls)
 
     @property
@@ -184,16 +184,16 @@ class PlanData:
     stored: Mapping[str, Stored] = field(default_factory=dict, compare=False)
     """The shape of each parameter and buffer."""
     fingerprint: str = field(default="", compare=False)
-    """Of the model that it was made for: names and shapes of parameters and buffers."""
+    """The signature of the model that it was made for: of names and shapes of parameters and buffers."""
     costs: Costs = field(default_factory=Costs, compare=False)
     machine: Machine = field(default=Machine(), compare=False)
-    """The machine that it is best on: by its prices values are converted."""
+    """The machine that it was optimised for."""
     static: bool = False
-    """Whether it holds for inputs of exactly the example inputs' sizes: batch or sequence may be split."""
+    """Whether it is for inputs of exactly the example inputs' sizes, so that batch or sequence may be split."""
     problem: Any = field(default=None, compare=False, repr=False)
-    """What it was searched for, where it was made here (`planner.problem.PlanningProblem`); None for a loaded plan."""
+    """The problem that it solves (`planner.problem.PlanningProblem`); None for a plan that was loaded."""
     graph: Any = field(default=None, compare=False, repr=False)
-    """The graph with its collectives (`fx.GraphModule`), where the plan was made here."""
+    """The graph with its collectives (`fx.GraphModule`); None for a plan that was loaded."""
 
     @property
     def axis(self) -> MeshAxis:

@@ -1,4 +1,4 @@
-"""Plans in others' words: Hugging Face's tp_plan and DTensor's parallelize plan, and two plans beside each other."""
+"""Plans as other libraries write them: Hugging Face's tp_plan, DTensor's parallelize plan; diffs of plans."""
 
 from __future__ import annotations
 
@@ -6,9 +6,10 @@ from typing import Any
 
 from torchshard.core.errors import PlanError
 from torchshard.core.layouts import I, Shard
+from torchshard.core.paths import star_differences, star_numbers
 from torchshard.plans.data import PlanData
 from torchshard.plans.machine import size_text
-from torchshard.plans.table import changed, layered, starred
+from torchshard.plans.table import changed
 
 STYLES: dict[tuple[str, int], tuple[str, tuple[str, ...], tuple[str, ...]]] = {
     ("Linear", 0): ("colwise", ("", "copy"), ("", "gather", "all_gather")),
@@ -16,7 +17,7 @@ STYLES: dict[tuple[str, int], tuple[str, tuple[str, ...], tuple[str, ...]]] = {
     ("Embedding", 0): ("embedding_rowwise", ("",), ("reduce", "all_reduce")),
     ("Embedding", 1): ("embedding_colwise", ("",), ("gather", "all_gather")),
 }
-"""(kind of module, split dim of its weight) -> the style, and the collectives before and after that it may have."""
+"""(class of module, split dim of its weight) -> the style, and the collectives that may stand before and after it."""
 _VARIANTS = {("colwise", "gather"): "colwise_gather_output", ("colwise", "all_gather"): "colwise_gather_output",
              ("rowwise", "scatter"): "rowwise_split_input"}  # fmt: skip
 
@@ -76,8 +77,8 @@ def to_hf(plan: PlanData) -> dict[str, str]:
     globs: dict[str, set[str | None]] = {}
     for name in plan.stored or plan.parameters:
         path = name.rpartition(".")[0]
-        globs.setdefault(layered(path), set()).add(found.get(path))
-    return {(layered(p) if len(globs[layered(p)]) == 1 else p): style for p, style in found.items()}
+        globs.setdefault(star_numbers(path), set()).add(found.get(path))
+    return {(star_numbers(p) if len(globs[star_numbers(p)]) == 1 else p): style for p, style in found.items()}
 
 
 def to_dtensor(plan: PlanData) -> dict[str, Any]:
@@ -101,13 +102,13 @@ def to_dtensor(plan: PlanData) -> dict[str, Any]:
 
 
 def diff(a: PlanData, b: PlanData) -> str:
-    """What differs from one plan to another, and what that costs.
+    """The differences between two plans, and what they cost.
 
     `b` beside `a`: layouts that changed (alike layers on one line), collectives by kind, bytes and time.
     """
-    otherwise = changed(a, b.parameters)
-    lines = [f"  {starred(*names)}{f' ×{len(names)}' if len(names) > 1 else ''}: {x} -> {y}"
-             for names, x, y in otherwise]  # fmt: skip
+    differences = changed(a, b.parameters)
+    lines = [f"  {star_differences(*names)}{f' ×{len(names)}' if len(names) > 1 else ''}: {x} -> {y}"
+             for names, x, y in differences]  # fmt: skip
     if a.fingerprint and b.fingerprint and a.fingerprint != b.fingerprint:
         lines.insert(0, "  they are plans of different models")
     if a.static != b.static:
@@ -124,7 +125,6 @@ def diff(a: PlanData, b: PlanData) -> str:
             lines.append(f"  {what}: {text(x)} -> {text(y)}")
     choices = sum(a.choices.get(name) != b.choices.get(name) for name in a.choices.keys() | b.choices.keys())
     if choices and not lines:
-        lines.append(f"  {choices} ops run otherwise, for the same bytes and time")
-    return "\n".join(
-        [f"{len(otherwise)} kinds of parameters lie otherwise" if otherwise else "parameters lie alike", *lines]
-    )
+        lines.append(f"  {choices} ops run differently, for the same bytes and time")
+    head = f"{len(differences)} kinds of parameters are sharded differently" if differences else "parameters are alike"
+    return "\n".join([head, *lines])

@@ -1,4 +1,4 @@
-"""A plan as JSON: what is written, and what is read again with every field's type checked."""
+"""Writes a plan as JSON, and reads it with the type of every field checked: a file may come from anywhere."""
 
 from __future__ import annotations
 
@@ -77,7 +77,8 @@ def _fields(body: Any) -> dict[str, Any]:
     stored = {name: _stored(s) for name, s in _is(dict, body["stored"]).items()}
     for name, layout in parameters.items():
         if name not in stored or (isinstance(layout, Shard) and layout.dim >= len(stored[name].shape)):
-            raise ValueError(f"{name} lies as {layout}, and is {stored[name].shape if name in stored else 'unknown'}")
+            shape = stored[name].shape if name in stored else "unknown"
+            raise ValueError(f"{name} has layout {layout}, and shape {shape}")
     said = body["costs"]
     costs = Costs(
         _is(str, said["machine"]),
@@ -105,7 +106,7 @@ def _fields(body: Any) -> dict[str, Any]:
 
 
 def _machine(said: Any) -> Machine:
-    """The fields that are written; infinite ones, which JSON can't say, are those of the default."""
+    """Reads a machine; fields with the default's value are not written, for JSON has no infinity."""
     numbers = {name: _number(value) for name, value in _is(dict, said).items() if name != "name"}
     return Machine(_is(str, said.get("name", Machine.name)), **numbers)
 

@@ -1,4 +1,4 @@
-"""What a step costs on a machine: how fast it computes, reads memory, and sends.
+"""Machines: how fast their ranks compute, read memory, and send.
 
 An op takes its overhead, and as long as its floating-point operations or its memory traffic, whichever takes longer
 (the roofline). A collective of a value takes a start, a latency for each step around the ring, and its bytes over the
@@ -46,7 +46,7 @@ class Machine:
     launch: float = 3e-5
     """Seconds to start a collective and to wait for the last rank."""
     op_overhead: float = 0.0
-    """Seconds that an op takes whatever its size; 0 where the device is never waited for."""
+    """Seconds that an op takes whatever its size; 0 if the host is always ahead of the device."""
     elementwise_bandwidth: float = math.inf
     """Bytes per second that ops other than products read and write; infinite where they fuse with their neighbours."""
     domain: float = math.inf
@@ -90,15 +90,15 @@ nccl-tests measures them), and ranks of one core each on one machine that send t
 
 @dataclass(frozen=True)
 class Objective:
-    """What the best plan is, as the user says it."""
+    """What makes a plan the best one."""
 
     machine: Machine
     memory: float | None = None
-    """Bytes that a rank's step may take; None: the weights as split as can be."""
+    """Bytes that a training step may take on a rank; None: the weights are split as far as is worth it."""
     all_axes: bool = False
     """Whether batch and sequence may be split too."""
     any_machine: bool = False
-    """Whether nobody has named the machine, so that a plan that is given brings its own."""
+    """Whether the user has named no machine: a plan that was given is then priced for its own."""
 
 
 def objective(
@@ -107,7 +107,7 @@ def objective(
     axes: Axes = "weights",
     device: str = "cuda",
 ) -> Objective:
-    """Reads the user's knobs.
+    """Reads the user's options.
 
     Args:
         device: the type of the model's device: without `machine`, a CPU's ranks send through gloo.

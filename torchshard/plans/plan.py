@@ -18,7 +18,7 @@ from torchshard.plans.data import PlanData
 
 @dataclass(frozen=True)
 class Plan(PlanData):
-    """One choice per op, one layout per parameter; what it holds, `PlanData` lists."""
+    """One choice per op, one layout per parameter; `PlanData` lists its fields."""
 
     def __str__(self) -> str:
         """A table, a row per module."""
@@ -28,7 +28,7 @@ class Plan(PlanData):
         """The plan as a `tp_plan` of Hugging Face transformers: module globs and styles.
 
         Raises:
-            PlanError: these words can't say all of it; what they can't is named.
+            PlanError: a tp_plan can't express all of it; the error names what it can't.
         """
         return exchange.to_hf(self)
 
@@ -36,7 +36,7 @@ class Plan(PlanData):
         """The plan as a `parallelize_plan` of `torch.distributed.tensor.parallel.parallelize_module`.
 
         Raises:
-            PlanError: DTensor's styles can't say all of it; what they can't is named.
+            PlanError: DTensor's styles can't express all of it; the error names what they can't.
         """
         return exchange.to_dtensor(self)
 

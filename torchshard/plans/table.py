@@ -10,6 +10,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from torchshard.core.layouts import I, Layout
+from torchshard.core.paths import star_differences, star_numbers
 from torchshard.plans.data import Collective, Costs, PlanData
 from torchshard.plans.machine import size_text
 
@@ -30,21 +31,21 @@ class ModuleRow:
     seconds: float = 0.0
     """Of its computation."""
     whole: list[str] = field(default_factory=list)
-    """Its ops that run whole though they weigh, or for which values are gathered."""
+    """Its expensive ops that run whole, or have values gathered."""
 
     @property
     def looks(self) -> tuple[object, ...]:
         """Equal for modules that may share a row."""
         moved = [[(c.name, c.nbytes) for c in side] for side in (self.before, self.after)]
         costs = self.nbytes, f"{self.seconds:.2e}"
-        return layered(self.paths[0]), tuple(self.parameters), repr(moved), costs, tuple(self.whole)
+        return star_numbers(self.paths[0]), tuple(self.parameters), repr(moved), costs, tuple(self.whole)
 
     def cells(self) -> tuple[str, ...]:
-        """Its texts, under HEADER; what it costs is of all that it stands for."""
+        """Its texts, in the order of HEADER; the costs are of all modules that the row represents."""
         sent, count = self.before + self.after, len(self.paths)
         seconds = count * (self.seconds + sum(c.seconds for c in sent))
         sides = (", ".join(dict.fromkeys(c.name for c in side)) for side in (self.before, self.after))
-        name = starred(*self.paths)
+        name = star_differences(*self.paths)
         return (
             f"{name} ×{count}" if count > 1 else name or "(the model)",
             ", ".join(self.parameters),
@@ -57,7 +58,7 @@ class ModuleRow:
 
 
 def module_rows(plan: PlanData) -> list[ModuleRow]:
-    """A row per module that has parameters, computes or communicates, in the order of the model; alike ones as one."""
+    """A row per module that has parameters, computes or communicates, in the model's order; alike modules share one."""
     rows: dict[str, ModuleRow] = {}
 
     def row(path: str) -> ModuleRow:
@@ -115,7 +116,7 @@ def summary(plan: PlanData) -> list[str]:
 
 
 def _faster_with_fewer(costs: Costs) -> str:
-    """A warning where fewer ranks take less time, if they have the memory."""
+    """A warning if a step takes less time on fewer ranks."""
     ranks = min(costs.fewer, key=lambda n: costs.fewer[n])
     if costs.fewer[ranks] >= costs.seconds:
         return ""
@@ -130,21 +131,10 @@ def columns(rows: Sequence[Sequence[str]]) -> Iterable[str]:
 
 
 def changed(a: PlanData, parameters: Mapping[str, Layout]) -> list[tuple[list[str], Layout, Layout]]:
-    """The parameters that lie otherwise than in a plan, those of alike layers together: (names, as there, as here)."""
+    """The parameters with another layout than in a plan, alike layers together: (names, layout there, layout here)."""
     found: dict[tuple[str, Layout, Layout], list[str]] = {}
     for name in dict.fromkeys([*a.parameters, *parameters]):
         ends = a.parameters.get(name, I), parameters.get(name, I)
         if ends[0] != ends[1]:
-            found.setdefault((layered(name), *ends), []).append(name)
+            found.setdefault((star_numbers(name), *ends), []).append(name)
     return [(names, there, here) for (_, there, here), names in found.items()]
-
-
-def layered(path: str) -> str:
-    """'blocks.*.mlp.*' for 'blocks.3.mlp.0'."""
-    return ".".join("*" if step.isdigit() else step for step in path.split("."))
-
-
-def starred(*paths: str) -> str:
-    """'blocks.*.mlp.0' for 'blocks.3.mlp.0' and 'blocks.4.mlp.0': a star where they differ."""
-    steps = zip(*(path.split(".") for path in paths), strict=True)
-    return ".".join(alike[0] if len(set(alike)) == 1 else "*" for alike in steps)

@@ -1,4 +1,4 @@
-"""What was inserted and why, as text: a table of modules, the collectives with their reasons, or the listing of ops."""
+"""Explains a plan as text: a table of modules, the collectives with their reasons, or the listing of ops."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ LEVELS = get_args(Level)
 
 
 class Planned(Protocol):
-    """What has a plan and the graph that follows it: a `Program`, or a `ShardedModule` that has been called."""
+    """Anything with a plan and its graph: a `Program`, or a `ShardedModule` that has been called."""
 
     @property
     def plan(self) -> Plan: ...
@@ -31,15 +31,15 @@ def explain(model: Planned | Plan, module: str = "", level: Level = "table") -> 
     Args:
         module: the path of a module, for the listing of that part alone.
         level: "table", a row per module and below it each kind of collective: why it is there, the user's line, from
-            and to which layout, bytes, time, and the next best plan without it; between them pins that are dear, and
-            ops for which values are gathered, worst first. Or "node", the listing of the graph.
+            and to which layout, bytes, time, and the next best plan without it; between them expensive pins, and
+            ops for which values are gathered, the most expensive first. Or "node", the listing of the graph.
 
     Raises:
         InputError: the level or the module is none, or the plan was loaded and has no graph to list.
     """
     if level not in LEVELS:
         raise InputError(
-            f"{level!r} is no level", where="level=", why=f"levels are {', '.join(LEVELS)}", attempt=repr(LEVELS[0])
+            f"invalid level {level!r}", where="level=", why=f"levels are {', '.join(LEVELS)}", attempt=repr(LEVELS[0])
         )
     if module or level == "node":
         found = listing(graph_of(model), within=module)

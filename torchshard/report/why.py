@@ -1,57 +1,53 @@
 """Why each collective of a plan is there, and what the best plan without it would cost.
 
-The problem that the plan answers is asked again with the collective forbidden, in all layers that are alike; or with a
-module left to the search that the user had pinned.
+The planning problem is solved again with the collective forbidden in all alike layers, or without one of the user's
+pins.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import os
-import re
 from collections.abc import Iterator
 
 from torchshard.core.conversions import ConversionStep
 from torchshard.core.errors import PlanError
+from torchshard.core.paths import star_differences, star_node, star_numbers
 from torchshard.ir.graph import whole_choice
 from torchshard.planner.problem import Alternative, PlanningProblem
 from torchshard.plans.data import Collective
 from torchshard.plans.machine import size_text
 from torchshard.plans.plan import Plan
-from torchshard.plans.table import changed, layered, starred
+from torchshard.plans.table import changed
 
 MAX_ALTERNATIVES = 12
-"""Kinds of collectives for which an alternative is looked for; each takes as long as planning."""
+"""An alternative is searched for so many kinds of collectives; each search takes as long as planning."""
 TOLD = 0.01
-"""What changes a step's time, or a rank's bytes, by less than this part of it is not told of."""
+"""Smaller changes of a step's time or of a rank's bytes are not reported."""
 
 REASONS = {
     "copy": "each rank uses it for its own part, so its gradient is the sum of theirs",
-    "reduce": "each rank has an addend of it, and the sum is wanted",
-    "gather": "each rank has a slice of it, and the whole is wanted",
+    "reduce": "each rank has a partial sum of it, and the sum is required",
+    "gather": "each rank has a slice of it, and the whole is required",
     "scatter": "each rank needs a slice of it alone, and its gradient is gathered",
     "all_gather": "each rank has a slice and needs the whole for its own part",
-    "reduce_scatter": "each rank has an addend of it, and needs a slice of the sum",
-    "all_to_all": "it is split along one dim and wanted split along another",
+    "reduce_scatter": "each rank has a partial sum of it, and needs a slice of the sum",
+    "all_to_all": "it is split along one dim and required split along another",
     "narrow": "each rank needs a slice of it alone",
-    "all_reduce": "each rank has an addend of it and needs the sum for its own part",
+    "all_reduce": "each rank has a partial sum of it and needs the sum for its own part",
     "all_reduce_max": "the largest of each row lies on some rank",
 }
 
 
 def kinds_of(plan: Plan) -> list[list[Collective]]:
-    """The collectives of a plan that send something, those of layers that are alike together; dearest first."""
+    """The collectives of a plan that send something, those of alike layers together; the most expensive first."""
     groups: dict[object, list[Collective]] = {}
     for c in plan.costs.collectives:
         if c.calls:
-            names = tuple(_starred(name) for name in (c.value, *c.consumers))
-            key = (layered(c.place), names, c.name, c.source, c.target, c.type)
+            names = tuple(star_node(name) for name in (c.value, *c.consumers))
+            key = (star_numbers(c.place), names, c.name, c.source, c.target, c.type)
             groups.setdefault(key, []).append(c)
     return sorted(groups.values(), key=lambda alike: -sum(c.seconds for c in alike))
-
-
-def _starred(name: str) -> str:
-    return re.sub(r"\d+", "*", name)
 
 
 def told(plan: Plan, problem: PlanningProblem | None) -> Iterator[str]:
@@ -59,13 +55,13 @@ def told(plan: Plan, problem: PlanningProblem | None) -> Iterator[str]:
     kinds = kinds_of(plan)
     for i, alike in enumerate(kinds):
         first, count = alike[0], len(alike)
-        where = starred(*(c.place for c in alike)) or "the model"
-        takers = ", ".join(first.consumers[:3]) + (", ..." if len(first.consumers) > 3 else "")
+        where = star_differences(*(c.place for c in alike)) or "the model"
+        consumers = ", ".join(first.consumers[:3]) + (", ..." if len(first.consumers) > 3 else "")
         ways = [f"{sent.kernel.replace('_', '-')} {way}" for way, sent in
                 (("forward", first.forward), ("backward", first.backward)) if sent.nbytes]  # fmt: skip
         yield (
             f"{first.name}{f' ×{count}' if count > 1 else ''} {'after' if first.is_after else 'before'} {where}: "
-            f"{first.source} -> {first.target} of {first.type}, for {takers}    {os.path.basename(first.line)}"
+            f"{first.source} -> {first.target} of {first.type}, for {consumers}    {os.path.basename(first.line)}"
         )
         yield f"  why: {REASONS.get(first.name, 'see the table of conversions')}"
         yield (
@@ -82,8 +78,8 @@ def _alternative(plan: Plan, problem: PlanningProblem, alike: list[Collective]) 
         whole = {n: [whole_choice(n)] for n in problem.graph.nodes if n.name in names}
         constraints = dataclasses.replace(problem.constraints, options={**problem.constraints.options, **whole})
     else:
-        links = {c.value: ConversionStep(c.name, c.source, c.target) for c in alike}
-        vetoed = frozenset((n, links[n.name]) for n in problem.graph.nodes if n.name in links)
+        steps = {c.value: ConversionStep(c.name, c.source, c.target) for c in alike}
+        vetoed = frozenset((n, steps[n.name]) for n in problem.graph.nodes if n.name in steps)
         constraints = dataclasses.replace(problem.constraints, vetoed=problem.constraints.vetoed | vetoed)
     try:
         return _compared(plan, problem.solve(constraints))
@@ -92,8 +88,8 @@ def _alternative(plan: Plan, problem: PlanningProblem, alike: list[Collective]) 
 
 
 def _compared(plan: Plan, other: Alternative) -> str:
-    """What another plan would change, and by how much it is slower."""
-    parts = [f"{starred(*names)} {a} -> {b}" for names, a, b in changed(plan, other.parameters)]
+    """The changes that another plan would make, and how much slower it is."""
+    parts = [f"{star_differences(*names)} {a} -> {b}" for names, a, b in changed(plan, other.parameters)]
     kinds, others = plan.costs.kinds, other.costs.kinds
     parts += [f"{others[k] - kinds[k]:+d} {k}" for k in sorted(kinds | others) if others[k] != kinds[k]]
     _, held = plan.parameter_bytes()
@@ -105,7 +101,7 @@ def _compared(plan: Plan, other: Alternative) -> str:
 
 
 def expensive_pins(plan: Plan, problem: PlanningProblem) -> Iterator[str]:
-    """The pins without which the plan would be faster by more than a little, and by how much."""
+    """The pins that make a step slower, and by how much."""
     for key in dict.fromkeys(pin.key for pin in problem.constraints.pins.values()):
         pins = {node: pin for node, pin in problem.constraints.pins.items() if pin.key != key}
         try:

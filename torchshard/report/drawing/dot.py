@@ -1,4 +1,4 @@
-"""A graph as Graphviz text: modules as clusters, collectives as hexagons, an edge from each value to what takes it."""
+"""A graph as Graphviz text: modules as clusters, collectives as hexagons, an edge from each value to its consumers."""
 
 from __future__ import annotations
 

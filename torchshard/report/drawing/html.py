@@ -1,4 +1,4 @@
-"""A page of its own, without a network: modules that open and close, tiles, the dearest collectives, search.
+"""A page of its own, without a network: modules that open and close, tiles, the most expensive collectives, search.
 
 Every module is a `<details>`; a row's facts lie in one JSON block, and a few lines of script show them.
 """
@@ -15,12 +15,12 @@ from typing import Any
 from torch import fx
 
 from torchshard.core.conversions import TABLE
+from torchshard.core.paths import star_differences
 from torchshard.distributed.ops import is_collective
 from torchshard.ir.graph import layout_of, op_name
 from torchshard.plans.data import Collective
 from torchshard.plans.machine import size_text
 from torchshard.plans.plan import Plan
-from torchshard.plans.table import starred
 from torchshard.report.drawing.outline import Box, Row, outline, sources
 from torchshard.report.why import MAX_ALTERNATIVES, REASONS, kinds_of
 
@@ -92,7 +92,7 @@ class _Side:
     def html(self) -> str:
         """Tiles, the table, the modules."""
         boxes = "".join(self._items(self.root))
-        return f'<div class="tiles">{"".join(self._tiles())}</div>{self._dearest()}<h2>Modules</h2>{boxes}'
+        return f'<div class="tiles">{"".join(self._tiles())}</div>{self._most_expensive()}<h2>Modules</h2>{boxes}'
 
     def _tiles(self) -> Iterator[str]:
         costs, (whole, held) = self.plan.costs, self.plan.parameter_bytes()
@@ -112,7 +112,7 @@ class _Side:
         if "peak" in costs.memory:
             yield _tile("peak memory of a rank", size_text(costs.memory["peak"]))
 
-    def _dearest(self) -> str:
+    def _most_expensive(self) -> str:
         kinds = kinds_of(self.plan)
         if not kinds:
             return ""
@@ -122,7 +122,7 @@ class _Side:
 
     def _kind(self, alike: Sequence[Collective]) -> str:
         first = alike[0]
-        where = starred(*(c.place for c in alike)) or "the model"
+        where = star_differences(*(c.place for c in alike)) or "the model"
         count = f" ×{len(alike)}" if len(alike) > 1 else ""
         same = (lambda n: n.name == first.value) if first.is_inside else (lambda n: self._record(n) is first)
         rows = (i for n, i in self.ids.items() if same(n))

@@ -1,4 +1,4 @@
-"""A sharded graph as a reader wants it: nested boxes for modules, a row of texts per op, layers that repeat folded.
+"""The outline of a sharded graph: nested boxes for modules, a row of texts per op, repeated layers folded.
 
     blocks.0 (norm, attn (q, k, v, o), mlp), blocks.1 (the same), ... -> 12 × blocks.* (norm, attn (q, k, v, o), mlp)
 
@@ -18,6 +18,7 @@ from torch import Tensor, fx
 from torchshard.core.conversions import TABLE, kernels, sent_bytes, source_and_target
 from torchshard.core.layouts import I
 from torchshard.core.mesh import MeshAxis
+from torchshard.core.paths import star_last_number
 from torchshard.distributed.ops import is_collective
 from torchshard.ir.graph import hint, is_tensor, layout_of, nbytes, op_name, values
 from torchshard.ir.listing import value_text
@@ -31,11 +32,11 @@ class Row:
     label: str
     """A collective's kind; of another op the node's name without what the boxes around it say."""
     detail: str
-    """An op's parameters and how they lie; what a collective converts, and what each rank sends for it and when."""
+    """An op's parameters with their layouts; what a collective converts, and what each rank sends for it and when."""
     shape: str
     layout: str
     nodes: list[fx.Node]
-    """The op itself, then those of alike modules that the row stands for."""
+    """The op itself, then the ops of alike modules that the row represents."""
 
 
 @dataclass(eq=False)
@@ -46,7 +47,7 @@ class Box:
     title: str
     items: list[Box | Row] = field(default_factory=list)
     count: int = 1
-    """How many alike modules it stands for."""
+    """How many alike modules it represents."""
 
     def rows(self) -> list[Row]:
         """All rows in it and in the boxes in it."""
@@ -82,7 +83,7 @@ def _is_shown(node: fx.Node) -> bool:
 
 
 def _fold(box: Box) -> None:
-    """Of alike boxes in a row one is kept; a box that holds one thing gives it its own place, with both titles."""
+    """Keeps one of several alike boxes in a row; replaces a box with one item by that item, under both titles."""
     items: list[Box | Row] = []
     for item in box.items:
         if isinstance(item, Box):
@@ -112,14 +113,15 @@ def _repeated(items: Sequence[Box | Row]) -> tuple[int, int]:
 
 
 LONGEST_LAYER = 6
-"""The most boxes and rows beside each other that are looked at as one layer."""
+"""So many boxes and rows beside each other may be one layer."""
 
 
 def _stack(groups: Sequence[Sequence[Box | Row]]) -> Box:
     """One box for several layers that are alike."""
     first = next(item for item in groups[0] if isinstance(item, Box))
     shown = first if len(groups[0]) == 1 else Box(first.path, first.title, list(groups[0]))
-    shown.count, shown.title = len(groups) * first.count, f"{len(groups) * first.count} × {_starred(first.path)}"
+    shown.count = len(groups) * first.count
+    shown.title = f"{shown.count} × {star_last_number(first.path)}"
     for group in groups[1:]:
         for ours, theirs in zip(_rows(groups[0]), _rows(group), strict=True):
             ours.nodes += theirs.nodes
@@ -147,11 +149,7 @@ def _looks(items: Sequence[Box | Row]) -> object:
     at = {node: i for i, row in enumerate(rows) for node in row.nodes}
     inputs = [[at.get(i, -1) for i in row.nodes[0].all_input_nodes if is_tensor(i)] for row in rows]
     texts = [(re.sub(r"_\d+$", "", row.label), row.detail, row.shape, row.layout) for row in rows]
-    return [_starred(item.path) if isinstance(item, Box) else "" for item in items], texts, inputs
-
-
-def _starred(path: str) -> str:
-    return re.sub(r"\d+$", "*", path)
+    return [star_last_number(item.path) if isinstance(item, Box) else "" for item in items], texts, inputs
 
 
 # --- texts -----------------------------------------------------------------------------------------------------------

@@ -1,4 +1,4 @@
-"""The picture as SVG, top to bottom: boxes, rows and hexagons, a curve from each value to what takes it.
+"""The picture as SVG, top to bottom: boxes, rows and hexagons, a curve from each value to its consumers.
 
 Shapes are global; a row's tooltip names its source line. A collective that moves nothing forward is dashed.
 """
@@ -29,7 +29,7 @@ LEGEND = (
     "S(d) split along dim d, P addends of a sum, R whole with the gradient in addends, I whole",
 )
 _ILLEGAL = re.compile("[\x00-\x08\x0b\x0c\x0e-\x1f\ud800-\udfff\ufffe\uffff]")
-"""What XML has no way to say."""
+"""Characters that XML can't hold."""
 STYLE = """
 text{font:11px ui-monospace,SFMono-Regular,Menlo,Consolas,"DejaVu Sans Mono",monospace;fill:#24292f}
 .head{font-size:15px;font-weight:bold}.title{font-weight:bold}.page{fill:#fff}.detail{fill:#57606a}

@@ -1,0 +1,26 @@
+"""Star names: one path for many alike modules or nodes, as listings, tables and Hugging Face's plans write them."""
+
+from __future__ import annotations
+
+import re
+
+
+def star_numbers(path: str) -> str:
+    """'blocks.*.mlp.*' for 'blocks.3.mlp.0': equal for the same place in all layers."""
+    return ".".join("*" if step.isdigit() else step for step in path.split("."))
+
+
+def star_differences(*paths: str) -> str:
+    """'blocks.*.mlp.0' for 'blocks.3.mlp.0' and 'blocks.4.mlp.0': a star where paths of equal length differ."""
+    steps = zip(*(path.split(".") for path in paths), strict=True)
+    return ".".join(alike[0] if len(set(alike)) == 1 else "*" for alike in steps)
+
+
+def star_last_number(path: str) -> str:
+    """'blocks.*' for 'blocks.3', 'model.h_*' for 'model.h_3'."""
+    return re.sub(r"\d+$", "*", path)
+
+
+def star_node(name: str) -> str:
+    """'blocks_*_mlp_*' for the node 'blocks_3_mlp_1': nodes' names have no dots, and count their copies."""
+    return re.sub(r"\d+", "*", name)
