@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
 
 from torchshard.capture.facts import ModelFacts
 from torchshard.compiler.memory import OPTIMIZER_STATES
@@ -72,7 +71,7 @@ def read_constraints(
     return Constraints(axis, aim, pins)
 
 
-def read_plan(plan: PlanLike, world_size: int) -> Mapping[str, Any] | Plan:
+def read_plan(plan: PlanLike, world_size: int) -> Mapping[str, object] | Plan:
     """A plan in any of its forms, as a dict of styles or a Plan.
 
     Raises:

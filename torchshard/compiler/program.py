@@ -97,7 +97,7 @@ def _no_collection() -> Iterator[None]:
             gc.enable()
 
 
-def check_examples(example_inputs: Any, example_kwargs: Any) -> None:
+def check_examples(example_inputs: object, example_kwargs: object) -> None:
     """Example inputs are a tuple or list of arguments, the keyword ones a dict.
 
     Raises:
@@ -116,7 +116,7 @@ def check_examples(example_inputs: Any, example_kwargs: Any) -> None:
             )
 
 
-def check_world_size(world_size: Any) -> None:
+def check_world_size(world_size: object) -> None:
     """A number of ranks.
 
     Raises:

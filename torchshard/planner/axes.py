@@ -7,7 +7,6 @@ neighbouring ops could use, such as seven heads of eight rows.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any
 
 from torch import fx
 
@@ -16,6 +15,8 @@ from torchshard.core.notation import axis_groups, spread
 from torchshard.ir.graph import is_tensor, operands, values
 from torchshard.planner.costs import Op
 
+Tensors = Mapping[fx.Node, Sequence[fx.Node | None]]
+"""Op -> its operands and results; None for results that nobody uses."""
 MAX_WANTED = 4
 """Segmentations kept per tensor while collecting those that ops could use."""
 MAX_WANTED_PARTS = 8
@@ -25,39 +26,40 @@ def tensors_of(node: fx.Node) -> list[fx.Node | None]:
     """Operands, then results: the node itself, or the getitems of its results (None where nobody takes one)."""
     if is_tensor(node):
         return [*operands(node), node]
-    taken: dict[Any, fx.Node] = {user.args[1]: user for user in node.users}
+    taken: dict[object, fx.Node] = {user.args[1]: user for user in node.users}
     return [*operands(node), *(taken.get(i) for i in range(len(values(node))))]
 
 
-def wanted_parts(ops: Sequence[Op], tensors: Mapping[fx.Node, list[Any]], ranks: int) -> dict[Any, list[Shard]]:
+def wanted_parts(ops: Sequence[Op], tensors: Tensors, ranks: int) -> dict[fx.Node, list[Shard]]:
     """The segmented Shards that the ops around a value could use: a weight of 56 rows as seven heads of eight."""
-    wanted: dict[Any, list[Shard]] = {}
+    wanted: dict[fx.Node, list[Shard]] = {}
     ruled = [op for op in ops if op.row is not None]
     for op in (*reversed(ruled), *ruled):
         around = tensors[op.node]
         hints = [(i, s) for i, t in enumerate(around) if t is not None for s in wanted.get(t, ())]
         assert op.row is not None
         for position, shard in spread(op.row, ranks, hints):
-            if around[position] is None:
+            tensor = around[position]
+            if tensor is None:
                 continue
-            known = wanted.setdefault(around[position], [])
+            known = wanted.setdefault(tensor, [])
             small = shard.parts is not None and len(shard.parts) <= MAX_WANTED_PARTS
             if shard not in known and len(known) < MAX_WANTED and small:
                 known.append(shard)
     return wanted
 
 
-def weight_axes(ops: Sequence[Op], tensors: Mapping[fx.Node, list[Any]]) -> dict[fx.Node, set[str]]:
+def weight_axes(ops: Sequence[Op], tensors: Tensors) -> dict[fx.Node, set[str]]:
     """For each op the axes that weights bring into the graph, in products and look-ups, followed through the graph.
 
     Batch and sequence are none of them, even where a table of positions is added to what has them.
     """
-    of_weights: set[Any] = set()
+    of_weights: set[fx.Node] = set()
     for op in ops:
         inputs = [n for n in op.node.all_input_nodes if is_tensor(n)]
         if inputs and all(n in of_weights or _is_parameter(n) for n in inputs):
             of_weights.update(t for t in tensors[op.node][len(op.operands) :] if t is not None)
-    marked: set[tuple[Any, int]] = set()
+    marked: set[tuple[fx.Node | None, int]] = set()
     axes: dict[fx.Node, set[str]] = {op.node: set() for op in ops}
     ruled = [op for op in ops if op.row is not None]
     for op in ruled:
@@ -83,11 +85,13 @@ def _brings_axes(op: Op, weights: Sequence[int]) -> bool:
     return 0 < len(weights) < len(op.operands) and bool(own - others - joined)
 
 
-def _is_parameter(node: Any) -> bool:
-    return isinstance(node, fx.Node) and node.op == "placeholder" and node.meta["kind"] == "parameter"
+def _is_parameter(node: fx.Node) -> bool:
+    return node.op == "placeholder" and node.meta["kind"] == "parameter"
 
 
-def _spread_marks(op: Op, around: Sequence[Any], marked: set[tuple[Any, int]], axes: set[str]) -> None:
+def _spread_marks(
+    op: Op, around: Sequence[fx.Node | None], marked: set[tuple[fx.Node | None, int]], axes: set[str]
+) -> None:
     assert op.row is not None
     dims = [
         (t, i, dim)

@@ -7,7 +7,6 @@ from __future__ import annotations
 import operator
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any
 
 from torch import fx
 
@@ -17,6 +16,13 @@ from torchshard.core.layouts import I, Layout
 from torchshard.core.notation import Choice
 from torchshard.ir.graph import consumers, demands, is_tensor_op, where
 from torchshard.planner.costs import CostModel, Value
+
+
+def element_of(node: fx.Node) -> tuple[fx.Node, int]:
+    """(op, number) of the result that a getitem takes."""
+    source, index = node.args
+    assert node.target is operator.getitem and isinstance(source, fx.Node) and isinstance(index, int)
+    return source, index
 
 
 @dataclass(frozen=True)
@@ -49,9 +55,8 @@ def _produced(node: fx.Node, choices: Mapping[str, Choice], parameters: Mapping[
         return parameters.get(node.meta["path"], I)
     if is_tensor_op(node):
         return choices[node.name].results[0]
-    source: Any = node.args[0]
-    assert node.target is operator.getitem
-    return choices[source.name].results[node.args[1]]  # type: ignore[index]
+    source, index = element_of(node)
+    return choices[source.name].results[index]
 
 
 def conversions_of(

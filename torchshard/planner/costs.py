@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, fx
@@ -55,7 +55,7 @@ def _recurrence(row: Row) -> list[Product]:
     return [_over(steps, weight) for weight in row.operands[1:] if len(weight) == 2]
 
 
-PRODUCTS: Mapping[Any, Callable[[Row], list[Product]]] = {
+PRODUCTS: Mapping[object, Callable[[Row], list[Product]]] = {
     **dict.fromkeys(
         (aten.linear.default, aten.mm.default, aten.bmm.default, aten.matmul.default, aten.mv.default, aten.dot.default,
          aten.outer.default, aten.einsum.default,
@@ -90,7 +90,7 @@ class Value:
     needs_grad: bool
 
     @staticmethod
-    def of(node: fx.Node, val: Any = None) -> Value:
+    def of(node: fx.Node, val: Tensor | None = None) -> Value:
         """Of a node's one result, or of one of its results."""
         val = node.meta["val"] if val is None else val
         return Value(tuple(map(hint, val.shape)), val.dtype, nbytes(val), bool(node.meta.get("needs_grad")))
@@ -135,8 +135,7 @@ class Op:
     @property
     def is_view(self) -> bool:
         """Whether the result is the operand's memory."""
-        schema: Any = getattr(self.node.target, "_schema", None)
-        returns = schema.returns if schema is not None else ()
+        returns = getattr(getattr(self.node.target, "_schema", None), "returns", ())
         return bool(returns) and all(r.alias_info is not None and not r.alias_info.is_write for r in returns)
 
     @property
@@ -168,23 +167,28 @@ class CostModel:
 
     machine: Machine
     axis: MeshAxis
-    _known: dict[Any, Any] = field(default_factory=dict, compare=False, repr=False, kw_only=True)
-    """Value -> the price of each conversion; value, layout and those that are wanted -> the cheapest conversions."""
+    _prices: dict[Value, dict[ConversionStep, float]] = field(
+        default_factory=dict, compare=False, repr=False, kw_only=True
+    )
+    """The seconds of each conversion of a value."""
+    _cheapest: dict[tuple[Value, Layout, frozenset[Layout]], Steps | None] = field(
+        default_factory=dict, compare=False, repr=False, kw_only=True
+    )
+    """The cheapest conversions of a value, from the produced to the required layouts."""
 
     # --- communication -----------------------------------------------------------------------------------------------
 
     def plan_conversions(self, value: Value, produced: Layout, required: Iterable[Layout]) -> Steps | None:
         """The conversions that give a value all required layouts in the least time, or None where there are none."""
         key = value, produced, frozenset(required)
-        if key not in self._known:
+        if key not in self._cheapest:
             price = self._price(value)
             ranks, needs_grad = self.axis.size, value.needs_grad
-            self._known[key] = plan_conversions(produced, key[2], ranks, needs_grad=needs_grad, price=price)
-        found: Steps | None = self._known[key]
-        return found
+            self._cheapest[key] = plan_conversions(produced, key[2], ranks, needs_grad=needs_grad, price=price)
+        return self._cheapest[key]
 
     def _price(self, value: Value) -> Callable[[ConversionStep], float]:
-        known: dict[ConversionStep, float] = self._known.setdefault(value, {})
+        known = self._prices.setdefault(value, {})
 
         def price(step: ConversionStep) -> float:
             if step not in known:

@@ -14,16 +14,16 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import networkx as nx
 import numpy as np
+import numpy.typing as npt
 
 MAX_TABLE = 1 << 23
 """Entries of the largest table that is made."""
 
-Table = Any
-"""A numpy array of float64, one axis per variable of its scope."""
+Table = npt.NDArray[np.float64]
+"""One axis per variable of its scope."""
 Scope = tuple[int, ...]
 
 
@@ -132,7 +132,7 @@ class Solved:
         """The cheapest states of all variables, given those of the kept ones."""
         states = dict(kept)
         for bucket in reversed(self.order._buckets):
-            costs: Table = 0.0
+            costs: Table = np.zeros(self.order._sizes[bucket.variable])
             for members, _ in bucket.groups:
                 for f in members:
                     at = tuple(states.get(v, slice(None)) for v in self.order._scopes[f])

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 from torch import Tensor, fx
 
@@ -26,7 +25,7 @@ class Folded:
     position: dict[fx.Node, int]
 
     @staticmethod
-    def of(graph: fx.Graph, keys: Mapping[fx.Node, Any], *, fold: bool) -> Folded:
+    def of(graph: fx.Graph, keys: Mapping[fx.Node, object], *, fold: bool) -> Folded:
         """Finds the runs of a graph.
 
         Args:
@@ -67,9 +66,9 @@ class Folded:
         return first, self.nodes[first].all_input_nodes.index(placeholder) if first >= 0 else 0
 
 
-def _items(nodes: Sequence[fx.Node], position: Mapping[fx.Node, int], keys: Mapping[fx.Node, Any]) -> list[Item]:
+def _items(nodes: Sequence[fx.Node], position: Mapping[fx.Node, int], keys: Mapping[fx.Node, object]) -> list[Item]:
     homes: dict[fx.Node, tuple[int, int]] = {}
-    numbers: dict[Any, int] = {}
+    numbers: dict[object, int] = {}
     found = []
     for i, node in enumerate(nodes):
         references, leaves = [], []
@@ -87,6 +86,6 @@ def _items(nodes: Sequence[fx.Node], position: Mapping[fx.Node, int], keys: Mapp
     return found
 
 
-def _type_key(node: fx.Node) -> Any:
+def _type_key(node: fx.Node) -> tuple[object, bool]:
     types = tuple(tensor_type(v) if isinstance(v, Tensor) else str(v) for v in values(node))
     return types, bool(node.meta.get("needs_grad"))

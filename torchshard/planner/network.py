@@ -26,6 +26,7 @@ from torchshard.core.layouts import I, Layout, Shard, local_size
 from torchshard.core.notation import Choice, choices
 from torchshard.ir.graph import is_tensor, is_tensor_op, is_weight, where, whole_choice
 from torchshard.planner.axes import tensors_of, wanted_parts, weight_axes
+from torchshard.planner.conversions import element_of
 from torchshard.planner.costs import CostModel, Op, Value
 from torchshard.planner.elimination import Scope, Table
 from torchshard.planner.folded import Folded
@@ -169,7 +170,7 @@ class _Builder:
     def _representative(self, node: fx.Node) -> fx.Node:
         return node if node.op == "placeholder" else self.folded.nodes[self.folded.representative(self.position[node])]
 
-    def _factor(self, scope: Scope, seconds: Table, nbytes: Table | None = None) -> None:
+    def _factor(self, scope: Scope, seconds: Table | Sequence[float], nbytes: Table | None = None) -> None:
         self.network.factors.append(Factor(scope, np.asarray(seconds, dtype=float), nbytes))
 
     # --- ops and parameters ------------------------------------------------------------------------------------------
@@ -260,8 +261,7 @@ class _Builder:
         if node.op == "placeholder":
             variable = self.network.keys["stored", *self.folded.first_use(node)]
             return variable, self.network.states[variable]
-        source: Any = node if is_tensor_op(node) else node.args[0]
-        index: Any = 0 if source is node else node.args[1]
+        source, index = (node, 0) if is_tensor_op(node) else element_of(node)
         variable = self.network.keys["op", self.position[self._representative(source)], 0]
         return variable, [choice.results[index] for choice in self.network.states[variable]]
 
@@ -302,7 +302,7 @@ class _Builder:
             self._factor((producer,), [self._conversions(node, value, layout, fixed) for layout in produced])
 
     def _is_taken_whole(self, node: fx.Node) -> bool:
-        source: Any = node if node.op == "placeholder" or is_tensor_op(node) else node.args[0]
+        source = node if node.op == "placeholder" or is_tensor_op(node) else element_of(node)[0]
         return source in self.constraints.pins and self.constraints.pins[source].style.whole_result
 
     def _conversions(self, node: fx.Node, value: Value, produced: Layout, required: Iterable[Layout]) -> float:

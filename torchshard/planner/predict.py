@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
 
 from torch import fx
 
@@ -26,7 +25,8 @@ def predict(
     """The collectives of a step, in the order in which they are first needed, and module -> seconds of computation."""
     collectives: list[Collective] = []
     compute: dict[str, float] = {}
-    known: dict[Any, tuple[float, list[Any]]] = {}  # layers are alike: equal calls under equal choices cost the same
+    # layers are alike: equal calls under equal choices cost the same
+    known: dict[object, tuple[float, list[tuple[str, Sent, Sent]]]] = {}
     for node in consumers(graph):
         choice = choices.get(node.name)
         if choice is not None:

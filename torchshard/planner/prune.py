@@ -6,10 +6,9 @@ of its variable costs no more whatever the neighbours do (dead-end elimination: 
 
 from __future__ import annotations
 
-from typing import Any
-
 import numpy as np
 
+from torchshard.planner.elimination import Table
 from torchshard.planner.network import Network
 
 
@@ -46,7 +45,7 @@ def prune(network: Network) -> int | None:
 
 def _kept(network: Network, variable: int, around: list[int], times: dict[int, int]) -> list[int]:
     """The states that may be part of a best plan."""
-    rows: list[tuple[Any, Any, int]] = []
+    rows: list[tuple[Table, Table | None, int]] = []
     for f in around:
         factor = network.factors[f]
         axis = factor.scope.index(variable)
@@ -74,7 +73,7 @@ def _kept(network: Network, variable: int, around: list[int], times: dict[int, i
     return [int(i) for i in states[~dropped]]
 
 
-def _worst(costs: Any) -> Any:
+def _worst(costs: Table) -> Table:
     """[a, b]: the most that b costs more than a, over all states of the neighbours in which a is possible."""
     with np.errstate(invalid="ignore"):
         more = costs[None, :, :] - costs[:, None, :]

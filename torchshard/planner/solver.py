@@ -10,13 +10,12 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
-from typing import Any
 
 import numpy as np
 
 from torchshard.planner.elimination import MAX_TABLE, Elimination, Joined, Power, Scope, Solved, Table
 from torchshard.planner.nearby import search_nearby
-from torchshard.planner.network import Chain, Network
+from torchshard.planner.network import Chain, Factor, Network
 
 States = Mapping[int, int]
 """Variable -> its state."""
@@ -170,5 +169,5 @@ def _at(scope: Scope, states: States) -> tuple[int, ...]:
     return tuple(states[v] for v in scope)
 
 
-def _bytes(factor: Any, states: States) -> float:
+def _bytes(factor: Factor, states: States) -> float:
     return 0.0 if factor.nbytes is None else float(factor.nbytes[_at(factor.scope, states)])

@@ -6,10 +6,11 @@ import difflib
 import fnmatch
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from typing import Any, Literal, NamedTuple, Protocol
+from typing import Literal, NamedTuple, Protocol
 
 import torch
 from torch import fx, nn
+from torch._ops import OpOverload
 
 from torchshard.capture.facts import ModelFacts
 from torchshard.core.errors import PlanError
@@ -38,7 +39,7 @@ _COLUMN, _ROW, _VOCAB, _REPLICATE = Style("column"), Style("row"), Style("vocab"
 class DTensorStyle(Protocol):
     """A style of `torch.distributed.tensor.parallel`: `ColwiseParallel()`, `RowwiseParallel()`."""
 
-    def _apply(self, module: nn.Module, device_mesh: Any) -> nn.Module: ...
+    def _apply(self, module: nn.Module, device_mesh: object) -> nn.Module: ...
 
 
 StyleWord = (
@@ -78,7 +79,7 @@ class Split(NamedTuple):
 
 _CONVOLUTION = {"column": Split(("o", "g"), 0, 0), "row": Split(("c", "g"), 1)}
 
-SPLITS: dict[Any, dict[str, Split]] = {
+SPLITS: dict[object, dict[str, Split]] = {
     aten.linear.default: {"column": Split(("n",), 0, 0), "row": Split(("k",), 1), "vocab": Split(("n",), 0, 0)},
     aten.mm.default: {"column": Split(("n",)), "row": Split(("k",))},
     aten.matmul.default: {"column": Split(("n",)), "row": Split(("k",))},
@@ -90,7 +91,7 @@ SPLITS: dict[Any, dict[str, Split]] = {
     **{function: {"column": Split(("h",))} for function in KINDS},
 }  # fmt: skip
 """Op -> style -> what it splits."""
-OPS_OF_MODULES: dict[type[nn.Module], Any] = {
+OPS_OF_MODULES: dict[type[nn.Module], OpOverload] = {
     nn.Linear: aten.linear.default, nn.Embedding: aten.embedding.default,
     nn.EmbeddingBag: aten.embedding_bag.padding_idx,
     nn.Conv1d: aten.conv1d.default, nn.Conv2d: aten.conv2d.default, nn.Conv3d: aten.conv3d.default,
@@ -110,7 +111,7 @@ class Pin:
     """The axes of which one is to be split; none: the op runs whole."""
 
 
-def parse_style(key: str, word: Any) -> Style:
+def parse_style(key: str, word: object) -> Style:
     """The Style of a plan's value.
 
     Raises:
@@ -131,7 +132,7 @@ def parse_style(key: str, word: Any) -> Style:
     return WORDS[name]
 
 
-def _refuse_own_layouts(key: str, style: Any) -> None:
+def _refuse_own_layouts(key: str, style: object) -> None:
     default = type(style)()
     changed = [n for n in ("input_layouts", "output_layouts", "use_local_output")
                if getattr(style, n, None) != getattr(default, n, None)]  # fmt: skip
@@ -149,7 +150,7 @@ def matching(key: str, modules: Iterable[str]) -> list[str]:
     return [path for path in modules if (fnmatch.fnmatchcase(path, key) if path else not key)]
 
 
-def read_pins(plan: Mapping[str, Any], modules: Iterable[str]) -> dict[str, tuple[str, Style]]:
+def read_pins(plan: Mapping[str, object], modules: Iterable[str]) -> dict[str, tuple[str, Style]]:
     """Module path -> (plan key, style), of a dict of globs and words.
 
     Raises:

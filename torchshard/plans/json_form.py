@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 from dataclasses import asdict
-from typing import Any
+from typing import Any, TypeVar
 
 from torchshard.core.conversions import ConversionStep, Steps
 from torchshard.core.errors import InputError, PlanError
@@ -14,6 +14,7 @@ from torchshard.core.notation import Choice
 from torchshard.plans.data import Collective, Costs, GatheredOps, PlanData, Sent, Stored
 from torchshard.plans.machine import Machine
 
+T = TypeVar("T")
 VERSION = 3
 """Of the JSON form."""
 
@@ -66,7 +67,7 @@ def read(text: str, where: str) -> dict[str, Any]:
         ) from None
 
 
-def _fields(body: Any) -> dict[str, Any]:
+def _fields(body: dict[str, Any]) -> dict[str, Any]:
     if body["version"] != VERSION:
         raise ValueError(f"version {body['version']}, this library reads {VERSION}")
     choices = {
@@ -79,16 +80,6 @@ def _fields(body: Any) -> dict[str, Any]:
         if name not in stored or (isinstance(layout, Shard) and layout.dim >= len(stored[name].shape)):
             shape = stored[name].shape if name in stored else "unknown"
             raise ValueError(f"{name} has layout {layout}, and shape {shape}")
-    said = body["costs"]
-    costs = Costs(
-        _is(str, said["machine"]),
-        _numbers(said["compute"]),
-        tuple(map(_collective, said["collectives"])),
-        _number(said["gap"]),
-        _numbers(said["memory"]),
-        tuple(map(_whole, said.get("whole", []))),
-        {int(ranks): _number(seconds) for ranks, seconds in _is(dict, said.get("fewer", {})).items()},
-    )
     world = _is(int, body["world_size"])
     if world < 1:
         raise ValueError(f"world_size {world}")
@@ -99,70 +90,105 @@ def _fields(body: Any) -> dict[str, Any]:
         "conversions": {name: _steps(steps) for name, steps in _is(dict, body["conversions"]).items()},
         "stored": stored,
         "fingerprint": _is(str, body["fingerprint"]),
-        "costs": costs,
+        "costs": _costs(body["costs"]),
         "machine": _machine(body.get("machine", {})),
         "static": _is(bool, body["static"]),
     }
 
 
-def _machine(said: Any) -> Machine:
+def _costs(body: object) -> Costs:
+    fields = _is(dict, body)
+    return Costs(
+        _is(str, fields["machine"]),
+        _numbers(fields["compute"]),
+        tuple(map(_collective, _is(list, fields["collectives"]))),
+        _number(fields["gap"]),
+        _numbers(fields["memory"]),
+        tuple(map(_gathered, _is(list, fields.get("whole", [])))),
+        {int(ranks): _number(seconds) for ranks, seconds in _is(dict, fields.get("fewer", {})).items()},
+    )
+
+
+def _machine(body: object) -> Machine:
     """Reads a machine; fields with the default's value are not written, for JSON has no infinity."""
-    numbers = {name: _number(value) for name, value in _is(dict, said).items() if name != "name"}
-    return Machine(_is(str, said.get("name", Machine.name)), **numbers)
+    fields = _is(dict, body)
+    numbers = {name: _number(value) for name, value in fields.items() if name != "name"}
+    return Machine(_is(str, fields.get("name", Machine.name)), **numbers)
 
 
-def _is(kind: type, value: Any) -> Any:
+def _is(kind: type[T], value: object) -> T:
+    """The value, if its type is exactly this one: True is not an int here."""
     if type(value) is not kind:
-        raise TypeError(f"{value!r:.40} is no {kind.__name__}")
+        raise TypeError(f"expected {kind.__name__}, got {value!r:.40}")
     return value
 
 
-def _number(value: Any) -> float:
-    if type(value) not in (int, float) or not math.isfinite(value):
-        raise TypeError(f"{value!r:.40} is no number")
+def _number(value: object) -> float:
+    if type(value) not in (int, float) or not isinstance(value, int | float) or not math.isfinite(value):
+        raise TypeError(f"expected a number, got {value!r:.40}")
     return float(value)
 
 
-def _numbers(said: Any) -> dict[str, float]:
-    return {name: _number(value) for name, value in _is(dict, said).items()}
+def _numbers(body: object) -> dict[str, float]:
+    return {name: _number(value) for name, value in _is(dict, body).items()}
 
 
-def _stored(said: Any) -> Stored:
-    shape = tuple(_is(int, size) for size in _is(list, said["shape"]))
-    tied = tuple(_is(str, name) for name in _is(list, said["tied"]))
-    return Stored(shape, _is(int, said["itemsize"]), _is(str, said["module"]), tied)
+def _texts(body: object) -> tuple[str, ...]:
+    return tuple(_is(str, text) for text in _is(list, body))
 
 
-def _layouts(texts: list[str]) -> tuple[Layout, ...]:
-    return tuple(parse_layout(t) for t in _is(list, texts))
+def _stored(body: object) -> Stored:
+    fields = _is(dict, body)
+    shape = tuple(_is(int, size) for size in _is(list, fields["shape"]))
+    return Stored(shape, _is(int, fields["itemsize"]), _is(str, fields["module"]), _texts(fields["tied"]))
 
 
-def _steps(said: Any) -> Steps:
+def _layouts(body: object) -> tuple[Layout, ...]:
+    return tuple(map(parse_layout, _texts(body)))
+
+
+def _steps(body: object) -> Steps:
     return tuple(
         ConversionStep(_is(str, name), parse_layout(_is(str, source)), parse_layout(_is(str, target)))
-        for name, source, target in _is(list, said)
+        for name, source, target in _is(list, body)
     )
 
 
-def _axes(said: Any) -> tuple[tuple[str, tuple[Part, ...]], ...]:
+def _axes(body: object) -> tuple[tuple[str, tuple[Part, ...]], ...]:
     return tuple(
         (_is(str, axis), tuple((_is(int, count), _is(int, unit)) for count, unit in _is(list, parts)))
-        for axis, parts in _is(list, said)
+        for axis, parts in _is(list, body)
     )
 
 
-def _whole(said: Any) -> GatheredOps:
-    texts: dict[str, Any] = {name: _is(str, said[name]) for name in ("op", "line", "why")}
-    numbers: dict[str, Any] = {name: _number(said[name]) for name in ("nbytes", "weights", "work")}
-    modules = tuple(_is(str, path) for path in _is(list, said["modules"]))
-    return GatheredOps(**texts, **numbers, modules=modules, count=_is(int, said["count"]))
+def _gathered(body: object) -> GatheredOps:
+    fields = _is(dict, body)
+    return GatheredOps(
+        op=_is(str, fields["op"]),
+        line=_is(str, fields["line"]),
+        modules=_texts(fields["modules"]),
+        count=_is(int, fields["count"]),
+        nbytes=_number(fields["nbytes"]),
+        weights=_number(fields["weights"]),
+        work=_number(fields["work"]),
+        why=_is(str, fields["why"]),
+    )
 
 
-def _collective(said: Any) -> Collective:
-    ends = {end: parse_layout(said[end]) for end in ("source", "target")}
-    sent = {
-        way: Sent(_is(str, s["kernel"]), _number(s["nbytes"]), _number(s["seconds"]), _is(int, s.get("times", 1)))
-        for way, s in ((way, said[way]) for way in ("forward", "backward"))
-    }
-    texts = {name: _is(str, said[name]) for name in ("value", "name", "module", "origin", "line", "type")}
-    return Collective(**{**texts, **ends, **sent}, consumers=tuple(_is(str, name) for name in said["consumers"]))
+def _sent(body: object) -> Sent:
+    fields = _is(dict, body)
+    times = _is(int, fields.get("times", 1))
+    return Sent(_is(str, fields["kernel"]), _number(fields["nbytes"]), _number(fields["seconds"]), times)
+
+
+def _collective(body: object) -> Collective:
+    fields = _is(dict, body)
+    texts = {name: _is(str, fields[name]) for name in ("value", "name", "origin", "module", "line", "type")}
+    return Collective(
+        **texts,
+        source=parse_layout(_is(str, fields["source"])),
+        target=parse_layout(_is(str, fields["target"])),
+        consumers=_texts(fields["consumers"]),
+        forward=_sent(fields["forward"]),
+        backward=_sent(fields["backward"]),
+    )
