@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 import torchshard as ts
 from torchshard.capture import capture
-from torchshard.capture.visible import Kept, attributes, changed
+from torchshard.capture.attributes import Snapshot, attributes, changed
 
 
 class _Up(nn.Module):
@@ -183,14 +183,14 @@ def test_a_capture_leaves_the_attributes_as_they_were(body: Callable[[Any, Tenso
 
 def test_kept_attributes_are_put_back() -> None:
     model = _Up(_log)
-    kept, before = Kept(model), attributes(model)
+    snapshot, before = Snapshot(model), attributes(model)
     model.seen.append(1)
     model.new, model.up.bias, model.holder.n = 1, None, 3
     model.counts["n"] += 1
     model.queue.append(2)
     model.flags.add(1)
     del model.step
-    kept.put_back()
+    snapshot.restore()
     assert not changed(before, attributes(model)) and model.up.bias is not None
 
 

@@ -14,7 +14,7 @@ from torch.utils.checkpoint import checkpoint
 
 import torchshard as ts
 from tests.models import CASES, EncoderDecoder, Seq2SeqOutput
-from torchshard.capture import capture, hollow
+from torchshard.capture import capture, model_without_storage
 
 
 def _names(model: nn.Module, *args: Any, **kwargs: Any) -> list[str]:
@@ -198,7 +198,7 @@ def test_sizes_that_the_graph_does_not_hold_for_are_captured_anew() -> None:
 
 
 def test_capture_reads_no_parameter() -> None:
-    model = hollow(CASES["gpt"].build())
+    model = model_without_storage(CASES["gpt"].build())
     assert all(p.untyped_storage().size() == 0 for p in model.parameters())
     assert model.head.weight is model.tok.weight  # type: ignore[union-attr]
     assert capture(model, CASES["gpt"].inputs()).graph is not None

@@ -14,8 +14,8 @@ from torch import Tensor, nn
 import torchshard as ts
 from tests.helpers import refused, run_ranks
 from torchshard.capture import Watch
-from torchshard.capture.own_code import own_functions
-from torchshard.capture.visible import attributes
+from torchshard.capture.attributes import attributes
+from torchshard.capture.user_code import user_functions
 
 X = torch.randn(3, 6, generator=torch.Generator().manual_seed(0))
 SCALE = 1.0
@@ -138,7 +138,7 @@ def test_a_configuration_is_the_one_that_the_model_was_made_with(pair: Any) -> N
 
 
 def test_only_own_code_is_followed() -> None:
-    names = {function.__name__ for function in own_functions(_Sees(_Config()))}
+    names = {function.__name__ for function in user_functions(_Sees(_Config()))}
     assert {"forward", "scaled", "_scaled_by_global", "__call__"} <= names and "linear" not in names
     assert not [place for place in attributes(_Sees(_Config())) if "LOGGER" in place and len(place) > 2]
 

@@ -1,57 +1,58 @@
-"""Which of the inputs' dynamic sizes a graph can only hold for if they are equal.
+"""Finds dynamic sizes of the inputs that must be equal for a graph to compute anything sensible.
 
     before    view(memory, [length, 4 * a, 8])     f32[length, 4*a, 8*b//a]     a, b: the batches of two inputs
-    after     view(memory, [length, 4 * a, 8])     f32[length, 4*a, 8]          they are one size
+    after     view(memory, [length, 4 * a, 8])     f32[length, 4*a, 8]          a is b
 
-PyTorch's attention views its keys by the batch of its queries; export does not ask whether the two are equal.
+PyTorch's attention views its keys by the batch of its queries. Export leaves open whether the two are equal, and the
+quotients in its sizes can't be split.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any
 
-from torch import Tensor
+import sympy
+from torch import SymInt, Tensor
 from torch.export import ExportedProgram
 from torch.export.graph_signature import InputKind
 from torch.utils import _pytree as pytree
 from torch.utils._sympy.functions import FloorDiv
 
-Place = tuple[int, int]
+InputDim = tuple[int, int]
 """(number of an input tensor, its dim)."""
 
 
-def equal_sizes(exported: ExportedProgram) -> list[list[Place]]:
-    """Groups of the inputs' dims, each of which one size is taken to be; those of one example size alone."""
-    places, hints = _places(exported)
-    groups = {symbol: {symbol} for symbol in places}
+def equal_sizes(exported: ExportedProgram) -> list[list[InputDim]]:
+    """Groups of input dims; the graph takes all dims of a group to have one size, as they have in the example."""
+    dims, hints = _dynamic_dims(exported)
+    groups = {symbol: {symbol} for symbol in dims}
     for numerator, denominator in _quotients(exported):
-        for symbol in numerator.free_symbols & places.keys():
-            if denominator in places and hints[symbol] == hints[denominator]:
+        for symbol in numerator.free_symbols & dims.keys():
+            if denominator in dims and hints[symbol] == hints[denominator]:
                 union = groups[symbol] | groups[denominator]
                 groups.update(dict.fromkeys(union, union))
-    found = {frozenset(group) for group in groups.values() if len(group) > 1}
-    return [sorted(place for symbol in group for place in places[symbol]) for group in sorted(found, key=str)]
+    merged = {frozenset(group) for group in groups.values() if len(group) > 1}
+    return sorted(sorted(dim for symbol in group for dim in dims[symbol]) for group in merged)
 
 
-def _places(exported: ExportedProgram) -> tuple[dict[Any, list[Place]], dict[Any, int]]:
-    """Where the inputs have each dynamic size, and what it is in the example."""
-    places: dict[Any, list[Place]] = {}
-    hints: dict[Any, int] = {}
+def _dynamic_dims(exported: ExportedProgram) -> tuple[dict[sympy.Symbol, list[InputDim]], dict[sympy.Symbol, int]]:
+    """Dynamic size -> the dims that have it, and -> its value in the example."""
+    dims: dict[sympy.Symbol, list[InputDim]] = {}
+    hints: dict[sympy.Symbol, int] = {}
     kinds = {spec.arg.name: spec.kind for spec in exported.graph_signature.input_specs}
     inputs = [n for n in exported.graph.nodes if n.op == "placeholder" and kinds[n.name] is InputKind.USER_INPUT]
     for index, node in enumerate(inputs):
         for dim, size in enumerate(node.meta["val"].shape):
-            if not isinstance(size, int) and size.node.expr.is_Symbol:
-                places.setdefault(size.node.expr, []).append((index, dim))
+            if isinstance(size, SymInt) and size.node.expr.is_Symbol:
+                dims.setdefault(size.node.expr, []).append((index, dim))
                 hints[size.node.expr] = size.node.hint
-    return places, hints
+    return dims, hints
 
 
-def _quotients(exported: ExportedProgram) -> Iterator[tuple[Any, Any]]:
-    """The numerators and denominators of the sizes in a graph that are quotients."""
+def _quotients(exported: ExportedProgram) -> Iterator[tuple[sympy.Expr, sympy.Expr]]:
+    """(numerator, denominator) of each quotient in the graph's sizes."""
     for node in exported.graph.nodes:
         for value in pytree.tree_leaves(node.meta.get("val")):
             for size in value.shape if isinstance(value, Tensor) else ():
-                if not isinstance(size, int):
+                if isinstance(size, SymInt):
                     yield from (quotient.args for quotient in size.node.expr.atoms(FloorDiv))

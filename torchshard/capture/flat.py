@@ -1,60 +1,61 @@
-"""Module and example inputs in, one flat ATen graph out, with global shapes.
+"""Captures one call of a module as one flat graph of ATen ops, with global shapes.
 
 `torch.export` (non-strict, training IR) runs the model on fake tensors, so that linear, attention, layer_norm,
-cross_entropy and dropout stay whole and no parameter is read. Here its result becomes what all passes work on:
+cross_entropy and dropout stay whole and no parameter is read. Its result becomes the graph that all passes work on:
 
     placeholders    parameters, buffers and constants first, then the call's tensors; meta["kind"], meta["path"]
     call_function   ATen ops; meta["val"] (fake, global shape), meta["module"] (path), meta["source"] (user's line)
     output          the flat list of result tensors
 
-Each input tensor's first two dims (batch, sequence) are dynamic where the model holds for any size. What the graph
-then assumes of its inputs, `Captured.accepts` checks at each call.
+Each input tensor's first two dims (batch, sequence) are dynamic if the model computes the same for any size.
+`Captured.accepts` checks at each call what the graph assumes of its inputs.
 
-Limits, each an error: control flow that depends on data. Custom `autograd.Function`s and gradient hooks are ops of the
-graph, called whole. Activation checkpoints are flattened.
+Control flow that depends on data is an error. Custom `autograd.Function`s and gradient hooks are ops of the graph,
+called whole. Activation checkpoints are flattened.
 """
 
 from __future__ import annotations
 
 import copy
-import functools
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import Tensor, fx, nn
+from torch.export import ExportedProgram
 from torch.utils import _pytree as pytree
 
-from torchshard.capture.intercept import WHOLE
-from torchshard.capture.models import check_devices, hollow_tensor, shared_names
+from torchshard.capture.assumptions import assumption
+from torchshard.capture.models import check_devices, shared_names, without_storage
 from torchshard.capture.modes import modes_of
-from torchshard.capture.own_code import is_library
+from torchshard.capture.names import rename_nodes
+from torchshard.capture.recording import WHOLE
 from torchshard.capture.regions import inline_regions
 from torchshard.capture.signature import flatten_call
 from torchshard.capture.trace import trace
-from torchshard.capture.visible import Place
+from torchshard.capture.user_code import is_library
 from torchshard.core.errors import CaptureError
 from torchshard.custom_ops.whole import HookCall, WholeCall
-from torchshard.ir.graph import duplicate, op_name, size_expr
+from torchshard.ir.graph import duplicate
 
 
 @dataclass(frozen=True)
 class Captured:
-    """A graph with what is needed to call it."""
+    """A graph with all that is needed to call it."""
 
     graph: fx.GraphModule
     inputs: tuple[str, ...]
     """The names of the call's tensors, in the order of their placeholders."""
     constants: Mapping[str, Tensor]
-    """Tensors that the model makes of Python numbers, by path."""
-    rebuild: Callable[[Sequence[Any]], Any]
-    """The graph's results -> what `forward` returns."""
+    """Path -> tensor that the model makes of Python numbers."""
+    rebuild: Callable[[Sequence[object]], Any]
+    """The graph's results -> the value that `forward` returns."""
     assumes: Callable[[Sequence[Tensor]], bool]
     """Whether tensors satisfy what the graph assumes of sizes."""
-    left: tuple[Place, ...] = ()
-    """The attributes that forward assigned, in one call as in the next."""
+    assigned: tuple[tuple[str, ...], ...] = ()
+    """The places (see `attributes`) of the attributes that forward assigns in each call."""
 
     def accepts(self, tensors: Sequence[Tensor]) -> bool:
         """Whether the graph computes the model on these inputs."""
@@ -62,77 +63,64 @@ class Captured:
 
 
 def capture(
-    model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any] | None = None, *, dynamic: bool = True
+    model: nn.Module, args: Sequence[object], kwargs: Mapping[str, object] | None = None, *, dynamic: bool = True
 ) -> Captured:
-    """Captures one call of the model; the model and the inputs are read for shapes alone.
+    """Captures one call of the model; of the tensors, only shapes, strides and dtypes are read.
 
     Args:
-        dynamic: whether batch and sequence may vary from call to call, where the model allows it.
+        dynamic: whether batch and sequence may vary from call to call, if the model allows it.
 
     Raises:
-        CaptureError: the model can't be captured; it says at which line and what to do.
+        CaptureError: the model can't be captured; the error names the line and an alternative.
         InputError: `forward` does not take these arguments, or a tensor is on another device than the model.
     """
     call = flatten_call(model, args, kwargs or {})
     check_devices(model, call)
     traced = trace(model, call, dynamic=dynamic)
-    exported = traced.exported
     shared = shared_names(model)
-    names = tuple(f"{name} (argument)" if name in shared else name for name in call.names)
-    memo = {id(t): hollow_tensor(t) for t in (*model.parameters(), *model.buffers())}
-    graph = _flat_graph(exported, names, shared, [held.copied(memo) for held in traced.whole])
-    assumes = _assumption(graph, exported)
-    return Captured(graph, names, _constants(exported), traced.result.rebuild, assumes, traced.left)
+    inputs = tuple(f"{name} (argument)" if name in shared else name for name in call.names)
+    memo = {id(t): without_storage(t) for t in (*model.parameters(), *model.buffers())}
+    graph = _flat_graph(traced.exported, [whole_call.copied(memo) for whole_call in traced.whole])
+    _describe_placeholders(graph.graph, traced.exported, inputs, shared)
+    _describe_ops(graph.graph)
+    _order_placeholders(graph.graph)
+    rename_nodes(graph.graph)
+    return Captured(
+        # Without the modules and attributes of the exported program, which the graph does not use.
+        duplicate(fx.GraphModule(nn.Module(), graph.graph)),
+        inputs,
+        _constants(traced.exported),
+        traced.result.rebuild,
+        assumption(graph.graph, traced.exported),
+        traced.assigned,
+    )
 
 
 # --- ExportedProgram -> GraphModule ----------------------------------------------------------------------------------
 
 
-def _flat_graph(
-    exported: torch.export.ExportedProgram,
-    inputs: Sequence[str],
-    shared: Mapping[str, tuple[str, ...]],
-    whole: Sequence[WholeCall],
-) -> fx.GraphModule:
+def _flat_graph(exported: ExportedProgram, whole_calls: Sequence[WholeCall]) -> fx.GraphModule:
+    """A copy of the exported graph without regions and stand-ins, whose output is a flat tuple."""
     module = fx.GraphModule(exported.graph_module, copy.deepcopy(exported.graph_module.graph))
     inline_regions(module)
     for node in module.graph.nodes:
         _check_node(node)
-    stand_ins = {node: whole[node.args[2]] for node in module.graph.nodes if node.target is WHOLE}
-    hooks = {node for node, call in stand_ins.items() if isinstance(call, HookCall)}
-    for node, call in stand_ins.items():
-        made: Any = _call_whole(module.graph, node, call)
-        if node in hooks:  # those set later come before it, so that gradients meet the hook that was set first
-            made.args[0].replace_all_uses_with(made, lambda user: user is not made and user not in hooks)  # noqa: B023
-        module.graph.erase_node(node)
-    graph = module.graph
-    kinds = {spec.arg.name: spec for spec in exported.graph_signature.input_specs}
-    names = iter(inputs)
-    for node in graph.nodes:
-        if node.op == "placeholder":
-            spec = kinds[node.target]
-            kind = spec.kind.name.lower()
-            kind = {"user_input": "input", "constant_tensor": "constant"}.get(kind, kind)
-            node.meta["kind"] = kind
-            path = next(names) if kind == "input" else str(spec.target)
-            node.meta["names"] = shared.get(path, (path,)) if kind != "input" else (path,)
-            node.meta["path"] = node.meta["names"][0]
-        elif node.op == "call_function":
-            node.meta["module"] = _module_path(node)
-            node.meta["source"] = _source(node.meta.get("stack_trace") or "")
-            node.meta["autocast"] = modes_of(node).autocast
-    flat = graph.output_node()
-    results: Any = flat.args[0]
-    flat.args = (tuple(results),)
-    _order_placeholders(graph)
-    _rename(graph)
-    return duplicate(fx.GraphModule(nn.Module(), graph))
+    _insert_whole_calls(module.graph, whole_calls)
+    output = module.graph.output_node()
+    (results,) = output.args
+    assert isinstance(results, Sequence)
+    output.args = (tuple(results),)
+    return module
 
 
 def _check_node(node: fx.Node) -> None:
-    """Raises CaptureError for what can't be planned: numbers made of tensors' values, generators of the model's own."""
-    line = _source(node.meta.get("stack_trace") or "") or node.name
-    if node.target in _READING and not all(map(_is_only_checked, node.users)):
+    """Refuses a node that can't be planned.
+
+    Raises:
+        CaptureError: the node makes a number of a tensor's value, or draws from a generator of the model's own.
+    """
+    line = _source(node) or node.name
+    if node.target in _READS_VALUE and not all(map(_is_only_checked, node.users)):
         raise CaptureError(
             "forward makes a Python number of a tensor's value",
             where=line,
@@ -149,136 +137,132 @@ def _check_node(node: fx.Node) -> None:
 
 
 def _is_only_checked(user: fx.Node) -> bool:
-    """Whether a number of a tensor's value is asserted about, or says where to cut: what a graph can hold."""
+    """Whether a user of a tensor's value asserts about it or cuts a tensor by it, which a graph can hold."""
     if isinstance(user.target, torch._ops.OpOverload):
-        return user.target in _CHECKING
+        return user.target in _CHECKS_VALUE
     return user.op == "call_function" and all(map(_is_only_checked, user.users))
 
 
-_CHECKING = {
+_CHECKS_VALUE = {
     torch.ops.aten._assert_scalar.default,
     torch.ops.aten.sym_constrain_range.default,
     torch.ops.aten.sym_constrain_range_for_size.default,
     torch.ops.aten.split_with_sizes.default,
 }
-_READING = {torch.ops.aten.item.default, torch.ops.aten._local_scalar_dense.default}
+_READS_VALUE = {torch.ops.aten.item.default, torch.ops.aten._local_scalar_dense.default}
 
 
-def _is_generator(value: Any) -> bool:
-    if isinstance(value, fx.Node):
-        value = value.meta.get("val")
-    return isinstance(value, torch.Generator) or "Generator" in type(value).__name__ or _is_script_object(value)
+def _is_generator(argument: object) -> bool:
+    value = argument.meta.get("val") if isinstance(argument, fx.Node) else argument
+    # Export replaces generators by script objects.
+    script_object = isinstance(value, torch.ScriptObject) or type(value).__name__ in _SCRIPT_OBJECTS
+    return script_object or isinstance(value, torch.Generator) or "Generator" in type(value).__name__
 
 
-def _is_script_object(value: Any) -> bool:
-    return isinstance(value, torch.ScriptObject) or type(value).__name__ in ("CustomObjArgument", "FakeScriptObject")
+_SCRIPT_OBJECTS = ("CustomObjArgument", "FakeScriptObject")
 
 
-def _call_whole(graph: fx.Graph, node: fx.Node, call: WholeCall) -> fx.Node:
-    """The call itself, which takes the place of its stand-in; a hook stands right behind what it is set on."""
-    tensors, sizes, _ = cast(Any, node.args)
+# --- calls that are kept whole ---------------------------------------------------------------------------------------
+
+
+def _insert_whole_calls(graph: fx.Graph, whole_calls: Sequence[WholeCall]) -> None:
+    """Replaces the stand-ins by the calls themselves."""
+    stand_ins: dict[fx.Node, WholeCall] = {}
+    for node in graph.nodes:
+        if node.target is WHOLE:
+            _, _, number = node.args
+            stand_ins[node] = whole_calls[number]
+    hooks = {node for node, call in stand_ins.items() if isinstance(call, HookCall)}
+    for node, call in stand_ins.items():
+        call_node = _replace_stand_in(graph, node, call)
+        if node in hooks:
+            _insert_hook(call_node, hooks)
+        graph.erase_node(node)
+
+
+def _replace_stand_in(graph: fx.Graph, node: fx.Node, call: WholeCall) -> fx.Node:
+    """Adds the call beside its stand-in, which then has no users; a hook directly behind the tensor it is set on."""
+    tensors, sizes, _ = node.args
+    assert isinstance(tensors, Sequence) and isinstance(sizes, Sequence) and isinstance(tensors[0], fx.Node)
     count = call.operands - len(sizes)
     with graph.inserting_after(tensors[0]) if isinstance(call, HookCall) else graph.inserting_before(node):
-        made = graph.call_function(call, (*tensors[:count], *sizes, *tensors[count:]))
-    made.meta = dict(node.meta)
+        # The sizes follow the arguments' tensors; after both comes the state of modules among the arguments.
+        call_node = graph.call_function(call, (*tensors[:count], *sizes, *tensors[count:]))
+    call_node.meta = dict(node.meta)
     if call.single:
-        made.meta["val"] = node.meta["val"][0]
+        call_node.meta["val"] = node.meta["val"][0]
     for user in list(node.users):
         if call.single:
-            user.replace_all_uses_with(made)
+            user.replace_all_uses_with(call_node)
             graph.erase_node(user)
         else:
-            user.args = (made, user.args[1])
-    return made
+            user.args = (call_node, user.args[1])
+    return call_node
 
 
-def _order_placeholders(graph: fx.Graph) -> None:
-    """Parameters, buffers and constants first, then the call's tensors."""
-    inputs = [n for n in graph.nodes if n.op == "placeholder" and n.meta["kind"] == "input"]
-    rest = [n for n in graph.nodes if n.op == "placeholder" and n.meta["kind"] != "input"]
-    for node in reversed([*rest, *inputs]):
-        graph._root.append(node)
+def _insert_hook(call_node: fx.Node, hooks: set[fx.Node]) -> None:
+    """Makes all users of the hooked tensor use the hook's result, except the stand-ins of hooks that are set later.
+
+    Those come directly behind the tensor too, so before this one: gradients meet the hook that was set first first.
+    """
+    (tensor,) = call_node.args
+    assert isinstance(tensor, fx.Node)
+    tensor.replace_all_uses_with(call_node, lambda user: user is not call_node and user not in hooks)
 
 
-def _constants(exported: torch.export.ExportedProgram) -> dict[str, Tensor]:
-    specs = exported.graph_signature.input_specs
-    wanted = [s.target for s in specs if s.kind.name in ("CONSTANT_TENSOR",) and s.target]
-    return {path: exported.constants[path] for path in wanted}
+# --- facts about nodes -----------------------------------------------------------------------------------------------
+
+
+def _describe_placeholders(
+    graph: fx.Graph, exported: ExportedProgram, inputs: Sequence[str], shared: Mapping[str, tuple[str, ...]]
+) -> None:
+    """Sets meta["kind"], ["names"] and ["path"]; `shared` has all names of a tied parameter."""
+    specs = {spec.arg.name: spec for spec in exported.graph_signature.input_specs}
+    names = iter(inputs)
+    for node in (n for n in graph.nodes if n.op == "placeholder"):
+        spec = specs[node.target]
+        kind = spec.kind.name.lower()
+        node.meta["kind"] = {"user_input": "input", "constant_tensor": "constant"}.get(kind, kind)
+        if node.meta["kind"] == "input":
+            node.meta["names"] = (next(names),)
+        else:
+            node.meta["names"] = shared.get(str(spec.target), (str(spec.target),))
+        node.meta["path"] = node.meta["names"][0]
+
+
+def _describe_ops(graph: fx.Graph) -> None:
+    """Sets meta["module"], ["source"] and ["autocast"]."""
+    for node in graph.nodes:
+        if node.op == "call_function":
+            node.meta["module"] = _module_path(node)
+            node.meta["source"] = _source(node)
+            node.meta["autocast"] = modes_of(node).autocast
 
 
 def _module_path(node: fx.Node) -> str:
     stack = node.meta.get("nn_module_stack") or {}
     paths = [path for path, _ in stack.values()]
     path = paths[-1] if paths else ""
+    # Export writes '@1' behind the path of a module that is called a second time.
     return "" if path.startswith("_empty_nn_module_stack") else path.split("@")[0]
 
 
-def _source(stack: str) -> str:
-    """The innermost line of the user's (or a model library's) code in a stack trace: 'mlp.py:12'."""
-    frames = [m for m in re.findall(r'File "([^"]+)", line (\d+)', stack) if not is_library(m[0])]
-    return f"{frames[-1][0]}:{frames[-1][1]}" if frames else ""
+def _source(node: fx.Node) -> str:
+    """The innermost line of the user's (or a model library's) code that called a node: 'mlp.py:12'."""
+    frames = re.findall(r'File "([^"]+)", line (\d+)', node.meta.get("stack_trace") or "")
+    own = [(path, line) for path, line in frames if not is_library(path)]
+    return ":".join(own[-1]) if own else ""
 
 
-def _rename(graph: fx.Graph) -> None:
-    """Names follow the module path: the one linear of `blocks.0.attn.q` is `blocks_0_attn_q`."""
-    calls = [n for n in graph.nodes if n.op == "call_function"]
-    per_module: dict[str, list[fx.Node]] = {}
-    for node in calls:
-        per_module.setdefault(node.meta["module"], []).append(node)
-    nested = {path.rpartition(".")[0] for path in per_module}
-    for node in graph.nodes:
-        node.name = f"_old_{node.name}"
-    taken: set[str] = set()
-    for node in graph.nodes:
-        if node.op == "placeholder":
-            wanted = node.meta["path"]
-        elif node.op == "call_function":
-            path = node.meta["module"]
-            single = path and path not in nested and len(per_module[path]) == 1
-            wanted = path if single else f"{path}_{op_name(node)}".lstrip("_")
-        else:
-            wanted = "output"
-        node.name = _free(re.sub(r"\W+", "_", wanted).strip("_") or "value", taken)
-        if node.op == "placeholder":
-            node.target = node.name
+def _order_placeholders(graph: fx.Graph) -> None:
+    """Puts parameters, buffers and constants first, then the call's tensors."""
+    inputs = [n for n in graph.nodes if n.op == "placeholder" and n.meta["kind"] == "input"]
+    rest = [n for n in graph.nodes if n.op == "placeholder" and n.meta["kind"] != "input"]
+    for node in reversed([*rest, *inputs]):
+        graph._root.append(node)
 
 
-def _free(name: str, taken: set[str]) -> str:
-    name = f"_{name}" if name[0].isdigit() else name
-    chosen = (
-        name
-        if name not in taken
-        else next(f"{name}_{i}" for i in range(1, len(taken) + 2) if f"{name}_{i}" not in taken)
-    )
-    taken.add(chosen)
-    return chosen
-
-
-# --- what the graph assumes of its inputs ----------------------------------------------------------------------------
-
-
-def _assumption(graph: fx.GraphModule, exported: Any) -> Callable[[Sequence[Tensor]], bool]:
-    nodes = [n for n in graph.graph.nodes if n.op == "placeholder" and n.meta["kind"] == "input"]
-    shapes = [[size_expr(s) for s in n.meta["val"].shape] for n in nodes]
-    bounds = {symbol: (r.lower, r.upper) for symbol, r in exported.range_constraints.items()}
-    guards = [compile(text, "<guard>", "eval") for text in exported._guards_code]
-    scope = {
-        "math": __import__("math"),
-        "torch": torch,
-        "__builtins__": {"max": max, "min": min, "abs": abs, "int": int},
-    }
-
-    def assumes(tensors: Sequence[Tensor]) -> bool:
-        bound: dict[Any, int] = {}
-        for tensor, shape in zip(tensors, shapes, strict=True):
-            if len(shape) != tensor.ndim or not all(
-                size == want if isinstance(want, int) else bound.setdefault(want, size) == size
-                for size, want in zip(tensor.shape, shape, strict=True)
-            ):
-                return False
-        if not all(low <= bound[s] <= high for s, (low, high) in bounds.items() if s in bound):
-            return False
-        local = {"tensors": tuple(tensors)}
-        return all(eval(guard, scope, {"L": local}) for guard in guards)
-
-    return functools.partial(assumes)
+def _constants(exported: ExportedProgram) -> dict[str, Tensor]:
+    specs = exported.graph_signature.input_specs
+    paths = [spec.target for spec in specs if spec.kind.name == "CONSTANT_TENSOR" and spec.target]
+    return {path: exported.constants[path] for path in paths}

@@ -1,10 +1,9 @@
-"""Facts about a model before it is captured, and copies of it."""
+"""Checks a model and its inputs before it is captured, and copies models with and without their tensors' storage."""
 
 from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Mapping
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -12,29 +11,33 @@ from torch._subclasses.fake_tensor import is_fake
 from torch.nn.parallel import DataParallel, DistributedDataParallel
 from torch.nn.parameter import is_lazy
 
+from torchshard.capture.attributes import attributes, settings
 from torchshard.capture.signature import Leaves
-from torchshard.capture.visible import attributes, settings
 from torchshard.core.errors import InputError
 
+# --- copies ----------------------------------------------------------------------------------------------------------
 
-def hollow(model: nn.Module) -> nn.Module:
-    """A copy of the model whose parameters and buffers have shape and device but no memory, for later captures.
 
-    Configurations (objects and dicts of plain values) are not copied: what is set on the model's own counts here too.
+def model_without_storage(model: nn.Module) -> nn.Module:
+    """Copies a model with parameters and buffers that have shape and device but no memory, for later captures.
+
+    Configurations (objects and dicts of plain values) are shared, not copied, so that later captures see what the user
+    sets on the model's own.
     """
-    tensors = {id(t): hollow_tensor(t) for t in (*model.parameters(), *model.buffers())}
-    return copied(model, tensors | {id(value): value for value in settings(model)})
+    tensors = {id(t): without_storage(t) for t in (*model.parameters(), *model.buffers())}
+    return copy_model(model, tensors | {id(value): value for value in settings(model)})
 
 
-def copied(model: nn.Module, memo: Mapping[int, Any] | None = None) -> nn.Module:
-    """A copy of the model.
+def copy_model(model: nn.Module, memo: Mapping[int, object] | None = None) -> nn.Module:
+    """Copies a model.
 
     Args:
-        memo: the id of a tensor or object -> what stands for it in the copy.
+        memo: id of a tensor or object -> its replacement in the copy.
 
     Raises:
-        InputError: the model holds something that can't be copied.
+        InputError: the model holds an object that can't be copied.
     """
+    # PyTorch refuses to copy a tensor that has a grad_fn.
     computed = (t for t in attributes(model).values() if isinstance(t, Tensor) and not t.is_leaf)
     try:
         return copy.deepcopy(model, {id(t): t.detach() for t in computed} | dict(memo or {}))
@@ -47,15 +50,28 @@ def copied(model: nn.Module, memo: Mapping[int, Any] | None = None) -> nn.Module
         ) from error
 
 
-def hollow_tensor(tensor: Tensor, dtype: torch.dtype | None = None, device: torch.device | None = None) -> Tensor:
-    """A tensor (or Parameter) of the same shape, without memory."""
-    chosen: dict[str, Any] = {"dtype": dtype or tensor.dtype, "device": device or tensor.device}
-    held = torch.empty_strided(tensor.shape, tensor.stride(), **chosen)
-    held.untyped_storage().resize_(0)
-    return nn.Parameter(held, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else held
+def without_storage(tensor: Tensor, dtype: torch.dtype | None = None, device: torch.device | None = None) -> Tensor:
+    """A tensor (or Parameter) of the same shape and strides, without memory."""
+    result = torch.empty_strided(
+        tensor.shape, tensor.stride(), dtype=dtype or tensor.dtype, device=device or tensor.device
+    )
+    result.untyped_storage().resize_(0)
+    return nn.Parameter(result, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else result
 
 
-_TRANSFORMS: tuple[tuple[Callable[[], Any], str, str], ...] = (
+def shared_names(model: nn.Module) -> dict[str, tuple[str, ...]]:
+    """Name of a parameter or buffer -> all names of that tensor in order; tied ones have several."""
+    by_id: dict[int, list[str]] = {}
+    named = (*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False))
+    for name, tensor in named:
+        by_id.setdefault(id(tensor), []).append(name)
+    return {name: tuple(names) for names in by_id.values() for name in names}
+
+
+# --- checks of a call ------------------------------------------------------------------------------------------------
+
+
+_TRANSFORMS: tuple[tuple[Callable[[], bool], str, str], ...] = (
     (
         lambda: not torch.compiler.is_compiling() and torch._C._functorch.peek_interpreter_stack() is not None,
         "a transform of torch.func (vmap, grad, jvp, ...)",
@@ -69,32 +85,11 @@ _TRANSFORMS: tuple[tuple[Callable[[], Any], str, str], ...] = (
     (torch.jit.is_tracing, "torch.jit.trace", "trace the unsharded model"),
     (torch.compiler.is_exporting, "torch.export", "export the unsharded model; a sharded one's graph is model.graph"),
 )
-"""Whether a transform is under way, what it is, and what to do instead."""
-
-
-def check_kinds(model: nn.Module, call: Leaves) -> None:
-    """Every input is strided.
-
-    Raises:
-        InputError: one is not.
-    """
-    for name, tensor in zip(call.names, call.tensors, strict=True):
-        _check_strided(tensor, "input", name, f"argument {name!r} of {type(model).__name__}.forward")
-
-
-def _check_strided(tensor: Tensor, kind: str, name: str, place: str) -> None:
-    if not tensor.is_nested and tensor.layout == torch.strided:
-        return
-    raise InputError(
-        f"{kind} {name} is {'nested' if tensor.is_nested else str(tensor.layout).removeprefix('torch.')}",
-        where=place,
-        why="a sharded model is captured as a graph of ops on dense tensors, with collectives between them",
-        attempt=f"{name}.to_padded_tensor(0)" if tensor.is_nested else f"{name}.to_dense()",
-    )
+"""(whether a transform is active, its name, the advice)."""
 
 
 def refuse_transforms(model: nn.Module) -> None:
-    """No transform of PyTorch is under way.
+    """Checks that no transform of PyTorch is active.
 
     Raises:
         InputError: one is.
@@ -109,8 +104,33 @@ def refuse_transforms(model: nn.Module) -> None:
         )
 
 
+def check_strided(model: nn.Module, call: Leaves) -> None:
+    """Checks that every input is strided.
+
+    Raises:
+        InputError: one is sparse or nested.
+    """
+    for name, tensor in zip(call.names, call.tensors, strict=True):
+        _check_strided(tensor, "input", name, f"argument {name!r} of {type(model).__name__}.forward")
+
+
+def _check_strided(tensor: Tensor, role: str, name: str, place: str) -> None:
+    if not tensor.is_nested and tensor.layout == torch.strided:
+        return
+    raise InputError(
+        f"{role} {name} is {'nested' if tensor.is_nested else str(tensor.layout).removeprefix('torch.')}",
+        where=place,
+        why="a sharded model is captured as a graph of ops on dense tensors, with collectives between them",
+        attempt=f"{name}.to_padded_tensor(0)" if tensor.is_nested else f"{name}.to_dense()",
+    )
+
+
 def check_devices(model: nn.Module, call: Leaves) -> None:
-    """Every input on the model's device (fake and meta inputs stand for any)."""
+    """Checks that every input is on the model's device; meta tensors stand for tensors on any device.
+
+    Raises:
+        InputError: one is on another device.
+    """
     devices = {p.device for p in (*model.parameters(), *model.buffers())}
     if len(devices) != 1:
         return
@@ -125,25 +145,38 @@ def check_devices(model: nn.Module, call: Leaves) -> None:
             )
 
 
-def shared_names(model: nn.Module) -> dict[str, tuple[str, ...]]:
-    """Every name of a parameter or buffer -> all names of that tensor, the first one first (tied ones have several)."""
-    by_id: dict[int, list[str]] = {}
-    named = (*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False))
-    for name, tensor in named:
-        by_id.setdefault(id(tensor), []).append(name)
-    return {name: tuple(names) for names in by_id.values() for name in names}
+# --- checks of a model -----------------------------------------------------------------------------------------------
 
 
-_WRAPPERS = (DataParallel, DistributedDataParallel)
-
-
-def check_weights(model: Any) -> None:
-    """What a split of the parameters could not keep.
+def check_weights(model: object) -> None:
+    """Checks that the model's parameters can be split.
 
     Raises:
-        InputError: it is no module; two parameters share memory without being one; a parameter has gradient hooks; a
-            parameter or buffer is sparse or nested.
+        InputError: the model is no module; two parameters share memory without being one; a parameter has gradient
+            hooks or is not initialised; a parameter or buffer is sparse or nested.
     """
+    module = _checked_module(model)
+    for role, tensors in (("parameter", module.named_parameters()), ("buffer", module.named_buffers())):
+        for name, tensor in tensors:
+            _check_strided(tensor, role, name, type(model).__name__)
+    first_names: dict[tuple[int, int], str] = {}
+    for name, parameter in module.named_parameters():
+        _check_parameter(name, parameter)
+        if parameter.is_meta or not parameter.numel():
+            continue
+        memory = parameter.untyped_storage().data_ptr(), int(parameter.storage_offset())
+        first = first_names.setdefault(memory, name)
+        # All fake tensors have the same address.
+        if first != name and not is_fake(parameter):
+            raise InputError(
+                f"parameters {first!r} and {name!r} share memory, but are two parameters",
+                where=name,
+                why="an optimizer's step on one would change the other; slices of them have memory of their own",
+                attempt="tie them as one: assign the same nn.Parameter to both modules",
+            )
+
+
+def _checked_module(model: object) -> nn.Module:
     if not isinstance(model, nn.Module) or isinstance(model, torch.jit.ScriptModule):
         raise InputError(
             f"a {type(model).__name__} can't be sharded",
@@ -151,39 +184,28 @@ def check_weights(model: Any) -> None:
             why="it is captured by running its forward, and its parameters are found by their names",
             attempt="an ordinary nn.Module",
         )
-    if isinstance(model, _WRAPPERS):
+    if isinstance(model, (DataParallel, DistributedDataParallel)):
         raise InputError(
             f"a {type(model).__name__} can't be sharded",
             where="the model",
             why="it wraps the model that is to be split, and communicates about whole parameters",
             attempt="ts.shard(model, ...), then wrap the sharded model, over torchshard's data-parallel group",
         )
-    for kind, tensors in (("parameter", model.named_parameters()), ("buffer", model.named_buffers())):
-        for name, tensor in tensors:
-            _check_strided(tensor, kind, name, type(model).__name__)
-    places: dict[tuple[int, int], str] = {}
-    for name, parameter in model.named_parameters():
-        if is_lazy(parameter):
-            raise InputError(
-                f"parameter {name!r} is not initialised yet",
-                where=name,
-                why="a lazy module makes its parameters when it is called first",
-                attempt="call the model once on inputs of the right shape, then shard",
-            )
-        if parameter._backward_hooks or parameter._post_accumulate_grad_hooks:
-            raise InputError(
-                f"parameter {name!r} has gradient hooks",
-                where=name,
-                why="they belong to the whole parameter; a slice would not have them",
-                attempt="register them on the sharded model's parameters",
-            )
-        if parameter.is_meta or not parameter.numel():
-            continue
-        other = places.setdefault((parameter.untyped_storage().data_ptr(), int(parameter.storage_offset())), name)
-        if other != name and not is_fake(parameter):
-            raise InputError(
-                f"parameters {other!r} and {name!r} share memory, but are two parameters",
-                where=name,
-                why="an optimizer's step on one would change the other; slices of them have memory of their own",
-                attempt="tie them as one: assign the same nn.Parameter to both modules",
-            )
+    return model
+
+
+def _check_parameter(name: str, parameter: nn.Parameter) -> None:
+    if is_lazy(parameter):
+        raise InputError(
+            f"parameter {name!r} is not initialised yet",
+            where=name,
+            why="a lazy module makes its parameters when it is called first",
+            attempt="call the model once on inputs of the right shape, then shard",
+        )
+    if parameter._backward_hooks or parameter._post_accumulate_grad_hooks:
+        raise InputError(
+            f"parameter {name!r} has gradient hooks",
+            where=name,
+            why="they belong to the whole parameter; a slice would not have them",
+            attempt="register them on the sharded model's parameters",
+        )

@@ -1,33 +1,37 @@
-"""Regions of a captured graph made flat: `no_grad` and autocast blocks.
+"""Flattens the regions of an exported graph: `no_grad` and autocast blocks.
 
     before    getitem(wrap_with_set_grad_enabled(False, body, x), 0)
     after     x_detach = detach(x); ...body of x_detach...
 
-A `no_grad` block keeps its meaning by detaching what goes in: nothing inside then needs a gradient. What it hands out
-as it came in (by `x.to(x.dtype)`, too) is no result of it, and keeps its gradient. Which ops are within one, and within
-autocast, was noted when they were called: see `modes`.
+A `no_grad` block keeps its meaning because its inputs are detached: then nothing inside needs a gradient. A value that
+the block returns as it came in (through `x.to(x.dtype)`, too) is not computed by it, and keeps its gradient. Which ops
+are inside a `no_grad` block is read from the modes that were noted when they were called (see `modes`).
 """
 
 from __future__ import annotations
 
 import operator
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 from torch import fx
+from torch._ops import HigherOrderOperator
+from torch.fx.node import Argument
 
 from torchshard.capture.modes import modes_of
 from torchshard.core.errors import CaptureError
 from torchshard.ir.graph import bound_args
 
-_HIGHER = torch.ops.higher_order
 aten = torch.ops.aten
 
 
 def inline_regions(module: fx.GraphModule) -> None:
-    """Inlines all regions, inner ones too; raises CaptureError for control flow that has no flat form."""
-    while regions := [n for n in module.graph.nodes if isinstance(n.target, torch._ops.HigherOrderOperator)]:
+    """Inlines all regions, inner ones too.
+
+    Raises:
+        CaptureError: a region is control flow, which has no flat form.
+    """
+    while regions := [n for n in module.graph.nodes if isinstance(n.target, HigherOrderOperator)]:
         for node in regions:
             _inline(module, node)
     for node in list(module.graph.nodes):
@@ -37,7 +41,7 @@ def inline_regions(module: fx.GraphModule) -> None:
 
 
 _BODIES = {"wrap_with_set_grad_enabled": 1, "wrap_with_autocast": 4}
-"""Region -> the place of its body among its arguments; the body's own arguments follow."""
+"""Region -> the index of its body among its arguments; the body's own arguments follow."""
 
 
 def _inline(module: fx.GraphModule, node: fx.Node) -> None:
@@ -49,43 +53,46 @@ def _inline(module: fx.GraphModule, node: fx.Node) -> None:
             why="its branches are not part of a flat graph",
             attempt="torch.where in place of a branch",
         )
-    body: Any = node.args[_BODIES[name]]
-    inner: fx.GraphModule = getattr(module, body.target)
-    given = iter(node.args[_BODIES[name] + 1 :])
-    env: dict[fx.Node, Any] = {}
-    graph = module.graph
-    results: Any = []
-    with graph.inserting_before(node):
-        for step in inner.graph.nodes:
-            if step.op == "placeholder":
-                env[step] = next(given)
-            elif step.op == "output":
-                results = fx.map_arg(step.args[0], lambda n: env[n])
-            elif step.op == "get_attr":
-                unique = f"{body.target}_{step.target}".replace(".", "_")
-                setattr(module, unique, getattr(inner, step.target))
-                env[step] = graph.get_attr(unique)
-            else:
-                env[step] = graph.node_copy(step, lambda n: env[n])
+    body = node.args[_BODIES[name]]
+    assert isinstance(body, fx.Node)
+    results = _copy_body(module, str(body.target), node, node.args[_BODIES[name] + 1 :])
     for user in list(node.users):
         if user.target is not operator.getitem:
             raise CaptureError("a region's result is used whole", where=str(user), attempt="report this model")
-        user.replace_all_uses_with(results[user.args[1]])
-        graph.erase_node(user)
-    graph.erase_node(node)
+        user.replace_all_uses_with(results[user.args[1]])  # type: ignore[index, arg-type]
+        module.graph.erase_node(user)
+    module.graph.erase_node(node)
+
+
+def _copy_body(module: fx.GraphModule, body: str, before: fx.Node, args: Sequence[Argument]) -> Sequence[Argument]:
+    """Copies the nodes of a region's body before a node of the outer graph; returns the body's results there."""
+    graph, inner, inputs = module.graph, getattr(module, body), iter(args)
+    copies: dict[fx.Node, Argument] = {}
+    with graph.inserting_before(before):
+        for step in inner.graph.nodes:
+            if step.op == "placeholder":
+                copies[step] = next(inputs)
+            elif step.op == "get_attr":
+                unique = f"{body}_{step.target}".replace(".", "_")
+                setattr(module, unique, getattr(inner, step.target))
+                copies[step] = graph.get_attr(unique)
+            elif step.op != "output":
+                copies[step] = graph.node_copy(step, lambda n: copies[n])
+    results: Sequence[Argument] = fx.map_arg(inner.graph.output_node().args[0], lambda n: copies[n])
+    return results
 
 
 def _detach_within_no_grad(graph: fx.Graph) -> None:
-    """Ops that were called without gradients, in a call with them, take what comes from outside detached."""
+    """Detaches the values from outside that ops under `no_grad` take, in a call with gradients."""
     ops = [n for n in graph.nodes if n.op == "call_function"]
     if not torch.is_grad_enabled():
         _refuse_enabled(ops)
         return
     inside = {n for n in ops if not modes_of(n).grad}
     detached: dict[fx.Node, fx.Node] = {}
-    same: dict[fx.Node, fx.Node] = {}
+    originals: dict[fx.Node, fx.Node] = {}  # a value that a block returns as it came in -> the value outside
 
-    def entered(node: fx.Node) -> fx.Node:
+    def detach(node: fx.Node) -> fx.Node:
         if node in inside or not _is_differentiable(node):
             return node
         if node not in detached:
@@ -95,13 +102,13 @@ def _detach_within_no_grad(graph: fx.Graph) -> None:
 
     for node in [*ops, graph.output_node()]:
         if node not in inside:
-            node.args, node.kwargs = fx.map_arg((node.args, node.kwargs), lambda n: same.get(n, n))
+            node.args, node.kwargs = fx.map_arg((node.args, node.kwargs), lambda n: originals.get(n, n))
             continue
-        first: Any = node.args[0] if node.args else None
-        if isinstance(first, fx.Node) and (first in same or first not in inside) and _gives_itself(node):
-            same[node] = same.get(first, first)
+        first = node.args[0] if node.args else None
+        if isinstance(first, fx.Node) and (first in originals or first not in inside) and _returns_operand(node):
+            originals[node] = originals.get(first, first)
         with graph.inserting_before(node):
-            node.args, node.kwargs = fx.map_arg((node.args, node.kwargs), entered)
+            node.args, node.kwargs = fx.map_arg((node.args, node.kwargs), detach)
 
 
 def _is_differentiable(node: fx.Node) -> bool:
@@ -119,20 +126,21 @@ def _refuse_enabled(ops: Sequence[fx.Node]) -> None:
         )
 
 
-_MAY_GIVE_ITSELF = {
+_MAY_RETURN_OPERAND = {
     aten.to.dtype, aten.to.device, aten.to.dtype_layout, aten.to.other, aten.type_as.default, aten.contiguous.default,
     aten.resolve_conj.default, aten.resolve_neg.default,
 }  # fmt: skip
-"""Ops that give their operand itself, no view of it, where there is nothing to change."""
+"""Ops that return the operand itself, not a view of it, if there is nothing to change."""
 
 
-def _gives_itself(step: fx.Node) -> bool:
+def _returns_operand(step: fx.Node) -> bool:
     schema = getattr(step.target, "_schema", None)
     if schema is not None and schema.is_mutable and schema.name.endswith("_"):
-        return True  # what is written to is the tensor that came in, whose gradient the block does not change
-    if step.target not in _MAY_GIVE_ITSELF:
+        return True  # the tensor that is written to came from outside, and the block does not change its gradient
+    if step.target not in _MAY_RETURN_OPERAND:
         return False
-    source: Any = step.args[0]
-    before, after = source.meta["val"], step.meta["val"]
+    operand = step.args[0]
+    assert isinstance(operand, fx.Node)
+    before, after = operand.meta["val"], step.meta["val"]
     unchanged = (before.dtype, before.device, before.layout) == (after.dtype, after.device, after.layout)
     return unchanged and not bound_args(step).get("copy") and before.stride() == after.stride()

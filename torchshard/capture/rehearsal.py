@@ -1,20 +1,18 @@
-"""What a forward leaves behind beside buffers: a cache may be left, state is refused.
+"""Decides whether attributes that a forward assigns are a cache, which a graph may lose, or state, which is refused.
 
-A graph computes one call. What that call assigns to a plain attribute (`self.cos = ...`, `self.step += 1`), to one of a
-class or to a variable of a closure is no part of it, so a later call of the graph could not read it. That changes
-nothing where it is a cache, or is never read; elsewhere the later call's numbers would be wrong. A rehearsal tells: on
-fake tensors, a second call that finds what the first has left must compute the same and leave nothing new. The second
-call may be of another kind: an encoder's call may leave what a decoder's call reads.
+A graph computes one call. It does not assign plain attributes (`self.cos = ...`, `self.step += 1`), attributes of
+classes or variables of closures, so a later call of the graph could not read them. That is harmless for a cache, or if
+nothing reads them; for state the later call's numbers would be wrong. A rehearsal on fake tensors decides: after the
+first call, a second one must compute the same as alone, and assign nothing new. The second call may be of another kind:
+an encoder's call may assign an attribute that a decoder's call reads.
 """
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
 
-import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
@@ -22,102 +20,87 @@ from torch.nn.utils.stateless import _reparametrize_module
 from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 
+from torchshard.capture.attributes import Place, Snapshot, attributes, changed, describe
+from torchshard.capture.recording import Recording, use_recording
+from torchshard.capture.seeding import INTERCEPTED_SEEDING
 from torchshard.capture.signature import Leaves
-from torchshard.capture.visible import Kept, Place, attributes, changed, shown
 from torchshard.core.errors import CaptureError
 
 
-class _Reads(TorchFunctionMode):
-    """Follows what is computed from some tensors: which ops with which numbers, and which storages hold the results."""
-
-    def __init__(self, sources: Sequence[Tensor], watched: Sequence[Tensor] = ()) -> None:
-        self.derived = {_storage(t): t for t in sources}
-        self.watched = {_storage(t) for t in watched}
-        self.read = False
-        self.record: list[tuple[str, str]] = []
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        leaves = pytree.arg_tree_leaves(*args, **(kwargs or {}))
-        tensors = [t for t in leaves if isinstance(t, Tensor)]
-        result = func(*args, **(kwargs or {}))
-        name = getattr(func, "__name__", str(func))
-        made = [t for t in pytree.tree_leaves(result) if isinstance(t, Tensor)]
-        made += tensors[:1] if name in ("__setitem__", "__set__") else []
-        if made and any(_storage(t) in self.derived for t in tensors):
-            self.read = self.read or any(_storage(t) in self.watched for t in tensors)
-            self.record.append((name, repr([x for x in leaves if not isinstance(x, Tensor)])))
-            self.derived |= {_storage(t): t for t in made}
-        return result
-
-
-def _storage(tensor: Tensor) -> int:
-    return int(tensor.untyped_storage()._cdata)
-
-
-def refuse_state(model: nn.Module, call: Leaves, places: Sequence[Place]) -> None:
-    """Rehearses two calls of a model whose forward was seen to assign attributes; it is left as it was.
-
-    Raises:
-        CaptureError: what the first leaves behind changes what the second computes.
-    """
-    visit = Visit(call, ())
-    refuse_between(model, visit, visit, places)
-
-
 @dataclass(frozen=True)
-class Visit:
-    """One call of a model."""
+class ModelCall:
+    """One call of a model: arguments and modes."""
 
     call: Leaves
     modes: tuple[bool, ...]
-    """Train or eval, of every module; (): as they are."""
+    """Train or eval, of every module; (): the current ones."""
 
 
-def refuse_between(model: nn.Module, first: Visit, second: Visit, places: Sequence[Place]) -> None:
-    """Rehearses a call after another one, perhaps of another kind, which assigns these attributes.
+def refuse_state(model: nn.Module, call: Leaves, places: Sequence[Place]) -> None:
+    """Rehearses a call twice whose forward assigns attributes.
 
     Raises:
-        CaptureError: what the first leaves behind changes what the second computes.
+        CaptureError: the attributes that the first call assigns change what the second computes.
+    """
+    repeated = ModelCall(call, ())
+    refuse_state_between(model, repeated, repeated, places)
+
+
+def refuse_state_between(model: nn.Module, first: ModelCall, second: ModelCall, places: Sequence[Place]) -> None:
+    """Rehearses a call after another one, perhaps of another kind, which assigns the attributes at these places.
+
+    Raises:
+        CaptureError: the attributes that the first call assigns change what the second computes.
     """
     try:
         with _on_fakes(model) as mode:
             before = _Rehearsed(model, first, mode)
-            why = _rehearse(model, before, before if second is first else _Rehearsed(model, second, mode))
+            after = before if second is first else _Rehearsed(model, second, mode)
+            why = _difference(model, before, after)
     except Exception as error:
-        why = f"whether a second call reads it can't be told: {error}".splitlines()[0]
+        why = f"a rehearsal of a second call, which may read them, failed: {error}".splitlines()[0]
     if why:
         raise CaptureError(
             f"{type(model).__name__}'s forward keeps state in plain attributes, which a graph can't hold",
-            where=", ".join(map(shown, places)),
+            where=", ".join(map(describe, places)),
             why=why,
             attempt="register_buffer for a tensor that one call leaves for the next; else pass it in and return it",
         )
 
 
 def run_on_fakes(model: nn.Module, call: Leaves) -> None:
-    """Runs forward once on fake tensors; the model is left as it was, random numbers are as forward leaves them."""
-    with _on_fakes(model, keep_seed=False) as mode:
-        _Rehearsed(model, Visit(call, ()), mode).run()
+    """Runs forward once on fake tensors; attributes and modes are restored afterwards."""
+    with _on_fakes(model) as mode:
+        _Rehearsed(model, ModelCall(call, ()), mode).run()
 
 
 @contextlib.contextmanager
-def _on_fakes(model: nn.Module, *, keep_seed: bool = True) -> Iterator[FakeTensorMode]:
-    """While it is open, the model's parameters, buffers and plain tensors are fake."""
-    kept, modes, seed = Kept(model), [m.training for m in model.modules()], torch.get_rng_state()
+def _on_fakes(model: nn.Module) -> Iterator[FakeTensorMode]:
+    """Makes the model's parameters, buffers and plain tensors fake inside the block."""
+    snapshot, modes = Snapshot(model), [m.training for m in model.modules()]
     mode = FakeTensorMode(shape_env=ShapeEnv(), static_shapes=True, allow_non_fake_inputs=True)
     state: dict[str, Tensor] = {n: mode.from_tensor(t) for n, t in (*model.named_parameters(), *model.named_buffers())}
     try:
-        _make_fake(model, mode)
-        with mode, _reparametrize_module(model, state):
+        _make_attributes_fake(model, mode)
+        with mode, _reparametrize_module(model, state), _without_seeding():
             yield mode
     finally:
-        kept.put_back()
+        snapshot.restore()
         _set_modes(model, modes)
-        if keep_seed:
-            torch.set_rng_state(seed)
+
+
+@contextlib.contextmanager
+def _without_seeding() -> Iterator[None]:
+    """Makes `torch.manual_seed` and the like do nothing in this thread.
+
+    A custom Function may seed. Restoring the global generator afterwards instead would undo other threads' draws.
+    """
+    with use_recording(Recording(inside_call=True)), INTERCEPTED_SEEDING:
+        yield
 
 
 def _set_modes(model: nn.Module, modes: Sequence[bool]) -> None:
+    # Forward may have added or removed modules.
     for module, training in zip(model.modules(), modes, strict=False):
         module.training = training
 
@@ -125,54 +108,94 @@ def _set_modes(model: nn.Module, modes: Sequence[bool]) -> None:
 class _Rehearsed:
     """A call on fake tensors."""
 
-    def __init__(self, model: nn.Module, visit: Visit, mode: FakeTensorMode) -> None:
-        self._model, self._modes = model, visit.modes
-        self.inputs = [mode.from_tensor(tensor) for tensor in visit.call.tensors]
-        self._args, self._kwargs = visit.call.rebuild(self.inputs)
+    def __init__(self, model: nn.Module, model_call: ModelCall, mode: FakeTensorMode) -> None:
+        self._model, self._modes = model, model_call.modes
+        self.inputs = [mode.from_tensor(tensor) for tensor in model_call.call.tensors]
+        self._args, self._kwargs = model_call.call.rebuild(self.inputs)
 
     def run(self) -> None:
+        """Calls the model."""
         _set_modes(self._model, self._modes)
         self._model.forward(*self._args, **self._kwargs)
 
 
-def _make_fake(model: nn.Module, mode: FakeTensorMode) -> None:
+def _make_attributes_fake(model: nn.Module, mode: FakeTensorMode) -> None:
     for module in model.modules():
         plain = {name: value for name, value in module.__dict__.items() if isinstance(value, Tensor)}
         module.__dict__.update({name: mode.from_tensor(tensor) for name, tensor in plain.items()})
 
 
-def _rehearse(model: nn.Module, first: _Rehearsed, second: _Rehearsed) -> str:
-    """Why the second call computes something else after the first than alone; '' where it does not."""
+class _Trace(TorchFunctionMode):
+    """Records the ops on tensors that derive from some sources, and whether one reads a watched tensor.
+
+    Tensors are told apart by their storage, so that views count as the tensor that they view.
+    """
+
+    def __init__(self, sources: Sequence[Tensor], watched: Sequence[Tensor] = ()) -> None:
+        # The tensors stay referenced, so that no other storage can get the address of one of theirs.
+        self.derived = {_storage(t): t for t in sources}
+        self._watched = {_storage(t) for t in watched}
+        self.reads_watched = False
+        self.ops: list[tuple[str, str]] = []
+        """(name, the arguments that are no tensors) of each op."""
+
+    def __torch_function__(
+        self,
+        func: Callable[..., object],
+        types: Sequence[type],
+        args: Sequence[object] = (),
+        kwargs: Mapping[str, object] | None = None,
+    ) -> object:
+        leaves = pytree.arg_tree_leaves(*args, **(kwargs or {}))
+        operands = [t for t in leaves if isinstance(t, Tensor)]
+        result = func(*args, **(kwargs or {}))
+        name = getattr(func, "__name__", str(func))
+        results = [t for t in pytree.tree_leaves(result) if isinstance(t, Tensor)]
+        results += operands[:1] if name in ("__setitem__", "__set__") else []
+        if results and any(_storage(t) in self.derived for t in operands):
+            self.reads_watched = self.reads_watched or any(_storage(t) in self._watched for t in operands)
+            self.ops.append((name, repr([x for x in leaves if not isinstance(x, Tensor)])))
+            self.derived |= {_storage(t): t for t in results}
+        return result
+
+
+def _storage(tensor: Tensor) -> int:
+    return int(tensor.untyped_storage()._cdata)
+
+
+def _difference(model: nn.Module, first: _Rehearsed, second: _Rehearsed) -> str:
+    """Says why the second call computes something else after the first than alone; '' if it does not."""
     before = attributes(model)
     plain = [value for value in before.values() if isinstance(value, Tensor)]
     sources = [*first.inputs, *second.inputs, *model.parameters(), *_written_buffers(model, first), *plain]
-    alone = Kept(model)
-    with _Reads(sources) as expected:
+    snapshot = Snapshot(model)
+    with _Trace(sources) as alone:
         second.run()
-    alone.put_back()
-    with _Reads(sources) as reads:
+    snapshot.restore()
+    with _Trace(sources) as first_trace:
         first.run()
-    middle = attributes(model)
-    left = [middle[place] for place in changed(before, middle) if isinstance(middle.get(place), Tensor)]
-    of_call = [tensor for tensor in left if _storage(tensor) in reads.derived]
-    with _Reads([*sources, *of_call], of_call) as found:
+    between = attributes(model)
+    assigned = [between.get(place) for place in changed(before, between)]
+    # A tensor that derives from no input or parameter is the same in each call: a cache, which may be read.
+    of_call = [t for t in assigned if isinstance(t, Tensor) and _storage(t) in first_trace.derived]
+    with _Trace([*sources, *of_call], of_call) as second_trace:
         second.run()
     after = attributes(model)
-    again = [place for place in changed(middle, after) if not isinstance(after.get(place), Tensor)]
+    again = [place for place in changed(between, after) if not isinstance(after.get(place), Tensor)]
     if again and first is second:
-        return f"a second call with the same inputs changes {shown(again[0])} again"
-    if found.read:
+        return f"a second call with the same inputs changes {describe(again[0])} again"
+    if second_trace.reads_watched:
         return "a later call reads what an earlier one has left there"
-    if found.record != expected.record:
-        return "a second call, after the first has left that there, computes something else"
+    if second_trace.ops != alone.ops:
+        return "a second call computes something else after the first than alone"
     return ""
 
 
 def _written_buffers(model: nn.Module, call: _Rehearsed) -> list[Tensor]:
-    """What a forward writes to; what it only reads is a constant to it."""
-    kept, buffers = Kept(model), dict(model.named_buffers())
+    """The buffers that a call writes to or replaces; to a call that only reads it, a buffer is a constant."""
+    snapshot, buffers = Snapshot(model), dict(model.named_buffers())
     versions = {name: tensor._version for name, tensor in buffers.items()}
     call.run()
-    now = dict(model.named_buffers())
-    kept.put_back()
-    return [t for name, t in buffers.items() if now.get(name) is not t or t._version != versions[name]]
+    current = dict(model.named_buffers())
+    snapshot.restore()
+    return [t for name, t in buffers.items() if current.get(name) is not t or t._version != versions[name]]

@@ -1,8 +1,8 @@
-"""A call's arguments and results as flat lists of tensors and back; what makes two calls the same to a graph.
+"""Takes a call's arguments and results apart into tensors and structure, and decides which calls one graph serves.
 
 Everything that is no tensor (None, numbers, flags) is part of the call's structure: a graph is captured for it. It is
 compared by value. Objects that PyTorch's pytree does not know are taken apart by their attributes; functions are
-compared by their code and what they hold, classes and modules by identity.
+compared by their code and the values that they hold, classes and modules by identity.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import enum
 import inspect
 import operator
 import types
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,175 +20,186 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
-from torchshard.capture.own_code import cells_of
+from torchshard.capture.user_code import cells_of
 from torchshard.core.errors import InputError
 
 
 @dataclass(frozen=True)
 class Leaves:
-    """Flat tensors and the way back."""
+    """The tensors of a nested value, and the function that puts others in their place."""
 
-    tensors: tuple[Any, ...]
-    """The tensors (and dynamic numbers), in order."""
+    tensors: tuple[Tensor, ...]
+    """The tensors, in order; while a model is traced, dynamic numbers (SymInt and the like) too."""
     names: tuple[str, ...]
-    """Where each stood: 'ids', 'batch.mask', 'past[0][1]'."""
-    structure: Any
-    """Everything else. A call's is hashable, and its text is the same on all ranks; equal structures flatten alike."""
-    rebuild: Callable[[Sequence[Any]], Any]
-    """Tensors -> the object."""
+    """The place of each: 'ids', 'batch.mask', 'past[0][1]'."""
+    structure: tuple[str, Sequence[object]]
+    """(the containers as text, the other leaves). That of a call is hashable, and equal on all ranks as text."""
+    rebuild: Callable[[Sequence[object]], Any]
+    """Tensors -> the nested value."""
 
 
-_MOVING = (Tensor, torch.SymInt, torch.SymFloat, torch.SymBool)
-_PLAIN = (
+_TENSORS = (Tensor, torch.SymInt, torch.SymFloat, torch.SymBool)
+_COMPARED_BY_VALUE = (
     type(None), bool, int, float, complex, str, bytes, range, slice, enum.Enum, torch.dtype, torch.device, torch.Size,
     torch.layout, torch.memory_format,
 )  # fmt: skip
-_SAME = (type, nn.Module, torch.Generator, types.FunctionType, types.MethodType, types.BuiltinFunctionType)
+_COMPARED_BY_IDENTITY = (
+    type, nn.Module, torch.Generator, types.FunctionType, types.MethodType, types.BuiltinFunctionType,
+)  # fmt: skip
 
 
 class _Identity:
-    """A leaf that equals itself alone; it is kept, so that no other can take its address."""
+    """A leaf that equals itself alone; it is referenced, so that no other object can get its id."""
 
-    def __init__(self, held: Any) -> None:
-        self.held = held
+    def __init__(self, leaf: object) -> None:
+        self.leaf = leaf
 
     def __eq__(self, other: object) -> bool:
-        return isinstance(other, _Identity) and self.held is other.held
+        return isinstance(other, _Identity) and self.leaf is other.leaf
 
     def __hash__(self) -> int:
-        return id(self.held)
+        return id(self.leaf)
 
     def __repr__(self) -> str:
-        name = getattr(self.held, "__qualname__", getattr(self.held, "co_qualname", type(self.held).__qualname__))
+        # Without the address, which differs from rank to rank.
+        name = getattr(self.leaf, "__qualname__", getattr(self.leaf, "co_qualname", type(self.leaf).__qualname__))
         return f"the object {name}"
 
 
-def _key(leaf: Any) -> Any:
-    """What stands for a leaf that is no tensor: equal for equal leaves, of one type.
+def _key(leaf: object) -> Hashable:
+    """The key of a leaf that is no tensor: equal for equal leaves of one type.
 
     Raises:
-        InputError: nothing tells whether two such leaves are equal.
+        InputError: leaves of this type can't be compared.
     """
     if isinstance(leaf, slice):
         return (slice, leaf.start, leaf.stop, leaf.step)
-    if isinstance(leaf, _PLAIN):
-        return (type(leaf), repr(leaf) if isinstance(leaf, float | complex) else leaf)  # nan equals nan, 0.0 not -0.0
+    if isinstance(leaf, float | complex):
+        return (type(leaf), repr(leaf))  # nan equals nan, and 0.0 does not equal -0.0
+    if isinstance(leaf, _COMPARED_BY_VALUE):
+        return (type(leaf), leaf)
     if isinstance(leaf, set | frozenset):
         return (type(leaf), tuple(sorted((_key(item) for item in leaf), key=repr)))
     if isinstance(leaf, types.FunctionType):
         return _function_key(leaf)
-    if isinstance(leaf, _SAME):
+    if isinstance(leaf, _COMPARED_BY_IDENTITY):
         return _Identity(leaf)
     raise InputError(
         f"an argument holds a {type(leaf).__qualname__}",
         where=type(leaf).__module__,
-        why="its content would become part of the graph, and nothing tells when it is another",
+        why="its content would become part of the graph, and two of these objects can't be compared",
         attempt="a tensor (torch.as_tensor of an array), numbers and strings, or a dict, list or dataclass of them",
     )
 
 
-def _function_key(function: types.FunctionType) -> Any:
-    """Functions of one code that hold equal values are equal: each call that passes a lambda makes a new one."""
-    held = {**cells_of(function), "defaults": function.__defaults__, **(function.__kwdefaults__ or {})}
+def _function_key(function: types.FunctionType) -> Hashable:
+    """Functions with one code and equal values are equal: each call that passes a lambda makes a new function."""
+    values = {**cells_of(function), "defaults": function.__defaults__, **(function.__kwdefaults__ or {})}
     try:
-        values = tuple(map(_key, flatten(list(held.values())).structure[1]))
-        tensors = tuple(map(_Identity, flatten(list(held.values())).tensors))
+        flat = flatten(list(values.values()))
+        keys, tensors = tuple(map(_key, flat.structure[1])), tuple(map(_Identity, flat.tensors))
     except InputError:
         return _Identity(function)
-    return (_Identity(function.__code__), tuple(held), values, tensors)
+    return (_Identity(function.__code__), tuple(values), keys, tensors)
 
 
-def _is_unknown_object(value: Any) -> bool:
-    """An object of a Python class with attributes, none of pytree's own nor compared as it is."""
-    known = (*_MOVING, *_PLAIN, *_SAME, set, frozenset, dict, list, tuple)
-    made_plainly = getattr(type(value), "__new__", None) is object.__new__
-    if isinstance(value, known) or type(value) in pytree.SUPPORTED_NODES or not made_plainly:
+def _is_unknown_object(value: object) -> bool:
+    """Whether a value is an object of a Python class with attributes that neither pytree nor `_key` handles."""
+    known = (*_TENSORS, *_COMPARED_BY_VALUE, *_COMPARED_BY_IDENTITY, set, frozenset, dict, list, tuple)
+    # `_Opened.close` makes the object with object.__new__.
+    has_plain_new = getattr(type(value), "__new__", None) is object.__new__
+    if isinstance(value, known) or type(value) in pytree.SUPPORTED_NODES or not has_plain_new:
         return False
     return hasattr(value, "__dict__") or bool(_slots(value))
 
 
-def _slots(value: Any) -> list[str]:
+def _slots(value: object) -> list[str]:
     names = [name for cls in type(value).__mro__ for name in cls.__dict__.get("__slots__", ())]
     return [name for name in names if name not in ("__dict__", "__weakref__") and hasattr(value, name)]
 
 
-def _fields(value: Any) -> dict[str, Any]:
+def _fields(value: object) -> dict[str, object]:
     return {name: getattr(value, name) for name in _slots(value)} | dict(getattr(value, "__dict__", {}))
 
 
-def _open(value: Any, within: tuple[int, ...] = ()) -> Any:
-    """Unknown objects as dicts of their attributes, all the way down.
+def _open(value: object, ancestors: tuple[int, ...] = ()) -> object:
+    """Replaces unknown objects by `_Opened` ones, all the way down.
 
     Raises:
         InputError: an object holds itself.
     """
 
-    def one(leaf: Any) -> Any:
+    def open_leaf(leaf: object) -> object:
         if not _is_unknown_object(leaf):
             return leaf
-        if id(leaf) in within:
+        if id(leaf) in ancestors:
             raise InputError(
                 f"an argument of type {type(leaf).__qualname__} holds itself",
                 where=type(leaf).__module__,
                 why="arguments are taken apart to find their tensors",
                 attempt="pass the tensors themselves, or a dict of them",
             )
-        return _Opened(type(leaf), _open(_fields(leaf), (*within, id(leaf))))
+        return _Opened(type(leaf), {k: _open(v, (*ancestors, id(leaf))) for k, v in _fields(leaf).items()})
 
-    return pytree.tree_map(one, value, is_leaf=_is_unknown_object)
+    return pytree.tree_map(open_leaf, value, is_leaf=_is_unknown_object)
 
 
 class _Opened:
-    """An object whose attributes lie open to pytree."""
+    """An object whose attributes pytree can flatten."""
 
-    def __init__(self, kind: type, fields: Mapping[str, Any]) -> None:
-        self.kind, self.fields = kind, fields
+    def __init__(self, cls: type, fields: Mapping[str, object]) -> None:
+        self.cls, self.fields = cls, fields
 
-    def close(self) -> Any:
-        made: Any = object.__new__(self.kind)
+    def close(self) -> object:
+        """The object, made without running its `__init__`."""
+        result: object = object.__new__(self.cls)
         for name, value in self.fields.items():
-            object.__setattr__(made, name, _close(value))
-        return made
+            object.__setattr__(result, name, _close(value))
+        return result
 
 
 pytree.register_pytree_node(
     _Opened,
-    lambda o: (list(o.fields.values()), (o.kind, tuple(o.fields))),
+    lambda o: (list(o.fields.values()), (o.cls, tuple(o.fields))),
     lambda values, context: _Opened(context[0], dict(zip(context[1], values, strict=True))),
     flatten_with_keys_fn=lambda o: (
         [(pytree.GetAttrKey(k), v) for k, v in o.fields.items()],
-        (o.kind, tuple(o.fields)),
+        (o.cls, tuple(o.fields)),
     ),
 )
 
 
-def _close(value: Any) -> Any:
-    is_opened = lambda v: isinstance(v, _Opened)  # noqa: E731
-    return pytree.tree_map(lambda v: v.close() if is_opened(v) else v, value, is_leaf=is_opened)
+def _close(value: object) -> object:
+    """Undoes `_open`."""
+    return pytree.tree_map(
+        lambda leaf: leaf.close() if isinstance(leaf, _Opened) else leaf,
+        value,
+        is_leaf=lambda leaf: isinstance(leaf, _Opened),
+    )
 
 
-def flatten(value: Any) -> Leaves:
-    """Any nest of containers and objects as its tensors and the way back."""
-    leaves, spec = _with_paths(value)
+def flatten(value: object) -> Leaves:
+    """Takes any nest of containers and objects apart into its tensors and the rest."""
+    leaves, spec = _leaves_with_paths(value)
     opened = any(_is_unknown_object(leaf) for _, leaf in leaves)
     if opened:
-        leaves, spec = _with_paths(_open(value))
-    moving = [isinstance(leaf, _MOVING) for _, leaf in leaves]
-    fixed = [None if moves else leaf for moves, (_, leaf) in zip(moving, leaves, strict=True)]
-    names = [pytree.keystr(path) for moves, (path, _) in zip(moving, leaves, strict=True) if moves]
+        leaves, spec = _leaves_with_paths(_open(value))
+    is_tensor = [isinstance(leaf, _TENSORS) for _, leaf in leaves]
+    others = [None if isinstance(leaf, _TENSORS) else leaf for _, leaf in leaves]
 
-    def rebuild(tensors: Sequence[Any]) -> Any:
+    def rebuild(tensors: Sequence[object]) -> object:
         rest = iter(tensors)
-        full = [next(rest) if moves else leaf for moves, leaf in zip(moving, fixed, strict=True)]
-        made = pytree.tree_unflatten(full, spec)
-        return _close(made) if opened else made
+        full = [next(rest) if moves else leaf for moves, leaf in zip(is_tensor, others, strict=True)]
+        result = pytree.tree_unflatten(full, spec)
+        return _close(result) if opened else result
 
-    tensors = tuple(leaf for moves, (_, leaf) in zip(moving, leaves, strict=True) if moves)
-    return Leaves(tensors, tuple(names), (repr(spec), fixed), rebuild)
+    tensors = [(path, leaf) for path, leaf in leaves if isinstance(leaf, _TENSORS)]
+    names = tuple(pytree.keystr(path) for path, _ in tensors)
+    return Leaves(tuple(leaf for _, leaf in tensors), names, (repr(spec), others), rebuild)  # type: ignore[misc]
 
 
-def _with_paths(value: Any) -> tuple[list[tuple[Any, Any]], Any]:
-    """pytree's leaves with their paths; with numbers, where a registered class has no names for its parts."""
+def _leaves_with_paths(value: object) -> tuple[list[tuple[pytree.KeyPath, object]], pytree.TreeSpec]:
+    """pytree's leaves with their paths; numbers are the paths if a registered class has no names for its parts."""
     try:
         return pytree.tree_flatten_with_path(value)
     except ValueError:
@@ -196,32 +207,33 @@ def _with_paths(value: Any) -> tuple[list[tuple[Any, Any]], Any]:
         return [((pytree.SequenceKey(i),), leaf) for i, leaf in enumerate(leaves)], spec
 
 
-def _keyed(flat: Leaves) -> Leaves:
-    spec, fixed = flat.structure
-    return dataclasses.replace(flat, structure=(spec, tuple(map(_key, fixed))))
+def _with_keys(flat: Leaves) -> Leaves:
+    """Replaces the leaves in the structure by their keys, so that structures can be compared."""
+    spec, others = flat.structure
+    return dataclasses.replace(flat, structure=(spec, tuple(map(_key, others))))
 
 
 def check_results(results: Leaves) -> None:
-    """What is no tensor in a result stays the same for every call of a graph.
+    """Checks that the leaves of a result that are no tensors are constants, which each call of a graph can return.
 
     Raises:
-        InputError: it may hold tensors, or be another at each call.
+        InputError: one is an object that may hold tensors, or differ from call to call.
     """
-    _keyed(results)
+    _with_keys(results)
 
 
-def unchanged(before: Leaves, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
-    """Whether a call's arguments still hold what they held: forward has appended, assigned or taken out nothing."""
+def is_unchanged(before: Leaves, args: Sequence[object], kwargs: Mapping[str, object]) -> bool:
+    """Whether a call's arguments hold the same values as before: forward has appended, assigned or removed nothing."""
     try:
-        after = _keyed(flatten((tuple(args), dict(kwargs))))
+        after = _with_keys(flatten((tuple(args), dict(kwargs))))
     except InputError:
         return False
-    same = len(after.tensors) == len(before.tensors) and all(map(operator.is_, after.tensors, before.tensors))
-    return same and after.structure == before.structure
+    same_tensors = len(after.tensors) == len(before.tensors) and all(map(operator.is_, after.tensors, before.tensors))
+    return same_tensors and after.structure == before.structure
 
 
-def memory_order(tensor: Tensor) -> Any:
-    """How a tensor lies in memory, apart from its sizes: on it depends whether a reshape is a view or a copy."""
+def memory_order(tensor: Tensor) -> Hashable:
+    """The order of a tensor's dims in memory, apart from their sizes: it decides whether a reshape is a view."""
     if tensor.is_contiguous():
         return None
     strides, shape = tensor.stride(), tensor.shape
@@ -230,11 +242,11 @@ def memory_order(tensor: Tensor) -> Any:
     return order, joined, tuple(stride == 0 for stride in strides)
 
 
-def flatten_call(model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Leaves:
-    """A call's arguments, by the parameters of `model.forward`; `rebuild` gives (args, kwargs).
+def flatten_call(model: nn.Module, args: Sequence[object], kwargs: Mapping[str, object]) -> Leaves:
+    """Flattens a call's arguments, with the names of `model.forward`'s parameters; `rebuild` returns (args, kwargs).
 
     Raises:
-        InputError: `forward` does not take these arguments, or one holds what can't be compared.
+        InputError: `forward` does not take these arguments, or one holds an object that can't be compared.
     """
     signature = inspect.signature(model.forward)
     try:
@@ -246,19 +258,19 @@ def flatten_call(model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any
             why=f"{len(args)} positional and the keywords {sorted(kwargs)} were given",
             attempt="the same arguments as the unsharded model's",
         ) from None
-    flat = _keyed(flatten((bound.args, bound.kwargs)))
+    flat = _with_keys(flatten((bound.args, bound.kwargs)))
     ordered = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
     positional = [n for n, p in signature.parameters.items() if n in bound.arguments and p.kind in ordered]
     return dataclasses.replace(flat, names=tuple(_argument_name(name, positional) for name in flat.names))
 
 
 def _argument_name(path: str, positional: Sequence[str]) -> str:
-    """'[0][2]' of the pair (args, kwargs) is the third parameter's name, "[1]['mask']" is mask."""
-    kind, rest = path[:3], path[3:]
+    """'[0][2]' in the pair (args, kwargs) is the third parameter's name, "[1]['mask']" is 'mask'."""
+    index_in_pair, rest = path[:3], path[3:]
     if not rest:
         return f"tensor {path[1:-1]} of the arguments"
     head, _, tail = rest[1:].partition("]")
-    if kind == "[1]":
+    if index_in_pair == "[1]":
         return head.strip("'\"") + tail
     index = int(head)
     return (positional[index] if index < len(positional) else f"args[{index - len(positional)}]") + tail

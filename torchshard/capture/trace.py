@@ -1,41 +1,34 @@
-"""Runs a model once under `torch.export`, on fake tensors, and refuses what its result could not hold.
+"""Runs a model once under `torch.export`, on fake tensors, and refuses a model whose result a graph could not hold.
 
-What comes of it is an ExportedProgram with ATen ops; how sizes, names and inputs are read from it, `capture` says.
+The result is an ExportedProgram of ATen ops; `flat` makes the graph from it that all passes work on.
 """
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
-import logging
-import re
-import traceback
 import warnings
-from collections import OrderedDict
-from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.export import Dim, ExportedProgram
+from torch.export.dynamic_shapes import _DimHint
 from torch.utils import _pytree as pytree
 
+from torchshard.capture.attributes import Place, Snapshot, attributes, changed
+from torchshard.capture.entry_points import as_plain_module, replace_forward
 from torchshard.capture.equal_sizes import equal_sizes
-from torchshard.capture.intercept import (
-    check_random_states,
-    following,
-    homes_of,
-    odd_random_states,
-    recording,
-    warn_of_checkpoints,
-)
-from torchshard.capture.modes import noting_modes
-from torchshard.capture.own_code import layer_line, line_in, user_line
+from torchshard.capture.export_errors import capture_error
+from torchshard.capture.function_mode import CaptureMode, slots_of, warn_of_checkpoints
+from torchshard.capture.modes import note_modes
+from torchshard.capture.quiet import quiet
+from torchshard.capture.recording import Recording, current_recording, use_recording
 from torchshard.capture.rehearsal import refuse_state, run_on_fakes
-from torchshard.capture.signature import Leaves, check_results, flatten, unchanged
-from torchshard.capture.visible import Kept, Place, attributes, changed
+from torchshard.capture.rng_states import changed_generators, check_generators
+from torchshard.capture.seeding import INTERCEPTED_SEEDING
+from torchshard.capture.signature import Leaves, check_results, flatten, is_unchanged
+from torchshard.capture.whole_calls import INTERCEPTED_FUNCTIONS
 from torchshard.core.errors import CaptureError, InputError
 from torchshard.custom_ops.whole import WholeCall
 
@@ -49,88 +42,83 @@ class Traced:
 
     exported: ExportedProgram
     result: Leaves
-    """What `forward` returned."""
-    left: tuple[Place, ...]
+    """The value that `forward` returned."""
+    assigned: tuple[Place, ...]
     """The attributes that it assigned."""
     whole: tuple[WholeCall, ...] = ()
-    """The calls that are kept whole, by the numbers that stand in the graph."""
+    """The calls that are kept whole, at the index that their stand-in in the graph has as its number."""
 
 
 def trace(model: nn.Module, call: Leaves, *, dynamic: bool = True) -> Traced:
-    """One call as an exported program; the model is left as it was.
+    """Exports one call; the model is left as it was.
 
     Raises:
-        CaptureError: the model can't be captured; it says at which line and what to do.
+        CaptureError: the model can't be captured; the error names the line and an alternative.
         InputError: a tensor is not what the model takes.
     """
-    results: list[Leaves] = []
-    places: list[Place] = []
-    kept, before, homes = Kept(model), attributes(model), homes_of(model)
-    own = {name: model.__dict__[name] for name in _CALLING if name in model.__dict__}
-
-    def flat_forward(*tensors: Tensor) -> list[Any]:
-        held = dataclasses.replace(call, tensors=tensors)
-        call_args, call_kwargs = call.rebuild(tensors)
-        _set(model, own)
-        recorded.checkpoints.clear()  # a model may be exported twice
-        with following(recorded, homes), noting_modes():
-            results.append(flatten(nn.Module._call_impl(model, *call_args, **call_kwargs)))
-        _set(model, bare)
-        _check_results(model, results[-1])
-        places.extend(changed(before, attributes(model)))
-        if not unchanged(held, call_args, call_kwargs):
-            raise _written_arguments(model)
-        return list(results[-1].tensors)
-
-    bare = {"forward": flat_forward, **{name: OrderedDict() for name in _CALLING[1:]}}
-    _set(model, bare)
+    recording, forward = Recording(), _FlatForward(model, call)
     try:
-        with odd_random_states() as states, recording() as recorded, _quiet(), saved_tensors_hooks(_same, _same):
-            exported = _export(_plain(model), call, dynamic)
+        with (
+            changed_generators() as generators,
+            use_recording(recording),
+            INTERCEPTED_FUNCTIONS,
+            INTERCEPTED_SEEDING,
+            quiet(),
+            saved_tensors_hooks(_same, _same),
+        ):
+            exported = _export(as_plain_module(model), call, dynamic)
     finally:
-        kept.put_back()
-    check_random_states(model, states["moved"], lambda: run_on_fakes(model, call))
-    warn_of_checkpoints(recorded, model)
-    left = tuple(dict.fromkeys(places))
-    if left:
-        refuse_state(model, call, left)
-    return Traced(exported, results[-1], left, tuple(recorded.calls))
+        forward.snapshot.restore()
+    check_generators(model, generators, lambda: run_on_fakes(model, call))
+    warn_of_checkpoints(recording, model)
+    if forward.assigned:
+        refuse_state(model, call, forward.assigned)
+    assert forward.result is not None
+    return Traced(exported, forward.result, forward.assigned, tuple(recording.calls))
 
 
 def _same(tensor: Tensor) -> Tensor:
-    """The innermost hooks on saved tensors are those of the capture, not those of a checkpoint around the call."""
+    """A hook on saved tensors: with it, hooks of a checkpoint around the call do not see the capture's tensors."""
     return tensor
 
 
-class _Plain(nn.Module):
-    """An `fx.GraphModule` as an ordinary module: export runs the nodes of the former, not its forward."""
+class _FlatForward:
+    """The forward that export runs: it takes the call's tensors, calls the model and returns the result's tensors."""
 
+    def __init__(self, model: nn.Module, call: Leaves) -> None:
+        self._model, self._call = model, call
+        self.snapshot = Snapshot(model)
+        self._before, self._slots = attributes(model), slots_of(model)
+        self.result: Leaves | None = None
+        self.assigned: tuple[Place, ...] = ()
+        self._own_entry_points = replace_forward(model, self._run)
 
-def _plain(model: nn.Module) -> nn.Module:
-    if not isinstance(model, torch.fx.GraphModule):
-        return model
-    made = object.__new__(_Plain)
-    made.__dict__ = model.__dict__  # the same attributes, those that are set for the capture too
-    return made
-
-
-_CALLING = ("forward", "_forward_hooks", "_forward_pre_hooks")
-"""What a call of a module runs, apart from its class."""
-
-
-def _set(model: nn.Module, values: Mapping[str, Any]) -> None:
-    for name in _CALLING:
-        model.__dict__.pop(name, None)
-    model.__dict__.update(values)
+    def _run(self, *tensors: Tensor) -> list[Tensor]:
+        call = dataclasses.replace(self._call, tensors=tensors)
+        args, kwargs = call.rebuild(tensors)
+        recording = current_recording()
+        assert recording is not None
+        recording.checkpoints.clear()  # a model may be exported twice
+        with self._own_entry_points():
+            with CaptureMode(recording, self._slots), note_modes():
+                self.result = flatten(nn.Module._call_impl(self._model, *args, **kwargs))
+            places = changed(self._before, attributes(self._model))
+            # Export would warn of tensors in attributes if they were still there.
+            self.snapshot.restore_attributes()
+        self.assigned = tuple(dict.fromkeys([*self.assigned, *places]))
+        _check_results(self._model, self.result)
+        if not is_unchanged(call, args, kwargs):
+            raise _written_arguments(self._model)
+        return list(self.result.tensors)
 
 
 def _check_results(model: nn.Module, results: Leaves) -> None:
     try:
         check_results(results)
     except InputError as error:
-        kind = str(error).splitlines()[0].rpartition(" ")[2]
+        cls = str(error).splitlines()[0].rpartition(" ")[2]
         raise CaptureError(
-            f"forward returns a {kind}, which can't be taken apart",
+            f"forward returns a {cls}, which can't be taken apart",
             where=f"{type(model).__name__}.forward",
             why="a graph gives tensors, and puts them into containers that PyTorch's pytree knows or plain objects",
             attempt="a dict, list, tuple or dataclass; or torch.utils._pytree.register_pytree_node for the class",
@@ -141,18 +129,25 @@ def _written_arguments(model: nn.Module) -> CaptureError:
     return CaptureError(
         "forward writes to its arguments",
         where=f"{type(model).__name__}.forward",
-        why="a list, dict or object that it is given holds something else afterwards; a graph gives results only",
-        attempt="return what is new; with Hugging Face models use_cache=False",
+        why="a list, dict or object among them has other content afterwards; a graph only returns results",
+        attempt="return the new values; with Hugging Face models use_cache=False",
     )
 
 
+# --- export ----------------------------------------------------------------------------------------------------------
+
+
+Shapes = list[dict[int, "Dim | _DimHint"]]
+"""For each input: dim -> whether and how its size may vary."""
+
+
 def _export(model: nn.Module, call: Leaves, dynamic: bool) -> ExportedProgram:
-    """With dynamic sizes; with those of this call alone where only that works (a dict or cache keyed by a size)."""
+    """Exports with dynamic sizes, or with those of this call if only that works (a dict or cache keyed by a size)."""
     failure: Exception | None = None
     for sizes in (Dim.AUTO, Dim.STATIC) if dynamic and call.tensors else (Dim.STATIC,):
-        shapes = [{d: sizes for d in DYNAMIC_DIMS if d < t.ndim} for t in call.tensors]
+        shapes: Shapes = [{d: sizes for d in DYNAMIC_DIMS if d < t.ndim} for t in call.tensors]
         try:
-            exported = _exported(model, call, shapes)
+            exported = _export_with(model, call, shapes)
             if failure is not None:
                 _warn_of_fixed_sizes(model, failure)
             return _with_equal_sizes(model, call, shapes, exported)
@@ -161,14 +156,10 @@ def _export(model: nn.Module, call: Leaves, dynamic: bool) -> ExportedProgram:
         except Exception as error:
             failure = error
     assert failure is not None
-    raise _capture_error(model, failure) from failure
+    raise capture_error(model, failure) from failure
 
 
-Shapes = list[dict[int, Any]]
-"""Of each input: dim -> whether and how its size may vary."""
-
-
-def _exported(model: nn.Module, call: Leaves, shapes: Shapes) -> ExportedProgram:
+def _export_with(model: nn.Module, call: Leaves, shapes: Shapes) -> ExportedProgram:
     tensors = tuple(_example(t, model) for t in call.tensors)
     named = {"tensors": tuple(shapes)} if tensors else None
     exported = torch.export.export(model, tensors, strict=False, dynamic_shapes=named)
@@ -177,108 +168,43 @@ def _exported(model: nn.Module, call: Leaves, shapes: Shapes) -> ExportedProgram
 
 
 def _with_equal_sizes(model: nn.Module, call: Leaves, shapes: Shapes, exported: ExportedProgram) -> ExportedProgram:
-    """The same where inputs' sizes must be equal for the model to run (two batches, one viewed by the other's size).
+    """Exports again if inputs' sizes must be equal for the model to run (two batches, one viewed by the other's size).
 
     Export leaves that open, with sizes such as `8 * b // a` in the graph, which nothing can be split by.
     """
-    equal = equal_sizes(exported)
-    if not equal:
+    groups = equal_sizes(exported)
+    if not groups:
         return exported
     shared = [dict(shape) for shape in shapes]
-    for number, places in enumerate(equal):
-        for index, dim in places:
+    for number, dims in enumerate(groups):
+        for index, dim in dims:
             shared[index][dim] = Dim(f"size{number}")
     try:
-        return _exported(model, call, shared)
-    except Exception:  # they need not be equal
+        return _export_with(model, call, shared)
+    except Exception:  # the sizes need not be equal
         return exported
 
 
 def _warn_of_fixed_sizes(model: nn.Module, failure: Exception) -> None:
     why = f"{type(failure).__name__}: {failure}".strip().splitlines()[0][:200]
     warnings.warn(
-        f"{type(model).__name__} can't be captured for varying batch and sequence sizes: each pair of sizes is "
-        f"captured anew, which takes seconds ({why})",
+        f"{type(model).__name__} can't be captured for varying batch and sequence sizes: it is captured again for "
+        f"each pair of sizes, which takes seconds ({why})",
         stacklevel=2,
     )
 
 
 def _refuse_transforms(exported: ExportedProgram) -> None:
-    """Values within torch.func's transforms are none of a flat graph's: it would hold them as constants."""
+    """Refuses values that belong to torch.func's transforms: a flat graph would hold them as constants."""
     for node in exported.graph.nodes:
         for value in pytree.tree_leaves(node.meta.get("val")):
             if isinstance(value, Tensor) and torch._C._functorch.is_functorch_wrapped_tensor(value):
+                # A plain exception, which `capture_error` turns into an error like those that export itself raises.
                 raise RuntimeError(f"a functorch transform inside the model, at {node.name}")
 
 
 def _example(tensor: Tensor, model: nn.Module) -> Tensor:
-    """An input for export: a tensor of its own (two arguments may be one tensor), on the model's device."""
+    """An input for export: a new tensor, for two arguments may be one tensor, on the model's device."""
     device = next((p.device for p in model.parameters()), tensor.device)
-    made = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=device)
-    return made.requires_grad_(tensor.requires_grad)
-
-
-@contextlib.contextmanager
-def _quiet() -> Iterator[None]:
-    """Export's remarks on sizes of one and on assigned attributes are ours to make, where they matter."""
-    loggers = [logging.getLogger(name) for name in _REMARKING]
-    levels = [logger.level for logger in loggers]
-    for logger in loggers:
-        logger.setLevel(logging.ERROR)
-    try:
-        with warnings.catch_warnings():
-            warnings.filterwarnings("ignore", message="The tensor attribute")
-            yield
-    finally:
-        for logger, level in zip(loggers, levels, strict=True):
-            logger.setLevel(level)
-
-
-_REMARKING = ("torch._export.non_strict_utils", "torch.fx.experimental.symbolic_shapes")
-
-
-_ADVICE = (
-    (
-        r"float\(self\.num_batches_tracked\)",
-        "BatchNorm with momentum=None weighs each batch by a tensor's value, the count of batches",
-        "a number: momentum=0.1, as it is by default",
-    ),
-    (
-        r"_detect_is_causal_mask",
-        "torch.nn.Transformer looks at the mask's values, whether it is the causal one",
-        "say so: is_causal=True beside the mask (tgt_is_causal=True of nn.Transformer), or False",
-    ),
-    (
-        r"exported program constant's list|functorch",
-        "it differentiates or maps within forward (torch.autograd.grad, torch.func), which a flat graph can't hold",
-        "plain ops on batched tensors in place of torch.func.vmap; gradients taken outside the model",
-    ),
-    (
-        r"data.dependent|GuardOnDataDependent|Could not extract specialized|\.item\(\)|_local_scalar_dense|unbacked",
-        "the graph would depend on the values of a tensor",
-        "compute with torch.where or a mask instead of a Python branch on a tensor's value",
-    ),
-    (
-        r"dynamic|Constraints violated|specializ",
-        "the sizes of the inputs could not be kept dynamic",
-        "inputs of one fixed shape, or a model that does not compare sizes",
-    ),
-)
-
-
-def _capture_error(model: nn.Module, error: Exception) -> CaptureError:
-    text, stack = f"{type(error).__name__}: {error}", traceback.extract_tb(error.__traceback__)
-    layer = layer_line(stack)
-    called = " ".join((*(frame.name for frame in stack), layer))
-    advice = next((row for row in _ADVICE if re.search(row[0], f"{text} {called}")), None)
-    reason = advice[1] if advice else "torch.export could not run the model on fake tensors"
-    line = text.strip().splitlines()[0][:300]
-    return CaptureError(
-        f"{type(model).__name__} can't be captured as a graph",
-        where=user_line(stack) or line_in(str(error)) or layer or type(model).__name__,
-        why=f"{reason} ({line})",
-        attempt=advice[2]
-        if advice
-        else "run the model on these inputs without torchshard first; if that works, move "
-        "what can't be traced out of forward",
-    )
+    example = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=device)
+    return example.requires_grad_(tensor.requires_grad)

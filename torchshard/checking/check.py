@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx, nn
 
-from torchshard.capture import Captured, check_weights, copied, flatten, flatten_call
+from torchshard.capture import Captured, check_weights, copy_model, flatten, flatten_call
 from torchshard.capture.facts import ModelFacts, device_type
 from torchshard.checking import lockstep
 from torchshard.checking.compare import KINDS, TOLERANCES, Comparison, Results, compare, error_of_pieces, noise_ceiling
@@ -151,7 +151,7 @@ def check(
     check_world_size(world_size)
     check_examples(example_inputs, example_kwargs)
     check_weights(model)
-    held, args, kwargs = copied(model), list(example_inputs), dict(example_kwargs or {})
+    held, args, kwargs = copy_model(model), list(example_inputs), dict(example_kwargs or {})
     if dtype is not None:
         held, args, kwargs = in_dtype(held, args, kwargs, dtype)
     aim = objective(machine, memory, axes, device_type(held))
@@ -228,7 +228,7 @@ def _with_captured(report: Report, model: nn.Module, args: Sequence[Any], kwargs
     if all(_as(t, torch.float64) is t for t in tensors):
         return report
     try:
-        wide, args, kwargs = in_dtype(copied(model), args, kwargs, torch.float64)
+        wide, args, kwargs = in_dtype(copy_model(model), args, kwargs, torch.float64)
         captured = prepared(wide, args, kwargs)
         trial, tolerance = _trial(wide, captured, args, kwargs), tolerance_of(captured.graph)
         with torch.random.fork_rng(devices=()):

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, fx, nn
 from torch.utils import _pytree as pytree
 
-from torchshard.capture import Captured, Leaves, copied, flatten, shared_names
+from torchshard.capture import Captured, Leaves, copy_model, flatten, shared_names
 from torchshard.checking import lockstep
 from torchshard.checking.compare import Place, Results, gradients, largest_difference
 from torchshard.checking.rounding import NUDGE_SEED, is_float, nudged, widened, widened_graph
@@ -51,7 +51,7 @@ def backward(outputs: Sequence[Any], copies: int) -> None:
 
 def unsharded(model: nn.Module, call: Leaves) -> Results:
     """The model itself, as a copy of its own: gradients and buffers of the user's stay as they are."""
-    held = copied(model)
+    held = copy_model(model)
     held.zero_grad()
     inputs = {name: leaf(t) for name, t in zip(call.names, call.tensors, strict=True)}
     call_args, call_kwargs = call.rebuild(list(inputs.values()))

@@ -23,17 +23,17 @@ from torch._subclasses.fake_tensor import is_fake
 
 from torchshard.capture import (
     Leaves,
-    Visit,
+    ModelCall,
     Watch,
     check_devices,
-    check_kinds,
+    check_strided,
     check_weights,
     flatten_call,
     global_hooks,
-    hollow_tensor,
     memory_order,
-    refuse_between,
+    refuse_state_between,
     refuse_transforms,
+    without_storage,
 )
 from torchshard.capture.facts import ModelFacts
 from torchshard.compiler.constraints import Constraints, PlanLike, check_layouts, read_constraints
@@ -93,7 +93,7 @@ class Compiled:
     """Whether it draws random numbers."""
     mark: int
     """A digest of the kind of call."""
-    visit: Visit
+    visit: ModelCall
     """The call that it was captured for, without values."""
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Compiled:
@@ -230,7 +230,7 @@ class ShardedModule(State):
         try:
             self._follow()
             call = flatten_call(self.source, args, kwargs)
-            check_kinds(self.source, call)
+            check_strided(self.source, call)
             self._check_devices(call)
             if step == CALL:
                 self._check_real(call)
@@ -350,7 +350,7 @@ class ShardedModule(State):
         constraints = self._ts_constraints
         if self._ts_fixed:
             constraints = constraints.with_layouts(self._ts_layouts)
-        visit = Visit(replace(call, tensors=tuple(map(_without_values, call.tensors))), kind.modes)
+        visit = ModelCall(replace(call, tensors=tuple(map(_without_values, call.tensors))), kind.modes)
 
         def make() -> Program:
             made = program(self.source, constraints, args, kwargs)
@@ -390,12 +390,12 @@ class ShardedModule(State):
             if not self._ts_programs[oldest]:
                 del self._ts_programs[oldest]
 
-    def _refuse_left(self, visit: Visit, made: Program) -> None:
+    def _refuse_left(self, visit: ModelCall, made: Program) -> None:
         """One kind of call may not read what another leaves in attributes."""
         for other in (compiled for held in self._ts_programs.values() for compiled in held):
-            left = made.captured.left + other.program.captured.left
+            left = made.captured.assigned + other.program.captured.assigned
             for first, second in ((visit, other.visit), (other.visit, visit)) if left else ():
-                refuse_between(self.source, first, second, tuple(dict.fromkeys(left)))
+                refuse_state_between(self.source, first, second, tuple(dict.fromkeys(left)))
 
     def _graph_state(self, made: Program, graph: fx.GraphModule) -> tuple[str | Tensor, ...]:
         device = next((p.device for p in self.parameters()), None)
@@ -471,7 +471,7 @@ def _check_dtypes(call: Leaves, state: Sequence[Tensor]) -> None:
 
 
 def _without_values(tensor: Any) -> Any:
-    return hollow_tensor(tensor).requires_grad_(tensor.requires_grad) if isinstance(tensor, Tensor) else tensor
+    return without_storage(tensor).requires_grad_(tensor.requires_grad) if isinstance(tensor, Tensor) else tensor
 
 
 def _calling_directly(graph: fx.GraphModule) -> fx.GraphModule:

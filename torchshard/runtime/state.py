@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import is_fake
 
-from torchshard.capture import hollow, hollow_tensor, shared_names
+from torchshard.capture import model_without_storage, shared_names, without_storage
 from torchshard.core.errors import DistributedError, InputError
 from torchshard.core.hashing import hash_tensor
 from torchshard.core.layouts import I, Layout, Shard, parts_of, split
@@ -31,7 +31,7 @@ class State(ShardedSubmodule):
     """The parameters and buffers of a model split over a group."""
 
     def __init__(self, model: nn.Module, layouts: Mapping[str, Layout], group: Group) -> None:
-        super().__init__(hollow(model))
+        super().__init__(model_without_storage(model))
         self._ts_group = group
         self._ts_layouts: dict[str, Layout] = dict(layouts)
         self._ts_fixed = False
@@ -109,7 +109,7 @@ class State(ShardedSubmodule):
         for names in dict.fromkeys(self._ts_names.values()):
             held, source = self._ts_tensors[names[0]], self._source_tensor(names[0])
             if (held.dtype, held.device) != (source.dtype, source.device):
-                moved = hollow_tensor(source, dtype=held.dtype, device=held.device)
+                moved = without_storage(source, dtype=held.dtype, device=held.device)
                 for name in names:
                     module, leaf = self._owner(name)
                     _slot(module.source, leaf)[0][leaf] = moved
@@ -293,7 +293,7 @@ class State(ShardedSubmodule):
     def __deepcopy__(self, memo: dict[int, Any]) -> Self:
         """A copy with parameters of its own, in the same group; it captures its graphs anew."""
         source = self.source
-        memo.update({id(t): hollow_tensor(t) for t in (*source.parameters(), *source.buffers())})
+        memo.update({id(t): without_storage(t) for t in (*source.parameters(), *source.buffers())})
         memo[id(self._ts_group)] = self._ts_group
         memo[id(self._ts_programs)] = {}
         made = type(self).__new__(type(self))

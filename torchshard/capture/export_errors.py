@@ -1,0 +1,70 @@
+"""Turns an exception of `torch.export` into a CaptureError with the user's line, the reason and an advice."""
+
+from __future__ import annotations
+
+import re
+import traceback
+from typing import NamedTuple
+
+from torch import nn
+
+from torchshard.capture.user_code import layer_line, line_in, user_line
+from torchshard.core.errors import CaptureError
+
+
+class _Advice(NamedTuple):
+    pattern: str
+    """Searched for in the exception's text and in the names of the functions on its stack."""
+    reason: str
+    attempt: str
+
+
+_ADVICE = (
+    _Advice(
+        r"float\(self\.num_batches_tracked\)",
+        "BatchNorm with momentum=None weighs each batch by a tensor's value, the count of batches",
+        "a number: momentum=0.1, as it is by default",
+    ),
+    _Advice(
+        r"_detect_is_causal_mask",
+        "torch.nn.Transformer looks at the mask's values, whether it is the causal one",
+        "say so: is_causal=True beside the mask (tgt_is_causal=True of nn.Transformer), or False",
+    ),
+    _Advice(
+        r"exported program constant's list|functorch",
+        "it differentiates or maps within forward (torch.autograd.grad, torch.func), which a flat graph can't hold",
+        "plain ops on batched tensors in place of torch.func.vmap; gradients taken outside the model",
+    ),
+    _Advice(
+        r"data.dependent|GuardOnDataDependent|Could not extract specialized|\.item\(\)|_local_scalar_dense|unbacked",
+        "the graph would depend on the values of a tensor",
+        "compute with torch.where or a mask instead of a Python branch on a tensor's value",
+    ),
+    _Advice(
+        r"dynamic|Constraints violated|specializ",
+        "the sizes of the inputs could not be kept dynamic",
+        "inputs of one fixed shape, or a model that does not compare sizes",
+    ),
+)
+"""The first one that matches is used, so the patterns go from particular to general."""
+
+_DEFAULT = _Advice(
+    "",
+    "torch.export could not run the model on fake tensors",
+    "run the model on these inputs without torchshard first; if that works, move what can't be traced out of forward",
+)
+
+
+def capture_error(model: nn.Module, error: Exception) -> CaptureError:
+    """The error for a model that export could not run."""
+    text, stack = f"{type(error).__name__}: {error}", traceback.extract_tb(error.__traceback__)
+    layer = layer_line(stack)
+    searched = " ".join((text, *(frame.name for frame in stack), layer))
+    advice = next((row for row in _ADVICE if re.search(row.pattern, searched)), _DEFAULT)
+    first_line = text.strip().splitlines()[0][:300]
+    return CaptureError(
+        f"{type(model).__name__} can't be captured as a graph",
+        where=user_line(stack) or line_in(str(error)) or layer or type(model).__name__,
+        why=f"{advice.reason} ({first_line})",
+        attempt=advice.attempt,
+    )

@@ -1,0 +1,146 @@
+"""The TorchFunctionMode in which a captured forward runs: it handles the calls on tensors that export would get wrong.
+
+    h.register_hook(f)          kept whole (see `whole_calls`)
+    nn.LSTM, nn.GRU, nn.RNN     kept whole, because export would unroll them
+    x.data                      detach() and copy_(), which a graph can hold
+    torch.utils.checkpoint      noted for a warning: the graph keeps the activations
+    another model's parameter   refused: as a constant of the graph it would lose its gradient
+"""
+
+from __future__ import annotations
+
+import traceback
+import warnings
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, cast
+
+import torch
+import torch.utils.checkpoint
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import is_fake
+from torch.overrides import TorchFunctionMode
+from torch.utils import _pytree as pytree
+
+from torchshard.capture.recording import Recording
+from torchshard.capture.user_code import calling_line, user_line
+from torchshard.capture.whole_calls import keep_hook, keep_whole
+from torchshard.core.errors import CaptureError
+from torchshard.custom_ops.recurrent import RecurrentCall, is_recurrent
+from torchshard.custom_ops.whole import state_of
+
+Slots = dict[int, tuple[dict[str, Any], str]]
+"""id of a parameter or buffer -> the dict of the module that holds it, and its name there."""
+
+
+def slots_of(model: nn.Module) -> Slots:
+    """Where each parameter and buffer of a model is stored."""
+    return {id(tensor): (tensor_dict, name) for tensor_dict, name, tensor in state_of([model])}
+
+
+class CaptureMode(TorchFunctionMode):
+    """The mode of one captured forward.
+
+    Export puts fake tensors in the place of parameters and buffers in the dicts of their modules. If another object
+    holds one too (a cache object, a list), forward finds the real tensor there, and the mode replaces it.
+    """
+
+    def __init__(self, recording: Recording, slots: Slots) -> None:
+        super().__init__()
+        self._recording, self._slots = recording, slots
+
+    def _stored_now(self, value: object) -> object:
+        slot = self._slots.get(id(value))
+        return value if slot is None else slot[0].get(slot[1], value)
+
+    def __torch_function__(
+        self,
+        func: Callable[..., object],
+        types: Sequence[type],
+        args: Sequence[object] = (),
+        kwargs: Mapping[str, object] | None = None,
+    ) -> object:
+        kwargs = kwargs or {}
+        leaves = pytree.arg_tree_leaves(*args, **kwargs)
+        if any(id(leaf) in self._slots for leaf in leaves):
+            args, kwargs = pytree.tree_map(self._stored_now, (args, kwargs))
+            leaves = pytree.arg_tree_leaves(*args, **kwargs)
+        _refuse_foreign_parameters(leaves)
+        if isinstance(args[0] if args else None, Tensor) and func in (_DATA.__get__, _DATA.__set__):
+            return _call_data(func, *cast(Sequence[Tensor], args))
+        if self._recording.inside_call:
+            return func(*args, **kwargs)
+        _note_checkpoint(self._recording)
+        if func is Tensor.register_hook and cast(Tensor, args[0]).requires_grad:
+            tensor, hook = cast(Any, (*args, *kwargs.values()))
+            return keep_hook(self._recording, tensor, hook)
+        if is_recurrent(func, args):
+            return keep_whole(self._recording, func, args, kwargs, RecurrentCall)
+        return func(*args, **kwargs)
+
+
+def _refuse_foreign_parameters(leaves: Sequence[object]) -> None:
+    for leaf in leaves:
+        # Export has replaced the model's own parameters by fake tensors; a real one is not among them.
+        if isinstance(leaf, Tensor) and type(leaf) in (Tensor, nn.Parameter) and leaf.requires_grad:
+            if not is_fake(leaf):
+                raise CaptureError(
+                    "the model uses a parameter that is not its own",
+                    where=calling_line(),
+                    why=f"{tuple(leaf.shape)}, requires_grad: as a constant of the graph its gradient would be lost",
+                    attempt="register it: assign the parameter or its module to an attribute of the model",
+                )
+
+
+# --- .data -----------------------------------------------------------------------------------------------------------
+
+
+_DATA: Any = Tensor.data
+
+
+def _call_data(func: Callable[..., object], tensor: Tensor, value: Tensor | None = None) -> object:
+    """`x.data` or `x.data = y`: on a fake tensor by ops that a graph can hold."""
+    if not is_fake(tensor):
+        return func(tensor) if value is None else func(tensor, value)
+    return tensor.detach() if value is None else _set_data(tensor, value)
+
+
+def _set_data(tensor: Tensor, value: Tensor) -> Tensor:
+    """`x.data = y` as a write of y's values to x; that is the same only if both have one shape, dtype and device."""
+    if (tensor.shape, tensor.dtype, tensor.device) != (value.shape, value.dtype, value.device):
+        raise CaptureError(
+            "the model assigns a tensor of another shape, dtype or device to .data",
+            where=calling_line(),
+            why=f"{tuple(tensor.shape)}, {tensor.dtype} becomes {tuple(value.shape)}, {value.dtype}",
+            attempt="a new tensor, under a name of its own",
+        )
+    return tensor.detach().copy_(value)
+
+
+# --- activation checkpoints ------------------------------------------------------------------------------------------
+
+
+def _note_checkpoint(recording: Recording) -> None:
+    """Notes the activation checkpoint that an op is in, once.
+
+    A non-reentrant checkpoint pushes hooks on saved tensors, whose stack is local to the thread; so nothing of
+    `torch.utils.checkpoint` needs to be replaced.
+    """
+    hooks = torch._C._autograd._top_saved_tensors_default_hooks(True)
+    if hooks is None or getattr(hooks[0], "__module__", "") != torch.utils.checkpoint.__name__:
+        return
+    if hooks[0] in recording.checkpoints:
+        return
+    stack = traceback.extract_stack()
+    callers = [i for i, frame in enumerate(stack) if frame.filename == torch.utils.checkpoint.__file__]
+    recording.checkpoints[hooks[0]] = user_line(stack[: callers[-1]] if callers else stack)
+
+
+def warn_of_checkpoints(recording: Recording, model: nn.Module) -> None:
+    """Warns that activation checkpoints save no memory in a graph."""
+    lines = list(recording.checkpoints.values())
+    if lines:
+        warnings.warn(
+            f"{type(model).__name__}: {len(lines)} activation checkpoints (the first at {lines[0] or 'a library'}) "
+            "save no memory in a sharded model: the graph keeps the activations, and computes the same",
+            stacklevel=2,
+        )

@@ -1,0 +1,44 @@
+"""Drops the warnings that `torch.export` logs in the thread that captures.
+
+They speak of the exported program and its dims, which the user does not know; TorchShard's own name the model.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import threading
+from collections.abc import Iterator
+
+
+class _DropWarnings(logging.Filter):
+    """Drops the records below ERROR of threads that capture."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.local = threading.local()
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        """Whether to keep a record."""
+        return record.levelno >= logging.ERROR or not getattr(self.local, "quiet", False)
+
+
+_FILTER = _DropWarnings()
+_LOGGERS = ("torch._export.non_strict_utils", "torch.fx.experimental.symbolic_shapes")
+"""They remark on sizes of one, which are static here too, and on guards, which `flat` checks at each call."""
+
+
+@contextlib.contextmanager
+def quiet() -> Iterator[None]:
+    """Drops the warnings inside the block.
+
+    The filter stays on the loggers: to remove it while another thread logs could make that thread skip another filter.
+    """
+    for name in _LOGGERS:
+        logging.getLogger(name).addFilter(_FILTER)
+    previous = getattr(_FILTER.local, "quiet", False)
+    _FILTER.local.quiet = True
+    try:
+        yield
+    finally:
+        _FILTER.local.quiet = previous

@@ -1,0 +1,157 @@
+"""What one capture records in its thread, and the op that stands in exported graphs for a call that is kept whole.
+
+Each function that a capture intercepts asks `current_recording()` first. It is None in every thread that does not
+capture, and there the function does what it always does.
+
+    torch.export records    torchshard.whole(tensors, sizes, number)
+    `flat` replaces it by   recording.calls[number], called on the same operands
+"""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from torchshard.capture.attributes import Snapshot
+from torchshard.capture.signature import Leaves, flatten
+from torchshard.capture.user_code import calling_line
+from torchshard.core.autocast import autocasting, current_autocast
+from torchshard.core.errors import CaptureError
+from torchshard.custom_ops.whole import WholeCall, state_of
+
+Size = int | torch.SymInt
+
+
+@dataclass
+class Recording:
+    """The Python calls of one capture that a graph of ATen ops would not keep."""
+
+    calls: list[WholeCall] = field(default_factory=list)
+    """The calls that are kept whole, at the index that their stand-in has as its number."""
+    results: dict[int, Leaves] = field(default_factory=dict)
+    """Number of a call -> its result on fake tensors."""
+    checkpoints: dict[object, str] = field(default_factory=dict)
+    """Activation checkpoint -> the user's line that calls it; the key is its hook on saved tensors."""
+    inside_call: bool = False
+    """Whether a call that is kept whole is running; what it calls in turn is not recorded."""
+    asked_for_seed: bool = False
+    """Whether that call has called `torch.seed()`."""
+
+
+_local = threading.local()
+
+
+def current_recording() -> Recording | None:
+    """The recording of this thread's capture; None where this thread does not capture."""
+    recording: Recording | None = getattr(_local, "recording", None)
+    return recording
+
+
+@contextlib.contextmanager
+def use_recording(recording: Recording) -> Iterator[Recording]:
+    """Makes a recording the current one of this thread."""
+    previous = current_recording()
+    _local.recording = recording
+    try:
+        yield recording
+    finally:
+        _local.recording = previous
+
+
+# --- the stand-in ----------------------------------------------------------------------------------------------------
+
+
+@torch.library.custom_op(
+    "torchshard::whole", mutates_args=(), schema="(Tensor[] tensors, SymInt[] sizes, int number) -> Tensor[]"
+)
+def whole(tensors: Sequence[Tensor], sizes: Sequence[int], number: int) -> list[Tensor]:
+    """Stands for a call that is kept whole in a graph that is being captured."""
+    raise NotImplementedError("torchshard::whole exists only in graphs that are being captured")
+
+
+@whole.register_fake
+def _(tensors: Sequence[Tensor], sizes: Sequence[int], number: int) -> list[Tensor]:
+    recording = current_recording()
+    assert recording is not None
+    return _run_on_fakes(recording, number, tensors, sizes)
+
+
+whole.register_autograd(lambda ctx, *grads: (None, None, None), setup_context=lambda ctx, inputs, output: None)
+WHOLE: torch._ops.OpOverload = torch.ops.torchshard.whole.default
+# A gradient hook's stand-in has no users, and export must not remove it as dead code.
+torch.fx.node.has_side_effect(WHOLE)
+
+
+def record_call(
+    recording: Recording, call: WholeCall, tensors: Sequence[Tensor], sizes: Sequence[Size]
+) -> list[Tensor]:
+    """Adds a call to the recording and its stand-in to the graph; returns the fake results of the stand-in."""
+    call.autocast = current_autocast()
+    recording.calls.append(call)
+    results: list[Tensor] = WHOLE(tensors, sizes, len(recording.calls) - 1)
+    return results
+
+
+def _run_on_fakes(recording: Recording, number: int, tensors: Sequence[Tensor], sizes: Sequence[Size]) -> list[Tensor]:
+    """Runs a call on fake tensors, and refuses one that a graph could not repeat."""
+    call = recording.calls[number]
+    modules = call.modules.values()
+    slots, snapshots = state_of(modules), [Snapshot(module) for module in modules]
+    count = call.operands - len(sizes)
+    recording.inside_call, recording.asked_for_seed = True, False
+    try:
+        with torch.no_grad(), autocasting(call.autocast), _Effects(tensors) as effects:
+            for (tensor_dict, name, _), tensor in zip(slots, tensors[count:], strict=True):
+                tensor_dict[name] = tensor
+            args, kwargs = call.rebuild([*tensors[:count], *sizes])
+            before = flatten((args, kwargs)).structure[0]
+            result = flatten(call.run(args, kwargs))
+    finally:
+        recording.inside_call = False
+        # Each later call runs on modules of its own and assigns the same attributes there.
+        for snapshot in snapshots:
+            snapshot.restore()
+    if effects.writes or flatten((args, kwargs)).structure[0] != before:
+        raise cannot_keep_whole(call.function, "it writes to a tensor, list or dict among its arguments")
+    call.draws, call.seeds = call.draws or effects.uses_rng or recording.asked_for_seed, recording.asked_for_seed
+    call.single = len(result.tensors) == 1
+    recording.results[number] = result
+    # A result may be an operand itself, which a custom op must not return.
+    return [tensor.clone() for tensor in result.tensors]
+
+
+class _Effects(torch.utils._python_dispatch.TorchDispatchMode):
+    """Notes whether an op uses the RNG, or writes to one of some tensors."""
+
+    def __init__(self, tensors: Sequence[Tensor]) -> None:
+        super().__init__()
+        self.uses_rng = self.writes = False
+        self._storages = {tensor.untyped_storage()._cdata for tensor in tensors}
+
+    def __torch_dispatch__(
+        self,
+        func: torch._ops.OpOverload,
+        types: Sequence[type],
+        args: tuple[object, ...] = (),
+        kwargs: dict[str, object] | None = None,
+    ) -> object:
+        self.uses_rng = self.uses_rng or torch.Tag.nondeterministic_seeded in func.tags
+        for value, argument in zip(args, func._schema.arguments, strict=False):
+            if isinstance(value, Tensor) and argument.alias_info is not None and argument.alias_info.is_write:
+                self.writes = self.writes or value.untyped_storage()._cdata in self._storages
+        return func(*args, **(kwargs or {}))
+
+
+def cannot_keep_whole(function: object, why: str) -> CaptureError:
+    """The error for a custom Function or hook that can't be one op of a graph."""
+    return CaptureError(
+        f"{getattr(function, '__name__', function)} can't be kept whole in a graph",
+        where=calling_line() or str(function),
+        why=why,
+        attempt="an autograd.Function that takes all that it uses as arguments and returns all that it computes",
+    )

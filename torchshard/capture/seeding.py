@@ -1,0 +1,56 @@
+"""Refuses a forward that seeds PyTorch's RNG: its graph would be seeded once, when it is captured, and never again.
+
+A custom Function that is kept whole may seed, because it runs again in each call of the graph; while it runs on fake
+tensors its seeding is only noted. Forwards that seed without calling `torch.manual_seed` and the like (through
+`torch.default_generator`) are found by `rng_states`.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import cast
+
+import torch
+
+from torchshard.capture.patches import Patch, Patches
+from torchshard.capture.recording import current_recording
+from torchshard.capture.user_code import calling_line
+from torchshard.core.errors import CaptureError
+
+
+def _replace(original: object) -> object:
+    function = cast(Callable[..., object], original)
+
+    @functools.wraps(function)
+    def seed(*args: object, **kwargs: object) -> object:
+        recording = current_recording()
+        if recording is None:
+            return function(*args, **kwargs)
+        if not recording.inside_call:
+            raise seeds_inside_forward(calling_line() or f"torch.{function.__name__}")
+        recording.asked_for_seed = recording.asked_for_seed or function.__name__ == "seed"
+        return 0
+
+    return seed
+
+
+INTERCEPTED_SEEDING = Patches(
+    *(Patch(module, name, _replace) for module in (torch, torch.random) for name in ("manual_seed", "seed")),
+    *(Patch(module, "set_rng_state", _replace) for module in (torch, torch.random)),
+)
+"""While it is entered, functions that seed are refused or noted in threads that capture.
+
+These are plain Python functions without tensor arguments, so no mode sees them; and a change of the generator's state
+alone says neither which line changed it nor whether another thread did.
+"""
+
+
+def seeds_inside_forward(where: str) -> CaptureError:
+    """The error for a model that seeds a random number generator."""
+    return CaptureError(
+        "the model seeds the random numbers",
+        where=where,
+        why="a graph draws from the RNG state as it finds it: seeded once, when it was captured, and never again",
+        attempt="torch.manual_seed before the call, outside the model",
+    )
