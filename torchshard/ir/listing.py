@@ -1,4 +1,4 @@
-"""A graph as text, one line per op: golden tests compare it, and errors point into it.
+"""Prints a graph as text, one line per op: golden tests compare it, and errors point into it.
 
     * x_copy      = copy(x)                      f32[2,8,16]   R      I -> R, for q, k, v                    mlp.py:12
       q           = linear(x_copy, q.weight)     f32[2,8,8]    S(2)   split n: ... k, n k -> ... n
@@ -10,7 +10,7 @@ A star marks a collective. Shapes are global until `localize`, then the rank's o
 from __future__ import annotations
 
 import os
-from typing import Any
+from collections.abc import Sequence
 
 from torch import Tensor, fx
 
@@ -19,14 +19,14 @@ from torchshard.distributed.ops import OPS, is_collective
 from torchshard.ir.graph import op_name, values
 
 
-def value_text(value: Any) -> str:
-    """'f32[2,8,16]' for a tensor."""
+def value_text(value: object) -> str:
+    """'f32[2,8,16]' for a tensor, '' for None."""
     if isinstance(value, Tensor):
         return type_text(value.dtype, value.shape)
     return "" if value is None else str(value)
 
 
-def _argument(value: Any) -> str:
+def _argument(value: object) -> str:
     if isinstance(value, fx.Node):
         return str(value.meta["path"]) if value.op == "placeholder" else value.name
     if isinstance(value, (list, tuple)):
@@ -36,8 +36,8 @@ def _argument(value: Any) -> str:
 
 def _call(node: fx.Node) -> str:
     args = node.args[:1] if node.target in OPS else node.args
-    shown = [_argument(a) for a in args] + [f"{k}={_argument(v)}" for k, v in node.kwargs.items()]
-    return f"{op_name(node)}({', '.join(shown)})"
+    texts = [_argument(a) for a in args] + [f"{k}={_argument(v)}" for k, v in node.kwargs.items()]
+    return f"{op_name(node)}({', '.join(texts)})"
 
 
 def _why(node: fx.Node) -> str:
@@ -55,13 +55,21 @@ def listing(module: fx.GraphModule, *, sources: bool = True, within: str = "") -
     """One line per op of a graph, in order; parameters and inputs appear as arguments only.
 
     Args:
-        sources: whether to give the user's file and line.
-        within: the path of a module, to list only what it and its children do.
+        sources: whether to print the user's file and line.
+        within: the path of a module, to list only the ops of it and its children.
     """
     rows = [_row(node, sources) for node in module.graph.nodes if _is_shown(node, within)]
-    widths = [min(max((len(r[i]) for r in rows), default=0), 60) for i in range(6)]
-    lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
-    return "\n".join(lines)
+    widths = [min(max(map(len, column)), _MOST_COLUMNS) for column in zip(*rows, strict=True)]
+    return "\n".join(_line(row, widths) for row in rows)
+
+
+def _line(row: Sequence[str], widths: Sequence[int]) -> str:
+    cells = [cell.ljust(width) for cell, width in zip(row, widths, strict=True)]
+    return "  ".join(cells).rstrip()
+
+
+_MOST_COLUMNS = 60
+"""The width up to which a cell is padded: one long call must not move the shapes of all others to the right."""
 
 
 def _is_shown(node: fx.Node, within: str) -> bool:

@@ -18,7 +18,7 @@ from torch import fx
 
 from torchshard.core.conversions import ConversionStep, Steps, step_args
 from torchshard.core.layouts import I, Layout, R, is_whole
-from torchshard.ir.graph import consumers, demands, global_shape, is_tensor, name_after
+from torchshard.ir.graph import consumers, global_shape, is_tensor, name_after, required_layouts
 
 
 def insert(module: fx.GraphModule, planned: Mapping[str, Steps]) -> bool:
@@ -36,7 +36,7 @@ def insert(module: fx.GraphModule, planned: Mapping[str, Steps]) -> bool:
 
 def _convert_operands(node: fx.Node, conversions: _Conversions) -> None:
     replaced: list[tuple[fx.Node, fx.Node]] = []
-    for operand, layout in demands(node, node.meta.get("choice")):
+    for operand, layout in required_layouts(node, node.meta.get("choice")):
         replaced.append((operand, conversions.of(operand, layout, node)))
     if all(a is b for a, b in replaced):
         return

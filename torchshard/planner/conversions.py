@@ -14,7 +14,7 @@ from torchshard.core.conversions import Steps, are_legal
 from torchshard.core.errors import PlanError
 from torchshard.core.layouts import I, Layout
 from torchshard.core.notation import Choice
-from torchshard.ir.graph import consumers, demands, is_tensor_op, where
+from torchshard.ir.graph import consumers, is_tensor_op, required_layouts, where
 from torchshard.planner.costs import CostModel, Value
 
 
@@ -43,7 +43,7 @@ def demands_of(graph: fx.Graph, choices: Mapping[str, Choice], parameters: Mappi
     """One for each value that an op or the output takes, in the order of their first consumers."""
     found: dict[fx.Node, Demand] = {}
     for consumer in consumers(graph):
-        for node, layout in demands(consumer, choices.get(consumer.name)):
+        for node, layout in required_layouts(consumer, choices.get(consumer.name)):
             if node not in found:
                 found[node] = Demand(node, _produced(node, choices, parameters))
             found[node].consumers.append((consumer, layout))

@@ -46,7 +46,7 @@ from torchshard.custom_ops.stepwise import Stepwise
 from torchshard.distributed.consistency import run_on_all_ranks, running, verify_equal
 from torchshard.distributed.group import CheckLevel, Group
 from torchshard.distributed.ops import OPS, direct, hashable
-from torchshard.ir.graph import draws_random, duplicate
+from torchshard.ir.graph import duplicate, uses_rng
 from torchshard.ir.listing import listing, value_text
 from torchshard.passes import localized
 from torchshard.plans.machine import Objective
@@ -365,7 +365,7 @@ class ShardedModule(State):
             )
         what = "the ranks can't make a program of the model together"
         made = run_on_all_ranks(self._ts_group, make, CaptureError, what)
-        draws = any(map(draws_random, made.graph.graph.nodes))
+        draws = any(map(uses_rng, made.graph.graph.nodes))
         self._check_same_program(made, call, draws)
         if not self._ts_fixed:
             self._fix_layouts(made.plan.parameters)
