@@ -120,16 +120,22 @@ def _checkpoints() -> None:
     assert len(calls) == 2, "the backward computes the forward again"
 
 
-def _logs() -> None:
+@contextmanager
+def _log_records() -> Iterator[list[logging.LogRecord]]:
     records: list[logging.LogRecord] = []
     handler = logging.Handler()
     handler.emit = records.append  # type: ignore[method-assign]
     LOGGER.addHandler(handler)
     try:
-        LOGGER.warning("of another thread")
+        yield records
     finally:
         LOGGER.removeHandler(handler)
-    assert [record.message for record in records if handler.format(record)] == ["of another thread"]
+
+
+def _logs() -> None:
+    with _log_records() as records:
+        LOGGER.warning("of another thread")
+    assert [record.getMessage() for record in records] == ["of another thread"]
 
 
 @pytest.mark.parametrize(
@@ -167,6 +173,20 @@ def test_nothing_is_left_behind() -> None:
     assert _rng_states() == states
     assert "register_buffer" not in vars(model.up) and "cache" not in vars(model) and "forward" not in vars(model)
     assert [str(warning.message) for warning in seen if "tensor attribute" in str(warning.message)] == []
+
+
+class _Logging(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        LOGGER.warning("of export")
+        LOGGER.error("an error")
+        return x * 2
+
+
+def test_only_warnings_that_export_logs_are_dropped() -> None:
+    with _log_records() as records:
+        capture(_Logging(), (X,))
+    warnings_and_errors = [record for record in records if record.levelno >= logging.WARNING]
+    assert [record.getMessage() for record in warnings_and_errors] == ["an error"]
 
 
 def test_a_filter_that_another_thread_adds_meanwhile_stays() -> None:

@@ -1,4 +1,4 @@
-"""Checks whether a call's tensors satisfy what its graph assumes of them: shapes, ranges of sizes, export's guards."""
+"""Checks whether tensors satisfy the assumptions that a graph makes: shapes, ranges of sizes, and export's guards."""
 
 from __future__ import annotations
 

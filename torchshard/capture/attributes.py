@@ -5,7 +5,7 @@
     of the user's own code       globals and closures that forwards read: SCALE, and `scale` of a factory function
 
 A graph is captured with the values that these have at its capture. `attributes` lists them, `changed` compares two
-lists, and `Snapshot` restores what a capture has assigned; `watch` notices changes between calls.
+lists, and `Snapshot` undoes the assignments of a capture; `watch` notices changes between calls.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _EVERY_MODULE_HAS = frozenset(nn.Module().__dict__) | {"training"}
 """Parameters, buffers, submodules, hooks, the mode."""
 COMPARED_BY_VALUE = (int, float, str, bool, bytes, frozenset, tuple, list, dict, torch.Size, torch.dtype, torch.device)
 _OPEN_PACKAGES = frozenset({"argparse", "collections", "functools", "types"})
-"""Those of Python's own packages whose objects hold only what a user has stored in them."""
+"""Those of Python's own packages whose objects hold only values that the user has stored in them."""
 
 Place = tuple[str, ...]
 """Module path (or class, or package), attribute, and keys within lists, dicts and objects."""
@@ -36,7 +36,7 @@ Attributes = dict[Place, object]
 
 
 class Array(Protocol):
-    """What is used of a NumPy array, which the package does not import."""
+    """The one method of NumPy arrays that is used here; the package does not import NumPy."""
 
     def tobytes(self) -> bytes:
         """The array's memory."""
@@ -78,7 +78,7 @@ class Namespace:
         return (*self.place, f".{name}" if inside_object else str(name))
 
     def restore(self, previous: Mapping[Any, object]) -> None:
-        """Stores again the values that it had."""
+        """Stores the previous values again."""
         current = self.items()
         if current.keys() == previous.keys() and all(map(operator.is_, current.values(), previous.values())):
             return

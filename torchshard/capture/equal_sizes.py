@@ -32,7 +32,11 @@ def equal_sizes(exported: ExportedProgram) -> list[list[InputDim]]:
                 union = groups[symbol] | groups[denominator]
                 groups.update(dict.fromkeys(union, union))
     merged = {frozenset(group) for group in groups.values() if len(group) > 1}
-    return sorted(sorted(dim for symbol in group for dim in dims[symbol]) for group in merged)
+    return sorted(_dims_of(group, dims) for group in merged)
+
+
+def _dims_of(group: frozenset[sympy.Symbol], dims: dict[sympy.Symbol, list[InputDim]]) -> list[InputDim]:
+    return sorted(dim for symbol in group for dim in dims[symbol])
 
 
 def _dynamic_dims(exported: ExportedProgram) -> tuple[dict[sympy.Symbol, list[InputDim]], dict[sympy.Symbol, int]]:

@@ -1,4 +1,7 @@
-"""Facts about a model apart from its graph, taken once: modules, parameters and buffers, ties, device."""
+"""Reads the facts about a model that planning needs and a graph does not hold.
+
+They are read once, so that planning, plan files and error messages name modules, tied parameters and devices alike.
+"""
 
 from __future__ import annotations
 
@@ -10,13 +13,13 @@ from functools import cached_property
 
 from torch import nn
 
-_KINDS = (nn.Linear, nn.Embedding)
-"""Modules whose subclasses count as them: other libraries' plans have words for these two."""
+_BASE_CLASSES = (nn.Linear, nn.Embedding)
+"""A subclass of these counts as the class itself, because other libraries' plans have words for these two."""
 
 
 @dataclass(frozen=True)
 class TensorFacts:
-    """A parameter or buffer."""
+    """One parameter or buffer."""
 
     shape: tuple[int, ...]
     itemsize: int
@@ -24,7 +27,7 @@ class TensorFacts:
     module: str
     """The class of the module that holds it: 'Linear', 'Embedding'."""
     names: tuple[str, ...]
-    """All its names, the first one first; several where it is tied."""
+    """All its names, in the model's order; a tied one has several."""
     is_parameter: bool
     is_trained: bool
     """Whether it is a parameter that requires a gradient."""
@@ -37,12 +40,12 @@ class TensorFacts:
 
 @dataclass(frozen=True)
 class ModelFacts:
-    """What planning must know of a model apart from its graph."""
+    """The modules, parameters, buffers and device of a model."""
 
     modules: Mapping[str, type[nn.Module]]
     """Path -> class, of all modules; the model itself has the path ''."""
     grouped: frozenset[str]
-    """The paths of modules with several groups, as a grouped convolution has."""
+    """The paths of modules with several groups, such as grouped convolutions."""
     tensors: Mapping[str, TensorFacts]
     """Parameters and buffers, by their first names."""
     device: str
@@ -59,7 +62,7 @@ class ModelFacts:
             name: TensorFacts(
                 tuple(t.shape),
                 t.dtype.itemsize,
-                _kind(modules[name.rpartition(".")[0]]),
+                _class_name(modules[name.rpartition(".")[0]]),
                 tuple(names[id(t)]),
                 isinstance(t, nn.Parameter),
                 isinstance(t, nn.Parameter) and t.requires_grad,
@@ -82,9 +85,9 @@ class ModelFacts:
 
 
 def device_type(model: nn.Module) -> str:
-    """The type of the device that a model's parameters are on: 'cpu', 'cuda', 'meta'; 'cpu' where it has none."""
+    """The type of the device that a model's parameters are on: 'cpu', 'cuda', 'meta'; 'cpu' if it has none."""
     return next((p.device.type for p in model.parameters()), "cpu") if isinstance(model, nn.Module) else "cpu"
 
 
-def _kind(module: nn.Module) -> str:
-    return next((kind.__name__ for kind in _KINDS if isinstance(module, kind)), type(module).__name__)
+def _class_name(module: nn.Module) -> str:
+    return next((cls.__name__ for cls in _BASE_CLASSES if isinstance(module, cls)), type(module).__name__)

@@ -8,7 +8,7 @@ cross_entropy and dropout stay whole and no parameter is read. Its result become
     output          the flat list of result tensors
 
 Each input tensor's first two dims (batch, sequence) are dynamic if the model computes the same for any size.
-`Captured.accepts` checks at each call what the graph assumes of its inputs.
+`Captured.accepts` checks the graph's assumptions about its inputs at each call.
 
 Control flow that depends on data is an error. Custom `autograd.Function`s and gradient hooks are ops of the graph,
 called whole. Activation checkpoints are flattened.
@@ -53,7 +53,7 @@ class Captured:
     rebuild: Callable[[Sequence[object]], Any]
     """The graph's results -> the value that `forward` returns."""
     assumes: Callable[[Sequence[Tensor]], bool]
-    """Whether tensors satisfy what the graph assumes of sizes."""
+    """Whether tensors satisfy the graph's assumptions about sizes."""
     assigned: tuple[tuple[str, ...], ...] = ()
     """The places (see `attributes`) of the attributes that forward assigns in each call."""
 

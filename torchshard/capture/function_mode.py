@@ -122,8 +122,8 @@ def _set_data(tensor: Tensor, value: Tensor) -> Tensor:
 def _note_checkpoint(recording: Recording) -> None:
     """Notes the activation checkpoint that an op is in, once.
 
-    A non-reentrant checkpoint pushes hooks on saved tensors, whose stack is local to the thread; so nothing of
-    `torch.utils.checkpoint` needs to be replaced.
+    A non-reentrant checkpoint pushes hooks on saved tensors, and the stack of those is local to the thread. So no
+    function of `torch.utils.checkpoint` has to be patched, which other threads would see.
     """
     hooks = torch._C._autograd._top_saved_tensors_default_hooks(True)
     if hooks is None or getattr(hooks[0], "__module__", "") != torch.utils.checkpoint.__name__:

@@ -1,7 +1,7 @@
 """What one capture records in its thread, and the op that stands in exported graphs for a call that is kept whole.
 
 Each function that a capture intercepts asks `current_recording()` first. It is None in every thread that does not
-capture, and there the function does what it always does.
+capture, and there the function calls PyTorch's original.
 
     torch.export records    torchshard.whole(tensors, sizes, number)
     `flat` replaces it by   recording.calls[number], called on the same operands
@@ -38,7 +38,7 @@ class Recording:
     checkpoints: dict[object, str] = field(default_factory=dict)
     """Activation checkpoint -> the user's line that calls it; the key is its hook on saved tensors."""
     inside_call: bool = False
-    """Whether a call that is kept whole is running; what it calls in turn is not recorded."""
+    """Whether a call that is kept whole is running; the calls inside it are not recorded."""
     asked_for_seed: bool = False
     """Whether that call has called `torch.seed()`."""
 

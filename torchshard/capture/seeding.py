@@ -35,14 +35,15 @@ def _replace(original: object) -> object:
     return seed
 
 
+_FUNCTIONS = ("manual_seed", "seed", "set_rng_state")
 INTERCEPTED_SEEDING = Patches(
-    *(Patch(module, name, _replace) for module in (torch, torch.random) for name in ("manual_seed", "seed")),
-    *(Patch(module, "set_rng_state", _replace) for module in (torch, torch.random)),
+    *(Patch(torch, name, _replace) for name in _FUNCTIONS),
+    *(Patch(torch.random, name, _replace) for name in _FUNCTIONS),
 )
 """While it is entered, functions that seed are refused or noted in threads that capture.
 
-These are plain Python functions without tensor arguments, so no mode sees them; and a change of the generator's state
-alone says neither which line changed it nor whether another thread did.
+These are plain Python functions without tensor arguments, so no mode sees them. To compare the generator's states
+instead would not show the line that seeds, or tell this thread's seeding from another's.
 """
 
 

@@ -255,7 +255,7 @@ def flatten_call(model: nn.Module, args: Sequence[object], kwargs: Mapping[str, 
         raise InputError(
             f"the model's forward does not take these arguments: {error}",
             where=f"{type(model).__name__}.forward{signature}",
-            why=f"{len(args)} positional and the keywords {sorted(kwargs)} were given",
+            why=f"{len(args)} positional and the keywords {sorted(kwargs)} were passed",
             attempt="the same arguments as the unsharded model's",
         ) from None
     flat = _with_keys(flatten((bound.args, bound.kwargs)))

@@ -54,7 +54,7 @@ def trace(model: nn.Module, call: Leaves, *, dynamic: bool = True) -> Traced:
 
     Raises:
         CaptureError: the model can't be captured; the error names the line and an alternative.
-        InputError: a tensor is not what the model takes.
+        InputError: the model does not accept an argument.
     """
     recording, forward = Recording(), _FlatForward(model, call)
     try:
