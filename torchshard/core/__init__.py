@@ -1,1 +1,1 @@
-"""Layouts, the notation of rules, the table of conversions, errors: values and words that all rooms share."""
+"""What all other rooms build on: layouts, the notation of rules, the table of conversions, errors, hashes and files."""

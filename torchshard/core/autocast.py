@@ -1,6 +1,8 @@
-"""Which autocast is on in a thread, and how to switch it.
+"""Reads and sets the autocast state of the current thread.
 
-Graphs hold explicit casts in its place (`passes.explicit_casts`), so that they run the same in and out of it.
+Graphs hold explicit casts instead of autocast regions (`passes.explicit_casts`), so that a graph computes the same
+inside and outside autocast. Python code that a graph keeps whole still runs in the autocast state that it was captured
+in, which is why that state has to be saved and restored.
 """
 
 from __future__ import annotations
@@ -11,22 +13,25 @@ from contextlib import ExitStack, contextmanager
 import torch
 
 Autocast = tuple[tuple[str, torch.dtype], ...]
-"""The device types that autocast is on for, and what it casts to; () where it is off."""
+"""(device type, dtype that autocast casts to) for each device type on which autocast is enabled; () if on none."""
 _DEVICES = ("cpu", "cuda")
 
 
 def current_autocast() -> Autocast:
-    """That of this thread."""
+    """Returns the autocast state of this thread."""
     return tuple((d, torch.get_autocast_dtype(d)) for d in _DEVICES if torch.is_autocast_enabled(d))
 
 
 @contextmanager
-def autocasting(wanted: Autocast) -> Iterator[None]:
-    """Autocast for these devices, and for no others; without its cache, in which casts of parameters go unseen."""
-    dtypes, current = dict(wanted), dict(current_autocast())
+def autocasting(state: Autocast) -> Iterator[None]:
+    """Runs a block in exactly this autocast state: the listed devices enabled, all others disabled.
+
+    The weight cache is off: a cast that autocast takes from the cache is not dispatched, so tracing would miss it.
+    """
+    dtypes, current = dict(state), dict(current_autocast())
     with ExitStack() as stack:
         for device in _DEVICES:
             if dtypes.get(device) != current.get(device):
-                on = device in dtypes
-                stack.enter_context(torch.autocast(device, dtypes.get(device), enabled=on, cache_enabled=False))
+                enabled = device in dtypes
+                stack.enter_context(torch.autocast(device, dtypes.get(device), enabled=enabled, cache_enabled=False))
         yield

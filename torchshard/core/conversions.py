@@ -1,7 +1,8 @@
-"""Legal conversions between layouts, as data: from, to, what moves forward, and the conversion that is its gradient.
+"""The legal conversions between layouts as one table, and the cheapest sequence of them for a value.
 
-Each conversion's backward is again a conversion, of the gradient: from the dual of its target to the dual of its
-source. So the table needs only forwards, and `dual` says which row is the backward.
+The backward of a conversion is again a conversion: it takes the gradient from the dual of the target layout to the dual
+of the source layout. So the table lists forwards only, and `dual` names the row that is the backward. Operators, the
+simulation, the planner and the verifier all derive from this table, so that they can't disagree.
 """
 
 from __future__ import annotations
@@ -9,9 +10,12 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Any
+from itertools import chain
+from typing import Any, Literal
 
 from torchshard.core.layouts import I, Layout, P, R, Shard, largest_share, parts_of
+
+Kernel = Literal["none", "all_reduce", "all_gather", "reduce_scatter", "all_to_all", "slice", "pad"]
 
 
 @dataclass(frozen=True)
@@ -21,10 +25,10 @@ class Conversion:
     name: str
     source: type[Layout]
     target: type[Layout]
-    kernel: str
-    """What a rank does: 'none', 'all_reduce', 'all_gather', 'reduce_scatter', 'all_to_all', 'slice', 'pad'."""
+    kernel: Kernel
+    """What a rank does."""
     dual: str
-    """The conversion that its backward is."""
+    """The name of the conversion that its backward is."""
 
 
 _I, _R, _P = type(I), type(R), type(P)
@@ -44,14 +48,14 @@ TABLE = {
         Conversion("all_reduce", _P, _R, "all_reduce", "all_reduce"),
     )
 }
-"""name -> conversion."""
+"""Name -> conversion."""
 
-_BY_ENDS = {(row.source, row.target): row for row in TABLE.values()}
+_BY_LAYOUTS = {(row.source, row.target): row for row in TABLE.values()}
 
 
 @dataclass(frozen=True)
 class ConversionStep:
-    """One conversion of a value."""
+    """One conversion of one value, from one layout to another."""
 
     name: str
     source: Layout
@@ -59,119 +63,126 @@ class ConversionStep:
 
 
 Steps = tuple[ConversionStep, ...]
-"""Conversions of one value, each from the layout that it has at first or from one that an earlier step gave."""
+"""Conversions of one value; each starts from the value's original layout or from the target of an earlier step."""
 _ROUNDS = {"all_reduce": 2, "all_gather": 1, "reduce_scatter": 1}
-"""How many times a ring sends the whole value, less each rank's own part."""
-
-
-Price = Callable[["ConversionStep"], float]
-"""What a conversion costs, forward and backward."""
+"""How often a ring algorithm sends the whole value, less each rank's own part."""
+Price = Callable[[ConversionStep], float]
+"""Returns the price of a conversion, forward and backward."""
 
 
 def plan_conversions(
     source: Layout, required: Iterable[Layout], world: int, *, needs_grad: bool, price: Price | None = None
 ) -> Steps | None:
-    """The cheapest conversions that give a value all required layouts, or None where it can't have them.
+    """Returns the cheapest conversions that give a value all required layouts, or None if there are none.
 
-    A conversion that several layouts need is there once: of a partial sum required as I and as R, the sum is taken once
-    and then copied. Of equally cheap ones the fewest.
+    A conversion that several layouts need appears once: a partial sum that is required as I and as R is reduced once
+    and then copied. Among equally cheap plans, the one with the fewest conversions wins.
 
     Args:
-        price: without it, the bytes that rings send, forward and (where a gradient flows) backward.
+        price: by default, the bytes that ring algorithms send, forward and (if the value needs a gradient) backward.
     """
-    source, required = _needed(source, required, needs_grad)
+    source, required = _without_gradient_layouts(source, required, needs_grad)
     if _is_forbidden(source, required, needs_grad):
         return None
     missing = required - {source}
     if price is None:
-        return _sending_least(source, missing, world, needs_grad)
+        return _fewest_bytes(source, missing, world, needs_grad)
     return _cheapest(source, missing, needs_grad, price)
 
 
 def plan_conversion(source: Layout, target: Layout, *, needs_grad: bool = True) -> Steps | None:
-    """The conversions from one layout to one other, or None where there are none."""
+    """Returns the cheapest conversions from one layout to another, or None if there are none."""
     return plan_conversions(source, [target], 2, needs_grad=needs_grad)
 
 
 def are_legal(steps: Steps, source: Layout, required: Iterable[Layout], *, needs_grad: bool) -> bool:
-    """Whether steps are rows of the table, each begins from a layout that the value has, and all required ones come."""
-    source, required = _needed(source, required, needs_grad)
+    """Returns whether all steps are rows of the table, start from available layouts, and reach all required layouts."""
+    source, required = _without_gradient_layouts(source, required, needs_grad)
     available = {source}
     for step in steps:
-        row = _BY_ENDS.get((type(step.source), type(step.target)))
-        known = row is not None and row.name == step.name and step.source in available
-        if not known or not _converts(TABLE[step.name], step.source, step.target, needs_grad=needs_grad):
+        row = _BY_LAYOUTS.get((type(step.source), type(step.target)))
+        if row is None or row.name != step.name or step.source not in available:
+            return False
+        if not _converts(row, step.source, step.target, needs_grad=needs_grad):
             return False
         available.add(step.target)
     return required <= available and not _is_forbidden(source, required, needs_grad)
 
 
-def _needed(source: Layout, required: Iterable[Layout], needs_grad: bool) -> tuple[Layout, frozenset[Layout]]:
-    """The same with I for R where no gradient flows: forward they are one."""
+def _without_gradient_layouts(
+    source: Layout, required: Iterable[Layout], needs_grad: bool
+) -> tuple[Layout, frozenset[Layout]]:
+    """Replaces R by I if the value needs no gradient, because the two differ in the gradient only."""
     if needs_grad:
         return source, frozenset(required)
     return (I if source == R else source), frozenset(I if layout == R else layout for layout in required)
 
 
 def _is_forbidden(source: Layout, required: frozenset[Layout], needs_grad: bool) -> bool:
-    """R -> I is illegal even via a Shard that another consumer needs, else legality would depend on other consumers."""
+    """R -> I is illegal even via a Shard that another consumer needs: legality must not depend on other consumers."""
     return needs_grad and source == R and I in required
 
 
 @lru_cache(maxsize=1 << 14)
-def _sending_least(source: Layout, required: frozenset[Layout], world: int, needs_grad: bool) -> Steps | None:
+def _fewest_bytes(source: Layout, required: frozenset[Layout], world: int, needs_grad: bool) -> Steps | None:
     return _cheapest(source, required, needs_grad, lambda step: _rounds(step, world, needs_grad))
 
 
 def _cheapest(source: Layout, required: frozenset[Layout], needs_grad: bool, price: Price) -> Steps | None:
-    """By dynamic programming over the sets of layouts that the value has already; I and R may lie on the way."""
-    order: list[Layout] = sorted({*required, I, R}, key=str)
-    steps = {start: _steps(start, order, needs_grad, price) for start in sorted({source, *order}, key=str)}
+    """Dynamic programming over the sets of layouts that the value is available in.
+
+    I and R are candidates though nobody requires them: two steps through one of them may be cheaper than one step, or
+    the only way. Sorting by text makes the result independent of set order, which differs between the ranks' processes.
+    """
+    targets: list[Layout] = sorted({*required, I, R}, key=str)
+    steps = {start: _steps(start, targets, needs_grad, price) for start in sorted({source, *targets}, key=str)}
     best: dict[frozenset[Layout], tuple[float, Steps]] = {frozenset([source]): (0.0, ())}
-    for size in range(1, len(order) + 1):
-        for available, (cost, taken) in [(h, c) for h, c in best.items() if len(h) == size]:
-            for step, seconds in (step for start, found in steps.items() if start in available for step in found):
+    for size in range(1, len(targets) + 1):
+        for available, (cost, path) in [(key, value) for key, value in best.items() if len(key) == size]:
+            outgoing = [priced for start, priced in steps.items() if start in available]
+            for step, step_price in chain.from_iterable(outgoing):
                 if step.target in available:
                     continue
-                key, total = available | {step.target}, cost + seconds
-                if key not in best or total < best[key][0]:
-                    best[key] = (total, (*taken, step))
-    found = [(cost, len(taken), taken) for available, (cost, taken) in best.items() if required <= available]
-    return min(found, key=lambda f: f[:2])[2] if found else None
+                reached, total = available | {step.target}, cost + step_price
+                if reached not in best or total < best[reached][0]:
+                    best[reached] = (total, (*path, step))
+    complete = [(cost, len(path), path) for available, (cost, path) in best.items() if required <= available]
+    return min(complete, key=lambda plan: plan[:2])[2] if complete else None
 
 
 def _steps(
     source: Layout, targets: Iterable[Layout], needs_grad: bool, price: Price
 ) -> list[tuple[ConversionStep, float]]:
-    """The conversions of one layout that are one row of the table, with their prices."""
-    found = []
+    """Returns the conversions from one layout that are a single row of the table, with their prices."""
+    steps = []
     for target in targets:
-        row = _BY_ENDS.get((type(source), type(target)))
+        row = _BY_LAYOUTS.get((type(source), type(target)))
         if row is not None and target != source and _converts(row, source, target, needs_grad=needs_grad):
             step = ConversionStep(row.name, source, target)
-            found.append((step, price(step)))
-    return found
+            steps.append((step, price(step)))
+    return steps
 
 
 def _converts(row: Conversion, source: Layout, target: Layout, *, needs_grad: bool) -> bool:
-    """Whether the row's kernel does it; between two splits of one dim the whole is gathered in between.
-
-    What is split in repeated parts stays so, for a rank's slice does not say how often they are repeated.
-    """
-    if row.name == "pad":
+    """Returns whether a forward conversion between these two layouts may use this row of the table."""
+    if row.name == "pad":  # the backward of narrow; forward nobody requires P
         return False
-    if any(isinstance(x, Shard) and x.repeated for x in (source, target)):
+    if any(isinstance(layout, Shard) and layout.repeated for layout in (source, target)):
+        # a rank's slice does not tell how often its parts repeat, so such a Shard can't be gathered, nor a scatter
+        # differentiated, whose backward is a gather
         return row.name == "scatter" and not needs_grad
+    # all_to_all exchanges two dims; between two Shards of one dim the whole is gathered and sliced again
     return not (isinstance(source, Shard) and isinstance(target, Shard)) or source.dim != target.dim
 
 
 def _rounds(step: ConversionStep, world: int, needs_grad: bool) -> int:
+    """Returns the bytes that a step sends, in units of what an all_to_all of the value sends."""
     both = kernels(step.name, needs_grad=needs_grad)
     return sum(1 if kernel == "all_to_all" else _ROUNDS.get(kernel, 0) * world for kernel in both)
 
 
-def kernels(name: str, *, needs_grad: bool) -> tuple[str, str]:
-    """What the ranks do for a collective, forward and backward; `all_reduce_max` has no gradient."""
+def kernels(name: str, *, needs_grad: bool) -> tuple[Kernel, Kernel]:
+    """Returns the kernels that a collective runs forward and backward; `all_reduce_max` has no gradient."""
     if name not in TABLE:
         return "all_reduce", "none"
     row = TABLE[name]
@@ -179,9 +190,13 @@ def kernels(name: str, *, needs_grad: bool) -> tuple[str, str]:
 
 
 def sent_bytes(kernel: str, nbytes: float, source: Layout, target: Layout, shape: Sequence[int], world: int) -> float:
-    """Bytes that the rank with the largest slice sends for a value of `nbytes` (whole) and `shape`, by a ring.
+    """Returns the bytes that the rank with the largest slice sends, by a ring algorithm.
 
-    Where slices differ they are sent padded to the largest, but for all_to_all.
+    Slices of different sizes are sent padded to the largest, except by all_to_all.
+
+    Args:
+        nbytes: the size of the whole value in bytes.
+        shape: its global shape.
 
     Source: Thakur, Rabenseifner and Gropp, "Optimization of Collective Communication Operations in MPICH" (2005).
     """
@@ -194,29 +209,34 @@ def sent_bytes(kernel: str, nbytes: float, source: Layout, target: Layout, shape
 
 
 def flat_parts(size: int, shard: Shard) -> list[int]:
-    """A Shard's parts as the collectives take them: [count, unit, count, unit, ...]; after a 0 those that repeat."""
+    """Returns a Shard's parts as collectives take them: [count, unit, count, unit, ...]; a leading 0: they repeat."""
     if shard.repeated and shard.parts is not None:
         return [0, *(n for part in shard.parts for n in part)]
     return [n for part in parts_of(size, shard) for n in part]
 
 
 def shard_from(dim: int, flat: Sequence[int]) -> Shard:
-    """The Shard that `flat_parts` spelled."""
-    repeated = len(flat) % 2 == 1
+    """Returns the Shard from the list that `flat_parts` made of it."""
+    repeated = len(flat) % 2 == 1  # pairs, and the leading 0
     return Shard(dim, tuple(zip(flat[repeated::2], flat[repeated + 1 :: 2], strict=True)), repeated)
 
 
 def source_and_target(name: str, args: Sequence[Any]) -> tuple[Layout, Layout]:
-    """The layouts that a collective call converts between, from its arguments after the tensor."""
+    """Returns the layouts that a collective call converts between, from its arguments after the tensor.
+
+    Args:
+        args: arguments of an fx node: a dim and its flat parts for each Shard of the row, and whatever follows them.
+    """
     row = TABLE[name]
     if name == "all_to_all":
         return shard_from(args[0], args[1]), shard_from(args[2], args[3])
-    fixed: dict[Any, Layout] = {_I: I, _R: R, _P: P}
-    shard: Any = shard_from(args[0], args[1]) if Shard in (row.source, row.target) else None
-    return fixed.get(row.source, shard), fixed.get(row.target, shard)
+    layouts: dict[type[Layout], Layout] = {_I: I, _R: R, _P: P}
+    if Shard in (row.source, row.target):
+        layouts[Shard] = shard_from(args[0], args[1])
+    return layouts[row.source], layouts[row.target]
 
 
-def step_args(name: str, source: Layout, target: Layout, shape: Sequence[int]) -> list[Any]:
-    """The arguments of a collective call after the tensor and before the group."""
-    shards = [x for x in (source, target) if isinstance(x, Shard)]
-    return [a for s in shards for a in (s.dim, flat_parts(shape[s.dim], s))]
+def step_args(name: str, source: Layout, target: Layout, shape: Sequence[int]) -> list[int | list[int]]:
+    """Returns the arguments of a collective call after the tensor and before the group."""
+    shards = [layout for layout in (source, target) if isinstance(layout, Shard)]
+    return [argument for shard in shards for argument in (shard.dim, flat_parts(shape[shard.dim], shard))]

@@ -1,4 +1,4 @@
-"""Every error a user can cause: four lines that say what, where, why, and what to try.
+"""The exceptions that users see. Each message has four lines: what is wrong, where, why, and what to try.
 
 PlanError: the plan's key 'decoder.*.qproj' matches no module
   where: plan key 'decoder.*.qproj'
@@ -26,15 +26,15 @@ class ShardError(Exception):
 
 
 class PlanError(ShardError):
-    """The plan does not fit the model, the world size, or itself."""
+    """The plan does not fit the model or the world size, or contradicts itself."""
 
 
 class CaptureError(ShardError):
-    """The model can't be captured as one graph that computes what the model computes."""
+    """The model can't be captured as a single graph that computes the same as the model."""
 
 
 class InputError(ShardError):
-    """The inputs of a call (or the example inputs) are not what the model was sharded for."""
+    """The inputs of a call, or the example inputs, do not match what the model was sharded for."""
 
 
 class RuleError(ShardError):
@@ -42,15 +42,15 @@ class RuleError(ShardError):
 
 
 class DistributedError(ShardError):
-    """The process group is missing, wrong, or its ranks disagree."""
+    """The process group is missing or wrong, or its ranks disagree."""
 
 
 class SliceWarning(UserWarning):
-    """A result that was computed of this rank's slice of a parameter, by code that may have meant the whole."""
+    """User code computed a result from this rank's slice of a parameter, and may have meant the whole parameter."""
 
 
 class InternalError(ShardError):
-    """A pass made an illegal graph: a defect of this library, not of the user's model."""
+    """A pass produced an illegal graph: a bug in this library, not in the user's model."""
 
     def __init__(self, what: str, *, where: str = "", why: str = "") -> None:
         super().__init__(what, where=where, why=why, attempt="this is a defect of torchshard: please report it")

@@ -1,4 +1,7 @@
-"""Files are written whole or not at all: beside their place, then renamed."""
+"""Writes files atomically: a reader sees either the old file or the complete new one, even if the process is killed.
+
+The text goes to a temporary file in the same folder, which is then renamed onto the target.
+"""
 
 from __future__ import annotations
 
@@ -11,15 +14,17 @@ from torchshard.core.errors import InputError
 
 
 def write_text(path: str | os.PathLike[str], text: str) -> None:
-    """Writes a file; what is no plain file (a pipe, /dev/stdout) is written to as it is.
+    """Replaces a file's content atomically.
+
+    A pipe or a device such as /dev/stdout can't be renamed onto, so it is written to directly.
 
     Raises:
-        InputError: it can't be written; what was there before is left as it was.
+        InputError: the file can't be written; a previous file is left unchanged.
     """
     target = Path(path)
     try:
         data = text.encode("utf-8")
-        target = Path(os.path.realpath(target))
+        target = Path(os.path.realpath(target))  # renaming onto a symlink would replace the link, not its target
         if target.exists() and not target.is_file():
             target.write_bytes(data)
         else:
@@ -34,22 +39,24 @@ def write_text(path: str | os.PathLike[str], text: str) -> None:
 
 
 def _replace(target: Path, data: bytes) -> None:
+    # mkstemp creates files with mode 0600, so the mode that open() would have given is set explicitly
     mode = target.stat().st_mode & 0o777 if target.exists() else 0o666 & ~_umask()
+    # a rename needs permission for the folder only; a read-only file must still be refused, as open() refuses it
     if target.exists() and not os.access(target, os.W_OK):
         raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
-    number, name = tempfile.mkstemp(".part", dir=target.parent)
-    beside = Path(name)
+    descriptor, name = tempfile.mkstemp(".part", dir=target.parent)
+    temporary = Path(name)
     try:
-        with open(number, "wb") as file:
+        with open(descriptor, "wb") as file:
             file.write(data)
-        beside.chmod(mode)
-        beside.replace(target)
+        temporary.chmod(mode)
+        temporary.replace(target)
     except BaseException:
-        beside.unlink(missing_ok=True)
+        temporary.unlink(missing_ok=True)
         raise
 
 
 def _umask() -> int:
-    mask = os.umask(0)
+    mask = os.umask(0)  # POSIX can read the mask only by setting it
     os.umask(mask)
     return mask

@@ -1,4 +1,7 @@
-"""Hashes of texts and of tensors' values: equal on all ranks that hold the same, whatever the process."""
+"""Hashes of texts and tensor values that are equal in all processes, so that ranks can compare hashes over the network.
+
+Python's own `hash` of a text is salted per process, and hashing a tensor on the host would copy it from its device.
+"""
 
 from __future__ import annotations
 
@@ -8,23 +11,29 @@ import torch
 from torch import Tensor
 
 _CHUNK = 1 << 20
-_GOLDEN = 0x9E3779B97F4A7C15 - 2**64
+"""Words that are mixed at a time, to bound the temporary memory."""
+_GOLDEN_RATIO = 0x9E3779B97F4A7C15 - 2**64
 _MIXING = ((30, 0xBF58476D1CE4E5B9 - 2**64), (27, 0x94D049BB133111EB - 2**64))
+"""splitmix64's (shift, factor) pairs, with factors as signed numbers, for torch.int64 has no unsigned arithmetic."""
 
 
 def hash_text(text: str) -> int:
-    """62 bits of a hash of a text. Python's own `hash` differs between processes."""
+    """Returns a 62-bit hash of a text."""
     return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "big") >> 2
 
 
 def hash_tensor(tensor: Tensor) -> int:
-    """63 bits that depend on every bit of a tensor's values and on their order (the mixing of splitmix64, summed)."""
-    held = as_bytes(tensor)
-    whole = held[: len(held) // 8 * 8].view(torch.int64)
-    total = sum((b + 1) << (8 * i) for i, b in enumerate(held[len(whole) * 8 :].tolist()))
-    for start in range(0, len(whole), _CHUNK):
-        words = whole[start : start + _CHUNK]
-        mixed = words + torch.arange(start + 1, start + 1 + len(words), device=held.device) * _GOLDEN
+    """Returns a 63-bit hash that depends on every bit of a tensor's values and on their order.
+
+    Each 64-bit word is mixed with its position by splitmix64. The sum of the mixed words does not depend on the order
+    of summation, so that the hash is deterministic on a GPU too.
+    """
+    data = as_bytes(tensor)
+    words = data[: len(data) // 8 * 8].view(torch.int64)
+    total = sum((b + 1) << (8 * i) for i, b in enumerate(data[len(words) * 8 :].tolist()))
+    for start in range(0, len(words), _CHUNK):
+        chunk = words[start : start + _CHUNK]
+        mixed = chunk + torch.arange(start + 1, start + 1 + len(chunk), device=data.device) * _GOLDEN_RATIO
         for shift, factor in _MIXING:
             mixed = (mixed ^ (mixed >> shift)) * factor
         total += int((mixed ^ (mixed >> 31)).sum())
@@ -32,8 +41,9 @@ def hash_tensor(tensor: Tensor) -> int:
 
 
 def as_bytes(tensor: Tensor) -> Tensor:
-    """A tensor's values in their order as bytes, in memory that begins at a multiple of eight: words can be read."""
+    """Returns a tensor's values in row-major order as bytes, aligned to 8 bytes so that they can be viewed as int64."""
     flat = tensor.detach().resolve_conj().resolve_neg().reshape(-1)
-    if flat.stride(0) != 1 or flat.storage_offset() * flat.itemsize % 8:  # one element counts as contiguous, not here
+    # is_contiguous() is true of one element with any stride, but view(dtype) needs stride 1
+    if flat.stride(0) != 1 or flat.storage_offset() * flat.itemsize % 8:
         flat = flat.clone(memory_format=torch.contiguous_format)
     return flat.view(torch.uint8)

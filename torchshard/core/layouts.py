@@ -1,18 +1,19 @@
-"""How one tensor lies over the ranks of a group, and how its gradient does.
+"""Layouts: how a tensor is distributed over the ranks of a group, and how its gradient is.
 
     layout      each rank holds            its gradient on each rank           printed
     Invariant   the whole value            the whole gradient, equal on all    I
-    Replicate   the whole value            an addend of the gradient           R
+    Replicate   the whole value            a partial sum of the gradient       R
     Shard(dim)  its slice along dim        its slice of the gradient           S(1)
-    Partial     an addend of the value     the whole gradient                  P
+    Partial     a partial sum              the whole gradient                  P
 
-I and S are their own duals, R and P each other's: `dual(layout)` is the layout of the gradient.
+A layout includes the gradient because two values that are equal forward (I and R) need different collectives backward.
+I and S are their own duals, R and P are each other's: `dual(layout)` is the layout of the gradient.
 
-A dim of a Shard is a concatenation of *parts*, each `count` units of `unit` elements; each part deals its units to
-the ranks by `torch.chunk`'s rule, and a rank holds its piece of every part. One part of units of one element is the
-plain case. `S(2; 768+768+768)` is a fused QKV weight, `S(0; 7x8)` seven heads of eight, which two ranks hold as four
-heads and three. The last ranks may hold nothing. Where the dim's size is dynamic its parts come again and again until
-it is full: `S(1; *4)` is any number of four heads, as in `view(length, batch * heads, width)`.
+The sharded dim is a concatenation of *parts*. A part is `count` units of `unit` elements; its units are dealt to the
+ranks by `torch.chunk`'s rule, and a rank holds its piece of every part. The plain case is one part of units of one
+element. `S(2; 768+768+768)` is a fused QKV weight; `S(0; 7x8)` is seven heads of eight, of which two ranks hold four
+and three. The last ranks may be empty. Where the size of the dim is dynamic, the parts repeat until the dim is full:
+`S(1; *4)` is any number of four heads, as in `view(length, batch * heads, width)`.
 
 Example: a dim of 7 over 2 ranks is 4 and 3; over 4 ranks 2, 2, 2, 1; a dim of 2 over 4 ranks is 1, 1, 0, 0.
 """
@@ -22,18 +23,23 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, TypeAlias
 
 import torch
 from torch import Tensor
 
+if TYPE_CHECKING:
+    import sympy
+
+Size: TypeAlias = "int | sympy.Expr"
+"""The size of a dim: an int, or a sympy expression if the dim is dynamic."""
 Part = tuple[int, int]
 """(count, unit): `count` units of `unit` elements each, dealt to the ranks unit by unit."""
 
 
 @dataclass(frozen=True)
 class Invariant:
-    """The whole value on every rank, and the whole gradient too."""
+    """Every rank holds the whole value and the whole gradient."""
 
     def __str__(self) -> str:
         return "I"
@@ -41,7 +47,7 @@ class Invariant:
 
 @dataclass(frozen=True)
 class Replicate:
-    """The whole value on every rank; each rank's gradient is an addend of the whole."""
+    """Every rank holds the whole value and a partial sum of its gradient."""
 
     def __str__(self) -> str:
         return "R"
@@ -49,7 +55,7 @@ class Replicate:
 
 @dataclass(frozen=True)
 class Partial:
-    """An addend on every rank; the value is their sum; every rank holds the whole gradient."""
+    """Every rank holds a partial sum of the value, and the whole gradient."""
 
     def __str__(self) -> str:
         return "P"
@@ -57,20 +63,20 @@ class Partial:
 
 @dataclass(frozen=True)
 class Shard:
-    """A slice along one dim on every rank, and the same slice of the gradient."""
+    """Every rank holds a slice of the value along one dim, and the same slice of the gradient."""
 
     dim: int
-    """The split dim of the tensor, counted from 0 (never negative)."""
+    """The sharded dim of the tensor, counted from 0 (never negative)."""
     parts: tuple[Part, ...] | None = None
-    """What the dim is a concatenation of, or None: one part of units of one element."""
+    """The parts that the dim is a concatenation of; None for one part of units of one element."""
     repeated: bool = False
-    """Whether the parts come again and again until the dim is full."""
+    """Whether the parts repeat until the dim is full; its size is then dynamic."""
 
     def __str__(self) -> str:
         if self.parts is None:
             return f"S({self.dim})"
-        times = "*" if self.repeated else ""
-        return f"S({self.dim}; {times}{'+'.join(str(c) if u == 1 else f'{c}x{u}' for c, u in self.parts)})"
+        parts = "+".join(str(count) if unit == 1 else f"{count}x{unit}" for count, unit in self.parts)
+        return f"S({self.dim}; {'*' if self.repeated else ''}{parts})"
 
 
 Layout = Invariant | Replicate | Partial | Shard
@@ -81,87 +87,96 @@ _DUALS: dict[Layout, Layout] = {R: P, P: R}
 
 
 def dual(layout: Layout) -> Layout:
-    """The layout of the gradient of a value with this layout."""
+    """Returns the layout of the gradient of a value with this layout."""
     return _DUALS.get(layout, layout)
 
 
 def is_whole(layout: Layout) -> bool:
-    """Whether every rank holds the whole value (I or R)."""
+    """Returns whether every rank holds the whole value (I or R)."""
     return isinstance(layout, (Invariant, Replicate))
 
 
 def parse_layout(text: str) -> Layout:
-    """The layout that prints as `text`; raises ValueError where none does."""
+    """Parses a layout as `str(layout)` prints it.
+
+    Raises:
+        ValueError: the text is not a layout.
+    """
     named: dict[str, Layout] = {"I": I, "R": R, "P": P}
     if text in named:
         return named[text]
-    found = re.fullmatch(r"S\((\d+)(?:; (\*?)(\d+(?:x\d+)?(?:\+\d+(?:x\d+)?)*))?\)", text)
-    if not found:
-        raise ValueError(f"{text!r} is no layout: I, R, P, S(1), S(2; 768+768+768), S(0; 7x8) or S(1; *4)")
-    if found[3] is None:
-        return Shard(int(found[1]))
-    pairs = [segment.partition("x") for segment in found[3].split("+")]
-    return Shard(int(found[1]), tuple((int(count), int(unit or 1)) for count, _, unit in pairs), bool(found[2]))
+    match = re.fullmatch(r"S\((\d+)(?:; (\*?)(\d+(?:x\d+)?(?:\+\d+(?:x\d+)?)*))?\)", text)
+    if not match:
+        raise ValueError(f"invalid layout {text!r}: expected I, R, P, S(1), S(2; 768+768+768), S(0; 7x8) or S(1; *4)")
+    if match[3] is None:
+        return Shard(int(match[1]))
+    pairs = [part.partition("x") for part in match[3].split("+")]
+    return Shard(int(match[1]), tuple((int(count), int(unit or 1)) for count, _, unit in pairs), bool(match[2]))
 
 
 def chunk_bounds(count: int, world: int) -> list[int]:
-    """The world + 1 bounds of `torch.chunk`'s pieces of `count` things: 7 over 3 is [0, 3, 6, 7]."""
+    """Returns the world + 1 bounds of `torch.chunk`'s pieces of `count` units: 7 over 3 is [0, 3, 6, 7]."""
     step = -(-count // world)
     return [min(rank * step, count) for rank in range(world + 1)]
 
 
 def parts_of(size: int, shard: Shard) -> tuple[Part, ...]:
-    """The parts of a dim of `size` elements under this Shard, spelled out."""
+    """Returns the parts of a dim of `size` elements under this Shard, with repetitions spelled out."""
     if shard.parts is None:
         return ((size, 1),)
-    return shard.parts * (size // parts_size(shard.parts)) or ((0, 1),) if shard.repeated else shard.parts
+    if not shard.repeated:
+        return shard.parts
+    return shard.parts * (size // parts_size(shard.parts)) or ((0, 1),)
 
 
 def parts_size(parts: Sequence[Part]) -> int:
-    """How many elements the parts hold together."""
+    """Returns the total number of elements of the parts."""
     return sum(count * unit for count, unit in parts)
 
 
 def ranges(parts: Sequence[Part], rank: int, world: int) -> list[tuple[int, int]]:
-    """The (start, stop) that `rank` holds of each part, in elements of the whole dim."""
-    held, offset = [], 0
+    """Returns the (start, stop) that `rank` holds of each part, in elements of the whole dim."""
+    slices, offset = [], 0
     for count, unit in parts:
         bounds = chunk_bounds(count, world)
-        held.append((offset + bounds[rank] * unit, offset + bounds[rank + 1] * unit))
+        slices.append((offset + bounds[rank] * unit, offset + bounds[rank + 1] * unit))
         offset += count * unit
-    return held
+    return slices
 
 
 def local_size(parts: Sequence[Part], rank: int, world: int) -> int:
-    """How many elements of the dim `rank` holds."""
+    """Returns the number of elements of the dim that `rank` holds."""
     return sum(stop - start for start, stop in ranges(parts, rank, world))
 
 
-def local_extent(size: Any, shard: Shard, rank: int, world: int) -> Any:
-    """How many elements `rank` holds of a split dim; where parts repeat, its size may be an expression, or a node."""
+def local_extent(size: Size, shard: Shard, rank: int, world: int) -> Size:
+    """Returns the number of elements that `rank` holds of a sharded dim.
+
+    If the parts repeat, `size` may be anything that `//` and `*` work on: an expression, or an fx.Proxy of a size.
+    """
     if not shard.repeated or shard.parts is None:
         return local_size(parts_of(size, shard), rank, world)
     return size // parts_size(shard.parts) * local_size(shard.parts, rank, world)
 
 
 def largest_share(layout: Layout, shape: Sequence[int], world: int) -> float:
-    """The part of a value of this shape that the first rank holds, which holds the most."""
+    """Returns the fraction of a value that rank 0 holds; `torch.chunk` fills the first ranks, so no rank holds more."""
     if not isinstance(layout, Shard) or not shape[layout.dim]:
         return 1.0
     return local_extent(shape[layout.dim], layout, 0, world) / shape[layout.dim]
 
 
 def local_shape(shape: Sequence[int], layout: Layout, rank: int, world: int) -> tuple[int, ...]:
-    """The shape of what `rank` holds of a tensor of global `shape`."""
+    """Returns the shape of what `rank` holds of a tensor of global `shape`."""
     if not isinstance(layout, Shard):
         return tuple(shape)
-    held = list(shape)
-    held[layout.dim] = local_extent(shape[layout.dim], layout, rank, world)
-    return tuple(held)
+    local = list(shape)
+    local[layout.dim] = local_extent(shape[layout.dim], layout, rank, world)
+    return tuple(local)
 
 
 def whole_shape(shape: Sequence[int], layout: Layout) -> list[int]:
-    """The global shape of what a rank holds in this layout; a Shard says its parts, none of which repeats."""
+    """Returns the global shape of a tensor from a rank's local shape; a Shard must spell out its parts."""
     whole = list(shape)
     if isinstance(layout, Shard):
         assert not layout.repeated, layout
@@ -170,16 +185,18 @@ def whole_shape(shape: Sequence[int], layout: Layout) -> list[int]:
 
 
 def _coarsest_unit(count: int, unit: int, world: int) -> int:
-    """The smallest unit that deals the same elements to the same ranks."""
+    """Returns the smallest unit that deals the same elements to the same ranks."""
     if count % world == 0:
         return 1
     size, bounds = count * unit, [b * unit for b in chunk_bounds(count, world)]
-    small = (u for u in range(1, unit + 1) if unit % u == 0)
-    return next(u for u in small if [b * u for b in chunk_bounds(size // u, world)] == bounds)
+    divisors = (u for u in range(1, unit + 1) if unit % u == 0)
+    return next(u for u in divisors if [b * u for b in chunk_bounds(size // u, world)] == bounds)
 
 
 def canonical(dim: int, parts: Sequence[Part], world: int, *, repeated: bool = False) -> Shard:
-    """The one spelling of a Shard at this world size: smallest units, no needless parts.
+    """Returns the canonical Shard for these parts at this world size: smallest units, no needless parts.
+
+    Shards that give every rank the same elements get the same spelling, so that layouts can be compared by equality.
 
     >>> str(canonical(0, [(4, 8)], 2)), str(canonical(0, [(7, 8)], 2))
     ('S(0)', 'S(0; 7x8)')
@@ -193,24 +210,21 @@ def canonical(dim: int, parts: Sequence[Part], world: int, *, repeated: bool = F
 
 
 def split(tensor: Tensor, layout: Layout, rank: int, world: int) -> Tensor:
-    """What `rank` holds of a whole tensor: `join([split(x, l, r, w) for r in range(w)], l)` is x.
+    """Returns what `rank` holds of a whole tensor, so that `join([split(x, l, r, w) for r in range(w)], l)` is x.
 
-    A Partial puts the whole on rank 0 and zeros elsewhere. The result is a view where it can be one.
+    Under Partial, rank 0 holds the whole value and the others zeros. The result is a view if possible.
     """
     if isinstance(layout, Partial):
         return tensor if rank == 0 else torch.zeros_like(tensor)
     if not isinstance(layout, Shard):
         return tensor
-    held = ranges(parts_of(tensor.shape[layout.dim], layout), rank, world)
-    pieces = [tensor.narrow(layout.dim, start, stop - start) for start, stop in held]
+    slices = ranges(parts_of(tensor.shape[layout.dim], layout), rank, world)
+    pieces = [tensor.narrow(layout.dim, start, stop - start) for start, stop in slices]
     return pieces[0] if len(pieces) == 1 else torch.cat(pieces, layout.dim)
 
 
-def join(pieces: Sequence[Tensor], layout: Layout, size: int | None = None) -> Tensor:
-    """The whole tensor from what each rank holds, in the order of the ranks.
-
-    `size` is the global size of a Shard's dim; without it the sum of the pieces' sizes.
-    """
+def join(pieces: Sequence[Tensor], layout: Layout) -> Tensor:
+    """Returns the whole tensor from what each rank holds, in the order of the ranks."""
     if isinstance(layout, Partial):
         return torch.stack(list(pieces)).sum(0, dtype=pieces[0].dtype) if len(pieces) > 1 else pieces[0]
     if not isinstance(layout, Shard):
@@ -219,6 +233,7 @@ def join(pieces: Sequence[Tensor], layout: Layout, size: int | None = None) -> T
     if layout.parts is None or (len(layout.parts) == 1 and not layout.repeated):
         return torch.cat(list(pieces), dim)
     parts = parts_of(sum(piece.shape[dim] for piece in pieces), layout)
+    # a rank holds a piece of every part, so the whole is put together part by part, not rank by rank
     widths = [[stop - start for start, stop in ranges(parts, rank, world)] for rank in range(world)]
     columns = [piece.split(width, dim) for piece, width in zip(pieces, widths, strict=True)]
     return torch.cat([column[part] for part in range(len(parts)) for column in columns], dim)
@@ -232,10 +247,10 @@ _DTYPES = {
 
 
 def dtype_name(dtype: torch.dtype) -> str:
-    """'f32' for torch.float32."""
+    """Returns the short name of a dtype: 'f32' for torch.float32."""
     return _DTYPES.get(dtype, str(dtype).removeprefix("torch."))
 
 
 def type_text(dtype: torch.dtype, shape: Sequence[object]) -> str:
-    """'f32[2,8,16]' for a tensor of this dtype and shape."""
+    """Returns the type of a tensor as text: 'f32[2,8,16]'."""
     return f"{dtype_name(dtype)}[{','.join(map(str, shape))}]"
