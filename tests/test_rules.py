@@ -367,7 +367,7 @@ def test_a_rule_of_a_user_keeps_the_op_split(world: int) -> None:
 
 def test_a_rule_that_does_not_fit_its_op_is_an_error_that_names_the_row() -> None:
     x = TensorType((5, 4), torch.float64)
-    with pytest.raises(ts.RuleError, match="a row of 3 dims met a tensor of 2"):
+    with pytest.raises(ts.RuleError, match="the row has 3 dims, the tensor 2"):
         Call(aten.relu.default, {"self": x}, (x,)).row("a b c -> a b c")
     assert Call(aten.relu.default, {"self": x}, (x,)).row("a b -> a b").sizes == {"a": 5, "b": 4}
 

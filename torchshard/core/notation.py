@@ -1,17 +1,20 @@
-"""Rows: how one op may be split, as one line of einsum-like factors.
+"""Rows: how one op may be split, written as one line of einsum-like factors.
 
     linear      ... k, n k -> ... n          split n: column parallel; split k: row parallel, the result is Partial
     view        a b (c d) -> a b c d         a merged dim, major axis first; splitting c deals units of d
     split       a b+c -> a b, a c            a dim that is a concatenation; its axes are split together
-    sort        a !b -> a !b                 b may not be split
+    sort        a !b -> a !b                 b is unsplittable
     expand      1 -> a                       1 is a dim of size one that no split touches
 
-The same letter is the same axis. An axis absent from the results is summed, so that splitting it gives Partial
-results; an operand without the split axis is Replicate. `...` stands for leading axes, aligned at their last.
+The same letter is the same axis. An axis that no result has is summed, so that splitting it gives Partial results; an
+operand without the split axis is Replicate. `...` stands for leading axes, aligned at their last.
 
-What turns into what: text and shapes become a `Row` (`bind`), a row and a world size become `Choice`s (`choices`),
-each the layouts of all operands and results. Sizes are ints, or sympy expressions where a size is dynamic. An axis of
-dynamic size is never split; one of four times a dynamic size is two, of which the minor, of size four, may be.
+`bind` turns a text and the shapes of an op into a `Row`; `choices` turns a row and a world size into `Choice`s, each of
+which has the layouts of all operands and results. So a rule states the factors of an op once, and which splits are
+legal, and with which layouts, follows for all ops from the code here.
+
+Sizes are ints, or sympy expressions if they are dynamic. An axis of dynamic size is never split. An axis of size `4*s`
+becomes two axes, `s` and 4, of which the second may be split.
 """
 
 from __future__ import annotations
@@ -21,7 +24,7 @@ import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cache, lru_cache
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypedDict, Unpack
 
 from torchshard.core.errors import RuleError
 from torchshard.core.layouts import (
@@ -31,6 +34,7 @@ from torchshard.core.layouts import (
     Part,
     R,
     Shard,
+    Size,
     canonical,
     local_extent,
     local_size,
@@ -40,65 +44,97 @@ from torchshard.core.layouts import (
 )
 from torchshard.core.mesh import Coordinate
 
-Size = Any
-"""An int, or a sympy expression for a dynamic size."""
 Term = tuple[str, ...]
 """A product of axes, major first; the empty product is a dim of size one."""
 Dim = tuple[Term, ...]
 """A concatenation of terms; nearly always of one."""
+AxisParts = Mapping[str, tuple[Part, ...]]
+"""The axes that are split together -> the parts that each is split in."""
 LocalFn = Callable[..., Any]
-"""(local: Local, *args, **kwargs) -> result: what a rank computes where splitting an axis changes the op."""
+"""A replacement, (local: Local, *args, **kwargs) -> result: what a rank computes if a split changes the op.
+
+fx calls it with Proxies to record the rank's graph, eager collectives with tensors.
+"""
 
 MAX_PARTS = 64
-"""A merged dim whose split would need more segments than this counts as not splittable."""
+"""A merged dim whose split would need more parts than this is unsplittable."""
 
 
 @dataclass(frozen=True, eq=False)
 class Row:
-    """The factors of one op, bound to its global sizes."""
+    """The factors of one op, bound to its global sizes.
+
+    Rows compare by identity (`eq=False`): the cache of `choices` would otherwise hash all their fields at each look-up.
+    """
 
     text: str
-    """As written, for people."""
+    """The row as the rule wrote it, for messages."""
     operands: tuple[tuple[Dim, ...], ...]
     """The dims of each tensor operand, in the order of the op's arguments."""
     results: tuple[tuple[Dim, ...], ...]
     sizes: Mapping[str, Size]
     """The size of each axis."""
     blocked: frozenset[str] = frozenset()
-    """Axes that may not be split."""
+    """Axes that are unsplittable."""
     options: RowOptions = field(default_factory=lambda: RowOptions())
 
 
 class Inside(NamedTuple):
-    """A collective inside a replacement."""
+    """A collective inside a replacement, and how many numbers a rank sends by it; the cost model counts them."""
 
     name: str
     axes: tuple[str, ...] = ()
-    """A rank gives as many numbers as the product of its sizes of these axes,"""
+    """The axes whose local sizes are multiplied to give the numbers of one call."""
     numbers: int = 1
-    """times so many;"""
+    """A constant factor of the numbers of one call."""
     times: tuple[str, ...] = ()
-    """and does so as often as the product of the sizes of these says."""
+    """The axes whose sizes are multiplied to give the number of calls."""
 
 
 @dataclass(frozen=True)
 class RowOptions:
-    """What a row says beyond its factors."""
+    """The properties of an op that its factors do not express."""
 
     linear: tuple[frozenset[int], ...] = ()
-    """Sets of operands in which the op is jointly linear: all of a set Partial and the rest R gives Partial results."""
+    """Sets of operands in which the op is jointly linear: if all of a set are Partial and the rest R, results are P."""
     local: Mapping[str, LocalFn] = field(default_factory=dict)
-    """Axis -> replacement where splitting it changes the local computation; '*' for any axis."""
+    """Axis -> replacement, if splitting the axis changes the local computation; '*' stands for any axis."""
     comm: Mapping[str, tuple[Inside, ...]] = field(default_factory=dict)
     """Axis -> the collectives inside its replacement."""
     reduced: frozenset[str] = frozenset()
-    """Axes whose replacement does its own reducing: results without the axis are then Invariant, not Partial."""
+    """Axes that the replacement itself sums over: results without such an axis are Invariant, not Partial."""
     by_size: bool = False
-    """Whether the replacements ask for sizes alone, so that an axis may be split in several parts."""
+    """Whether the replacements read only sizes, not starts, so that an axis may be split in several parts."""
     fills_ranks: bool = False
-    """Whether a split in repeated parts must leave every rank some: what a rank has none of has no whole size."""
+    """Whether every rank must hold some of a split in repeated parts, because the op infers the whole size from it."""
     mutates: frozenset[int] = frozenset()
-    """Operands that the op writes to: they are taken as they are stored, never converted."""
+    """Operands that the op writes to: it uses them as they are stored, because a conversion would write to a copy."""
+
+
+class _PlainKeywords(TypedDict, total=False):
+    local: Mapping[str, LocalFn]
+    comm: Mapping[str, tuple[Inside, ...]]
+    by_size: bool
+    fills_ranks: bool
+
+
+class RowKeywords(_PlainKeywords, total=False):
+    """The fields of RowOptions as keyword arguments of `bind`; collections of any type are frozen there."""
+
+    linear: Iterable[Iterable[int]]
+    reduced: Iterable[str]
+    mutates: Iterable[int]
+
+
+def _row_options(
+    *,
+    linear: Iterable[Iterable[int]] = (),
+    reduced: Iterable[str] = (),
+    mutates: Iterable[int] = (),
+    **others: Unpack[_PlainKeywords],
+) -> RowOptions:
+    sets = tuple(frozenset(operands) for operands in linear)
+    return RowOptions(linear=sets, reduced=frozenset(reduced), mutates=frozenset(mutates), **others)
 
 
 @dataclass(frozen=True)
@@ -108,16 +144,16 @@ class Choice:
     name: str
     """'I', 'R', 'P', or the split axes: 'split n'."""
     operands: tuple[Layout, ...]
-    """What each tensor operand must be."""
+    """The layout that each tensor operand must have."""
     results: tuple[Layout, ...]
-    """What each result then is."""
+    """The layout that each result then has."""
     axes: tuple[tuple[str, tuple[Part, ...]], ...] = ()
     """The split axes with their parts."""
 
 
 @dataclass(frozen=True)
 class Local:
-    """What a replacement may ask about the rank that it runs on."""
+    """What a replacement may know about the rank that it runs on."""
 
     row: Row
     choice: Choice
@@ -139,37 +175,44 @@ class Local:
         return self.coordinate.group
 
     def parts(self, axis: str) -> tuple[Part, ...] | None:
-        """How an axis is split; None where it is not."""
+        """Returns the parts that an axis is split in; None if it is not split."""
         return dict(self.choice.axes).get(axis)
 
-    def size(self, axis: str) -> Any:
-        """This rank's size of an axis."""
+    def size(self, axis: str) -> Size:
+        """Returns this rank's size of an axis."""
         parts = self.parts(axis)
         return self.row.sizes[axis] if parts is None else local_size(parts, self.rank, self.world)
 
     def sizes(self, axis: str) -> list[int]:
-        """Each rank's size of a split axis."""
+        """Returns each rank's size of a split axis."""
         return [local_size(self.parts(axis) or (), rank, self.world) for rank in range(self.world)]
 
     def start(self, axis: str) -> int:
-        """Where this rank's run of a split axis begins; a split in several runs has no start."""
+        """Returns where this rank's slice of a split axis begins.
+
+        Raises:
+            RuleError: the axis is split in several parts, of which a rank holds several slices.
+        """
         parts = self.parts(axis) or ()
         if len(parts) != 1:
             raise RuleError(f"axis {axis} has no single start", where=self.row.text, why=f"it is split as {parts}")
         return ranges(parts, self.rank, self.world)[0][0]
 
-    def resize(self, sizes: Sequence[Any], result: int = 0) -> list[Any]:
-        """A list of global sizes of a result, with the split dim's replaced by this rank's; -1 only where dynamic."""
-        layout, whole = self.choice.results[result], self.whole_shape(result)
-        held = [size if isinstance(size, int) else given for size, given in zip(whole, sizes, strict=True)]
-        if isinstance(layout, Shard):
-            size = held[layout.dim]
-            inferred = isinstance(size, int) and size == -1
-            held[layout.dim] = size if inferred else local_extent(size, layout, self.rank, self.world)
-        return held
+    def resize(self, sizes: Sequence[Size], result: int = 0) -> list[Size]:
+        """Returns this rank's sizes of a result from its global sizes as the op's arguments spell them.
 
-    def whole_shape(self, result: int = 0) -> list[Any]:
-        """The global shape of a result."""
+        A dynamic size is taken from the arguments, where it is an fx.Proxy, or -1 to be inferred.
+        """
+        layout, whole = self.choice.results[result], self.whole_shape(result)
+        local = [size if isinstance(size, int) else argument for size, argument in zip(whole, sizes, strict=True)]
+        if isinstance(layout, Shard):
+            size = local[layout.dim]
+            inferred = isinstance(size, int) and size == -1
+            local[layout.dim] = size if inferred else local_extent(size, layout, self.rank, self.world)
+        return local
+
+    def whole_shape(self, result: int = 0) -> list[Size]:
+        """Returns the global shape of a result."""
         return [dim_size(dim, self.row.sizes) for dim in self.row.results[result]]
 
 
@@ -195,6 +238,7 @@ def _tokens(side: str) -> Iterator[str]:
 
 
 def _parse_dim(token: str) -> tuple[Dim, frozenset[str]]:
+    """Returns the terms of a dim and its unsplittable axes: `(a !b)+c` is ((a, b), (c,)) and {b}."""
     terms, blocked = [], set()
     for segment in token.split("+"):
         names = segment.strip("()").split()
@@ -205,6 +249,7 @@ def _parse_dim(token: str) -> tuple[Dim, frozenset[str]]:
 
 @cache
 def _parse(text: str) -> tuple[list[list[str]], list[list[str]]]:
+    """Returns the dims of each operand and of each result, as texts."""
     if text.count("->") != 1:
         raise RuleError(f"the row {text!r} needs one '->'", where=text, attempt="'... k, n k -> ... n'")
     left, right = ([list(_tokens(group)) for group in side.split(",")] for side in text.split("->"))
@@ -212,24 +257,26 @@ def _parse(text: str) -> tuple[list[list[str]], list[list[str]]]:
         wrong = [token for token in tokens if not _DIM.fullmatch(token)]
         if wrong or tokens.count("...") > 1:
             raise RuleError(
-                f"{wrong[0]!r} is no dim" if wrong else "a tensor has two '...'",
+                f"invalid dim {wrong[0]!r}" if wrong else "a tensor has two '...'",
                 where=text,
-                why="a dim is an axis a or !a, several merged (a b), a concatenation a+b, 1, or once '...'",
+                why="a dim is an axis a or !a, merged axes (a b), a concatenation a+b, 1, or (once) '...'",
                 attempt="'... (h !d) -> ... h !d'",
             )
     return left, right
 
 
 def _expand(tokens: list[str], ndim: int, where: str) -> list[str]:
-    """`... k` for a tensor of 3 dims is `_1 _0 k`: leading axes are numbered from their last."""
+    """Returns the dims with `...` spelled out: `... k` for a tensor of 3 dims is `_1 _0 k`.
+
+    The leading axes are numbered from their last, so that operands of different ndim are aligned as PyTorch broadcasts.
+    """
     if "..." not in tokens:
         if len(tokens) != ndim:
-            raise RuleError(
-                f"a row of {len(tokens)} dims met a tensor of {ndim}", where=where, why=f"dims: {' '.join(tokens)}"
-            )
+            dims = " ".join(tokens)
+            raise RuleError(f"the row has {len(tokens)} dims, the tensor {ndim}", where=where, why=f"dims: {dims}")
         return tokens
-    at, extra = tokens.index("..."), ndim - len(tokens) + 1
-    return [*tokens[:at], *(f"_{i}" for i in reversed(range(extra))), *tokens[at + 1 :]]
+    position, leading = tokens.index("..."), ndim - len(tokens) + 1
+    return [*tokens[:position], *(f"_{i}" for i in reversed(range(leading))), *tokens[position + 1 :]]
 
 
 def bind(
@@ -237,21 +284,22 @@ def bind(
     operands: Sequence[Sequence[Size]],
     results: Sequence[Sequence[Size]],
     sizes: Mapping[str, Size] | None = None,
-    **options: Any,
+    **options: Unpack[RowKeywords],
 ) -> Row:
-    """A row's text and the global shapes of its op become a Row.
+    """Binds a row's text to the global shapes of its op.
 
     Args:
         operands, results: global shapes, one per tensor.
-        sizes: sizes of axes that no plain dim tells.
+        sizes: sizes of axes that occur only in merged or concatenated dims, so that no shape has them.
         options: fields of RowOptions.
 
     Raises:
         RuleError: the text does not fit the shapes.
     """
     left, right = _parse(text)
-    # an empty side is one scalar, or nothing
-    left, right = ([] if not held and side == [[]] else side for held, side in ((operands, left), (results, right)))
+    # an empty side of the text stands for one scalar or for no tensor at all; the shapes tell which
+    left = [] if left == [[]] and not operands else left
+    right = [] if right == [[]] and not results else right
     if len(left) != len(operands) or len(right) != len(results):
         raise RuleError(
             f"the row has {len(left)} operands and {len(right)} results, "
@@ -259,40 +307,58 @@ def bind(
             where=text,
         )
     known: dict[str, Size] = dict(sizes or {})
+    shapes = [*operands, *results]
+    bound, blocked = _bind_dims(text, left + right, shapes, known)
+    _check_dims(bound, shapes, known, text)
+    strangers = known.keys() - {axis for dims in bound for dim in dims for term in dim for axis in term}
+    if strangers:
+        raise RuleError(f"axis {min(strangers)} is in no tensor", where=text, why="sizes= has a size for it")
+    n, row_options = len(operands), _row_options(**options)
+    named = {*row_options.local, *row_options.comm, *row_options.reduced}
+    bound = _with_factors(bound, known, blocked | named)
+    return Row(text, tuple(bound[:n]), tuple(bound[n:]), known, frozenset(blocked), row_options)
+
+
+def _bind_dims(
+    text: str, tensors: list[list[str]], shapes: Sequence[Sequence[Size]], known: dict[str, Size]
+) -> tuple[list[tuple[Dim, ...]], set[str]]:
+    """Returns the dims of each tensor and the unsplittable axes; adds the sizes of plain axes to `known`."""
     blocked: set[str] = set()
     bound: list[tuple[Dim, ...]] = []
-    for tokens, shape in zip(left + right, [*operands, *results], strict=True):
+    for tokens, shape in zip(tensors, shapes, strict=True):
         dims = []
         for token, size in zip(_expand(tokens, len(shape), text), shape, strict=True):
-            dim, closed = _parse_dim("1" if token.startswith("_") and size == 1 else token)
-            blocked |= closed
+            # a leading dim of size one is broadcast against the others, so that it is not the same axis
+            dim, marked = _parse_dim("1" if token.startswith("_") and size == 1 else token)
+            blocked |= marked
             if len(dim) == 1 and len(dim[0]) == 1:
                 known.setdefault(dim[0][0], size)
                 _check_size(dim[0][0], known[dim[0][0]], size, text)
             dims.append(dim)
         bound.append(tuple(dims))
-    _check_dims(bound, [*operands, *results], known, text)
-    strangers = known.keys() - {axis for dims in bound for dim in dims for term in dim for axis in term}
-    if strangers:
-        raise RuleError(f"axis {min(strangers)} is in no tensor", where=text, why="a size is given for it in sizes=")
-    n, said = len(operands), RowOptions(**options)
-    bound = _with_factors(bound, known, blocked | {*said.local, *said.comm, *said.reduced})
-    return Row(text, tuple(bound[:n]), tuple(bound[n:]), known, frozenset(blocked), said)
+    return bound, blocked
 
 
-def _with_factors(bound: list[tuple[Dim, ...]], sizes: dict[str, Size], closed: set[str]) -> list[tuple[Dim, ...]]:
-    """An axis of four times a dynamic size becomes a product of that and an axis of size four, which may be split."""
+def _with_factors(bound: list[tuple[Dim, ...]], sizes: dict[str, Size], whole: set[str]) -> list[tuple[Dim, ...]]:
+    """Replaces an axis of size `4*s` by a product of two axes, `s` and 4, of which the second may be split.
+
+    Args:
+        sizes: the sizes of the axes, which are changed.
+        whole: axes that stay one, because they are unsplittable or the row's options name them.
+    """
     factors: dict[str, tuple[str, str]] = {}
     for axis, size in list(sizes.items()):
-        factor = 1 if isinstance(size, int) or axis in closed else int(size.as_coeff_Mul()[0])
+        factor = 1 if isinstance(size, int) or axis in whole else int(size.as_coeff_Mul()[0])
         if factor > 1:
             factors[axis] = (axis, f"{axis}*")
             sizes[axis], sizes[f"{axis}*"] = size / factor, factor
 
-    def refined(term: Term) -> Term:
-        return tuple(part for axis in term for part in factors.get(axis, (axis,)))
+    def refine(term: Term) -> Term:
+        return tuple(factor for axis in term for factor in factors.get(axis, (axis,)))
 
-    return [tuple(tuple(map(refined, dim)) for dim in dims) for dims in bound] if factors else bound
+    if not factors:
+        return bound
+    return [tuple(tuple(map(refine, dim)) for dim in dims) for dims in bound]
 
 
 def _check_size(axis: str, known: Size, size: Size, text: str) -> None:
@@ -300,34 +366,39 @@ def _check_size(axis: str, known: Size, size: Size, text: str) -> None:
         raise RuleError(f"axis {axis} has two sizes", where=text, why=f"{known} and {size}")
 
 
-def _check_dims(bound: Sequence[Sequence[Dim]], shapes: Sequence[Sequence[Size]], known: Any, text: str) -> None:
+def _check_dims(
+    bound: Sequence[Sequence[Dim]], shapes: Sequence[Sequence[Size]], known: Mapping[str, Size], text: str
+) -> None:
     for dims, shape in zip(bound, shapes, strict=True):
         for dim, size in zip(dims, shape, strict=True):
-            missing = [a for term in dim for a in term if a not in known]
+            missing = [axis for term in dim for axis in term if axis not in known]
             if missing:
                 raise RuleError(f"axis {missing[0]} has no size", where=text, attempt="pass it in sizes=")
             _check_size(str(dim), dim_size(dim, known), size, text)
 
 
 def dim_size(dim: Dim, sizes: Mapping[str, Size]) -> Size:
-    """The size of a dim from the sizes of its axes."""
-    return sum(math.prod(sizes[a] for a in term) for term in dim)
+    """Returns the size of a dim from the sizes of its axes."""
+    return sum(math.prod(sizes[axis] for axis in term) for term in dim)
 
 
 # --- axes that are split together, and the layouts that a split gives ------------------------------------------------
 
 
 def axis_groups(row: Row) -> list[tuple[str, ...]]:
-    """The sets of axes that can be split: single ones, and those of a concatenation together."""
+    """Returns the sets of axes that can be split: single axes, and the axes of a concatenation together.
+
+    The axes of `a+b` are split together because a rank's slice of a dim must hold its piece of every part.
+    """
     group = {axis: frozenset([axis]) for axis in row.sizes}
     for dims in (*row.operands, *row.results):
         for dim in dims:
             if len(dim) > 1:
-                union = frozenset[str]().union(*(group[a] for term in dim for a in term))
+                union = frozenset[str]().union(*(group[axis] for term in dim for axis in term))
                 group.update(dict.fromkeys(union, union))
-    whole = {g for g in group.values() if all(_splittable(row, a) for a in g)}
+    splittable = {axes for axes in group.values() if all(_splittable(row, axis) for axis in axes)}
     order = list(row.sizes)
-    return sorted((tuple(sorted(g, key=order.index)) for g in whole), key=lambda g: order.index(g[0]))
+    return sorted((tuple(sorted(axes, key=order.index)) for axes in splittable), key=lambda g: order.index(g[0]))
 
 
 def _splittable(row: Row, axis: str) -> bool:
@@ -336,19 +407,22 @@ def _splittable(row: Row, axis: str) -> bool:
 
 
 class _Composed(NamedTuple):
-    """How a dim is split."""
+    """The parts that a dim is split in."""
 
     parts: tuple[Part, ...]
     repeated: bool = False
 
 
-def _compose_term(term: Term, axes: Mapping[str, tuple[Part, ...]], sizes: Mapping[str, Size]) -> _Composed | None:
-    """The parts of a merged dim when one of its axes is split, or None where it can't be said."""
-    split = [i for i, a in enumerate(term) if a in axes]
+def _compose_term(term: Term, axes: AxisParts, sizes: Mapping[str, Size]) -> _Composed | None:
+    """Returns the parts of a merged dim if one of its axes is split, or None if no Shard expresses the split.
+
+    In `(k c d)` with c split, the dim is k parts of c units of d elements.
+    """
+    split = [i for i, axis in enumerate(term) if axis in axes]
     if len(split) != 1:
         return None
-    before = math.prod(sizes[a] for a in term[: split[0]])
-    after = math.prod(sizes[a] for a in term[split[0] + 1 :])
+    before = math.prod(sizes[axis] for axis in term[: split[0]])
+    after = math.prod(sizes[axis] for axis in term[split[0] + 1 :])
     parts = axes[term[split[0]]]
     if not isinstance(after, int) or after == 0:
         return None
@@ -358,76 +432,93 @@ def _compose_term(term: Term, axes: Mapping[str, tuple[Part, ...]], sizes: Mappi
     return _Composed(scaled * before) if before * len(parts) <= MAX_PARTS else None
 
 
-def _dims_layout(dims: Sequence[Dim], axes: Any, sizes: Any, world: int, absent: Layout) -> Layout | None:
-    """The layout of a tensor under a split, or None where the split can't be expressed."""
-    touched = [i for i, dim in enumerate(dims) if any(a in axes for term in dim for a in term)]
-    if not touched:
+def _dims_layout(
+    dims: Sequence[Dim], axes: AxisParts, sizes: Mapping[str, Size], world: int, absent: Layout
+) -> Layout | None:
+    """Returns the layout of a tensor under a split, or None if no layout expresses it.
+
+    Args:
+        absent: the layout of a tensor that has none of the split axes.
+    """
+    split = [i for i, dim in enumerate(dims) if any(axis in axes for term in dim for axis in term)]
+    if not split:
         return absent
-    if len(touched) > 1:
+    if len(split) > 1:
         return None
-    composed = [_compose_term(term, axes, sizes) for term in dims[touched[0]]]
-    known = [found for found in composed if found is not None]
-    repeated = any(found.repeated for found in known)
-    if len(known) < len(composed) or (repeated and len(known) > 1):
+    terms = [_compose_term(term, axes, sizes) for term in dims[split[0]]]
+    composed = [term for term in terms if term is not None]
+    repeated = any(term.repeated for term in composed)
+    if len(composed) < len(terms) or (repeated and len(composed) > 1):
         return None
-    return canonical(touched[0], [part for found in known for part in found.parts], world, repeated=repeated)
+    return canonical(split[0], [part for term in composed for part in term.parts], world, repeated=repeated)
 
 
 def _extract(
     dim: Dim, parts: Sequence[Part], sizes: Mapping[str, Size], world: int, *, repeated: bool
 ) -> dict[str, tuple[Part, ...]]:
-    """Which axes with which parts give a dim these parts; empty where none do."""
+    """The inverse of `_compose_term`: returns the axes, with their parts, that give a dim these parts."""
     if len(dim) > 1:
         return {} if repeated else _extract_sum(dim, parts, sizes)
-    term, found = dim[0], {}
+    term = dim[0]
     if len(term) == 1:
         return {} if repeated else {term[0]: tuple(parts)}
-    wanted = canonical(0, parts, world, repeated=repeated)
+    target = canonical(0, parts, world, repeated=repeated)
+    extracted = {}
     for i, axis in enumerate(term):
-        before, after = math.prod(sizes[a] for a in term[:i]), math.prod(sizes[a] for a in term[i + 1 :])
-        before = 1 if repeated and not isinstance(before, int) else before
-        if not isinstance(before, int) or not isinstance(after, int) or not isinstance(sizes[axis], int):
-            continue
-        plain: tuple[Part, ...] = ((sizes[axis], 1),)
-        block = tuple((c * u // after, 1) for c, u in parts[: len(parts) // before]) if before and after else ()
-        scaled = tuple((c, u // after) for c, u in parts[: len(parts) // before]) if before and after else ()
-        for tried in (plain, scaled, block):
-            fits = tried and all(u > 0 for _, u in tried) and parts_size(tried) == sizes[axis]
-            composed = _compose_term(term, {axis: tried}, sizes) if fits else None
-            if composed is not None and canonical(0, composed.parts, world, repeated=composed.repeated) == wanted:
-                found[axis] = tried
+        for candidate in _candidates(term, i, parts, sizes, repeated=repeated):
+            composed = _compose_term(term, {axis: candidate}, sizes)
+            if composed is not None and canonical(0, composed.parts, world, repeated=composed.repeated) == target:
+                extracted[axis] = candidate
                 break
-    return found
+    return extracted
+
+
+def _candidates(
+    term: Term, index: int, parts: Sequence[Part], sizes: Mapping[str, Size], *, repeated: bool
+) -> list[tuple[Part, ...]]:
+    """Returns the parts of one axis of a merged dim that may give the dim these parts, the plain ones first."""
+    size = sizes[term[index]]
+    before, after = math.prod(sizes[a] for a in term[:index]), math.prod(sizes[a] for a in term[index + 1 :])
+    before = 1 if repeated and not isinstance(before, int) else before
+    if not isinstance(before, int) or not isinstance(after, int) or not isinstance(size, int):
+        return []
+    # the parts of the dim are those of the axis, `before` times over, with units of `after` elements
+    own = parts[: len(parts) // before] if before and after else ()
+    scaled = tuple((count, unit // after) for count, unit in own)
+    by_element = tuple((count * unit // after, 1) for count, unit in own)
+    candidates = (((size, 1),), scaled, by_element)
+    return [c for c in candidates if c and all(unit > 0 for _, unit in c) and parts_size(c) == size]
 
 
 def _extract_sum(dim: Dim, parts: Sequence[Part], sizes: Mapping[str, Size]) -> dict[str, tuple[Part, ...]]:
-    found, rest = {}, list(parts)
+    """Returns the parts of each axis of a concatenation, or {} if a part spans two axes."""
+    extracted, rest = {}, list(parts)
     for term in dim:
         if len(term) != 1 or not isinstance(sizes[term[0]], int):
             return {}
-        taken: list[Part] = []
-        while rest and parts_size(taken) < sizes[term[0]]:
-            taken.append(rest.pop(0))
-        if parts_size(taken) != sizes[term[0]]:
+        own: list[Part] = []
+        while rest and parts_size(own) < sizes[term[0]]:
+            own.append(rest.pop(0))
+        if parts_size(own) != sizes[term[0]]:
             return {}
-        found[term[0]] = tuple(taken) or ((0, 1),)
-    return found
+        extracted[term[0]] = tuple(own) or ((0, 1),)
+    return extracted
 
 
 Hint = tuple[int, Shard]
-"""(position, layout): a Shard met on a tensor; positions count the operands, then the results."""
+"""(position, layout): the Shard of a neighbouring op's tensor; positions count the operands, then the results."""
 
 
 def _axis_parts(row: Row, world: int, hints: Iterable[Hint]) -> dict[str, list[tuple[Part, ...]]]:
-    """For each axis the parts it may be split in: those that the hints say, then the plain ones."""
+    """Returns the parts that each axis may be split in: those of the hints first, then one part of single elements."""
     tensors = (*row.operands, *row.results)
     known: dict[str, list[tuple[Part, ...]]] = {}
     for position, shard in hints:
         dim = tensors[position][shard.dim]
         size = dim_size(dim, row.sizes)
         if isinstance(size, int) is not shard.repeated and any(term for term in dim):
-            held = parts_of(size, replace(shard, repeated=False))
-            for axis, parts in _extract(dim, held, row.sizes, world, repeated=shard.repeated).items():
+            hinted = parts_of(size, replace(shard, repeated=False))
+            for axis, parts in _extract(dim, hinted, row.sizes, world, repeated=shard.repeated).items():
                 known.setdefault(axis, []).append(parts)
     for axis, size in row.sizes.items():
         if isinstance(size, int):
@@ -436,10 +527,11 @@ def _axis_parts(row: Row, world: int, hints: Iterable[Hint]) -> dict[str, list[t
 
 
 def choices(row: Row, world: int, hints: Iterable[Hint] = ()) -> list[Choice]:
-    """All legal ways to run the op on `world` ranks: whole on I, whole on R, linear on P, or one axis split.
+    """Returns all legal ways to run the op on `world` ranks: whole on I, whole on R, linear on P, or one axis split.
 
-    `hints` are Shards met on operands or wanted of results; they say in which parts an axis may be split besides the
-    plain ones.
+    Args:
+        hints: Shards that neighbouring ops give operands or require of results. They add choices that split an axis
+            in those parts, such as whole heads; without hints an axis is split element by element.
     """
     return list(_choices(row, world, tuple(hints)))
 
@@ -447,55 +539,73 @@ def choices(row: Row, world: int, hints: Iterable[Hint] = ()) -> list[Choice]:
 @lru_cache(maxsize=1 << 14)
 def _choices(row: Row, world: int, hints: tuple[Hint, ...]) -> tuple[Choice, ...]:
     n, m = len(row.operands), len(row.results)
-    found = [Choice("I", (I,) * n, (I,) * m)]
-    if row.options.mutates:
-        whole = []
-    else:
-        whole = [Choice("R", (R,) * n, (R,) * m)] if n else []
-        for together in row.options.linear:
-            operands = tuple(P if i in together else R for i in range(n))
+    whole = [Choice("I", (I,) * n, (I,) * m)]
+    if not row.options.mutates:  # what an op writes to is stored as I or as a Shard, never as R or P
+        whole += [Choice("R", (R,) * n, (R,) * m)] if n else []
+        for jointly in row.options.linear:
+            operands = tuple(P if i in jointly else R for i in range(n))
             whole.append(Choice("P", operands, (P,) * m))
     parts = _axis_parts(row, world, hints)
-    splits = [c for group in axis_groups(row) for c in _split_choices(row, world, group, parts)]
-    return tuple(dict.fromkeys([*found, *whole, *splits]))
+    splits = [choice for group in axis_groups(row) for choice in _split_choices(row, world, group, parts)]
+    return tuple(dict.fromkeys([*whole, *splits]))
 
 
-def _parts_together(group: tuple[str, ...], parts: Any) -> Iterator[dict[str, tuple[Part, ...]]]:
-    """In which parts the axes of a group are split: all in their first, all in their second, ..., and each that has
-    several parts beside the others' plain ones (keys and values in one weight, beside queries)."""
+def _parts_together(group: tuple[str, ...], parts: Mapping[str, list[tuple[Part, ...]]]) -> Iterator[AxisParts]:
+    """Yields the parts that the axes of a group are split in together.
+
+    First all axes in their first parts, all in their second, and so on. Then each axis that has several parts beside
+    the plain parts of the others, as for keys and values in one weight next to queries. All combinations would be too
+    many: an axis has a few parts, and a group may have dozens of axes.
+    """
     for option in range(max(len(parts[axis]) for axis in group)):
         yield {axis: parts[axis][min(option, len(parts[axis]) - 1)] for axis in group}
-    plain = {axis: next(held for held in parts[axis] if len(held) == 1 and held[0][1] == 1) for axis in group}
+    plain = {axis: next(p for p in parts[axis] if len(p) == 1 and p[0][1] == 1) for axis in group}
     for axis in group:
-        yield from (plain | {axis: held} for held in parts[axis] if len(held) > 1)
+        yield from (plain | {axis: several} for several in parts[axis] if len(several) > 1)
 
 
-def _split_choices(row: Row, world: int, group: tuple[str, ...], parts: Any) -> Iterator[Choice]:
+def _split_choices(
+    row: Row, world: int, group: tuple[str, ...], parts: Mapping[str, list[tuple[Part, ...]]]
+) -> Iterator[Choice]:
     for axes in _parts_together(group, parts):
-        operands = [_dims_layout(dims, axes, row.sizes, world, R) for dims in row.operands]
+        # a sum over a split axis is Partial, unless the replacement sums over the ranks itself
         summed = I if set(axes) & row.options.reduced else P
-        results = [_dims_layout(dims, axes, row.sizes, world, summed) for dims in row.results]
-        needs_start = not row.options.by_size and any(a in row.options.local and len(p) > 1 for a, p in axes.items())
-        if None in operands or None in results or needs_start:
-            continue
-        if row.options.fills_ranks and any(_leaves_a_rank_empty(x, world) for x in (*operands, *results)):
-            continue
-        if not all(isinstance(x, Shard) for x in operands) and row.options.mutates & {
-            i for i, x in enumerate(operands) if not isinstance(x, Shard)
-        }:
-            continue
-        yield Choice(f"split {' '.join(group)}", tuple(operands), tuple(results), tuple(axes.items()))  # type: ignore[arg-type]
+        operands = _layouts(row, row.operands, axes, world, R)
+        results = _layouts(row, row.results, axes, world, summed)
+        if operands is not None and results is not None and _is_legal(row, axes, operands, results, world):
+            yield Choice(f"split {' '.join(group)}", operands, results, tuple(axes.items()))
 
 
-def _leaves_a_rank_empty(layout: Layout | None, world: int) -> bool:
-    """Whether the last rank holds nothing of a split in repeated parts."""
+def _layouts(
+    row: Row, tensors: Sequence[Sequence[Dim]], axes: AxisParts, world: int, absent: Layout
+) -> tuple[Layout, ...] | None:
+    """Returns the layouts of operands or results under a split, or None if one can't be expressed."""
+    layouts = [_dims_layout(dims, axes, row.sizes, world, absent) for dims in tensors]
+    expressed = tuple(layout for layout in layouts if layout is not None)
+    return expressed if len(expressed) == len(layouts) else None
+
+
+def _is_legal(row: Row, axes: AxisParts, operands: Iterable[Layout], results: Iterable[Layout], world: int) -> bool:
+    """Returns whether the op's options allow this split."""
+    options = row.options
+    several_starts = any(axis in options.local and len(parts) > 1 for axis, parts in axes.items())
+    if several_starts and not options.by_size:
+        return False
+    if options.fills_ranks and any(_leaves_a_rank_empty(layout, world) for layout in (*operands, *results)):
+        return False
+    return all(isinstance(layout, Shard) for i, layout in enumerate(operands) if i in options.mutates)
+
+
+def _leaves_a_rank_empty(layout: Layout, world: int) -> bool:
+    """Returns whether the last rank, which gets the fewest units, holds none of a split in repeated parts."""
     return isinstance(layout, Shard) and layout.repeated and not local_size(layout.parts or (), world - 1, world)
 
 
 def spread(row: Row, world: int, hints: Iterable[Hint]) -> Iterator[Hint]:
-    """The Shards that a split of this op would give its other tensors, from those wanted of some.
+    """Yields the Shards that splits of this op would give its other tensors, from the hints of some.
 
-    Used before planning to learn that a weight of 56 rows should be split as seven heads of eight.
+    A sweep over the graph before planning learns by this that a weight of 56 rows should be split as seven heads of
+    eight, though the op that needs the heads is several ops away.
     """
     hints = list(hints)
     for choice in choices(row, world, hints):
@@ -505,7 +615,7 @@ def spread(row: Row, world: int, hints: Iterable[Hint]) -> Iterator[Hint]:
 
 
 def local_replacement(row: Row, choice: Choice) -> LocalFn | None:
-    """The function that a rank runs in place of the op under this choice, or None: the op itself."""
+    """Returns the function that a rank runs in place of the op under this choice, or None to run the op itself."""
     for axis, _ in choice.axes:
         if axis in row.options.local:
             return row.options.local[axis]

@@ -7,7 +7,8 @@ from typing import Any
 
 import torch
 
-from torchshard.core.notation import Row, Size
+from torchshard.core.layouts import Size
+from torchshard.core.notation import Row
 from torchshard.rules.empty import where_not_empty
 from torchshard.rules.registry import Call, block, broadcast, dims_of, letters, positive, rule, spaced
 

@@ -17,7 +17,8 @@ from typing import Any
 
 import torch
 
-from torchshard.core.notation import Row, Size, bind
+from torchshard.core.layouts import Size
+from torchshard.core.notation import Row, bind
 from torchshard.custom_ops.whole import entry
 
 

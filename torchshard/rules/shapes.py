@@ -14,7 +14,8 @@ from typing import Any
 import sympy
 import torch
 
-from torchshard.core.notation import Dim, Local, Row, Size
+from torchshard.core.layouts import Size
+from torchshard.core.notation import Dim, Local, Row
 from torchshard.rules.empty import where_not_empty
 from torchshard.rules.registry import Call, block, broadcast, dims_of, letters, positive, rule, spaced
 
