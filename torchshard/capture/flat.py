@@ -80,7 +80,7 @@ def capture(
     shared = shared_names(model)
     inputs = tuple(f"{name} (argument)" if name in shared else name for name in call.names)
     memo = {id(t): without_storage(t) for t in (*model.parameters(), *model.buffers())}
-    graph = _flat_graph(traced.exported, [whole_call.copied(memo) for whole_call in traced.whole])
+    graph = _flat_graph(traced.exported, [whole_call.with_own_modules(memo) for whole_call in traced.whole])
     _describe_placeholders(graph.graph, traced.exported, inputs, shared)
     _describe_ops(graph.graph)
     _order_placeholders(graph.graph)

@@ -118,7 +118,7 @@ def _run_on_fakes(recording: Recording, number: int, tensors: Sequence[Tensor], 
             snapshot.restore()
     if effects.writes or flatten((args, kwargs)).structure[0] != before:
         raise cannot_keep_whole(call.function, "it writes to a tensor, list or dict among its arguments")
-    call.draws, call.seeds = call.draws or effects.uses_rng or recording.asked_for_seed, recording.asked_for_seed
+    call.uses_rng, call.seeds = call.uses_rng or effects.uses_rng or recording.asked_for_seed, recording.asked_for_seed
     call.single = len(result.tensors) == 1
     recording.results[number] = result
     # A result may be an operand itself, which a custom op must not return.

@@ -1,1 +1,1 @@
-"""Ops that graphs hold and PyTorch has no name for: Python kept whole, recurrent layers, replaced values."""
+"""Ops that our graphs need and PyTorch does not have: Python calls kept whole, split recurrent layers, with_value."""

@@ -1,10 +1,12 @@
-"""An op of a rank's graph that communicates in the middle of what it computes, as often as its operands say.
+"""Ops that run collectives in the middle of their computation, a number of times that only the call tells.
 
     def steps(self, x):
         for row in x:
-            whole = yield ALL_GATHER, (row, *ends, group)          a collective and its arguments; then its result
+            whole = yield ALL_GATHER, (row, dim, parts, group)     a collective and its arguments; then its result
 
-In a process group each collective is made; where all ranks run in one process, they meet at it.
+Such an op is a generator because it runs in two ways. In a process group, each rank runs the collectives that it
+yields. In the simulation, where all ranks live in one process, the generators of all ranks advance to their next
+collective, which is then computed for all of them at once.
 """
 
 from __future__ import annotations
@@ -12,31 +14,33 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Generator
 from dataclasses import dataclass, field
-from typing import Any
 
 from torch import Tensor
 
-Steps = Generator[tuple[Any, tuple[Any, ...]], Tensor, Any]
-"""Yields collectives, is sent their results, and returns the op's."""
+from torchshard.custom_ops.fx_types import Argument, Target
+
+Steps = Generator[tuple[Target, tuple[Argument, ...]], Tensor, Argument]
+"""Yields collectives with their arguments, is sent their results, and returns the result of the op."""
 
 
 @dataclass(frozen=True)
 class Stepwise(ABC):
-    """Such an op."""
+    """An op that runs collectives in the middle of its computation."""
 
-    collective: Callable[[Any], Any] = field(default=lambda op: op, kw_only=True)
-    """What is called in the place of a collective's operator."""
+    collective: Callable[[Target], Target] = field(default=lambda op: op, kw_only=True)
+    """Maps a collective's operator to the function that is called for it, such as one that records the call."""
 
     @abstractmethod
-    def steps(self, *args: Any) -> Steps:
-        """What a rank does."""
+    def steps(self, *args: Argument) -> Steps:
+        """The computation of one rank."""
 
-    def __call__(self, *args: Any) -> Any:
-        """The op in a process group."""
-        steps, result = self.steps(*args), None
+    def __call__(self, *args: Argument) -> Argument:
+        """Runs the op in a process group."""
+        steps = self.steps(*args)
+        result: Argument = None  # a generator is started by sending None
         while True:
             try:
-                op, given = steps.send(result)  # type: ignore[arg-type]
+                op, operands = steps.send(result)
             except StopIteration as done:
                 return done.value
-            result = self.collective(op)(*given)
+            result = self.collective(op)(*operands)

@@ -1,8 +1,7 @@
-"""Python that a graph keeps whole: a custom `autograd.Function`, and a gradient hook on an activation.
+"""Python code that is one op of a graph: a custom `autograd.Function`, or a gradient hook on an activation.
 
-A graph of PyTorch's ops would hold the forward of either and lose its backward. So each is one op of the graph, which
-runs the model's own code, forward and backward, on operands that every rank holds whole. A rule may say how to split
-it:
+Traced into PyTorch's ops, either would keep its forward and lose its own backward. So it stays one op, which runs the
+model's code, forward and backward, on operands that every rank holds whole. A rule can tell how to split it:
 
     @ts.rule(GradientReversal)
     def reversal(call):
@@ -17,7 +16,7 @@ import inspect
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, TypeAlias, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -25,39 +24,45 @@ from torch._subclasses.fake_tensor import is_fake
 from torch.utils import _pytree as pytree
 
 from torchshard.core.autocast import Autocast, autocasting
+from torchshard.custom_ops.fx_types import Argument, Target
+
+OpKey: TypeAlias = Target | str
+"""An op in a table of ops: an OpOverload, a function, a custom Function, or the name of one that may be missing."""
+Entry = TypeVar("Entry")
 
 
 @dataclass(eq=False)
 class WholeCall:
-    """What stands in a graph for a call of Python; called with the op's operands in order."""
+    """The target of a graph's node for a call of Python code; it is called with the op's operands in order."""
 
     function: Any
-    """The custom Function's class, or the hook."""
-    rebuild: Callable[[Sequence[Any]], Any]
+    """The class of the custom Function, or the hook; nothing is known of its type."""
+    rebuild: Callable[[Sequence[Argument]], tuple[Sequence[Argument], dict[str, Argument]]]
     """Operands -> (args, kwargs) of the call."""
     operands: int
-    """How many operands the arguments hold; those after them are the state of modules among the arguments."""
+    """The number of operands in the arguments; further operands are the state of modules among the arguments."""
     single: bool = True
-    """Whether it gives one tensor; else a list."""
-    draws: bool = False
-    """Whether it draws random numbers."""
+    """Whether the call returns one tensor; otherwise it returns a list."""
+    uses_rng: bool = False
+    """Whether the call draws random numbers."""
     seeds: bool = False
-    """Whether it asks the system for a seed; the ranks then take one from their common RNG state."""
+    """Whether the call asks the system for a seed; the ranks draw one from their common RNG state instead."""
     autocast: Autocast = ()
-    """The autocast that it is called in."""
+    """The autocast state in which the call runs."""
     modules: dict[int, nn.Module] = field(default_factory=dict)
-    """The id of a module among its arguments -> the copy that is called in its place."""
+    """The id of each module among the arguments -> the copy that the call uses instead."""
     __module__: str = __name__
 
     @property
     def __name__(self) -> str:
-        """As the graph's code and listing have it."""
+        """The name in the graph's code and in listings."""
         return re.sub(r"\W", "", str(getattr(self.function, "__name__", type(self.function).__name__)))
 
     def __str__(self) -> str:
         return f"{getattr(self.function, '__module__', '')}.{self.__name__}"
 
-    def __call__(self, *operands: Any) -> Any:
+    def __call__(self, *operands: Argument) -> Tensor | list[Tensor]:
+        # modules among the arguments read their parameters from operands, so that autograd sees the graph's tensors
         for (holder, name, _), tensor in zip(state_of(self.modules.values()), operands[self.operands :], strict=True):
             holder[name] = tensor
         args, kwargs = self.rebuild(operands[: self.operands])
@@ -66,75 +71,90 @@ class WholeCall:
         seeds = _common_seeds(real=not any(map(is_fake, operands))) if self.seeds else contextlib.nullcontext()
         with seeds, autocasting(self.autocast):
             result = self.run(args, kwargs)
-        found = [leaf for leaf in pytree.tree_leaves(result) if isinstance(leaf, Tensor)]
-        return found[0] if self.single else found
+        tensors = [leaf for leaf in pytree.tree_leaves(result) if isinstance(leaf, Tensor)]
+        return tensors[0] if self.single else tensors
 
-    def run(self, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-        """The call itself."""
+    def run(self, args: Sequence[Argument], kwargs: dict[str, Argument]) -> object:
+        """Runs the call itself; results are the tensors in what it returns."""
         return self.function.apply(*args, **kwargs)
 
-    def bound(self, operands: Sequence[Any]) -> dict[str, Any]:
-        """The arguments by the names of the Function's `forward`, where each operand is one; else by their places."""
+    def bound(self, operands: Sequence[Argument]) -> dict[str, Argument]:
+        """Returns the arguments by the parameter names of the Function's `forward`.
+
+        If an argument contains operands, or an operand is not an argument, the names are the operands' indices.
+        """
         args, kwargs = self.rebuild(operands[: self.operands])
         names = list(inspect.signature(self.function.forward).parameters)
+        # a Function without setup_context has a ctx before its arguments
         names = names[len(names) - len(args) - len(kwargs) :] if len(names) > len(args) else names
-        plain = not kwargs and len(names) == len(args) and len(operands) == self.operands
-        if plain and [a for a in args if any(a is o for o in operands)] == list(operands):
+        named = not kwargs and len(names) == len(args) and len(operands) == self.operands
+        if named and [a for a in args if any(a is o for o in operands)] == list(operands):
             return dict(zip(names, args, strict=True))
         return {str(i): operand for i, operand in enumerate(operands)}
 
-    def copied(self, memo: dict[int, Any] | None = None) -> WholeCall:
-        """The same call with modules of its own, whose tensors are those of `memo` (by id) or the same.
+    def with_own_modules(self, memo: Mapping[int, object] | None = None) -> WholeCall:
+        """Returns the same call with copies of its modules, because a call puts its operands into its modules.
 
-        Each call puts its operands in their place; copying them would read memory that a hollow model does not have.
+        The copies share their tensors until then: copying those would read memory that a model without storage does not
+        have.
+
+        Args:
+            memo: the id of a tensor -> the tensor that the copies hold instead.
         """
         if not self.modules:
             return self
-        tensors = {id(tensor): tensor for _, _, tensor in state_of(self.modules.values())}
-        return replace(self, modules=copy.deepcopy(self.modules, tensors | (memo or {})))
+        shared: dict[int, object] = {id(tensor): tensor for _, _, tensor in state_of(self.modules.values())}
+        return replace(self, modules=copy.deepcopy(self.modules, {**shared, **(memo or {})}))
 
 
-def op_of(target: Any) -> Any:
-    """What a node's target is in tables of ops: the Function, or function, of a call that is kept whole."""
+def op_of(target: Target | str) -> Target | str:
+    """Returns the key of a node's target in tables of ops: the function of a WholeCall, any other target itself."""
     return target.function if isinstance(target, WholeCall) else target
 
 
-def entry(table: Mapping[Any, Any], target: Any) -> Any:
-    """What a table of ops says of a node's target, by itself or by its name; None where it says nothing."""
+def entry(table: Mapping[OpKey, Entry], target: Target | str) -> Entry | None:
+    """Returns a table's entry for a node's target, by the op or by its name; None if there is none.
+
+    Ops of libraries that may not be installed are in tables by name.
+    """
     op = op_of(target)
     return table.get(op) or table.get(str(op))
 
 
 class HookCall(WholeCall):
-    """A gradient hook: its operand again, whose gradient goes through the hook."""
+    """A gradient hook on an activation: it returns its operand, whose gradient passes through the hook."""
 
     @property
     def __name__(self) -> str:
-        """As the graph's code and listing have it."""
+        """The name in the graph's code and in listings."""
         return "register_hook"
 
-    def run(self, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-        """The operand as a new value."""
-        made = args[0].view_as(args[0])
-        if made.requires_grad:
-            made.register_hook(self.function)
-        return made
+    def run(self, args: Sequence[Argument], kwargs: dict[str, Argument]) -> object:
+        """Returns a view of the operand, so that the hook is on this node's result, not on that of another node."""
+        view = args[0].view_as(args[0])
+        if view.requires_grad:
+            view.register_hook(self.function)
+        return view
 
-    def bound(self, operands: Sequence[Any]) -> dict[str, Any]:
-        """Its operand."""
+    def bound(self, operands: Sequence[Argument]) -> dict[str, Argument]:
+        """Returns its operand, named as in `Tensor.register_hook`."""
         return {"self": operands[0]}
 
 
 def state_of(modules: Iterable[nn.Module]) -> list[tuple[dict[str, Any], str, Tensor]]:
-    """The parameters and buffers of some modules: (the dict that holds it, its name there, the tensor)."""
+    """Returns the parameters and buffers of some modules: (the dict that holds it, its name there, the tensor)."""
     dicts = {id(d): d for top in modules for m in top.modules() for d in (m._parameters, m._buffers)}
-    return [(held, name, t) for held in dicts.values() for name, t in held.items() if isinstance(t, Tensor)]
+    return [(holder, name, t) for holder in dicts.values() for name, t in holder.items() if isinstance(t, Tensor)]
 
 
 @contextlib.contextmanager
 def _common_seeds(*, real: bool) -> Iterator[None]:
-    """`torch.seed()` seeds with a number from the RNG state that the ranks have in common, not with the system's."""
-    seeding, manual = torch.seed, torch.manual_seed
+    """Makes `torch.seed()` draw its seed from the RNG state, which all ranks share, not from the system.
+
+    Args:
+        real: false for a call on fake tensors, which must not change the RNG state.
+    """
+    system_seed, manual = torch.seed, torch.manual_seed
 
     def seed() -> int:
         drawn = int(torch.randint(2**62, ()))
@@ -146,5 +166,5 @@ def _common_seeds(*, real: bool) -> Iterator[None]:
     try:
         yield
     finally:
-        torch.seed = torch.random.seed = seeding
+        torch.seed = torch.random.seed = system_seed
         torch.manual_seed = torch.random.manual_seed = manual

@@ -1,15 +1,13 @@
-"""One op for graphs that PyTorch has no functional name for: a tensor's values are replaced, its gradient goes on.
+"""The op `with_value(x, value)`: it returns `value`, and its gradient goes to `x`.
 
     before    h = linear(x, w); with torch.no_grad(): h.clamp_(-1, 1)
     after     h = linear(x, w); h_clamp = clamp(detach(h), -1, 1); h_1 = with_value(h, h_clamp)
 
-Eager PyTorch does not record a write under `no_grad`, through `detach()` or `.data`: what is computed of the tensor
-later sees the new values, and gradients pass to where the old ones came from.
+Graphs need it for writes that autograd does not record, under `no_grad`, through `detach()` or `.data`: later ops read
+the new values, and their gradients flow to the ops that computed the old ones. PyTorch has no functional op for this.
 """
 
 from __future__ import annotations
-
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -17,7 +15,7 @@ from torch import Tensor
 
 @torch.library.custom_op("torchshard::with_value", mutates_args=(), schema="(Tensor x, Tensor value) -> Tensor")
 def with_value(x: Tensor, value: Tensor) -> Tensor:
-    """`value`; its gradient is the gradient of `x`, of the same shape."""
+    """Returns a copy of `value`, whose gradient is the gradient of `x`; both have the same shape."""
     return value.clone()
 
 
@@ -30,4 +28,4 @@ with_value.register_autograd(
     lambda ctx, grad: (grad, None),
     setup_context=lambda ctx, inputs, output: None,
 )
-WITH_VALUE: Any = torch.ops.torchshard.with_value.default
+WITH_VALUE = torch.ops.torchshard.with_value.default

@@ -22,7 +22,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils import _pytree as pytree
 
 from torchshard.core.autocast import Autocast, autocasting
-from torchshard.custom_ops.recurrent import KINDS, states_of
+from torchshard.custom_ops.recurrent import RECURRENCES, states_of
 from torchshard.ir.graph import drop_dead_code, fake_mode, fake_value, faking, name_after, op_name
 from torchshard.passes.functionalize import functionalize
 from torchshard.rules import has_rule, is_random
@@ -68,7 +68,7 @@ def _one_step(function: Any) -> Callable[..., Any]:
 
     def step(x: Any, hx: Any, w_ih: Any, w_hh: Any, b_ih: Any = None, b_hh: Any = None) -> Any:
         states = states_of(hx)
-        made = KINDS[function].cell(F.linear(x, w_ih, b_ih), F.linear(states[0], w_hh, b_hh), *states)
+        made = RECURRENCES[function].cell(F.linear(x, w_ih, b_ih), F.linear(states[0], w_hh, b_hh), *states)
         return made if len(made) > 1 else made[0]
 
     return step

@@ -35,7 +35,7 @@ def localize(module: fx.GraphModule, coordinate: Coordinate, seen: Seen | None =
     _localize_values(module, coordinate)
     for node in list(module.graph.nodes):
         if isinstance(node.target, WholeCall):
-            node.target = node.target.copied()
+            node.target = node.target.with_own_modules()
         if is_collective(node.target):
             node.args = (*node.args[:-1], coordinate.group)
             continue

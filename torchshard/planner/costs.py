@@ -17,7 +17,7 @@ from torchshard.core.conversions import ConversionStep, Steps, kernels, plan_con
 from torchshard.core.layouts import I, Layout, Shard, largest_share, local_size
 from torchshard.core.mesh import MeshAxis
 from torchshard.core.notation import Choice, Dim, Row
-from torchshard.custom_ops.recurrent import KINDS
+from torchshard.custom_ops.recurrent import RECURRENCES
 from torchshard.custom_ops.whole import entry
 from torchshard.ir.graph import hint, nbytes, node_row, operands, values
 from torchshard.plans.data import Sent
@@ -66,7 +66,7 @@ PRODUCTS: Mapping[object, Callable[[Row], list[Product]]] = {
     aten.convolution.default: lambda row: [_over(*row.operands[:2])],  # transposed
     **dict.fromkeys(GROUPED, lambda row: [_over(row.operands[0], row.results[0], divided=("e",))]),
     aten.scaled_dot_product_attention.default: _attention,
-    **dict.fromkeys(KINDS, _recurrence),
+    **dict.fromkeys(RECURRENCES, _recurrence),
 }  # fmt: skip
 """Op, or its name where its library may not be there -> the products within it."""
 FUSED = 1e-3

@@ -16,7 +16,7 @@ from torchshard.capture.facts import ModelFacts
 from torchshard.core.errors import PlanError
 from torchshard.core.layouts import Layout, Shard
 from torchshard.core.paths import star_numbers
-from torchshard.custom_ops.recurrent import KINDS
+from torchshard.custom_ops.recurrent import RECURRENCES
 from torchshard.custom_ops.whole import op_of
 from torchshard.ir.graph import operands, where
 from torchshard.rules.pointwise import CASTS
@@ -88,7 +88,7 @@ SPLITS: dict[object, dict[str, Split]] = {
     aten.conv1d.padding: _CONVOLUTION, aten.conv2d.padding: _CONVOLUTION, aten.conv3d.padding: _CONVOLUTION,
     aten.convolution.default: {"column": Split(("o",), 1, 0), "row": Split(("c",), 0)},  # transposed
     aten.embedding_bag.padding_idx: {"column": Split(("e",), 1)},
-    **{function: {"column": Split(("h",))} for function in KINDS},
+    **{function: {"column": Split(("h",))} for function in RECURRENCES},
 }  # fmt: skip
 """Op -> style -> what it splits."""
 OPS_OF_MODULES: dict[type[nn.Module], OpOverload] = {

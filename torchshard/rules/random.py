@@ -24,7 +24,7 @@ RANDOM_TAG = torch.Tag.nondeterministic_seeded
 def is_random(target: Any) -> bool:
     """Whether the op draws from the random stream."""
     if isinstance(target, WholeCall):
-        return target.draws
+        return target.uses_rng
     return RANDOM_TAG in getattr(target, "tags", ()) or "dropout" in str(target)
 
 

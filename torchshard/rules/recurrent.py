@@ -5,11 +5,11 @@ from __future__ import annotations
 from typing import Any
 
 from torchshard.core.notation import Inside, Local, Row
-from torchshard.custom_ops.recurrent import KINDS, SplitRecurrent, draws
+from torchshard.custom_ops.recurrent import RECURRENCES, SplitRecurrent, uses_rng
 from torchshard.rules.registry import Call, rule, spaced
 
 
-@rule(*KINDS)
+@rule(*RECURRENCES)
 def recurrent(call: Call) -> Row | None:
     """`f32[9,2,8], f32[1,2,16], f32[48,8], f32[48,16] -> f32[9,2,16], f32[1,2,16]`, a GRU without biases:
 
@@ -18,12 +18,12 @@ def recurrent(call: Call) -> Row | None:
     There is none where cuDNN draws the dropout, with projections (`proj_size`), nor in autocast, which casts what
     PyTorch's kernels compute as a whole.
     """
-    kind, params = KINDS[call.target.function], call["params"]
+    kind, params = RECURRENCES[call.target.function], call["params"]
     hidden = params[1].shape[1]
-    drawn_by_cudnn = draws(call.args) and call["device"] != "cpu"
+    drawn_by_cudnn = uses_rng(call.args) and call["device"] != "cpu"
     if call.target.autocast or drawn_by_cudnn or params[0].shape[0] != kind.gates * hidden:
         return None
-    n = "!n" if draws(call.args) else "n"
+    n = "!n" if uses_rng(call.args) else "n"
     sequence = [n, "!t"] if call["batch_first"] else ["!t", n]
     state = ["!l", n, "h"]
     weights = [["(!g h)", f"!i{i}"] if len(p.shape) == 2 else ["(!g h)"] for i, p in enumerate(params)]

@@ -1,0 +1,20 @@
+"""Names for the types of what torch.fx hands to rules and custom ops, each defined once.
+
+They live here because rules must not import torch.fx: a rule sees an op, never the graph.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, TypeAlias
+
+from torch import Tensor
+from torch.fx import Proxy
+
+Traced: TypeAlias = Tensor | Proxy
+"""A value inside a replacement: an fx.Proxy while a rank's graph is recorded, a tensor in an eager collective."""
+Argument: TypeAlias = Any
+"""An argument of an op: a tensor in the form that the caller uses (a fake or real tensor, a Proxy, a TensorType), or an
+int, float, bool, dtype, None, or a list of these. Its type follows from the op's schema, which mypy does not know."""
+Target: TypeAlias = Callable[..., Any]
+"""The target of a graph's node: an OpOverload, a function, or a WholeCall. Called with Proxies it returns a Proxy."""
