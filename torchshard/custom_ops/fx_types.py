@@ -11,6 +11,8 @@ from typing import Any, TypeAlias
 from torch import Tensor
 from torch.fx import Proxy
 
+__all__ = ["Argument", "Proxy", "Target", "Traced"]
+
 Traced: TypeAlias = Tensor | Proxy
 """A value inside a replacement: an fx.Proxy while a rank's graph is recorded, a tensor in an eager collective."""
 Argument: TypeAlias = Any

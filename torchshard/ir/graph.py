@@ -137,6 +137,7 @@ def required_layouts(node: fx.Node, choice: Choice | None) -> list[tuple[fx.Node
 def call_of(node: fx.Node) -> Call:
     """An op node as rules see it."""
     args = {name: _rule_argument(value) for name, value in bound_args(node).items()}
+    assert callable(node.target)
     return Call(node.target, args, tuple(tensor_type(v) for v in values(node) if isinstance(v, Tensor)))
 
 

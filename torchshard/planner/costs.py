@@ -23,7 +23,7 @@ from torchshard.ir.graph import hint, nbytes, node_row, operands, values
 from torchshard.plans.data import Sent
 from torchshard.plans.machine import Machine
 from torchshard.rules.linear_algebra import GROUPED
-from torchshard.rules.registry import wide
+from torchshard.rules.registry import acc_dtype
 
 aten = torch.ops.aten
 
@@ -211,7 +211,7 @@ class CostModel:
         for inside in (inside for axis, _ in choice.axes for inside in op.row.options.comm.get(axis, ())):
             dtype = op.results[0].dtype
             summed = inside.name not in ("all_reduce_max", "all_gather")  # sums of halves are sent as float32
-            size = inside.numbers * _points(inside.axes, sizes) * (wide(dtype) if summed else dtype).itemsize
+            size = inside.numbers * _points(inside.axes, sizes) * (acc_dtype(dtype) if summed else dtype).itemsize
             sent = Value((), dtype, size, bool(op.node.meta.get("needs_grad")))
             ways = kernels(inside.name, needs_grad=sent.needs_grad)
             forward, backward = (self._sent(kernel, sent, I, I).often(_points(inside.times, sizes)) for kernel in ways)

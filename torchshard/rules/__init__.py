@@ -1,10 +1,10 @@
-"""Rules: how each op may be split. One file per family; `row_of` finds an op's row."""
+"""Sharding rules: how each op may be split. One file per family of ops; `row_of` returns the row of a call."""
 
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Hashable, Mapping
 
 from torchshard.core.errors import RuleError, ShardError
 from torchshard.core.notation import Row
+from torchshard.custom_ops.fx_types import Argument, Target
 from torchshard.rules import (
     attention,
     batched,
@@ -32,47 +32,50 @@ FAMILIES = (
 )  # fmt: skip
 
 
-def has_rule(target: Any) -> bool:
-    """Whether an op has one, though perhaps not for all arguments."""
+def has_rule(target: Target | str) -> bool:
+    """Returns whether an op has a rule; the rule may still return no row for some arguments."""
     return rule_of(target) is not None or pointwise.is_pointwise(target)
 
 
 def row_of(call: Call) -> Row | None:
-    """The row of an op for these shapes, or None where it has no rule: it then runs on Invariant operands."""
-    found = rule_of(call.target) or (pointwise.pointwise if pointwise.is_pointwise(call.target) else None)
-    if found is None:
+    """Returns the row of a call, or None if the op has no rule for it: the op then runs on Invariant operands."""
+    rule_fn = rule_of(call.target)
+    if rule_fn is None and pointwise.is_pointwise(call.target):
+        rule_fn = pointwise.pointwise
+    if rule_fn is None:
         return None
-    key = (found, call.target, _frozen(call.args), call.results)
+    key = (rule_fn, call.target, _frozen(call.args), call.results)
     if key not in ROWS:
-        if len(ROWS) >= MOST_ROWS:
+        if len(ROWS) >= MAX_ROWS:
             ROWS.clear()
-        ROWS[key] = _ruled(found, call)
+        ROWS[key] = _apply_rule(rule_fn, call)
     return ROWS[key]
 
 
-MOST_ROWS = 1 << 16
-"""As many rows are kept: those of one model are few thousand, but a process may shard many."""
+MAX_ROWS = 1 << 16
+"""The size at which the cache of rows is cleared: a model has a few thousand, but a process may shard many models."""
 
 
-def _ruled(found: RuleFn, call: Call) -> Row | None:
+def _apply_rule(rule_fn: RuleFn, call: Call) -> Row | None:
+    """Calls a rule, which may be the user's own: any exception in it becomes a RuleError that names the rule."""
     try:
-        return found(call)
+        return rule_fn(call)
     except ShardError:
         raise
     except Exception as error:
         shapes = ", ".join(str(list(t.shape)) for t in call.tensors)
         raise RuleError(
             f"the rule of {call.target} fails",
-            where=f"{found.__module__}.{found.__name__}",
-            why=f"{type(error).__name__}: {error}; of tensors of {shapes or 'no shape'}",
-            attempt="a rule gives a row, or None for arguments that it has none for",
+            where=f"{rule_fn.__module__}.{rule_fn.__name__}",
+            why=f"{type(error).__name__}: {error}; tensors of shape {shapes or '(none)'}",
+            attempt="a rule returns a row, or None for arguments that it does not support",
         ) from error
 
 
-def _frozen(value: Any) -> Any:
-    """An argument as a key; 1, 1.0 and True are three."""
+def _frozen(value: Argument) -> Hashable:
+    """Returns an argument as a cache key. The type is part of it, because 1, 1.0 and True are equal in Python."""
     if isinstance(value, Mapping):
-        return tuple((name, _frozen(held)) for name, held in value.items())
+        return tuple((name, _frozen(item)) for name, item in value.items())
     if isinstance(value, (list, tuple)):
         return tuple(map(_frozen, value))
     return type(value), value

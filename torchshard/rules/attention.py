@@ -1,19 +1,21 @@
-"""Scaled dot-product attention: batch, heads, the queries' positions and the values' features split.
+"""Scaled dot-product attention: batch, heads, the queries' positions and the values' features are splittable.
 
-`F.scaled_dot_product_attention` runs its fused kernels on a rank's heads as it does on all of them. With dropout the
-mask is drawn whole on every rank, from the shared stream, and each rank keeps its heads' part of it.
+`F.scaled_dot_product_attention` runs its fused kernels on a rank's heads as on all of them. With dropout every rank
+draws the whole mask from the common RNG state and keeps its heads' part. A fused kernel can't be given a mask, so the
+scores are then computed explicitly.
 """
 
 from __future__ import annotations
 
 import math
-from typing import Any
+import operator
 
 import torch
 
-from torchshard.core.notation import Local, Row
-from torchshard.rules.empty import where_not_empty
-from torchshard.rules.random import dropped
+from torchshard.core.notation import Local, LocalFn, Row
+from torchshard.custom_ops.fx_types import Traced
+from torchshard.rules.empty import padded_if_empty
+from torchshard.rules.random import sliced_dropout
 from torchshard.rules.registry import Call, broadcast, letters, rule, spaced
 
 aten = torch.ops.aten
@@ -23,13 +25,14 @@ aten = torch.ops.aten
 def attention(call: Call) -> Row | None:
     """`f32[2,6,5,8], f32[2,2,7,8] x 2 -> f32[2,6,5,8]     b (g r) l !e, b g !s !e, b g !s v -> b (g r) l v`.
 
-    With a causal mask, what a query sees is decided by its position: l is closed then.
+    With a causal mask l is unsplittable, because the position of a query decides which keys it sees. Grouped queries
+    (`enable_gqa`) have heads `(g r)`, r for each of the g heads of keys and values.
     """
     query, key, value = (call[name].shape for name in ("query", "key", "value"))
-    batch, wide = call.results[0].shape[:-2], len(call.results[0].shape) - 2
+    batch = call.results[0].shape[:-2]
     grouped = bool(call["enable_gqa"]) and len(query) > 2 and query[-3] != key[-3]
-    names = letters(wide, used="glersv")
-    if wide:
+    names = letters(len(batch), used="glersv")
+    if names:  # the last dim before positions and features is the heads
         names[-1] = "(g r)" if grouped else "g"
     sizes = {"g": key[-3], "r": query[-3] // key[-3]} if grouped else {}
     row = "!l" if call["is_causal"] else "l"
@@ -43,46 +46,46 @@ def attention(call: Call) -> Row | None:
         operands.append(broadcast([*names, row, "!s"], call["attn_mask"].shape, [*batch, query[-2], key[-2]]))
     drops = call["dropout_p"] > 0
     stretched = [*query[:-2]] != [*batch] or any([*t[:-2]] != [*kv_batch] for t in (key, value))
-    if stretched and (grouped or drops):
+    if stretched and (grouped or drops):  # the explicit computation with dropout does not broadcast
         return None
-    local = {"*": _dropout_attention(call) if drops else where_not_empty(call)}
+    local = {"*": _dropout_attention(call) if drops else padded_if_empty(call)}
     return call.row(f"{spaced(*operands)} -> {spaced([*names, row, 'v'])}", sizes=sizes, local=local, fills_ranks=drops)
 
 
-def _dropout_attention(call: Call) -> Any:
-    """What `_scaled_dot_product_attention_math` computes, with this rank's part of the one mask."""
+def _dropout_attention(call: Call) -> LocalFn:
+    """Returns a replacement that computes what `_scaled_dot_product_attention_math` does, with a slice of the mask."""
 
     def local(
         ctx: Local,
-        query: Any,
-        key: Any,
-        value: Any,
-        attn_mask: Any = None,
+        query: Traced,
+        key: Traced,
+        value: Traced,
+        attn_mask: Traced | None = None,
         dropout_p: float = 0.0,
         is_causal: bool = False,
         *,
         scale: float | None = None,
         enable_gqa: bool = False,
-    ) -> Any:
-        width = call["query"].shape[-1]
-        scale = 1 / math.sqrt(width) if scale is None else scale
+    ) -> Traced:
+        scale = 1 / math.sqrt(call["query"].shape[-1]) if scale is None else scale
         factor = math.sqrt(abs(scale))
         if enable_gqa:
             times = ctx.size("r") if "r" in ctx.row.sizes else 1
             key, value = (aten.repeat_interleave.self_int(t, times, -3) for t in (key, value))
-        scores = aten.matmul.default(query * math.copysign(factor, scale), aten.transpose.int(key, -2, -1) * factor)
+        # as PyTorch does, each side is scaled by the root of the scale, so that halves do not overflow
+        scaled_query = operator.mul(query, math.copysign(factor, scale))
+        scores = aten.matmul.default(scaled_query, aten.transpose.int(key, -2, -1) * factor)
         if is_causal:
             ones = aten.ones_like.default(scores, dtype=torch.bool)
             scores = aten.masked_fill.Scalar(scores, aten.logical_not.default(aten.tril.default(ones)), -math.inf)
         if attn_mask is not None:
-            boolean = call["attn_mask"].dtype is torch.bool
-            hidden = (
-                aten.masked_fill.Scalar(scores, aten.logical_not.default(attn_mask), -math.inf) if boolean else None
-            )
-            scores = hidden if boolean else aten.add.Tensor(scores, attn_mask)
+            if call["attn_mask"].dtype is torch.bool:
+                scores = aten.masked_fill.Scalar(scores, aten.logical_not.default(attn_mask), -math.inf)
+            else:
+                scores = aten.add.Tensor(scores, attn_mask)
         weights = aten._safe_softmax.default(scores, -1)
-        if ctx.choice.axes[0][0] == "v":
+        if ctx.choice.axes[0][0] == "v":  # the features are split, so every rank has all scores and the whole mask
             return aten.matmul.default(aten.dropout.default(weights, dropout_p, True), value)
-        return aten.matmul.default(dropped(ctx, weights, dropout_p, len(call.tensors[0].shape)), value)
+        return aten.matmul.default(sliced_dropout(ctx, weights, dropout_p, len(call.tensors[0].shape)), value)
 
     return local

@@ -1,49 +1,52 @@
-"""Ops that treat every matrix, image or signal of a batch alike: leading dims split, those of one item stay whole."""
+"""Ops that process each matrix, image or signal of a batch on its own.
+
+The batch dims are splittable, the dims of one item are not.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Unpack
 
 import torch
 
 from torchshard.core.layouts import Size
-from torchshard.core.notation import Row
-from torchshard.rules.empty import where_not_empty
-from torchshard.rules.registry import Call, block, broadcast, dims_of, letters, positive, rule, spaced
+from torchshard.core.notation import Row, RowKeywords
+from torchshard.custom_ops.fx_types import Target
+from torchshard.rules.empty import padded_if_empty
+from torchshard.rules.registry import Call, broadcast, dims_of, letters, positive, rule, spaced, unsplittable
 
 aten = torch.ops.aten
 
 
-def batched(call: Call, items: Sequence[int], **options: Any) -> Row | None:
+def batched(call: Call, items: Sequence[int], **options: Unpack[RowKeywords]) -> Row | None:
     """`f32[2,1,4,4], f32[3,4,5] -> f32[2,3,4,5]     a 1 !o00 !o01, b !o10 !o11 -> a b !r00 !r01`.
 
     Args:
-        items: how many dims of each operand are of one item; the others broadcast.
+        items: the number of dims that one item has in each operand; the dims before them are broadcast.
     """
     shapes = [t.shape for t in call.tensors]
-    leads = [shape[: len(shape) - n] for shape, n in zip(shapes, items, strict=True)]
     if any(len(shape) < n for shape, n in zip(shapes, items, strict=True)):
         return None
-    wide = max(map(len, leads))
-    names = letters(wide, used="or")
-    batch: list[Size] = [1] * wide
+    leads = [shape[: len(shape) - n] for shape, n in zip(shapes, items, strict=True)]
+    ndim = max(map(len, leads))
+    names = letters(ndim, used="or")
+    batch: list[Size] = [1] * ndim
     for lead in leads:
-        for i, size in enumerate(lead, wide - len(lead)):
+        for i, size in enumerate(lead, ndim - len(lead)):
             batch[i] = size if batch[i] == 1 else batch[i]
-    if any(list(r.shape[:wide]) != batch for r in call.results):
+    if any(list(r.shape[:ndim]) != batch for r in call.results):
         return None
-    left = [
-        [*broadcast(names, lead, batch), *(f"!o{j}{k}" for k in range(n))]
-        for j, (lead, n) in enumerate(zip(leads, items, strict=True))
-    ]
-    right = [[*names, *(f"!r{j}{k}" for k in range(len(r.shape) - wide))] for j, r in enumerate(call.results)]
+    left = []
+    for j, (lead, n) in enumerate(zip(leads, items, strict=True)):
+        left.append([*broadcast(names, lead, batch), *(f"!o{j}{k}" for k in range(n))])
+    right = [[*names, *(f"!r{j}{k}" for k in range(len(r.shape) - ndim))] for j, r in enumerate(call.results)]
     return call.row(f"{spaced(*left)} -> {spaced(*right)}", **options)
 
 
 # --- matrices --------------------------------------------------------------------------------------------------------
 
-MATRICES: Mapping[Any, tuple[int, ...]] = {
+MATRICES: Mapping[Target, tuple[int, ...]] = {
     aten.linalg_cholesky_ex.default: (2,),
     aten.cholesky.default: (2,),
     aten.linalg_inv_ex.default: (2,),
@@ -64,7 +67,7 @@ MATRICES: Mapping[Any, tuple[int, ...]] = {
     aten.lu_unpack.default: (2, 1),
     aten.linalg_pinv.atol_rtol_tensor: (2, 0, 0),
 }
-"""Op -> the dims of one item, of each operand."""
+"""Op -> the number of dims that one item has in each operand."""
 
 
 @rule(*MATRICES)
@@ -75,33 +78,36 @@ def matrices(call: Call) -> Row | None:
 
 @rule(aten._linalg_solve_ex.default)
 def solve(call: Call) -> Row | None:
-    """`f32[5,4,4], f32[5,4] -> f32[5,4], ...     a !o00 !o01, a !o10 -> a !r00, ...`: of vectors or of matrices."""
+    """`f32[5,4,4], f32[5,4] -> f32[5,4], ...     a !o00 !o01, a !o10 -> a !r00, ...`.
+
+    The second operand is a batch of vectors or of matrices, which PyTorch tells by its shape.
+    """
     a, b = (t.shape for t in call.tensors)
     return batched(call, (2, 1 if len(b) == 1 or (len(b) == len(a) - 1 and b == a[:-1]) else 2))
 
 
 @rule(aten._linalg_check_errors.default)
 def check_errors(call: Call) -> Row:
-    """`i32[5] -> nothing     !a -> `: what makes the model fail makes every rank fail."""
+    """`i32[5] -> nothing     !a -> `: every rank checks all items, so that all ranks fail together."""
     names = letters(len(call.tensors[0].shape))
-    return call.row(f"{spaced(block(names, range(len(names))))} -> ")
+    return call.row(f"{spaced(unsplittable(names, range(len(names))))} -> ")
 
 
 @rule(
     aten.linalg_solve_triangular.default, aten.cholesky_solve.default, aten.linalg_lu_solve.default, aten.ormqr.default,
 )  # fmt: skip
 def solve_columns(call: Call) -> Row | None:
-    """`f32[5,4,4], f32[5,4,3] -> f32[5,4,3]     a !m !n, a !k c -> a !k c`: each right-hand side is solved alone."""
-    known = 0 if call.target is aten.cholesky_solve.default else len(call.tensors) - 1
+    """`f32[5,4,4], f32[5,4,3] -> f32[5,4,3]     a !m !n, a !k c -> a !k c`: columns are independent."""
+    right_side = 0 if call.target is aten.cholesky_solve.default else len(call.tensors) - 1
     sides = ["!k", "c"] if call.args.get("left", True) else ["c", "!k"]
-    wide = len(call.results[0].shape) - 2
-    batch = call.results[0].shape[:wide]
-    names = letters(wide, used="ckmn")
+    batch = call.results[0].shape[:-2]
+    names = letters(len(batch), used="ckmn")
     left = []
     for i, t in enumerate(call.tensors):
-        own = sides if i == known else [f"!m{i}", f"!n{i}"] if len(t.shape) > wide + 1 or i != 1 else [f"!m{i}"]
+        is_vector = i == 1 and len(t.shape) <= len(batch) + 1  # the pivots of an LU factorization, or ormqr's tau
+        own = sides if i == right_side else [f"!m{i}", f"!n{i}"][: 1 if is_vector else 2]
         left.append([*broadcast(names, t.shape[: len(t.shape) - len(own)], batch), *own])
-    return call.row(f"{spaced(*left)} -> {spaced([*names, *sides])}", linear=[{known}])
+    return call.row(f"{spaced(*left)} -> {spaced([*names, *sides])}", linear=[{right_side}])
 
 
 rule(aten.cdist.default, row="... m !k, ... n !k -> ... m n")
@@ -111,7 +117,7 @@ rule(aten.cdist.default, row="... m !k, ... n !k -> ... m n")
 def cross(call: Call) -> Row:
     """`f32[5,3], f32[1,3] -> f32[5,3]     a !b, 1 !b -> a !b`."""
     shape = call.results[0].shape
-    names = block(letters(len(shape)), [positive(call["dim"], len(shape))])
+    names = unsplittable(letters(len(shape)), [positive(call["dim"], len(shape))])
     left = [broadcast(names, t.shape, shape) for t in call.tensors]
     return call.row(f"{spaced(*left)} -> {spaced(names)}", linear=[{0}, {1}])
 
@@ -133,10 +139,10 @@ _IMAGES = tuple(
 def resized(call: Call) -> Row | None:
     """`f32[2,3,4,4] -> f32[2,3,8,8]     a b !o00 !o01 -> a b !r00 !r01`."""
     space = len(call.tensors[0].shape) - 2
-    return batched(call, (space,), linear=[{0}], local={"*": where_not_empty(call)})
+    return batched(call, (space,), linear=[{0}], local={"*": padded_if_empty(call)})
 
 
-POOLS: Mapping[Any, tuple[int, ...]] = {
+POOLS: Mapping[Target, tuple[int, ...]] = {
     aten.max_pool2d_with_indices.default: (2,),
     aten.max_pool3d_with_indices.default: (3,),
     aten.adaptive_max_pool2d.default: (2,),
@@ -144,7 +150,7 @@ POOLS: Mapping[Any, tuple[int, ...]] = {
     aten.fractional_max_pool2d.default: (2, 1),
     aten.fractional_max_pool3d.default: (3, 1),
 }
-UNPOOLS: Mapping[Any, tuple[int, ...]] = {
+UNPOOLS: Mapping[Target, tuple[int, ...]] = {
     aten.max_unpool2d.default: (2, 2),
     aten.max_unpool3d.default: (3, 3),
 }
@@ -153,13 +159,13 @@ UNPOOLS: Mapping[Any, tuple[int, ...]] = {
 @rule(*POOLS)
 def pooled(call: Call) -> Row | None:
     """`f32[2,3,8,8] -> f32[2,3,4,4], i64[2,3,4,4]     a b !o00 !o01 -> a b !r00 !r01, a b !r10 !r11`."""
-    return batched(call, POOLS[call.target], local={"*": where_not_empty(call)})
+    return batched(call, POOLS[call.target], local={"*": padded_if_empty(call)})
 
 
 @rule(*UNPOOLS)
 def unpooled(call: Call) -> Row | None:
     """`f32[2,3,4,4], i64[2,3,4,4] -> f32[2,3,8,8]     a b !o00 !o01, a b !o10 !o11 -> a b !r00 !r01`."""
-    return batched(call, UNPOOLS[call.target], linear=[{0}], local={"*": where_not_empty(call)})
+    return batched(call, UNPOOLS[call.target], linear=[{0}], local={"*": padded_if_empty(call)})
 
 
 @rule(aten.grid_sampler_2d.default, aten.grid_sampler_3d.default)
@@ -189,10 +195,10 @@ def columns(call: Call) -> Row | None:
 
 @rule(aten._fft_c2c.default, aten._fft_r2c.default, aten._fft_c2r.default)
 def fourier(call: Call) -> Row:
-    """`f32[2,8,4] -> c64[2,5,4]     a !b c -> a !y1 c`: what is transformed stays whole."""
+    """`f32[2,8,4] -> c64[2,5,4]     a !b c -> a !y1 c`: the transformed dims are unsplittable."""
     ndim = len(call.tensors[0].shape)
     dims, names = dims_of(call, "dim", ndim), letters(ndim, used="y")
     right = [f"!y{i}" if i in dims else name for i, name in enumerate(names)]
     return call.row(
-        f"{spaced(block(names, dims))} -> {spaced(right)}", linear=[{0}], local={"*": where_not_empty(call)}
+        f"{spaced(unsplittable(names, dims))} -> {spaced(right)}", linear=[{0}], local={"*": padded_if_empty(call)}
     )

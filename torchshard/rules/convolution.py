@@ -1,13 +1,15 @@
-"""Convolutions and pooling: batch and channels split, space stays whole (a split would need its neighbours' edges)."""
+"""Convolutions and pooling: batch and channels are splittable.
+
+Spatial dims are not: a rank would need the edges of its neighbours' slices (a halo exchange).
+"""
 
 from __future__ import annotations
-
-from typing import Any
 
 import torch
 
 from torchshard.core.notation import Local, LocalFn, Row
-from torchshard.rules.empty import emptied, filled, where_not_empty
+from torchshard.custom_ops.fx_types import Argument, Traced
+from torchshard.rules.empty import append_zeros, cut_to_empty, padded_if_empty
 from torchshard.rules.registry import Call, rule, spaced
 
 aten = torch.ops.aten
@@ -20,7 +22,8 @@ aten = torch.ops.aten
 def convolution(call: Call) -> Row | None:
     """`f32[2,3,9,9], f32[8,3,3,3] -> f32[2,8,7,7]     n c !h0 !h1, o c !k0 !k1 -> n o !z0 !z1`; groups split too.
 
-    A transposed one has its weight the other way round: `c o !k0 !k1`.
+    A transposed convolution has its weight the other way round: `c o !k0 !k1`. With a bias c is unsplittable, because
+    each rank would add the whole bias to its partial sum.
     """
     x, weight, groups = call["input"].shape, call["weight"].shape, call["groups"]
     space = len(weight) - 2
@@ -37,7 +40,7 @@ def convolution(call: Call) -> Row | None:
         channel, out = "(g !i)", "(g !o)"
         kernel = [channel, "!o"] if transposed else [out, "!i"]
     operands = [[*batch, channel, *hs], [*kernel, *ks], *([[out]] if biased else [])]
-    local = where_not_empty(call) if groups == 1 else _own_groups(call, len(batch))
+    local = padded_if_empty(call) if groups == 1 else _own_groups(call, len(batch))
     return call.row(
         f"{spaced(*operands)} -> {spaced([*batch, out, *zs])}",
         sizes=sizes,
@@ -47,22 +50,24 @@ def convolution(call: Call) -> Row | None:
 
 
 def _own_groups(call: Call, channel: int) -> LocalFn:
-    """This rank's groups; a rank without any convolves zeros.
+    """Returns a replacement that convolves this rank's groups, because the number of groups is an argument of the op.
+
+    A rank without groups convolves zeros.
 
     Args:
         channel: the dim of the channels in the input and in the result.
     """
     dims = {"input": channel, "weight": 0, "bias": 0}
-    held = {name: call.args[name].shape for name in dims if call.args.get(name) is not None}
+    shapes = {name: call.args[name].shape for name in dims if call.args.get(name) is not None}
 
-    def local(ctx: Local, *args: Any, **kwargs: Any) -> Any:
-        bound, mine = call.bound(args, kwargs), ctx.size("g")
-        if mine:
-            return call.target(**bound | {"groups": mine})
-        for name, shape in held.items():
+    def local(ctx: Local, *args: Argument, **kwargs: Argument) -> Traced:
+        bound, own_groups = call.bound(args, kwargs), ctx.size("g")
+        if own_groups:
+            return call.target(**bound | {"groups": own_groups})
+        for name, shape in shapes.items():
             width = shape[dims[name]] // call["groups"]
-            bound[name] = filled(bound[name], dims[name], len(shape), width)
-        return emptied(call.target(**bound | {"groups": 1}), channel)
+            bound[name] = append_zeros(bound[name], dims[name], len(shape), width)
+        return cut_to_empty(call.target(**bound | {"groups": 1}), channel)
 
     return local
 
@@ -78,4 +83,4 @@ def pooling(call: Call) -> Row:
     space = int(str(call.target).split("pool")[1][0])
     lead = list("ab")[: ndim - space]
     hs, os = ([f"!{c}{i}" for i in range(space)] for c in "hz")
-    return call.row(f"{spaced([*lead, *hs])} -> {spaced([*lead, *os])}", local={"*": where_not_empty(call)})
+    return call.row(f"{spaced([*lead, *hs])} -> {spaced([*lead, *os])}", local={"*": padded_if_empty(call)})

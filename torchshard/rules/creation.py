@@ -1,6 +1,6 @@
-"""Tensors made inside the model (positions, masks): every rank makes the whole, which costs no communication.
+"""Ops that create tensors inside the model (positions, masks): every rank creates the whole tensor.
 
-They need no gradient, so a split op takes its slice of them for free.
+This costs no communication, and since such tensors need no gradient, an op that wants a slice takes it locally.
 """
 
 from __future__ import annotations
@@ -8,7 +8,7 @@ from __future__ import annotations
 import torch
 
 from torchshard.core.notation import Row
-from torchshard.rules.registry import Call, block, letters, rule, spaced
+from torchshard.rules.registry import Call, letters, rule, spaced, unsplittable
 
 aten = torch.ops.aten
 
@@ -21,4 +21,4 @@ aten = torch.ops.aten
 def creation(call: Call) -> Row:
     """`-> i64[8]     -> !a`."""
     ndim = len(call.results[0].shape)
-    return call.row(f" -> {spaced(block(letters(ndim), range(ndim)))}")
+    return call.row(f" -> {spaced(unsplittable(letters(ndim), range(ndim)))}")

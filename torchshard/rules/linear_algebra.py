@@ -1,19 +1,18 @@
-"""Matrix products: an axis that only the operands have is summed, so splitting it is row parallel."""
+"""Matrix products. An axis that only the operands have is summed, so splitting it is row parallel."""
 
 from __future__ import annotations
-
-from typing import Any
 
 import torch
 
 from torchshard.core.notation import Local, Row
-from torchshard.rules.empty import filled
+from torchshard.custom_ops.fx_types import Argument, Traced
+from torchshard.rules.empty import append_zeros
 from torchshard.rules.registry import Call, broadcast, letters, rule, spaced
 
 aten = torch.ops.aten
 BOTH = ({0}, {1})
 GROUPED = (aten._grouped_mm.default, "transformers.grouped_mm_fallback.default")
-"""Products of rows in groups with a matrix for each."""
+"""Ops that multiply groups of rows, each by a matrix of its own, as mixtures of experts do."""
 
 rule(aten.mm.default, row="m k, k n -> m n", linear=BOTH)
 rule(aten.bmm.default, row="b m k, b k n -> b m n", linear=BOTH)
@@ -24,7 +23,10 @@ rule(aten.outer.default, row="m, n -> m n", linear=BOTH)
 
 @rule(aten.linear.default)
 def linear(call: Call) -> Row:
-    """`f32[2,8,16], f32[32,16] -> f32[2,8,32]     ... k, n k -> ... n`; a bias is to be added once, so k is closed."""
+    """`f32[2,8,16], f32[32,16] -> f32[2,8,32]     ... k, n k -> ... n`.
+
+    With a bias k is unsplittable: each rank would add the whole bias to its partial sum.
+    """
     if call["bias"] is not None:
         return call.row("... !k, n !k, n -> ... n")
     return call.row("... k, n k -> ... n", linear=BOTH)
@@ -32,7 +34,7 @@ def linear(call: Call) -> Row:
 
 @rule(aten.matmul.default)
 def matmul(call: Call) -> Row:
-    """`f32[2,4,8,16], f32[4,16,8] -> f32[2,4,8,8]     a b m k, b k n -> a b m n`, as numpy broadcasts."""
+    """`f32[2,4,8,16], f32[4,16,8] -> f32[2,4,8,8]     a b m k, b k n -> a b m n`; batch dims are broadcast."""
     a, b = (t.shape for t in call.tensors)
     lead = letters(max(len(a), len(b), 2) - 2, used="kmn")
     batch = call.results[0].shape[: len(lead)]
@@ -44,28 +46,30 @@ def matmul(call: Call) -> Row:
 
 @rule(*GROUPED)
 def grouped_mm(call: Call) -> Row | None:
-    """`f32[9,8], f32[3,8,16], i32[3] -> f32[9,16]     !t k, e k n, !o -> !t n`: rows in groups, a matrix for each.
+    """`f32[9,8], f32[3,8,16], i32[3] -> f32[9,16]     !t k, e k n, !o -> !t n`: each group of rows has its own matrix.
 
-    The rows of a group follow each other up to its offset. Splitting e, a rank multiplies the rows of its own groups
-    and gives zeros elsewhere.
+    The rows of a group are contiguous and end at its offset. If e is split, a rank multiplies the rows of its own
+    groups and returns zeros for the others.
     """
     if len(call.tensors) != 3 or [len(t.shape) for t in call.tensors] != [2, 3, 1]:
         return None
     total = call.tensors[0].shape[0]
 
-    def local(ctx: Local, x: Any, weight: Any, offs: Any, *rest: Any, **named: Any) -> Any:
+    def local(ctx: Local, x: Traced, weight: Traced, offs: Traced, *rest: Argument, **named: Argument) -> Traced:
         first, count = ctx.start("e"), ctx.size("e")
         rows = aten.sym_size.int(x, 0) if not isinstance(total, int) else total
-        at = aten.sub.Scalar(aten.cumsum.default(aten.new_ones.default(offs, [rows]), 0), 1)
-        none = aten.new_zeros.default(offs, [1])
-        start = aten.slice.Tensor(offs, 0, first - 1, first) if first else none
-        own = aten.sub.Tensor(aten.slice.Tensor(offs, 0, first, first + count), start) if count else none
-        mine = aten.unsqueeze.default(aten.lt.Tensor(at, aten.slice.Tensor(own, 0, -1)), 1)
-        turned = aten.index.Tensor(x, [aten.remainder.Scalar(aten.add.Tensor(at, start), rows)])
-        turned = aten.masked_fill.Scalar(turned, aten.logical_not.default(mine), 0.0)
-        made = call.target(turned, weight if count else filled(weight, 0, 3), own, *rest, **named)
-        made = aten.masked_fill.Scalar(made, aten.logical_not.default(mine), 0.0)
-        return aten.index.Tensor(made, [aten.remainder.Scalar(aten.sub.Tensor(at, start), rows)])
+        row_index = aten.sub.Scalar(aten.cumsum.default(aten.new_ones.default(offs, [rows]), 0), 1)
+        zero = aten.new_zeros.default(offs, [1])
+        start = aten.slice.Tensor(offs, 0, first - 1, first) if first else zero
+        own_offs = aten.sub.Tensor(aten.slice.Tensor(offs, 0, first, first + count), start) if count else zero
+        # the op wants its groups from row 0 on, and offsets are known at the call only: rotate the rows, and mask those
+        # of other ranks' groups, instead of slicing by a size that depends on data
+        is_own = aten.unsqueeze.default(aten.lt.Tensor(row_index, aten.slice.Tensor(own_offs, 0, -1)), 1)
+        rotated = aten.index.Tensor(x, [aten.remainder.Scalar(aten.add.Tensor(row_index, start), rows)])
+        rotated = aten.masked_fill.Scalar(rotated, aten.logical_not.default(is_own), 0.0)
+        product = call.target(rotated, weight if count else append_zeros(weight, 0, 3), own_offs, *rest, **named)
+        product = aten.masked_fill.Scalar(product, aten.logical_not.default(is_own), 0.0)
+        return aten.index.Tensor(product, [aten.remainder.Scalar(aten.sub.Tensor(row_index, start), rows)])
 
     return call.row("!t k, e k n, !o -> !t n", linear=BOTH, local={"e": local})
 
@@ -76,26 +80,25 @@ def einsum(call: Call) -> Row | None:
     operands, right = _equation(call)
     if any(len(set(o)) != len(o) for o in operands):
         return None  # a diagonal
-    sizes = [t.shape for t in call.tensors]
-    ones = {c for o, s in zip(operands, sizes, strict=True) for c, n in zip(o, s, strict=True) if n == 1}
-    mixed = {c for o, s in zip(operands, sizes, strict=True) for c, n in zip(o, s, strict=True) if n != 1} & ones
-    if mixed:
+    shapes = [t.shape for t in call.tensors]
+    sizes = {pair for axes, shape in zip(operands, shapes, strict=True) for pair in zip(axes, shape, strict=True)}
+    broadcast_axes = {axis for axis, size in sizes if size == 1} & {axis for axis, size in sizes if size != 1}
+    if broadcast_axes:  # in a row the same letter has one size
         return None
-    each = [{i} for i in range(len(operands))]
-    return call.row(f"{spaced(*operands)} -> {spaced(right)}", linear=each)
+    linear = [{i} for i in range(len(operands))]
+    return call.row(f"{spaced(*operands)} -> {spaced(right)}", linear=linear)
 
 
 def _equation(call: Call) -> tuple[list[list[str]], list[str]]:
-    """The axes of each operand and of the result: `...` spelled out, a result that is not said found."""
+    """Returns the axes of each operand and of the result, with `...` and an implicit result spelled out."""
     left, arrow, right = str(call["equation"]).replace(" ", "").partition("->")
     terms, ndims = left.split(","), [len(t.shape) for t in call.tensors]
-    said = left.replace(",", "").replace(".", "")
-    hidden = [
-        ndim - len(term.replace("...", "")) if "..." in term else 0 for term, ndim in zip(terms, ndims, strict=True)
-    ]
-    lead = letters(max(hidden), used=said)
-    if not arrow:
-        right = "..." * any(hidden) + "".join(sorted(name for name in set(said) if said.count(name) == 1))
+    names = left.replace(",", "").replace(".", "")
+    named_dims = [len(term.replace("...", "")) for term in terms]
+    hidden = [n - named if "..." in t else 0 for t, n, named in zip(terms, ndims, named_dims, strict=True)]
+    lead = letters(max(hidden), used=names)
+    if not arrow:  # einsum's implicit result: the axes that occur once, in alphabetical order
+        right = "..." * any(hidden) + "".join(sorted(name for name in set(names) if names.count(name) == 1))
 
     def axes(term: str, count: int) -> list[str]:
         before, dots, after = term.partition("...")

@@ -1,46 +1,54 @@
-"""Softmax and norms: the axis whose statistics are taken is whole, the others split freely.
+"""Softmax and norms.
 
-Softmax over a split axis has a replacement: two all-reduces of one number per row, of the largest and of the sum.
+Dims over which no statistics are computed split freely. Softmax, layer norm and RMS norm may also split the others:
+their replacements all-reduce one or two numbers per row. Group, batch and instance norm may not.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Mapping, Sequence
+from typing import Literal
 
 import torch
 
-from torchshard.core.notation import Inside, Local, Row
-from torchshard.rules.empty import emptied, filled
-from torchshard.rules.registry import Call, block, cast, dims_of, letters, positive, rule, spaced, wide
+from torchshard.core.notation import Inside, Local, LocalFn, Row
+from torchshard.custom_ops.fx_types import Argument, Target, Traced
+from torchshard.rules.empty import append_zeros, cut_to_empty
+from torchshard.rules.registry import Call, acc_dtype, cast, dims_of, letters, positive, rule, spaced, unsplittable
 
 aten = torch.ops.aten
 ops = torch.ops.torchshard
 
 
-def _split_softmax(call: Call, ndim: int) -> Any:
-    dim, log, result = positive(call["dim"], ndim), "log_softmax" in str(call.target), call.results[0].dtype
+def _split_softmax(call: Call, ndim: int) -> LocalFn:
+    """Returns the replacement of a softmax over a split dim: two all-reduces, of the largest value and of the sum."""
+    dim, is_log, result = positive(call["dim"], ndim), "log_softmax" in str(call.target), call.results[0].dtype
 
-    def local(ctx: Local, x: Any, _dim: int, dtype: Any = None) -> Any:
-        x = aten.to.dtype(x, dtype) if dtype not in (None, False, True) else x
+    def local(ctx: Local, x: Traced, _dim: int, dtype: torch.dtype | bool | None = None) -> Traced:
+        # the third argument of some softmaxes is the flag half_to_float
+        x = aten.to.dtype(x, dtype) if isinstance(dtype, torch.dtype) else x
         largest = row_max(ctx, x, dim, ctx.choice.axes[0][0])
         shifted = aten.sub.Tensor(x, largest)
         raised = aten.exp.default(shifted)
-        total = aten.sum.dim_IntList(raised, [dim], True, dtype=wide(result))
+        total = aten.sum.dim_IntList(raised, [dim], True, dtype=acc_dtype(result))
         total = ops.all_reduce.default(total, ctx.group)
-        made = aten.sub.Tensor(shifted, aten.log.default(total)) if log else aten.div.Tensor(raised, total)
-        return cast(made, wide(result), result)
+        if is_log:
+            return cast(aten.sub.Tensor(shifted, aten.log.default(total)), acc_dtype(result), result)
+        return cast(aten.div.Tensor(raised, total), acc_dtype(result), result)
 
     return local
 
 
-def row_max(ctx: Local, x: Any, dim: int, axis: str) -> Any:
-    """The largest value along a split dim, over all ranks, kept as a dim of size one; no gradient."""
-    held = aten.detach.default(x)
-    if ctx.size(axis) == 0:
-        held = aten.constant_pad_nd.default(held, [0, 0] * (len(ctx.row.operands[0]) - 1 - dim) + [0, 1], -math.inf)
-    return ops.all_reduce_max.default(aten.amax.default(held, [dim], True), ctx.group)
+def row_max(ctx: Local, x: Traced, dim: int, axis: str) -> Traced:
+    """Returns the largest value along a split dim over all ranks, with the dim kept, without a gradient.
+
+    Softmax and logsumexp subtract it for numerical range only: it cancels, so its gradient is zero.
+    """
+    x = aten.detach.default(x)
+    if ctx.size(axis) == 0:  # amax rejects empty dims
+        x = aten.constant_pad_nd.default(x, [0, 0] * (len(ctx.row.operands[0]) - 1 - dim) + [0, 1], -math.inf)
+    return ops.all_reduce_max.default(aten.amax.default(x, [dim], True), ctx.group)
 
 
 @rule(aten.softmax.int, aten.log_softmax.int)
@@ -61,24 +69,28 @@ def logsumexp(call: Call) -> Row:
     """`f32[2,8,16] -> f32[2,8]     a b c -> a b`; splitting c all-reduces each row's largest value and sum."""
     ndim, dtype = len(call.tensors[0].shape), call.results[0].dtype
     dims, keep = dims_of(call, "dim", ndim), bool(call["keepdim"])
-    names = letters(ndim) if len(dims) == 1 else block(letters(ndim), dims)
-    kept = [("1" if keep else "") if d in dims else name for d, name in enumerate(names)]
-    row = f"{spaced(names)} -> {spaced([name for name in kept if name])}"
+    names = letters(ndim) if len(dims) == 1 else unsplittable(letters(ndim), dims)
+    if keep:
+        right = ["1" if d in dims else name for d, name in enumerate(names)]
+    else:
+        right = [name for d, name in enumerate(names) if d not in dims]
+    row = f"{spaced(names)} -> {spaced(right)}"
     if len(dims) != 1:
         return call.row(row)
     dim, axis = dims[0], names[dims[0]]
 
-    def local(ctx: Local, x: Any, *args: Any, **kwargs: Any) -> Any:
+    def local(ctx: Local, x: Traced, *args: Argument, **kwargs: Argument) -> Traced:
         largest = row_max(ctx, x, dim, axis)
+        # inf - inf is nan: a row of -inf only (a fully masked one) must give -inf
         largest = aten.masked_fill.Scalar(largest, aten.isinf.default(largest), 0.0)
         raised = aten.exp.default(aten.sub.Tensor(x, largest))
-        total = ops.reduce.default(aten.sum.dim_IntList(raised, [dim], True, dtype=wide(dtype)), ctx.group)
-        made = cast(aten.add.Tensor(aten.log.default(total), largest), wide(dtype), dtype)
-        return made if keep else aten.squeeze.dim(made, dim)
+        total = ops.reduce.default(aten.sum.dim_IntList(raised, [dim], True, dtype=acc_dtype(dtype)), ctx.group)
+        result = cast(aten.add.Tensor(aten.log.default(total), largest), acc_dtype(dtype), dtype)
+        return result if keep else aten.squeeze.dim(result, dim)
 
     rows = tuple(name for name in names if name != axis)
     comm = {axis: (Inside("all_reduce_max", rows), Inside("reduce", rows))}
-    return call.row(row, local={axis: local}, reduced=axis, comm=comm)
+    return call.row(row, local={axis: local}, reduced={axis}, comm=comm)
 
 
 @rule(aten.layer_norm.default, aten.rms_norm.default)
@@ -87,8 +99,9 @@ def layer_norm(call: Call) -> Row:
     ndim, normed = len(call.tensors[0].shape), len(call["normalized_shape"])
     names = letters(ndim)
     rows, own = names[: ndim - normed], names[ndim - normed :]
-    unknown = call["eps"] is None and call.results[0].dtype not in (torch.float32, torch.float64)
-    normal = block(own, range(normed)) if unknown else own
+    # for halves without an eps it depends on the kernel which dtype's eps PyTorch takes
+    unknown_eps = call["eps"] is None and call.results[0].dtype not in (torch.float32, torch.float64)
+    normal = unsplittable(own, range(normed)) if unknown_eps else own
     operands = [[*rows, *normal], *([normal] * (len(call.tensors) - 1))]
     sums = 1 if call.target is aten.rms_norm.default else 2
     return call.row(
@@ -98,24 +111,25 @@ def layer_norm(call: Call) -> Row:
     )
 
 
-def _split_norm(call: Call) -> Any:
-    """A norm by the mean and the variance of all ranks' elements; of halves in float32, as PyTorch does."""
+def _split_norm(call: Call) -> LocalFn:
+    """Returns a replacement that uses the mean and variance of all ranks' elements; halves are computed in float32."""
     dtype, shape = call.results[0].dtype, call["normalized_shape"]
     dims, count = [d - len(shape) for d in range(len(shape))], math.prod(shape)
 
-    def mean(ctx: Local, x: Any) -> Any:
+    def mean(ctx: Local, x: Traced) -> Traced:
         return aten.div.Tensor(ops.all_reduce.default(aten.sum.dim_IntList(x, dims, True), ctx.group), count)
 
-    def local(ctx: Local, x: Any, *args: Any, **named: Any) -> Any:
+    def local(ctx: Local, x: Traced, *args: Argument, **named: Argument) -> Traced:
         bound = call.bound((x, *args), named)
         weight, bias, eps = bound.get("weight"), bound.get("bias"), call["eps"]
-        x = aten.to.dtype(x, wide(dtype))
+        x = aten.to.dtype(x, acc_dtype(dtype))
         if call.target is aten.layer_norm.default:
             x = aten.sub.Tensor(x, mean(ctx, x))
-        eps = torch.finfo(wide(dtype)).eps if eps is None else eps
+        eps = torch.finfo(acc_dtype(dtype)).eps if eps is None else eps
         x = aten.mul.Tensor(x, aten.rsqrt.default(aten.add.Scalar(mean(ctx, aten.mul.Tensor(x, x)), eps)))
-        x = x if weight is None else aten.mul.Tensor(x, weight)
-        return aten.to.dtype(x if bias is None else aten.add.Tensor(x, bias), dtype)
+        x = aten.mul.Tensor(x, weight) if weight is not None else x
+        x = aten.add.Tensor(x, bias) if bias is not None else x
+        return aten.to.dtype(x, dtype)
 
     return local
 
@@ -127,39 +141,55 @@ def group_norm(call: Call) -> Row:
     channels = "(g !c)"
     space = [f"!s{i}" for i in range(len(shape) - 2)]
 
-    def local(ctx: Local, x: Any, num_groups: int, weight: Any = None, bias: Any = None, *rest: Any) -> Any:
-        mine, width = ctx.size("g"), ctx.row.sizes["c"]
-        if mine:
-            return aten.group_norm.default(x, mine, weight, bias, *rest)
-        held = filled(x, 1, len(shape), width)
-        return emptied(aten.group_norm.default(held, 1, *(filled(t, 0, 1, width) for t in (weight, bias)), *rest), 1)
+    def local(
+        ctx: Local,
+        x: Traced,
+        num_groups: int,
+        weight: Traced | None = None,
+        bias: Traced | None = None,
+        *rest: Argument,
+    ) -> Traced:
+        own_groups, width = ctx.size("g"), shape[1] // groups
+        if own_groups:
+            return aten.group_norm.default(x, own_groups, weight, bias, *rest)
+        padded = append_zeros(x, 1, len(shape), width)
+        result = aten.group_norm.default(padded, 1, *_padded_channels((weight, bias), width), *rest)
+        return cut_to_empty(result, 1)
 
     operands = [["n", channels, *space], *([[channels]] * (len(call.tensors) - 1))]
     right = spaced(["n", channels, *space])
     return call.row(f"{spaced(*operands)} -> {right}", sizes={"g": groups, "c": shape[1] // groups}, local={"*": local})
 
 
-_TRAINING = {
+def _padded_channels(tensors: Sequence[Traced | None], width: int = 1) -> list[Traced | None]:
+    """Appends zeros to tensors that have one number per channel."""
+    return [None if t is None else append_zeros(t, 0, 1, width) for t in tensors]
+
+
+_TRAINING: Mapping[Target, Literal["training", "use_input_stats"]] = {
     aten.batch_norm.default: "training",
     aten.native_batch_norm.default: "training",
     aten.instance_norm.default: "use_input_stats",
 }
-"""Norms that update running statistics, and the argument that says whether they do; their schemas don't."""
+"""Norm -> the argument that says whether it updates its running statistics; the schemas do not say that it writes."""
 
 
-def writes_statistics(target: Any, args: Mapping[str, Any]) -> bool:
-    """Whether an op with these arguments updates running statistics, so that it counts though nobody uses its result.
+def writes_statistics(target: Target | str, args: Mapping[str, Argument]) -> bool:
+    """Returns whether an op updates running statistics, so that it must run though its result may be unused.
 
-    torch.fx and torch.export go by the schema, which calls these ops pure.
+    torch.fx and torch.export rely on the schema, by which these ops are pure.
     """
-    return target in _TRAINING and bool(args[_TRAINING[target]]) and args.get("running_mean") is not None
+    if isinstance(target, str) or target not in _TRAINING:
+        return False
+    return bool(args[_TRAINING[target]]) and args.get("running_mean") is not None
 
 
 @rule(*_TRAINING)
 def batch_norm(call: Call) -> Row | None:
-    """`f32[2,8,5], f32[8] x 4 -> f32[2,8,5]     !n c !s, c, c, c, c -> !n c !s`; in training it writes its buffers.
+    """`f32[2,8,5], f32[8] x 4 -> f32[2,8,5]     !n c !s, c, c, c, c -> !n c !s`; in training it writes to its buffers.
 
-    An instance norm's statistics are a sample's own; what it writes is not.
+    An instance norm normalizes each sample by itself, so n is splittable; but the running statistics that it writes are
+    those of all samples.
     """
     shape = call.tensors[0].shape
     if len(shape) < 2:
@@ -170,14 +200,14 @@ def batch_norm(call: Call) -> Row | None:
     written = [1 + i for i, n in enumerate(present) if n.startswith("running") and training]
     space = [f"!s{i}" if training else f"s{i}" for i in range(len(shape) - 2)]
     names = ["!n" if written or (training and not instance) else "n", "c", *space]
-    if len(call.results) > 1:  # a native one
+    if len(call.results) > 1:  # native_batch_norm
         return _with_statistics(call, len(present), written) if written else None
 
-    def local(ctx: Local, x: Any, *args: Any) -> Any:
+    def local(ctx: Local, x: Traced, *args: Argument) -> Traced:
         if ctx.size("c"):
             return call.target(x, *args)
-        per_channel = (filled(t, 0, 1) for t in args[:4])
-        return emptied(call.target(filled(x, 1, len(shape)), *per_channel, *args[4:]), 1)
+        padded = append_zeros(x, 1, len(shape))
+        return cut_to_empty(call.target(padded, *_padded_channels(args[:4]), *args[4:]), 1)
 
     operands = [names, *([["c"]] * len(present))]
     return call.row(f"{spaced(*operands)} -> {spaced(names)}", mutates=written, local={"*": local})
@@ -187,14 +217,14 @@ def batch_norm(call: Call) -> Row | None:
 def native_layer_norm(call: Call) -> Row:
     """`f32[2,8,16], f32[16] -> f32[2,8,16], f32[2,8,1], f32[2,8,1]     a b !c, !c -> a b !c, a b 1, a b 1`."""
     shape, inner = call.tensors[0].shape, len(call["normalized_shape"])
-    names = block(letters(len(shape)), range(len(shape) - inner, len(shape)))
+    names = unsplittable(letters(len(shape)), range(len(shape) - inner, len(shape)))
     lead, own = names[: len(shape) - inner], names[len(shape) - inner :]
     statistics = [*lead, *["1"] * inner]
     return call.row(f"{spaced(names, *[own] * (len(call.tensors) - 1))} -> {spaced(names, statistics, statistics)}")
 
 
 def _with_statistics(call: Call, present: int, written: list[int]) -> Row:
-    """Of a batch norm that gives its statistics too: all whole."""
-    closed = [[f"!{name}" for name in letters(len(call.tensors[0].shape))], *([["!x"]] * present)]
+    """Returns the row of a batch norm that also returns its statistics: all axes are unsplittable."""
+    operands = [[f"!{name}" for name in letters(len(call.tensors[0].shape))], *([["!x"]] * present)]
     saved = [[f"!e{i}{j}" for j in range(len(r.shape))] for i, r in enumerate(call.results[1:])]
-    return call.row(f"{spaced(*closed)} -> {spaced(closed[0], *saved)}", mutates=written)
+    return call.row(f"{spaced(*operands)} -> {spaced(operands[0], *saved)}", mutates=written)

@@ -1,23 +1,23 @@
-"""Ops that treat every element alike: one rule for all of them, by PyTorch's own `pointwise` tag."""
+"""Pointwise ops: one rule for all ops that PyTorch tags as `pointwise`, and for some that it forgot to tag."""
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
+from torch._ops import OpOverload
 
 from torchshard.core.notation import Row
+from torchshard.custom_ops.fx_types import Target
 from torchshard.custom_ops.with_value import WITH_VALUE
 from torchshard.rules.registry import Call, broadcast, letters, rule, spaced
 
 aten = torch.ops.aten
 
 JOINTLY = {aten.add.Tensor, aten.sub.Tensor, aten.where.self, WITH_VALUE}
-"""Linear in all (non-condition) operands together: Partial + Partial is Partial, Partial + whole is not."""
+"""Ops linear in all operands (but a condition) jointly: Partial + Partial is Partial, Partial + Replicate is not."""
 EACH = {aten.mul.Tensor}
-"""Linear in each operand."""
+"""Ops linear in each operand."""
 FIRST = {aten.neg.default, aten.div.Tensor, aten.mul.Scalar, aten.div.Scalar}
-"""Linear in the first operand."""
+"""Ops linear in the first operand."""
 SAME = (
     aten.clone.default,
     aten.contiguous.default,
@@ -26,7 +26,7 @@ SAME = (
     aten.detach_.default,
     aten.lift_fresh_copy.default,
 )
-"""Ops that give their operand again, element for element."""
+"""Ops that return their operand, element for element."""
 CASTS = (
     aten.to.dtype,
     aten.to.device,
@@ -54,7 +54,7 @@ _LIKE = (
 
 @rule(*UNTAGGED)
 def pointwise(call: Call) -> Row:
-    """`f32[2,8,16], f32[16] -> f32[2,8,16]     a b c, c -> a b c`, with sizes of one broadcast."""
+    """`f32[2,8,16], f32[16] -> f32[2,8,16]     a b c, c -> a b c`; dims of size one are broadcast."""
     shape = call.results[0].shape
     names = letters(len(shape))
     operands = [broadcast(names, t.shape, shape) for t in call.tensors]
@@ -76,39 +76,33 @@ def _linear(call: Call) -> list[set[int]]:
 @rule(*SAME)
 def same(call: Call) -> Row:
     """`f32[2,8] -> f32[2,8]     ... -> ...`, linear."""
-    return call.row(
-        "... -> ...", linear=[{0}] if call.target not in (aten.detach.default, aten.detach_.default) else []
-    )
+    linear = [{0}] if call.target not in (aten.detach.default, aten.detach_.default) else []
+    return call.row("... -> ...", linear=linear)
 
 
 @rule(*CASTS, *_LIKE)
 def same_shape(call: Call) -> Row:
-    """`f32[2,8] -> bf16[2,8]     ... -> ...`; a cast of addends is not the cast of the sum."""
+    """`f32[2,8] -> bf16[2,8]     ... -> ...`; not linear, because a cast of partial sums is not the cast of the sum."""
     names = letters(len(call.results[0].shape))
     whole = call.tensors[0].shape
-    others = [
-        names if t.shape == whole else [f"!y{i}_{j}" for j in range(len(t.shape))]
-        for i, t in enumerate(call.tensors[1:])
-    ]
+    # type_as(x, other) reads only the dtype of its second operand, which may have any shape
+    others = []
+    for i, t in enumerate(call.tensors[1:]):
+        others.append(names if t.shape == whole else [f"!y{i}_{j}" for j in range(len(t.shape))])
     return call.row(f"{spaced(names, *others)} -> {spaced(names)}")
 
 
 @rule(aten.copy_.default)
 def copy_(call: Call) -> Row:
-    """`f32[8], f32[8] -> f32[8]     a, a -> a`: a buffer is stored as it lies, so what is stored comes to lie alike."""
+    """`f32[8], f32[8] -> f32[8]     a, a -> a`: the buffer keeps its layout, so the value is converted to it."""
     names = spaced(letters(len(call.results[0].shape)))
     return call.row(f"{names}, {names} -> {names}", mutates={0})
 
 
-def is_pointwise(target: Any) -> bool:
-    """Whether PyTorch tags the op as pointwise, and it neither draws random numbers nor writes to an operand."""
-    tags = getattr(target, "tags", ())
-    schema: Any = getattr(target, "_schema", None)
-    if (
-        schema is None
-        or torch.Tag.pointwise not in tags
-        or torch.Tag.nondeterministic_seeded in tags
-        or schema.is_mutable
-    ):
+def is_pointwise(target: Target | str) -> bool:
+    """Returns whether PyTorch tags the op as pointwise, and it draws no random numbers and writes to no operand."""
+    if not isinstance(target, OpOverload) or torch.Tag.pointwise not in target.tags:
         return False
-    return all(str(r.type) == "Tensor" for r in schema.returns)  # aten.equal gives one bool
+    if torch.Tag.nondeterministic_seeded in target.tags or target._schema.is_mutable:
+        return False
+    return all(str(r.type) == "Tensor" for r in target._schema.returns)  # aten.equal returns one bool

@@ -1,11 +1,15 @@
-"""Recurrent layers: the hidden units split, each with all of its gates. What a rank does: `custom_ops.recurrent`."""
+"""The rule of recurrent layers: hidden units are split, each with all of its gates.
+
+What a rank then computes is in `custom_ops.recurrent`.
+"""
 
 from __future__ import annotations
 
-from typing import Any
+from typing import cast
 
 from torchshard.core.notation import Inside, Local, Row
-from torchshard.custom_ops.recurrent import RECURRENCES, SplitRecurrent, uses_rng
+from torchshard.custom_ops.fx_types import Proxy, Traced
+from torchshard.custom_ops.recurrent import RECURRENCES, RecurrentCall, SplitRecurrent, uses_rng
 from torchshard.rules.registry import Call, rule, spaced
 
 
@@ -15,27 +19,28 @@ def recurrent(call: Call) -> Row | None:
 
     `!t n !i, !l n h, (!g h) !i, (!g h) !j -> !t n h, !l n h`     g=3
 
-    There is none where cuDNN draws the dropout, with projections (`proj_size`), nor in autocast, which casts what
-    PyTorch's kernels compute as a whole.
+    There is no row if cuDNN draws the dropout, whose RNG a rank can't follow; with projections (`proj_size`); or under
+    autocast, which casts inside PyTorch's kernel, at other places than the steps of a split layer would.
     """
-    kind, params = RECURRENCES[call.target.function], call["params"]
+    target = cast(RecurrentCall, call.target)
+    recurrence, params = RECURRENCES[target.function], call["params"]
     hidden = params[1].shape[1]
     drawn_by_cudnn = uses_rng(call.args) and call["device"] != "cpu"
-    if call.target.autocast or drawn_by_cudnn or params[0].shape[0] != kind.gates * hidden:
+    if target.autocast or drawn_by_cudnn or params[0].shape[0] != recurrence.gates * hidden:
         return None
     n = "!n" if uses_rng(call.args) else "n"
     sequence = [n, "!t"] if call["batch_first"] else ["!t", n]
     state = ["!l", n, "h"]
     weights = [["(!g h)", f"!i{i}"] if len(p.shape) == 2 else ["(!g h)"] for i, p in enumerate(params)]
-    made = [[*sequence, "(!d h)"], *([state] * kind.states)]
-    sizes = {"g": kind.gates, "d": 2 if call["bidirectional"] else 1, "h": hidden}
+    results = [[*sequence, "(!d h)"], *([state] * recurrence.states)]
+    sizes = {"g": recurrence.gates, "d": 2 if call["bidirectional"] else 1, "h": hidden}
 
-    def local(ctx: Local, x: Any, *operands: Any) -> Any:
-        """The call is a node of its own, for all steps."""
-        split = SplitRecurrent(call.target.function, ctx.parts("h") or (), ctx.group)
-        args = call.target.rebuild((x, *operands))[0]
+    def local(ctx: Local, x: Proxy, *operands: Traced) -> Proxy:
+        """Records one node for the whole call: a call of SplitRecurrent with Proxies would run its steps."""
+        split = SplitRecurrent(target.function, ctx.parts("h") or (), ctx.group)
+        args = target.rebuild((x, *operands))[0]
         return x.tracer.create_proxy("call_function", split, tuple(args), {})
 
-    operands = [[*sequence, "!i"], *([state] * kind.states), *weights]
+    operands = [[*sequence, "!i"], *([state] * recurrence.states), *weights]
     comm = {"h": (Inside("all_gather", ("n", "h"), times=("t", "l")),)}
-    return call.row(f"{spaced(*operands)} -> {spaced(*made)}", sizes=sizes, local={"h": local}, comm=comm)
+    return call.row(f"{spaced(*operands)} -> {spaced(*results)}", sizes=sizes, local={"h": local}, comm=comm)

@@ -1,48 +1,72 @@
-"""Ops that sum, compare or scan along dims. A sum over a split dim is Partial; a mean divides by the global count."""
+"""Ops that sum, compare or scan along dims.
+
+A sum over a split dim is Partial, and a mean divides it by the global count. A norm, product, extreme or variance over
+a split dim gathers a few numbers of each rank's slice and combines them on every rank. A scanned or sorted dim is
+unsplittable.
+"""
 
 from __future__ import annotations
 
+import itertools
 import math
 import operator
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Unpack
 
 import torch
 
 from torchshard.core.conversions import step_args
 from torchshard.core.layouts import I, Shard
-from torchshard.core.notation import Inside, Local, LocalFn, Row
+from torchshard.core.notation import Inside, Local, LocalFn, Row, RowKeywords
+from torchshard.custom_ops.fx_types import Argument, Target, Traced
 from torchshard.custom_ops.with_value import WITH_VALUE
-from torchshard.rules.empty import where_not_empty
-from torchshard.rules.registry import Call, block, cast, dims_of, letters, positive, rule, spaced, sum_dtype, wide
+from torchshard.rules.empty import padded_if_empty
+from torchshard.rules.registry import (
+    Call,
+    acc_dtype,
+    cast,
+    dims_of,
+    letters,
+    positive,
+    rule,
+    spaced,
+    sum_dtype,
+    unsplittable,
+)
 
 aten = torch.ops.aten
 ops = torch.ops.torchshard
 
 
-def _reduced(call: Call, dims: list[int], names: list[str]) -> list[str]:
-    keep = bool(call.args.get("keepdim", False))
-    return [("1" if keep else "") if i in dims else n.lstrip("!") for i, n in enumerate(names)]
+def _reduced(call: Call, dims: Sequence[int], names: list[str]) -> list[str]:
+    """Returns the axes of the result of a reduction over some dims."""
+    if call.args.get("keepdim", False):
+        return ["1" if i in dims else name for i, name in enumerate(names)]
+    return [name for i, name in enumerate(names) if i not in dims]
 
 
-def reduction_row(call: Call, dims: list[int], *, closed: bool, **options: Any) -> Row:
-    """`f32[2,8,4] -> f32[2,4]     a b c -> a c` over dim 1; `closed` where parts can't be put together by a sum."""
+def reduction_row(call: Call, dims: Sequence[int], *, splits: bool, **options: Unpack[RowKeywords]) -> Row:
+    """`f32[2,8,4] -> f32[2,4]     a b c -> a c` over dim 1.
+
+    Args:
+        splits: whether the reduced dims are splittable, because the results of slices can be combined.
+    """
     names = letters(len(call.tensors[0].shape))
-    left = block(names, dims) if closed else names
-    right = [n for n in _reduced(call, dims, names) if n]
+    left = names if splits else unsplittable(names, dims)
+    right = _reduced(call, dims, names)
     return call.row(f"{spaced(left)} -> {spaced(*([right] * len(call.results)))}", **options)
 
 
 @rule(aten.sum.default, aten.sum.dim_IntList)
 def total(call: Call) -> Row:
     """`f32[2,8,4] -> f32[2,4]     a b c -> a c`."""
-    return reduction_row(call, dims_of(call, "dim", len(call.tensors[0].shape)), closed=False, linear=[{0}])
+    return reduction_row(call, dims_of(call, "dim", len(call.tensors[0].shape)), splits=True, linear=[{0}])
 
 
 @rule(aten.nansum.default, aten.count_nonzero.dim_IntList, aten.count_nonzero.default)
 def counted(call: Call) -> Row:
-    """`f32[2,8,4] -> i64[2,4]     a b c -> a c`: sums, but not of addends."""
-    return reduction_row(call, dims_of(call, "dim", len(call.tensors[0].shape)), closed=False)
+    """`f32[2,8,4] -> i64[2,4]     a b c -> a c`: Partial if b is split, but not linear."""
+    return reduction_row(call, dims_of(call, "dim", len(call.tensors[0].shape)), splits=True)
 
 
 @rule(aten.mean.default, aten.mean.dim)
@@ -51,29 +75,29 @@ def mean(call: Call) -> Row:
     ndim = len(call.tensors[0].shape)
     dims, keep = dims_of(call, "dim", ndim), bool(call.args.get("keepdim", False))
 
-    def local(ctx: Local, x: Any, *args: Any, **kwargs: Any) -> Any:
+    def local(ctx: Local, x: Traced, *args: Argument, **kwargs: Argument) -> Traced:
         return averaged(call, aten.sum.dim_IntList(x, dims, keep, dtype=sum_dtype(call)), x, dims)
 
-    replaced = {name: local for d, name in enumerate(letters(ndim)) if d in dims}
-    return reduction_row(call, dims, closed=False, linear=[{0}], local=replaced)
+    replacements = {name: local for d, name in enumerate(letters(ndim)) if d in dims}
+    return reduction_row(call, dims, splits=True, linear=[{0}], local=replacements)
 
 
-def averaged(call: Call, total: Any, x: Any, dims: Sequence[int]) -> Any:
-    """A rank's part of a mean, from its sum.
+def averaged(call: Call, total: Traced, x: Traced, dims: Sequence[int]) -> Traced:
+    """Returns a rank's partial sum of a mean, from its sum.
 
     Args:
         x: the first operand on this rank, whose dynamic dims are whole.
-        dims: those of it that the mean is over.
+        dims: the dims that the mean is over.
     """
     shape = call.tensors[0].shape
-    count: Any = math.prod(shape[d] for d in dims if isinstance(shape[d], int))
+    count = math.prod(shape[d] for d in dims if isinstance(shape[d], int))
     for d in dims:
         count = count if isinstance(shape[d], int) else aten.sym_size.int(x, d) * count
     dtype = call.results[0].dtype
-    return cast(aten.div.Tensor(total, count), wide(dtype), dtype)
+    return cast(aten.div.Tensor(total, count), acc_dtype(dtype), dtype)
 
 
-# --- of what each slice gives, the same again ------------------------------------------------------------------------
+# --- reductions that gather a number of each slice -------------------------------------------------------------------
 
 
 @rule(
@@ -81,66 +105,69 @@ def averaged(call: Call, total: Any, x: Any, dims: Sequence[int]) -> Any:
     aten.norm.ScalarOpt_dtype,
 )  # fmt: skip
 def vector_norm(call: Call) -> Row:
-    """`f32[2,8] -> f32[2]     a b -> a`; splitting b gathers the norms of the slices, whose norm is that of all."""
+    """`f32[2,8] -> f32[2]     a b -> a`; splitting b gathers the norms of the slices.
+
+    The norm of those norms is the norm of the whole. An order of 0 or less would need another combination.
+    """
     order = call.args.get("ord", call.args.get("p"))
     dims, order = dims_of(call, "dim", len(call.tensors[0].shape)), 2 if order is None else order
     keep, result = bool(call.args.get("keepdim", False)), call.results[0].dtype
     if abs(order) == math.inf:
-        again = aten.amax.default if order > 0 else aten.amin.default
-        return _extreme(call, again, lambda x: cast(aten.abs.default(x), call.tensors[0].dtype, result))
+        extreme_op = aten.amax.default if order > 0 else aten.amin.default
+        return _extreme(call, extreme_op, lambda x: cast(aten.abs.default(x), call.tensors[0].dtype, result))
     if order <= 0:
-        return reduction_row(call, dims, closed=True)
+        return reduction_row(call, dims, splits=False)
 
-    def local(ctx: Local, x: Any, *args: Any, **kwargs: Any) -> Any:
+    def local(ctx: Local, x: Traced, *args: Argument, **kwargs: Argument) -> Traced:
         own = aten.linalg_vector_norm.default(x, order, dims, keep, dtype=sum_dtype(call))
-        return cast(aten.linalg_vector_norm.default(_gathered(ctx, own), order, [0]), wide(result), result)
+        return cast(aten.linalg_vector_norm.default(_gathered(ctx, own), order, [0]), acc_dtype(result), result)
 
     return _of_slices(call, dims, local)
 
 
-def _gathered(ctx: Local, own: Any) -> Any:
-    """What each rank gives, along a dim of ranks in front."""
+def _gathered(ctx: Local, own: Traced) -> Traced:
+    """Returns the values of all ranks, stacked along a new first dim."""
     own = aten.unsqueeze.default(own, 0)
     return ops.gather.default(own, *step_args("gather", Shard(0), I, [ctx.world]), ctx.group)
 
 
 def _of_slices(call: Call, dims: Sequence[int], local: LocalFn, *others: str, numbers: int = 1) -> Row:
-    """The row of a reduction whose replacement gathers what the slices give.
+    """Returns the row of a reduction whose replacement gathers the results of the slices.
 
     Args:
-        others: the collectives of the replacement beside the gather.
-        numbers: how many numbers a slice gives for each of the result.
+        others: the collectives of the replacement other than the gather.
+        numbers: how many numbers a slice contributes to each number of the result.
     """
     names = letters(len(call.tensors[0].shape))
-    replaced = dict.fromkeys((names[d] for d in dims), local)
-    rows = tuple(name for name in names if name not in replaced)
+    replacements = dict.fromkeys((names[d] for d in dims), local)
+    rows = tuple(name for name in names if name not in replacements)
     comm = (Inside("gather", rows, numbers), *(Inside(name, rows) for name in others))
-    return reduction_row(
-        call, list(dims), closed=False, local=replaced, reduced=replaced, comm=dict.fromkeys(replaced, comm)
-    )
+    collectives = dict.fromkeys(replacements, comm)
+    return reduction_row(call, dims, splits=True, local=replacements, reduced=replacements, comm=collectives)
 
 
-_AGAIN: Mapping[Any, Callable[[Any], Any]] = {
+_COMBINE: Mapping[Target, Callable[[Traced], Traced]] = {
     **dict.fromkeys((aten.any.default, aten.any.dim, aten.any.dims), lambda each: aten.any.dim(each, 0)),
     **dict.fromkeys((aten.all.default, aten.all.dim, aten.all.dims), lambda each: aten.all.dim(each, 0)),
     **dict.fromkeys((aten.prod.default, aten.prod.dim_int), lambda each: aten.prod.dim_int(each, 0)),
 }
-"""Op -> the same of what the slices gave."""
+"""Op -> the function that combines the results of the slices, which are along the first dim."""
 
 
-@rule(*_AGAIN)
+@rule(*_COMBINE)
 def product(call: Call) -> Row:
     """`f32[2,8] -> f32[2]     a b -> a`; splitting b gathers the products of the slices."""
 
-    def local(ctx: Local, x: Any, *args: Any, **kwargs: Any) -> Any:
-        return _AGAIN[call.target](_gathered(ctx, call.target(x, *args, **kwargs)))
+    def local(ctx: Local, x: Traced, *args: Argument, **kwargs: Argument) -> Traced:
+        return _COMBINE[call.target](_gathered(ctx, call.target(x, *args, **kwargs)))
 
     shape = call.tensors[0].shape
-    none = call.args.get("dim") == [] and call.results[0].shape == shape
-    return _of_slices(call, [] if none else dims_of(call, "dim", len(shape)), local)
+    # an empty list means all dims to some of these ops and none to others; the shape of the result tells
+    reduces_none = call.args.get("dim") == [] and call.results[0].shape == shape
+    return _of_slices(call, [] if reduces_none else dims_of(call, "dim", len(shape)), local)
 
 
-_EXTREMES = {
+_EXTREMES: Mapping[Target, Target] = {
     aten.amax.default: aten.amax.default, aten.max.default: aten.amax.default,
     aten.amin.default: aten.amin.default, aten.min.default: aten.amin.default,
 }  # fmt: skip
@@ -152,34 +179,40 @@ def extreme(call: Call) -> Row:
     return _extreme(call, _EXTREMES[call.target], lambda x: x)
 
 
-def _extreme(call: Call, again: Any, prepared: Callable[[Any], Any]) -> Row:
-    """The largest or smallest of all; those that are equal to it share the gradient, whatever rank they are on.
+def _extreme(call: Call, extreme_op: Target, prepare: Callable[[Traced], Traced]) -> Row:
+    """Returns the row of an op that takes the largest or smallest element.
+
+    All elements that are equal to the result share its gradient, as in PyTorch's amax, and they may be on several
+    ranks. So the replacement computes the gradient's shares itself, and attaches them by `with_value`.
 
     Args:
-        again: what finds it, in a slice and among the slices'.
-        prepared: what is compared in place of the operand.
+        extreme_op: amax or amin, applied to each slice and then to the slices' results.
+        prepare: a function of the operand that is compared in place of it.
     """
     dims, keep = dims_of(call, "dim", len(call.tensors[0].shape)), bool(call.args.get("keepdim", False))
     dtype = call.results[0].dtype
 
-    def local(ctx: Local, x: Any, *args: Any, **kwargs: Any) -> Any:
-        axis, x = ctx.choice.axes[0][0], prepared(x)
-        held = aten.detach.default(x)
-        own = again(held, dims, True) if ctx.size(axis) else aten.sum.dim_IntList(held, dims, True, dtype=dtype)
-        value = again(_of_present(ctx, axis, _gathered(ctx, own)), [0])
-        found = value if keep else aten.squeeze.dims(value, dims)
+    def local(ctx: Local, x: Traced, *args: Argument, **kwargs: Argument) -> Traced:
+        axis, x = ctx.choice.axes[0][0], prepare(x)
+        constant = aten.detach.default(x)
+        if ctx.size(axis):
+            own = extreme_op(constant, dims, True)
+        else:  # a placeholder of the right shape, because amax rejects empty dims and the gather needs all ranks
+            own = aten.sum.dim_IntList(constant, dims, True, dtype=dtype)
+        value = extreme_op(_of_nonempty(ctx, axis, _gathered(ctx, own)), [0])
+        result = value if keep else aten.squeeze.dims(value, dims)
         if not dtype.is_floating_point:
-            return found
-        equal = aten.eq.Tensor(held, value)
-        count = ops.reduce.default(aten.sum.dim_IntList(equal, dims, True, dtype=wide(dtype)), ctx.group)
-        share = cast(aten.div.Tensor(equal, count), wide(dtype), dtype)
-        return WITH_VALUE(aten.sum.dim_IntList(aten.mul.Tensor(x, share), dims, keep), found)
+            return result
+        equal = aten.eq.Tensor(constant, value)
+        count = ops.reduce.default(aten.sum.dim_IntList(equal, dims, True, dtype=acc_dtype(dtype)), ctx.group)
+        share = cast(aten.div.Tensor(equal, count), acc_dtype(dtype), dtype)
+        return WITH_VALUE(aten.sum.dim_IntList(aten.mul.Tensor(x, share), dims, keep), result)
 
     return _of_slices(call, dims, local, *(["reduce"] if dtype.is_floating_point else []))
 
 
-def _of_present(ctx: Local, axis: str, each: Any) -> Any:
-    """What the ranks gave that hold some of an axis."""
+def _of_nonempty(ctx: Local, axis: str, each: Traced) -> Traced:
+    """Selects, from the gathered values of all ranks, those of the ranks whose slice of an axis is not empty."""
     sizes = ctx.sizes(axis)
     if all(sizes):
         return each
@@ -191,53 +224,60 @@ def _of_present(ctx: Local, axis: str, each: Any) -> Any:
     aten.std_mean.correction,
 )  # fmt: skip
 def variance(call: Call) -> Row:
-    """`f32[2,8] -> f32[2]     a b -> a`; splitting b gathers mean and variance of the slices.
+    """`f32[2,8] -> f32[2]     a b -> a`; splitting b gathers the mean and variance of each slice.
 
-    They are put together two by two, as Chan, Golub and LeVeque do (1983), so that equal elements have none.
+    They are combined pairwise, by the method of Chan, Golub and LeVeque (1983). Unlike the difference of sums of
+    squares it gives equal elements a variance of exactly zero.
     """
     shape, result = call.tensors[0].shape, call.results[0].dtype
     dims, keep = dims_of(call, "dim", len(shape)), bool(call.args.get("keepdim", False))
     if call.tensors[0].dtype.is_complex or not all(isinstance(shape[d], int) for d in dims):
-        return reduction_row(call, dims, closed=True)
-    said = call.args.get("correction", call.args.get("unbiased"))
-    correction, count = 1 if said is None else said, math.prod(shape[d] for d in dims)
+        return reduction_row(call, dims, splits=False)
+    correction = call.args.get("correction", call.args.get("unbiased"))
+    correction, count = 1 if correction is None else correction, math.prod(shape[d] for d in dims)
 
-    def local(ctx: Local, x: Any, *args: Any, **kwargs: Any) -> Any:
-        x = cast(x, result, wide(result))
+    def local(ctx: Local, x: Traced, *args: Argument, **kwargs: Argument) -> Traced | list[Traced]:
+        x = cast(x, result, acc_dtype(result))
         both = aten.var_mean.correction(x, dims, correction=0, keepdim=True)
         own = aten.stack.default([operator.getitem(both, 0), operator.getitem(both, 1)])
-        spread, middle = _joined(ctx, _gathered(ctx, own), count)
-        spread = aten.div.Scalar(spread, max(0.0, count - correction))
-        made = [_root(spread) if "std" in str(call.target) else spread, middle][: len(call.results)]
-        made = [cast(m if keep else aten.squeeze.dims(m, dims), wide(result), result) for m in made]
-        return made if len(made) > 1 else made[0]
+        squares, mean = _combined(ctx, _gathered(ctx, own), count)
+        variance = aten.div.Scalar(squares, max(0.0, count - correction))
+        results = [_root(variance) if "std" in str(call.target) else variance, mean][: len(call.results)]
+        results = [cast(r if keep else aten.squeeze.dims(r, dims), acc_dtype(result), result) for r in results]
+        return results if len(results) > 1 else results[0]
 
     return _of_slices(call, dims, local, numbers=2)
 
 
-def _joined(ctx: Local, each: Any, total: int) -> tuple[Any, Any]:
-    """The sum of squares about the mean, and the mean, from the variance and the mean of each rank's elements."""
+def _combined(ctx: Local, each: Traced, total: int) -> tuple[Traced, Traced]:
+    """Returns the sum of squared deviations and the mean of all elements.
+
+    Args:
+        each: the variance and the mean of each rank's elements.
+        total: the number of elements of all ranks.
+    """
     axis = ctx.choice.axes[0][0]
-    other = total // ctx.row.sizes[axis]
-    count, spread, middle = 0, None, None
-    for rank, size in enumerate(ctx.sizes(axis)):
-        if size == 0:
-            continue
+    others = total // ctx.row.sizes[axis]
+
+    def moments(rank: int, size: int) -> tuple[int, Traced, Traced]:
         variance, mean = (aten.select.int(aten.select.int(each, 0, rank), 0, i) for i in range(2))
-        squares, more = aten.mul.Scalar(variance, size * other), size * other
-        if count:
-            apart = aten.sub.Tensor(mean, middle)
-            between = aten.mul.Scalar(aten.mul.Tensor(apart, apart), count * more / (count + more))
-            squares = aten.add.Tensor(aten.add.Tensor(spread, squares), between)
-            mean = aten.add.Tensor(middle, aten.mul.Scalar(apart, more / (count + more)))
-        count, spread, middle = count + more, squares, mean
-    return spread, middle
+        return size * others, aten.mul.Scalar(variance, size * others), mean
+
+    slices = (moments(rank, size) for rank, size in enumerate(ctx.sizes(axis)) if size)
+    count, deviations, mean = next(slices)
+    for own_count, squares, own_mean in slices:
+        delta = aten.sub.Tensor(own_mean, mean)
+        between = aten.mul.Scalar(aten.mul.Tensor(delta, delta), count * own_count / (count + own_count))
+        deviations = aten.add.Tensor(aten.add.Tensor(deviations, squares), between)
+        mean = aten.add.Tensor(mean, aten.mul.Scalar(delta, own_count / (count + own_count)))
+        count += own_count
+    return deviations, mean
 
 
-def _root(spread: Any) -> Any:
-    """A root whose gradient at zero is zero, as that of a standard deviation."""
-    none = aten.eq.Scalar(spread, 0)
-    return aten.masked_fill.Scalar(aten.sqrt.default(aten.masked_fill.Scalar(spread, none, 1.0)), none, 0.0)
+def _root(x: Traced) -> Traced:
+    """Returns a square root whose gradient at zero is zero and not infinite, as that of PyTorch's std."""
+    is_zero = aten.eq.Scalar(x, 0)
+    return aten.masked_fill.Scalar(aten.sqrt.default(aten.masked_fill.Scalar(x, is_zero, 1.0)), is_zero, 0.0)
 
 
 @rule(
@@ -245,18 +285,19 @@ def _root(spread: Any) -> Any:
     aten.median.default, aten.median.dim, aten.nanmedian.default, aten.nanmedian.dim,
     aten.mode.default, aten.kthvalue.default,
 )  # fmt: skip
-def closed_reduction(call: Call) -> Row:
+def unsplittable_reduction(call: Call) -> Row:
     """`f32[2,8,4] -> f32[2,4]     a !b c -> a c`."""
-    return reduction_row(call, dims_of(call, "dim", len(call.tensors[0].shape)), closed=True)
+    return reduction_row(call, dims_of(call, "dim", len(call.tensors[0].shape)), splits=False)
 
 
 @rule(aten.quantile.scalar, aten.quantile.default, aten.nanquantile.scalar, aten.nanquantile.default)
 def quantile(call: Call) -> Row:
     """`f32[2,8], f64[3] -> f32[3,2]     a !b, q -> q a`."""
     names = letters(len(call.tensors[0].shape), used="q")
-    dims, asked = dims_of(call, "dim", len(names)), [["q"] * len(t.shape) for t in call.tensors[1:]]
-    right = [*(axis for q in asked for axis in q), *(n for n in _reduced(call, dims, names) if n)]
-    return call.row(f"{spaced(block(names, dims), *asked)} -> {spaced(right)}", local={"*": where_not_empty(call)})
+    dims, quantiles = dims_of(call, "dim", len(names)), [["q"] * len(t.shape) for t in call.tensors[1:]]
+    right = [*itertools.chain(*quantiles), *_reduced(call, dims, names)]
+    left = spaced(unsplittable(names, dims), *quantiles)
+    return call.row(f"{left} -> {spaced(right)}", local={"*": padded_if_empty(call)})
 
 
 @rule(
@@ -267,7 +308,7 @@ def quantile(call: Call) -> Row:
 def scan(call: Call) -> Row:
     """`f32[2,8,4] -> f32[2,8,4]     a !b c -> a !b c`."""
     ndim = len(call.tensors[0].shape)
-    names = block(letters(ndim), [positive(call["dim"], ndim)] if ndim else [])
+    names = unsplittable(letters(ndim), [positive(call["dim"], ndim)] if ndim else [])
     return call.row(f"{spaced(names)} -> {spaced(*([names] * len(call.results)))}")
 
 
@@ -277,4 +318,4 @@ def topk(call: Call) -> Row:
     ndim = len(call.tensors[0].shape)
     names, dim = letters(ndim, used="k"), positive(call["dim"], ndim)
     right = ["!k" if i == dim else n for i, n in enumerate(names)]
-    return call.row(f"{spaced(block(names, [dim]))} -> {spaced(right, right)}")
+    return call.row(f"{spaced(unsplittable(names, [dim]))} -> {spaced(right, right)}")

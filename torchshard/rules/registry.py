@@ -1,7 +1,8 @@
-"""The table of rules: from an op to the function that gives its row.
+"""The table of rules, and the helpers that rules share.
 
-A rule is a pure function from a `Call` (the op with its global shapes) to a Row, or None where it has none for these
-arguments. It sees no graph and no process group.
+A rule is a pure function from a `Call`, an op with its global shapes, to a Row, or to None if it does not support the
+arguments. It sees no graph and no process group, so that a rule can be tested on its own and a user's rule can't depend
+on either.
 
     @rule(aten.linear.default)
     def linear(call):
@@ -11,20 +12,21 @@ arguments. It sees no graph and no process group.
 from __future__ import annotations
 
 import string
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Unpack
 
 import torch
 
 from torchshard.core.layouts import Size
-from torchshard.core.notation import Row, bind
-from torchshard.custom_ops.whole import entry
+from torchshard.core.notation import Row, RowKeywords, bind
+from torchshard.custom_ops.fx_types import Argument, Target, Traced
+from torchshard.custom_ops.whole import OpKey, entry
 
 
 @dataclass(frozen=True)
 class TensorType:
-    """What a rule may know of a tensor: `f32[2,8,16]`."""
+    """What a rule knows of a tensor: `f32[2,8,16]`."""
 
     shape: tuple[Size, ...]
     dtype: torch.dtype
@@ -32,13 +34,13 @@ class TensorType:
 
 @dataclass(frozen=True)
 class Call:
-    """One op with its arguments by name; tensors appear as TensorType, sizes are global."""
+    """A call of one op: its arguments by name, with a TensorType for each tensor. All sizes are global."""
 
-    target: Any
-    args: Mapping[str, Any]
+    target: Target
+    args: Mapping[str, Argument]
     results: tuple[TensorType, ...]
 
-    def __getitem__(self, name: str) -> Any:
+    def __getitem__(self, name: str) -> Argument:
         return self.args[name]
 
     @property
@@ -46,25 +48,16 @@ class Call:
         """The tensor operands, in the order of the arguments."""
         return [t for value in self.args.values() for t in _tensors_in(value)]
 
-    def bound(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, Any]:
-        """What a replacement is called with, by the names of the op's arguments."""
+    def bound(self, args: Sequence[Argument], kwargs: Mapping[str, Argument]) -> dict[str, Argument]:
+        """Returns the arguments that a replacement is called with, by the names of the op's arguments."""
         return dict(zip(self.args, args, strict=False)) | dict(kwargs)
 
-    def row(self, text: str, *, linear: Iterable[Iterable[int]] = (), **options: Any) -> Row:
-        """The row of this op; see `notation.bind`."""
-        return bind(
-            text,
-            [t.shape for t in self.tensors],
-            [r.shape for r in self.results],
-            options.pop("sizes", None),
-            linear=tuple(frozenset(s) for s in linear),
-            mutates=frozenset(options.pop("mutates", ())),
-            reduced=frozenset(options.pop("reduced", ())),
-            **options,
-        )
+    def row(self, text: str, *, sizes: Mapping[str, Size] | None = None, **options: Unpack[RowKeywords]) -> Row:
+        """Returns the row of this op with this text; see `notation.bind`."""
+        return bind(text, [t.shape for t in self.tensors], [r.shape for r in self.results], sizes, **options)
 
 
-def _tensors_in(value: Any) -> list[TensorType]:
+def _tensors_in(value: Argument) -> list[TensorType]:
     if isinstance(value, TensorType):
         return [value]
     if isinstance(value, (list, tuple)):
@@ -73,22 +66,24 @@ def _tensors_in(value: Any) -> list[TensorType]:
 
 
 RuleFn = Callable[[Call], Row | None]
-RULES: dict[Any, RuleFn] = {}
-"""OpOverload, or its name where its library may not be there, -> rule."""
-ROWS: dict[Any, Row | None] = {}
-"""The rows of the calls that were seen, by rule and call: the layers of a model are alike."""
+RULES: dict[OpKey, RuleFn] = {}
+"""Op, or the name of an op whose library may not be installed -> rule."""
+ROWS: dict[Hashable, Row | None] = {}
+"""A cache of rows by rule and call: most layers of a model repeat the calls of others."""
 
 
-def rule(*targets: Any, row: str | None = None, **options: Any) -> Callable[[RuleFn], RuleFn]:
-    """Registers a rule for some ops: a function from Call to Row, or with `row=` just the row.
+def rule(*targets: OpKey, row: str | None = None, **options: Unpack[RowKeywords]) -> Callable[[RuleFn], RuleFn]:
+    """Registers a rule for ops: a decorator for a function from Call to Row, or with `row=` the text of the row itself.
 
     >>> @rule(torch.ops.aten.relu.default)
     ... def relu(call):
     ...     return call.row("... -> ...")
 
     Args:
-        targets: the OpOverloads, e.g. `torch.ops.mylib.scale.default`, or their names: "mylib.scale.default"; or
-            `torch.autograd.Function` subclasses, whose forward and backward must then be right on slices.
+        targets: OpOverloads such as `torch.ops.mylib.scale.default`, or their names, "mylib.scale.default"; or
+            subclasses of `torch.autograd.Function` whose forward and backward are correct on slices.
+        row: the text of the row, if it is the same for all shapes; the op is then registered at once.
+        options: fields of RowOptions, with `row=` only.
     """
 
     def register(fn: RuleFn) -> RuleFn:
@@ -100,61 +95,66 @@ def rule(*targets: Any, row: str | None = None, **options: Any) -> Callable[[Rul
     return register
 
 
-def rule_of(target: Any) -> RuleFn | None:
-    """The rule that is registered for an op, by itself or by its name; for a call kept whole, by its Function."""
-    found: RuleFn | None = entry(RULES, target)
-    return found
+def rule_of(target: Target | str) -> RuleFn | None:
+    """Returns the rule that is registered for an op or its name; for a WholeCall, for its function."""
+    return entry(RULES, target)
 
 
 def letters(n: int, used: str = "") -> list[str]:
-    """n axis names that are not in `used`."""
+    """Returns n axis names that are not in `used`."""
     names = [*string.ascii_lowercase, *(f"x{i}" for i in range(n))]
     return [name for name in names if name not in used][:n]
 
 
 def positive(dim: int, ndim: int) -> int:
-    """A dim counted from 0."""
+    """Returns a dim, which may be negative, counted from 0."""
     return dim + ndim if dim < 0 else dim
 
 
 def dims_of(call: Call, name: str, ndim: int) -> list[int]:
-    """An argument that is one dim, several, or None for all."""
+    """Returns the dims that an argument names: one, several, or all if it is None or empty."""
     value = call.args.get(name)
     if not ndim:
-        return []  # PyTorch lets a scalar have dims 0 and -1
+        return []  # PyTorch accepts dims 0 and -1 for a scalar
     if value is None or value == []:
         return list(range(ndim))
     return [positive(d, ndim) for d in (value if isinstance(value, (list, tuple)) else [value])]
 
 
 def broadcast(names: Sequence[str], own: Sequence[Size], whole: Sequence[Size]) -> list[str]:
-    """The names of the last dims of a broadcast shape as one of its operands has them: 1 where it is stretched."""
-    held = zip(names[len(names) - len(own) :], own, whole[len(whole) - len(own) :], strict=True)
-    return [name if size == full or size != 1 else "1" for name, size, full in held]
+    """Returns the axis names of one operand of a broadcast: "1" for each of its dims that is expanded.
+
+    Args:
+        names: the axis names of the broadcast shape.
+        own: the shape of the operand.
+        whole: the broadcast shape.
+    """
+    aligned = zip(names[len(names) - len(own) :], own, whole[len(whole) - len(own) :], strict=True)
+    return [name if size == full or size != 1 else "1" for name, size, full in aligned]
 
 
-def wide(dtype: torch.dtype) -> torch.dtype:
-    """What a sum is taken in, as PyTorch does: one of halves may be too large for a half."""
+def acc_dtype(dtype: torch.dtype) -> torch.dtype:
+    """Returns the dtype that sums are accumulated in, as in PyTorch's kernels: float32 for half-precision values."""
     return torch.float32 if dtype in (torch.float16, torch.bfloat16) else dtype
 
 
-def cast(x: Any, own: torch.dtype, dtype: torch.dtype) -> Any:
-    """`x`, which is of the dtype `own`, in another; no op where it is of that already."""
-    return x if dtype == own else torch.ops.aten.to.dtype(x, dtype)
+def cast(x: Traced, source: torch.dtype, dtype: torch.dtype) -> Traced:
+    """Returns `x`, which has the dtype `source`, in another; adds no op if they are equal."""
+    return x if dtype == source else torch.ops.aten.to.dtype(x, dtype)
 
 
 def sum_dtype(call: Call) -> torch.dtype | None:
-    """What an op that has a `dtype` argument takes its sums in: what that says, but for halves float32."""
+    """Returns the dtype for the partial sums of an op: its `dtype` argument, or float32 for half-precision results."""
     result = call.results[0].dtype
-    return call.args.get("dtype") if wide(result) == result else wide(result)
+    return call.args.get("dtype") if acc_dtype(result) == result else acc_dtype(result)
 
 
-def block(names: Sequence[str], dims: Iterable[int]) -> list[str]:
-    """The names with those at `dims` marked as not to be split."""
-    closed = set(dims)
-    return [f"!{name}" if i in closed else name for i, name in enumerate(names)]
+def unsplittable(names: Sequence[str], dims: Iterable[int]) -> list[str]:
+    """Returns the names, with those at `dims` marked as unsplittable."""
+    marked = set(dims)
+    return [f"!{name}" if i in marked else name for i, name in enumerate(names)]
 
 
 def spaced(*tensors: Iterable[str]) -> str:
-    """Several lists of dims as one side of a row."""
+    """Returns the dims of several tensors as the text of one side of a row."""
     return ", ".join(" ".join(dims) for dims in tensors)

@@ -1,7 +1,7 @@
-"""Ops that move elements and compute nothing: linear, so that Partial passes through all of them.
+"""Ops that move elements without computing: all are linear, so a Partial operand gives a Partial result.
 
-A reshape is a row over the common refinement of its two shapes; where a size is written into the arguments, the
-replacement writes this rank's.
+The row of a reshape is the common refinement of its two shapes. If a size is an argument of the op, the replacement
+passes this rank's size.
 """
 
 from __future__ import annotations
@@ -9,15 +9,16 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Iterable, Sequence
-from typing import Any
+from typing import TypedDict
 
 import sympy
 import torch
 
 from torchshard.core.layouts import Size
-from torchshard.core.notation import Dim, Local, Row
-from torchshard.rules.empty import where_not_empty
-from torchshard.rules.registry import Call, block, broadcast, dims_of, letters, positive, rule, spaced
+from torchshard.core.notation import Dim, Local, LocalFn, Row
+from torchshard.custom_ops.fx_types import Argument, Traced
+from torchshard.rules.empty import padded_if_empty
+from torchshard.rules.registry import Call, broadcast, dims_of, letters, positive, rule, spaced, unsplittable
 
 aten = torch.ops.aten
 LINEAR = [{0}]
@@ -25,32 +26,43 @@ BOTH = [{0, 1}]
 
 
 def same_size(a: Size, b: Size) -> bool:
-    """Equal as numbers or as expressions."""
+    """Returns whether two sizes are equal, as numbers or as expressions."""
     return bool(a == b)
 
 
-def _prefix(shape: Sequence[Size]) -> list[Size]:
+def _prefix_products(shape: Sequence[Size]) -> list[Size]:
     return [math.prod(shape[:i]) for i in range(len(shape) + 1)]
 
 
 def _groups(left: Sequence[int], right: Sequence[int]) -> list[tuple[range, range]] | None:
-    """The finest runs of dims of the same product on both sides, or None where the shapes don't match."""
-    a, b = _prefix(left), _prefix(right)
+    """Returns the shortest runs of dims with equal products on both sides, or None if the shapes don't match.
+
+    (2, 64, 5) -> (2, 4, 16, 5) has the runs (2) -> (2), (64) -> (4, 16) and (5) -> (5).
+    """
+    a, b = _prefix_products(left), _prefix_products(right)
     runs, i, j = [], 0, 0
     while i < len(left) or j < len(right):
         pairs = ((k, m) for k in range(i + 1, len(a)) for m in range(j + 1, len(b)))
-        found = next(((k, m) for k, m in pairs if same_size(a[k], b[m])), None)
-        if found is None:
+        end = next(((k, m) for k, m in pairs if same_size(a[k], b[m])), None)
+        if end is None:
             return None
-        runs.append((range(i, found[0]), range(j, found[1])))
-        i, j = found
+        runs.append((range(i, end[0]), range(j, end[1])))
+        i, j = end
     return runs
 
 
-def _refine(left: list[Any], right: list[Any], names: list[str], sizes: dict[str, Size]) -> tuple[Any, Any] | None:
-    """Both sides of one run as products of common axes: 6, 4 -> 3, 8 has none; 2, 12 -> 8, 3 is a; b c -> a b; c.
+Refined = tuple[list[list[str]], list[list[str]]]
+"""The axes of each dim, on both sides of a run."""
 
-    Their sizes are added to `sizes`.
+
+def _refine(left: list[Size], right: list[Size], names: list[str], sizes: dict[str, Size]) -> Refined | None:
+    """Returns both sides of one run as products of common axes, or None if there are none.
+
+    2, 12 -> 8, 3 is a; b c -> a b; c. 6, 4 -> 3, 8 has no common axes.
+
+    Args:
+        names: unused axis names; those that are used are removed.
+        sizes: the sizes of the new axes are added.
     """
     if len(left) == 1 or len(right) == 1:
         many = right if len(left) == 1 else left
@@ -63,9 +75,10 @@ def _refine(left: list[Any], right: list[Any], names: list[str], sizes: dict[str
     return _refine_products(left, right, names, sizes)
 
 
-def _refine_products(left: list[Size], right: list[Size], names: list[str], sizes: dict[str, Size]) -> Any:
-    out: tuple[list[list[str]], list[list[str]]] = ([[] for _ in left], [[] for _ in right])
-    found: dict[str, Size] = {}
+def _refine_products(left: list[Size], right: list[Size], names: list[str], sizes: dict[str, Size]) -> Refined | None:
+    """Splits off the greatest common factor of the current dims of both sides as an axis, again and again."""
+    axes: Refined = ([[] for _ in left], [[] for _ in right])
+    factors: dict[str, Size] = {}  # added to sizes at the end, for a run without common axes must leave no axis behind
     i = j = 0
     a, b = left[0], right[0]
     while i < len(left) and j < len(right):
@@ -74,9 +87,9 @@ def _refine_products(left: list[Size], right: list[Size], names: list[str], size
             return None
         if step != 1:
             axis = names.pop(0)
-            found[axis] = step
-            out[0][i].append(axis)
-            out[1][j].append(axis)
+            factors[axis] = step
+            axes[0][i].append(axis)
+            axes[1][j].append(axis)
         a, b = _divided(a, step), _divided(b, step)
         if a == 1:
             i += 1
@@ -84,12 +97,12 @@ def _refine_products(left: list[Size], right: list[Size], names: list[str], size
         if b == 1:
             j += 1
             b = right[j] if j < len(right) else 1
-    sizes |= found
-    return out
+    sizes |= factors
+    return axes
 
 
 def _common_factor(a: Size, b: Size) -> Size:
-    """The greatest common divisor of two products of numbers and dynamic sizes: of `s` and `4*s` it is `s`."""
+    """Returns the greatest common divisor of two products of numbers and dynamic sizes: `s` for `s` and `4*s`."""
     if isinstance(a, int) and isinstance(b, int):
         return math.gcd(a, b)
     (c, symbols), (d, others) = (_factors(size) for size in (a, b))
@@ -100,65 +113,76 @@ def _divided(a: Size, b: Size) -> Size:
     return a // b if isinstance(a, int) else _plain(a / b)
 
 
-def _factors(size: Size) -> tuple[int, Counter[Any]]:
-    """A product as its number and its other factors."""
+def _factors(size: Size) -> tuple[int, Counter[sympy.Expr]]:
+    """Returns a product as its number and the multiset of its other factors."""
     if isinstance(size, int):
         return size, Counter()
     number, rest = size.as_coeff_Mul()
     return int(number), Counter({base: int(times) for base, times in rest.as_powers_dict().items()})
 
 
-def _plain(size: Any) -> Size:
+def _plain(size: sympy.Expr) -> Size:
+    """Returns an int if the expression is one."""
     return int(size) if size.is_Integer else size
 
 
-def reshape_row(call: Call, source: Sequence[Size], target: Sequence[Size], local: Any, **options: Any) -> Row:
+def reshape_row(
+    call: Call, source: Sequence[Size], target: Sequence[Size], local: LocalFn | None, *, fills_ranks: bool = False
+) -> Row:
     """`f32[2,8,64] -> f32[2,8,4,16]     a b (c d) -> a b c d     c=4 d=16`."""
-    kept = [[i for i, s in enumerate(shape) if s != 1] for shape in (source, target)]
-    left, right = ([shape[i] for i in k] for shape, k in zip((source, target), kept, strict=True))
+    # dims of size one are left out, for they belong to no run in particular
+    kept = [[i for i, size in enumerate(shape) if size != 1] for shape in (source, target)]
+    left, right = [source[i] for i in kept[0]], [target[i] for i in kept[1]]
     names, sizes = letters(len(left) + len(right) + 16), dict[str, Size]()
     sides: tuple[list[str], list[str]] = (["1"] * len(source), ["1"] * len(target))
-    for run in _groups(left, right) or [(range(len(left)), range(len(right)))]:
-        sizes_of = [left[i] for i in run[0]], [right[j] for j in run[1]]
-        refined = _refine(*sizes_of, names, sizes) if left and right and _groups(left, right) else None
-        for side, keep, indices, which in ((sides[0], kept[0], run[0], 0), (sides[1], kept[1], run[1], 1)):
+    runs = _groups(left, right)
+    for run in runs or [(range(len(left)), range(len(right)))]:
+        refined = None
+        if left and right and runs:
+            refined = _refine([left[i] for i in run[0]], [right[j] for j in run[1]], names, sizes)
+        for which, indices in enumerate(run):
             for position, index in enumerate(indices):
                 axes = refined[which][position] if refined else ["!" + names.pop(0)]
-                side[keep[index]] = axes[0] if len(axes) == 1 else f"({' '.join(axes)})"
-    options |= {"local": {"*": local}} if local else {}
-    return call.row(f"{spaced(sides[0])} -> {spaced(sides[1])}", sizes=sizes, linear=LINEAR, **options)
+                sides[which][kept[which][index]] = axes[0] if len(axes) == 1 else f"({' '.join(axes)})"
+    replacements = {} if local is None else {"*": local}
+    text = f"{spaced(sides[0])} -> {spaced(sides[1])}"
+    return call.row(text, sizes=sizes, linear=LINEAR, local=replacements, fills_ranks=fills_ranks)
 
 
-def _resized(local: Local, x: Any, size: Any) -> Any:
+def _resized(local: Local, x: Traced, size: Sequence[Size]) -> Traced:
+    """The replacement of a reshape: it passes this rank's sizes."""
     sizes = local.resize(size)
     plain = [s if isinstance(s, int) else None for s in sizes]
-    if 0 in plain and -1 in plain:  # of no elements a size can't be inferred
-        at = plain.index(-1)
-        sizes[at] = _dim_size(local, x, local.row.results[0][at])
+    if 0 in plain and -1 in plain:  # PyTorch can't infer a size of a tensor without elements
+        inferred = plain.index(-1)
+        sizes[inferred] = _dim_size(local, x, local.row.results[0][inferred])
     return aten.reshape.default(x, sizes)
 
 
-def _dim_size(local: Local, x: Any, dim: Dim) -> Any:
-    """A dim's size as this rank has it, where it is dynamic from the dims of the operand with its axes."""
+def _dim_size(local: Local, x: Traced, dim: Dim) -> Size:
+    """Returns this rank's size of a dim; dynamic sizes are read from the operand's dims with the same axes."""
     dims = local.row.operands[0]
     if dim in dims:
         return aten.sym_size.int(x, dims.index(dim))
-    size: Any = math.prod(_static(local, dim[0]))
+    size: Size = math.prod(_static(local, dim[0]))
     for axis in dim[0]:
         if not isinstance(local.row.sizes[axis], int):
-            at, term = next((i, held[0]) for i, held in enumerate(dims) if axis in held[0])
-            size = aten.sym_size.int(x, at) // math.prod(_static(local, term)) * size
+            index, term = next((i, terms[0]) for i, terms in enumerate(dims) if axis in terms[0])
+            size = aten.sym_size.int(x, index) // math.prod(_static(local, term)) * size
     return size
 
 
-def _static(local: Local, axes: Iterable[str]) -> list[int]:
-    """This rank's sizes of those axes that are not dynamic."""
+def _static(local: Local, axes: Iterable[str]) -> list[Size]:
+    """Returns this rank's sizes of those axes that are not dynamic."""
     return [local.size(axis) for axis in axes if isinstance(local.row.sizes[axis], int)]
 
 
 @rule(aten.view.default, aten.reshape.default, aten._unsafe_view.default)
 def reshape(call: Call) -> Row:
-    """`f32[2,8,64] -> f32[2,8,4,16]     a b (c d) -> a b c d     c=4 d=16`; of nothing no size can be inferred."""
+    """`f32[2,8,64] -> f32[2,8,4,16]     a b (c d) -> a b c d     c=4 d=16`.
+
+    With a size of -1 every rank must hold elements, from which PyTorch infers it.
+    """
     inferred = -1 in call.args.get("size", call.args.get("shape"))
     return reshape_row(call, call.tensors[0].shape, call.results[0].shape, _resized, fills_ranks=inferred)
 
@@ -168,16 +192,16 @@ SQUEEZES = (aten.squeeze.default, aten.squeeze.dim, aten.squeeze.dims)
 
 @rule(aten.unsqueeze.default, *SQUEEZES, aten.flatten.using_ints)
 def shape_only(call: Call) -> Row:
-    """`f32[2,8,4] -> f32[2,32]     a b c -> a (b c)`: the arguments hold no size."""
+    """`f32[2,8,4] -> f32[2,32]     a b c -> a (b c)`: no argument is a size."""
     source, target = call.tensors[0].shape, call.results[0].shape
     if call.target not in SQUEEZES:
         return reshape_row(call, source, target, None)
     named = dims_of(call, "dim", len(source))
-    gone = [i for i in named if source and same_size(source[i], 1)]
+    squeezed = [i for i in named if source and same_size(source[i], 1)]
 
-    def local(ctx: Local, x: Any, *args: Any) -> Any:
-        """A dim that is of size one on this rank alone stays."""
-        return aten.squeeze.dims(x, gone)
+    def local(ctx: Local, x: Traced, *args: Argument) -> Traced:
+        """Names the dims, so that a dim which has size one on this rank only is not squeezed."""
+        return aten.squeeze.dims(x, squeezed)
 
     return reshape_row(call, source, target, local)
 
@@ -186,9 +210,10 @@ def shape_only(call: Call) -> Row:
 def unflatten(call: Call) -> Row:
     """`f32[2,64] -> f32[2,4,16]     a (b c) -> a b c`."""
 
-    def local(ctx: Local, x: Any, dim: int, sizes: Any) -> Any:
+    def local(ctx: Local, x: Traced, dim: int, sizes: Sequence[Size]) -> Traced:
         start = positive(dim, len(call.tensors[0].shape))
-        whole = [None] * start + list(sizes) + [None] * (len(call.tensors[0].shape) - start - 1)
+        # resize takes a size for every dim of the result, of which only those of the new dims are used
+        whole = [-1] * start + list(sizes) + [-1] * (len(call.tensors[0].shape) - start - 1)
         return aten.unflatten.int(x, dim, ctx.resize(whole)[start : start + len(sizes)])
 
     return reshape_row(call, call.tensors[0].shape, call.results[0].shape, local)
@@ -231,7 +256,7 @@ def expand(call: Call) -> Row:
     source, target = call.tensors[0].shape, call.results[0].shape
     names = letters(len(target))
 
-    def local(ctx: Local, x: Any, size: Any, implicit: bool = False) -> Any:
+    def local(ctx: Local, x: Traced, size: Sequence[Size], implicit: bool = False) -> Traced:
         return aten.expand.default(x, ctx.resize(size))
 
     left = broadcast(names, source, target)
@@ -248,7 +273,7 @@ def expand_as(call: Call) -> Row:
 
 @rule(aten.repeat.default)
 def repeat(call: Call) -> Row:
-    """`f32[2,4] -> f32[2,12]     a b -> a (r b)     r=3`: the copies are the major part."""
+    """`f32[2,4] -> f32[2,12]     a b -> a (r b)     r=3`: the whole dim is repeated."""
     source, repeats = call.tensors[0].shape, call["repeats"]
     names = letters(len(source), used="r")
     extra = len(repeats) - len(source)
@@ -267,23 +292,31 @@ def repeat(call: Call) -> Row:
 
 @rule(aten.repeat_interleave.self_int)
 def repeat_interleave(call: Call) -> Row | None:
-    """`f32[2,2,8] -> f32[2,6,8]     a b c -> a (b r) c     r=3`: each element's copies lie together."""
+    """`f32[2,2,8] -> f32[2,6,8]     a b c -> a (b r) c     r=3`: each element is repeated."""
     if call["dim"] is None:
         return None
     ndim = len(call.tensors[0].shape)
     dim, names = positive(call["dim"], ndim), letters(ndim, used="r")
     out = [f"({n} !r)" if i == dim else n for i, n in enumerate(names)]
 
-    def local(ctx: Local, x: Any, repeats: int, dim: int, output_size: Any = None) -> Any:
+    def local(ctx: Local, x: Traced, repeats: int, dim: int, output_size: Size | None = None) -> Traced:
+        """Drops `output_size`, which is the global size of the repeated dim."""
         return aten.repeat_interleave.self_int(x, repeats, dim)
 
-    return call.row(
-        f"{spaced(names)} -> {spaced(out)}", sizes={"r": call["repeats"]}, linear=LINEAR, local={"*": local}
-    )
+    text, sizes = f"{spaced(names)} -> {spaced(out)}", {"r": call["repeats"]}
+    return call.row(text, sizes=sizes, linear=LINEAR, local={"*": local})
 
 
-def _cut(call: Call, piece: Size) -> tuple[str, str, dict[str, Any]]:
-    """The dims of a tensor and of its slice, the cut one as what lies before, within and after; the row's options."""
+class _CutOptions(TypedDict, total=False):
+    sizes: dict[str, Size]
+    local: dict[str, LocalFn]
+
+
+def _cut(call: Call, piece: Size) -> tuple[str, str, _CutOptions]:
+    """Returns the dims of a tensor and of its slice, and the options of the row.
+
+    The cut dim is the concatenation of the elements before, within and after the slice, if their sizes are static.
+    """
     shape = call.tensors[0].shape
     dim, names = positive(call["dim"], len(shape)), letters(len(shape), used="pqr")
     start, size = call["start"] or 0, shape[dim]
@@ -299,7 +332,7 @@ def _cut(call: Call, piece: Size) -> tuple[str, str, dict[str, Any]]:
     widths = {"p": start, "q": piece, "r": size - start - piece}
     sizes = {axis: width for axis, width in widths.items() if width or axis == "q"}
 
-    def local(ctx: Local, *args: Any, **kwargs: Any) -> Any:
+    def local(ctx: Local, *args: Argument, **kwargs: Argument) -> Traced:
         begin = ctx.size("p") if "p" in sizes else 0
         return call.target(*args[: len(call.tensors)], dim, begin, begin + ctx.size("q"))
 
@@ -321,10 +354,14 @@ def slice_scatter(call: Call) -> Row:
 
 
 def _apart(call: Call, *which: str) -> tuple[str, str]:
-    """The dims of a tensor with those that some arguments name kept whole, and its other dims."""
+    """Returns the dims of a tensor, with those that some arguments name unsplittable, and its other dims.
+
+    Args:
+        which: the names of the arguments.
+    """
     ndim = len(call.tensors[0].shape)
     names, dims = letters(ndim, used="y"), {positive(call[name], ndim) for name in which}
-    return spaced(block(names, dims)), spaced(name for i, name in enumerate(names) if i not in dims)
+    return spaced(unsplittable(names, dims)), spaced(name for i, name in enumerate(names) if i not in dims)
 
 
 @rule(aten.select.int)
@@ -363,7 +400,7 @@ def split(call: Call) -> Row:
         left = [*names[:dim], f"!{names[dim]}", *names[dim + 1 :]]
         right = [[*names[:dim], f"!{piece}", *names[dim + 1 :]] for piece in pieces]
 
-    def local(ctx: Local, x: Any, size: Any, dim: int = 0) -> Any:
+    def local(ctx: Local, x: Traced, size: Size | Sequence[Size], dim: int = 0) -> Traced:
         return aten.split_with_sizes.default(x, [ctx.size(piece) for piece in pieces], dim)
 
     sizes = {piece: r.shape[dim] for piece, r in zip(pieces, call.results, strict=True)}
@@ -377,12 +414,12 @@ def split(call: Call) -> Row:
 
 
 @rule(aten.cat.default)
-def cat(call: Call) -> Row:
+def cat(call: Call) -> Row | None:
     """`f32[2,3], f32[2,6] -> f32[2,9]     a x0, a x1 -> a x0+x1`."""
     tensors = call.tensors
     ndim = len(call.results[0].shape)
-    if any(len(t.shape) != ndim for t in tensors):
-        return None  # type: ignore[return-value]
+    if any(len(t.shape) != ndim for t in tensors):  # PyTorch skips empty tensors of one dim
+        return None
     names, dim = letters(ndim), positive(call["dim"], ndim)
     pieces = [f"x{i}" for i in range(len(tensors))]
     left = [[*names[:dim], piece, *names[dim + 1 :]] for piece in pieces]
@@ -406,7 +443,7 @@ def stack(call: Call) -> Row:
     aten.replication_pad1d.default, aten.replication_pad2d.default, aten.replication_pad3d.default,
 )  # fmt: skip
 def pad(call: Call) -> Row:
-    """`f32[2,8] -> f32[2,11]     a !b -> a !b0`: padded (or cut) dims are not split."""
+    """`f32[2,8] -> f32[2,11]     a !b -> a !b0`: padded (or cropped) dims are unsplittable."""
     ndim = len(call.tensors[0].shape)
     amounts = call["pad" if "pad" in call.args else "padding"]
     left = letters(ndim)
@@ -415,16 +452,16 @@ def pad(call: Call) -> Row:
         if amounts[2 * i] or amounts[2 * i + 1]:
             dim = ndim - 1 - i
             left[dim], right[dim] = f"!{left[dim]}", f"!{left[dim]}0"
-    linear = () if call.args.get("value") else LINEAR
-    return call.row(f"{spaced(left)} -> {spaced(right)}", linear=linear, local={"*": where_not_empty(call)})
+    linear = () if call.args.get("value") else LINEAR  # a padding other than zero would be summed over the ranks
+    return call.row(f"{spaced(left)} -> {spaced(right)}", linear=linear, local={"*": padded_if_empty(call)})
 
 
 @rule(aten.roll.default, aten.flip.default)
 def along_dims(call: Call) -> Row:
-    """`f32[2,8] -> f32[2,8]     a !b -> a !b`: elements move along some dims."""
+    """`f32[2,8] -> f32[2,8]     a !b -> a !b`: elements move along these dims."""
     ndim = len(call.tensors[0].shape)
     dims = call["dims"] or (range(ndim) if call.target is aten.roll.default else [])
-    names = block(letters(ndim), [positive(d, ndim) for d in dims])
+    names = unsplittable(letters(ndim), [positive(d, ndim) for d in dims])
     return call.row(f"{spaced(names)} -> {spaced(names)}", linear=LINEAR)
 
 
@@ -442,7 +479,7 @@ def diag_embed(call: Call) -> Row:
     names, dims = letters(ndim - 1, used="y"), [positive(call[name], ndim) for name in ("dim1", "dim2")]
     rest = iter(names[:-1])
     right = [f"!y{dims.index(i)}" if i in dims else next(rest) for i in range(ndim)]
-    return call.row(f"{spaced(block(names, [ndim - 2]))} -> {spaced(right)}", linear=LINEAR)
+    return call.row(f"{spaced(unsplittable(names, [ndim - 2]))} -> {spaced(right)}", linear=LINEAR)
 
 
 @rule(aten.diagonal_scatter.default)
@@ -458,20 +495,20 @@ rule(aten.view_as_complex.default, row="... !z -> ...", linear=LINEAR)
 
 @rule(aten.unfold.default)
 def unfold(call: Call) -> Row:
-    """`f32[2,8,4] -> f32[2,3,4,4]     a !b c -> a !w c !s`: windows of one dim, their elements last."""
+    """`f32[2,8,4] -> f32[2,3,4,4]     a !b c -> a !w c !s`: windows of one dim."""
     ndim = len(call.tensors[0].shape)
     if not ndim:
         return call.row(" -> !s")
     names, dim = letters(ndim, used="sw"), positive(call["dimension"], ndim)
     right = ["!w" if i == dim else name for i, name in enumerate(names)]
-    return call.row(f"{spaced(block(names, [dim]))} -> {spaced([*right, '!s'])}", linear=LINEAR)
+    return call.row(f"{spaced(unsplittable(names, [dim]))} -> {spaced([*right, '!s'])}", linear=LINEAR)
 
 
 @rule(aten.tril.default, aten.triu.default)
 def triangle(call: Call) -> Row:
-    """`f32[4,8,8] -> f32[4,8,8]     ... a b -> ... a b`: a slice's diagonal lies elsewhere."""
+    """`f32[4,8,8] -> f32[4,8,8]     ... a b -> ... a b`: the diagonal is shifted by a slice's start."""
 
-    def local(ctx: Local, x: Any, diagonal: int = 0) -> Any:
+    def local(ctx: Local, x: Traced, diagonal: int = 0) -> Traced:
         (axis,) = (name for name, _ in ctx.choice.axes)
         start = ctx.start(axis)
         return call.target(x, diagonal + (start if axis == "a" else -start))
