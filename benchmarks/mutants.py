@@ -192,9 +192,9 @@ FAULTS = (
     ),
     Fault("axes of no tensor", "core/notation.py", "    if strangers:\n", "    if False:\n", "tests/test_notation.py"),
     Fault(
-        "blocked axes split",
+        "unsplittable axes split",
         "core/notation.py",
-        "return axis not in row.blocked and isinstance(size, int) and size > 0",
+        "return axis not in row.unsplittable and isinstance(size, int) and size > 0",
         "return isinstance(size, int) and size > 0",
         f"{RULES} -k layer",
         models="queries",

@@ -110,7 +110,7 @@ def test_a_pinned_unit_spreads_to_the_other_tensors() -> None:
         ("a (b c) -> a (b c)", [(5, 130)], [(5, 130)], {"b": 65, "c": 2}, "split c"),
         ("a b -> a", [(5, 0)], [(5,)], {}, "split b"),
     ],
-    ids=["blocked", "twice in a tensor", "a one", "blocked with its group", "too many segments", "empty"],
+    ids=["unsplittable", "twice in a tensor", "a one", "unsplittable with its group", "too many segments", "empty"],
 )
 def test_what_is_never_split(text: str, operands: Any, results: Any, sizes: Any, never: str) -> None:
     names = [c.name for c in choices(bind(text, operands, results, sizes), 2)]
@@ -120,7 +120,7 @@ def test_what_is_never_split(text: str, operands: Any, results: Any, sizes: Any,
 
 def test_a_mark_on_one_occurrence_blocks_all() -> None:
     row = bind("a !c, c -> a c", [(5, 4), (4,)], [(5, 4)])
-    assert row.blocked == {"c"} and axis_groups(row) == [("a",)]
+    assert row.unsplittable == {"c"} and axis_groups(row) == [("a",)]
 
 
 def test_an_axis_that_only_operands_have_is_summed() -> None:

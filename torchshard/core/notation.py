@@ -74,8 +74,8 @@ class Row:
     results: tuple[tuple[Dim, ...], ...]
     sizes: Mapping[str, Size]
     """The size of each axis."""
-    blocked: frozenset[str] = frozenset()
-    """Axes that are unsplittable."""
+    unsplittable: frozenset[str] = frozenset()
+    """Axes that must not be split, written !a."""
     options: RowOptions = field(default_factory=lambda: RowOptions())
 
 
@@ -239,12 +239,12 @@ def _tokens(side: str) -> Iterator[str]:
 
 def _parse_dim(token: str) -> tuple[Dim, frozenset[str]]:
     """Returns the terms of a dim and its unsplittable axes: `(a !b)+c` is ((a, b), (c,)) and {b}."""
-    terms, blocked = [], set()
+    terms, unsplittable = [], set()
     for segment in token.split("+"):
         names = segment.strip("()").split()
-        blocked |= {n[1:] for n in names if n.startswith("!")}
+        unsplittable |= {n[1:] for n in names if n.startswith("!")}
         terms.append(tuple(n.lstrip("!") for n in names if n != "1"))
-    return tuple(terms), frozenset(blocked)
+    return tuple(terms), frozenset(unsplittable)
 
 
 @cache
@@ -308,35 +308,35 @@ def bind(
         )
     known: dict[str, Size] = dict(sizes or {})
     shapes = [*operands, *results]
-    bound, blocked = _bind_dims(text, left + right, shapes, known)
+    bound, unsplittable = _bind_dims(text, left + right, shapes, known)
     _check_dims(bound, shapes, known, text)
     strangers = known.keys() - {axis for dims in bound for dim in dims for term in dim for axis in term}
     if strangers:
         raise RuleError(f"axis {min(strangers)} is in no tensor", where=text, why="sizes= has a size for it")
     n, row_options = len(operands), _row_options(**options)
     named = {*row_options.local, *row_options.comm, *row_options.reduced}
-    bound = _with_factors(bound, known, blocked | named)
-    return Row(text, tuple(bound[:n]), tuple(bound[n:]), known, frozenset(blocked), row_options)
+    bound = _with_factors(bound, known, unsplittable | named)
+    return Row(text, tuple(bound[:n]), tuple(bound[n:]), known, frozenset(unsplittable), row_options)
 
 
 def _bind_dims(
     text: str, tensors: list[list[str]], shapes: Sequence[Sequence[Size]], known: dict[str, Size]
 ) -> tuple[list[tuple[Dim, ...]], set[str]]:
     """Returns the dims of each tensor and the unsplittable axes; adds the sizes of plain axes to `known`."""
-    blocked: set[str] = set()
+    unsplittable: set[str] = set()
     bound: list[tuple[Dim, ...]] = []
     for tokens, shape in zip(tensors, shapes, strict=True):
         dims = []
         for token, size in zip(_expand(tokens, len(shape), text), shape, strict=True):
             # a leading dim of size one is broadcast against the others, so that it is not the same axis
             dim, marked = _parse_dim("1" if token.startswith("_") and size == 1 else token)
-            blocked |= marked
+            unsplittable |= marked
             if len(dim) == 1 and len(dim[0]) == 1:
                 known.setdefault(dim[0][0], size)
                 _check_size(dim[0][0], known[dim[0][0]], size, text)
             dims.append(dim)
         bound.append(tuple(dims))
-    return bound, blocked
+    return bound, unsplittable
 
 
 def _with_factors(bound: list[tuple[Dim, ...]], sizes: dict[str, Size], whole: set[str]) -> list[tuple[Dim, ...]]:
@@ -403,7 +403,7 @@ def axis_groups(row: Row) -> list[tuple[str, ...]]:
 
 def _splittable(row: Row, axis: str) -> bool:
     size = row.sizes[axis]
-    return axis not in row.blocked and isinstance(size, int) and size > 0
+    return axis not in row.unsplittable and isinstance(size, int) and size > 0
 
 
 class _Composed(NamedTuple):

@@ -108,7 +108,7 @@ def _is_closed(row: Row, node: fx.Node, c: Collective) -> bool:
     if not isinstance(c.source, Shard) or not is_whole(c.target):
         return False
     dims = [dims for operand, dims in zip(operands(node), row.operands, strict=True) if operand.name == c.value]
-    return any(axis in row.blocked for at in dims for term in at[c.source.dim] for axis in term)
+    return any(axis in row.unsplittable for at in dims for term in at[c.source.dim] for axis in term)
 
 
 def _weights(graph: fx.Graph) -> dict[fx.Node, int]:
