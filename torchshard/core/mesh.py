@@ -21,11 +21,11 @@ class MeshAxis:
     name: str = MODEL
 
     def coordinate(self, rank: int, group: str = "") -> Coordinate:
-        """The coordinate of a rank; `group` is the name of its group, by default the axis's own."""
+        """Returns the coordinate of a rank; `group` is the name of its group, by default that of the axis."""
         return Coordinate(self, rank, group or self.name)
 
     def simulated(self) -> list[Coordinate]:
-        """The coordinates of all ranks, for graphs that run in one process: their groups exist only on paper."""
+        """Returns the coordinates of all ranks, for graphs that are simulated in one process without process groups."""
         return [self.coordinate(rank, simulated_name(rank, self.size)) for rank in range(self.size)]
 
 
@@ -40,11 +40,11 @@ class Coordinate:
 
 
 def simulated_name(rank: int, size: int) -> str:
-    """The name of a group that exists only on paper."""
+    """Returns the name of a simulated group, which has no process group."""
     return f"simulated/{rank}/{size}"
 
 
 def simulated_coordinate(name: str) -> tuple[int, int] | None:
-    """(rank, size) of a name that `simulated_name` made; None for any other name."""
+    """Returns (rank, size) from a name that `simulated_name` returned; None for any other name."""
     prefix, *numbers = name.split("/")
     return (int(numbers[0]), int(numbers[1])) if prefix == "simulated" and len(numbers) == 2 else None

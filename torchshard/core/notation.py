@@ -64,7 +64,7 @@ MAX_PARTS = 64
 class Row:
     """The factors of one op, bound to its global sizes.
 
-    Rows compare by identity (`eq=False`): the cache of `choices` would otherwise hash all their fields at each look-up.
+    Rows hash by identity (`eq=False`), because `choices` is cached by row and the mappings in a row have no hash.
     """
 
     text: str
@@ -585,7 +585,9 @@ def _layouts(
     return expressed if len(expressed) == len(layouts) else None
 
 
-def _is_legal(row: Row, axes: AxisParts, operands: Iterable[Layout], results: Iterable[Layout], world: int) -> bool:
+def _is_legal(
+    row: Row, axes: AxisParts, operands: Sequence[Layout], results: Sequence[Layout], world: int
+) -> bool:
     """Returns whether the op's options allow this split."""
     options = row.options
     several_starts = any(axis in options.local and len(parts) > 1 for axis, parts in axes.items())

@@ -1,1 +1,1 @@
-"""Ops that our graphs need and PyTorch does not have: Python calls kept whole, split recurrent layers, with_value."""
+"""Ops that our graphs need and PyTorch does not have: calls of Python code, split recurrent layers, with_value."""

@@ -1,7 +1,7 @@
 """Scaled dot-product attention: batch, heads, the queries' positions and the values' features are splittable.
 
 `F.scaled_dot_product_attention` runs its fused kernels on a rank's heads as on all of them. With dropout every rank
-draws the whole mask from the common RNG state and keeps its heads' part. A fused kernel can't be given a mask, so the
+draws the whole mask from the common RNG state and keeps its heads' part. Fused kernels draw their own masks, so the
 scores are then computed explicitly.
 """
 

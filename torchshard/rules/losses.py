@@ -172,11 +172,7 @@ def _split_cross_entropy(
     sums = [aten.slice.Tensor(whole, dim, i, i + 1) for i in range(len(columns))]
     loss, scale = _row_losses(sums, ignored, label_smoothing, ctx.row.sizes["v"], weighted=weight is not None)
     loss = aten.squeeze.dims(aten.masked_fill.Scalar(loss, ignored, 0.0), [dim])
-    if reduction == SUM:
-        loss = aten.sum.default(loss)
-    elif reduction == MEAN:
-        loss = aten.div.Tensor(aten.sum.default(loss), aten.sum.default(scale))
-    return cast(loss, acc_dtype(dtype), dtype)
+    return cast(_reduced(loss, scale, reduction), acc_dtype(dtype), dtype)
 
 
 def _row_losses(
@@ -197,3 +193,12 @@ def _row_losses(
         smooth = aten.masked_fill.Scalar(smooth, ignored, 0.0)
         loss = loss * (1 - label_smoothing) + smooth * (label_smoothing / classes)
     return loss, scale
+
+
+def _reduced(loss: Traced, scale: Traced, reduction: int) -> Traced:
+    """Returns the op's result from the loss and the weight of each row."""
+    if reduction == SUM:
+        return aten.sum.default(loss)
+    if reduction == MEAN:
+        return aten.div.Tensor(aten.sum.default(loss), aten.sum.default(scale))
+    return loss

@@ -26,7 +26,7 @@ def _split_softmax(call: Call, ndim: int) -> LocalFn:
     dim, is_log, result = positive(call["dim"], ndim), "log_softmax" in str(call.target), call.results[0].dtype
 
     def local(ctx: Local, x: Traced, _dim: int, dtype: torch.dtype | bool | None = None) -> Traced:
-        # the third argument of some softmaxes is the flag half_to_float
+        # `_softmax` has a flag, half_to_float, in place of the dtype
         x = aten.to.dtype(x, dtype) if isinstance(dtype, torch.dtype) else x
         largest = row_max(ctx, x, dim, ctx.choice.axes[0][0])
         shifted = aten.sub.Tensor(x, largest)
