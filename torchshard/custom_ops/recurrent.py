@@ -84,6 +84,7 @@ class RecurrentCall(WholeCall):
         if not is_fake(args[0]):
             return self.function(*args)
         self.device, self.uses_rng = args[0].device.type, uses_rng(dict(zip(ARGUMENTS, args, strict=True)))
+        # autocast casts inside the real kernels, which do not run here
         dtype = _autocast_dtype(self.function, args[0])
         return tuple(t.to(dtype) for t in _shapes(args))
 

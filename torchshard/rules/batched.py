@@ -35,7 +35,7 @@ def batched(call: Call, items: Sequence[int], **options: Unpack[RowKeywords]) ->
     for lead in leads:
         for i, size in enumerate(lead, ndim - len(lead)):
             batch[i] = size if batch[i] == 1 else batch[i]
-    if any(list(r.shape[:ndim]) != batch for r in call.results):
+    if any(list(r.shape[:ndim]) != batch for r in call.results):  # the op does not broadcast after all
         return None
     left = []
     for j, (lead, n) in enumerate(zip(leads, items, strict=True)):

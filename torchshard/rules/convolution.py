@@ -28,6 +28,7 @@ def convolution(call: Call) -> Row | None:
     x, weight, groups = call["input"].shape, call["weight"].shape, call["groups"]
     space = len(weight) - 2
     biased, transposed = call.args.get("bias") is not None, call.target is aten.convolution.default
+    # aten.convolution has a rule for transposed convolutions only; the others are captured as conv1d, conv2d, conv3d
     if not all(isinstance(s, int) for s in weight) or transposed != bool(call.args.get("transposed")):
         return None
     batch = ["n"] if len(x) == len(weight) else []
@@ -80,7 +81,7 @@ def _own_groups(call: Call, channel: int) -> LocalFn:
 def pooling(call: Call) -> Row:
     """`f32[2,8,9,9] -> f32[2,8,4,4]     a b !h0 !h1 -> a b !z0 !z1`."""
     ndim = len(call.tensors[0].shape)
-    space = int(str(call.target).split("pool")[1][0])
+    space = int(str(call.target).split("pool")[1][0])  # aten.max_pool2d: 2
     lead = list("ab")[: ndim - space]
     hs, os = ([f"!{c}{i}" for i in range(space)] for c in "hz")
     return call.row(f"{spaced([*lead, *hs])} -> {spaced([*lead, *os])}", local={"*": padded_if_empty(call)})

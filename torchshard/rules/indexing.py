@@ -52,6 +52,7 @@ def embedding(call: Call) -> Row:
 
     def local(ctx: Local, weight: Traced, indices: Traced, padding_idx: int = -1, *flags: Argument) -> Traced:
         index, outside = own_index(ctx, "v", indices)
+        # the padding row gets no gradient; on other ranks no row is the padding row
         own_padding = padding_idx - ctx.start("v") if padding_idx >= 0 else -1
         own_padding = own_padding if 0 <= own_padding < ctx.size("v") else -1
         rows = aten.embedding.default(nonempty(ctx, "v", weight, 0, 2), index, own_padding)
@@ -182,6 +183,7 @@ def searchsorted(call: Call) -> Row | None:
 def index(call: Call) -> Row | None:
     """`f32[2,8,4], i64[3] at dim 1 -> f32[2,3,4]     a !b c, x0 -> a x0 c`."""
     x, indices = call["self"].shape, call["indices"]
+    # a mask selects a number of elements that is known at the call only
     if any(i is not None and i.dtype in (torch.bool, torch.uint8) for i in indices):
         return None
     names = letters(len(x), used="x")

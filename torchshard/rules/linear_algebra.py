@@ -35,6 +35,7 @@ def linear(call: Call) -> Row:
 @rule(aten.matmul.default)
 def matmul(call: Call) -> Row:
     """`f32[2,4,8,16], f32[4,16,8] -> f32[2,4,8,8]     a b m k, b k n -> a b m n`; batch dims are broadcast."""
+    # as in numpy, a vector operand has no m, or no n
     a, b = (t.shape for t in call.tensors)
     lead = letters(max(len(a), len(b), 2) - 2, used="kmn")
     batch = call.results[0].shape[: len(lead)]

@@ -59,6 +59,7 @@ def cross_entropy(call: Call) -> Row | None:
         return _with_probabilities(call)
     local, comm = _over_batch(call)
     rows = tuple(_batch_axes(call))
+    # of all sums over classes the replacement takes care itself (`reduced`), so that the loss is Invariant
     return call.row(
         _class_row(call, "v"),
         local={"v": functools.partial(_split_cross_entropy, dtype=call.results[0].dtype)} | local,

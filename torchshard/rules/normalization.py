@@ -198,6 +198,7 @@ def batch_norm(call: Call) -> Row | None:
     training = bool(call[_TRAINING[call.target]])
     present = [n for n in ("weight", "bias", "running_mean", "running_var") if call.args.get(n) is not None]
     written = [1 + i for i, n in enumerate(present) if n.startswith("running") and training]
+    # in training the statistics are computed over samples and space, in eval mode they are constants
     space = [f"!s{i}" if training else f"s{i}" for i in range(len(shape) - 2)]
     names = ["!n" if written or (training and not instance) else "n", "c", *space]
     if len(call.results) > 1:  # native_batch_norm

@@ -66,10 +66,11 @@ def _linear(call: Call) -> list[set[int]]:
     n = len(call.tensors)
     if call.target is aten.where.self:
         return [{1, 2}] if n == 3 else []
-    if call.target in JOINTLY:
+    if call.target in JOINTLY:  # with a number for the second operand, each rank would add it to its partial sum
         return [{0, 1}] if n == 2 else []
     if call.target in EACH:
         return [{i} for i in range(n)]
+    # a quotient that is rounded is not linear
     return [{0}] if call.target in FIRST and call.args.get("rounding_mode") is None else []
 
 

@@ -86,6 +86,7 @@ def feature_dropout(call: Call) -> Row:
     def local(ctx: Local, x: Traced, p: float, train: bool) -> Traced:
         whole = [s if isinstance(s, int) else aten.sym_size.int(x, d) for d, s in enumerate(ctx.whole_shape()[:2])]
         mask = aten.feature_dropout.default(aten.new_ones.default(x, whole + [1] * (ndim - 2)), p, True)
+        # the mask has size one in the dims of a channel, so that it fits a slice of those as it is
         axis = ctx.choice.axes[0][0]
         dim = names.index(axis)
         return aten.mul.Tensor(x, mask if dim > 1 else _own_part(ctx, mask, dim, ctx.parts(axis) or ()))

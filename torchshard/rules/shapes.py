@@ -65,6 +65,7 @@ def _refine(left: list[Size], right: list[Size], names: list[str], sizes: dict[s
         sizes: the sizes of the new axes are added.
     """
     if len(left) == 1 or len(right) == 1:
+        # a single dim is the product of the other side's dims, also where a size is dynamic and has no factors
         many = right if len(left) == 1 else left
         axes = []
         for size in many:
@@ -230,7 +231,7 @@ def permute(call: Call) -> Row:
     elif "dim0" in call.args and ndim:
         a, b = positive(call["dim0"], ndim), positive(call["dim1"], ndim)
         order[a], order[b] = b, a
-    elif ndim > 1:
+    elif ndim > 1:  # t and mT swap the last two dims, numpy_T reverses all
         order = list(reversed(order)) if call.target is aten.numpy_T.default else [*order[:-2], order[-1], order[-2]]
     return call.row(f"{spaced(names)} -> {spaced(names[i] for i in order)}", linear=LINEAR)
 
@@ -280,7 +281,7 @@ def repeat(call: Call) -> Row:
     sizes: dict[str, Size] = {}
     dims = []
     for i, times in enumerate(repeats):
-        if i < extra:
+        if i < extra:  # repeat adds leading dims, which hold nothing but copies
             dims.append(f"!r{i}")
         elif times == 1:
             dims.append(names[i - extra])
@@ -328,8 +329,10 @@ def _cut(call: Call, piece: Size) -> tuple[str, str, _CutOptions]:
         return spaced(names), spaced(names), {}
     if call["step"] != 1 or not all(isinstance(s, int) for s in (start, size, piece)):
         return dims(f"!{names[dim]}"), dims("!q"), {}
+    # out of range, a start is clamped as in Python's slices
     start = max(start + size, 0) if start < 0 else min(start, size)
     widths = {"p": start, "q": piece, "r": size - start - piece}
+    # without empty parts before and after; q stays, because the result must have a dim
     sizes = {axis: width for axis, width in widths.items() if width or axis == "q"}
 
     def local(ctx: Local, *args: Argument, **kwargs: Argument) -> Traced:
@@ -396,7 +399,7 @@ def split(call: Call) -> Row:
     pieces = [f"x{i}" for i in range(len(call.results))]
     left = [*names[:dim], "+".join(pieces), *names[dim + 1 :]]
     right = [[*names[:dim], piece, *names[dim + 1 :]] for piece in pieces]
-    if not all(isinstance(r.shape[dim], int) for r in call.results):
+    if not all(isinstance(r.shape[dim], int) for r in call.results):  # of a dynamic dim the pieces are dynamic too
         left = [*names[:dim], f"!{names[dim]}", *names[dim + 1 :]]
         right = [[*names[:dim], f"!{piece}", *names[dim + 1 :]] for piece in pieces]
 
@@ -509,6 +512,7 @@ def triangle(call: Call) -> Row:
     """`f32[4,8,8] -> f32[4,8,8]     ... a b -> ... a b`: the diagonal is shifted by a slice's start."""
 
     def local(ctx: Local, x: Traced, diagonal: int = 0) -> Traced:
+        # row i of a slice is row start + i of the whole: the diagonal moves to the right, for columns to the left
         (axis,) = (name for name, _ in ctx.choice.axes)
         start = ctx.start(axis)
         return call.target(x, diagonal + (start if axis == "a" else -start))
