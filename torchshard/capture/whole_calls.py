@@ -36,10 +36,11 @@ def keep_whole(
     tensors = [i for i, value in enumerate(flat.tensors) if isinstance(value, Tensor)]
     sizes = [i for i in range(len(flat.tensors)) if i not in tensors]
 
-    def rebuild(operands: Sequence[object]) -> object:
+    def rebuild(operands: Sequence[object]) -> tuple[Sequence[object], dict[str, object]]:
         # The op takes tensors before sizes, the call's arguments may mix them.
         by_place = dict(zip([*tensors, *sizes], operands, strict=True))
-        return flat.rebuild([by_place[place] for place in range(len(by_place))])
+        call_args, call_kwargs = flat.rebuild([by_place[place] for place in range(len(by_place))])
+        return call_args, call_kwargs
 
     call = call_class(function, rebuild, len(flat.tensors), modules=modules)
     state = [tensor for _, _, tensor in state_of(modules.values())]

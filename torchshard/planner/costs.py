@@ -18,7 +18,7 @@ from torchshard.core.layouts import I, Layout, Shard, largest_share, local_size
 from torchshard.core.mesh import MeshAxis
 from torchshard.core.notation import Choice, Dim, Row
 from torchshard.custom_ops.recurrent import RECURRENCES
-from torchshard.custom_ops.whole import entry
+from torchshard.custom_ops.whole import OpKey, entry
 from torchshard.ir.graph import hint, nbytes, node_row, operands, values
 from torchshard.plans.data import Sent
 from torchshard.plans.machine import Machine
@@ -55,7 +55,7 @@ def _recurrence(row: Row) -> list[Product]:
     return [_over(steps, weight) for weight in row.operands[1:] if len(weight) == 2]
 
 
-PRODUCTS: Mapping[object, Callable[[Row], list[Product]]] = {
+PRODUCTS: Mapping[OpKey, Callable[[Row], list[Product]]] = {
     **dict.fromkeys(
         (aten.linear.default, aten.mm.default, aten.bmm.default, aten.matmul.default, aten.mv.default, aten.dot.default,
          aten.outer.default, aten.einsum.default,
