@@ -7,6 +7,7 @@ run beside them. All others may run in parallel.
 
 from __future__ import annotations
 
+import multiprocessing
 from collections.abc import Iterator
 
 import pytest
@@ -15,7 +16,7 @@ from hypothesis import settings
 
 import torchshard as ts
 
-_NAMES = "by_hand collectives eager_faults examples faults habits launch multi_node nn objects primitives ranks"
+_NAMES = "by_hand collectives eager_faults examples faults habits launch multi_node nn objects primitives ranks run_ranks"
 RANKS = {f"test_{name}" for name in _NAMES.split()}
 """The files whose tests start ranks; in other files single tests are marked."""
 WAITS = {"test_faults", "test_eager_faults"}
@@ -23,6 +24,11 @@ WAITS = {"test_faults", "test_eager_faults"}
 
 settings.register_profile("torchshard", max_examples=60, deadline=None, derandomize=True)
 settings.load_profile("torchshard")
+
+
+def pytest_configure() -> None:
+    """Names the module that the process behind all forked ranks imports once; the process starts with the first."""
+    multiprocessing.set_forkserver_preload(["tests.warm"])
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

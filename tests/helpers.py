@@ -18,11 +18,14 @@ import torch.multiprocessing as mp
 
 import torchshard as ts
 
-TIMEOUT_SECONDS = 120
+TIMEOUT_SECONDS = 120.0
 
 
-def run_ranks(fn: Callable[..., Any], world: int, *args: Any) -> list[Any]:
+def run_ranks(fn: Callable[..., Any], world: int, *args: Any, timeout_seconds: float = TIMEOUT_SECONDS) -> list[Any]:
     """Calls `fn(rank, *args)` on `world` ranks with `torch.distributed` initialised (gloo, one thread each).
+
+    Each rank is a fork of one process that has imported torchshard (`tests/warm.py`): every call starts from the same
+    state, and what its ranks change or break ends with them.
 
     Returns each rank's result; `fn` must be importable, its result picklable.
 
@@ -30,16 +33,14 @@ def run_ranks(fn: Callable[..., Any], world: int, *args: Any) -> list[Any]:
         RuntimeError: a rank failed (with its traceback) or did not end in time.
     """
     with tempfile.TemporaryDirectory() as folder:
-        # one process imports torch, and the ranks are forks of it
-        mp.get_context("forkserver").set_forkserver_preload(["torchshard.public", "tests.models"])
         context = mp.start_processes(
             _rank, (fn, world, folder, args), nprocs=world, join=False, start_method="forkserver"
         )
-        ended = _join(context)
+        failure = _join(context, timeout_seconds)
         found = [_read(Path(folder) / f"{rank}.pkl") for rank in range(world)]
     failed = [f"rank {rank}:\n{text}" for rank, (ok, text) in enumerate(found) if not ok and text]
-    if failed or not ended:
-        raise RuntimeError("\n".join(failed) or f"ranks did not end within {TIMEOUT_SECONDS} s")
+    if failed or failure:
+        raise RuntimeError("\n".join(failed) or failure)
     return [result for _, result in found]
 
 
@@ -57,19 +58,21 @@ def refused_input(fn: Callable[[], Any], text: str) -> bool:
     return refused(fn, text, ts.InputError)
 
 
-def _join(context: Any) -> bool:
-    """Whether all ranks ended by themselves; after the timeout they are killed."""
-    deadline, ended = time.monotonic() + TIMEOUT_SECONDS, False
+def _join(context: Any, timeout_seconds: float) -> str:
+    """Waits for all ranks and kills those that are left; returns why a rank did not end by itself, or ""."""
+    deadline, failure = time.monotonic() + timeout_seconds, f"ranks did not end within {timeout_seconds:g} s"
     try:
-        while not ended and time.monotonic() < deadline:
-            ended = context.join(timeout=1)
-    except (mp.ProcessExitedException, mp.ProcessRaisedException):
-        ended = False
+        while time.monotonic() < deadline:
+            if context.join(timeout=1):
+                failure = ""
+                break
+    except (mp.ProcessExitedException, mp.ProcessRaisedException) as error:
+        failure = str(error)
     for process in context.processes:
         if process.is_alive():
             process.kill()
         process.join()
-    return ended
+    return failure
 
 
 def _read(path: Path) -> tuple[bool, Any]:
@@ -78,7 +81,7 @@ def _read(path: Path) -> tuple[bool, Any]:
 
 def _rank(rank: int, fn: Callable[..., Any], world: int, folder: str, args: tuple[Any, ...]) -> None:
     torch.set_num_threads(1)
-    os.environ["OMP_NUM_THREADS"] = "1"
+    os.environ["OMP_NUM_THREADS"] = "1"  # for the processes that a rank starts
     dist.init_process_group(
         "gloo", f"file://{folder}/meet", rank=rank, world_size=world, timeout=timedelta(seconds=TIMEOUT_SECONDS / 2)
     )
