@@ -16,8 +16,8 @@ from hypothesis import settings
 
 import torchshard as ts
 
-_NAMES = "by_hand collectives eager_faults examples faults habits launch multi_node nn objects primitives ranks run_ranks"
-RANKS = {f"test_{name}" for name in _NAMES.split()}
+_NAMES = "by_hand collectives eager_faults examples faults habits launch multi_node nn objects primitives ranks"
+RANKS = {f"test_{name}" for name in (*_NAMES.split(), "run_ranks")}
 """The files whose tests start ranks; in other files single tests are marked."""
 WAITS = {"test_faults", "test_eager_faults"}
 """Of these, the files whose tests wait for timeouts."""
