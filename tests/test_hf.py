@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -19,7 +20,7 @@ from transformers import (
     T5ForConditionalGeneration,
 )
 
-import torchshard as ts
+from tests.captured import CapturedCall
 
 SIZES: dict[str, Any] = {
     "num_hidden_layers": 2,
@@ -80,11 +81,19 @@ CASES: dict[str, tuple[Callable[[], nn.Module], dict[str, str], Callable[[], dic
 }
 
 
-@pytest.mark.parametrize("name, world_size", [(n, 2) for n in CASES] + [("llama", 4), ("bert", 3)])
-def test_parity(name: str, world_size: int) -> None:
-    build, plan, inputs = CASES[name]
+@functools.cache
+def _captured(name: str) -> CapturedCall:
+    build, _, inputs = CASES[name]
     torch.manual_seed(0)
-    report = ts.check(build().train(), plan, world_size=world_size, example_kwargs=inputs())
+    return CapturedCall(build().train(), (), inputs())
+
+
+@pytest.mark.parametrize(
+    "name, world_size",
+    [("bert", 2), ("bert", 3), ("llama", 2), ("llama", 4), ("llama_with_cache", 2), ("gpt2", 2), ("t5", 2)],
+)
+def test_parity(name: str, world_size: int) -> None:
+    report = _captured(name).check(CASES[name][1], world_size)
     assert report.ok, str(report)
 
 

@@ -7,6 +7,7 @@ import torch
 from torch import Tensor, nn
 
 import torchshard as ts
+from tests.captured import captured_case
 from tests.models import CASES
 from torchshard.core.layouts import Shard
 
@@ -14,19 +15,32 @@ from torchshard.core.layouts import Shard
 @pytest.mark.parametrize("world_size", [1, 2, 3, 4])
 @pytest.mark.parametrize("name", CASES)
 def test_parity(name: str, world_size: int) -> None:
-    case = CASES[name]
-    torch.manual_seed(0)
-    model = case.build()
-    report = ts.check(model, case.plan, world_size=world_size, example_inputs=case.inputs(), example_kwargs=case.kwargs)
+    report = captured_case(name).check(CASES[name].plan, world_size)
     assert report.ok, str(report)
     kinds = {c.kind for c in report.comparisons}
     assert {"output", "parameter gradient"} <= kinds
 
 
-def test_more_ranks_than_there_is_to_split() -> None:
+@pytest.mark.parametrize("name", CASES)
+def test_auto_is_exact(name: str) -> None:
+    """Outputs and every gradient, without a word of annotation; on 3 ranks, which no size here divides by."""
+    report = captured_case(name).check("auto", 3)
+    assert report.ok, str(report)
+
+
+def test_ts_check_captures_by_itself() -> None:
+    """`ts.check`, which the tests above take apart in order to capture once, gives the same report."""
+    case = CASES["encoder_decoder"]
     torch.manual_seed(0)
-    case = CASES["gpt"]
-    report = ts.check(case.build(), case.plan, world_size=64, example_inputs=case.inputs())
+    model, inputs = case.build(), case.inputs()
+    torch.manual_seed(0)
+    report = ts.check(model, case.plan, world_size=3, example_inputs=inputs)
+    same = captured_case("encoder_decoder").check(case.plan, 3)
+    assert report.ok and report.comparisons == same.comparisons
+
+
+def test_more_ranks_than_there_is_to_split() -> None:
+    report = captured_case("gpt").check(CASES["gpt"].plan, 64)
     assert report.ok, str(report)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections import Counter
 from collections.abc import Callable
 from typing import Any
@@ -10,9 +11,10 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-import torchshard as ts
-from tests.compiled import compiled
+from tests.compiled import compiled, planned_as
+from torchshard.capture import Captured
 from torchshard.checking.check import check_program
+from torchshard.compiler.program import prepared
 from torchshard.distributed.ops import OPS
 
 WIDTH = 24
@@ -124,12 +126,19 @@ STACKS: dict[str, tuple[Callable[[], nn.Module], int, dict[str, int]]] = {
 """What -> (model, number of inputs, the collectives of a forward; memory is copied once for all layers)."""
 
 
+@functools.cache
+def _captured_stack(kind: str) -> tuple[nn.Module, Captured]:
+    """A stack on the meta device, captured once for any number of ranks."""
+    build, inputs, _ = STACKS[kind]
+    with torch.device("meta"):
+        model, x = build(), torch.empty(8, 128, 256).requires_grad_()
+    return model, prepared(model, (x,) * inputs)
+
+
 @pytest.mark.parametrize("world_size", [2, 4, 8])
 @pytest.mark.parametrize("kind", STACKS)
 def test_a_layer_sends_what_megatrons_does(kind: str, world_size: int) -> None:
     """An all-reduce forward for each attention and feed-forward part, and one backward for each copy."""
-    build, inputs, expected = STACKS[kind]
-    with torch.device("meta"):
-        model, x = build(), torch.empty(8, 128, 256).requires_grad_()
-    plan = ts.plan(model, world_size=world_size, example_inputs=(x,) * inputs)
-    assert Counter(OPS[n.target].name for n in plan.graph.graph.nodes if n.target in OPS) == expected
+    model, captured = _captured_stack(kind)
+    graph = planned_as(captured, model, {}, world_size).graph.graph
+    assert Counter(OPS[n.target].name for n in graph.nodes if n.target in OPS) == STACKS[kind][2]
