@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import subprocess
 import sys
@@ -11,6 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
+import torch.multiprocessing as mp
 
 from torchshard.core.errors import DistributedError, PlanError
 from torchshard.distributed import all_reduce, launch
@@ -91,10 +93,23 @@ def _again_and_again() -> list[float]:
     return found
 
 
+@pytest.fixture
+def forked(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ranks are forks, not spawned: they start in milliseconds, not in the seconds that it takes to import torch.
+
+    Only how they start differs; test_results_come_in_the_order_of_the_ranks and test_a_failing_rank_ends_the_others
+    spawn them as users' calls do.
+    """
+    forks = functools.partial(mp.start_processes, start_method="forkserver")
+    monkeypatch.setattr(mp, "spawn", forks)
+
+
+@pytest.mark.usefixtures("forked")
 def test_groups_can_be_made_again() -> None:
     assert launch(_again_and_again, 2) == [[3.0] * 4] * 2
 
 
+@pytest.mark.usefixtures("forked")
 def test_a_rank_that_leaves_without_a_result() -> None:
     with pytest.raises(DistributedError, match="rank 1 ended without a result"):
         launch(_leave_quietly, 2)
@@ -125,6 +140,7 @@ def test_results_come_in_the_order_of_the_ranks() -> None:
     assert torch.equal(results[1][2], torch.ones(2))
 
 
+@pytest.mark.usefixtures("forked")
 def test_ranks_find_each_other() -> None:
     assert launch(_summed, 3) == [6.0, 6.0, 6.0]
 
@@ -141,16 +157,19 @@ def test_a_failing_rank_ends_the_others(tmp_path: Path) -> None:
             os.kill(int((tmp_path / rank).read_text()), 0)
 
 
+@pytest.mark.usefixtures("forked")
 def test_the_cause_is_raised_not_its_consequence() -> None:
     with pytest.raises(ValueError, match="the cause"):
         launch(_fail_in_company, 2)
 
 
+@pytest.mark.usefixtures("forked")
 def test_a_rank_that_dies_without_a_word() -> None:
     with pytest.raises(DistributedError, match=r"rank 1 ended without a result\n.*\n.*exit code 3"):
         launch(_die, 2)
 
 
+@pytest.mark.usefixtures("forked")
 def test_an_exception_that_can_not_be_pickled_keeps_its_class_and_text() -> None:
     with pytest.raises(_Stubborn, match="it can't be pickled") as caught:
         launch(_fail_unpicklably, 1)

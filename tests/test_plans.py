@@ -29,12 +29,22 @@ from torchshard.compiler.memory import predicted_memory
 from torchshard.compiler.program import prepared
 from torchshard.ir.graph import is_tensor_op
 from torchshard.planner.costs import Op
+from torchshard.plans.machine import objective
 
 IDS = torch.zeros(2, 7, dtype=torch.long)
 
 
-def _gpt(world_size: int = 2, **options: Any) -> ts.Plan:
-    return ts.plan(GPT(p=0.0), world_size=world_size, example_inputs=(IDS, IDS), **options)
+@functools.cache
+def _captured_gpt() -> tuple[nn.Module, Captured]:
+    model = GPT(p=0.0)
+    return model, prepared(model, (IDS, IDS))
+
+
+def _gpt(plan: Any = "auto", world_size: int = 2, machine: Any = None, **options: Any) -> ts.Plan:
+    """What `ts.plan` gives; the model is captured once for all tests."""
+    model, captured = _captured_gpt()
+    aim = objective(machine, device="cpu", **options)
+    return planned_as(captured, model, plan, world_size, aim).plan
 
 
 # --- files -----------------------------------------------------------------------------------------------------------
@@ -326,7 +336,7 @@ def test_what_their_words_cant_say_is_named() -> None:
 )
 def test_knobs_that_are_none(options: dict[str, Any], text: str) -> None:
     with pytest.raises(ts.InputError, match=text) as caught:
-        _gpt(**options)
+        ts.plan(GPT(p=0.0), world_size=2, example_inputs=(IDS, IDS), **options)
     assert str(caught.value).count("\n") == 3
 
 
@@ -423,7 +433,7 @@ def test_a_machine_of_one_rank_is_measured_alone() -> None:
 def test_the_fastest_plan_that_fits_or_how_much_is_missing() -> None:
     free = _gpt(memory="1GiB")
     tight = predicted_memory(free.graph, free)["peak"]
-    lean = _gpt(memory=0.9 * tight)
+    lean = ts.plan(GPT(p=0.0), world_size=2, example_inputs=(IDS, IDS), memory=0.9 * tight)
     assert lean.costs.memory["peak"] <= 0.9 * tight < free.costs.memory["peak"]
     slower = lean.costs.seconds - free.costs.seconds
     assert slower >= 0 and lean.costs.gap >= slower - 1e-12

@@ -8,9 +8,10 @@ caches of torch.export).
 
 from __future__ import annotations
 
-import hypothesis  # noqa: F401  (test modules import it, and a rank imports the module of its function)
+import hypothesis  # noqa: F401  (a rank imports the module of its function, and that imports these)
 import pytest  # noqa: F401
 import torch
+from transformers import AutoTokenizer, BertModel, LlamaForCausalLM  # noqa: F401
 
 import torchshard as ts
 from tests.models import MLP
