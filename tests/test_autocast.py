@@ -240,7 +240,6 @@ def _training(rank: int) -> list[float]:
     return differences
 
 
-@pytest.mark.ranks
 def test_training_in_autocast() -> None:
     for differences in run_ranks(_training, 2):
         assert max(differences) < 5e-2, differences

@@ -87,7 +87,6 @@ def test_check_says_exact_or_where_it_differs(llama: str, capsys: pytest.Capture
     assert capsys.readouterr().out.startswith("exact: 3 ranks")
 
 
-@pytest.mark.ranks
 def test_check_on_real_ranks() -> None:
     """In a process of its own, as from a shell: a rank imports what started it."""
     command = [sys.executable, "-m", "torchshard", "check", "tests.test_cli:factory", "--ranks", "2", "--processes"]

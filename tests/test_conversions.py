@@ -28,6 +28,8 @@ from torchshard.core.mesh import MeshAxis
 from torchshard.planner.costs import CostModel, Value
 from torchshard.plans.machine import Machine
 
+pytestmark = pytest.mark.quick
+
 KINDS = {type(I): I, type(R): R, type(P): P, Shard: S(0)}
 
 

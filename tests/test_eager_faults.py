@@ -16,6 +16,8 @@ import torchshard as ts
 import torchshard.distributed as tsd
 from tests.helpers import run_ranks
 
+pytestmark = pytest.mark.waits
+
 SECONDS = 3.0
 Call = Callable[[], Any]
 

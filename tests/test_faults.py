@@ -27,6 +27,8 @@ from tests.helpers import run_ranks
 from torchshard.distributed import consistency
 from torchshard.nn.functional import parallel_cross_entropy, parallel_embedding, parallel_linear
 
+pytestmark = pytest.mark.waits
+
 SECONDS = 3.0
 """The groups' timeout."""
 SHORT_SECONDS = 1.0

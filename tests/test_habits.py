@@ -6,7 +6,6 @@ parameters are all split; what it gives and the parameters after it are compared
 
 from __future__ import annotations
 
-import contextlib
 import copy
 import functools
 import math
@@ -14,6 +13,7 @@ import warnings
 from collections.abc import Callable, Iterator
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
@@ -458,15 +458,14 @@ def _difference(habit: Habit) -> float:
     return max(float((a - b).abs().max()) for a, b in pairs)
 
 
-def _equals(rank: int) -> dict[str, float]:
+def _equals(rank: int, name: str) -> float:
     tsd.init_process_group()
-    return {name: _difference(habit) for name, habit in EQUAL.items()}
+    return _difference(EQUAL[name])
 
 
-def test_habits_give_what_they_give_with_the_unsharded_model() -> None:
-    for found in run_ranks(_equals, 2):
-        assert found.keys() == EQUAL.keys()
-        assert max(found.values()) < TOLERANCE, {name: d for name, d in found.items() if d >= TOLERANCE}
+@pytest.mark.parametrize("name", EQUAL)
+def test_habits_give_what_they_give_with_the_unsharded_model(name: str) -> None:
+    assert max(run_ranks(_equals, 2, name)) < TOLERANCE
 
 
 def _said(habit: Callable[[], Any]) -> list[str]:
@@ -476,55 +475,59 @@ def _said(habit: Callable[[], Any]) -> list[str]:
     return [str(w.message) for w in held if w.filename == __file__ or "hooks on all" in str(w.message)]
 
 
-def _tells(rank: int) -> dict[str, Any]:
+def _warns(rank: int, text: str) -> bool:
+    """Whether a habit warns with the sharded model, and not with the unsharded one."""
     tsd.init_process_group()
     model, sharded = _pair()
-    found: dict[str, Any] = {}
     for m in (model, sharded):
         _loss(m).backward()
-    for text, habit in WARNED.items():
-        said = text.partition(",")[0]
-        found[text] = (
-            not _said(functools.partial(habit, model, model[0].weight)) or "gradients" in text or "hooks" in text
-        )
-        found[text] &= any(said in line for line in _said(functools.partial(habit, sharded, sharded[0].weight)))
-    sharded.zero_grad()
-    _loss(sharded).backward()
-    for text, habit in QUIET.items():
-        found[text] = not _said(functools.partial(habit, sharded, sharded[0].weight))
-    for text, refusal in REFUSED.items():
-        found[text] = refused_input(lambda: refusal(_pair()[1]), text.partition(" (assigned")[0].partition(" (per")[0])  # noqa: B023
-    return found
+    habit, said = WARNED[text], text.partition(",")[0]
+    quiet_before = not _said(functools.partial(habit, model, model[0].weight))
+    found = any(said in line for line in _said(functools.partial(habit, sharded, sharded[0].weight)))
+    return found and (quiet_before or "gradients" in text or "hooks" in text)
 
 
-def test_results_of_slices_are_told_where_they_pass_for_the_whole() -> None:
-    for found in run_ranks(_tells, 2):
-        assert all(found.values()), [text for text, right in found.items() if not right]
+@pytest.mark.parametrize("text", WARNED)
+def test_results_of_slices_are_told_where_they_pass_for_the_whole(text: str) -> None:
+    assert all(run_ranks(_warns, 2, text))
 
 
-def _differs(rank: int) -> dict[str, str]:
+def _is_quiet(rank: int, text: str) -> bool:
     tsd.init_process_group()
-    found = {}
-    for text, habit in DIFFERENT.items():
-        for ending in ("call", "state dict"):
-            _, sharded = _pair()
-            sharded(_x())
-            found[f"{text}, then a {ending}"] = "nothing"
-            with _noting(found, f"{text}, then a {ending}"):
-                habit(sharded, rank)
-                sharded(_x()) if ending == "call" else sharded.full_state_dict()
-    return found
+    sharded = _pair()[1]
+    _loss(sharded).backward()
+    return not _said(functools.partial(QUIET[text], sharded, sharded[0].weight))
 
 
-@contextlib.contextmanager
-def _noting(found: dict[str, str], name: str) -> Iterator[None]:
+@pytest.mark.parametrize("text", QUIET)
+def test_what_is_right_with_slices_warns_of_nothing(text: str) -> None:
+    assert all(run_ranks(_is_quiet, 2, text))
+
+
+def _refuses(rank: int, text: str) -> bool:
+    tsd.init_process_group()
+    return refused_input(lambda: REFUSED[text](_pair()[1]), text.partition(" (assigned")[0].partition(" (per")[0])
+
+
+@pytest.mark.parametrize("text", REFUSED)
+def test_what_slices_cannot_do_is_refused(text: str) -> None:
+    assert all(run_ranks(_refuses, 2, text))
+
+
+def _differs(rank: int, text: str, ending: str) -> str:
+    tsd.init_process_group()
+    _, sharded = _pair()
+    sharded(_x())
     try:
-        yield
+        DIFFERENT[text](sharded, rank)
+        sharded(_x()) if ending == "call" else sharded.full_state_dict()
     except ts.DistributedError as error:
-        found[name] = error.what
+        return error.what
+    return "nothing"
 
 
-def test_ranks_that_train_on_different_losses_are_told() -> None:
-    for found in run_ranks(_differs, 2):
-        assert len(found) == 2 * len(DIFFERENT)
-        assert all(name.partition(":")[0] in text for name, text in found.items()), found
+@pytest.mark.parametrize("ending", ["call", "state dict"])
+@pytest.mark.parametrize("text", DIFFERENT)
+def test_ranks_that_train_on_different_losses_are_told(text: str, ending: str) -> None:
+    for said in run_ranks(_differs, 2, text, ending):
+        assert text.partition(":")[0] in said

@@ -151,7 +151,6 @@ def _outcomes(rank: int, elsewhere: bool) -> dict[str, str]:
     return found
 
 
-@pytest.mark.ranks
 @pytest.mark.parametrize("world", [2, 4])
 def test_each_fault_is_one_error_on_every_rank(world: int) -> None:
     ranks = run_ranks(_outcomes, world, False)
@@ -184,7 +183,6 @@ def _text(fn: Callable[[], Any]) -> str:
     return "silent"
 
 
-@pytest.mark.ranks
 def test_what_is_on_a_device_is_told_a_call_later() -> None:
     first, second = run_ranks(_on_another_device, 2)
     assert first == second
@@ -235,6 +233,5 @@ class _Messages:
         dist.all_reduce = self._original
 
 
-@pytest.mark.ranks
 def test_what_is_alike_passes_at_one_message_a_call() -> None:
     assert run_ranks(_fine, 2) == [[True, True]] * 2

@@ -360,7 +360,6 @@ def _tried(name: str) -> str:
     return "" if refused(lambda: _first(build()), text, ts.CaptureError) else "accepted, or in other words"
 
 
-@pytest.mark.ranks
 def test_as_the_unsharded_model_or_told() -> None:
     names = [*EQUAL, *REFUSED, *UNCAPTURED]
     for found in run_ranks(_all, 2, names):

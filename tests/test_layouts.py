@@ -32,6 +32,8 @@ from torchshard.core.layouts import (
     split,
 )
 
+pytestmark = pytest.mark.quick
+
 worlds = st.integers(1, 6)
 parts = st.lists(st.tuples(st.integers(0, 9), st.integers(1, 4)), min_size=1, max_size=4).map(tuple)
 

@@ -12,7 +12,7 @@ from tests.models import CASES
 from torchshard.core.layouts import Shard
 
 
-@pytest.mark.parametrize("world_size", [1, 2, 3, 4])
+@pytest.mark.parametrize("world_size", [1, 2, pytest.param(3, marks=pytest.mark.quick), 4])
 @pytest.mark.parametrize("name", CASES)
 def test_parity(name: str, world_size: int) -> None:
     report = captured_case(name).check(CASES[name].plan, world_size)

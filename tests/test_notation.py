@@ -15,6 +15,8 @@ from torchshard.core.layouts import S, Shard, local_shape
 from torchshard.core.mesh import MeshAxis
 from torchshard.core.notation import Choice, Local, Row, axis_groups, bind, choices, dim_size, local_replacement, spread
 
+pytestmark = pytest.mark.quick
+
 BOTH = (frozenset({0}), frozenset({1}))
 FIRST = (frozenset({0}),)
 

@@ -27,6 +27,8 @@ from torchshard.planner.costs import CostModel
 from torchshard.plans.machine import objective
 from torchshard.plans.plan import Plan
 
+pytestmark = pytest.mark.quick
+
 WORLD = 2
 PLAN = {"tok": "vocab", "q": "column", "k": "column", "o": "row"}
 

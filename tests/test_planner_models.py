@@ -164,11 +164,15 @@ def test_a_block_is_planned_as_an_integer_program_plans_it(name: str) -> None:
         assert found.seconds + price * found.nbytes == pytest.approx(least, rel=1e-6)
 
 
-@pytest.mark.parametrize("name", ["llama", "t5", "vit", "gptj", "gemma2"])
+LAYERS = {"llama": 6, "t5": 6, "vit": 6, "gptj": 6, "gemma2": 12}
+"""A model -> how many layers repeat: gemma2 repeats pairs, and folds at six of them."""
+
+
+@pytest.mark.parametrize("name", LAYERS)
 def test_repeated_blocks_are_planned_once_for_all(name: str) -> None:
     """Folded or not the plan costs the same, and so do the collectives that it makes necessary."""
-    graph = graph_of(name, 12 if name == "gemma2" else 7)
-    folded, whole = (build(graph, MODEL, GraphConstraints(), fold=fold) for fold in (True, False))
+    graph = graph_of(name, LAYERS[name])
+    folded, whole = (build(graph, MODEL, Asked(), fold=fold) for fold in (True, False))
     assert folded.chains and len(folded.states) < len(whole.states)
     for network in (folded, whole):
         prune(network)
@@ -186,8 +190,8 @@ def test_blocks_whose_states_differ_are_planned_one_by_one(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """As a hint that only one block gets would make them: the plan costs what it costs unfolded."""
-    graph = graph_of("gptj", 7)
-    whole = search(graph, MODEL, GraphConstraints(), fold=False)
+    graph = graph_of("gptj", LAYERS["gptj"])
+    whole = search(graph, MODEL, Asked(), fold=False)
     learnt = network_of.wanted_parts
 
     def lopsided(ops: Any, tensors: Any, world: int) -> Any:
@@ -206,8 +210,8 @@ def test_blocks_whose_states_differ_are_planned_one_by_one(
 
 def test_blocks_whose_tables_are_too_large_are_planned_one_by_one(monkeypatch: pytest.MonkeyPatch) -> None:
     """And from neighbourhood to neighbourhood: the plan is possible, near the best, and a gap is told."""
-    graph = graph_of("llama", 4)
-    exact = search(graph, MODEL, GraphConstraints())
+    graph = graph_of("llama", LAYERS["llama"])
+    exact = search(graph, MODEL, Asked())
     monkeypatch.setattr("torchshard.planner.search.Solver", functools.partial(Solver, limit=1000))
     near = search(graph, MODEL, GraphConstraints())
     costs = [_predicted(graph, f) for f in (exact, near)]

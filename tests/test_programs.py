@@ -106,7 +106,6 @@ def _steps(rank: int, world: int, seeds: list[int]) -> dict[int, tuple[float, fl
     return found
 
 
-@pytest.mark.ranks
 @pytest.mark.parametrize("world", [2, 3, 4])
 def test_programs_on_real_ranks(world: int) -> None:
     """Forward, backward and a step of SGD, and forward again."""

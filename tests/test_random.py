@@ -196,7 +196,6 @@ def _on_real_ranks(rank: int, world: int) -> dict[str, bool]:
     return found
 
 
-@pytest.mark.ranks
 @pytest.mark.parametrize("world", [1, 2, 3, 4])
 def test_bit_for_bit_in_forward_recomputation_and_after_a_restart(world: int) -> None:
     for found in run_ranks(_on_real_ranks, world, world):

@@ -30,12 +30,8 @@ def _step(model: nn.Module, inputs: tuple[Any, ...], optimizer: torch.optim.Opti
     return [out.detach() for out in outputs]
 
 
-def _train(rank: int, names: list[str]) -> dict[str, Any]:
+def _train(rank: int, name: str) -> dict[str, Any]:
     ts.distributed.init_process_group()
-    return {name: _train_one(name) for name in names}
-
-
-def _train_one(name: str) -> dict[str, Any]:
     case = CASES[name]
     torch.manual_seed(0)
     model = case.build().double()
@@ -60,26 +56,31 @@ def _train_one(name: str) -> dict[str, Any]:
     }
 
 
+TRAINED = {
+    2: ["gpt", "fused_gqa", "conv", "encoder_decoder", "dense_moe", "writes"],
+    3: ["recurrent", "gpt_hidden_30", "attention_7_heads", "fused_by_split_7_heads", "mlp_uneven"],
+    4: ["gpt", "gqa_1_kv_head", "fused_by_view_5_heads"],
+}
+"""The number of ranks -> models that are trained on as many."""
+
+
 @pytest.mark.parametrize(
-    "world_size, names",
+    "world_size, name",
     [
-        (2, ["gpt", "fused_gqa", "conv", "encoder_decoder", "dense_moe", "writes"]),
-        (3, ["recurrent", "gpt_hidden_30", "attention_7_heads", "fused_by_split_7_heads", "mlp_uneven"]),
-        (4, ["gpt", "gqa_1_kv_head", "fused_by_view_5_heads"]),
+        *((world, name) for world, names in TRAINED.items() for name in names),
+        pytest.param(2, "fused_by_view", marks=pytest.mark.quick),
     ],
 )
-def test_training_beside_the_unsharded_model(world_size: int, names: list[str]) -> None:
-    ranks = run_ranks(_train, world_size, names)
-    for name in names:
-        results = [r[name] for r in ranks]
-        assert all(r["names"] and r["buffers"] and r["split"] for r in results)
-        assert max(r["outputs"] for r in results) < 1e-8, name
-        errors = {n: max(r["parameters"][n] for r in results) for n in results[0]["parameters"]}
-        # Adam divides by the gradient's size: where a gradient is zero on paper (a key bias), its noise is all there is
-        assert all(e < 1e-8 for n, e in errors.items() if not n.endswith("k.bias")), errors
-        for other in results[1:]:
-            for n, tensor in results[0]["replicated"].items():
-                assert torch.equal(tensor, other["replicated"][n]), f"{name}: {n} drifted apart"
+def test_training_beside_the_unsharded_model(world_size: int, name: str) -> None:
+    results = run_ranks(_train, world_size, name)
+    assert all(r["names"] and r["buffers"] and r["split"] for r in results)
+    assert max(r["outputs"] for r in results) < 1e-8
+    errors = {n: max(r["parameters"][n] for r in results) for n in results[0]["parameters"]}
+    # Adam divides by the gradient's size: where a gradient is zero on paper (a key bias), its noise is all there is
+    assert all(e < 1e-8 for n, e in errors.items() if not n.endswith("k.bias")), errors
+    for other in results[1:]:
+        for n, tensor in results[0]["replicated"].items():
+            assert torch.equal(tensor, other["replicated"][n]), f"{n} drifted apart"
 
 
 def _message(fn: Any) -> tuple[str, str]:

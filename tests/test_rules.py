@@ -48,7 +48,11 @@ def _splits(found: list[Choice]) -> str:
     return " ".join(dict.fromkeys(c.name.removeprefix("split ").replace(" ", "+") for c in found if c.axes))
 
 
-@pytest.mark.parametrize("op", CASES, ids=_names(CASES))
+def _every_tenth_is_quick(cases: list[Case]) -> list[Any]:
+    return [pytest.param(c, marks=[pytest.mark.quick] if i % 10 == 0 else []) for i, c in enumerate(cases)]
+
+
+@pytest.mark.parametrize("op", _every_tenth_is_quick(CASES), ids=_names(CASES))
 def test_whole_and_in_parts(op: Case) -> None:
     for world in (2, 3):
         row, found = row_and_choices(op, world, in_parts=world == 2)
@@ -227,6 +231,7 @@ WRONG_RULES = [
 ]  # fmt: skip
 
 
+@pytest.mark.quick
 @pytest.mark.parametrize(("op", "wrong"), [w[1:] for w in WRONG_RULES], ids=[w[0] for w in WRONG_RULES])
 def test_a_wrong_rule_is_caught(op: Case, wrong: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     assert all(run(op, choice, 2).ok for choice in row_and_choices(op, 2)[1])

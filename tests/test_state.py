@@ -72,7 +72,6 @@ def _initialises(rank: int) -> dict[str, str]:
     return {**found, "elementwise": str(torch.allclose(model(X), sharded(X), rtol=1e-5, atol=1e-6))}
 
 
-@pytest.mark.ranks
 def test_slices_are_not_initialised_as_if_they_were_whole() -> None:
     for found in run_ranks(_initialises, 2):
         assert found.pop("elementwise") == "True"
@@ -116,7 +115,6 @@ def _steps(rank: int) -> dict[str, Any]:
     return found
 
 
-@pytest.mark.ranks
 def test_optimizers_and_clipping() -> None:
     assert all(all(found.values()) for found in run_ranks(_steps, 2)), run_ranks(_steps, 2)
 
@@ -149,7 +147,6 @@ def _kinds_of_optimizers(rank: int) -> list[bool]:
     return [*found, len(seen) == 1 and "_Unknown is not known here" in str(seen[0].message)]
 
 
-@pytest.mark.ranks
 def test_optimizers_that_look_at_whole_matrices_are_refused() -> None:
     assert run_ranks(_kinds_of_optimizers, 2) == [[True] * 5] * 2
 
@@ -167,7 +164,6 @@ def _wraps(rank: int) -> list[bool]:
     return found
 
 
-@pytest.mark.ranks
 def test_wrappers_that_take_slices_for_copies_are_refused() -> None:
     assert run_ranks(_wraps, 2) == [[True] * 3] * 2
 
@@ -227,7 +223,6 @@ def _dicts(rank: int, folder: str) -> dict[str, bool]:
     return found
 
 
-@pytest.mark.ranks
 def test_state_dicts_know_what_they_are_of(tmp_path: Path) -> None:
     for found in run_ranks(_dicts, 2, str(tmp_path)):
         assert all(found.values()), found
@@ -253,7 +248,6 @@ def _optimizer_states(rank: int, folder: str) -> list[bool]:
     return [*found, not torch.equal(moved, before["state"][0]["exp_avg"])]
 
 
-@pytest.mark.ranks
 def test_optimizer_states_know_what_they_are_of(tmp_path: Path) -> None:
     assert run_ranks(_optimizer_states, 2, str(tmp_path)) == [[True] * 4] * 2
 

@@ -249,6 +249,5 @@ def _changed_on_one_rank(rank: int) -> list[bool]:
     return [*found, sharded(X) is not None]
 
 
-@pytest.mark.ranks
 def test_a_change_on_one_rank_is_an_error_on_all() -> None:
     assert run_ranks(_changed_on_one_rank, 2) == [[True] * 3] * 2

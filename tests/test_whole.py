@@ -212,7 +212,6 @@ def _steps(rank: int, body: str) -> list[float]:
     return [float((full[name] - value).abs().max()) for name, value in model.state_dict().items()]
 
 
-@pytest.mark.ranks
 @pytest.mark.parametrize("body", ["modules", "hooks", "random"])
 def test_training_with_real_ranks(body: str) -> None:
     assert max(max(errors) for errors in run_ranks(_steps, 2, body)) < 1e-12
