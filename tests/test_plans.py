@@ -109,7 +109,9 @@ def _places(body: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
         yield from _places(value, (*path, key))
 
 
-FIELDS = ("version", "world_size", "fingerprint", "static", "machine", "parameters", "stored", "choices", "costs")
+FIELDS = [
+    "version", "world_size", "fingerprint", "static", "machine", "parameters", "stored", "choices", "conversions", "costs",
+]  # fmt: skip
 """The fields of a plan file."""
 WRONG_VALUES = (None, -2, 2.5, 1e999, "S(7)", "x", [], {}, [[]], True)
 
@@ -123,7 +125,7 @@ def _mlp_and_body() -> tuple[CapturedCall, Any]:
 
 
 def test_these_are_the_fields_of_a_plan_file() -> None:
-    assert tuple(_mlp_and_body()[1]) == FIELDS
+    assert list(_mlp_and_body()[1]) == FIELDS
 
 
 @pytest.mark.parametrize("field", FIELDS)
