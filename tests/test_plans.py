@@ -110,8 +110,17 @@ def _places(body: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
 
 
 FIELDS = [
-    "version", "world_size", "fingerprint", "static", "machine", "parameters", "stored", "choices", "conversions", "costs",
-]  # fmt: skip
+    "version",
+    "world_size",
+    "fingerprint",
+    "static",
+    "machine",
+    "parameters",
+    "stored",
+    "choices",
+    "conversions",
+    "costs",
+]
 """The fields of a plan file."""
 WRONG_VALUES = (None, -2, 2.5, 1e999, "S(7)", "x", [], {}, [[]], True)
 
