@@ -172,7 +172,7 @@ LAYERS = {"llama": 6, "t5": 6, "vit": 6, "gptj": 6, "gemma2": 12}
 def test_repeated_blocks_are_planned_once_for_all(name: str) -> None:
     """Folded or not the plan costs the same, and so do the collectives that it makes necessary."""
     graph = graph_of(name, LAYERS[name])
-    folded, whole = (build(graph, MODEL, Asked(), fold=fold) for fold in (True, False))
+    folded, whole = (build(graph, MODEL, GraphConstraints(), fold=fold) for fold in (True, False))
     assert folded.chains and len(folded.states) < len(whole.states)
     for network in (folded, whole):
         prune(network)
@@ -191,7 +191,7 @@ def test_blocks_whose_states_differ_are_planned_one_by_one(
 ) -> None:
     """As a hint that only one block gets would make them: the plan costs what it costs unfolded."""
     graph = graph_of("gptj", LAYERS["gptj"])
-    whole = search(graph, MODEL, Asked(), fold=False)
+    whole = search(graph, MODEL, GraphConstraints(), fold=False)
     learnt = network_of.wanted_parts
 
     def lopsided(ops: Any, tensors: Any, world: int) -> Any:
@@ -211,7 +211,7 @@ def test_blocks_whose_states_differ_are_planned_one_by_one(
 def test_blocks_whose_tables_are_too_large_are_planned_one_by_one(monkeypatch: pytest.MonkeyPatch) -> None:
     """And from neighbourhood to neighbourhood: the plan is possible, near the best, and a gap is told."""
     graph = graph_of("llama", LAYERS["llama"])
-    exact = search(graph, MODEL, Asked())
+    exact = search(graph, MODEL, GraphConstraints())
     monkeypatch.setattr("torchshard.planner.search.Solver", functools.partial(Solver, limit=1000))
     near = search(graph, MODEL, GraphConstraints())
     costs = [_predicted(graph, f) for f in (exact, near)]
