@@ -450,8 +450,8 @@ FAULTS = (
     Fault(
         "a bias fused where layouts differ",
         "passes/simplify.py",
-        "legal = [c for c in world_choices if list(c.operands) == held and c.results == (layout_of(node),)]",
-        "legal = world_choices",
+        "if list(c.operands) == layouts and c.results == (result,)]",
+        "]",
         f"{PASSES} tests/test_models.py",
         models="bias_apart",
     ),

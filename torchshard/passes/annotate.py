@@ -1,4 +1,4 @@
-"""The plan onto the graph: every op gets its choice, every value its layouts.
+"""Writes the plan onto the graph: every op gets its choice, every value its layouts.
 
 before    q = linear(x, q_weight)      f32[2,8,8]
 after     q = linear(x, q_weight)      f32[2,8,8]  S(2)     split n: ... k, n k -> ... n
@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Iterable
-from typing import Any
 
 from torch import fx
 
@@ -17,11 +16,12 @@ from torchshard.core.layouts import I, Shard
 from torchshard.core.mesh import MeshAxis
 from torchshard.core.notation import Choice, Row, choices
 from torchshard.ir.graph import is_tensor_op, node_row, where, whole_choice
+from torchshard.passes.nodes import int_arg, node_arg
 from torchshard.plans.plan import Plan
 
 
 def annotate(module: fx.GraphModule, plan: Plan) -> bool:
-    """Sets meta 'layouts', 'choice' and 'row'; always a change.
+    """Sets meta 'layouts', 'choice' and 'row'; always returns that the graph has changed.
 
     Raises:
         PlanError: the plan has no choice for an op, or one that is not legal for it.
@@ -35,28 +35,30 @@ def annotate(module: fx.GraphModule, plan: Plan) -> bool:
             node.meta["choice"] = planned_choice(node, row, plan)
             node.meta["layouts"] = node.meta["choice"].results
         elif node.target is operator.getitem:
-            source: Any = node.args[0]
-            held = source.meta.get("layouts", ())
-            node.meta["layouts"] = (held[node.args[1]],) if len(held) > node.args[1] else (I,)
+            layouts, index = node_arg(node).meta.get("layouts", ()), int_arg(node, 1)
+            node.meta["layouts"] = (layouts[index],) if index < len(layouts) else (I,)
         elif node.op == "call_function":
             node.meta["layouts"] = (I,)
     return True
 
 
 def legal_choices(node: fx.Node, row: Row | None, axis: MeshAxis, planned: Choice) -> Iterable[Choice]:
-    """The choices that a row allows, in the parts that the planned one has."""
+    """The choices that a row allows, with the parts of the planned choice: a row alone does not list uneven parts."""
     if row is None:
         return [whole_choice(node)]
-    held = enumerate(zip((*planned.operands, *planned.results), (*row.operands, *row.results), strict=False))
-    splits = [(i, layout) for i, (layout, dims) in held if isinstance(layout, Shard) and layout.dim < len(dims)]
+    layouts, rows = (*planned.operands, *planned.results), (*row.operands, *row.results)
+    splits = []
+    for position, (layout, dims) in enumerate(zip(layouts, rows, strict=False)):
+        if isinstance(layout, Shard) and layout.dim < len(dims):
+            splits.append((position, layout))
     return choices(row, axis.size, splits)
 
 
 def planned_choice(node: fx.Node, row: Row | None, plan: Plan) -> Choice:
-    """What the plan chooses for an op.
+    """The plan's choice for an op.
 
     Raises:
-        PlanError: nothing, or something that is not legal for it.
+        PlanError: the plan has no choice for the op, or one that is not legal.
     """
     planned = plan.choices.get(node.name)
     if planned is None:
@@ -64,16 +66,17 @@ def planned_choice(node: fx.Node, row: Row | None, plan: Plan) -> Choice:
             "the plan has no choice for an op of the model",
             where=where(node),
             why="it was made for another model, another mode (train or eval) or other inputs",
-            attempt="make the plan anew, or give a dict of module styles",
+            attempt="make a new plan, or give a dict of module styles",
         )
     for choice in legal_choices(node, row, plan.axis, planned):
         same_layouts = (choice.operands, choice.results) == (planned.operands, planned.results)
         if choice.name == planned.name and same_layouts:
             return choice
-    shown = ", ".join(map(str, planned.operands))
+    layouts = ", ".join(map(str, planned.operands))
+    row_text = row.text if row else "missing, so that it runs whole"
     raise PlanError(
         f"the plan's choice {planned.name!r} is not legal for an op",
         where=where(node),
-        why=f"its operands would lie as {shown}; the op's row is {row.text if row else 'missing: it runs whole'}",
-        attempt="make the plan anew for this model and this version of torchshard",
+        why=f"its operands would have the layouts {layouts}; the op's row is {row_text}",
+        attempt="make a new plan for this model and this version of torchshard",
     )

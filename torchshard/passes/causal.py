@@ -1,22 +1,24 @@
-"""A materialised causal mask becomes `is_causal` again, so that attention keeps its fast kernel.
+"""Replaces a materialised causal mask by `is_causal`, so that attention keeps its fast kernel.
 
     before    le = le(k_index, q_index); mask = expand(le, [b, 1, t, t]); y = attention(q, k, v, mask)
     after     y = attention(q, k, v, is_causal=True)
 
-Only where the mask says just that: it is made of sizes alone, by comparing and combining positions with no constant
-but zero (a window of 4,096 has one), and evaluated it is the lower triangle, at its own size or, where sizes are
-dynamic, at several.
+A mask is replaced only if two things hold. Its ops depend on sizes alone, compare and combine positions, and use no
+constant but zero: a sliding window of 4,096 uses one, and would equal the triangle at small sizes. And its value is the
+lower triangle, evaluated at its own size or, if sizes are dynamic, at several.
 """
 
 from __future__ import annotations
 
 from itertools import count
-from typing import Any
 
+import sympy
 import torch
 from torch import Tensor, fx
+from torch.fx.node import Argument
 
 from torchshard.ir.graph import bound_args, size_expr
+from torchshard.passes.nodes import call_target
 
 aten = torch.ops.aten
 
@@ -26,7 +28,7 @@ _COMPARING = {
     aten.ge.Tensor, aten.ge.Scalar, aten.tril.default, aten.to.dtype, aten.view.default, aten.reshape.default,
 }  # fmt: skip
 _FIRST_SIZES = (3, 6, 11)
-"""The smallest of the sizes at which a dynamic mask is evaluated."""
+"""A dynamic mask is evaluated once for each; its sizes count up from here, so that all differ."""
 
 
 def restore_causal(module: fx.GraphModule) -> bool:
@@ -44,26 +46,27 @@ def restore_causal(module: fx.GraphModule) -> bool:
 
 
 def _is_causal(mask: fx.Node) -> bool:
-    made_of = _made_of(mask)
-    if made_of is None or mask.meta["val"].dtype is not torch.bool:
+    ancestors = _ancestors_from_sizes(mask)
+    if ancestors is None or mask.meta["val"].dtype is not torch.bool:
         return False
     dynamic = any(not isinstance(size_expr(s), int) for s in mask.meta["val"].shape)
-    return all(_is_triangle(_evaluate(mask, made_of, first)) for first in (_FIRST_SIZES if dynamic else (1,)))
+    first_sizes = _FIRST_SIZES if dynamic else (1,)
+    return all(_is_triangle(_evaluate(mask, ancestors, first)) for first in first_sizes)
 
 
 def _is_triangle(mask: Tensor) -> bool:
     return mask.ndim >= 2 and torch.equal(mask, torch.ones(mask.shape[-2:], dtype=torch.bool).tril().expand_as(mask))
 
 
-def _made_of(mask: fx.Node) -> list[fx.Node] | None:
-    """The nodes that the mask is computed from, in order, or None where one may depend on more than sizes."""
-    found: set[fx.Node] = set()
+def _ancestors_from_sizes(mask: fx.Node) -> list[fx.Node] | None:
+    """The nodes that the mask is computed from, in order; None if one may depend on more than sizes."""
+    visited: set[fx.Node] = set()
     pending = [mask]
     while pending:
         node = pending.pop()
-        if node in found:
+        if node in visited:
             continue
-        found.add(node)
+        visited.add(node)
         if node.target is aten.sym_size.int:
             continue
         if node.target not in _COMPARING or (node.target is aten.tril.default and len(node.args) > 1):
@@ -72,21 +75,22 @@ def _made_of(mask: fx.Node) -> list[fx.Node] | None:
         if node.target in (aten.add.Tensor, aten.ge.Scalar) and any(scalars):
             return None
         pending += node.all_input_nodes
-    return [n for n in mask.graph.nodes if n in found]
+    return [n for n in mask.graph.nodes if n in visited]
 
 
-def _evaluate(mask: fx.Node, made_of: list[fx.Node], first: int) -> Tensor:
-    """The mask for sizes that are all different, from `first` on."""
-    sizes: dict[Any, int] = {}
+def _evaluate(mask: fx.Node, ancestors: list[fx.Node], first: int) -> Tensor:
+    """The mask's value; its dynamic sizes become `first`, `first` + 1 and so on."""
+    sizes: dict[sympy.Expr, int] = {}
     fresh = count(first)
-    env: dict[fx.Node, Any] = {}
-    for node in made_of:
+    env: dict[fx.Node, Argument] = {}
+    for node in ancestors:
         if node.target is aten.sym_size.int:
             expr = size_expr(node.meta["val"])
             env[node] = expr if isinstance(expr, int) else sizes.setdefault(expr, next(fresh))
             continue
+        # on the CPU, whatever device the model is on: the device does not change the triangle
         kwargs = {k: v for k, v in node.kwargs.items() if k not in ("device", "pin_memory")}
-        target: Any = node.target
-        env[node] = target(*fx.map_arg(node.args, lambda n: env[n]), **fx.map_arg(kwargs, lambda n: env[n]))
-    result: Tensor = env[mask]
+        env[node] = call_target(node, *fx.map_arg((node.args, kwargs), lambda n: env[n]))
+    result = env[mask]
+    assert isinstance(result, Tensor)
     return result

@@ -1,15 +1,13 @@
-"""Concatenations that begin alike become a chain, as dense nets have them.
+"""Turns concatenations that begin with the same pieces, as dense nets have them, into a chain.
 
     before    a = cat([x, f], 1); b = cat([x, f, g], 1); c = cat([x, f, g, h], 1)
     after     a = cat([x, f], 1); b = cat([a, g], 1);    c = cat([b, h], 1)
 
-The values are the same, and as many elements are copied. But each piece then has few consumers, where in a dense net
-each has all later layers, which no exact plan could be found for.
+The values and the number of copied elements stay the same. In a dense net, all later layers consume each piece, and the
+exact solver can't eliminate variables with so many neighbours; in a chain each piece has one or two consumers.
 """
 
 from __future__ import annotations
-
-from typing import Any
 
 import torch
 from torch import fx
@@ -21,16 +19,17 @@ CAT = torch.ops.aten.cat.default
 
 def chain_cats(module: fx.GraphModule) -> bool:
     """Rewrites the graph; returns whether anything changed."""
-    earlier: dict[tuple[Any, ...], fx.Node] = {}
+    earlier: dict[tuple[int, tuple[fx.Node, ...]], fx.Node] = {}
     changed = False
     for node in module.graph.nodes:
         if node.target is not CAT:
             continue
         args = bound_args(node)
-        tensors, dim = list(args["tensors"]), args["dim"] % node.meta["val"].ndim
-        longest = next((n for n in range(len(tensors) - 1, 1, -1) if (dim, *tensors[:n]) in earlier), None)
+        tensors, dim = tuple(args["tensors"]), args["dim"] % node.meta["val"].ndim
+        shorter = range(len(tensors) - 1, 1, -1)
+        longest = next((n for n in shorter if (dim, tensors[:n]) in earlier), None)
         if longest is not None:
-            node.args, node.kwargs = ([earlier[(dim, *tensors[:longest])], *tensors[longest:]], dim), {}
+            node.args, node.kwargs = ([earlier[dim, tensors[:longest]], *tensors[longest:]], dim), {}
             changed = True
-        earlier.setdefault((dim, *tensors), node)
+        earlier.setdefault((dim, tensors), node)
     return changed

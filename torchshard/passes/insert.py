@@ -1,20 +1,20 @@
-"""Collectives where producer and consumer disagree.
+"""Inserts collectives between producers and consumers that disagree about a layout.
 
 before    q = linear(x, q_weight); k = linear(x, k_weight)                      x I, required as R by both
 after     x_copy = copy(x); q = linear(x_copy, q_weight); k = linear(x_copy, k_weight)
 
-The plan says by which conversions each value gets all layouts that its consumers require; each is inserted once. What
-makes a split value whole stands after its op, all else before the first op that requires it. Of one copy in place of
-two, the backward is one all-reduce of the gradient.
+The plan says by which conversions each value gets the layouts that its consumers require. Each conversion is inserted
+once for all of them: one `copy` in place of two also means one all-reduce of the gradient in place of two. A conversion
+of a split value stands right after the op that computes it; any other stands before the first op that requires it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Callable, Mapping
 
 import torch
 from torch import fx
+from torch.fx.node import Argument
 
 from torchshard.core.conversions import ConversionStep, Steps, step_args
 from torchshard.core.layouts import I, Layout, R, is_whole
@@ -51,12 +51,14 @@ def _convert_operands(node: fx.Node, conversions: _Conversions) -> None:
     node.args, node.kwargs = _swap_in_schema_order(node, swap)
 
 
-def _swap_in_schema_order(node: fx.Node, swap: Any) -> tuple[Any, Any]:
-    """Positional arguments come first in a schema too, so args then kwargs is the order of `operands`."""
+def _swap_in_schema_order(
+    node: fx.Node, swap: Callable[[fx.Node], fx.Node]
+) -> tuple[tuple[Argument, ...], dict[str, Argument]]:
+    """Visits operands in the order of `operands`: positional arguments come first in a schema too, then keywords."""
     return fx.map_arg(node.args, swap), fx.map_arg(_ordered_kwargs(node), swap)
 
 
-def _ordered_kwargs(node: fx.Node) -> dict[str, Any]:
+def _ordered_kwargs(node: fx.Node) -> dict[str, Argument]:
     schema = getattr(node.target, "_schema", None)
     names = [a.name for a in schema.arguments] if schema is not None else list(node.kwargs)
     return {name: node.kwargs[name] for name in names if name in node.kwargs}
@@ -71,8 +73,9 @@ class _Conversions:
         self._inserted: dict[tuple[fx.Node, Layout], fx.Node] = {}
 
     def of(self, value: fx.Node, target: Layout, consumer: fx.Node) -> fx.Node:
-        """The value in a layout, for a consumer."""
+        """The node that holds a value in the layout that a consumer requires."""
         needs_grad = bool(value.meta.get("needs_grad"))
+        # I and R differ in their gradients alone: without one, I serves a consumer that asks for R
         return self._in_layout(value, target if needs_grad or target != R else I, consumer)
 
     def _in_layout(self, value: fx.Node, layout: Layout, consumer: fx.Node) -> fx.Node:

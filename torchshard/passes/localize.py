@@ -1,25 +1,27 @@
-"""Global sizes become this rank's. Before this pass no graph knows its rank; after it the graph runs.
+"""Replaces global sizes by this rank's. Before this pass no graph knows its rank; after it the graph runs.
 
     before    view = view(q, [2, 8, 2, 4])        f32[2,8,2,4]  S(2)
     after     view = reshape(q, [2, 8, 1, 4])     f32[2,8,1,4]  S(2)
 
-Where splitting an axis changes what an op computes, the rule's replacement takes the op's place; its last node takes
+If splitting an axis changes what an op computes, the rule's replacement takes the op's place, and its last node takes
 the op's name. Collectives get the name of the group.
 """
 
 from __future__ import annotations
 
-from typing import Any
+from typing import cast
 
 import torch
 from torch import Tensor, fx
+from torch.fx.node import Argument
 
 from torchshard.core.layouts import Layout, local_shape
 from torchshard.core.mesh import Coordinate
-from torchshard.core.notation import Local, local_replacement
+from torchshard.core.notation import Local, LocalFn, local_replacement
 from torchshard.custom_ops.whole import WholeCall
 from torchshard.distributed.ops import is_collective
 from torchshard.ir.graph import drop_dead_code, emit, fake_mode, plain_shape, values
+from torchshard.passes.nodes import int_arg, node_arg, replace_node
 from torchshard.passes.propagate import Seen, propagate
 from torchshard.rules.random import BY_ELEMENT
 
@@ -30,7 +32,7 @@ def localize(module: fx.GraphModule, coordinate: Coordinate, seen: Seen | None =
     """Rewrites the graph for one rank; returns whether anything changed.
 
     Args:
-        seen: what ops gave on fake values before; what they give here is added.
+        seen: results of ops on fake values; those of this graph are added.
     """
     _localize_values(module, coordinate)
     for node in list(module.graph.nodes):
@@ -44,78 +46,73 @@ def localize(module: fx.GraphModule, coordinate: Coordinate, seen: Seen | None =
         if replacement is not None:
             _replace(module, node, replacement, Local(row, choice, coordinate))
         elif node.target in BY_ELEMENT:
-            _straighten(module, node)
+            _make_operand_contiguous(module, node)
         elif node.target is aten.view.default:
-            node.target = aten.reshape.default  # a collective may have left its operand in another order of memory
+            # a collective may have changed the order of memory of its operand, in which `view` may be impossible
+            node.target = aten.reshape.default
     drop_dead_code(module)
     propagate(module, {} if seen is None else seen)
     return True
 
 
-def _first_shape(node: fx.Node) -> tuple[Any, ...] | None:
-    first = values(node)[0] if values(node) else None
-    return plain_shape(first) if isinstance(first, Tensor) else None
-
-
 def _localize_values(module: fx.GraphModule, coordinate: Coordinate) -> None:
     """Replaces meta['val'] by fake tensors of this rank's shapes; equal shape, dtype and device share one."""
-    mode, made = fake_mode(module), dict[str, Tensor]()
+    mode, local_values = fake_mode(module), dict[str, Tensor]()
 
-    def held(value: Any, layout: Layout) -> Any:
+    def localized(value: object, layout: Layout) -> object:
         if not isinstance(value, Tensor):
             return value
         shape = local_shape(plain_shape(value), layout, coordinate.rank, coordinate.axis.size)
-        looks = repr((shape, value.dtype, value.device))
-        if looks not in made:
+        key = repr((shape, value.dtype, value.device))
+        if key not in local_values:
+            # sharing saves most of the time of this pass: a fake tensor takes longer to make than to look up
             with mode:
-                made[looks] = torch.empty(shape, dtype=value.dtype, device=value.device)
-        return made[looks]
+                local_values[key] = torch.empty(shape, dtype=value.dtype, device=value.device)
+        return local_values[key]
 
     for node in module.graph.nodes:
-        if node.op in ("placeholder", "call_function"):
-            node.meta["global_shape"] = _first_shape(node)
-            layouts: tuple[Layout, ...] = node.meta.get("layouts", ())
-            local = [held(value, layout) for value, layout in zip(values(node), layouts, strict=False)]
-            if local:
-                val = node.meta["val"]
-                node.meta["val"] = type(val)(local) if isinstance(val, (list, tuple)) else local[0]
+        if node.op not in ("placeholder", "call_function"):
+            continue
+        results = values(node)
+        node.meta["global_shape"] = plain_shape(results[0]) if results and isinstance(results[0], Tensor) else None
+        layouts: tuple[Layout, ...] = node.meta.get("layouts", ())
+        local = [localized(value, layout) for value, layout in zip(results, layouts, strict=False)]
+        if local:
+            val = node.meta["val"]
+            node.meta["val"] = type(val)(local) if isinstance(val, (list, tuple)) else local[0]
 
 
-def _straighten(module: fx.GraphModule, node: fx.Node) -> None:
-    """Contiguous, as it is unsharded: a collective, or the lack of one, may have left it otherwise on this rank."""
-    x: Any = node.args[0]
+def _make_operand_contiguous(module: fx.GraphModule, node: fx.Node) -> None:
+    """PyTorch draws random numbers in the order of memory, which a collective, or its absence, changes on a rank."""
     with module.graph.inserting_before(node):
-        node.args = (emit(module, aten.contiguous.default, (x,), node), *node.args[1:])
+        node.args = (emit(module, aten.contiguous.default, (node_arg(node),), node), *node.args[1:])
 
 
-def _replace(module: fx.GraphModule, node: fx.Node, replacement: Any, local: Local) -> None:
+def _replace(module: fx.GraphModule, node: fx.Node, replacement: LocalFn, local: Local) -> None:
+    """Traces a rule's replacement into the graph, in place of the op."""
     graph = module.graph
     tracer = fx.proxy.GraphAppendingTracer(graph)
 
-    def proxies(value: Any) -> Any:
-        proxy: Any = lambda n: fx.Proxy(n, tracer)  # noqa: E731
-        return fx.map_arg(value, proxy)
+    def proxy(operand: fx.Node) -> Argument:
+        # fx does not count its proxies among arguments, but maps to them as to any other value
+        return cast(Argument, fx.Proxy(operand, tracer))
 
     before = set(graph.nodes)
+    args, kwargs = fx.map_arg((node.args, dict(node.kwargs)), proxy)
     with graph.inserting_before(node):
-        made = replacement(local, *proxies(node.args), **proxies(dict(node.kwargs)))
+        result = replacement(local, *args, **kwargs)
     origin = {k: node.meta[k] for k in ("module", "source", "needs_grad") if k in node.meta}
     for new in graph.nodes:
         if new not in before:
             new.meta = dict(origin) | {"inside": node.name}
-    if isinstance(made, (tuple, list)):
+    if isinstance(result, (tuple, list)):
         for part in list(node.users):
-            index: Any = part.args[1]
-            _stand_for(graph, part, made[index].node)
+            _replace_with_meta(part, result[int_arg(part, 1)].node)
         graph.erase_node(node)
     else:
-        _stand_for(graph, node, made.node)
+        _replace_with_meta(node, result.node)
 
 
-def _stand_for(graph: fx.Graph, node: fx.Node, made: fx.Node) -> None:
-    """The new node in place of the old one, under its name."""
-    node.replace_all_uses_with(made)
-    made.meta = node.meta
-    name = node.name
-    graph.erase_node(node)
-    made.name = name
+def _replace_with_meta(node: fx.Node, replacement: fx.Node) -> None:
+    replacement.meta = node.meta
+    replace_node(node, replacement)

@@ -1,4 +1,4 @@
-"""The bias back into its op, where nothing came between.
+"""Fuses a bias back into its op, if no collective came between them.
 
 before    h_linear = linear(x, w); h = add(h_linear, b)
 after     h = linear(x, w, b)
@@ -6,17 +6,16 @@ after     h = linear(x, w, b)
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from torch import fx
 
-from torchshard.core.layouts import Shard
-from torchshard.core.notation import choices
+from torchshard.core.layouts import Layout, Shard
+from torchshard.core.mesh import MeshAxis
+from torchshard.core.notation import Choice, Row, choices
 from torchshard.ir.graph import drop_dead_code, is_tensor, layout_of, node_row, operands
+from torchshard.passes.nodes import node_arg, op_of, replace_node
 
 aten = torch.ops.aten
-_ops = torch.ops.torchshard
 
 
 def simplify(module: fx.GraphModule) -> bool:
@@ -40,39 +39,48 @@ def _fuse_biases(module: fx.GraphModule) -> bool:
 
 
 def _fuse_bias(module: fx.GraphModule, node: fx.Node) -> bool:
-    product, bias = operands(node)
-    if (
-        product.target not in _BIASED
-        or len(product.users) > 1
-        or (len(product.args) > 2 and product.args[2] is not None)
-    ):
-        return False
-    if product.target is not aten.linear.default:
-        if bias.target is not aten.view.default or len(bias.users) > 1:
-            return False
-        bias = bias.args[0]  # type: ignore[assignment]
-    weight = operands(product)[1]
-    same_size = (
-        is_tensor(bias) and bias.meta["val"].ndim == 1 and bias.meta["val"].shape[0] == weight.meta["val"].shape[0]
-    )
-    if not same_size or bias.meta["val"].dtype != product.meta["val"].dtype:
+    """Fuses one addition into the op that computes its first operand; returns whether it could."""
+    product, bias = operands(node)[0], _bias_of(node)
+    if bias is None:
         return False
     args = (*product.args[:2], bias, *product.args[3:])
     with module.graph.inserting_before(node):
-        target: Any = product.target
-        made = module.graph.call_function(target, args, dict(product.kwargs))
-    made.meta = {key: held for key, held in node.meta.items() if key != "row"}
-    row = node_row(made)
-    held = [layout_of(n) for n in operands(made)]
-    hints = [(i, x) for i, x in enumerate(held) if isinstance(x, Shard)]
-    world_choices = choices(row, module.meta["axis"].size, hints) if row is not None else []
-    legal = [c for c in world_choices if list(c.operands) == held and c.results == (layout_of(node),)]
-    if not legal:
-        module.graph.erase_node(made)
+        fused = module.graph.call_function(op_of(product), args, dict(product.kwargs))
+    fused.meta = {key: fact for key, fact in node.meta.items() if key != "row"}
+    row = node_row(fused)
+    choice = _choice_with_layouts(fused, row, layout_of(node), module.meta["axis"])
+    if choice is None:
+        module.graph.erase_node(fused)
         return False
-    made.meta.update(row=row, choice=legal[0], module=product.meta.get("module", ""))
-    name = node.name
-    node.replace_all_uses_with(made)
-    module.graph.erase_node(node)
-    made.name = name
+    fused.meta.update(row=row, choice=choice, module=product.meta.get("module", ""))
+    replace_node(node, fused)
     return True
+
+
+def _bias_of(node: fx.Node) -> fx.Node | None:
+    """The one-dimensional bias that an addition adds to a product with no other consumer; None for other additions."""
+    product, added = operands(node)
+    if product.target not in _BIASED or len(product.users) > 1:
+        return None
+    if len(product.args) > 2 and product.args[2] is not None:
+        return None
+    if product.target is not aten.linear.default:
+        # normalize views the bias of a convolution as [n, 1, ...], so that it broadcasts
+        if added.target is not aten.view.default or len(added.users) > 1:
+            return None
+        added = node_arg(added)
+    if not is_tensor(added):
+        return None
+    bias, weight = added.meta["val"], operands(product)[1].meta["val"]
+    fits = bias.ndim == 1 and bias.shape[0] == weight.shape[0] and bias.dtype == product.meta["val"].dtype
+    return added if fits else None
+
+
+def _choice_with_layouts(node: fx.Node, row: Row | None, result: Layout, axis: MeshAxis) -> Choice | None:
+    """The choice of an op whose operands and result keep the layouts that they have now; None if there is none."""
+    if row is None:
+        return None
+    layouts = [layout_of(operand) for operand in operands(node)]
+    splits = [(i, layout) for i, layout in enumerate(layouts) if isinstance(layout, Shard)]
+    legal = [c for c in choices(row, axis.size, splits) if list(c.operands) == layouts and c.results == (result,)]
+    return legal[0] if legal else None

@@ -1,19 +1,20 @@
-"""What must hold of a graph after each pass; a pass's result is checked, never its input.
+"""Verifies the graph that a pass has produced. Passes do not check their inputs: the error should name the guilty pass.
 
-    annotated    every value has layouts, every choice is one that its op's row allows
-    inserted     and every operand lies as the op that takes it wants, every collective converts what it says, and no
-                 result leaves the model as R, S or P
-    localized    and local shapes computed anew on fake tensors are those that the layouts give
+    annotated    every value has layouts, and every choice is one that the op's row allows
+    inserted     also: every operand has the layout that its consumer requires, every collective converts between the
+                 layouts that it names, and no result leaves the model as R, S or P
+    localized    recomputing each op on fake tensors gives the local shapes that the layouts predict
 
-A value that needs no gradient may be R where I is wanted, and I where R is.
+I and R differ in their gradients alone, so either serves for the other if the value needs no gradient.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any
+from typing import Literal
 
 from torch import Tensor, fx
+from torch.fx.node import Argument
 
 from torchshard.core.conversions import source_and_target
 from torchshard.core.errors import InternalError
@@ -22,31 +23,34 @@ from torchshard.core.mesh import MeshAxis
 from torchshard.distributed.ops import OPS
 from torchshard.ir.graph import fake_mode, faking, hint, is_tensor, is_tensor_op, layout_of, operands, values, where
 from torchshard.passes.annotate import legal_choices
+from torchshard.passes.nodes import int_arg, node_arg, op_of
 from torchshard.passes.propagate import Seen, is_sized_by_values, run
 
-STAGES = ("annotated", "inserted", "localized")
+Stage = Literal["annotated", "inserted", "localized"]
+"""How far a graph has come: it decides which invariants hold."""
+Fault = tuple[fx.Node, str, str]
+"""A node that breaks an invariant, the invariant, and how the node breaks it."""
 
 
-def verify(module: fx.GraphModule, stage: str, after: str, seen: Seen | None = None) -> None:
-    """Raises InternalError, with the listing's node, for the first thing that does not hold.
+def verify(module: fx.GraphModule, stage: Stage, after: str, seen: Seen | None = None) -> None:
+    """Raises InternalError for the first node that breaks an invariant.
 
     Args:
-        stage: what must hold, one of STAGES.
-        after: the name of the pass whose result this is.
-        seen: calls that need not run again; those of this graph are added.
+        after: the name of the pass that produced the graph.
+        seen: results of ops on fake values, which need not run again; those of this graph are added.
     """
     module.graph.lint()
-    local = stage == "localized"
-    found = next(_shape_faults(module, {} if seen is None else seen) if local else _faults(module, stage), None)
-    if found is not None:
-        node, what, why = found
+    if stage == "localized":
+        faults = _shape_faults(module, {} if seen is None else seen)
+    else:
+        faults = _layout_faults(module, stage)
+    fault = next(faults, None)
+    if fault is not None:
+        node, what, why = fault
         raise InternalError(f"after {after}: {what}", where=where(node), why=why)
 
 
-Fault = tuple[fx.Node, str, str]
-
-
-def _faults(module: fx.GraphModule, stage: str) -> Iterator[Fault]:
+def _layout_faults(module: fx.GraphModule, stage: Stage) -> Iterator[Fault]:
     axis: MeshAxis = module.meta["axis"]
     for node in module.graph.nodes:
         if node.op in ("placeholder", "call_function") and node.meta.get("layouts") is None:
@@ -66,15 +70,17 @@ def _faults(module: fx.GraphModule, stage: str) -> Iterator[Fault]:
 def _choice_faults(node: fx.Node, axis: MeshAxis) -> Iterator[Fault]:
     choice, row = node.meta.get("choice"), node.meta.get("row")
     if choice is None or choice not in list(legal_choices(node, row, axis, choice)):
-        yield node, "an op's choice is not one that its row allows", f"{choice} of row {row.text if row else None}"
+        row_text = row.text if row is not None else None
+        yield node, "an op's choice is not one that its row allows", f"{choice} of row {row_text}"
     elif choice.results != node.meta["layouts"]:
         yield node, "an op's layouts are not its choice's", f"{node.meta['layouts']} and {choice.results}"
 
 
-def _edge_faults(node: fx.Node, inputs: list[fx.Node], wanted: tuple[Layout, ...]) -> Iterator[Fault]:
-    for operand, layout in zip(inputs, wanted, strict=True):
+def _edge_faults(node: fx.Node, inputs: list[fx.Node], required: tuple[Layout, ...]) -> Iterator[Fault]:
+    for operand, layout in zip(inputs, required, strict=True):
         if not _fits(layout_of(operand), layout, operand):
-            yield node, "an operand does not lie as it must", f"{operand.name} is {layout_of(operand)}, wanted {layout}"
+            why = f"{operand.name} is {layout_of(operand)}, {node.name} requires {layout}"
+            yield node, "an operand has another layout than its consumer requires", why
 
 
 def _write_faults(node: fx.Node) -> Iterator[Fault]:
@@ -85,17 +91,18 @@ def _write_faults(node: fx.Node) -> Iterator[Fault]:
             yield node, "a write goes to a copy", f"{written.name} is a collective's result, not the buffer itself"
 
 
-def _fits(have: Layout, want: Layout, value: fx.Node) -> bool:
-    return have == want or (not value.meta.get("needs_grad") and is_whole(have) and is_whole(want))
+def _fits(actual: Layout, required: Layout, value: fx.Node) -> bool:
+    return actual == required or (not value.meta.get("needs_grad") and is_whole(actual) and is_whole(required))
 
 
 def _collective_faults(node: fx.Node, axis: MeshAxis) -> Iterator[Fault]:
-    operand: Any = node.args[0]
-    source, target = (_canonical(x, axis) for x in source_and_target(OPS[node.target].name, node.args[1:]))
+    operand = node_arg(node)
+    ends = source_and_target(OPS[op_of(node)].name, node.args[1:])
+    source, target = (_canonical(layout, axis) for layout in ends)
     if not _fits(layout_of(operand), source, operand):
-        yield node, "a collective's operand does not lie as it says", f"{layout_of(operand)}, not {source}"
+        yield node, "a collective's operand has another layout than it converts", f"{layout_of(operand)}, not {source}"
     elif layout_of(node) != target:
-        yield node, "a collective's result does not lie as it says", f"{layout_of(node)}, not {target}"
+        yield node, "a collective's result has another layout than it converts to", f"{layout_of(node)}, not {target}"
 
 
 def _canonical(layout: Layout, axis: MeshAxis) -> Layout:
@@ -105,8 +112,8 @@ def _canonical(layout: Layout, axis: MeshAxis) -> Layout:
 
 
 def _shape_faults(module: fx.GraphModule, seen: Seen) -> Iterator[Fault]:
-    """Runs every op on the fake values that its operands gave, and compares what it gives with the recorded value."""
-    computed: dict[fx.Node, Any] = {}  # never the graph's own: what is wrong there must not be mended here
+    """Runs every op on fake values, each from the results before it, and compares the shapes with the recorded ones."""
+    computed: dict[fx.Node, Argument] = {}  # an op must not start from a recorded value, which may be the wrong one
     with faking(fake_mode(module)):
         for node in module.graph.nodes:
             if node.op != "call_function":
@@ -115,25 +122,26 @@ def _shape_faults(module: fx.GraphModule, seen: Seen) -> Iterator[Fault]:
                 yield node, "an op has no value", "every pass must set meta['val']"
                 return
             if is_sized_by_values(node):
-                continue  # the recorded value knows more: the model may have compared its size with another
+                continue  # the recorded value knows more: the model may have compared its size with another size
             try:
                 computed[node] = run(node, lambda n: computed.get(n, n.meta["val"]), seen)
             except Exception as error:
                 yield node, "an op can't run on its local operands", f"{type(error).__name__}: {error}"
                 return
-            yield from _same_shapes(node, computed[node])
+            yield from _wrong_shapes(node, computed[node])
 
 
-def _same_shapes(node: fx.Node, computed: Any) -> Iterator[Fault]:
+def _wrong_shapes(node: fx.Node, computed: Argument) -> Iterator[Fault]:
     if computed is None:
-        return  # an assertion gives nothing
-    several = isinstance(computed, (list, tuple))
-    used = {user.args[1] for user in node.users} if several else {0}  # some ops give None for results that nobody uses
-    pairs = zip(computed if several else [computed], values(node), strict=True)
-    for value, expected in (pair for i, pair in enumerate(pairs) if i in used):
-        if isinstance(value, Tensor) and [hint(s) for s in value.shape] != [hint(s) for s in expected.shape]:
-            yield (
-                node,
-                "a local shape is not what its layout gives",
-                f"{tuple(value.shape)}, not {tuple(expected.shape)}",
-            )
+        return  # an assertion has no result
+    results: list[Argument] = [computed]
+    used = {0}
+    if isinstance(computed, (list, tuple)):
+        # some ops return None for results that nobody uses
+        results, used = list(computed), {int_arg(user, 1) for user in node.users}
+    for i, (result, recorded) in enumerate(zip(results, values(node), strict=True)):
+        if i not in used or not isinstance(result, Tensor):
+            continue
+        if [hint(s) for s in result.shape] != [hint(s) for s in recorded.shape]:
+            why = f"{tuple(result.shape)}, not {tuple(recorded.shape)}"
+            yield node, "a local shape is not what its layout gives", why
