@@ -413,7 +413,7 @@ FAULTS = (
         "a view not taken anew",
         "passes/functionalize.py",
         "        version = self.version.get(self.root(node), 0)\n",
-        "        version = self.seen.get(node, 0)\n",
+        "        version = self.seen_version.get(node, 0)\n",
         "tests/test_functionalize.py",
         models="an_older_view",
     ),

@@ -20,7 +20,7 @@ from torchshard.compiler.program import prepared
 from torchshard.core.mesh import MeshAxis
 from torchshard.ir.graph import fake_mode
 from torchshard.ir.listing import listing
-from torchshard.passes.decompose import _WRITTEN_OUT, decompose
+from torchshard.passes.decompose import _DECOMPOSITIONS, decompose
 from torchshard.plans.machine import objective
 
 
@@ -128,7 +128,7 @@ def test_what_depends_on_a_dynamic_size_stays(monkeypatch: pytest.MonkeyPatch) -
     def steps(x: Tensor) -> Tensor:
         return x.diagonal().sum() if x.shape[0] < 5 else x.diagonal().cumsum(0)[-1]
 
-    monkeypatch.setitem(_WRITTEN_OUT, torch.ops.aten.trace.default, steps)
+    monkeypatch.setitem(_DECOMPOSITIONS, torch.ops.aten.trace.default, steps)
     dynamic, static = (capture(Model(), (torch.randn(7, 6),), dynamic=d).graph for d in (True, False))
     assert decompose(static) and not decompose(dynamic)
 

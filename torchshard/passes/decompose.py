@@ -1,30 +1,32 @@
-"""Ops that PyTorch itself runs as other ops, and that have no rule, become those other ops.
+"""Takes ops apart that have no rule and that PyTorch itself runs as other ops.
 
     before    l = kl_div(x, t)
     after     l_mul = mul(t, x); l_xlogy = xlogy(t, t); l_sub = sub(l_xlogy, l_mul); l = mean(l_sub)
 
-The numbers stay what they are: eager PyTorch takes the same steps. Ops with kernels of their own stay, but for a few
-that only move elements or are one product or sum.
+The numbers stay bit-equal, because eager PyTorch takes the same steps. An op with a kernel of its own stays whole,
+except for a few that only move elements or are one product or sum (`_DECOMPOSITIONS`).
 """
 
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable
-from contextlib import nullcontext
-from typing import Any
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from typing import cast
 
 import torch
 import torch.nn.functional as F
-from torch import fx
+from torch import Tensor, fx
 from torch._decomp import get_decompositions
+from torch._ops import OperatorBase, OpOverload
 from torch.fx.experimental.proxy_tensor import make_fx
-from torch.utils import _pytree as pytree
+from torch.fx.node import Argument
 
 from torchshard.core.autocast import Autocast, autocasting
 from torchshard.custom_ops.recurrent import RECURRENCES, states_of
 from torchshard.ir.graph import drop_dead_code, fake_mode, fake_value, faking, name_after, op_name
 from torchshard.passes.functionalize import functionalize
+from torchshard.passes.nodes import int_arg
 from torchshard.rules import has_rule, is_random
 
 aten = torch.ops.aten
@@ -32,24 +34,24 @@ aten = torch.ops.aten
 
 def decompose(module: fx.GraphModule) -> bool:
     """Rewrites the graph; returns whether anything changed."""
-    waiting, changed = list(module.graph.nodes), False
-    while waiting:
-        node = waiting.pop()
+    pending, changed = list(module.graph.nodes), False
+    while pending:
+        node = pending.pop()
         if _is_composite(node):
-            made = inline_op(module, node)
-            changed |= bool(made)
-            waiting += made
+            parts = inline_op(module, node)
+            changed |= bool(parts)
+            pending += parts  # a part may be composite in turn
     return changed
 
 
 def _is_composite(node: fx.Node) -> bool:
     target = node.target
-    if not isinstance(target, torch._ops.OpOverload) or target.namespace != "aten" or has_rule(target):
+    if not isinstance(target, OpOverload) or target.namespace != "aten" or has_rule(target):
         return False
-    return target in _WRITTEN_OUT or (not target._schema.is_mutable and target._can_decompose())
+    return target in _DECOMPOSITIONS or (not target._schema.is_mutable and target._can_decompose())
 
 
-_WRITTEN_OUT = get_decompositions([
+_DECOMPOSITIONS: dict[OperatorBase, Callable[..., object]] = get_decompositions([
     aten.alias_copy.default, aten.diagonal_copy.default, aten.expand_copy.default, aten.narrow_copy.default,
     aten.permute_copy.default, aten.squeeze_copy.default, aten.squeeze_copy.dim, aten.squeeze_copy.dims,
     aten.t_copy.default, aten.transpose_copy.int, aten.unbind_copy.int, aten.unfold_copy.default,
@@ -60,111 +62,127 @@ _WRITTEN_OUT = get_decompositions([
     aten._log_softmax_backward_data.default, aten.block_diag.default, aten.multi_margin_loss.default,
     aten.native_group_norm.default, aten.renorm.default,
 ])  # fmt: skip
-"""Those few, with PyTorch's own words for them."""
+"""Ops with kernels of their own that are taken apart nevertheless, and PyTorch's decompositions of them."""
 
 
-def _one_step(function: Any) -> Callable[..., Any]:
-    """A recurrent cell, as the sums that it is of the input and of the hidden units."""
+def _cell_step(function: Callable[..., object]) -> Callable[..., object]:
+    """A recurrent cell as two linear layers and the activations of one step; PyTorch has no decomposition of it."""
 
-    def step(x: Any, hx: Any, w_ih: Any, w_hh: Any, b_ih: Any = None, b_hh: Any = None) -> Any:
+    def step(
+        x: Tensor,
+        hx: Tensor | Sequence[Tensor],
+        w_ih: Tensor,
+        w_hh: Tensor,
+        b_ih: Tensor | None = None,
+        b_hh: Tensor | None = None,
+    ) -> Tensor | tuple[Tensor, ...]:
         states = states_of(hx)
-        made = RECURRENCES[function].cell(F.linear(x, w_ih, b_ih), F.linear(states[0], w_hh, b_hh), *states)
-        return made if len(made) > 1 else made[0]
+        new_states = RECURRENCES[function].cell(F.linear(x, w_ih, b_ih), F.linear(states[0], w_hh, b_hh), *states)
+        return new_states if len(new_states) > 1 else new_states[0]
 
     return step
 
 
-_WRITTEN_OUT |= {
-    aten.lstm_cell.default: _one_step(torch.lstm),
-    aten.gru_cell.default: _one_step(torch.gru),
+_DECOMPOSITIONS |= {
+    aten.lstm_cell.default: _cell_step(torch.lstm),
+    aten.gru_cell.default: _cell_step(torch.gru),
 }
 
 
 def inline_op(module: fx.GraphModule, node: fx.Node, autocast: Autocast = ()) -> list[fx.Node]:
-    """The nodes that now stand for an op; none where it stays, for it makes constants or does not say how.
+    """Replaces an op by the ops that PyTorch runs for it, and returns them.
+
+    Returns no nodes, and leaves the op, if it creates constants or can't be traced.
 
     Args:
         autocast: the autocast that the op is called in; its casts are among the nodes.
     """
-    leaves, spec = pytree.tree_flatten((node.args, dict(node.kwargs)))
-    inputs = list(dict.fromkeys(leaf for leaf in leaves if isinstance(leaf, fx.Node)))
-    traced = _traced(module, node, leaves, spec, inputs, autocast)
+    traced = _trace(module, node, autocast)
     if traced is None or any(n.target is node.target or _is_foreign(n) for n in traced.nodes):
         return []
-    known = dict(zip((n for n in traced.nodes if n.op == "placeholder"), inputs, strict=True))
-    made = []
+    placeholders = (n for n in traced.nodes if n.op == "placeholder")
+    copies = dict(zip(placeholders, node.all_input_nodes, strict=True))
+    parts = []
     with module.graph.inserting_before(node):
         for inner in traced.nodes:
             if inner.op == "call_function":
-                new = known[inner] = module.graph.node_copy(inner, known.__getitem__)
-                new.meta = {k: node.meta[k] for k in ("module", "source", "needs_grad") if k in node.meta}
-                new.meta["val"] = (
-                    inner.meta["val"]
-                    if "val" in inner.meta
-                    else fake_value(fake_mode(module), inner.target, new.args, new.kwargs)
-                )
-                name_after(new, f"{node.name}_{op_name(new)}")
-                made.append(new)
-    _give(module, node, fx.map_arg(traced.output_node().args[0], known.__getitem__))
-    return made
+                copies[inner] = _copy_part(module, node, inner, copies)
+                parts.append(copies[inner])
+    _replace_by_result(module, node, fx.map_arg(traced.output_node().args[0], copies.__getitem__))
+    return parts
 
 
-_ARITHMETIC = {name for name in vars(operator).values() if callable(name)}
+def _copy_part(module: fx.GraphModule, node: fx.Node, inner: fx.Node, copies: dict[fx.Node, fx.Node]) -> fx.Node:
+    """Copies a node of an op's traced graph into the graph of the op, with the op's origin."""
+    part = module.graph.node_copy(inner, copies.__getitem__)
+    part.meta = {k: node.meta[k] for k in ("module", "source", "needs_grad") if k in node.meta}
+    if "val" in inner.meta:
+        part.meta["val"] = inner.meta["val"]
+    else:  # sizes are computed by nodes that make_fx gives no value
+        part.meta["val"] = fake_value(fake_mode(module), inner.target, part.args, part.kwargs)
+    name_after(part, f"{node.name}_{op_name(part)}")
+    return part
+
+
+_ARITHMETIC = {function for function in vars(operator).values() if callable(function)}
 
 
 def _is_foreign(node: fx.Node) -> bool:
-    """A constant, what is no op and no arithmetic of sizes, or an op that writes or draws random numbers."""
-    target: Any = node.target
+    """Whether a node of a traced op keeps that op whole.
+
+    It does if it is a constant, is neither an op nor arithmetic on sizes, writes, or draws random numbers.
+    """
+    target = node.target
     if node.op != "call_function" or target in _ARITHMETIC:
         return node.op == "get_attr"
-    return not isinstance(target, torch._ops.OpOverload) or target._schema.is_mutable or is_random(target)
+    return not isinstance(target, OpOverload) or target._schema.is_mutable or is_random(target)
 
 
-def _traced(
-    module: fx.GraphModule, node: fx.Node, leaves: list[Any], spec: Any, inputs: list[fx.Node], autocast: Autocast
-) -> Any:
-    target: Any = node.target
-    steps = _WRITTEN_OUT.get(target, target.decompose)
+def _trace(module: fx.GraphModule, node: fx.Node, autocast: Autocast) -> fx.Graph | None:
+    """The ops that PyTorch runs for an op, as a graph with a placeholder for each input; None if it can't be traced."""
+    target = node.target
+    assert isinstance(target, OpOverload)
+    steps = _DECOMPOSITIONS.get(target, target.decompose)
+    inputs = node.all_input_nodes
 
-    def body(*values: Any) -> Any:
-        given = dict(zip(inputs, values, strict=True))
-        held = (given[leaf] if isinstance(leaf, fx.Node) else leaf for leaf in leaves)
-        args, kwargs = pytree.tree_unflatten(held, spec)
+    def body(*values: Argument) -> object:
+        args, kwargs = fx.map_arg((node.args, node.kwargs), dict(zip(inputs, values, strict=True)).__getitem__)
         return steps(*args, **kwargs)
 
     mode = fake_mode(module)
     try:
-        # With gradients: some ops take another way where one is wanted. Without guards: a way that is taken because of
-        # a dynamic size is not the way of all sizes.
+        # With gradients, because some ops take another path if one is required. Without new guards, because a path that
+        # depends on a dynamic size would hold for the example's size alone.
         with faking(mode), torch.enable_grad(), _no_guards(mode), autocasting(autocast):
-            traced = make_fx(body)(*(_wanting_grad(n.meta["val"]) for n in inputs))
+            traced = make_fx(body)(*(_as_leaf(n.meta["val"]) for n in inputs))
         functionalize(traced)
         drop_dead_code(traced)
         return traced.graph
-    except Exception:  # it decides by values, or by a dynamic size: the op stays
+    except Exception:  # its path depends on values, or on a dynamic size: the op stays
         return None
 
 
-def _no_guards(mode: Any) -> Any:
+def _no_guards(mode: object) -> AbstractContextManager[object]:
     sizes = getattr(mode, "shape_env", None)
     return sizes.error_on_new_guards() if sizes is not None else nullcontext()
 
 
-def _wanting_grad(value: Any) -> Any:
-    floating = isinstance(value, torch.Tensor) and (value.is_floating_point() or value.is_complex())
-    return value.detach().requires_grad_() if floating else value
+def _as_leaf(value: Argument) -> Argument:
+    """A floating value as one that requires a gradient."""
+    floating = isinstance(value, Tensor) and (value.is_floating_point() or value.is_complex())
+    return cast(Tensor, value).detach().requires_grad_() if floating else value
 
 
-def _give(module: fx.GraphModule, node: fx.Node, result: Any) -> None:
-    """What used the op uses what it became; the last of it takes over the name."""
+def _replace_by_result(module: fx.GraphModule, node: fx.Node, result: Argument) -> None:
+    """Redirects the consumers of an op to what its parts return; the last part takes over the name."""
     if isinstance(result, (tuple, list)):
         for user in list(node.users):
-            index: Any = user.args[1]
-            user.replace_all_uses_with(result[index])
+            user.replace_all_uses_with(cast(fx.Node, result[int_arg(user, 1)]))
             module.graph.erase_node(user)
     else:
-        node.replace_all_uses_with(result)
+        node.replace_all_uses_with(cast(fx.Node, result))
     name = node.name
     module.graph.erase_node(node)
+    # a decomposition may return its input, which keeps its name
     if isinstance(result, fx.Node) and result.name.startswith(f"{name}_"):
         result.name = name
