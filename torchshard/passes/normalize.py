@@ -1,10 +1,11 @@
-"""Fewer kinds of nodes, before anything is planned.
+"""Reduces the kinds of nodes before planning, so that rules and passes have fewer cases.
 
     before    h = linear(x, w, b); s = slice(h, 1, 0, 9223372036854775807); c = to(s, float32)
     after     h_linear = linear(x, w); h = add(h_linear, b)
 
-Asserts are dropped, so are casts and slices that change nothing; a bias becomes an addition of its own, for it must
-be added once, not once per rank; tensors made "like" another are made from sizes alone.
+The pass drops asserts, and casts and slices that change nothing. It splits a bias off into an addition of its own:
+after a row-parallel product, the ranks must add it once, not once per rank. It creates tensors "like" another one from
+sizes alone, because they need no collective for that one.
 """
 
 from __future__ import annotations
@@ -12,10 +13,12 @@ from __future__ import annotations
 import operator
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
-from typing import Any, cast
+from typing import cast
 
 import torch
-from torch import fx
+from torch import Tensor, fx
+from torch._ops import OpOverload
+from torch.fx.node import Argument, Target
 
 from torchshard.core.errors import CaptureError
 from torchshard.ir.graph import bound_args, drop_dead_code, emit, hint, name_after, op_name, values, where
@@ -24,6 +27,7 @@ from torchshard.passes.chain import chain_cats
 from torchshard.passes.decompose import decompose
 from torchshard.passes.explicit_casts import explicit_casts
 from torchshard.passes.functionalize import functionalize
+from torchshard.passes.nodes import int_arg, node_arg, op_of
 from torchshard.rules.random import BY_ELEMENT
 
 aten = torch.ops.aten
@@ -38,15 +42,16 @@ def normalize(module: fx.GraphModule) -> bool:
     """Rewrites the graph; returns whether anything changed.
 
     Raises:
-        CaptureError: an op gives lists within its results, or writes to what it may not.
+        CaptureError: an op returns lists within its results, or writes to an input, a parameter or a constant.
     """
     _check_results(module)
     changed = _drop_asserts(module)
+    # Casts come first: how autocast treats an op is known for the op as the model calls it, not for its parts.
     changed |= explicit_casts(module)
     changed |= decompose(module)
     changed |= _replace(module, _VIEWS)
     changed |= functionalize(module)
-    changed |= decompose(module)  # what was written in place is an op of its own now
+    changed |= decompose(module)  # again: in-place ops could not be taken apart before
     changed |= _replace(module, _REWRITES)
     changed |= _replace(module, dict.fromkeys((*BY_ELEMENT, *_DRAWS), _by_index))
     changed |= _replace(module, dict.fromkeys(_DRAWS, _drawn_from_sizes))
@@ -61,28 +66,28 @@ def _check_results(module: fx.GraphModule) -> None:
     for node in module.graph.nodes:
         if node.op == "call_function" and any(isinstance(v, (list, tuple)) for v in values(node)):
             raise CaptureError(
-                f"{node.target} gives a list within its results",
+                f"{node.target} returns a list within its results",
                 where=where(node),
                 why="a layout is of one tensor, and such a list has as many as its values say",
-                attempt="an op that gives its tensors one by one, or this one outside of the model",
+                attempt="an op that returns its tensors one by one, or this one outside of the model",
             )
 
 
 Rewrite = Callable[[fx.GraphModule, fx.Node], fx.Node | None]
-"""What stands for a node, built before it; None where it stays."""
+"""Builds the replacement of a node before it, or returns None if the node stays."""
 
 
-def _replace(module: fx.GraphModule, rewrites: Mapping[Any, Rewrite]) -> bool:
+def _replace(module: fx.GraphModule, rewrites: Mapping[Target, Rewrite]) -> bool:
     changed = False
     for node in list(module.graph.nodes):
         rewrite = rewrites.get(node.target)
         if rewrite is None:
             continue
         with module.graph.inserting_before(node):
-            replaced = rewrite(module, node)
-        if replaced is not None:
+            replacement = rewrite(module, node)
+        if replacement is not None:
             changed = True
-            node.replace_all_uses_with(replaced)
+            node.replace_all_uses_with(replacement)
             module.graph.erase_node(node)
     return changed
 
@@ -102,24 +107,24 @@ def _as_slice(module: fx.GraphModule, node: fx.Node) -> fx.Node | None:
 
 
 def _drop_asserts(module: fx.GraphModule) -> bool:
-    gone = [n for n in module.graph.nodes if n.target in _ASSERTS or op_name(n) == "_assert_scalar"]
-    for node in gone:
+    asserts = [n for n in module.graph.nodes if n.target in _ASSERTS or op_name(n) == "_assert_scalar"]
+    for node in asserts:
         module.graph.erase_node(node)
-    return bool(gone)
+    return bool(asserts)
 
 
-def _named(node: fx.Node, made: fx.Node) -> fx.Node:
-    """The new node takes over the old one's name."""
+def _named(node: fx.Node, replacement: fx.Node) -> fx.Node:
+    """The replacement, with the name and the facts of the node that it replaces."""
     name = node.name
-    node.name = f"{name}_old"
-    made.name = name
-    made.meta.update({k: v for k, v in node.meta.items() if k not in made.meta})
-    return made
+    node.name = f"{name}_old"  # frees the name; the node is erased soon after
+    replacement.name = name
+    replacement.meta.update({k: v for k, v in node.meta.items() if k not in replacement.meta})
+    return replacement
 
 
 def _if_same(module: fx.GraphModule, node: fx.Node) -> fx.Node | None:
-    """An op that gives its operand again: same shape, dtype and device."""
-    source: Any = node.args[0]
+    """The operand of an op that returns it unchanged: with the same shape, dtype, device and order of memory."""
+    source = node_arg(node)
     a, b = source.meta["val"], node.meta["val"]
     if node.target in (aten.expand.default, aten.slice.Tensor) and len(a.shape) == len(b.shape):
         same = all(_equal(x, y) for x, y in zip(a.shape, b.shape, strict=True))
@@ -129,17 +134,19 @@ def _if_same(module: fx.GraphModule, node: fx.Node) -> fx.Node | None:
     return source if same and not bound_args(node).get("copy") else None
 
 
-def _equal(a: Any, b: Any) -> bool:
-    return bool(a == b) if isinstance(a, int) and isinstance(b, int) else str(a) == str(b)
+def _equal(a: int | torch.SymInt, b: int | torch.SymInt) -> bool:
+    # dynamic sizes are compared as text: `==` would add a guard on the sizes of the example inputs
+    return a == b if isinstance(a, int) and isinstance(b, int) else str(a) == str(b)
 
 
 def _if_inactive(module: fx.GraphModule, node: fx.Node) -> fx.Node | None:
-    """Dropout in eval mode, or of nothing, draws no random numbers: it is its operand."""
+    """The operand of a dropout in eval mode, or with p = 0: it draws no random numbers."""
     args = bound_args(node)
     return args["input"] if not args["train"] or args["p"] == 0 else None
 
 
 def _split_bias(module: fx.GraphModule, node: fx.Node) -> fx.Node | None:
+    """`linear(x, w, b)` is `add(linear(x, w), b)`; a convolution's bias is viewed as [n, 1, ...] to broadcast."""
     args = bound_args(node)
     bias = args.get("bias")
     if bias is None:
@@ -160,7 +167,8 @@ _PRODUCTS = {aten.addmm.default: ("mat1", "mat2", aten.mm.default),
 
 
 def _split_addmm(module: fx.GraphModule, node: fx.Node) -> fx.Node:
-    left, right, target = _PRODUCTS[cast(Any, node.target)]
+    """`addmm(c, a, b)` is `add(mm(a, b), c)`, with `alpha` and `beta` as multiplications."""
+    left, right, target = _PRODUCTS[op_of(node)]
     args = bound_args(node)
     product = emit(module, target, (args[left], args[right]), node)
     name_after(product, f"{node.name}_{op_name(product)}")
@@ -169,7 +177,7 @@ def _split_addmm(module: fx.GraphModule, node: fx.Node) -> fx.Node:
     if args["alpha"] != 1:
         product = emit(module, aten.mul.Tensor, (product, args["alpha"]), node)
     if args["beta"] == 0:
-        return _named(node, product)  # what is added may be anything then, not a number too
+        return _named(node, product)  # no addition of 0 * c: PyTorch ignores c here, even if it holds NaN
     added = args["self"]
     if args["beta"] != 1:
         added = emit(module, aten.mul.Tensor, (added, args["beta"]), node)
@@ -179,7 +187,7 @@ def _split_addmm(module: fx.GraphModule, node: fx.Node) -> fx.Node:
 def _from_sizes(module: fx.GraphModule, node: fx.Node) -> fx.Node:
     """`new_ones(x, [2, 3])` needs nothing of x but dtype and device."""
     args, val = bound_args(node), node.meta["val"]
-    target, fill = _NEW[cast(Any, node.target)]
+    target, fill = _NEW[op_of(node)]
     extra = (args["fill_value"],) if fill else ()
     return _named(node, emit(module, target, (args["size"], *extra), node, dtype=val.dtype, device=val.device))
 
@@ -187,87 +195,96 @@ def _from_sizes(module: fx.GraphModule, node: fx.Node) -> fx.Node:
 def _drawn_from_sizes(module: fx.GraphModule, node: fx.Node) -> fx.Node:
     """`rand_like(x)` is `rand([2, 3])`: it draws as many numbers, and needs nothing of x."""
     args, val = bound_args(node), node.meta["val"]
-    x: Any = node.args[0]
-    sizes = [
-        s if isinstance(s, int) else emit(module, aten.sym_size.int, (x, i), node) for i, s in enumerate(val.shape)
-    ]
-    target, bounds = _DRAWS[cast(Any, node.target)]
-    said = (args[name] if name else 0 for name in bounds)
-    return _named(node, emit(module, target, (*said, sizes), node, dtype=val.dtype, device=val.device))
+    sizes: list[Argument] = list(val.shape)
+    for i, size in enumerate(sizes):
+        if not isinstance(size, int):
+            sizes[i] = emit(module, aten.sym_size.int, (node_arg(node), i), node)
+    target, bound_names = _DRAWS[op_of(node)]
+    bounds = (args[name] if name else 0 for name in bound_names)
+    return _named(node, emit(module, target, (*bounds, sizes), node, dtype=val.dtype, device=val.device))
 
 
-_DRAWS = {
+_DRAWS: dict[OpOverload[..., object], tuple[OpOverload[..., object], tuple[str, ...]]] = {
     aten.rand_like.default: (aten.rand.default, ()),
     aten.randn_like.default: (aten.randn.default, ()),
     aten.randint_like.default: (aten.randint.low, ("", "high")),
     aten.randint_like.low_dtype: (aten.randint.low, ("low", "high")),
 }
-_NEW = {
+"""Op -> the op that draws from sizes, and the arguments that bound its numbers ('': zero)."""
+_NEW: dict[OpOverload[..., object], tuple[OpOverload[..., object], bool]] = {
     aten.new_zeros.default: (aten.zeros.default, False),
     aten.new_ones.default: (aten.ones.default, False),
     aten.new_empty.default: (aten.empty.memory_format, False),
     aten.new_full.default: (aten.full.default, True),
 }
+"""Op -> the op that creates the tensor from sizes, and whether it takes a fill value."""
 
 
 def _by_index(module: fx.GraphModule, node: fx.Node) -> fx.Node | None:
-    """Numbers are drawn in the order of memory: of what lies transposed, they are drawn before it is transposed."""
-    x: Any = node.args[0]
+    """Draws random numbers in the order of indices. PyTorch draws in the order of memory, which collectives change.
+
+    For a value that is transposed in memory, the draw moves before the transposition:
+    `dropout(x)` is `permute(dropout(permute(x)))`, and the inner `permute` is contiguous.
+    """
     order = _memory_order(node.meta["val"])
     kwargs = {name: value for name, value in node.kwargs.items() if name != "memory_format"}
     if order == list(range(len(order))) and kwargs == dict(node.kwargs):
         return None
-    straight = emit(module, aten.permute.default, (x, order), node)
-    drawn = emit(module, node.target, (straight, *node.args[1:]), node, **kwargs)
-    return _named(node, emit(module, aten.permute.default, (drawn, [order.index(d) for d in range(len(order))]), node))
+    in_order = emit(module, aten.permute.default, (node_arg(node), order), node)
+    drawn = emit(module, node.target, (in_order, *node.args[1:]), node, **kwargs)
+    inverse = [order.index(d) for d in range(len(order))]
+    return _named(node, emit(module, aten.permute.default, (drawn, inverse), node))
 
 
-def _memory_order(value: Any) -> list[int]:
-    """The dims from the outermost in memory to the innermost, as a new tensor like this one has them."""
+def _memory_order(value: Tensor) -> list[int]:
+    """The dims from the outermost in memory to the innermost, in a new tensor like this one."""
+    # `empty_like` decides, because it drops gaps and overlaps, as the results of ops do
     with getattr(value, "fake_mode", nullcontext()):
         strides = [hint(stride) for stride in torch.empty_like(value).stride()]
-    moving = [d for d in range(value.ndim) if hint(value.shape[d]) != 1]
-    ordered = iter(sorted(moving, key=lambda d: -strides[d]))
-    return [next(ordered) if d in moving else d for d in range(value.ndim)]
+    # dims of size 1 stay in place: their strides mean nothing
+    longer = [d for d in range(value.ndim) if hint(value.shape[d]) != 1]
+    ordered = iter(sorted(longer, key=lambda d: -strides[d]))
+    return [next(ordered) if d in longer else d for d in range(value.ndim)]
 
 
 def _if_buffer(module: fx.GraphModule, node: fx.Node) -> fx.Node | None:
-    """What is detached of a buffer is the buffer."""
-    source: Any = node.args[0]
+    """The buffer itself for a `detach` of it."""
+    source = node_arg(node)
     return source if source.meta.get("kind") == "buffer" else None
 
 
 def _as_expand(module: fx.GraphModule, node: fx.Node) -> fx.Node | None:
-    """`broadcast_tensors(x, y)[0]` is x where x has that shape already, else x expanded."""
-    source: Any = node.args[0]
+    """`broadcast_tensors(x, y)[0]` is x, expanded if it has another shape."""
+    source = node.args[0]
     if not isinstance(source, fx.Node) or source.target is not aten.broadcast_tensors.default:
         return None
-    tensors: Any = source.args[0]
-    index: Any = node.args[1]
-    held, shape = tensors[index], node.meta["val"].shape
-    if held.meta["val"].shape == shape:
-        return cast(fx.Node, held)
-    sizes = [
-        size if isinstance(size, int) else _size_as(module, node, tensors, i - len(shape), size)
-        for i, size in enumerate(shape)
-    ]
-    return _named(node, emit(module, aten.expand.default, (held, sizes), node))
+    tensors = cast(Sequence[fx.Node], source.args[0])
+    tensor, shape = tensors[int_arg(node, 1)], node.meta["val"].shape
+    if tensor.meta["val"].shape == shape:
+        return tensor
+    sizes: list[Argument] = list(shape)
+    for i, size in enumerate(shape):
+        if not isinstance(size, int):
+            sizes[i] = _dynamic_size(module, node, tensors, i - len(shape), size)
+    return _named(node, emit(module, aten.expand.default, (tensor, sizes), node))
 
 
-def _size_as(module: fx.GraphModule, node: fx.Node, tensors: Sequence[fx.Node], dim: int, size: Any) -> fx.Node:
-    """A dynamic size, as that of one of some tensors; the dim counts from the last."""
-    wide = (t for t in tensors if len(t.meta["val"].shape) >= -dim)
-    like = next(t for t in wide if _equal(t.meta["val"].shape[dim], size))
+def _dynamic_size(
+    module: fx.GraphModule, node: fx.Node, tensors: Sequence[fx.Node], dim: int, size: torch.SymInt
+) -> fx.Node:
+    """A dynamic size, read from the first of the tensors that has it; `dim` counts from the last dim."""
+    candidates = (t for t in tensors if len(t.meta["val"].shape) >= -dim)
+    like = next(t for t in candidates if _equal(t.meta["val"].shape[dim], size))
     return emit(module, aten.sym_size.int, (like, dim), node)
 
 
-_VIEWS: dict[Any, Rewrite] = {aten.narrow.default: _as_slice, operator.getitem: _as_expand}
-"""Before the graph is made functional: views in the words in which writes through them are traced back."""
+_VIEWS: dict[Target, Rewrite] = {aten.narrow.default: _as_slice, operator.getitem: _as_expand}
+"""Rewrites to views that functionalize can invert; so they run before it."""
 
 
 def _without_empty(module: fx.GraphModule, node: fx.Node) -> fx.Node | None:
-    """`cat([empty, x])`, where `empty` has the one shape (0,) that PyTorch skips, is x."""
-    tensors: Any = node.args[0]
+    """`cat([empty, x])` is x if `empty` has the shape (0,), which PyTorch skips whatever the shape of x."""
+    tensors = cast(Sequence[fx.Node], node.args[0])
     kept = [t for t in tensors if not _is_empty(t)]
     if len(kept) == len(tensors) or not kept:
         return None
@@ -279,7 +296,7 @@ def _is_empty(tensor: fx.Node) -> bool:
     return len(shape) == 1 and isinstance(shape[0], int) and shape[0] == 0
 
 
-_REWRITES: dict[Any, Rewrite] = {
+_REWRITES: dict[Target, Rewrite] = {
     **dict.fromkeys(
         (aten.to.dtype, aten.to.device, aten.to.dtype_layout, aten.to.other, aten.slice.Tensor, aten.expand.default,
          aten.alias.default, aten.lift_fresh_copy.default),
