@@ -514,15 +514,15 @@ FAULTS = (
     Fault(
         "noise as large as the largest gradient",
         "checking/compare.py",
-        "{place: min(floors.get(place, 0.0), n) for place, n in highest.items()}",
-        "highest",
+        "floors = {place: min(measured.get(place, 0.0), ceiling) for place, ceiling in highest.items()}",
+        "floors = highest",
         "tests/test_mutations.py -k small_gradient",
     ),
     Fault(
         "no wider dtypes",
         "checking/check.py",
-        "report = _with_wider(_report(trial, sides, tolerance_of(made.captured.graph)), trial, sides)",
-        "report = _report(trial, sides, tolerance_of(made.captured.graph))",
+        "report = _with_wider(_report(trial, sides, tolerance_of(compiled.captured.graph)), trial, sides)",
+        "report = _report(trial, sides, tolerance_of(compiled.captured.graph))",
         "tests/test_mutations.py -k smaller_than_rounding",
     ),
     Fault(
@@ -549,14 +549,14 @@ FAULTS = (
     Fault(
         "what rounding hides of the capture",
         "checking/check.py",
-        "return _with_captured(check_program(held, made, made.graph, args, kwargs), held, args, kwargs)",
-        "return check_program(held, made, made.graph, args, kwargs)",
+        "return _with_captured(report, reference, args, kwargs)",
+        "return report",
         "tests/test_mutations.py -k rounding_hides",
     ),
     Fault(
         "gradients of frozen parameters are not compared",
         "checking/compare.py",
-        'found += [Comparison("parameter gradient", name, math.inf) for name in sorted(frozen)]',
+        'comparisons += [Comparison("parameter gradient", name, math.inf) for name in sorted(frozen)]',
         "pass",
         "tests/test_mutations.py -k ranks_train",
     ),

@@ -1,1 +1,1 @@
-"""Proof for users: the sharded program beside the unsharded model, in lockstep or on real ranks."""
+"""Compares a sharded program with the unsharded model, simulated in lockstep or on real ranks."""

@@ -1,18 +1,19 @@
-"""Proof for users: the sharded program beside the unsharded model, outputs and every gradient.
+"""Compares a sharded program with the unsharded model: outputs, written buffers and every gradient.
 
     >>> print(ts.check(model, plan, world_size=4, example_inputs=(x,)))
     exact: 4 ranks, 1 outputs, 0 input gradients, 12 parameter gradients
       largest error of outputs               2.2e-16
       ...
 
-All ranks run in this process, in lockstep, over the graphs that would run on real ranks.
+All ranks run in this process, in lockstep, with the graphs that real ranks would run. So a user can check a plan for
+any number of ranks on one machine, before anything is started on a cluster.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import TypeVar
 
 import torch
 from torch import Tensor, fx, nn
@@ -31,8 +32,9 @@ from torchshard.ir.graph import is_tensor, where
 from torchshard.plans.machine import Axes, Machine, MachineName, objective
 from torchshard.plans.plan import Plan
 
+T = TypeVar("T")
 WIDER = (torch.float64, torch.float32)
-"""What a graph of a narrower dtype is compared in besides: the first in which all its ops run."""
+"""A graph of a narrower dtype is compared in one of these too: the first in which all its ops run."""
 
 
 class CheckError(ShardError):
@@ -41,25 +43,25 @@ class CheckError(ShardError):
 
 @dataclass(frozen=True)
 class Report:
-    """What a check found."""
+    """The result of a check."""
 
     world_size: int
     tolerance: float
-    """What counts as equal."""
+    """The largest error that counts as equal."""
     comparisons: tuple[Comparison, ...]
     diverges_at: str = ""
-    """Where values, or gradients on their way back, first differ."""
+    """The first node whose value differs or, if none does, the last one whose gradient differs; '': nothing differs."""
     widened: Report | None = None
-    """Of a graph that computes in less than float64: the same comparisons with the graph's dtypes widened."""
+    """The same comparisons with wider dtypes, if the graph computes in less than float64."""
     unwidened: str = ""
-    """Why there is no such comparison of a graph that should have one."""
+    """Why `widened` is missing, if the graph should have it."""
     flips: bool = False
-    """Whether rounding alone moves the unsharded model's values by as much, as where it flips a comparison: the wider
-    dtypes decide."""
+    """Whether rounding alone changes the unsharded model's values by as much, for instance by flipping a comparison;
+    then the wider dtypes decide."""
     captured: Report | None = None
-    """Of a model in less than float64: its captured graph, of one rank, beside the model, both cast to float64."""
+    """The captured graph, unsharded, compared with the model, both in float64, if the model is not in float64."""
     uncaptured: str = ""
-    """Why there is no such comparison of a model that should have one."""
+    """Why `captured` is missing, if the model should have it."""
 
     @property
     def ok(self) -> bool:
@@ -91,15 +93,18 @@ class Report:
 
     def __str__(self) -> str:
         by_kind = {kind: [c for c in self.comparisons if c.kind == kind] for kind in KINDS}
-        counts = ", ".join(f"{len(found)} {kind}s" for kind, found in by_kind.items())
-        lines = [
-            f"{'exact' if self.ok else 'WRONG'}: {self.world_size} ranks, {counts}, tolerance {self.tolerance:.0e}"
-        ]
-        for kind, found in by_kind.items():
-            if found:
-                worst = max(found, key=lambda c: c.error)
+        counts = ", ".join(f"{len(comparisons)} {kind}s" for kind, comparisons in by_kind.items())
+        verdict = "exact" if self.ok else "WRONG"
+        lines = [f"{verdict}: {self.world_size} ranks, {counts}, tolerance {self.tolerance:.0e}"]
+        for kind, comparisons in by_kind.items():
+            if comparisons:
+                worst = max(comparisons, key=lambda c: c.error)
                 lines.append(f"  largest error of {kind + 's':20} {worst.error:.1e}  {worst.name}")
-        lines += self._wrong()
+        return "\n".join([*lines, *self._wrong(), *self._precision_lines()])
+
+    def _precision_lines(self) -> list[str]:
+        """What the comparisons in other precisions add."""
+        lines = []
         if self.flips:
             lines.append("  rounding alone moves the unsharded model's values by as much: the wider dtypes decide")
         if self.widened is not None:
@@ -112,11 +117,12 @@ class Report:
             lines += ["  the captured graph is not the model, both in float64:", *self.captured._wrong()]
         elif self.uncaptured:
             lines.append(f"  the captured graph was not compared with the model in float64: {self.uncaptured}")
-        return "\n".join(lines)
+        return lines
 
     def _wrong(self) -> list[str]:
-        found = [f"  wrong: {c.kind} {c.name}: {c.error:.1e}" for c in self.comparisons if c.error > self.tolerance]
-        return found + ([f"  first differs at {self.diverges_at}"] if self.diverges_at else [])
+        wrong = [c for c in self.comparisons if c.error > self.tolerance]
+        lines = [f"  wrong: {c.kind} {c.name}: {c.error:.1e}" for c in wrong]
+        return lines + ([f"  first differs at {self.diverges_at}"] if self.diverges_at else [])
 
 
 @torch.inference_mode(False)
@@ -126,8 +132,8 @@ def check(
     plan: PlanLike,
     *,
     world_size: int,
-    example_inputs: Sequence[Any] = (),
-    example_kwargs: Mapping[str, Any] | None = None,
+    example_inputs: Sequence[object] = (),
+    example_kwargs: Mapping[str, object] | None = None,
     dtype: torch.dtype | None = torch.float64,
     memory: str | float | None = None,
     machine: Machine | MachineName | None = None,
@@ -136,94 +142,98 @@ def check(
     """Compares outputs, written buffers, input gradients and every parameter gradient with the unsharded model's.
 
     Args:
-        model: the unsharded model, on the CPU; it and its gradients are left alone.
+        model: the unsharded model, on the CPU; it and its gradients stay as they are.
         world_size: any number of ranks.
-        example_inputs, example_kwargs: what `model` is called with.
-        dtype: the floating dtype to compare in (model and inputs are cast); None: as they are. Where the model then
-            computes in less than float64 anywhere, its graph is compared in float64 too, and a narrower model's capture
-            with the model cast to float64: a left-out collective may change less than bfloat16 rounds away.
-        memory, machine, axes: what the best plan is; see `plan`.
+        example_inputs, example_kwargs: the arguments of the call of `model`.
+        dtype: the floating dtype to compare in (model and inputs are cast); None: as they are. If the model then
+            computes in less than float64 anywhere, its graph is compared in float64 too, and the capture of a narrower
+            model with the model cast to float64: a missing collective may change less than bfloat16 rounds away.
+        memory, machine, axes: what makes a plan the best one; see `plan`.
 
     Raises:
-        what `torchshard.shard` raises for this model and plan. A difference is reported, not raised:
-        see `Report.raise_on_error`.
+        ShardError: the errors of `torchshard.shard` for this model and plan. A difference is reported, not raised:
+            see `Report.raise_on_error`.
     """
     check_world_size(world_size)
     check_examples(example_inputs, example_kwargs)
     check_weights(model)
-    held, args, kwargs = copy_model(model), list(example_inputs), dict(example_kwargs or {})
+    reference, args, kwargs = copy_model(model), list(example_inputs), dict(example_kwargs or {})
     if dtype is not None:
-        held, args, kwargs = in_dtype(held, args, kwargs, dtype)
-    aim = objective(machine, memory, axes, device_type(held))
-    constraints = read_constraints(ModelFacts.of(held), plan, MeshAxis(world_size), aim)
-    made = program(held, constraints, args, kwargs)
-    return _with_captured(check_program(held, made, made.graph, args, kwargs), held, args, kwargs)
+        reference, args, kwargs = in_dtype(reference, args, kwargs, dtype)
+    aim = objective(machine, memory, axes, device_type(reference))
+    constraints = read_constraints(ModelFacts.of(reference), plan, MeshAxis(world_size), aim)
+    compiled = program(reference, constraints, args, kwargs)
+    report = check_program(reference, compiled, compiled.graph, args, kwargs)
+    return _with_captured(report, reference, args, kwargs)
 
 
 def check_program(
-    model: nn.Module, made: Program, graph: fx.GraphModule, args: Sequence[Any], kwargs: Mapping[str, Any]
+    model: nn.Module, compiled: Program, graph: fx.GraphModule, args: Sequence[object], kwargs: Mapping[str, object]
 ) -> Report:
-    """Compares one program's graph (`made.graph`, or one that was tampered with) with the model."""
-    trial = _trial(model, made.captured, args, kwargs)
+    """Compares the graph of a program with the model; tests pass a changed graph to see that the check notices."""
+    trial = _trial(model, compiled.captured, args, kwargs)
     with torch.random.fork_rng(devices=()):
-        sides = _Sides(trial.unsharded(), graph, lockstep.rank_graphs(graph, made.plan.axis), made.plan)
-        report = _with_wider(_report(trial, sides, tolerance_of(made.captured.graph)), trial, sides)
+        sides = _Sides(trial.unsharded(), graph, lockstep.rank_graphs(graph, compiled.plan.axis), compiled.plan)
+        report = _with_wider(_report(trial, sides, tolerance_of(compiled.captured.graph)), trial, sides)
         return _with_flips(report, trial, sides)
 
 
-def _trial(model: nn.Module, captured: Captured, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Trial:
+def _trial(model: nn.Module, captured: Captured, args: Sequence[object], kwargs: Mapping[str, object]) -> Trial:
     call = replace(flatten_call(model, args, kwargs), names=captured.inputs)
     return Trial(model, captured, call, torch.get_rng_state())
 
 
 @dataclass(frozen=True)
 class _Sides:
-    """What is compared."""
+    """The two sides of a comparison: the unsharded step, and the graphs of the sharded one."""
 
     expected: Results
     graph: fx.GraphModule
-    """With its collectives, for any rank."""
+    """The graph with its collectives, for any rank."""
     graphs: list[fx.GraphModule]
-    """The same for each rank."""
+    """The localized graph of each rank."""
     plan: Plan
 
 
 def _report(trial: Trial, sides: _Sides, tolerance: float) -> Report:
     """A comparison in the trial's precision."""
     plan = sides.plan
-    found = _compared(trial, sides.expected, trial.sharded(sides.graphs, plan), plan.parameters, tolerance)
-    report = Report(plan.world_size, tolerance, found)
+    comparisons = _comparisons(trial, sides.expected, trial.sharded(sides.graphs, plan), plan.parameters, tolerance)
+    report = Report(plan.world_size, tolerance, comparisons)
     if report.ok:
         return report
-    again = trial.whole(watched=True), trial.sharded(sides.graphs, plan, watched=True)
-    return replace(report, diverges_at=_diagnose(sides.graph, *again, tolerance))
+    # runs again only after a failure: keeping every node's value takes the memory of all ranks' activations
+    watched = trial.whole(watched=True), trial.sharded(sides.graphs, plan, watched=True)
+    return replace(report, diverges_at=_diagnose(sides.graph, *watched, tolerance))
 
 
-def _compared(
+def _comparisons(
     trial: Trial, expected: Results, run: Run, layouts: Mapping[str, Layout], tolerance: float, *, flips: bool = False
 ) -> tuple[Comparison, ...]:
-    """Every tensor of a step beside the unsharded one's."""
+    """Compares every tensor of a step with the unsharded one's."""
     return compare(expected, run, layouts, tolerance, lambda: trial.noise(expected.output_names), flips=flips)
 
 
 def _with_flips(report: Report, trial: Trial, sides: _Sides) -> Report:
-    """The report; where the ranks' graphs are exact in a wider dtype, what rounding does to the captured graph is no
-    error of theirs in the narrower. The captured graph itself computes what the model does in either case."""
+    """Excuses errors as large as rounding noise, if the ranks' graphs are exact in a wider dtype.
+
+    Noise may be of any size if it flips a comparison (a ReLU at zero). It excuses the ranks alone: the captured graph
+    runs the same ops as the model in the same order, so it must agree with the model in either precision.
+    """
     if report.ok or report.widened is None:
         return report
     plan, tolerance = sides.plan, report.tolerance
-    captured = _compared(trial, sides.expected, trial.whole(), {}, tolerance)
+    captured = _comparisons(trial, sides.expected, trial.whole(), {}, tolerance)
     if any(c.error > tolerance for c in captured):
         return report
     run = trial.sharded(sides.graphs, plan)
-    found = _compared(trial, sides.expected, run, plan.parameters, tolerance, flips=True)
-    noisy = replace(report, comparisons=found, diverges_at="", flips=True)
-    return noisy if noisy.ok else report
+    comparisons = _comparisons(trial, sides.expected, run, plan.parameters, tolerance, flips=True)
+    excused = replace(report, comparisons=comparisons, diverges_at="", flips=True)
+    return excused if excused.ok else report
 
 
-def _with_captured(report: Report, model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Report:
-    """The report, with one of the model in float64 and of its graph: what capture loses may be less than a narrower
-    dtype rounds away."""
+def _with_captured(report: Report, model: nn.Module, args: Sequence[object], kwargs: Mapping[str, object]) -> Report:
+    """Adds a comparison of the model with its captured graph in float64: capture may lose less than rounding hides."""
     tensors = (*model.parameters(), *model.buffers(), *flatten_call(model, args, kwargs).tensors)
     if all(_as(t, torch.float64) is t for t in tensors):
         return report
@@ -232,14 +242,14 @@ def _with_captured(report: Report, model: nn.Module, args: Sequence[Any], kwargs
         captured = prepared(wide, args, kwargs)
         trial, tolerance = _trial(wide, captured, args, kwargs), tolerance_of(captured.graph)
         with torch.random.fork_rng(devices=()):
-            found = _compared(trial, trial.unsharded(), trial.whole(), {}, tolerance)
+            comparisons = _comparisons(trial, trial.unsharded(), trial.whole(), {}, tolerance)
     except Exception as error:  # a model that refuses this dtype
         return replace(report, uncaptured=_in_short(error))
-    return replace(report, captured=Report(1, tolerance, found))
+    return replace(report, captured=Report(1, tolerance, comparisons))
 
 
 def _with_wider(report: Report, trial: Trial, sides: _Sides) -> Report:
-    """The report, with one of the same graph in a wider dtype, the widest in which all its ops run."""
+    """Adds a comparison in a wider dtype, the widest in which all ops of the graph run."""
     reason = ""
     for dtype in WIDER:
         if TOLERANCES[dtype] >= report.tolerance:
@@ -257,14 +267,18 @@ def _in_short(error: Exception) -> str:
     return f"{type(error).__name__}: {error}".splitlines()[0]
 
 
-def in_dtype(model: nn.Module, args: Any, kwargs: Any, dtype: torch.dtype) -> tuple[nn.Module, Any, Any]:
-    """A model (itself) and a call of it in a floating dtype."""
+def in_dtype(
+    model: nn.Module, args: Sequence[object], kwargs: Mapping[str, object], dtype: torch.dtype
+) -> tuple[nn.Module, list[object], dict[str, object]]:
+    """Casts a model in place, and copies of the arguments of a call of it, to a floating dtype."""
     return model._apply(lambda t: _as(t, dtype)), _cast(list(args), dtype), _cast(dict(kwargs), dtype)
 
 
-def _cast(value: Any, dtype: torch.dtype) -> Any:
+def _cast(value: T, dtype: torch.dtype) -> T:
     flat = flatten(value)
-    return flat.rebuild([_as(t, dtype).detach().requires_grad_(t.requires_grad) for t in flat.tensors])
+    tensors = [_as(t, dtype).detach().requires_grad_(t.requires_grad) for t in flat.tensors]
+    result: T = flat.rebuild(tensors)
+    return result
 
 
 def _as(tensor: Tensor, dtype: torch.dtype) -> Tensor:
@@ -275,23 +289,26 @@ def _as(tensor: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def tolerance_of(graph: fx.GraphModule) -> float:
-    """What counts as equal, by the narrowest floating dtype of a graph's values."""
+    """The tolerance of the narrowest floating dtype among a graph's values."""
     vals = [n.meta["val"] for n in graph.graph.nodes if is_tensor(n)]
     return max(TOLERANCES.get(dtype, 0.0) for dtype in {torch.float64} | {v.dtype for v in vals})
 
 
 def _diagnose(graph: fx.GraphModule, whole: Run, sharded: Run, tolerance: float) -> str:
-    """The first node whose value differs; if none does, the first on the way back whose gradient does."""
+    """The first node whose value differs; if none does, the first in the order of backward whose gradient does.
+
+    Values come first: where one differs, all gradients before it differ too.
+    """
     nodes = [n for n in graph.graph.nodes if n.op == "call_function" and n.name in whole.values[0] and is_tensor(n)]
     for node in nodes:
-        pieces = [v.get(node.name) for v in sharded.values]
-        if all(isinstance(p, Tensor) for p in pieces):
-            error = error_of_pieces(whole.values[0][node.name], pieces, node.meta["layouts"][0])
+        values = [rank_values.get(node.name) for rank_values in sharded.values]
+        if all(isinstance(value, Tensor) for value in values):
+            error = error_of_pieces(whole.values[0][node.name], values, node.meta["layouts"][0])
             if error > tolerance:
                 return f"{where(node)} (its value)"
     floor = noise_ceiling(whole.grads[0].values(), tolerance)
     for node in reversed(nodes):
-        grads = [g[node.name] for g in sharded.grads if node.name in g]
+        grads = [rank_grads[node.name] for rank_grads in sharded.grads if node.name in rank_grads]
         if node.name in whole.grads[0] and len(grads) == len(sharded.grads):
             error = error_of_pieces(whole.grads[0][node.name], grads, dual(node.meta["layouts"][0]), floor)
             if error > tolerance:

@@ -1,47 +1,53 @@
-"""What the ranks hold after a step, beside what the unsharded model gave: one error per tensor."""
+"""Compares the tensors that the ranks hold after a step with the unsharded model's: one error per tensor.
+
+The largest difference of a tensor is measured relative to the tensor's largest value, because sums of floats differ by
+rounding. Some tensors are nothing but rounding noise (the gradient of a key bias cancels exactly on paper), so their
+scale is the noise measured for them; see `rounding`.
+"""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Literal, Protocol, get_args
 
 import torch
 from torch import Tensor
 
 from torchshard.core.layouts import I, Layout, is_whole, join
 
-KINDS = ("output", "buffer", "input gradient", "parameter gradient")
-"""What is compared."""
-Place = tuple[str, str]
+Kind = Literal["output", "buffer", "input gradient", "parameter gradient"]
+"""The kinds of tensors that are compared."""
+KINDS: tuple[Kind, ...] = get_args(Kind)
+Place = tuple[Kind, str]
 """(kind, name) of a tensor that is compared."""
 TOLERANCES = {torch.float64: 1e-10, torch.float32: 1e-5, torch.float16: 1e-2, torch.bfloat16: 5e-2}
-"""Largest error relative to the largest value of a tensor, by the narrowest floating dtype in the graph."""
+"""The narrowest floating dtype in a graph -> the largest error, relative to a tensor's largest value, that is equal."""
 _EPSILONS = {tolerance: torch.finfo(dtype).eps for dtype, tolerance in TOLERANCES.items()}
 NOISE_MARGIN = 16.0
-"""How many times the rounding noise of the unsharded run two correct runs may lie apart."""
+"""Two correct runs may differ by so many times the rounding noise measured on the unsharded run."""
 NOISE_EPSILONS = 256
-"""How many machine epsilons of the largest output, buffer or gradient may pass for noise at most."""
+"""Noise is at most so many machine epsilons of the largest output, buffer or gradient."""
 
 
 @dataclass(frozen=True)
 class Comparison:
-    """One tensor, sharded beside unsharded."""
+    """The error of one tensor of the sharded step."""
 
-    kind: str
-    """One of KINDS; buffers are those after the call."""
+    kind: Kind
+    """Buffers are compared as they are after the call."""
     name: str
     error: float
-    """Largest difference over the largest absolute value of the unsharded one; where that value is itself rounding
-    noise, over as much as makes the tolerance NOISE_MARGIN times the noise."""
+    """Largest difference divided by the largest absolute value of the unsharded tensor. If that value is rounding
+    noise, the divisor is larger: the error then equals the tolerance at NOISE_MARGIN times the noise."""
 
 
 @dataclass(frozen=True)
 class Results:
-    """What an unsharded step gave."""
+    """The tensors that an unsharded step produced."""
 
-    outputs: Sequence[Any]
+    outputs: Sequence[object]
     output_names: Sequence[str]
     input_grads: Mapping[str, Tensor]
     parameter_grads: Mapping[str, Tensor]
@@ -49,10 +55,10 @@ class Results:
 
 
 class Ranks(Protocol):
-    """What a sharded step gave, rank by rank; gradients are those of the tensors."""
+    """The tensors that a sharded step produced, rank by rank, with their gradients in `.grad`."""
 
     @property
-    def outputs(self) -> Sequence[Sequence[Any]]:
+    def outputs(self) -> Sequence[Sequence[object]]:
         """The results."""
 
     @property
@@ -60,17 +66,17 @@ class Ranks(Protocol):
         """Parameters and buffers by name."""
 
     @property
-    def inputs(self) -> Sequence[Mapping[str, Any]]:
+    def inputs(self) -> Sequence[Mapping[str, object]]:
         """The call's tensors by name."""
 
 
-def gradients(leaves: Mapping[str, Any]) -> dict[str, Tensor]:
-    """The gradients of some tensors by name, dense; zeros where none came."""
-    return {
-        name: leaf.grad.to_dense() if leaf.grad is not None else torch.zeros_like(leaf)
-        for name, leaf in leaves.items()
-        if isinstance(leaf, Tensor) and leaf.requires_grad
-    }
+def gradients(leaves: Mapping[str, object]) -> dict[str, Tensor]:
+    """The dense gradients of the tensors that require one, by name; zeros if backward did not reach a tensor."""
+    grads = {}
+    for name, leaf in leaves.items():
+        if isinstance(leaf, Tensor) and leaf.requires_grad:
+            grads[name] = leaf.grad.to_dense() if leaf.grad is not None else torch.zeros_like(leaf)
+    return grads
 
 
 def compare(
@@ -82,40 +88,40 @@ def compare(
     *,
     flips: bool = False,
 ) -> tuple[Comparison, ...]:
-    """Every tensor beside the unsharded one.
+    """Compares every tensor with the unsharded one.
 
     Args:
-        layouts: of parameters and buffers, by name.
+        layouts: the layouts of parameters and buffers, by name.
         tolerance: the largest error that counts as equal.
-        noise: gives the absolute rounding noise of the unsharded tensors; called only where a difference may be noise.
-        flips: noise may be of any size, as where rounding flips a comparison; for what is exact in a wider dtype.
+        noise: measures the absolute rounding noise of the unsharded tensors. It runs the step several times, so it is
+            called only if a difference may be noise.
+        flips: noise may be of any size, because rounding may flip a comparison; for programs exact in a wider dtype.
     """
-    found = _compare(expected, got, layouts, {})
-    if all(c.error <= tolerance for c in found):
-        return found
+    strict = _compare(expected, got, layouts, {})
+    if all(c.error <= tolerance for c in strict):
+        return strict
     ceilings = dict.fromkeys(KINDS, math.inf) if flips else _ceilings(expected, tolerance)
-    highest = {(c.kind, c.name): ceilings[c.kind] for c in found}
+    highest = {(c.kind, c.name): ceilings[c.kind] for c in strict}
     if any(c.error > tolerance for c in _compare(expected, got, layouts, highest)):
-        return found
-    floors = {place: NOISE_MARGIN * n / tolerance for place, n in noise().items()}
-    return _compare(expected, got, layouts, {place: min(floors.get(place, 0.0), n) for place, n in highest.items()})
+        return strict
+    measured = {place: NOISE_MARGIN * size / tolerance for place, size in noise().items()}
+    floors = {place: min(measured.get(place, 0.0), ceiling) for place, ceiling in highest.items()}
+    return _compare(expected, got, layouts, floors)
 
 
-def _ceilings(expected: Results, tolerance: float) -> dict[str, float]:
-    """The highest floor by kind. Noise counts up to NOISE_EPSILONS of the largest value of its kind: where rounding
-    flips a comparison, all that depends on it would pass for noise."""
-    values = (expected.outputs, expected.buffers.values())
-    grads = [*expected.input_grads.values(), *expected.parameter_grads.values()]
-    return {
-        kind: noise_ceiling(tensors, tolerance) for kind, tensors in zip(KINDS, (*values, grads, grads), strict=True)
-    }
+def _ceilings(expected: Results, tolerance: float) -> dict[Kind, float]:
+    """The highest scale by kind that may be taken for noise.
 
-
-def noise_ceiling(tensors: Iterable[Any], tolerance: float) -> float:
-    """The scale below which a tensor may be rounding noise of the others; never more than their largest value.
-
-    A float32 gradient is as noisy as the bfloat16 in which autocast has computed it.
+    There is a limit because a comparison that rounding flips makes everything that depends on it look noisy.
     """
+    grads = [*expected.input_grads.values(), *expected.parameter_grads.values()]
+    tensors = (expected.outputs, expected.buffers.values(), grads, grads)
+    return {kind: noise_ceiling(group, tolerance) for kind, group in zip(KINDS, tensors, strict=True)}
+
+
+def noise_ceiling(tensors: Iterable[object], tolerance: float) -> float:
+    """The scale below which a tensor may be rounding noise of the others; never more than their largest value."""
+    # the narrowest dtype counts: a float32 gradient is as noisy as the bfloat16 in which autocast computed it
     narrowest = _EPSILONS.get(tolerance, 0.0)
     floats = [t for t in tensors if isinstance(t, Tensor) and (t.is_floating_point() or t.is_complex()) and t.numel()]
     largest = ((float(_dense(t).abs().max()), max(torch.finfo(t.dtype).eps, narrowest)) for t in floats)
@@ -125,11 +131,11 @@ def noise_ceiling(tensors: Iterable[Any], tolerance: float) -> float:
 def _compare(
     expected: Results, got: Ranks, layouts: Mapping[str, Layout], floors: Mapping[Place, float]
 ) -> tuple[Comparison, ...]:
-    found: list[Comparison] = []
+    comparisons: list[Comparison] = []
 
-    def add(kind: str, name: str, value: Any, pieces: Sequence[Any], layout: Layout) -> None:
+    def add(kind: Kind, name: str, value: object, pieces: Sequence[object], layout: Layout) -> None:
         error = error_of_pieces(value, pieces, layout, floors.get((kind, name), 0.0))
-        found.append(Comparison(kind, name, error))
+        comparisons.append(Comparison(kind, name, error))
 
     for i, (name, value) in enumerate(zip(expected.output_names, expected.outputs, strict=True)):
         add("output", name or "result", value, [outputs[i] for outputs in got.outputs], I)
@@ -139,35 +145,36 @@ def _compare(
         add("input gradient", name, grad, [gradients(inputs)[name] for inputs in got.inputs], I)
     grads = [gradients(state) for state in got.states]
     for name, grad in expected.parameter_grads.items():
-        add("parameter gradient", name, grad, [held[name] for held in grads], layouts.get(name, I))
+        add("parameter gradient", name, grad, [rank_grads[name] for rank_grads in grads], layouts.get(name, I))
     frozen = {name for state in got.states for name in _with_other_grads(state, expected.parameter_grads)}
-    found += [Comparison("parameter gradient", name, math.inf) for name in sorted(frozen)]
-    return tuple(found)
+    comparisons += [Comparison("parameter gradient", name, math.inf) for name in sorted(frozen)]
+    return tuple(comparisons)
 
 
 def _with_other_grads(state: Mapping[str, Tensor], grads: Mapping[str, Tensor]) -> list[str]:
-    """The names of a rank's tensors that got a gradient, but the model's did not."""
+    """The names of a rank's tensors with a gradient that the unsharded model's do not have."""
+    # by identity: a tied parameter has several names, and the model lists its gradient under one
     trained = {id(state[name]) for name in grads}
     return [name for name, tensor in state.items() if tensor.grad is not None and id(tensor) not in trained]
 
 
-def error_of(expected: Any, got: Any, floor: float = 0.0) -> float:
-    """Largest difference over the largest absolute value (at least `floor`); infinite where shapes or kinds differ."""
+def error_of(expected: object, got: object, floor: float = 0.0) -> float:
+    """Largest difference over the largest absolute value (at least `floor`); infinite if shapes or dtypes differ."""
     if not isinstance(expected, Tensor) or not isinstance(got, Tensor):
         return 0.0 if expected == got else float("inf")
     if expected.shape != got.shape or expected.dtype != got.dtype:
         return float("inf")
     if not expected.numel():
         return 0.0
-    a = _dense(expected)
+    values = _dense(expected)
     difference = largest_difference(expected, got)
-    finite = a[a.isfinite()].abs()
+    finite = values[values.isfinite()].abs()
     scale = max(float(finite.max()) if finite.numel() else 0.0, floor)
     return difference / (scale if scale > 0 else 1.0)
 
 
 def largest_difference(a: Tensor, b: Tensor) -> float:
-    """The largest absolute difference of two tensors; infinite where one is not a number and the other is."""
+    """The largest absolute difference of two tensors; infinite if NaN is in one only."""
     left, right = _dense(a), _dense(b)
     same = (left == right) | (left.isnan() & right.isnan())
     difference = torch.where(same, 0.0, (left - right).abs())
@@ -177,16 +184,15 @@ def largest_difference(a: Tensor, b: Tensor) -> float:
 
 
 def _dense(tensor: Tensor) -> Tensor:
-    """Its values, dense and in the widest precision."""
-    held = tensor.detach()
-    held = held if held.layout == torch.strided else held.to_dense()
-    return held.to(torch.complex128 if held.is_complex() else torch.float64)
+    """A tensor's values, dense and in the widest precision."""
+    values = tensor.detach()
+    values = values if values.layout == torch.strided else values.to_dense()
+    return values.to(torch.complex128 if values.is_complex() else torch.float64)
 
 
-def error_of_pieces(expected: Any, pieces: Sequence[Any], layout: Layout, floor: float = 0.0) -> float:
-    """The error of what the ranks hold together; values that every rank holds are compared on every rank."""
-    if not isinstance(expected, Tensor):
-        return max(error_of(expected, p) for p in pieces)
-    if is_whole(layout):
-        return max(error_of(expected, p, floor) for p in pieces)
-    return error_of(expected, join([p.detach() for p in pieces], layout), floor)
+def error_of_pieces(expected: object, pieces: Sequence[object], layout: Layout, floor: float = 0.0) -> float:
+    """The error of a value that the ranks hold in a layout: of the joined slices, or the largest of whole copies."""
+    if not isinstance(expected, Tensor) or is_whole(layout):
+        return max(error_of(expected, piece, floor) for piece in pieces)
+    slices = [piece.detach() for piece in pieces if isinstance(piece, Tensor)]
+    return error_of(expected, join(slices, layout), floor) if len(slices) == len(pieces) else math.inf

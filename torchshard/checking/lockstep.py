@@ -1,17 +1,22 @@
-"""All ranks of a program in one process, in lockstep: no process group, any number of ranks.
+"""Runs all ranks of a program in one process, in lockstep: without a process group, for any number of ranks.
 
-Each rank runs its own localized graph up to its next collective and waits there; when all have arrived at the same
-one, it is done for all by the definition of the layouts: the whole value is joined from what the ranks hold and split
-as the target says, and its gradient likewise by the duals. One autograd tape spans all ranks.
+Each rank runs its own localized graph up to its next collective and waits there. When all ranks have arrived at the
+same collective, it runs for all of them by the definition of the layouts: join the whole value from the ranks' pieces,
+and split it as the target says. Its backward does the same with the dual layouts. One autograd tape spans all ranks.
+
+The collectives of `distributed` are not used, so that a bug in a kernel can't hide a bug in a graph.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Generator, Sequence
-from typing import Any
+from functools import partial
+from typing import Any, NamedTuple, TypeVar, cast
 
 import torch
 from torch import Tensor, fx
+from torch._ops import OpOverload
+from torch.fx.node import Argument
 
 from torchshard.core.conversions import kernels, source_and_target
 from torchshard.core.errors import InternalError
@@ -21,21 +26,42 @@ from torchshard.custom_ops.stepwise import Steps, Stepwise
 from torchshard.distributed.ops import OPS, SENDING, is_collective
 from torchshard.ir.graph import where
 from torchshard.passes import localized
+from torchshard.passes.nodes import call_target, op_of
+from torchshard.passes.propagate import Seen
 from torchshard.rules import is_random
 
-Record = Callable[[fx.Node, Any, list[Any]], Any]
-"""Called with each node, its value and the values of its arguments; gives the value that goes on."""
-Request = tuple[fx.Node, Any, Sequence[Any]]
-"""A node, the collective that it waits at, and its arguments."""
+T = TypeVar("T")
+Record = Callable[[fx.Node, Argument, list[Argument]], Argument]
+"""Called with each node, its value and the values of its arguments; returns the value that the consumers get."""
+
+
+class Request(NamedTuple):
+    """A rank waits at a collective."""
+
+    node: fx.Node
+    op: OpOverload[..., object]
+    args: Sequence[Argument]
+
+    @property
+    def tensor(self) -> Tensor:
+        """The tensor that this rank brings."""
+        assert isinstance(self.args[0], Tensor)
+        return self.args[0]
+
+
+Rank = Generator[Request, Tensor | None, list[object]]
+"""A rank's run: it yields collectives, is sent their results, and returns the graph's results."""
 
 
 def rank_graphs(graph: fx.GraphModule, axis: MeshAxis) -> list[fx.GraphModule]:
-    """The graph of every rank."""
-    seen: dict[str, Any] = {}
+    """The localized graph of every rank."""
+    seen: Seen = {}
     return [localized(graph, coordinate, seen) for coordinate in axis.simulated()]
 
 
-def run(graphs: Sequence[fx.GraphModule], inputs: Sequence[Sequence[Any]], record: Sequence[Record]) -> list[list[Any]]:
+def run(
+    graphs: Sequence[fx.GraphModule], inputs: Sequence[Sequence[Argument]], record: Sequence[Record]
+) -> list[list[object]]:
     """Runs all ranks; returns each rank's results.
 
     Args:
@@ -46,116 +72,126 @@ def run(graphs: Sequence[fx.GraphModule], inputs: Sequence[Sequence[Any]], recor
     Raises:
         InternalError: the ranks arrive at different collectives.
     """
-    streams = [torch.get_rng_state() for _ in graphs]
-    ranks = [_rank(g, x, r, streams, i) for i, (g, x, r) in enumerate(zip(graphs, inputs, record, strict=True))]
-    waiting: list[Any] = [None] * len(ranks)
+    # a process has one RNG state for all simulated ranks, so each rank keeps its own and puts it back before a draw
+    rng_states = [torch.get_rng_state() for _ in graphs]
+    calls = zip(graphs, inputs, record, strict=True)
+    ranks = [_rank(*call, rng_states, rank) for rank, call in enumerate(calls)]
+    received: list[Tensor | None] = [None] * len(ranks)
     while True:
-        arrived, results = [], []
-        for rank, value in zip(ranks, waiting, strict=True):
+        requests, results = [], []
+        for rank, value in zip(ranks, received, strict=True):
             try:
-                arrived.append(rank.send(value))
+                requests.append(rank.send(value))
             except StopIteration as done:
                 results.append(done.value)
         if results:
-            if arrived:
-                raise InternalError("some ranks ended while others wait", where=str(arrived[0][0]))
-            torch.set_rng_state(streams[0])
+            if requests:
+                raise InternalError("some ranks ended while others wait", where=str(requests[0].node))
+            torch.set_rng_state(rng_states[0])
             return results
-        waiting = _meet(arrived)
+        received = list(_run_collective(requests))
 
 
 def _rank(
-    graph: fx.GraphModule, inputs: Sequence[Any], record: Record, streams: list[Tensor], rank: int
-) -> Generator[Request, Any, list[Any]]:
-    env: dict[fx.Node, Any] = {}
-    given = iter(inputs)
+    graph: fx.GraphModule, inputs: Sequence[Argument], record: Record, rng_states: list[Tensor], rank: int
+) -> Rank:
+    env: dict[fx.Node, Argument] = {}
+    remaining_inputs = iter(inputs)
     for node in graph.graph.nodes:
         args, kwargs = fx.map_arg((node.args, node.kwargs), lambda n: env[n])
         if node.op == "placeholder":
-            env[node] = next(given)
+            value = next(remaining_inputs)
         elif node.op == "output":
             return list(args[0])
         elif is_collective(node.target):
-            env[node] = yield node, node.target, args
+            value = yield Request(node, op_of(node), args)
         elif isinstance(node.target, Stepwise):
-            env[node] = yield from _stepwise(node, node.target.steps(*args), streams, rank)
+            value = yield from _stepwise(node, node.target.steps(*args), rng_states, rank)
         elif is_random(node.target):
-            env[node] = _drawing(streams, rank, lambda: node.target(*args, **kwargs))  # noqa: B023
+            value = _with_rng_state(rng_states, rank, partial(call_target, node, args, kwargs))
         else:
-            env[node] = node.target(*args, **kwargs)
-        env[node] = record(node, env[node], [*args, *kwargs.values()])
+            value = call_target(node, args, kwargs)
+        env[node] = record(node, value, [*args, *kwargs.values()])
     raise InternalError("a graph has no output", where=str(graph))
 
 
-def _drawing(streams: list[Tensor], rank: int, run: Callable[[], Any]) -> Any:
-    """What is run with a rank's own random stream."""
-    torch.set_rng_state(streams[rank])
+def _with_rng_state(rng_states: list[Tensor], rank: int, fn: Callable[[], T]) -> T:
+    """Runs a function with a rank's own RNG state."""
+    torch.set_rng_state(rng_states[rank])
     try:
-        return run()
+        return fn()
     finally:
-        streams[rank] = torch.get_rng_state()
+        rng_states[rank] = torch.get_rng_state()
 
 
-def _stepwise(node: fx.Node, steps: Steps, streams: list[Tensor], rank: int) -> Generator[Request, Any, Any]:
-    result: Any = None
+def _stepwise(
+    node: fx.Node, steps: Steps, rng_states: list[Tensor], rank: int
+) -> Generator[Request, Tensor | None, Argument]:
+    """Runs an op that yields its collectives; between two of them it may draw random numbers."""
+    result: Tensor | None = None
     while True:
         try:
-            op, args = _drawing(streams, rank, lambda: steps.send(result))  # noqa: B023
+            # the first `send` must be of None, by the protocol of generators
+            op, args = _with_rng_state(rng_states, rank, partial(steps.send, cast(Tensor, result)))
         except StopIteration as done:
-            return done.value
-        result = yield node, op, args
+            return cast(Argument, done.value)
+        result = yield Request(node, op, args)
 
 
-def _meet(arrived: Sequence[Request]) -> list[Any]:
-    nodes, ops, args = zip(*arrived, strict=True)
-    if any(op is not ops[0] or a[1:-1] != args[0][1:-1] for op, a in zip(ops, args, strict=True)):
+def _run_collective(requests: Sequence[Request]) -> Sequence[Tensor]:
+    """Runs the collective that all ranks have arrived at; returns each rank's result."""
+    node, op, args = requests[0]
+    # the first argument is the rank's tensor, the last names its group: a simulated one, another on each rank
+    if any(request.op is not op or request.args[1:-1] != args[1:-1] for request in requests):
         raise InternalError(
             "the ranks arrive at different collectives",
-            where=nodes[0].name,
-            why="; ".join(f"rank {i}: {node.format_node()}" for i, node in enumerate(nodes)),
+            where=node.name,
+            why="; ".join(f"rank {i}: {request.node.format_node()}" for i, request in enumerate(requests)),
         )
-    tensors = [a[0] for a in args]
-    row = OPS.get(ops[0])
-    if row is None:
+    tensors = [request.tensor for request in requests]
+    row = OPS.get(op)
+    if row is None:  # all_reduce_max, the one collective beside the table
         largest = torch.stack(tensors).amax(0)
         return [largest.clone() for _ in tensors]
     sends = kernels(row.name, needs_grad=torch.is_grad_enabled())[1] in SENDING
     if sends:
-        _check_all_come(nodes[0], [t.requires_grad for t in tensors])
-    return list(_Conversion.apply(nodes[0] if sends else None, *source_and_target(row.name, args[0][1:]), *tensors))
+        _check_all_take_part(node, [t.requires_grad for t in tensors])
+    return _Conversion.apply(node if sends else None, *source_and_target(row.name, args[1:]), *tensors)
 
 
-def _check_all_come(node: fx.Node, come: Sequence[bool]) -> None:
-    """Raises InternalError where some ranks would wait for others in a collective's backward."""
-    if any(come) and not all(come):
+def _check_all_take_part(node: fx.Node, takes_part: Sequence[bool]) -> None:
+    """Raises InternalError if some ranks would wait forever for others in a collective's backward."""
+    if any(takes_part) and not all(takes_part):
         raise InternalError(
             "ranks would wait for each other in the backward of a collective",
             where=where(node),
-            why=f"of ranks {[i for i, comes in enumerate(come) if not comes]} no gradient comes back to it",
+            why=f"of ranks {[i for i, part in enumerate(takes_part) if not part]} no gradient comes back to it",
         )
 
 
 class _Conversion(torch.autograd.Function):
-    """One conversion on all ranks at once, by the definition of the layouts."""
+    """One conversion on all ranks, by the definition of the layouts."""
 
     @staticmethod
     def forward(ctx: Any, node: fx.Node | None, source: Layout, target: Layout, *pieces: Tensor) -> tuple[Tensor, ...]:
-        """`node`: the one whose backward communicates; None where it does not."""
-        made = _convert(pieces, source, target)
-        ctx.node, ctx.ends, ctx.likes = node, (source, target), [torch.empty_like(m, device="meta") for m in made]
-        ctx.set_materialize_grads(False)
-        return made
+        """Converts. `node` is None if the backward of the conversion does not communicate."""
+        results = _convert(pieces, source, target)
+        ctx.node, ctx.layouts = node, (source, target)
+        ctx.likes = [torch.empty_like(result, device="meta") for result in results]
+        ctx.set_materialize_grads(False)  # a missing gradient must be seen: on real ranks it would be a hang
+        return results
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Any, ...]:
+    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
         if ctx.node is not None:
-            _check_all_come(ctx.node, [grad is not None for grad in grads])
-        source, target = ctx.ends
+            _check_all_take_part(ctx.node, [grad is not None for grad in grads])
+        source, target = ctx.layouts
         devices = [grad.device for grad in grads if grad is not None]
         if not devices:
             return (None, None, None, *grads)
-        full = [torch.zeros_like(like, device=devices[0]) if grad is None else grad
-                for grad, like in zip(grads, ctx.likes, strict=True)]  # fmt: skip
+        full = []
+        for grad, like in zip(grads, ctx.likes, strict=True):
+            full.append(torch.zeros_like(like, device=devices[0]) if grad is None else grad)
         return (None, None, None, *_convert(full, dual(target), dual(source)))
 
 

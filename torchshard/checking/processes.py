@@ -1,13 +1,14 @@
-"""The check on real ranks: processes of this machine that send through gloo, beside the unsharded model in this one.
+"""Runs the check on real ranks: processes of this machine that communicate over gloo.
 
-Each rank makes the model anew, from the same seed, and brings back what it holds; all is compared as `check` does.
+Each rank builds the model from the same seed, runs a step, and returns the tensors that it holds. This process runs the
+unsharded model and compares the tensors as `check` does.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, fx, nn
@@ -26,75 +27,84 @@ from torchshard.distributed.process_groups import init_process_group
 from torchshard.plans.machine import Objective
 from torchshard.runtime.module import ShardedModule
 
-Made = tuple[nn.Module, tuple[Any, ...], Mapping[str, Any] | None]
-"""A model, and what it is called with."""
+ModelCall = tuple[nn.Module, Sequence[object], Mapping[str, object] | None]
+"""A model, and the arguments and keyword arguments of a call of it."""
+
+
+class Leaf(NamedTuple):
+    """A tensor of a rank, as it travels between processes."""
+
+    value: Tensor
+    grad: Tensor | None
 
 
 @dataclass(frozen=True)
 class Pieces:
-    """What one rank holds after a step: (value, gradient) by name, and the results."""
+    """The tensors that one rank holds after a step, by name."""
 
-    outputs: list[Any]
-    state: dict[str, tuple[Tensor, Tensor | None]]
-    inputs: dict[str, tuple[Tensor, Tensor | None]]
+    outputs: list[object]
+    state: dict[str, Leaf]
+    inputs: dict[str, Leaf]
     layouts: dict[str, Layout]
     tolerance: float
-    """What counts as equal."""
+    """The largest error that counts as equal."""
 
 
 @dataclass(frozen=True)
 class _Gathered:
     """The pieces of all ranks, as `compare` reads them."""
 
-    outputs: list[list[Any]]
+    outputs: list[list[object]]
     states: list[dict[str, Tensor]]
     inputs: list[dict[str, Tensor]]
 
 
 def check_processes(
-    make: Callable[..., Made], given: tuple[Any, ...], plan: PlanLike, world_size: int, aim: Objective
+    make: Callable[..., ModelCall], make_args: tuple[object, ...], plan: PlanLike, world_size: int, aim: Objective
 ) -> Report:
-    """The report for real ranks.
+    """Compares a step of real ranks with the unsharded model's.
 
     Args:
-        make: gives the model and its inputs from `given`; a function that processes can import.
+        make: builds the model and its arguments from `make_args`; a function that processes can import.
 
     Raises:
-        what `torchshard.shard` raises; DistributedError: a rank died.
+        ShardError: the errors of `torchshard.shard`.
+        DistributedError: a rank died.
     """
-    held, args, kwargs = _prepared(make, given)
-    call = flatten_call(held, args, kwargs or {})
+    model, args, kwargs = _build(make, make_args)
+    call = flatten_call(model, args, kwargs or {})
     torch.manual_seed(0)
-    seed = torch.get_rng_state()
-    expected = unsharded(held, call)
+    rng_state = torch.get_rng_state()
+    expected = unsharded(model, call)
 
     def noise() -> Mapping[Place, float]:
-        captured = prepared(held, args, kwargs)
-        trial = Trial(held, captured, replace(call, names=captured.inputs), seed)
+        captured = prepared(model, args, kwargs)
+        trial = Trial(model, captured, replace(call, names=captured.inputs), rng_state)
         return trial.noise(expected.output_names)
 
-    return report_of(expected, launch(_pieces, world_size, (make, given, plan, aim)), noise)
+    return report_of(expected, launch(_run_rank, world_size, (make, make_args, plan, aim)), noise)
 
 
 def report_of(expected: Results, ranks: Sequence[Pieces], noise: Callable[[], Mapping[Place, float]] = dict) -> Report:
-    """What the ranks hold, beside what `steps.unsharded` gave."""
-    states = [{name: _leaf_of(*pair) for name, pair in rank.state.items()} for rank in ranks]
-    inputs = [{name: _leaf_of(*pair) for name, pair in rank.inputs.items()} for rank in ranks]
+    """Compares the tensors of all ranks with the results of `steps.unsharded`."""
+    states = [_tensors(rank.state) for rank in ranks]
+    inputs = [_tensors(rank.inputs) for rank in ranks]
     got = _Gathered([rank.outputs for rank in ranks], states, inputs)
     layouts, tolerance = ranks[0].layouts, ranks[0].tolerance
     return Report(len(ranks), tolerance, compare(expected, got, layouts, tolerance, noise))
 
 
-def _prepared(make: Callable[..., Made], given: tuple[Any, ...]) -> Made:
+def _build(make: Callable[..., ModelCall], make_args: tuple[object, ...]) -> ModelCall:
+    """The model and its arguments in float64, with the same weights in each process."""
     torch.manual_seed(0)
-    model, args, kwargs = make(*given)
+    model, args, kwargs = make(*make_args)
     return in_dtype(model, args, kwargs or {}, torch.float64)
 
 
-def _pieces(make: Callable[..., Made], given: tuple[Any, ...], plan: PlanLike, aim: Objective) -> Pieces:
-    """Runs on each rank."""
+def _run_rank(make: Callable[..., ModelCall], make_args: tuple[object, ...], plan: PlanLike, aim: Objective) -> Pieces:
+    """The step of one rank; called in each process."""
     init_process_group()
-    model, args, kwargs = _prepared(make, given)
+    model, args, kwargs = _build(make, make_args)
     sharded = ShardedModule(model, plan, lookup(MODEL), aim)
     call = flatten_call(model, args, kwargs or {})
     inputs = {name: leaf(t) for name, t in zip(call.names, call.tensors, strict=True)}
@@ -107,28 +117,34 @@ def _pieces(make: Callable[..., Made], given: tuple[Any, ...], plan: PlanLike, a
 
 
 def pieces(
-    results: Sequence[Any],
+    results: Sequence[object],
     state: Mapping[str, Tensor],
-    inputs: Mapping[str, Any],
+    inputs: Mapping[str, object],
     layouts: Mapping[str, Layout],
     graph: fx.GraphModule,
 ) -> Pieces:
-    """What a rank holds after its backward of a graph."""
+    """The tensors that a rank holds after backward."""
     return Pieces(
-        [_detached(r) for r in results],
-        {name: (_detached(t), t.grad) for name, t in state.items()},
-        {name: (_detached(t), t.grad) for name, t in inputs.items() if isinstance(t, Tensor)},
+        [result.detach() if isinstance(result, Tensor) else result for result in results],
+        _leaves(state),
+        _leaves(inputs),
         dict(layouts),
         tolerance_of(graph),
     )
 
 
-def _detached(value: Any) -> Any:
-    return value.detach() if isinstance(value, Tensor) else value
+def _leaves(values: Mapping[str, object]) -> dict[str, Leaf]:
+    """Values and gradients apart, because pickle keeps no `.grad`."""
+    tensors = {name: value for name, value in values.items() if isinstance(value, Tensor)}
+    return {name: Leaf(tensor.detach(), tensor.grad) for name, tensor in tensors.items()}
 
 
-def _leaf_of(value: Tensor, grad: Tensor | None) -> Tensor:
-    if value.is_floating_point() or value.is_complex():
-        value.requires_grad_(True)
-        value.grad = grad
-    return value
+def _tensors(leaves: Mapping[str, Leaf]) -> dict[str, Tensor]:
+    """The tensors of another process, with their gradients in `.grad` again."""
+    tensors = {}
+    for name, (value, grad) in leaves.items():
+        if value.is_floating_point() or value.is_complex():
+            value.requires_grad_(True)
+            value.grad = grad
+        tensors[name] = value
+    return tensors

@@ -1,9 +1,9 @@
-"""What rounding may change in a graph: how noisy each tensor is, and the same graph nearly without rounding.
+"""Measures rounding noise, and widens the dtypes of a graph so that hardly any is left.
 
-A check that compares two runs in bfloat16 must allow for differences of a few percent, and a left-out collective may
-change less than that. So the graph is also run with every floating dtype widened to float64, where both sides agree to
-1e-10 or are different programs. Some sums cancel exactly on paper (the gradient of a key bias); what remains of them is
-rounding error, in float64 too. How much of it to expect is measured for each tensor: the unsharded graph runs again
+A check that compares two runs in bfloat16 must allow for differences of a few percent, and a missing collective may
+change less than that. So the graph also runs with every floating dtype widened to float64: there the two sides agree to
+1e-10, or they are different programs. Some sums cancel exactly on paper (the gradient of a key bias); only their
+rounding error remains, in float64 too. The noise to expect is measured for each tensor: the unsharded graph runs again
 with each value, and each gradient, moved by one unit in its last place at random.
 
 Source: Parker, "Monte Carlo Arithmetic: exploiting randomness in floating-point arithmetic" (1997).
@@ -12,28 +12,27 @@ Source: Parker, "Monte Carlo Arithmetic: exploiting randomness in floating-point
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, TypeGuard, cast
 
 import torch
 from torch import Tensor, fx
+from torch.fx.node import Argument
 
 from torchshard.ir.graph import duplicate
 
 NUDGE_SEED = 104729
-"""The seed of the random moves; they come from a generator of their own, so that the model's random numbers stay."""
+"""The seed of the random moves. They have a generator of their own, so that the model's random numbers stay."""
+SAMPLE_SIZE = 8
+"""So many elements of a result suffice to recognise most ops that compute new values."""
 
 
-FEW = 8
-"""So many elements of a result tell most ops that compute from those that move."""
-
-
-def is_float(value: Any) -> bool:
+def is_float(value: object) -> TypeGuard[Tensor]:
     """Whether a value is a floating or complex tensor."""
     return isinstance(value, Tensor) and (value.is_floating_point() or value.is_complex())
 
 
 class _Nudge(torch.autograd.Function):
-    """Moves each element by one unit in its last place, or not at all, and each element of its gradient too."""
+    """Moves each element by one unit in its last place or not at all, and each element of its gradient too."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, generator: torch.Generator) -> Tensor:
@@ -41,7 +40,7 @@ class _Nudge(torch.autograd.Function):
         return _nudged(x, generator)
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
         return _nudged(grad, ctx.generator), None
 
 
@@ -50,63 +49,68 @@ def _nudged(x: Tensor, generator: torch.Generator) -> Tensor:
     return torch.addcmul(x, x, signs.to(x.dtype), value=torch.finfo(x.dtype).eps)
 
 
-def nudged(node: fx.Node, value: Any, operands: Sequence[Any], generator: torch.Generator) -> Any:
-    """A node's value as another order of summation might have left it.
+def nudged(node: fx.Node, value: Argument, operands: Sequence[Argument], generator: torch.Generator) -> Argument:
+    """A node's value as another order of summation might have computed it.
 
-    What an op only moves or picks from its operands stays: `x >= topk(x)` must go on to hold. Buffers stay too, for a
-    write to one must reach it.
+    Values that an op only moves or picks from its operands stay, because `x >= topk(x)` must still hold. Buffers stay
+    too, because a write must reach the buffer and no copy of it.
     """
     if not is_float(value) or value.layout != torch.strided or node.meta.get("kind") == "buffer":
         return value
     if node.op == "call_function" and _is_moved(value, operands):
         return value
-    return _Nudge.apply(value, generator)
+    return cast(Tensor, _Nudge.apply(value, generator))
 
 
-def _is_moved(value: Tensor, operands: Sequence[Any]) -> bool:
-    """Whether each element is one of the operands', or zero; some are looked at first, for few ops only move."""
+def _is_moved(value: Tensor, operands: Sequence[Argument]) -> bool:
+    """Whether each element is zero or an element of an operand."""
     tensors = [x for x in operands if is_float(x)]
     if any(value.untyped_storage()._cdata == x.untyped_storage()._cdata for x in tensors if x.layout == torch.strided):
         return True
     numbers = [float(x) for x in operands if isinstance(x, (int, float))]
     known = torch.cat([*map(_numbers, tensors), torch.tensor([*numbers, 0.0], dtype=torch.float64)])
-    held = _numbers(value)
-    some = held[:: max(1, len(held) // FEW)][:FEW]
-    return bool((some[:, None] == known).any(1).all()) and bool(torch.isin(held, known).all())
+    elements = _numbers(value)
+    # a sample first: most ops compute new values, and the search through all elements is slow
+    sample = elements[:: max(1, len(elements) // SAMPLE_SIZE)][:SAMPLE_SIZE]
+    return bool((sample[:, None] == known).any(1).all()) and bool(torch.isin(elements, known).all())
 
 
 def _numbers(value: Tensor) -> Tensor:
-    held = value.detach().to_dense() if value.layout != torch.strided else value.detach()
-    held = torch.view_as_real(held.resolve_conj()) if held.is_complex() else held
-    return held.double().flatten()
+    """A tensor's elements as float64, complex ones as two."""
+    dense = value.detach().to_dense() if value.layout != torch.strided else value.detach()
+    real = torch.view_as_real(dense.resolve_conj()) if dense.is_complex() else dense
+    return real.double().flatten()
 
 
 # --- float64 ---------------------------------------------------------------------------------------------------------
 
 
-def widened(value: Any, dtype: torch.dtype) -> Any:
-    """A tensor, or a dtype, in the precision of a floating dtype; other values as they are."""
+def widened(tensor: Tensor, dtype: torch.dtype) -> Tensor:
+    """A tensor in the precision of a floating dtype; integers stay."""
+    return tensor.detach().to(_wide(tensor.dtype, dtype)).requires_grad_(tensor.requires_grad)
+
+
+def _widened_argument(value: Argument, dtype: torch.dtype) -> Argument:
     if isinstance(value, Tensor):
-        held = value.detach().to(_wide(value.dtype, dtype))
-        return held.requires_grad_(value.requires_grad)
+        return widened(value, dtype)
     return _wide(value, dtype) if isinstance(value, torch.dtype) else value
 
 
-def _wide(held: torch.dtype, dtype: torch.dtype) -> torch.dtype:
-    if held.is_complex:
+def _wide(narrow: torch.dtype, dtype: torch.dtype) -> torch.dtype:
+    if narrow.is_complex:
         return dtype.to_complex()
-    return dtype if held.is_floating_point else held
+    return dtype if narrow.is_floating_point else narrow
 
 
 def widened_graph(module: fx.GraphModule, dtype: torch.dtype) -> fx.GraphModule:
-    """The graph with every floating dtype among its arguments replaced by one; the argument is left as it was.
+    """Replaces every floating dtype among the arguments of a copy of the graph by one.
 
     before    h = to(x, bfloat16); m = full([8, 8], -3.4e38, dtype=float32)
     after     h = to(x, float64);  m = full([8, 8], -3.4e38, dtype=float64)
     """
-    held = duplicate(module)
-    for node in held.graph.nodes:
+    wide = duplicate(module)
+    for node in wide.graph.nodes:
         if node.op == "call_function":
-            node.args = fx.node.map_aggregate(node.args, lambda a: widened(a, dtype))
-            node.kwargs = fx.node.map_aggregate(node.kwargs, lambda a: widened(a, dtype))
-    return held
+            node.args = fx.node.map_aggregate(node.args, lambda a: _widened_argument(a, dtype))
+            node.kwargs = fx.node.map_aggregate(node.kwargs, lambda a: _widened_argument(a, dtype))
+    return wide

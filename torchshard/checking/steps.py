@@ -1,19 +1,23 @@
-"""One step, forward and backward: of the unsharded model, and of a program on all ranks in lockstep."""
+"""Runs one training step, forward and backward: of the unsharded model, and of a program on all ranks in lockstep.
+
+Both sides start from the same RNG state, and their outputs get the same random gradients.
+"""
 
 from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import TypeVar, cast
 
 import torch
 from torch import Tensor, fx, nn
+from torch.fx.node import Argument
 from torch.utils import _pytree as pytree
 
 from torchshard.capture import Captured, Leaves, copy_model, flatten, shared_names
 from torchshard.checking import lockstep
-from torchshard.checking.compare import Place, Results, gradients, largest_difference
+from torchshard.checking.compare import Kind, Place, Results, gradients, largest_difference
 from torchshard.checking.rounding import NUDGE_SEED, is_float, nudged, widened, widened_graph
 from torchshard.core.autocast import autocasting
 from torchshard.core.layouts import Layout
@@ -21,54 +25,62 @@ from torchshard.core.mesh import Coordinate, MeshAxis
 from torchshard.plans.plan import Plan
 from torchshard.weights.materialize import local_state
 
-COTANGENTS = 7919
-"""The seed of the first output's gradient."""
+T = TypeVar("T")
+COTANGENT_SEED = 7919
+"""The seed of the first output's gradient; each further output counts one up."""
 NOISE_TRIALS = 4
-"""How often the unsharded graph runs to measure its rounding noise."""
+"""The unsharded graph runs so many times to measure its rounding noise."""
 
 
 def _cotangent(output: Tensor, index: int) -> Tensor:
-    """A fixed random gradient of an output; of a seed of its own, since an input of the same numbers hides errors: the
-    gradient of a norm along its input is zero."""
-    generator = torch.Generator().manual_seed(COTANGENTS + index)
+    """A fixed random gradient of an output.
+
+    Its seed is unlike any that a user would choose for inputs: a gradient with the numbers of the input hides errors,
+    because the derivative of a norm along its own input is zero.
+    """
+    generator = torch.Generator().manual_seed(COTANGENT_SEED + index)
     return torch.randn(output.shape, generator=generator, dtype=torch.float64).to(output.dtype)
 
 
-def leaf(tensor: Any) -> Any:
-    """A tensor of its own with the same values, which gets a gradient if that does."""
-    return tensor.detach().clone().requires_grad_(tensor.requires_grad) if isinstance(tensor, Tensor) else tensor
+def leaf(value: T) -> T:
+    """A copy of a tensor that gets a gradient of its own if the tensor requires one; other values as they are."""
+    if not isinstance(value, Tensor):
+        return value
+    return cast(T, value.detach().clone().requires_grad_(value.requires_grad))
 
 
-def backward(outputs: Sequence[Any], copies: int) -> None:
-    """Backward from all outputs; each of the `copies` ranks' outputs gets the same gradient."""
+def backward(outputs: Sequence[object], copies: int) -> None:
+    """Runs backward from all outputs; the outputs of each of the `copies` ranks get the same gradients."""
     per_rank = len(outputs) // copies
-    live = [
-        (o, _cotangent(o, i % per_rank)) for i, o in enumerate(outputs) if isinstance(o, Tensor) and o.requires_grad
-    ]
-    if live:
-        torch.autograd.backward([o for o, _ in live], [g for _, g in live])
+    roots, grads = [], []
+    for i, output in enumerate(outputs):
+        if isinstance(output, Tensor) and output.requires_grad:
+            roots.append(output)
+            grads.append(_cotangent(output, i % per_rank))
+    if roots:
+        torch.autograd.backward(roots, grads)
 
 
 def unsharded(model: nn.Module, call: Leaves) -> Results:
-    """The model itself, as a copy of its own: gradients and buffers of the user's stay as they are."""
-    held = copy_model(model)
-    held.zero_grad()
+    """Runs a copy of the model, so that the user's gradients and buffers stay as they are."""
+    model = copy_model(model)
+    model.zero_grad()
     inputs = {name: leaf(t) for name, t in zip(call.names, call.tensors, strict=True)}
     call_args, call_kwargs = call.rebuild(list(inputs.values()))
     with torch.enable_grad():
-        flat = flatten(held(*call_args, **call_kwargs))
+        flat = flatten(model(*call_args, **call_kwargs))
         backward(flat.tensors, 1)
-    buffers = dict(held.named_buffers())
-    return Results(flat.tensors, flat.names, gradients(inputs), gradients(dict(held.named_parameters())), buffers)
+    buffers = dict(model.named_buffers())
+    return Results(flat.tensors, flat.names, gradients(inputs), gradients(dict(model.named_parameters())), buffers)
 
 
 class Run:
-    """A step of some ranks' graphs in lockstep."""
+    """A step of the ranks' graphs in lockstep, and the tensors that the ranks hold after it."""
 
     def __init__(
         self,
         graphs: Sequence[fx.GraphModule],
-        known: Sequence[Mapping[str, Tensor]],
+        states: Sequence[Mapping[str, Tensor]],
         call: Leaves,
         generator: torch.Generator | None = None,
         *,
@@ -78,25 +90,25 @@ class Run:
 
         Args:
             graphs: one per rank.
-            known: per rank, parameters, buffers and constants by all their names.
+            states: per rank, parameters, buffers and constants by all their names.
             generator: moves each value, and each gradient, by a unit in its last place.
-            watched: keeps every node's value and gradient.
+            watched: whether to keep every node's value and gradient.
         """
         ranks = range(len(graphs))
-        self.states, self._generator, self._watched = known, generator, watched
+        self.states, self._generator, self._watched = states, generator, watched
         self.inputs = [{n: leaf(t) for n, t in zip(call.names, call.tensors, strict=True)} for _ in ranks]
-        self.values: list[dict[str, Any]] = [{} for _ in ranks]
+        self.values: list[dict[str, Argument]] = [{} for _ in ranks]
         self.grads: list[dict[str, Tensor]] = [{} for _ in ranks]
-        fed = []
-        for graph, state, inputs in zip(graphs, known, self.inputs, strict=True):
-            given = {**state, **inputs}
-            fed.append([given[n.meta["path"]] for n in graph.graph.nodes if n.op == "placeholder"])
+        placeholder_values = []
+        for graph, state, inputs in zip(graphs, states, self.inputs, strict=True):
+            by_path = {**state, **inputs}
+            placeholder_values.append([by_path[n.meta["path"]] for n in graph.graph.nodes if n.op == "placeholder"])
         with torch.enable_grad(), autocasting(()):
-            self.outputs = lockstep.run(graphs, fed, [self._recorder(rank) for rank in ranks])
+            self.outputs = lockstep.run(graphs, placeholder_values, [self._recorder(rank) for rank in ranks])
             backward([o for outputs in self.outputs for o in outputs], len(graphs))
 
     def _recorder(self, rank: int) -> lockstep.Record:
-        def record(node: fx.Node, value: Any, args: list[Any]) -> Any:
+        def record(node: fx.Node, value: Argument, args: list[Argument]) -> Argument:
             if self._generator is not None:
                 value = nudged(node, value, pytree.tree_leaves(args), self._generator)
             if self._watched:
@@ -118,7 +130,7 @@ class Trial:
     seed: Tensor
     """The RNG state that each run begins with."""
     dtype: torch.dtype | None = None
-    """The floating dtype that stands for all others; None: they stay."""
+    """The floating dtype that replaces all others; None: they stay."""
 
     def widened(self, dtype: torch.dtype) -> Trial:
         """The same with every floating dtype replaced by one."""
@@ -126,12 +138,12 @@ class Trial:
         return replace(self, call=call, dtype=dtype)
 
     def unsharded(self) -> Results:
-        """What the model itself gives."""
+        """Runs the model itself."""
         torch.set_rng_state(self.seed)
         return unsharded(self.model, self.call)
 
     def results(self, like: Results) -> Results:
-        """What the captured graph gives, for the tensors that are compared in another precision."""
+        """Runs the captured graph; returns the same tensors as `like` has, in this trial's precision."""
         run = self.whole()
         inputs, grads = gradients(run.inputs[0]), gradients(run.states[0])
         return Results(
@@ -143,11 +155,11 @@ class Trial:
         )
 
     def whole(self, generator: torch.Generator | None = None, *, watched: bool = False) -> Run:
-        """The captured graph, which is that of the unsharded model."""
+        """Runs the captured graph, which is that of the unsharded model."""
         return self._run([self.captured.graph], {}, generator, watched=watched)
 
     def sharded(self, graphs: list[fx.GraphModule], plan: Plan, *, watched: bool = False) -> Run:
-        """The graphs of all ranks."""
+        """Runs the graphs of all ranks."""
         return self._run(graphs, plan.parameters, watched=watched)
 
     def _run(
@@ -159,12 +171,13 @@ class Trial:
         watched: bool,
     ) -> Run:
         torch.set_rng_state(self.seed)
-        known = [self._known(layouts, coordinate) for coordinate in MeshAxis(len(graphs)).simulated()]
-        held = graphs if self.dtype is None else [widened_graph(graph, self.dtype) for graph in graphs]
+        states = [self._state(layouts, coordinate) for coordinate in MeshAxis(len(graphs)).simulated()]
+        if self.dtype is not None:
+            graphs = [widened_graph(graph, self.dtype) for graph in graphs]
         with _default_dtype(self.dtype):
-            return Run(held, known, self.call, generator, watched=watched)
+            return Run(graphs, states, self.call, generator, watched=watched)
 
-    def _known(self, layouts: Mapping[str, Layout], coordinate: Coordinate) -> dict[str, Tensor]:
+    def _state(self, layouts: Mapping[str, Layout], coordinate: Coordinate) -> dict[str, Tensor]:
         """A rank's parameters, buffers and constants, by all their names."""
         state = local_state(self.model, layouts, coordinate)
         names = shared_names(self.model)
@@ -174,30 +187,34 @@ class Trial:
         return constants | {name: state[tied[0]] for name, tied in names.items()}
 
     def noise(self, output_names: Sequence[str]) -> dict[Place, float]:
-        """How far rounding moves each tensor of the unsharded step, at most, in absolute value."""
+        """The largest absolute change of each tensor of the unsharded step by rounding."""
         generator = torch.Generator().manual_seed(NUDGE_SEED)
-        before, found = _places(self.whole(), output_names), dict[Place, float]()
+        exact, noise = _places(self.whole(), output_names), dict[Place, float]()
         for _ in range(NOISE_TRIALS):
             for place, tensor in _places(self.whole(generator), output_names).items():
-                moved = largest_difference(before[place], tensor) if place in before else 0.0
-                found[place] = max(found.get(place, 0.0), moved if moved < float("inf") else 0.0)
-        return found
+                change = largest_difference(exact[place], tensor) if place in exact else 0.0
+                noise[place] = max(noise.get(place, 0.0), change if change < float("inf") else 0.0)
+        return noise
 
 
 def _places(run: Run, output_names: Sequence[str]) -> dict[Place, Tensor]:
     """The floating tensors of an unsharded run by kind and name."""
-    kinds: dict[str, Mapping[str, Any]] = {
-        "output": {name or "result": value for name, value in zip(output_names, run.outputs[0], strict=True)},
+    outputs = zip(output_names, run.outputs[0], strict=True)
+    tensors: dict[Kind, Mapping[str, object]] = {
+        "output": {name or "result": value for name, value in outputs},
         "buffer": run.states[0],
         "input gradient": gradients(run.inputs[0]),
         "parameter gradient": gradients(run.states[0]),
     }
-    return {(kind, name): t for kind, held in kinds.items() for name, t in held.items() if is_float(t)}
+    places: dict[Place, Tensor] = {}
+    for kind, by_name in tensors.items():
+        places.update({(kind, name): tensor for name, tensor in by_name.items() if is_float(tensor)})
+    return places
 
 
 @contextlib.contextmanager
 def _default_dtype(dtype: torch.dtype | None) -> Iterator[None]:
-    """The dtype of what a graph makes without saying one; None: as it is."""
+    """Sets the dtype of tensors that a graph creates without naming one; None: leaves it."""
     before = torch.get_default_dtype()
     torch.set_default_dtype(dtype or before)
     try:
