@@ -135,6 +135,7 @@ def _stepwise(
             op, args = _with_rng_state(rng_states, rank, partial(steps.send, cast(Tensor, result)))
         except StopIteration as done:
             return cast(Argument, done.value)
+        assert isinstance(op, OpOverload)
         result = yield Request(node, op, args)
 
 

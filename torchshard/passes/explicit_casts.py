@@ -23,7 +23,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from torchshard.core.autocast import Autocast, autocasting
 from torchshard.core.errors import CaptureError
-from torchshard.ir.graph import emit, fake_mode, faking, where
+from torchshard.ir.graph import Mode, emit, fake_mode, faking, where
 from torchshard.passes.decompose import inline_op
 from torchshard.passes.nodes import call_target
 
@@ -121,7 +121,7 @@ def _leading_casts(calls: Sequence[KernelCall], values: Mapping[fx.Node, Argumen
     return sum(1 for _ in itertools.takewhile(bool, is_cast))
 
 
-def _calls_without_autocast(mode: object, node: fx.Node, values: Mapping[fx.Node, Argument]) -> list[str] | None:
+def _calls_without_autocast(mode: Mode, node: fx.Node, values: Mapping[fx.Node, Argument]) -> list[str] | None:
     """The kernel calls of an op outside of autocast, as text; None if the op refuses these dtypes together."""
     try:
         return _described(_kernel_calls(mode, node, values, ()))
@@ -149,7 +149,7 @@ class _Recorder(TorchDispatchMode):
 
 
 def _kernel_calls(
-    mode: object, node: fx.Node, values: Mapping[fx.Node, Argument], autocast: Autocast
+    mode: Mode, node: fx.Node, values: Mapping[fx.Node, Argument], autocast: Autocast
 ) -> list[KernelCall]:
     """The kernel calls of an op on fake values, within autocast."""
     args, kwargs = fx.map_arg((node.args, node.kwargs), values.__getitem__)
