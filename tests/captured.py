@@ -14,7 +14,7 @@ from torch import nn
 
 from tests.compiled import planned_as
 from tests.models import CASES
-from torchshard.capture import copied
+from torchshard.capture import copy_model
 from torchshard.checking.check import Report, check_program, in_dtype
 from torchshard.compiler.constraints import PlanLike
 from torchshard.compiler.program import prepared
@@ -24,7 +24,7 @@ class CapturedCall:
     """A call of a model in float64, captured, which any plan can be checked on."""
 
     def __init__(self, model: nn.Module, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None) -> None:
-        held = copied(model)
+        held = copy_model(model)
         self.model, self.args, self.kwargs = in_dtype(held, list(args), dict(kwargs or {}), torch.float64)
         self.captured = prepared(self.model, self.args, self.kwargs)
 
