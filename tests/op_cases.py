@@ -614,6 +614,7 @@ BATCHED = [
     case(aten.linalg_solve_triangular.default, "a c", spd(5, 3, 3), f(5, 2, 3), upper=True, left=False),
     case(aten.triangular_solve.default, "a", f(5, 3, 2), spd(5, 3, 3)),
     case(aten.cholesky_solve.default, "a c", f(5, 3, 2), spd(5, 3, 3)),
+    case(aten.cholesky_solve.default, "a c", f(5, 4, 3), spd(4, 4)),
     case(aten.linalg_lu_solve.default, "a c", spd(5, 3, 3), T((5, 3), "pivots"), f(5, 3, 2)),
     case(aten.linalg_lu_solve.default, "a c", spd(5, 3, 3), T((5, 3), "pivots"), f(5, 2, 3), left=False),
     case(aten.linalg_ldl_solve.default, "a", plain(5, 2, 2), T((5, 2), "pivots"), plain(5, 2, 2)),

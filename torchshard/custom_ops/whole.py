@@ -14,6 +14,7 @@ import contextlib
 import copy
 import inspect
 import re
+import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, TypeAlias, TypeVar
@@ -149,22 +150,33 @@ def state_of(modules: Iterable[nn.Module]) -> list[tuple[dict[str, Any], str, Te
 
 @contextlib.contextmanager
 def _common_seeds(*, real: bool) -> Iterator[None]:
-    """Makes `torch.seed()` draw its seed from the RNG state, which all ranks share, not from the system.
+    """Makes `torch.seed()` of this thread draw its seed from the RNG state, which all ranks share, not from the system.
+
+    `torch.seed` takes no tensors, so no mode sees its calls: the function itself is replaced, and other threads' calls
+    go to the original.
 
     Args:
         real: false for a call on fake tensors, which must not change the RNG state.
     """
-    system_seed, manual = torch.seed, torch.manual_seed
+    system_seed, manual_seed, thread = torch.seed, torch.manual_seed, threading.get_ident()
 
-    def seed() -> int:
-        drawn = int(torch.randint(2**62, ()))
-        manual(drawn)
+    def seed_from_state() -> int:
+        if threading.get_ident() != thread:
+            return system_seed()
+        drawn = int(torch.randint(2**62, ())) if real else 0
+        if real:
+            manual_seed(drawn)
         return drawn
 
-    torch.seed = torch.random.seed = seed if real else lambda: 0
-    torch.manual_seed = torch.random.manual_seed = manual if real else lambda seed: torch.default_generator
+    def seed_given(seed: int) -> torch.Generator:
+        if real or threading.get_ident() != thread:
+            return manual_seed(seed)
+        return torch.default_generator
+
+    torch.seed = torch.random.seed = seed_from_state
+    torch.manual_seed = torch.random.manual_seed = seed_given
     try:
         yield
     finally:
         torch.seed = torch.random.seed = system_seed
-        torch.manual_seed = torch.random.manual_seed = manual
+        torch.manual_seed = torch.random.manual_seed = manual_seed

@@ -104,7 +104,8 @@ def solve_columns(call: Call) -> Row | None:
     names = letters(len(batch), used="ckmn")
     left = []
     for i, t in enumerate(call.tensors):
-        is_vector = i == 1 and len(t.shape) <= len(batch) + 1  # the pivots of an LU factorization, or ormqr's tau
+        # the pivots of an LU factorization, or ormqr's tau; cholesky_solve has its factor there, perhaps without batch
+        is_vector = i == 1 and right_side != 0 and len(t.shape) <= len(batch) + 1
         own = sides if i == right_side else [f"!m{i}", f"!n{i}"][: 1 if is_vector else 2]
         left.append([*broadcast(names, t.shape[: len(t.shape) - len(own)], batch), *own])
     return call.row(f"{spaced(*left)} -> {spaced([*names, *sides])}", linear=[{right_side}])
