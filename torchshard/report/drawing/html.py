@@ -60,7 +60,7 @@ FRAME = """<!doctype html>
 """
 ABOUT = (
     "⬡ collective: ▼ what each rank sends in the forward pass, ▲ in the backward. S(d) split along dim d, "
-    "P addends of a sum, R whole with the gradient in addends, I whole. Click a row for its facts."
+    "P partial sums, R whole with its gradient in partial sums, I whole. Click a row for its facts."
 )
 
 

@@ -26,7 +26,7 @@ LONGEST, FARTHEST = (44, 60, 28, 24), 170
 """Characters after which label, detail, shape and layout are cut; pixels that a curve bends to the right at most."""
 LEGEND = (
     "⬡ collective: ▼ what each rank sends in the forward pass, ▲ in the backward",
-    "S(d) split along dim d, P addends of a sum, R whole with the gradient in addends, I whole",
+    "S(d) split along dim d, P partial sums, R whole with its gradient in partial sums, I whole",
 )
 _ILLEGAL = re.compile("[\x00-\x08\x0b\x0c\x0e-\x1f\ud800-\udfff\ufffe\uffff]")
 """Characters that XML can't hold."""
