@@ -13,6 +13,8 @@ from functools import cached_property
 
 from torch import nn
 
+from torchshard.capture.models import shared_names
+
 _BASE_CLASSES = (nn.Linear, nn.Embedding)
 """A subclass of these counts as the class itself, because other libraries' plans have words for these two."""
 
@@ -54,16 +56,13 @@ class ModelFacts:
     @staticmethod
     def of(model: nn.Module) -> ModelFacts:
         """Reads a model."""
-        modules = dict(model.named_modules())
-        names: dict[int, list[str]] = {}
-        for name, t in (*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False)):
-            names.setdefault(id(t), []).append(name)
+        modules, names = dict(model.named_modules()), shared_names(model)
         tensors = {
             name: TensorFacts(
                 tuple(t.shape),
                 t.dtype.itemsize,
                 _class_name(modules[name.rpartition(".")[0]]),
-                tuple(names[id(t)]),
+                names[name],
                 isinstance(t, nn.Parameter),
                 isinstance(t, nn.Parameter) and t.requires_grad,
             )
