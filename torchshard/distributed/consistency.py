@@ -25,7 +25,7 @@ import struct
 import threading
 import zlib
 from collections.abc import Callable, Hashable, Iterator, Mapping
-from typing import Any, NamedTuple, TypeVar, cast
+from typing import NamedTuple, TypeVar, cast
 
 import torch
 import torch.distributed as dist
@@ -56,7 +56,7 @@ def verifies_each(group: Group) -> bool:
     return group.level is CheckLevel.ALL or (group.level is CheckLevel.NEW and group.aborts_on_mismatch)
 
 
-def needs_verification(group: Group, verified: set[Any], key: Hashable) -> bool:
+def needs_verification(group: Group, verified: set[Hashable], key: Hashable) -> bool:
     """Whether an eager call is to be verified; its key then counts as verified."""
     if group.size == 1 or group.level is CheckLevel.OFF or (key in verified and not verifies_each(group)):
         return False
@@ -64,7 +64,7 @@ def needs_verification(group: Group, verified: set[Any], key: Hashable) -> bool:
     return True
 
 
-def remember(verified: set[Any], key: Hashable) -> None:
+def remember(verified: set[Hashable], key: Hashable) -> None:
     """Adds a key. The set is bounded, and emptied at the same call on all ranks, for it is the same on all of them."""
     if len(verified) >= MAX_VERIFIED:
         verified.clear()
@@ -293,8 +293,9 @@ def _bounds(group: Group, *numbers: int) -> tuple[list[int], list[int]]:
     bounds = torch.tensor([*numbers, *(-n for n in numbers)])
     work = begin(group, COMPARING, dist.all_reduce, bounds, dist.ReduceOp.MAX, group.control, async_op=True)
     finish(group, COMPARING, work)
-    found = bounds.tolist()
-    return found[: len(numbers)], [-n for n in found[len(numbers) :]]
+    # one all-reduce of maxima gives both bounds: the lowest is minus the highest of the negated numbers
+    reduced = bounds.tolist()
+    return reduced[: len(numbers)], [-n for n in reduced[len(numbers) :]]
 
 
 def _ordered(number: float) -> int:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, cast
+from typing import cast
 
 import torch
 from torch import Tensor
@@ -24,7 +24,7 @@ ONE_SIDED = frozenset({"broadcast", "reduce_to", "gather_to", "scatter_from"})
 """Calls in which one rank does another thing than the rest, often from a line of its own."""
 
 
-def check_tensor(group: Group, name: str, x: Any) -> None:
+def check_tensor(group: Group, name: str, x: object) -> None:
     """Raises InputError on all ranks where one passes something else than a tensor, or calls within a transform."""
     if group.size > 1 and not torch.compiler.is_compiling() and peek_interpreter_stack() is not None:
         raise InputError(
@@ -53,7 +53,12 @@ def needs_gradient(x: Tensor) -> bool:
 
 
 def verify_tensor_call(
-    group: Group, name: str, x: Tensor, dim: int | None = None, valid: Callable[[], Any] | None = None, **facts: Any
+    group: Group,
+    name: str,
+    x: Tensor,
+    dim: int | None = None,
+    valid: Callable[[], object] | None = None,
+    **facts: int | str | None,
 ) -> list[int] | None:
     """The ranks verify an eager call, as the group's level says; then returns all ranks' sizes along `dim`.
 
@@ -78,7 +83,7 @@ def verify_tensor_call(
         if valid is not None:
             valid()
         arguments = {"dim": dim, **facts}
-        dims = [own_dim(x, d) for argument, d in arguments.items() if argument.endswith("dim") and d is not None]
+        dims = [own_dim(x, d) for argument, d in arguments.items() if argument.endswith("dim") and isinstance(d, int)]
         shape = ["*" if dim is not None and i == dims[0] else n for i, n in enumerate(x.shape)]
         shown = ", ".join(f"{argument}={fact}" for argument, fact in arguments.items() if fact is not None)
         gradient = ", with a gradient" if needs_gradient(x) else ""
@@ -155,11 +160,11 @@ def own_dim(x: Tensor, dim: int) -> int:
 
 def fill(x: Tensor, value: Tensor) -> Tensor:
     """The tensor that was given, with other values; an expanded one takes the first of each, and is not given."""
-    target, taken = x, value
+    target, source = x, value
     for dim in (repeated := _repeated(x)):
-        target, taken = target.narrow(dim, 0, 1), taken.narrow(dim, 0, 1)
+        target, source = target.narrow(dim, 0, 1), source.narrow(dim, 0, 1)
     with torch.no_grad():
-        target.copy_(taken)
+        target.copy_(source)
     return value if repeated else x
 
 

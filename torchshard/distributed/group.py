@@ -11,9 +11,12 @@ A group also holds what its ranks have verified of each other so far (`Handshake
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Hashable
 from dataclasses import dataclass, field
 from enum import Enum
-from typing import Any, NamedTuple
+from typing import NamedTuple, Protocol
+
+import torch.distributed as dist
 
 from torchshard.core.errors import DistributedError, InputError
 from torchshard.core.mesh import MODEL, Coordinate, MeshAxis, simulated_coordinate
@@ -46,20 +49,27 @@ class Timeouts(NamedTuple):
     """For a collective to end."""
 
 
+class Waiter(Protocol):
+    """A thread that waits for a message."""
+
+    def is_done(self, seconds: float | None = 0.0) -> bool:
+        """Whether the thread has ended, after so many seconds at most (None: no limit)."""
+
+
 @dataclass
 class HandshakeState:
-    """What the ranks of a group have told each other so far."""
+    """What the ranks of a group have verified so far, and which of their messages are under way."""
 
     level: CheckLevel = CheckLevel.NEW
-    verified_calls: set[Any] = field(default_factory=set)
+    verified_calls: set[Hashable] = field(default_factory=set)
     """The keys of the calls that all ranks have verified."""
-    verified_sends: dict[tuple[int, int], set[Any]] = field(default_factory=dict)
+    verified_sends: dict[tuple[int, int], set[Hashable]] = field(default_factory=dict)
     """(from, to) -> the keys of the messages that these two ranks have verified."""
     failed: bool = False
     """Whether a call has failed: what the other ranks do is unknown from then on."""
-    last_receive: dict[int, Any] = field(default_factory=dict)
+    last_receive: dict[int, Waiter] = field(default_factory=dict)
     """Rank -> the last receive from it, where that waits for verification."""
-    waiter_threads: list[Any] = field(default_factory=list)
+    waiter_threads: list[Waiter] = field(default_factory=list)
     """The threads that wait for messages."""
     sharded_models: int = 0
     """How many models were sharded over the group; the number of each is the same on all ranks."""
@@ -87,9 +97,9 @@ class Group:
     size: int
     name: str = MODEL
     """The name under which graphs find it."""
-    process_group: Any = None
+    process_group: dist.ProcessGroup | None = None
     """torch.distributed's group; None for a group of one or a simulated one."""
-    control: Any = None
+    control: dist.ProcessGroup | None = None
     """A gloo group of the same ranks, for verification and objects; None for a group of one."""
     timeouts: Timeouts = field(default_factory=Timeouts)
     simulated: bool = False
@@ -160,7 +170,7 @@ def _named(name: str) -> Group:
     )
 
 
-def get_group() -> Any:
+def get_group() -> dist.ProcessGroup | None:
     """torch.distributed's process group of the model-parallel group; None where this process is a world of its own.
 
     In a process that the mesh leaves out it is `GroupMember.NON_GROUP_MEMBER`, for None would mean the whole world.
@@ -186,7 +196,7 @@ def get_world_size() -> int:
     return get_group_size()
 
 
-def get_data_parallel_group() -> Any:
+def get_data_parallel_group() -> dist.ProcessGroup | None:
     """torch.distributed's group of the processes that have this rank in their model-parallel groups; as `get_group`."""
     return _named(DATA).process_group
 

@@ -10,7 +10,7 @@ import contextlib
 import time
 from collections.abc import Callable, Iterable, Mapping
 from datetime import timedelta
-from typing import Any, NamedTuple
+from typing import NamedTuple, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -21,6 +21,7 @@ from torchshard.core.hashing import hash_text
 from torchshard.distributed.call_site import call_site
 from torchshard.distributed.group import CheckLevel, Group
 
+T = TypeVar("T")
 HEADER_BYTES = 1024
 GRACE_SECONDS = 0.5
 """After a collective has failed, how long a rank waits for the other ranks' reports."""
@@ -168,16 +169,22 @@ def _ranks(ranks: Iterable[int]) -> str:
     return f"rank{'s' if len(numbers) > 1 else ''} {', '.join(map(str, numbers))}"
 
 
-def _attempt(missing: dict[int, str], rank: int, step: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+def _attempt(
+    missing: dict[int, str], rank: int, step: Callable[..., T], *args: object, **kwargs: object
+) -> T | None:
     """One step of an exchange with a rank, which counts as missing from the first step that fails."""
+    if rank in missing:
+        return None
     try:
-        return None if rank in missing else step(*args, **kwargs)
+        return step(*args, **kwargs)
     except RuntimeError as error:
         missing[rank] = _reason(error)
+        return None
 
 
-def _wait(work: Any, seconds: float) -> None:
-    work.wait(timedelta(seconds=seconds))
+def _wait(work: dist.Work | None, seconds: float) -> None:
+    if work is not None:  # torch.distributed returns None to a process outside of the group
+        work.wait(timedelta(seconds=seconds))
 
 
 def first_line(error: Exception) -> str:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from threading import Thread
-from typing import Any
+from typing import Generic, TypeVar
 
 import torch.distributed as dist
 from torch import Tensor
@@ -24,17 +24,18 @@ from torchshard.distributed.handshake import exchange_with, late_error
 from torchshard.distributed.kernels import as_sent
 from torchshard.distributed.wire import begin, finish
 
+T = TypeVar("T")
 SENDER, RECEIVER = 1, 2
 """The tags of the senders' and the receivers' headers."""
 FIRST_TAG, TAGS = 16, 2**30
 """The tags of the messages themselves, above those of their headers."""
 
 
-class WaiterThread:
+class WaiterThread(Generic[T]):
     """A function that waits for a group's messages, called in a thread."""
 
-    def __init__(self, group: Group, fn: Callable[[], Any]) -> None:
-        self._fn, self._result, self._failure = fn, list[Any](), list[Exception]()
+    def __init__(self, group: Group, fn: Callable[[], T]) -> None:
+        self._fn, self._result, self._failure = fn, list[T](), list[Exception]()
         self._thread = Thread(target=self._run, daemon=True)
         self._thread.start()
         threads = group.handshake.waiter_threads
@@ -51,7 +52,7 @@ class WaiterThread:
         self._thread.join(seconds)
         return not self._thread.is_alive()
 
-    def get(self) -> Any:
+    def get(self) -> T:
         """Waits, and returns or raises what the function did."""
         self.is_done(None)
         if self._failure:
@@ -64,7 +65,7 @@ class Transfer:
 
     def __init__(self, group: Group, wait: Callable[[], None]) -> None:
         self._group, self._wait = group, wait
-        self._waiter: WaiterThread | None = None
+        self._waiter: WaiterThread[None] | None = None
 
     def is_completed(self) -> bool:
         """Whether `wait` would return at once."""
@@ -99,18 +100,18 @@ def start_send(tensor: Tensor, dst: int, group: Group) -> Transfer:
 def start_receive(tensor: Tensor, src: int, group: Group) -> Transfer:
     """Starts to receive into a contiguous tensor, after the receives from the same rank that were started before."""
 
-    def post() -> Any:
+    def post() -> dist.Work | None:
         tag = _tag(tensor, group)
         return begin(group, "receive", dist.irecv, as_sent(tensor), group_src=src, group=group.process_group, tag=tag)
 
     verify = _start_verification(tensor, group, src, (src, group.rank), (RECEIVER, SENDER))
-    before: WaiterThread | None = group.handshake.last_receive.get(src)
+    before = group.handshake.last_receive.get(src)
     if verify is None and (before is None or before.is_done()):
         work = post()
         return Transfer(group, lambda: finish(group, "receive", work))
     site = call_site(column=group.level is CheckLevel.ALL)
 
-    def verify_and_post() -> Any:
+    def verify_and_post() -> dist.Work | None:
         if before is not None:
             before.is_done(None)
         if verify is not None:

@@ -10,7 +10,7 @@ import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
-from typing import Any
+from typing import TYPE_CHECKING, cast
 
 import torch
 import torch.distributed as dist
@@ -34,18 +34,21 @@ from torchshard.distributed.group import (
 )
 from torchshard.distributed.handshake import abort_pending_receives
 
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
+
 
 @dataclass
 class _World:
-    """What `init_process_group` made, for `destroy_process_group` to end."""
+    """The groups that `init_process_group` made and `destroy_process_group` ends."""
 
     owns_torch_distributed: bool
     """Whether `torch.distributed` was initialised here, and not by the user."""
-    process_groups: list[Any] = field(default_factory=list)
+    process_groups: list[dist.ProcessGroup] = field(default_factory=list)
 
 
 _world: _World | None = None
-_stores: dict[tuple[str | None, ...], Any] = {}
+_stores: dict[tuple[str | None, ...], tuple[dist.Store, int, int]] = {}
 """Environment -> the store by which its ranks find each other, with rank and world size. It outlives the groups: the
 store of rank 0 can't be made a second time while other ranks still use it."""
 _initialisations = itertools.count(1)
@@ -55,7 +58,7 @@ _initialisations = itertools.count(1)
 def init_process_group(
     group_size: int | str = -1,
     *,
-    mesh: Any = None,
+    mesh: DeviceMesh | None = None,
     backend: str | None = None,
     timeout_seconds: float = 60.0,
     start_seconds: float | None = None,
@@ -75,8 +78,8 @@ def init_process_group(
         timeout_seconds: how long a rank waits for the others to come to a call, before each of them raises: as long as
             the slowest rank may load data, or write a checkpoint.
         start_seconds: how long the ranks may take to find each other; by default `timeout_seconds`.
-        collective_seconds: how long a collective may take; by default `timeout_seconds`. Groups of a
-            `torch.distributed` that was initialised before are made anew, for they have these timeouts.
+        collective_seconds: how long a collective may take; by default `timeout_seconds`. If
+            `torch.distributed` was initialised before, new groups are made for it, since groups keep their timeouts.
 
     Raises:
         DistributedError: it is initialised already, the world does not divide by `group_size`, the mesh has more
@@ -140,14 +143,14 @@ def _begin(backend: str | None, timeouts: Timeouts) -> None:
         ) from error
 
 
-def _make_groups(group_size: int, mesh: Any, timeouts: Timeouts, made: _World) -> dict[str, Group]:
+def _make_groups(group_size: int, mesh: DeviceMesh | None, timeouts: Timeouts, owned: _World) -> dict[str, Group]:
     """This process's model-parallel group, and its data-parallel one: the ranks of the same place in each."""
     if not dist.is_initialized():
         _model_ranks(1, group_size)
         return {name: Group(0, 1, name, handshake=_new_handshake()) for name in (MODEL, DATA)}
     world = dist.get_world_size()
     everyone = list(range(world))
-    control = _new_group(everyone, timeouts.verify, made, "gloo") if world > 1 else None
+    control = _new_group(everyone, timeouts.verify, owned, "gloo") if world > 1 else None
     starting = timeouts._replace(verify=timeouts.start)
     all_ranks = Group(
         dist.get_rank(), world, "world", control=control, timeouts=starting, handshake=_new_handshake()
@@ -158,8 +161,8 @@ def _make_groups(group_size: int, mesh: Any, timeouts: Timeouts, made: _World) -
     data = [[ranks[place] for ranks in model if place < len(ranks)] for place in range(max(map(len, model)))]
     controls = [control if ranks == everyone else None for ranks in model]
     groups = {
-        MODEL: _own_group(MODEL, model, timeouts, made, controls),
-        DATA: _own_group(DATA, data, timeouts, made),
+        MODEL: _own_group(MODEL, model, timeouts, owned, controls),
+        DATA: _own_group(DATA, data, timeouts, owned),
     }
     # a rank that destroys its groups at once would cut off those that are still connecting
     verify_call(all_ranks, lambda: f"{request}, made")
@@ -184,7 +187,9 @@ def _model_ranks(world: int, group_size: int) -> list[list[int]]:
     return [list(range(start, start + size)) for start in range(0, world, size)]
 
 
-def _mesh_ranks(world: int, group_size: int, mesh: Any, control: Any) -> list[list[int]]:
+def _mesh_ranks(
+    world: int, group_size: int, mesh: DeviceMesh, control: dist.ProcessGroup | None
+) -> list[list[int]]:
     if mesh.ndim != 1 or group_size != -1:
         raise DistributedError(
             f"a mesh of {mesh.ndim} dimensions with group_size={group_size} is no model-parallel group",
@@ -192,7 +197,7 @@ def _mesh_ranks(world: int, group_size: int, mesh: Any, control: Any) -> list[li
             why="the group is that of one dimension, and the mesh says its size",
             attempt='one dimension by its name, such as mesh["tp"], and no group_size',
         )
-    everyone: list[Any] = [None] * world
+    everyone: list[list[int]] = [[] for _ in range(world)]
     mine = [] if mesh.get_coordinate() is None else sorted(mesh.mesh.tolist())  # torch.distributed sorts them too
     dist.all_gather_object(everyone, mine, group=control)
     if any(everyone[rank] != ranks for ranks in everyone for rank in ranks):
@@ -206,21 +211,26 @@ def _mesh_ranks(world: int, group_size: int, mesh: Any, control: Any) -> list[li
 
 
 def _own_group(
-    name: str, groups: list[list[int]], timeouts: Timeouts, made: _World, controls: Sequence[Any] | None = None
+    name: str,
+    groups: list[list[int]],
+    timeouts: Timeouts,
+    owned: _World,
+    controls: Sequence[dist.ProcessGroup | None] | None = None,
 ) -> Group:
-    """Makes these groups, all of them on every process, and gives this process's own.
+    """Makes all of these groups, as torch.distributed requires of every process, and returns this process's own.
 
     Args:
-        controls: for groups that are to have a control group, those that exist already; None: they have none.
+        controls: the control groups that exist already, None for those to make; None: no group gets one.
     """
     rank, world = dist.get_rank(), dist.get_world_size()
-    own = Group(-1, -1, name, dist.GroupMember.NON_GROUP_MEMBER)
+    # torch.distributed marks the absence of a group by a number, because None means the whole world
+    own = Group(-1, -1, name, cast(dist.ProcessGroup, dist.GroupMember.NON_GROUP_MEMBER))
     for i, ranks in enumerate(groups):
-        whole = made.owns_torch_distributed and len(ranks) == world
-        process_group = dist.group.WORLD if whole else _new_group(ranks, timeouts.collective, made)
+        whole = owned.owns_torch_distributed and len(ranks) == world
+        process_group = dist.group.WORLD if whole else _new_group(ranks, timeouts.collective, owned)
         control = None
         if controls is not None and len(ranks) > 1:
-            control = controls[i] or _new_group(ranks, timeouts.verify, made, "gloo")
+            control = controls[i] or _new_group(ranks, timeouts.verify, owned, "gloo")
         if rank in ranks:
             aborts = len(ranks) > 1 and "gloo" in dist.get_backend_config(process_group)
             own = Group(
@@ -236,7 +246,7 @@ def _own_group(
     return own
 
 
-def _new_group(ranks: list[int], seconds: float, made: _World, backend: str | None = None) -> Any:
+def _new_group(ranks: list[int], seconds: float, owned: _World, backend: str | None = None) -> dist.ProcessGroup:
     try:
         process_group = dist.new_group(ranks, timeout=timedelta(seconds=seconds), backend=backend)
     except RuntimeError as error:
@@ -246,7 +256,7 @@ def _new_group(ranks: list[int], seconds: float, made: _World, backend: str | No
             why=str(error).partition("\n")[0],
             attempt="call init_process_group on every rank, with the same arguments",
         ) from error
-    made.process_groups.append(process_group)
+    owned.process_groups.append(process_group)
     return process_group
 
 
@@ -272,7 +282,7 @@ def _end() -> None:
         dist.destroy_process_group()
         return
     for process_group in reversed(world.process_groups):
-        if process_group is not dist.GroupMember.NON_GROUP_MEMBER:
+        if isinstance(process_group, dist.ProcessGroup):  # this process is a member
             dist.destroy_process_group(process_group)
 
 

@@ -1,18 +1,35 @@
-"""The door to torch.distributed: a collective under way, and what its failure is called."""
+"""Starts collectives of torch.distributed and waits for them, so that each failure becomes the same kind of error.
+
+Everything that this library sends goes through these few functions. torch.distributed reports a broken connection, a
+time-out or a refused size as a RuntimeError of the backend; here it becomes a DistributedError that names the call and
+what the other ranks report.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import NamedTuple, Protocol, TypeVar
 
 from torch import Tensor
 
 from torchshard.distributed.group import Group
 from torchshard.distributed.handshake import collective_failed
 
+T = TypeVar("T")
 
-def begin(group: Group, call: str, fn: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
-    """Starts a function of torch.distributed that gives a Work.
+
+class Work(Protocol):
+    """A communication under way: torch.distributed's Work, or a message (`messages.Transfer`)."""
+
+    def wait(self) -> object:
+        """Waits for the end."""
+
+    def is_completed(self) -> bool:
+        """Whether `wait` would return at once."""
+
+
+def begin(group: Group, call: str, fn: Callable[..., T], /, *args: object, **kwargs: object) -> T:
+    """Calls a function of torch.distributed that returns a Work.
 
     Raises:
         DistributedError: it fails at once.
@@ -23,37 +40,46 @@ def begin(group: Group, call: str, fn: Callable[..., Any], /, *args: Any, **kwar
         raise collective_failed(group, call, error) from error
 
 
-def finish(group: Group, call: str, work: Any) -> None:
-    """Waits for a Work.
+def finish(group: Group, call: str, work: Work | None) -> None:
+    """Waits for a Work; None, which torch.distributed returns to processes outside of a group, has nothing to wait for.
 
     Raises:
         DistributedError: a rank is gone, did not come within the timeout, or sent something else.
     """
+    if work is None:
+        return
     try:
         work.wait()
     except RuntimeError as error:
         raise collective_failed(group, call, error) from error
 
 
-def collective(group: Group, fn: Callable[..., Any], /, *args: Any, **kwargs: Any) -> None:
+def collective(group: Group, fn: Callable[..., object], /, *args: object, **kwargs: object) -> None:
     """Runs a collective of torch.distributed on a group's own process group."""
     begin(group, fn.__name__, fn, *args, group=group.process_group, **kwargs)
 
 
 class Pending(NamedTuple):
-    """A collective under way."""
+    """A communication under way, and how its result is computed."""
 
     result: Callable[[], Tensor]
-    """What makes the result of what came."""
-    work: Any = None
-    """torch.distributed's Work, or the like; None where nothing is sent."""
-    group: Any = None
+    """Computes the result from what was received; to be called after the wait."""
+    work: Work | None = None
+    """None if nothing is sent."""
+    group: Group | None = None
+    """The group of a collective; None for a message, which raises its own errors."""
     call: str = ""
-    """What was started, and in which group."""
+    """The function of torch.distributed that was called."""
 
     @classmethod
     def of(
-        cls, result: Callable[[], Tensor], group: Group, fn: Callable[..., Any], /, *args: Any, **kwargs: Any
+        cls,
+        result: Callable[[], Tensor],
+        group: Group,
+        fn: Callable[..., Work | None],
+        /,
+        *args: object,
+        **kwargs: object,
     ) -> Pending:
         """Starts a collective of torch.distributed on a group's own process group."""
         name = fn.__name__
@@ -62,24 +88,26 @@ class Pending(NamedTuple):
 
     def wait(self) -> Tensor:
         """The result."""
-        if self.work is not None:
+        if self.group is not None:
             finish(self.group, self.call, self.work)
+        elif self.work is not None:
+            self.work.wait()
         return self.result()
 
 
 class Handle:
-    """A collective that goes on while this process computes."""
+    """A communication that goes on while this process computes."""
 
     def __init__(self, pending: Pending, result: Callable[[], Tensor] | None = None) -> None:
-        self._pending, self._result = pending, result or pending.wait
-        self._held: Tensor | None = None
+        self._pending, self._wait = pending, result or pending.wait
+        self._tensor: Tensor | None = None
 
     def is_completed(self) -> bool:
         """Whether `wait` would return at once."""
-        return self._held is not None or self._pending.work is None or bool(self._pending.work.is_completed())
+        return self._tensor is not None or self._pending.work is None or self._pending.work.is_completed()
 
     def wait(self) -> Tensor:
         """The result, with its gradient; the same tensor each time."""
-        if self._held is None:
-            self._held = self._result()
-        return self._held
+        if self._tensor is None:
+            self._tensor = self._wait()
+        return self._tensor
