@@ -156,15 +156,15 @@ FAULTS = (
     Fault(
         "padding not cut off",
         "distributed/kernels.py",
-        "join([got[r].narrow(dim, 0, n) for r, n in enumerate(slices.widths)], source)",
-        "join([got[r] for r, n in enumerate(slices.widths)], source)",
+        "join([received[r].narrow(dim, 0, n) for r, n in enumerate(slices.widths)], source)",
+        "join([received[r] for r, n in enumerate(slices.widths)], source)",
         RANKS,
     ),
     Fault(
         "reduce_scatter in rank 0's width",
         "distributed/kernels.py",
-        "return got.narrow(dim, 0, slices.widths[group.rank]).contiguous()",
-        "return got.narrow(dim, 0, slices.widths[0]).contiguous()",
+        "return received.narrow(dim, 0, slices.widths[group.rank]).contiguous()",
+        "return received.narrow(dim, 0, slices.widths[0]).contiguous()",
         RANKS,
     ),
     Fault(

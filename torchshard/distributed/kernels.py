@@ -1,15 +1,16 @@
-"""What one rank does in each kind of collective. Every tensor is made contiguous first; results never alias inputs.
+"""The local part of each conversion: what one rank sends, receives and computes.
 
-A kernel starts to communicate and says how the result is made of what comes: a `Pending`, to be waited for at once or
-later. Pieces of different sizes are padded to the largest, sent, and cut back: every rank knows all sizes from the
-layout.
+A kernel starts the communication and returns a `Pending`, which computes the result when the caller waits for it.
+Backends send contiguous memory and pieces of equal size. So a kernel makes its tensor contiguous first, pads uneven
+slices to the largest, and cuts the received ones; every rank knows all sizes from the layout. A result never shares
+memory with the input, because autograd and the user may change either.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import lru_cache
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -20,6 +21,9 @@ from torchshard.core.layouts import Layout, Shard, join, local_size, parts_of, r
 from torchshard.distributed.consistency import verify_following_call
 from torchshard.distributed.group import Group
 from torchshard.distributed.wire import Pending, collective
+
+ReduceKind = dist.ReduceOp | dist.ReduceOp.RedOpType
+"""`ReduceOp.SUM` and the like; PyTorch types them by a class of their own."""
 
 
 def convert(kernel: str, x: Tensor, source: Layout, target: Layout, group: Group, of: str = "") -> Tensor:
@@ -33,8 +37,8 @@ def start(
     """Starts one conversion on this rank.
 
     Args:
-        of: where the conversion was made whose gradient this is.
-        eager: whether it is the gradient of an eager call.
+        of: if this is the gradient of a conversion, where that was called.
+        eager: whether this is the gradient of an eager call.
 
     Raises:
         DistributedError: the group is a simulated one, or the ranks' calls differ.
@@ -45,12 +49,12 @@ def start(
             where=f"rank {group.rank} of {group.size}",
             attempt="run it with torchshard.check, or shard the model in a process group",
         )
-    verify_following_call(group, lambda: _said(kernel, x, source, target), of, eager=eager)
+    verify_following_call(group, lambda: _signature(kernel, x, source, target), of, eager=eager)
     return _KERNELS[kernel](x, source, target, group)
 
 
-def _said(kernel: str, x: Tensor, source: Layout, target: Layout) -> str:
-    """A conversion as it is the same on all ranks: with the global shape."""
+def _signature(kernel: str, x: Tensor, source: Layout, target: Layout) -> str:
+    """A conversion with its global shape, which is the same on all ranks; local shapes may differ."""
     what = {"none": "no communication", "slice": "own slice", "pad": "zeros around"}.get(kernel, kernel)
     return f"{what}, {source} -> {target}, of {type_text(x.dtype, whole_shape(x.shape, source))}"
 
@@ -61,22 +65,22 @@ def copied(x: Tensor) -> Tensor:
 
 
 def _none(x: Tensor, source: Layout, target: Layout, group: Group) -> Pending:
-    held = x.clone()
-    return Pending(lambda: held)
+    result = x.clone()
+    return Pending(lambda: result)
 
 
 def _all_reduce(x: Tensor, source: Layout, target: Layout, group: Group) -> Pending:
     return reducing(copied(x), dist.ReduceOp.SUM, group)
 
 
-def reducing(held: Tensor, op: Any, group: Group) -> Pending:
-    """All-reduce in place of a contiguous tensor."""
-    if group.size == 1 or not held.numel():
-        return Pending(lambda: held)
-    if held.dtype in _SUMMED_AS:
-        summed = held.to(_SUMMED_AS[held.dtype])
-        return Pending.of(lambda: held.copy_(summed), group, dist.all_reduce, summed, op=op)
-    return Pending.of(lambda: held, group, dist.all_reduce, held, op=op)
+def reducing(x: Tensor, op: ReduceKind, group: Group) -> Pending:
+    """All-reduces a contiguous tensor in place."""
+    if group.size == 1 or not x.numel():
+        return Pending(lambda: x)
+    if x.dtype in _SUMMED_AS:
+        summed = x.to(_SUMMED_AS[x.dtype])
+        return Pending.of(lambda: x.copy_(summed), group, dist.all_reduce, summed, op=op)
+    return Pending.of(lambda: x, group, dist.all_reduce, x, op=op)
 
 
 _SUMMED_AS = {
@@ -84,40 +88,40 @@ _SUMMED_AS = {
     torch.float8_e4m3fn: torch.float32, torch.float8_e5m2: torch.float32,
     torch.float8_e4m3fnuz: torch.float32, torch.float8_e5m2fnuz: torch.float32,
 }  # fmt: skip
-"""Dtypes that backends can't reduce -> those that they are reduced in."""
+"""Dtype that backends can't reduce -> the dtype in which its sums are computed."""
 _SENT_AS = {
     torch.int16: torch.float16, torch.uint16: torch.float16, torch.uint32: torch.int32, torch.uint64: torch.int64,
     **dict.fromkeys(
         (torch.float8_e4m3fn, torch.float8_e5m2, torch.float8_e4m3fnuz, torch.float8_e5m2fnuz), torch.uint8
     ),
 }  # fmt: skip
-"""Dtypes that backends can't send -> those of as many bytes that they are sent as; nobody computes with them."""
+"""Dtype that backends can't send -> a dtype of equal size for the same bits; nothing is computed in it."""
 
 
 def summable(x: Tensor) -> Tensor:
-    """In a dtype that backends reduce."""
+    """A tensor in a dtype that backends reduce."""
     return x.to(_SUMMED_AS.get(x.dtype, x.dtype))
 
 
 def as_sent(x: Tensor) -> Tensor:
-    """The same memory, of a dtype that backends send."""
+    """The same memory, as a dtype that backends send."""
     return x.view(_SENT_AS[x.dtype]) if x.dtype in _SENT_AS else x
 
 
-def reduced(x: Tensor, op: object, group: Group) -> Tensor:
-    """All-reduce of a copy."""
+def reduced(x: Tensor, op: ReduceKind, group: Group) -> Tensor:
+    """All-reduces a copy."""
     verify_following_call(group, lambda: f"all_reduce, {op_name(op)}, of {type_text(x.dtype, x.shape)}")
     return reducing(copied(x), op, group).wait()
 
 
-def op_name(op: object) -> str:
+def op_name(op: ReduceKind) -> str:
     """'SUM' for torch.distributed's ReduceOp.SUM."""
     return str(op).rpartition(".")[2]
 
 
 def _slice(x: Tensor, source: Layout, target: Layout, group: Group) -> Pending:
-    held = copied(split(x, target, group.rank, group.size))
-    return Pending(lambda: held)
+    own = copied(split(x, target, group.rank, group.size))
+    return Pending(lambda: own)
 
 
 def _pad(x: Tensor, source: Layout, target: Layout, group: Group) -> Pending:
@@ -138,7 +142,7 @@ class Slices(NamedTuple):
     width: int
     """The largest of them."""
     even: bool
-    """Whether they are alike, and one after the other the whole."""
+    """Whether all are equal, and concatenated are the whole."""
 
 
 @lru_cache(maxsize=4096)
@@ -148,33 +152,36 @@ def _slices(shard: Shard, world: int) -> Slices:
 
 
 def dense(x: Tensor) -> Tensor:
-    """Contiguous, with no sign or conjugation left to do: a backend reads the memory as it is."""
+    """A contiguous tensor without lazy sign or conjugation, because a backend reads the memory as it is."""
     return x.resolve_conj().resolve_neg().contiguous()
 
 
-def _filled(x: Tensor, dim: int, width: int) -> Tensor:
-    """A dim filled up with zeros to `width`."""
+def _padded(x: Tensor, dim: int, width: int) -> Tensor:
+    """A tensor with zeros appended along `dim` up to `width`."""
     missing = width - x.shape[dim]
     return torch.cat([x, x.new_zeros(_with_size(x.shape, dim, missing))], dim) if missing else x
 
 
 def _all_gather(x: Tensor, source: Layout, target: Layout, group: Group) -> Pending:
-    """Slices are sent as they lie in memory: joining them copies rows, where gathering along dim 0 would transpose."""
+    """Gathers the slices one after the other, and joins them along `dim` afterwards.
+
+    A gather along dim 0 would have to transpose each slice before and the whole value after; joining copies rows.
+    """
     assert isinstance(source, Shard)
     if group.size == 1:
         return _none(x, source, target, group)
     slices, dim = _slices(source, group.size), source.dim
-    sent = dense(_filled(x, dim, slices.width))
-    got = sent.new_empty(group.size, *sent.shape)
+    sent = dense(_padded(x, dim, slices.width))
+    received = sent.new_empty(group.size, *sent.shape)
 
     def joined() -> Tensor:
         if slices.even and dim == 0:
-            return got.flatten(0, 1)
-        return join([got[r].narrow(dim, 0, n) for r, n in enumerate(slices.widths)], source).contiguous()
+            return received.flatten(0, 1)
+        return join([received[r].narrow(dim, 0, n) for r, n in enumerate(slices.widths)], source).contiguous()
 
     if not sent.numel():
         return Pending(joined)
-    return Pending.of(joined, group, dist.all_gather_single, as_sent(got.flatten(0, 1)), as_sent(sent))
+    return Pending.of(joined, group, dist.all_gather_single, as_sent(received.flatten(0, 1)), as_sent(sent))
 
 
 def _reduce_scatter(x: Tensor, source: Layout, target: Layout, group: Group) -> Pending:
@@ -189,15 +196,15 @@ def _reduce_scatter(x: Tensor, source: Layout, target: Layout, group: Group) -> 
     if slices.even and dim == 0:
         sent = x.contiguous().unflatten(0, (group.size, slices.width))
     else:
-        sent = torch.stack([_filled(split(x, target, r, group.size), dim, slices.width) for r in range(group.size)])
-    got = torch.empty_like(sent[0])
+        sent = torch.stack([_padded(split(x, target, r, group.size), dim, slices.width) for r in range(group.size)])
+    received = torch.empty_like(sent[0])
 
     def own() -> Tensor:
-        return got.narrow(dim, 0, slices.widths[group.rank]).contiguous()
+        return received.narrow(dim, 0, slices.widths[group.rank]).contiguous()
 
     if not sent.numel():
         return Pending(own)
-    return Pending.of(own, group, dist.reduce_scatter_single, got, sent.flatten(0, 1))
+    return Pending.of(own, group, dist.reduce_scatter_single, received, sent.flatten(0, 1))
 
 
 def _all_to_all(x: Tensor, source: Layout, target: Layout, group: Group) -> Pending:
@@ -207,17 +214,21 @@ def _all_to_all(x: Tensor, source: Layout, target: Layout, group: Group) -> Pend
     sent = [split(x, target, r, group.size).contiguous() for r in range(group.size)]
     shapes = [_with_size(sent[group.rank].shape, source.dim, n) for n in _slices(source, group.size).widths]
     lengths = [torch.Size(s).numel() for s in shapes]
-    got, flat = x.new_empty(sum(lengths)), torch.cat([p.flatten() for p in sent])
+    received, flat = x.new_empty(sum(lengths)), torch.cat([piece.flatten() for piece in sent])
 
     def joined() -> Tensor:
-        return join([p.view(s) for p, s in zip(got.split(lengths), shapes, strict=True)], source).contiguous()
+        pieces = zip(received.split(lengths), shapes, strict=True)
+        return join([piece.view(shape) for piece, shape in pieces], source).contiguous()
 
-    own = [p.numel() for p in sent]
-    return Pending.of(joined, group, dist.all_to_all_single, as_sent(got), as_sent(flat), lengths, own)
+    sent_lengths = [piece.numel() for piece in sent]
+    return Pending.of(joined, group, dist.all_to_all_single, as_sent(received), as_sent(flat), lengths, sent_lengths)
 
 
 def scatter_pieces(x: Tensor, src: int, dim: int, size: int, group: Group) -> Tensor:
-    """This rank's slice along `dim`, of `size` elements in all, of rank `src`'s tensor; the others' is not read."""
+    """This rank's slice of rank `src`'s tensor along `dim`, which has `size` elements in all.
+
+    The tensors of the other ranks give shape and dtype only.
+    """
     if x.is_complex():
         return torch.view_as_complex(scatter_pieces(torch.view_as_real(dense(x)), src, dim, size, group))
     if group.size == 1:
@@ -225,35 +236,37 @@ def scatter_pieces(x: Tensor, src: int, dim: int, size: int, group: Group) -> Te
     widths, width, _ = _slices(Shard(dim, ((size, 1),)), group.size)
     pieces = None
     if group.rank == src:
-        pieces = [dense(_filled(split(x, Shard(dim), r, group.size), dim, width)) for r in range(group.size)]
-    got = x.new_empty(_with_size(x.shape, dim, width))
-    if got.numel():
+        pieces = [dense(_padded(split(x, Shard(dim), r, group.size), dim, width)) for r in range(group.size)]
+    received = x.new_empty(_with_size(x.shape, dim, width))
+    if received.numel():
         sent = None if pieces is None else [as_sent(piece) for piece in pieces]
-        collective(group, dist.scatter, as_sent(got), sent, group_src=src)
-    return got.narrow(dim, 0, widths[group.rank]).contiguous()
+        collective(group, dist.scatter, as_sent(received), sent, group_src=src)
+    return received.narrow(dim, 0, widths[group.rank]).contiguous()
 
 
 def gather_pieces(x: Tensor, dst: int, dim: int, size: int, group: Group) -> Tensor:
-    """All ranks' slices along `dim` joined on rank `dst`; elsewhere nothing along it."""
+    """All ranks' slices along `dim` joined on rank `dst`; an empty tensor on the others."""
     if x.is_complex():
         return torch.view_as_complex(gather_pieces(torch.view_as_real(dense(x)), dst, dim, size, group))
     if group.size == 1:
         return copied(x)
     widths, width, _ = _slices(Shard(dim, ((size, 1),)), group.size)
-    sent = dense(_filled(x, dim, width))
-    got = [torch.empty_like(sent) for _ in widths] if group.rank == dst else None
+    sent = dense(_padded(x, dim, width))
+    received = [torch.empty_like(sent) for _ in widths] if group.rank == dst else None
     if sent.numel():
-        collective(group, dist.gather, as_sent(sent), None if got is None else list(map(as_sent, got)), group_dst=dst)
-    if got is None:
+        buffers = None if received is None else [as_sent(buffer) for buffer in received]
+        collective(group, dist.gather, as_sent(sent), buffers, group_dst=dst)
+    if received is None:
         return x.new_empty(_with_size(x.shape, dim, 0))
-    return join([g.narrow(dim, 0, n) for g, n in zip(got, widths, strict=True)], Shard(dim)).contiguous()
+    slices = [padded.narrow(dim, 0, width) for padded, width in zip(received, widths, strict=True)]
+    return join(slices, Shard(dim)).contiguous()
 
 
 def _with_size(shape: Sequence[int], dim: int, size: int) -> list[int]:
     return [*shape[:dim], size, *shape[dim + 1 :]]
 
 
-_KERNELS = {
+_KERNELS: dict[str, Callable[[Tensor, Layout, Layout, Group], Pending]] = {
     "none": _none,
     "all_reduce": _all_reduce,
     "slice": _slice,

@@ -1,8 +1,8 @@
-"""The conversions as PyTorch operators, `torch.ops.torchshard.*`: the collective nodes of a graph.
+"""Defines the conversions as PyTorch operators, `torch.ops.torchshard.*`: the collective nodes of a graph.
 
-All are made from the rows of `conversions.TABLE`: the kernel runs the row, the fake kernel takes shapes from the
-layouts, and the backward is the row's dual. Groups are passed by name, so that a printed, saved or exported graph
-stays whole.
+All are generated from the rows of `conversions.TABLE`: the kernel runs the row, the fake kernel computes shapes from
+the layouts, and the backward is the row's dual. An operator takes the name of a group, because a graph that holds a
+process group could not be printed, saved or exported.
 
     copy(x, group)      gather(x, dim, parts, group)      all_to_all(x, dim, parts, to_dim, to_parts, group)
 """
@@ -11,27 +11,31 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple, cast
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch._ops import OpOverload
 
 from torchshard.core.conversions import TABLE, Conversion, source_and_target
 from torchshard.core.layouts import Layout, Shard, local_shape, whole_shape
 from torchshard.distributed.consistency import forward_site, note_unverified, running_call
-from torchshard.distributed.group import lookup
+from torchshard.distributed.group import Group, lookup
 from torchshard.distributed.kernels import reduced, start
 from torchshard.distributed.wire import Handle
 
 _ARGS = {0: "", 1: "int dim, int[] parts, ", 2: "int dim, int[] parts, int to_dim, int[] to_parts, "}
-OPS: dict[Any, Conversion] = {}
-"""OpOverload -> its row of the table."""
-PLAIN = {Tensor, nn.Parameter}
-"""The classes of tensors that nobody watches: parameters of sharded models are added."""
+OpArgs = tuple[int | str | tuple[int, ...], ...]
+"""An operator's arguments after the tensor: dims, parts, and last the name of the group."""
+Op = OpOverload[..., Tensor]
+OPS: dict[object, Conversion] = {}
+"""Operator -> its row of the table."""
+PLAIN: set[type[Tensor]] = {Tensor, nn.Parameter}
+"""Classes of tensors that no tracer wraps; `weights.parameter` adds that of sharded parameters."""
 
 
-def local_result_shape(shape: Sequence[Any], source: Layout, target: Layout, rank: int, world: int) -> list[Any]:
+def local_result_shape(shape: Sequence[int], source: Layout, target: Layout, rank: int, world: int) -> list[int]:
     """The local shape after a conversion, from the local shape before it."""
     return list(local_shape(whole_shape(shape, source), target, rank, world))
 
@@ -39,33 +43,51 @@ def local_result_shape(shape: Sequence[Any], source: Layout, target: Layout, ran
 _source_and_target = functools.lru_cache(maxsize=4096)(source_and_target)
 
 
-def _run(row: Conversion, x: Tensor, args: tuple[Any, ...], of: str = "", *, eager: bool = False) -> Tensor:
-    """A conversion on this rank; `args` are the operator's after the tensor."""
-    source, target = _source_and_target(row.name, args)
-    return start(row.kernel, x, source, target, lookup(args[-1]), of, eager=eager).wait()
+def _group(args: Sequence[object]) -> Group:
+    return lookup(cast(str, args[-1]))
 
 
-def hashable(args: Sequence[Any]) -> tuple[Any, ...]:
-    """An operator's arguments after the tensor, with tuples for lists."""
-    return tuple(tuple(a) if isinstance(a, (list, tuple)) else a for a in args)
-
-
-def _gradient(row: Conversion, grad: Tensor, args: tuple[Any, ...], of: str, call: str) -> Tensor:
-    """The gradient of a conversion is its dual, of the gradient; an operator where it is differentiated or traced.
+def _run(row: Conversion, x: Tensor, args: OpArgs, of: str = "", *, eager: bool = False) -> Tensor:
+    """Runs a conversion on this rank.
 
     Args:
-        of: where the conversion was made, if that is compared.
-        call: the call of a sharded model that it is a node of; '': it was an eager call.
+        of, eager: as in `kernels.start`.
     """
+    source, target = _source_and_target(row.name, args)
+    return start(row.kernel, x, source, target, _group(args), of, eager=eager).wait()
+
+
+def hashable(args: Sequence[int | str | Sequence[int]]) -> OpArgs:
+    """An operator's arguments after the tensor, with tuples for lists."""
+    return tuple(tuple(a) if isinstance(a, (list, tuple)) else cast(int | str, a) for a in args)
+
+
+class _Origin(NamedTuple):
+    """Where a conversion was called, for the errors of its backward."""
+
+    site: str
+    """The line of the call, if backward verifies that; else ''."""
+    model_call: str
+    """The call of a sharded model that the conversion is a node of; '': it was an eager call."""
+
+
+def _origin(args: OpArgs) -> _Origin:
+    return _Origin(forward_site(_group(args)), running_call())
+
+
+def _gradient(row: Conversion, grad: Tensor, args: OpArgs, origin: _Origin) -> Tensor:
+    """The gradient of a conversion: the dual conversion of the output's gradient."""
     dual = TABLE[row.dual]
     args = (*args[2:4], *args[0:2], args[4]) if len(args) == 5 else args
     if torch.is_grad_enabled() or type(grad) not in PLAIN:
+        # backward is differentiated or traced itself, so it must record an operator
         return getattr(torch.ops.torchshard, dual.name).default(grad, *args)
-    if dual.kernel == "none" and not of:
+    if dual.kernel == "none" and not origin.site:
         return grad
-    if call and dual.kernel in SENDING:
-        note_unverified(lookup(args[-1]), f"backward of {call}: {dual.name}")
-    return _run(dual, grad, args, of, eager=not call and dual.kernel in SENDING)
+    sends = dual.kernel in SENDING
+    if origin.model_call and sends:
+        note_unverified(_group(args), f"backward of {origin.model_call}: {dual.name}")
+    return _run(dual, grad, args, origin.site, eager=sends and not origin.model_call)
 
 
 SENDING = frozenset({"all_reduce", "all_gather", "reduce_scatter", "all_to_all"})
@@ -73,28 +95,27 @@ SENDING = frozenset({"all_reduce", "all_gather", "reduce_scatter", "all_to_all"}
 
 
 class _Direct(torch.autograd.Function):
-    """A conversion without its operator; `compute` gives its value."""
+    """A conversion without its operator; `compute` returns its value."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, row: Conversion, args: tuple[Any, ...], compute: Callable[[], Tensor]) -> Tensor:
-        ctx.row, ctx.args, ctx.call = row, args, running_call()
-        ctx.site = forward_site(lookup(args[-1]))
+    def forward(ctx: Any, x: Tensor, row: Conversion, args: OpArgs, compute: Callable[[], Tensor]) -> Tensor:
+        ctx.row, ctx.args, ctx.origin = row, args, _origin(args)
         return compute()
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
-        return _gradient(ctx.row, grad, ctx.args, ctx.site, ctx.call), None, None, None
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
+        return _gradient(ctx.row, grad, ctx.args, ctx.origin), None, None, None
 
 
-@functools.cache
-def direct(op: Any) -> Callable[..., Tensor]:
-    """What a collective operator computes, without PyTorch's dispatcher, where no one traces it.
+@functools.lru_cache(maxsize=len(TABLE))
+def direct(op: Op) -> Callable[..., Tensor]:
+    """A function that computes the same as a collective operator, without PyTorch's dispatcher if nothing traces it.
 
     A Python operator costs as much as the sending of a small message: its calls go through Python four times.
     """
     row = OPS[op]
 
-    def call(x: Tensor, *args: Any) -> Tensor:
+    def call(x: Tensor, *args: int | str | tuple[int, ...]) -> Tensor:
         if type(x) not in PLAIN:
             return op(x, *args)
         if x.requires_grad and torch.is_grad_enabled():
@@ -105,34 +126,36 @@ def direct(op: Any) -> Callable[..., Tensor]:
     return call
 
 
-def begin(op: Any, x: Tensor, *args: Any) -> Handle:
-    """Starts a collective of a copy of `x`, which may change meanwhile; waiting gives what the operator would."""
-    row, held, enabled = OPS[op], x.clone(), torch.is_grad_enabled()
-    pending = start(row.kernel, held.detach(), *_source_and_target(row.name, args), lookup(args[-1]))
+def begin(op: Op, x: Tensor, *args: int | str | tuple[int, ...]) -> Handle:
+    """Starts a collective; waiting for it returns the result of the operator."""
+    row, grad_enabled = OPS[op], torch.is_grad_enabled()
+    x = x.clone()  # the caller may change its tensor while the collective runs
+    pending = start(row.kernel, x.detach(), *_source_and_target(row.name, args), _group(args))
 
     def result() -> Tensor:
-        with torch.set_grad_enabled(enabled):  # as it was when the call was made, of what x was then
-            return _Direct.apply(held, row, args, pending.wait)
+        with torch.set_grad_enabled(grad_enabled):  # the caller may wait in another grad mode
+            return _Direct.apply(x, row, args, pending.wait)
 
     return Handle(pending, result)
 
 
 def _define(row: Conversion) -> None:
+    """Registers the operator of a row."""
     shards = [row.source, row.target].count(Shard)
 
-    def kernel(x: Tensor, *args: Any) -> Tensor:
+    def kernel(x: Tensor, *args: int | str | list[int]) -> Tensor:
         return _run(row, x, hashable(args))
 
-    def fake(x: Tensor, *args: Any) -> Tensor:
-        group = lookup(args[-1])
+    def fake(x: Tensor, *args: int | str | list[int]) -> Tensor:
+        group = _group(args)
         return x.new_empty(local_result_shape(x.shape, *source_and_target(row.name, args), group.rank, group.size))
 
     def setup(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-        ctx.args, ctx.call = hashable(inputs[1:]), running_call()
-        ctx.site = forward_site(lookup(inputs[-1]))
+        ctx.args = hashable(inputs[1:])
+        ctx.origin = _origin(ctx.args)
 
-    def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
-        return (_gradient(row, grad, ctx.args, ctx.site, ctx.call), *[None] * len(ctx.args))
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        return (_gradient(row, grad, ctx.args, ctx.origin), *[None] * len(ctx.args))
 
     name = f"torchshard::{row.name}"
     op = torch.library.custom_op(
@@ -159,9 +182,9 @@ def _(x: Tensor, group: str) -> Tensor:
 
 
 COLLECTIVES = frozenset([*OPS, torch.ops.torchshard.all_reduce_max.default])
-"""All operators that communicate, or stand where communication would be."""
+"""All operators that convert between layouts; some send nothing, but their backward does."""
 
 
-def is_collective(target: Any) -> bool:
-    """Whether a node's target is one of ours."""
+def is_collective(target: object) -> bool:
+    """Whether a node's target is one of this module's operators."""
     return target in COLLECTIVES
