@@ -1,4 +1,4 @@
-"""Groups, the autograd-aware conversions between layouts and the primitives, for graphs and for people."""
+"""Groups, eager collectives with gradients, point-to-point messages, objects, and local ranks: the public names."""
 
 from torch.distributed import ReduceOp
 

@@ -1,18 +1,20 @@
-"""The conversions by hand, on this process's model-parallel group; outside any group all of them give their input.
+"""Eager collectives: the conversions on this process's model-parallel group. Outside any group each returns its input.
 
     y = copy(x)                 # I -> R   forward nothing,        backward all-reduce
     y = reduce(x)               # P -> I   forward all-reduce,     backward nothing
     y = gather(x, dim)          # S -> I   forward all-gather,     backward keep own slice
     y = scatter(x, dim)         # I -> S   forward keep own slice, backward all-gather
 
-A dim that does not divide by the group is split by `torch.chunk`'s rule. The calls that begin from a Shard ask the
-ranks for its global size, in one small message; pass `size=` where it is known. With `async_op=True` a call gives a
-`Handle`, whose `wait()` gives the tensor. Calls that differ between the ranks are one error on all: see `debug`.
+A dim that does not divide by the group is split by `torch.chunk`'s rule. A call that starts from a Shard asks the ranks
+for its global size, in one small message; pass `size=` if it is known. With `async_op=True` a call returns a `Handle`,
+whose `wait()` returns the tensor. Under `torch.no_grad` no tensor requires a gradient. Calls that differ between the
+ranks raise the same error on all of them: see `debug`.
 """
 
 from __future__ import annotations
 
-from typing import Any, Literal, overload
+from collections.abc import Callable
+from typing import Literal, overload
 
 import torch
 import torch.distributed as dist
@@ -54,18 +56,18 @@ def reduce(x: Tensor, *, async_op: Literal[True]) -> Handle: ...
 def reduce(x: Tensor, *, async_op: bool = False) -> Tensor | Handle:
     """P -> I: the sum over the ranks; the gradient passes.
 
-    Where no gradient is asked it sums in place and gives `x` itself; where one is, `x` stays as it is.
+    If `x` requires no gradient, it sums in place and returns `x` itself; else `x` stays as it is.
 
     Raises:
-        InputError: `x` is to be summed in place, and several of its elements are one in memory (an `expand`).
+        InputError: `x` would be summed in place, but several of its elements share memory (an `expand`).
 
     Source: Megatron's `reduce_from_tensor_model_parallel_region`.
     """
     return _summed("reduce", x, async_op)
 
 
-def _summed(name: str, x: Tensor, async_op: bool) -> Any:
-    """The sum over the ranks: in place, where no gradient is asked."""
+def _summed(name: str, x: Tensor, async_op: bool) -> Tensor | Handle:
+    """The sum over the ranks, in place if `x` requires no gradient."""
     group = own_group()
     check_tensor(group, name, x)
     if needs_gradient(x):
@@ -73,10 +75,12 @@ def _summed(name: str, x: Tensor, async_op: bool) -> Any:
     if group.size == 1:
         return _same(x, async_op) if name == "reduce" or not async_op else _call(name, x, async_op)
     if torch.compiler.is_compiling():
-        return x.copy_(_ops.reduce(x, group.name))
+        total: Tensor = _ops.reduce(x, group.name)
+        return x.copy_(total)
     if group.level is not CheckLevel.OFF:
         verify_tensor_call(group, name, x, valid=(lambda: check_memory(name, x)) if name == "reduce" else None)
-    copy_first = async_op and name == "all_reduce"  # whose tensor may change meanwhile
+    # unlike `reduce`, all_reduce leaves the caller free to change its tensor until `wait`
+    copy_first = async_op and name == "all_reduce"
     pending = _reducing_in_place(x, group, copy_first=copy_first)
     return Handle(pending) if async_op else pending.wait()
 
@@ -84,7 +88,8 @@ def _summed(name: str, x: Tensor, async_op: bool) -> Any:
 def _reducing_in_place(x: Tensor, group: Group, *, copy_first: bool = False) -> Pending:
     if not copy_first and x.is_contiguous() and not x.is_neg() and not x.is_conj():
         if not x.is_inference():
-            torch.autograd.graph.increment_version(x)  # a backward that has kept x must say that it was changed
+            # the collective writes below autograd, and a backward that saved x must notice
+            torch.autograd.graph.increment_version(x)
         return reducing(x, dist.ReduceOp.SUM, group)
     pending = reducing(copied(x), dist.ReduceOp.SUM, group)
     return pending._replace(result=lambda: fill(x, pending.result()))
@@ -97,7 +102,7 @@ def all_reduce(x: Tensor, *, async_op: Literal[True]) -> Handle: ...
 def all_reduce(x: Tensor, *, async_op: bool = False) -> Tensor | Handle:
     """P -> R: the sum over the ranks; the gradients of all ranks are summed too.
 
-    Where no gradient is asked it sums in place and gives `x` itself, as `torch.distributed.all_reduce` and `reduce` do.
+    If `x` requires no gradient, it sums in place and returns `x` itself, as `torch.distributed.all_reduce` does.
     """
     return _summed("all_reduce", x, async_op)
 
@@ -180,42 +185,47 @@ def all_to_all(x: Tensor, dim: int, to_dim: int, *, size: int | None = None, asy
 
 def _call(
     name: str, x: Tensor, async_op: bool, dim: int | None = None, size: int | None = None, to_dim: int | None = None
-) -> Any:
-    """One conversion.
+) -> Tensor | Handle:
+    """Runs one conversion.
 
     Args:
-        dim, size: where it begins from a split: the dim, and its global size where that is known.
-        to_dim: where it leads to a split.
+        dim, size: if the conversion starts from a Shard, its dim, and the global size of that if it is known.
+        to_dim: if the conversion leads to a Shard, its dim.
     """
     group, op, compiling = own_group(), getattr(_ops, name).default, torch.compiler.is_compiling()
     check_tensor(group, name, x)
-    dim, to_dim = _counted(x, dim), _counted(x, to_dim)
-    asked = dim is not None and size is None
+    dim, to_dim = _from_front(x, dim), _from_front(x, to_dim)
+    asks_sizes = dim is not None and size is None
     if compiling:
-        sizes = _asked(group, name, x, dim, to_dim) if asked else None
+        sizes = _ask_sizes(group, name, x, dim, to_dim) if asks_sizes else None
     else:
-        verifies = asked or group.level is not CheckLevel.OFF
+        verifies = asks_sizes or group.level is not CheckLevel.OFF
         sizes = verify_tensor_call(group, name, x, dim, size=size, to_dim=to_dim) if verifies else None
-    args: list[Any] = [] if dim is None else [own_dim(x, dim), (whole_size(name, x, dim, size, sizes, group), 1)]
-    args += [] if to_dim is None else [own_dim(x, to_dim), (x.shape[to_dim], 1)]
+    args: list[int | tuple[int, int]] = []
+    if dim is not None:
+        args += [own_dim(x, dim), (whole_size(name, x, dim, size, sizes, group), 1)]
+    if to_dim is not None:
+        args += [own_dim(x, to_dim), (x.shape[to_dim], 1)]
     if group is ALONE:
         return _same(x, async_op)
     if async_op:
         return begin(op, x, *args, group.name)
-    return (op if compiling else direct(op))(x, *args, group.name)
+    # torch.compile needs the operator, which it can put into its graph; eager calls skip the dispatcher
+    run: Callable[..., Tensor] = op if compiling else direct(op)
+    return run(x, *args, group.name)
 
 
-def _counted(x: Tensor, dim: int | None) -> int | None:
-    """A dim counted from the front, if there is such a dim."""
+def _from_front(x: Tensor, dim: int | None) -> int | None:
+    """A dim counted from the front; one that is out of range stays, for the error."""
     return dim + x.ndim if dim is not None and -x.ndim <= dim < 0 else dim
 
 
 @torch.compiler.disable(reason="the ranks tell each other their sizes; size= gives the whole one")
-def _asked(group: Group, name: str, x: Tensor, dim: int | None, to_dim: int | None) -> list[int] | None:
+def _ask_sizes(group: Group, name: str, x: Tensor, dim: int | None, to_dim: int | None) -> list[int] | None:
     return verify_tensor_call(group, name, x, dim, size=None, to_dim=to_dim)
 
 
-def _same(x: Tensor, async_op: bool) -> Any:
+def _same(x: Tensor, async_op: bool) -> Tensor | Handle:
     return Handle(Pending(lambda: x)) if async_op else x
 
 

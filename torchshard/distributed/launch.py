@@ -1,4 +1,4 @@
-"""Local ranks: one function run by several processes of this machine, without `torchrun`.
+"""Runs one function in several processes of this machine, one per rank, without `torchrun`.
 
     def main(steps):
         ts.distributed.init_process_group()
@@ -7,9 +7,10 @@
     if __name__ == "__main__":
         losses = launch(main, 2, (100,))     # what main returned on rank 0 and on rank 1
 
-Each rank is a new process (spawned, so it imports the script again) with the environment that `torchrun` would give
-it and one thread. Results and exceptions come back through files, as plain pickles. A rank that has returned ends at
-once: what it registered with `atexit` does not run.
+Each rank is a new process with the environment that `torchrun` would set, and with one thread. Processes are spawned,
+not forked, because a fork copies the locks of PyTorch's threads; so each imports the script again. Results and
+exceptions come back through files, as plain pickles. A rank ends right after it has returned: its `atexit` functions do
+not run.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ import traceback
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Any, NoReturn, TypeVar
+from typing import NamedTuple, NoReturn, TypeVar, cast
 
 import torch
 import torch.distributed as dist
@@ -34,23 +35,36 @@ from torchshard.core.errors import DistributedError
 
 T = TypeVar("T")
 GRACE_SECONDS = 2.0
-"""After a rank has failed, the others may end by themselves for this long, then they are ended, then killed."""
+"""After a rank has failed, the others have this long to end by themselves; then they get SIGTERM, then SIGKILL."""
 
 
-def launch(fn: Callable[..., T], nprocs: int, args: Sequence[Any] = ()) -> list[T]:
+class _Failure(NamedTuple):
+    """The failure of a rank, as its file holds it."""
+
+    seconds: float
+    """When the rank failed, on the clock that all processes of a machine share."""
+    follows: bool
+    """Whether it may follow from another rank's failure: a broken connection, or a call that others did not make."""
+    text: str
+    """The rank, and the traceback."""
+    exception: bytes | None
+    """The exception as a pickle; None if it can't be pickled."""
+
+
+def launch(fn: Callable[..., T], nprocs: int, args: Sequence[object] = ()) -> list[T]:
     """Runs `fn(*args)` in `nprocs` processes of this machine, under the environment of ranks 0 to nprocs - 1.
 
     Args:
-        fn: a function of a module (or of the script, below whose `if __name__ == "__main__":` this is called).
+        fn: a function of a module, or of a script that calls `launch` below `if __name__ == "__main__":`.
         nprocs: the number of ranks.
-        args: what `fn` is called with on every rank.
+        args: the arguments of `fn`, the same on every rank.
 
     Returns:
-        what each rank's call returned, in the order of the ranks.
+        the results of all ranks, in their order.
 
     Raises:
-        DistributedError: a rank died without an exception, or nprocs is no number of ranks.
-        Exception: that of the rank that failed first, with its rank and traceback as a note.
+        DistributedError: a rank died without an exception, or nprocs is not a positive integer.
+        Exception: the exception of the rank that failed first, with its rank and traceback as a note.
     """
     if not isinstance(nprocs, int) or nprocs < 1:
         raise DistributedError(f"{nprocs!r} ranks can't be started", where="launch(nprocs=...)", attempt="1 or more")
@@ -66,10 +80,10 @@ def launch(fn: Callable[..., T], nprocs: int, args: Sequence[Any] = ()) -> list[
         finally:
             for process in context.processes:
                 process.kill()
-        return [_result(Path(folder), rank) for rank in range(nprocs)]
+        return [cast(T, _result(Path(folder), rank)) for rank in range(nprocs)]
 
 
-def _result(folder: Path, rank: int) -> Any:
+def _result(folder: Path, rank: int) -> object:
     path = folder / f"{rank}.result"
     if not path.exists():
         raise _no_result(rank, "its process ended itself, by sys.exit or os._exit", "return from the function instead")
@@ -81,13 +95,16 @@ def _no_result(rank: int, why: str, attempt: str) -> DistributedError:
 
 
 def _free_port() -> int:
-    with socket.socket() as held:
-        held.bind(("127.0.0.1", 0))
-        port: int = held.getsockname()[1]
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        port: int = listener.getsockname()[1]
     return port
 
 
-def _rank_main(rank: int, world: int, port: int, folder: str, fn: Callable[..., Any], args: tuple[Any, ...]) -> None:
+def _rank_main(
+    rank: int, world: int, port: int, folder: str, fn: Callable[..., object], args: tuple[object, ...]
+) -> None:
+    """The process of one rank."""
     place = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": world, "LOCAL_WORLD_SIZE": world, "MASTER_PORT": port}
     os.environ.update({name: str(number) for name, number in place.items()})
     os.environ.update(MASTER_ADDR="127.0.0.1", OMP_NUM_THREADS="1")
@@ -101,7 +118,7 @@ def _rank_main(rank: int, world: int, port: int, folder: str, fn: Callable[..., 
         raise
 
 
-def _pickled(result: Any, rank: int) -> bytes:
+def _pickled(result: object, rank: int) -> bytes:
     try:
         return pickle.dumps(result)
     except Exception as error:
@@ -114,53 +131,56 @@ def _pickled(result: Any, rank: int) -> bytes:
 
 
 def _end() -> None:
-    """Ends the process without C++ destructors, which abort it where gloo's threads still run, its work being done."""
+    """Ends the process without C++ destructors: they would abort it if one of gloo's threads still runs."""
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(0)
 
 
 def _write_failure(path: Path, rank: int, error: Exception) -> None:
+    follows = isinstance(error, (DistributedError, dist.DistError)) or "gloo" in str(error)
     text = f"on rank {rank}:\n{''.join(traceback.format_exception(error))}"
-    held = next((made for made in map(_loadable, (error, _Bare(error))) if made), None)
-    broken = isinstance(error, (DistributedError, dist.DistError)) or "gloo" in str(error)
-    path.write_bytes(pickle.dumps((time.monotonic(), broken, text, held)))
+    pickles = (_loadable_pickle(candidate) for candidate in (error, _Bare(error)))
+    exception = next((data for data in pickles if data is not None), None)
+    path.write_bytes(pickle.dumps(tuple(_Failure(time.monotonic(), follows, text, exception))))
 
 
 class _Bare:
-    """An exception of a class that pickle can't make again, by its class and its text alone."""
+    """Pickles an exception by its class and text alone, for classes whose `__init__` pickle can't call again."""
 
     def __init__(self, error: Exception) -> None:
-        self._kind, self._text = type(error), str(error)
+        self._type, self._text = type(error), str(error)
 
-    def __reduce__(self) -> Any:
-        return _bare, (self._kind, self._text)
-
-
-def _bare(kind: type[Exception], text: str) -> Exception:
-    made = kind.__new__(kind)
-    made.args = (text,)
-    return made
+    def __reduce__(self) -> tuple[Callable[[type[Exception], str], Exception], tuple[type[Exception], str]]:
+        return _bare, (self._type, self._text)
 
 
-def _loadable(error: Any) -> bytes | None:
+def _bare(error_type: type[Exception], text: str) -> Exception:
+    error = error_type.__new__(error_type)
+    error.args = (text,)
+    return error
+
+
+def _loadable_pickle(error: object) -> bytes | None:
+    """A pickle that loads as an exception again; None if there is none."""
     try:
-        held = pickle.dumps(error)
-        return held if isinstance(pickle.loads(held), Exception) else None
-    except Exception:
+        data = pickle.dumps(error)
+        return data if isinstance(pickle.loads(data), Exception) else None
+    except Exception:  # classes may raise anything while they are pickled or made again
         return None
 
 
-def _raise_first(folder: Path, seen: ProcessException) -> NoReturn:
-    """Raises what the first failing rank raised; its neighbours' broken connections follow from that."""
-    failures = sorted((pickle.loads(path.read_bytes()) for path in folder.glob("*.failure")), key=lambda f: f[0])
-    causes = [failure for failure in failures if not failure[1]]  # the others may follow from another rank's end
-    if not failures or (isinstance(seen, ProcessExitedException) and not causes):
+def _raise_first(folder: Path, error: ProcessException) -> NoReturn:
+    """Raises the exception of the rank that failed first. Broken connections of other ranks only follow from it."""
+    loaded = (_Failure(*pickle.loads(path.read_bytes())) for path in folder.glob("*.failure"))
+    failures = sorted(loaded, key=lambda failure: failure.seconds)
+    causes = [failure for failure in failures if not failure.follows]
+    if not failures or (isinstance(error, ProcessExitedException) and not causes):
         advice = "see what it wrote to stderr; a process killed by SIGKILL may have had too little memory"
-        raise _no_result(seen.error_index, seen.msg, advice) from None
-    _, _, text, held = (causes or failures)[0]
-    if held is None:
-        raise DistributedError(f"an exception that can't be pickled, {text}", where="launch") from None
-    error: Exception = pickle.loads(held)
-    error.add_note(text)
-    raise error from None
+        raise _no_result(error.error_index, error.msg, advice) from None
+    first = (causes or failures)[0]
+    if first.exception is None:
+        raise DistributedError(f"an exception that can't be pickled, {first.text}", where="launch") from None
+    exception: Exception = pickle.loads(first.exception)
+    exception.add_note(first.text)
+    raise exception from None

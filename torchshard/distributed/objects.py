@@ -1,8 +1,8 @@
-"""Any data between the ranks of the model-parallel group. Alone, or outside any group, the group is this process.
+"""Sends any data between the ranks of the model-parallel group. Outside any group, the group is this process.
 
 Tensors, arrays, numbers, strings, bytes and the plain containers of them travel as JSON and raw memory. Other objects
-are pickled: unpickling runs code that the sender chose, so let only ranks that you trust into the group, or pass
-`allow_pickle=False`, which refuses such objects on the way out and on the way in.
+are pickled. Unpickling runs code that the sender chose, so let only ranks that you trust into the group, or pass
+`allow_pickle=False`, which refuses such objects in the sender and in the receiver.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import json
 import pickle
 import struct
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any, TypeGuard, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -23,70 +23,67 @@ from torchshard.distributed.eager import needs_gradient
 from torchshard.distributed.group import own_group, peer
 from torchshard.distributed.wire import collective
 
+if TYPE_CHECKING:
+    import numpy as np  # an optional dependency: whoever sends arrays has it
+
+T = TypeVar("T")
 _LENGTH = struct.Struct("<q")
 
 
-def all_gather_object(data: Any, *, allow_pickle: bool = True) -> list[Any]:
+def all_gather_object(data: T, *, allow_pickle: bool = True) -> list[T]:
     """All ranks' data, in the order of the ranks, on every rank.
 
     Raises:
-        InputError: data would have to be pickled, and may not be.
+        InputError: `allow_pickle` is False, and the data contains an object that needs pickle.
     """
     group = own_group()
     if group.size == 1:
         return [data]
-    held = gather_bytes(group, "all_gather_object()", lambda: encode(data, allow_pickle=allow_pickle))
-    return [decode(one, allow_pickle=allow_pickle) for one in held]
+    encoded = gather_bytes(group, "all_gather_object()", lambda: encode(data, allow_pickle=allow_pickle))
+    return [decode(rank_data, allow_pickle=allow_pickle) for rank_data in encoded]
 
 
-def gather_object(data: Any, dst: int = 0, *, allow_pickle: bool = True) -> list[Any] | None:
+def gather_object(data: T, dst: int = 0, *, allow_pickle: bool = True) -> list[T] | None:
     """All ranks' data on rank `dst`, None on the others."""
     group = own_group()
     if group.size == 1 and peer(group, dst, "dst") == 0:
         return [data]
 
-    def encoded() -> bytes:
+    def own_bytes() -> bytes:
         peer(group, dst, "dst")
         return encode(data, allow_pickle=allow_pickle)
 
-    held = gather_bytes(group, f"gather_object(dst={dst})", encoded)
-    return [decode(one, allow_pickle=allow_pickle) for one in held] if group.rank == dst else None
+    encoded = gather_bytes(group, f"gather_object(dst={dst})", own_bytes)
+    if group.rank != dst:
+        return None
+    return [decode(rank_data, allow_pickle=allow_pickle) for rank_data in encoded]
 
 
-def broadcast_object(data: Any = None, src: int = 0, *, allow_pickle: bool = True) -> Any:
-    """Rank `src`'s data, on every rank; what the others pass is not looked at."""
+def broadcast_object(data: object = None, src: int = 0, *, allow_pickle: bool = True) -> Any:
+    """Rank `src`'s data on every rank; the other ranks' data is ignored."""
     group = own_group()
     if group.size == 1 and peer(group, src, "src") == 0:
         return data
 
-    def encoded() -> bytes:
+    def own_bytes() -> bytes:
         return encode(data, allow_pickle=allow_pickle) if group.rank == peer(group, src, "src") else b""
 
-    return decode(gather_bytes(group, f"broadcast_object(src={src})", encoded)[src], allow_pickle=allow_pickle)
+    encoded = gather_bytes(group, f"broadcast_object(src={src})", own_bytes)
+    return decode(encoded[src], allow_pickle=allow_pickle)
 
 
 def all_gather_uneven(x: Tensor) -> list[Tensor]:
-    """All ranks' tensors, of any shapes, in the order of the ranks: padded to the largest, sent, and cut back.
+    """All ranks' tensors, of any shapes, in the order of the ranks.
 
     Raises:
-        InputError: the ranks' dtypes differ, or a gradient is asked: this has none (`gather` has).
+        InputError: the ranks' dtypes differ, or the tensor requires a gradient: use `gather`, which has one.
     """
     group = own_group()
-
-    def fact() -> bytes:
-        if needs_gradient(x):
-            raise InputError(
-                "all_gather_uneven has no gradient",
-                where="all_gather_uneven",
-                why="the tensor requires one",
-                attempt="x.detach(), or gather for the slices of a split",
-            )
-        return encode((list(x.shape), str(x.dtype)), allow_pickle=False)
-
     if group.size == 1:
-        fact()
+        _describe(x)
         return [x.clone()]
-    facts = [decode(held, allow_pickle=False) for held in gather_bytes(group, "all_gather_uneven()", fact)]
+    described = gather_bytes(group, "all_gather_uneven()", lambda: _describe(x))
+    facts = [decode(rank_facts, allow_pickle=False) for rank_facts in described]
     if len({dtype for _, dtype in facts}) > 1:
         raise InputError(
             "the ranks' tensors are of different dtypes",
@@ -94,91 +91,109 @@ def all_gather_uneven(x: Tensor) -> list[Tensor]:
             why="; ".join(f"rank {rank}: {dtype}" for rank, (_, dtype) in enumerate(facts)),
             attempt="x.to() one dtype",
         )
+    # backends gather pieces of one size, so each is padded to the largest
     shapes = [torch.Size(shape) for shape, _ in facts]
     sent = x.new_zeros(max(shape.numel() for shape in shapes))
     sent[: x.numel()] = x.flatten()
-    got = sent.new_empty(group.size, len(sent))
+    received = sent.new_empty(group.size, len(sent))
     if len(sent):
-        collective(group, dist.all_gather_single, got.flatten(), sent)
-    return [row[: shape.numel()].reshape(shape).clone() for row, shape in zip(got, shapes, strict=True)]
+        collective(group, dist.all_gather_single, received.flatten(), sent)
+    return [row[: shape.numel()].reshape(shape).clone() for row, shape in zip(received, shapes, strict=True)]
+
+
+def _describe(x: Tensor) -> bytes:
+    """A tensor's shape and dtype; raises InputError if it requires a gradient."""
+    if needs_gradient(x):
+        raise InputError(
+            "all_gather_uneven has no gradient",
+            where="all_gather_uneven",
+            why="the tensor requires one",
+            attempt="x.detach(), or gather for the slices of a split",
+        )
+    return encode((list(x.shape), str(x.dtype)), allow_pickle=False)
 
 
 # --- data as bytes ---------------------------------------------------------------------------------------------------
 
 
-def encode(data: Any, *, allow_pickle: bool) -> bytes:
+def encode(data: object, *, allow_pickle: bool) -> bytes:
     """Data as bytes: a JSON text, then the memory of tensors and arrays, each with its length before it.
 
     Raises:
-        InputError: something in it would have to be pickled, and may not be.
+        InputError: `allow_pickle` is False, and the data contains an object that needs pickle.
     """
     buffers: list[bytes] = []
-    text = json.dumps(_described(data, buffers, allow_pickle)).encode()
+    text = json.dumps(_to_json(data, buffers, allow_pickle)).encode()
     return b"".join(_LENGTH.pack(len(part)) + part for part in (text, *buffers))
 
 
-def _described(data: Any, buffers: list[bytes], allow_pickle: bool) -> list[Any]:
-    def kept(held: bytes) -> int:
-        buffers.append(held)
+def _to_json(data: object, buffers: list[bytes], allow_pickle: bool) -> list[object]:
+    """Data as [kind, ...] in JSON; appends the memory that it refers to by index to `buffers`."""
+
+    def buffer(memory: bytes) -> int:
+        buffers.append(memory)
         return len(buffers) - 1
 
+    # by exact type: a subclass may hold more than its base, so it goes through pickle
     if data is None or type(data) in (bool, int, float, str):
         return ["plain", data]
     if type(data) is bytes:
-        return ["bytes", kept(data)]
-    if type(data) in (list, tuple, set):
-        return [type(data).__name__, [_described(item, buffers, allow_pickle) for item in data]]
+        return ["bytes", buffer(data)]
+    if type(data) is list or type(data) is tuple or type(data) is set:
+        return [type(data).__name__, [_to_json(item, buffers, allow_pickle) for item in data]]
     if type(data) is dict:
-        return ["dict", [[_described(part, buffers, allow_pickle) for part in pair] for pair in data.items()]]
+        pairs = ([_to_json(part, buffers, allow_pickle) for part in pair] for pair in data.items())
+        return ["dict", list(pairs)]
     if type(data) is Tensor and data.layout is torch.strided and not data.is_quantized:
-        held = data.detach().cpu().resolve_conj().resolve_neg().contiguous()
-        return ["tensor", str(data.dtype).removeprefix("torch."), list(data.shape), kept(memory_of(held))]
+        dense = data.detach().cpu().resolve_conj().resolve_neg().contiguous()
+        return ["tensor", str(data.dtype).removeprefix("torch."), list(data.shape), buffer(memory_of(dense))]
     if _is_plain_array(data):
         kind = "array" if type(data).__name__ == "ndarray" else "scalar"
-        return [kind, data.dtype.str, list(data.shape), kept(data.tobytes())]
+        return [kind, data.dtype.str, list(data.shape), buffer(data.tobytes())]
     if not allow_pickle:
         raise _refused(type(data).__qualname__)
-    return ["pickle", kept(pickle.dumps(data))]
+    return ["pickle", buffer(pickle.dumps(data))]
 
 
-def _is_plain_array(data: Any) -> bool:
+def _is_plain_array(data: object) -> TypeGuard[np.ndarray[Any, np.dtype[Any]]]:
     """A numpy array or number, no subclass of it, whose dtype is neither structured nor of objects."""
-    ours = (
-        type(data).__module__ == "numpy"
-        and hasattr(data, "tobytes")
-        and type(data).__name__ not in ("matrix", "recarray")
-    )
-    return ours and not data.dtype.hasobject and data.dtype.names is None
+    # by name, because numpy may not be installed
+    if type(data).__module__ != "numpy" or type(data).__name__ in ("matrix", "recarray"):
+        return False
+    dtype = getattr(data, "dtype", None)
+    return hasattr(data, "tobytes") and dtype is not None and not dtype.hasobject and dtype.names is None
 
 
-def decode(held: bytes, *, allow_pickle: bool) -> Any:
+def decode(encoded: bytes, *, allow_pickle: bool) -> Any:
     """The data that `encode` made bytes of; tensors come on the CPU.
 
     Raises:
-        InputError: something in it was pickled, and may not be.
+        InputError: `allow_pickle` is False, and something in it was pickled.
     """
     parts, at = [], 0
-    while at < len(held):
-        (length,) = _LENGTH.unpack_from(held, at)
-        parts.append(held[at + 8 : at + 8 + length])
-        at += 8 + length
-    return _made(json.loads(parts[0]), parts[1:], allow_pickle)
+    while at < len(encoded):
+        (length,) = _LENGTH.unpack_from(encoded, at)
+        parts.append(encoded[at + _LENGTH.size : at + _LENGTH.size + length])
+        at += _LENGTH.size + length
+    return _from_json(json.loads(parts[0]), parts[1:], allow_pickle)
 
 
-def _made(described: Sequence[Any], buffers: Sequence[bytes], allow_pickle: bool) -> Any:
+def _from_json(described: Sequence[Any], buffers: Sequence[bytes], allow_pickle: bool) -> Any:
+    """The data that `_to_json` described."""
     kind, *rest = described
     if kind == "plain":
         return rest[0]
     if kind == "bytes":
         return buffers[rest[0]]
     if kind == "dict":
-        return {_made(k, buffers, allow_pickle): _made(v, buffers, allow_pickle) for k, v in rest[0]}
+        return {_from_json(k, buffers, allow_pickle): _from_json(v, buffers, allow_pickle) for k, v in rest[0]}
     if kind in ("list", "tuple", "set"):
-        items = [_made(item, buffers, allow_pickle) for item in rest[0]]
+        items = [_from_json(item, buffers, allow_pickle) for item in rest[0]]
         return {"list": list, "tuple": tuple, "set": set}[kind](items)
     if kind == "tensor":
-        dtype, shape, buffer = getattr(torch, rest[0]), rest[1], bytearray(buffers[rest[2]])
-        return torch.frombuffer(buffer, dtype=dtype).reshape(shape) if buffer else torch.empty(shape, dtype=dtype)
+        # frombuffer needs writable memory, and refuses an empty one
+        dtype, shape, memory = getattr(torch, rest[0]), rest[1], bytearray(buffers[rest[2]])
+        return torch.frombuffer(memory, dtype=dtype).reshape(shape) if memory else torch.empty(shape, dtype=dtype)
     if kind in ("array", "scalar"):
         import numpy as np
 
@@ -194,5 +209,5 @@ def _refused(what: str) -> InputError:
         f"a {what} would have to travel as a pickle",
         where="allow_pickle=False",
         why="only tensors, arrays, numbers, strings, bytes and plain containers travel without",
-        attempt="send what it is made of, or allow_pickle=True between ranks that trust each other",
+        attempt="send the data in it, or allow_pickle=True between ranks that trust each other",
     )

@@ -1,9 +1,9 @@
 """`torch.distributed`'s primitives on this process's model-parallel group; `src` and `dst` are ranks in the group.
 
-Where the mathematics is, they are differentiable: the gradient of each is the primitive that goes the other way. A rank
-that takes part in a forward must take part in the backward too. Tensors are made contiguous on the way in. Where no
-gradient is asked, what `torch.distributed` fills is filled here too, and given back. Alone, or outside any group, a
-call does what a group of one would.
+Unlike those of `torch.distributed` they have gradients: the gradient of each is the primitive in the other direction. A
+rank that takes part in a forward must take part in the backward too. Inputs may be non-contiguous. If a tensor requires
+no gradient, or under `torch.no_grad`, a call fills the same tensors as `torch.distributed` does, and returns them.
+Outside any group, a call does what a group of one would.
 """
 
 from __future__ import annotations
@@ -36,6 +36,7 @@ from torchshard.distributed.eager import (
 )
 from torchshard.distributed.group import Group, own_group, peer
 from torchshard.distributed.kernels import (
+    ReduceKind,
     as_sent,
     copied,
     gather_pieces,
@@ -49,7 +50,7 @@ from torchshard.distributed.wire import Handle, Pending, collective
 
 
 class _Paired(torch.autograd.Function):
-    """A primitive and the one that goes the other way, as functions of a tensor."""
+    """A primitive `there`, whose gradient is the primitive `back`; both are functions of a tensor."""
 
     @staticmethod
     def forward(
@@ -65,9 +66,10 @@ class _Paired(torch.autograd.Function):
         return there(x)
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None, None]:
         what = f"the gradient of {ctx.what}"
         verify_following_call(ctx.group, lambda: what, ctx.site, eager=True)
+        # `apply` once more, so that the gradient has a gradient too
         return _Paired.apply(grad, what, ctx.back, ctx.there, ctx.group), None, None, None, None
 
 
@@ -76,23 +78,23 @@ def _paired(
 ) -> Tensor:
     if not needs_gradient(x):
         return there(x)
-    made: Tensor = _Paired.apply(x, f"{what} of {type_text(x.dtype, [])}", there, back, group)
-    return made
+    result: Tensor = _Paired.apply(x, f"{what} of {type_text(x.dtype, [])}", there, back, group)
+    return result
 
 
 # --- one to all, all to one ------------------------------------------------------------------------------------------
 
 
 def broadcast(x: Tensor, src: int = 0) -> Tensor:
-    """Rank `src`'s tensor, on every rank; the gradients of all ranks are summed on `src`, the others' inputs get zeros.
+    """Rank `src`'s tensor on every rank; the gradients of all ranks are summed on `src`, the others' inputs get zeros.
 
-    Where no gradient is asked it fills `x` and gives `x` itself, as `torch.distributed.broadcast` does.
+    If `x` requires no gradient, it fills `x` and returns `x` itself, as `torch.distributed.broadcast` does.
 
     Args:
         x: of the same shape and dtype on every rank.
 
     Raises:
-        InputError: `x` is to be filled, and several of its elements are one in memory (an `expand`).
+        InputError: `x` would be filled, but several of its elements share memory (an `expand`).
     """
     group = own_group()
     verify_tensor_call(group, "broadcast", x, valid=lambda: _check_filled("broadcast", x, src=src), src=src)
@@ -102,22 +104,22 @@ def broadcast(x: Tensor, src: int = 0) -> Tensor:
     return _paired(x, group, what, lambda v: _broadcast(v, src, group), lambda g: _sum_to(g, src, group))
 
 
-def reduce_to(x: Tensor, dst: int = 0, op: Any = ReduceOp.SUM) -> Tensor:
+def reduce_to(x: Tensor, dst: int = 0, op: ReduceKind = ReduceOp.SUM) -> Tensor:
     """The sum (or another `op`) over the ranks on rank `dst`, zeros on the others; a sum's gradient is `dst`'s, on all.
 
-    Where no gradient is asked it fills `dst`'s tensor and gives it, as `torch.distributed.reduce` does; the others'
+    If `x` requires no gradient, it fills `dst`'s tensor and returns it, as `torch.distributed.reduce` does; the others'
     stay as they are.
 
     Raises:
-        InputError: `op` has no gradient, and one is asked.
+        InputError: `x` requires a gradient, and `op` has none.
     """
     group = own_group()
     verify_tensor_call(group, "reduce_to", x, valid=lambda: _check_op(x, op, dst=dst), dst=dst, op=op_name(op))
-    made = _reduced_to(x, dst, op, group)
-    return made if needs_gradient(x) or group.rank != dst else fill(x, made)
+    result = _reduced_to(x, dst, op, group)
+    return result if needs_gradient(x) or group.rank != dst else fill(x, result)
 
 
-def _reduced_to(x: Tensor, dst: int, op: Any, group: Group) -> Tensor:
+def _reduced_to(x: Tensor, dst: int, op: ReduceKind, group: Group) -> Tensor:
     if op in (ReduceOp.SUM, ReduceOp.AVG):
         x = x if op == ReduceOp.SUM else x / group.size
         what = f"reduce_to(dst={dst}), {tuple(x.shape)}"
@@ -133,44 +135,45 @@ def _check_filled(name: str, x: Tensor, *, src: int) -> None:
 
 
 def _broadcast(x: Tensor, src: int, group: Group) -> Tensor:
-    held = copied(x)
+    result = copied(x)
     if group.size > 1:
-        collective(group, dist.broadcast, as_sent(held), group_src=src)
-    return held
+        collective(group, dist.broadcast, as_sent(result), group_src=src)
+    return result
 
 
 def _sum_to(x: Tensor, dst: int, group: Group) -> Tensor:
-    held = summable(copied(x))
+    total = summable(copied(x))
     if group.size > 1:
-        collective(group, dist.reduce, held, group_dst=dst)
-    return held.to(x.dtype) if group.rank == dst else torch.zeros_like(x, memory_format=torch.contiguous_format)
+        collective(group, dist.reduce, total, group_dst=dst)
+    # backends leave partial sums on the other ranks; zeros keep those from being used
+    return total.to(x.dtype) if group.rank == dst else torch.zeros_like(x, memory_format=torch.contiguous_format)
 
 
 @overload
-def all_reduce(x: Tensor, op: Any = ReduceOp.SUM, *, async_op: Literal[False] = False) -> Tensor: ...
+def all_reduce(x: Tensor, op: ReduceKind = ReduceOp.SUM, *, async_op: Literal[False] = False) -> Tensor: ...
 @overload
-def all_reduce(x: Tensor, op: Any = ReduceOp.SUM, *, async_op: Literal[True]) -> Handle: ...
-def all_reduce(x: Tensor, op: Any = ReduceOp.SUM, *, async_op: bool = False) -> Tensor | Handle:
+def all_reduce(x: Tensor, op: ReduceKind = ReduceOp.SUM, *, async_op: Literal[True]) -> Handle: ...
+def all_reduce(x: Tensor, op: ReduceKind = ReduceOp.SUM, *, async_op: bool = False) -> Tensor | Handle:
     """The sum over the ranks, or `AVG`, `PRODUCT`, `MIN`, `MAX`, `BAND`, `BOR`, `BXOR`, on every rank.
 
-    The gradient of a sum is the sum of all ranks' gradients (P -> R), of a mean their mean; the others have none. Where
-    no gradient is asked it fills `x` and gives `x` itself, as `torch.distributed.all_reduce` does.
+    The gradient of a sum is the sum of all ranks' gradients (P -> R), of a mean their mean; the others have none. If
+    `x` requires no gradient, it fills `x` and returns `x` itself, as `torch.distributed.all_reduce` does.
 
     Args:
-        async_op: gives a Handle; of a sum alone.
+        async_op: returns a Handle; for sums only.
 
     Raises:
-        InputError: `op` has no gradient, and one is asked; it is a mean of integers; or async_op is asked of it.
+        InputError: `x` requires a gradient, and `op` has none; a mean of integers; async_op with another op than SUM.
     """
     if op == ReduceOp.SUM:
         return collectives.all_reduce(x, async_op=True) if async_op else collectives.all_reduce(x)
     group = own_group()
     verify_tensor_call(group, "all_reduce", x, valid=lambda: _check_op(x, op, async_op=async_op), op=op_name(op))
-    made = _all_reduced(x, op, group)
-    return made if needs_gradient(x) else fill(x, made)
+    result = _all_reduced(x, op, group)
+    return result if needs_gradient(x) else fill(x, result)
 
 
-def _all_reduced(x: Tensor, op: Any, group: Group) -> Tensor:
+def _all_reduced(x: Tensor, op: ReduceKind, group: Group) -> Tensor:
     if op != ReduceOp.AVG:
         return reduced(x, op, group)
 
@@ -180,7 +183,7 @@ def _all_reduced(x: Tensor, op: Any, group: Group) -> Tensor:
     return _paired(x, group, f"all_reduce(op=AVG), {tuple(x.shape)}", mean, mean)
 
 
-def _check_op(x: Tensor, op: Any, *, async_op: bool = False, dst: int = 0) -> None:
+def _check_op(x: Tensor, op: ReduceKind, *, async_op: bool = False, dst: int = 0) -> None:
     peer(own_group(), dst, "dst")
     if async_op:
         raise InputError(
@@ -255,30 +258,34 @@ def barrier() -> None:
 
 
 def isend(x: Tensor, dst: int) -> Handle:
-    """Begins to send a copy of a tensor to a rank of the group; `wait()` gives the tensor that was sent."""
+    """Starts to send a copy of a tensor to a rank of the group; `wait()` returns the tensor that was sent."""
     group = own_group()
     check_tensor(group, "isend", x)
-    held = copied(x.detach())
-    return Handle(Pending(lambda: held, start_send(held, _other(group, dst, "dst"), group)))
+    sent = copied(x.detach())
+    return Handle(Pending(lambda: sent, start_send(sent, _other(group, dst, "dst"), group)))
 
 
 def irecv(like: Tensor | Sequence[int], src: int, dtype: torch.dtype | None = None) -> Handle:
-    """Begins to receive a tensor from a rank of the group; `wait()` gives it.
+    """Starts to receive a tensor from a rank of the group; `wait()` returns it.
 
     Args:
-        like: a tensor of the shape, dtype and device that are sent, which is filled and given back, as
-            `torch.distributed.irecv` does (one that needs a gradient stays, and another is given); or the shape.
+        like: the shape; or a tensor of the shape, dtype and device that are sent, which is filled and returned, as by
+            `torch.distributed.irecv`. One that requires a gradient stays as it is, and another tensor is returned.
         dtype: with a shape; by default torch's.
     """
     group = own_group()
-    if not isinstance(like, Tensor):
-        held = torch.empty(tuple(like), dtype=dtype)
-        return Handle(Pending(lambda: held, start_receive(held, _other(group, src, "src"), group)))
-    check_memory("irecv", like)
-    held = torch.empty_like(like, memory_format=torch.contiguous_format).detach()
-    given = held if needs_gradient(like) else like
-    result = (lambda: held) if given is held else lambda: fill(like, held)
-    return Handle(Pending(result, start_receive(held, _other(group, src, "src"), group)))
+    if isinstance(like, Tensor):
+        check_memory("irecv", like)
+        received = torch.empty_like(like, memory_format=torch.contiguous_format).detach()
+    else:
+        received = torch.empty(tuple(like), dtype=dtype)
+
+    filled = like if isinstance(like, Tensor) and not needs_gradient(like) else None
+
+    def result() -> Tensor:
+        return received if filled is None else fill(filled, received)
+
+    return Handle(Pending(result, start_receive(received, _other(group, src, "src"), group)))
 
 
 def send(x: Tensor, dst: int) -> None:
