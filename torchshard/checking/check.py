@@ -80,7 +80,7 @@ class Report:
         return max(pairs, key=lambda pair: pair[0], default=(0.0, Comparison("output", "", 0.0)))[1]
 
     def raise_on_error(self) -> Report:
-        """This report; raises CheckError where something differs."""
+        """This report; raises CheckError if something differs."""
         if not self.ok:
             wrong = next((report for report in self._in_wider if not report.ok), self)
             raise CheckError(
@@ -103,7 +103,7 @@ class Report:
         return "\n".join([*lines, *self._wrong(), *self._precision_lines()])
 
     def _precision_lines(self) -> list[str]:
-        """What the comparisons in other precisions add."""
+        """The lines about the comparisons in other precisions."""
         lines = []
         if self.flips:
             lines.append("  rounding alone moves the unsharded model's values by as much: the wider dtypes decide")
@@ -297,7 +297,7 @@ def tolerance_of(graph: fx.GraphModule) -> float:
 def _diagnose(graph: fx.GraphModule, whole: Run, sharded: Run, tolerance: float) -> str:
     """The first node whose value differs; if none does, the first in the order of backward whose gradient does.
 
-    Values come first: where one differs, all gradients before it differ too.
+    Values come first: if one differs, the gradients before it differ as a consequence.
     """
     nodes = [n for n in graph.graph.nodes if n.op == "call_function" and n.name in whole.values[0] and is_tensor(n)]
     for node in nodes:

@@ -124,7 +124,7 @@ def narrow(x: Tensor, dim: int = -1, *, async_op: Literal[False] = False) -> Ten
 @overload
 def narrow(x: Tensor, dim: int = -1, *, async_op: Literal[True]) -> Handle: ...
 def narrow(x: Tensor, dim: int = -1, *, async_op: bool = False) -> Tensor | Handle:
-    """R -> S(dim): this rank's slice; the gradient is padded with zeros, an addend of the whole."""
+    """R -> S(dim): this rank's slice; the gradient is padded with zeros, a partial sum of the whole."""
     return _call("narrow", x, async_op, to_dim=dim)
 
 
@@ -138,7 +138,7 @@ def gather(x: Tensor, dim: int | None = -1, *, size: int | None = None, async_op
     [6, 8] on each of two ranks gives [12, 8] for `dim=0` and [6, 16] for `dim=-1`.
 
     Args:
-        size: the global size of the dim, where it is known; else the ranks tell each other theirs.
+        size: the global size of the dim, if it is known; else the ranks tell each other theirs.
 
     Raises:
         InputError: the ranks' sizes are not those of a split.

@@ -1,11 +1,11 @@
 """The ranks verify that they do the same before they communicate: a difference is one error on every rank.
 
 Backends answer calls that do not fit with wrong numbers, aborts or hangs. So each call has a signature, a text of all
-that must be the same on all ranks, and a key, which is equal where an earlier verification holds for this call too:
+that must be the same on all ranks, and a key, which is equal if an earlier verification holds for this call too:
 
     verify_call(group, describe)         one header to each rank, before an eager call; also says who is missing
     verify_equal(group, facts, ...)      one small all-reduce of a digest, before each call of a sharded model
-    run_on_all_ranks(group, make, ...)   where `make` fails on one rank, all raise
+    run_on_all_ranks(group, make, ...)   if `make` fails on one rank, all raise
 
     DistributedError: the ranks are about to do different things
       where: reduce() of f32[2,8] (train.py:12 in step)
@@ -40,7 +40,7 @@ from torchshard.distributed.wire import begin, finish
 
 T = TypeVar("T")
 Facts = Mapping[str, str]
-"""What must be the same on all ranks, each fact under the name that an error gives it."""
+"""Facts that must be the same on all ranks, by the names under which errors report them."""
 MAX_VERIFIED = 4096
 """So many keys are remembered."""
 TOLERANCE = 1e-3
@@ -79,7 +79,7 @@ def note_unverified(group: Group, text: str) -> None:
 
 
 def forward_site(group: Group) -> str:
-    """Where a call is made, if its gradient's verification is to name that; else ''."""
+    """The line of a call, if the verification of its gradient is to report that; else ''."""
     return _site(group) if group.level is CheckLevel.ALL else ""
 
 
@@ -123,17 +123,17 @@ def verify_call(
     """The ranks verify that their next calls are the same, and tell each other a number.
 
     Args:
-        describe_call: the signature; it raises where this rank can't make the call, and all ranks hear of it.
-        value: a number of this rank's own, asked after `describe_call`.
-        gradient_of: where the call was made whose gradient this is.
+        describe_call: returns the signature. If this rank can't make the call it raises, and all ranks hear of it.
+        value: returns a number of this rank's own; called after `describe_call`.
+        gradient_of: if this call is the gradient of another, the line of that one.
         symmetric: whether all ranks do the same, so that at level ALL they must call from the same line.
 
     Returns:
         all ranks' values.
 
     Raises:
-        DistributedError: the calls differ, or a rank made none within the time-out: on every rank that made one.
-        Exception: what `describe_call` raises, where it raises the same on every rank.
+        DistributedError: the calls differ, or a rank made none within the time-out. Every rank that made one raises.
+        Exception: the exception of `describe_call`, if every rank raises the same.
     """
     if group.size == 1:
         describe_call()
@@ -142,10 +142,10 @@ def verify_call(
     try:
         text = describe_call()
     except Exception as error:
+        # not raised yet: the other ranks would wait in vain for this rank's header
         failure, text = error, f"refused: {first_line(error)}"
     site = f"backward of {gradient_of}" if gradient_of else _site(group)
-    unverified = f" after {group.handshake.unverified_hash:x}" if group.handshake.unverified_hash else ""
-    compared = f"{text} {site if symmetric and group.level is CheckLevel.ALL else ''}{unverified}"
+    compared = _compared_text(group, text, site if symmetric else "")
     mine = header(text, site, 0 if failure else value(), compared)
     responses, missing = exchange(group, mine, group.timeouts.verify)
     here = f"{text} ({site})"
@@ -160,10 +160,17 @@ def verify_call(
     return [responses[rank].value for rank in range(group.size)]
 
 
+def _compared_text(group: Group, text: str, site: str) -> str:
+    """The text whose digest the ranks compare: the signature, at level ALL the line, and the calls not verified yet."""
+    line = site if group.level is CheckLevel.ALL else ""
+    unverified = f" after {group.handshake.unverified_hash:x}" if group.handshake.unverified_hash else ""
+    return f"{text} {line}{unverified}"
+
+
 def verify_following_call(
     group: Group, describe_call: Callable[[], str], gradient_of: str = "", *, eager: bool = False
 ) -> None:
-    """As `verify_call`, for a call that follows from another one: only where each call is verified.
+    """Like `verify_call`, for a call that follows from another one: verified only if each call is.
 
     Args:
         eager: whether the other one was an eager call.
@@ -193,7 +200,7 @@ def _different(group: Group, here: str, responses: Mapping[int, Header]) -> Dist
 
 
 def gather_bytes(group: Group, call: str, encode: Callable[[], bytes]) -> list[bytes]:
-    """All ranks' bytes, of any lengths, in the order of the ranks; where encoding fails on one rank, all raise."""
+    """All ranks' bytes, of any lengths, in the order of the ranks; if encoding fails on one rank, all raise."""
     data = b""
 
     def describe_call() -> str:
@@ -244,9 +251,9 @@ def verify_equal(
     """Raises `error` on every rank if the ranks' digests differ; its `where` is the name of the first unequal fact.
 
     Args:
-        facts: what must be equal; a function is called only where the digests differ.
+        facts: what must be equal; a function is called only if the digests differ.
         what: the error's first line.
-        digest: of the facts, where they are a function.
+        digest: the hash of the facts, if they are a function.
         unlike: a number of this rank's own that may differ.
 
     Returns:

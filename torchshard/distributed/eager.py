@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import cast
 
 import torch
@@ -25,7 +25,7 @@ ONE_SIDED = frozenset({"broadcast", "reduce_to", "gather_to", "scatter_from"})
 
 
 def check_tensor(group: Group, name: str, x: object) -> None:
-    """Raises InputError on all ranks where one passes something else than a tensor, or calls within a transform."""
+    """Raises InputError on all ranks if one passes something else than a tensor, or calls within a transform."""
     if group.size > 1 and not torch.compiler.is_compiling() and peek_interpreter_stack() is not None:
         raise InputError(
             f"{name} was called within a transform of torch.func (vmap, grad, jvp, ...)",
@@ -48,7 +48,7 @@ def check_tensor(group: Group, name: str, x: object) -> None:
 
 
 def needs_gradient(x: Tensor) -> bool:
-    """Whether what is made of a tensor now has a gradient."""
+    """Whether the result of an op on a tensor would require a gradient now."""
     return x.requires_grad and torch.is_grad_enabled()
 
 
@@ -63,8 +63,8 @@ def verify_tensor_call(
     """The ranks verify an eager call, as the group's level says; then returns all ranks' sizes along `dim`.
 
     Args:
-        dim: the dim along which the ranks' sizes may differ; with `size=None` they are asked at every level.
-        valid: raises where this call can't be made.
+        dim: the dim along which the ranks' sizes may differ; with `size=None` the ranks exchange them at every level.
+        valid: raises if this call can't be made.
         facts: the arguments, which are the same on all ranks. Those whose names end in `dim` are dims of `x`.
 
     Raises:
@@ -82,12 +82,7 @@ def verify_tensor_call(
     def describe() -> str:
         if valid is not None:
             valid()
-        arguments = {"dim": dim, **facts}
-        dims = [own_dim(x, d) for argument, d in arguments.items() if argument.endswith("dim") and isinstance(d, int)]
-        shape = ["*" if dim is not None and i == dims[0] else n for i, n in enumerate(x.shape)]
-        shown = ", ".join(f"{argument}={fact}" for argument, fact in arguments.items() if fact is not None)
-        gradient = ", with a gradient" if needs_gradient(x) else ""
-        return f"{name}({shown}) of {type_text(x.dtype, shape)}{gradient}"
+        return _signature(name, x, dim, facts)
 
     sizes = None
     if asks_sizes or group.level is not CheckLevel.OFF:
@@ -100,12 +95,28 @@ def verify_tensor_call(
     return sizes
 
 
+def _signature(name: str, x: Tensor, dim: int | None, facts: Mapping[str, int | str | None]) -> str:
+    """'gather(dim=1) of f32[2,*]': a call as it is on all ranks, with * for the dim along which their sizes may differ.
+
+    Raises:
+        InputError: the tensor has no such dim.
+    """
+    arguments = {"dim": dim, **facts}
+    dims = [own_dim(x, d) for argument, d in arguments.items() if argument.endswith("dim") and isinstance(d, int)]
+    shape: list[object] = list(x.shape)
+    if dim is not None:
+        shape[dims[0]] = "*"
+    shown = ", ".join(f"{argument}={fact}" for argument, fact in arguments.items() if fact is not None)
+    gradient = ", with a gradient" if needs_gradient(x) else ""
+    return f"{name}({shown}) of {type_text(x.dtype, shape)}{gradient}"
+
+
 def whole_size(name: str, x: Tensor, dim: int, size: int | None, sizes: list[int] | None, group: Group) -> int:
     """The size along a dim of all ranks' slices together.
 
     Args:
-        size: where it is known.
-        sizes: of each rank's slice, where that is known.
+        size: the size, if it is known.
+        sizes: the size of each rank's slice, if they are known.
 
     Raises:
         InputError: the ranks' sizes are of no split.
@@ -129,7 +140,7 @@ def whole_size(name: str, x: Tensor, dim: int, size: int | None, sizes: list[int
 
 
 def _check_size(name: str, x: Tensor, dim: int, size: int, group: Group) -> None:
-    """Raises InputError where this rank's slice is none of a split of `size`; the other ranks are not asked."""
+    """Raises InputError if this rank's slice is not part of a split of `size`; sends nothing."""
     if group.size == 1 or torch.compiler.is_compiling():
         return
     expected = local_size([(size, 1)], group.rank, group.size)
@@ -159,7 +170,7 @@ def own_dim(x: Tensor, dim: int) -> int:
 
 
 def fill(x: Tensor, value: Tensor) -> Tensor:
-    """The tensor that was given, with other values; an expanded one takes the first of each, and is not given."""
+    """Copies values into a tensor and returns it; fills an expanded one once per element and returns the values."""
     target, source = x, value
     for dim in (repeated := _repeated(x)):
         target, source = target.narrow(dim, 0, 1), source.narrow(dim, 0, 1)
@@ -172,7 +183,7 @@ def check_memory(name: str, x: Tensor) -> None:
     """Raises InputError for a tensor that can't be filled: several of its elements are one in memory."""
     if _repeated(x):
         raise InputError(
-            "a tensor can't be filled where several of its elements are one in memory",
+            "a tensor can't be filled if several of its elements are one in memory",
             where=name,
             why=f"its shape is {tuple(x.shape)}, its strides are {x.stride()}",
             attempt=f"{name}(x.contiguous())",

@@ -68,7 +68,7 @@ class HandshakeState:
     failed: bool = False
     """Whether a call has failed: what the other ranks do is unknown from then on."""
     last_receive: dict[int, Waiter] = field(default_factory=dict)
-    """Rank -> the last receive from it, where that waits for verification."""
+    """Rank -> the last receive from it, if that waits for verification."""
     waiter_threads: list[Waiter] = field(default_factory=list)
     """The threads that wait for messages."""
     sharded_models: int = 0
@@ -104,7 +104,7 @@ class Group:
     timeouts: Timeouts = field(default_factory=Timeouts)
     simulated: bool = False
     aborts_on_mismatch: bool = False
-    """Whether the backend aborts the process or corrupts memory where the ranks' sizes differ, as gloo does."""
+    """Whether the backend aborts the process or corrupts memory if the ranks' sizes differ, as gloo does."""
     handshake: HandshakeState = field(default_factory=HandshakeState, compare=False, repr=False)
 
     @property
@@ -171,7 +171,7 @@ def _named(name: str) -> Group:
 
 
 def get_group() -> dist.ProcessGroup | None:
-    """torch.distributed's process group of the model-parallel group; None where this process is a world of its own.
+    """torch.distributed's process group of the model-parallel group; None if this process is a world of its own.
 
     In a process that the mesh leaves out it is `GroupMember.NON_GROUP_MEMBER`, for None would mean the whole world.
 
@@ -212,7 +212,7 @@ def get_data_parallel_size() -> int:
 
 
 def own_group() -> Group:
-    """The model-parallel group; where nothing is initialised, or this process is in none, `ALONE`."""
+    """The model-parallel group; `ALONE` if nothing is initialised, or this process is in none."""
     group = _groups.get(MODEL, ALONE)
     return group if group.size > 0 else ALONE
 

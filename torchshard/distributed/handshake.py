@@ -31,7 +31,7 @@ TIMED_OUT = "the time was up"
 
 
 class Header(NamedTuple):
-    """What one rank tells of its next call."""
+    """One rank's report of its next call."""
 
     digest: int
     """A hash of all that must be the same on all ranks."""
@@ -39,14 +39,14 @@ class Header(NamedTuple):
     """A number that may differ."""
     call: str
     site: str
-    """Where the call is made."""
+    """The line that calls, or the node of a graph."""
 
 
 def header(call: str, site: str, value: int = 0, compared: str = "") -> Header:
     """A rank's header, its texts cut to fit.
 
     Args:
-        compared: the text that is hashed, where it is more than `call`.
+        compared: the text to hash, if it is more than `call`.
     """
     return Header(hash_text(compared or call), value, call[:600], site[-200:])
 
@@ -148,7 +148,7 @@ def abort_pending_receives(group: Group) -> None:
         if process_group is None or "cpu:gloo" not in dist.get_backend_config(process_group):
             continue
         for rank in (rank for rank in range(group.size) if rank != group.rank):
-            # gloo closes all connections of a group where one wait times out: that is how the others end
+            # gloo closes all connections of a group when one wait times out, which ends the other waits
             with contextlib.suppress(RuntimeError):
                 _wait(dist.irecv(torch.empty(1), group_src=rank, group=process_group, tag=UNUSED_TAG), 0.001)
     for thread in group.handshake.waiter_threads:

@@ -166,7 +166,7 @@ def _loadable_pickle(error: object) -> bytes | None:
     try:
         data = pickle.dumps(error)
         return data if isinstance(pickle.loads(data), Exception) else None
-    except Exception:  # classes may raise anything while they are pickled or made again
+    except Exception:  # classes may raise anything while they are pickled or loaded
         return None
 
 

@@ -165,7 +165,7 @@ def _is_plain_array(data: object) -> TypeGuard[np.ndarray[Any, np.dtype[Any]]]:
 
 
 def decode(encoded: bytes, *, allow_pickle: bool) -> Any:
-    """The data that `encode` made bytes of; tensors come on the CPU.
+    """The data in the bytes of `encode`; tensors come on the CPU.
 
     Raises:
         InputError: `allow_pickle` is False, and something in it was pickled.

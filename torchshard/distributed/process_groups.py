@@ -1,4 +1,4 @@
-"""Makes and ends the model-parallel groups of this process, out of `torch.distributed`'s groups."""
+"""Creates and destroys the model-parallel groups of this process, on top of torch.distributed's groups."""
 
 from __future__ import annotations
 
@@ -71,12 +71,12 @@ def init_process_group(
     the data-parallel ones {0, 2} and {1, 3}. All processes of the world must call it.
 
     Args:
-        group_size: ranks per group; -1: one group of all. A text is taken for the backend, as `torch.distributed` does.
+        group_size: ranks per group; -1: one group of all. A string is the backend, as for `torch.distributed`.
         mesh: a one-dimensional `DeviceMesh`, such as `mesh["tp"]`: its ranks are this process's group. A process that
             the mesh leaves out is in no group: its rank is -1.
-        backend: for the case that it initialises `torch.distributed`; by default NCCL where CUDA is, else gloo.
-        timeout_seconds: how long a rank waits for the others to come to a call, before each of them raises: as long as
-            the slowest rank may load data, or write a checkpoint.
+        backend: used if this call initialises `torch.distributed`; by default NCCL with CUDA, else gloo.
+        timeout_seconds: how long a rank waits for the others to come to a call, before each of them raises. The slowest
+            rank must load its data, or write a checkpoint, within this time.
         start_seconds: how long the ranks may take to find each other; by default `timeout_seconds`.
         collective_seconds: how long a collective may take; by default `timeout_seconds`. If
             `torch.distributed` was initialised before, new groups are made for it, since groups keep their timeouts.
@@ -261,10 +261,10 @@ def _new_group(ranks: list[int], seconds: float, owned: _World, backend: str | N
 
 
 def destroy_process_group() -> None:
-    """Forgets the groups (they can then be made again), and ends `torch.distributed` where we began it."""
+    """Forgets the groups, so that they can be made again; ends `torch.distributed` if this library initialised it."""
     try:
         group, failing = own_group(), sys.exc_info()[0] is not None
-        if not failing and not group.handshake.failed:  # where an error ends the work, nobody is waited for
+        if not failing and not group.handshake.failed:  # after an error the other ranks may never come
             verify_following_call(group, lambda: "destroy_process_group()")
     finally:
         _end()

@@ -62,7 +62,7 @@ _DECOMPOSITIONS: dict[OperatorBase, Callable[..., object]] = get_decompositions(
     aten._log_softmax_backward_data.default, aten.block_diag.default, aten.multi_margin_loss.default,
     aten.native_group_norm.default, aten.renorm.default,
 ])  # fmt: skip
-"""Ops with kernels of their own that are taken apart nevertheless, and PyTorch's decompositions of them."""
+"""Ops with kernels of their own that are still taken apart, and PyTorch's decompositions of them."""
 
 
 def _cell_step(function: Callable[..., object]) -> Callable[..., object]:

@@ -1,7 +1,7 @@
 """Typed access to what torch.fx leaves open.
 
 To a type checker an argument of a node can be a number, a node or a nested list, and a target a function or a name. The
-schema of an op says more: these functions state what the schema says, and fail at once where a graph breaks it.
+schema of an op says more: these functions state what the schema says, and fail at once if a graph breaks it.
 """
 
 from __future__ import annotations

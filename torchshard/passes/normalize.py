@@ -185,7 +185,7 @@ def _split_addmm(module: fx.GraphModule, node: fx.Node) -> fx.Node:
 
 
 def _from_sizes(module: fx.GraphModule, node: fx.Node) -> fx.Node:
-    """`new_ones(x, [2, 3])` needs nothing of x but dtype and device."""
+    """`new_ones(x, [2, 3])` takes from x dtype and device alone."""
     args, val = bound_args(node), node.meta["val"]
     target, fill = _NEW[op_of(node)]
     extra = (args["fill_value"],) if fill else ()
@@ -193,7 +193,7 @@ def _from_sizes(module: fx.GraphModule, node: fx.Node) -> fx.Node:
 
 
 def _drawn_from_sizes(module: fx.GraphModule, node: fx.Node) -> fx.Node:
-    """`rand_like(x)` is `rand([2, 3])`: it draws as many numbers, and needs nothing of x."""
+    """`rand_like(x)` is `rand([2, 3])`: it draws as many numbers, and does not read x."""
     args, val = bound_args(node), node.meta["val"]
     sizes: list[Argument] = list(val.shape)
     for i, size in enumerate(sizes):
