@@ -411,7 +411,7 @@ FAULTS = (
     ),
     Fault(
         "a view not taken anew",
-        "passes/functionalize.py",
+        "passes/aliases.py",
         "        version = self.version.get(self.root(node), 0)\n",
         "        version = self.seen_version.get(node, 0)\n",
         "tests/test_functionalize.py",

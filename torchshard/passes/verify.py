@@ -97,8 +97,8 @@ def _fits(actual: Layout, required: Layout, value: fx.Node) -> bool:
 
 def _collective_faults(node: fx.Node, axis: MeshAxis) -> Iterator[Fault]:
     operand = node_arg(node)
-    ends = source_and_target(OPS[op_of(node)].name, node.args[1:])
-    source, target = (_canonical(layout, axis) for layout in ends)
+    layouts = source_and_target(OPS[op_of(node)].name, node.args[1:])
+    source, target = (_canonical(layout, axis) for layout in layouts)
     if not _fits(layout_of(operand), source, operand):
         yield node, "a collective's operand has another layout than it converts", f"{layout_of(operand)}, not {source}"
     elif layout_of(node) != target:

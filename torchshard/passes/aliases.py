@@ -1,0 +1,172 @@
+"""The views of a graph's values: which node holds a value now, and how a write through a view reaches its base.
+
+`functionalize` replaces one write after the other. Between two writes it asks here for the current node of each value:
+a view is recomputed after a write to its base, and the inverse of a view propagates a write to the base.
+
+    y = slice(x, 1, 0, 1); add_(y, 1)       ->      x_1 = slice_scatter(x, add, 1, 0, 1)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+import torch
+from torch import fx
+
+from torchshard.core.errors import CaptureError
+from torchshard.custom_ops.with_value import WITH_VALUE
+from torchshard.ir.graph import bound_args, emit, is_tensor, where
+
+aten = torch.ops.aten
+
+SAME_VALUES = {
+    aten.alias.default, aten.detach.default, aten.contiguous.default, aten.to.dtype, aten.to.device,
+    aten.to.dtype_layout, aten.to.other, aten.type_as.default,
+}  # fmt: skip
+"""Ops that return their operand itself if they have nothing to do; only then are they views."""
+_RESHAPES = {
+    aten.view.default, aten.reshape.default, aten.flatten.using_ints, aten.unflatten.int, aten.unsqueeze.default,
+    aten.squeeze.default, aten.squeeze.dim, aten.squeeze.dims, aten._unsafe_view.default, aten.view_as.default,
+}  # fmt: skip
+
+
+@dataclass
+class Aliases:
+    """The views of each value, and the node that holds each value after the writes so far."""
+
+    module: fx.GraphModule
+    base_of: dict[fx.Node, fx.Node] = field(default_factory=dict)
+    """View -> the value that it is a view of. An in-place op is a view of the tensor that it writes to."""
+    latest: dict[fx.Node, fx.Node] = field(default_factory=dict)
+    """Node of the original graph -> the node that holds its value now; no entry: the node itself."""
+    version: dict[fx.Node, int] = field(default_factory=dict)
+    """Root -> the number of writes to it and its views."""
+    seen_version: dict[fx.Node, int] = field(default_factory=dict)
+    """Node -> the version of its root for which `latest` is right."""
+    sharing: dict[int, list[fx.Node]] = field(default_factory=dict)
+    """Storage -> the nodes so far that use it."""
+    may_need_grad: dict[fx.Node, bool] = field(default_factory=dict)
+    """The results of `wants_grad` so far."""
+
+    def wants_grad(self, node: fx.Node) -> bool:
+        """Whether a value comes from a parameter or input that needs a gradient."""
+        pending = [node]  # no recursion: a graph may be deeper than Python's stack
+        while pending:
+            last = pending[-1]
+            unknown = [n for n in last.all_input_nodes if n not in self.may_need_grad]
+            if last in self.may_need_grad or not unknown:
+                self.may_need_grad.setdefault(pending.pop(), _wants_grad(last, self.may_need_grad))
+            else:
+                pending += unknown
+        return self.may_need_grad[node]
+
+    def root(self, node: fx.Node) -> fx.Node:
+        """The value at the end of a chain of views."""
+        while node in self.base_of:
+            node = self.base_of[node]
+        return node
+
+    def current(self, node: fx.Node) -> fx.Node:
+        """The node that holds this value now; recomputes a view if its base has been written to since."""
+        version = self.version.get(self.root(node), 0)
+        if self.seen_version.get(node, 0) == version:
+            return self.latest.get(node, node)
+        if node in self.base_of:
+            base = self.current(self.base_of[node])
+            if is_inplace(node):
+                self.latest[node] = base
+            else:
+                self.latest[node] = emit(self.module, node.target, (base, *node.args[1:]), node, **node.kwargs)
+        self.seen_version[node] = version
+        return self.latest.get(node, node)
+
+    def note_view(self, node: fx.Node) -> None:
+        """Records a view: a result that shares the storage of the first operand, as that of `to` or `reshape` may."""
+        source = node.args[0] if node.args else None
+        if node.op != "call_function" or not is_tensor(node) or not isinstance(source, fx.Node):
+            return
+        if is_tensor(source) and not is_copied_constant(source) and storage(source) == storage(node):
+            self.base_of[node] = source
+            self.seen_version[node] = self.version.get(self.root(source), 0)
+
+    def write(self, node: fx.Node, value: fx.Node) -> None:
+        """Records that `node` now holds `value`, and propagates the write to the base of the view."""
+        if node in self.base_of:
+            base = self.base_of[node]
+            base_value = value if is_inplace(node) else self._base_value(node, self.current(base), value)
+            self.write(base, base_value)
+        else:
+            self.version[node] = self.version.get(node, 0) + 1
+        self.latest[node] = value
+        self.seen_version[node] = self.version[self.root(node)]
+
+    def _base_value(self, view: fx.Node, base: fx.Node, value: fx.Node) -> fx.Node:
+        if view.target is aten.detach.default and self.wants_grad(base):
+            return emit(self.module, WITH_VALUE, (base, value), view)
+        return _invert_view(self.module, view, base, value)
+
+
+def _wants_grad(node: fx.Node, inputs_want: Mapping[fx.Node, bool]) -> bool:
+    val = node.meta.get("val")
+    if node.op == "placeholder":
+        # a placeholder without a kind belongs to a traced op, any of whose operands may need a gradient
+        return isinstance(val, torch.Tensor) and (val.requires_grad or "kind" not in node.meta)
+    floats = isinstance(val, torch.Tensor) and (val.is_floating_point() or val.is_complex())
+    differentiable = (floats or isinstance(val, (list, tuple))) and node.target is not aten.detach.default
+    return differentiable and any(inputs_want[n] for n in node.all_input_nodes)
+
+
+def is_inplace(node: fx.Node) -> bool:
+    """Whether a node calls an op that writes to an argument."""
+    schema = getattr(node.target, "_schema", None)
+    return node.op == "call_function" and schema is not None and schema.is_mutable
+
+
+def is_copied_constant(node: fx.Node) -> bool:
+    """A constant that each call copies first; export's fake values claim that the copy shares its storage."""
+    return node.op == "placeholder" and all(user.target is aten.lift_fresh_copy.default for user in node.users)
+
+
+def storage(node: fx.Node) -> int:
+    """A number for the memory of a value; export's fake tensors share it as the real ones do."""
+    return int(node.meta["val"].untyped_storage()._cdata)
+
+
+def _invert_view(module: fx.GraphModule, view: fx.Node, base: fx.Node, value: fx.Node) -> fx.Node:
+    """The value of `base` after `value` is written to the view of it."""
+    target, args = view.target, bound_args(view)
+    shape = list(base.meta["val"].shape)
+    if target in (aten.slice.Tensor, aten.select.int):
+        scatter = aten.slice_scatter.default if target is aten.slice.Tensor else aten.select_scatter.default
+        return emit(module, scatter, (base, value, *list(args.values())[1:]), view)
+    if target in (aten.transpose.int, aten.swapaxes.default):
+        return emit(module, target, (value, *list(args.values())[1:]), view)
+    if target in (aten.t.default, aten.mT.default):
+        return emit(module, target, (value,), view)
+    if target in (aten.movedim.int, aten.movedim.intlist):
+        return emit(module, target, (value, args["destination"], args["source"]), view)
+    if target is aten.diagonal.default:
+        return emit(module, aten.diagonal_scatter.default, (base, value, *list(args.values())[1:]), view)
+    if target is aten.permute.default:
+        ndim = len(shape)
+        order = [d % ndim for d in args["dims"]]
+        return emit(module, target, (value, [order.index(d) for d in range(ndim)]), view)
+    if target in SAME_VALUES:
+        return value
+    if target in _RESHAPES:
+        for i, size in enumerate(shape):
+            if not isinstance(size, int):
+                shape[i] = emit(module, aten.sym_size.int, (base, i), view)
+        return emit(module, aten.reshape.default, (value, shape), view)
+    raise refused(view, f"a write through the view {target} can't be traced back")
+
+
+def refused(node: fx.Node, why: str) -> CaptureError:
+    """The error for an in-place op that has no functional form here."""
+    return CaptureError(
+        "an in-place op of the model can't be made part of a graph without side effects",
+        where=where(node),
+        why=why,
+        attempt="the same op without the trailing underscore, on a new value",
+    )
