@@ -1,9 +1,9 @@
-"""Point-to-point messages: what one rank sends is verified against what the other expects.
+"""Point-to-point messages: sender and receiver verify that they mean the same message.
 
-The sender sends a header of what it sends, the receiver one of what it expects, both at once and without waiting. The
-sender compares them when it waits, the receiver in a thread. A message that does not fit is then never received, for a
-backend would write it into memory of another size; and any order of calls that works without verification works with
-it.
+The sender sends a header of its message, the receiver one of the message that it expects, both at once and without
+waiting. The sender compares the headers when it waits, the receiver in a thread. So a message that does not fit is
+never received (a backend would write it into memory of another size), and any order of calls that works without
+verification works with it.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ FIRST_TAG, TAGS = 16, 2**30
 
 
 class WaiterThread(Generic[T]):
-    """A function that waits for a group's messages, called in a thread."""
+    """Runs a function that waits for a group's messages in a thread."""
 
     def __init__(self, group: Group, fn: Callable[[], T]) -> None:
         self._fn, self._result, self._failure = fn, list[T](), list[Exception]()
@@ -129,24 +129,27 @@ def start_receive(tensor: Tensor, src: int, group: Group) -> Transfer:
 
 
 def _start_verification(
-    tensor: Tensor, group: Group, other: int, ends: tuple[int, int], tags: tuple[int, int]
+    tensor: Tensor, group: Group, other: int, sender_receiver: tuple[int, int], tags: tuple[int, int]
 ) -> Callable[[float | None], None] | None:
-    """Sends the other rank this one's header, if the message is to be verified; returns what waits for the other's.
+    """Sends the other rank this one's header, if the message is to be verified.
 
     Args:
-        ends: (source, destination) of the message.
+        sender_receiver: the ranks that send and receive the message.
+
+    Returns:
+        a function that waits for the other rank's header and compares; None if the message is not verified.
     """
-    verified = group.handshake.verified_sends.setdefault(ends, set())
+    verified = group.handshake.verified_sends.setdefault(sender_receiver, set())
     if not needs_verification(group, verified, (tensor.dtype, tensor.shape)):
         return None
     site = call_site(column=group.level is CheckLevel.ALL)
-    return exchange_with(group, other, _signature(tensor, ends), site, tags)
+    return exchange_with(group, other, _signature(tensor, sender_receiver), site, tags)
 
 
-def _signature(tensor: Tensor, ends: tuple[int, int]) -> str:
-    return f"{type_text(tensor.dtype, tensor.shape)} from rank {ends[0]} to rank {ends[1]}"
+def _signature(tensor: Tensor, sender_receiver: tuple[int, int]) -> str:
+    return f"{type_text(tensor.dtype, tensor.shape)} from rank {sender_receiver[0]} to rank {sender_receiver[1]}"
 
 
 def _tag(tensor: Tensor, group: Group) -> int:
-    """A number of a message's dtype and shape, so that a message that does not fit is not received at all."""
+    """A number for a message's dtype and shape: the backend receives no message with another tag."""
     return FIRST_TAG + hash_text(type_text(tensor.dtype, tensor.shape)) % TAGS if group.aborts_on_mismatch else 0
