@@ -1,7 +1,7 @@
-"""The ranks verify that they do the same before they communicate: a difference is one error on every rank.
+"""Verifies, before the ranks communicate, that they make the same call: a difference is the same error on every rank.
 
-Backends answer calls that do not fit with wrong numbers, aborts or hangs. So each call has a signature, a text of all
-that must be the same on all ranks, and a key, which is equal if an earlier verification holds for this call too:
+Backends answer calls that do not fit with wrong numbers, aborts or hangs. So each call has a signature, the text of
+everything that must be the same on all ranks, and a key: calls with equal keys need only one verification.
 
     verify_call(group, describe)         one header to each rank, before an eager call; also says who is missing
     verify_equal(group, facts, ...)      one small all-reduce of a digest, before each call of a sharded model
@@ -12,8 +12,8 @@ that must be the same on all ranks, and a key, which is equal if an earlier veri
       why:   ranks 0, 2: reduce() of f32[2,8] (train.py:12 in step); rank 1: gather(dim=1) of f32[2,*] (train.py:15)
       try:   the same calls with the same shapes in the same order on every rank
 
-Which calls are verified is the group's `CheckLevel`. What is not (the backward of a sharded model, as a rule) goes into
-a rolling hash, which the next verification includes.
+The group's `CheckLevel` decides which calls are verified. Calls that are not (by default, the backward of a sharded
+model) go into a rolling hash, which the next verification includes.
 """
 
 from __future__ import annotations
@@ -42,9 +42,9 @@ T = TypeVar("T")
 Facts = Mapping[str, str]
 """Facts that must be the same on all ranks, by the names under which errors report them."""
 MAX_VERIFIED = 4096
-"""So many keys are remembered."""
+"""Largest number of keys to remember."""
 TOLERANCE = 1e-3
-"""By how much of their scale numbers may differ that are compared up to rounding."""
+"""The largest difference, relative to their scale, of numbers that are equal up to rounding."""
 COMPARING = "comparing what the ranks do"
 
 
@@ -65,7 +65,7 @@ def needs_verification(group: Group, verified: set[Hashable], key: Hashable) -> 
 
 
 def remember(verified: set[Hashable], key: Hashable) -> None:
-    """Adds a key. The set is bounded, and emptied at the same call on all ranks, for it is the same on all of them."""
+    """Adds a key. The set is bounded. All ranks hold the same keys, so all of them empty it at the same call."""
     if len(verified) >= MAX_VERIFIED:
         verified.clear()
     verified.add(key)
@@ -96,7 +96,7 @@ _running = _Running()
 
 @contextlib.contextmanager
 def running(call: str) -> Iterator[None]:
-    """Within it, this thread's collectives belong to this call of a sharded model, whose graph fixes their order."""
+    """Marks the collectives of this thread as part of a call of a sharded model, whose graph fixes their order."""
     before, _running.call = _running.call, call
     try:
         yield
@@ -105,7 +105,7 @@ def running(call: str) -> Iterator[None]:
 
 
 def running_call() -> str:
-    """The call of a sharded model that this thread runs; '' outside of any."""
+    """The call of a sharded model that this thread runs; '' if there is none."""
     return _running.call
 
 
@@ -120,7 +120,7 @@ def verify_call(
     gradient_of: str = "",
     symmetric: bool = False,
 ) -> list[int]:
-    """The ranks verify that their next calls are the same, and tell each other a number.
+    """Verifies that all ranks make the same next call, and exchanges a number.
 
     Args:
         describe_call: returns the signature. If this rank can't make the call it raises, and all ranks hear of it.
@@ -234,7 +234,7 @@ class Near(NamedTuple):
 
     value: float = 0.0
     scale: float = 0.0
-    """How large it could be."""
+    """The size that the number could have; differences are relative to it."""
     name: str = ""
 
 
@@ -296,7 +296,7 @@ def run_on_all_ranks(group: Group, make: Callable[[], T], error: Callable[..., S
 
 
 def _bounds(group: Group, *numbers: int) -> tuple[list[int], list[int]]:
-    """Of each number, the ranks' highest and lowest."""
+    """The highest and the lowest of each number over the ranks."""
     bounds = torch.tensor([*numbers, *(-n for n in numbers)])
     work = begin(group, COMPARING, dist.all_reduce, bounds, dist.ReduceOp.MAX, group.control, async_op=True)
     finish(group, COMPARING, work)
@@ -306,13 +306,13 @@ def _bounds(group: Group, *numbers: int) -> tuple[list[int], list[int]]:
 
 
 def _ordered(number: float) -> int:
-    """An integer in the order of the floats: one all-reduce of integers then bounds both."""
+    """An integer with the order of the float, so that one all-reduce of integers bounds floats too."""
     (bits,) = struct.unpack("<q", struct.pack("<d", number))
     return bits if bits >= 0 else -(bits & (2**63 - 1))
 
 
 def _number(ordered: int) -> float:
-    """The float of an `_ordered` one."""
+    """The inverse of `_ordered`."""
     bits = ordered if ordered >= 0 else -ordered | -(2**63)
     number: float = struct.unpack("<d", struct.pack("<q", bits))[0]
     return number

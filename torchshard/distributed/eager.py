@@ -1,4 +1,4 @@
-"""Before an eager collective runs: it gets a tensor, the ranks' calls fit, and the ranks know each other's sizes."""
+"""Checks that run before an eager collective: it gets a tensor, the ranks' calls fit, and their sizes are known."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from torchshard.distributed.consistency import (
 from torchshard.distributed.group import CheckLevel, Group
 
 ONE_SIDED = frozenset({"broadcast", "reduce_to", "gather_to", "scatter_from"})
-"""Calls in which one rank does another thing than the rest, often from a line of its own."""
+"""Calls in which one rank does something else than the others, often on a line of its own."""
 
 
 def check_tensor(group: Group, name: str, x: object) -> None:
@@ -60,7 +60,7 @@ def verify_tensor_call(
     valid: Callable[[], object] | None = None,
     **facts: int | str | None,
 ) -> list[int] | None:
-    """The ranks verify an eager call, as the group's level says; then returns all ranks' sizes along `dim`.
+    """Verifies an eager call if the group's level requires it; then returns all ranks' sizes along `dim`.
 
     Args:
         dim: the dim along which the ranks' sizes may differ; with `size=None` the ranks exchange them at every level.

@@ -35,11 +35,11 @@ class CheckLevel(Enum):
     NEW = "new"
     """Each call of a sharded model. Eager calls: over gloo each, over NCCL those whose signature is new."""
     OFF = "off"
-    """Only those in which the ranks tell each other sizes."""
+    """Only calls in which the ranks exchange sizes."""
 
 
 class Timeouts(NamedTuple):
-    """How many seconds a rank waits."""
+    """Waits in seconds."""
 
     start: float = 60.0
     """For the ranks to find each other."""
@@ -62,11 +62,11 @@ class HandshakeState:
 
     level: CheckLevel = CheckLevel.NEW
     verified_calls: set[Hashable] = field(default_factory=set)
-    """The keys of the calls that all ranks have verified."""
+    """The keys of verified calls, the same on all ranks."""
     verified_sends: dict[tuple[int, int], set[Hashable]] = field(default_factory=dict)
     """(from, to) -> the keys of the messages that these two ranks have verified."""
     failed: bool = False
-    """Whether a call has failed: what the other ranks do is unknown from then on."""
+    """Whether a call has failed; nothing is known about the other ranks' calls afterwards."""
     last_receive: dict[int, Waiter] = field(default_factory=dict)
     """Rank -> the last receive from it, if that waits for verification."""
     waiter_threads: list[Waiter] = field(default_factory=list)
@@ -79,12 +79,12 @@ class HandshakeState:
     """The latest of those since the ranks last verified anything."""
 
     def forget(self) -> None:
-        """After an error that all ranks raise, every call counts as new."""
+        """Makes every call count as new, after an error that all ranks raise."""
         self.verified_calls.clear()
         self.verified_sends.clear()
 
     def fail(self) -> None:
-        """A call has failed on this rank."""
+        """Records that a call has failed on this rank."""
         self.failed = True
         self.forget()
 
@@ -125,7 +125,7 @@ _groups: dict[str, Group] = {}
 
 
 def register_groups(groups: dict[str, Group]) -> None:
-    """Makes groups known under their names, in place of all that were."""
+    """Replaces all groups of this process."""
     _groups.clear()
     _groups.update(groups)
 

@@ -1,4 +1,4 @@
-"""Headers: how ranks tell each other what they are about to do, over the group's control group.
+"""Exchanges headers, in which ranks tell each other their next call, over the group's control group.
 
 A header has a fixed size, so no backend can cut it, write past it, or wait for it longer than the deadline, whatever
 the ranks' calls are. What they compare in it, and when, `consistency` says.
@@ -34,7 +34,7 @@ class Header(NamedTuple):
     """One rank's report of its next call."""
 
     digest: int
-    """A hash of all that must be the same on all ranks."""
+    """A hash of everything that must be the same on all ranks."""
     value: int
     """A number that may differ."""
     call: str
@@ -107,7 +107,7 @@ def exchange_with(
 
 
 def collective_failed(group: Group, call: str, error: Exception) -> DistributedError:
-    """The error for a collective that torch.distributed gave up, with what the other ranks report about it."""
+    """The error for a collective that failed in torch.distributed, with the other ranks' reports."""
     responses, missing = dict[int, Header](), dict[int, str]()
     if group.control is not None:
         responses, missing = exchange(group, header(f"{call} failed", ""), GRACE_SECONDS)
@@ -143,7 +143,7 @@ def missing_error(
 
 
 def abort_pending_receives(group: Group) -> None:
-    """Ends every wait for messages of a group, which can send none from then on."""
+    """Ends every wait for messages of a group; the group can send none afterwards."""
     for process_group in (group.control, group.process_group):
         if process_group is None or "cpu:gloo" not in dist.get_backend_config(process_group):
             continue
@@ -172,7 +172,7 @@ def _ranks(ranks: Iterable[int]) -> str:
 def _attempt(
     missing: dict[int, str], rank: int, step: Callable[..., T], *args: object, **kwargs: object
 ) -> T | None:
-    """One step of an exchange with a rank, which counts as missing from the first step that fails."""
+    """Runs a step of an exchange with a rank, unless an earlier one failed; a rank whose step fails is missing."""
     if rank in missing:
         return None
     try:

@@ -1,4 +1,4 @@
-"""The local part of each conversion: what one rank sends, receives and computes.
+"""Runs one rank's part of each conversion: what it sends, receives and computes.
 
 A kernel starts the communication and returns a `Pending`, which computes the result when the caller waits for it.
 Backends send contiguous memory and pieces of equal size. So a kernel makes its tensor contiguous first, pads uneven
