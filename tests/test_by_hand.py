@@ -28,7 +28,7 @@ def _sums_in_place(rank: int) -> Iterator[tuple[str, bool]]:
             result = tsd.reduce(x)
             yield f"sum of {dtype} {tuple(x.shape)}", torch.equal(x, expected.to(dtype)) and result is x
     expanded = torch.ones(1, 3).expand(4, 3)
-    yield "an expanded tensor is refused", world == 1 or refused(lambda: tsd.reduce(expanded), "one in memory")
+    yield "an expanded tensor is refused", world == 1 or refused(lambda: tsd.reduce(expanded), "share memory")
     leaf = torch.ones(3, requires_grad=True)
     kept = leaf * 2
     summed = tsd.reduce(kept)
@@ -124,7 +124,7 @@ def _uneven(rank: int) -> Iterator[tuple[str, bool]]:
     odd = torch.ones(2 + rank, 2)
     for _ in range(2):
         sized = lambda: tsd.gather(odd, 0, size=2 * world)  # noqa: E731
-        yield "no split of this size, twice", refused(sized, "of no split") or world == 1
+        yield "no split of this size, twice", refused(sized, "of a split") or world == 1
     yield "dims from the end and the front", tsd.scatter(torch.ones(4, 2), -1 if rank else 1).shape[0] == 4
     square = torch.ones(2, world)
     yield "to the same dim", torch.equal(tsd.all_to_all(square, 0, 0), square)
@@ -202,7 +202,7 @@ def _places(rank: int) -> dict[str, Any]:
         x = torch.tensor([float(rank)])
         found[dim] = (*_place(), float(tsd.reduce(x)))
         tsd.destroy_process_group()
-    found["two dims"] = refused(lambda: tsd.init_process_group(mesh=mesh), "no model-parallel group")
+    found["two dims"] = refused(lambda: tsd.init_process_group(mesh=mesh), "be a model-parallel group")
     part = dist.device_mesh.DeviceMesh("cpu", [3, 1])
     tsd.init_process_group(mesh=part)
     found["left out"] = _place()

@@ -317,7 +317,7 @@ REFUSED: dict[str, tuple[str, Callable[[], Any]]] = {
     "a loss of logits split somehow": ("must be told how the logits", lambda: ts.nn.ParallelCrossEntropyLoss()),
     "a norm that is a text": ("'1' is no norm to clip to", lambda: ts.clip_grad_norm_(_sharded(), "1")),  # type: ignore
     "names to clip": ("of parameters, not of a str", lambda: ts.clip_grad_norm_(["up.weight"], 1.0)),  # type: ignore
-    "a size that the slices have not": ("of no split of 8", _sized_wrongly),
+    "a size that the slices have not": ("of a split of 8", _sized_wrongly),
     "a gradient by torch.func": (
         "reduce was called within a transform",
         lambda: torch.func.grad(lambda t: tsd.reduce(t).sum())(_x()),

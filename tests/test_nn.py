@@ -271,7 +271,7 @@ def _made_before(rank: int) -> bool:
     try:
         layer(torch.ones(2, 6))
     except ts.InputError as error:
-        return "of no split of 8" in str(error)
+        return "of a split of 8" in str(error)
     return False
 
 

@@ -119,7 +119,7 @@ def whole_size(name: str, x: Tensor, dim: int, size: int | None, sizes: list[int
         sizes: the size of each rank's slice, if they are known.
 
     Raises:
-        InputError: the ranks' sizes are of no split.
+        InputError: the ranks' sizes are not those of a split.
     """
     if sizes is None and size is None:
         return int(x.shape[dim] * group.size)
@@ -131,7 +131,7 @@ def whole_size(name: str, x: Tensor, dim: int, size: int | None, sizes: list[int
     if sizes != expected:
         group.handshake.forget()
         raise InputError(
-            f"slices of sizes {sizes} are of no split of {total} over {group.size} ranks",
+            f"slices of sizes {sizes} are not those of a split of {total} over {group.size} ranks",
             where=f"{name}, dim {dim}, {call_site()}",
             why=f"torch.chunk's rule, by which scatter splits, gives {expected}",
             attempt="slices that scatter made; all_gather_uneven for tensors of any shapes",
@@ -146,7 +146,7 @@ def _check_size(name: str, x: Tensor, dim: int, size: int, group: Group) -> None
     expected = local_size([(size, 1)], group.rank, group.size)
     if x.shape[dim] != expected:
         raise InputError(
-            f"a slice of size {x.shape[dim]} is of no split of {size} over {group.size} ranks",
+            f"a slice of size {x.shape[dim]} is not that of a split of {size} over {group.size} ranks",
             where=f"{name}, dim {dim}, {call_site()}",
             why=f"torch.chunk's rule, by which scatter splits, gives rank {group.rank} {expected}",
             attempt="the size of all ranks' slices together, or no size=",
@@ -180,10 +180,10 @@ def fill(x: Tensor, value: Tensor) -> Tensor:
 
 
 def check_memory(name: str, x: Tensor) -> None:
-    """Raises InputError for a tensor that can't be filled: several of its elements are one in memory."""
+    """Raises InputError for a tensor that can't be filled: several of its elements share memory."""
     if _repeated(x):
         raise InputError(
-            "a tensor can't be filled if several of its elements are one in memory",
+            "a tensor can't be filled if several of its elements share memory",
             where=name,
             why=f"its shape is {tuple(x.shape)}, its strides are {x.stride()}",
             attempt=f"{name}(x.contiguous())",
@@ -191,7 +191,7 @@ def check_memory(name: str, x: Tensor) -> None:
 
 
 def _repeated(x: Tensor) -> list[int]:
-    """The dims along which a tensor is expanded: all elements are one in memory."""
+    """The dims along which a tensor is expanded: all elements share memory."""
     return [dim for dim in range(x.ndim) if x.stride(dim) == 0 and x.shape[dim] > 1]
 
 

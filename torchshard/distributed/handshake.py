@@ -97,7 +97,7 @@ def exchange_with(
         if responses[rank].digest != mine.digest:
             group.handshake.fail()
             raise DistributedError(
-                "what is sent is not what is received",
+                "a rank sends another message than the receiver expects",
                 where=f"{call} ({site})",
                 why=describe(responses),
                 attempt="the same shape and dtype in send and recv, and as many of them, in the same order",

@@ -191,7 +191,7 @@ def _check_op(x: Tensor, op: ReduceKind, *, async_op: bool = False, dst: int = 0
         )
     if op == ReduceOp.AVG and not (x.is_floating_point() or x.is_complex()):
         raise InputError(
-            f"the mean of {x.dtype} is none",
+            f"the mean of {x.dtype} is not supported",
             where="all_reduce(op=AVG)",
             why="it would be cut to integers",
             attempt="x.float()",

@@ -84,7 +84,7 @@ def init_process_group(
     Raises:
         DistributedError: it is initialised already, the world does not divide by `group_size`, the mesh has more
             dimensions than one, or the ranks ask for different groups.
-        InputError: a wait is no number above 0.
+        InputError: a time is not a number above 0.
     """
     if isinstance(group_size, str):
         backend, group_size = group_size, -1
@@ -192,7 +192,7 @@ def _mesh_ranks(
 ) -> list[list[int]]:
     if mesh.ndim != 1 or group_size != -1:
         raise DistributedError(
-            f"a mesh of {mesh.ndim} dimensions with group_size={group_size} is no model-parallel group",
+            f"a mesh of {mesh.ndim} dimensions with group_size={group_size} can't be a model-parallel group",
             where="init_process_group(mesh=...)",
             why="the group is that of one dimension, and the mesh says its size",
             attempt='one dimension by its name, such as mesh["tp"], and no group_size',
@@ -320,7 +320,7 @@ def debug(on: bool | None = True) -> None:
 
     Raises:
         DistributedError: the ranks of the group don't all call it.
-        InputError: `on` is none of the three.
+        InputError: `on` is not one of the three.
     """
     if on is not None and not isinstance(on, bool):
         raise InputError(
