@@ -1,4 +1,8 @@
-"""Measures the machine at hand: how fast the ranks of the group compute, read memory, and send to each other."""
+"""Measures the machine at hand: how fast the ranks of the group compute, read memory, and send to each other.
+
+The planner weighs computation against communication by a `Machine`. The presets are of common machines; on another one
+`ts.plan(..., machine=measure_machine())` plans by what this machine does.
+"""
 
 from __future__ import annotations
 
@@ -18,26 +22,30 @@ from torchshard.distributed.group import Group, lookup
 from torchshard.distributed.wire import collective
 from torchshard.plans.machine import Machine
 
-ROUNDS, CALLS = 15, 5
-"""Each time is the median of so many; of collectives the lower quartile, of so many calls each."""
-SMALL, LARGE, COPIED = 4, 1 << 22, 1 << 24
-"""Elements of float32: of a collective that is all latency, of one that is all bandwidth, and of what is copied."""
-BETWEEN = 512
+ROUNDS = 15
+"""How often each time is measured. The median counts, and of collectives the lower quartile."""
+CALLS_PER_ROUND = 5
+"""How many collectives are timed together."""
+SMALL_COLLECTIVE, LARGE_COLLECTIVE = 4, 1 << 22
+"""Elements of float32: of a collective whose time is all latency, and of one whose time is all bandwidth."""
+COPIED = 1 << 24
+"""Elements of float32 that are copied to measure the memory's bandwidth."""
+WORK_WIDTH = 512
 """The width of the products between collectives."""
-ROWS, COLUMNS = (2, 1024), 1024
-"""Of the small and the large value that elementwise ops are timed on."""
-LEAST = 1e-9
-"""Seconds that a clock can't tell from none."""
+FEW_ROWS, MANY_ROWS, COLUMNS = 2, 1024, 1024
+"""The sizes of the small and the large value that elementwise ops are timed on."""
+MIN_SECONDS = 1e-9
+"""Shorter times count as this one: a clock can't tell them from none, and bandwidths divide by them."""
 
 
 def measure_machine(width: int = 1024, dtype: torch.dtype = torch.float32) -> Machine:
-    """The Machine that the model-parallel group of this process is; a collective call, a few seconds long.
+    """Measures a Machine for the model-parallel group of this process; a collective call, a few seconds long.
 
     Collectives are timed as a step makes them: between products, after which ranks arrive at different times and with
     other data in their caches; back to back they would seem several times faster. The overhead of an op and the
-    bandwidth of elementwise ones are those of a training step of a few, of few elements and of many. What the slowest
-    rank measured counts, so that all ranks get the same Machine. All ranks count as one domain: a network between some
-    of them is not told apart.
+    bandwidth of elementwise ones are those of a training step of a few, of few elements and of many. The slowest rank's
+    times count, so that all ranks get the same Machine. All ranks count as one domain: a network between some of them
+    is not told apart.
 
     Args:
         width: of the square matrices whose product is timed.
@@ -55,101 +63,121 @@ def measure_machine(width: int = 1024, dtype: torch.dtype = torch.float32) -> Ma
             attempt="measure_machine(width=1024, dtype=torch.float32)",
         )
     group = lookup(MODEL)
-    on_gpu = group.process_group is not None and "nccl" in dist.get_backend_config(group.process_group)
-    device = torch.device("cuda", torch.cuda.current_device()) if on_gpu else torch.device("cpu")
-    a, held = torch.randn(width, width, device=device).to(dtype), torch.randn(COPIED, device=device)
-    into, small, large = torch.empty_like(held), torch.ones(SMALL, device=device), torch.ones(LARGE, device=device)
-    gathered = torch.empty(SMALL * group.size, device=device)
-    few, many = (torch.randn(rows, COLUMNS, device=device, requires_grad=True) for rows in ROWS)
-    times = {
-        "product": _typical(device, lambda: a @ a),
-        "copy": _typical(device, lambda: into.copy_(held)),
-        "few elements": _typical(device, lambda: _elementwise(few)) / ELEMENTWISE_CALLS,
-        "many elements": _typical(device, lambda: _elementwise(many)),
-    }
+    device = _device(group)
+    times = _compute_times(device, width, dtype)
     if group.size > 1:
         verify_following_call(group, lambda: "measure_machine")
-        work = torch.randn(BETWEEN, BETWEEN, device=device)
-        times |= {
-            "small": _between(group, device, work, lambda: collective(group, dist.all_reduce, small)),
-            "gather": _between(group, device, work, lambda: collective(group, dist.all_gather_single, gathered, small)),
-            "large": _between(group, device, work, lambda: collective(group, dist.all_reduce, large)),
-        }
-    slowest = dict(zip(times, _largest(group, torch.tensor(list(times.values()), device=device)), strict=True))
+        times |= _collective_times(group, device)
+    slowest = dict(zip(times, _slowest(group, torch.tensor(list(times.values()), device=device)), strict=True))
     return Machine(
         f"measured on {group.size} ranks",
         flops=2 * width**3 / slowest["product"],
         memory_bandwidth=2 * COPIED * 4 / slowest["copy"],
-        op_overhead=slowest["few elements"],
-        elementwise_bandwidth=_moved(many) / slowest["many elements"],
+        op_overhead=slowest["few elements"] / ELEMENTWISE_CALLS,
+        elementwise_bandwidth=_elementwise_bytes() / slowest["many elements"],
         **_links(slowest, group.size),
     )
 
 
-def _links(times: Mapping[str, float], world: int) -> dict[str, float]:
-    """What a Machine says of collectives: a small all-reduce goes around the ring twice, an all-gather once."""
-    if world == 1:
-        return {"link_bandwidth": 1 / LEAST, "latency": 0.0, "launch": 0.0}
-    latency = max(times["small"] - times["gather"], 0.0) / (world - 1)
-    sent = 2 * LARGE * 4 * (world - 1) / world
+def _device(group: Group) -> torch.device:
+    """The device that the group's ranks compute on, by its backend."""
+    on_gpu = group.process_group is not None and "nccl" in dist.get_backend_config(group.process_group)
+    return torch.device("cuda", torch.cuda.current_device()) if on_gpu else torch.device("cpu")
+
+
+def _compute_times(device: torch.device, width: int, dtype: torch.dtype) -> dict[str, float]:
+    """The seconds that one rank needs for a product, for a copy, and for elementwise ops."""
+    matrix, source = torch.randn(width, width, device=device).to(dtype), torch.randn(COPIED, device=device)
+    target = torch.empty_like(source)
+    few, many = (torch.randn(rows, COLUMNS, device=device, requires_grad=True) for rows in (FEW_ROWS, MANY_ROWS))
     return {
-        "link_bandwidth": sent / max(times["large"] - times["small"], LEAST),
+        "product": _typical(device, lambda: matrix @ matrix),
+        "copy": _typical(device, lambda: target.copy_(source)),
+        "few elements": _typical(device, lambda: _elementwise(few)),
+        "many elements": _typical(device, lambda: _elementwise(many)),
+    }
+
+
+def _collective_times(group: Group, device: torch.device) -> dict[str, float]:
+    """The seconds that a collective adds to a step: small and large all-reduces, and a small all-gather."""
+    small, large = (torch.ones(size, device=device) for size in (SMALL_COLLECTIVE, LARGE_COLLECTIVE))
+    gathered = torch.empty(SMALL_COLLECTIVE * group.size, device=device)
+    work = torch.randn(WORK_WIDTH, WORK_WIDTH, device=device)
+    return {
+        "small": _between(group, device, work, lambda: collective(group, dist.all_reduce, small)),
+        "gather": _between(group, device, work, lambda: collective(group, dist.all_gather_single, gathered, small)),
+        "large": _between(group, device, work, lambda: collective(group, dist.all_reduce, large)),
+    }
+
+
+def _links(times: Mapping[str, float], world: int) -> dict[str, float]:
+    """A Machine's numbers for collectives: a small all-reduce goes around the ring twice, an all-gather once."""
+    if world == 1:
+        return {"link_bandwidth": 1 / MIN_SECONDS, "latency": 0.0, "launch": 0.0}
+    latency = max(times["small"] - times["gather"], 0.0) / (world - 1)
+    sent = 2 * LARGE_COLLECTIVE * 4 * (world - 1) / world
+    return {
+        "link_bandwidth": sent / max(times["large"] - times["small"], MIN_SECONDS),
         "latency": latency,
         "launch": max(times["gather"] - (world - 1) * latency, 0.0),
     }
 
 
+ELEMENTWISE_CALLS = 6
+"""The ops of `_elementwise`: a norm, an activation, a sum, and the backward of each."""
+
+
 def _elementwise(x: Tensor) -> None:
-    """A training step of ops that are no products, as models mix them."""
+    """A training step of ops that are not products, as models mix them."""
     h = F.layer_norm(x, x.shape[-1:])
     (x + F.gelu(h)).backward(x.detach())
 
 
-ELEMENTWISE_CALLS = 6
-"""A norm, an activation, a sum, and the backward of each."""
-
-
-def _moved(x: Tensor) -> int:
-    """Bytes that it reads and writes, as `planner.costs` counts: operands and results, as many in the backward."""
-    return 2 * (2 + 2 + 3) * x.numel() * x.element_size()
+def _elementwise_bytes() -> int:
+    """Bytes that `_elementwise` of many rows moves, as `planner.costs` counts: operands and results, both ways."""
+    values = 2 * (2 + 2 + 3)
+    return values * MANY_ROWS * COLUMNS * torch.get_default_dtype().itemsize
 
 
 def _typical(device: torch.device, run: Callable[[], object]) -> float:
-    run()
+    run()  # the first call also loads kernels and allocates memory
     return statistics.median(_once(device, run) for _ in range(ROUNDS))
 
 
 def _once(device: torch.device, run: Callable[[], object]) -> float:
-    _settle(device)
+    _synchronize(device)
     start = time.perf_counter()
     run()
-    _settle(device)
-    return max(time.perf_counter() - start, LEAST)
+    _synchronize(device)
+    return max(time.perf_counter() - start, MIN_SECONDS)
 
 
-def _settle(device: torch.device) -> None:
+def _synchronize(device: torch.device) -> None:
     if device.type == "cuda":
         torch.cuda.synchronize(device)
 
 
 def _between(group: Group, device: torch.device, work: Tensor, run: Callable[[], object]) -> float:
-    """What a collective adds to a product before it, the ranks going on without waiting for each other."""
+    """The seconds that a collective adds to a product before it; the ranks go on without waiting for each other."""
 
     def products(then: Callable[[], object]) -> None:
-        for _ in range(CALLS):
+        for _ in range(CALLS_PER_ROUND):
             torch.mm(work, work)
             then()
 
-    together, added = torch.zeros(1, device=device), []
+    barrier, added = torch.zeros(1, device=device), []
     for _ in range(ROUNDS):
-        collective(group, dist.all_reduce, together)
+        # The ranks start each measurement together, or one would wait for another that is still in the last one.
+        collective(group, dist.all_reduce, barrier)
         alone = _once(device, lambda: products(lambda: None))
-        collective(group, dist.all_reduce, together)
-        added.append((_once(device, lambda: products(run)) - alone) / CALLS)
-    return max(statistics.quantiles(added, n=4)[0], LEAST)  # what else the machine does, makes the others longer
+        collective(group, dist.all_reduce, barrier)
+        added.append((_once(device, lambda: products(run)) - alone) / CALLS_PER_ROUND)
+    # The lower quartile: other programs of the machine make some rounds longer, and none shorter.
+    return max(statistics.quantiles(added, n=4)[0], MIN_SECONDS)
 
 
-def _largest(group: Group, times: Tensor) -> list[float]:
+def _slowest(group: Group, times: Tensor) -> list[float]:
+    """The longest of the ranks' times, of each."""
     if group.size > 1:
         collective(group, dist.all_reduce, times, op=dist.ReduceOp.MAX)
     return [float(t) for t in times]
