@@ -498,8 +498,8 @@ FAULTS = (
     Fault(
         "frozen parameters trained",
         "weights/materialize.py",
-        "nn.Parameter(held, tensor.requires_grad)",
-        "nn.Parameter(held)",
+        "nn.Parameter(sliced, tensor.requires_grad)",
+        "nn.Parameter(sliced)",
         "tests/test_models.py tests/test_ranks.py tests/test_calls.py",
         models="frozen",
     ),
@@ -578,15 +578,15 @@ FAULTS = (
     Fault(
         "norms of slices pass for those of wholes",
         "weights/slice_values.py",
-        "held = reduced(held**order, dist.ReduceOp.SUM, group) ** (1 / order)",
-        "pass",
+        "joined = reduced(stacked**order, dist.ReduceOp.SUM, group) ** (1 / order)",
+        "joined = stacked",
         "tests/test_state.py tests/test_habits.py",
     ),
     Fault(
         "what is computed by elements is no slice any more",
         "weights/slice_values.py",
-        "            return SliceValue.sharing(result, first)\n",
-        "            return result\n",
+        "        return SliceValue.sharing(result, like)\n",
+        "        return result\n",
         "tests/test_habits.py",
     ),
 )

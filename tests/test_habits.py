@@ -384,7 +384,7 @@ REFUSED: dict[str, Habit] = {
     "Linear.reset_parameters() can't be called": lambda m: m[0].reset_parameters(),
     "takes no values of shape (8, 6)": lambda m: m[0].weight.data.copy_(_model()[0].weight.data),
     "takes no values of shape (8, 6) (assigned)": lambda m: setattr(m[0].weight, "data", _model()[0].weight.data),
-    "of another shape than this rank's slice": lambda m: _foreign_state(m),
+    "has another shape than this rank's slice": lambda m: _foreign_state(m),
     "no shallow copy": lambda m: copy.copy(m),
     "can't be replaced": lambda m: torch.ao.quantization.quantize_dynamic(m, {nn.Linear}, inplace=True),
     "can't be pickled": lambda m: torch.save(m, "/dev/null"),

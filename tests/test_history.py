@@ -14,7 +14,7 @@ import torchshard as ts
 import torchshard.distributed as tsd
 from tests.helpers import run_ranks
 from tests.models import MLP
-from torchshard.runtime import history
+from torchshard.runtime import digests
 
 PLAN = {"up": "column", "down": "row"}
 X = torch.randn(6, 12, generator=torch.Generator().manual_seed(0))
@@ -133,8 +133,7 @@ def _loads(odd: bool) -> None:
 
 def _outcomes(rank: int, elsewhere: bool) -> dict[str, str]:
     if elsewhere:  # as if all tensors were on a device that one has to wait for
-        history.is_here = lambda tensor: False  # type: ignore[assignment]
-        ts.runtime.module.is_here = history.is_here
+        digests.is_here = lambda tensor: False  # type: ignore[assignment]
     found = {}
     for name, (fault, _) in FAULTS.items():
         dist.barrier()
@@ -160,8 +159,7 @@ def test_each_fault_is_one_error_on_every_rank(world: int) -> None:
 
 def _on_another_device(rank: int) -> list[str]:
     """Digests that are read a call later, as on a GPU."""
-    history.is_here = lambda tensor: False  # type: ignore[assignment]
-    ts.runtime.module.is_here = history.is_here
+    digests.is_here = lambda tensor: False  # type: ignore[assignment]
     ts.distributed.init_process_group()
     found = []
     for change in (lambda x: x.flip(0), lambda x: x + 1e-3):

@@ -112,12 +112,12 @@ def _faults(rank: int) -> dict[str, tuple[str, str]]:
     found["plan"] = _message(lambda: ts.shard(MLP(), plan, example_inputs=(x,)))
     gpt = ts.shard(GPT(), {"tok": "vocab"})
     torch.manual_seed(rank)
-    found["random stream"] = _message(lambda: gpt(torch.zeros(1, 4, dtype=torch.long)))
-    found["random stream that nothing draws from"] = _message(lambda: gpt.eval()(torch.zeros(1, 4, dtype=torch.long)))
+    found["RNG state"] = _message(lambda: gpt(torch.zeros(1, 4, dtype=torch.long)))
+    found["RNG state that nothing draws from"] = _message(lambda: gpt.eval()(torch.zeros(1, 4, dtype=torch.long)))
     torch.manual_seed(0)
     gpt.train()(torch.zeros(1, 4, dtype=torch.long))
     torch.manual_seed(rank)
-    found["random stream after capture"] = _message(lambda: gpt(torch.zeros(1, 4, dtype=torch.long)))
+    found["RNG state after capture"] = _message(lambda: gpt(torch.zeros(1, 4, dtype=torch.long)))
     found["values after capture"] = _message(lambda: model(torch.ones(5, 12) + rank))
     torch.manual_seed(0)
     y, mlp = torch.randn(4, 12), MLP()
@@ -147,9 +147,9 @@ def test_faults_are_the_same_error_on_every_rank() -> None:
         "shape after capture": ("InputError", "rank 0: f32[5,12]; rank 1: f32[6,12]"),
         "weights": ("DistributedError", "different models"),
         "plan": ("DistributedError", "different programs"),
-        "random stream": ("DistributedError", "random streams differ"),
-        "random stream that nothing draws from": ("", "no error"),
-        "random stream after capture": ("DistributedError", "random streams differ"),
+        "RNG state": ("DistributedError", "RNG states differ"),
+        "RNG state that nothing draws from": ("", "no error"),
+        "RNG state after capture": ("DistributedError", "RNG states differ"),
         "values after capture": ("InputError", "different values"),
         "order of values": ("InputError", "different values"),
         "order of weights": ("DistributedError", "different models"),
@@ -186,7 +186,7 @@ def _shapes_and_modes(rank: int) -> list[int]:
         got = sharded(ids, labels=ids)
         assert set(got) == {"logits", "loss"}
         assert all(torch.allclose(expected[k], got[k], rtol=1e-12, atol=1e-12) for k in expected)
-        counts.append(sum(map(len, sharded._ts_programs.values())))
+        counts.append(len(sharded._ts_graphs))
     with torch.no_grad():
         assert not sharded(ids)["logits"].requires_grad
     return counts

@@ -120,13 +120,13 @@ def pair() -> Iterator[tuple[Any, Any]]:
 def test_what_is_changed_after_sharding_counts(pair: Any, change: str) -> None:
     model, sharded = pair
     before = sharded(X)
-    assert torch.equal(before, model(X)) and sharded._ts_captures == 1
+    assert torch.equal(before, model(X)) and sharded._ts_graphs.captures == 1
     CHANGES[change](sharded)
     if torch.equal(model(X), before):
         CHANGES[change](model)  # it has one of its own
     expected = model(X)
     assert not torch.equal(expected, before) and torch.equal(sharded(X), expected), change
-    assert sharded._ts_captures == 2 and torch.equal(sharded(X), expected) and sharded._ts_captures == 2
+    assert sharded._ts_graphs.captures == 2 and torch.equal(sharded(X), expected) and sharded._ts_graphs.captures == 2
 
 
 def test_a_configuration_is_the_one_that_the_model_was_made_with(pair: Any) -> None:
@@ -134,7 +134,7 @@ def test_a_configuration_is_the_one_that_the_model_was_made_with(pair: Any) -> N
     model.config.scale = 3.0
     assert sharded.config is model.config and torch.equal(sharded(X), model(X))
     model.config.scale = 1.0
-    assert torch.equal(sharded(X), model(X)) and sharded._ts_captures == 2
+    assert torch.equal(sharded(X), model(X)) and sharded._ts_graphs.captures == 2
 
 
 def test_only_own_code_is_followed() -> None:
@@ -160,7 +160,7 @@ def test_an_argument_that_is_a_function_is_known_by_what_it_does() -> None:
     sharded = ts.shard(Applies(), {})
     for factor in (2.0, 3.0, 2.0, 3.0):
         assert torch.equal(sharded(X, lambda x: x * factor), X * factor)  # noqa: B023
-    assert sharded._ts_captures == 2
+    assert sharded._ts_graphs.captures == 2
     ts.distributed.destroy_process_group()
 
 

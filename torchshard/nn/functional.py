@@ -24,7 +24,7 @@ from torchshard.core.layouts import I, Shard, type_text
 from torchshard.distributed.eager import needs_gradient, own_dim, verify_tensor_call, whole_size
 from torchshard.distributed.group import CheckLevel, Group, own_group
 from torchshard.nn.one_op import Piece, convert, run
-from torchshard.runtime.history import is_here, values_digest
+from torchshard.runtime.digests import is_here, values_digest
 
 aten = torch.ops.aten
 REDUCTIONS = {"none": 0, "mean": 1, "sum": 2}

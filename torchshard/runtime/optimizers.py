@@ -1,18 +1,17 @@
-"""Optimizers of sharded models, seen at their steps: those that train nothing, those that ranks step differently.
+"""Observes the steps of optimizers of sharded models, and refuses optimizers that would step slices wrongly.
 
-One hook of PyTorch's, for the steps of all optimizers, is set when a model is first sharded in a process. At each step
-of an optimizer that has parameters of a sharded model, the model counts the step and what the optimizer's settings are;
-the ranks compare that at the model's next call.
+At each step of an optimizer that has parameters of a sharded model, the model counts the step and notes the optimizer's
+settings; the ranks compare both at the model's next call. Before its first step an optimizer is checked: whether its
+steps of slices are the slices of its steps, and whether its state belongs to the slices that it steps.
 """
 
 from __future__ import annotations
 
 import warnings
 import weakref
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Protocol
 
-import torch
 from torch import Tensor, nn
 from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 from torch.utils.weak import WeakIdKeyDictionary
@@ -20,11 +19,14 @@ from torch.utils.weak import WeakIdKeyDictionary
 from torchshard.core.errors import InputError
 from torchshard.weights.parameter import ShardedParameter, support_foreach
 from torchshard.weights.slice_values import check_other_group, watch_slices
-from torchshard.weights.state_slices import PLACE, StateSlice, shown_place
+from torchshard.weights.state_slices import StateSlice, place_of, place_text
+
+OptimizerState = Mapping[str, object]
+"""What an optimizer keeps for one parameter: tensors, such as 'exp_avg', and numbers."""
 
 
-class Steps(Protocol):
-    """A sharded model, as optimizers are to it."""
+class StepCounter(Protocol):
+    """A sharded model, as optimizers see it."""
 
     def note_step(self, settings: str) -> None:
         """An optimizer steps this model's parameters."""
@@ -33,62 +35,94 @@ class Steps(Protocol):
         """The model's parameters."""
 
 
-_sources: Any = WeakIdKeyDictionary()
-"""A parameter of an unsharded model -> a weak reference to the model that was sharded from it."""
-_known: Any = weakref.WeakSet()
-"""The optimizers that were seen before."""
-_hooks: list[Any] = []
+class _StepObserver:
+    """Observes the steps of all optimizers of this process.
+
+    Nobody tells a model which optimizers will get its parameters, and PyTorch's only hooks for optimizers that are made
+    later are those for all of a process. So there is one observer in a process. Its hooks are set when a model is first
+    sharded, and stay: a slice's state may be loaded into an unsharded optimizer when the sharded model is gone. What it
+    remembers, it remembers weakly: no model, parameter or optimizer lives longer for it.
+    """
+
+    def __init__(self) -> None:
+        self._sharded_from = WeakIdKeyDictionary()
+        """A parameter of an unsharded model -> a weak reference to the model that was sharded from it."""
+        self._checked: weakref.WeakSet[Optimizer] = weakref.WeakSet()
+        """The optimizers that have made a step."""
+        self._has_hooks = False
+
+    def observe(self, model: StepCounter, source: nn.Module) -> None:
+        for parameter in source.parameters():
+            self._sharded_from[parameter] = weakref.ref(model)
+        if not self._has_hooks:
+            support_foreach()
+            register_optimizer_step_pre_hook(self._before_step)
+            register_optimizer_step_post_hook(_after_step)
+            self._has_hooks = True
+
+    def _before_step(self, optimizer: Optimizer, args: object, kwargs: object) -> None:
+        parameters = _parameters(optimizer)
+        self._check_trained(optimizer, [p for p in parameters if p in self._sharded_from])
+        slices = [p for p in parameters if isinstance(p, ShardedParameter)]
+        if optimizer not in self._checked:
+            self._checked.add(optimizer)
+            _before_first_step(optimizer, slices) if slices else _check_unsharded(optimizer)
+        if not slices:
+            return
+        settings = f"{type(optimizer).__name__} {[_settings(group) for group in optimizer.param_groups]}"
+        models = {id(model): model for model in (p.owner() for p in slices) if model is not None}
+        for model in models.values():
+            model.note_step(settings)
+        if type(optimizer).__module__.startswith("torch.optim."):
+            watch_slices(False)
+
+    def _check_trained(self, optimizer: Optimizer, stale: Sequence[Tensor]) -> None:
+        """Refuses an optimizer of parameters whose model was sharded since: they get no gradients.
+
+        Only once the sharded model has gradients is it sure that the user trains that one, and not the unsharded one.
+        """
+        if not stale or any(p.grad is not None and bool(p.grad.any()) for p in stale):
+            return
+        references = (self._sharded_from[p] for p in stale)
+        models = [model for model in (reference() for reference in references) if model is not None]
+        if any(p.grad is not None for model in models[:1] for p in model.parameters()):
+            raise InputError(
+                f"{type(optimizer).__name__} has the parameters of the unsharded model, which get no gradients",
+                where=f"{type(optimizer).__name__}.step(), {len(stale)} parameters",
+                why="it was made before ts.shard, which makes parameters of its own: the sharded model would never "
+                "train",
+                attempt="optimizer = AdamW(sharded.parameters(), ...), after ts.shard",
+            )
 
 
-def watch(model: Steps, source: nn.Module) -> None:
-    """From now on steps of optimizers that hold parameters of a sharded model, or of its source, are seen."""
-    for parameter in source.parameters():
-        _sources[parameter] = weakref.ref(model)
-    if not _hooks:
-        support_foreach()
-        _hooks.append(register_optimizer_step_pre_hook(_before_step))
-        _hooks.append(register_optimizer_step_post_hook(lambda *ignored: watch_slices(True)))
+_OBSERVER = _StepObserver()
 
 
-def _before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-    parameters = [p for group in optimizer.param_groups for p in group["params"]]
-    _check_trained(optimizer, [p for p in parameters if p in _sources])
-    sharded = [p for p in parameters if isinstance(p, ShardedParameter)]
-    if optimizer not in _known:
-        _known.add(optimizer)
-        _meet(optimizer, parameters) if sharded else _check_unsharded(optimizer)
-    if not sharded:
-        return
-    models = {id(model): model for model in (p.owner() for p in sharded) if model is not None}
-    settings = f"{type(optimizer).__name__} {[_settings(group) for group in optimizer.param_groups]}"
-    for model in models.values():
-        model.note_step(settings)
-    if type(optimizer).__module__.startswith("torch.optim."):
-        watch_slices(False)
+def observe_steps(model: StepCounter, source: nn.Module) -> None:
+    """From now on steps of optimizers that have parameters of a sharded model, or of its source, are observed."""
+    _OBSERVER.observe(model, source)
 
 
-def _settings(group: dict[str, Any]) -> dict[str, Any]:
-    """What an optimizer's group says, as it is the same on every rank."""
-    held = {name: value for name, value in group.items() if name != "params"}
-    return {
-        name: value.item() if isinstance(value, Tensor) and value.device.type == "cpu" and value.numel() == 1 else value
-        for name, value in held.items()
-        if not isinstance(value, Tensor) or value.device.type == "cpu"
-    }
+def _after_step(optimizer: Optimizer, args: object, kwargs: object) -> None:
+    watch_slices(True)
 
 
-def _check_trained(optimizer: Optimizer, stale: list[Tensor]) -> None:
-    """The parameters of a model that was sharded since get no gradients: an optimizer of them trains nothing."""
-    if not stale or any(p.grad is not None and bool(p.grad.any()) for p in stale):
-        return
-    models = [model for model in (_sources[p]() for p in stale) if model is not None]
-    if any(p.grad is not None for model in models[:1] for p in model.parameters()):
-        raise InputError(
-            f"{type(optimizer).__name__} has the parameters of the unsharded model, which get no gradients",
-            where=f"{type(optimizer).__name__}.step(), {len(stale)} parameters",
-            why="it was made before ts.shard, which makes parameters of its own: the sharded model would never train",
-            attempt="optimizer = AdamW(sharded.parameters(), ...), after ts.shard",
-        )
+def _parameters(optimizer: Optimizer) -> list[Tensor]:
+    return [p for group in optimizer.param_groups for p in group["params"]]
+
+
+def _settings(group: Mapping[str, object]) -> dict[str, object]:
+    """The settings of an optimizer's group, in a form that is the same on every rank.
+
+    Tensors on other devices are left out, for reading one would wait for its device.
+    """
+    settings: dict[str, object] = {}
+    for name, value in group.items():
+        if name == "params" or (isinstance(value, Tensor) and value.device.type != "cpu"):
+            continue
+        is_number = isinstance(value, Tensor) and value.numel() == 1
+        settings[name] = value.item() if isinstance(value, Tensor) and is_number else value
+    return settings
 
 
 _BY_ELEMENT = frozenset([
@@ -103,14 +137,14 @@ _BY_TENSOR = frozenset([
 """Optimizers that look at a whole matrix, or at the whole model."""
 
 
-def _stepping(optimizer: Optimizer) -> str:
-    """The class whose `step` an optimizer has."""
+def _class_of_step(optimizer: Optimizer) -> str:
+    """The name of the class whose `step` an optimizer has: a subclass that only changes defaults steps as its base."""
     return type(optimizer).step.__qualname__.rpartition(".step")[0].rpartition(".")[2]
 
 
-def _check_kind(optimizer: Optimizer) -> None:
-    """Refuses an optimizer whose steps of slices are other steps; warns of one that is not known."""
-    names = [kind.__name__ for kind in type(optimizer).__mro__]
+def _check_class(optimizer: Optimizer) -> None:
+    """Refuses an optimizer that steps a slice differently than the whole; warns of one that is not known."""
+    names = [cls.__name__ for cls in type(optimizer).__mro__]
     if any(name in _BY_TENSOR for name in names):
         raise InputError(
             f"{names[0]} can't step slices of parameters",
@@ -119,7 +153,7 @@ def _check_kind(optimizer: Optimizer) -> None:
             attempt="an optimizer that treats each element by itself: SGD, AdamW, ...; or keep those parameters whole "
             "with a plan of 'replicate' and give it these alone",
         )
-    if _stepping(optimizer) not in _BY_ELEMENT:
+    if _class_of_step(optimizer) not in _BY_ELEMENT:
         warnings.warn(
             f"{names[0]} is not known here: it steps a sharded model as the unsharded one if it treats each element by "
             "itself, as AdamW does, and not if it looks at whole matrices or norms, as Muon and LAMB do",
@@ -127,68 +161,68 @@ def _check_kind(optimizer: Optimizer) -> None:
         )
 
 
-def _meet(optimizer: Optimizer, parameters: list[Tensor]) -> None:
-    """Before the first step of an optimizer with slices: what it may not be, what it was loaded with, what it saves."""
+def _before_first_step(optimizer: Optimizer, slices: Sequence[ShardedParameter]) -> None:
+    """Checks an optimizer of slices, and has the state dicts that it loads and saves checked and marked from now on."""
     if type(optimizer).__name__ == "ZeroRedundancyOptimizer":
-        group = next(p.group for p in parameters if isinstance(p, ShardedParameter))
-        check_other_group(getattr(optimizer, "process_group", None), group, "ZeroRedundancyOptimizer")
-    if any(isinstance(p, ShardedParameter) and p.is_split for p in parameters):
-        _check_kind(optimizer)
-    _check_all_loaded(optimizer)
-    optimizer.register_load_state_dict_post_hook(_check_all_loaded)
+        check_other_group(getattr(optimizer, "process_group", None), slices[0].group, "ZeroRedundancyOptimizer")
+    if any(p.is_split for p in slices):
+        _check_class(optimizer)
+    _check_states(optimizer)
+    optimizer.register_load_state_dict_post_hook(_check_states)
     optimizer.register_state_dict_post_hook(_with_places)
 
 
 def _check_unsharded(optimizer: Optimizer) -> None:
     for parameter, state in optimizer.state.items():
-        place = next((p for p in (getattr(value, PLACE, None) for value in state.values()) if p), None)
+        place = next(filter(None, map(place_of, state.values())), None)
         if place is not None:
             raise InputError(
-                f"the optimizer of an unsharded model was given a slice's state, {shown_place(place)} of {place[0]!r}",
+                f"the optimizer of an unsharded model was given a slice's state, {place_text(place)} of {place[0]!r}",
                 where="optimizer.load_state_dict",
                 why=f"the parameter has shape {tuple(parameter.shape)}",
                 attempt="a state dict of an unsharded model's optimizer; states of slices can't be joined yet",
             )
 
 
-def _check_all_loaded(optimizer: Optimizer) -> None:
-    by_element = _stepping(optimizer) in _BY_ELEMENT
-    for parameter in (p for group in optimizer.param_groups for p in group["params"]):
-        _check_loaded(parameter, optimizer.state.get(parameter, {}), by_element=by_element)
+def _check_states(optimizer: Optimizer) -> None:
+    by_element = _class_of_step(optimizer) in _BY_ELEMENT
+    for parameter in _parameters(optimizer):
+        if isinstance(parameter, ShardedParameter):
+            _check_state(parameter, optimizer.state.get(parameter, {}), by_element=by_element)
 
 
-def _check_loaded(parameter: Tensor, state: dict[str, Any], *, by_element: bool) -> None:
-    if not isinstance(parameter, ShardedParameter):
-        return
+def _check_state(parameter: ShardedParameter, state: OptimizerState, *, by_element: bool) -> None:
     own = parameter.place
     for name, value in state.items():
-        place = getattr(value, PLACE, None)
+        place = place_of(value)
+        # The name may differ, as when the model is now a part of another one: the rest decides.
         if place is not None and tuple(place[1:]) != own[1:]:
             raise InputError(
                 f"the optimizer's {name} of {parameter.path!r} is another slice's",
                 where="optimizer.load_state_dict",
-                why=f"given: {shown_place(place)}; wanted: {shown_place(own)}",
+                why=f"given: {place_text(place)}; wanted: {place_text(own)}",
                 attempt="the optimizer's state dict that this rank saved, of the same plan on as many ranks",
             )
         if by_element and isinstance(value, Tensor) and value.ndim and value.shape != parameter.shape:
             raise InputError(
-                f"the optimizer's {name} of {parameter.path!r} is of another shape than this rank's slice",
+                f"the optimizer's {name} of {parameter.path!r} has another shape than this rank's slice",
                 where="optimizer.load_state_dict",
-                why=f"given: {tuple(value.shape)}; wanted: {tuple(parameter.shape)}, {shown_place(own)}",
+                why=f"given: {tuple(value.shape)}; wanted: {tuple(parameter.shape)}, {place_text(own)}",
                 attempt="the optimizer's state dict that this rank saved; an unsharded model's can't be split yet",
             )
 
 
 def _with_places(optimizer: Optimizer, state_dict: dict[str, Any]) -> dict[str, Any]:
-    """The optimizer's state dict, whose tensors of a slice's shape say what they are slices of."""
-    parameters = [p for group in optimizer.param_groups for p in group["params"]]
-    held = dict(state_dict["state"])
-    for index, state in held.items():
+    """The optimizer's state dict, in which tensors of a slice's shape know what they are slices of."""
+    parameters = _parameters(optimizer)
+    states = dict(state_dict["state"])
+    for index, state in states.items():
         parameter = parameters[index] if isinstance(index, int) and index < len(parameters) else None
         if isinstance(parameter, ShardedParameter) and parameter.is_split:
-            shape, place = parameter.shape, parameter.place
-            held[index] = {
-                name: StateSlice.of(v, place) if isinstance(v, torch.Tensor) and v.shape == shape else v
-                for name, v in state.items()
-            }
-    return {**state_dict, "state": held}
+            states[index] = {name: _with_place(value, parameter) for name, value in state.items()}
+    return {**state_dict, "state": states}
+
+
+def _with_place(value: object, parameter: ShardedParameter) -> object:
+    is_slice = isinstance(value, Tensor) and value.shape == parameter.shape
+    return StateSlice.of(value, parameter.place) if isinstance(value, Tensor) and is_slice else value

@@ -1,16 +1,19 @@
-"""What a sharded model holds: the slices of parameters and buffers under the unsharded names, and their layouts."""
+"""The parameters and buffers of a sharded model: this rank's slices under the unsharded names, and their layouts.
+
+`State` keeps them consistent with what users do to a module's tensors (move, cast, replace, load, copy), and holds the
+unsharded model without memory, from which graphs are captured.
+"""
 
 from __future__ import annotations
 
 import copy
 import operator
 import weakref
-from collections.abc import Mapping, Sequence
-from typing import Any, Self, cast
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NoReturn, Self, cast
 
 import torch
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import is_fake
 
 from torchshard.capture import model_without_storage, shared_names, without_storage
 from torchshard.core.errors import DistributedError, InputError
@@ -19,12 +22,12 @@ from torchshard.core.layouts import I, Layout, Shard, parts_of, split
 from torchshard.distributed.consistency import run_on_all_ranks, verify_equal
 from torchshard.distributed.group import Group
 from torchshard.distributed.kernels import convert
-from torchshard.ir.listing import value_text
-from torchshard.runtime.history import are_distinct
+from torchshard.runtime.compiled import GraphCache
+from torchshard.runtime.digests import are_distinct, describe_content
 from torchshard.runtime.submodule import ShardedSubmodule
 from torchshard.weights.materialize import local_state
 from torchshard.weights.parameter import ShardedParameter
-from torchshard.weights.state_slices import PLACE, Place, StateSlice, refuse_checkpointing, shown_place
+from torchshard.weights.state_slices import Place, StateSlice, place_of, place_text, refuse_checkpointing
 
 
 class State(ShardedSubmodule):
@@ -34,19 +37,21 @@ class State(ShardedSubmodule):
         super().__init__(model_without_storage(model))
         self._ts_group = group
         self._ts_layouts: dict[str, Layout] = dict(layouts)
-        self._ts_fixed = False
+        self._ts_fixed = False  # whether a graph has fixed the layouts
         self._ts_names = shared_names(self.source)
-        self._ts_made: dict[str, ShardedParameter] = {}
+        self._ts_parameters: dict[str, ShardedParameter] = {}
         self._ts_distinct: dict[str, bool] = {}
-        self._ts_uninitialized: dict[str, tuple[int, int]] = {}
+        self._ts_uninitialized: dict[str, tuple[int, int]] = {}  # name -> (version, sample) as `to_empty` left them
+        self._ts_graphs = GraphCache()
         self._register(local_state(model, layouts, group.coordinate), model)
         for module in self.modules():
             cast(ShardedSubmodule, module).fix_names()
-        self._note()
+        self._read_tensors()
         self._own_parameters()
         self.register_load_state_dict_pre_hook(_check_slices)
 
     def _register(self, state: Mapping[str, Tensor], model: nn.Module) -> None:
+        """Makes the submodules, and puts this rank's tensors into them."""
         for path, _ in self.source.named_modules(remove_duplicate=False):
             self._submodule(path)
         persistent = set(model.state_dict())
@@ -60,30 +65,36 @@ class State(ShardedSubmodule):
                     module._non_persistent_buffers_set.add(leaf)
 
     def _note_distinct(self, whole: Mapping[str, Tensor]) -> None:
-        """Of which parameters the ranks' slices differ, as their wholes tell."""
-        found = {n: are_distinct(t, self._ts_layouts.get(n, I), self._ts_group.size) for n, t in whole.items()}
-        self._ts_distinct, self._ts_watched = {**self._ts_distinct, **found}, False
+        """Notes of which parameters the ranks' slices differ, so that equal slices later on are an error."""
+        world = self._ts_group.size
+        for name, tensor in whole.items():
+            self._ts_distinct[name] = are_distinct(tensor, self._ts_layouts.get(name, I), world)
+        self._ts_watched = False
 
     def _parameter(self, name: str, tensor: Tensor) -> ShardedParameter:
-        """The parameter of that name, which has several where it is tied, with this memory."""
-        held = self._ts_made.get(name)
-        if held is None or held.untyped_storage()._cdata != tensor.untyped_storage()._cdata:
-            held = ShardedParameter.of(tensor, self._ts_layouts.get(name, I), self._ts_group, name, self)
-            held.grad = tensor.grad
-            self._ts_made[name] = held
-        return held
+        """The parameter with this first name and this memory; tied names get the same object."""
+        parameter = self._ts_parameters.get(name)
+        if parameter is None or parameter.untyped_storage()._cdata != tensor.untyped_storage()._cdata:
+            parameter = ShardedParameter.of(tensor, self._ts_layouts.get(name, I), self._ts_group, name, self)
+            parameter.grad = tensor.grad
+            self._ts_parameters[name] = parameter
+        return parameter
 
     def _own_parameters(self) -> None:
-        """Parameters that PyTorch has made anew (by `cuda()`, a copy) become this model's own again."""
+        """Marks all parameters as this model's: PyTorch makes new ones in `cuda()` and in a copy."""
         for name, names in self._ts_names.items():
-            holder, leaf = _slot(*self._owner(name))
-            if isinstance(held := holder[leaf], ShardedParameter):
-                held.sharding, held.owner = self._ts_layouts.get(names[0], I), weakref.ref(self)
-            elif isinstance(held, nn.Parameter):
-                holder[leaf] = self._parameter(names[0], held)
+            entries, leaf = _slot(*self._owner(name))
+            parameter = entries[leaf]
+            if isinstance(parameter, ShardedParameter):
+                parameter.sharding, parameter.owner = self._ts_layouts.get(names[0], I), weakref.ref(self)
+            elif isinstance(parameter, nn.Parameter):
+                entries[leaf] = self._parameter(names[0], parameter)
 
     def _submodule(self, path: str) -> ShardedSubmodule:
-        """By the dicts of submodules, for names such as `plan` and `group` are attributes of ours besides."""
+        """The submodule at a path, made if it is missing.
+
+        It is found in the dicts of submodules: the attributes `plan` and `group` of this class may hide a submodule.
+        """
         module: ShardedSubmodule = self
         for part in path.split(".") if path else ():
             if part not in module._modules:
@@ -92,99 +103,114 @@ class State(ShardedSubmodule):
         return module
 
     def _owner(self, name: str) -> tuple[ShardedSubmodule, str]:
+        """The submodule that has a parameter or buffer, and the last part of the name."""
         path, _, leaf = name.rpartition(".")
         return self._submodule(path), leaf
 
     def _source_tensor(self, name: str) -> Tensor:
+        """The unsharded model's parameter or buffer, without memory."""
         module, leaf = self._owner(name)
-        held: Tensor = getattr(module.source, leaf)
-        return held
+        tensor: Tensor = getattr(module.source, leaf)
+        return tensor
 
     # --- following what the user does to parameters ------------------------------------------------------------------
 
-    def _note(self) -> None:
-        """The source for captures follows the parameters' dtype and device; graphs captured before are void."""
+    def _read_tensors(self) -> None:
+        """Reads the tensors from the submodules; the source follows their dtype and device, and old graphs are void."""
         self._ts_slots = {name: _slot(*self._owner(name)) for name in self._ts_names}
-        self._ts_tensors: dict[str, Tensor] = {name: holder[leaf] for name, (holder, leaf) in self._ts_slots.items()}
+        self._ts_tensors = {name: cast(Tensor, entries[leaf]) for name, (entries, leaf) in self._ts_slots.items()}
         for names in dict.fromkeys(self._ts_names.values()):
-            held, source = self._ts_tensors[names[0]], self._source_tensor(names[0])
-            if (held.dtype, held.device) != (source.dtype, source.device):
-                moved = without_storage(source, dtype=held.dtype, device=held.device)
+            tensor, source = self._ts_tensors[names[0]], self._source_tensor(names[0])
+            if (tensor.dtype, tensor.device) != (source.dtype, source.device):
+                moved = without_storage(source, dtype=tensor.dtype, device=tensor.device)
                 for name in names:
                     module, leaf = self._owner(name)
                     _slot(module.source, leaf)[0][leaf] = moved
-        self._ts_programs: dict[Any, list[Any]] = {}
+        self._ts_graphs.clear()
         self._ts_watched = False
         self._ts_source_modules = tuple(self.source.modules())
         self._ts_fitting_devices: set[tuple[torch.device, ...]] = set()
 
     def _follow(self) -> None:
-        """Takes over tensors that the user has put in the place of others since the last call.
+        """Takes over tensors with which the user has replaced others since the last call.
 
         Raises:
             InputError: one has another shape than this rank's slice, or a tied one was replaced alone.
         """
-        now: dict[str, Any] = {name: holder.get(leaf) for name, (holder, leaf) in self._ts_slots.items()}
-        if all(map(operator.is_, now.values(), self._ts_tensors.values())):
+        current = {name: entries.get(leaf) for name, (entries, leaf) in self._ts_slots.items()}
+        if all(map(operator.is_, current.values(), self._ts_tensors.values())):
             return
         for name, before in self._ts_tensors.items():
-            self._check_replaced(name, before, now[name], now[self._ts_names[name][0]])
-        same_kind = all((now[n].dtype, now[n].device) == (t.dtype, t.device) for n, t in self._ts_tensors.items())
-        self._ts_tensors = now
-        if not same_kind:
-            self._note()
+            self._check_replaced(name, before, current[name], current[self._ts_names[name][0]])
+        tensors = cast(dict[str, Tensor], current)
+        moved = any((tensors[n].dtype, tensors[n].device) != (t.dtype, t.device) for n, t in self._ts_tensors.items())
+        self._ts_tensors = tensors
+        if moved:
+            self._read_tensors()
 
-    def _check_replaced(self, name: str, before: Tensor, now: Any, first: Any) -> None:
-        if now is first and isinstance(now, Tensor) and now.shape == before.shape:
+    def _check_replaced(self, name: str, before: Tensor, current: object, first: object) -> None:
+        """Checks what now has a name; `first` is what has the first name of the same tensor."""
+        if current is first and isinstance(current, Tensor) and current.shape == before.shape:
             return
-        held = tuple(now.shape) if isinstance(now, Tensor) else now
+        if current is first:
+            shape = tuple(current.shape) if isinstance(current, Tensor) else current
+            why = f"this rank's slice has shape {tuple(before.shape)}, the new value {shape}"
+        else:
+            why = f"it is tied to {self._ts_names[name][0]!r}, which holds another tensor now"
         raise InputError(
-            f"{name!r} was replaced by what does not fit",
+            f"{name!r} was replaced by an incompatible tensor",
             where=f"parameter or buffer {name!r}",
-            why=f"this rank's slice has shape {tuple(before.shape)}, it now holds {held}"
-            if now is first
-            else f"it is one with {self._ts_names[name][0]!r}, which holds another now",
+            why=why,
             attempt="a slice of the same shape, under all its names; or load_full_state_dict",
         )
 
-    def _apply(self, fn: Any, recurse: bool = True) -> Self:
-        """Moves and casts (`.to`, `.cuda`, `.double`, `.to_empty`): graphs are captured anew for what comes of them."""
-        meta = [name for name, tensor in self._ts_tensors.items() if tensor.is_meta]
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
+        """Moves and casts (`.to`, `.cuda`, `.double`, `.to_empty`); later calls capture graphs for the new tensors."""
+        were_meta = [name for name, tensor in self._ts_tensors.items() if tensor.is_meta]
         super()._apply(fn, recurse)
         self._own_parameters()
-        self._note()
-        made = {name: self._ts_tensors[name] for name in meta if not self._ts_tensors[name].is_meta}
-        self._ts_uninitialized |= {name: (tensor._version, _sample(tensor)) for name, tensor in made.items()}
-        for tensor in made.values():
-            tensor.touched = False  # type: ignore[attr-defined]
+        self._read_tensors()
+        for name in were_meta:
+            tensor = self._ts_tensors[name]
+            if not tensor.is_meta:
+                self._ts_uninitialized[name] = (tensor._version, _sample(tensor))
+                tensor.touched = False  # type: ignore[attr-defined]
         return self
 
     def check_initialized(self) -> None:
-        """Parameters and buffers hold what somebody has put there.
+        """Checks that somebody has written the parameters and buffers.
 
         Raises:
             InputError: some have no memory, or memory that nobody has written since `to_empty`.
         """
-        empty = [name for name, tensor in self._ts_tensors.items() if tensor.is_meta]
+        without_memory = [name for name, tensor in self._ts_tensors.items() if tensor.is_meta]
+        self._forget_written()
+        if without_memory:
+            raise InputError(
+                f"{len(without_memory)} parameters and buffers have no memory",
+                where=_first_names(without_memory),
+                why="the model is on the meta device",
+                attempt="shard a model that has its weights",
+            )
+        if self._ts_uninitialized:
+            names = list(self._ts_uninitialized)
+            raise InputError(
+                f"{len(names)} parameters and buffers hold uninitialised memory",
+                where=_first_names(names),
+                why="they were on the meta device, and no state dict that was loaded since to_empty() has them; "
+                "buffers that a constructor computes are in none",
+                attempt=f"with torch.no_grad(): model.{names[0]}.copy_(...); or shard a model that has its weights",
+            )
+
+    def _forget_written(self) -> None:
+        """Drops the tensors that were written since `to_empty` from the uninitialised ones.
+
+        A write through `.data` leaves the version as it is, so taking `.data`, or other values in a sample, count too.
+        """
         for name, (version, sample) in list(self._ts_uninitialized.items()):
             tensor = self._ts_tensors[name]
-            touched = getattr(tensor, "touched", False) or tensor._version != version or _sample(tensor) != sample
-            if touched:
+            if getattr(tensor, "touched", False) or tensor._version != version or _sample(tensor) != sample:
                 del self._ts_uninitialized[name]
-        if empty or self._ts_uninitialized:
-            wrong = empty or list(self._ts_uninitialized)
-            written = f"with torch.no_grad(): model.{wrong[0]}.copy_(...)"
-            raise InputError(
-                f"{len(wrong)} parameters and buffers {'have no memory' if empty else 'hold uninitialised memory'}",
-                where=", ".join(wrong[:5]) + (", ..." if len(wrong) > 5 else ""),
-                why="the model is on the meta device"
-                if empty
-                else "they were on the meta device, and no state dict "
-                "that was loaded since to_empty() has them; buffers that a constructor computes are in none",
-                attempt="shard a model that has its weights"
-                if empty
-                else f"{written}; or shard a model that has its weights",
-            )
 
     # --- layouts -----------------------------------------------------------------------------------------------------
 
@@ -198,14 +224,15 @@ class State(ShardedSubmodule):
         """The layout of each parameter and buffer, by its first name."""
         return dict(self._ts_layouts)
 
-    @torch.inference_mode(False)
+    @torch.inference_mode(False)  # a tensor that is made in inference mode could never be trained
     def _fix_layouts(self, layouts: Mapping[str, Layout]) -> None:
-        """The first graph says how parameters lie; those that were split otherwise until now are split anew."""
+        """Splits the parameters as the first graph needs them; later graphs are planned for these layouts."""
         for name, layout in layouts.items():
-            have, tensor = self._ts_layouts.get(name, I), self._ts_tensors[name]
-            if have != layout:
-                whole = self._whole(tensor.detach(), have, name)
+            before, tensor = self._ts_layouts.get(name, I), self._ts_tensors[name]
+            if before != layout:
+                whole = self._whole(tensor.detach(), before, name)
                 sliced = split(whole, layout, self._ts_group.rank, self._ts_group.size)
+                # Through `.data`: optimizers may hold the parameter already, and go on with the same object.
                 tensor.data = sliced.clone(memory_format=torch.contiguous_format)
                 self._ts_distinct[name] = are_distinct(whole, layout, self._ts_group.size)
             self._ts_layouts[name] = layout
@@ -213,6 +240,7 @@ class State(ShardedSubmodule):
         self._ts_fixed, self._ts_watched = True, False
 
     def _whole(self, tensor: Tensor, layout: Layout, name: str) -> Tensor:
+        """The whole of a slice, gathered from all ranks; a whole tensor as it is."""
         if not isinstance(layout, Shard):
             return tensor
         if tensor.is_meta:
@@ -229,31 +257,34 @@ class State(ShardedSubmodule):
             InputError: PyTorch's distributed checkpointing asks for it, which would take slices for whole tensors.
         """
         refuse_checkpointing()
-        held = super().state_dict(*args, **kwargs)
+        state = super().state_dict(*args, **kwargs)
         prefix = kwargs.get("prefix", "")
         for name in self._ts_layouts if not kwargs.get("keep_vars") else ():
             for tied in self._ts_names[name]:
-                if isinstance(self._ts_layouts[name], Shard) and prefix + tied in held:
-                    held[prefix + tied] = StateSlice.of(held[prefix + tied], self._place(name))
-        return held
+                if isinstance(self._ts_layouts[name], Shard) and prefix + tied in state:
+                    state[prefix + tied] = StateSlice.of(state[prefix + tied], self._place(name))
+        return state
 
     def _place(self, name: str) -> Place:
         return name, str(self._ts_layouts.get(name, I)), self._ts_group.rank, self._ts_group.size
 
     def _check_slice(self, name: str, tensor: Tensor) -> None:
         """Raises InputError for the slice of another rank, number of ranks or plan, and for whole tensors."""
-        own, place = self._place(self._ts_names[name][0]), getattr(tensor, PLACE, None)
-        held = self._ts_tensors[name].shape
-        if tensor.shape == held if place is None else tuple(place[1:]) == own[1:]:
+        own, place = self._place(self._ts_names[name][0]), place_of(tensor)
+        shape = self._ts_tensors[name].shape
+        fits = tensor.shape == shape if place is None else tuple(place[1:]) == own[1:]
+        if fits:
             return
-        whole = place is None and tensor.shape == self._source_tensor(name).shape
-        given = f"{tuple(tensor.shape)}" if place is None else shown_place(place)
+        is_whole = place is None and tensor.shape == self._source_tensor(name).shape
         advice = "load_full_state_dict, which takes whole tensors on every rank"
+        if not is_whole:
+            advice = f"the state dict that this rank saved; between numbers of ranks {advice}"
+        given = f"{tuple(tensor.shape)}" if place is None else place_text(place)
         raise InputError(
-            f"the state dict has {'the whole of' if whole else 'another slice of'} {name!r}",
+            f"the state dict has {'the whole of' if is_whole else 'another slice of'} {name!r}",
             where="load_state_dict",
-            why=f"given: {given}; wanted: {tuple(held)}, {shown_place(own)}",
-            attempt=advice if whole else f"the state dict that this rank saved; between numbers of ranks {advice}",
+            why=f"given: {given}; wanted: {tuple(shape)}, {place_text(own)}",
+            attempt=advice,
         )
 
     def full_state_dict(self) -> dict[str, Tensor]:
@@ -278,7 +309,7 @@ class State(ShardedSubmodule):
         names = dict.fromkeys(super().state_dict())
         shapes = {name: self._source_tensor(name).shape for name in names}
         run_on_all_ranks(self._ts_group, lambda: check_full_state(state, shapes), InputError, what)
-        facts = {name: content(tensor) for name, tensor in state.items()}
+        facts = {name: describe_content(tensor) for name, tensor in state.items()}
         what = "the ranks load different state dicts"
         verify_equal(self._ts_group, facts, DistributedError, what)
         self._follow()
@@ -290,20 +321,19 @@ class State(ShardedSubmodule):
 
     # --- copies ------------------------------------------------------------------------------------------------------
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> Self:
-        """A copy with parameters of its own, in the same group; it captures its graphs anew."""
+    def __deepcopy__(self, memo: dict[int, object]) -> Self:
+        """A copy with parameters of its own, in the same group; it captures graphs of its own."""
         source = self.source
         memo.update({id(t): without_storage(t) for t in (*source.parameters(), *source.buffers())})
         memo[id(self._ts_group)] = self._ts_group
-        memo[id(self._ts_programs)] = {}
-        made = type(self).__new__(type(self))
-        memo[id(self)] = made
-        made.__dict__.update(copy.deepcopy(self.__dict__, memo))
-        made._own_parameters()
-        made._note()
-        return made
+        copied = type(self).__new__(type(self))
+        memo[id(self)] = copied
+        copied.__dict__.update(copy.deepcopy(self.__dict__, memo))
+        copied._own_parameters()
+        copied._read_tensors()
+        return copied
 
-    def __reduce_ex__(self, protocol: Any) -> Any:
+    def __reduce_ex__(self, protocol: object) -> NoReturn:
         raise InputError(
             "a sharded model can't be pickled",
             where="ShardedModule",
@@ -312,18 +342,15 @@ class State(ShardedSubmodule):
         )
 
 
-def _check_slices(model: State, state: Mapping[str, Any], prefix: str, *rest: Any) -> None:
-    """Before a state dict is loaded, into the model itself or as a part of another."""
+def _check_slices(model: State, state: Mapping[str, object], prefix: str, *others: object) -> None:
+    """A hook before a state dict is loaded, into the model itself or into another of which it is a part."""
     for name, tensor in state.items():
         if name.startswith(prefix) and name[len(prefix) :] in model._ts_names and isinstance(tensor, Tensor):
             model._check_slice(name[len(prefix) :], tensor)
 
 
-def content(tensor: Tensor) -> str:
-    """Shape, dtype and a hash of the values."""
-    if tensor.is_meta or is_fake(tensor) or not tensor.numel():
-        return value_text(tensor)
-    return f"{value_text(tensor)} with hash {hash_tensor(tensor):x}"
+def _first_names(names: Sequence[str]) -> str:
+    return ", ".join(names[:5]) + (", ..." if len(names) > 5 else "")
 
 
 def _sample(tensor: Tensor) -> int:
@@ -333,19 +360,24 @@ def _sample(tensor: Tensor) -> int:
 
 
 def check_full_state(state: Mapping[str, Tensor], shapes: Mapping[str, Sequence[int]]) -> None:
-    """Raises InputError unless a state dict has just these names with these shapes, those of the unsharded model."""
+    """Checks that a state dict has just these names with these shapes, those of the unsharded model.
+
+    Raises:
+        InputError: a name is missing or unknown, or a shape differs.
+    """
     for name in [*shapes, *state]:
-        if name in shapes and name in state and tuple(state[name].shape) == tuple(shapes[name]):
-            continue
-        raise InputError(
-            f"the state dict does not fit at {name!r}",
-            where="load_full_state_dict",
-            why=f"given: {tuple(state[name].shape) if name in state else 'missing'}; the unsharded model has "
-            f"{tuple(shapes[name]) if name in shapes else 'no such tensor'}",
-            attempt="a state dict of the unsharded model; load_state_dict takes this rank's slices",
-        )
+        given = tuple(state[name].shape) if name in state else "missing"
+        expected = tuple(shapes[name]) if name in shapes else "no such tensor"
+        if given != expected:
+            raise InputError(
+                f"the state dict does not fit at {name!r}",
+                where="load_full_state_dict",
+                why=f"given: {given}; the unsharded model has {expected}",
+                attempt="a state dict of the unsharded model; load_state_dict takes this rank's slices",
+            )
 
 
-def _slot(module: nn.Module, leaf: str) -> tuple[dict[str, Any], str]:
+def _slot(module: nn.Module, leaf: str) -> tuple[dict[str, Tensor | None], str]:
     """The dict of a module that holds a parameter or buffer, and its key there."""
-    return (module._parameters if leaf in module._parameters else module._buffers), leaf
+    entries = module._parameters if leaf in module._parameters else module._buffers
+    return cast(dict[str, Tensor | None], entries), leaf

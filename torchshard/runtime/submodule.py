@@ -1,8 +1,8 @@
 """The submodules of a sharded model: each holds this rank's slices under the names of an unsharded module's parameters.
 
-Each is an instance of a class made for it, a subclass of `ShardedSubmodule` and of the unsharded module's class (as
-`torch.distributed.fsdp.fully_shard` makes `FSDPLinear`): loops over `modules()` that look for a kind of layer by
-`isinstance` go on working. It can't be called, nor can its methods, for a part alone would compute on slices.
+Each is an instance of a class of its own, a subclass of `ShardedSubmodule` and of the unsharded module's class (as
+`torch.distributed.fsdp.fully_shard` makes `FSDPLinear`), so that loops over `modules()` which look for layers by
+`isinstance` still work. Neither it nor its methods can be called: a part of the model would compute with slices.
 """
 
 from __future__ import annotations
@@ -11,9 +11,9 @@ import copy
 import functools
 import inspect
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, ItemsView, Iterator, KeysView, Mapping, ValuesView
 from types import FunctionType
-from typing import Any, NoReturn, Self, cast
+from typing import Any, Literal, NoReturn, Protocol, Self, TypeVar, cast
 
 from torch import nn
 
@@ -21,11 +21,18 @@ from torchshard.core.errors import InputError
 from torchshard.weights.parameter import ShardedParameter
 
 OWN = "_ts_"
-"""How the names of attributes of ours begin, so that a user's model may have any."""
+"""The prefix of this library's attributes: a user's model may have attributes of any other name."""
+V = TypeVar("V")
+
+
+class _HasSource(Protocol):
+    @property
+    def source(self) -> nn.Module:
+        """The unsharded module."""
 
 
 class _EqualToItsSource(type):
-    """The classes of submodules: equal to the class that each was made for, for loops with `type(m) == nn.Linear`."""
+    """The metaclass of submodules' classes, each equal to its source's class: `type(m) == nn.Linear` stays true."""
 
     made_for: type | None = None
 
@@ -39,29 +46,31 @@ class _EqualToItsSource(type):
 class ShardedSubmodule(nn.Module, metaclass=_EqualToItsSource):
     """Stands for one module of the unsharded model."""
 
-    def __new__(cls, *args: Any) -> Self:
-        """Of a class of its own, if it is not the whole model."""
-        made: Any = object.__new__(_class_for(type(args[0])) if cls is ShardedSubmodule else cls)
-        return made
+    def __new__(cls, *args: object) -> Self:
+        """An instance of the class for the source's class; of `cls` itself for the whole model, a subclass."""
+        if cls is not ShardedSubmodule:
+            return object.__new__(cls)
+        return cast(Self, object.__new__(_class_for(type(cast(nn.Module, args[0])))))
 
-    def __init_subclass__(cls, **kwargs: Any) -> None:
-        """A user's class that registers its subclasses does not hear of ours."""
+    def __init_subclass__(cls, **kwargs: object) -> None:
+        """Hides the classes made here from a user's class that registers its subclasses."""
 
     def __init__(self, source: nn.Module) -> None:
         nn.Module.__init__(self)  # never `super()` here: next in line is the class of the unsharded module
         self.__dict__["_ts_source"] = [source]  # in a list, so that it is no submodule
-        for kind in ("_parameters", "_buffers", "_modules"):  # a bias that is None is one that can be asked for
-            self.__dict__[kind].update({name: None for name, held in source.__dict__[kind].items() if held is None})
+        for entries in ("_parameters", "_buffers", "_modules"):  # `linear.bias` must be None, and not missing
+            absent = [name for name, entry in source.__dict__[entries].items() if entry is None]
+            self.__dict__[entries].update(dict.fromkeys(absent))
 
     @property
     def source(self) -> nn.Module:
         """The unsharded module, without memory."""
-        held: nn.Module = self.__dict__["_ts_source"][0]
-        return held
+        source: nn.Module = self.__dict__["_ts_source"][0]
+        return source
 
     @property
     def __class__(self) -> type:
-        """As Python has it; a property so that an assignment is refused."""
+        """The class, as of any object; it is a property so that an assignment can be refused."""
         return type(self)
 
     @__class__.setter
@@ -70,7 +79,7 @@ class ShardedSubmodule(nn.Module, metaclass=_EqualToItsSource):
 
     @property
     def training(self) -> bool:
-        """The mode of the module that this stands for: captures follow it."""
+        """Train or eval of the source, which captures run."""
         return self.source.training
 
     @training.setter
@@ -79,47 +88,49 @@ class ShardedSubmodule(nn.Module, metaclass=_EqualToItsSource):
             self.source.training = mode
 
     def train(self, mode: bool = True) -> Self:
-        """Train or eval, of this module and all in it, as the module's own `train` has it."""
+        """Sets train or eval of this module and its submodules, by the source's own `train` if it overrides that."""
         nn.Module.train(self, mode)
         self.source.train(mode)
         return self
 
-    # --- as the containers of torch.nn: Sequential, ModuleList, ModuleDict, ParameterList, ParameterDict --------------
+    # --- the containers of torch.nn: Sequential, ModuleList, ModuleDict, ParameterList, ParameterDict -----------------
 
-    def _items(self) -> dict[str, Any]:
+    def _entries(self) -> Mapping[str, Any]:
         return self._modules or self._parameters
 
     def _is_dict(self) -> bool:
         return isinstance(self.source, (nn.ModuleDict, nn.ParameterDict))
 
     def __len__(self) -> int:
-        return len(self._items())
+        return len(self._entries())
 
     def __bool__(self) -> bool:
         return True
 
     def __iter__(self) -> Iterator[Any]:
-        return iter(self._items() if self._is_dict() else self._items().values())
+        return iter(self._entries() if self._is_dict() else self._entries().values())
 
-    def __contains__(self, item: Any) -> bool:
-        return item in self._items() if self._is_dict() else any(item is held for held in self._items().values())
+    def __contains__(self, item: object) -> bool:
+        if self._is_dict():
+            return item in self._entries()
+        return any(item is entry for entry in self._entries().values())  # `in` would compare tensors' elements
 
     def __getitem__(self, index: int | str | slice) -> Any:
         if isinstance(index, str):
-            return self._items()[index]
-        return list(self._items().values())[index]
+            return self._entries()[index]
+        return list(self._entries().values())[index]
 
-    def keys(self) -> Any:
+    def keys(self) -> KeysView[str]:
         """The names of a dict's items."""
-        return self._items().keys()
+        return self._entries().keys()
 
-    def values(self) -> Any:
+    def values(self) -> ValuesView[Any]:
         """The items themselves."""
-        return self._items().values()
+        return self._entries().values()
 
-    def items(self) -> Any:
+    def items(self) -> ItemsView[str, Any]:
         """Names and items."""
-        return self._items().items()
+        return self._entries().items()
 
     def __getattr__(self, name: str) -> Any:
         if name in self.__dict__.get("_ts_source", [None])[0].__dict__:
@@ -127,10 +138,10 @@ class ShardedSubmodule(nn.Module, metaclass=_EqualToItsSource):
         try:
             return nn.Module.__getattr__(self, name)
         except AttributeError:
-            # the whole model is no subclass of its source's class, whose properties and methods are found here
-            found = inspect.getattr_static(type(self.source), name, None)
-            if isinstance(found, property) and found.fget is not None:
-                return found.fget(self)
+            # The whole model is no subclass of its source's class: its properties and methods are looked up here.
+            attribute = inspect.getattr_static(type(self.source), name, None)
+            if isinstance(attribute, property) and attribute.fget is not None:
+                return attribute.fget(self)
             if not name.startswith("__") and callable(getattr(type(self.source), name, None)):
                 return functools.partial(_refuse_method, f"{type(self.source).__name__}.{name}")
             raise
@@ -139,7 +150,7 @@ class ShardedSubmodule(nn.Module, metaclass=_EqualToItsSource):
         if name.startswith(OWN):
             self.__dict__[name] = value
             return
-        if (name in self.source.__dict__ and name not in _EVERY) or name == "forward":
+        if (name in self.source.__dict__ and name not in _EVERY_MODULE_HAS) or name == "forward":
             raise InputError(
                 f"attribute {name!r} can't be changed after sharding",
                 where=type(self.source).__name__,
@@ -151,17 +162,17 @@ class ShardedSubmodule(nn.Module, metaclass=_EqualToItsSource):
         nn.Module.__setattr__(self, name, value)
 
     def __delattr__(self, name: str) -> None:
-        if any(name in held for held in (self._parameters, self._buffers, self._modules, self.source.__dict__)):
+        if any(name in names for names in (self._parameters, self._buffers, self._modules, self.source.__dict__)):
             raise not_changeable(name, type(self.source).__name__, "removed")
         nn.Module.__delattr__(self, name)
 
     def fix_names(self) -> None:
-        """From now on parameters and buffers keep their names, and submodules stay."""
-        place = type(self.source).__name__
-        for kind, replaceable in (("_parameters", True), ("_buffers", True), ("_modules", False)):
-            self.__dict__[kind] = _FixedNames(self.__dict__[kind], place, replaceable=replaceable)
+        """From now on no parameter, buffer or submodule can be added or removed, and no submodule replaced."""
+        where = type(self.source).__name__
+        for entries, replaceable in (("_parameters", True), ("_buffers", True), ("_modules", False)):
+            self.__dict__[entries] = _FixedNames(self.__dict__[entries], where, replaceable=replaceable)
 
-    def _refuse_hooks(self, *args: Any, **kwargs: Any) -> NoReturn:
+    def _refuse_hooks(self, *args: object, **kwargs: object) -> NoReturn:
         raise InputError(
             "a part of a sharded model can't have forward hooks of its own",
             where=type(self.source).__name__,
@@ -169,13 +180,13 @@ class ShardedSubmodule(nn.Module, metaclass=_EqualToItsSource):
             attempt="register the hook on the unsharded model, then shard: it is captured with it",
         )
 
-    register_forward_hook: Any = _refuse_hooks
-    register_forward_pre_hook: Any = _refuse_hooks
-    register_full_backward_hook: Any = _refuse_hooks
-    register_full_backward_pre_hook: Any = _refuse_hooks
+    register_forward_hook: Callable[..., Any] = _refuse_hooks
+    register_forward_pre_hook: Callable[..., Any] = _refuse_hooks
+    register_full_backward_hook: Callable[..., Any] = _refuse_hooks
+    register_full_backward_pre_hook: Callable[..., Any] = _refuse_hooks
 
-    def forward(self, *args: Any, **kwargs: Any) -> NoReturn:
-        """A part of a sharded model is not called by itself.
+    def forward(self, *args: object, **kwargs: object) -> Any:
+        """Refuses the call of a part of a sharded model.
 
         Raises:
             InputError: always.
@@ -192,8 +203,8 @@ class ShardedSubmodule(nn.Module, metaclass=_EqualToItsSource):
         return self.source.extra_repr()
 
 
-def refuse_class(module: Any, value: type) -> NoReturn:
-    """What wraps modules by giving them another class, as `torch.distributed.fsdp.fully_shard` does, is refused.
+def refuse_class(module: _HasSource, value: type) -> NoReturn:
+    """Refuses wrappers that give a module another class, as `torch.distributed.fsdp.fully_shard` does.
 
     Raises:
         InputError: always.
@@ -206,28 +217,31 @@ def refuse_class(module: Any, value: type) -> NoReturn:
     )
 
 
-_classes: Any = weakref.WeakValueDictionary()
-"""The class of an unsharded module -> that of the submodules that stand for it, while there are any."""
+_CLASSES: weakref.WeakValueDictionary[type[nn.Module], type[ShardedSubmodule]] = weakref.WeakValueDictionary()
+"""The class of unsharded modules -> that of their submodules here. One for all models, so that `type(a) is type(b)`
+holds for two linears as before; weak, so that a class lives no longer than its instances."""
 
 
 def _class_for(source: type[nn.Module]) -> type[ShardedSubmodule]:
-    """A subclass of `ShardedSubmodule` and of a module's class, none of whose methods is the latter's own."""
-    made = _classes.get(source)
-    if made is None:
-        metaclass: Any = _EqualToItsSource
-        if type(source) is not type:  # a class has one metaclass, a subclass of those of all its bases
-            metaclass = type("_EqualToItsSource", (_EqualToItsSource, type(source)), {})
-        namespace = {"made_for": source, "__module__": __name__, **_without_methods(source)}
-        made = metaclass(f"Sharded{source.__name__}", (ShardedSubmodule, source), namespace)
-        _classes[source] = made
-    return cast(type[ShardedSubmodule], made)
+    """A subclass of `ShardedSubmodule` and of a module's class, whose own methods it hides."""
+    sharded = _CLASSES.get(source)
+    if sharded is None:
+        metaclass = _EqualToItsSource
+        if type(source) is not type:  # the metaclass of a class must be a subclass of those of all its bases
+            metaclass = cast(
+                type[_EqualToItsSource], type("_EqualToItsSource", (_EqualToItsSource, type(source)), {})
+            )
+        namespace = {"made_for": source, "__module__": __name__, **_hiding_methods(source)}
+        created = metaclass(f"Sharded{source.__name__}", (ShardedSubmodule, source), namespace)
+        sharded = _CLASSES[source] = cast(type[ShardedSubmodule], created)
+    return sharded
 
 
-def _without_methods(source: type) -> dict[str, Any]:
-    """What hides the methods of a module's class: those of `nn.Module` where it overrides them, else a refusal."""
-    hidden: dict[str, Any] = {}
-    for kind in source.__mro__[: source.__mro__.index(nn.Module)]:
-        for name, value in vars(kind).items():
+def _hiding_methods(source: type) -> dict[str, object]:
+    """Attributes that hide the methods of a module's class: `nn.Module`'s if it overrides one, else a refusal."""
+    hidden: dict[str, object] = {}
+    for base in source.__mro__[: source.__mro__.index(nn.Module)]:
+        for name, value in vars(base).items():
             if name in hidden or name in _OF_CLASSES or name in vars(ShardedSubmodule):
                 continue
             if hasattr(nn.Module, name):
@@ -240,10 +254,10 @@ def _without_methods(source: type) -> dict[str, Any]:
 _OF_CLASSES = frozenset([
     *vars(type("", (), {})), "__annotations__", "__class_getitem__", "__parameters__", "__slots__",
 ])  # fmt: skip
-"""The names that every class has of its own."""
+"""Attributes that Python itself gives to classes."""
 
 
-def _refuse_called(module: Any, name: str, *args: Any, **kwargs: Any) -> NoReturn:
+def _refuse_called(module: object, name: str, *args: object, **kwargs: object) -> NoReturn:
     _refuse_method(name)
 
 
@@ -251,8 +265,8 @@ class NoMethodError(InputError, AttributeError):
     """A method of the unsharded model was called of the sharded one."""
 
 
-def _refuse_method(name: str, *args: Any, **kwargs: Any) -> NoReturn:
-    """What stands for a method of the unsharded module's class.
+def _refuse_method(name: str, *args: object, **kwargs: object) -> NoReturn:
+    """Stands for a method of the unsharded module's class.
 
     Raises:
         NoMethodError: always.
@@ -265,8 +279,8 @@ def _refuse_method(name: str, *args: Any, **kwargs: Any) -> NoReturn:
     )
 
 
-def not_changeable(name: Any, where: str, how: str) -> InputError:
-    """The error for a part of a sharded model that somebody would add, replace or remove."""
+def not_changeable(name: str, where: str, how: Literal["added", "replaced", "removed"]) -> InputError:
+    """The error for a user who adds, replaces or removes a part of a sharded model."""
     return InputError(
         f"{name!r} can't be {how} after sharding",
         where=where,
@@ -275,36 +289,39 @@ def not_changeable(name: Any, where: str, how: str) -> InputError:
     )
 
 
-class _FixedNames(dict[str, Any]):
-    """The parameters, buffers or submodules of a module: none comes or goes; values may be replaced, if so said."""
+class _FixedNames(dict[str, V]):
+    """The parameters, buffers or submodules of a module, with fixed names.
 
-    def __init__(self, held: dict[str, Any], where: str, *, replaceable: bool) -> None:
-        super().__init__(held)
+    A dict, for `nn.Module` and users write these dicts directly: `module._parameters[name] = ...`.
+    """
+
+    def __init__(self, entries: Mapping[str, V], where: str, *, replaceable: bool) -> None:
+        super().__init__(entries)
         self._where, self._replaceable = where, replaceable
 
-    def __setitem__(self, name: str, value: Any) -> None:
+    def __setitem__(self, name: str, value: V) -> None:
         if name not in self:
             raise not_changeable(name, self._where, "added")
-        held = self[name]
-        if held is None and value is not None:
+        current = self[name]
+        if current is None and value is not None:
             raise not_changeable(name, self._where, "added")
-        if not self._replaceable and value is not held:
+        if not self._replaceable and value is not current:
             raise not_changeable(name, self._where, "replaced")
-        if isinstance(held, ShardedParameter) and isinstance(value, nn.Parameter):
-            held.make_like(value)
+        if isinstance(current, ShardedParameter) and isinstance(value, nn.Parameter):
+            current.adopt(value)
         super().__setitem__(name, value)
 
     def __delitem__(self, name: str) -> None:
         raise not_changeable(name, self._where, "removed")
 
     def pop(self, name: str, *default: Any) -> Any:
-        """Refused, where there is such a name."""
+        """Refused if there is such a name."""
         if name in self:
             raise not_changeable(name, self._where, "removed")
         return super().pop(name, *default)
 
-    def update(self, *args: Any, **kwargs: Any) -> None:
-        """One by one."""
+    def update(self, *args: Any, **kwargs: V) -> None:
+        """Sets each item by itself, with the checks of `__setitem__`."""
         for name, value in dict(*args, **kwargs).items():
             self[name] = value
 
@@ -312,19 +329,19 @@ class _FixedNames(dict[str, Any]):
         """Refused."""
         raise not_changeable("everything", self._where, "removed")
 
-    def popitem(self) -> Any:
+    def popitem(self) -> NoReturn:
         """Refused."""
-        self.clear()
+        raise not_changeable("everything", self._where, "removed")
 
-    def setdefault(self, name: str, default: Any = None) -> Any:
-        """Refused, where there is no such name."""
+    def setdefault(self, name: str, default: Any = None) -> V:
+        """Refused if there is no such name."""
         if name not in self:
             self[name] = default
         return self[name]
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> _FixedNames:
+    def __deepcopy__(self, memo: dict[int, Any]) -> _FixedNames[V]:
         return _FixedNames(copy.deepcopy(dict(self), memo), self._where, replaceable=self._replaceable)
 
 
-_EVERY = frozenset(nn.Module().__dict__) | {"training"}
-"""What every module has."""
+_EVERY_MODULE_HAS = frozenset(nn.Module().__dict__) | {"training"}
+"""The attributes of any module, such as its hooks: they may be changed."""

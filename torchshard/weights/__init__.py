@@ -1,1 +1,1 @@
-"""Slices of parameters: cut from whole tensors, in the hands of users, in state dicts."""
+"""Slices of parameters: cut from whole tensors, used in users' own code, saved in state dicts."""

@@ -1,4 +1,7 @@
-"""A rank's slices of the parameters, from a model in memory or on the meta device; each slice owns its memory."""
+"""Cuts a rank's slices out of a model's parameters and buffers, in memory or on the meta device.
+
+Each slice is a copy: a view would keep the whole parameter in memory on every rank.
+"""
 
 from __future__ import annotations
 
@@ -12,17 +15,17 @@ from torchshard.core.mesh import Coordinate
 
 
 def local_tensor(tensor: Tensor, layout: Layout, coordinate: Coordinate) -> Tensor:
-    """What a rank holds of a parameter or buffer; a Parameter stays one, with its requires_grad."""
+    """A rank's slice of a parameter or buffer; a Parameter stays one, with its requires_grad."""
     rank, ranks = coordinate.rank, coordinate.axis.size
     if tensor.is_meta:
         shape = local_shape(tensor.shape, layout, rank, ranks)
-        held = torch.empty(shape, dtype=tensor.dtype, device="meta")
+        sliced = torch.empty(shape, dtype=tensor.dtype, device="meta")
     else:
-        held = split(tensor.detach(), layout, rank, ranks).clone(memory_format=torch.contiguous_format)
-    return nn.Parameter(held, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else held
+        sliced = split(tensor.detach(), layout, rank, ranks).clone(memory_format=torch.contiguous_format)
+    return nn.Parameter(sliced, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else sliced
 
 
 def local_state(model: nn.Module, layouts: Mapping[str, Layout], coordinate: Coordinate) -> dict[str, Tensor]:
-    """All parameters and buffers of a rank by their first names."""
+    """A rank's slices of all parameters and buffers, by their first names."""
     named = (*model.named_parameters(), *model.named_buffers())
     return {name: local_tensor(tensor, layouts.get(name, I), coordinate) for name, tensor in named}

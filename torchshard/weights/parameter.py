@@ -1,7 +1,8 @@
 """The parameters of a sharded model: this rank's slices, which know what they are slices of.
 
-An ordinary `nn.Parameter` to optimizers and to autograd; what would treat a slice as a whole is told or made right
-(`slice_values`). `DistributedDataParallel` over the model's ranks is refused: it would give each the first's slices.
+A `ShardedParameter` is an ordinary `nn.Parameter` to optimizers and to autograd. Functions that would mistake a slice
+for the whole warn, are refused, or are corrected (`slice_values`). `DistributedDataParallel` over the ranks of one
+model is refused, for it would overwrite each rank's slice with rank 0's.
 """
 
 from __future__ import annotations
@@ -13,21 +14,16 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
 
 from torchshard.core.layouts import Layout
 from torchshard.distributed.group import Group
 from torchshard.distributed.ops import PLAIN
-from torchshard.weights.slice_values import (
-    Slice,
-    SliceValue,
-    called_from,
-    check_other_group,
-    gradient_for,
-    is_users,
-    unwatched,
-)
+from torchshard.weights.callers import called_from, is_users
+from torchshard.weights.slice_values import Slice, SliceValue, check_other_group, gradient_for, unwatched
 from torchshard.weights.state_slices import StateSlice
 
+# The descriptors behind `Tensor.grad` and `Tensor.data`, which the properties below wrap.
 _GRAD: Any = torch._C.TensorBase.__dict__["grad"]
 _DATA: Any = torch._C.TensorBase.__dict__["data"]
 
@@ -36,33 +32,37 @@ class ShardedParameter(Slice, nn.Parameter):
     """This rank's slice of a parameter, or the whole of it."""
 
     owner: Callable[[], Any] = staticmethod(lambda: None)
-    """Gives the sharded model that it belongs to, if that still exists."""
+    """Returns the sharded model that it belongs to, or None if that is gone."""
     touched = False
-    """Whether `.data` was taken, through which it may have been written unseen."""
+    """Whether `.data` was taken: a write through it does not raise the tensor's version."""
 
     @classmethod
-    def of(cls, tensor: Tensor, sharding: Layout, group: Group, path: str, owner: Any = None) -> ShardedParameter:
+    def of(cls, tensor: Tensor, sharding: Layout, group: Group, path: str, owner: object = None) -> ShardedParameter:
         """A parameter with the memory of a tensor; it requires a gradient if that does."""
-        made: ShardedParameter = torch.Tensor._make_subclass(cls, tensor.detach(), tensor.requires_grad)
-        made.sharding, made.group, made.path = sharding, group, path
+        parameter: ShardedParameter = torch.Tensor._make_subclass(cls, tensor.detach(), tensor.requires_grad)
+        parameter.sharding, parameter.group, parameter.path = sharding, group, path
         if owner is not None:
-            made.owner = weakref.ref(owner)
-        return made
+            parameter.owner = weakref.ref(owner)
+        return parameter
 
-    def make_like(self, parameter: nn.Parameter) -> None:
-        """Makes a parameter that takes this one's place, with as large a slice, one of the same model: in place."""
+    def adopt(self, parameter: nn.Parameter) -> None:
+        """Turns a parameter that replaces this one, and has the same shape, into a slice of the same model.
+
+        In place, by its class: the user holds the object, and may have given it to an optimizer.
+        """
         if type(parameter) in (nn.Parameter, SliceValue, StateSlice) and parameter.shape == self.shape:
             parameter.__class__ = ShardedParameter
-            made: Any = parameter
-            made.sharding, made.group, made.path, made.owner = self.sharding, self.group, self.path, self.owner
+            if isinstance(parameter, ShardedParameter):
+                parameter.sharding, parameter.group = self.sharding, self.group
+                parameter.path, parameter.owner = self.path, self.owner
 
     @property
     def data(self) -> Tensor:
         """As `Tensor.data`."""
         self.touched = True
         with unwatched():
-            held: Tensor = _DATA.__get__(self)
-        return SliceValue.sharing(held, self) if self.is_split else held
+            data: Tensor = _DATA.__get__(self)
+        return SliceValue.sharing(data, self) if self.is_split else data
 
     @data.setter
     def data(self, value: Tensor) -> None:
@@ -74,8 +74,10 @@ class ShardedParameter(Slice, nn.Parameter):
     def grad(self) -> Tensor | None:
         """As `Tensor.grad`: this rank's slice of the gradient."""
         with unwatched():
-            held: Tensor | None = super().grad
-        return held if held is None or not self.is_split else gradient_for(called_from(), self, held)
+            gradient: Tensor | None = super().grad
+        if gradient is None or not self.is_split:
+            return gradient
+        return gradient_for(called_from(), self, gradient)
 
     @grad.setter
     def grad(self, value: Tensor | None) -> None:
@@ -86,24 +88,28 @@ class ShardedParameter(Slice, nn.Parameter):
         _GRAD.__delete__(self)
 
     def detach(self) -> Tensor:
-        """As `Tensor.detach`; refused where other ranks of the model would be given this rank's slice."""
-        asked = called_from()
-        if self.group.size > 1 and asked == "torch.distributed.utils":
-            check_other_group(sys._getframe(1).f_locals.get("process_group"), self.group, "DistributedDataParallel")
-        return self.detached_for(asked)
+        """As `Tensor.detach`; refused if the other ranks of the model would receive this rank's slice.
 
-    def register_hook(self, hook: Callable[[Tensor], Tensor | None]) -> Any:
-        """As `Tensor.register_hook`; the hook is given this rank's slice of the gradient."""
-        given = self.seeing_slices(hook) if self.is_split and is_users(called_from()) else hook
+        `torch.distributed.utils._sync_module_states` detaches each parameter before it broadcasts it, which is the last
+        moment at which Python code of a parameter runs.
+        """
+        module = called_from()
+        if self.group.size > 1 and module == "torch.distributed.utils":
+            check_other_group(sys._getframe(1).f_locals.get("process_group"), self.group, "DistributedDataParallel")
+        return self.detached_for(module)
+
+    def register_hook(self, hook: Callable[[Tensor], Tensor | None]) -> RemovableHandle:
+        """As `Tensor.register_hook`; a user's hook gets the gradient marked as a slice."""
+        registered = self.seeing_slices(hook) if self.is_split and is_users(called_from()) else hook
         with unwatched():
-            return Tensor.register_hook(self, given)
+            return Tensor.register_hook(self, registered)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> ShardedParameter:
         if id(self) not in memo:
-            copied = self.detach().clone(memory_format=torch.preserve_format).requires_grad_(self.requires_grad)
-            memo[id(self)] = ShardedParameter.of(copied, self.sharding, self.group, self.path)
-        made: ShardedParameter = memo[id(self)]
-        return made
+            tensor = self.detach().clone(memory_format=torch.preserve_format).requires_grad_(self.requires_grad)
+            memo[id(self)] = ShardedParameter.of(tensor, self.sharding, self.group, self.path)
+        copied: ShardedParameter = memo[id(self)]
+        return copied
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         return nn.Parameter(self.detach(), self.requires_grad).__reduce_ex__(protocol)
@@ -113,7 +119,10 @@ PLAIN.add(ShardedParameter)
 
 
 def support_foreach() -> None:
-    """Optimizers and clipping take these parameters many at a time, as PyTorch's own."""
+    """Lets optimizers and clipping use their fused `foreach` kernels for these parameters, as for PyTorch's own.
+
+    They use them only for tensors whose class is in a private list, and else step one tensor at a time.
+    """
     for module in ("torch.optim.optimizer", "torch.utils._foreach_utils"):
         supported = getattr(sys.modules.get(module), "_foreach_supported_types", None)
         if supported is not None and ShardedParameter not in supported:

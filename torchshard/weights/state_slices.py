@@ -1,25 +1,31 @@
 """Slices in state dicts: each knows what it is a slice of, in files too.
 
-A state dict of a sharded model holds slices under the names of whole tensors. Loaded on another rank, or by a tool that
-takes it for a model's state dict, a slice of the right shape would pass for something else.
+A state dict of a sharded model holds slices under the names of whole tensors. On another rank, or in a tool that reads
+it as a whole model's, a slice of a fitting shape would be loaded without an error.
 """
 
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence
-from typing import Any, NoReturn
+from collections.abc import Callable, Mapping
+from typing import Any, NoReturn, cast
 
 import torch
 from torch import Tensor
 
 from torchshard.core.errors import InputError
-from torchshard.weights.slice_values import caller, is_users, tell
+from torchshard.weights.callers import caller, is_users
+from torchshard.weights.slice_warnings import warn_of_slice
 
 Place = tuple[str, str, int, int]
 """(name, layout, rank, number of ranks) of a slice."""
-PLACE = "_torchshard_place"
-"""The attribute of a tensor that says it; a file has it too."""
+_PLACE = "_torchshard_place"
+"""The attribute of a tensor that holds its Place. It is part of the file format: saved tensors have it too."""
+
+
+def place_of(value: object) -> Place | None:
+    """The place of a tensor from a state dict; None for a tensor that is not a slice."""
+    return cast(Place | None, getattr(value, _PLACE, None))
 
 
 class StateSlice(Tensor):
@@ -28,37 +34,55 @@ class StateSlice(Tensor):
     @staticmethod
     def of(tensor: Tensor, place: Place) -> StateSlice:
         """The same memory, with its place."""
-        made: StateSlice = torch.Tensor._make_subclass(StateSlice, tensor.detach(), tensor.requires_grad)
-        setattr(made, PLACE, place)
-        return made
+        marked: StateSlice = torch.Tensor._make_subclass(StateSlice, tensor.detach(), tensor.requires_grad)
+        setattr(marked, _PLACE, place)
+        return marked
+
+    @property
+    def place(self) -> Place:
+        """What this is a slice of."""
+        return cast(Place, getattr(self, _PLACE))
 
     @classmethod
-    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_function__(
+        cls,
+        func: Callable[..., Any],
+        types: object,
+        args: tuple[Any, ...] = (),
+        kwargs: Mapping[str, object] | None = None,
+    ) -> object:
         with torch._C.DisableTorchFunctionSubclass():
             result = func(*args, **(kwargs or {}))
         name = getattr(func, "__name__", "")
-        if name in _SAME_SLICE and isinstance(args[0], cls):
-            return cls.of(result, getattr(args[0], PLACE))
+        operand = args[0] if args else None
+        if not isinstance(operand, cls):
+            return result
+        if name in _SAME_SLICE:
+            return cls.of(result, operand.place)
         module, depth = caller()
-        if is_users(module) and isinstance(result, Tensor) and args and isinstance(args[0], cls):
-            tell(name, result, args[0].numel(), shown_place(getattr(args[0], PLACE)), depth)
+        if is_users(module) and isinstance(result, Tensor):
+            warn_of_slice(name, result, operand.numel(), place_text(operand.place), depth)
         return result
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        plain = self.as_subclass(Tensor)  # files are read where torchshard is not: a plain tensor with an attribute
-        setattr(plain, PLACE, getattr(self, PLACE))
+        # A plain tensor with an attribute: files must open where torchshard is not installed.
+        plain = self.as_subclass(Tensor)
+        setattr(plain, _PLACE, self.place)
         return plain.__reduce_ex__(protocol)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> StateSlice:
-        return memo.setdefault(id(self), self.clone())
+        copied: StateSlice = memo.setdefault(id(self), self.clone())
+        return copied
 
-    def __create_write_items__(self, *args: Any) -> NoReturn:
+    # Distributed checkpointing calls these three methods of any tensor that has them, in place of its own treatment.
+
+    def __create_write_items__(self, *args: object) -> NoReturn:
         refuse_slices()
 
     def __create_chunk_list__(self) -> NoReturn:
         refuse_slices()
 
-    def __get_tensor_shard__(self, index: Any) -> NoReturn:
+    def __get_tensor_shard__(self, index: object) -> NoReturn:
         refuse_slices()
 
 
@@ -66,17 +90,17 @@ _SAME_SLICE = frozenset([
     "detach", "clone", "to", "cpu", "cuda", "contiguous", "pin_memory", "float", "double", "half", "bfloat16",
     "requires_grad_",
 ])  # fmt: skip
-"""What gives the same slice again, copied, moved or cast."""
+"""Functions whose result is the same slice, copied, moved or cast."""
 
 
-def shown_place(place: Sequence[Any]) -> str:
+def place_text(place: Place) -> str:
     """'S(0) on rank 1 of 2'."""
     _, layout, rank, world = place
     return f"{layout} on rank {rank} of {world}"
 
 
 def refuse_slices() -> NoReturn:
-    """The error for a checkpoint that would hold one rank's slices as whole tensors.
+    """Refuses a checkpoint that would hold one rank's slices as whole tensors.
 
     Raises:
         InputError: always.
@@ -91,10 +115,12 @@ def refuse_slices() -> NoReturn:
 
 
 def refuse_checkpointing() -> None:
-    """Refuses `torch.distributed.checkpoint.state_dict.get_model_state_dict` and its like, by who asks.
+    """Refuses `torch.distributed.checkpoint.state_dict.get_model_state_dict` and the functions beside it.
+
+    They call `model.state_dict()` as users do, so the caller's module is all that tells them apart.
 
     Raises:
-        InputError: they do.
+        InputError: the caller of this function's caller is one of them.
     """
     if sys._getframe(2).f_globals.get("__name__") == "torch.distributed.checkpoint.state_dict":
         refuse_slices()

@@ -1,0 +1,68 @@
+"""The key of a call: calls of a sharded model with equal keys may run the same captured graph.
+
+A graph keeps the values that Python code saw during its capture: flags and numbers among the arguments, dtypes, the
+grad mode, train or eval of each module, and attributes and globals that forward reads. The key holds all of them. Sizes
+are not part of it, for one graph runs many sizes: `Captured.accepts` checks those of each call.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Iterable
+from typing import NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from torchshard.capture import Leaves, global_hooks, memory_order
+from torchshard.core.autocast import Autocast, current_autocast
+from torchshard.core.hashing import hash_text
+
+
+class CallKey(NamedTuple):
+    """Everything but sizes that decides which graph computes a call."""
+
+    structure: Hashable
+    """The arguments that are not tensors, and where the tensors stand among them."""
+    visible_state: int
+    """The number of the state that attributes, closures and globals are in: see `Watch`."""
+    inputs_need_grad: tuple[bool, ...]
+    inputs: tuple[tuple[torch.dtype, str, Hashable], ...]
+    """(dtype, device type, order in memory) of each input."""
+    training: tuple[bool, ...]
+    """Train or eval, of each module."""
+    autocast: Autocast
+    process_wide: tuple[bool, bool, torch.dtype, torch.device, tuple[str, ...]]
+    """Grad mode, inference mode, default dtype, default device, hooks on all modules."""
+    state_needs_grad: tuple[bool, ...]
+    """Which parameters and buffers need a gradient."""
+
+    @property
+    def digest(self) -> int:
+        """A hash that is the same on every rank; Python's own differs between processes."""
+        return hash_text(repr(self))
+
+    @property
+    def modes(self) -> str:
+        """The key without the arguments and the visible state, which errors show apart."""
+        return str(self[2:])
+
+
+def call_key(call: Leaves, visible_state: int, modules: Iterable[nn.Module], state: Iterable[Tensor]) -> CallKey:
+    """The key of a call that is made now, in this thread's modes.
+
+    Args:
+        visible_state: the number of the state of attributes and globals.
+        modules: all modules of the model, in a fixed order.
+        state: all parameters and buffers, in a fixed order.
+    """
+    return CallKey(
+        call.structure,
+        visible_state,
+        tuple(t.requires_grad for t in call.tensors),
+        tuple((t.dtype, t.device.type, memory_order(t)) for t in call.tensors),
+        tuple(m.training for m in modules),
+        current_autocast(),
+        (torch.is_grad_enabled(), torch.is_inference_mode_enabled(), torch.get_default_dtype(),
+         torch.get_default_device(), global_hooks()),
+        tuple(t.requires_grad for t in state),
+    )  # fmt: skip

@@ -1,0 +1,191 @@
+"""The ranks verify that they make the same call of the same model, before a collective of it could hang or mix data up.
+
+Each call costs one small all-reduce of a digest (`verify_equal`). Only where digests differ do the ranks send each
+other the facts behind them, find the first that differs, and raise the error that belongs to it on every rank. The
+digest also covers what the ranks have done since the last call (`history`). A new graph is compared more thoroughly,
+with the plan and every bit of the inputs: that happens once for each graph.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Literal, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from torchshard.capture import Leaves
+from torchshard.compiler.program import Program
+from torchshard.core.errors import DistributedError, InputError, ShardError
+from torchshard.core.hashing import hash_tensor, hash_text
+from torchshard.distributed.consistency import verify_equal
+from torchshard.distributed.group import Group
+from torchshard.ir.listing import listing, value_text
+from torchshard.runtime import digests
+from torchshard.runtime.call_key import CallKey
+from torchshard.runtime.compiled import Compiled, graph_uses_rng
+from torchshard.runtime.history import EARLIER, GRADIENTS, MODEL, PARAMETER, SENT, STEPS, Snapshot
+
+VALUES = "the values of input"
+RNG_STATE = "the RNG state"
+CAPTURE = "the captured graph"
+SAME_SHAPE = "the ranks were called with inputs of the same shape but different values"
+Purpose = Literal["a call", "a capture for example inputs"]
+"""Why a call is prepared; the ranks compare that too, for a capture runs no collective of the graph."""
+
+
+@dataclass(frozen=True)
+class PreparedCall:
+    """A call whose arguments fit the model, as one rank sees it."""
+
+    inputs: Leaves
+    key: CallKey
+    compiled: Compiled | None
+    """The graph that was captured for such a call, if there is one."""
+    visible_state: str
+    """The state of attributes and globals that forward reads, for errors."""
+
+    @property
+    def elsewhere(self) -> dict[str, Tensor]:
+        """The inputs whose values are on a device that one would have to wait for."""
+        named = zip(self.inputs.names, self.inputs.tensors, strict=True)
+        return {f"input {name}": tensor for name, tensor in named if digests.is_elsewhere(tensor)}
+
+    @property
+    def rng_state(self) -> str:
+        """A hash of the RNG state, if the call's graph draws random numbers."""
+        return rng_state(self.inputs) if self.compiled is not None and self.compiled.uses_rng else ""
+
+
+def verify_prepared_call(group: Group, call: PreparedCall | ShardError, purpose: Purpose, snapshot: Snapshot) -> None:
+    """The ranks compare a digest of a call, and its facts if the digests differ.
+
+    Args:
+        call: the error instead, if this rank refuses the call: the others must hear of it, or they would wait.
+        snapshot: what the ranks have done since the last call.
+
+    Raises:
+        InputError, DistributedError: the ranks' calls, or what they have done before, differ.
+    """
+    summary = _summary_of_refusal(call, purpose) if isinstance(call, ShardError) else _summary(call, purpose, snapshot)
+    same_slice = verify_equal(
+        group,
+        summary.facts,
+        call_error,
+        "the ranks were called with different arguments",
+        digest=hash_text(f"{summary.text} {snapshot.facts}"),
+        unlike=snapshot.slice_digest,
+        near=snapshot.gradients,
+    )
+    if same_slice and snapshot.slice_name:
+        raise _overwritten_slice(snapshot.slice_name)
+    group.handshake.recent_unverified.clear()
+
+
+class _Summary(NamedTuple):
+    """What must be equal on all ranks: a short text for the digest, and the facts for errors."""
+
+    text: str
+    facts: Callable[[], Mapping[str, str]]
+    """Is called only if the digests differ, for the texts of tensors and structures take longer than a call should."""
+
+
+def _summary_of_refusal(refusal: ShardError, purpose: Purpose) -> _Summary:
+    first_line = str(refusal).partition("\n")[0]
+    return _Summary(f"{first_line} {purpose}", lambda: {"the arguments": first_line, "the purpose": purpose})
+
+
+def _summary(call: PreparedCall, purpose: Purpose, snapshot: Snapshot) -> _Summary:
+    values = [digests.values_digest(tensor) if digests.is_here(tensor) else 0 for tensor in call.inputs.tensors]
+    shapes = [tuple(tensor.shape) for tensor in call.inputs.tensors]
+    # A graph keeps the digest of its key: the text of a key is long, and hashing it would take longer than the rest.
+    key = call.key.digest if call.compiled is None else call.compiled.digest
+    rng = call.rng_state
+
+    def facts() -> dict[str, str]:
+        shown = {"the arguments": "they fit"}
+        for name, tensor, value in zip(call.inputs.names, call.inputs.tensors, values, strict=True):
+            shown |= {f"input {name}": value_text(tensor), f"{VALUES} {name}": str(value)}
+        return shown | {
+            "what is no tensor": str(call.inputs.structure),
+            "what forward sees beside its arguments": call.visible_state,
+            "mode and gradients": call.key.modes,
+            CAPTURE: "to be captured now" if call.compiled is None else "captured before",
+            RNG_STATE: rng,
+            "the purpose": purpose,
+            **snapshot.facts,
+        }
+
+    return _Summary(f"{key} {shapes} {values} {rng} {call.compiled is None} {purpose}", facts)
+
+
+def verify_same_weights(model: nn.Module, group: Group) -> None:
+    """The ranks compare every bit of the unsharded model's parameters and buffers.
+
+    Raises:
+        DistributedError: they differ.
+    """
+    if group.size == 1:
+        return
+    facts = {name: digests.describe_content(t) for name, t in (*model.named_parameters(), *model.named_buffers())}
+    verify_equal(group, facts, DistributedError, "the ranks hold different models")
+
+
+def verify_same_program(group: Group, program: Program, inputs: Leaves) -> None:
+    """The ranks compare a new graph, its plan, every bit of the inputs, and the RNG state if the graph uses it.
+
+    Raises:
+        DistributedError: the programs or RNG states differ.
+        InputError: the inputs' values differ.
+    """
+    if group.size == 1:
+        return
+    facts = {"the graph": listing(program.graph, sources=False), "the plan": program.plan.to_json()}
+    verify_equal(group, facts, DistributedError, "the ranks made different programs of the model")
+    named = zip(inputs.names, inputs.tensors, strict=True)
+    values = {f"input {name}": digests.describe_content(tensor) for name, tensor in named}
+    verify_equal(group, values, InputError, SAME_SHAPE)
+    if graph_uses_rng(program.graph):
+        verify_equal(group, {RNG_STATE: rng_state(inputs)}, call_error, SAME_SHAPE)
+
+
+def rng_state(inputs: Leaves) -> str:
+    """A hash of the state of the RNG that a call on the inputs' device draws from."""
+    on_gpu = any(t.is_cuda for t in inputs.tensors)
+    return f"{hash_tensor(torch.cuda.get_rng_state() if on_gpu else torch.get_rng_state()):x}"
+
+
+def _overwritten_slice(name: str) -> DistributedError:
+    return DistributedError(
+        f"all ranks hold the same slice of {name!r}",
+        where=f"parameter or buffer {name!r}",
+        why="each rank had a slice of its own when the model was sharded: one was copied over the others since, by a "
+        "broadcast, a wrapper of torch.distributed, or an initialiser that draws the same numbers on every rank",
+        attempt="no broadcast of a sharded model's parameters (ts.shard has compared them); load_full_state_dict",
+    )
+
+
+_ERRORS: dict[str, tuple[type[ShardError], str]] = {
+    RNG_STATE: (DistributedError, "the ranks' RNG states differ, and the model draws random numbers"),
+    STEPS: (DistributedError, "the ranks' optimizers have taken different steps since the last call"),
+    MODEL: (DistributedError, "the ranks have called different models"),
+    GRADIENTS: (DistributedError, "the ranks' losses differ: their backwards have given the results other gradients"),
+    SENT: (DistributedError, "the ranks have run different backwards, or in another order, since the last call"),
+    CAPTURE: (DistributedError, "some ranks would capture a graph that others have"),
+}
+"""The fact that differs -> its error; all other facts are arguments of the call."""
+
+
+def call_error(what: str, *, where: str, why: str, attempt: str) -> ShardError:
+    """The error for the first fact that differs between the ranks, which is its `where`."""
+    if where.startswith((PARAMETER, f"{EARLIER} parameter")):
+        what = "the ranks' weights have drifted apart"
+        attempt = "the same updates on every rank; load_full_state_dict of one of them"
+        return DistributedError(what, where=where, why=why, attempt=attempt)
+    if where.startswith((VALUES, EARLIER)):
+        what = SAME_SHAPE
+    if where == GRADIENTS:
+        attempt = "the same loss of the same results, labels and random numbers on every rank"
+    error, what = _ERRORS.get(where, (InputError, what))
+    return error(what, where=where, why=why, attempt=attempt)

@@ -1,0 +1,164 @@
+"""The graphs that a sharded model has captured: each ready to run on this rank, and kept under the key of its calls.
+
+`compile_program` makes a rank's graph of a planned program; `GraphCache` finds the graph of a call, and drops those
+that were called least recently, so that a model whose arguments change with each call does not fill the memory.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, fx, nn
+
+from torchshard.capture import ModelCall, refuse_state_between
+from torchshard.compiler.program import Program
+from torchshard.core.mesh import Coordinate
+from torchshard.custom_ops.stepwise import Stepwise
+from torchshard.distributed.ops import OPS, direct, hashable
+from torchshard.ir.graph import duplicate, uses_rng
+from torchshard.passes import localized
+from torchshard.runtime.call_key import CallKey
+
+log = logging.getLogger("torchshard.runtime.compiled")
+MANY_GRAPHS = 16
+"""A warning is logged at this many captures: perhaps an argument that is not a tensor changes with each call."""
+MOST_GRAPHS = 64
+"""At most this many graphs are kept."""
+
+
+@dataclass(frozen=True)
+class Compiled:
+    """One captured graph, ready to run on this rank."""
+
+    program: Program
+    graph: fx.GraphModule
+    """This rank's graph, to read: collectives are operators with names."""
+    executable: fx.GraphModule
+    """This rank's graph, to run: collectives are called without PyTorch's dispatcher."""
+    state: tuple[str | Tensor, ...]
+    """The names of parameters and buffers, and the constants, in the order of the graph's placeholders."""
+    digest: int
+    """The digest of its calls' key, which is the same on all ranks."""
+    uses_rng: bool
+    """Whether it draws random numbers, so that the ranks' RNG states must be equal."""
+    model_call: ModelCall
+    """The call that it was captured for, without values."""
+
+    def __deepcopy__(self, memo: dict[int, object]) -> Compiled:
+        # A copied model may run this graph as it is: parameters are its arguments.
+        return self
+
+
+def graph_uses_rng(graph: fx.GraphModule) -> bool:
+    """Whether a graph draws random numbers."""
+    return any(map(uses_rng, graph.graph.nodes))
+
+
+def compile_program(
+    program: Program, key: CallKey, model_call: ModelCall, coordinate: Coordinate, device: torch.device | None
+) -> Compiled:
+    """A program with this rank's sizes, and its collectives called directly.
+
+    Args:
+        key: the key of the call that the program was captured for; `model_call` is that call without values.
+        device: where the constants of the graph are put.
+    """
+    graph = localized(program.graph, coordinate)
+    return Compiled(
+        program,
+        graph,
+        executable=_with_direct_calls(graph),
+        state=_graph_state(program, graph, device),
+        digest=key.digest,
+        uses_rng=graph_uses_rng(program.graph),
+        model_call=model_call,
+    )
+
+
+def _with_direct_calls(graph: fx.GraphModule) -> fx.GraphModule:
+    """A copy of a rank's graph whose collectives skip PyTorch's dispatcher: it takes as long as sending a few bytes."""
+    copied = duplicate(graph)
+    for node in copied.graph.nodes:
+        if node.target in OPS:
+            node.target, node.args = direct(node.target), (node.args[0], *hashable(node.args[1:]))
+        elif isinstance(node.target, Stepwise):
+            node.target = dataclasses.replace(node.target, collective=direct)
+    copied.recompile()
+    return copied
+
+
+def _graph_state(program: Program, graph: fx.GraphModule, device: torch.device | None) -> tuple[str | Tensor, ...]:
+    """What the graph's first placeholders stand for: a name of the model's, or a constant."""
+    constants = {path: t.to(device) for path, t in program.captured.constants.items()}
+    nodes = [n for n in graph.graph.nodes if n.op == "placeholder" and n.meta["kind"] != "input"]
+    return tuple(constants.get(n.meta["path"], n.meta["path"]) for n in nodes)
+
+
+class GraphCache:
+    """The graphs of one sharded model, by the key of their calls; the least recently called key is first."""
+
+    def __init__(self) -> None:
+        self._by_key: dict[CallKey, list[Compiled]] = {}
+        self.captures = 0
+        """How many graphs were captured, dropped ones included."""
+        self.latest: Compiled | None = None
+        """The graph that was captured last. It outlives `clear`, so that a moved model still shows its plan."""
+
+    def __len__(self) -> int:
+        return sum(map(len, self._by_key.values()))
+
+    def __iter__(self) -> Iterator[Compiled]:
+        for graphs in self._by_key.values():
+            yield from graphs
+
+    def __deepcopy__(self, memo: dict[int, object]) -> GraphCache:
+        # The graphs are not copied: their constants and layouts belong to the parameters of the original.
+        copied = GraphCache()
+        copied.captures, copied.latest = self.captures, self.latest
+        return copied
+
+    def find(self, key: CallKey, inputs: Sequence[Tensor]) -> Compiled | None:
+        """The graph for a call, if there is one. The key becomes the one that was called last."""
+        graphs = self._by_key.pop(key, None)
+        if graphs is None:
+            return None
+        self._by_key[key] = graphs
+        return next((compiled for compiled in graphs if compiled.program.captured.accepts(inputs)), None)
+
+    def add(self, key: CallKey, compiled: Compiled, latest_change: str) -> None:
+        """Keeps a graph, and drops the oldest ones of the least recently called key if there are too many.
+
+        Args:
+            latest_change: the attribute that changed last, for the warning; '' if none did.
+        """
+        self._by_key.setdefault(key, []).append(compiled)
+        self.latest = compiled
+        self.captures += 1
+        if self.captures == MANY_GRAPHS:
+            cause = latest_change or "an argument that is not a tensor"
+            log.warning("%d graphs captured: perhaps %s changes with each call", MANY_GRAPHS, cause)
+        while len(self) > MOST_GRAPHS:
+            oldest = next(iter(self._by_key))
+            self._by_key[oldest].pop(0)
+            if not self._by_key[oldest]:
+                del self._by_key[oldest]
+
+    def clear(self) -> None:
+        """Drops all graphs: parameters have another dtype or device than the graphs were captured for."""
+        self._by_key.clear()
+
+    def refuse_dependence(self, source: nn.Module, model_call: ModelCall, program: Program) -> None:
+        """Checks that no call reads what a call of another key leaves in attributes.
+
+        Raises:
+            CaptureError: the new call reads what an earlier one leaves, or the other way round.
+        """
+        for other in self:
+            assigned = tuple(dict.fromkeys(program.captured.assigned + other.program.captured.assigned))
+            if assigned:
+                refuse_state_between(source, model_call, other.model_call, assigned)
+                refuse_state_between(source, other.model_call, model_call, assigned)

@@ -1,0 +1,89 @@
+"""Numbers that the ranks compare in place of tensors: checksums of values, and a sum for values that are rounded.
+
+Each is a compromise between what it detects and what a call can afford. Large tensors are sampled, and tensors on
+other devices are digested there, so that a call never waits for a device.
+"""
+
+from __future__ import annotations
+
+import functools
+import zlib
+from typing import Final
+
+import torch
+from torch import Tensor
+from torch._subclasses.fake_tensor import is_fake
+
+from torchshard.core.hashing import as_bytes, hash_tensor
+from torchshard.core.layouts import Layout, Shard, split
+from torchshard.ir.listing import value_text
+
+WHOLE_BYTES: Final = 1 << 22
+"""Of larger tensors a sample is compared."""
+SAMPLED: Final = 1 << 14
+"""How many elements a sample has, at least."""
+
+
+def is_here(tensor: Tensor) -> bool:
+    """Whether a tensor has values that can be read without waiting for a device."""
+    return tensor.device.type == "cpu" and not is_fake(tensor)
+
+
+def is_elsewhere(tensor: Tensor) -> bool:
+    """Whether a tensor has values on a device that one would have to wait for."""
+    return has_values(tensor) and not is_here(tensor)
+
+
+def has_values(tensor: Tensor) -> bool:
+    """Whether a tensor has memory with elements, on any device."""
+    return not (tensor.is_meta or is_fake(tensor)) and bool(tensor.numel())
+
+
+def values_digest(tensor: Tensor, most_bytes: int = WHOLE_BYTES) -> int:
+    """A checksum of a tensor's values in their order; of a large tensor, of elements at even distances."""
+    flat = tensor.detach().reshape(-1)
+    if flat.numel() * flat.itemsize > most_bytes:
+        flat = flat[:: max(1, flat.numel() // SAMPLED)]
+    return zlib.crc32(as_bytes(flat).numpy().data)
+
+
+def device_digest(tensor: Tensor) -> Tensor:
+    """A checksum like `values_digest` as an int64 tensor on the tensor's device, computed without waiting for it."""
+    flat = tensor.detach().reshape(-1)
+    flat = as_bytes(flat[:: max(1, flat.numel() // SAMPLED)]).long()
+    places = torch.arange(1, len(flat) + 1, device=flat.device) * 0x9E3779B1
+    return ((flat + 1) * (places ^ (places >> 15))).sum()
+
+
+def describe_content(tensor: Tensor) -> str:
+    """Shape, dtype and a hash of every bit of the values."""
+    if not has_values(tensor):
+        return value_text(tensor)
+    return f"{value_text(tensor)} with hash {hash_tensor(tensor):x}"
+
+
+def weighted_sum(tensor: Tensor, number: int) -> tuple[float, float]:
+    """A signed sum of a tensor's elements, and the sum of their sizes, by which it may differ when rounded.
+
+    Each element has a weight by its place, and the sum one by `number`: swapped elements or tensors give another sum.
+    """
+    matrix = tensor.detach().reshape(-1, tensor.shape[-1] if tensor.ndim else 1)
+    # A product with a vector in the tensor's own dtype is fast; only the sums of rows are widened.
+    rows = (matrix @ _place_weights(matrix.shape[1], matrix.dtype)).double()
+    terms = rows * _place_weights(len(rows), rows.dtype) * (1 + 0.37 * number)
+    return float(terms.sum()), float(terms.abs().sum())
+
+
+@functools.lru_cache(maxsize=64)
+def _place_weights(size: int, dtype: torch.dtype) -> Tensor:
+    """Weights from 0.5 to 1.5, spread evenly by the golden ratio, so that neighbours differ much."""
+    places = torch.arange(1, size + 1, dtype=torch.float64)
+    return ((places * 0.6180339887498949) % 1 + 0.5).to(dtype)
+
+
+def are_distinct(whole: Tensor, layout: Layout, world: int) -> bool:
+    """Whether the first two ranks' slices of a tensor differ, so that equal ones later on were overwritten."""
+    if not isinstance(layout, Shard) or world < 2 or not has_values(whole) or whole.layout != torch.strided:
+        return False
+    first, second = (split(whole.detach(), layout, rank, world) for rank in range(2))
+    return first.shape == second.shape and not torch.equal(first, second)
