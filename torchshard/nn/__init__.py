@@ -1,4 +1,4 @@
-"""Layers to build a split model by hand, for those who don't let `torchshard.shard` do it."""
+"""Layers to build a split model from, without `torchshard.shard`."""
 
 from torchshard.nn import functional
 from torchshard.nn.modules import ParallelCrossEntropyLoss, ParallelEmbedding, ParallelLinear

@@ -5,15 +5,16 @@
     e = parallel_embedding(ids, weight, dim=0)         # vocabulary: weight[num / n, dim]
     l = parallel_cross_entropy(logits, labels, dim=-1) # classes: logits[batch, classes / n]
 
-Gradients are those of the unsharded functions, of slices the slices. What is split is said by arguments, never guessed
-from a tensor; unlike the first torchshard, no tensor carries a mark. The global size of a split dim is asked of the
-ranks, in a small message per call, where `size=` does not give it. In a group of one all are PyTorch's own.
+Gradients are those of the unsharded functions; gradients of slices are slices. Arguments say what is split: unlike in
+the first torchshard, no tensor carries a mark, which the next op would lose. Unless `size=` gives the global size of a
+split dim, each call asks the ranks for it in a small message. In a group of one these are PyTorch's own functions.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from typing import Literal, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -27,7 +28,38 @@ from torchshard.nn.one_op import Piece, convert, run
 from torchshard.runtime.digests import is_here, values_digest
 
 aten = torch.ops.aten
-REDUCTIONS = {"none": 0, "mean": 1, "sum": 2}
+Reduction = Literal["none", "mean", "sum"]
+REDUCTIONS: dict[Reduction, int] = {"none": 0, "mean": 1, "sum": 2}
+"""How `aten.cross_entropy_loss` writes them."""
+
+
+# --- linear ----------------------------------------------------------------------------------------------------------
+
+
+class LinearOptions(NamedTuple):
+    """How a linear is split."""
+
+    dim: int | None
+    input_is_parallel: bool
+    gather_output: bool
+
+    def check(self) -> None:
+        """Raises InputError if a linear can't be split so."""
+        _check_dim(self.dim, "linear")
+        by_columns = self.dim in (1, -1)
+        if (self.input_is_parallel and self.dim != 0) or (self.gather_output and not by_columns):
+            raise InputError(
+                f"a linear with dim={self.dim} has no such option",
+                where="input_is_parallel=" if self.input_is_parallel else "gather_output=",
+                why="a split by rows takes a split input, a split by columns gives a split result",
+                attempt="input_is_parallel with dim=0, gather_output with dim=1",
+            )
+
+    def check_input(self, input: Tensor, weight: Tensor) -> None:
+        """Raises InputError if the options are wrong, or an input does not fit this rank's weight."""
+        self.check()
+        if self.input_is_parallel or self.dim != 0:
+            _check_features(input, weight.shape[1], "the whole input, or input_is_parallel as the input is")
 
 
 def parallel_linear(
@@ -61,34 +93,65 @@ def parallel_linear(
 
     Source: Megatron's `ColumnParallelLinear` and `RowParallelLinear`.
     """
-    group, by_rows, last = own_group(), dim == 0, input.shape[-1] if input.ndim else 0
-    asked: dict[str, Any] = {
-        "input": _text(input, input.shape[:-1]), "input_is_parallel": input_is_parallel, "bias": _text(bias, ()),
-    }  # fmt: skip
-
-    def valid() -> None:
-        check_linear(dim, input_is_parallel=input_is_parallel, gather_output=gather_output)
-        if input_is_parallel or not by_rows:
-            _check_features(input, weight.shape[1], "the whole input, or input_is_parallel as the input is")
-
+    group, options = own_group(), LinearOptions(dim, input_is_parallel, gather_output)
     if dim is None or group.size == 1:
-        valid()
+        options.check_input(input, weight)
         return F.linear(input, weight, bias)
-    whole = _global_size(group, "parallel_linear", weight, 1 if by_rows else 0, size, valid, **asked)
-    if by_rows and not input_is_parallel:
-        _check_features(input, whole, "the whole input, or input_is_parallel=True for this rank's slice of it")
-    else:
-        valid()
-    features = (*input.shape[:-1], whole if by_rows else last)
-    x: Piece = (input, Shard(input.ndim - 1) if input_is_parallel else I, features)
-    if by_rows:
-        w: Piece = (weight, Shard(1), (weight.shape[0], whole))
-        summed = convert(run(aten.linear.default, "k", group, x, w, None), I, group)[0]
-        return summed if bias is None else summed + bias.to(summed.dtype)
-    w = (weight, Shard(0), (whole, weight.shape[1]))
-    b = None if bias is None else (bias, Shard(0), (whole,))
+    split = _linear_by_rows if dim == 0 else _linear_by_columns
+    return split(group, input, weight, bias, size, options)
+
+
+def _linear_by_columns(
+    group: Group, input: Tensor, weight: Tensor, bias: Tensor | None, size: int | None, options: LinearOptions
+) -> Tensor:
+    out_features = _linear_size(group, input, weight, bias, size, options)
+    options.check_input(input, weight)  # a call whose signature was verified before is not checked there
+    x = Piece(input, I, tuple(input.shape))
+    w = Piece(weight, Shard(0), (out_features, weight.shape[1]))
+    b = None if bias is None else Piece(bias, Shard(0), (out_features,))
     result = run(aten.linear.default, "n", group, x, w, b)
-    return convert(result, I, group)[0] if gather_output else result[0]
+    return convert(result, I, group).tensor if options.gather_output else result.tensor
+
+
+def _linear_by_rows(
+    group: Group, input: Tensor, weight: Tensor, bias: Tensor | None, size: int | None, options: LinearOptions
+) -> Tensor:
+    in_features = _linear_size(group, input, weight, bias, size, options)
+    if options.input_is_parallel:
+        options.check_input(input, weight)
+    else:
+        _check_features(input, in_features, "the whole input, or input_is_parallel=True for this rank's slice of it")
+    layout = Shard(input.ndim - 1) if options.input_is_parallel else I
+    x = Piece(input, layout, (*input.shape[:-1], in_features))
+    w = Piece(weight, Shard(1), (weight.shape[0], in_features))
+    product = convert(run(aten.linear.default, "k", group, x, w, None), I, group).tensor
+    # After the sum over the ranks: each rank has the whole bias, which must be added once.
+    return product if bias is None else product + bias.to(product.dtype)
+
+
+def _linear_size(
+    group: Group, input: Tensor, weight: Tensor, bias: Tensor | None, size: int | None, options: LinearOptions
+) -> int:
+    """The global size of the weight's split dim, after the ranks have verified the call."""
+    facts = {
+        "input": _tensor_fact(input, input.shape[:-1]), "input_is_parallel": options.input_is_parallel,
+        "bias": _tensor_fact(bias, ()),
+    }  # fmt: skip
+    check = partial(options.check_input, input, weight)
+    return _global_size(group, "parallel_linear", weight, 1 if options.dim == 0 else 0, size, check, facts)
+
+
+def _check_features(input: Tensor, expected: int, attempt: str) -> None:
+    if not input.ndim or input.shape[-1] != expected:
+        raise InputError(
+            "the input's last dim does not fit the weight",
+            where="parallel_linear, input",
+            why=f"its shape is {tuple(input.shape)}, this rank takes {expected} features",
+            attempt=attempt,
+        )
+
+
+# --- embedding -------------------------------------------------------------------------------------------------------
 
 
 def parallel_embedding(
@@ -114,136 +177,44 @@ def parallel_embedding(
         size: the global size of what is split (`num` by rows, `width` by columns).
 
     Raises:
-        InputError: `max_norm` or `sparse` is asked of a split table, or an option does not fit.
+        InputError: `max_norm` or `sparse` is set for a split table, or an option does not fit.
         DistributedError: the ranks' calls differ.
 
     Source: Megatron's `VocabParallelEmbedding`.
     """
-    group, by_rows = own_group(), dim == 0
+    group, check = own_group(), partial(check_embedding, dim, max_norm, sparse)
     if dim is None or group.size == 1:
-        check_embedding(dim, max_norm, sparse)
+        check()
         return F.embedding(input, weight, padding_idx, max_norm, norm_type, scale_grad_by_freq, sparse)
-    asked: dict[str, Any] = {
-        "same": input, "padding_idx": padding_idx, "scale": scale_grad_by_freq, "max_norm": max_norm, "sparse": sparse,
-    }  # fmt: skip
-    split = 0 if by_rows else 1
-    valid: Callable[[], None] = lambda: check_embedding(dim, max_norm, sparse)  # noqa: E731
-    whole = _global_size(group, "parallel_embedding", weight, split, size, valid, **asked)
-    shape = (whole, weight.shape[1]) if by_rows else (weight.shape[0], whole)
-    table, indices = (weight, Shard(split), shape), (input, I, tuple(input.shape))
-    options = _row(padding_idx, shape[0]), scale_grad_by_freq, False
-    found = run(aten.embedding.default, "v" if by_rows else "e", group, table, indices, *options)
-    return convert(found, I, group)[0]
+    facts = {"padding_idx": padding_idx, "scale": scale_grad_by_freq, "max_norm": max_norm, "sparse": sparse}
+    split = 0 if dim == 0 else 1
+    whole = _global_size(group, "parallel_embedding", weight, split, size, check, facts, same=input)
+    return _split_embedding(group, input, weight, padding_idx, scale_grad_by_freq, split, whole)
 
 
-def parallel_cross_entropy(
-    input: Tensor,
-    target: Tensor,
-    weight: Tensor | None = None,
-    *,
-    dim: int | None,
-    size: int | None = None,
-    ignore_index: int = -100,
-    reduction: str = "mean",
-    label_smoothing: float = 0.0,
+def _split_embedding(
+    group: Group, input: Tensor, weight: Tensor, padding_idx: int | None, scale: bool, split: int, whole: int
 ) -> Tensor:
-    """`torch.nn.functional.cross_entropy` of logits that are split along a dim; the result is whole.
-
-    Where the classes are split, the logits are never gathered.
-
-    Args:
-        input: this rank's slice of the logits: `[classes]`, `[batch, classes]` or `[batch, classes, ...]`.
-        target: of the whole: class indices, or probabilities; the same on every rank.
-        weight: `[classes]`, the whole.
-        dim: None: the logits are not split; else the dim along which they are.
-        size: the global size of that dim.
-
-    Raises:
-        InputError: the logits have no such dim, or there is no such reduction.
-        DistributedError: the ranks' calls differ.
-
-    Source: Megatron's `vocab_parallel_cross_entropy`, which has neither `weight` nor `ignore_index`.
-    """
-    group = own_group()
-    options: dict[str, Any] = {
-        "reduction": reduction, "ignore_index": ignore_index, "label_smoothing": label_smoothing,
-    }  # fmt: skip
-    if dim is None or group.size == 1:
-        _check_reduction(reduction)
-        return F.cross_entropy(input, target, weight, **options)
-    asked = {"same": target, "weight": weight is not None, **options}
-    valid: Callable[[], None] = lambda: _check_reduction(reduction)  # noqa: E731
-    whole = _global_size(group, "parallel_cross_entropy", input, dim, size, valid, **asked)
-    split = own_dim(input, dim)
-    classes = whole if split == min(1, input.ndim - 1) else input.shape[min(1, input.ndim - 1)]
-    if weight is not None and weight.shape != (classes,):
-        raise InputError(
-            "the classes' weights do not fit the logits",
-            where="parallel_cross_entropy, weight",
-            why=f"their shape is {tuple(weight.shape)}, there are {classes} classes",
-            attempt="the weights of all classes, on every rank",
-        )
-    target = target if target.is_floating_point() else target.long()
-    input = input.float() if torch.is_autocast_enabled(input.device.type) else input  # as PyTorch's own does
-    logits: Piece = (input, Shard(split), (*input.shape[:split], whole, *input.shape[split + 1 :]))
-    others = [None if t is None else (t, I, tuple(t.shape)) for t in (target, weight)]
-    settings = REDUCTIONS[reduction], ignore_index, label_smoothing
-    axis = "v" if split == min(1, input.ndim - 1) else "no axis: the rows are gathered"
-    return convert(run(aten.cross_entropy_loss.default, axis, group, logits, *others, *settings), I, group)[0]
-
-
-def check_linear(dim: int | None, *, input_is_parallel: bool, gather_output: bool) -> None:
-    """Raises InputError where a linear can't be split so."""
-    _check_dim(dim, "linear")
-    if (input_is_parallel and dim != 0) or (gather_output and dim not in (1, -1)):
-        raise InputError(
-            f"a linear with dim={dim} has no such option",
-            where="input_is_parallel=" if input_is_parallel else "gather_output=",
-            why="a split by rows takes a split input, a split by columns gives a split result",
-            attempt="input_is_parallel with dim=0, gather_output with dim=1",
-        )
+    shape = (whole, weight.shape[1]) if split == 0 else (weight.shape[0], whole)
+    table, indices = Piece(weight, Shard(split), shape), Piece(input, I, tuple(input.shape))
+    padding_row = _padding_row(padding_idx, shape[0])
+    axis = "v" if split == 0 else "e"
+    return convert(run(aten.embedding.default, axis, group, table, indices, padding_row, scale, False), I, group).tensor
 
 
 def check_embedding(dim: int | None, max_norm: float | None, sparse: bool) -> None:
-    """Raises InputError where an embedding can't be split so."""
+    """Raises InputError if an embedding can't be split so."""
     _check_dim(dim, "embedding")
-    for asked, where, why in (
+    for is_set, where, why in (
         (max_norm is not None, "max_norm=", "it changes rows of the table while they are looked up"),
         (sparse, "sparse=True", "the gradient of a slice is dense"),
     ):
-        if asked and dim is not None:
+        if is_set and dim is not None:
             raise InputError("a split embedding can't do this", where=where, why=why, attempt="dim=None")
 
 
-def _check_dim(dim: int | None, what: str) -> None:
-    if dim not in (None, 0, 1, -1):
-        raise InputError(
-            f"the weight of a {what} can't be split by dim {dim}",
-            where="dim=",
-            why="it has two dims",
-            attempt="0, 1 or -1",
-        )
-
-
-def _check_features(input: Tensor, expected: int, attempt: str) -> None:
-    if not input.ndim or input.shape[-1] != expected:
-        raise InputError(
-            "the input's last dim does not fit the weight",
-            where="parallel_linear, input",
-            why=f"its shape is {tuple(input.shape)}, this rank takes {expected} features",
-            attempt=attempt,
-        )
-
-
-def _check_reduction(reduction: str) -> None:
-    if reduction not in REDUCTIONS:
-        raise InputError(
-            f"there is no reduction {reduction!r}", where="reduction=", attempt=" or ".join(map(repr, REDUCTIONS))
-        )
-
-
-def _row(padding_idx: int | None, rows: int) -> int:
-    """The row as `aten.embedding` has it."""
+def _padding_row(padding_idx: int | None, rows: int) -> int:
+    """The row as `aten.embedding` numbers it: not negative, -1 for none."""
     if padding_idx is None:
         return -1
     if not -rows <= padding_idx < rows:
@@ -256,17 +227,111 @@ def _row(padding_idx: int | None, rows: int) -> int:
     return padding_idx % rows
 
 
-def _text(x: Tensor | None, shape: Sequence[int]) -> str | None:
-    """What must be the same of a tensor on all ranks, its gradient too: the backward communicates where it has one."""
+# --- cross entropy ---------------------------------------------------------------------------------------------------
+
+
+class _LossOptions(NamedTuple):
+    reduction: Reduction
+    ignore_index: int
+    label_smoothing: float
+
+    def check(self) -> None:
+        if self.reduction not in REDUCTIONS:
+            expected = " or ".join(map(repr, REDUCTIONS))
+            raise InputError(f"invalid reduction {self.reduction!r}", where="reduction=", attempt=expected)
+
+
+def parallel_cross_entropy(
+    input: Tensor,
+    target: Tensor,
+    weight: Tensor | None = None,
+    *,
+    dim: int | None,
+    size: int | None = None,
+    ignore_index: int = -100,
+    reduction: Reduction = "mean",
+    label_smoothing: float = 0.0,
+) -> Tensor:
+    """`torch.nn.functional.cross_entropy` of logits that are split along a dim; the result is whole.
+
+    If the classes are split, the logits are never gathered.
+
+    Args:
+        input: this rank's slice of the logits: `[classes]`, `[batch, classes]` or `[batch, classes, ...]`.
+        target: of the whole: class indices, or probabilities; the same on every rank.
+        weight: `[classes]`, the whole.
+        dim: the split dim of the logits; None: they are not split.
+        size: the global size of that dim.
+
+    Raises:
+        InputError: the logits have no such dim, or there is no such reduction.
+        DistributedError: the ranks' calls differ.
+
+    Source: Megatron's `vocab_parallel_cross_entropy`, which has neither `weight` nor `ignore_index`.
+    """
+    group, options = own_group(), _LossOptions(reduction, ignore_index, label_smoothing)
+    if dim is None or group.size == 1:
+        options.check()
+        return F.cross_entropy(input, target, weight, **options._asdict())
+    facts = {"weight": weight is not None, **options._asdict()}
+    whole = _global_size(group, "parallel_cross_entropy", input, dim, size, options.check, facts, same=target)
+    return _split_cross_entropy(group, input, target, weight, own_dim(input, dim), whole, options)
+
+
+def _split_cross_entropy(
+    group: Group, input: Tensor, target: Tensor, weight: Tensor | None, split: int, whole: int, options: _LossOptions
+) -> Tensor:
+    class_dim = min(1, input.ndim - 1)
+    shape = (*input.shape[:split], whole, *input.shape[split + 1 :])
+    _check_class_weights(weight, shape[class_dim])
+    # PyTorch's function casts the labels and, in autocast, the logits; the op itself does neither.
+    target = target if target.is_floating_point() else target.long()
+    input = input.float() if torch.is_autocast_enabled(input.device.type) else input
+    labels = Piece(target, I, tuple(target.shape))
+    class_weights = None if weight is None else Piece(weight, I, tuple(weight.shape))
+    settings = REDUCTIONS[options.reduction], options.ignore_index, options.label_smoothing
+    axis = "v" if split == class_dim else "no axis: the rows are gathered"
+    logits = Piece(input, Shard(split), shape)
+    loss = run(aten.cross_entropy_loss.default, axis, group, logits, labels, class_weights, *settings)
+    return convert(loss, I, group).tensor
+
+
+def _check_class_weights(weight: Tensor | None, classes: int) -> None:
+    if weight is not None and weight.shape != (classes,):
+        raise InputError(
+            "the classes' weights do not fit the logits",
+            where="parallel_cross_entropy, weight",
+            why=f"their shape is {tuple(weight.shape)}, there are {classes} classes",
+            attempt="the weights of all classes, on every rank",
+        )
+
+
+# --- verifying calls -------------------------------------------------------------------------------------------------
+
+
+def _check_dim(dim: int | None, what: str) -> None:
+    if dim not in (None, 0, 1, -1):
+        raise InputError(
+            f"the weight of a {what} can't be split by dim {dim}",
+            where="dim=",
+            why="it has two dims",
+            attempt="0, 1 or -1",
+        )
+
+
+def _tensor_fact(x: Tensor | None, shape: Sequence[int]) -> str | None:
+    """What must be equal of a tensor on all ranks; a gradient too, for the backward of one communicates."""
     if x is None:
         return None
     return f"{type_text(x.dtype, shape)}{' with a gradient' if needs_gradient(x) else ''}"
 
 
-def _values_text(x: Tensor) -> str:
-    """The same of indices or labels, with a checksum of their values, which must be the same on all ranks."""
-    compared = is_here(x) and not x.is_floating_point() and own_group().level is not CheckLevel.OFF
-    return f"{_text(x, x.shape)}{f', checksum {values_digest(x):x}' if compared else ''}"
+def _values_fact(x: Tensor) -> str:
+    """The same for indices or labels, with a checksum of their values, which must be equal on all ranks."""
+    text = f"{_tensor_fact(x, x.shape)}"
+    if is_here(x) and not x.is_floating_point() and own_group().level is not CheckLevel.OFF:
+        return f"{text}, checksum {values_digest(x):x}"
+    return text
 
 
 def _global_size(
@@ -275,17 +340,19 @@ def _global_size(
     x: Tensor,
     dim: int,
     size: int | None,
-    valid: Callable[[], None],
+    check: Callable[[], None],
+    facts: Mapping[str, object],
     same: Tensor | None = None,
-    **asked: Any,
 ) -> int:
-    """The size of a split dim of all slices together; the ranks' calls are compared meanwhile.
+    """The size of a split dim of all slices together; the ranks verify the call meanwhile.
 
     Args:
-        same: what has the same values on all ranks.
+        check: raises if this rank can't make the call; the other ranks hear of it.
+        facts: what must be equal on all ranks.
+        same: a tensor whose values must be equal on all ranks.
     """
-    if torch.compiler.is_compiling():
+    if torch.compiler.is_compiling():  # the messages of a verification can't be part of a compiled graph
         return whole_size(name, x, dim, size, None, group)
-    values = {} if same is None else {"values": _values_text(same)}
-    sizes = verify_tensor_call(group, name, x, dim, valid, size=size, **values, **asked)
+    values = {} if same is None else {"values": _values_fact(same)}
+    sizes = verify_tensor_call(group, name, x, dim, check, size=size, **values, **facts)
     return whole_size(name, x, dim, size, sizes, group)

@@ -1,18 +1,18 @@
 """Modules over `torchshard.nn.functional`. Weights are drawn on rank 0, as PyTorch's modules draw them, and split.
 
-`split` of a module says how its parameters lie: name -> (dim, global size). `state_dict` has this rank's slices,
-`full_state_dict` of a whole model what PyTorch's modules would have.
+`split` of a module maps each split parameter to (dim, global size). `state_dict` has this rank's slices;
+`full_state_dict` of a whole model has the tensors that PyTorch's modules would have.
 """
 
 from __future__ import annotations
 
-from typing import Any, Self
+from typing import Any, Final, Self, cast
 
 import torch
 from torch import Tensor, nn
 
 from torchshard.core.errors import InputError
-from torchshard.core.layouts import I, Shard
+from torchshard.core.layouts import I, Layout, Shard
 from torchshard.core.layouts import split as slice_of
 from torchshard.distributed.group import own_group
 from torchshard.distributed.primitives import broadcast
@@ -20,11 +20,13 @@ from torchshard.nn import functional
 from torchshard.weights.parameter import ShardedParameter
 
 Split = dict[str, tuple[int, int]]
-"""Parameter -> (the dim that is split, its global size); what is whole on every rank is not in it."""
+"""Parameter -> (the dim that is split, its global size); parameters that every rank holds whole are left out."""
+Device = torch.device | str | int | None
+"""As PyTorch's modules take it."""
 
 
 class Sliced(nn.Module):
-    """What the modules share: slices of another module's parameters."""
+    """A module that holds slices of another module's parameters."""
 
     split: Split
     weight: Tensor
@@ -36,18 +38,22 @@ class Sliced(nn.Module):
         return self.split["weight"][1] if self.split else None
 
     def _take(self, whole: nn.Module, split: Split, *, share: bool) -> None:
-        """Takes this rank's slices of a module's parameters; `share`: of rank 0's."""
+        """Takes this rank's slices of a module's parameters.
+
+        Args:
+            share: takes rank 0's parameters on all ranks, for each rank has drawn its own.
+        """
         group, self.split = own_group(), split
         for name, parameter in whole.named_parameters():
-            held = parameter.detach()
-            if share and group.size > 1 and not held.is_meta:
-                held = broadcast(held)
-            if name in self.split:
-                held = slice_of(held, Shard(self.split[name][0]), group.rank, group.size)
-            made = held.clone(memory_format=torch.contiguous_format)
-            layout = Shard(self.split[name][0], ((self.split[name][1], 1),)) if name in self.split else I
-            made.requires_grad_(parameter.requires_grad)
-            self.register_parameter(name, ShardedParameter.of(made, layout, group, name))
+            tensor, layout = parameter.detach(), cast(Layout, I)
+            if share and group.size > 1 and not tensor.is_meta:
+                tensor = broadcast(tensor)
+            if name in split:
+                dim, size = split[name]
+                tensor, layout = slice_of(tensor, Shard(dim), group.rank, group.size), Shard(dim, ((size, 1),))
+            own = tensor.clone(memory_format=torch.contiguous_format)  # a view would keep the whole in memory
+            own.requires_grad_(parameter.requires_grad)
+            self.register_parameter(name, ShardedParameter.of(own, layout, group, name))
 
 
 class ParallelLinear(Sliced):
@@ -70,32 +76,30 @@ class ParallelLinear(Sliced):
         *,
         input_is_parallel: bool = False,
         gather_output: bool = False,
-        device: Any = None,
+        device: Device = None,
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
-        options = {"input_is_parallel": input_is_parallel, "gather_output": gather_output}
-        self._set(nn.Linear(in_features, out_features, bias, device, dtype), dim, share=True, **options)
+        options = functional.LinearOptions(dim, input_is_parallel, gather_output)
+        self._set(nn.Linear(in_features, out_features, bias, device, dtype), options, share=True)
 
     @classmethod
     def from_linear(
         cls, linear: nn.Linear, dim: int | None = None, *, input_is_parallel: bool = False, gather_output: bool = False
     ) -> Self:
         """The same layer with this rank's slices; all ranks pass the same."""
-        made = cls.__new__(cls)
-        nn.Module.__init__(made)
-        made._set(linear, dim, share=False, input_is_parallel=input_is_parallel, gather_output=gather_output)
-        return made
+        module = cls.__new__(cls)
+        nn.Module.__init__(module)
+        module._set(linear, functional.LinearOptions(dim, input_is_parallel, gather_output), share=False)
+        return module
 
-    def _set(
-        self, whole: nn.Linear, dim: int | None, *, share: bool, input_is_parallel: bool, gather_output: bool
-    ) -> None:
-        functional.check_linear(dim, input_is_parallel=input_is_parallel, gather_output=gather_output)
-        self.in_features, self.out_features, self.dim = whole.in_features, whole.out_features, dim
-        self.input_is_parallel, self.gather_output = input_is_parallel, gather_output
+    def _set(self, whole: nn.Linear, options: functional.LinearOptions, *, share: bool) -> None:
+        options.check()
+        self.in_features, self.out_features = whole.in_features, whole.out_features
+        self.dim, self.input_is_parallel, self.gather_output = options
         by_columns = {"weight": (0, whole.out_features), "bias": (0, whole.out_features)}
         split: dict[int | None, Split] = {None: {}, 0: {"weight": (1, whole.in_features)}}
-        self._take(whole, split.get(dim, by_columns), share=share)
+        self._take(whole, split.get(options.dim, by_columns), share=share)
         if whole.bias is None:
             self.register_parameter("bias", None)
 
@@ -135,7 +139,7 @@ class ParallelEmbedding(Sliced):
         sparse: bool = False,
         dim: int | None = None,
         *,
-        device: Any = None,
+        device: Device = None,
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
@@ -145,10 +149,10 @@ class ParallelEmbedding(Sliced):
     @classmethod
     def from_embedding(cls, embedding: nn.Embedding, dim: int | None = None) -> Self:
         """The same table with this rank's slices; all ranks pass the same."""
-        made = cls.__new__(cls)
-        nn.Module.__init__(made)
-        made._set(embedding, dim, share=False)
-        return made
+        module = cls.__new__(cls)
+        nn.Module.__init__(module)
+        module._set(embedding, dim, share=False)
+        return module
 
     def _set(self, whole: nn.Embedding, dim: int | None, *, share: bool) -> None:
         functional.check_embedding(dim, whole.max_norm, whole.sparse)
@@ -178,7 +182,8 @@ class ParallelEmbedding(Sliced):
         return f"{self.num_embeddings}, {self.embedding_dim}{padding}, dim={self.dim}"
 
 
-_UNSAID: Any = object()
+_MISSING: Final[Any] = object()
+"""The default of an argument that must be given, and for which None has a meaning."""
 
 
 class ParallelCrossEntropyLoss(nn.Module):
@@ -193,31 +198,31 @@ class ParallelCrossEntropyLoss(nn.Module):
         self,
         weight: Tensor | None = None,
         *,
-        dim: int | None = _UNSAID,
+        dim: int | None = _MISSING,
         size: int | None = None,
         ignore_index: int = -100,
-        reduction: str = "mean",
+        reduction: functional.Reduction = "mean",
         label_smoothing: float = 0.0,
     ) -> None:
         super().__init__()
-        if dim is _UNSAID:
+        if dim is _MISSING:
             raise InputError(
                 "ParallelCrossEntropyLoss must be told how the logits are split",
                 where="ParallelCrossEntropyLoss(dim=...)",
-                why="nothing at the logits says it",
+                why="the logits themselves don't show it",
                 attempt="dim=-1 where each rank has logits of some classes (of ParallelLinear(dim=1)); dim=None: whole",
             )
+        self.weight: Tensor | None
         self.register_buffer("weight", weight)
         self.dim, self.size = dim, size
         self.ignore_index, self.reduction, self.label_smoothing = ignore_index, reduction, label_smoothing
 
     def forward(self, input: Tensor, target: Tensor) -> Tensor:
         """See `functional.parallel_cross_entropy`."""
-        weight: Any = self.weight
         return functional.parallel_cross_entropy(
             input,
             target,
-            weight,
+            self.weight,
             dim=self.dim,
             size=self.size,
             ignore_index=self.ignore_index,

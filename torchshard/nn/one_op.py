@@ -1,17 +1,20 @@
-"""One op on this rank's pieces, by its rule: with the row, the choice, the conversions and the replacement of graphs.
+"""Runs one op on this rank's slices, by the op's rule: the row, the choice, conversions and replacement as in graphs.
 
-x I, weight S(0)     split n of "... k, n k -> ... n"     x becomes R by copy; the result is S(-1)
-x I, weight S(1)     split k                              x becomes S(-1) by scatter; the result is P
+    x I, weight S(0)     split n of "... k, n k -> ... n"     x becomes R by copy; the result is S(-1)
+    x I, weight S(1)     split k                              x becomes S(-1) by scatter; the result is P
+
+So the functions of `torchshard.nn` have no sharding mathematics of their own: what is wrong or right in a rule is so
+in graphs too.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from functools import lru_cache
-from typing import Any
+from typing import NamedTuple, cast
 
 import torch
 from torch import Tensor
+from torch._ops import OpOverload
 
 from torchshard.core.conversions import plan_conversion, step_args
 from torchshard.core.layouts import I, Layout
@@ -21,63 +24,68 @@ from torchshard.distributed.group import Group
 from torchshard.distributed.ops import direct, hashable
 from torchshard.rules.registry import RULES, Call, TensorType
 
-Piece = tuple[Tensor, Layout, tuple[int, ...]]
-"""(what this rank holds, its layout, the global shape)."""
+
+class Piece(NamedTuple):
+    """This rank's part of a tensor: a slice, the whole, or a partial sum."""
+
+    tensor: Tensor
+    layout: Layout
+    shape: tuple[int, ...]
+    """The global shape."""
 
 
-def run(op: Any, wanted: str, group: Group, *args: Any) -> Piece:
-    """Runs an op split along an axis; whole, if its rule does not allow that.
+Setting = bool | int | float | None
+"""An argument of an op that is not a tensor, or a tensor that is left out."""
+
+
+def run(op: OpOverload, axis: str, group: Group, *args: Piece | Setting) -> Piece:
+    """Runs an op split along an axis; on gathered operands if its rule does not allow that split.
 
     Args:
-        op: an OpOverload with one result.
-        wanted: the axis of the op's row.
-        args: the op's arguments in order, a Piece for each tensor.
+        op: has one result.
+        axis: of the op's row.
+        args: the op's arguments in order.
     """
-    types = tuple(TensorType(a[2], a[0].dtype) if _is_piece(a) else a for a in args)
-    row, choice = _chosen(op, wanted, group.size, types)
-    targets = iter(choice.operands)
-    local = [convert(a, next(targets), group)[0] if _is_piece(a) else a for a in args]
+    types = tuple(TensorType(a.shape, a.tensor.dtype) if isinstance(a, Piece) else a for a in args)
+    row, choice = _row_and_choice(op, axis, group.size, types)
+    layouts = iter(choice.operands)
+    operands = [convert(a, next(layouts), group).tensor if isinstance(a, Piece) else a for a in args]
     replacement = local_replacement(row, choice) if row is not None else None
     if replacement is not None and row is not None:
-        result = replacement(Local(row, choice, group.coordinate), *local)
+        result = replacement(Local(row, choice, group.coordinate), *operands)
     else:
-        result = op(*local)
-    return result, choice.results[0], _result_shape(op, types)
-
-
-def _is_piece(value: Any) -> bool:
-    return isinstance(value, tuple) and len(value) == 3 and isinstance(value[0], Tensor)
+        result = op(*operands)
+    return Piece(result, choice.results[0], _result_type(op, types).shape)
 
 
 def convert(piece: Piece, target: Layout, group: Group) -> Piece:
-    """A piece in another layout."""
+    """The same tensor in another layout."""
     x, source, shape = piece
     steps = plan_conversion(source, target, needs_grad=needs_gradient(x))
     assert steps is not None, (source, target)
     for step in steps:
         args = hashable(step_args(step.name, step.source, step.target, shape))
         op = getattr(torch.ops.torchshard, step.name).default
+        # torch.compile can trace operators only; without it a direct call saves the dispatcher's time.
         x = (op if torch.compiler.is_compiling() else direct(op))(x, *args, group.name)
-    return x, target, shape
+    return Piece(x, target, shape)
 
 
+# Cached, for a training loop runs the same few ops with the same shapes at each step.
 @lru_cache(maxsize=4096)
-def _chosen(op: Any, wanted: str, world: int, types: tuple[Any, ...]) -> tuple[Row | None, Choice]:
+def _row_and_choice(
+    op: OpOverload, axis: str, world: int, types: tuple[TensorType | Setting, ...]
+) -> tuple[Row | None, Choice]:
     names = [argument.name for argument in op._schema.arguments]
-    results = (TensorType(_result_shape(op, types), _meta(op, types).dtype),)
-    row = RULES[op](Call(op, dict(zip(names, types, strict=False)), results))
-    held = [c for c in choices(row, world) if c.name == f"split {wanted}"] if row is not None else []
-    count = sum(isinstance(t, TensorType) for t in types)
-    return row, held[0] if held else Choice("I", (I,) * count, (I,))
-
-
-def _meta(op: Any, types: Sequence[Any]) -> Tensor:
-    """The op's result without memory."""
-    given = [torch.empty(t.shape, dtype=t.dtype, device="meta") if isinstance(t, TensorType) else t for t in types]
-    made: Tensor = op(*given)
-    return made
+    row = RULES[op](Call(op, dict(zip(names, types, strict=False)), (_result_type(op, types),)))
+    split = [choice for choice in choices(row, world) if choice.name == f"split {axis}"] if row is not None else []
+    operands = sum(isinstance(t, TensorType) for t in types)
+    return row, split[0] if split else Choice("I", (I,) * operands, (I,))
 
 
 @lru_cache(maxsize=4096)
-def _result_shape(op: Any, types: tuple[Any, ...]) -> tuple[int, ...]:
-    return tuple(_meta(op, types).shape)
+def _result_type(op: OpOverload, types: tuple[TensorType | Setting, ...]) -> TensorType:
+    """The type of an op's result, found by running it on the meta device."""
+    args = [torch.empty(t.shape, dtype=t.dtype, device="meta") if isinstance(t, TensorType) else t for t in types]
+    result = cast(Tensor, op(*args))
+    return TensorType(tuple(result.shape), result.dtype)

@@ -1,4 +1,4 @@
-"""State dicts of models that have split modules: as PyTorch's modules would have them, on any device."""
+"""State dicts of models that have split modules, in the form of PyTorch's own modules: with whole parameters."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ from torchshard.runtime.state import check_full_state
 
 
 def split_parameters(model: nn.Module) -> dict[str, Shard]:
-    """How the parameters of split modules lie: name -> a Shard that says the global size; the others are whole."""
+    """The layouts of split parameters, each a Shard with the global size; parameters that are not in it are whole."""
     return dict(_split_parameters(model))
 
 
 def _split_parameters(model: nn.Module) -> Iterator[tuple[str, Shard]]:
     for path, module in model.named_modules(remove_duplicate=False):
         for name, (dim, size) in module.split.items() if isinstance(module, Sliced) else ():
-            if isinstance(getattr(module, name), nn.Parameter):
+            if isinstance(getattr(module, name), nn.Parameter):  # a linear without bias has None
                 yield f"{path}.{name}" if path else name, Shard(dim, ((size, 1),))
 
 
@@ -33,10 +33,9 @@ def full_state_dict(model: nn.Module) -> dict[str, Tensor]:
     ranks.
     """
     layouts, group = split_parameters(model), own_group()
-    return {
-        name: convert("all_gather", value.detach(), layouts[name], I, group) if name in layouts else value.detach()
-        for name, value in model.state_dict().items()
-    }
+    state = {name: value.detach() for name, value in model.state_dict().items()}
+    gathered = {name: convert("all_gather", state[name], layouts[name], I, group) for name in state if name in layouts}
+    return state | gathered
 
 
 def load_full_state_dict(model: nn.Module, state: Mapping[str, Tensor]) -> None:
