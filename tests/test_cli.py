@@ -131,12 +131,12 @@ def test_configurations_of_other_kinds(kind: str, tmp_path: Path, capsys: pytest
 
 
 ERRORS = {
-    "nothing there": (["plan", "nowhere"], "'nowhere' is no model"),
-    "no such module": (["plan", "no.such:factory"], "gives no model: ModuleNotFoundError"),
-    "no such function": (["plan", "tests.test_cli:nothing"], "gives no model: AttributeError"),
-    "a factory that fails": (["plan", "tests.test_cli:failing"], "gives no model: ZeroDivisionError"),
-    "a factory that looks at numbers": (["plan", "tests.test_cli:reading"], "gives no model: RuntimeError"),
-    "a factory of nothing": (["plan", "tests.test_cli:nothing_at_all"], "gives a tuple"),
+    "nothing there": (["plan", "nowhere"], "'nowhere' is not a model"),
+    "no such module": (["plan", "no.such:factory"], "returns no model: ModuleNotFoundError"),
+    "no such function": (["plan", "tests.test_cli:nothing"], "returns no model: AttributeError"),
+    "a factory that fails": (["plan", "tests.test_cli:failing"], "returns no model: ZeroDivisionError"),
+    "a factory that looks at numbers": (["plan", "tests.test_cli:reading"], "returns no model: RuntimeError"),
+    "a factory of nothing": (["plan", "tests.test_cli:nothing_at_all"], "returns a tuple"),
     "too small to check": (["check", "tests.test_cli:factory", "--memory", "10B"], "fits 10 B"),
     "too many ranks": (["plan", "tests.test_cli:factory", "--ranks", "100000"], "more than any dim"),
     "no inputs": (["plan", "tests.test_cli:bare"], "InputError"),
@@ -144,7 +144,7 @@ ERRORS = {
     "no size": (["plan", "tests.test_cli:factory", "--memory", "much"], "'much' is no size"),
     "too small": (["plan", "tests.test_cli:factory", "--memory", "10B"], "fits 10 B"),
     "no machine": (["plan", "tests.test_cli:factory", "--machine", "abacus"], "'abacus' is no machine"),
-    "no batch": (["plan", "tests.test_cli:factory", "--batch", "0"], "0 is no size"),
+    "no batch": (["plan", "tests.test_cli:factory", "--batch", "0"], "invalid size '0': expected 1 or more"),
     "no plan": (["show", "no.json"], "can't be read"),
     "no folder": (["plan", "tests.test_cli:factory", "--json", "no/such/plan.json"], "can't be written"),
     "no page": (["plan", "tests.test_cli:factory", "--html", "x.svg"], "can't be written as '.svg'"),
@@ -166,13 +166,13 @@ def test_a_configuration_that_is_no_models(tmp_path: Path, capsys: pytest.Captur
     for content, text in (
         ("{", "can't be read"),
         ("{}", "it has no model_type"),
-        (json.dumps({"model_type": "nonsense"}), "no configuration that transformers knows"),
+        (json.dumps({"model_type": "nonsense"}), "not a configuration that transformers knows"),
         (json.dumps({"model_type": "llama", "architectures": ["Nonsense"]}), "transformers has no model 'Nonsense'"),
         (json.dumps({"model_type": "llama", "architectures": [5]}), "transformers has no model 5"),
         (json.dumps({"model_type": "llama", "architectures": ["logging"]}), "transformers has no model 'logging'"),
         (json.dumps({"model_type": "llama", "num_attention_heads": 0}), "ZeroDivisionError"),
         (json.dumps({"model_type": "bert", "hidden_size": 32, "num_attention_heads": 5}), "ValueError"),
-        (json.dumps({"model_type": "wav2vec2"}), "of which a configuration says no size"),
+        (json.dumps({"model_type": "wav2vec2"}), "whose size its configuration does not have"),
     ):
         (tmp_path / "config.json").write_text(content)
         assert main(["plan", str(tmp_path)]) == 3
@@ -183,7 +183,7 @@ def test_a_plan_file_is_shown_as_it_is(tmp_path: Path, capsys: pytest.CaptureFix
     main(["plan", "tests.test_cli:factory", "--json", str(tmp_path / "plan.txt")])
     assert main(["show", str(tmp_path / "plan.txt")]) == 0
     assert main(["show", str(tmp_path / "plan.txt"), "--ranks", "3", "--memory", "1GiB"]) == 3
-    assert "--ranks and --memory can't change a plan that is made" in capsys.readouterr().err
+    assert "--ranks and --memory can't change a finished plan" in capsys.readouterr().err
 
 
 def test_a_configuration_of_any_name_is_shown(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

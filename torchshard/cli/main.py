@@ -4,8 +4,8 @@
     torchshard show plan.json
     torchshard check mymodel:factory --ranks 4
 
-Exit codes: 0 done; 1 a check found a difference; 2 the command is not understood; 3 an error, told in four lines.
-`--help` imports nothing heavy.
+Exit codes: 0 done; 1 a check found a difference; 2 invalid arguments; 3 an error, printed in four lines. Modules that
+import torch are imported within functions, so that `--help` answers at once.
 """
 
 from __future__ import annotations
@@ -17,30 +17,34 @@ import logging
 import os
 import sys
 from collections.abc import Iterator, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Protocol
+
+if TYPE_CHECKING:
+    from torchshard.plans.plan import Plan
 
 MODEL_HELP = "module:factory, a Hugging Face config.json, or a folder with one"
 DIFFERENT, FAILED = 1, 3
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Runs one command; the exit code."""
-    given = _parser().parse_args(arguments)
-    if given.verbose:
+    """Runs one command, and returns its exit code."""
+    options = _parser().parse_args(arguments)
+    if options.verbose:
         logging.basicConfig(level=logging.INFO, format="%(name)s: %(message)s")
     from torchshard.core.errors import ShardError
 
     try:
-        code: int = given.run(given)
+        code: int = options.run(options)
         sys.stdout.flush()
         return code
     except KeyboardInterrupt:
         return 130
     except BrokenPipeError:
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # who read the output has gone
+        # The reader of our output is gone, as with `| head`: Python would fail again when it flushes at exit.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return FAILED
     except Exception as error:
-        if given.debug:
+        if options.debug:
             raise
         what = str(error)
         if not isinstance(error, ShardError):
@@ -82,7 +86,7 @@ def _model(command: argparse.ArgumentParser) -> None:
 def _planning(command: argparse.ArgumentParser) -> None:
     command.add_argument("--ranks", type=int, default=2, metavar="N", help="number of ranks (2)")
     command.add_argument("--plan", default="auto", metavar="FILE", help="a plan's JSON instead of the best plan")
-    command.add_argument("--memory", metavar="SIZE", help="what a step may take on a rank: 80GiB")
+    command.add_argument("--memory", metavar="SIZE", help="the most that a step may take on a rank: 80GiB")
     command.add_argument("--machine", default=None, metavar="NAME", help="h100x8 or cpu-gloo")
     command.add_argument("--axes", default="weights", choices=("weights", "all"), help="all: batch and sequence too")
 
@@ -107,27 +111,27 @@ def _processes(command: argparse.ArgumentParser) -> None:
 # --- commands --------------------------------------------------------------------------------------------------------
 
 
-def _planned(given: argparse.Namespace) -> Any:
+def _planned(options: argparse.Namespace) -> Plan:
     import torchshard as ts
     from torchshard.cli.sources import read_source
 
-    source = read_source(given.model, given.batch, given.sequence)
+    source = read_source(options.model, options.batch, options.sequence)
     with _progress():
         return ts.plan(
             source.model,
-            given.plan,
-            world_size=given.ranks,
+            options.plan,
+            world_size=options.ranks,
             example_inputs=source.args,
             example_kwargs=source.kwargs,
-            memory=given.memory,
-            machine=given.machine,
-            axes=given.axes,
+            memory=options.memory,
+            machine=options.machine,
+            axes=options.axes,
         )
 
 
 @contextlib.contextmanager
 def _progress() -> Iterator[None]:
-    """A bar on a terminal, where planning takes more than two seconds and tqdm is there; it follows the log."""
+    """Shows a bar on a terminal if planning takes more than two seconds and tqdm is installed; it follows the log."""
     from torchshard.compiler.program import STAGES
 
     try:
@@ -150,10 +154,20 @@ def _progress() -> Iterator[None]:
 BAR = "{desc} {bar:20} {n_fmt}/{total_fmt} {elapsed}"
 
 
-class _Follow(logging.Handler):
-    """Moves a bar on with each stage that is logged."""
+class _ProgressBar(Protocol):
+    """The part of `tqdm.tqdm` that is used here."""
 
-    def __init__(self, bar: Any) -> None:
+    def set_description_str(self, desc: str) -> None:
+        """Sets the text before the bar."""
+
+    def update(self) -> object:
+        """Advances the bar by one stage."""
+
+
+class _Follow(logging.Handler):
+    """Advances a bar with each stage that is logged."""
+
+    def __init__(self, bar: _ProgressBar) -> None:
         super().__init__()
         self.bar = bar
 
@@ -162,73 +176,74 @@ class _Follow(logging.Handler):
         self.bar.update()
 
 
-def _plan(given: argparse.Namespace) -> int:
+def _plan(options: argparse.Namespace) -> int:
     import torchshard as ts
     from torchshard.report.drawing import check_suffix
 
-    if given.html:
-        check_suffix(given.html, (".html",))
-    made = _planned(given)
-    print(made)
-    if given.json:
-        made.save(given.json)
-    if given.html:
-        ts.draw(made, given.html)
+    if options.html:
+        check_suffix(options.html, (".html",))
+    plan = _planned(options)
+    print(plan)
+    if options.json:
+        plan.save(options.json)
+    if options.html:
+        ts.draw(plan, options.html)
     return 0
 
 
-def _show(given: argparse.Namespace) -> int:
+def _show(options: argparse.Namespace) -> int:
     import torchshard as ts
 
-    print(ts.explain(_loaded(given) if _is_plan(given.model) else _planned(given), level=given.level))
+    plan = _loaded(options) if _is_plan(options.model) else _planned(options)
+    print(ts.explain(plan, level=options.level))
     return 0
 
 
 def _is_plan(path: str) -> bool:
-    """Whether it is a plan's file: JSON, and no model's configuration."""
+    """Whether a file holds a plan: it is JSON, but not the configuration of a model."""
     try:
         with open(path, encoding="utf-8") as file:
-            said = json.load(file)
+            content = json.load(file)
     except (OSError, ValueError, RecursionError):
         return path.endswith(".json") and os.path.basename(path) != "config.json"
-    return not (isinstance(said, dict) and "model_type" in said)
+    return not (isinstance(content, dict) and "model_type" in content)
 
 
-def _loaded(given: argparse.Namespace) -> Any:
+def _loaded(options: argparse.Namespace) -> Plan:
     import torchshard as ts
     from torchshard.core.errors import InputError
 
-    plain = _parser().parse_args(["show", given.model])
-    said = [f"--{name}" for name in ("ranks", "plan", "memory", "machine", "axes")
-            if getattr(given, name) != getattr(plain, name)]  # fmt: skip
-    if said:
+    defaults = _parser().parse_args(["show", options.model])
+    names = ("ranks", "plan", "memory", "machine", "axes")
+    changed = [f"--{name}" for name in names if getattr(options, name) != getattr(defaults, name)]
+    if changed:
         raise InputError(
-            f"{' and '.join(said)} can't change a plan that is made",
+            f"{' and '.join(changed)} can't change a finished plan",
             where="show",
-            why=f"{given.model!r} is a plan's file",
-            attempt="the model in its place, which is planned anew",
+            why=f"{options.model!r} is a plan's file",
+            attempt="the model in its place, for which a new plan is made",
         )
-    return ts.Plan.load(given.model)
+    return ts.Plan.load(options.model)
 
 
-def _draw(given: argparse.Namespace) -> int:
+def _draw(options: argparse.Namespace) -> int:
     import torchshard as ts
     from torchshard.report.drawing import check_suffix
 
-    check_suffix(given.output)
-    ts.draw(_planned(given), given.output)
+    check_suffix(options.output)
+    ts.draw(_planned(options), options.output)
     return 0
 
 
-def _check(given: argparse.Namespace) -> int:
+def _check(options: argparse.Namespace) -> int:
     from torchshard.cli.sources import check_source
 
-    report = check_source(given)
+    report = check_source(options)
     print(report)
     return 0 if report.ok else DIFFERENT
 
 
-def _env(given: argparse.Namespace) -> int:
+def _env(options: argparse.Namespace) -> int:
     from torchshard.cli.sources import environment
 
     print(environment())

@@ -1,4 +1,8 @@
-"""Where the command line's models come from: a factory, a Hugging Face configuration, a model's folder."""
+"""Finds the command line's models: a factory function, a Hugging Face configuration, or a folder with one.
+
+A model comes with example inputs, for planning needs a call. Unless a command runs the model, it is made on the meta
+device: the plan of a model that no machine here could hold takes no memory.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +16,7 @@ import traceback
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Protocol
 
 import torch
 from torch import Tensor, nn
@@ -20,16 +24,16 @@ from torch import Tensor, nn
 from torchshard.checking.check import Report, check
 from torchshard.checking.processes import check_processes
 from torchshard.core.errors import InputError
-from torchshard.plans.machine import objective
+from torchshard.plans.machine import Axes, MachineName, objective
 
 
 @dataclass(frozen=True)
 class Source:
-    """A model with a call."""
+    """A model with example inputs."""
 
     model: nn.Module
-    args: tuple[Any, ...] = ()
-    kwargs: Mapping[str, Any] | None = None
+    args: tuple[object, ...] = ()
+    kwargs: Mapping[str, object] | None = None
 
 
 def read_source(name: str, batch: int, sequence: int, *, real: bool = False) -> Source:
@@ -37,14 +41,15 @@ def read_source(name: str, batch: int, sequence: int, *, real: bool = False) -> 
 
     Args:
         batch, sequence: of the example inputs that a configuration's model is called with.
-        real: whether it has memory, with random weights; else it is on the meta device.
+        real: makes it in memory, with random weights, instead of on the meta device.
 
     Raises:
-        InputError: there is no such model, or what is there is none.
+        InputError: there is no such model, or the name means something else.
     """
-    for knob, value in (("--batch", batch), ("--sequence", sequence)):
+    for option, value in (("--batch", batch), ("--sequence", sequence)):
         if value < 1:
-            raise InputError(f"{value} is no size", where=knob, why="it is 1 or more", attempt=f"{knob} 2")
+            what = f"invalid size {str(value)!r}: expected 1 or more"
+            raise InputError(what, where=option, why="it is a size of the example inputs", attempt=f"{option} 2")
     path = Path(name)
     if path.is_dir():
         path = path / "config.json"
@@ -53,7 +58,7 @@ def read_source(name: str, batch: int, sequence: int, *, real: bool = False) -> 
     if ":" in name:
         return _from_factory(name, real)
     raise InputError(
-        f"{name!r} is no model",
+        f"{name!r} is not a model",
         where="MODEL",
         why="there is no such file or folder, and no factory is named",
         attempt="a Hugging Face config.json, the folder it is in, or module:factory",
@@ -69,23 +74,23 @@ def _from_factory(name: str, real: bool) -> Source:
     try:
         factory = getattr(importlib.import_module(module), attribute)
         with torch.device("cpu" if real else "meta"):
-            made = factory()
+            result = factory()
     except Exception as error:
+        meta = "" if real else "; it runs on the meta device, where tensors have no values"
         raise InputError(
-            f"{name!r} gives no model: {type(error).__name__}",
+            f"{name!r} returns no model: {type(error).__name__}",
             where=_last_line(error),
             why=_first_line(error),
-            attempt="package.module:function, without arguments, from the folder in which that can be imported"
-            + ("" if real else "; it runs on the meta device, where tensors have no values"),
+            attempt=f"package.module:function, without arguments, from the folder in which that can be imported{meta}",
         ) from error
     finally:
         sys.path.remove(os.getcwd())
-    parts = made if isinstance(made, tuple) else (made,)
+    parts = result if isinstance(result, tuple) else (result,)
     if not parts or not isinstance(parts[0], nn.Module) or len(parts) > 3:
         raise InputError(
-            f"{name!r} gives a {type(made).__name__}",
+            f"{name!r} returns a {type(result).__name__}",
             where="MODEL",
-            why="a factory gives a model and how it is called",
+            why="a factory returns a model and example inputs",
             attempt="return model, (x,) or model, (x,), {'mask': mask}",
         )
     return Source(parts[0], tuple(parts[1]) if len(parts) > 1 else (), parts[2] if len(parts) > 2 else None)
@@ -96,29 +101,30 @@ def _from_factory(name: str, real: bool) -> Source:
 
 def _from_config(path: Path, batch: int, sequence: int, real: bool) -> Source:
     try:
-        said = json.loads(path.read_text(encoding="utf-8"))
+        fields = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
         raise InputError(
             f"{os.fspath(path)!r} can't be read", where="MODEL", why=str(error), attempt="a Hugging Face config.json"
         ) from None
-    if not isinstance(said, dict) or "model_type" not in said:
+    if not isinstance(fields, dict) or "model_type" not in fields:
         raise _no_configuration(path, "it has no model_type")
     try:
         transformers = importlib.import_module("transformers")
     except ImportError:
         raise _no_configuration(path, "transformers is not installed") from None
     try:
-        config = transformers.AutoConfig.for_model(**said)
+        config = transformers.AutoConfig.for_model(**fields)
     except (ValueError, TypeError, KeyError, AttributeError) as error:
         raise _no_configuration(path, _first_line(error)) from None
-    config.use_cache = False
-    named = (said.get("architectures") or [None])[0]
-    kind: Any = getattr(transformers, named, None) if isinstance(named, str) else transformers.AutoModel
-    if not isinstance(kind, type) or (named and not issubclass(kind, transformers.PreTrainedModel)):
-        raise _no_configuration(path, f"transformers has no model {named!r}")
+    config.use_cache = False  # a cache of keys and values is state, and a result that nothing here needs
+    name = (fields.get("architectures") or [None])[0]
+    model_class = getattr(transformers, name, None) if isinstance(name, str) else None
+    is_model = isinstance(model_class, type) and issubclass(model_class, transformers.PreTrainedModel)
+    if name is not None and not is_model:
+        raise _no_configuration(path, f"transformers has no model {name!r}")
     try:
         with torch.device("cpu" if real else "meta"):
-            model = kind(config) if named else transformers.AutoModel.from_config(config)
+            model = transformers.AutoModel.from_config(config) if model_class is None else model_class(config)
     except Exception as error:
         raise _no_configuration(path, f"{type(error).__name__}: {_first_line(error)}") from error
     return Source(model, (), _example(config, model, batch, sequence, path))
@@ -136,27 +142,28 @@ def _last_line(error: BaseException) -> str:
 
 def _no_configuration(path: Path, why: str) -> InputError:
     return InputError(
-        f"{os.fspath(path)!r} is no configuration that transformers knows",
+        f"{os.fspath(path)!r} is not a configuration that transformers knows",
         where="MODEL",
         why=why,
         attempt="the config.json of a model, and pip install transformers; or module:factory",
     )
 
 
-def _example(config: Any, model: nn.Module, batch: int, sequence: int, path: Path) -> dict[str, Tensor]:
-    """A call of a model by what its configuration says that it takes."""
+def _example(config: object, model: nn.Module, batch: int, sequence: int, path: Path) -> dict[str, Tensor]:
+    """Example inputs of the sizes that a model's configuration has; the same on every rank, by a fixed seed."""
     main = getattr(model, "main_input_name", "input_ids")
-    draw, vocabulary = torch.Generator().manual_seed(0), getattr(config, "vocab_size", None) or 2
-    ids = torch.randint(0, vocabulary, (batch, sequence), generator=draw)
+    generator, vocabulary = torch.Generator().manual_seed(0), getattr(config, "vocab_size", None) or 2
+    ids = torch.randint(0, vocabulary, (batch, sequence), generator=generator)
     if main == "input_ids":
         return {"input_ids": ids} | ({"decoder_input_ids": ids} if getattr(config, "is_encoder_decoder", False) else {})
     vision = getattr(config, "vision_config", config)
     size = getattr(vision, "image_size", None)
     if main == "pixel_values" and size is not None:
         height, width = size if isinstance(size, (list, tuple)) else (size, size)
-        return {"pixel_values": torch.randn(batch, getattr(vision, "num_channels", 3), height, width, generator=draw)}
+        channels = getattr(vision, "num_channels", 3)
+        return {"pixel_values": torch.randn(batch, channels, height, width, generator=generator)}
     raise InputError(
-        f"a {type(model).__name__} is called with {main}, of which a configuration says no size",
+        f"a {type(model).__name__} is called with {main}, whose size its configuration does not have",
         where=os.fspath(path),
         why="example inputs are made for token ids and images",
         attempt="module:factory, which returns the model and its inputs",
@@ -166,27 +173,43 @@ def _example(config: Any, model: nn.Module, batch: int, sequence: int, path: Pat
 # --- other commands --------------------------------------------------------------------------------------------------
 
 
-def check_source(given: Any) -> Report:
-    """The report of `torchshard.check`, on simulated ranks, or of real ones."""
-    place = (given.model, given.batch, given.sequence)
-    if not given.processes:
+class CheckOptions(Protocol):
+    """The arguments of the command `check`."""
+
+    model: str
+    batch: int
+    sequence: int
+    ranks: int
+    plan: str
+    memory: str | None
+    machine: MachineName | None
+    axes: Axes
+    processes: bool
+
+
+def check_source(options: CheckOptions) -> Report:
+    """Runs `torchshard.check` on simulated ranks, or on processes that communicate through gloo."""
+    place = (options.model, options.batch, options.sequence)
+    if not options.processes:
         model, args, kwargs = real_source(*place)
         return check(
             model,
-            given.plan,
-            world_size=given.ranks,
+            options.plan,
+            world_size=options.ranks,
             example_inputs=args,
             example_kwargs=kwargs,
-            memory=given.memory,
-            machine=given.machine,
-            axes=given.axes,
+            memory=options.memory,
+            machine=options.machine,
+            axes=options.axes,
         )
-    aim = objective(given.machine, given.memory, given.axes, "cpu")
-    return check_processes(real_source, place, given.plan, given.ranks, aim)
+    aim = objective(options.machine, options.memory, options.axes, "cpu")
+    return check_processes(real_source, place, options.plan, options.ranks, aim)
 
 
-def real_source(name: str, batch: int, sequence: int) -> tuple[nn.Module, tuple[Any, ...], Mapping[str, Any] | None]:
-    """A model with random weights, and a call of it."""
+def real_source(
+    name: str, batch: int, sequence: int
+) -> tuple[nn.Module, tuple[object, ...], Mapping[str, object] | None]:
+    """A model with random weights, and example inputs."""
     source = read_source(name, batch, sequence, real=True)
     return source.model, source.args, source.kwargs
 
@@ -197,7 +220,7 @@ def environment() -> str:
 
     backends = [name for name in ("gloo", "nccl", "mpi") if getattr(dist, f"is_{name}_available")()]
     gpus = [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())]
-    found = {
+    lines = {
         "torchshard": _version("torchshard-fx"),
         "python": platform.python_version(),
         "torch": torch.__version__,
@@ -207,7 +230,7 @@ def environment() -> str:
         "cpus": str(os.cpu_count()),
         "gpus": ", ".join(gpus) or "none",
     }
-    return "\n".join(f"{name:12} {value}" for name, value in found.items())
+    return "\n".join(f"{name:12} {value}" for name, value in lines.items())
 
 
 def _version(package: str) -> str:
