@@ -571,8 +571,8 @@ FAULTS = (
     Fault(
         "a step is not counted",
         "runtime/optimizers.py",
-        "        model.note_step(settings)\n",
-        "        pass\n",
+        "            cast(StepCounter, model).note_step(settings)\n",
+        "            pass\n",
         "tests/test_history.py tests/test_habits.py",
     ),
     Fault(

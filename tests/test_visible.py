@@ -244,7 +244,7 @@ def _changed_on_one_rank(rank: int) -> list[bool]:
     sharded.config.scale = 2.0 if rank else 1.0
     found = [refused(lambda: sharded(X), "changed last: config.scale", ts.InputError)]
     sharded.config.scale = 3.0 + rank
-    found.append(refused(lambda: sharded(X), "what forward sees beside its arguments", ts.InputError))
+    found.append(refused(lambda: sharded(X), "the attributes and globals that forward reads", ts.InputError))
     sharded.config.scale = 1.0
     return [*found, sharded(X) is not None]
 

@@ -1,1 +1,1 @@
-"""A sharded model on a rank: its module, its state, what optimizers and training steps do with it."""
+"""A sharded model on a rank: its calls and graphs, its parameters, and its optimizers."""

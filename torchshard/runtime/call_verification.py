@@ -84,7 +84,7 @@ def verify_prepared_call(group: Group, call: PreparedCall | ShardError, purpose:
 
 
 class _Summary(NamedTuple):
-    """What must be equal on all ranks: a short text for the digest, and the facts for errors."""
+    """A call as a short text for the digest, and as facts for errors; both must be equal on all ranks."""
 
     text: str
     facts: Callable[[], Mapping[str, str]]
@@ -108,8 +108,8 @@ def _summary(call: PreparedCall, purpose: Purpose, snapshot: Snapshot) -> _Summa
         for name, tensor, value in zip(call.inputs.names, call.inputs.tensors, values, strict=True):
             shown |= {f"input {name}": value_text(tensor), f"{VALUES} {name}": str(value)}
         return shown | {
-            "what is no tensor": str(call.inputs.structure),
-            "what forward sees beside its arguments": call.visible_state,
+            "the arguments that are not tensors": str(call.inputs.structure),
+            "the attributes and globals that forward reads": call.visible_state,
             "mode and gradients": call.key.modes,
             CAPTURE: "to be captured now" if call.compiled is None else "captured before",
             RNG_STATE: rng,
@@ -170,7 +170,7 @@ _ERRORS: dict[str, tuple[type[ShardError], str]] = {
     RNG_STATE: (DistributedError, "the ranks' RNG states differ, and the model draws random numbers"),
     STEPS: (DistributedError, "the ranks' optimizers have taken different steps since the last call"),
     MODEL: (DistributedError, "the ranks have called different models"),
-    GRADIENTS: (DistributedError, "the ranks' losses differ: their backwards have given the results other gradients"),
+    GRADIENTS: (DistributedError, "the ranks' losses differ: their backwards computed other gradients of the results"),
     SENT: (DistributedError, "the ranks have run different backwards, or in another order, since the last call"),
     CAPTURE: (DistributedError, "some ranks would capture a graph that others have"),
 }

@@ -92,7 +92,7 @@ def _with_direct_calls(graph: fx.GraphModule) -> fx.GraphModule:
 
 
 def _graph_state(program: Program, graph: fx.GraphModule, device: torch.device | None) -> tuple[str | Tensor, ...]:
-    """What the graph's first placeholders stand for: a name of the model's, or a constant."""
+    """The names of the model's tensors, and the constants, that are the graph's first arguments."""
     constants = {path: t.to(device) for path, t in program.captured.constants.items()}
     nodes = [n for n in graph.graph.nodes if n.op == "placeholder" and n.meta["kind"] != "input"]
     return tuple(constants.get(n.meta["path"], n.meta["path"]) for n in nodes)

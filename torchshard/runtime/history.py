@@ -1,6 +1,6 @@
-"""What the ranks have done since a sharded model's last call, where it must be the same: compared with its next call.
+"""Compares what the ranks have done since a sharded model's last call, in the message that precedes its next call.
 
-One small all-reduce precedes each call. Beside the call itself its digest covers, without another message:
+One small all-reduce of a digest precedes each call. The digest covers the call itself, and without another message:
 
     which model is called         two models of one class, called in another order on two ranks
     the collectives of backwards  a backward that a rank skipped, or ran in another order
@@ -29,8 +29,8 @@ from torchshard.distributed.group import Group
 from torchshard.runtime import digests
 
 MODEL = "the model that is called"
-GRADIENTS = "the gradients that backwards have given the results"
-SENT = "what backwards have sent since the last call"
+GRADIENTS = "the gradients of the results"
+SENT = "the collectives of backwards since the last call"
 STEPS = "the optimizers' steps"
 PARAMETER = "the values of parameter or buffer"
 EARLIER = "the values, a call ago, of"
@@ -49,16 +49,16 @@ def gradient_sum(gradient: Tensor, number: int) -> Near:
 
 @dataclass(frozen=True)
 class Snapshot:
-    """What a rank's digest covers at one call, the call itself apart."""
+    """The part of a rank's digest that is about the time before the call."""
 
     facts: Mapping[str, str]
-    """Name -> what must be equal on all ranks."""
+    """Name -> a fact that must be equal on all ranks."""
     slice_name: str
     """The split parameter whose turn it is; '' if there is none."""
     slice_digest: int
     """The digest of this rank's slice: it must not be the same on all ranks."""
     gradients: Near
-    """The sum of the gradients that backwards have given the results since the last call."""
+    """The sum of the results' gradients since the last call."""
 
 
 class History:
@@ -92,7 +92,7 @@ class History:
                 result.register_hook(_GradientHook(self, number))
 
     def note_gradient(self, gradient: Tensor, number: int) -> None:
-        """A backward has given this gradient to the result with that number."""
+        """Adds the gradient that a backward has computed for the result with this number."""
         added = gradient_sum(gradient, number)
         # Gradients of several backwards are added, for their order may differ between the ranks.
         value, scale = self._gradients.value + added.value, self._gradients.scale + added.scale
@@ -110,7 +110,7 @@ class History:
         self._split = [name for name in compared if name in split and distinct.get(name)]
 
     def snapshot(self, tensors: Mapping[str, Tensor], inputs: Mapping[str, Tensor]) -> Snapshot:
-        """What is compared at this call; the next call compares the next parameters.
+        """The facts to compare at this call; the next call compares the next parameters.
 
         Args:
             tensors: the model's parameters and buffers, by name.
@@ -140,7 +140,7 @@ class History:
         }
 
     def all_facts(self, tensors: Mapping[str, Tensor], layouts: Mapping[str, Layout]) -> tuple[dict[str, str], Near]:
-        """What must be equal where all ranks stop at one place: steps, backwards, and every whole parameter."""
+        """The facts to compare before a collective of the user's: steps, backwards, and every whole parameter."""
         snapshot = self.snapshot(tensors, {})
         facts = dict(snapshot.facts)
         for name, tensor in tensors.items():

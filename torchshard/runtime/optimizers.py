@@ -10,7 +10,7 @@ from __future__ import annotations
 import warnings
 import weakref
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any, Protocol
+from typing import Any, Protocol, cast
 
 from torch import Tensor, nn
 from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook, register_optimizer_step_pre_hook
@@ -48,7 +48,7 @@ class _StepObserver:
         self._sharded_from = WeakIdKeyDictionary()
         """A parameter of an unsharded model -> a weak reference to the model that was sharded from it."""
         self._checked: weakref.WeakSet[Optimizer] = weakref.WeakSet()
-        """The optimizers that have made a step."""
+        """The optimizers that were checked before their first step."""
         self._has_hooks = False
 
     def observe(self, model: StepCounter, source: nn.Module) -> None:
@@ -72,7 +72,7 @@ class _StepObserver:
         settings = f"{type(optimizer).__name__} {[_settings(group) for group in optimizer.param_groups]}"
         models = {id(model): model for model in (p.owner() for p in slices) if model is not None}
         for model in models.values():
-            model.note_step(settings)
+            cast(StepCounter, model).note_step(settings)
         if type(optimizer).__module__.startswith("torch.optim."):
             watch_slices(False)
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 import sys
 import weakref
 from collections.abc import Callable
-from typing import Any
+from typing import Generic, Protocol, SupportsIndex, TypeVar, cast
 
 import torch
 from torch import Tensor, nn
@@ -23,15 +23,31 @@ from torchshard.weights.callers import called_from, is_users
 from torchshard.weights.slice_values import Slice, SliceValue, check_other_group, gradient_for, unwatched
 from torchshard.weights.state_slices import StateSlice
 
-# The descriptors behind `Tensor.grad` and `Tensor.data`, which the properties below wrap.
-_GRAD: Any = torch._C.TensorBase.__dict__["grad"]
-_DATA: Any = torch._C.TensorBase.__dict__["data"]
+T = TypeVar("T")
+
+
+class _TensorAttribute(Protocol, Generic[T]):
+    """An attribute of tensors that is implemented in C++."""
+
+    def __get__(self, tensor: Tensor) -> T:
+        """Its value."""
+
+    def __set__(self, tensor: Tensor, value: T) -> None:
+        """Sets it."""
+
+    def __delete__(self, tensor: Tensor) -> None:
+        """Sets it to None."""
+
+
+# The properties of the same names in a ShardedParameter wrap these, for Python can't assign to `super().grad`.
+_GRAD = cast(_TensorAttribute[Tensor | None], torch._C.TensorBase.__dict__["grad"])
+_DATA = cast(_TensorAttribute[Tensor], torch._C.TensorBase.__dict__["data"])
 
 
 class ShardedParameter(Slice, nn.Parameter):
     """This rank's slice of a parameter, or the whole of it."""
 
-    owner: Callable[[], Any] = staticmethod(lambda: None)
+    owner: Callable[[], object] = staticmethod(lambda: None)
     """Returns the sharded model that it belongs to, or None if that is gone."""
     touched = False
     """Whether `.data` was taken: a write through it does not raise the tensor's version."""
@@ -61,7 +77,7 @@ class ShardedParameter(Slice, nn.Parameter):
         """As `Tensor.data`."""
         self.touched = True
         with unwatched():
-            data: Tensor = _DATA.__get__(self)
+            data = _DATA.__get__(self)
         return SliceValue.sharing(data, self) if self.is_split else data
 
     @data.setter
@@ -104,14 +120,13 @@ class ShardedParameter(Slice, nn.Parameter):
         with unwatched():
             return Tensor.register_hook(self, registered)
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> ShardedParameter:
+    def __deepcopy__(self, memo: dict[int, object]) -> ShardedParameter:
         if id(self) not in memo:
             tensor = self.detach().clone(memory_format=torch.preserve_format).requires_grad_(self.requires_grad)
             memo[id(self)] = ShardedParameter.of(tensor, self.sharding, self.group, self.path)
-        copied: ShardedParameter = memo[id(self)]
-        return copied
+        return cast(ShardedParameter, memo[id(self)])
 
-    def __reduce_ex__(self, protocol: Any) -> Any:
+    def __reduce_ex__(self, protocol: SupportsIndex) -> tuple[object, ...]:
         return nn.Parameter(self.detach(), self.requires_grad).__reduce_ex__(protocol)
 
 

@@ -15,7 +15,7 @@ from __future__ import annotations
 import math
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import Any, NoReturn, Self
+from typing import Any, NoReturn, Self, SupportsIndex, cast
 
 import torch
 import torch.distributed as dist
@@ -35,6 +35,8 @@ _READS_ALL_GRADIENTS = (_CLIPPING, "torch.amp.grad_scaler")
 _OVERWRITING = frozenset([dist.all_reduce, dist.broadcast, dist.reduce])
 """Collectives that make the ranks' tensors equal, as if they were copies of one."""
 
+Gradients = tuple[Tensor | None, ...]
+"""The results of `torch.autograd.grad`, one for each of its inputs."""
 unwatched = torch._C.DisableTorchFunctionSubclass
 """A context in which slices are plain tensors to all functions."""
 
@@ -69,30 +71,31 @@ class Slice(Tensor):
     @classmethod
     def __torch_function__(
         cls,
-        func: Callable[..., Any],
+        func: Callable[..., object],
         types: object,
         args: tuple[Any, ...] = (),
         kwargs: Mapping[str, Any] | None = None,
     ) -> object:
         kwargs = kwargs or {}
         if func in _OVERWRITING and is_users(caller()[0]):
-            _check_overwriting(func.__name__, args, kwargs)
+            _check_overwriting(func.__name__, args[0] if args else kwargs["tensor"], kwargs.get("group"))
         with unwatched():
-            result: object = func(*args, **kwargs)
+            result = func(*args, **kwargs)
         if func is torch._amp_foreach_non_finite_check_and_unscale_:
             _join_overflow(*args[:2])
         if not isinstance(result, Tensor | list | tuple) and func.__name__ != "__setitem__":
             return result
         module, depth = caller()
         if module == _CLIPPING and func in (torch.linalg.vector_norm, torch._foreach_norm):
-            return _whole_norms(args, kwargs, result)
+            order = args[1] if len(args) > 1 else kwargs.get("ord", 2)
+            return _whole_norms(args[0], cast(Tensor | Sequence[Tensor], result), float(order))
         slices = [s for s in _tensors(args) if isinstance(s, Slice) and s.is_split]
         if func.__name__ == "__get__" and module in _READS_ALL_GRADIENTS and slices:  # the gradient of a copy
             return _marked(result, slices[0])
         if not slices or not is_users(module):
             return result
         if func is torch.autograd.grad:
-            return _marked_gradients(args[1] if len(args) > 1 else kwargs["inputs"], result)
+            return _marked_gradients(args[1] if len(args) > 1 else kwargs["inputs"], cast(Gradients, result))
         first = slices[0]
         slice_text = f"{first.sharding}, of a parameter such as {first.path!r}"
         if warn_of_slice(func.__name__, result, first.numel(), slice_text, depth):
@@ -155,20 +158,19 @@ class Slice(Tensor):
             self.refuse_drawing(f"torch.nn.init.{sys._getframe(1).f_code.co_name}")
         return self.dim()
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> Tensor:
-        copied: Tensor = memo.setdefault(id(self), self.as_subclass(Tensor).detach().clone())
-        return copied
+    def __deepcopy__(self, memo: dict[int, object]) -> Tensor:
+        return cast(Tensor, memo.setdefault(id(self), self.as_subclass(Tensor).detach().clone()))
 
     def __repr__(self, **kwargs: object) -> str:  # type: ignore[override]
         text = repr(self.as_subclass(Tensor))
         return f"{self.path!r}, {self.sharding} on rank {self.group.rank}: {text}" if self.is_split else text
 
-    def __reduce_ex__(self, protocol: Any) -> Any:
+    def __reduce_ex__(self, protocol: SupportsIndex) -> tuple[object, ...]:
         return self.as_subclass(Tensor).__reduce_ex__(protocol)
 
 
 class SliceValue(Slice):
-    """What is computed of a slice element by element: its `.data`, a square, a gradient."""
+    """A tensor that was computed of a slice element by element: its `.data`, a square, a gradient."""
 
 
 # --- drawing into slices ---------------------------------------------------------------------------------------------
@@ -203,7 +205,7 @@ def _marked(result: object, like: Slice) -> object:
     return result
 
 
-def _marked_gradients(inputs: Tensor | Sequence[Tensor], gradients: Any) -> tuple[Tensor | None, ...]:
+def _marked_gradients(inputs: Tensor | Sequence[Tensor], gradients: Gradients) -> Gradients:
     """The results of `torch.autograd.grad`; those for slices are marked."""
     parameters = [inputs] if isinstance(inputs, Tensor) else inputs
     return tuple(map(_marked_gradient, parameters, gradients))
@@ -252,15 +254,16 @@ def _join_overflow(gradients: Iterable[Tensor], found_inf: Tensor) -> None:
     found_inf.copy_(reduced(found_inf, dist.ReduceOp.MAX, group))
 
 
-def _whole_norms(args: tuple[Any, ...], kwargs: Mapping[str, Any], result: object) -> object:
-    """The result of a norm, or of one for each of several tensors, as those of the whole tensors."""
-    order = float(args[1] if len(args) > 1 else kwargs.get("ord", 2))
-    if isinstance(result, list | tuple):
-        return _joined_norms(args[0], result, order)
-    return _joined_norms(args[:1], [result], order)[0]
+def _whole_norms(
+    operands: Tensor | Sequence[Tensor], norms: Tensor | Sequence[Tensor], order: float
+) -> Tensor | list[Tensor]:
+    """The norms of the whole tensors, from the norms of one tensor or of several that this rank has computed."""
+    if isinstance(operands, Tensor) and isinstance(norms, Tensor):
+        return _joined_norms([operands], [norms], order)[0]
+    return _joined_norms(cast(Sequence[Tensor], operands), cast(Sequence[Tensor], norms), order)
 
 
-def _joined_norms(tensors: Sequence[Tensor], norms: Sequence[Any], order: float) -> list[Tensor]:
+def _joined_norms(tensors: Sequence[Tensor], norms: Sequence[Tensor], order: float) -> list[Tensor]:
     """Norms of whole gradients from those of slices, in one message; the norms of whole tensors stay."""
     slices = {i: t for i, t in enumerate(tensors) if isinstance(t, Slice) and t.is_split}
     joined_norms = list(norms)
@@ -280,11 +283,10 @@ def _joined_norms(tensors: Sequence[Tensor], norms: Sequence[Any], order: float)
 # --- collectives over the ranks of one model -------------------------------------------------------------------------
 
 
-def _check_overwriting(name: str, args: Sequence[object], kwargs: Mapping[str, Any]) -> None:
+def _check_overwriting(name: str, tensor: object, process_group: dist.ProcessGroup | None) -> None:
     """Refuses a collective of PyTorch's that would treat the ranks' slices as copies of one tensor."""
-    tensor = args[0] if args else kwargs["tensor"]
     if isinstance(tensor, Slice) and tensor.is_split:
-        check_other_group(kwargs.get("group"), tensor.group, f"torch.distributed.{name}")
+        check_other_group(process_group, tensor.group, f"torch.distributed.{name}")
 
 
 def check_other_group(process_group: dist.ProcessGroup | None, group: Group, who: str) -> None:

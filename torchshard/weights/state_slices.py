@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Mapping
-from typing import Any, NoReturn, cast
+from typing import NoReturn, SupportsIndex, cast
 
 import torch
 from torch import Tensor
@@ -46,9 +46,9 @@ class StateSlice(Tensor):
     @classmethod
     def __torch_function__(
         cls,
-        func: Callable[..., Any],
+        func: Callable[..., object],
         types: object,
-        args: tuple[Any, ...] = (),
+        args: tuple[object, ...] = (),
         kwargs: Mapping[str, object] | None = None,
     ) -> object:
         with torch._C.DisableTorchFunctionSubclass():
@@ -58,21 +58,20 @@ class StateSlice(Tensor):
         if not isinstance(operand, cls):
             return result
         if name in _SAME_SLICE:
-            return cls.of(result, operand.place)
+            return cls.of(cast(Tensor, result), operand.place)
         module, depth = caller()
         if is_users(module) and isinstance(result, Tensor):
             warn_of_slice(name, result, operand.numel(), place_text(operand.place), depth)
         return result
 
-    def __reduce_ex__(self, protocol: Any) -> Any:
+    def __reduce_ex__(self, protocol: SupportsIndex) -> tuple[object, ...]:
         # A plain tensor with an attribute: files must open where torchshard is not installed.
         plain = self.as_subclass(Tensor)
         setattr(plain, _PLACE, self.place)
         return plain.__reduce_ex__(protocol)
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> StateSlice:
-        copied: StateSlice = memo.setdefault(id(self), self.clone())
-        return copied
+    def __deepcopy__(self, memo: dict[int, object]) -> StateSlice:
+        return cast(StateSlice, memo.setdefault(id(self), self.clone()))
 
     # Distributed checkpointing calls these three methods of any tensor that has them, in place of its own treatment.
 
