@@ -191,7 +191,7 @@ def _is_compared(tensor: Tensor) -> bool:
 class _GradientHook:
     """A hook on a result that passes its gradient to the model's history."""
 
-    __torch_unserializable__ = True
+    __torch_unserializable__ = True  # without it torch.save warns that it leaves this hook out
 
     def __init__(self, history: History, number: int) -> None:
         # Weak: a result that the user keeps must not keep the model.

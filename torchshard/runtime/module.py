@@ -17,6 +17,7 @@ from typing import Any, NoReturn
 import torch
 from torch import Tensor, fx, nn
 from torch._subclasses.fake_tensor import is_fake
+from torch.utils.hooks import RemovableHandle
 
 from torchshard.capture import (
     Leaves,
@@ -82,10 +83,10 @@ class ShardedModule(State):
         return []
 
     # The parts of a sharded model refuse hooks (`ShardedSubmodule`); the whole model is called, and has them.
-    register_forward_hook: Callable[..., Any] = nn.Module.register_forward_hook
-    register_forward_pre_hook: Callable[..., Any] = nn.Module.register_forward_pre_hook
-    register_full_backward_hook: Callable[..., Any] = nn.Module.register_full_backward_hook
-    register_full_backward_pre_hook: Callable[..., Any] = nn.Module.register_full_backward_pre_hook
+    register_forward_hook: Callable[..., RemovableHandle] = nn.Module.register_forward_hook
+    register_forward_pre_hook: Callable[..., RemovableHandle] = nn.Module.register_forward_pre_hook
+    register_full_backward_hook: Callable[..., RemovableHandle] = nn.Module.register_full_backward_hook
+    register_full_backward_pre_hook: Callable[..., RemovableHandle] = nn.Module.register_full_backward_pre_hook
 
     def __init__(self, model: nn.Module, plan: PlanLike, group: Group, aim: Objective | None = None) -> None:
         def read() -> tuple[Constraints, dict[str, Layout]]:

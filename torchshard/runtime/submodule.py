@@ -16,6 +16,7 @@ from types import FunctionType
 from typing import Any, Literal, NoReturn, Protocol, Self, TypeVar, cast
 
 from torch import nn
+from torch.utils.hooks import RemovableHandle
 
 from torchshard.core.errors import InputError
 from torchshard.weights.parameter import ShardedParameter
@@ -26,6 +27,8 @@ V = TypeVar("V")
 
 
 class _HasSource(Protocol):
+    """A part of a sharded model, or the whole of it."""
+
     @property
     def source(self) -> nn.Module:
         """The unsharded module."""
@@ -57,7 +60,7 @@ class ShardedSubmodule(nn.Module, metaclass=_EqualToItsSource):
 
     def __init__(self, source: nn.Module) -> None:
         nn.Module.__init__(self)  # never `super()` here: next in line is the class of the unsharded module
-        self.__dict__["_ts_source"] = [source]  # in a list, so that it is no submodule
+        self.__dict__["_ts_source"] = [source]  # in a list: `modules()` must not find it
         for entries in ("_parameters", "_buffers", "_modules"):  # `linear.bias` must be None, and not missing
             absent = [name for name, entry in source.__dict__[entries].items() if entry is None]
             self.__dict__[entries].update(dict.fromkeys(absent))
@@ -88,8 +91,9 @@ class ShardedSubmodule(nn.Module, metaclass=_EqualToItsSource):
             self.source.training = mode
 
     def train(self, mode: bool = True) -> Self:
-        """Sets train or eval of this module and its submodules, by the source's own `train` if it overrides that."""
+        """Sets train or eval of this module and its submodules, as the source does it."""
         nn.Module.train(self, mode)
+        # Last, for the source may override `train`, as to keep a frozen part in eval.
         self.source.train(mode)
         return self
 
@@ -105,7 +109,7 @@ class ShardedSubmodule(nn.Module, metaclass=_EqualToItsSource):
         return len(self._entries())
 
     def __bool__(self) -> bool:
-        return True
+        return True  # because of `__len__`, modules without items would be false
 
     def __iter__(self) -> Iterator[Any]:
         return iter(self._entries() if self._is_dict() else self._entries().values())
@@ -180,10 +184,10 @@ class ShardedSubmodule(nn.Module, metaclass=_EqualToItsSource):
             attempt="register the hook on the unsharded model, then shard: it is captured with it",
         )
 
-    register_forward_hook: Callable[..., Any] = _refuse_hooks
-    register_forward_pre_hook: Callable[..., Any] = _refuse_hooks
-    register_full_backward_hook: Callable[..., Any] = _refuse_hooks
-    register_full_backward_pre_hook: Callable[..., Any] = _refuse_hooks
+    register_forward_hook: Callable[..., RemovableHandle] = _refuse_hooks
+    register_forward_pre_hook: Callable[..., RemovableHandle] = _refuse_hooks
+    register_full_backward_hook: Callable[..., RemovableHandle] = _refuse_hooks
+    register_full_backward_pre_hook: Callable[..., RemovableHandle] = _refuse_hooks
 
     def forward(self, *args: object, **kwargs: object) -> Any:
         """Refuses the call of a part of a sharded model.
