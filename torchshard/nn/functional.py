@@ -323,7 +323,8 @@ def _tensor_fact(x: Tensor | None, shape: Sequence[int]) -> str | None:
     """What must be equal of a tensor on all ranks; a gradient too, for the backward of one communicates."""
     if x is None:
         return None
-    return f"{type_text(x.dtype, shape)}{' with a gradient' if needs_gradient(x) else ''}"
+    gradient = " with a gradient" if needs_gradient(x) else ""
+    return f"{type_text(x.dtype, shape)}{gradient}"
 
 
 def _values_fact(x: Tensor) -> str:

@@ -276,12 +276,13 @@ class State(ShardedSubmodule):
         if fits:
             return
         is_whole = place is None and tensor.shape == self._source_tensor(name).shape
-        advice = "load_full_state_dict, which takes whole tensors on every rank"
+        wrong, advice = "the whole of", "load_full_state_dict, which takes whole tensors on every rank"
         if not is_whole:
+            wrong = "another slice of"
             advice = f"the state dict that this rank saved; between numbers of ranks {advice}"
         given = f"{tuple(tensor.shape)}" if place is None else place_text(place)
         raise InputError(
-            f"the state dict has {'the whole of' if is_whole else 'another slice of'} {name!r}",
+            f"the state dict has {wrong} {name!r}",
             where="load_state_dict",
             why=f"given: {given}; wanted: {tuple(shape)}, {place_text(own)}",
             attempt=advice,
