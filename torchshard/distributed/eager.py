@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Hashable, Mapping
 from typing import cast
 
 import torch
@@ -58,7 +58,7 @@ def verify_tensor_call(
     x: Tensor,
     dim: int | None = None,
     valid: Callable[[], object] | None = None,
-    **facts: int | str | None,
+    **facts: Hashable,
 ) -> list[int] | None:
     """Verifies an eager call if the group's level requires it; then returns all ranks' sizes along `dim`.
 
@@ -95,13 +95,13 @@ def verify_tensor_call(
     return sizes
 
 
-def _signature(name: str, x: Tensor, dim: int | None, facts: Mapping[str, int | str | None]) -> str:
+def _signature(name: str, x: Tensor, dim: int | None, facts: Mapping[str, object]) -> str:
     """'gather(dim=1) of f32[2,*]': a call as it is on all ranks, with * for the dim along which their sizes may differ.
 
     Raises:
         InputError: the tensor has no such dim.
     """
-    arguments = {"dim": dim, **facts}
+    arguments: dict[str, object] = {"dim": dim, **facts}
     dims = [own_dim(x, d) for argument, d in arguments.items() if argument.endswith("dim") and isinstance(d, int)]
     shape: list[object] = list(x.shape)
     if dim is not None:

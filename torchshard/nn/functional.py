@@ -12,7 +12,7 @@ split dim, each call asks the ranks for it in a small message. In a group of one
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from functools import partial
 from typing import Literal, NamedTuple
 
@@ -342,7 +342,7 @@ def _global_size(
     dim: int,
     size: int | None,
     check: Callable[[], None],
-    facts: Mapping[str, object],
+    facts: Mapping[str, Hashable],
     same: Tensor | None = None,
 ) -> int:
     """The size of a split dim of all slices together; the ranks verify the call meanwhile.
