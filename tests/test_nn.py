@@ -380,7 +380,7 @@ def _refused_in_a_group(rank: int) -> list[str]:
             lambda: tsf.parallel_linear(torch.ones(2, 4), layer.weight, dim=0, input_is_parallel=True),
             "does not fit the weight",
         ),
-        "whole weights": (lambda: tsf.parallel_linear(ones(2, 4), ones(6, 4), dim=1, size=6), "no split of 6"),
+        "whole weights": (lambda: tsf.parallel_linear(ones(2, 4), ones(6, 4), dim=1, size=6), "a split of 6"),
         "no such padding row": (lambda: tsf.parallel_embedding(ones(1).long(), ones(2, 3), 4, dim=0), "no row 4"),
     }  # fmt: skip
     wrong = []
