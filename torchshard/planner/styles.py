@@ -6,7 +6,7 @@ import difflib
 import fnmatch
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from typing import Literal, NamedTuple, Protocol
+from typing import Any, Literal, NamedTuple, Protocol
 
 import torch
 from torch import fx, nn
@@ -39,7 +39,7 @@ _COLUMN, _ROW, _VOCAB, _REPLICATE = Style("column"), Style("row"), Style("vocab"
 class DTensorStyle(Protocol):
     """A style of `torch.distributed.tensor.parallel`: `ColwiseParallel()`, `RowwiseParallel()`."""
 
-    def _apply(self, module: nn.Module, device_mesh: object) -> nn.Module: ...
+    def _apply(self, module: nn.Module, device_mesh: Any) -> nn.Module: ...
 
 
 StyleWord = (
