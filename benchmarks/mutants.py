@@ -102,7 +102,7 @@ FAULTS = (
     ),
     Fault(
         "repeated parts once",
-        "core/notation.py",
+        "core/choices.py",
         "return _Composed(scaled, repeated=True)",
         "return _Composed(scaled)",
         "tests/test_notation.py tests/test_transformers.py",
@@ -184,7 +184,7 @@ FAULTS = (
     # notation
     Fault(
         "a sum that is not Partial",
-        "core/notation.py",
+        "core/choices.py",
         "summed = I if set(axes) & row.options.reduced else P",
         "summed = I",
         f"{RULES} -k linear",
@@ -193,7 +193,7 @@ FAULTS = (
     Fault("axes of no tensor", "core/notation.py", "    if strangers:\n", "    if False:\n", "tests/test_notation.py"),
     Fault(
         "unsplittable axes split",
-        "core/notation.py",
+        "core/choices.py",
         "return axis not in row.unsplittable and isinstance(size, int) and size > 0",
         "return isinstance(size, int) and size > 0",
         f"{RULES} -k layer",

@@ -21,9 +21,10 @@ from torch.utils import _pytree as pytree
 from torchshard.capture import Captured, flatten_call
 from torchshard.checking.check import Report, check_program
 from torchshard.compiler.program import Program
+from torchshard.core.choices import Hint, choices
 from torchshard.core.layouts import I, Layout, P, R, Shard
 from torchshard.core.mesh import MeshAxis
-from torchshard.core.notation import Choice, Hint, Row, choices
+from torchshard.core.notation import Choice, Row
 from torchshard.ir.graph import mark_needs_grad, node_row, operands, values
 from torchshard.passes import rewrite
 from torchshard.planner.conversions import conversions_of

@@ -29,7 +29,7 @@ FORBIDDEN = {
 }
 """Rules see no graph; only `distributed`, `nn`, `runtime` and the check on processes touch a process group."""
 EXEMPT = {"checking.processes"}
-PURE = {"core.notation", "core.conversions"}
+PURE = {"core.notation", "core.choices", "core.conversions"}
 """Modules that do not import torch at all."""
 
 

@@ -18,8 +18,8 @@ import torchshard as ts
 from tests.compiled import planned_as
 from torchshard.checking.check import check_program
 from torchshard.compiler.program import prepared
+from torchshard.core.choices import choices
 from torchshard.core.mesh import MeshAxis
-from torchshard.core.notation import choices
 from torchshard.ir.graph import whole_choice
 from torchshard.planner.costs import PRODUCTS, CostModel, Op
 from torchshard.plans.machine import MACHINES, objective

@@ -10,10 +10,11 @@ import sympy
 from hypothesis import given
 from hypothesis import strategies as st
 
+from torchshard.core.choices import axis_groups, choices, local_replacement, spread
 from torchshard.core.errors import RuleError
 from torchshard.core.layouts import S, Shard, local_shape
 from torchshard.core.mesh import MeshAxis
-from torchshard.core.notation import Choice, Local, Row, axis_groups, bind, choices, dim_size, local_replacement, spread
+from torchshard.core.notation import Choice, Local, Row, bind, dim_size
 
 pytestmark = pytest.mark.quick
 

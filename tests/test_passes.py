@@ -16,8 +16,8 @@ from torchshard.capture.facts import ModelFacts
 from torchshard.checking.check import check_program
 from torchshard.compiler.planning import plan_graph
 from torchshard.compiler.program import Program, prepared
+from torchshard.core.choices import choices
 from torchshard.core.mesh import MeshAxis
-from torchshard.core.notation import choices
 from torchshard.distributed.ops import OPS
 from torchshard.ir.graph import duplicate, mark_needs_grad, node_row
 from torchshard.ir.listing import listing

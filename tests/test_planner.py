@@ -13,9 +13,9 @@ import torch
 from torch import fx, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
+from torchshard.core.choices import choices
 from torchshard.core.layouts import I, Shard
 from torchshard.core.mesh import MeshAxis
-from torchshard.core.notation import choices
 from torchshard.ir.graph import is_tensor, is_tensor_op, mark_needs_grad
 from torchshard.planner.conversions import conversions_of
 from torchshard.planner.costs import CostModel, Op, Value

@@ -25,9 +25,10 @@ from tests.oracle import Case, T, build, row_and_choices, run
 from torchshard.checking import lockstep
 from torchshard.checking.check import check_program
 from torchshard.compiler.program import Program, prepared
+from torchshard.core.choices import choices
 from torchshard.core.layouts import S
 from torchshard.core.mesh import MeshAxis
-from torchshard.core.notation import Choice, Row, choices
+from torchshard.core.notation import Choice, Row
 from torchshard.distributed.ops import OPS
 from torchshard.ir.graph import duplicate, is_tensor_op, node_row, op_name
 from torchshard.plans.machine import objective

@@ -9,9 +9,7 @@
 The same letter is the same axis. An axis that no result has is summed, so that splitting it gives Partial results; an
 operand without the split axis is Replicate. `...` stands for leading axes, aligned at their last.
 
-`bind` turns a text and the shapes of an op into a `Row`; `choices` turns a row and a world size into `Choice`s, each of
-which has the layouts of all operands and results. So a rule states the factors of an op once, and which splits are
-legal, and with which layouts, follows for all ops from the code here.
+`bind` turns a text and the shapes of an op into a `Row`; `core.choices` turns a row into the legal ways to run the op.
 
 Sizes are ints, or sympy expressions if they are dynamic. An axis of dynamic size is never split. An axis of size `4*s`
 becomes two axes, `s` and 4, of which the second may be split.
@@ -22,24 +20,18 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
-from functools import cache, lru_cache
+from dataclasses import dataclass, field
+from functools import cache
 from typing import Any, NamedTuple, TypedDict, Unpack
 
 from torchshard.core.errors import RuleError
 from torchshard.core.layouts import (
-    I,
     Layout,
-    P,
     Part,
-    R,
     Shard,
     Size,
-    canonical,
     local_extent,
     local_size,
-    parts_of,
-    parts_size,
     ranges,
 )
 from torchshard.core.mesh import Coordinate
@@ -380,245 +372,3 @@ def _check_dims(
 def dim_size(dim: Dim, sizes: Mapping[str, Size]) -> Size:
     """Returns the size of a dim from the sizes of its axes."""
     return sum(math.prod(sizes[axis] for axis in term) for term in dim)
-
-
-# --- axes that are split together, and the layouts that a split gives ------------------------------------------------
-
-
-def axis_groups(row: Row) -> list[tuple[str, ...]]:
-    """Returns the sets of axes that can be split: single axes, and the axes of a concatenation together.
-
-    The axes of `a+b` are split together because a rank's slice of a dim must hold its piece of every part.
-    """
-    group = {axis: frozenset([axis]) for axis in row.sizes}
-    for dims in (*row.operands, *row.results):
-        for dim in dims:
-            if len(dim) > 1:
-                union = frozenset[str]().union(*(group[axis] for term in dim for axis in term))
-                group.update(dict.fromkeys(union, union))
-    splittable = {axes for axes in group.values() if all(_splittable(row, axis) for axis in axes)}
-    order = list(row.sizes)
-    return sorted((tuple(sorted(axes, key=order.index)) for axes in splittable), key=lambda g: order.index(g[0]))
-
-
-def _splittable(row: Row, axis: str) -> bool:
-    size = row.sizes[axis]
-    return axis not in row.unsplittable and isinstance(size, int) and size > 0
-
-
-class _Composed(NamedTuple):
-    """The parts that a dim is split in."""
-
-    parts: tuple[Part, ...]
-    repeated: bool = False
-
-
-def _compose_term(term: Term, axes: AxisParts, sizes: Mapping[str, Size]) -> _Composed | None:
-    """Returns the parts of a merged dim if one of its axes is split, or None if no Shard expresses the split.
-
-    In `(k c d)` with c split, the dim is k parts of c units of d elements.
-    """
-    split = [i for i, axis in enumerate(term) if axis in axes]
-    if len(split) != 1:
-        return None
-    before = math.prod(sizes[axis] for axis in term[: split[0]])
-    after = math.prod(sizes[axis] for axis in term[split[0] + 1 :])
-    parts = axes[term[split[0]]]
-    if not isinstance(after, int) or after == 0:
-        return None
-    scaled = tuple((count, unit * after) for count, unit in parts)
-    if not isinstance(before, int):
-        return _Composed(scaled, repeated=True)
-    return _Composed(scaled * before) if before * len(parts) <= MAX_PARTS else None
-
-
-def _dims_layout(
-    dims: Sequence[Dim], axes: AxisParts, sizes: Mapping[str, Size], world: int, absent: Layout
-) -> Layout | None:
-    """Returns the layout of a tensor under a split, or None if no layout expresses it.
-
-    Args:
-        absent: the layout of a tensor that has none of the split axes.
-    """
-    split = [i for i, dim in enumerate(dims) if any(axis in axes for term in dim for axis in term)]
-    if not split:
-        return absent
-    if len(split) > 1:
-        return None
-    terms = [_compose_term(term, axes, sizes) for term in dims[split[0]]]
-    composed = [term for term in terms if term is not None]
-    repeated = any(term.repeated for term in composed)
-    if len(composed) < len(terms) or (repeated and len(composed) > 1):
-        return None
-    return canonical(split[0], [part for term in composed for part in term.parts], world, repeated=repeated)
-
-
-def _extract(
-    dim: Dim, parts: Sequence[Part], sizes: Mapping[str, Size], world: int, *, repeated: bool
-) -> dict[str, tuple[Part, ...]]:
-    """The inverse of `_compose_term`: returns the axes, with their parts, that give a dim these parts."""
-    if len(dim) > 1:
-        return {} if repeated else _extract_sum(dim, parts, sizes)
-    term = dim[0]
-    if len(term) == 1:
-        return {} if repeated else {term[0]: tuple(parts)}
-    target = canonical(0, parts, world, repeated=repeated)
-    extracted = {}
-    for i, axis in enumerate(term):
-        for candidate in _candidates(term, i, parts, sizes, repeated=repeated):
-            composed = _compose_term(term, {axis: candidate}, sizes)
-            if composed is not None and canonical(0, composed.parts, world, repeated=composed.repeated) == target:
-                extracted[axis] = candidate
-                break
-    return extracted
-
-
-def _candidates(
-    term: Term, index: int, parts: Sequence[Part], sizes: Mapping[str, Size], *, repeated: bool
-) -> list[tuple[Part, ...]]:
-    """Returns the parts of one axis of a merged dim that may give the dim these parts, the plain ones first."""
-    size = sizes[term[index]]
-    before, after = math.prod(sizes[a] for a in term[:index]), math.prod(sizes[a] for a in term[index + 1 :])
-    before = 1 if repeated and not isinstance(before, int) else before
-    if not isinstance(before, int) or not isinstance(after, int) or not isinstance(size, int):
-        return []
-    # the parts of the dim are those of the axis, `before` times over, with units of `after` elements
-    own = parts[: len(parts) // before] if before and after else ()
-    scaled = tuple((count, unit // after) for count, unit in own)
-    by_element = tuple((count * unit // after, 1) for count, unit in own)
-    candidates = (((size, 1),), scaled, by_element)
-    return [c for c in candidates if c and all(unit > 0 for _, unit in c) and parts_size(c) == size]
-
-
-def _extract_sum(dim: Dim, parts: Sequence[Part], sizes: Mapping[str, Size]) -> dict[str, tuple[Part, ...]]:
-    """Returns the parts of each axis of a concatenation, or {} if a part spans two axes."""
-    extracted, rest = {}, list(parts)
-    for term in dim:
-        if len(term) != 1 or not isinstance(sizes[term[0]], int):
-            return {}
-        own: list[Part] = []
-        while rest and parts_size(own) < sizes[term[0]]:
-            own.append(rest.pop(0))
-        if parts_size(own) != sizes[term[0]]:
-            return {}
-        extracted[term[0]] = tuple(own) or ((0, 1),)
-    return extracted
-
-
-Hint = tuple[int, Shard]
-"""(position, layout): the Shard of a neighbouring op's tensor; positions count the operands, then the results."""
-
-
-def _axis_parts(row: Row, world: int, hints: Iterable[Hint]) -> dict[str, list[tuple[Part, ...]]]:
-    """Returns the parts that each axis may be split in: those of the hints first, then one part of single elements."""
-    tensors = (*row.operands, *row.results)
-    known: dict[str, list[tuple[Part, ...]]] = {}
-    for position, shard in hints:
-        dim = tensors[position][shard.dim]
-        size = dim_size(dim, row.sizes)
-        if isinstance(size, int) is not shard.repeated and any(term for term in dim):
-            hinted = parts_of(size, replace(shard, repeated=False))
-            for axis, parts in _extract(dim, hinted, row.sizes, world, repeated=shard.repeated).items():
-                known.setdefault(axis, []).append(parts)
-    for axis, size in row.sizes.items():
-        if isinstance(size, int):
-            known.setdefault(axis, []).append(((size, 1),))
-    return {axis: list(dict.fromkeys(options)) for axis, options in known.items()}
-
-
-def choices(row: Row, world: int, hints: Iterable[Hint] = ()) -> list[Choice]:
-    """Returns all legal ways to run the op on `world` ranks: whole on I, whole on R, linear on P, or one axis split.
-
-    Args:
-        hints: Shards that neighbouring ops give operands or require of results. They add choices that split an axis
-            in those parts, such as whole heads; without hints an axis is split element by element.
-    """
-    return list(_choices(row, world, tuple(hints)))
-
-
-@lru_cache(maxsize=1 << 14)
-def _choices(row: Row, world: int, hints: tuple[Hint, ...]) -> tuple[Choice, ...]:
-    n, m = len(row.operands), len(row.results)
-    whole = [Choice("I", (I,) * n, (I,) * m)]
-    if not row.options.mutates:  # what an op writes to is stored as I or as a Shard, never as R or P
-        whole += [Choice("R", (R,) * n, (R,) * m)] if n else []
-        for jointly in row.options.linear:
-            operands = tuple(P if i in jointly else R for i in range(n))
-            whole.append(Choice("P", operands, (P,) * m))
-    parts = _axis_parts(row, world, hints)
-    splits = [choice for group in axis_groups(row) for choice in _split_choices(row, world, group, parts)]
-    return tuple(dict.fromkeys([*whole, *splits]))
-
-
-def _parts_together(group: tuple[str, ...], parts: Mapping[str, list[tuple[Part, ...]]]) -> Iterator[AxisParts]:
-    """Yields the parts that the axes of a group are split in together.
-
-    First all axes in their first parts, all in their second, and so on. Then each axis that has several parts beside
-    the plain parts of the others, as for keys and values in one weight next to queries. All combinations would be too
-    many: an axis has a few parts, and a group may have dozens of axes.
-    """
-    for option in range(max(len(parts[axis]) for axis in group)):
-        yield {axis: parts[axis][min(option, len(parts[axis]) - 1)] for axis in group}
-    plain = {axis: next(p for p in parts[axis] if len(p) == 1 and p[0][1] == 1) for axis in group}
-    for axis in group:
-        yield from (plain | {axis: several} for several in parts[axis] if len(several) > 1)
-
-
-def _split_choices(
-    row: Row, world: int, group: tuple[str, ...], parts: Mapping[str, list[tuple[Part, ...]]]
-) -> Iterator[Choice]:
-    for axes in _parts_together(group, parts):
-        # a sum over a split axis is Partial, unless the replacement sums over the ranks itself
-        summed = I if set(axes) & row.options.reduced else P
-        operands = _layouts(row, row.operands, axes, world, R)
-        results = _layouts(row, row.results, axes, world, summed)
-        if operands is not None and results is not None and _is_legal(row, axes, operands, results, world):
-            yield Choice(f"split {' '.join(group)}", operands, results, tuple(axes.items()))
-
-
-def _layouts(
-    row: Row, tensors: Sequence[Sequence[Dim]], axes: AxisParts, world: int, absent: Layout
-) -> tuple[Layout, ...] | None:
-    """Returns the layouts of operands or results under a split, or None if one can't be expressed."""
-    layouts = [_dims_layout(dims, axes, row.sizes, world, absent) for dims in tensors]
-    expressed = tuple(layout for layout in layouts if layout is not None)
-    return expressed if len(expressed) == len(layouts) else None
-
-
-def _is_legal(
-    row: Row, axes: AxisParts, operands: Sequence[Layout], results: Sequence[Layout], world: int
-) -> bool:
-    """Returns whether the op's options allow this split."""
-    options = row.options
-    several_starts = any(axis in options.local and len(parts) > 1 for axis, parts in axes.items())
-    if several_starts and not options.by_size:
-        return False
-    if options.fills_ranks and any(_leaves_a_rank_empty(layout, world) for layout in (*operands, *results)):
-        return False
-    return all(isinstance(layout, Shard) for i, layout in enumerate(operands) if i in options.mutates)
-
-
-def _leaves_a_rank_empty(layout: Layout, world: int) -> bool:
-    """Returns whether the last rank, which gets the fewest units, holds none of a split in repeated parts."""
-    return isinstance(layout, Shard) and layout.repeated and not local_size(layout.parts or (), world - 1, world)
-
-
-def spread(row: Row, world: int, hints: Iterable[Hint]) -> Iterator[Hint]:
-    """Yields the Shards that splits of this op would give its other tensors, from the hints of some.
-
-    A sweep over the graph before planning learns by this that a weight of 56 rows should be split as seven heads of
-    eight, though the op that needs the heads is several ops away.
-    """
-    hints = list(hints)
-    for choice in choices(row, world, hints):
-        for position, layout in enumerate((*choice.operands, *choice.results)):
-            if isinstance(layout, Shard) and layout.parts is not None and (position, layout) not in hints:
-                yield position, layout
-
-
-def local_replacement(row: Row, choice: Choice) -> LocalFn | None:
-    """Returns the function that a rank runs in place of the op under this choice, or None to run the op itself."""
-    for axis, _ in choice.axes:
-        if axis in row.options.local:
-            return row.options.local[axis]
-    return row.options.local.get("*") if choice.axes else None

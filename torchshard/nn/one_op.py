@@ -16,9 +16,10 @@ import torch
 from torch import Tensor
 from torch._ops import OpOverload
 
+from torchshard.core.choices import choices, local_replacement
 from torchshard.core.conversions import plan_conversion, step_args
 from torchshard.core.layouts import I, Layout
-from torchshard.core.notation import Choice, Local, Row, choices, local_replacement
+from torchshard.core.notation import Choice, Local, Row
 from torchshard.distributed.eager import needs_gradient
 from torchshard.distributed.group import Group
 from torchshard.distributed.ops import direct, hashable

@@ -11,10 +11,11 @@ from collections.abc import Iterable
 
 from torch import fx
 
+from torchshard.core.choices import choices
 from torchshard.core.errors import PlanError
 from torchshard.core.layouts import I, Shard
 from torchshard.core.mesh import MeshAxis
-from torchshard.core.notation import Choice, Row, choices
+from torchshard.core.notation import Choice, Row
 from torchshard.ir.graph import is_tensor_op, node_row, where, whole_choice
 from torchshard.passes.nodes import int_arg, node_arg
 from torchshard.plans.plan import Plan

@@ -15,9 +15,10 @@ import torch
 from torch import Tensor, fx
 from torch.fx.node import Argument
 
+from torchshard.core.choices import local_replacement
 from torchshard.core.layouts import Layout, local_shape
 from torchshard.core.mesh import Coordinate
-from torchshard.core.notation import Local, LocalFn, local_replacement
+from torchshard.core.notation import Local, LocalFn
 from torchshard.custom_ops.whole import WholeCall
 from torchshard.distributed.ops import is_collective
 from torchshard.ir.graph import drop_dead_code, emit, fake_mode, plain_shape, values

@@ -9,9 +9,10 @@ from __future__ import annotations
 import torch
 from torch import fx
 
+from torchshard.core.choices import choices
 from torchshard.core.layouts import Layout, Shard
 from torchshard.core.mesh import MeshAxis
-from torchshard.core.notation import Choice, Row, choices
+from torchshard.core.notation import Choice, Row
 from torchshard.ir.graph import drop_dead_code, is_tensor, layout_of, node_row, operands
 from torchshard.passes.nodes import node_arg, op_of, replace_node
 

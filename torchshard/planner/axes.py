@@ -10,8 +10,8 @@ from collections.abc import Mapping, Sequence
 
 from torch import fx
 
+from torchshard.core.choices import axis_groups, spread
 from torchshard.core.layouts import Shard
-from torchshard.core.notation import axis_groups, spread
 from torchshard.ir.graph import is_tensor, operands, values
 from torchshard.planner.costs import Op
 

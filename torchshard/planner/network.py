@@ -21,9 +21,10 @@ from typing import Any
 import numpy as np
 from torch import fx
 
+from torchshard.core.choices import choices
 from torchshard.core.conversions import ConversionStep
 from torchshard.core.layouts import I, Layout, Shard, local_size
-from torchshard.core.notation import Choice, choices
+from torchshard.core.notation import Choice
 from torchshard.ir.graph import is_tensor, is_tensor_op, is_weight, where, whole_choice
 from torchshard.planner.axes import tensors_of, wanted_parts, weight_axes
 from torchshard.planner.conversions import element_of
