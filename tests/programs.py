@@ -21,6 +21,7 @@ from torch import Tensor, nn
 
 from torchshard.capture.facts import ModelFacts
 from torchshard.checking.check import Report, check_program
+from torchshard.compiler.constraints import stored
 from torchshard.compiler.program import Program, prepared
 from torchshard.core.layouts import I, Layout, canonical
 from torchshard.core.mesh import MeshAxis
@@ -498,8 +499,8 @@ def random_plan(captured: Any, model: nn.Module, world: int, seed: int) -> Plan:
     """A legal plan, some parameters stored in slices at random."""
     prices = _Prices(MACHINES["cpu-gloo"], MeshAxis(world), seed)
     draw = random.Random(seed)
-    stored = {name: _layout(p.shape, world, draw) for name, p in model.named_parameters() if draw.random() < 0.5}
-    asked = GraphConstraints({}, {}, stored, all_axes=True)
+    layouts = {name: _layout(p.shape, world, draw) for name, p in model.named_parameters() if draw.random() < 0.5}
+    asked = GraphConstraints({}, {}, layouts, all_axes=True)
     found = search(captured.graph.graph, prices, asked, lambda *_: True, fold=False)
     decided, facts = (found.choices, found.parameters), ModelFacts.of(model)
     return Plan(
