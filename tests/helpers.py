@@ -40,7 +40,8 @@ def run_ranks(fn: Callable[..., Any], world: int, *args: Any, timeout_seconds: f
         found = [_read(Path(folder) / f"{rank}.pkl") for rank in range(world)]
     failed = [f"rank {rank}:\n{text}" for rank, (ok, text) in enumerate(found) if not ok and text]
     if failed or failure:
-        raise RuntimeError("\n".join(failed) or failure)
+        # both: of a killed rank the others may tell only that their connections were reset
+        raise RuntimeError("\n".join([*failed, failure]).strip())
     return [result for _, result in found]
 
 
