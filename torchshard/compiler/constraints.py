@@ -157,7 +157,7 @@ def _check_same_model(facts: ModelFacts, plan: Plan) -> None:
         "the plan was made for another model",
         where=f"parameter {name!r}",
         why=f"it has shape {_shape(ours, name)} here, and {_shape(theirs, name)} in the plan's model",
-        attempt="make the plan anew for this model",
+        attempt="make a new plan for this model",
     )
 
 
@@ -179,7 +179,7 @@ def check_layouts(facts: ModelFacts, layouts: Mapping[str, Layout]) -> None:
             f"the plan splits {len(strangers)} parameters that the model does not have",
             where=f"parameter {strangers[0]!r}",
             why="the plan was made for another model",
-            attempt="make the plan anew for this model",
+            attempt="make a new plan for this model",
         )
     for name, layout in split.items():
         if not _divides(layout, shapes[name]):
@@ -187,7 +187,7 @@ def check_layouts(facts: ModelFacts, layouts: Mapping[str, Layout]) -> None:
                 f"the plan's layout {layout} does not fit a parameter",
                 where=f"parameter {name!r}",
                 why=f"it has shape {tuple(shapes[name])}; the plan was made for another model",
-                attempt="make the plan anew for this model",
+                attempt="make a new plan for this model",
             )
 
 

@@ -63,7 +63,10 @@ def prepared(
 
 
 def planned(captured: Captured, model: nn.Module, constraints: Constraints) -> Program:
-    """A plan for a captured call, and the graph with its collectives."""
+    """A plan for a captured call, and the graph with its collectives.
+
+    The model's facts are read for each capture, because a model may be cast or moved between two.
+    """
     with _no_collection():
         with _timed("plan"):
             plan = plan_graph(captured.graph, ModelFacts.of(model), constraints)

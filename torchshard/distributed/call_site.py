@@ -11,6 +11,8 @@ from types import FrameType
 
 import torch
 
+from torchshard.distributed.group import CheckLevel, Group
+
 _OURS = tuple(f"{folder}{os.sep}" for folder in (Path(__file__).parent.parent, Path(torch.__file__).parent))
 """Folders whose frames are not where a user called from."""
 
@@ -31,6 +33,11 @@ def call_site(*, column: bool = False) -> str:
         frame = frame.f_back
     at = f":{_column(frame)}" if column else ""
     return f"{Path(frame.f_code.co_filename).name}:{frame.f_lineno}{at} in {frame.f_code.co_name}"
+
+
+def verified_site(group: Group) -> str:
+    """The call site as the group's ranks verify it: at level ALL with the column."""
+    return call_site(column=group.level is CheckLevel.ALL)
 
 
 def _column(frame: FrameType) -> int:

@@ -33,7 +33,7 @@ from torch import Tensor
 
 from torchshard.core.errors import DistributedError, ShardError
 from torchshard.core.hashing import hash_text
-from torchshard.distributed.call_site import call_site
+from torchshard.distributed.call_site import verified_site
 from torchshard.distributed.group import CheckLevel, Group
 from torchshard.distributed.handshake import Header, describe, exchange, first_line, header, missing_error
 from torchshard.distributed.wire import begin, finish
@@ -80,11 +80,7 @@ def note_unverified(group: Group, text: str) -> None:
 
 def forward_site(group: Group) -> str:
     """The line of a call, if the verification of its gradient is to report that; else ''."""
-    return _site(group) if group.level is CheckLevel.ALL else ""
-
-
-def _site(group: Group) -> str:
-    return call_site(column=group.level is CheckLevel.ALL)
+    return verified_site(group) if group.level is CheckLevel.ALL else ""
 
 
 class _Running(threading.local):
@@ -144,7 +140,7 @@ def verify_call(
     except Exception as error:
         # not raised yet: the other ranks would wait in vain for this rank's header
         failure, text = error, f"refused: {first_line(error)}"
-    site = f"backward of {gradient_of}" if gradient_of else _site(group)
+    site = f"backward of {gradient_of}" if gradient_of else verified_site(group)
     compared = _compared_text(group, text, site if symmetric else "")
     mine = header(text, site, 0 if failure else value(), compared)
     responses, missing = exchange(group, mine, group.timeouts.verify)

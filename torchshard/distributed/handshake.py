@@ -18,8 +18,8 @@ from torch import Tensor
 
 from torchshard.core.errors import DistributedError
 from torchshard.core.hashing import hash_text
-from torchshard.distributed.call_site import call_site
-from torchshard.distributed.group import CheckLevel, Group
+from torchshard.distributed.call_site import verified_site
+from torchshard.distributed.group import Group
 
 T = TypeVar("T")
 HEADER_BYTES = 1024
@@ -116,7 +116,7 @@ def collective_failed(group: Group, call: str, error: Exception) -> DistributedE
     nothing = f"no word from {_ranks(missing)}: stopped, dead, or in another call" if missing else ""
     return DistributedError(
         f"{call} failed on rank {group.rank} of {group.size}",
-        where=call_site(column=group.level is CheckLevel.ALL),
+        where=verified_site(group),
         why="; ".join(text for text in (_reason(error), nothing, describe(others)) if text),
         attempt="look at what the silent ranks printed last; torchshard.distributed.debug(True) compares each call",
     )

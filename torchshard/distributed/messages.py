@@ -17,9 +17,9 @@ from torch import Tensor
 
 from torchshard.core.hashing import hash_text
 from torchshard.core.layouts import type_text
-from torchshard.distributed.call_site import call_site
+from torchshard.distributed.call_site import verified_site
 from torchshard.distributed.consistency import needs_verification
-from torchshard.distributed.group import CheckLevel, Group
+from torchshard.distributed.group import Group
 from torchshard.distributed.handshake import exchange_with, late_error
 from torchshard.distributed.kernels import as_sent
 from torchshard.distributed.wire import begin, finish
@@ -84,7 +84,10 @@ class Transfer:
 
 def start_send(tensor: Tensor, dst: int, group: Group) -> Transfer:
     """Starts to send a contiguous tensor."""
-    verify = _start_verification(tensor, group, dst, (group.rank, dst), (SENDER, RECEIVER))
+    verify = None
+    if _needs_verification(tensor, group, group.rank, dst):
+        signature = _signature(tensor, group.rank, dst)
+        verify = exchange_with(group, dst, signature, verified_site(group), (SENDER, RECEIVER))
     work = begin(
         group, "send", dist.isend, as_sent(tensor), group_dst=dst, group=group.process_group, tag=_tag(tensor, group)
     )
@@ -104,12 +107,13 @@ def start_receive(tensor: Tensor, src: int, group: Group) -> Transfer:
         tag = _tag(tensor, group)
         return begin(group, "receive", dist.irecv, as_sent(tensor), group_src=src, group=group.process_group, tag=tag)
 
-    verify = _start_verification(tensor, group, src, (src, group.rank), (RECEIVER, SENDER))
+    is_verified = _needs_verification(tensor, group, src, group.rank)
     before = group.handshake.last_receive.get(src)
-    if verify is None and (before is None or before.is_done()):
+    if not is_verified and (before is None or before.is_done()):
         work = post()
         return Transfer(group, lambda: finish(group, "receive", work))
-    site = call_site(column=group.level is CheckLevel.ALL)
+    signature, site = _signature(tensor, src, group.rank), verified_site(group)
+    verify = exchange_with(group, src, signature, site, (RECEIVER, SENDER)) if is_verified else None
 
     def verify_and_post() -> dist.Work | None:
         if before is not None:
@@ -122,32 +126,19 @@ def start_receive(tensor: Tensor, src: int, group: Group) -> Transfer:
 
     def wait() -> None:
         if not posting.is_done(group.timeouts.verify):
-            raise late_error(group, src, _signature(tensor, (src, group.rank)), site)
+            raise late_error(group, src, signature, site)
         finish(group, "receive", posting.get())
 
     return Transfer(group, wait)
 
 
-def _start_verification(
-    tensor: Tensor, group: Group, other: int, sender_receiver: tuple[int, int], tags: tuple[int, int]
-) -> Callable[[float | None], None] | None:
-    """Sends the other rank this one's header, if the message is to be verified.
-
-    Args:
-        sender_receiver: the ranks that send and receive the message.
-
-    Returns:
-        a function that waits for the other rank's header and compares; None if the message is not verified.
-    """
-    verified = group.handshake.verified_sends.setdefault(sender_receiver, set())
-    if not needs_verification(group, verified, (tensor.dtype, tensor.shape)):
-        return None
-    site = call_site(column=group.level is CheckLevel.ALL)
-    return exchange_with(group, other, _signature(tensor, sender_receiver), site, tags)
+def _needs_verification(tensor: Tensor, group: Group, src: int, dst: int) -> bool:
+    verified = group.handshake.verified_sends.setdefault((src, dst), set())
+    return needs_verification(group, verified, (tensor.dtype, tensor.shape))
 
 
-def _signature(tensor: Tensor, sender_receiver: tuple[int, int]) -> str:
-    return f"{type_text(tensor.dtype, tensor.shape)} from rank {sender_receiver[0]} to rank {sender_receiver[1]}"
+def _signature(tensor: Tensor, src: int, dst: int) -> str:
+    return f"{type_text(tensor.dtype, tensor.shape)} from rank {src} to rank {dst}"
 
 
 def _tag(tensor: Tensor, group: Group) -> int:
