@@ -114,7 +114,7 @@ def test_listing() -> None:
 def test_no_dynamic_size_is_decided(body: Callable[[Tensor], Tensor]) -> None:
     """What PyTorch does for these sizes need not be what it does for others."""
     graph = capture(_Body(body), (torch.randn(4, 6),)).graph
-    sizes = fake_mode(graph).shape_env
+    sizes = fake_mode(graph.graph).shape_env
     before = len(sizes.guards), dict(sizes.replacements)
     decompose(graph)
     assert (len(sizes.guards), dict(sizes.replacements)) == before

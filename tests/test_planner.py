@@ -16,6 +16,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torchshard.core.choices import choices
 from torchshard.core.layouts import I, Shard
 from torchshard.core.mesh import MeshAxis
+from torchshard.custom_ops.recurrent import SplitRecurrent
 from torchshard.ir.graph import is_tensor, is_tensor_op, mark_needs_grad
 from torchshard.planner.conversions import conversions_of
 from torchshard.planner.costs import CostModel, Op, Value
@@ -275,3 +276,26 @@ def test_what_the_network_costs_is_what_is_predicted() -> None:
         )
         total = sum(compute.values()) + sum(c.seconds for c in collectives)
         assert total == pytest.approx(found.seconds, rel=1e-9)
+
+
+@pytest.mark.parametrize("bidirectional", [False, True])
+@pytest.mark.parametrize("batch_first", [False, True])
+@pytest.mark.parametrize("layers", [1, 3])
+def test_a_recurrent_layer_runs_the_collectives_that_are_priced(
+    layers: int, batch_first: bool, bidirectional: bool
+) -> None:
+    layer = nn.LSTM(6, 4, layers, batch_first=batch_first, bidirectional=bidirectional)
+    states = [torch.randn(layers * (1 + bidirectional), 2, 4) for _ in range(2)]
+    x = torch.randn((2, 5, 6) if batch_first else (5, 2, 6))
+    split = SplitRecurrent(torch.lstm, ((4, 1),), "of one rank")
+    args = (x, states, layer._flat_weights, True, layers, 0.0, False, bidirectional, batch_first)
+    steps, gathered = split.steps(*args), []
+    with pytest.raises(StopIteration):
+        call = next(steps)
+        while True:
+            gathered.append(call)
+            call = steps.send(call[1][0])  # of one rank, what is gathered is its own slice
+    ((op, operands, times),) = split.collectives(*args)
+    assert all(call[0] is op and call[1][1:] == operands[1:] for call in gathered)
+    assert {call[1][0].shape for call in gathered} == {operands[0].shape}
+    assert len(gathered) == times

@@ -22,7 +22,7 @@ import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache
-from typing import Any, NamedTuple, TypedDict, Unpack
+from typing import Any, TypedDict, Unpack
 
 from torchshard.core.errors import RuleError
 from torchshard.core.layouts import (
@@ -71,18 +71,6 @@ class Row:
     options: RowOptions = field(default_factory=lambda: RowOptions())
 
 
-class Inside(NamedTuple):
-    """A collective inside a replacement, and how many numbers a rank sends by it; the cost model counts them."""
-
-    name: str
-    axes: tuple[str, ...] = ()
-    """The axes whose local sizes are multiplied to give the numbers of one call."""
-    numbers: int = 1
-    """A constant factor of the numbers of one call."""
-    times: tuple[str, ...] = ()
-    """The axes whose sizes are multiplied to give the number of calls."""
-
-
 @dataclass(frozen=True)
 class RowOptions:
     """The properties of an op that its factors do not express."""
@@ -91,8 +79,6 @@ class RowOptions:
     """Sets of operands in which the op is jointly linear: if all of a set are Partial and the rest R, results are P."""
     local: Mapping[str, LocalFn] = field(default_factory=dict)
     """Axis -> replacement, if splitting the axis changes the local computation; '*' stands for any axis."""
-    comm: Mapping[str, tuple[Inside, ...]] = field(default_factory=dict)
-    """Axis -> the collectives inside its replacement."""
     reduced: frozenset[str] = frozenset()
     """Axes that the replacement itself sums over: results without such an axis are Invariant, not Partial."""
     by_size: bool = False
@@ -105,7 +91,6 @@ class RowOptions:
 
 class _PlainKeywords(TypedDict, total=False):
     local: Mapping[str, LocalFn]
-    comm: Mapping[str, tuple[Inside, ...]]
     by_size: bool
     fills_ranks: bool
 
@@ -306,7 +291,7 @@ def bind(
     if strangers:
         raise RuleError(f"axis {min(strangers)} is in no tensor", where=text, why="sizes= has a size for it")
     n, row_options = len(operands), _row_options(**options)
-    named = {*row_options.local, *row_options.comm, *row_options.reduced}
+    named = {*row_options.local, *row_options.reduced}
     bound = _with_factors(bound, known, unsplittable | named)
     return Row(text, tuple(bound[:n]), tuple(bound[n:]), known, frozenset(unsplittable), row_options)
 

@@ -12,7 +12,7 @@ The next layer reads the units that were gathered for the next step, so that it 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -155,6 +155,13 @@ class SplitRecurrent(Stepwise):
             x = torch.cat([units for units, _ in runs], -1)
             last += [state for _, state in runs]
         return x.transpose(0, 1) if batch_first else x, *(torch.stack(state) for state in zip(*last, strict=True))
+
+    def collectives(self, *args: Argument) -> Iterable[tuple[Target, tuple[Argument, ...], int]]:
+        """One gather in each step of each layer, and one of the last units where another layer reads them."""
+        x, hx, _, _, layers, _, _, bidirectional, batch_first = args
+        time, directions = x.shape[1 if batch_first else 0], 2 if bidirectional else 1
+        op, operands = self._gather(states_of(hx)[0][0])
+        yield op, operands, directions * (layers * time + layers - 1)
 
     def _run(
         self, x: Tensor, state: tuple[Tensor, ...], weights: Sequence[Tensor], *, backward: bool, whole: bool

@@ -12,7 +12,7 @@ collective, which is then computed for all of them at once.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Iterable
 from dataclasses import dataclass, field
 
 from torch import Tensor
@@ -33,6 +33,13 @@ class Stepwise(ABC):
     @abstractmethod
     def steps(self, *args: Argument) -> Steps:
         """The computation of one rank."""
+
+    @abstractmethod
+    def collectives(self, *args: Argument) -> Iterable[tuple[Target, tuple[Argument, ...], int]]:
+        """The collectives that `steps` yields for these arguments: (operator, its arguments, how often).
+
+        Counted, not run: a price must not take as long as the computation.
+        """
 
     def __call__(self, *args: Argument) -> Argument:
         """Runs the op in a process group."""

@@ -14,9 +14,9 @@ from __future__ import annotations
 
 import copy
 import operator
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
-from typing import Any, TypeGuard
+from typing import Any, TypeGuard, cast
 
 import sympy
 import torch
@@ -229,9 +229,23 @@ def _is_float(value: object) -> bool:
     return isinstance(value, Tensor) and (value.is_floating_point() or value.is_complex())
 
 
-def fake_mode(module: fx.GraphModule) -> Mode:
+def record(
+    graph: fx.Graph, function: Callable[..., Any], args: Iterable[Argument], kwargs: Mapping[str, Argument]
+) -> Any:
+    """Appends to a graph what a function does with some arguments; nodes among them are passed as Proxies."""
+    tracer = fx.proxy.GraphAppendingTracer(graph)
+
+    def proxy(node: fx.Node) -> Argument:
+        # fx does not count its proxies among arguments, but maps to them as to any other value
+        return cast(Argument, fx.Proxy(node, tracer))
+
+    args, kwargs = fx.map_arg((tuple(args), dict(kwargs)), proxy)
+    return function(*args, **kwargs)
+
+
+def fake_mode(graph: fx.Graph) -> Mode:
     """The fake mode that the graph's values belong to."""
-    for node in module.graph.nodes:
+    for node in graph.nodes:
         for value in values(node):
             if isinstance(value, FakeTensor):
                 return value.fake_mode
@@ -267,7 +281,7 @@ def emit(
     assert callable(target)
     node = module.graph.call_function(target, args, kwargs)
     node.meta = {k: like.meta[k] for k in ("module", "source", "needs_grad") if k in like.meta}
-    node.meta["val"] = fake_value(fake_mode(module), target, args, kwargs)
+    node.meta["val"] = fake_value(fake_mode(module.graph), target, args, kwargs)
     return node
 
 

@@ -119,7 +119,7 @@ def _copy_part(module: fx.GraphModule, node: fx.Node, inner: fx.Node, copies: di
     if "val" in inner.meta:
         part.meta["val"] = inner.meta["val"]
     else:  # sizes are computed by nodes that make_fx gives no value
-        part.meta["val"] = fake_value(fake_mode(module), inner.target, part.args, part.kwargs)
+        part.meta["val"] = fake_value(fake_mode(module.graph), inner.target, part.args, part.kwargs)
     name_after(part, f"{node.name}_{op_name(part)}")
     return part
 
@@ -149,7 +149,7 @@ def _trace(module: fx.GraphModule, node: fx.Node, autocast: Autocast) -> fx.Grap
         args, kwargs = fx.map_arg((node.args, node.kwargs), dict(zip(inputs, values, strict=True)).__getitem__)
         return steps(*args, **kwargs)
 
-    mode = fake_mode(module)
+    mode = fake_mode(module.graph)
     try:
         # With gradients, because some ops take another path if one is required. Without new guards, because a path that
         # depends on a dynamic size would hold for the example's size alone.

@@ -91,7 +91,7 @@ def _inline(module: fx.GraphModule, node: fx.Node, autocast: Autocast) -> None:
 
 def _casts(module: fx.GraphModule, node: fx.Node, autocast: Autocast) -> Casts | None:
     """The operands that autocast casts before an op; None if autocast does something else."""
-    mode, values = fake_mode(module), {n: n.meta["val"] for n in node.all_input_nodes}
+    mode, values = fake_mode(module.graph), {n: n.meta["val"] for n in node.all_input_nodes}
     calls = _kernel_calls(mode, node, values, autocast)
     if _calls_without_autocast(mode, node, values) == _described(calls):
         return {}

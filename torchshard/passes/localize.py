@@ -9,11 +9,10 @@ the op's name. Collectives get the name of the group.
 
 from __future__ import annotations
 
-from typing import cast
+import functools
 
 import torch
 from torch import Tensor, fx
-from torch.fx.node import Argument
 
 from torchshard.core.choices import local_replacement
 from torchshard.core.layouts import Layout, local_shape
@@ -21,7 +20,7 @@ from torchshard.core.mesh import Coordinate
 from torchshard.core.notation import Local, LocalFn
 from torchshard.custom_ops.whole import WholeCall
 from torchshard.distributed.ops import is_collective
-from torchshard.ir.graph import drop_dead_code, emit, fake_mode, plain_shape, values
+from torchshard.ir.graph import drop_dead_code, emit, fake_mode, plain_shape, record, values
 from torchshard.passes.nodes import int_arg, node_arg, replace_node
 from torchshard.passes.propagate import Seen, propagate
 from torchshard.rules.random import BY_ELEMENT
@@ -58,7 +57,7 @@ def localize(module: fx.GraphModule, coordinate: Coordinate, seen: Seen | None =
 
 def _localize_values(module: fx.GraphModule, coordinate: Coordinate) -> None:
     """Replaces meta['val'] by fake tensors of this rank's shapes; equal shape, dtype and device share one."""
-    mode, local_values = fake_mode(module), dict[str, Tensor]()
+    mode, local_values = fake_mode(module.graph), dict[str, Tensor]()
 
     def localized(value: object, layout: Layout) -> object:
         if not isinstance(value, Tensor):
@@ -92,16 +91,9 @@ def _make_operand_contiguous(module: fx.GraphModule, node: fx.Node) -> None:
 def _replace(module: fx.GraphModule, node: fx.Node, replacement: LocalFn, local: Local) -> None:
     """Traces a rule's replacement into the graph, in place of the op."""
     graph = module.graph
-    tracer = fx.proxy.GraphAppendingTracer(graph)
-
-    def proxy(operand: fx.Node) -> Argument:
-        # fx does not count its proxies among arguments, but maps to them as to any other value
-        return cast(Argument, fx.Proxy(operand, tracer))
-
     before = set(graph.nodes)
-    args, kwargs = fx.map_arg((node.args, dict(node.kwargs)), proxy)
     with graph.inserting_before(node):
-        result = replacement(local, *args, **kwargs)
+        result = record(graph, functools.partial(replacement, local), node.args, node.kwargs)
     origin = {k: node.meta[k] for k in ("module", "source", "needs_grad") if k in node.meta}
     for new in graph.nodes:
         if new not in before:

@@ -21,7 +21,7 @@ between the ranks of one program only, so it does not grow without bound."""
 
 def propagate(module: fx.GraphModule, seen: Seen) -> None:
     """Computes the value of each op that has none."""
-    with faking(fake_mode(module)):
+    with faking(fake_mode(module.graph)):
         for node in module.graph.nodes:
             if node.op == "call_function" and "val" not in node.meta:
                 node.meta["val"] = run(node, lambda n: n.meta["val"], seen)

@@ -114,7 +114,7 @@ def _canonical(layout: Layout, axis: MeshAxis) -> Layout:
 def _shape_faults(module: fx.GraphModule, seen: Seen) -> Iterator[Fault]:
     """Runs every op on fake values, each from the results before it, and compares the shapes with the recorded ones."""
     computed: dict[fx.Node, Argument] = {}  # an op must not start from a recorded value, which may be the wrong one
-    with faking(fake_mode(module)):
+    with faking(fake_mode(module.graph)):
         for node in module.graph.nodes:
             if node.op != "call_function":
                 continue

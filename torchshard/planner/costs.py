@@ -14,16 +14,16 @@ import torch
 from torch import Tensor, fx
 
 from torchshard.core.conversions import ConversionStep, Steps, kernels, plan_conversions, sent_bytes
-from torchshard.core.layouts import I, Layout, Shard, largest_share, local_size
+from torchshard.core.layouts import Layout, Shard, largest_share, local_size
 from torchshard.core.mesh import MeshAxis
 from torchshard.core.notation import Choice, Dim, Row
 from torchshard.custom_ops.recurrent import RECURRENCES
 from torchshard.custom_ops.whole import OpKey, entry
 from torchshard.ir.graph import hint, nbytes, node_row, operands, values
+from torchshard.planner.inside import calls_inside
 from torchshard.plans.data import Sent
 from torchshard.plans.machine import Machine
 from torchshard.rules.linear_algebra import GROUPED
-from torchshard.rules.registry import acc_dtype
 
 aten = torch.ops.aten
 
@@ -207,16 +207,12 @@ class CostModel:
         """The collectives within a split op's local computation: (name, forward, backward)."""
         if op.row is None:
             return []
-        sizes, found = self._local_sizes(op, choice), []
-        for inside in (inside for axis, _ in choice.axes for inside in op.row.options.comm.get(axis, ())):
-            dtype = op.results[0].dtype
-            summed = inside.name not in ("all_reduce_max", "all_gather")  # sums of halves are sent as float32
-            size = inside.numbers * _points(inside.axes, sizes) * (acc_dtype(dtype) if summed else dtype).itemsize
-            sent = Value((), dtype, size, bool(op.node.meta.get("needs_grad")))
-            ways = kernels(inside.name, needs_grad=sent.needs_grad)
-            forward, backward = (self._sent(kernel, sent, I, I).often(_points(inside.times, sizes)) for kernel in ways)
-            found.append((inside.name, forward, backward))
-        return found
+        prices = []
+        for call in calls_inside(op.node, op.row, choice, self.axis.simulated()[0]):
+            value = Value(call.shape, call.dtype, call.nbytes, bool(op.node.meta.get("needs_grad")))
+            forward, backward = self.sent(value, call.step)
+            prices.append((call.step.name, forward.often(call.times), backward.often(call.times)))
+        return prices
 
     def _sent(self, kernel: str, value: Value, source: Layout, target: Layout) -> Sent:
         if self.axis.size == 1 or kernel == "none" or not value.nbytes:

@@ -14,7 +14,7 @@ from collections.abc import Mapping, Sequence
 import torch
 
 from torchshard.core.layouts import Size
-from torchshard.core.notation import Inside, Local, LocalFn, Row
+from torchshard.core.notation import Local, LocalFn, Row
 from torchshard.custom_ops.fx_types import Argument, Traced
 from torchshard.rules.indexing import nonempty, own_index
 from torchshard.rules.normalization import row_max
@@ -57,22 +57,19 @@ def cross_entropy(call: Call) -> Row | None:
     """`f32[16,97], i64[16] -> f32[]     n v, n -> `; splitting v all-reduces a few numbers per row, splitting n one."""
     if call["target"].dtype.is_floating_point:
         return _with_probabilities(call)
-    local, comm = _over_batch(call)
-    rows = tuple(_batch_axes(call))
+    local = _over_batch(call)
     # of all sums over classes the replacement takes care itself (`reduced`), so that the loss is Invariant
     return call.row(
         _class_row(call, "v"),
         local={"v": functools.partial(_split_cross_entropy, dtype=call.results[0].dtype)} | local,
         reduced={"v"},
-        comm={"v": (Inside("all_reduce_max", rows), Inside("reduce", rows, _columns(call)))} | comm,
     )
 
 
 @rule(aten.nll_loss_nd.default)
 def nll_loss(call: Call) -> Row:
     """`f32[16,97], i64[16] -> f32[]     n !v, n -> `."""
-    local, comm = _over_batch(call)
-    return call.row(_class_row(call, "!v"), local=local, comm=comm)
+    return call.row(_class_row(call, "!v"), local=_over_batch(call))
 
 
 def _batch_axes(call: Call) -> list[str]:
@@ -87,10 +84,10 @@ def _class_row(call: Call, classes: str) -> str:
     return f"{spaced(*operands)} -> {spaced(batch if call['reduction'] == NONE else [])}"
 
 
-def _over_batch(call: Call) -> tuple[dict[str, LocalFn], dict[str, tuple[Inside, ...]]]:
-    """Returns the replacements, and their collectives, for a split batch: a mean divides by the count of all ranks."""
+def _over_batch(call: Call) -> dict[str, LocalFn]:
+    """Returns the replacements for a split batch: a mean divides by the count of all ranks."""
     if call["reduction"] != MEAN:
-        return {}, {}
+        return {}
 
     def local(ctx: Local, *args: Argument, **kwargs: Argument) -> Traced:
         bound = call.bound(args, kwargs)
@@ -104,8 +101,7 @@ def _over_batch(call: Call) -> tuple[dict[str, LocalFn], dict[str, tuple[Inside,
         mean = aten.div.Tensor(total, ops.reduce.default(count, ctx.group))
         return aten.to.dtype(mean, call.results[0].dtype)
 
-    axes = _batch_axes(call)
-    return dict.fromkeys(axes, local), dict.fromkeys(axes, (Inside("reduce"),))
+    return dict.fromkeys(_batch_axes(call), local)
 
 
 def _summed(call: Call, bound: Mapping[str, Argument]) -> Traced:
@@ -127,12 +123,6 @@ def _with_probabilities(call: Call) -> Row:
     right = batch if call["reduction"] == NONE else []
     replacements = dict.fromkeys(batch, local) if call["reduction"] == MEAN else {}
     return call.row(f"{spaced(*operands)} -> {spaced(right)}", local=replacements)
-
-
-def _columns(call: Call) -> int:
-    """Returns how many numbers per row the replacement sums over the ranks."""
-    smoothing = bool(call["label_smoothing"])
-    return 2 + smoothing + (1 + smoothing if call["weight"] is not None else 0)
 
 
 def _split_cross_entropy(

@@ -12,7 +12,7 @@ from typing import Literal
 
 import torch
 
-from torchshard.core.notation import Inside, Local, LocalFn, Row
+from torchshard.core.notation import Local, LocalFn, Row
 from torchshard.custom_ops.fx_types import Argument, Target, Traced
 from torchshard.rules.empty import append_zeros, cut_to_empty
 from torchshard.rules.registry import Call, acc_dtype, cast, dims_of, letters, positive, rule, spaced, unsplittable
@@ -59,9 +59,7 @@ def softmax(call: Call) -> Row:
     if not ndim:
         return call.row(" -> ")
     axis = names[positive(call["dim"], ndim)]
-    rows = tuple(name for name in names if name != axis)
-    comm = {axis: (Inside("all_reduce_max", rows), Inside("all_reduce", rows))}
-    return call.row(f"{spaced(names)} -> {spaced(names)}", local={axis: _split_softmax(call, ndim)}, comm=comm)
+    return call.row(f"{spaced(names)} -> {spaced(names)}", local={axis: _split_softmax(call, ndim)})
 
 
 @rule(aten.logsumexp.default)
@@ -88,9 +86,7 @@ def logsumexp(call: Call) -> Row:
         result = cast(aten.add.Tensor(aten.log.default(total), largest), acc_dtype(dtype), dtype)
         return result if keep else aten.squeeze.dim(result, dim)
 
-    rows = tuple(name for name in names if name != axis)
-    comm = {axis: (Inside("all_reduce_max", rows), Inside("reduce", rows))}
-    return call.row(row, local={axis: local}, reduced={axis}, comm=comm)
+    return call.row(row, local={axis: local}, reduced={axis})
 
 
 @rule(aten.layer_norm.default, aten.rms_norm.default)
@@ -103,12 +99,7 @@ def layer_norm(call: Call) -> Row:
     unknown_eps = call["eps"] is None and call.results[0].dtype not in (torch.float32, torch.float64)
     normal = unsplittable(own, range(normed)) if unknown_eps else own
     operands = [[*rows, *normal], *([normal] * (len(call.tensors) - 1))]
-    sums = 1 if call.target is aten.rms_norm.default else 2
-    return call.row(
-        f"{spaced(*operands)} -> {spaced([*rows, *normal])}",
-        local=dict.fromkeys(own, _split_norm(call)),
-        comm=dict.fromkeys(own, (Inside("all_reduce", tuple(rows)),) * sums),
-    )
+    return call.row(f"{spaced(*operands)} -> {spaced([*rows, *normal])}", local=dict.fromkeys(own, _split_norm(call)))
 
 
 def _split_norm(call: Call) -> LocalFn:

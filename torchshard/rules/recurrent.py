@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from typing import cast
 
-from torchshard.core.notation import Inside, Local, Row
+from torchshard.core.notation import Local, Row
 from torchshard.custom_ops.fx_types import Proxy, Traced
 from torchshard.custom_ops.recurrent import RECURRENCES, RecurrentCall, SplitRecurrent, uses_rng
 from torchshard.rules.registry import Call, rule, spaced
@@ -42,5 +42,4 @@ def recurrent(call: Call) -> Row | None:
         return x.tracer.create_proxy("call_function", split, tuple(args), {})
 
     operands = [[*sequence, "!i"], *([state] * recurrence.states), *weights]
-    comm = {"h": (Inside("all_gather", ("n", "h"), times=("t", "l")),)}
-    return call.row(f"{spaced(*operands)} -> {spaced(*results)}", sizes=sizes, local={"h": local}, comm=comm)
+    return call.row(f"{spaced(*operands)} -> {spaced(*results)}", sizes=sizes, local={"h": local})

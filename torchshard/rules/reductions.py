@@ -17,7 +17,7 @@ import torch
 
 from torchshard.core.conversions import step_args
 from torchshard.core.layouts import I, Shard
-from torchshard.core.notation import Inside, Local, LocalFn, Row, RowKeywords
+from torchshard.core.notation import Local, LocalFn, Row, RowKeywords
 from torchshard.custom_ops.fx_types import Argument, Target, Traced
 from torchshard.custom_ops.with_value import WITH_VALUE
 from torchshard.rules.empty import padded_if_empty
@@ -131,19 +131,11 @@ def _gathered(ctx: Local, own: Traced) -> Traced:
     return ops.gather.default(own, *step_args("gather", Shard(0), I, [ctx.world]), ctx.group)
 
 
-def _of_slices(call: Call, dims: Sequence[int], local: LocalFn, *others: str, numbers: int = 1) -> Row:
-    """Returns the row of a reduction whose replacement gathers the results of the slices.
-
-    Args:
-        others: the collectives of the replacement other than the gather.
-        numbers: how many numbers a slice contributes to each number of the result.
-    """
+def _of_slices(call: Call, dims: Sequence[int], local: LocalFn) -> Row:
+    """Returns the row of a reduction whose replacement gathers the results of the slices."""
     names = letters(len(call.tensors[0].shape))
     replacements = dict.fromkeys((names[d] for d in dims), local)
-    rows = tuple(name for name in names if name not in replacements)
-    comm = (Inside("gather", rows, numbers), *(Inside(name, rows) for name in others))
-    collectives = dict.fromkeys(replacements, comm)
-    return reduction_row(call, dims, splits=True, local=replacements, reduced=replacements, comm=collectives)
+    return reduction_row(call, dims, splits=True, local=replacements, reduced=replacements)
 
 
 _COMBINE: Mapping[Target, Callable[[Traced], Traced]] = {
@@ -208,7 +200,7 @@ def _extreme(call: Call, extreme_op: Target, prepare: Callable[[Traced], Traced]
         share = cast(aten.div.Tensor(equal, count), acc_dtype(dtype), dtype)
         return WITH_VALUE(aten.sum.dim_IntList(aten.mul.Tensor(x, share), dims, keep), result)
 
-    return _of_slices(call, dims, local, *(["reduce"] if dtype.is_floating_point else []))
+    return _of_slices(call, dims, local)
 
 
 def _of_nonempty(ctx: Local, axis: str, each: Traced) -> Traced:
@@ -246,7 +238,7 @@ def variance(call: Call) -> Row:
         results = [cast(r if keep else aten.squeeze.dims(r, dims), acc_dtype(result), result) for r in results]
         return results if len(results) > 1 else results[0]
 
-    return _of_slices(call, dims, local, numbers=2)
+    return _of_slices(call, dims, local)
 
 
 def _combined(ctx: Local, each: Traced, total: int) -> tuple[Traced, Traced]:

@@ -1,0 +1,100 @@
+"""Finds the collectives that an op runs inside its own computation once it is split, for the cost model to price.
+
+A rule says only what a rank then computes. Its replacement is recorded as `passes.localize` records it, and run on fake
+tensors of the first rank's sizes; the collectives in it are read off.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, fx, nn
+
+from torchshard.core.choices import local_replacement
+from torchshard.core.conversions import ConversionStep, source_and_target
+from torchshard.core.layouts import I, Layout, local_shape, whole_shape
+from torchshard.core.mesh import Coordinate
+from torchshard.core.notation import Choice, Local, Row
+from torchshard.custom_ops.fx_types import Argument
+from torchshard.custom_ops.stepwise import Stepwise
+from torchshard.distributed.ops import OPS, is_collective
+from torchshard.ir.graph import fake_mode, faking, hint, operands, record
+
+
+@dataclass(frozen=True)
+class InsideCall:
+    """A collective inside an op's local computation."""
+
+    step: ConversionStep
+    shape: tuple[int, ...]
+    """The global shape of what is converted."""
+    dtype: torch.dtype
+    times: int
+    """How often it is called."""
+
+    @property
+    def nbytes(self) -> int:
+        """The size of the whole value in bytes."""
+        return math.prod(self.shape) * self.dtype.itemsize
+
+
+def calls_inside(node: fx.Node, row: Row, choice: Choice, coordinate: Coordinate) -> list[InsideCall]:
+    """Returns the collectives that a rank runs inside an op under a choice, in the order of the calls."""
+    replacement = local_replacement(row, choice)
+    if replacement is None:
+        return []
+    graph = fx.Graph()
+    inputs = {operand: graph.placeholder(operand.name) for operand in node.all_input_nodes}
+    args, kwargs = fx.map_arg((node.args, dict(node.kwargs)), inputs.__getitem__)
+    record(graph, functools.partial(replacement, Local(row, choice, coordinate)), args, kwargs)
+    # most replacements only change sizes; to run those too would double the time of planning
+    if not any(is_collective(n.target) or isinstance(n.target, Stepwise) for n in graph.nodes):
+        return []
+    reader = _Reader(graph)
+    layouts = dict(zip(operands(node), choice.operands, strict=True))
+    with faking(fake_mode(node.graph)):
+        reader.run(*(_local(operand, layouts, coordinate) for operand in inputs))
+    return reader.found
+
+
+def _local(operand: fx.Node, layouts: Mapping[fx.Node, Layout], coordinate: Coordinate) -> Argument:
+    """Returns a rank's slice of an operand as a fake tensor; dynamic sizes are those of the example inputs."""
+    value = operand.meta["val"]
+    if not isinstance(value, Tensor):
+        return hint(value) if isinstance(value, torch.SymInt) else value
+    shape = local_shape(tuple(map(hint, value.shape)), layouts[operand], coordinate.rank, coordinate.axis.size)
+    return torch.empty(shape, dtype=value.dtype, device=value.device)
+
+
+class _Reader(fx.Interpreter):
+    """Runs a recorded replacement, and notes its collectives."""
+
+    def __init__(self, graph: fx.Graph) -> None:
+        super().__init__(nn.Module(), graph=graph)
+        self.found: list[InsideCall] = []
+
+    def run_node(self, n: fx.Node) -> Argument:
+        """Runs one node of the graph."""
+        self.found += [_described(*call) for call in _collectives(n.target, self.fetch_args_kwargs_from_env(n)[0])]
+        return super().run_node(n)
+
+
+def _collectives(target: object, args: tuple[Argument, ...]) -> Iterator[tuple[object, tuple[Argument, ...], int]]:
+    """Yields the collectives that a node calls, with their arguments, and how often it calls them."""
+    if is_collective(target):
+        yield target, args, 1
+    elif isinstance(target, Stepwise):
+        yield from target.collectives(*args)
+
+
+def _described(op: object, args: tuple[Argument, ...], times: int) -> InsideCall:
+    x, conversion = args[0], OPS.get(op)
+    if conversion is None:  # all_reduce_max, which converts no layout
+        return InsideCall(ConversionStep("all_reduce_max", I, I), tuple(x.shape), x.dtype, times)
+    source, target = source_and_target(conversion.name, args[1:])
+    shape = tuple(whole_shape(x.shape, source))
+    return InsideCall(ConversionStep(conversion.name, source, target), shape, x.dtype, times)
