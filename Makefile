@@ -38,6 +38,7 @@ quick: $(VENV)/.stamp-test
 
 lint: $(VENV)/.stamp-test
 	$(PY) -m ruff check
+	$(PY) -m ruff format --check torchshard tests benchmarks examples
 	$(PY) -m mypy
 
 demo: $(VENV)/.stamp-demo

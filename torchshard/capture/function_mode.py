@@ -1,10 +1,10 @@
 """The TorchFunctionMode in which a captured forward runs: it handles the calls on tensors that export would get wrong.
 
-    h.register_hook(f)          kept whole (see `whole_calls`)
-    nn.LSTM, nn.GRU, nn.RNN     kept whole, because export would unroll them
-    x.data                      detach() and copy_(), which a graph can hold
-    torch.utils.checkpoint      noted for a warning: the graph keeps the activations
-    another model's parameter   refused: as a constant of the graph it would lose its gradient
+h.register_hook(f)          kept whole (see `whole_calls`)
+nn.LSTM, nn.GRU, nn.RNN     kept whole, because export would unroll them
+x.data                      detach() and copy_(), which a graph can hold
+torch.utils.checkpoint      noted for a warning: the graph keeps the activations
+another model's parameter   refused: as a constant of the graph it would lose its gradient
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Names the nodes of a captured graph after the modules that called them.
 
-    before    linear_3, linear_4        after    blocks_0_attn_q, blocks_0_attn_k
+before    linear_3, linear_4        after    blocks_0_attn_q, blocks_0_attn_k
 """
 
 from __future__ import annotations

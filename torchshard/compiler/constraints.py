@@ -47,9 +47,7 @@ class Constraints:
         return parameter_layouts(facts, self.pins) if self.plan is None else dict(self.plan.parameters)
 
 
-def read_constraints(
-    facts: ModelFacts, plan: PlanLike, axis: MeshAxis, aim: Objective | None = None
-) -> Constraints:
+def read_constraints(facts: ModelFacts, plan: PlanLike, axis: MeshAxis, aim: Objective | None = None) -> Constraints:
     """A plan in any of its forms, checked against the model.
 
     Args:

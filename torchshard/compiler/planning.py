@@ -45,9 +45,7 @@ def plan_graph(module: fx.GraphModule, facts: ModelFacts, constraints: Constrain
     if given is not None and all(n.name in given.choices for n in module.graph.nodes if is_tensor_op(n)):
         result = _as_given(problem, given, constraints)
         conversions = given.conversions
-        problem = replace(
-            problem, constraints=replace(problem.constraints, options={}, parameters=constraints.layouts)
-        )
+        problem = replace(problem, constraints=replace(problem.constraints, options={}, parameters=constraints.layouts))
     else:
         result, conversions = search(module.graph, costs, problem.constraints, limit), {}
         idle = _idle_layouts(module.graph, facts, constraints)

@@ -238,9 +238,7 @@ def _layouts(
     return expressed if len(expressed) == len(layouts) else None
 
 
-def _is_legal(
-    row: Row, axes: AxisParts, operands: Sequence[Layout], results: Sequence[Layout], world: int
-) -> bool:
+def _is_legal(row: Row, axes: AxisParts, operands: Sequence[Layout], results: Sequence[Layout], world: int) -> bool:
     """Returns whether the op's options allow this split."""
     options = row.options
     several_starts = any(axis in options.local and len(parts) > 1 for axis, parts in axes.items())

@@ -227,5 +227,3 @@ def _ask_sizes(group: Group, name: str, x: Tensor, dim: int | None, to_dim: int 
 
 def _same(x: Tensor, async_op: bool) -> Tensor | Handle:
     return Handle(Pending(lambda: x)) if async_op else x
-
-

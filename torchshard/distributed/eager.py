@@ -193,5 +193,3 @@ def check_memory(name: str, x: Tensor) -> None:
 def _repeated(x: Tensor) -> list[int]:
     """The dims along which a tensor is expanded: all elements share memory."""
     return [dim for dim in range(x.ndim) if x.stride(dim) == 0 and x.shape[dim] > 1]
-
-

@@ -169,9 +169,7 @@ def _ranks(ranks: Iterable[int]) -> str:
     return f"rank{'s' if len(numbers) > 1 else ''} {', '.join(map(str, numbers))}"
 
 
-def _attempt(
-    missing: dict[int, str], rank: int, step: Callable[..., T], *args: object, **kwargs: object
-) -> T | None:
+def _attempt(missing: dict[int, str], rank: int, step: Callable[..., T], *args: object, **kwargs: object) -> T | None:
     """Runs a step of an exchange with a rank, unless an earlier one failed; a rank whose step fails is missing."""
     if rank in missing:
         return None

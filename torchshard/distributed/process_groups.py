@@ -152,9 +152,7 @@ def _make_groups(group_size: int, mesh: DeviceMesh | None, timeouts: Timeouts, o
     everyone = list(range(world))
     control = _new_group(everyone, timeouts.verify, owned, "gloo") if world > 1 else None
     starting = timeouts._replace(verify=timeouts.start)
-    all_ranks = Group(
-        dist.get_rank(), world, "world", control=control, timeouts=starting, handshake=_new_handshake()
-    )
+    all_ranks = Group(dist.get_rank(), world, "world", control=control, timeouts=starting, handshake=_new_handshake())
     request = f"init_process_group({'mesh=...' if mesh is not None else f'group_size={group_size}'})"
     verify_call(all_ranks, lambda: request)
     model = _model_ranks(world, group_size) if mesh is None else _mesh_ranks(world, group_size, mesh, control)
@@ -187,9 +185,7 @@ def _model_ranks(world: int, group_size: int) -> list[list[int]]:
     return [list(range(start, start + size)) for start in range(0, world, size)]
 
 
-def _mesh_ranks(
-    world: int, group_size: int, mesh: DeviceMesh, control: dist.ProcessGroup | None
-) -> list[list[int]]:
+def _mesh_ranks(world: int, group_size: int, mesh: DeviceMesh, control: dist.ProcessGroup | None) -> list[list[int]]:
     if mesh.ndim != 1 or group_size != -1:
         raise DistributedError(
             f"a mesh of {mesh.ndim} dimensions with group_size={group_size} can't be a model-parallel group",

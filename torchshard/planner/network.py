@@ -415,9 +415,7 @@ def _fills_ranks(op: Op, choice: Choice, ranks: int) -> bool:
     return all(s < ranks for s in sizes) or all(local_size(p, ranks - 1, ranks) > 0 for _, p in choice.axes)
 
 
-def _spread_out(
-    states: Sequence[Sequence[Any]], cost: Callable[[Any, Any], float]
-) -> Table:
+def _spread_out(states: Sequence[Sequence[Any]], cost: Callable[[Any, Any], float]) -> Table:
     """A table over two variables' states; equal states are priced once, for many are equal."""
     rows, columns = (list(dict.fromkeys(s)) for s in states)
     small = np.array([[cost(a, b) for b in columns] for a in rows], dtype=float).reshape(len(rows), len(columns))

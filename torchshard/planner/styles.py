@@ -36,6 +36,7 @@ class Style:
 
 _COLUMN, _ROW, _VOCAB, _REPLICATE = Style("column"), Style("row"), Style("vocab"), Style("replicate")
 
+
 class DTensorStyle(Protocol):
     """A style of `torch.distributed.tensor.parallel`: `ColwiseParallel()`, `RowwiseParallel()`."""
 
@@ -65,6 +66,7 @@ WORDS: dict[str | int | None, Style] = {
     # DTensor's classes, by name
     "ColwiseParallel": _COLUMN, "RowwiseParallel": _ROW,
 }  # fmt: skip
+
 
 class Split(NamedTuple):
     """What a style does to an op."""

@@ -232,9 +232,7 @@ def _class_for(source: type[nn.Module]) -> type[ShardedSubmodule]:
     if sharded is None:
         metaclass = _EqualToItsSource
         if type(source) is not type:  # the metaclass of a class must be a subclass of those of all its bases
-            metaclass = cast(
-                type[_EqualToItsSource], type("_EqualToItsSource", (_EqualToItsSource, type(source)), {})
-            )
+            metaclass = cast(type[_EqualToItsSource], type("_EqualToItsSource", (_EqualToItsSource, type(source)), {}))
         namespace = {"made_for": source, "__module__": __name__, **_hiding_methods(source)}
         created = metaclass(f"Sharded{source.__name__}", (ShardedSubmodule, source), namespace)
         sharded = _CLASSES[source] = cast(type[ShardedSubmodule], created)
