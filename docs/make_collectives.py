@@ -19,13 +19,14 @@ INTRODUCTION = """# The collectives, one by one
 
 Made from `examples/collectives.py` by `docs/make_collectives.py`; run the example to see the same numbers.
 
-Four ranks; each box is what one rank holds. On the left what it calls with, in the middle what it gets, on the right
-the gradient of its input where there is one: the backward begins with 1, 10, 100 and 1000 on ranks 0 to 3.
+Four ranks; each box is what one rank holds: on the left the argument of the call, in the middle its result, and on the
+right the gradient of the argument, if there is one. The backward starts from gradients of 1, 10, 100 and 1000 on ranks 0
+to 3.
 
-`I`, `R`, `S(0)` and `P` are layouts: whole on every rank, whole with partial gradients, split along dim 0, and an
-addend of a sum; [design.md](design.md) says what each means for the gradient. All calls work on the model-parallel
-group of `init_process_group(group_size)`, and `src` and `dst` are ranks within it. Alone, without any launcher, each
-call does what a group of one would.
+`I`, `R`, `S(0)` and `P` are layouts: whole on every rank, whole with partial gradients, split along dim 0, and a partial
+sum; [design.md](design.md) says what each means for the gradient. All calls use the model-parallel group of
+`init_process_group(group_size)`; `src` and `dst` are ranks within it. Without a launcher, each call behaves as in a group
+of one.
 
 ```python
 import torchshard.distributed as tsd
@@ -33,17 +34,17 @@ import torchshard.distributed as tsd
 tsd.init_process_group(group_size=4)    # under torchrun --nproc-per-node 4
 ```
 
-Slices may be uneven: seven elements over four ranks are 2, 2, 2 and 1, by `torch.chunk`'s rule. What begins from
-slices asks the ranks for their sizes, in a small message, where `size=` does not give the whole one. With
-`async_op=True` the conversions (`copy` to `all_to_all`) give a `Handle`, whose `wait()` gives the tensor. `reduce` sums
-in place where no gradient is asked, and so does what else `torch.distributed` fills: `all_reduce`, `broadcast`,
-`reduce_to` on `dst`, `recv`. `all_reduce` and `reduce_to` also take `PRODUCT`, `MIN`, `BAND`, `BOR` and `BXOR`;
-`send` and `recv` are `isend` and `irecv` waited for; `barrier()` waits for all ranks.
+Slices may be uneven: seven elements over four ranks are 2, 2, 2 and 1, as `torch.chunk` divides them. A collective that
+starts from slices first exchanges their sizes in a small message, unless `size=` states the global size. With
+`async_op=True` the conversions (`copy` to `all_to_all`) return a `Handle`, whose `wait()` returns the tensor. `reduce`
+sums in place if no gradient is needed, and so do the collectives that `torch.distributed` runs in place: `all_reduce`,
+`broadcast`, `reduce_to` on `dst`, `recv`. `all_reduce` and `reduce_to` also take `PRODUCT`, `MIN`, `BAND`, `BOR` and
+`BXOR`; `send` and `recv` are `isend` and `irecv` followed by a wait; `barrier()` waits for all ranks.
 
-A rank that calls with another shape, dtype, operation, order or number of calls, that is late, stopped or dead, is one
-`DistributedError` on every other rank, within `init_process_group(timeout_seconds=60)`. Over gloo, which aborts
-where sizes differ, each call is compared by default, over NCCL one whose like is new; `tsd.debug(True)` compares each,
-forward and backward, with the line that calls:
+If a rank calls with another shape, dtype, operation, order or number of calls, or is late, stopped or dead, every other
+rank raises a `DistributedError` within `init_process_group(timeout_seconds=60)`. Over gloo, which aborts if sizes differ,
+each call is verified by default; over NCCL, only calls whose signature is new. `tsd.debug(True)` verifies each call,
+forward and backward, and reports its line:
 
 ```
 DistributedError: the ranks are about to do different things
@@ -73,7 +74,7 @@ _RANK = re.compile(r"  rank \d+   (.*?) +-> (.*?)(?: +gradient (.*))?$")
 
 
 def sections(printed: str) -> list[Section]:
-    """The example's print, taken apart."""
+    """Parses what the example printed."""
     found = []
     for block in printed.strip().split("\n\n"):
         title, *lines = block.splitlines()
@@ -84,7 +85,7 @@ def sections(printed: str) -> list[Section]:
 
 
 def files(printed: str) -> dict[str, str]:
-    """File name within docs -> content."""
+    """Returns the content of each file, by its name within docs."""
     held = sections(printed)
     return {"collectives.md": _page(held)} | {f"figures/{section.figure}": _figure(section) for section in held}
 
