@@ -19,14 +19,14 @@ INTRODUCTION = """# The collectives, one by one
 
 Made from `examples/collectives.py` by `docs/make_collectives.py`; run the example to see the same numbers.
 
-Four ranks; each box is what one rank holds: on the left the argument of the call, in the middle its result, and on the
-right the gradient of the argument, if there is one. The backward starts from gradients of 1, 10, 100 and 1000 on ranks 0
-to 3.
+Four ranks; each box is what one rank holds: on the left the argument of the call, in the middle its result, and on
+the right the gradient of the argument, if there is one. The backward starts from gradients of 1, 10, 100 and 1000 on
+ranks 0 to 3.
 
-`I`, `R`, `S(0)` and `P` are layouts: whole on every rank, whole with partial gradients, split along dim 0, and a partial
-sum; [design.md](design.md) says what each means for the gradient. All calls use the model-parallel group of
-`init_process_group(group_size)`; `src` and `dst` are ranks within it. Without a launcher, each call behaves as in a group
-of one.
+`I`, `R`, `S(0)` and `P` are layouts: whole on every rank, whole with partial gradients, split along dim 0, and a
+partial sum; [design.md](design.md) says what each means for the gradient. All calls use the model-parallel group of
+`init_process_group(group_size)`; `src` and `dst` are ranks within it. Without a launcher, each call behaves as in a
+group of one.
 
 ```python
 import torchshard.distributed as tsd
@@ -34,17 +34,18 @@ import torchshard.distributed as tsd
 tsd.init_process_group(group_size=4)    # under torchrun --nproc-per-node 4
 ```
 
-Slices may be uneven: seven elements over four ranks are 2, 2, 2 and 1, as `torch.chunk` divides them. A collective that
-starts from slices first exchanges their sizes in a small message, unless `size=` states the global size. With
-`async_op=True` the conversions (`copy` to `all_to_all`) return a `Handle`, whose `wait()` returns the tensor. `reduce`
-sums in place if no gradient is needed, and so do the collectives that `torch.distributed` runs in place: `all_reduce`,
-`broadcast`, `reduce_to` on `dst`, `recv`. `all_reduce` and `reduce_to` also take `PRODUCT`, `MIN`, `BAND`, `BOR` and
-`BXOR`; `send` and `recv` are `isend` and `irecv` followed by a wait; `barrier()` waits for all ranks.
+Slices may be uneven: seven elements over four ranks are 2, 2, 2 and 1, as `torch.chunk` divides them. A collective
+that starts from slices first exchanges their sizes in a small message, unless `size=` states the global size. With
+`async_op=True` the conversions (`copy` to `all_to_all`) return a `Handle`, whose `wait()` returns the tensor.
+`reduce` sums in place if no gradient is needed, and so do the collectives that `torch.distributed` runs in place:
+`all_reduce`, `broadcast`, `reduce_to` on `dst`, `recv`. `all_reduce` and `reduce_to` also take `PRODUCT`, `MIN`,
+`BAND`, `BOR` and `BXOR`; `send` and `recv` are `isend` and `irecv` followed by a wait; `barrier()` waits for all
+ranks.
 
-If a rank calls with another shape, dtype, operation, order or number of calls, or is late, stopped or dead, every other
-rank raises a `DistributedError` within `init_process_group(timeout_seconds=60)`. Over gloo, which aborts if sizes differ,
-each call is verified by default; over NCCL, only calls whose signature is new. `tsd.debug(True)` verifies each call,
-forward and backward, and reports its line:
+If a rank calls with another shape, dtype, operation, order or number of calls, or is late, stopped or dead, every
+other rank raises a `DistributedError` within `init_process_group(timeout_seconds=60)`. Over gloo, which aborts if
+sizes differ, each call is verified by default; over NCCL, only calls whose signature is new. `tsd.debug(True)`
+verifies each call, forward and backward, and reports its line:
 
 ```
 DistributedError: the ranks are about to do different things

@@ -22,6 +22,7 @@ from torchshard.core.paths import star_last_number
 from torchshard.distributed.ops import is_collective
 from torchshard.ir.graph import hint, is_tensor, layout_of, nbytes, op_name, values
 from torchshard.ir.listing import value_text
+from torchshard.planner.inside import calls_inside
 from torchshard.plans.machine import size_text
 
 
@@ -158,7 +159,7 @@ def _looks(items: Sequence[Box | Row]) -> object:
 def _row(node: fx.Node, axis: MeshAxis) -> Row:
     shapes = _counted([value_text(v) for v in values(node) if isinstance(v, Tensor)])
     layouts = " ".join(dict.fromkeys(map(str, node.meta.get("layouts", ()))))
-    detail = _moved(node, axis) if is_collective(node.target) else ", ".join([*_parameters(node), *_inside(node)])
+    detail = _moved(node, axis) if is_collective(node.target) else ", ".join([*_parameters(node), *_inside(node, axis)])
     return Row(_label(node), detail, shapes, layouts, [node])
 
 
@@ -180,11 +181,14 @@ def _parameters(node: fx.Node) -> list[str]:
     return [f"{n.meta['path'].rpartition('.')[2]} {layout_of(n)}" for n in held]
 
 
-def _inside(node: fx.Node) -> list[str]:
+def _inside(node: fx.Node, axis: MeshAxis) -> list[str]:
     """The collectives of a split op's local computation, which `localize` brings into the graph."""
     row, choice = node.meta.get("row"), node.meta.get("choice")
-    split = row is not None and choice is not None and any(axis in row.options.comm for axis, _ in choice.axes)
-    return ["▼ all-reduce inside"] if split else []
+    if row is None or choice is None:
+        return []
+    calls = calls_inside(node, row, choice, axis.simulated()[0])
+    forward = [kernels(call.step.name, needs_grad=False)[0] for call in calls]
+    return [f"▼ {kernel.replace('_', '-')} inside" for kernel in dict.fromkeys(forward)]
 
 
 def _moved(node: fx.Node, axis: MeshAxis) -> str:
