@@ -76,7 +76,7 @@ def test_no_modules_import_each_other_in_a_circle() -> None:
 
 
 @pytest.mark.parametrize("module", MODULES)
-def test_what_a_room_may_not_import_of_torch(module: str) -> None:
+def test_rooms_import_no_forbidden_part_of_torch(module: str) -> None:
     forbidden = [] if module in EXEMPT else FORBIDDEN.get(_room(module), [])
     hits = [name for name in _imported(MODULES[module]) if any(f"{name}.".startswith(f"{f}.") for f in forbidden)]
     assert not hits

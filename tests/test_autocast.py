@@ -245,7 +245,7 @@ def test_training_in_autocast() -> None:
         assert max(differences) < 5e-2, differences
 
 
-def test_a_call_under_autocast_is_a_kind_of_its_own() -> None:
+def test_a_call_under_autocast_gets_its_own_graph() -> None:
     torch.manual_seed(0)
     case = CASES["gpt"]
     model, inputs = case.build().eval(), case.inputs()

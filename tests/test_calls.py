@@ -73,7 +73,7 @@ ARGUMENTS = [
 
 
 @pytest.mark.parametrize("arguments", ARGUMENTS, ids=lambda a: type(a[0]).__name__)
-def test_arguments_that_are_no_tensors_are_told_apart_by_value(pair: Any, arguments: list[Any]) -> None:
+def test_non_tensor_arguments_are_distinguished_by_value(pair: Any, arguments: list[Any]) -> None:
     model, sharded = pair
     for by in [*arguments, *arguments]:
         expected, got = model(X, by), sharded(X, by)
@@ -123,7 +123,7 @@ class _FlattensAndWrites(nn.Module):
         return h
 
 
-def test_inputs_that_lie_otherwise_in_memory_are_another_kind_of_call() -> None:
+def test_inputs_with_other_strides_get_their_own_graph() -> None:
     model = _FlattensAndWrites()
     sharded, x = ts.shard(model, {}), torch.randn(4, 6, 8)
     for value in (x, x.transpose(1, 2), x.permute(2, 0, 1), x[:, ::2], x[:, :1].expand(4, 6, 8), x[1:3, :, 2:5]):
@@ -147,7 +147,7 @@ class _Named(nn.Module):
         return (x @ self.w.t()) * w + self.mask.sum() * mask.sum()
 
 
-def test_an_argument_may_have_the_name_of_a_parameter() -> None:
+def test_an_argument_may_be_named_like_a_parameter() -> None:
     report = ts.check(_Named(), {}, world_size=2, example_inputs=(X, torch.randn(8), torch.randn(3)))
     assert report.ok, str(report)
 
@@ -160,7 +160,7 @@ def _shifted(module: nn.Module, args: Any, kwargs: Any) -> Any:
     return args, {**kwargs, "by": 3}
 
 
-def test_hooks_of_the_model_and_of_its_parts() -> None:
+def test_hooks_on_the_model_and_its_submodules() -> None:
     model = _Scaled().eval()
     model.register_forward_hook(_doubled)
     model.register_forward_pre_hook(_shifted, with_kwargs=True)
@@ -174,7 +174,7 @@ def test_hooks_of_the_model_and_of_its_parts() -> None:
 # --- the sharded model -----------------------------------------------------------------------------------------------
 
 
-def test_parts_count_as_their_class_and_follow_their_mode(pair: Any) -> None:
+def test_submodules_are_instances_of_their_class_and_follow_its_mode(pair: Any) -> None:
     model, sharded = pair
     sharded.train()
     for m in (*model.modules(), *sharded.modules()):
@@ -186,7 +186,7 @@ def test_parts_count_as_their_class_and_follow_their_mode(pair: Any) -> None:
     assert sharded.up.in_features == 6 and sharded.config == {"width": 8} and "Dropout(p=0.5" in repr(sharded)
 
 
-def test_parts_can_be_neither_called_nor_changed(pair: Any) -> None:
+def test_submodules_cannot_be_called_or_changed(pair: Any) -> None:
     _, sharded = pair
     with pytest.raises(ts.InputError, match="can't be called by itself"):
         sharded.up(X)
@@ -242,7 +242,7 @@ def test_parameters_and_buffers_may_be_replaced(pair: Any) -> None:
         sharded(X)
 
 
-def test_a_copy_is_a_model_of_its_own(pair: Any) -> None:
+def test_a_copy_is_independent_of_the_model(pair: Any) -> None:
     model, sharded = pair
     sharded(X)
     for made in (copy.deepcopy(sharded), torch.optim.swa_utils.AveragedModel(sharded).module):

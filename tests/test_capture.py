@@ -102,7 +102,7 @@ def test_no_gradient_flows_into_a_no_grad_block() -> None:
 
 
 @pytest.mark.parametrize("given", [lambda h: h, lambda h: h.to(h.dtype), lambda h: h.contiguous()])
-def test_what_a_no_grad_block_gives_as_it_came_keeps_its_gradient(given: Callable[[Tensor], Tensor]) -> None:
+def test_a_value_passed_through_a_no_grad_block_keeps_its_gradient(given: Callable[[Tensor], Tensor]) -> None:
     def body(m: _Up, x: Tensor) -> Tensor:
         h = m.up(x)
         with torch.no_grad():
@@ -131,7 +131,7 @@ def test_activation_checkpoints_are_flattened(reentrant: bool) -> None:
     _exact(_Up(body), X.clone().requires_grad_())
 
 
-def test_each_activation_checkpoint_is_told_once_though_the_model_is_exported_twice() -> None:
+def test_each_activation_checkpoint_gives_one_warning_although_the_model_is_exported_twice() -> None:
     def body(m: _Up, x: Tensor, y: Tensor) -> Tensor:
         return checkpoint(m.up, x, use_reentrant=False), y.view(y.shape[0], 2 * x.shape[1], -1)
 
@@ -218,7 +218,7 @@ def test_a_parameter_that_is_not_the_models_own_is_refused() -> None:
     assert "test_capture.py" in str(caught.value)
 
 
-def test_a_forward_of_the_instance_is_kept() -> None:
+def test_a_forward_set_on_the_instance_is_captured() -> None:
     model = nn.Linear(6, 8)
     model.forward = lambda x: F.linear(x, model.weight) * 2  # type: ignore[method-assign]
     before = model.forward
@@ -250,7 +250,7 @@ def _by_grad_mode(m: _Up, x: Tensor) -> Tensor:
     return h * torch.full((8,), 3.0, dtype=None).to(h.dtype) + torch.is_inference_mode_enabled()
 
 
-def test_the_grad_mode_of_a_call_is_that_of_its_graph() -> None:
+def test_each_grad_mode_gets_its_own_graph() -> None:
     torch.manual_seed(0)
     model = _Up(_by_grad_mode)
     sharded = ts.shard(model, {"up": "column"}, example_inputs=(X,))
@@ -261,7 +261,7 @@ def test_the_grad_mode_of_a_call_is_that_of_its_graph() -> None:
     ts.distributed.destroy_process_group()
 
 
-def test_the_default_dtype_of_a_call_is_that_of_its_graph() -> None:
+def test_each_default_dtype_gets_its_own_graph() -> None:
     model = _Up(lambda m, x: torch.zeros(3) + m.up(x).sum())
     sharded = ts.shard(model, {}, example_inputs=(X,))
     for dtype in (torch.float32, torch.float64, torch.float32):
@@ -301,7 +301,7 @@ def test_gradients_and_transforms_inside_the_model_are_refused(body: Callable[[_
         capture(_Up(body), (X,))
 
 
-def test_a_layer_of_pytorchs_that_reads_a_value_is_named() -> None:
+def test_a_pytorch_layer_that_reads_a_value_is_named() -> None:
     model = nn.Sequential(nn.Linear(6, 4), nn.BatchNorm1d(4, momentum=None))
     with pytest.raises(ts.CaptureError, match=r"(?s)batchnorm\.py:\d+ in forward.*momentum=None .*momentum=0\.1"):
         capture(model, (X,))
@@ -317,7 +317,7 @@ def test_shapes_that_depend_on_values() -> None:
     _exact(model, X, plan={"up": "row"})
 
 
-def test_sizes_are_fixed_where_the_model_holds_for_no_others() -> None:
+def test_sizes_are_static_if_the_model_is_valid_for_no_others() -> None:
     scales = {3: 2.0, 5: 4.0}
     model = _Up(lambda m, x: m.up(x) * scales[x.shape[0]])
     sharded = ts.shard(model, {"up": "column"})

@@ -70,7 +70,7 @@ def test_plan_prints_a_table_and_writes_files(llama: str, tmp_path: Path, capsys
     assert "why: each rank" in capsys.readouterr().out
 
 
-def test_show_of_a_model_at_both_levels(capsys: pytest.CaptureFixture[str]) -> None:
+def test_show_a_model_at_both_levels(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["show", "tests.test_cli:factory", "--ranks", "3"]) == 0
     assert "next best:" in capsys.readouterr().out
     assert main(["show", "tests.test_cli:factory", "--level", "node"]) == 0
@@ -179,7 +179,7 @@ def test_a_configuration_that_is_no_models(tmp_path: Path, capsys: pytest.Captur
         assert text in capsys.readouterr().err
 
 
-def test_a_plan_file_is_shown_as_it_is(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_plan_file_is_shown_unchanged(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     main(["plan", "tests.test_cli:factory", "--json", str(tmp_path / "plan.txt")])
     assert main(["show", str(tmp_path / "plan.txt")]) == 0
     assert main(["show", str(tmp_path / "plan.txt"), "--ranks", "3", "--memory", "1GiB"]) == 3
@@ -192,7 +192,7 @@ def test_a_configuration_of_any_name_is_shown(tmp_path: Path, capsys: pytest.Cap
     assert capsys.readouterr().out.startswith("plan for 2 ranks")
 
 
-def test_what_is_no_error_of_ours_is_told_in_short_too(
+def test_other_libraries_errors_are_shown_in_short_too(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr("torchshard.cli.main._planned", lambda given: 1 / 0)

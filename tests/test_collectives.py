@@ -305,7 +305,7 @@ def _fails(rank: int) -> int:
     return rank
 
 
-def test_a_failing_rank_is_told_with_its_traceback() -> None:
+def test_a_failing_rank_is_reported_with_its_traceback() -> None:
     with pytest.raises(RuntimeError, match=r"rank 1:\n[\s\S]*ValueError: a rank of two"):
         run_ranks(_fails, 2)
 
@@ -325,7 +325,7 @@ def test_without_a_group_everything_is_its_input() -> None:
         _ops.copy(x, "model")
 
 
-def test_alone_is_a_group_of_one(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_single_process_is_a_group_of_one(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("RANK", raising=False)
     for _ in range(2):
         tsd.init_process_group()

@@ -34,14 +34,14 @@ KINDS = {type(I): I, type(R): R, type(P): P, Shard: S(0)}
 
 
 @pytest.mark.parametrize("row", TABLE.values(), ids=TABLE)
-def test_the_backward_is_the_conversion_of_the_duals(row) -> None:
+def test_the_backward_runs_the_dual_conversions(row) -> None:
     back = TABLE[row.dual]
     assert back.source is type(dual(KINDS[row.target]))
     assert back.target is type(dual(KINDS[row.source]))
     assert TABLE[back.dual] is row
 
 
-def test_the_table_is_that_of_the_design() -> None:
+def test_the_table_equals_the_one_in_the_design() -> None:
     letters = {type(I): "I", type(R): "R", type(P): "P", Shard: "S"}
     shown = {
         name: f"{letters[r.source]} -> {letters[r.target]} {r.kernel} / {TABLE[r.dual].kernel}"
@@ -96,7 +96,7 @@ def test_every_pair_of_layouts_is_listed() -> None:
     assert {(a, b) for a in layouts for b in layouts if a != b} | {(A, B)} == {*ROUTES, (P, R)}
 
 
-def test_a_sum_wanted_as_r_alone_is_one_all_reduce() -> None:
+def test_a_partial_sum_required_only_as_r_takes_one_all_reduce() -> None:
     assert plan_conversion(P, R) == _chain(P, ("all_reduce", R))
     assert plan_conversion(P, R, needs_grad=False) == _chain(P, ("reduce", I))
 
@@ -130,7 +130,7 @@ def _ways(have: set[Layout], allowed: set[Layout], wanted: set[Layout]) -> Itera
 
 @pytest.mark.parametrize("source", LAYOUTS, ids=str)
 @pytest.mark.parametrize("size", [1, 2])
-def test_links_are_the_cheapest_of_all_ways(source: Layout, size: int) -> None:
+def test_planned_conversions_send_the_fewest_bytes(source: Layout, size: int) -> None:
     """By enumeration; I and R may lie on the way. Of R wanted as it is and as I there is none, by no way."""
     for wanted in map(set, itertools.combinations([x for x in LAYOUTS if x != source], size)):
         costs = [_rounds(way, True) for way in _ways({source}, wanted | {I, R}, wanted)]
@@ -150,7 +150,7 @@ VALUES = [Value(shape, torch.float32, 4 * math.prod(shape), True) for shape in (
 @pytest.mark.parametrize("source", LAYOUTS, ids=str)
 @pytest.mark.parametrize("machine", MACHINES, ids=lambda machine: machine.name)
 @pytest.mark.parametrize("value", VALUES, ids=lambda value: str(value.shape))
-def test_on_a_machine_links_are_the_fastest_of_all_ways(source: Layout, machine: Machine, value: Value) -> None:
+def test_planned_conversions_are_the_fastest_on_a_machine(source: Layout, machine: Machine, value: Value) -> None:
     costs = CostModel(machine, MeshAxis(4))
 
     def seconds(way: Iterable[ConversionStep]) -> float:
@@ -172,11 +172,11 @@ def test_what_is_fastest_depends_on_the_machine() -> None:
 
 
 @pytest.mark.parametrize("layout", [I, R, P, A, S(2, ((7, 8),))], ids=str)
-def test_no_conversion_to_what_is_there(layout: Layout) -> None:
+def test_no_conversion_to_a_layout_that_is_available(layout: Layout) -> None:
     assert plan_conversion(layout, layout) == ()
 
 
-def test_other_parts_of_the_same_dim_go_through_the_whole() -> None:
+def test_other_parts_of_the_same_dim_are_gathered_first() -> None:
     fused = S(0, ((3, 1), (5, 1)))
     assert plan_conversion(A, fused) == _chain(A, ("gather", I), ("scatter", fused))
 
@@ -225,7 +225,7 @@ def test_slices_that_differ_are_sent_padded_to_the_largest() -> None:
 
 
 @pytest.mark.parametrize("name", TABLE)
-def test_a_collective_runs_its_kernel_and_on_the_way_back_that_of_its_dual(name: str) -> None:
+def test_a_collective_runs_its_kernel_and_in_backward_that_of_its_dual(name: str) -> None:
     assert kernels(name, needs_grad=True) == (TABLE[name].kernel, TABLE[TABLE[name].dual].kernel)
     assert kernels(name, needs_grad=False) == (TABLE[name].kernel, "none")
     assert kernels("all_reduce_max", needs_grad=True) == ("all_reduce", "none")

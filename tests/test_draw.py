@@ -64,7 +64,7 @@ def test_it_is_the_same_at_each_run(tmp_path: Path) -> None:
     assert (tmp_path / "one.svg").read_bytes() == (tmp_path / "two.svg").read_bytes()
 
 
-def test_rows_say_shape_layout_and_what_travels(tmp_path: Path) -> None:
+def test_rows_show_shape_layout_and_bytes_sent(tmp_path: Path) -> None:
     root = _drawn("mlp", tmp_path)
     texts = {g.attrib["data-nodes"]: [t.text for t in g.findall(f"{SVG}text")] for g in root.findall(f"{SVG}g")}
     rows = [[t for t in row if t] for row in texts.values()]

@@ -47,7 +47,7 @@ def test_two_keys_that_disagree() -> None:
     assert _plan({"up": "column", "u*": 1})
 
 
-def test_one_parameter_asked_to_lie_in_two_ways() -> None:
+def test_one_parameter_with_two_layouts_is_refused() -> None:
     ids = torch.zeros(1, 4, dtype=torch.long)
     with pytest.raises(ts.PlanError, match="two ways") as caught:
         _plan({"tok": "column", "head": "column"}, GPT(), example_inputs=(ids,))
@@ -168,7 +168,7 @@ def _raises(fn: Callable[[], Any]) -> str:
     return _four_lines(caught.value)
 
 
-def test_asking_for_what_is_not_captured_yet() -> None:
+def test_access_before_the_first_capture() -> None:
     model = ts.shard(MLP(), {"up": "column"})
     assert "no graph is captured yet" in _raises(lambda: model.graph)
     model(X)
@@ -215,7 +215,7 @@ BAD: dict[str, Callable[[], Any]] = {
 
 @pytest.mark.parametrize("name", BAD)
 @pytest.mark.filterwarnings("ignore:.*torch.jit")
-def test_what_is_of_the_wrong_kind(name: str) -> None:
+def test_arguments_of_the_wrong_type(name: str) -> None:
     with pytest.raises(ts.ShardError) as caught:
         BAD[name]()
     _four_lines(caught.value)

@@ -89,7 +89,7 @@ def test_experts_across_ranks(world: int, experts: int) -> None:
     assert report.ok, str(report)
 
 
-def test_what_pytorch_counts_the_operations_of_has_a_price() -> None:
+def test_every_op_that_pytorch_counts_flops_of_has_a_price() -> None:
     packets = [packet for packet in flop_registry if hasattr(packet, "overloads")]
     ruled = {op for packet in packets for name in packet.overloads() if rule_of(op := getattr(packet, name))}
     assert aten.convolution.default in ruled and ruled <= PRODUCTS.keys()
@@ -104,7 +104,7 @@ def _flops(module: fx.GraphModule, op: Any, axis: str) -> tuple[float, float]:
     return costs.flops(costed, whole_choice(costed.node)), costs.flops(costed, split)
 
 
-def test_a_transposed_convolution_is_as_dear_as_pytorch_counts() -> None:
+def test_a_transposed_convolution_costs_what_pytorch_counts() -> None:
     model, x = nn.ConvTranspose2d(8, 6, 3, stride=2), torch.randn(2, 8, 5, 5)
     whole, part = _flops(prepared(model, (x,)).graph, aten.convolution.default, "o")
     with FlopCounterMode(display=False) as counter, torch.no_grad():

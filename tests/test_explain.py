@@ -42,19 +42,19 @@ def test_explain_is_the_table_and_each_collective_with_the_next_best() -> None:
     check_golden("mlp_explained.txt", re.sub(r"test_explain.py:\d+", "test_explain.py:N", told) + "\n")
 
 
-def test_every_collective_is_told_of_with_the_users_line() -> None:
+def test_every_collective_is_explained_with_the_users_line() -> None:
     heads = [line for line in ts.explain(_mlp()).splitlines() if "test_explain.py:" in line]
     assert [line.split()[0] for line in heads] == ["copy", "reduce"]
     assert all(f"{count} " in ts.explain(_mlp()) for count in ("why:", "costs:", "next best:"))
 
 
-def test_a_pin_that_makes_the_plan_dear_is_named() -> None:
+def test_a_pin_that_makes_the_plan_expensive_is_named() -> None:
     made = compiled(MLP(), {"down": "column"}, 2, (torch.randn(2, 8, 16),))
     assert "the plan's key 'down' makes a step slower; without it: -" in ts.explain(made)
     assert "makes a step slower" not in ts.explain(_mlp())
 
 
-def test_the_listing_and_what_has_none() -> None:
+def test_the_listing_and_models_without_one() -> None:
     made = _mlp()
     assert ts.explain(made, level="node") == ts.explain(made.plan, level="node") == listing(made.graph)
     loaded = ts.Plan.from_json(made.plan.to_json())
@@ -111,7 +111,7 @@ class Scanned(nn.Module):
         return self.o((q.cumsum(-1) @ k.transpose(-1, -2)).softmax(-1) @ v)
 
 
-def test_what_runs_whole_though_it_weighs_is_told_and_marked() -> None:
+def test_large_ops_that_run_whole_are_warned_of_and_marked() -> None:
     machine = ts.Machine("m", 40e9, 8e9, 0.8e9, 8e-5, 1.5e-4)
     with pytest.warns(UserWarning) as heard:
         plan = ts.plan(Scanned(), "auto", world_size=2, example_inputs=(torch.randn(4, 256, 64),), machine=machine)
@@ -136,7 +136,7 @@ class Projected(nn.Module):
         return self.head(self.lstm(x)[0])
 
 
-def test_weights_that_stay_whole_are_told_with_their_bytes_but_for_those_that_were_asked_for() -> None:
+def test_unrequested_whole_weights_are_reported_with_their_bytes() -> None:
     example = (torch.randn(2, 5, 64),)
     with pytest.warns(
         UserWarning, match=r"torch.lstm \(node lstm.*whole on every rank with 104.0 KiB.*: no sharding rule"

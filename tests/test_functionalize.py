@@ -199,7 +199,7 @@ class _RunningMean(nn.Module):
         return self.down(y)
 
 
-def test_a_split_buffer_is_written_where_it_lies() -> None:
+def test_a_split_buffer_is_updated_in_place() -> None:
     plan = {"up": "column", "down": "row"}
     made = ts.plan(_RunningMean(), plan, world_size=2, example_inputs=(torch.randn(3, 6),))
     assert made.parameters["run"] == ts.S(0)

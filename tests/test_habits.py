@@ -464,7 +464,7 @@ def _equals(rank: int, name: str) -> float:
 
 
 @pytest.mark.parametrize("name", EQUAL)
-def test_habits_give_what_they_give_with_the_unsharded_model(name: str) -> None:
+def test_habits_have_the_results_of_the_unsharded_model(name: str) -> None:
     assert max(run_ranks(_equals, 2, name)) < TOLERANCE
 
 
@@ -488,7 +488,7 @@ def _warns(rank: int, text: str) -> bool:
 
 
 @pytest.mark.parametrize("text", WARNED)
-def test_results_of_slices_are_told_where_they_pass_for_the_whole(text: str) -> None:
+def test_results_of_slices_used_as_the_whole_give_a_warning(text: str) -> None:
     assert all(run_ranks(_warns, 2, text))
 
 
@@ -500,7 +500,7 @@ def _is_quiet(rank: int, text: str) -> bool:
 
 
 @pytest.mark.parametrize("text", QUIET)
-def test_what_is_right_with_slices_warns_of_nothing(text: str) -> None:
+def test_correct_uses_of_slices_give_no_warning(text: str) -> None:
     assert all(run_ranks(_is_quiet, 2, text))
 
 

@@ -181,7 +181,7 @@ def _text(fn: Callable[[], Any]) -> str:
     return "silent"
 
 
-def test_what_is_on_a_device_is_told_a_call_later() -> None:
+def test_differences_on_a_device_are_reported_one_call_later() -> None:
     first, second = run_ranks(_on_another_device, 2)
     assert first == second
     assert all("different values" in text for text in first[:2]) and "drifted apart" in first[2], first
@@ -231,5 +231,5 @@ class _Messages:
         dist.all_reduce = self._original
 
 
-def test_what_is_alike_passes_at_one_message_a_call() -> None:
+def test_equal_calls_pass_with_one_message_each() -> None:
     assert run_ranks(_fine, 2) == [[True, True]] * 2

@@ -393,7 +393,7 @@ def test_waits_are_finite_numbers_of_seconds(wait: dict[str, Any]) -> None:
     tsd.init_process_group(timeout_seconds=1, start_seconds=2, collective_seconds=3.5)
 
 
-def test_a_number_of_ranks_is_no_text() -> None:
+def test_a_number_of_ranks_given_as_text_is_refused() -> None:
     assert refused(lambda: tsd.launch(print, "2"), "'2' ranks can't be started", ts.DistributedError)  # type: ignore
 
 
@@ -429,7 +429,7 @@ def test_graphs_that_are_called_no_more_are_forgotten(monkeypatch: pytest.Monkey
     assert [graph() is None for graph in kept] == [True, True, False, False, False]
 
 
-def test_threads_may_capture_models_of_their_own() -> None:
+def test_threads_may_capture_different_models() -> None:
     found: list[bool] = []
 
     def train() -> None:

@@ -70,7 +70,7 @@ def test_every_element_is_on_one_rank(made: tuple[Tensor, Shard], world: int) ->
 
 
 @given(sharded(), worlds)
-def test_local_shape_is_the_shape_of_a_piece(made: tuple[Tensor, Shard], world: int) -> None:
+def test_local_shape_is_the_shape_of_a_split_tensor(made: tuple[Tensor, Shard], world: int) -> None:
     tensor, shard = made
     for layout in (I, R, P, shard):
         for rank, piece in enumerate(pieces(tensor, layout, world)):
@@ -108,7 +108,7 @@ def test_canonical_is_idempotent(segments: tuple[Part, ...], world: int) -> None
 
 
 @given(parts, parts, worlds)
-def test_two_spellings_of_one_plain_split_are_one(a: tuple[Part, ...], b: tuple[Part, ...], world: int) -> None:
+def test_two_spellings_of_one_split_are_equal(a: tuple[Part, ...], b: tuple[Part, ...], world: int) -> None:
     """Of one segment each: the same elements on the same ranks have one canonical spelling."""
     (count, unit), (other, size) = a[0], b[0]
     left, right = Shard(0, ((count, unit),)), Shard(0, ((other, size),))

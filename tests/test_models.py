@@ -66,7 +66,7 @@ class _Auxiliary(nn.Module):
 
 
 @pytest.mark.parametrize("first", [True, False])
-def test_a_plan_may_name_what_a_call_does_not_use(first: bool) -> None:
+def test_a_plan_may_name_modules_that_a_call_does_not_use(first: bool) -> None:
     torch.manual_seed(0)
     model, x = _Auxiliary(), torch.randn(3, 6)
     sharded = ts.shard(model, {"up": "column", "aux": "column", "unused": "row", "down": "row"})

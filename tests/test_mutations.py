@@ -139,7 +139,7 @@ class _Chooses(nn.Module):
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_rounding_noise_is_that_of_each_tensor(dtype: torch.dtype) -> None:
+def test_rounding_noise_is_measured_per_tensor(dtype: torch.dtype) -> None:
     """The gradient of a key bias is noise alone, that of a value bias is not; a choice stays a choice."""
     model, made, inputs = _made("attention", dtype=dtype)
     trial = Trial(model, made.captured, flatten_call(model, inputs, {}), torch.get_rng_state())
@@ -207,7 +207,7 @@ def _on_the_edge(x: Tensor) -> _OnTheEdge:
 
 
 @pytest.mark.parametrize("dtype", DTYPES[1:], ids=str)
-def test_gates_that_rounding_flips_are_no_fault_where_wider_dtypes_are_exact(dtype: torch.dtype) -> None:
+def test_gates_flipped_by_rounding_are_no_fault_if_wider_dtypes_are_exact(dtype: torch.dtype) -> None:
     x = torch.rand(3, 6).to(dtype)
     model, plan = _on_the_edge(x), {"up": "column", "down": "row"}
     report = ts.check(model, plan, world_size=4, example_inputs=(x,), dtype=None)
@@ -223,7 +223,7 @@ def test_gates_that_rounding_flips_are_no_fault_where_wider_dtypes_are_exact(dty
 
 
 @pytest.mark.parametrize("dtype", DTYPES[1:], ids=str)
-def test_a_fault_of_the_capture_is_no_flip(dtype: torch.dtype) -> None:
+def test_a_capture_fault_is_not_taken_for_a_flip(dtype: torch.dtype) -> None:
     """It is in the ranks' graphs and in the one that they are compared with in wider dtypes alike."""
     x = torch.rand(3, 6).to(dtype).requires_grad_()
     model = _on_the_edge(x)
@@ -253,9 +253,7 @@ class _Scaled(nn.Module):
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_a_fault_of_the_capture_that_rounding_hides_is_seen(
-    dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_capture_fault_hidden_by_rounding_is_found(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
     torch.manual_seed(0)
     model, x = _Scaled().to(dtype), torch.randn(4096, 12).to(dtype).requires_grad_()
     assert ts.check(model, {"up": "column"}, world_size=2, example_inputs=(x,), dtype=None).ok
@@ -285,7 +283,7 @@ def test_a_frozen_parameter_that_ranks_train_is_seen(monkeypatch: pytest.MonkeyP
     assert {c.name for c in report.comparisons if c.error > 0.1} == {"1.weight", "1.bias"}
 
 
-def test_a_fault_of_a_narrow_dtype_alone_is_no_flip() -> None:
+def test_a_fault_only_in_a_narrow_dtype_is_not_taken_for_a_flip() -> None:
     torch.manual_seed(0)
     model, x = nn.Sequential(nn.Linear(6, 8), nn.Linear(8, 6)), torch.randn(3, 6)
     made = compiled(model, {"0": "column", "1": "row"}, 2, (x,))
@@ -329,7 +327,7 @@ def test_a_backward_that_a_rank_does_not_come_to_is_no_answer() -> None:
         trial.sharded(graphs, made.plan)
 
 
-def test_a_reduce_in_place_of_a_copy_and_the_other_way_round() -> None:
+def test_copy_and_reduce_swapped() -> None:
     model, made, inputs = _made("gpt")
     for node in _collectives(made.graph):
         kind = OPS[node.target].name

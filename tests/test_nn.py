@@ -219,7 +219,7 @@ def _trained(rank: int) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("world", [2, 3, 4])
-def test_a_model_trains_as_the_unsharded_one(world: int) -> None:
+def test_a_model_trains_like_the_unsharded_one(world: int) -> None:
     ranks = run_ranks(_trained, world)
     for found in ranks:
         assert found["parameters"] == []

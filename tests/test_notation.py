@@ -67,7 +67,7 @@ def test_view_splits_a_merged_dim_in_units_of_its_minor_axes() -> None:
     ]
 
 
-def test_seven_heads_are_plain_where_they_divide() -> None:
+def test_seven_heads_have_a_plain_layout_if_the_ranks_divide_them() -> None:
     assert "split c: S(2) -> S(2)" in listed(VIEW, world=7)
 
 
@@ -192,7 +192,7 @@ def test_a_rank_writes_its_part_of_a_dynamic_size() -> None:
     assert Local(row, heads, MeshAxis(2).coordinate(0)).resize([-1, 7]) == [-1, 7]
 
 
-def test_what_has_no_whole_size_needs_some_on_every_rank() -> None:
+def test_a_split_of_unknown_size_must_leave_no_rank_empty() -> None:
     n = sympy.Symbol("s0", integer=True, positive=True)
     rows = [bind("a b -> a b", [(6 * n, 5)], [(6 * n, 5)], fills_ranks=fills) for fills in (False, True)]
     assert [["split a*" in {c.name for c in choices(row, world)} for row in rows] for world in (2, 4)] == [
@@ -259,7 +259,7 @@ def test_an_empty_side_is_a_scalar_or_nothing() -> None:
 ACCEPTED = bind("a b -> a", [(5, 4)], [(5,)])
 
 
-def test_a_size_of_an_axis_that_no_tensor_has() -> None:
+def test_a_size_for_an_axis_in_no_tensor_is_refused() -> None:
     """To split it would give each rank the whole, as an addend."""
     assert bind("(a b) -> a b", [(6,)], [(3, 2)], {"a": 3, "b": 2})
     with pytest.raises(RuleError, match="axis c is in no tensor"):

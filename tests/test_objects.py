@@ -36,7 +36,7 @@ def _spelt(data: Any) -> Any:
 
 @given(_any)
 @settings(max_examples=300, deadline=None)
-def test_plain_data_comes_out_as_it_went_in(data: Any) -> None:
+def test_objects_arrive_as_they_were_sent(data: Any) -> None:
     assert _spelt(decode(encode(data, allow_pickle=False), allow_pickle=False)) == _spelt(data)
 
 

@@ -89,7 +89,7 @@ def test_it_needs_nothing_from_elsewhere(tmp_path: Path) -> None:
     assert "prefers-color-scheme: dark" in text and text.count("<script") == 2
 
 
-def test_every_collective_is_there_with_a_sign_of_its_own_and_in_the_badges(tmp_path: Path) -> None:
+def test_every_collective_is_drawn_with_its_own_symbol_and_in_the_badges(tmp_path: Path) -> None:
     made = _program()
     text = _page(tmp_path, made)
     rows = re.findall(r'<div class="row collective[ a-z]*" id="[^"]+"><span class="label">⬡ (\w+)', text)

@@ -174,7 +174,7 @@ class _Masked(nn.Module):
 
 
 @pytest.mark.parametrize("world_size", [2, 3])
-def test_a_view_takes_what_a_collective_leaves_in_another_order(world_size: int) -> None:
+def test_a_view_accepts_the_memory_order_that_a_collective_leaves(world_size: int) -> None:
     example = (torch.randn(2, 4, 8, 8),)
     ts.check(_ChannelsLast(), {"conv": "column"}, world_size=world_size, example_inputs=example).raise_on_error()
 

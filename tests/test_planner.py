@@ -245,7 +245,7 @@ def test_the_plan_is_the_best_of_all(start: int) -> None:
             assert allowed <= cost * (1 + 1e-9) and cost - gap <= allowed * (1 + 1e-9)
 
 
-def test_where_tables_are_too_large_a_possible_plan_is_found_and_bounded() -> None:
+def test_if_tables_are_too_large_a_valid_plan_is_found_and_bounded() -> None:
     """With tables of 12 entries at most: states that are allowed, a gap never below the true one, mostly the best."""
     found, inexact = 0, 0
     for seed in range(60):
@@ -263,7 +263,7 @@ def test_where_tables_are_too_large_a_possible_plan_is_found_and_bounded() -> No
     assert inexact >= 20 and found >= 110
 
 
-def test_what_the_network_costs_is_what_is_predicted() -> None:
+def test_the_costs_of_the_network_equal_the_prediction() -> None:
     """Of the plan found: the collectives one by one, with the computation, sum up to what the tables say."""
     for seed in range(60):
         drawn = _Drawn(seed)

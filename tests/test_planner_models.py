@@ -154,7 +154,7 @@ def _integer_program(network: Network, price: float) -> float:
 
 
 @pytest.mark.parametrize("name", _MODELS)
-def test_a_block_is_planned_as_an_integer_program_plans_it(name: str) -> None:
+def test_a_block_is_planned_as_well_as_by_an_integer_program(name: str) -> None:
     network = build(graph_of(name, 1), MODEL, GraphConstraints(), fold=False)
     prices = (0.0, 1e-8)
     expected = [_integer_program(network, price) for price in prices]

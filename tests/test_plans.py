@@ -157,14 +157,14 @@ def test_a_plan_file_that_was_tampered_with_is_refused_or_exact(field: str) -> N
     assert outcomes.count("refused") >= 0.8 * len(outcomes) > 0
 
 
-def test_a_plan_of_another_model_is_named_by_what_differs(tmp_path: Path) -> None:
+def test_a_plan_of_another_model_is_refused_with_the_differences(tmp_path: Path) -> None:
     made = _gpt()
     with pytest.raises(ts.PlanError, match="made for another model") as caught:
         ts.plan(GPT(vocab=98, p=0.0), made, world_size=2, example_inputs=(IDS, IDS))
     assert "(98, 24) here, and (97, 24) in the plan's model" in str(caught.value)
 
 
-def test_nothing_is_left_where_a_file_cant_be_written(tmp_path: Path) -> None:
+def test_a_failed_write_leaves_no_file(tmp_path: Path) -> None:
     with pytest.raises(ts.InputError, match="can't be written"):
         _gpt().save(tmp_path / "no" / "plan.json")
     (tmp_path / "plan.json").mkdir()
@@ -197,7 +197,7 @@ def test_files_that_are_no_plain_files(tmp_path: Path) -> None:
     assert sorted(p.name for p in tmp_path.iterdir()) == ["link.json", "pipe", "plan.json"]
 
 
-def test_diff_says_what_changed_and_what_it_costs() -> None:
+def test_diff_shows_the_changes_and_their_costs() -> None:
     case = CASES["gpt"]
     model = case.build()
     a = ts.plan(model, case.plan, world_size=2, example_inputs=case.inputs())
@@ -211,7 +211,7 @@ def test_diff_says_what_changed_and_what_it_costs() -> None:
     assert ts.diff(a, a) == "parameters are alike"
 
 
-def test_a_weight_that_is_pinned_whole_does_not_let_others_stay_whole() -> None:
+def test_a_weight_pinned_whole_does_not_allow_others_to_stay_whole() -> None:
     case = CASES["gpt"]
     pinned = {"head": "replicate", "tok": "replicate"}
     plans = [ts.plan(case.build(), p, world_size=2, example_inputs=case.inputs()) for p in ("auto", pinned)]
@@ -234,7 +234,7 @@ class _Linears(nn.Module):
         return self.head(x)
 
 
-def test_the_words_of_hugging_face_and_dtensor() -> None:
+def test_styles_of_hugging_face_and_dtensor_are_accepted() -> None:
     plan = {"tok": "vocab", "blocks.*.up": "column", "blocks.*.down": "row", "head": "column"}
     made = ts.plan(_Linears(), plan, world_size=2, example_inputs=(torch.zeros(2, 7, dtype=torch.long),))
     assert made.to_hf() == {
@@ -351,7 +351,7 @@ def test_knobs_that_are_none(options: dict[str, Any], text: str) -> None:
     assert str(caught.value).count("\n") == 3
 
 
-def test_a_machine_of_nonsense() -> None:
+def test_invalid_machines_are_refused() -> None:
     for field, value in (("flops", 0), ("latency", -1), ("flops", float("nan")), ("link_bandwidth", "fast")):
         with pytest.raises(ts.InputError, match=f"is no {field.replace('_', ' ')}"):
             ts.Machine("mine", **{field: value})
@@ -386,7 +386,7 @@ def test_each_op_costs_its_overhead_and_elementwise_ones_their_bytes() -> None:
     assert read - base == pytest.approx(moved / 1e9, rel=1e-2)
 
 
-def test_fewer_ranks_are_named_where_they_are_faster() -> None:
+def test_fewer_ranks_are_suggested_if_they_are_faster() -> None:
     idle = ts.Machine("m", 1e15, 1e13, launch=1e-2)
     busy = ts.Machine("m", 1e7, 1e7, 1e13, 0.0, 0.0)
     many, few = (_gpt(world_size=4, machine=machine) for machine in (idle, busy))
@@ -583,7 +583,7 @@ def _peaks_by_whole_layers() -> list[float]:
 
 
 @pytest.mark.parametrize("share", [0.2, 0.5, 0.65, 0.75, 0.95])
-def test_of_layers_that_are_alike_as_many_stay_whole_as_fit(share: float) -> None:
+def test_of_equal_layers_as_many_stay_whole_as_fit(share: float) -> None:
     peaks = _peaks_by_whole_layers()
     limit = peaks[0] + share * (peaks[-1] - peaks[0])
     made = _alike(memory=limit)
@@ -604,7 +604,7 @@ def test_a_plan_that_is_given_must_fit_too() -> None:
         _alike(plan=made, memory="1KiB")
 
 
-def test_the_next_best_is_told_within_the_limit() -> None:
+def test_the_next_best_plan_is_reported_within_the_time_limit() -> None:
     """What else there is under the same limit is no faster; a pin that is dear under a limit is named."""
     fast, small = _alike(memory="1GiB"), _alike()
     made = _alike(memory=(_peak(fast) + _peak(small)) / 2)
@@ -614,7 +614,7 @@ def test_the_next_best_is_told_within_the_limit() -> None:
     assert "makes a step slower" in ts.explain(pinned)
 
 
-def test_a_loaded_plan_is_explained_with_what_else_there_is() -> None:
+def test_a_loaded_plan_is_explained_with_its_alternatives() -> None:
     made = _gpt()
     again = _gpt(plan=ts.Plan.from_json(made.to_json()))
     assert ts.explain(again) == ts.explain(made)

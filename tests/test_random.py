@@ -126,7 +126,7 @@ def test_dropout_behind_a_change_of_memory_format(plan: dict[str, str]) -> None:
     assert report.ok, str(report)
 
 
-def test_dropout_of_what_lies_channels_last() -> None:
+def test_dropout_of_channels_last_tensors() -> None:
     torch.manual_seed(0)
     model = _Image().to(memory_format=torch.channels_last)
     x = torch.randn(2, 3, 5, 5).to(memory_format=torch.channels_last)

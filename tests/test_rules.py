@@ -356,7 +356,7 @@ def test_an_op_without_a_rule_is_right_and_warns_once(world: int) -> None:
 
 
 @pytest.mark.parametrize("world", [2, 3])
-def test_a_rule_of_a_user_keeps_the_op_split(world: int) -> None:
+def test_a_user_rule_keeps_the_op_split(world: int) -> None:
     target = torch.ops.torchshard_tests.weigh.default
     ts.rule(target, row="... c, c -> ... c", linear=[{0}])
     try:
@@ -469,7 +469,7 @@ def test_means_of_halves_over_a_split_dim_do_not_overflow(dtype: torch.dtype, bo
     assert report.ok, str(report)
 
 
-def test_a_rule_that_fails_is_told_with_the_op_and_its_shapes(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_failing_rule_is_reported_with_the_op_and_its_shapes(monkeypatch: pytest.MonkeyPatch) -> None:
     def broken(call: Call) -> Row:
         raise KeyError("nothing of that name")
 

@@ -104,7 +104,7 @@ class _Loss(nn.Module):
 
 
 @pytest.mark.parametrize("loss", [F.mse_loss, F.binary_cross_entropy_with_logits, lambda h, y: (h - y).square().mean()])
-def test_a_mean_over_a_batch_of_any_size_is_taken_where_the_values_lie(loss: Callable[..., Tensor]) -> None:
+def test_a_mean_over_a_dynamic_batch_is_computed_on_the_slices(loss: Callable[..., Tensor]) -> None:
     example = (torch.randn(256, 8), torch.rand(256, 512))
     made = ts.plan(_Loss(loss), {"up": "column"}, world_size=2, example_inputs=example)
     assert {c.name for c in made.costs.collectives} == {"reduce", "scatter"}
@@ -160,7 +160,7 @@ def test_one_graph_of_a_recurrent_layer_for_all_lengths() -> None:
         assert report.ok, str(report)
 
 
-def test_projections_are_whole_and_exact() -> None:
+def test_lstm_projections_run_whole_and_exact() -> None:
     _exact_and_split(nn.LSTM(8, 6, proj_size=3), torch.randn(3, 4, 8).double(), least=0.0)
 
 

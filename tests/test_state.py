@@ -72,7 +72,7 @@ def _initialises(rank: int) -> dict[str, str]:
     return {**found, "elementwise": str(torch.allclose(model(X), sharded(X), rtol=1e-5, atol=1e-6))}
 
 
-def test_slices_are_not_initialised_as_if_they_were_whole() -> None:
+def test_initialising_slices_as_if_they_were_whole_is_refused() -> None:
     for found in run_ranks(_initialises, 2):
         assert found.pop("elementwise") == "True"
         assert set(found) == set(INITIALISED)
@@ -223,7 +223,7 @@ def _dicts(rank: int, folder: str) -> dict[str, bool]:
     return found
 
 
-def test_state_dicts_know_what_they_are_of(tmp_path: Path) -> None:
+def test_state_dicts_know_their_model_and_rank(tmp_path: Path) -> None:
     for found in run_ranks(_dicts, 2, str(tmp_path)):
         assert all(found.values()), found
 
@@ -248,7 +248,7 @@ def _optimizer_states(rank: int, folder: str) -> list[bool]:
     return [*found, not torch.equal(moved, before["state"][0]["exp_avg"])]
 
 
-def test_optimizer_states_know_what_they_are_of(tmp_path: Path) -> None:
+def test_optimizer_states_know_their_model_and_rank(tmp_path: Path) -> None:
     assert run_ranks(_optimizer_states, 2, str(tmp_path)) == [[True] * 4] * 2
 
 
@@ -336,7 +336,7 @@ CHANGES: dict[str, Callable[[Any], Any]] = {
 
 
 @pytest.mark.parametrize("change", CHANGES)
-def test_parts_neither_come_nor_go(change: str) -> None:
+def test_submodules_cannot_be_added_or_removed(change: str) -> None:
     model, sharded = _pair()
     with warnings.catch_warnings(), pytest.raises(ts.InputError, match="after sharding"):
         warnings.simplefilter("ignore")

@@ -137,7 +137,7 @@ def _captured_stack(kind: str) -> tuple[nn.Module, Captured]:
 
 @pytest.mark.parametrize("world_size", [2, 4, 8])
 @pytest.mark.parametrize("kind", STACKS)
-def test_a_layer_sends_what_megatrons_does(kind: str, world_size: int) -> None:
+def test_a_layer_sends_as_much_as_megatrons(kind: str, world_size: int) -> None:
     """An all-reduce forward for each attention and feed-forward part, and one backward for each copy."""
     model, captured = _captured_stack(kind)
     graph = planned_as(captured, model, {}, world_size).graph.graph

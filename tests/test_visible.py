@@ -129,7 +129,7 @@ def test_what_is_changed_after_sharding_counts(pair: Any, change: str) -> None:
     assert sharded._ts_graphs.captures == 2 and torch.equal(sharded(X), expected) and sharded._ts_graphs.captures == 2
 
 
-def test_a_configuration_is_the_one_that_the_model_was_made_with(pair: Any) -> None:
+def test_a_configuration_is_the_one_the_model_was_built_with(pair: Any) -> None:
     model, sharded = pair
     model.config.scale = 3.0
     assert sharded.config is model.config and torch.equal(sharded(X), model(X))
@@ -152,7 +152,7 @@ def test_states_are_numbered_as_they_appear() -> None:
     assert watch.latest_change == "config.scale"
 
 
-def test_an_argument_that_is_a_function_is_known_by_what_it_does() -> None:
+def test_function_arguments_are_distinguished_by_their_behaviour() -> None:
     class Applies(nn.Module):
         def forward(self, x: Tensor, f: Any) -> Tensor:
             return f(x)
@@ -203,7 +203,7 @@ _leave_in_closure, _read_closure = (lambda held: (lambda m, h: held.append(h), l
     ids=["attribute", "list", "class", "closure"],
 )
 @pytest.mark.parametrize("first", [True, False])
-def test_what_one_kind_of_call_leaves_another_may_not_read(leave: Any, read: Any, first: bool) -> None:
+def test_state_left_by_one_kind_of_call_cannot_be_read_by_another(leave: Any, read: Any, first: bool) -> None:
     sharded = ts.shard(_TwoKinds(leave, read), {"up": "column"})
     sharded(X, first)
     with pytest.raises(ts.CaptureError, match=r"reads what an earlier one has left|computes something else"):
@@ -212,7 +212,7 @@ def test_what_one_kind_of_call_leaves_another_may_not_read(leave: Any, read: Any
     ts.distributed.destroy_process_group()
 
 
-def test_what_no_other_kind_of_call_reads_may_be_left() -> None:
+def test_state_that_no_other_kind_of_call_reads_may_be_left() -> None:
     torch.manual_seed(0)
     model = _TwoKinds(lambda m, h: setattr(m, "memory", h), lambda m: 1.0)
     sharded = ts.shard(model, {"up": "column"})

@@ -176,7 +176,7 @@ BODIES: dict[str, Callable[[Any, Tensor], Tensor]] = {
 
 @pytest.mark.parametrize("world_size", [2, 4])
 @pytest.mark.parametrize("body", BODIES)
-def test_what_is_kept_whole_is_exact(body: str, world_size: int) -> None:
+def test_modules_kept_whole_are_exact(body: str, world_size: int) -> None:
     torch.manual_seed(0)
     model, x = _Body(BODIES[body]), X.double().requires_grad_()
     with warnings.catch_warnings():
