@@ -22,7 +22,8 @@ from typing import Any, Protocol, TypeGuard
 import torch
 from torch import Tensor, nn
 
-from torchshard.capture.user_code import cells_of, classes_of, closure_of, is_user_file, names_in, user_functions
+from torchshard.capture.user_code import cells_of, classes_of, closure_of, names_in, user_functions
+from torchshard.core.user_files import is_user_file
 
 _EVERY_MODULE_HAS = frozenset(nn.Module().__dict__) | {"training"}
 """Parameters, buffers, submodules, hooks, the mode."""

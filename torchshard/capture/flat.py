@@ -35,8 +35,8 @@ from torchshard.capture.recording import WHOLE
 from torchshard.capture.regions import inline_regions
 from torchshard.capture.signature import flatten_call
 from torchshard.capture.trace import trace
-from torchshard.capture.user_code import is_library
 from torchshard.core.errors import CaptureError
+from torchshard.core.user_files import is_library
 from torchshard.custom_ops.whole import HookCall, WholeCall
 from torchshard.ir.graph import duplicate
 

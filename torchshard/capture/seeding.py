@@ -13,10 +13,10 @@ from typing import cast
 
 import torch
 
-from torchshard.capture.patches import Patch, Patches
 from torchshard.capture.recording import current_recording
 from torchshard.capture.user_code import calling_line
 from torchshard.core.errors import CaptureError
+from torchshard.core.patches import Patch, Patches
 
 
 def _replace(original: object) -> object:

@@ -9,26 +9,16 @@ from __future__ import annotations
 
 import functools
 import re
-import sysconfig
 import traceback
 from collections.abc import Collection, Iterator, Sequence
-from pathlib import Path
 from types import CellType, CodeType, FunctionType, MethodType, ModuleType
 
-import torch
 from torch import nn
 
-_LIBRARIES = tuple(
-    {str(Path(torch.__file__).parent), str(Path(__file__).parents[1])}
-    | {sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib")}
-)
+from torchshard.core.user_files import is_library, is_user_file
+
 MOST_FUNCTIONS = 2000
 """The search stops after this many functions, so that it ends soon in a model with very much code."""
-
-
-def is_user_file(name: str | None) -> bool:
-    """Whether a file is the user's: a script, a notebook's cell or a package that is not installed."""
-    return name is not None and not name.startswith(("<frozen", "<eval_with_key>", "<torch", *_LIBRARIES))
 
 
 def names_in(code: CodeType) -> frozenset[str]:
@@ -120,11 +110,6 @@ def _has_value(cell: CellType) -> bool:
 
 
 # --- lines for errors ------------------------------------------------------------------------------------------------
-
-
-def is_library(path: str) -> bool:
-    """Whether a file is PyTorch's or TorchShard's, whose lines tell a user nothing."""
-    return "/torch/" in path or "/torchshard/" in path or path.startswith(("<", "torch/"))
 
 
 def user_line(stack: Sequence[traceback.FrameSummary]) -> str:

@@ -18,6 +18,7 @@ from types import FunctionType
 
 from torch import Tensor, nn
 from torch.nn.modules import module as _modules
+from torch.utils.weak import WeakIdKeyDictionary
 
 from torchshard.capture.attributes import (
     COMPARED_BY_VALUE,
@@ -45,8 +46,7 @@ class Watch:
 
     def __init__(self, model: nn.Module) -> None:
         self._model, self._states = model, dict[str, int]()
-        # The objects stay referenced, so that no other object can get the id of one of them.
-        self._known: dict[int, tuple[int, object]] = {}
+        self._numbers = _ObjectNumbers()
         self.latest_change = ""
         self._remember()
         self._before = attributes(model)
@@ -97,8 +97,32 @@ class Watch:
         value = values[place]
         if isinstance(value, _WITH_TEXT):
             return f"{type(value).__name__} {value!r}"
-        number, _ = self._known.setdefault(id(value), (len(self._known), value))
-        return f"{type(value).__qualname__} {number}.{value._version if isinstance(value, Tensor) else 0}"
+        return (
+            f"{type(value).__qualname__} {self._numbers.of(value)}.{value._version if isinstance(value, Tensor) else 0}"
+        )
+
+
+class _ObjectNumbers:
+    """Numbers objects in order of appearance, without keeping them alive."""
+
+    def __init__(self) -> None:
+        self._weakly = WeakIdKeyDictionary()
+        # An object that cannot be referenced weakly stays referenced, so that no other one can get its id.
+        self._strongly: dict[int, tuple[int, object]] = {}
+        self._next = itertools.count()
+
+    def of(self, value: object) -> int:
+        """The number of an object; a new one for an object not seen before."""
+        if id(value) in self._strongly:
+            return self._strongly[id(value)][0]
+        try:
+            if value not in self._weakly:
+                self._weakly[value] = next(self._next)
+            return int(self._weakly[value])
+        except TypeError:
+            number = next(self._next)
+            self._strongly[id(value)] = number, value
+            return number
 
 
 _WITH_TEXT = (type(None), *COMPARED_BY_VALUE, complex, range, slice, enum.Enum)

@@ -15,11 +15,11 @@ from torch._subclasses.fake_tensor import is_fake
 from torch.utils import _pytree as pytree
 from torch.utils.checkpoint import CheckpointFunction
 
-from torchshard.capture.patches import Patch, Patches
 from torchshard.capture.recording import Recording, Size, cannot_keep_whole, current_recording, record_call
 from torchshard.capture.signature import flatten
 from torchshard.capture.user_code import calling_line
 from torchshard.core.errors import CaptureError
+from torchshard.core.patches import Patch, Patches
 from torchshard.custom_ops.whole import HookCall, WholeCall, state_of
 
 

@@ -17,7 +17,7 @@ import re
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, TypeAlias, TypeVar
+from typing import Any, TypeAlias, TypeVar, cast
 
 import torch
 from torch import Tensor, nn
@@ -25,6 +25,7 @@ from torch._subclasses.fake_tensor import is_fake
 from torch.utils import _pytree as pytree
 
 from torchshard.core.autocast import Autocast, autocasting
+from torchshard.core.patches import Patch, Patches
 from torchshard.custom_ops.fx_types import Argument, Target
 
 OpKey: TypeAlias = Target | str
@@ -148,6 +149,42 @@ def state_of(modules: Iterable[nn.Module]) -> list[tuple[dict[str, Any], str, Te
     return [(holder, name, t) for holder in dicts.values() for name, t in holder.items() if isinstance(t, Tensor)]
 
 
+class _Seeding(threading.local):
+    """How the call that runs in this thread may seed; None if none runs."""
+
+    from_state: bool | None = None
+    """True for a call on real tensors; False for one on fake tensors, which must not change the RNG state."""
+
+
+_SEEDING = _Seeding()
+
+
+def _seed_from_state(original: object) -> object:
+    function = cast(Callable[[], int], original)
+
+    def seed() -> int:
+        if _SEEDING.from_state is None:
+            return function()
+        if not _SEEDING.from_state:
+            return 0
+        drawn = int(torch.randint(2**62, ()))
+        torch.manual_seed(drawn)
+        return drawn
+
+    return seed
+
+
+def _seed_if_real(original: object) -> object:
+    function = cast(Callable[[int], torch.Generator], original)
+    return lambda seed: torch.default_generator if _SEEDING.from_state is False else function(seed)
+
+
+_SEED_PATCHES = Patches(
+    *(Patch(owner, "seed", _seed_from_state) for owner in (torch, torch.random)),
+    *(Patch(owner, "manual_seed", _seed_if_real) for owner in (torch, torch.random)),
+)
+
+
 @contextlib.contextmanager
 def _common_seeds(*, real: bool) -> Iterator[None]:
     """Makes `torch.seed()` of this thread draw its seed from the RNG state, which all ranks share, not from the system.
@@ -158,25 +195,9 @@ def _common_seeds(*, real: bool) -> Iterator[None]:
     Args:
         real: false for a call on fake tensors, which must not change the RNG state.
     """
-    system_seed, manual_seed, thread = torch.seed, torch.manual_seed, threading.get_ident()
-
-    def seed_from_state() -> int:
-        if threading.get_ident() != thread:
-            return system_seed()
-        drawn = int(torch.randint(2**62, ())) if real else 0
-        if real:
-            manual_seed(drawn)
-        return drawn
-
-    def seed_given(seed: int) -> torch.Generator:
-        if real or threading.get_ident() != thread:
-            return manual_seed(seed)
-        return torch.default_generator
-
-    torch.seed = torch.random.seed = seed_from_state
-    torch.manual_seed = torch.random.manual_seed = seed_given
+    outer, _SEEDING.from_state = _SEEDING.from_state, real
     try:
-        yield
+        with _SEED_PATCHES:
+            yield
     finally:
-        torch.seed = torch.random.seed = system_seed
-        torch.manual_seed = torch.random.manual_seed = manual_seed
+        _SEEDING.from_state = outer

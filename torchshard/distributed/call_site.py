@@ -4,17 +4,12 @@ from __future__ import annotations
 
 import itertools
 import linecache
-import os
 import sys
 from pathlib import Path
 from types import FrameType
 
-import torch
-
+from torchshard.core.user_files import is_library
 from torchshard.distributed.group import CheckLevel, Group
-
-_OURS = tuple(f"{folder}{os.sep}" for folder in (Path(__file__).parent.parent, Path(torch.__file__).parent))
-"""Folders whose frames are not where a user called from."""
 
 
 def call_site(*, column: bool = False) -> str:
@@ -28,7 +23,7 @@ def call_site(*, column: bool = False) -> str:
         name = frame.f_code.co_filename
         if name.startswith("<eval_with_key>"):
             return f"node {linecache.getline(name, frame.f_lineno).partition(' = ')[0].strip()}"
-        if not name.startswith(_OURS) and not name.startswith("<"):
+        if not is_library(name):
             break
         frame = frame.f_back
     at = f":{_column(frame)}" if column else ""

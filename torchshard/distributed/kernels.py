@@ -77,12 +77,17 @@ def reducing(x: Tensor, op: ReduceKind, group: Group) -> Pending:
     """All-reduces a contiguous tensor in place."""
     if group.size == 1 or not x.numel():
         return Pending(lambda: x)
+    if x.dtype is torch.uint64 and op in (dist.ReduceOp.MAX, dist.ReduceOp.MIN):
+        # signed integers have the order of unsigned ones if the sign bit is flipped before and after
+        ordered = x.view(torch.int64) ^ _SIGN_BIT
+        return Pending.of(lambda: x.copy_((ordered ^ _SIGN_BIT).view(x.dtype)), group, dist.all_reduce, ordered, op=op)
     if x.dtype in _SUMMED_AS:
         summed = x.to(_SUMMED_AS[x.dtype])
         return Pending.of(lambda: x.copy_(summed), group, dist.all_reduce, summed, op=op)
     return Pending.of(lambda: x, group, dist.all_reduce, x, op=op)
 
 
+_SIGN_BIT = -(2**63)
 _SUMMED_AS = {
     torch.int16: torch.int32, torch.uint16: torch.int32, torch.uint32: torch.int64, torch.uint64: torch.int64,
     torch.float8_e4m3fn: torch.float32, torch.float8_e5m2: torch.float32,
@@ -108,9 +113,13 @@ def as_sent(x: Tensor) -> Tensor:
     return x.view(_SENT_AS[x.dtype]) if x.dtype in _SENT_AS else x
 
 
-def reduced(x: Tensor, op: ReduceKind, group: Group) -> Tensor:
-    """All-reduces a copy."""
-    verify_following_call(group, lambda: f"all_reduce, {op_name(op)}, of {type_text(x.dtype, x.shape)}")
+def reduced(x: Tensor, op: ReduceKind, group: Group, *, eager: bool = False) -> Tensor:
+    """All-reduces a copy.
+
+    Args:
+        eager: whether a call of the user's makes this collective, and has not been verified itself.
+    """
+    verify_following_call(group, lambda: f"all_reduce, {op_name(op)}, of {type_text(x.dtype, x.shape)}", eager=eager)
     return reducing(copied(x), op, group).wait()
 
 

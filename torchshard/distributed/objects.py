@@ -21,6 +21,7 @@ from torchshard.core.errors import InputError
 from torchshard.distributed.consistency import gather_bytes, memory_of
 from torchshard.distributed.eager import needs_gradient
 from torchshard.distributed.group import own_group, peer
+from torchshard.distributed.kernels import as_sent
 from torchshard.distributed.wire import collective
 
 if TYPE_CHECKING:
@@ -97,7 +98,7 @@ def all_gather_uneven(x: Tensor) -> list[Tensor]:
     sent[: x.numel()] = x.flatten()
     received = sent.new_empty(group.size, len(sent))
     if len(sent):
-        collective(group, dist.all_gather_single, received.flatten(), sent)
+        collective(group, dist.all_gather_single, as_sent(received.flatten()), as_sent(sent))
     return [row[: shape.numel()].reshape(shape).clone() for row, shape in zip(received, shapes, strict=True)]
 
 

@@ -36,7 +36,7 @@ def write(plan: PlanData) -> str:
         "world_size": plan.world_size,
         "fingerprint": plan.fingerprint,
         "static": plan.static,
-        "machine": {name: value for name, value in asdict(plan.machine).items() if value != getattr(Machine, name)},
+        "machine": {name: value for name, value in asdict(plan.machine).items() if value != math.inf},
         "parameters": {name: str(layout) for name, layout in plan.parameters.items()},
         "stored": {name: asdict(stored) for name, stored in plan.stored.items()},
         "choices": choices,

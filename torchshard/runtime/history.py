@@ -105,9 +105,9 @@ class History:
             distinct: whether the ranks' slices of a split parameter are known to differ.
         """
         compared = [name for name, t in tensors.items() if _is_compared(t) and t.is_floating_point()]
-        split = {name for name in compared if isinstance(layouts.get(name), Shard)}
-        self._whole = [name for name in compared if name not in split]
-        self._split = [name for name in compared if name in split and distinct.get(name)]
+        self._whole = [name for name in compared if not isinstance(layouts.get(name), Shard)]
+        # a rank whose slice is empty takes the same turns as the others
+        self._split = [name for name in tensors if isinstance(layouts.get(name), Shard) and distinct.get(name)]
 
     def snapshot(self, tensors: Mapping[str, Tensor], inputs: Mapping[str, Tensor]) -> Snapshot:
         """The facts to compare at this call; the next call compares the next parameters.
@@ -160,7 +160,7 @@ class History:
 
         A constant slice proves nothing: all ranks may hold zeros of their own, as in a new bias.
         """
-        if not digests.is_here(tensor):
+        if not digests.is_here(tensor) or not _is_compared(tensor) or not tensor.is_floating_point():
             return self._group.rank
         sample = tensor.detach().reshape(-1)[: digests.SAMPLED // 8]
         is_constant = bool((sample == sample[0]).all())

@@ -7,11 +7,13 @@ steps of slices are the slices of its steps, and whether its state belongs to th
 
 from __future__ import annotations
 
+import enum
 import warnings
 import weakref
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Protocol, cast
 
+import torch
 from torch import Tensor, nn
 from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 from torch.utils.weak import WeakIdKeyDictionary
@@ -121,8 +123,18 @@ def _settings(group: Mapping[str, object]) -> dict[str, object]:
         if name == "params" or (isinstance(value, Tensor) and value.device.type != "cpu"):
             continue
         is_number = isinstance(value, Tensor) and value.numel() == 1
-        settings[name] = value.item() if isinstance(value, Tensor) and is_number else value
+        settings[name] = _without_address(value.item() if isinstance(value, Tensor) and is_number else value)
     return settings
+
+
+def _without_address(value: object) -> object:
+    """A setting whose text is the same on every rank; of an object that has no such text, only the type."""
+    if isinstance(value, (list, tuple)):
+        return [_without_address(item) for item in value]
+    if isinstance(value, dict):
+        return {str(key): _without_address(item) for key, item in value.items()}
+    has_text = isinstance(value, (bool, int, float, complex, str, bytes, type(None), torch.dtype, Tensor, enum.Enum))
+    return value if has_text else type(value).__qualname__
 
 
 _BY_ELEMENT = frozenset([

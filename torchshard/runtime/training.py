@@ -44,9 +44,9 @@ def clip_grad_norm_(model: nn.Module | Tensor | Iterable[Tensor], max_norm: floa
     sliced = _norm([g for layout, g in grads if isinstance(layout, Shard)], norm_type, device)
     whole = _norm([g for layout, g in grads if not isinstance(layout, Shard)], norm_type, device)
     if math.isinf(norm_type):
-        total = torch.maximum(reduced(sliced, torch.distributed.ReduceOp.MAX, group), whole)
+        total = torch.maximum(reduced(sliced, torch.distributed.ReduceOp.MAX, group, eager=True), whole)
     else:
-        summed = reduced(sliced**norm_type, torch.distributed.ReduceOp.SUM, group)
+        summed = reduced(sliced**norm_type, torch.distributed.ReduceOp.SUM, group, eager=True)
         total = (summed + whole**norm_type) ** (1 / norm_type)
     factor = (max_norm / (total + 1e-6)).clamp(max=1.0)  # as PyTorch's own: without a branch, which would synchronize
     for _, grad in grads:

@@ -79,16 +79,17 @@ class Slice(Tensor):
         kwargs = kwargs or {}
         if func in _OVERWRITING and is_users(caller()[0]):
             _check_overwriting(func.__name__, args[0] if args else kwargs["tensor"], kwargs.get("group"))
+        clips = func in _NORMS and caller()[0] == _CLIPPING
+        order = float(args[1] if len(args) > 1 else kwargs.get("ord", 2)) if clips else 2.0
         with unwatched():
-            result = func(*args, **kwargs)
+            result = func(*((_with_identity(args[0], order), *args[1:]) if clips else args), **kwargs)
         if func is torch._amp_foreach_non_finite_check_and_unscale_:
             _join_overflow(*args[:2])
         if not isinstance(result, Tensor | list | tuple) and func.__name__ != "__setitem__":
             return result
+        if clips:
+            return _whole_norms(args[0], cast(Tensor | Sequence[Tensor], result), order)
         module, depth = caller()
-        if module == _CLIPPING and func in (torch.linalg.vector_norm, torch._foreach_norm):
-            order = args[1] if len(args) > 1 else kwargs.get("ord", 2)
-            return _whole_norms(args[0], cast(Tensor | Sequence[Tensor], result), float(order))
         slices = [s for s in _tensors(args) if isinstance(s, Slice) and s.is_split]
         if func.__name__ == "__get__" and module in _READS_ALL_GRADIENTS and slices:  # the gradient of a copy
             return _marked(result, slices[0])
@@ -251,7 +252,17 @@ def watch_slices(on: bool) -> None:
 def _join_overflow(gradients: Iterable[Tensor], found_inf: Tensor) -> None:
     """After a GradScaler has looked for overflows: one on any rank counts on all, so that all skip the step."""
     group = next(s.group for s in gradients if isinstance(s, Slice))
-    found_inf.copy_(reduced(found_inf, dist.ReduceOp.MAX, group))
+    found_inf.copy_(reduced(found_inf, dist.ReduceOp.MAX, group, eager=True))
+
+
+_NORMS = frozenset([torch.linalg.vector_norm, torch._foreach_norm])
+
+
+def _with_identity(operands: Tensor | Sequence[Tensor], order: float) -> Tensor | list[Tensor]:
+    """Gives empty slices an element that changes no norm: PyTorch refuses some norms of tensors without elements."""
+    if not isinstance(operands, Tensor):
+        return [cast(Tensor, _with_identity(tensor, order)) for tensor in operands]
+    return operands if operands.numel() else operands.new_full((1,), 0.0 if order >= 0 else math.inf)
 
 
 def _whole_norms(
@@ -272,9 +283,11 @@ def _joined_norms(tensors: Sequence[Tensor], norms: Sequence[Tensor], order: flo
     group = next(iter(slices.values())).group
     stacked = torch.stack([norms[i].double() for i in slices])
     if math.isinf(order):
-        joined = reduced(stacked, dist.ReduceOp.MAX if order > 0 else dist.ReduceOp.MIN, group)
+        joined = reduced(stacked, dist.ReduceOp.MAX if order > 0 else dist.ReduceOp.MIN, group, eager=True)
+    elif order == 0:  # the number of elements that are not zero
+        joined = reduced(stacked, dist.ReduceOp.SUM, group, eager=True)
     else:
-        joined = reduced(stacked**order, dist.ReduceOp.SUM, group) ** (1 / order)
+        joined = reduced(stacked**order, dist.ReduceOp.SUM, group, eager=True) ** (1 / order)
     for i, norm in zip(slices, joined, strict=True):
         joined_norms[i] = norm.to(norms[i].dtype)
     return joined_norms
