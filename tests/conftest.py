@@ -6,6 +6,7 @@ All others may run in parallel, real ranks too. `quick` marks what `make quick` 
 
 from __future__ import annotations
 
+import gc
 import multiprocessing
 from collections.abc import Iterator
 
@@ -22,6 +23,13 @@ settings.load_profile("torchshard")
 def pytest_configure() -> None:
     """Names the module that the process behind all forked ranks imports once; the process starts with the first."""
     multiprocessing.set_forkserver_preload(["tests.warm"])
+
+
+def pytest_collection_finish() -> None:
+    """Lets the garbage collector run less often, and not over the modules: that saves a tenth of the tests' time."""
+    gc.collect()
+    gc.freeze()
+    gc.set_threshold(100_000, 20, 50)
 
 
 @pytest.fixture(autouse=True)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -15,6 +16,7 @@ from torch.utils.checkpoint import checkpoint
 import torchshard as ts
 from tests.models import CASES, EncoderDecoder, Seq2SeqOutput
 from torchshard.capture import capture, model_without_storage
+from torchshard.core.user_files import is_library, is_user_file
 
 
 def _names(model: nn.Module, *args: Any, **kwargs: Any) -> list[str]:
@@ -327,3 +329,11 @@ def test_sizes_are_static_if_the_model_is_valid_for_no_others() -> None:
     with pytest.raises(ts.CaptureError, match="KeyError: 4"):
         sharded(torch.randn(4, 6))
     ts.distributed.destroy_process_group()
+
+
+def test_a_users_path_may_look_like_a_librarys() -> None:
+    package = str(Path(ts.__file__).parent)
+    for path in ("/home/me/torchshard/examples/train.py", "/home/me/torch/model.py", f"{package}_train.py"):
+        assert is_user_file(path) and not is_library(path)
+    for path in (torch.__file__, f"{package}/api.py", "<frozen runpy>", "torch/csrc/autograd/engine.cpp"):
+        assert is_library(path), path

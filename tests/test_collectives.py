@@ -188,6 +188,23 @@ def _dtypes(rank: int, world: int) -> dict[str, bool]:
     return found
 
 
+def _bits(rank: int) -> dict[str, bool]:
+    """Values that no other dtype of the same size has."""
+    tsd.init_process_group()
+    own = torch.tensor([2**63 + rank, 5 - rank], dtype=torch.uint64)
+    most, least = (tsd.all_reduce(own.clone(), op).tolist() for op in (tsd.ReduceOp.MAX, tsd.ReduceOp.MIN))
+    found = {"MAX of uint64": most == [2**63 + 1, 5], "MIN of uint64": least == [2**63, 4]}
+    for dtype in UNSENT:
+        pieces = tsd.all_gather_uneven(torch.full((1 + rank,), 3, dtype=torch.int32).to(dtype))
+        found[f"all_gather_uneven {dtype}"] = [p.double().tolist() for p in pieces] == [[3.0], [3.0, 3.0]]
+    return found
+
+
+def test_bits_of_dtypes_that_backends_do_not_send() -> None:
+    for found in run_ranks(_bits, 2):
+        assert all(found.values()), found
+
+
 UNSENT = (torch.int16, torch.uint16, torch.uint32, torch.float8_e4m3fn)
 """Dtypes that gloo does not send."""
 

@@ -21,6 +21,7 @@ import torchshard.nn.functional as tsf
 from tests.helpers import run_ranks
 from torchshard.core.layouts import Shard, split
 from torchshard.nn import one_op
+from torchshard.weights.parameter import ShardedParameter
 
 TOLERANCE = 1e-10
 Claim = tuple[str, bool]
@@ -262,6 +263,24 @@ def _norms(rank: int) -> dict[str, bool]:
 def test_norms_of_empty_slices_and_of_large_gradients() -> None:
     for found in run_ranks(_norms, 4):
         assert all(found.values()) and len(found) == 16, found
+
+
+def _moved(rank: int) -> dict[str, bool]:
+    """For another type of device PyTorch makes new parameters."""
+    tsd.init_process_group()
+    with torch.device("meta"):
+        layer = ts.nn.ParallelLinear(6, 4, dim=1)
+    before = layer.weight
+    layer.to_empty(device="cpu")
+    return {
+        "a new parameter": layer.weight is not before and not layer.weight.is_meta,
+        "of the same sharding": isinstance(layer.weight, ShardedParameter) and layer.weight.sharding == before.sharding,
+    }
+
+
+def test_parameters_stay_sharded_on_another_device() -> None:
+    for found in run_ranks(_moved, 2):
+        assert all(found.values()), found
 
 
 def _made_before(rank: int) -> bool:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
@@ -158,6 +158,25 @@ def test_one_graph_of_a_recurrent_layer_for_all_lengths() -> None:
     for steps in (1, 5):
         report = ts.check(model, made, world_size=2, example_inputs=(torch.randn(steps, 2, 8).double(),))
         assert report.ok, str(report)
+
+
+class _Blocks(nn.Module):
+    """Equal layers but for their dropout."""
+
+    def __init__(self, dropouts: Sequence[float]) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.LSTM(8, 8, 2, dropout=p) for p in dropouts)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = x + layer(x)[0]
+        return x
+
+
+@pytest.mark.parametrize("dropouts", [[0.1 * i for i in range(1, 9)], [0.3] * 8], ids=["differ", "equal"])
+def test_repeated_recurrent_layers_keep_their_own_dropout(dropouts: list[float]) -> None:
+    report = ts.check(_Blocks(dropouts), {"layers.*": "column"}, world_size=2, example_inputs=(torch.randn(5, 3, 8),))
+    assert report.ok, str(report)
 
 
 def test_lstm_projections_run_whole_and_exact() -> None:

@@ -115,6 +115,29 @@ def _steps(rank: int) -> dict[str, Any]:
     return found
 
 
+def _clips(rank: int) -> dict[str, bool]:
+    """Clips gradients of which the last rank has none: five hidden units over four ranks are 2, 2, 1 and 0."""
+    ts.distributed.init_process_group()
+    found = {}
+    for norm in (0.0, 1.0, 2.0, float("inf")):
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(4, 5), nn.Tanh(), nn.Linear(5, 3)).double()
+        sharded = ts.shard(copy.deepcopy(model), {"0": "column", "2": "row"})
+        x = torch.randn(2, 4, dtype=torch.float64)
+        for m in (model, sharded):
+            m(x).square().sum().backward()
+        norms = [nn.utils.clip_grad_norm_(m.parameters(), 0.01, norm, foreach=False) for m in (model, sharded)]
+        biases = [m.get_parameter("2.bias").grad for m in (model, sharded)]
+        found[f"norm {norm}"] = torch.allclose(*norms) and torch.allclose(*biases)
+        found[f"slice {rank}"] = len(sharded.get_parameter("0.bias")) == (2, 2, 1, 0)[rank]
+    return found
+
+
+def test_pytorchs_clipping_with_an_empty_slice() -> None:
+    for found in run_ranks(_clips, 4):
+        assert all(found.values()), found
+
+
 def test_optimizers_and_clipping() -> None:
     assert all(all(found.values()) for found in run_ranks(_steps, 2)), run_ranks(_steps, 2)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import weakref
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -16,6 +17,7 @@ from tests.helpers import refused, run_ranks
 from torchshard.capture import Watch
 from torchshard.capture.attributes import attributes
 from torchshard.capture.user_code import user_functions
+from torchshard.capture.watch import ObjectNumbers
 
 X = torch.randn(3, 6, generator=torch.Generator().manual_seed(0))
 SCALE = 1.0
@@ -251,3 +253,11 @@ def _changed_on_one_rank(rank: int) -> list[bool]:
 
 def test_a_change_on_one_rank_is_an_error_on_all() -> None:
     assert run_ranks(_changed_on_one_rank, 2) == [[True] * 3] * 2
+
+
+def test_objects_are_numbered_and_not_kept_alive() -> None:
+    numbers, first, second = ObjectNumbers(), torch.ones(1), object()
+    assert [numbers.of(value) for value in (first, second, first)] == [0, 1, 0]
+    gone = weakref.ref(first)
+    del first
+    assert gone() is None and numbers.of(torch.ones(1)) == 2

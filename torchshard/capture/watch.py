@@ -46,7 +46,7 @@ class Watch:
 
     def __init__(self, model: nn.Module) -> None:
         self._model, self._states = model, dict[str, int]()
-        self._numbers = _ObjectNumbers()
+        self._numbers = ObjectNumbers()
         self.latest_change = ""
         self._remember()
         self._before = attributes(model)
@@ -102,7 +102,7 @@ class Watch:
         )
 
 
-class _ObjectNumbers:
+class ObjectNumbers:
     """Numbers objects in order of appearance, without keeping them alive."""
 
     def __init__(self) -> None:
@@ -115,14 +115,14 @@ class _ObjectNumbers:
         """The number of an object; a new one for an object not seen before."""
         if id(value) in self._strongly:
             return self._strongly[id(value)][0]
-        try:
-            if value not in self._weakly:
-                self._weakly[value] = next(self._next)
+        if value in self._weakly:
             return int(self._weakly[value])
+        number = next(self._next)
+        try:
+            self._weakly[value] = number
         except TypeError:
-            number = next(self._next)
             self._strongly[id(value)] = number, value
-            return number
+        return number
 
 
 _WITH_TEXT = (type(None), *COMPARED_BY_VALUE, complex, range, slice, enum.Enum)

@@ -35,11 +35,12 @@ def keep_whole(
     modules = {id(leaf): leaf for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, nn.Module)}
     tensors = [i for i, value in enumerate(flat.tensors) if isinstance(value, Tensor)]
     sizes = [i for i in range(len(flat.tensors)) if i not in tensors]
+    rebuild_arguments = flat.rebuild  # `flat` itself holds tensors of the capture
 
     def rebuild(operands: Sequence[object]) -> tuple[Sequence[object], dict[str, object]]:
         # The op takes tensors before sizes, the call's arguments may mix them.
         by_place = dict(zip([*tensors, *sizes], operands, strict=True))
-        call_args, call_kwargs = flat.rebuild([by_place[place] for place in range(len(by_place))])
+        call_args, call_kwargs = rebuild_arguments([by_place[place] for place in range(len(by_place))])
         return call_args, call_kwargs
 
     call = call_class(function, rebuild, len(flat.tensors), modules=modules)

@@ -73,8 +73,10 @@ def _summed(name: str, x: Tensor, async_op: bool) -> Tensor | Handle:
     if needs_gradient(x):
         return _call(name, x, async_op)
     if group.size == 1:
+        # `reduce` returns x itself; the caller of an asynchronous `all_reduce` may change x before `wait`
         return _same(x, async_op) if name == "reduce" or not async_op else _call(name, x, async_op)
     if torch.compiler.is_compiling():
+        # torch.compile can't trace a call of torch.distributed's, so it gets the operator, and a copy back
         total: Tensor = _ops.reduce(x, group.name)
         return x.copy_(total)
     if group.level is not CheckLevel.OFF:

@@ -6,6 +6,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, Final, Self, cast
 
 import torch
@@ -54,6 +55,16 @@ class Sliced(nn.Module):
             own = tensor.clone(memory_format=torch.contiguous_format)  # a view would keep the whole in memory
             own.requires_grad_(parameter.requires_grad)
             self.register_parameter(name, ShardedParameter.of(own, layout, group, name))
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
+        """Keeps parameters sharded: for another type of device, PyTorch replaces them by plain ones."""
+        before = dict(self._parameters)
+        super()._apply(fn, recurse)
+        for name, parameter in before.items():
+            replacement = self._parameters[name]
+            if isinstance(parameter, ShardedParameter) and replacement is not None:
+                parameter.adopt(replacement)
+        return self
 
 
 class ParallelLinear(Sliced):

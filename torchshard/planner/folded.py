@@ -11,7 +11,8 @@ from dataclasses import dataclass
 
 from torch import Tensor, fx
 
-from torchshard.ir.graph import is_tensor_op, node_row, tensor_type, values
+from torchshard.custom_ops.whole import WholeCall
+from torchshard.ir.graph import bound_args, is_tensor_op, node_row, tensor_type, values
 from torchshard.planner.repeats import Item, Reference, Run, find_runs
 
 
@@ -36,7 +37,8 @@ class Folded:
         position = {node: i for i, node in enumerate(nodes)}
         folded = Folded(nodes, find_runs(_items(nodes, position, keys)) if fold else [], position)
         for i, node in enumerate(nodes):
-            if folded.representative(i) != i and is_tensor_op(node):
+            # the replacement in the row of a WholeCall holds that call, so each keeps the row of its own
+            if folded.representative(i) != i and is_tensor_op(node) and not isinstance(node.target, WholeCall):
                 node.meta["row"] = node_row(nodes[folded.representative(i)])
         return folded
 
@@ -80,7 +82,8 @@ def _items(nodes: Sequence[fx.Node], position: Mapping[fx.Node, int], keys: Mapp
             else:
                 references.append(Reference(position[operand], position[operand]))
         names = {operand: f"%{slot}" for slot, operand in enumerate(node.all_input_nodes)}
-        arguments = fx.map_arg((node.args, node.kwargs), names.__getitem__)
+        # constants of a WholeCall are not among the node's arguments: by name they are all there
+        arguments = fx.map_arg(bound_args(node), names.__getitem__)
         key = (str(node.target), str(arguments), _type_key(node), tuple(leaves), str(keys.get(node)))
         found.append(Item(numbers.setdefault(key, len(numbers)), tuple(references)))
     return found

@@ -5,6 +5,7 @@ from collections.abc import Hashable, Mapping
 from torchshard.core.errors import RuleError, ShardError
 from torchshard.core.notation import Row
 from torchshard.custom_ops.fx_types import Argument, Target
+from torchshard.custom_ops.whole import WholeCall
 from torchshard.rules import (
     attention,
     batched,
@@ -44,6 +45,8 @@ def row_of(call: Call) -> Row | None:
         rule_fn = pointwise.pointwise
     if rule_fn is None:
         return None
+    if isinstance(call.target, WholeCall):  # of one graph alone, which a cache would keep alive
+        return _apply_rule(rule_fn, call)
     key = (rule_fn, call.target, _frozen(call.args), call.results)
     if key not in ROWS:
         if len(ROWS) >= MAX_ROWS:
