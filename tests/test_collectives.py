@@ -91,7 +91,7 @@ def _one(rank: int, case: Case, how: str, equal: bool) -> Iterator[str]:
     for call in (op, direct(op)):
         x, cotangent = (p[rank].detach().requires_grad_() for p in (pieces, cotangents))
         before = x.detach().clone()
-        got = call(x, *hashable(step_args(name, source, target, shape)), "model")
+        got = call(x, *hashable(step_args(source, target, shape)), "model")
         (grad,) = torch.autograd.grad(got, x, cotangent, create_graph=True)
         (again,) = torch.autograd.grad(grad, cotangent, pieces[rank]) if how == "plain" else (got,)
         found = {
@@ -356,7 +356,7 @@ def test_results_of_a_group_of_one_are_copies() -> None:
     tsd.init_process_group()
     for name, source, target, shape in _cases():
         x = torch.randn(shape, dtype=torch.float64, requires_grad=True)
-        got = getattr(_ops, name)(x, *step_args(name, source, target, shape), "model")
+        got = getattr(_ops, name)(x, *step_args(source, target, shape), "model")
         (grad,) = torch.autograd.grad(got, x, torch.ones_like(got))
         assert torch.equal(got, x) and torch.equal(grad, torch.ones_like(x)), name
         assert not got.numel() or got.data_ptr() != x.data_ptr(), name
@@ -409,7 +409,7 @@ def test_fake_shapes_are_those_of_the_layouts(name: str) -> None:
     for _, source, target, shape in (c for c in _cases() if c[0] == name):
         for rank in range(3):
             x = split(torch.empty(shape, device="meta"), source, rank, 3)
-            got = getattr(_ops, name)(x, *step_args(name, source, target, shape), simulated_name(rank, 3))
+            got = getattr(_ops, name)(x, *step_args(source, target, shape), simulated_name(rank, 3))
             assert got.shape == split(torch.empty(shape, device="meta"), target, rank, 3).shape
 
 
@@ -448,5 +448,5 @@ def test_custom_op_contracts(name: str) -> None:
     tsd.init_process_group()
     _, source, target, shape = next(c for c in _cases() if c[0] == name)
     x = torch.randn(shape, dtype=torch.float64, requires_grad=True)
-    args = (x, *step_args(name, source, target, shape), "model")
+    args = (x, *step_args(source, target, shape), "model")
     torch.library.opcheck(getattr(_ops, name).default, args)

@@ -193,7 +193,7 @@ def test_each_step_begins_where_the_last_one_ended(source: Layout, target: Layou
     """And its arguments spell its ends, so that a node of a graph says what it converts."""
     at, steps = source, plan_conversion(source, target)
     for step in steps or ():
-        args = step_args(step.name, step.source, step.target, (6, 8))
+        args = step_args(step.source, step.target, (6, 8))
         assert [str(x) for x in source_and_target(step.name, args)] == [_spelled(at), _spelled(step.target)]
         at = step.target
     assert at == target or steps is None

@@ -8,7 +8,7 @@ cross_entropy and dropout stay whole and no parameter is read. Its result become
     output          the flat list of result tensors
 
 Each input tensor's first two dims (batch, sequence) are dynamic if the model computes the same for any size.
-`Captured.accepts` checks the graph's assumptions about its inputs at each call.
+`Captured.assumes` checks the graph's assumptions about its inputs at each call.
 
 Control flow that depends on data is an error. Custom `autograd.Function`s and gradient hooks are ops of the graph,
 called whole. Activation checkpoints are flattened.
@@ -17,7 +17,6 @@ called whole. Activation checkpoints are flattened.
 from __future__ import annotations
 
 import copy
-import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -35,8 +34,8 @@ from torchshard.capture.recording import WHOLE
 from torchshard.capture.regions import inline_regions
 from torchshard.capture.signature import flatten_call
 from torchshard.capture.trace import trace
+from torchshard.capture.user_code import line_in
 from torchshard.core.errors import CaptureError
-from torchshard.core.user_files import is_library
 from torchshard.custom_ops.whole import HookCall, WholeCall
 from torchshard.ir.graph import duplicate
 
@@ -56,10 +55,6 @@ class Captured:
     """Whether tensors satisfy the graph's assumptions about sizes."""
     assigned: tuple[tuple[str, ...], ...] = ()
     """The places (see `attributes`) of the attributes that forward assigns in each call."""
-
-    def accepts(self, tensors: Sequence[Tensor]) -> bool:
-        """Whether the graph computes the model on these inputs."""
-        return self.assumes(tensors)
 
 
 def capture(
@@ -119,7 +114,7 @@ def _check_node(node: fx.Node) -> None:
     Raises:
         CaptureError: the node makes a number of a tensor's value, or draws from a generator of the model's own.
     """
-    line = _source(node) or node.name
+    line = line_in(node.meta.get("stack_trace") or "") or node.name
     if node.target in _READS_VALUE and not all(map(_is_only_checked, node.users)):
         raise CaptureError(
             "forward makes a Python number of a tensor's value",
@@ -235,7 +230,7 @@ def _describe_ops(graph: fx.Graph) -> None:
     for node in graph.nodes:
         if node.op == "call_function":
             node.meta["module"] = _module_path(node)
-            node.meta["source"] = _source(node)
+            node.meta["source"] = line_in(node.meta.get("stack_trace") or "")
             node.meta["autocast"] = modes_of(node).autocast
 
 
@@ -245,13 +240,6 @@ def _module_path(node: fx.Node) -> str:
     path = paths[-1] if paths else ""
     # Export writes '@1' behind the path of a module that is called a second time.
     return "" if path.startswith("_empty_nn_module_stack") else path.split("@")[0]
-
-
-def _source(node: fx.Node) -> str:
-    """The innermost line of the user's (or a model library's) code that called a node: 'mlp.py:12'."""
-    frames = re.findall(r'File "([^"]+)", line (\d+)', node.meta.get("stack_trace") or "")
-    own = [(path, line) for path, line in frames if not is_library(path)]
-    return ":".join(own[-1]) if own else ""
 
 
 def _order_placeholders(graph: fx.Graph) -> None:

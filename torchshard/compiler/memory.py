@@ -66,12 +66,11 @@ def _shaped(func: Any, args: Any, kwargs: Any) -> Any:
     return moved(func(*moved(args, "meta"), **moved(kwargs, "meta")), "cpu")
 
 
-def predicted_memory(graph: fx.GraphModule, plan: Plan, optimizer_states: int = OPTIMIZER_STATES) -> dict[str, float]:
+def predicted_memory(graph: fx.GraphModule, plan: Plan) -> dict[str, float]:
     """Bytes of one training step on the rank that holds the most.
 
     Args:
         graph: the graph with its collectives, global sizes.
-        optimizer_states: tensors that the optimizer keeps per parameter.
 
     Returns:
         'parameters' (and buffers), 'gradients', 'optimizer', 'activations' (what a step takes beside these at its peak)
@@ -91,7 +90,7 @@ def predicted_memory(graph: fx.GraphModule, plan: Plan, optimizer_states: int = 
     total = {
         "parameters": float(steady),
         "gradients": float(trained),
-        "optimizer": float(optimizer_states * trained),
+        "optimizer": float(OPTIMIZER_STATES * trained),
         "activations": float(max(watch.peak - trained, 0)),
     }
     return total | {"peak": sum(total.values())}
@@ -126,4 +125,4 @@ def _example(node: fx.Node, plan: Plan) -> Tensor:
     layout = plan.parameters.get(node.meta["path"], I) if node.meta["kind"] != "input" else I
     device = "cpu" if value.device.type == "meta" else value.device
     made = torch.empty(local_shape(shape, layout, 0, plan.world_size), dtype=value.dtype, device=device)
-    return made.requires_grad_(bool(node.meta.get("trainable", node.meta["needs_grad"])))
+    return made.requires_grad_(bool(node.meta["needs_grad"]))

@@ -13,7 +13,7 @@ from torchshard.compiler.memory import OPTIMIZER_STATES, predicted_memory
 from torchshard.core.layouts import Layout
 from torchshard.core.mesh import MeshAxis
 from torchshard.core.notation import Choice
-from torchshard.ir.graph import is_tensor_op, node_row
+from torchshard.ir.graph import is_tensor_op
 from torchshard.passes import rewrite
 from torchshard.passes.annotate import planned_choice
 from torchshard.planner.conversions import conversions_of
@@ -82,7 +82,7 @@ def _graph_constraints(graph: fx.Graph, constraints: Constraints) -> GraphConstr
 def _given_options(graph: fx.Graph, plan: Plan) -> dict[fx.Node, list[Choice]]:
     """The plan's choices for the ops that it names; those for other ops are searched."""
     named = (node for node in graph.nodes if is_tensor_op(node) and node.name in plan.choices)
-    return {node: [planned_choice(node, node_row(node), plan)] for node in named}
+    return {node: [planned_choice(node, plan)] for node in named}
 
 
 def _as_given(problem: PlanningProblem, given: Plan, constraints: Constraints) -> SearchResult:

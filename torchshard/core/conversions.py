@@ -236,7 +236,7 @@ def source_and_target(name: str, args: Sequence[Any]) -> tuple[Layout, Layout]:
     return layouts[row.source], layouts[row.target]
 
 
-def step_args(name: str, source: Layout, target: Layout, shape: Sequence[int]) -> list[int | list[int]]:
+def step_args(source: Layout, target: Layout, shape: Sequence[int]) -> list[int | list[int]]:
     """Returns the arguments of a collective call after the tensor and before the group."""
     shards = [layout for layout in (source, target) if isinstance(layout, Shard)]
     return [argument for shard in shards for argument in (shard.dim, flat_parts(shape[shard.dim], shard))]

@@ -246,11 +246,7 @@ _DTYPES = {
 }  # fmt: skip
 
 
-def dtype_name(dtype: torch.dtype) -> str:
-    """Returns the short name of a dtype: 'f32' for torch.float32."""
-    return _DTYPES.get(dtype, str(dtype).removeprefix("torch."))
-
-
 def type_text(dtype: torch.dtype, shape: Sequence[object]) -> str:
     """Returns the type of a tensor as text: 'f32[2,8,16]'."""
-    return f"{dtype_name(dtype)}[{','.join(map(str, shape))}]"
+    name = _DTYPES.get(dtype, str(dtype).removeprefix("torch."))
+    return f"{name}[{','.join(map(str, shape))}]"

@@ -175,12 +175,12 @@ class Local:
             raise RuleError(f"axis {axis} has no single start", where=self.row.text, why=f"it is split as {parts}")
         return ranges(parts, self.rank, self.world)[0][0]
 
-    def resize(self, sizes: Sequence[Size], result: int = 0) -> list[Size]:
-        """Returns this rank's sizes of a result from its global sizes as the op's arguments spell them.
+    def resize(self, sizes: Sequence[Size]) -> list[Size]:
+        """Returns this rank's sizes of the first result from its global sizes as the op's arguments spell them.
 
         A dynamic size is taken from the arguments, where it is an fx.Proxy, or -1 to be inferred.
         """
-        layout, whole = self.choice.results[result], self.whole_shape(result)
+        layout, whole = self.choice.results[0], self.whole_shape()
         local = [size if isinstance(size, int) else argument for size, argument in zip(whole, sizes, strict=True)]
         if isinstance(layout, Shard):
             size = local[layout.dim]
@@ -188,9 +188,9 @@ class Local:
             local[layout.dim] = size if inferred else local_extent(size, layout, self.rank, self.world)
         return local
 
-    def whole_shape(self, result: int = 0) -> list[Size]:
-        """Returns the global shape of a result."""
-        return [dim_size(dim, self.row.sizes) for dim in self.row.results[result]]
+    def whole_shape(self) -> list[Size]:
+        """Returns the global shape of the first result."""
+        return [dim_size(dim, self.row.sizes) for dim in self.row.results[0]]
 
 
 # --- parse -----------------------------------------------------------------------------------------------------------

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch._ops import OpOverload
 
 from torchshard.core.conversions import TABLE, Conversion, source_and_target
-from torchshard.core.layouts import Layout, Shard, local_shape, whole_shape
+from torchshard.core.layouts import Shard, local_shape, whole_shape
 from torchshard.distributed.consistency import forward_site, note_unverified, running_call
 from torchshard.distributed.group import Group, lookup
 from torchshard.distributed.kernels import reduced, start
@@ -33,11 +33,6 @@ OPS: dict[object, Conversion] = {}
 """Operator -> its row of the table."""
 PLAIN: set[type[Tensor]] = {Tensor, nn.Parameter}
 """Classes of tensors that no tracer wraps; `weights.parameter` adds that of sharded parameters."""
-
-
-def local_result_shape(shape: Sequence[int], source: Layout, target: Layout, rank: int, world: int) -> list[int]:
-    """The local shape after a conversion, from the local shape before it."""
-    return list(local_shape(whole_shape(shape, source), target, rank, world))
 
 
 _source_and_target = functools.lru_cache(maxsize=4096)(source_and_target)
@@ -148,7 +143,8 @@ def _define(row: Conversion) -> None:
 
     def fake(x: Tensor, *args: int | str | list[int]) -> Tensor:
         group = _group(args)
-        return x.new_empty(local_result_shape(x.shape, *source_and_target(row.name, args), group.rank, group.size))
+        source, target = source_and_target(row.name, args)
+        return x.new_empty(local_shape(whole_shape(x.shape, source), target, group.rank, group.size))
 
     def setup(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
         ctx.args = hashable(inputs[1:])

@@ -110,7 +110,7 @@ def _linear_by_columns(
     w = Piece(weight, Shard(0), (out_features, weight.shape[1]))
     b = None if bias is None else Piece(bias, Shard(0), (out_features,))
     result = run(aten.linear.default, "n", group, x, w, b)
-    return convert(result, I, group).tensor if options.gather_output else result.tensor
+    return convert(result, I, group) if options.gather_output else result.tensor
 
 
 def _linear_by_rows(
@@ -124,7 +124,7 @@ def _linear_by_rows(
     layout = Shard(input.ndim - 1) if options.input_is_parallel else I
     x = Piece(input, layout, (*input.shape[:-1], in_features))
     w = Piece(weight, Shard(1), (weight.shape[0], in_features))
-    product = convert(run(aten.linear.default, "k", group, x, w, None), I, group).tensor
+    product = convert(run(aten.linear.default, "k", group, x, w, None), I, group)
     # After the sum over the ranks: each rank has the whole bias, which must be added once.
     return product if bias is None else product + bias.to(product.dtype)
 
@@ -199,7 +199,7 @@ def _split_embedding(
     table, indices = Piece(weight, Shard(split), shape), Piece(input, I, tuple(input.shape))
     padding_row = _padding_row(padding_idx, shape[0])
     axis = "v" if split == 0 else "e"
-    return convert(run(aten.embedding.default, axis, group, table, indices, padding_row, scale, False), I, group).tensor
+    return convert(run(aten.embedding.default, axis, group, table, indices, padding_row, scale, False), I, group)
 
 
 def check_embedding(dim: int | None, max_norm: float | None, sparse: bool) -> None:
@@ -293,7 +293,7 @@ def _split_cross_entropy(
     axis = "v" if split == class_dim else "no axis: the rows are gathered"
     logits = Piece(input, Shard(split), shape)
     loss = run(aten.cross_entropy_loss.default, axis, group, logits, labels, class_weights, *settings)
-    return convert(loss, I, group).tensor
+    return convert(loss, I, group)
 
 
 def _check_class_weights(weight: Tensor | None, classes: int) -> None:

@@ -50,7 +50,7 @@ def run(op: OpOverload, axis: str, group: Group, *args: Piece | Setting) -> Piec
     types = tuple(TensorType(a.shape, a.tensor.dtype) if isinstance(a, Piece) else a for a in args)
     row, choice = _row_and_choice(op, axis, group.size, types)
     layouts = iter(choice.operands)
-    operands = [convert(a, next(layouts), group).tensor if isinstance(a, Piece) else a for a in args]
+    operands = [convert(a, next(layouts), group) if isinstance(a, Piece) else a for a in args]
     replacement = local_replacement(row, choice) if row is not None else None
     if replacement is not None and row is not None:
         result = replacement(Local(row, choice, group.coordinate), *operands)
@@ -59,17 +59,17 @@ def run(op: OpOverload, axis: str, group: Group, *args: Piece | Setting) -> Piec
     return Piece(result, choice.results[0], _result_type(op, types).shape)
 
 
-def convert(piece: Piece, target: Layout, group: Group) -> Piece:
-    """The same tensor in another layout."""
+def convert(piece: Piece, target: Layout, group: Group) -> Tensor:
+    """The tensor in another layout."""
     x, source, shape = piece
     steps = plan_conversion(source, target, needs_grad=needs_gradient(x))
     assert steps is not None, (source, target)
     for step in steps:
-        args = hashable(step_args(step.name, step.source, step.target, shape))
+        args = hashable(step_args(step.source, step.target, shape))
         op = getattr(torch.ops.torchshard, step.name).default
         # torch.compile can trace operators only; without it a direct call saves the dispatcher's time.
         x = (op if torch.compiler.is_compiling() else direct(op))(x, *args, group.name)
-    return Piece(x, target, shape)
+    return x
 
 
 # Cached, for a training loop runs the same few ops with the same shapes at each step.

@@ -31,9 +31,7 @@ def annotate(module: fx.GraphModule, plan: Plan) -> bool:
         if node.op == "placeholder":
             node.meta["layouts"] = (plan.parameters.get(node.meta["path"], I),)
         elif is_tensor_op(node):
-            row = node_row(node)
-            node.meta["row"] = row
-            node.meta["choice"] = planned_choice(node, row, plan)
+            node.meta["choice"] = planned_choice(node, plan)
             node.meta["layouts"] = node.meta["choice"].results
         elif node.target is operator.getitem:
             layouts, index = node_arg(node).meta.get("layouts", ()), int_arg(node, 1)
@@ -55,13 +53,13 @@ def legal_choices(node: fx.Node, row: Row | None, axis: MeshAxis, planned: Choic
     return choices(row, axis.size, splits)
 
 
-def planned_choice(node: fx.Node, row: Row | None, plan: Plan) -> Choice:
+def planned_choice(node: fx.Node, plan: Plan) -> Choice:
     """The plan's choice for an op.
 
     Raises:
         PlanError: the plan has no choice for the op, or one that is not legal.
     """
-    planned = plan.choices.get(node.name)
+    row, planned = node_row(node), plan.choices.get(node.name)
     if planned is None:
         raise PlanError(
             "the plan has no choice for an op of the model",

@@ -94,7 +94,7 @@ class _Conversions:
 
     def _insert(self, value: fx.Node, step: ConversionStep, source: fx.Node, consumer: fx.Node) -> fx.Node:
         graph = self._module.graph
-        args = step_args(step.name, step.source, step.target, global_shape(value))
+        args = step_args(step.source, step.target, global_shape(value))
         after = value.op != "placeholder" and not is_whole(step.source)
         beside = value if after else consumer
         with graph.inserting_after(source) if after else graph.inserting_before(consumer):

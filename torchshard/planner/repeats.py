@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Hashable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from itertools import pairwise
 
 MIN_BLOCKS = 5
@@ -46,7 +46,7 @@ class Run:
 
     start: int
     period: int
-    count: int = field(compare=True)
+    count: int
 
     @property
     def stop(self) -> int:

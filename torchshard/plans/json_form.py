@@ -91,7 +91,7 @@ def _fields(body: dict[str, Any]) -> dict[str, Any]:
         "stored": stored,
         "fingerprint": _is(str, body["fingerprint"]),
         "costs": _costs(body["costs"]),
-        "machine": _machine(body.get("machine", {})),
+        "machine": _machine(body["machine"]),
         "static": _is(bool, body["static"]),
     }
 
@@ -104,16 +104,16 @@ def _costs(body: object) -> Costs:
         tuple(map(_collective, _is(list, fields["collectives"]))),
         _number(fields["gap"]),
         _numbers(fields["memory"]),
-        tuple(map(_gathered, _is(list, fields.get("whole", [])))),
-        {int(ranks): _number(seconds) for ranks, seconds in _is(dict, fields.get("fewer", {})).items()},
+        tuple(map(_gathered, _is(list, fields["whole"]))),
+        {int(ranks): _number(seconds) for ranks, seconds in _is(dict, fields["fewer"]).items()},
     )
 
 
 def _machine(body: object) -> Machine:
-    """Reads a machine; fields with the default's value are not written, for JSON has no infinity."""
+    """Reads a machine; infinite numbers are not written, for JSON has none."""
     fields = _is(dict, body)
     numbers = {name: _number(value) for name, value in fields.items() if name != "name"}
-    return Machine(_is(str, fields.get("name", Machine.name)), **numbers)
+    return Machine(_is(str, fields["name"]), **numbers)
 
 
 def _is(kind: type[T], value: object) -> T:
@@ -177,7 +177,7 @@ def _gathered(body: object) -> GatheredOps:
 
 def _sent(body: object) -> Sent:
     fields = _is(dict, body)
-    times = _is(int, fields.get("times", 1))
+    times = _is(int, fields["times"])
     return Sent(_is(str, fields["kernel"]), _number(fields["nbytes"]), _number(fields["seconds"]), times)
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 
 from torchshard.core.conversions import ConversionStep
 from torchshard.core.errors import PlanError
@@ -25,7 +25,7 @@ MAX_ALTERNATIVES = 12
 TOLD = 0.01
 """Smaller changes of a step's time or of a rank's bytes are not reported."""
 
-REASONS = {
+REASONS: Mapping[str, str] = {
     "copy": "each rank uses it for its own part, so its gradient is the sum of theirs",
     "reduce": "each rank has a partial sum of it, and the sum is required",
     "gather": "each rank has a slice of it, and the whole is required",
@@ -34,8 +34,9 @@ REASONS = {
     "reduce_scatter": "each rank has a partial sum of it, and needs a slice of the sum",
     "all_to_all": "it is split along one dim and required split along another",
     "narrow": "each rank needs a slice of it alone",
+    "pad": "each rank has a slice, and a partial sum with zeros elsewhere is required",
     "all_reduce": "each rank has a partial sum of it and needs the sum for its own part",
-    "all_reduce_max": "the largest of each row lies on some rank",
+    "all_reduce_max": "the largest of each row may be on any rank",
 }
 
 
@@ -63,7 +64,7 @@ def told(plan: Plan, problem: PlanningProblem | None) -> Iterator[str]:
             f"{first.name}{f' ×{count}' if count > 1 else ''} {'after' if first.is_after else 'before'} {where}: "
             f"{first.source} -> {first.target} of {first.type}, for {consumers}    {os.path.basename(first.line)}"
         )
-        yield f"  why: {REASONS.get(first.name, 'see the table of conversions')}"
+        yield f"  why: {REASONS[first.name]}"
         yield (
             f"  costs: {', '.join(ways)}; {size_text(sum(c.nbytes for c in alike))} and "
             f"{1e3 * sum(c.seconds for c in alike):.3g} ms per step"

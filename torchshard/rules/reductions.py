@@ -128,7 +128,7 @@ def vector_norm(call: Call) -> Row:
 def _gathered(ctx: Local, own: Traced) -> Traced:
     """Returns the values of all ranks, stacked along a new first dim."""
     own = aten.unsqueeze.default(own, 0)
-    return ops.gather.default(own, *step_args("gather", Shard(0), I, [ctx.world]), ctx.group)
+    return ops.gather.default(own, *step_args(Shard(0), I, [ctx.world]), ctx.group)
 
 
 def _of_slices(call: Call, dims: Sequence[int], local: LocalFn) -> Row:

@@ -25,11 +25,6 @@ LINEAR = [{0}]
 BOTH = [{0, 1}]
 
 
-def same_size(a: Size, b: Size) -> bool:
-    """Returns whether two sizes are equal, as numbers or as expressions."""
-    return bool(a == b)
-
-
 def _prefix_products(shape: Sequence[Size]) -> list[Size]:
     return [math.prod(shape[:i]) for i in range(len(shape) + 1)]
 
@@ -43,7 +38,7 @@ def _groups(left: Sequence[int], right: Sequence[int]) -> list[tuple[range, rang
     runs, i, j = [], 0, 0
     while i < len(left) or j < len(right):
         pairs = ((k, m) for k in range(i + 1, len(a)) for m in range(j + 1, len(b)))
-        end = next(((k, m) for k, m in pairs if same_size(a[k], b[m])), None)
+        end = next(((k, m) for k, m in pairs if a[k] == b[m]), None)
         if end is None:
             return None
         runs.append((range(i, end[0]), range(j, end[1])))
@@ -198,7 +193,7 @@ def shape_only(call: Call) -> Row:
     if call.target not in SQUEEZES:
         return reshape_row(call, source, target, None)
     named = dims_of(call, "dim", len(source))
-    squeezed = [i for i in named if source and same_size(source[i], 1)]
+    squeezed = [i for i in named if source and source[i] == 1]
 
     def local(ctx: Local, x: Traced, *args: Argument) -> Traced:
         """Names the dims, so that a dim which has size one on this rank only is not squeezed."""
@@ -325,7 +320,7 @@ def _cut(call: Call, piece: Size) -> tuple[str, str, _CutOptions]:
     def dims(cut: str) -> str:
         return spaced(cut if i == dim else name for i, name in enumerate(names))
 
-    if call["step"] == 1 and same_size(size, piece):
+    if call["step"] == 1 and size == piece:
         return spaced(names), spaced(names), {}
     if call["step"] != 1 or not all(isinstance(s, int) for s in (start, size, piece)):
         return dims(f"!{names[dim]}"), dims("!q"), {}

@@ -2,7 +2,7 @@
 
 A graph keeps the values that Python code saw during its capture: flags and numbers among the arguments, dtypes, the
 grad mode, train or eval of each module, and attributes and globals that forward reads. The key holds all of them. Sizes
-are not part of it, for one graph runs many sizes: `Captured.accepts` checks those of each call.
+are not part of it, for one graph runs many sizes: `Captured.assumes` checks those of each call.
 """
 
 from __future__ import annotations

@@ -17,9 +17,9 @@ _FOR_USERS = frozenset([
 """PyTorch's modules whose functions act on behalf of their callers: those frames are skipped."""
 
 
-def called_from(depth: int = 2) -> str:
+def called_from() -> str:
     """The name of the module whose code called the function that asks."""
-    return str(sys._getframe(depth).f_globals.get("__name__", ""))
+    return str(sys._getframe(2).f_globals.get("__name__", ""))
 
 
 def caller() -> tuple[str, int]:

@@ -24,8 +24,6 @@ from torchshard.plans.plan import Plan
 from torchshard.report.drawing.outline import Box, Row, outline, sources
 from torchshard.report.why import MAX_ALTERNATIVES, REASONS, kinds_of
 
-"""Rows of the table of collectives."""
-
 
 @dataclass(frozen=True)
 class Shown:
@@ -118,7 +116,7 @@ class _Side:
             return ""
         rows = "".join(self._kind(alike) for alike in kinds[:MAX_ALTERNATIVES])
         head = "<tr><th>collective</th><th>where</th><th>why</th><th>sent</th><th>ms</th></tr>"
-        return f"<h2>Dearest collectives</h2><table>{head}{rows}</table>"
+        return f"<h2>Most expensive collectives</h2><table>{head}{rows}</table>"
 
     def _kind(self, alike: Sequence[Collective]) -> str:
         first = alike[0]
@@ -129,7 +127,7 @@ class _Side:
         row = next(rows, "")
         link = f'<a data-row="{row}">⬡ {escape(first.name)}{count}</a> {escape(f"{first.source} → {first.target}")}'
         sent, seconds = (sum(getattr(c, part) for c in alike) for part in ("nbytes", "seconds"))
-        why = REASONS.get(first.name, "")
+        why = REASONS[first.name]
         return (
             f"<tr><td>{link}</td><td>{escape(where)}</td><td>{escape(why)}</td>"
             f'<td class="n">{size_text(sent)}</td><td class="n">{1e3 * seconds:.3g}</td></tr>'
@@ -189,7 +187,7 @@ class _Side:
         }
         if record is not None:
             shown |= {
-                "why": REASONS.get(record.name, ""),
+                "why": REASONS[record.name],
                 "for": ", ".join(record.consumers[:6]),
                 "costs": f"{size_text(record.nbytes)}, {1e3 * record.seconds:.3g} ms"
                 + (f"; {size_text(count * record.nbytes)} in all layers" if count > 1 else ""),
