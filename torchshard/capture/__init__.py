@@ -1,4 +1,17 @@
-"""Captures a module, called on example inputs, as one flat graph of ATen ops."""
+"""Captures a module, called on example inputs, as one flat graph of ATen ops. Read `flat` first.
+
+flat                                     `capture`: the way of a call from its arguments to its graph
+signature, models                        arguments as tensors and structure; copies and checks of models
+trace                                    the call of torch.export, with
+  entry_points, function_mode            a flat forward, and calls that export gets wrong
+  whole_calls, recording                 Python code that stays one op
+  modes, regions                         no_grad and autocast, op by op
+  seeding, rng_states                    random numbers that a graph would freeze
+  equal_sizes, assumptions               dynamic sizes
+  quiet, names, export_errors            logs, names of nodes, texts of errors
+attributes, user_code, rehearsal, watch  what forward reads and writes besides its arguments
+facts                                    what planning must know of a model
+"""
 
 from torchshard.capture.flat import Captured, capture
 from torchshard.capture.models import (

@@ -1,7 +1,7 @@
 """Compares a sharded program with the unsharded model: outputs, written buffers and every gradient.
 
     >>> print(ts.check(model, plan, world_size=4, example_inputs=(x,)))
-    exact: 4 ranks, 1 outputs, 0 input gradients, 12 parameter gradients
+    exact: 4 ranks, 1 outputs, 0 buffers, 0 input gradients, 12 parameter gradients, tolerance 1e-10
       largest error of outputs               2.2e-16
       ...
 

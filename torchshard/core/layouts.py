@@ -184,7 +184,7 @@ def whole_shape(shape: Sequence[int], layout: Layout) -> list[int]:
     return whole
 
 
-def _coarsest_unit(count: int, unit: int, world: int) -> int:
+def _smallest_unit(count: int, unit: int, world: int) -> int:
     """Returns the smallest unit that deals the same elements to the same ranks."""
     if count % world == 0:
         return 1
@@ -196,12 +196,13 @@ def _coarsest_unit(count: int, unit: int, world: int) -> int:
 def canonical(dim: int, parts: Sequence[Part], world: int, *, repeated: bool = False) -> Shard:
     """Returns the canonical Shard for these parts at this world size: smallest units, no needless parts.
 
-    Shards that give every rank the same elements get the same spelling, so that layouts can be compared by equality.
+    Shards that give every rank the same elements get the same spelling, so that layouts can be compared by equality;
+    except parts of fewer units than there are ranks, of which a pair may be converted needlessly.
 
     >>> str(canonical(0, [(4, 8)], 2)), str(canonical(0, [(7, 8)], 2))
     ('S(0)', 'S(0; 7x8)')
     """
-    units = [(count, unit, _coarsest_unit(count, unit, world)) for count, unit in parts if count * unit]
+    units = [(count, unit, _smallest_unit(count, unit, world)) for count, unit in parts if count * unit]
     small = tuple((count * unit // u, u) for count, unit, u in units)
     if repeated:
         return Shard(dim, small, repeated=True)

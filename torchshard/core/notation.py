@@ -6,8 +6,10 @@
     sort        a !b -> a !b                 b is unsplittable
     expand      1 -> a                       1 is a dim of size one that no split touches
 
-The same letter is the same axis. An axis that no result has is summed, so that splitting it gives Partial results; an
-operand without the split axis is Replicate. `...` stands for leading axes, aligned at their last.
+A row is a sharding rule: it names the axes (factors) of every dim, as einops does, and from the names alone follow
+all legal layouts of the op. The same letter is the same axis. An axis that no result has is summed, so that splitting
+it gives Partial results; an operand without the split axis is Replicate. `...` stands for leading axes, aligned at
+their last.
 
 `bind` turns a text and the shapes of an op into a `Row`; `core.choices` turns a row into the legal ways to run the op.
 
@@ -82,7 +84,10 @@ class RowOptions:
     reduced: frozenset[str] = frozenset()
     """Axes that the replacement itself sums over: results without such an axis are Invariant, not Partial."""
     by_size: bool = False
-    """Whether the replacements read only sizes, not starts, so that an axis may be split in several parts."""
+    """Whether the replacements read only sizes, not starts, so that an axis may be split in several parts.
+
+    A replacement of '*' is never asked: it must work with several parts.
+    """
     fills_ranks: bool = False
     """Whether every rank must hold some of a split in repeated parts, because the op infers the whole size from it."""
     mutates: frozenset[int] = frozenset()

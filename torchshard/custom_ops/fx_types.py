@@ -1,6 +1,7 @@
 """Names for the types of what torch.fx hands to rules and custom ops, each defined once.
 
-They live here because rules must not import torch.fx: a rule sees an op, never the graph.
+They live here because rules must not import torch.fx (`tests/test_architecture.py`): a rule sees an op, never the
+graph.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The op `with_value(x, value)`: it returns `value`, and its gradient goes to `x`.
+"""The op `with_value(x, value)`, a straight-through estimator: it returns `value`, and its gradient goes to `x`.
 
     before    h = linear(x, w); with torch.no_grad(): h.clamp_(-1, 1)
     after     h = linear(x, w); h_clamp = clamp(detach(h), -1, 1); h_1 = with_value(h, h_clamp)

@@ -35,7 +35,7 @@ class CheckLevel(Enum):
     NEW = "new"
     """Each call of a sharded model. Eager calls: over gloo each, over NCCL those whose signature is new."""
     OFF = "off"
-    """Only calls in which the ranks exchange sizes."""
+    """Only what can't be skipped: exchanges of sizes and objects, making groups, sharding and new captures."""
 
 
 class Timeouts(NamedTuple):
@@ -193,7 +193,7 @@ def get_group_size() -> int:
 
 
 def get_world_size() -> int:
-    """The same as `get_group_size`: the world of this process's model-parallel group."""
+    """The same as `get_group_size`; torch.distributed's function of this name counts all processes."""
     return get_group_size()
 
 

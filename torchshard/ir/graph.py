@@ -1,13 +1,17 @@
 """Reads and edits `fx.GraphModule`, the graph type of all passes. Facts about a node are stored in these meta keys:
 
 val          fake tensor (or tuple, or SymInt) with the global shape; after `localize` the rank's own
-kind, path   of a placeholder: 'parameter', 'buffer', 'constant' or 'input', and its dotted name
+kind, path   of a placeholder: 'parameter', 'buffer', 'constant' or 'input', and its dotted name; 'names': all its names
 module       of an op: the path of the module that called it; 'source': the user's file and line
 autocast     of an op: the autocast in which it was called, until its casts are explicit
+global_shape the global shape of the first result, set by `localize`, after which 'val' has the rank's own
+inside       of a node of a replacement: the op that it is a part of
 layouts      tuple of Layouts, one per result
 choice, row  of an op: the planned notation.Choice, and the Row that allows it
 needs_grad   whether a gradient flows back through the value
 note         of a collective: the conversion and its consumers
+
+The module's own meta has 'axis': the mesh axis that the rewritten graph is split over.
 """
 
 from __future__ import annotations

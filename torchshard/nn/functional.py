@@ -5,8 +5,8 @@
     e = parallel_embedding(ids, weight, dim=0)         # vocabulary: weight[num / n, dim]
     l = parallel_cross_entropy(logits, labels, dim=-1) # classes: logits[batch, classes / n]
 
-Gradients are those of the unsharded functions; gradients of slices are slices. Arguments say what is split: unlike in
-the first torchshard, no tensor carries a mark, which the next op would lose. Unless `size=` gives the global size of a
+Gradients are those of the unsharded functions; gradients of slices are slices. Arguments say what is split:
+no tensor carries a mark, which the next op would lose. Unless `size=` gives the global size of a
 split dim, each call asks the ranks for it in a small message. In a group of one these are PyTorch's own functions.
 """
 
@@ -78,8 +78,8 @@ def parallel_linear(
         input: `[..., in]`, the whole on every rank; `[..., in / n]` with `input_is_parallel`.
         weight: `[out, in]` for `dim=None`, `[out / n, in]` for 1 or -1, `[out, in / n]` for 0.
         bias: `[out]`, for 1 or -1 `[out / n]`.
-        dim: None: not split; 1 or -1: by columns; 0: by rows. As in the first torchshard the numbers are of the
-            transposed weight, `[in, out]`.
+        dim: None: not split; 1 or -1: by columns; 0: by rows. The numbers are dims of the transposed weight,
+            `[in, out]`.
         size: the global size of what is split (`out` by columns, `in` by rows).
         input_is_parallel: the input is split along its last dim already, as the result of a split by columns is.
         gather_output: joins the result of a split by columns.

@@ -3,7 +3,7 @@
 normalize   -> fewer kinds of nodes
 annotate    -> the plan's layouts and choices on the nodes
 insert      -> collectives between producers and consumers that disagree
-simplify    -> fewer collectives
+simplify    -> biases back in their ops where no collective came between
 localize    -> this rank's sizes
 materialize -> this rank's slices of the parameters; it lives in `weights`, because it changes tensors and no graph
 """

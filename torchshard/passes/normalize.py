@@ -3,9 +3,14 @@
     before    h = linear(x, w, b); s = slice(h, 1, 0, 9223372036854775807); c = to(s, float32)
     after     h_linear = linear(x, w); h = add(h_linear, b)
 
-The pass drops asserts, and casts and slices that change nothing. It splits a bias off into an addition of its own:
-after a row-parallel product, the ranks must add it once, not once per rank. It creates tensors "like" another one from
-sizes alone, because they need no collective for that one.
+In order: casts of autocast are made explicit, composite ops taken apart, views and writes made functional, biases split
+off, random draws put in the order of indices, concatenations chained, and the causal mask recognised. `normalize` says
+why in this order.
+
+The pass drops asserts (those about sizes are checked before each call, `Captured.assumes`; the others would gather
+their operands for no result), and casts and slices that change nothing. It splits a bias off into an addition of its
+own: after a row-parallel product, the ranks must add it once, not once per rank. It creates tensors "like" another
+one from sizes alone, because they need no collective for that one.
 """
 
 from __future__ import annotations

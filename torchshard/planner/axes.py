@@ -52,7 +52,9 @@ def wanted_parts(ops: Sequence[Op], tensors: Tensors, ranks: int) -> dict[fx.Nod
 def weight_axes(ops: Sequence[Op], tensors: Tensors) -> dict[fx.Node, set[str]]:
     """For each op the axes that weights bring into the graph, in products and look-ups, followed through the graph.
 
-    Batch and sequence are none of them, even where a table of positions is added to what has them.
+    In `linear(x, w)` the axis `n` comes from `w` alone: it is marked, and followed through views, attention and the
+    next `linear` until nothing new is marked. Batch and sequence of `x` never are, even if a table of positions is
+    added.
     """
     of_weights: set[fx.Node] = set()
     for op in ops:

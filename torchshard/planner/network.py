@@ -99,7 +99,9 @@ class Chain:
 
 
 Key = tuple[str, int, int]
-"""Identifies a variable: ('op', position, 0), ('value', position, 0) or ('stored', position of first use, slot)."""
+"""Identifies a variable: ('op', position, 0), ('value', position, 0) or ('stored', position of first use, slot).
+
+('value of', position of first use, slot) is the value of a parameter or input that several ops read."""
 
 
 @dataclass
@@ -352,7 +354,13 @@ class _Builder:
     # --- repeated blocks ---------------------------------------------------------------------------------------------
 
     def _add_chain(self, index: int, run: Run) -> None:
-        """Describes the third block of a run, which represents all inner ones, for the solver to chain."""
+        """Describes the third block of a run, which represents all inner ones, for the solver to chain.
+
+        `inner` are the factors that touch the third block and not the last, `around` the variables of the third block
+        that the last one reads. Each of these is a variable of the chain's exit, and its twin one block earlier is one
+        of the entry. To chain a block, its entry and exit must have the same states in the same order; otherwise the
+        blocks are uneven, and planned one by one.
+        """
         block: dict[int, int] = {}
         for (_, position, _), variable in self.network.keys.items():
             place = self.folded.place(position)

@@ -55,7 +55,7 @@ StyleWord = (
 """What a plan's dict may say of a module."""
 
 WORDS: dict[str | int | None, Style] = {
-    # ours, and the seed's `dim`
+    # our words; as numbers, dims of the transposed weight [in, out], as `nn.ParallelLinear(dim=)` has them
     "column": _COLUMN, "row": _ROW, "vocab": _VOCAB, "replicate": _REPLICATE,
     1: _COLUMN, -1: _COLUMN, 0: _ROW, None: _REPLICATE,
     # Hugging Face's tp_plan

@@ -18,7 +18,11 @@ from torchshard.plans.data import PlanData
 
 @dataclass(frozen=True)
 class Plan(PlanData):
-    """One choice per op, one layout per parameter; `PlanData` lists its fields."""
+    """One choice per op, one layout per parameter; `PlanData` lists its fields.
+
+    Two classes, because tables and files are made of the data and `Plan` offers them as methods: one class would need
+    modules that import each other.
+    """
 
     def __str__(self) -> str:
         """A table, a row per module."""
