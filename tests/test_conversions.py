@@ -102,10 +102,10 @@ def test_a_partial_sum_required_only_as_r_takes_one_all_reduce() -> None:
 
 
 def test_a_conversion_that_several_layouts_need_is_there_once() -> None:
-    assert plan_conversions(P, [I, R], 4, needs_grad=True) == _chain(P, ("reduce", I), ("copy", R))
-    assert plan_conversions(I, [R, A], 4, needs_grad=True) == _chain(I, ("copy", R), ("narrow", A))
-    assert plan_conversions(P, [R, A], 4, needs_grad=False) == _chain(P, ("reduce", I), ("scatter", A))
-    assert plan_conversions(A, [I, R], 4, needs_grad=True) == _chain(A, ("gather", I), ("copy", R))
+    assert plan_conversions(P, [I, R], needs_grad=True) == _chain(P, ("reduce", I), ("copy", R))
+    assert plan_conversions(I, [R, A], needs_grad=True) == _chain(I, ("copy", R), ("narrow", A))
+    assert plan_conversions(P, [R, A], needs_grad=False) == _chain(P, ("reduce", I), ("scatter", A))
+    assert plan_conversions(A, [I, R], needs_grad=True) == _chain(A, ("gather", I), ("copy", R))
 
 
 LAYOUTS = [I, R, P, A, B, S(0, ((3, 1), (5, 1)))]
@@ -134,7 +134,7 @@ def test_planned_conversions_send_the_fewest_bytes(source: Layout, size: int) ->
     """By enumeration; I and R may lie on the way. Of R wanted as it is and as I there is none, by no way."""
     for wanted in map(set, itertools.combinations([x for x in LAYOUTS if x != source], size)):
         costs = [_rounds(way, True) for way in _ways({source}, wanted | {I, R}, wanted)]
-        found = plan_conversions(source, wanted, 4, needs_grad=True)
+        found = plan_conversions(source, wanted, needs_grad=True)
         assert (found is None) == (not costs or (source == R and I in wanted))
         there = {source}
         for link in found or ():
@@ -271,9 +271,9 @@ def test_fewer_wishes_are_never_dearer(source: Layout, needs_grad: bool) -> None
     layouts = [I, R, S(0), S(1)]
     for count in (1, 2, 3):
         for wanted in itertools.combinations(layouts, count):
-            steps = plan_conversions(source, wanted, 3, needs_grad=needs_grad)
+            steps = plan_conversions(source, wanted, needs_grad=needs_grad)
             for fewer in (w for k in range(1, count) for w in itertools.combinations(wanted, k)):
-                less = plan_conversions(source, fewer, 3, needs_grad=needs_grad)
+                less = plan_conversions(source, fewer, needs_grad=needs_grad)
                 assert steps is None or (less is not None and _sent(less, needs_grad) <= _sent(steps, needs_grad))
 
 

@@ -7,7 +7,7 @@ simulation, the planner and the verifier all derive from this table, so that the
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from itertools import chain
@@ -64,14 +64,14 @@ class ConversionStep:
 
 Steps = tuple[ConversionStep, ...]
 """Conversions of one value; each starts from the value's original layout or from the target of an earlier step."""
-_ROUNDS = {"all_reduce": 2, "all_gather": 1, "reduce_scatter": 1}
-"""How often a ring algorithm sends the whole value, less each rank's own part."""
+ROUNDS: Mapping[str, int] = {"all_reduce": 2, "all_gather": 1, "reduce_scatter": 1, "all_to_all": 1}
+"""Kernels that communicate -> how often the messages of a ring algorithm go around the ranks."""
 Price = Callable[[ConversionStep], float]
 """Returns the price of a conversion, forward and backward."""
 
 
 def plan_conversions(
-    source: Layout, required: Iterable[Layout], world: int, *, needs_grad: bool, price: Price | None = None
+    source: Layout, required: Iterable[Layout], *, needs_grad: bool, price: Price | None = None
 ) -> Steps | None:
     """Returns the cheapest conversions that give a value all required layouts, or None if there are none.
 
@@ -79,20 +79,21 @@ def plan_conversions(
     and then copied. Among equally cheap plans, the one with the fewest conversions wins.
 
     Args:
-        price: by default, the bytes that ring algorithms send, forward and (if the value needs a gradient) backward.
+        price: by default, the bytes that ring algorithms send on four ranks, forward and (if the value needs a
+            gradient) backward.
     """
     source, required = _without_gradient_layouts(source, required, needs_grad)
     if _is_forbidden(source, required, needs_grad):
         return None
     missing = required - {source}
     if price is None:
-        return _fewest_bytes(source, missing, world, needs_grad)
+        return _fewest_bytes(source, missing, needs_grad)
     return _cheapest(source, missing, needs_grad, price)
 
 
 def plan_conversion(source: Layout, target: Layout, *, needs_grad: bool = True) -> Steps | None:
     """Returns the cheapest conversions from one layout to another, or None if there are none."""
-    return plan_conversions(source, [target], 2, needs_grad=needs_grad)
+    return plan_conversions(source, [target], needs_grad=needs_grad)
 
 
 def are_legal(steps: Steps, source: Layout, required: Iterable[Layout], *, needs_grad: bool) -> bool:
@@ -124,8 +125,8 @@ def _is_forbidden(source: Layout, required: frozenset[Layout], needs_grad: bool)
 
 
 @lru_cache(maxsize=1 << 14)
-def _fewest_bytes(source: Layout, required: frozenset[Layout], world: int, needs_grad: bool) -> Steps | None:
-    return _cheapest(source, required, needs_grad, lambda step: _rounds(step, world, needs_grad))
+def _fewest_bytes(source: Layout, required: frozenset[Layout], needs_grad: bool) -> Steps | None:
+    return _cheapest(source, required, needs_grad, lambda step: _rounds(step, needs_grad))
 
 
 def _cheapest(source: Layout, required: frozenset[Layout], needs_grad: bool, price: Price) -> Steps | None:
@@ -175,10 +176,10 @@ def _converts(row: Conversion, source: Layout, target: Layout, *, needs_grad: bo
     return not (isinstance(source, Shard) and isinstance(target, Shard)) or source.dim != target.dim
 
 
-def _rounds(step: ConversionStep, world: int, needs_grad: bool) -> int:
-    """Returns the bytes that a step sends, in units of what an all_to_all of the value sends."""
+def _rounds(step: ConversionStep, needs_grad: bool) -> int:
+    """Returns the bytes that a step sends on four ranks, in units of what an all_to_all of the value sends."""
     both = kernels(step.name, needs_grad=needs_grad)
-    return sum(1 if kernel == "all_to_all" else _ROUNDS.get(kernel, 0) * world for kernel in both)
+    return sum(1 if kernel == "all_to_all" else 4 * ROUNDS.get(kernel, 0) for kernel in both)
 
 
 def kernels(name: str, *, needs_grad: bool) -> tuple[Kernel, Kernel]:
@@ -205,7 +206,7 @@ def sent_bytes(kernel: str, nbytes: float, source: Layout, target: Layout, shape
     if kernel == "all_reduce":
         return 2 * nbytes * (world - 1) / world
     shard = source if isinstance(source, Shard) else target
-    return nbytes * _ROUNDS.get(kernel, 0) * (world - 1) * largest_share(shard, shape, world)
+    return nbytes * ROUNDS.get(kernel, 0) * (world - 1) * largest_share(shard, shape, world)
 
 
 def flat_parts(size: int, shard: Shard) -> list[int]:

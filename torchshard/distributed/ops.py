@@ -18,7 +18,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch._ops import OpOverload
 
-from torchshard.core.conversions import TABLE, Conversion, source_and_target
+from torchshard.core.conversions import ROUNDS, TABLE, Conversion, source_and_target
 from torchshard.core.layouts import Shard, local_shape, whole_shape
 from torchshard.distributed.consistency import forward_site, note_unverified, running_call
 from torchshard.distributed.group import Group, lookup
@@ -85,7 +85,7 @@ def _gradient(row: Conversion, grad: Tensor, args: OpArgs, origin: _Origin) -> T
     return _run(dual, grad, args, origin.site, eager=sends and not origin.model_call)
 
 
-SENDING = frozenset({"all_reduce", "all_gather", "reduce_scatter", "all_to_all"})
+SENDING = frozenset(ROUNDS)
 """The kernels that communicate."""
 
 

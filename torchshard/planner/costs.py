@@ -13,7 +13,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, fx
 
-from torchshard.core.conversions import ConversionStep, Steps, kernels, plan_conversions, sent_bytes
+from torchshard.core.conversions import ROUNDS, ConversionStep, Steps, kernels, plan_conversions, sent_bytes
 from torchshard.core.layouts import Layout, Shard, largest_share, local_size
 from torchshard.core.mesh import MeshAxis
 from torchshard.core.notation import Choice, Dim, Row
@@ -75,8 +75,6 @@ of two plans that send the same, that with less work per rank is better."""
 LOOKUPS = {aten.embedding.default}
 """Ops that read as much of their table as they give."""
 ATTENTION = aten.scaled_dot_product_attention.default
-_ROUND_TRIPS = {"all_reduce": 2, "all_gather": 1, "reduce_scatter": 1, "all_to_all": 1}
-"""Kernel -> how many times its messages go around the ring of ranks."""
 NOTHING = Sent("none", 0.0, 0.0)
 
 
@@ -183,8 +181,7 @@ class CostModel:
         key = value, produced, frozenset(required)
         if key not in self._cheapest:
             price = self._price(value)
-            ranks, needs_grad = self.axis.size, value.needs_grad
-            self._cheapest[key] = plan_conversions(produced, key[2], ranks, needs_grad=needs_grad, price=price)
+            self._cheapest[key] = plan_conversions(produced, key[2], needs_grad=value.needs_grad, price=price)
         return self._cheapest[key]
 
     def _price(self, value: Value) -> Callable[[ConversionStep], float]:
@@ -220,7 +217,7 @@ class CostModel:
         if kernel in ("slice", "pad"):
             return Sent("none", 0.0, value.nbytes / self.machine.memory_bandwidth)
         sent = sent_bytes(kernel, value.nbytes, source, target, value.shape, self.axis.size)
-        steps = _ROUND_TRIPS[kernel] * (self.axis.size - 1)
+        steps = ROUNDS[kernel] * (self.axis.size - 1)
         packed = sum(2 * value.nbytes for end in (source, target) if _is_strided(end, value.shape))
         bandwidth, latency = self.machine.link(self.axis.size)
         ring = self.machine.launch + steps * latency + sent / bandwidth
