@@ -380,8 +380,8 @@ FAULTS = (
     Fault(
         "the bias on every rank",
         "passes/normalize.py",
-        "        (aten.linear.default, aten.conv1d.default,",
-        "        (aten.conv1d.default,",
+        "        (aten.linear.default, *CONVOLUTIONS, aten.convolution.default),\n",
+        "        (*CONVOLUTIONS, aten.convolution.default),\n",
         "tests/test_passes.py tests/test_models.py",
         models="mlp",
     ),

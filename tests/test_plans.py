@@ -81,7 +81,7 @@ def test_a_file_that_is_no_plan(tmp_path: Path) -> None:
     other = json.dumps(json.loads(text) | {"version": 1})
     for name, content, why in (
         ("short.json", text[:-200], "JSONDecodeError"),
-        ("old.json", other, "version 1, this library reads 3"),
+        ("old.json", other, "version 1, this library reads 4"),
         ("list.json", "[1, 2]", "TypeError"),
         ("binary.json", None, "can't decode"),
     ):

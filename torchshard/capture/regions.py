@@ -20,7 +20,7 @@ from torch.fx.node import Argument
 
 from torchshard.capture.modes import modes_of
 from torchshard.core.errors import CaptureError
-from torchshard.ir.graph import bound_args
+from torchshard.ir.graph import bound_args, is_float
 
 aten = torch.ops.aten
 
@@ -93,7 +93,7 @@ def _detach_within_no_grad(graph: fx.Graph) -> None:
     originals: dict[fx.Node, fx.Node] = {}  # a value that a block returns as it came in -> the value outside
 
     def detach(node: fx.Node) -> fx.Node:
-        if node in inside or not _is_differentiable(node):
+        if node in inside or not is_float(node.meta.get("val")):
             return node
         if node not in detached:
             detached[node] = graph.call_function(aten.detach.default, (node,))
@@ -109,11 +109,6 @@ def _detach_within_no_grad(graph: fx.Graph) -> None:
             originals[node] = originals.get(first, first)
         with graph.inserting_before(node):
             node.args, node.kwargs = fx.map_arg((node.args, node.kwargs), detach)
-
-
-def _is_differentiable(node: fx.Node) -> bool:
-    val = node.meta.get("val")
-    return isinstance(val, torch.Tensor) and (val.is_floating_point() or val.is_complex())
 
 
 def _refuse_enabled(ops: Sequence[fx.Node]) -> None:

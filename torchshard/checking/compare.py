@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from torchshard.core.layouts import I, Layout, is_whole, join
+from torchshard.ir.graph import is_float
 
 Kind = Literal["output", "buffer", "input gradient", "parameter gradient"]
 """The kinds of tensors that are compared."""
@@ -123,7 +124,7 @@ def noise_ceiling(tensors: Iterable[object], tolerance: float) -> float:
     """The scale below which a tensor may be rounding noise of the others; never more than their largest value."""
     # the narrowest dtype counts: a float32 gradient is as noisy as the bfloat16 in which autocast computed it
     narrowest = _EPSILONS.get(tolerance, 0.0)
-    floats = [t for t in tensors if isinstance(t, Tensor) and (t.is_floating_point() or t.is_complex()) and t.numel()]
+    floats = [t for t in tensors if is_float(t) and t.numel()]
     largest = ((float(_dense(t).abs().max()), max(torch.finfo(t.dtype).eps, narrowest)) for t in floats)
     return max((value * min(NOISE_EPSILONS * eps / tolerance, 1.0) for value, eps in largest), default=0.0)
 

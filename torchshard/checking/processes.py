@@ -24,6 +24,7 @@ from torchshard.core.mesh import MODEL
 from torchshard.distributed.group import lookup
 from torchshard.distributed.launch import launch
 from torchshard.distributed.process_groups import init_process_group
+from torchshard.ir.graph import is_float
 from torchshard.plans.machine import Objective
 from torchshard.runtime.module import ShardedModule
 
@@ -143,7 +144,7 @@ def _tensors(leaves: Mapping[str, Leaf]) -> dict[str, Tensor]:
     """The tensors of another process, with their gradients in `.grad` again."""
     tensors = {}
     for name, (value, grad) in leaves.items():
-        if value.is_floating_point() or value.is_complex():
+        if is_float(value):
             value.requires_grad_(True)
             value.grad = grad
         tensors[name] = value

@@ -12,23 +12,18 @@ Source: Parker, "Monte Carlo Arithmetic: exploiting randomness in floating-point
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, TypeGuard, cast
+from typing import Any, cast
 
 import torch
 from torch import Tensor, fx
 from torch.fx.node import Argument
 
-from torchshard.ir.graph import duplicate
+from torchshard.ir.graph import duplicate, is_float
 
 NUDGE_SEED = 104729
 """The seed of the random moves. They have a generator of their own, so that the model's random numbers stay."""
 SAMPLE_SIZE = 8
 """So many elements of a result suffice to recognise most ops that compute new values."""
-
-
-def is_float(value: object) -> TypeGuard[Tensor]:
-    """Whether a value is a floating or complex tensor."""
-    return isinstance(value, Tensor) and (value.is_floating_point() or value.is_complex())
 
 
 class _Nudge(torch.autograd.Function):

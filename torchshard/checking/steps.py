@@ -18,10 +18,11 @@ from torch.utils import _pytree as pytree
 from torchshard.capture import Captured, Leaves, copy_model, flatten, shared_names
 from torchshard.checking import lockstep
 from torchshard.checking.compare import Kind, Place, Results, gradients, largest_difference
-from torchshard.checking.rounding import NUDGE_SEED, is_float, nudged, widened, widened_graph
+from torchshard.checking.rounding import NUDGE_SEED, nudged, widened, widened_graph
 from torchshard.core.autocast import autocasting
 from torchshard.core.layouts import Layout
 from torchshard.core.mesh import Coordinate, MeshAxis
+from torchshard.ir.graph import is_float
 from torchshard.plans.plan import Plan
 from torchshard.weights.materialize import local_state
 

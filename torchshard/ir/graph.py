@@ -220,7 +220,7 @@ def mark_needs_grad(module: fx.GraphModule, trainable: Sequence[str]) -> None:
         if node.op == "placeholder":
             reached[node] = node.meta["path"] in names
         elif node.op == "call_function":
-            passes_gradients = node.target is not torch.ops.aten.detach.default and any(map(_is_float, values(node)))
+            passes_gradients = node.target is not torch.ops.aten.detach.default and any(map(is_float, values(node)))
             reached[node] = passes_gradients and any(reached[n] for n in node.all_input_nodes)
     for node in reversed(module.graph.nodes):
         if node.op != "output":
@@ -229,7 +229,8 @@ def mark_needs_grad(module: fx.GraphModule, trainable: Sequence[str]) -> None:
             )
 
 
-def _is_float(value: object) -> bool:
+def is_float(value: object) -> TypeGuard[Tensor]:
+    """Whether a value is a floating or complex tensor: one that may have a gradient."""
     return isinstance(value, Tensor) and (value.is_floating_point() or value.is_complex())
 
 

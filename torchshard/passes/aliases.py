@@ -16,7 +16,7 @@ from torch import fx
 
 from torchshard.core.errors import CaptureError
 from torchshard.custom_ops.with_value import WITH_VALUE
-from torchshard.ir.graph import bound_args, emit, is_tensor, where
+from torchshard.ir.graph import bound_args, emit, is_float, is_tensor, where
 
 aten = torch.ops.aten
 
@@ -112,8 +112,7 @@ def _wants_grad(node: fx.Node, inputs_want: Mapping[fx.Node, bool]) -> bool:
     if node.op == "placeholder":
         # a placeholder without a kind belongs to a traced op, any of whose operands may need a gradient
         return isinstance(val, torch.Tensor) and (val.requires_grad or "kind" not in node.meta)
-    floats = isinstance(val, torch.Tensor) and (val.is_floating_point() or val.is_complex())
-    differentiable = (floats or isinstance(val, (list, tuple))) and node.target is not aten.detach.default
+    differentiable = (is_float(val) or isinstance(val, (list, tuple))) and node.target is not aten.detach.default
     return differentiable and any(inputs_want[n] for n in node.all_input_nodes)
 
 

@@ -24,7 +24,7 @@ from torch.fx.node import Argument
 
 from torchshard.core.autocast import Autocast, autocasting
 from torchshard.custom_ops.recurrent import RECURRENCES, states_of
-from torchshard.ir.graph import drop_dead_code, fake_mode, fake_value, faking, name_after, op_name
+from torchshard.ir.graph import drop_dead_code, fake_mode, fake_value, faking, is_float, name_after, op_name
 from torchshard.passes.functionalize import functionalize
 from torchshard.passes.nodes import int_arg
 from torchshard.rules import has_rule, is_random
@@ -169,8 +169,7 @@ def _no_guards(mode: object) -> AbstractContextManager[object]:
 
 def _as_leaf(value: Argument) -> Argument:
     """A floating value as one that requires a gradient."""
-    floating = isinstance(value, Tensor) and (value.is_floating_point() or value.is_complex())
-    return cast(Tensor, value).detach().requires_grad_() if floating else value
+    return value.detach().requires_grad_() if is_float(value) else value
 
 
 def _replace_by_result(module: fx.GraphModule, node: fx.Node, result: Argument) -> None:

@@ -33,6 +33,7 @@ from torchshard.passes.decompose import decompose
 from torchshard.passes.explicit_casts import explicit_casts
 from torchshard.passes.functionalize import functionalize
 from torchshard.passes.nodes import int_arg, node_arg, op_of
+from torchshard.rules.convolution import CONVOLUTIONS
 from torchshard.rules.random import BY_ELEMENT
 
 aten = torch.ops.aten
@@ -308,8 +309,7 @@ _REWRITES: dict[Target, Rewrite] = {
         _if_same,
     ),
     **dict.fromkeys(
-        (aten.linear.default, aten.conv1d.default, aten.conv2d.default, aten.conv3d.default,
-         aten.conv1d.padding, aten.conv2d.padding, aten.conv3d.padding, aten.convolution.default),
+        (aten.linear.default, *CONVOLUTIONS, aten.convolution.default),
         _split_bias,
     ),
     **dict.fromkeys(_PRODUCTS, _split_addmm),

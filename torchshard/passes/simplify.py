@@ -15,6 +15,7 @@ from torchshard.core.mesh import MeshAxis
 from torchshard.core.notation import Choice, Row
 from torchshard.ir.graph import drop_dead_code, is_tensor, layout_of, node_row, operands
 from torchshard.passes.nodes import node_arg, op_of, replace_node
+from torchshard.rules.convolution import CONVOLUTIONS
 
 aten = torch.ops.aten
 
@@ -27,8 +28,7 @@ def simplify(module: fx.GraphModule) -> bool:
     return changed
 
 
-_BIASED = {aten.linear.default, aten.conv1d.default, aten.conv2d.default, aten.conv3d.default,
-           aten.conv1d.padding, aten.conv2d.padding, aten.conv3d.padding}  # fmt: skip
+_BIASED = {aten.linear.default, *CONVOLUTIONS}
 
 
 def _fuse_biases(module: fx.GraphModule) -> bool:

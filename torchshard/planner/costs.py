@@ -23,6 +23,7 @@ from torchshard.ir.graph import hint, nbytes, node_row, operands, values
 from torchshard.planner.inside import calls_inside
 from torchshard.plans.data import Sent
 from torchshard.plans.machine import Machine
+from torchshard.rules.convolution import CONVOLUTIONS
 from torchshard.rules.linear_algebra import GROUPED
 
 aten = torch.ops.aten
@@ -58,9 +59,7 @@ def _recurrence(row: Row) -> list[Product]:
 PRODUCTS: Mapping[OpKey, Callable[[Row], list[Product]]] = {
     **dict.fromkeys(
         (aten.linear.default, aten.mm.default, aten.bmm.default, aten.matmul.default, aten.mv.default, aten.dot.default,
-         aten.outer.default, aten.einsum.default,
-         aten.conv1d.default, aten.conv2d.default, aten.conv3d.default,
-         aten.conv1d.padding, aten.conv2d.padding, aten.conv3d.padding),
+         aten.outer.default, aten.einsum.default, *CONVOLUTIONS),
         _product,
     ),
     aten.convolution.default: lambda row: [_over(*row.operands[:2])],  # transposed

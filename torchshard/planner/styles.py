@@ -19,6 +19,7 @@ from torchshard.core.paths import star_numbers
 from torchshard.custom_ops.recurrent import RECURRENCES
 from torchshard.custom_ops.whole import op_of
 from torchshard.ir.graph import operands, where
+from torchshard.rules.convolution import CONVOLUTIONS
 from torchshard.rules.pointwise import CASTS
 
 aten = torch.ops.aten
@@ -86,8 +87,7 @@ SPLITS: dict[object, dict[str, Split]] = {
     aten.mm.default: {"column": Split(("n",)), "row": Split(("k",))},
     aten.matmul.default: {"column": Split(("n",)), "row": Split(("k",))},
     aten.embedding.default: {"column": Split(("e",), 1), "row": Split(("v",), 0), "vocab": Split(("v",), 0)},
-    aten.conv1d.default: _CONVOLUTION, aten.conv2d.default: _CONVOLUTION, aten.conv3d.default: _CONVOLUTION,
-    aten.conv1d.padding: _CONVOLUTION, aten.conv2d.padding: _CONVOLUTION, aten.conv3d.padding: _CONVOLUTION,
+    **dict.fromkeys(CONVOLUTIONS, _CONVOLUTION),
     aten.convolution.default: {"column": Split(("o",), 1, 0), "row": Split(("c",), 0)},  # transposed
     aten.embedding_bag.padding_idx: {"column": Split(("e",), 1)},
     **{function: {"column": Split(("h",))} for function in RECURRENCES},

@@ -7,7 +7,7 @@ import math
 from dataclasses import asdict
 from typing import Any, TypeVar
 
-from torchshard.core.conversions import ConversionStep, Steps
+from torchshard.core.conversions import TABLE, ConversionStep, Steps
 from torchshard.core.errors import InputError, PlanError
 from torchshard.core.layouts import Layout, Part, Shard, parse_layout
 from torchshard.core.notation import Choice
@@ -15,7 +15,7 @@ from torchshard.plans.data import Collective, Costs, GatheredOps, PlanData, Sent
 from torchshard.plans.machine import Machine
 
 T = TypeVar("T")
-VERSION = 3
+VERSION = 4
 """Of the JSON form."""
 
 
@@ -184,6 +184,8 @@ def _sent(body: object) -> Sent:
 def _collective(body: object) -> Collective:
     fields = _is(dict, body)
     texts = {name: _is(str, fields[name]) for name in ("value", "name", "origin", "module", "line", "type")}
+    if texts["name"] not in (*TABLE, "all_reduce_max"):
+        raise ValueError(f"{texts['name']!r} is not a collective")
     return Collective(
         **texts,
         source=parse_layout(_is(str, fields["source"])),

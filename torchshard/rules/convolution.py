@@ -15,10 +15,14 @@ from torchshard.rules.registry import Call, rule, spaced
 aten = torch.ops.aten
 
 
-@rule(
+CONVOLUTIONS = (
     aten.conv1d.default, aten.conv2d.default, aten.conv3d.default,
-    aten.conv1d.padding, aten.conv2d.padding, aten.conv3d.padding, aten.convolution.default,
+    aten.conv1d.padding, aten.conv2d.padding, aten.conv3d.padding,
 )  # fmt: skip
+"""Convolutions that are not transposed."""
+
+
+@rule(*CONVOLUTIONS, aten.convolution.default)
 def convolution(call: Call) -> Row | None:
     """`f32[2,3,9,9], f32[8,3,3,3] -> f32[2,8,7,7]     n c !h0 !h1, o c !k0 !k1 -> n o !z0 !z1`; groups split too.
 
