@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import weakref
 from collections.abc import Callable, Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -261,3 +262,24 @@ def test_objects_are_numbered_and_not_kept_alive() -> None:
     gone = weakref.ref(first)
     del first
     assert gone() is None and numbers.of(torch.ones(1)) == 2
+
+
+class _Scaled(nn.Module):
+    """Reads an array of its configuration."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(4, 4), nn.Linear(4, 4)
+        self.config = SimpleNamespace(scale=np.arange(4, dtype=np.float32).reshape(1, 4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down(self.up(x) * torch.from_numpy(self.config.scale))
+
+
+def test_an_array_of_equal_bytes_and_another_shape_is_another_value() -> None:
+    ts.distributed.init_process_group()
+    model, x = _Scaled(), torch.randn(4, 4)
+    sharded = ts.shard(model, {"up": "column", "down": "row"}, (x,))
+    assert torch.equal(sharded(x), model(x))
+    model.config.scale = model.config.scale.reshape(4, 1)
+    assert torch.equal(sharded(x), model(x))

@@ -37,7 +37,15 @@ Attributes = dict[Place, object]
 
 
 class Array(Protocol):
-    """The one method of NumPy arrays that is used here; the package does not import NumPy."""
+    """What is used here of NumPy's arrays and scalars; the package does not import NumPy."""
+
+    @property
+    def dtype(self) -> object:
+        """The type of the elements."""
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """The sizes of the dims."""
 
     def tobytes(self) -> bytes:
         """The array's memory."""
@@ -195,7 +203,7 @@ def _holds_plain_values(value: object) -> bool:
 def _frozen(value: object) -> object:
     """A copy of a value that may be written to, by which `changed` finds writes; other values as they are."""
     if is_array(value):
-        return value.tobytes()
+        return array_content(value)
     if hasattr(value, "bit_generator"):  # numpy.random.Generator
         return repr(value.bit_generator.state)
     if isinstance(value, random.Random):
@@ -206,6 +214,11 @@ def _frozen(value: object) -> object:
 def is_array(value: object) -> TypeGuard[Array]:
     """Whether a value is a NumPy array or scalar."""
     return type(value).__module__ == "numpy" and hasattr(value, "tobytes")
+
+
+def array_content(value: Array) -> bytes:
+    """Type, shape and elements of an array: equal bytes may be other numbers, or lie in another shape."""
+    return f"{value.dtype} {value.shape} ".encode() + value.tobytes()
 
 
 def changed(before: Attributes, after: Attributes) -> list[Place]:

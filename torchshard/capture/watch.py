@@ -26,6 +26,7 @@ from torchshard.capture.attributes import (
     Attributes,
     Namespace,
     Place,
+    array_content,
     attributes,
     describe,
     is_array,
@@ -130,7 +131,7 @@ _WITH_TEXT = (type(None), *COMPARED_BY_VALUE, complex, range, slice, enum.Enum)
 
 def _version(value: Tensor | Array) -> int:
     """A number that changes when a tensor or array is written to."""
-    return value._version if isinstance(value, Tensor) else zlib.crc32(value.tobytes())
+    return value._version if isinstance(value, Tensor) else zlib.crc32(array_content(value))
 
 
 def _reader(namespace: Namespace) -> Callable[[], Iterable[object]]:

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 from torch import Tensor, fx
 
-from torchshard.custom_ops.whole import WholeCall
+from torchshard.custom_ops.whole import WholeCall, op_of
 from torchshard.ir.graph import bound_args, is_tensor_op, node_row, tensor_type, values
 from torchshard.planner.repeats import Item, Reference, Run, find_runs
 
@@ -84,7 +84,9 @@ def _items(nodes: Sequence[fx.Node], position: Mapping[fx.Node, int], keys: Mapp
         names = {operand: f"%{slot}" for slot, operand in enumerate(node.all_input_nodes)}
         # constants of a WholeCall are not among the node's arguments: by name they are all there
         arguments = fx.map_arg(bound_args(node), names.__getitem__)
-        key = (str(node.target), str(arguments), _type_key(node), tuple(leaves), str(keys.get(node)))
+        # functions of one name, as a factory makes them, are not one op
+        op = op_of(node.target) if isinstance(node.target, WholeCall) else str(node.target)
+        key = (op, str(arguments), _type_key(node), tuple(leaves), str(keys.get(node)))
         found.append(Item(numbers.setdefault(key, len(numbers)), tuple(references)))
     return found
 
