@@ -351,3 +351,36 @@ def test_another_thread_seeds_and_applies_while_one_captures() -> None:
         done.set()
         thread.join()
     assert not failures and "apply" not in vars(torch.autograd.function._SingleLevelFunction)
+
+
+def _doubling(*, ruled: bool) -> type[torch.autograd.Function]:
+    class Double(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, x: Tensor) -> Tensor:
+            return x * 2
+
+        @staticmethod
+        def backward(ctx: Any, grad: Tensor) -> Tensor:
+            return grad * 2
+
+    if ruled:
+        ts.rule(Double)(lambda call: call.row("... -> ..."))
+    return Double
+
+
+class _Layer(nn.Module):
+    def __init__(self, function: type[torch.autograd.Function]) -> None:
+        super().__init__()
+        self.up, self.down, self.function = nn.Linear(8, 8), nn.Linear(8, 8), function
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.down(self.function.apply(self.up(x)))
+
+
+@pytest.mark.parametrize("plan", [{"*.up": "column", "*.down": "row"}, "auto"], ids=["dict", "auto"])
+@pytest.mark.filterwarnings("ignore::UserWarning")
+def test_functions_of_one_name_in_repeated_layers(plan: Any) -> None:
+    ruled, other = _doubling(ruled=True), _doubling(ruled=False)
+    model = nn.Sequential(*[_Layer(other if i == 5 else ruled) for i in range(8)])
+    report = ts.check(model, plan, world_size=2, example_inputs=(torch.randn(3, 8),))
+    assert report.ok, str(report)
