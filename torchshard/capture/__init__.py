@@ -9,7 +9,7 @@ trace                                    the call of torch.export, with
   seeding, rng_states                    random numbers that a graph would freeze
   equal_sizes, assumptions               dynamic sizes
   quiet, names, export_errors            logs, names of nodes, texts of errors
-attributes, user_code, rehearsal, watch  what forward reads and writes besides its arguments
+attributes, user_code, rehearsal, watch  what forward reads and writes apart from its arguments
 facts                                    what planning must know of a model
 """
 

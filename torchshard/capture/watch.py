@@ -98,9 +98,8 @@ class Watch:
         value = values[place]
         if isinstance(value, _WITH_TEXT):
             return f"{type(value).__name__} {value!r}"
-        return (
-            f"{type(value).__qualname__} {self._numbers.of(value)}.{value._version if isinstance(value, Tensor) else 0}"
-        )
+        version = value._version if isinstance(value, Tensor) else 0
+        return f"{type(value).__qualname__} {self._numbers.of(value)}.{version}"
 
 
 class ObjectNumbers:

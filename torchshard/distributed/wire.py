@@ -1,9 +1,8 @@
 """Starts collectives of torch.distributed and waits for them, so that each failure becomes the same kind of error.
 
 All data goes through these few functions; only headers (`handshake`) and the making of groups call torch.distributed
-themselves. It reports a broken connection, a
-time-out or a refused size as a RuntimeError of the backend; here it becomes a DistributedError that names the call and
-what the other ranks report.
+themselves. PyTorch reports a broken connection, a time-out or a refused size as a RuntimeError of the backend; here it
+becomes a DistributedError that names the call and what the other ranks report.
 """
 
 from __future__ import annotations

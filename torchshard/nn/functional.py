@@ -5,9 +5,9 @@
     e = parallel_embedding(ids, weight, dim=0)         # vocabulary: weight[num / n, dim]
     l = parallel_cross_entropy(logits, labels, dim=-1) # classes: logits[batch, classes / n]
 
-Gradients are those of the unsharded functions; gradients of slices are slices. Arguments say what is split:
-no tensor carries a mark, which the next op would lose. Unless `size=` gives the global size of a
-split dim, each call asks the ranks for it in a small message. In a group of one these are PyTorch's own functions.
+Gradients are those of the unsharded functions; gradients of slices are slices. Arguments say what is split: no tensor
+carries a mark, which the next op would lose. Unless `size=` gives the global size of a split dim, each call asks the
+ranks for it in a small message. In a group of one these are PyTorch's own functions.
 """
 
 from __future__ import annotations

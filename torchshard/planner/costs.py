@@ -204,7 +204,7 @@ class CostModel:
         if op.row is None:
             return []
         prices = []
-        for call in calls_inside(op.node, op.row, choice, self.axis.simulated()[0]):
+        for call in calls_inside(op.node, op.row, choice, self.axis):
             value = Value(call.shape, call.dtype, call.nbytes, bool(op.node.meta.get("needs_grad")))
             forward, backward = self.sent(value, call.step)
             prices.append((call.step.name, forward.often(call.times), backward.often(call.times)))

@@ -17,7 +17,7 @@ from torch import Tensor, fx, nn
 from torchshard.core.choices import local_replacement
 from torchshard.core.conversions import ConversionStep, source_and_target
 from torchshard.core.layouts import I, Layout, local_shape, whole_shape
-from torchshard.core.mesh import Coordinate
+from torchshard.core.mesh import Coordinate, MeshAxis, simulated_name
 from torchshard.core.notation import Choice, Local, Row
 from torchshard.custom_ops.fx_types import Argument
 from torchshard.custom_ops.stepwise import Stepwise
@@ -42,11 +42,12 @@ class InsideCall:
         return math.prod(self.shape) * self.dtype.itemsize
 
 
-def calls_inside(node: fx.Node, row: Row, choice: Choice, coordinate: Coordinate) -> list[InsideCall]:
-    """Returns the collectives that a rank runs inside an op under a choice, in the order of the calls."""
+def calls_inside(node: fx.Node, row: Row, choice: Choice, axis: MeshAxis) -> list[InsideCall]:
+    """Returns the collectives that the first rank runs inside an op under a choice, in the order of the calls."""
     replacement = local_replacement(row, choice)
     if replacement is None:
         return []
+    coordinate = axis.coordinate(0, simulated_name(0, axis.size))
     graph = fx.Graph()
     inputs = {operand: graph.placeholder(operand.name) for operand in node.all_input_nodes}
     args, kwargs = fx.map_arg((node.args, dict(node.kwargs)), inputs.__getitem__)

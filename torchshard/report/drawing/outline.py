@@ -186,7 +186,7 @@ def _inside(node: fx.Node, axis: MeshAxis) -> list[str]:
     row, choice = node.meta.get("row"), node.meta.get("choice")
     if row is None or choice is None:
         return []
-    calls = calls_inside(node, row, choice, axis.simulated()[0])
+    calls = calls_inside(node, row, choice, axis)
     forward = [kernels(call.step.name, needs_grad=False)[0] for call in calls]
     return [f"▼ {kernel.replace('_', '-')} inside" for kernel in dict.fromkeys(forward)]
 
