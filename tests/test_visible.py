@@ -2,10 +2,17 @@
 
 from __future__ import annotations
 
+import array
+import contextvars
+import dataclasses
+import itertools
 import logging
+import os
+import threading
 import weakref
 from collections.abc import Callable, Iterator
-from types import SimpleNamespace
+from functools import partial
+from types import MappingProxyType, SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -17,7 +24,7 @@ import torchshard as ts
 from tests.helpers import refused, run_ranks
 from torchshard.capture import Watch
 from torchshard.capture.attributes import attributes
-from torchshard.capture.user_code import user_functions
+from torchshard.capture.visible import visible_to
 from torchshard.capture.watch import ObjectNumbers
 
 X = torch.randn(3, 6, generator=torch.Generator().manual_seed(0))
@@ -132,6 +139,269 @@ def test_what_is_changed_after_sharding_counts(pair: Any, change: str) -> None:
     assert sharded._ts_graphs.captures == 2 and torch.equal(sharded(X), expected) and sharded._ts_graphs.captures == 2
 
 
+# --- code, and less common holders of values -------------------------------------------------------------------------
+
+
+@dataclasses.dataclass(slots=True)
+class _Slots:
+    value: Any = 1.0
+
+
+class _Base:
+    value: Any = 1.0
+
+
+class _Derived(_Base):
+    """Has its value from its base."""
+
+
+class _Doubles:
+    def __call__(self, x: Tensor) -> Tensor:
+        return x * 2
+
+
+class _Triples:
+    def __call__(self, x: Tensor) -> Tensor:
+        return x * 3
+
+
+def _doubled(x: Tensor) -> Tensor:
+    return x * 2
+
+
+def _tripled(x: Tensor) -> Tensor:
+    return x * 3
+
+
+def _by_default(x: Tensor, factor: float = 2.0) -> Tensor:
+    return x * factor
+
+
+def _by_attribute(x: Tensor) -> Tensor:
+    return x * _by_attribute.factor  # type: ignore[attr-defined]
+
+
+@torch.no_grad()
+def _detached(x: Tensor) -> Tensor:
+    return torch.ones_like(x) * SCALE
+
+
+def _times(factor: float) -> Callable[[Tensor], Tensor]:
+    return lambda x: x * factor
+
+
+class _Trainer:
+    """Its method is a hook."""
+
+    def __init__(self) -> None:
+        self.factor, self.step = 2.0, 0
+
+    def hook(self, module: nn.Module, args: Any, output: Tensor) -> Tensor:
+        return output * self.factor
+
+    def scaled(self, x: Tensor) -> Tensor:
+        return x * self.factor
+
+
+HOLDER = SimpleNamespace(value=None)
+SLOTS, DERIVED, LOCAL, CONTEXT = _Slots(), _Derived(), threading.local(), contextvars.ContextVar[float]("CONTEXT")
+BYTES, ARRAY, LAYER, READ_ONLY = bytearray([1]), array.array("d", [1.0]), nn.LeakyReLU(0.5), {"value": 1.0}
+PROXY, TRAINER = MappingProxyType(READ_ONLY), _Trainer()
+
+
+def _set(owner: Any, name: str, value: object) -> Callable[[], object]:
+    return lambda: setattr(owner, name, value)
+
+
+def _hold(value: object) -> Callable[[], object]:
+    return _set(HOLDER, "value", value)
+
+
+def _redefine() -> None:
+    global _doubled
+    _doubled = _tripled
+
+
+HELD: dict[str, tuple[Callable[[], object], Callable[[Tensor], Tensor], Callable[[], object]]] = {
+    "a function": (_hold(torch.relu), lambda x: HOLDER.value(x), _hold(torch.tanh)),
+    "a function in a list": (
+        _hold([torch.relu]),
+        lambda x: HOLDER.value[0](x),
+        lambda: HOLDER.value.insert(0, _tripled),
+    ),
+    "a function in a dict": (
+        _hold({"f": _doubled}),
+        lambda x: HOLDER.value["f"](x),
+        lambda: HOLDER.value.update(f=_tripled),
+    ),
+    "a partial": (
+        _hold(partial(_by_default, factor=2)),
+        lambda x: HOLDER.value(x),
+        _hold(partial(_by_default, factor=3)),
+    ),
+    "a partial's keywords": (
+        _hold(partial(_by_default, factor=2)),
+        lambda x: HOLDER.value(x),
+        lambda: HOLDER.value.keywords.update(factor=3),
+    ),
+    "a bound method": (_hold(_Doubles().__call__), lambda x: HOLDER.value(x), _hold(_Triples().__call__)),
+    "an object without attributes": (_hold(_Doubles()), lambda x: HOLDER.value(x), _hold(_Triples())),
+    "one of two closures of one function": (
+        _hold([_times(2.0), _times(3.0)]),
+        lambda x: HOLDER.value[0](x),
+        lambda: HOLDER.value.reverse(),
+    ),
+    "an object at another place": (
+        _hold([_Slots(2.0), _Slots(3.0), 0]),
+        lambda x: x * HOLDER.value[0].value,
+        lambda: HOLDER.value.__setitem__(0, HOLDER.value[1]),
+    ),
+    "a global function": (lambda: None, lambda x: _doubled(x), _redefine),
+    "a default": (lambda: None, lambda x: _by_default(x), _set(_by_default, "__defaults__", (3.0,))),
+    "an attribute of a function": (
+        _set(_by_attribute, "factor", 2.0),
+        _by_attribute,
+        _set(_by_attribute, "factor", 3.0),
+    ),
+    "the code of a function": (
+        lambda: None,
+        lambda x: _recoded(x),
+        lambda: setattr(_recoded, "__code__", _tripled.__code__),
+    ),
+    "a global behind a decorator": (lambda: None, lambda x: x * _detached(x), lambda: _set_global(None)),
+    "a slot": (_set(SLOTS, "value", 2.0), lambda x: x * SLOTS.value, _set(SLOTS, "value", 3.0)),
+    "an attribute of a base": (lambda: None, lambda x: x * DERIVED.value, _set(_Base, "value", 3.0)),
+    "a layer that is no submodule": (lambda: None, lambda x: LAYER(x), _set(LAYER, "negative_slope", 0.1)),
+    "a context variable": (lambda: CONTEXT.set(2.0), lambda x: x * CONTEXT.get(), lambda: CONTEXT.set(3.0)),
+    "a value of this thread": (_set(LOCAL, "value", 2.0), lambda x: x * LOCAL.value, _set(LOCAL, "value", 3.0)),
+    "bytes": (lambda: None, lambda x: x * BYTES[0], lambda: BYTES.__setitem__(0, 3)),
+    "an array of Python": (lambda: None, lambda x: x * ARRAY[0], lambda: ARRAY.__setitem__(0, 3.0)),
+    "a read-only view": (lambda: None, lambda x: x * PROXY["value"], lambda: READ_ONLY.update(value=3.0)),
+    "the environment": (
+        lambda: None,
+        lambda x: x * float(os.environ["FACTOR"]),
+        lambda: os.environ.update(FACTOR="3"),
+    ),
+}
+"""What a value is at first, how it is read, and how it changes."""
+
+
+def _recoded(x: Tensor) -> Tensor:
+    return x * 2
+
+
+class _Applies(nn.Module):
+    """Two linears, and a function between them that is no attribute of theirs."""
+
+    def __init__(self, body: Callable[[Tensor], Tensor] | None = None) -> None:
+        super().__init__()
+        self.up, self.down, self.body = nn.Linear(6, 8), nn.Linear(8, 6), body
+
+    def forward(self, x: Tensor, body: Any = None) -> Tensor:
+        return self.down((body or self.body)(self.up(x)))
+
+
+@pytest.fixture
+def own_process_group() -> Iterator[None]:
+    ts.distributed.init_process_group()
+    yield
+    ts.distributed.destroy_process_group()
+
+
+@pytest.mark.parametrize("kind", HELD)
+def test_what_is_changed_wherever_it_is_held_counts(kind: str, own_process_group: None, monkeypatch: Any) -> None:
+    monkeypatch.setenv("FACTOR", "2")
+    monkeypatch.setattr(_Base, "value", 1.0)
+    monkeypatch.setitem(globals(), "_doubled", _doubled)
+    monkeypatch.setitem(globals(), "SCALE", 1.0)
+    start, body, change = HELD[kind]
+    start()
+    model = _Applies(body)
+    sharded = ts.shard(model, {"up": "column", "down": "row"}, (X,))
+    before = model(X)
+    assert torch.equal(sharded(X), before)
+    change()
+    expected = model(X)
+    assert not torch.equal(expected, before) and torch.equal(sharded(X), expected)
+    assert sharded._ts_graphs.captures == 2 and torch.equal(sharded(X), expected) and sharded._ts_graphs.captures == 2
+
+
+@pytest.mark.parametrize(
+    "body",
+    [_scaled_by_global, partial(_scaled_by_global), lambda x: [_scaled_by_global(x)][0]],
+    ids=["f", "partial", "lambda"],
+)
+def test_globals_that_an_argument_reads_count(body: Any, own_process_group: None, monkeypatch: Any) -> None:
+    monkeypatch.setitem(globals(), "SCALE", 2.0)
+    model = _Applies()
+    sharded = ts.shard(model, {"up": "column", "down": "row"}, (X, body))
+    assert torch.equal(sharded(X, body), model(X, body))
+    monkeypatch.setitem(globals(), "SCALE", 3.0)
+    assert torch.equal(sharded(X, body), model(X, body))
+
+
+def test_equal_functions_that_are_made_anew_need_no_new_graph(own_process_group: None) -> None:
+    HOLDER.value = [_times(2.0)]
+    sharded = ts.shard(_Applies(lambda x: HOLDER.value[0](x)), {"up": "column", "down": "row"}, (X,))
+    for _ in range(3):
+        HOLDER.value = [_times(2.0)]
+        sharded(X)
+        sharded(X, TRAINER.scaled)
+    assert sharded._ts_graphs.captures == 2
+
+
+def test_of_an_object_whose_method_is_a_hook_only_what_code_reads_counts(own_process_group: None) -> None:
+    model, trainer = _Applies(torch.relu), _Trainer()
+    model.up.register_forward_hook(trainer.hook)
+    sharded = ts.shard(model, {"up": "column", "down": "row"}, (X,))
+    for trainer.step in range(3):
+        assert torch.equal(sharded(X), model(X))
+    assert sharded._ts_graphs.captures == 1
+    trainer.factor = 3.0
+    assert torch.equal(sharded(X), model(X)) and sharded._ts_graphs.captures == 2
+
+
+def test_hooks_on_all_modules_are_told_apart_by_what_they_hold(own_process_group: None) -> None:
+    def scales(factor: float) -> Callable[..., Tensor | None]:
+        return lambda module, args, output: output * factor if isinstance(module, nn.Linear) else None
+
+    model = _Applies(torch.relu)
+    sharded = ts.shard(model, {"up": "column", "down": "row"}, (X,))
+    for factor in (2.0, 3.0):
+        handle = nn.modules.module.register_module_forward_hook(scales(factor))
+        try:
+            assert torch.equal(sharded(X), model(X))
+        finally:
+            handle.remove()
+
+
+ENDLESS, CONSTANT = itertools.cycle([1.0, 2.0]), itertools.repeat(2.0)
+
+
+def test_an_iterator_that_forward_advances_is_state() -> None:
+    with pytest.raises(ts.CaptureError, match="keeps state"):
+        ts.shard(_Applies(lambda x: x * next(ENDLESS)), {}, example_inputs=(X,))
+    ts.distributed.destroy_process_group()
+
+
+def test_an_iterator_whose_values_are_equal_may_be_read(own_process_group: None) -> None:
+    model = _Applies(lambda x: x * next(CONSTANT))
+    assert torch.equal(ts.shard(model, {"up": "column", "down": "row"}, (X,))(X), model(X))
+
+
+def _states_after_changes(rank: int) -> list[int]:
+    watch, numbers = Watch(_Applies(lambda x: HOLDER.value(x))), []
+    for value in (torch.relu, torch.tanh, torch.relu, _times(2.0), _times(3.0), _times(2.0), _Doubles(), _Triples()):
+        HOLDER.value = value
+        numbers.append(watch.state())
+    return numbers
+
+
+def test_all_ranks_number_functions_alike() -> None:
+    first, second = run_ranks(_states_after_changes, 2)
+    assert first == second == [1, 2, 1, 3, 4, 3, 5, 6]
+
+
 def test_a_configuration_is_the_one_the_model_was_built_with(pair: Any) -> None:
     model, sharded = pair
     model.config.scale = 3.0
@@ -141,7 +411,7 @@ def test_a_configuration_is_the_one_the_model_was_built_with(pair: Any) -> None:
 
 
 def test_only_own_code_is_followed() -> None:
-    names = {function.__name__ for function in user_functions(_Sees(_Config()))}
+    names = {function.__name__ for function in visible_to(_Sees(_Config())).functions()}
     assert {"forward", "scaled", "_scaled_by_global", "__call__"} <= names and "linear" not in names
     assert not [place for place in attributes(_Sees(_Config())) if "LOGGER" in place and len(place) > 2]
 

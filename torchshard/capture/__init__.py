@@ -9,7 +9,8 @@ trace                                    the call of torch.export, with
   seeding, rng_states                    random numbers that a graph would freeze
   equal_sizes, assumptions               dynamic sizes
   quiet, names, export_errors            logs, names of nodes, texts of errors
-attributes, user_code, rehearsal, watch  what forward reads and writes apart from its arguments
+visible, namespaces, user_code           what forward can read apart from its arguments, and
+  attributes, rehearsal, watch           what it writes there, and what has changed since
 facts                                    what planning must know of a model
 """
 

@@ -1,14 +1,15 @@
 """Takes a call's arguments and results apart into tensors and structure, and decides which calls one graph serves.
 
 Everything that is no tensor (None, numbers, flags) is part of the call's structure: a graph is captured for it. It is
-compared by value. Objects that PyTorch's pytree does not know are taken apart by their attributes; functions are
-compared by their code and the values that they hold, classes and modules by identity.
+compared by value. Objects that PyTorch's pytree does not know are taken apart by their attributes. Functions are
+compared by their code and the values that it reads, classes and modules by identity.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import enum
+import functools
 import inspect
 import operator
 import types
@@ -20,7 +21,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
-from torchshard.capture.user_code import cells_of
+from torchshard.capture.namespaces import array_content, is_array, slots_of, values_of_object, version_of
+from torchshard.capture.visible import Visible, visible_from
 from torchshard.core.errors import InputError
 
 
@@ -80,8 +82,8 @@ def _key(leaf: object) -> Hashable:
         return (type(leaf), leaf)
     if isinstance(leaf, set | frozenset):
         return (type(leaf), tuple(sorted((_key(item) for item in leaf), key=repr)))
-    if isinstance(leaf, types.FunctionType):
-        return _function_key(leaf)
+    if isinstance(leaf, types.FunctionType | types.MethodType | functools.partial):
+        return code_key(leaf)
     if isinstance(leaf, _COMPARED_BY_IDENTITY):
         return _Identity(leaf)
     raise InputError(
@@ -92,15 +94,29 @@ def _key(leaf: object) -> Hashable:
     )
 
 
-def _function_key(function: types.FunctionType) -> Hashable:
-    """Functions with one code and equal values are equal: each call that passes a lambda makes a new function."""
-    values = {**cells_of(function), "defaults": function.__defaults__, **(function.__kwdefaults__ or {})}
+def code_key(value: object) -> Hashable:
+    """The key of a function, method or other callable: equal for equal code that reads equal values.
+
+    Each call that passes a lambda makes a new function; and what a function computes depends on globals, too.
+    """
+    visible = visible_from(value)
+    held = ((place, _key_of_held(one, visible)) for place, one in visible.values())
+    return (_key_of_held(value, visible), *held)
+
+
+def _key_of_held(value: object, visible: Visible) -> Hashable:
+    if id(value) in visible.places:
+        return (_Identity(type(value)), visible.places[id(value)])
+    if isinstance(value, Tensor):
+        return (_Identity(value), version_of(value))
+    if is_array(value):
+        return (type(value).__name__, array_content(value))
+    if isinstance(value, types.FunctionType | types.MethodType):
+        return _Identity(value)
     try:
-        flat = flatten(list(values.values()))
-        keys, tensors = tuple(map(_key, flat.structure[1])), tuple(map(_Identity, flat.tensors))
+        return _key(value)
     except InputError:
-        return _Identity(function)
-    return (_Identity(function.__code__), tuple(values), keys, tensors)
+        return _Identity(value)
 
 
 def _is_unknown_object(value: object) -> bool:
@@ -110,16 +126,7 @@ def _is_unknown_object(value: object) -> bool:
     has_plain_new = getattr(type(value), "__new__", None) is object.__new__
     if isinstance(value, known) or type(value) in pytree.SUPPORTED_NODES or not has_plain_new:
         return False
-    return hasattr(value, "__dict__") or bool(_slots(value))
-
-
-def _slots(value: object) -> list[str]:
-    names = [name for cls in type(value).__mro__ for name in cls.__dict__.get("__slots__", ())]
-    return [name for name in names if name not in ("__dict__", "__weakref__") and hasattr(value, name)]
-
-
-def _fields(value: object) -> dict[str, object]:
-    return {name: getattr(value, name) for name in _slots(value)} | dict(getattr(value, "__dict__", {}))
+    return hasattr(value, "__dict__") or bool(slots_of(value))
 
 
 def _open(value: object, ancestors: tuple[int, ...] = ()) -> object:
@@ -139,7 +146,7 @@ def _open(value: object, ancestors: tuple[int, ...] = ()) -> object:
                 why="arguments are taken apart to find their tensors",
                 attempt="pass the tensors themselves, or a dict of them",
             )
-        return _Opened(type(leaf), {k: _open(v, (*ancestors, id(leaf))) for k, v in _fields(leaf).items()})
+        return _Opened(type(leaf), {k: _open(v, (*ancestors, id(leaf))) for k, v in values_of_object(leaf).items()})
 
     return pytree.tree_map(open_leaf, value, is_leaf=_is_unknown_object)
 

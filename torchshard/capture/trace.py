@@ -16,12 +16,13 @@ from torch.export import Dim, ExportedProgram
 from torch.export.dynamic_shapes import _DimHint
 from torch.utils import _pytree as pytree
 
-from torchshard.capture.attributes import Place, Snapshot, attributes, changed
+from torchshard.capture.attributes import Snapshot, attributes, changed
 from torchshard.capture.entry_points import as_plain_module, replace_forward
 from torchshard.capture.equal_sizes import equal_sizes
 from torchshard.capture.export_errors import capture_error
 from torchshard.capture.function_mode import CaptureMode, slots_of, warn_of_checkpoints
 from torchshard.capture.modes import note_modes
+from torchshard.capture.namespaces import Place
 from torchshard.capture.quiet import quiet
 from torchshard.capture.recording import Recording, current_recording, use_recording
 from torchshard.capture.rehearsal import refuse_state, run_on_fakes

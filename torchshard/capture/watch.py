@@ -1,6 +1,6 @@
 """Notices, cheaply enough for each call, that a value has changed which a captured graph holds as a constant.
 
-A graph is captured with the attributes, globals and closures that forward reads (see `attributes`). When one of them
+A graph is captured with the attributes, globals and closures that forward reads (see `visible`). When one of them
 changes, the next call needs another graph.
 """
 
@@ -13,27 +13,18 @@ import itertools
 import operator
 import zlib
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Hashable, Iterable
 from types import FunctionType
 
 from torch import Tensor, nn
 from torch.nn.modules import module as _modules
 from torch.utils.weak import WeakIdKeyDictionary
 
-from torchshard.capture.attributes import (
-    COMPARED_BY_VALUE,
-    Array,
-    Attributes,
-    Namespace,
-    Place,
-    array_content,
-    attributes,
-    describe,
-    is_array,
-    leaves,
-    namespaces,
-)
+from torchshard.capture.attributes import COMPARED_BY_VALUE, describe
+from torchshard.capture.namespaces import Array, Namespace, Place, array_content, is_array, version_of
+from torchshard.capture.signature import code_key
 from torchshard.capture.user_code import cells_of
+from torchshard.capture.visible import Visible, visible_to
 
 LARGE_ITEMS = 4096
 """Of a list or dict with more items than this, `Watch` compares the first ones only."""
@@ -42,16 +33,15 @@ LARGE_ITEMS = 4096
 class Watch:
     """Numbers the states of the values that a model's forward can read: 0 at first, a new number for each new state.
 
-    Attributes of the modules themselves are left out: those of a sharded model can't be assigned.
+    Attributes of the modules themselves are not compared: those of a sharded model can't be assigned.
     """
 
     def __init__(self, model: nn.Module) -> None:
         self._model, self._states = model, dict[str, int]()
         self._numbers = ObjectNumbers()
+        self._texts: dict[Place, str] = {}
+        self._look()
         self.latest_change = ""
-        self._remember()
-        self._before = attributes(model)
-        self.number = self._number_of_state()
 
     def __deepcopy__(self, memo: dict[int, object]) -> Watch:
         return Watch(copy.deepcopy(self._model, memo))
@@ -59,21 +49,21 @@ class Watch:
     def state(self) -> int:
         """The number of the current state."""
         if not self._is_same():
-            current = attributes(self._model)
-            places = dict.fromkeys([*self._before, *current])
-            changes = [place for place in places if self._text(place, self._before) != self._text(place, current)]
-            self.latest_change = describe(changes[0]) if changes else self.latest_change
-            self._before = current
-            self.number = self._number_of_state()
-            self._remember()
+            self._look()
         return self.number
 
-    def _remember(self) -> None:
-        """Stores the current values in the form in which `_is_same` compares them fastest."""
-        watched = [space for space in namespaces(self._model) if not isinstance(space.owner, nn.Module)]
-        self._readers = [_reader(namespace) for namespace in watched]
+    def _look(self) -> None:
+        """Searches for the values again, for others may be visible now, and notes them."""
+        visible, before = visible_to(self._model), self._texts
+        self._texts = {place: self._text(value, visible) for place, value in visible.values()}
+        changes = [p for p in dict.fromkeys([*before, *self._texts]) if before.get(p) != self._texts.get(p)]
+        self.latest_change = describe(changes[0]) if changes else self.latest_change
+        digest = hashlib.blake2b(repr(self._texts).encode(), digest_size=16).hexdigest()
+        self.number = self._states.setdefault(digest, len(self._states))
+        # in the form in which `_is_same` compares them fastest
+        self._readers = [_reader(space) for space in visible.namespaces if not isinstance(space.owner, nn.Module)]
         self._values = [tuple(read()) for read in self._readers]
-        self._arrays = [value for _, value in leaves(self._model) if isinstance(value, Tensor) or is_array(value)]
+        self._arrays = [value for _, value in visible.values() if isinstance(value, Tensor) or is_array(value)]
         self._versions = [_version(value) for value in self._arrays]
 
     def _is_same(self) -> bool:
@@ -83,22 +73,18 @@ class Watch:
                 return False
         return all(map(operator.eq, map(_version, self._arrays), self._versions))
 
-    def _number_of_state(self) -> int:
-        text = repr([(place, self._text(place, self._before)) for place in self._before])
-        digest = hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
-        return self._states.setdefault(digest, len(self._states))
+    def _text(self, value: object, visible: Visible) -> str:
+        """A value as text; of one that holds others its type and place, for what it holds has a text of its own.
 
-    def _text(self, place: Place, values: Attributes) -> str:
-        """A value as text that is the same on every rank.
-
-        An object without such a text has a number, in order of appearance: its address differs from rank to rank.
+        An object without such a text has a number, in order of appearance: another object may get the same address.
         """
-        if place not in values:
-            return "nothing"
-        value = values[place]
+        if id(value) in visible.places:
+            return f"a {self._numbers.of(type(value))} at {visible.places[id(value)]}"
         if isinstance(value, _WITH_TEXT):
             return f"{type(value).__name__} {value!r}"
-        version = value._version if isinstance(value, Tensor) else 0
+        if is_array(value):
+            return f"{type(value).__name__} {hashlib.blake2b(array_content(value), digest_size=16).hexdigest()}"
+        version = version_of(value) if isinstance(value, Tensor) else 0
         return f"{type(value).__qualname__} {self._numbers.of(value)}.{version}"
 
 
@@ -128,30 +114,27 @@ class ObjectNumbers:
 _WITH_TEXT = (type(None), *COMPARED_BY_VALUE, complex, range, slice, enum.Enum)
 
 
-def _version(value: Tensor | Array) -> int:
+def _version(value: Tensor | Array | bytearray) -> int:
     """A number that changes when a tensor or array is written to."""
-    return value._version if isinstance(value, Tensor) else zlib.crc32(array_content(value))
+    return version_of(value) if isinstance(value, Tensor) else zlib.crc32(array_content(value))
 
 
 def _reader(namespace: Namespace) -> Callable[[], Iterable[object]]:
     """A function that returns a namespace's values: its kind is looked up here once, not at each call."""
     owner, names = namespace.owner, namespace.names
     if isinstance(owner, FunctionType):
-        return lambda: cells_of(owner).values()
+        return lambda: (owner.__code__, owner.__defaults__, owner.__kwdefaults__, *cells_of(owner).values())
     if isinstance(owner, (list, deque, set)):
         return lambda: itertools.islice(owner, LARGE_ITEMS)
-    values = owner if isinstance(owner, dict) else vars(owner)
-    if names is not None:
+    if isinstance(owner, (dict, type)) and names is not None:
+        values = vars(owner) if isinstance(owner, type) else owner
         return lambda: map(values.get, names)
-    return lambda: itertools.islice(values.values(), LARGE_ITEMS)
+    if isinstance(owner, dict):
+        return lambda: itertools.islice(owner.values(), LARGE_ITEMS)
+    return lambda: namespace.items().values()
 
 
-def global_hooks() -> tuple[str, ...]:
-    """The user's hooks on the forwards of all modules, as text; they are captured with a model."""
+def global_hooks() -> tuple[Hashable, ...]:
+    """The keys of the user's hooks on the forwards of all modules; they are captured with a model."""
     hooks = (*_modules._global_forward_pre_hooks.values(), *_modules._global_forward_hooks.values())
-    of_user = [hook for hook in hooks if not str(getattr(hook, "__module__", "")).startswith("torch.")]
-    return tuple(f"{getattr(hook, '__qualname__', type(hook))} {_first_line(hook)}" for hook in of_user)
-
-
-def _first_line(hook: Callable[..., object]) -> int:
-    return hook.__code__.co_firstlineno if isinstance(hook, FunctionType) else 0
+    return tuple(code_key(hook) for hook in hooks if not str(getattr(hook, "__module__", "")).startswith("torch."))

@@ -31,7 +31,7 @@ class CallKey(NamedTuple):
     training: tuple[bool, ...]
     """Train or eval, of each module."""
     autocast: Autocast
-    process_wide: tuple[bool, bool, torch.dtype, torch.device, tuple[str, ...]]
+    process_wide: tuple[bool, bool, torch.dtype, torch.device, tuple[Hashable, ...]]
     """Grad mode, inference mode, default dtype, default device, hooks on all modules."""
     state_needs_grad: tuple[bool, ...]
     """Which parameters and buffers need a gradient."""

@@ -1,0 +1,219 @@
+"""Objects that store values by name or index: how their values are listed, and how earlier ones are stored again.
+
+Modules, configurations, lists, dicts, globals, closures and the like differ in how Python reads and writes them; one
+row of `_KINDS` says it for each. `visible` finds those that a forward can read.
+"""
+
+from __future__ import annotations
+
+import array
+import enum
+import operator
+import sys
+from collections import deque
+from collections.abc import Callable
+from contextvars import ContextVar
+from dataclasses import dataclass
+from functools import partial
+from types import FunctionType, MappingProxyType, MethodType, ModuleType
+from typing import Any, NamedTuple, Protocol, TypeGuard
+
+import torch
+from torch import Tensor, nn
+
+from torchshard.capture.user_code import cells_of, closure_of
+
+Place = tuple[str, ...]
+"""Module path (or class, or package), attribute, and keys within lists, dicts and objects."""
+Values = dict[Any, object]
+"""Name or index -> value."""
+
+_EVERY_MODULE_HAS = frozenset(nn.Module().__dict__) | {"training", "register_buffer"}
+"""Parameters, buffers, submodules, hooks, the mode, and what `entry_points` replaces during a capture."""
+_OPEN_PACKAGES = frozenset({"argparse", "collections", "functools", "types", "_thread"})
+"""Those of Python's own packages whose objects hold only values that the user has stored in them."""
+_FUNCTION_PARTS = ("__code__", "__defaults__", "__kwdefaults__")
+
+
+@dataclass(frozen=True)
+class Namespace:
+    """An object that stores values by name or index."""
+
+    place: Place
+    owner: Any
+    names: tuple[str, ...] | None = None
+    """The names that are read of a class, an object or globals; None: all names."""
+
+    def items(self) -> Values:
+        """Name or index -> current value."""
+        values = _kind(self.owner).read(self.owner)
+        if self.names is None:
+            return values
+        return {name: values[name] for name in self.names if name in values}
+
+    def place_of(self, name: object) -> Place:
+        """The place of one of the values: ('attn', 'cache', '[3]')."""
+        if isinstance(self.owner, (dict, list, deque, MappingProxyType)) and self.names is None:
+            return (*self.place, f"[{name!r}]")
+        inside_object = len(self.place) > 1 and name
+        return (*self.place, f".{name}" if inside_object else str(name))
+
+    def restore(self, previous: Values) -> None:
+        """Stores the previous values again."""
+        current = self.items()
+        if current.keys() != previous.keys() or not all(map(operator.is_, current.values(), previous.values())):
+            _kind(self.owner).write(self.owner, previous, current)
+
+
+class _Kind(NamedTuple):
+    types: tuple[type, ...]
+    read: Callable[[Any], Values]
+    write: Callable[[Any, Values, Values], None]
+    """(owner, the values to store, its current ones): stores them, and removes names that they do not have."""
+
+
+def _values_of_function(function: FunctionType) -> Values:
+    return cells_of(function) | {name: getattr(function, name) for name in _FUNCTION_PARTS}
+
+
+def _write_function(function: FunctionType, previous: Values, current: Values) -> None:
+    cells = closure_of(function)
+    for name, value in previous.items():
+        if name in cells:
+            cells[name].cell_contents = value
+        else:
+            setattr(function, name, value)
+
+
+def _write_class(cls: type, previous: Values, current: Values) -> None:
+    for name, value in previous.items():
+        if current.get(name) is not value:
+            setattr(cls, name, value)  # the __dict__ of a class is read-only
+
+
+def _write_set(owner: set[object], previous: Values, current: Values) -> None:
+    owner.clear()
+    owner.update(previous[""])  # type: ignore[arg-type]
+
+
+def _write_sequence(owner: list[object] | deque[object], previous: Values, current: Values) -> None:
+    owner.clear()
+    owner.extend(previous.values())
+
+
+def _write_dict(owner: dict[Any, object], previous: Values, current: Values) -> None:
+    for name in current.keys() - previous.keys():
+        del owner[name]
+    owner.update(previous)
+
+
+def _values_of_context(variable: ContextVar[object]) -> Values:
+    try:
+        return {"": variable.get()}
+    except LookupError:
+        return {}
+
+
+def _write_context(variable: ContextVar[object], previous: Values, current: Values) -> None:
+    for value in previous.values():
+        variable.set(value)
+
+
+def _values_of_module(module: nn.Module) -> Values:
+    return {name: value for name, value in vars(module).items() if name not in _EVERY_MODULE_HAS}
+
+
+def values_of_object(value: object) -> Values:
+    """The attributes of an object itself, in its slots and its `__dict__`."""
+    return {name: getattr(value, name) for name in slots_of(value)} | dict(getattr(value, "__dict__", {}))
+
+
+def slots_of(value: object) -> list[str]:
+    """The slots of an object that have a value."""
+    return [name for name in _slot_names(type(value)) if hasattr(value, name)]
+
+
+def _slot_names(cls: type) -> list[str]:
+    declared = [base.__dict__.get("__slots__", ()) for base in cls.__mro__]
+    names = [name for slots in declared for name in ((slots,) if isinstance(slots, str) else slots)]
+    return [name for name in names if name not in ("__dict__", "__weakref__")]
+
+
+def _write_object(owner: object, previous: Values, current: Values) -> None:
+    slots = _slot_names(type(owner))
+    for name in current.keys() - previous.keys():
+        if name in slots:
+            object.__delattr__(owner, name)
+        else:
+            del vars(owner)[name]
+    for name, value in previous.items():
+        if name in slots:
+            object.__setattr__(owner, name, value)  # the class may be frozen
+        else:
+            vars(owner)[name] = value
+
+
+def _write_nothing(owner: object, previous: Values, current: Values) -> None:
+    """Python lets nobody assign the parts of these objects."""
+
+
+_KINDS = (
+    _Kind((dict,), dict, _write_dict),
+    _Kind((MappingProxyType,), dict, _write_nothing),
+    _Kind((list, deque), lambda owner: dict(enumerate(owner)), _write_sequence),
+    _Kind((set,), lambda owner: {"": frozenset(owner)}, _write_set),
+    _Kind((nn.Module,), _values_of_module, _write_object),
+    _Kind((FunctionType,), _values_of_function, _write_function),
+    _Kind((MethodType,), lambda m: {"__func__": m.__func__, "__self__": m.__self__}, _write_nothing),
+    _Kind((partial,), lambda p: {"func": p.func, "args": p.args, "keywords": p.keywords}, _write_nothing),
+    _Kind((ContextVar,), _values_of_context, _write_context),
+    _Kind((type,), lambda cls: dict(vars(cls)), _write_class),
+    _Kind((object,), values_of_object, _write_object),
+)
+"""The first row that fits counts."""
+
+
+def _kind(owner: object) -> _Kind:
+    return next(kind for kind in _KINDS if isinstance(owner, kind.types))
+
+
+def is_container(value: object) -> bool:
+    """Whether a value is one of Python's containers; sizes are numbers."""
+    return isinstance(value, (dict, list, deque, set, tuple, MappingProxyType)) and not isinstance(value, torch.Size)
+
+
+def is_open(value: object) -> bool:
+    """Whether a value is an object whose attributes a forward may read: no tensor, module, function, class or array."""
+    cls = type(value)
+    package = cls.__module__.partition(".")[0]
+    if isinstance(value, (MethodType, partial, ContextVar)):
+        return True
+    closed = (Tensor, nn.Module, type, ModuleType, FunctionType, enum.Enum)
+    if isinstance(value, closed) or is_array(value) or package in ("torch", "torchshard"):
+        return False
+    plain = package not in sys.stdlib_module_names or package in _OPEN_PACKAGES or package == "__main__"
+    return plain and (isinstance(getattr(value, "__dict__", None), dict) or bool(_slot_names(cls)))
+
+
+class Array(Protocol):
+    """What is used here of arrays; the package does not import NumPy."""
+
+    def tobytes(self) -> bytes:
+        """The array's memory."""
+
+
+def is_array(value: object) -> TypeGuard[Array | bytearray]:
+    """Whether a value is an array of numbers: NumPy's arrays and scalars, and Python's own."""
+    in_numpy = type(value).__module__ == "numpy" and hasattr(value, "tobytes")
+    return in_numpy or isinstance(value, (bytearray, array.array, memoryview))
+
+
+def array_content(value: Array | bytearray) -> bytes:
+    """Type, shape and elements of an array: equal bytes may be other numbers, or lie in another shape."""
+    kind = [getattr(value, name, None) for name in ("dtype", "typecode", "format", "shape")]
+    return repr(kind).encode() + (bytes(value) if isinstance(value, bytearray) else value.tobytes())
+
+
+def version_of(tensor: Tensor) -> int:
+    """A number that changes when a tensor is written to; 0 of a tensor for inference, which has none."""
+    return 0 if tensor.is_inference() else tensor._version

@@ -1,0 +1,245 @@
+"""Finds the values that a forward can read beside its arguments, parameters and buffers, without running it.
+
+    attributes of modules        self.scale, and the values in their lists, dicts and objects: self.config.scale
+    classes                      Block.scale, and the methods that forward may call
+    of the user's own code       globals, closures and defaults of the functions that forward may call
+    of the process               context variables, os.environ
+
+The search goes from a value to all values that it holds, and from a function to those that its code mentions by name;
+running the code instead could change the state that is being looked for. Code of installed packages and of Python
+itself is not searched: its globals are not settings that a user changes.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
+from types import FunctionType, MethodType, ModuleType
+
+from torch import nn
+
+from torchshard.capture.namespaces import Namespace, Place, Values, is_container, is_open
+from torchshard.capture.user_code import cells_of, mentions
+from torchshard.core.user_files import is_user_file
+
+MOST_FUNCTIONS = 2000
+"""The search stops after this many functions, so that it ends soon in a model with very much code."""
+
+
+_CALLED_BY_PYTORCH = frozenset({"forward", "backward", "setup_context"})
+
+
+@dataclass(frozen=True)
+class Visible:
+    """What a search has found."""
+
+    namespaces: list[Namespace]
+    """Each list, dict, object, function and class once, and the globals of each file."""
+    places: dict[int, Place]
+    """id -> place of each value whose content is found below that place."""
+
+    def values(self) -> Iterator[tuple[Place, object]]:
+        """(place, value) of all values that the namespaces hold now."""
+        for namespace in self.namespaces:
+            for name, value in namespace.items().items():
+                yield namespace.place_of(name), value
+
+    def functions(self) -> list[FunctionType]:
+        """The functions that may be called, as far as the user's code and values lead to them."""
+        return [space.owner for space in self.namespaces if isinstance(space.owner, FunctionType)]
+
+
+def visible_to(model: nn.Module) -> Visible:
+    """The values that a call of a model can read."""
+    search = _Search()
+    search.add_model(model)
+    return search.result()
+
+
+def visible_from(value: object, *, code: bool = True) -> Visible:
+    """The values that can be reached from one value.
+
+    Args:
+        code: whether to follow functions and classes too.
+    """
+    search = _Search(code=code)
+    if isinstance(value, FunctionType):
+        search.add_function(value)  # a library's too
+    else:
+        search.visit(("",), value)
+    return search.result()
+
+
+@dataclass(frozen=True)
+class _PartlyRead:
+    """A namespace of which only some values are followed."""
+
+    place: Place
+    owner: object
+    values: Values
+    names: dict[str, None] = field(default_factory=dict)
+
+
+class _Search:
+    def __init__(self, *, code: bool = True) -> None:
+        self._follows_code = code
+        self._found: list[Namespace] = []
+        self._places: dict[int, Place] = {}
+        self._pending: list[tuple[Place, object]] = []
+        self._roots: dict[str, int] = {}
+        """First part of a place -> how many have it."""
+        self._functions = 0
+        self._in_libraries: set[int] = set()
+        self._mentioned: dict[str, None] = {}
+        """The names of attributes in all code met so far."""
+        self._globals: dict[int, _PartlyRead] = {}
+        """id -> globals of a file: of them a function reads the names that its own code mentions."""
+        self._with_methods: dict[int, _PartlyRead] = {}
+        """id -> class, or object whose method is called: of them code reads the names that any code mentions."""
+
+    def result(self) -> Visible:
+        """Follows everything that is pending."""
+        while self._pending:
+            self.visit(*self._pending.pop())
+        partly = [*self._globals.values(), *self._with_methods.values()]
+        return Visible([*self._found, *(Namespace(p.place, p.owner, tuple(p.names)) for p in partly)], self._places)
+
+    def add_model(self, model: nn.Module) -> None:
+        """Follows what a call of a model reads."""
+        modules = dict(model.named_modules())
+        self._roots.update(dict.fromkeys(modules, 1))
+        self._places.update((id(module), (path,)) for path, module in modules.items())
+        for path, module in modules.items():
+            self._add(Namespace((path,), module))
+            hooks = [hook for name, dicts in vars(module).items() if name.endswith("_hooks") for hook in dicts.values()]
+            self._push(((path, "hook"), hook) for hook in hooks)
+            for cls in type(module).__mro__:
+                self._add_class(cls)
+
+    def visit(self, place: Place, value: object) -> None:
+        """Follows one value, wherever it is stored."""
+        if id(value) in self._places:
+            return
+        if isinstance(value, FunctionType) and is_user_file(value.__code__.co_filename):
+            self.add_function(value)
+        elif isinstance(value, FunctionType):
+            self._add_functions_in_library(place, value)
+        elif isinstance(value, (staticmethod, classmethod)):
+            self.visit(place, value.__func__)
+        elif isinstance(value, property):
+            self._push((place, function) for function in (value.fget, value.fset) if function)
+        elif isinstance(value, type):
+            self._add_classes([value])
+            if id(value) in self._with_methods:
+                self._read(self._with_methods[id(value)], ["__init__"])  # code that mentions a class may call it
+        elif isinstance(value, MethodType):
+            self._add_method(place, value)
+        elif isinstance(value, nn.Module):
+            if not type(value).__module__.startswith("torchshard."):
+                self._add_object(place, value, vars(value))  # no part of the model: its parameters count too
+        elif is_container(value) or is_open(value):
+            self._add_object(place, value, list(value) if isinstance(value, tuple) else value)
+
+    def _add_object(self, place: Place, value: object, owner: object) -> None:
+        self._places[id(value)] = place
+        self._add(Namespace(place, owner))
+        self._add_classes(type(value).__mro__)
+
+    def _add_classes(self, classes: Iterable[type]) -> None:
+        for cls in filter(_is_of_user, classes):
+            self._add_class(cls)
+
+    def _add_class(self, cls: type) -> None:
+        is_known = cls is object or cls.__module__.startswith("torch.") or id(cls) in self._with_methods
+        if is_known or not self._follows_code:
+            return
+        names = [n for n, value in vars(cls).items() if _is_data(n, value) or _runs_unmentioned(n, value)]
+        self._add_with_methods(cls, cls.__qualname__, names)
+
+    def _add_method(self, place: Place, method: MethodType) -> None:
+        """Of the object that a method is bound to, such as a trainer, only what code mentions is read."""
+        owner = method.__self__
+        self._places[id(method)] = place
+        self._found.append(Namespace(place, method))
+        self._push([(place, method.__func__)])
+        is_known = id(owner) in self._places or id(owner) in self._with_methods
+        if not is_known and (is_open(owner) or isinstance(owner, nn.Module)):
+            self._add_with_methods(owner, type(owner).__qualname__, ())
+            self._add_classes(type(owner).__mro__)
+
+    def _add_with_methods(self, owner: object, name: str, names: Iterable[str]) -> None:
+        partly = _PartlyRead(self._root(name), owner, Namespace((), owner).items())
+        self._with_methods[id(owner)] = partly
+        self._read(partly, [*names, *self._mentioned])
+
+    def add_function(self, function: FunctionType) -> None:
+        """Follows what a function holds and what its code mentions."""
+        if self._functions == MOST_FUNCTIONS or not self._follows_code:
+            return
+        self._functions += 1
+        place = self._places[id(function)] = self._root(function.__qualname__)
+        self._add(Namespace(place, function))
+        self._push([((*place, "."), vars(function))])
+        names = mentions(function.__code__)
+        self._read_globals(str(function.__module__), function.__globals__, names.globals)
+        mentioned = [function.__globals__.get(name) for name in names.globals]
+        for module in (*mentioned, *map(sys.modules.get, names.imports)):
+            if isinstance(module, ModuleType) and is_user_file(getattr(module, "__file__", None)):
+                self._read_globals(module.__name__, vars(module), names.attributes)
+        if not _OF_ENVIRONMENT.isdisjoint(names.attributes) and id(os.environ) not in self._places:
+            self._add_object(("os", "environ"), os.environ, vars(os.environ))
+        new = [name for name in names.attributes if name not in self._mentioned]
+        self._mentioned.update(dict.fromkeys(new))
+        for partly in list(self._with_methods.values()):
+            self._read(partly, new)
+
+    def _add_functions_in_library(self, place: Place, function: FunctionType) -> None:
+        """Follows the functions that a library's function holds: `torch.no_grad()` as a decorator holds the user's."""
+        if id(function) not in self._in_libraries:
+            self._in_libraries.add(id(function))
+            self._push((place, held) for held in cells_of(function).values() if isinstance(held, FunctionType))
+
+    def _read_globals(self, file: str, values: Values, names: Iterable[str]) -> None:
+        if id(values) not in self._globals:
+            self._globals[id(values)] = _PartlyRead(self._root(file), values, values)
+        self._read(self._globals[id(values)], names)
+
+    def _read(self, partly: _PartlyRead, names: Iterable[str]) -> None:
+        new = [name for name in names if name in partly.values and name not in partly.names]
+        partly.names.update(dict.fromkeys(new))
+        self._push(((*partly.place, name), partly.values[name]) for name in new)
+
+    def _add(self, namespace: Namespace) -> None:
+        self._found.append(namespace)
+        self._push((namespace.place_of(name), value) for name, value in namespace.items().items())
+
+    def _push(self, found: Iterable[tuple[Place, object]]) -> None:
+        self._pending += reversed(list(found))  # the last one is followed first
+
+    def _root(self, name: str) -> Place:
+        """A place that no other value has, although functions and classes may have equal names."""
+        count = self._roots[name] = self._roots.get(name, 0) + 1
+        return (name if count == 1 else f"{name} ({count})",)
+
+
+_OF_ENVIRONMENT = frozenset({"environ", "getenv"})
+
+
+def _is_of_user(cls: type) -> bool:
+    file = getattr(sys.modules.get(cls.__module__), "__file__", None)
+    return cls.__module__ == "__main__" or is_user_file(file)  # a notebook's __main__ has no file
+
+
+def _is_method(value: object) -> bool:
+    return isinstance(value, (FunctionType, staticmethod, classmethod, property))
+
+
+def _is_data(name: str, value: object) -> bool:
+    return not (name.startswith("__") or _is_method(value) or isinstance(value, (type, ModuleType)))
+
+
+def _runs_unmentioned(name: str, value: object) -> bool:
+    """Whether a method of an object may run without code that mentions its name, as operators do."""
+    return _is_method(value) and name != "__init__" and (name.startswith("__") or name in _CALLED_BY_PYTORCH)
