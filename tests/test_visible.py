@@ -361,6 +361,41 @@ def test_of_an_object_whose_method_is_a_hook_only_what_code_reads_counts(own_pro
     assert torch.equal(sharded(X), model(X)) and sharded._ts_graphs.captures == 2
 
 
+class _Counts:
+    """A class that holds values."""
+
+    factor, step = 2.0, 0
+
+
+def test_of_a_class_that_code_mentions_only_what_code_reads_counts(
+    own_process_group: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = _Applies(lambda x: x * _Counts.factor)
+    sharded = ts.shard(model, {"up": "column", "down": "row"}, (X,))
+    for step in range(3):
+        monkeypatch.setattr(_Counts, "step", step)
+        assert torch.equal(sharded(X), model(X))
+    assert sharded._ts_graphs.captures == 1
+    monkeypatch.setattr(_Counts, "factor", 3.0)
+    assert torch.equal(sharded(X), model(X)) and sharded._ts_graphs.captures == 2
+
+
+class _Collector:
+    """Its method is a hook that keeps an activation."""
+
+    def hook(self, module: nn.Module, args: Any, output: Tensor) -> None:
+        self.kept = output
+
+
+def test_a_capture_leaves_nothing_in_the_object_behind_a_hook(own_process_group: None) -> None:
+    model, collector = _Applies(torch.relu), _Collector()
+    model.up.register_forward_hook(collector.hook)
+    assert torch.equal(ts.shard(model, {"up": "column", "down": "row"}, (X,))(X), model.down(torch.relu(model.up(X))))
+    del collector.kept
+    ts.shard(model, {"up": "column", "down": "row"}, (X,))
+    assert not hasattr(collector, "kept")
+
+
 def test_hooks_on_all_modules_are_told_apart_by_what_they_hold(own_process_group: None) -> None:
     def scales(factor: float) -> Callable[..., Tensor | None]:
         return lambda module, args, output: output * factor if isinstance(module, nn.Linear) else None

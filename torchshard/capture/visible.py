@@ -115,8 +115,9 @@ class _Search:
             self._add(Namespace((path,), module))
             hooks = [hook for name, dicts in vars(module).items() if name.endswith("_hooks") for hook in dicts.values()]
             self._push(((path, "hook"), hook) for hook in hooks)
-            for cls in type(module).__mro__:
-                self._add_class(cls)
+            self._add_classes(
+                cls for cls in type(module).__mro__ if not cls.__module__.startswith(("torch.", "builtins"))
+            )
 
     def visit(self, place: Place, value: object) -> None:
         """Follows one value, wherever it is stored."""
@@ -131,9 +132,8 @@ class _Search:
         elif isinstance(value, property):
             self._push((place, function) for function in (value.fget, value.fset) if function)
         elif isinstance(value, type):
-            self._add_classes([value])
-            if id(value) in self._with_methods:
-                self._read(self._with_methods[id(value)], ["__init__"])  # code that mentions a class may call it
+            if _is_of_user(value) and self._follows_code:
+                self._read(self._class(value), ["__init__"])  # code that mentions a class may call it
         elif isinstance(value, MethodType):
             self._add_method(place, value)
         elif isinstance(value, nn.Module):
@@ -145,18 +145,16 @@ class _Search:
     def _add_object(self, place: Place, value: object, owner: object) -> None:
         self._places[id(value)] = place
         self._add(Namespace(place, owner))
-        self._add_classes(type(value).__mro__)
+        self._add_classes(filter(_is_of_user, type(value).__mro__))
 
     def _add_classes(self, classes: Iterable[type]) -> None:
-        for cls in filter(_is_of_user, classes):
-            self._add_class(cls)
+        """Follows the classes of an object: all their data, as all of the object's, and the methods that may run."""
+        for cls in classes if self._follows_code else ():
+            self._read(self._class(cls), [name for name, value in vars(cls).items() if _is_data(name, value)])
 
-    def _add_class(self, cls: type) -> None:
-        is_known = cls is object or cls.__module__.startswith("torch.") or id(cls) in self._with_methods
-        if is_known or not self._follows_code:
-            return
-        names = [n for n, value in vars(cls).items() if _is_data(n, value) or _runs_unmentioned(n, value)]
-        self._add_with_methods(cls, cls.__qualname__, names)
+    def _class(self, cls: type) -> _PartlyRead:
+        names = [name for name, value in vars(cls).items() if _runs_unmentioned(name, value)]
+        return self._with_methods.get(id(cls)) or self._add_with_methods(cls, cls.__qualname__, names)
 
     def _add_method(self, place: Place, method: MethodType) -> None:
         """Of the object that a method is bound to, such as a trainer, only what code mentions is read."""
@@ -167,12 +165,12 @@ class _Search:
         is_known = id(owner) in self._places or id(owner) in self._with_methods
         if not is_known and (is_open(owner) or isinstance(owner, nn.Module)):
             self._add_with_methods(owner, type(owner).__qualname__, ())
-            self._add_classes(type(owner).__mro__)
+            self._add_classes(filter(_is_of_user, type(owner).__mro__))
 
-    def _add_with_methods(self, owner: object, name: str, names: Iterable[str]) -> None:
-        partly = _PartlyRead(self._root(name), owner, Namespace((), owner).items())
-        self._with_methods[id(owner)] = partly
+    def _add_with_methods(self, owner: object, name: str, names: Iterable[str]) -> _PartlyRead:
+        partly = self._with_methods[id(owner)] = _PartlyRead(self._root(name), owner, Namespace((), owner).items())
         self._read(partly, [*names, *self._mentioned])
+        return partly
 
     def add_function(self, function: FunctionType) -> None:
         """Follows what a function holds and what its code mentions."""
@@ -207,9 +205,10 @@ class _Search:
         self._read(self._globals[id(values)], names)
 
     def _read(self, partly: _PartlyRead, names: Iterable[str]) -> None:
-        new = [name for name in names if name in partly.values and name not in partly.names]
+        may_be_added = not isinstance(partly.owner, type)  # forward may assign a global that does not exist yet
+        new = [name for name in names if name not in partly.names and (may_be_added or name in partly.values)]
         partly.names.update(dict.fromkeys(new))
-        self._push(((*partly.place, name), partly.values[name]) for name in new)
+        self._push(((*partly.place, name), partly.values[name]) for name in new if name in partly.values)
 
     def _add(self, namespace: Namespace) -> None:
         self._found.append(namespace)
