@@ -81,6 +81,42 @@ def test_what_makes_no_difference_may_be_left(body: Callable[[Any, Tensor], Tens
     ts.distributed.destroy_process_group()
 
 
+class _Experts(nn.Module):
+    """A layer that leaves an auxiliary loss for the training loop."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.aux_loss, self.losses, self.table = nn.Linear(6, 8), 0.0, [], None
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.up(x)
+        self.aux_loss = y.square().mean()
+        self.losses.append(y.mean())
+        self.table = torch.arange(8.0)
+        return y * self.table
+
+
+def test_a_result_that_forward_leaves_in_an_attribute_is_not_read_as_if_it_were_one() -> None:
+    model = nn.Sequential(_Experts(), nn.Linear(8, 6))
+    with pytest.warns(UserWarning, match=r"leaves tensors in 0\.aux_loss, 0\.losses\[0\], which"):
+        sharded = ts.shard(model, {"0.up": "column"}, example_inputs=(torch.ones(4, 6),))
+    sharded(torch.ones(4, 6))
+    for name in ("aux_loss", "losses"):
+        with pytest.raises(ts.InputError, match=f"'{name}' does not hold what the last call computed"):
+            getattr(sharded[0], name)
+    assert sharded[0].table is None
+    ts.distributed.destroy_process_group()
+
+
+def test_activations_that_a_hook_collects_are_told_of() -> None:
+    model, kept = nn.Sequential(nn.Linear(6, 8), nn.Linear(8, 6)), {}
+    model[0].register_forward_hook(lambda module, args, output: kept.update(a=output))
+    with pytest.warns(UserWarning, match=r"leaves tensors in .*kept\['a'\]"):
+        ts.shard(model, {"0": "column"}, example_inputs=(torch.ones(4, 6),))
+    assert not kept
+    ts.distributed.destroy_process_group()
+
+
 def _counter(m: Any, x: Tensor) -> Tensor:
     m.step += 1
     return m.up(x) * m.step

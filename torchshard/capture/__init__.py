@@ -14,6 +14,7 @@ visible, namespaces, user_code           what forward can read apart from its ar
 facts                                    what planning must know of a model
 """
 
+from torchshard.capture.attributes import describe
 from torchshard.capture.flat import Captured, capture
 from torchshard.capture.models import (
     check_devices,
@@ -31,6 +32,6 @@ from torchshard.capture.watch import Watch, global_hooks
 
 __all__ = [
     "Captured", "Leaves", "ModelCall", "Watch", "capture", "check_devices", "check_strided", "check_weights",
-    "copy_model", "flatten", "flatten_call", "global_hooks", "memory_order", "model_without_storage",
+    "copy_model", "describe", "flatten", "flatten_call", "global_hooks", "memory_order", "model_without_storage",
     "refuse_state_between", "refuse_transforms", "shared_names", "without_storage",
 ]  # fmt: skip

@@ -55,6 +55,8 @@ class Captured:
     """Whether tensors satisfy the graph's assumptions about sizes."""
     assigned: tuple[tuple[str, ...], ...] = ()
     """The places (see `attributes`) of the attributes that forward assigns in each call."""
+    left: tuple[tuple[str, ...], ...] = ()
+    """Those where it leaves tensors that depend on the call, which a call of the graph does not."""
 
 
 def capture(
@@ -88,6 +90,7 @@ def capture(
         traced.result.rebuild,
         assumption(graph.graph, traced.exported),
         traced.assigned,
+        traced.left,
     )
 
 

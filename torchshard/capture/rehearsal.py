@@ -1,4 +1,4 @@
-"""Decides whether attributes that a forward assigns are a cache, which a graph may lose, or state, which is refused.
+"""Decides whether attributes that a forward assigns are a cache or a log, which a graph may lose, or state: refused.
 
 A graph computes one call. It does not assign plain attributes (`self.cos = ...`, `self.step += 1`), attributes of
 classes or variables of closures, so a later call of the graph could not read them. That is harmless for a cache, or if
@@ -37,27 +37,36 @@ class ModelCall:
     """Train or eval, of every module; (): the current ones."""
 
 
-def refuse_state(model: nn.Module, call: Leaves, places: Sequence[Place]) -> None:
+def refuse_state(model: nn.Module, call: Leaves, places: Sequence[Place]) -> tuple[Place, ...]:
     """Rehearses a call twice whose forward assigns attributes.
+
+    Returns:
+        The places where it leaves tensors that depend on its inputs or parameters: results that it does not return.
 
     Raises:
         CaptureError: the attributes that the first call assigns change what the second computes.
     """
     repeated = ModelCall(call, ())
-    refuse_state_between(model, repeated, repeated, places)
+    return refuse_state_between(model, repeated, repeated, places)
 
 
-def refuse_state_between(model: nn.Module, first: ModelCall, second: ModelCall, places: Sequence[Place]) -> None:
+def refuse_state_between(
+    model: nn.Module, first: ModelCall, second: ModelCall, places: Sequence[Place]
+) -> tuple[Place, ...]:
     """Rehearses a call after another one, perhaps of another kind, which assigns the attributes at these places.
+
+    Returns:
+        The places where the first call leaves tensors that depend on its inputs or parameters.
 
     Raises:
         CaptureError: the attributes that the first call assigns change what the second computes.
     """
+    left: tuple[Place, ...] = ()
     try:
         with _on_fakes(model) as mode:
             before = _Rehearsed(model, first, mode)
             after = before if second is first else _Rehearsed(model, second, mode)
-            why = _difference(model, before, after)
+            why, left = _difference(model, before, after)
     except Exception as error:
         why = f"a rehearsal of a second call, which may read them, failed: {error}".splitlines()[0]
     if why:
@@ -67,6 +76,7 @@ def refuse_state_between(model: nn.Module, first: ModelCall, second: ModelCall, 
             why=why,
             attempt="register_buffer for a tensor that one call leaves for the next; else pass it in and return it",
         )
+    return left
 
 
 def run_on_fakes(model: nn.Module, call: Leaves) -> None:
@@ -164,8 +174,12 @@ def _storage(tensor: Tensor) -> int:
     return int(tensor.untyped_storage()._cdata)
 
 
-def _difference(model: nn.Module, first: _Rehearsed, second: _Rehearsed) -> str:
-    """Says why the second call computes something else after the first than alone; '' if it does not."""
+def _difference(model: nn.Module, first: _Rehearsed, second: _Rehearsed) -> tuple[str, tuple[Place, ...]]:
+    """Compares a call with the same call after another one.
+
+    Returns:
+        Why it computes something else then ('' if it does not), and where the other one leaves tensors of its own.
+    """
     before = attributes(model)
     plain = [value for value in before.values() if isinstance(value, Tensor)]
     sources = [*first.inputs, *second.inputs, *model.parameters(), *_written_buffers(model, first), *plain]
@@ -176,20 +190,24 @@ def _difference(model: nn.Module, first: _Rehearsed, second: _Rehearsed) -> str:
     with _Trace(sources) as first_trace:
         first.run()
     between = attributes(model)
-    assigned = [between.get(place) for place in changed(before, between)]
     # A tensor that derives from no input or parameter is the same in each call: a cache, which may be read.
-    of_call = [t for t in assigned if isinstance(t, Tensor) and _storage(t) in first_trace.derived]
-    with _Trace([*sources, *of_call], of_call) as second_trace:
+    of_call = {
+        place: value
+        for place in changed(before, between)
+        if isinstance(value := between.get(place), Tensor) and _storage(value) in first_trace.derived
+    }
+    with _Trace([*sources, *of_call.values()], list(of_call.values())) as second_trace:
         second.run()
     after = attributes(model)
     again = [place for place in changed(between, after) if not isinstance(after.get(place), (Tensor, Unknown))]
+    why = ""
     if again and first is second:
-        return f"a second call with the same inputs changes {describe(again[0])} again"
-    if second_trace.reads_watched:
-        return "a later call reads what an earlier one has left there"
-    if second_trace.ops != alone.ops or (first is second and first_trace.ops != alone.ops):
-        return "a second call computes something else after the first than alone"
-    return ""
+        why = f"a second call with the same inputs changes {describe(again[0])} again"
+    elif second_trace.reads_watched:
+        why = "a later call reads what an earlier one has left there"
+    elif second_trace.ops != alone.ops or (first is second and first_trace.ops != alone.ops):
+        why = "a second call computes something else after the first than alone"
+    return why, tuple(of_call)
 
 
 def _written_buffers(model: nn.Module, call: _Rehearsed) -> list[Tensor]:

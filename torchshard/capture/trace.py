@@ -46,6 +46,8 @@ class Traced:
     """The value that `forward` returned."""
     assigned: tuple[Place, ...]
     """The attributes that it assigned."""
+    left: tuple[Place, ...]
+    """Those of them that hold tensors which depend on its inputs or parameters."""
     whole: tuple[WholeCall, ...] = ()
     """The calls that are kept whole, at the index that their stand-in in the graph has as its number."""
 
@@ -72,10 +74,9 @@ def trace(model: nn.Module, call: Leaves, *, dynamic: bool = True) -> Traced:
         forward.snapshot.restore()
     check_generators(model, generators, lambda: run_on_fakes(model, call))
     warn_of_checkpoints(recording, model)
-    if forward.assigned:
-        refuse_state(model, call, forward.assigned)
+    left = refuse_state(model, call, forward.assigned) if forward.assigned else ()
     assert forward.result is not None
-    return Traced(exported, forward.result, forward.assigned, tuple(recording.calls))
+    return Traced(exported, forward.result, forward.assigned, left, tuple(recording.calls))
 
 
 def _same(tensor: Tensor) -> Tensor:

@@ -26,6 +26,7 @@ from torchshard.capture import (
     check_devices,
     check_strided,
     check_weights,
+    describe,
     flatten_call,
     global_hooks,
     refuse_transforms,
@@ -54,7 +55,7 @@ from torchshard.runtime.compiled import Compiled, compile_program
 from torchshard.runtime.history import History, Snapshot
 from torchshard.runtime.optimizers import observe_steps
 from torchshard.runtime.state import State
-from torchshard.runtime.submodule import refuse_class
+from torchshard.runtime.submodule import ShardedSubmodule, refuse_class
 from torchshard.weights.slice_values import check_other_group, unwatched, watch_slices
 
 _CALL_LOCK = threading.RLock()
@@ -262,7 +263,24 @@ class ShardedModule(State):
         device = next((p.device for p in self.parameters()), None)
         compiled = compile_program(planned, call.key, model_call, self._ts_group.coordinate, device)
         self._ts_graphs.add(call.key, compiled, self._ts_watch.latest_change)
+        self._note_left(planned.captured.left)
         return compiled
+
+    def _note_left(self, places: Sequence[tuple[str, ...]]) -> None:
+        """Warns of results that forward leaves in attributes, for calls of a graph do not; reading them is an error."""
+        new = [place for place in places if place not in self._ts_left_places]
+        self._ts_left_places.update(new)
+        submodules = dict(self.named_modules())
+        for path, name, *keys in new:
+            module = submodules.get(path)
+            if isinstance(module, ShardedSubmodule) and not any(key.startswith(".") for key in keys):
+                module.note_left(name)
+        if new:
+            warnings.warn(
+                f"forward leaves tensors in {', '.join(map(describe, new))}, which calls of a sharded model do not: "
+                "what it computes for others to read, such as an auxiliary loss, has to be among its results",
+                stacklevel=2,
+            )
 
     # --- looking -----------------------------------------------------------------------------------------------------
 

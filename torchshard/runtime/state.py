@@ -43,6 +43,7 @@ class State(ShardedSubmodule):
         self._ts_distinct: dict[str, bool] = {}
         self._ts_uninitialized: dict[str, tuple[int, int]] = {}  # name -> (version, sample) as `to_empty` left them
         self._ts_graphs = GraphCache()
+        self._ts_left_places = set[tuple[str, ...]]()
         self._register(local_state(model, layouts, group.coordinate), model)
         for module in self.modules():
             cast(ShardedSubmodule, module).fix_names()

@@ -136,7 +136,18 @@ class ShardedSubmodule(nn.Module, metaclass=_EqualToItsSource):
         """Names and items."""
         return self._entries().items()
 
+    def note_left(self, name: str) -> None:
+        """Forward leaves a tensor in this attribute, which calls of the graph do not: reading it raises from now on."""
+        self.__dict__.setdefault("_ts_left", set()).add(name)
+
     def __getattr__(self, name: str) -> Any:
+        if name in self.__dict__.get("_ts_left", ()):
+            raise InputError(
+                f"attribute {name!r} does not hold what the last call computed",
+                where=type(self.source).__name__,
+                why="forward leaves a tensor there, and a call of a sharded model gives nothing but its results",
+                attempt="return it from forward",
+            )
         if name in self.__dict__.get("_ts_source", [None])[0].__dict__:
             return self.source.__dict__[name]
         try:
