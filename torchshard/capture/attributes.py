@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from torchshard.capture.namespaces import Namespace, Place, array_content, is_array, is_open
-from torchshard.capture.visible import visible_from, visible_to
+from torchshard.capture.visible import hooks_of, visible_from, visible_to
 
 COMPARED_BY_VALUE = (int, float, str, bool, bytes, frozenset, torch.Size, torch.dtype, torch.device)
 Attributes = dict[Place, object]
@@ -40,7 +40,7 @@ def settings(model: nn.Module) -> list[object]:
     """
     values = [value for module in model.modules() for value in Namespace(("",), module).items().values()]
     candidates = {id(v): v for v in values if (isinstance(v, dict) and v) or is_open(v)}
-    hooks = (hook for m in model.modules() for n, d in vars(m).items() if n.endswith("_hooks") for hook in d.values())
+    hooks = [hook for module in model.modules() for hook in hooks_of(module)]
     owners = [hook.__self__ for hook in hooks if isinstance(hook, MethodType) and is_open(hook.__self__)]
     return [*owners, *(value for value in candidates.values() if _holds_plain_values(value))]
 

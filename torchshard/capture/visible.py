@@ -72,6 +72,12 @@ def visible_from(value: object, *, code: bool = True) -> Visible:
     return search.result()
 
 
+def hooks_of(module: nn.Module) -> list[object]:
+    """The hooks that are registered on a module."""
+    registered = [value for name, value in vars(module).items() if name.endswith("_hooks")]
+    return [hook for hooks in registered if isinstance(hooks, dict) for hook in hooks.values()]
+
+
 @dataclass(frozen=True)
 class _PartlyRead:
     """A namespace of which only some values are followed."""
@@ -113,8 +119,7 @@ class _Search:
         self._places.update((id(module), (path,)) for path, module in modules.items())
         for path, module in modules.items():
             self._add(Namespace((path,), module))
-            hooks = [hook for name, dicts in vars(module).items() if name.endswith("_hooks") for hook in dicts.values()]
-            self._push(((path, "hook"), hook) for hook in hooks)
+            self._push(((path, "hook"), hook) for hook in hooks_of(module))
             self._add_classes(
                 cls for cls in type(module).__mro__ if not cls.__module__.startswith(("torch.", "builtins"))
             )
