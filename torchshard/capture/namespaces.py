@@ -92,8 +92,9 @@ def _write_class(cls: type, previous: Values, current: Values) -> None:
 
 
 def _write_set(owner: set[object], previous: Values, current: Values) -> None:
-    owner.clear()
-    owner.update(previous[""])  # type: ignore[arg-type]
+    if owner != previous[""]:
+        owner.clear()
+        owner.update(previous[""])  # type: ignore[arg-type]
 
 
 def _write_sequence(owner: list[object] | deque[object], previous: Values, current: Values) -> None:
