@@ -307,6 +307,26 @@ def test_the_model_itself_has_an_empty_path(word: str, layout: str) -> None:
         ts.plan(_OwnWeight(), {"weight": word}, world_size=2, example_inputs=(x,))
 
 
+class _PartlyFrozen(nn.Module):
+    """Layers of which the first runs under no_grad."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(MLP(12, 20, 12) for _ in range(2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.no_grad():
+            x = self.layers[0](x)
+        return self.layers[1](x)
+
+
+def test_layers_under_no_grad_have_the_styles_that_the_plan_names() -> None:
+    plan, x = {"layers.*.up": "column", "layers.*.down": "row"}, torch.randn(3, 12)
+    assert ts.check(_PartlyFrozen(), plan, world_size=2, example_inputs=(x,)).ok
+    parameters = ts.plan(_PartlyFrozen(), plan, world_size=2, example_inputs=(x,)).parameters
+    assert [str(parameters[f"layers.{i}.up.weight"]) for i in (0, 1)] == ["S(0)", "S(0)"]
+
+
 def test_a_glob_stands_only_for_what_is_all_split() -> None:
     made = ts.plan(
         nn.Sequential(*(nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 8)) for _ in range(3))),

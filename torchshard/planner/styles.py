@@ -205,7 +205,7 @@ def pins_of(graph: fx.Graph, chosen: Mapping[str, tuple[str, Style]]) -> dict[fx
     pins: dict[fx.Node, Pin] = {}
     ops = [n for n in graph.nodes if n.op == "call_function"]
     for path, (key, style) in chosen.items():
-        fed = [n for n in ops if any(_is_own(_before_casts(p), path) for p in operands(n))]
+        fed = [n for n in ops if any(_is_own(_source(p), path) for p in operands(n))]
         within = [n for n in fed if n.meta.get("module") == path]
         fed = within or fed  # a parent may use the weight of a module that it never calls
         able = {n: SPLITS[op_of(n.target)] for n in fed if op_of(n.target) in SPLITS}
@@ -231,9 +231,9 @@ def cannot_have(key: str, path: str, style: str, why: str) -> PlanError:
     )
 
 
-def _before_casts(node: fx.Node) -> fx.Node:
-    """What was cast to give a value, by autocast or by the model (`weight.to(x.dtype)`); or the value itself."""
-    while node.target in CASTS:
+def _source(node: fx.Node) -> fx.Node:
+    """What was cast, by autocast or the model (`weight.to(x.dtype)`), or detached by no_grad; or the value itself."""
+    while node.target in CASTS or node.target is aten.detach.default:
         node = operands(node)[0]
     return node
 
