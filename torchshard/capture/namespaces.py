@@ -126,10 +126,10 @@ def _values_of_module(module: nn.Module) -> Values:
 
 def values_of_object(value: object) -> Values:
     """The attributes of an object itself, in its slots and its `__dict__`."""
-    return {name: getattr(value, name) for name in slots_of(value)} | dict(getattr(value, "__dict__", {}))
+    return {name: getattr(value, name) for name in filled_slots(value)} | dict(getattr(value, "__dict__", {}))
 
 
-def slots_of(value: object) -> list[str]:
+def filled_slots(value: object) -> list[str]:
     """The slots of an object that have a value."""
     return [name for name in _slot_names(type(value)) if hasattr(value, name)]
 

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
-from torchshard.capture.namespaces import array_content, is_array, slots_of, values_of_object, version_of
+from torchshard.capture.namespaces import array_content, filled_slots, is_array, values_of_object, version_of
 from torchshard.capture.visible import Visible, visible_from
 from torchshard.core.errors import InputError
 
@@ -126,7 +126,7 @@ def _is_unknown_object(value: object) -> bool:
     has_plain_new = getattr(type(value), "__new__", None) is object.__new__
     if isinstance(value, known) or type(value) in pytree.SUPPORTED_NODES or not has_plain_new:
         return False
-    return hasattr(value, "__dict__") or bool(slots_of(value))
+    return hasattr(value, "__dict__") or bool(filled_slots(value))
 
 
 def _open(value: object, ancestors: tuple[int, ...] = ()) -> object:

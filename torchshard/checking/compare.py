@@ -21,7 +21,7 @@ from torchshard.ir.graph import is_float
 Kind = Literal["output", "buffer", "input gradient", "parameter gradient"]
 """The kinds of tensors that are compared."""
 KINDS: tuple[Kind, ...] = get_args(Kind)
-Place = tuple[Kind, str]
+ComparedValue = tuple[Kind, str]
 """(kind, name) of a tensor that is compared."""
 TOLERANCES = {torch.float64: 1e-10, torch.float32: 1e-5, torch.float16: 1e-2, torch.bfloat16: 5e-2}
 """The narrowest floating dtype in a graph -> the largest error, relative to a tensor's largest value, that is equal."""
@@ -85,7 +85,7 @@ def compare(
     got: Ranks,
     layouts: Mapping[str, Layout],
     tolerance: float,
-    noise: Callable[[], Mapping[Place, float]],
+    noise: Callable[[], Mapping[ComparedValue, float]],
     *,
     flips: bool = False,
 ) -> tuple[Comparison, ...]:
@@ -130,7 +130,7 @@ def noise_ceiling(tensors: Iterable[object], tolerance: float) -> float:
 
 
 def _compare(
-    expected: Results, got: Ranks, layouts: Mapping[str, Layout], floors: Mapping[Place, float]
+    expected: Results, got: Ranks, layouts: Mapping[str, Layout], floors: Mapping[ComparedValue, float]
 ) -> tuple[Comparison, ...]:
     comparisons: list[Comparison] = []
 

@@ -22,11 +22,11 @@ from torchshard.core.conversions import kernels, source_and_target
 from torchshard.core.errors import InternalError
 from torchshard.core.layouts import Layout, dual, join, split
 from torchshard.core.mesh import MeshAxis
-from torchshard.custom_ops.stepwise import Steps, Stepwise
+from torchshard.custom_ops.stepwise import Computation, Stepwise
 from torchshard.distributed.ops import OPS, SENDING, is_collective
 from torchshard.ir.graph import where
 from torchshard.passes import localized
-from torchshard.passes.nodes import call_target, op_of
+from torchshard.passes.nodes import call_target, operator_of
 from torchshard.passes.propagate import Seen
 from torchshard.rules import is_random
 
@@ -104,7 +104,7 @@ def _rank(
         elif node.op == "output":
             return list(args[0])
         elif is_collective(node.target):
-            value = yield Request(node, op_of(node), args)
+            value = yield Request(node, operator_of(node), args)
         elif isinstance(node.target, Stepwise):
             value = yield from _stepwise(node, node.target.steps(*args), rng_states, rank)
         elif is_random(node.target):
@@ -125,7 +125,7 @@ def _with_rng_state(rng_states: list[Tensor], rank: int, fn: Callable[[], T]) ->
 
 
 def _stepwise(
-    node: fx.Node, steps: Steps, rng_states: list[Tensor], rank: int
+    node: fx.Node, steps: Computation, rng_states: list[Tensor], rank: int
 ) -> Generator[Request, Tensor | None, Argument]:
     """Runs an op that yields its collectives; between two of them it may draw random numbers."""
     result: Tensor | None = None

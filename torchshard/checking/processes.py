@@ -15,7 +15,7 @@ from torch import Tensor, fx, nn
 
 from torchshard.capture import flatten, flatten_call
 from torchshard.checking.check import Report, in_dtype, tolerance_of
-from torchshard.checking.compare import Place, Results, compare
+from torchshard.checking.compare import ComparedValue, Results, compare
 from torchshard.checking.steps import Trial, backward, leaf, unsharded
 from torchshard.compiler.constraints import PlanLike
 from torchshard.compiler.program import prepared
@@ -78,7 +78,7 @@ def check_processes(
     rng_state = torch.get_rng_state()
     expected = unsharded(model, call)
 
-    def noise() -> Mapping[Place, float]:
+    def noise() -> Mapping[ComparedValue, float]:
         captured = prepared(model, args, kwargs)
         trial = Trial(model, captured, replace(call, names=captured.inputs), rng_state)
         return trial.noise(expected.output_names)
@@ -86,7 +86,9 @@ def check_processes(
     return report_of(expected, launch(_run_rank, world_size, (make, make_args, plan, aim)), noise)
 
 
-def report_of(expected: Results, ranks: Sequence[Pieces], noise: Callable[[], Mapping[Place, float]] = dict) -> Report:
+def report_of(
+    expected: Results, ranks: Sequence[Pieces], noise: Callable[[], Mapping[ComparedValue, float]] = dict
+) -> Report:
     """Compares the tensors of all ranks with the results of `steps.unsharded`."""
     states = [_tensors(rank.state) for rank in ranks]
     inputs = [_tensors(rank.inputs) for rank in ranks]

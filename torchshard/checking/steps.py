@@ -17,7 +17,7 @@ from torch.utils import _pytree as pytree
 
 from torchshard.capture import Captured, Leaves, copy_model, flatten, shared_names
 from torchshard.checking import lockstep
-from torchshard.checking.compare import Kind, Place, Results, gradients, largest_difference
+from torchshard.checking.compare import ComparedValue, Kind, Results, gradients, largest_difference
 from torchshard.checking.rounding import NUDGE_SEED, nudged, widened, widened_graph
 from torchshard.core.autocast import autocasting
 from torchshard.core.layouts import Layout
@@ -187,10 +187,10 @@ class Trial:
         constants = {path: widened(t, self.dtype or t.dtype) for path, t in self.captured.constants.items()}
         return constants | {name: state[tied[0]] for name, tied in names.items()}
 
-    def noise(self, output_names: Sequence[str]) -> dict[Place, float]:
+    def noise(self, output_names: Sequence[str]) -> dict[ComparedValue, float]:
         """The largest absolute change of each tensor of the unsharded step by rounding."""
         generator = torch.Generator().manual_seed(NUDGE_SEED)
-        exact, noise = _places(self.whole(), output_names), dict[Place, float]()
+        exact, noise = _places(self.whole(), output_names), dict[ComparedValue, float]()
         for _ in range(NOISE_TRIALS):
             for place, tensor in _places(self.whole(generator), output_names).items():
                 change = largest_difference(exact[place], tensor) if place in exact else 0.0
@@ -198,7 +198,7 @@ class Trial:
         return noise
 
 
-def _places(run: Run, output_names: Sequence[str]) -> dict[Place, Tensor]:
+def _places(run: Run, output_names: Sequence[str]) -> dict[ComparedValue, Tensor]:
     """The floating tensors of an unsharded run by kind and name."""
     outputs = zip(output_names, run.outputs[0], strict=True)
     tensors: dict[Kind, Mapping[str, object]] = {
@@ -207,7 +207,7 @@ def _places(run: Run, output_names: Sequence[str]) -> dict[Place, Tensor]:
         "input gradient": gradients(run.inputs[0]),
         "parameter gradient": gradients(run.states[0]),
     }
-    places: dict[Place, Tensor] = {}
+    places: dict[ComparedValue, Tensor] = {}
     for kind, by_name in tensors.items():
         places.update({(kind, name): tensor for name, tensor in by_name.items() if is_float(tensor)})
     return places

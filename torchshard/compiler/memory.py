@@ -25,7 +25,7 @@ OPTIMIZER_STATES = 2
 """Tensors that the optimizer keeps per parameter: Adam's two moments."""
 
 
-class _Watch(TorchDispatchMode):
+class _StorageTracker(TorchDispatchMode):
     """Counts the bytes of the storages that are alive among those that ops make; `known` ones count elsewhere."""
 
     def __init__(self, known: list[Tensor]) -> None:
@@ -84,7 +84,7 @@ def predicted_memory(graph: fx.GraphModule, plan: Plan) -> dict[str, float]:
     stored = [(n, t) for n, t in zip(nodes, tensors, strict=True) if n.meta["kind"] != "input"]
     trained = sum(_bytes(t) for n, t in stored if t.requires_grad)
     steady = sum(_bytes(t) for _, t in stored)
-    watch = _Watch(tensors)
+    watch = _StorageTracker(tensors)
     with mode, torch.enable_grad(), watch:
         _step(local, tensors)
     total = {

@@ -24,7 +24,7 @@ from torch._subclasses.fake_tensor import is_fake
 from torchshard.core.autocast import current_autocast
 from torchshard.core.layouts import Part
 from torchshard.custom_ops.fx_types import Argument, Target
-from torchshard.custom_ops.stepwise import Steps, Stepwise
+from torchshard.custom_ops.stepwise import Computation, Stepwise
 from torchshard.custom_ops.whole import WholeCall
 
 
@@ -137,7 +137,7 @@ class SplitRecurrent(Stepwise):
         """Runs the op in a process group; on fake tensors computes the shapes only."""
         return _shapes(args) if is_fake(args[0]) else super().__call__(*args)
 
-    def steps(self, *args: Argument) -> Steps:
+    def steps(self, *args: Argument) -> Computation:
         """Runs all layers; takes and returns what PyTorch's function does, with this rank's rows and hidden units."""
         x, hx, params, has_biases, layers, dropout, train, bidirectional, batch_first = args
         states = states_of(hx)
@@ -165,7 +165,7 @@ class SplitRecurrent(Stepwise):
 
     def _run(
         self, x: Tensor, state: tuple[Tensor, ...], weights: Sequence[Tensor], *, backward: bool, whole: bool
-    ) -> Steps:
+    ) -> Computation:
         """Runs one layer in one direction; returns the hidden units of each step and the last state.
 
         Args:

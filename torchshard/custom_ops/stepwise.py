@@ -19,7 +19,7 @@ from torch import Tensor
 
 from torchshard.custom_ops.fx_types import Argument, Target
 
-Steps = Generator[tuple[Target, tuple[Argument, ...]], Tensor, Argument]
+Computation = Generator[tuple[Target, tuple[Argument, ...]], Tensor, Argument]
 """Yields collectives with their arguments, is sent their results, and returns the result of the op."""
 
 
@@ -31,7 +31,7 @@ class Stepwise(ABC):
     """Maps a collective's operator to the function that is called for it, such as one that records the call."""
 
     @abstractmethod
-    def steps(self, *args: Argument) -> Steps:
+    def steps(self, *args: Argument) -> Computation:
         """The computation of one rank."""
 
     @abstractmethod

@@ -25,7 +25,7 @@ from torch.fx.node import Argument
 
 from torchshard.ir.graph import bound_args, emit, is_tensor
 from torchshard.passes.aliases import SAME_VALUES, Aliases, is_copied_constant, is_inplace, refused, storage
-from torchshard.passes.nodes import int_arg, node_arg, op_of
+from torchshard.passes.nodes import int_arg, node_arg, operator_of
 
 aten = torch.ops.aten
 
@@ -133,7 +133,7 @@ def _replace(aliases: Aliases, node: fx.Node) -> None:
 
 def _written_argument(node: fx.Node) -> str:
     """The name of the argument that an in-place op writes to."""
-    written = [a.name for a in op_of(node)._schema.arguments if a.alias_info and a.alias_info.is_write]
+    written = [a.name for a in operator_of(node)._schema.arguments if a.alias_info and a.alias_info.is_write]
     if len(written) > 1:
         raise refused(node, f"it writes to {', '.join(written)}: more than one tensor")
     return written[0]
@@ -146,7 +146,7 @@ def _functional(module: fx.GraphModule, node: fx.Node, args: Mapping[str, Argume
         args: the op's arguments by name, as they are now.
         before: the argument that it writes to.
     """
-    target = op_of(node)
+    target = operator_of(node)
     if target is aten.copy_.default:
         source = cast(fx.Node, args["src"])
         if source.meta["val"].shape != before.meta["val"].shape:

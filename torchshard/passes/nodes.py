@@ -27,7 +27,7 @@ def int_arg(node: fx.Node, index: int) -> int:
     return value
 
 
-def op_of(node: fx.Node) -> OpOverload[..., object]:
+def operator_of(node: fx.Node) -> OpOverload[..., object]:
     """The target of a node that calls a PyTorch operator."""
     assert isinstance(node.target, OpOverload), node.format_node()
     return node.target

@@ -32,7 +32,7 @@ from torchshard.passes.chain import chain_cats
 from torchshard.passes.decompose import decompose
 from torchshard.passes.explicit_casts import explicit_casts
 from torchshard.passes.functionalize import functionalize
-from torchshard.passes.nodes import int_arg, node_arg, op_of
+from torchshard.passes.nodes import int_arg, node_arg, operator_of
 from torchshard.rules.convolution import CONVOLUTIONS
 from torchshard.rules.random import BY_ELEMENT
 
@@ -174,7 +174,7 @@ _PRODUCTS = {aten.addmm.default: ("mat1", "mat2", aten.mm.default),
 
 def _split_addmm(module: fx.GraphModule, node: fx.Node) -> fx.Node:
     """`addmm(c, a, b)` is `add(mm(a, b), c)`, with `alpha` and `beta` as multiplications."""
-    left, right, target = _PRODUCTS[op_of(node)]
+    left, right, target = _PRODUCTS[operator_of(node)]
     args = bound_args(node)
     product = emit(module, target, (args[left], args[right]), node)
     name_after(product, f"{node.name}_{op_name(product)}")
@@ -193,7 +193,7 @@ def _split_addmm(module: fx.GraphModule, node: fx.Node) -> fx.Node:
 def _from_sizes(module: fx.GraphModule, node: fx.Node) -> fx.Node:
     """`new_ones(x, [2, 3])` takes from x dtype and device alone."""
     args, val = bound_args(node), node.meta["val"]
-    target, fill = _NEW[op_of(node)]
+    target, fill = _NEW[operator_of(node)]
     extra = (args["fill_value"],) if fill else ()
     return _named(node, emit(module, target, (args["size"], *extra), node, dtype=val.dtype, device=val.device))
 
@@ -205,7 +205,7 @@ def _drawn_from_sizes(module: fx.GraphModule, node: fx.Node) -> fx.Node:
     for i, size in enumerate(sizes):
         if not isinstance(size, int):
             sizes[i] = emit(module, aten.sym_size.int, (node_arg(node), i), node)
-    target, bound_names = _DRAWS[op_of(node)]
+    target, bound_names = _DRAWS[operator_of(node)]
     bounds = (args[name] if name else 0 for name in bound_names)
     return _named(node, emit(module, target, (*bounds, sizes), node, dtype=val.dtype, device=val.device))
 

@@ -14,7 +14,7 @@ from torchshard.core.layouts import Layout, Shard
 from torchshard.core.mesh import MeshAxis
 from torchshard.core.notation import Choice, Row
 from torchshard.ir.graph import drop_dead_code, is_tensor, layout_of, node_row, operands
-from torchshard.passes.nodes import node_arg, op_of, replace_node
+from torchshard.passes.nodes import node_arg, operator_of, replace_node
 from torchshard.rules.convolution import CONVOLUTIONS
 
 aten = torch.ops.aten
@@ -46,7 +46,7 @@ def _fuse_bias(module: fx.GraphModule, node: fx.Node) -> bool:
         return False
     args = (*product.args[:2], bias, *product.args[3:])
     with module.graph.inserting_before(node):
-        fused = module.graph.call_function(op_of(product), args, dict(product.kwargs))
+        fused = module.graph.call_function(operator_of(product), args, dict(product.kwargs))
     fused.meta = {key: fact for key, fact in node.meta.items() if key != "row"}
     row = node_row(fused)
     choice = _choice_with_layouts(fused, row, layout_of(node), module.meta["axis"])

@@ -23,7 +23,7 @@ from torchshard.core.mesh import MeshAxis
 from torchshard.distributed.ops import OPS
 from torchshard.ir.graph import fake_mode, faking, hint, is_tensor, is_tensor_op, layout_of, operands, values, where
 from torchshard.passes.annotate import legal_choices
-from torchshard.passes.nodes import int_arg, node_arg, op_of
+from torchshard.passes.nodes import int_arg, node_arg, operator_of
 from torchshard.passes.propagate import Seen, is_sized_by_values, run
 
 Stage = Literal["annotated", "inserted", "localized"]
@@ -97,7 +97,7 @@ def _fits(actual: Layout, required: Layout, value: fx.Node) -> bool:
 
 def _collective_faults(node: fx.Node, axis: MeshAxis) -> Iterator[Fault]:
     operand = node_arg(node)
-    layouts = source_and_target(OPS[op_of(node)].name, node.args[1:])
+    layouts = source_and_target(OPS[operator_of(node)].name, node.args[1:])
     source, target = (_canonical(layout, axis) for layout in layouts)
     if not _fits(layout_of(operand), source, operand):
         yield node, "a collective's operand has another layout than it converts", f"{layout_of(operand)}, not {source}"

@@ -13,7 +13,7 @@ from torch import Tensor, fx
 
 from torchshard.custom_ops.whole import WholeCall, op_of
 from torchshard.ir.graph import bound_args, is_tensor_op, node_row, tensor_type, values
-from torchshard.planner.repeats import Item, Reference, Run, find_runs
+from torchshard.planner.repeats import Item, Reference, Repetition, find_runs
 
 
 @dataclass(frozen=True)
@@ -22,7 +22,7 @@ class Folded:
 
     nodes: list[fx.Node]
     """All nodes that compute, in order."""
-    runs: list[Run]
+    runs: list[Repetition]
     position: dict[fx.Node, int]
 
     @staticmethod

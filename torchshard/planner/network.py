@@ -31,7 +31,7 @@ from torchshard.planner.conversions import element_of
 from torchshard.planner.costs import CostModel, Op, Value
 from torchshard.planner.elimination import Scope, Table
 from torchshard.planner.folded import Folded
-from torchshard.planner.repeats import Run
+from torchshard.planner.repeats import Repetition
 from torchshard.planner.styles import Pin, cannot_have, pinned_layout_conflict
 
 log = logging.getLogger("torchshard.planner")
@@ -82,7 +82,7 @@ class Factor:
 class Chain:
     """The inner blocks of a run, all alike."""
 
-    run: Run
+    run: Repetition
     factors: tuple[int, ...]
     """The factors of one block, including those that connect it to the block before."""
     entry: Scope
@@ -353,7 +353,7 @@ class _Builder:
 
     # --- repeated blocks ---------------------------------------------------------------------------------------------
 
-    def _add_chain(self, index: int, run: Run) -> None:
+    def _add_chain(self, index: int, run: Repetition) -> None:
         """Describes the third block of a run, which represents all inner ones, for the solver to chain.
 
         `inner` are the factors that touch the third block and not the last, `around` the variables of the third block

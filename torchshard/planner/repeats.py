@@ -41,7 +41,7 @@ class Item:
 
 
 @dataclass(frozen=True)
-class Run:
+class Repetition:
     """`count` blocks of `period` items each, from item `start` on."""
 
     start: int
@@ -58,7 +58,7 @@ class Run:
         return (position - self.start) // self.period
 
 
-def find_runs(items: Sequence[Item]) -> list[Run]:
+def find_runs(items: Sequence[Item]) -> list[Repetition]:
     """Runs that do not overlap, those first found that spare most items; in order of their start."""
     periods, users = _periods(items), _last_readers(items)
     found = _found(items, users, periods)
@@ -68,8 +68,8 @@ def find_runs(items: Sequence[Item]) -> list[Run]:
     return found
 
 
-def _found(items: Sequence[Item], users: Sequence[int], periods: Sequence[int]) -> list[Run]:
-    found: list[Run] = []
+def _found(items: Sequence[Item], users: Sequence[int], periods: Sequence[int]) -> list[Repetition]:
+    found: list[Repetition] = []
     spans = [(0, len(items))]
     while spans:
         low, high = spans.pop()
@@ -81,7 +81,7 @@ def _found(items: Sequence[Item], users: Sequence[int], periods: Sequence[int]) 
     return sorted(found, key=lambda run: run.start)
 
 
-def _spared(run: Run) -> int:
+def _spared(run: Repetition) -> int:
     return (run.count - MIN_BLOCKS + 1) * run.period
 
 
@@ -115,7 +115,7 @@ def _match(items: Sequence[Item], i: int, period: int) -> bool:
     )
 
 
-def _runs_of(items: Sequence[Item], last: Sequence[int], period: int, low: int, high: int) -> list[Run]:
+def _runs_of(items: Sequence[Item], last: Sequence[int], period: int, low: int, high: int) -> list[Repetition]:
     runs, start = [], low
     for i in range(low, high):
         if i + period >= high or not _match(items, i, period):
@@ -126,7 +126,7 @@ def _runs_of(items: Sequence[Item], last: Sequence[int], period: int, low: int, 
     return runs
 
 
-def _aligned(last: Sequence[int], period: int, start: int, stop: int) -> Run:
+def _aligned(last: Sequence[int], period: int, start: int, stop: int) -> Repetition:
     """The run within [start, stop) whose blocks pass the fewest values on to the next."""
     middle = start + ((stop - start) // period // 2) * period
 
@@ -136,10 +136,10 @@ def _aligned(last: Sequence[int], period: int, start: int, stop: int) -> Run:
 
     shifts = range(period)
     best = min(shifts, key=lambda shift: (crossing(shift) - (shift <= (stop - start) % period) * 0.5, shift))
-    return Run(start + best, period, (stop - start - best) // period)
+    return Repetition(start + best, period, (stop - start - best) // period)
 
 
-def _closed(last: Sequence[int], run: Run) -> list[Run]:
+def _closed(last: Sequence[int], run: Repetition) -> list[Repetition]:
     """The longest part of a run whose inner blocks are read by themselves and the next block alone."""
     open_blocks = [
         block
@@ -154,4 +154,4 @@ def _closed(last: Sequence[int], run: Run) -> list[Run]:
     edges = [-1, *bounds, run.count]
     begin, end = max(pairwise(edges), key=lambda pair: pair[1] - pair[0])
     first, count = max(begin, 0), end - max(begin, 0)
-    return [Run(run.start + first * run.period, run.period, count)] if count >= MIN_BLOCKS else []
+    return [Repetition(run.start + first * run.period, run.period, count)] if count >= MIN_BLOCKS else []

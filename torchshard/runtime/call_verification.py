@@ -25,7 +25,7 @@ from torchshard.ir.listing import listing, value_text
 from torchshard.runtime import digests
 from torchshard.runtime.call_key import CallKey
 from torchshard.runtime.compiled import Compiled, graph_uses_rng
-from torchshard.runtime.history import EARLIER, GRADIENTS, MODEL, PARAMETER, SENT, STEPS, Snapshot
+from torchshard.runtime.history import EARLIER, GRADIENTS, MODEL, PARAMETER, SENT, STEPS, HistorySnapshot
 
 VALUES = "the values of input"
 RNG_STATE = "the RNG state"
@@ -58,7 +58,9 @@ class PreparedCall:
         return rng_state(self.inputs) if self.compiled is not None and self.compiled.uses_rng else ""
 
 
-def verify_prepared_call(group: Group, call: PreparedCall | ShardError, purpose: Purpose, snapshot: Snapshot) -> None:
+def verify_prepared_call(
+    group: Group, call: PreparedCall | ShardError, purpose: Purpose, snapshot: HistorySnapshot
+) -> None:
     """The ranks compare a digest of a call, and its facts if the digests differ.
 
     Args:
@@ -96,7 +98,7 @@ def _summary_of_refusal(refusal: ShardError, purpose: Purpose) -> _Summary:
     return _Summary(f"{first_line} {purpose}", lambda: {"the arguments": first_line, "the purpose": purpose})
 
 
-def _summary(call: PreparedCall, purpose: Purpose, snapshot: Snapshot) -> _Summary:
+def _summary(call: PreparedCall, purpose: Purpose, snapshot: HistorySnapshot) -> _Summary:
     values = [digests.values_digest(tensor) if digests.is_here(tensor) else 0 for tensor in call.inputs.tensors]
     shapes = [tuple(tensor.shape) for tensor in call.inputs.tensors]
     # A graph keeps the digest of its key: the text of a key is long, and hashing it would take longer than the rest.

@@ -48,7 +48,7 @@ def gradient_sum(gradient: Tensor, number: int) -> Near:
 
 
 @dataclass(frozen=True)
-class Snapshot:
+class HistorySnapshot:
     """The part of a rank's digest that is about the time before the call."""
 
     facts: Mapping[str, str]
@@ -109,7 +109,7 @@ class History:
         # a rank whose slice is empty takes the same turns as the others
         self._split = [name for name in tensors if isinstance(layouts.get(name), Shard) and distinct.get(name)]
 
-    def snapshot(self, tensors: Mapping[str, Tensor], inputs: Mapping[str, Tensor]) -> Snapshot:
+    def snapshot(self, tensors: Mapping[str, Tensor], inputs: Mapping[str, Tensor]) -> HistorySnapshot:
         """The facts to compare at this call; the next call compares the next parameters.
 
         Args:
@@ -128,7 +128,7 @@ class History:
         self._turn += 1
         gradients, self._gradients = self._gradients, _NO_GRADIENTS
         slice_digest = self._slice_digest(tensors[sliced]) if sliced else self._group.rank
-        return Snapshot(facts, sliced, slice_digest, gradients)
+        return HistorySnapshot(facts, sliced, slice_digest, gradients)
 
     def _facts(self) -> dict[str, str]:
         handshake = self._group.handshake

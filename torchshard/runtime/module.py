@@ -52,7 +52,7 @@ from torchshard.runtime.call_verification import (
     verify_same_weights,
 )
 from torchshard.runtime.compiled import Compiled, compile_program
-from torchshard.runtime.history import History, Snapshot
+from torchshard.runtime.history import History, HistorySnapshot
 from torchshard.runtime.optimizers import observe_steps
 from torchshard.runtime.state import State
 from torchshard.runtime.submodule import ShardedSubmodule, refuse_class
@@ -196,7 +196,7 @@ class ShardedModule(State):
             visible += f", changed last: {self._ts_watch.latest_change}"
         return PreparedCall(inputs, key, self._ts_graphs.find(key, inputs.tensors), visible)
 
-    def _history_snapshot(self, call: PreparedCall | ShardError) -> Snapshot:
+    def _history_snapshot(self, call: PreparedCall | ShardError) -> HistorySnapshot:
         # Until the first graph fixes the layouts they follow from each rank's plan, and plans may still differ.
         if self._ts_fixed and not self._ts_watched:
             self._ts_history.watch(self._tensors_by_first_name(), self._ts_layouts, self._ts_distinct)

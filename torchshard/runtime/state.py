@@ -27,7 +27,7 @@ from torchshard.runtime.digests import are_distinct, describe_content
 from torchshard.runtime.submodule import ShardedSubmodule
 from torchshard.weights.materialize import local_state
 from torchshard.weights.parameter import ShardedParameter
-from torchshard.weights.state_slices import Place, StateSlice, place_of, place_text, refuse_checkpointing
+from torchshard.weights.state_slices import SlicePlace, StateSlice, place_of, place_text, refuse_checkpointing
 
 
 class State(ShardedSubmodule):
@@ -266,7 +266,7 @@ class State(ShardedSubmodule):
                     state[prefix + tied] = StateSlice.of(state[prefix + tied], self._place(name))
         return state
 
-    def _place(self, name: str) -> Place:
+    def _place(self, name: str) -> SlicePlace:
         return name, str(self._ts_layouts.get(name, I)), self._ts_group.rank, self._ts_group.size
 
     def _check_slice(self, name: str, tensor: Tensor) -> None:

@@ -17,31 +17,31 @@ from torchshard.core.errors import InputError
 from torchshard.weights.callers import caller, is_users
 from torchshard.weights.slice_warnings import warn_of_slice
 
-Place = tuple[str, str, int, int]
+SlicePlace = tuple[str, str, int, int]
 """(name, layout, rank, number of ranks) of a slice."""
 _PLACE = "_torchshard_place"
-"""The attribute of a tensor that holds its Place. It is part of the file format: saved tensors have it too."""
+"""The attribute of a tensor that holds its SlicePlace. It is part of the file format: saved tensors have it too."""
 
 
-def place_of(value: object) -> Place | None:
+def place_of(value: object) -> SlicePlace | None:
     """The place of a tensor from a state dict; None for a tensor that is not a slice."""
-    return cast(Place | None, getattr(value, _PLACE, None))
+    return cast(SlicePlace | None, getattr(value, _PLACE, None))
 
 
 class StateSlice(Tensor):
     """A slice in a state dict. PyTorch's distributed checkpointing would take it for the whole, and is refused."""
 
     @staticmethod
-    def of(tensor: Tensor, place: Place) -> StateSlice:
+    def of(tensor: Tensor, place: SlicePlace) -> StateSlice:
         """The same memory, with its place."""
         marked: StateSlice = torch.Tensor._make_subclass(StateSlice, tensor.detach(), tensor.requires_grad)
         setattr(marked, _PLACE, place)
         return marked
 
     @property
-    def place(self) -> Place:
+    def place(self) -> SlicePlace:
         """What this is a slice of."""
-        return cast(Place, getattr(self, _PLACE))
+        return cast(SlicePlace, getattr(self, _PLACE))
 
     @classmethod
     def __torch_function__(
@@ -92,7 +92,7 @@ _SAME_SLICE = frozenset([
 """Functions whose result is the same slice, copied, moved or cast."""
 
 
-def place_text(place: Place) -> str:
+def place_text(place: SlicePlace) -> str:
     """'S(0) on rank 1 of 2'."""
     _, layout, rank, world = place
     return f"{layout} on rank {rank} of {world}"

@@ -45,7 +45,7 @@ text.S{fill:#79c0ff}text.P{fill:#ffa657}}
 
 
 @dataclass(frozen=True)
-class Place:
+class Extent:
     """Where a box or row lies."""
 
     left: float
@@ -54,14 +54,14 @@ class Place:
     bottom: float
 
 
-Places = dict[Box | Row, Place]
+Extents = dict[Box | Row, Extent]
 
 
 def picture(graph: fx.Graph, axis: MeshAxis, comm_bytes: float) -> str:
     """The SVG text."""
     root = outline(graph, axis)
     columns, edge = _columns(root)
-    places: Places = {}
+    places: Extents = {}
     height = _place(root, MARGIN, edge, HEAD, places) + MARGIN - GAP
     curves, reach = _curves(graph, [(row, places[row]) for row in root.rows()], edge)
     width = round(max(edge + reach, MARGIN + CHAR * max(map(len, LEGEND))) + MARGIN)
@@ -89,13 +89,13 @@ def _columns(root: Box) -> tuple[list[float], float]:
     return starts[1:], end + deep
 
 
-def _place(box: Box, left: float, right: float, y: float, places: Places) -> float:
+def _place(box: Box, left: float, right: float, y: float, places: Extents) -> float:
     """Places what a box holds from y on; gives the y after it."""
     for item in box.items:
-        places[item] = Place(left, right, y, y + LINE)
+        places[item] = Extent(left, right, y, y + LINE)
         if isinstance(item, Box):
             bottom = _place(item, left + PAD, right - PAD, y + LINE, places) - GAP + PAD
-            places[item] = Place(left, right, y, bottom)
+            places[item] = Extent(left, right, y, bottom)
         y = places[item].bottom + GAP
     return y
 
@@ -105,14 +105,14 @@ def _text(kind: str, x: float, y: float, text: str, longest: int = 999) -> str:
     return f'<text class="{kind}" x="{x:.1f}" y="{y:.1f}">{escape(cut)}</text>' if text else ""
 
 
-def _frame(box: Box, at: Place) -> str:
+def _frame(box: Box, at: Extent) -> str:
     size = f'width="{at.right - at.left:.1f}" height="{at.bottom - at.top}" rx="6"'
     sheets = (0,) if box.count == 1 else (3, 0)
     drawn = [f'<rect class="box" x="{at.left + n}" y="{at.top + n}" {size}/>' for n in sheets]
     return "".join(drawn) + _text("title", at.left + PAD, at.top + 14, box.title)
 
 
-def _row(row: Row, at: Place, columns: Sequence[float]) -> str:
+def _row(row: Row, at: Extent, columns: Sequence[float]) -> str:
     node, sign = row.nodes[0], ""
     shape = f'<rect class="row" x="{at.left}" y="{at.top}" width="{at.right - at.left:.1f}" height="{LINE}" rx="4"/>'
     if is_collective(node.target):
@@ -128,7 +128,7 @@ def _row(row: Row, at: Place, columns: Sequence[float]) -> str:
     return f"<g data-nodes={names}><title>{escape(tip)}</title>{shape}{''.join(cells)}</g>"
 
 
-def _curves(graph: fx.Graph, rows: Sequence[tuple[Row, Place]], edge: float) -> tuple[list[str], float]:
+def _curves(graph: fx.Graph, rows: Sequence[tuple[Row, Extent]], edge: float) -> tuple[list[str], float]:
     """A curve on the right from each row to each that takes its result, and how far the curves reach."""
     at = {node: i for i, (row, _) in enumerate(rows) for node in row.nodes}
     pairs = dict.fromkeys((at[s], at[n]) for n in graph.nodes if n in at for s in sources(n) if s in at)
