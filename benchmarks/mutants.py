@@ -589,6 +589,34 @@ FAULTS = (
         "        return result\n",
         "tests/test_habits.py",
     ),
+    Fault(
+        "globals of the functions that forward calls are not watched",
+        "capture/visible.py",
+        "        self._read_globals(str(function.__module__), function.__globals__, names.globals)\n",
+        "        pass\n",
+        "tests/test_visible.py",
+    ),
+    Fault(
+        "values that hold others have no text of their type and place",
+        "capture/watch.py",
+        'return f"a {self._numbers.of(type(value))} at {visible.places[id(value)]}"',
+        'return ""',
+        "tests/test_visible.py -k wherever",
+    ),
+    Fault(
+        "iterators pass for constants",
+        "capture/attributes.py",
+        "        return Unknown()  # how far it has come can't be seen without moving it\n",
+        "        return value\n",
+        "tests/test_visible.py -k iterator",
+    ),
+    Fault(
+        "results that forward leaves in attributes are not told of",
+        "runtime/module.py",
+        "        self._note_left(planned.captured.left)\n",
+        "        pass\n",
+        "tests/test_attributes.py",
+    ),
 )
 
 

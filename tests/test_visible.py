@@ -209,6 +209,9 @@ BYTES, ARRAY, LAYER, READ_ONLY = bytearray([1]), array.array("d", [1.0]), nn.Lea
 PROXY, TRAINER = MappingProxyType(READ_ONLY), _Trainer()
 
 
+DOUBLES, TRIPLES, TWO, THREE = _times(2.0), _times(3.0), _Slots(2.0), _Slots(3.0)
+
+
 def _set(owner: Any, name: str, value: object) -> Callable[[], object]:
     return lambda: setattr(owner, name, value)
 
@@ -246,15 +249,15 @@ HELD: dict[str, tuple[Callable[[], object], Callable[[Tensor], Tensor], Callable
     ),
     "a bound method": (_hold(_Doubles().__call__), lambda x: HOLDER.value(x), _hold(_Triples().__call__)),
     "an object without attributes": (_hold(_Doubles()), lambda x: HOLDER.value(x), _hold(_Triples())),
-    "one of two closures of one function": (
-        _hold([_times(2.0), _times(3.0)]),
-        lambda x: HOLDER.value[0](x),
-        lambda: HOLDER.value.reverse(),
+    "which of two closures of one function": (
+        _hold(dict(zip("abc", (DOUBLES, TRIPLES, DOUBLES), strict=True))),
+        lambda x: HOLDER.value["c"](x),
+        lambda: HOLDER.value.update(c=TRIPLES),
     ),
-    "an object at another place": (
-        _hold([_Slots(2.0), _Slots(3.0), 0]),
-        lambda x: x * HOLDER.value[0].value,
-        lambda: HOLDER.value.__setitem__(0, HOLDER.value[1]),
+    "which of two objects": (
+        _hold(dict(zip("abc", (TWO, THREE, TWO), strict=True))),
+        lambda x: x * HOLDER.value["c"].value,
+        lambda: HOLDER.value.update(c=THREE),
     ),
     "a global function": (lambda: None, lambda x: _doubled(x), _redefine),
     "a default": (lambda: None, lambda x: _by_default(x), _set(_by_default, "__defaults__", (3.0,))),
