@@ -86,6 +86,7 @@ def _rank(rank: int, fn: Callable[..., Any], world: int, folder: str, args: tupl
     dist.init_process_group(
         "gloo", f"file://{folder}/meet", rank=rank, world_size=world, timeout=timedelta(seconds=TIMEOUT_SECONDS / 2)
     )
+    dist.barrier()  # a rank that ended while others still connect to it would fail them
     try:
         result = (True, fn(rank, *args))
     except BaseException:

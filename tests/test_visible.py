@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import array
+import configparser
 import contextvars
 import dataclasses
 import itertools
@@ -190,6 +191,55 @@ def _times(factor: float) -> Callable[[Tensor], Tensor]:
     return lambda x: x * factor
 
 
+class _Referenced:
+    """Can be referenced weakly."""
+
+    value = 2.0
+
+
+class _Inherits(_Referenced):
+    """Has its value from its base, until it gets one of its own."""
+
+
+class _Reads:
+    """Methods that read values whose names the code around them does not mention."""
+
+    of_class = 2.0
+
+    def __init__(self) -> None:
+        self.hidden = 2.0
+
+    def by_getattr(self, x: Tensor) -> Tensor:
+        return x * getattr(self, "hid" + "den")
+
+    @classmethod
+    def by_class(cls, x: Tensor) -> Tensor:
+        return x * cls.of_class
+
+    def global_value(self, x: Tensor) -> Tensor:
+        return x * SCALE
+
+
+class _ReadsItems(dict[str, float]):
+    """A dict with a method."""
+
+    def scaled(self, x: Tensor) -> Tensor:
+        return x * self["factor"]
+
+
+class _ReadsMissing:
+    """Reads an attribute that it does not have elsewhere."""
+
+    def __init__(self) -> None:
+        self._values = {"factor": 2.0}
+
+    def __getattr__(self, name: str) -> float:
+        return self._values[name]
+
+    def scaled(self, x: Tensor) -> Tensor:
+        return x * self.factor
+
+
 class _Trainer:
     """Its method is a hook."""
 
@@ -209,6 +259,10 @@ BYTES, ARRAY, LAYER, READ_ONLY = bytearray([1]), array.array("d", [1.0]), nn.Lea
 PROXY, TRAINER = MappingProxyType(READ_ONLY), _Trainer()
 
 
+REFERENCED, INHERITS, READS, ITEMS, MISSING = _Referenced(), _Inherits(), _Reads(), _ReadsItems(), _ReadsMissing()
+WEAKLY, WEAK_VALUES = weakref.ref(REFERENCED), weakref.WeakValueDictionary(a=REFERENCED)
+NORMAL, SETTINGS = torch.distributions.Normal(torch.zeros(()), torch.ones(())), configparser.ConfigParser()
+ARRAY_OF_SUBCLASS = np.array([2.0]).view(np.recarray)
 DOUBLES, TRIPLES, TWO, THREE = _times(2.0), _times(3.0), _Slots(2.0), _Slots(3.0)
 
 
@@ -280,6 +334,52 @@ HELD: dict[str, tuple[Callable[[], object], Callable[[Tensor], Tensor], Callable
     "bytes": (lambda: None, lambda x: x * BYTES[0], lambda: BYTES.__setitem__(0, 3)),
     "an array of Python": (lambda: None, lambda x: x * ARRAY[0], lambda: ARRAY.__setitem__(0, 3.0)),
     "a read-only view": (lambda: None, lambda x: x * PROXY["value"], lambda: READ_ONLY.update(value=3.0)),
+    "what is referenced weakly": (
+        _set(REFERENCED, "value", 2.0),
+        lambda x: x * WEAKLY().value,
+        _set(REFERENCED, "value", 3.0),
+    ),
+    "a value of a weak dict": (
+        _set(REFERENCED, "value", 2.0),
+        lambda x: x * WEAK_VALUES["a"].value,
+        _set(REFERENCED, "value", 3.0),
+    ),
+    "an attribute that hides a base's": (
+        lambda: None,
+        lambda x: x * INHERITS.value,
+        _set(_Inherits, "value", 3.0),
+    ),
+    "a distribution": (
+        lambda: None,
+        lambda x: x * NORMAL.mean.exp(),
+        lambda: NORMAL.loc.fill_(1),
+    ),
+    "a configuration file": (
+        lambda: SETTINGS.read_dict({"model": {"factor": "2"}}),
+        lambda x: x * SETTINGS.getfloat("model", "factor"),
+        lambda: SETTINGS.set("model", "factor", "3"),
+    ),
+    "an array of a subclass": (
+        lambda: None,
+        lambda x: x * float(ARRAY_OF_SUBCLASS[0]),
+        lambda: ARRAY_OF_SUBCLASS.fill(3.0),
+    ),
+    "what a method reads by getattr": (
+        _hold(READS.by_getattr),
+        lambda x: HOLDER.value(x),
+        _set(READS, "hidden", 3.0),
+    ),
+    "what a class method reads": (_hold(_Reads.by_class), lambda x: HOLDER.value(x), _set(_Reads, "of_class", 3.0)),
+    "what a dict's method reads": (
+        lambda: (ITEMS.update(factor=2.0), _hold(ITEMS.scaled)()),
+        lambda x: HOLDER.value(x),
+        lambda: ITEMS.update(factor=3.0),
+    ),
+    "what __getattr__ finds": (
+        _hold(MISSING.scaled),
+        lambda x: HOLDER.value(x),
+        lambda: MISSING._values.update(factor=3.0),
+    ),
     "the environment": (
         lambda: None,
         lambda x: x * float(os.environ["FACTOR"]),
@@ -317,6 +417,8 @@ def test_what_is_changed_wherever_it_is_held_counts(kind: str, own_process_group
     monkeypatch.setattr(_Base, "value", 1.0)
     monkeypatch.setitem(globals(), "_doubled", _doubled)
     monkeypatch.setitem(globals(), "SCALE", 1.0)
+    monkeypatch.setattr(_Inherits, "value", 2.0)
+    monkeypatch.delattr(_Inherits, "value")
     start, body, change = HELD[kind]
     start()
     model = _Applies(body)
@@ -329,11 +431,35 @@ def test_what_is_changed_wherever_it_is_held_counts(kind: str, own_process_group
     assert sharded._ts_graphs.captures == 2 and torch.equal(sharded(X), expected) and sharded._ts_graphs.captures == 2
 
 
+class _ReadsGlobal:
+    """Its class holds and reads values, which no attribute of its own does."""
+
+    factor = 1.0
+
+    def __call__(self, x: Tensor) -> Tensor:
+        return self.scaled(x)
+
+    def scaled(self, x: Tensor) -> Tensor:
+        return x * SCALE * self.factor
+
+
+class _Scales(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.factor = 1.0
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x * SCALE * self.factor
+
+
 @pytest.mark.parametrize(
     "body",
-    [_scaled_by_global, partial(_scaled_by_global), lambda x: [_scaled_by_global(x)][0]],
-    ids=["f", "partial", "lambda"],
-)
+    [
+        _scaled_by_global, partial(_scaled_by_global), lambda x: [_scaled_by_global(x)][0], _ReadsGlobal(), _Scales(),
+        READS.global_value,
+    ],
+    ids=["f", "partial", "lambda", "object", "module", "method"],
+)  # fmt: skip
 def test_globals_that_an_argument_reads_count(body: Any, own_process_group: None, monkeypatch: Any) -> None:
     monkeypatch.setitem(globals(), "SCALE", 2.0)
     model = _Applies()
@@ -341,6 +467,100 @@ def test_globals_that_an_argument_reads_count(body: Any, own_process_group: None
     assert torch.equal(sharded(X, body), model(X, body))
     monkeypatch.setitem(globals(), "SCALE", 3.0)
     assert torch.equal(sharded(X, body), model(X, body))
+
+
+class _Called(nn.Module):
+    """Calls a method of an argument, or makes an object of it if it is a class."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(6, 8), nn.Linear(8, 6)
+
+    def forward(self, x: Tensor, scale: Any) -> Tensor:
+        return self.down((scale() if isinstance(scale, type) else scale).scaled(self.up(x)))
+
+
+@pytest.mark.parametrize("scale", [_ReadsGlobal(), _ReadsGlobal], ids=["object", "class"])
+def test_what_the_class_of_an_argument_holds_counts(scale: Any, own_process_group: None, monkeypatch: Any) -> None:
+    model = _Called()
+    sharded = ts.shard(model, {"up": "column", "down": "row"}, (X, scale))
+    monkeypatch.setattr(_ReadsGlobal, "factor", 3.0)
+    assert torch.equal(sharded(X, scale), model(X, scale))
+    monkeypatch.setitem(globals(), "SCALE", 3.0)
+    assert torch.equal(sharded(X, scale), model(X, scale)) and sharded._ts_graphs.captures == 3
+
+
+def test_what_a_module_argument_holds_counts(own_process_group: None) -> None:
+    model, scales = _Applies(), _Scales()
+    sharded = ts.shard(model, {"up": "column", "down": "row"}, (X, scales))
+    scales.factor = 3.0
+    assert torch.equal(sharded(X, scales), model(X, scales))
+
+
+class _Scaling:
+    """A hook that is an object."""
+
+    def __init__(self) -> None:
+        self.factor = 2.0
+
+    def __call__(self, module: nn.Module, args: Any, output: Tensor) -> Tensor:
+        return output * self.factor
+
+
+def _hook_by_factor(factors: list[float], module: nn.Module, args: Any, output: Tensor) -> Tensor:
+    return output * factors[0]
+
+
+@pytest.mark.parametrize(
+    ("held", "read", "change"),
+    [
+        (held := [2.0], lambda held, x: x * held[0], partial(held.insert, 0, 3.0)),
+        ([one := _Slots(2.0)], lambda held, x: x * held[0].value, _set(one, "value", 3.0)),
+        ((one := _Slots(2.0),), lambda held, x: x * held[0].value, _set(one, "value", 3.0)),
+        (numbers := {2.0}, lambda held, x: x * sum(held), partial(numbers.add, 3.0)),
+        ({"mask": (mask := torch.ones(8))}, lambda held, x: x * held["mask"], partial(mask.fill_, 3.0)),
+        (_Slots(mask := torch.ones(8)), lambda held, x: x * held.value, partial(mask.fill_, 3.0)),
+    ],
+    ids=["list", "list of objects", "tuple of objects", "set", "dict of tensors", "object with a tensor"],
+)
+def test_what_a_model_holds_is_shared_with_the_original(
+    held: Any, read: Any, change: Any, own_process_group: None
+) -> None:
+    model = _Applies()
+    model.held, model.body = held, lambda x: x  # type: ignore[assignment]
+    model.down.register_forward_pre_hook(lambda module, args: read(module.held, args[0]))
+    model.down.held = held  # type: ignore[assignment]
+    sharded = ts.shard(model, {"up": "column", "down": "row"}, (X,))
+    before = model(X)
+    assert torch.equal(sharded(X), before)
+    change()
+    expected = model(X)
+    assert not torch.equal(expected, before) and torch.equal(sharded(X), expected)
+
+
+@pytest.mark.parametrize(
+    ("hook", "change"),
+    [
+        (hook := _Scaling(), _set(hook, "factor", 3.0)),
+        (partial(_hook_by_factor, factors := [2.0]), partial(factors.insert, 0, 3.0)),
+    ],
+    ids=["object", "partial"],
+)
+def test_what_a_hook_holds_is_shared_with_the_original(hook: Any, change: Any, own_process_group: None) -> None:
+    model = _Applies(torch.relu)
+    model.up.register_forward_hook(hook)
+    sharded = ts.shard(model, {"up": "column", "down": "row"}, (X,))
+    change()
+    assert torch.equal(sharded(X), model(X))
+
+
+def test_a_list_of_the_models_own_tensors_is_copied(own_process_group: None) -> None:
+    model = _Applies(torch.relu)
+    model.weights = [model.up.weight, model.down.weight]  # type: ignore[assignment]
+    sharded, before = ts.shard(model, {"up": "column", "down": "row"}, (X,)), model(X)
+    with torch.no_grad():
+        model.up.weight.zero_()
+    assert torch.equal(sharded(X), before)
 
 
 def test_equal_functions_that_are_made_anew_need_no_new_graph(own_process_group: None) -> None:

@@ -15,7 +15,7 @@ from types import MethodType
 import torch
 from torch import Tensor, nn
 
-from torchshard.capture.namespaces import Namespace, Place, array_content, is_array, is_open
+from torchshard.capture.namespaces import Namespace, Place, array_content, is_array, is_container, is_open
 from torchshard.capture.visible import hooks_of, visible_from, visible_to
 
 COMPARED_BY_VALUE = (int, float, str, bool, bytes, frozenset, torch.Size, torch.dtype, torch.device)
@@ -35,18 +35,24 @@ def attributes(model: nn.Module) -> Attributes:
 def settings(model: nn.Module) -> list[object]:
     """The objects that a model reads and that are no part of it.
 
-    These are the objects and dicts among its attributes that hold only plain values, such as a configuration, and the
-    objects whose methods are its hooks, such as a trainer.
+    These are its hooks and the containers and objects among its attributes, such as a configuration, if they hold no
+    modules and none of its tensors; and the objects whose methods are its hooks, such as a trainer, whatever they hold.
     """
     values = [value for module in model.modules() for value in Namespace(("",), module).items().values()]
-    candidates = {id(v): v for v in values if (isinstance(v, dict) and v) or is_open(v)}
     hooks = [hook for module in model.modules() for hook in hooks_of(module)]
     owners = [hook.__self__ for hook in hooks if isinstance(hook, MethodType) and is_open(hook.__self__)]
-    return [*owners, *(value for value in candidates.values() if _holds_plain_values(value))]
+    candidates = {id(v): v for v in (*values, *hooks) if (is_container(v) and v) or is_open(v)}
+    own_tensors = {id(tensor) for tensor in (*model.parameters(), *model.buffers())}
+    return [*owners, *(value for value in candidates.values() if not _is_part(value, own_tensors))]
 
 
-def _holds_plain_values(value: object) -> bool:
-    return not any(isinstance(held, (Tensor, nn.Module)) for _, held in visible_from(value, code=False).values())
+def _is_part(value: object, own_tensors: set[int]) -> bool:
+    """Whether a value holds modules, or tensors that are the model's or have gradients."""
+    held = [one for _, one in visible_from(value, code=False).values()]
+    tensors = [one for one in held if isinstance(one, Tensor)]
+    return any(isinstance(one, nn.Module) for one in held) or any(
+        id(tensor) in own_tensors or tensor.requires_grad for tensor in tensors
+    )
 
 
 def _frozen(value: object) -> object:

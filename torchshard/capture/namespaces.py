@@ -10,6 +10,7 @@ import array
 import enum
 import operator
 import sys
+import weakref
 from collections import deque
 from collections.abc import Callable
 from contextvars import ContextVar
@@ -20,6 +21,7 @@ from typing import Any, NamedTuple, Protocol, TypeGuard
 
 import torch
 from torch import Tensor, nn
+from torch.distributions import Distribution
 
 from torchshard.capture.user_code import cells_of, closure_of
 
@@ -30,7 +32,9 @@ Values = dict[Any, object]
 
 _EVERY_MODULE_HAS = frozenset(nn.Module().__dict__) | {"training", "register_buffer"}
 """Parameters, buffers, submodules, hooks, the mode, and what `entry_points` replaces during a capture."""
-_OPEN_PACKAGES = frozenset({"argparse", "collections", "functools", "types", "_thread"})
+_OPEN_PACKAGES = frozenset(
+    {"argparse", "collections", "configparser", "functools", "optparse", "types", "weakref", "_thread"}
+)
 """Those of Python's own packages whose objects hold only values that the user has stored in them."""
 _FUNCTION_PARTS = ("__code__", "__defaults__", "__kwdefaults__")
 
@@ -167,6 +171,7 @@ _KINDS = (
     _Kind((FunctionType,), _values_of_function, _write_function),
     _Kind((MethodType,), lambda m: {"__func__": m.__func__, "__self__": m.__self__}, _write_nothing),
     _Kind((partial,), lambda p: {"func": p.func, "args": p.args, "keywords": p.keywords}, _write_nothing),
+    _Kind((weakref.ref,), lambda reference: {"": reference()}, _write_nothing),
     _Kind((ContextVar,), _values_of_context, _write_context),
     _Kind((type,), lambda cls: dict(vars(cls)), _write_class),
     _Kind((object,), values_of_object, _write_object),
@@ -187,9 +192,9 @@ def is_open(value: object) -> bool:
     """Whether a value is an object whose attributes a forward may read: no tensor, module, function, class or array."""
     cls = type(value)
     package = cls.__module__.partition(".")[0]
-    if isinstance(value, (MethodType, partial, ContextVar)):
+    if isinstance(value, (MethodType, partial, ContextVar, weakref.ref, Distribution)):
         return True
-    closed = (Tensor, nn.Module, type, ModuleType, FunctionType, enum.Enum)
+    closed = (Tensor, nn.Module, type, ModuleType, FunctionType, enum.Enum, *weakref.ProxyTypes)
     if isinstance(value, closed) or is_array(value) or package in ("torch", "torchshard"):
         return False
     plain = package not in sys.stdlib_module_names or package in _OPEN_PACKAGES or package == "__main__"
@@ -205,8 +210,8 @@ class Array(Protocol):
 
 def is_array(value: object) -> TypeGuard[Array | bytearray]:
     """Whether a value is an array of numbers: NumPy's arrays and scalars, and Python's own."""
-    in_numpy = type(value).__module__ == "numpy" and hasattr(value, "tobytes")
-    return in_numpy or isinstance(value, (bytearray, array.array, memoryview))
+    in_numpy = any(cls.__module__ == "numpy" for cls in type(value).__mro__)
+    return (in_numpy and hasattr(value, "tobytes")) or isinstance(value, (bytearray, array.array, memoryview))
 
 
 def array_content(value: Array | bytearray) -> bytes:

@@ -2,7 +2,7 @@
 
 Everything that is no tensor (None, numbers, flags) is part of the call's structure: a graph is captured for it. It is
 compared by value. Objects that PyTorch's pytree does not know are taken apart by their attributes. Functions are
-compared by their code and the values that it reads, classes and modules by identity.
+compared by their code and the values that it reads, and so are classes, an object's among them.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import functools
 import inspect
 import operator
 import types
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -82,7 +82,7 @@ def _key(leaf: object) -> Hashable:
         return (type(leaf), leaf)
     if isinstance(leaf, set | frozenset):
         return (type(leaf), tuple(sorted((_key(item) for item in leaf), key=repr)))
-    if isinstance(leaf, types.FunctionType | types.MethodType | functools.partial):
+    if isinstance(leaf, types.FunctionType | types.MethodType | functools.partial | type | nn.Module):
         return code_key(leaf)
     if isinstance(leaf, _COMPARED_BY_IDENTITY):
         return _Identity(leaf)
@@ -95,7 +95,7 @@ def _key(leaf: object) -> Hashable:
 
 
 def code_key(value: object) -> Hashable:
-    """The key of a function, method or other callable: equal for equal code that reads equal values.
+    """The key of a function, method, class or other callable: equal for equal code that reads equal values.
 
     Each call that passes a lambda makes a new function; and what a function computes depends on globals, too.
     """
@@ -111,7 +111,7 @@ def _key_of_held(value: object, visible: Visible) -> Hashable:
         return (_Identity(value), version_of(value))
     if is_array(value):
         return (type(value).__name__, array_content(value))
-    if isinstance(value, types.FunctionType | types.MethodType):
+    if isinstance(value, types.FunctionType | types.MethodType | type | nn.Module):
         return _Identity(value)
     try:
         return _key(value)
@@ -165,13 +165,18 @@ class _Opened:
         return result
 
 
+def _opened_from(values: Iterable[Any], names: Sequence[str]) -> _Opened:
+    cls, *fields = values
+    return _Opened(cls, dict(zip(names, fields, strict=True)))
+
+
 pytree.register_pytree_node(
     _Opened,
-    lambda o: (list(o.fields.values()), (o.cls, tuple(o.fields))),
-    lambda values, context: _Opened(context[0], dict(zip(context[1], values, strict=True))),
+    lambda o: ([o.cls, *o.fields.values()], tuple(o.fields)),
+    _opened_from,
     flatten_with_keys_fn=lambda o: (
-        [(pytree.GetAttrKey(k), v) for k, v in o.fields.items()],
-        (o.cls, tuple(o.fields)),
+        [(pytree.GetAttrKey(k), v) for k, v in {"__class__": o.cls, **o.fields}.items()],
+        tuple(o.fields),
     ),
 )
 

@@ -24,10 +24,6 @@ from torchshard.capture.namespaces import Namespace, Place, Values, is_container
 from torchshard.capture.user_code import cells_of, mentions
 from torchshard.core.user_files import is_user_file
 
-MOST_FUNCTIONS = 2000
-"""The search stops after this many functions, so that it ends soon in a model with very much code."""
-
-
 _CALLED_BY_PYTORCH = frozenset({"forward", "backward", "setup_context"})
 
 
@@ -67,6 +63,8 @@ def visible_from(value: object, *, code: bool = True) -> Visible:
     search = _Search(code=code)
     if isinstance(value, FunctionType):
         search.add_function(value)  # a library's too
+    elif isinstance(value, type):
+        search.add_class(value)
     else:
         search.visit(("",), value)
     return search.result()
@@ -96,7 +94,6 @@ class _Search:
         self._pending: list[tuple[Place, object]] = []
         self._roots: dict[str, int] = {}
         """First part of a place -> how many have it."""
-        self._functions = 0
         self._in_libraries: set[int] = set()
         self._mentioned: dict[str, None] = {}
         """The names of attributes in all code met so far."""
@@ -137,8 +134,8 @@ class _Search:
         elif isinstance(value, property):
             self._push((place, function) for function in (value.fget, value.fset) if function)
         elif isinstance(value, type):
-            if _is_of_user(value) and self._follows_code:
-                self._read(self._class(value), ["__init__"])  # code that mentions a class may call it
+            for cls in filter(_is_of_user, value.__mro__ if self._follows_code else ()):
+                self._read(self._class(cls), ["__init__"])  # code that mentions a class may call it
         elif isinstance(value, MethodType):
             self._add_method(place, value)
         elif isinstance(value, nn.Module):
@@ -161,6 +158,11 @@ class _Search:
         names = [name for name, value in vars(cls).items() if _runs_unmentioned(name, value)]
         return self._with_methods.get(id(cls)) or self._add_with_methods(cls, cls.__qualname__, names)
 
+    def add_class(self, cls: type) -> None:
+        """Follows all that a class and its bases hold."""
+        for base in filter(_is_of_user, cls.__mro__):
+            self._read(self._class(base), [name for name in vars(base) if name not in _OF_EVERY_CLASS])
+
     def _add_method(self, place: Place, method: MethodType) -> None:
         """Of the object that a method is bound to, such as a trainer, only what code mentions is read."""
         owner = method.__self__
@@ -168,7 +170,9 @@ class _Search:
         self._found.append(Namespace(place, method))
         self._push([(place, method.__func__)])
         is_known = id(owner) in self._places or id(owner) in self._with_methods
-        if not is_known and (is_open(owner) or isinstance(owner, nn.Module)):
+        if isinstance(owner, type) or is_container(owner) or (is_open(owner) and _may_read_everything(method)):
+            self._push([(place, owner)])
+        elif not is_known and (is_open(owner) or isinstance(owner, nn.Module)):
             self._add_with_methods(owner, type(owner).__qualname__, ())
             self._add_classes(filter(_is_of_user, type(owner).__mro__))
 
@@ -179,9 +183,8 @@ class _Search:
 
     def add_function(self, function: FunctionType) -> None:
         """Follows what a function holds and what its code mentions."""
-        if self._functions == MOST_FUNCTIONS or not self._follows_code:
+        if not self._follows_code:
             return
-        self._functions += 1
         place = self._places[id(function)] = self._root(function.__qualname__)
         self._add(Namespace(place, function))
         self._push([((*place, "."), vars(function))])
@@ -228,12 +231,22 @@ class _Search:
         return (name if count == 1 else f"{name} ({count})",)
 
 
+_OF_EVERY_CLASS = frozenset({"__dict__", "__weakref__", "__module__", "__doc__"})
 _OF_ENVIRONMENT = frozenset({"environ", "getenv"})
+_ANY_ATTRIBUTE = frozenset({"getattr", "hasattr", "vars", "__dict__", "__getattribute__", "attrgetter"})
+"""What code reads attributes with whose names it does not mention."""
 
 
 def _is_of_user(cls: type) -> bool:
     file = getattr(sys.modules.get(cls.__module__), "__file__", None)
     return cls.__module__ == "__main__" or is_user_file(file)  # a notebook's __main__ has no file
+
+
+def _may_read_everything(method: MethodType) -> bool:
+    """Whether a method may read attributes of its object whose names the user's code does not mention."""
+    code = getattr(method.__func__, "__code__", None)
+    reads_any = code is not None and not _ANY_ATTRIBUTE.isdisjoint(mentions(code).attributes)
+    return reads_any or hasattr(type(method.__self__), "__getattr__")
 
 
 def _is_method(value: object) -> bool:

@@ -63,6 +63,8 @@ class Watch:
         # in the form in which `_is_same` compares them fastest
         self._readers = [_reader(space) for space in visible.namespaces if not isinstance(space.owner, nn.Module)]
         self._values = [tuple(read()) for read in self._readers]
+        self._classes = [vars(space.owner) for space in visible.namespaces if isinstance(space.owner, type)]
+        self._sizes = list(map(len, self._classes))  # a name that is new in a class may hide a base's
         self._arrays = [value for _, value in visible.values() if isinstance(value, Tensor) or is_array(value)]
         self._versions = [_version(value) for value in self._arrays]
 
@@ -71,6 +73,8 @@ class Watch:
             current = tuple(read())
             if len(current) != len(previous) or not all(map(operator.is_, current, previous)):
                 return False
+        if self._sizes != list(map(len, self._classes)):
+            return False
         return all(map(operator.eq, map(_version, self._arrays), self._versions))
 
     def _text(self, value: object, visible: Visible) -> str:
