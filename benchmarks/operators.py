@@ -211,6 +211,7 @@ def _try_on_ranks(result: Result, call: Called, captured: Captured, world: int, 
     state = local_state(call, made.plan.parameters, MeshAxis(world).coordinate(rank))
     known = {**captured.constants, **state}
     graph = localized(made.graph, MeshAxis(world).coordinate(rank))
+    graph.recompile()
     torch.manual_seed(1)
     results = list(graph(*(known[n.meta["path"]] for n in graph.graph.nodes if n.op == "placeholder")))
     backward(results, 1)

@@ -11,8 +11,9 @@ from torch._subclasses.fake_tensor import is_fake
 from torch.nn.parallel import DataParallel, DistributedDataParallel
 from torch.nn.parameter import is_lazy
 
-from torchshard.capture.attributes import attributes, settings
+from torchshard.capture.attributes import settings
 from torchshard.capture.signature import Leaves
+from torchshard.capture.visible import visible_to
 from torchshard.core.errors import InputError
 
 # --- copies ----------------------------------------------------------------------------------------------------------
@@ -38,7 +39,7 @@ def copy_model(model: nn.Module, memo: Mapping[int, object] | None = None) -> nn
         InputError: the model holds an object that can't be copied.
     """
     # PyTorch refuses to copy a tensor that has a grad_fn.
-    computed = (t for t in attributes(model).values() if isinstance(t, Tensor) and not t.is_leaf)
+    computed = (t for _, t in visible_to(model, code=False).values() if isinstance(t, Tensor) and not t.is_leaf)
     try:
         return copy.deepcopy(model, {id(t): t.detach() for t in computed} | dict(memo or {}))
     except Exception as error:

@@ -47,9 +47,13 @@ class Visible:
         return [space.owner for space in self.namespaces if isinstance(space.owner, FunctionType)]
 
 
-def visible_to(model: nn.Module) -> Visible:
-    """The values that a call of a model can read."""
-    search = _Search()
+def visible_to(model: nn.Module, *, code: bool = True) -> Visible:
+    """The values that a call of a model can read.
+
+    Args:
+        code: whether to follow functions and classes too; without them, these are the values that the model holds.
+    """
+    search = _Search(code=code)
     search.add_model(model)
     return search.result()
 
@@ -170,7 +174,8 @@ class _Search:
         self._found.append(Namespace(place, method))
         self._push([(place, method.__func__)])
         is_known = id(owner) in self._places or id(owner) in self._with_methods
-        if isinstance(owner, type) or is_container(owner) or (is_open(owner) and _may_read_everything(method)):
+        reads_all = is_container(owner) or (is_open(owner) and _may_read_everything(method))
+        if isinstance(owner, type) or reads_all or not self._follows_code:
             self._push([(place, owner)])
         elif not is_known and (is_open(owner) or isinstance(owner, nn.Module)):
             self._add_with_methods(owner, type(owner).__qualname__, ())

@@ -24,7 +24,7 @@ from typing import Any, TypeGuard, cast
 
 import sympy
 import torch
-from torch import Tensor, fx
+from torch import Tensor, fx, nn
 from torch._dispatch.python import enable_python_dispatcher
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.fx.node import Argument, Target
@@ -297,13 +297,16 @@ def where(node: fx.Node) -> str:
 
 
 def duplicate(module: fx.GraphModule) -> fx.GraphModule:
-    """A copy of a graph; fake values are shared."""
-    graph = fx.Graph()
+    """A copy of a graph; fake values are shared.
+
+    A copy that is to be called needs `recompile()` first. Most are only read or run node by node, and to generate code
+    takes longer than to copy the nodes.
+    """
+    result = fx.GraphModule(nn.Module(), fx.Graph())
     copies: dict[fx.Node, fx.Node] = {}
     for node in module.graph.nodes:
-        copies[node] = graph.node_copy(node, lambda n: copies[n])
+        copies[node] = result.graph.node_copy(node, lambda n: copies[n])
         copies[node].meta = copy.copy(node.meta)
-    result = fx.GraphModule(module, graph)
     result.meta = dict(module.meta)
     return result
 

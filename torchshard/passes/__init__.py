@@ -41,7 +41,6 @@ def rewrite(module: fx.GraphModule, plan: Plan) -> fx.GraphModule:
     for name, run, stage in passes:
         run(rewritten)
         verify(rewritten, stage, after=name)
-    rewritten.recompile()
     return rewritten
 
 
@@ -55,5 +54,4 @@ def localized(module: fx.GraphModule, coordinate: Coordinate, seen: Seen | None 
     local, seen = duplicate(module), {} if seen is None else seen
     localize(local, coordinate, seen)
     verify(local, "localized", after="localize", seen=seen)
-    local.recompile()
     return local
