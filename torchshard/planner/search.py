@@ -163,7 +163,7 @@ def sweep_prices(
 
 
 def mix_layers(solver: Solver, fits: Callable[[Solution], bool], sweep: PriceSweep) -> Solution:
-    """The best solution of a sweep, or a faster one that fits too: alike layers need not all be planned alike.
+    """The best solution of a sweep, or a faster one that fits too: equal layers may be planned in different ways.
 
     At the price that decides, all layers of a run change at once. As many of them as fit are planned as at the lower
     price, beside the rest of the model at the one price and at the other.

@@ -104,7 +104,7 @@ def to_dtensor(plan: PlanData) -> dict[str, Any]:
 def diff(a: PlanData, b: PlanData) -> str:
     """The differences between two plans, and what they cost.
 
-    `b` beside `a`: layouts that changed (alike layers on one line), collectives by kind, bytes and time.
+    `b` beside `a`: layouts that changed (equal layers on one line), collectives by kind, bytes and time.
     """
     differences = changed(a, b.parameters)
     lines = [f"  {star_differences(*names)}{f' ×{len(names)}' if len(names) > 1 else ''}: {x} -> {y}"

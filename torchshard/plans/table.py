@@ -58,7 +58,7 @@ class ModuleRow:
 
 
 def module_rows(plan: PlanData) -> list[ModuleRow]:
-    """A row per module that has parameters, computes or communicates, in the model's order; alike modules share one."""
+    """A row per module that has parameters, computes or communicates, in the model's order; equal ones share a row."""
     rows: dict[str, ModuleRow] = {}
 
     def row(path: str) -> ModuleRow:
@@ -131,7 +131,7 @@ def columns(rows: Sequence[Sequence[str]]) -> Iterable[str]:
 
 
 def changed(a: PlanData, parameters: Mapping[str, Layout]) -> list[tuple[list[str], Layout, Layout]]:
-    """The parameters with another layout than in a plan, alike layers together: (names, layout there, layout here)."""
+    """The parameters with another layout than in a plan, equal layers together: (names, layout there, layout here)."""
     found: dict[tuple[str, Layout, Layout], list[str]] = {}
     for name in dict.fromkeys([*a.parameters, *parameters]):
         ends = a.parameters.get(name, I), parameters.get(name, I)

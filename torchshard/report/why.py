@@ -1,6 +1,6 @@
 """Why each collective of a plan is there, and what the best plan without it would cost.
 
-The planning problem is solved again with the collective forbidden in all alike layers, or without one of the user's
+The planning problem is solved again with the collective forbidden in all equal layers, or without one of the user's
 pins.
 """
 
@@ -41,7 +41,7 @@ REASONS: Mapping[str, str] = {
 
 
 def kinds_of(plan: Plan) -> list[list[Collective]]:
-    """The collectives of a plan that send something, those of alike layers together; the most expensive first."""
+    """The collectives of a plan that send something, those of equal layers together; the most expensive first."""
     groups: dict[object, list[Collective]] = {}
     for c in plan.costs.collectives:
         if c.calls:
