@@ -22,8 +22,7 @@ from torchshard.core.errors import InputError
 def model_without_storage(model: nn.Module) -> nn.Module:
     """Copies a model with parameters and buffers that have shape and device but no memory, for later captures.
 
-    Configurations (objects and dicts of plain values) are shared, not copied, so that later captures see the changes
-    that the user makes to them.
+    Configurations and other settings are shared, not copied, so that later captures see the user's changes to them.
     """
     tensors = {id(t): without_storage(t) for t in (*model.parameters(), *model.buffers())}
     return copy_model(model, tensors | {id(value): value for value in settings(model)})
