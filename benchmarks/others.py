@@ -11,11 +11,10 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from architectures import Made, tiny
 from torch import Tensor, nn
 from written import WRITTEN
 
-Made = tuple[nn.Module, tuple[Any, ...], dict[str, Any]]
-"""A model with the arguments of a call of it."""
 MODELS: dict[str, Callable[[], Made]] = {}
 
 
@@ -302,7 +301,6 @@ _add("mambapy mamba", lambda: importlib.import_module("mambapy.mamba").Mamba(
 def _tuned(kind: str, method: str, **options: Any) -> Callable[[], nn.Module]:
     def build() -> nn.Module:
         from transformers import AutoModelForCausalLM
-        from zoo import tiny
 
         peft = importlib.import_module("peft")
         model = AutoModelForCausalLM.from_config(tiny(kind))

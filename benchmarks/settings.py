@@ -13,11 +13,10 @@ from functools import partial
 from typing import Any
 
 import torch
+from architectures import Made, built
 from torch import Tensor, nn
 
 KINDS = ("llama", "gpt2", "qwen3", "phi3", "bert (other)", "t5 (other)")
-Made = tuple[nn.Module, tuple[Any, ...], dict[str, Any]]
-"""A model with the arguments of a call of it."""
 Setting = Callable[[nn.Module, dict[str, Any]], tuple[nn.Module, dict[str, Any]]]
 """A model and the arguments of a call -> the same, set up."""
 
@@ -104,7 +103,6 @@ AROUND: dict[str, Callable[[], AbstractContextManager[Any]]] = {
 
 
 def _made(kind: str, setting: str) -> Made:
-    from zoo import built
 
     model, args, kwargs = built(kind)
     model, kwargs = SETTINGS[setting](model, kwargs)
