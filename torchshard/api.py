@@ -69,9 +69,10 @@ def shard(
         )
     if not is_initialized():
         init_process_group()
+    has_example = example_inputs is not None or example_kwargs is not None
     with torch.inference_mode(False):
-        made = ShardedModule(model, plan, lookup(MODEL), aim)
-    if example_inputs is not None or example_kwargs is not None:
+        made = ShardedModule(model, plan, lookup(MODEL), aim, cut=not has_example)  # what to cut, the plan will say
+    if has_example:
         made.warm_up(tuple(example_inputs or ()), dict(example_kwargs or {}))
     return made
 

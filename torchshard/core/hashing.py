@@ -10,7 +10,7 @@ import hashlib
 import torch
 from torch import Tensor
 
-_CHUNK = 1 << 20
+_CHUNK = 1 << 16
 """Words that are mixed at a time, to bound the temporary memory."""
 _GOLDEN_RATIO = 0x9E3779B97F4A7C15 - 2**64
 _MIXING = ((30, 0xBF58476D1CE4E5B9 - 2**64), (27, 0x94D049BB133111EB - 2**64))

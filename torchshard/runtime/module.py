@@ -89,7 +89,9 @@ class ShardedModule(State):
     register_full_backward_hook: Callable[..., RemovableHandle] = nn.Module.register_full_backward_hook
     register_full_backward_pre_hook: Callable[..., RemovableHandle] = nn.Module.register_full_backward_pre_hook
 
-    def __init__(self, model: nn.Module, plan: PlanLike, group: Group, aim: Objective | None = None) -> None:
+    def __init__(
+        self, model: nn.Module, plan: PlanLike, group: Group, aim: Objective | None = None, *, cut: bool = True
+    ) -> None:
         def read() -> tuple[Constraints, dict[str, Layout]]:
             check_weights(model)
             facts = ModelFacts.of(model)
@@ -104,11 +106,12 @@ class ShardedModule(State):
         if any(p.grad is not None for p in model.parameters()):
             what = "gradients that the parameters hold already stay with the unsharded model"
             warnings.warn(f"{what}: call backward() after ts.shard", stacklevel=3)
-        super().__init__(model, layouts, group)
+        super().__init__(model, layouts, group, cut=cut)
         self._ts_constraints = constraints
         self._ts_watch = Watch(self.source)
         self._ts_history = History(group, type(model).__name__)
-        self._note_distinct(dict((*model.named_parameters(), *model.named_buffers())))
+        if cut:
+            self._note_distinct(dict((*model.named_parameters(), *model.named_buffers())))
         observe_steps(self, model)
 
     def note_step(self, settings: str) -> None:

@@ -25,7 +25,7 @@ from torchshard.distributed.kernels import convert
 from torchshard.runtime.compiled import GraphCache
 from torchshard.runtime.digests import are_distinct, describe_content
 from torchshard.runtime.submodule import ShardedSubmodule
-from torchshard.weights.materialize import local_state
+from torchshard.weights.materialize import local_state, local_tensor
 from torchshard.weights.parameter import ShardedParameter
 from torchshard.weights.state_slices import SlicePlace, StateSlice, place_of, place_text, refuse_checkpointing
 
@@ -33,7 +33,12 @@ from torchshard.weights.state_slices import SlicePlace, StateSlice, place_of, pl
 class State(ShardedSubmodule):
     """The parameters and buffers of a model split over a group."""
 
-    def __init__(self, model: nn.Module, layouts: Mapping[str, Layout], group: Group) -> None:
+    def __init__(self, model: nn.Module, layouts: Mapping[str, Layout], group: Group, *, cut: bool = True) -> None:
+        """Takes this rank's slices of a model.
+
+        Args:
+            cut: False to leave all tensors without memory until `_fix_layouts` knows what the slices are.
+        """
         super().__init__(model_without_storage(model))
         self._ts_group = group
         self._ts_layouts: dict[str, Layout] = dict(layouts)
@@ -44,7 +49,10 @@ class State(ShardedSubmodule):
         self._ts_uninitialized: dict[str, tuple[int, int]] = {}  # name -> (version, sample) as `to_empty` left them
         self._ts_graphs = GraphCache()
         self._ts_left_places = set[tuple[str, ...]]()
-        self._register(local_state(model, layouts, group.coordinate), model)
+        whole = dict((*model.named_parameters(), *model.named_buffers()))
+        self._ts_uncut: dict[str, Tensor] = {} if cut else whole
+        hollow = {name: without_storage(tensor) for name, tensor in self._ts_uncut.items()}
+        self._register(hollow or local_state(model, layouts, group.coordinate), model)
         for module in self.modules():
             cast(ShardedSubmodule, module).fix_names()
         self._read_tensors()
@@ -227,18 +235,22 @@ class State(ShardedSubmodule):
 
     @torch.inference_mode(False)  # a tensor that is made in inference mode could never be trained
     def _fix_layouts(self, layouts: Mapping[str, Layout]) -> None:
-        """Splits the parameters as the first graph needs them; later graphs are planned for these layouts."""
-        for name, layout in layouts.items():
-            before, tensor = self._ts_layouts.get(name, I), self._ts_tensors[name]
+        """Cuts the parameters as the first graph needs them; later graphs are planned for these layouts."""
+        uncut, self._ts_uncut = self._ts_uncut, {}
+        for name, whole in uncut.items():
+            self._cut(name, whole, layouts.get(name, I))
+        for name, layout in {} if uncut else layouts.items():
+            before = self._ts_layouts.get(name, I)
             if before != layout:
-                whole = self._whole(tensor.detach(), before, name)
-                sliced = split(whole, layout, self._ts_group.rank, self._ts_group.size)
-                # Through `.data`: optimizers may hold the parameter already, and go on with the same object.
-                tensor.data = sliced.clone(memory_format=torch.contiguous_format)
-                self._ts_distinct[name] = are_distinct(whole, layout, self._ts_group.size)
-            self._ts_layouts[name] = layout
+                self._cut(name, self._whole(self._ts_tensors[name].detach(), before, name), layout)
+        self._ts_layouts.update(layouts)
         self._own_parameters()
         self._ts_fixed, self._ts_watched = True, False
+
+    def _cut(self, name: str, whole: Tensor, layout: Layout) -> None:
+        # Through `.data`: optimizers may hold the parameter already, and go on with the same object.
+        self._ts_tensors[name].data = local_tensor(whole, layout, self._ts_group.coordinate).detach()
+        self._ts_distinct[name] = are_distinct(whole, layout, self._ts_group.size)
 
     def _whole(self, tensor: Tensor, layout: Layout, name: str) -> Tensor:
         """The whole of a slice, gathered from all ranks; a whole tensor as it is."""

@@ -49,7 +49,7 @@ class _EqualToItsSource(type):
 class ShardedSubmodule(nn.Module, metaclass=_EqualToItsSource):
     """Stands for one module of the unsharded model."""
 
-    def __new__(cls, *args: object) -> Self:
+    def __new__(cls, *args: object, **kwargs: object) -> Self:
         """An instance of the class for the source's class; of `cls` itself for the whole model, a subclass."""
         if cls is not ShardedSubmodule:
             return object.__new__(cls)
