@@ -534,14 +534,18 @@ def _sizes_by_values(graph: fx.GraphModule) -> dict[Any, int]:
     for node in graph.graph.nodes:
         if node.target is aten.split_with_sizes.default:
             x, sizes, *dim = node.args
-            exprs = [size_expr(n.meta["val"] if isinstance(n, fx.Node) else n) for n in sizes]
-            exprs = [found.get(e, e) for e in exprs]
+            at = dim[0] if dim else 0
+            asked = [size_expr(n.meta["val"] if isinstance(n, fx.Node) else n) for n in sizes]
+            exprs = [found.get(e, e) for e in asked]
             counts = Counter(e for e in exprs if not isinstance(e, int))
-            rest = hint(x.meta["val"].shape[dim[0] if dim else 0]) - sum(e for e in exprs if isinstance(e, int))
+            rest = hint(x.meta["val"].shape[at]) - sum(e for e in exprs if isinstance(e, int))
             while counts:
                 symbol, count = counts.popitem()
                 found[symbol] = 1 if counts else rest // count
                 rest -= count
+            # the results may have symbols of their own: `.item()` has run again since they were recorded
+            own = [size_expr(val.shape[at]) for val in node.meta["val"]]
+            found.update((e, found.get(a, a)) for e, a in zip(own, asked, strict=True) if not isinstance(e, int))
     return found
 
 
