@@ -53,7 +53,7 @@ bench: $(VENV)/.stamp-test
 	$(PY) benchmarks/prices.py
 
 nightly: $(VENV)/.stamp-test
-	TORCHSHARD_PROGRAMS=2000 $(PY) -m pytest -q tests/test_programs.py -k any_program
+	TORCHSHARD_PROGRAMS=2000 $(PY) -m pytest -q --timeout 1800 tests/test_programs.py -k any_program
 	$(PY) benchmarks/mutants.py
 	$(PY) benchmarks/checked.py
 	$(PY) benchmarks/mutants.py --check

@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import copy
+import pickle
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
+import transformers
 from torch import Tensor, nn
 from torch.profiler import ProfilerActivity, profile
 
 import torchshard as ts
-from tests.helpers import run_ranks
+from tests.helpers import refused, run_ranks
+from torchshard.weights.lazy import LazyTensor, values_of
 
 
 def _allocated(run: Callable[[], object]) -> tuple[int, int]:
@@ -66,3 +70,219 @@ def _changes_the_original(rank: int) -> list[bool]:
 
 def test_slices_share_no_memory_with_the_original() -> None:
     assert run_ranks(_changes_the_original, 2) == [[True], [True]]
+
+
+# --- lazy models -----------------------------------------------------------------------------------------------------
+
+
+class _Idioms(nn.Module):
+    """What constructors do to their parameters."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b = nn.Linear(4, 4), nn.Linear(4, 4)
+        self.b.weight = self.a.weight
+        self.product = nn.Parameter(torch.randn(3, 4) @ torch.randn(4, 3))
+        nn.init.orthogonal_(self.a.weight)
+        nn.init.trunc_normal_(self.b.bias)
+        self.a.bias.data.normal_()
+        self.b.bias.data[1:] = 0.5
+        self.register_buffer("table", torch.linspace(0, 1, 5)[1:])
+        self.rates = [rate.item() for rate in torch.linspace(0, 0.1, 3)]
+        self.listed = torch.linspace(0, 1, 3).tolist()
+        self.array = torch.ones(2).numpy()
+        self.maybe = nn.Linear(2, 2) if torch.rand(1).item() > 0.5 else nn.Linear(3, 3)
+        with torch.random.fork_rng(devices=()):
+            torch.manual_seed(5)
+            self.seeded = nn.Linear(3, 3)
+        self.again = nn.Linear(3, 3)
+        for _ in range(2):
+            torch.manual_seed(5)
+            self.last = nn.Linear(3, 3)
+        self.normed = nn.utils.parametrizations.weight_norm(nn.Linear(3, 3))
+        self.orthogonal = nn.utils.parametrizations.orthogonal(nn.Linear(3, 3))
+        self.copied = copy.deepcopy(self.last)
+        self.plain = torch.arange(3.0)
+        with torch.no_grad():
+            self.shuffled = nn.Parameter(torch.rand(6))
+            self.shuffled.copy_(self.shuffled.flip(0))
+            self.counted = nn.Parameter(torch.poisson(torch.rand(20) * 30))
+            self.after = nn.Linear(2, 3)
+            self.after.weight[0].normal_()
+            self.after.weight.copy_(self.after.weight + self.after.bias[:, None])
+
+
+def _in_half() -> nn.Module:
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(torch.float16)
+    try:
+        model = nn.Linear(3, 4)
+        model.register_buffer("table", torch.arange(4) / 3)
+        return model
+    finally:
+        torch.set_default_dtype(before)
+
+
+class _DrawsIntoValues(nn.Module):
+    """Its constructor draws into a tensor that was made before."""
+
+    def __init__(self, given: Tensor) -> None:
+        super().__init__()
+        self.first = nn.Linear(2, 3)
+        self.given = nn.Parameter(given.normal_())
+        self.second = nn.Linear(3, 2)
+
+
+def _hf(kind: str, config: str, **sizes: Any) -> Callable[[], nn.Module]:
+    return lambda: getattr(transformers, kind)(getattr(transformers, config)(**sizes))
+
+
+_SIZES: dict[str, Any] = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4}
+_T5: dict[str, Any] = {"d_model": 32, "d_kv": 8, "d_ff": 48, "num_heads": 4, "num_layers": 1}
+BUILT: dict[str, Callable[[], nn.Module]] = {
+    "idioms": _Idioms,
+    "values": lambda: _DrawsIntoValues(torch.empty(3).zero_()),
+    "layers": lambda: nn.Sequential(nn.Embedding(5, 4, padding_idx=0), nn.LSTM(3, 4), nn.BatchNorm1d(4)),
+    "transformer": lambda: nn.Transformer(16, 2, 2, 2, 32),
+    "half": _in_half,
+    "cast": lambda: nn.Linear(4, 5).to(torch.bfloat16),
+    "llama": _hf("LlamaForCausalLM", "LlamaConfig", **_SIZES, num_key_value_heads=2, vocab_size=50),
+    "tied": _hf("LlamaForCausalLM", "LlamaConfig", **_SIZES, vocab_size=50, tie_word_embeddings=True),
+    "bert": _hf("BertForMaskedLM", "BertConfig", **_SIZES, vocab_size=50),
+    "t5": _hf("T5ForConditionalGeneration", "T5Config", **_T5, vocab_size=50),
+    "mixtral": _hf("MixtralForCausalLM", "MixtralConfig", **_SIZES, num_local_experts=4, vocab_size=50),
+    "vit": _hf("ViTForImageClassification", "ViTConfig", **_SIZES, image_size=32, patch_size=8),
+    "swin": _hf(
+        "SwinForImageClassification", "SwinConfig", image_size=32, embed_dim=8, depths=[1, 1], num_heads=[2, 2]
+    ),
+}
+
+
+def _both(build: Callable[[], nn.Module]) -> tuple[nn.Module, nn.Module]:
+    """A model, and the same one lazy."""
+    torch.manual_seed(3)
+    model = build()
+    torch.manual_seed(3)
+    with ts.lazy():
+        lazy = build()
+    torch.manual_seed(99)
+    return model, lazy
+
+
+def _named(model: nn.Module) -> dict[str, Tensor]:
+    return dict((*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False)))
+
+
+@pytest.mark.parametrize("kind", BUILT)
+def test_a_lazy_model_gets_the_values_of_the_model_bit_for_bit(kind: str) -> None:
+    model, lazy = _both(BUILT[kind])
+    expected, given = _named(model), _named(lazy)
+    state = torch.get_rng_state()
+    values = values_of([tensor for tensor in given.values() if isinstance(tensor, LazyTensor)])
+    assert torch.equal(torch.get_rng_state(), state)
+    assert given.keys() == expected.keys() and values
+    for name, tensor in given.items():
+        value = values.get(id(tensor), tensor)
+        assert value.dtype == expected[name].dtype and torch.equal(value, expected[name]), name
+        assert isinstance(tensor, nn.Parameter) == isinstance(expected[name], nn.Parameter), name
+        assert tensor.requires_grad == expected[name].requires_grad, name
+
+
+def test_what_a_constructor_computes_with_is_real() -> None:
+    model, lazy = _both(_Idioms)
+    assert lazy.rates == model.rates and lazy.listed == model.listed and lazy.array.tolist() == [1.0, 1.0]
+    assert lazy.maybe.in_features == model.maybe.in_features  # type: ignore[union-attr]
+
+
+def test_models_that_are_built_one_after_the_other() -> None:
+    torch.manual_seed(0)
+    first, second = nn.Linear(3, 3), nn.Linear(3, 3)
+    torch.manual_seed(0)
+    with ts.lazy():
+        lazy_first = nn.Linear(3, 3)
+    with ts.lazy():
+        lazy_second = nn.Linear(3, 3)
+    torch.manual_seed(0)
+    with ts.lazy():
+        seeded = nn.Linear(3, 3)
+    drawn = torch.randn(9)
+    with ts.lazy():
+        later = nn.Linear(3, 3)
+    lazies = [lazy_first, lazy_second, seeded, later]
+    values = [values_of([model.weight])[id(model.weight)] for model in lazies]  # type: ignore[list-item]
+    assert [torch.equal(value, model.weight) for value, model in zip(values, (first, second, first), strict=False)]
+    assert len({tuple(value.flatten().tolist()) for value in (*values[1:], drawn)}) == 4
+
+
+def test_a_lazy_model_takes_no_memory() -> None:
+    most, _ = _allocated(lambda: _lazily(_blocks))
+    assert most < 0.01 * _bytes_of(_blocks().parameters())
+
+
+def _lazily(build: Callable[[], nn.Module]) -> nn.Module:
+    with ts.lazy():
+        return build()
+
+
+def test_a_lazy_tensor_cannot_be_pickled() -> None:
+    _, lazy = _both(BUILT["cast"])
+    assert refused(lambda: pickle.dumps(lazy), "a lazy tensor can't be pickled", ts.InputError)
+
+
+def test_a_lazy_tensor_cannot_be_resized() -> None:
+    _, lazy = _both(BUILT["cast"])
+    assert refused(lambda: lazy.weight.data.resize_(2, 2), "can't be resized by resize_", ts.InputError)  # type: ignore[union-attr]
+
+
+def test_plans_and_checks_take_lazy_models() -> None:
+    model, lazy = _both(_blocks)
+    x = torch.randn(4, 256)
+    plans = [ts.plan(m, world_size=2, example_inputs=(x,)) for m in (model, lazy)]
+    assert plans[0].to_json() == plans[1].to_json()
+    assert ts.check(lazy, plans[1], world_size=2, example_inputs=(x,)).ok
+
+
+def _shards_lazily(rank: int, kind: str) -> list[bool]:
+    ts.distributed.init_process_group()
+    model, lazy = _both(BUILT[kind])
+    ids = torch.arange(16).reshape(2, 8)
+    whole, sharded = (ts.shard(m, "auto", (), {"input_ids": ids, "use_cache": False}) for m in (model, lazy))
+    same = [torch.equal(a, b) for a, b in zip(_named(whole).values(), _named(sharded).values(), strict=True)]
+    return [
+        *same,
+        torch.equal(whole(input_ids=ids, use_cache=False).logits, sharded(input_ids=ids, use_cache=False).logits),
+    ]
+
+
+@pytest.mark.parametrize("kind", ["llama", "tied"])
+@pytest.mark.parametrize("world", [2, 3])
+def test_each_rank_gets_its_slices_of_a_lazy_model(kind: str, world: int) -> None:
+    assert all(all(same) for same in run_ranks(_shards_lazily, world, kind))
+
+
+def _shards_lazily_within(rank: int) -> tuple[float, float]:
+    ts.distributed.init_process_group()
+    torch.manual_seed(0)
+    with ts.lazy():
+        model = _blocks()
+    x, held = torch.randn(4, 256), []
+    most, _ = _allocated(lambda: held.append(ts.shard(model, "auto", (x,))))
+    own = _bytes_of((*held[0].parameters(), *held[0].buffers()))
+    return most - own, 1024 * 256 * 4
+
+
+def test_to_shard_a_lazy_model_takes_the_slices_and_one_parameter() -> None:
+    for beyond, largest in run_ranks(_shards_lazily_within, 2):
+        assert beyond < 1.1 * largest
+
+
+def _differs(rank: int) -> bool:
+    ts.distributed.init_process_group()
+    torch.manual_seed(rank)
+    with ts.lazy():
+        model = _blocks()
+    return refused(lambda: ts.shard(model, "auto", (torch.ones(4, 256),)), "the ranks hold different models")
+
+
+def test_lazy_models_that_differ_between_the_ranks_are_refused() -> None:
+    assert run_ranks(_differs, 2) == [True, True]

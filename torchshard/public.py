@@ -23,9 +23,11 @@ from torchshard.rules import rule
 from torchshard.runtime.measure import measure_machine
 from torchshard.runtime.module import ShardedModule
 from torchshard.runtime.training import GradScaler, clip_grad_norm_
+from torchshard.weights.lazy import lazy
 
 __all__ = [
     "CaptureError", "DistributedError", "GradScaler", "I", "InputError", "InternalError", "MACHINES", "Machine", "P",
     "Plan", "PlanError", "R", "Report", "RuleError", "S", "ShardError", "ShardedModule", "SliceWarning", "check",
-    "clip_grad_norm_", "diff", "distributed", "draw", "explain", "measure_machine", "nn", "plan", "rule", "shard",
+    "clip_grad_norm_", "diff", "distributed", "draw", "explain", "lazy", "measure_machine", "nn", "plan", "rule",
+    "shard",
 ]  # fmt: skip

@@ -15,6 +15,7 @@ from torchshard.capture.attributes import settings
 from torchshard.capture.signature import Leaves
 from torchshard.capture.visible import visible_to
 from torchshard.core.errors import InputError
+from torchshard.weights.lazy import LazyTensor, memory_of, values_of
 
 # --- copies ----------------------------------------------------------------------------------------------------------
 
@@ -24,8 +25,10 @@ def model_without_storage(model: nn.Module) -> nn.Module:
 
     Configurations and other settings are shared, not copied, so that later captures see the user's changes to them.
     """
-    tensors = {id(t): without_storage(t) for t in (*model.parameters(), *model.buffers())}
-    return copy_model(model, tensors | {id(value): value for value in settings(model)})
+    own: dict[int, object] = {id(t): without_storage(t) for t in (*model.parameters(), *model.buffers())}
+    held = [tensor for _, tensor in visible_to(model, code=False).values() if isinstance(tensor, LazyTensor)]
+    values = values_of([tensor for tensor in held if id(tensor) not in own])
+    return copy_model(model, {id(value): value for value in settings(model)} | values | own)
 
 
 def copy_model(model: nn.Module, memo: Mapping[int, object] | None = None) -> nn.Module:
@@ -159,12 +162,12 @@ def check_weights(model: object) -> None:
     for role, tensors in (("parameter", module.named_parameters()), ("buffer", module.named_buffers())):
         for name, tensor in tensors:
             _check_strided(tensor, role, name, type(model).__name__)
-    first_names: dict[tuple[int, int], str] = {}
+    first_names: dict[tuple[object, int], str] = {}
     for name, parameter in module.named_parameters():
         _check_parameter(name, parameter)
         if parameter.is_meta or not parameter.numel():
             continue
-        memory = parameter.untyped_storage().data_ptr(), int(parameter.storage_offset())
+        memory = memory_of(parameter), int(parameter.storage_offset())
         first = first_names.setdefault(memory, name)
         # All fake tensors have the same address.
         if first != name and not is_fake(parameter):

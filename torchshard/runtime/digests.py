@@ -17,6 +17,7 @@ from torch._subclasses.fake_tensor import is_fake
 from torchshard.core.hashing import as_bytes, hash_tensor
 from torchshard.core.layouts import Layout, Shard, split
 from torchshard.ir.listing import value_text
+from torchshard.weights.lazy import LazyTensor
 
 WHOLE_BYTES: Final = 1 << 22
 """Of larger tensors a sample is compared."""
@@ -56,7 +57,9 @@ def device_digest(tensor: Tensor) -> Tensor:
 
 
 def describe_content(tensor: Tensor) -> str:
-    """Shape, dtype and a hash of every bit of the values."""
+    """Shape, dtype and a hash of every bit of the values; of a lazy tensor, of how they are made."""
+    if isinstance(tensor, LazyTensor):
+        return f"{value_text(tensor)}, {tensor.slot} of {tensor.tape.digest}"
     if not has_values(tensor):
         return value_text(tensor)
     return f"{value_text(tensor)} with hash {hash_tensor(tensor):x}"

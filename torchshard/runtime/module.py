@@ -110,8 +110,6 @@ class ShardedModule(State):
         self._ts_constraints = constraints
         self._ts_watch = Watch(self.source)
         self._ts_history = History(group, type(model).__name__)
-        if cut:
-            self._note_distinct(dict((*model.named_parameters(), *model.named_buffers())))
         observe_steps(self, model)
 
     def note_step(self, settings: str) -> None:

@@ -25,7 +25,7 @@ from torchshard.distributed.kernels import convert
 from torchshard.runtime.compiled import GraphCache
 from torchshard.runtime.digests import are_distinct, describe_content
 from torchshard.runtime.submodule import ShardedSubmodule
-from torchshard.weights.materialize import local_state, local_tensor
+from torchshard.weights.materialize import for_each_whole, local_tensor
 from torchshard.weights.parameter import ShardedParameter
 from torchshard.weights.state_slices import SlicePlace, StateSlice, place_of, place_text, refuse_checkpointing
 
@@ -49,14 +49,14 @@ class State(ShardedSubmodule):
         self._ts_uninitialized: dict[str, tuple[int, int]] = {}  # name -> (version, sample) as `to_empty` left them
         self._ts_graphs = GraphCache()
         self._ts_left_places = set[tuple[str, ...]]()
-        whole = dict((*model.named_parameters(), *model.named_buffers()))
-        self._ts_uncut: dict[str, Tensor] = {} if cut else whole
-        hollow = {name: without_storage(tensor) for name, tensor in self._ts_uncut.items()}
-        self._register(hollow or local_state(model, layouts, group.coordinate), model)
+        self._ts_uncut = dict((*model.named_parameters(), *model.named_buffers()))
+        self._register({name: without_storage(tensor) for name, tensor in self._ts_uncut.items()}, model)
         for module in self.modules():
             cast(ShardedSubmodule, module).fix_names()
         self._read_tensors()
         self._own_parameters()
+        if cut:
+            self._cut_all(layouts)
         self.register_load_state_dict_pre_hook(_check_slices)
 
     def _register(self, state: Mapping[str, Tensor], model: nn.Module) -> None:
@@ -236,16 +236,21 @@ class State(ShardedSubmodule):
     @torch.inference_mode(False)  # a tensor that is made in inference mode could never be trained
     def _fix_layouts(self, layouts: Mapping[str, Layout]) -> None:
         """Cuts the parameters as the first graph needs them; later graphs are planned for these layouts."""
-        uncut, self._ts_uncut = self._ts_uncut, {}
-        for name, whole in uncut.items():
-            self._cut(name, whole, layouts.get(name, I))
-        for name, layout in {} if uncut else layouts.items():
-            before = self._ts_layouts.get(name, I)
-            if before != layout:
-                self._cut(name, self._whole(self._ts_tensors[name].detach(), before, name), layout)
+        if self._ts_uncut:
+            self._cut_all(layouts)
+        else:
+            for name, layout in layouts.items():
+                before = self._ts_layouts.get(name, I)
+                if before != layout:
+                    self._cut(name, self._whole(self._ts_tensors[name].detach(), before, name), layout)
         self._ts_layouts.update(layouts)
         self._own_parameters()
         self._ts_fixed, self._ts_watched = True, False
+
+    def _cut_all(self, layouts: Mapping[str, Layout]) -> None:
+        """Gives all tensors memory: this rank's slices of the unsharded model's."""
+        uncut, self._ts_uncut = self._ts_uncut, {}
+        for_each_whole(uncut, lambda name, whole: self._cut(name, whole, layouts.get(name, I)))
 
     def _cut(self, name: str, whole: Tensor, layout: Layout) -> None:
         # Through `.data`: optimizers may hold the parameter already, and go on with the same object.
