@@ -133,6 +133,30 @@ class _DrawsIntoValues(nn.Module):
         self.second = nn.Linear(3, 2)
 
 
+class _OwnGenerator(nn.Module):
+    """Its constructor draws from a generator of its own, and from the process's."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        generator = torch.Generator().manual_seed(7)
+        self.first = nn.Linear(3, 4)
+        nn.init.normal_(self.first.weight, generator=generator)
+        self.second = nn.Parameter(torch.randn(3, generator=generator))
+        self.process = nn.Parameter(torch.rand(3, generator=torch.default_generator))
+        with torch.no_grad():
+            self.second[1:].uniform_(generator=generator)
+            rates = torch.rand(5, generator=generator) * 30
+            self.counted = nn.Parameter(torch.poisson(rates, generator=generator))
+            self.chosen = nn.Parameter(torch.bernoulli(rates / 30, generator=generator))
+        self.later = nn.Parameter(torch.randn(3, generator=generator))
+        self.drawn = torch.randn(2, generator=generator).tolist()
+        self.third = nn.Linear(3, 3)
+        nn.init.trunc_normal_(self.third.weight, generator=generator)
+        state = generator.get_state()
+        self.restored = nn.Parameter(torch.rand(2, generator=generator))
+        self.again = nn.Parameter(torch.rand(2, generator=generator.set_state(state)))
+
+
 def _hf(kind: str, config: str, **sizes: Any) -> Callable[[], nn.Module]:
     return lambda: getattr(transformers, kind)(getattr(transformers, config)(**sizes))
 
@@ -142,6 +166,7 @@ _T5: dict[str, Any] = {"d_model": 32, "d_kv": 8, "d_ff": 48, "num_heads": 4, "nu
 BUILT: dict[str, Callable[[], nn.Module]] = {
     "idioms": _Idioms,
     "values": lambda: _DrawsIntoValues(torch.empty(3).zero_()),
+    "generator": _OwnGenerator,
     "layers": lambda: nn.Sequential(nn.Embedding(5, 4, padding_idx=0), nn.LSTM(3, 4), nn.BatchNorm1d(4)),
     "transformer": lambda: nn.Transformer(16, 2, 2, 2, 32),
     "half": _in_half,
@@ -210,7 +235,8 @@ def test_models_that_are_built_one_after_the_other() -> None:
         later = nn.Linear(3, 3)
     lazies = [lazy_first, lazy_second, seeded, later]
     values = [values_of([model.weight])[id(model.weight)] for model in lazies]  # type: ignore[list-item]
-    assert [torch.equal(value, model.weight) for value, model in zip(values, (first, second, first), strict=False)]
+    expected = [first.weight, second.weight, first.weight]
+    assert all(torch.equal(value, weight) for value, weight in zip(values, expected, strict=False))
     assert len({tuple(value.flatten().tolist()) for value in (*values[1:], drawn)}) == 4
 
 

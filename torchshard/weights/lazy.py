@@ -19,7 +19,15 @@ from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode, return_and_correct_aliasing
 
 from torchshard.core.errors import InputError
-from torchshard.weights.tape import Slot, Tape, entry_of, viewed_argument, written_arguments
+from torchshard.weights.tape import (
+    GeneratorState,
+    Slot,
+    Tape,
+    entry_of,
+    is_overwriting,
+    viewed_argument,
+    written_arguments,
+)
 
 Args = tuple[Any, ...]
 Kwargs = Mapping[str, Any]
@@ -110,8 +118,6 @@ class _Recording(TorchDispatchMode):
         leaves = pytree.tree_leaves((args, dict(kwargs)))
         if any(isinstance(leaf, LazyTensor) for leaf in leaves):
             return _call(func, args, kwargs)
-        if any(isinstance(leaf, torch.Generator) for leaf in leaves):
-            return func(*args, **kwargs)
         if any(isinstance(leaf, Tensor) for leaf in leaves):
             return self._call_on_values(func, args, kwargs)
         device = torch.device(kwargs.get("device") or torch.get_default_device())
@@ -121,9 +127,7 @@ class _Recording(TorchDispatchMode):
 
     def _call_on_values(self, func: Any, args: Args, kwargs: Kwargs) -> object:
         """A call on tensors that have values: it runs, after the random numbers of the calls before it are drawn."""
-        if torch.Tag.nondeterministic_seeded not in func.tags:
-            return func(*args, **kwargs)
-        torch.set_rng_state(self._tape.rng_state())
+        _draw_recorded(self._tape, func, args, kwargs)
         return func(*args, **kwargs)
 
 
@@ -165,7 +169,9 @@ def _call(func: Any, args: Args, kwargs: Kwargs) -> object:
             attempt="a new tensor of the shape that is wanted; or build the model without ts.lazy()",
         )
     tape = lazies[0].tape
-    if into_values or any(lazy.tape is not tape for lazy in lazies) or func in _VALUES:
+    # how many numbers it takes from a generator of the caller's may depend on the values that it reads
+    draws_by_values = _own_generator(args, kwargs) is not None and not (is_overwriting(func) and len(lazies) == 1)
+    if into_values or any(lazy.tape is not tape for lazy in lazies) or func in _VALUES or draws_by_values:
         return _call_on_computed(func, args, kwargs, lazies)
     try:
         return _record(tape, func, args, kwargs, lazies[0].device)
@@ -191,11 +197,28 @@ def _call_on_computed(func: Any, args: Args, kwargs: Kwargs, lazies: Sequence[La
     def computed(leaf: object) -> object:
         return held[id(leaf)] if isinstance(leaf, LazyTensor) else leaf
 
+    _draw_recorded(lazies[0].tape, func, args, kwargs)
     results = func(*pytree.tree_map(computed, args), **pytree.tree_map(computed, dict(kwargs)))
     for argument in written_arguments((func, args, kwargs)):
         if isinstance(argument, LazyTensor):
             argument.copy_(held[id(argument)])
     return results
+
+
+def _draw_recorded(tape: Tape, func: Any, args: Args, kwargs: Kwargs) -> None:
+    """Before a call that runs: draws the random numbers of the recorded calls before it, if it draws some itself."""
+    if torch.Tag.nondeterministic_seeded in func.tags and _own_generator(args, kwargs) is None:
+        torch.set_rng_state(tape.rng_state())
+
+
+def _own_generator(args: Args, kwargs: Kwargs) -> torch.Generator | None:
+    """The generator among the arguments, if it is not the process's."""
+    leaves = pytree.tree_leaves((args, dict(kwargs)))
+    return next((leaf for leaf in leaves if isinstance(leaf, torch.Generator) and not _is_process(leaf)), None)
+
+
+def _is_process(generator: torch.Generator) -> bool:
+    return generator._cdata == torch.default_generator._cdata  # each dispatched call gets a new Python object
 
 
 def _record(tape: Tape, func: Any, args: Args, kwargs: Kwargs, device: torch.device) -> object:
@@ -210,6 +233,9 @@ def _record(tape: Tape, func: Any, args: Args, kwargs: Kwargs, device: torch.dev
         for leaf in pytree.tree_leaves(found)
     ]
     tape.add(entry_of(tape, call, tuple(None if lazy is None else lazy.slot for lazy in made)))
+    generator = _own_generator(args, kwargs)
+    if generator is not None:
+        tape.advance(call, generator)
     if is_written:
         return return_and_correct_aliasing(func, args, kwargs, found)
     leaves, spec = pytree.tree_flatten(found)
@@ -227,6 +253,8 @@ def _meta_device(func: Any, args: Args, kwargs: Kwargs) -> dict[str, object]:
 def _as_slot(tape: Tape, leaf: object) -> object:
     if isinstance(leaf, LazyTensor):
         return Slot(leaf.slot)
+    if isinstance(leaf, torch.Generator):
+        return None if _is_process(leaf) else GeneratorState(leaf.get_state(), leaf.device)
     return leaf.detach().clone() if isinstance(leaf, Tensor) else leaf  # its owner may change it later
 
 
@@ -234,6 +262,8 @@ def _on_meta(tape: Tape, value: Any, changes: Mapping[str, object] | None = None
     def on_meta(leaf: object) -> object:
         if isinstance(leaf, Slot):
             return tape.examples[leaf.number]
+        if isinstance(leaf, GeneratorState):
+            return None
         return leaf.to("meta") if isinstance(leaf, Tensor) else leaf
 
     made = pytree.tree_map(on_meta, value)

@@ -36,6 +36,15 @@ _OVERWRITE_ALL = frozenset(
 """Ops after which nothing is left of what their first operand held."""
 
 
+def is_overwriting(op: Any) -> bool:
+    """Whether an op leaves nothing of what its first operand held."""
+    return op.overloadpacket in _OVERWRITE_ALL
+
+
+Call = tuple[Any, tuple[Any, ...], Mapping[str, Any]]
+"""(op, its arguments, its keyword arguments)."""
+
+
 @dataclass(frozen=True)
 class Slot:
     """A tensor of a tape, by its number."""
@@ -44,12 +53,24 @@ class Slot:
 
 
 @dataclass(frozen=True)
+class GeneratorState:
+    """A `torch.Generator` that a call was given, as it was then."""
+
+    state: Tensor
+    device: torch.device
+
+    def made(self) -> torch.Generator:
+        """A generator in this state."""
+        return torch.Generator(self.device).set_state(self.state)
+
+
+@dataclass(frozen=True)
 class Entry:
     """One recorded call."""
 
     op: Any
     args: tuple[Any, ...]
-    """With slots in the place of recorded tensors."""
+    """With slots in the place of recorded tensors, and generators as they were."""
     kwargs: Mapping[str, Any]
     operands: tuple[int, ...]
     """The slots among the arguments."""
@@ -60,7 +81,7 @@ class Entry:
     read: frozenset[int]
     """The memories whose content it may depend on, by number."""
     draws: bool
-    """Whether it takes random numbers."""
+    """Whether it takes random numbers of the process's generator."""
     default_dtype: torch.dtype
     """PyTorch's default dtype when it was recorded."""
     rng_state: Tensor | int | None = None
@@ -126,6 +147,23 @@ class Tape:
         self.memories.append(len(self.memories) if memory is None else memory)
         return len(self.examples) - 1
 
+    def advance(self, call: Call, generator: torch.Generator) -> None:
+        """Draws the random numbers of a recorded call from the generator that it was given; its result is let go."""
+        op, args, kwargs = call
+
+        def value(leaf: object) -> object:
+            if isinstance(leaf, GeneratorState):
+                return generator
+            return self._scratch(leaf) if isinstance(leaf, Slot) else leaf
+
+        with _alone():
+            op(*pytree.tree_map(value, args), **pytree.tree_map(value, dict(kwargs)))
+
+    def _scratch(self, slot: Slot) -> Tensor:
+        """Memory in the place of a tensor's."""
+        example = self.examples[slot.number]
+        return torch.empty_strided(example.shape, example.stride(), dtype=example.dtype)
+
     def compute(self, wanted: Sequence[int], use: Callable[[int, Tensor], None]) -> None:
         """Calls `use(slot, value)` for each wanted slot, in the order in which they are ready.
 
@@ -188,12 +226,11 @@ class Tape:
             torch.set_rng_state(left[entry.rng_state] if isinstance(entry.rng_state, int) else entry.rng_state)
 
         def value(leaf: object) -> object:
+            if isinstance(leaf, GeneratorState):
+                return leaf.made()
             if not isinstance(leaf, Slot):
                 return leaf
-            if is_needed:
-                return held[leaf.number]
-            example = self.examples[leaf.number]  # only the random numbers are wanted, not what is done with them
-            return torch.empty_strided(example.shape, example.stride(), dtype=example.dtype)
+            return held[leaf.number] if is_needed else self._scratch(leaf)  # only the random numbers are wanted
 
         args, kwargs = pytree.tree_map(value, (entry.args, dict(entry.kwargs)))
         results = pytree.tree_leaves(entry.op(*args, **kwargs))
@@ -205,6 +242,8 @@ class Tape:
 
 def _entry_text(entry: Entry) -> str:
     def text(leaf: object) -> object:
+        if isinstance(leaf, GeneratorState):
+            return f"{leaf.device} {hash_tensor(leaf.state):x}"
         return f"{hash_tensor(leaf):x}" if isinstance(leaf, Tensor) else leaf
 
     return repr((str(entry.op), pytree.tree_map(text, (entry.args, dict(entry.kwargs), entry.rng_state))))
@@ -221,30 +260,29 @@ def _alone() -> Iterator[None]:
             torch.set_default_dtype(dtype)
 
 
-def entry_of(
-    tape: Tape, call: tuple[Any, tuple[Any, ...], Mapping[str, Any]], results: tuple[int | None, ...]
-) -> Entry:
+def entry_of(tape: Tape, call: Call, results: tuple[int | None, ...]) -> Entry:
     """The entry of a call whose recorded tensors are slots."""
     op, args, kwargs = call
     operands = [leaf.number for leaf in pytree.tree_leaves((args, dict(kwargs))) if isinstance(leaf, Slot)]
     written = frozenset(tape.memories[leaf.number] for leaf in written_arguments(call) if isinstance(leaf, Slot))
-    is_overwritten = op.overloadpacket in _OVERWRITE_ALL and _is_all_memory(tape, operands[0])
+    is_overwritten = is_overwriting(op) and _is_all_memory(tape, operands[0])
     read = frozenset(tape.memories[slot] for slot in (operands[1:] if is_overwritten else operands))
-    draws = torch.Tag.nondeterministic_seeded in op.tags
+    has_generator = any(isinstance(leaf, GeneratorState) for leaf in pytree.tree_leaves((args, dict(kwargs))))
+    draws = torch.Tag.nondeterministic_seeded in op.tags and not has_generator
     return Entry(op, args, kwargs, tuple(operands), results, written, read, draws, torch.get_default_dtype())
 
 
-def written_arguments(call: tuple[Any, tuple[Any, ...], Mapping[str, Any]]) -> list[object]:
+def written_arguments(call: Call) -> list[object]:
     """The arguments that a call writes to."""
     return [leaf for leaf, alias in _aliases(call) if alias is not None and alias.is_write]
 
 
-def viewed_argument(call: tuple[Any, tuple[Any, ...], Mapping[str, Any]]) -> object:
+def viewed_argument(call: Call) -> object:
     """The first argument that a result may be a view of; None if all results have memory of their own."""
     return next((leaf for leaf, alias in _aliases(call) if alias is not None), None)
 
 
-def _aliases(call: tuple[Any, tuple[Any, ...], Mapping[str, Any]]) -> list[tuple[object, Any]]:
+def _aliases(call: Call) -> list[tuple[object, Any]]:
     op, args, kwargs = call
     given = {a.name: value for a, value in zip(op._schema.arguments, args, strict=False)} | dict(kwargs)
     schema = [(given[a.name], a.alias_info) for a in op._schema.arguments if a.name in given]
