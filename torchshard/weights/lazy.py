@@ -218,7 +218,8 @@ def _own_generator(args: Args, kwargs: Kwargs) -> torch.Generator | None:
 
 
 def _is_process(generator: torch.Generator) -> bool:
-    return generator._cdata == torch.default_generator._cdata  # each dispatched call gets a new Python object
+    ours: int = torch.default_generator._cdata  # type: ignore[attr-defined]
+    return generator._cdata == ours  # type: ignore[attr-defined]  # each dispatched call gets a new Python object
 
 
 def _record(tape: Tape, func: Any, args: Args, kwargs: Kwargs, device: torch.device) -> object:
