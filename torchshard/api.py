@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -30,6 +31,7 @@ def shard(
     memory: str | float | None = None,
     machine: Machine | MachineName | None = None,
     axes: Axes = "weights",
+    weights: str | os.PathLike[str] | None = None,
 ) -> ShardedModule:
     """Splits a model over the ranks of this process's model-parallel group.
 
@@ -40,6 +42,10 @@ def shard(
         example_inputs, example_kwargs: what the model will be called with, for the first capture; meta or fake tensors
             will do. Without them the parameters are split now and the graph is captured at the first call.
         memory, machine, axes: what the best plan is; see `plan`.
+        weights: a folder of safetensors files (or one file), from which each rank reads its slices and nothing else, in
+            place of the values that the model has; the model may be lazy or on the meta device. For models of
+            transformers names and shapes are converted as `from_pretrained` converts them. What the files lack keeps
+            the model's values, and a warning names it.
 
     Returns:
         a module with the same `forward`, the same parameter names, and this rank's slices of the parameters.
@@ -48,8 +54,9 @@ def shard(
         PlanError: the plan does not fit the model, the number of ranks or the memory, or is "auto" without example
             inputs.
         CaptureError: the model can't be captured as a graph.
-        InputError: the example inputs are not what `forward` takes, or are on another device than the model.
-        DistributedError: the ranks hold different models.
+        InputError: the example inputs are not what `forward` takes, or are on another device than the model;
+            the weights can't be read, or are another model's.
+        DistributedError: the ranks hold different models, or weights.
     """
     check_examples(example_inputs, example_kwargs)
     if isinstance(model, ShardedModule):
@@ -71,7 +78,8 @@ def shard(
         init_process_group()
     has_example = example_inputs is not None or example_kwargs is not None
     with torch.inference_mode(False):
-        made = ShardedModule(model, plan, lookup(MODEL), aim, cut=not has_example)  # what to cut, the plan will say
+        # what to cut, the plan will say
+        made = ShardedModule(model, plan, lookup(MODEL), aim, cut=not has_example, weights=weights)
     if has_example:
         made.warm_up(tuple(example_inputs or ()), dict(example_kwargs or {}))
     return made

@@ -7,6 +7,7 @@ whose layouts the first graph fixes.
 
 from __future__ import annotations
 
+import os
 import sys
 import threading
 import warnings
@@ -29,14 +30,16 @@ from torchshard.capture import (
     describe,
     flatten_call,
     global_hooks,
+    model_without_storage,
     refuse_transforms,
+    shared_names,
     without_storage,
 )
 from torchshard.capture.facts import ModelFacts
 from torchshard.compiler.constraints import Constraints, PlanLike, check_layouts, read_constraints
 from torchshard.compiler.program import Program, program
 from torchshard.core.autocast import autocasting
-from torchshard.core.errors import CaptureError, InputError, PlanError, ShardError
+from torchshard.core.errors import CaptureError, DistributedError, InputError, PlanError, ShardError
 from torchshard.core.layouts import Layout
 from torchshard.distributed.consistency import run_on_all_ranks, running, verify_equal
 from torchshard.distributed.group import CheckLevel, Group
@@ -52,10 +55,12 @@ from torchshard.runtime.call_verification import (
     verify_same_weights,
 )
 from torchshard.runtime.compiled import Compiled, compile_program
+from torchshard.runtime.digests import describe_content
 from torchshard.runtime.history import History, HistorySnapshot
 from torchshard.runtime.optimizers import observe_steps
 from torchshard.runtime.state import State
 from torchshard.runtime.submodule import ShardedSubmodule, refuse_class
+from torchshard.weights.folder import Weights, read_folder
 from torchshard.weights.slice_values import check_other_group, unwatched, watch_slices
 
 _CALL_LOCK = threading.RLock()
@@ -90,23 +95,36 @@ class ShardedModule(State):
     register_full_backward_pre_hook: Callable[..., RemovableHandle] = nn.Module.register_full_backward_pre_hook
 
     def __init__(
-        self, model: nn.Module, plan: PlanLike, group: Group, aim: Objective | None = None, *, cut: bool = True
+        self,
+        model: nn.Module,
+        plan: PlanLike,
+        group: Group,
+        aim: Objective | None = None,
+        *,
+        cut: bool = True,
+        weights: str | os.PathLike[str] | None = None,
     ) -> None:
-        def read() -> tuple[Constraints, dict[str, Layout]]:
+        def read() -> tuple[Constraints, dict[str, Layout], Weights | None]:
             check_weights(model)
             facts = ModelFacts.of(model)
             constraints = read_constraints(facts, plan, group.coordinate.axis, aim)
             layouts = constraints.first_layouts(facts)
             check_layouts(facts, layouts)
-            return constraints, layouts
+            loaded = None
+            if weights is not None:
+                loaded = read_folder(model_without_storage(model), shared_names(model), weights)
+            return constraints, layouts, loaded
 
         what = "the ranks can't shard this model together"
-        constraints, layouts = run_on_all_ranks(group, read, PlanError, what)
+        constraints, layouts, loaded = run_on_all_ranks(group, read, PlanError, what)
         verify_same_weights(model, group)
+        if loaded is not None:
+            facts = {name: describe_content(tensor) for name, tensor in loaded.tensors.items()} | loaded.samples
+            verify_equal(group, facts, DistributedError, "the ranks would read different weights")
         if any(p.grad is not None for p in model.parameters()):
             what = "gradients that the parameters hold already stay with the unsharded model"
             warnings.warn(f"{what}: call backward() after ts.shard", stacklevel=3)
-        super().__init__(model, layouts, group, cut=cut)
+        super().__init__(model, layouts, group, cut=cut, weights=loaded)
         self._ts_constraints = constraints
         self._ts_watch = Watch(self.source)
         self._ts_history = History(group, type(model).__name__)

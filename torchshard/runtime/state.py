@@ -7,6 +7,7 @@ unsharded model without memory, from which graphs are captured.
 from __future__ import annotations
 
 import copy
+import json
 import operator
 import weakref
 from collections.abc import Callable, Mapping, Sequence
@@ -19,13 +20,14 @@ from torchshard.capture import model_without_storage, shared_names, without_stor
 from torchshard.core.errors import DistributedError, InputError
 from torchshard.core.hashing import hash_tensor
 from torchshard.core.layouts import I, Layout, Shard, parts_of, split
-from torchshard.distributed.consistency import run_on_all_ranks, verify_equal
+from torchshard.distributed.consistency import gather_bytes, run_on_all_ranks, verify_equal
 from torchshard.distributed.group import Group
 from torchshard.distributed.kernels import convert
 from torchshard.runtime.compiled import GraphCache
 from torchshard.runtime.digests import are_distinct, describe_content
 from torchshard.runtime.submodule import ShardedSubmodule
-from torchshard.weights.materialize import for_each_whole, local_tensor
+from torchshard.weights.folder import Weights
+from torchshard.weights.materialize import ReadSlices, for_each_whole, local_tensor, read_slices
 from torchshard.weights.parameter import ShardedParameter
 from torchshard.weights.state_slices import SlicePlace, StateSlice, place_of, place_text, refuse_checkpointing
 
@@ -33,10 +35,19 @@ from torchshard.weights.state_slices import SlicePlace, StateSlice, place_of, pl
 class State(ShardedSubmodule):
     """The parameters and buffers of a model split over a group."""
 
-    def __init__(self, model: nn.Module, layouts: Mapping[str, Layout], group: Group, *, cut: bool = True) -> None:
+    def __init__(
+        self,
+        model: nn.Module,
+        layouts: Mapping[str, Layout],
+        group: Group,
+        *,
+        cut: bool = True,
+        weights: Weights | None = None,
+    ) -> None:
         """Takes this rank's slices of a model.
 
         Args:
+            weights: what the parameters and buffers get in place of the model's values.
             cut: False to leave all tensors without memory until `_fix_layouts` knows what the slices are.
         """
         super().__init__(model_without_storage(model))
@@ -49,8 +60,13 @@ class State(ShardedSubmodule):
         self._ts_uninitialized: dict[str, tuple[int, int]] = {}  # name -> (version, sample) as `to_empty` left them
         self._ts_graphs = GraphCache()
         self._ts_left_places = set[tuple[str, ...]]()
-        self._ts_uncut = dict((*model.named_parameters(), *model.named_buffers()))
-        self._register({name: without_storage(tensor) for name, tensor in self._ts_uncut.items()}, model)
+        own = dict((*model.named_parameters(), *model.named_buffers()))
+        self._ts_weights = weights
+        self._ts_uncut = own | (weights.tensors if weights else {})
+        self._register(
+            {n: without_storage(t, device=self._ts_uncut[n].device if t.is_meta else None) for n, t in own.items()},
+            model,
+        )
         for module in self.modules():
             cast(ShardedSubmodule, module).fix_names()
         self._read_tensors()
@@ -139,6 +155,11 @@ class State(ShardedSubmodule):
         self._ts_watched = False
         self._ts_source_modules = tuple(self.source.modules())
         self._ts_fitting_devices: set[tuple[torch.device, ...]] = set()
+
+    @property
+    def weights(self) -> Weights | None:
+        """What was read of the files that `shard` was given; None without them."""
+        return self._ts_weights
 
     def _follow(self) -> None:
         """Takes over tensors with which the user has replaced others since the last call.
@@ -250,7 +271,40 @@ class State(ShardedSubmodule):
     def _cut_all(self, layouts: Mapping[str, Layout]) -> None:
         """Gives all tensors memory: this rank's slices of the unsharded model's."""
         uncut, self._ts_uncut = self._ts_uncut, {}
+        if self._ts_weights is not None:
+            self._read_weights(self._ts_weights, layouts)
+            uncut = {name: tensor for name, tensor in uncut.items() if name not in self._ts_weights.read.names}
         for_each_whole(uncut, lambda name, whole: self._cut(name, whole, layouts.get(name, I)))
+
+    def _read_weights(self, weights: Weights, layouts: Mapping[str, Layout]) -> None:
+        """Reads this rank's slices of what files hold.
+
+        Raises:
+            InputError: a file can't be read on some rank.
+            DistributedError: the ranks have read different files.
+        """
+
+        def put(name: str, local: Tensor) -> None:
+            self._ts_tensors[name].data = local
+
+        def read() -> ReadSlices:
+            return read_slices(weights.tensors, layouts, self._ts_group.coordinate, put)
+
+        weights.read = run_on_all_ranks(self._ts_group, read, InputError, "a rank can't read its weights")
+        kept = {name: self._ts_tensors[name] for name in sorted(weights.read.names)}
+        hashes = [hash_tensor(tensor.detach()) for tensor in kept.values()]
+        gathered = gather_bytes(self._ts_group, "shard", lambda: json.dumps(hashes).encode())
+        everyone = [json.loads(data) for data in gathered]
+        for i, name in enumerate(kept):
+            here = [of_rank[i] for of_rank in everyone]
+            self._ts_distinct[name] = isinstance(layouts.get(name, I), Shard) and len(set(here[:2])) == 2
+            if not isinstance(layouts.get(name, I), Shard) and len(set(here)) > 1:
+                raise DistributedError(
+                    "the ranks read different weights",
+                    where=name,
+                    why=f"its values are {len(set(here))} different ones on {len(here)} ranks",
+                    attempt="the same files on every rank",
+                )
 
     def _cut(self, name: str, whole: Tensor, layout: Layout) -> None:
         # Through `.data`: optimizers may hold the parameter already, and go on with the same object.

@@ -19,7 +19,9 @@ from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode, return_and_correct_aliasing
 
 from torchshard.core.errors import InputError
+from torchshard.weights.safetensors_files import FileTensor
 from torchshard.weights.tape import (
+    Entry,
     GeneratorState,
     Slot,
     Tape,
@@ -274,6 +276,14 @@ def _on_meta(tape: Tape, value: Any, changes: Mapping[str, object] | None = None
 def _constant(tape: Tape, value: Tensor) -> LazyTensor:
     """A lazy tensor with the values of a real one."""
     return cast(LazyTensor, _record(tape, torch.ops.aten.clone.default, (value,), {}, value.device))
+
+
+def file_tensor(tape: Tape, file: FileTensor) -> LazyTensor:
+    """A lazy tensor with the values of one in a file."""
+    slot = tape.new_slot(torch.empty(file.shape, dtype=file.dtype, device="meta"), None)
+    nothing = frozenset[int]()
+    tape.add(Entry(file, (), {}, (), (slot,), nothing, nothing, False, torch.get_default_dtype()))
+    return LazyTensor(tape, slot, torch.device("cpu"))
 
 
 def memory_of(tensor: Tensor) -> object:

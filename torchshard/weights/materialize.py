@@ -7,13 +7,16 @@ time.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor, nn
 
-from torchshard.core.layouts import I, Layout, local_shape, split
+from torchshard.core.layouts import I, Layout, Shard, local_shape, parts_of, ranges, split
 from torchshard.core.mesh import Coordinate
 from torchshard.weights.lazy import LazyTensor, compute
+from torchshard.weights.parts import Parts, Wanted
+from torchshard.weights.safetensors_files import Box
 
 
 def local_tensor(tensor: Tensor, layout: Layout, coordinate: Coordinate) -> Tensor:
@@ -41,6 +44,61 @@ def for_each_whole(tensors: Mapping[str, Tensor], use: Callable[[str, Tensor], N
             use(name, value)
 
     compute([t for t in tensors.values() if isinstance(t, LazyTensor)], use_value)
+
+
+@dataclass
+class ReadSlices:
+    """What was read of files."""
+
+    names: set[str] = field(default_factory=set)
+    """The parameters and buffers that were read part by part."""
+    bytes_read: int = 0
+    bytes_kept: int = 0
+
+
+def read_slices(
+    tensors: Mapping[str, Tensor],
+    layouts: Mapping[str, Layout],
+    coordinate: Coordinate,
+    use: Callable[[str, Tensor], None],
+) -> ReadSlices:
+    """Calls `use(name, slice)` with this rank's slice of each lazy tensor that files hold, and reads nothing else.
+
+    Raises:
+        InputError: a file can't be read.
+    """
+    found, parts = ReadSlices(), dict[int, Parts]()
+    for name, tensor in tensors.items():
+        if not isinstance(tensor, LazyTensor):
+            continue
+        of_tape = parts.setdefault(id(tensor.tape), Parts(tensor.tape))
+        layout = layouts.get(name, I)
+        local = torch.empty(
+            local_shape(tensor.shape, layout, coordinate.rank, coordinate.axis.size), dtype=tensor.dtype
+        )
+        reads = [
+            of_tape.reads(Wanted(tensor.slot, box, into)) for box, into in boxes(tensor, layout, coordinate, local)
+        ]
+        if any(r is None for r in reads):
+            continue
+        found.bytes_read += sum(read.run() for some in reads for read in some or ())
+        found.bytes_kept += local.numel() * local.itemsize
+        found.names.add(name)
+        use(name, local)
+    return found
+
+
+def boxes(tensor: Tensor, layout: Layout, coordinate: Coordinate, local: Tensor) -> list[tuple[Box, Tensor]]:
+    """The parts of a tensor that are a rank's slice, and where in the slice each lies."""
+    whole = tuple((0, extent) for extent in tensor.shape)
+    if not isinstance(layout, Shard):
+        return [(whole, local)]
+    dim, at, found = layout.dim, 0, list[tuple[Box, Tensor]]()
+    for start, stop in ranges(parts_of(tensor.shape[dim], layout), coordinate.rank, coordinate.axis.size):
+        into = local.narrow(dim, at, stop - start)
+        found.append(((*whole[:dim], (start, stop), *whole[dim + 1 :]), into))
+        at += stop - start
+    return found
 
 
 def local_state(model: nn.Module, layouts: Mapping[str, Layout], coordinate: Coordinate) -> dict[str, Tensor]:

@@ -1,0 +1,232 @@
+"""Which parts of files a part of a recorded tensor is made of.
+
+    a = file "q", b = file "k"       wanted: rows 2 to 6 of w
+    w = cat([a, b]).to(bfloat16)     read: rows 2 to 4 of "q" into rows 0 to 2, rows 0 to 2 of "k" into the others
+
+A wanted part is carried back through the calls that made the tensor. An op without a reader, or memory that was
+changed in place, has none, and is computed whole.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from torchshard.weights.safetensors_files import Box, FileTensor
+from torchshard.weights.tape import Entry, Slot, Tape
+
+aten = torch.ops.aten
+
+
+@dataclass(frozen=True)
+class Wanted:
+    """A part of a recorded tensor that is wanted."""
+
+    slot: int
+    box: Box
+    into: Tensor
+    """Of the box's shape, where the values are to go."""
+    dtypes: tuple[torch.dtype, ...] = ()
+    """What the values are cast to on their way, in this order."""
+    before: int | None = None
+    """The entry at which it has the wanted values; None: the end of the tape."""
+
+
+@dataclass(frozen=True)
+class Read:
+    """A part of a file that is to be read."""
+
+    tensor: FileTensor
+    box: Box
+    into: Tensor
+    dtypes: tuple[torch.dtype, ...]
+
+    def run(self) -> int:
+        """Reads it, and returns how many bytes it has in the file."""
+        return self.tensor.read(self.box, self.into, self.dtypes)
+
+
+class Parts:
+    """Finds the reads of parts of a tape's tensors."""
+
+    def __init__(self, tape: Tape) -> None:
+        self._tape = tape
+        self._makers = {slot: i for i, entry in enumerate(tape.entries) for slot in entry.results if slot is not None}
+        self._writers: dict[int, list[int]] = {}
+        for i, entry in enumerate(tape.entries):
+            for memory in entry.written:
+                self._writers.setdefault(memory, []).append(i)
+
+    def reads(self, wanted: Wanted) -> list[Read] | None:
+        """The reads that fill a part; None if it has to be computed whole."""
+        before = len(self._tape.entries) if wanted.before is None else wanted.before
+        memory = self._tape.memories[wanted.slot]
+        number = self._makers[wanted.slot]
+        if memory == wanted.slot:  # no view: it holds what was written to it last
+            writers = [i for i in self._writers.get(memory, ()) if i < before]
+            if writers:
+                parts = self._copied(writers[-1], wanted)
+                return self._all(parts)
+            before = number
+        entry = self._tape.entries[number]
+        if isinstance(entry.op, FileTensor):
+            return [Read(entry.op, wanted.box, wanted.into, wanted.dtypes)]
+        reader = READERS.get(entry.op)
+        parts = None if reader is None else reader(self._tape, entry, wanted)
+        return self._all(None if parts is None else [replace(part, before=before) for part in parts])
+
+    def _all(self, parts: list[Wanted] | None) -> list[Read] | None:
+        found: list[Read] = []
+        for part in () if parts is None else parts:
+            reads = self.reads(part)
+            if reads is None:
+                return None
+            found += reads
+        return None if parts is None else found
+
+    def _copied(self, number: int, wanted: Wanted) -> list[Wanted] | None:
+        """Of memory that was last written by `x.copy_(source)`: the part of the source."""
+        entry, examples = self._tape.entries[number], self._tape.examples
+        source = entry.args[1] if entry.op is aten.copy_.default else None
+        if not isinstance(source, Slot):
+            return None
+        whole, into, given = examples[wanted.slot], examples[entry.args[0].number], examples[source.number]
+        if not (whole.shape == into.shape == given.shape and whole.stride() == into.stride()):
+            return None
+        return [replace(wanted, slot=source.number, dtypes=(whole.dtype, *wanted.dtypes), before=number)]
+
+
+Reader = Callable[[Tape, Entry, Wanted], list[Wanted] | None]
+
+
+def _arguments(entry: Entry) -> dict[str, Any]:
+    """The arguments of a call by name, with their defaults."""
+    schema = entry.op._schema.arguments
+    given = {a.name: value for a, value in zip(schema, entry.args, strict=False)} | dict(entry.kwargs)
+    return {a.name: given.get(a.name, a.default_value) for a in schema}
+
+
+def _same(tape: Tape, entry: Entry, wanted: Wanted) -> list[Wanted] | None:
+    """An op whose result has its operand's shape and values; those of another dtype are cast."""
+    (slot, *_), before = entry.operands, wanted
+    if tape.examples[slot].shape != tape.examples[wanted.slot].shape:
+        return None
+    dtype = tape.examples[wanted.slot].dtype
+    if dtype == tape.examples[slot].dtype:
+        return [replace(before, slot=slot)]
+    return [replace(before, slot=slot, dtypes=(dtype, *wanted.dtypes))]
+
+
+def _shifted(wanted: Wanted, slot: int, dim: int, by: int) -> Wanted:
+    """The same part, of a tensor in which it begins `by` later."""
+    start, stop = wanted.box[dim]
+    return replace(wanted, slot=slot, box=(*wanted.box[:dim], (start + by, stop + by), *wanted.box[dim + 1 :]))
+
+
+def _slice(tape: Tape, entry: Entry, wanted: Wanted) -> list[Wanted] | None:
+    arguments, (slot,) = _arguments(entry), entry.operands
+    if arguments["step"] != 1:
+        return None
+    shape = tape.examples[slot].shape
+    dim = arguments["dim"] % len(shape)
+    start, _, _ = slice(arguments["start"], None).indices(shape[dim])
+    return [_shifted(wanted, slot, dim, start)]
+
+
+def _split(tape: Tape, entry: Entry, wanted: Wanted) -> list[Wanted] | None:
+    dim = _arguments(entry)["dim"] % len(wanted.box)
+    place = entry.results.index(wanted.slot)
+    before = [tape.examples[slot].shape[dim] for slot in entry.results[:place] if slot is not None]
+    return [_shifted(wanted, entry.operands[0], dim, sum(before))]
+
+
+def _without_dim(tape: Tape, entry: Entry, wanted: Wanted) -> list[Wanted] | None:
+    """`select` and `unbind`."""
+    arguments, (slot,) = _arguments(entry), entry.operands
+    shape = tape.examples[slot].shape
+    dim = arguments["dim"] % len(shape)
+    index = arguments["index"] % shape[dim] if "index" in arguments else entry.results.index(wanted.slot)
+    box = (*wanted.box[:dim], (index, index + 1), *wanted.box[dim:])
+    return [replace(wanted, slot=slot, box=box, into=wanted.into.unsqueeze(dim))]
+
+
+def _unsqueeze(tape: Tape, entry: Entry, wanted: Wanted) -> list[Wanted] | None:
+    dim = _arguments(entry)["dim"] % len(wanted.box)
+    if wanted.box[dim] != (0, 1):
+        return []
+    box = (*wanted.box[:dim], *wanted.box[dim + 1 :])
+    return [replace(wanted, slot=entry.operands[0], box=box, into=wanted.into.squeeze(dim))]
+
+
+def _permute(tape: Tape, entry: Entry, wanted: Wanted) -> list[Wanted] | None:
+    """`permute`, `transpose` and `t`."""
+    arguments, rank = _arguments(entry), len(wanted.box)
+    order = list(range(rank))
+    if "dims" in arguments:
+        order = [dim % rank for dim in arguments["dims"]]
+    elif rank > 1:
+        a, b = arguments.get("dim0", 0) % rank, arguments.get("dim1", 1) % rank
+        order[a], order[b] = order[b], order[a]
+    back = [order.index(dim) for dim in range(rank)]
+    box = tuple(wanted.box[dim] for dim in back)
+    return [replace(wanted, slot=entry.operands[0], box=box, into=wanted.into.permute(back))]
+
+
+def _cat(tape: Tape, entry: Entry, wanted: Wanted) -> list[Wanted] | None:
+    dim = _arguments(entry)["dim"] % len(wanted.box)
+    (start, stop), at, found = wanted.box[dim], 0, list[Wanted]()
+    dtype = tape.examples[wanted.slot].dtype
+    for slot in entry.operands:
+        example = tape.examples[slot]
+        if example.ndim != len(wanted.box) or example.dtype != dtype:
+            return None
+        first, last = max(start, at), min(stop, at + example.shape[dim])
+        if first < last:
+            box = (*wanted.box[:dim], (first - at, last - at), *wanted.box[dim + 1 :])
+            found.append(replace(wanted, slot=slot, box=box, into=wanted.into.narrow(dim, first - start, last - first)))
+        at += example.shape[dim]
+    return found
+
+
+def _stack(tape: Tape, entry: Entry, wanted: Wanted) -> list[Wanted] | None:
+    dim = _arguments(entry)["dim"] % len(wanted.box)
+    if any(tape.examples[slot].dtype != tape.examples[wanted.slot].dtype for slot in entry.operands):
+        return None
+    start, stop = wanted.box[dim]
+    box = (*wanted.box[:dim], *wanted.box[dim + 1 :])
+    return [
+        replace(wanted, slot=entry.operands[i], box=box, into=wanted.into.select(dim, i - start))
+        for i in range(start, stop)
+    ]
+
+
+READERS: Mapping[Any, Reader] = {
+    **dict.fromkeys(
+        (
+            aten.alias.default,
+            aten.detach.default,
+            aten.clone.default,
+            aten.lift_fresh.default,
+            aten._to_copy.default,
+            aten.view.default,
+            aten._unsafe_view.default,
+        ),
+        _same,
+    ),
+    aten.slice.Tensor: _slice,
+    aten.split.Tensor: _split,
+    aten.split_with_sizes.default: _split,
+    aten.select.int: _without_dim,
+    aten.unbind.int: _without_dim,
+    aten.unsqueeze.default: _unsqueeze,
+    aten.permute.default: _permute,
+    aten.transpose.int: _permute,
+    aten.t.default: _permute,
+    aten.cat.default: _cat,
+    aten.stack.default: _stack,
+}
+"""Op -> the parts of its operands that a part of its result is made of."""

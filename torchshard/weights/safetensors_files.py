@@ -1,0 +1,290 @@
+"""Safetensors files: what they hold, and parts of their tensors, read without the rest.
+
+    8 bytes       the length of the header, little-endian
+    the header    JSON: name -> dtype, shape and the bytes [start, stop) of its data
+    the data      row-major, without gaps
+
+A file is not trusted: each claim of its header is checked before a tensor is made. Parts are read with `pread`, run by
+run, and not through mapped memory, which would count as this process's and die with a file that shrinks.
+
+Source: the format of https://github.com/huggingface/safetensors
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import math
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path, PurePosixPath
+from typing import Any, Final
+
+import torch
+from torch import Tensor
+
+from torchshard.core.errors import InputError
+
+Box = tuple[tuple[int, int], ...]
+"""(start, stop) of each dim of a part."""
+
+BLOCK_BYTES: Final = 1 << 24
+"""The most that is held of a file beside the slices, where a part has to be cast or moved on its way."""
+_SAMPLED_BYTES: Final = 4096
+_MOST_HEADER_BYTES: Final = 100_000_000
+DTYPES: Final[Mapping[str, torch.dtype]] = {
+    "F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16, "I64": torch.int64,
+    "I32": torch.int32, "I16": torch.int16, "I8": torch.int8, "U64": torch.uint64, "U32": torch.uint32,
+    "U16": torch.uint16, "U8": torch.uint8, "BOOL": torch.bool, "C64": torch.complex64,
+    "F8_E4M3": torch.float8_e4m3fn, "F8_E5M2": torch.float8_e5m2,
+}  # fmt: skip
+INDEX: Final = "model.safetensors.index.json"
+
+
+@dataclass(frozen=True)
+class FileTensor:
+    """A tensor in a file."""
+
+    path: Path
+    name: str
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    start: int
+    """Where its data begin, in bytes from the beginning of the file."""
+    file_bytes: int
+    """The size of the file when its header was read."""
+
+    def read(self, box: Box, into: Tensor, dtypes: Sequence[torch.dtype] = ()) -> int:
+        """Reads a part.
+
+        Args:
+            box: the part.
+            into: a tensor of its shape, of any strides, dtype and device.
+            dtypes: what the values are cast to on their way, in this order.
+
+        Returns:
+            how many bytes of the file were read.
+
+        Raises:
+            InputError: the file is gone, shorter than it was, or can't be read.
+        """
+        if not into.numel():
+            return 0
+        try:
+            file = os.open(self.path, os.O_RDONLY)
+            try:
+                if os.fstat(file).st_size != self.file_bytes:
+                    raise _broken(self.path, f"it had {self.file_bytes} bytes, and now {os.fstat(file).st_size}", self)
+                return self._read(file, box, into, dtypes)
+            finally:
+                os.close(file)
+        except OSError as error:
+            raise _broken(self.path, str(error), self) from error
+
+    @property
+    def bytes_(self) -> int:
+        """The size of its data."""
+        return math.prod(self.shape) * self.dtype.itemsize
+
+    def __call__(self) -> Tensor:
+        """The whole tensor."""
+        into = torch.empty(self.shape, dtype=self.dtype)
+        self.read(tuple((0, extent) for extent in self.shape), into)
+        return into
+
+    def sample(self) -> bytes:
+        """A few of its bytes, by which ranks tell files apart; none of a small tensor, to read little beside.
+
+        Raises:
+            InputError: the file can't be read.
+        """
+        if self.bytes_ < _SAMPLED_BYTES:
+            return b""
+        step = self.bytes_ // 8
+        try:
+            with self.path.open("rb", buffering=0) as file:
+                return b"".join(os.pread(file.fileno(), 8, self.start + i * step) for i in range(8))
+        except OSError as error:
+            raise _broken(self.path, str(error), self) from error
+
+    def _read(self, file: int, box: Box, into: Tensor, dtypes: Sequence[torch.dtype]) -> int:
+        is_direct = into.is_contiguous() and into.device.type == "cpu" and {into.dtype, *dtypes} == {self.dtype}
+        bytes_ = into.numel() * self.dtype.itemsize
+        if bytes_ > BLOCK_BYTES and not is_direct:
+            dim, (start, stop) = next((d, (a, b)) for d, (a, b) in enumerate(box) if b - a > 1)
+            middle = (start + stop) // 2
+            halves = ((start, middle), (middle, stop))
+            return sum(
+                self._read(file, (*box[:dim], (a, b), *box[dim + 1 :]), into.narrow(dim, a - start, b - a), dtypes)
+                for a, b in halves
+            )
+        block = into if is_direct else torch.empty(into.shape, dtype=self.dtype)
+        self._read_runs(file, box, block)
+        if not is_direct:
+            for dtype in dtypes:
+                block = block.to(dtype)
+            into.copy_(block)
+        return bytes_
+
+    def _read_runs(self, file: int, box: Box, block: Tensor) -> None:
+        """Reads the runs of a part, which lie in the file apart, into a tensor where they lie one after the other."""
+        inner = len(box)
+        while inner and box[inner - 1] == (0, self.shape[inner - 1]):
+            inner -= 1
+        strides = [math.prod(self.shape[dim + 1 :]) * self.dtype.itemsize for dim in range(len(box))]
+        walked = [range(a * s, b * s, s) for (a, b), s in zip(box, strides, strict=True)][: max(inner - 1, 0)]
+        first = self.start + (box[inner - 1][0] * strides[inner - 1] if inner else 0)
+        numbers: Any = block.detach().reshape(-1).view(torch.uint8).numpy()
+        memory = memoryview(numbers)
+        length = len(memory) // math.prod(map(len, walked))
+        for i, places in enumerate(itertools.product(*walked)):
+            self._read_exactly(file, memory[i * length : (i + 1) * length], first + sum(places))
+
+    def _read_exactly(self, file: int, memory: memoryview, at: int) -> None:
+        while memory:
+            count = os.preadv(file, [memory], at)
+            if not count:
+                raise _broken(self.path, f"it ends at byte {at}, inside the tensor's data", self)
+            memory, at = memory[count:], at + count
+
+    def __str__(self) -> str:
+        return f"{self.path.name}: {self.name}"
+
+
+def _broken(path: Path, why: str, tensor: object = None) -> InputError:
+    return InputError(
+        f"{path.name} is not a safetensors file that can be read",
+        where=f"{path}" if tensor is None else f"{path}: {tensor.name if isinstance(tensor, FileTensor) else tensor}",
+        why=why,
+        attempt="copy or download the file again; nothing of it was used",
+    )
+
+
+def tensors_in(path: Path) -> dict[str, FileTensor]:
+    """The tensors of a file by name.
+
+    Raises:
+        InputError: the file can't be read, is torn, or its header says what can't be.
+    """
+    try:
+        with path.open("rb") as file:
+            size = os.fstat(file.fileno()).st_size
+            length = int.from_bytes(file.read(8), "little")
+            if size < 8 or length > min(size - 8, _MOST_HEADER_BYTES):
+                raise _broken(path, f"it has {size} bytes, and its header would have {length}")
+            header = json.loads(file.read(length).decode(), object_pairs_hook=_without_repetitions)
+    except OSError as error:
+        raise _broken(path, str(error)) from error
+    except (ValueError, RecursionError) as error:
+        raise _broken(path, f"its header is no JSON of names: {error}") from error
+    if not isinstance(header, dict):
+        raise _broken(path, f"its header is a {type(header).__name__}, not a table of names")
+    metadata = header.pop("__metadata__", {})
+    if not isinstance(metadata, dict):
+        raise _broken(path, "its __metadata__ is no table")
+    found = {name: _tensor(path, name, entry, 8 + length, size) for name, entry in header.items()}
+    at = 8 + length
+    for tensor in sorted(found.values(), key=lambda tensor: (tensor.start, math.prod(tensor.shape))):
+        if tensor.start != at:
+            raise _broken(path, f"its data begin at byte {tensor.start}, those before end at {at}", tensor)
+        at += math.prod(tensor.shape) * tensor.dtype.itemsize
+    if at != size:
+        raise _broken(path, f"its tensors end at byte {at}, the file at {size}")
+    return found
+
+
+def _without_repetitions(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    made = dict(pairs)
+    if len(made) < len(pairs):
+        names = [name for name, _ in pairs]
+        raise ValueError(f"{next(name for name in names if names.count(name) > 1)!r} stands in it twice")
+    return made
+
+
+def _tensor(path: Path, name: str, entry: object, data: int, size: int) -> FileTensor:
+    match entry:
+        case {"dtype": str(dtype), "shape": list(shape), "data_offsets": [int(start), int(stop)]}:
+            pass
+        case _:
+            raise _broken(path, "its header has no dtype, shape and data_offsets for it", name)
+    if dtype not in DTYPES:
+        raise _broken(path, f"its dtype {dtype!r} is unknown; known are {', '.join(DTYPES)}", name)
+    if not all(type(extent) is int and extent >= 0 for extent in shape):
+        raise _broken(path, f"its shape is {shape}", name)
+    bytes_ = math.prod(shape) * DTYPES[dtype].itemsize
+    if not (0 <= start <= stop <= size - data and stop - start == bytes_):
+        why = f"shape {shape} in {dtype} has {bytes_} bytes; its data are bytes {start} to {stop} of {size - data}"
+        raise _broken(path, why, name)
+    return FileTensor(path, name, DTYPES[dtype], tuple(shape), data + start, size)
+
+
+def tensors_of(folder: str | os.PathLike[str]) -> dict[str, FileTensor]:
+    """The tensors of a folder's safetensors files, or of one file, by name.
+
+    An index (`model.safetensors.index.json`) says which files count; without one `model.safetensors` does, and without
+    that all do.
+
+    Raises:
+        InputError: there are none, a file is missing or broken, or the index names files outside the folder or tensors
+            that their file does not hold.
+    """
+    place = Path(folder)
+    if place.is_file() and place.suffix == ".safetensors":
+        return tensors_in(place)
+    if not place.is_dir():
+        raise _no_weights(place, "there is no such folder")
+    if (place / INDEX).is_file():
+        return _indexed(place)
+    files = sorted(place.glob("*.safetensors"))
+    if not files:
+        pickles = sorted(file.name for file in place.iterdir() if file.suffix in {".bin", ".pt", ".pth", ".ckpt"})
+        raise _no_weights(place, f"{pickles[0]} may run code when it is opened" if pickles else "it holds none")
+    files = [place / "model.safetensors"] if place / "model.safetensors" in files else files
+    found: dict[str, FileTensor] = {}
+    for file in files:
+        tensors = tensors_in(file)
+        twice = next((name for name in tensors if name in found), None)
+        if twice is not None:
+            raise _broken(file, f"{found[twice].path.name} holds a tensor of this name too", twice)
+        found.update(tensors)
+    return found
+
+
+def _no_weights(place: Path, why: str) -> InputError:
+    return InputError(
+        "no weights were found",
+        where=str(place),
+        why=why,
+        attempt="a folder with safetensors files; save others with safetensors.torch.save_file(state_dict, path)",
+    )
+
+
+def _indexed(folder: Path) -> dict[str, FileTensor]:
+    path = folder / INDEX
+    try:
+        names = json.loads(path.read_bytes())["weight_map"]
+        is_map = isinstance(names, dict) and all(isinstance(file, str) for file in names.values())
+    except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
+        raise _broken_index(path, f"{type(error).__name__}: {error}") from error
+    if not is_map:
+        raise _broken_index(path, "its weight_map is no table of names and files")
+    for file in dict.fromkeys(names.values()):
+        if len(PurePosixPath(file).parts) != 1 or file in {"..", "."} or "\\" in file:
+            raise _broken_index(path, f"it names {file!r}, which is not a file of this folder")
+        if not (folder / file).is_file():
+            raise _broken_index(path, f"{file} is missing")
+    held = {file: tensors_in(folder / file) for file in dict.fromkeys(names.values())}
+    absent = next(((name, file) for name, file in names.items() if name not in held[file]), None)
+    if absent is not None:
+        raise _broken_index(path, f"{absent[1]} holds no tensor {absent[0]!r}")
+    return {name: held[file][name] for name, file in names.items()}
+
+
+def _broken_index(path: Path, why: str) -> InputError:
+    return InputError(
+        "the index of the weights can't be used",
+        where=str(path),
+        why=why,
+        attempt="copy or download the folder again, with all files that its index names",
+    )
