@@ -169,7 +169,74 @@ def test_a_folder_gives_what_from_pretrained_gives(kind: str, world: int, way: s
     for same, near, read, missing, unused, untouched, line in run_ranks(_loads, world, kind, str(tmp_path), way):
         assert same and near and untouched, (same, near, untouched)
         assert read == 1 and missing == () and unused == (), (read, missing, unused)
-        assert "whole" not in line and "0 missing, 0 unused" in line
+        assert "whole" not in line and "largest buffer 0.0 MiB" in line and "0 missing, 0 unused" in line
+
+
+def _pretrained(rank: int, folder: str, dtype: str | None) -> list[Any]:
+    ts.distributed.init_process_group()
+    expected: Any = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=dtype or "auto")
+    call = {"input_ids": torch.arange(16).reshape(2, 8), "use_cache": False}
+    torch.manual_seed(3)
+    sharded = ts.from_pretrained(folder, "auto", example_kwargs=call, dtype=dtype)
+    drawn = torch.rand(3)
+    torch.manual_seed(3)
+    whole = sharded.full_state_dict()
+    same = [torch.equal(whole[n], t) and whole[n].dtype == t.dtype for n, t in expected.state_dict().items()]
+    buffers = [torch.equal(dict(sharded.named_buffers())[n], t) for n, t in expected.named_buffers()]
+    near = torch.allclose(sharded(**call).logits, expected(**call).logits, atol=1e-5 if dtype is None else 3e-2)
+    loss, wanted = (m(**call, labels=call["input_ids"]).loss for m in (sharded, expected))
+    loss.backward()
+    wanted.backward()
+    name, split = next((n, p) for n, p in sharded.named_parameters() if p.is_split)
+    assert split.grad is not None
+    norm = dict(expected.named_parameters())[name].grad.double().norm()
+    assert 0 < split.grad.double().norm() <= norm * 1.1
+    return [all(same), all(buffers), near, sharded.training, sharded.config.model_type, drawn.shape]
+
+
+@pytest.mark.parametrize("dtype", [None, "bfloat16"])
+@pytest.mark.parametrize("kind", ["tied", "mixtral", "phi3"])
+def test_from_pretrained_is_transformers_model(kind: str, dtype: str | None, tmp_path: Path) -> None:
+    _saved(kind, tmp_path)
+    for same, buffers, near, training, family, _ in run_ranks(_pretrained, 2, str(tmp_path), dtype):
+        assert same and buffers and near and not training, (same, buffers, near, training)
+        assert family in {"llama", "mixtral", "phi3"}
+
+
+def _not_pretrained(rank: int, folder: str, dtype: str | None) -> str:
+    try:
+        ts.from_pretrained(folder, dtype=dtype, example_inputs=(torch.zeros(1, 4).long(),))
+    except ts.InputError as error:
+        return str(error)
+    return "loaded"
+
+
+def _config(**changes: Any) -> Callable[[Path], object]:
+    def change(folder: Path) -> None:
+        path = folder / "config.json"
+        path.write_text(json.dumps(json.loads(path.read_text()) | changes))
+
+    return change
+
+
+@pytest.mark.parametrize(
+    ("change", "dtype", "expected"),
+    [
+        (lambda folder: (folder / "config.json").unlink(), None, "config.json can't be used"),
+        (_config(architectures=["NoSuchModel"]), None, "has no model 'NoSuchModel'"),
+        (_config(architectures=["AutoConfig"]), None, "has no model 'AutoConfig'"),
+        (_config(quantization_config={"quant_method": "gptq", "bits": 4}), None, "its weights are quantised"),
+        (_config(hidden_size=32), None, "another shape"),
+        (lambda folder: None, "int8", "invalid dtype 'int8'"),
+        (lambda folder: next(folder.glob("*-00001-*")).unlink(), None, "the index of the weights can't be used"),
+    ],
+    ids=["no config", "unknown class", "no model class", "quantised", "other sizes", "dtype", "no file"],
+)
+def test_a_folder_without_a_model_is_refused(change: Any, dtype: str | None, expected: str, tmp_path: Path) -> None:
+    _saved("llama", tmp_path)
+    change(tmp_path)
+    for said in run_ranks(_not_pretrained, 2, str(tmp_path), dtype):
+        assert expected in said or "does not fit" in said, said
 
 
 class _Plain(nn.Module):

@@ -1,4 +1,4 @@
-"""What a user calls: `shard`, `plan`. The story on one screen."""
+"""What a user calls: `shard`, `from_pretrained`, `plan`. The story on one screen."""
 
 from __future__ import annotations
 
@@ -15,11 +15,13 @@ from torchshard.compiler.constraints import PlanLike, read_constraints
 from torchshard.compiler.program import check_examples, check_world_size, program
 from torchshard.core.errors import InputError, PlanError
 from torchshard.core.mesh import MODEL, MeshAxis
+from torchshard.distributed.consistency import run_on_all_ranks
 from torchshard.distributed.group import is_initialized, lookup
 from torchshard.distributed.process_groups import init_process_group
 from torchshard.plans.machine import Axes, Machine, MachineName, objective
 from torchshard.plans.plan import Plan
 from torchshard.runtime.module import ShardedModule
+from torchshard.weights.folder import lazy_pretrained
 
 
 def shard(
@@ -83,6 +85,47 @@ def shard(
     if has_example:
         made.warm_up(tuple(example_inputs or ()), dict(example_kwargs or {}))
     return made
+
+
+def from_pretrained(
+    folder: str | os.PathLike[str],
+    plan: PlanLike = "auto",
+    example_inputs: Sequence[Any] | None = None,
+    example_kwargs: Mapping[str, Any] | None = None,
+    *,
+    dtype: torch.dtype | str | None = None,
+    device: torch.device | str | None = None,
+    memory: str | float | None = None,
+    machine: Machine | MachineName | None = None,
+    axes: Axes = "weights",
+) -> ShardedModule:
+    """The sharded model of a folder that transformers' `save_pretrained` wrote: no rank ever holds it whole.
+
+        model = ts.from_pretrained("llama", "auto", example_kwargs={"input_ids": ids, "use_cache": False})
+
+    Args:
+        folder: with config.json and safetensors files, on this machine.
+        plan, example_inputs, example_kwargs, memory, machine, axes: as in `shard`.
+        dtype: of the parameters; None for the config's, or that of the files, as in transformers.
+        device: where the slices go; None for the CPU.
+
+    Returns:
+        the model of the class that the config names, in eval mode, as `from_pretrained` of that class returns it.
+
+    Raises:
+        InputError: the folder has no model of transformers, or one that can't be built, and as `shard`.
+        PlanError, CaptureError, DistributedError: as `shard`.
+    """
+    if not is_initialized():
+        init_process_group()
+
+    def built() -> nn.Module:
+        return lazy_pretrained(folder, dtype)
+
+    model = run_on_all_ranks(lookup(MODEL), built, InputError, "the ranks can't build this model together")
+    if device is not None:
+        model = model.to(device)
+    return shard(model, plan, example_inputs, example_kwargs, memory=memory, machine=machine, axes=axes, weights=folder)
 
 
 def plan(

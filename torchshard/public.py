@@ -1,7 +1,7 @@
 """What `import torchshard as ts` gives: everything that users call, in one place."""
 
 from torchshard import distributed, nn
-from torchshard.api import plan, shard
+from torchshard.api import from_pretrained, plan, shard
 from torchshard.checking.check import Report, check
 from torchshard.core.errors import (
     CaptureError,
@@ -28,6 +28,6 @@ from torchshard.weights.lazy import lazy
 __all__ = [
     "CaptureError", "DistributedError", "GradScaler", "I", "InputError", "InternalError", "MACHINES", "Machine", "P",
     "Plan", "PlanError", "R", "Report", "RuleError", "S", "ShardError", "ShardedModule", "SliceWarning", "check",
-    "clip_grad_norm_", "diff", "distributed", "draw", "explain", "lazy", "measure_machine", "nn", "plan", "rule",
-    "shard",
+    "clip_grad_norm_", "diff", "distributed", "draw", "explain", "from_pretrained", "lazy", "measure_machine", "nn",
+    "plan", "rule", "shard",
 ]  # fmt: skip

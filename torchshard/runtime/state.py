@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import copy
 import json
+import logging
 import operator
 import weakref
 from collections.abc import Callable, Mapping, Sequence
@@ -30,6 +31,8 @@ from torchshard.weights.folder import Weights
 from torchshard.weights.materialize import ReadSlices, for_each_whole, local_tensor, read_slices
 from torchshard.weights.parameter import ShardedParameter
 from torchshard.weights.state_slices import SlicePlace, StateSlice, place_of, place_text, refuse_checkpointing
+
+_LOG = logging.getLogger(__name__)
 
 
 class State(ShardedSubmodule):
@@ -285,12 +288,13 @@ class State(ShardedSubmodule):
         """
 
         def put(name: str, local: Tensor) -> None:
-            self._ts_tensors[name].data = local
+            self._ts_tensors[name].data = local.to(self._ts_tensors[name].device)
 
         def read() -> ReadSlices:
             return read_slices(weights.tensors, layouts, self._ts_group.coordinate, put)
 
         weights.read = run_on_all_ranks(self._ts_group, read, InputError, "a rank can't read its weights")
+        _LOG.info("%s", weights)
         kept = {name: self._ts_tensors[name] for name in sorted(weights.read.names)}
         hashes = [hash_tensor(tensor.detach()) for tensor in kept.values()]
         gathered = gather_bytes(self._ts_group, "shard", lambda: json.dumps(hashes).encode())
@@ -308,7 +312,8 @@ class State(ShardedSubmodule):
 
     def _cut(self, name: str, whole: Tensor, layout: Layout) -> None:
         # Through `.data`: optimizers may hold the parameter already, and go on with the same object.
-        self._ts_tensors[name].data = local_tensor(whole, layout, self._ts_group.coordinate).detach()
+        local = local_tensor(whole, layout, self._ts_group.coordinate).detach()
+        self._ts_tensors[name].data = local if local.is_meta else local.to(self._ts_tensors[name].device)
         self._ts_distinct[name] = are_distinct(whole, layout, self._ts_group.size)
 
     def _whole(self, tensor: Tensor, layout: Layout, name: str) -> Tensor:

@@ -13,12 +13,14 @@ import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any, cast
+from pathlib import Path
+from typing import Any, Final, cast
 
+import torch
 from torch import Tensor, nn
 
 from torchshard.core.errors import InputError
-from torchshard.weights.lazy import LazyTensor, file_tensor
+from torchshard.weights.lazy import LazyTensor, file_tensor, lazy
 from torchshard.weights.materialize import ReadSlices
 from torchshard.weights.safetensors_files import FileTensor, tensors_of
 from torchshard.weights.tape import Tape
@@ -48,6 +50,7 @@ class Weights:
         return ", ".join([
             f"read {self.read.bytes_read / 2**20:.1f} of {self.file_bytes / 2**20:.1f} MiB for slices of "
             f"{self.read.bytes_kept / 2**20:.1f} MiB",
+            f"largest buffer {self.read.largest_buffer / 2**20:.1f} MiB",
             f"{len(self.tensors)} tensors used",
             *others,
             *([f"{whole} read whole"] if whole else []),
@@ -131,6 +134,67 @@ def _fitting(name: str, lazy: LazyTensor, own: Tensor, folder: object) -> LazyTe
 
 
 # --- models of transformers ------------------------------------------------------------------------------------------
+
+
+def lazy_pretrained(folder: str | os.PathLike[str], dtype: torch.dtype | str | None) -> nn.Module:
+    """The model that a folder's config.json names, lazy, as `from_pretrained` of transformers would make it.
+
+    Args:
+        dtype: of its parameters; None: that of its config, or of the files.
+
+    Raises:
+        InputError: transformers is not installed; the config can't be read, names a model that transformers does not
+            have, or weights that are quantised.
+    """
+    try:
+        import transformers
+    except ImportError as error:
+        raise _no_model(folder, "transformers is not installed", "pip install transformers") from error
+    try:
+        config: Any = transformers.AutoConfig.from_pretrained(folder, local_files_only=True)
+    except (OSError, ValueError, KeyError) as error:
+        raise _no_model(folder, f"its config.json can't be used: {error}", _ATTEMPT) from error
+    name = next(iter(config.architectures or ()), None)
+    cls: Any = getattr(transformers, name, None) if isinstance(name, str) else None
+    if not (isinstance(cls, type) and issubclass(cls, transformers.PreTrainedModel)):
+        raise _no_model(folder, f"transformers {transformers.__version__} has no model {name!r}", _ATTEMPT)
+    if getattr(config, "quantization_config", None) is not None:
+        raise _no_model(folder, "its weights are quantised, and their slices can't be cut", "the weights before that")
+    wanted = _dtype(dtype if dtype not in (None, "auto") else config.dtype, folder)
+    with lazy():
+        model: Any = cls._from_config(config, dtype=wanted)
+        for name, parameter in model.named_parameters():
+            kept = next((d for key, d in model._get_dtype_plan(wanted).items() if key in name.split(".")), None)
+            if kept is not None:
+                parameter.data = parameter.data.to(kept)
+    if model.can_generate() and (Path(folder) / "generation_config.json").is_file():
+        model.generation_config = type(model).generation_config_class.from_pretrained(folder)
+    made: nn.Module = model.eval()
+    return made
+
+
+_ATTEMPT: Final = "build the model with ts.lazy(), and ts.shard(model, plan, example, weights=folder)"
+
+
+def _no_model(folder: object, why: str, attempt: str) -> InputError:
+    return InputError(
+        "the folder's model can't be built", where=f"from_pretrained({str(folder)!r})", why=why, attempt=attempt
+    )
+
+
+def _dtype(dtype: torch.dtype | str | None, folder: str | os.PathLike[str]) -> torch.dtype:
+    if dtype is None:
+        in_files = (file.dtype for file in tensors_of(folder).values())
+        return next((d for d in in_files if d.is_floating_point), torch.get_default_dtype())
+    found = getattr(torch, dtype, None) if isinstance(dtype, str) else dtype
+    if not (isinstance(found, torch.dtype) and found.is_floating_point):
+        raise InputError(
+            f"invalid dtype {dtype!r}",
+            where="from_pretrained",
+            why="parameters have a floating-point dtype",
+            attempt='dtype=torch.bfloat16, or "bfloat16"; None for that of the config',
+        )
+    return found
 
 
 def _is_transformers(model: nn.Module) -> bool:

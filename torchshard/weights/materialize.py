@@ -16,6 +16,7 @@ from torchshard.core.layouts import I, Layout, Shard, local_shape, parts_of, ran
 from torchshard.core.mesh import Coordinate
 from torchshard.weights.lazy import LazyTensor, compute
 from torchshard.weights.parts import Parts, Wanted
+from torchshard.weights.progress import Progress
 from torchshard.weights.safetensors_files import Box
 
 
@@ -54,6 +55,8 @@ class ReadSlices:
     """The parameters and buffers that were read part by part."""
     bytes_read: int = 0
     bytes_kept: int = 0
+    largest_buffer: int = 0
+    """The most bytes that were held of a file beside the slices."""
 
 
 def read_slices(
@@ -67,7 +70,7 @@ def read_slices(
     Raises:
         InputError: a file can't be read.
     """
-    found, parts = ReadSlices(), dict[int, Parts]()
+    found, parts, shown = ReadSlices(), dict[int, Parts](), Progress("reading weights", coordinate.rank)
     for name, tensor in tensors.items():
         if not isinstance(tensor, LazyTensor):
             continue
@@ -81,10 +84,15 @@ def read_slices(
         ]
         if any(r is None for r in reads):
             continue
-        found.bytes_read += sum(read.run() for some in reads for read in some or ())
+        runs = [read for some in reads for read in some or ()]
+        found.largest_buffer = max([found.largest_buffer, *(read.buffer_bytes for read in runs)])
+        for read in runs:
+            found.bytes_read += read.run()
+            shown.show(found.bytes_read)
         found.bytes_kept += local.numel() * local.itemsize
         found.names.add(name)
         use(name, local)
+    shown.end()
     return found
 
 

@@ -45,6 +45,11 @@ class Read:
     into: Tensor
     dtypes: tuple[torch.dtype, ...]
 
+    @property
+    def buffer_bytes(self) -> int:
+        """How many bytes are held beside `into` while it is read."""
+        return self.tensor.buffer_bytes(self.into, self.dtypes)
+
     def run(self) -> int:
         """Reads it, and returns how many bytes it has in the file."""
         return self.tensor.read(self.box, self.into, self.dtypes)

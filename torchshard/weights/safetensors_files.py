@@ -82,6 +82,11 @@ class FileTensor:
         except OSError as error:
             raise _broken(self.path, str(error), self) from error
 
+    def buffer_bytes(self, into: Tensor, dtypes: Sequence[torch.dtype] = ()) -> int:
+        """How many bytes `read` holds beside `into`."""
+        is_direct = into.is_contiguous() and into.device.type == "cpu" and {into.dtype, *dtypes} == {self.dtype}
+        return 0 if is_direct else min(into.numel() * self.dtype.itemsize, BLOCK_BYTES)
+
     @property
     def bytes_(self) -> int:
         """The size of its data."""
@@ -109,7 +114,7 @@ class FileTensor:
             raise _broken(self.path, str(error), self) from error
 
     def _read(self, file: int, box: Box, into: Tensor, dtypes: Sequence[torch.dtype]) -> int:
-        is_direct = into.is_contiguous() and into.device.type == "cpu" and {into.dtype, *dtypes} == {self.dtype}
+        is_direct = not self.buffer_bytes(into, dtypes)
         bytes_ = into.numel() * self.dtype.itemsize
         if bytes_ > BLOCK_BYTES and not is_direct:
             dim, (start, stop) = next((d, (a, b)) for d, (a, b) in enumerate(box) if b - a > 1)
