@@ -18,6 +18,7 @@ from typing import Any, NoReturn
 import torch
 from torch import Tensor, fx, nn
 from torch._subclasses.fake_tensor import is_fake
+from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
 from torchshard.capture import (
@@ -57,7 +58,7 @@ from torchshard.runtime.call_verification import (
 from torchshard.runtime.compiled import Compiled, compile_program
 from torchshard.runtime.digests import describe_content
 from torchshard.runtime.history import History, HistorySnapshot
-from torchshard.runtime.optimizers import observe_steps
+from torchshard.runtime.optimizers import mark_state_dicts, observe_steps
 from torchshard.runtime.state import State
 from torchshard.runtime.submodule import ShardedSubmodule, refuse_class
 from torchshard.weights.folder import Weights, read_folder
@@ -134,17 +135,29 @@ class ShardedModule(State):
         """An optimizer with these settings is about to step this model's parameters."""
         self._ts_history.note_step(settings)
 
+    def note_optimizer(self, optimizer: Optimizer) -> None:
+        """An optimizer was made of this model's parameters."""
+        mark_state_dicts(optimizer)
+
     def full_state_dict(self) -> dict[str, Tensor]:
         """As `State.full_state_dict`; first the ranks compare what they have done, and the whole parameters they hold.
 
         Raises:
             DistributedError: the ranks have drifted apart.
         """
+        self.verify_state()
+        return super().full_state_dict()
+
+    def verify_state(self) -> None:
+        """Checks that the ranks have done the same with this model, and hold equal whole parameters: a collective call.
+
+        Raises:
+            DistributedError: they have not.
+        """
         if self._verifies_calls():
             facts, gradients = self._ts_history.all_facts(self._tensors_by_first_name(), self._ts_layouts)
             what = "the ranks hold different states"
             verify_equal(self._ts_group, facts, call_error, what, near=gradients)
-        return super().full_state_dict()
 
     def __copy__(self) -> NoReturn:
         raise InputError(

@@ -11,7 +11,7 @@ import enum
 import warnings
 import weakref
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any, Protocol, cast
+from typing import Any, Protocol, TypeGuard, cast
 
 import torch
 from torch import Tensor, nn
@@ -19,9 +19,11 @@ from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook, 
 from torch.utils.weak import WeakIdKeyDictionary
 
 from torchshard.core.errors import InputError
+from torchshard.core.layouts import I, Shard, parts_of
+from torchshard.distributed.kernels import convert
 from torchshard.weights.parameter import ShardedParameter, support_foreach
 from torchshard.weights.slice_values import check_other_group, watch_slices
-from torchshard.weights.state_slices import StateSlice, place_of, place_text
+from torchshard.weights.state_slices import StateSlice, place_of, place_text, wants_whole
 
 OptimizerState = Mapping[str, object]
 """What an optimizer keeps for one parameter: tensors, such as 'exp_avg', and numbers."""
@@ -137,7 +139,7 @@ def _without_address(value: object) -> object:
     return value if has_text else type(value).__qualname__
 
 
-_BY_ELEMENT = frozenset([
+BY_ELEMENT = frozenset([
     "SGD", "Adam", "AdamW", "Adamax", "NAdam", "RAdam", "RMSprop", "Rprop", "Adagrad", "Adadelta", "ASGD", "SparseAdam",
     "Lion", "ZeroRedundancyOptimizer",
 ])  # fmt: skip
@@ -154,7 +156,7 @@ def _class_of_step(optimizer: Optimizer) -> str:
     return type(optimizer).step.__qualname__.rpartition(".step")[0].rpartition(".")[2]
 
 
-def _check_class(optimizer: Optimizer) -> None:
+def check_class(optimizer: Optimizer) -> None:
     """Refuses an optimizer that steps a slice differently than the whole; warns of one that is not known."""
     names = [cls.__name__ for cls in type(optimizer).__mro__]
     if any(name in _BY_TENSOR for name in names):
@@ -165,7 +167,7 @@ def _check_class(optimizer: Optimizer) -> None:
             attempt="an optimizer that treats each element by itself: SGD, AdamW, ...; or keep those parameters whole "
             "with a plan of 'replicate' and give it these alone",
         )
-    if _class_of_step(optimizer) not in _BY_ELEMENT:
+    if _class_of_step(optimizer) not in BY_ELEMENT:
         warnings.warn(
             f"{names[0]} is not known here: it steps a sharded model as the unsharded one if it treats each element by "
             "itself, as AdamW does, and not if it looks at whole matrices or norms, as Muon and LAMB do",
@@ -178,10 +180,21 @@ def _before_first_step(optimizer: Optimizer, slices: Sequence[ShardedParameter])
     if type(optimizer).__name__ == "ZeroRedundancyOptimizer":
         check_other_group(getattr(optimizer, "process_group", None), slices[0].group, "ZeroRedundancyOptimizer")
     if any(p.is_split for p in slices):
-        _check_class(optimizer)
+        check_class(optimizer)
     _check_states(optimizer)
-    optimizer.register_load_state_dict_post_hook(_check_states)
-    optimizer.register_state_dict_post_hook(_with_places)
+    mark_state_dicts(optimizer)
+
+
+_MARKED: weakref.WeakSet[Optimizer] = weakref.WeakSet()
+"""The optimizers whose state dicts hold marked slices."""
+
+
+def mark_state_dicts(optimizer: Optimizer) -> None:
+    """From now on the optimizer's state dicts hold slices that know their place, and those it loads are checked."""
+    if optimizer not in _MARKED:
+        _MARKED.add(optimizer)
+        optimizer.register_load_state_dict_pre_hook(_checked_state)
+        optimizer.register_state_dict_post_hook(_with_places)
 
 
 def _check_unsharded(optimizer: Optimizer) -> None:
@@ -197,7 +210,7 @@ def _check_unsharded(optimizer: Optimizer) -> None:
 
 
 def _check_states(optimizer: Optimizer) -> None:
-    by_element = _class_of_step(optimizer) in _BY_ELEMENT
+    by_element = _class_of_step(optimizer) in BY_ELEMENT
     for parameter in _parameters(optimizer):
         if isinstance(parameter, ShardedParameter):
             _check_state(parameter, optimizer.state.get(parameter, {}), by_element=by_element)
@@ -224,17 +237,50 @@ def _check_state(parameter: ShardedParameter, state: OptimizerState, *, by_eleme
             )
 
 
+def _checked_state(optimizer: Optimizer, state_dict: dict[str, Any]) -> dict[str, Any]:
+    """A state dict that is to be loaded, with plain tensors in the place of slices.
+
+    Raises:
+        InputError: it has a slice of another place.
+    """
+    states, by_element = dict(state_dict["state"]), _class_of_step(optimizer) in BY_ELEMENT
+    indices = [index for group in state_dict["param_groups"] for index in group["params"]]
+    for parameter, index in zip(_parameters(optimizer), indices, strict=False):
+        if isinstance(parameter, ShardedParameter) and index in states:
+            _check_state(parameter, states[index], by_element=by_element)
+            plain = {name: v.plain if isinstance(v, StateSlice) else v for name, v in states[index].items()}
+            states[index] = plain
+    return {**state_dict, "state": states}
+
+
 def _with_places(optimizer: Optimizer, state_dict: dict[str, Any]) -> dict[str, Any]:
     """The optimizer's state dict, in which tensors of a slice's shape know what they are slices of."""
-    parameters = _parameters(optimizer)
+    parameters, mark = _parameters(optimizer), _whole_copy if wants_whole() else _with_place
     states = dict(state_dict["state"])
     for index, state in states.items():
         parameter = parameters[index] if isinstance(index, int) and index < len(parameters) else None
-        if isinstance(parameter, ShardedParameter) and parameter.is_split:
-            states[index] = {name: _with_place(value, parameter) for name, value in state.items()}
+        if isinstance(parameter, ShardedParameter):
+            states[index] = {name: mark(value, parameter) for name, value in state.items()}
     return {**state_dict, "state": states}
 
 
 def _with_place(value: object, parameter: ShardedParameter) -> object:
-    is_slice = isinstance(value, Tensor) and value.shape == parameter.shape
-    return StateSlice.of(value, parameter.place) if isinstance(value, Tensor) and is_slice else value
+    if not (parameter.is_split and is_slice_state(value, parameter)):
+        return value
+    return StateSlice.of(value, parameter.place)
+
+
+def _whole_copy(value: object, parameter: ShardedParameter) -> object:
+    """A copy of a state, gathered from all ranks if it is a slice's: a collective call."""
+    if not isinstance(value, Tensor):
+        return value
+    if not (parameter.is_split and is_slice_state(value, parameter) and isinstance(parameter.sharding, Shard)):
+        return value.clone()
+    dim = parameter.sharding.dim
+    layout = Shard(dim, parts_of(parameter.whole[dim], parameter.sharding))
+    return convert("all_gather", value, layout, I, parameter.group)
+
+
+def is_slice_state(value: object, parameter: Tensor) -> TypeGuard[Tensor]:
+    """Whether what an optimizer keeps for a parameter is one number per element."""
+    return isinstance(value, Tensor) and value.shape == parameter.shape

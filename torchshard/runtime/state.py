@@ -30,7 +30,7 @@ from torchshard.runtime.submodule import ShardedSubmodule
 from torchshard.weights.folder import Weights
 from torchshard.weights.materialize import ReadSlices, for_each_whole, local_tensor, read_slices
 from torchshard.weights.parameter import ShardedParameter
-from torchshard.weights.state_slices import SlicePlace, StateSlice, place_of, place_text, refuse_checkpointing
+from torchshard.weights.state_slices import SlicePlace, StateSlice, place_of, place_text, wants_whole
 
 _LOG = logging.getLogger(__name__)
 
@@ -103,7 +103,8 @@ class State(ShardedSubmodule):
         """The parameter with this first name and this memory; tied names get the same object."""
         parameter = self._ts_parameters.get(name)
         if parameter is None or parameter.untyped_storage()._cdata != tensor.untyped_storage()._cdata:
-            parameter = ShardedParameter.of(tensor, self._ts_layouts.get(name, I), self._ts_group, name, self)
+            layout, whole = self._ts_layouts.get(name, I), self._source_tensor(name).shape
+            parameter = ShardedParameter.of(tensor, layout, self._ts_group, name, whole, self)
             parameter.grad = tensor.grad
             self._ts_parameters[name] = parameter
         return parameter
@@ -296,10 +297,18 @@ class State(ShardedSubmodule):
         weights.read = run_on_all_ranks(self._ts_group, read, InputError, "a rank can't read its weights")
         _LOG.info("%s", weights)
         kept = {name: self._ts_tensors[name] for name in sorted(weights.read.names)}
-        hashes = [hash_tensor(tensor.detach()) for tensor in kept.values()]
+        self._compare_read(kept, layouts)
+
+    def _compare_read(self, tensors: Mapping[str, Tensor], layouts: Mapping[str, Layout]) -> None:
+        """After each rank has read its slices of files: notes which differ between the ranks.
+
+        Raises:
+            DistributedError: what all ranks hold whole differs, for they have read different files.
+        """
+        hashes = [hash_tensor(tensor.detach()) for tensor in tensors.values()]
         gathered = gather_bytes(self._ts_group, "shard", lambda: json.dumps(hashes).encode())
         everyone = [json.loads(data) for data in gathered]
-        for i, name in enumerate(kept):
+        for i, name in enumerate(tensors):
             here = [of_rank[i] for of_rank in everyone]
             self._ts_distinct[name] = isinstance(layouts.get(name, I), Shard) and len(set(here[:2])) == 2
             if not isinstance(layouts.get(name, I), Shard) and len(set(here)) > 1:
@@ -309,6 +318,17 @@ class State(ShardedSubmodule):
                     why=f"its values are {len(set(here))} different ones on {len(here)} ranks",
                     attempt="the same files on every rank",
                 )
+        self._ts_watched = False
+
+    def note_loaded(self) -> None:
+        """The parameters and buffers were overwritten, on all ranks, with their slices of one checkpoint.
+
+        Raises:
+            DistributedError: what all ranks hold whole differs.
+        """
+        self._follow()
+        named = {name: t for name, t in self._ts_tensors.items() if self._ts_names[name][0] == name}
+        self._compare_read({name: named[name] for name in sorted(named)}, self._ts_layouts)
 
     def _cut(self, name: str, whole: Tensor, layout: Layout) -> None:
         # Through `.data`: optimizers may hold the parameter already, and go on with the same object.
@@ -330,20 +350,24 @@ class State(ShardedSubmodule):
     def state_dict(self, *args: Any, **kwargs: Any) -> Any:
         """This rank's slices under the unsharded model's names; each knows what it is a slice of.
 
-        Raises:
-            InputError: PyTorch's distributed checkpointing asks for it, which would take slices for whole tensors.
+        `torch.distributed.checkpoint` saves and loads them as parts of whole tensors, with any number of ranks. To its
+        `get_state_dict` with `full_state_dict=True` this gives whole tensors, in a collective call.
         """
-        refuse_checkpointing()
         state = super().state_dict(*args, **kwargs)
-        prefix = kwargs.get("prefix", "")
-        for name in self._ts_layouts if not kwargs.get("keep_vars") else ():
-            for tied in self._ts_names[name]:
-                if isinstance(self._ts_layouts[name], Shard) and prefix + tied in state:
-                    state[prefix + tied] = StateSlice.of(state[prefix + tied], self._place(name))
+        if kwargs.get("keep_vars"):
+            return state
+        prefix, is_whole = kwargs.get("prefix", ""), wants_whole()
+        for name, names in self._ts_names.items():
+            local, layout = state.get(prefix + name), self._ts_layouts.get(names[0], I)
+            if is_whole and isinstance(local, Tensor):
+                state[prefix + name] = self._whole_copy(local, layout, names[0])
+            elif isinstance(layout, Shard) and isinstance(local, Tensor):
+                state[prefix + name] = StateSlice.of(local, self._place(names[0]))
         return state
 
     def _place(self, name: str) -> SlicePlace:
-        return name, str(self._ts_layouts.get(name, I)), self._ts_group.rank, self._ts_group.size
+        whole = tuple(self._source_tensor(name).shape)
+        return name, str(self._ts_layouts.get(name, I)), self._ts_group.rank, self._ts_group.size, whole
 
     def _check_slice(self, name: str, tensor: Tensor) -> None:
         """Raises InputError for the slice of another rank, number of ranks or plan, and for whole tensors."""

@@ -12,12 +12,12 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor, nn
 
-from torchshard.core.layouts import I, Layout, Shard, local_shape, parts_of, ranges, split
+from torchshard.core.layouts import I, Layout, local_shape, split
 from torchshard.core.mesh import Coordinate
+from torchshard.weights.boxes import pieces
 from torchshard.weights.lazy import LazyTensor, compute
 from torchshard.weights.parts import Parts, Wanted
 from torchshard.weights.progress import Progress
-from torchshard.weights.safetensors_files import Box
 
 
 def local_tensor(tensor: Tensor, layout: Layout, coordinate: Coordinate) -> Tensor:
@@ -80,7 +80,8 @@ def read_slices(
             local_shape(tensor.shape, layout, coordinate.rank, coordinate.axis.size), dtype=tensor.dtype
         )
         reads = [
-            of_tape.reads(Wanted(tensor.slot, box, into)) for box, into in boxes(tensor, layout, coordinate, local)
+            of_tape.reads(Wanted(tensor.slot, piece.box, piece.of(local)))
+            for piece in pieces(tensor.shape, layout, coordinate)
         ]
         if any(r is None for r in reads):
             continue
@@ -93,19 +94,6 @@ def read_slices(
         found.names.add(name)
         use(name, local)
     shown.end()
-    return found
-
-
-def boxes(tensor: Tensor, layout: Layout, coordinate: Coordinate, local: Tensor) -> list[tuple[Box, Tensor]]:
-    """The parts of a tensor that are a rank's slice, and where in the slice each lies."""
-    whole = tuple((0, extent) for extent in tensor.shape)
-    if not isinstance(layout, Shard):
-        return [(whole, local)]
-    dim, at, found = layout.dim, 0, list[tuple[Box, Tensor]]()
-    for start, stop in ranges(parts_of(tensor.shape[dim], layout), coordinate.rank, coordinate.axis.size):
-        into = local.narrow(dim, at, stop - start)
-        found.append(((*whole[:dim], (start, stop), *whole[dim + 1 :]), into))
-        at += stop - start
     return found
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import sys
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Generic, Protocol, SupportsIndex, TypeVar, cast
 
 import torch
@@ -42,6 +42,14 @@ class _TensorAttribute(Protocol, Generic[T]):
 # The properties of the same names in a ShardedParameter wrap these, for Python can't assign to `super().grad`.
 _GRAD = cast(_TensorAttribute[Tensor | None], torch._C.TensorBase.__dict__["grad"])
 _DATA = cast(_TensorAttribute[Tensor], torch._C.TensorBase.__dict__["data"])
+_IS_LEAF = cast(_TensorAttribute[bool], torch._C.TensorBase.__dict__["is_leaf"])
+
+
+class OptimizerOwner(Protocol):
+    """A sharded model, as its parameters see it."""
+
+    def note_optimizer(self, optimizer: torch.optim.Optimizer) -> None:
+        """An optimizer was made of its parameters."""
 
 
 class ShardedParameter(Slice, nn.Parameter):
@@ -53,10 +61,18 @@ class ShardedParameter(Slice, nn.Parameter):
     """Whether `.data` was taken: a write through it does not raise the tensor's version."""
 
     @classmethod
-    def of(cls, tensor: Tensor, sharding: Layout, group: Group, path: str, owner: object = None) -> ShardedParameter:
+    def of(
+        cls,
+        tensor: Tensor,
+        sharding: Layout,
+        group: Group,
+        path: str,
+        whole: Sequence[int],
+        owner: object = None,
+    ) -> ShardedParameter:
         """A parameter with the memory of a tensor; it requires a gradient if that does."""
         parameter: ShardedParameter = torch.Tensor._make_subclass(cls, tensor.detach(), tensor.requires_grad)
-        parameter.sharding, parameter.group, parameter.path = sharding, group, path
+        parameter.sharding, parameter.group, parameter.path, parameter.whole = sharding, group, path, tuple(whole)
         if owner is not None:
             parameter.owner = weakref.ref(owner)
         return parameter
@@ -69,8 +85,17 @@ class ShardedParameter(Slice, nn.Parameter):
         if type(parameter) in (nn.Parameter, SliceValue, StateSlice) and parameter.shape == self.shape:
             parameter.__class__ = ShardedParameter
             if isinstance(parameter, ShardedParameter):
-                parameter.sharding, parameter.group = self.sharding, self.group
+                parameter.sharding, parameter.group, parameter.whole = self.sharding, self.group, self.whole
                 parameter.path, parameter.owner = self.path, self.owner
+
+    @property
+    def is_leaf(self) -> bool:  # type: ignore[override]  # read-only in C++ too, whatever the stub says
+        """As `Tensor.is_leaf`; an optimizer that asks is being made, and its state dicts are to hold marked slices."""
+        if called_from() == "torch.optim.optimizer":
+            optimizer, model = sys._getframe(1).f_locals.get("self"), self.owner()
+            if isinstance(optimizer, torch.optim.Optimizer) and model is not None:
+                cast(OptimizerOwner, model).note_optimizer(optimizer)
+        return _IS_LEAF.__get__(self)
 
     @property
     def data(self) -> Tensor:
@@ -123,7 +148,7 @@ class ShardedParameter(Slice, nn.Parameter):
     def __deepcopy__(self, memo: dict[int, object]) -> ShardedParameter:
         if id(self) not in memo:
             tensor = self.detach().clone(memory_format=torch.preserve_format).requires_grad_(self.requires_grad)
-            memo[id(self)] = ShardedParameter.of(tensor, self.sharding, self.group, self.path)
+            memo[id(self)] = ShardedParameter.of(tensor, self.sharding, self.group, self.path, self.whole)
         return cast(ShardedParameter, memo[id(self)])
 
     def __reduce_ex__(self, protocol: SupportsIndex) -> tuple[object, ...]:

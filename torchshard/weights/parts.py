@@ -16,7 +16,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from torchshard.weights.safetensors_files import Box, FileTensor
+from torchshard.weights.boxes import Box, with_range
+from torchshard.weights.safetensors_files import StoredTensor
 from torchshard.weights.tape import Entry, Slot, Tape
 
 aten = torch.ops.aten
@@ -40,7 +41,7 @@ class Wanted:
 class Read:
     """A part of a file that is to be read."""
 
-    tensor: FileTensor
+    tensor: StoredTensor
     box: Box
     into: Tensor
     dtypes: tuple[torch.dtype, ...]
@@ -78,7 +79,7 @@ class Parts:
                 return self._all(parts)
             before = number
         entry = self._tape.entries[number]
-        if isinstance(entry.op, FileTensor):
+        if isinstance(entry.op, StoredTensor):
             return [Read(entry.op, wanted.box, wanted.into, wanted.dtypes)]
         reader = READERS.get(entry.op)
         parts = None if reader is None else reader(self._tape, entry, wanted)
@@ -129,7 +130,7 @@ def _same(tape: Tape, entry: Entry, wanted: Wanted) -> list[Wanted] | None:
 def _shifted(wanted: Wanted, slot: int, dim: int, by: int) -> Wanted:
     """The same part, of a tensor in which it begins `by` later."""
     start, stop = wanted.box[dim]
-    return replace(wanted, slot=slot, box=(*wanted.box[:dim], (start + by, stop + by), *wanted.box[dim + 1 :]))
+    return replace(wanted, slot=slot, box=with_range(wanted.box, dim, start + by, stop + by))
 
 
 def _slice(tape: Tape, entry: Entry, wanted: Wanted) -> list[Wanted] | None:
@@ -191,7 +192,7 @@ def _cat(tape: Tape, entry: Entry, wanted: Wanted) -> list[Wanted] | None:
             return None
         first, last = max(start, at), min(stop, at + example.shape[dim])
         if first < last:
-            box = (*wanted.box[:dim], (first - at, last - at), *wanted.box[dim + 1 :])
+            box = with_range(wanted.box, dim, first - at, last - at)
             found.append(replace(wanted, slot=slot, box=box, into=wanted.into.narrow(dim, first - start, last - first)))
         at += example.shape[dim]
     return found

@@ -27,6 +27,7 @@ from torchshard.distributed.group import ALONE, Group
 from torchshard.distributed.kernels import reduced
 from torchshard.weights.callers import called_from, caller, is_users
 from torchshard.weights.slice_warnings import warn_of_slice
+from torchshard.weights.state_slices import SlicePlace
 
 _DRAWING = ("normal_", "uniform_", "exponential_", "cauchy_", "log_normal_", "geometric_", "random_", "bernoulli_")
 _CLIPPING = "torch.nn.utils.clip_grad"
@@ -49,6 +50,8 @@ class Slice(Tensor):
     group: Group = ALONE
     path: str = ""
     """The parameter's name in the model."""
+    whole: tuple[int, ...] = ()
+    """The shape of the whole parameter."""
 
     @property
     def is_split(self) -> bool:
@@ -56,16 +59,16 @@ class Slice(Tensor):
         return isinstance(self.sharding, Shard) and self.group.size > 1
 
     @property
-    def place(self) -> tuple[str, str, int, int]:
-        """(name, layout, rank, number of ranks), as state dicts hold it."""
-        return self.path, str(self.sharding), self.group.rank, self.group.size
+    def place(self) -> SlicePlace:
+        """What this is a slice of, as state dicts hold it."""
+        return self.path, str(self.sharding), self.group.rank, self.group.size, self.whole
 
     @classmethod
     def sharing(cls, tensor: Tensor, like: Slice) -> Self:
         """A tensor with the memory and gradient of another, marked as a slice like `like`."""
         with unwatched():
             marked = tensor.as_subclass(cls)
-        marked.sharding, marked.group, marked.path = like.sharding, like.group, like.path
+        marked.sharding, marked.group, marked.path, marked.whole = like.sharding, like.group, like.path, like.whole
         return marked
 
     @classmethod

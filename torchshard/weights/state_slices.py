@@ -2,23 +2,35 @@
 
 A state dict of a sharded model holds slices under the names of whole tensors. On another rank, or in a tool that reads
 it as a whole model's, a slice of a fitting shape would be loaded without an error.
+
+PyTorch's distributed checkpointing (DCP) saves and loads them as parts of whole tensors: it asks any tensor that has
+the three methods of `torch.distributed._checkpointable._Checkpointable`. Unlike a DTensor, a slice may have several
+pieces, as that of a fused QKV weight has.
 """
 
 from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Mapping
-from typing import NoReturn, SupportsIndex, cast
+from types import FrameType
+from typing import TYPE_CHECKING, Any, NoReturn, SupportsIndex, cast
 
 import torch
 from torch import Tensor
 
 from torchshard.core.errors import InputError
-from torchshard.weights.callers import caller, is_users
+from torchshard.core.layouts import Layout, parse_layout
+from torchshard.core.mesh import MeshAxis
+from torchshard.weights.boxes import Piece, pieces, sizes
+from torchshard.weights.callers import called_from, caller, is_users
 from torchshard.weights.slice_warnings import warn_of_slice
 
-SlicePlace = tuple[str, str, int, int]
-"""(name, layout, rank, number of ranks) of a slice."""
+if TYPE_CHECKING:
+    from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex
+    from torch.distributed.checkpoint.planner import WriteItem
+
+SlicePlace = tuple[str, str, int, int, tuple[int, ...]]
+"""(name, layout, rank, number of ranks, shape of the whole) of a slice."""
 _PLACE = "_torchshard_place"
 """The attribute of a tensor that holds its SlicePlace. It is part of the file format: saved tensors have it too."""
 
@@ -29,7 +41,7 @@ def place_of(value: object) -> SlicePlace | None:
 
 
 class StateSlice(Tensor):
-    """A slice in a state dict. PyTorch's distributed checkpointing would take it for the whole, and is refused."""
+    """A slice in a state dict."""
 
     @staticmethod
     def of(tensor: Tensor, place: SlicePlace) -> StateSlice:
@@ -42,6 +54,32 @@ class StateSlice(Tensor):
     def place(self) -> SlicePlace:
         """What this is a slice of."""
         return cast(SlicePlace, getattr(self, _PLACE))
+
+    @property
+    def sharding(self) -> Layout:
+        """The layout of the whole tensor over the ranks."""
+        return parse_layout(self.place[1])
+
+    @property
+    def pieces(self) -> list[Piece]:
+        """The parts of the whole tensor that this slice is made of."""
+        _, _, rank, ranks, whole = self.place
+        return pieces(whole, self.sharding, MeshAxis(ranks).coordinate(rank))
+
+    @property
+    def plain(self) -> Tensor:
+        """The same memory, without its place."""
+        with torch._C.DisableTorchFunctionSubclass():
+            return self.as_subclass(Tensor)
+
+    def size(self, dim: int | None = None) -> Any:
+        """As `Tensor.size`; of the whole tensor to DCP, which compares it with the size in a checkpoint."""
+        module = called_from()
+        if module == "torch.distributed.checkpoint.default_planner":
+            return torch.Size(self.place[4])
+        if module == "torch.distributed._state_dict_utils":  # it allocates plain tensors of this size
+            _refuse("the older AsyncStager", "async_save without it, which keeps slices; or ts.save(..., wait=False)")
+        return super().size() if dim is None else super().size(dim)
 
     @classmethod
     def __torch_function__(
@@ -57,34 +95,54 @@ class StateSlice(Tensor):
         operand = args[0] if args else None
         if not isinstance(operand, cls):
             return result
-        if name in _SAME_SLICE:
-            return cls.of(cast(Tensor, result), operand.place)
         module, depth = caller()
+        if name in _SAME_SLICE or (name == "new_empty" and module == _STAGER):
+            return cls.of(cast(Tensor, result), operand.place)
         if is_users(module) and isinstance(result, Tensor):
             warn_of_slice(name, result, operand.numel(), place_text(operand.place), depth)
         return result
 
     def __reduce_ex__(self, protocol: SupportsIndex) -> tuple[object, ...]:
+        if called_from() == "multiprocessing.reduction":  # to a process of this program, as async_save may start one
+            return StateSlice.of, (self.plain, self.place)
         # A plain tensor with an attribute: files must open where torchshard is not installed.
-        plain = self.as_subclass(Tensor)
+        plain = self.plain
         setattr(plain, _PLACE, self.place)
         return plain.__reduce_ex__(protocol)
 
     def __deepcopy__(self, memo: dict[int, object]) -> StateSlice:
         return cast(StateSlice, memo.setdefault(id(self), self.clone()))
 
-    # Distributed checkpointing calls these three methods of any tensor that has them, in place of its own treatment.
+    # --- what DCP asks -----------------------------------------------------------------------------------------------
 
-    def __create_write_items__(self, *args: object) -> NoReturn:
-        refuse_slices()
+    def __create_write_items__(self, name: str, _: object) -> list[WriteItem]:
+        from torch.distributed.checkpoint.metadata import MetadataIndex, TensorProperties
+        from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
 
-    def __create_chunk_list__(self) -> NoReturn:
-        refuse_slices()
+        chunks = self.__create_chunk_list__()
+        if len(chunks) > 1:
+            _check_writer(sys._getframe(1), name)
+        properties, whole = TensorProperties.create_from_tensor(self.plain), torch.Size(self.place[4])
+        return [
+            WriteItem(MetadataIndex(name, c.offsets), WriteItemType.SHARD, None, TensorWriteData(c, properties, whole))
+            for c in chunks
+        ]
 
-    def __get_tensor_shard__(self, index: object) -> NoReturn:
-        refuse_slices()
+    def __create_chunk_list__(self) -> list[ChunkStorageMetadata]:
+        from torch.distributed.checkpoint.metadata import ChunkStorageMetadata
+
+        return [
+            ChunkStorageMetadata(_offsets(piece), torch.Size(sizes(piece.box)))
+            for piece in self.pieces
+            if 0 not in sizes(piece.box)
+        ]
+
+    def __get_tensor_shard__(self, index: MetadataIndex) -> Tensor:
+        return next(piece.of(self.plain) for piece in self.pieces if _offsets(piece) == index.offset)
 
 
+_STAGER = "torch.distributed.checkpoint._state_dict_stager"
+"""It makes an empty tensor by `new_empty`, and then gives it the memory and the attributes of the copied one."""
 _SAME_SLICE = frozenset([
     "detach", "clone", "to", "cpu", "cuda", "contiguous", "pin_memory", "float", "double", "half", "bfloat16",
     "requires_grad_",
@@ -92,34 +150,46 @@ _SAME_SLICE = frozenset([
 """Functions whose result is the same slice, copied, moved or cast."""
 
 
+def _offsets(piece: Piece) -> torch.Size:
+    return torch.Size(start for start, _ in piece.box)
+
+
 def place_text(place: SlicePlace) -> str:
     """'S(0) on rank 1 of 2'."""
-    _, layout, rank, world = place
+    _, layout, rank, world, *_ = place
     return f"{layout} on rank {rank} of {world}"
 
 
-def refuse_slices() -> NoReturn:
-    """Refuses a checkpoint that would hold one rank's slices as whole tensors.
+def wants_whole() -> bool:
+    """Whether a state dict is made for DCP's `get_state_dict` with `StateDictOptions(full_state_dict=True)`.
 
-    Raises:
-        InputError: always.
+    It calls `state_dict()` as users do, and would take slices for whole tensors, so the frames are all that tells.
     """
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None:
+        if frame.f_globals.get("__name__") == "torch.distributed.checkpoint.state_dict":
+            options = frame.f_locals.get("info")
+            return bool(getattr(options, "full_state_dict", False))
+        frame = frame.f_back
+    return False
+
+
+def _check_writer(frame: FrameType | None, name: str) -> None:
+    """Refuses a slice of several pieces in a file format of DCP's that keeps one piece for a name, the last.
+
+    DCP tells a tensor nothing about where it goes, so the writer is looked up in the frames that ask.
+    """
+    while frame is not None:
+        writer = frame.f_locals.get("storage_writer")
+        if type(writer).__name__ == "HuggingFaceStorageWriter":
+            _refuse("HuggingFaceStorageWriter", f"ts.save_pretrained; {name!r} has several pieces on a rank")
+        frame = frame.f_back
+
+
+def _refuse(what: str, attempt: str) -> NoReturn:
     raise InputError(
-        "PyTorch's distributed checkpointing can't save or load the slices of a sharded model",
-        where="model.state_dict()",
-        why="it would take each rank's slice for the whole tensor, and keep one of them",
-        attempt="dcp.save(model.full_state_dict(), ...), and model.load_full_state_dict after dcp.load; or "
-        "torch.save(model.state_dict(), ...) on each rank",
+        f"{what} can't save the slices of a sharded model",
+        where="torch.distributed.checkpoint",
+        why="it would take each rank's slice, or one piece of it, for the whole tensor",
+        attempt=attempt,
     )
-
-
-def refuse_checkpointing() -> None:
-    """Refuses `torch.distributed.checkpoint.state_dict.get_model_state_dict` and the functions beside it.
-
-    They call `model.state_dict()` as users do, so the caller's module is all that tells them apart.
-
-    Raises:
-        InputError: the caller of this function's caller is one of them.
-    """
-    if sys._getframe(2).f_globals.get("__name__") == "torch.distributed.checkpoint.state_dict":
-        refuse_slices()

@@ -1,0 +1,87 @@
+"""A small model that trains for some steps, is saved, and goes on elsewhere: what tests of checkpoints share."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import torchshard as ts
+from tests.models import FusedBySplit
+
+
+class Small(nn.Module):
+    """Tied embeddings of 29 tokens, a fused qkv of 7 heads, uneven hidden units, dropout and a written buffer."""
+
+    calls: Tensor
+
+    def __init__(self, width: int = 28, heads: int = 7) -> None:
+        super().__init__()
+        self.tok = nn.Embedding(29, width)
+        self.attn, self.norm = FusedBySplit(width, heads), nn.LayerNorm(width)
+        self.up, self.down, self.drop = nn.Linear(width, 13), nn.Linear(13, width), nn.Dropout(0.2)
+        self.head = nn.Linear(width, 29, bias=False)
+        self.head.weight = self.tok.weight
+        self.register_buffer("calls", torch.zeros((), dtype=torch.int64))
+        self.register_buffer("seen", torch.zeros(13))
+
+    def forward(self, ids: Tensor) -> Tensor:
+        self.calls += 1
+        x = self.tok(ids)
+        x = x + self.attn(self.norm(x))
+        hidden = self.up(x).relu()
+        self.seen = 0.9 * self.seen + hidden.detach().mean((0, 1))
+        logits = self.head(x + self.down(self.drop(hidden)))
+        return F.cross_entropy(logits[:, :-1].flatten(0, 1), ids[:, 1:].flatten())
+
+
+PLANS: Mapping[str, Any] = {
+    "auto": "auto",
+    "columns": {"attn.qkv": "column", "attn.o": "column", "up": "column", "down": "column", "tok": "vocab"},
+    "some": {"up": "column", "down": "row", "attn.qkv": "column", "attn.o": "row", "tok": "replicate"},
+}
+
+
+def batch(step: int) -> Tensor:
+    """The token ids of a step."""
+    return torch.randint(0, 29, (2, 6), generator=torch.Generator().manual_seed(step))
+
+
+def small(plan: str | None, dtype: torch.dtype = torch.float32) -> nn.Module:
+    """The model, sharded by one of the plans, or unsharded."""
+    torch.manual_seed(0)
+    model = Small().to(dtype)
+    return model if plan is None else ts.shard(model, PLANS[plan], (batch(0),))
+
+
+def adamw(model: nn.Module, **settings: Any) -> torch.optim.Optimizer:
+    """AdamW with and without weight decay, in two groups."""
+    matrices = [p for p in model.parameters() if p.ndim > 1]
+    others = [p for p in model.parameters() if p.ndim <= 1]
+    groups = [{"params": matrices}, {"params": others, "weight_decay": 0.0}]
+    return torch.optim.AdamW(groups, lr=0.05, **settings)
+
+
+def train(model: nn.Module, optimizer: torch.optim.Optimizer, steps: range, scheduler: Any = None) -> list[float]:
+    """Trains for some steps; returns their losses."""
+    losses = []
+    for step in steps:
+        optimizer.zero_grad()
+        loss = model(batch(step))
+        loss.backward()
+        optimizer.step()
+        if scheduler is not None:
+            scheduler.step()
+        losses.append(loss.item())
+    return losses
+
+
+def whole_state(model: nn.Module) -> dict[str, Tensor]:
+    """A copy of all parameters and buffers, whole."""
+    if isinstance(model, ts.ShardedModule):
+        return model.full_state_dict()
+    return copy.deepcopy(model.state_dict())

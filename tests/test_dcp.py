@@ -1,0 +1,176 @@
+"""PyTorch's distributed checkpointing (DCP) of sharded models: right with any number of ranks, or refused."""
+
+from __future__ import annotations
+
+import copy
+import io
+import warnings
+from collections.abc import Callable
+from multiprocessing.reduction import ForkingPickler
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch import Tensor
+from torch.distributed.checkpoint.staging import BlockingAsyncStager
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_model_state_dict,
+    get_optimizer_state_dict,
+    get_state_dict,
+    set_model_state_dict,
+    set_optimizer_state_dict,
+    set_state_dict,
+)
+
+import torchshard as ts
+from tests.helpers import run_ranks
+from tests.resumed import adamw, small, train, whole_state
+from torchshard.weights.state_slices import StateSlice
+
+STEPS, NEXT = range(2), range(2, 5)
+FULL = StateDictOptions(full_state_dict=True)
+
+
+def _says(call: Callable[[], Any], text: str) -> bool:
+    """Whether a call raises an error of ours that says this; DCP raises one of its own around it."""
+    try:
+        call()
+    except (ts.ShardError, dcp.api.CheckpointException) as error:
+        return text in str(error)
+    return False
+
+
+def _equal(a: Any, b: Any) -> bool:
+    if isinstance(a, dict):
+        return a.keys() == b.keys() and all(_equal(a[key], b[key]) for key in a)
+    if isinstance(a, list | tuple):
+        return len(a) == len(b) and all(map(_equal, a, b))
+    return torch.equal(a, b) if isinstance(a, Tensor) else bool(a == b)
+
+
+def _saves(rank: int, folder: str) -> dict[str, Any]:
+    """Trains and saves in each way that DCP has; also what is refused, and what is gathered whole."""
+    warnings.simplefilter("ignore")
+    ts.distributed.init_process_group()
+    model = small("auto", torch.float64)
+    optimizer = adamw(model)
+    train(model, optimizer, STEPS)
+    states = dict(zip(("model", "optimizer"), get_state_dict(model, optimizer), strict=True))
+    before = copy.deepcopy(states)
+    dcp.save(states, checkpoint_id=f"{folder}/plain")
+    dcp.save({"model": model, "optimizer": optimizer.state_dict()}, checkpoint_id=f"{folder}/objects")
+    group = dist.new_group()  # its thread's collectives must not mix with the model's
+    saving = dcp.async_save(states, checkpoint_id=f"{folder}/async", process_group=group)
+    found: dict[str, Any] = {"rng": torch.get_rng_state(), "whole": whole_state(model)}
+    offload = StateDictOptions(cpu_offload=True)
+    found["offloaded"] = _equal(get_model_state_dict(model, options=offload), states["model"])
+    found["gathered"] = _equal(get_model_state_dict(model, options=FULL), found["whole"])
+    found["gathered optimizer"] = get_optimizer_state_dict(model, optimizer, options=FULL)
+    whole = copy.deepcopy(found["whole"])
+    found["whole into slices"] = _says(
+        lambda: set_model_state_dict(model, whole, options=FULL), "load_full_state_dict"
+    ) and _says(
+        lambda: set_optimizer_state_dict(model, optimizer, found["gathered optimizer"], options=FULL), "another shape"
+    )
+    stager = BlockingAsyncStager()
+    found["older stager"] = _says(
+        lambda: dcp.async_save(states, checkpoint_id=f"{folder}/older", async_stager=stager), "older AsyncStager"
+    )
+    writer = dcp.HuggingFaceStorageWriter(f"{folder}/hf", enable_consolidation=True)
+    found["one piece alone"] = _says(lambda: dcp.save(states["model"], storage_writer=writer), "ts.save_pretrained")
+    found["unchanged"] = _equal(before, dict(zip(states, get_state_dict(model, optimizer), strict=True)))
+    found["losses"] = train(model, optimizer, NEXT)
+    saving.result()
+    return found
+
+
+def _loads(rank: int, folder: str, plan: str | None, rng: Tensor) -> list[Any]:
+    warnings.simplefilter("ignore")
+    if plan:
+        ts.distributed.init_process_group()
+    found = []
+    for name in ("plain", "async"):
+        model = small(plan, torch.float64)
+        optimizer = adamw(model)
+        with torch.no_grad():
+            for tensor in (*model.parameters(), *model.buffers()):
+                tensor.mul_(0)
+        states = dict(zip(("model", "optimizer"), get_state_dict(model, optimizer), strict=True))
+        dcp.load(states, checkpoint_id=f"{folder}/{name}")
+        set_state_dict(model, optimizer, model_state_dict=states["model"], optim_state_dict=states["optimizer"])
+        torch.set_rng_state(rng)
+        plain = all(type(value) is Tensor for state in optimizer.state.values() for value in state.values())
+        gathered = copy.deepcopy(get_optimizer_state_dict(model, optimizer, options=FULL))
+        found.append((whole_state(model), gathered, plain, train(model, optimizer, NEXT)))
+    model = small(plan, torch.float64)
+    dcp.load({"model": model}, checkpoint_id=f"{folder}/objects")
+    return [whole_state(model), *found]
+
+
+def test_dcp_saves_and_loads_slices(tmp_path: Path) -> None:
+    saved = run_ranks(_saves, 2, str(tmp_path))
+    first = saved[0]
+    for found in saved:
+        kept = ("offloaded", "gathered", "whole into slices", "older stager", "one piece alone", "unchanged")
+        assert all(found[name] for name in kept), found
+        assert _equal(found["gathered optimizer"], first["gathered optimizer"])
+    for world, plan in ((1, None), (2, "some"), (3, "columns")):
+        for objects, *ways in run_ranks(_loads, world, str(tmp_path), plan, first["rng"]):
+            assert _equal(objects, first["whole"])
+            for whole, optimizer, plain, losses in ways:
+                assert _equal(whole, first["whole"]) and _equal(optimizer, first["gathered optimizer"]) and plain
+                assert torch.allclose(torch.tensor(losses), torch.tensor(first["losses"]), rtol=1e-12, atol=0)
+
+
+def _slice() -> StateSlice:
+    return StateSlice.of(torch.arange(6.0).reshape(3, 2), ("w", "S(0; 2+4)", 1, 2, (6, 2)))
+
+
+def test_a_slice_says_where_its_pieces_lie() -> None:
+    local = _slice()
+    chunks = local.__create_chunk_list__()
+    assert [(tuple(c.offsets), tuple(c.sizes)) for c in chunks] == [((1, 0), (1, 2)), ((4, 0), (2, 2))]
+    items = local.__create_write_items__("w", local)
+    shards = [local.__get_tensor_shard__(item.index) for item in items]
+    assert torch.equal(torch.cat(shards), torch.arange(6.0).reshape(3, 2)) and shards[0].data_ptr() == local.data_ptr()
+    assert all(item.tensor_data is not None and item.tensor_data.size == (6, 2) for item in items)
+    assert local.size() == (3, 2) and local.size(0) == 3
+
+
+def test_an_empty_slice_has_no_pieces() -> None:
+    local = StateSlice.of(torch.empty(0, 2), ("w", "S(0)", 3, 4, (2, 2)))
+    assert local.__create_chunk_list__() == [] == local.__create_write_items__("w", local)
+
+
+def test_a_slice_stays_one_in_another_process_and_is_plain_in_files() -> None:
+    sent = ForkingPickler.loads(ForkingPickler.dumps(_slice()))
+    assert isinstance(sent, StateSlice) and sent.place == _slice().place and torch.equal(sent, _slice())
+    held = io.BytesIO()
+    torch.save(_slice(), held)
+    held.seek(0)
+    assert type(torch.load(held)) is Tensor
+
+
+def _optimizer_from_file(rank: int) -> list[bool]:
+    """An optimizer that has loaded its state, and not stepped, gives slices that know their place."""
+    warnings.simplefilter("ignore")
+    ts.distributed.init_process_group()
+    model = small("auto")
+    optimizer = adamw(model)
+    train(model, optimizer, STEPS)
+    held = io.BytesIO()
+    torch.save(optimizer.state_dict(), held)
+    held.seek(0)
+    fresh = adamw(model)
+    fresh.load_state_dict(torch.load(held))
+    states = fresh.state_dict()["state"]
+    split = [i for i, p in enumerate(p for g in fresh.param_groups for p in g["params"]) if p.is_split]
+    dist.barrier()
+    return [all(isinstance(states[i]["exp_avg"], StateSlice) for i in split), bool(split)]
+
+
+def test_an_optimizer_that_has_not_stepped_gives_slices() -> None:
+    assert run_ranks(_optimizer_from_file, 2) == [[True, True]] * 2
