@@ -205,6 +205,8 @@ def gather_bytes(group: Group, call: str, encode: Callable[[], bytes]) -> list[b
         return call
 
     lengths = verify_call(group, describe_call, lambda: len(data))
+    if group.size == 1:
+        return [data]
     rows = _gather_padded(group, call, data.ljust(max(*lengths, 1), b"\0"))
     return [memory_of(row[:length]) for row, length in zip(rows, lengths, strict=True)]
 

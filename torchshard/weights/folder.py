@@ -20,9 +20,10 @@ import torch
 from torch import Tensor, nn
 
 from torchshard.core.errors import InputError
+from torchshard.weights.checkpoint_files import is_checkpoint, model_tensors
 from torchshard.weights.lazy import LazyTensor, file_tensor, lazy
 from torchshard.weights.materialize import ReadSlices
-from torchshard.weights.safetensors_files import FileTensor, tensors_of
+from torchshard.weights.safetensors_files import StoredTensor, tensors_of
 from torchshard.weights.tape import Tape
 
 
@@ -67,11 +68,14 @@ def read_folder(shell: nn.Module, names: Mapping[str, tuple[str, ...]], folder: 
     Raises:
         InputError: the files can't be read, hold nothing of this model, or tensors of other shapes.
     """
-    files, tape = tensors_of(folder), Tape()
+    of_checkpoint = is_checkpoint(Path(folder))
+    files: Mapping[str, StoredTensor]
+    files, tape = model_tensors(Path(folder)) if of_checkpoint else tensors_of(folder), Tape()
     lazies = {name: file_tensor(tape, file) for name, file in files.items()}
     own = dict((*shell.named_parameters(remove_duplicate=False), *shell.named_buffers(remove_duplicate=False)))
     persistent = set(shell.state_dict())
-    found, unused = _converted(shell, lazies, folder) if _is_transformers(shell) else _by_name(persistent, lazies)
+    converts = _is_transformers(shell) and not of_checkpoint
+    found, unused = _converted(shell, lazies, folder) if converts else _by_name(persistent, lazies)
     tensors, missing, tied = dict[str, LazyTensor](), list[str](), list[str]()
     for first, *others in dict.fromkeys(names.values()):
         given = [name for name in (first, *others) if name in found]
@@ -103,7 +107,7 @@ def _by_name(persistent: set[str], lazies: Mapping[str, LazyTensor]) -> tuple[di
     return found, [name for name in lazies if name not in found]
 
 
-def _check_tied(given: list[str], files: Mapping[str, FileTensor], folder: object) -> None:
+def _check_tied(given: list[str], files: Mapping[str, StoredTensor], folder: object) -> None:
     """Names of one parameter must not have different values in the files."""
     held = [files[name] for name in given if name in files]
     different = next(

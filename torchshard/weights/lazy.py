@@ -19,7 +19,7 @@ from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode, return_and_correct_aliasing
 
 from torchshard.core.errors import InputError
-from torchshard.weights.safetensors_files import FileTensor
+from torchshard.weights.safetensors_files import StoredTensor
 from torchshard.weights.tape import (
     Entry,
     GeneratorState,
@@ -278,7 +278,7 @@ def _constant(tape: Tape, value: Tensor) -> LazyTensor:
     return cast(LazyTensor, _record(tape, torch.ops.aten.clone.default, (value,), {}, value.device))
 
 
-def file_tensor(tape: Tape, file: FileTensor) -> LazyTensor:
+def file_tensor(tape: Tape, file: StoredTensor) -> LazyTensor:
     """A lazy tensor with the values of one in a file."""
     slot = tape.new_slot(torch.empty(file.shape, dtype=file.dtype, device="meta"), None)
     nothing = frozenset[int]()

@@ -12,10 +12,10 @@ Source: the format of https://github.com/huggingface/safetensors
 
 from __future__ import annotations
 
-import itertools
 import json
 import math
 import os
+from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
@@ -25,9 +25,7 @@ import torch
 from torch import Tensor
 
 from torchshard.core.errors import InputError
-
-Box = tuple[tuple[int, int], ...]
-"""(start, stop) of each dim of a part."""
+from torchshard.weights.boxes import Box, halves, runs, whole_box, with_range
 
 BLOCK_BYTES: Final = 1 << 24
 """The most that is held of a file beside the slices, where a part has to be cast or moved on its way."""
@@ -42,8 +40,55 @@ DTYPES: Final[Mapping[str, torch.dtype]] = {
 INDEX: Final = "model.safetensors.index.json"
 
 
+class StoredTensor(ABC):
+    """A whole tensor in one file, or in several."""
+
+    name: str
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+
+    @abstractmethod
+    def read(self, box: Box, into: Tensor, dtypes: Sequence[torch.dtype] = ()) -> int:
+        """Reads a part.
+
+        Args:
+            box: the part.
+            into: a tensor of its shape, of any strides, dtype and device.
+            dtypes: what the values are cast to on their way, in this order.
+
+        Returns:
+            how many bytes of the files were read.
+
+        Raises:
+            InputError: a file is gone, shorter than it was, or can't be read.
+        """
+
+    @abstractmethod
+    def buffer_bytes(self, into: Tensor, dtypes: Sequence[torch.dtype] = ()) -> int:
+        """How many bytes `read` holds beside `into`."""
+
+    @abstractmethod
+    def sample(self) -> bytes:
+        """A few of its bytes, by which ranks tell files apart; none of a small tensor, to read little beside.
+
+        Raises:
+            InputError: a file can't be read.
+        """
+
+    @property
+    def bytes_(self) -> int:
+        """The size of its data."""
+        return math.prod(self.shape) * self.dtype.itemsize
+
+    def __call__(self) -> Tensor:
+        """The whole tensor."""
+        into = torch.empty(self.shape, dtype=self.dtype)
+        self.read(whole_box(self.shape), into)
+        return into
+
+
 @dataclass(frozen=True)
-class FileTensor:
+class FileTensor(StoredTensor):
     """A tensor in a file."""
 
     path: Path
@@ -56,19 +101,7 @@ class FileTensor:
     """The size of the file when its header was read."""
 
     def read(self, box: Box, into: Tensor, dtypes: Sequence[torch.dtype] = ()) -> int:
-        """Reads a part.
-
-        Args:
-            box: the part.
-            into: a tensor of its shape, of any strides, dtype and device.
-            dtypes: what the values are cast to on their way, in this order.
-
-        Returns:
-            how many bytes of the file were read.
-
-        Raises:
-            InputError: the file is gone, shorter than it was, or can't be read.
-        """
+        """As `StoredTensor.read`."""
         if not into.numel():
             return 0
         try:
@@ -83,27 +116,12 @@ class FileTensor:
             raise _broken(self.path, str(error), self) from error
 
     def buffer_bytes(self, into: Tensor, dtypes: Sequence[torch.dtype] = ()) -> int:
-        """How many bytes `read` holds beside `into`."""
+        """As `StoredTensor.buffer_bytes`."""
         is_direct = into.is_contiguous() and into.device.type == "cpu" and {into.dtype, *dtypes} == {self.dtype}
         return 0 if is_direct else min(into.numel() * self.dtype.itemsize, BLOCK_BYTES)
 
-    @property
-    def bytes_(self) -> int:
-        """The size of its data."""
-        return math.prod(self.shape) * self.dtype.itemsize
-
-    def __call__(self) -> Tensor:
-        """The whole tensor."""
-        into = torch.empty(self.shape, dtype=self.dtype)
-        self.read(tuple((0, extent) for extent in self.shape), into)
-        return into
-
     def sample(self) -> bytes:
-        """A few of its bytes, by which ranks tell files apart; none of a small tensor, to read little beside.
-
-        Raises:
-            InputError: the file can't be read.
-        """
+        """As `StoredTensor.sample`."""
         if self.bytes_ < _SAMPLED_BYTES:
             return b""
         step = self.bytes_ // 8
@@ -117,12 +135,10 @@ class FileTensor:
         is_direct = not self.buffer_bytes(into, dtypes)
         bytes_ = into.numel() * self.dtype.itemsize
         if bytes_ > BLOCK_BYTES and not is_direct:
-            dim, (start, stop) = next((d, (a, b)) for d, (a, b) in enumerate(box) if b - a > 1)
-            middle = (start + stop) // 2
-            halves = ((start, middle), (middle, stop))
+            dim, start, middle, stop = halves(box)
             return sum(
-                self._read(file, (*box[:dim], (a, b), *box[dim + 1 :]), into.narrow(dim, a - start, b - a), dtypes)
-                for a, b in halves
+                self._read(file, with_range(box, dim, a, b), into.narrow(dim, a - start, b - a), dtypes)
+                for a, b in ((start, middle), (middle, stop))
             )
         block = into if is_direct else torch.empty(into.shape, dtype=self.dtype)
         self._read_runs(file, box, block)
@@ -134,17 +150,9 @@ class FileTensor:
 
     def _read_runs(self, file: int, box: Box, block: Tensor) -> None:
         """Reads the runs of a part, which lie in the file apart, into a tensor where they lie one after the other."""
-        inner = len(box)
-        while inner and box[inner - 1] == (0, self.shape[inner - 1]):
-            inner -= 1
-        strides = [math.prod(self.shape[dim + 1 :]) * self.dtype.itemsize for dim in range(len(box))]
-        walked = [range(a * s, b * s, s) for (a, b), s in zip(box, strides, strict=True)][: max(inner - 1, 0)]
-        first = self.start + (box[inner - 1][0] * strides[inner - 1] if inner else 0)
-        numbers: Any = block.detach().reshape(-1).view(torch.uint8).numpy()
-        memory = memoryview(numbers)
-        length = len(memory) // math.prod(map(len, walked))
-        for i, places in enumerate(itertools.product(*walked)):
-            self._read_exactly(file, memory[i * length : (i + 1) * length], first + sum(places))
+        memory, (length, starts) = bytes_of(block), runs(self.shape, box, self.dtype.itemsize)
+        for i, start in enumerate(starts):
+            self._read_exactly(file, memory[i * length : (i + 1) * length], self.start + start)
 
     def _read_exactly(self, file: int, memory: memoryview, at: int) -> None:
         while memory:
@@ -157,6 +165,12 @@ class FileTensor:
         return f"{self.path.name}: {self.name}"
 
 
+def bytes_of(tensor: Tensor) -> memoryview:
+    """The memory of a contiguous tensor on the CPU."""
+    numbers: Any = tensor.detach().reshape(-1).view(torch.uint8).numpy()
+    return memoryview(numbers)
+
+
 def _broken(path: Path, why: str, tensor: object = None) -> InputError:
     return InputError(
         f"{path.name} is not a safetensors file that can be read",
@@ -166,8 +180,11 @@ def _broken(path: Path, why: str, tensor: object = None) -> InputError:
     )
 
 
-def tensors_in(path: Path) -> dict[str, FileTensor]:
+def tensors_in(path: Path, expected: Mapping[str, str] | None = None) -> dict[str, FileTensor]:
     """The tensors of a file by name.
+
+    Args:
+        expected: what its metadata must say.
 
     Raises:
         InputError: the file can't be read, is torn, or its header says what can't be.
@@ -188,6 +205,9 @@ def tensors_in(path: Path) -> dict[str, FileTensor]:
     metadata = header.pop("__metadata__", {})
     if not isinstance(metadata, dict):
         raise _broken(path, "its __metadata__ is no table")
+    for key, value in (expected or {}).items():
+        if metadata.get(key) != value:
+            raise _broken(path, f"its {key} is {metadata.get(key)!r}, not {value!r}")
     found = {name: _tensor(path, name, entry, 8 + length, size) for name, entry in header.items()}
     at = 8 + length
     for tensor in sorted(found.values(), key=lambda tensor: (tensor.start, math.prod(tensor.shape))):

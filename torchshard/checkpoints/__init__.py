@@ -1,0 +1,1 @@
+"""Checkpoints of training runs, and models written out for other libraries."""

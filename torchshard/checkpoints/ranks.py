@@ -1,0 +1,156 @@
+"""The ranks that save or load together, and how they tell each other that they have written.
+
+They tell it by torch.distributed's key-value store: a collective in a background thread could reach the backend between
+others, in another order on each rank.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Final, TypeVar
+
+import torch.distributed as dist
+
+from torchshard.core.errors import DistributedError, ShardError
+from torchshard.core.mesh import MODEL
+from torchshard.distributed.consistency import Facts, gather_bytes, run_on_all_ranks, verify_equal
+from torchshard.distributed.group import ALONE, DATA, Group, is_initialized, lookup
+from torchshard.distributed.process_groups import init_process_group
+
+T = TypeVar("T")
+_FIRST_POLL_SECONDS: Final = 0.002
+_MOST_POLL_SECONDS: Final = 0.1
+
+
+@dataclass(frozen=True)
+class Ranks:
+    """A rank among all that save together: those that hold slices of one model, and the replicas of that model."""
+
+    group: Group
+    """The ranks of this rank's model."""
+    replicas: Group
+    """The ranks that hold the same slices as this one, one of each replica of the model."""
+
+    @classmethod
+    def own(cls) -> Ranks:
+        """This process among all; it is alone where torch.distributed is not initialised."""
+        if dist.is_initialized() and not is_initialized():
+            init_process_group()
+        return cls(lookup(MODEL), lookup(DATA)) if is_initialized() else cls(ALONE, ALONE)
+
+    @property
+    def number(self) -> int:
+        """This rank's number among all; number 0 leads."""
+        return self.replicas.rank * self.group.size + self.group.rank
+
+    @property
+    def count(self) -> int:
+        """How many they are."""
+        return self.replicas.size * self.group.size
+
+    def run_on_all(self, make: Callable[[], T], error: Callable[..., ShardError], what: str) -> T:
+        """As `run_on_all_ranks`, for all of them."""
+        return self._on_replicas(lambda: run_on_all_ranks(self.group, make, error, what), error, what)
+
+    def verify(self, facts: Facts, what: str) -> None:
+        """Raises DistributedError on all of them if the facts differ on any."""
+        self._on_replicas(lambda: verify_equal(self.group, facts, DistributedError, what), DistributedError, what)
+        verify_equal(self.replicas, facts, DistributedError, what)
+
+    def leaders(self, data: bytes) -> bytes:
+        """What the rank that leads has given."""
+        of_group = gather_bytes(self.group, "ts.save", lambda: data)[0]
+        return gather_bytes(self.replicas, "ts.save", lambda: of_group)[0]
+
+    def of_replicas(self, data: bytes) -> list[bytes]:
+        """What the ranks that hold the same slices have given, one for each replica."""
+        return gather_bytes(self.replicas, "ts.save", lambda: data)
+
+    def _on_replicas(self, on_group: Callable[[], T], error: Callable[..., ShardError], what: str) -> T:
+        """Makes a call that fails on all ranks of a model or on none; where it fails, the other replicas raise too."""
+        failure: Exception | None = None
+        result: Any = None
+        try:
+            result = on_group()
+        except Exception as caught:
+            failure = caught
+
+        def passed() -> T:
+            if failure is not None:
+                raise failure
+            made: T = result
+            return made
+
+        return run_on_all_ranks(self.replicas, passed, error, what)
+
+
+class Completion:
+    """Knows when all ranks have written; may be used from a thread, while collectives run in another."""
+
+    def __init__(self, ranks: Ranks, id_: str) -> None:
+        self._ranks, self._prefix = ranks, f"torchshard/checkpoint/{id_}"
+        self._store: Any = dist.distributed_c10d._get_default_store() if ranks.count > 1 else None
+
+    def finish(self, failure: ShardError | None, commit: Callable[[], None]) -> None:
+        """Reports that this rank has written, or why not; on the rank that leads, commits when all have.
+
+        Returns when that is done.
+
+        Raises:
+            ShardError: some rank has failed, or has not written in time: nothing is committed.
+        """
+        if self._store is None:
+            if failure is not None:
+                raise failure
+            commit()
+            return
+        try:
+            self._store.set(self._key(self._ranks.number), _text(failure))
+            if self._ranks.number == 0:
+                self._lead(commit)
+            else:
+                self._wait("end", "rank 0, which completes it,")
+        except ShardError as error:
+            raise failure or error from None
+        except RuntimeError as error:  # the store is gone with the process that held it
+            raise failure or _failed(str(error).partition("\n")[0]) from None
+
+    def _lead(self, commit: Callable[[], None]) -> None:
+        try:
+            for number in range(self._ranks.count):
+                self._wait(number, f"rank {number}")
+            commit()
+        except ShardError as error:
+            self._store.set(self._key("end"), _text(error))
+            raise
+        self._store.set(self._key("end"), "")
+
+    def _wait(self, key: int | str, who: str) -> None:
+        seconds, poll = self._ranks.group.timeouts.verify * (2 if key == "end" else 1), _FIRST_POLL_SECONDS
+        deadline = time.monotonic() + seconds
+        while not self._store.check([self._key(key)]):
+            if time.monotonic() > deadline:
+                raise _failed(f"{who} has not written within {seconds:g} s of this rank")
+            time.sleep(poll)
+            poll = min(2 * poll, _MOST_POLL_SECONDS)
+        text = self._store.get(self._key(key)).decode()
+        if text:
+            raise _failed(text)
+
+    def _key(self, key: int | str) -> str:
+        return f"{self._prefix}/{key}"
+
+
+def _text(failure: ShardError | None) -> str:
+    return "" if failure is None else "; ".join(filter(None, (failure.what, failure.where, failure.why)))
+
+
+def _failed(why: str) -> DistributedError:
+    return DistributedError(
+        "the checkpoint was not completed",
+        where="ts.save",
+        why=why,
+        attempt="save again; the last complete checkpoint is as it was",
+    )
