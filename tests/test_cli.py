@@ -13,11 +13,13 @@ from typing import Any
 import pytest
 import torch
 import transformers
+from safetensors.torch import save_file
 from torch import nn
 
 import torchshard as ts
 from tests.models import MLP
 from torchshard.cli.main import _Follow, main
+from torchshard.cli.sources import real_source
 
 CONFIG: dict[str, Any] = {"hidden_size": 64, "intermediate_size": 96, "num_attention_heads": 4, "num_hidden_layers": 2}
 
@@ -84,14 +86,112 @@ def test_draw(tmp_path: Path) -> None:
 
 def test_check_says_exact_or_where_it_differs(llama: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["check", llama, "--ranks", "3", "--sequence", "5"]) == 0
-    assert capsys.readouterr().out.startswith("exact: 3 ranks")
+    shown = capsys.readouterr()
+    assert shown.out.startswith("exact: 3 ranks") and "random weights:" in shown.err
 
 
-def test_check_on_real_ranks() -> None:
-    """In a process of its own, as from a shell: a rank imports what started it."""
+def test_check_on_real_ranks(tmp_path: Path) -> None:
+    """In a process of its own, as from a shell: a rank imports what started it. The ranks read the weights silently."""
+    save_file(MLP().state_dict(), tmp_path / "any.safetensors")
     command = [sys.executable, "-m", "torchshard", "check", "tests.test_cli:factory", "--ranks", "2", "--processes"]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=280)
+    done = subprocess.run([*command, "--weights", str(tmp_path)], capture_output=True, text=True, timeout=280)
     assert done.returncode == 0 and done.stdout.startswith("exact: 2 ranks, 1 outputs"), done.stderr
+    assert done.stderr.count(f"weights of {tmp_path}: 4 tensors used\n") == 1
+
+
+# --- folders of weights ----------------------------------------------------------------------------------------------
+
+
+def _saved(folder: Path, **more: Any) -> Path:
+    """A folder with a Llama in bfloat16, in several files."""
+    sizes = CONFIG | {"num_hidden_layers": 1, "num_key_value_heads": 2, "vocab_size": 99}
+    config = transformers.LlamaConfig(**sizes, **more)
+    transformers.LlamaForCausalLM(config).to(torch.bfloat16).save_pretrained(folder, max_shard_size="40KB")
+    return folder
+
+
+def _configured(folder: Path, **changes: Any) -> Path:
+    path = folder / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | changes))
+    return folder
+
+
+def test_a_folder_is_planned_in_the_dtype_of_from_pretrained(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The dtype of its config; without one, that of its files. A config.json alone has the same plan."""
+    folder, shown = _saved(tmp_path), []
+    for model, dtype in ((folder / "config.json", "bfloat16"), (folder, "bfloat16"), (folder, None)):
+        _configured(folder, dtype=dtype)
+        assert main(["plan", str(model), "--sequence", "8"]) == 0
+        shown.append(capsys.readouterr())
+    assert shown[0].out == shown[1].out == shown[2].out and "of 85.2 KiB on each rank" in shown[0].out
+    assert "weights of" not in shown[0].err and f"weights of {folder}: 12 tensors used\n" in shown[1].err
+    assert main(["plan", str(_configured(folder, dtype="float32")), "--sequence", "8"]) == 0
+    said = capsys.readouterr()
+    assert "of 170.3 KiB on each rank" in said.out
+    assert "12 tensors used, bfloat16 in the files, cast to the model's float32\n" in said.err
+
+
+@pytest.mark.parametrize("tied", [True, False])
+def test_check_takes_the_weights_of_a_folder(tied: bool, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    folder = str(_saved(tmp_path, tie_word_embeddings=tied))
+    assert main(["check", folder, "--sequence", "5"]) == 0
+    said = capsys.readouterr()
+    assert said.out.startswith("exact: 2 ranks") and f"{11 if tied else 12} tensors used\n" in said.err
+    model, expected = real_source(folder, 2, 5, None)[0], transformers.LlamaForCausalLM.from_pretrained(folder)
+    values = model.state_dict()
+    assert not model.training and values.keys() == expected.state_dict().keys()
+    assert all(values[name].dtype == tensor.dtype for name, tensor in expected.state_dict().items())
+    assert all(torch.equal(values[name], tensor) for name, tensor in expected.state_dict().items())
+
+
+FOLDER_ERRORS: dict[str, tuple[Any, str]] = {
+    "other sizes": (lambda folder: _configured(folder, hidden_size=32), "does not fit the model"),
+    "another model": (
+        lambda folder: _configured(folder, model_type="bert", architectures=["BertForMaskedLM"]),
+        "the weights are another model's",
+    ),
+    "torn file": (
+        lambda folder: next(folder.glob("*-00001-*")).write_bytes(b"torn"),
+        "is not a safetensors file that can be read",
+    ),
+    "no file": (lambda folder: next(folder.glob("*-00001-*")).unlink(), "the index of the weights can't be used"),
+    "a dtype of integers": (lambda folder: _configured(folder, dtype="int8"), "invalid dtype"),
+}
+
+
+@pytest.mark.parametrize("name", FOLDER_ERRORS)
+def test_a_folder_that_does_not_fit_is_refused_before_it_is_planned(
+    name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    change, text = FOLDER_ERRORS[name]
+    change(_saved(tmp_path))
+    monkeypatch.setattr(ts, "plan", None)
+    monkeypatch.setattr("torchshard.cli.sources.check", None)
+    for command in ("plan", "check"):
+        assert main([command, str(tmp_path)]) == 3
+        said = capsys.readouterr().err
+        assert text in said and said.count("\n  ") == 3 and "Traceback" not in said
+
+
+def test_weights_for_a_factory(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    state = {name: tensor.bfloat16() for name, tensor in MLP().state_dict().items() if name != "down.bias"}
+    command = ["tests.test_cli:factory", "--weights", str(tmp_path)]
+    save_file(state | {"other": torch.ones(2)}, tmp_path / "any.safetensors")
+    line = f"weights of {tmp_path}: 3 tensors used, 1 missing (down.bias), 1 unused (other), " \
+           "bfloat16 in the files, cast to the model's float32\n"  # fmt: skip
+    for name in ("plan", "check"):
+        assert main([name, *command]) == 0
+        assert line in capsys.readouterr().err
+    weight = dict(real_source(command[0], 2, 5, command[2])[0].named_parameters())["up.weight"]
+    assert torch.equal(weight, state["up.weight"].float()) and weight.requires_grad
+    save_file(state | {"up.bias": torch.ones(3)}, tmp_path / "any.safetensors")
+    assert main(["plan", *command]) == 3
+    assert "'up.bias' has another shape than the model's" in capsys.readouterr().err
+
+
+# --- logs and errors -------------------------------------------------------------------------------------------------
 
 
 def test_what_takes_long_is_logged_and_shown(caplog: pytest.LogCaptureFixture) -> None:
@@ -172,6 +272,8 @@ def test_a_configuration_that_is_no_models(tmp_path: Path, capsys: pytest.Captur
         (json.dumps({"model_type": "llama", "architectures": ["logging"]}), "transformers has no model 'logging'"),
         (json.dumps({"model_type": "llama", "num_attention_heads": 0}), "ZeroDivisionError"),
         (json.dumps({"model_type": "bert", "hidden_size": 32, "num_attention_heads": 5}), "ValueError"),
+        (json.dumps({"model_type": "llama", "dtype": "nonsense"}), "has no attribute 'nonsense'"),
+        (json.dumps({"model_type": "llama", "dtype": "int8"}), "not a floating-point dtype"),
         (json.dumps({"model_type": "wav2vec2"}), "whose size its configuration does not have"),
     ):
         (tmp_path / "config.json").write_text(content)
@@ -182,8 +284,8 @@ def test_a_configuration_that_is_no_models(tmp_path: Path, capsys: pytest.Captur
 def test_a_plan_file_is_shown_unchanged(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     main(["plan", "tests.test_cli:factory", "--json", str(tmp_path / "plan.txt")])
     assert main(["show", str(tmp_path / "plan.txt")]) == 0
-    assert main(["show", str(tmp_path / "plan.txt"), "--ranks", "3", "--memory", "1GiB"]) == 3
-    assert "--ranks and --memory can't change a finished plan" in capsys.readouterr().err
+    assert main(["show", str(tmp_path / "plan.txt"), "--ranks", "3", "--weights", "llama"]) == 3
+    assert "--weights and --ranks can't change a finished plan" in capsys.readouterr().err
 
 
 def test_a_configuration_of_any_name_is_shown(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

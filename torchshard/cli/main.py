@@ -1,6 +1,6 @@
 """The command line: plan, show, draw and check a model, without a line of Python.
 
-    torchshard plan config.json --ranks 8 --memory 80GiB --json plan.json
+    torchshard plan llama --ranks 8 --memory 80GiB --json plan.json
     torchshard show plan.json
     torchshard check mymodel:factory --ranks 4
 
@@ -22,7 +22,8 @@ from typing import TYPE_CHECKING, Protocol
 if TYPE_CHECKING:
     from torchshard.plans.plan import Plan
 
-MODEL_HELP = "module:factory, a Hugging Face config.json, or a folder with one"
+MODEL_HELP = "module:factory, a Hugging Face config.json, or a folder with one and, if it has them, safetensors files"
+WEIGHTS_HELP = "safetensors files that must fit the model (MODEL's, if it is a folder with some); cast to its dtype"
 DIFFERENT, FAILED = 1, 3
 
 
@@ -79,6 +80,7 @@ def _parser() -> argparse.ArgumentParser:
 
 def _model(command: argparse.ArgumentParser) -> None:
     command.add_argument("model", metavar="MODEL", help=MODEL_HELP)
+    command.add_argument("--weights", metavar="FOLDER", help=WEIGHTS_HELP)
     command.add_argument("--batch", type=int, default=2, metavar="N", help="of the example inputs (2)")
     command.add_argument("--sequence", type=int, default=128, metavar="N", help="tokens of the example inputs (128)")
 
@@ -115,7 +117,7 @@ def _planned(options: argparse.Namespace) -> Plan:
     import torchshard as ts
     from torchshard.cli.sources import read_source
 
-    source = read_source(options.model, options.batch, options.sequence)
+    source = read_source(options.model, options.batch, options.sequence, options.weights)
     with _progress():
         return ts.plan(
             source.model,
@@ -214,7 +216,7 @@ def _loaded(options: argparse.Namespace) -> Plan:
     from torchshard.core.errors import InputError
 
     defaults = _parser().parse_args(["show", options.model])
-    names = ("ranks", "plan", "memory", "machine", "axes")
+    names = ("weights", "ranks", "plan", "memory", "machine", "axes")
     changed = [f"--{name}" for name in names if getattr(options, name) != getattr(defaults, name)]
     if changed:
         raise InputError(

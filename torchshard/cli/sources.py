@@ -1,7 +1,7 @@
 """Finds the command line's models: a factory function, a Hugging Face configuration, or a folder with one.
 
 A model comes with example inputs, for planning needs a call. Unless a command runs the model, it is made on the meta
-device: the plan of a model that no machine here could hold takes no memory.
+device: the plan of a model that no machine here could hold takes no memory. Weights in files are checked against it.
 """
 
 from __future__ import annotations
@@ -13,18 +13,20 @@ import os
 import platform
 import sys
 import traceback
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
 
 from torchshard.checking.check import Report, check
 from torchshard.checking.processes import check_processes
-from torchshard.core.errors import InputError
+from torchshard.cli.folders import has_weights, note, with_weights
+from torchshard.core.errors import InputError, ShardError
 from torchshard.plans.machine import Axes, MachineName, objective
+from torchshard.weights.folder import lazy_pretrained
 
 
 @dataclass(frozen=True)
@@ -36,23 +38,36 @@ class Source:
     kwargs: Mapping[str, object] | None = None
 
 
-def read_source(name: str, batch: int, sequence: int, *, real: bool = False) -> Source:
+def read_source(name: str, batch: int, sequence: int, weights: str | None = None, *, real: bool = False) -> Source:
     """The model of that name: `module:factory`, a config.json, or a folder with one.
 
     Args:
         batch, sequence: of the example inputs that a configuration's model is called with.
-        real: makes it in memory, with random weights, instead of on the meta device.
+        weights: a folder of safetensors files that must fit the model; without it that of the model, if it has such
+            files. A line on stderr says what they lack.
+        real: makes it in memory, with these weights or else random ones, instead of on the meta device.
 
     Raises:
-        InputError: there is no such model, or the name means something else.
+        InputError: there is no such model, or the name means something else; the weights are another model's.
     """
     for option, value in (("--batch", batch), ("--sequence", sequence)):
         if value < 1:
             what = f"invalid size {str(value)!r}: expected 1 or more"
             raise InputError(what, where=option, why="it is a size of the example inputs", attempt=f"{option} 2")
+    source = _unloaded(name, batch, sequence, real)
+    folder = name if weights is None and has_weights(Path(name)) else weights
+    if folder is not None:
+        return replace(source, model=with_weights(source.model, folder, real=real))
+    if real and Path(name).is_dir():
+        note(f"random weights: {name} holds no safetensors files")
+    return source
+
+
+def _unloaded(name: str, batch: int, sequence: int, real: bool) -> Source:
+    """The model before its weights are looked at; lazy, if they are to be read from the folder that it is named by."""
     path = Path(name)
     if path.is_dir():
-        path = path / "config.json"
+        return _from_config(path / "config.json", batch, sequence, real, is_pretrained=has_weights(path))
     if path.suffix == ".json" or path.exists():
         return _from_config(path, batch, sequence, real)
     if ":" in name:
@@ -99,7 +114,21 @@ def _from_factory(name: str, real: bool) -> Source:
 # --- Hugging Face ----------------------------------------------------------------------------------------------------
 
 
-def _from_config(path: Path, batch: int, sequence: int, real: bool) -> Source:
+def _from_config(path: Path, batch: int, sequence: int, real: bool, *, is_pretrained: bool = False) -> Source:
+    config, build = _configuration(path)
+    try:
+        with torch.device("cpu" if real else "meta"):
+            model = lazy_pretrained(path.parent, None) if is_pretrained else _random(build, config)
+    except ShardError:
+        raise
+    except Exception as error:
+        raise _no_configuration(path, f"{type(error).__name__}: {_first_line(error)}") from error
+    _turn_off_caches(model)
+    return Source(model, (), _example(config, model, batch, sequence, path))
+
+
+def _configuration(path: Path) -> tuple[Any, Callable[[Any], Any]]:
+    """(the configuration in a file, what builds its model)."""
     try:
         fields = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
@@ -116,18 +145,33 @@ def _from_config(path: Path, batch: int, sequence: int, real: bool) -> Source:
         config = transformers.AutoConfig.for_model(**fields)
     except (ValueError, TypeError, KeyError, AttributeError) as error:
         raise _no_configuration(path, _first_line(error)) from None
-    config.use_cache = False  # a cache of keys and values is state, and a result that nothing here needs
     name = (fields.get("architectures") or [None])[0]
-    model_class = getattr(transformers, name, None) if isinstance(name, str) else None
+    if name is None:
+        return config, transformers.AutoModel.from_config
+    model_class: Any = getattr(transformers, name, None) if isinstance(name, str) else None
     is_model = isinstance(model_class, type) and issubclass(model_class, transformers.PreTrainedModel)
-    if name is not None and not is_model:
+    if not is_model:
         raise _no_configuration(path, f"transformers has no model {name!r}")
-    try:
-        with torch.device("cpu" if real else "meta"):
-            model = transformers.AutoModel.from_config(config) if model_class is None else model_class(config)
-    except Exception as error:
-        raise _no_configuration(path, f"{type(error).__name__}: {_first_line(error)}") from error
-    return Source(model, (), _example(config, model, batch, sequence, path))
+    return config, model_class._from_config
+
+
+def _random(build: Callable[[Any], Any], config: Any) -> nn.Module:
+    """A configuration's model with random weights, of the dtypes that `from_pretrained` of transformers gives them."""
+    model: Any = build(config)
+    kept = model._get_dtype_plan(model.config.dtype or torch.get_default_dtype())
+    for name, parameter in model.named_parameters():
+        dtype = next((d for key, d in kept.items() if key in name.split(".")), parameter.dtype)
+        parameter.data = parameter.data.to(dtype)
+    result: nn.Module = model
+    return result
+
+
+def _turn_off_caches(model: nn.Module) -> None:
+    """Tells a model to return no keys and values: they are state, and a result that nothing here needs."""
+    for module in model.modules():
+        config: Any = getattr(module, "config", None)
+        if hasattr(config, "use_cache"):
+            config.use_cache = False
 
 
 def _first_line(error: BaseException) -> str:
@@ -180,6 +224,7 @@ class CheckOptions(Protocol):
     batch: int
     sequence: int
     ranks: int
+    weights: str | None
     plan: str
     memory: str | None
     machine: MachineName | None
@@ -189,7 +234,7 @@ class CheckOptions(Protocol):
 
 def check_source(options: CheckOptions) -> Report:
     """Runs `torchshard.check` on simulated ranks, or on processes that communicate through gloo."""
-    place = (options.model, options.batch, options.sequence)
+    place = (options.model, options.batch, options.sequence, options.weights)
     if not options.processes:
         model, args, kwargs = real_source(*place)
         return check(
@@ -207,10 +252,10 @@ def check_source(options: CheckOptions) -> Report:
 
 
 def real_source(
-    name: str, batch: int, sequence: int
+    name: str, batch: int, sequence: int, weights: str | None
 ) -> tuple[nn.Module, tuple[object, ...], Mapping[str, object] | None]:
-    """A model with random weights, and example inputs."""
-    source = read_source(name, batch, sequence, real=True)
+    """A model with its folder's weights, or else random ones, and example inputs."""
+    source = read_source(name, batch, sequence, weights, real=True)
     return source.model, source.args, source.kwargs
 
 

@@ -1,0 +1,94 @@
+"""The command line's weights: safetensors files, checked against a model by their headers, and read if it is run."""
+
+from __future__ import annotations
+
+import os
+import sys
+import warnings
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+from torch._ops import OpOverload
+
+from torchshard.capture import model_without_storage, shared_names
+from torchshard.distributed.group import is_initialized
+from torchshard.weights.folder import Weights, read_folder
+from torchshard.weights.materialize import for_each_whole
+from torchshard.weights.safetensors_files import INDEX
+
+Folder = str | os.PathLike[str]
+SHOWN_NAMES = 3
+"""How many missing or unused names are printed."""
+
+
+def has_weights(folder: Path) -> bool:
+    """Whether a folder holds safetensors files, or an index of some."""
+    return (folder / INDEX).is_file() or any(folder.glob("*.safetensors"))
+
+
+def with_weights(model: nn.Module, folder: Folder, *, real: bool) -> nn.Module:
+    """The model, once the files of a folder are known to fit it; a line on stderr says what is missing and unused.
+
+    Args:
+        real: returns a copy in memory that has the files' values, instead of the model as it is.
+
+    Raises:
+        InputError: the files can't be read, or hold another model's weights.
+    """
+    with warnings.catch_warnings():
+        # The line below says what is missing, on stderr and without Python's place of the warning.
+        warnings.simplefilter("ignore", UserWarning)
+        weights = read_folder(model_without_storage(model), shared_names(model), folder)
+    note(f"weights of {os.fspath(folder)}: {_summary(model, weights)}")
+    return _in_memory(model, weights.tensors) if real else model
+
+
+def note(text: str) -> None:
+    """Prints a line on stderr, unless this is one of several ranks, which all would print it."""
+    if not is_initialized():
+        print(text, file=sys.stderr)
+
+
+def _summary(model: nn.Module, weights: Weights) -> str:
+    parts = [f"{len(weights.tensors)} tensors used"]
+    parts += [_some(names, what) for names, what in ((weights.missing, "missing"), (weights.unused, "unused")) if names]
+    in_files, in_model = _dtypes_in_files(weights), {tensor.dtype for tensor in model.state_dict().values()}
+    cast = [dtype for dtype in in_files - in_model if dtype.is_floating_point]
+    if cast:
+        own = [dtype for dtype in in_model if dtype.is_floating_point]
+        parts.append(f"{_listed(cast)} in the files, cast to the model's {_listed(own)}")
+    return ", ".join(parts)
+
+
+def _dtypes_in_files(weights: Weights) -> set[torch.dtype]:
+    """The dtypes before the cast to the model's: the calls on a tape that are no PyTorch ops are the files' tensors."""
+    tapes = {id(tensor.tape): tensor.tape for tensor in weights.tensors.values()}
+    ops = [entry.op for tape in tapes.values() for entry in tape.entries]
+    return {op.dtype for op in ops if not isinstance(op, OpOverload)}
+
+
+def _some(names: Sequence[str], what: str) -> str:
+    # a name comes from a file, which may hold line breaks and codes for the terminal
+    shown = [name if name.isprintable() else repr(name) for name in names[:SHOWN_NAMES]]
+    dots = ["..."] if len(names) > SHOWN_NAMES else []
+    return f"{len(names)} {what} ({', '.join([*shown, *dots])})"
+
+
+def _listed(dtypes: Iterable[torch.dtype]) -> str:
+    return " and ".join(sorted(str(dtype).removeprefix("torch.") for dtype in dtypes))
+
+
+def _in_memory(model: nn.Module, weights: Mapping[str, Tensor]) -> nn.Module:
+    """A copy of a model, lazy or not, with the values of `weights`, and the model's own for what they lack."""
+    values = dict[str, Tensor]((*model.named_parameters(), *model.named_buffers())) | dict(weights)
+    result = model_without_storage(model)
+    empty = dict((*result.named_parameters(), *result.named_buffers()))
+
+    def use(name: str, value: Tensor) -> None:
+        # a clone, for converted tensors may be views of one, and a parameter must not share its memory with another
+        empty[name].data = value.detach().clone(memory_format=torch.contiguous_format)
+
+    for_each_whole(values, use)
+    return result
