@@ -9,19 +9,22 @@ from typing import Any
 import torch
 from torch import nn
 
-from torchshard.capture import check_weights
+from torchshard.capture import check_weights, model_without_storage, shared_names
 from torchshard.capture.facts import ModelFacts, device_type
 from torchshard.compiler.constraints import PlanLike, read_constraints
 from torchshard.compiler.program import check_examples, check_world_size, program
 from torchshard.core.errors import InputError, PlanError
+from torchshard.core.garbage import without_garbage_collection
 from torchshard.core.mesh import MODEL, MeshAxis
 from torchshard.distributed.consistency import run_on_all_ranks
 from torchshard.distributed.group import is_initialized, lookup
 from torchshard.distributed.process_groups import init_process_group
-from torchshard.plans.machine import Axes, Machine, MachineName, objective
+from torchshard.plans.machine import Axes, Machine, MachineName, Objective, objective
 from torchshard.plans.plan import Plan
 from torchshard.runtime.module import ShardedModule
-from torchshard.weights.folder import lazy_pretrained
+from torchshard.weights.adapters import with_adapter
+from torchshard.weights.folder import Weights, read_folder
+from torchshard.weights.transformers_models import lazy_pretrained
 
 
 def shard(
@@ -60,6 +63,18 @@ def shard(
             the weights can't be read, or are another model's.
         DistributedError: the ranks hold different models, or weights.
     """
+    aim = objective(machine, memory, axes, device_type(model))
+    return _shard(model, plan, example_inputs, example_kwargs, aim, weights)
+
+
+def _shard(
+    model: nn.Module,
+    plan: PlanLike,
+    example_inputs: Sequence[Any] | None,
+    example_kwargs: Mapping[str, Any] | None,
+    aim: Objective,
+    weights: str | os.PathLike[str] | Weights | None,
+) -> ShardedModule:
     check_examples(example_inputs, example_kwargs)
     if isinstance(model, ShardedModule):
         raise InputError(
@@ -68,7 +83,6 @@ def shard(
             why=f"it is split over {model.group.size} ranks",
             attempt="shard the unsharded model again, with the other plan",
         )
-    aim = objective(machine, memory, axes, device_type(model))
     if isinstance(plan, str) and plan == "auto" and example_inputs is None and example_kwargs is None:
         raise PlanError(
             'plan="auto" needs example_inputs',
@@ -93,6 +107,8 @@ def from_pretrained(
     example_inputs: Sequence[Any] | None = None,
     example_kwargs: Mapping[str, Any] | None = None,
     *,
+    adapter: str | os.PathLike[str] | None = None,
+    train: bool = False,
     dtype: torch.dtype | str | None = None,
     device: torch.device | str | None = None,
     memory: str | float | None = None,
@@ -106,11 +122,14 @@ def from_pretrained(
     Args:
         folder: with config.json and safetensors files, on this machine.
         plan, example_inputs, example_kwargs, memory, machine, axes: as in `shard`.
+        adapter: the folder of an adapter of peft (LoRA and others), with which the model is a `PeftModel`.
+        train: captures and returns the model in train mode, with the adapter's parameters trainable; else in eval mode,
+            as transformers returns it. `model.train()` later on has its own graph captured at the next call.
         dtype: of the parameters; None for the config's, or that of the files, as in transformers.
         device: where the slices go; None for the CPU.
 
     Returns:
-        the model of the class that the config names, in eval mode, as `from_pretrained` of that class returns it.
+        the model of the class that the config names.
 
     Raises:
         InputError: the folder has no model of transformers, or one that can't be built, and as `shard`.
@@ -119,13 +138,19 @@ def from_pretrained(
     if not is_initialized():
         init_process_group()
 
-    def built() -> nn.Module:
-        return lazy_pretrained(folder, dtype)
+    def built() -> tuple[nn.Module, Weights]:
+        with without_garbage_collection():
+            model = lazy_pretrained(folder, dtype, train=train, initialise=False)
+            weights = read_folder(model_without_storage(model), shared_names(model), folder)
+            if weights.missing:  # they keep the values that the constructor gives them
+                model = lazy_pretrained(folder, dtype, train=train)
+            return (model, weights) if adapter is None else with_adapter(model, weights, adapter, is_trainable=train)
 
-    model = run_on_all_ranks(lookup(MODEL), built, InputError, "the ranks can't build this model together")
+    model, read = run_on_all_ranks(lookup(MODEL), built, InputError, "the ranks can't build this model together")
     if device is not None:
         model = model.to(device)
-    return shard(model, plan, example_inputs, example_kwargs, memory=memory, machine=machine, axes=axes, weights=folder)
+    aim = objective(machine, memory, axes, device_type(model))
+    return _shard(model, plan, example_inputs, example_kwargs, aim, read)
 
 
 def plan(

@@ -3,6 +3,7 @@
 from torchshard import distributed, nn
 from torchshard.api import from_pretrained, plan, shard
 from torchshard.checking.check import Report, check
+from torchshard.checkpoints.exporting import save_pretrained
 from torchshard.checkpoints.loading import load
 from torchshard.checkpoints.saving import Saving, save
 from torchshard.core.errors import (
@@ -31,5 +32,5 @@ __all__ = [
     "CaptureError", "DistributedError", "GradScaler", "I", "InputError", "InternalError", "MACHINES", "Machine", "P",
     "Plan", "PlanError", "R", "Report", "RuleError", "S", "Saving", "ShardError", "ShardedModule", "SliceWarning",
     "check", "clip_grad_norm_", "diff", "distributed", "draw", "explain", "from_pretrained", "lazy", "load",
-    "measure_machine", "nn", "plan", "rule", "save", "shard",
+    "measure_machine", "nn", "plan", "rule", "save", "save_pretrained", "shard",
 ]  # fmt: skip

@@ -180,7 +180,7 @@ def _begin(folder: Path, contents: Contents, ranks: Ranks) -> _Job:
 
     def make() -> None:
         if ranks.number == 0:
-            with _told(folder):
+            with file_errors(folder):
                 data.mkdir(parents=True)
                 _remove_data(folder, data, _named(folder))
 
@@ -245,7 +245,7 @@ class _Job:
         """
         failure: ShardError | None = None
         try:
-            with _told(self.file.path):
+            with file_errors(self.file.path):
                 self._write(tensors)
         except ShardError as error:
             failure = error
@@ -272,7 +272,7 @@ class _Job:
         places = [replace(group, rank=rank) for rank in range(group.size)]
         names = [file_name(place, replica) for replica in range(replicas.size) for place in places]
         data = self.file.path.parent
-        with _told(self.folder):
+        with file_errors(self.folder):
             sizes = {name: (data / name).stat().st_size for name in (*names, OBJECTS)}
             layouts = {name: layout_text(item.layout, item.shape) for name, item in self.contents.items.items()}
             sync_folder(data)
@@ -281,7 +281,7 @@ class _Job:
 
 
 @contextlib.contextmanager
-def _told(place: Path) -> Iterator[None]:
+def file_errors(place: Path) -> Iterator[None]:
     """Turns errors of the file system into ours."""
     try:
         yield

@@ -26,7 +26,7 @@ from torchshard.checking.processes import check_processes
 from torchshard.cli.folders import has_weights, note, with_weights
 from torchshard.core.errors import InputError, ShardError
 from torchshard.plans.machine import Axes, MachineName, objective
-from torchshard.weights.folder import lazy_pretrained
+from torchshard.weights.transformers_models import lazy_pretrained
 
 
 @dataclass(frozen=True)

@@ -8,7 +8,7 @@ with the plan and every bit of the inputs: that happens once for each graph.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
@@ -122,15 +122,19 @@ def _summary(call: PreparedCall, purpose: Purpose, snapshot: HistorySnapshot) ->
     return _Summary(f"{key} {shapes} {values} {rng} {call.compiled is None} {purpose}", facts)
 
 
-def verify_same_weights(model: nn.Module, group: Group) -> None:
+def verify_same_weights(model: nn.Module, group: Group, replaced: Collection[str] = ()) -> None:
     """The ranks compare every bit of the unsharded model's parameters and buffers.
+
+    Args:
+        replaced: the names of those whose values come from elsewhere, and may differ before that.
 
     Raises:
         DistributedError: they differ.
     """
     if group.size == 1:
         return
-    facts = {name: digests.describe_content(t) for name, t in (*model.named_parameters(), *model.named_buffers())}
+    named = dict((*model.named_parameters(), *model.named_buffers()))
+    facts = digests.describe_contents({name: tensor for name, tensor in named.items() if name not in replaced})
     verify_equal(group, facts, DistributedError, "the ranks hold different models")
 
 

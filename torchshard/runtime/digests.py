@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 import zlib
+from collections.abc import Mapping
 from typing import Final
 
 import torch
@@ -57,12 +58,22 @@ def device_digest(tensor: Tensor) -> Tensor:
 
 
 def describe_content(tensor: Tensor) -> str:
-    """Shape, dtype and a hash of every bit of the values; of a lazy tensor, of how they are made."""
-    if isinstance(tensor, LazyTensor):
-        return f"{value_text(tensor)}, {tensor.slot} of {tensor.tape.digest}"
+    """Shape, dtype and a hash of every bit of the values."""
     if not has_values(tensor):
         return value_text(tensor)
     return f"{value_text(tensor)} with hash {hash_tensor(tensor):x}"
+
+
+def describe_contents(tensors: Mapping[str, Tensor]) -> dict[str, str]:
+    """`describe_content` of each tensor; of lazy ones, how they are made."""
+    facts = {name: describe_content(t) for name, t in tensors.items() if not isinstance(t, LazyTensor)}
+    lazies = {name: tensor for name, tensor in tensors.items() if isinstance(tensor, LazyTensor)}
+    tapes = {id(lazy.tape): lazy.tape for lazy in lazies.values()}
+    for number, (key, tape) in enumerate(tapes.items()):
+        of_tape = {name: lazy for name, lazy in lazies.items() if id(lazy.tape) == key}
+        facts |= {name: f"{value_text(lazy)}, {lazy.slot} of tape {number}" for name, lazy in of_tape.items()}
+        facts[f"how {next(iter(of_tape))} is made"] = tape.digest([lazy.slot for lazy in of_tape.values()])
+    return facts
 
 
 def weighted_sum(tensor: Tensor, number: int) -> tuple[float, float]:

@@ -56,7 +56,7 @@ from torchshard.runtime.call_verification import (
     verify_same_weights,
 )
 from torchshard.runtime.compiled import Compiled, compile_program
-from torchshard.runtime.digests import describe_content
+from torchshard.runtime.digests import describe_contents
 from torchshard.runtime.history import History, HistorySnapshot
 from torchshard.runtime.optimizers import mark_state_dicts, observe_steps
 from torchshard.runtime.state import State
@@ -103,7 +103,7 @@ class ShardedModule(State):
         aim: Objective | None = None,
         *,
         cut: bool = True,
-        weights: str | os.PathLike[str] | None = None,
+        weights: str | os.PathLike[str] | Weights | None = None,
     ) -> None:
         def read() -> tuple[Constraints, dict[str, Layout], Weights | None]:
             check_weights(model)
@@ -111,16 +111,15 @@ class ShardedModule(State):
             constraints = read_constraints(facts, plan, group.coordinate.axis, aim)
             layouts = constraints.first_layouts(facts)
             check_layouts(facts, layouts)
-            loaded = None
-            if weights is not None:
-                loaded = read_folder(model_without_storage(model), shared_names(model), weights)
-            return constraints, layouts, loaded
+            if weights is None or isinstance(weights, Weights):
+                return constraints, layouts, weights
+            return constraints, layouts, read_folder(model_without_storage(model), shared_names(model), weights)
 
         what = "the ranks can't shard this model together"
         constraints, layouts, loaded = run_on_all_ranks(group, read, PlanError, what)
-        verify_same_weights(model, group)
+        verify_same_weights(model, group, () if loaded is None else loaded.tensors)
         if loaded is not None:
-            facts = {name: describe_content(tensor) for name, tensor in loaded.tensors.items()} | loaded.samples
+            facts = describe_contents(loaded.tensors) | loaded.samples
             verify_equal(group, facts, DistributedError, "the ranks would read different weights")
         if any(p.grad is not None for p in model.parameters()):
             what = "gradients that the parameters hold already stay with the unsharded model"

@@ -7,6 +7,7 @@ unsharded model without memory, from which graphs are captured.
 from __future__ import annotations
 
 import copy
+import functools
 import json
 import logging
 import operator
@@ -25,7 +26,7 @@ from torchshard.distributed.consistency import gather_bytes, run_on_all_ranks, v
 from torchshard.distributed.group import Group
 from torchshard.distributed.kernels import convert
 from torchshard.runtime.compiled import GraphCache
-from torchshard.runtime.digests import are_distinct, describe_content
+from torchshard.runtime.digests import are_distinct, describe_contents, values_digest
 from torchshard.runtime.submodule import ShardedSubmodule
 from torchshard.weights.folder import Weights
 from torchshard.weights.materialize import ReadSlices, for_each_whole, local_tensor, read_slices
@@ -65,6 +66,8 @@ class State(ShardedSubmodule):
         self._ts_left_places = set[tuple[str, ...]]()
         own = dict((*model.named_parameters(), *model.named_buffers()))
         self._ts_weights = weights
+        if weights is not None and weights.conversions is not None:
+            cast(Any, self.source)._weight_conversions = weights.conversions
         self._ts_uncut = own | (weights.tensors if weights else {})
         self._register(
             {n: without_storage(t, device=self._ts_uncut[n].device if t.is_meta else None) for n, t in own.items()},
@@ -305,7 +308,10 @@ class State(ShardedSubmodule):
         Raises:
             DistributedError: what all ranks hold whole differs, for they have read different files.
         """
-        hashes = [hash_tensor(tensor.detach()) for tensor in tensors.values()]
+        hashes = [
+            values_digest(t) if isinstance(layouts.get(name, I), Shard) else hash_tensor(t.detach())
+            for name, t in tensors.items()
+        ]
         gathered = gather_bytes(self._ts_group, "shard", lambda: json.dumps(hashes).encode())
         everyone = [json.loads(data) for data in gathered]
         for i, name in enumerate(tensors):
@@ -389,6 +395,15 @@ class State(ShardedSubmodule):
             attempt=advice,
         )
 
+    def stored_tensors(self) -> dict[str, tuple[str, Tensor, Callable[[], Tensor]]]:
+        """What a state dict has: name -> (the first name of that tensor, this rank's slice, what gathers the whole)."""
+        found: dict[str, tuple[str, Tensor, Callable[[], Tensor]]] = {}
+        for name, value in self.state_dict().items():
+            first = self._ts_names[name][0]
+            local, layout = self._ts_tensors[first].detach(), self._ts_layouts.get(first, I)
+            found[name] = first, value, functools.partial(self._whole, local, layout, first)
+        return found
+
     def full_state_dict(self) -> dict[str, Tensor]:
         """The unsharded model's state dict, a whole copy on every rank (a collective call: all ranks must make it)."""
         return {
@@ -411,7 +426,7 @@ class State(ShardedSubmodule):
         names = dict.fromkeys(super().state_dict())
         shapes = {name: self._source_tensor(name).shape for name in names}
         run_on_all_ranks(self._ts_group, lambda: check_full_state(state, shapes), InputError, what)
-        facts = {name: describe_content(tensor) for name, tensor in state.items()}
+        facts = describe_contents(state)
         what = "the ranks load different state dicts"
         verify_equal(self._ts_group, facts, DistributedError, what)
         self._follow()

@@ -7,10 +7,10 @@ rows 1 to 2 of w are row 0 of the slice, rows 4 to 6 are its rows 1 and 2
 from __future__ import annotations
 
 import itertools
-import math
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
+import torch
 from torch import Tensor
 
 from torchshard.core.layouts import Layout, Shard, parts_of, ranges
@@ -61,27 +61,28 @@ def pieces(shape: Sequence[int], layout: Layout, coordinate: Coordinate) -> list
     return found
 
 
-def runs(shape: Sequence[int], box: Box, itemsize: int) -> tuple[int, Iterator[int]]:
-    """How a part lies in row-major memory: (bytes of each run without gaps, where each run begins, in bytes).
+def place_of(shape: Sequence[int], box: Box | None = None) -> Tensor:
+    """A part of a row-major tensor as a view without memory, whose strides and offset say where the part lies."""
+    place = torch.empty(tuple(shape), device="meta")
+    for dim, (start, stop) in enumerate(box or ()):
+        place = place.narrow(dim, start, stop - start)
+    return place
+
+
+def runs(place: Tensor, itemsize: int) -> tuple[int, Iterator[int]]:
+    """How a part lies in the memory of its tensor: (bytes of each run without gaps, where each run begins, in bytes).
 
     Args:
-        box: a part that is not empty.
+        place: as of `place_of`, not empty; the runs are in the order of its dims.
         itemsize: bytes of an element.
     """
-    inner = len(box)
-    while inner and box[inner - 1] == (0, shape[inner - 1]):
-        inner -= 1
-    strides = [math.prod(shape[dim + 1 :]) * itemsize for dim in range(len(box))]
-    walked = [range(a * s, b * s, s) for (a, b), s in zip(box, strides, strict=True)][: max(inner - 1, 0)]
-    first = box[inner - 1][0] * strides[inner - 1] if inner else 0
-    length = math.prod(sizes(box)) * itemsize // math.prod(map(len, walked))
-    return length, (first + sum(places) for places in itertools.product(*walked))
-
-
-def halves(box: Box) -> tuple[int, int, int, int]:
-    """(dim, start, middle, stop): where a part is cut in two, at the first dim that has more than one index."""
-    dim, (start, stop) = next((d, (a, b)) for d, (a, b) in enumerate(box) if b - a > 1)
-    return dim, start, (start + stop) // 2, stop
+    dims = [(size, stride) for size, stride in zip(place.shape, place.stride(), strict=True) if size > 1]
+    length = 1
+    while dims and dims[-1][1] == length:
+        length *= dims.pop()[0]
+    walked = [range(0, size * stride * itemsize, stride * itemsize) for size, stride in dims]
+    first = int(place.storage_offset()) * itemsize
+    return length * itemsize, (first + sum(places) for places in itertools.product(*walked))
 
 
 def with_range(box: Box, dim: int, start: int, stop: int) -> Box:

@@ -168,6 +168,15 @@ def _unsqueeze(tape: Tape, entry: Entry, wanted: Wanted) -> list[Wanted] | None:
     return [replace(wanted, slot=entry.operands[0], box=box, into=wanted.into.squeeze(dim))]
 
 
+def _squeeze(tape: Tape, entry: Entry, wanted: Wanted) -> list[Wanted] | None:
+    shape = tape.examples[entry.operands[0]].shape
+    dim = _arguments(entry)["dim"] % len(shape)
+    if shape[dim] != 1:
+        return [replace(wanted, slot=entry.operands[0])]
+    box = (*wanted.box[:dim], (0, 1), *wanted.box[dim:])
+    return [replace(wanted, slot=entry.operands[0], box=box, into=wanted.into.unsqueeze(dim))]
+
+
 def _permute(tape: Tape, entry: Entry, wanted: Wanted) -> list[Wanted] | None:
     """`permute`, `transpose` and `t`."""
     arguments, rank = _arguments(entry), len(wanted.box)
@@ -228,6 +237,7 @@ READERS: Mapping[Any, Reader] = {
     aten.split_with_sizes.default: _split,
     aten.select.int: _without_dim,
     aten.unbind.int: _without_dim,
+    aten.squeeze.dim: _squeeze,
     aten.unsqueeze.default: _unsqueeze,
     aten.permute.default: _permute,
     aten.transpose.int: _permute,

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import json
 import math
+import mmap
 import os
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
@@ -25,9 +26,9 @@ import torch
 from torch import Tensor
 
 from torchshard.core.errors import InputError
-from torchshard.weights.boxes import Box, halves, runs, whole_box, with_range
+from torchshard.weights.boxes import Box, place_of, runs, whole_box, with_range
 
-BLOCK_BYTES: Final = 1 << 24
+BLOCK_BYTES: Final = 1 << 22
 """The most that is held of a file beside the slices, where a part has to be cast or moved on its way."""
 _SAMPLED_BYTES: Final = 4096
 _MOST_HEADER_BYTES: Final = 100_000_000
@@ -109,7 +110,14 @@ class FileTensor(StoredTensor):
             try:
                 if os.fstat(file).st_size != self.file_bytes:
                     raise _broken(self.path, f"it had {self.file_bytes} bytes, and now {os.fstat(file).st_size}", self)
-                return self._read(file, box, into, dtypes)
+                held = self.buffer_bytes(into, dtypes)
+                if not held:
+                    self._read_runs(file, box, into)
+                    return into.numel() * self.dtype.itemsize
+                # mapped, not of the heap, which would stay in pieces and keep the process larger than its tensors
+                block = torch.frombuffer(mmap.mmap(-1, held), dtype=self.dtype)
+                last = dtypes[-1] if dtypes else self.dtype
+                return self._read_cast(file, box, into, dtypes[:-1] if last == into.dtype else dtypes, block)
             finally:
                 os.close(file)
         except OSError as error:
@@ -131,26 +139,25 @@ class FileTensor(StoredTensor):
         except OSError as error:
             raise _broken(self.path, str(error), self) from error
 
-    def _read(self, file: int, box: Box, into: Tensor, dtypes: Sequence[torch.dtype]) -> int:
-        is_direct = not self.buffer_bytes(into, dtypes)
-        bytes_ = into.numel() * self.dtype.itemsize
-        if bytes_ > BLOCK_BYTES and not is_direct:
-            dim, start, middle, stop = halves(box)
+    def _read_cast(self, file: int, box: Box, into: Tensor, dtypes: Sequence[torch.dtype], block: Tensor) -> int:
+        """Reads a part by way of a block of memory, half by half where it is larger than that."""
+        if into.numel() > len(block):
+            dim, (start, stop) = next((d, (a, b)) for d, (a, b) in enumerate(box) if b - a > 1)
+            middle = (start + stop) // 2
             return sum(
-                self._read(file, with_range(box, dim, a, b), into.narrow(dim, a - start, b - a), dtypes)
+                self._read_cast(file, with_range(box, dim, a, b), into.narrow(dim, a - start, b - a), dtypes, block)
                 for a, b in ((start, middle), (middle, stop))
             )
-        block = into if is_direct else torch.empty(into.shape, dtype=self.dtype)
-        self._read_runs(file, box, block)
-        if not is_direct:
-            for dtype in dtypes:
-                block = block.to(dtype)
-            into.copy_(block)
-        return bytes_
+        part = block[: into.numel()].view(into.shape)
+        self._read_runs(file, box, part)
+        for dtype in dtypes:
+            part = part.to(dtype)
+        into.copy_(part)
+        return into.numel() * self.dtype.itemsize
 
     def _read_runs(self, file: int, box: Box, block: Tensor) -> None:
         """Reads the runs of a part, which lie in the file apart, into a tensor where they lie one after the other."""
-        memory, (length, starts) = bytes_of(block), runs(self.shape, box, self.dtype.itemsize)
+        memory, (length, starts) = bytes_of(block), runs(place_of(self.shape, box), self.dtype.itemsize)
         for i, start in enumerate(starts):
             self._read_exactly(file, memory[i * length : (i + 1) * length], self.start + start)
 

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from torchshard.core.errors import InputError
-from torchshard.weights.boxes import Box, halves, runs, whole_box, with_range
+from torchshard.weights.boxes import place_of, runs
 from torchshard.weights.safetensors_files import BLOCK_BYTES, DTYPES, bytes_of
 
 _NAMES = {dtype: name for name, dtype in DTYPES.items()}
@@ -52,14 +52,14 @@ class FilePlan:
 
     @classmethod
     def of(cls, path: Path, types: Mapping[str, TensorType], metadata: Mapping[str, str]) -> FilePlan:
-        """A file with these tensors; wide dtypes come first, so that all data are aligned.
+        """A file with these tensors; wide dtypes come first, so that all data are aligned, and then names in order.
 
         Raises:
             InputError: the format has no such dtype.
         """
         entries: dict[str, object] = {"__metadata__": dict(metadata)}
         at, begins = 0, dict[str, int]()
-        for name in sorted(types, key=lambda name: -types[name].dtype.itemsize):
+        for name in sorted(types, key=lambda name: (-types[name].dtype.itemsize, name)):
             type_ = types[name]
             if type_.dtype not in _NAMES:
                 raise InputError(
@@ -83,21 +83,30 @@ class FilePlan:
             file.write(self.header)
             file.truncate(self.size)
 
-    def write(self, file: int, name: str, tensor: Tensor, box: Box | None = None) -> None:
-        """Writes a part of a tensor, or all of it, to the open file."""
-        box = whole_box(self.types[name].shape) if box is None else box
+    def write(self, file: int, name: str, tensor: Tensor, place: Tensor | None = None) -> None:
+        """Writes a part of a tensor to the open file.
+
+        Args:
+            place: where the part lies in the tensor, as of `boxes.place_of`, but in any order of dims; None for all.
+        """
+        place = place_of(self.types[name].shape) if place is None else place
+        strides = place.stride()
+        order = sorted(range(tensor.ndim), key=lambda dim: -strides[dim])
+        self._write_ordered(file, self.starts[name], tensor.detach().permute(order), place.permute(order))
+
+    def _write_ordered(self, file: int, start: int, tensor: Tensor, place: Tensor) -> None:
         if not tensor.numel():
             return
         is_direct = tensor.is_contiguous() and tensor.device.type == "cpu"
         if tensor.numel() * tensor.itemsize > BLOCK_BYTES and not is_direct:
-            dim, start, middle, stop = halves(box)
-            for a, b in ((start, middle), (middle, stop)):
-                self.write(file, name, tensor.narrow(dim, a - start, b - a), with_range(box, dim, a, b))
+            dim, size = next((dim, size) for dim, size in enumerate(tensor.shape) if size > 1)
+            for a, b in ((0, size // 2), (size // 2, size)):
+                self._write_ordered(file, start, tensor.narrow(dim, a, b - a), place.narrow(dim, a, b - a))
             return
-        memory = bytes_of(tensor if is_direct else tensor.detach().cpu().contiguous())
-        length, starts = runs(self.types[name].shape, box, tensor.itemsize)
-        for i, start in enumerate(starts):
-            _write_exactly(file, memory[i * length : (i + 1) * length], self.starts[name] + start)
+        memory = bytes_of(tensor if is_direct else tensor.cpu().contiguous())
+        length, starts = runs(place, tensor.itemsize)
+        for i, run in enumerate(starts):
+            _write_exactly(file, memory[i * length : (i + 1) * length], start + run)
 
 
 def _write_exactly(file: int, memory: memoryview, at: int) -> None:

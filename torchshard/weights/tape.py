@@ -100,8 +100,6 @@ class Tape:
 
     marks: dict[int, int] = field(default_factory=dict)
     """Hash of an RNG state of the process -> the draw after which it was set."""
-    _digest: tuple[int, int] = (0, 0)
-    """(how many entries it is of, a hash)."""
 
     def add(self, entry: Entry) -> None:
         """Records a call.
@@ -121,12 +119,10 @@ class Tape:
         """Whether nobody has drawn or seeded since the latest draw was recorded."""
         return hash_tensor(torch.get_rng_state()) in self.marks
 
-    @property
-    def digest(self) -> str:
-        """A hash of all calls, with the tensors and random numbers that they start from."""
-        if self._digest[0] != len(self.entries):
-            self._digest = len(self.entries), hash_text(repr([_entry_text(entry) for entry in self.entries]))
-        return f"{self._digest[1]:x}"
+    def digest(self, wanted: Sequence[int]) -> str:
+        """A hash of the calls that make these slots, with the tensors and random numbers that they start from."""
+        runs = self._runs(self._needed(wanted))
+        return f"{hash_text(repr([(i, _entry_text(self.entries[i])) for i in runs])):x}"
 
     def rng_state(self) -> Tensor:
         """The RNG state that the constructor would be in now."""
@@ -170,8 +166,7 @@ class Tape:
         Of all tensors only those are in memory that a later call needs, so `use` should keep none of the values.
         """
         needed = self._needed(wanted)
-        last_draw = max((i for i in needed if self.entries[i].draws), default=-1)
-        runs = [i for i, e in enumerate(self.entries) if i in needed or (e.draws and i <= last_draw)]
+        runs = self._runs(needed)
         last_use, ready = self._lifetimes(wanted, needed)
         held, left = dict[int, Tensor](), dict[int, Tensor]()
         with _alone():
@@ -181,6 +176,11 @@ class Tape:
                     use(slot, held[slot])
                 for slot in [s for s in held if last_use.get(s, -1) <= i]:
                     del held[slot]
+
+    def _runs(self, needed: set[int]) -> list[int]:
+        """The numbers of the entries that run: those that are needed, and all draws before the last of theirs."""
+        last_draw = max((i for i in needed if self.entries[i].draws), default=-1)
+        return [i for i, e in enumerate(self.entries) if i in needed or (e.draws and i <= last_draw)]
 
     def _needed(self, wanted: Sequence[int]) -> set[int]:
         """The numbers of the entries that the wanted values depend on."""

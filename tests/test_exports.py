@@ -1,0 +1,179 @@
+"""Sharded models written out for other libraries: the folders that those would write themselves."""
+
+from __future__ import annotations
+
+import functools
+import json
+import warnings
+from pathlib import Path
+from typing import Any
+
+import peft
+import pytest
+import torch
+import transformers
+from safetensors.torch import load, load_file
+
+import torchshard as ts
+from tests.helpers import refused, run_ranks
+from tests.resumed import Small, small
+from tests.test_folders import MODELS, SIZES
+
+CALL = {"input_ids": torch.arange(16).reshape(2, 8), "use_cache": False}
+
+
+def _contents(folder: Path) -> dict[str, Any]:
+    """The content of each file of a folder; JSON as values, for the order of a set in it differs between processes."""
+    found: dict[str, Any] = {}
+    for path in sorted(folder.rglob("*")):
+        if path.is_file():
+            name, data = str(path.relative_to(folder)), path.read_bytes()
+            found[name] = json.loads(data) if path.suffix == ".json" else data
+    return found
+
+
+def _exports(rank: int, kind: str, folder: str, built: bool) -> None:
+    warnings.simplefilter("ignore")
+    ts.distributed.init_process_group()
+    if built:
+        torch.manual_seed(0)
+        sharded = ts.shard(MODELS[kind](), "auto", (), CALL)
+    else:
+        torch.manual_seed(rank)  # what a constructor draws is not used, and need not be equal
+        sharded = ts.from_pretrained(f"{folder}/original", "auto", example_kwargs=CALL)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", UserWarning)  # nothing is gathered whole
+        ts.save_pretrained(sharded, f"{folder}/ours", max_shard_size="40KB")
+
+
+@pytest.mark.parametrize("world", [2, 3])
+@pytest.mark.parametrize("built", [True, False])
+@pytest.mark.parametrize("kind", MODELS)
+def test_the_folder_is_what_transformers_writes(kind: str, built: bool, world: int, tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    model = MODELS[kind]()
+    model.save_pretrained(tmp_path / "original", max_shard_size="40KB")
+    if not built:
+        model = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "original")
+    model.save_pretrained(tmp_path / "theirs", max_shard_size="40KB")
+    run_ranks(_exports, world, kind, str(tmp_path), built)
+    ours, theirs = _contents(tmp_path / "ours"), _contents(tmp_path / "theirs")
+    if kind == "mixtral":  # whose experts share memory there, and are kept in one file for it
+        ours, theirs = ({**_tensors(folder), "config": folder["config.json"]} for folder in (ours, theirs))
+    assert len(theirs) > 5 and ours.keys() == theirs.keys()
+    assert not [name for name in ours if ours[name] != theirs[name]]
+
+
+def _tensors(folder: dict[str, Any]) -> dict[str, Any]:
+    """The tensors of all files, by name."""
+    return {
+        name: (tensor.dtype, tensor.tolist())
+        for file, data in folder.items()
+        if file.endswith(".safetensors")
+        for name, tensor in load(data).items()
+    }
+
+
+def _exports_plain(rank: int, folder: str) -> None:
+    warnings.simplefilter("ignore")
+    ts.distributed.init_process_group()
+    ts.save_pretrained(small("columns"), folder)
+
+
+def test_a_model_of_nobodys_is_one_file(tmp_path: Path) -> None:
+    run_ranks(_exports_plain, 3, str(tmp_path))
+    torch.manual_seed(0)
+    expected = {name: tensor for name, tensor in Small().state_dict().items() if name != "head.weight"}
+    written = load_file(tmp_path / "model.safetensors")
+    assert [path.name for path in tmp_path.iterdir()] == ["model.safetensors"] and written.keys() == expected.keys()
+    assert all(torch.equal(written[name], tensor) for name, tensor in expected.items())
+
+
+# --- adapters --------------------------------------------------------------------------------------------------------
+
+LORAS: dict[str, Any] = {
+    "plain": {"target_modules": ["q_proj", "o_proj", "up_proj"]},
+    "head": {"target_modules": "all-linear", "modules_to_save": ["lm_head"], "use_dora": True},
+    "embedding": {"target_modules": ["embed_tokens", "v_proj"], "use_rslora": True},
+}
+
+
+def _lora(kind: str) -> Any:
+    torch.manual_seed(0)
+    config = peft.LoraConfig(r=4, init_lora_weights=False, **LORAS[kind])
+    return peft.get_peft_model(MODELS["llama"](), config)
+
+
+def _exports_adapter(rank: int, kind: str, folder: str) -> None:
+    warnings.simplefilter("ignore")
+    ts.distributed.init_process_group()
+    ts.save_pretrained(ts.shard(_lora(kind), "auto", (), CALL), folder)
+
+
+@pytest.mark.parametrize("kind", LORAS)
+def test_an_adapter_is_what_peft_writes(kind: str, tmp_path: Path) -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        _lora(kind).save_pretrained(tmp_path / "theirs")
+    run_ranks(_exports_adapter, 2, kind, str(tmp_path / "ours"))
+    ours, theirs = _contents(tmp_path / "ours"), _contents(tmp_path / "theirs")
+    theirs.pop("README.md")
+    for folder in (ours, theirs):  # a set, in another order in each process
+        modules = folder["adapter_config.json"]["target_modules"]
+        folder["adapter_config.json"]["target_modules"] = sorted(modules)
+    assert ours == theirs
+
+
+def _loads_adapter(rank: int, folder: str) -> list[Any]:
+    """Loads a base model with an adapter, on ranks that have drawn other numbers; trains the adapter and writes it."""
+    warnings.simplefilter("ignore")
+    ts.distributed.init_process_group()
+    base: Any = transformers.AutoModelForCausalLM.from_pretrained(f"{folder}/base")
+    expected = peft.PeftModel.from_pretrained(base, f"{folder}/adapter", is_trainable=True).train()
+    torch.manual_seed(rank)
+    call = CALL | {"labels": CALL["input_ids"]}
+    sharded = ts.from_pretrained(f"{folder}/base", adapter=f"{folder}/adapter", train=True, example_kwargs=call)
+    whole = sharded.full_state_dict()
+    same = [torch.equal(whole[name], tensor) for name, tensor in expected.state_dict().items()]
+    trained = [name for name, p in sharded.named_parameters() if p.requires_grad]
+    losses = []
+    for model in (expected, sharded):
+        torch.manual_seed(1)
+        optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], 0.01)
+        for _ in range(3):
+            loss = model(**call).loss
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        losses.append(loss.item())
+    ts.save_pretrained(sharded, f"{folder}/trained")
+    return [all(same), trained == [n for n, p in expected.named_parameters() if p.requires_grad], losses]
+
+
+@pytest.mark.parametrize("kind", ["plain", "head"])
+def test_an_adapter_comes_in_trains_and_goes_out(kind: str, tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    MODELS["llama"]().save_pretrained(tmp_path / "base")
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        _lora(kind).save_pretrained(tmp_path / "adapter")
+    found = run_ranks(_loads_adapter, 2, str(tmp_path))
+    for same, trained, (expected, loss) in found:
+        assert same and trained and loss == pytest.approx(expected, rel=1e-5)
+    base: Any = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "base")
+    again = peft.PeftModel.from_pretrained(base, str(tmp_path / "trained"))
+    with torch.no_grad():
+        loss = again(**CALL, labels=CALL["input_ids"]).loss.item()
+    assert loss != pytest.approx(found[0][2][0], rel=1e-3) and loss < found[0][2][0]
+
+
+def test_another_models_adapter_is_refused(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    MODELS["llama"]().save_pretrained(tmp_path / "base")
+    (tmp_path / "none").mkdir()
+    other = transformers.LlamaForCausalLM(transformers.LlamaConfig(**SIZES | {"num_hidden_layers": 1}, vocab_size=50))
+    peft.get_peft_model(other, peft.LoraConfig(r=4, target_modules=["q_proj"])).save_pretrained(tmp_path / "other")
+    for adapter, text in (("none", "it has no adapter_config.json"), ("other", "the file has no")):
+        call = functools.partial(ts.from_pretrained, tmp_path / "base", adapter=tmp_path / adapter)
+        assert refused(functools.partial(call, example_kwargs=CALL), text, ts.InputError)
+    ts.distributed.destroy_process_group()

@@ -1,0 +1,248 @@
+"""Writes a sharded model as the folder that other libraries load, by all ranks at once.
+
+    format    which tensors go into which files, under which names: conversions recorded on lazy tensors
+    parts     of each of those tensors, which parts are in which of the model's, and where they lie in the file
+    write     each rank its parts, at their places, into files of the final size; then they get their names
+
+No rank holds a tensor whole, but for those of conversions that can't be done by parts: of these the ranks gather one at
+a time, and a warning names them.
+"""
+
+from __future__ import annotations
+
+import os
+import warnings
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+
+from torchshard.checkpoints.contents import Item
+from torchshard.checkpoints.formats import FolderFormat, folder_format
+from torchshard.checkpoints.ranks import Ranks
+from torchshard.checkpoints.saving import file_errors, verify_states
+from torchshard.core.errors import InputError
+from torchshard.core.hashing import hash_text
+from torchshard.core.layouts import Shard
+from torchshard.core.mesh import Coordinate
+from torchshard.runtime.module import ShardedModule
+from torchshard.weights.boxes import Box, pieces, place_of, whole_box, with_range
+from torchshard.weights.lazy import LazyTensor, file_tensor
+from torchshard.weights.parts import Parts, Read, Wanted
+from torchshard.weights.progress import Progress
+from torchshard.weights.safetensors_files import StoredTensor
+from torchshard.weights.safetensors_writer import FilePlan, TensorType
+from torchshard.weights.tape import Tape
+
+
+def save_pretrained(model: nn.Module, folder: str | os.PathLike[str], *, max_shard_size: int | str = "50GB") -> None:
+    """Writes a sharded model as `from_pretrained` of its library loads it; no rank holds it whole.
+
+    A collective call: all ranks make it, and share the folder. Of a model of transformers it writes what
+    `PreTrainedModel.save_pretrained` of the unsharded model would write (experts may be dealt to the files in another
+    way); of one with peft's adapters, the adapters, as `PeftModel.save_pretrained`; of any other, model.safetensors.
+
+    Args:
+        folder: made if it is missing. Files of an older model in it are replaced, one after the other: to keep that one
+            until this is complete, name another folder.
+        max_shard_size: the most that a file holds, as in transformers.
+
+    Raises:
+        InputError: the model is not sharded, or the folder can't be written to.
+        DistributedError: the ranks hold different states, or do not see one folder.
+    """
+    ranks, what = Ranks.own(), "the ranks can't write this model together"
+    verify_states(model, ranks)
+    target = Path(folder)
+    job = ranks.run_on_all(lambda: _planned(model, target, max_shard_size, ranks), InputError, what)
+    ranks.verify({"the folder": os.fspath(folder), **job.facts()}, "the ranks write different models")
+    ranks.run_on_all(lambda: job.create(ranks), InputError, what)
+    ranks.run_on_all(job.check_seen, InputError, "the ranks do not see one folder")
+    ranks.run_on_all(job.write, InputError, what)
+    ranks.run_on_all(lambda: job.complete(ranks), InputError, what)
+
+
+@dataclass(frozen=True)
+class ModelTensor(StoredTensor):
+    """A parameter or buffer of a sharded model, in the place of a file's tensor on a tape."""
+
+    name: str
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    whole: Callable[[], Tensor]
+    """Gathers it: a collective call."""
+
+    def read(self, box: Box, into: Tensor, dtypes: Sequence[torch.dtype] = ()) -> int:
+        """Not called: parts of it are written where they are held."""
+        raise NotImplementedError
+
+    def buffer_bytes(self, into: Tensor, dtypes: Sequence[torch.dtype] = ()) -> int:
+        """Nothing is read."""
+        return 0
+
+    def sample(self) -> bytes:
+        """Nothing is read."""
+        return b""
+
+    def __call__(self) -> Tensor:
+        return self.whole()
+
+
+@dataclass(frozen=True)
+class _Output:
+    """A tensor of a file."""
+
+    file: FilePlan
+    name: str
+    tensor: Tensor
+    """Recorded, or with values."""
+    reads: Sequence[Read] | None
+    """The parts of the model's tensors that it is made of; None if it has to be computed whole."""
+
+
+@dataclass(frozen=True)
+class _Job:
+    """What this rank writes of which files."""
+
+    folder: Path
+    format: FolderFormat
+    outputs: Sequence[_Output]
+    items: Mapping[str, Item]
+    """This rank's slices by name."""
+    coordinate: Coordinate
+    turn: Callable[[int], bool]
+    """Whether this rank writes an output's split parts, by the number of the output: its replicas hold them too."""
+    is_first: Callable[[int], bool]
+    """Whether it writes what all ranks hold whole."""
+
+    @property
+    def files(self) -> list[FilePlan]:
+        """All files."""
+        return list({id(output.file): output.file for output in self.outputs}.values())
+
+    def facts(self) -> dict[str, str]:
+        """What must be equal on all ranks."""
+        return {file.path.name: f"{hash_text(file.header.hex()):x}" for file in self.files}
+
+    def create(self, ranks: Ranks) -> None:
+        """Makes the files, on the rank that leads."""
+        if ranks.number == 0:
+            with file_errors(self.folder):
+                for file in self.files:
+                    file.path.parent.mkdir(parents=True, exist_ok=True)
+                    file.create()
+
+    def check_seen(self) -> None:
+        """Checks that this rank sees the files."""
+        unseen = next((file for file in self.files if not file.path.is_file()), None)
+        if unseen is not None:
+            raise InputError(
+                "the ranks do not see one folder",
+                where=str(self.folder),
+                why=f"rank 0 has made {unseen.path.name} in it, and this rank does not find that",
+                attempt="a folder on a file system that all ranks share",
+            )
+
+    def write(self) -> None:
+        """Writes this rank's parts of all files, and returns when they are on the disk."""
+        whole = [output.name for output in self.outputs if output.reads is None]
+        if whole:
+            warnings.warn(
+                f"{len(whole)} tensors were gathered whole, one at a time: {', '.join(whole[:3])}", stacklevel=2
+            )
+        shown, written = Progress("writing weights", self.coordinate.rank), 0
+        with file_errors(self.folder):
+            handles = {id(file): os.open(file.path, os.O_RDWR) for file in self.files}
+            try:
+                for number, output in enumerate(self.outputs):
+                    written += self._write_output(handles[id(output.file)], number, output)
+                    shown.show(written)
+                for handle in handles.values():
+                    os.fsync(handle)
+            finally:
+                for handle in handles.values():
+                    os.close(handle)
+        shown.end()
+
+    def _write_output(self, handle: int, number: int, output: _Output) -> int:
+        if output.reads is None:
+            value = output.tensor.value() if isinstance(output.tensor, LazyTensor) else output.tensor
+            if self.is_first(number):
+                output.file.write(handle, output.name, value)
+            return value.numel() * value.itemsize
+        written = 0
+        for part, place, dtypes in self._own_parts(number, output.reads):
+            for dtype in dtypes:
+                part = part.to(dtype)
+            output.file.write(handle, output.name, part, place)
+            written += part.numel() * part.itemsize
+        return written
+
+    def _own_parts(self, number: int, reads: Sequence[Read]) -> Iterator[tuple[Tensor, Tensor, Sequence[torch.dtype]]]:
+        """(a part of this rank's slices, where it lies in the output, what it is cast to)."""
+        for read in reads:
+            item = self.items[read.tensor.name]
+            is_split = isinstance(item.layout, Shard) and self.coordinate.axis.size > 1
+            if not (self.turn(number) if is_split else self.is_first(number)):
+                continue
+            for piece in pieces(item.shape, item.layout, self.coordinate):
+                if not item.shape:
+                    yield item.tensor, read.into, read.dtypes
+                    continue
+                (begin, end), (start, stop) = piece.box[piece.dim], read.box[piece.dim]
+                first, last = max(begin, start), min(end, stop)
+                if first >= last:
+                    continue
+                at = piece.at + first - begin
+                box = with_range(read.box, piece.dim, at, at + last - first)
+                part = item.tensor[tuple(slice(*bounds) for bounds in box)]
+                yield part, read.into.narrow(piece.dim, first - start, last - first), read.dtypes
+
+    def complete(self, ranks: Ranks) -> None:
+        """Gives the files their names, and writes what is no tensor, on the rank that leads."""
+        if ranks.number == 0:
+            with file_errors(self.folder):
+                for file in self.files:
+                    file.path.replace(file.path.with_suffix(""))
+                self.format.write_others(self.folder)
+
+
+def _planned(model: nn.Module, folder: Path, max_shard_size: int | str, ranks: Ranks) -> _Job:
+    if not isinstance(model, ShardedModule):
+        raise InputError(
+            "save_pretrained writes sharded models",
+            where="ts.save_pretrained",
+            why=f"this is a {type(model).__name__}, that each rank holds whole",
+            attempt="model.save_pretrained(folder) on one rank, if it has that; or safetensors.torch.save_file",
+        )
+    tape = Tape()
+    items, state = dict[str, Item](), dict[str, Tensor]()
+    for name, (first, value, whole) in model.stored_tensors().items():
+        items.setdefault(first, Item.of(value))
+        if name == first:
+            state[name] = file_tensor(tape, ModelTensor(name, value.dtype, items[name].shape, whole))
+        else:
+            state[name] = state[first]
+    format_ = folder_format(model.source, state, max_shard_size)
+    outputs, parts = list[_Output](), Parts(tape)
+    for path, tensors in format_.files.items():
+        types = {name: TensorType(tensor.dtype, tuple(tensor.shape)) for name, tensor in tensors.items()}
+        file = FilePlan.of(folder / f"{path}.part", types, {"format": "pt"})
+        for name, tensor in tensors.items():
+            wanted = isinstance(tensor, LazyTensor) and Wanted(
+                tensor.slot, whole_box(tensor.shape), place_of(tensor.shape)
+            )
+            reads = parts.reads(wanted) if wanted else None
+            outputs.append(_Output(file, name, tensor, reads))
+    replicas, count = ranks.replicas, ranks.count
+    return _Job(
+        folder,
+        format_,
+        outputs,
+        items,
+        ranks.group.coordinate,
+        lambda number: number % replicas.size == replicas.rank,
+        lambda number: number % count == ranks.number,
+    )

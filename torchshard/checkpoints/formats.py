@@ -1,0 +1,155 @@
+"""Folders as other libraries write them: which tensors of a model go into which files, under which names.
+
+    transformers   model.safetensors, or several and an index; config.json; names and shapes as its own conversions turn
+                   them back (experts apart, as they were in the file)
+    peft           adapter_model.safetensors and adapter_config.json of each adapter
+    any other      model.safetensors, or several and an index
+
+The conversions run on lazy tensors: what they do is recorded, and done part by part when files are written.
+"""
+
+from __future__ import annotations
+
+import copy
+import json
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from torchshard.core.errors import InputError
+from torchshard.weights.adapters import ADAPTER, adapter_names
+from torchshard.weights.safetensors_files import INDEX
+from torchshard.weights.transformers_models import is_transformers
+
+
+@dataclass(frozen=True)
+class FolderFormat:
+    """What a folder will hold."""
+
+    files: Mapping[str, Mapping[str, Tensor]]
+    """Path in the folder -> the tensors of the file, by name."""
+    write_others: Callable[[Path], None]
+    """Writes what is no tensor (configurations, the index), when the files are complete."""
+
+
+def folder_format(source: nn.Module, state: Mapping[str, Tensor], max_shard_size: int | str) -> FolderFormat:
+    """How a model is written out.
+
+    Args:
+        source: the unsharded model, without values.
+        state: its parameters and buffers by all their names; tied names have one object.
+        max_shard_size: as transformers' `save_pretrained` takes it: the most that a file may hold.
+
+    Raises:
+        InputError: the size is none, or the model is quantised.
+    """
+    if _is_peft(source):
+        return _adapters(source, state)
+    if not is_transformers(source):
+        first_names: dict[int, str] = {}
+        for name, tensor in state.items():
+            first_names.setdefault(id(tensor), name)
+        tensors = {name: state[name] for name in first_names.values()}
+        return _split(tensors, max_shard_size, sum(p.numel() for p in source.parameters()))
+    return _of_transformers(source, state, max_shard_size)
+
+
+def _split(tensors: Mapping[str, Tensor], max_shard_size: int | str, parameters: int) -> FolderFormat:
+    """Tensors in as many files as they need, with an index if those are several."""
+    try:
+        from huggingface_hub import split_torch_state_dict_into_shards
+    except ImportError as error:
+        raise InputError(
+            "huggingface_hub is not installed",
+            where="save_pretrained",
+            why="it says which tensors go into which file",
+            attempt="pip install huggingface_hub",
+        ) from error
+    shapes = {name: torch.empty(t.shape, dtype=t.dtype, device="meta") for name, t in tensors.items()}
+    try:
+        split: Any = split_torch_state_dict_into_shards(
+            shapes, filename_pattern="model{suffix}.safetensors", max_shard_size=max_shard_size
+        )
+    except (ValueError, TypeError) as error:
+        raise InputError(
+            f"invalid size {max_shard_size!r}", where="max_shard_size=", why=str(error), attempt='"5GB"'
+        ) from error
+    files = {file: {name: tensors[name] for name in names} for file, names in split.filename_to_tensors.items()}
+
+    def write_index(folder: Path) -> None:
+        for stale in folder.glob("model-*-of-*.safetensors"):
+            if stale.name not in files:
+                stale.unlink()
+        if not split.is_sharded:
+            (folder / INDEX).unlink(missing_ok=True)
+            return
+        (folder / "model.safetensors").unlink(missing_ok=True)
+        index = {
+            "metadata": {"total_parameters": parameters, **split.metadata},
+            "weight_map": split.tensor_to_filename,
+        }
+        (folder / INDEX).write_text(json.dumps(index, indent=2, sort_keys=True) + "\n", encoding="utf-8")
+
+    return FolderFormat(files, write_index)
+
+
+# --- transformers ----------------------------------------------------------------------------------------------------
+
+
+def _of_transformers(source: Any, state: Mapping[str, Tensor], max_shard_size: int | str) -> FolderFormat:
+    """As `PreTrainedModel.save_pretrained` of transformers 5 does it, in the same order."""
+    from transformers.core_model_loading import revert_weight_conversion
+    from transformers.modeling_utils import remove_tied_weights_from_state_dict
+
+    ignored = set(source._keys_to_ignore_on_save or ())
+    # on the meta device it tells tied weights by the model's own parameters
+    shapes = {n: torch.empty(t.shape, dtype=t.dtype, device="meta") for n, t in state.items() if n not in ignored}
+    kept = remove_tied_weights_from_state_dict(shapes, source)
+    tensors = revert_weight_conversion(source, {name: state[name] for name in kept})
+    split = _split(tensors, max_shard_size, source.num_parameters())
+    config = copy.deepcopy(source.config)  # the model's own is watched: it must not change
+    config.dtype = str(source.dtype).removeprefix("torch.")
+    config.architectures = [type(source).__name__]
+
+    def write_others(folder: Path) -> None:
+        config.save_pretrained(folder)
+        if source.can_generate():
+            source.generation_config.save_pretrained(folder)
+        split.write_others(folder)
+
+    return FolderFormat(split.files, write_others)
+
+
+# --- peft ------------------------------------------------------------------------------------------------------------
+
+
+def _is_peft(model: nn.Module) -> bool:
+    return any(c.__module__ == "peft.peft_model" for c in type(model).__mro__)
+
+
+def _adapters(source: Any, state: Mapping[str, Tensor]) -> FolderFormat:
+    """As `PeftModel.save_pretrained` does it: the adapter "default" in the folder, others in folders of their names."""
+    files, configs = dict[str, Mapping[str, Tensor]](), dict[str, Any]()
+    for adapter, config in source.peft_config.items():
+        place = "" if adapter == "default" else f"{adapter}/"
+        names = adapter_names(source, adapter)
+        files[place + ADAPTER] = {name: state[own] for name, own in names.items()}
+        configs[place] = copy.deepcopy(config)
+
+    def write_configs(folder: Path) -> None:
+        for place, config in configs.items():
+            base = source.get_base_model()
+            config.base_model_name_or_path = config.base_model_name_or_path or base.__dict__.get("name_or_path") or None
+            config.inference_mode = True
+            if config.task_type is None:
+                config.auto_mapping = {
+                    "base_model_class": type(base).__name__,
+                    "parent_library": type(base).__module__,
+                }
+            config.save_pretrained(folder / place)
+
+    return FolderFormat(files, write_configs)

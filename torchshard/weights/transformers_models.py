@@ -1,0 +1,169 @@
+"""Models of transformers: built lazily from a folder's configuration, and what it does to names and shapes in files."""
+
+from __future__ import annotations
+
+import functools
+import os
+import threading
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, nullcontext
+from pathlib import Path
+from typing import Any, Final
+
+import torch
+from torch import nn
+
+from torchshard.core.errors import InputError
+from torchshard.core.patches import Patch, Patches
+from torchshard.weights.lazy import LazyTensor, lazy
+from torchshard.weights.safetensors_files import tensors_of
+
+
+def lazy_pretrained(
+    folder: str | os.PathLike[str],
+    dtype: torch.dtype | str | None,
+    *,
+    train: bool = False,
+    initialise: bool = True,
+) -> nn.Module:
+    """The model that a folder's config.json names, lazy, as `from_pretrained` of transformers would make it.
+
+    Args:
+        dtype: of its parameters; None: that of its config, or of the files.
+        initialise: False leaves the parameters uninitialised; buffers that a constructor computes have their values.
+
+    Raises:
+        InputError: transformers is not installed; the config can't be read, names a model that transformers does not
+            have, or weights that are quantised.
+    """
+    try:
+        import transformers
+    except ImportError as error:
+        raise _no_model(folder, "transformers is not installed", "pip install transformers") from error
+    try:
+        # without trust_remote_code=False it would ask on the terminal whether to run code of the folder's
+        config: Any = transformers.AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
+    except (OSError, ValueError, KeyError) as error:
+        raise _no_model(folder, f"its config.json can't be used: {error}", _ATTEMPT) from error
+    name = next(iter(config.architectures or ()), None)
+    cls: Any = getattr(transformers, name, None) if isinstance(name, str) else None
+    if not (isinstance(cls, type) and issubclass(cls, transformers.PreTrainedModel)):
+        raise _no_model(folder, f"transformers {transformers.__version__} has no model {name!r}", _ATTEMPT)
+    if getattr(config, "quantization_config", None) is not None:
+        raise _no_model(folder, "its weights are quantised, and their slices can't be cut", "the weights before that")
+    wanted = _dtype(dtype if dtype not in (None, "auto") else config.dtype, folder)
+    with lazy(), nullcontext() if initialise else _without_initialising():
+        model: Any = cls._from_config(config, dtype=wanted)
+        for name, parameter in model.named_parameters():
+            kept = next((d for key, d in model._get_dtype_plan(wanted).items() if key in name.split(".")), None)
+            if kept is not None:
+                parameter.data = parameter.data.to(kept)
+    if model.can_generate() and (Path(folder) / "generation_config.json").is_file():
+        model.generation_config = type(model).generation_config_class.from_pretrained(folder)
+    made: nn.Module = model.train(train)
+    return made
+
+
+@contextmanager
+def _without_initialising() -> Iterator[None]:
+    """Models of transformers that this thread builds leave their parameters as the constructors of layers make them.
+
+    Unlike `transformers.initialization.no_init_weights`, it leaves models of other threads alone, and ties weights.
+    """
+    _builds.without_initialising = True
+    try:
+        with _uninitialised():
+            yield
+    finally:
+        _builds.without_initialising = False
+
+
+_builds = threading.local()
+
+
+@functools.cache
+def _uninitialised() -> Patches:
+    from transformers import PreTrainedModel
+
+    def replace(original: Any) -> Any:
+        def initialize_weights(model: Any, *args: Any, **kwargs: Any) -> None:
+            if not getattr(_builds, "without_initialising", False):
+                original(model, *args, **kwargs)
+
+        return initialize_weights
+
+    return Patches(Patch(PreTrainedModel, "initialize_weights", replace))
+
+
+_ATTEMPT: Final = "build the model with ts.lazy(), and ts.shard(model, plan, example, weights=folder)"
+
+
+def _no_model(folder: object, why: str, attempt: str) -> InputError:
+    return InputError(
+        "the folder's model can't be built", where=f"from_pretrained({str(folder)!r})", why=why, attempt=attempt
+    )
+
+
+def _dtype(dtype: torch.dtype | str | None, folder: str | os.PathLike[str]) -> torch.dtype:
+    if dtype is None:
+        in_files = (file.dtype for file in tensors_of(folder).values())
+        return next((d for d in in_files if d.is_floating_point), torch.get_default_dtype())
+    found = getattr(torch, dtype, None) if isinstance(dtype, str) else dtype
+    if not (isinstance(found, torch.dtype) and found.is_floating_point):
+        raise InputError(
+            f"invalid dtype {dtype!r}",
+            where="from_pretrained",
+            why="parameters have a floating-point dtype",
+            attempt='dtype=torch.bfloat16, or "bfloat16"; None for that of the config',
+        )
+    return found
+
+
+def is_transformers(model: nn.Module) -> bool:
+    """Whether a model is one of transformers."""
+    return any(c.__module__ == "transformers.modeling_utils" for c in type(model).__mro__)
+
+
+def converted(shell: Any, lazies: Mapping[str, LazyTensor], folder: object) -> tuple[dict[str, LazyTensor], list[str]]:
+    """What transformers makes of the files' tensors, by name, and the names that it has no use for."""
+    from transformers.conversion_mapping import get_model_conversion_mapping
+    from transformers.core_model_loading import convert_and_load_state_dict_in_model
+    from transformers.modeling_utils import LoadStateDictConfig
+
+    mapping: Any = get_model_conversion_mapping(shell)
+    config = LoadStateDictConfig(weight_mapping=mapping)
+    with _in_order():
+        told, _ = convert_and_load_state_dict_in_model(shell, dict(lazies), config)
+    unfit = {
+        name: f"it is {tuple(here)} in the files, {tuple(there)} in the model"
+        for name, here, there in sorted(told.mismatched_keys)
+    } | told.conversion_errors
+    for name, why in unfit.items():
+        raise InputError(
+            f"{name!r} does not fit the model",
+            where=f"{folder}: {name}",
+            why=str(why),
+            attempt="the weights of this model, or a model with the configuration of these weights",
+        )
+    named = (*shell.named_parameters(remove_duplicate=False), *shell.named_buffers(remove_duplicate=False))
+    found = {name: tensor for name, tensor in named if isinstance(tensor, LazyTensor)}
+    return found, sorted(told.unexpected_keys)
+
+
+@contextmanager
+def _in_order() -> Iterator[None]:
+    """transformers' conversions in this thread, so that all ranks record them in one order, and without its bar."""
+    from transformers.utils import logging
+
+    key, shown = "HF_DEACTIVATE_ASYNC_LOAD", logging.is_progress_bar_enabled()
+    before = os.environ.get(key)
+    os.environ[key] = "1"
+    logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        os.environ.pop(key)
+        if before is not None:
+            os.environ[key] = before
+        if shown:
+            logging.enable_progress_bar()
