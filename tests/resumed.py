@@ -59,11 +59,14 @@ def small(plan: str | None, dtype: torch.dtype = torch.float32) -> nn.Module:
 
 
 def adamw(model: nn.Module, **settings: Any) -> torch.optim.Optimizer:
-    """AdamW with and without weight decay, in two groups."""
+    """AdamW with and without weight decay, in two groups.
+
+    With a large eps: the gradient of a key's bias is rounding alone, and would be divided by its own size.
+    """
     matrices = [p for p in model.parameters() if p.ndim > 1]
     others = [p for p in model.parameters() if p.ndim <= 1]
     groups = [{"params": matrices}, {"params": others, "weight_decay": 0.0}]
-    return torch.optim.AdamW(groups, lr=0.05, **settings)
+    return torch.optim.AdamW(groups, lr=0.05, eps=1e-3, **settings)
 
 
 def train(model: nn.Module, optimizer: torch.optim.Optimizer, steps: range, scheduler: Any = None) -> list[float]:

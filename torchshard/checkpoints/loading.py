@@ -188,18 +188,16 @@ class _Checked:
 
 
 def _objects(checkpoint: Checkpoint) -> dict[str, Any]:
+    data, path = checkpoint.objects(), checkpoint.objects_path
+    known = {"optimizers": list, "schedulers": list, "rng": list, "model": dict, "extra": object}
     try:
-        objects = decode(checkpoint.objects(), allow_pickle=False)
-        known = {"optimizers": list, "schedulers": list, "rng": list, "model": dict}
+        objects: dict[str, Any] = decode(data, allow_pickle=False)
         wrong = next((name for name, kind in known.items() if not isinstance(objects[name], kind)), None)
-    except InputError:
-        raise
     except Exception as error:  # the bytes are not trusted, and decoding them may fail in any way
-        raise broken(checkpoint.folder, f"its objects are not what ts.save writes: {error}") from error
+        raise broken(path, f"its objects are not what ts.save writes: {str(error).partition(chr(10))[0]}") from error
     if wrong is not None:
-        raise broken(checkpoint.folder, f"its {wrong} are a {type(objects[wrong]).__name__}")
-    found: dict[str, Any] = objects
-    return found
+        raise broken(path, f"its {wrong} are a {type(objects[wrong]).__name__}")
+    return objects
 
 
 # --- what fits -------------------------------------------------------------------------------------------------------

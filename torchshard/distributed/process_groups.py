@@ -160,7 +160,7 @@ def _make_groups(group_size: int, mesh: DeviceMesh | None, timeouts: Timeouts, o
     controls = [control if ranks == everyone else None for ranks in model]
     groups = {
         MODEL: _own_group(MODEL, model, timeouts, owned, controls),
-        DATA: _own_group(DATA, data, timeouts, owned),
+        DATA: _own_group(DATA, data, timeouts, owned, [None] * len(data)),
     }
     # a rank that destroys its groups at once would cut off those that are still connecting
     verify_call(all_ranks, lambda: f"{request}, made")
@@ -211,12 +211,12 @@ def _own_group(
     groups: list[list[int]],
     timeouts: Timeouts,
     owned: _World,
-    controls: Sequence[dist.ProcessGroup | None] | None = None,
+    controls: Sequence[dist.ProcessGroup | None],
 ) -> Group:
     """Makes all of these groups, as torch.distributed requires of every process, and returns this process's own.
 
     Args:
-        controls: the control groups that exist already, None for those to make; None: no group gets one.
+        controls: the control groups that exist already; None for those to make.
     """
     rank, world = dist.get_rank(), dist.get_world_size()
     # torch.distributed marks the absence of a group by a number, because None means the whole world
@@ -225,7 +225,7 @@ def _own_group(
         whole = owned.owns_torch_distributed and len(ranks) == world
         process_group = dist.group.WORLD if whole else _new_group(ranks, timeouts.collective, owned)
         control = None
-        if controls is not None and len(ranks) > 1:
+        if len(ranks) > 1:
             control = controls[i] or _new_group(ranks, timeouts.verify, owned, "gloo")
         if rank in ranks:
             aborts = len(ranks) > 1 and "gloo" in dist.get_backend_config(process_group)

@@ -82,17 +82,21 @@ class Checkpoint:
     aliases: Mapping[str, str]
     """Another name of a tied parameter -> its first name, both as in `tensors`."""
 
+    @property
+    def objects_path(self) -> Path:
+        """The file with what is no tensor."""
+        return self.folder / f"data-{self.id}" / OBJECTS
+
     def objects(self) -> bytes:
         """What is no tensor.
 
         Raises:
             InputError: the file can't be read.
         """
-        path = self.folder / f"data-{self.id}" / OBJECTS
         try:
-            return path.read_bytes()
+            return self.objects_path.read_bytes()
         except OSError as error:
-            raise broken(path, str(error)) from error
+            raise broken(self.objects_path, str(error)) from error
 
     def find(self, name: str) -> SlicedTensor | None:
         """The tensor with this name, or with the first name of a tied one."""

@@ -1,0 +1,449 @@
+"""ts.save and ts.load: a training run goes on as if it had not stopped, on any ranks and plan, or is refused whole."""
+
+from __future__ import annotations
+
+import copy
+import json
+import os
+import random
+import shutil
+import time
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+
+import torchshard as ts
+from tests.helpers import refused, run_ranks
+from tests.resumed import adamw, batch, small, train, whole_state
+from torchshard.checkpoints.copies import Copies
+from torchshard.core.layouts import I, canonical, split
+from torchshard.weights.boxes import whole_box
+from torchshard.weights.checkpoint_files import MANIFEST, SlicedTensor, read_checkpoint
+from torchshard.weights.safetensors_files import tensors_in
+from torchshard.weights.safetensors_writer import FilePlan, TensorType
+
+STEPS, NEXT = range(2), range(2, 5)
+EXTRA = {"step": 2, "seen": torch.arange(3), "names": ("a", None, {1: 2.5})}
+
+
+def _scheduler(optimizer: torch.optim.Optimizer) -> Any:
+    return torch.optim.lr_scheduler.OneCycleLR(optimizer, 0.1, total_steps=20)
+
+
+def _run(plan: str | None, kind: str = "adamw", **init: Any) -> tuple[nn.Module, torch.optim.Optimizer, Any]:
+    """A model with an optimizer and a scheduler; `init` is for init_process_group."""
+    warnings.simplefilter("ignore")
+    if plan:
+        ts.distributed.init_process_group(**init)
+    model = small(plan, torch.float64)
+    optimizer = adamw(model) if kind == "adamw" else OPTIMIZERS[kind](model.parameters())
+    return model, optimizer, _scheduler(optimizer)
+
+
+OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
+    "foreach": lambda p: torch.optim.AdamW(p, 0.05, eps=1e-3, foreach=True, amsgrad=True),
+    "fused": lambda p: torch.optim.AdamW(p, 0.05, eps=1e-3, fused=True),
+    "momentum": lambda p: torch.optim.SGD(p, 0.05, momentum=0.9, nesterov=True),
+}
+
+
+def _optimizer_state(optimizer: torch.optim.Optimizer) -> Any:
+    """What a whole optimizer keeps, without the marks of slices."""
+    return copy.deepcopy([[optimizer.state[p] for p in group["params"]] for group in optimizer.param_groups])
+
+
+def _saves(rank: int, folder: str, plan: str | None, wait: bool, kind: str) -> dict[str, Any]:
+    model, optimizer, scheduler = _run(plan, kind)
+    train(model, optimizer, STEPS, scheduler)
+    found = {"whole": whole_state(model), "drawn": (random.random(), float(np.random.rand()))}
+    random.seed(3)
+    np.random.seed(3)
+    saving = ts.save(folder, model, optimizer, scheduler=scheduler, extra=EXTRA, wait=wait)
+    found |= {"drawn": (random.random(), float(np.random.rand()))}
+    found["losses"] = train(model, optimizer, NEXT, scheduler)
+    saving.wait()
+    return found | {"done": saving.done(), "end": whole_state(model)}
+
+
+def _loads(rank: int, folder: str, plan: str | None, kind: str) -> dict[str, Any]:
+    model, optimizer, scheduler = _run(plan, kind)
+    extra = ts.load(folder, model, optimizer, scheduler=scheduler)
+    found = {"whole": whole_state(model), "drawn": (random.random(), float(np.random.rand())), "extra": extra}
+    found["rates"] = [group["lr"] for group in optimizer.param_groups]
+    return found | {"losses": train(model, optimizer, NEXT, scheduler), "end": whole_state(model)}
+
+
+def _same(a: dict[str, Tensor], b: dict[str, Tensor]) -> bool:
+    return a.keys() == b.keys() and all(torch.equal(a[name], b[name]) for name in a)
+
+
+def _near(a: dict[str, Tensor], b: dict[str, Tensor]) -> bool:
+    return all(torch.allclose(a[name].double(), b[name].double(), rtol=1e-10, atol=1e-12) for name in a)
+
+
+@pytest.mark.parametrize(
+    ("world", "plan", "wait", "kind", "targets"),
+    [
+        (2, "auto", True, "adamw", [(1, None), (3, "columns"), (4, "some")]),
+        (3, "columns", False, "foreach", [(2, "auto")]),
+        (2, "some", False, "fused", [(1, None)]),
+        (1, None, True, "momentum", [(3, "auto")]),
+    ],
+)
+def test_a_run_goes_on_elsewhere(
+    world: int, plan: str | None, wait: bool, kind: str, targets: list[tuple[int, str | None]], tmp_path: Path
+) -> None:
+    first = run_ranks(_saves, world, str(tmp_path), plan, wait, kind)[0]
+    assert first["done"]
+    for ranks, other in targets:
+        for found in run_ranks(_loads, ranks, str(tmp_path), other, kind):
+            assert _same(found["whole"], first["whole"]) and found["drawn"] == first["drawn"]
+            assert found["extra"]["step"] == 2 and found["extra"]["names"] == EXTRA["names"]
+            assert found["losses"] == pytest.approx(first["losses"], rel=1e-10) and _near(found["end"], first["end"])
+
+
+def _weights_of_checkpoint(rank: int, folder: str) -> list[Any]:
+    warnings.simplefilter("ignore")
+    ts.distributed.init_process_group()
+    torch.manual_seed(rank)  # what the constructor draws is replaced
+    with ts.lazy():
+        model = small(None)
+    sharded = ts.shard(model, "auto", (batch(0),), weights=folder)
+    weights = sharded.weights
+    assert weights is not None
+    kept = sum(t.numel() * t.itemsize for t in (*sharded.parameters(), *sharded.buffers()))
+    return [{n: t.double() for n, t in whole_state(sharded).items()}, weights.read.bytes_read, kept, str(weights)]
+
+
+def test_a_checkpoint_gives_its_weights_to_a_lazy_model(tmp_path: Path) -> None:
+    first = run_ranks(_saves, 2, str(tmp_path), "some", True, "adamw")[0]
+    for whole, read, kept, line in run_ranks(_weights_of_checkpoint, 3, str(tmp_path)):
+        assert all(torch.equal(whole[name], tensor.float().double()) for name, tensor in first["whole"].items())
+        assert kept < read <= 2 * kept and "0 missing, 0 unused, 1 tied" in line  # the files are in float64
+
+
+# --- replicas --------------------------------------------------------------------------------------------------------
+
+
+def _replicas(rank: int, folder: str, loads: bool) -> Any:
+    model, optimizer, _ = _run("auto", group_size=2)
+    torch.manual_seed(7 + ts.distributed.get_data_parallel_rank())
+    wrapped = DistributedDataParallel(model, process_group=ts.distributed.get_data_parallel_group())
+    if loads:
+        ts.load(folder, wrapped, optimizer)
+    else:
+        train(wrapped, optimizer, STEPS)
+        ts.save(folder, wrapped, optimizer)
+    return whole_state(model), _optimizer_state(optimizer), torch.rand(4)
+
+
+def test_replicas_save_and_load_together(tmp_path: Path) -> None:
+    before, after = (run_ranks(_replicas, 4, str(tmp_path), loads) for loads in (False, True))
+    files = sorted(path.name for path in tmp_path.glob("data-*/*"))
+    assert files == [f"{i}-of-2{r}.safetensors" for i in "01" for r in (".1", "")] + ["objects.bin"]
+    for (whole, state, drawn), (loaded, loaded_state, drawn_after) in zip(before, after, strict=True):
+        assert _same(whole, loaded) and torch.equal(drawn, drawn_after)
+        for group, other in zip(state, loaded_state, strict=True):
+            assert all(_same(a, b) for a, b in zip(group, other, strict=True))
+    assert not torch.equal(before[0][2], before[2][2])  # replicas have drawn their own masks
+    whole, _, _ = run_ranks(_loads_alone, 1, str(tmp_path))[0]
+    assert _same(whole, before[0][0])
+
+
+def _loads_alone(rank: int, folder: str) -> Any:
+    model, optimizer, _ = _run(None)
+    ts.load(folder, model, optimizer)
+    return whole_state(model), None, None
+
+
+# --- what is refused -------------------------------------------------------------------------------------------------
+
+
+class _Holds(nn.Module):
+    """Two linear layers, tied or of other sizes where asked."""
+
+    def __init__(self, width: int = 4, dtype: torch.dtype = torch.float32, tied: bool = False) -> None:
+        super().__init__()
+        self.a, self.b = (nn.Linear(width, width, dtype=dtype) for _ in "ab")
+        if tied:
+            self.b.weight = self.a.weight
+
+
+def _trained(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    for parameter in model.parameters():
+        parameter.grad = torch.ones_like(parameter)
+    optimizer.step()
+
+
+@pytest.fixture
+def saved(tmp_path: Path) -> Path:
+    """A checkpoint of two layers, AdamW and a scheduler."""
+    torch.manual_seed(0)
+    model = _Holds()
+    optimizer = torch.optim.AdamW(model.parameters())
+    _trained(model, optimizer)
+    ts.save(tmp_path, model, optimizer, scheduler=_scheduler(optimizer))
+    return tmp_path
+
+
+def _adam(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(model.parameters())
+
+
+UNFIT: dict[str, tuple[Callable[[], nn.Module], Callable[[nn.Module], Any], str]] = {
+    "other names": (lambda: nn.Sequential(*_Holds().children()), _adam, "is in the checkpoint and not in the model"),
+    "other sizes": (lambda: _Holds(3), _adam, "'a.weight' has another shape than the model's"),
+    "another dtype": (lambda: _Holds(dtype=torch.float64), _adam, "'a.weight' has another dtype than the model's"),
+    "tied": (lambda: _Holds(tied=True), _adam, "'b.weight' is tied to another name in the model"),
+    "class": (_Holds, lambda m: torch.optim.SGD(m.parameters()), "is of another class"),
+    "groups": (_Holds, lambda m: torch.optim.AdamW([{"params": [p]} for p in m.parameters()]), "has other groups"),
+    "fewer": (_Holds, lambda m: torch.optim.AdamW(m.a.parameters()), "has other groups"),
+    "a stranger": (_Holds, lambda m: torch.optim.AdamW(_Holds().parameters()), "a parameter that is not the model's"),
+    "two": (_Holds, lambda m: [_adam(m), _adam(m)], "1 optimizers were saved, and 2 are given"),
+}
+
+
+@pytest.mark.parametrize("kind", UNFIT)
+def test_what_does_not_fit_changes_nothing(kind: str, saved: Path) -> None:
+    build, optimize, text = UNFIT[kind]
+    model = build()
+    optimizer, before, rng = optimize(model), copy.deepcopy(model.state_dict()), torch.get_rng_state()
+    assert refused(lambda: ts.load(saved, model, optimizer), text, ts.InputError)
+    assert _same(before, model.state_dict()) and torch.equal(rng, torch.get_rng_state())
+    assert not any(o.state for o in (optimizer if isinstance(optimizer, list) else [optimizer]))
+
+
+def _file(folder: Path, name: str = "0-of-1.safetensors") -> Path:
+    return next(folder.glob(f"data-*/{name}"))
+
+
+def _edited(change: Callable[[dict[str, Any]], object]) -> Callable[[Path], object]:
+    def edit(folder: Path) -> None:
+        body = json.loads((folder / MANIFEST).read_text())
+        change(body)
+        (folder / MANIFEST).write_text(json.dumps(body))
+
+    return edit
+
+
+def _other_save(folder: Path) -> None:
+    """Another checkpoint's file of the same size and name."""
+    model = _Holds()
+    optimizer = _adam(model)
+    _trained(model, optimizer)
+    ts.save(folder / "other", model, optimizer, scheduler=_scheduler(optimizer))
+    shutil.copy(_file(folder / "other"), _file(folder))
+
+
+BROKEN: dict[str, tuple[Callable[[Path], object], str]] = {
+    "no manifest": (lambda f: (f / MANIFEST).unlink(), "a save into it has not ended"),
+    "torn": (lambda f: os.truncate(_file(f), _file(f).stat().st_size - 1), "and had"),
+    "missing": (lambda f: _file(f).unlink(), "it is missing"),
+    "objects missing": (lambda f: _file(f, "objects.bin").unlink(), "it is missing"),
+    "of another save": (_other_save, "its checkpoint is"),
+    "no JSON": (lambda f: (f / MANIFEST).write_bytes(b"\x80\x04K"), "it is not what ts.save writes"),
+    "a list": (lambda f: (f / MANIFEST).write_text("[" * 9000), "it is not what ts.save writes"),
+    "outside": (_edited(lambda b: b["files"].update({"../x.safetensors": 1})), "not a file of a checkpoint"),
+    "an id": (_edited(lambda b: b.update(id="../../etc")), "it is not what ts.save writes"),
+    "another layout": (_edited(lambda b: b["tensors"].update({"model/a.weight": "S(0; 7x8) 4,4"})), "is no layout of"),
+    "another shape": (_edited(lambda b: b["tensors"].update({"model/a.weight": "I 4,5"})), "it is (4, 5)"),
+    "one too few": (_edited(lambda b: b["tensors"].pop("model/a.bias")), "which a file holds"),
+    "one too many": (_edited(lambda b: b["tensors"].update({"model/c": "I 4"})), "the slices of ranks []"),
+    "names": (_edited(lambda b: b["aliases"].update({"model/c": "model/d"})), "for which it has other names"),
+    "a pickle": (
+        lambda f: _file(f, "objects.bin").write_bytes(_pickle(_file(f, "objects.bin"))),
+        "would have to travel as a pickle",
+    ),
+    "bytes": (lambda f: _file(f, "objects.bin").write_bytes(bytes(_file(f, "objects.bin").stat().st_size)), "objects"),
+}
+
+
+def _pickle(path: Path) -> bytes:
+    """Objects of the same length, one of which would be unpickled."""
+    text = b'["pickle", 0]'
+    data = b"cos\nsystem\n(S'touch /tmp/opened'\ntR."
+    parts = b"".join(len(part).to_bytes(8, "little") + part for part in (text, data))
+    return (
+        parts
+        + (path.stat().st_size - len(parts) - 8).to_bytes(8, "little")
+        + bytes(path.stat().st_size - len(parts) - 8)
+    )
+
+
+@pytest.mark.parametrize("kind", BROKEN)
+def test_a_broken_checkpoint_changes_nothing(kind: str, saved: Path) -> None:
+    change, text = BROKEN[kind]
+    change(saved)
+    model = _Holds()
+    optimizer, before = _adam(model), copy.deepcopy(model.state_dict())
+    assert refused(lambda: ts.load(saved, model, optimizer), text, ts.InputError)
+    assert _same(before, model.state_dict()) and not optimizer.state and not Path("/tmp/opened").exists()
+
+
+UNSAVED: dict[str, tuple[Callable[[], Any], str]] = {
+    "an object": (lambda: {"extra": object()}, "a checkpoint can't hold what extra has"),
+    "a function": (lambda: {"extra": {"f": [print]}}, "a checkpoint can't hold what extra has"),
+    "a stranger": (lambda: {"optimizer": _adam(_Holds())}, "a parameter that is not the model's"),
+    "a size": (lambda: {"copies": "4 potatoes"}, "'4 potatoes' is no size"),
+}
+
+
+@pytest.mark.parametrize("kind", UNSAVED)
+def test_what_cannot_be_saved_leaves_the_folder_as_it_was(kind: str, saved: Path) -> None:
+    make, text = UNSAVED[kind]
+    before = read_checkpoint(saved).id
+    assert refused(lambda: ts.save(saved, _Holds(), **make()), text, ts.InputError)
+    assert read_checkpoint(saved).id == before and len([*saved.glob("data-*")]) == 1
+
+
+def test_a_folder_that_is_a_file_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    assert refused(lambda: ts.save(tmp_path / "file", _Holds()), "the checkpoint can't be written", ts.InputError)
+
+
+def test_debris_is_removed_and_the_rest_left(saved: Path) -> None:
+    debris, others = saved / "data-0123456789abcdef", (saved / "data-mine", saved / "notes.txt")
+    debris.mkdir()
+    (debris / "0-of-2.safetensors").write_text("half")
+    others[0].mkdir()
+    others[1].write_text("kept")
+    ts.save(saved, _Holds())
+    assert not debris.exists() and all(other.exists() for other in others)
+    assert len([*saved.glob("data-*")]) == 2
+
+
+def _ranks_differ(rank: int, folder: str) -> dict[str, bool]:
+    ts.distributed.init_process_group(timeout_seconds=20)
+    model, found = small("some"), {}
+    optimizer = adamw(model)
+    train(model, optimizer, STEPS)
+    ts.save(f"{folder}/same", model, optimizer)
+    different = "the ranks save different checkpoints"
+    found["folders"] = refused(lambda: ts.save(f"{folder}/{rank}", model), different, ts.DistributedError)
+    one = optimizer if rank else None
+    found["optimizers"] = refused(lambda: ts.save(f"{folder}/same", model, one), different, ts.DistributedError)
+    found["no place"] = refused(lambda: ts.save("/proc/none", model), "can't be written", ts.ShardError)
+    mine = f"{folder}/own{rank}"
+    shutil.copytree(f"{folder}/same", mine)
+    body = json.loads(Path(mine, MANIFEST).read_text())
+    id_ = body["id"]
+    found["equal copies"] = ts.load(mine, model, optimizer) is None
+    if rank:
+        os.truncate(next(Path(mine).glob("data-*/1-of-2.safetensors")), 9)
+    before = whole_state(model)
+    found["torn on one"] = refused(lambda: ts.load(mine, model), "checkpoint", ts.ShardError)
+    found["nothing loaded"] = _same(before, whole_state(model))
+    shutil.rmtree(mine)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.mul_(2)
+    ts.save(f"{folder}/later", model, optimizer)
+    source = f"{folder}/{'later' if rank else 'same'}"
+    found["two checkpoints"] = refused(lambda: ts.load(source, model), "load different", ts.DistributedError)
+    if rank:
+        with torch.no_grad():
+            model.get_parameter("norm.weight").add_(1)
+    found["drifted"] = refused(lambda: ts.save(f"{folder}/same", model), "have drifted apart", ts.DistributedError)
+    found["kept"] = read_checkpoint(Path(folder, "same")).id == id_
+    return found
+
+
+def test_ranks_that_differ_are_told(tmp_path: Path) -> None:
+    for found in run_ranks(_ranks_differ, 2, str(tmp_path)):
+        assert all(found.values()), found
+
+
+def _one_fails(rank: int, folder: str) -> list[Any]:
+    """A rank whose disk is full: none completes, and the checkpoint before stays."""
+    ts.distributed.init_process_group(timeout_seconds=20)
+    model = small("some")
+    ts.save(folder, model)
+    before, create, told = read_checkpoint(Path(folder)).id, FilePlan.create, list[bool]()
+
+    def full(self: FilePlan) -> None:
+        raise OSError(28, "No space left on device")
+
+    for wait in (True, False):
+        begin = time.monotonic()
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(FilePlan, "create", full if rank else create)
+            told.append(refused(lambda: ts.save(folder, model, wait=wait).wait(), "No space left", ts.ShardError))  # noqa: B023
+        told.append(time.monotonic() - begin < 15)
+    told.append(read_checkpoint(Path(folder)).id == before)
+    ts.distributed.barrier()
+    ts.save(folder, model)
+    return [*told, read_checkpoint(Path(folder)).id != before]
+
+
+def test_a_rank_that_cannot_write_fails_all(tmp_path: Path) -> None:
+    assert run_ranks(_one_fails, 2, str(tmp_path)) == [[True] * 6] * 2
+
+
+# --- pieces ----------------------------------------------------------------------------------------------------------
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    data=st.data(), ranks=st.integers(1, 4), parts=st.lists(st.tuples(st.integers(1, 5), st.integers(1, 3)), max_size=3)
+)
+def test_any_part_of_a_tensor_in_slices(
+    data: st.DataObject, ranks: int, parts: list[tuple[int, int]], tmp_path_factory: Any
+) -> None:
+    size = sum(count * unit for count, unit in parts) or 3
+    dim = data.draw(st.integers(0, 1))
+    shape = (size, 3) if dim == 0 else (3, size)
+    layout = canonical(dim, parts, ranks) if parts else I
+    whole = torch.randn(shape, dtype=torch.float64)
+    folder, files = tmp_path_factory.mktemp("slices"), []
+    for rank in range(ranks if parts else 1):
+        local = split(whole, layout, rank, ranks)
+        plan = FilePlan.of(folder / f"{rank}", {"w": TensorType(local.dtype, tuple(local.shape))}, {})
+        plan.create()
+        with plan.path.open("r+b") as file:
+            plan.write(file.fileno(), "w", local if data.draw(st.booleans()) else local.t().contiguous().t())
+        files.append(tensors_in(plan.path)["w"])
+    stored = SlicedTensor("w", whole.dtype, shape, layout, tuple(files))
+    ends = [data.draw(st.tuples(st.integers(0, n), st.integers(0, n)).map(sorted)) for n in shape]
+    box = tuple((a, b) for a, b in ends)
+    into = torch.empty([b - a for a, b in box], dtype=whole.dtype)
+    assert stored.read(box, into) == into.numel() * 8
+    assert torch.equal(into, whole[tuple(slice(*bounds) for bounds in box)]) and torch.equal(stored(), whole)
+    assert whole_box(shape) == tuple((0, n) for n in shape)
+
+
+def test_copies_are_bounded() -> None:
+    import threading
+
+    copies, most = Copies(100), 0
+    tensors = {str(i): torch.full((10,), i, dtype=torch.float32) for i in range(8)}  # 40 bytes each
+
+    def put() -> None:
+        with copies.filling():
+            for name, tensor in tensors.items():
+                copies.put(name, tensor)
+                tensor.zero_()
+
+    thread, taken = threading.Thread(target=put), {}
+    thread.start()
+    for name, tensor in copies:
+        most = max(most, copies._held)
+        taken[name] = tensor.clone()
+        time.sleep(0.002)
+    thread.join()
+    assert most == 80 and [int(t[0]) for t in taken.values()] == [*range(8)]
+
+
+def test_a_tensor_that_cannot_be_copied_is_told() -> None:
+    copies = Copies(100)
+    with pytest.raises(RuntimeError, match="boom"), copies.filling():
+        raise RuntimeError("boom")
+    assert refused(lambda: [*copies], "a tensor can't be copied", ts.InputError)
