@@ -3,10 +3,15 @@
 from __future__ import annotations
 
 import importlib.util
+import os
+import re
 import sys
+import warnings
 from pathlib import Path
 from typing import Any
 from xml.etree import ElementTree
+
+from tests.helpers import run_ranks
 
 ROOT = Path(__file__).parent.parent
 
@@ -29,3 +34,18 @@ def test_the_page_of_collectives_is_up_to_date() -> None:
         assert (ROOT / "docs" / name).read_text() == content, f"run docs/make_collectives.py: {name} is old"
         if name.endswith(".svg"):
             ElementTree.fromstring(content)
+
+
+def _runs(rank: int, page: str, folder: str) -> int:
+    """Runs the Python of a page, block after block, in a folder of its own."""
+    os.chdir(folder)
+    warnings.simplefilter("ignore")
+    blocks = re.findall(r"^```python\n(.*?)^```", (ROOT / "docs" / page).read_text(), re.DOTALL | re.MULTILINE)
+    names: dict[str, Any] = {}
+    for block in blocks:
+        exec(compile(block, page, "exec"), names)
+    return len(blocks)
+
+
+def test_the_page_of_weights_runs(tmp_path: Path) -> None:
+    assert run_ranks(_runs, 2, "weights.md", str(tmp_path)) == [9, 9]
