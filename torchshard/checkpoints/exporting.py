@@ -74,7 +74,7 @@ class ModelTensor(StoredTensor):
     whole: Callable[[], Tensor]
     """Gathers it: a collective call."""
 
-    def read(self, box: Box, into: Tensor, dtypes: Sequence[torch.dtype] = ()) -> int:
+    def read(self, box: Box, into: Tensor, dtypes: Sequence[torch.dtype] = (), spare: int = 0) -> int:
         """Not called: parts of it are written where they are held."""
         raise NotImplementedError
 

@@ -42,8 +42,8 @@ class SlicedTensor(StoredTensor):
     slices: tuple[FileTensor, ...]
     """By rank; of a tensor that was whole on all ranks, one."""
 
-    def read(self, box: Box, into: Tensor, dtypes: Sequence[torch.dtype] = ()) -> int:
-        """As `FileTensor.read`."""
+    def read(self, box: Box, into: Tensor, dtypes: Sequence[torch.dtype] = (), spare: int = 0) -> int:
+        """As `FileTensor.read`; it reads no more than the part has."""
         bytes_ = 0
         for rank, file in enumerate(self.slices):
             for piece in pieces(self.shape, self.layout, MeshAxis(len(self.slices)).coordinate(rank)):

@@ -52,6 +52,7 @@ class Weights:
         return ", ".join([
             f"read {self.read.bytes_read / 2**20:.1f} of {self.file_bytes / 2**20:.1f} MiB for slices of "
             f"{self.read.bytes_kept / 2**20:.1f} MiB",
+            *([f"{self.read.bytes_over / 2**20:.1f} MiB between them"] if self.read.bytes_over else []),
             f"largest buffer {self.read.largest_buffer / 2**20:.1f} MiB",
             f"{len(self.tensors)} tensors used",
             *others,

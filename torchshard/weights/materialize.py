@@ -6,8 +6,10 @@ time.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
+from typing import Final
 
 import torch
 from torch import Tensor, nn
@@ -16,7 +18,7 @@ from torchshard.core.layouts import I, Layout, local_shape, split
 from torchshard.core.mesh import Coordinate
 from torchshard.weights.boxes import pieces
 from torchshard.weights.lazy import LazyTensor, compute
-from torchshard.weights.parts import Parts, Wanted
+from torchshard.weights.parts import Parts, Read, Wanted
 from torchshard.weights.progress import Progress
 
 
@@ -54,6 +56,8 @@ class ReadSlices:
     names: set[str] = field(default_factory=set)
     """The parameters and buffers that were read part by part."""
     bytes_read: int = 0
+    bytes_over: int = 0
+    """Of these, what lies between short runs, and was read with them."""
     bytes_kept: int = 0
     largest_buffer: int = 0
     """The most bytes that were held of a file beside the slices."""
@@ -65,36 +69,58 @@ def read_slices(
     coordinate: Coordinate,
     use: Callable[[str, Tensor], None],
 ) -> ReadSlices:
-    """Calls `use(name, slice)` with this rank's slice of each lazy tensor that files hold, and reads nothing else.
+    """Calls `use(name, slice)` with this rank's slice of each lazy tensor that files hold.
+
+    It reads the bytes of the slices, and of what lies between short runs at most a 64th as much.
 
     Raises:
         InputError: a file can't be read.
     """
-    found, parts, shown = ReadSlices(), dict[int, Parts](), Progress("reading weights", coordinate.rank)
-    for name, tensor in tensors.items():
-        if not isinstance(tensor, LazyTensor):
-            continue
-        of_tape = parts.setdefault(id(tensor.tape), Parts(tensor.tape))
-        layout = layouts.get(name, I)
-        local = torch.empty(
-            local_shape(tensor.shape, layout, coordinate.rank, coordinate.axis.size), dtype=tensor.dtype
-        )
-        reads = [
-            of_tape.reads(Wanted(tensor.slot, piece.box, piece.of(local)))
-            for piece in pieces(tensor.shape, layout, coordinate)
-        ]
-        if any(r is None for r in reads):
-            continue
-        runs = [read for some in reads for read in some or ()]
-        found.largest_buffer = max([found.largest_buffer, *(read.buffer_bytes for read in runs)])
-        for read in runs:
-            found.bytes_read += read.run()
+    found, shown = ReadSlices(), Progress("reading weights", coordinate.rank)
+    planned = [*_planned_reads(tensors, layouts, coordinate)]
+    upcoming = deque(read for _, _, reads in planned for read in reads)
+    spare, ahead = sum(read.bytes_ for read in upcoming) // OVER_READ, 0
+    for name, local, reads in planned:
+        for read in reads:
+            while upcoming and ahead < PREFETCHED_BYTES:
+                following = upcoming.popleft()
+                following.prefetch()
+                ahead += following.bytes_
+            ahead -= read.bytes_
+            bytes_ = read.run(spare - found.bytes_over)
+            found.largest_buffer = max(found.largest_buffer, read.buffer_bytes)
+            found.bytes_read, found.bytes_over = found.bytes_read + bytes_, found.bytes_over + bytes_ - read.bytes_
             shown.show(found.bytes_read)
         found.bytes_kept += local.numel() * local.itemsize
         found.names.add(name)
         use(name, local)
     shown.end()
     return found
+
+
+OVER_READ: Final = 64
+"""A rank may read a byte more for so many that it needs."""
+PREFETCHED_BYTES: Final = 1 << 26
+"""How far ahead of the reads the kernel is told what will be read."""
+
+
+def _planned_reads(
+    tensors: Mapping[str, Tensor], layouts: Mapping[str, Layout], coordinate: Coordinate
+) -> Iterator[tuple[str, Tensor, list[Read]]]:
+    """(name, memory for the slice, the reads that fill it) of each tensor that can be read by parts."""
+    parts = dict[int, Parts]()
+    for name, tensor in tensors.items():
+        if not isinstance(tensor, LazyTensor):
+            continue
+        of_tape, layout = parts.setdefault(id(tensor.tape), Parts(tensor.tape)), layouts.get(name, I)
+        shape = local_shape(tensor.shape, layout, coordinate.rank, coordinate.axis.size)
+        local = torch.empty(shape, dtype=tensor.dtype)
+        reads = [
+            of_tape.reads(Wanted(tensor.slot, piece.box, piece.of(local)))
+            for piece in pieces(tensor.shape, layout, coordinate)
+        ]
+        if all(some is not None for some in reads):
+            yield name, local, [read for some in reads for read in some or ()]
 
 
 def local_state(model: nn.Module, layouts: Mapping[str, Layout], coordinate: Coordinate) -> dict[str, Tensor]:

@@ -47,13 +47,22 @@ class Read:
     dtypes: tuple[torch.dtype, ...]
 
     @property
+    def bytes_(self) -> int:
+        """How many bytes it has in the file."""
+        return self.into.numel() * self.tensor.dtype.itemsize
+
+    @property
     def buffer_bytes(self) -> int:
         """How many bytes are held beside `into` while it is read."""
         return self.tensor.buffer_bytes(self.into, self.dtypes)
 
-    def run(self) -> int:
-        """Reads it, and returns how many bytes it has in the file."""
-        return self.tensor.read(self.box, self.into, self.dtypes)
+    def prefetch(self) -> None:
+        """Tells the kernel that it will be read."""
+        self.tensor.prefetch(self.box)
+
+    def run(self, spare: int = 0) -> int:
+        """Reads it; returns how many bytes of the file were read, at most `spare` more than it has."""
+        return self.tensor.read(self.box, self.into, self.dtypes, spare)
 
 
 class Parts:

@@ -12,6 +12,7 @@ Source: the format of https://github.com/huggingface/safetensors
 
 from __future__ import annotations
 
+import contextlib
 import json
 import math
 import mmap
@@ -26,10 +27,12 @@ import torch
 from torch import Tensor
 
 from torchshard.core.errors import InputError
-from torchshard.weights.boxes import Box, place_of, runs, whole_box, with_range
+from torchshard.weights.boxes import Box, place_of, runs, sizes, whole_box, with_range
 
 BLOCK_BYTES: Final = 1 << 22
 """The most that is held of a file beside the slices, where a part has to be cast or moved on its way."""
+SHORT_RUN: Final = 512
+"""Runs of fewer bytes are better read with what lies between them: a call for each takes longer."""
 _SAMPLED_BYTES: Final = 4096
 _MOST_HEADER_BYTES: Final = 100_000_000
 DTYPES: Final[Mapping[str, torch.dtype]] = {
@@ -49,13 +52,14 @@ class StoredTensor(ABC):
     shape: tuple[int, ...]
 
     @abstractmethod
-    def read(self, box: Box, into: Tensor, dtypes: Sequence[torch.dtype] = ()) -> int:
+    def read(self, box: Box, into: Tensor, dtypes: Sequence[torch.dtype] = (), spare: int = 0) -> int:
         """Reads a part.
 
         Args:
             box: the part.
             into: a tensor of its shape, of any strides, dtype and device.
             dtypes: what the values are cast to on their way, in this order.
+            spare: how many bytes more than the part has may be read, where that is faster.
 
         Returns:
             how many bytes of the files were read.
@@ -67,6 +71,9 @@ class StoredTensor(ABC):
     @abstractmethod
     def buffer_bytes(self, into: Tensor, dtypes: Sequence[torch.dtype] = ()) -> int:
         """How many bytes `read` holds beside `into`."""
+
+    def prefetch(self, box: Box) -> None:  # noqa: B027 - there is nothing to do, unless it is one file
+        """Tells the kernel that a part will be read."""
 
     @abstractmethod
     def sample(self) -> bytes:
@@ -101,7 +108,7 @@ class FileTensor(StoredTensor):
     file_bytes: int
     """The size of the file when its header was read."""
 
-    def read(self, box: Box, into: Tensor, dtypes: Sequence[torch.dtype] = ()) -> int:
+    def read(self, box: Box, into: Tensor, dtypes: Sequence[torch.dtype] = (), spare: int = 0) -> int:
         """As `StoredTensor.read`."""
         if not into.numel():
             return 0
@@ -110,18 +117,55 @@ class FileTensor(StoredTensor):
             try:
                 if os.fstat(file).st_size != self.file_bytes:
                     raise _broken(self.path, f"it had {self.file_bytes} bytes, and now {os.fstat(file).st_size}", self)
-                held = self.buffer_bytes(into, dtypes)
-                if not held:
-                    self._read_runs(file, box, into)
-                    return into.numel() * self.dtype.itemsize
-                # mapped, not of the heap, which would stay in pieces and keep the process larger than its tensors
-                block = torch.frombuffer(mmap.mmap(-1, held), dtype=self.dtype)
-                last = dtypes[-1] if dtypes else self.dtype
-                return self._read_cast(file, box, into, dtypes[:-1] if last == into.dtype else dtypes, block)
+                return self._read(file, box, into, dtypes, spare)
             finally:
                 os.close(file)
         except OSError as error:
             raise _broken(self.path, str(error), self) from error
+
+    def _read(self, file: int, box: Box, into: Tensor, dtypes: Sequence[torch.dtype], spare: int) -> int:
+        bytes_, rows = into.numel() * self.dtype.itemsize, (*box[:1], *whole_box(self.shape)[1:])
+        over = math.prod(sizes(rows)) * self.dtype.itemsize - bytes_
+        row_bytes = math.prod(self.shape[1:]) * self.dtype.itemsize
+        has_short_runs = 0 < over <= spare and runs(place_of(self.shape, box), self.dtype.itemsize)[0] < SHORT_RUN
+        if has_short_runs and row_bytes <= BLOCK_BYTES:
+            self._read_rows(file, box, into, dtypes, BLOCK_BYTES // row_bytes)
+            return bytes_ + over
+        held = self.buffer_bytes(into, dtypes)
+        if held:
+            last = dtypes[-1] if dtypes else self.dtype
+            casts = dtypes[:-1] if last == into.dtype else dtypes  # `copy_` does the last
+            self._read_cast(file, box, into, casts, _block(held, self.dtype))
+        else:
+            self._read_runs(file, box, into)
+        return bytes_
+
+    def _read_rows(self, file: int, box: Box, into: Tensor, dtypes: Sequence[torch.dtype], count: int) -> None:
+        """Reads whole rows, so many at a time, and keeps the part of each."""
+        start, stop = box[0]
+        block = _block(min(count, stop - start) * math.prod(self.shape[1:]) * self.dtype.itemsize, self.dtype)
+        for first in range(start, stop, count):
+            last = min(first + count, stop)
+            rows = block[: (last - first) * math.prod(self.shape[1:])].view(last - first, *self.shape[1:])
+            self._read_runs(file, ((first, last), *whole_box(self.shape)[1:]), rows)
+            part = rows[(slice(None), *(slice(*bounds) for bounds in box[1:]))]
+            for dtype in dtypes:
+                part = part.to(dtype)
+            into[first - start : last - start].copy_(part)
+
+    def prefetch(self, box: Box) -> None:
+        """As `StoredTensor.prefetch`."""
+        if not all(sizes(box)) or not hasattr(os, "posix_fadvise"):
+            return
+        place = place_of(self.shape, box)
+        last = sum((size - 1) * stride for size, stride in zip(place.shape, place.stride(), strict=True))
+        begin, length = int(place.storage_offset()) * self.dtype.itemsize, (last + 1) * self.dtype.itemsize
+        with contextlib.suppress(OSError):  # the read will tell
+            file = os.open(self.path, os.O_RDONLY)
+            try:
+                os.posix_fadvise(file, self.start + begin, length, os.POSIX_FADV_WILLNEED)
+            finally:
+                os.close(file)
 
     def buffer_bytes(self, into: Tensor, dtypes: Sequence[torch.dtype] = ()) -> int:
         """As `StoredTensor.buffer_bytes`."""
@@ -170,6 +214,11 @@ class FileTensor(StoredTensor):
 
     def __str__(self) -> str:
         return f"{self.path.name}: {self.name}"
+
+
+def _block(bytes_: int, dtype: torch.dtype) -> Tensor:
+    """Memory to read into: mapped, not of the heap, which would stay in pieces and larger than the tensors kept."""
+    return torch.frombuffer(mmap.mmap(-1, bytes_), dtype=dtype)
 
 
 def bytes_of(tensor: Tensor) -> memoryview:
