@@ -131,6 +131,35 @@ def test_a_checkpoint_gives_its_weights_to_a_lazy_model(tmp_path: Path) -> None:
         assert kept < read <= 2 * kept and "0 missing, 0 unused, 1 tied" in line  # the files are in float64
 
 
+class _Tiny(nn.Module):
+    """Two tokens, tied: on three ranks one holds none of them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.tok, self.head = nn.Embedding(2, 4), nn.Linear(4, 2, bias=False)
+        self.head.weight = self.tok.weight
+
+    def forward(self, ids: Tensor) -> Tensor:
+        result: Tensor = self.head(self.tok(ids))
+        return result
+
+
+def _empty_slices(rank: int, folder: str) -> bool:
+    ts.distributed.init_process_group()
+    torch.manual_seed(0)
+    model = ts.shard(_Tiny(), {"tok": "vocab", "head": "column"}, (torch.tensor([0, 1]),))
+    before = model.full_state_dict()
+    ts.save(folder, model)
+    with torch.no_grad():
+        model.get_parameter("tok.weight").zero_()
+    ts.load(folder, model)
+    return _same(before, model.full_state_dict()) and model.get_parameter("tok.weight").shape[0] == (1, 1, 0)[rank]
+
+
+def test_tied_parameters_with_empty_slices(tmp_path: Path) -> None:
+    assert run_ranks(_empty_slices, 3, str(tmp_path)) == [True] * 3
+
+
 # --- replicas --------------------------------------------------------------------------------------------------------
 
 
@@ -203,7 +232,7 @@ UNFIT: dict[str, tuple[Callable[[], nn.Module], Callable[[nn.Module], Any], str]
     "other names": (lambda: nn.Sequential(*_Holds().children()), _adam, "is in the checkpoint and not in the model"),
     "other sizes": (lambda: _Holds(3), _adam, "'a.weight' has another shape than the model's"),
     "another dtype": (lambda: _Holds(dtype=torch.float64), _adam, "'a.weight' has another dtype than the model's"),
-    "tied": (lambda: _Holds(tied=True), _adam, "'b.weight' is tied to another name in the model"),
+    "tied": (lambda: _Holds(tied=True), _adam, "'b.weight' is tied to 'a.weight' in the model"),
     "class": (_Holds, lambda m: torch.optim.SGD(m.parameters()), "is of another class"),
     "groups": (_Holds, lambda m: torch.optim.AdamW([{"params": [p]} for p in m.parameters()]), "has other groups"),
     "fewer": (_Holds, lambda m: torch.optim.AdamW(m.a.parameters()), "has other groups"),

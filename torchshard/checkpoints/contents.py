@@ -10,6 +10,7 @@ the unsharded model.
 
 from __future__ import annotations
 
+import itertools
 import random
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -107,12 +108,12 @@ def contents_of(
 
 
 def _add_model(contents: Contents, model: nn.Module) -> None:
-    extra, first_names = dict[str, object](), dict[tuple[object, ...], str]()
+    extra, first_names = dict[str, object](), tied_names(model)
     for name, value in model.state_dict().items():
         if not isinstance(value, Tensor):
             extra[name] = value
             continue
-        item = Item.of(value)
+        item, first = Item.of(value), first_names.get(name, name)
         if item.tensor.layout is not torch.strided or item.tensor.is_meta:
             raise InputError(
                 f"{name!r} can't be saved",
@@ -120,16 +121,21 @@ def _add_model(contents: Contents, model: nn.Module) -> None:
                 why="it has no values" if item.tensor.is_meta else f"it is a {item.tensor.layout} tensor",
                 attempt="a model whose parameters and buffers are dense and have values",
             )
-        first = first_names.setdefault(_memory_of(item.tensor), name) if item.tensor.numel() else name
-        if first != name:
+        if first != name and f"model/{first}" in contents.items:
             contents.aliases[f"model/{name}"] = f"model/{first}"
         else:
             contents.items[f"model/{name}"] = item
     contents.objects["model"] = extra
 
 
-def _memory_of(tensor: Tensor) -> tuple[object, ...]:
-    return tensor.data_ptr(), tensor.device, tensor.dtype, tuple(tensor.shape), tensor.stride()
+def tied_names(model: nn.Module) -> dict[str, str]:
+    """Name of a parameter or buffer -> the first name of the same tensor.
+
+    By the objects: an empty slice has no memory that it could share.
+    """
+    named = (*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False))
+    first_names: dict[int, str] = {}
+    return {name: first_names.setdefault(id(tensor), name) for name, tensor in named}
 
 
 def parameter_names(model: nn.Module) -> dict[int, str]:
@@ -160,15 +166,12 @@ def _add_optimizer(contents: Contents, number: int, optimizer: Optimizer, names:
     """Adds the tensors that an optimizer keeps; returns what else it needs to go on."""
     groups = group_names(optimizer, names)
     state_dict = optimizer.state_dict()
-    by_index = dict(zip(
-        (index for group in state_dict["param_groups"] for index in group["params"]),
-        ((p, name) for group, of in zip(optimizer.param_groups, groups, strict=True)
-         for p, name in zip(group["params"], of, strict=True)),
-        strict=True,
-    ))  # fmt: skip
+    indices = [index for group in state_dict["param_groups"] for index in group["params"]]
+    by_index = dict(zip(indices, itertools.chain.from_iterable(groups), strict=True))
+    parameters = dict(zip(indices, (p for group in optimizer.param_groups for p in group["params"]), strict=True))
     others: OptimizerState = {}
     for index, state in state_dict["state"].items():
-        parameter, name = by_index[index]
+        parameter, name = parameters[index], by_index[index]
         if isinstance(parameter, ShardedParameter) and parameter.is_split:
             check_class(optimizer)
         for key, value in state.items():

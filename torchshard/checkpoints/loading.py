@@ -26,6 +26,7 @@ from torchshard.checkpoints.contents import (
     group_names,
     parameter_names,
     set_rng_states,
+    tied_names,
     unwrapped,
 )
 from torchshard.checkpoints.ranks import Ranks
@@ -210,6 +211,7 @@ def _fitting_model(checkpoint: Checkpoint, model: nn.Module) -> dict[str, Item]:
     for name in (*sorted(saved - set(state)), *sorted(set(state) - saved)):
         where, other = ("the checkpoint", "the model") if name in saved else ("the model", "the checkpoint")
         raise _unfit(f"{name!r} is in {where} and not in {other}", checkpoint, "the model that was saved")
+    first_names, stored_of, own_of = tied_names(model), dict[str, str](), dict[str, str]()
     for name, value in state.items():
         item, stored = Item.of(value), cast(SlicedTensor, checkpoint.find(f"model/{name}"))
         for what, here, there in (
@@ -225,25 +227,17 @@ def _fitting_model(checkpoint: Checkpoint, model: nn.Module) -> dict[str, Item]:
                     else "the model that was saved",
                     f"it is {there} in the checkpoint, {here} in the model",
                 )
-        before = found.get(stored.name)
-        tied = next((n for n, i in found.items() if _shares(i.tensor, item.tensor) and n != stored.name), None)
-        if tied is not None:
-            raise _unfit(
-                f"{name!r} is tied to another name in the model, and not in the checkpoint", checkpoint, _UNTIE
-            )
-        if before is not None and not _shares(before.tensor, item.tensor):
-            raise _unfit(
-                f"{name!r} is tied to another name in the checkpoint, and not in the model", checkpoint, _UNTIE
-            )
+        first = first_names.get(name, name)
+        if stored_of.setdefault(first, stored.name) != stored.name:
+            raise _unfit(f"{name!r} is tied to {first!r} in the model, and not in the checkpoint", checkpoint, _UNTIE)
+        if own_of.setdefault(stored.name, first) != first:
+            other = own_of[stored.name]
+            raise _unfit(f"{name!r} is tied to {other!r} in the checkpoint, and not in the model", checkpoint, _UNTIE)
         found[stored.name] = item
     return found
 
 
 _UNTIE = "the model that was saved, with the same tied parameters"
-
-
-def _shares(a: Tensor, b: Tensor) -> bool:
-    return bool(a.numel()) and a.data_ptr() == b.data_ptr() and a.shape == b.shape
 
 
 def _unfit(what: str, checkpoint: Checkpoint, attempt: str, why: str = "nothing was loaded") -> InputError:
