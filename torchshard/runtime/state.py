@@ -26,7 +26,7 @@ from torchshard.distributed.consistency import gather_bytes, run_on_all_ranks, v
 from torchshard.distributed.group import Group
 from torchshard.distributed.kernels import convert
 from torchshard.runtime.compiled import GraphCache
-from torchshard.runtime.digests import are_distinct, describe_contents, values_digest
+from torchshard.runtime.digests import SAMPLED, are_distinct, describe_contents, values_digest
 from torchshard.runtime.submodule import ShardedSubmodule
 from torchshard.weights.folder import Weights
 from torchshard.weights.materialize import ReadSlices, for_each_whole, local_tensor, read_slices
@@ -309,7 +309,7 @@ class State(ShardedSubmodule):
             DistributedError: what all ranks hold whole differs, for they have read different files.
         """
         hashes = [
-            values_digest(t) if isinstance(layouts.get(name, I), Shard) else hash_tensor(t.detach())
+            values_digest(t, SAMPLED) if isinstance(layouts.get(name, I), Shard) else hash_tensor(t.detach())
             for name, t in tensors.items()
         ]
         gathered = gather_bytes(self._ts_group, "shard", lambda: json.dumps(hashes).encode())

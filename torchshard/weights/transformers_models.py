@@ -11,7 +11,9 @@ from pathlib import Path
 from typing import Any, Final
 
 import torch
-from torch import nn
+from torch import Tensor, nn
+from torch.nn import init
+from torch.overrides import TorchFunctionMode
 
 from torchshard.core.errors import InputError
 from torchshard.core.patches import Patch, Patches
@@ -66,19 +68,38 @@ def lazy_pretrained(
 
 @contextmanager
 def _without_initialising() -> Iterator[None]:
-    """Models of transformers that this thread builds leave their parameters as the constructors of layers make them.
+    """Models of transformers that this thread builds do not draw their parameters.
 
     Unlike `transformers.initialization.no_init_weights`, it leaves models of other threads alone, and ties weights.
     """
     _builds.without_initialising = True
     try:
-        with _uninitialised():
+        with _uninitialised(), _NoDraws():
             yield
     finally:
         _builds.without_initialising = False
 
 
 _builds = threading.local()
+
+
+class _NoDraws(TorchFunctionMode):
+    """Leaves parameters as they are where a layer's constructor would draw them; buffers are drawn."""
+
+    def __torch_function__(self, func: Any, types: object, args: Any = (), kwargs: Any = None) -> Any:
+        given = kwargs or {}
+        if func in _DRAWS:
+            into = args[0] if args else given["tensor"]
+            if isinstance(into, nn.Parameter):
+                return into
+        return func(*args, **given)
+
+
+_DRAWS: Final = frozenset([
+    Tensor.uniform_, Tensor.normal_, init.uniform_, init.normal_, init.trunc_normal_, init.kaiming_uniform_,
+    init.kaiming_normal_, init.xavier_uniform_, init.xavier_normal_,
+])  # fmt: skip
+"""What layers are initialised by; a mode sees the function that a constructor calls, and nothing within."""
 
 
 @functools.cache
