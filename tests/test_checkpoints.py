@@ -241,6 +241,15 @@ UNFIT: dict[str, tuple[Callable[[], nn.Module], Callable[[nn.Module], Any], str]
 }
 
 
+def test_a_scheduler_of_another_class_changes_nothing(saved: Path) -> None:
+    model = _Holds()
+    optimizer, before = _adam(model), copy.deepcopy(model.state_dict())
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 3)
+    text = "the scheduler is of another class"
+    assert refused(lambda: ts.load(saved, model, optimizer, scheduler=scheduler), text, ts.InputError)
+    assert _same(before, model.state_dict()) and not optimizer.state
+
+
 @pytest.mark.parametrize("kind", UNFIT)
 def test_what_does_not_fit_changes_nothing(kind: str, saved: Path) -> None:
     build, optimize, text = UNFIT[kind]

@@ -153,6 +153,8 @@ class _Checked:
         groups = [group_names(optimizer, names) for optimizer in optimizers]
         _check_counts("optimizer", len(optimizers), len(objects["optimizers"]))
         _check_counts("scheduler", len(schedulers), len(objects["schedulers"]))
+        for (saved_class, _), scheduler in zip(objects["schedulers"], schedulers, strict=False):
+            _check_scheduler(scheduler, saved_class)
         for number, optimizer in enumerate(optimizers):
             _check_optimizer(optimizer, groups[number], objects["optimizers"][number])
             wanted |= _wanted_states(checkpoint, number, optimizer, groups[number])
@@ -275,6 +277,16 @@ def _check_optimizer(optimizer: Optimizer, groups: Sequence[Sequence[str]], save
         )
     if any(isinstance(p, ShardedParameter) and p.is_split for g in optimizer.param_groups for p in g["params"]):
         check_class(optimizer)
+
+
+def _check_scheduler(scheduler: Stateful, saved_class: str) -> None:
+    if type(scheduler).__name__ != saved_class:
+        raise InputError(
+            "the scheduler is of another class than the saved one",
+            where="ts.load(scheduler=...)",
+            why=f"given: {type(scheduler).__name__}; saved: {saved_class}",
+            attempt="the schedulers that were saved, in the same order; or None, to begin anew",
+        )
 
 
 def _wanted_states(
