@@ -7,6 +7,7 @@ import json
 import os
 import random
 import shutil
+import struct
 import time
 import warnings
 from collections.abc import Callable
@@ -26,8 +27,9 @@ from tests.helpers import refused, run_ranks
 from tests.resumed import adamw, batch, small, train, whole_state
 from torchshard.checkpoints.copies import Copies
 from torchshard.core.layouts import I, canonical, split
+from torchshard.distributed.objects import decode, encode
 from torchshard.weights.boxes import whole_box
-from torchshard.weights.checkpoint_files import MANIFEST, SlicedTensor, read_checkpoint
+from torchshard.weights.checkpoint_files import MANIFEST, SlicedTensor, digest, read_checkpoint
 from torchshard.weights.safetensors_files import tensors_in
 from torchshard.weights.safetensors_writer import FilePlan, TensorType
 
@@ -282,6 +284,47 @@ def _other_save(folder: Path) -> None:
     shutil.copy(_file(folder / "other"), _file(folder))
 
 
+def _other_objects(folder: Path) -> None:
+    """Another save's objects, with their size in the manifest."""
+    model = _Holds()
+    optimizer = torch.optim.AdamW(model.parameters(), 0.5)
+    _trained(model, optimizer)
+    ts.save(folder / "other", model, optimizer, scheduler=_scheduler(optimizer))
+    shutil.copy(_file(folder / "other", "objects.bin"), _file(folder, "objects.bin"))
+    size = _file(folder, "objects.bin").stat().st_size
+    _edited(lambda body: body["files"].update({"objects.bin": size}))(folder)
+
+
+def _objects(change: Callable[[bytes], bytes]) -> Callable[[Path], object]:
+    """Other objects, to which the manifest was made to fit."""
+
+    def edit(folder: Path) -> None:
+        path = _file(folder, "objects.bin")
+        data = change(path.read_bytes())
+        path.write_bytes(data)
+        fits = {"objects": digest(data)}
+        _edited(lambda b: (b["files"].update({"objects.bin": len(data)}), b.update(fits)))(folder)
+
+    return edit
+
+
+def _decoded(data: bytes) -> dict[str, Any]:
+    found: dict[str, Any] = decode(data, allow_pickle=False)
+    return found
+
+
+def _changed(data: bytes, change: Callable[[Any], object]) -> bytes:
+    both = _decoded(data)
+    objects = _decoded(both["objects"])
+    change(objects)
+    return encode(both | {"objects": encode(objects, allow_pickle=False)}, allow_pickle=False)
+
+
+_PICKLE = b"".join(
+    len(part).to_bytes(8, "little") + part for part in (b'["pickle", 0]', b"cos\nsystem\n(S'touch /tmp/opened'\ntR.")
+)
+
+
 BROKEN: dict[str, tuple[Callable[[Path], object], str]] = {
     "no manifest": (lambda f: (f / MANIFEST).unlink(), "a save into it has not ended"),
     "torn": (lambda f: os.truncate(_file(f), _file(f).stat().st_size - 1), "and had"),
@@ -297,24 +340,17 @@ BROKEN: dict[str, tuple[Callable[[Path], object], str]] = {
     "one too few": (_edited(lambda b: b["tensors"].pop("model/a.bias")), "which a file holds"),
     "one too many": (_edited(lambda b: b["tensors"].update({"model/c": "I 4"})), "the slices of ranks []"),
     "names": (_edited(lambda b: b["aliases"].update({"model/c": "model/d"})), "for which it has other names"),
-    "a pickle": (
-        lambda f: _file(f, "objects.bin").write_bytes(_pickle(_file(f, "objects.bin"))),
-        "would have to travel as a pickle",
+    "objects of another save": (_other_objects, "its hash differs"),
+    "a pickle": (_objects(lambda o: _PICKLE), "would have to travel as a pickle"),
+    "no bytes of ours": (_objects(lambda o: struct.pack("<q", -8) * 3), "a part of -8 bytes"),
+    "no settings": (_objects(lambda o: _changed(o, lambda x: x["optimizers"][0].pop("settings"))), "'settings'"),
+    "no extra": (_objects(lambda o: _changed(o, lambda x: x.pop("extra"))), "extra states"),
+    "RNG states": (
+        _objects(lambda o: encode(decode(o, allow_pickle=False) | {"rng": [b"x"]}, allow_pickle=False)),
+        "objects",
     ),
-    "bytes": (lambda f: _file(f, "objects.bin").write_bytes(bytes(_file(f, "objects.bin").stat().st_size)), "objects"),
+    "files exchanged": (lambda f: _file(f).rename(_file(f).with_name("1-of-1.safetensors")), "it is missing"),
 }
-
-
-def _pickle(path: Path) -> bytes:
-    """Objects of the same length, one of which would be unpickled."""
-    text = b'["pickle", 0]'
-    data = b"cos\nsystem\n(S'touch /tmp/opened'\ntR."
-    parts = b"".join(len(part).to_bytes(8, "little") + part for part in (text, data))
-    return (
-        parts
-        + (path.stat().st_size - len(parts) - 8).to_bytes(8, "little")
-        + bytes(path.stat().st_size - len(parts) - 8)
-    )
 
 
 @pytest.mark.parametrize("kind", BROKEN)
@@ -424,6 +460,215 @@ def _one_fails(rank: int, folder: str) -> list[Any]:
 
 def test_a_rank_that_cannot_write_fails_all(tmp_path: Path) -> None:
     assert run_ranks(_one_fails, 2, str(tmp_path)) == [[True] * 6] * 2
+
+
+def _each_its_own(rank: int, folder: str) -> dict[str, bool]:
+    """Ranks that hold different values where one of them is saved for all, or say different things."""
+    ts.distributed.init_process_group(timeout_seconds=20)
+    found, different = {}, "the ranks save different checkpoints"
+
+    def refuses(*args: Any, **options: Any) -> bool:
+        return refused(lambda: ts.save(f"{folder}/x", *args, **options), different, ts.DistributedError)
+
+    with torch.random.fork_rng():
+        torch.manual_seed(rank)
+        head = nn.Linear(3, 3)
+    found["an unsharded model"] = refuses(head)
+    found["a head beside"] = refuses(nn.ModuleList([small("some"), head]))
+    torch.manual_seed(0)
+    model = nn.Linear(3, 3)
+    optimizer = _adam(model)
+    _trained(model, optimizer)
+    ts.save(f"{folder}/same", model, optimizer)
+    with torch.no_grad():
+        optimizer.state[model.weight]["exp_avg"].add_(rank)
+    found["an optimizer's state"] = refuses(model, optimizer)
+    rates = [torch.optim.SGD(model.parameters(), 0.1 + r) for r in (0, rank)]
+    found["a learning rate"] = refuses(model, rates[1])
+    found["a scheduler"] = refuses(model, scheduler=torch.optim.lr_scheduler.StepLR(rates[0], 2 + rank))
+    given = _adam(model) if rank else None
+    found["loading"] = refused(lambda: ts.load(f"{folder}/same", model, given), "load different", ts.DistributedError)
+    begin = time.monotonic()
+    wide = nn.Module()
+    wide.register_buffer("x", torch.zeros(2, dtype=torch.complex128))
+    found["a dtype"] = (
+        refused(lambda: ts.save(f"{folder}/x", wide), "safetensors files have no", ts.InputError) or rank > 0
+    )
+    found["at once"] = time.monotonic() - begin < 10
+    ts.distributed.barrier()
+    return found
+
+
+def test_ranks_that_hold_different_values_are_told(tmp_path: Path) -> None:
+    for found in run_ranks(_each_its_own, 2, str(tmp_path)):
+        assert all(found.values()), found
+
+
+def _ends_early(rank: int, folder: str) -> bool:
+    """The groups are destroyed while a save writes in the background."""
+    ts.distributed.init_process_group()
+    model = small("some")
+    saving = ts.save(folder, model, wait=False)
+    ts.distributed.destroy_process_group()
+    saving.wait()
+    return bool(read_checkpoint(Path(folder)).id)
+
+
+def test_a_save_outlives_its_groups(tmp_path: Path) -> None:
+    assert run_ranks(_ends_early, 2, str(tmp_path)) == [True, True]
+
+
+# --- habits ----------------------------------------------------------------------------------------------------------
+
+
+def _clone_all(module: nn.Module, state: dict[str, Tensor], *others: object) -> None:
+    state.update({name: tensor.clone() for name, tensor in state.items()})
+
+
+class _Scale(nn.Module):
+    """Keeps a tensor that is no buffer, and returns copies in its state dict."""
+
+    def __init__(self, value: float) -> None:
+        super().__init__()
+        self.inner, self.value = nn.Linear(2, 2), torch.tensor(value)
+        self.inner._register_state_dict_hook(
+            lambda m, state, *_: state.update({k: v.clone() for k, v in state.items()})
+        )
+
+    def get_extra_state(self) -> Tensor:
+        return self.value
+
+    def set_extra_state(self, state: Tensor) -> None:
+        self.value = state
+
+
+def test_extra_state_and_copies_in_state_dicts(tmp_path: Path) -> None:
+    saved, other = _Scale(5.0), _Scale(0.0)
+    ts.save(tmp_path, saved)
+    ts.load(tmp_path, other)
+    assert other.value == 5 and torch.equal(saved.inner.weight, other.inner.weight)
+    assert refused(lambda: ts.load(tmp_path, nn.ModuleList([other])), "other extra states", ts.InputError)
+
+
+class _Own(nn.Linear):
+    def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
+        destination[prefix + "mine"] = torch.ones(3)
+
+
+def test_what_no_parameter_holds_is_refused(tmp_path: Path) -> None:
+    assert refused(lambda: ts.save(tmp_path, _Own(2, 2)), "'mine' can't be saved", ts.InputError)
+
+
+def test_what_changes_after_save_is_not_saved(tmp_path: Path) -> None:
+    model, extra = nn.Linear(700, 700), {"log": [1], "x": torch.zeros(2)}
+    optimizer = torch.optim.SGD(model.parameters(), torch.tensor(0.1))
+    before = copy.deepcopy(model.state_dict())
+    saving = ts.save(tmp_path, model, optimizer, extra=extra, wait=False, copies="64KiB")
+    extra["log"].append(2)
+    extra["x"].add_(1)
+    optimizer.param_groups[0]["lr"].fill_(5)
+    with torch.no_grad():
+        model.weight.zero_()
+    saving.wait()
+    other = nn.Linear(700, 700)
+    into = torch.optim.SGD(other.parameters(), torch.tensor(1.0))
+    loaded = ts.load(tmp_path, other, into)
+    assert loaded["log"] == [1] and not loaded["x"].any() and into.param_groups[0]["lr"] == 0.1
+    assert _same(before, other.state_dict())
+
+
+STATES: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
+    "nadam": lambda p: torch.optim.NAdam(p, 0.01),
+    "asgd": lambda p: torch.optim.ASGD(p, 0.01),
+    "adafactor": lambda p: torch.optim.Adafactor(p, 0.01),
+    "lbfgs": lambda p: torch.optim.LBFGS(p, 0.01, max_iter=2),
+}
+
+
+@pytest.mark.parametrize("kind", STATES)
+def test_whole_parameters_may_have_any_optimizer(kind: str, tmp_path: Path) -> None:
+    """In bfloat16: PyTorch would give states that are numbers in float32 the dtype of the parameter."""
+
+    def step(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+        def closure() -> float:
+            optimizer.zero_grad()
+            loss = sum(p.float().square().sum() for p in model.parameters())
+            assert isinstance(loss, Tensor)
+            loss.backward()
+            return loss.item()
+
+        optimizer.step(closure)
+
+    pair = [_Holds(dtype=torch.float32 if kind == "lbfgs" else torch.bfloat16) for _ in range(2)]
+    optimizers = [STATES[kind](model.parameters()) for model in pair]
+    for _ in range(3):
+        step(pair[0], optimizers[0])
+    ts.save(tmp_path, pair[0], optimizers[0])
+    ts.load(tmp_path, pair[1], optimizers[1])
+    for _ in range(3):
+        for model, optimizer in zip(pair, optimizers, strict=True):
+            step(model, optimizer)
+        assert _same(pair[0].state_dict(), pair[1].state_dict())
+
+
+def test_names_with_slashes_and_wrapped_models(tmp_path: Path) -> None:
+    pair = [nn.ModuleDict({"w": nn.Linear(2, 2), "x/w": nn.Linear(2, 2)}) for _ in range(2)]
+    optimizers = [_adam(model) for model in pair]
+    _trained(pair[0], optimizers[0])
+    milestones = torch.optim.lr_scheduler.MultiStepLR(optimizers[0], [2, 4])
+    ts.save(tmp_path, torch.compile(pair[0]), optimizers[0], scheduler=milestones)
+    restored = torch.optim.lr_scheduler.MultiStepLR(optimizers[1], [1, 9])
+    ts.load(tmp_path, pair[1], optimizers[1], scheduler=restored)
+    keys = {frozenset(state) for state in optimizers[1].state.values()}
+    assert keys == {frozenset(("step", "exp_avg", "exp_avg_sq"))} and restored.milestones == milestones.milestones
+    assert _same(pair[0].state_dict(), pair[1].state_dict())
+
+
+class _Raises(torch.optim.lr_scheduler.StepLR):
+    def load_state_dict(self, state_dict: Any) -> None:
+        if "step_size" in state_dict and state_dict["step_size"] == 3:
+            raise ValueError("boom")
+        super().load_state_dict(state_dict)
+
+
+def test_what_fails_last_is_undone(tmp_path: Path) -> None:
+    pair = [_Holds() for _ in range(2)]
+    optimizers = [_adam(model) for model in pair]
+    _trained(pair[0], optimizers[0])
+    ts.save(tmp_path, pair[0], optimizers[0], scheduler=_Raises(optimizers[0], 3))
+    model, optimizer, scheduler = pair[1], optimizers[1], _Raises(optimizers[1], 7)
+    before, rng = copy.deepcopy(model.state_dict()), torch.get_rng_state()
+    with pytest.raises(ValueError, match="boom"):
+        ts.load(tmp_path, model, optimizer, scheduler=scheduler)
+    assert _same(before, model.state_dict()) and not optimizer.state and scheduler.step_size == 7
+    assert torch.equal(rng, torch.get_rng_state())
+    model.a.weight = nn.Parameter(torch.zeros(1).expand(4, 4))  # can't be written
+    with pytest.raises(RuntimeError, match="more than one element"):
+        ts.load(tmp_path, model)
+    assert torch.equal(before["b.weight"], model.b.weight)
+
+
+def test_data_that_an_unreadable_manifest_may_name_stay(saved: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    manifest = (saved / MANIFEST).read_text()
+    (saved / MANIFEST).write_text("{")
+    with monkeypatch.context() as patch:
+        patch.setattr(FilePlan, "create", lambda self: (_ for _ in ()).throw(OSError(28, "No space left on device")))
+        assert refused(lambda: ts.save(saved, _Holds()), "No space left", ts.InputError)
+    (saved / MANIFEST).write_text(manifest)
+    ts.load(saved, _Holds())
+
+
+def test_links_are_not_followed(saved: Path, tmp_path: Path) -> None:
+    (tmp_path / "mine").write_text("mine")
+    (saved / f"{MANIFEST}.part").symlink_to(tmp_path / "mine")
+    ts.save(saved, _Holds())
+    assert (tmp_path / "mine").read_text() == "mine" and not (saved / MANIFEST).is_symlink()
+
+
+@pytest.mark.parametrize("folder", [None, "", "a\0b", 3, "/tmp/" + "x" * 300])
+def test_what_is_no_folder_is_refused(folder: Any) -> None:
+    for call in (lambda: ts.save(folder, _Holds()), lambda: ts.load(folder, _Holds())):
+        assert refused(call, "", ts.InputError)
 
 
 # --- pieces ----------------------------------------------------------------------------------------------------------

@@ -14,15 +14,17 @@ import itertools
 import random
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple, Protocol
+from typing import Any, Final, NamedTuple, Protocol, cast
 
 import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
+from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 
 from torchshard.core.errors import InputError
-from torchshard.core.layouts import I, Layout
+from torchshard.core.hashing import hash_tensor
+from torchshard.core.layouts import I, Layout, Shard
 from torchshard.distributed.objects import encode
 from torchshard.runtime.optimizers import check_class, is_slice_state
 from torchshard.weights.parameter import ShardedParameter
@@ -75,9 +77,9 @@ class Contents:
 
 
 def unwrapped(model: nn.Module) -> nn.Module:
-    """The model in a DistributedDataParallel, whose names it then has."""
-    inner: nn.Module = model.module if isinstance(model, DistributedDataParallel) else model
-    return inner
+    """The model in a DistributedDataParallel or `torch.compile`, whose names a checkpoint has."""
+    inner = model.module if isinstance(model, DistributedDataParallel) else model._modules.get("_orig_mod")
+    return model if inner is None else unwrapped(cast(nn.Module, inner))
 
 
 def as_list(value: Any) -> list[Any]:
@@ -108,24 +110,51 @@ def contents_of(
 
 
 def _add_model(contents: Contents, model: nn.Module) -> None:
-    extra, first_names = dict[str, object](), tied_names(model)
+    first_names, own = tied_names(model), own_tensors(model)
     for name, value in model.state_dict().items():
-        if not isinstance(value, Tensor):
-            extra[name] = value
+        if is_extra_state(name):
             continue
-        item, first = Item.of(value), first_names.get(name, name)
-        if item.tensor.layout is not torch.strided or item.tensor.is_meta:
-            raise InputError(
-                f"{name!r} can't be saved",
-                where="ts.save",
-                why="it has no values" if item.tensor.is_meta else f"it is a {item.tensor.layout} tensor",
-                attempt="a model whose parameters and buffers are dense and have values",
-            )
+        if name not in own:
+            raise _unsaved(name, "it is no parameter or buffer of the model", _RESTORED)
+        tensor = own[name]
+        if is_lazy(tensor) or tensor.is_meta or tensor.layout is not torch.strided:
+            kind = "has no values" if tensor.layout is torch.strided else f"is a {tensor.layout} tensor"
+            raise _unsaved(name, f"it {kind}", "a model whose parameters and buffers are dense and have values")
+        # a hook may have put a copy there, which nobody could load into
+        item, first = Item.of(value if isinstance(value, StateSlice) else tensor), first_names[name]
         if first != name and f"model/{first}" in contents.items:
             contents.aliases[f"model/{name}"] = f"model/{first}"
         else:
             contents.items[f"model/{name}"] = item
-    contents.objects["model"] = extra
+    contents.objects["model"] = extra_state(model)
+
+
+_RESTORED = "get_extra_state and set_extra_state of the module, for what is neither"
+
+
+def _unsaved(name: str, why: str, attempt: str) -> InputError:
+    return InputError(f"{name!r} can't be saved", where="ts.save", why=why, attempt=attempt)
+
+
+def is_extra_state(name: str) -> bool:
+    """Whether a name in a state dict is that of what `get_extra_state` of a module returns."""
+    return name.rpartition(".")[2] == "_extra_state"
+
+
+def extra_state(model: nn.Module) -> dict[str, object]:
+    """Path of a module -> what its `get_extra_state` returns, of those that have one."""
+    has_own = (
+        (path, module)
+        for path, module in model.named_modules()
+        if type(module).get_extra_state is not nn.Module.get_extra_state
+    )
+    return {path: module.get_extra_state() for path, module in has_own}
+
+
+def own_tensors(model: nn.Module) -> dict[str, Tensor]:
+    """The parameters and buffers by all their names."""
+    named = (*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False))
+    return dict(named)
 
 
 def tied_names(model: nn.Module) -> dict[str, str]:
@@ -133,9 +162,8 @@ def tied_names(model: nn.Module) -> dict[str, str]:
 
     By the objects: an empty slice has no memory that it could share.
     """
-    named = (*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False))
     first_names: dict[int, str] = {}
-    return {name: first_names.setdefault(id(tensor), name) for name, tensor in named}
+    return {name: first_names.setdefault(id(tensor), name) for name, tensor in own_tensors(model).items()}
 
 
 def parameter_names(model: nn.Module) -> dict[int, str]:
@@ -168,12 +196,12 @@ def _add_optimizer(contents: Contents, number: int, optimizer: Optimizer, names:
     state_dict = optimizer.state_dict()
     indices = [index for group in state_dict["param_groups"] for index in group["params"]]
     by_index = dict(zip(indices, itertools.chain.from_iterable(groups), strict=True))
+    if any(isinstance(p, ShardedParameter) and p.is_split for group in optimizer.param_groups for p in group["params"]):
+        check_class(optimizer)
     parameters = dict(zip(indices, (p for group in optimizer.param_groups for p in group["params"]), strict=True))
     others: OptimizerState = {}
     for index, state in state_dict["state"].items():
         parameter, name = parameters[index], by_index[index]
-        if isinstance(parameter, ShardedParameter) and parameter.is_split:
-            check_class(optimizer)
         for key, value in state.items():
             if not isinstance(value, Tensor):
                 others.setdefault(name, {})[key] = value
@@ -206,15 +234,35 @@ def encoded(objects: Mapping[str, object]) -> bytes:
     for name, value in objects.items():
         try:
             encode(value, allow_pickle=False)
-        except InputError as error:
+        except (InputError, RecursionError, NotImplementedError, RuntimeError) as error:
+            why = error.what if isinstance(error, InputError) else f"{type(error).__name__}: {error}"
             raise InputError(
                 f"a checkpoint can't hold what {name} has",
                 where=f"ts.save, {name}",
-                why=f"{error.args[0].splitlines()[0] if error.args else error}; it would have to be pickled, and "
-                "opening a pickle may run any code",
+                why=f"{why.partition(chr(10))[0]}; opening a pickle may run any code",
                 attempt="numbers, texts, bytes, tensors and arrays, and lists, tuples, sets and dicts of them",
             ) from None
     return encode(dict(objects), allow_pickle=False)
+
+
+def hashes(items: Mapping[str, Item], *, split: bool, whole: bool) -> dict[str, str]:
+    """Name -> a hash of every bit of a tensor, or of a sample of a large slice.
+
+    Args:
+        split, whole: which tensors are hashed.
+    """
+    found = {}
+    for name, item in items.items():
+        is_split = isinstance(item.layout, Shard)
+        if split if is_split else whole:
+            flat = item.tensor.detach().reshape(-1)
+            step = max(1, flat.numel() // _SAMPLED) if is_split else 1
+            found[f"the values of {name}"] = f"{hash_tensor(flat[::step]):x}"
+    return found
+
+
+_SAMPLED: Final = 1 << 20
+"""How many elements of a large slice replicas compare, at most."""
 
 
 # --- RNG states ------------------------------------------------------------------------------------------------------
@@ -235,6 +283,15 @@ def set_rng_states(states: Mapping[str, Any]) -> None:
     _numpy().set_state(states["numpy"])
     if "cuda" in states and torch.cuda.is_available():
         torch.cuda.set_rng_state(states["cuda"])
+
+
+def check_rng_states(states: Mapping[str, Any]) -> None:
+    """Raises an error of any kind if the states can't be set."""
+    torch.Generator().set_state(states["cpu"])
+    random.Random().setstate(states["python"])
+    _numpy().RandomState().set_state(states["numpy"])
+    if "cuda" in states and torch.cuda.is_available():
+        torch.Generator("cuda").set_state(states["cuda"])
 
 
 def _numpy() -> Any:

@@ -22,7 +22,8 @@ from torch import Tensor, nn
 from torchshard.checkpoints.contents import Item
 from torchshard.checkpoints.formats import FolderFormat, folder_format
 from torchshard.checkpoints.ranks import Ranks
-from torchshard.checkpoints.saving import file_errors, verify_states
+from torchshard.checkpoints.saving import checked_folder, verify_states
+from torchshard.checkpoints.writing import file_errors
 from torchshard.core.errors import InputError
 from torchshard.core.hashing import hash_text
 from torchshard.core.layouts import Shard
@@ -55,8 +56,7 @@ def save_pretrained(model: nn.Module, folder: str | os.PathLike[str], *, max_sha
     """
     ranks, what = Ranks.own(), "the ranks can't write this model together"
     verify_states(model, ranks)
-    target = Path(folder)
-    job = ranks.run_on_all(lambda: _planned(model, target, max_shard_size, ranks), InputError, what)
+    job = ranks.run_on_all(lambda: _planned(model, checked_folder(folder), max_shard_size, ranks), InputError, what)
     ranks.verify({"the folder": os.fspath(folder), **job.facts()}, "the ranks write different models")
     ranks.run_on_all(lambda: job.create(ranks), InputError, what)
     ranks.run_on_all(job.check_seen, InputError, "the ranks do not see one folder")

@@ -7,13 +7,14 @@ set      the values, once every rank has read all of its parts
 
 from __future__ import annotations
 
+import copy
+import functools
 import itertools
 import os
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -23,22 +24,30 @@ from torchshard.checkpoints.contents import (
     Item,
     Stateful,
     as_list,
+    extra_state,
     group_names,
     parameter_names,
+    rng_states,
     set_rng_states,
-    tied_names,
     unwrapped,
 )
+from torchshard.checkpoints.fitting import (
+    SAVED_MODEL,
+    Wanted,
+    check_counts,
+    check_optimizer,
+    check_scheduler,
+    fitting_model,
+    saved_objects,
+    unfit,
+    wanted_states,
+)
 from torchshard.checkpoints.ranks import Ranks
+from torchshard.checkpoints.saving import checked_folder
 from torchshard.core.errors import InputError
-from torchshard.core.layouts import I, Layout, local_shape
 from torchshard.core.mesh import Coordinate
-from torchshard.distributed.objects import decode
 from torchshard.runtime.module import ShardedModule
-from torchshard.runtime.optimizers import check_class
-from torchshard.weights.boxes import pieces
-from torchshard.weights.checkpoint_files import Checkpoint, SlicedTensor, broken, read_checkpoint
-from torchshard.weights.parameter import ShardedParameter
+from torchshard.weights.checkpoint_files import Checkpoint, read_checkpoint
 from torchshard.weights.progress import Progress
 from torchshard.weights.slice_values import unwatched
 
@@ -70,26 +79,26 @@ def load(
     ranks, inner = Ranks.own(), unwrapped(model)
     optimizers, schedulers = as_list(optimizer), as_list(scheduler)
     what = "a rank can't load the checkpoint"
-    checkpoint = ranks.run_on_all(lambda: read_checkpoint(Path(folder)), InputError, what)
-    ranks.verify(_facts(checkpoint), "the ranks load different checkpoints")
+    checkpoint = ranks.run_on_all(lambda: read_checkpoint(checked_folder(folder)), InputError, what)
+    given = {"optimizers": optimizers, "schedulers": schedulers}
+    classes = {f"the {kind}": ", ".join(type(value).__name__ for value in values) for kind, values in given.items()}
+    ranks.verify(_facts(checkpoint) | classes, "the ranks load different checkpoints")
 
     def check() -> _Checked:
         return _Checked.of(checkpoint, inner, optimizers, schedulers, ranks)
 
     checked = ranks.run_on_all(check, InputError, what)
     values = ranks.run_on_all(lambda: checked.read(ranks.group.coordinate), InputError, what)
-    with torch.no_grad(), unwatched():
-        for name, own in checked.model.items():
-            own.tensor.copy_(values[name])
+    undo = list[Callable[[], object]]()
+    try:
+        ranks.run_on_all(lambda: checked.set_all(inner, optimizers, schedulers, values, undo), InputError, what)
+    except Exception:
+        for step in reversed(undo):
+            step()
+        raise
     for module in inner.modules():
         if isinstance(module, ShardedModule):
             module.note_loaded()
-    for number, into in enumerate(optimizers):
-        checked.set_optimizer(number, into, values)
-    for (_, state), target in zip(checked.objects["schedulers"], schedulers, strict=False):
-        target.load_state_dict(state)
-    _set_extra_state(inner, checked.objects["model"])
-    _set_rng_states(checked.objects["rng"], ranks)
     return checked.objects["extra"]
 
 
@@ -100,33 +109,17 @@ def _facts(checkpoint: Checkpoint) -> dict[str, str]:
 
 
 @dataclass(frozen=True)
-class _Wanted:
-    """A tensor of the checkpoint that this rank needs a part of."""
-
-    stored: SlicedTensor
-    layout: Layout
-    device: torch.device
-
-    def read(self, coordinate: Coordinate) -> Tensor:
-        """This rank's part."""
-        local = torch.empty(
-            local_shape(self.stored.shape, self.layout, coordinate.rank, coordinate.axis.size), dtype=self.stored.dtype
-        )
-        for piece in pieces(self.stored.shape, self.layout, coordinate):
-            self.stored.read(piece.box, piece.of(local))
-        return local.to(self.device)
-
-
-@dataclass(frozen=True)
 class _Checked:
     """What is loaded from where, after everything was found to fit."""
 
     model: Mapping[str, Item]
     """Stored name -> this rank's memory, of each parameter and buffer once."""
-    wanted: Mapping[str, _Wanted]
+    wanted: Mapping[str, Wanted]
     """What is read, by stored name: tensors of the model and of optimizers."""
     objects: Mapping[str, Any]
-    """As `Contents.objects`, and 'rng'."""
+    """As `Contents.objects`."""
+    rng_states: Mapping[str, Any] | None
+    """Of this rank's replica; None if that was not there when it was saved."""
     names: Sequence[Sequence[Sequence[str]]]
     """Optimizer, group -> names of parameters."""
 
@@ -144,21 +137,23 @@ class _Checked:
         Raises:
             InputError: something does not fit.
         """
-        objects = _objects(checkpoint)
-        own = _fitting_model(checkpoint, model)
+        objects, rng_states = saved_objects(checkpoint, ranks)
+        if {*objects["model"]} != {*extra_state(model)}:
+            raise unfit("the model's modules have other extra states than the checkpoint", checkpoint, SAVED_MODEL)
+        own = fitting_model(checkpoint, model)
         wanted = {
-            name: _Wanted(checkpoint.tensors[name], item.layout, torch.device("cpu")) for name, item in own.items()
+            name: Wanted(checkpoint.tensors[name], item.layout, torch.device("cpu")) for name, item in own.items()
         }
         names = parameter_names(model)
         groups = [group_names(optimizer, names) for optimizer in optimizers]
-        _check_counts("optimizer", len(optimizers), len(objects["optimizers"]))
-        _check_counts("scheduler", len(schedulers), len(objects["schedulers"]))
+        check_counts("optimizer", len(optimizers), len(objects["optimizers"]))
+        check_counts("scheduler", len(schedulers), len(objects["schedulers"]))
         for (saved_class, _), scheduler in zip(objects["schedulers"], schedulers, strict=False):
-            _check_scheduler(scheduler, saved_class)
+            check_scheduler(scheduler, saved_class)
         for number, optimizer in enumerate(optimizers):
-            _check_optimizer(optimizer, groups[number], objects["optimizers"][number])
-            wanted |= _wanted_states(checkpoint, number, optimizer, groups[number])
-        return cls(own, wanted, objects, groups)
+            check_optimizer(optimizer, groups[number], objects["optimizers"][number])
+            wanted |= wanted_states(checkpoint, number, optimizer, groups[number])
+        return cls(own, wanted, objects, rng_states, groups)
 
     def read(self, coordinate: Coordinate) -> dict[str, Tensor]:
         """This rank's parts of all tensors."""
@@ -170,175 +165,66 @@ class _Checked:
         shown.end()
         return values
 
-    def set_optimizer(self, number: int, optimizer: Optimizer, values: Mapping[str, Tensor]) -> None:
-        """Gives an optimizer its state."""
-        saved, states = self.objects["optimizers"][number], dict[int, dict[str, object]]()
-        index, groups = itertools.count(), []
+    def set_all(
+        self,
+        model: nn.Module,
+        optimizers: Sequence[Optimizer],
+        schedulers: Sequence[Stateful],
+        values: dict[str, Tensor],
+        undo: list[Callable[[], object]],
+    ) -> None:
+        """Sets everything; `undo` gets the steps that set it back, for whatever goes wrong."""
+        with torch.no_grad(), unwatched():
+            for name, own in self.model.items():
+                _swap(own.tensor, values[name])
+                undo.append(functools.partial(_swap, own.tensor, values[name]))
+        for number, optimizer in enumerate(optimizers):
+            undo.append(functools.partial(optimizer.__dict__.update, dict(optimizer.__dict__)))
+            self._set_optimizer(number, optimizer, values)
+        for (_, state), scheduler in zip(self.objects["schedulers"], schedulers, strict=False):
+            undo.append(functools.partial(scheduler.load_state_dict, copy.deepcopy(scheduler.state_dict())))
+            scheduler.load_state_dict(state)
+        for path, state in self.objects["model"].items():
+            module = model.get_submodule(path)
+            undo.append(functools.partial(module.set_extra_state, module.get_extra_state()))
+            module.set_extra_state(state)
+        undo.append(functools.partial(set_rng_states, rng_states()))
+        if self.rng_states is None:
+            warnings.warn("the checkpoint has no RNG states of this replica: they stay as they are", stacklevel=4)
+        else:
+            set_rng_states(self.rng_states)
+
+    def _set_optimizer(self, number: int, optimizer: Optimizer, values: Mapping[str, Tensor]) -> None:
+        saved, states = self.objects["optimizers"][number], dict[str, dict[str, object]]()
+        for name, state in saved["states"].items():
+            states[name] = dict(state)
+        for stored_name, value in values.items():
+            kind, _, rest = stored_name.partition("/")
+            owner, _, path = rest.partition("/")
+            if (kind, owner) == ("optimizer", str(number)):
+                key, _, name = path.partition("/")
+                states.setdefault(name, {})[key] = value
+        index, by_index, groups = itertools.count(), dict[int, str](), []
         for names, settings in zip(self.names[number], saved["settings"], strict=True):
             indices = [next(index) for _ in names]
+            by_index |= dict(zip(indices, names, strict=True))
             groups.append({**settings, "params": indices})
-            for i, name in zip(indices, names, strict=True):
-                state = dict(saved["states"].get(name, {}))
-                prefix, suffix = f"optimizer/{number}/", f"/{name}"
-                state |= {
-                    key[len(prefix) : -len(suffix)]: value
-                    for key, value in values.items()
-                    if key.startswith(prefix) and key.endswith(suffix)
-                }
-                if state:
-                    states[i] = state
-        optimizer.load_state_dict({"state": states, "param_groups": groups})
+        by_number = {i: states[name] for i, name in by_index.items() if name in states}
+        optimizer.load_state_dict({"state": by_number, "param_groups": groups})
+        parameters = [p for group in optimizer.param_groups for p in group["params"]]
+        for i, state in by_number.items():
+            _keep_dtypes(optimizer.state[parameters[i]], state)
 
 
-def _objects(checkpoint: Checkpoint) -> dict[str, Any]:
-    data, path = checkpoint.objects(), checkpoint.objects_path
-    known = {"optimizers": list, "schedulers": list, "rng": list, "model": dict, "extra": object}
-    try:
-        objects: dict[str, Any] = decode(data, allow_pickle=False)
-        wrong = next((name for name, kind in known.items() if not isinstance(objects[name], kind)), None)
-    except Exception as error:  # the bytes are not trusted, and decoding them may fail in any way
-        raise broken(path, f"its objects are not what ts.save writes: {str(error).partition(chr(10))[0]}") from error
-    if wrong is not None:
-        raise broken(path, f"its {wrong} are a {type(objects[wrong]).__name__}")
-    return objects
+def _swap(a: Tensor, b: Tensor) -> None:
+    """Exchanges the values of two tensors."""
+    before = a.clone()
+    a.copy_(b)
+    b.copy_(before)
 
 
-# --- what fits -------------------------------------------------------------------------------------------------------
-
-
-def _fitting_model(checkpoint: Checkpoint, model: nn.Module) -> dict[str, Item]:
-    """Stored name -> this rank's memory of the model's tensors; tied names once."""
-    found, state = dict[str, Item](), {k: v for k, v in model.state_dict().items() if isinstance(v, Tensor)}
-    saved = {name.removeprefix("model/") for name in (*checkpoint.tensors, *checkpoint.aliases) if name[:6] == "model/"}
-    for name in (*sorted(saved - set(state)), *sorted(set(state) - saved)):
-        where, other = ("the checkpoint", "the model") if name in saved else ("the model", "the checkpoint")
-        raise _unfit(f"{name!r} is in {where} and not in {other}", checkpoint, "the model that was saved")
-    first_names, stored_of, own_of = tied_names(model), dict[str, str](), dict[str, str]()
-    for name, value in state.items():
-        item, stored = Item.of(value), cast(SlicedTensor, checkpoint.find(f"model/{name}"))
-        for what, here, there in (
-            ("shape", tuple(item.shape), stored.shape),
-            ("dtype", item.tensor.dtype, stored.dtype),
-        ):
-            if here != there:
-                raise _unfit(
-                    f"{name!r} has another {what} than the model's",
-                    checkpoint,
-                    f"the model that was saved; ts.shard(..., weights={str(checkpoint.folder)!r}) casts"
-                    if what == "dtype"
-                    else "the model that was saved",
-                    f"it is {there} in the checkpoint, {here} in the model",
-                )
-        first = first_names.get(name, name)
-        if stored_of.setdefault(first, stored.name) != stored.name:
-            raise _unfit(f"{name!r} is tied to {first!r} in the model, and not in the checkpoint", checkpoint, _UNTIE)
-        if own_of.setdefault(stored.name, first) != first:
-            other = own_of[stored.name]
-            raise _unfit(f"{name!r} is tied to {other!r} in the checkpoint, and not in the model", checkpoint, _UNTIE)
-        found[stored.name] = item
-    return found
-
-
-_UNTIE = "the model that was saved, with the same tied parameters"
-
-
-def _unfit(what: str, checkpoint: Checkpoint, attempt: str, why: str = "nothing was loaded") -> InputError:
-    return InputError(what, where=str(checkpoint.folder), why=why, attempt=attempt)
-
-
-def _check_counts(kind: str, given: int, saved: int) -> None:
-    if given and given != saved:
-        raise InputError(
-            f"{saved} {kind}s were saved, and {given} are given",
-            where=f"ts.load({kind}=...)",
-            why="they are matched by their order",
-            attempt=f"the {kind}s that were given to ts.save, or none of them",
-        )
-
-
-def _check_optimizer(optimizer: Optimizer, groups: Sequence[Sequence[str]], saved: Mapping[str, Any]) -> None:
-    name = type(optimizer).__name__
-    what, here, there = "is of another class", name, saved["class"]
-    if here == there:
-        what, here, there = "has other groups", f"{len(groups)} groups", f"{len(saved['names'])} groups"
-        for own, other in zip(groups, saved["names"], strict=False):
-            if here == there and sorted(own) != sorted(other):
-                different = sorted(set(own) ^ set(other))
-                here, there = (
-                    f"a group of {len(own)} parameters",
-                    f"one of {len(other)}, with or without {different[:3]}",
-                )
-    if here != there:
-        raise InputError(
-            f"the optimizer {what} than the saved one",
-            where="ts.load(optimizer=...)",
-            why=f"given: {here}; saved: {there}",
-            attempt="the optimizer that was saved, with the same parameters in each group; or None, to begin anew",
-        )
-    if any(isinstance(p, ShardedParameter) and p.is_split for g in optimizer.param_groups for p in g["params"]):
-        check_class(optimizer)
-
-
-def _check_scheduler(scheduler: Stateful, saved_class: str) -> None:
-    if type(scheduler).__name__ != saved_class:
-        raise InputError(
-            "the scheduler is of another class than the saved one",
-            where="ts.load(scheduler=...)",
-            why=f"given: {type(scheduler).__name__}; saved: {saved_class}",
-            attempt="the schedulers that were saved, in the same order; or None, to begin anew",
-        )
-
-
-def _wanted_states(
-    checkpoint: Checkpoint, number: int, optimizer: Optimizer, groups: Sequence[Sequence[str]]
-) -> dict[str, _Wanted]:
-    """What the checkpoint holds of an optimizer's state, with the layouts of its parameters."""
-    own = {
-        name: p
-        for group, names in zip(optimizer.param_groups, groups, strict=True)
-        for p, name in zip(group["params"], names, strict=True)
-    }
-    found, prefix = dict[str, _Wanted](), f"optimizer/{number}/"
-    for stored_name, stored in checkpoint.tensors.items():
-        if not stored_name.startswith(prefix):
-            continue
-        _, _, name = stored_name.removeprefix(prefix).partition("/")
-        if name not in own:
-            raise _unfit(f"{stored_name!r} belongs to no parameter of the optimizer", checkpoint, "the saved optimizer")
-        item = Item.of(own[name])
-        is_by_element = stored.shape == item.shape
-        found[stored_name] = _Wanted(stored, item.layout if is_by_element else _whole(stored), own[name].device)
-    return found
-
-
-def _whole(stored: SlicedTensor) -> Layout:
-    """The layout of a state that is no number per element of its parameter, such as a step: all ranks have it."""
-    if stored.shape:
-        raise InputError(
-            f"{stored.name!r} has another shape than its parameter",
-            where="ts.load(optimizer=...)",
-            why=f"it is {stored.shape}",
-            attempt="the model that was saved",
-        )
-    return I
-
-
-# --- what is no tensor -----------------------------------------------------------------------------------------------
-
-
-def _set_extra_state(model: nn.Module, extra: Mapping[str, Any]) -> None:
-    """Gives modules what their `get_extra_state` had returned."""
-    for name, value in extra.items():
-        path, _, _ = name.rpartition(".")
-        model.get_submodule(path).set_extra_state(value)
-
-
-def _set_rng_states(states: Sequence[bytes], ranks: Ranks) -> None:
-    if ranks.replicas.rank < len(states):
-        set_rng_states(decode(states[ranks.replicas.rank], allow_pickle=False)["the RNG state"])
-    else:
-        warnings.warn(
-            f"the checkpoint has the RNG states of {len(states)} replicas; that of replica {ranks.replicas.rank} stays "
-            "as it is",
-            stacklevel=3,
-        )
+def _keep_dtypes(loaded: dict[str, Any], saved: Mapping[str, object]) -> None:
+    """Undoes a cast of PyTorch's, which gives all states but 'step' the dtype of their parameter."""
+    for key, value in saved.items():
+        if isinstance(value, Tensor) and loaded[key].dtype != value.dtype:
+            loaded[key] = value.to(loaded[key].device)

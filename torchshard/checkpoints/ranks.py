@@ -59,6 +59,10 @@ class Ranks:
         self._on_replicas(lambda: verify_equal(self.group, facts, DistributedError, what), DistributedError, what)
         verify_equal(self.replicas, facts, DistributedError, what)
 
+    def verify_replicas(self, facts: Facts, what: str) -> None:
+        """Raises DistributedError on all of them if the facts of ranks that hold the same slices differ."""
+        self.run_on_all(lambda: verify_equal(self.replicas, facts, DistributedError, what), DistributedError, what)
+
     def leaders(self, data: bytes) -> bytes:
         """What the rank that leads has given."""
         of_group = gather_bytes(self.group, "ts.save", lambda: data)[0]
@@ -90,8 +94,9 @@ class Completion:
     """Knows when all ranks have written; may be used from a thread, while collectives run in another."""
 
     def __init__(self, ranks: Ranks, id_: str) -> None:
-        self._ranks, self._prefix = ranks, f"torchshard/checkpoint/{id_}"
+        # looked up now: when a thread has written, the groups may be destroyed already
         self._store: Any = dist.distributed_c10d._get_default_store() if ranks.count > 1 else None
+        self._ranks, self._prefix = ranks, f"torchshard/checkpoint/{id_}"
 
     def finish(self, failure: ShardError | None, commit: Callable[[], None]) -> None:
         """Reports that this rank has written, or why not; on the rank that leads, commits when all have.

@@ -9,43 +9,37 @@ A process that dies at any moment leaves the last complete checkpoint as it was.
 
 from __future__ import annotations
 
-import contextlib
-import json
 import logging
 import math
 import os
-import re
-import secrets
-import shutil
 import threading
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Sequence
 from pathlib import Path
 
-from torch import Tensor, nn
+from torch import nn
 from torch.optim import Optimizer
 
 from torchshard.checkpoints.contents import (
     Contents,
-    Item,
     Stateful,
     as_list,
     contents_of,
     encoded,
-    rng_states,
+    hashes,
     unwrapped,
 )
 from torchshard.checkpoints.copies import Copies
-from torchshard.checkpoints.ranks import Completion, Ranks
+from torchshard.checkpoints.ranks import Ranks
+from torchshard.checkpoints.writing import Job, begin_job
 from torchshard.core.errors import DistributedError, InputError, ShardError
-from torchshard.core.layouts import Shard, type_text
-from torchshard.distributed.group import Group
+from torchshard.core.layouts import type_text
+from torchshard.distributed.consistency import verify_equal
 from torchshard.distributed.objects import encode
 from torchshard.plans.machine import read_size
 from torchshard.runtime.module import ShardedModule
-from torchshard.weights.checkpoint_files import MANIFEST, OBJECTS, layout_text, manifest
-from torchshard.weights.progress import Progress
-from torchshard.weights.safetensors_writer import FilePlan, TensorType, replace_file, sync_folder
+from torchshard.weights.checkpoint_files import (
+    digest,
+)
 
 _LOG = logging.getLogger(__name__)
 
@@ -73,8 +67,12 @@ class Saving:
             failure, self._failure = self._failure, None
             raise failure
 
-    def run_in_background(self, job: _Job, copies: Copies) -> None:
-        """Writes copies of the tensors; returns when the last of them is made."""
+    def run_in_background(self, job: Job, copies: Copies) -> None:
+        """Writes copies of the tensors; returns when the last of them is made.
+
+        Raises:
+            InputError: one can't be copied.
+        """
 
         def run() -> None:
             try:
@@ -87,9 +85,13 @@ class Saving:
 
         self._thread = threading.Thread(target=run, name="torchshard checkpoint")
         self._thread.start()
-        with copies.filling():
-            for name, tensor in job.mine.items():
-                copies.put(name, tensor)
+        try:
+            with copies.filling():
+                for name, tensor in job.mine.items():
+                    copies.put(name, tensor)
+        except Exception:  # the thread tells the other ranks, and gives the error its words
+            self.wait()
+            raise
 
 
 _latest = Saving()
@@ -115,8 +117,8 @@ def save(
 
     Args:
         folder: made if it is missing; it holds one checkpoint.
-        model: a sharded model, one that has sharded models as parts, or an unsharded one; DDP around it is seen
-            through.
+        model: a sharded model, one that has sharded models as parts, or an unsharded one; DDP and torch.compile around
+            it are seen through. Gradients are not saved.
         optimizer: one or several, in the same order at `load`; each must treat every element alone, as SGD and AdamW.
         scheduler: one or several learning-rate schedulers, or what else has a state dict of plain data.
         extra: plain data of the caller's (numbers, texts, tensors, and containers of them), which `load` returns; that
@@ -135,25 +137,56 @@ def save(
             them could not write.
     """
     global _latest
-    _latest.wait()
     ranks, what = Ranks.own(), "the ranks can't save this checkpoint together"
-    contents, most_bytes = ranks.run_on_all(
-        lambda: (
-            contents_of(unwrapped(model), as_list(optimizer), as_list(scheduler), extra),
-            read_size(copies),
-        ),
-        InputError,
-        what,
-    )
-    ranks.verify(_facts(contents, folder), "the ranks save different checkpoints")
+
+    def prepare() -> tuple[Path, Contents, bytes, float | None]:
+        _latest.wait()
+        contents = contents_of(unwrapped(model), as_list(optimizer), as_list(scheduler), extra)
+        return checked_folder(folder), contents, encoded(contents.objects), read_size(copies, "copies")
+
+    place, contents, objects, most_bytes = ranks.run_on_all(prepare, InputError, what)
     verify_states(model, ranks)
-    job = _begin(Path(folder), contents, ranks)
+    _verify(contents, place, ranks, buffers={name for name, _ in unwrapped(model).named_buffers()})
+    job = begin_job(place, contents, objects, ranks)
     _latest = Saving()
     if wait:
         job.run(job.mine.items())
     else:
         _latest.run_in_background(job, Copies(math.inf if most_bytes is None else most_bytes))
     return _latest
+
+
+def checked_folder(folder: str | os.PathLike[str]) -> Path:
+    """A folder that a caller has named.
+
+    Raises:
+        InputError: it is no path.
+    """
+    path = os.fspath(folder) if isinstance(folder, str | os.PathLike) else None
+    if not isinstance(path, str) or not path or "\0" in path:
+        raise InputError(f"invalid folder {folder!r}", where="folder", why="it is no path", attempt='"checkpoint"')
+    return Path(path)
+
+
+def _verify(contents: Contents, folder: Path, ranks: Ranks, *, buffers: set[str]) -> None:
+    """Checks that the ranks save the same: of tensors that several hold, each saves some for all.
+
+    Args:
+        buffers: which replicas need not have in common, as statistics of their own batches; the first one's are saved.
+    """
+    what, items = "the ranks save different checkpoints", contents.items
+    types = {name: f"{type_text(i.tensor.dtype, i.shape)} {i.layout}" for name, i in items.items()}
+    others = {
+        kind: encode(contents.objects[kind], allow_pickle=False) for kind in ("optimizers", "schedulers", "model")
+    }
+    facts = {"the folder": os.fspath(folder), **types, **contents.aliases}
+    facts |= {f"what is no tensor of the {kind}": digest(data) for kind, data in others.items()}
+    common = {name: item for name, item in items.items() if name.removeprefix("model/") not in buffers}
+    if ranks.count > 1:
+        ranks.verify(facts, what)
+        own = hashes(items, split=False, whole=True)
+        ranks.run_on_all(lambda: verify_equal(ranks.group, own, DistributedError, what), DistributedError, what)
+        ranks.verify_replicas(hashes(common, split=True, whole=True) if ranks.replicas.size > 1 else {}, what)
 
 
 def verify_states(model: nn.Module, ranks: Ranks) -> None:
@@ -165,146 +198,3 @@ def verify_states(model: nn.Module, ranks: Ranks) -> None:
                 module.verify_state()
 
     ranks.run_on_all(verify, DistributedError, "the ranks hold different states")
-
-
-def _facts(contents: Contents, folder: str | os.PathLike[str]) -> dict[str, str]:
-    items = {name: f"{type_text(i.tensor.dtype, i.shape)} {i.layout}" for name, i in contents.items.items()}
-    return {"the folder": os.fspath(folder), **items, **contents.aliases}
-
-
-def _begin(folder: Path, contents: Contents, ranks: Ranks) -> _Job:
-    """Makes the data folder, in which all ranks are about to write."""
-    id_ = ranks.leaders(secrets.token_hex(8).encode()).decode()
-    states = ranks.of_replicas(encoded({"the RNG state": rng_states()}))
-    data = folder / f"data-{id_}"
-
-    def make() -> None:
-        if ranks.number == 0:
-            with file_errors(folder):
-                data.mkdir(parents=True)
-                _remove_data(folder, data, _named(folder))
-
-    def see() -> None:
-        if not data.is_dir():
-            raise InputError(
-                "the ranks do not see one folder",
-                where=str(folder),
-                why=f"rank 0 has made {data.name} in it, and this rank does not find that",
-                attempt="a folder on a file system that all ranks share",
-            )
-
-    ranks.run_on_all(make, InputError, "the folder can't be written to")
-    ranks.run_on_all(see, InputError, "the ranks do not see one folder")
-    mine = {name: contents.items[name].tensor for name in _own_share(contents.items, ranks)}
-    types = {name: TensorType(tensor.dtype, tuple(tensor.shape)) for name, tensor in mine.items()}
-    file = FilePlan.of(data / file_name(ranks.group, ranks.replicas.rank), types, {"checkpoint": id_})
-    return _Job(ranks, id_, file, mine, contents, states)
-
-
-def file_name(group: Group, replica: int) -> str:
-    """The file of a rank; those of the first replica have no number."""
-    return f"{group.rank}-of-{group.size}{f'.{replica}' if replica else ''}.safetensors"
-
-
-def _own_share(items: Mapping[str, Item], ranks: Ranks) -> Iterator[str]:
-    """The tensors that this rank writes: its slices, in turn with its replicas, and a share of what all hold whole."""
-    bytes_ = [0] * ranks.count
-    for turn, (name, item) in enumerate(items.items()):
-        if isinstance(item.layout, Shard):
-            is_own = turn % ranks.replicas.size == ranks.replicas.rank
-        else:
-            writer = bytes_.index(min(bytes_))
-            bytes_[writer] += item.tensor.numel() * item.tensor.itemsize
-            is_own = writer == ranks.number
-        if is_own:
-            yield name
-
-
-@dataclass(frozen=True)
-class _Job:
-    """What this rank has to write."""
-
-    ranks: Ranks
-    id: str
-    file: FilePlan
-    mine: Mapping[str, Tensor]
-    contents: Contents
-    rng_states: Sequence[bytes]
-    """Of each replica."""
-
-    @property
-    def folder(self) -> Path:
-        """That holds the manifest."""
-        return self.file.path.parent.parent
-
-    def run(self, tensors: Iterable[tuple[str, Tensor]]) -> None:
-        """Writes the tensors, and completes the checkpoint with all ranks.
-
-        Raises:
-            ShardError: it failed on some rank.
-        """
-        failure: ShardError | None = None
-        try:
-            with file_errors(self.file.path):
-                self._write(tensors)
-        except ShardError as error:
-            failure = error
-        Completion(self.ranks, self.id).finish(failure, self._commit)
-
-    def _write(self, tensors: Iterable[tuple[str, Tensor]]) -> None:
-        shown, written = Progress("writing a checkpoint", self.ranks.number), 0
-        self.file.create()
-        with self.file.path.open("r+b") as file:
-            for name, tensor in tensors:
-                self.file.write(file.fileno(), name, tensor)
-                written += tensor.numel() * tensor.itemsize
-                shown.show(written)
-            os.fsync(file.fileno())
-        shown.end()
-        if self.ranks.number == 0:
-            replace_file(self.file.path.with_name(OBJECTS), self._objects())
-
-    def _objects(self) -> bytes:
-        return encode({**self.contents.objects, "rng": list(self.rng_states)}, allow_pickle=False)
-
-    def _commit(self) -> None:
-        group, replicas = self.ranks.group, self.ranks.replicas
-        places = [replace(group, rank=rank) for rank in range(group.size)]
-        names = [file_name(place, replica) for replica in range(replicas.size) for place in places]
-        data = self.file.path.parent
-        with file_errors(self.folder):
-            sizes = {name: (data / name).stat().st_size for name in (*names, OBJECTS)}
-            layouts = {name: layout_text(item.layout, item.shape) for name, item in self.contents.items.items()}
-            sync_folder(data)
-            replace_file(self.folder / MANIFEST, manifest(self.id, sizes, layouts, self.contents.aliases))
-            _remove_data(self.folder, data)
-
-
-@contextlib.contextmanager
-def file_errors(place: Path) -> Iterator[None]:
-    """Turns errors of the file system into ours."""
-    try:
-        yield
-    except OSError as error:
-        raise InputError(
-            "the checkpoint can't be written",
-            where=str(place),
-            why=error.strerror or str(error),
-            attempt="a folder that can be written to, with room for the checkpoint beside the one before it",
-        ) from error
-
-
-def _named(folder: Path) -> str:
-    """The data folder that counts, or "" if none does."""
-    try:
-        return f"data-{json.loads((folder / MANIFEST).read_bytes())['id']}"
-    except (OSError, ValueError, KeyError, TypeError):
-        return ""
-
-
-def _remove_data(folder: Path, *kept: Path | str) -> None:
-    """Removes the data of other saves, as far as that can be done."""
-    names = {Path(name).name for name in kept}
-    for place in folder.glob("data-*"):
-        if place.name not in names and re.fullmatch("data-[0-9a-f]{16}", place.name):
-            shutil.rmtree(place, ignore_errors=True)

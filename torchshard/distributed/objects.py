@@ -10,8 +10,9 @@ from __future__ import annotations
 import json
 import pickle
 import struct
-from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, TypeGuard, TypeVar
+from collections import Counter, OrderedDict
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any, TypeGuard, TypeVar, cast
 
 import torch
 import torch.distributed as dist
@@ -29,6 +30,8 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 _LENGTH = struct.Struct("<q")
+_TABLES: Mapping[str, type[dict[Any, Any]]] = {"dict": dict, "Counter": Counter, "OrderedDict": OrderedDict}
+"""Tables that travel without pickle, by name."""
 
 
 def all_gather_object(data: T, *, allow_pickle: bool = True) -> list[T]:
@@ -142,9 +145,10 @@ def _to_json(data: object, buffers: list[bytes], allow_pickle: bool) -> list[obj
         return ["bytes", buffer(data)]
     if type(data) is list or type(data) is tuple or type(data) is set:
         return [type(data).__name__, [_to_json(item, buffers, allow_pickle) for item in data]]
-    if type(data) is dict:
-        pairs = ([_to_json(part, buffers, allow_pickle) for part in pair] for pair in data.items())
-        return ["dict", list(pairs)]
+    if type(data) in _TABLES.values():
+        table = cast(dict[object, object], data)
+        pairs = ([_to_json(part, buffers, allow_pickle) for part in pair] for pair in table.items())
+        return [type(data).__name__, list(pairs)]
     if type(data) is Tensor and data.layout is torch.strided and not data.is_quantized:
         dense = data.detach().cpu().resolve_conj().resolve_neg().contiguous()
         return ["tensor", str(data.dtype).removeprefix("torch."), list(data.shape), buffer(memory_of(dense))]
@@ -170,10 +174,13 @@ def decode(encoded: bytes, *, allow_pickle: bool) -> Any:
 
     Raises:
         InputError: `allow_pickle` is False, and something in it was pickled.
+        ValueError: these are no bytes of `encode`.
     """
     parts, at = [], 0
     while at < len(encoded):
         (length,) = _LENGTH.unpack_from(encoded, at)
+        if not 0 <= length <= len(encoded) - at - _LENGTH.size:
+            raise ValueError(f"a part of {length} bytes, of {len(encoded) - at - _LENGTH.size} that are left")
         parts.append(encoded[at + _LENGTH.size : at + _LENGTH.size + length])
         at += _LENGTH.size + length
     return _from_json(json.loads(parts[0]), parts[1:], allow_pickle)
@@ -186,8 +193,9 @@ def _from_json(described: Sequence[Any], buffers: Sequence[bytes], allow_pickle:
         return rest[0]
     if kind == "bytes":
         return buffers[rest[0]]
-    if kind == "dict":
-        return {_from_json(k, buffers, allow_pickle): _from_json(v, buffers, allow_pickle) for k, v in rest[0]}
+    if kind in _TABLES:
+        pairs = {_from_json(k, buffers, allow_pickle): _from_json(v, buffers, allow_pickle) for k, v in rest[0]}
+        return pairs if kind == "dict" else _TABLES[kind](pairs)
     if kind in ("list", "tuple", "set"):
         items = [_from_json(item, buffers, allow_pickle) for item in rest[0]]
         return {"list": list, "tuple": tuple, "set": set}[kind](items)

@@ -131,7 +131,7 @@ _UNITS = {"B": 1, **{f"{p}B": 10 ** (3 * i) for i, p in enumerate("KMGT", 1)},
           **{f"{p}iB": 1024**i for i, p in enumerate("KMGT", 1)}}  # fmt: skip
 
 
-def read_size(size: str | float | None) -> float | None:
+def read_size(size: str | float | None, option: str = "memory") -> float | None:
     """Bytes: a number, or a text such as '24GiB' or '80 GB'.
 
     Raises:
@@ -143,7 +143,7 @@ def read_size(size: str | float | None) -> float | None:
     if found is None or not float(found[1]):
         raise InputError(
             f"{size!r} is no size",
-            where="memory=",
+            where=f"{option}=",
             why="it is a number of bytes, or a text with a unit",
             attempt="'24GiB'",
         )

@@ -10,6 +10,7 @@ Nothing here is pickled: opening a checkpoint runs no code.
 
 from __future__ import annotations
 
+import hashlib
 import json
 import re
 from collections.abc import Mapping, Sequence
@@ -82,6 +83,9 @@ class Checkpoint:
     aliases: Mapping[str, str]
     """Another name of a tied parameter -> its first name, both as in `tensors`."""
 
+    digest: str
+    """Of the file with what is no tensor."""
+
     @property
     def objects_path(self) -> Path:
         """The file with what is no tensor."""
@@ -91,12 +95,15 @@ class Checkpoint:
         """What is no tensor.
 
         Raises:
-            InputError: the file can't be read.
+            InputError: the file can't be read, or is not the one that was saved.
         """
         try:
-            return self.objects_path.read_bytes()
+            data = self.objects_path.read_bytes()
         except OSError as error:
             raise broken(self.objects_path, str(error)) from error
+        if digest(data) != self.digest:
+            raise broken(self.objects_path, "it is not the file that was saved: its hash differs")
+        return data
 
     def find(self, name: str) -> SlicedTensor | None:
         """The tensor with this name, or with the first name of a tied one."""
@@ -108,15 +115,35 @@ def is_checkpoint(folder: Path) -> bool:
     return (folder / MANIFEST).is_file() or (folder.is_dir() and any(folder.glob("data-*/*-of-*")))
 
 
-def manifest(id_: str, files: Mapping[str, int], layouts: Mapping[str, str], aliases: Mapping[str, str]) -> bytes:
+def digest(data: bytes) -> str:
+    """A hash of a file's content."""
+    return hashlib.sha256(data).hexdigest()
+
+
+def manifest(
+    id_: str, files: Mapping[str, int], objects: bytes, layouts: Mapping[str, str], aliases: Mapping[str, str]
+) -> bytes:
     """The content of checkpoint.json.
 
     Args:
         files: name within the data folder -> its size in bytes.
+        objects: the content of objects.bin.
         layouts: tensor -> '<layout> <shape of the whole>'.
     """
-    body = {"format": FORMAT, "id": id_, "files": files, "tensors": layouts, "aliases": aliases}
+    body = {
+        "format": FORMAT,
+        "id": id_,
+        "files": files,
+        "objects": digest(objects),
+        "tensors": layouts,
+        "aliases": aliases,
+    }
     return json.dumps(body, indent=1).encode()
+
+
+def file_metadata(id_: str, name: str) -> dict[str, str]:
+    """What the file of a rank says of itself: to another place in a checkpoint, or into another one, it is refused."""
+    return {"checkpoint": id_, "file": name}
 
 
 def layout_text(layout: Layout, shape: Sequence[int]) -> str:
@@ -124,37 +151,73 @@ def layout_text(layout: Layout, shape: Sequence[int]) -> str:
     return f"{layout} {','.join(map(str, shape))}"
 
 
+def saved_id(folder: Path) -> str:
+    """The id of the checkpoint that counts; "" if there is none.
+
+    Raises:
+        OSError, ValueError, KeyError, TypeError: the manifest can't be read.
+    """
+    try:
+        return str(json.loads((folder / MANIFEST).read_bytes())["id"])
+    except FileNotFoundError:
+        return ""
+
+
 def read_checkpoint(folder: Path) -> Checkpoint:
     """The checkpoint in a folder; each claim of its files is checked, and none of their data is read.
+
+    If a save completes meanwhile and removes the files, that one is read.
 
     Raises:
         InputError: there is none that is complete, or a file is missing, torn, or of another save.
     """
+    tried: str | None = None
+    while True:
+        try:
+            return _read_checkpoint(folder)
+        except InputError:
+            try:
+                latest = saved_id(folder)
+            except (OSError, ValueError, KeyError, TypeError, RecursionError):
+                latest = ""
+            if latest in ("", tried):
+                raise
+            tried = latest
+
+
+def _read_checkpoint(folder: Path) -> Checkpoint:
     path = folder / MANIFEST
-    if not path.is_file():
+    try:
+        content = path.read_bytes()
+    except FileNotFoundError as error:
         is_begun = folder.is_dir() and is_checkpoint(folder)
         raise InputError(
             "there is no complete checkpoint",
             where=str(folder),
             why="a save into it has not ended" if is_begun else f"it has no {MANIFEST}",
             attempt="a folder that ts.save has written",
-        )
+        ) from error
+    except OSError as error:
+        raise broken(path, str(error)) from error
     try:
-        body = json.loads(path.read_bytes())
+        body = json.loads(content)
         files, layouts, aliases = _tables(body)
-        id_ = body["id"]
-        if body["format"] != FORMAT or not re.fullmatch(r"[0-9a-f]{16}", id_):
+        id_, objects = body["id"], body["objects"]
+        if body["format"] != FORMAT or not re.fullmatch(r"[0-9a-f]{16}", id_) or OBJECTS not in files:
             raise ValueError(f"its format is {body['format']!r}, its id {id_!r}")
-    except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
+    except (ValueError, KeyError, TypeError, RecursionError) as error:
         raise broken(path, f"it is not what ts.save writes: {type(error).__name__}: {error}") from error
-    held = _held(folder / f"data-{id_}", id_, files)
+    try:
+        held = _held(folder / f"data-{id_}", id_, files)
+    except OSError as error:
+        raise broken(folder / f"data-{id_}", str(error)) from error
     tensors = {name: _sliced(path, name, text, held.pop(name, {})) for name, text in layouts.items()}
     if held:
         raise broken(path, f"it does not name {next(iter(held))!r}, which a file holds")
     lost = next((target for target in aliases.values() if target not in tensors), None)
     if lost is not None:
         raise broken(path, f"there is no tensor {lost!r}, for which it has other names")
-    return Checkpoint(folder, id_, tensors, aliases)
+    return Checkpoint(folder, id_, tensors, aliases, str(objects))
 
 
 def model_tensors(folder: Path) -> dict[str, SlicedTensor]:
@@ -181,7 +244,7 @@ def _held(folder: Path, id_: str, files: Mapping[str, int]) -> dict[str, dict[in
     """Tensor -> rank -> its slice."""
     found: dict[str, dict[int, FileTensor]] = {}
     for file, size in files.items():
-        path, match = folder / file, re.fullmatch(r"(\d+)-of-\d+(?:\.\d+)?\.safetensors", file)
+        path, match = folder / file, re.fullmatch(r"([0-9]{1,6})-of-[0-9]{1,6}(\.[0-9]{1,6})?\.safetensors", file)
         if file != OBJECTS and match is None:
             raise broken(folder.parent / MANIFEST, f"it names {file!r}, which is not a file of a checkpoint")
         if not path.is_file():
@@ -190,7 +253,7 @@ def _held(folder: Path, id_: str, files: Mapping[str, int]) -> dict[str, dict[in
             raise broken(path, f"it has {path.stat().st_size} bytes, and had {size} when it was saved")
         if match is None:
             continue
-        for name, tensor in tensors_in(path, {"checkpoint": id_}).items():
+        for name, tensor in tensors_in(path, file_metadata(id_, file)).items():
             if int(match[1]) in found.setdefault(name, {}):
                 raise broken(path, "another file holds this rank's slice too", name)
             found[name][int(match[1])] = tensor

@@ -92,7 +92,8 @@ class FilePlan:
         place = place_of(self.types[name].shape) if place is None else place
         strides = place.stride()
         order = sorted(range(tensor.ndim), key=lambda dim: -strides[dim])
-        self._write_ordered(file, self.starts[name], tensor.detach().permute(order), place.permute(order))
+        values = tensor.detach().resolve_conj().resolve_neg()
+        self._write_ordered(file, self.starts[name], values.permute(order), place.permute(order))
 
     def _write_ordered(self, file: int, start: int, tensor: Tensor, place: Tensor) -> None:
         if not tensor.numel():
@@ -127,7 +128,8 @@ def sync_folder(folder: Path) -> None:
 def replace_file(path: Path, data: bytes) -> None:
     """Replaces a file's content at once, and returns when it is on the disk."""
     temporary = path.with_name(f"{path.name}.part")
-    with temporary.open("wb") as file:
+    temporary.unlink(missing_ok=True)
+    with temporary.open("xb") as file:  # not by way of a link that somebody has put there
         file.write(data)
         file.flush()
         os.fsync(file.fileno())

@@ -1,0 +1,189 @@
+"""What of a checkpoint fits a model, its optimizers and schedulers: checked before anything of it is read."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from torchshard.checkpoints.contents import Item, Stateful, check_rng_states, own_tensors, tied_names
+from torchshard.checkpoints.ranks import Ranks
+from torchshard.core.errors import InputError
+from torchshard.core.layouts import I, Layout, Shard, local_shape
+from torchshard.core.mesh import Coordinate
+from torchshard.distributed.objects import decode
+from torchshard.runtime.optimizers import check_class
+from torchshard.weights.boxes import pieces
+from torchshard.weights.checkpoint_files import Checkpoint, SlicedTensor, broken
+from torchshard.weights.parameter import ShardedParameter
+from torchshard.weights.state_slices import StateSlice
+
+
+@dataclass(frozen=True)
+class Wanted:
+    """A tensor of the checkpoint that this rank needs a part of."""
+
+    stored: SlicedTensor
+    layout: Layout
+    device: torch.device
+
+    def read(self, coordinate: Coordinate) -> Tensor:
+        """This rank's part."""
+        local = torch.empty(
+            local_shape(self.stored.shape, self.layout, coordinate.rank, coordinate.axis.size), dtype=self.stored.dtype
+        )
+        for piece in pieces(self.stored.shape, self.layout, coordinate):
+            self.stored.read(piece.box, piece.of(local))
+        return local.to(self.device)
+
+
+def saved_objects(checkpoint: Checkpoint, ranks: Ranks) -> tuple[dict[str, Any], Mapping[str, Any] | None]:
+    """(what is no tensor, this replica's RNG states)."""
+    data, path = checkpoint.objects(), checkpoint.objects_path
+    try:
+        both = decode(data, allow_pickle=False)
+        objects: dict[str, Any] = decode(both["objects"], allow_pickle=False)
+        states = [decode(state, allow_pickle=False)["the RNG state"] for state in both["rng"]]
+        for state in states:
+            check_rng_states(state)
+        _checksaved_objects(objects)
+    except Exception as error:  # the bytes are not trusted, and decoding them may fail in any way
+        why = f"{type(error).__name__}: {error}".partition("\n")[0]
+        raise broken(path, f"its objects are not what ts.save writes: {why}") from error
+    return objects, states[ranks.replicas.rank] if ranks.replicas.rank < len(states) else None
+
+
+def _checksaved_objects(objects: Mapping[str, Any]) -> None:
+    """Raises an error of any kind if these are not `Contents.objects`."""
+    kinds = {"class": str, "names": list, "settings": list, "states": dict}
+    for optimizer in objects["optimizers"]:
+        wrong = [name for name, kind in kinds.items() if not isinstance(optimizer[name], kind)]
+        if wrong or len(optimizer["names"]) != len(optimizer["settings"]):
+            raise TypeError(f"{wrong or 'the groups'} of an optimizer")
+    for name, state in objects["schedulers"]:
+        if not (isinstance(name, str) and isinstance(state, dict)):
+            raise TypeError("a scheduler")
+    if not isinstance(objects["model"], dict) or "extra" not in objects:
+        raise TypeError("the model's extra states")
+
+
+def fitting_model(checkpoint: Checkpoint, model: nn.Module) -> dict[str, Item]:
+    """Stored name -> this rank's memory of the model's tensors; tied names once."""
+    found, tensors = dict[str, Item](), own_tensors(model)
+    state = {
+        name: value if isinstance(value, StateSlice) else tensors[name]
+        for name, value in model.state_dict().items()
+        if name in tensors
+    }
+    saved = {name.removeprefix("model/") for name in (*checkpoint.tensors, *checkpoint.aliases) if name[:6] == "model/"}
+    for name in (*sorted(saved - set(state)), *sorted(set(state) - saved)):
+        where, other = ("the checkpoint", "the model") if name in saved else ("the model", "the checkpoint")
+        raise unfit(f"{name!r} is in {where} and not in {other}", checkpoint, SAVED_MODEL)
+    first_names, stored_of, own_of = tied_names(model), dict[str, str](), dict[str, str]()
+    for name, value in state.items():
+        item, stored = Item.of(value), cast(SlicedTensor, checkpoint.find(f"model/{name}"))
+        for what, here, there in (
+            ("shape", tuple(item.shape), stored.shape),
+            ("dtype", item.tensor.dtype, stored.dtype),
+        ):
+            if here != there:
+                raise unfit(
+                    f"{name!r} has another {what} than the model's",
+                    checkpoint,
+                    f"the model that was saved; ts.shard(..., weights={str(checkpoint.folder)!r}) casts"
+                    if what == "dtype"
+                    else "the model that was saved",
+                    f"it is {there} in the checkpoint, {here} in the model",
+                )
+        first = first_names.get(name, name)
+        if stored_of.setdefault(first, stored.name) != stored.name:
+            raise unfit(f"{name!r} is tied to {first!r} in the model, and not in the checkpoint", checkpoint, _UNTIE)
+        if own_of.setdefault(stored.name, first) != first:
+            other = own_of[stored.name]
+            raise unfit(f"{name!r} is tied to {other!r} in the checkpoint, and not in the model", checkpoint, _UNTIE)
+        found[stored.name] = item
+    return found
+
+
+SAVED_MODEL = "the model that was saved"
+_UNTIE = "the model that was saved, with the same tied parameters"
+
+
+def unfit(what: str, checkpoint: Checkpoint, attempt: str, why: str = "nothing was loaded") -> InputError:
+    return InputError(what, where=str(checkpoint.folder), why=why, attempt=attempt)
+
+
+def check_counts(kind: str, given: int, saved: int) -> None:
+    if given and given != saved:
+        raise InputError(
+            f"{saved} {kind}s were saved, and {given} are given",
+            where=f"ts.load({kind}=...)",
+            why="they are matched by their order",
+            attempt=f"the {kind}s that were given to ts.save, or none of them",
+        )
+
+
+def check_optimizer(optimizer: Optimizer, groups: Sequence[Sequence[str]], saved: Mapping[str, Any]) -> None:
+    name = type(optimizer).__name__
+    what, here, there = "is of another class", name, saved["class"]
+    if here == there:
+        what, here, there = "has other groups", f"{len(groups)} groups", f"{len(saved['names'])} groups"
+        for own, other in zip(groups, saved["names"], strict=False):
+            if here == there and sorted(own) != sorted(other):
+                different = sorted(set(own) ^ set(other))
+                here, there = (
+                    f"a group of {len(own)} parameters",
+                    f"one of {len(other)}, with or without {different[:3]}",
+                )
+    if here != there:
+        raise InputError(
+            f"the optimizer {what} than the saved one",
+            where="ts.load(optimizer=...)",
+            why=f"given: {here}; saved: {there}",
+            attempt="the optimizer that was saved, with the same parameters in each group; or None, to begin anew",
+        )
+    if any(isinstance(p, ShardedParameter) and p.is_split for g in optimizer.param_groups for p in g["params"]):
+        check_class(optimizer)
+
+
+def check_scheduler(scheduler: Stateful, saved_class: str) -> None:
+    if type(scheduler).__name__ != saved_class:
+        raise InputError(
+            "the scheduler is of another class than the saved one",
+            where="ts.load(scheduler=...)",
+            why=f"given: {type(scheduler).__name__}; saved: {saved_class}",
+            attempt="the schedulers that were saved, in the same order; or None, to begin anew",
+        )
+
+
+def wanted_states(
+    checkpoint: Checkpoint, number: int, optimizer: Optimizer, groups: Sequence[Sequence[str]]
+) -> dict[str, Wanted]:
+    """What the checkpoint holds of an optimizer's state, with the layouts of its parameters."""
+    own = {
+        name: p
+        for group, names in zip(optimizer.param_groups, groups, strict=True)
+        for p, name in zip(group["params"], names, strict=True)
+    }
+    found, prefix = dict[str, Wanted](), f"optimizer/{number}/"
+    for stored_name, stored in checkpoint.tensors.items():
+        if not stored_name.startswith(prefix):
+            continue
+        _, _, name = stored_name.removeprefix(prefix).partition("/")
+        if name not in own:
+            raise unfit(f"{stored_name!r} belongs to no parameter of the optimizer", checkpoint, "the saved optimizer")
+        item = Item.of(own[name])
+        layout: Layout = item.layout if stored.shape == item.shape else I
+        if layout == I and stored.shape and isinstance(item.layout, Shard):
+            raise unfit(
+                f"{stored_name!r} is no number per element of its parameter, of which this rank has a slice",
+                checkpoint,
+                "a plan that keeps the parameter whole",
+                f"it is {stored.shape}",
+            )
+        found[stored_name] = Wanted(stored, layout, own[name].device)
+    return found

@@ -1,0 +1,168 @@
+"""What one rank does of a save: its file, and on the rank that leads the manifest."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+import secrets
+import shutil
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from torch import Tensor
+
+from torchshard.checkpoints.contents import Contents, Item, encoded, rng_states
+from torchshard.checkpoints.ranks import Completion, Ranks
+from torchshard.core.errors import InputError, ShardError
+from torchshard.core.layouts import Shard
+from torchshard.distributed.group import Group
+from torchshard.distributed.objects import encode
+from torchshard.weights.checkpoint_files import (
+    MANIFEST,
+    OBJECTS,
+    file_metadata,
+    layout_text,
+    manifest,
+    saved_id,
+)
+from torchshard.weights.progress import Progress
+from torchshard.weights.safetensors_writer import FilePlan, TensorType, replace_file, sync_folder
+
+
+def begin_job(folder: Path, contents: Contents, objects: bytes, ranks: Ranks) -> Job:
+    """Makes the data folder, in which all ranks are about to write."""
+    id_ = ranks.leaders(secrets.token_hex(8).encode()).decode()
+    states = ranks.of_replicas(encoded({"the RNG state": rng_states()}))
+    data = folder / f"data-{id_}"
+
+    def make() -> None:
+        if ranks.number == 0:
+            with file_errors(folder):
+                data.mkdir(parents=True)
+                _remove_data(folder, data)
+
+    def job() -> Job:
+        if not data.is_dir():
+            raise InputError(
+                "the ranks do not see one folder",
+                where=str(folder),
+                why=f"rank 0 has made {data.name} in it, and this rank does not find that",
+                attempt="a folder on a file system that all ranks share",
+            )
+        mine = {name: contents.items[name].tensor for name in _own_share(contents.items, ranks)}
+        types = {name: TensorType(tensor.dtype, tuple(tensor.shape)) for name, tensor in mine.items()}
+        name = file_name(ranks.group, ranks.replicas.rank)
+        file = FilePlan.of(data / name, types, file_metadata(id_, name))
+        saved = encode({"objects": objects, "rng": states}, allow_pickle=False)
+        return Job(ranks, id_, file, mine, contents, saved, Completion(ranks, id_))
+
+    ranks.run_on_all(make, InputError, "the folder can't be written to")
+    return ranks.run_on_all(job, InputError, "the ranks can't save this checkpoint together")
+
+
+def file_name(group: Group, replica: int) -> str:
+    """The file of a rank; those of the first replica have no number."""
+    return f"{group.rank}-of-{group.size}{f'.{replica}' if replica else ''}.safetensors"
+
+
+def _own_share(items: Mapping[str, Item], ranks: Ranks) -> Iterator[str]:
+    """The tensors that this rank writes: its slices, in turn with its replicas, and a share of what all hold whole."""
+    bytes_ = [0] * ranks.count
+    for turn, (name, item) in enumerate(items.items()):
+        if isinstance(item.layout, Shard):
+            is_own = turn % ranks.replicas.size == ranks.replicas.rank
+        else:
+            writer = bytes_.index(min(bytes_))
+            bytes_[writer] += item.tensor.numel() * item.tensor.itemsize
+            is_own = writer == ranks.number
+        if is_own:
+            yield name
+
+
+@dataclass(frozen=True)
+class Job:
+    """What this rank has to write."""
+
+    ranks: Ranks
+    id: str
+    file: FilePlan
+    mine: Mapping[str, Tensor]
+    contents: Contents
+    objects: bytes
+    """What is no tensor, as it is when the save begins."""
+    completion: Completion
+
+    @property
+    def folder(self) -> Path:
+        """That holds the manifest."""
+        return self.file.path.parent.parent
+
+    def run(self, tensors: Iterable[tuple[str, Tensor]]) -> None:
+        """Writes the tensors, and completes the checkpoint with all ranks.
+
+        Raises:
+            ShardError: it failed on some rank.
+        """
+        failure: ShardError | None = None
+        try:
+            with file_errors(self.file.path):
+                self._write(tensors)
+        except ShardError as error:
+            failure = error
+        except Exception as error:  # whatever it is, the other ranks wait to hear of it
+            why = f"{type(error).__name__}: {error}"
+            failure = InputError("the checkpoint can't be written", where=str(self.file.path), why=why)
+        self.completion.finish(failure, self._commit)
+
+    def _write(self, tensors: Iterable[tuple[str, Tensor]]) -> None:
+        shown, written = Progress("writing a checkpoint", self.ranks.number), 0
+        self.file.create()
+        with self.file.path.open("r+b") as file:
+            for name, tensor in tensors:
+                self.file.write(file.fileno(), name, tensor)
+                written += tensor.numel() * tensor.itemsize
+                shown.show(written)
+            os.fsync(file.fileno())
+        shown.end()
+        if self.ranks.number == 0:
+            replace_file(self.file.path.with_name(OBJECTS), self.objects)
+
+    def _commit(self) -> None:
+        group, replicas = self.ranks.group, self.ranks.replicas
+        places = [replace(group, rank=rank) for rank in range(group.size)]
+        names = [file_name(place, replica) for replica in range(replicas.size) for place in places]
+        data = self.file.path.parent
+        with file_errors(self.folder):
+            sizes = {name: (data / name).stat().st_size for name in (*names, OBJECTS)}
+            layouts = {name: layout_text(item.layout, item.shape) for name, item in self.contents.items.items()}
+            sync_folder(data)
+            content = manifest(self.id, sizes, self.objects, layouts, self.contents.aliases)
+            replace_file(self.folder / MANIFEST, content)
+            _remove_data(self.folder)
+
+
+@contextlib.contextmanager
+def file_errors(place: Path) -> Iterator[None]:
+    """Turns errors of the file system into ours."""
+    try:
+        yield
+    except OSError as error:
+        raise InputError(
+            "the checkpoint can't be written",
+            where=str(place),
+            why=error.strerror or str(error),
+            attempt="a folder that can be written to, with room for the checkpoint beside the one before it",
+        ) from error
+
+
+def _remove_data(folder: Path, *kept: Path) -> None:
+    """Removes the data of other saves than the one that counts, as far as that can be done."""
+    try:
+        names = {f"data-{saved_id(folder)}", *(path.name for path in kept)}
+    except (OSError, ValueError, KeyError, TypeError, RecursionError):
+        return  # the manifest can't be read, but what it names may be all that there is
+    for place in folder.glob("data-*"):
+        if place.name not in names and re.fullmatch("data-[0-9a-f]{16}", place.name):
+            shutil.rmtree(place, ignore_errors=True)
