@@ -112,10 +112,8 @@ class _Job:
     items: Mapping[str, Item]
     """This rank's slices by name."""
     coordinate: Coordinate
-    turn: Callable[[int], bool]
-    """Whether this rank writes an output's split parts, by the number of the output: its replicas hold them too."""
-    is_first: Callable[[int], bool]
-    """Whether it writes what all ranks hold whole."""
+    is_first_replica: bool
+    """Of several replicas the first one writes."""
 
     @property
     def files(self) -> list[FilePlan]:
@@ -169,7 +167,7 @@ class _Job:
     def _write_output(self, handle: int, number: int, output: _Output) -> int:
         if output.reads is None:
             value = output.tensor.value() if isinstance(output.tensor, LazyTensor) else output.tensor
-            if self.is_first(number):
+            if self._writes_whole(number):
                 output.file.write(handle, output.name, value)
             return value.numel() * value.itemsize
         written = 0
@@ -180,12 +178,16 @@ class _Job:
             written += part.numel() * part.itemsize
         return written
 
+    def _writes_whole(self, number: int) -> bool:
+        """Whether this rank writes what all ranks hold whole of the output with this number: they take turns."""
+        return self.is_first_replica and number % self.coordinate.axis.size == self.coordinate.rank
+
     def _own_parts(self, number: int, reads: Sequence[Read]) -> Iterator[tuple[Tensor, Tensor, Sequence[torch.dtype]]]:
         """(a part of this rank's slices, where it lies in the output, what it is cast to)."""
         for read in reads:
             item = self.items[read.tensor.name]
             is_split = isinstance(item.layout, Shard) and self.coordinate.axis.size > 1
-            if not (self.turn(number) if is_split else self.is_first(number)):
+            if not (self.is_first_replica if is_split else self._writes_whole(number)):
                 continue
             for piece in pieces(item.shape, item.layout, self.coordinate):
                 if not item.shape:
@@ -236,13 +238,4 @@ def _planned(model: nn.Module, folder: Path, max_shard_size: int | str, ranks: R
             )
             reads = parts.reads(wanted) if wanted else None
             outputs.append(_Output(file, name, tensor, reads))
-    replicas, count = ranks.replicas, ranks.count
-    return _Job(
-        folder,
-        format_,
-        outputs,
-        items,
-        ranks.group.coordinate,
-        lambda number: number % replicas.size == replicas.rank,
-        lambda number: number % count == ranks.number,
-    )
+    return _Job(folder, format_, outputs, items, ranks.group.coordinate, ranks.replicas.rank == 0)
