@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import contextlib
 import io
+import math
 import os
 import re
 import runpy
 import subprocess
 import sys
 from collections.abc import Callable
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
+import torch
 import torch.distributed as dist
 
 from tests.helpers import run_ranks
@@ -29,21 +32,21 @@ def _run(script: str, *args: str, launcher: tuple[str, ...] = ()) -> str:
     return done.stdout
 
 
-def _main(rank: int, script: str) -> str:
+def _main(rank: int, script: str, *args: str) -> str:
     """Runs a script as a rank that a launcher has started; returns what it printed."""
     os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(dist.get_world_size())}
-    sys.argv = [script]
+    sys.argv = [script, *args]
     with contextlib.redirect_stdout(io.StringIO()) as printed:
         runpy.run_path(script, run_name="__main__")
     return printed.getvalue()
 
 
-def _run_on_forked_ranks(script: str) -> str:
-    """Runs a script on four ranks, without the seconds that each takes to import torch.
+def _run_on_forked_ranks(script: str, *args: str, ranks: int = 4) -> str:
+    """Runs a script on some ranks, without the seconds that each takes to import torch.
 
     Only the launcher differs from torchrun, which `test_train_gpt_under_torchrun` runs.
     """
-    return "".join(run_ranks(_main, 4, str(EXAMPLES / script)))
+    return "".join(run_ranks(_main, ranks, str(EXAMPLES / script), *args))
 
 
 def check_gpt(printed: str) -> None:
@@ -77,6 +80,67 @@ def test_minilm(run: Callable[[str], str]) -> None:
     (difference,) = re.findall(r"largest difference of embeddings: (\S+)", printed)
     assert float(difference) < 1e-5
     assert "collectives: 13 reduce, 12 copy" in printed
+
+
+@pytest.fixture(scope="module")
+def tiny_llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder as SmolLM2's, with nine heads and three KV heads too, and with a token for each byte."""
+    transformers, tokenizers = pytest.importorskip("transformers"), pytest.importorskip("tokenizers")
+    folder = tmp_path_factory.mktemp("tiny_llama")
+    bytes_ = tokenizers.pre_tokenizers.ByteLevel
+    vocabulary = {byte: number for number, byte in enumerate(sorted(bytes_.alphabet()))}
+    tokenizer = tokenizers.Tokenizer(tokenizers.models.BPE(vocab=vocabulary, merges=[]))
+    tokenizer.pre_tokenizer = bytes_()
+    transformers.PreTrainedTokenizerFast(tokenizer_object=tokenizer).save_pretrained(folder)
+    config = transformers.LlamaConfig(
+        vocab_size=257,  # a multiple of neither 2 nor 3
+        hidden_size=72,
+        intermediate_size=96,
+        num_hidden_layers=2,
+        num_attention_heads=9,
+        num_key_value_heads=3,
+        initializer_range=0.1,
+        tie_word_embeddings=True,
+    )
+    torch.manual_seed(0)
+    transformers.LlamaForCausalLM(config).save_pretrained(folder)
+    return folder
+
+
+def check_finetune(printed: str, ranks: tuple[int, int]) -> None:
+    """The run of finetune.py on so many ranks, then on so many others, had the unsharded model's losses throughout."""
+    first, then = map(str, ranks)
+    steps = re.findall(r"^step (\d) +unsharded ([\d.]+) +(\d) ranks ([\d.]+)$", printed, re.MULTILINE)
+    assert [(step, size) for step, _, size, _ in steps] == [("0", first), ("1", first), ("2", then), ("3", then)]
+    (export,) = re.findall(r"^at last +unsharded ([\d.]+) +export ([\d.]+)$", printed, re.MULTILINE)
+    losses = [(float(whole), float(split)) for whole, split in [*(step[1::2] for step in steps), export]]
+    assert all(abs(whole - split) < 1e-5 * whole for whole, split in losses)
+    # They fall by far more than they may differ, so a run that began again would be seen.
+    assert all(after < before - 1e-3 for (before, _), (after, _) in pairwise(losses))
+    differences = re.findall(r"largest relative difference of the losses: (\S+)", printed)
+    assert differences and all(float(difference) < 1e-5 for difference in differences)
+
+
+def test_finetune(tiny_llama: Path, tmp_path: Path) -> None:
+    places = ("--folder", str(tiny_llama), "--out", str(tmp_path))
+    check_finetune(_run("finetune.py", "--ranks", "3", "--resume", "2", *places), (3, 2))
+    assert (tmp_path / "model" / "tokenizer.json").exists()
+
+
+def test_finetune_under_a_launcher(tiny_llama: Path, tmp_path: Path) -> None:
+    places = ("--folder", str(tiny_llama), "--out", str(tmp_path))
+    trained = _run_on_forked_ranks("finetune.py", *places, ranks=2)
+    assert not (tmp_path / "model").exists()
+    check_finetune(trained + _run_on_forked_ranks("finetune.py", "--resume", *places, ranks=3), (2, 3))
+
+
+def test_finetune_fails_if_losses_differ() -> None:
+    pytest.importorskip("transformers")
+    check = runpy.run_path(str(EXAMPLES / "finetune.py"))["check"]
+    check([2.0, 1.0], [2.0, 1.000005])
+    for other in (1.00002, math.nan):
+        with pytest.raises(SystemExit, match="the losses differ by more than 1e-05"):
+            check([2.0, 1.0], [2.0, other])
 
 
 def test_collectives_print_what_each_rank_holds() -> None:

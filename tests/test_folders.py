@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import itertools
 import json
 import os
@@ -25,6 +26,7 @@ from torchshard.core.mesh import MeshAxis
 from torchshard.weights.lazy import LazyTensor, file_tensor
 from torchshard.weights.materialize import read_slices
 from torchshard.weights.parts import READERS, Parts, Wanted
+from torchshard.weights.progress import Progress
 from torchshard.weights.safetensors_files import INDEX, tensors_in, tensors_of
 from torchshard.weights.tape import Tape
 
@@ -394,3 +396,18 @@ def test_an_index_that_points_elsewhere_is_refused(file: str, tmp_path: Path) ->
 def test_pickles_are_not_opened(tmp_path: Path) -> None:
     (tmp_path / "pytorch_model.bin").write_bytes(b"\x80")
     assert refused(lambda: tensors_of(tmp_path), "pytorch_model.bin may run code", ts.InputError)
+
+
+def test_progress_is_a_bar_on_a_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
+    for terminal, rank, shown in ((True, 0, True), (False, 0, False), (True, 1, False)):
+        written = io.StringIO()
+        written.isatty = lambda terminal=terminal: terminal  # type: ignore[method-assign]
+        monkeypatch.setattr("sys.stderr", written)
+        monkeypatch.setattr("time.monotonic", lambda: 0.0)
+        bar = Progress("reading weights", rank, 4 << 30)
+        bar.show(1 << 30)  # too early
+        monkeypatch.setattr("time.monotonic", lambda: 9.0)
+        bar.show(1 << 30)
+        bar.show(2 << 30)  # too soon after it
+        bar.end()
+        assert written.getvalue() == shown * "\rreading weights  #####---------------  1.00 of 4.00 GiB\n"

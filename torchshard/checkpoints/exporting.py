@@ -150,7 +150,8 @@ class _Job:
             warnings.warn(
                 f"{len(whole)} tensors were gathered whole, one at a time: {', '.join(whole[:3])}", stacklevel=2
             )
-        shown, written = Progress("writing weights", self.coordinate.rank), 0
+        total, written = sum(i.tensor.numel() * i.tensor.itemsize for i in self.items.values()), 0
+        shown = Progress("writing weights", self.coordinate.rank, total)
         with file_errors(self.folder):
             handles = {id(file): os.open(file.path, os.O_RDWR) for file in self.files}
             try:

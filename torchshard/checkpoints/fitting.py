@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, cast
@@ -31,11 +32,17 @@ class Wanted:
     layout: Layout
     device: torch.device
 
+    def local_shape(self, coordinate: Coordinate) -> tuple[int, ...]:
+        """The shape of this rank's part."""
+        return local_shape(self.stored.shape, self.layout, coordinate.rank, coordinate.axis.size)
+
+    def bytes_in(self, coordinate: Coordinate) -> int:
+        """The size of this rank's part."""
+        return math.prod(self.local_shape(coordinate)) * self.stored.dtype.itemsize
+
     def read(self, coordinate: Coordinate) -> Tensor:
         """This rank's part."""
-        local = torch.empty(
-            local_shape(self.stored.shape, self.layout, coordinate.rank, coordinate.axis.size), dtype=self.stored.dtype
-        )
+        local = torch.empty(self.local_shape(coordinate), dtype=self.stored.dtype)
         for piece in pieces(self.stored.shape, self.layout, coordinate):
             self.stored.read(piece.box, piece.of(local))
         return local.to(self.device)

@@ -157,7 +157,12 @@ class _Checked:
 
     def read(self, coordinate: Coordinate) -> dict[str, Tensor]:
         """This rank's parts of all tensors."""
-        shown, read, values = Progress("reading a checkpoint", coordinate.rank), 0, dict[str, Tensor]()
+        total, read, values = (
+            sum(wanted.bytes_in(coordinate) for wanted in self.wanted.values()),
+            0,
+            dict[str, Tensor](),
+        )
+        shown = Progress("reading a checkpoint", coordinate.rank, total)
         for name, wanted in self.wanted.items():
             values[name] = wanted.read(coordinate)
             read += values[name].numel() * values[name].itemsize

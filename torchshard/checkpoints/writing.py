@@ -117,7 +117,8 @@ class Job:
         self.completion.finish(failure, self._commit)
 
     def _write(self, tensors: Iterable[tuple[str, Tensor]]) -> None:
-        shown, written = Progress("writing a checkpoint", self.ranks.number), 0
+        total, written = sum(type_.bytes_ for type_ in self.file.types.values()), 0
+        shown = Progress("writing a checkpoint", self.ranks.number, total)
         self.file.create()
         with self.file.path.open("r+b") as file:
             for name, tensor in tensors:

@@ -76,10 +76,10 @@ def read_slices(
     Raises:
         InputError: a file can't be read.
     """
-    found, shown = ReadSlices(), Progress("reading weights", coordinate.rank)
-    planned = [*_planned_reads(tensors, layouts, coordinate)]
+    found, planned = ReadSlices(), [*_planned_reads(tensors, layouts, coordinate)]
     upcoming = deque(read for _, _, reads in planned for read in reads)
-    spare, ahead = sum(read.bytes_ for read in upcoming) // OVER_READ, 0
+    total, ahead = sum(read.bytes_ for read in upcoming), 0
+    spare, shown = total // OVER_READ, Progress("reading weights", coordinate.rank, total)
     for name, local, reads in planned:
         for read in reads:
             while upcoming and ahead < PREFETCHED_BYTES:
