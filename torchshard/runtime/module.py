@@ -123,7 +123,7 @@ class ShardedModule(State):
             verify_equal(group, facts, DistributedError, "the ranks would read different weights")
         if any(p.grad is not None for p in model.parameters()):
             what = "gradients that the parameters hold already stay with the unsharded model"
-            warnings.warn(f"{what}: call backward() after ts.shard", stacklevel=3)
+            warnings.warn(f"{what}: call backward() after ts.shard", stacklevel=4)
         super().__init__(model, layouts, group, cut=cut, weights=loaded)
         self._ts_constraints = constraints
         self._ts_watch = Watch(self.source)
