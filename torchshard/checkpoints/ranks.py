@@ -6,6 +6,7 @@ others, in another order on each rank.
 
 from __future__ import annotations
 
+import contextlib
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -22,6 +23,7 @@ from torchshard.distributed.process_groups import init_process_group
 T = TypeVar("T")
 _FIRST_POLL_SECONDS: Final = 0.002
 _MOST_POLL_SECONDS: Final = 0.1
+_READERS_SECONDS: Final = 5.0
 
 
 @dataclass(frozen=True)
@@ -116,21 +118,39 @@ class Completion:
             if self._ranks.number == 0:
                 self._lead(commit)
             else:
-                self._wait("end", "rank 0, which completes it,")
+                self._follow()
         except ShardError as error:
             raise failure or error from None
         except RuntimeError as error:  # the store is gone with the process that held it
             raise failure or _failed(str(error).partition("\n")[0]) from None
 
     def _lead(self, commit: Callable[[], None]) -> None:
+        end = "rank 0 could not complete it"
         try:
             for number in range(self._ranks.count):
                 self._wait(number, f"rank {number}")
             commit()
+            end = ""
         except ShardError as error:
-            self._store.set(self._key("end"), _text(error))
+            end = _text(error)
             raise
-        self._store.set(self._key("end"), "")
+        finally:
+            self._store.set(self._key("end"), end)
+            self._wait_for_readers()
+
+    def _follow(self) -> None:
+        try:
+            self._wait("end", "rank 0, which completes it,")
+        finally:
+            with contextlib.suppress(RuntimeError):
+                self._store.set(self._key(f"read by {self._ranks.number}"), "")
+
+    def _wait_for_readers(self) -> None:
+        """Waits, for a while, until all have read how it ended: this process may hold the store, and may exit."""
+        keys = [self._key(f"read by {number}") for number in range(1, self._ranks.count)]
+        deadline = time.monotonic() + _READERS_SECONDS
+        while not self._store.check(keys) and time.monotonic() < deadline:
+            time.sleep(_FIRST_POLL_SECONDS)
 
     def _wait(self, key: int | str, who: str) -> None:
         seconds, poll = self._ranks.group.timeouts.verify * (2 if key == "end" else 1), _FIRST_POLL_SECONDS

@@ -15,6 +15,7 @@ not run.
 
 from __future__ import annotations
 
+import multiprocessing.util
 import os
 import pickle
 import socket
@@ -132,6 +133,7 @@ def _pickled(result: object, rank: int) -> bytes:
 
 def _end() -> None:
     """Ends the process without C++ destructors: they would abort it if one of gloo's threads still runs."""
+    multiprocessing.util._run_finalizers()  # type: ignore[attr-defined]  # or locks, as tqdm has one, would be left
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(0)
