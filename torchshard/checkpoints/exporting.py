@@ -29,7 +29,7 @@ from torchshard.core.hashing import hash_text
 from torchshard.core.layouts import Shard
 from torchshard.core.mesh import Coordinate
 from torchshard.runtime.module import ShardedModule
-from torchshard.weights.boxes import Box, pieces, place_of, whole_box, with_range
+from torchshard.weights.boxes import Box, overlaps, place_of, whole_box
 from torchshard.weights.lazy import LazyTensor, file_tensor
 from torchshard.weights.parts import Parts, Read, Wanted
 from torchshard.weights.progress import Progress
@@ -190,18 +190,8 @@ class _Job:
             is_split = isinstance(item.layout, Shard) and self.coordinate.axis.size > 1
             if not (self.is_first_replica if is_split else self._writes_whole(number)):
                 continue
-            for piece in pieces(item.shape, item.layout, self.coordinate):
-                if not item.shape:
-                    yield item.tensor, read.into, read.dtypes
-                    continue
-                (begin, end), (start, stop) = piece.box[piece.dim], read.box[piece.dim]
-                first, last = max(begin, start), min(end, stop)
-                if first >= last:
-                    continue
-                at = piece.at + first - begin
-                box = with_range(read.box, piece.dim, at, at + last - first)
-                part = item.tensor[tuple(slice(*bounds) for bounds in box)]
-                yield part, read.into.narrow(piece.dim, first - start, last - first), read.dtypes
+            for own, place in overlaps(item.shape, item.layout, self.coordinate, read.box, read.into):
+                yield item.tensor[tuple(slice(*bounds) for bounds in own)], place, read.dtypes
 
     def complete(self, ranks: Ranks) -> None:
         """Gives the files their names, and writes what is no tensor, on the rank that leads."""

@@ -57,14 +57,14 @@ def saved_objects(checkpoint: Checkpoint, ranks: Ranks) -> tuple[dict[str, Any],
         states = [decode(state, allow_pickle=False)["the RNG state"] for state in both["rng"]]
         for state in states:
             check_rng_states(state)
-        _checksaved_objects(objects)
+        _check_objects(objects)
     except Exception as error:  # the bytes are not trusted, and decoding them may fail in any way
         why = f"{type(error).__name__}: {error}".partition("\n")[0]
         raise broken(path, f"its objects are not what ts.save writes: {why}") from error
     return objects, states[ranks.replicas.rank] if ranks.replicas.rank < len(states) else None
 
 
-def _checksaved_objects(objects: Mapping[str, Any]) -> None:
+def _check_objects(objects: Mapping[str, Any]) -> None:
     """Raises an error of any kind if these are not `Contents.objects`."""
     kinds = {"class": str, "names": list, "settings": list, "states": dict}
     for optimizer in objects["optimizers"]:
@@ -93,19 +93,7 @@ def fitting_model(checkpoint: Checkpoint, model: nn.Module) -> dict[str, Item]:
     first_names, stored_of, own_of = tied_names(model), dict[str, str](), dict[str, str]()
     for name, value in state.items():
         item, stored = Item.of(value), cast(SlicedTensor, checkpoint.find(f"model/{name}"))
-        for what, here, there in (
-            ("shape", tuple(item.shape), stored.shape),
-            ("dtype", item.tensor.dtype, stored.dtype),
-        ):
-            if here != there:
-                raise unfit(
-                    f"{name!r} has another {what} than the model's",
-                    checkpoint,
-                    f"the model that was saved; ts.shard(..., weights={str(checkpoint.folder)!r}) casts"
-                    if what == "dtype"
-                    else "the model that was saved",
-                    f"it is {there} in the checkpoint, {here} in the model",
-                )
+        _check_type(name, item, stored, checkpoint)
         first = first_names.get(name, name)
         if stored_of.setdefault(first, stored.name) != stored.name:
             raise unfit(f"{name!r} is tied to {first!r} in the model, and not in the checkpoint", checkpoint, _UNTIE)
@@ -116,15 +104,29 @@ def fitting_model(checkpoint: Checkpoint, model: nn.Module) -> dict[str, Item]:
     return found
 
 
+def _check_type(name: str, item: Item, stored: SlicedTensor, checkpoint: Checkpoint) -> None:
+    here: object = item.shape
+    there: object = stored.shape
+    what, attempt = "shape", SAVED_MODEL
+    if here == there:
+        what, here, there = "dtype", item.tensor.dtype, stored.dtype
+        attempt = f"{SAVED_MODEL}; or ts.shard(..., weights={str(checkpoint.folder)!r}), which casts"
+    if here != there:
+        why = f"it is {there} in the checkpoint, {here} in the model"
+        raise unfit(f"{name!r} has another {what} than the model's", checkpoint, attempt, why)
+
+
 SAVED_MODEL = "the model that was saved"
 _UNTIE = "the model that was saved, with the same tied parameters"
 
 
 def unfit(what: str, checkpoint: Checkpoint, attempt: str, why: str = "nothing was loaded") -> InputError:
+    """The error for a checkpoint of something else."""
     return InputError(what, where=str(checkpoint.folder), why=why, attempt=attempt)
 
 
 def check_counts(kind: str, given: int, saved: int) -> None:
+    """Raises InputError unless as many are given as were saved, or none."""
     if given and given != saved:
         raise InputError(
             f"{saved} {kind}s were saved, and {given} are given",
@@ -135,6 +137,7 @@ def check_counts(kind: str, given: int, saved: int) -> None:
 
 
 def check_optimizer(optimizer: Optimizer, groups: Sequence[Sequence[str]], saved: Mapping[str, Any]) -> None:
+    """Raises InputError for an optimizer of another class, or with other parameters in a group, than the saved one."""
     name = type(optimizer).__name__
     what, here, there = "is of another class", name, saved["class"]
     if here == there:
@@ -158,6 +161,7 @@ def check_optimizer(optimizer: Optimizer, groups: Sequence[Sequence[str]], saved
 
 
 def check_scheduler(scheduler: Stateful, saved_class: str) -> None:
+    """Raises InputError for a scheduler of another class."""
     if type(scheduler).__name__ != saved_class:
         raise InputError(
             "the scheduler is of another class than the saved one",
@@ -184,7 +188,8 @@ def wanted_states(
         if name not in own:
             raise unfit(f"{stored_name!r} belongs to no parameter of the optimizer", checkpoint, "the saved optimizer")
         item = Item.of(own[name])
-        layout: Layout = item.layout if stored.shape == item.shape else I
+        is_by_element = stored.shape == item.shape and bool(item.shape)
+        layout: Layout = item.layout if is_by_element else I
         if layout == I and stored.shape and isinstance(item.layout, Shard):
             raise unfit(
                 f"{stored_name!r} is no number per element of its parameter, of which this rank has a slice",
@@ -192,5 +197,6 @@ def wanted_states(
                 "a plan that keeps the parameter whole",
                 f"it is {stored.shape}",
             )
-        found[stored_name] = Wanted(stored, layout, own[name].device)
+        # optimizers keep their steps on the CPU, and move them themselves where they do not
+        found[stored_name] = Wanted(stored, layout, own[name].device if stored.shape else torch.device("cpu"))
     return found

@@ -157,11 +157,8 @@ class _Checked:
 
     def read(self, coordinate: Coordinate) -> dict[str, Tensor]:
         """This rank's parts of all tensors."""
-        total, read, values = (
-            sum(wanted.bytes_in(coordinate) for wanted in self.wanted.values()),
-            0,
-            dict[str, Tensor](),
-        )
+        read, values = 0, dict[str, Tensor]()
+        total = sum(wanted.bytes_in(coordinate) for wanted in self.wanted.values())
         shown = Progress("reading a checkpoint", coordinate.rank, total)
         for name, wanted in self.wanted.items():
             values[name] = wanted.read(coordinate)

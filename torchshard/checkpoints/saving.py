@@ -19,15 +19,7 @@ from pathlib import Path
 from torch import nn
 from torch.optim import Optimizer
 
-from torchshard.checkpoints.contents import (
-    Contents,
-    Stateful,
-    as_list,
-    contents_of,
-    encoded,
-    hashes,
-    unwrapped,
-)
+from torchshard.checkpoints.contents import Contents, Stateful, as_list, contents_of, encoded, hashes, unwrapped
 from torchshard.checkpoints.copies import Copies
 from torchshard.checkpoints.ranks import Ranks
 from torchshard.checkpoints.writing import Job, begin_job
@@ -37,9 +29,7 @@ from torchshard.distributed.consistency import verify_equal
 from torchshard.distributed.objects import encode
 from torchshard.plans.machine import read_size
 from torchshard.runtime.module import ShardedModule
-from torchshard.weights.checkpoint_files import (
-    digest,
-)
+from torchshard.weights.checkpoint_files import digest
 
 _LOG = logging.getLogger(__name__)
 

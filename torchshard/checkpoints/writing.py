@@ -19,20 +19,17 @@ from torchshard.core.errors import InputError, ShardError
 from torchshard.core.layouts import Shard
 from torchshard.distributed.group import Group
 from torchshard.distributed.objects import encode
-from torchshard.weights.checkpoint_files import (
-    MANIFEST,
-    OBJECTS,
-    file_metadata,
-    layout_text,
-    manifest,
-    saved_id,
-)
+from torchshard.weights.checkpoint_files import MANIFEST, OBJECTS, file_metadata, layout_text, manifest, saved_id
 from torchshard.weights.progress import Progress
 from torchshard.weights.safetensors_writer import FilePlan, TensorType, replace_file, sync_folder
 
 
 def begin_job(folder: Path, contents: Contents, objects: bytes, ranks: Ranks) -> Job:
-    """Makes the data folder, in which all ranks are about to write."""
+    """Makes the data folder, in which all ranks are about to write; a collective call.
+
+    Raises:
+        InputError: it can't be made, some rank does not see it, or a tensor has a dtype that files have not.
+    """
     id_ = ranks.leaders(secrets.token_hex(8).encode()).decode()
     states = ranks.of_replicas(encoded({"the RNG state": rng_states()}))
     data = folder / f"data-{id_}"

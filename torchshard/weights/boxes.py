@@ -61,6 +61,26 @@ def pieces(shape: Sequence[int], layout: Layout, coordinate: Coordinate) -> list
     return found
 
 
+def overlaps(
+    shape: Sequence[int], layout: Layout, coordinate: Coordinate, box: Box, part: Tensor
+) -> Iterator[tuple[Box, Tensor]]:
+    """What a rank's slice has of a part of the whole: (where it is in the slice, the same as a view of `part`).
+
+    Args:
+        box: of the whole tensor.
+        part: a tensor of the box's shape.
+    """
+    for piece in pieces(shape, layout, coordinate):
+        if not shape:
+            yield box, part
+            continue
+        (begin, end), (start, stop) = piece.box[piece.dim], box[piece.dim]
+        first, last = max(begin, start), min(end, stop)
+        if first < last:
+            at = piece.at + first - begin
+            yield with_range(box, piece.dim, at, at + last - first), part.narrow(piece.dim, first - start, last - first)
+
+
 def place_of(shape: Sequence[int], box: Box | None = None) -> Tensor:
     """A part of a row-major tensor as a view without memory, whose strides and offset say where the part lies."""
     place = torch.empty(tuple(shape), device="meta")

@@ -24,7 +24,7 @@ from torch import Tensor
 from torchshard.core.errors import InputError
 from torchshard.core.layouts import Layout, Shard, local_shape, parse_layout, parts_of, parts_size
 from torchshard.core.mesh import MeshAxis
-from torchshard.weights.boxes import Box, pieces, with_range
+from torchshard.weights.boxes import Box, overlaps
 from torchshard.weights.safetensors_files import FileTensor, StoredTensor, tensors_in
 
 MANIFEST: Final = "checkpoint.json"
@@ -45,18 +45,12 @@ class SlicedTensor(StoredTensor):
 
     def read(self, box: Box, into: Tensor, dtypes: Sequence[torch.dtype] = (), spare: int = 0) -> int:
         """As `FileTensor.read`; it reads no more than the part has."""
-        bytes_ = 0
-        for rank, file in enumerate(self.slices):
-            for piece in pieces(self.shape, self.layout, MeshAxis(len(self.slices)).coordinate(rank)):
-                if not self.shape:
-                    return file.read(box, into, dtypes)
-                (begin, end), (start, stop) = piece.box[piece.dim], box[piece.dim]
-                first, last = max(begin, start), min(end, stop)
-                if first < last:
-                    at = piece.at + first - begin
-                    part = with_range(box, piece.dim, at, at + last - first)
-                    bytes_ += file.read(part, into.narrow(piece.dim, first - start, last - first), dtypes)
-        return bytes_
+        axis = MeshAxis(len(self.slices))
+        return sum(
+            file.read(own, target, dtypes)
+            for rank, file in enumerate(self.slices)
+            for own, target in overlaps(self.shape, self.layout, axis.coordinate(rank), box, into)
+        )
 
     def buffer_bytes(self, into: Tensor, dtypes: Sequence[torch.dtype] = ()) -> int:
         """As `FileTensor.buffer_bytes`."""
