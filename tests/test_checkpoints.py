@@ -550,6 +550,34 @@ def test_extra_state_and_copies_in_state_dicts(tmp_path: Path) -> None:
     assert refused(lambda: ts.load(tmp_path, nn.ModuleList([other])), "other extra states", ts.InputError)
 
 
+class _Counts(nn.Module):
+    def __init__(self, factor: int) -> None:
+        super().__init__()
+        self.inner, self.factor = nn.Linear(4, 4), factor
+
+    def forward(self, x: Tensor) -> Tensor:
+        result: Tensor = self.inner(x) * self.factor
+        return result
+
+    def get_extra_state(self) -> dict[str, int]:
+        return {"factor": self.factor}
+
+    def set_extra_state(self, state: dict[str, int]) -> None:
+        self.factor = state["factor"]
+
+
+def test_extra_state_of_a_sharded_model(tmp_path: Path) -> None:
+    x, plain = torch.ones(2, 4), _Counts(9)
+    saved, equal, other = (ts.shard(_Counts(n), {"inner": "column"}, (x,)) for n in (3, 3, 5))
+    ts.save(tmp_path, saved)
+    expected = saved(x)
+    for model in (equal, plain):
+        ts.load(tmp_path, model)
+        assert torch.equal(model(x), expected)
+    assert refused(lambda: ts.load(tmp_path, other), "can't change after sharding", ts.InputError)
+    ts.distributed.destroy_process_group()
+
+
 class _Own(nn.Linear):
     def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
         destination[prefix + "mine"] = torch.ones(3)

@@ -27,6 +27,7 @@ from torchshard.core.hashing import hash_tensor
 from torchshard.core.layouts import I, Layout, Shard
 from torchshard.distributed.objects import encode
 from torchshard.runtime.optimizers import check_class, is_slice_state
+from torchshard.runtime.submodule import ShardedSubmodule
 from torchshard.weights.parameter import ShardedParameter
 from torchshard.weights.slice_values import Slice, unwatched
 from torchshard.weights.state_slices import StateSlice
@@ -105,7 +106,6 @@ def contents_of(
     ]
     contents.objects["schedulers"] = [(type(s).__name__, s.state_dict()) for s in schedulers]
     contents.objects["extra"] = extra
-    encoded(contents.objects)  # tells what can't be saved, before anything is written
     return contents
 
 
@@ -126,7 +126,7 @@ def _add_model(contents: Contents, model: nn.Module) -> None:
             contents.aliases[f"model/{name}"] = f"model/{first}"
         else:
             contents.items[f"model/{name}"] = item
-    contents.objects["model"] = extra_state(model)
+    contents.objects["model"] = {path: m.get_extra_state() for path, m in stateful_modules(model).items()}
 
 
 _RESTORED = "get_extra_state and set_extra_state of the module, for what is neither"
@@ -141,14 +141,18 @@ def is_extra_state(name: str) -> bool:
     return name.rpartition(".")[2] == "_extra_state"
 
 
-def extra_state(model: nn.Module) -> dict[str, object]:
-    """Path of a module -> what its `get_extra_state` returns, of those that have one."""
-    has_own = (
-        (path, module)
+def stateful_modules(model: nn.Module, *, sharded: bool = True) -> dict[str, nn.Module]:
+    """Path -> each module that has `get_extra_state`.
+
+    Args:
+        sharded: of a sharded model too, the modules that its calls are captured from; what they hold can't be changed.
+    """
+    sources = (
+        (path, module.source if isinstance(module, ShardedSubmodule) else module)
         for path, module in model.named_modules()
-        if type(module).get_extra_state is not nn.Module.get_extra_state
+        if sharded or not isinstance(module, ShardedSubmodule)
     )
-    return {path: module.get_extra_state() for path, module in has_own}
+    return {path: m for path, m in sources if type(m).get_extra_state is not nn.Module.get_extra_state}
 
 
 def own_tensors(model: nn.Module) -> dict[str, Tensor]:

@@ -11,12 +11,19 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from torchshard.checkpoints.contents import Item, Stateful, check_rng_states, own_tensors, tied_names
+from torchshard.checkpoints.contents import (
+    Item,
+    Stateful,
+    check_rng_states,
+    own_tensors,
+    stateful_modules,
+    tied_names,
+)
 from torchshard.checkpoints.ranks import Ranks
 from torchshard.core.errors import InputError
 from torchshard.core.layouts import I, Layout, Shard, local_shape
 from torchshard.core.mesh import Coordinate
-from torchshard.distributed.objects import decode
+from torchshard.distributed.objects import decode, encode
 from torchshard.runtime.optimizers import check_class
 from torchshard.weights.boxes import pieces
 from torchshard.weights.checkpoint_files import Checkpoint, SlicedTensor, broken
@@ -76,6 +83,22 @@ def _check_objects(objects: Mapping[str, Any]) -> None:
             raise TypeError("a scheduler")
     if not isinstance(objects["model"], dict) or "extra" not in objects:
         raise TypeError("the model's extra states")
+
+
+def check_extra_state(checkpoint: Checkpoint, model: nn.Module, saved: Mapping[str, object]) -> None:
+    """Raises InputError for extra states of other modules, or for others than a sharded model was captured with."""
+    own, changeable = stateful_modules(model), stateful_modules(model, sharded=False)
+    if {*saved} != {*own}:
+        raise unfit("the model's modules have other extra states than the checkpoint", checkpoint, SAVED_MODEL)
+    for path, module in own.items():
+        is_equal = encode(module.get_extra_state(), allow_pickle=False) == encode(saved[path], allow_pickle=False)
+        if path not in changeable and not is_equal:
+            raise unfit(
+                f"the extra state of {path or 'the model'} is another than that of the sharded model",
+                checkpoint,
+                "load the checkpoint into the unsharded model, and shard that",
+                "what modules hold beside parameters and buffers can't change after sharding",
+            )
 
 
 def fitting_model(checkpoint: Checkpoint, model: nn.Module) -> dict[str, Item]:

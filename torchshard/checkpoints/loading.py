@@ -24,22 +24,21 @@ from torchshard.checkpoints.contents import (
     Item,
     Stateful,
     as_list,
-    extra_state,
     group_names,
     parameter_names,
     rng_states,
     set_rng_states,
+    stateful_modules,
     unwrapped,
 )
 from torchshard.checkpoints.fitting import (
-    SAVED_MODEL,
     Wanted,
     check_counts,
+    check_extra_state,
     check_optimizer,
     check_scheduler,
     fitting_model,
     saved_objects,
-    unfit,
     wanted_states,
 )
 from torchshard.checkpoints.ranks import Ranks
@@ -138,8 +137,7 @@ class _Checked:
             InputError: something does not fit.
         """
         objects, rng_states = saved_objects(checkpoint, ranks)
-        if {*objects["model"]} != {*extra_state(model)}:
-            raise unfit("the model's modules have other extra states than the checkpoint", checkpoint, SAVED_MODEL)
+        check_extra_state(checkpoint, model, objects["model"])
         own = fitting_model(checkpoint, model)
         wanted = {
             name: Wanted(checkpoint.tensors[name], item.layout, torch.device("cpu")) for name, item in own.items()
@@ -186,10 +184,10 @@ class _Checked:
         for (_, state), scheduler in zip(self.objects["schedulers"], schedulers, strict=False):
             undo.append(functools.partial(scheduler.load_state_dict, copy.deepcopy(scheduler.state_dict())))
             scheduler.load_state_dict(state)
-        for path, state in self.objects["model"].items():
-            module = model.get_submodule(path)
+        changeable = stateful_modules(model, sharded=False)
+        for path, module in changeable.items():
             undo.append(functools.partial(module.set_extra_state, module.get_extra_state()))
-            module.set_extra_state(state)
+            module.set_extra_state(self.objects["model"][path])
         undo.append(functools.partial(set_rng_states, rng_states()))
         if self.rng_states is None:
             warnings.warn("the checkpoint has no RNG states of this replica: they stay as they are", stacklevel=4)
