@@ -46,8 +46,7 @@ def _exports(rank: int, kind: str, folder: str, built: bool) -> None:
         ts.save_pretrained(sharded, f"{folder}/ours", max_shard_size="40KB")
 
 
-@pytest.mark.parametrize("world", [2, 3])
-@pytest.mark.parametrize("built", [True, False])
+@pytest.mark.parametrize(("built", "world"), [(True, 2), (False, 3)], ids=["built", "loaded"])
 @pytest.mark.parametrize("kind", MODELS)
 def test_the_folder_is_what_transformers_writes(kind: str, built: bool, world: int, tmp_path: Path) -> None:
     torch.manual_seed(0)
