@@ -190,8 +190,7 @@ def _loads(rank: int, kind: str, folder: str, way: str) -> list[Any]:
     return [all(same), near, weights.read.bytes_read / own, weights.missing, weights.unused, untouched, str(weights)]
 
 
-@pytest.mark.parametrize("way", ["lazy", "real"])
-@pytest.mark.parametrize("world", [2, 3])
+@pytest.mark.parametrize(("world", "way"), [(2, "real"), (3, "lazy")])
 @pytest.mark.parametrize("kind", MODELS)
 def test_a_folder_gives_what_from_pretrained_gives(kind: str, world: int, way: str, tmp_path: Path) -> None:
     _saved(kind, tmp_path)
