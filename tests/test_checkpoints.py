@@ -28,7 +28,7 @@ from tests.resumed import adamw, batch, small, train, whole_state
 from torchshard.checkpoints.copies import Copies
 from torchshard.core.layouts import I, canonical, split
 from torchshard.distributed.objects import decode, encode
-from torchshard.weights.boxes import whole_box
+from torchshard.weights.boxes import place_of, whole_box
 from torchshard.weights.checkpoint_files import MANIFEST, SlicedTensor, digest, read_checkpoint
 from torchshard.weights.safetensors_files import tensors_in
 from torchshard.weights.safetensors_writer import FilePlan, TensorType
@@ -633,6 +633,9 @@ def test_whole_parameters_may_have_any_optimizer(kind: str, tmp_path: Path) -> N
         step(pair[0], optimizers[0])
     ts.save(tmp_path, pair[0], optimizers[0])
     ts.load(tmp_path, pair[1], optimizers[1])
+    for saved, loaded in zip(*(optimizer.state.values() for optimizer in optimizers), strict=True):
+        tensors = [key for key, value in saved.items() if isinstance(value, Tensor)]
+        assert all(saved[key].dtype == loaded[key].dtype and torch.equal(saved[key], loaded[key]) for key in tensors)
     for _ in range(3):
         for model, optimizer in zip(pair, optimizers, strict=True):
             step(model, optimizer)
@@ -729,6 +732,25 @@ def test_any_part_of_a_tensor_in_slices(
     assert stored.read(box, into) == into.numel() * 8
     assert torch.equal(into, whole[tuple(slice(*bounds) for bounds in box)]) and torch.equal(stored(), whole)
     assert whole_box(shape) == tuple((0, n) for n in shape)
+
+
+@settings(max_examples=40, deadline=None)
+@given(data=st.data())
+def test_a_part_is_written_where_its_place_says(data: st.DataObject, tmp_path_factory: Any) -> None:
+    """As a conversion that transposes wants it: the dims of the part are not in the order of the file's."""
+    shape = (3, 4, 5)
+    order = data.draw(st.permutations(range(3)))
+    bounds = [sorted(data.draw(st.tuples(st.integers(0, n), st.integers(0, n)))) for n in shape]
+    box = tuple((a, b) for a, b in bounds)
+    plan = FilePlan.of(tmp_path_factory.mktemp("file") / "f", {"w": TensorType(torch.float32, shape)}, {})
+    plan.create()
+    expected = torch.zeros(shape)
+    region = expected[tuple(slice(*ends) for ends in box)]
+    part = torch.randn(region.shape).permute(order)
+    region.permute(order).copy_(part)
+    with plan.path.open("r+b") as file:
+        plan.write(file.fileno(), "w", part, place_of(shape, box).permute(order))
+    assert torch.equal(tensors_in(plan.path)["w"](), expected)
 
 
 def test_copies_are_bounded() -> None:
