@@ -315,9 +315,10 @@ def _decoded(data: bytes) -> dict[str, Any]:
 
 def _changed(data: bytes, change: Callable[[Any], object]) -> bytes:
     both = _decoded(data)
-    objects = _decoded(both["objects"])
+    objects = {name: decode(part, allow_pickle=False) for name, part in both["objects"].items()}
     change(objects)
-    return encode(both | {"objects": encode(objects, allow_pickle=False)}, allow_pickle=False)
+    parts = {name: encode(value, allow_pickle=False) for name, value in objects.items()}
+    return encode(both | {"objects": parts}, allow_pickle=False)
 
 
 _PICKLE = b"".join(

@@ -15,6 +15,7 @@ from torchshard.capture.attributes import settings
 from torchshard.capture.signature import Leaves
 from torchshard.capture.visible import visible_to
 from torchshard.core.errors import InputError
+from torchshard.core.modules import named_tensors
 from torchshard.weights.lazy import LazyTensor, memory_of, values_of
 
 # --- copies ----------------------------------------------------------------------------------------------------------
@@ -65,8 +66,7 @@ def without_storage(tensor: Tensor, dtype: torch.dtype | None = None, device: to
 def shared_names(model: nn.Module) -> dict[str, tuple[str, ...]]:
     """Name of a parameter or buffer -> all names of that tensor in order; tied ones have several."""
     by_id: dict[int, list[str]] = {}
-    named = (*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False))
-    for name, tensor in named:
+    for name, tensor in named_tensors(model).items():
         by_id.setdefault(id(tensor), []).append(name)
     return {name: tuple(names) for names in by_id.values() for name in names}
 

@@ -22,11 +22,13 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 
+from torchshard.capture import shared_names
 from torchshard.core.errors import InputError
 from torchshard.core.hashing import hash_tensor
 from torchshard.core.layouts import I, Layout, Shard
+from torchshard.core.modules import named_tensors
 from torchshard.distributed.objects import encode
-from torchshard.runtime.optimizers import check_class, is_slice_state
+from torchshard.runtime.optimizers import check_class_of_slices, is_slice_state
 from torchshard.runtime.submodule import ShardedSubmodule
 from torchshard.weights.parameter import ShardedParameter
 from torchshard.weights.slice_values import Slice, unwatched
@@ -110,9 +112,9 @@ def contents_of(
 
 
 def _add_model(contents: Contents, model: nn.Module) -> None:
-    first_names, own = tied_names(model), own_tensors(model)
+    first_names, own = tied_names(model), named_tensors(model)
     for name, value in model.state_dict().items():
-        if is_extra_state(name):
+        if _is_extra_state(name):
             continue
         if name not in own:
             raise _unsaved(name, "it is no parameter or buffer of the model", _RESTORED)
@@ -136,7 +138,7 @@ def _unsaved(name: str, why: str, attempt: str) -> InputError:
     return InputError(f"{name!r} can't be saved", where="ts.save", why=why, attempt=attempt)
 
 
-def is_extra_state(name: str) -> bool:
+def _is_extra_state(name: str) -> bool:
     """Whether a name in a state dict is that of what `get_extra_state` of a module returns."""
     return name.rpartition(".")[2] == "_extra_state"
 
@@ -155,19 +157,9 @@ def stateful_modules(model: nn.Module, *, sharded: bool = True) -> dict[str, nn.
     return {path: m for path, m in sources if type(m).get_extra_state is not nn.Module.get_extra_state}
 
 
-def own_tensors(model: nn.Module) -> dict[str, Tensor]:
-    """The parameters and buffers by all their names."""
-    named = (*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False))
-    return dict(named)
-
-
 def tied_names(model: nn.Module) -> dict[str, str]:
-    """Name of a parameter or buffer -> the first name of the same tensor.
-
-    By the objects: an empty slice has no memory that it could share.
-    """
-    first_names: dict[int, str] = {}
-    return {name: first_names.setdefault(id(tensor), name) for name, tensor in own_tensors(model).items()}
+    """Name of a parameter or buffer -> the first name of the same tensor."""
+    return {name: names[0] for name, names in shared_names(model).items()}
 
 
 def parameter_names(model: nn.Module) -> dict[int, str]:
@@ -200,8 +192,7 @@ def _add_optimizer(contents: Contents, number: int, optimizer: Optimizer, names:
     state_dict = optimizer.state_dict()
     indices = [index for group in state_dict["param_groups"] for index in group["params"]]
     by_index = dict(zip(indices, itertools.chain.from_iterable(groups), strict=True))
-    if any(isinstance(p, ShardedParameter) and p.is_split for group in optimizer.param_groups for p in group["params"]):
-        check_class(optimizer)
+    check_class_of_slices(optimizer)
     parameters = dict(zip(indices, (p for group in optimizer.param_groups for p in group["params"]), strict=True))
     others: OptimizerState = {}
     for index, state in state_dict["state"].items():
@@ -229,15 +220,16 @@ def _state_item(optimizer: Optimizer, parameter: Tensor, key: str, value: Tensor
     return Item(item.tensor, parameter.sharding, parameter.whole)
 
 
-def encoded(objects: Mapping[str, object]) -> bytes:
-    """Plain objects as bytes.
+def encoded(objects: Mapping[str, object]) -> dict[str, bytes]:
+    """Plain objects as bytes, each by itself.
 
     Raises:
         InputError: one of them is not plain.
     """
+    parts = dict[str, bytes]()
     for name, value in objects.items():
         try:
-            encode(value, allow_pickle=False)
+            parts[name] = encode(value, allow_pickle=False)
         except (InputError, RecursionError, NotImplementedError, RuntimeError) as error:
             why = error.what if isinstance(error, InputError) else f"{type(error).__name__}: {error}"
             raise InputError(
@@ -246,7 +238,7 @@ def encoded(objects: Mapping[str, object]) -> bytes:
                 why=f"{why.partition(chr(10))[0]}; opening a pickle may run any code",
                 attempt="numbers, texts, bytes, tensors and arrays, and lists, tuples, sets and dicts of them",
             ) from None
-    return encode(dict(objects), allow_pickle=False)
+    return parts
 
 
 def hashes(items: Mapping[str, Item], *, split: bool, whole: bool) -> dict[str, str]:

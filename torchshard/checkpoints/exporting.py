@@ -23,7 +23,7 @@ from torchshard.checkpoints.contents import Item
 from torchshard.checkpoints.formats import FolderFormat, folder_format
 from torchshard.checkpoints.ranks import Ranks
 from torchshard.checkpoints.saving import checked_folder, verify_states
-from torchshard.checkpoints.writing import file_errors
+from torchshard.checkpoints.writing import file_errors, unseen
 from torchshard.core.errors import InputError
 from torchshard.core.hashing import hash_text
 from torchshard.core.layouts import Shard
@@ -134,14 +134,9 @@ class _Job:
 
     def check_seen(self) -> None:
         """Checks that this rank sees the files."""
-        unseen = next((file for file in self.files if not file.path.is_file()), None)
-        if unseen is not None:
-            raise InputError(
-                "the ranks do not see one folder",
-                where=str(self.folder),
-                why=f"rank 0 has made {unseen.path.name} in it, and this rank does not find that",
-                attempt="a folder on a file system that all ranks share",
-            )
+        missing = next((file for file in self.files if not file.path.is_file()), None)
+        if missing is not None:
+            raise unseen(self.folder, missing.path.name)
 
     def write(self) -> None:
         """Writes this rank's parts of all files, and returns when they are on the disk."""

@@ -15,7 +15,6 @@ from torchshard.checkpoints.contents import (
     Item,
     Stateful,
     check_rng_states,
-    own_tensors,
     stateful_modules,
     tied_names,
 )
@@ -23,11 +22,11 @@ from torchshard.checkpoints.ranks import Ranks
 from torchshard.core.errors import InputError
 from torchshard.core.layouts import I, Layout, Shard, local_shape
 from torchshard.core.mesh import Coordinate
+from torchshard.core.modules import named_tensors
 from torchshard.distributed.objects import decode, encode
-from torchshard.runtime.optimizers import check_class
+from torchshard.runtime.optimizers import check_class_of_slices
 from torchshard.weights.boxes import pieces
 from torchshard.weights.checkpoint_files import Checkpoint, SlicedTensor, broken
-from torchshard.weights.parameter import ShardedParameter
 from torchshard.weights.state_slices import StateSlice
 
 
@@ -60,8 +59,8 @@ def saved_objects(checkpoint: Checkpoint, ranks: Ranks) -> tuple[dict[str, Any],
     data, path = checkpoint.objects(), checkpoint.objects_path
     try:
         both = decode(data, allow_pickle=False)
-        objects: dict[str, Any] = decode(both["objects"], allow_pickle=False)
-        states = [decode(state, allow_pickle=False)["the RNG state"] for state in both["rng"]]
+        objects: dict[str, Any] = {name: decode(part, allow_pickle=False) for name, part in both["objects"].items()}
+        states = [decode(state, allow_pickle=False) for state in both["rng"]]
         for state in states:
             check_rng_states(state)
         _check_objects(objects)
@@ -103,7 +102,7 @@ def check_extra_state(checkpoint: Checkpoint, model: nn.Module, saved: Mapping[s
 
 def fitting_model(checkpoint: Checkpoint, model: nn.Module) -> dict[str, Item]:
     """Stored name -> this rank's memory of the model's tensors; tied names once."""
-    found, tensors = dict[str, Item](), own_tensors(model)
+    found, tensors = dict[str, Item](), named_tensors(model)
     state = {
         name: value if isinstance(value, StateSlice) else tensors[name]
         for name, value in model.state_dict().items()
@@ -177,10 +176,9 @@ def check_optimizer(optimizer: Optimizer, groups: Sequence[Sequence[str]], saved
             f"the optimizer {what} than the saved one",
             where="ts.load(optimizer=...)",
             why=f"given: {here}; saved: {there}",
-            attempt="the optimizer that was saved, with the same parameters in each group; or None, to begin anew",
+            attempt="the optimizer that was saved, with the same parameters in each group; or None, to start over",
         )
-    if any(isinstance(p, ShardedParameter) and p.is_split for g in optimizer.param_groups for p in g["params"]):
-        check_class(optimizer)
+    check_class_of_slices(optimizer)
 
 
 def check_scheduler(scheduler: Stateful, saved_class: str) -> None:
@@ -190,7 +188,7 @@ def check_scheduler(scheduler: Stateful, saved_class: str) -> None:
             "the scheduler is of another class than the saved one",
             where="ts.load(scheduler=...)",
             why=f"given: {type(scheduler).__name__}; saved: {saved_class}",
-            attempt="the schedulers that were saved, in the same order; or None, to begin anew",
+            attempt="the schedulers that were saved, in the same order; or None, to start over",
         )
 
 

@@ -58,8 +58,12 @@ class Ranks:
 
     def verify(self, facts: Facts, what: str) -> None:
         """Raises DistributedError on all of them if the facts differ on any."""
-        self._on_replicas(lambda: verify_equal(self.group, facts, DistributedError, what), DistributedError, what)
+        self.verify_group(facts, what)
         verify_equal(self.replicas, facts, DistributedError, what)
+
+    def verify_group(self, facts: Facts, what: str) -> None:
+        """Raises DistributedError on all of them if the facts differ between the ranks of one model."""
+        self._on_replicas(lambda: verify_equal(self.group, facts, DistributedError, what), DistributedError, what)
 
     def verify_replicas(self, facts: Facts, what: str) -> None:
         """Raises DistributedError on all of them if the facts of ranks that hold the same slices differ."""

@@ -13,7 +13,7 @@ import logging
 import math
 import os
 import threading
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from torch import nn
@@ -25,8 +25,6 @@ from torchshard.checkpoints.ranks import Ranks
 from torchshard.checkpoints.writing import Job, begin_job
 from torchshard.core.errors import DistributedError, InputError, ShardError
 from torchshard.core.layouts import type_text
-from torchshard.distributed.consistency import verify_equal
-from torchshard.distributed.objects import encode
 from torchshard.plans.machine import read_size
 from torchshard.runtime.module import ShardedModule
 from torchshard.weights.checkpoint_files import digest
@@ -112,7 +110,7 @@ def save(
         optimizer: one or several, in the same order at `load`; each must treat every element alone, as SGD and AdamW.
         scheduler: one or several learning-rate schedulers, or what else has a state dict of plain data.
         extra: plain data of the caller's (numbers, texts, tensors, and containers of them), which `load` returns; that
-            of rank 0 is saved. RNG states are saved besides: PyTorch's, Python's and NumPy's, of each replica.
+            of rank 0 is saved. RNG states are saved too: PyTorch's, Python's and NumPy's, of each replica.
         wait: False to write in the background, from copies; the result's `wait()` tells of errors, and so does the
             next `save`, which waits for this one.
         copies: the most memory that copies may take with `wait=False`, such as "4GiB": `save` returns when what is not
@@ -129,14 +127,14 @@ def save(
     global _latest
     ranks, what = Ranks.own(), "the ranks can't save this checkpoint together"
 
-    def prepare() -> tuple[Path, Contents, bytes, float | None]:
+    def prepare() -> tuple[Path, Contents, dict[str, bytes], float | None]:
         _latest.wait()
         contents = contents_of(unwrapped(model), as_list(optimizer), as_list(scheduler), extra)
         return checked_folder(folder), contents, encoded(contents.objects), read_size(copies, "copies")
 
     place, contents, objects, most_bytes = ranks.run_on_all(prepare, InputError, what)
     verify_states(model, ranks)
-    _verify(contents, place, ranks, buffers={name for name, _ in unwrapped(model).named_buffers()})
+    _verify(contents, objects, place, ranks, buffers={name for name, _ in unwrapped(model).named_buffers()})
     job = begin_job(place, contents, objects, ranks)
     _latest = Saving()
     if wait:
@@ -158,24 +156,21 @@ def checked_folder(folder: str | os.PathLike[str]) -> Path:
     return Path(path)
 
 
-def _verify(contents: Contents, folder: Path, ranks: Ranks, *, buffers: set[str]) -> None:
+def _verify(contents: Contents, objects: Mapping[str, bytes], folder: Path, ranks: Ranks, *, buffers: set[str]) -> None:
     """Checks that the ranks save the same: of tensors that several hold, each saves some for all.
 
     Args:
+        objects: what is no tensor; the caller's own data may differ, and rank 0's are saved.
         buffers: which replicas need not have in common, as statistics of their own batches; the first one's are saved.
     """
     what, items = "the ranks save different checkpoints", contents.items
     types = {name: f"{type_text(i.tensor.dtype, i.shape)} {i.layout}" for name, i in items.items()}
-    others = {
-        kind: encode(contents.objects[kind], allow_pickle=False) for kind in ("optimizers", "schedulers", "model")
-    }
     facts = {"the folder": os.fspath(folder), **types, **contents.aliases}
-    facts |= {f"what is no tensor of the {kind}": digest(data) for kind, data in others.items()}
+    facts |= {f"what is no tensor of the {kind}": digest(data) for kind, data in objects.items() if kind != "extra"}
     common = {name: item for name, item in items.items() if name.removeprefix("model/") not in buffers}
     if ranks.count > 1:
         ranks.verify(facts, what)
-        own = hashes(items, split=False, whole=True)
-        ranks.run_on_all(lambda: verify_equal(ranks.group, own, DistributedError, what), DistributedError, what)
+        ranks.verify_group(hashes(items, split=False, whole=True), what)
         ranks.verify_replicas(hashes(common, split=True, whole=True) if ranks.replicas.size > 1 else {}, what)
 
 

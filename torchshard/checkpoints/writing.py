@@ -8,30 +8,29 @@ import re
 import secrets
 import shutil
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 
 from torch import Tensor
 
-from torchshard.checkpoints.contents import Contents, Item, encoded, rng_states
+from torchshard.checkpoints.contents import Contents, Item, rng_states
 from torchshard.checkpoints.ranks import Completion, Ranks
 from torchshard.core.errors import InputError, ShardError
 from torchshard.core.layouts import Shard
-from torchshard.distributed.group import Group
 from torchshard.distributed.objects import encode
 from torchshard.weights.checkpoint_files import MANIFEST, OBJECTS, file_metadata, layout_text, manifest, saved_id
 from torchshard.weights.progress import Progress
 from torchshard.weights.safetensors_writer import FilePlan, TensorType, replace_file, sync_folder
 
 
-def begin_job(folder: Path, contents: Contents, objects: bytes, ranks: Ranks) -> Job:
+def begin_job(folder: Path, contents: Contents, objects: Mapping[str, bytes], ranks: Ranks) -> Job:
     """Makes the data folder, in which all ranks are about to write; a collective call.
 
     Raises:
         InputError: it can't be made, some rank does not see it, or a tensor has a dtype that files have not.
     """
     id_ = ranks.leaders(secrets.token_hex(8).encode()).decode()
-    states = ranks.of_replicas(encoded({"the RNG state": rng_states()}))
+    states = ranks.of_replicas(encode(rng_states(), allow_pickle=False))
     data = folder / f"data-{id_}"
 
     def make() -> None:
@@ -42,26 +41,31 @@ def begin_job(folder: Path, contents: Contents, objects: bytes, ranks: Ranks) ->
 
     def job() -> Job:
         if not data.is_dir():
-            raise InputError(
-                "the ranks do not see one folder",
-                where=str(folder),
-                why=f"rank 0 has made {data.name} in it, and this rank does not find that",
-                attempt="a folder on a file system that all ranks share",
-            )
+            raise unseen(folder, data.name)
         mine = {name: contents.items[name].tensor for name in _own_share(contents.items, ranks)}
         types = {name: TensorType(tensor.dtype, tuple(tensor.shape)) for name, tensor in mine.items()}
-        name = file_name(ranks.group, ranks.replicas.rank)
+        name = file_name(ranks.group.rank, ranks.group.size, ranks.replicas.rank)
         file = FilePlan.of(data / name, types, file_metadata(id_, name))
-        saved = encode({"objects": objects, "rng": states}, allow_pickle=False)
+        saved = encode({"objects": dict(objects), "rng": states}, allow_pickle=False)
         return Job(ranks, id_, file, mine, contents, saved, Completion(ranks, id_))
 
     ranks.run_on_all(make, InputError, "the folder can't be written to")
     return ranks.run_on_all(job, InputError, "the ranks can't save this checkpoint together")
 
 
-def file_name(group: Group, replica: int) -> str:
+def unseen(folder: Path, name: str) -> InputError:
+    """The error for a rank that does not find what rank 0 has made."""
+    return InputError(
+        "the ranks do not see one folder",
+        where=str(folder),
+        why=f"rank 0 has made {name} in it, and this rank does not find that",
+        attempt="a folder on a file system that all ranks share",
+    )
+
+
+def file_name(rank: int, ranks: int, replica: int) -> str:
     """The file of a rank; those of the first replica have no number."""
-    return f"{group.rank}-of-{group.size}{f'.{replica}' if replica else ''}.safetensors"
+    return f"{rank}-of-{ranks}{f'.{replica}' if replica else ''}.safetensors"
 
 
 def _own_share(items: Mapping[str, Item], ranks: Ranks) -> Iterator[str]:
@@ -128,9 +132,8 @@ class Job:
             replace_file(self.file.path.with_name(OBJECTS), self.objects)
 
     def _commit(self) -> None:
-        group, replicas = self.ranks.group, self.ranks.replicas
-        places = [replace(group, rank=rank) for rank in range(group.size)]
-        names = [file_name(place, replica) for replica in range(replicas.size) for place in places]
+        ranks, replicas = self.ranks.group.size, self.ranks.replicas.size
+        names = [file_name(rank, ranks, replica) for replica in range(replicas) for rank in range(ranks)]
         data = self.file.path.parent
         with file_errors(self.folder):
             sizes = {name: (data / name).stat().st_size for name in (*names, OBJECTS)}

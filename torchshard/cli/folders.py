@@ -10,7 +10,6 @@ from pathlib import Path
 
 import torch
 from torch import Tensor, nn
-from torch._ops import OpOverload
 
 from torchshard.capture import model_without_storage, shared_names
 from torchshard.distributed.group import is_initialized
@@ -54,19 +53,12 @@ def note(text: str) -> None:
 def _summary(model: nn.Module, weights: Weights) -> str:
     parts = [f"{len(weights.tensors)} tensors used"]
     parts += [_some(names, what) for names, what in ((weights.missing, "missing"), (weights.unused, "unused")) if names]
-    in_files, in_model = _dtypes_in_files(weights), {tensor.dtype for tensor in model.state_dict().values()}
-    cast = [dtype for dtype in in_files - in_model if dtype.is_floating_point]
+    in_model = {tensor.dtype for tensor in model.state_dict().values()}
+    cast = [dtype for dtype in weights.dtypes - in_model if dtype.is_floating_point]
     if cast:
         own = [dtype for dtype in in_model if dtype.is_floating_point]
         parts.append(f"{_listed(cast)} in the files, cast to the model's {_listed(own)}")
     return ", ".join(parts)
-
-
-def _dtypes_in_files(weights: Weights) -> set[torch.dtype]:
-    """The dtypes before the cast to the model's: the calls on a tape that are no PyTorch ops are the files' tensors."""
-    tapes = {id(tensor.tape): tensor.tape for tensor in weights.tensors.values()}
-    ops = [entry.op for tape in tapes.values() for entry in tape.entries]
-    return {op.dtype for op in ops if not isinstance(op, OpOverload)}
 
 
 def _some(names: Sequence[str], what: str) -> str:

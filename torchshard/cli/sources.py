@@ -26,7 +26,7 @@ from torchshard.checking.processes import check_processes
 from torchshard.cli.folders import has_weights, note, with_weights
 from torchshard.core.errors import InputError, ShardError
 from torchshard.plans.machine import Axes, MachineName, objective
-from torchshard.weights.transformers_models import lazy_pretrained
+from torchshard.weights.transformers_models import cast_kept, lazy_pretrained
 
 
 @dataclass(frozen=True)
@@ -158,10 +158,7 @@ def _configuration(path: Path) -> tuple[Any, Callable[[Any], Any]]:
 def _random(build: Callable[[Any], Any], config: Any) -> nn.Module:
     """A configuration's model with random weights, of the dtypes that `from_pretrained` of transformers gives them."""
     model: Any = build(config)
-    kept = model._get_dtype_plan(model.config.dtype or torch.get_default_dtype())
-    for name, parameter in model.named_parameters():
-        dtype = next((d for key, d in kept.items() if key in name.split(".")), parameter.dtype)
-        parameter.data = parameter.data.to(dtype)
+    cast_kept(model, model.config.dtype or torch.get_default_dtype())
     result: nn.Module = model
     return result
 

@@ -17,7 +17,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from torchshard.core.errors import DistributedError
-from torchshard.core.layouts import Layout, Shard, join, local_size, parts_of, ranges, split, type_text, whole_shape
+from torchshard.core.layouts import I, Layout, Shard, join, local_size, parts_of, ranges, split, type_text, whole_shape
 from torchshard.distributed.consistency import verify_following_call
 from torchshard.distributed.group import Group
 from torchshard.distributed.wire import Pending, collective
@@ -29,6 +29,11 @@ ReduceKind = dist.ReduceOp | dist.ReduceOp.RedOpType
 def convert(kernel: str, x: Tensor, source: Layout, target: Layout, group: Group, of: str = "") -> Tensor:
     """Runs one conversion on this rank."""
     return start(kernel, x, source, target, group, of).wait()
+
+
+def gathered(x: Tensor, shard: Shard, shape: Sequence[int], group: Group) -> Tensor:
+    """The whole tensor of global `shape`, from all ranks' slices."""
+    return convert("all_gather", x, Shard(shard.dim, parts_of(shape[shard.dim], shard)), I, group)
 
 
 def start(

@@ -240,10 +240,6 @@ class ShardedModule(State):
         """Whether the ranks compare what they do with this model."""
         return self._ts_group.size > 1 and self._ts_group.level is not CheckLevel.OFF
 
-    def _tensors_by_first_name(self) -> dict[str, Tensor]:
-        """Parameters and buffers; tied ones once."""
-        return {name: t for name, t in self._ts_tensors.items() if self._ts_names[name][0] == name}
-
     def _check_has_values(self, inputs: Leaves) -> None:
         """Inputs and parameters have values; or none of them has, as in a dry run on the meta device."""
         without = [n for n, t in zip(inputs.names, inputs.tensors, strict=True) if t.is_meta or is_fake(t)]

@@ -19,8 +19,8 @@ from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook, 
 from torch.utils.weak import WeakIdKeyDictionary
 
 from torchshard.core.errors import InputError
-from torchshard.core.layouts import I, Shard, parts_of
-from torchshard.distributed.kernels import convert
+from torchshard.core.layouts import Shard
+from torchshard.distributed.kernels import gathered
 from torchshard.weights.parameter import ShardedParameter, support_foreach
 from torchshard.weights.slice_values import check_other_group, watch_slices
 from torchshard.weights.state_slices import StateSlice, place_of, place_text, wants_whole
@@ -139,7 +139,7 @@ def _without_address(value: object) -> object:
     return value if has_text else type(value).__qualname__
 
 
-BY_ELEMENT = frozenset([
+_BY_ELEMENT = frozenset([
     "SGD", "Adam", "AdamW", "Adamax", "NAdam", "RAdam", "RMSprop", "Rprop", "Adagrad", "Adadelta", "ASGD", "SparseAdam",
     "Lion", "ZeroRedundancyOptimizer",
 ])  # fmt: skip
@@ -156,8 +156,10 @@ def _class_of_step(optimizer: Optimizer) -> str:
     return type(optimizer).step.__qualname__.rpartition(".step")[0].rpartition(".")[2]
 
 
-def check_class(optimizer: Optimizer) -> None:
-    """Refuses an optimizer that steps a slice differently than the whole; warns of one that is not known."""
+def check_class_of_slices(optimizer: Optimizer) -> None:
+    """Refuses an optimizer of slices that steps them differently than the whole; warns of one that is not known."""
+    if not any(isinstance(p, ShardedParameter) and p.is_split for p in _parameters(optimizer)):
+        return
     names = [cls.__name__ for cls in type(optimizer).__mro__]
     if any(name in _BY_TENSOR for name in names):
         raise InputError(
@@ -167,7 +169,7 @@ def check_class(optimizer: Optimizer) -> None:
             attempt="an optimizer that treats each element by itself: SGD, AdamW, ...; or keep those parameters whole "
             "with a plan of 'replicate' and give it these alone",
         )
-    if _class_of_step(optimizer) not in BY_ELEMENT:
+    if _class_of_step(optimizer) not in _BY_ELEMENT:
         warnings.warn(
             f"{names[0]} is not known here: it steps a sharded model as the unsharded one if it treats each element by "
             "itself, as AdamW does, and not if it looks at whole matrices or norms, as Muon and LAMB do",
@@ -179,8 +181,7 @@ def _before_first_step(optimizer: Optimizer, slices: Sequence[ShardedParameter])
     """Checks an optimizer of slices, and has the state dicts that it loads and saves checked and marked from now on."""
     if type(optimizer).__name__ == "ZeroRedundancyOptimizer":
         check_other_group(getattr(optimizer, "process_group", None), slices[0].group, "ZeroRedundancyOptimizer")
-    if any(p.is_split for p in slices):
-        check_class(optimizer)
+    check_class_of_slices(optimizer)
     _check_states(optimizer)
     mark_state_dicts(optimizer)
 
@@ -210,7 +211,7 @@ def _check_unsharded(optimizer: Optimizer) -> None:
 
 
 def _check_states(optimizer: Optimizer) -> None:
-    by_element = _class_of_step(optimizer) in BY_ELEMENT
+    by_element = _class_of_step(optimizer) in _BY_ELEMENT
     for parameter in _parameters(optimizer):
         if isinstance(parameter, ShardedParameter):
             _check_state(parameter, optimizer.state.get(parameter, {}), by_element=by_element)
@@ -243,7 +244,7 @@ def _checked_state(optimizer: Optimizer, state_dict: dict[str, Any]) -> dict[str
     Raises:
         InputError: it has a slice of another place.
     """
-    states, by_element = dict(state_dict["state"]), _class_of_step(optimizer) in BY_ELEMENT
+    states, by_element = dict(state_dict["state"]), _class_of_step(optimizer) in _BY_ELEMENT
     indices = [index for group in state_dict["param_groups"] for index in group["params"]]
     for parameter, index in zip(_parameters(optimizer), indices, strict=False):
         if isinstance(parameter, ShardedParameter) and index in states:
@@ -276,9 +277,7 @@ def _whole_copy(value: object, parameter: ShardedParameter) -> object:
         return value
     if not (parameter.is_split and is_slice_state(value, parameter) and isinstance(parameter.sharding, Shard)):
         return value.clone()
-    dim = parameter.sharding.dim
-    layout = Shard(dim, parts_of(parameter.whole[dim], parameter.sharding))
-    return convert("all_gather", value, layout, I, parameter.group)
+    return gathered(value, parameter.sharding, parameter.whole, parameter.group)
 
 
 def is_slice_state(value: object, parameter: Tensor) -> TypeGuard[Tensor]:

@@ -21,10 +21,10 @@ from torch import Tensor, nn
 from torchshard.capture import model_without_storage, shared_names, without_storage
 from torchshard.core.errors import DistributedError, InputError
 from torchshard.core.hashing import hash_tensor
-from torchshard.core.layouts import I, Layout, Shard, parts_of, split
+from torchshard.core.layouts import I, Layout, Shard, split
 from torchshard.distributed.consistency import gather_bytes, run_on_all_ranks, verify_equal
 from torchshard.distributed.group import Group
-from torchshard.distributed.kernels import convert
+from torchshard.distributed.kernels import gathered
 from torchshard.runtime.compiled import GraphCache
 from torchshard.runtime.digests import SAMPLED, are_distinct, describe_contents, values_digest
 from torchshard.runtime.submodule import ShardedSubmodule
@@ -333,8 +333,11 @@ class State(ShardedSubmodule):
             DistributedError: what all ranks hold whole differs.
         """
         self._follow()
-        named = {name: t for name, t in self._ts_tensors.items() if self._ts_names[name][0] == name}
-        self._compare_read({name: named[name] for name in sorted(named)}, self._ts_layouts)
+        self._compare_read(dict(sorted(self._tensors_by_first_name().items())), self._ts_layouts)
+
+    def _tensors_by_first_name(self) -> dict[str, Tensor]:
+        """Parameters and buffers; tied ones once."""
+        return {name: t for name, t in self._ts_tensors.items() if self._ts_names[name][0] == name}
 
     def _cut(self, name: str, whole: Tensor, layout: Layout) -> None:
         # Through `.data`: optimizers may hold the parameter already, and go on with the same object.
@@ -348,8 +351,7 @@ class State(ShardedSubmodule):
             return tensor
         if tensor.is_meta:
             return torch.empty_like(self._source_tensor(name), device="meta")
-        size = self._source_tensor(name).shape[layout.dim]
-        return convert("all_gather", tensor, Shard(layout.dim, parts_of(size, layout)), I, self._ts_group)
+        return gathered(tensor, layout, self._source_tensor(name).shape, self._ts_group)
 
     # --- state dicts -------------------------------------------------------------------------------------------------
 

@@ -79,8 +79,10 @@ def with_adapter(
         tensors[names[name]] = fitting(name, file_tensor(tape, file), own[names[name]], place)
     samples = weights.samples | {f"bytes of {name} of the adapter": file.sample().hex() for name, file in files.items()}
     size = weights.file_bytes + sum(file.bytes_ for file in files.values())
+    dtypes = weights.dtypes | {file.dtype for file in files.values()}
     result: nn.Module = adapted.train(is_trainable)
-    return result, replace(weights, tensors=tensors, file_bytes=size, samples=samples, conversions=None)
+    changed = replace(weights, tensors=tensors, file_bytes=size, dtypes=dtypes, samples=samples, conversions=None)
+    return result, changed
 
 
 def _no_adapter(place: Path, why: str, attempt: str) -> InputError:

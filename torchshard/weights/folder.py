@@ -15,9 +15,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import cast
 
+import torch
 from torch import Tensor, nn
 
 from torchshard.core.errors import InputError
+from torchshard.core.modules import named_tensors
 from torchshard.weights.checkpoint_files import is_checkpoint, model_tensors
 from torchshard.weights.lazy import LazyTensor, file_tensor
 from torchshard.weights.materialize import ReadSlices
@@ -38,6 +40,8 @@ class Weights:
     unused: tuple[str, ...]
     tied: tuple[str, ...]
     """Names of the model for a tensor that has another name before."""
+    dtypes: frozenset[torch.dtype]
+    """Of the tensors in the files."""
     samples: dict[str, str]
     """A few bytes of each tensor in the files, by which ranks tell files apart."""
     conversions: object = None
@@ -74,7 +78,7 @@ def read_folder(shell: nn.Module, names: Mapping[str, tuple[str, ...]], folder: 
     files: Mapping[str, StoredTensor]
     files, tape = model_tensors(Path(folder)) if of_checkpoint else tensors_of(folder), Tape()
     lazies = {name: file_tensor(tape, file) for name, file in files.items()}
-    own = dict((*shell.named_parameters(remove_duplicate=False), *shell.named_buffers(remove_duplicate=False)))
+    own = named_tensors(shell)
     persistent = set(shell.state_dict())
     converts = is_transformers(shell) and not of_checkpoint
     found, unused = converted(shell, lazies, folder) if converts else _by_name(persistent, lazies)
@@ -101,8 +105,9 @@ def read_folder(shell: nn.Module, names: Mapping[str, tuple[str, ...]], folder: 
         )
     samples = {f"bytes of {name}": file.sample().hex() for name, file in files.items()}
     size = sum(file.bytes_ for file in files.values())
+    dtypes = frozenset(file.dtype for file in files.values())
     conversions = getattr(shell, "_weight_conversions", None) if converts else None
-    return Weights(tensors, size, tuple(missing), tuple(unused), tuple(tied), samples, conversions)
+    return Weights(tensors, size, tuple(missing), tuple(unused), tuple(tied), dtypes, samples, conversions)
 
 
 def _by_name(persistent: set[str], lazies: Mapping[str, LazyTensor]) -> tuple[dict[str, LazyTensor], list[str]]:

@@ -16,6 +16,7 @@ from torch.nn import init
 from torch.overrides import TorchFunctionMode
 
 from torchshard.core.errors import InputError
+from torchshard.core.modules import named_tensors
 from torchshard.core.patches import Patch, Patches
 from torchshard.weights.lazy import LazyTensor, lazy
 from torchshard.weights.safetensors_files import tensors_of
@@ -56,14 +57,20 @@ def lazy_pretrained(
     wanted = _dtype(dtype if dtype not in (None, "auto") else config.dtype, folder)
     with lazy(), nullcontext() if initialise else _without_initialising():
         model: Any = cls._from_config(config, dtype=wanted)
-        for name, parameter in model.named_parameters():
-            kept = next((d for key, d in model._get_dtype_plan(wanted).items() if key in name.split(".")), None)
-            if kept is not None:
-                parameter.data = parameter.data.to(kept)
+        cast_kept(model, wanted)
     if model.can_generate() and (Path(folder) / "generation_config.json").is_file():
         model.generation_config = type(model).generation_config_class.from_pretrained(folder)
     made: nn.Module = model.train(train)
     return made
+
+
+def cast_kept(model: Any, dtype: torch.dtype) -> None:
+    """Casts the parameters that a model of transformers keeps in another dtype than the one it is loaded in."""
+    kept = model._get_dtype_plan(dtype)
+    for name, parameter in model.named_parameters():
+        own = next((d for key, d in kept.items() if key in name.split(".")), None)
+        if own is not None:
+            parameter.data = parameter.data.to(own)
 
 
 @contextmanager
@@ -166,8 +173,7 @@ def converted(shell: Any, lazies: Mapping[str, LazyTensor], folder: object) -> t
             why=str(why),
             attempt="the weights of this model, or a model with the configuration of these weights",
         )
-    named = (*shell.named_parameters(remove_duplicate=False), *shell.named_buffers(remove_duplicate=False))
-    found = {name: tensor for name, tensor in named if isinstance(tensor, LazyTensor)}
+    found = {name: tensor for name, tensor in named_tensors(shell).items() if isinstance(tensor, LazyTensor)}
     return found, sorted(told.unexpected_keys)
 
 
