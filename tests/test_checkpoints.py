@@ -17,6 +17,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+import torch.distributed as dist
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
@@ -517,6 +518,34 @@ def _ends_early(rank: int, folder: str) -> bool:
 
 def test_a_save_outlives_its_groups(tmp_path: Path) -> None:
     assert run_ranks(_ends_early, 2, str(tmp_path)) == [True, True]
+
+
+def _saves_by(rank: int, folder: str, port: int) -> bool:
+    """The ranks' key-value store is a server; or (port 0) a file with a record whose writer was killed within it."""
+    ranks = dist.get_world_size()
+    if port:
+        dist.destroy_process_group()
+        dist.init_process_group("gloo", store=dist.TCPStore("localhost", port), rank=rank, world_size=ranks)
+    ts.distributed.init_process_group()
+    model = small("some")
+    if not port:
+        store: Any = dist.distributed_c10d._get_default_store()
+        while isinstance(store, dist.PrefixStore):
+            store = store.underlying_store
+        dist.barrier()
+        with Path(store.path).open("ab") as file:
+            file.write(b"\x01")
+        dist.barrier()
+    ts.save(folder, model)
+    names = {path.name for path in Path(folder).glob("data-*/*")}
+    return names == {"objects.bin", *(f"{r}-of-{ranks}.safetensors" for r in range(ranks))}
+
+
+@pytest.mark.parametrize("kind", ["server", "broken file"])
+def test_the_store_of_the_ranks(kind: str, tmp_path: Path) -> None:
+    server = dist.TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
+    port = server.port if kind == "server" else 0
+    assert run_ranks(_saves_by, 2, str(tmp_path), port) == [True, True]
 
 
 # --- habits ----------------------------------------------------------------------------------------------------------

@@ -47,7 +47,7 @@ def begin_job(folder: Path, contents: Contents, objects: Mapping[str, bytes], ra
         name = file_name(ranks.group.rank, ranks.group.size, ranks.replicas.rank)
         file = FilePlan.of(data / name, types, file_metadata(id_, name))
         saved = encode({"objects": dict(objects), "rng": states}, allow_pickle=False)
-        return Job(ranks, id_, file, mine, contents, saved, Completion(ranks, id_))
+        return Job(ranks, id_, file, mine, contents, saved, Completion(ranks, id_, data))
 
     ranks.run_on_all(make, InputError, "the folder can't be written to")
     return ranks.run_on_all(job, InputError, "the ranks can't save this checkpoint together")
