@@ -277,9 +277,10 @@ def test_a_frozen_parameter_that_ranks_train_is_seen(monkeypatch: pytest.MonkeyP
     def trained(*args: Any) -> dict[str, Tensor]:
         return {name: nn.Parameter(tensor.detach()) for name, tensor in local_state(*args).items()}
 
-    model = nn.Sequential(nn.Linear(6, 8), nn.Linear(8, 6).requires_grad_(False))
+    model, x = nn.Sequential(nn.Linear(6, 8), nn.Linear(8, 6).requires_grad_(False)), torch.randn(3, 6)
+    assert ts.check(model, {"0": "column"}, world_size=2, example_inputs=(x,)).ok
     monkeypatch.setattr("torchshard.checking.steps.local_state", trained)
-    report = ts.check(model, {"0": "column"}, world_size=2, example_inputs=(torch.randn(3, 6),))
+    report = ts.check(model, {"0": "column"}, world_size=2, example_inputs=(x,))
     assert {c.name for c in report.comparisons if c.error > 0.1} == {"1.weight", "1.bias"}
 
 
