@@ -52,13 +52,14 @@ from judging import (
 from torch import fx, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from tests.compiled import planned_as
 from torchshard.compiler.program import Program, prepared
 from torchshard.core.mesh import MeshAxis
 from torchshard.distributed.ops import is_collective
 from torchshard.passes import localized
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+from tests.compiled import planned_as
+from tests.models import CASES
 
 
 @dataclasses.dataclass
@@ -125,8 +126,6 @@ def draws(node: fx.Node) -> bool:
 
 def of_case(name: str, plan: str, world: int) -> Verdict:
     """One of the tests' models."""
-    from tests.models import CASES
-
     case = CASES[name]
     torch.manual_seed(0)
     model = case.build()
@@ -145,8 +144,6 @@ def of_architecture(kind: str, world: int) -> Verdict:
 
 def cases(given: argparse.Namespace) -> Iterator[tuple[str, Verdict | str]]:
     """The tests' models, each under two plans."""
-    from tests.models import CASES
-
     with mesh(given.ranks):
         for name, plan in itertools.product(given.models or CASES, ("own", "auto")):
             yield f"{name}, {plan} plan", of_case(name, plan, given.ranks)

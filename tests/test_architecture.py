@@ -87,3 +87,12 @@ def test_importing_makes_no_process_group_and_prints_nothing() -> None:
     code = "import torchshard, torch.distributed as d; assert not d.is_initialized()"
     done = subprocess.run([sys.executable, "-W", "error", "-c", code], capture_output=True, text=True)
     assert done.returncode == 0 and not done.stdout + done.stderr, done.stderr
+
+
+def test_benchmarks_that_import_tests_put_them_on_the_path_first() -> None:
+    texts = {path.name: path.read_text() for path in (PACKAGE.parent / "benchmarks").glob("*.py")}
+    importing = {name: text for name, text in texts.items() if "from tests." in text}
+    assert importing
+    assert [
+        name for name, text in importing.items() if not -1 < text.find("sys.path.insert") < text.find("from tests.")
+    ] == []
