@@ -537,6 +537,7 @@ def _saves_by(rank: int, folder: str, port: int) -> bool:
             file.write(b"\x01")
         dist.barrier()
     ts.save(folder, model)
+    dist.barrier()  # rank 0 has put away what they told each other
     names = {path.name for path in Path(folder).glob("data-*/*")}
     return names == {"objects.bin", *(f"{r}-of-{ranks}.safetensors" for r in range(ranks))}
 
