@@ -195,7 +195,10 @@ class Completion:
                 self._store.set(self._key(f"read by {self._ranks.number}"), "")
 
     def _wait_for_readers(self) -> None:
-        """Waits, for a while, until all have read how it ended: this process may hold the store, and may exit."""
+        """Waits, for a while, until all have read how it ended: this process may hold the store, and may exit.
+
+        Then it puts away what they have told each other.
+        """
         readers = [self._key(f"read by {number}") for number in range(1, self._ranks.count)]
         deadline = time.monotonic() + _READERS_SECONDS
         while not self._store.check(readers):
