@@ -787,23 +787,24 @@ def test_a_part_is_written_where_its_place_says(data: st.DataObject, tmp_path_fa
 def test_copies_are_bounded() -> None:
     import threading
 
-    copies, most = Copies(100), 0
+    copies, held, taken = Copies(100), [], []
     tensors = {str(i): torch.full((10,), i, dtype=torch.float32) for i in range(8)}  # 40 bytes each
 
     def put() -> None:
         with copies.filling():
             for name, tensor in tensors.items():
                 copies.put(name, tensor)
+                held.append(copies._held)
                 tensor.zero_()
 
-    thread, taken = threading.Thread(target=put), {}
+    thread = threading.Thread(target=put)
     thread.start()
-    for name, tensor in copies:
-        most = max(most, copies._held)
-        taken[name] = tensor.clone()
-        time.sleep(0.002)
+    for _, tensor in copies:
+        with copies._changed:  # until there is no room, or none left to put
+            assert copies._changed.wait_for(lambda: copies._held == 80 or len(taken) == 7, timeout=60)
+        taken.append(int(tensor[0]))
     thread.join()
-    assert most == 80 and [int(t[0]) for t in taken.values()] == [*range(8)]
+    assert max(held) == 80 and taken == [*range(8)]
 
 
 def test_a_tensor_that_cannot_be_copied_is_told() -> None:
