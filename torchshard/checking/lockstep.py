@@ -23,7 +23,7 @@ from torchshard.core.errors import InternalError
 from torchshard.core.layouts import Layout, dual, join, split
 from torchshard.core.mesh import MeshAxis
 from torchshard.custom_ops.stepwise import Computation, Stepwise
-from torchshard.distributed.ops import OPS, SENDING, is_collective
+from torchshard.distributed.ops import OPS, SENDING, Begin, is_collective, wait
 from torchshard.ir.graph import where
 from torchshard.passes import localized
 from torchshard.passes.nodes import call_target, operator_of
@@ -105,6 +105,10 @@ def _rank(
             return list(args[0])
         elif is_collective(node.target):
             value = yield Request(node, operator_of(node), args)
+        elif isinstance(node.target, Begin):
+            value = yield Request(node, node.target.op, args)
+        elif node.target is wait:
+            value = args[0]  # all ranks have begun the collective, and it has ended
         elif isinstance(node.target, Stepwise):
             value = yield from _stepwise(node, node.target.steps(*args), rng_states, rank)
         elif is_random(node.target):

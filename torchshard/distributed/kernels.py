@@ -78,6 +78,10 @@ def _all_reduce(x: Tensor, source: Layout, target: Layout, group: Group) -> Pend
     return reducing(copied(x), dist.ReduceOp.SUM, group)
 
 
+def _all_reduce_in_place(x: Tensor, source: Layout, target: Layout, group: Group) -> Pending:
+    return reducing(dense(x), dist.ReduceOp.SUM, group)
+
+
 def reducing(x: Tensor, op: ReduceKind, group: Group) -> Pending:
     """All-reduces a contiguous tensor in place."""
     if group.size == 1 or not x.numel():
@@ -183,7 +187,7 @@ def _all_gather(x: Tensor, source: Layout, target: Layout, group: Group) -> Pend
     """
     assert isinstance(source, Shard)
     if group.size == 1:
-        return _none(x, source, target, group)
+        return _slice(x, source, I, group)
     slices, dim = _slices(source, group.size), source.dim
     sent = dense(_padded(x, dim, slices.width))
     received = sent.new_empty(group.size, *sent.shape)
@@ -201,7 +205,7 @@ def _all_gather(x: Tensor, source: Layout, target: Layout, group: Group) -> Pend
 def _reduce_scatter(x: Tensor, source: Layout, target: Layout, group: Group) -> Pending:
     assert isinstance(target, Shard)
     if group.size == 1:
-        return _none(x, source, target, group)
+        return _slice(x, source, I, group)
     if x.dtype in _SUMMED_AS:
         pending = _reduce_scatter(x.to(_SUMMED_AS[x.dtype]), source, target, group)
         return pending._replace(result=lambda: pending.result().to(x.dtype))
@@ -224,7 +228,7 @@ def _reduce_scatter(x: Tensor, source: Layout, target: Layout, group: Group) -> 
 def _all_to_all(x: Tensor, source: Layout, target: Layout, group: Group) -> Pending:
     assert isinstance(source, Shard) and isinstance(target, Shard)
     if group.size == 1 or source.dim == target.dim:
-        return _none(x, source, target, group)
+        return _slice(x, source, I, group)
     sent = [split(x, target, r, group.size).contiguous() for r in range(group.size)]
     shapes = [_with_size(sent[group.rank].shape, source.dim, n) for n in _slices(source, group.size).widths]
     lengths = [torch.Size(s).numel() for s in shapes]
@@ -283,6 +287,7 @@ def _with_size(shape: Sequence[int], dim: int, size: int) -> list[int]:
 _KERNELS: dict[str, Callable[[Tensor, Layout, Layout, Group], Pending]] = {
     "none": _none,
     "all_reduce": _all_reduce,
+    "all_reduce_": _all_reduce_in_place,
     "slice": _slice,
     "pad": _pad,
     "all_gather": _all_gather,

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any, NamedTuple, cast
 
 import torch
@@ -23,7 +24,7 @@ from torchshard.core.layouts import Shard, local_shape, whole_shape
 from torchshard.distributed.consistency import forward_site, note_unverified, running_call
 from torchshard.distributed.group import Group, lookup
 from torchshard.distributed.kernels import reduced, start
-from torchshard.distributed.wire import Handle
+from torchshard.distributed.wire import Handle, Pending
 
 _ARGS = {0: "", 1: "int dim, int[] parts, ", 2: "int dim, int[] parts, int to_dim, int[] to_parts, "}
 OpArgs = tuple[int | str | tuple[int, ...], ...]
@@ -121,6 +122,18 @@ def direct(op: Op) -> Callable[..., Tensor]:
     return call
 
 
+@functools.lru_cache(maxsize=len(TABLE))
+def computing(op: Op) -> Callable[..., Tensor]:
+    """As `direct`, without gradients."""
+    row = OPS[op]
+
+    def call(x: Tensor, *args: int | str | Sequence[int]) -> Tensor:
+        return _run(row, x, hashable(args))
+
+    call.__name__ = row.name
+    return call
+
+
 def begin(op: Op, x: Tensor, *args: int | str | tuple[int, ...]) -> Handle:
     """Starts a collective; waiting for it returns the result of the operator."""
     row, grad_enabled = OPS[op], torch.is_grad_enabled()
@@ -134,6 +147,36 @@ def begin(op: Op, x: Tensor, *args: int | str | tuple[int, ...]) -> Handle:
     return Handle(pending, result)
 
 
+@dataclass(frozen=True)
+class Begin:
+    """The target of a node that begins a collective, without gradients; `wait` gives its result."""
+
+    op: OpOverload[..., object]
+    in_place: bool
+    """Whether the result may take the memory of the operand."""
+    __module__: str = __name__
+
+    @property
+    def __name__(self) -> str:
+        """The name in a graph's code and in listings."""
+        return f"begin_{OPS[self.op].name}"
+
+    def __call__(self, x: Tensor, *args: int | str | Sequence[int]) -> Pending:
+        row, own = OPS[self.op], hashable(args)
+        kernel = "all_reduce_" if self.in_place and row.kernel == "all_reduce" else row.kernel
+        return start(kernel, x, *_source_and_target(row.name, own), _group(own))
+
+
+def wait(pending: Pending) -> Tensor:
+    """The result of a collective that was begun."""
+    return pending.wait()
+
+
+def communicates(target: object) -> bool:
+    """Whether a node's target is a collective that sends something."""
+    return target in OPS and OPS[target].kernel in SENDING
+
+
 def _define(row: Conversion) -> None:
     """Registers the operator of a row."""
     shards = [row.source, row.target].count(Shard)
@@ -142,6 +185,8 @@ def _define(row: Conversion) -> None:
         return _run(row, x, hashable(args))
 
     def fake(x: Tensor, *args: int | str | list[int]) -> Tensor:
+        if row.kernel == "none":
+            return torch.empty_like(x)
         group = _group(args)
         source, target = source_and_target(row.name, args)
         return x.new_empty(local_shape(whole_shape(x.shape, source), target, group.rank, group.size))

@@ -26,6 +26,7 @@ import sympy
 import torch
 from torch import Tensor, fx, nn
 from torch._dispatch.python import enable_python_dispatcher
+from torch._ops import OpOverload
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.fx.node import Argument, Target
 
@@ -77,6 +78,18 @@ def is_tensor_op(node: fx.Node) -> bool:
     if node.op != "call_function" or node.target in _SIZES or is_collective(node.target):
         return False
     return any(isinstance(v, Tensor) for v in values(node)) or any(is_tensor(n) for n in node.all_input_nodes)
+
+
+def placeholders(graph: fx.Graph) -> list[fx.Node]:
+    """The arguments of a graph, in order."""
+    return graph.find_nodes(op="placeholder")
+
+
+def results_of(graph: fx.Graph) -> list[Any]:
+    """What a graph returns, in order: mostly nodes."""
+    (output,) = graph.find_nodes(op="output")
+    (results,) = output.args
+    return list(results)
 
 
 def is_weight(node: fx.Node) -> bool:
@@ -209,7 +222,32 @@ def drop_dead_code(module: fx.GraphModule) -> bool:
 def _is_kept(node: fx.Node) -> bool:
     if node.op != "call_function":
         return node.op == "placeholder" or bool(node.is_impure())
-    return is_collective(node.target) or node.is_impure() or writes_statistics(node.target, bound_args(node))
+    return is_collective(node.target) or writes(node)
+
+
+def writes(node: fx.Node) -> bool:
+    """Whether an op does something besides computing its results: it writes to an operand, or asserts."""
+    if node.op != "call_function":
+        return False
+    return bool(node.is_impure()) or writes_statistics(node.target, bound_args(node))
+
+
+def is_view(node: fx.Node) -> bool:
+    """Whether a node's result is memory of its operand, so that computing it costs nothing but the call."""
+    if node.target is operator.getitem:
+        return is_view(node.all_input_nodes[0])
+    if node.target is torch.ops.aten._unsafe_view.default:
+        return True
+    if not isinstance(node.target, OpOverload):
+        return False
+    returned = [r.alias_info for r in node.target._schema.returns]
+    return bool(returned) and all(alias is not None and not alias.is_write for alias in returned)
+
+
+def written_buffers(graph: fx.Graph) -> list[fx.Node]:
+    """The buffers that a graph's ops may write to."""
+    buffers = [node for node in placeholders(graph) if node.meta["kind"] == "buffer"]
+    return [node for node in buffers if any(map(writes, node.users))]
 
 
 def mark_needs_grad(module: fx.GraphModule, trainable: Sequence[str]) -> None:

@@ -15,7 +15,7 @@ from collections.abc import Sequence
 from torch import Tensor, fx
 
 from torchshard.core.layouts import type_text
-from torchshard.distributed.ops import OPS, is_collective
+from torchshard.distributed.ops import OPS, Begin, is_collective
 from torchshard.ir.graph import op_name, values
 
 
@@ -35,7 +35,7 @@ def _argument(value: object) -> str:
 
 
 def _call(node: fx.Node) -> str:
-    args = node.args[:1] if node.target in OPS else node.args
+    args = node.args[:1] if node.target in OPS or isinstance(node.target, Begin) else node.args
     texts = [_argument(a) for a in args] + [f"{k}={_argument(v)}" for k, v in node.kwargs.items()]
     return f"{op_name(node)}({', '.join(texts)})"
 

@@ -5,6 +5,11 @@ annotate    -> the plan's layouts and choices on the nodes
 insert      -> collectives between producers and consumers that disagree
 simplify    -> biases back in their ops where no collective came between
 localize    -> this rank's sizes
+segments    -> parts that end where a result is used for another
+differentiate -> forward and backward in one graph
+partition   -> a graph of each
+schedule    -> collectives in flight while other ops run
+direct      -> functions that take least time to call
 materialize -> this rank's slices of the parameters; it lives in `weights`, because it changes tensors and no graph
 """
 
@@ -18,15 +23,23 @@ from torch import fx
 from torchshard.core.mesh import Coordinate
 from torchshard.ir.graph import duplicate
 from torchshard.passes.annotate import annotate
+from torchshard.passes.differentiate import Gradients, differentiate
+from torchshard.passes.direct import direct
 from torchshard.passes.insert import insert
 from torchshard.passes.localize import localize
 from torchshard.passes.normalize import normalize
+from torchshard.passes.partition import Partition, partition
 from torchshard.passes.propagate import Seen
+from torchshard.passes.schedule import schedule
+from torchshard.passes.segments import Segment, segments
 from torchshard.passes.simplify import simplify
 from torchshard.passes.verify import Stage, verify
 from torchshard.plans.plan import Plan
 
-__all__ = ["annotate", "insert", "localize", "localized", "normalize", "rewrite", "simplify", "verify"]
+__all__ = [
+    "Gradients", "Partition", "Segment", "annotate", "differentiate", "direct", "insert", "localize", "localized",
+    "normalize", "partition", "rewrite", "schedule", "segments", "simplify", "step_graphs", "verify",
+]  # fmt: skip
 
 
 def rewrite(module: fx.GraphModule, plan: Plan) -> fx.GraphModule:
@@ -55,3 +68,15 @@ def localized(module: fx.GraphModule, coordinate: Coordinate, seen: Seen | None 
     localize(local, coordinate, seen)
     verify(local, "localized", after="localize", seen=seen)
     return local
+
+
+def step_graphs(local: fx.GraphModule, given: Gradients | None = None) -> Partition:
+    """The forward and the backward graph of one rank, from a segment of its localized graph.
+
+    Args:
+        given: for which results backward is given gradients; None for all that have one.
+    """
+    parts = partition(differentiate(local, given))
+    schedule(parts.forward)
+    schedule(parts.backward)
+    return parts

@@ -6,7 +6,6 @@ that were called least recently, so that a model whose arguments change with eac
 
 from __future__ import annotations
 
-import dataclasses
 import logging
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -17,11 +16,10 @@ from torch import Tensor, fx, nn
 from torchshard.capture import ModelCall, refuse_state_between
 from torchshard.compiler.program import Program
 from torchshard.core.mesh import Coordinate
-from torchshard.custom_ops.stepwise import Stepwise
-from torchshard.distributed.ops import OPS, direct, hashable
-from torchshard.ir.graph import duplicate, uses_rng
+from torchshard.ir.graph import uses_rng
 from torchshard.passes import localized
 from torchshard.runtime.call_key import CallKey
+from torchshard.runtime.step import LazyStep, with_direct_collectives
 
 log = logging.getLogger("torchshard.runtime.compiled")
 MANY_GRAPHS = 16
@@ -39,6 +37,8 @@ class Compiled:
     """This rank's graph, to read: collectives are operators with names."""
     executable: fx.GraphModule
     """This rank's graph, to run: collectives are called without PyTorch's dispatcher."""
+    step: LazyStep
+    """This rank's forward and backward, for calls whose gradients are wanted."""
     state: tuple[str | Tensor, ...]
     """The names of parameters and buffers, and the constants, in the order of the graph's placeholders."""
     digest: int
@@ -68,27 +68,17 @@ def compile_program(
         device: where the constants of the graph are put.
     """
     graph = localized(program.graph, coordinate)
+    executable = with_direct_collectives(graph)
     return Compiled(
         program,
         graph,
-        executable=_with_direct_calls(graph),
+        executable=executable,
+        step=LazyStep(graph, executable, coordinate),
         state=_graph_state(program, graph, device),
         digest=key.digest,
         uses_rng=graph_uses_rng(program.graph),
         model_call=model_call,
     )
-
-
-def _with_direct_calls(graph: fx.GraphModule) -> fx.GraphModule:
-    """A copy of a rank's graph whose collectives skip PyTorch's dispatcher: it takes as long as sending a few bytes."""
-    copied = duplicate(graph)
-    for node in copied.graph.nodes:
-        if node.target in OPS:
-            node.target, node.args = direct(node.target), (node.args[0], *hashable(node.args[1:]))
-        elif isinstance(node.target, Stepwise):
-            node.target = dataclasses.replace(node.target, collective=direct)
-    copied.recompile()
-    return copied
 
 
 def _graph_state(program: Program, graph: fx.GraphModule, device: torch.device | None) -> tuple[str | Tensor, ...]:

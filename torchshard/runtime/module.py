@@ -186,13 +186,21 @@ class ShardedModule(State):
         state = [self._ts_tensors[entry] if isinstance(entry, str) else entry for entry in compiled.state]
         with running(self._ts_history.begin_call()), unwatched(), autocasting(()):
             try:
-                results = compiled.executable(*state, *call.inputs.tensors)
+                results = self._executable(compiled, call)(*state, *call.inputs.tensors)
             except RuntimeError as error:
                 _check_dtypes(call.inputs, state)  # explains the commonest cause better than the op's own error
                 raise error
         if self._verifies_calls() and torch.is_grad_enabled():
             self._ts_history.watch_results(results)
         return compiled.program.captured.rebuild(results)
+
+    def _executable(self, compiled: Compiled, call: PreparedCall) -> Callable[..., Any]:
+        """What runs a call: with a graph of the backward if gradients are wanted, except where PyTorch is to trace it,
+        or each collective is to be verified."""
+        is_traced = any(map(is_fake, call.inputs.tensors))
+        if not torch.is_grad_enabled() or self._ts_group.level is CheckLevel.ALL or is_traced:
+            return compiled.executable
+        return compiled.step.next_call()
 
     def _verified_call(self, args: Sequence[object], kwargs: Mapping[str, object], purpose: Purpose) -> PreparedCall:
         """A call that all ranks make: they compare its key, shapes and values before anything else.

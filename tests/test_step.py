@@ -1,0 +1,375 @@
+"""A rank's forward and backward as two graphs: the gradients that PyTorch's autograd computes of the rank's graph.
+
+The graphs of all ranks run in lockstep, once under autograd and once as steps, on the same numbers.
+"""
+
+from __future__ import annotations
+
+import copy
+import os
+from collections.abc import Callable, Sequence
+from typing import Any, cast
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, fx, nn
+
+import torchshard as ts
+from tests.captured import captured_case
+from tests.compiled import compiled, planned_as
+from tests.helpers import run_ranks
+from tests.models import CASES, GPT
+from torchshard.capture import flatten_call
+from torchshard.checking import lockstep
+from torchshard.checking.lockstep import rank_graphs
+from torchshard.checking.steps import Run, _cotangent, leaf
+from torchshard.compiler.program import Program
+from torchshard.core.mesh import MeshAxis
+from torchshard.distributed.ops import Begin, wait
+from torchshard.ir.graph import is_view, placeholders
+from torchshard.passes import Partition, direct, schedule, step_graphs
+from torchshard.weights.materialize import local_state
+
+
+def _states(made: Program, model: nn.Module, world: int) -> list[dict[str, Tensor]]:
+    """Each rank's parameters, buffers and constants, by their paths in the graph; the caller's own copies."""
+    states = []
+    for coordinate in MeshAxis(world).simulated():
+        state = local_state(model, made.plan.parameters, coordinate)
+        named = {}
+        for node in placeholders(made.graph.graph):
+            path = node.meta["path"]
+            if node.meta["kind"] != "input":
+                named[path] = leaf(state[path] if path in state else made.captured.constants[path])
+        states.append(named)
+    return states
+
+
+def _step(
+    parts: Sequence[Partition], values: Sequence[Sequence[Any]]
+) -> tuple[list[list[Any]], list[list[Tensor | None]]]:
+    """Each rank's results, and the gradients of its placeholders."""
+    record = [lambda node, value, args: value] * len(parts)
+    with torch.no_grad():
+        made = lockstep.run([p.forward for p in parts], values, record)
+        count = len(parts[0].given)
+        arguments = [
+            [*results[count:], *(_cotangent(r, i) for i, r in enumerate(results[:count]) if parts[0].given[i])]
+            for results in made
+        ]
+        gradients: Any = lockstep.run([p.backward for p in parts], arguments, record)
+    return [results[:count] for results in made], gradients
+
+
+def _compared(name: str, plan: Any, world: int) -> tuple[float, list[Partition]]:
+    """The largest difference of results and gradients between autograd and the graphs of the step."""
+    case = captured_case(name)
+    made = planned_as(case.captured, case.model, plan, world)
+    graphs, call = rank_graphs(made.graph, MeshAxis(world)), flatten_call(case.model, case.args, case.kwargs)
+    torch.manual_seed(3)
+    run = Run(graphs, _states(made, case.model, world), call)
+    parts = [step_graphs(graph) for graph in graphs]
+    states, values = _states(made, case.model, world), []
+    for graph, state in zip(graphs, states, strict=True):
+        by_path = {**state, **dict(zip(call.names, call.tensors, strict=True))}
+        values.append([by_path[n.meta["path"]].detach().clone() for n in placeholders(graph.graph)])
+    torch.manual_seed(3)
+    results, gradients = _step(parts, values)
+    worst = 0.0
+    for rank, graph in enumerate(graphs):
+        found = [*results[rank]]
+        wanted = [*run.outputs[rank]]
+        leaves = {**run.states[rank], **run.inputs[rank]}
+        sums: dict[str, Tensor] = {}
+        for node, gradient in zip(placeholders(graph.graph), gradients[rank], strict=True):
+            if gradient is not None:
+                path = node.meta["path"]
+                sums[path] = sums[path] + gradient if path in sums else gradient
+        expected = {path: t.grad for path, t in leaves.items() if t.grad is not None}
+        assert sums.keys() == expected.keys()
+        pairs = [*zip(found, wanted, strict=True), *((sums[path], expected[path]) for path in sums)]
+        for ours, theirs in pairs:
+            if isinstance(theirs, Tensor) and theirs.numel():
+                assert ours.shape == theirs.shape
+                difference = (ours - theirs.detach()).abs().max() / theirs.detach().abs().max().clamp(min=1e-30)
+                worst = max(worst, float(difference))
+    return worst, parts
+
+
+SOME = ["mlp_uneven", "attention_7_heads", "fused_by_split", "gpt", "dense_moe", "writes"]
+"""The models whose graphs are compared on three ranks; all of them with TORCHSHARD_ALL=1, as `make nightly` sets it."""
+
+
+WITHOUT = {"recurrent": "steps of a layer", "conv": "writes within its loss", "conv_columns": "writes within its loss"}
+"""Models without a graph of the backward."""
+
+
+@pytest.mark.parametrize("name", [n for n in CASES if n not in WITHOUT and (n in SOME or os.getenv("TORCHSHARD_ALL"))])
+def test_gradients_are_those_of_autograd(name: str) -> None:
+    worst, parts = _compared(name, CASES[name].plan, 3)
+    assert worst < 1e-12
+    sent = [[str(n.args[1:-1]) for n in p.backward.graph.nodes if isinstance(n.target, Begin)] for p in parts]
+    assert all(each == sent[0] for each in sent)
+
+
+# --- what people do with results and gradients -----------------------------------------------------------------------
+
+
+class _Results(nn.Module):
+    """Results of all kinds: used for others, repeated, views, parameters and inputs as they are."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b, self.e = nn.Linear(4, 4), nn.Linear(4, 4), nn.Embedding(5, 4)
+        self.b.weight = self.a.weight
+        self.bn = nn.BatchNorm1d(4)
+        self.calls: Tensor
+        self.register_buffer("calls", torch.zeros(1))
+
+    def forward(self, x: Tensor) -> dict[str, Any]:
+        h = F.dropout(self.a(x), 0.4).relu()
+        y = self.bn(self.b(h)) + self.calls
+        self.calls.add_(1)
+        weight = self.a.weight
+        return {
+            "h": h,
+            "y": y,
+            "again": h,
+            "view": y.mT,
+            "x": x,
+            "weight": weight,
+            "t": weight.mT,
+            "loss": y.pow(3).sum(),
+        }
+
+
+def _gradients(model: nn.Module) -> list[Tensor | None]:
+    return [p.grad for p in model.parameters()]
+
+
+def _loss_alone(model: nn.Module, x: Tensor) -> list[Tensor | None]:
+    model(x)["loss"].backward()
+    return _gradients(model)
+
+
+def _each(name: str) -> Callable[[nn.Module, Tensor], list[Tensor | None]]:
+    def use(model: nn.Module, x: Tensor) -> list[Tensor | None]:
+        model(x.requires_grad_())[name].pow(2).sum().backward()
+        return [*_gradients(model), x.grad]
+
+    return use
+
+
+def _all(model: nn.Module, x: Tensor) -> list[Tensor | None]:
+    sum(result.pow(2).sum() for result in model(x.requires_grad_()).values()).backward()
+    return [*_gradients(model), x.grad]
+
+
+def _changed_in_place(model: nn.Module, x: Tensor) -> list[Tensor | None]:
+    found = model(x)
+    found["y"].mul_(2)
+    found["view"][0] = 0
+    found["y"].pow(2).sum().backward()
+    return _gradients(model)
+
+
+def _hooked(model: nn.Module, x: Tensor) -> list[Tensor | None]:
+    found, seen = model(x), []
+    for name in ("h", "y", "again", "t"):
+        found[name].register_hook(lambda gradient: seen.append(gradient.clone()))
+    found["h"].retain_grad()
+    found["loss"].backward()
+    return [*_gradients(model), found["h"].grad, *seen]
+
+
+def _between_results(model: nn.Module, x: Tensor) -> list[Tensor | None]:
+    found = model(x)
+    return [*torch.autograd.grad(found["loss"], [found["h"], model.a.bias]), None]
+
+
+def _twice(model: nn.Module, x: Tensor) -> list[Tensor | None]:
+    loss = model(x)["loss"]
+    loss.backward(retain_graph=True)
+    loss.backward()
+    return _gradients(model)
+
+
+def _of_gradients(model: nn.Module, x: Tensor) -> list[Tensor | None]:
+    """A gradient penalty: the forward runs again, with the same masks, and buffers are written to once."""
+    (gradient,) = torch.autograd.grad(model(x.requires_grad_())["loss"], x, create_graph=True)
+    gradient.square().sum().backward()
+    return [*_gradients(model), x.grad, torch.rand(2)]
+
+
+def _two_calls(model: nn.Module, x: Tensor) -> list[Tensor | None]:
+    first, second = model(x)["loss"], model(2 * x)["loss"]
+    second.backward()
+    first.backward()
+    return _gradients(model)
+
+
+def _of_each_result(model: nn.Module, x: Tensor) -> list[Tensor | None]:
+    model.eval()
+    jacobian = torch.autograd.functional.jacobian(lambda x: model(x)["y"].sum(0), x)
+    model.train()
+    return [cast(Tensor, jacobian)]
+
+
+USES = {
+    "the loss alone": _loss_alone, **{f"of {name}": _each(name) for name in ("h", "again", "view", "x", "weight", "t")},
+    "all": _all, "changed in place": _changed_in_place, "hooked": _hooked, "between results": _between_results,
+    "twice": _twice, "of gradients": _of_gradients, "two calls": _two_calls, "of each result": _of_each_result,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("use", USES.values(), ids=USES)
+def test_results_and_gradients_are_the_models(use: Callable[[nn.Module, Tensor], list[Tensor | None]]) -> None:
+    torch.manual_seed(0)
+    model = _Results().double()
+    sharded = ts.shard(copy.deepcopy(model), {})
+    for call in range(3):  # the first by autograd, the others by graphs
+        found = []
+        for each in (model, sharded):
+            torch.manual_seed(call)
+            each.zero_grad()
+            found.append([*use(each, torch.randn(3, 4).double()), *(b.clone() for b in each.buffers())])
+        assert [t is None for t in found[0]] == [t is None for t in found[1]]
+        for wanted, got in zip(*found, strict=True):
+            torch.testing.assert_close(got, wanted, rtol=1e-10, atol=1e-10)
+    if use is not _of_each_result:
+        assert next(iter(sharded._ts_graphs)).step.has_graphs
+
+
+def test_changes_in_place_that_autograd_refuses_are_refused() -> None:
+    class Saved(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            return x.exp()
+
+    for model in (Saved(), ts.shard(Saved(), {})):
+        for _ in range(2):
+            result = model(torch.ones(3, requires_grad=True))
+            result.mul_(2)
+            with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+                result.sum().backward()
+
+
+def _steps(rank: int) -> tuple[float, bool]:
+    """Steps of SGD: the largest difference from the unsharded model's parameters, and whether graphs ran."""
+    ts.distributed.init_process_group()
+    torch.manual_seed(0)
+    model = GPT(p=0.1).double()
+    sharded = ts.shard(copy.deepcopy(model), CASES["gpt"].plan)
+    for each in (model, sharded):
+        optimizer = torch.optim.SGD(each.parameters(), 0.1)
+        torch.manual_seed(1)
+        for step in range(4):
+            ids = torch.randint(0, 97, (2, 5 + step))
+            optimizer.zero_grad()
+            each(ids, labels=ids)["loss"].backward()
+            optimizer.step()
+    wanted, found = model.state_dict(), sharded.full_state_dict()
+    worst = max(float((found[name] - wanted[name]).abs().max()) for name in wanted)
+    return worst, next(iter(sharded._ts_graphs)).step.has_graphs
+
+
+@pytest.mark.parametrize("world", [2, 3])
+def test_training_on_ranks(world: int) -> None:
+    for worst, has_graphs in run_ranks(_steps, world):
+        assert worst < 1e-10 and has_graphs
+
+
+# --- what runs when --------------------------------------------------------------------------------------------------
+
+
+def _order(module: fx.GraphModule) -> list[str]:
+    """The products and collectives of a graph, in the order in which they run."""
+    names = {torch.ops.aten.mm.default: "product", wait: "wait"}
+    targets = [n.target for n in module.graph.nodes if n.op == "call_function"]
+    return ["begin" if isinstance(t, Begin) else names[t] for t in targets if isinstance(t, Begin) or t in names]
+
+
+def test_collectives_of_a_backward_run_behind_the_weights_gradients() -> None:
+    model, x = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8), nn.Linear(8, 8)), torch.randn(3, 8)
+    made = compiled(model, {"0": "column", "1": "row", "2": "column"}, 2, (x.requires_grad_(),))
+    backward = step_graphs(rank_graphs(made.graph, MeshAxis(2))[0]).backward
+    # the gradient of 2's input is summed behind the product for 2's weight, that of x behind those of 1 and 0
+    assert _order(backward) == [
+        *("product", "begin", "product", "wait"), *("product", "product", "begin", "product", "product", "wait"),
+    ]  # fmt: skip
+
+
+class _Ordered(nn.Module):
+    """A draw that depends on nothing, after one that depends on a collective."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(8, 8), nn.Linear(8, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.dropout(self.down(self.up(x)), 0.5) + torch.rand(8)
+
+
+def _ordered() -> Partition:
+    made = compiled(_Ordered(), {"up": "column", "down": "row"}, 2, (torch.randn(3, 8),))
+    return step_graphs(rank_graphs(made.graph, MeshAxis(2))[0])
+
+
+def test_draws_keep_their_order() -> None:
+    places = {str(node.target): i for i, node in enumerate(_ordered().forward.graph.nodes)}
+    assert places["aten.native_dropout.default"] < places["aten.rand.default"]
+
+
+def test_a_read_stays_before_a_write() -> None:
+    graph = fx.Graph()
+    x, buffer = graph.placeholder("x"), graph.placeholder("buffer")
+    reduce = graph.call_function(torch.ops.torchshard.reduce.default, (x, "simulated/0/2"))
+    read = graph.call_function(torch.ops.aten.mul.Tensor, (reduce, buffer))
+    write = graph.call_function(torch.ops.aten.copy_.default, (buffer, x))
+    graph.output((read,))
+    schedule(fx.GraphModule(nn.Module(), graph))
+    order = list(graph.nodes)
+    assert order.index(read) < order.index(write)
+
+
+def test_draws_are_in_the_order_of_the_recorded_memory() -> None:
+    made = compiled(nn.Dropout(0.5), {}, 1, (torch.randn(3, 5, requires_grad=True),))
+    run = direct(step_graphs(rank_graphs(made.graph, MeshAxis(1))[0]).forward)
+    x, results = torch.randn(3, 5), []
+    for given in (x, x.mT.contiguous().mT):
+        torch.manual_seed(0)
+        results.append(run(given)[0])
+    assert torch.equal(*results)
+
+
+def _keeps_memory(begin: fx.Node) -> bool:
+    """Whether others read the operand of a collective that takes its memory, or that memory is not the graph's own."""
+    value = begin
+    while value is begin or is_view(value):
+        value = value.all_input_nodes[0]
+        if len(value.users) > 1 or value.op == "placeholder":
+            return True
+    return False
+
+
+@pytest.mark.parametrize("name", ["gpt", "attention"])
+def test_only_memory_that_nobody_else_reads_is_taken(name: str) -> None:
+    case = captured_case(name)
+    made = planned_as(case.captured, case.model, CASES[name].plan, 2)
+    parts = step_graphs(rank_graphs(made.graph, MeshAxis(2))[0])
+    begun = [n for part in (parts.forward, parts.backward) for n in part.graph.nodes if isinstance(n.target, Begin)]
+    taking = [n for n in begun if n.target.in_place]
+    assert taking and not any(map(_keeps_memory, taking))
+
+
+def test_memory_that_others_read_is_not_taken() -> None:
+    graph = fx.Graph()
+    x = graph.placeholder("x")
+    product = graph.call_function(torch.ops.aten.mul.Tensor, (x, 2))
+    view = graph.call_function(torch.ops.aten.view.default, (product, [8]))
+    reduce = graph.call_function(torch.ops.torchshard.reduce.default, (view, "simulated/0/2"))
+    given = graph.call_function(torch.ops.torchshard.reduce.default, (x, "simulated/0/2"))
+    graph.output((reduce, given, graph.call_function(torch.ops.aten.neg.default, (product,))))
+    module = fx.GraphModule(nn.Module(), graph)
+    schedule(module)
+    assert [n.target.in_place for n in graph.nodes if isinstance(n.target, Begin)] == [False, False]

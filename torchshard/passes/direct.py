@@ -1,0 +1,109 @@
+"""The last step before a graph runs: each op becomes the function that takes least time to call.
+
+An operator (`torch.ops.aten.mm.default`) takes a microsecond longer to call than the function that PyTorch's Python
+bindings have for it (`torch.mm`). Which function that is, PyTorch is asked: a candidate is called on fake tensors, and
+must run this op and no other.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import fx
+from torch._ops import OpOverload
+from torch.fx.node import Argument, Target
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from torchshard.distributed.ops import OPS, computing
+from torchshard.ir.graph import duplicate, fake_mode, faking, is_tensor, uses_rng
+from torchshard.passes.nodes import node_arg
+
+aten = torch.ops.aten
+_BINDINGS = (torch._C._VariableFunctions, torch._C._nn, torch._C.TensorBase)
+_RESHAPES = {aten.view.default, aten._unsafe_view.default}
+"""A rank's values may lie in memory otherwise than those that were recorded did: then `view` would fail."""
+_chosen: dict[tuple[Target, str], Target] = {}
+"""An op and the types of its arguments -> what is called for it."""
+
+
+def direct(module: fx.GraphModule) -> fx.GraphModule:
+    """A copy of a graph that calls functions of PyTorch's bindings; it computes the same."""
+    copied = duplicate(module)
+    with faking(fake_mode(copied.graph)):
+        for node in list(copied.graph.nodes):
+            if uses_rng(node):
+                _keep_order(copied.graph, node)
+            if node.target in OPS and OPS[node.target].kernel == "none":
+                # nothing changes a value in place, so that two may share their memory
+                node.replace_all_uses_with(node_arg(node))
+                copied.graph.erase_node(node)
+            elif node.target in OPS:
+                node.target = computing(node.target)
+            elif node.target in _RESHAPES:
+                node.target = torch.reshape
+            elif isinstance(node.target, OpOverload) and node.target.namespace == "aten":
+                key = node.target, str(fx.map_arg((node.args, node.kwargs), _type_of))
+                if key not in _chosen:
+                    _chosen[key] = _function(node)
+                node.target = _chosen[key]
+    copied.recompile()
+    return copied
+
+
+def _keep_order(graph: fx.Graph, node: fx.Node) -> None:
+    """PyTorch draws in the order of memory: a rank's operand has to lie in memory as the recorded one did."""
+    for operand in node.all_input_nodes:
+        if is_tensor(operand) and operand.meta["val"].is_contiguous():
+            with graph.inserting_before(node):
+                node.replace_input_with(operand, graph.call_function(torch.Tensor.contiguous, (operand,)))
+
+
+def _type_of(node: fx.Node) -> Argument:
+    value = _value(node)
+    return f"{type(value).__name__} {getattr(value, 'dtype', '')}"
+
+
+def _value(node: fx.Node) -> Argument:
+    value: Argument = (
+        node.all_input_nodes[0].meta["val"] if node.target is torch.Tensor.contiguous else node.meta["val"]
+    )
+    return value
+
+
+def _function(node: fx.Node) -> Target:
+    """The function that runs a node's op; the op itself if there is none."""
+    args, kwargs = fx.map_arg((node.args, dict(node.kwargs)), _value)
+    return next((f for f in _candidates(node.target) if _runs(f, node.target, args, kwargs)), node.target)
+
+
+def _candidates(op: Target) -> Iterator[Callable[..., Any]]:
+    assert isinstance(op, OpOverload)
+    name = op._schema.name.removeprefix("aten::")
+    return (getattr(owner, name) for owner in _BINDINGS if hasattr(owner, name))
+
+
+def _runs(function: Callable[..., Any], op: Target, args: Sequence[Argument], kwargs: dict[str, Argument]) -> bool:
+    """Whether a call of a function is a call of an op with the same arguments."""
+    calls = _Calls()
+    try:
+        with calls:
+            function(*args, **kwargs)
+    except (TypeError, RuntimeError):
+        return False
+    return [call for call, *_ in calls.made] == [op] and calls.made[0][1:] == (repr(args), repr(kwargs))
+
+
+class _Calls(TorchDispatchMode):
+    """Notes which ops are called."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.made: list[tuple[OpOverload, str, str]] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Runs an op, and notes it."""
+        if func.namespace == "aten":
+            self.made.append((func, repr(args), repr(kwargs or {})))
+        return func(*args, **(kwargs or {}))

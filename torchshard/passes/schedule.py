@@ -1,0 +1,111 @@
+"""Lets collectives run while the rank computes what does not need them.
+
+    before    grad_up, weight_grad_up, grad_ln2, reduce(grad_ln2), ...
+    after     grad_up, grad_ln2, begin_reduce(grad_ln2), weight_grad_up, wait, ...
+
+A collective becomes two nodes: it begins as soon as its operand is there, and is waited for where its result is needed.
+Between the two comes what was recorded before the next collective and does not depend on it: so the all-reduce of an
+input's gradient is hidden behind the product that gives the weight's, as Megatron-LM hides it. No two collectives
+change places, and nothing is delayed past more than one of them, so that little more memory is held. The order follows
+from the graph's structure alone, which is the same on every rank.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable, Iterator
+
+from torch import fx
+
+from torchshard.distributed.ops import Begin, communicates, is_collective, wait
+from torchshard.ir.graph import is_view, uses_rng, writes
+from torchshard.passes.nodes import node_arg, operator_of
+
+Order = dict[fx.Node, None]
+"""Nodes in the order in which they are to run."""
+
+
+def schedule(module: fx.GraphModule) -> bool:
+    """Splits each collective of a forward or backward graph in begin and wait, and puts other ops between the two."""
+    collectives = [node for node in module.graph.nodes if communicates(node.target)]
+    begun = [_split(module.graph, node) for node in collectives]
+    ops = [node for node in module.graph.nodes if node.op == "call_function"]
+    last: fx.Node | None = None
+    for node in _ordered(ops, begun, _operands(ops)):
+        if last is not None:
+            last.append(node)
+        last = node
+    return bool(collectives)
+
+
+def _split(graph: fx.Graph, node: fx.Node) -> fx.Node:
+    """Puts begin and wait in place of a collective; returns the one that begins."""
+    with graph.inserting_before(node):
+        begin = graph.call_function(Begin(operator_of(node), _is_last_use(node)), node.args)
+        waiting = graph.call_function(wait, (begin,))
+    begin.meta = {key: node.meta[key] for key in ("module", "source", "note") if key in node.meta}
+    waiting.meta, name = node.meta, node.name
+    begin._rename(f"{name}_begun")
+    node.replace_all_uses_with(waiting)
+    graph.erase_node(node)
+    waiting.name = name
+    return begin
+
+
+def _is_last_use(node: fx.Node) -> bool:
+    """Whether nobody else needs the memory of a collective's operand, so that it may hold the result."""
+    value = node_arg(node)
+    while len(value.users) == 1 and value.op == "call_function":
+        if not is_view(value) and not is_collective(value.target):
+            return True
+        value = value.all_input_nodes[0]
+    return False
+
+
+def _operands(ops: Iterable[fx.Node]) -> dict[fx.Node, list[fx.Node]]:
+    """What must run before each op: what gives its operands; what reads a buffer, before it is written to; draws."""
+    before: dict[fx.Node, list[fx.Node]] = {}
+    users: dict[fx.Node, list[fx.Node]] = defaultdict(list)
+    writers: dict[fx.Node, fx.Node] = {}
+    drawn: list[fx.Node] = []
+    for node in ops:
+        before[node] = [n for n in node.all_input_nodes if n.op == "call_function"]
+        arguments = [n for n in node.all_input_nodes if n.op == "placeholder"]
+        before[node] += [writers[n] for n in arguments if n in writers]
+        if uses_rng(node):
+            before[node] += drawn
+            drawn = [node]
+        if writes(node):
+            for argument in arguments:
+                before[node] += users[argument]
+                writers[argument] = node
+        for argument in arguments:
+            users[argument].append(node)
+    return before
+
+
+def _ordered(ops: list[fx.Node], begun: list[fx.Node], before: dict[fx.Node, list[fx.Node]]) -> Order:
+    order: Order = {}
+    place = {node: i for i, node in enumerate(ops)}
+    waiting: list[fx.Node] = []
+    """Ops that are recorded before the latest collective, and have not run yet."""
+    at = 0
+    for number, begin in enumerate(begun):
+        order |= dict.fromkeys(sorted(_missing(begin, before, order), key=place.__getitem__))
+        end = place[begun[number + 1]] if number + 1 < len(begun) else len(ops)
+        waiting, at = [*waiting, *ops[at:end]], end
+        for node in waiting:
+            if node.target is not wait and node not in order and all(n in order for n in before[node]):
+                order[node] = None
+        waiting = [node for node in waiting if node not in order]
+    return order | dict.fromkeys(ops)
+
+
+def _missing(node: fx.Node, before: dict[fx.Node, list[fx.Node]], order: Order) -> Iterator[fx.Node]:
+    """The node, and what must run before it and has not."""
+    found, waiting = {node}, [node]
+    while waiting:
+        new = {n for n in before[waiting.pop()] if n not in order} - found
+        found |= new
+        waiting += new
+    return iter(found)

@@ -1,0 +1,128 @@
+"""Cuts a rank's graph into segments, between which PyTorch's autograd passes the gradients.
+
+A segment is one step of autograd with a backward of its own, so gradients exist of its arguments and results alone.
+Where a result of the model is used for another one (logits for a loss, hidden states for logits), users may ask for its
+gradient, or put a hook on it: there a segment ends. Results that are views of others are made by autograd itself, so
+that they may be changed in place.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+
+from torch import fx, nn
+
+from torchshard.ir.graph import drop_dead_code, is_tensor, is_view, placeholders, results_of
+
+
+@dataclass(frozen=True)
+class Segment:
+    """A part of a rank's graph."""
+
+    graph: fx.GraphModule
+    arguments: tuple[str, ...]
+    """The names, in the rank's graph, of the values that it takes."""
+    results: tuple[str, ...]
+    """Those of the values that it gives."""
+    is_view: bool
+    """Whether it makes a view of its argument, and nothing else."""
+
+
+def segments(local: fx.GraphModule) -> list[Segment]:
+    """The segments of a rank's graph, in the order in which they run; together they compute what the graph does."""
+    results = {node for node in results_of(local.graph) if isinstance(node, fx.Node)}
+    parts = list(_parts(local.graph, results))
+    operands = [_operands(part, through_views=_is_view_result(part[0], results)) for part in parts]
+    made = []
+    for number, (part, (arguments, again)) in enumerate(zip(parts, operands, strict=True)):
+        used = results.union(*(later for later, _ in operands[number + 1 :]))
+        given = [node for node in part if node in used]
+        made.append(_segment(local, part, arguments, again, given, is_view=_is_view_result(part[0], results)))
+    return made
+
+
+def _is_view_result(node: fx.Node, results: set[fx.Node]) -> bool:
+    return node in results and is_view(node)
+
+
+def _parts(graph: fx.Graph, results: set[fx.Node]) -> Iterator[list[fx.Node]]:
+    """The ops of each segment; those that are views of results are in segments of their own."""
+    part: list[fx.Node] = []
+    for node in graph.nodes:
+        if node.op != "call_function" or node.target is operator.getitem:
+            continue
+        values = list(_with_elements(node))
+        views = [value for value in values if _is_view_result(value, results)]
+        part += [value for value in values if value not in views]
+        if views or any(value in results and _leads_to(value, results - {value}) for value in values):
+            yield from filter(None, (part, *([view] for view in views)))
+            part = []
+    if part:
+        yield part
+
+
+def _with_elements(node: fx.Node) -> Iterator[fx.Node]:
+    """An op, and the nodes that take an element of its result."""
+    yield node
+    for user in node.users:
+        if user.target is operator.getitem:
+            yield from _with_elements(user)
+
+
+def _leads_to(node: fx.Node, others: set[fx.Node]) -> bool:
+    """Whether a gradient of one of the other results flows back through a node."""
+    seen, waiting = {node}, [node]
+    while waiting:
+        users = {user for user in waiting.pop().users if user.meta.get("needs_grad")} - seen
+        if users & others:
+            return True
+        seen |= users
+        waiting += users
+    return False
+
+
+def _operands(part: list[fx.Node], *, through_views: bool) -> tuple[dict[fx.Node, None], dict[fx.Node, None]]:
+    """What a segment takes as arguments, and what it computes again: sizes, and views if it is one itself."""
+    arguments, again = dict[fx.Node, None](), dict[fx.Node, None]()
+
+    def need(node: fx.Node) -> None:
+        for operand in node.all_input_nodes:
+            if operand in part or operand in again or operand in arguments:
+                continue
+            if operand.op == "placeholder" or (is_tensor(operand) and not (through_views and is_view(operand))):
+                arguments[operand] = None
+            else:
+                need(operand)
+                again[operand] = None
+
+    for node in part:
+        need(node)
+    return arguments, again
+
+
+def _segment(
+    local: fx.GraphModule,
+    part: list[fx.Node],
+    arguments: Iterable[fx.Node],
+    again: Iterable[fx.Node],
+    given: list[fx.Node],
+    *,
+    is_view: bool,
+) -> Segment:
+    graph, copies = fx.Graph(), dict[fx.Node, fx.Node]()
+    order = {node: i for i, node in enumerate(placeholders(local.graph))}
+    taken = sorted(arguments, key=lambda n: order.get(n, len(order)))
+    for node in taken:
+        copies[node] = graph.placeholder(node.name)
+    for node in (*again, *part):
+        copies[node] = graph.node_copy(node, lambda n: copies[n])
+    for node, copy in copies.items():
+        copy.name = node.name
+        copy.meta = {"kind": "input", "path": node.name} | node.meta
+    graph.output(tuple(copies[n] for n in given))
+    module = fx.GraphModule(nn.Module(), graph)
+    module.meta = dict(local.meta)
+    drop_dead_code(module)
+    return Segment(module, tuple(n.name for n in taken), tuple(n.name for n in given), is_view)

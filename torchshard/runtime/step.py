@@ -1,0 +1,267 @@
+"""A training step of a rank: its forward and backward graphs, run as one autograd Function.
+
+Where a graph of the backward can't do, as for a gradient of gradients, the forward runs again, and PyTorch's autograd
+does the backward.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import logging
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from functools import partial
+from typing import Any, NamedTuple, TypeVar
+
+import torch
+from torch import Tensor, fx
+from torch.fx.graph import _BoxedCodeGen
+
+from torchshard.core.autocast import autocasting
+from torchshard.core.errors import DistributedError, InputError
+from torchshard.core.hashing import hash_text
+from torchshard.core.mesh import Coordinate
+from torchshard.custom_ops.stepwise import Stepwise
+from torchshard.custom_ops.whole import WholeCall
+from torchshard.distributed.consistency import note_unverified, running, running_call, verify_equal
+from torchshard.distributed.group import Group, lookup
+from torchshard.distributed.ops import OPS, PLAIN, Begin, hashable
+from torchshard.distributed.ops import direct as under_autograd
+from torchshard.ir.graph import duplicate, placeholders, results_of, uses_rng, written_buffers
+from torchshard.passes import Gradients, Partition, Segment, direct, segments, step_graphs
+from torchshard.weights.slice_values import unwatched
+
+log = logging.getLogger("torchshard.runtime.step")
+T = TypeVar("T")
+EAGER_CALLS = 1
+"""So many calls of a graph run under PyTorch's autograd, before there is a graph of its backward."""
+
+
+class _Backward(NamedTuple):
+    """A backward graph, ready to run."""
+
+    run: Callable[[list[Any]], tuple[Tensor | None, ...]]
+    """Takes the saved values and the gradients in a list, and empties that: memory is free as soon as it can be."""
+    saved: tuple[int, ...]
+    """Which of the values that forward saves it takes."""
+    sends: bool
+    """Whether it communicates."""
+
+
+class Step:
+    """What a rank runs in a call whose gradients are wanted; called as the rank's graph is."""
+
+    def __init__(self, local: fx.GraphModule, coordinate: Coordinate, written: Collection[str]) -> None:
+        """Makes the graphs of a segment of a rank's graph.
+
+        Args:
+            written: the names of the buffers that the rank's graph writes to, in whichever segment.
+        """
+        self._coordinate, self._local = coordinate, local
+        self.under_autograd = with_direct_collectives(local)
+        self.parts = step_graphs(local)
+        self.forward = direct(self.parts.forward)
+        self.draws = any(map(uses_rng, local.graph.nodes))
+        self.written = [i for i, source in enumerate(placeholders(local.graph)) if source.name in written]
+        """The arguments that forward writes to."""
+        self._backwards: dict[Gradients, _Backward | None] = {self.parts.given: self._backward(self.parts)}
+
+    def __call__(self, *tensors: Tensor) -> tuple[Any, ...]:
+        """The graph's results."""
+        results: tuple[Tensor, ...] = _Function.apply(self, *tensors)
+        if sum(self.parts.given) > 1:
+            # each result has a node of its own: hooks on results that get no gradient are not called
+            return tuple(r.view_as(r) if given else r for r, given in zip(results, self.parts.given, strict=True))
+        return results
+
+    @property
+    def sent(self) -> list[str]:
+        """The collectives of forward and backward, in order, as they must be on all ranks."""
+        return _sent(self.parts.forward) + _sent(self.parts.backward)
+
+    @property
+    def group(self) -> Group:
+        """The ranks."""
+        return lookup(self._coordinate.group)
+
+    def backward_for(self, given: Gradients) -> _Backward | None:
+        """The backward for the results that gradients have come for; None if it needs more than forward saves.
+
+        What depends on the others alone gets no gradient, and not one of zeros: optimizers tell the two apart.
+        """
+        if given not in self._backwards:
+            make = partial(step_graphs, self._local, given)
+            parts = on_all_ranks(self.group, make, lambda parts: _sent(parts.backward))
+            self._backwards[given] = None if parts is None else self._backward(parts)
+        return self._backwards[given]
+
+    def _backward(self, parts: Partition) -> _Backward | None:
+        if not set(parts.saved) <= set(self.parts.saved):
+            return None
+        run = direct(parts.backward)
+        run.graph.set_codegen(_BoxedCodeGen())
+        run.recompile()
+        return _Backward(run, tuple(map(self.parts.saved.index, parts.saved)), bool(_sent(parts.backward)))
+
+
+def with_direct_collectives(graph: fx.GraphModule) -> fx.GraphModule:
+    """A copy of a rank's graph whose collectives skip PyTorch's dispatcher: it takes as long as sending a few bytes."""
+    copied = duplicate(graph)
+    for node in copied.graph.nodes:
+        if node.target in OPS:
+            node.target, node.args = under_autograd(node.target), (node.args[0], *hashable(node.args[1:]))
+        elif isinstance(node.target, Stepwise):
+            node.target = dataclasses.replace(node.target, collective=under_autograd)
+    copied.recompile()
+    return copied
+
+
+def _sent(module: fx.GraphModule) -> list[str]:
+    """The collectives of a graph, in order, as they must be on all ranks."""
+    return [f"{n.target} {n.args[1:-1]}" for n in module.graph.nodes if isinstance(n.target, Begin)]
+
+
+def _all_sent(made: Iterable[tuple[Segment, Callable[..., Any]]]) -> list[str]:
+    return [text for _, step in made if isinstance(step, Step) for text in step.sent]
+
+
+def on_all_ranks(group: Group, make: Callable[[], T], sent: Callable[[T], list[str]]) -> T | None:
+    """What `make` returns, if it succeeds on all ranks and their collectives are the same; else None on all."""
+    made, text = None, ""
+    try:
+        made = make()
+        text = "; ".join(sent(made))
+    except Exception as error:  # whatever it is: autograd does without
+        text = f"{type(error).__name__}: {error}"
+        log.info("no graph of the backward: %s", text.partition("\n")[0])
+    what = "the ranks can't make the graph of a backward together"
+    is_same = verify_equal(group, {}, DistributedError, what, unlike=hash_text(text))
+    return made if is_same or group.size == 1 else None
+
+
+class LazyStep:
+    """The segments of a graph, made at its second call: many a graph is called once, and need not wait for them."""
+
+    def __init__(self, local: fx.GraphModule, under_autograd: Callable[..., Any], coordinate: Coordinate) -> None:
+        self._local, self._under_autograd, self._coordinate = local, under_autograd, coordinate
+        self._calls = 0
+        self._segments: list[tuple[Segment, Callable[..., Any]]] | None = None
+        self._sources = [node.name for node in placeholders(local.graph)]
+        self._results = [r.name if isinstance(r, fx.Node) else None for r in results_of(local.graph)]
+        whole = any(isinstance(node.target, (WholeCall, Stepwise)) for node in local.graph.nodes)
+        self._has_backward = not whole and any(node.meta.get("needs_grad") for node in local.graph.nodes)
+
+    @property
+    def has_graphs(self) -> bool:
+        """Whether there is a graph of the backward."""
+        return self._segments is not None
+
+    def next_call(self) -> Callable[..., Any]:
+        """What runs the next call, of all ranks."""
+        self._calls += self._has_backward
+        if self._has_backward and self._calls == EAGER_CALLS + 1:
+            group = lookup(self._coordinate.group)
+            self._segments = on_all_ranks(group, self._made, _all_sent)
+        return self._under_autograd if self._segments is None else self._run
+
+    def _made(self) -> list[tuple[Segment, Callable[..., Any]]]:
+        written = {node.name for node in written_buffers(self._local.graph)}
+        return [
+            (part, with_direct_collectives(part.graph) if part.is_view else Step(part.graph, self._coordinate, written))
+            for part in segments(self._local)
+        ]
+
+    def _run(self, *tensors: Tensor) -> tuple[Any, ...]:
+        """The graph's results."""
+        values: dict[str | None, Any] = dict(zip(self._sources, tensors, strict=True))
+        values[None] = None
+        for segment, step in self._segments or ():
+            made = step(*(values[name] for name in segment.arguments))
+            values.update(zip(segment.results, made, strict=True))
+        return tuple(values[name] for name in self._results)
+
+
+class _Function(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, step: Step, *tensors: Tensor) -> tuple[Any, ...]:
+        parts = step.parts
+        ctx.step, ctx.call = step, running_call()
+        ctx.arguments, ctx.versions = tensors, _versions(step, tensors)
+        ctx.before = {i: tensors[i].clone() for i in step.written}
+        ctx.rng_states = _rng_states(tensors) if step.draws else {}
+        made = step.forward(*tensors)
+        results, tensors_end = list(made[: len(parts.given)]), len(parts.given) + parts.saved_tensors
+        ctx.save_for_backward(*made[len(parts.given) : tensors_end])
+        ctx.sizes = made[tensors_end:]
+        ctx.set_materialize_grads(False)
+        others = zip(results, parts.given, strict=True)
+        ctx.mark_non_differentiable(*(r for r, given in others if isinstance(r, Tensor) and not given))
+        return tuple(results)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:
+        given = tuple(gradient is not None for gradient in gradients)
+        plain = all(type(gradient) in PLAIN for gradient in gradients if gradient is not None)
+        backward = None if torch.is_grad_enabled() or not plain else ctx.step.backward_for(given)
+        if backward is None:
+            return (None, *_by_autograd(ctx, gradients))
+        saved = [*ctx.saved_tensors, *ctx.sizes]
+        arguments = [*(saved[i] for i in backward.saved), *(g for g in gradients if g is not None)]
+        del saved, gradients
+        ctx.maybe_clear_saved_tensors()
+        if backward.sends:
+            note_unverified(ctx.step.group, f"backward of {ctx.call}")
+        with unwatched(), autocasting(()):
+            return (None, *backward.run(arguments))
+
+
+def _by_autograd(ctx: Any, gradients: Sequence[Tensor | None]) -> list[Tensor | None]:
+    """The gradients of a step's arguments by PyTorch's autograd, of a forward that runs again.
+
+    Raises:
+        InputError: a parameter or an input was changed in place since the call.
+    """
+    step: Step = ctx.step
+    if _versions(step, ctx.arguments) != ctx.versions:
+        raise InputError(
+            "a parameter or an input was changed in place between forward and backward",
+            where=f"backward of {ctx.call}",
+            why="a backward that is differentiated itself runs the forward again",
+            attempt="optimizer.step() and other changes after the last backward",
+        )
+    log.info("backward of %s: by autograd, of a forward that runs again", ctx.call)
+    before = [ctx.before.get(i, tensor) for i, tensor in enumerate(ctx.arguments)]
+    with torch.enable_grad(), running(ctx.call), unwatched(), autocasting(()), _drawing(ctx.rng_states):
+        # a tied parameter is several arguments, each with a gradient of its own
+        arguments = [tensor.view_as(tensor) if tensor.requires_grad else tensor for tensor in before]
+        results = step.under_autograd(*arguments)
+    chosen = [(r, g) for r, g in zip(results, gradients, strict=True) if g is not None]
+    wanted = [t for t, needed in zip(arguments, ctx.needs_input_grad[1:], strict=True) if needed]
+    made, given = [r for r, _ in chosen], [g for _, g in chosen]
+    found = torch.autograd.grad(made, wanted, given, create_graph=torch.is_grad_enabled(), allow_unused=True)
+    rest = iter(found)
+    return [next(rest) if needed else None for needed in ctx.needs_input_grad[1:]]
+
+
+def _versions(step: Step, arguments: Sequence[Tensor]) -> list[int]:
+    """How often each argument was changed in place; those that forward writes to are kept as they were."""
+    return [0 if i in step.written or t.is_inference() else t._version for i, t in enumerate(arguments)]
+
+
+RngStates = dict[torch.device, Tensor]
+"""Device -> the state of its random number generator."""
+_CPU = torch.device("cpu")
+
+
+def _rng_states(tensors: Sequence[Tensor]) -> RngStates:
+    devices = {t.device for t in tensors if t.is_cuda}
+    return {_CPU: torch.get_rng_state()} | {device: torch.cuda.get_rng_state(device) for device in devices}
+
+
+@contextlib.contextmanager
+def _drawing(states: RngStates) -> Iterator[None]:
+    """Draws the numbers that follow from these states, and leaves the generators as they were."""
+    with torch.random.fork_rng(devices=[d for d in states if d.type == "cuda"], enabled=bool(states)):
+        for device, state in states.items():
+            torch.cuda.set_rng_state(state, device) if device.type == "cuda" else torch.set_rng_state(state)
+        yield
