@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from torch.profiler import ProfilerActivity, profile
 
 import torchshard as ts
+import torchshard.runtime.step
 from tests.captured import CapturedCall
 from tests.compiled import compiled, planned_as
 from tests.helpers import run_ranks
@@ -515,8 +516,13 @@ def _trained(name: str) -> tuple[nn.Module, dict[str, Tensor]]:
     return model(kind(**_WIDE, vocab_size=500, use_cache=False, **more)), {"input_ids": ids, "labels": ids}
 
 
-def _peaks(rank: int, name: str) -> tuple[float, float]:
-    """What a step takes at its peak on this rank: predicted, and as the allocator says."""
+def _peaks(rank: int, name: str, eager_calls: int) -> tuple[float, float]:
+    """What a step takes at its peak on this rank: predicted, and as the allocator says.
+
+    Args:
+        eager_calls: so many calls run under PyTorch's autograd, before there is a graph of the backward.
+    """
+    torchshard.runtime.step.EAGER_CALLS = eager_calls
     ts.distributed.init_process_group()
     model, batch = _trained(name)
     sharded = ts.shard(model, "auto", example_kwargs=batch)
@@ -550,8 +556,12 @@ def _allocated(step: Callable[[], None]) -> float:
 
 @pytest.mark.parametrize("name", ["llama", "bert", "qwen2", "vit", "t5"])
 def test_the_predicted_peak_is_the_allocators(name: str) -> None:
-    predicted, measured = run_ranks(_peaks, 2, name)[0]
+    """Of a first step, which runs under autograd; steps with a graph of the backward take about as much, or less."""
+    predicted, measured = run_ranks(_peaks, 2, name, 99)[0]
     assert predicted == pytest.approx(measured, rel=0.1)
+    if name in ("vit", "t5"):
+        _, with_graphs = run_ranks(_peaks, 2, name, 0)[0]
+        assert with_graphs <= 1.05 * measured
 
 
 def test_auto_splits_a_linear_by_columns() -> None:
