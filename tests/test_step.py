@@ -97,11 +97,9 @@ def _compared(name: str, plan: Any, world: int) -> tuple[float, list[Partition]]
     return worst, parts
 
 
-SOME = ["mlp_uneven", "attention_7_heads", "fused_by_split", "gpt", "dense_moe", "writes"]
+SOME = ["mlp_uneven", "attention_7_heads", "fused_by_split", "gpt", "conv", "dense_moe", "writes"]
 """The models whose graphs are compared on three ranks; all of them with TORCHSHARD_ALL=1, as `make nightly` sets it."""
-
-
-WITHOUT = {"recurrent": "steps of a layer", "conv": "writes within its loss", "conv_columns": "writes within its loss"}
+WITHOUT = {"recurrent": "steps of a layer"}
 """Models without a graph of the backward."""
 
 

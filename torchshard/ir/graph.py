@@ -323,7 +323,7 @@ def emit(
     """Adds an op node at the insertion point, with its fake value and with the module and source of another node."""
     assert callable(target)
     node = module.graph.call_function(target, args, kwargs)
-    node.meta = {k: like.meta[k] for k in ("module", "source", "needs_grad") if k in like.meta}
+    node.meta = {k: like.meta[k] for k in ("module", "source", "needs_grad", "is_backward") if k in like.meta}
     node.meta["val"] = fake_value(fake_mode(module.graph), target, args, kwargs)
     return node
 

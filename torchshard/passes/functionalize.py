@@ -42,21 +42,25 @@ _NAMED = {
 }
 
 
-def functionalize(module: fx.GraphModule) -> bool:
-    """Rewrites the graph; returns whether anything changed."""
-    changed = _drop_copies_to_themselves(module)
-    writes = [n for n in module.graph.nodes if is_inplace(n)]
+def functionalize(module: fx.GraphModule, *, keep_stores: bool = False) -> bool:
+    """Rewrites the graph; returns whether anything changed.
+
+    Args:
+        keep_stores: whether writes to placeholders stay, as in a graph that stores its buffers already.
+    """
+    changed = not keep_stores and _drop_copies_to_themselves(module)
+    writes = [n for n in module.graph.nodes if is_inplace(n) and not (keep_stores and _is_store(n))]
     if not writes:
         return changed
     _cut_pieces(module, {storage(node_arg(n)) for n in writes if is_tensor(n.args[0])})
-    aliases = Aliases(module)
+    aliases, replaced = Aliases(module), set(writes)
     for node in list(module.graph.nodes):
         if is_tensor(node) and not is_copied_constant(node):
             aliases.sharing.setdefault(storage(node), []).append(node)
         if node.op not in ("call_function", "output"):
             continue
         with module.graph.inserting_before(node):
-            if is_inplace(node):
+            if node in replaced:
                 _replace(aliases, node)
                 continue
             aliases.note_view(node)
@@ -126,14 +130,26 @@ def _replace(aliases: Aliases, node: fx.Node) -> None:
         value = emit(aliases.module, aten.to.dtype, (value, target.meta["val"].dtype), node)
     if node.target in _OVERWRITING and aliases.wants_grad(before):
         value = _with_zero_gradient(aliases.module, node, before, value)
+    value.meta = node.meta | {"val": value.meta["val"]}
     aliases.base_of[node] = target
     aliases.write(target, value)
     aliases.latest[node], aliases.seen_version[node] = value, aliases.version[aliases.root(target)]
 
 
+def _written_arguments(node: fx.Node) -> list[str]:
+    return [a.name for a in operator_of(node)._schema.arguments if a.alias_info and a.alias_info.is_write]
+
+
+def _is_store(node: fx.Node) -> bool:
+    """Whether an op writes to placeholders alone."""
+    args = bound_args(node)
+    written = [args[name] for name in _written_arguments(node)]
+    return all(isinstance(value, fx.Node) and value.op == "placeholder" for value in written)
+
+
 def _written_argument(node: fx.Node) -> str:
     """The name of the argument that an in-place op writes to."""
-    written = [a.name for a in operator_of(node)._schema.arguments if a.alias_info and a.alias_info.is_write]
+    written = _written_arguments(node)
     if len(written) > 1:
         raise refused(node, f"it writes to {', '.join(written)}: more than one tensor")
     return written[0]

@@ -13,20 +13,18 @@ from dataclasses import dataclass
 
 import torch
 from torch import fx, nn
-from torch._ops import OpOverload
 from torch.fx.node import Argument
 
 from torchshard.ir.graph import (
-    bound_args,
     drop_dead_code,
     emit,
     is_tensor,
     is_view,
-    op_name,
     results_of,
     written_buffers,
 )
 from torchshard.passes.differentiate import Gradients
+from torchshard.passes.functionalize import functionalize
 from torchshard.passes.nodes import node_arg
 
 aten = torch.ops.aten
@@ -50,9 +48,9 @@ def partition(joint: fx.GraphModule) -> Partition:
     """Cuts a joint graph at its first node of the backward, which `differentiate` has marked.
 
     Raises:
-        NotImplementedError: an op writes to something else than a buffer, as some of PyTorch's gradients do.
+        CaptureError: a gradient is computed by writes that have no functional form.
     """
-    _refuse_writes(joint)
+    functionalize(joint, keep_stores=True)
     _tidy(joint)
     _keep_before_writes(joint)
     results, gradients = results_of(joint.graph)
@@ -138,16 +136,6 @@ def _same_as(node: fx.Node, seen: dict[object, fx.Node]) -> fx.Node | None:
     else:
         return None
     return first if first is not node else None
-
-
-def _refuse_writes(joint: fx.GraphModule) -> None:
-    """What follows takes it that values do not change."""
-    for node in joint.graph.nodes:
-        for argument in node.target._schema.arguments if isinstance(node.target, OpOverload) else ():
-            if argument.alias_info is not None and argument.alias_info.is_write:
-                written = bound_args(node)[argument.name]
-                if isinstance(written, fx.Node) and written.op != "placeholder":
-                    raise NotImplementedError(f"{op_name(node)} writes to {written.name}")
 
 
 def _keep_before_writes(joint: fx.GraphModule) -> None:
