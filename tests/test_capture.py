@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -133,12 +134,17 @@ def test_activation_checkpoints_are_flattened(reentrant: bool) -> None:
     _exact(_Up(body), X.clone().requires_grad_())
 
 
-def test_each_activation_checkpoint_gives_one_warning_although_the_model_is_exported_twice() -> None:
-    def body(m: _Up, x: Tensor, y: Tensor) -> Tensor:
-        return checkpoint(m.up, x, use_reentrant=False), y.view(y.shape[0], 2 * x.shape[1], -1)
+@pytest.mark.parametrize("reentrant", [True, False])
+def test_ops_in_an_activation_checkpoint_are_marked(reentrant: bool) -> None:
+    def body(m: _Up, x: Tensor) -> Tensor:
+        first = checkpoint(lambda y: m.up(y).relu(), x, use_reentrant=reentrant)
+        inner = functools.partial(checkpoint, torch.sin, use_reentrant=reentrant)
+        return checkpoint(inner, first.cos(), use_reentrant=reentrant)
 
-    with pytest.warns(UserWarning, match=": 1 activation checkpoints"):
-        capture(_Up(body), (torch.randn(5, 3, 6), torch.randn(5, 3, 6)))
+    graph = capture(_Up(body), (X.clone().requires_grad_(),)).graph.graph
+    regions = {node.name: node.meta.get("recompute") for node in graph.nodes if node.op == "call_function"}
+    assert regions["up"] == regions["relu"] == "checkpoint 0" and regions["cos"] is None
+    assert regions["sin"] not in (None, "checkpoint 0")
 
 
 def test_train_and_eval_are_different_graphs() -> None:

@@ -29,6 +29,7 @@ from torchshard.core.mesh import MeshAxis
 from torchshard.distributed.ops import Begin, wait
 from torchshard.ir.graph import is_view, placeholders
 from torchshard.passes import Partition, direct, schedule, step_graphs
+from torchshard.plans.machine import objective
 from torchshard.weights.materialize import local_state
 
 
@@ -62,10 +63,11 @@ def _step(
     return [results[:count] for results in made], gradients
 
 
-def _compared(name: str, plan: Any, world: int) -> tuple[float, list[Partition]]:
+def compared(name: str, world: int, recompute: Sequence[str] = ()) -> tuple[float, list[Partition]]:
     """The largest difference of results and gradients between autograd and the graphs of the step."""
     case = captured_case(name)
-    made = planned_as(case.captured, case.model, plan, world)
+    aim = objective(None, device="cpu", recompute=recompute)
+    made = planned_as(case.captured, case.model, CASES[name].plan, world, aim)
     graphs, call = rank_graphs(made.graph, MeshAxis(world)), flatten_call(case.model, case.args, case.kwargs)
     torch.manual_seed(3)
     run = Run(graphs, _states(made, case.model, world), call)
@@ -105,7 +107,7 @@ WITHOUT = {"recurrent": "steps of a layer"}
 
 @pytest.mark.parametrize("name", [n for n in CASES if n not in WITHOUT and (n in SOME or os.getenv("TORCHSHARD_ALL"))])
 def test_gradients_are_those_of_autograd(name: str) -> None:
-    worst, parts = _compared(name, CASES[name].plan, 3)
+    worst, parts = compared(name, 3)
     assert worst < 1e-12
     sent = [[str(n.args[1:-1]) for n in p.backward.graph.nodes if isinstance(n.target, Begin)] for p in parts]
     assert all(each == sent[0] for each in sent)

@@ -14,7 +14,6 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.autograd import Function
-from torch.utils.checkpoint import checkpoint
 
 import torchshard as ts
 from tests.helpers import run_ranks
@@ -321,14 +320,6 @@ def test_random_numbers_that_a_graph_would_freeze_are_refused(body: str) -> None
     ts.distributed.destroy_process_group()
     random.setstate(states[0])
     torch.set_rng_state(states[1])
-
-
-@pytest.mark.parametrize("reentrant", [True, False])
-def test_activation_checkpoints_are_told(reentrant: bool) -> None:
-    model = _Body(lambda m, h: checkpoint(m.layers[0], h, use_reentrant=reentrant))
-    with pytest.warns(UserWarning, match=r"1 activation checkpoints \(the first at .*test_whole.py.*save no memory"):
-        report = ts.check(model, {"up": "column"}, world_size=2, example_inputs=(X.requires_grad_(),))
-    assert report.ok, str(report)
 
 
 def test_another_thread_seeds_and_applies_while_one_captures() -> None:

@@ -36,6 +36,7 @@ def shard(
     memory: str | float | None = None,
     machine: Machine | MachineName | None = None,
     axes: Axes = "weights",
+    recompute: str | Sequence[str] = (),
     weights: str | os.PathLike[str] | None = None,
 ) -> ShardedModule:
     """Splits a model over the ranks of this process's model-parallel group.
@@ -46,7 +47,7 @@ def shard(
             it names and leaves the rest to the search; a `Plan`, or the path of a Plan's JSON.
         example_inputs, example_kwargs: what the model will be called with, for the first capture; meta or fake tensors
             will do. Without them the parameters are split now and the graph is captured at the first call.
-        memory, machine, axes: what the best plan is; see `plan`.
+        memory, machine, axes, recompute: what the best plan is; see `plan`.
         weights: a folder of safetensors files (or one file), from which each rank reads its slices and nothing else, in
             place of the values that the model has; the model may be lazy or on the meta device. For models of
             transformers names and shapes are converted as `from_pretrained` converts them. What the files lack keeps
@@ -63,7 +64,7 @@ def shard(
             the weights can't be read, or are another model's.
         DistributedError: the ranks hold different models, or weights.
     """
-    aim = objective(machine, memory, axes, device_type(model))
+    aim = objective(machine, memory, axes, device_type(model), recompute)
     return _shard(model, plan, example_inputs, example_kwargs, aim, weights)
 
 
@@ -114,6 +115,7 @@ def from_pretrained(
     memory: str | float | None = None,
     machine: Machine | MachineName | None = None,
     axes: Axes = "weights",
+    recompute: str | Sequence[str] = (),
 ) -> ShardedModule:
     """The sharded model of a folder that transformers' `save_pretrained` wrote: no rank ever holds it whole.
 
@@ -121,7 +123,7 @@ def from_pretrained(
 
     Args:
         folder: with config.json and safetensors files, on this machine.
-        plan, example_inputs, example_kwargs, memory, machine, axes: as in `shard`.
+        plan, example_inputs, example_kwargs, memory, machine, axes, recompute: as in `shard`.
         adapter: the folder of an adapter of peft (LoRA and others), with which the model is a `PeftModel`.
         train: captures and returns the model in train mode, with the adapter's parameters trainable; else in eval mode,
             as transformers returns it. `model.train()` later on has its own graph captured at the next call.
@@ -149,7 +151,7 @@ def from_pretrained(
     model, read = run_on_all_ranks(lookup(MODEL), built, InputError, "the ranks can't build this model together")
     if device is not None:
         model = model.to(device)
-    aim = objective(machine, memory, axes, device_type(model))
+    aim = objective(machine, memory, axes, device_type(model), recompute)
     return _shard(model, plan, example_inputs, example_kwargs, aim, read)
 
 
@@ -163,6 +165,7 @@ def plan(
     memory: str | float | None = None,
     machine: Machine | MachineName | None = None,
     axes: Axes = "weights",
+    recompute: str | Sequence[str] = (),
 ) -> Plan:
     """The Plan for any number of ranks, on any machine, with no process group; a model on the meta device will do.
 
@@ -175,6 +178,9 @@ def plan(
         machine: a `Machine`, or the name of one: "h100x8" (without it, where the model is not on a CPU), "cpu-gloo".
         axes: "weights" splits dims that weights bring into the model; "all" batch and sequence too, for inputs of
             exactly these sizes.
+        recompute: globs of modules whose values backward computes again, in place of keeping them: "blocks.*". Values
+            that were sent or drawn are kept, so no collective is sent twice and dropouts are the same. The same happens
+            to what a model calls through `torch.utils.checkpoint`.
 
     Raises:
         PlanError, CaptureError, InputError: as `shard`.
@@ -182,6 +188,6 @@ def plan(
     check_world_size(world_size)
     check_examples(example_inputs, example_kwargs)
     check_weights(model)
-    aim = objective(machine, memory, axes, device_type(model))
+    aim = objective(machine, memory, axes, device_type(model), recompute)
     constraints = read_constraints(ModelFacts.of(model), plan, MeshAxis(world_size), aim)
     return program(model, constraints, tuple(example_inputs or ()), example_kwargs).plan

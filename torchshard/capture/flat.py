@@ -11,7 +11,7 @@ Each input tensor's first two dims (batch, sequence) are dynamic if the model co
 `Captured.assumes` checks the graph's assumptions about its inputs at each call.
 
 Control flow that depends on data is an error. Custom `autograd.Function`s and gradient hooks are ops of the graph,
-called whole. Activation checkpoints are flattened.
+called whole. The ops of an activation checkpoint are marked: their values are computed again in backward.
 """
 
 from __future__ import annotations
@@ -229,12 +229,15 @@ def _describe_placeholders(
 
 
 def _describe_ops(graph: fx.Graph) -> None:
-    """Sets meta["module"], ["source"] and ["autocast"]."""
+    """Sets meta["module"], ["source"], ["autocast"] and ["recompute"]."""
     for node in graph.nodes:
         if node.op == "call_function":
             node.meta["module"] = _module_path(node)
             node.meta["source"] = line_in(node.meta.get("stack_trace") or "")
-            node.meta["autocast"] = modes_of(node).autocast
+            modes = modes_of(node)
+            node.meta["autocast"] = modes.autocast
+            if modes.checkpoint is not None:
+                node.meta["recompute"] = f"checkpoint {modes.checkpoint}"
 
 
 def _module_path(node: fx.Node) -> str:

@@ -3,26 +3,21 @@
 h.register_hook(f)          kept whole (see `whole_calls`)
 nn.LSTM, nn.GRU, nn.RNN     kept whole, because export would unroll them
 x.data                      detach() and copy_(), which a graph can hold
-torch.utils.checkpoint      noted for a warning: the graph keeps the activations
 another model's parameter   refused: as a constant of the graph it would lose its gradient
 """
 
 from __future__ import annotations
 
-import traceback
-import warnings
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, cast
 
-import torch
-import torch.utils.checkpoint
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import is_fake
 from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 
 from torchshard.capture.recording import Recording
-from torchshard.capture.user_code import calling_line, user_line
+from torchshard.capture.user_code import calling_line
 from torchshard.capture.whole_calls import keep_hook, keep_whole
 from torchshard.core.errors import CaptureError
 from torchshard.custom_ops.recurrent import RecurrentCall, is_recurrent
@@ -69,7 +64,6 @@ class CaptureMode(TorchFunctionMode):
             return _call_data(func, *cast(Sequence[Tensor], args))
         if self._recording.inside_call:
             return func(*args, **kwargs)
-        _note_checkpoint(self._recording)
         if func is Tensor.register_hook and cast(Tensor, args[0]).requires_grad:
             tensor, hook = cast(Any, (*args, *kwargs.values()))
             return keep_hook(self._recording, tensor, hook)
@@ -114,33 +108,3 @@ def _set_data(tensor: Tensor, value: Tensor) -> Tensor:
             attempt="a new tensor, under a name of its own",
         )
     return tensor.detach().copy_(value)
-
-
-# --- activation checkpoints ------------------------------------------------------------------------------------------
-
-
-def _note_checkpoint(recording: Recording) -> None:
-    """Notes the activation checkpoint that an op is in, once.
-
-    A non-reentrant checkpoint pushes hooks on saved tensors, and the stack of those is local to the thread. So no
-    function of `torch.utils.checkpoint` has to be patched, which other threads would see.
-    """
-    hooks = torch._C._autograd._top_saved_tensors_default_hooks(True)
-    if hooks is None or getattr(hooks[0], "__module__", "") != torch.utils.checkpoint.__name__:
-        return
-    if hooks[0] in recording.checkpoints:
-        return
-    stack = traceback.extract_stack()
-    callers = [i for i, frame in enumerate(stack) if frame.filename == torch.utils.checkpoint.__file__]
-    recording.checkpoints[hooks[0]] = user_line(stack[: callers[-1]] if callers else stack)
-
-
-def warn_of_checkpoints(recording: Recording, model: nn.Module) -> None:
-    """Warns that activation checkpoints save no memory in a graph."""
-    lines = list(recording.checkpoints.values())
-    if lines:
-        warnings.warn(
-            f"{type(model).__name__}: {len(lines)} activation checkpoints (the first at {lines[0] or 'a library'}) "
-            "save no memory in a sharded model: the graph keeps the activations, and computes the same",
-            stacklevel=2,
-        )

@@ -1,4 +1,4 @@
-"""Notes the modes in which a forward calls each op: whether gradients are recorded, and the dtypes of autocast.
+"""Notes the modes in which a forward calls each op: gradients recorded or not, autocast's dtypes, the checkpoint.
 
 `torch.export` marks `no_grad` and autocast blocks as regions of its graph, and loses a `no_grad` block inside an
 autocast block. So the modes are read as each node is recorded, and `regions` uses these in place of export's marks.
@@ -11,9 +11,11 @@ from contextlib import contextmanager
 from typing import NamedTuple, ParamSpec
 
 import torch
+import torch.utils.checkpoint
 from torch import fx
 from torch.fx.experimental.proxy_tensor import get_proxy_mode
 
+from torchshard.capture.recording import current_recording
 from torchshard.core.autocast import Autocast, current_autocast
 
 P = ParamSpec("P")
@@ -26,11 +28,24 @@ class Modes(NamedTuple):
 
     grad: bool
     autocast: Autocast
+    checkpoint: int | None
+    """The number of the activation checkpoint (`torch.utils.checkpoint`) that the op is in."""
 
 
 def current_modes() -> Modes:
     """The modes of this thread."""
-    return Modes(torch.is_grad_enabled(), current_autocast())
+    return Modes(torch.is_grad_enabled(), current_autocast(), _current_checkpoint())
+
+
+def _current_checkpoint() -> int | None:
+    """A checkpoint pushes hooks on saved tensors, or calls a Function that the recording notes."""
+    recording = current_recording()
+    if recording is None:
+        return None
+    hooks = torch._C._autograd._top_saved_tensors_default_hooks(True)
+    if hooks is not None and getattr(hooks[0], "__module__", "") == torch.utils.checkpoint.__name__:
+        return recording.checkpoints.setdefault(hooks[0], len(recording.checkpoints))
+    return recording.checkpoint
 
 
 def modes_of(node: fx.Node) -> Modes:

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import contextlib
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -35,12 +35,24 @@ class Recording:
     """The calls that are kept whole, at the index that their stand-in has as its number."""
     results: dict[int, Leaves] = field(default_factory=dict)
     """Number of a call -> its result on fake tensors."""
-    checkpoints: dict[object, str] = field(default_factory=dict)
-    """Activation checkpoint -> the user's line that calls it; the key is its hook on saved tensors."""
+    checkpoints: dict[object, int] = field(default_factory=dict)
+    """Activation checkpoint, known by an object of its own -> its number."""
+    checkpoint: int | None = None
+    """The number of the reentrant one that is running."""
     inside_call: bool = False
     """Whether a call that is kept whole is running; the calls inside it are not recorded."""
     asked_for_seed: bool = False
     """Whether that call has called `torch.seed()`."""
+
+    def run_checkpoint(self, function: Callable[..., object], args: Sequence[object]) -> object:
+        """Runs what a reentrant activation checkpoint runs; an inner one is a part of the outer one."""
+        outer = self.checkpoint
+        if outer is None:
+            self.checkpoint = self.checkpoints.setdefault(object(), len(self.checkpoints))
+        try:
+            return function(*args)
+        finally:
+            self.checkpoint = outer
 
 
 _local = threading.local()

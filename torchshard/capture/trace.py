@@ -20,7 +20,7 @@ from torchshard.capture.attributes import Snapshot, attributes, changed
 from torchshard.capture.entry_points import as_plain_module, replace_forward
 from torchshard.capture.equal_sizes import equal_sizes
 from torchshard.capture.export_errors import capture_error
-from torchshard.capture.function_mode import CaptureMode, slots_of, warn_of_checkpoints
+from torchshard.capture.function_mode import CaptureMode, slots_of
 from torchshard.capture.modes import note_modes
 from torchshard.capture.namespaces import Place
 from torchshard.capture.quiet import quiet
@@ -73,7 +73,6 @@ def trace(model: nn.Module, call: Leaves, *, dynamic: bool = True) -> Traced:
     finally:
         forward.snapshot.restore()
     check_generators(model, generators, lambda: run_on_fakes(model, call))
-    warn_of_checkpoints(recording, model)
     left = refuse_state(model, call, forward.assigned) if forward.assigned else ()
     assert forward.result is not None
     return Traced(exported, forward.result, forward.assigned, left, tuple(recording.calls))

@@ -94,9 +94,8 @@ def _replace_apply(original: object) -> object:
         if recording is None or recording.inside_call or cls.__name__.startswith("GeneratedBackwardFor_"):
             return bind(None, cls)(*args, **kwargs)
         if cls is CheckpointFunction:
-            recording.checkpoints[object()] = calling_line()
             function, _, *operands = args
-            return cast(Callable[..., object], function)(*operands)
+            return recording.run_checkpoint(cast(Callable[..., object], function), operands)
         if cls is torch.nn.modules._functions.BackwardHookFunction:
             raise _backward_hooks()
         return keep_whole(recording, cls, args, kwargs)

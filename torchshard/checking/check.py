@@ -138,6 +138,7 @@ def check(
     memory: str | float | None = None,
     machine: Machine | MachineName | None = None,
     axes: Axes = "weights",
+    recompute: str | Sequence[str] = (),
 ) -> Report:
     """Compares outputs, written buffers, input gradients and every parameter gradient with the unsharded model's.
 
@@ -148,7 +149,7 @@ def check(
         dtype: the floating dtype to compare in (model and inputs are cast); None: as they are. If the model then
             computes in less than float64 anywhere, its graph is compared in float64 too, and the capture of a narrower
             model with the model cast to float64: a missing collective may change less than bfloat16 rounds away.
-        memory, machine, axes: what makes a plan the best one; see `plan`.
+        memory, machine, axes, recompute: what makes a plan the best one; see `plan`.
 
     Raises:
         ShardError: the errors of `torchshard.shard` for this model and plan. A difference is reported, not raised:
@@ -160,7 +161,7 @@ def check(
     reference, args, kwargs = copy_model(model), list(example_inputs), dict(example_kwargs or {})
     if dtype is not None:
         reference, args, kwargs = in_dtype(reference, args, kwargs, dtype)
-    aim = objective(machine, memory, axes, device_type(reference))
+    aim = objective(machine, memory, axes, device_type(reference), recompute)
     constraints = read_constraints(ModelFacts.of(reference), plan, MeshAxis(world_size), aim)
     compiled = program(reference, constraints, args, kwargs)
     report = check_program(reference, compiled, compiled.graph, args, kwargs)

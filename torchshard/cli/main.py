@@ -91,6 +91,13 @@ def _planning(command: argparse.ArgumentParser) -> None:
     command.add_argument("--memory", metavar="SIZE", help="the most that a step may take on a rank: 80GiB")
     command.add_argument("--machine", default=None, metavar="NAME", help="h100x8 or cpu-gloo")
     command.add_argument("--axes", default="weights", choices=("weights", "all"), help="all: batch and sequence too")
+    command.add_argument(
+        "--recompute",
+        default=[],
+        action="append",
+        metavar="GLOB",
+        help="what backward computes again: blocks.*",
+    )
 
 
 def _plan_files(command: argparse.ArgumentParser) -> None:
@@ -128,6 +135,7 @@ def _planned(options: argparse.Namespace) -> Plan:
             memory=options.memory,
             machine=options.machine,
             axes=options.axes,
+            recompute=options.recompute,
         )
 
 
@@ -216,7 +224,7 @@ def _loaded(options: argparse.Namespace) -> Plan:
     from torchshard.core.errors import InputError
 
     defaults = _parser().parse_args(["show", options.model])
-    names = ("weights", "ranks", "plan", "memory", "machine", "axes")
+    names = ("weights", "ranks", "plan", "memory", "machine", "axes", "recompute")
     changed = [f"--{name}" for name in names if getattr(options, name) != getattr(defaults, name)]
     if changed:
         raise InputError(

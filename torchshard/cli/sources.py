@@ -226,6 +226,7 @@ class CheckOptions(Protocol):
     memory: str | None
     machine: MachineName | None
     axes: Axes
+    recompute: list[str]
     processes: bool
 
 
@@ -243,8 +244,9 @@ def check_source(options: CheckOptions) -> Report:
             memory=options.memory,
             machine=options.machine,
             axes=options.axes,
+            recompute=options.recompute,
         )
-    aim = objective(options.machine, options.memory, options.axes, "cpu")
+    aim = objective(options.machine, options.memory, options.axes, "cpu", options.recompute)
     return check_processes(real_source, place, options.plan, options.ranks, aim)
 
 

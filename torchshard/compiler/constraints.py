@@ -11,7 +11,8 @@ from torchshard.compiler.memory import OPTIMIZER_STATES
 from torchshard.core.errors import PlanError
 from torchshard.core.layouts import I, Layout, Shard, parts_of, parts_size
 from torchshard.core.mesh import MeshAxis
-from torchshard.planner.styles import Style, StyleWord, parameter_layouts, read_pins
+from torchshard.core.paths import outermost
+from torchshard.planner.styles import Style, StyleWord, named_modules, parameter_layouts, read_pins
 from torchshard.plans.data import Stored
 from torchshard.plans.machine import Objective, objective, size_text
 from torchshard.plans.plan import Plan
@@ -32,6 +33,8 @@ class Constraints:
     """A plan that was made before, in place of pins."""
     layouts: Mapping[str, Layout] = field(default_factory=dict)
     """Parameters and buffers whose layouts are fixed already, by name."""
+    recompute: tuple[str, ...] = ()
+    """The modules whose values backward computes again; none of them within another."""
 
     @property
     def is_static(self) -> bool:
@@ -54,8 +57,8 @@ def read_constraints(facts: ModelFacts, plan: PlanLike, axis: MeshAxis, aim: Obj
         aim: by default the fastest step on a machine of the model's kind of device.
 
     Raises:
-        PlanError: it can't be read, was made for another number of ranks or another model, names no module, or no plan
-            can fit the memory.
+        PlanError: it can't be read, was made for another number of ranks or another model, it or `recompute` names no
+            module, or no plan can fit the memory.
     """
     aim = aim or objective(None, device=facts.device)
     wanted = read_plan(plan, axis.size)
@@ -63,10 +66,14 @@ def read_constraints(facts: ModelFacts, plan: PlanLike, axis: MeshAxis, aim: Obj
     if isinstance(wanted, Plan):
         _check_same_model(facts, wanted)
         check_layouts(facts, wanted.parameters)
-        return Constraints(axis, aim, plan=wanted)
+        return Constraints(axis, aim, plan=wanted, recompute=_recomputed(facts, [*wanted.recompute, *aim.recompute]))
     pins = read_pins(wanted, facts.modules)
     _check_memory(facts, axis, aim.memory)
-    return Constraints(axis, aim, pins)
+    return Constraints(axis, aim, pins, recompute=_recomputed(facts, aim.recompute))
+
+
+def _recomputed(facts: ModelFacts, globs: Sequence[str]) -> tuple[str, ...]:
+    return outermost(named_modules(globs, facts.modules))
 
 
 def read_plan(plan: PlanLike, world_size: int) -> Mapping[str, object] | Plan:

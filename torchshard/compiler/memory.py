@@ -1,12 +1,13 @@
-"""Estimates the memory of a step on a rank: runs the planned graph on fake tensors, and counts living storages.
+"""Estimates the memory of a step on the rank that holds the most, the first.
 
-The rank that holds the most (the first) is simulated on fake tensors. What is counted is every storage that is alive:
-parameters, their gradients, what autograd saves, and what a backward makes on its way; the optimizer's state comes on
-top. What kernels and collectives allocate inside is not seen.
+Parameters, their gradients and the optimizer's state, and at the peak of the step what forward saves and what is made
+on the way: read off the graphs of forward and backward (see `step_memory`). Where there is no graph of the backward,
+the rank's graph runs under autograd on fake tensors, and living storages are counted.
 """
 
 from __future__ import annotations
 
+import contextlib
 import weakref
 from typing import Any
 
@@ -16,9 +17,10 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 
-from torchshard.core.layouts import I, local_shape
-from torchshard.ir.graph import hint, plain_shape
-from torchshard.passes import localized
+from torchshard.compiler.step_memory import step_peak
+from torchshard.core.errors import CaptureError
+from torchshard.ir.graph import hint, nbytes, placeholders
+from torchshard.passes import has_backward, localized
 from torchshard.plans.plan import Plan
 
 OPTIMIZER_STATES = 2
@@ -76,24 +78,34 @@ def predicted_memory(graph: fx.GraphModule, plan: Plan) -> dict[str, float]:
         'parameters' (and buffers), 'gradients', 'optimizer', 'activations' (what a step takes beside these at its peak)
         and 'peak', their sum.
     """
-    local = _off_meta(localized(graph, plan.axis.simulated()[0]))
-    nodes = [n for n in graph.graph.nodes if n.op == "placeholder"]
-    mode = FakeTensorMode()
-    with mode:
-        tensors = [_example(node, plan) for node in nodes]
-    stored = [(n, t) for n, t in zip(nodes, tensors, strict=True) if n.meta["kind"] != "input"]
-    trained = sum(_bytes(t) for n, t in stored if t.requires_grad)
-    steady = sum(_bytes(t) for _, t in stored)
-    watch = _StorageTracker(tensors)
-    with mode, torch.enable_grad(), watch:
-        _step(local, tensors)
+    local = localized(graph, plan.axis.simulated()[0])
+    stored = [n for n in placeholders(local.graph) if n.meta["kind"] != "input"]
+    trained = sum(nbytes(n.meta["val"]) for n in stored if n.meta["needs_grad"])
     total = {
-        "parameters": float(steady),
+        "parameters": float(sum(nbytes(n.meta["val"]) for n in stored)),
         "gradients": float(trained),
         "optimizer": float(OPTIMIZER_STATES * trained),
-        "activations": float(max(watch.peak - trained, 0)),
+        "activations": max(_peak(local) - trained, 0.0),
     }
     return total | {"peak": sum(total.values())}
+
+
+def _peak(local: fx.GraphModule) -> float:
+    """Bytes beside parameters, buffers and inputs, with the gradients."""
+    if has_backward(local):
+        with contextlib.suppress(NotImplementedError, CaptureError):
+            return step_peak(local)
+    return _peak_under_autograd(local)
+
+
+def _peak_under_autograd(local: fx.GraphModule) -> float:
+    mode = FakeTensorMode()
+    with mode:
+        tensors = [_example(node) for node in placeholders(local.graph)]
+    watch = _StorageTracker(tensors)
+    with mode, torch.enable_grad(), watch:
+        _step(_off_meta(local), tensors)
+    return watch.peak
 
 
 def _off_meta(local: fx.GraphModule) -> fx.GraphModule:
@@ -115,14 +127,8 @@ def _step(local: fx.GraphModule, tensors: list[Tensor]) -> None:
         torch.autograd.backward(losses, [torch.ones_like(loss) for loss in losses])
 
 
-def _bytes(tensor: Tensor) -> int:
-    return tensor.numel() * tensor.element_size()
-
-
-def _example(node: fx.Node, plan: Plan) -> Tensor:
+def _example(node: fx.Node) -> Tensor:
     value = node.meta["val"]
-    shape = [hint(size) for size in plain_shape(value)]
-    layout = plan.parameters.get(node.meta["path"], I) if node.meta["kind"] != "input" else I
     device = "cpu" if value.device.type == "meta" else value.device
-    made = torch.empty(local_shape(shape, layout, 0, plan.world_size), dtype=value.dtype, device=device)
+    made = torch.empty([hint(size) for size in value.shape], dtype=value.dtype, device=device)
     return made.requires_grad_(bool(node.meta["needs_grad"]))

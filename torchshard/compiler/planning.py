@@ -59,6 +59,7 @@ def plan_graph(module: fx.GraphModule, facts: ModelFacts, constraints: Constrain
         fingerprint=facts.signature,
         machine=machine,
         static=constraints.is_static,
+        recompute=constraints.recompute,
         problem=problem,
     )
     memory = {} if limit is None else limit.estimate(plan)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Iterator, Sequence
 
 
 def star_numbers(path: str) -> str:
@@ -24,3 +25,15 @@ def star_last_number(path: str) -> str:
 def star_node(name: str) -> str:
     """'blocks_*_mlp_*' for the node 'blocks_3_mlp_1': nodes' names have no dots, and count their copies."""
     return re.sub(r"\d+", "*", name)
+
+
+def outermost(paths: Sequence[str]) -> tuple[str, ...]:
+    """The modules that are within no other one of them."""
+    inner = {path for path in paths if any(other in paths for other in enclosing(path))}
+    return tuple(dict.fromkeys(path for path in paths if path not in inner))
+
+
+def enclosing(path: str) -> Iterator[str]:
+    """The modules around a module, the model first: '', 'blocks', 'blocks.0' for 'blocks.0.attn'."""
+    names = path.split(".") if path else []
+    return (".".join(names[:count]) for count in range(len(names)))

@@ -153,7 +153,7 @@ class Begin:
 
     op: OpOverload[..., object]
     in_place: bool
-    """Whether the result may take the memory of the operand."""
+    """Whether the result takes the memory of the operand, as that of an all-reduce can."""
     __module__: str = __name__
 
     @property
@@ -163,7 +163,7 @@ class Begin:
 
     def __call__(self, x: Tensor, *args: int | str | Sequence[int]) -> Pending:
         row, own = OPS[self.op], hashable(args)
-        kernel = "all_reduce_" if self.in_place and row.kernel == "all_reduce" else row.kernel
+        kernel = f"{row.kernel}_" if self.in_place else row.kernel
         return start(kernel, x, *_source_and_target(row.name, own), _group(own))
 
 

@@ -10,6 +10,8 @@ layouts      tuple of Layouts, one per result
 choice, row  of an op: the planned notation.Choice, and the Row that allows it
 needs_grad   whether a gradient flows back through the value
 note         of a collective: the conversion and its consumers
+recompute    of an op: the region whose values backward computes again, in place of saving them
+is_backward  of a node of a joint graph: whether it belongs to the backward
 
 The module's own meta has 'axis': the mesh axis that the rewritten graph is split over.
 """
@@ -37,6 +39,8 @@ from torchshard.custom_ops.whole import WholeCall
 from torchshard.distributed.ops import is_collective
 from torchshard.rules import Call, TensorType, is_random, row_of, writes_statistics
 
+ORIGIN = ("module", "source", "needs_grad", "recompute", "is_backward")
+"""The facts about an op that hold for what replaces it, too."""
 Size = int | torch.SymInt
 """A size in the shape of a fake tensor."""
 Mode = FakeTensorMode | nullcontext[None]
@@ -222,14 +226,14 @@ def drop_dead_code(module: fx.GraphModule) -> bool:
 def _is_kept(node: fx.Node) -> bool:
     if node.op != "call_function":
         return node.op == "placeholder" or bool(node.is_impure())
-    return is_collective(node.target) or writes(node)
+    return is_collective(node.target) or node.is_impure() or writes(node)
 
 
 def writes(node: fx.Node) -> bool:
     """Whether an op does something besides computing its results: it writes to an operand, or asserts."""
     if node.op != "call_function":
         return False
-    return bool(node.is_impure()) or writes_statistics(node.target, bound_args(node))
+    return bool(node.is_impure(impure_random=False)) or writes_statistics(node.target, bound_args(node))
 
 
 def is_view(node: fx.Node) -> bool:
@@ -320,10 +324,10 @@ def fake_value(mode: Mode, target: Target, args: tuple[Argument, ...], kwargs: M
 def emit(
     module: fx.GraphModule, target: Target, args: tuple[Argument, ...], like: fx.Node, **kwargs: Argument
 ) -> fx.Node:
-    """Adds an op node at the insertion point, with its fake value and with the module and source of another node."""
+    """Adds an op node at the insertion point, with its fake value and with the origin of another node."""
     assert callable(target)
     node = module.graph.call_function(target, args, kwargs)
-    node.meta = {k: like.meta[k] for k in ("module", "source", "needs_grad", "is_backward") if k in like.meta}
+    node.meta = {k: like.meta[k] for k in ORIGIN if k in like.meta}
     node.meta["val"] = fake_value(fake_mode(module.graph), target, args, kwargs)
     return node
 

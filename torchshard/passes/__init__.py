@@ -23,7 +23,7 @@ from torch import fx
 from torchshard.core.mesh import Coordinate
 from torchshard.ir.graph import duplicate
 from torchshard.passes.annotate import annotate
-from torchshard.passes.differentiate import Gradients, differentiate
+from torchshard.passes.differentiate import Gradients, differentiate, has_backward
 from torchshard.passes.direct import direct
 from torchshard.passes.insert import insert
 from torchshard.passes.localize import localize
@@ -37,8 +37,8 @@ from torchshard.passes.verify import Stage, verify
 from torchshard.plans.plan import Plan
 
 __all__ = [
-    "Gradients", "Partition", "Segment", "annotate", "differentiate", "direct", "insert", "localize", "localized",
-    "normalize", "partition", "rewrite", "schedule", "segments", "simplify", "step_graphs", "verify",
+    "Gradients", "Partition", "Segment", "annotate", "differentiate", "direct", "has_backward", "insert", "localize",
+    "localized", "normalize", "partition", "rewrite", "schedule", "segments", "simplify", "step_graphs", "verify",
 ]  # fmt: skip
 
 

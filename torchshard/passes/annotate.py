@@ -16,13 +16,14 @@ from torchshard.core.errors import PlanError
 from torchshard.core.layouts import I, Shard
 from torchshard.core.mesh import MeshAxis
 from torchshard.core.notation import Choice, Row
+from torchshard.core.paths import enclosing
 from torchshard.ir.graph import is_tensor_op, node_row, where, whole_choice
 from torchshard.passes.nodes import int_arg, node_arg
 from torchshard.plans.plan import Plan
 
 
 def annotate(module: fx.GraphModule, plan: Plan) -> bool:
-    """Sets meta 'layouts', 'choice' and 'row'; always returns that the graph has changed.
+    """Sets meta 'layouts', 'choice', 'row' and 'recompute'; always returns that the graph has changed.
 
     Raises:
         PlanError: the plan has no choice for an op, or one that is not legal for it.
@@ -38,7 +39,16 @@ def annotate(module: fx.GraphModule, plan: Plan) -> bool:
             node.meta["layouts"] = (layouts[index],) if index < len(layouts) else (I,)
         elif node.op == "call_function":
             node.meta["layouts"] = (I,)
+        if node.op == "call_function" and (region := _region(node, plan)) is not None:
+            # a checkpoint in the model's code comes first
+            node.meta.setdefault("recompute", region or "the model")
     return True
+
+
+def _region(node: fx.Node, plan: Plan) -> str | None:
+    """The module of the plan's `recompute` that an op is in."""
+    path = node.meta.get("module", "")
+    return next((around for around in (*enclosing(path), path) if around in plan.recompute), None)
 
 
 def legal_choices(node: fx.Node, row: Row | None, axis: MeshAxis, planned: Choice) -> Iterable[Choice]:

@@ -24,7 +24,7 @@ from torch.fx.node import Argument
 
 from torchshard.core.autocast import Autocast, autocasting
 from torchshard.custom_ops.recurrent import RECURRENCES, states_of
-from torchshard.ir.graph import drop_dead_code, fake_mode, fake_value, faking, is_float, name_after, op_name
+from torchshard.ir.graph import ORIGIN, drop_dead_code, fake_mode, fake_value, faking, is_float, name_after, op_name
 from torchshard.passes.functionalize import functionalize
 from torchshard.passes.nodes import int_arg
 from torchshard.rules import has_rule, is_random
@@ -115,7 +115,7 @@ def inline_op(module: fx.GraphModule, node: fx.Node, autocast: Autocast = ()) ->
 def _copy_part(module: fx.GraphModule, node: fx.Node, inner: fx.Node, copies: dict[fx.Node, fx.Node]) -> fx.Node:
     """Copies a node of an op's traced graph into the graph of the op, with the op's origin."""
     part = module.graph.node_copy(inner, copies.__getitem__)
-    part.meta = {k: node.meta[k] for k in ("module", "source", "needs_grad") if k in node.meta}
+    part.meta = {k: node.meta[k] for k in ORIGIN if k in node.meta}
     if "val" in inner.meta:
         part.meta["val"] = inner.meta["val"]
     else:  # sizes are computed by nodes that make_fx gives no value

@@ -26,10 +26,18 @@ from torch.fx.experimental.proxy_tensor import get_proxy_mode, get_proxy_slot, m
 
 from torchshard.core.autocast import autocasting
 from torchshard.core.layouts import Layout, dual
+from torchshard.custom_ops.stepwise import Stepwise
+from torchshard.custom_ops.whole import WholeCall
 from torchshard.ir.graph import Mode, fake_mode, is_float, op_name, placeholders, results_of
 
 Gradients = Sequence[bool]
 """For each result of a graph, whether backward is given its gradient."""
+
+
+def has_backward(local: fx.GraphModule) -> bool:
+    """Whether a rank's graph can be differentiated: it needs gradients, and no call of it is kept whole."""
+    whole = any(isinstance(node.target, (WholeCall, Stepwise)) for node in local.graph.nodes)
+    return not whole and any(node.meta.get("needs_grad") for node in local.graph.nodes)
 
 
 def differentiate(local: fx.GraphModule, given: Gradients | None = None) -> fx.GraphModule:
@@ -189,6 +197,8 @@ class _Recorder(fx.Interpreter):
                     copy._rename(f"{origin.name}_{op_name(node)}")
             val = {"val": node.meta["val"]} if "val" in node.meta else {}
             copy.meta = dict(known) | val | {"is_backward": is_backward}
+            if origin is not None and "recompute" in origin.meta:
+                copy.meta["recompute"] = origin.meta["recompute"]
             origin = self._origins.get(node, origin)
             is_backward |= node is self._last
         ends, count = results_of(traced.graph), len(results_of(local))

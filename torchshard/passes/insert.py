@@ -107,4 +107,6 @@ class _Conversions:
             "module": beside.meta.get("module", ""),
             "source": beside.meta.get("source", ""),
         }
+        if "recompute" in consumer.meta:
+            node.meta["recompute"] = consumer.meta["recompute"]
         return node

@@ -20,7 +20,7 @@ from torchshard.core.mesh import Coordinate
 from torchshard.core.notation import Local, LocalFn
 from torchshard.custom_ops.whole import WholeCall
 from torchshard.distributed.ops import is_collective
-from torchshard.ir.graph import drop_dead_code, emit, fake_mode, plain_shape, record, values
+from torchshard.ir.graph import ORIGIN, drop_dead_code, emit, fake_mode, plain_shape, record, values
 from torchshard.passes.nodes import int_arg, node_arg, replace_node
 from torchshard.passes.propagate import Seen, propagate
 from torchshard.rules.random import BY_ELEMENT
@@ -94,7 +94,7 @@ def _replace(module: fx.GraphModule, node: fx.Node, replacement: LocalFn, local:
     before = set(graph.nodes)
     with graph.inserting_before(node):
         result = record(graph, functools.partial(replacement, local), node.args, node.kwargs)
-    origin = {k: node.meta[k] for k in ("module", "source", "needs_grad") if k in node.meta}
+    origin = {k: node.meta[k] for k in ORIGIN if k in node.meta}
     for new in graph.nodes:
         if new not in before:
             new.meta = dict(origin) | {"inside": node.name}

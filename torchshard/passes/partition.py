@@ -4,23 +4,32 @@
     backward    (saved values, gradients of the results) -> the gradients of state and inputs
 
 What autograd saves is saved, so that memory is the same; but of a value that is saved, views are made again.
+
+Backward computes the values of a region that is marked again, from what the region takes from outside (see
+`torch.utils.checkpoint`; T. Chen et al., Training Deep Nets with Sublinear Memory Cost, 2016). What was sent or drawn
+is saved: no collective is sent twice, and no other numbers are drawn.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+import operator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import fx, nn
 from torch.fx.node import Argument
 
+from torchshard.distributed.ops import communicates
 from torchshard.ir.graph import (
     drop_dead_code,
     emit,
     is_tensor,
     is_view,
     results_of,
+    uses_rng,
+    values,
+    writes,
     written_buffers,
 )
 from torchshard.passes.differentiate import Gradients
@@ -60,22 +69,68 @@ def partition(joint: fx.GraphModule) -> Partition:
             given += [node] * node.meta["is_given"]
         elif node.op != "output":
             (backward if node.meta.get("is_backward") else forward).append(node)
-    needed = {n for node in backward for n in node.all_input_nodes} | {n for n in gradients if isinstance(n, fx.Node)}
-    again: list[fx.Node] = []
-    for node in reversed(forward):
-        if node in needed and is_view(node) and all(_costs_nothing(n, needed) for n in node.all_input_nodes):
-            again.append(node)
-            needed.update(node.all_input_nodes)
+    needed, again = _needed(joint, forward, backward)
     saved = [n for n in forward if n in needed and n not in again]
     tensors = [n for n in saved if is_tensor(n)]
     saved = [*tensors, *(n for n in saved if not is_tensor(n))]
     return Partition(
         _part(joint, forward, [*results, *saved]),
-        _part(joint, [*saved, *given, *reversed(again), *backward], gradients, arguments={*saved, *given}),
+        _part(joint, [*saved, *given, *_when_needed(again, backward)], gradients, arguments={*saved, *given}),
         joint.meta["given"],
         tuple(map(_saved_name, saved)),
         len(tensors),
     )
+
+
+def _needed(
+    joint: fx.GraphModule, forward: Sequence[fx.Node], backward: Sequence[fx.Node]
+) -> tuple[set[fx.Node], Sequence[fx.Node]]:
+    """The values of the forward that backward needs, and those of them that it computes again, in order."""
+    _, gradients = results_of(joint.graph)
+    needed = {n for node in backward for n in node.all_input_nodes} | {n for n in gradients if isinstance(n, fx.Node)}
+    outside = {n for node in backward for n in node.all_input_nodes if _region(node) != _region(n)}
+    """What is needed by another region than that which computes it."""
+    unsteady = {user for buffer in written_buffers(joint.graph) for user in buffer.users}
+    again: list[fx.Node] = []
+    for node in reversed(forward):
+        if node not in needed:
+            continue
+        if _region(node) and node not in outside and node not in unsteady and _gives_the_same(node):
+            outside.update(n for n in node.all_input_nodes if _region(n) != _region(node))
+        elif not is_view(node) or not all(_costs_nothing(n, needed) for n in node.all_input_nodes):
+            continue
+        again.append(node)
+        needed.update(node.all_input_nodes)
+    return needed, again[::-1]
+
+
+def _region(node: fx.Node) -> str:
+    """The region that computes its values again; '' for none. A placeholder belongs to none."""
+    return str(node.meta.get("recompute", ""))
+
+
+def _gives_the_same(node: fx.Node) -> bool:
+    """Whether an op computes the same when it runs again, and disturbs nobody by that."""
+    if node.target is operator.getitem:
+        return _gives_the_same(node.all_input_nodes[0])
+    is_size = not any(isinstance(value, torch.Tensor) for value in values(node))
+    return not (is_size or communicates(node.target) or uses_rng(node) or writes(node))
+
+
+def _when_needed(again: Sequence[fx.Node], backward: Sequence[fx.Node]) -> Iterator[fx.Node]:
+    """The ops of the backward, each behind those that compute again what it needs: so that little is held at a time."""
+    waiting = dict.fromkeys(again)
+    for node in backward:
+        missing, found = [node], dict[fx.Node, None]()
+        while missing:
+            new = [n for n in missing.pop().all_input_nodes if n in waiting and n not in found]
+            found |= dict.fromkeys(new)
+            missing += new
+        if found:
+            yield from (n for n in again if n in found)
+            waiting = {n: None for n in waiting if n not in found}
+        yield node
+    yield from waiting
 
 
 def _saved_name(node: fx.Node) -> str:

@@ -17,7 +17,7 @@ from collections.abc import Iterable, Iterator
 
 from torch import fx
 
-from torchshard.distributed.ops import Begin, communicates, is_collective, wait
+from torchshard.distributed.ops import OPS, Begin, communicates, is_collective, wait
 from torchshard.ir.graph import is_view, uses_rng, writes
 from torchshard.passes.nodes import node_arg, operator_of
 
@@ -41,7 +41,7 @@ def schedule(module: fx.GraphModule) -> bool:
 def _split(graph: fx.Graph, node: fx.Node) -> fx.Node:
     """Puts begin and wait in place of a collective; returns the one that begins."""
     with graph.inserting_before(node):
-        begin = graph.call_function(Begin(operator_of(node), _is_last_use(node)), node.args)
+        begin = graph.call_function(Begin(operator_of(node), _may_take_operand(node)), node.args)
         waiting = graph.call_function(wait, (begin,))
     begin.meta = {key: node.meta[key] for key in ("module", "source", "note") if key in node.meta}
     waiting.meta, name = node.meta, node.name
@@ -52,9 +52,11 @@ def _split(graph: fx.Graph, node: fx.Node) -> fx.Node:
     return begin
 
 
-def _is_last_use(node: fx.Node) -> bool:
-    """Whether nobody else needs the memory of a collective's operand, so that it may hold the result."""
+def _may_take_operand(node: fx.Node) -> bool:
+    """Whether it is an all-reduce and nobody else needs the memory of its operand, so that it may hold the result."""
     value = node_arg(node)
+    if OPS[node.target].kernel != "all_reduce":
+        return False
     while len(value.users) == 1 and value.op == "call_function":
         if not is_view(value) and not is_collective(value.target):
             return True

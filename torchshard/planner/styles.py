@@ -170,7 +170,7 @@ def read_pins(plan: Mapping[str, object], modules: Iterable[str]) -> dict[str, t
             )
         style, found = parse_style(key, word), matching(key, modules)
         if not found:
-            raise _no_match(key, [m for m in modules if m])
+            raise _no_match(f"the plan's key {key!r}", f"plan key {key!r}", key, modules)
         for path in found:
             before = chosen.setdefault(path, (key, style))
             if before[1] != style:
@@ -183,15 +183,32 @@ def read_pins(plan: Mapping[str, object], modules: Iterable[str]) -> dict[str, t
     return chosen
 
 
-def _no_match(key: str, modules: list[str]) -> PlanError:
+def named_modules(globs: Iterable[str], modules: Iterable[str]) -> list[str]:
+    """The modules that globs name for `recompute`, in the model's order.
+
+    Raises:
+        PlanError: a glob names none.
+    """
+    modules = list(modules)
+    found: set[str] = set()
+    for glob in globs:
+        named = matching(glob, modules)
+        if not named:
+            raise _no_match(f"recompute: {glob!r}", "recompute=", glob, modules)
+        found.update(named)
+    return [path for path in modules if path in found]
+
+
+def _no_match(what: str, place: str, key: str, modules: Iterable[str]) -> PlanError:
+    modules = [path for path in modules if path]
     shapes = sorted(set(map(star_numbers, modules)))
     starred = star_numbers(key)
     near = difflib.get_close_matches(starred, shapes, n=3, cutoff=0.4)
     near = near or [s for s in shapes if s.rpartition(".")[2] == key.rpartition(".")[2]][:3]
     return PlanError(
-        f"the plan's key {key!r} matches no module",
-        where=f"plan key {key!r}",
-        why=f"keys are paths of modules ('' is the model itself), and it matches none of {len(modules)} submodules",
+        f"{what} matches no module",
+        where=place,
+        why=f"globs are paths of modules ('' is the model itself), and it matches none of {len(modules)} submodules",
         attempt=" or ".join(map(repr, near)) if near else f"a glob such as {shapes[0]!r}" if shapes else "no key",
     )
 

@@ -190,6 +190,8 @@ class PlanData:
     """The machine that it was optimised for."""
     static: bool = False
     """Whether it is for inputs of exactly the example inputs' sizes, so that batch or sequence may be split."""
+    recompute: tuple[str, ...] = ()
+    """The modules whose values backward computes again, in place of keeping them; none of them within another."""
     problem: Any = field(default=None, compare=False, repr=False)
     """The problem that it solves (`planner.problem.PlanningProblem`); None for a plan that was loaded."""
     graph: Any = field(default=None, compare=False, repr=False)

@@ -36,6 +36,7 @@ def write(plan: PlanData) -> str:
         "world_size": plan.world_size,
         "fingerprint": plan.fingerprint,
         "static": plan.static,
+        "recompute": list(plan.recompute),
         "machine": {name: value for name, value in asdict(plan.machine).items() if value != math.inf},
         "parameters": {name: str(layout) for name, layout in plan.parameters.items()},
         "stored": {name: asdict(stored) for name, stored in plan.stored.items()},
@@ -93,6 +94,7 @@ def _fields(body: dict[str, Any]) -> dict[str, Any]:
         "costs": _costs(body["costs"]),
         "machine": _machine(body["machine"]),
         "static": _is(bool, body["static"]),
+        "recompute": _texts(body.get("recompute", [])),
     }
 
 

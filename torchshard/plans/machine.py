@@ -19,6 +19,7 @@ import difflib
 import math
 import re
 import sys
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal, get_args
 
@@ -99,6 +100,8 @@ class Objective:
     """Whether batch and sequence may be split too."""
     any_machine: bool = False
     """Whether the user has named no machine: a plan that was given is then priced for its own."""
+    recompute: tuple[str, ...] = ()
+    """Globs of the modules whose values backward is to compute again."""
 
 
 def objective(
@@ -106,6 +109,7 @@ def objective(
     memory: str | float | None = None,
     axes: Axes = "weights",
     device: str = "cuda",
+    recompute: str | Sequence[str] = (),
 ) -> Objective:
     """Reads the user's options.
 
@@ -124,7 +128,8 @@ def objective(
         )
     default: MachineName = "cpu-gloo" if device == "cpu" else "h100x8"
     found = read_machine(default if machine is None else machine)
-    return Objective(found, read_size(memory), axes == "all", any_machine=machine is None)
+    globs = (recompute,) if isinstance(recompute, str) else tuple(recompute)
+    return Objective(found, read_size(memory), axes == "all", any_machine=machine is None, recompute=globs)
 
 
 _UNITS = {"B": 1, **{f"{p}B": 10 ** (3 * i) for i, p in enumerate("KMGT", 1)},

@@ -22,13 +22,12 @@ from torchshard.core.errors import DistributedError, InputError
 from torchshard.core.hashing import hash_text
 from torchshard.core.mesh import Coordinate
 from torchshard.custom_ops.stepwise import Stepwise
-from torchshard.custom_ops.whole import WholeCall
 from torchshard.distributed.consistency import note_unverified, running, running_call, verify_equal
 from torchshard.distributed.group import Group, lookup
 from torchshard.distributed.ops import OPS, PLAIN, Begin, hashable
 from torchshard.distributed.ops import direct as under_autograd
 from torchshard.ir.graph import duplicate, placeholders, results_of, uses_rng, written_buffers
-from torchshard.passes import Gradients, Partition, Segment, direct, segments, step_graphs
+from torchshard.passes import Gradients, Partition, Segment, direct, has_backward, segments, step_graphs
 from torchshard.weights.slice_values import unwatched
 
 log = logging.getLogger("torchshard.runtime.step")
@@ -140,16 +139,20 @@ def on_all_ranks(group: Group, make: Callable[[], T], sent: Callable[[T], list[s
 
 
 class LazyStep:
-    """The segments of a graph, made at its second call: many a graph is called once, and need not wait for them."""
+    """The segments of a graph, made at its second call: many a graph is called once, and need not wait for them.
+
+    A graph with values that backward computes again has them at its first call, or that would take more memory. So has
+    one that is called where hooks watch what is saved: a checkpoint around the call runs it twice, and compares.
+    """
 
     def __init__(self, local: fx.GraphModule, under_autograd: Callable[..., Any], coordinate: Coordinate) -> None:
         self._local, self._under_autograd, self._coordinate = local, under_autograd, coordinate
-        self._calls = 0
         self._segments: list[tuple[Segment, Callable[..., Any]]] | None = None
         self._sources = [node.name for node in placeholders(local.graph)]
         self._results = [r.name if isinstance(r, fx.Node) else None for r in results_of(local.graph)]
-        whole = any(isinstance(node.target, (WholeCall, Stepwise)) for node in local.graph.nodes)
-        self._has_backward = not whole and any(node.meta.get("needs_grad") for node in local.graph.nodes)
+        self._eager_calls = EAGER_CALLS if not any("recompute" in node.meta for node in local.graph.nodes) else 0
+        """So many calls are left before the graphs are made."""
+        self._is_made = not has_backward(local)
 
     @property
     def has_graphs(self) -> bool:
@@ -158,10 +161,11 @@ class LazyStep:
 
     def next_call(self) -> Callable[..., Any]:
         """What runs the next call, of all ranks."""
-        self._calls += self._has_backward
-        if self._has_backward and self._calls == EAGER_CALLS + 1:
-            group = lookup(self._coordinate.group)
-            self._segments = on_all_ranks(group, self._made, _all_sent)
+        watched = torch._C._autograd._top_saved_tensors_default_hooks(True) is not None
+        if not self._is_made and (watched or not self._eager_calls):
+            self._is_made = True
+            self._segments = on_all_ranks(lookup(self._coordinate.group), self._made, _all_sent)
+        self._eager_calls -= not self._is_made
         return self._under_autograd if self._segments is None else self._run
 
     def _made(self) -> list[tuple[Segment, Callable[..., Any]]]:

@@ -1,0 +1,158 @@
+"""Values that backward computes again: gradients as ever, fewer bytes saved, nothing sent or drawn twice."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+import transformers
+from torch import Tensor, fx, nn
+from torch.autograd.graph import saved_tensors_hooks
+from torch.utils.checkpoint import checkpoint
+
+import torchshard as ts
+from tests.compiled import compiled
+from tests.helpers import refused, run_ranks
+from tests.models import CASES, GPT
+from tests.test_step import compared
+from torchshard.core.paths import outermost
+from torchshard.distributed.ops import Begin
+from torchshard.ir.graph import nbytes
+from torchshard.passes import Partition
+
+RECOMPUTED = {"gpt": ["blocks.*"], "dense_moe": ["*"], "conv": [""], "attention_7_heads": [""], "writes": ["*"]}
+"""Models, and globs of what is computed again."""
+
+
+def _sent(graph: fx.GraphModule) -> list[str]:
+    return [str(n.target) for n in graph.graph.nodes if isinstance(n.target, Begin)]
+
+
+def _saved(parts: Partition) -> float:
+    """Bytes of what passes from forward to backward, beside parameters, buffers and inputs."""
+    known = {n.name for n in parts.forward.graph.nodes if n.op == "placeholder"}
+    results = {n.name: n for n in parts.forward.graph.nodes if isinstance(n.meta.get("val"), Tensor)}
+    return sum(nbytes(results[name].meta["val"]) for name in parts.saved if name in results and name not in known)
+
+
+@pytest.mark.parametrize("name", RECOMPUTED)
+def test_gradients_are_those_of_autograd(name: str) -> None:
+    worst, parts = compared(name, 3, RECOMPUTED[name])
+    _, kept = compared(name, 3)
+    assert worst < 1e-12
+    for again, once in zip(parts, kept, strict=True):
+        assert _sent(again.forward) == _sent(once.forward) and _sent(again.backward) == _sent(once.backward)
+    assert _saved(parts[0]) < _saved(kept[0])
+
+
+class _Checkpointed(GPT):
+    """Its blocks in checkpoints, as PyTorch's tutorials do it."""
+
+    use_reentrant = False
+
+    def forward(self, ids: Tensor, labels: Tensor | None = None) -> dict[str, Tensor]:
+        x = self.tok(ids) + self.pos(torch.arange(ids.shape[1]))
+        for block in self.blocks:
+            x = checkpoint(block, x, use_reentrant=self.use_reentrant)
+        logits = self.head(self.norm(x))
+        if labels is None:
+            return {"logits": logits}
+        return {"logits": logits, "loss": F.cross_entropy(logits.flatten(0, 1), labels.flatten())}
+
+
+class _Reentrant(_Checkpointed):
+    use_reentrant = True
+
+
+def _saved_by(call: Callable[[], Any], model: nn.Module) -> tuple[Any, int]:
+    """What a call returns, and the bytes of memory that it saves for backward beside the parameters'."""
+    storages: dict[int, Any] = {}
+
+    def pack(tensor: Tensor) -> Tensor:
+        storages[tensor.untyped_storage()._cdata] = tensor.untyped_storage()
+        return tensor
+
+    with saved_tensors_hooks(pack, lambda tensor: tensor):
+        result = call()
+    known = {p.untyped_storage()._cdata for p in model.parameters()}
+    return result, sum(storage.nbytes() for key, storage in storages.items() if key not in known)
+
+
+def _trained(model: nn.Module, batch: dict[str, Tensor]) -> tuple[list[float], int]:
+    """The losses of three steps of SGD, and what the last of them saved."""
+    optimizer, losses, saved = torch.optim.SGD(model.parameters(), 0.1), [], 0
+    torch.manual_seed(1)
+    for _ in range(3):
+        optimizer.zero_grad()
+        out, saved = _saved_by(lambda: model(**batch), model)
+        out["loss"].backward()
+        optimizer.step()
+        losses.append(float(out["loss"]))
+    return losses, saved
+
+
+def _hugging_face(checkpointing: bool) -> nn.Module:
+    config = transformers.LlamaConfig(
+        hidden_size=32, intermediate_size=64, num_attention_heads=4, num_key_value_heads=2, num_hidden_layers=3,
+        vocab_size=97, use_cache=False,
+    )  # fmt: skip
+    model = transformers.LlamaForCausalLM(config).train()
+    if checkpointing:
+        model.gradient_checkpointing_enable()
+    return model
+
+
+def _ratios(rank: int, kind: str) -> tuple[float, float, float, float]:
+    """Largest difference of losses and parameters; bytes saved to those without: sharded, and unsharded."""
+    ts.distributed.init_process_group()
+    torch.manual_seed(0)
+    ids = torch.randint(0, 97, (4, 16))
+    batch, recompute = {"labels": ids}, []
+    if kind == "hugging face":
+        batch["input_ids"], plan = ids, "auto"
+        plain, model = _hugging_face(False).double(), _hugging_face(True).double()
+    else:
+        batch["ids"], plan = ids, CASES["gpt"].plan
+        plain = GPT(p=0.1).double()
+        model = {"reentrant": _Reentrant, "checkpoint": _Checkpointed, "recompute": GPT}[kind](p=0.1).double()
+        recompute = ["blocks.*"] if kind == "recompute" else []
+    model.load_state_dict(plain.state_dict())
+    unsharded = [copy.deepcopy(plain), copy.deepcopy(model)]
+    sharded = [
+        ts.shard(plain, plan, example_kwargs=batch),
+        ts.shard(model, plan, example_kwargs=batch, recompute=recompute),
+    ]
+    (kept, before), (losses, after) = (_trained(each, batch) for each in sharded)
+    (wanted, full), (_, fewer) = (_trained(each, batch) for each in unsharded)
+    state, expected = sharded[1].full_state_dict(), unsharded[0].state_dict()
+    worst = max(float((state[name] - expected[name]).abs().max()) for name in expected)
+    worst = max(worst, *(abs(a - b) for a, b in zip(losses, wanted, strict=True)))
+    return worst, float(kept == losses), after / before, fewer / full
+
+
+@pytest.mark.parametrize("kind", ["checkpoint", "reentrant", "recompute", "hugging face"])
+def test_training_is_the_same_and_saves_less(kind: str) -> None:
+    """Masks are bit for bit those of the graph that keeps all."""
+    for worst, same, ours, theirs in run_ranks(_ratios, 2, kind):
+        assert worst < 1e-10 and same
+        assert ours < 0.45 and ours < theirs + 0.3
+
+
+def test_globs_name_modules() -> None:
+    model, x = nn.Sequential(nn.Linear(4, 4), nn.Sequential(nn.Linear(4, 4), nn.GELU())), torch.randn(2, 4)
+    assert refused(lambda: ts.plan(model, world_size=2, example_inputs=(x,), recompute="2"), "'2' matches no module")
+    plan = ts.plan(model, world_size=2, example_inputs=(x,), recompute=["1.*", "1"])
+    assert plan.recompute == ("1",) and ts.Plan.from_json(plan.to_json()).recompute == ("1",)
+    graph = compiled(model, plan, 2, (x,)).graph.graph
+    assert {n.meta.get("recompute") for n in graph.nodes if n.meta.get("module") == "1.1"} == {"1"}
+
+
+@pytest.mark.parametrize(
+    ("paths", "expected"), [(["a.b", "a", "ab"], ("a", "ab")), (["", "a"], ("",)), ([], ()), (["a", "a"], ("a",))]
+)
+def test_the_outermost_modules(paths: Sequence[str], expected: tuple[str, ...]) -> None:
+    assert outermost(paths) == expected

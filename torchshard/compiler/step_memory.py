@@ -1,0 +1,160 @@
+"""The most that a rank's step holds at a time beside its parameters, read off its graphs.
+
+A value's memory is taken by the op that makes it, and is free behind the last op that uses it; what forward saves lives
+on until backward has used it, results and gradients to the end. No op runs: what kernels and collectives take inside is
+not seen.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from itertools import count
+
+from torch import Tensor, fx
+
+from torchshard.distributed.ops import OPS, Begin, wait
+from torchshard.ir.graph import is_float, is_view, nbytes, results_of, values
+from torchshard.passes import Gradients, Partition, Segment, segments, step_graphs
+from torchshard.passes.nodes import int_arg, node_arg
+
+Block = int
+"""A piece of memory; several values may lie in it."""
+Blocks = tuple[Block | None, ...]
+"""One for each result of an op; None for what is no tensor."""
+
+
+@dataclass
+class _Memory:
+    """What is held: blocks, each by so many holders."""
+
+    peak: float = 0.0
+    _held: float = 0.0
+    _sizes: dict[Block, int] = field(default_factory=dict)
+    _holders: Counter[Block] = field(default_factory=Counter)
+    _numbers: Iterator[int] = field(default_factory=count)
+
+    def new(self, size: int) -> Block:
+        """Takes memory; somebody has to hold it next."""
+        block = next(self._numbers)
+        self._sizes[block] = size
+        self._held += size
+        self.peak = max(self.peak, self._held)
+        return block
+
+    def hold(self, blocks: Iterable[Block | None]) -> None:
+        """One more holder of each."""
+        self._holders.update(block for block in blocks if block is not None)
+
+    def release(self, blocks: Iterable[Block | None]) -> None:
+        """One holder fewer of each; what nobody holds is free."""
+        for block in blocks:
+            if block is not None:
+                self._holders[block] -= 1
+                if not self._holders[block]:
+                    self._held -= self._sizes[block]
+
+    def run(self, graph: fx.Graph, arguments: Sequence[Block | None]) -> list[Block | None]:
+        """Runs a graph whose caller holds its arguments, and gives up those of them that it does not hold twice.
+
+        Returns:
+            the blocks of its results, held once each.
+        """
+        places: dict[fx.Node, Blocks] = {}
+        last = {used: node for node in graph.nodes for used in node.all_input_nodes}
+        ends: list[Block | None] = []
+        rest = iter(arguments)
+        for node in graph.nodes:
+            if node.op == "placeholder":
+                places[node] = (next(rest),)
+            elif node.op == "output":
+                ends = [places[r][0] if isinstance(r, fx.Node) else None for r in results_of(graph)]
+                self.hold(ends)
+            else:
+                places[node] = self._places(node, places)
+                self.hold(places[node])
+            for used in (n for n in node.all_input_nodes if last[n] is node):
+                self.release(places[used])
+            if node not in last and node.op != "output":
+                self.release(places[node])
+        return ends
+
+    def _places(self, node: fx.Node, places: Mapping[fx.Node, Blocks]) -> Blocks:
+        if node.target is operator.getitem:
+            held = places[node_arg(node)]
+            return (held[int_arg(node, 1)],) if len(held) > 1 else held
+        if isinstance(node.target, Begin):
+            result = next(user for user in node.users if user.target is wait).meta["val"]
+            return places[node_arg(node)] if node.target.in_place else (self.new(nbytes(result)),)
+        lies_in_operand = is_view(node) or (node.target in OPS and OPS[node.target].kernel == "none")
+        if node.target is wait or lies_in_operand:
+            return places[node_arg(node)] * len(values(node))
+        return tuple(self.new(nbytes(value)) if isinstance(value, Tensor) else None for value in values(node))
+
+
+def step_peak(local: fx.GraphModule) -> float:
+    """Bytes of one training step of a rank: activations, gradients, and what is made on the way.
+
+    The gradient comes from the first number among the results, as a loss is, or from all of them. Parameters, buffers
+    and the call's arguments count nothing; a caller holds them.
+
+    Raises:
+        NotImplementedError, CaptureError: there is no graph of the backward.
+    """
+    parts = segments(local)
+    graphs = {number: step_graphs(part.graph) for number, part in enumerate(parts) if not part.is_view}
+    memory = _Memory()
+    blocks: dict[str, Block | None] = defaultdict(partial(memory.new, 0))
+    """Name of a value -> its memory; what a caller holds takes none."""
+    saved: dict[int, list[Block | None]] = {}
+    for number, part in enumerate(parts):
+        taken = [blocks[name] for name in part.arguments]
+        memory.hold(taken)
+        if part.is_view:
+            blocks |= dict.fromkeys(part.results, taken[0])
+            continue
+        ends = memory.run(graphs[number].forward.graph, taken)
+        blocks |= zip(part.results, ends, strict=False)
+        saved[number] = ends[len(part.results) :]
+    wanted = {node.name: memory.new(nbytes(node.meta["val"])) for node in _losses(local)}
+    memory.hold(wanted.values())
+    for number, part in reversed([*enumerate(parts)]):
+        _backward(memory, part, graphs.get(number), saved.get(number, []), wanted)
+    return memory.peak
+
+
+def _losses(local: fx.GraphModule) -> list[fx.Node]:
+    results = [r for r in results_of(local.graph) if isinstance(r, fx.Node) and is_float(r.meta.get("val"))]
+    losses = [r for r in results if r.meta.get("needs_grad")]
+    return [r for r in losses if r.meta["val"].numel() == 1][:1] or losses
+
+
+def _backward(
+    memory: _Memory, part: Segment, parts: Partition | None, saved: Sequence[Block | None], wanted: dict[str, Block]
+) -> None:
+    """Runs a segment's backward: of the gradients that are there, it takes its results' and adds its arguments'."""
+    given = tuple(name in wanted for name in part.results)
+    taken = {name: wanted.pop(name) for name in part.results if name in wanted}
+    if parts is None:  # a view's gradient is a view
+        wanted |= dict.fromkeys(part.arguments[: len(taken)], *taken.values())
+        return
+    for_given = _with_gradients(part, parts, given) if any(given) else None
+    if for_given is None:
+        memory.release(saved)
+        return
+    by_name = dict(zip(parts.saved, saved, strict=True))
+    arguments = [by_name[name] for name in for_given.saved]
+    memory.release(block for name, block in by_name.items() if name not in for_given.saved)
+    memory.hold(taken.values())  # autograd does, until the segment's backward has run
+    found = memory.run(for_given.backward.graph, [*arguments, *taken.values()])
+    memory.release(taken.values())
+    for name, block in zip(part.arguments, found, strict=True):
+        if block is not None and wanted.setdefault(name, block) != block:
+            memory.release([block])  # autograd adds it to the other
+
+
+def _with_gradients(part: Segment, parts: Partition, given: Gradients) -> Partition:
+    return parts if given == tuple(parts.given) else step_graphs(part.graph, given)
