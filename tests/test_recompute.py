@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import dataclasses
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -19,6 +20,7 @@ from tests.compiled import compiled
 from tests.helpers import refused, run_ranks
 from tests.models import CASES, GPT
 from tests.test_step import compared
+from torchshard.compiler.memory import predicted_memory
 from torchshard.core.paths import outermost
 from torchshard.distributed.ops import Begin
 from torchshard.ir.graph import nbytes
@@ -156,3 +158,39 @@ def test_globs_name_modules() -> None:
 )
 def test_the_outermost_modules(paths: Sequence[str], expected: tuple[str, ...]) -> None:
     assert outermost(paths) == expected
+
+
+# --- limits of memory ------------------------------------------------------------------------------------------------
+
+
+class _Layers(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Sequential(nn.Linear(8, 64), nn.GELU(), nn.Linear(64, 8)) for _ in range(6))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = x + layer(x)
+        return x
+
+
+SLOW_TO_SEND = ts.Machine("slow to send", link_bandwidth=1e6, launch=1e-2)
+
+
+@pytest.mark.parametrize(("batch", "again"), [(512, True), (2, False)])
+def test_a_limit_is_met_by_what_takes_less_time(batch: int, again: bool) -> None:
+    """Many activations: layers are computed again, and no more of them than it takes. Many weights: they are split."""
+    call: dict[str, Any] = {"world_size": 2, "example_inputs": (torch.randn(batch, 8),), "machine": SLOW_TO_SEND}
+    free = ts.plan(_Layers(), memory="1GiB", **call)
+    assert not free.recompute
+    limit = 0.7 * free.costs.memory["peak"]
+    made = ts.plan(_Layers(), memory=limit, **call)
+    assert made.costs.memory["peak"] <= limit and made.costs.seconds > free.costs.seconds
+    assert bool(made.recompute) is again
+    assert made.costs.gap == pytest.approx(made.costs.seconds - free.costs.seconds)
+    if again:
+        assert list(made.recompute) == [f"layers.{i}" for i in range(len(made.recompute))]
+        assert f"computes {len(made.recompute)} modules again, in place of keeping their values: layers.*" in str(made)
+        fewer = ts.plan(_Layers(), dataclasses.replace(made, recompute=made.recompute[:-1]), **call)
+        assert predicted_memory(fewer.graph, fewer)["peak"] > limit
+    assert ts.check(_Layers(), made, world_size=2, example_inputs=call["example_inputs"]).ok

@@ -3,18 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 from torch import fx
 
 from torchshard.capture.facts import ModelFacts
 from torchshard.compiler.constraints import Constraints, does_not_fit, stored
-from torchshard.compiler.memory import OPTIMIZER_STATES, predicted_memory
+from torchshard.compiler.limit import Limit, search_within
+from torchshard.compiler.memory import OPTIMIZER_STATES
 from torchshard.core.layouts import Layout
 from torchshard.core.mesh import MeshAxis
 from torchshard.core.notation import Choice
 from torchshard.ir.graph import is_tensor_op
-from torchshard.passes import rewrite
 from torchshard.passes.annotate import planned_choice
 from torchshard.planner.conversions import conversions_of
 from torchshard.planner.costs import CostModel
@@ -37,17 +37,21 @@ def plan_graph(module: fx.GraphModule, facts: ModelFacts, constraints: Constrain
     given, machine = constraints.plan, constraints.objective.machine
     if given is not None and constraints.objective.any_machine:
         machine = given.machine
-    costs = CostModel(machine, constraints.axis)
+    costs = CostModel(machine, constraints.axis, constraints.recompute)
     limit = None
     if constraints.objective.memory is not None:
-        limit = _Limit(module, costs, constraints.objective.memory)
+        limit = Limit(module, costs, constraints.objective.memory)
     problem = PlanningProblem(module.graph, costs, _graph_constraints(module.graph, constraints), limit)
     if given is not None and all(n.name in given.choices for n in module.graph.nodes if is_tensor_op(n)):
         result = _as_given(problem, given, constraints)
         conversions = given.conversions
         problem = replace(problem, constraints=replace(problem.constraints, options={}, parameters=constraints.layouts))
     else:
-        result, conversions = search(module.graph, costs, problem.constraints, limit), {}
+        if limit is None:
+            result = search(module.graph, costs, problem.constraints)
+        else:
+            result, problem = search_within(problem, limit)
+        conversions = {}
         idle = _idle_layouts(module.graph, facts, constraints)
         result = replace(result, parameters={**result.parameters, **idle, **constraints.layouts})
     plan = Plan(
@@ -59,7 +63,7 @@ def plan_graph(module: fx.GraphModule, facts: ModelFacts, constraints: Constrain
         fingerprint=facts.signature,
         machine=machine,
         static=constraints.is_static,
-        recompute=constraints.recompute,
+        recompute=problem.model.recompute,
         problem=problem,
     )
     memory = {} if limit is None else limit.estimate(plan)
@@ -116,25 +120,6 @@ def _with_fewer_ranks(problem: PlanningProblem, plan: Plan) -> dict[int, float]:
     """Seconds of a step on fewer ranks, with the same choices: on 1, 2, 4, ... of them."""
     seconds = {}
     for ranks in (2**i for i in range((plan.world_size - 1).bit_length())):
-        fewer = replace(problem, model=CostModel(problem.model.machine, MeshAxis(ranks)))
+        fewer = replace(problem, model=CostModel(problem.model.machine, MeshAxis(ranks), plan.recompute))
         seconds[ranks] = fewer.costs_of(plan.choices, plan.parameters).seconds
     return seconds
-
-
-@dataclass(frozen=True)
-class _Limit:
-    """A limit of the memory that a training step takes on a rank."""
-
-    module: fx.GraphModule
-    costs: CostModel
-    nbytes: float
-
-    def estimate(self, plan: Plan) -> dict[str, float]:
-        """What a plan takes; see `predicted_memory`."""
-        return predicted_memory(rewrite(self.module, plan), plan)
-
-    def __call__(self, choices: Mapping[str, Choice], layouts: Mapping[str, Layout]) -> bool:
-        """Whether a plan of these choices and layouts is within it."""
-        conversions = conversions_of(self.module.graph, self.costs, choices, layouts)
-        plan = Plan(self.costs.axis.size, layouts, choices, conversions)
-        return self.estimate(plan)["peak"] <= self.nbytes

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Container, Iterator, Sequence
 
 
 def star_numbers(path: str) -> str:
@@ -31,6 +31,17 @@ def outermost(paths: Sequence[str]) -> tuple[str, ...]:
     """The modules that are within no other one of them."""
     inner = {path for path in paths if any(other in paths for other in enclosing(path))}
     return tuple(dict.fromkeys(path for path in paths if path not in inner))
+
+
+def module_around(path: str, modules: Container[str]) -> str | None:
+    """The one of these modules that a module is within, or is; the outermost if there are several."""
+    return next((around for around in (*enclosing(path), path) if around in modules), None)
+
+
+def layer_of(path: str) -> str | None:
+    """The outermost numbered module that one is in, as the layers of a model are: 'blocks.0' for 'blocks.0.mlp.2'."""
+    names = path.split(".")
+    return next((".".join(names[: i + 1]) for i, name in enumerate(names) if name.isdigit()), None)
 
 
 def enclosing(path: str) -> Iterator[str]:

@@ -12,6 +12,7 @@ needs_grad   whether a gradient flows back through the value
 note         of a collective: the conversion and its consumers
 recompute    of an op: the region whose values backward computes again, in place of saving them
 is_backward  of a node of a joint graph: whether it belongs to the backward
+origin       of a node of a recorded part: the number of the op that it comes from
 
 The module's own meta has 'axis': the mesh axis that the rewritten graph is split over.
 """
@@ -39,7 +40,7 @@ from torchshard.custom_ops.whole import WholeCall
 from torchshard.distributed.ops import is_collective
 from torchshard.rules import Call, TensorType, is_random, row_of, writes_statistics
 
-ORIGIN = ("module", "source", "needs_grad", "recompute", "is_backward")
+ORIGIN = ("module", "source", "needs_grad", "recompute", "is_backward", "origin")
 """The facts about an op that hold for what replaces it, too."""
 Size = int | torch.SymInt
 """A size in the shape of a fake tensor."""
@@ -339,18 +340,24 @@ def where(node: fx.Node) -> str:
 
 
 def duplicate(module: fx.GraphModule) -> fx.GraphModule:
-    """A copy of a graph; fake values are shared.
-
-    A copy that is to be called needs `recompile()` first. Most are only read or run node by node, and to generate code
-    takes longer than to copy the nodes.
-    """
-    result = fx.GraphModule(nn.Module(), fx.Graph())
+    """A copy of a graph, made as by `empty_module`; fake values are shared."""
+    result = empty_module(module.meta)
     copies: dict[fx.Node, fx.Node] = {}
     for node in module.graph.nodes:
         copies[node] = result.graph.node_copy(node, lambda n: copies[n])
         copies[node].meta = copy.copy(node.meta)
-    result.meta = dict(module.meta)
     return result
+
+
+def empty_module(meta: Mapping[str, Any]) -> fx.GraphModule:
+    """A module whose graph has no nodes yet.
+
+    One that is to be called needs `recompile()` first. Most are only read or run node by node, and to generate code
+    takes longer than to add the nodes.
+    """
+    module = fx.GraphModule(nn.Module(), fx.Graph())
+    module.meta = dict(meta)
+    return module
 
 
 def name_after(node: fx.Node, name: str) -> None:

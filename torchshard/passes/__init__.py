@@ -6,6 +6,7 @@ insert      -> collectives between producers and consumers that disagree
 simplify    -> biases back in their ops where no collective came between
 localize    -> this rank's sizes
 segments    -> parts that end where a result is used for another
+record      -> each layer's forward and backward, of alike ones once
 differentiate -> forward and backward in one graph
 partition   -> a graph of each
 schedule    -> collectives in flight while other ops run
@@ -23,13 +24,14 @@ from torch import fx
 from torchshard.core.mesh import Coordinate
 from torchshard.ir.graph import duplicate
 from torchshard.passes.annotate import annotate
-from torchshard.passes.differentiate import Gradients, differentiate, has_backward
+from torchshard.passes.differentiate import differentiate, has_backward
 from torchshard.passes.direct import direct
 from torchshard.passes.insert import insert
 from torchshard.passes.localize import localize
 from torchshard.passes.normalize import normalize
 from torchshard.passes.partition import Partition, partition
 from torchshard.passes.propagate import Seen
+from torchshard.passes.record import Gradients
 from torchshard.passes.schedule import schedule
 from torchshard.passes.segments import Segment, segments
 from torchshard.passes.simplify import simplify

@@ -16,7 +16,7 @@ from torchshard.core.errors import PlanError
 from torchshard.core.layouts import I, Shard
 from torchshard.core.mesh import MeshAxis
 from torchshard.core.notation import Choice, Row
-from torchshard.core.paths import enclosing
+from torchshard.core.paths import module_around
 from torchshard.ir.graph import is_tensor_op, node_row, where, whole_choice
 from torchshard.passes.nodes import int_arg, node_arg
 from torchshard.plans.plan import Plan
@@ -39,16 +39,11 @@ def annotate(module: fx.GraphModule, plan: Plan) -> bool:
             node.meta["layouts"] = (layouts[index],) if index < len(layouts) else (I,)
         elif node.op == "call_function":
             node.meta["layouts"] = (I,)
-        if node.op == "call_function" and (region := _region(node, plan)) is not None:
+        region = module_around(node.meta.get("module", ""), plan.recompute)
+        if node.op == "call_function" and region is not None:
             # a checkpoint in the model's code comes first
             node.meta.setdefault("recompute", region or "the model")
     return True
-
-
-def _region(node: fx.Node, plan: Plan) -> str | None:
-    """The module of the plan's `recompute` that an op is in."""
-    path = node.meta.get("module", "")
-    return next((around for around in (*enclosing(path), path) if around in plan.recompute), None)
 
 
 def legal_choices(node: fx.Node, row: Row | None, axis: MeshAxis, planned: Choice) -> Iterable[Choice]:

@@ -17,13 +17,14 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
-from torch import fx, nn
+from torch import fx
 from torch.fx.node import Argument
 
 from torchshard.distributed.ops import communicates
 from torchshard.ir.graph import (
     drop_dead_code,
     emit,
+    empty_module,
     is_tensor,
     is_view,
     results_of,
@@ -32,9 +33,8 @@ from torchshard.ir.graph import (
     writes,
     written_buffers,
 )
-from torchshard.passes.differentiate import Gradients
-from torchshard.passes.functionalize import functionalize
 from torchshard.passes.nodes import node_arg
+from torchshard.passes.record import Gradients
 
 aten = torch.ops.aten
 
@@ -54,12 +54,7 @@ class Partition:
 
 
 def partition(joint: fx.GraphModule) -> Partition:
-    """Cuts a joint graph at its first node of the backward, which `differentiate` has marked.
-
-    Raises:
-        CaptureError: a gradient is computed by writes that have no functional form.
-    """
-    functionalize(joint, keep_stores=True)
+    """Cuts a joint graph at its first node of the backward, which `differentiate` has marked."""
     _tidy(joint)
     _keep_before_writes(joint)
     results, gradients = results_of(joint.graph)
@@ -146,7 +141,8 @@ def _part(
     joint: fx.GraphModule, nodes: Sequence[fx.Node], results: Sequence[Argument], arguments: Iterable[fx.Node] = ()
 ) -> fx.GraphModule:
     """A graph of some of the nodes of another."""
-    graph, copies = fx.Graph(), dict[fx.Node, fx.Node]()
+    module, copies = empty_module(joint.meta), dict[fx.Node, fx.Node]()
+    graph = module.graph
     for node in nodes:
         if node in arguments:
             copies[node] = graph.placeholder(node.name)
@@ -155,8 +151,6 @@ def _part(
         copies[node].name = node.name
         copies[node].meta = {"kind": "saved", "path": node.name} | node.meta
     graph.output(fx.map_arg(tuple(results), lambda n: copies[n]))
-    module = fx.GraphModule(nn.Module(), graph)
-    module.meta = dict(joint.meta)
     drop_dead_code(module)
     return module
 
@@ -171,6 +165,8 @@ def _tidy(joint: fx.GraphModule) -> None:
         if same is not None and not (node in results and same in results):
             if node in results:
                 results.add(same)
+            if same.meta.get("is_backward"):  # the one may be known as a gradient, and the other not
+                same.meta = node.meta | same.meta
             node.replace_all_uses_with(same)
             joint.graph.erase_node(node)
 

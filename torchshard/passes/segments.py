@@ -9,12 +9,13 @@ that they may be changed in place.
 from __future__ import annotations
 
 import operator
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
-from torch import fx, nn
+from torch import fx
 
-from torchshard.ir.graph import drop_dead_code, is_tensor, is_view, placeholders, results_of
+from torchshard.core.paths import layer_of
+from torchshard.ir.graph import drop_dead_code, empty_module, is_tensor, is_view, placeholders, results_of
 
 
 @dataclass(frozen=True)
@@ -34,13 +35,37 @@ def segments(local: fx.GraphModule) -> list[Segment]:
     """The segments of a rank's graph, in the order in which they run; together they compute what the graph does."""
     results = {node for node in results_of(local.graph) if isinstance(node, fx.Node)}
     parts = list(_parts(local.graph, results))
-    operands = [_operands(part, through_views=_is_view_result(part[0], results)) for part in parts]
+    return _cut(local, parts, [_is_view_result(part[0], results) for part in parts])
+
+
+def layers(local: fx.GraphModule) -> list[Segment]:
+    """The same for parts that belong to one layer of the model each (see `layer_of`), or lie between two."""
+    parts: list[list[fx.Node]] = []
+    last = None
+    for node in _ops(local.graph):
+        layer = layer_of(node.meta.get("module", ""))
+        if not parts or layer != last:
+            parts.append([])
+        parts[-1] += _with_elements(node)
+        last = layer
+    return _cut(local, parts, [False] * len(parts))
+
+
+def _cut(local: fx.GraphModule, parts: Sequence[list[fx.Node]], are_views: Sequence[bool]) -> list[Segment]:
+    results = {node for node in results_of(local.graph) if isinstance(node, fx.Node)}
+    operands = [_operands(part, through_views=views) for part, views in zip(parts, are_views, strict=True)]
     made = []
-    for number, (part, (arguments, again)) in enumerate(zip(parts, operands, strict=True)):
-        used = results.union(*(later for later, _ in operands[number + 1 :]))
+    used = results  # by what comes later
+    for part, (arguments, again), views in reversed([*zip(parts, operands, are_views, strict=True)]):
         given = [node for node in part if node in used]
-        made.append(_segment(local, part, arguments, again, given, is_view=_is_view_result(part[0], results)))
-    return made
+        made.append(_segment(local, part, arguments, again, given, is_view=views))
+        used = used | arguments.keys()
+    return made[::-1]
+
+
+def _ops(graph: fx.Graph) -> Iterator[fx.Node]:
+    """The ops of a graph but those that take an element of another's result, which belong to that."""
+    return (node for node in graph.nodes if node.op == "call_function" and node.target is not operator.getitem)
 
 
 def _is_view_result(node: fx.Node, results: set[fx.Node]) -> bool:
@@ -50,9 +75,7 @@ def _is_view_result(node: fx.Node, results: set[fx.Node]) -> bool:
 def _parts(graph: fx.Graph, results: set[fx.Node]) -> Iterator[list[fx.Node]]:
     """The ops of each segment; those that are views of results are in segments of their own."""
     part: list[fx.Node] = []
-    for node in graph.nodes:
-        if node.op != "call_function" or node.target is operator.getitem:
-            continue
+    for node in _ops(graph):
         values = list(_with_elements(node))
         views = [value for value in values if _is_view_result(value, results)]
         part += [value for value in values if value not in views]
@@ -111,7 +134,8 @@ def _segment(
     *,
     is_view: bool,
 ) -> Segment:
-    graph, copies = fx.Graph(), dict[fx.Node, fx.Node]()
+    module, copies = empty_module(local.meta), dict[fx.Node, fx.Node]()
+    graph = module.graph
     order = {node: i for i, node in enumerate(placeholders(local.graph))}
     taken = sorted(arguments, key=lambda n: order.get(n, len(order)))
     for node in taken:
@@ -122,7 +146,5 @@ def _segment(
         copy.name = node.name
         copy.meta = {"kind": "input", "path": node.name} | node.meta
     graph.output(tuple(copies[n] for n in given))
-    module = fx.GraphModule(nn.Module(), graph)
-    module.meta = dict(local.meta)
     drop_dead_code(module)
     return Segment(module, tuple(n.name for n in taken), tuple(n.name for n in given), is_view)

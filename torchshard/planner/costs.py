@@ -17,6 +17,7 @@ from torchshard.core.conversions import ROUNDS, ConversionStep, Steps, kernels, 
 from torchshard.core.layouts import Layout, Shard, largest_share, local_size
 from torchshard.core.mesh import MeshAxis
 from torchshard.core.notation import Choice, Dim, Row
+from torchshard.core.paths import module_around
 from torchshard.custom_ops.recurrent import RECURRENCES
 from torchshard.custom_ops.whole import OpKey, entry
 from torchshard.ir.graph import hint, nbytes, node_row, operands, values
@@ -164,6 +165,8 @@ class CostModel:
 
     machine: Machine
     axis: MeshAxis
+    recompute: tuple[str, ...] = ()
+    """The modules whose values backward computes again."""
     _prices: dict[Value, dict[ConversionStep, float]] = field(
         default_factory=dict, compare=False, repr=False, kw_only=True
     )
@@ -234,7 +237,13 @@ class CostModel:
         else:
             bandwidth = min(m.elementwise_bandwidth, m.memory_bandwidth / FUSED)
             work = self._traffic(op, choice) / bandwidth
-        return (m.op_overhead + work) * (1 + op.backward_ratio)
+        return (m.op_overhead + work) * (1 + self.is_recomputed(op.node) + op.backward_ratio)
+
+    def is_recomputed(self, node: fx.Node) -> bool:
+        """Whether backward computes the values of an op again."""
+        if not node.meta.get("needs_grad"):
+            return False
+        return "recompute" in node.meta or module_around(node.meta.get("module", ""), self.recompute) is not None
 
     def flops(self, op: Op, choice: Choice) -> float:
         """The floating-point operations of an op's products on the rank that has the most, forward."""
@@ -258,7 +267,8 @@ class CostModel:
     def saved(self, op: Op, choice: Choice) -> float:
         """Bytes that autograd keeps for an op's backward, roughly: its operands, unless it is linear in all of them."""
         linear = op.row.options.linear if op.row is not None else ()
-        if not op.backward_ratio or op.is_view or any(len(together) == len(op.inputs) for together in linear):
+        is_linear = any(len(together) == len(op.inputs) for together in linear)
+        if not op.backward_ratio or op.is_view or is_linear or self.is_recomputed(op.node):
             return 0.0
         kept = [(value, at) for node, value, at in zip(op.inputs, op.operands, choice.operands, strict=True)
                 if node.op != "placeholder" and value.dtype.is_floating_point]  # fmt: skip

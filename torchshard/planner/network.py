@@ -133,7 +133,9 @@ class Network:
 def build(graph: fx.Graph, costs: CostModel, constraints: GraphConstraints, *, fold: bool = True) -> Network:
     """The network of a graph; with `fold` each run of repeated blocks is there once."""
     try:
-        return _Builder(graph, costs, constraints, Folded.of(graph, constraints.differences(graph), fold=fold)).network
+        keys = constraints.differences(graph)
+        keys |= {node: (keys.get(node), "recomputed") for node in graph.nodes if costs.is_recomputed(node)}
+        return _Builder(graph, costs, constraints, Folded.of(graph, keys, fold=fold)).network
     except _Uneven as error:
         log.info("repeated blocks are planned one by one: %s", error)
         return build(graph, costs, constraints, fold=False)

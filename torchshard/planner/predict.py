@@ -30,7 +30,7 @@ def predict(
     for node in consumers(graph):
         choice = choices.get(node.name)
         if choice is not None:
-            key = (id(node_row(node) or node), id(choice), _flows(node))
+            key = (id(node_row(node) or node), id(choice), _flows(node), model.is_recomputed(node))
             if key not in known:
                 op = Op.of(node)
                 known[key] = (model.seconds(op, choice), model.inside(op, choice))

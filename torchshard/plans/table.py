@@ -10,7 +10,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from torchshard.core.layouts import I, Layout
-from torchshard.core.paths import star_differences, star_numbers
+from torchshard.core.paths import star_differences, star_last_number, star_numbers
 from torchshard.plans.data import Collective, Costs, PlanData
 from torchshard.plans.machine import size_text
 
@@ -110,6 +110,11 @@ def summary(plan: PlanData) -> list[str]:
         lines.append(f"  one rank alone: {1e3 * costs.fewer[1]:.3g} ms{_faster_with_fewer(costs)}")
     if "peak" in costs.memory:
         lines.append(f"  a training step takes {size_text(costs.memory['peak'])} on the rank that holds the most")
+    if plan.recompute:
+        stars = ", ".join(dict.fromkeys(map(star_last_number, plan.recompute)))
+        lines.append(
+            f"  backward computes {len(plan.recompute)} modules again, in place of keeping their values: {stars}"
+        )
     if costs.gap > 1e-3 * costs.seconds:
         lines.append(f"  another plan within the same budget may be better, by {1e3 * costs.gap:.3g} ms at most")
     return lines

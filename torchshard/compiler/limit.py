@@ -1,0 +1,84 @@
+"""The fastest plan within a limit of memory: more is split, or layers are computed again in backward."""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+
+from torch import fx
+
+from torchshard.compiler.memory import predicted_memory
+from torchshard.core.layouts import Layout
+from torchshard.core.notation import Choice
+from torchshard.core.paths import layer_of, outermost
+from torchshard.passes import rewrite
+from torchshard.planner.conversions import conversions_of
+from torchshard.planner.costs import CostModel
+from torchshard.planner.problem import PlanningProblem
+from torchshard.planner.search import SearchResult, search
+from torchshard.plans.plan import Plan
+
+
+@dataclass(frozen=True)
+class Limit:
+    """The most memory that a training step may take on a rank."""
+
+    module: fx.GraphModule
+    costs: CostModel
+    nbytes: float
+
+    def estimate(self, plan: Plan) -> dict[str, float]:
+        """What a plan takes; see `predicted_memory`."""
+        return predicted_memory(rewrite(self.module, plan), plan)
+
+    def __call__(self, choices: Mapping[str, Choice], layouts: Mapping[str, Layout]) -> bool:
+        """Whether a plan of these choices and layouts is within it."""
+        conversions = conversions_of(self.module.graph, self.costs, choices, layouts)
+        plan = Plan(self.costs.axis.size, layouts, choices, conversions, recompute=self.costs.recompute)
+        return self.estimate(plan)["peak"] <= self.nbytes
+
+
+def search_within(problem: PlanningProblem, limit: Limit) -> tuple[SearchResult, PlanningProblem]:
+    """The fastest plan found that fits, and the problem with the layers that it computes again.
+
+    Three ways are compared: nothing more is computed again; the fastest plan, with as few layers computed again as make
+    it fit; the fastest that fits with all of them, with as few as that needs. The first layers are taken, because
+    backward comes to them last, when the memory of the others is free.
+    """
+    graph, constraints = problem.graph, problem.constraints
+
+    def recomputing(layers: Sequence[str]) -> PlanningProblem:
+        model = replace(problem.model, recompute=outermost([*problem.model.recompute, *layers]))
+        return replace(problem, model=model, fits=replace(limit, costs=model))
+
+    found = search(graph, problem.model, constraints, limit)
+    layers = _layers(problem)
+    if not layers or (found.fits and not found.gap):
+        return found, problem
+    everything = recomputing(layers)
+    fastest = search(graph, problem.model, constraints, lambda *_: True)
+    leanest = search(graph, everything.model, constraints, everything.fits)
+    ways = [(found, problem)]
+    for result in (fastest, leanest):
+        growing = [recomputing(layers[: count + 1]) for count in range(len(layers))]
+        ways.append((result, growing[bisect_left(growing, True, 0, len(layers) - 1, key=partial(_fits, result))]))
+    fitting = [(result, chosen) for result, chosen in ways if _fits(result, chosen)]
+    if not fitting:
+        return replace(leanest, fits=False), everything
+    seconds = [chosen.costs_of(result.choices, result.parameters).seconds for result, chosen in fitting]
+    best = min(range(len(fitting)), key=seconds.__getitem__)
+    least = problem.costs_of(fastest.choices, fastest.parameters).seconds
+    return replace(fitting[best][0], gap=max(seconds[best] - least, 0.0)), fitting[best][1]
+
+
+def _fits(result: SearchResult, problem: PlanningProblem) -> bool:
+    return problem.fits is None or problem.fits(result.choices, result.parameters)
+
+
+def _layers(problem: PlanningProblem) -> list[str]:
+    """The layers whose values are kept so far, in the order in which forward comes to them."""
+    trained = (node for node in problem.graph.nodes if node.op == "call_function" and node.meta.get("needs_grad"))
+    kept = (layer_of(node.meta.get("module", "")) for node in trained if not problem.model.is_recomputed(node))
+    return [*dict.fromkeys(layer for layer in kept if layer is not None)]

@@ -1,0 +1,229 @@
+"""Records a part of a rank's graph with its backward, as AOTAutograd does: `make_fx` of forward and autograd.grad.
+
+Each op has PyTorch's own gradient, and each collective its dual. Parts that are alike, as the layers of a model are,
+are recorded once: a recording knows the part's ops by their numbers alone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import torch
+from torch import Tensor, fx, nn
+from torch._dispatch.python import enable_python_dispatcher
+from torch.autograd.graph import saved_tensors_hooks
+from torch.fx.experimental.proxy_tensor import get_proxy_mode, get_proxy_slot, make_fx
+
+from torchshard.core.autocast import autocasting
+from torchshard.ir.graph import Mode, fake_mode, is_float, placeholders, results_of, size_expr, values
+from torchshard.passes.functionalize import functionalize
+
+Gradients = tuple[bool, ...]
+"""For each result of a graph, whether backward is given its gradient."""
+
+
+@dataclass(frozen=True)
+class Recording:
+    """The joint graph of a part: (arguments, a gradient for each floating result) -> (results, gradients).
+
+    Its nodes' meta has 'is_backward'; 'origin', the number of the part's node whose forward or backward it belongs to;
+    and as 'value' or 'gradient' the number of the node whose value or gradient it is, if it is one.
+    A gradient is None where an argument needs none, or where it does not depend on those that are given.
+    """
+
+    graph: fx.Graph
+    given: Gradients
+    """The results whose gradients are given and have an effect."""
+
+
+def recorded(part: fx.GraphModule, given: Gradients) -> Recording:
+    """The recording of a part, or of one that is alike.
+
+    Raises:
+        NotImplementedError: the gradients hold for some of the sizes alone that the graph holds for.
+        CaptureError: a gradient is computed by writes that have no functional form.
+    """
+    mode = fake_mode(part.graph)
+    known = _known.setdefault(mode, {}) if isinstance(mode, torch._subclasses.FakeTensorMode) else {}
+    key = _key(part.graph), given
+    if key not in known:
+        known[key] = _record(part, given, mode)
+    return known[key]
+
+
+_known: WeakKeyDictionary[Any, dict[object, Recording]] = WeakKeyDictionary()
+"""The mode of a captured graph -> its parts that were recorded."""
+
+
+def _key(graph: fx.Graph) -> tuple[object, ...]:
+    """Equal for parts that compute the same, of values that lie in memory alike."""
+    number = {node: f"%{i}" for i, node in enumerate(graph.nodes)}
+    return tuple(
+        (
+            node.target if node.op == "call_function" else node.op,
+            str(fx.map_arg((node.args, node.kwargs), lambda n: number[n])),
+            tuple(map(_type, values(node))),
+            bool(node.meta.get("needs_grad")),
+        )
+        for node in graph.nodes
+    )
+
+
+def _type(value: object) -> object:
+    if not isinstance(value, Tensor):
+        return str(value)
+    shape, strides = (tuple(map(size_expr, sizes)) for sizes in (value.shape, value.stride()))
+    return shape, strides, value.dtype, value.device
+
+
+def _record(part: fx.GraphModule, given: Gradients, mode: Mode) -> Recording:
+    sources, results = placeholders(part.graph), results_of(part.graph)
+    with mode:
+        primals = [_leaf(node) for node in sources]
+        tangents = [torch.empty_like(n.meta["val"]) for n in results if is_float(n.meta.get("val"))]
+    recorder, guards = _Recorder(part), _guards(mode)
+    chosen: list[bool] = []
+
+    def joint(primals: list[Tensor], tangents: list[Tensor]) -> tuple[Any, Any]:
+        made, rest = recorder.run(*primals), iter(tangents)
+        recorder.begin_backward()
+        chosen[:] = [_has_gradient(value) and is_given for value, is_given in zip(made, given, strict=True)]
+        gradients = [next(rest) if is_float(value) else None for value in made]
+        wanted = [primal for primal in primals if primal.requires_grad]
+        pairs = [(v, g) for v, g, is_chosen in zip(made, gradients, chosen, strict=True) if is_chosen]
+        found = iter(_gradients([v for v, _ in pairs], wanted, [g for _, g in pairs]))
+        return made, [next(found) if primal.requires_grad else None for primal in primals]
+
+    with (
+        mode,
+        enable_python_dispatcher(),
+        torch.enable_grad(),
+        autocasting(()),
+        saved_tensors_hooks(_same, _same),  # checkpoints around the call would keep what is recorded
+    ):
+        traced = make_fx(joint)(primals, tangents)
+    if _guards(mode) > guards:
+        raise NotImplementedError("its gradients assume more of the sizes than the graph does")
+    recorder.describe(traced.graph)
+    for placeholder, source in zip(placeholders(traced.graph), sources, strict=False):
+        placeholder.meta |= {key: source.meta[key] for key in ("kind", "path")}
+    for placeholder in placeholders(traced.graph)[len(sources) :]:
+        placeholder.meta["kind"] = "gradient"
+    ends = results_of(traced.graph)
+    traced.graph.output_node().args = ((tuple(ends[: len(results)]), tuple(ends[len(results) :])),)
+    module = fx.GraphModule(nn.Module(), traced.graph)
+    functionalize(module, keep_stores=True)
+    return Recording(module.graph, tuple(chosen))
+
+
+def _guards(mode: Mode) -> int:
+    """How many assumptions of dynamic sizes PyTorch has made."""
+    shape_env = getattr(mode, "shape_env", None)
+    return len(shape_env.guards) if shape_env is not None else 0
+
+
+def _same(tensor: Tensor) -> Tensor:
+    return tensor
+
+
+def _gradients(results: Sequence[Any], wanted: Sequence[Tensor], given: Sequence[Any]) -> Sequence[Tensor | None]:
+    """As torch.autograd.grad, which refuses to be asked for none."""
+    if not results or not wanted:
+        return [None] * len(wanted)
+    return torch.autograd.grad(results, wanted, given, allow_unused=True)
+
+
+def _leaf(node: fx.Node) -> Tensor:
+    """A fake tensor of its own for a placeholder, for equal ones share theirs."""
+    value: Tensor = node.meta["val"]
+    leaf = torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device=value.device)
+    return leaf.requires_grad_(bool(node.meta.get("needs_grad")))
+
+
+def _has_gradient(value: object) -> bool:
+    return isinstance(value, Tensor) and value.requires_grad
+
+
+class _Recorder(fx.Interpreter):
+    """Runs a part while PyTorch records it, and notes which recorded node is which value or gradient."""
+
+    def __init__(self, part: fx.GraphModule) -> None:
+        super().__init__(part)
+        self._number = {node: i for i, node in enumerate(part.graph.nodes)}
+        self._values: dict[fx.Node, int] = {}
+        """Recorded node -> the number of the node whose value it is."""
+        self._gradients: dict[fx.Node, int] = {}
+        """Recorded node -> the number of the node whose gradient it is."""
+        self._origins: dict[fx.Node, int] = {}
+        """Recorded node -> the number of the op whose forward or backward records the nodes behind it."""
+        self._last: fx.Node | None = None
+        """The last recorded node of the forward."""
+        self._steps: set[Any] = set()
+        """Steps of autograd's backward that are marked."""
+
+    def run_node(self, n: fx.Node) -> Any:
+        """Runs an op, and notes its value and, when backward comes to it, its gradient."""
+        if n.op != "call_function":
+            return super().run_node(n)
+        number = self._number[n]
+        self._mark(number)
+        result = super().run_node(n)
+        for tensor in result if isinstance(result, (list, tuple)) else [result]:
+            if _has_gradient(tensor):
+                self._follow(tensor.grad_fn, number)
+        if isinstance(result, Tensor):
+            self._values.setdefault(_recorded(result), number)
+            if result.requires_grad:
+                result.register_hook(lambda gradient: self._note_gradient(gradient, number))
+        return result
+
+    def _note_gradient(self, gradient: Tensor, number: int) -> None:
+        self._gradients.setdefault(_recorded(gradient), number)
+
+    def _follow(self, step: Any, origin: int) -> None:
+        """Marks the steps of an op's backward as belonging to the op; earlier ops' steps are marked already."""
+        waiting = [step]
+        while waiting:
+            step = waiting.pop()
+            if step is not None and step not in self._steps and step.next_functions:
+                self._steps.add(step)
+                step.register_prehook(lambda grads: self._mark(origin))
+                waiting += [following for following, _ in step.next_functions]
+
+    def _mark(self, origin: int) -> None:
+        """What is recorded from now on belongs to this op."""
+        self._origins[next(reversed(_graph_being_recorded().nodes))] = origin
+
+    def begin_backward(self) -> None:
+        """What is recorded from now on is the backward."""
+        self._last = next(reversed(_graph_being_recorded().nodes))
+
+    def describe(self, graph: fx.Graph) -> None:
+        """Sets the meta of the recorded nodes."""
+        origin, is_backward = None, False
+        for node in graph.nodes:
+            val = {"val": node.meta["val"]} if "val" in node.meta else {}
+            node.meta = val | {"is_backward": is_backward, "origin": origin}
+            for key, known in (("value", self._values), ("gradient", self._gradients)):
+                if node in known:
+                    node.meta[key] = known[node]
+            origin = self._origins.get(node, origin)
+            is_backward |= node is self._last
+
+
+def _recorded(tensor: Tensor) -> fx.Node:
+    """The node that stands for a tensor in the graph that is being recorded."""
+    mode = get_proxy_mode()
+    assert mode is not None
+    node: fx.Node = get_proxy_slot(tensor, mode.tracer).proxy.node
+    return node
+
+
+def _graph_being_recorded() -> fx.Graph:
+    mode = get_proxy_mode()
+    assert mode is not None
+    graph: fx.Graph = mode.tracer.graph
+    return graph
