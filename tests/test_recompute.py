@@ -11,7 +11,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 import transformers
-from torch import Tensor, fx, nn
+from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils.checkpoint import checkpoint
 
@@ -19,19 +19,14 @@ import torchshard as ts
 from tests.compiled import compiled
 from tests.helpers import refused, run_ranks
 from tests.models import CASES, GPT
-from tests.test_step import compared
+from tests.test_step import compared, sent
 from torchshard.compiler.memory import predicted_memory
 from torchshard.core.paths import outermost
-from torchshard.distributed.ops import Begin
 from torchshard.ir.graph import nbytes
 from torchshard.passes import Partition
 
 RECOMPUTED = {"gpt": ["blocks.*"], "dense_moe": ["*"], "conv": [""], "attention_7_heads": [""], "writes": ["*"]}
 """Models, and globs of what is computed again."""
-
-
-def _sent(graph: fx.GraphModule) -> list[str]:
-    return [str(n.target) for n in graph.graph.nodes if isinstance(n.target, Begin)]
 
 
 def _saved(parts: Partition) -> float:
@@ -47,7 +42,7 @@ def test_gradients_are_those_of_autograd(name: str) -> None:
     _, kept = compared(name, 3)
     assert worst < 1e-12
     for again, once in zip(parts, kept, strict=True):
-        assert _sent(again.forward) == _sent(once.forward) and _sent(again.backward) == _sent(once.backward)
+        assert sent(again.forward) == sent(once.forward) and sent(again.backward) == sent(once.backward)
     assert _saved(parts[0]) < _saved(kept[0])
 
 

@@ -37,7 +37,7 @@ def plan_graph(module: fx.GraphModule, facts: ModelFacts, constraints: Constrain
     given, machine = constraints.plan, constraints.objective.machine
     if given is not None and constraints.objective.any_machine:
         machine = given.machine
-    costs = CostModel(machine, constraints.axis, constraints.recompute)
+    costs = CostModel(machine, constraints.axis, recompute=constraints.recompute)
     limit = None
     if constraints.objective.memory is not None:
         limit = Limit(module, costs, constraints.objective.memory)
@@ -120,6 +120,6 @@ def _with_fewer_ranks(problem: PlanningProblem, plan: Plan) -> dict[int, float]:
     """Seconds of a step on fewer ranks, with the same choices: on 1, 2, 4, ... of them."""
     seconds = {}
     for ranks in (2**i for i in range((plan.world_size - 1).bit_length())):
-        fewer = replace(problem, model=CostModel(problem.model.machine, MeshAxis(ranks), plan.recompute))
+        fewer = replace(problem, model=CostModel(problem.model.machine, MeshAxis(ranks), recompute=plan.recompute))
         seconds[ranks] = fewer.costs_of(plan.choices, plan.parameters).seconds
     return seconds

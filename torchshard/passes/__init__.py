@@ -78,7 +78,9 @@ def step_graphs(local: fx.GraphModule, given: Gradients | None = None) -> Partit
     Args:
         given: for which results backward is given gradients; None for all that have one.
     """
-    parts = partition(differentiate(local, given))
+    joint = differentiate(local, given)
+    verify(joint, "joint", after="differentiate")
+    parts = partition(joint)
     schedule(parts.forward)
     schedule(parts.backward)
     return parts

@@ -131,8 +131,8 @@ class _Joint:
             val = total.meta["val"]
             total = self._graph.call_function(torch.ops.aten.add.Tensor, (total, more))
             total.meta = {"val": val, "is_backward": True}
-        if rest or "gradient_of" not in total.meta:
-            total.meta |= _gradient_meta(self._known[name])
+        others = (self._known[other] for other in total.meta.get("gradient_of", ()))
+        total.meta |= _gradient_meta(self._known[name], *others)
         self._gradients[name] = [total]
         return total
 
@@ -147,8 +147,8 @@ class _Joint:
             if "value" in node.meta:
                 value = nodes[node.meta["value"]]
                 known, copy.name = value.meta, value.name
-            elif "gradient" in node.meta:
-                known = _gradient_meta(nodes[node.meta["gradient"]])
+            elif "gradients" in node.meta:
+                known = _gradient_meta(*(nodes[number] for number in node.meta["gradients"]))
             elif origin is not None:
                 known = {key: origin.meta[key] for key in _PLACE if key in origin.meta} | {"inside": origin.name}
                 if not is_backward:
@@ -172,8 +172,9 @@ class _Joint:
 _PLACE = ("module", "source")
 
 
-def _gradient_meta(value: fx.Node) -> dict[str, Any]:
-    """What is known of the gradient of a value."""
+def _gradient_meta(value: fx.Node, *others: fx.Node) -> dict[str, Any]:
+    """What is known of the gradient of a value, which may be that of others, too."""
     known = {key: value.meta[key] for key in (*_PLACE, "global_shape") if key in value.meta}
     layouts: tuple[Layout, ...] = value.meta.get("layouts", ())
-    return known | {"gradient_of": value.name, "layouts": tuple(map(dual, layouts))}
+    names = dict.fromkeys(node.name for node in (value, *others))
+    return known | {"gradient_of": tuple(names), "layouts": tuple(map(dual, layouts))}

@@ -6,6 +6,7 @@ are recorded once: a recording knows the part's ops by their numbers alone.
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -30,7 +31,7 @@ class Recording:
     """The joint graph of a part: (arguments, a gradient for each floating result) -> (results, gradients).
 
     Its nodes' meta has 'is_backward'; 'origin', the number of the part's node whose forward or backward it belongs to;
-    and as 'value' or 'gradient' the number of the node whose value or gradient it is, if it is one.
+    'value', the number of the node whose value it is, and 'gradients', those of the nodes whose gradient it is, if any.
     A gradient is None where an argument needs none, or where it does not depend on those that are given.
     """
 
@@ -155,8 +156,8 @@ class _Recorder(fx.Interpreter):
         self._number = {node: i for i, node in enumerate(part.graph.nodes)}
         self._values: dict[fx.Node, int] = {}
         """Recorded node -> the number of the node whose value it is."""
-        self._gradients: dict[fx.Node, int] = {}
-        """Recorded node -> the number of the node whose gradient it is."""
+        self._gradients: dict[fx.Node, list[int]] = defaultdict(list)
+        """Recorded node -> the numbers of the nodes whose gradient it is."""
         self._origins: dict[fx.Node, int] = {}
         """Recorded node -> the number of the op whose forward or backward records the nodes behind it."""
         self._last: fx.Node | None = None
@@ -181,7 +182,7 @@ class _Recorder(fx.Interpreter):
         return result
 
     def _note_gradient(self, gradient: Tensor, number: int) -> None:
-        self._gradients.setdefault(_recorded(gradient), number)
+        self._gradients[_recorded(gradient)].append(number)
 
     def _follow(self, step: Any, origin: int) -> None:
         """Marks the steps of an op's backward as belonging to the op; earlier ops' steps are marked already."""
@@ -207,9 +208,10 @@ class _Recorder(fx.Interpreter):
         for node in graph.nodes:
             val = {"val": node.meta["val"]} if "val" in node.meta else {}
             node.meta = val | {"is_backward": is_backward, "origin": origin}
-            for key, known in (("value", self._values), ("gradient", self._gradients)):
-                if node in known:
-                    node.meta[key] = known[node]
+            if node in self._values:
+                node.meta["value"] = self._values[node]
+            if node in self._gradients:
+                node.meta["gradients"] = self._gradients[node]
             origin = self._origins.get(node, origin)
             is_backward |= node is self._last
 

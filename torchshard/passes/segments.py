@@ -108,11 +108,11 @@ def _leads_to(node: fx.Node, others: set[fx.Node]) -> bool:
 
 def _operands(part: list[fx.Node], *, through_views: bool) -> tuple[dict[fx.Node, None], dict[fx.Node, None]]:
     """What a segment takes as arguments, and what it computes again: sizes, and views if it is one itself."""
-    arguments, again = dict[fx.Node, None](), dict[fx.Node, None]()
+    arguments, again, inside = dict[fx.Node, None](), dict[fx.Node, None](), set(part)
 
     def need(node: fx.Node) -> None:
         for operand in node.all_input_nodes:
-            if operand in part or operand in again or operand in arguments:
+            if operand in inside or operand in again or operand in arguments:
                 continue
             if operand.op == "placeholder" or (is_tensor(operand) and not (through_views and is_view(operand))):
                 arguments[operand] = None

@@ -4,6 +4,8 @@
     inserted     also: every operand has the layout that its consumer requires, every collective converts between the
                  layouts that it names, and no result leaves the model as R, S or P
     localized    recomputing each op on fake tensors gives the local shapes that the layouts predict
+    joint        collectives of the backward convert between the duals of the layouts of the values whose gradients they
+                 take and give
 
 I and R differ in their gradients alone, so either serves for the other if the value needs no gradient.
 """
@@ -18,7 +20,7 @@ from torch.fx.node import Argument
 
 from torchshard.core.conversions import source_and_target
 from torchshard.core.errors import InternalError
-from torchshard.core.layouts import I, Layout, Shard, canonical, is_whole
+from torchshard.core.layouts import I, Layout, Shard, canonical, dual, is_whole
 from torchshard.core.mesh import MeshAxis
 from torchshard.distributed.ops import OPS
 from torchshard.ir.graph import fake_mode, faking, hint, is_tensor, is_tensor_op, layout_of, operands, values, where
@@ -26,7 +28,7 @@ from torchshard.passes.annotate import legal_choices
 from torchshard.passes.nodes import int_arg, node_arg, operator_of
 from torchshard.passes.propagate import Seen, is_sized_by_values, run
 
-Stage = Literal["annotated", "inserted", "localized"]
+Stage = Literal["annotated", "inserted", "localized", "joint"]
 """How far a graph has come: it decides which invariants hold."""
 Fault = tuple[fx.Node, str, str]
 """A node that breaks an invariant, the invariant, and how the node breaks it."""
@@ -42,6 +44,8 @@ def verify(module: fx.GraphModule, stage: Stage, after: str, seen: Seen | None =
     module.graph.lint()
     if stage == "localized":
         faults = _shape_faults(module, {} if seen is None else seen)
+    elif stage == "joint":
+        faults = _joint_faults(module)
     else:
         faults = _layout_faults(module, stage)
     fault = next(faults, None)
@@ -103,6 +107,20 @@ def _collective_faults(node: fx.Node, axis: MeshAxis) -> Iterator[Fault]:
         yield node, "a collective's operand has another layout than it converts", f"{layout_of(operand)}, not {source}"
     elif layout_of(node) != target:
         yield node, "a collective's result has another layout than it converts to", f"{layout_of(node)}, not {target}"
+
+
+def _joint_faults(module: fx.GraphModule) -> Iterator[Fault]:
+    axis, by_name = module.meta["axis"], {node.name: node for node in module.graph.nodes}
+    for node in module.graph.nodes:
+        if node.target not in OPS or not node.meta["is_backward"]:
+            continue
+        layouts = source_and_target(OPS[operator_of(node)].name, node.args[1:])
+        for end, layout in zip((node_arg(node), node), layouts, strict=True):
+            # several values may have one gradient, where a dim is broadcast whose slices have one element
+            found = [by_name[name] for name in end.meta.get("gradient_of", ()) if name in by_name]
+            known = {dual(layout_of(value)) for value in found if value.meta.get("layouts")}
+            if known and _canonical(layout, axis) not in known:
+                yield node, "a collective converts another layout than that of a gradient", f"{layout}, not {known}"
 
 
 def _canonical(layout: Layout, axis: MeshAxis) -> Layout:

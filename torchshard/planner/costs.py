@@ -165,7 +165,7 @@ class CostModel:
 
     machine: Machine
     axis: MeshAxis
-    recompute: tuple[str, ...] = ()
+    recompute: tuple[str, ...] = field(default=(), kw_only=True)
     """The modules whose values backward computes again."""
     _prices: dict[Value, dict[ConversionStep, float]] = field(
         default_factory=dict, compare=False, repr=False, kw_only=True

@@ -10,7 +10,7 @@ import contextlib
 import dataclasses
 import logging
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
-from functools import partial
+from functools import cached_property, partial
 from typing import Any, NamedTuple, TypeVar
 
 import torch
@@ -19,6 +19,7 @@ from torch.fx.graph import _BoxedCodeGen
 
 from torchshard.core.autocast import autocasting
 from torchshard.core.errors import DistributedError, InputError
+from torchshard.core.garbage import without_garbage_collection
 from torchshard.core.hashing import hash_text
 from torchshard.core.mesh import Coordinate
 from torchshard.custom_ops.stepwise import Stepwise
@@ -57,7 +58,6 @@ class Step:
             written: the names of the buffers that the rank's graph writes to, in whichever segment.
         """
         self._coordinate, self._local = coordinate, local
-        self.under_autograd = with_direct_collectives(local)
         self.parts = step_graphs(local)
         self.forward = direct(self.parts.forward)
         self.draws = any(map(uses_rng, local.graph.nodes))
@@ -72,6 +72,11 @@ class Step:
             # each result has a node of its own: hooks on results that get no gradient are not called
             return tuple(r.view_as(r) if given else r for r, given in zip(results, self.parts.given, strict=True))
         return results
+
+    @cached_property
+    def under_autograd(self) -> fx.GraphModule:
+        """The same graph for PyTorch's autograd."""
+        return with_direct_collectives(self._local)
 
     @property
     def sent(self) -> list[str]:
@@ -170,10 +175,11 @@ class LazyStep:
 
     def _made(self) -> list[tuple[Segment, Callable[..., Any]]]:
         written = {node.name for node in written_buffers(self._local.graph)}
-        return [
-            (part, with_direct_collectives(part.graph) if part.is_view else Step(part.graph, self._coordinate, written))
-            for part in segments(self._local)
-        ]
+        with without_garbage_collection():
+            return [(part, self._made_of(part, written)) for part in segments(self._local)]
+
+    def _made_of(self, part: Segment, written: Collection[str]) -> Callable[..., Any]:
+        return with_direct_collectives(part.graph) if part.is_view else Step(part.graph, self._coordinate, written)
 
     def _run(self, *tensors: Tensor) -> tuple[Any, ...]:
         """The graph's results."""
