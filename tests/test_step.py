@@ -6,7 +6,9 @@ The graphs of all ranks run in lockstep, once under autograd and once as steps, 
 from __future__ import annotations
 
 import copy
+import gc
 import os
+import weakref
 from collections.abc import Callable, Sequence
 from typing import Any, cast
 
@@ -119,6 +121,16 @@ def test_gradients_are_those_of_autograd(name: str) -> None:
     worst, parts = compared(name, 3)
     assert worst < 1e-12
     assert all(sent(each.backward) == sent(parts[0].backward) for each in parts)
+
+
+def test_recordings_are_freed_with_their_graph() -> None:
+    model = nn.Sequential(nn.Linear(4, 4), nn.GELU(), nn.Linear(4, 4))
+    plan = ts.plan(model, world_size=2, example_inputs=(torch.randn(2, 4),), memory="1GiB")
+    recordings = [weakref.ref(recording) for recording in plan.graph.meta["recordings"].values()]
+    assert recordings and all(ref() is not None for ref in recordings)
+    del plan
+    gc.collect()
+    assert all(ref() is None for ref in recordings)
 
 
 # --- what people do with results and gradients -----------------------------------------------------------------------

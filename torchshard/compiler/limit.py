@@ -57,24 +57,25 @@ def search_within(problem: PlanningProblem, limit: Limit) -> tuple[SearchResult,
     layers = _layers(problem)
     if not layers or (found.fits and not found.gap):
         return found, problem
-    everything = recomputing(layers)
+    growing = [recomputing(layers[: count + 1]) for count in range(len(layers))]
     fastest = search(graph, problem.model, constraints, lambda *_: True)
-    leanest = search(graph, everything.model, constraints, everything.fits)
-    ways = [(found, problem)]
-    for result in (fastest, leanest):
-        growing = [recomputing(layers[: count + 1]) for count in range(len(layers))]
-        ways.append((result, growing[bisect_left(growing, True, 0, len(layers) - 1, key=partial(_fits, result))]))
-    fitting = [(result, chosen) for result, chosen in ways if _fits(result, chosen)]
-    if not fitting:
-        return replace(leanest, fits=False), everything
-    seconds = [chosen.costs_of(result.choices, result.parameters).seconds for result, chosen in fitting]
-    best = min(range(len(fitting)), key=seconds.__getitem__)
-    least = problem.costs_of(fastest.choices, fastest.parameters).seconds
-    return replace(fitting[best][0], gap=max(seconds[best] - least, 0.0)), fitting[best][1]
+    fastest_of_all = search(graph, growing[-1].model, constraints, growing[-1].fits)
+    ways = [(found, problem)] * found.fits
+    for result in (fastest, fastest_of_all):
+        fewest = bisect_left(growing, True, key=partial(_fits, result))
+        ways += [(result, chosen) for chosen in growing[fewest : fewest + 1]]
+    if not ways:
+        return fastest_of_all, growing[-1]
+    result, chosen = min(ways, key=lambda way: _seconds(*way))
+    return replace(result, gap=max(_seconds(result, chosen) - _seconds(fastest, problem), 0.0)), chosen
 
 
 def _fits(result: SearchResult, problem: PlanningProblem) -> bool:
     return problem.fits is None or problem.fits(result.choices, result.parameters)
+
+
+def _seconds(result: SearchResult, problem: PlanningProblem) -> float:
+    return problem.costs_of(result.choices, result.parameters).seconds
 
 
 def _layers(problem: PlanningProblem) -> list[str]:

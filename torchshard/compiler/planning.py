@@ -47,10 +47,7 @@ def plan_graph(module: fx.GraphModule, facts: ModelFacts, constraints: Constrain
         conversions = given.conversions
         problem = replace(problem, constraints=replace(problem.constraints, options={}, parameters=constraints.layouts))
     else:
-        if limit is None:
-            result = search(module.graph, costs, problem.constraints)
-        else:
-            result, problem = search_within(problem, limit)
+        result, problem = _searched(problem, limit)
         conversions = {}
         idle = _idle_layouts(module.graph, facts, constraints)
         result = replace(result, parameters={**result.parameters, **idle, **constraints.layouts})
@@ -72,6 +69,13 @@ def plan_graph(module: fx.GraphModule, facts: ModelFacts, constraints: Constrain
             raise does_not_fit("the plan does not fit", "it", memory, limit.nbytes)
         raise does_not_fit(f"no plan for {plan.world_size} ranks fits", "the leanest", memory, limit.nbytes)
     return replace(plan, costs=_costs(problem, plan, result.gap, memory))
+
+
+def _searched(problem: PlanningProblem, limit: Limit | None) -> tuple[SearchResult, PlanningProblem]:
+    """The best plan, and the problem that it solves: a limit may add layers whose values are computed again."""
+    if limit is None:
+        return search(problem.graph, problem.model, problem.constraints), problem
+    return search_within(problem, limit)
 
 
 def _graph_constraints(graph: fx.Graph, constraints: Constraints) -> GraphConstraints:

@@ -9,16 +9,15 @@ from __future__ import annotations
 
 import operator
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from itertools import count
 
 from torch import Tensor, fx
 
 from torchshard.distributed.ops import OPS, Begin, wait
 from torchshard.ir.graph import is_float, is_view, nbytes, results_of, values
-from torchshard.passes import Gradients, Partition, Segment, segments, step_graphs
+from torchshard.passes import Partition, Segment, segments, step_graphs
 from torchshard.passes.nodes import int_arg, node_arg
 
 Block = int
@@ -35,11 +34,10 @@ class _Memory:
     _held: float = 0.0
     _sizes: dict[Block, int] = field(default_factory=dict)
     _holders: Counter[Block] = field(default_factory=Counter)
-    _numbers: Iterator[int] = field(default_factory=count)
 
     def new(self, size: int) -> Block:
         """Takes memory; somebody has to hold it next."""
-        block = next(self._numbers)
+        block = len(self._sizes)
         self._sizes[block] = size
         self._held += size
         self.peak = max(self.peak, self._held)
@@ -141,10 +139,10 @@ def _backward(
     if parts is None:  # a view's gradient is a view
         wanted |= dict.fromkeys(part.arguments[: len(taken)], *taken.values())
         return
-    for_given = _with_gradients(part, parts, given) if any(given) else None
-    if for_given is None:
+    if not any(given):
         memory.release(saved)
         return
+    for_given = parts if given == parts.given else step_graphs(part.graph, given)
     by_name = dict(zip(parts.saved, saved, strict=True))
     arguments = [by_name[name] for name in for_given.saved]
     memory.release(block for name, block in by_name.items() if name not in for_given.saved)
@@ -154,7 +152,3 @@ def _backward(
     for name, block in zip(part.arguments, found, strict=True):
         if block is not None and wanted.setdefault(name, block) != block:
             memory.release([block])  # autograd adds it to the other
-
-
-def _with_gradients(part: Segment, parts: Partition, given: Gradients) -> Partition:
-    return parts if given == tuple(parts.given) else step_graphs(part.graph, given)

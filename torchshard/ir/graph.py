@@ -14,7 +14,8 @@ recompute    of an op: the region whose values backward computes again, in place
 is_backward  of a node of a joint graph: whether it belongs to the backward
 origin       of a node of a recorded part: the number of the op that it comes from
 
-The module's own meta has 'axis': the mesh axis that the rewritten graph is split over.
+The module's own meta has 'axis', the mesh axis that the rewritten graph is split over, and 'recordings', the parts of
+it whose backward was recorded (see `passes.record`).
 """
 
 from __future__ import annotations

@@ -6,7 +6,7 @@ insert      -> collectives between producers and consumers that disagree
 simplify    -> biases back in their ops where no collective came between
 localize    -> this rank's sizes
 segments    -> parts that end where a result is used for another
-record      -> each layer's forward and backward, of alike ones once
+record      -> each layer's forward and backward, of equal ones once
 differentiate -> forward and backward in one graph
 partition   -> a graph of each
 schedule    -> collectives in flight while other ops run
@@ -46,6 +46,7 @@ __all__ = [
 
 def rewrite(module: fx.GraphModule, plan: Plan) -> fx.GraphModule:
     """Inserts the plan's collectives into a copy of the normalized graph; the copy holds for any rank."""
+    module.meta.setdefault("recordings", {})  # one for all plans of a captured graph, freed with it
     rewritten = duplicate(module)
     rewritten.meta["axis"] = plan.axis
     passes: tuple[tuple[str, Callable[[fx.GraphModule], bool], Stage], ...] = (

@@ -39,10 +39,11 @@ def annotate(module: fx.GraphModule, plan: Plan) -> bool:
             node.meta["layouts"] = (layouts[index],) if index < len(layouts) else (I,)
         elif node.op == "call_function":
             node.meta["layouts"] = (I,)
-        region = module_around(node.meta.get("module", ""), plan.recompute)
-        if node.op == "call_function" and region is not None:
-            # a checkpoint in the model's code comes first
-            node.meta.setdefault("recompute", region or "the model")
+        if node.op == "call_function" and plan.recompute:
+            region = module_around(node.meta.get("module", ""), plan.recompute)
+            if region is not None:
+                # a checkpoint in the model's code comes first
+                node.meta.setdefault("recompute", region or "the model")
     return True
 
 

@@ -48,7 +48,7 @@ def differentiate(local: fx.GraphModule, given: Sequence[bool] | None = None) ->
         CaptureError: a gradient is computed by writes that have no functional form.
     """
     results = results_of(local.graph)
-    chosen = [is_float(r.meta.get("val")) if isinstance(r, fx.Node) else False for r in results]
+    chosen = [isinstance(r, fx.Node) and is_float(r.meta.get("val")) for r in results]
     if given is not None:
         chosen = [a and b for a, b in zip(chosen, given, strict=True)]
     wanted = {r.name for r, is_chosen in zip(results, chosen, strict=True) if is_chosen}
@@ -61,8 +61,7 @@ def differentiate(local: fx.GraphModule, given: Sequence[bool] | None = None) ->
         wanted |= {name for name, g in zip(part.arguments, gradients, strict=True) if g is not None}
         flows |= {name for name, has_gradient in zip(part.results, recording.given, strict=True) if has_gradient}
         parts.insert(0, (part, recording))
-    given = tuple(c and r.name in flows for c, r in zip(chosen, results, strict=True))
-    joint = _Joint(local, given)
+    joint = _Joint(local, tuple(c and r.name in flows for c, r in zip(chosen, results, strict=True)))
     for part, recording in parts:
         joint.add_forward(part, recording)
     for part, recording in reversed(parts):
@@ -75,7 +74,7 @@ class _Joint:
 
     def __init__(self, local: fx.GraphModule, given: Gradients) -> None:
         self._local = local
-        self._module = empty_module(dict(local.meta) | {"given": given})
+        self._module = empty_module(local.meta | {"given": given})
         self._graph = self._module.graph
         self._known = {node.name: node for node in local.graph.nodes}
         self._values: dict[str, fx.Node] = {}
@@ -161,10 +160,8 @@ class _Joint:
     def finished(self) -> fx.GraphModule:
         """The module of the graph, which is complete."""
         results = [self._values[r.name] if isinstance(r, fx.Node) else r for r in results_of(self._local.graph)]
-        sources = [source.name for source in placeholders(self._local.graph)]
-        gradients = [self._gradient(name) if self._gradients[name] else None for name in sources]
-        needed = {n.name for n in placeholders(self._local.graph) if n.meta.get("needs_grad")}
-        gradients = [g if name in needed else None for name, g in zip(sources, gradients, strict=True)]
+        names = [source.name for source in placeholders(self._local.graph)]
+        gradients = [self._gradient(name) if self._gradients[name] else None for name in names]
         self._graph.output((tuple(results), tuple(gradients)))
         return self._module
 

@@ -6,7 +6,7 @@ schema of an op says more: these functions state what the schema says, and fail 
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 
 from torch import fx
 from torch._ops import OpOverload
@@ -37,6 +37,16 @@ def call_target(node: fx.Node, args: Sequence[Argument], kwargs: Mapping[str, Ar
     """Calls the function of a node."""
     assert callable(node.target), node.format_node()
     return node.target(*args, **kwargs)
+
+
+def upstream(node: fx.Node, operands: Callable[[fx.Node], Iterable[fx.Node]]) -> set[fx.Node]:
+    """The nodes that a node depends on, directly or through others, without itself."""
+    found, waiting = set[fx.Node](), [node]
+    while waiting:
+        new = set(operands(waiting.pop())) - found
+        found |= new
+        waiting += new
+    return found
 
 
 def replace_node(node: fx.Node, replacement: fx.Node) -> None:

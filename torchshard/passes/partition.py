@@ -33,7 +33,7 @@ from torchshard.ir.graph import (
     writes,
     written_buffers,
 )
-from torchshard.passes.nodes import node_arg
+from torchshard.passes.nodes import node_arg, upstream
 from torchshard.passes.record import Gradients
 
 aten = torch.ops.aten
@@ -114,18 +114,18 @@ def _gives_the_same(node: fx.Node) -> bool:
 
 def _when_needed(again: Sequence[fx.Node], backward: Sequence[fx.Node]) -> Iterator[fx.Node]:
     """The ops of the backward, each behind those that compute again what it needs: so that little is held at a time."""
-    waiting = dict.fromkeys(again)
+    place = {node: i for i, node in enumerate(again)}
+    waiting = set(again)
+
+    def not_run(node: fx.Node) -> set[fx.Node]:
+        return waiting & set(node.all_input_nodes)
+
     for node in backward:
-        missing, found = [node], dict[fx.Node, None]()
-        while missing:
-            new = [n for n in missing.pop().all_input_nodes if n in waiting and n not in found]
-            found |= dict.fromkeys(new)
-            missing += new
-        if found:
-            yield from (n for n in again if n in found)
-            waiting = {n: None for n in waiting if n not in found}
+        missing = upstream(node, not_run)
+        waiting -= missing
+        yield from sorted(missing, key=place.__getitem__)
         yield node
-    yield from waiting
+    yield from sorted(waiting, key=place.__getitem__)
 
 
 def _saved_name(node: fx.Node) -> str:

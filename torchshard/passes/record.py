@@ -1,7 +1,7 @@
 """Records a part of a rank's graph with its backward, as AOTAutograd does: `make_fx` of forward and autograd.grad.
 
-Each op has PyTorch's own gradient, and each collective its dual. Parts that are alike, as the layers of a model are,
-are recorded once: a recording knows the part's ops by their numbers alone.
+Each op has PyTorch's own gradient, and each collective its dual. Equal parts, such as a model's repeated layers, are
+recorded once: a recording knows the part's ops by their numbers alone.
 """
 
 from __future__ import annotations
@@ -10,13 +10,13 @@ from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
-from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, fx, nn
 from torch._dispatch.python import enable_python_dispatcher
 from torch.autograd.graph import saved_tensors_hooks
 from torch.fx.experimental.proxy_tensor import get_proxy_mode, get_proxy_slot, make_fx
+from torch.utils.hooks import RemovableHandle
 
 from torchshard.core.autocast import autocasting
 from torchshard.ir.graph import Mode, fake_mode, is_float, placeholders, results_of, size_expr, values
@@ -41,26 +41,21 @@ class Recording:
 
 
 def recorded(part: fx.GraphModule, given: Gradients) -> Recording:
-    """The recording of a part, or of one that is alike.
+    """The recording of a part, or of an equal one of the same captured graph.
 
     Raises:
         NotImplementedError: the gradients hold for some of the sizes alone that the graph holds for.
         CaptureError: a gradient is computed by writes that have no functional form.
     """
-    mode = fake_mode(part.graph)
-    known = _known.setdefault(mode, {}) if isinstance(mode, torch._subclasses.FakeTensorMode) else {}
+    known: dict[object, Recording] = part.meta.setdefault("recordings", {})
     key = _key(part.graph), given
     if key not in known:
-        known[key] = _record(part, given, mode)
+        known[key] = _record(part, given)
     return known[key]
 
 
-_known: WeakKeyDictionary[Any, dict[object, Recording]] = WeakKeyDictionary()
-"""The mode of a captured graph -> its parts that were recorded."""
-
-
 def _key(graph: fx.Graph) -> tuple[object, ...]:
-    """Equal for parts that compute the same, of values that lie in memory alike."""
+    """Equal for parts that compute the same of values with the same strides."""
     number = {node: f"%{i}" for i, node in enumerate(graph.nodes)}
     return tuple(
         (
@@ -80,8 +75,8 @@ def _type(value: object) -> object:
     return shape, strides, value.dtype, value.device
 
 
-def _record(part: fx.GraphModule, given: Gradients, mode: Mode) -> Recording:
-    sources, results = placeholders(part.graph), results_of(part.graph)
+def _record(part: fx.GraphModule, given: Gradients) -> Recording:
+    sources, results, mode = placeholders(part.graph), results_of(part.graph), fake_mode(part.graph)
     with mode:
         primals = [_leaf(node) for node in sources]
         tangents = [torch.empty_like(n.meta["val"]) for n in results if is_float(n.meta.get("val"))]
@@ -164,6 +159,7 @@ class _Recorder(fx.Interpreter):
         """The last recorded node of the forward."""
         self._steps: set[Any] = set()
         """Steps of autograd's backward that are marked."""
+        self._hooks: list[RemovableHandle] = []
 
     def run_node(self, n: fx.Node) -> Any:
         """Runs an op, and notes its value and, when backward comes to it, its gradient."""
@@ -178,7 +174,7 @@ class _Recorder(fx.Interpreter):
         if isinstance(result, Tensor):
             self._values.setdefault(_recorded(result), number)
             if result.requires_grad:
-                result.register_hook(lambda gradient: self._note_gradient(gradient, number))
+                self._hooks.append(result.register_hook(lambda gradient: self._note_gradient(gradient, number)))
         return result
 
     def _note_gradient(self, gradient: Tensor, number: int) -> None:
@@ -191,7 +187,7 @@ class _Recorder(fx.Interpreter):
             step = waiting.pop()
             if step is not None and step not in self._steps and step.next_functions:
                 self._steps.add(step)
-                step.register_prehook(lambda grads: self._mark(origin))
+                self._hooks.append(step.register_prehook(lambda grads: self._mark(origin)))
                 waiting += [following for following, _ in step.next_functions]
 
     def _mark(self, origin: int) -> None:
@@ -203,7 +199,7 @@ class _Recorder(fx.Interpreter):
         self._last = next(reversed(_graph_being_recorded().nodes))
 
     def describe(self, graph: fx.Graph) -> None:
-        """Sets the meta of the recorded nodes."""
+        """Sets the meta of the recorded nodes, and ends the watch on the backward."""
         origin, is_backward = None, False
         for node in graph.nodes:
             val = {"val": node.meta["val"]} if "val" in node.meta else {}
@@ -214,6 +210,9 @@ class _Recorder(fx.Interpreter):
                 node.meta["gradients"] = self._gradients[node]
             origin = self._origins.get(node, origin)
             is_backward |= node is self._last
+        for hook in self._hooks:
+            hook.remove()  # autograd's steps and this object would hold each other, which Python does not see
+        self._steps.clear()
 
 
 def _recorded(tensor: Tensor) -> fx.Node:

@@ -13,13 +13,13 @@ from the graph's structure alone, which is the same on every rank.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 
 from torch import fx
 
 from torchshard.distributed.ops import OPS, Begin, communicates, is_collective, wait
 from torchshard.ir.graph import is_view, uses_rng, writes
-from torchshard.passes.nodes import node_arg, operator_of
+from torchshard.passes.nodes import node_arg, operator_of, upstream
 
 Order = dict[fx.Node, None]
 """Nodes in the order in which they are to run."""
@@ -92,8 +92,13 @@ def _ordered(ops: list[fx.Node], begun: list[fx.Node], before: dict[fx.Node, lis
     waiting: list[fx.Node] = []
     """Ops that are recorded before the latest collective, and have not run yet."""
     at = 0
+
+    def not_run(node: fx.Node) -> list[fx.Node]:
+        return [n for n in before[node] if n not in order]
+
     for number, begin in enumerate(begun):
-        order |= dict.fromkeys(sorted(_missing(begin, before, order), key=place.__getitem__))
+        missing = {begin} | upstream(begin, not_run)
+        order |= dict.fromkeys(sorted(missing, key=place.__getitem__))
         end = place[begun[number + 1]] if number + 1 < len(begun) else len(ops)
         waiting, at = [*waiting, *ops[at:end]], end
         for node in waiting:
@@ -101,13 +106,3 @@ def _ordered(ops: list[fx.Node], begun: list[fx.Node], before: dict[fx.Node, lis
                 order[node] = None
         waiting = [node for node in waiting if node not in order]
     return order | dict.fromkeys(ops)
-
-
-def _missing(node: fx.Node, before: dict[fx.Node, list[fx.Node]], order: Order) -> Iterator[fx.Node]:
-    """The node, and what must run before it and has not."""
-    found, waiting = {node}, [node]
-    while waiting:
-        new = {n for n in before[waiting.pop()] if n not in order} - found
-        found |= new
-        waiting += new
-    return iter(found)
