@@ -58,7 +58,8 @@ bench: $(VENV)/.stamp-test
 
 nightly: $(VENV)/.stamp-test
 	TORCHSHARD_PROGRAMS=2000 $(PY) -m pytest -q --timeout 1800 tests/test_programs.py -k any_program
-	TORCHSHARD_ALL=1 $(PY) -m pytest -q --timeout 1800 tests/test_step.py tests/test_plans.py -k "autograd or allocators"
+	TORCHSHARD_ALL=1 $(PY) -m pytest -q --timeout 1800 tests/test_step.py tests/test_plans.py tests/test_compile.py \
+		-k "autograd or allocators or unsharded_models"
 	$(PY) benchmarks/mutants.py
 	$(PY) benchmarks/checked.py
 	$(PY) benchmarks/mutants.py --check

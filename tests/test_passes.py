@@ -21,7 +21,7 @@ from torchshard.core.mesh import MeshAxis
 from torchshard.distributed.ops import OPS
 from torchshard.ir.graph import duplicate, mark_needs_grad, node_row
 from torchshard.ir.listing import listing
-from torchshard.passes import annotate, insert, localized, normalize, rewrite, simplify, step_graphs, verify
+from torchshard.passes import annotate, insert, localized, lower, normalize, rewrite, simplify, step_graphs, verify
 from torchshard.planner.conversions import conversions_of
 from torchshard.planner.costs import CostModel
 from torchshard.plans.machine import objective
@@ -69,7 +69,10 @@ def _stages() -> dict[str, fx.GraphModule]:
     for rank in range(WORLD):
         stages[f"localized_{rank}"] = localized(graph, MeshAxis(WORLD).simulated()[rank])
     step = step_graphs(stages["localized_0"])
-    return stages | {"forward_0": step.forward, "backward_0": step.backward}
+    stages |= {"forward_0": step.forward, "backward_0": step.backward, "lowered_0": duplicate(step.backward)}
+    assert lower(stages["lowered_0"])
+    verify(stages["lowered_0"], "lowered", after="lower")
+    return stages
 
 
 def test_every_pass_has_its_listing() -> None:

@@ -21,6 +21,7 @@ from torchshard.distributed.group import is_initialized, lookup
 from torchshard.distributed.process_groups import init_process_group
 from torchshard.plans.machine import Axes, Machine, MachineName, Objective, objective
 from torchshard.plans.plan import Plan
+from torchshard.runtime.compilation import CompileOptions, Compiler, compiler_of
 from torchshard.runtime.module import ShardedModule
 from torchshard.weights.adapters import with_adapter
 from torchshard.weights.folder import Weights, read_folder
@@ -38,6 +39,7 @@ def shard(
     axes: Axes = "weights",
     recompute: str | Sequence[str] = (),
     weights: str | os.PathLike[str] | None = None,
+    compile: CompileOptions = False,
 ) -> ShardedModule:
     """Splits a model over the ranks of this process's model-parallel group.
 
@@ -52,6 +54,8 @@ def shard(
             place of the values that the model has; the model may be lazy or on the meta device. For models of
             transformers names and shapes are converted as `from_pretrained` converts them. What the files lack keeps
             the model's values, and a warning names it.
+        compile: True, or a dict of keyword arguments of `torch.compile`: the rank's forward and backward graphs are
+            compiled at the first call. Parameters may come from eager calls, too: `model.compile()` sets it later.
 
     Returns:
         a module with the same `forward`, the same parameter names, and this rank's slices of the parameters.
@@ -65,7 +69,8 @@ def shard(
         DistributedError: the ranks hold different models, or weights.
     """
     aim = objective(machine, memory, axes, device_type(model), recompute)
-    return _shard(model, plan, example_inputs, example_kwargs, aim, weights)
+    compiler = compiler_of(compile, where="shard(compile=...)")
+    return _shard(model, plan, example_inputs, example_kwargs, aim, weights, compiler)
 
 
 def _shard(
@@ -75,6 +80,7 @@ def _shard(
     example_kwargs: Mapping[str, Any] | None,
     aim: Objective,
     weights: str | os.PathLike[str] | Weights | None,
+    compiler: Compiler | None,
 ) -> ShardedModule:
     check_examples(example_inputs, example_kwargs)
     if isinstance(model, ShardedModule):
@@ -96,7 +102,7 @@ def _shard(
     has_example = example_inputs is not None or example_kwargs is not None
     with torch.inference_mode(False):
         # what to cut, the plan will say
-        made = ShardedModule(model, plan, lookup(MODEL), aim, cut=not has_example, weights=weights)
+        made = ShardedModule(model, plan, lookup(MODEL), aim, cut=not has_example, weights=weights, compiler=compiler)
     if has_example:
         made.warm_up(tuple(example_inputs or ()), dict(example_kwargs or {}))
     return made
@@ -116,6 +122,7 @@ def from_pretrained(
     machine: Machine | MachineName | None = None,
     axes: Axes = "weights",
     recompute: str | Sequence[str] = (),
+    compile: CompileOptions = False,
 ) -> ShardedModule:
     """The sharded model of a folder that transformers' `save_pretrained` wrote: no rank ever holds it whole.
 
@@ -123,7 +130,7 @@ def from_pretrained(
 
     Args:
         folder: with config.json and safetensors files, on this machine.
-        plan, example_inputs, example_kwargs, memory, machine, axes, recompute: as in `shard`.
+        plan, example_inputs, example_kwargs, memory, machine, axes, recompute, compile: as in `shard`.
         adapter: the folder of an adapter of peft (LoRA and others), with which the model is a `PeftModel`.
         train: captures and returns the model in train mode, with the adapter's parameters trainable; else in eval mode,
             as transformers returns it. `model.train()` later on has its own graph captured at the next call.
@@ -137,6 +144,7 @@ def from_pretrained(
         InputError: the folder has no model of transformers, or one that can't be built, and as `shard`.
         PlanError, CaptureError, DistributedError: as `shard`.
     """
+    compiler = compiler_of(compile, where="from_pretrained(compile=...)")
     if not is_initialized():
         init_process_group()
 
@@ -152,7 +160,7 @@ def from_pretrained(
     if device is not None:
         model = model.to(device)
     aim = objective(machine, memory, axes, device_type(model), recompute)
-    return _shard(model, plan, example_inputs, example_kwargs, aim, read)
+    return _shard(model, plan, example_inputs, example_kwargs, aim, read, compiler)
 
 
 def plan(

@@ -187,6 +187,13 @@ def _checked_module(model: object) -> nn.Module:
             why="it is captured by running its forward, and its parameters are found by their names",
             attempt="an ordinary nn.Module",
         )
+    if hasattr(model, "_orig_mod"):
+        raise InputError(
+            "a model that torch.compile has wrapped can't be sharded",
+            where="the model",
+            why="compiled code does not show which ops it runs",
+            attempt="torchshard.shard(model._orig_mod, ..., compile=True), which compiles each rank's graphs",
+        )
     if isinstance(model, (DataParallel, DistributedDataParallel)):
         raise InputError(
             f"a {type(model).__name__} can't be sharded",

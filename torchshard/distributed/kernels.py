@@ -1,6 +1,8 @@
 """Runs one rank's part of each conversion: what it sends, receives and computes.
 
-A kernel starts the communication and returns a `Pending`, which computes the result when the caller waits for it.
+A kernel computes the result, or an `Exchange`: what is sent, and how the result is computed of what is received. An
+exchange runs through torch.distributed (`start`), or through the functional collectives that compilers know
+(`functional`).
 Backends send contiguous memory and pieces of equal size. So a kernel makes its tensor contiguous first, pads uneven
 slices to the largest, and cuts the received ones; every rank knows all sizes from the layout. A result never shares
 memory with the input, because autograd and the user may change either.
@@ -8,8 +10,9 @@ memory with the input, because autograd and the user may change either.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import NamedTuple
 
 import torch
@@ -55,7 +58,45 @@ def start(
             attempt="run it with torchshard.check, or shard the model in a process group",
         )
     verify_following_call(group, lambda: _signature(kernel, x, source, target), of, eager=eager)
-    return _KERNELS[kernel](x, source, target, group)
+    made = _KERNELS[kernel](x, source, target, group)
+    return Pending(lambda: made) if isinstance(made, Tensor) else _begun(made, group)
+
+
+def functional(kernel: str, x: Tensor, source: Layout, target: Layout, group: Group) -> tuple[Tensor, Result]:
+    """Starts one conversion on this rank by PyTorch's functional collectives; the ranks verify nothing.
+
+    Returns:
+        the tensor to give to `wait_tensor`, and the function that computes the result of what that returns.
+    """
+    in_place = "all_reduce_" if kernel == "all_reduce" else kernel  # the functional one copies what it is given
+    made = _KERNELS[in_place](x, source, target, group)
+    if isinstance(made, Tensor):
+        return made, lambda received: received
+    op = getattr(torch.ops._c10d_functional, _FUNCTIONAL[made.collective])
+    sent, dtype, name = made.sent, made.sent.dtype, _group_name(group)
+    if made.collective == "all_reduce":
+        return op(sent, "sum", name), made.result
+    if made.collective == "reduce_scatter_single":
+        return op(sent, "sum", group.size, name), made.result
+    more = (group.size,) if made.lengths is None else made.lengths
+    return op(as_sent(sent), *more, name), lambda received: made.result(_of_dtype(received, dtype))
+
+
+def functional_max(x: Tensor, group: Group) -> Tensor:
+    """Starts the elementwise maximum over the ranks, as `functional` does."""
+    if group.size == 1:
+        return copied(x)
+    result: Tensor = torch.ops._c10d_functional.all_reduce(dense(x), "max", _group_name(group))
+    return result
+
+
+def _group_name(group: Group) -> str:
+    return group.name if group.process_group is None else group.process_group.group_name
+
+
+def _of_dtype(received: Tensor, dtype: torch.dtype) -> Tensor:
+    """What was received, as the dtype for which `as_sent` took another."""
+    return received if received.dtype is dtype else received.view(dtype)
 
 
 def _signature(kernel: str, x: Tensor, source: Layout, target: Layout) -> str:
@@ -69,17 +110,57 @@ def copied(x: Tensor) -> Tensor:
     return x.clone(memory_format=torch.contiguous_format)
 
 
-def _none(x: Tensor, source: Layout, target: Layout, group: Group) -> Pending:
-    result = x.clone()
-    return Pending(lambda: result)
+Result = Callable[[Tensor], Tensor]
+"""Computes the result of a collective of what was received."""
 
 
-def _all_reduce(x: Tensor, source: Layout, target: Layout, group: Group) -> Pending:
-    return reducing(copied(x), dist.ReduceOp.SUM, group)
+class Exchange(NamedTuple):
+    """A collective of torch.distributed that a kernel needs."""
+
+    collective: str
+    """The name of torch.distributed's function."""
+    sent: Tensor
+    """What this rank sends; an all-reduce puts what it receives in its place."""
+    result: Result
+    lengths: tuple[list[int], list[int]] | None = None
+    """Of an all-to-all: how many elements are received from each rank, and sent to each."""
 
 
-def _all_reduce_in_place(x: Tensor, source: Layout, target: Layout, group: Group) -> Pending:
-    return reducing(dense(x), dist.ReduceOp.SUM, group)
+_FUNCTIONAL = {
+    "all_reduce": "all_reduce",
+    "all_gather_single": "all_gather_into_tensor",
+    "reduce_scatter_single": "reduce_scatter_tensor",
+    "all_to_all_single": "all_to_all_single",
+}
+"""The name of a function of torch.distributed -> that of its functional operator."""
+
+
+def _begun(exchange: Exchange, group: Group) -> Pending:
+    sent, lengths = exchange.sent, exchange.lengths
+    if exchange.collective == "all_reduce":
+        return Pending.of(lambda: exchange.result(sent), group, dist.all_reduce, sent)
+    fn, first = getattr(dist, exchange.collective), sent.shape[0]
+    if exchange.collective == "reduce_scatter_single":
+        received = sent.new_empty(first // group.size, *sent.shape[1:])
+        return Pending.of(lambda: exchange.result(received), group, fn, received, sent)
+    received = sent.new_empty(first * group.size if lengths is None else sum(lengths[0]), *sent.shape[1:])
+    result = partial(exchange.result, received)
+    return Pending.of(result, group, fn, as_sent(received), as_sent(sent), *(lengths or ()))
+
+
+def _none(x: Tensor, source: Layout, target: Layout, group: Group) -> Tensor:
+    return x.clone()
+
+
+def _all_reduce(x: Tensor, source: Layout, target: Layout, group: Group) -> Tensor | Exchange:
+    return _all_reduce_in_place(copied(x), source, target, group)
+
+
+def _all_reduce_in_place(x: Tensor, source: Layout, target: Layout, group: Group) -> Tensor | Exchange:
+    x = dense(x)
+    if group.size == 1 or not x.numel():
+        return x
+    return Exchange("all_reduce", summable(x), lambda received: received.to(x.dtype))
 
 
 def reducing(x: Tensor, op: ReduceKind, group: Group) -> Pending:
@@ -137,12 +218,11 @@ def op_name(op: ReduceKind) -> str:
     return str(op).rpartition(".")[2]
 
 
-def _slice(x: Tensor, source: Layout, target: Layout, group: Group) -> Pending:
-    own = copied(split(x, target, group.rank, group.size))
-    return Pending(lambda: own)
+def _slice(x: Tensor, source: Layout, target: Layout, group: Group) -> Tensor:
+    return copied(split(x, target, group.rank, group.size))
 
 
-def _pad(x: Tensor, source: Layout, target: Layout, group: Group) -> Pending:
+def _pad(x: Tensor, source: Layout, target: Layout, group: Group) -> Tensor:
     assert isinstance(source, Shard)
     parts = parts_of(0, source)
     whole = x.new_zeros(whole_shape(x.shape, source))
@@ -150,7 +230,7 @@ def _pad(x: Tensor, source: Layout, target: Layout, group: Group) -> Pending:
     for begin, end in ranges(parts, group.rank, group.size):
         whole.narrow(source.dim, begin, end - begin).copy_(x.narrow(source.dim, at, end - begin))
         at += end - begin
-    return Pending(lambda: whole)
+    return whole
 
 
 class Slices(NamedTuple):
@@ -180,7 +260,7 @@ def _padded(x: Tensor, dim: int, width: int) -> Tensor:
     return torch.cat([x, x.new_zeros(_with_size(x.shape, dim, missing))], dim) if missing else x
 
 
-def _all_gather(x: Tensor, source: Layout, target: Layout, group: Group) -> Pending:
+def _all_gather(x: Tensor, source: Layout, target: Layout, group: Group) -> Tensor | Exchange:
     """Gathers the slices one after the other, and joins them along `dim` afterwards.
 
     A gather along dim 0 would have to transpose each slice before and the whole value after; joining copies rows.
@@ -190,56 +270,52 @@ def _all_gather(x: Tensor, source: Layout, target: Layout, group: Group) -> Pend
         return _slice(x, source, I, group)
     slices, dim = _slices(source, group.size), source.dim
     sent = dense(_padded(x, dim, slices.width))
-    received = sent.new_empty(group.size, *sent.shape)
 
-    def joined() -> Tensor:
+    def joined(received: Tensor) -> Tensor:
         if slices.even and dim == 0:
-            return received.flatten(0, 1)
-        return join([received[r].narrow(dim, 0, n) for r, n in enumerate(slices.widths)], source).contiguous()
+            return received
+        pieces = received.unflatten(0, (group.size, sent.shape[0]))
+        return join([pieces[r].narrow(dim, 0, n) for r, n in enumerate(slices.widths)], source).contiguous()
 
     if not sent.numel():
-        return Pending(joined)
-    return Pending.of(joined, group, dist.all_gather_single, as_sent(received.flatten(0, 1)), as_sent(sent))
+        return joined(sent.new_empty(group.size * sent.shape[0], *sent.shape[1:]))
+    return Exchange("all_gather_single", sent, joined)
 
 
-def _reduce_scatter(x: Tensor, source: Layout, target: Layout, group: Group) -> Pending:
+def _reduce_scatter(x: Tensor, source: Layout, target: Layout, group: Group) -> Tensor | Exchange:
     assert isinstance(target, Shard)
     if group.size == 1:
         return _slice(x, source, I, group)
-    if x.dtype in _SUMMED_AS:
-        pending = _reduce_scatter(x.to(_SUMMED_AS[x.dtype]), source, target, group)
-        return pending._replace(result=lambda: pending.result().to(x.dtype))
-    slices, dim = _slices(target, group.size), target.dim
-    x = x.resolve_conj().resolve_neg()
+    slices, dim, dtype = _slices(target, group.size), target.dim, x.dtype
+    x = summable(x.resolve_conj().resolve_neg())
     if slices.even and dim == 0:
-        sent = x.contiguous().unflatten(0, (group.size, slices.width))
+        sent = x.contiguous()
     else:
-        sent = torch.stack([_padded(split(x, target, r, group.size), dim, slices.width) for r in range(group.size)])
-    received = torch.empty_like(sent[0])
+        pieces = [_padded(split(x, target, r, group.size), dim, slices.width) for r in range(group.size)]
+        sent = torch.stack(pieces).flatten(0, 1)
 
-    def own() -> Tensor:
-        return received.narrow(dim, 0, slices.widths[group.rank]).contiguous()
+    def own(received: Tensor) -> Tensor:
+        return received.narrow(dim, 0, slices.widths[group.rank]).contiguous().to(dtype)
 
     if not sent.numel():
-        return Pending(own)
-    return Pending.of(own, group, dist.reduce_scatter_single, received, sent.flatten(0, 1))
+        return own(sent.new_empty(sent.shape[0] // group.size, *sent.shape[1:]))
+    return Exchange("reduce_scatter_single", sent, own)
 
 
-def _all_to_all(x: Tensor, source: Layout, target: Layout, group: Group) -> Pending:
+def _all_to_all(x: Tensor, source: Layout, target: Layout, group: Group) -> Tensor | Exchange:
     assert isinstance(source, Shard) and isinstance(target, Shard)
     if group.size == 1 or source.dim == target.dim:
         return _slice(x, source, I, group)
     sent = [split(x, target, r, group.size).contiguous() for r in range(group.size)]
     shapes = [_with_size(sent[group.rank].shape, source.dim, n) for n in _slices(source, group.size).widths]
-    lengths = [torch.Size(s).numel() for s in shapes]
-    received, flat = x.new_empty(sum(lengths)), torch.cat([piece.flatten() for piece in sent])
+    lengths = [math.prod(shape) for shape in shapes]
 
-    def joined() -> Tensor:
+    def joined(received: Tensor) -> Tensor:
         pieces = zip(received.split(lengths), shapes, strict=True)
         return join([piece.view(shape) for piece, shape in pieces], source).contiguous()
 
-    sent_lengths = [piece.numel() for piece in sent]
-    return Pending.of(joined, group, dist.all_to_all_single, as_sent(received), as_sent(flat), lengths, sent_lengths)
+    flat = torch.cat([piece.flatten() for piece in sent])
+    return Exchange("all_to_all_single", flat, joined, (lengths, [piece.numel() for piece in sent]))
 
 
 def scatter_pieces(x: Tensor, src: int, dim: int, size: int, group: Group) -> Tensor:
@@ -284,7 +360,7 @@ def _with_size(shape: Sequence[int], dim: int, size: int) -> list[int]:
     return [*shape[:dim], size, *shape[dim + 1 :]]
 
 
-_KERNELS: dict[str, Callable[[Tensor, Layout, Layout, Group], Pending]] = {
+_KERNELS: dict[str, Callable[[Tensor, Layout, Layout, Group], Tensor | Exchange]] = {
     "none": _none,
     "all_reduce": _all_reduce,
     "all_reduce_": _all_reduce_in_place,

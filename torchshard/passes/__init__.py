@@ -11,6 +11,7 @@ differentiate -> forward and backward in one graph
 partition   -> a graph of each
 schedule    -> collectives in flight while other ops run
 direct      -> functions that take least time to call
+lower       -> or, for compilers, PyTorch's functional collectives
 materialize -> this rank's slices of the parameters; it lives in `weights`, because it changes tensors and no graph
 """
 
@@ -28,6 +29,7 @@ from torchshard.passes.differentiate import differentiate, has_backward
 from torchshard.passes.direct import direct
 from torchshard.passes.insert import insert
 from torchshard.passes.localize import localize
+from torchshard.passes.lower import lower
 from torchshard.passes.normalize import normalize
 from torchshard.passes.partition import Partition, partition
 from torchshard.passes.propagate import Seen
@@ -40,7 +42,8 @@ from torchshard.plans.plan import Plan
 
 __all__ = [
     "Gradients", "Partition", "Segment", "annotate", "differentiate", "direct", "has_backward", "insert", "localize",
-    "localized", "normalize", "partition", "rewrite", "schedule", "segments", "simplify", "step_graphs", "verify",
+    "localized", "lower", "normalize", "partition", "rewrite", "schedule", "segments", "simplify", "step_graphs",
+    "verify",
 ]  # fmt: skip
 
 

@@ -61,14 +61,15 @@ def _key(graph: fx.Graph) -> tuple[object, ...]:
         (
             node.target if node.op == "call_function" else node.op,
             str(fx.map_arg((node.args, node.kwargs), lambda n: number[n])),
-            tuple(map(_type, values(node))),
+            tuple(map(value_type, values(node))),
             bool(node.meta.get("needs_grad")),
         )
         for node in graph.nodes
     )
 
 
-def _type(value: object) -> object:
+def value_type(value: object) -> object:
+    """Equal for values of the same shape, strides, dtype and device."""
     if not isinstance(value, Tensor):
         return str(value)
     shape, strides = (tuple(map(size_expr, sizes)) for sizes in (value.shape, value.stride()))

@@ -4,6 +4,8 @@
     inserted     also: every operand has the layout that its consumer requires, every collective converts between the
                  layouts that it names, and no result leaves the model as R, S or P
     localized    recomputing each op on fake tensors gives the local shapes that the layouts predict
+    lowered      no collective is left that a compiler does not know, and the others have the shapes that the layouts
+                 of their results predict
     joint        collectives of the backward convert between the duals of the layouts of the values whose gradients they
                  take and give
 
@@ -22,13 +24,13 @@ from torchshard.core.conversions import source_and_target
 from torchshard.core.errors import InternalError
 from torchshard.core.layouts import I, Layout, Shard, canonical, dual, is_whole
 from torchshard.core.mesh import MeshAxis
-from torchshard.distributed.ops import OPS
+from torchshard.distributed.ops import OPS, Begin, is_collective
 from torchshard.ir.graph import fake_mode, faking, hint, is_tensor, is_tensor_op, layout_of, operands, values, where
 from torchshard.passes.annotate import legal_choices
 from torchshard.passes.nodes import int_arg, node_arg, operator_of
 from torchshard.passes.propagate import Seen, is_sized_by_values, run
 
-Stage = Literal["annotated", "inserted", "localized", "joint"]
+Stage = Literal["annotated", "inserted", "localized", "joint", "lowered"]
 """How far a graph has come: it decides which invariants hold."""
 Fault = tuple[fx.Node, str, str]
 """A node that breaks an invariant, the invariant, and how the node breaks it."""
@@ -46,6 +48,8 @@ def verify(module: fx.GraphModule, stage: Stage, after: str, seen: Seen | None =
         faults = _shape_faults(module, {} if seen is None else seen)
     elif stage == "joint":
         faults = _joint_faults(module)
+    elif stage == "lowered":
+        faults = _lowered_faults(module)
     else:
         faults = _layout_faults(module, stage)
     fault = next(faults, None)
@@ -121,6 +125,14 @@ def _joint_faults(module: fx.GraphModule) -> Iterator[Fault]:
             known = {dual(layout_of(value)) for value in found if value.meta.get("layouts")}
             if known and _canonical(layout, axis) not in known:
                 yield node, "a collective converts another layout than that of a gradient", f"{layout}, not {known}"
+
+
+def _lowered_faults(module: fx.GraphModule) -> Iterator[Fault]:
+    for node in module.graph.nodes:
+        if is_collective(node.target) or isinstance(node.target, Begin):
+            yield node, "a collective is not lowered", "a compiler would not know it"
+        elif "lowered" in node.meta:
+            yield from _wrong_shapes(node, node.meta["lowered"])
 
 
 def _canonical(layout: Layout, axis: MeshAxis) -> Layout:

@@ -30,6 +30,7 @@ from torchshard.runtime.history import EARLIER, GRADIENTS, MODEL, PARAMETER, SEN
 VALUES = "the values of input"
 RNG_STATE = "the RNG state"
 CAPTURE = "the captured graph"
+COMPILER = "torch.compile"
 SAME_SHAPE = "the ranks were called with inputs of the same shape but different values"
 Purpose = Literal["a call", "a capture for example inputs"]
 """Why a call is prepared; the ranks compare that too, for a capture runs no collective of the graph."""
@@ -43,6 +44,8 @@ class PreparedCall:
     key: CallKey
     compiled: Compiled | None
     """The graph that was captured for such a call, if there is one."""
+    compiler: str
+    """The options of torch.compile; '' without it."""
     visible_state: str
     """The state of attributes and globals that forward reads, for errors."""
 
@@ -116,10 +119,11 @@ def _summary(call: PreparedCall, purpose: Purpose, snapshot: HistorySnapshot) ->
             CAPTURE: "to be captured now" if call.compiled is None else "captured before",
             RNG_STATE: rng,
             "the purpose": purpose,
+            COMPILER: call.compiler or "nothing is compiled",
             **snapshot.facts,
         }
 
-    return _Summary(f"{key} {shapes} {values} {rng} {call.compiled is None} {purpose}", facts)
+    return _Summary(f"{key} {shapes} {values} {rng} {call.compiled is None} {purpose} {call.compiler}", facts)
 
 
 def verify_same_weights(model: nn.Module, group: Group, replaced: Collection[str] = ()) -> None:
@@ -178,6 +182,7 @@ _ERRORS: dict[str, tuple[type[ShardError], str]] = {
     MODEL: (DistributedError, "the ranks have called different models"),
     GRADIENTS: (DistributedError, "the ranks' losses differ: their backwards computed other gradients of the results"),
     SENT: (DistributedError, "the ranks have run different backwards, or in another order, since the last call"),
+    COMPILER: (DistributedError, "the ranks would compile the model with different options"),
     CAPTURE: (DistributedError, "some ranks would capture a graph that others have"),
 }
 """The fact that differs -> its error; all other facts are arguments of the call."""

@@ -7,8 +7,10 @@ that were called least recently, so that a model whose arguments change with eac
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, fx, nn
@@ -16,9 +18,10 @@ from torch import Tensor, fx, nn
 from torchshard.capture import ModelCall, refuse_state_between
 from torchshard.compiler.program import Program
 from torchshard.core.mesh import Coordinate
-from torchshard.ir.graph import uses_rng
-from torchshard.passes import localized
+from torchshard.ir.graph import duplicate, uses_rng
+from torchshard.passes import localized, schedule
 from torchshard.runtime.call_key import CallKey
+from torchshard.runtime.compilation import Compiler, can_compile
 from torchshard.runtime.step import LazyStep, with_direct_collectives
 
 log = logging.getLogger("torchshard.runtime.compiled")
@@ -26,6 +29,15 @@ MANY_GRAPHS = 16
 """A warning is logged at this many captures: perhaps an argument that is not a tensor changes with each call."""
 MOST_GRAPHS = 64
 """At most this many graphs are kept."""
+
+
+class Executables(NamedTuple):
+    """What runs the calls of one captured graph."""
+
+    inference: Callable[..., Any]
+    """Calls whose gradients are not wanted."""
+    training: LazyStep
+    """The others: forward and backward."""
 
 
 @dataclass(frozen=True)
@@ -37,8 +49,6 @@ class Compiled:
     """This rank's graph, to read: collectives are operators with names."""
     executable: fx.GraphModule
     """This rank's graph, to run: collectives are called without PyTorch's dispatcher."""
-    step: LazyStep
-    """This rank's forward and backward, for calls whose gradients are wanted."""
     state: tuple[str | Tensor, ...]
     """The names of parameters and buffers, and the constants, in the order of the graph's placeholders."""
     digest: int
@@ -47,6 +57,28 @@ class Compiled:
     """Whether it draws random numbers, so that the ranks' RNG states must be equal."""
     model_call: ModelCall
     """The call that it was captured for, without values."""
+    coordinate: Coordinate
+    _executables: dict[Compiler | None, Executables] = field(default_factory=dict)
+
+    def executables(self, compiler: Compiler | None) -> Executables:
+        """What runs this graph's calls, compiled by a compiler or by none."""
+        if compiler is not None and not self._can_compile:
+            compiler = None
+        if compiler not in self._executables:
+            self._executables[compiler] = self._made(compiler)
+        return self._executables[compiler]
+
+    @cached_property
+    def _can_compile(self) -> bool:
+        return can_compile(self.graph)
+
+    def _made(self, compiler: Compiler | None) -> Executables:
+        if compiler is None:
+            return Executables(self.executable, LazyStep(self.graph, self.executable, self.coordinate))
+        scheduled = duplicate(self.graph)
+        schedule(scheduled)
+        step = LazyStep(self.graph, self.executable, self.coordinate, compiler)
+        return Executables(compiler(scheduled), step)
 
     def __deepcopy__(self, memo: dict[int, object]) -> Compiled:
         # A copied model may run this graph as it is: parameters are its arguments.
@@ -73,11 +105,11 @@ def compile_program(
         program,
         graph,
         executable=executable,
-        step=LazyStep(graph, executable, coordinate),
         state=_graph_state(program, graph, device),
         digest=key.digest,
         uses_rng=graph_uses_rng(program.graph),
         model_call=model_call,
+        coordinate=coordinate,
     )
 
 

@@ -55,8 +55,10 @@ from torchshard.runtime.call_verification import (
     verify_same_program,
     verify_same_weights,
 )
+from torchshard.runtime.compilation import Compiler, compiler_of
 from torchshard.runtime.compiled import Compiled, compile_program
 from torchshard.runtime.digests import describe_contents
+from torchshard.runtime.dynamo import call_outside, tracing_compiler
 from torchshard.runtime.history import History, HistorySnapshot
 from torchshard.runtime.optimizers import mark_state_dicts, observe_steps
 from torchshard.runtime.state import State
@@ -104,6 +106,7 @@ class ShardedModule(State):
         *,
         cut: bool = True,
         weights: str | os.PathLike[str] | Weights | None = None,
+        compiler: Compiler | None = None,
     ) -> None:
         def read() -> tuple[Constraints, dict[str, Layout], Weights | None]:
             check_weights(model)
@@ -126,6 +129,7 @@ class ShardedModule(State):
             warnings.warn(f"{what}: call backward() after ts.shard", stacklevel=4)
         super().__init__(model, layouts, group, cut=cut, weights=loaded)
         self._ts_constraints = constraints
+        self._ts_compiler = compiler
         self._ts_watch = Watch(self.source)
         self._ts_history = History(group, type(model).__name__)
         observe_steps(self, model)
@@ -174,19 +178,25 @@ class ShardedModule(State):
         Raises:
             InputError: the arguments don't fit, are on another device, or differ between the ranks.
         """
+        if torch.compiler.is_dynamo_compiling():
+            return call_outside(self, tracing_compiler(), args, kwargs)
+        return self.call_compiled(self._ts_compiler, args, kwargs)
+
+    def call_compiled(self, compiler: Compiler | None, args: Sequence[object], kwargs: Mapping[str, object]) -> Any:
+        """As `forward`, with graphs that a compiler compiles."""
         watch_slices(True)  # an optimizer's step that raised has left it off
         with _CALL_LOCK:
             refuse_transforms(self.source)  # within the lock: another thread's capture would look like a transform
-            return self._call(args, kwargs)
+            return self._call(compiler, args, kwargs)
 
-    def _call(self, args: Sequence[object], kwargs: Mapping[str, object]) -> Any:
+    def _call(self, compiler: Compiler | None, args: Sequence[object], kwargs: Mapping[str, object]) -> Any:
         with unwatched():
-            call = self._verified_call(args, kwargs, "a call")
+            call = self._verified_call(args, kwargs, "a call", compiler)
         compiled = call.compiled or self._compile(call, args, kwargs)
         state = [self._ts_tensors[entry] if isinstance(entry, str) else entry for entry in compiled.state]
         with running(self._ts_history.begin_call()), unwatched(), autocasting(()):
             try:
-                results = self._executable(compiled, call)(*state, *call.inputs.tensors)
+                results = self._executable(compiled, call, compiler)(*state, *call.inputs.tensors)
             except RuntimeError as error:
                 _check_dtypes(call.inputs, state)  # explains the commonest cause better than the op's own error
                 raise error
@@ -194,22 +204,28 @@ class ShardedModule(State):
             self._ts_history.watch_results(results)
         return compiled.program.captured.rebuild(results)
 
-    def _executable(self, compiled: Compiled, call: PreparedCall) -> Callable[..., Any]:
+    def _executable(self, compiled: Compiled, call: PreparedCall, compiler: Compiler | None) -> Callable[..., Any]:
         """What runs a call: with a graph of the backward if gradients are wanted, except where PyTorch is to trace it,
         or each collective is to be verified."""
-        is_traced = any(map(is_fake, call.inputs.tensors))
-        if not torch.is_grad_enabled() or self._ts_group.level is CheckLevel.ALL or is_traced:
+        if self._ts_group.level is CheckLevel.ALL or any(map(is_fake, call.inputs.tensors)):
             return compiled.executable
-        return compiled.step.next_call()
+        inference, training = compiled.executables(compiler)
+        return training.next_call() if torch.is_grad_enabled() else inference
 
-    def _verified_call(self, args: Sequence[object], kwargs: Mapping[str, object], purpose: Purpose) -> PreparedCall:
+    def _verified_call(
+        self,
+        args: Sequence[object],
+        kwargs: Mapping[str, object],
+        purpose: Purpose,
+        compiler: Compiler | None = None,
+    ) -> PreparedCall:
         """A call that all ranks make: they compare its key, shapes and values before anything else.
 
         A rank that refuses the call takes part in the comparison, for the others would wait for it.
         """
         call: PreparedCall | ShardError
         try:
-            call = self._prepared_call(args, kwargs, purpose)
+            call = self._prepared_call(args, kwargs, purpose, compiler)
         except ShardError as error:
             call = error
         try:
@@ -222,7 +238,9 @@ class ShardedModule(State):
             raise
         return call
 
-    def _prepared_call(self, args: Sequence[object], kwargs: Mapping[str, object], purpose: Purpose) -> PreparedCall:
+    def _prepared_call(
+        self, args: Sequence[object], kwargs: Mapping[str, object], purpose: Purpose, compiler: Compiler | None
+    ) -> PreparedCall:
         self._follow()
         inputs = flatten_call(self.source, args, kwargs)
         check_strided(self.source, inputs)
@@ -233,7 +251,8 @@ class ShardedModule(State):
         visible = f"state {self._ts_watch.number}"
         if self._ts_watch.latest_change:
             visible += f", changed last: {self._ts_watch.latest_change}"
-        return PreparedCall(inputs, key, self._ts_graphs.find(key, inputs.tensors), visible)
+        compiled = self._ts_graphs.find(key, inputs.tensors)
+        return PreparedCall(inputs, key, compiled, "" if compiler is None else str(compiler), visible)
 
     def _history_snapshot(self, call: PreparedCall | ShardError) -> HistorySnapshot:
         # Until the first graph fixes the layouts they follow from each rank's plan, and plans may still differ.
@@ -267,6 +286,19 @@ class ShardedModule(State):
         if devices not in self._ts_fitting_devices:
             check_devices(self.source, inputs)
             self._ts_fitting_devices.add(devices)
+
+    def compile(self, **options: Any) -> None:
+        """Has the graphs of later calls compiled by `torch.compile`, as `ts.shard(..., compile=options)`.
+
+        Args:
+            options: keyword arguments of torch.compile, such as backend, mode, dynamic.
+
+        Raises:
+            InputError: torch.compile does not take them.
+
+        Source: torch.nn.Module.compile
+        """
+        self._ts_compiler = compiler_of(options or True, where="model.compile()")
 
     # --- capturing ---------------------------------------------------------------------------------------------------
 

@@ -33,6 +33,8 @@ from torchshard.weights.slice_values import unwatched
 
 log = logging.getLogger("torchshard.runtime.step")
 T = TypeVar("T")
+Runnable = Callable[[fx.GraphModule], Callable[..., Any]]
+"""Makes something that runs of a scheduled graph."""
 EAGER_CALLS = 1
 """So many calls of a graph run under PyTorch's autograd, before there is a graph of its backward."""
 
@@ -51,15 +53,17 @@ class _Backward(NamedTuple):
 class Step:
     """What a rank runs in a call whose gradients are wanted; called as the rank's graph is."""
 
-    def __init__(self, local: fx.GraphModule, coordinate: Coordinate, written: Collection[str]) -> None:
+    def __init__(
+        self, local: fx.GraphModule, coordinate: Coordinate, written: Collection[str], runnable: Runnable
+    ) -> None:
         """Makes the graphs of a segment of a rank's graph.
 
         Args:
             written: the names of the buffers that the rank's graph writes to, in whichever segment.
         """
-        self._coordinate, self._local = coordinate, local
+        self._coordinate, self._local, self._runnable = coordinate, local, runnable
         self.parts = step_graphs(local)
-        self.forward = direct(self.parts.forward)
+        self.forward = runnable(self.parts.forward)
         self.draws = any(map(uses_rng, local.graph.nodes))
         self.written = [i for i, source in enumerate(placeholders(local.graph)) if source.name in written]
         """The arguments that forward writes to."""
@@ -102,10 +106,27 @@ class Step:
     def _backward(self, parts: Partition) -> _Backward | None:
         if not set(parts.saved) <= set(self.parts.saved):
             return None
-        run = direct(parts.backward)
+        return _Backward(
+            _boxed(self._runnable(parts.backward)),
+            tuple(map(self.parts.saved.index, parts.saved)),
+            bool(_sent(parts.backward)),
+        )
+
+
+def _boxed(run: Callable[..., Any]) -> Callable[[list[Any]], tuple[Tensor | None, ...]]:
+    """A graph that takes its arguments in a list, and empties that."""
+    if isinstance(run, fx.GraphModule):
         run.graph.set_codegen(_BoxedCodeGen())
         run.recompile()
-        return _Backward(run, tuple(map(self.parts.saved.index, parts.saved)), bool(_sent(parts.backward)))
+        return run
+
+    def boxed(arguments: list[Any]) -> tuple[Tensor | None, ...]:
+        taken = tuple(arguments)
+        arguments.clear()
+        gradients: tuple[Tensor | None, ...] = run(*taken)
+        return gradients
+
+    return boxed
 
 
 def with_direct_collectives(graph: fx.GraphModule) -> fx.GraphModule:
@@ -129,15 +150,21 @@ def _all_sent(made: Iterable[tuple[Segment, Callable[..., Any]]]) -> list[str]:
     return [text for _, step in made if isinstance(step, Step) for text in step.sent]
 
 
-def on_all_ranks(group: Group, make: Callable[[], T], sent: Callable[[T], list[str]]) -> T | None:
-    """What `make` returns, if it succeeds on all ranks and their collectives are the same; else None on all."""
+def on_all_ranks(
+    group: Group, make: Callable[[], T], sent: Callable[[T], list[str]], level: int = logging.INFO
+) -> T | None:
+    """What `make` returns, if it succeeds on all ranks and their collectives are the same; else None on all.
+
+    Args:
+        level: at which the reason is logged, if it does not succeed.
+    """
     made, text = None, ""
     try:
         made = make()
         text = "; ".join(sent(made))
     except Exception as error:  # whatever it is: autograd does without
         text = f"{type(error).__name__}: {error}"
-        log.info("no graph of the backward: %s", text.partition("\n")[0])
+        log.log(level, "no graph of the backward: %s", text.partition("\n")[0])
     what = "the ranks can't make the graph of a backward together"
     is_same = verify_equal(group, {}, DistributedError, what, unlike=hash_text(text))
     return made if is_same or group.size == 1 else None
@@ -147,15 +174,24 @@ class LazyStep:
     """The segments of a graph, made at its second call: many a graph is called once, and need not wait for them.
 
     A graph with values that backward computes again has them at its first call, or that would take more memory. So has
-    one that is called where hooks watch what is saved: a checkpoint around the call runs it twice, and compares.
+    one that is to be compiled, and one that is called where hooks watch what is saved: a checkpoint around the call
+    runs it twice, and compares.
     """
 
-    def __init__(self, local: fx.GraphModule, under_autograd: Callable[..., Any], coordinate: Coordinate) -> None:
+    def __init__(
+        self,
+        local: fx.GraphModule,
+        under_autograd: Callable[..., Any],
+        coordinate: Coordinate,
+        runnable: Runnable = direct,
+    ) -> None:
         self._local, self._under_autograd, self._coordinate = local, under_autograd, coordinate
+        self._runnable = runnable
         self._segments: list[tuple[Segment, Callable[..., Any]]] | None = None
         self._sources = [node.name for node in placeholders(local.graph)]
         self._results = [r.name if isinstance(r, fx.Node) else None for r in results_of(local.graph)]
-        self._eager_calls = EAGER_CALLS if not any("recompute" in node.meta for node in local.graph.nodes) else 0
+        is_wanted_now = runnable is not direct or any("recompute" in node.meta for node in local.graph.nodes)
+        self._eager_calls = 0 if is_wanted_now else EAGER_CALLS
         """So many calls are left before the graphs are made."""
         self._is_made = not has_backward(local)
 
@@ -169,7 +205,9 @@ class LazyStep:
         watched = torch._C._autograd._top_saved_tensors_default_hooks(True) is not None
         if not self._is_made and (watched or not self._eager_calls):
             self._is_made = True
-            self._segments = on_all_ranks(lookup(self._coordinate.group), self._made, _all_sent)
+            # who asked for a compiler will want to know that there is nothing to compile
+            level = logging.INFO if self._runnable is direct else logging.WARNING
+            self._segments = on_all_ranks(lookup(self._coordinate.group), self._made, _all_sent, level)
         self._eager_calls -= not self._is_made
         return self._under_autograd if self._segments is None else self._run
 
@@ -179,7 +217,11 @@ class LazyStep:
             return [(part, self._made_of(part, written)) for part in segments(self._local)]
 
     def _made_of(self, part: Segment, written: Collection[str]) -> Callable[..., Any]:
-        return with_direct_collectives(part.graph) if part.is_view else Step(part.graph, self._coordinate, written)
+        return (
+            with_direct_collectives(part.graph)
+            if part.is_view
+            else Step(part.graph, self._coordinate, written, self._runnable)
+        )
 
     def _run(self, *tensors: Tensor) -> tuple[Any, ...]:
         """The graph's results."""
@@ -209,6 +251,7 @@ class _Function(torch.autograd.Function):
         return tuple(results)
 
     @staticmethod
+    @torch._disable_dynamo
     def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:
         given = tuple(gradient is not None for gradient in gradients)
         plain = all(type(gradient) in PLAIN for gradient in gradients if gradient is not None)

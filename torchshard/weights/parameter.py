@@ -103,7 +103,9 @@ class ShardedParameter(Slice, nn.Parameter):
         self.touched = True
         with unwatched():
             data = _DATA.__get__(self)
-        return SliceValue.sharing(data, self) if self.is_split else data
+        # AOTAutograd, which runs compiled code such as an optimizer's step, asks what class of tensor a parameter has
+        is_aot = called_from().startswith("torch._functorch")
+        return SliceValue.sharing(data, self) if self.is_split and not is_aot else data
 
     @data.setter
     def data(self, value: Tensor) -> None:
@@ -115,7 +117,7 @@ class ShardedParameter(Slice, nn.Parameter):
     def grad(self) -> Tensor | None:
         """As `Tensor.grad`: this rank's slice of the gradient."""
         with unwatched():
-            gradient: Tensor | None = super().grad
+            gradient: Tensor | None = _GRAD.__get__(self)
         if gradient is None or not self.is_split:
             return gradient
         return gradient_for(called_from(), self, gradient)

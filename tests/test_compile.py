@@ -1,0 +1,273 @@
+"""Graphs that torch.compile compiles: by `compile=`, by `model.compile()`, and by torch.compile around the model."""
+
+from __future__ import annotations
+
+import copy
+import os
+import shutil
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, fx, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.distributed.tensor.debug import CommDebugMode
+
+import torchshard as ts
+from tests.helpers import refused, refused_input, run_ranks
+from tests.models import CASES
+from tests.test_collectives import _cases as conversion_cases
+from tests.test_collectives import _spread
+from torchshard.core.conversions import step_args
+from torchshard.core.layouts import split
+from torchshard.distributed.group import lookup
+from torchshard.passes import lower, schedule, verify
+
+EAGER = {"backend": "eager"}
+TRAINED = {2: ["fused_gqa", "dense_moe", "writes"], 3: ["mlp_uneven", "fused_by_split_7_heads"]}
+"""The number of ranks -> models that are trained on as many; all with TORCHSHARD_ALL=1, as `make nightly` sets it."""
+if os.getenv("TORCHSHARD_ALL"):
+    TRAINED = {world: [name for name in CASES if name != "recurrent"] for world in TRAINED}
+HAS_COMPILER = shutil.which("g++") is not None or shutil.which("clang++") is not None
+
+
+class Counting:
+    """A backend that notes the ops of the graphs that it is given."""
+
+    def __init__(self) -> None:
+        self.graphs: list[list[str]] = []
+
+    def __call__(self, graph: fx.GraphModule, inputs: object) -> Callable[..., Any]:
+        self.graphs.append([str(n.target) for n in graph.graph.nodes if n.op == "call_function"])
+        return graph
+
+
+def _gradients(model: nn.Module, call: Callable[..., Any], inputs: tuple[Any, ...]) -> tuple[list[Tensor], Any]:
+    """The floating results of a call, and the gradients of their squares' means."""
+    torch.manual_seed(3)
+    model.zero_grad()
+    made: list[Tensor] = []
+    torch.utils._pytree.tree_map_only(Tensor, made.append, call(*inputs))
+    made = [result for result in made if result.is_floating_point()]
+    sum(result.square().mean() for result in made).backward()  # type: ignore[union-attr]
+    return [result.detach() for result in made], {n: p.grad for n, p in model.named_parameters()}
+
+
+def _difference(
+    model: nn.Module, sharded: ts.ShardedModule, call: Callable[..., Any], inputs: tuple[Any, ...]
+) -> float:
+    """The largest difference of results and gradients between the unsharded model and calls of the sharded one."""
+    expected, whole = _gradients(model, model, inputs)
+    made, parts = _gradients(sharded, call, inputs)
+    pairs = [*zip(expected, made, strict=True)]
+    for name, gradient in parts.items():
+        assert (gradient is None) == (whole[name] is None)
+        if gradient is not None:
+            layout = sharded.layouts[name]
+            own = split(whole[name], layout, ts.distributed.get_rank(), ts.distributed.get_group_size())
+            pairs.append((own, gradient))
+    return max(float((a - b).abs().max()) for a, b in pairs if a.numel())
+
+
+def _case(name: str) -> tuple[nn.Module, Any, tuple[Any, ...]]:
+    torch.manual_seed(0)
+    case = CASES[name]
+    model = case.build().double()
+    return model, case.plan, tuple(x.detach().double() if x.is_floating_point() else x for x in case.inputs())
+
+
+def _mlp() -> tuple[nn.Module, dict[str, str]]:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(6, 8), nn.GELU(), nn.Dropout(0.2), nn.Linear(8, 6))
+    return model.double(), {"0": "column", "3": "row"}
+
+
+def _trained(rank: int, names: list[str]) -> dict[str, list[float]]:
+    ts.distributed.init_process_group()
+    found = {}
+    for name in names:
+        model, plan, inputs = _case(name)
+        sharded = ts.shard(model, plan, compile={"backend": "aot_eager"})
+        found[name] = [_difference(model, sharded, sharded, inputs) for _ in range(2)]
+        model.eval(), sharded.eval()
+        with torch.no_grad():
+            expected: list[Tensor] = []
+            made: list[Tensor] = []
+            torch.utils._pytree.tree_map_only(Tensor, expected.append, model(*inputs))
+            torch.utils._pytree.tree_map_only(Tensor, made.append, sharded(*inputs))
+        found[name] += [float((a - b).abs().max()) for a, b in zip(expected, made, strict=True)]
+        graphs = [compiled.executables(sharded._ts_compiler) for compiled in sharded._ts_graphs]
+        assert any(executables.training.has_graphs for executables in graphs)
+    return found
+
+
+@pytest.mark.parametrize("world", TRAINED)
+def test_gradients_are_the_unsharded_models(world: int) -> None:
+    for found in run_ranks(_trained, world, TRAINED[world], timeout_seconds=900):
+        assert max(max(differences) for differences in found.values()) < 1e-12, found
+
+
+@pytest.mark.skipif(not HAS_COMPILER, reason="Inductor needs a C++ compiler")
+def test_inductor_draws_the_same_numbers() -> None:
+    assert max(run_ranks(_with_inductor, 2)) < 1e-12
+
+
+def _with_inductor(rank: int) -> float:
+    ts.distributed.init_process_group()
+    model, plan = _mlp()
+    sharded = ts.shard(model, plan, compile=True)
+    return _difference(model, sharded, sharded, (torch.randn(3, 6, dtype=torch.float64),))
+
+
+WAYS: dict[str, Callable[[ts.ShardedModule, Any], Callable[..., Any]]] = {
+    "model.compile()": lambda model, backend: (model.compile(backend=backend), model)[1],
+    "torch.compile(model)": lambda model, backend: torch.compile(model, backend=backend),
+    "a compiled function": lambda model, backend: torch.compile(lambda x: model(x * 1.0), backend=backend),
+}
+
+
+def _whole(rank: int) -> list[str]:
+    ts.distributed.init_process_group()
+    wrong = []
+    for name, way in WAYS.items():
+        model, plan = _mlp()
+        backend = Counting()
+        sharded = ts.shard(model, plan)
+        call = way(sharded, backend)
+        for batch in (4, 6, 9, 5):
+            inputs = (torch.randn(batch, 6, dtype=torch.float64),)
+            if _difference(model, sharded, call, inputs) > 1e-12:
+                wrong.append(f"{name}: gradients of a batch of {batch}")
+        sent = [[op for op in graph if "all_reduce" in op] for graph in backend.graphs]
+        products = [sum(op.startswith("aten.") and "mm" in op for op in graph) for graph in backend.graphs]
+        # forward and backward, with fixed and then with dynamic sizes
+        if [len(found) for found, count in zip(sent, products, strict=True) if count] != [1, 0] * 2:
+            wrong.append(f"{name}: {backend.graphs}")
+        if sharded._ts_graphs.captures != 1:
+            wrong.append(f"{name}: captured {sharded._ts_graphs.captures} times")
+    return wrong
+
+
+def test_each_graph_is_compiled_whole_for_any_batch() -> None:
+    assert run_ranks(_whole, 2) == [[], []]
+
+
+def _steps(train: Callable[[Tensor], Any], steps: int = 3) -> None:
+    for seed in range(steps):
+        torch.manual_seed(seed)
+        train(torch.randn(4, 6, dtype=torch.float64))
+
+
+def _whole_step(rank: int) -> dict[str, float]:
+    ts.distributed.init_process_group()
+    found = {}
+    model, plan = _mlp()
+    sharded = ts.shard(copy.deepcopy(model), plan)
+    for each, compiled in ((model, False), (sharded, True)):
+        optimizer = torch.optim.SGD(each.parameters(), 1e-1, momentum=0.9)
+
+        def train(x: Tensor, each: nn.Module = each, optimizer: torch.optim.Optimizer = optimizer) -> None:
+            optimizer.zero_grad()
+            each(x).square().mean().backward()
+            optimizer.step()
+
+        _steps(torch.compile(train, backend="aot_eager") if compiled else train)
+    whole = sharded.full_state_dict()
+    for name, parameter in model.named_parameters():
+        found[name] = float((whole[name] - parameter.detach()).abs().max())
+    return found
+
+
+def test_a_training_step_is_compiled_with_its_optimizer() -> None:
+    for found in run_ranks(_whole_step, 2):
+        assert max(found.values()) < 1e-12, found
+
+
+def _seen(rank: int) -> tuple[dict[str, int], tuple[int, int]]:
+    ts.distributed.init_process_group()
+    model, plan, inputs = _case("fused_gqa")
+    sharded = ts.shard(model, plan, compile=EAGER)
+    sharded(*inputs).sum().backward()
+    with CommDebugMode() as seen:
+        sharded(*inputs).sum().backward()
+    return {str(op): count for op, count in seen.get_comm_counts().items()}, sharded.plan.costs.calls
+
+
+def test_comm_debug_mode_sees_the_planned_collectives() -> None:
+    for counts, (forward, backward) in run_ranks(_seen, 2):
+        assert counts["c10d_functional.all_reduce"] == forward + backward
+
+
+def _lowered_conversions(rank: int) -> list[str]:
+    ts.distributed.init_process_group()
+    torch.manual_seed(0)
+    group, wrong = lookup("model"), []
+    for name, source, target, shape in conversion_cases():
+        x = _spread(source, shape, group.size)[rank]
+        op, args = getattr(torch.ops.torchshard, name).default, (*step_args(source, target, shape), group.name)
+        module = fx.GraphModule(nn.Module(), fx.Graph())
+        expected, mode = op(x, *args), FakeTensorMode()
+        operand, result = mode.from_tensor(x), mode.from_tensor(expected)
+        taken = module.graph.placeholder("x")
+        taken.meta = {"val": operand, "kind": "input", "path": "x"}
+        node = module.graph.call_function(op, (taken, *args))
+        node.meta = {"val": result}
+        module.graph.output((node,))
+        schedule(module)
+        lower(module)
+        verify(module, "lowered", after="lower")
+        module.recompile()
+        if not torch.equal(module(x)[0], expected):
+            wrong.append(f"{name} {source} -> {target} of {shape}")
+    return wrong
+
+
+@pytest.mark.parametrize("world", [2, 3])
+def test_lowered_collectives_compute_what_their_operators_do(world: int) -> None:
+    assert run_ranks(_lowered_conversions, world) == [[]] * world
+
+
+class _Recurrent(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.rnn = nn.GRU(4, 6, batch_first=True)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.rnn(x)[0]
+
+
+def _mistakes(rank: int) -> dict[str, bool]:
+    ts.distributed.init_process_group()
+    model, plan = _mlp()
+    x, found = torch.ones(2, 6, dtype=torch.float64), {}
+    for options, text in (
+        ("yes", "invalid compile 'yes'"),
+        ({"backend": "nope"}, "Invalid backend: 'nope'"),
+        ({"backed": "eager"}, "unexpected keyword argument 'backed'"),
+        ({"mode": "fast"}, "Unrecognized mode=fast"),
+        ({"options": {"foo": 1}}, "Unexpected optimization option foo"),
+    ):
+        wrong: Any = options
+        found[str(options)] = refused_input(lambda w=wrong: ts.shard(model, plan, compile=w), text)
+    once = torch.compile(copy.deepcopy(model), backend="eager")
+    found["compiled before"] = refused_input(lambda: ts.shard(once, plan), "compile=True")  # type: ignore[arg-type]
+    one = ts.shard(model, plan, compile=EAGER if rank else False)
+    text = "the ranks would compile the model with different options"
+    found["on one rank"] = refused(lambda: one(x), text, ts.DistributedError)
+
+    def fails(graph: fx.GraphModule, inputs: object) -> Callable[..., Any]:
+        raise ValueError("this backend can do nothing")
+
+    broken = ts.shard(model, plan, compile={"backend": fails})
+    found["a backend that fails"] = refused(lambda: broken(x), "this backend can do nothing", ts.CaptureError)
+    plain = ts.shard(_Recurrent(), {"rnn": "column"}, compile=EAGER)  # its steps are no graph
+    found["what a compiler does not know"] = bool(plain(torch.randn(2, 3, 4)).isfinite().all())
+    none: Mapping[str, Any] = {"backend": "eager", "disable": True}
+    found["disabled"] = ts.shard(model, plan, compile=none)._ts_compiler is None
+    return found
+
+
+def test_mistakes_are_told() -> None:
+    for found in run_ranks(_mistakes, 2):
+        assert all(found.values()), found

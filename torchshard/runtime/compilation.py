@@ -1,0 +1,154 @@
+"""Hands a rank's graphs to `torch.compile`.
+
+The graphs of a step are compiled, and not `forward`: what the ranks verify of each other can't be, and captured graphs
+have no branches that would break them. So they are compiled whole, whichever way a user asks for it:
+`ts.shard(..., compile=True)`, `model.compile()` or `torch.compile(model)`.
+"""
+
+from __future__ import annotations
+
+import logging
+import textwrap
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, fx, nn
+
+from torchshard.core.errors import CaptureError, InputError
+from torchshard.custom_ops.stepwise import Stepwise
+from torchshard.custom_ops.whole import WholeCall
+from torchshard.distributed.group import Group, lookup
+from torchshard.distributed.handshake import collective_failed
+from torchshard.distributed.ops import Begin
+from torchshard.ir.graph import duplicate, placeholders, results_of, uses_rng
+from torchshard.passes import lower, verify
+
+log = logging.getLogger("torchshard.runtime.compilation")
+CompileOptions = bool | Mapping[str, Any] | None
+"""True for torch.compile's defaults, or its keyword arguments; False or None: nothing is compiled."""
+
+_MADE, _GIVEN, _CONSTANT = range(3)
+"""Where a result of a graph comes from: from the compiled graph, which returns none of its arguments, or from those."""
+
+
+class Compiler:
+    """torch.compile with some options, for the graphs of a rank."""
+
+    def __init__(self, options: Mapping[str, Any], *, where: str) -> None:
+        """Checks the options.
+
+        Raises:
+            InputError: torch.compile does not take them.
+        """
+        self._options = {key: value for key, value in options.items() if key != "fullgraph"}
+        try:
+            torch.compile(_nothing, **self._options)
+        except Exception as error:
+            # errors of torch.compile have no class of their own
+            raise InputError(
+                "torch.compile does not take these options",
+                where=where,
+                why=textwrap.shorten(f"{type(error).__name__}: {error}", 200),
+                attempt='True, or keyword arguments of torch.compile: {"backend": "inductor", "dynamic": True}',
+            ) from error
+
+    def __str__(self) -> str:
+        """The options, as the ranks compare them."""
+        return ", ".join(f"{key}={_text(value)}" for key, value in sorted(self._options.items())) or "defaults"
+
+    def __call__(self, scheduled: fx.GraphModule) -> Callable[..., Any]:
+        """A compiled graph; it is compiled when it is called first."""
+        lowered = duplicate(scheduled)
+        lower(lowered)
+        verify(lowered, "lowered", after="lower")
+        sources, results = placeholders(lowered.graph), results_of(lowered.graph)
+        computed = list(dict.fromkeys(r for r in results if isinstance(r, fx.Node) and r.op != "placeholder"))
+        lowered.graph.output_node().args = (tuple(computed),)
+        lowered.recompile()
+        places = {node: (_MADE, i) for i, node in enumerate(computed)}
+        places |= {node: (_GIVEN, i) for i, node in enumerate(sources)}
+        ends = [places[r] if isinstance(r, fx.Node) else (_CONSTANT, r) for r in results]
+        drawing = _drawing_as_ever if any(map(uses_rng, lowered.graph.nodes)) else nullcontext
+        run = torch.compile(lowered.forward, fullgraph=True, **self._options)
+        groups = [lookup(node.args[-1]) for node in scheduled.graph.nodes if isinstance(node.target, Begin)]
+
+        def compiled(*arguments: Any) -> tuple[Any, ...]:
+            # a parameter's class is one that tracers do not know
+            plain = [Tensor.detach(a) if isinstance(a, nn.Parameter) else a for a in arguments]
+            if torch._C._len_torch_dispatch_stack():
+                # a mode such as CommDebugMode wants to see the ops, and torch.compile refuses to run under it
+                made = lowered.forward(*plain)
+            else:
+                try:
+                    with drawing():
+                        made = run(*plain)
+                except RuntimeError as error:
+                    explained = _explained(error, groups)
+                    if explained is None:
+                        raise
+                    raise explained from error
+            values = (made, arguments)
+            return tuple(end if kind is _CONSTANT else values[kind][end] for kind, end in ends)
+
+        return compiled
+
+
+def compiler_of(options: CompileOptions, *, where: str) -> Compiler | None:
+    """The compiler of a user's options; None if nothing is to be compiled.
+
+    Raises:
+        InputError: they are no options of torch.compile.
+    """
+    if options is None or isinstance(options, bool):
+        return Compiler({}, where=where) if options else None
+    if isinstance(options, Mapping):
+        return None if options.get("disable") else Compiler(options, where=where)
+    raise InputError(
+        f"invalid compile {options!r}",
+        where=where,
+        why="expected True, False or a dict of torch.compile's keyword arguments",
+        attempt='compile=True, or compile={"backend": "aot_eager"}',
+    )
+
+
+def can_compile(local: fx.GraphModule) -> bool:
+    """Whether a compiler understands a rank's graph: no call in it is kept whole."""
+    whole = [node for node in local.graph.nodes if isinstance(node.target, (WholeCall, Stepwise))]
+    if whole:
+        log.warning("a graph is not compiled, for a compiler does not know what %s runs", whole[0].name)
+    return not whole
+
+
+def _explained(error: RuntimeError, groups: Sequence[Group]) -> Exception | None:
+    """The error for what a compiler, or a collective that it runs, raises; None for all else."""
+    if isinstance(error, torch._dynamo.exc.TorchDynamoException):
+        return CaptureError(
+            "torch.compile can't compile this rank's graph",
+            where="shard(compile=...)",
+            why=textwrap.shorten(f"{type(error).__name__}: {error}", 400),
+            attempt='compile={"backend": "aot_eager"} to see whether it is the backend; compile=False',
+        )
+    if groups and (isinstance(error, dist.DistError) or "gloo" in str(error)):
+        return collective_failed(groups[0], "a collective of a compiled graph", error)
+    return None
+
+
+def _drawing_as_ever() -> AbstractContextManager[None]:
+    """Inductor draws other random numbers than PyTorch's ops, if it is not told otherwise when it compiles."""
+    patched: AbstractContextManager[None] = torch._inductor.config.patch(fallback_random=True)
+    return patched
+
+
+def _nothing() -> None:
+    """What options are tried with."""
+
+
+def _text(value: object) -> str:
+    if isinstance(value, str):
+        return value
+    if isinstance(value, (bool, int, float, dict)):
+        return repr(value)
+    return getattr(value, "__qualname__", type(value).__name__)  # functions print with an address

@@ -1,0 +1,61 @@
+"""What `torch.compile` around a sharded model compiles: the rank's graphs, each whole, and nothing else.
+
+Dynamo traces `ShardedModule.forward` up to `call_outside`, which it leaves to Python: what the ranks verify of each
+other is no part of a graph. There the rank's graphs are compiled with the options of the user's `torch.compile`.
+"""
+
+from __future__ import annotations
+
+import pkgutil
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch._dynamo import trace_rules
+from torch._dynamo.symbolic_convert import InstructionTranslator
+
+import torchshard.runtime
+import torchshard.weights
+from torchshard.runtime.compilation import Compiler
+
+if TYPE_CHECKING:
+    from torchshard.runtime.module import ShardedModule
+
+_compilers: dict[int, Compiler] = {}
+"""The compilers of the process's calls of torch.compile, by number: traced code takes constants alone."""
+_REASON = (
+    "the ranks verify that they make the same call, and run its compiled graph; "
+    "in place of fullgraph=True use torchshard.shard(..., compile=True), whose graphs are whole"
+)
+
+
+@torch.compiler.assume_constant_result
+def tracing_compiler() -> int:
+    """The number of the compiler on whose behalf Dynamo is tracing."""
+    backend: Any = InstructionTranslator.current_tx().output.compiler_fn
+    while hasattr(backend, "_torchdynamo_orig_backend"):
+        backend = backend._torchdynamo_orig_backend
+    if id(backend) not in _compilers:
+        options = {"backend": backend, "dynamic": getattr(backend, "dynamic", None)}
+        _compilers[id(backend)] = Compiler(options, where="torch.compile(model)")
+    return id(backend)
+
+
+@torch.compiler.disable(reason=_REASON)
+def call_outside(model: ShardedModule, compiler: int, args: Sequence[object], kwargs: Mapping[str, object]) -> Any:
+    """A call of a sharded model that Dynamo does not trace.
+
+    Args:
+        compiler: the number of the compiler of its graphs.
+    """
+    return model.call_compiled(_compilers[compiler], args, kwargs)
+
+
+def _leave_out_own_code() -> None:
+    """Has Dynamo run this library's Python as it is: parameters that ask who reads them, hooks, what ranks compare."""
+    own = {f"torchshard.runtime.{module.name}" for module in pkgutil.iter_modules(torchshard.runtime.__path__)}
+    for name in sorted(own - {"torchshard.runtime.module", __name__}) + ["torchshard.weights"]:
+        trace_rules.add(name)
+
+
+_leave_out_own_code()
