@@ -57,6 +57,18 @@ def test_nothing_lies_outside_the_picture(name: str, tmp_path: Path) -> None:
         assert float(rect.get("y", 0)) + float(rect.attrib["height"]) <= height
 
 
+@pytest.mark.parametrize("suffix", [".svg", ".html", ".dot"])
+def test_a_step_shows_each_collective_of_both_passes(suffix: str, tmp_path: Path) -> None:
+    made = _program("gpt")
+    path = tmp_path / f"step{suffix}"
+    ts.draw(made, path, step=True)
+    text = path.read_text()
+    begun = [text.count(sign) for sign in ("▼ all-", "▲ all-", "▼ all-reduce")]
+    if suffix == ".dot":  # nothing else repeats what a row says
+        assert begun[:2] == list(made.plan.costs.calls)
+    assert all(begun) and "begin_reduce" in text
+
+
 def test_it_is_the_same_at_each_run(tmp_path: Path) -> None:
     case = CASES["gpt"]
     for file in ("one.svg", "two.svg"):

@@ -68,6 +68,34 @@ def test_the_listing_and_models_without_one() -> None:
             ts.explain(model, level=level)
 
 
+def test_the_step_of_a_rank_as_it_runs() -> None:
+    """The all-reduce of the backward begins before the weights' gradients, and is waited for behind them."""
+    told = ts.explain(_mlp(), level="step")
+    check_golden("mlp_step.txt", re.sub(r" *test_explain.py:\d+", "", told) + "\n")
+    assert ts.explain(_mlp(), "up", level="step").count("\n") < told.count("\n")
+
+
+def test_a_step_tells_what_is_computed_again() -> None:
+    example = (torch.randn(2, 8, 16),)
+    plan = ts.plan(MLP(), {"up": "column", "down": "row"}, world_size=2, example_inputs=example, recompute=["up", ""])
+    told = ts.explain(plan, level="step", rank=1)
+    assert "backward: 1 collective, 1 behind other ops; " in told and "ops of forward run again" in told
+    assert "computed again" in told and "run again" not in ts.explain(_mlp(), level="step")
+
+
+@pytest.mark.parametrize(
+    "plan, rank, text",
+    [({"up": "column", "down": "row"}, 2, "there is no rank 2 of 2"), ("frozen", 0, "no graph of its backward")],
+)
+def test_steps_that_are_none(plan: object, rank: int, text: str) -> None:
+    model = MLP()
+    if plan == "frozen":
+        model.requires_grad_(False)
+    made = ts.plan(model, {"up": "column", "down": "row"}, world_size=2, example_inputs=(torch.randn(2, 8, 16),))
+    with pytest.raises(ts.InputError, match=text):
+        ts.explain(made, level="step", rank=rank)
+
+
 def test_values() -> None:
     assert value_text(torch.empty(2, 3, dtype=torch.bfloat16)) == "bf16[2,3]"
     assert value_text(torch.tensor(True)) == "b8[]"

@@ -107,10 +107,12 @@ def _plan_files(command: argparse.ArgumentParser) -> None:
 
 def _picture(command: argparse.ArgumentParser) -> None:
     command.add_argument("-o", "--output", required=True, metavar="FILE", help="x.html, x.svg or x.dot")
+    command.add_argument("--step", action="store_true", help="rank 0's forward and backward, as they run")
 
 
 def _level(command: argparse.ArgumentParser) -> None:
-    command.add_argument("--level", default="table", choices=("table", "node"), help="node: a line per op of the graph")
+    text = "node: a line per op of the graph; step: rank 0's forward and backward, as they run"
+    command.add_argument("--level", default="table", choices=("table", "node", "step"), help=text)
 
 
 def _processes(command: argparse.ArgumentParser) -> None:
@@ -241,7 +243,7 @@ def _draw(options: argparse.Namespace) -> int:
     from torchshard.report.drawing import check_suffix
 
     check_suffix(options.output)
-    ts.draw(_planned(options), options.output)
+    ts.draw(_planned(options), options.output, step=options.step)
     return 0
 
 

@@ -14,6 +14,7 @@ from collections.abc import Sequence
 
 from torch import Tensor, fx
 
+from torchshard.core.conversions import source_and_target
 from torchshard.core.layouts import type_text
 from torchshard.distributed.ops import OPS, Begin, is_collective
 from torchshard.ir.graph import op_name, values
@@ -41,6 +42,12 @@ def _call(node: fx.Node) -> str:
 
 
 def _why(node: fx.Node) -> str:
+    if isinstance(node.target, Begin):
+        return _begun(node, node.target)
+    if node.meta.get("is_again"):
+        return "computed again"
+    if is_collective(node.target) and node.meta.get("is_backward") and "gradient_of" in node.meta:
+        return f"gradient of {', '.join(node.meta['gradient_of'])}"
     if is_collective(node.target):
         return str(node.meta.get("note", f"inside {node.meta.get('inside', '')}"))
     choice, row = node.meta.get("choice"), node.meta.get("row")
@@ -51,6 +58,16 @@ def _why(node: fx.Node) -> str:
     return f"{choice.name}: {row.text}" if choice.axes or choice.name == "P" else ""
 
 
+def _begun(node: fx.Node, begin: Begin) -> str:
+    """What a collective that begins converts, and for whom or whose gradient."""
+    (waiting,) = node.users
+    if "note" in waiting.meta:
+        return str(waiting.meta["note"])
+    source, target = source_and_target(OPS[begin.op].name, node.args[1:])
+    whose = ", ".join(waiting.meta.get("gradient_of", ()))
+    return f"{source} -> {target}" + (f", gradient of {whose}" if whose else "")
+
+
 def listing(module: fx.GraphModule, *, sources: bool = True, within: str = "") -> str:
     """One line per op of a graph, in order; parameters and inputs appear as arguments only.
 
@@ -58,7 +75,12 @@ def listing(module: fx.GraphModule, *, sources: bool = True, within: str = "") -
         sources: whether to print the user's file and line.
         within: the path of a module, to list only the ops of it and its children.
     """
-    rows = [_row(node, sources) for node in module.graph.nodes if _is_shown(node, within)]
+    return lines([node for node in module.graph.nodes if _is_shown(node, within)], sources=sources)
+
+
+def lines(nodes: Sequence[fx.Node], *, sources: bool = True) -> str:
+    """The lines of some nodes of a graph."""
+    rows = [_row(node, sources) for node in nodes]
     widths = [min(max(map(len, column)), _MOST_COLUMNS) for column in zip(*rows, strict=True)]
     return "\n".join(_line(row, widths) for row in rows)
 
@@ -73,15 +95,18 @@ _MOST_COLUMNS = 60
 
 
 def _is_shown(node: fx.Node, within: str) -> bool:
-    if within:
-        return node.op == "call_function" and f"{node.meta.get('module', '')}.".startswith(f"{within}.")
-    return node.op in ("call_function", "output")
+    return is_within(node, within) or (node.op == "output" and not within)
+
+
+def is_within(node: fx.Node, module: str) -> bool:
+    """Whether a node is an op of a module or its children; '' is the model."""
+    return node.op == "call_function" and (not module or f"{node.meta.get('module', '')}.".startswith(f"{module}."))
 
 
 def _row(node: fx.Node, sources: bool) -> list[str]:
     if node.op == "output":
         return ["  return", _argument(node.args[0]), "", "", "", ""]
-    star = "* " if is_collective(node.target) else "  "
+    star = "* " if is_collective(node.target) or isinstance(node.target, Begin) else "  "
     layouts = " ".join(map(str, node.meta.get("layouts", ())))
     shapes = " ".join(value_text(v) for v in values(node))
     source = os.path.basename(node.meta.get("source", "")) if sources else ""

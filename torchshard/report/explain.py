@@ -9,9 +9,10 @@ from torch import fx
 from torchshard.core.errors import InputError
 from torchshard.ir.listing import listing
 from torchshard.plans.plan import Plan
+from torchshard.report.step import step_graph, step_told
 from torchshard.report.why import expensive_pins, told
 
-Level = Literal["table", "node"]
+Level = Literal["table", "node", "step"]
 LEVELS = get_args(Level)
 
 
@@ -25,22 +26,29 @@ class Planned(Protocol):
     def graph(self) -> fx.GraphModule: ...
 
 
-def explain(model: Planned | Plan, module: str = "", level: Level = "table") -> str:
+def explain(model: Planned | Plan, module: str = "", level: Level = "table", rank: int = 0) -> str:
     """What was inserted and why.
 
     Args:
         module: the path of a module, for the listing of that part alone.
         level: "table", a row per module and below it each kind of collective: why it is there, the user's line, from
             and to which layout, bytes, time, and the next best plan without it; between them expensive pins, and
-            ops for which values are gathered, the most expensive first. Or "node", the listing of the graph.
+            ops for which values are gathered, the most expensive first. Or "node", the listing of the graph. Or "step",
+            the forward and backward of a rank as they run: when collectives begin and when they are waited for, what is
+            saved, what is computed again.
+        rank: whose step is listed.
 
     Raises:
-        InputError: the level or the module is none, or the plan was loaded and has no graph to list.
+        InputError: the level, the module or the rank is none, the plan was loaded and has no graph to list, or the step
+            has no graph of its backward.
     """
     if level not in LEVELS:
         raise InputError(
             f"invalid level {level!r}", where="level=", why=f"levels are {', '.join(LEVELS)}", attempt=repr(LEVELS[0])
         )
+    if level == "step":
+        axis = plan_in(model).axis
+        return "\n".join(step_told(step_graph(graph_of(model), axis, rank), axis, rank, module))
     if module or level == "node":
         found = listing(graph_of(model), within=module)
         if module and not found:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import pkgutil
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 import torch
 from torch._dynamo import trace_rules
@@ -18,8 +18,13 @@ import torchshard.runtime
 import torchshard.weights
 from torchshard.runtime.compilation import Compiler
 
-if TYPE_CHECKING:
-    from torchshard.runtime.module import ShardedModule
+
+class Compilable(Protocol):
+    """A sharded model."""
+
+    def call_compiled(self, compiler: Compiler | None, args: Sequence[object], kwargs: Mapping[str, object]) -> Any:
+        """Its forward, with graphs that a compiler compiles."""
+
 
 _compilers: dict[int, Compiler] = {}
 """The compilers of the process's calls of torch.compile, by number: traced code takes constants alone."""
@@ -42,7 +47,7 @@ def tracing_compiler() -> int:
 
 
 @torch.compiler.disable(reason=_REASON)
-def call_outside(model: ShardedModule, compiler: int, args: Sequence[object], kwargs: Mapping[str, object]) -> Any:
+def call_outside(model: Compilable, compiler: int, args: Sequence[object], kwargs: Mapping[str, object]) -> Any:
     """A call of a sharded model that Dynamo does not trace.
 
     Args:

@@ -22,25 +22,40 @@ from torchshard.report.drawing.dot import dot
 from torchshard.report.drawing.html import Shown, page
 from torchshard.report.drawing.svg import picture
 from torchshard.report.explain import Planned, graph_of, plan_in
+from torchshard.report.step import step_graph
 
 FORMATS = (".html", ".svg", ".dot")
 
 
-def draw(model: Planned | Plan | Sequence[Planned | Plan], path: str | os.PathLike[str]) -> None:
+def draw(
+    model: Planned | Plan | Sequence[Planned | Plan],
+    path: str | os.PathLike[str],
+    *,
+    step: bool = False,
+    rank: int = 0,
+) -> None:
     """Writes a picture of a plan's graph, or of a sharded model's latest, with its collectives.
 
     Args:
         model: what is drawn; several, in a list, lie side by side on a page.
         path: the file; its suffix is .html, .svg or .dot.
+        step: draws a training step of a rank, forward and backward as they run: where collectives begin, and where they
+            are waited for.
+        rank: whose step.
 
     Raises:
-        InputError: the suffix is another, the file can't be written, or there is no graph to draw.
+        InputError: the suffix is another, the file can't be written, there is no graph to draw, or no such rank.
     """
     models: list[Any] = list(model) if isinstance(model, (list, tuple)) else [model]
     check_suffix(path, FORMATS if len(models) == 1 else (".html",))
     if not models:
         raise InputError("there is nothing to draw", where="draw", why="the list is empty", attempt="a plan")
     shown = [Shown(plan_in(each), graph_of(each).graph) for each in models]
+    if step:
+        shown = [
+            Shown(one.plan, step_graph(graph_of(each), one.plan.axis, rank).graph)
+            for one, each in zip(shown, models, strict=True)
+        ]
     write_text(path, _text(Path(path).suffix, shown))
 
 

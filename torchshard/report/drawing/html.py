@@ -21,7 +21,7 @@ from torchshard.ir.graph import layout_of, op_name
 from torchshard.plans.data import Collective
 from torchshard.plans.machine import size_text
 from torchshard.plans.plan import Plan
-from torchshard.report.drawing.outline import Box, Row, outline, sources
+from torchshard.report.drawing.outline import Box, Row, is_drawn_as_collective, outline, sources
 from torchshard.report.why import MAX_ALTERNATIVES, REASONS, kinds_of
 
 
@@ -164,7 +164,7 @@ class _Side:
 
     def _row(self, row: Row) -> str:
         kind, sign = "row", ""
-        if is_collective(row.nodes[0].target):
+        if is_drawn_as_collective(row.nodes[0]):
             kind, sign = ("row collective" if "▼" in row.detail else "row collective quiet"), "⬡ "
         texts = {"label": sign + row.label, "detail": row.detail, "shape": row.shape, row.layout[:1]: row.layout}
         cells = "".join(f'<span class="{name}">{escape(text)}</span>' for name, text in texts.items())
@@ -180,6 +180,7 @@ class _Side:
             "module": node.meta.get("module", ""),
             "shape": row.shape,
             "layout": row.layout,
+            "runs": _when(node),
             "split": row.detail,
             "row": getattr(node.meta.get("row"), "text", ""),
             "choice": getattr(node.meta.get("choice"), "name", ""),
@@ -203,3 +204,10 @@ class _Side:
 
 def _tile(name: str, value: str) -> str:
     return f'<div class="tile"><b>{escape(value)}</b><span>{escape(name)}</span></div>'
+
+
+def _when(node: fx.Node) -> str:
+    """In which pass of a step an op runs."""
+    if "is_backward" not in node.meta:
+        return ""
+    return "backward" + (", again" if node.meta.get("is_again") else "") if node.meta["is_backward"] else "forward"

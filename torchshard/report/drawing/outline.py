@@ -8,6 +8,7 @@ in the last number only, and their rows and the edges between these are the same
 
 from __future__ import annotations
 
+import math
 import operator
 import re
 from collections.abc import Iterator, Sequence
@@ -16,11 +17,11 @@ from dataclasses import dataclass, field
 from torch import Tensor, fx
 
 from torchshard.core.conversions import TABLE, kernels, sent_bytes, source_and_target
-from torchshard.core.layouts import I
+from torchshard.core.layouts import I, whole_shape
 from torchshard.core.mesh import MeshAxis
 from torchshard.core.paths import star_last_number
-from torchshard.distributed.ops import is_collective
-from torchshard.ir.graph import hint, is_tensor, layout_of, nbytes, op_name, values
+from torchshard.distributed.ops import OPS, Begin, is_collective
+from torchshard.ir.graph import hint, is_tensor, is_view, layout_of, nbytes, op_name, values
 from torchshard.ir.listing import value_text
 from torchshard.planner.inside import calls_inside
 from torchshard.plans.machine import size_text
@@ -72,15 +73,24 @@ def outline(graph: fx.Graph, axis: MeshAxis) -> Box:
 
 
 def sources(node: fx.Node) -> Iterator[fx.Node]:
-    """The nodes whose values a node takes, past the getitems between."""
+    """The nodes whose values a node takes, past the getitems between, and in a step past the views."""
     for source in node.all_input_nodes:
-        yield from sources(source) if source.target is operator.getitem else (source,)
+        yield from sources(source) if source.target is operator.getitem or _is_view_in_step(source) else (source,)
+
+
+def _is_view_in_step(node: fx.Node) -> bool:
+    """Whether a node only looks at a value in another way, as half the ops of a step do."""
+    return "is_backward" in node.meta and is_view(node)
 
 
 def _is_shown(node: fx.Node) -> bool:
     if node.op != "call_function":
-        return node.op == "output" or node.meta["kind"] == "input"
-    return node.target is not operator.getitem and any(isinstance(v, Tensor) for v in values(node))
+        return node.op == "output" or node.meta["kind"] in ("input", "gradient")
+    if isinstance(node.target, Begin):
+        return True
+    if node.target is operator.getitem or _is_view_in_step(node):
+        return False
+    return any(isinstance(v, Tensor) for v in values(node))
 
 
 def _fold(box: Box) -> None:
@@ -159,7 +169,12 @@ def _looks(items: Sequence[Box | Row]) -> object:
 def _row(node: fx.Node, axis: MeshAxis) -> Row:
     shapes = _counted([value_text(v) for v in values(node) if isinstance(v, Tensor)])
     layouts = " ".join(dict.fromkeys(map(str, node.meta.get("layouts", ()))))
-    detail = _moved(node, axis) if is_collective(node.target) else ", ".join([*_parameters(node), *_inside(node, axis)])
+    if isinstance(node.target, Begin):
+        detail = _begun(node, node.target, axis)
+    elif is_collective(node.target):
+        detail = _moved(node, axis)
+    else:
+        detail = ", ".join([*_parameters(node), *_inside(node, axis)])
     return Row(_label(node), detail, shapes, layouts, [node])
 
 
@@ -167,8 +182,13 @@ def _counted(texts: list[str]) -> str:
     return f"{len(texts)} × {texts[0]}" if len(texts) > 1 and len(set(texts)) == 1 else " ".join(texts)
 
 
+def is_drawn_as_collective(node: fx.Node) -> bool:
+    """Whether a node is a hexagon: a collective, or where one begins."""
+    return is_collective(node.target) or isinstance(node.target, Begin)
+
+
 def _label(node: fx.Node) -> str:
-    if is_collective(node.target):
+    if is_drawn_as_collective(node):
         return op_name(node)
     name, prefix = node.name.lstrip("_"), str(node.meta.get("module") or "").replace(".", "_")
     while prefix and not f"{name}_".startswith(f"{prefix}_"):
@@ -184,7 +204,7 @@ def _parameters(node: fx.Node) -> list[str]:
 def _inside(node: fx.Node, axis: MeshAxis) -> list[str]:
     """The collectives of a split op's local computation, which `localize` brings into the graph."""
     row, choice = node.meta.get("row"), node.meta.get("choice")
-    if row is None or choice is None:
+    if row is None or choice is None or "is_backward" in node.meta:
         return []
     calls = calls_inside(node, row, choice, axis)
     forward = [kernels(call.step.name, needs_grad=False)[0] for call in calls]
@@ -194,9 +214,21 @@ def _inside(node: fx.Node, axis: MeshAxis) -> list[str]:
 def _moved(node: fx.Node, axis: MeshAxis) -> str:
     name, value = op_name(node), node.meta["val"]
     source, target = source_and_target(name, node.args[1:]) if name in TABLE else (I, I)
+    if "is_backward" in node.meta:  # in a step each collective that sends is two nodes of its own
+        return f"{source} → {target}"
     ways = zip("▼▲", kernels(name, needs_grad=bool(node.meta.get("needs_grad"))), strict=True)
     shape = [hint(size) for size in value.shape]
     ranks, whole = axis.size, nbytes(value)
     sent = [(sign, kernel, sent_bytes(kernel, whole, source, target, shape, ranks)) for sign, kernel in ways]
     moves = [f"{sign} {kernel.replace('_', '-')} {size_text(count)}" for sign, kernel, count in sent if count]
     return ", ".join([f"{layout_of(node.all_input_nodes[0])} → {layout_of(node)}", *moves])
+
+
+def _begun(node: fx.Node, begin: Begin, axis: MeshAxis) -> str:
+    """What a collective of a rank's step converts and sends."""
+    row, (waiting,) = OPS[begin.op], node.users
+    source, target = source_and_target(row.name, node.args[1:])
+    value, sign = waiting.meta["val"], "▲" if node.meta["is_backward"] else "▼"
+    shape = [hint(size) for size in whole_shape(value.shape, target)]
+    sent = sent_bytes(row.kernel, math.prod(shape) * value.dtype.itemsize, source, target, shape, axis.size)
+    return f"{source} → {target}, {sign} {row.kernel.replace('_', '-')} {size_text(sent)}"

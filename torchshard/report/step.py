@@ -1,0 +1,121 @@
+"""A rank's training step as one graph: what it runs forward, then what it runs backward, in the order in which it runs.
+
+begin_reduce   ▼ all-reduce begins     ops that do not need it run meanwhile
+wait           its result              from here on
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+from torch import Tensor, fx
+from torch._ops import OpOverload
+
+from torchshard.core.errors import InputError
+from torchshard.core.mesh import MeshAxis
+from torchshard.distributed.ops import Begin
+from torchshard.ir.graph import empty_module, is_view, nbytes, placeholders, results_of
+from torchshard.ir.listing import is_within, lines
+from torchshard.passes import Partition, has_backward, localized, segments, step_graphs
+from torchshard.plans.machine import size_text
+
+Values = dict[Any, Any]
+"""A node of a part, or the name of a value that parts share -> the node of the step."""
+
+
+def step_graph(graph: fx.GraphModule, axis: MeshAxis, rank: int) -> fx.GraphModule:
+    """The step of one rank. Its nodes' meta has 'is_backward': whether backward runs them.
+
+    Raises:
+        InputError: there is no such rank; the model has no backward, or one that is not made as a graph.
+    """
+    if not 0 <= rank < axis.size:
+        raise InputError(f"there is no rank {rank} of {axis.size}", where="rank=", attempt=f"rank=0 to {axis.size - 1}")
+    local = localized(graph, axis.simulated()[rank])
+    if not has_backward(local):
+        raise InputError(
+            "the step has no graph of its backward",
+            where="level='step'",
+            why="nothing needs a gradient, or a call that is kept whole has a backward of its own, as an LSTM has",
+            attempt="level='node', which lists the forward graph of all ranks",
+        )
+    step = empty_module(local.meta)
+    values: Values = {}
+    for source in placeholders(local.graph):
+        values[source.name] = _copied(step.graph, source, values)
+    parts: list[tuple[Partition, tuple[str, ...]]] = []
+    for segment in segments(local):
+        if segment.is_view:
+            values.update(_added(step.graph, segment.graph.graph, segment.arguments, segment.results, values))
+            continue
+        made = step_graphs(segment.graph)
+        names = (*segment.results, *made.saved)
+        values.update(_added(step.graph, made.forward.graph, segment.arguments, names, values))
+        parts.append((made, segment.arguments))
+    ends = [values[r.name] if isinstance(r, fx.Node) else r for r in results_of(local.graph)]
+    gradients: Values = {}
+    for made, arguments in reversed(parts):
+        given = [n.name for n in placeholders(made.backward.graph) if n.meta["kind"] == "gradient"]
+        found = _added(step.graph, made.backward.graph, (*made.saved, *given), arguments, values, is_backward=True)
+        gradients |= {name: node for name, node in found.items() if node is not None}
+    step.graph.output(([*ends, *(gradients.get(n.name) for n in placeholders(local.graph))],))
+    return step
+
+
+def _added(
+    graph: fx.Graph, part: fx.Graph, arguments: tuple[str, ...], results: tuple[str, ...], values: Values, *,
+    is_backward: bool = False,
+) -> Values:  # fmt: skip
+    """Adds the ops of a part; returns its results by their names."""
+    known = dict(values)
+    for source, name in zip(placeholders(part), arguments, strict=True):
+        known[source] = known[name] if name in known else _copied(graph, source, known)
+    for node in part.nodes:
+        if node.op == "call_function":
+            known[node] = _copied(graph, node, known)
+            is_again = is_backward and node.meta.get("is_backward") is False
+            known[node].meta |= {"is_again": is_again, "is_backward": is_backward}
+    ends = [known[r] if isinstance(r, fx.Node) else r for r in results_of(part)]
+    return dict(zip(results, ends, strict=True))
+
+
+def _copied(graph: fx.Graph, node: fx.Node, known: Values) -> fx.Node:
+    copied = graph.node_copy(node, lambda n: known[n])
+    copied.meta = dict(node.meta)
+    return copied
+
+
+def step_told(step: fx.GraphModule, axis: MeshAxis, rank: int, within: str = "") -> Iterator[str]:
+    """The step as text: a heading of forward and of backward, and below it a line per op.
+
+    Args:
+        within: the path of a module, to list only the ops of it and its children.
+    """
+    nodes = [n for n in step.graph.nodes if is_within(n, within)]
+    forward = [n for n in nodes if not n.meta["is_backward"]]
+    backward = [n for n in nodes if n.meta["is_backward"]]
+    saved = {used for n in backward for used in n.all_input_nodes if used.op == "call_function"} - {*backward}
+    held = sum(nbytes(n.meta["val"]) for n in saved if isinstance(n.meta.get("val"), Tensor) and not is_view(n))
+    again = sum(n.meta["is_again"] for n in filter(_computes, backward))
+    yield f"forward of rank {rank} of {axis.size}: {_sent(forward)}; {size_text(held)} saved for backward"
+    yield lines(forward) if forward else ""
+    yield f"\nbackward: {_sent(backward)}" + (f"; {again} ops of forward run again" if again else "")
+    yield lines(backward) if backward else ""
+
+
+def _sent(nodes: list[fx.Node]) -> str:
+    begun = [i for i, n in enumerate(nodes) if isinstance(n.target, Begin)]
+    hidden = sum(any(map(_computes, nodes[i + 1 : _end(nodes, i)])) for i in begun)
+    count = f"{len(begun)} collective{'s' * (len(begun) != 1)}"
+    return f"{count}, {hidden} behind other ops" if begun else count
+
+
+def _computes(node: fx.Node) -> bool:
+    return isinstance(node.target, OpOverload) and not is_view(node)
+
+
+def _end(nodes: list[fx.Node], begin: int) -> int:
+    """The place of the node that waits for a collective."""
+    (waiting,) = nodes[begin].users
+    return nodes.index(waiting)
