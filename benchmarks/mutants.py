@@ -149,15 +149,15 @@ FAULTS = (
     Fault(
         "the average in place of the sum",
         "distributed/kernels.py",
-        "return reducing(copied(x), dist.ReduceOp.SUM, group)",
-        "return Pending(lambda: reducing(copied(x), dist.ReduceOp.SUM, group).wait() / group.size)",
+        "return Exchange(\"all_reduce\", summable(x), lambda received: received.to(x.dtype))",
+        "return Exchange(\"all_reduce\", summable(x), lambda received: received.to(x.dtype) / group.size)",
         RANKS,
     ),
     Fault(
         "padding not cut off",
         "distributed/kernels.py",
-        "join([received[r].narrow(dim, 0, n) for r, n in enumerate(slices.widths)], source)",
-        "join([received[r] for r, n in enumerate(slices.widths)], source)",
+        "join([pieces[r].narrow(dim, 0, n) for r, n in enumerate(slices.widths)], source)",
+        "join([pieces[r] for r, n in enumerate(slices.widths)], source)",
         RANKS,
     ),
     Fault(

@@ -17,6 +17,7 @@ called whole. The ops of an activation checkpoint are marked: their values are c
 from __future__ import annotations
 
 import copy
+import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -31,13 +32,16 @@ from torchshard.capture.models import check_devices, shared_names, without_stora
 from torchshard.capture.modes import modes_of
 from torchshard.capture.names import rename_nodes
 from torchshard.capture.recording import WHOLE
-from torchshard.capture.regions import inline_regions
-from torchshard.capture.signature import flatten_call
+from torchshard.capture.regions import detach_within_no_grad, inline_regions
+from torchshard.capture.repeated import DifferentLayers, repeat
+from torchshard.capture.signature import Leaves, flatten_call
 from torchshard.capture.trace import trace
 from torchshard.capture.user_code import line_in
 from torchshard.core.errors import CaptureError
 from torchshard.custom_ops.whole import HookCall, WholeCall
 from torchshard.ir.graph import duplicate
+
+log = logging.getLogger("torchshard.capture.flat")
 
 
 @dataclass(frozen=True)
@@ -73,12 +77,24 @@ def capture(
     """
     call = flatten_call(model, args, kwargs or {})
     check_devices(model, call)
-    traced = trace(model, call, dynamic=dynamic)
+    try:
+        return _captured(model, call, dynamic=dynamic, repeating=True)
+    except DifferentLayers as error:
+        log.info("each layer is traced: %s", error)
+        return _captured(model, call, dynamic=dynamic, repeating=False)
+
+
+def _captured(model: nn.Module, call: Leaves, *, dynamic: bool, repeating: bool) -> Captured:
+    traced = trace(model, call, dynamic=dynamic, repeating=repeating)
     shared = shared_names(model)
     inputs = tuple(f"{name} (argument)" if name in shared else name for name in call.names)
     memo = {id(t): without_storage(t) for t in (*model.parameters(), *model.buffers())}
-    graph = _flat_graph(traced.exported, [whole_call.with_own_modules(memo) for whole_call in traced.whole])
+    graph = fx.GraphModule(traced.exported.graph_module, copy.deepcopy(traced.exported.graph_module.graph))
+    inline_regions(graph)
     _describe_placeholders(graph.graph, traced.exported, inputs, shared)
+    if traced.repeats is not None:
+        repeat(graph.graph, traced.repeats, _constants(traced.exported))
+    _flatten(graph.graph, [whole_call.with_own_modules(memo) for whole_call in traced.whole])
     _describe_ops(graph.graph)
     _order_placeholders(graph.graph)
     rename_nodes(graph.graph)
@@ -97,18 +113,16 @@ def capture(
 # --- ExportedProgram -> GraphModule ----------------------------------------------------------------------------------
 
 
-def _flat_graph(exported: ExportedProgram, whole_calls: Sequence[WholeCall]) -> fx.GraphModule:
-    """A copy of the exported graph without regions and stand-ins, whose output is a flat tuple."""
-    module = fx.GraphModule(exported.graph_module, copy.deepcopy(exported.graph_module.graph))
-    inline_regions(module)
-    for node in module.graph.nodes:
+def _flatten(graph: fx.Graph, whole_calls: Sequence[WholeCall]) -> None:
+    """Makes of an exported graph whose regions are inlined one without stand-ins, whose output is a flat tuple."""
+    detach_within_no_grad(graph)
+    for node in graph.nodes:
         _check_node(node)
-    _insert_whole_calls(module.graph, whole_calls)
-    output = module.graph.output_node()
+    _insert_whole_calls(graph, whole_calls)
+    output = graph.output_node()
     (results,) = output.args
     assert isinstance(results, Sequence)
     output.args = (tuple(results),)
-    return module
 
 
 def _check_node(node: fx.Node) -> None:

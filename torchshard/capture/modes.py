@@ -54,6 +54,11 @@ def modes_of(node: fx.Node) -> Modes:
     return current_modes() if modes is None else modes
 
 
+def modes_in(node: fx.Node, other: fx.Node) -> dict[str, Modes]:
+    """The meta with a node's modes, but in the checkpoint that another node was recorded in."""
+    return {_KEY: modes_of(node)._replace(checkpoint=modes_of(other).checkpoint)}
+
+
 @contextmanager
 def note_modes() -> Iterator[None]:
     """Stores the current modes in each node that export records inside the block."""

@@ -26,7 +26,7 @@ aten = torch.ops.aten
 
 
 def inline_regions(module: fx.GraphModule) -> None:
-    """Inlines all regions, inner ones too.
+    """Inlines all regions, inner ones too; `detach_within_no_grad` is to follow.
 
     Raises:
         CaptureError: a region is control flow, which has no flat form.
@@ -37,7 +37,6 @@ def inline_regions(module: fx.GraphModule) -> None:
     for node in list(module.graph.nodes):
         if node.op == "get_attr" and not node.users:
             module.graph.erase_node(node)
-    _detach_within_no_grad(module.graph)
 
 
 _BODIES = {"wrap_with_set_grad_enabled": 1, "wrap_with_autocast": 4}
@@ -82,7 +81,7 @@ def _copy_body(module: fx.GraphModule, body: str, before: fx.Node, args: Sequenc
     return results
 
 
-def _detach_within_no_grad(graph: fx.Graph) -> None:
+def detach_within_no_grad(graph: fx.Graph) -> None:
     """Detaches the values from outside that ops under `no_grad` take, in a call with gradients."""
     ops = [n for n in graph.nodes if n.op == "call_function"]
     if not torch.is_grad_enabled():

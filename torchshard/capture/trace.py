@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import warnings
+from contextlib import nullcontext
 from dataclasses import dataclass
 
 import torch
@@ -26,6 +27,7 @@ from torchshard.capture.namespaces import Place
 from torchshard.capture.quiet import quiet
 from torchshard.capture.recording import Recording, current_recording, use_recording
 from torchshard.capture.rehearsal import refuse_state, run_on_fakes
+from torchshard.capture.repeated import DifferentLayers, Repeats, equal_layers
 from torchshard.capture.rng_states import changed_generators, check_generators
 from torchshard.capture.seeding import INTERCEPTED_SEEDING
 from torchshard.capture.signature import Leaves, check_results, flatten, is_unchanged
@@ -48,18 +50,24 @@ class Traced:
     """The attributes that it assigned."""
     left: tuple[Place, ...]
     """Those of them that hold tensors which depend on its inputs or parameters."""
+    repeats: Repeats | None
+    """The layers that stand for others; None if each was traced."""
     whole: tuple[WholeCall, ...] = ()
     """The calls that are kept whole, at the index that their stand-in in the graph has as its number."""
 
 
-def trace(model: nn.Module, call: Leaves, *, dynamic: bool = True) -> Traced:
+def trace(model: nn.Module, call: Leaves, *, dynamic: bool = True, repeating: bool = True) -> Traced:
     """Exports one call; the model is left as it was.
 
+    Args:
+        repeating: whether equal layers are traced for the first and the last alone.
+
     Raises:
+        DifferentLayers: what was taken for equal layers is not.
         CaptureError: the model can't be captured; the error names the line and an alternative.
         InputError: the model does not accept an argument.
     """
-    recording, forward = Recording(), _FlatForward(model, call)
+    recording, forward = Recording(), _FlatForward(model, call, repeating=repeating)
     try:
         with (
             changed_generators() as generators,
@@ -75,7 +83,7 @@ def trace(model: nn.Module, call: Leaves, *, dynamic: bool = True) -> Traced:
     check_generators(model, generators, lambda: run_on_fakes(model, call))
     left = refuse_state(model, call, forward.assigned) if forward.assigned else ()
     assert forward.result is not None
-    return Traced(exported, forward.result, forward.assigned, left, tuple(recording.calls))
+    return Traced(exported, forward.result, forward.assigned, left, forward.repeats, tuple(recording.calls))
 
 
 def _same(tensor: Tensor) -> Tensor:
@@ -86,8 +94,10 @@ def _same(tensor: Tensor) -> Tensor:
 class _FlatForward:
     """The forward that export runs: it takes the call's tensors, calls the model and returns the result's tensors."""
 
-    def __init__(self, model: nn.Module, call: Leaves) -> None:
+    def __init__(self, model: nn.Module, call: Leaves, *, repeating: bool) -> None:
         self._model, self._call = model, call
+        self._layers = equal_layers(model) if repeating else []
+        self.repeats: Repeats | None = None
         self.snapshot = Snapshot(model)
         self._before, self._slots = attributes(model), slots_of(model)
         self.result: Leaves | None = None
@@ -100,8 +110,10 @@ class _FlatForward:
         recording = current_recording()
         assert recording is not None
         recording.checkpoints.clear()  # a model may be exported twice
+        self.repeats = Repeats(self._layers) if self._layers else None
         with self._own_entry_points():
-            with CaptureMode(recording, self._slots), note_modes():
+            repeated = nullcontext() if self.repeats is None else self.repeats.installed()
+            with CaptureMode(recording, self._slots), note_modes(), repeated:
                 self.result = flatten(nn.Module._call_impl(self._model, *args, **kwargs))
             places = changed(self._before, attributes(self._model))
             # Export would warn of tensors in attributes if they were still there.
@@ -152,7 +164,7 @@ def _export(model: nn.Module, call: Leaves, dynamic: bool) -> ExportedProgram:
             if failure is not None:
                 _warn_of_fixed_sizes(model, failure)
             return _with_equal_sizes(model, call, shapes, exported)
-        except (CaptureError, InputError):
+        except (CaptureError, InputError, DifferentLayers):
             raise
         except Exception as error:
             failure = error
