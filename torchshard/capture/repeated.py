@@ -22,6 +22,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, fx, nn
+from torch._ops import OpOverload
 from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
 from torch.nn.modules import module as torch_module
 from torch.utils import _pytree as pytree
@@ -31,7 +32,7 @@ from torchshard.capture.modes import modes_in
 from torchshard.capture.recording import current_recording
 from torchshard.core.autocast import current_autocast
 from torchshard.core.patches import Patch, Patches
-from torchshard.ir.graph import fake_mode, fake_value, size_expr, writes
+from torchshard.ir.graph import Mode, fake_mode, fake_value, size_expr
 
 FEWEST = 4
 """So many equal layers are repeated; with fewer, nothing is gained."""
@@ -416,17 +417,23 @@ def repeat(graph: fx.Graph, repeats: Repeats, constants: Mapping[str, Tensor]) -
     """
     marks = {_args(node)[1]: node for node in graph.nodes if node.target is MARK}
     own = {name: node for node in graph.nodes if node.op == "placeholder" for name in node.meta["names"]}
+    # writes are made functional by the memory of values, so that each layer needs its own
+    mode = fake_mode(graph) if any(map(_writes, graph.nodes)) else None
     for run in (run for run in repeats.runs if run.repeated):
         assert run.first is not None and run.last is not None
         first, last = (_Part(marks, traced) for traced in (run.first, run.last))
         if first.described(constants) != last.described(constants):
             raise DifferentLayers(f"{last.path} computes something else than {first.path}")
         for numbers, layer in run.repeated.items():
-            _put(first, [marks.pop(number) for number in numbers], layer.path, own)
+            _put(first, [marks.pop(number) for number in numbers], layer.path, own, mode)
     for mark in marks.values():
         (operand,) = _args(mark)[0]
         mark.replace_all_uses_with(operand)
         graph.erase_node(mark)
+
+
+def _writes(node: fx.Node) -> bool:
+    return isinstance(node.target, OpOverload) and node.target._schema.is_mutable
 
 
 class _Part:
@@ -442,11 +449,6 @@ class _Part:
         while node is not end:
             self.nodes.append(node)
             node = node.next
-
-    @property
-    def writes(self) -> bool:
-        """Whether an op writes to a value in place."""
-        return any(map(writes, self.nodes))
 
     def described(self, constants: Mapping[str, Tensor]) -> list[object]:
         """What it computes, by which two layers can be compared."""
@@ -500,15 +502,18 @@ def _texts(value: Any, describe: Callable[[fx.Node], Any]) -> str:
     return str(fx.map_arg(value, describe))
 
 
-def _put(first: _Part, marks: Sequence[fx.Node], path: str, own: Mapping[str, fx.Node]) -> None:
-    """Puts the first layer's ops in place of the marks of another one."""
+def _put(first: _Part, marks: Sequence[fx.Node], path: str, own: Mapping[str, fx.Node], mode: Mode | None) -> None:
+    """Puts the first layer's ops in place of the marks of another one.
+
+    Args:
+        mode: in which the values of the ops are computed anew; None if the first layer's may serve.
+    """
     graph, given = marks[0].graph, max((_args(mark)[0] for mark in marks), key=len)
     copies: dict[fx.Node, fx.Node] = {mark: given[index] for mark, index in first.arguments.items()}
 
     def copied(node: fx.Node) -> fx.Node:
         return copies[node] if node in copies else first.place(node, path, own)
 
-    mode = fake_mode(graph) if first.writes else None
     with graph.inserting_before(marks[0]):
         for node in first.nodes:
             if isinstance(node.meta.get("val"), torch.SymInt):
@@ -517,7 +522,6 @@ def _put(first: _Part, marks: Sequence[fx.Node], path: str, own: Mapping[str, fx
             copy = copies[node] = graph.node_copy(node, copied)
             copy.meta = _meta_of(node, first.path, marks[0], path)
             if mode is not None:
-                # by the values' memory the writes are made functional later: each layer needs memory of its own
                 copy.meta["val"] = fake_value(mode, copy.target, copy.args, copy.kwargs)
     for mark, result in zip(marks, first.results, strict=True):
         mark.replace_all_uses_with(copied(result))
