@@ -5,6 +5,7 @@
 # make demo    run the examples
 # make bench   time a training step, calls by hand, planning and loading; count what is sent; compare prices with times
 # make nightly 2,000 random models under random plans, seeded faults, and ranks killed while they save (an hour)
+# make gpu     what one GPU can show, into docs/gpu.md; each check says why where it can't run
 # make sweep   all of PyTorch's operators, Hugging Face's architectures and other libraries' models, and the graphs of
 #              Hugging Face's and of the tests' models before an independent referee (three hours), in .venv-sweep;
 #              docs/models.md
@@ -29,7 +30,7 @@ export OMP_NUM_THREADS := 1
 
 .DEFAULT_GOAL := test
 .NOTPARALLEL:
-.PHONY: test quick lint demo bench nightly sweep clean distclean
+.PHONY: test quick lint demo bench nightly gpu sweep clean distclean
 
 test: lint
 	$(PY) -m pytest -q -n auto --dist worksteal -m "not waits"
@@ -64,6 +65,9 @@ nightly: $(VENV)/.stamp-test
 	$(PY) benchmarks/checked.py
 	$(PY) benchmarks/mutants.py --check
 	$(PY) benchmarks/kills.py
+
+gpu: $(VENV)/.stamp-test
+	$(PY) benchmarks/gpu.py --write docs/gpu.md
 
 sweep: $(SWEEP)/.stamp
 	$(SWEEP)/bin/python benchmarks/operators.py

@@ -149,8 +149,8 @@ FAULTS = (
     Fault(
         "the average in place of the sum",
         "distributed/kernels.py",
-        "return Exchange(\"all_reduce\", summable(x), lambda received: received.to(x.dtype))",
-        "return Exchange(\"all_reduce\", summable(x), lambda received: received.to(x.dtype) / group.size)",
+        'return Exchange("all_reduce", summable(x), lambda received: received.to(x.dtype))',
+        'return Exchange("all_reduce", summable(x), lambda received: received.to(x.dtype) / group.size)',
         RANKS,
     ),
     Fault(

@@ -7,6 +7,7 @@ must run this op and no other.
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -88,9 +89,10 @@ def _runs(function: Callable[..., Any], op: Target, args: Sequence[Argument], kw
     """Whether a call of a function is a call of an op with the same arguments."""
     calls = _Calls()
     try:
-        with calls:
+        with calls, warnings.catch_warnings():
+            warnings.simplefilter("error")  # signatures that PyTorch is about to drop
             function(*args, **kwargs)
-    except (TypeError, RuntimeError):
+    except (TypeError, RuntimeError, Warning):
         return False
     return [call for call, *_ in calls.made] == [op] and calls.made[0][1:] == (repr(args), repr(kwargs))
 
