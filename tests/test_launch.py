@@ -15,7 +15,7 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 
 from torchshard.core.errors import DistributedError, PlanError
-from torchshard.distributed import all_reduce, launch
+from torchshard.distributed import all_reduce, launch, process_groups
 from torchshard.distributed.group import get_rank
 from torchshard.distributed.process_groups import destroy_process_group, init_process_group
 
@@ -181,3 +181,17 @@ def test_an_exception_that_can_not_be_pickled_keeps_its_class_and_text() -> None
 def test_no_ranks() -> None:
     with pytest.raises(DistributedError, match="0 ranks can't be started"):
         launch(_summed, 0)
+
+
+def test_two_processes_with_nccl_do_not_share_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    chosen: list[torch.device] = []
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setattr(torch.cuda, "set_device", chosen.append)
+    for local, backend, device in (("1", "nccl", 1), ("0", "cpu:gloo,cuda:nccl", 0), ("3", "gloo", 1)):
+        monkeypatch.setenv("LOCAL_RANK", local)
+        own = process_groups._own_gpu(backend)
+        assert chosen.pop() == torch.device("cuda", device)
+        assert own == (None if backend == "gloo" else torch.device("cuda", device))
+    with pytest.raises(DistributedError, match="this machine has 2 GPUs"):
+        process_groups._own_gpu("nccl")
+    assert not chosen

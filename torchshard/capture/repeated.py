@@ -14,6 +14,7 @@ those of the first, the model is exported again, layer by layer.
 from __future__ import annotations
 
 import contextlib
+import functools
 import threading
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -207,44 +208,43 @@ class Repeats:
 
     def __init__(self, layers: Sequence[list[Layer]]) -> None:
         self.runs = [Run(run) for run in layers]
+        self._layers = {id(vars(layer.module)): (run, layer) for run in self.runs for layer in run.layers}
+        """By their `__dict__`s: while export traces a module, proxies with the same one stand for it."""
         self.types: list[_TensorType] = []
         """Number of a mark -> the type of its result."""
         self._is_inside = False
         self.hidden: dict[tuple[int, str], object] = {}
-        """(id of a module, attribute) -> its value, of the layer that runs."""
+        """(id of a module's `__dict__`, attribute) -> its value, of the layer that runs."""
         self.was_read = False
 
     @contextlib.contextmanager
     def installed(self) -> Iterator[None]:
         """Calls of the layers go through this object."""
         previous, _local.repeats = getattr(_local, "repeats", None), self
-        layers = [(run, layer) for run in self.runs for layer in run.layers]
-        for run, layer in layers:
-            layer.module.__dict__["forward"] = self._forward(run, layer)
+        classes = dict.fromkeys(type(layer.module) for run in self.runs for layer in run.layers)
         try:
-            yield
-            for run in self.runs:
-                if run.repeated and not self._are_alike(run.first, run.last):
-                    raise DifferentLayers(f"{run.layers[-1].path} is called in another way than {run.layers[0].path}")
+            with Patches(*(Patch(cls, "forward", _intercepted) for cls in classes)):
+                yield
         finally:
             _local.repeats = previous
-            for _, layer in layers:
-                layer.module.__dict__.pop("forward", None)
+        for run in self.runs:
+            if run.repeated and not self._are_alike(run.first, run.last):
+                raise DifferentLayers(f"{run.layers[-1].path} is called in another way than {run.layers[0].path}")
 
-    def _forward(self, run: Run, layer: Layer) -> Callable[..., object]:
-        def forward(*args: object, **kwargs: object) -> object:
-            own: Callable[..., object] = type(layer.module).forward.__get__(layer.module)
-            call = _call_key(args, kwargs)
-            if self._is_inside or run.is_off or id(layer) in run.called or call is None:
-                return own(*args, **kwargs)
-            run.called.add(id(layer))
-            if run.first is not None and call == run.first.call and layer is not run.layers[-1]:
-                return self._repeated(run, run.first, layer, (args, kwargs))
-            if not run.repeated or layer is run.layers[-1]:  # until one is repeated, the first may be a later one
-                return self._traced(run, layer, call, own, (args, kwargs))
+    def call(
+        self, module: nn.Module, own: Callable[..., object], args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> object:
+        """Calls a module's own forward, or does what is to be done in place of it."""
+        run, layer = self._layers.get(id(vars(module)), (None, None))
+        if run is None or layer is None or self._is_inside or run.is_off or id(layer) in run.called:
             return own(*args, **kwargs)
-
-        return forward
+        run.called.add(id(layer))
+        call, is_last = _call_key(args, kwargs), layer is run.layers[-1]
+        if call is not None and run.first is not None and call == run.first.call and not is_last:
+            return self._repeated(run, run.first, layer, (args, kwargs))
+        if call is not None and (is_last or not run.repeated):  # until one is repeated, the first may be a later one
+            return self._traced(run, layer, call, own, (args, kwargs))
+        return own(*args, **kwargs)
 
     def _traced(
         self, run: Run, layer: Layer, call: Hashable, own: Callable[..., object], arguments: tuple[Any, Any]
@@ -283,13 +283,13 @@ class Repeats:
     def _running(self, layer: Layer) -> Iterator[None]:
         """Runs a layer whose own number is hidden."""
         self._is_inside, self.was_read = True, False
-        self.hidden = {(id(module), name): module.__dict__.pop(name) for module, name in layer.numbers}
+        self.hidden = {(id(vars(module)), name): vars(module).pop(name) for module, name in layer.numbers}
         try:
             with _READS:
                 yield
         finally:
             for module, name in layer.numbers:
-                module.__dict__.setdefault(name, self.hidden[id(module), name])
+                vars(module).setdefault(name, self.hidden[id(vars(module)), name])
             self._is_inside, self.hidden = False, {}
 
     def _marked(self, value: Any) -> tuple[Any, Marks]:
@@ -366,14 +366,25 @@ def _current() -> Repeats | None:
     return repeats
 
 
+def _intercepted(original: object) -> object:
+    own: Any = original
+
+    @functools.wraps(own)
+    def forward(self: nn.Module, *args: Any, **kwargs: Any) -> object:
+        repeats, bound = _current(), own.__get__(self)
+        return bound(*args, **kwargs) if repeats is None else repeats.call(self, bound, args, kwargs)
+
+    return forward
+
+
 def _noting_reads(original: object) -> object:
     get: Callable[[nn.Module, str], object] = original  # type: ignore[assignment]
 
     def __getattr__(self: nn.Module, name: str) -> object:
         repeats = _current()
-        if repeats is not None and (id(self), name) in repeats.hidden:
+        if repeats is not None and repeats.hidden and (id(vars(self)), name) in repeats.hidden:
             repeats.was_read = True
-            return repeats.hidden[id(self), name]
+            return repeats.hidden[id(vars(self)), name]
         return get(self, name)
 
     return __getattr__

@@ -28,6 +28,7 @@ from torchshard.compiler.program import Program, check_examples, check_world_siz
 from torchshard.core.errors import ShardError
 from torchshard.core.layouts import Layout, dual
 from torchshard.core.mesh import MeshAxis
+from torchshard.core.rng_states import keeping_rng_states, rng_states
 from torchshard.ir.graph import is_tensor, where
 from torchshard.plans.machine import Axes, Machine, MachineName, objective
 from torchshard.plans.plan import Plan
@@ -173,7 +174,7 @@ def check_program(
 ) -> Report:
     """Compares the graph of a program with the model; tests pass a changed graph to see that the check notices."""
     trial = _trial(model, compiled.captured, args, kwargs)
-    with torch.random.fork_rng(devices=()):
+    with keeping_rng_states(trial.tensors):
         sides = _Sides(trial.unsharded(), graph, lockstep.rank_graphs(graph, compiled.plan.axis), compiled.plan)
         report = _with_wider(_report(trial, sides, tolerance_of(compiled.captured.graph)), trial, sides)
         return _with_flips(report, trial, sides)
@@ -181,7 +182,7 @@ def check_program(
 
 def _trial(model: nn.Module, captured: Captured, args: Sequence[object], kwargs: Mapping[str, object]) -> Trial:
     call = replace(flatten_call(model, args, kwargs), names=captured.inputs)
-    return Trial(model, captured, call, torch.get_rng_state())
+    return Trial(model, captured, call, rng_states((*model.parameters(), *call.tensors)))
 
 
 @dataclass(frozen=True)
@@ -242,7 +243,7 @@ def _with_captured(report: Report, model: nn.Module, args: Sequence[object], kwa
         wide, args, kwargs = in_dtype(copy_model(model), args, kwargs, torch.float64)
         captured = prepared(wide, args, kwargs)
         trial, tolerance = _trial(wide, captured, args, kwargs), tolerance_of(captured.graph)
-        with torch.random.fork_rng(devices=()):
+        with keeping_rng_states(trial.tensors):
             comparisons = _comparisons(trial, trial.unsharded(), trial.whole(), {}, tolerance)
     except Exception as error:  # a model that refuses this dtype
         return replace(report, uncaptured=_in_short(error))

@@ -22,6 +22,7 @@ from torchshard.core.conversions import kernels, source_and_target
 from torchshard.core.errors import InternalError
 from torchshard.core.layouts import Layout, dual, join, split
 from torchshard.core.mesh import MeshAxis
+from torchshard.core.rng_states import RngStates, rng_state, rng_states, set_rng_states
 from torchshard.custom_ops.stepwise import Computation, Stepwise
 from torchshard.distributed.ops import OPS, SENDING, Begin, is_collective, wait
 from torchshard.ir.graph import where
@@ -73,9 +74,9 @@ def run(
         InternalError: the ranks arrive at different collectives.
     """
     # a process has one RNG state for all simulated ranks, so each rank keeps its own and puts it back before a draw
-    rng_states = [torch.get_rng_state() for _ in graphs]
+    states = [rng_states(values) for values in inputs]
     calls = zip(graphs, inputs, record, strict=True)
-    ranks = [_rank(*call, rng_states, rank) for rank, call in enumerate(calls)]
+    ranks = [_rank(*call, states, rank) for rank, call in enumerate(calls)]
     received: list[Tensor | None] = [None] * len(ranks)
     while True:
         requests, results = [], []
@@ -87,13 +88,13 @@ def run(
         if results:
             if requests:
                 raise InternalError("some ranks ended while others wait", where=str(requests[0].node))
-            torch.set_rng_state(rng_states[0])
+            set_rng_states(states[0])
             return results
         received = list(_run_collective(requests))
 
 
 def _rank(
-    graph: fx.GraphModule, inputs: Sequence[Argument], record: Record, rng_states: list[Tensor], rank: int
+    graph: fx.GraphModule, inputs: Sequence[Argument], record: Record, states: list[RngStates], rank: int
 ) -> Rank:
     env: dict[fx.Node, Argument] = {}
     remaining_inputs = iter(inputs)
@@ -110,33 +111,33 @@ def _rank(
         elif node.target is wait:
             value = args[0]  # all ranks have begun the collective, and it has ended
         elif isinstance(node.target, Stepwise):
-            value = yield from _stepwise(node, node.target.steps(*args), rng_states, rank)
+            value = yield from _stepwise(node, node.target.steps(*args), states, rank)
         elif is_random(node.target):
-            value = _with_rng_state(rng_states, rank, partial(call_target, node, args, kwargs))
+            value = _with_rng_state(states, rank, partial(call_target, node, args, kwargs))
         else:
             value = call_target(node, args, kwargs)
         env[node] = record(node, value, [*args, *kwargs.values()])
     raise InternalError("a graph has no output", where=str(graph))
 
 
-def _with_rng_state(rng_states: list[Tensor], rank: int, fn: Callable[[], T]) -> T:
+def _with_rng_state(states: list[RngStates], rank: int, fn: Callable[[], T]) -> T:
     """Runs a function with a rank's own RNG state."""
-    torch.set_rng_state(rng_states[rank])
+    set_rng_states(states[rank])
     try:
         return fn()
     finally:
-        rng_states[rank] = torch.get_rng_state()
+        states[rank] = {device: rng_state(device) for device in states[rank]}
 
 
 def _stepwise(
-    node: fx.Node, steps: Computation, rng_states: list[Tensor], rank: int
+    node: fx.Node, steps: Computation, states: list[RngStates], rank: int
 ) -> Generator[Request, Tensor | None, Argument]:
     """Runs an op that yields its collectives; between two of them it may draw random numbers."""
     result: Tensor | None = None
     while True:
         try:
             # the first `send` must be of None, by the protocol of generators
-            op, args = _with_rng_state(rng_states, rank, partial(steps.send, cast(Tensor, result)))
+            op, args = _with_rng_state(states, rank, partial(steps.send, cast(Tensor, result)))
         except StopIteration as done:
             return cast(Argument, done.value)
         assert isinstance(op, OpOverload)

@@ -21,6 +21,7 @@ from torchshard.compiler.constraints import PlanLike
 from torchshard.compiler.program import prepared
 from torchshard.core.layouts import Layout
 from torchshard.core.mesh import MODEL
+from torchshard.core.rng_states import rng_states
 from torchshard.distributed.group import lookup
 from torchshard.distributed.launch import launch
 from torchshard.distributed.process_groups import init_process_group
@@ -75,12 +76,12 @@ def check_processes(
     model, args, kwargs = _build(make, make_args)
     call = flatten_call(model, args, kwargs or {})
     torch.manual_seed(0)
-    rng_state = torch.get_rng_state()
+    states = rng_states((*model.parameters(), *call.tensors))
     expected = unsharded(model, call)
 
     def noise() -> Mapping[ComparedValue, float]:
         captured = prepared(model, args, kwargs)
-        trial = Trial(model, captured, replace(call, names=captured.inputs), rng_state)
+        trial = Trial(model, captured, replace(call, names=captured.inputs), states)
         return trial.noise(expected.output_names)
 
     return report_of(expected, launch(_run_rank, world_size, (make, make_args, plan, aim)), noise)

@@ -22,6 +22,7 @@ from torchshard.checking.rounding import NUDGE_SEED, nudged, widened, widened_gr
 from torchshard.core.autocast import autocasting
 from torchshard.core.layouts import Layout
 from torchshard.core.mesh import Coordinate, MeshAxis
+from torchshard.core.rng_states import RngStates, set_rng_states
 from torchshard.ir.graph import is_float
 from torchshard.plans.plan import Plan
 from torchshard.weights.materialize import local_state
@@ -128,10 +129,15 @@ class Trial:
     model: nn.Module
     captured: Captured
     call: Leaves
-    seed: Tensor
-    """The RNG state that each run begins with."""
+    seed: RngStates
+    """The RNG states that each run begins with."""
     dtype: torch.dtype | None = None
     """The floating dtype that replaces all others; None: they stay."""
+
+    @property
+    def tensors(self) -> tuple[Tensor, ...]:
+        """The tensors that say on which devices it runs."""
+        return (*self.model.parameters(), *self.call.tensors)
 
     def widened(self, dtype: torch.dtype) -> Trial:
         """The same with every floating dtype replaced by one."""
@@ -140,7 +146,7 @@ class Trial:
 
     def unsharded(self) -> Results:
         """Runs the model itself."""
-        torch.set_rng_state(self.seed)
+        set_rng_states(self.seed)
         return unsharded(self.model, self.call)
 
     def results(self, like: Results) -> Results:
@@ -171,7 +177,7 @@ class Trial:
         *,
         watched: bool,
     ) -> Run:
-        torch.set_rng_state(self.seed)
+        set_rng_states(self.seed)
         states = [self._state(layouts, coordinate) for coordinate in MeshAxis(len(graphs)).simulated()]
         if self.dtype is not None:
             graphs = [widened_graph(graph, self.dtype) for graph in graphs]

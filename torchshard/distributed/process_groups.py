@@ -121,9 +121,8 @@ def _timeouts(verify: float, start: float | None, collective: float | None) -> T
 
 def _begin(backend: str | None, timeouts: Timeouts) -> None:
     """Initialises torch.distributed from torchrun's environment."""
-    if torch.cuda.is_available():
-        torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", 0)) % torch.cuda.device_count())
     chosen = backend or ("nccl" if torch.cuda.is_available() else "gloo")
+    device = _own_gpu(chosen) if torch.cuda.is_available() else None
     start = timedelta(seconds=timeouts.start)
     try:
         place = tuple(map(os.environ.get, ("MASTER_ADDR", "MASTER_PORT", "RANK", "WORLD_SIZE")))
@@ -132,7 +131,7 @@ def _begin(backend: str | None, timeouts: Timeouts) -> None:
         base, rank, world = _stores[place]
         store = dist.PrefixStore(f"torchshard/{next(_initialisations)}", base)
         limit = timedelta(seconds=timeouts.collective)
-        dist.init_process_group(chosen, store=store, rank=rank, world_size=world, timeout=limit)
+        dist.init_process_group(chosen, store=store, rank=rank, world_size=world, timeout=limit, device_id=device)
     except (RuntimeError, ValueError) as error:
         raise DistributedError(
             "the ranks did not find each other",
@@ -141,6 +140,26 @@ def _begin(backend: str | None, timeouts: Timeouts) -> None:
             attempt="the same MASTER_ADDR and MASTER_PORT for all of them, as torchrun sets; all started within "
             f"start_seconds={timeouts.start:g}",
         ) from error
+
+
+def _own_gpu(backend: str) -> torch.device | None:
+    """Makes this process's GPU the current one; returns it for NCCL, which else would guess it.
+
+    Raises:
+        DistributedError: the process has no GPU of its own, which NCCL wants.
+    """
+    local, count = int(os.environ.get("LOCAL_RANK", 0)), torch.cuda.device_count()
+    uses_nccl = "nccl" in backend
+    if uses_nccl and local >= count:
+        raise DistributedError(
+            "two processes would share a GPU, with which NCCL can't work",
+            where=f"init_process_group, LOCAL_RANK={local}",
+            why=f"this machine has {count} GPU{'s' * (count != 1)}",
+            attempt=f'at most {count} processes on it; or init_process_group("gloo"), by which processes may share one',
+        )
+    device = torch.device("cuda", local % count)
+    torch.cuda.set_device(device)
+    return device if uses_nccl else None
 
 
 def _make_groups(group_size: int, mesh: DeviceMesh | None, timeouts: Timeouts, owned: _World) -> dict[str, Group]:

@@ -22,6 +22,7 @@ from torchshard.core.errors import DistributedError, InputError
 from torchshard.core.garbage import without_garbage_collection
 from torchshard.core.hashing import hash_text
 from torchshard.core.mesh import Coordinate
+from torchshard.core.rng_states import RngStates, keeping_rng_states, rng_states, set_rng_states
 from torchshard.custom_ops.stepwise import Stepwise
 from torchshard.distributed.consistency import note_unverified, running, running_call, verify_equal
 from torchshard.distributed.group import Group, lookup
@@ -240,7 +241,7 @@ class _Function(torch.autograd.Function):
         ctx.step, ctx.call = step, running_call()
         ctx.arguments, ctx.versions = tensors, _versions(step, tensors)
         ctx.before = {i: tensors[i].clone() for i in step.written}
-        ctx.rng_states = _rng_states(tensors) if step.draws else {}
+        ctx.rng_states = rng_states(tensors) if step.draws else {}
         made = step.forward(*tensors)
         results, tensors_end = list(made[: len(parts.given)]), len(parts.given) + parts.saved_tensors
         ctx.save_for_backward(*made[len(parts.given) : tensors_end])
@@ -284,7 +285,7 @@ def _by_autograd(ctx: Any, gradients: Sequence[Tensor | None]) -> list[Tensor | 
         )
     log.info("backward of %s: by autograd, of a forward that runs again", ctx.call)
     before = [ctx.before.get(i, tensor) for i, tensor in enumerate(ctx.arguments)]
-    with torch.enable_grad(), running(ctx.call), unwatched(), autocasting(()), _drawing(ctx.rng_states):
+    with torch.enable_grad(), running(ctx.call), unwatched(), autocasting(()), _drawing(ctx.rng_states, before):
         # a tied parameter is several arguments, each with a gradient of its own
         arguments = [tensor.view_as(tensor) if tensor.requires_grad else tensor for tensor in before]
         results = step.under_autograd(*arguments)
@@ -301,20 +302,9 @@ def _versions(step: Step, arguments: Sequence[Tensor]) -> list[int]:
     return [0 if i in step.written or t.is_inference() else t._version for i, t in enumerate(arguments)]
 
 
-RngStates = dict[torch.device, Tensor]
-"""Device -> the state of its random number generator."""
-_CPU = torch.device("cpu")
-
-
-def _rng_states(tensors: Sequence[Tensor]) -> RngStates:
-    devices = {t.device for t in tensors if t.is_cuda}
-    return {_CPU: torch.get_rng_state()} | {device: torch.cuda.get_rng_state(device) for device in devices}
-
-
 @contextlib.contextmanager
-def _drawing(states: RngStates) -> Iterator[None]:
+def _drawing(states: RngStates, tensors: Sequence[Tensor]) -> Iterator[None]:
     """Draws the numbers that follow from these states, and leaves the generators as they were."""
-    with torch.random.fork_rng(devices=[d for d in states if d.type == "cuda"], enabled=bool(states)):
-        for device, state in states.items():
-            torch.cuda.set_rng_state(state, device) if device.type == "cuda" else torch.set_rng_state(state)
+    with keeping_rng_states(tensors if states else ()):
+        set_rng_states(states)
         yield
