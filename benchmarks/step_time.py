@@ -1,14 +1,21 @@
-"""The time of a training step of a stack of GPT blocks on two ranks, four ways, interleaved in one run:
+"""The time of a training step of a stack of GPT blocks on two ranks or four, several ways, interleaved in one run:
 
     unsharded     the plain model, whole on every rank
-    by hand       local weights and two autograd Functions, as Megatron-LM has them
+    by hand       local weights and two autograd Functions, as Megatron-LM has them: the all-reduce of a column-wise
+                  layer's backward runs while the gradients of the weights are computed
     DTensor       torch.distributed.tensor.parallel.parallelize_module
+    tp_plan       Hugging Face's, of a model of transformers made of the same blocks
     torchshard    torchshard.shard with a dict plan
+    ..., compiled the same with torch.compile; torchshard's is compile=True
 
-Before anything is timed, all four must give the same loss and the same gradients. A step is forward, loss and backward;
-each begins at a barrier and ends when the slower rank ends. Collectives are counted by the profiler, as gloo ran them.
+Before anything is timed, all must give the same loss and the same gradients. A step is forward, loss and backward; each
+begins at a barrier and ends when the slowest rank ends. Ratios are taken round by round. Collectives are counted by the
+profiler, as gloo ran them. `cpu` is the process's CPU time, the median of rank 0's rounds, by which a noisy machine can
+be told from a slow step.
 
     python benchmarks/step_time.py --widths 128 512 --rounds 20 --json step_time.json
+    python benchmarks/step_time.py --ranks 4 --widths 128
+    python benchmarks/step_time.py --memory          # the peak of a step with a sequence of 2,048, with checkpoints
 """
 
 from __future__ import annotations
@@ -20,7 +27,8 @@ import os
 import statistics
 import tempfile
 import time
-from collections.abc import Callable
+import warnings
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -33,14 +41,23 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, parallel
 from torch.profiler import ProfilerActivity, profile
+from torch.utils.checkpoint import checkpoint
+from transformers import PretrainedConfig, PreTrainedModel
+from transformers.distributed import DistributedConfig
 
 import torchshard as ts
 
-RANKS, BLOCKS, BATCH, SEQUENCE, HEAD = 2, 4, 4, 128, 64
+BLOCKS, BATCH, SEQUENCE, HEAD = 4, 4, 128, 32
+LONG = 2048
+"""The sequence with which memory is measured."""
 COLUMN, ROW = ("q", "k", "v", "up"), ("o", "down")
 PLAN = {f"*.{name}": "column" for name in COLUMN} | {f"*.{name}": "row" for name in ROW}
 SPLIT = {f"{n}.{p}": 0 for n in COLUMN for p in ("weight", "bias")} | {f"{n}.weight": 1 for n in ROW}
-NAMES = ("unsharded", "by hand", "DTensor", "torchshard")
+COMPILED = ", compiled"
+NAMES = (
+    "unsharded", "by hand", "DTensor", "tp_plan", "torchshard",
+    f"unsharded{COMPILED}", f"DTensor{COMPILED}", f"torchshard{COMPILED}",
+)  # fmt: skip
 WARM_UP_ROUNDS = 2
 ITEM_BYTES = {"float": 4, "long int": 8}
 
@@ -66,18 +83,30 @@ class Block(nn.Module):
         return x + self.down(F.gelu(self.up(self.ln2(x))))
 
 
-class Copy(torch.autograd.Function):
-    """The same value; the gradients of the ranks are summed, in place as Megatron-LM does it."""
+class Columns(torch.autograd.Function):
+    """Column-wise products of one value; its gradient is summed over the ranks while those of the weights are made.
+
+    As Megatron-LM's LinearWithGradAccumulationAndAsyncCommunication, for several weights that take the same value.
+    """
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor) -> Tensor:
-        return x.view_as(x)
+    def forward(ctx: Any, x: Tensor, *weights_and_biases: Tensor) -> tuple[Tensor, ...]:
+        weights, biases = weights_and_biases[::2], weights_and_biases[1::2]
+        ctx.save_for_backward(x, *weights)
+        return tuple(F.linear(x, w, b) for w, b in zip(weights, biases, strict=True))
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> Tensor:
-        grad = grad.contiguous()
-        dist.all_reduce(grad)
-        return grad
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, ...]:
+        x, *weights = ctx.saved_tensors
+        flat = x.flatten(0, -2)
+        grads = tuple(grad.flatten(0, -2) for grad in grads)
+        total = grads[0] @ weights[0]
+        for grad, weight in zip(grads[1:], weights[1:], strict=True):
+            total.addmm_(grad, weight)
+        work = dist.all_reduce(total, async_op=True)
+        pairs = [(grad.t() @ flat, grad.sum(0)) for grad in grads]
+        work.wait()
+        return (total.view_as(x), *(one for pair in pairs for one in pair))
 
 
 class Reduce(torch.autograd.Function):
@@ -102,15 +131,28 @@ class HandBlock(Block):
         self.load_state_dict(whole.state_dict())
         for path, dim in SPLIT.items():
             parameter = self.get_parameter(path)
-            own = parameter.data.chunk(RANKS, dim)[rank]
+            own = parameter.data.chunk(dist.get_world_size(), dim)[rank]
             parameter.data = own.clone(memory_format=torch.contiguous_format)
 
     def forward(self, x: Tensor) -> Tensor:
-        h = Copy.apply(self.ln1(x))
-        mixed = attention(self.q(h), self.k(h), self.v(h))
+        mixed = attention(*_columns(self.ln1(x), self.q, self.k, self.v))
         x = x + (Reduce.apply(F.linear(mixed, self.o.weight)) + self.o.bias)
-        h = Copy.apply(self.ln2(x))
-        return x + (Reduce.apply(F.linear(F.gelu(self.up(h)), self.down.weight)) + self.down.bias)
+        (inner,) = _columns(self.ln2(x), self.up)
+        return x + (Reduce.apply(F.linear(F.gelu(inner), self.down.weight)) + self.down.bias)
+
+
+def _columns(x: Tensor, *layers: nn.Linear) -> tuple[Tensor, ...]:
+    made: tuple[Tensor, ...] = Columns.apply(x, *(p for layer in layers for p in (layer.weight, layer.bias)))
+    return made
+
+
+class Checkpointed(nn.Sequential):
+    """Blocks of which each is computed again in backward."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self:
+            x = checkpoint(block, x, use_reentrant=False)
+        return x
 
 
 def with_dtensor(model: nn.Sequential) -> nn.Module:
@@ -119,13 +161,48 @@ def with_dtensor(model: nn.Sequential) -> nn.Module:
     styles = {f"*.{name}": parallel.ColwiseParallel() for name in COLUMN}
     styles |= {f"*.{name}": parallel.RowwiseParallel() for name in ROW}
     styles |= {f"*.{name}": parallel.PrepareModuleOutput(**replicated) for name in ("ln1", "ln2")}
-    return parallel.parallelize_module(copy.deepcopy(model), init_device_mesh("cpu", (RANKS,)), styles)
+    return parallel.parallelize_module(copy.deepcopy(model), init_device_mesh("cpu", (dist.get_world_size(),)), styles)
 
 
-def implementations(width: int, x: Tensor, rank: int) -> dict[str, nn.Module]:
+class Stack(PreTrainedModel):
+    """The blocks as a model of transformers, whose `tp_plan` splits them."""
+
+    config_class = PretrainedConfig
+    base_model_prefix = ""
+    _tp_plan = {f"blocks.*.{n}": "colwise" for n in COLUMN} | {f"blocks.*.{n}": "rowwise" for n in ROW}
+
+    def __init__(self, config: PretrainedConfig, blocks: nn.Sequential) -> None:
+        super().__init__(config)
+        self.blocks = blocks
+        self.post_init()
+
+    def _init_weights(self, module: nn.Module) -> None:
+        """The blocks have their values."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.blocks(x)
+
+
+def with_tp_plan(model: nn.Sequential) -> nn.Module:
+    stack = Stack(PretrainedConfig(), copy.deepcopy(model))
+    config, _, mesh = stack.prepare_distribute_model(DistributedConfig(tp_plan="auto", tp_size=dist.get_world_size()))
+    split: nn.Module = stack.maybe_distribute_model(stack, config, mesh)
+    return split
+
+
+def implementations(width: int, x: Tensor, rank: int, names: Sequence[str]) -> dict[str, nn.Module]:
     model = nn.Sequential(*(Block(width) for _ in range(BLOCKS)))
-    by_hand = nn.Sequential(*(HandBlock(block, rank) for block in model))
-    return dict(zip(NAMES, (model, by_hand, with_dtensor(model), ts.shard(model, PLAN, (x,))), strict=True))
+    make: dict[str, Callable[[], Any]] = {
+        "unsharded": lambda: model,
+        "by hand": lambda: nn.Sequential(*(HandBlock(block, rank) for block in model)),
+        "DTensor": lambda: with_dtensor(model),
+        "tp_plan": lambda: with_tp_plan(model),
+        "torchshard": lambda: ts.shard(model, PLAN, (x,)),
+        f"unsharded{COMPILED}": lambda: torch.compile(copy.deepcopy(model)),
+        f"DTensor{COMPILED}": lambda: torch.compile(with_dtensor(model)),
+        f"torchshard{COMPILED}": lambda: ts.shard(model, PLAN, (x,), compile=True),
+    }
+    return {name: make[name]() for name in names}
 
 
 # --- the same numbers ------------------------------------------------------------------------------------------------
@@ -146,13 +223,18 @@ def local_slice(whole: Tensor, like: Tensor, rank: int) -> Tensor:
 
 def check_equal(models: dict[str, nn.Module], x: Tensor, target: Tensor, rank: int) -> None:
     losses = {name: step(model, x, target) for name, model in models.items()}
-    wanted = {path: parameter.grad for path, parameter in models["unsharded"].named_parameters()}
+    wanted = {_path(path): parameter.grad for path, parameter in models["unsharded"].named_parameters()}
     rounding = 1e-5 * max(grad.abs().max().item() for grad in wanted.values())
     for name, model in models.items():
         torch.testing.assert_close(losses[name], losses["unsharded"])
         for path, parameter in model.named_parameters():
             grad = parameter.grad.to_local() if isinstance(parameter.grad, DTensor) else parameter.grad
-            torch.testing.assert_close(grad, local_slice(wanted[path], grad, rank), rtol=0, atol=rounding)
+            torch.testing.assert_close(grad, local_slice(wanted[_path(path)], grad, rank), rtol=0, atol=rounding)
+
+
+def _path(name: str) -> str:
+    """A parameter's name in the plain stack."""
+    return name.removeprefix("_orig_mod.").removeprefix("blocks.")
 
 
 # --- counting and timing ---------------------------------------------------------------------------------------------
@@ -172,39 +254,82 @@ def traffic(run: Callable[[], Any]) -> dict[str, int]:
     return counted
 
 
-def timed(run: Callable[[], Any], model: nn.Module) -> float:
+def timed(run: Callable[[], Any], model: nn.Module) -> tuple[float, float]:
+    """(seconds of a step, those of this process's CPU)."""
     model.zero_grad(set_to_none=True)
     dist.barrier()
-    start = time.perf_counter()
+    start, cpu = time.perf_counter(), time.process_time()
     run()
-    return time.perf_counter() - start
+    return time.perf_counter() - start, time.process_time() - cpu
 
 
-def slowest(seconds: list[list[float]]) -> list[list[float]]:
-    """A step ends when the slower rank ends."""
-    held = torch.tensor(seconds, dtype=torch.float64)
+def slowest(rounds: list[list[tuple[float, float]]]) -> list[list[float]]:
+    """A step ends when the slowest rank ends."""
+    held = torch.tensor([[seconds for seconds, _ in row] for row in rounds], dtype=torch.float64)
     dist.all_reduce(held, op=dist.ReduceOp.MAX)
     return held.tolist()
 
 
-def measure(width: int, rounds: int, seconds: float, rank: int) -> dict[str, Any]:
+def measure(width: int, options: argparse.Namespace, rank: int) -> dict[str, Any]:
     torch.manual_seed(0)
     x, target = torch.randn(BATCH, SEQUENCE, width), torch.randn(BATCH, SEQUENCE, width)
-    models = implementations(width, x, rank)
+    names = [name for name in NAMES if not options.only or name in ("unsharded", "by hand", *options.only)]
+    models = implementations(width, x, rank, names)
     check_equal(models, x, target, rank)
     runs = {name: partial(step, model, x, target) for name, model in models.items()}
-    one_round = lambda: [timed(runs[name], models[name]) for name in NAMES]  # noqa: E731
+    one_round = lambda: [timed(runs[name], models[name]) for name in names]  # noqa: E731
     warm = slowest([one_round() for _ in range(WARM_UP_ROUNDS)])
-    rounds = rounds or min(200, max(5, int(seconds / sum(warm[-1]))))
-    counts = {name: traffic(runs[name]) for name in NAMES}
-    return {"width": width, "traffic": counts, "rounds": slowest([one_round() for _ in range(rounds)])}
+    rounds = options.rounds or min(200, max(5, int(options.seconds / sum(warm[-1]))))
+    counts = {name: traffic(runs[name]) for name in names}
+    taken = [one_round() for _ in range(rounds)]
+    cpu = {name: statistics.median(row[i][1] for row in taken) for i, name in enumerate(names)}
+    return {"width": width, "names": names, "traffic": counts, "rounds": slowest(taken), "cpu": cpu}
+
+
+def peaks(width: int, rank: int) -> dict[str, Any]:
+    """The bytes that a step of a long sequence takes beside the parameters, with each block computed again."""
+    torch.manual_seed(0)
+    x, target = torch.randn(1, LONG, width), torch.randn(1, LONG, width)
+    plain = Checkpointed(*(Block(width) for _ in range(BLOCKS)))
+    models = {
+        "unsharded": plain,
+        "by hand": Checkpointed(*(HandBlock(block, rank) for block in plain)),
+        "DTensor": with_dtensor(plain),
+        "torchshard": ts.shard(plain, PLAN, (x,)),
+    }
+    found = {}
+    for name, model in models.items():
+        for _ in range(2):
+            step(model, x, target)
+        model.zero_grad(set_to_none=True)
+        with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
+            step(model, x, target)
+        found[name] = _peak(profiler)
+        model.zero_grad(set_to_none=True)
+    return {"width": width, "peaks": found}
+
+
+def _peak(profiler: Any) -> int:
+    """The most that was allocated at a time, by the allocator's own events."""
+    held = most = 0
+    for event in profiler.profiler.kineto_results.events():
+        if event.name() == "[memory]":
+            held += event.nbytes()
+            most = max(most, held)
+    return most
 
 
 def rank_main(rank: int, options: argparse.Namespace, folder: str) -> None:
     torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=RANKS)
-    ts.distributed.init_process_group()
-    results = [measure(width, options.rounds, options.seconds, rank) for width in options.widths]
+    os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(options.ranks))  # where Hugging Face looks
+    warnings.filterwarnings("ignore")
+    store = f"file://{folder}/store"
+    dist.init_process_group("gloo", init_method=store, rank=rank, world_size=options.ranks)
+    ts.distributed.init_process_group(timeout_seconds=600)
+    if options.memory:
+        results = [peaks(width, rank) for width in options.widths]
+    else:
+        results = [measure(width, options, rank) for width in options.widths]
     if rank == 0:
         Path(folder, "results.json").write_text(json.dumps(results))
     dist.destroy_process_group()
@@ -215,18 +340,20 @@ def rank_main(rank: int, options: argparse.Namespace, folder: str) -> None:
 
 def summary(result: dict[str, Any]) -> list[dict[str, Any]]:
     """One row per implementation; ratios to the hand-written one are taken round by round."""
-    rows, hand = [], [times[NAMES.index("by hand")] for times in result["rounds"]]
-    for name, times in zip(NAMES, zip(*result["rounds"], strict=True), strict=True):
+    names = result["names"]
+    rows, hand = [], [times[names.index("by hand")] for times in result["rounds"]]
+    for name, times in zip(names, zip(*result["rounds"], strict=True), strict=True):
         ratios = [a / b for a, b in zip(times, hand, strict=True)]
         low, middle, high = statistics.quantiles(ratios, n=4)
         spread = {"median": middle, "quartiles": (low, high), "range": (min(ratios), max(ratios))}
         row = {"width": result["width"], "name": name, "median_seconds": statistics.median(times)}
+        row["cpu_seconds"] = result["cpu"][name]
         rows.append(row | {"rounds": len(times), "to_by_hand": spread} | result["traffic"][name])
     return rows
 
 
-LINE = "{:>5}  {:<11} {:>9}  {:>7}  {:<14} {:<15} {:>14}  {}"
-HEADER = LINE.format("width", "step", "median", "by hand", "quartiles", "range", "collectives", "agreement")
+LINE = "{:>5}  {:<20} {:>9} {:>9}  {:>7}  {:<14} {:<15} {:>14}  {}"
+HEADER = LINE.format("width", "step", "median", "cpu", "by hand", "quartiles", "range", "collectives", "agreement")
 
 
 def table_line(row: dict[str, Any]) -> str:
@@ -234,8 +361,14 @@ def table_line(row: dict[str, Any]) -> str:
     low_high, least_most = ("{:.3f}-{:.3f}".format(*ratio[key]) for key in ("quartiles", "range"))
     sent = f"{row['collectives']}, {row['collective_bytes'] / 2**20:.2f} MiB"
     agreed = f"{row['agreements']}, {row['agreement_bytes']} B"
-    median = f"{row['median_seconds'] * 1e3:.1f} ms"
-    return LINE.format(row["width"], row["name"], median, f"{ratio['median']:.3f}", low_high, least_most, sent, agreed)
+    median, cpu = (f"{row[key] * 1e3:.1f} ms" for key in ("median_seconds", "cpu_seconds"))
+    to_hand = f"{ratio['median']:.3f}"
+    return LINE.format(row["width"], row["name"], median, cpu, to_hand, low_high, least_most, sent, agreed)
+
+
+def memory_line(result: dict[str, Any]) -> str:
+    texts = (f"{name} {peak / 2**20:.1f} MiB" for name, peak in result["peaks"].items())
+    return f"{result['width']:>5}  {', '.join(texts)}"
 
 
 def parse() -> argparse.Namespace:
@@ -243,6 +376,11 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--widths", type=int, nargs="+", default=[128, 512, 1024])
     parser.add_argument("--rounds", type=int, default=0, help="timed rounds per width; 0: as many as --seconds allow")
     parser.add_argument("--seconds", type=float, default=45.0, help="of timed rounds per width, where --rounds is 0")
+    parser.add_argument("--ranks", type=int, default=2)
+    parser.add_argument(
+        "--only", nargs="+", default=[], choices=NAMES, help="beside the unsharded and hand-written ones"
+    )
+    parser.add_argument("--memory", action="store_true", help="the peak of a step in place of its time")
     parser.add_argument("--json", type=Path, help="write the rows, unrounded, to this file")
     return parser.parse_args()
 
@@ -251,11 +389,19 @@ def main() -> None:
     options = parse()
     os.environ.setdefault("KINETO_LOG_LEVEL", "6")  # the ranks' profilers would report each start and stop
     with tempfile.TemporaryDirectory() as folder:
-        mp.spawn(rank_main, (options, folder), RANKS)
+        mp.spawn(rank_main, (options, folder), options.ranks)
         results = json.loads(Path(folder, "results.json").read_text())
+    if options.memory:
+        print(
+            f"{options.ranks} gloo ranks; {BLOCKS} blocks in checkpoints, 1 x {LONG}, float32; peak beside parameters"
+        )
+        print(*map(memory_line, results), sep="\n")
+        return
     rows = [row for result in results for row in summary(result)]
     rounds = ", ".join(f"{len(result['rounds'])} at {result['width']}" for result in results)
-    print(f"{RANKS} gloo ranks, 1 thread each; {BLOCKS} blocks, {BATCH} x {SEQUENCE}, float32; rounds: {rounds}")
+    print(
+        f"{options.ranks} gloo ranks, 1 thread each; {BLOCKS} blocks, {BATCH} x {SEQUENCE}, float32; rounds: {rounds}"
+    )
     print(HEADER, *map(table_line, rows), sep="\n")
     if options.json:
         options.json.write_text(json.dumps(rows, indent=1))
