@@ -30,7 +30,7 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 from scipy.stats import spearmanr
-from step_time import BATCH, BLOCKS, COLUMN, PLAN, RANKS, ROW, SEQUENCE, Block, slowest, step, timed
+from step_time import BATCH, BLOCKS, COLUMN, PLAN, ROW, SEQUENCE, Block, slowest, step, timed
 from torch import nn
 
 import torchshard as ts
@@ -47,7 +47,7 @@ PLANS: dict[str, Any] = {
 }
 ENOUGH = "1TiB"
 """Memory that anything fits."""
-WARM_UP_ROUNDS = 2
+RANKS, WARM_UP_ROUNDS = 2, 2
 
 
 def measure(width: int, seconds: float, machine: ts.Machine) -> dict[str, Any]:

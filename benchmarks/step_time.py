@@ -254,18 +254,23 @@ def traffic(run: Callable[[], Any]) -> dict[str, int]:
     return counted
 
 
-def timed(run: Callable[[], Any], model: nn.Module) -> tuple[float, float]:
-    """(seconds of a step, those of this process's CPU)."""
+def timed(run: Callable[[], Any], model: nn.Module) -> float:
     model.zero_grad(set_to_none=True)
     dist.barrier()
-    start, cpu = time.perf_counter(), time.process_time()
+    start = time.perf_counter()
     run()
-    return time.perf_counter() - start, time.process_time() - cpu
+    return time.perf_counter() - start
 
 
-def slowest(rounds: list[list[tuple[float, float]]]) -> list[list[float]]:
+def on_cpu(run: Callable[[], float]) -> tuple[float, float]:
+    """What a function returns, and the seconds of this process's CPU that it took."""
+    start = time.process_time()
+    return run(), time.process_time() - start
+
+
+def slowest(seconds: list[list[float]]) -> list[list[float]]:
     """A step ends when the slowest rank ends."""
-    held = torch.tensor([[seconds for seconds, _ in row] for row in rounds], dtype=torch.float64)
+    held = torch.tensor(seconds, dtype=torch.float64)
     dist.all_reduce(held, op=dist.ReduceOp.MAX)
     return held.tolist()
 
@@ -277,13 +282,19 @@ def measure(width: int, options: argparse.Namespace, rank: int) -> dict[str, Any
     models = implementations(width, x, rank, names)
     check_equal(models, x, target, rank)
     runs = {name: partial(step, model, x, target) for name, model in models.items()}
-    one_round = lambda: [timed(runs[name], models[name]) for name in names]  # noqa: E731
-    warm = slowest([one_round() for _ in range(WARM_UP_ROUNDS)])
+    one_round = lambda: [on_cpu(partial(timed, runs[name], models[name])) for name in names]  # noqa: E731
+    warm = slowest([[seconds for seconds, _ in one_round()] for _ in range(WARM_UP_ROUNDS)])
     rounds = options.rounds or min(200, max(5, int(options.seconds / sum(warm[-1]))))
     counts = {name: traffic(runs[name]) for name in names}
     taken = [one_round() for _ in range(rounds)]
     cpu = {name: statistics.median(row[i][1] for row in taken) for i, name in enumerate(names)}
-    return {"width": width, "names": names, "traffic": counts, "rounds": slowest(taken), "cpu": cpu}
+    return {
+        "width": width,
+        "names": names,
+        "traffic": counts,
+        "rounds": slowest([[s for s, _ in row] for row in taken]),
+        "cpu": cpu,
+    }
 
 
 def peaks(width: int, rank: int) -> dict[str, Any]:

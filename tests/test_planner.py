@@ -201,11 +201,11 @@ def _enumerated(drawn: _Drawn, network: Network, model: CostModel) -> tuple[Any,
                 for user in takers:
                     inputs = Op.of(user).inputs
                     wanted |= {at[variable(user)].operands[i] for i, n in enumerate(inputs) if n is node}
-                steps = model.plan_conversions(Value.of(node), given, wanted)
+                steps = model.plan_conversions(Value.converted(node), given, wanted)
                 stored = node.op == "placeholder" and isinstance(given, Shard)
                 if steps is None or (steps and stored):
                     return FORBIDDEN
-                return sum(sent.seconds for step in steps for sent in model.sent(Value.of(node), step))
+                return sum(sent.seconds for step in steps for sent in model.sent(Value.converted(node), step))
 
             seconds = add(seconds, [node, *takers], moved)
         if node.op == "placeholder" and node.meta["kind"] == "parameter" and node.users and node.meta["val"].ndim > 1:

@@ -189,3 +189,31 @@ def test_a_limit_is_met_by_what_takes_less_time(batch: int, again: bool) -> None
         fewer = ts.plan(_Layers(), dataclasses.replace(made, recompute=made.recompute[:-1]), **call)
         assert predicted_memory(fewer.graph, fewer)["peak"] > limit
     assert ts.check(_Layers(), made, world_size=2, example_inputs=call["example_inputs"]).ok
+
+
+class _Doubled(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x * 2
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:
+        return gradient * 2
+
+
+class _KeptWhole(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.up = nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return checkpoint(lambda y: _Doubled.apply(self.up(y)), x, use_reentrant=False)
+
+
+def test_a_checkpoint_that_has_no_effect_is_told(caplog: pytest.LogCaptureFixture) -> None:
+    x = torch.randn(2, 4)
+    ts.shard(_KeptWhole(), {}, (x,))(x).sum().backward()
+    assert "nothing is computed again" in caplog.text
+    caplog.clear()
+    ts.shard(GPT(), {}, recompute="blocks.*")(torch.zeros(1, 4, dtype=torch.long))["logits"].sum().backward()
+    assert "nothing is computed again" not in caplog.text

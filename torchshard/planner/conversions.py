@@ -77,7 +77,7 @@ def conversions_of(
     found: dict[str, Steps] = {}
     for demand in demands_of(graph, choices, parameters):
         if not demand.is_met:
-            value, required = Value.of(demand.node), [layout for _, layout in demand.consumers]
+            value, required = Value.converted(demand.node), [layout for _, layout in demand.consumers]
             steps = (given or {}).get(demand.node.name)
             if steps is None:
                 steps = model.plan_conversions(value, demand.produced, required)

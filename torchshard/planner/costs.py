@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
 import torch
@@ -20,7 +20,7 @@ from torchshard.core.notation import Choice, Dim, Row
 from torchshard.core.paths import module_around
 from torchshard.custom_ops.recurrent import RECURRENCES
 from torchshard.custom_ops.whole import OpKey, entry
-from torchshard.ir.graph import hint, nbytes, node_row, operands, values
+from torchshard.ir.graph import hint, is_weight, nbytes, node_row, operands, values
 from torchshard.planner.inside import calls_inside
 from torchshard.plans.data import Sent
 from torchshard.plans.machine import Machine
@@ -69,6 +69,8 @@ PRODUCTS: Mapping[OpKey, Callable[[Row], list[Product]]] = {
     **dict.fromkeys(RECURRENCES, _recurrence),
 }  # fmt: skip
 """Op, or its name where its library may not be there -> the products within it."""
+WITH_WEIGHTS = {aten.linear.default, aten.mm.default, aten.matmul.default, *CONVOLUTIONS}
+"""The products behind whose weights' gradients a collective is hidden."""
 FUSED = 1e-3
 """What the time of other ops counts where they fuse with their neighbours: to divide them is worth no collective; but
 of two plans that send the same, that with less work per rank is better."""
@@ -86,12 +88,21 @@ class Value:
     dtype: torch.dtype
     nbytes: int
     needs_grad: bool
+    hides: float = 0.0
+    """Floating-point operations of the gradients of the weights that it is multiplied with: a collective of its own
+    gradient runs meanwhile."""
 
     @staticmethod
     def of(node: fx.Node, val: Tensor | None = None) -> Value:
         """Of a node's one result, or of one of its results."""
         val = node.meta["val"] if val is None else val
         return Value(tuple(map(hint, val.shape)), val.dtype, nbytes(val), bool(node.meta.get("needs_grad")))
+
+    @staticmethod
+    def converted(node: fx.Node) -> Value:
+        """Of a node's one result, which may have to be converted."""
+        value = Value.of(node)
+        return replace(value, hides=_weight_gradients(node)) if value.needs_grad else value
 
     def held(self, layout: Layout, ranks: int) -> float:
         """Bytes on the first rank, which holds the most."""
@@ -148,6 +159,16 @@ class Op:
         return 1.0
 
 
+def _weight_gradients(node: fx.Node) -> float:
+    """The floating-point operations of the gradients of the weights that a value is multiplied with."""
+    flops = 0.0
+    for user in node.users:
+        if user.target in WITH_WEIGHTS and any(is_weight(other) for other in operands(user) if other is not node):
+            op = Op.of(user)
+            flops += sum(2 * math.prod(op.sizes.get(axis, 1) for axis in axes) for axes, _ in op.products)
+    return flops
+
+
 def _sizes(row: Row, tensors: Sequence[Value]) -> dict[str, int]:
     """The sizes of a row's axes, dynamic ones as some tensors have them."""
     sizes = {axis: size for axis, size in row.sizes.items() if isinstance(size, int)}
@@ -200,7 +221,12 @@ class CostModel:
         """What a conversion of a value costs, forward and backward."""
         forward, backward = kernels(step.name, needs_grad=value.needs_grad)
         source, target = step.source, step.target
-        return self._sent(forward, value, source, target), self._sent(backward, value, target, source)
+        back = self._sent(backward, value, target, source)
+        if back.nbytes and value.hides:
+            # the schedule begins it before the weights' gradients, and waits for it behind them
+            hidden = value.hides / self.axis.size / self.machine.flops
+            back = replace(back, seconds=max(back.seconds - hidden, self.machine.launch))
+        return self._sent(forward, value, source, target), back
 
     def inside(self, op: Op, choice: Choice) -> list[tuple[str, Sent, Sent]]:
         """The collectives within a split op's local computation: (name, forward, backward)."""

@@ -284,7 +284,7 @@ class _Builder:
 
     def _add_value(self, node: fx.Node) -> None:
         producer, produced = self._produced(node)
-        value, whole = Value.of(node), self._is_taken_whole(node)
+        value, whole = Value.converted(node), self._is_taken_whole(node)
         demands = [self._demands(node, op) for op in self.consumers.get(node, ())]
         fixed = frozenset([I]) if node in self.results else frozenset[Layout]()
         for variable, required, written in demands:

@@ -50,7 +50,7 @@ def _flows(node: fx.Node) -> tuple[bool, ...]:
 
 
 def _conversions(model: CostModel, demand: Demand, steps: Steps) -> list[Collective]:
-    node, value = demand.node, Value.of(demand.node)
+    node, value = demand.node, Value.converted(demand.node)
     into = {step.target: step for step in steps}
     served: dict[Layout, list[fx.Node]] = {}
     for consumer, layout in demand.consumers:

@@ -191,10 +191,13 @@ class LazyStep:
         self._segments: list[tuple[Segment, Callable[..., Any]]] | None = None
         self._sources = [node.name for node in placeholders(local.graph)]
         self._results = [r.name if isinstance(r, fx.Node) else None for r in results_of(local.graph)]
-        is_wanted_now = runnable is not direct or any("recompute" in node.meta for node in local.graph.nodes)
-        self._eager_calls = 0 if is_wanted_now else EAGER_CALLS
+        self._is_asked_for = runnable is not direct or any("recompute" in node.meta for node in local.graph.nodes)
+        """Whether a user has asked for what the graphs alone can do."""
+        self._eager_calls = 0 if self._is_asked_for else EAGER_CALLS
         """So many calls are left before the graphs are made."""
         self._is_made = not has_backward(local)
+        if self._is_made and self._is_asked_for and any(node.meta.get("needs_grad") for node in local.graph.nodes):
+            log.warning("no graph of the backward, for a call is kept whole: nothing is computed again, or compiled")
 
     @property
     def has_graphs(self) -> bool:
@@ -206,8 +209,7 @@ class LazyStep:
         watched = torch._C._autograd._top_saved_tensors_default_hooks(True) is not None
         if not self._is_made and (watched or not self._eager_calls):
             self._is_made = True
-            # who asked for a compiler will want to know that there is nothing to compile
-            level = logging.INFO if self._runnable is direct else logging.WARNING
+            level = logging.WARNING if self._is_asked_for else logging.INFO
             self._segments = on_all_ranks(lookup(self._coordinate.group), self._made, _all_sent, level)
         self._eager_calls -= not self._is_made
         return self._under_autograd if self._segments is None else self._run
