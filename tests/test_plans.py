@@ -409,6 +409,23 @@ def test_each_op_costs_its_overhead_and_elementwise_ones_their_bytes() -> None:
     assert read - base == pytest.approx(moved / 1e9, rel=1e-2)
 
 
+def test_a_collective_of_a_backward_is_hidden_behind_the_weights_gradients() -> None:
+    """The all-reduce of the gradient of what `up` takes runs while the gradient of its weight is computed."""
+    flops = 1e9
+    machine = ts.Machine("m", flops, 1e15, link_bandwidth=1e8, latency=0.0, launch=1e-6)
+    model, x = MLP(32, 16, 32), torch.randn(64, 32, requires_grad=True)
+    plan = ts.plan(model, {"up": "column", "down": "row"}, world_size=2, example_inputs=(x,), machine=machine)
+    copied, reduced = plan.costs.collectives
+    assert (copied.name, reduced.name) == ("copy", "reduce")
+    sent = 64 * 32 * 4 / 1e8
+    assert reduced.forward.seconds == pytest.approx(1e-6 + sent)
+    hidden = 2 * 64 * 32 * 16 / 2 / flops
+    assert copied.backward.seconds == pytest.approx(1e-6 + sent - hidden)
+    fast = dataclasses.replace(machine, link_bandwidth=1e12)
+    copied, _ = ts.plan(model, plan, world_size=2, example_inputs=(x,), machine=fast).costs.collectives
+    assert copied.backward.seconds == pytest.approx(1e-6)  # what a rank does to launch it is not hidden
+
+
 def test_fewer_ranks_are_suggested_if_they_are_faster() -> None:
     idle = ts.Machine("m", 1e15, 1e13, launch=1e-2)
     busy = ts.Machine("m", 1e7, 1e7, 1e13, 0.0, 0.0)
