@@ -1,9 +1,11 @@
-"""Equal layers are traced for the first and the last alone: the graph is the one of a capture of each layer."""
+"""Equal layers are traced for the first and the last alone, to be planned: the graph is that of a capture of each."""
 
 from __future__ import annotations
 
+import contextvars
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import pytest
@@ -13,6 +15,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 from transformers import LlamaConfig, LlamaForCausalLM
 
+import torchshard as ts
 from torchshard.capture import flat
 from torchshard.capture.repeated import DifferentLayers, equal_layers
 from torchshard.capture.signature import flatten_call
@@ -103,9 +106,11 @@ class Tuples(Stack):
             super().__init__()
             self.up = nn.Linear(8, 8)
 
-        def forward(self, state: dict[str, Tensor], mask: Tensor, *, flag: bool) -> tuple[dict[str, Tensor], Tensor]:
-            x = self.up(state["x"]) * mask if flag else state["x"]
-            return {"x": x, "first": state["first"]}, x.detach().sum()
+        def forward(
+            self, state: tuple[Tensor, Tensor], mask: Tensor, *, flag: bool
+        ) -> tuple[dict[str, Tensor], Tensor]:
+            x = self.up(state[0]) * mask if flag else state[0]
+            return {"x": x, "first": state[1]}, x.detach().sum()
 
     def __init__(self) -> None:
         super().__init__(lambda number: self.Layer())
@@ -115,7 +120,7 @@ class Tuples(Stack):
         state, total = {"x": x, "first": x}, torch.zeros(())
         mask = (ids > 0).unsqueeze(-1).float()
         for layer in self.layers:
-            state, one = layer(state, mask, flag=True)
+            state, one = layer((state["x"], state["first"]), mask, flag=True)
             total = total + one
         return self.head(state["x"] + state["first"]), total
 
@@ -136,7 +141,6 @@ EQUAL: dict[str, Callable[[], nn.Module]] = {
     "layers": Stack,
     "in eval mode": lambda: Stack().eval(),
     "llama": _llama,
-    "convolutions": lambda: Stack(Conv),
     "checkpoints": Checkpointed,
     "reentrant checkpoints": Reentrant,
     "several values": Tuples,
@@ -244,6 +248,96 @@ class Twice(Stack):
         return self.head(x)
 
 
+class Chance(Layer):
+    """A setting that is some layers' number by chance."""
+
+    def __init__(self, number: int) -> None:
+        super().__init__()
+        self.kind = number % 2
+
+    def forward(self, x: Tensor, scale: float = 1.0) -> Tensor:
+        return super().forward(x, 0.5 if self.kind else 1.0)
+
+
+class Default(Layer):
+    """A number whose class has a default for it."""
+
+    number = 0
+
+    def forward(self, x: Tensor, scale: float = 1.0) -> Tensor:
+        return super().forward(x, 1.0 + self.number)
+
+
+class Slots(Layer):
+    __slots__ = ("rate",)
+
+    def __init__(self, number: int) -> None:
+        super().__init__()
+        self.rate = 0.5 if number == 2 else 1.0
+
+    def forward(self, x: Tensor, scale: float = 1.0) -> Tensor:
+        return super().forward(x, self.rate)
+
+
+class ReadsContext(Layer):
+    def forward(self, x: Tensor, scale: float = 1.0) -> Tensor:
+        return super().forward(x, CONTEXT.get())
+
+
+class Appends(Layer):
+    def forward(self, x: Tensor, seen: list[Tensor]) -> Tensor:  # type: ignore[override]
+        seen.append(x.mean())
+        return super().forward(x)
+
+
+CONTEXT = contextvars.ContextVar("CONTEXT", default=1.0)
+
+
+class Appended(Stack):
+    """Layers that append to a list among their arguments."""
+
+    def forward(self, ids: Tensor) -> tuple[Tensor, Tensor]:
+        x, seen = self.tok(ids), list[Tensor]()
+        for layer in self.layers:
+            x = layer(x, seen)
+        return self.head(x), torch.stack(seen).sum()
+
+
+class Around(Stack):
+    """Layers of which the third is called in a state that is set around it."""
+
+    def __init__(self, around: Callable[[nn.Module], AbstractContextManager[object]], layer: Any = Layer) -> None:
+        super().__init__(layer)
+        self.around = around
+
+    def forward(self, ids: Tensor) -> Tensor:
+        x = self.tok(ids)
+        for number, layer in enumerate(self.layers):
+            with self.around(layer) if number == 2 else nullcontext():
+                x = layer(x)
+        return self.head(x)
+
+
+@contextmanager
+def _in_eval_mode(layer: nn.Module) -> Iterator[None]:
+    layer.eval()
+    yield
+    layer.train()
+
+
+@contextmanager
+def _with_a_hook(layer: nn.Module) -> Iterator[None]:
+    with layer.up.register_forward_hook(lambda m, args, result: result * 2.0):
+        yield
+
+
+@contextmanager
+def _with_another_scale(layer: nn.Module) -> Iterator[None]:
+    token = CONTEXT.set(0.5)
+    yield
+    CONTEXT.reset(token)
+
+
 def _changed(change: Callable[[nn.Module], object]) -> Callable[[], nn.Module]:
     def make() -> nn.Module:
         model = Stack()
@@ -262,6 +356,14 @@ DIFFERENT: dict[str, Callable[[], nn.Module]] = {
     "has a checkpoint inside": lambda: Stack(ChecksInside),
     "is called in another way": Scaled,
     "is called twice": Twice,
+    "has a setting that is a number by chance": lambda: Stack(Chance, 8),
+    "has a class with a default for its number": lambda: Stack(Default),
+    "has slots": lambda: Stack(Slots),
+    "appends to an argument": lambda: Appended(Appends),
+    "writes in place": lambda: Stack(Conv),
+    "is put in eval mode": lambda: Around(_in_eval_mode),
+    "gets a hook": lambda: Around(_with_a_hook),
+    "reads another context": lambda: Around(_with_another_scale, ReadsContext),
     "has another rate": _changed(lambda layer: setattr(layer.drop, "p", 0.3)),
     "is in eval mode": _changed(lambda layer: layer.eval()),
     "has a hook": _changed(lambda layer: layer.register_forward_hook(lambda m, args, result: result * 2.0)),
@@ -306,6 +408,23 @@ def test_what_the_last_layer_tells(caplog: pytest.LogCaptureFixture) -> None:
     with pytest.raises(DifferentLayers, match=r"layers.5 computes something else than layers.0"):
         _captured(model, (IDS,), repeating=True)
     with caplog.at_level(logging.INFO, logger="torchshard.capture.flat"):
-        captured = flat.capture(model, (IDS,))
+        captured = flat.capture(model, (IDS,), repeating=True)
     assert "each layer is traced" in caplog.text
     assert _text(captured) == _text(_captured(model, (IDS,), repeating=False))
+
+
+def test_a_model_that_runs_has_each_of_its_layers_traced(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What Python code does in the layers between is not seen, so that it serves for plans alone."""
+    asked: list[bool] = []
+    own = flat._captured
+
+    def captured(*args: Any, repeating: bool, **kwargs: Any) -> flat.Captured:
+        asked.append(repeating)
+        return own(*args, repeating=repeating, **kwargs)
+
+    monkeypatch.setattr(flat, "_captured", captured)
+    plan = ts.plan(Stack(), world_size=2, example_inputs=(IDS,))
+    assert asked == [True]
+    ts.shard(Stack(), {}, (IDS,))(IDS)
+    ts.check(Stack(), plan, world_size=2, example_inputs=(IDS,))
+    assert asked[1:] and not any(asked[1:])

@@ -198,4 +198,4 @@ def plan(
     check_weights(model)
     aim = objective(machine, memory, axes, device_type(model), recompute)
     constraints = read_constraints(ModelFacts.of(model), plan, MeshAxis(world_size), aim)
-    return program(model, constraints, tuple(example_inputs or ()), example_kwargs).plan
+    return program(model, constraints, tuple(example_inputs or ()), example_kwargs, repeating=True).plan

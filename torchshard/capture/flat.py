@@ -33,7 +33,7 @@ from torchshard.capture.modes import modes_of
 from torchshard.capture.names import rename_nodes
 from torchshard.capture.recording import WHOLE
 from torchshard.capture.regions import detach_within_no_grad, inline_regions
-from torchshard.capture.repeated import DifferentLayers, repeat
+from torchshard.capture.repeated import repeat
 from torchshard.capture.signature import Leaves, flatten_call
 from torchshard.capture.trace import trace
 from torchshard.capture.user_code import line_in
@@ -64,12 +64,19 @@ class Captured:
 
 
 def capture(
-    model: nn.Module, args: Sequence[object], kwargs: Mapping[str, object] | None = None, *, dynamic: bool = True
+    model: nn.Module,
+    args: Sequence[object],
+    kwargs: Mapping[str, object] | None = None,
+    *,
+    dynamic: bool = True,
+    repeating: bool = False,
 ) -> Captured:
     """Captures one call of the model; of the tensors, only shapes, strides and dtypes are read.
 
     Args:
         dynamic: whether batch and sequence may vary from call to call, if the model allows it.
+        repeating: whether equal layers are traced for the first and the last alone. What Python code does in the layers
+            between is then not seen: for graphs that are planned, and not run.
 
     Raises:
         CaptureError: the model can't be captured; the error names the line and an alternative.
@@ -77,11 +84,12 @@ def capture(
     """
     call = flatten_call(model, args, kwargs or {})
     check_devices(model, call)
-    try:
-        return _captured(model, call, dynamic=dynamic, repeating=True)
-    except DifferentLayers as error:
-        log.info("each layer is traced: %s", error)
-        return _captured(model, call, dynamic=dynamic, repeating=False)
+    if repeating:
+        try:
+            return _captured(model, call, dynamic=dynamic, repeating=True)
+        except Exception as error:  # whatever it is: a capture of each layer says what is wrong with the model
+            log.info("each layer is traced: %s", error)
+    return _captured(model, call, dynamic=dynamic, repeating=False)
 
 
 def _captured(model: nn.Module, call: Leaves, *, dynamic: bool, repeating: bool) -> Captured:

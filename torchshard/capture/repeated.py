@@ -1,4 +1,4 @@
-"""Traces a model's equal layers for the first and the last of them, and repeats the first for those between.
+"""Traces a model's equal layers for the first and the last of them, and repeats the first: for plans, not to run.
 
     export records     enter(x) ... leave(y)    repeated(y)    repeated(...)    enter(x) ... leave(y)
                        the first layer          the second     the third        the last
@@ -8,13 +8,15 @@ Tracing the layers takes most of a capture's time. Layers are equal if their mod
 hooks and kinds of parameters, and are called with the same kinds of arguments. An attribute may be the layer's own
 number: while the first and the last layer run it is out of their `__dict__`, so that a read is seen, and then each
 layer is traced. What can't be seen, such as a counter among the globals, the last layer tells: where its ops are not
-those of the first, the model is exported again, layer by layer.
+those of the first, the model is exported again, layer by layer. Code that tells layers apart by their identity, in the
+middle alone, goes unseen: so graphs that run are captured layer by layer.
 """
 
 from __future__ import annotations
 
 import contextlib
 import functools
+import inspect
 import threading
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -28,12 +30,12 @@ from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
 from torch.nn.modules import module as torch_module
 from torch.utils import _pytree as pytree
 
-from torchshard.capture.attributes import attributes, changed
+from torchshard.capture.attributes import Attributes, attributes, changed
 from torchshard.capture.modes import modes_in
 from torchshard.capture.recording import current_recording
 from torchshard.core.autocast import current_autocast
 from torchshard.core.patches import Patch, Patches
-from torchshard.ir.graph import Mode, fake_mode, fake_value, size_expr
+from torchshard.ir.graph import size_expr
 
 FEWEST = 4
 """So many equal layers are repeated; with fewer, nothing is gained."""
@@ -52,8 +54,26 @@ class Layer:
 
     module: nn.Module
     path: str
-    numbers: list[tuple[nn.Module, str]]
-    """The attributes that hold its own number."""
+    looks: Looks
+    places: list[tuple[str, str]]
+    """Where it holds its own number: (path within it, attribute)."""
+    parts: list[int] = field(init=False)
+    """The ids of its modules."""
+
+    def __post_init__(self) -> None:
+        self.parts = [*map(id, self.module.modules())]
+
+    @property
+    def numbers(self) -> list[tuple[nn.Module, str]]:
+        """The attributes that hold its own number."""
+        return [(self.module.get_submodule(path), name) for path, name in self.places]
+
+    def is_as_before(self) -> bool:
+        """Whether its attributes are what they were when it was compared with the others."""
+        now = _looks(self.module)
+        # export puts tensors of its own in the place of parameters and buffers
+        same = all(now.get(place) == look for place, look in self.looks.items() if place[1] not in _TENSORS)
+        return same and now.keys() == self.looks.keys() and self.parts == [*map(id, self.module.modules())]
 
 
 Looks = dict[tuple[str, str], Hashable]
@@ -78,12 +98,12 @@ def _equal_children(path: str, container: nn.Module) -> list[list[Layer]]:
     firsts: list[tuple[Looks, int, list[Layer]]] = []
     for number, (name, child) in enumerate(container.named_children()):
         looks = _looks(child)
-        layer = Layer(child, f"{path}.{name}".lstrip("."), [])
+        layer = Layer(child, f"{path}.{name}".lstrip("."), looks, [])
         for first, first_number, run in firsts:
             own = _own_numbers(first, first_number, looks, number)
-            if own is not None:
-                layer.numbers = [(child.get_submodule(part), attribute) for part, attribute in own]
-                run[0].numbers = [(run[0].module.get_submodule(part), attribute) for part, attribute in own]
+            # all of them hold their numbers in the same places, or one of these holds something else
+            if own is not None and (len(run) == 1 or own == run[-1].places) and _may_be_hidden(child, own):
+                layer.places = run[0].places = own
                 run.append(layer)
                 break
         else:
@@ -101,6 +121,15 @@ def _own_numbers(first: Looks, first_number: int, looks: Looks, number: int) -> 
     return differing if own else None
 
 
+def _may_be_hidden(layer: nn.Module, places: Sequence[tuple[str, str]]) -> bool:
+    """Whether a read of these attributes comes to `nn.Module.__getattr__` while they are out of their `__dict__`s."""
+    classes = [(type(layer.get_submodule(path)), name) for path, name in places]
+    return all(
+        cls.__getattr__ is nn.Module.__getattr__ and inspect.getattr_static(cls, name, None) is None
+        for cls, name in classes
+    )
+
+
 def _looks(layer: nn.Module) -> Looks:
     """What two layers must have in common to compute the same of the same; empty for one without parts."""
     paths = {id(module): path for path, module in layer.named_modules()}
@@ -108,7 +137,11 @@ def _looks(layer: nn.Module) -> Looks:
     looks: Looks = {}
     for path, module in layer.named_modules():
         looks[path, "__class__"] = id(type(module))
+        if any(cls.__dict__.get("__slots__") for cls in type(module).__mro__):
+            return {}
         for name, value in vars(module).items():
+            if name == "register_buffer":  # a capture's own
+                continue
             if name == "_modules":
                 looks[path, name] = tuple((key, paths.get(id(child))) for key, child in value.items())
             elif name in _TENSORS:
@@ -165,6 +198,8 @@ class Traced(NamedTuple):
 
     layer: Layer
     call: Hashable
+    attributes: Attributes
+    """What it could see before its call."""
     outcome: Outcome
     enter: Marks
     leave: Marks
@@ -239,9 +274,14 @@ class Repeats:
         if run is None or layer is None or self._is_inside or run.is_off or id(layer) in run.called:
             return own(*args, **kwargs)
         run.called.add(id(layer))
+        if not layer.is_as_before():
+            return own(*args, **kwargs)
         call, is_last = _call_key(args, kwargs), layer is run.layers[-1]
         if call is not None and run.first is not None and call == run.first.call and not is_last:
-            return self._repeated(run, run.first, layer, (args, kwargs))
+            seen = changed(run.first.attributes, attributes(layer.module))
+            if {place[:2] for place in seen} <= set(layer.places):
+                return self._repeated(run, run.first, layer, (args, kwargs))
+            return own(*args, **kwargs)
         if call is not None and (is_last or not run.repeated):  # until one is repeated, the first may be a later one
             return self._traced(run, layer, call, own, (args, kwargs))
         return own(*args, **kwargs)
@@ -265,7 +305,7 @@ class Repeats:
             if run.repeated:
                 raise DifferentLayers(f"what {layer.path} does can't be seen in its ops alone")
         result, leave = self._marked(result)
-        traced = Traced(layer, call, Outcome(spec, ends), enter, leave)
+        traced = Traced(layer, call, before, Outcome(spec, ends), enter, leave)
         if run.repeated:
             run.last = traced
         else:
@@ -334,11 +374,22 @@ def _tensors(leaves: Sequence[object]) -> dict[int, Tensor]:
     return {id(leaf): leaf for leaf in leaves if isinstance(leaf, Tensor)}
 
 
-def _call_key(args: object, kwargs: object) -> Hashable:
-    """Equal for calls that the same ops compute; None for one with objects whose content can't be compared."""
+def _is_fixed(value: object) -> bool:
+    """Whether a layer can't write to a value but by ops: a list or dict would be another one in the layer."""
+    if isinstance(value, tuple):
+        return all(map(_is_fixed, value))
+    return isinstance(value, (Tensor, torch.SymInt, *_PLAIN)) and not isinstance(value, nn.Parameter)
+
+
+def _call_key(args: tuple[object, ...], kwargs: dict[str, object]) -> Hashable:
+    """Equal for calls that the same ops compute; None for one with arguments whose content may change."""
+    if not all(map(_is_fixed, (*args, *kwargs.values()))):
+        return None
     leaves, spec = pytree.tree_flatten((args, kwargs))
     places: dict[int, int] = {}
-    keys: list[Hashable] = [spec, torch.is_grad_enabled(), current_autocast()]
+    modes = torch._C._len_torch_function_stack(), torch._C._len_torch_dispatch_stack()
+    defaults = torch.get_default_dtype(), torch.get_default_device()
+    keys: list[Hashable] = [spec, torch.is_grad_enabled(), current_autocast(), modes, defaults]
     for place, leaf in enumerate(leaves):
         if isinstance(leaf, Tensor):
             keys.append((_TensorType.of(leaf).key(), places.setdefault(id(leaf), place)))
@@ -421,15 +472,16 @@ def repeat(graph: fx.Graph, repeats: Repeats, constants: Mapping[str, Tensor]) -
     """
     marks = {_args(node)[1]: node for node in graph.nodes if node.target is MARK}
     own = {name: node for node in graph.nodes if node.op == "placeholder" for name in node.meta["names"]}
-    # writes are made functional by the memory of values, so that each layer needs its own
-    mode = fake_mode(graph) if any(map(_writes, graph.nodes)) else None
+    if any(run.repeated for run in repeats.runs) and any(map(_writes, graph.nodes)):
+        # they are made functional later, by the memory of values, which the layers' values would share
+        raise DifferentLayers("the model writes to tensors in place")
     for run in (run for run in repeats.runs if run.repeated):
         assert run.first is not None and run.last is not None
         first, last = (_Part(marks, traced) for traced in (run.first, run.last))
         if first.described(constants) != last.described(constants):
             raise DifferentLayers(f"{last.path} computes something else than {first.path}")
         for numbers, layer in run.repeated.items():
-            _put(first, [marks.pop(number) for number in numbers], layer.path, own, mode)
+            _put(first, [marks.pop(number) for number in numbers], layer.path, own)
     for mark in marks.values():
         (operand,) = _args(mark)[0]
         mark.replace_all_uses_with(operand)
@@ -506,12 +558,8 @@ def _texts(value: Any, describe: Callable[[fx.Node], Any]) -> str:
     return str(fx.map_arg(value, describe))
 
 
-def _put(first: _Part, marks: Sequence[fx.Node], path: str, own: Mapping[str, fx.Node], mode: Mode | None) -> None:
-    """Puts the first layer's ops in place of the marks of another one.
-
-    Args:
-        mode: in which the values of the ops are computed anew; None if the first layer's may serve.
-    """
+def _put(first: _Part, marks: Sequence[fx.Node], path: str, own: Mapping[str, fx.Node]) -> None:
+    """Puts the first layer's ops in place of the marks of another one."""
     graph, given = marks[0].graph, max((_args(mark)[0] for mark in marks), key=len)
     copies: dict[fx.Node, fx.Node] = {mark: given[index] for mark, index in first.arguments.items()}
 
@@ -523,10 +571,8 @@ def _put(first: _Part, marks: Sequence[fx.Node], path: str, own: Mapping[str, fx
             if isinstance(node.meta.get("val"), torch.SymInt):
                 copies[node] = node  # a size is the same in each layer
                 continue
-            copy = copies[node] = graph.node_copy(node, copied)
-            copy.meta = _meta_of(node, first.path, marks[0], path)
-            if mode is not None:
-                copy.meta["val"] = fake_value(mode, copy.target, copy.args, copy.kwargs)
+            copies[node] = graph.node_copy(node, copied)
+            copies[node].meta = _meta_of(node, first.path, marks[0], path)
     for mark, result in zip(marks, first.results, strict=True):
         mark.replace_all_uses_with(copied(result))
         graph.erase_node(mark)

@@ -41,22 +41,36 @@ class Program:
 
 
 def program(
-    model: nn.Module, constraints: Constraints, args: Sequence[Any], kwargs: Mapping[str, Any] | None = None
+    model: nn.Module,
+    constraints: Constraints,
+    args: Sequence[Any],
+    kwargs: Mapping[str, Any] | None = None,
+    *,
+    repeating: bool = False,
 ) -> Program:
     """Captures, plans and rewrites one call of a model.
+
+    Args:
+        repeating: as in `capture`.
 
     Raises:
         CaptureError, InputError, PlanError: see each.
     """
-    return planned(prepared(model, args, kwargs, dynamic=not constraints.is_static), model, constraints)
+    captured = prepared(model, args, kwargs, dynamic=not constraints.is_static, repeating=repeating)
+    return planned(captured, model, constraints)
 
 
 def prepared(
-    model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any] | None = None, *, dynamic: bool = True
+    model: nn.Module,
+    args: Sequence[Any],
+    kwargs: Mapping[str, Any] | None = None,
+    *,
+    dynamic: bool = True,
+    repeating: bool = False,
 ) -> Captured:
     """One call of a model, in the caller's grad mode, as a graph with few kinds of nodes, ready to be planned."""
     with without_garbage_collection(), _timed("capture"):
-        captured = capture(model, args, kwargs, dynamic=dynamic)
+        captured = capture(model, args, kwargs, dynamic=dynamic, repeating=repeating)
         normalize(captured.graph)
         _mark_trainable(captured, model)
     return captured
