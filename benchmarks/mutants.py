@@ -796,7 +796,7 @@ FAULTS = (
     ),
     Fault(
         "the last layer is not compared",
-        "capture/repeated.py",
+        "capture/copied_layers.py",
         "if first.described(constants) != last.described(constants):",
         "if False:",
         "tests/test_repeated.py -k tells",
@@ -810,7 +810,7 @@ FAULTS = (
     ),
     Fault(
         "copied layers keep the first one's checkpoint",
-        "capture/repeated.py",
+        "capture/copied_layers.py",
         '{"nn_module_stack": stack} | modes_in(node, mark)',
         '{"nn_module_stack": stack}',
         "tests/test_repeated.py -k most_layers",

@@ -287,6 +287,18 @@ class Recurrent(nn.Module):
         return self.head(torch.cat([made, looked], -1))
 
 
+class Reversal(torch.autograd.Function):
+    """Its own value; the gradient changes its sign. A call of it is kept whole."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x * 1.0
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:
+        return -gradient
+
+
 CASES = {
     "mlp": Case(MLP, {"up": "column", "down": "row"}, _x(3, 12)),
     "mlp_uneven": Case(lambda: MLP(7, 9, 5), {"up": 1, "down": 0}, _x(2, 5, 7)),

@@ -18,7 +18,7 @@ from torch.utils.checkpoint import checkpoint
 import torchshard as ts
 from tests.compiled import compiled
 from tests.helpers import refused, run_ranks
-from tests.models import CASES, GPT
+from tests.models import CASES, GPT, Reversal
 from tests.test_step import compared, sent
 from torchshard.compiler.memory import predicted_memory
 from torchshard.core.paths import outermost
@@ -191,23 +191,13 @@ def test_a_limit_is_met_by_what_takes_less_time(batch: int, again: bool) -> None
     assert ts.check(_Layers(), made, world_size=2, example_inputs=call["example_inputs"]).ok
 
 
-class _Doubled(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor) -> Tensor:
-        return x * 2
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> Tensor:
-        return gradient * 2
-
-
 class _KeptWhole(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.up = nn.Linear(4, 4)
 
     def forward(self, x: Tensor) -> Tensor:
-        return checkpoint(lambda y: _Doubled.apply(self.up(y)), x, use_reentrant=False)
+        return checkpoint(lambda y: Reversal.apply(self.up(y)), x, use_reentrant=False)
 
 
 def test_a_checkpoint_that_has_no_effect_is_told(caplog: pytest.LogCaptureFixture) -> None:

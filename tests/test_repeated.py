@@ -16,8 +16,10 @@ from torch.utils.checkpoint import checkpoint
 from transformers import LlamaConfig, LlamaForCausalLM
 
 import torchshard as ts
+from tests.models import Reversal
 from torchshard.capture import flat
-from torchshard.capture.repeated import DifferentLayers, equal_layers
+from torchshard.capture.equal_layers import equal_layers
+from torchshard.capture.repeated import DifferentLayers
 from torchshard.capture.signature import flatten_call
 from torchshard.ir.listing import listing
 from torchshard.passes import normalize
@@ -208,19 +210,9 @@ class Counting(Stack):
         return result
 
 
-class Whole(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor) -> Tensor:
-        return x * 1.0
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> Tensor:
-        return -grad
-
-
 class Reverses(Layer):
     def forward(self, x: Tensor, scale: float = 1.0) -> Tensor:
-        return super().forward(Whole.apply(x), scale)
+        return super().forward(Reversal.apply(x), scale)
 
 
 class ChecksInside(Layer):

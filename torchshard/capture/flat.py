@@ -28,12 +28,12 @@ from torch.export import ExportedProgram
 from torch.utils import _pytree as pytree
 
 from torchshard.capture.assumptions import assumption
+from torchshard.capture.copied_layers import repeat
 from torchshard.capture.models import check_devices, shared_names, without_storage
 from torchshard.capture.modes import modes_of
 from torchshard.capture.names import rename_nodes
 from torchshard.capture.recording import WHOLE
 from torchshard.capture.regions import detach_within_no_grad, inline_regions
-from torchshard.capture.repeated import repeat
 from torchshard.capture.signature import Leaves, flatten_call
 from torchshard.capture.trace import trace
 from torchshard.capture.user_code import line_in

@@ -19,6 +19,7 @@ from torch.utils import _pytree as pytree
 
 from torchshard.capture.attributes import Snapshot, attributes, changed
 from torchshard.capture.entry_points import as_plain_module, replace_forward
+from torchshard.capture.equal_layers import equal_layers
 from torchshard.capture.equal_sizes import equal_sizes
 from torchshard.capture.export_errors import capture_error
 from torchshard.capture.function_mode import CaptureMode, slots_of
@@ -27,7 +28,7 @@ from torchshard.capture.namespaces import Place
 from torchshard.capture.quiet import quiet
 from torchshard.capture.recording import Recording, current_recording, use_recording
 from torchshard.capture.rehearsal import refuse_state, run_on_fakes
-from torchshard.capture.repeated import DifferentLayers, Repeats, equal_layers
+from torchshard.capture.repeated import DifferentLayers, Repeats
 from torchshard.capture.rng_states import changed_generators, check_generators
 from torchshard.capture.seeding import INTERCEPTED_SEEDING
 from torchshard.capture.signature import Leaves, check_results, flatten, is_unchanged
@@ -56,7 +57,7 @@ class Traced:
     """The calls that are kept whole, at the index that their stand-in in the graph has as its number."""
 
 
-def trace(model: nn.Module, call: Leaves, *, dynamic: bool = True, repeating: bool = True) -> Traced:
+def trace(model: nn.Module, call: Leaves, *, dynamic: bool, repeating: bool) -> Traced:
     """Exports one call; the model is left as it was.
 
     Args:

@@ -238,6 +238,12 @@ def writes(node: fx.Node) -> bool:
     return bool(node.is_impure(impure_random=False)) or writes_statistics(node.target, bound_args(node))
 
 
+def is_inplace(node: fx.Node) -> bool:
+    """Whether a node calls an op that writes to an argument."""
+    schema = getattr(node.target, "_schema", None)
+    return node.op == "call_function" and schema is not None and schema.is_mutable
+
+
 def is_view(node: fx.Node) -> bool:
     """Whether a node's result is memory of its operand, so that computing it costs nothing but the call."""
     if node.target is operator.getitem:

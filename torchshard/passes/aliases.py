@@ -16,7 +16,7 @@ from torch import fx
 
 from torchshard.core.errors import CaptureError
 from torchshard.custom_ops.with_value import WITH_VALUE
-from torchshard.ir.graph import bound_args, emit, is_float, is_tensor, where
+from torchshard.ir.graph import bound_args, emit, is_float, is_inplace, is_tensor, where
 
 aten = torch.ops.aten
 
@@ -114,12 +114,6 @@ def _wants_grad(node: fx.Node, inputs_want: Mapping[fx.Node, bool]) -> bool:
         return isinstance(val, torch.Tensor) and (val.requires_grad or "kind" not in node.meta)
     differentiable = (is_float(val) or isinstance(val, (list, tuple))) and node.target is not aten.detach.default
     return differentiable and any(inputs_want[n] for n in node.all_input_nodes)
-
-
-def is_inplace(node: fx.Node) -> bool:
-    """Whether a node calls an op that writes to an argument."""
-    schema = getattr(node.target, "_schema", None)
-    return node.op == "call_function" and schema is not None and schema.is_mutable
 
 
 def is_copied_constant(node: fx.Node) -> bool:

@@ -23,8 +23,8 @@ from torch import fx
 from torch._ops import OpOverload
 from torch.fx.node import Argument
 
-from torchshard.ir.graph import bound_args, emit, is_tensor
-from torchshard.passes.aliases import SAME_VALUES, Aliases, is_copied_constant, is_inplace, refused, storage
+from torchshard.ir.graph import bound_args, emit, is_inplace, is_tensor
+from torchshard.passes.aliases import SAME_VALUES, Aliases, is_copied_constant, refused, storage
 from torchshard.passes.nodes import int_arg, node_arg, operator_of
 
 aten = torch.ops.aten

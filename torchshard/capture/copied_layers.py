@@ -1,0 +1,137 @@
+"""Puts the first layer's ops in place of the marks of other layers, in an exported graph (see `repeated`)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+from torch.utils import _pytree as pytree
+
+from torchshard.capture.modes import modes_in
+from torchshard.capture.repeated import MARK, DifferentLayers, Repeats, TensorType, Traced
+from torchshard.ir.graph import is_inplace, size_expr
+
+
+def repeat(graph: fx.Graph, repeats: Repeats, constants: Mapping[str, Tensor]) -> None:
+    """Puts the first layer's ops in place of the marks that stand for layers, and removes the others.
+
+    Args:
+        graph: with marks; its placeholders have meta["kind"], ["path"] and ["names"].
+        constants: path -> value, of the placeholders that are constants.
+
+    Raises:
+        DifferentLayers: the last layer's ops are not those of the first.
+    """
+    marks = {_args(node)[1]: node for node in graph.nodes if node.target is MARK}
+    own = {name: node for node in graph.nodes if node.op == "placeholder" for name in node.meta["names"]}
+    if any(run.repeated for run in repeats.runs) and any(map(is_inplace, graph.nodes)):
+        # they are made functional later, by the memory of values, which the layers' values would share
+        raise DifferentLayers("the model writes to tensors in place")
+    for run in (run for run in repeats.runs if run.repeated):
+        assert run.first is not None and run.last is not None
+        first, last = (_Part(marks, traced) for traced in (run.first, run.last))
+        if first.described(constants) != last.described(constants):
+            raise DifferentLayers(f"{last.path} computes something else than {first.path}")
+        for numbers, layer in run.repeated.items():
+            _put(first, [marks.pop(number) for number in numbers], layer.path, own)
+    for mark in marks.values():
+        (operand,) = _args(mark)[0]
+        mark.replace_all_uses_with(operand)
+        graph.erase_node(mark)
+
+
+class _Part:
+    """The ops of a traced layer: those between two marks."""
+
+    def __init__(self, marks: Mapping[int, fx.Node], traced: Traced) -> None:
+        self.path = traced.layer.path
+        self.results: list[fx.Node] = [_args(marks[number])[0][0] for number in traced.leave]
+        self.arguments = {marks[number]: index for index, number in enumerate(traced.enter)}
+        """Mark -> which argument of the layer it is."""
+        self.nodes: list[fx.Node] = []
+        node, end = marks[traced.enter[-1]].next, marks[traced.leave[0]]
+        while node is not end:
+            self.nodes.append(node)
+            node = node.next
+
+    def described(self, constants: Mapping[str, Tensor]) -> list[object]:
+        """What it computes, by which two layers can be compared."""
+        ops = [node for node in self.nodes if not isinstance(node.meta.get("val"), torch.SymInt)]
+        numbers = {node: number for number, node in enumerate(ops)}
+
+        def describe(node: fx.Node) -> object:
+            value = node.meta.get("val")
+            if isinstance(value, torch.SymInt):  # a layer may use the size that an earlier one has read
+                return f"size {size_expr(value)}"
+            if node in self.arguments:
+                return f"argument {self.arguments[node]}"
+            if node in numbers:
+                return f"op {numbers[node]}"
+            if node.op == "placeholder" and node.meta["path"] in constants:
+                constant = constants[node.meta["path"]]
+                content = constant.tolist() if constant.numel() <= _MOST_COMPARED else node.name
+                return f"constant {constant.dtype} {content}"
+            return f"own {self._own_name(node)}" if self._own_name(node) else f"outer {node.name}"
+
+        described = [
+            (node.op, str(node.target), _texts(node.args, describe), _texts(node.kwargs, describe),
+             [TensorType.of(v).key() for v in pytree.tree_leaves(node.meta.get("val")) if isinstance(v, Tensor)])
+            for node in ops
+        ]  # fmt: skip
+        return [*described, _texts(self.results, describe)]
+
+    def _own_name(self, node: fx.Node) -> str:
+        """The name within the layer of a parameter or buffer; '' for what is no such."""
+        if node.meta.get("kind") == "constant":
+            return ""
+        names = [name for name in node.meta.get("names", ()) if name.startswith(f"{self.path}.")]
+        return names[0].removeprefix(f"{self.path}.") if names else ""
+
+    def place(self, node: fx.Node, path: str, own: Mapping[str, fx.Node]) -> fx.Node:
+        """What another layer takes in place of a node from outside."""
+        name = self._own_name(node)
+        return own[f"{path}.{name}"] if name else node
+
+
+_MOST_COMPARED = 64
+"""Constants of at most so many elements are compared by value."""
+
+
+def _args(node: fx.Node) -> Any:
+    """The arguments of a mark: (tensors, its number)."""
+    return node.args
+
+
+def _texts(value: Any, describe: Callable[[fx.Node], Any]) -> str:
+    return str(fx.map_arg(value, describe))
+
+
+def _put(first: _Part, marks: Sequence[fx.Node], path: str, own: Mapping[str, fx.Node]) -> None:
+    """Puts the first layer's ops in place of the marks of another one."""
+    graph, given = marks[0].graph, max((_args(mark)[0] for mark in marks), key=len)
+    copies: dict[fx.Node, fx.Node] = {mark: given[index] for mark, index in first.arguments.items()}
+
+    def copied(node: fx.Node) -> fx.Node:
+        return copies[node] if node in copies else first.place(node, path, own)
+
+    with graph.inserting_before(marks[0]):
+        for node in first.nodes:
+            if isinstance(node.meta.get("val"), torch.SymInt):
+                copies[node] = node  # a size is the same in each layer
+                continue
+            copies[node] = graph.node_copy(node, copied)
+            copies[node].meta = _meta_of(node, first.path, marks[0], path)
+    for mark, result in zip(marks, first.results, strict=True):
+        mark.replace_all_uses_with(copied(result))
+        graph.erase_node(mark)
+
+
+def _meta_of(node: fx.Node, first_path: str, mark: fx.Node, path: str) -> dict[str, Any]:
+    """A node's meta in another layer: the modules that it belongs to, and the checkpoint that the layer is in."""
+    stack = {}
+    for key, (module_path, cls) in (node.meta.get("nn_module_stack") or {}).items():
+        inner = module_path == first_path or module_path.startswith(f"{first_path}.")
+        stack[key] = (path + module_path.removeprefix(first_path) if inner else module_path, cls)
+    return node.meta | {"nn_module_stack": stack} | modes_in(node, mark)

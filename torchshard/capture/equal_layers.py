@@ -1,0 +1,146 @@
+"""Which layers of a model are equal, so that one may be traced for others (see `repeated`).
+
+Two layers are equal if their modules have the same classes, attributes, hooks and kinds of parameters. An attribute may
+be the layer's own number, in the same place of each of them.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Hashable, Sequence
+from dataclasses import dataclass, field
+from types import MethodType
+
+import torch
+from torch import Tensor, nn
+from torch.nn.modules import module as torch_module
+
+FEWEST = 4
+"""So many equal layers are repeated; with fewer, nothing is gained."""
+PLAIN = (type(None), bool, int, float, str, bytes, torch.dtype, torch.device, torch.memory_format, torch.Size)
+"""Values that are compared by value."""
+
+
+@dataclass(eq=False)
+class Layer:
+    """One of several equal layers."""
+
+    module: nn.Module
+    path: str
+    looks: Looks
+    places: list[tuple[str, str]]
+    """Where it holds its own number: (path within it, attribute)."""
+    parts: list[int] = field(init=False)
+    """The ids of its modules."""
+
+    def __post_init__(self) -> None:
+        self.parts = [*map(id, self.module.modules())]
+
+    @property
+    def numbers(self) -> list[tuple[nn.Module, str]]:
+        """The attributes that hold its own number."""
+        return [(self.module.get_submodule(path), name) for path, name in self.places]
+
+    def is_as_before(self) -> bool:
+        """Whether its attributes are what they were when it was compared with the others."""
+        now = _looks(self.module)
+        # export puts tensors of its own in the place of parameters and buffers
+        same = all(now.get(place) == look for place, look in self.looks.items() if place[1] not in _TENSORS)
+        return same and now.keys() == self.looks.keys() and self.parts == [*map(id, self.module.modules())]
+
+
+Looks = dict[tuple[str, str], Hashable]
+"""(path within a layer, attribute) -> what it holds; equal for equal values."""
+_TENSORS = ("_parameters", "_buffers")
+
+
+def equal_layers(model: nn.Module) -> list[list[Layer]]:
+    """The sets of equal children of one container; at least `FEWEST` in each."""
+    if any(getattr(torch_module, name) for name in _GLOBAL_HOOKS):
+        return []
+    containers = [(p, m) for p, m in model.named_modules() if isinstance(m, (nn.ModuleList, nn.Sequential))]
+    found = [run for path, m in containers if len(m) >= FEWEST for run in _equal_children(path, m)]
+    return [run for run in found if len(run) >= FEWEST]
+
+
+_GLOBAL_HOOKS = [name for name in vars(torch_module) if name.startswith("_global_") and name.endswith("_hooks")]
+
+
+def _equal_children(path: str, container: nn.Module) -> list[list[Layer]]:
+    firsts: list[tuple[Looks, int, list[Layer]]] = []
+    for number, (name, child) in enumerate(container.named_children()):
+        looks = _looks(child)
+        layer = Layer(child, f"{path}.{name}".lstrip("."), looks, [])
+        for first, first_number, run in firsts:
+            own = _own_numbers(first, first_number, looks, number)
+            # all of them hold their numbers in the same places, or one of these holds something else
+            if own is not None and (len(run) == 1 or own == run[-1].places) and _may_be_hidden(child, own):
+                layer.places = run[0].places = own
+                run.append(layer)
+                break
+        else:
+            if looks:
+                firsts.append((looks, number, [layer]))
+    return [run for _, _, run in firsts]
+
+
+def _own_numbers(first: Looks, first_number: int, looks: Looks, number: int) -> list[tuple[str, str]] | None:
+    """The places where each of two layers holds its own number; None if they differ elsewhere."""
+    if first.keys() != looks.keys():
+        return None
+    differing = [place for place in looks if first[place] != looks[place]]
+    own = all((first[place], looks[place]) == ((int, first_number), (int, number)) for place in differing)
+    return differing if own else None
+
+
+def _may_be_hidden(layer: nn.Module, places: Sequence[tuple[str, str]]) -> bool:
+    """Whether a read of these attributes comes to `nn.Module.__getattr__` while they are out of their `__dict__`s."""
+    classes = [(type(layer.get_submodule(path)), name) for path, name in places]
+    return all(
+        cls.__getattr__ is nn.Module.__getattr__ and inspect.getattr_static(cls, name, None) is None
+        for cls, name in classes
+    )
+
+
+def _looks(layer: nn.Module) -> Looks:
+    """What two layers must have in common to compute the same of the same; empty for one without parts."""
+    paths = {id(module): path for path, module in layer.named_modules()}
+    tensors: dict[int, tuple[str, str]] = {}
+    looks: Looks = {}
+    for path, module in layer.named_modules():
+        looks[path, "__class__"] = id(type(module))
+        if any(cls.__dict__.get("__slots__") for cls in type(module).__mro__):
+            return {}
+        for name, value in vars(module).items():
+            if name == "register_buffer":  # a capture's own
+                continue
+            if name == "_modules":
+                looks[path, name] = tuple((key, paths.get(id(child))) for key, child in value.items())
+            elif name in _TENSORS:
+                held = ((key, _tensor_looks(tensor, tensors.setdefault(id(tensor), (path, key))))
+                        for key, tensor in value.items())  # fmt: skip
+                looks[path, name] = tuple(held)
+            else:
+                looks[path, name] = _value_looks(value, paths)
+    return looks if len(paths) > 1 else {}
+
+
+def _tensor_looks(tensor: Tensor | None, first: tuple[str, str]) -> Hashable:
+    """A parameter or buffer, and the first place where the layer holds it."""
+    if tensor is None:
+        return None
+    return (id(type(tensor)), tensor.shape, tensor.stride(), tensor.dtype, tensor.device, tensor.requires_grad, first)
+
+
+def _value_looks(value: object, paths: dict[int, str]) -> Hashable:
+    if isinstance(value, PLAIN):
+        return (type(value), value)
+    if id(value) in paths:
+        return ("module", paths[id(value)])
+    if isinstance(value, (list, tuple, set, frozenset)):
+        return (type(value), tuple(_value_looks(one, paths) for one in value))
+    if isinstance(value, dict):
+        return (type(value), tuple((_value_looks(k, paths), _value_looks(v, paths)) for k, v in value.items()))
+    if isinstance(value, MethodType) and id(value.__self__) in paths:
+        return ("method", id(value.__func__), paths[id(value.__self__)])
+    return ("object", id(value))
