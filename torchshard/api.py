@@ -55,7 +55,7 @@ def shard(
             transformers names and shapes are converted as `from_pretrained` converts them. What the files lack keeps
             the model's values, and a warning names it.
         compile: True, or a dict of keyword arguments of `torch.compile`: the rank's forward and backward graphs are
-            compiled at the first call. Parameters may come from eager calls, too: `model.compile()` sets it later.
+            compiled at the first call. `model.compile()` has later calls compiled.
 
     Returns:
         a module with the same `forward`, the same parameter names, and this rank's slices of the parameters.

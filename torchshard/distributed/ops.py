@@ -229,3 +229,8 @@ COLLECTIVES = frozenset([*OPS, torch.ops.torchshard.all_reduce_max.default])
 def is_collective(target: object) -> bool:
     """Whether a node's target is one of this module's operators."""
     return target in COLLECTIVES
+
+
+def is_or_begins_collective(target: object) -> bool:
+    """Whether a node's target is one of this module's operators, or begins one."""
+    return is_collective(target) or isinstance(target, Begin)

@@ -16,7 +16,7 @@ from torch import Tensor, fx
 
 from torchshard.core.conversions import source_and_target
 from torchshard.core.layouts import type_text
-from torchshard.distributed.ops import OPS, Begin, is_collective
+from torchshard.distributed.ops import OPS, Begin, is_collective, is_or_begins_collective
 from torchshard.ir.graph import op_name, values
 
 
@@ -106,7 +106,7 @@ def is_within(node: fx.Node, module: str) -> bool:
 def _row(node: fx.Node, sources: bool) -> list[str]:
     if node.op == "output":
         return ["  return", _argument(node.args[0]), "", "", "", ""]
-    star = "* " if is_collective(node.target) or isinstance(node.target, Begin) else "  "
+    star = "* " if is_or_begins_collective(node.target) else "  "
     layouts = " ".join(map(str, node.meta.get("layouts", ())))
     shapes = " ".join(value_text(v) for v in values(node))
     source = os.path.basename(node.meta.get("source", "")) if sources else ""

@@ -24,7 +24,7 @@ from torchshard.core.conversions import source_and_target
 from torchshard.core.errors import InternalError
 from torchshard.core.layouts import I, Layout, Shard, canonical, dual, is_whole
 from torchshard.core.mesh import MeshAxis
-from torchshard.distributed.ops import OPS, Begin, is_collective
+from torchshard.distributed.ops import OPS, is_or_begins_collective
 from torchshard.ir.graph import fake_mode, faking, hint, is_tensor, is_tensor_op, layout_of, operands, values, where
 from torchshard.passes.annotate import legal_choices
 from torchshard.passes.nodes import int_arg, node_arg, operator_of
@@ -129,7 +129,7 @@ def _joint_faults(module: fx.GraphModule) -> Iterator[Fault]:
 
 def _lowered_faults(module: fx.GraphModule) -> Iterator[Fault]:
     for node in module.graph.nodes:
-        if is_collective(node.target) or isinstance(node.target, Begin):
+        if is_or_begins_collective(node.target):
             yield node, "a collective is not lowered", "a compiler would not know it"
         elif "lowered" in node.meta:
             yield from _wrong_shapes(node, node.meta["lowered"])

@@ -30,9 +30,6 @@ log = logging.getLogger("torchshard.runtime.compilation")
 CompileOptions = bool | Mapping[str, Any] | None
 """True for torch.compile's defaults, or its keyword arguments; False or None: nothing is compiled."""
 
-_MADE, _GIVEN, _CONSTANT = range(3)
-"""Where a result of a graph comes from: from the compiled graph, which returns none of its arguments, or from those."""
-
 
 class Compiler:
     """torch.compile with some options, for the graphs of a rank."""
@@ -68,9 +65,9 @@ class Compiler:
         computed = list(dict.fromkeys(r for r in results if isinstance(r, fx.Node) and r.op != "placeholder"))
         lowered.graph.output_node().args = (tuple(computed),)
         lowered.recompile()
-        places = {node: (_MADE, i) for i, node in enumerate(computed)}
-        places |= {node: (_GIVEN, i) for i, node in enumerate(sources)}
-        ends = [places[r] if isinstance(r, fx.Node) else (_CONSTANT, r) for r in results]
+        # the compiled graph returns none of its arguments: the results are picked from what it computes and from those
+        places = {node: place for place, node in enumerate([*computed, *sources])}
+        ends = [(r, places[r] if isinstance(r, fx.Node) else None) for r in results]
         drawing = _drawing_as_ever if any(map(uses_rng, lowered.graph.nodes)) else nullcontext
         run = torch.compile(lowered.forward, fullgraph=True, **self._options)
         groups = [lookup(node.args[-1]) for node in scheduled.graph.nodes if isinstance(node.target, Begin)]
@@ -90,8 +87,8 @@ class Compiler:
                     if explained is None:
                         raise
                     raise explained from error
-            values = (made, arguments)
-            return tuple(end if kind is _CONSTANT else values[kind][end] for kind, end in ends)
+            values = (*made, *arguments)
+            return tuple(constant if place is None else values[place] for constant, place in ends)
 
         return compiled
 

@@ -50,13 +50,10 @@ def draw(
     check_suffix(path, FORMATS if len(models) == 1 else (".html",))
     if not models:
         raise InputError("there is nothing to draw", where="draw", why="the list is empty", attempt="a plan")
-    shown = [Shown(plan_in(each), graph_of(each).graph) for each in models]
+    pairs = [(plan_in(each), graph_of(each)) for each in models]
     if step:
-        shown = [
-            Shown(one.plan, step_graph(graph_of(each), one.plan.axis, rank).graph)
-            for one, each in zip(shown, models, strict=True)
-        ]
-    write_text(path, _text(Path(path).suffix, shown))
+        pairs = [(plan, step_graph(graph, plan.axis, rank)) for plan, graph in pairs]
+    write_text(path, _text(Path(path).suffix, [Shown(plan, graph.graph) for plan, graph in pairs]))
 
 
 def check_suffix(path: str | os.PathLike[str], formats: Sequence[str] = FORMATS) -> None:

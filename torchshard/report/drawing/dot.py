@@ -8,7 +8,8 @@ from collections.abc import Iterator
 from torch import fx
 
 from torchshard.core.mesh import MeshAxis
-from torchshard.report.drawing.outline import Box, Row, is_drawn_as_collective, outline, sources
+from torchshard.distributed.ops import is_or_begins_collective
+from torchshard.report.drawing.outline import Box, Row, outline, sources
 
 
 def dot(graph: fx.Graph, axis: MeshAxis) -> str:
@@ -25,7 +26,7 @@ def dot(graph: fx.Graph, axis: MeshAxis) -> str:
 def _box(box: Box, names: dict[fx.Node, str], indent: str) -> Iterator[str]:
     for item in box.items:
         if isinstance(item, Row):
-            shape = ", shape=hexagon" if is_drawn_as_collective(item.nodes[0]) else ""
+            shape = ", shape=hexagon" if is_or_begins_collective(item.nodes[0].target) else ""
             label = "\n".join(filter(None, [item.label, item.detail, f"{item.shape} {item.layout}".strip()]))
             yield f"{indent}{names[item.nodes[0]]} [label={json.dumps(label, ensure_ascii=False)}{shape}];"
         else:

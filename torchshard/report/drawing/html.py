@@ -16,12 +16,12 @@ from torch import fx
 
 from torchshard.core.conversions import TABLE
 from torchshard.core.paths import star_differences
-from torchshard.distributed.ops import is_collective
+from torchshard.distributed.ops import is_collective, is_or_begins_collective
 from torchshard.ir.graph import layout_of, op_name
 from torchshard.plans.data import Collective
 from torchshard.plans.machine import size_text
 from torchshard.plans.plan import Plan
-from torchshard.report.drawing.outline import Box, Row, is_drawn_as_collective, outline, sources
+from torchshard.report.drawing.outline import Box, Row, outline, sources
 from torchshard.report.why import MAX_ALTERNATIVES, REASONS, kinds_of
 
 
@@ -164,7 +164,7 @@ class _Side:
 
     def _row(self, row: Row) -> str:
         kind, sign = "row", ""
-        if is_drawn_as_collective(row.nodes[0]):
+        if is_or_begins_collective(row.nodes[0].target):
             kind, sign = ("row collective" if "▼" in row.detail else "row collective quiet"), "⬡ "
         texts = {"label": sign + row.label, "detail": row.detail, "shape": row.shape, row.layout[:1]: row.layout}
         cells = "".join(f'<span class="{name}">{escape(text)}</span>' for name, text in texts.items())

@@ -20,7 +20,7 @@ from torchshard.core.conversions import TABLE, kernels, sent_bytes, source_and_t
 from torchshard.core.layouts import I, whole_shape
 from torchshard.core.mesh import MeshAxis
 from torchshard.core.paths import star_last_number
-from torchshard.distributed.ops import OPS, Begin, is_collective
+from torchshard.distributed.ops import OPS, Begin, is_collective, is_or_begins_collective
 from torchshard.ir.graph import hint, is_tensor, is_view, layout_of, nbytes, op_name, values
 from torchshard.ir.listing import value_text
 from torchshard.planner.inside import calls_inside
@@ -182,13 +182,8 @@ def _counted(texts: list[str]) -> str:
     return f"{len(texts)} × {texts[0]}" if len(texts) > 1 and len(set(texts)) == 1 else " ".join(texts)
 
 
-def is_drawn_as_collective(node: fx.Node) -> bool:
-    """Whether a node is a hexagon: a collective, or where one begins."""
-    return is_collective(node.target) or isinstance(node.target, Begin)
-
-
 def _label(node: fx.Node) -> str:
-    if is_drawn_as_collective(node):
+    if is_or_begins_collective(node.target):
         return op_name(node)
     name, prefix = node.name.lstrip("_"), str(node.meta.get("module") or "").replace(".", "_")
     while prefix and not f"{name}_".startswith(f"{prefix}_"):

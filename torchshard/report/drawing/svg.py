@@ -15,9 +15,10 @@ from xml.sax.saxutils import escape, quoteattr
 from torch import fx
 
 from torchshard.core.mesh import MeshAxis
+from torchshard.distributed.ops import is_or_begins_collective
 from torchshard.ir.graph import op_name, where
 from torchshard.plans.machine import size_text
-from torchshard.report.drawing.outline import Box, Row, is_drawn_as_collective, outline, sources
+from torchshard.report.drawing.outline import Box, Row, outline, sources
 
 CHAR, LINE, GAP, PAD, MARGIN, HEAD = 6.63, 19, 4, 7, 14, 76
 """Pixels: a character, a row, between rows, between a box and what is in it, around all, the height of the heading."""
@@ -114,7 +115,7 @@ def _frame(box: Box, at: Extent) -> str:
 def _row(row: Row, at: Extent, columns: Sequence[float]) -> str:
     node, sign = row.nodes[0], ""
     shape = f'<rect class="row" x="{at.left}" y="{at.top}" width="{at.right - at.left:.1f}" height="{LINE}" rx="4"/>'
-    if is_drawn_as_collective(node):
+    if is_or_begins_collective(node.target):
         sign, look = "⬡ ", "collective" if "▼" in row.detail else "collective quiet"
         x1, x2, y = at.left + 8, at.right - 8, (at.top + at.bottom) / 2
         points = [(at.left, y), (x1, at.top), (x2, at.top), (at.right, y), (x2, at.bottom), (x1, at.bottom)]
