@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import copy
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import torchshard as ts
 from tests.helpers import run_ranks
 from tests.models import CASES, GPT, MLP
+from torchshard.core.layouts import split
+from torchshard.distributed import wire
 
 STEPS = 3
 
@@ -162,6 +166,82 @@ def test_faults_are_the_same_error_on_every_rank() -> None:
         for found in ranks:
             assert found[name][0] == kind and text in found[name][1], f"{name}: {found[name]}"
         assert ranks[0][name] == ranks[1][name]
+
+
+class _Embedded(nn.Module):
+    """Computes much before it communicates."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.words, self.mlp = nn.Embedding(10, 12), MLP()
+
+    def forward(self, ids: Tensor, scale: Tensor) -> Tensor:
+        return self.mlp(self.words(ids) * scale)
+
+
+class _Events(TorchDispatchMode):
+    """Notes products in the list in which comparisons of the ranks are noted too."""
+
+    def __init__(self, events: list[str]) -> None:
+        super().__init__()
+        self.events = events
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func in (torch.ops.aten.mm.default, torch.ops.aten.addmm.default):
+            self.events.append("product")
+        return func(*args, **(kwargs or {}))
+
+
+def _compared_while_computing(rank: int) -> dict[str, Any]:
+    ts.distributed.init_process_group()
+    torch.manual_seed(0)
+    model = _Embedded().double()
+    sharded = ts.shard(copy.deepcopy(model), {"words": "replicate", "mlp.up": "column", "mlp.down": "row"})
+    ids, scale = torch.arange(6).view(2, 3), torch.ones(1, dtype=torch.double)
+
+    def step(m: nn.Module, ids: Tensor, scale: Tensor) -> None:
+        m.zero_grad()
+        m(ids, scale).square().sum().backward()
+
+    for _ in range(3):
+        step(sharded, ids, scale)
+        with torch.no_grad():
+            sharded(ids, scale)
+    odd = rank == 1
+    found: dict[str, Any] = {}
+    for grad in (True, False):
+        with torch.set_grad_enabled(grad):
+            found[f"values {grad}"] = _message(lambda: sharded(ids + odd, scale))
+            found[f"shape {grad}"] = _message(lambda: sharded(ids[: 2 - odd], scale))
+            found[f"refused {grad}"] = _message(lambda: sharded(ids, scale.float() if odd else scale))
+            found[f"refused at once {grad}"] = _message(lambda: sharded(ids, None if odd else scale))
+            found[f"fails while computing {grad}"] = _message(lambda: sharded(ids + 10 * odd, scale))
+    step(sharded, ids, scale)
+    step(model, ids, scale)
+    whole = ts.distributed.all_gather_object(_errors(model, sharded))
+    found["error"] = max(whole)
+    events: list[str] = []
+    settle = wire.settle
+    with pytest.MonkeyPatch.context() as patch, _Events(events), torch.no_grad():
+        patch.setattr(wire, "settle", lambda: (events.append("compared"), settle()) if wire._open.comparison else None)
+        sharded(ids, scale)
+    found["events"] = events
+    return found
+
+
+def _errors(model: nn.Module, sharded: Any) -> float:
+    own = dict(sharded.named_parameters())
+    rank, size = ts.distributed.get_rank(), ts.distributed.get_group_size()
+    parts = {n: split(p.grad, sharded.layouts[n], rank, size) for n, p in model.named_parameters()}
+    return max(float((part - own[n].grad.as_subclass(Tensor)).abs().max()) for n, part in parts.items())
+
+
+def test_ranks_compute_while_they_compare_calls() -> None:
+    first, second = run_ranks(_compared_while_computing, 2)
+    assert first == second
+    assert first.pop("events") == ["product", "product", "compared"]
+    assert first.pop("error") < 1e-10
+    assert all(kind == "InputError" for kind, _ in first.values()), first
 
 
 def _shapes_and_modes(rank: int) -> list[int]:

@@ -4,7 +4,8 @@ Backends answer calls that do not fit with wrong numbers, aborts or hangs. So ea
 everything that must be the same on all ranks, and a key: calls with equal keys need only one verification.
 
     verify_call(group, describe)         one header to each rank, before an eager call; also says who is missing
-    verify_equal(group, facts, ...)      one small all-reduce of a digest, before each call of a sharded model
+    verify_equal(group, facts, ...)      one small all-reduce of a digest
+    begin_verifying(group, facts, ...)   the same, for calls of a sharded model: it computes until the digests are there
     run_on_all_ranks(group, make, ...)   if `make` fails on one rank, all raise
 
     DistributedError: the ranks are about to do different things
@@ -36,7 +37,7 @@ from torchshard.core.hashing import hash_text
 from torchshard.distributed.call_site import verified_site
 from torchshard.distributed.group import CheckLevel, Group
 from torchshard.distributed.handshake import Header, describe, exchange, first_line, header, missing_error
-from torchshard.distributed.wire import begin, finish
+from torchshard.distributed.wire import begin, finish, settle
 
 T = TypeVar("T")
 Facts = Mapping[str, str]
@@ -131,6 +132,7 @@ def verify_call(
         DistributedError: the calls differ, or a rank made none within the time-out. Every rank that made one raises.
         Exception: the exception of `describe_call`, if every rank raises the same.
     """
+    settle()
     if group.size == 1:
         describe_call()
         return [value()]
@@ -246,7 +248,21 @@ def verify_equal(
     unlike: int = 0,
     near: Near | None = None,
 ) -> bool:
-    """Raises `error` on every rank if the ranks' digests differ; its `where` is the name of the first unequal fact.
+    """As `begin_verifying`, and waits."""
+    return begin_verifying(group, facts, error, what, digest=digest, unlike=unlike, near=near)()
+
+
+def begin_verifying(
+    group: Group,
+    facts: Facts | Callable[[], Facts],
+    error: Callable[..., ShardError],
+    what: str,
+    *,
+    digest: int | None = None,
+    unlike: int = 0,
+    near: Near | None = None,
+) -> Callable[[], bool]:
+    """The ranks begin to compare digests.
 
     Args:
         facts: what must be equal; a function is called only if the digests differ.
@@ -255,24 +271,36 @@ def verify_equal(
         unlike: a number of this rank's own that may differ.
 
     Returns:
-        whether `unlike` is the same on all ranks.
+        a function that waits for the others' digests, and returns whether `unlike` is the same on all ranks. If the
+        digests differ, it raises `error` on every rank; its `where` is the name of the first unequal fact.
     """
+    settle()
     if group.size == 1:
-        return False
+        return lambda: False
     verify_following_call(group, lambda: "comparing what the sharded model does")
     digest = hash_text(repr(facts)) if digest is None else digest
     value, scale, name = near or Near()
-    highest, lowest = _bounds(group, digest, unlike, _ordered(value), _ordered(scale))
-    largest, spread = _number(highest[3]), _number(highest[2]) - _number(lowest[2])
-    close = spread <= TOLERANCE * largest
-    if highest[0] == lowest[0] and close:
-        return highest[1] == lowest[1]
-    own = dict(facts() if callable(facts) else facts) if close else {name: f"{value:.12g}"}
-    data = json.dumps(own).encode()
-    (longest,), _ = _bounds(group, len(data))  # no `gather_bytes`: it would verify calls again, which may differ too
+    bounds = _begin_bounds(group, digest, unlike, _ordered(value), _ordered(scale))
+
+    def compare() -> bool:
+        highest, lowest = bounds()
+        largest, spread = _number(highest[3]), _number(highest[2]) - _number(lowest[2])
+        close = spread <= TOLERANCE * largest
+        if highest[0] == lowest[0] and close:
+            return highest[1] == lowest[1]
+        raise _unequal(group, facts if close else {name: f"{value:.12g}"}, error, what)
+
+    return compare
+
+
+def _unequal(
+    group: Group, facts: Facts | Callable[[], Facts], error: Callable[..., ShardError], what: str
+) -> ShardError:
+    data = json.dumps(dict(facts() if callable(facts) else facts)).encode()
+    (longest,), _ = _begin_bounds(group, len(data))()  # no `gather_bytes`: it would verify calls, which may differ too
     rows = _gather_padded(group, COMPARING, data.ljust(longest))
     everyone = [json.loads(memory_of(row)) for row in rows]
-    raise error(what, where=_first_difference(everyone), why=_shown(everyone), attempt="the same call on every rank")
+    return error(what, where=_first_difference(everyone), why=_shown(everyone), attempt="the same call on every rank")
 
 
 def run_on_all_ranks(group: Group, make: Callable[[], T], error: Callable[..., ShardError], what: str) -> T:
@@ -293,14 +321,18 @@ def run_on_all_ranks(group: Group, make: Callable[[], T], error: Callable[..., S
     return cast(T, result)
 
 
-def _bounds(group: Group, *numbers: int) -> tuple[list[int], list[int]]:
-    """The highest and the lowest of each number over the ranks."""
+def _begin_bounds(group: Group, *numbers: int) -> Callable[[], tuple[list[int], list[int]]]:
+    """Waits for, and returns, the highest and the lowest of each number over the ranks."""
     bounds = torch.tensor([*numbers, *(-n for n in numbers)])
     work = begin(group, COMPARING, dist.all_reduce, bounds, dist.ReduceOp.MAX, group.control, async_op=True)
-    finish(group, COMPARING, work)
-    # one all-reduce of maxima gives both bounds: the lowest is minus the highest of the negated numbers
-    reduced = bounds.tolist()
-    return reduced[: len(numbers)], [-n for n in reduced[len(numbers) :]]
+
+    def highest_and_lowest() -> tuple[list[int], list[int]]:
+        finish(group, COMPARING, work)
+        # one all-reduce of maxima gives both bounds: the lowest is minus the highest of the negated numbers
+        reduced = bounds.tolist()
+        return reduced[: len(numbers)], [-n for n in reduced[len(numbers) :]]
+
+    return highest_and_lowest
 
 
 def _ordered(number: float) -> int:

@@ -7,7 +7,9 @@ becomes a DistributedError that names the call and what the other ranks report.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import contextlib
+import threading
+from collections.abc import Callable, Iterator
 from typing import NamedTuple, Protocol, TypeVar
 
 from torch import Tensor
@@ -34,6 +36,8 @@ def begin(group: Group, call: str, fn: Callable[..., T], /, *args: object, **kwa
     Raises:
         DistributedError: it fails at once.
     """
+    if group.aborts_on_mismatch:
+        settle()
     try:
         return fn(*args, **kwargs)
     except RuntimeError as error:
@@ -57,6 +61,41 @@ def finish(group: Group, call: str, work: Work | None) -> None:
 def collective(group: Group, fn: Callable[..., object], /, *args: object, **kwargs: object) -> None:
     """Runs a collective of torch.distributed on a group's own process group."""
     begin(group, fn.__name__, fn, *args, group=group.process_group, **kwargs)
+
+
+class _Open(threading.local):
+    comparison: Callable[[], object] | None = None
+
+
+_open = _Open()
+
+
+@contextlib.contextmanager
+def settling(comparison: Callable[[], object]) -> Iterator[None]:
+    """Ends a comparison of the ranks that has begun while they compute: at the latest when this context ends.
+
+    Where ranks that send different things would abort, it ends before the first communication.
+
+    Args:
+        comparison: ends it; raises an error on every rank if the ranks differ.
+    """
+    _open.comparison = comparison
+    try:
+        yield
+    except Exception:
+        settle()  # what the ranks do differently explains more than what came of it
+        raise
+    else:
+        settle()
+    finally:
+        _open.comparison = None
+
+
+def settle() -> None:
+    """Ends the comparison that this thread has begun, if there is one."""
+    comparison, _open.comparison = _open.comparison, None
+    if comparison is not None:
+        comparison()
 
 
 class Pending(NamedTuple):

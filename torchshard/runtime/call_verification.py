@@ -1,6 +1,7 @@
 """The ranks verify that they make the same call of the same model, before a collective of it could hang or mix data up.
 
-Each call costs one small all-reduce of a digest (`verify_equal`). Only where digests differ do the ranks send each
+Each call costs one small all-reduce of a digest, which goes on while the graph computes until it communicates itself
+(`begin_verifying`). Only where digests differ do the ranks send each
 other the facts behind them, find the first that differs, and raise the error that belongs to it on every rank. The
 digest also covers what the ranks have done since the last call (`history`). A new graph is compared more thoroughly,
 with the plan and every bit of the inputs: that happens once for each graph.
@@ -19,7 +20,7 @@ from torchshard.capture import Leaves
 from torchshard.compiler.program import Program
 from torchshard.core.errors import DistributedError, InputError, ShardError
 from torchshard.core.hashing import hash_tensor, hash_text
-from torchshard.distributed.consistency import verify_equal
+from torchshard.distributed.consistency import begin_verifying, verify_equal
 from torchshard.distributed.group import Group
 from torchshard.ir.listing import listing, value_text
 from torchshard.runtime import digests
@@ -61,20 +62,21 @@ class PreparedCall:
         return rng_state(self.inputs) if self.compiled is not None and self.compiled.uses_rng else ""
 
 
-def verify_prepared_call(
+def begin_verifying_call(
     group: Group, call: PreparedCall | ShardError, purpose: Purpose, snapshot: HistorySnapshot
-) -> None:
-    """The ranks compare a digest of a call, and its facts if the digests differ.
+) -> Callable[[], None]:
+    """The ranks begin to compare a digest of a call, and its facts if the digests differ.
 
     Args:
         call: the error instead, if this rank refuses the call: the others must hear of it, or they would wait.
         snapshot: what the ranks have done since the last call.
 
-    Raises:
-        InputError, DistributedError: the ranks' calls, or what they have done before, differ.
+    Returns:
+        a function that waits for the others. It raises InputError or DistributedError if the ranks' calls, or what
+        they have done before, differ.
     """
     summary = _summary_of_refusal(call, purpose) if isinstance(call, ShardError) else _summary(call, purpose, snapshot)
-    same_slice = verify_equal(
+    compare = begin_verifying(
         group,
         summary.facts,
         call_error,
@@ -83,9 +85,14 @@ def verify_prepared_call(
         unlike=snapshot.slice_digest,
         near=snapshot.gradients,
     )
-    if same_slice and snapshot.slice_name:
-        raise _overwritten_slice(snapshot.slice_name)
-    group.handshake.recent_unverified.clear()
+
+    def verify() -> None:
+        same_slice = compare()
+        if same_slice and snapshot.slice_name:
+            raise _overwritten_slice(snapshot.slice_name)
+        group.handshake.recent_unverified.clear()
+
+    return verify
 
 
 class _Summary(NamedTuple):

@@ -18,7 +18,7 @@ from torch import Tensor, fx, nn
 from torchshard.capture import ModelCall, refuse_state_between
 from torchshard.compiler.program import Program
 from torchshard.core.mesh import Coordinate
-from torchshard.ir.graph import duplicate, uses_rng
+from torchshard.ir.graph import duplicate, uses_rng, writes
 from torchshard.passes import localized, schedule
 from torchshard.runtime.call_key import CallKey
 from torchshard.runtime.compilation import Compiler, can_compile
@@ -71,6 +71,20 @@ class Compiled:
     @cached_property
     def _can_compile(self) -> bool:
         return can_compile(self.graph)
+
+    @property
+    def can_run_ahead(self) -> bool:
+        """Whether the next call, if nothing compiles it, leaves nothing behind until it communicates.
+
+        It would if it drew random numbers, wrote to a buffer, or made a graph of the backward.
+        """
+        if not self._is_pure or None not in self._executables:
+            return False
+        return self._executables[None].training.is_made or not torch.is_grad_enabled()
+
+    @cached_property
+    def _is_pure(self) -> bool:
+        return not any(uses_rng(node) or writes(node) for node in self.graph.graph.nodes)
 
     def _made(self, compiler: Compiler | None) -> Executables:
         if compiler is None:

@@ -75,10 +75,14 @@ class History:
         self._whole: list[str] = []
         self._split: list[str] = []
 
-    def begin_call(self) -> str:
-        """Counts a call, and names it."""
+    @property
+    def next_call(self) -> str:
+        """The name of the next call."""
+        return f"call {self._calls + 1} of model {self._number}"
+
+    def count_call(self) -> None:
+        """Counts a call that all ranks make."""
         self._calls += 1
-        return f"call {self._calls} of model {self._number}"
 
     def note_step(self, settings: str) -> None:
         """An optimizer with these settings is about to step this model's parameters."""

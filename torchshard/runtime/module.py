@@ -7,11 +7,12 @@ whose layouts the first graph fixes.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import sys
 import threading
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, NoReturn
 
@@ -44,14 +45,15 @@ from torchshard.core.errors import CaptureError, DistributedError, InputError, P
 from torchshard.core.layouts import Layout
 from torchshard.distributed.consistency import run_on_all_ranks, running, verify_equal
 from torchshard.distributed.group import CheckLevel, Group
+from torchshard.distributed.wire import settling
 from torchshard.plans.machine import Objective
 from torchshard.plans.plan import Plan
 from torchshard.runtime.call_key import call_key
 from torchshard.runtime.call_verification import (
     PreparedCall,
     Purpose,
+    begin_verifying_call,
     call_error,
-    verify_prepared_call,
     verify_same_program,
     verify_same_weights,
 )
@@ -190,13 +192,19 @@ class ShardedModule(State):
             return self._call(compiler, args, kwargs)
 
     def _call(self, compiler: Compiler | None, args: Sequence[object], kwargs: Mapping[str, object]) -> Any:
+        name = self._ts_history.next_call
         with unwatched():
-            call = self._verified_call(args, kwargs, "a call", compiler)
+            call, verify = self._begun_call(args, kwargs, "a call", compiler)
+            if isinstance(call, ShardError) or not self._can_run_ahead(call, compiler):
+                verify()
+                verify = _nothing
+        assert not isinstance(call, ShardError)
         compiled = call.compiled or self._compile(call, args, kwargs)
         state = [self._ts_tensors[entry] if isinstance(entry, str) else entry for entry in compiled.state]
-        with running(self._ts_history.begin_call()), unwatched(), autocasting(()):
+        with running(name), unwatched(), autocasting(()):
             try:
-                results = self._executable(compiled, call, compiler)(*state, *call.inputs.tensors)
+                with settling(verify):
+                    results = self._executable(compiled, call, compiler)(*state, *call.inputs.tensors)
             except RuntimeError as error:
                 _check_dtypes(call.inputs, state)  # explains the commonest cause better than the op's own error
                 raise error
@@ -212,31 +220,54 @@ class ShardedModule(State):
         inference, training = compiled.executables(compiler)
         return training.next_call() if torch.is_grad_enabled() else inference
 
-    def _verified_call(
+    def _can_run_ahead(self, call: PreparedCall, compiler: Compiler | None) -> bool:
+        """Whether the call's graph may run, until it communicates, before the ranks know that all make this call.
+
+        A compiled graph would communicate past `wire`, which waits for that.
+        """
+        if call.compiled is None or compiler is not None or self._ts_group.level is CheckLevel.ALL:
+            return False
+        return call.compiled.can_run_ahead
+
+    def _begun_call(
         self,
         args: Sequence[object],
         kwargs: Mapping[str, object],
         purpose: Purpose,
         compiler: Compiler | None = None,
-    ) -> PreparedCall:
-        """A call that all ranks make: they compare its key, shapes and values before anything else.
+    ) -> tuple[PreparedCall | ShardError, Callable[[], None]]:
+        """A call that all ranks make, and a function that waits until they have compared its key, shapes and values.
 
-        A rank that refuses the call takes part in the comparison, for the others would wait for it.
+        A rank that refuses the call takes part in the comparison, for the others would wait for it; the function raises
+        its error.
         """
         call: PreparedCall | ShardError
         try:
             call = self._prepared_call(args, kwargs, purpose, compiler)
         except ShardError as error:
             call = error
+        compare = _nothing
+        if self._verifies_calls():
+            with self._resetting_history():
+                compare = begin_verifying_call(self._ts_group, call, purpose, self._history_snapshot(call))
+
+        def verify() -> None:
+            with self._resetting_history():
+                compare()
+                if isinstance(call, ShardError):
+                    raise call
+            if purpose == "a call":
+                self._ts_history.count_call()
+
+        return call, verify
+
+    @contextlib.contextmanager
+    def _resetting_history(self) -> Iterator[None]:
         try:
-            if self._verifies_calls():
-                verify_prepared_call(self._ts_group, call, purpose, self._history_snapshot(call))
-            if isinstance(call, ShardError):
-                raise call
+            yield
         except ShardError:
             self._ts_history.reset()
             raise
-        return call
 
     def _prepared_call(
         self, args: Sequence[object], kwargs: Mapping[str, object], purpose: Purpose, compiler: Compiler | None
@@ -306,7 +337,9 @@ class ShardedModule(State):
         """Captures the graph of a call without running it."""
         with _CALL_LOCK:
             with unwatched():
-                call = self._verified_call(args, kwargs, "a capture for example inputs")
+                call, verify = self._begun_call(args, kwargs, "a capture for example inputs")
+                verify()
+            assert not isinstance(call, ShardError)
             self._compile(call, args, kwargs)
 
     def _compile(self, call: PreparedCall, args: Sequence[object], kwargs: Mapping[str, object]) -> Compiled:
@@ -379,6 +412,10 @@ class ShardedModule(State):
                 attempt="torchshard.shard(model, plan, example_inputs=...), or call it once",
             )
         return self._ts_graphs.latest
+
+
+def _nothing() -> None:
+    """Waits for nothing."""
 
 
 def _warn_of_global_hooks() -> None:

@@ -200,6 +200,11 @@ class LazyStep:
             log.warning("no graph of the backward, for a call is kept whole: nothing is computed again, or compiled")
 
     @property
+    def is_made(self) -> bool:
+        """Whether the next calls run as the latest one did."""
+        return self._is_made
+
+    @property
     def has_graphs(self) -> bool:
         """Whether there is a graph of the backward."""
         return self._segments is not None
