@@ -4,7 +4,8 @@
 # make lint    lint and type-check only
 # make demo    run the examples
 # make bench   time a training step, calls by hand, planning and loading; count what is sent; compare prices with times
-# make nightly 2,000 random models under random plans, seeded faults, and ranks killed while they save (an hour)
+# make nightly the tests that take longer, 2,000 random models under random plans, seeded faults, and ranks killed while
+#              they save (an hour)
 # make gpu     what one GPU can show, into docs/gpu.md; each check says why where it can't run
 # make sweep   all of PyTorch's operators, Hugging Face's architectures and other libraries' models, and the graphs of
 #              Hugging Face's and of the tests' models before an independent referee (three hours), in .venv-sweep;
@@ -33,7 +34,7 @@ export OMP_NUM_THREADS := 1
 .PHONY: test quick lint demo bench nightly gpu sweep clean distclean
 
 test: lint
-	$(PY) -m pytest -q -n auto --dist worksteal -m "not waits"
+	$(PY) -m pytest -q -n auto --dist worksteal -m "not waits and not nightly"
 	$(PY) -m pytest -q -n 2 -m waits $(WAITS)
 
 quick: $(VENV)/.stamp-test
@@ -59,8 +60,7 @@ bench: $(VENV)/.stamp-test
 
 nightly: $(VENV)/.stamp-test
 	TORCHSHARD_PROGRAMS=2000 $(PY) -m pytest -q --timeout 1800 tests/test_programs.py -k any_program
-	TORCHSHARD_ALL=1 $(PY) -m pytest -q --timeout 1800 tests/test_step.py tests/test_plans.py tests/test_compile.py \
-		-k "autograd or allocators or unsharded_models"
+	$(PY) -m pytest -q -n auto --dist worksteal --timeout 1800 -m nightly
 	$(PY) benchmarks/mutants.py
 	$(PY) benchmarks/checked.py
 	$(PY) benchmarks/mutants.py --check

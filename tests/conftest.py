@@ -1,7 +1,8 @@
 """One thread per process, the same Hypothesis examples at each run, and no process group that outlives its test.
 
 Tests of faults are marked `waits`: they measure how soon an error comes, so nothing that computes may run beside them.
-All others may run in parallel, real ranks too. `quick` marks what `make quick` runs.
+All others may run in parallel, real ranks too.
+`quick` marks what `make quick` runs, `nightly` what `make nightly` runs.
 """
 
 from __future__ import annotations
@@ -9,6 +10,7 @@ from __future__ import annotations
 import gc
 import multiprocessing
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 import torch
@@ -16,6 +18,8 @@ from hypothesis import settings
 
 import torchshard as ts
 
+NIGHTLY = frozenset((Path(__file__).parent / "nightly.txt").read_text().split("\n"))
+"""Tests that take long, beside others of their kind that `make test` runs."""
 settings.register_profile("torchshard", max_examples=60, deadline=None, derandomize=True)
 settings.load_profile("torchshard")
 
@@ -30,6 +34,13 @@ def pytest_collection_finish() -> None:
     gc.collect()
     gc.freeze()
     gc.set_threshold(100_000, 20, 50)
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Marks the tests of `NIGHTLY`."""
+    for item in items:
+        if item.nodeid.removeprefix("tests/") in NIGHTLY:
+            item.add_marker(pytest.mark.nightly)
 
 
 @pytest.fixture(autouse=True)

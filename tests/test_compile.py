@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import os
 import shutil
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -25,10 +24,13 @@ from torchshard.distributed.group import lookup
 from torchshard.passes import lower, schedule, verify
 
 EAGER = {"backend": "eager"}
-TRAINED = {2: ["fused_gqa", "dense_moe", "writes"], 3: ["mlp_uneven", "fused_by_split_7_heads"]}
-"""The number of ranks -> models that are trained on as many; all with TORCHSHARD_ALL=1, as `make nightly` sets it."""
-if os.getenv("TORCHSHARD_ALL"):
-    TRAINED = {world: [name for name in CASES if name != "recurrent"] for world in TRAINED}
+ALL = [name for name in CASES if name != "recurrent"]
+TRAINED = [
+    (2, ["fused_gqa", "dense_moe", "writes"]),
+    (3, ["mlp_uneven", "fused_by_split_7_heads"]),
+    *(pytest.param(world, ALL, marks=pytest.mark.nightly) for world in (2, 3)),
+]
+"""The number of ranks, and the models that are trained on as many."""
 HAS_COMPILER = shutil.which("g++") is not None or shutil.which("clang++") is not None
 
 
@@ -102,9 +104,9 @@ def _trained(rank: int, names: list[str]) -> dict[str, list[float]]:
     return found
 
 
-@pytest.mark.parametrize("world", TRAINED)
-def test_gradients_are_the_unsharded_models(world: int) -> None:
-    for found in run_ranks(_trained, world, TRAINED[world], timeout_seconds=900):
+@pytest.mark.parametrize(("world", "names"), TRAINED)
+def test_gradients_are_the_unsharded_models(world: int, names: list[str]) -> None:
+    for found in run_ranks(_trained, world, names, timeout_seconds=900):
         assert max(max(differences) for differences in found.values()) < 1e-12, found
 
 

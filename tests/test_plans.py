@@ -597,11 +597,11 @@ def _allocated(step: Callable[[], None]) -> float:
 
 
 MEASURED = ["llama", "bert", "vit", "t5", "llama recomputed"]
-MORE = ["qwen2", "gpt2", "opt", "neox", "olmo2", "gpt2 recomputed"] if os.getenv("TORCHSHARD_ALL") else []
+MORE = ["qwen2", "gpt2", "opt", "neox", "olmo2", "gpt2 recomputed"]
 """More models, in `make nightly`."""
 
 
-@pytest.mark.parametrize("name", [*MEASURED, *MORE])
+@pytest.mark.parametrize("name", [*MEASURED, *(pytest.param(name, marks=pytest.mark.nightly) for name in MORE)])
 def test_the_predicted_peak_is_the_allocators(name: str) -> None:
     predicted, measured = run_ranks(_peaks, 2, name)[0]
     assert predicted == pytest.approx(measured, rel=0.05)

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import copy
 import gc
-import os
 import weakref
 from collections.abc import Callable, Sequence
 from typing import Any, cast
@@ -111,12 +110,14 @@ def compared(name: str, world: int, recompute: Sequence[str] = ()) -> tuple[floa
 
 
 SOME = ["mlp_uneven", "attention_7_heads", "fused_by_split", "gpt", "conv", "dense_moe", "writes"]
-"""The models whose graphs are compared on three ranks; all of them with TORCHSHARD_ALL=1, as `make nightly` sets it."""
+"""The models whose graphs are compared on three ranks; `make nightly` compares all."""
 WITHOUT = {"recurrent": "steps of a layer"}
 """Models without a graph of the backward."""
 
 
-@pytest.mark.parametrize("name", [n for n in CASES if n not in WITHOUT and (n in SOME or os.getenv("TORCHSHARD_ALL"))])
+@pytest.mark.parametrize(
+    "name", [n if n in SOME else pytest.param(n, marks=pytest.mark.nightly) for n in CASES if n not in WITHOUT]
+)
 def test_gradients_are_those_of_autograd(name: str) -> None:
     worst, parts = compared(name, 3)
     assert worst < 1e-12

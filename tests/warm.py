@@ -11,18 +11,20 @@ from __future__ import annotations
 import hypothesis  # noqa: F401  (a rank imports the module of its function, and that imports these)
 import pytest  # noqa: F401
 import torch
-from transformers import AutoTokenizer, BertModel, LlamaForCausalLM  # noqa: F401
+from transformers import AutoTokenizer, BertModel, GPT2Model, LlamaForCausalLM, MixtralForCausalLM  # noqa: F401
 
 import torchshard as ts
 from tests.models import MLP
 
 
 def _shard_once() -> None:
-    """Fills the caches of capture, planning and autograd, and leaves no other trace."""
+    """Fills the caches of capture, planning and steps, and leaves no other trace."""
     torch.set_num_threads(1)  # a fork would miss the threads of a pool
     state = torch.get_rng_state()
     x = torch.randn(3, 12)
-    ts.shard(MLP(), "auto", (x,))(x).sum().backward()
+    model = ts.shard(MLP(), "auto", (x,))
+    for _ in range(2):  # the second makes graphs of the backward
+        model(x).sum().backward()
     ts.distributed.destroy_process_group()
     torch.set_rng_state(state)
 
