@@ -3,8 +3,9 @@
     python benchmarks/gpu.py --write docs/gpu.md     (make gpu)
     python benchmarks/gpu.py --device cpu            the same checks on a CPU, where they can run, to try them
 
-Two ranks share the card: their CUDA tensors travel through gloo. The time of a rank of 1, 2, 4 and 8 is that of its own
-graphs, without what they send: each collective gives memory of the right size at once.
+Two ranks share the card: their CUDA tensors travel through gloo. The step of a rank of 1, 2, 4 and 8 is that of its own
+graphs, without what they send: each collective gives memory of the right size at once. Beside it stand a rank's part of
+the model as Megatron cuts it, which sends nothing either, and DTensor's in a group that sends nothing.
 """
 
 from __future__ import annotations
@@ -20,9 +21,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from alone import in_processes
 from torch import Tensor, fx, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import torchshard as ts
 from torchshard.capture.facts import ModelFacts
@@ -47,19 +52,22 @@ class Skipped(Exception):
 
 
 class Block(nn.Module):
-    """A layer with the shapes of Llama 8B's, divided by `smaller`: attention of grouped heads, a gated product."""
+    """A layer with the shapes of Llama 8B's, divided by `smaller`: attention of grouped heads, a gated product.
 
-    def __init__(self, smaller: int = 1) -> None:
+    With `ranks`, one rank's part of it, as Megatron cuts it.
+    """
+
+    def __init__(self, smaller: int = 1, ranks: int = 1) -> None:
         super().__init__()
         width, inner, self.head = 4096 // smaller, 14336 // smaller, 128
         heads = max(width // self.head, 8)
         self.head = width // heads
         groups = max(heads // 4, 8)
         self.norm1, self.norm2 = nn.RMSNorm(width), nn.RMSNorm(width)
-        self.q, self.o = nn.Linear(width, width, bias=False), nn.Linear(width, width, bias=False)
-        self.k, self.v = (nn.Linear(width, groups * self.head, bias=False) for _ in range(2))
-        self.gate, self.up = (nn.Linear(width, inner, bias=False) for _ in range(2))
-        self.down = nn.Linear(inner, width, bias=False)
+        self.q, self.o = nn.Linear(width, width // ranks, bias=False), nn.Linear(width // ranks, width, bias=False)
+        self.k, self.v = (nn.Linear(width, groups * self.head // ranks, bias=False) for _ in range(2))
+        self.gate, self.up = (nn.Linear(width, inner // ranks, bias=False) for _ in range(2))
+        self.down = nn.Linear(inner // ranks, width, bias=False)
 
     def forward(self, x: Tensor) -> Tensor:
         h = self.norm1(x)
@@ -73,9 +81,9 @@ class Block(nn.Module):
 PLAN = dict.fromkeys(("*.q", "*.k", "*.v", "*.gate", "*.up"), "column") | dict.fromkeys(("*.o", "*.down"), "row")
 
 
-def _stack(device: str, blocks: int, smaller: int, dtype: torch.dtype) -> tuple[nn.Module, Tensor]:
+def _stack(device: str, blocks: int, smaller: int, dtype: torch.dtype, ranks: int = 1) -> tuple[nn.Module, Tensor]:
     torch.manual_seed(0)
-    model = nn.Sequential(*(Block(smaller) for _ in range(blocks)))
+    model = nn.Sequential(*(Block(smaller, ranks) for _ in range(blocks)))
     length = 2048 // smaller
     return model.to(device, dtype), torch.randn(1, length, 4096 // smaller, device=device, dtype=dtype)
 
@@ -181,9 +189,13 @@ def _same(x: Tensor) -> Tensor:
     return x
 
 
+def _dtype(device: str) -> torch.dtype:
+    return torch.bfloat16 if device == "cuda" else torch.float32
+
+
 def _rank_step(device: str, world: int, smaller: int, compile: dict[str, Any] | None) -> Callable[[], object]:
     """A step of rank 0 of so many, without what it sends."""
-    model, x = _stack(device, 2, smaller, torch.bfloat16 if device == "cuda" else torch.float32)
+    model, x = _stack(device, 2, smaller, _dtype(device))
     aim = objective(None, device=device)
     made = program(model, read_constraints(ModelFacts.of(model), PLAN, MeshAxis(world), aim), (x,))
     local = localized(made.graph, MeshAxis(world).simulated()[0])
@@ -227,27 +239,46 @@ def _measured(step: Callable[[], object], device: str) -> tuple[float, int, floa
     return statistics.median(times), len(profiler.events()), peak
 
 
-def rank_graphs(device: str, compile: dict[str, Any] | None = None) -> str:
-    """The time, kernels and memory of a rank's graphs for two layers of Llama 8B's shapes, on 1, 2, 4 and 8 ranks."""
-    smaller = 1 if device == "cuda" else 16
-    lines = []
-    for world in RANKS:
-        seconds, kernels, peak = _measured(_rank_step(device, world, smaller, compile), device)
-        lines.append(f"{world}: {1e3 * seconds:.2f} ms, {kernels} kernels" + (f", {peak:.1f} GiB" if peak else ""))
-    return "; ".join(lines)
+def _step_by_hand(device: str, ranks: int, smaller: int, compile: dict[str, Any] | None) -> Callable[[], object]:
+    """A step of a rank's part as Megatron cuts it, under autograd; with one rank, the unsharded model's."""
+    return _autograd_step(*_stack(device, 2, smaller, _dtype(device), ranks), compile)
 
 
-def unsharded(device: str, compile: bool = False) -> str:
-    """The same for the unsharded model under autograd."""
-    model, x = _stack(device, 2, 1 if device == "cuda" else 16, torch.bfloat16 if device == "cuda" else torch.float32)
-    call = torch.compile(model) if compile else model
+def _dtensor_step(device: str, ranks: int, smaller: int, compile: dict[str, Any] | None) -> Callable[[], object]:
+    """A step of a rank under DTensor, in a group that sends nothing."""
+    if dist.is_initialized():
+        dist.destroy_process_group()
+    dist.init_process_group("fake", rank=0, world_size=ranks, store=FakeStore())
+    model, x = _stack(device, 2, smaller, _dtype(device))
+    styles = {"column": ColwiseParallel, "row": RowwiseParallel}
+    parallelize_module(
+        model, init_device_mesh(device, (ranks,)), {name: styles[style]() for name, style in PLAN.items()}
+    )
+    return _autograd_step(model, x, compile)
+
+
+def _autograd_step(model: nn.Module, x: Tensor, compile: dict[str, Any] | None) -> Callable[[], object]:
+    call = model if compile is None else torch.compile(model, **compile)
 
     def step() -> object:
         model.zero_grad(set_to_none=True)
         return call(x).square().mean().backward()
 
-    seconds, kernels, peak = _measured(step, device)
-    return f"{1e3 * seconds:.2f} ms, {kernels} kernels" + (f", {peak:.1f} GiB" if peak else "")
+    return step
+
+
+def on_ranks(
+    device: str,
+    make: Callable[[str, int, int, dict[str, Any] | None], Callable[[], object]],
+    compile: dict[str, Any] | None = None,
+) -> str:
+    """The time, kernels and memory of a rank's step with two layers of Llama 8B's shapes, on 1, 2, 4 and 8 ranks."""
+    smaller = 1 if device == "cuda" else 16
+    lines = []
+    for ranks in RANKS:
+        seconds, kernels, peak = _measured(make(device, ranks, smaller, compile), device)
+        lines.append(f"{ranks}: {1e3 * seconds:.2f} ms, {kernels} kernels" + (f", {peak:.1f} GiB" if peak else ""))
+    return "; ".join(lines)
 
 
 def checked(device: str) -> str:
@@ -273,11 +304,13 @@ CHECKS: dict[str, Callable[[str], str]] = {
     "two ranks on one card, float16": partial(training, world=2, backend="gloo", dtype=torch.float16),
     "two ranks on one card, compiled": partial(training, world=2, backend="gloo", compile=True),
     "ts.check of a model on the card": checked,
-    "the unsharded model": unsharded,
-    "the unsharded model, compiled": partial(unsharded, compile=True),
-    "the graphs of a rank": rank_graphs,
-    "the graphs of a rank, compiled": partial(rank_graphs, compile={}),
-    "the graphs of a rank, as CUDA graphs": partial(rank_graphs, compile={"mode": "reduce-overhead"}),
+    "step of a rank": partial(on_ranks, make=_rank_step),
+    "step of a rank by hand": partial(on_ranks, make=_step_by_hand),
+    "step of a rank by DTensor": partial(on_ranks, make=_dtensor_step),
+    "step of a rank, compiled": partial(on_ranks, make=_rank_step, compile={}),
+    "step of a rank by hand, compiled": partial(on_ranks, make=_step_by_hand, compile={}),
+    "step of a rank by DTensor, compiled": partial(on_ranks, make=_dtensor_step, compile={}),
+    "step of a rank, as CUDA graphs": partial(on_ranks, make=_rank_step, compile={"mode": "reduce-overhead"}),
 }
 
 
@@ -296,8 +329,8 @@ def _found(device: str, name: str) -> tuple[str, str]:
 HEADING = """# On a GPU
 
 Written by `make gpu` (`benchmarks/gpu.py`), which runs what one GPU can show. Two ranks share the card; their tensors
-travel through gloo. A rank's graphs are two layers with the shapes of Llama 8B, batch 1, 2,048 positions, bfloat16,
-without what they send.
+travel through gloo. A rank's step is that of one rank of 1, 2, 4 and 8, forward and backward, through two layers with
+the shapes of Llama 8B, batch 1, 2,048 positions, bfloat16, without what it sends.
 
 """
 

@@ -52,14 +52,14 @@ COMPARING = "comparing what the ranks do"
 # --- which calls are verified ----------------------------------------------------------------------------------------
 
 
-def verifies_each(group: Group) -> bool:
-    """Whether the ranks verify each eager call, and not only those with a new signature."""
-    return group.level is CheckLevel.ALL or (group.level is CheckLevel.NEW and group.aborts_on_mismatch)
+def verifies_each(group: Group, device: torch.device) -> bool:
+    """Whether the ranks verify each eager call with tensors on a device, and not only those with a new signature."""
+    return group.level is CheckLevel.ALL or (group.level is CheckLevel.NEW and group.aborts_on_mismatch(device))
 
 
-def needs_verification(group: Group, verified: set[Hashable], key: Hashable) -> bool:
-    """Whether an eager call is to be verified; its key then counts as verified."""
-    if group.size == 1 or group.level is CheckLevel.OFF or (key in verified and not verifies_each(group)):
+def needs_verification(group: Group, verified: set[Hashable], key: Hashable, device: torch.device) -> bool:
+    """Whether an eager call with tensors on a device is to be verified; its key then counts as verified."""
+    if group.size == 1 or group.level is CheckLevel.OFF or (key in verified and not verifies_each(group, device)):
         return False
     remember(verified, key)
     return True
@@ -166,14 +166,14 @@ def _compared_text(group: Group, text: str, site: str) -> str:
 
 
 def verify_following_call(
-    group: Group, describe_call: Callable[[], str], gradient_of: str = "", *, eager: bool = False
+    group: Group, describe_call: Callable[[], str], gradient_of: str = "", *, eager: torch.device | None = None
 ) -> None:
     """Like `verify_call`, for a call that follows from another one: verified only if each call is.
 
     Args:
-        eager: whether the other one was an eager call.
+        eager: the device of the tensors, if the other one was an eager call.
     """
-    if group.level is CheckLevel.ALL or (eager and verifies_each(group)):
+    if group.level is CheckLevel.ALL or (eager is not None and verifies_each(group, eager)):
         verify_call(group, describe_call, gradient_of=gradient_of)
 
 

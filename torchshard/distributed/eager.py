@@ -75,7 +75,7 @@ def verify_tensor_call(
     verified = group.handshake.verified_calls
     key = (name, dim, x.dtype, x.shape, needs_gradient(x), *facts.values())
     asks_sizes = dim is not None and facts["size"] is None and group.size > 1
-    if key in verified and not verifies_each(group) and not asks_sizes:
+    if key in verified and not verifies_each(group, x.device) and not asks_sizes:
         note_unverified(group, f"{name} {type_text(x.dtype, [])} {facts}")
         return None
 

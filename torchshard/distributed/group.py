@@ -16,6 +16,7 @@ from dataclasses import dataclass, field
 from enum import Enum
 from typing import NamedTuple, Protocol
 
+import torch
 import torch.distributed as dist
 
 from torchshard.core.errors import DistributedError, InputError
@@ -103,8 +104,8 @@ class Group:
     """A gloo group of the same ranks, for verification and objects; None for a group of one."""
     timeouts: Timeouts = field(default_factory=Timeouts)
     simulated: bool = False
-    aborts_on_mismatch: bool = False
-    """Whether the backend aborts the process or corrupts memory if the ranks' sizes differ, as gloo does."""
+    gloo_devices: frozenset[str] = frozenset()
+    """The kinds of devices ("cpu") whose tensors travel through gloo."""
     handshake: HandshakeState = field(default_factory=HandshakeState, compare=False, repr=False)
 
     @property
@@ -116,6 +117,10 @@ class Group:
     def level(self) -> CheckLevel:
         """Which calls the ranks verify."""
         return self.handshake.level
+
+    def aborts_on_mismatch(self, device: torch.device) -> bool:
+        """Whether the backend aborts the process or corrupts memory if the ranks' sizes differ, as gloo does."""
+        return device.type in self.gloo_devices
 
 
 ALONE = Group(0, 1)

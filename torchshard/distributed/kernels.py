@@ -57,7 +57,8 @@ def start(
             where=f"rank {group.rank} of {group.size}",
             attempt="run it with torchshard.check, or shard the model in a process group",
         )
-    verify_following_call(group, lambda: _signature(kernel, x, source, target), of, eager=eager)
+    device = x.device if eager else None
+    verify_following_call(group, lambda: _signature(kernel, x, source, target), of, eager=device)
     made = _KERNELS[kernel](x, source, target, group)
     return Pending(lambda: made) if isinstance(made, Tensor) else _begun(made, group)
 
@@ -209,7 +210,8 @@ def reduced(x: Tensor, op: ReduceKind, group: Group, *, eager: bool = False) -> 
     Args:
         eager: whether a call of the user's makes this collective, and has not been verified itself.
     """
-    verify_following_call(group, lambda: f"all_reduce, {op_name(op)}, of {type_text(x.dtype, x.shape)}", eager=eager)
+    device = x.device if eager else None
+    verify_following_call(group, lambda: f"all_reduce, {op_name(op)}, of {type_text(x.dtype, x.shape)}", eager=device)
     return reducing(copied(x), op, group).wait()
 
 

@@ -63,12 +63,19 @@ class WaiterThread(Generic[T]):
 class Transfer:
     """A message under way."""
 
-    def __init__(self, group: Group, wait: Callable[[], None]) -> None:
-        self._group, self._wait = group, wait
+    def __init__(self, group: Group, wait: Callable[[], None], work: dist.Work | None = None) -> None:
+        """Names the group, and the function that waits.
+
+        Args:
+            work: what a backend other than gloo is asked whether it is complete.
+        """
+        self._group, self._wait, self._work = group, wait, work
         self._waiter: WaiterThread[None] | None = None
 
     def is_completed(self) -> bool:
         """Whether `wait` would return at once."""
+        if self._work is not None:
+            return bool(self._work.is_completed())
         # gloo reports completion only to a blocking wait, so a thread waits
         self._waiter = self._waiter or WaiterThread(self._group, self._wait)
         return self._waiter.is_done()
@@ -91,13 +98,7 @@ def start_send(tensor: Tensor, dst: int, group: Group) -> Transfer:
     work = begin(
         group, "send", dist.isend, as_sent(tensor), group_dst=dst, group=group.process_group, tag=_tag(tensor, group)
     )
-
-    def wait() -> None:
-        if verify is not None:
-            verify(group.timeouts.verify)
-        finish(group, "send", work)
-
-    return Transfer(group, wait)
+    return _posted("send", tensor, group, work, verify)
 
 
 def start_receive(tensor: Tensor, src: int, group: Group) -> Transfer:
@@ -110,10 +111,12 @@ def start_receive(tensor: Tensor, src: int, group: Group) -> Transfer:
     is_verified = _needs_verification(tensor, group, src, group.rank)
     before = group.handshake.last_receive.get(src)
     if not is_verified and (before is None or before.is_done()):
-        work = post()
-        return Transfer(group, lambda: finish(group, "receive", work))
+        return _posted("receive", tensor, group, post())
     signature, site = _signature(tensor, src, group.rank), verified_site(group)
     verify = exchange_with(group, src, signature, site, (RECEIVER, SENDER)) if is_verified else None
+    if not group.aborts_on_mismatch(tensor.device):
+        # it keeps the order of the receives itself, and would run one of another thread on that thread's stream
+        return _posted("receive", tensor, group, post(), verify)
 
     def verify_and_post() -> dist.Work | None:
         if before is not None:
@@ -132,9 +135,30 @@ def start_receive(tensor: Tensor, src: int, group: Group) -> Transfer:
     return Transfer(group, wait)
 
 
+def _posted(
+    call: str,
+    tensor: Tensor,
+    group: Group,
+    work: dist.Work | None,
+    verify: Callable[[float | None], None] | None = None,
+) -> Transfer:
+    """A message that the backend has.
+
+    Args:
+        verify: waits for the other rank's header.
+    """
+
+    def wait() -> None:
+        if verify is not None:
+            verify(group.timeouts.verify)
+        finish(group, call, work, [tensor.device])
+
+    return Transfer(group, wait, None if group.aborts_on_mismatch(tensor.device) else work)
+
+
 def _needs_verification(tensor: Tensor, group: Group, src: int, dst: int) -> bool:
     verified = group.handshake.verified_sends.setdefault((src, dst), set())
-    return needs_verification(group, verified, (tensor.dtype, tensor.shape))
+    return needs_verification(group, verified, (tensor.dtype, tensor.shape), tensor.device)
 
 
 def _signature(tensor: Tensor, src: int, dst: int) -> str:
@@ -143,4 +167,6 @@ def _signature(tensor: Tensor, src: int, dst: int) -> str:
 
 def _tag(tensor: Tensor, group: Group) -> int:
     """A number for a message's dtype and shape: the backend receives no message with another tag."""
-    return FIRST_TAG + hash_text(type_text(tensor.dtype, tensor.shape)) % TAGS if group.aborts_on_mismatch else 0
+    if not group.aborts_on_mismatch(tensor.device):
+        return 0
+    return FIRST_TAG + hash_text(type_text(tensor.dtype, tensor.shape)) % TAGS

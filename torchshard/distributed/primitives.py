@@ -68,7 +68,7 @@ class _Paired(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None, None]:
         what = f"the gradient of {ctx.what}"
-        verify_following_call(ctx.group, lambda: what, ctx.site, eager=True)
+        verify_following_call(ctx.group, lambda: what, ctx.site, eager=grad.device)
         # `apply` once more, so that the gradient has a gradient too
         return _Paired.apply(grad, what, ctx.back, ctx.there, ctx.group), None, None, None, None
 
@@ -248,10 +248,11 @@ def scatter_from(x: Tensor, src: int = 0, dim: int = -1) -> Tensor:
 def barrier() -> None:
     """Waits for all ranks of the group."""
     group = own_group()
-    if needs_verification(group, group.handshake.verified_calls, "barrier"):
+    if needs_verification(group, group.handshake.verified_calls, "barrier", torch.device("cpu")):
         verify_call(group, lambda: "barrier()", symmetric=True)
     if group.size > 1:
-        collective(group, dist.barrier)
+        only_nccl = dist.get_backend(group.process_group) == "nccl"  # which would guess the device
+        collective(group, dist.barrier, device_ids=[torch.cuda.current_device()] if only_nccl else None)
 
 
 # --- point to point --------------------------------------------------------------------------------------------------

@@ -74,7 +74,8 @@ def init_process_group(
         group_size: ranks per group; -1: one group of all. A string is the backend, as for `torch.distributed`.
         mesh: a one-dimensional `DeviceMesh`, such as `mesh["tp"]`: its ranks are this process's group. A process that
             the mesh leaves out is in no group: its rank is -1.
-        backend: used if this call initialises `torch.distributed`; by default NCCL with CUDA, else gloo.
+        backend: used if this call initialises `torch.distributed`; by default gloo, and with CUDA NCCL for the tensors
+            there.
         timeout_seconds: how long a rank waits for the others to come to a call, before each of them raises. The slowest
             rank must load its data, or write a checkpoint, within this time.
         start_seconds: how long the ranks may take to find each other; by default `timeout_seconds`.
@@ -121,7 +122,9 @@ def _timeouts(verify: float, start: float | None, collective: float | None) -> T
 
 def _begin(backend: str | None, timeouts: Timeouts) -> None:
     """Initialises torch.distributed from torchrun's environment."""
-    chosen = backend or ("nccl" if torch.cuda.is_available() else "gloo")
+    chosen = backend or ("cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo")
+    if "nccl" in chosen:
+        os.environ.setdefault("TORCH_NCCL_PROPAGATE_ERROR", "1")  # else the other ranks wait until their own time is up
     device = _own_gpu(chosen) if torch.cuda.is_available() else None
     start = timedelta(seconds=timeouts.start)
     try:
@@ -247,7 +250,6 @@ def _own_group(
         if len(ranks) > 1:
             control = controls[i] or _new_group(ranks, timeouts.verify, owned, "gloo")
         if rank in ranks:
-            aborts = len(ranks) > 1 and "gloo" in dist.get_backend_config(process_group)
             own = Group(
                 ranks.index(rank),
                 len(ranks),
@@ -255,10 +257,16 @@ def _own_group(
                 process_group,
                 control,
                 timeouts,
-                aborts_on_mismatch=aborts,
+                gloo_devices=_gloo_devices(process_group) if len(ranks) > 1 else frozenset(),
                 handshake=_new_handshake(),
             )
     return own
+
+
+def _gloo_devices(process_group: dist.ProcessGroup | None) -> frozenset[str]:
+    """The kinds of devices whose tensors travel through gloo: {"cpu"} of "cpu:gloo,cuda:nccl"."""
+    backends = (entry.partition(":") for entry in dist.get_backend_config(process_group).split(","))
+    return frozenset(device for device, _, backend in backends if backend == "gloo")
 
 
 def _new_group(ranks: list[int], seconds: float, owned: _World, backend: str | None = None) -> dist.ProcessGroup:

@@ -9,15 +9,18 @@ from __future__ import annotations
 
 import contextlib
 import threading
-from collections.abc import Callable, Iterator
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import NamedTuple, Protocol, TypeVar
 
+import torch
 from torch import Tensor
 
-from torchshard.distributed.group import Group
+from torchshard.distributed.group import CheckLevel, Group
 from torchshard.distributed.handshake import collective_failed
 
 T = TypeVar("T")
+POLL_SECONDS = 1e-4
 
 
 class Work(Protocol):
@@ -36,7 +39,7 @@ def begin(group: Group, call: str, fn: Callable[..., T], /, *args: object, **kwa
     Raises:
         DistributedError: it fails at once.
     """
-    if group.aborts_on_mismatch:
+    if any(group.aborts_on_mismatch(device) for device in _devices(args)):
         settle()
     try:
         return fn(*args, **kwargs)
@@ -44,8 +47,15 @@ def begin(group: Group, call: str, fn: Callable[..., T], /, *args: object, **kwa
         raise collective_failed(group, call, error) from error
 
 
-def finish(group: Group, call: str, work: Work | None) -> None:
+def _devices(args: Iterable[object]) -> list[torch.device]:
+    return [argument.device for argument in args if isinstance(argument, Tensor)]
+
+
+def finish(group: Group, call: str, work: Work | None, devices: Sequence[torch.device] = ()) -> None:
     """Waits for a Work; None, which torch.distributed returns to processes outside of a group, has nothing to wait for.
+
+    Args:
+        devices: of the tensors that are sent; none if they are on the CPU.
 
     Raises:
         DistributedError: a rank is gone, did not come within the timeout, or sent something else.
@@ -54,13 +64,25 @@ def finish(group: Group, call: str, work: Work | None) -> None:
         return
     try:
         work.wait()
+        if group.level is CheckLevel.ALL and not all(map(group.aborts_on_mismatch, devices)):
+            _wait_for_device(work, group.timeouts.collective)
     except RuntimeError as error:
         raise collective_failed(group, call, error) from error
 
 
-def collective(group: Group, fn: Callable[..., object], /, *args: object, **kwargs: object) -> None:
+def _wait_for_device(work: Work, seconds: float) -> None:
+    """Waits until a collective has ended; NCCL's `wait` only has the device wait, and its watchdog ends the process."""
+    deadline = time.monotonic() + seconds
+    while not work.is_completed():
+        if time.monotonic() > deadline:
+            raise RuntimeError(f"it did not end within {seconds:g} s")
+        time.sleep(POLL_SECONDS)
+
+
+def collective(group: Group, fn: Callable[..., Work | None], /, *args: object, **kwargs: object) -> None:
     """Runs a collective of torch.distributed on a group's own process group."""
-    begin(group, fn.__name__, fn, *args, group=group.process_group, **kwargs)
+    work = begin(group, fn.__name__, fn, *args, group=group.process_group, async_op=True, **kwargs)
+    finish(group, fn.__name__, work, _devices(args))
 
 
 class _Open(threading.local):
@@ -109,6 +131,8 @@ class Pending(NamedTuple):
     """The group of a collective; None for a message, which raises its own errors."""
     call: str = ""
     """The function of torch.distributed that was called."""
+    devices: Sequence[torch.device] = ()
+    """The devices of the tensors that are sent."""
 
     @classmethod
     def of(
@@ -123,12 +147,12 @@ class Pending(NamedTuple):
         """Starts a collective of torch.distributed on a group's own process group."""
         name = fn.__name__
         work = begin(group, name, fn, *args, group=group.process_group, async_op=True, **kwargs)
-        return cls(result, work, group, name)
+        return cls(result, work, group, name, _devices(args))
 
     def wait(self) -> Tensor:
         """The result."""
         if self.group is not None:
-            finish(self.group, self.call, self.work)
+            finish(self.group, self.call, self.work, self.devices)
         elif self.work is not None:
             self.work.wait()
         return self.result()

@@ -9,6 +9,7 @@ from __future__ import annotations
 import operator
 from collections.abc import Iterable
 
+import torch
 from torch import fx
 
 from torchshard.core.choices import choices
@@ -17,7 +18,7 @@ from torchshard.core.layouts import I, Shard
 from torchshard.core.mesh import MeshAxis
 from torchshard.core.notation import Choice, Row
 from torchshard.core.paths import module_around
-from torchshard.ir.graph import is_tensor_op, node_row, where, whole_choice
+from torchshard.ir.graph import bound_args, is_tensor_op, node_row, uses_rng, where, whole_choice
 from torchshard.passes.nodes import int_arg, node_arg
 from torchshard.plans.plan import Plan
 
@@ -26,13 +27,15 @@ def annotate(module: fx.GraphModule, plan: Plan) -> bool:
     """Sets meta 'layouts', 'choice', 'row' and 'recompute'; always returns that the graph has changed.
 
     Raises:
-        PlanError: the plan has no choice for an op, or one that is not legal for it.
+        PlanError: the plan has no choice for an op, or one that is not legal for it; or it splits an attention whose
+            dropout a GPU's fused kernel draws.
     """
     for node in module.graph.nodes:
         if node.op == "placeholder":
             node.meta["layouts"] = (plan.parameters.get(node.meta["path"], I),)
         elif is_tensor_op(node):
             node.meta["choice"] = planned_choice(node, plan)
+            _refuse_fused_masks(node)
             node.meta["layouts"] = node.meta["choice"].results
         elif node.target is operator.getitem:
             layouts, index = node_arg(node).meta.get("layouts", ()), int_arg(node, 1)
@@ -45,6 +48,23 @@ def annotate(module: fx.GraphModule, plan: Plan) -> bool:
                 # a checkpoint in the model's code comes first
                 node.meta.setdefault("recompute", region or "the model")
     return True
+
+
+def _refuse_fused_masks(node: fx.Node) -> None:
+    """A fused attention on a GPU draws its dropout in an order of its own, which no part of it can repeat."""
+    if node.target is not torch.ops.aten.scaled_dot_product_attention.default or not node.meta["choice"].axes:
+        return
+    value, fused = node.meta["val"], torch.backends.cuda
+    is_fused = fused.flash_sdp_enabled() or fused.mem_efficient_sdp_enabled() or fused.cudnn_sdp_enabled()
+    if value.device.type == "cuda" and is_fused and uses_rng(node):
+        raise PlanError(
+            "split attention can't draw the dropout of a GPU's fused kernel",
+            where=where(node),
+            why=f"dropout_p={bound_args(node)['dropout_p']}: the kernel draws in an order of its own, so that training "
+            "would differ from the unsharded model's",
+            attempt="no dropout in attention (its p, HF's attention_dropout); or, here and around the unsharded model, "
+            "torch.nn.attention.sdpa_kernel(SDPBackend.MATH), whose masks are drawn alike (and take length^2 memory)",
+        )
 
 
 def legal_choices(node: fx.Node, row: Row | None, axis: MeshAxis, planned: Choice) -> Iterable[Choice]:

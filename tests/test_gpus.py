@@ -1,0 +1,195 @@
+"""What GPUs and NCCL ask of the library, as far as ranks without a GPU show it."""
+
+from __future__ import annotations
+
+import copy
+import os
+import threading
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor
+
+import torchshard as ts
+import torchshard.distributed as tsd
+from tests.helpers import refused, run_ranks
+from tests.models import MLP
+from torchshard.capture.facts import ModelFacts
+from torchshard.compiler.constraints import read_constraints
+from torchshard.compiler.planning import plan_graph
+from torchshard.compiler.program import prepared
+from torchshard.core.mesh import MeshAxis
+from torchshard.distributed import process_groups, wire
+from torchshard.distributed.group import CheckLevel, Group, HandshakeState, register_groups, registered_groups
+from torchshard.ir.graph import fake_mode
+from torchshard.passes import annotate
+from torchshard.plans.machine import objective
+
+# --- the backend that tensors travel by -------------------------------------------------------------------------------
+
+
+def test_with_a_gpu_tensors_there_travel_by_nccl_and_others_by_gloo(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[dict[str, Any]] = []
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(process_groups, "_own_gpu", lambda backend: torch.device("cuda", 1))
+    monkeypatch.setattr(dist, "rendezvous", lambda *_, **__: iter([(dist.HashStore(), 0, 1)]))
+    monkeypatch.setattr(dist, "init_process_group", lambda backend, **given: asked.append(given | {"backend": backend}))
+    monkeypatch.setattr(process_groups, "_stores", {})
+    monkeypatch.setenv("TORCH_NCCL_PROPAGATE_ERROR", "")
+    monkeypatch.delenv("TORCH_NCCL_PROPAGATE_ERROR")
+    process_groups._begin(None, process_groups.Timeouts())
+    assert asked[0]["backend"] == "cpu:gloo,cuda:nccl" and asked[0]["device_id"] == torch.device("cuda", 1)
+    assert os.environ["TORCH_NCCL_PROPAGATE_ERROR"] == "1"
+
+
+@pytest.mark.parametrize(
+    ("config", "devices"),
+    [("cpu:gloo,cuda:nccl", {"cpu"}), ("cpu:gloo,cuda:gloo", {"cpu", "cuda"}), ("cuda:nccl", set())],
+)
+def test_only_tensors_that_travel_by_gloo_abort(
+    config: str, devices: set[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(dist, "get_backend_config", lambda group: config)
+    group = Group(0, 2, gloo_devices=process_groups._gloo_devices(None))
+    assert {kind for kind in ("cpu", "cuda") if group.aborts_on_mismatch(torch.device(kind))} == devices
+
+
+# --- ranks whose backend neither aborts nor blocks --------------------------------------------------------------------
+
+
+def _as_by_nccl() -> None:
+    """From now on this rank takes its group for one whose tensors don't travel by gloo."""
+    register_groups({group.name: replace(group, gloo_devices=frozenset()) for group in registered_groups()})
+
+
+def _messages(rank: int) -> dict[str, Any]:
+    tsd.init_process_group()
+    _as_by_nccl()
+    posted: list[str] = []
+    irecv = dist.irecv
+
+    def noting(*args: Any, **kwargs: Any) -> Any:
+        if kwargs.get("group") is tsd.get_group():
+            posted.append(threading.current_thread().name)
+        return irecv(*args, **kwargs)
+
+    found: dict[str, Any] = {}
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(dist, "irecv", noting)
+        sent = [tsd.isend(torch.full((3,), 10.0 * rank + i), 1 - rank) for i in range(3)]
+        got = [tsd.irecv((3,), 1 - rank) for _ in range(3)]
+        found["values"] = [float(handle.wait()[0]) - 10 * (1 - rank) for handle in got]
+        for handle in sent:
+            handle.wait()
+    found["threads"] = set(posted) == {"MainThread"}
+    return found
+
+
+def test_receives_are_posted_by_the_thread_that_calls() -> None:
+    for found in run_ranks(_messages, 2):
+        assert found == {"values": [0, 1, 2], "threads": True}
+
+
+def _compared_at_the_end(rank: int) -> dict[str, Any]:
+    tsd.init_process_group()
+    _as_by_nccl()
+    torch.manual_seed(0)
+    model = MLP().double()
+    sharded = ts.shard(copy.deepcopy(model), {"up": "column", "down": "row"})
+    x = torch.randn(4, 12, dtype=torch.float64)
+    for _ in range(3):
+        sharded(x).sum().backward()
+    events: list[str] = []
+    settle, all_reduce = wire.settle, dist.all_reduce
+
+    def noting(tensor: Tensor, *args: Any, **kwargs: Any) -> Any:
+        events.append("all-reduce" if tensor.is_floating_point() else "compare")
+        return all_reduce(tensor, *args, **kwargs)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(wire, "settle", lambda: events.append("settle") or settle() if wire._open.comparison else None)
+        patch.setattr(dist, "all_reduce", noting)
+        got = sharded(x)
+    told = refused(lambda: sharded(x + rank), "the same shape but different values", ts.InputError)
+    right = torch.allclose(sharded(x), model(x), atol=1e-12) and torch.allclose(got, model(x), atol=1e-12)
+    return {"events": events, "told": told, "right": right}
+
+
+def test_a_call_is_compared_while_its_collectives_are_on_their_way() -> None:
+    for found in run_ranks(_compared_at_the_end, 2):
+        assert found == {"events": ["compare", "all-reduce", "settle"], "told": True, "right": True}
+
+
+class _Work:
+    """A collective on a device: `wait` returns at once."""
+
+    def __init__(self, polls: int) -> None:
+        self.polls = polls
+
+    def wait(self) -> None:
+        """Does not block."""
+
+    def is_completed(self) -> bool:
+        self.polls -= 1
+        return self.polls <= 0
+
+
+def test_debug_waits_for_the_device_and_no_longer_than_the_time_out() -> None:
+    group = Group(0, 2, timeouts=process_groups.Timeouts(collective=0.2))
+    group.handshake.level = CheckLevel.ALL
+    works, gpu = (_Work(5), _Work(10**9)), [torch.device("cuda")]
+    wire.finish(group, "all_reduce", works[0], gpu)
+    assert works[0].polls == 0
+    with pytest.raises(
+        ts.DistributedError, match=r"all_reduce failed on rank 0 of 2\n(.*\n)*.*did not end within 0.2 s"
+    ):
+        wire.finish(group, "all_reduce", works[1], gpu)
+    quick = _Work(10**9)
+    wire.finish(replace(group, handshake=HandshakeState()), "all_reduce", quick, gpu)
+    wire.finish(replace(group, gloo_devices=frozenset({"cuda"})), "all_reduce", quick, gpu)
+    assert quick.polls == 10**9
+
+
+# --- dropout ---------------------------------------------------------------------------------------------------------
+
+
+class _Attention(nn.Module):
+    def __init__(self, p: float) -> None:
+        super().__init__()
+        self.p = p
+        self.q, self.k, self.v, self.o = (nn.Linear(8, 8) for _ in range(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = (p(x).unflatten(-1, (2, 4)).transpose(1, 2) for p in (self.q, self.k, self.v))
+        return self.o(F.scaled_dot_product_attention(q, k, v, dropout_p=self.p).transpose(1, 2).flatten(2))
+
+
+COLUMNS = {"q": "column", "k": "column", "v": "column", "o": "row"}
+
+
+def _annotated_on(device: str, p: float, plan: dict[str, str]) -> bool:
+    model = _Attention(p)
+    captured = prepared(model, (torch.randn(2, 3, 8),))
+    facts = ModelFacts.of(model)
+    made = plan_graph(captured.graph, facts, read_constraints(facts, plan, MeshAxis(2), objective(None)))
+    (node,) = captured.graph.graph.find_nodes(
+        op="call_function", target=torch.ops.aten.scaled_dot_product_attention.default
+    )
+    there = torch.empty(node.meta["val"].shape, device="meta")
+    node.meta["val"] = FakeTensor(fake_mode(captured.graph.graph), there, torch.device(device))
+    return annotate(captured.graph, made)
+
+
+def test_split_attention_does_not_draw_what_a_fused_kernel_would() -> None:
+    with pytest.raises(ts.PlanError, match="split attention can't draw the dropout of a GPU's fused kernel"):
+        _annotated_on("cuda", 0.1, COLUMNS)
+    assert _annotated_on("cpu", 0.1, COLUMNS)
+    assert _annotated_on("cuda", 0.0, COLUMNS)
+    assert _annotated_on("cuda", 0.1, dict.fromkeys(COLUMNS, "replicate"))
+    with torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.MATH):
+        assert _annotated_on("cuda", 0.1, COLUMNS)
