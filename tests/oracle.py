@@ -19,6 +19,8 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils import _pytree as pytree
 
 from torchshard.capture import Captured, flatten_call
+from torchshard.capture.carried import Changes
+from torchshard.capture.signature import flatten
 from torchshard.checking.check import Report, check_program
 from torchshard.compiler.program import Program
 from torchshard.core.choices import Hint, choices
@@ -274,7 +276,8 @@ def build(case: Case, choice: Choice, world: int, seed: int = 0) -> tuple[OneOp,
         made.module,
         tuple(n.meta["path"] for n in placeholders),
         {},
-        lambda results: list(results),
+        flatten(()),
+        Changes(),
         lambda tensors: True,
     )
     return model, Program(captured, plan, rewrite(made.module, plan)), tensors

@@ -103,14 +103,23 @@ def test_what_cannot_be_compared_is_refused(pair: Any, by: Any) -> None:
         pair[1](X, by)
 
 
-def test_an_argument_that_forward_writes_to_is_refused() -> None:
+def test_an_argument_that_forward_changes_is_changed() -> None:
     class Writes(nn.Module):
         def forward(self, x: Tensor, seen: list[Tensor]) -> Tensor:
             seen.append(x * 2)
             return x
 
+    class WritesToSet(nn.Module):
+        def forward(self, x: Tensor, seen: set[str]) -> Tensor:
+            seen.add("x")
+            return x
+
+    sharded, seen = ts.shard(Writes(), {}), list[Tensor]()
+    for count in (1, 2, 3):
+        sharded(X, seen)
+        assert len(seen) == count and torch.equal(seen[-1], X * 2)
     with pytest.raises(ts.CaptureError, match="writes to its arguments"):
-        ts.shard(Writes(), {})(X, [])
+        ts.shard(WritesToSet(), {})(X, set())
     ts.distributed.destroy_process_group()
 
 

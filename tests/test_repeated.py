@@ -60,7 +60,10 @@ IDS = torch.zeros(2, 5, dtype=torch.long)
 
 
 def _captured(model: nn.Module, args: tuple[Any, ...], *, repeating: bool) -> flat.Captured:
-    return flat._captured(model, flatten_call(model, args, {}), dynamic=True, repeating=repeating)
+    call = flatten_call(model, args, {})
+    return flat._captured(
+        model, call, [flat.DYNAMIC_DIMS & set(range(t.ndim)) for t in call.tensors], repeating=repeating
+    )
 
 
 def _text(captured: flat.Captured) -> str:

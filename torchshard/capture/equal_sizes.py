@@ -46,7 +46,8 @@ def _dynamic_dims(exported: ExportedProgram) -> tuple[dict[sympy.Symbol, list[In
     kinds = {spec.arg.name: spec.kind for spec in exported.graph_signature.input_specs}
     inputs = [n for n in exported.graph.nodes if n.op == "placeholder" and kinds[n.name] is InputKind.USER_INPUT]
     for index, node in enumerate(inputs):
-        for dim, size in enumerate(node.meta["val"].shape):
+        value = node.meta["val"]
+        for dim, size in enumerate(value.shape if isinstance(value, Tensor) else ()):
             if isinstance(size, SymInt) and size.node.expr.is_Symbol:
                 dims.setdefault(size.node.expr, []).append((index, dim))
                 hints[size.node.expr] = size.node.hint

@@ -18,8 +18,9 @@ from __future__ import annotations
 
 import copy
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -28,6 +29,7 @@ from torch.export import ExportedProgram
 from torch.utils import _pytree as pytree
 
 from torchshard.capture.assumptions import assumption
+from torchshard.capture.carried import Changes, value_at
 from torchshard.capture.copied_layers import repeat
 from torchshard.capture.models import check_devices, shared_names, without_storage
 from torchshard.capture.modes import modes_of
@@ -41,6 +43,8 @@ from torchshard.core.errors import CaptureError
 from torchshard.custom_ops.whole import HookCall, WholeCall
 from torchshard.ir.graph import duplicate
 
+DYNAMIC_DIMS = frozenset({0, 1})
+"""The dims of input tensors that may vary from call to call: batch and sequence."""
 log = logging.getLogger("torchshard.capture.flat")
 
 
@@ -53,14 +57,22 @@ class Captured:
     """The names of the call's tensors, in the order of their placeholders."""
     constants: Mapping[str, Tensor]
     """Path -> tensor that the model makes of Python numbers."""
-    rebuild: Callable[[Sequence[object]], Any]
-    """The graph's results -> the value that `forward` returns."""
-    assumes: Callable[[Sequence[Tensor]], bool]
+    result: Leaves
+    """What `forward` returns, and what it leaves in its arguments; its `rebuild` takes the graph's results."""
+    changes: Changes
+    """Where in the arguments it leaves what."""
+    assumes: Callable[[Sequence[Tensor | int]], bool]
     """Whether tensors satisfy the graph's assumptions about sizes."""
     assigned: tuple[tuple[str, ...], ...] = ()
     """The places (see `attributes`) of the attributes that forward assigns in each call."""
     left: tuple[tuple[str, ...], ...] = ()
     """Those where it leaves tensors that depend on the call, which a call of the graph does not."""
+
+    def finish(self, results: Sequence[object], arguments: object) -> Any:
+        """Stores what the call leaves in its arguments, of the graph's results; returns what `forward` returns."""
+        value, items = self.result.rebuild(results, lambda reference: value_at(arguments, reference.keys))
+        self.changes.store(arguments, items)
+        return value
 
 
 def capture(
@@ -70,11 +82,16 @@ def capture(
     *,
     dynamic: bool = True,
     repeating: bool = False,
+    left: Mapping[str, int | None] = MappingProxyType({}),
+    numbers: Collection[str] = (),
 ) -> Captured:
     """Captures one call of the model; of the tensors, only shapes, strides and dtypes are read.
 
     Args:
         dynamic: whether batch and sequence may vary from call to call, if the model allows it.
+        left: the tensors that an earlier call has left in the arguments, by name, and the dim that is split: their
+            other dims may vary too.
+        numbers: the places of integers in the arguments that vary from call to call.
         repeating: whether equal layers are traced for the first and the last alone. What Python code does in the layers
             between is then not seen: for graphs that are planned, and not run.
 
@@ -82,20 +99,27 @@ def capture(
         CaptureError: the model can't be captured; the error names the line and an alternative.
         InputError: `forward` does not take these arguments, or a tensor is on another device than the model.
     """
-    call = flatten_call(model, args, kwargs or {})
+    call = flatten_call(model, args, kwargs or {}, numbers)
     check_devices(model, call)
+    shapes = [_dynamic_dims(name, tensor, left) if dynamic else frozenset() for name, tensor in call.named_tensors]
     if repeating:
         try:
-            return _captured(model, call, dynamic=dynamic, repeating=True)
+            return _captured(model, call, shapes, repeating=True)
         except Exception as error:  # whatever it is: a capture of each layer says what is wrong with the model
             log.info("each layer is traced: %s", error)
-    return _captured(model, call, dynamic=dynamic, repeating=False)
+    return _captured(model, call, shapes, repeating=False)
 
 
-def _captured(model: nn.Module, call: Leaves, *, dynamic: bool, repeating: bool) -> Captured:
-    traced = trace(model, call, dynamic=dynamic, repeating=repeating)
+def _dynamic_dims(name: str, tensor: Tensor, left: Mapping[str, int | None]) -> frozenset[int]:
+    """The dims of an input that may vary from call to call."""
+    return frozenset(range(tensor.ndim)) - {left[name]} if name in left else DYNAMIC_DIMS & set(range(tensor.ndim))
+
+
+def _captured(model: nn.Module, call: Leaves, shapes: Sequence[frozenset[int]], *, repeating: bool) -> Captured:
+    traced = trace(model, call, shapes, repeating=repeating)
     shared = shared_names(model)
-    inputs = tuple(f"{name} (argument)" if name in shared else name for name in call.names)
+    names = (*call.names, *call.number_names)
+    inputs = tuple(f"{name} (argument)" if name in shared else name for name in names)
     memo = {id(t): without_storage(t) for t in (*model.parameters(), *model.buffers())}
     graph = fx.GraphModule(traced.exported.graph_module, copy.deepcopy(traced.exported.graph_module.graph))
     inline_regions(graph)
@@ -111,7 +135,8 @@ def _captured(model: nn.Module, call: Leaves, *, dynamic: bool, repeating: bool)
         duplicate(fx.GraphModule(nn.Module(), graph.graph)),
         inputs,
         _constants(traced.exported),
-        traced.result.rebuild,
+        traced.result,
+        traced.changes,
         assumption(graph.graph, traced.exported),
         traced.assigned,
         traced.left,

@@ -50,7 +50,7 @@ class Namespace:
 
     def items(self) -> Values:
         """Name or index -> current value."""
-        values = _kind(self.owner).read(self.owner)
+        values = kind_of(self.owner).read(self.owner)
         if self.names is None:
             return values
         return {name: values[name] for name in self.names if name in values}
@@ -66,10 +66,12 @@ class Namespace:
         """Stores the previous values again."""
         current = self.items()
         if current.keys() != previous.keys() or not all(map(operator.is_, current.values(), previous.values())):
-            _kind(self.owner).write(self.owner, previous, current)
+            kind_of(self.owner).write(self.owner, previous, current)
 
 
-class _Kind(NamedTuple):
+class Kind(NamedTuple):
+    """How the values of some types of objects are read and stored."""
+
     types: tuple[type, ...]
     read: Callable[[Any], Values]
     write: Callable[[Any, Values, Values], None]
@@ -163,23 +165,24 @@ def _write_nothing(owner: object, previous: Values, current: Values) -> None:
 
 
 _KINDS = (
-    _Kind((dict,), dict, _write_dict),
-    _Kind((MappingProxyType,), dict, _write_nothing),
-    _Kind((list, deque), lambda owner: dict(enumerate(owner)), _write_sequence),
-    _Kind((set,), lambda owner: {"": frozenset(owner)}, _write_set),
-    _Kind((nn.Module,), _values_of_module, _write_object),
-    _Kind((FunctionType,), _values_of_function, _write_function),
-    _Kind((MethodType,), lambda m: {"__func__": m.__func__, "__self__": m.__self__}, _write_nothing),
-    _Kind((partial,), lambda p: {"func": p.func, "args": p.args, "keywords": p.keywords}, _write_nothing),
-    _Kind((weakref.ref,), lambda reference: {"": reference()}, _write_nothing),
-    _Kind((ContextVar,), _values_of_context, _write_context),
-    _Kind((type,), lambda cls: dict(vars(cls)), _write_class),
-    _Kind((object,), values_of_object, _write_object),
+    Kind((dict,), dict, _write_dict),
+    Kind((MappingProxyType,), dict, _write_nothing),
+    Kind((list, deque), lambda owner: dict(enumerate(owner)), _write_sequence),
+    Kind((set,), lambda owner: {"": frozenset(owner)}, _write_set),
+    Kind((nn.Module,), _values_of_module, _write_object),
+    Kind((FunctionType,), _values_of_function, _write_function),
+    Kind((MethodType,), lambda m: {"__func__": m.__func__, "__self__": m.__self__}, _write_nothing),
+    Kind((partial,), lambda p: {"func": p.func, "args": p.args, "keywords": p.keywords}, _write_nothing),
+    Kind((weakref.ref,), lambda reference: {"": reference()}, _write_nothing),
+    Kind((ContextVar,), _values_of_context, _write_context),
+    Kind((type,), lambda cls: dict(vars(cls)), _write_class),
+    Kind((object,), values_of_object, _write_object),
 )
 """The first row that fits counts."""
 
 
-def _kind(owner: object) -> _Kind:
+def kind_of(owner: object) -> Kind:
+    """How the values of an object are read and stored."""
     return next(kind for kind in _KINDS if isinstance(owner, kind.types))
 
 

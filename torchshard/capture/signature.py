@@ -13,7 +13,7 @@ import functools
 import inspect
 import operator
 import types
-from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -36,14 +36,40 @@ class Leaves:
     """The place of each: 'ids', 'batch.mask', 'past[0][1]'."""
     structure: tuple[str, Sequence[object]]
     """(the containers as text, the other leaves). That of a call is hashable, and equal on all ranks as text."""
-    rebuild: Callable[[Sequence[object]], Any]
-    """Tensors -> the nested value."""
+    rebuild: Callable[..., Any]
+    """Tensors -> the nested value; a second argument is a function that gives the object for each `ReferenceTo`."""
+    arguments: tuple[Sequence[object], Mapping[str, object]] = ((), {})
+    """Of a call: the objects that were passed, positional ones and keywords, as `rebuild` makes others like them."""
+    positional: Sequence[str] = ()
+    """Of a call: the names of the parameters of the positional ones."""
+    numbers: tuple[int, ...] = ()
+    """The integers that vary from call to call, as a position does; `rebuild` takes others as its third argument."""
+    number_names: tuple[str, ...] = ()
+    """The place of each."""
+
+    @property
+    def named_tensors(self) -> Iterable[tuple[str, Tensor]]:
+        """The tensors with their names, in order."""
+        return zip(self.names, self.tensors, strict=True)
+
+
+@dataclass(frozen=True)
+class ReferenceTo:
+    """Stands for an object among a call's arguments, in what the call gives."""
+
+    keys: tuple[Any, ...]
+    """The names and indices that lead to it from the positional arguments and the keywords."""
+
+
+@dataclass(frozen=True)
+class _Number:
+    """Stands in a structure for an integer that varies from call to call."""
 
 
 _TENSORS = (Tensor, torch.SymInt, torch.SymFloat, torch.SymBool)
 _COMPARED_BY_VALUE = (
     type(None), bool, int, float, complex, str, bytes, range, slice, enum.Enum, torch.dtype, torch.device, torch.Size,
-    torch.layout, torch.memory_format,
+    torch.layout, torch.memory_format, ReferenceTo, _Number,
 )  # fmt: skip
 _COMPARED_BY_IDENTITY = (
     type, nn.Module, torch.Generator, types.FunctionType, types.MethodType, types.BuiltinFunctionType,
@@ -119,7 +145,7 @@ def _key_of_held(value: object, visible: Visible) -> Hashable:
         return _Identity(value)
 
 
-def _is_unknown_object(value: object) -> bool:
+def is_opened(value: object) -> bool:
     """Whether a value is an object of a Python class with attributes that neither pytree nor `_key` handles."""
     known = (*_TENSORS, *_COMPARED_BY_VALUE, *_COMPARED_BY_IDENTITY, set, frozenset, dict, list, tuple)
     # `_Opened.close` makes the object with object.__new__.
@@ -137,7 +163,7 @@ def _open(value: object, ancestors: tuple[int, ...] = ()) -> object:
     """
 
     def open_leaf(leaf: object) -> object:
-        if not _is_unknown_object(leaf):
+        if not is_opened(leaf):
             return leaf
         if id(leaf) in ancestors:
             raise InputError(
@@ -148,7 +174,7 @@ def _open(value: object, ancestors: tuple[int, ...] = ()) -> object:
             )
         return _Opened(type(leaf), {k: _open(v, (*ancestors, id(leaf))) for k, v in values_of_object(leaf).items()})
 
-    return pytree.tree_map(open_leaf, value, is_leaf=_is_unknown_object)
+    return pytree.tree_map(open_leaf, value, is_leaf=is_opened)
 
 
 class _Opened:
@@ -190,24 +216,45 @@ def _close(value: object) -> object:
     )
 
 
-def flatten(value: object) -> Leaves:
-    """Takes any nest of containers and objects apart into its tensors and the rest."""
+def flatten(value: object, is_number: Callable[[str], bool] = lambda name: False) -> Leaves:
+    """Takes any nest of containers and objects apart into its tensors and the rest.
+
+    Args:
+        is_number: whether an integer at a place varies from call to call.
+    """
     leaves, spec = _leaves_with_paths(value)
-    opened = any(_is_unknown_object(leaf) for _, leaf in leaves)
+    opened = any(is_opened(leaf) for _, leaf in leaves)
     if opened:
         leaves, spec = _leaves_with_paths(_open(value))
     is_tensor = [isinstance(leaf, _TENSORS) for _, leaf in leaves]
     others = [None if isinstance(leaf, _TENSORS) else leaf for _, leaf in leaves]
+    places = {i: pytree.keystr(path) for i, (path, leaf) in enumerate(leaves) if type(leaf) is int}
+    numbered = [i for i, place in places.items() if is_number(place)]
 
-    def rebuild(tensors: Sequence[object]) -> object:
-        rest = iter(tensors)
-        full = [next(rest) if moves else leaf for moves, leaf in zip(is_tensor, others, strict=True)]
+    def rebuild(
+        tensors: Sequence[object],
+        find: Callable[[ReferenceTo], object] = lambda leaf: leaf,
+        numbers: Sequence[object] | None = None,
+    ) -> object:
+        rest, own = iter(tensors), list(others)
+        for i, number in zip(numbered, numbers or (), strict=numbers is not None):
+            own[i] = number
+        constants = (find(leaf) if isinstance(leaf, ReferenceTo) else leaf for leaf in own)
+        full = [next(rest) if moves else leaf for moves, leaf in zip(is_tensor, constants, strict=True)]
         result = pytree.tree_unflatten(full, spec)
         return _close(result) if opened else result
 
     tensors = [(path, leaf) for path, leaf in leaves if isinstance(leaf, _TENSORS)]
     names = tuple(pytree.keystr(path) for path, _ in tensors)
-    return Leaves(tuple(leaf for _, leaf in tensors), names, (repr(spec), others), rebuild)  # type: ignore[misc]
+    compared = [_Number() if i in numbered else leaf for i, leaf in enumerate(others)]
+    return Leaves(
+        tuple(leaf for _, leaf in tensors),  # type: ignore[misc]
+        names,
+        (repr(spec), compared),
+        rebuild,
+        numbers=tuple(others[i] for i in numbered),  # type: ignore[misc]
+        number_names=tuple(places[i] for i in numbered),
+    )
 
 
 def _leaves_with_paths(value: object) -> tuple[list[tuple[pytree.KeyPath, object]], pytree.TreeSpec]:
@@ -237,7 +284,9 @@ def check_results(results: Leaves) -> None:
 def is_unchanged(before: Leaves, args: Sequence[object], kwargs: Mapping[str, object]) -> bool:
     """Whether a call's arguments hold the same values as before: forward has appended, assigned or removed nothing."""
     try:
-        after = _with_keys(flatten((tuple(args), dict(kwargs))))
+        numbers = before.number_names
+        is_number = lambda place: argument_name(place, before.positional) in numbers  # noqa: E731
+        after = _with_keys(flatten((tuple(args), dict(kwargs)), is_number))
     except InputError:
         return False
     same_tensors = len(after.tensors) == len(before.tensors) and all(map(operator.is_, after.tensors, before.tensors))
@@ -254,8 +303,13 @@ def memory_order(tensor: Tensor) -> Hashable:
     return order, joined, tuple(stride == 0 for stride in strides)
 
 
-def flatten_call(model: nn.Module, args: Sequence[object], kwargs: Mapping[str, object]) -> Leaves:
+def flatten_call(
+    model: nn.Module, args: Sequence[object], kwargs: Mapping[str, object], numbers: Collection[str] = ()
+) -> Leaves:
     """Flattens a call's arguments, with the names of `model.forward`'s parameters; `rebuild` returns (args, kwargs).
+
+    Args:
+        numbers: the places of integers that vary from call to call.
 
     Raises:
         InputError: `forward` does not take these arguments, or one holds an object that can't be compared.
@@ -270,13 +324,20 @@ def flatten_call(model: nn.Module, args: Sequence[object], kwargs: Mapping[str, 
             why=f"{len(args)} positional and the keywords {sorted(kwargs)} were passed",
             attempt="the same arguments as the unsharded model's",
         ) from None
-    flat = _with_keys(flatten((bound.args, bound.kwargs)))
     ordered = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
     positional = [n for n, p in signature.parameters.items() if n in bound.arguments and p.kind in ordered]
-    return dataclasses.replace(flat, names=tuple(_argument_name(name, positional) for name in flat.names))
+    is_number = (lambda place: argument_name(place, positional) in numbers) if numbers else (lambda place: False)
+    flat = _with_keys(flatten((bound.args, bound.kwargs), is_number))
+    return dataclasses.replace(
+        flat,
+        names=tuple(argument_name(name, positional) for name in flat.names),
+        number_names=tuple(argument_name(name, positional) for name in flat.number_names),
+        positional=positional,
+        arguments=(bound.args, bound.kwargs),
+    )
 
 
-def _argument_name(path: str, positional: Sequence[str]) -> str:
+def argument_name(path: str, positional: Sequence[str]) -> str:
     """'[0][2]' in the pair (args, kwargs) is the third parameter's name, "[1]['mask']" is 'mask'."""
     index_in_pair, rest = path[:3], path[3:]
     if not rest:

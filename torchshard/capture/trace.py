@@ -7,8 +7,10 @@ from __future__ import annotations
 
 import dataclasses
 import warnings
+from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -18,6 +20,7 @@ from torch.export.dynamic_shapes import _DimHint
 from torch.utils import _pytree as pytree
 
 from torchshard.capture.attributes import Snapshot, attributes, changed
+from torchshard.capture.carried import Arguments, Changes
 from torchshard.capture.entry_points import as_plain_module, replace_forward
 from torchshard.capture.equal_layers import equal_layers
 from torchshard.capture.equal_sizes import equal_sizes
@@ -31,13 +34,10 @@ from torchshard.capture.rehearsal import refuse_state, run_on_fakes
 from torchshard.capture.repeated import DifferentLayers, Repeats
 from torchshard.capture.rng_states import changed_generators, check_generators
 from torchshard.capture.seeding import INTERCEPTED_SEEDING
-from torchshard.capture.signature import Leaves, check_results, flatten, is_unchanged
+from torchshard.capture.signature import Leaves, check_results, is_unchanged
 from torchshard.capture.whole_calls import INTERCEPTED_FUNCTIONS
 from torchshard.core.errors import CaptureError, InputError
 from torchshard.custom_ops.whole import WholeCall
-
-DYNAMIC_DIMS = (0, 1)
-"""The dims of input tensors that may vary from call to call: batch and sequence."""
 
 
 @dataclass(frozen=True)
@@ -46,7 +46,9 @@ class Traced:
 
     exported: ExportedProgram
     result: Leaves
-    """The value that `forward` returned."""
+    """The value that `forward` returned, and those that it left in its arguments."""
+    changes: Changes
+    """Which of the latter belong where."""
     assigned: tuple[Place, ...]
     """The attributes that it assigned."""
     left: tuple[Place, ...]
@@ -57,10 +59,11 @@ class Traced:
     """The calls that are kept whole, at the index that their stand-in in the graph has as its number."""
 
 
-def trace(model: nn.Module, call: Leaves, *, dynamic: bool, repeating: bool) -> Traced:
+def trace(model: nn.Module, call: Leaves, dynamic: Sequence[frozenset[int]], *, repeating: bool) -> Traced:
     """Exports one call; the model is left as it was.
 
     Args:
+        dynamic: the dims of each tensor that may vary from call to call, if the model allows it.
         repeating: whether equal layers are traced for the first and the last alone.
 
     Raises:
@@ -84,7 +87,8 @@ def trace(model: nn.Module, call: Leaves, *, dynamic: bool, repeating: bool) -> 
     check_generators(model, generators, lambda: run_on_fakes(model, call))
     left = refuse_state(model, call, forward.assigned) if forward.assigned else ()
     assert forward.result is not None
-    return Traced(exported, forward.result, forward.assigned, left, forward.repeats, tuple(recording.calls))
+    whole = tuple(recording.calls)
+    return Traced(exported, forward.result, forward.changes, forward.assigned, left, forward.repeats, whole)
 
 
 def _same(tensor: Tensor) -> Tensor:
@@ -102,12 +106,15 @@ class _FlatForward:
         self.snapshot = Snapshot(model)
         self._before, self._slots = attributes(model), slots_of(model)
         self.result: Leaves | None = None
+        self.changes = Changes()
         self.assigned: tuple[Place, ...] = ()
         self._own_entry_points = replace_forward(model, self._run)
 
-    def _run(self, *tensors: Tensor) -> list[Tensor]:
-        call = dataclasses.replace(self._call, tensors=tensors)
-        args, kwargs = call.rebuild(tensors)
+    def _run(self, *tensors: Any) -> list[Tensor]:
+        count = len(self._call.tensors)
+        call = dataclasses.replace(self._call, tensors=tensors[:count])
+        args, kwargs = call.rebuild(tensors[:count], numbers=tensors[count:])
+        arguments = Arguments(args, kwargs)
         recording = current_recording()
         assert recording is not None
         recording.checkpoints.clear()  # a model may be exported twice
@@ -115,13 +122,14 @@ class _FlatForward:
         with self._own_entry_points():
             repeated = nullcontext() if self.repeats is None else self.repeats.installed()
             with CaptureMode(recording, self._slots), note_modes(), repeated:
-                self.result = flatten(nn.Module._call_impl(self._model, *args, **kwargs))
+                value = nn.Module._call_impl(self._model, *args, **kwargs)
+                self.result, self.changes = arguments.with_changes(value, self._call.positional)
             places = changed(self._before, attributes(self._model))
             # Export would warn of tensors in attributes if they were still there.
             self.snapshot.restore_attributes()
         self.assigned = tuple(dict.fromkeys([*self.assigned, *places]))
         _check_results(self._model, self.result)
-        if not is_unchanged(call, args, kwargs):
+        if not self.changes.holders and not is_unchanged(call, args, kwargs):
             raise _written_arguments(self._model)
         return list(self.result.tensors)
 
@@ -155,11 +163,11 @@ Shapes = list[dict[int, "Dim | _DimHint"]]
 """For each input: dim -> whether and how its size may vary."""
 
 
-def _export(model: nn.Module, call: Leaves, dynamic: bool) -> ExportedProgram:
+def _export(model: nn.Module, call: Leaves, dynamic: Sequence[frozenset[int]]) -> ExportedProgram:
     """Exports with dynamic sizes, or with those of this call if only that works (a dict or cache keyed by a size)."""
     failure: Exception | None = None
-    for sizes in (Dim.AUTO, Dim.STATIC) if dynamic and call.tensors else (Dim.STATIC,):
-        shapes: Shapes = [{d: sizes for d in DYNAMIC_DIMS if d < t.ndim} for t in call.tensors]
+    for sizes in (Dim.AUTO, Dim.STATIC) if any(dynamic) else (Dim.STATIC,):
+        shapes: Shapes = [dict.fromkeys(dims, sizes) for dims in dynamic]
         try:
             exported = _export_with(model, call, shapes)
             if failure is not None:
@@ -174,9 +182,9 @@ def _export(model: nn.Module, call: Leaves, dynamic: bool) -> ExportedProgram:
 
 
 def _export_with(model: nn.Module, call: Leaves, shapes: Shapes) -> ExportedProgram:
-    tensors = tuple(_example(t, model) for t in call.tensors)
-    named = {"tensors": tuple(shapes)} if tensors else None
-    exported = torch.export.export(model, tensors, strict=False, dynamic_shapes=named)
+    inputs = (*(_example(t, model) for t in call.tensors), *call.numbers)
+    named = {"tensors": (*shapes, *(Dim.AUTO for _ in call.numbers))} if inputs else None
+    exported = torch.export.export(model, inputs, strict=False, dynamic_shapes=named)
     _refuse_transforms(exported)
     return exported
 

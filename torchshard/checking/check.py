@@ -30,6 +30,7 @@ from torchshard.core.layouts import Layout, dual
 from torchshard.core.mesh import MeshAxis
 from torchshard.core.rng_states import keeping_rng_states, rng_states
 from torchshard.ir.graph import is_tensor, where
+from torchshard.passes import with_whole_results
 from torchshard.plans.machine import Axes, Machine, MachineName, objective
 from torchshard.plans.plan import Plan
 
@@ -173,7 +174,7 @@ def check_program(
     model: nn.Module, compiled: Program, graph: fx.GraphModule, args: Sequence[object], kwargs: Mapping[str, object]
 ) -> Report:
     """Compares the graph of a program with the model; tests pass a changed graph to see that the check notices."""
-    trial = _trial(model, compiled.captured, args, kwargs)
+    trial, graph = _trial(model, compiled.captured, args, kwargs), with_whole_results(graph)
     with keeping_rng_states(trial.tensors):
         sides = _Sides(trial.unsharded(), graph, lockstep.rank_graphs(graph, compiled.plan.axis), compiled.plan)
         report = _with_wider(_report(trial, sides, tolerance_of(compiled.captured.graph)), trial, sides)

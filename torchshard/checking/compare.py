@@ -75,7 +75,7 @@ def gradients(leaves: Mapping[str, object]) -> dict[str, Tensor]:
     """The dense gradients of the tensors that require one, by name; zeros if backward did not reach a tensor."""
     grads = {}
     for name, leaf in leaves.items():
-        if isinstance(leaf, Tensor) and leaf.requires_grad:
+        if isinstance(leaf, Tensor) and leaf.requires_grad and leaf.is_leaf:
             grads[name] = leaf.grad.to_dense() if leaf.grad is not None else torch.zeros_like(leaf)
     return grads
 

@@ -77,7 +77,7 @@ def check_processes(
     call = flatten_call(model, args, kwargs or {})
     torch.manual_seed(0)
     states = rng_states((*model.parameters(), *call.tensors))
-    expected = unsharded(model, call)
+    expected = unsharded(model, call, left=False)
 
     def noise() -> Mapping[ComparedValue, float]:
         captured = prepared(model, args, kwargs)

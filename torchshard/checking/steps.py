@@ -15,7 +15,8 @@ from torch import Tensor, fx, nn
 from torch.fx.node import Argument
 from torch.utils import _pytree as pytree
 
-from torchshard.capture import Captured, Leaves, copy_model, flatten, shared_names
+from torchshard.capture import Captured, Leaves, copy_model, shared_names
+from torchshard.capture.carried import Arguments
 from torchshard.checking import lockstep
 from torchshard.checking.compare import ComparedValue, Kind, Results, gradients, largest_difference
 from torchshard.checking.rounding import NUDGE_SEED, nudged, widened, widened_graph
@@ -63,17 +64,25 @@ def backward(outputs: Sequence[object], copies: int) -> None:
         torch.autograd.backward(roots, grads)
 
 
-def unsharded(model: nn.Module, call: Leaves) -> Results:
-    """Runs a copy of the model, so that the user's gradients and buffers stay as they are."""
+def unsharded(model: nn.Module, call: Leaves, *, left: bool = True) -> Results:
+    """Runs a copy of the model, so that the user's gradients and buffers stay as they are.
+
+    Args:
+        left: whether the tensors that the call leaves in its arguments count as outputs.
+    """
     model = copy_model(model)
     model.zero_grad()
     inputs = {name: leaf(t) for name, t in zip(call.names, call.tensors, strict=True)}
     call_args, call_kwargs = call.rebuild(list(inputs.values()))
+    arguments = Arguments(call_args, call_kwargs)
     with torch.enable_grad():
-        flat = flatten(model(*call_args, **call_kwargs))
-        backward(flat.tensors, 1)
+        flat, changes = arguments.with_changes(model(*call_args, **call_kwargs), call.positional)
+        outputs = flat.tensors if left else flat.tensors[: changes.results]
+        backward(outputs, 1)
     buffers = dict(model.named_buffers())
-    return Results(flat.tensors, flat.names, gradients(inputs), gradients(dict(model.named_parameters())), buffers)
+    return Results(
+        outputs, flat.names[: len(outputs)], gradients(inputs), gradients(dict(model.named_parameters())), buffers
+    )
 
 
 class Run:
@@ -106,7 +115,8 @@ class Run:
             by_path = {**state, **inputs}
             placeholder_values.append([by_path[n.meta["path"]] for n in graph.graph.nodes if n.op == "placeholder"])
         with torch.enable_grad(), autocasting(()):
-            self.outputs = lockstep.run(graphs, placeholder_values, [self._recorder(rank) for rank in ranks])
+            made = lockstep.run(graphs, placeholder_values, [self._recorder(rank) for rank in ranks])
+            self.outputs = [[output for output in outputs if isinstance(output, Tensor)] for outputs in made]
             backward([o for outputs in self.outputs for o in outputs], len(graphs))
 
     def _recorder(self, rank: int) -> lockstep.Record:

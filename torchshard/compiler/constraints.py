@@ -33,6 +33,8 @@ class Constraints:
     """A plan that was made before, in place of pins."""
     layouts: Mapping[str, Layout] = field(default_factory=dict)
     """Parameters and buffers whose layouts are fixed already, by name."""
+    inputs: Mapping[str, Layout] = field(default_factory=dict)
+    """The call's tensors that are split, by name."""
     recompute: tuple[str, ...] = ()
     """The modules whose values backward computes again; none of them within another."""
 
@@ -44,6 +46,10 @@ class Constraints:
     def with_layouts(self, layouts: Mapping[str, Layout]) -> Constraints:
         """The same for a model whose parameters have their layouts."""
         return replace(self, layouts=layouts)
+
+    def with_inputs(self, inputs: Mapping[str, Layout]) -> Constraints:
+        """The same for a call with tensors that earlier ones have left split."""
+        return replace(self, inputs=inputs)
 
     def first_layouts(self, facts: ModelFacts) -> dict[str, Layout]:
         """The layouts of parameters before any graph is known: the Plan's, or plain slices of what the dict names."""

@@ -11,10 +11,12 @@ from torchshard.capture.facts import ModelFacts
 from torchshard.compiler.constraints import Constraints, does_not_fit, stored
 from torchshard.compiler.limit import Limit, search_within
 from torchshard.compiler.memory import OPTIMIZER_STATES
-from torchshard.core.layouts import Layout
+from torchshard.core.choices import choices
+from torchshard.core.layouts import Layout, Shard
 from torchshard.core.mesh import MeshAxis
 from torchshard.core.notation import Choice
-from torchshard.ir.graph import is_tensor_op
+from torchshard.custom_ops.carry import CARRY
+from torchshard.ir.graph import is_tensor_op, node_row
 from torchshard.passes.annotate import planned_choice
 from torchshard.planner.conversions import conversions_of
 from torchshard.planner.costs import CostModel
@@ -45,12 +47,13 @@ def plan_graph(module: fx.GraphModule, facts: ModelFacts, constraints: Constrain
     if given is not None and all(n.name in given.choices for n in module.graph.nodes if is_tensor_op(n)):
         result = _as_given(problem, given, constraints)
         conversions = given.conversions
-        problem = replace(problem, constraints=replace(problem.constraints, options={}, parameters=constraints.layouts))
+        fixed = {**constraints.layouts, **constraints.inputs}
+        problem = replace(problem, constraints=replace(problem.constraints, options={}, parameters=fixed))
     else:
         result, problem = _searched(problem, limit)
         conversions = {}
         idle = _idle_layouts(module.graph, facts, constraints)
-        result = replace(result, parameters={**result.parameters, **idle, **constraints.layouts})
+        result = replace(result, parameters={**result.parameters, **idle, **constraints.layouts, **constraints.inputs})
     plan = Plan(
         constraints.axis.size,
         result.parameters,
@@ -82,10 +85,22 @@ def _graph_constraints(graph: fx.Graph, constraints: Constraints) -> GraphConstr
     """What the user's plan, and layouts that are fixed already, leave to the search."""
     per_parameter = None if constraints.objective.memory is None else 2.0 + OPTIMIZER_STATES
     common = GraphConstraints(all_axes=constraints.objective.all_axes, per_parameter=per_parameter)
+    carried, fixed = _carried_options(graph, constraints), {**constraints.layouts, **constraints.inputs}
     if constraints.plan is None:
-        return replace(common, pins=pins_of(graph, constraints.pins), parameters=constraints.layouts)
-    layouts = {**constraints.plan.parameters, **constraints.layouts}
-    return replace(common, options=_given_options(graph, constraints.plan), parameters=layouts)
+        return replace(common, pins=pins_of(graph, constraints.pins), options=carried, parameters=fixed)
+    given = {**_given_options(graph, constraints.plan), **carried}
+    return replace(common, options=given, parameters={**constraints.plan.parameters, **fixed})
+
+
+def _carried_options(graph: fx.Graph, constraints: Constraints) -> dict[fx.Node, list[Choice]]:
+    """What an earlier call has left split stays so, for calls that follow to run the same graph."""
+    found = {}
+    for node in graph.find_nodes(op="call_function", target=CARRY):
+        layout, row = constraints.inputs.get(node.meta["place"]), node_row(node)
+        if layout is not None and row is not None:
+            states = choices(row, constraints.axis.size, [(0, layout)] if isinstance(layout, Shard) else [])
+            found[node] = [choice for choice in states if choice.results[0] == layout]
+    return found
 
 
 def _given_options(graph: fx.Graph, plan: Plan) -> dict[fx.Node, list[Choice]]:
@@ -95,8 +110,9 @@ def _given_options(graph: fx.Graph, plan: Plan) -> dict[fx.Node, list[Choice]]:
 
 
 def _as_given(problem: PlanningProblem, given: Plan, constraints: Constraints) -> SearchResult:
-    choices = {node.name: choice for node, (choice,) in problem.constraints.options.items()}
-    return SearchResult(choices, {**given.parameters, **constraints.layouts}, given.costs.gap)
+    chosen = {node.name: choice for node, (choice,) in problem.constraints.options.items()}
+    parameters = {**given.parameters, **constraints.layouts, **constraints.inputs}
+    return SearchResult(chosen, parameters, given.costs.gap)
 
 
 def _idle_layouts(graph: fx.Graph, facts: ModelFacts, constraints: Constraints) -> dict[str, Layout]:

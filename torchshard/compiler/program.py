@@ -10,8 +10,9 @@ import dataclasses
 import logging
 import time
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Any
 
 from torch import fx, nn
@@ -22,8 +23,9 @@ from torchshard.compiler.constraints import Constraints
 from torchshard.compiler.planning import plan_graph
 from torchshard.core.errors import InputError
 from torchshard.core.garbage import without_garbage_collection
-from torchshard.ir.graph import mark_needs_grad
-from torchshard.passes import normalize, rewrite
+from torchshard.core.layouts import Layout, Shard
+from torchshard.ir.graph import is_tensor, mark_needs_grad, placeholders
+from torchshard.passes import carry, normalize, rewrite
 from torchshard.plans.plan import Plan
 
 log = logging.getLogger("torchshard.compiler.program")
@@ -46,18 +48,23 @@ def program(
     args: Sequence[Any],
     kwargs: Mapping[str, Any] | None = None,
     *,
+    inputs: Mapping[str, Layout] | None = None,
+    numbers: Collection[str] = (),
     repeating: bool = False,
 ) -> Program:
     """Captures, plans and rewrites one call of a model.
 
     Args:
+        inputs: the layouts of the call's tensors that earlier calls have left, by name; all others are whole.
+        numbers: the places of integers in the arguments that earlier calls have changed.
         repeating: as in `capture`.
 
     Raises:
         CaptureError, InputError, PlanError: see each.
     """
-    captured = prepared(model, args, kwargs, dynamic=not constraints.is_static, repeating=repeating)
-    return planned(captured, model, constraints)
+    dynamic = not constraints.is_static
+    captured = prepared(model, args, kwargs, dynamic=dynamic, repeating=repeating, inputs=inputs or {}, numbers=numbers)
+    return planned(captured, model, constraints.with_inputs(inputs or {}))
 
 
 def prepared(
@@ -67,13 +74,22 @@ def prepared(
     *,
     dynamic: bool = True,
     repeating: bool = False,
+    inputs: Mapping[str, Layout] = MappingProxyType({}),
+    numbers: Collection[str] = (),
 ) -> Captured:
     """One call of a model, in the caller's grad mode, as a graph with few kinds of nodes, ready to be planned."""
     with without_garbage_collection(), _timed("capture"):
-        captured = capture(model, args, kwargs, dynamic=dynamic, repeating=repeating)
+        left = _unsplit(inputs)
+        captured = capture(model, args, kwargs, dynamic=dynamic, repeating=repeating, left=left, numbers=numbers)
         normalize(captured.graph)
+        carry(captured.graph, captured.changes)
         _mark_trainable(captured, model)
     return captured
+
+
+def _unsplit(inputs: Mapping[str, Layout]) -> dict[str, int | None]:
+    """Name -> the dim that is split; None if there is none."""
+    return {name: layout.dim if isinstance(layout, Shard) else None for name, layout in inputs.items()}
 
 
 def planned(captured: Captured, model: nn.Module, constraints: Constraints) -> Program:
@@ -135,5 +151,5 @@ def check_world_size(world_size: object) -> None:
 
 def _mark_trainable(captured: Captured, model: nn.Module) -> None:
     trainable = [name for name, p in model.named_parameters() if p.requires_grad]
-    inputs = [n for n in captured.graph.graph.nodes if n.op == "placeholder" and n.meta["kind"] == "input"]
+    inputs = [n for n in placeholders(captured.graph.graph) if n.meta["kind"] == "input" and is_tensor(n)]
     mark_needs_grad(captured.graph, trainable + [n.meta["path"] for n in inputs if n.meta["val"].requires_grad])

@@ -37,6 +37,7 @@ from torch.fx.node import Argument, Target
 from torchshard.core.autocast import autocasting
 from torchshard.core.layouts import I, Layout
 from torchshard.core.notation import Choice, Row
+from torchshard.custom_ops.carry import CARRY
 from torchshard.custom_ops.whole import WholeCall
 from torchshard.distributed.ops import is_collective
 from torchshard.rules import Call, TensorType, is_random, row_of, writes_statistics
@@ -150,10 +151,15 @@ def consumers(graph: fx.Graph) -> list[fx.Node]:
     return [node for node in graph.nodes if node.op == "output" or is_tensor_op(node)]
 
 
+def is_carried(value: fx.Node) -> bool:
+    """Whether a result of a graph may stay split: a call leaves it for the next one."""
+    return value.target is CARRY
+
+
 def required_layouts(node: fx.Node, choice: Choice | None) -> list[tuple[fx.Node, Layout]]:
-    """(value, required layout) for each operand of an op; the output requires all values whole."""
+    """(value, required layout) for each operand of an op; the output requires all values whole but carried ones."""
     if choice is None:
-        return [(n, I) for n in _nodes_in(node.args) if is_tensor(n)]
+        return [(n, I) for n in _nodes_in(node.args) if is_tensor(n) and not is_carried(n)]
     return list(zip(operands(node), choice.operands, strict=True))
 
 

@@ -1,6 +1,7 @@
 """The pipeline from a captured graph to the graph that one rank runs. Each pass is a file; `verify` checks its result.
 
 normalize   -> fewer kinds of nodes
+carry       -> values that stay split between two calls
 annotate    -> the plan's layouts and choices on the nodes
 insert      -> collectives between producers and consumers that disagree
 simplify    -> biases back in their ops where no collective came between
@@ -25,6 +26,7 @@ from torch import fx
 from torchshard.core.mesh import Coordinate
 from torchshard.ir.graph import duplicate
 from torchshard.passes.annotate import annotate
+from torchshard.passes.carry import carry, with_whole_results
 from torchshard.passes.differentiate import differentiate, has_backward
 from torchshard.passes.direct import direct
 from torchshard.passes.insert import insert
@@ -41,9 +43,9 @@ from torchshard.passes.verify import Stage, verify
 from torchshard.plans.plan import Plan
 
 __all__ = [
-    "Gradients", "Partition", "Segment", "annotate", "differentiate", "direct", "has_backward", "insert", "localize",
-    "localized", "lower", "normalize", "partition", "rewrite", "schedule", "segments", "simplify", "step_graphs",
-    "verify",
+    "Gradients", "Partition", "Segment", "annotate", "carry", "differentiate", "direct", "has_backward", "insert",
+    "localize", "localized", "lower", "normalize", "partition", "rewrite", "schedule", "segments", "simplify",
+    "step_graphs", "verify", "with_whole_results",
 ]  # fmt: skip
 
 

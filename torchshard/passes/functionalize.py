@@ -223,8 +223,8 @@ def _store_written(aliases: Aliases) -> None:
     """Stores the final value of each written buffer, and refuses writes to anything else that outlives the call."""
     graph = aliases.module.graph
     for root in list(aliases.version):
-        if root.op != "placeholder":
-            continue
+        if root.op != "placeholder" or root.meta["kind"] == "input":
+            continue  # what the call leaves in its arguments is among the graph's results
         if root.meta["kind"] == "constant":
             raise refused(root, f"the model writes to {root.meta['path']}, which is no registered buffer of it")
         if root.meta["kind"] != "buffer":

@@ -18,7 +18,7 @@ from torch.fx.node import Argument
 
 from torchshard.core.conversions import ConversionStep, Steps, step_args
 from torchshard.core.layouts import I, Layout, R, is_whole
-from torchshard.ir.graph import consumers, global_shape, is_tensor, name_after, required_layouts
+from torchshard.ir.graph import consumers, global_shape, is_carried, is_tensor, name_after, required_layouts
 
 
 def insert(module: fx.GraphModule, planned: Mapping[str, Steps]) -> bool:
@@ -43,7 +43,7 @@ def _convert_operands(node: fx.Node, conversions: _Conversions) -> None:
     upcoming = iter(replaced)
 
     def swap(value: fx.Node) -> fx.Node:
-        return next(upcoming)[1] if is_tensor(value) else value
+        return next(upcoming)[1] if is_tensor(value) and not (node.op == "output" and is_carried(value)) else value
 
     if node.op == "output":
         node.args = fx.map_arg(node.args, swap)

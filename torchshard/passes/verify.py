@@ -25,7 +25,18 @@ from torchshard.core.errors import InternalError
 from torchshard.core.layouts import I, Layout, Shard, canonical, dual, is_whole
 from torchshard.core.mesh import MeshAxis
 from torchshard.distributed.ops import OPS, is_or_begins_collective
-from torchshard.ir.graph import fake_mode, faking, hint, is_tensor, is_tensor_op, layout_of, operands, values, where
+from torchshard.ir.graph import (
+    fake_mode,
+    faking,
+    hint,
+    is_carried,
+    is_tensor,
+    is_tensor_op,
+    layout_of,
+    operands,
+    values,
+    where,
+)
 from torchshard.passes.annotate import legal_choices
 from torchshard.passes.nodes import int_arg, node_arg, operator_of
 from torchshard.passes.propagate import Seen, is_sized_by_values, run
@@ -71,7 +82,7 @@ def _layout_faults(module: fx.GraphModule, stage: Stage) -> Iterator[Fault]:
         elif node.target in OPS:
             yield from _collective_faults(node, axis)
         elif node.op == "output" and stage != "annotated":
-            results = [n for n in node.all_input_nodes if is_tensor(n)]
+            results = [n for n in node.all_input_nodes if is_tensor(n) and not is_carried(n)]
             yield from _edge_faults(node, results, (I,) * len(results))
 
 

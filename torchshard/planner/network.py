@@ -25,7 +25,7 @@ from torchshard.core.choices import choices
 from torchshard.core.conversions import ConversionStep
 from torchshard.core.layouts import I, Layout, Shard, local_size
 from torchshard.core.notation import Choice
-from torchshard.ir.graph import is_tensor, is_tensor_op, is_weight, where, whole_choice
+from torchshard.ir.graph import is_carried, is_tensor, is_tensor_op, is_weight, required_layouts, where, whole_choice
 from torchshard.planner.axes import tensors_of, wanted_parts, weight_axes
 from torchshard.planner.conversions import element_of
 from torchshard.planner.costs import CostModel, Op, Value
@@ -158,7 +158,7 @@ class _Builder:
         for op in self.ops:
             for operand in dict.fromkeys(self._inputs(op)):
                 self.consumers.setdefault(operand, []).append(op)
-        self.results = {self._representative(n) for n in graph.output_node().all_input_nodes if is_tensor(n)}
+        self.results = {self._representative(n) for n, _ in required_layouts(graph.output_node(), None)}
         stored = [n for n in graph.nodes if n.op == "placeholder" and n in self.consumers]
         self._add_ops()
         for node in stored:
@@ -194,8 +194,9 @@ class _Builder:
                     states = pinned_choices(op, self.constraints.pins[op.node], states, self.ranks)
                 else:
                     states = [c for c in states if axes is None or all(a in axes[op.node] for a, _ in c.axes)]
-                if not any(value.needs_grad for value in (*op.operands, *op.results)):
-                    states = [c for c in states if c.name != "R"]  # the same as I where no gradient flows
+                if is_carried(op.node) or not any(value.needs_grad for value in (*op.operands, *op.results)):
+                    # the same as I where no gradient flows; and what is whole between two calls is I
+                    states = [c for c in states if c.name != "R"]
             variable = self.network.variable(("op", self.position[op.node], 0), states)
             saved = None
             if self.constraints.per_parameter is not None:

@@ -6,11 +6,14 @@ import torch
 from torch._ops import OpOverload
 
 from torchshard.core.notation import Row
+from torchshard.custom_ops.carry import CARRY
 from torchshard.custom_ops.fx_types import Target
 from torchshard.custom_ops.with_value import WITH_VALUE
 from torchshard.rules.registry import Call, broadcast, letters, rule, spaced
 
 aten = torch.ops.aten
+
+rule(CARRY, row="... -> ...")
 
 JOINTLY = {aten.add.Tensor, aten.sub.Tensor, aten.where.self, WITH_VALUE}
 """Ops linear in all operands (but a condition) jointly: Partial + Partial is Partial, Partial + Replicate is not."""

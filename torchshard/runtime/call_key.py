@@ -7,7 +7,7 @@ are not part of it, for one graph runs many sizes: `Captured.assumes` checks tho
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterable
+from collections.abc import Hashable, Iterable, Mapping
 from typing import NamedTuple
 
 import torch
@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torchshard.capture import Leaves, global_hooks, memory_order
 from torchshard.core.autocast import Autocast, current_autocast
 from torchshard.core.hashing import hash_text
+from torchshard.core.layouts import Layout
 
 
 class CallKey(NamedTuple):
@@ -28,6 +29,10 @@ class CallKey(NamedTuple):
     inputs_need_grad: tuple[bool, ...]
     inputs: tuple[tuple[torch.dtype, str, Hashable], ...]
     """(dtype, device type, order in memory) of each input."""
+    entry: str
+    """The path of the part of the model that is called; '' for the model itself."""
+    layouts: tuple[tuple[str, str], ...]
+    """(name, layout) of each input that is split."""
     training: tuple[bool, ...]
     """Train or eval, of each module."""
     autocast: Autocast
@@ -47,10 +52,19 @@ class CallKey(NamedTuple):
         return str(self[2:])
 
 
-def call_key(call: Leaves, visible_state: int, modules: Iterable[nn.Module], state: Iterable[Tensor]) -> CallKey:
+def call_key(
+    call: Leaves,
+    visible_state: int,
+    modules: Iterable[nn.Module],
+    state: Iterable[Tensor],
+    layouts: Mapping[str, Layout],
+    entry: str = "",
+) -> CallKey:
     """The key of a call that is made now, in this thread's modes.
 
     Args:
+        layouts: those of the inputs that are split.
+        entry: the path of the part that is called.
         visible_state: the number of the state of attributes and globals.
         modules: all modules of the model, in a fixed order.
         state: all parameters and buffers, in a fixed order.
@@ -60,6 +74,8 @@ def call_key(call: Leaves, visible_state: int, modules: Iterable[nn.Module], sta
         visible_state,
         tuple(t.requires_grad for t in call.tensors),
         tuple((t.dtype, t.device.type, memory_order(t)) for t in call.tensors),
+        entry,
+        tuple((name, str(layout)) for name, layout in layouts.items()),
         tuple(m.training for m in modules),
         current_autocast(),
         (torch.is_grad_enabled(), torch.is_inference_mode_enabled(), torch.get_default_dtype(),

@@ -9,7 +9,7 @@ with the plan and every bit of the inputs: that happens once for each graph.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
@@ -20,6 +20,7 @@ from torchshard.capture import Leaves
 from torchshard.compiler.program import Program
 from torchshard.core.errors import DistributedError, InputError, ShardError
 from torchshard.core.hashing import hash_tensor, hash_text
+from torchshard.core.layouts import Layout
 from torchshard.distributed.consistency import begin_verifying, verify_equal
 from torchshard.distributed.group import Group
 from torchshard.ir.listing import listing, value_text
@@ -42,6 +43,15 @@ class PreparedCall:
     """A call whose arguments fit the model, as one rank sees it."""
 
     inputs: Leaves
+    """Of what earlier calls have left split, tensors without memory that have the whole's shape."""
+    tensors: tuple[Tensor, ...]
+    """The call's tensors, as this rank's graph takes them."""
+    layouts: Mapping[str, Layout]
+    """The layouts of the inputs that are split."""
+    left_by: Sequence[object]
+    """The calls that have left them: two ranks' slices can't be compared, but must be of one whole."""
+    arguments: object
+    """The objects that hold the inputs."""
     key: CallKey
     compiled: Compiled | None
     """The graph that was captured for such a call, if there is one."""
@@ -121,6 +131,8 @@ def _summary(call: PreparedCall, purpose: Purpose, snapshot: HistorySnapshot) ->
             shown |= {f"input {name}": value_text(tensor), f"{VALUES} {name}": str(value)}
         return shown | {
             "the arguments that are not tensors": str(call.inputs.structure),
+            "the calls that have left split inputs": str(call.left_by),
+            "numbers among the arguments": str(dict(zip(call.inputs.number_names, call.inputs.numbers, strict=True))),
             "the attributes and globals that forward reads": call.visible_state,
             "mode and gradients": call.key.modes,
             CAPTURE: "to be captured now" if call.compiled is None else "captured before",
@@ -130,7 +142,8 @@ def _summary(call: PreparedCall, purpose: Purpose, snapshot: HistorySnapshot) ->
             **snapshot.facts,
         }
 
-    return _Summary(f"{key} {shapes} {values} {rng} {call.compiled is None} {purpose} {call.compiler}", facts)
+    seen = [*values, *call.inputs.numbers, *call.left_by]
+    return _Summary(f"{key} {shapes} {seen} {rng} {call.compiled is None} {purpose} {call.compiler}", facts)
 
 
 def verify_same_weights(model: nn.Module, group: Group, replaced: Collection[str] = ()) -> None:

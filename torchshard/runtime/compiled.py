@@ -17,8 +17,9 @@ from torch import Tensor, fx, nn
 
 from torchshard.capture import ModelCall, refuse_state_between
 from torchshard.compiler.program import Program
+from torchshard.core.layouts import I, Layout
 from torchshard.core.mesh import Coordinate
-from torchshard.ir.graph import duplicate, uses_rng, writes
+from torchshard.ir.graph import duplicate, is_tensor, layout_of, results_of, uses_rng, writes
 from torchshard.passes import localized, schedule
 from torchshard.runtime.call_key import CallKey
 from torchshard.runtime.compilation import Compiler, can_compile
@@ -53,6 +54,8 @@ class Compiled:
     """The names of parameters and buffers, and the constants, in the order of the graph's placeholders."""
     digest: int
     """The digest of its calls' key, which is the same on all ranks."""
+    carried: tuple[tuple[Layout, torch.Size], ...]
+    """The layout and the whole's shape of each result that a call leaves in its arguments."""
     uses_rng: bool
     """Whether it draws random numbers, so that the ranks' RNG states must be equal."""
     model_call: ModelCall
@@ -121,9 +124,20 @@ def compile_program(
         executable=executable,
         state=_graph_state(program, graph, device),
         digest=key.digest,
+        carried=_carried(program),
         uses_rng=graph_uses_rng(program.graph),
         model_call=model_call,
         coordinate=coordinate,
+    )
+
+
+def _carried(program: Program) -> tuple[tuple[Layout, torch.Size], ...]:
+    values = results_of(program.graph.graph)[program.captured.changes.results :]
+    return tuple(
+        (layout_of(value), value.meta["val"].shape)
+        if isinstance(value, fx.Node) and is_tensor(value)
+        else (I, torch.Size())
+        for value in values
     )
 
 
@@ -157,7 +171,7 @@ class GraphCache:
         copied.captures, copied.latest = self.captures, self.latest
         return copied
 
-    def find(self, key: CallKey, inputs: Sequence[Tensor]) -> Compiled | None:
+    def find(self, key: CallKey, inputs: Sequence[Tensor | int]) -> Compiled | None:
         """The graph for a call, if there is one. The key becomes the one that was called last."""
         graphs = self._by_key.pop(key, None)
         if graphs is None:

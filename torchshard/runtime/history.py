@@ -65,7 +65,9 @@ class History:
     """What one rank has done with one model."""
 
     def __init__(self, group: Group, class_name: str) -> None:
-        self._group, self._class_name, self._number = group, class_name, group.handshake.sharded_models
+        self._group, self._class_name = group, class_name
+        self.number = group.handshake.sharded_models
+        """The number of the model among those of the group."""
         group.handshake.sharded_models += 1
         self._calls, self._turn = 0, 0
         self._steps, self._steps_digest, self._settings = 0, 0, "none"
@@ -78,7 +80,12 @@ class History:
     @property
     def next_call(self) -> str:
         """The name of the next call."""
-        return f"call {self._calls + 1} of model {self._number}"
+        return f"call {self._calls + 1} of model {self.number}"
+
+    @property
+    def latest_call(self) -> tuple[int, int]:
+        """The number of the model, and that of its latest call."""
+        return self.number, self._calls
 
     def count_call(self) -> None:
         """Counts a call that all ranks make."""
@@ -138,7 +145,7 @@ class History:
         handshake = self._group.handshake
         recent = "; ".join(handshake.recent_unverified) or "nothing"
         return {
-            MODEL: f"number {self._number}, a {self._class_name}",
+            MODEL: f"number {self.number}, a {self._class_name}",
             SENT: f"{recent} ({handshake.unverified_hash:x})",
             STEPS: f"{self._steps}, the last by {self._settings} ({self._steps_digest:x})",
         }
@@ -199,7 +206,7 @@ class _GradientHook:
 
     def __init__(self, history: History, number: int) -> None:
         # Weak: a result that the user keeps must not keep the model.
-        self._history, self._number = weakref.ref(history), number
+        self._history, self.number = weakref.ref(history), number
 
     def __call__(self, gradient: Tensor) -> None:
         history = self._history()
@@ -210,4 +217,4 @@ class _GradientHook:
         ):
             return
         if gradient.layout == torch.strided and gradient.is_floating_point() and gradient.numel():
-            history.note_gradient(gradient, self._number)
+            history.note_gradient(gradient, self.number)

@@ -42,7 +42,7 @@ from torchshard.compiler.constraints import Constraints, PlanLike, check_layouts
 from torchshard.compiler.program import Program, program
 from torchshard.core.autocast import autocasting
 from torchshard.core.errors import CaptureError, DistributedError, InputError, PlanError, ShardError
-from torchshard.core.layouts import Layout
+from torchshard.core.layouts import Layout, Shard
 from torchshard.distributed.consistency import run_on_all_ranks, running, verify_equal
 from torchshard.distributed.group import CheckLevel, Group
 from torchshard.distributed.wire import settling
@@ -57,10 +57,12 @@ from torchshard.runtime.call_verification import (
     verify_same_program,
     verify_same_weights,
 )
+from torchshard.runtime.carried import CarriedSlice, check_once, local_tensors, mark, whole_inputs
 from torchshard.runtime.compilation import Compiler, compiler_of
 from torchshard.runtime.compiled import Compiled, compile_program
 from torchshard.runtime.digests import describe_contents
 from torchshard.runtime.dynamo import call_outside, tracing_compiler
+from torchshard.runtime.generation import entry_of, generation_method
 from torchshard.runtime.history import History, HistorySnapshot
 from torchshard.runtime.optimizers import mark_state_dicts, observe_steps
 from torchshard.runtime.state import State
@@ -92,6 +94,10 @@ class ShardedModule(State):
             return []
         check_other_group(getattr(wrapper, "process_group", None), self._ts_group, type(wrapper).__name__)
         return []
+
+    def __getattr__(self, name: str) -> Any:
+        method = generation_method(self, name) if "_ts_source" in self.__dict__ else None
+        return super().__getattr__(name) if method is None else method
 
     # The parts of a sharded model refuse hooks (`ShardedSubmodule`); the whole model is called, and has them.
     register_forward_hook: Callable[..., RemovableHandle] = nn.Module.register_forward_hook
@@ -133,6 +139,9 @@ class ShardedModule(State):
         self._ts_constraints = constraints
         self._ts_compiler = compiler
         self._ts_watch = Watch(self.source)
+        self._ts_entries: dict[str, nn.Module] = {"": self.source}
+        self._ts_carried_places: set[str] = set()
+        self._ts_numbers: set[str] = set()
         self._ts_history = History(group, type(model).__name__)
         observe_steps(self, model)
 
@@ -191,10 +200,19 @@ class ShardedModule(State):
             refuse_transforms(self.source)  # within the lock: another thread's capture would look like a transform
             return self._call(compiler, args, kwargs)
 
-    def _call(self, compiler: Compiler | None, args: Sequence[object], kwargs: Mapping[str, object]) -> Any:
+    def call_part(self, path: str, args: Sequence[object], kwargs: Mapping[str, object]) -> Any:
+        """Calls a submodule of the model by itself, as generation calls an encoder; it has graphs of its own."""
+        if path not in self._ts_entries:
+            self._ts_entries[path] = entry_of(self.source, path)
+        with _CALL_LOCK:
+            return self._call(self._ts_compiler, args, kwargs, path)
+
+    def _call(
+        self, compiler: Compiler | None, args: Sequence[object], kwargs: Mapping[str, object], entry: str = ""
+    ) -> Any:
         name = self._ts_history.next_call
         with unwatched():
-            call, verify = self._begun_call(args, kwargs, "a call", compiler)
+            call, verify = self._begun_call(args, kwargs, "a call", compiler, entry)
             if isinstance(call, ShardError) or not self._can_run_ahead(call, compiler):
                 verify()
                 verify = _nothing
@@ -204,18 +222,24 @@ class ShardedModule(State):
         with running(name), unwatched(), autocasting(()):
             try:
                 with settling(verify):
-                    results = self._executable(compiled, call, compiler)(*state, *call.inputs.tensors)
+                    results = self._executable(compiled, call, compiler)(*state, *call.tensors, *call.inputs.numbers)
             except RuntimeError as error:
                 _check_dtypes(call.inputs, state)  # explains the commonest cause better than the op's own error
                 raise error
+        captured = compiled.program.captured
+        results, left = results[: captured.changes.results], results[captured.changes.results :]
         if self._verifies_calls() and torch.is_grad_enabled():
             self._ts_history.watch_results(results)
-        return compiled.program.captured.rebuild(results)
+        kept = (
+            mark(tensor, layout, shape, self._ts_group, self._ts_history.latest_call)
+            for tensor, (layout, shape) in zip(left, compiled.carried, strict=True)
+        )
+        return captured.finish([*results, *kept], call.arguments)
 
     def _executable(self, compiled: Compiled, call: PreparedCall, compiler: Compiler | None) -> Callable[..., Any]:
         """What runs a call: with a graph of the backward if gradients are wanted, except where PyTorch is to trace it,
         or each collective is to be verified."""
-        if self._ts_group.level is CheckLevel.ALL or any(map(is_fake, call.inputs.tensors)):
+        if self._ts_group.level is CheckLevel.ALL or any(map(is_fake, call.tensors)):
             return compiled.executable
         inference, training = compiled.executables(compiler)
         return training.next_call() if torch.is_grad_enabled() else inference
@@ -235,6 +259,7 @@ class ShardedModule(State):
         kwargs: Mapping[str, object],
         purpose: Purpose,
         compiler: Compiler | None = None,
+        entry: str = "",
     ) -> tuple[PreparedCall | ShardError, Callable[[], None]]:
         """A call that all ranks make, and a function that waits until they have compared its key, shapes and values.
 
@@ -243,7 +268,7 @@ class ShardedModule(State):
         """
         call: PreparedCall | ShardError
         try:
-            call = self._prepared_call(args, kwargs, purpose, compiler)
+            call = self._prepared_call(args, kwargs, purpose, compiler, entry)
         except ShardError as error:
             call = error
         compare = _nothing
@@ -270,20 +295,32 @@ class ShardedModule(State):
             raise
 
     def _prepared_call(
-        self, args: Sequence[object], kwargs: Mapping[str, object], purpose: Purpose, compiler: Compiler | None
+        self,
+        args: Sequence[object],
+        kwargs: Mapping[str, object],
+        purpose: Purpose,
+        compiler: Compiler | None,
+        entry: str,
     ) -> PreparedCall:
         self._follow()
-        inputs = flatten_call(self.source, args, kwargs)
-        check_strided(self.source, inputs)
-        self._check_devices(inputs)
+        given = flatten_call(self._ts_entries[entry], args, kwargs, self._ts_numbers)
+        check_strided(self.source, given)
+        self._check_devices(given)
         if purpose == "a call":
-            self._check_has_values(inputs)
-        key = call_key(inputs, self._ts_watch.state(), self._ts_source_modules, self._ts_tensors.values())
+            self._check_has_values(given)
+        inputs, layouts = whole_inputs(given, self._ts_group, self._ts_history.number, self._ts_carried_places)
+        state = self._ts_watch.state()
+        key = call_key(inputs, state, self._ts_source_modules, self._ts_tensors.values(), layouts, entry)
         visible = f"state {self._ts_watch.number}"
         if self._ts_watch.latest_change:
             visible += f", changed last: {self._ts_watch.latest_change}"
-        compiled = self._ts_graphs.find(key, inputs.tensors)
-        return PreparedCall(inputs, key, compiled, "" if compiler is None else str(compiler), visible)
+        compiled = self._ts_graphs.find(key, (*inputs.tensors, *inputs.numbers))
+        tensors = given.tensors if inputs is given else local_tensors(given)
+        calls = [t.left_by for t in given.tensors if isinstance(t, CarriedSlice)]
+        if compiled is not None:
+            check_once(given, compiled.program.captured.changes)
+        compiled_by = "" if compiler is None else str(compiler)
+        return PreparedCall(inputs, tensors, layouts, calls, given.arguments, key, compiled, compiled_by, visible)
 
     def _history_snapshot(self, call: PreparedCall | ShardError) -> HistorySnapshot:
         # Until the first graph fixes the layouts they follow from each rank's plan, and plans may still differ.
@@ -349,9 +386,15 @@ class ShardedModule(State):
         constraints = self._ts_constraints.with_layouts(self._ts_layouts) if self._ts_fixed else self._ts_constraints
         model_call = ModelCall(_without_storage(call.inputs), call.key.training)
 
+        if any(isinstance(layout, Shard) for layout in call.layouts.values()):
+            args, kwargs = call.inputs.rebuild(call.inputs.tensors)
+
         def capture_and_plan() -> Program:
-            captured = program(self.source, constraints, args, kwargs)
-            self._ts_graphs.refuse_dependence(self.source, model_call, captured)
+            numbers = call.inputs.number_names
+            entry = self._ts_entries[call.key.entry]
+            captured = program(entry, constraints, args, kwargs, inputs=call.layouts, numbers=numbers)
+            self._ts_graphs.refuse_dependence(entry, model_call, captured)
+            check_once(call.inputs, captured.captured.changes)
             return captured
 
         _warn_of_global_hooks()
@@ -359,9 +402,12 @@ class ShardedModule(State):
         planned = run_on_all_ranks(self._ts_group, capture_and_plan, CaptureError, what)
         verify_same_program(self._ts_group, planned, call.inputs)
         if not self._ts_fixed:
-            self._fix_layouts(planned.plan.parameters)
+            own = planned.plan.parameters.items()
+            self._fix_layouts({name: layout for name, layout in own if name in self._ts_tensors})
         device = next((p.device for p in self.parameters()), None)
         compiled = compile_program(planned, call.key, model_call, self._ts_group.coordinate, device)
+        self._ts_carried_places.update(planned.captured.changes.names)
+        self._ts_numbers.update(planned.captured.changes.numbers)
         self._ts_graphs.add(call.key, compiled, self._ts_watch.latest_change)
         self._note_left(planned.captured.left)
         return compiled
@@ -444,4 +490,4 @@ def _check_dtypes(inputs: Leaves, state: Sequence[Tensor]) -> None:
 def _without_storage(inputs: Leaves) -> Leaves:
     """A call's inputs without memory, which a graph may keep as long as it lives."""
     tensors = (without_storage(tensor).requires_grad_(tensor.requires_grad) for tensor in inputs.tensors)
-    return replace(inputs, tensors=tuple(tensors))
+    return replace(inputs, tensors=tuple(tensors), arguments=((), {}))

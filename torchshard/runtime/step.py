@@ -23,6 +23,7 @@ from torchshard.core.garbage import without_garbage_collection
 from torchshard.core.hashing import hash_text
 from torchshard.core.mesh import Coordinate
 from torchshard.core.rng_states import RngStates, keeping_rng_states, rng_states, set_rng_states
+from torchshard.custom_ops.carry import CARRY
 from torchshard.custom_ops.stepwise import Stepwise
 from torchshard.distributed.consistency import note_unverified, running, running_call, verify_equal
 from torchshard.distributed.group import Group, lookup
@@ -133,8 +134,11 @@ def _boxed(run: Callable[..., Any]) -> Callable[[list[Any]], tuple[Tensor | None
 def with_direct_collectives(graph: fx.GraphModule) -> fx.GraphModule:
     """A copy of a rank's graph whose collectives skip PyTorch's dispatcher: it takes as long as sending a few bytes."""
     copied = duplicate(graph)
-    for node in copied.graph.nodes:
-        if node.target in OPS:
+    for node in list(copied.graph.nodes):
+        if node.target is CARRY:
+            node.replace_all_uses_with(node.args[0])
+            copied.graph.erase_node(node)
+        elif node.target in OPS:
             node.target, node.args = under_autograd(node.target), (node.args[0], *hashable(node.args[1:]))
         elif isinstance(node.target, Stepwise):
             node.target = dataclasses.replace(node.target, collective=under_autograd)

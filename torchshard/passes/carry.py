@@ -1,0 +1,59 @@
+"""Marks what a call leaves for the next one, so that it may stay split.
+
+    before    keys = cat([keys_in, k], 2); att = attention(q, keys, ...); output ((att,), (keys,))
+    after     keys = cat([keys_in, k], 2); keys_carry = carry(keys); att = attention(q, keys_carry, ...); ...
+
+All consumers take the carried value: a layout in which it could lie for nothing, but in which no op takes it, would
+have to be converted at each later call.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import fx
+
+from torchshard.capture.carried import Changes
+from torchshard.core.conversions import plan_conversion, step_args
+from torchshard.core.layouts import I, Shard
+from torchshard.custom_ops.carry import CARRY
+from torchshard.ir.graph import ORIGIN, duplicate, global_shape, is_carried, is_tensor, layout_of, name_after
+
+
+def carry(module: fx.GraphModule, changes: Changes) -> bool:
+    """Rewrites the graph; returns whether anything changed."""
+    output, made = module.graph.output_node(), dict[fx.Node, fx.Node]()
+    (values,) = output.args
+    assert isinstance(values, tuple)
+    first_op = next(node for node in module.graph.nodes if node.op != "placeholder")
+    for value, place in zip(values[changes.results :], changes.names, strict=True):
+        if not isinstance(value, fx.Node) or not is_tensor(value) or value in made or place in changes.whole:
+            continue
+        before = first_op if value.op == "placeholder" else value.next
+        with module.graph.inserting_before(before):
+            node = made[value] = module.graph.call_function(CARRY, (value,))
+        name_after(node, f"{value.name}_carry")
+        node.meta = {key: value.meta[key] for key in ORIGIN if key in value.meta} | {
+            "val": value.meta["val"],
+            "place": place,
+        }
+        value.replace_all_uses_with(node, lambda user, node=node: user not in (node, output))  # type: ignore[misc]
+    left = [made.get(v, v) if isinstance(v, fx.Node) else v for v in values[changes.results :]]
+    output.args = ((*values[: changes.results], *left),)  # what forward returns is whole, though it leaves the same
+    return bool(made)
+
+
+def with_whole_results(module: fx.GraphModule) -> fx.GraphModule:
+    """A copy of a rewritten graph whose carried results are whole, as those of the unsharded model."""
+    copied = duplicate(module)
+    output = copied.graph.output_node()
+    for value in [n for n in output.all_input_nodes if is_carried(n) and isinstance(layout_of(n), Shard)]:
+        layout = layout_of(value)
+        (step,) = plan_conversion(layout, I) or ()
+        args = step_args(layout, I, global_shape(value))
+        with copied.graph.inserting_before(output):
+            op = getattr(torch.ops.torchshard, step.name).default
+            whole = copied.graph.call_function(op, (value, *args, copied.meta["axis"].name))
+        name_after(whole, f"{value.name}_{step.name}")
+        whole.meta = {key: value.meta[key] for key in ("val", *ORIGIN) if key in value.meta} | {"layouts": (I,)}
+        output.replace_input_with(value, whole)
+    return copied

@@ -1,0 +1,254 @@
+"""This rank's slices of what a call has left in its arguments: caches and states between two calls of a sharded model.
+
+cache.layers[0].keys                  S(1) on rank 0 of 2 of f32[1,8,5,64]: tensor(...)
+keys.index_select(0, beams)           computed on the slice: the same slice of the result, by the op's row
+keys.sum()                            an InputError: it would be the sum of a slice
+keys.full_tensor()                    the whole, on every rank
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import replace
+from functools import partial
+from typing import Any, NoReturn, SupportsIndex
+
+import torch
+from torch import Tensor
+from torch._ops import OpOverload
+from torch.utils import _pytree as pytree
+
+from torchshard.capture import Leaves
+from torchshard.capture.carried import Changes
+from torchshard.core.choices import choices, local_replacement
+from torchshard.core.conversions import plan_conversion, step_args
+from torchshard.core.errors import InputError
+from torchshard.core.layouts import I, Layout, P, Shard, is_whole, type_text
+from torchshard.core.notation import Choice, Local, Row
+from torchshard.distributed.group import Group
+from torchshard.rules import Call, TensorType, row_of
+
+_plain = torch._C._DisableTorchDispatch
+
+
+class CarriedSlice(Tensor):
+    """A rank's slice of a tensor that a call of a sharded model has left in its arguments."""
+
+    sharding: Shard
+    """The layout of the whole tensor over the ranks."""
+    group: Group
+    left_by: tuple[int, int]
+    """The number of the model that has left it, and that of the call."""
+    whole: tuple[int, ...]
+    """The shape of the whole tensor."""
+    plain: Tensor
+    """The same memory, unmarked."""
+
+    @classmethod
+    def of(
+        cls, tensor: Tensor, sharding: Shard, whole: Sequence[int], group: Group, left_by: tuple[int, int]
+    ) -> CarriedSlice:
+        """The same memory, marked as a slice."""
+        marked: CarriedSlice = torch.Tensor._make_subclass(cls, tensor, tensor.requires_grad)
+        marked.sharding, marked.whole, marked.group, marked.left_by = sharding, tuple(whole), group, left_by
+        marked.plain = tensor
+        return marked
+
+    def full_tensor(self) -> Tensor:
+        """The whole tensor, with its gradient; all ranks must call it.
+
+        Source: torch.distributed.tensor.DTensor.full_tensor
+        """
+        (step,) = plan_conversion(self.sharding, I) or ()
+        convert = getattr(torch.ops.torchshard, step.name).default
+        whole: Tensor = convert(self.plain, *step_args(self.sharding, I, self.whole), self.group.name)
+        return whole
+
+    @property
+    def like_whole(self) -> Tensor:
+        """A tensor of the whole's shape, without memory; contiguous, for the ranks' slices may lie otherwise each."""
+        return torch.empty(self.whole, dtype=self.dtype, device="meta", requires_grad=self.requires_grad)
+
+    @classmethod
+    def __torch_function__(
+        cls,
+        func: Callable[..., Any],
+        types: object,
+        args: tuple[Any, ...] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:
+        if torch.is_grad_enabled() and func.__name__ not in _READS:
+            for tensor in pytree.tree_leaves((args, kwargs)):
+                if isinstance(tensor, cls) and tensor.plain.requires_grad:
+                    tensor._refuse(func.__name__, "it has a gradient, which such a computation would lose")
+        with torch._C.DisableTorchFunctionSubclass():
+            return func(*args, **(kwargs or {}))
+
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override]
+        cls,
+        func: OpOverload[..., Any],
+        types: object,
+        args: tuple[Any, ...] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:
+        kwargs = kwargs or {}
+        slices = [t for t in pytree.tree_leaves((args, kwargs)) if isinstance(t, cls)]
+        first = slices[0]
+        plain_args, plain_kwargs = pytree.tree_map_only(cls, lambda t: t.plain, (args, kwargs))
+        if func in _WRITES:
+            func(*plain_args, **plain_kwargs)
+            return args[0]
+        if func in _SAME:
+            return cls.of(func(*plain_args, **plain_kwargs), first.sharding, first.whole, first.group, first.left_by)
+        if func in _SIZED:
+            return first._reshaped(func, *plain_args)
+        row, choice, whole = first._as_planned(func, args, kwargs)
+        compute = local_replacement(row, choice)
+        run = func if compute is None else partial(compute, Local(row, choice, first.group.coordinate))
+        result = run(*plain_args, **plain_kwargs)
+        return mark(result, choice.results[0], whole, first.group, first.left_by)
+
+    def _reshaped(self, func: OpOverload[..., Any], tensor: Tensor, size: Sequence[int]) -> Tensor:
+        """The result of `view` or `expand`, whose sizes are those of slices where other ops call them."""
+        result: Tensor = func(tensor, size)
+        dim, own = self.sharding.dim, tensor.shape
+        if func is torch.ops.aten.expand.default:
+            to = dim + result.ndim - tensor.ndim
+        else:
+            before = math.prod(own[:dim])
+            to = next((d for d in range(result.ndim) if math.prod(result.shape[:d]) == before), -1)
+        if to < 0 or to >= result.ndim or result.shape[to] != own[dim]:
+            self._refuse(str(func))
+        whole = list(result.shape)
+        whole[to] = self.whole[dim]
+        return CarriedSlice.of(result, replace(self.sharding, dim=to), whole, self.group, self.left_by)
+
+    def _as_planned(
+        self, func: OpOverload[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]
+    ) -> tuple[Row, Choice, tuple[int, ...]]:
+        """An op's row, its choice for the operands as they are, and the whole shape of its result.
+
+        Raises:
+            InputError: no choice of the row takes them so, or the result would not be whole or a slice.
+        """
+
+        def whole(value: Any) -> Any:
+            return value.like_whole if isinstance(value, CarriedSlice) else value.to("meta")
+
+        meta_args, meta_kwargs = pytree.tree_map_only(Tensor, whole, (args, kwargs))
+        made = func(*meta_args, **meta_kwargs)
+        call = _call(func, meta_args, meta_kwargs, made)
+        row = row_of(call)
+        tensors = [t for t in pytree.tree_leaves((args, kwargs)) if isinstance(t, Tensor)]
+        given = [t.sharding if isinstance(t, CarriedSlice) else I for t in tensors]
+        if row is not None and isinstance(made, Tensor):
+            hints = [(i, layout) for i, layout in enumerate(given) if isinstance(layout, Shard)]
+            for choice in choices(row, self.group.size, hints):
+                operands = [I if is_whole(layout) else layout for layout in choice.operands]
+                if operands == given and choice.results[0] != P:
+                    return row, choice, tuple(made.shape)
+        self._refuse(str(func))
+
+    def _refuse(self, name: str, why: str = "the result would be that of a slice") -> NoReturn:
+        raise InputError(
+            f"{name} can't be computed of this rank's slice of what a call has left",
+            where=f"a tensor of {self.dtype} that a sharded model has left in its arguments, such as a cache's",
+            why=f"it is {self.sharding} of {type_text(self.dtype, self.whole)} on rank {self.group.rank} of "
+            f"{self.group.size}: {why}",
+            attempt="the whole tensor, t.full_tensor(), on every rank; without gradients also t.detach()",
+        )
+
+    def __deepcopy__(self, memo: dict[int, object]) -> CarriedSlice:
+        copied = self.of(self.plain.detach().clone(), self.sharding, self.whole, self.group, self.left_by)
+        return memo.setdefault(id(self), copied)  # type: ignore[return-value]
+
+    def __reduce_ex__(self, protocol: SupportsIndex) -> NoReturn:
+        self._refuse("saving it")
+
+    def __repr__(self, **_: object) -> str:  # type: ignore[override]
+        place = f"{self.sharding} on rank {self.group.rank} of {self.group.size}"
+        return f"{place}, of {type_text(self.dtype, self.whole)}: {self.plain!r}"
+
+
+_READS = frozenset({"__get__", "size", "dim", "stride", "numel", "detach", "__repr__", "is_floating_point"})
+"""Functions that read what a slice is, and those that drop its gradient."""
+_WRITES = {torch.ops.aten.zero_.default, torch.ops.aten.mul_.Scalar}
+_SIZED = {torch.ops.aten.expand.default, torch.ops.aten.view.default, torch.ops.aten._unsafe_view.default}
+_SAME = {torch.ops.aten.detach.default, torch.ops.aten.clone.default, torch.ops.aten._to_copy.default}
+"""Ops whose result is the same slice."""
+
+
+def _call(func: OpOverload[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any], made: object) -> Call:
+    """An op's call as rules see it."""
+    names = [argument.name for argument in func._schema.arguments]
+    defaults = {a.name: a.default_value for a in func._schema.arguments if a.has_default_value()}
+    bound = {**dict(zip(names, args, strict=False)), **kwargs}
+    typed = pytree.tree_map_only(Tensor, lambda t: TensorType(tuple(t.shape), t.dtype), {**defaults, **bound})
+    results = tuple(TensorType(tuple(t.shape), t.dtype) for t in pytree.tree_leaves(made) if isinstance(t, Tensor))
+    return Call(func, {name: typed[name] for name in names if name in typed}, results)
+
+
+def local_tensors(inputs: Leaves) -> tuple[Tensor, ...]:
+    """A call's tensors as this rank's graph takes them."""
+    return tuple(t.plain if isinstance(t, CarriedSlice) else t for t in inputs.tensors)
+
+
+def whole_inputs(inputs: Leaves, group: Group, model: int, places: Collection[str]) -> tuple[Leaves, dict[str, Layout]]:
+    """A call's tensors, with one without memory in place of each slice; and the layouts of what earlier calls left.
+
+    Args:
+        places: where calls leave tensors, by the names of inputs.
+
+    Raises:
+        InputError: another model has left a slice, or one of other ranks.
+    """
+    named = dict(zip(inputs.names, inputs.tensors, strict=True))
+    slices = {name: tensor for name, tensor in named.items() if isinstance(tensor, CarriedSlice)}
+    layouts: dict[str, Layout] = {
+        n: slices[n].sharding if n in slices else I for n in named if n in slices or n in places
+    }
+    if not slices:
+        return inputs, layouts
+    for name, tensor in slices.items():
+        if tensor.group is not group or tensor.left_by[0] != model:
+            raise InputError(
+                f"{name} was left by a call of another sharded model",
+                where=f"argument {name!r}",
+                why=f"it is a slice, {tensor.sharding} of {type_text(tensor.dtype, tensor.whole)}, as that model's "
+                "plan has it",
+                attempt="a cache or state for each model; or the whole tensors, t.full_tensor()",
+            )
+    tensors = tuple(t.like_whole if isinstance(t, CarriedSlice) else t for t in inputs.tensors)
+    return replace(inputs, tensors=tensors), layouts
+
+
+def check_once(inputs: Leaves, changes: Changes) -> None:
+    """Checks that what a call changes is not another argument of it too, which the graph takes for another tensor.
+
+    Raises:
+        InputError: a tensor is passed twice.
+    """
+    seen: dict[int, str] = {}
+    for name, tensor in inputs.named_tensors if changes.holders else ():
+        first = seen.setdefault(id(tensor), name)
+        if first != name:
+            raise InputError(
+                f"{first} and {name} are one tensor, and forward changes its arguments",
+                where=f"argument {name!r}",
+                why="a graph takes them for two: what forward writes to one it would not read from the other",
+                attempt=f"a copy of one of them, such as {name}.clone()",
+            )
+
+
+def mark(
+    tensor: Tensor, layout: Layout, whole: Sequence[int | torch.SymInt], group: Group, left_by: tuple[int, int]
+) -> Tensor:
+    """A carried result, marked if it is a slice; `whole` has symbols where this rank's size is the whole's."""
+    if not isinstance(layout, Shard) or group.size == 1:
+        return tensor
+    shape = [
+        int(size) if dim == layout.dim else own for dim, (size, own) in enumerate(zip(whole, tensor.shape, strict=True))
+    ]
+    return CarriedSlice.of(tensor, layout, shape, group, left_by)

@@ -1,0 +1,94 @@
+"""Hugging Face's `generate()` of a sharded model: samplers, beams, stopping and streaming stay theirs.
+
+Their code runs as methods of a shell: an object of the unsharded model's class with its configuration, whose calls are
+the sharded model's.
+"""
+
+from __future__ import annotations
+
+import copy
+import inspect
+import weakref
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Protocol
+
+from torch import nn
+
+_GENERATION = "transformers.generation."
+"""The package whose methods a shell runs."""
+_METHODS = frozenset({"generate", "can_generate"})
+"""Methods that models may override, as Whisper does."""
+
+
+class Sharded(Protocol):
+    """The sharded model, as it is called here."""
+
+    @property
+    def source(self) -> nn.Module:
+        """The unsharded model, without memory."""
+
+    def __call__(self, *args: object, **kwargs: object) -> Any:
+        """Calls the model."""
+
+    def call_part(self, path: str, args: Sequence[object], kwargs: Mapping[str, object]) -> Any:
+        """Calls a submodule."""
+
+
+def generation_method(model: Sharded, name: str) -> Callable[..., Any] | None:
+    """A method of Hugging Face's generation, such as `generate`, for a sharded model; None if it is none of them."""
+    function = inspect.getattr_static(type(model.source), name, None)
+    function = getattr(function, "__func__", function)
+    is_theirs = getattr(function, "__module__", "").startswith("transformers.")
+    if not is_theirs or (name not in _METHODS and not function.__module__.startswith(_GENERATION)):
+        return None
+    method: Callable[..., Any] = getattr(_shell(model), name)
+    return method
+
+
+def _shell(model: Sharded) -> nn.Module:
+    source, reference = model.source, weakref.ref(model)
+
+    def call(self: nn.Module, *args: object, **kwargs: object) -> Any:
+        sharded = reference()
+        assert sharded is not None
+        return sharded(*args, **kwargs)
+
+    def never(self: nn.Module, *args: object, **kwargs: object) -> bool:
+        return False
+
+    def get_encoder(self: nn.Module, *args: object, **kwargs: object) -> nn.Module:
+        part = source.get_encoder(*args, **kwargs)  # type: ignore[operator]
+        path = next(path for path, module in source.named_modules() if module is part)
+
+        def call_part(self: nn.Module, *args: object, **kwargs: object) -> Any:
+            sharded = reference()
+            assert sharded is not None
+            return sharded.call_part(path, args, kwargs)
+
+        return _with_methods(part, __call__=call_part)
+
+    return _with_methods(source, __call__=call, get_encoder=get_encoder, _valid_auto_compile_criteria=never)
+
+
+def entry_of(model: nn.Module, path: str) -> nn.Module:
+    """A module with a model's parameters and their names, whose forward is that of one of its parts."""
+    part = model.get_submodule(path)
+
+    def forward(self: nn.Module, *args: object, **kwargs: object) -> Any:
+        return self.get_submodule(path)(*args, **kwargs)
+
+    forward.__signature__ = _with_self(inspect.signature(part.forward))  # type: ignore[attr-defined]
+    return _with_methods(model, forward=forward)
+
+
+def _with_self(signature: inspect.Signature) -> inspect.Signature:
+    first = inspect.Parameter("self", inspect.Parameter.POSITIONAL_ONLY)
+    return signature.replace(parameters=[first, *signature.parameters.values()])
+
+
+def _with_methods(module: nn.Module, **methods: Callable[..., Any]) -> nn.Module:
+    """A module that shares all with another one, and has other methods."""
+    made = copy.copy(module)
+    cls = type(module)
+    made.__class__ = type(cls.__name__, (cls,), {**methods, "__module__": cls.__module__})
+    return made
