@@ -49,3 +49,7 @@ def _runs(rank: int, page: str, folder: str) -> int:
 
 def test_the_page_of_weights_runs(tmp_path: Path) -> None:
     assert run_ranks(_runs, 2, "weights.md", str(tmp_path)) == [9, 9]
+
+
+def test_the_page_of_generation_runs(tmp_path: Path) -> None:
+    assert run_ranks(_runs, 2, "generation.md", str(tmp_path)) == [3, 3]
