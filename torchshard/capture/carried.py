@@ -10,9 +10,9 @@ have stored them; a result that is one of these objects is the caller's own.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -78,15 +78,31 @@ def _step(holder: object, name: object) -> str:
     return f"[{name!r}]" if isinstance(holder, (list, dict, tuple)) else f".{name}"
 
 
+class _Holder(NamedTuple):
+    """An object among the arguments that holds others, as it was before the call."""
+
+    keys: Keys
+    place: str
+    value: Any
+    items: dict[Any, object]
+
+    @property
+    def is_fixed(self) -> bool:
+        return _is_fixed(self.keys, self.value)
+
+    def place_of(self, name: object) -> str:
+        return self.place + _step(self.value, name)
+
+
 class Arguments:
     """The objects among a call's arguments, as they were before it."""
 
     def __init__(self, args: Sequence[object], kwargs: Mapping[str, object]) -> None:
-        self._holders: dict[int, tuple[Keys, str, Any, dict[Any, object]]] = {}
+        self._holders: dict[int, _Holder] = {}
         self._versions: dict[int, int] = {}
         for keys, place, value in ((0,), "[0]", tuple(args)), ((1,), "[1]", dict(kwargs)):
             self._note(keys, place, value)
-        self._tops = {id(holder) for keys, _, holder, _ in self._holders.values() if len(keys) == 1}
+        self._tops = {id(holder.value) for holder in self._holders.values() if len(holder.keys) == 1}
 
     def _note(self, keys: Keys, place: str, value: object) -> None:
         if isinstance(value, Tensor):
@@ -94,7 +110,7 @@ class Arguments:
         children = _children(value)
         if children is None or id(value) in self._holders:
             return
-        self._holders[id(value)] = keys, place, value, children
+        self._holders[id(value)] = _Holder(keys, place, value, children)
         for name, child in children.items():
             self._note((*keys, name), place + _step(value, name), child)
 
@@ -102,7 +118,7 @@ class Arguments:
         """The value with a `ReferenceTo` in place of each object among the arguments."""
         known = self._holders.keys() - self._tops
         return pytree.tree_map(
-            lambda leaf: ReferenceTo(self._holders[id(leaf)][0]) if id(leaf) in known else leaf,
+            lambda leaf: ReferenceTo(self._holders[id(leaf)].keys) if id(leaf) in known else leaf,
             value,
             is_leaf=lambda leaf: id(leaf) in known and not isinstance(leaf, tuple),
         )
@@ -114,7 +130,7 @@ class Arguments:
             positional: the names of the parameters of the positional arguments.
         """
         changes = list(self._changes())
-        given, left = flatten(self.referencing(value)), flatten([items for _, _, items in changes])
+        given, left = flatten(self.referencing(value)), flatten([items for _, items in changes])
         first = len(given.tensors)
 
         def rebuild(tensors: Sequence[object], find: Callable[[ReferenceTo], object]) -> tuple[object, object]:
@@ -122,40 +138,34 @@ class Arguments:
 
         structure = given.structure[0] + left.structure[0], [*given.structure[1], *left.structure[1]]
         leaves = Leaves((*given.tensors, *left.tensors), (*given.names, *left.names), structure, rebuild)
-        places = [
-            {f"[{name!r}]": place + _step(self._holder(keys), name) for name in items} for keys, place, items in changes
-        ]
-        names = tuple(argument_name(_place(name, places), positional) for name in left.names)
-        numbers = tuple(argument_name(place, positional) for place in self._changed_numbers(changes))
-        fixed = (items.values() for (keys, _, _), items in zip(changes, places, strict=True) if self._is_fixed(keys))
-        whole = frozenset(argument_name(place, positional) for items in fixed for place in items)
-        return leaves, Changes(tuple(keys for keys, _, _ in changes), first, names, numbers, whole)
+        places = [{f"[{name!r}]": holder.place_of(name) for name in items} for holder, items in changes]
 
-    def _is_fixed(self, keys: Keys) -> bool:
-        return _is_fixed(keys, self._holder(keys))
+        def named(own: Iterable[str]) -> Iterator[str]:
+            return (argument_name(place, positional) for place in own)
 
-    def _changed_numbers(self, changes: Sequence[tuple[Keys, str, dict[Any, object]]]) -> Iterator[str]:
-        before = {keys: items for keys, _, _, items in self._holders.values()}
-        for keys, place, items in changes:
-            for name, value in items.items():
-                if isinstance(value, int | torch.SymInt) and type(before[keys].get(name)) in (int, torch.SymInt):
-                    yield place + _step(self._holder(keys), name)
+        return leaves, Changes(
+            tuple(holder.keys for holder, _ in changes),
+            first,
+            tuple(named(_place(name, places) for name in left.names)),
+            tuple(named(_changed_numbers(changes))),
+            frozenset(named(holder.place_of(name) for holder, items in changes if holder.is_fixed for name in items)),
+        )
 
-    def _holder(self, keys: Keys) -> object:
-        return next(holder for own, _, holder, _ in self._holders.values() if own == keys)
-
-    def _changes(self) -> Iterator[tuple[Keys, str, dict[Any, object]]]:
-        """The objects that hold other values now, or tensors that were written to: their keys, place and items."""
-        for keys, place, holder, before in self._holders.values():
-            now = before if isinstance(holder, tuple) else _children(holder)
+    def _changes(self) -> Iterator[tuple[_Holder, dict[Any, object]]]:
+        """The objects that hold other values now, or tensors that were written to, and what they hold."""
+        for holder in self._holders.values():
+            before = holder.items
+            now = before if isinstance(holder.value, tuple) else _children(holder.value)
             assert now is not None
             changed = {name for name, value in now.items() if name not in before or self._is_new(before[name], value)}
             if changed or now.keys() != before.keys():
-                items = {
-                    name: self.referencing(value) if name in changed else ReferenceTo((*keys, name))
-                    for name, value in now.items()
-                }
-                yield keys, place, items
+                yield (
+                    holder,
+                    {
+                        name: self.referencing(value) if name in changed else ReferenceTo((*holder.keys, name))
+                        for name, value in now.items()
+                    },
+                )
 
     def _is_new(self, before: object, now: object) -> bool:
         if isinstance(now, Tensor):
@@ -163,6 +173,14 @@ class Arguments:
         if now is before:
             return False
         return type(now) is not type(before) or id(now) in self._holders or not _equal(before, now)
+
+
+def _changed_numbers(changes: Iterable[tuple[_Holder, Mapping[Any, object]]]) -> Iterator[str]:
+    """The places of integers that are others after a call."""
+    for holder, items in changes:
+        for name, value in items.items():
+            if isinstance(value, int | torch.SymInt) and type(holder.items.get(name)) in (int, torch.SymInt):
+                yield holder.place_of(name)
 
 
 def _place(name: str, places: Sequence[Mapping[str, str]]) -> str:

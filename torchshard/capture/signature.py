@@ -216,11 +216,11 @@ def _close(value: object) -> object:
     )
 
 
-def flatten(value: object, is_number: Callable[[str], bool] = lambda name: False) -> Leaves:
+def flatten(value: object, is_number: Callable[[str], bool] | None = None) -> Leaves:
     """Takes any nest of containers and objects apart into its tensors and the rest.
 
     Args:
-        is_number: whether an integer at a place varies from call to call.
+        is_number: whether an integer at a place varies from call to call; None: no integer does.
     """
     leaves, spec = _leaves_with_paths(value)
     opened = any(is_opened(leaf) for _, leaf in leaves)
@@ -228,8 +228,10 @@ def flatten(value: object, is_number: Callable[[str], bool] = lambda name: False
         leaves, spec = _leaves_with_paths(_open(value))
     is_tensor = [isinstance(leaf, _TENSORS) for _, leaf in leaves]
     others = [None if isinstance(leaf, _TENSORS) else leaf for _, leaf in leaves]
-    places = {i: pytree.keystr(path) for i, (path, leaf) in enumerate(leaves) if type(leaf) is int}
-    numbered = [i for i, place in places.items() if is_number(place)]
+    numbered: dict[int, str] = {}
+    if is_number is not None:
+        places = {i: pytree.keystr(path) for i, (path, leaf) in enumerate(leaves) if type(leaf) is int}
+        numbered = {i: place for i, place in places.items() if is_number(place)}
 
     def rebuild(
         tensors: Sequence[object],
@@ -253,7 +255,7 @@ def flatten(value: object, is_number: Callable[[str], bool] = lambda name: False
         (repr(spec), compared),
         rebuild,
         numbers=tuple(others[i] for i in numbered),  # type: ignore[misc]
-        number_names=tuple(places[i] for i in numbered),
+        number_names=tuple(numbered.values()),
     )
 
 
@@ -326,7 +328,7 @@ def flatten_call(
         ) from None
     ordered = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
     positional = [n for n, p in signature.parameters.items() if n in bound.arguments and p.kind in ordered]
-    is_number = (lambda place: argument_name(place, positional) in numbers) if numbers else (lambda place: False)
+    is_number = (lambda place: argument_name(place, positional) in numbers) if numbers else None
     flat = _with_keys(flatten((bound.args, bound.kwargs), is_number))
     return dataclasses.replace(
         flat,

@@ -51,6 +51,11 @@ class Constraints:
         """The same for a call with tensors that earlier ones have left split."""
         return replace(self, inputs=inputs)
 
+    @property
+    def fixed(self) -> dict[str, Layout]:
+        """The layouts that are given, of parameters, buffers and inputs, by name."""
+        return {**self.layouts, **self.inputs}
+
     def first_layouts(self, facts: ModelFacts) -> dict[str, Layout]:
         """The layouts of parameters before any graph is known: the Plan's, or plain slices of what the dict names."""
         return parameter_layouts(facts, self.pins) if self.plan is None else dict(self.plan.parameters)

@@ -47,13 +47,13 @@ def plan_graph(module: fx.GraphModule, facts: ModelFacts, constraints: Constrain
     if given is not None and all(n.name in given.choices for n in module.graph.nodes if is_tensor_op(n)):
         result = _as_given(problem, given, constraints)
         conversions = given.conversions
-        fixed = {**constraints.layouts, **constraints.inputs}
-        problem = replace(problem, constraints=replace(problem.constraints, options={}, parameters=fixed))
+        fixed = replace(problem.constraints, options={}, parameters=constraints.fixed)
+        problem = replace(problem, constraints=fixed)
     else:
         result, problem = _searched(problem, limit)
         conversions = {}
         idle = _idle_layouts(module.graph, facts, constraints)
-        result = replace(result, parameters={**result.parameters, **idle, **constraints.layouts, **constraints.inputs})
+        result = replace(result, parameters={**result.parameters, **idle, **constraints.fixed})
     plan = Plan(
         constraints.axis.size,
         result.parameters,
@@ -85,7 +85,7 @@ def _graph_constraints(graph: fx.Graph, constraints: Constraints) -> GraphConstr
     """What the user's plan, and layouts that are fixed already, leave to the search."""
     per_parameter = None if constraints.objective.memory is None else 2.0 + OPTIMIZER_STATES
     common = GraphConstraints(all_axes=constraints.objective.all_axes, per_parameter=per_parameter)
-    carried, fixed = _carried_options(graph, constraints), {**constraints.layouts, **constraints.inputs}
+    carried, fixed = _carried_options(graph, constraints), constraints.fixed
     if constraints.plan is None:
         return replace(common, pins=pins_of(graph, constraints.pins), options=carried, parameters=fixed)
     given = {**_given_options(graph, constraints.plan), **carried}
@@ -111,8 +111,7 @@ def _given_options(graph: fx.Graph, plan: Plan) -> dict[fx.Node, list[Choice]]:
 
 def _as_given(problem: PlanningProblem, given: Plan, constraints: Constraints) -> SearchResult:
     chosen = {node.name: choice for node, (choice,) in problem.constraints.options.items()}
-    parameters = {**given.parameters, **constraints.layouts, **constraints.inputs}
-    return SearchResult(chosen, parameters, given.costs.gap)
+    return SearchResult(chosen, {**given.parameters, **constraints.fixed}, given.costs.gap)
 
 
 def _idle_layouts(graph: fx.Graph, facts: ModelFacts, constraints: Constraints) -> dict[str, Layout]:

@@ -240,16 +240,15 @@ class Near(NamedTuple):
 
 def verify_equal(
     group: Group,
-    facts: Facts | Callable[[], Facts],
+    facts: Facts,
     error: Callable[..., ShardError],
     what: str,
     *,
-    digest: int | None = None,
     unlike: int = 0,
     near: Near | None = None,
 ) -> bool:
     """As `begin_verifying`, and waits."""
-    return begin_verifying(group, facts, error, what, digest=digest, unlike=unlike, near=near)()
+    return begin_verifying(group, facts, error, what, unlike=unlike, near=near)()
 
 
 def begin_verifying(

@@ -63,7 +63,7 @@ def _refuse_fused_masks(node: fx.Node) -> None:
             why=f"dropout_p={bound_args(node)['dropout_p']}: the kernel draws in an order of its own, so that training "
             "would differ from the unsharded model's",
             attempt="no dropout in attention (its p, HF's attention_dropout); or, here and around the unsharded model, "
-            "torch.nn.attention.sdpa_kernel(SDPBackend.MATH), whose masks are drawn alike (and take length^2 memory)",
+            "torch.nn.attention.sdpa_kernel(SDPBackend.MATH), which split heads can draw too (in length^2 memory)",
         )
 
 

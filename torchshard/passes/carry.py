@@ -13,7 +13,7 @@ import torch
 from torch import fx
 
 from torchshard.capture.carried import Changes
-from torchshard.core.conversions import plan_conversion, step_args
+from torchshard.core.conversions import step_args
 from torchshard.core.layouts import I, Shard
 from torchshard.custom_ops.carry import CARRY
 from torchshard.ir.graph import ORIGIN, duplicate, global_shape, is_carried, is_tensor, layout_of, name_after
@@ -48,12 +48,12 @@ def with_whole_results(module: fx.GraphModule) -> fx.GraphModule:
     output = copied.graph.output_node()
     for value in [n for n in output.all_input_nodes if is_carried(n) and isinstance(layout_of(n), Shard)]:
         layout = layout_of(value)
-        (step,) = plan_conversion(layout, I) or ()
         args = step_args(layout, I, global_shape(value))
         with copied.graph.inserting_before(output):
-            op = getattr(torch.ops.torchshard, step.name).default
-            whole = copied.graph.call_function(op, (value, *args, copied.meta["axis"].name))
-        name_after(whole, f"{value.name}_{step.name}")
+            whole = copied.graph.call_function(
+                torch.ops.torchshard.gather.default, (value, *args, copied.meta["axis"].name)
+            )
+        name_after(whole, f"{value.name}_gather")
         whole.meta = {key: value.meta[key] for key in ("val", *ORIGIN) if key in value.meta} | {"layouts": (I,)}
         output.replace_input_with(value, whole)
     return copied

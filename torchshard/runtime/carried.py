@@ -22,7 +22,7 @@ from torch.utils import _pytree as pytree
 from torchshard.capture import Leaves
 from torchshard.capture.carried import Changes
 from torchshard.core.choices import choices, local_replacement
-from torchshard.core.conversions import plan_conversion, step_args
+from torchshard.core.conversions import step_args
 from torchshard.core.errors import InputError
 from torchshard.core.layouts import I, Layout, P, Shard, is_whole, type_text
 from torchshard.core.notation import Choice, Local, Row
@@ -60,9 +60,8 @@ class CarriedSlice(Tensor):
 
         Source: torch.distributed.tensor.DTensor.full_tensor
         """
-        (step,) = plan_conversion(self.sharding, I) or ()
-        convert = getattr(torch.ops.torchshard, step.name).default
-        whole: Tensor = convert(self.plain, *step_args(self.sharding, I, self.whole), self.group.name)
+        args = step_args(self.sharding, I, self.whole)
+        whole: Tensor = torch.ops.torchshard.gather.default(self.plain, *args, self.group.name)
         return whole
 
     @property

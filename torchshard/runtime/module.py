@@ -193,23 +193,26 @@ class ShardedModule(State):
             return call_outside(self, tracing_compiler(), args, kwargs)
         return self.call_compiled(self._ts_compiler, args, kwargs)
 
-    def call_compiled(self, compiler: Compiler | None, args: Sequence[object], kwargs: Mapping[str, object]) -> Any:
-        """As `forward`, with graphs that a compiler compiles."""
+    def call_compiled(
+        self, compiler: Compiler | None, args: Sequence[object], kwargs: Mapping[str, object], entry: str = ""
+    ) -> Any:
+        """As `forward`, with graphs that a compiler compiles.
+
+        Args:
+            entry: the path of the part that is called; '' for the model itself.
+        """
         watch_slices(True)  # an optimizer's step that raised has left it off
         with _CALL_LOCK:
             refuse_transforms(self.source)  # within the lock: another thread's capture would look like a transform
-            return self._call(compiler, args, kwargs)
+            return self._call(compiler, args, kwargs, entry)
 
     def call_part(self, path: str, args: Sequence[object], kwargs: Mapping[str, object]) -> Any:
         """Calls a submodule of the model by itself, as generation calls an encoder; it has graphs of its own."""
         if path not in self._ts_entries:
             self._ts_entries[path] = entry_of(self.source, path)
-        with _CALL_LOCK:
-            return self._call(self._ts_compiler, args, kwargs, path)
+        return self.call_compiled(self._ts_compiler, args, kwargs, path)
 
-    def _call(
-        self, compiler: Compiler | None, args: Sequence[object], kwargs: Mapping[str, object], entry: str = ""
-    ) -> Any:
+    def _call(self, compiler: Compiler | None, args: Sequence[object], kwargs: Mapping[str, object], entry: str) -> Any:
         name = self._ts_history.next_call
         with unwatched():
             call, verify = self._begun_call(args, kwargs, "a call", compiler, entry)
@@ -218,7 +221,7 @@ class ShardedModule(State):
                 verify = _nothing
         assert not isinstance(call, ShardError)
         compiled = call.compiled or self._compile(call, args, kwargs)
-        state = [self._ts_tensors[entry] if isinstance(entry, str) else entry for entry in compiled.state]
+        state = [self._ts_tensors[value] if isinstance(value, str) else value for value in compiled.state]
         with running(name), unwatched(), autocasting(()):
             try:
                 with settling(verify):

@@ -199,14 +199,10 @@ class LazyStep:
         """Whether a user has asked for what the graphs alone can do."""
         self._eager_calls = 0 if self._is_asked_for else EAGER_CALLS
         """So many calls are left before the graphs are made."""
-        self._is_made = not has_backward(local)
-        if self._is_made and self._is_asked_for and any(node.meta.get("needs_grad") for node in local.graph.nodes):
-            log.warning("no graph of the backward, for a call is kept whole: nothing is computed again, or compiled")
-
-    @property
-    def is_made(self) -> bool:
+        self.is_made = not has_backward(local)
         """Whether the next calls run as the latest one did."""
-        return self._is_made
+        if self.is_made and self._is_asked_for and any(node.meta.get("needs_grad") for node in local.graph.nodes):
+            log.warning("no graph of the backward, for a call is kept whole: nothing is computed again, or compiled")
 
     @property
     def has_graphs(self) -> bool:
@@ -216,11 +212,11 @@ class LazyStep:
     def next_call(self) -> Callable[..., Any]:
         """What runs the next call, of all ranks."""
         watched = torch._C._autograd._top_saved_tensors_default_hooks(True) is not None
-        if not self._is_made and (watched or not self._eager_calls):
-            self._is_made = True
+        if not self.is_made and (watched or not self._eager_calls):
+            self.is_made = True
             level = logging.WARNING if self._is_asked_for else logging.INFO
             self._segments = on_all_ranks(lookup(self._coordinate.group), self._made, _all_sent, level)
-        self._eager_calls -= not self._is_made
+        self._eager_calls -= not self.is_made
         return self._under_autograd if self._segments is None else self._run
 
     def _made(self) -> list[tuple[Segment, Callable[..., Any]]]:
