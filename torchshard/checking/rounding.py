@@ -12,7 +12,7 @@ Source: Parker, "Monte Carlo Arithmetic: exploiting randomness in floating-point
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor, fx
@@ -44,7 +44,16 @@ def _nudged(x: Tensor, generator: torch.Generator) -> Tensor:
     return torch.addcmul(x, x, signs.to(x.dtype), value=torch.finfo(x.dtype).eps)
 
 
-def nudged(node: fx.Node, value: Argument, operands: Sequence[Argument], generator: torch.Generator) -> Argument:
+class Nudges(NamedTuple):
+    """Which values are moved by a unit in their last place."""
+
+    generator: torch.Generator
+    numbers: bool = False
+    """Also the numbers that an op writes, such as a bound of `clamp`, which may be all that a later op sees. A value
+    may then leave the domain of an op, so that NaN hides all other noise: such a run adds to one without."""
+
+
+def nudged(node: fx.Node, value: Argument, operands: Sequence[Argument], nudges: Nudges) -> Argument:
     """A node's value as another order of summation might have computed it.
 
     Values that an op only moves or picks from its operands stay, because `x >= topk(x)` must still hold. Buffers stay
@@ -53,8 +62,16 @@ def nudged(node: fx.Node, value: Argument, operands: Sequence[Argument], generat
     if not is_float(value) or value.layout != torch.strided or node.meta.get("kind") == "buffer":
         return value
     if node.op == "call_function" and _is_moved(value, operands):
-        return value
-    return cast(Tensor, _Nudge.apply(value, generator))
+        return _with_nudged_numbers(value, operands, nudges.generator) if nudges.numbers else value
+    return cast(Tensor, _Nudge.apply(value, nudges.generator))
+
+
+def _with_nudged_numbers(value: Tensor, operands: Sequence[Argument], generator: torch.Generator) -> Tensor:
+    written = torch.zeros_like(value, dtype=torch.bool)
+    for number in operands:
+        if isinstance(number, float):
+            written |= value == number
+    return torch.where(written, _Nudge.apply(value, generator), value) if bool(written.any()) else value
 
 
 def _is_moved(value: Tensor, operands: Sequence[Argument]) -> bool:

@@ -19,7 +19,7 @@ from torchshard.capture import Captured, Leaves, copy_model, shared_names
 from torchshard.capture.carried import Arguments
 from torchshard.checking import lockstep
 from torchshard.checking.compare import ComparedValue, Kind, Results, gradients, largest_difference
-from torchshard.checking.rounding import NUDGE_SEED, nudged, widened, widened_graph
+from torchshard.checking.rounding import NUDGE_SEED, Nudges, nudged, widened, widened_graph
 from torchshard.core.autocast import autocasting
 from torchshard.core.layouts import Layout
 from torchshard.core.mesh import Coordinate, MeshAxis
@@ -93,7 +93,7 @@ class Run:
         graphs: Sequence[fx.GraphModule],
         states: Sequence[Mapping[str, Tensor]],
         call: Leaves,
-        generator: torch.Generator | None = None,
+        nudges: Nudges | None = None,
         *,
         watched: bool = False,
     ) -> None:
@@ -102,11 +102,11 @@ class Run:
         Args:
             graphs: one per rank.
             states: per rank, parameters, buffers and constants by all their names.
-            generator: moves each value, and each gradient, by a unit in its last place.
+            nudges: which values, and gradients, are moved by a unit in their last place.
             watched: whether to keep every node's value and gradient.
         """
         ranks = range(len(graphs))
-        self.states, self._generator, self._watched = states, generator, watched
+        self.states, self._nudges, self._watched = states, nudges, watched
         self.inputs = [{n: leaf(t) for n, t in zip(call.names, call.tensors, strict=True)} for _ in ranks]
         self.values: list[dict[str, Argument]] = [{} for _ in ranks]
         self.grads: list[dict[str, Tensor]] = [{} for _ in ranks]
@@ -121,8 +121,8 @@ class Run:
 
     def _recorder(self, rank: int) -> lockstep.Record:
         def record(node: fx.Node, value: Argument, args: list[Argument]) -> Argument:
-            if self._generator is not None:
-                value = nudged(node, value, pytree.tree_leaves(args), self._generator)
+            if self._nudges is not None:
+                value = nudged(node, value, pytree.tree_leaves(args), self._nudges)
             if self._watched:
                 self.values[rank][node.name] = value
                 if isinstance(value, Tensor) and value.requires_grad and not value.is_leaf:
@@ -171,9 +171,9 @@ class Trial:
             {name: run.states[0][name] for name in like.buffers},
         )
 
-    def whole(self, generator: torch.Generator | None = None, *, watched: bool = False) -> Run:
+    def whole(self, nudges: Nudges | None = None, *, watched: bool = False) -> Run:
         """Runs the captured graph, which is that of the unsharded model."""
-        return self._run([self.captured.graph], {}, generator, watched=watched)
+        return self._run([self.captured.graph], {}, nudges, watched=watched)
 
     def sharded(self, graphs: list[fx.GraphModule], plan: Plan, *, watched: bool = False) -> Run:
         """Runs the graphs of all ranks."""
@@ -183,7 +183,7 @@ class Trial:
         self,
         graphs: list[fx.GraphModule],
         layouts: Mapping[str, Layout],
-        generator: torch.Generator | None = None,
+        nudges: Nudges | None = None,
         *,
         watched: bool,
     ) -> Run:
@@ -192,7 +192,7 @@ class Trial:
         if self.dtype is not None:
             graphs = [widened_graph(graph, self.dtype) for graph in graphs]
         with _default_dtype(self.dtype):
-            return Run(graphs, states, self.call, generator, watched=watched)
+            return Run(graphs, states, self.call, nudges, watched=watched)
 
     def _state(self, layouts: Mapping[str, Layout], coordinate: Coordinate) -> dict[str, Tensor]:
         """A rank's parameters, buffers and constants, by all their names."""
@@ -207,8 +207,8 @@ class Trial:
         """The largest absolute change of each tensor of the unsharded step by rounding."""
         generator = torch.Generator().manual_seed(NUDGE_SEED)
         exact, noise = _places(self.whole(), output_names), dict[ComparedValue, float]()
-        for _ in range(NOISE_TRIALS):
-            for place, tensor in _places(self.whole(generator), output_names).items():
+        for nudges in [Nudges(generator), Nudges(generator, numbers=True)] * NOISE_TRIALS:
+            for place, tensor in _places(self.whole(nudges), output_names).items():
                 change = largest_difference(exact[place], tensor) if place in exact else 0.0
                 noise[place] = max(noise.get(place, 0.0), change if change < float("inf") else 0.0)
         return noise
