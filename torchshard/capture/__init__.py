@@ -1,7 +1,8 @@
 """Captures a module, called on example inputs, as one flat graph of ATen ops. Read `flat` first.
 
 flat                                     `capture`: the way of a call from its arguments to its graph
-signature, models                        arguments as tensors and structure; copies and checks of models
+signature, known_calls                   arguments as tensors and structure
+models                                   copies and checks of models
 trace                                    the call of torch.export, with
   entry_points, function_mode            a flat forward, and calls that export gets wrong
   whole_calls, recording                 Python code that stays one op
@@ -16,6 +17,7 @@ facts                                    what planning must know of a model
 
 from torchshard.capture.attributes import describe
 from torchshard.capture.flat import Captured, capture
+from torchshard.capture.known_calls import KnownCalls
 from torchshard.capture.models import (
     check_devices,
     check_strided,
@@ -31,7 +33,7 @@ from torchshard.capture.signature import Leaves, flatten, flatten_call, memory_o
 from torchshard.capture.watch import Watch, global_hooks
 
 __all__ = [
-    "Captured", "Leaves", "ModelCall", "Watch", "capture", "check_devices", "check_strided", "check_weights",
+    "Captured", "KnownCalls", "Leaves", "ModelCall", "Watch", "capture", "check_devices", "check_strided", "check_weights",
     "copy_model", "describe", "flatten", "flatten_call", "global_hooks", "memory_order", "model_without_storage",
     "refuse_state_between", "refuse_transforms", "shared_names", "without_storage",
 ]  # fmt: skip

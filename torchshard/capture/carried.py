@@ -39,14 +39,15 @@ class Changes:
     whole: frozenset[str] = frozenset()
     """The places of tensors that are written to, and not replaced: they stay whole."""
 
-    def store(self, arguments: object, items: Sequence[Mapping[Any, object]]) -> None:
+    def store(self, find: Callable[[ReferenceTo], Any], items: Sequence[Mapping[Any, object]]) -> None:
         """Stores values in the objects of a call.
 
         Args:
+            find: gives the objects, as they were before the call.
             items: of each object in `holders`, all that it holds then, by name or index.
         """
-        for keys, values in zip(self.holders, items, strict=True):
-            holder = value_at(arguments, keys)
+        holders = [find(ReferenceTo(keys)) for keys in self.holders]
+        for keys, holder, values in zip(self.holders, holders, items, strict=True):
             if _is_fixed(keys, holder):
                 _write_tensors(holder, values)
             else:
@@ -199,10 +200,17 @@ def _equal(before: object, now: object) -> bool:
     return isinstance(now, simple) and repr(before) == repr(now)
 
 
-def value_at(arguments: object, keys: Keys) -> Any:
-    """The value to which names and indices lead."""
-    for key in keys:
-        children = _children(arguments)
-        assert children is not None
-        arguments = children[key]
-    return arguments
+def finder(arguments: object) -> Callable[[ReferenceTo], Any]:
+    """A function that finds the objects among a call's arguments as they are now; it opens each of them once."""
+    opened: dict[Keys, dict[Any, object]] = {}
+
+    def find(keys: Keys) -> Any:
+        if not keys:
+            return arguments
+        if keys[:-1] not in opened:
+            children = _children(find(keys[:-1]))
+            assert children is not None
+            opened[keys[:-1]] = children
+        return opened[keys[:-1]][keys[-1]]
+
+    return lambda reference: find(reference.keys)

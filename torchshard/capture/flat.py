@@ -29,7 +29,7 @@ from torch.export import ExportedProgram
 from torch.utils import _pytree as pytree
 
 from torchshard.capture.assumptions import assumption
-from torchshard.capture.carried import Changes, value_at
+from torchshard.capture.carried import Changes, finder
 from torchshard.capture.copied_layers import repeat
 from torchshard.capture.models import check_devices, shared_names, without_storage
 from torchshard.capture.modes import modes_of
@@ -70,8 +70,9 @@ class Captured:
 
     def finish(self, results: Sequence[object], arguments: object) -> Any:
         """Stores what the call leaves in its arguments, of the graph's results; returns what `forward` returns."""
-        value, items = self.result.rebuild(results, lambda reference: value_at(arguments, reference.keys))
-        self.changes.store(arguments, items)
+        find = finder(arguments)
+        value, items = self.result.rebuild(results, find)
+        self.changes.store(find, items)
         return value
 
 

@@ -316,18 +316,10 @@ def flatten_call(
     Raises:
         InputError: `forward` does not take these arguments, or one holds an object that can't be compared.
     """
-    signature = inspect.signature(model.forward)
-    try:
-        bound = signature.bind(*args, **kwargs)
-    except TypeError as error:
-        raise InputError(
-            f"the model's forward does not take these arguments: {error}",
-            where=f"{type(model).__name__}.forward{signature}",
-            why=f"{len(args)} positional and the keywords {sorted(kwargs)} were passed",
-            attempt="the same arguments as the unsharded model's",
-        ) from None
+    bound = bound_call(model, args, kwargs)
     ordered = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
-    positional = [n for n, p in signature.parameters.items() if n in bound.arguments and p.kind in ordered]
+    parameters = bound.signature.parameters
+    positional = [n for n, p in parameters.items() if n in bound.arguments and p.kind in ordered]
     is_number = (lambda place: argument_name(place, positional) in numbers) if numbers else None
     flat = _with_keys(flatten((bound.args, bound.kwargs), is_number))
     return dataclasses.replace(
@@ -337,6 +329,30 @@ def flatten_call(
         positional=positional,
         arguments=(bound.args, bound.kwargs),
     )
+
+
+def bound_call(model: nn.Module, args: Sequence[object], kwargs: Mapping[str, object]) -> inspect.BoundArguments:
+    """A call's arguments, bound to the parameters of `model.forward`.
+
+    Raises:
+        InputError: `forward` does not take them.
+    """
+    signature = inspect.signature(model.forward)
+    try:
+        return signature.bind(*args, **kwargs)
+    except TypeError as error:
+        raise InputError(
+            f"the model's forward does not take these arguments: {error}",
+            where=f"{type(model).__name__}.forward{signature}",
+            why=f"{len(args)} positional and the keywords {sorted(kwargs)} were passed",
+            attempt="the same arguments as the unsharded model's",
+        ) from None
+
+
+def varying(call: Leaves) -> tuple[bool, ...]:
+    """Whether it varies from call to call, of each integer among a call's arguments."""
+    kinds = (key[0] for key in call.structure[1] if isinstance(key, tuple))
+    return tuple(kind is _Number for kind in kinds if kind in (int, _Number))
 
 
 def argument_name(path: str, positional: Sequence[str]) -> str:

@@ -42,6 +42,10 @@ class Elimination:
     def __init__(self, sizes: Sequence[int], scopes: Sequence[Scope], keep: Scope = (), limit: int = MAX_TABLE) -> None:
         self._sizes, self._keep = sizes, keep
         self._buckets: list[_Bucket] = []
+        # A variable with one state is in no bag: NumPy's arrays have 64 axes at most.
+        self._fixed = dict.fromkeys((v for scope in scopes for v in scope if sizes[v] == 1 and v not in keep), 0)
+        self._given = scopes
+        scopes = [tuple(v for v in scope if v not in self._fixed) for scope in scopes]
         held = dict(enumerate(scopes))
         holding: dict[int, set[int]] = {}
         for f, scope in held.items():
@@ -102,7 +106,10 @@ class Elimination:
 
     def run(self, tables: Sequence[Table]) -> Solved:
         """Eliminates; `tables` are the factors' costs, in the order of the scopes."""
-        held = list(tables)
+        held = [
+            table.reshape([n for n, v in zip(table.shape, scope, strict=True) if v not in self._fixed])
+            for table, scope in zip(tables, self._given, strict=True)
+        ]
         for bucket in self._buckets:
             for members, scope in bucket.groups:
                 held.append(self._sum(held, members, scope).min(axis=-1))
@@ -130,7 +137,7 @@ class Solved:
 
     def decode(self, kept: Mapping[int, int]) -> dict[int, int]:
         """The cheapest states of all variables, given those of the kept ones."""
-        states = dict(kept)
+        states = {**self.order._fixed, **kept}
         for bucket in reversed(self.order._buckets):
             costs: Table = np.zeros(self.order._sizes[bucket.variable])
             for members, _ in bucket.groups:

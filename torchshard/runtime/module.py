@@ -23,6 +23,7 @@ from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
 from torchshard.capture import (
+    KnownCalls,
     Leaves,
     ModelCall,
     Watch,
@@ -30,7 +31,6 @@ from torchshard.capture import (
     check_strided,
     check_weights,
     describe,
-    flatten_call,
     global_hooks,
     model_without_storage,
     refuse_transforms,
@@ -139,7 +139,7 @@ class ShardedModule(State):
         self._ts_constraints = constraints
         self._ts_compiler = compiler
         self._ts_watch = Watch(self.source)
-        self._ts_entries: dict[str, nn.Module] = {"": self.source}
+        self._ts_entries = {"": KnownCalls(self.source)}
         self._ts_carried_places: set[str] = set()
         self._ts_numbers: set[str] = set()
         self._ts_history = History(group, type(model).__name__)
@@ -209,7 +209,7 @@ class ShardedModule(State):
     def call_part(self, path: str, args: Sequence[object], kwargs: Mapping[str, object]) -> Any:
         """Calls a submodule of the model by itself, as generation calls an encoder; it has graphs of its own."""
         if path not in self._ts_entries:
-            self._ts_entries[path] = entry_of(self.source, path)
+            self._ts_entries[path] = KnownCalls(entry_of(self.source, path))
         return self.call_compiled(self._ts_compiler, args, kwargs, path)
 
     def _call(self, compiler: Compiler | None, args: Sequence[object], kwargs: Mapping[str, object], entry: str) -> Any:
@@ -271,7 +271,8 @@ class ShardedModule(State):
         """
         call: PreparedCall | ShardError
         try:
-            call = self._prepared_call(args, kwargs, purpose, compiler, entry)
+            with torch._C.DisableTorchFunctionSubclass():  # what is read of slices is that of any tensor
+                call = self._prepared_call(args, kwargs, purpose, compiler, entry)
         except ShardError as error:
             call = error
         compare = _nothing
@@ -306,7 +307,7 @@ class ShardedModule(State):
         entry: str,
     ) -> PreparedCall:
         self._follow()
-        given = flatten_call(self._ts_entries[entry], args, kwargs, self._ts_numbers)
+        given = self._ts_entries[entry].flatten(args, kwargs, self._ts_numbers)
         check_strided(self.source, given)
         self._check_devices(given)
         if purpose == "a call":
@@ -394,7 +395,7 @@ class ShardedModule(State):
 
         def capture_and_plan() -> Program:
             numbers = call.inputs.number_names
-            entry = self._ts_entries[call.key.entry]
+            entry = self._ts_entries[call.key.entry].model
             captured = program(entry, constraints, args, kwargs, inputs=call.layouts, numbers=numbers)
             self._ts_graphs.refuse_dependence(entry, model_call, captured)
             check_once(call.inputs, captured.captured.changes)

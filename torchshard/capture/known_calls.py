@@ -1,0 +1,116 @@
+"""Takes the arguments of a call apart in one walk, if an earlier call was like it: a cache holds hundreds of values.
+
+`flatten_call` finds out what is what, and takes milliseconds for a cache, as long as some decode steps. Its answer is
+kept under all that a walk sees but tensors: types, names, and the values of constants.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Collection, Hashable, Mapping, Sequence
+from functools import partial
+
+import torch
+from torch import Tensor, nn
+
+from torchshard.capture.namespaces import values_of_object
+from torchshard.capture.signature import Leaves, bound_call, code_key, flatten_call, is_opened, varying
+
+_CONSTANTS = frozenset(
+    {type(None), bool, str, bytes, torch.dtype, torch.device, torch.layout, torch.memory_format, torch.Size}
+)
+"""Types whose values are equal only if they are the same to a graph; of a float, 0.0 equals -0.0."""
+_DEEPEST = 16
+"""Objects that lie deeper are left to `flatten_call`, which refuses those that hold themselves."""
+_MOST = 256
+"""At most this many kinds of calls are kept."""
+
+
+class KnownCalls:
+    """A module, and what `flatten_call` has said of its calls."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self.model = model
+        self._varying: dict[Hashable, tuple[bool, ...]] = {}
+        self._leaves: dict[Hashable, Leaves] = {}
+
+    def flatten(self, args: Sequence[object], kwargs: Mapping[str, object], numbers: Collection[str]) -> Leaves:
+        """As `flatten_call` of the module; `numbers` only grows from call to call."""
+        walk = _Walk()
+        bound = bound_call(self.model, args, kwargs)
+        if not walk.see((bound.args, bound.kwargs)):
+            return flatten_call(self.model, args, kwargs, numbers)
+        kind = (len(numbers), *walk.seen, *map(code_key, walk.classes))
+        known = self._leaves.get((kind, walk.numbers(self._varying.get(kind, ()), vary=False)))
+        if known is None:
+            return self._noted(kind, walk, flatten_call(self.model, args, kwargs, numbers))
+        own = walk.numbers(self._varying[kind], vary=True)
+        return dataclasses.replace(
+            known,
+            tensors=tuple(walk.tensors),
+            numbers=own,
+            rebuild=partial(known.rebuild, numbers=own),
+            arguments=(bound.args, bound.kwargs),
+        )
+
+    def _noted(self, kind: Hashable, walk: _Walk, leaves: Leaves) -> Leaves:
+        """Keeps what `flatten_call` says, if the walk has seen the same in the same order."""
+        varies = varying(leaves)
+        same = len(walk.tensors) == len(leaves.tensors) and all(map(lambda a, b: a is b, walk.tensors, leaves.tensors))
+        if same and len(varies) == len(walk.integers):
+            if len(self._leaves) >= _MOST:
+                self._leaves.clear()
+                self._varying.clear()
+            self._varying[kind] = varies
+            fixed = walk.numbers(varies, vary=False)
+            self._leaves[kind, fixed] = dataclasses.replace(leaves, tensors=(), arguments=((), {}))
+        return leaves
+
+
+class _Walk:
+    """What there is in a nest of containers and objects, in the order in which `flatten` finds it."""
+
+    def __init__(self) -> None:
+        self.tensors: list[Tensor] = []
+        self.integers: list[int] = []
+        self.seen: list[Hashable] = []
+        """Everything else: of each value its type, and what says how to go on."""
+        self.classes: dict[type, None] = {}
+        """Those of the objects."""
+
+    def numbers(self, varies: Sequence[bool], *, vary: bool) -> tuple[int, ...]:
+        """The integers that vary from call to call, or the others; all of them are others if none is known to vary."""
+        if not varies:
+            return () if vary else tuple(self.integers)
+        return tuple(number for number, own in zip(self.integers, varies, strict=True) if own is vary)
+
+    def see(self, value: object, depth: int = 0) -> bool:
+        """Adds a value and all that it holds; False if that takes more than a look."""
+        cls = type(value)
+        if isinstance(value, Tensor):
+            self.seen.append(Tensor)
+            self.tensors.append(value)
+        elif cls is int:
+            self.seen.append(int)
+            self.integers.append(value)  # type: ignore[arg-type]
+        elif cls in _CONSTANTS:
+            self.seen += (cls, value)
+        elif cls is float:
+            self.seen += (cls, repr(value))
+        else:
+            return depth < _DEEPEST and self._see_inside(cls, value, depth + 1)
+        return True
+
+    def _see_inside(self, cls: type, value: object, depth: int) -> bool:
+        if cls is list or cls is tuple:
+            self.seen += (cls, len(value))  # type: ignore[arg-type]
+            return all(self.see(item, depth) for item in value)  # type: ignore[attr-defined]
+        if cls is dict:
+            names: Mapping[Hashable, object] = value  # type: ignore[assignment]
+        elif is_opened(value):
+            names = values_of_object(value)
+            self.classes[cls] = None
+        else:
+            return False
+        self.seen += (cls, tuple(names))
+        return all(self.see(item, depth) for item in names.values())
