@@ -18,6 +18,7 @@ from tests.helpers import refused, refused_input, run_ranks
 from tests.models import CASES
 from tests.test_collectives import _cases as conversion_cases
 from tests.test_collectives import _spread
+from torchshard.capture import flatten
 from torchshard.core.conversions import step_args
 from torchshard.core.layouts import split
 from torchshard.distributed.group import lookup
@@ -49,9 +50,7 @@ def _gradients(model: nn.Module, call: Callable[..., Any], inputs: tuple[Any, ..
     """The floating results of a call, and the gradients of their squares' means."""
     torch.manual_seed(3)
     model.zero_grad()
-    made: list[Tensor] = []
-    torch.utils._pytree.tree_map_only(Tensor, made.append, call(*inputs))
-    made = [result for result in made if result.is_floating_point()]
+    made = [result for result in flatten(call(*inputs)).tensors if result.is_floating_point()]
     sum(result.square().mean() for result in made).backward()  # type: ignore[union-attr]
     return [result.detach() for result in made], {n: p.grad for n, p in model.named_parameters()}
 
@@ -94,10 +93,7 @@ def _trained(rank: int, names: list[str]) -> dict[str, list[float]]:
         found[name] = [_difference(model, sharded, sharded, inputs) for _ in range(2)]
         model.eval(), sharded.eval()
         with torch.no_grad():
-            expected: list[Tensor] = []
-            made: list[Tensor] = []
-            torch.utils._pytree.tree_map_only(Tensor, expected.append, model(*inputs))
-            torch.utils._pytree.tree_map_only(Tensor, made.append, sharded(*inputs))
+            expected, made = flatten(model(*inputs)).tensors, flatten(sharded(*inputs)).tensors
         found[name] += [float((a - b).abs().max()) for a, b in zip(expected, made, strict=True)]
         graphs = [compiled.executables(sharded._ts_compiler) for compiled in sharded._ts_graphs]
         assert any(executables.training.has_graphs for executables in graphs)

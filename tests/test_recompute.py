@@ -21,6 +21,7 @@ from tests.helpers import refused, run_ranks
 from tests.models import CASES, GPT, Reversal
 from tests.test_step import compared, sent
 from torchshard.compiler.memory import predicted_memory
+from torchshard.core.layouts import split
 from torchshard.core.paths import outermost
 from torchshard.ir.graph import nbytes
 from torchshard.passes import Partition
@@ -207,3 +208,47 @@ def test_a_checkpoint_that_has_no_effect_is_told(caplog: pytest.LogCaptureFixtur
     caplog.clear()
     ts.shard(GPT(), {}, recompute="blocks.*")(torch.zeros(1, 4, dtype=torch.long))["logits"].sum().backward()
     assert "nothing is computed again" not in caplog.text
+
+
+class _Stage(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(8, 12), nn.Linear(12, 8)
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        up = self.up(x)
+        return up, x + self.down(F.gelu(up[:, None].expand(-1, 2, -1))).mean(1)
+
+
+class _Stages(nn.Module):
+    """Gives what is computed on the way: a result of a block is an argument of what else the block computes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(_Stage() for _ in range(2))
+
+    def forward(self, x: Tensor) -> list[Tensor]:
+        results = []
+        for block in self.blocks:
+            up, x = block(x)
+            results += [up, x]
+        return results
+
+
+def _stages(rank: int) -> float:
+    torch.manual_seed(0)
+    model, x = _Stages().double(), torch.randn(4, 8, dtype=torch.double)
+    sharded = ts.shard(copy.deepcopy(model), {"blocks.*": "replicate"}, recompute="blocks.*")
+    for call in (model, sharded):
+        first, *_, last = call(x)
+        (first.sin().sum() + last.square().sum()).backward()
+    assert all(made.executables(None).training.has_graphs for made in sharded._ts_graphs)
+    grads = {n: p.grad for n, p in model.named_parameters()}
+    return max(
+        float((split(grads[n], sharded.layouts[n], rank, 2) - p.grad).abs().max())
+        for n, p in sharded.named_parameters()
+    )
+
+
+def test_a_result_of_what_is_computed_again_is_an_argument_of_the_next() -> None:
+    assert max(run_ranks(_stages, 2)) < 1e-12

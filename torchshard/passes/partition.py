@@ -101,7 +101,7 @@ def _needed(
 
 def _region(node: fx.Node) -> str:
     """The region that computes its values again; '' for none. A placeholder belongs to none."""
-    return str(node.meta.get("recompute", ""))
+    return "" if node.op == "placeholder" else str(node.meta.get("recompute", ""))
 
 
 def _gives_the_same(node: fx.Node) -> bool:
