@@ -20,7 +20,7 @@ from torchshard.compiler.program import Program
 from torchshard.core.layouts import I, Layout
 from torchshard.core.mesh import Coordinate
 from torchshard.ir.graph import duplicate, is_tensor, layout_of, results_of, uses_rng, writes
-from torchshard.passes import localized, schedule
+from torchshard.passes import direct, localized, schedule
 from torchshard.runtime.call_key import CallKey
 from torchshard.runtime.compilation import Compiler, can_compile
 from torchshard.runtime.step import LazyStep, with_direct_collectives
@@ -90,12 +90,10 @@ class Compiled:
         return not any(uses_rng(node) or writes(node) for node in self.graph.graph.nodes)
 
     def _made(self, compiler: Compiler | None) -> Executables:
-        if compiler is None:
-            return Executables(self.executable, LazyStep(self.graph, self.executable, self.coordinate))
+        runnable = direct if compiler is None else compiler
         scheduled = duplicate(self.graph)
         schedule(scheduled)
-        step = LazyStep(self.graph, self.executable, self.coordinate, compiler)
-        return Executables(compiler(scheduled), step)
+        return Executables(runnable(scheduled), LazyStep(self.graph, self.executable, self.coordinate, runnable))
 
     def __deepcopy__(self, memo: dict[int, object]) -> Compiled:
         # A copied model may run this graph as it is: parameters are its arguments.
