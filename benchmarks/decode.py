@@ -68,7 +68,7 @@ def decoded(model: Any, prompt: Tensor, count: int) -> tuple[list[int], list[flo
     with torch.no_grad():
         for _ in range(count):
             start = time.perf_counter()
-            ids = model(input_ids=ids, past_key_values=cache).logits[:, -1:].argmax(-1)
+            ids = model(input_ids=ids, cache=cache).logits[:, -1:].argmax(-1)
             tokens.append(int(ids[0, 0]))
             times.append(time.perf_counter() - start)
     return tokens, times[2:]

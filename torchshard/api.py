@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -12,6 +13,7 @@ from torch import nn
 from torchshard.capture import check_weights, model_without_storage, shared_names
 from torchshard.capture.facts import ModelFacts, device_type
 from torchshard.compiler.constraints import PlanLike, read_constraints
+from torchshard.compiler.decode_example import decode_example
 from torchshard.compiler.program import check_examples, check_world_size, program
 from torchshard.core.errors import InputError, PlanError
 from torchshard.core.garbage import without_garbage_collection
@@ -19,7 +21,7 @@ from torchshard.core.mesh import MODEL, MeshAxis
 from torchshard.distributed.consistency import run_on_all_ranks
 from torchshard.distributed.group import is_initialized, lookup
 from torchshard.distributed.process_groups import init_process_group
-from torchshard.plans.machine import Axes, Machine, MachineName, Objective, objective
+from torchshard.plans.machine import Axes, Machine, MachineName, Mode, Objective, objective
 from torchshard.plans.plan import Plan
 from torchshard.runtime.compilation import CompileOptions, Compiler, compiler_of
 from torchshard.runtime.module import ShardedModule
@@ -38,6 +40,7 @@ def shard(
     machine: Machine | MachineName | None = None,
     axes: Axes = "weights",
     recompute: str | Sequence[str] = (),
+    mode: Mode = "train",
     weights: str | os.PathLike[str] | None = None,
     compile: CompileOptions = False,
 ) -> ShardedModule:
@@ -49,7 +52,7 @@ def shard(
             it names and leaves the rest to the search; a `Plan`, or the path of a Plan's JSON.
         example_inputs, example_kwargs: what the model will be called with, for the first capture; meta or fake tensors
             will do. Without them the parameters are split now and the graph is captured at the first call.
-        memory, machine, axes, recompute: what the best plan is; see `plan`.
+        memory, machine, axes, recompute, mode: what the best plan is; see `plan`.
         weights: a folder of safetensors files (or one file), from which each rank reads its slices and nothing else, in
             place of the values that the model has; the model may be lazy or on the meta device. For models of
             transformers names and shapes are converted as `from_pretrained` converts them. What the files lack keeps
@@ -68,7 +71,7 @@ def shard(
             the weights can't be read, or are another model's.
         DistributedError: the ranks hold different models, or weights.
     """
-    aim = objective(machine, memory, axes, device_type(model), recompute)
+    aim = objective(machine, memory, axes, device_type(model), recompute, mode)
     compiler = compiler_of(compile, where="shard(compile=...)")
     return _shard(model, plan, example_inputs, example_kwargs, aim, weights, compiler)
 
@@ -104,7 +107,8 @@ def _shard(
         # what to cut, the plan will say
         made = ShardedModule(model, plan, lookup(MODEL), aim, cut=not has_example, weights=weights, compiler=compiler)
     if has_example:
-        made.warm_up(tuple(example_inputs or ()), dict(example_kwargs or {}))
+        with torch.set_grad_enabled(torch.is_grad_enabled() and aim.trains):
+            made.warm_up(tuple(example_inputs or ()), dict(example_kwargs or {}))
     return made
 
 
@@ -122,6 +126,7 @@ def from_pretrained(
     machine: Machine | MachineName | None = None,
     axes: Axes = "weights",
     recompute: str | Sequence[str] = (),
+    mode: Mode = "train",
     compile: CompileOptions = False,
 ) -> ShardedModule:
     """The sharded model of a folder that transformers' `save_pretrained` wrote: no rank ever holds it whole.
@@ -130,7 +135,7 @@ def from_pretrained(
 
     Args:
         folder: with config.json and safetensors files, on this machine.
-        plan, example_inputs, example_kwargs, memory, machine, axes, recompute, compile: as in `shard`.
+        plan, example_inputs, example_kwargs, memory, machine, axes, recompute, mode, compile: as in `shard`.
         adapter: the folder of an adapter of peft (LoRA and others), with which the model is a `PeftModel`.
         train: captures and returns the model in train mode, with the adapter's parameters trainable; else in eval mode,
             as transformers returns it. `model.train()` later on has its own graph captured at the next call.
@@ -159,8 +164,18 @@ def from_pretrained(
     model, read = run_on_all_ranks(lookup(MODEL), built, InputError, "the ranks can't build this model together")
     if device is not None:
         model = model.to(device)
-    aim = objective(machine, memory, axes, device_type(model), recompute)
+    aim = objective(machine, memory, axes, device_type(model), recompute, mode)
     return _shard(model, plan, example_inputs, example_kwargs, aim, read, compiler)
+
+
+def _check_decodes(mode: Mode, example_inputs: Sequence[Any], example_kwargs: Mapping[str, Any] | None) -> None:
+    if mode != "infer" or example_inputs or example_kwargs:
+        raise InputError(
+            "batch= and length= are those of a decode step",
+            where="plan",
+            why="the example inputs have sizes of their own" if mode == "infer" else f"the mode is {mode!r}",
+            attempt='mode="infer", batch=8, length=4096, without example inputs',
+        )
 
 
 def plan(
@@ -174,21 +189,29 @@ def plan(
     machine: Machine | MachineName | None = None,
     axes: Axes = "weights",
     recompute: str | Sequence[str] = (),
+    mode: Mode = "train",
+    batch: int | None = None,
+    length: int | None = None,
 ) -> Plan:
     """The Plan for any number of ranks, on any machine, with no process group; a model on the meta device will do.
 
     Args:
         plan: as in `shard`.
-        memory: bytes, or a text such as "24GiB", that a training step may take on a rank: parameters, gradients, Adam's
-            state and activations. The plan is the fastest found that fits. Without it the weights are split as far as
-            they can be without sending more than that is worth, and the plan is the fastest of those. A Plan that is
-            given must fit.
+        memory: bytes, or a text such as "24GiB", that a step may take on a rank: parameters and activations, and those
+            of training gradients and Adam's state. The plan is the fastest found that fits. Without it the weights are
+            split as far as they can be without sending more than that is worth, and the plan is the fastest of those. A
+            Plan that is given must fit.
         machine: a `Machine`, or the name of one: "h100x8" (without it, where the model is not on a CPU), "cpu-gloo".
         axes: "weights" splits dims that weights bring into the model; "all" batch and sequence too, for inputs of
             exactly these sizes.
         recompute: globs of modules whose values backward computes again, in place of keeping them: "blocks.*". Values
             that were sent or drawn are kept, so no collective is sent twice and dropouts are the same. The same happens
             to what a model calls through `torch.utils.checkpoint`.
+        mode: "train" plans steps with a backward; "infer" calls without gradients: a decode step, if the example inputs
+            have a cache, or else a prompt. With `memory=` the plan then says the longest context that fits
+            (`plan.costs.context`). A model that is sharded so runs other calls too.
+        batch, length: in place of example inputs, for decoders of transformers and mode="infer": a decode step of so
+            many sequences, with so many tokens of each in the cache.
 
     Raises:
         PlanError, CaptureError, InputError: as `shard`.
@@ -196,6 +219,13 @@ def plan(
     check_world_size(world_size)
     check_examples(example_inputs, example_kwargs)
     check_weights(model)
-    aim = objective(machine, memory, axes, device_type(model), recompute)
+    aim = objective(machine, memory, axes, device_type(model), recompute, mode)
     constraints = read_constraints(ModelFacts.of(model), plan, MeshAxis(world_size), aim)
-    return program(model, constraints, tuple(example_inputs or ()), example_kwargs, repeating=True).plan
+    constraints = replace(constraints, steady=not aim.trains)
+    replaced: tuple[str, ...] = ()
+    if batch is not None or length is not None:
+        _check_decodes(mode, example_inputs, example_kwargs)
+        example_kwargs, replaced = decode_example(model, *(1 if size is None else size for size in (batch, length)))
+    with torch.set_grad_enabled(torch.is_grad_enabled() and aim.trains):
+        args = tuple(example_inputs or ())
+        return program(model, constraints, args, example_kwargs, replaced=replaced, repeating=True).plan

@@ -33,7 +33,7 @@ from torchshard.capture.signature import Leaves, flatten, flatten_call, memory_o
 from torchshard.capture.watch import Watch, global_hooks
 
 __all__ = [
-    "Captured", "KnownCalls", "Leaves", "ModelCall", "Watch", "capture", "check_devices", "check_strided", "check_weights",
-    "copy_model", "describe", "flatten", "flatten_call", "global_hooks", "memory_order", "model_without_storage",
-    "refuse_state_between", "refuse_transforms", "shared_names", "without_storage",
+    "Captured", "KnownCalls", "Leaves", "ModelCall", "Watch", "capture", "check_devices", "check_strided",
+    "check_weights", "copy_model", "describe", "flatten", "flatten_call", "global_hooks", "memory_order",
+    "model_without_storage", "refuse_state_between", "refuse_transforms", "shared_names", "without_storage",
 ]  # fmt: skip

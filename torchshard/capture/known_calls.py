@@ -94,16 +94,16 @@ class _Walk:
             self.seen.append(int)
             self.integers.append(value)  # type: ignore[arg-type]
         elif cls in _CONSTANTS:
-            self.seen += (cls, value)
+            self.seen.append((cls, value))
         elif cls is float:
-            self.seen += (cls, repr(value))
+            self.seen.append((cls, repr(value)))
         else:
             return depth < _DEEPEST and self._see_inside(cls, value, depth + 1)
         return True
 
     def _see_inside(self, cls: type, value: object, depth: int) -> bool:
         if cls is list or cls is tuple:
-            self.seen += (cls, len(value))  # type: ignore[arg-type]
+            self.seen.append((cls, len(value)))  # type: ignore[arg-type]
             return all(self.see(item, depth) for item in value)  # type: ignore[attr-defined]
         if cls is dict:
             names: Mapping[Hashable, object] = value  # type: ignore[assignment]
@@ -112,5 +112,5 @@ class _Walk:
             self.classes[cls] = None
         else:
             return False
-        self.seen += (cls, tuple(names))
+        self.seen.append((cls, tuple(names)))
         return all(self.see(item, depth) for item in names.values())

@@ -86,6 +86,9 @@ def _model(command: argparse.ArgumentParser) -> None:
 
 
 def _planning(command: argparse.ArgumentParser) -> None:
+    text = "infer: calls without gradients; with --length a decode step, else a prompt"
+    command.add_argument("--mode", default="train", choices=("train", "infer"), help=text)
+    command.add_argument("--length", type=int, metavar="N", help="tokens in the cache of a decode step")
     command.add_argument("--ranks", type=int, default=2, metavar="N", help="number of ranks (2)")
     command.add_argument("--plan", default="auto", metavar="FILE", help="a plan's JSON instead of the best plan")
     command.add_argument("--memory", metavar="SIZE", help="the most that a step may take on a rank: 80GiB")
@@ -127,13 +130,16 @@ def _planned(options: argparse.Namespace) -> Plan:
     from torchshard.cli.sources import read_source
 
     source = read_source(options.model, options.batch, options.sequence, options.weights)
+    sizes = {} if options.length is None else {"batch": options.batch, "length": options.length}
     with _progress():
         return ts.plan(
             source.model,
             options.plan,
             world_size=options.ranks,
-            example_inputs=source.args,
-            example_kwargs=source.kwargs,
+            example_inputs=() if sizes else source.args,
+            example_kwargs=None if sizes else source.kwargs,
+            mode=options.mode,
+            **sizes,
             memory=options.memory,
             machine=options.machine,
             axes=options.axes,

@@ -35,6 +35,8 @@ class Constraints:
     """Parameters and buffers whose layouts are fixed already, by name."""
     inputs: Mapping[str, Layout] = field(default_factory=dict)
     """The call's tensors that are split, by name."""
+    steady: bool = False
+    """Whether the call stands for one of many: what it leaves in its arguments has come in so, too."""
     recompute: tuple[str, ...] = ()
     """The modules whose values backward computes again; none of them within another."""
 
@@ -46,6 +48,10 @@ class Constraints:
     def with_layouts(self, layouts: Mapping[str, Layout]) -> Constraints:
         """The same for a model whose parameters have their layouts."""
         return replace(self, layouts=layouts)
+
+    def with_gradients(self, trains: bool) -> Constraints:
+        """The same for calls with gradients, or without."""
+        return replace(self, objective=replace(self.objective, trains=trains))
 
     def with_inputs(self, inputs: Mapping[str, Layout]) -> Constraints:
         """The same for a call with tensors that earlier ones have left split."""
@@ -79,7 +85,7 @@ def read_constraints(facts: ModelFacts, plan: PlanLike, axis: MeshAxis, aim: Obj
         check_layouts(facts, wanted.parameters)
         return Constraints(axis, aim, plan=wanted, recompute=_recomputed(facts, [*wanted.recompute, *aim.recompute]))
     pins = read_pins(wanted, facts.modules)
-    _check_memory(facts, axis, aim.memory)
+    _check_memory(facts, axis, aim)
     return Constraints(axis, aim, pins, recompute=_recomputed(facts, aim.recompute))
 
 
@@ -126,15 +132,16 @@ def _check_ranks(facts: ModelFacts, axis: MeshAxis) -> None:
         )
 
 
-def _check_memory(facts: ModelFacts, axis: MeshAxis, memory: float | None) -> None:
+def _check_memory(facts: ModelFacts, axis: MeshAxis, aim: Objective) -> None:
     """Refuses at once what no plan can fit, before a model is captured.
 
     Raises:
         PlanError: an even share of the parameters, gradients and optimizer states is more than a rank may hold.
     """
+    memory = aim.memory
     if memory is None:
         return
-    sizes = [(t.nbytes, t.is_trained) for t in facts.tensors.values() if t.is_parameter]
+    sizes = [(t.nbytes, t.is_trained and aim.trains) for t in facts.tensors.values() if t.is_parameter]
     trained = sum(nbytes for nbytes, is_trained in sizes if is_trained)
     parts = {
         "parameters": sum(nbytes for nbytes, _ in sizes),

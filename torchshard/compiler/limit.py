@@ -9,21 +9,25 @@ from functools import partial
 
 from torch import fx
 
-from torchshard.compiler.memory import predicted_memory
+from torchshard.compiler.memory import memory_of_rank, predicted_memory
 from torchshard.core.layouts import Layout
 from torchshard.core.notation import Choice
 from torchshard.core.paths import layer_of, outermost
-from torchshard.passes import rewrite
+from torchshard.ir.graph import growing_sizes, sizes_as
+from torchshard.passes import localized, rewrite
 from torchshard.planner.conversions import conversions_of
 from torchshard.planner.costs import CostModel
 from torchshard.planner.problem import PlanningProblem
 from torchshard.planner.search import SearchResult, search
 from torchshard.plans.plan import Plan
 
+MOST_TOKENS = 1 << 30
+"""No context is longer."""
+
 
 @dataclass(frozen=True)
 class Limit:
-    """The most memory that a training step may take on a rank."""
+    """The most memory that a step may take on a rank."""
 
     module: fx.GraphModule
     costs: CostModel
@@ -32,6 +36,25 @@ class Limit:
     def estimate(self, plan: Plan) -> dict[str, float]:
         """What a plan takes; see `predicted_memory`."""
         return predicted_memory(rewrite(self.module, plan), plan)
+
+    def longest(self, plan: Plan) -> int | None:
+        """The most tokens that calls may have left in their arguments, and take themselves, so that a call still fits.
+
+        None: what calls leave does not grow. The other sizes are those of the example inputs.
+        """
+        local = localized(rewrite(self.module, plan), plan.axis.simulated()[0])
+        symbols = growing_sizes(local.graph)
+
+        def is_too_long(length: int) -> bool:
+            with sizes_as(dict.fromkeys(symbols, length)):
+                return memory_of_rank(local)["peak"] > self.nbytes
+
+        if not symbols:
+            return None
+        end = 2
+        while end < MOST_TOKENS and not is_too_long(end):
+            end *= 2
+        return bisect_left(range(end), True, key=is_too_long) - 1
 
     def __call__(self, choices: Mapping[str, Choice], layouts: Mapping[str, Layout]) -> bool:
         """Whether a plan of these choices and layouts is within it."""

@@ -17,9 +17,9 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 
-from torchshard.compiler.step_memory import step_peak
+from torchshard.compiler.step_memory import call_peak, step_peak
 from torchshard.core.errors import CaptureError
-from torchshard.ir.graph import hint, nbytes, placeholders
+from torchshard.ir.graph import carried_inputs, hint, nbytes, placeholders
 from torchshard.passes import has_backward, localized
 from torchshard.plans.plan import Plan
 
@@ -69,29 +69,39 @@ def _shaped(func: Any, args: Any, kwargs: Any) -> Any:
 
 
 def predicted_memory(graph: fx.GraphModule, plan: Plan) -> dict[str, float]:
-    """Bytes of one training step on the rank that holds the most.
+    """Bytes of one step on the rank that holds the most: of training, or of a call if no value needs a gradient.
 
     Args:
         graph: the graph with its collectives, global sizes.
 
     Returns:
-        'parameters' (and buffers), 'gradients', 'optimizer', 'activations' (what a step takes beside these at its peak)
-        and 'peak', their sum.
+        'parameters' (and buffers), 'gradients', 'optimizer', 'caches' (what earlier calls have left in the arguments,
+        if any have), 'activations' (what a step takes beside these at its peak, with what it leaves there itself), and
+        'peak', their sum.
     """
-    local = localized(graph, plan.axis.simulated()[0])
+    return memory_of_rank(localized(graph, plan.axis.simulated()[0]))
+
+
+def memory_of_rank(local: fx.GraphModule) -> dict[str, float]:
+    """The same, of a rank's graph."""
     stored = [n for n in placeholders(local.graph) if n.meta["kind"] != "input"]
     trained = sum(nbytes(n.meta["val"]) for n in stored if n.meta["needs_grad"])
     total = {
         "parameters": float(sum(nbytes(n.meta["val"]) for n in stored)),
         "gradients": float(trained),
         "optimizer": float(OPTIMIZER_STATES * trained),
-        "activations": max(_peak(local) - trained, 0.0),
     }
+    carried = carried_inputs(local.graph)
+    if carried:
+        total["caches"] = float(sum(nbytes(n.meta["val"]) for n in carried))
+    total["activations"] = max(_peak(local) - trained, 0.0)
     return total | {"peak": sum(total.values())}
 
 
 def _peak(local: fx.GraphModule) -> float:
     """Bytes beside parameters, buffers and inputs, with the gradients."""
+    if not any(node.meta.get("needs_grad") for node in local.graph.nodes):
+        return call_peak(local)
     if has_backward(local):
         with contextlib.suppress(NotImplementedError, CaptureError):
             return step_peak(local)

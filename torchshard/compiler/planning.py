@@ -12,6 +12,7 @@ from torchshard.compiler.constraints import Constraints, does_not_fit, stored
 from torchshard.compiler.limit import Limit, search_within
 from torchshard.compiler.memory import OPTIMIZER_STATES
 from torchshard.core.choices import choices
+from torchshard.core.errors import PlanError
 from torchshard.core.layouts import Layout, Shard
 from torchshard.core.mesh import MeshAxis
 from torchshard.core.notation import Choice
@@ -39,12 +40,12 @@ def plan_graph(module: fx.GraphModule, facts: ModelFacts, constraints: Constrain
     given, machine = constraints.plan, constraints.objective.machine
     if given is not None and constraints.objective.any_machine:
         machine = given.machine
-    costs = CostModel(machine, constraints.axis, recompute=constraints.recompute)
+    model = CostModel(machine, constraints.axis, recompute=constraints.recompute)
     limit = None
     if constraints.objective.memory is not None:
-        limit = Limit(module, costs, constraints.objective.memory)
-    problem = PlanningProblem(module.graph, costs, _graph_constraints(module.graph, constraints), limit)
-    if given is not None and all(n.name in given.choices for n in module.graph.nodes if is_tensor_op(n)):
+        limit = Limit(module, model, constraints.objective.memory)
+    problem = PlanningProblem(module.graph, model, _graph_constraints(module.graph, constraints), limit)
+    if given is not None and all(n in problem.constraints.options for n in module.graph.nodes if is_tensor_op(n)):
         result = _as_given(problem, given, constraints)
         conversions = given.conversions
         fixed = replace(problem.constraints, options={}, parameters=constraints.fixed)
@@ -54,16 +55,18 @@ def plan_graph(module: fx.GraphModule, facts: ModelFacts, constraints: Constrain
         conversions = {}
         idle = _idle_layouts(module.graph, facts, constraints)
         result = replace(result, parameters={**result.parameters, **idle, **constraints.fixed})
+    of_model = stored(facts)
     plan = Plan(
         constraints.axis.size,
-        result.parameters,
+        {name: layout for name, layout in result.parameters.items() if name in of_model},
         result.choices,
-        conversions_of(module.graph, costs, result.choices, result.parameters, conversions),
-        stored=stored(facts),
+        conversions_of(module.graph, model, result.choices, result.parameters, conversions),
+        stored=of_model,
         fingerprint=facts.signature,
         machine=machine,
         static=constraints.is_static,
         recompute=problem.model.recompute,
+        inputs={name: layout for name, layout in result.parameters.items() if name not in of_model},
         problem=problem,
     )
     memory = {} if limit is None else limit.estimate(plan)
@@ -71,7 +74,10 @@ def plan_graph(module: fx.GraphModule, facts: ModelFacts, constraints: Constrain
         if given is not None:
             raise does_not_fit("the plan does not fit", "it", memory, limit.nbytes)
         raise does_not_fit(f"no plan for {plan.world_size} ranks fits", "the leanest", memory, limit.nbytes)
-    return replace(plan, costs=_costs(problem, plan, result.gap, memory))
+    costs = _costs(problem, plan, result.gap, memory)
+    if limit is not None and not constraints.objective.trains:
+        costs = replace(costs, context=limit.longest(plan))
+    return replace(plan, costs=costs)
 
 
 def _searched(problem: PlanningProblem, limit: Limit | None) -> tuple[SearchResult, PlanningProblem]:
@@ -84,7 +90,9 @@ def _searched(problem: PlanningProblem, limit: Limit | None) -> tuple[SearchResu
 def _graph_constraints(graph: fx.Graph, constraints: Constraints) -> GraphConstraints:
     """What the user's plan, and layouts that are fixed already, leave to the search."""
     per_parameter = None if constraints.objective.memory is None else 2.0 + OPTIMIZER_STATES
-    common = GraphConstraints(all_axes=constraints.objective.all_axes, per_parameter=per_parameter)
+    common = GraphConstraints(
+        all_axes=constraints.objective.all_axes, per_parameter=per_parameter, steady=constraints.steady
+    )
     carried, fixed = _carried_options(graph, constraints), constraints.fixed
     if constraints.plan is None:
         return replace(common, pins=pins_of(graph, constraints.pins), options=carried, parameters=fixed)
@@ -104,9 +112,23 @@ def _carried_options(graph: fx.Graph, constraints: Constraints) -> dict[fx.Node,
 
 
 def _given_options(graph: fx.Graph, plan: Plan) -> dict[fx.Node, list[Choice]]:
-    """The plan's choices for the ops that it names; those for other ops are searched."""
-    named = (node for node in graph.nodes if is_tensor_op(node) and node.name in plan.choices)
-    return {node: [planned_choice(node, plan)] for node in named}
+    """The plan's choices for the ops that it names; those for other ops are searched.
+
+    Raises:
+        PlanError: one is not legal. In another kind of call than the plan's, such as a prompt for a decode step's, an op
+            of the same name may differ; then its choice is searched.
+    """
+    ops = [node for node in graph.nodes if is_tensor_op(node)]
+    is_same_call = {node.name for node in ops} == plan.choices.keys()
+    found = {}
+    for node in ops:
+        if node.name in plan.choices:
+            try:
+                found[node] = [planned_choice(node, plan)]
+            except PlanError:
+                if is_same_call:
+                    raise
+    return found
 
 
 def _as_given(problem: PlanningProblem, given: Plan, constraints: Constraints) -> SearchResult:
@@ -128,11 +150,11 @@ def _idle_layouts(graph: fx.Graph, facts: ModelFacts, constraints: Constraints) 
 
 def _costs(problem: PlanningProblem, plan: Plan, gap: float, memory: Mapping[str, float]) -> Costs:
     graph, model = problem.graph, problem.model
-    collectives, compute = predict(graph, model, plan.choices, plan.parameters, plan.conversions)
+    collectives, compute = predict(graph, model, plan.choices, plan.layouts, plan.conversions)
     fewer = _with_fewer_ranks(problem, plan)
     costs = Costs(model.machine.name, compute, tuple(collectives), gap, memory, fewer=fewer)
     pinned = [node for node, pin in problem.constraints.pins.items() if not pin.axes]
-    return replace(costs, whole=unsplit(graph, model, plan.choices, plan.parameters, costs, pinned))
+    return replace(costs, whole=unsplit(graph, model, plan.choices, plan.layouts, costs, pinned))
 
 
 def _with_fewer_ranks(problem: PlanningProblem, plan: Plan) -> dict[int, float]:
@@ -140,5 +162,5 @@ def _with_fewer_ranks(problem: PlanningProblem, plan: Plan) -> dict[int, float]:
     seconds = {}
     for ranks in (2**i for i in range((plan.world_size - 1).bit_length())):
         fewer = replace(problem, model=CostModel(problem.model.machine, MeshAxis(ranks), recompute=plan.recompute))
-        seconds[ranks] = fewer.costs_of(plan.choices, plan.parameters).seconds
+        seconds[ranks] = fewer.costs_of(plan.choices, plan.layouts).seconds
     return seconds

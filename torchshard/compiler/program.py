@@ -50,11 +50,13 @@ def program(
     *,
     inputs: Mapping[str, Layout] | None = None,
     numbers: Collection[str] = (),
+    replaced: Collection[str] = (),
     repeating: bool = False,
 ) -> Program:
     """Captures, plans and rewrites one call of a model.
 
     Args:
+        replaced: the call's tensors that it replaces by others, by name, as far as that is known.
         inputs: the layouts of the call's tensors that earlier calls have left, by name; all others are whole.
         numbers: the places of integers in the arguments that earlier calls have changed.
         repeating: as in `capture`.
@@ -63,7 +65,17 @@ def program(
         CaptureError, InputError, PlanError: see each.
     """
     dynamic = not constraints.is_static
-    captured = prepared(model, args, kwargs, dynamic=dynamic, repeating=repeating, inputs=inputs or {}, numbers=numbers)
+    captured = prepared(
+        model,
+        args,
+        kwargs,
+        dynamic=dynamic,
+        repeating=repeating,
+        inputs=inputs or {},
+        numbers=numbers,
+        replaced=replaced,
+        trains=constraints.objective.trains,
+    )
     return planned(captured, model, constraints.with_inputs(inputs or {}))
 
 
@@ -76,15 +88,38 @@ def prepared(
     repeating: bool = False,
     inputs: Mapping[str, Layout] = MappingProxyType({}),
     numbers: Collection[str] = (),
+    replaced: Collection[str] = (),
+    trains: bool = True,
 ) -> Captured:
-    """One call of a model, in the caller's grad mode, as a graph with few kinds of nodes, ready to be planned."""
+    """One call of a model, in the caller's grad mode, as a graph with few kinds of nodes, ready to be planned.
+
+    Args:
+        trains: whether values may have gradients.
+    """
     with without_garbage_collection(), _timed("capture"):
-        left = _unsplit(inputs)
-        captured = capture(model, args, kwargs, dynamic=dynamic, repeating=repeating, left=left, numbers=numbers)
+        left = dict.fromkeys(replaced) | _unsplit(inputs)
+        captured = _captured(model, args, kwargs, left, dynamic, repeating=repeating, numbers=numbers)
         normalize(captured.graph)
         carry(captured.graph, captured.changes)
-        _mark_trainable(captured, model)
+        mark_needs_grad(captured.graph, _trainable(captured, model) if trains else [])
     return captured
+
+
+def _captured(
+    model: nn.Module,
+    args: Sequence[Any],
+    kwargs: Mapping[str, Any] | None,
+    left: dict[str, int | None],
+    dynamic: bool,
+    **options: Any,
+) -> Captured:
+    """One call of a model; what it replaces may have other sizes at the next call, as what earlier ones left."""
+    captured = capture(model, args, kwargs, dynamic=dynamic, left=left, **options)
+    changed = captured.changes.names if dynamic else ()
+    more = {name: None for name in changed if name in captured.inputs and name not in left}
+    if not more:
+        return captured
+    return capture(model, args, kwargs, dynamic=dynamic, left=left | more, **options)
 
 
 def _unsplit(inputs: Mapping[str, Layout]) -> dict[str, int | None]:
@@ -149,7 +184,8 @@ def check_world_size(world_size: object) -> None:
         )
 
 
-def _mark_trainable(captured: Captured, model: nn.Module) -> None:
+def _trainable(captured: Captured, model: nn.Module) -> list[str]:
+    """The names of the parameters and inputs that may have gradients."""
     trainable = [name for name, p in model.named_parameters() if p.requires_grad]
     inputs = [n for n in placeholders(captured.graph.graph) if n.meta["kind"] == "input" and is_tensor(n)]
-    mark_needs_grad(captured.graph, trainable + [n.meta["path"] for n in inputs if n.meta["val"].requires_grad])
+    return trainable + [n.meta["path"] for n in inputs if n.meta["val"].requires_grad]

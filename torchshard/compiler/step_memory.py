@@ -16,7 +16,7 @@ from functools import partial
 from torch import Tensor, fx
 
 from torchshard.distributed.ops import OPS, Begin, wait
-from torchshard.ir.graph import is_float, is_view, nbytes, results_of, values
+from torchshard.ir.graph import is_float, is_view, nbytes, placeholders, results_of, values
 from torchshard.passes import Partition, Segment, segments, step_graphs
 from torchshard.passes.nodes import int_arg, node_arg
 
@@ -91,6 +91,15 @@ class _Memory:
         if node.target is wait or lies_in_operand:
             return places[node_arg(node)] * len(values(node))
         return tuple(self.new(nbytes(value)) if isinstance(value, Tensor) else None for value in values(node))
+
+
+def call_peak(local: fx.GraphModule) -> float:
+    """Bytes of one call of a rank without gradients: its results, and what is made on the way."""
+    memory = _Memory()
+    arguments = [memory.new(0) for _ in placeholders(local.graph)]
+    memory.hold([*arguments, *arguments])  # a caller holds them
+    memory.run(local.graph, arguments)
+    return memory.peak
 
 
 def step_peak(local: fx.GraphModule) -> float:

@@ -24,6 +24,7 @@ import copy
 import operator
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
+from contextvars import ContextVar
 from typing import Any, TypeGuard, cast
 
 import sympy
@@ -156,6 +157,26 @@ def is_carried(value: fx.Node) -> bool:
     return value.target is CARRY
 
 
+def carried_inputs(graph: fx.Graph) -> list[fx.Node]:
+    """The placeholders that hold what earlier calls have left in their arguments."""
+    places = {node.meta["place"] for node in results_of(graph) if isinstance(node, fx.Node) and is_carried(node)}
+    return [node for node in placeholders(graph) if node.meta["kind"] == "input" and node.meta["path"] in places]
+
+
+def growing_sizes(graph: fx.Graph) -> set[sympy.Symbol]:
+    """The dynamic sizes of what a call leaves in its arguments, where it is longer there than before, or new."""
+    before = {node.meta["path"]: node.meta["val"].shape for node in carried_inputs(graph)}
+    found: set[sympy.Symbol] = set()
+    for node in results_of(graph):
+        if isinstance(node, fx.Node) and is_carried(node):
+            now = [size_expr(size) for size in node.meta["val"].shape]
+            had = [size_expr(size) for size in before.get(node.meta["place"], ())]
+            for dim, size in enumerate(now):
+                if dim and not isinstance(size, int) and (not had or size != had[dim]):
+                    found |= size.free_symbols
+    return found
+
+
 def required_layouts(node: fx.Node, choice: Choice | None) -> list[tuple[fx.Node, Layout]]:
     """(value, required layout) for each operand of an op; the output requires all values whole but carried ones."""
     if choice is None:
@@ -206,7 +227,25 @@ def hint(size: Size) -> int:
     """A size as a number: a dynamic one as in the example inputs, or 1 if it depends on tensors' values."""
     if isinstance(size, int):
         return size
+    others = _other_sizes.get()
+    if others is not None:
+        number = size.node.expr.xreplace(others)
+        if number.is_Integer:
+            return int(number)
     return 1 if size.node.hint is None else int(size.node.hint)
+
+
+_other_sizes: ContextVar[Mapping[sympy.Symbol, sympy.Integer] | None] = ContextVar("other sizes", default=None)
+
+
+@contextmanager
+def sizes_as(sizes: Mapping[sympy.Symbol, int]) -> Iterator[None]:
+    """Within it, `hint` and `nbytes` are those of other example inputs, where these symbols have other values."""
+    token = _other_sizes.set({symbol: sympy.Integer(size) for symbol, size in sizes.items()})
+    try:
+        yield
+    finally:
+        _other_sizes.reset(token)
 
 
 def nbytes(value: Tensor) -> int:

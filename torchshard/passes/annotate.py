@@ -30,9 +30,10 @@ def annotate(module: fx.GraphModule, plan: Plan) -> bool:
         PlanError: the plan has no choice for an op, or one that is not legal for it; or it splits an attention whose
             dropout a GPU's fused kernel draws.
     """
+    layouts = plan.layouts
     for node in module.graph.nodes:
         if node.op == "placeholder":
-            node.meta["layouts"] = (plan.parameters.get(node.meta["path"], I),)
+            node.meta["layouts"] = (layouts.get(node.meta["path"], I),)
         elif is_tensor_op(node):
             node.meta["choice"] = planned_choice(node, plan)
             _refuse_fused_masks(node)

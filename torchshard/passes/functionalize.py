@@ -49,6 +49,7 @@ def functionalize(module: fx.GraphModule, *, keep_stores: bool = False) -> bool:
         keep_stores: whether writes to placeholders stay, as in a graph that stores its buffers already.
     """
     changed = not keep_stores and _drop_copies_to_themselves(module)
+    changed |= _drop_detached_constants(module)
     writes = [n for n in module.graph.nodes if is_inplace(n) and not (keep_stores and _is_store(n))]
     if not writes:
         return changed
@@ -70,6 +71,19 @@ def functionalize(module: fx.GraphModule, *, keep_stores: bool = False) -> bool:
     for node in reversed(writes):
         module.graph.erase_node(node)
     return True
+
+
+def _drop_detached_constants(module: fx.GraphModule) -> bool:
+    """Drops what `torch.tensor(...)` does to a constant: it needs no gradient anyway."""
+    found = [
+        node
+        for node in module.graph.find_nodes(op="call_function", target=aten.detach_.default)
+        if node_arg(node).meta.get("kind") == "constant"
+    ]
+    for node in found:
+        node.replace_all_uses_with(node_arg(node))
+        module.graph.erase_node(node)
+    return bool(found)
 
 
 def _drop_copies_to_themselves(module: fx.GraphModule) -> bool:

@@ -7,6 +7,7 @@ from __future__ import annotations
 import operator
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from functools import partial
 
 from torch import fx
 
@@ -79,12 +80,18 @@ def conversions_of(
         if not demand.is_met:
             value, required = Value.converted(demand.node), [layout for _, layout in demand.consumers]
             steps = (given or {}).get(demand.node.name)
-            if steps is None:
+            if steps is None or _lacks_gradients(steps, value, demand.produced, required):
                 steps = model.plan_conversions(value, demand.produced, required)
             if steps is None or not are_legal(steps, demand.produced, required, needs_grad=value.needs_grad):
                 raise _no_conversions(demand, steps)
             found[demand.node.name] = steps
     return found
+
+
+def _lacks_gradients(steps: Steps, value: Value, produced: Layout, required: list[Layout]) -> bool:
+    """Whether conversions lead where they should, but for a value's gradient: they were planned for inference."""
+    legal = partial(are_legal, steps, produced, required)
+    return value.needs_grad and not legal(needs_grad=True) and legal(needs_grad=False)
 
 
 def _no_conversions(demand: Demand, steps: Steps | None) -> PlanError:

@@ -25,7 +25,16 @@ from torchshard.core.choices import choices
 from torchshard.core.conversions import ConversionStep
 from torchshard.core.layouts import I, Layout, Shard, local_size
 from torchshard.core.notation import Choice
-from torchshard.ir.graph import is_carried, is_tensor, is_tensor_op, is_weight, required_layouts, where, whole_choice
+from torchshard.ir.graph import (
+    carried_inputs,
+    is_carried,
+    is_tensor,
+    is_tensor_op,
+    is_weight,
+    required_layouts,
+    where,
+    whole_choice,
+)
 from torchshard.planner.axes import tensors_of, wanted_parts, weight_axes
 from torchshard.planner.conversions import element_of
 from torchshard.planner.costs import CostModel, Op, Value
@@ -58,6 +67,8 @@ class GraphConstraints:
     """Whether dims that no weight touches (batch, sequence) may be split too."""
     per_parameter: float | None = None
     """How many times its bytes a trained parameter takes, with gradient and optimizer; None: only weights count."""
+    steady: bool = False
+    """Whether what a call leaves in its arguments has the layout in which it comes in."""
 
     def differences(self, graph: fx.Graph) -> dict[fx.Node, object]:
         """A value per constrained node, different where nodes of equal structure are constrained differently."""
@@ -160,6 +171,7 @@ class _Builder:
                 self.consumers.setdefault(operand, []).append(op)
         self.results = {self._representative(n) for n, _ in required_layouts(graph.output_node(), None)}
         stored = [n for n in graph.nodes if n.op == "placeholder" and n in self.consumers]
+        self.left = _left_again(graph) if constraints.steady else {}
         self._add_ops()
         for node in stored:
             self._add_stored(node)
@@ -219,10 +231,14 @@ class _Builder:
         states: list[Layout] = [I]
         if path in self.constraints.parameters:
             states = [self.constraints.parameters[path]]
-        elif node.meta["kind"] in ("parameter", "buffer"):
+        elif node.meta["kind"] in ("parameter", "buffer") or node in self.left:
             states = [*dict.fromkeys(layout for layout in wanted if isinstance(layout, Shard)), I]
             states = self._pinned_layouts(node) or states
         variable = self.network.variable(("stored", *self.folded.first_use(node)), states)
+        if node in self.left:
+            after, choices_after = self._states_of(self._representative(self.left[node]))
+            table = _spread_out([states, choices_after], lambda at, c: 0.0 if c.results[0] == at else FORBIDDEN)
+            self._factor((variable, after), table)
         times = self._weight_of(node)
         if times:
             self._factor((variable,), np.zeros(len(states)), times * np.array([self._held(node, at) for at in states]))
@@ -280,7 +296,10 @@ class _Builder:
         return variable, wanted, [choice.operands[written[0]] if written else None for choice in states]
 
     def _states(self, op: Op) -> tuple[int, list[Choice]]:
-        variable = self.network.keys["op", self.position[op.node], 0]
+        return self._states_of(op.node)
+
+    def _states_of(self, node: fx.Node) -> tuple[int, list[Choice]]:
+        variable = self.network.keys["op", self.position[node], 0]
         return variable, self.network.states[variable]
 
     def _add_value(self, node: fx.Node) -> None:
@@ -398,6 +417,12 @@ class _Builder:
                 tuple(sorted(v for v in scope if block.get(v) not in (1, 2))),
             )
         )
+
+
+def _left_again(graph: fx.Graph) -> dict[fx.Node, fx.Node]:
+    """An input -> the value that a call leaves in its place."""
+    inputs = {node.meta["path"]: node for node in carried_inputs(graph)}
+    return {inputs[n.meta["place"]]: n for n in graph.nodes if is_carried(n) and n.meta["place"] in inputs}
 
 
 def _by_size(layouts: frozenset[Layout]) -> tuple[int, list[str]]:

@@ -217,7 +217,9 @@ def expand_to_all_layers(
     choices = {n.name: state("op", i, 0) for i, n in enumerate(folded.nodes) if is_tensor_op(n)}
     layouts: dict[str, Layout] = {}
     for node in graph.nodes:
-        if node.op == "placeholder" and node.meta["kind"] in ("parameter", "buffer"):
+        if node.op == "placeholder":
             home, slot = folded.first_use(node)
-            layouts[node.meta["path"]] = state("stored", home, slot) if home >= 0 else I
+            layout = state("stored", home, slot) if home >= 0 else I
+            if node.meta["kind"] in ("parameter", "buffer") or layout != I:
+                layouts[node.meta["path"]] = layout
     return choices, layouts

@@ -141,11 +141,13 @@ class Costs:
     """Optimality gap in seconds (bytes of weights at their price): no plan within the same budget is better by more;
     0 = proven optimal. Under a limit of memory: how much faster the plan without a limit is."""
     memory: Mapping[str, float] = field(default_factory=dict)
-    """'parameters', 'gradients', 'optimizer', 'activations', 'peak' -> bytes per rank, if `memory=` was given."""
+    """'parameters', 'gradients', 'optimizer', 'caches', 'activations', 'peak' -> bytes per rank, with `memory=`."""
     whole: tuple[GatheredOps, ...] = ()
     """Expensive ops that run whole, and ops that values are gathered for."""
     fewer: Mapping[int, float] = field(default_factory=dict)
     """Number of ranks, fewer than the plan's -> seconds of a step with the same choices; 1: the whole model."""
+    context: int | None = None
+    """The longest context that fits `memory=`, in tokens, for calls without gradients that leave more each time."""
 
     @property
     def nbytes(self) -> float:
@@ -192,10 +194,17 @@ class PlanData:
     """Whether it is for inputs of exactly the example inputs' sizes, so that batch or sequence may be split."""
     recompute: tuple[str, ...] = ()
     """The modules whose values backward computes again, in place of keeping them; none of them within another."""
+    inputs: Mapping[str, Layout] = field(default_factory=dict)
+    """The layout of each tensor that earlier calls have left in the arguments, by its place there."""
     problem: Any = field(default=None, compare=False, repr=False)
     """The problem that it solves (`planner.problem.PlanningProblem`); None for a plan that was loaded."""
     graph: Any = field(default=None, compare=False, repr=False)
     """The graph with its collectives (`fx.GraphModule`); None for a plan that was loaded."""
+
+    @property
+    def layouts(self) -> dict[str, Layout]:
+        """Those of parameters, buffers and inputs."""
+        return {**self.parameters, **self.inputs}
 
     @property
     def axis(self) -> MeshAxis:

@@ -108,6 +108,7 @@ def _costs(body: object) -> Costs:
         _numbers(fields["memory"]),
         tuple(map(_gathered, _is(list, fields["whole"]))),
         {int(ranks): _number(seconds) for ranks, seconds in _is(dict, fields["fewer"]).items()},
+        None if fields.get("context") is None else _is(int, fields["context"]),
     )
 
 

@@ -29,6 +29,8 @@ GIGA, TERA = 1e9, 1e12
 MachineName = Literal["h100x8", "cpu-gloo"]
 Axes = Literal["weights", "all"]
 """Which dims may be split: those that weights bring into the model, or batch and sequence too."""
+Mode = Literal["train", "infer"]
+"""What is planned: steps of training, or calls without gradients."""
 
 
 @dataclass(frozen=True)
@@ -95,13 +97,15 @@ class Objective:
 
     machine: Machine
     memory: float | None = None
-    """Bytes that a training step may take on a rank; None: the weights are split as far as is worth it."""
+    """Bytes that a step may take on a rank; None: the weights are split as far as is worth it."""
     all_axes: bool = False
     """Whether batch and sequence may be split too."""
     any_machine: bool = False
     """Whether the user has named no machine: a plan that was given is then priced for its own."""
     recompute: tuple[str, ...] = ()
     """Globs of the modules whose values backward is to compute again."""
+    trains: bool = True
+    """Whether steps have a backward, and parameters an optimizer; else calls without gradients are planned."""
 
 
 def objective(
@@ -110,6 +114,7 @@ def objective(
     axes: Axes = "weights",
     device: str = "cuda",
     recompute: str | Sequence[str] = (),
+    mode: Mode = "train",
 ) -> Objective:
     """Reads the user's options.
 
@@ -117,7 +122,7 @@ def objective(
         device: the type of the model's device: without `machine`, a CPU's ranks send through gloo.
 
     Raises:
-        InputError: no machine has that name, `memory` is no size, or `axes` neither "weights" nor "all".
+        InputError: no machine has that name, `memory` is no size, or another option has a value that it can't have.
     """
     if axes not in get_args(Axes):
         raise InputError(
@@ -126,10 +131,25 @@ def objective(
             why='"weights": dims that weights bring into the model; "all": batch and sequence too',
             attempt="'weights' or 'all'",
         )
+    if mode not in get_args(Mode):
+        raise InputError(
+            f"{mode!r} is no mode",
+            where="mode=",
+            why='"train": steps with a backward; "infer": calls without gradients',
+            attempt="'train' or 'infer'",
+        )
+    if mode == "infer" and recompute:
+        raise InputError(
+            "nothing is computed again without a backward",
+            where='recompute= with mode="infer"',
+            why="only values that a backward needs are kept, or computed again",
+            attempt="without recompute=",
+        )
     default: MachineName = "cpu-gloo" if device == "cpu" else "h100x8"
     found = read_machine(default if machine is None else machine)
     globs = (recompute,) if isinstance(recompute, str) else tuple(recompute)
-    return Objective(found, read_size(memory), axes == "all", any_machine=machine is None, recompute=globs)
+    size, trains = read_size(memory), mode == "train"
+    return Objective(found, size, axes == "all", any_machine=machine is None, recompute=globs, trains=trains)
 
 
 _UNITS = {"B": 1, **{f"{p}B": 10 ** (3 * i) for i, p in enumerate("KMGT", 1)},

@@ -109,7 +109,10 @@ def summary(plan: PlanData) -> list[str]:
     if 1 in costs.fewer:
         lines.append(f"  one rank alone: {1e3 * costs.fewer[1]:.3g} ms{_faster_with_fewer(costs)}")
     if "peak" in costs.memory:
-        lines.append(f"  a training step takes {size_text(costs.memory['peak'])} on the rank that holds the most")
+        step = "training step" if costs.memory.get("gradients") else "call"
+        lines.append(f"  a {step} takes {size_text(costs.memory['peak'])} on the rank that holds the most")
+    if costs.context is not None:
+        lines.append(f"  the longest context that fits has {costs.context:,} tokens")
     if plan.recompute:
         stars = ", ".join(dict.fromkeys(map(star_last_number, plan.recompute)))
         lines.append(

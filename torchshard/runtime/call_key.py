@@ -47,6 +47,11 @@ class CallKey(NamedTuple):
         return hash_text(repr(self))
 
     @property
+    def has_gradients(self) -> bool:
+        """Whether gradients are enabled."""
+        return self.process_wide[0]
+
+    @property
     def modes(self) -> str:
         """The key without the arguments and the visible state, which errors show apart."""
         return str(self[2:])

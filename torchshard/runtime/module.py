@@ -387,7 +387,11 @@ class ShardedModule(State):
         """Captures, plans and compiles a call that no graph fits, on all ranks together."""
         for name, parameter in self.named_parameters():
             self._source_tensor(name).requires_grad_(parameter.requires_grad)
-        constraints = self._ts_constraints.with_layouts(self._ts_layouts) if self._ts_fixed else self._ts_constraints
+        constraints = self._ts_constraints
+        if self._ts_fixed:
+            constraints = constraints.with_layouts(self._ts_layouts)
+        trains = call.key.has_gradients or (constraints.objective.trains and not self._ts_fixed)
+        constraints = constraints.with_gradients(trains)
         model_call = ModelCall(_without_storage(call.inputs), call.key.training)
 
         if any(isinstance(layout, Shard) for layout in call.layouts.values()):
