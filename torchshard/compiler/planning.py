@@ -115,8 +115,8 @@ def _given_options(graph: fx.Graph, plan: Plan) -> dict[fx.Node, list[Choice]]:
     """The plan's choices for the ops that it names; those for other ops are searched.
 
     Raises:
-        PlanError: one is not legal. In another kind of call than the plan's, such as a prompt for a decode step's, an op
-            of the same name may differ; then its choice is searched.
+        PlanError: one is not legal. In another kind of call than the plan's, such as a prompt for a decode step's plan,
+            an op of the same name may differ; then its choice is searched.
     """
     ops = [node for node in graph.nodes if is_tensor_op(node)]
     is_same_call = {node.name for node in ops} == plan.choices.keys()
