@@ -788,13 +788,6 @@ FAULTS = (
         "tests/test_repeated.py -k differ",
     ),
     Fault(
-        "what forward changes within a layer is not looked at",
-        "capture/repeated.py",
-        "has_state = changed(before, attributes(layer.module)) or",
-        "has_state = False or",
-        "tests/test_repeated.py -k differ",
-    ),
-    Fault(
         "the last layer is not compared",
         "capture/copied_layers.py",
         "if first.described(constants) != last.described(constants):",

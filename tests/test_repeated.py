@@ -67,11 +67,11 @@ def _captured(model: nn.Module, args: tuple[Any, ...], *, repeating: bool) -> fl
 
 
 def _text(captured: flat.Captured) -> str:
-    """The whole graph, after the writes have become functional."""
+    """The whole graph, after the writes have become functional, and what it leaves."""
     normalize(captured.graph)
     nodes = captured.graph.graph.nodes
     facts = [f"{n.name} {n.meta.get('module')} {n.meta.get('recompute')} {n.meta.get('autocast')}" for n in nodes]
-    return "\n".join([listing(captured.graph), *facts])
+    return "\n".join([listing(captured.graph), *facts, *map(str, captured.left)])
 
 
 class Conv(nn.Module):
@@ -173,6 +173,7 @@ def test_most_layers_are_not_run(name: str, monkeypatch: pytest.MonkeyPatch) -> 
 
 
 COUNT = [0]
+TOGETHER = [0]
 
 
 class ReadsNumber(Layer):
@@ -203,13 +204,31 @@ class CountsInClass(Layer):
         return super().forward(x, 0.5 if self.count % LAYERS == 3 else 1.0)
 
 
+class CountsTogether(Layer):
+    def __init__(self, number: int) -> None:
+        super().__init__()
+        self.count = TOGETHER
+
+    def forward(self, x: Tensor, scale: float = 1.0) -> Tensor:
+        self.count[0] += 1
+        return super().forward(x, 0.5 if self.count[0] % LAYERS == 3 else 1.0)
+
+
+class Keeps(Layer):
+    """Leaves a tensor that others read."""
+
+    def forward(self, x: Tensor, scale: float = 1.0) -> Tensor:
+        self.mean = x.mean()
+        return super().forward(x)
+
+
 class Counting(Stack):
     """Sets what its layers count back to zero, so that each call leaves the same."""
 
     def forward(self, ids: Tensor) -> Tensor:
-        COUNT[0] = CountsInClass.count = 0
+        COUNT[0] = TOGETHER[0] = CountsInClass.count = 0
         result = super().forward(ids)
-        COUNT[0] = CountsInClass.count = 0
+        COUNT[0] = TOGETHER[0] = CountsInClass.count = 0
         return result
 
 
@@ -346,6 +365,8 @@ DIFFERENT: dict[str, Callable[[], nn.Module]] = {
     "reads its number": lambda: Stack(ReadsNumber),
     "reads its part's number": lambda: Stack(ReadsNumberOfPart),
     "counts in a global": lambda: Counting(CountsGlobally),
+    "keeps a tensor": lambda: Stack(Keeps),
+    "counts in what layers share": lambda: Counting(CountsTogether),
     "counts in its class": lambda: Counting(CountsInClass),
     "has a custom Function": lambda: Stack(Reverses),
     "has a checkpoint inside": lambda: Stack(ChecksInside),

@@ -164,8 +164,7 @@ class Repeats:
         numbers = {key: number for number, key in enumerate(_tensors(leaves))}
         ends = tuple(_Result(numbers[id(leaf)]) if isinstance(leaf, Tensor) else leaf for leaf in leaves)
         unbacked = any(isinstance(leaf, Tensor) and free_unbacked_symbols(leaf) for leaf in leaves)
-        has_state = changed(before, attributes(layer.module)) or _kept() != kept
-        if self.was_read or has_state or unbacked or not (known and numbers and enter):
+        if self.was_read or _kept() != kept or unbacked or not (known and numbers and enter):
             run.is_off = True
             if run.repeated:
                 raise DifferentLayers(f"what {layer.path} does can't be seen in its ops alone")
