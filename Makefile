@@ -4,8 +4,8 @@
 # make lint    lint and type-check only
 # make demo    run the examples
 # make bench   time a training step, calls by hand, planning and loading; count what is sent; compare prices with times
-# make nightly the tests that take longer, 2,000 random models under random plans, seeded faults, and ranks killed while
-#              they save (an hour)
+# make nightly the tests that take longer, 2,000 random models under random plans, seeded faults, ranks killed while they
+#              save, and 2,000 answers (an hour)
 # make gpu     what one GPU can show, into docs/gpu.md; each check says why where it can't run
 # make sweep   all of PyTorch's operators, Hugging Face's architectures and other libraries' models, and the graphs of
 #              Hugging Face's and of the tests' models before an independent referee (three hours), in .venv-sweep;
@@ -67,6 +67,7 @@ nightly: $(VENV)/.stamp-test
 	$(PY) benchmarks/checked.py
 	$(PY) benchmarks/mutants.py --check
 	$(PY) benchmarks/kills.py
+	$(PY) benchmarks/soak.py
 
 gpu: $(VENV)/.stamp-test
 	$(PY) benchmarks/gpu.py --write docs/gpu.md

@@ -219,7 +219,8 @@ def expand_to_all_layers(
     for node in graph.nodes:
         if node.op == "placeholder":
             home, slot = folded.first_use(node)
-            layout = state("stored", home, slot) if home >= 0 else I
+            is_read = home >= 0 and ("stored", folded.representative(home), slot) in network.keys
+            layout = state("stored", home, slot) if is_read else I
             if node.meta["kind"] in ("parameter", "buffer") or layout != I:
                 layouts[node.meta["path"]] = layout
     return choices, layouts

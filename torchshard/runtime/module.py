@@ -226,8 +226,9 @@ class ShardedModule(State):
             try:
                 with settling(verify):
                     results = self._executable(compiled, call, compiler)(*state, *call.tensors, *call.inputs.numbers)
-            except RuntimeError as error:
+            except (RuntimeError, IndexError) as error:
                 _check_dtypes(call.inputs, state)  # explains the commonest cause better than the op's own error
+                _check_indices(error)
                 raise error
         captured = compiled.program.captured
         results, left = results[: captured.changes.results], results[captured.changes.results :]
@@ -493,6 +494,17 @@ def _check_dtypes(inputs: Leaves, state: Sequence[Tensor]) -> None:
                 why="an op of the model takes both, of one dtype",
                 attempt=f"{name}.to({next(iter(dtypes))}), model.to({tensor.dtype}), or torch.autocast around the call",
             )
+
+
+def _check_indices(error: Exception) -> None:
+    """After a failure: raises InputError if an op has refused an index, as an embedding does."""
+    if str(error).startswith("index out of range"):
+        raise InputError(
+            "an index is out of range",
+            where="the call",
+            why="an embedding has fewer rows: a token id beyond the vocabulary, or more positions than the model has",
+            attempt="ids of the model's tokenizer; a shorter sequence",
+        ) from error
 
 
 def _without_storage(inputs: Leaves) -> Leaves:
