@@ -1,7 +1,7 @@
 """Thousands of answers of one sharded model: its tokens stay the unsharded model's, and its memory stays what it was.
 
-Prompts and answers have changing lengths and batches. Each rank reads its memory when a quarter of the answers are done,
-for by then every kind of call has its graph, and at the end.
+Prompts and answers have changing lengths and batches. Each rank reads its memory when a quarter of the answers are
+done, for by then every kind of call has its graph, and at the end.
 
     python benchmarks/soak.py --answers 2000 --ranks 2
 """
