@@ -153,3 +153,34 @@ def test_the_command_line_plans_a_decode_step(tmp_path: Any, capsys: pytest.Capt
     assert main(["plan", str(tmp_path), "--mode", "infer", "--batch", "8", "--length", "64", "--memory", "1MiB"]) == 0
     shown = capsys.readouterr().out
     assert "the longest context that fits has" in shown and "0 backward" in shown
+
+
+# --- tokens without whole logits -------------------------------------------------------------------------------------
+
+
+class Head(nn.Module):
+    """Gives tokens: the likeliest, or drawn by the Gumbel trick, which is a draw from the softmax."""
+
+    def __init__(self, temperature: float) -> None:
+        super().__init__()
+        self.temperature = temperature
+        self.head = nn.Linear(8, 31)
+
+    def forward(self, x: Tensor) -> Tensor:
+        logits = self.head(x)
+        if self.temperature:
+            logits = logits / self.temperature - (-torch.rand_like(logits).log()).log()
+        return logits.argmax(-1)
+
+
+@pytest.mark.parametrize("temperature", [0.0, 0.7])
+@pytest.mark.parametrize("world", [2, 3, 4])
+def test_ranks_send_two_numbers_for_a_token_and_not_the_logits(temperature: float, world: int) -> None:
+    torch.manual_seed(0)
+    model, x = Head(temperature).eval(), torch.randn(5, 8, dtype=torch.float64)
+    x[1, 3] = torch.nan
+    plan = ts.plan(model.double(), {"head": "column"}, world_size=world, example_inputs=(x,), mode="infer")
+    assert ts.check(model, plan, world_size=world, example_inputs=(x,)).ok
+    (sent,) = (c for c in plan.costs.collectives if c.calls)
+    assert sent.name == "gather" and sent.consumers == ("argmax",)
+    assert plan.costs.nbytes <= (world - 1) * 2 * 8 * len(x)

@@ -273,13 +273,42 @@ def _root(x: Traced) -> Traced:
 
 
 @rule(
-    aten.max.dim, aten.min.dim, aten.argmax.default, aten.argmin.default, aten.aminmax.default,
+    aten.max.dim, aten.min.dim, aten.aminmax.default,
     aten.median.default, aten.median.dim, aten.nanmedian.default, aten.nanmedian.dim,
     aten.mode.default, aten.kthvalue.default,
 )  # fmt: skip
 def unsplittable_reduction(call: Call) -> Row:
     """`f32[2,8,4] -> f32[2,4]     a !b c -> a c`."""
     return reduction_row(call, dims_of(call, "dim", len(call.tensors[0].shape)), splits=False)
+
+
+@rule(aten.argmax.default, aten.argmin.default)
+def place_of_extreme(call: Call) -> Row:
+    """`f32[2,8] -> i64[2]     a b -> a`; splitting b gathers the extreme of each slice and its place, two numbers.
+
+    Of equal elements the first counts, as in PyTorch, and so does the first NaN: ranks hold slices in order.
+    """
+    ndim, dtype = len(call.tensors[0].shape), call.tensors[0].dtype
+    dims, keep = dims_of(call, "dim", ndim), bool(call.args.get("keepdim", False))
+    # the numbers are sent as float64, which holds every place and every value but large integers
+    if call.args.get("dim") is None or not ndim or dtype is torch.int64:
+        return reduction_row(call, dims, splits=False)
+
+    def local(ctx: Local, x: Traced, *args: Argument, **kwargs: Argument) -> Traced:
+        axis, x = ctx.choice.axes[0][0], aten.detach.default(x)
+        if ctx.size(axis):
+            place = call.target(x, dims[0], True)
+            value = aten.gather.default(x, dims[0], place)
+            place = aten.add.Tensor(place, ctx.start(axis))
+        else:  # a placeholder of the right shape, because argmax rejects empty dims and the gather needs all ranks
+            value = place = aten.sum.dim_IntList(x, dims, True)
+        own = aten.stack.default([aten.to.dtype(number, torch.float64) for number in (value, place)])
+        each = _of_nonempty(ctx, axis, _gathered(ctx, own))
+        values, places = (aten.select.int(each, 1, i) for i in range(2))
+        found = aten.gather.default(places, 0, call.target(values, 0, True))
+        return aten.to.dtype(aten.squeeze.dims(found, [0] if keep else [0, dims[0] + 1]), torch.int64)
+
+    return _of_slices(call, dims, local)
 
 
 @rule(aten.quantile.scalar, aten.quantile.default, aten.nanquantile.scalar, aten.nanquantile.default)
