@@ -1,8 +1,18 @@
-"""Milliseconds per token of a decode loop on several ranks, beside the same model cut by hand and the unsharded one.
+"""Milliseconds per token of a decode loop on several ranks: a Llama of 12 layers, its cache and greedy tokens.
 
-All decode a Llama's tokens greedily, with a DynamicCache; before anything is timed their tokens must be equal.
+    unsharded             one process, while the others wait
+    by hand               the layers cut as Megatron-LM has them: two all-reduces a layer, and the logits gathered
+    tp_plan               Hugging Face's
+    torchshard            torchshard.shard(model, "auto", mode="infer")
+    torchshard, tokens    the same of a model that returns its likeliest token in place of the logits
+    torchshard, compiled  the same as torchshard, with compile=True
+
+Before anything is timed, all must give the same tokens. Ways are timed in turn, round by round; a ratio is the median
+of the rounds' ratios to `by hand`; the slowest rank counts. Collectives per token are counted by the profiler, as gloo
+ran them; in one of them torchshard's ranks compare their calls.
 
     python benchmarks/decode.py --widths 256 768 --ranks 2 --tokens 64
+    python benchmarks/decode.py --widths 256 --ways "by hand" torchshard --profile
 """
 
 from __future__ import annotations
@@ -10,20 +20,25 @@ from __future__ import annotations
 import argparse
 import copy
 import cProfile
+import os
 import pstats
 import statistics
 import time
 import warnings
-from typing import Any
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 import transformers
 from torch import Tensor, nn
+from torch.profiler import ProfilerActivity, profile
+from transformers.distributed import DistributedConfig
 
 import torchshard as ts
 
 LAYERS, HEAD, VOCAB, PROMPT = 12, 32, 4096, 32
+HAND = "by hand"
 
 
 def config(width: int, ranks: int = 1) -> transformers.LlamaConfig:
@@ -35,8 +50,23 @@ def config(width: int, ranks: int = 1) -> transformers.LlamaConfig:
     )  # fmt: skip
 
 
-def by_hand(model: Any, width: int, rank: int, ranks: int) -> Any:
+# --- the ways --------------------------------------------------------------------------------------------------------
+
+
+class Greedy(nn.Module):
+    """A model that returns its likeliest next token."""
+
+    def __init__(self, model: Any) -> None:
+        super().__init__()
+        self.model, self.config = model, model.config
+
+    def forward(self, input_ids: Tensor, cache: Any) -> Tensor:
+        return self.model(input_ids=input_ids, cache=cache).logits[:, -1:].argmax(-1)
+
+
+def by_hand(model: Any, width: int) -> Any:
     """One rank's part of the model as Megatron cuts it: two all-reduces a layer, and the logits gathered."""
+    rank, ranks = dist.get_rank(), dist.get_world_size()
     part = transformers.LlamaForCausalLM(config(width, ranks)).eval()
     own, whole = part.state_dict(), model.state_dict()
     for name, value in own.items():
@@ -62,66 +92,120 @@ def by_hand(model: Any, width: int, rank: int, ranks: int) -> Any:
     return part
 
 
+def with_tp_plan(model: Any) -> Any:
+    """The model as Hugging Face's plan splits it."""
+    copied = copy.deepcopy(model)
+    of, _, mesh = copied.prepare_distribute_model(DistributedConfig(tp_plan="auto", tp_size=dist.get_world_size()))
+    return copied.maybe_distribute_model(copied, of, mesh)
+
+
+def with_torchshard(model: Any, tokens: bool = False, **options: Any) -> Any:
+    """The model as torchshard's plan of a prompt splits it."""
+    whole, prompt = copy.deepcopy(model), torch.zeros(1, PROMPT, dtype=torch.long)
+    example: dict[str, Any] = {"input_ids": prompt, "use_cache": False}
+    if tokens:
+        whole, example = Greedy(whole), {"input_ids": prompt, "cache": transformers.DynamicCache(config=model.config)}
+    return ts.shard(whole, "auto", example_kwargs=example, mode="infer", **options)
+
+
+WAYS: dict[str, Callable[[Any, int], Any]] = {
+    "unsharded": lambda model, width: model,
+    HAND: by_hand,
+    "tp_plan": lambda model, width: with_tp_plan(model),
+    "torchshard": lambda model, width: with_torchshard(model),
+    "torchshard, tokens": lambda model, width: with_torchshard(model, tokens=True),
+    "torchshard, compiled": lambda model, width: with_torchshard(model, compile=True),
+}
+
+
+# --- timing ----------------------------------------------------------------------------------------------------------
+
+
 def decoded(model: Any, prompt: Tensor, count: int) -> tuple[list[int], list[float]]:
     """The tokens, and the seconds of each but the first two."""
     cache, ids, tokens, times = transformers.DynamicCache(config=model.config), prompt, [], []
     with torch.no_grad():
         for _ in range(count):
             start = time.perf_counter()
-            ids = model(input_ids=ids, cache=cache).logits[:, -1:].argmax(-1)
+            made = model(input_ids=ids, cache=cache)
+            ids = made if isinstance(made, Tensor) else made.logits[:, -1:].argmax(-1)
             tokens.append(int(ids[0, 0]))
             times.append(time.perf_counter() - start)
     return tokens, times[2:]
 
 
-def rank_main(width: int, count: int, rounds: int, profile: bool) -> dict[str, float]:
-    """Median milliseconds per token of each way, on this rank."""
+def sent(model: Any, prompt: Tensor) -> int:
+    """Collectives per token, as gloo runs them."""
+    counts = []
+    for tokens in (4, 8):
+        with profile(activities=[ProfilerActivity.CPU], acc_events=True) as profiler:
+            decoded(model, prompt, tokens)
+        counts.append(sum(event.name().startswith("gloo:") for event in profiler.profiler.kineto_results.events()))
+    return (counts[1] - counts[0]) // 4
+
+
+class Found(NamedTuple):
+    """What one rank has measured of a way."""
+
+    milliseconds: list[float]
+    """Per token, the median of each round."""
+    collectives: int
+    """Per token."""
+
+
+def rank_main(width: int, count: int, rounds: int, names: list[str], profiled: bool) -> dict[str, Found]:
+    """All ways, on one rank."""
     warnings.simplefilter("ignore")
     transformers.utils.logging.set_verbosity_error()
     torch.set_num_threads(1)
     ts.distributed.init_process_group()
-    rank, ranks = dist.get_rank(), dist.get_world_size()
     torch.manual_seed(0)
     model = transformers.LlamaForCausalLM(config(width)).eval()
     prompt = torch.randint(1, VOCAB, (1, PROMPT))
-    ways: dict[str, Any] = {
-        "unsharded": model,
-        "by hand": by_hand(model, width, rank, ranks),
-        "torchshard": ts.shard(copy.deepcopy(model), "auto", (), {"input_ids": prompt, "use_cache": False}),
-    }
+    ways = {name: WAYS[name](model, width) for name in names}
     first = {name: decoded(way, prompt, 12)[0] for name, way in ways.items()}
     assert len({tuple(tokens) for tokens in first.values()}) == 1, first
-    found: dict[str, list[float]] = {name: [] for name in ways}
+    times: dict[str, list[float]] = {name: [] for name in ways}
     for _ in range(rounds):
         for name, way in ways.items():
             dist.barrier()
-            found[name].append(1e3 * statistics.median(decoded(way, prompt, count)[1]))
-    if profile and rank == 0:
-        p = cProfile.Profile()
-        p.enable()
-    if profile:
+            if name != "unsharded" or dist.get_rank() == 0:
+                times[name].append(1e3 * statistics.median(decoded(way, prompt, count)[1]))
+            dist.barrier()
+    if profiled and dist.get_rank() == 0:
+        with cProfile.Profile() as profiler:
+            decoded(ways["torchshard"], prompt, count)
+        pstats.Stats(profiler).sort_stats("cumtime").print_stats(60)
+    elif profiled:
         decoded(ways["torchshard"], prompt, count)
-    if profile and rank == 0:
-        p.disable()
-        pstats.Stats(p).sort_stats("cumtime").print_stats(60)
-    return {name: statistics.median(times) for name, times in found.items()}
+    return {name: Found(times[name], 0 if name == "unsharded" else sent(way, prompt)) for name, way in ways.items()}
 
 
 def main() -> None:
-    """Prints a line for each width."""
+    """Prints a line for each width and way."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--widths", type=int, nargs="+", default=[256, 768])
     parser.add_argument("--ranks", type=int, default=2)
     parser.add_argument("--tokens", type=int, default=64)
-    parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--profile", action="store_true")
+    parser.add_argument("--rounds", type=int, default=7)
+    parser.add_argument("--ways", nargs="+", default=[*WAYS], choices=[*WAYS])
+    parser.add_argument("--profile", action="store_true", help="where torchshard's time goes, by cProfile")
     options = parser.parse_args()
+    os.environ.setdefault("KINETO_LOG_LEVEL", "6")
     for width in options.widths:
-        found = ts.distributed.launch(
-            rank_main, options.ranks, (width, options.tokens, options.rounds, options.profile)
-        )
-        slowest = {name: max(each[name] for each in found) for name in found[0]}
-        print(width, {name: f"{ms:.2f} ms, {ms / slowest['by hand']:.2f}" for name, ms in slowest.items()}, flush=True)
+        given = (width, options.tokens, options.rounds, options.ways, options.profile)
+        found = ts.distributed.launch(rank_main, options.ranks, given)
+        slowest = {
+            name: [
+                max(each) for each in zip(*(f[name].milliseconds for f in found if f[name].milliseconds), strict=True)
+            ]
+            for name in options.ways
+        }
+        for name, times in slowest.items():
+            base = slowest.get(HAND, times)
+            ratio = statistics.median(own / hand for own, hand in zip(times, base, strict=True))
+            text = f"{statistics.median(times):7.2f} ms  {ratio:5.2f} of {HAND}"
+            print(f"width {width}  {name:22}{text}  {found[0][name].collectives:3} collectives", flush=True)
 
 
 if __name__ == "__main__":

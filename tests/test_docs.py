@@ -52,4 +52,4 @@ def test_the_page_of_weights_runs(tmp_path: Path) -> None:
 
 
 def test_the_page_of_generation_runs(tmp_path: Path) -> None:
-    assert run_ranks(_runs, 2, "generation.md", str(tmp_path)) == [3, 3]
+    assert run_ranks(_runs, 2, "generation.md", str(tmp_path)) == [4, 4]

@@ -91,7 +91,10 @@ def _graph_constraints(graph: fx.Graph, constraints: Constraints) -> GraphConstr
     """What the user's plan, and layouts that are fixed already, leave to the search."""
     per_parameter = None if constraints.objective.memory is None else 2.0 + OPTIMIZER_STATES
     common = GraphConstraints(
-        all_axes=constraints.objective.all_axes, per_parameter=per_parameter, steady=constraints.steady
+        all_axes=constraints.objective.all_axes,
+        per_parameter=per_parameter,
+        trains=constraints.objective.trains,
+        steady=constraints.steady,
     )
     carried, fixed = _carried_options(graph, constraints), constraints.fixed
     if constraints.plan is None:

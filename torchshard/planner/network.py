@@ -67,6 +67,8 @@ class GraphConstraints:
     """Whether dims that no weight touches (batch, sequence) may be split too."""
     per_parameter: float | None = None
     """How many times its bytes a trained parameter takes, with gradient and optimizer; None: only weights count."""
+    trains: bool = True
+    """Whether a step has a backward, and weights gradients and an optimizer's state."""
     steady: bool = False
     """Whether what a call leaves in its arguments has the layout in which it comes in."""
 

@@ -3,7 +3,7 @@
 By default the weights (parameters of two dims or more) of all ranks together take at most `WEIGHT_SLACK` more bytes
 than the fewest possible, and the step is the fastest that this allows. Strictly fewest bytes would split every router
 and norm, and send activations for it. A weight stays whole only where that saves time worth its bytes
-(`WHOLE_WEIGHT_GAIN`).
+(`WHOLE_WEIGHT_GAIN`); in calls without gradients a quarter of that time will do, for a weight is then held alone.
 
 A budget is met by a price per byte (a Lagrange multiplier): the optimum at each price is exact, and the prices at which
 it changes are found one after the other. Between two of them there may be a better plan that fits; it can't be better
@@ -33,6 +33,8 @@ WEIGHT_SLACK = 0.1
 are pinned whole do not count."""
 WHOLE_WEIGHT_GAIN = 0.5
 """A weight stays whole if that saves so many percent of the step's time for each percent more bytes."""
+TRAINING_COPIES = 4
+"""How many times a weight is held in training: with its gradient, and Adam's two moments."""
 EPSILON = 1e-9
 """Costs that differ by a smaller part are equal but for rounding."""
 MAX_PRICE = 1e-3
@@ -84,8 +86,12 @@ def search(
         raise _no_way(network, None)
     if fits is None:
         unsplittable = _whole_bytes(graph, expand_to_all_layers(graph, network, smallest)[1])
+        gain = WHOLE_WEIGHT_GAIN if constraints.trains else WHOLE_WEIGHT_GAIN / TRAINING_COPIES
         solution, gap, _ = solve_within_budget(
-            solver, lambda fewest: fewest + WEIGHT_SLACK * (fewest - unsplittable), smallest
+            solver,
+            lambda fewest: fewest + WEIGHT_SLACK * (fewest - unsplittable),
+            smallest,
+            gain,
         )
         return SearchResult(*expand_to_all_layers(graph, network, solution), gap)
 
@@ -186,16 +192,17 @@ def mix_layers(solver: Solver, fits: Callable[[Solution], bool], sweep: PriceSwe
 
 
 def solve_within_budget(
-    solver: Solver, budget: Callable[[float], float], smallest: Solution
+    solver: Solver, budget: Callable[[float], float], smallest: Solution, gain: float = WHOLE_WEIGHT_GAIN
 ) -> tuple[Solution, float, float]:
     """The best solution found within a budget of bytes, its optimality gap in seconds, and the price of a byte.
 
     Args:
         budget: from the fewest bytes possible to the most allowed.
         smallest: the optimum at `MAX_PRICE`.
+        gain: the part of the time that makes up for as large a part of the bytes.
     """
     max_bytes = budget(smallest.nbytes)
-    price = min(WHOLE_WEIGHT_GAIN * smallest.seconds / smallest.nbytes if smallest.nbytes else 0.0, MAX_PRICE)
+    price = min(gain * smallest.seconds / smallest.nbytes if smallest.nbytes else 0.0, MAX_PRICE)
     sweep = sweep_prices(solver, lambda solution: solution.nbytes <= max_bytes, smallest, price)
     return sweep.best, sweep.gap(max_bytes), price
 
