@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import io
+import os
+import threading
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -135,10 +139,21 @@ def _returns(rank: int) -> dict[str, bool]:
     }
 
 
+class Logging(Attention):
+    """Counts its calls for the user, which changes nothing of what it computes."""
+
+    calls = 0
+
+    def forward(self, x: Tensor, past: Any) -> Tensor:
+        self.calls = min(self.calls + 1, 1)
+        return super().forward(x, past)
+
+
 KEPT: dict[str, tuple[Callable[[], nn.Module], Callable[[], Any]]] = {
     "object": (lambda: Attention(_in_object), Past),
     "list": (lambda: Attention(_in_list), list),
     "dict": (lambda: Attention(_in_dict), dict),
+    "dict, beside an attribute": (lambda: Logging(_in_dict), dict),
 }
 
 
@@ -390,6 +405,7 @@ GENERATED: dict[str, dict[str, Any]] = {
     "static": {"cache_implementation": "static"},
     "no cache": {"use_cache": False},
     "lookup": {"prompt_lookup_num_tokens": 2},
+    "hidden states": {"output_hidden_states": True, "return_dict_in_generate": True},
 }
 
 
@@ -407,8 +423,11 @@ def _generates(rank: int, kind: str, ways: list[str], length: int) -> dict[str, 
         for m in (model, sharded):
             torch.manual_seed(1)
             call = {"attention_mask": mask[rows], "max_new_tokens": length, **GENERATED[way]}
-            made.append(m.generate(ids[rows], **call))
-        same[way] = torch.equal(*made)
+            found = m.generate(ids[rows], **call)
+            made.append(
+                found if isinstance(found, Tensor) else torch.cat([h[-1].flatten() for h in found.hidden_states])
+            )
+        same[way] = torch.equal(*made) if way != "hidden states" else torch.allclose(*made, atol=1e-6)
     before = len(sharded._ts_graphs)
     sharded.generate(ids, attention_mask=mask, max_new_tokens=length + 3)
     return {"same": same, "graphs": before, "more": len(sharded._ts_graphs) - before}
@@ -425,3 +444,104 @@ def test_generation_of_other_models(kind: str, world: int) -> None:
     for found in run_ranks(_generates, world, kind, ["greedy", "beams"], 12):
         assert found["same"] == {"greedy": True, "beams": True}
         assert not found["more"]
+
+
+class Words:
+    """A tokenizer for streams: each token is a word."""
+
+    def decode(self, ids: Any, **_: Any) -> str:
+        return "".join(f"{number} " for number in ids)
+
+
+def _streams(rank: int) -> dict[str, bool]:
+    """Answers in batches, and one that comes token by token while another thread generates."""
+    ts.distributed.init_process_group()
+    model = _model("llama")
+    sharded: Any = ts.shard(copy.deepcopy(model), "auto", (), CALL, mode="infer")
+    same = {}
+    for batch in (1, 3, 8):
+        ids = torch.randint(2, 64, (batch, 9))
+        mask = (torch.arange(9) >= torch.arange(batch)[:, None]).long()  # as many lengths as prompts
+        made = [m.generate(ids, attention_mask=mask, max_new_tokens=5, do_sample=False) for m in (model, sharded)]
+        same[f"{batch} prompts"] = torch.equal(*made)
+    prompt = ids[:1]
+    stream: Any = transformers.TextIteratorStreamer(Words(), skip_prompt=True, timeout=60)  # type: ignore[arg-type]
+    options = {"max_new_tokens": 6, "do_sample": False, "streamer": stream}
+    thread = threading.Thread(target=sharded.generate, args=(prompt,), kwargs=options)
+    thread.start()
+    words = "".join(stream).split()
+    thread.join()
+    expected = model.generate(prompt, max_new_tokens=6, do_sample=False)[0, prompt.shape[1] :]
+    return same | {"streamed": [int(word) for word in words] == expected.tolist()}
+
+
+def test_batches_and_streams() -> None:
+    for found in run_ranks(_streams, 2):
+        assert all(found.values()), found
+
+
+# --- bad input -------------------------------------------------------------------------------------------------------
+
+WRONG: dict[str, tuple[Callable[[Any, Tensor, int], object], type[ts.ShardError], str]] = {
+    "different prompts": (lambda m, ids, rank: m.generate(ids + rank, max_new_tokens=3), ts.InputError, "input_ids"),
+    "different seeds": (
+        lambda m, ids, rank: (torch.manual_seed(rank), m.generate(ids, max_new_tokens=8, do_sample=True)),
+        ts.InputError,
+        "different values",
+    ),
+    "different positions": (lambda m, ids, rank: _decoded(m, ids, 1 + rank), ts.ShardError, "rank"),
+    "another batch": (lambda m, ids, rank: _decoded(m, ids, 1, rows=1), ts.CaptureError, "can't be captured"),
+    "a token beyond the vocabulary": (
+        lambda m, ids, rank: m.generate(ids + 1000, max_new_tokens=3), ts.InputError, "an index is out of range",
+    ),
+}  # fmt: skip
+"""What is done -> the error, and a part of its text."""
+
+
+def _decoded(model: Any, ids: Tensor, steps: int, rows: int = 2) -> None:
+    cache = DynamicCache(config=model.config)
+    model(input_ids=ids, cache=cache)
+    for _ in range(steps):
+        model(input_ids=ids[:rows, :1], cache=cache)
+    model(input_ids=ids[:rows, :2], cache=cache)
+
+
+def _wrong(rank: int) -> dict[str, str]:
+    ts.distributed.init_process_group()
+    sharded: Any = ts.shard(_model("llama"), "auto", (), CALL)
+    ids, found = torch.randint(2, 60, (2, 5)), {}
+    with torch.no_grad():
+        for name, (call, kind, text) in WRONG.items():
+            try:
+                call(sharded, ids, rank)
+                found[name] = "no error"
+            except kind as error:
+                found[name] = "" if text in str(error) else str(error)
+    return found
+
+
+def test_what_differs_between_ranks_or_does_not_fit_is_refused_on_each() -> None:
+    assert run_ranks(_wrong, 2) == [dict.fromkeys(WRONG, "")] * 2
+
+
+def _killed(rank: int, path: str) -> None:
+    ts.distributed.init_process_group(timeout_seconds=20)
+    sharded: Any = ts.shard(_model("llama"), "auto", (), CALL)
+    ids = torch.randint(2, 60, (2, 5))
+    sharded.generate(ids, max_new_tokens=3)
+
+    class Dies(transformers.StoppingCriteria):
+        def __call__(self, ids: Tensor, scores: Tensor, **_: Any) -> Tensor:  # type: ignore[override]
+            if rank == 1 and ids.shape[1] == 9:
+                os._exit(0)
+            return torch.zeros(len(ids), dtype=torch.bool)
+
+    with pytest.raises(ts.DistributedError) as caught:
+        sharded.generate(ids, max_new_tokens=20, stopping_criteria=[Dies()])
+    Path(path).write_text(str(caught.value))
+
+
+def test_a_rank_that_dies_while_it_generates_is_told(tmp_path: Path) -> None:
+    with contextlib.suppress(RuntimeError):  # rank 1 gives no result
+        run_ranks(_killed, 2, str(tmp_path / "error"))
+    assert "no word from rank 1" in (tmp_path / "error").read_text()

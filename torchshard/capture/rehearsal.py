@@ -13,6 +13,7 @@ import contextlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
@@ -121,13 +122,23 @@ class _Rehearsed:
 
     def __init__(self, model: nn.Module, model_call: ModelCall, mode: FakeTensorMode) -> None:
         self._model, self._modes = model, model_call.modes
-        self.inputs = [mode.from_tensor(tensor) for tensor in model_call.call.tensors]
-        self._args, self._kwargs = model_call.call.rebuild(self.inputs)
+        device = next((p.device for p in model.parameters()), None)
+        self.inputs = [_faked(tensor, mode, device) for tensor in model_call.call.tensors]
+        self._rebuild = model_call.call.rebuild
 
     def run(self) -> None:
-        """Calls the model."""
+        """Calls the model, with arguments that no earlier run has changed."""
         _set_modes(self._model, self._modes)
-        self._model.forward(*self._args, **self._kwargs)
+        args, kwargs = self._rebuild(self.inputs)
+        self._model.forward(*args, **kwargs)
+
+
+def _faked(tensor: Tensor, mode: FakeTensorMode, device: torch.device | None) -> Tensor:
+    """A call's tensor as a fake one; a meta tensor stands for one on the model's device."""
+    if device is None or not tensor.is_meta:
+        return mode.from_tensor(tensor)
+    made = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=device)
+    return made.requires_grad_(tensor.requires_grad)
 
 
 def _make_attributes_fake(model: nn.Module, mode: FakeTensorMode) -> None:
