@@ -41,6 +41,10 @@ SMALL = {name: size for size, names in _NAMED.items() for name in names.split()}
 """What a configuration's sizes are set to, where it has them under these names."""
 
 OVERRIDES: dict[str, dict[str, Any]] = {
+    # of two layers one has attention, without which their caches do not work
+    "bamba": {"attn_layer_indices": [1]},
+    "jamba": {"attn_layer_period": 2, "attn_layer_offset": 1},
+    "recurrent_gemma": {"block_types": ["recurrent", "attention"]},
     "convnext": {"patch_size": 4},
     "convnextv2": {"patch_size": 4},
     "deepseek_v2": {"n_routed_experts": 4, "num_experts_per_tok": 2},
