@@ -232,6 +232,22 @@ def test_an_argument_that_is_passed_twice_is_refused() -> None:
     ts.distributed.destroy_process_group()
 
 
+def test_an_object_that_is_passed_twice_is_refused_if_forward_changes_it() -> None:
+    class Both(nn.Module):
+        def forward(self, x: Tensor, past: Any, others: dict[str, Any], *, keep: bool = True) -> Tensor:
+            if keep:
+                past.append(x)
+            return x + sum(others["seen"]) + len(others)
+
+    sharded, x = ts.shard(Both(), {}), torch.ones(3)
+    for _ in range(2):
+        shared: list[Tensor] = [torch.ones(3)]
+        assert refused_input(lambda shared=shared: sharded(x, shared, {"seen": shared}), "is passed twice")  # type: ignore[misc]
+        assert torch.equal(sharded(x, [], {"seen": shared}), 3 * x)
+        assert torch.equal(sharded(x, shared, {"seen": shared, "again": shared}, keep=False), 4 * x)
+    ts.distributed.destroy_process_group()
+
+
 def _past(length: int, *, grad: bool = False) -> dict[str, Tensor]:
     return {name: torch.randn(2, HEADS, length, 4).requires_grad_(grad) for name in "kv"}
 

@@ -50,6 +50,7 @@ def _same(known: Leaves, own: Leaves) -> None:
     assert all(a is b for a, b in zip(known.tensors, own.tensors, strict=True))
     assert (known.names, known.structure, known.numbers) == (own.names, own.structure, own.numbers)
     assert (known.number_names, list(known.positional)) == (own.number_names, list(own.positional))
+    assert known.repeated == own.repeated
     rebuilt = [call.rebuild(call.tensors, numbers=call.numbers) for call in (known, own)]
     assert flatten_call(Takes(), *rebuilt[0]).structure == flatten_call(Takes(), *rebuilt[1]).structure
 

@@ -51,6 +51,7 @@ class KnownCalls:
             numbers=own,
             rebuild=partial(known.rebuild, numbers=own),
             arguments=(bound.args, bound.kwargs),
+            repeated=walk.repeated,
         )
 
     def _noted(self, kind: Hashable, walk: _Walk, leaves: Leaves) -> Leaves:
@@ -77,6 +78,16 @@ class _Walk:
         """Everything else: of each value its type, and what says how to go on."""
         self.classes: dict[type, None] = {}
         """Those of the objects."""
+        self.holders: list[int] = []
+        """The ids of lists, dicts and objects."""
+
+    @property
+    def repeated(self) -> frozenset[int]:
+        """The ids of those that there are in more than one place."""
+        once = set(self.holders)
+        if len(once) == len(self.holders):
+            return frozenset()
+        return frozenset(number for number in once if self.holders.count(number) > 1)
 
     def numbers(self, varies: Sequence[bool], *, vary: bool) -> tuple[int, ...]:
         """The integers that vary from call to call, or the others; all of them are others if none is known to vary."""
@@ -102,6 +113,8 @@ class _Walk:
         return True
 
     def _see_inside(self, cls: type, value: object, depth: int) -> bool:
+        if cls is not tuple:
+            self.holders.append(id(value))
         if cls is list or cls is tuple:
             self.seen.append((cls, len(value)))  # type: ignore[arg-type]
             return all(self.see(item, depth) for item in value)  # type: ignore[attr-defined]

@@ -13,6 +13,7 @@ import functools
 import inspect
 import operator
 import types
+from collections import Counter
 from collections.abc import Callable, Collection, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -46,6 +47,8 @@ class Leaves:
     """The integers that vary from call to call, as a position does; `rebuild` takes others as its third argument."""
     number_names: tuple[str, ...] = ()
     """The place of each."""
+    repeated: frozenset[int] = frozenset()
+    """Of a call: the ids of the lists, dicts and objects that it holds in more than one place."""
 
     @property
     def named_tensors(self) -> Iterable[tuple[str, Tensor]]:
@@ -328,7 +331,30 @@ def flatten_call(
         number_names=tuple(argument_name(name, positional) for name in flat.number_names),
         positional=positional,
         arguments=(bound.args, bound.kwargs),
+        repeated=_repeated((bound.args, bound.kwargs)),
     )
+
+
+def _repeated(value: object) -> frozenset[int]:
+    """The ids of the lists, dicts and objects that a value holds in more than one place."""
+    counts: Counter[int] = Counter()
+
+    def visit(held: object) -> None:
+        items: Iterable[object] = ()
+        if isinstance(held, (list, tuple)):
+            items = held
+        elif isinstance(held, dict):
+            items = held.values()
+        elif is_opened(held):
+            items = values_of_object(held).values()
+        else:
+            return
+        counts[id(held)] += not isinstance(held, tuple)
+        for item in items:
+            visit(item)
+
+    visit(value)
+    return frozenset(number for number, count in counts.items() if count > 1)
 
 
 def bound_call(model: nn.Module, args: Sequence[object], kwargs: Mapping[str, object]) -> inspect.BoundArguments:

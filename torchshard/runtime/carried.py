@@ -20,7 +20,8 @@ from torch._ops import OpOverload
 from torch.utils import _pytree as pytree
 
 from torchshard.capture import Leaves
-from torchshard.capture.carried import Changes
+from torchshard.capture.carried import Changes, finder
+from torchshard.capture.signature import ReferenceTo
 from torchshard.core.choices import choices, local_replacement
 from torchshard.core.conversions import step_args
 from torchshard.core.errors import InputError
@@ -227,8 +228,17 @@ def check_once(inputs: Leaves, changes: Changes) -> None:
     """Checks that what a call changes is not another argument of it too, which the graph takes for another tensor.
 
     Raises:
-        InputError: a tensor is passed twice.
+        InputError: a tensor, or an object that forward changes, is passed twice.
     """
+    find = finder(inputs.arguments)
+    for keys in changes.holders if inputs.repeated else ():
+        if id(find(ReferenceTo(keys))) in inputs.repeated:
+            raise InputError(
+                "a list, dict or object that forward changes is passed twice",
+                where="".join(f"[{key!r}]" for key in keys[1:]) + " of the arguments",
+                why="a graph takes the two for others: what forward adds to one it would not find in the other",
+                attempt="an object for each argument",
+            )
     seen: dict[int, str] = {}
     for name, tensor in inputs.named_tensors if changes.holders else ():
         first = seen.setdefault(id(tensor), name)
