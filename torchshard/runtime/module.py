@@ -403,7 +403,7 @@ class ShardedModule(State):
             entry = self._ts_entries[call.key.entry].model
             captured = program(entry, constraints, args, kwargs, inputs=call.layouts, numbers=numbers)
             self._ts_graphs.refuse_dependence(entry, model_call, captured)
-            check_once(call.inputs, captured.captured.changes)
+            check_once(replace(call.inputs, tensors=call.tensors), captured.captured.changes)
             return captured
 
         _warn_of_global_hooks()
