@@ -134,13 +134,28 @@ def test_finetune_under_a_launcher(tiny_llama: Path, tmp_path: Path) -> None:
     check_finetune(trained + _run_on_forked_ranks("finetune.py", "--resume", *places, ranks=3), (2, 3))
 
 
-def test_finetune_fails_if_losses_differ() -> None:
+def _check_of(script: str, monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
+    """The function with which an example compares both models."""
     pytest.importorskip("transformers")
-    check = runpy.run_path(str(EXAMPLES / "finetune.py"))["check"]
+    monkeypatch.syspath_prepend(str(EXAMPLES))  # as Python does for a script that it runs
+    check: Callable[..., None] = runpy.run_path(str(EXAMPLES / script))["check"]
+    return check
+
+
+def test_finetune_fails_if_losses_differ(monkeypatch: pytest.MonkeyPatch) -> None:
+    check = _check_of("finetune.py", monkeypatch)
     check([2.0, 1.0], [2.0, 1.000005])
     for other in (1.00002, math.nan):
         with pytest.raises(SystemExit, match="the losses differ by more than 1e-05"):
             check([2.0, 1.0], [2.0, other])
+
+
+def test_generate_fails_if_tokens_differ(monkeypatch: pytest.MonkeyPatch) -> None:
+    check = _check_of("generate.py", monkeypatch)
+    check([5, 6], [5, 6])
+    for other in ([5, 7], [5], []):
+        with pytest.raises(SystemExit, match="the tokens differ"):
+            check([5, 6], other)
 
 
 def test_collectives_print_what_each_rank_holds() -> None:
