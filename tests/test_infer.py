@@ -42,9 +42,13 @@ def test_a_decode_step_has_no_backward_and_sends_nothing_for_its_cache() -> None
 
 
 def test_a_plan_with_split_inputs_is_read_as_it_was_written() -> None:
-    plan = _step(_llama(), 2, 20, memory="1MiB")
-    again = ts.Plan.from_json(plan.to_json())
-    assert again == plan and again.inputs == plan.inputs and again.costs.context == plan.costs.context
+    plan = _step(_llama(), 2, 20)
+    memory = 1.1 * _step(_llama(), 2, 20, plan=plan, memory="1GiB").costs.memory["peak"]
+    for made in (plan, _step(_llama(), 2, 20, plan=plan, memory=memory)):
+        again = ts.Plan.from_json(made.to_json())
+        assert len(made.inputs) == 2 * LAYERS
+        assert again == made and again.inputs == made.inputs and again.costs.context == made.costs.context
+    assert made.costs.context is not None
 
 
 def test_weights_are_held_once_and_caches_by_batch_and_length() -> None:

@@ -60,7 +60,8 @@ class Constraints:
     @property
     def fixed(self) -> dict[str, Layout]:
         """The layouts that are given, of parameters, buffers and inputs, by name."""
-        return {**self.layouts, **self.inputs}
+        planned = self.plan.inputs if self.steady and self.plan is not None else {}
+        return {**planned, **self.layouts, **self.inputs}
 
     def first_layouts(self, facts: ModelFacts) -> dict[str, Layout]:
         """The layouts of parameters before any graph is known: the Plan's, or plain slices of what the dict names."""

@@ -17,7 +17,7 @@ from torchshard.core.layouts import Layout, Shard
 from torchshard.core.mesh import MeshAxis
 from torchshard.core.notation import Choice
 from torchshard.custom_ops.carry import CARRY
-from torchshard.ir.graph import is_tensor_op, node_row
+from torchshard.ir.graph import is_tensor_op, node_row, placeholders
 from torchshard.passes.annotate import planned_choice
 from torchshard.planner.conversions import conversions_of
 from torchshard.planner.costs import CostModel
@@ -56,6 +56,7 @@ def plan_graph(module: fx.GraphModule, facts: ModelFacts, constraints: Constrain
         idle = _idle_layouts(module.graph, facts, constraints)
         result = replace(result, parameters={**result.parameters, **idle, **constraints.fixed})
     of_model = stored(facts)
+    taken = [node.meta["path"] for node in placeholders(module.graph) if node.meta["kind"] == "input"]
     plan = Plan(
         constraints.axis.size,
         {name: layout for name, layout in result.parameters.items() if name in of_model},
@@ -66,7 +67,7 @@ def plan_graph(module: fx.GraphModule, facts: ModelFacts, constraints: Constrain
         machine=machine,
         static=constraints.is_static,
         recompute=problem.model.recompute,
-        inputs={name: layout for name, layout in result.parameters.items() if name not in of_model},
+        inputs={name: result.parameters[name] for name in taken if name in result.parameters},
         problem=problem,
     )
     memory = {} if limit is None else limit.estimate(plan)
