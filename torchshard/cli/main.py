@@ -58,12 +58,17 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser("torchshard", description="Tensor parallelism for an ordinary PyTorch model.")
     parser.set_defaults(debug=False, verbose=False)
     commands = parser.add_subparsers(title="commands", required=True, metavar="COMMAND")
-    shown = (_model, _planning)
+    shown = (_model, _planning, _mode)
     for name, text, run, parts in (
         ("plan", "find the best layout, print it as a table, write it as JSON", _plan, (*shown, _plan_files)),
         ("show", "print a plan, or a model's plan, with the reason for each collective", _show, (*shown, _level)),
         ("draw", "write a picture of a model's graph with its collectives", _draw, (*shown, _picture)),
-        ("check", "compare the sharded model with the unsharded one, all gradients", _check, (*shown, _processes)),
+        (
+            "check",
+            "compare the sharded model with the unsharded one, all gradients",
+            _check,
+            (_model, _planning, _processes),
+        ),
         ("env", "print versions, backends and devices", _env, ()),
     ):
         command = commands.add_parser(name, help=text, description=text)
@@ -86,9 +91,6 @@ def _model(command: argparse.ArgumentParser) -> None:
 
 
 def _planning(command: argparse.ArgumentParser) -> None:
-    text = "infer: calls without gradients; with --length a decode step, else a prompt"
-    command.add_argument("--mode", default="train", choices=("train", "infer"), help=text)
-    command.add_argument("--length", type=int, metavar="N", help="tokens in the cache of a decode step")
     command.add_argument("--ranks", type=int, default=2, metavar="N", help="number of ranks (2)")
     command.add_argument("--plan", default="auto", metavar="FILE", help="a plan's JSON instead of the best plan")
     command.add_argument("--memory", metavar="SIZE", help="the most that a step may take on a rank: 80GiB")
@@ -101,6 +103,12 @@ def _planning(command: argparse.ArgumentParser) -> None:
         metavar="GLOB",
         help="what backward computes again: blocks.*",
     )
+
+
+def _mode(command: argparse.ArgumentParser) -> None:
+    text = "infer: calls without gradients; with --length a decode step, else a prompt"
+    command.add_argument("--mode", default="train", choices=("train", "infer"), help=text)
+    command.add_argument("--length", type=int, metavar="N", help="tokens in the cache of a decode step")
 
 
 def _plan_files(command: argparse.ArgumentParser) -> None:

@@ -124,20 +124,18 @@ def objective(
     Raises:
         InputError: no machine has that name, `memory` is no size, or another option has a value that it can't have.
     """
-    if axes not in get_args(Axes):
-        raise InputError(
-            f"{axes!r} is no choice of axes",
-            where="axes=",
-            why='"weights": dims that weights bring into the model; "all": batch and sequence too',
-            attempt="'weights' or 'all'",
-        )
-    if mode not in get_args(Mode):
-        raise InputError(
-            f"{mode!r} is no mode",
-            where="mode=",
-            why='"train": steps with a backward; "infer": calls without gradients',
-            attempt="'train' or 'infer'",
-        )
+    for option, value, kinds, what, why in (
+        ("axes", axes, Axes, "choice of axes", "dims that weights bring into the model; 'all': batch and sequence too"),
+        ("mode", mode, Mode, "mode", "steps with a backward; 'infer': calls without gradients"),
+    ):
+        known = get_args(kinds)
+        if value not in known:
+            raise InputError(
+                f"{value!r} is no {what}",
+                where=f"{option}=",
+                why=f"{known[0]!r}: {why}",
+                attempt=" or ".join(map(repr, known)),
+            )
     if mode == "infer" and recompute:
         raise InputError(
             "nothing is computed again without a backward",
