@@ -9,7 +9,7 @@ from functools import partial
 
 from torch import fx
 
-from torchshard.compiler.memory import memory_of_rank, predicted_memory
+from torchshard.compiler.memory import memory_of_rank
 from torchshard.core.layouts import Layout
 from torchshard.core.notation import Choice
 from torchshard.core.paths import layer_of, outermost
@@ -35,14 +35,14 @@ class Limit:
 
     def estimate(self, plan: Plan) -> dict[str, float]:
         """What a plan takes; see `predicted_memory`."""
-        return predicted_memory(rewrite(self.module, plan), plan)
+        return memory_of_rank(self._of_rank(plan))
 
     def longest(self, plan: Plan) -> int | None:
         """The most tokens that calls may have left in their arguments, and take themselves, so that a call still fits.
 
         None: what calls leave does not grow. The other sizes are those of the example inputs.
         """
-        local = localized(rewrite(self.module, plan), plan.axis.simulated()[0])
+        local = self._of_rank(plan)
         symbols = growing_sizes(local.graph)
 
         def is_too_long(length: int) -> bool:
@@ -55,6 +55,10 @@ class Limit:
         while end < MOST_TOKENS and not is_too_long(end):
             end *= 2
         return bisect_left(range(end), True, key=is_too_long) - 1
+
+    def _of_rank(self, plan: Plan) -> fx.GraphModule:
+        """The graph of the rank that holds the most."""
+        return localized(rewrite(self.module, plan), plan.axis.simulated()[0])
 
     def __call__(self, choices: Mapping[str, Choice], layouts: Mapping[str, Layout]) -> bool:
         """Whether a plan of these choices and layouts is within it."""
