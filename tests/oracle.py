@@ -136,6 +136,9 @@ def _has_grad(value: Tensor) -> bool:
 class Graph:
     """A graph of one op under one choice, made node by node."""
 
+    multiples = False
+    """Whether dynamic sizes are multiples of the number of ranks."""
+
     def __init__(self, model: OneOp, tensors: list[Tensor], choice: Choice | None, world: int) -> None:
         self.module = fx.GraphModule(nn.Module(), fx.Graph())
         self.mode = FakeTensorMode()
@@ -164,6 +167,9 @@ class Graph:
             node = made[i] = self.module.graph.placeholder(f"x{i}")
             kind, path = ("buffer", f"b{i}") if leaf.buffer else ("input", next(names))
             node.meta.update(val=self.mode.from_tensor(value), kind=kind, path=path, names=(path,))
+            if self.multiples:
+                dynamic = {s.node.expr for s in node.meta["val"].shape if isinstance(s, torch.SymInt)}
+                self.module.meta["multiples"] = self.module.meta.get("multiples", frozenset()) | dynamic
         return [made.get(i) for i in range(len(self.model.leaves))]
 
     def _operand(self, node: fx.Node, layout: Layout) -> fx.Node:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -16,6 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor, fx, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv, StatelessSymbolicContext
+from torch.utils import _pytree as pytree
 
 import torchshard as ts
 from tests import oracle
@@ -194,6 +196,64 @@ class DynamicMode(FakeTensorMode):
         sizes = [DimDynamic.DYNAMIC, *[DimDynamic.STATIC] * (tensor.ndim - 1)]
         context = StatelessSymbolicContext(dynamic_sizes=sizes)
         return super().from_tensor(tensor, symbolic_context=context)
+
+
+class SixMode(FakeTensorMode):
+    """Every dim of six is dynamic, and all are one size."""
+
+    def __init__(self) -> None:
+        super().__init__(shape_env=ShapeEnv())
+
+    def from_tensor(self, tensor: Tensor, **options: Any) -> Any:  # type: ignore[override]
+        if options:
+            return super().from_tensor(tensor, **options)
+        sizes = [DimDynamic.DUCK if size == 6 else DimDynamic.STATIC for size in tensor.shape]
+        return super().from_tensor(tensor, symbolic_context=StatelessSymbolicContext(dynamic_sizes=sizes))
+
+
+def _of_six(op: Case) -> Iterator[Case]:
+    """The case, and it with all its dims of another size of six in place of that."""
+    leaves, spec = pytree.tree_flatten((op.args, dict(op.kwargs)))
+    for size in sorted({size for leaf in leaves if isinstance(leaf, T) for size in leaf.shape if size > 1}):
+        made = [
+            replace(leaf, shape=tuple(6 if n == size else n for n in leaf.shape)) if isinstance(leaf, T) else leaf
+            for leaf in leaves
+        ]
+        args, kwargs = pytree.tree_unflatten(made, spec)
+        changed = replace(op, args=args, kwargs=kwargs)
+        if _is_legal(changed):
+            yield changed
+
+
+def _is_legal(op: Case) -> bool:
+    model, tensors = oracle.example(op)
+    try:
+        model(*tensors)
+    except (RuntimeError, IndexError, ValueError):  # its sizes do not fit one another any more
+        return False
+    return True
+
+
+def _every_twelfth_is_fast(cases: list[Case]) -> list[Any]:
+    return [pytest.param(c, marks=[] if i % 12 == 0 else [pytest.mark.nightly]) for i, c in enumerate(cases)]
+
+
+@pytest.mark.parametrize("op", _every_twelfth_is_fast(CASES), ids=_names(CASES))
+def test_a_dynamic_dim_is_split_in_equal_slices(op: Case, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(oracle, "FakeTensorMode", SixMode)
+    monkeypatch.setattr(oracle.Graph, "multiples", True)
+    for changed in _of_six(op):
+        for world in (2, 3):
+            try:
+                row, found = row_and_choices(changed, world, in_parts=False)
+            except (RuntimeError, NotImplementedError):  # the op itself can't be captured with a dynamic dim there
+                continue
+            for choice in found:
+                if row is not None and any(axis in row.equal for axis, _ in choice.axes):
+                    with open("/tmp/tried.txt", "a") as fl:
+                        print(op.target, choice.name, file=fl)
+                    report = run(changed, choice, world)
+                    assert report.ok, f"{world} ranks, {choice}\n{report}"
 
 
 @pytest.mark.parametrize("op", DYNAMIC, ids=_names(DYNAMIC))

@@ -3,20 +3,51 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from typing import NamedTuple
 
 import sympy
 import torch
 from torch import Tensor, fx
 from torch.export import ExportedProgram
 
-from torchshard.ir.graph import size_expr
+from torchshard.ir.graph import hint, is_tensor, size_expr
 
 Shape = list[int | sympy.Expr]
 
 
-def assumption(graph: fx.Graph, exported: ExportedProgram) -> Callable[[Sequence[Tensor | int]], bool]:
-    """A function that says whether the graph computes the model on the given tensors and numbers."""
+class Divided(NamedTuple):
+    """What is known of a dynamic size that may be divided among ranks."""
+
+    ranks: int
+    fits: bool
+    """Whether it is a multiple of the number of ranks."""
+
+
+def divided_sizes(graph: fx.Graph, dims: Mapping[int, int]) -> dict[sympy.Symbol, Divided]:
+    """The dynamic sizes of some dims of the call's tensors, which may be divided.
+
+    Args:
+        dims: dim -> the number of ranks.
+    """
+    found: dict[sympy.Symbol, Divided] = {}
+    for node in graph.find_nodes(op="placeholder"):
+        shape = node.meta["val"].shape if node.meta["kind"] == "input" and is_tensor(node) else ()
+        for dim, ranks in dims.items():
+            size = shape[dim] if dim < len(shape) else 0
+            if isinstance(size, torch.SymInt) and size.node.expr.is_Symbol:
+                found.setdefault(size.node.expr, Divided(ranks, hint(size) % ranks == 0))
+    return found
+
+
+def assumption(
+    graph: fx.Graph, exported: ExportedProgram, divided: Mapping[sympy.Symbol, Divided]
+) -> Callable[[Sequence[Tensor | int]], bool]:
+    """A function that says whether the graph computes the model on the given tensors and numbers.
+
+    Args:
+        divided: sizes that must be multiples of a number, or none.
+    """
     inputs = [n.meta["val"] for n in graph.nodes if n.op == "placeholder" and n.meta["kind"] == "input"]
     shapes: list[Shape] = [list(map(size_expr, v.shape if isinstance(v, Tensor) else (v,))) for v in inputs]
     bounds = {symbol: (r.lower, r.upper) for symbol, r in exported.range_constraints.items()}
@@ -26,6 +57,8 @@ def assumption(graph: fx.Graph, exported: ExportedProgram) -> Callable[[Sequence
     def assumes(values: Sequence[Tensor | int]) -> bool:
         sizes: dict[sympy.Expr, int] = {}
         if not all(_has_shape(value, shape, sizes) for value, shape in zip(values, shapes, strict=True)):
+            return False
+        if any((sizes[symbol] % ranks == 0) is not fits for symbol, (ranks, fits) in divided.items()):
             return False
         if not all(low <= sizes[symbol] <= high for symbol, (low, high) in bounds.items() if symbol in sizes):
             return False

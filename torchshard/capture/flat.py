@@ -28,7 +28,7 @@ from torch import Tensor, fx, nn
 from torch.export import ExportedProgram
 from torch.utils import _pytree as pytree
 
-from torchshard.capture.assumptions import assumption
+from torchshard.capture.assumptions import assumption, divided_sizes
 from torchshard.capture.carried import Changes, finder
 from torchshard.capture.copied_layers import repeat
 from torchshard.capture.models import check_devices, shared_names, without_storage
@@ -85,6 +85,7 @@ def capture(
     repeating: bool = False,
     left: Mapping[str, int | None] = MappingProxyType({}),
     numbers: Collection[str] = (),
+    divided: Mapping[int, int] = MappingProxyType({}),
 ) -> Captured:
     """Captures one call of the model; of the tensors, only shapes, strides and dtypes are read.
 
@@ -93,6 +94,8 @@ def capture(
         left: the tensors that an earlier call has left in the arguments, by name, and the dim that is split: their
             other dims may vary too.
         numbers: the places of integers in the arguments that vary from call to call.
+        divided: dims of the call's tensors -> a number of ranks. Where the size of such a dim is dynamic and a multiple
+            of that number, it is so in all calls of the graph; and where it is none, in none.
         repeating: whether equal layers are traced for the first and the last alone. What Python code does in the layers
             between is then not seen: for graphs that are planned, and not run.
 
@@ -105,10 +108,10 @@ def capture(
     shapes = [_dynamic_dims(name, tensor, left) if dynamic else frozenset() for name, tensor in call.named_tensors]
     if repeating:
         try:
-            return _captured(model, call, shapes, repeating=True)
+            return _captured(model, call, shapes, divided, repeating=True)
         except Exception as error:  # whatever it is: a capture of each layer says what is wrong with the model
             log.info("each layer is traced: %s", error)
-    return _captured(model, call, shapes, repeating=False)
+    return _captured(model, call, shapes, divided, repeating=False)
 
 
 def _dynamic_dims(name: str, tensor: Tensor, left: Mapping[str, int | None]) -> frozenset[int]:
@@ -116,7 +119,9 @@ def _dynamic_dims(name: str, tensor: Tensor, left: Mapping[str, int | None]) -> 
     return frozenset(range(tensor.ndim)) - {left[name]} if name in left else DYNAMIC_DIMS & set(range(tensor.ndim))
 
 
-def _captured(model: nn.Module, call: Leaves, shapes: Sequence[frozenset[int]], *, repeating: bool) -> Captured:
+def _captured(
+    model: nn.Module, call: Leaves, shapes: Sequence[frozenset[int]], divided: Mapping[int, int], *, repeating: bool
+) -> Captured:
     traced = trace(model, call, shapes, repeating=repeating)
     shared = shared_names(model)
     names = (*call.names, *call.number_names)
@@ -131,14 +136,17 @@ def _captured(model: nn.Module, call: Leaves, shapes: Sequence[frozenset[int]], 
     _describe_ops(graph.graph)
     _order_placeholders(graph.graph)
     rename_nodes(graph.graph)
+    # Without the modules and attributes of the exported program, which the graph does not use.
+    graph = duplicate(fx.GraphModule(nn.Module(), graph.graph))
+    sizes = divided_sizes(graph.graph, divided)
+    graph.meta["multiples"] = frozenset(size for size, known in sizes.items() if known.fits)
     return Captured(
-        # Without the modules and attributes of the exported program, which the graph does not use.
-        duplicate(fx.GraphModule(nn.Module(), graph.graph)),
+        graph,
         inputs,
         _constants(traced.exported),
         traced.result,
         traced.changes,
-        assumption(graph.graph, traced.exported),
+        assumption(graph.graph, traced.exported, sizes),
         traced.assigned,
         traced.left,
     )

@@ -95,7 +95,9 @@ def _planning(command: argparse.ArgumentParser) -> None:
     command.add_argument("--plan", default="auto", metavar="FILE", help="a plan's JSON instead of the best plan")
     command.add_argument("--memory", metavar="SIZE", help="the most that a step may take on a rank: 80GiB")
     command.add_argument("--machine", default=None, metavar="NAME", help="h100x8 or cpu-gloo")
-    command.add_argument("--axes", default="weights", choices=("weights", "all"), help="all: batch and sequence too")
+    command.add_argument(
+        "--axes", default="weights", choices=("weights", "sequence", "all"), help="all: batch and sequence"
+    )
     command.add_argument(
         "--recompute",
         default=[],

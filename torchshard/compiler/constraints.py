@@ -12,7 +12,7 @@ from torchshard.core.errors import PlanError
 from torchshard.core.layouts import I, Layout, Shard, parts_of, parts_size
 from torchshard.core.mesh import MeshAxis
 from torchshard.core.paths import outermost
-from torchshard.planner.styles import Style, StyleWord, named_modules, parameter_layouts, read_pins
+from torchshard.planner.styles import SEQUENCE, Style, StyleWord, named_modules, parameter_layouts, read_pins
 from torchshard.plans.data import Stored
 from torchshard.plans.machine import Objective, objective, size_text
 from torchshard.plans.plan import Plan
@@ -43,7 +43,15 @@ class Constraints:
     @property
     def is_static(self) -> bool:
         """Whether the plan is for one batch and sequence size alone, and the graph is to be captured so."""
-        return self.objective.all_axes if self.plan is None else self.plan.static
+        return self.objective.axes == "all" if self.plan is None else self.plan.static
+
+    @property
+    def divided(self) -> dict[int, int]:
+        """The dims of the call's tensors that may be split in equal slices, with the number of ranks."""
+        asked = self.objective.axes == "sequence" or any(style.name == "sequence" for _, style in self.pins.values())
+        if self.plan is not None:
+            asked = any(choice.splits_dynamic for choice in self.plan.choices.values())
+        return {SEQUENCE: self.axis.size} if asked else {}
 
     def with_layouts(self, layouts: Mapping[str, Layout]) -> Constraints:
         """The same for a model whose parameters have their layouts."""

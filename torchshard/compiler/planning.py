@@ -92,7 +92,7 @@ def _graph_constraints(graph: fx.Graph, constraints: Constraints) -> GraphConstr
     """What the user's plan, and layouts that are fixed already, leave to the search."""
     per_parameter = None if constraints.objective.memory is None else 2.0 + OPTIMIZER_STATES
     common = GraphConstraints(
-        all_axes=constraints.objective.all_axes,
+        all_axes=constraints.objective.axes == "all",
         per_parameter=per_parameter,
         trains=constraints.objective.trains,
         steady=constraints.steady,
@@ -120,7 +120,8 @@ def _given_options(graph: fx.Graph, plan: Plan) -> dict[fx.Node, list[Choice]]:
 
     Raises:
         PlanError: one is not legal. In another kind of call than the plan's, such as a prompt for a decode step's plan,
-            an op of the same name may differ; then its choice is searched.
+            an op of the same name may differ; then its choice is searched, as is that of an op whose size does not
+            divide in this call.
     """
     ops = [node for node in graph.nodes if is_tensor_op(node)]
     is_same_call = {node.name for node in ops} == plan.choices.keys()
@@ -130,7 +131,7 @@ def _given_options(graph: fx.Graph, plan: Plan) -> dict[fx.Node, list[Choice]]:
             try:
                 found[node] = [planned_choice(node, plan)]
             except PlanError:
-                if is_same_call:
+                if is_same_call and not plan.choices[node.name].splits_dynamic:
                     raise
     return found
 

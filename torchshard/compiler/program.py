@@ -24,8 +24,9 @@ from torchshard.compiler.planning import plan_graph
 from torchshard.core.errors import InputError
 from torchshard.core.garbage import without_garbage_collection
 from torchshard.core.layouts import Layout, Shard
-from torchshard.ir.graph import is_tensor, mark_needs_grad, placeholders
+from torchshard.ir.graph import hint, is_tensor, mark_needs_grad, placeholders
 from torchshard.passes import carry, normalize, rewrite
+from torchshard.planner.styles import SEQUENCE
 from torchshard.plans.plan import Plan
 
 log = logging.getLogger("torchshard.compiler.program")
@@ -75,8 +76,21 @@ def program(
         numbers=numbers,
         replaced=replaced,
         trains=constraints.objective.trains,
+        divided=constraints.divided,
     )
+    if constraints.divided and not captured.graph.meta["multiples"]:
+        _warn_of_whole_sequences(captured, constraints.axis.size)
     return planned(captured, model, constraints.with_inputs(inputs or {}))
+
+
+def _warn_of_whole_sequences(captured: Captured, ranks: int) -> None:
+    inputs = [n for n in placeholders(captured.graph.graph) if n.meta["kind"] == "input" and is_tensor(n)]
+    lengths = sorted({hint(n.meta["val"].shape[SEQUENCE]) for n in inputs if n.meta["val"].ndim > SEQUENCE})
+    warnings.warn(
+        f"the sequence is not split in calls like this one: a length of {' and '.join(map(str, lengths)) or '?'} is "
+        f"no multiple of {ranks} ranks, or the only one that the graph is for; pad to a multiple",
+        stacklevel=3,
+    )
 
 
 def prepared(
@@ -90,15 +104,17 @@ def prepared(
     numbers: Collection[str] = (),
     replaced: Collection[str] = (),
     trains: bool = True,
+    divided: Mapping[int, int] = MappingProxyType({}),
 ) -> Captured:
     """One call of a model, in the caller's grad mode, as a graph with few kinds of nodes, ready to be planned.
 
     Args:
+        divided: as in `capture`.
         trains: whether values may have gradients.
     """
     with without_garbage_collection(), _timed("capture"):
         left = dict.fromkeys(replaced) | _unsplit(inputs)
-        captured = _captured(model, args, kwargs, left, dynamic, repeating=repeating, numbers=numbers)
+        captured = _captured(model, args, kwargs, left, dynamic, repeating=repeating, numbers=numbers, divided=divided)
         normalize(captured.graph)
         carry(captured.graph, captured.changes)
         mark_needs_grad(captured.graph, _trainable(captured, model) if trains else [])

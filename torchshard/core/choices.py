@@ -14,6 +14,7 @@ from functools import lru_cache
 from typing import NamedTuple
 
 from torchshard.core.layouts import (
+    EQUAL,
     I,
     Layout,
     P,
@@ -56,7 +57,7 @@ def axis_groups(row: Row) -> list[tuple[str, ...]]:
 
 def _splittable(row: Row, axis: str) -> bool:
     size = row.sizes[axis]
-    return axis not in row.unsplittable and isinstance(size, int) and size > 0
+    return axis not in row.unsplittable and (axis in row.equal or (isinstance(size, int) and size > 0))
 
 
 class _Composed(NamedTuple):
@@ -77,6 +78,8 @@ def _compose_term(term: Term, axes: AxisParts, sizes: Mapping[str, Size]) -> _Co
     before = math.prod(sizes[axis] for axis in term[: split[0]])
     after = math.prod(sizes[axis] for axis in term[split[0] + 1 :])
     parts = axes[term[split[0]]]
+    if parts == EQUAL:  # equal slices of the axis are those of the dim if it is the major
+        return _Composed(EQUAL) if before == 1 else None
     if not isinstance(after, int) or after == 0:
         return None
     scaled = tuple((count, unit * after) for count, unit in parts)
@@ -101,7 +104,8 @@ def _dims_layout(
     terms = [_compose_term(term, axes, sizes) for term in dims[split[0]]]
     composed = [term for term in terms if term is not None]
     repeated = any(term.repeated for term in composed)
-    if len(composed) < len(terms) or (repeated and len(composed) > 1):
+    several = len(composed) > 1 and (repeated or not isinstance(dim_size(dims[split[0]], sizes), int))
+    if len(composed) < len(terms) or several:
         return None
     return canonical(split[0], [part for term in composed for part in term.parts], world, repeated=repeated)
 
@@ -174,8 +178,8 @@ def _axis_parts(row: Row, world: int, hints: Iterable[Hint]) -> dict[str, list[t
             for axis, parts in _extract(dim, hinted, row.sizes, world, repeated=shard.repeated).items():
                 known.setdefault(axis, []).append(parts)
     for axis, size in row.sizes.items():
-        if isinstance(size, int):
-            known.setdefault(axis, []).append(((size, 1),))
+        if isinstance(size, int) or axis in row.equal:
+            known.setdefault(axis, []).append(((size, 1),) if isinstance(size, int) else EQUAL)
     return {axis: list(dict.fromkeys(options)) for axis, options in known.items()}
 
 
@@ -212,7 +216,7 @@ def _parts_together(group: tuple[str, ...], parts: Mapping[str, list[tuple[Part,
     """
     for option in range(max(len(parts[axis]) for axis in group)):
         yield {axis: parts[axis][min(option, len(parts[axis]) - 1)] for axis in group}
-    plain = {axis: next(p for p in parts[axis] if len(p) == 1 and p[0][1] == 1) for axis in group}
+    plain = {axis: next(p for p in parts[axis] if p == EQUAL or (len(p) == 1 and p[0][1] == 1)) for axis in group}
     for axis in group:
         yield from (plain | {axis: several} for several in parts[axis] if len(several) > 1)
 

@@ -210,7 +210,12 @@ def sent_bytes(kernel: str, nbytes: float, source: Layout, target: Layout, shape
 
 
 def flat_parts(size: int, shard: Shard) -> list[int]:
-    """Returns a Shard's parts as collectives take them: [count, unit, count, unit, ...]; a leading 0: they repeat."""
+    """Returns a Shard's parts as collectives take them: [count, unit, count, unit, ...]; a leading 0: they repeat.
+
+    Equal slices of a dynamic size have none.
+    """
+    if shard.parts is None and not isinstance(size, int):
+        return []
     if shard.repeated and shard.parts is not None:
         return [0, *(n for part in shard.parts for n in part)]
     return [n for part in parts_of(size, shard) for n in part]

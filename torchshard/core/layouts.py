@@ -13,7 +13,8 @@ The sharded dim is a concatenation of *parts*. A part is `count` units of `unit`
 ranks by `torch.chunk`'s rule, and a rank holds its piece of every part. The plain case is one part of units of one
 element. `S(2; 768+768+768)` is a fused QKV weight; `S(0; 7x8)` is seven heads of eight, of which two ranks hold four
 and three. The last ranks may be empty. Where the size of the dim is dynamic, the parts repeat until the dim is full:
-`S(1; *4)` is any number of four heads, as in `view(length, batch * heads, width)`.
+`S(1; *4)` is any number of four heads, as in `view(length, batch * heads, width)`. Or the dim is a multiple of the
+number of ranks, whatever its size: then `S(1)` is equal slices.
 
 Example: a dim of 7 over 2 ranks is 4 and 3; over 4 ranks 2, 2, 2, 1; a dim of 2 over 4 ranks is 1, 1, 0, 0.
 """
@@ -35,6 +36,8 @@ Size: TypeAlias = "int | sympy.Expr"
 """The size of a dim: an int, or a sympy expression if the dim is dynamic."""
 Part = tuple[int, int]
 """(count, unit): `count` units of `unit` elements each, dealt to the ranks unit by unit."""
+EQUAL: tuple[Part, ...] = ()
+"""The parts of a dim or an axis of dynamic size, which is a multiple of the number of ranks: the slices are equal."""
 
 
 @dataclass(frozen=True)
@@ -73,7 +76,7 @@ class Shard:
     """Whether the parts repeat until the dim is full; its size is then dynamic."""
 
     def __str__(self) -> str:
-        if self.parts is None:
+        if not self.parts:
             return f"S({self.dim})"
         parts = "+".join(str(count) if unit == 1 else f"{count}x{unit}" for count, unit in self.parts)
         return f"S({self.dim}; {'*' if self.repeated else ''}{parts})"
@@ -115,14 +118,19 @@ def parse_layout(text: str) -> Layout:
 
 
 def chunk_bounds(count: int, world: int) -> list[int]:
-    """Returns the world + 1 bounds of `torch.chunk`'s pieces of `count` units: 7 over 3 is [0, 3, 6, 7]."""
+    """Returns the world + 1 bounds of `torch.chunk`'s pieces of `count` units: 7 over 3 is [0, 3, 6, 7].
+
+    A dynamic count is a multiple of `world`.
+    """
+    if not isinstance(count, int):
+        return [rank * (count // world) for rank in range(world + 1)]
     step = -(-count // world)
     return [min(rank * step, count) for rank in range(world + 1)]
 
 
 def parts_of(size: int, shard: Shard) -> tuple[Part, ...]:
     """Returns the parts of a dim of `size` elements under this Shard, with repetitions spelled out."""
-    if shard.parts is None:
+    if not shard.parts:
         return ((size, 1),)
     if not shard.repeated:
         return shard.parts
@@ -152,8 +160,11 @@ def local_size(parts: Sequence[Part], rank: int, world: int) -> int:
 def local_extent(size: Size, shard: Shard, rank: int, world: int) -> Size:
     """Returns the number of elements that `rank` holds of a sharded dim.
 
-    If the parts repeat, `size` may be anything that `//` and `*` work on: an expression, or an fx.Proxy of a size.
+    If the parts repeat or the slices are equal, `size` may be anything that `//` and `*` work on: an expression, or an
+    fx.Proxy of a size.
     """
+    if shard.parts is None and not isinstance(size, int):
+        return size // world
     if not shard.repeated or shard.parts is None:
         return local_size(parts_of(size, shard), rank, world)
     return size // parts_size(shard.parts) * local_size(shard.parts, rank, world)
@@ -179,9 +190,18 @@ def whole_shape(shape: Sequence[int], layout: Layout) -> list[int]:
     """Returns the global shape of a tensor from a rank's local shape; a Shard must spell out its parts."""
     whole = list(shape)
     if isinstance(layout, Shard):
-        assert not layout.repeated, layout
+        assert not layout.repeated and layout.parts != EQUAL, layout
         whole[layout.dim] = parts_size(parts_of(0, layout))
     return whole
+
+
+def with_parts(source: Layout, target: Layout, shape: Sequence[int], world: int) -> tuple[Layout, Layout]:
+    """Returns the layouts of a conversion of a tensor of local `shape` with the parts that equal slices have."""
+    if isinstance(source, Shard) and source.parts == EQUAL:
+        source = Shard(source.dim, ((shape[source.dim] * world, 1),))
+    if isinstance(target, Shard) and target.parts == EQUAL:
+        target = Shard(target.dim, ((whole_shape(shape, source)[target.dim], 1),))
+    return source, target
 
 
 def _smallest_unit(count: int, unit: int, world: int) -> int:
@@ -231,7 +251,7 @@ def join(pieces: Sequence[Tensor], layout: Layout) -> Tensor:
     if not isinstance(layout, Shard):
         return pieces[0]
     dim, world = layout.dim, len(pieces)
-    if layout.parts is None or (len(layout.parts) == 1 and not layout.repeated):
+    if not layout.parts or (len(layout.parts) == 1 and not layout.repeated):
         return torch.cat(list(pieces), dim)
     parts = parts_of(sum(piece.shape[dim] for piece in pieces), layout)
     # a rank holds a piece of every part, so the whole is put together part by part, not rank by rank

@@ -13,21 +13,25 @@ their last.
 
 `bind` turns a text and the shapes of an op into a `Row`; `core.choices` turns a row into the legal ways to run the op.
 
-Sizes are ints, or sympy expressions if they are dynamic. An axis of dynamic size is never split. An axis of size `4*s`
-becomes two axes, `s` and 4, of which the second may be split.
+Sizes are ints, or sympy expressions if they are dynamic. An axis of dynamic size is split only where the size is known
+to be a multiple of the number of ranks, and then in equal slices. An axis of size `4*s` becomes two axes, `s` and 4, of
+which the second may be split as any other.
 """
 
 from __future__ import annotations
 
 import math
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache
 from typing import Any, TypedDict, Unpack
 
+import sympy
+
 from torchshard.core.errors import RuleError
 from torchshard.core.layouts import (
+    EQUAL,
     Layout,
     Part,
     Shard,
@@ -70,6 +74,8 @@ class Row:
     """The size of each axis."""
     unsplittable: frozenset[str] = frozenset()
     """Axes that must not be split, written !a."""
+    equal: frozenset[str] = frozenset()
+    """Axes of dynamic size that may be split, in equal slices."""
     options: RowOptions = field(default_factory=lambda: RowOptions())
 
 
@@ -92,6 +98,8 @@ class RowOptions:
     """Whether every rank must hold some of a split in repeated parts, because the op infers the whole size from it."""
     mutates: frozenset[int] = frozenset()
     """Operands that the op writes to: it uses them as they are stored, because a conversion would write to a copy."""
+    any_size: frozenset[str] = frozenset()
+    """Axes whose replacement works for any size, a dynamic one too; '*' stands for all."""
 
 
 class _PlainKeywords(TypedDict, total=False):
@@ -106,6 +114,7 @@ class RowKeywords(_PlainKeywords, total=False):
     linear: Iterable[Iterable[int]]
     reduced: Iterable[str]
     mutates: Iterable[int]
+    any_size: Iterable[str]
 
 
 def _row_options(
@@ -113,10 +122,12 @@ def _row_options(
     linear: Iterable[Iterable[int]] = (),
     reduced: Iterable[str] = (),
     mutates: Iterable[int] = (),
+    any_size: Iterable[str] = (),
     **others: Unpack[_PlainKeywords],
 ) -> RowOptions:
     sets = tuple(frozenset(operands) for operands in linear)
-    return RowOptions(linear=sets, reduced=frozenset(reduced), mutates=frozenset(mutates), **others)
+    frozen = frozenset(reduced), frozenset(mutates), frozenset(any_size)
+    return RowOptions(linear=sets, reduced=frozen[0], mutates=frozen[1], any_size=frozen[2], **others)
 
 
 @dataclass(frozen=True)
@@ -131,6 +142,11 @@ class Choice:
     """The layout that each result then has."""
     axes: tuple[tuple[str, tuple[Part, ...]], ...] = ()
     """The split axes with their parts."""
+
+    @property
+    def splits_dynamic(self) -> bool:
+        """Whether an axis of dynamic size is split, in equal slices."""
+        return any(parts == EQUAL for _, parts in self.axes)
 
 
 @dataclass(frozen=True)
@@ -162,15 +178,17 @@ class Local:
 
     def size(self, axis: str) -> Size:
         """Returns this rank's size of an axis."""
-        parts = self.parts(axis)
-        return self.row.sizes[axis] if parts is None else local_size(parts, self.rank, self.world)
+        parts, size = self.parts(axis), self.row.sizes[axis]
+        if parts is None:
+            return size
+        return size / self.world if parts == EQUAL else local_size(parts, self.rank, self.world)
 
     def sizes(self, axis: str) -> list[int]:
-        """Returns each rank's size of a split axis."""
+        """Returns each rank's size of a split axis of static size."""
         return [local_size(self.parts(axis) or (), rank, self.world) for rank in range(self.world)]
 
     def start(self, axis: str) -> int:
-        """Returns where this rank's slice of a split axis begins.
+        """Returns where this rank's slice of a split axis of static size begins.
 
         Raises:
             RuleError: the axis is split in several parts, of which a rank holds several slices.
@@ -266,6 +284,7 @@ def bind(
     operands: Sequence[Sequence[Size]],
     results: Sequence[Sequence[Size]],
     sizes: Mapping[str, Size] | None = None,
+    multiples: Collection[Size] = (),
     **options: Unpack[RowKeywords],
 ) -> Row:
     """Binds a row's text to the global shapes of its op.
@@ -273,6 +292,7 @@ def bind(
     Args:
         operands, results: global shapes, one per tensor.
         sizes: sizes of axes that occur only in merged or concatenated dims, so that no shape has them.
+        multiples: the dynamic sizes that are multiples of the number of ranks.
         options: fields of RowOptions.
 
     Raises:
@@ -298,7 +318,17 @@ def bind(
     n, row_options = len(operands), _row_options(**options)
     named = {*row_options.local, *row_options.reduced}
     bound = _with_factors(bound, known, unsplittable | named)
-    return Row(text, tuple(bound[:n]), tuple(bound[n:]), known, frozenset(unsplittable), row_options)
+    equal = frozenset(_equal_axes(known, row_options, multiples))
+    return Row(text, tuple(bound[:n]), tuple(bound[n:]), known, frozenset(unsplittable), equal, row_options)
+
+
+def _equal_axes(sizes: Mapping[str, Size], options: RowOptions, multiples: Collection[Size]) -> Iterator[str]:
+    """Yields the axes whose dynamic size is a multiple of the number of ranks, if the op can be split there."""
+    for axis, size in sizes.items():
+        replaced = not {axis, "*"}.isdisjoint(options.local)
+        fits = not replaced or not {axis, "*"}.isdisjoint(options.any_size)
+        if fits and not isinstance(size, int) and not set(multiples).isdisjoint(sympy.Mul.make_args(size)):
+            yield axis
 
 
 def _bind_dims(

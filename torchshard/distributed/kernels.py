@@ -20,7 +20,19 @@ import torch.distributed as dist
 from torch import Tensor
 
 from torchshard.core.errors import DistributedError
-from torchshard.core.layouts import I, Layout, Shard, join, local_size, parts_of, ranges, split, type_text, whole_shape
+from torchshard.core.layouts import (
+    I,
+    Layout,
+    Shard,
+    join,
+    local_size,
+    parts_of,
+    ranges,
+    split,
+    type_text,
+    whole_shape,
+    with_parts,
+)
 from torchshard.distributed.consistency import verify_following_call
 from torchshard.distributed.group import Group
 from torchshard.distributed.wire import Pending, collective
@@ -57,6 +69,7 @@ def start(
             where=f"rank {group.rank} of {group.size}",
             attempt="run it with torchshard.check, or shard the model in a process group",
         )
+    source, target = with_parts(source, target, x.shape, group.size)
     device = x.device if eager else None
     verify_following_call(group, lambda: _signature(kernel, x, source, target), of, eager=device)
     made = _KERNELS[kernel](x, source, target, group)
@@ -69,6 +82,7 @@ def functional(kernel: str, x: Tensor, source: Layout, target: Layout, group: Gr
     Returns:
         the tensor to give to `wait_tensor`, and the function that computes the result of what that returns.
     """
+    source, target = with_parts(source, target, x.shape, group.size)
     in_place = "all_reduce_" if kernel == "all_reduce" else kernel  # the functional one copies what it is given
     made = _KERNELS[in_place](x, source, target, group)
     if isinstance(made, Tensor):

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from torch._ops import OpOverload
 
 from torchshard.core.conversions import ROUNDS, TABLE, Conversion, source_and_target
-from torchshard.core.layouts import Shard, local_shape, whole_shape
+from torchshard.core.layouts import Shard, local_shape, whole_shape, with_parts
 from torchshard.distributed.consistency import forward_site, note_unverified, running_call
 from torchshard.distributed.group import Group, lookup
 from torchshard.distributed.kernels import reduced, start
@@ -188,7 +188,7 @@ def _define(row: Conversion) -> None:
         if row.kernel == "none":
             return torch.empty_like(x)
         group = _group(args)
-        source, target = source_and_target(row.name, args)
+        source, target = with_parts(*source_and_target(row.name, args), x.shape, group.size)
         return x.new_empty(local_shape(whole_shape(x.shape, source), target, group.rank, group.size))
 
     def setup(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:

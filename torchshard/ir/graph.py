@@ -14,8 +14,9 @@ recompute    of an op: the region whose values backward computes again, in place
 is_backward  of a node of a joint graph: whether it belongs to the backward
 origin       of a node of a recorded part: the number of the op that it comes from
 
-The module's own meta has 'axis', the mesh axis that the rewritten graph is split over, and 'recordings', the parts of
-it whose backward was recorded (see `passes.record`).
+The module's own meta has 'axis', the mesh axis that the rewritten graph is split over, 'multiples', the dynamic sizes
+that are multiples of the number of its ranks, and 'recordings', the parts of it whose backward was recorded (see
+`passes.record`).
 """
 
 from __future__ import annotations
@@ -78,7 +79,7 @@ def is_tensor(node: object) -> TypeGuard[fx.Node]:
 
 
 _SIZES = {operator.getitem, torch.ops.aten.sym_size.int, torch.ops.aten.sym_numel.default}
-"""These read a part of a result, or a size; a dynamic size is never split, so it is the same in every layout."""
+"""These read a part of a result, or a size, which is the global one in every layout."""
 
 
 def is_tensor_op(node: fx.Node) -> bool:
@@ -188,7 +189,14 @@ def call_of(node: fx.Node) -> Call:
     """An op node as rules see it."""
     args = {name: _rule_argument(value) for name, value in bound_args(node).items()}
     assert callable(node.target)
-    return Call(node.target, args, tuple(tensor_type(v) for v in values(node) if isinstance(v, Tensor)))
+    results = tuple(tensor_type(v) for v in values(node) if isinstance(v, Tensor))
+    return Call(node.target, args, results, multiples_of(node.graph))
+
+
+def multiples_of(graph: fx.Graph) -> frozenset[sympy.Symbol]:
+    """The dynamic sizes that are multiples of the number of ranks."""
+    module = graph.owning_module
+    return frozenset() if module is None else module.meta.get("multiples", frozenset())
 
 
 def node_row(node: fx.Node) -> Row | None:

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, fx
 
 from torchshard.core.conversions import ROUNDS, ConversionStep, Steps, kernels, plan_conversions, sent_bytes
-from torchshard.core.layouts import Layout, Shard, largest_share, local_size
+from torchshard.core.layouts import EQUAL, Layout, Shard, largest_share, local_size
 from torchshard.core.mesh import MeshAxis
 from torchshard.core.notation import Choice, Dim, Row
 from torchshard.core.paths import module_around
@@ -281,7 +281,10 @@ class CostModel:
 
     def _local_sizes(self, op: Op, choice: Choice) -> dict[str, int]:
         """The sizes of a row's axes on the first rank, which has the most."""
-        return {**op.sizes, **{axis: local_size(parts, 0, self.axis.size) for axis, parts in choice.axes}}
+        sizes, ranks = dict(op.sizes), self.axis.size
+        for axis, parts in choice.axes:
+            sizes[axis] = sizes[axis] // ranks if parts == EQUAL else local_size(parts, 0, ranks)
+        return sizes
 
     def _traffic(self, op: Op, choice: Choice) -> float:
         results = list(zip(op.results, choice.results, strict=True))

@@ -16,7 +16,7 @@ from torch import Tensor, fx, nn
 
 from torchshard.core.choices import local_replacement
 from torchshard.core.conversions import ConversionStep, source_and_target
-from torchshard.core.layouts import I, Layout, local_shape, whole_shape
+from torchshard.core.layouts import I, Layout, local_shape, whole_shape, with_parts
 from torchshard.core.mesh import Coordinate, MeshAxis, simulated_name
 from torchshard.core.notation import Choice, Local, Row
 from torchshard.custom_ops.fx_types import Argument
@@ -55,7 +55,7 @@ def calls_inside(node: fx.Node, row: Row, choice: Choice, axis: MeshAxis) -> lis
     # most replacements only change sizes; to run those too would double the time of planning
     if not any(is_collective(n.target) or isinstance(n.target, Stepwise) for n in graph.nodes):
         return []
-    reader = _Reader(graph)
+    reader = _Reader(graph, axis.size)
     layouts = dict(zip(operands(node), choice.operands, strict=True))
     with faking(fake_mode(node.graph)):
         reader.run(*(_local(operand, layouts, coordinate) for operand in inputs))
@@ -74,13 +74,16 @@ def _local(operand: fx.Node, layouts: Mapping[fx.Node, Layout], coordinate: Coor
 class _Reader(fx.Interpreter):
     """Runs a recorded replacement, and notes its collectives."""
 
-    def __init__(self, graph: fx.Graph) -> None:
+    def __init__(self, graph: fx.Graph, world: int) -> None:
         super().__init__(nn.Module(), graph=graph)
+        self._world = world
         self.found: list[InsideCall] = []
 
     def run_node(self, n: fx.Node) -> Argument:
         """Runs one node of the graph."""
-        self.found += [_described(*call) for call in _collectives(n.target, self.fetch_args_kwargs_from_env(n)[0])]
+        self.found += [
+            _described(*call, self._world) for call in _collectives(n.target, self.fetch_args_kwargs_from_env(n)[0])
+        ]
         return super().run_node(n)
 
 
@@ -92,10 +95,10 @@ def _collectives(target: object, args: tuple[Argument, ...]) -> Iterator[tuple[o
         yield from target.collectives(*args)
 
 
-def _described(op: object, args: tuple[Argument, ...], times: int) -> InsideCall:
+def _described(op: object, args: tuple[Argument, ...], times: int, world: int) -> InsideCall:
     x, conversion = args[0], OPS.get(op)
     if conversion is None:  # all_reduce_max, which converts no layout
         return InsideCall(ConversionStep("all_reduce_max", I, I), tuple(x.shape), x.dtype, times)
-    source, target = source_and_target(conversion.name, args[1:])
+    source, target = with_parts(*source_and_target(conversion.name, args[1:]), x.shape, world)
     shape = tuple(whole_shape(x.shape, source))
     return InsideCall(ConversionStep(conversion.name, source, target), shape, x.dtype, times)

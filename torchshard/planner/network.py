@@ -23,8 +23,8 @@ from torch import fx
 
 from torchshard.core.choices import choices
 from torchshard.core.conversions import ConversionStep
-from torchshard.core.layouts import I, Layout, Shard, local_size
-from torchshard.core.notation import Choice
+from torchshard.core.layouts import EQUAL, I, Layout, Shard, local_size
+from torchshard.core.notation import Choice, Row
 from torchshard.ir.graph import (
     carried_inputs,
     is_carried,
@@ -158,6 +158,11 @@ class _Uneven(Exception):
     """Blocks of equal structure have different states, because the first and the last have other neighbours."""
 
 
+def _may_split(choice: Choice, axes: set[str], row: Row | None) -> bool:
+    """Whether a choice splits nothing but these axes, and dynamic sizes that it may."""
+    return all(axis in axes or (row is not None and axis in row.equal) for axis, _ in choice.axes)
+
+
 class _Builder:
     """Adds variables and factors, part by part; a variable's key says which block it is in."""
 
@@ -207,7 +212,7 @@ class _Builder:
                 if op.node in self.constraints.pins:
                     states = pinned_choices(op, self.constraints.pins[op.node], states, self.ranks)
                 else:
-                    states = [c for c in states if axes is None or all(a in axes[op.node] for a, _ in c.axes)]
+                    states = [c for c in states if axes is None or _may_split(c, axes[op.node], op.row)]
                 if is_carried(op.node) or not any(value.needs_grad for value in (*op.operands, *op.results)):
                     # the same as I where no gradient flows; and what is whole between two calls is I
                     states = [c for c in states if c.name != "R"]
@@ -443,6 +448,8 @@ def pinned_choices(op: Op, pin: Pin, legal: Sequence[Choice], ranks: int) -> lis
         named = [c for c in legal if c.name == f"split {axis}"]
         if named:
             return [c for c in named if _fills_ranks(op, c, ranks)] or named
+    if pin.style.name == "sequence":  # that it has the axis does not say that it can be split there
+        return list(legal)
     module = op.node.meta.get("module", "")
     raise cannot_have(pin.key, module, pin.style.name, f"{where(op.node)} can't be split along {pin.axes[0]}")
 
@@ -450,7 +457,8 @@ def pinned_choices(op: Op, pin: Pin, legal: Sequence[Choice], ranks: int) -> lis
 def _fills_ranks(op: Op, choice: Choice, ranks: int) -> bool:
     """Whether every rank gets a part of each split axis, or the axes are too small for that."""
     sizes = [op.sizes[axis] for axis, _ in choice.axes]
-    return all(s < ranks for s in sizes) or all(local_size(p, ranks - 1, ranks) > 0 for _, p in choice.axes)
+    static = [parts for _, parts in choice.axes if parts != EQUAL]
+    return all(s < ranks for s in sizes) or all(local_size(parts, ranks - 1, ranks) > 0 for parts in static)
 
 
 def _spread_out(states: Sequence[Sequence[Any]], cost: Callable[[Any, Any], float]) -> Table:

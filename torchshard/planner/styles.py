@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import difflib
 import fnmatch
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple, Protocol
 
@@ -15,10 +15,10 @@ from torch._ops import OpOverload
 from torchshard.capture.facts import ModelFacts
 from torchshard.core.errors import PlanError
 from torchshard.core.layouts import Layout, Shard
-from torchshard.core.paths import star_numbers
+from torchshard.core.paths import module_around, star_numbers
 from torchshard.custom_ops.recurrent import RECURRENCES
 from torchshard.custom_ops.whole import op_of
-from torchshard.ir.graph import operands, where
+from torchshard.ir.graph import is_tensor_op, multiples_of, node_row, operands, where
 from torchshard.rules.convolution import CONVOLUTIONS
 from torchshard.rules.pointwise import CASTS
 
@@ -30,12 +30,15 @@ class Style:
     """What a word asks for."""
 
     name: str
-    """'column', 'row', 'vocab' or 'replicate'."""
+    """'column', 'row', 'vocab', 'sequence' or 'replicate'."""
     whole_result: bool = False
     """Whether the result is wanted whole on every rank."""
 
 
 _COLUMN, _ROW, _VOCAB, _REPLICATE = Style("column"), Style("row"), Style("vocab"), Style("replicate")
+_SEQUENCE = Style("sequence")
+SEQUENCE = 1
+"""The dim of the call's tensors that is the sequence."""
 
 
 class DTensorStyle(Protocol):
@@ -46,10 +49,10 @@ class DTensorStyle(Protocol):
 
 StyleWord = (
     Literal[
-        "column", "row", "vocab", "replicate", 1, -1, 0, None,
+        "column", "row", "vocab", "sequence", "replicate", 1, -1, 0, None,
         "colwise", "rowwise", "embedding_rowwise", "embedding_colwise", "colwise_rep", "rowwise_rep",
         "rowwise_split_input", "colwise_gather_output", "packed_colwise", "packed_rowwise",
-        "replicated_with_grad_allreduce",
+        "replicated_with_grad_allreduce", "sequence_parallel",
     ]
     | DTensorStyle
 )  # fmt: skip
@@ -57,15 +60,15 @@ StyleWord = (
 
 WORDS: dict[str | int | None, Style] = {
     # our words; as numbers, dims of the transposed weight [in, out], as `nn.ParallelLinear(dim=)` has them
-    "column": _COLUMN, "row": _ROW, "vocab": _VOCAB, "replicate": _REPLICATE,
+    "column": _COLUMN, "row": _ROW, "vocab": _VOCAB, "sequence": _SEQUENCE, "replicate": _REPLICATE,
     1: _COLUMN, -1: _COLUMN, 0: _ROW, None: _REPLICATE,
     # Hugging Face's tp_plan
     "colwise": _COLUMN, "rowwise": _ROW, "embedding_rowwise": _VOCAB, "embedding_colwise": _COLUMN,
     "colwise_rep": Style("column", whole_result=True), "rowwise_rep": _ROW, "rowwise_split_input": _ROW,
     "colwise_gather_output": Style("column", whole_result=True), "packed_colwise": _COLUMN, "packed_rowwise": _ROW,
-    "replicated_with_grad_allreduce": _REPLICATE,
+    "replicated_with_grad_allreduce": _REPLICATE, "sequence_parallel": _SEQUENCE,
     # DTensor's classes, by name
-    "ColwiseParallel": _COLUMN, "RowwiseParallel": _ROW,
+    "ColwiseParallel": _COLUMN, "RowwiseParallel": _ROW, "SequenceParallel": _SEQUENCE,
 }  # fmt: skip
 
 
@@ -222,6 +225,9 @@ def pins_of(graph: fx.Graph, chosen: Mapping[str, tuple[str, Style]]) -> dict[fx
     pins: dict[fx.Node, Pin] = {}
     ops = [n for n in graph.nodes if n.op == "call_function"]
     for path, (key, style) in chosen.items():
+        if style.name == "sequence":  # what is said of a module within it comes later, and goes before
+            pins = _along_sequence(ops, path, key, style) | pins
+            continue
         fed = [n for n in ops if any(_is_own(_source(p), path) for p in operands(n))]
         within = [n for n in fed if n.meta.get("module") == path]
         fed = within or fed  # a parent may use the weight of a module that it never calls
@@ -235,6 +241,24 @@ def pins_of(graph: fx.Graph, chosen: Mapping[str, tuple[str, Style]]) -> dict[fx
             raise cannot_have(key, path, style.name, f"its ops are {sorted(own) or 'none'}")
         else:
             pins.update({n: Pin(key, style, splits[style.name].axes) for n, splits in able.items()})
+    return pins
+
+
+def _along_sequence(ops: Sequence[fx.Node], path: str, key: str, style: Style) -> dict[fx.Node, Pin]:
+    """The ops of a module that have the sequence as an axis; none in a call whose length does not divide.
+
+    Raises:
+        PlanError: the length divides, and none of its ops has it as an axis.
+    """
+    own = [n for n in ops if module_around(n.meta.get("module", ""), (path,)) is not None and is_tensor_op(n)]
+    pins = {}
+    for node in own:
+        row = node_row(node)
+        axes = () if row is None else sorted(axis for axis in row.equal if row.sizes[axis] in multiples_of(node.graph))
+        if axes:
+            pins[node] = Pin(key, style, tuple(axes))
+    if own and multiples_of(own[0].graph) and not pins:
+        raise cannot_have(key, path, style.name, f"its ops have no sequence: {sorted({str(n.target) for n in own})}")
     return pins
 
 

@@ -131,7 +131,7 @@ def _why(node: fx.Node, sent: float, gathered: Mapping[fx.Node, float]) -> str:
     row = node_row(node)
     if row is None:
         return f"no sharding rule; one of a few lines, @torchshard.rule({node.target}), would keep it split"
-    if sent or not any(row.sizes[axis] > 1 for group in axis_groups(row) for axis in group):
+    if sent or not any(row.sizes[axis] != 1 for group in axis_groups(row) for axis in group):
         return f"what is marked ! may not be split: {row.text}"
     blame = next((n for n in _near(node) if n in gathered), None)
     if blame is not None:

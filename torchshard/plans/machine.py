@@ -27,8 +27,9 @@ from torchshard.core.errors import InputError
 
 GIGA, TERA = 1e9, 1e12
 MachineName = Literal["h100x8", "cpu-gloo"]
-Axes = Literal["weights", "all"]
-"""Which dims may be split: those that weights bring into the model, or batch and sequence too."""
+Axes = Literal["weights", "sequence", "all"]
+"""Which dims may be split: those that weights bring into the model; the sequence too, where its length is a multiple of
+the number of ranks; or batch and sequence, for inputs of one size."""
 Mode = Literal["train", "infer"]
 """What is planned: steps of training, or calls without gradients."""
 
@@ -98,8 +99,8 @@ class Objective:
     machine: Machine
     memory: float | None = None
     """Bytes that a step may take on a rank; None: the weights are split as far as is worth it."""
-    all_axes: bool = False
-    """Whether batch and sequence may be split too."""
+    axes: Axes = "weights"
+    """Which dims may be split."""
     any_machine: bool = False
     """Whether the user has named no machine: a plan that was given is then priced for its own."""
     recompute: tuple[str, ...] = ()
@@ -125,7 +126,7 @@ def objective(
         InputError: no machine has that name, `memory` is no size, or another option has a value that it can't have.
     """
     for option, value, kinds, what, why in (
-        ("axes", axes, Axes, "choice of axes", "dims that weights bring into the model; 'all': batch and sequence too"),
+        ("axes", axes, Axes, "choice of axes", "dims of weights; 'sequence': also that; 'all': batch and sequence too"),
         ("mode", mode, Mode, "mode", "steps with a backward; 'infer': calls without gradients"),
     ):
         known = get_args(kinds)
@@ -147,7 +148,7 @@ def objective(
     found = read_machine(default if machine is None else machine)
     globs = (recompute,) if isinstance(recompute, str) else tuple(recompute)
     size, trains = read_size(memory), mode == "train"
-    return Objective(found, size, axes == "all", any_machine=machine is None, recompute=globs, trains=trains)
+    return Objective(found, size, axes, any_machine=machine is None, recompute=globs, trains=trains)
 
 
 _UNITS = {"B": 1, **{f"{p}B": 10 ** (3 * i) for i, p in enumerate("KMGT", 1)},

@@ -47,7 +47,7 @@ def row_of(call: Call) -> Row | None:
         return None
     if isinstance(call.target, WholeCall):  # of one graph alone, which a cache would keep alive
         return _apply_rule(rule_fn, call)
-    key = (rule_fn, call.target, _frozen(call.args), call.results)
+    key = (rule_fn, call.target, _frozen(call.args), call.results, call.multiples)
     if key not in ROWS:
         if len(ROWS) >= MAX_ROWS:
             ROWS.clear()

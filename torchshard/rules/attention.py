@@ -46,10 +46,13 @@ def attention(call: Call) -> Row | None:
         operands.append(broadcast([*names, row, "!s"], call["attn_mask"].shape, [*batch, query[-2], key[-2]]))
     drops = call["dropout_p"] > 0
     stretched = [*query[:-2]] != [*batch] or any([*t[:-2]] != [*kv_batch] for t in (key, value))
+    if (drops and not isinstance(query[-1], int)) or (grouped and not isinstance(key[-3], int)):
+        return None  # a number of the features or heads is computed with
     if stretched and (grouped or drops):  # the explicit computation with dropout does not broadcast
         return None
     local = {"*": _dropout_attention(call) if drops else padded_if_empty(call)}
-    return call.row(f"{spaced(*operands)} -> {spaced([*names, row, 'v'])}", sizes=sizes, local=local, fills_ranks=drops)
+    text = f"{spaced(*operands)} -> {spaced([*names, row, 'v'])}"
+    return call.row(text, sizes=sizes, local=local, fills_ranks=drops, any_size="*")
 
 
 def _dropout_attention(call: Call) -> LocalFn:

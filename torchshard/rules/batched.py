@@ -13,7 +13,7 @@ import torch
 from torchshard.core.layouts import Size
 from torchshard.core.notation import Row, RowKeywords
 from torchshard.custom_ops.fx_types import Target
-from torchshard.rules.empty import padded_if_empty
+from torchshard.rules.empty import anywhere
 from torchshard.rules.registry import Call, broadcast, dims_of, letters, positive, rule, spaced, unsplittable
 
 aten = torch.ops.aten
@@ -140,7 +140,7 @@ _IMAGES = tuple(
 def resized(call: Call) -> Row | None:
     """`f32[2,3,4,4] -> f32[2,3,8,8]     a b !o00 !o01 -> a b !r00 !r01`."""
     space = len(call.tensors[0].shape) - 2
-    return batched(call, (space,), linear=[{0}], local={"*": padded_if_empty(call)})
+    return batched(call, (space,), linear=[{0}], **anywhere(call))
 
 
 POOLS: Mapping[Target, tuple[int, ...]] = {
@@ -160,13 +160,13 @@ UNPOOLS: Mapping[Target, tuple[int, ...]] = {
 @rule(*POOLS)
 def pooled(call: Call) -> Row | None:
     """`f32[2,3,8,8] -> f32[2,3,4,4], i64[2,3,4,4]     a b !o00 !o01 -> a b !r00 !r01, a b !r10 !r11`."""
-    return batched(call, POOLS[call.target], local={"*": padded_if_empty(call)})
+    return batched(call, POOLS[call.target], **anywhere(call))
 
 
 @rule(*UNPOOLS)
 def unpooled(call: Call) -> Row | None:
     """`f32[2,3,4,4], i64[2,3,4,4] -> f32[2,3,8,8]     a b !o00 !o01, a b !o10 !o11 -> a b !r00 !r01`."""
-    return batched(call, UNPOOLS[call.target], linear=[{0}], local={"*": padded_if_empty(call)})
+    return batched(call, UNPOOLS[call.target], linear=[{0}], **anywhere(call))
 
 
 @rule(aten.grid_sampler_2d.default, aten.grid_sampler_3d.default)
@@ -201,5 +201,7 @@ def fourier(call: Call) -> Row:
     dims, names = dims_of(call, "dim", ndim), letters(ndim, used="y")
     right = [f"!y{i}" if i in dims else name for i, name in enumerate(names)]
     return call.row(
-        f"{spaced(unsplittable(names, dims))} -> {spaced(right)}", linear=[{0}], local={"*": padded_if_empty(call)}
+        f"{spaced(unsplittable(names, dims))} -> {spaced(right)}",
+        linear=[{0}],
+        **anywhere(call),
     )

@@ -9,7 +9,7 @@ import torch
 
 from torchshard.core.notation import Local, LocalFn, Row
 from torchshard.custom_ops.fx_types import Argument, Traced
-from torchshard.rules.empty import append_zeros, cut_to_empty, padded_if_empty
+from torchshard.rules.empty import anywhere, append_zeros, cut_to_empty, padded_if_empty
 from torchshard.rules.registry import Call, rule, spaced
 
 aten = torch.ops.aten
@@ -88,4 +88,4 @@ def pooling(call: Call) -> Row:
     space = int(str(call.target).split("pool")[1][0])  # aten.max_pool2d: 2
     lead = list("ab")[: ndim - space]
     hs, os = ([f"!{c}{i}" for i in range(space)] for c in "hz")
-    return call.row(f"{spaced([*lead, *hs])} -> {spaced([*lead, *os])}", local={"*": padded_if_empty(call)})
+    return call.row(f"{spaced([*lead, *hs])} -> {spaced([*lead, *os])}", **anywhere(call))

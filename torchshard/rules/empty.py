@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import math
 import operator
+from typing import TypedDict
 
 import torch
 
@@ -37,7 +38,7 @@ def padded_if_empty(call: Call) -> LocalFn:
 
     def local(ctx: Local, *args: Argument, **kwargs: Argument) -> Traced | list[Traced]:
         axis = ctx.choice.axes[0][0]
-        if ctx.size(axis):
+        if axis in ctx.row.equal or ctx.size(axis):
             return call.target(*args, **kwargs)
         names = [name for name, tensor in call.args.items() if isinstance(tensor, TensorType)]
         operands = zip(names, ctx.choice.operands, ctx.row.operands, strict=False)
@@ -53,6 +54,18 @@ def padded_if_empty(call: Call) -> LocalFn:
         return [_cut(operator.getitem(result, i), layout) for i, layout in enumerate(layouts)]
 
     return local
+
+
+class Anywhere(TypedDict):
+    """Some of the options of a row."""
+
+    local: dict[str, LocalFn]
+    any_size: str
+
+
+def anywhere(call: Call) -> Anywhere:
+    """Returns the options of a row whose op runs on slices as it is, of dynamic sizes too, unless they are empty."""
+    return {"local": {"*": padded_if_empty(call)}, "any_size": "*"}
 
 
 def _width(ctx: Local, axis: str, dim: Dim) -> Size:

@@ -44,12 +44,12 @@ def elementwise_loss(call: Call) -> Row | None:
         # the op would return its sum in half precision, in which it may overflow before it is divided
         is_half = acc_dtype(dtype) != dtype
         total = _summed(call, bound) if is_half else call.target(**bound | {"reduction": SUM})
-        return averaged(call, total, x, range(len(shape)))
+        return averaged(ctx, call, total, x, range(len(shape)))
 
     left = [names, names, *(broadcast(names, weight, shape) for weight in weights)]
     right = names if reduction == NONE else []
     replacements = dict.fromkeys(names, local) if reduction == MEAN else {}
-    return call.row(f"{spaced(*left)} -> {spaced(right)}", local=replacements)
+    return call.row(f"{spaced(*left)} -> {spaced(right)}", local=replacements, any_size="*")
 
 
 @rule(aten.cross_entropy_loss.default)
@@ -63,13 +63,14 @@ def cross_entropy(call: Call) -> Row | None:
         _class_row(call, "v"),
         local={"v": functools.partial(_split_cross_entropy, dtype=call.results[0].dtype)} | local,
         reduced={"v"},
+        any_size=local,
     )
 
 
 @rule(aten.nll_loss_nd.default)
 def nll_loss(call: Call) -> Row:
     """`f32[16,97], i64[16] -> f32[]     n !v, n -> `."""
-    return call.row(_class_row(call, "!v"), local=_over_batch(call))
+    return call.row(_class_row(call, "!v"), local=_over_batch(call), any_size="*")
 
 
 def _batch_axes(call: Call) -> list[str]:
@@ -117,12 +118,12 @@ def _with_probabilities(call: Call) -> Row:
 
     def local(ctx: Local, x: Traced, *args: Argument, **kwargs: Argument) -> Traced:
         total = _summed(call, call.bound((x, *args), kwargs))
-        return averaged(call, total, x, [d for d, name in enumerate(scores) if name in batch])
+        return averaged(ctx, call, total, x, [d for d, name in enumerate(scores) if name in batch])
 
     operands = [scores, scores, *([["!v"]] if weight is not None else [])]
     right = batch if call["reduction"] == NONE else []
     replacements = dict.fromkeys(batch, local) if call["reduction"] == MEAN else {}
-    return call.row(f"{spaced(*operands)} -> {spaced(right)}", local=replacements)
+    return call.row(f"{spaced(*operands)} -> {spaced(right)}", local=replacements, any_size="*")
 
 
 def _split_cross_entropy(

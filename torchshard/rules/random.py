@@ -51,9 +51,11 @@ def sliced_dropout(ctx: Local, x: Traced, p: float, ndim: int) -> Traced:
         # dim of parts
         parts = layout.parts or ()
         whole: list[Size] = [own[dim] // local_size(parts, ctx.rank, ctx.world), parts_size(parts)]
-    else:
+    elif isinstance(ctx.whole_shape()[dim], int):
         whole = [ctx.whole_shape()[dim]]
         parts = parts_of(whole[0], layout)
+    else:
+        whole, parts = [own[dim] * ctx.world], ((ctx.world, own[dim]),)
     # dropout of ones is the mask with its scale, from the same draws as dropout of the whole value
     mask = aten.dropout.default(aten.new_ones.default(x, [*own[:dim], *whole, *own[dim + 1 :]]), p, True)
     part = _own_part(ctx, mask, dim + len(whole) - 1, parts)
@@ -74,7 +76,7 @@ def dropout(call: Call) -> Row:
     def local(ctx: Local, x: Traced, p: float, train: bool) -> Traced:
         return sliced_dropout(ctx, x, p, len(call.tensors[0].shape))
 
-    return call.row("... -> ...", local={"*": local} if active else {}, fills_ranks=active)
+    return call.row("... -> ...", local={"*": local} if active else {}, fills_ranks=active, any_size="*")
 
 
 @rule(aten.feature_dropout.default)

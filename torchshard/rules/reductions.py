@@ -20,7 +20,7 @@ from torchshard.core.layouts import I, Shard
 from torchshard.core.notation import Local, LocalFn, Row, RowKeywords
 from torchshard.custom_ops.fx_types import Argument, Target, Traced
 from torchshard.custom_ops.with_value import WITH_VALUE
-from torchshard.rules.empty import padded_if_empty
+from torchshard.rules.empty import anywhere
 from torchshard.rules.registry import (
     Call,
     acc_dtype,
@@ -76,23 +76,25 @@ def mean(call: Call) -> Row:
     dims, keep = dims_of(call, "dim", ndim), bool(call.args.get("keepdim", False))
 
     def local(ctx: Local, x: Traced, *args: Argument, **kwargs: Argument) -> Traced:
-        return averaged(call, aten.sum.dim_IntList(x, dims, keep, dtype=sum_dtype(call)), x, dims)
+        return averaged(ctx, call, aten.sum.dim_IntList(x, dims, keep, dtype=sum_dtype(call)), x, dims)
 
     replacements = {name: local for d, name in enumerate(letters(ndim)) if d in dims}
-    return reduction_row(call, dims, splits=True, linear=[{0}], local=replacements)
+    return reduction_row(call, dims, splits=True, linear=[{0}], local=replacements, any_size="*")
 
 
-def averaged(call: Call, total: Traced, x: Traced, dims: Sequence[int]) -> Traced:
+def averaged(ctx: Local, call: Call, total: Traced, x: Traced, dims: Sequence[int]) -> Traced:
     """Returns a rank's partial sum of a mean, from its sum.
 
     Args:
-        x: the first operand on this rank, whose dynamic dims are whole.
+        x: the first operand on this rank.
         dims: the dims that the mean is over.
     """
-    shape = call.tensors[0].shape
+    shape, layout = call.tensors[0].shape, ctx.choice.operands[0]
     count = math.prod(shape[d] for d in dims if isinstance(shape[d], int))
     for d in dims:
-        count = count if isinstance(shape[d], int) else aten.sym_size.int(x, d) * count
+        if not isinstance(shape[d], int):
+            ranks = ctx.world if isinstance(layout, Shard) and layout.dim == d and not layout.repeated else 1
+            count = aten.sym_size.int(x, d) * (count * ranks)
     dtype = call.results[0].dtype
     return cast(aten.div.Tensor(total, count), acc_dtype(dtype), dtype)
 
@@ -318,7 +320,7 @@ def quantile(call: Call) -> Row:
     dims, quantiles = dims_of(call, "dim", len(names)), [["q"] * len(t.shape) for t in call.tensors[1:]]
     right = [*itertools.chain(*quantiles), *_reduced(call, dims, names)]
     left = spaced(unsplittable(names, dims), *quantiles)
-    return call.row(f"{left} -> {spaced(right)}", local={"*": padded_if_empty(call)})
+    return call.row(f"{left} -> {spaced(right)}", **anywhere(call))
 
 
 @rule(

@@ -39,6 +39,8 @@ class Call:
     target: Target
     args: Mapping[str, Argument]
     results: tuple[TensorType, ...]
+    multiples: frozenset[Size] = frozenset()
+    """The dynamic sizes that are multiples of the number of ranks."""
 
     def __getitem__(self, name: str) -> Argument:
         return self.args[name]
@@ -54,7 +56,8 @@ class Call:
 
     def row(self, text: str, *, sizes: Mapping[str, Size] | None = None, **options: Unpack[RowKeywords]) -> Row:
         """Returns the row of this op with this text; see `notation.bind`."""
-        return bind(text, [t.shape for t in self.tensors], [r.shape for r in self.results], sizes, **options)
+        shapes = [t.shape for t in self.tensors], [r.shape for r in self.results]
+        return bind(text, *shapes, sizes, self.multiples, **options)
 
 
 def _tensors_in(value: Argument) -> list[TensorType]:

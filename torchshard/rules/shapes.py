@@ -17,7 +17,7 @@ import torch
 from torchshard.core.layouts import Size
 from torchshard.core.notation import Dim, Local, LocalFn, Row
 from torchshard.custom_ops.fx_types import Argument, Traced
-from torchshard.rules.empty import padded_if_empty
+from torchshard.rules.empty import anywhere
 from torchshard.rules.registry import Call, broadcast, dims_of, letters, positive, rule, spaced, unsplittable
 
 aten = torch.ops.aten
@@ -142,7 +142,7 @@ def reshape_row(
                 sides[which][kept[which][index]] = axes[0] if len(axes) == 1 else f"({' '.join(axes)})"
     replacements = {} if local is None else {"*": local}
     text = f"{spaced(sides[0])} -> {spaced(sides[1])}"
-    return call.row(text, sizes=sizes, linear=LINEAR, local=replacements, fills_ranks=fills_ranks)
+    return call.row(text, sizes=sizes, linear=LINEAR, local=replacements, fills_ranks=fills_ranks, any_size="*")
 
 
 def _resized(local: Local, x: Traced, size: Sequence[Size]) -> Traced:
@@ -256,7 +256,7 @@ def expand(call: Call) -> Row:
         return aten.expand.default(x, ctx.resize(size))
 
     left = broadcast(names, source, target)
-    return call.row(f"{spaced(left)} -> {spaced(names)}", linear=LINEAR, local={"*": local})
+    return call.row(f"{spaced(left)} -> {spaced(names)}", linear=LINEAR, local={"*": local}, any_size="*")
 
 
 @rule(aten.expand_as.default)
@@ -300,7 +300,7 @@ def repeat_interleave(call: Call) -> Row | None:
         return aten.repeat_interleave.self_int(x, repeats, dim)
 
     text, sizes = f"{spaced(names)} -> {spaced(out)}", {"r": call["repeats"]}
-    return call.row(text, sizes=sizes, linear=LINEAR, local={"*": local})
+    return call.row(text, sizes=sizes, linear=LINEAR, local={"*": local}, any_size="*")
 
 
 class _CutOptions(TypedDict, total=False):
@@ -451,7 +451,7 @@ def pad(call: Call) -> Row:
             dim = ndim - 1 - i
             left[dim], right[dim] = f"!{left[dim]}", f"!{left[dim]}0"
     linear = () if call.args.get("value") else LINEAR  # a padding other than zero would be summed over the ranks
-    return call.row(f"{spaced(left)} -> {spaced(right)}", linear=linear, local={"*": padded_if_empty(call)})
+    return call.row(f"{spaced(left)} -> {spaced(right)}", linear=linear, **anywhere(call))
 
 
 @rule(aten.roll.default, aten.flip.default)

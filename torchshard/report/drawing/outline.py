@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 from torch import Tensor, fx
 
 from torchshard.core.conversions import TABLE, kernels, sent_bytes, source_and_target
-from torchshard.core.layouts import I, whole_shape
+from torchshard.core.layouts import I, whole_shape, with_parts
 from torchshard.core.mesh import MeshAxis
 from torchshard.core.paths import star_last_number
 from torchshard.distributed.ops import OPS, Begin, is_collective, is_or_begins_collective
@@ -224,6 +224,7 @@ def _begun(node: fx.Node, begin: Begin, axis: MeshAxis) -> str:
     row, (waiting,) = OPS[begin.op], node.users
     source, target = source_and_target(row.name, node.args[1:])
     value, sign = waiting.meta["val"], "▲" if node.meta["is_backward"] else "▼"
+    source, target = with_parts(source, target, node.all_input_nodes[0].meta["val"].shape, axis.size)
     shape = [hint(size) for size in whole_shape(value.shape, target)]
     sent = sent_bytes(row.kernel, math.prod(shape) * value.dtype.itemsize, source, target, shape, axis.size)
     return f"{source} → {target}, {sign} {row.kernel.replace('_', '-')} {size_text(sent)}"

@@ -1,0 +1,106 @@
+"""Sequences that are split: norms, dropouts and residuals on slices, for every length that the ranks divide."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import torchshard as ts
+from tests.helpers import run_ranks
+from torchshard.core.layouts import split
+
+MEGATRON = {"*.q": "column", "*.k": "column", "*.v": "column", "*.o": "row", "*.up": "column", "*.down": "row"}
+PINS = MEGATRON | {"blocks.?": "sequence"}
+
+
+class Block(nn.Module):
+    """A block of a GPT with dropouts in its residuals."""
+
+    def __init__(self, width: int, heads: int, p: float) -> None:
+        super().__init__()
+        self.heads, self.p = heads, p
+        self.n1, self.n2 = nn.LayerNorm(width), nn.LayerNorm(width)
+        self.q, self.k, self.v, self.o = (nn.Linear(width, width) for _ in range(4))
+        self.up, self.down = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        batch, length, width = x.shape
+        y = self.n1(x)
+        q, k, v = (m(y).view(batch, length, self.heads, -1).transpose(1, 2) for m in (self.q, self.k, self.v))
+        mixed = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        x = x + F.dropout(self.o(mixed.transpose(1, 2).reshape(batch, length, width)), self.p, self.training)
+        return x + F.dropout(self.down(F.gelu(self.up(self.n2(x)))), self.p, self.training)
+
+
+class Model(nn.Module):
+    """A GPT whose loss is its first result."""
+
+    def __init__(self, width: int = 16, heads: int = 4, p: float = 0.1, vocabulary: int = 32) -> None:
+        super().__init__()
+        self.tok, self.pos = nn.Embedding(vocabulary, width), nn.Embedding(64, width)
+        self.blocks = nn.ModuleList(Block(width, heads, p) for _ in range(2))
+        self.norm, self.head = nn.LayerNorm(width), nn.Linear(width, vocabulary, bias=False)
+
+    def forward(self, ids: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
+        x = self.tok(ids) + self.pos(torch.arange(ids.shape[1]))
+        for block in self.blocks:
+            x = block(x)
+        logits = self.head(self.norm(x))
+        return F.cross_entropy(logits.flatten(0, 1), labels.flatten()), logits
+
+
+def _model(**options: Any) -> Model:
+    torch.manual_seed(0)
+    return Model(**options).double()
+
+
+def _ids(length: int, batch: int = 3) -> Tensor:
+    return torch.randint(0, 32, (batch, length), generator=torch.Generator().manual_seed(length))
+
+
+@pytest.mark.parametrize("world", [2, 3, 4])
+def test_norms_and_residuals_are_computed_on_slices(world: int) -> None:
+    model, ids = _model(), _ids(12)
+    plan = ts.plan(model, PINS, world_size=world, example_inputs=(ids, ids))
+    choices = plan.choices
+    on_slices = [name for name, choice in choices.items() if any(str(r) == "S(1)" for r in choice.results)]
+    # per block two norms, two dropouts and two residuals; linear layers between are split by their features
+    assert sum(name.endswith(("n1", "n2")) for name in on_slices) == 4
+    assert sum("dropout" in name for name in on_slices) == 4
+    report = ts.check(model, PINS, world_size=world, example_inputs=(ids, ids))
+    assert report.ok, str(report)
+    kinds = {c.name for c in plan.costs.collectives}
+    assert {"all_gather", "reduce_scatter"} <= kinds, kinds
+
+
+def _steps(rank: int, lengths: list[int]) -> list[tuple[int, int, float]]:
+    """Of each length: how many graphs were captured so far, and the worst error of a gradient."""
+    model = _model()
+    sharded = ts.shard(model, PINS, (_ids(12), _ids(12)))
+    found = []
+    for length in lengths:
+        for module in (model, sharded):
+            torch.manual_seed(5)
+            module.zero_grad()
+            module(_ids(length), _ids(length))[0].backward()
+        whole = dict(model.named_parameters())
+        group = sharded.group
+        worst = 0.0
+        for name, parameter in sharded.named_parameters():
+            layout = sharded.plan.parameters[name]
+            expected = split(whole[name].grad, layout, group.rank, group.size)
+            worst = max(worst, (parameter.grad - expected).abs().max().item())
+        found.append((length, sharded._ts_graphs.captures, worst))
+    return found
+
+
+@pytest.mark.parametrize("world", [2, 3])
+def test_any_length_on_real_ranks(world: int) -> None:
+    """Lengths that divide share a graph, and so do those that don't; gradients are the unsharded model's."""
+    for found in run_ranks(_steps, world, [12, 24, 13, 18, 25, 6]):
+        assert [captures for _, captures, _ in found] == [1, 1, 2, 2, 2, 2]
+        assert max(worst for _, _, worst in found) < 1e-12
