@@ -69,7 +69,7 @@ def test_dtensor_styles_are_taken_by_name() -> None:
 
     made = _plan({"up": ColwiseParallel(), "down": RowwiseParallel()})
     assert (made.parameters["up.weight"], made.parameters["down.weight"]) == (ts.S(0), ts.S(1))
-    for refused in (ColwiseParallel(output_layouts=Replicate()), SequenceParallel()):
+    for refused in (ColwiseParallel(output_layouts=Replicate()), SequenceParallel(sequence_dim=2)):
         with pytest.raises(ts.PlanError) as caught:
             _plan({"up": refused})
         _four_lines(caught.value)

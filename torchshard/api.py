@@ -202,8 +202,8 @@ def plan(
             split as far as they can be without sending more than that is worth, and the plan is the fastest of those. A
             Plan that is given must fit.
         machine: a `Machine`, or the name of one: "h100x8" (without it, where the model is not on a CPU), "cpu-gloo".
-        axes: "weights" splits dims that weights bring into the model; "all" batch and sequence too, for inputs of
-            exactly these sizes.
+        axes: "weights" splits dims that weights bring into the model; "sequence" the sequence too, for lengths that are
+            multiples of the number of ranks; "all" batch and sequence too, for inputs of exactly these sizes.
         recompute: globs of modules whose values backward computes again, in place of keeping them: "blocks.*". Values
             that were sent or drawn are kept, so no collective is sent twice and dropouts are the same. The same happens
             to what a model calls through `torch.utils.checkpoint`.

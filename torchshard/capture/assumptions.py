@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
-from typing import NamedTuple
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple, Protocol
 
 import sympy
 import torch
@@ -40,13 +40,22 @@ def divided_sizes(graph: fx.Graph, dims: Mapping[int, int]) -> dict[sympy.Symbol
     return found
 
 
-def assumption(
-    graph: fx.Graph, exported: ExportedProgram, divided: Mapping[sympy.Symbol, Divided]
-) -> Callable[[Sequence[Tensor | int]], bool]:
-    """A function that says whether the graph computes the model on the given tensors and numbers.
+class Assumption(Protocol):
+    """Whether a graph computes the model on the given tensors and numbers."""
+
+    def __call__(self, values: Sequence[Tensor | int], *, divided: bool = True) -> bool:
+        """Whether it does.
+
+        Args:
+            divided: whether the graph, as it is planned, divides sizes among ranks.
+        """
+
+
+def assumption(graph: fx.Graph, exported: ExportedProgram, sizes_divided: Mapping[sympy.Symbol, Divided]) -> Assumption:
+    """The assumption of an exported graph.
 
     Args:
-        divided: sizes that must be multiples of a number, or none.
+        sizes_divided: sizes that must be multiples of a number, or none.
     """
     inputs = [n.meta["val"] for n in graph.nodes if n.op == "placeholder" and n.meta["kind"] == "input"]
     shapes: list[Shape] = [list(map(size_expr, v.shape if isinstance(v, Tensor) else (v,))) for v in inputs]
@@ -54,11 +63,11 @@ def assumption(
     guards = [compile(text, "<guard>", "eval") for text in exported._guards_code]
     scope = {"math": math, "torch": torch, "__builtins__": {"max": max, "min": min, "abs": abs, "int": int}}
 
-    def assumes(values: Sequence[Tensor | int]) -> bool:
+    def assumes(values: Sequence[Tensor | int], *, divided: bool = True) -> bool:
         sizes: dict[sympy.Expr, int] = {}
         if not all(_has_shape(value, shape, sizes) for value, shape in zip(values, shapes, strict=True)):
             return False
-        if any((sizes[symbol] % ranks == 0) is not fits for symbol, (ranks, fits) in divided.items()):
+        if divided and any((sizes[s] % ranks == 0) is not fits for s, (ranks, fits) in sizes_divided.items()):
             return False
         if not all(low <= sizes[symbol] <= high for symbol, (low, high) in bounds.items() if symbol in sizes):
             return False

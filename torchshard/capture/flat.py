@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import copy
 import logging
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any
@@ -28,7 +28,7 @@ from torch import Tensor, fx, nn
 from torch.export import ExportedProgram
 from torch.utils import _pytree as pytree
 
-from torchshard.capture.assumptions import assumption, divided_sizes
+from torchshard.capture.assumptions import Assumption, assumption, divided_sizes
 from torchshard.capture.carried import Changes, finder
 from torchshard.capture.copied_layers import repeat
 from torchshard.capture.models import check_devices, shared_names, without_storage
@@ -61,7 +61,7 @@ class Captured:
     """What `forward` returns, and what it leaves in its arguments; its `rebuild` takes the graph's results."""
     changes: Changes
     """Where in the arguments it leaves what."""
-    assumes: Callable[[Sequence[Tensor | int]], bool]
+    assumes: Assumption
     """Whether tensors satisfy the graph's assumptions about sizes."""
     assigned: tuple[tuple[str, ...], ...] = ()
     """The places (see `attributes`) of the attributes that forward assigns in each call."""

@@ -46,12 +46,20 @@ class Constraints:
         return self.objective.axes == "all" if self.plan is None else self.plan.static
 
     @property
-    def divided(self) -> dict[int, int]:
-        """The dims of the call's tensors that may be split in equal slices, with the number of ranks."""
-        asked = self.objective.axes == "sequence" or any(style.name == "sequence" for _, style in self.pins.values())
+    def splits_sequence(self) -> bool:
+        """Whether the sequence is to be split, where its length allows."""
         if self.plan is not None:
-            asked = any(choice.splits_dynamic for choice in self.plan.choices.values())
-        return {SEQUENCE: self.axis.size} if asked else {}
+            return any(choice.splits_dynamic for choice in self.plan.choices.values())
+        return self.objective.axes == "sequence" or any(style.name == "sequence" for _, style in self.pins.values())
+
+    @property
+    def divided(self) -> dict[int, int]:
+        """The dims of the call's tensors that may be split in equal slices, with the number of ranks.
+
+        Without being asked the sequence is split to stay within a limit of memory.
+        """
+        is_limited = self.plan is None and self.objective.memory is not None and self.objective.trains
+        return {SEQUENCE: self.axis.size} if self.splits_sequence or (is_limited and not self.is_static) else {}
 
     def with_layouts(self, layouts: Mapping[str, Layout]) -> Constraints:
         """The same for a model whose parameters have their layouts."""

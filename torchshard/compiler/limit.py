@@ -13,7 +13,7 @@ from torchshard.compiler.memory import memory_of_rank
 from torchshard.core.layouts import Layout
 from torchshard.core.notation import Choice
 from torchshard.core.paths import layer_of, outermost
-from torchshard.ir.graph import growing_sizes, sizes_as
+from torchshard.ir.graph import growing_sizes, multiples_of, sizes_as
 from torchshard.passes import localized, rewrite
 from torchshard.planner.conversions import conversions_of
 from torchshard.planner.costs import CostModel
@@ -68,6 +68,17 @@ class Limit:
 
 
 def search_within(problem: PlanningProblem, limit: Limit) -> tuple[SearchResult, PlanningProblem]:
+    """The fastest plan found that fits, and the problem that it solves: dynamic sizes are split only if that helps."""
+    found, solved = _search(problem, limit)
+    if (found.fits and not found.gap) or problem.constraints.dynamic or not multiples_of(problem.graph):
+        return found, solved
+    more = replace(problem, constraints=replace(problem.constraints, dynamic=True))
+    other, solved_by_other = _search(more, limit)
+    is_better = (not other.fits, _seconds(other, solved_by_other)) < (not found.fits, _seconds(found, solved))
+    return (other, solved_by_other) if is_better else (found, solved)
+
+
+def _search(problem: PlanningProblem, limit: Limit) -> tuple[SearchResult, PlanningProblem]:
     """The fastest plan found that fits, and the problem with the layers that it computes again.
 
     Three ways are compared: nothing more is computed again; the fastest plan, with as few layers computed again as make

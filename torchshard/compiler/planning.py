@@ -93,6 +93,7 @@ def _graph_constraints(graph: fx.Graph, constraints: Constraints) -> GraphConstr
     per_parameter = None if constraints.objective.memory is None else 2.0 + OPTIMIZER_STATES
     common = GraphConstraints(
         all_axes=constraints.objective.axes == "all",
+        dynamic=constraints.splits_sequence,
         per_parameter=per_parameter,
         trains=constraints.objective.trains,
         steady=constraints.steady,

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any
 
-from torch import fx, nn
+from torch import Tensor, fx, nn
 
 from torchshard.capture import Captured, capture
 from torchshard.capture.facts import ModelFacts
@@ -41,6 +41,12 @@ class Program:
     plan: Plan
     graph: fx.GraphModule
     """The graph with its collectives, global sizes."""
+    divided: bool = False
+    """Whether calls belong to it by whether their sequences divide."""
+
+    def assumes(self, values: Sequence[Tensor | int]) -> bool:
+        """Whether tensors, and numbers, satisfy the graph's assumptions about sizes."""
+        return self.captured.assumes(values, divided=self.divided)
 
 
 def program(
@@ -78,7 +84,7 @@ def program(
         trains=constraints.objective.trains,
         divided=constraints.divided,
     )
-    if constraints.divided and not captured.graph.meta["multiples"]:
+    if constraints.splits_sequence and not captured.graph.meta["multiples"]:
         _warn_of_whole_sequences(captured, constraints.axis.size)
     return planned(captured, model, constraints.with_inputs(inputs or {}))
 
@@ -155,7 +161,8 @@ def planned(captured: Captured, model: nn.Module, constraints: Constraints) -> P
             graph = rewrite(captured.graph, plan)
     for gathered in plan.costs.whole:
         warnings.warn(str(gathered), stacklevel=2)
-    return Program(captured, dataclasses.replace(plan, graph=graph), graph)
+    divided = constraints.splits_sequence or any(choice.splits_dynamic for choice in plan.choices.values())
+    return Program(captured, dataclasses.replace(plan, graph=graph), graph, divided)
 
 
 STAGES = ("capture", "plan", "rewrite")

@@ -2,6 +2,9 @@
 
 Each op has PyTorch's own gradient, and each collective its dual. Equal parts, such as a model's repeated layers, are
 recorded once: a recording knows the part's ops by their numbers alone.
+
+Parts of a model on the meta device are recorded as if they were on the CPU: PyTorch runs some ops there, a loss among
+them, without recording a gradient.
 """
 
 from __future__ import annotations
@@ -19,7 +22,7 @@ from torch.fx.experimental.proxy_tensor import get_proxy_mode, get_proxy_slot, m
 from torch.utils.hooks import RemovableHandle
 
 from torchshard.core.autocast import autocasting
-from torchshard.ir.graph import Mode, fake_mode, is_float, placeholders, results_of, size_expr, values
+from torchshard.ir.graph import Mode, duplicate, fake_mode, is_float, placeholders, results_of, size_expr, values
 from torchshard.passes.functionalize import functionalize
 
 Gradients = tuple[bool, ...]
@@ -78,9 +81,13 @@ def value_type(value: object) -> object:
 
 def _record(part: fx.GraphModule, given: Gradients) -> Recording:
     sources, results, mode = placeholders(part.graph), results_of(part.graph), fake_mode(part.graph)
+    is_meta = any(isinstance(value, Tensor) and value.is_meta for node in sources for value in values(node))
+    if is_meta:
+        part = duplicate(part)
+        _move(part.graph, META, CPU)
     with mode:
-        primals = [_leaf(node) for node in sources]
-        tangents = [torch.empty_like(n.meta["val"]) for n in results if is_float(n.meta.get("val"))]
+        primals = [_leaf(node) for node in placeholders(part.graph)]
+        tangents = [_empty(n.meta["val"]) for n in results_of(part.graph) if is_float(n.meta.get("val"))]
     recorder, guards = _Recorder(part), _guards(mode)
     chosen: list[bool] = []
 
@@ -105,6 +112,8 @@ def _record(part: fx.GraphModule, given: Gradients) -> Recording:
     if _guards(mode) > guards:
         raise NotImplementedError("its gradients assume more of the sizes than the graph does")
     recorder.describe(traced.graph)
+    if is_meta:
+        _move(traced.graph, CPU, META)
     for placeholder, source in zip(placeholders(traced.graph), sources, strict=False):
         placeholder.meta |= {key: source.meta[key] for key in ("kind", "path")}
     for placeholder in placeholders(traced.graph)[len(sources) :]:
@@ -114,6 +123,24 @@ def _record(part: fx.GraphModule, given: Gradients) -> Recording:
     module = fx.GraphModule(nn.Module(), traced.graph)
     functionalize(module, keep_stores=True)
     return Recording(module.graph, tuple(chosen))
+
+
+META, CPU = torch.device("meta"), torch.device("cpu")
+
+
+def _move(graph: fx.Graph, source: torch.device, target: torch.device) -> None:
+    """Replaces a device by another, in arguments and in values."""
+
+    def moved(value: Any) -> Any:
+        if isinstance(value, Tensor):
+            return _empty(value, target) if value.device == source else value
+        return target if value == source else value
+
+    for node in graph.nodes:
+        node.args, node.kwargs = (fx.node.map_aggregate(given, moved) for given in (node.args, dict(node.kwargs)))
+        if "val" in node.meta:
+            with fake_mode(graph):
+                node.meta["val"] = fx.node.map_aggregate(node.meta["val"], moved)
 
 
 def _guards(mode: Mode) -> int:
@@ -135,9 +162,12 @@ def _gradients(results: Sequence[Any], wanted: Sequence[Tensor], given: Sequence
 
 def _leaf(node: fx.Node) -> Tensor:
     """A fake tensor of its own for a placeholder, for equal ones share theirs."""
-    value: Tensor = node.meta["val"]
-    leaf = torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device=value.device)
-    return leaf.requires_grad_(bool(node.meta.get("needs_grad")))
+    return _empty(node.meta["val"]).requires_grad_(bool(node.meta.get("needs_grad")))
+
+
+def _empty(value: Tensor, device: torch.device | None = None) -> Tensor:
+    """A new fake tensor like another one."""
+    return torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device=device or value.device)
 
 
 def _has_gradient(value: object) -> bool:

@@ -24,7 +24,7 @@ from torch import fx
 from torchshard.core.choices import choices
 from torchshard.core.conversions import ConversionStep
 from torchshard.core.layouts import EQUAL, I, Layout, Shard, local_size
-from torchshard.core.notation import Choice, Row
+from torchshard.core.notation import Choice
 from torchshard.ir.graph import (
     carried_inputs,
     is_carried,
@@ -65,6 +65,8 @@ class GraphConstraints:
     """Conversions that are forbidden."""
     all_axes: bool = False
     """Whether dims that no weight touches (batch, sequence) may be split too."""
+    dynamic: bool = True
+    """Whether dynamic sizes that the ranks divide may be split without a pin."""
     per_parameter: float | None = None
     """How many times its bytes a trained parameter takes, with gradient and optimizer; None: only weights count."""
     trains: bool = True
@@ -158,11 +160,6 @@ class _Uneven(Exception):
     """Blocks of equal structure have different states, because the first and the last have other neighbours."""
 
 
-def _may_split(choice: Choice, axes: set[str], row: Row | None) -> bool:
-    """Whether a choice splits nothing but these axes, and dynamic sizes that it may."""
-    return all(axis in axes or (row is not None and axis in row.equal) for axis, _ in choice.axes)
-
-
 class _Builder:
     """Adds variables and factors, part by part; a variable's key says which block it is in."""
 
@@ -212,7 +209,7 @@ class _Builder:
                 if op.node in self.constraints.pins:
                     states = pinned_choices(op, self.constraints.pins[op.node], states, self.ranks)
                 else:
-                    states = [c for c in states if axes is None or _may_split(c, axes[op.node], op.row)]
+                    states = [c for c in states if axes is None or self._may_split(c, axes[op.node])]
                 if is_carried(op.node) or not any(value.needs_grad for value in (*op.operands, *op.results)):
                     # the same as I where no gradient flows; and what is whole between two calls is I
                     states = [c for c in states if c.name != "R"]
@@ -221,6 +218,10 @@ class _Builder:
             if self.constraints.per_parameter is not None:
                 saved = np.array([self.costs.saved(op, choice) for choice in states])
             self._factor((variable,), [self._op_seconds(op, choice) for choice in states], saved)
+
+    def _may_split(self, choice: Choice, axes: set[str]) -> bool:
+        """Whether a choice splits nothing but these axes, or a dynamic size."""
+        return all(axis in axes or (parts == EQUAL and self.constraints.dynamic) for axis, parts in choice.axes)
 
     def _op_seconds(self, op: Op, choice: Choice) -> float:
         inside = (sent.seconds for _, *ways in self.costs.inside(op, choice) for sent in ways)

@@ -139,7 +139,7 @@ def parse_style(key: str, word: object) -> Style:
 
 def _refuse_own_layouts(key: str, style: object) -> None:
     default = type(style)()
-    changed = [n for n in ("input_layouts", "output_layouts", "use_local_output")
+    changed = [n for n in ("input_layouts", "output_layouts", "sequence_sharding", "use_local_output")
                if getattr(style, n, None) != getattr(default, n, None)]  # fmt: skip
     if changed:
         raise PlanError(

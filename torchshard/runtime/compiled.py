@@ -175,7 +175,7 @@ class GraphCache:
         if graphs is None:
             return None
         self._by_key[key] = graphs
-        return next((compiled for compiled in graphs if compiled.program.captured.assumes(inputs)), None)
+        return next((compiled for compiled in graphs if compiled.program.assumes(inputs)), None)
 
     def add(self, key: CallKey, compiled: Compiled, latest_change: str) -> None:
         """Keeps a graph, and drops the oldest ones of the least recently called key if there are too many.
