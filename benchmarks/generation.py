@@ -1,8 +1,8 @@
 """Hugging Face's `generate()` of sharded models: are its tokens those of the unsharded model, in float32?
 
-Of each architecture of transformers that generates, a tiny one (two layers, width 64, random weights) is split over
-real ranks, processes that send through gloo. Two prompts of different lengths, padded on the left, are continued
-greedily, with the cache that `generate` makes for the model.
+Of one architecture of each family of transformers that generates, a tiny one (two layers, width 64, random weights) is
+split over real ranks, processes that send through gloo. Two prompts of different lengths, padded on the left, are
+continued greedily, with the cache that `generate` makes for the model.
 
     equal      the tokens are the unsharded model's, on every rank, at all numbers of ranks
     differs    they are not
@@ -11,6 +11,7 @@ greedily, with the cache that `generate` makes for the model.
     not built  the unsharded tiny model does not generate
 
     python benchmarks/generation.py --json generation.json --write docs/models.md
+    python benchmarks/generation.py --all                    # every architecture, four hours
     python benchmarks/generation.py --models llama t5 --ranks 2 3
 """
 
@@ -45,6 +46,14 @@ _WITH_DECODERS = """
     prophetnet switch_transformers t5 t5gemma umt5 whisper speech_to_text moonshine
 """
 KINDS = [*modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES, *(f"{kind} (other)" for kind in _WITH_DECODERS.split())]
+_FAMILIES = """
+    llama gemma gemma2 gemma3_text gemma3n_text qwen2 qwen3 mistral mixtral qwen2_moe qwen3_moe qwen3_next gpt_oss
+    olmo2 olmoe deepseek_v2 deepseek_v3 glm4 glm4_moe minimax phi phi3 phimoe gpt2 gpt_bigcode gpt_neo gpt_neox gptj
+    codegen opt bloom mpt falcon falcon_h1 falcon_mamba mamba mamba2 jamba bamba zamba zamba2 nemotron_h
+    granitemoehybrid recurrent_gemma rwkv xlstm lfm2 kimi_linear cohere2 granite stablelm starcoder2 smollm3 exaone4
+    ernie4_5_moe llama4_text diffllama dbrx persimmon helium xglm biogpt bert modernbert-decoder xlnet
+"""
+"""One architecture, or a few, of each kind of attention, state and cache among those of decoders."""
 STATUSES = ("equal", "refused", "differs", "failed", "not built")
 
 
@@ -161,12 +170,13 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--ranks", type=int, nargs="+", default=[2, 4])
     parser.add_argument("--models", nargs="+")
+    parser.add_argument("--all", action="store_true", help="every architecture")
     parser.add_argument("--limit", type=float, default=400.0, help="seconds for one model")
     parser.add_argument("--jobs", type=int, default=1)
     parser.add_argument("--json", type=Path, help="results are written here; those that are there already are kept")
     parser.add_argument("--write", type=Path, metavar="FILE", help="write a section about all results")
     given = parser.parse_args()
-    kinds = given.models or KINDS
+    kinds = given.models or (KINDS if given.all else [k for k in KINDS if k in _FAMILIES.split() or "(other)" in k])
     known = json.loads(given.json.read_text()) if given.json and given.json.exists() else {}
     todo = [kind for kind in kinds if given.models or kind not in known]
     for kind, found, seconds in in_processes(partial(tried, ranks=given.ranks), todo, given.limit, given.jobs):

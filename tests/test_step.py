@@ -124,6 +124,17 @@ def test_gradients_are_those_of_autograd(name: str) -> None:
     assert all(sent(each.backward) == sent(parts[0].backward) for each in parts)
 
 
+def test_a_model_without_values_takes_the_same_memory() -> None:
+    """On the meta device PyTorch records no gradient of some ops, a loss among them."""
+    held = []
+    for device in ("cpu", "meta"):
+        with torch.device(device):
+            model, ids = GPT(), torch.zeros(2, 8, dtype=torch.long)
+        plan = ts.plan(model, "auto", world_size=2, example_inputs=(ids, ids), memory="1GiB", machine="cpu-gloo")
+        held.append(plan.costs.memory)
+    assert held[0] == held[1] and held[0]["activations"] > 0
+
+
 def test_recordings_are_freed_with_their_graph() -> None:
     model = nn.Sequential(nn.Linear(4, 4), nn.GELU(), nn.Linear(4, 4))
     plan = ts.plan(model, world_size=2, example_inputs=(torch.randn(2, 4),), memory="1GiB")
