@@ -7,7 +7,9 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+import transformers
 from torch import Tensor, nn
+from torch.distributed.tensor.parallel import SequenceParallel
 
 import torchshard as ts
 from tests.helpers import run_ranks
@@ -77,6 +79,86 @@ def test_norms_and_residuals_are_computed_on_slices(world: int) -> None:
     assert {"all_gather", "reduce_scatter"} <= kinds, kinds
 
 
+@pytest.mark.parametrize("word", ["sequence", "sequence_parallel", SequenceParallel()], ids=str)
+def test_norms_that_are_many_ops(word: Any) -> None:
+    """A Llama's norms are products and means; its plan goes through a file, and serves other lengths too."""
+    torch.manual_seed(0)
+    config = transformers.LlamaConfig(
+        hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2,
+        vocab_size=40, use_cache=False,
+    )  # fmt: skip
+    model, ids = transformers.LlamaForCausalLM(config).double(), _ids(12)
+    call = {"input_ids": ids, "labels": ids}
+    plan = ts.plan(model, {"*layernorm": word}, world_size=3, example_kwargs=call)
+    norms = [c for name, c in plan.choices.items() if "layernorm" in name and c.splits_dynamic]
+    assert len(norms) >= 4 * 5
+    again = ts.Plan.from_json(plan.to_json())
+    assert again.choices == plan.choices
+    report = ts.check(model, again, world_size=3, example_kwargs=call)
+    assert report.ok, str(report)
+    with pytest.warns(UserWarning, match="a length of 13 is no multiple of 3 ranks"):
+        odd = {"input_ids": _ids(13), "labels": _ids(13)}
+        report = ts.check(model, again, world_size=3, example_kwargs=odd)
+    assert report.ok, str(report)
+
+
+class Mean(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return x.mean(1)
+
+
+def test_a_module_without_a_sequence_is_refused() -> None:
+    model = nn.Sequential(nn.Linear(8, 8), Mean(), nn.Linear(8, 4))
+    x = torch.randn(3, 12, 8)
+    with pytest.raises(ts.PlanError, match="no sequence"):
+        ts.plan(model, {"2": "sequence"}, world_size=2, example_inputs=(x,))
+
+
+def test_the_planner_splits_the_sequence_to_fit() -> None:
+    """And not without need: a plan that fits anyway is for every length."""
+    model, x = nn.Sequential(*(Residual(8, 64) for _ in range(2))), torch.randn(8, 64, 64)
+    options: dict[str, Any] = {"world_size": 4, "example_inputs": (x,), "machine": "h100x8"}
+    roomy = ts.plan(model, "auto", memory="1GiB", **options)
+    limit = 0.7 * roomy.costs.memory["peak"]
+    tight = ts.plan(model, "auto", memory=limit, **options)
+    assert not any(choice.splits_dynamic for choice in roomy.choices.values())
+    assert any(choice.splits_dynamic for choice in tight.choices.values())
+    assert tight.costs.memory["peak"] <= limit
+
+
+class Residual(nn.Module):
+    """An MLP beside its input, whose values between are small."""
+
+    def __init__(self, hidden: int, width: int) -> None:
+        super().__init__()
+        self.up, self.down, self.norm = nn.Linear(width, hidden), nn.Linear(hidden, width), nn.LayerNorm(width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + F.gelu(self.norm(self.down(F.gelu(self.up(x)))))
+
+
+def _compiled(rank: int) -> list[float]:
+    model = _model(p=0.0)
+    sharded = ts.shard(model, PINS, (_ids(12), _ids(12)), compile={"backend": "aot_eager"})
+    found = []
+    for length in (12, 24, 18):
+        for module in (model, sharded):
+            module.zero_grad()
+            module(_ids(length), _ids(length))[0].backward()
+        whole = dict(model.named_parameters())
+        errors = (
+            (p.grad - split(whole[n].grad, sharded.plan.parameters[n], rank, 2)).abs().max().item()
+            for n, p in sharded.named_parameters()
+        )
+        found.append(max(errors))
+    return found
+
+
+def test_compiled_steps() -> None:
+    for errors in run_ranks(_compiled, 2):
+        assert max(errors) < 1e-12
+
+
 def _steps(rank: int, lengths: list[int]) -> list[tuple[int, int, float]]:
     """Of each length: how many graphs were captured so far, and the worst error of a gradient."""
     model = _model()
@@ -88,13 +170,12 @@ def _steps(rank: int, lengths: list[int]) -> list[tuple[int, int, float]]:
             module.zero_grad()
             module(_ids(length), _ids(length))[0].backward()
         whole = dict(model.named_parameters())
-        group = sharded.group
-        worst = 0.0
-        for name, parameter in sharded.named_parameters():
-            layout = sharded.plan.parameters[name]
-            expected = split(whole[name].grad, layout, group.rank, group.size)
-            worst = max(worst, (parameter.grad - expected).abs().max().item())
-        found.append((length, sharded._ts_graphs.captures, worst))
+        group, layouts = sharded.group, sharded.plan.parameters
+        errors = (
+            (p.grad - split(whole[n].grad, layouts[n], group.rank, group.size)).abs().max().item()
+            for n, p in sharded.named_parameters()
+        )
+        found.append((length, sharded._ts_graphs.captures, max(errors)))
     return found
 
 

@@ -210,6 +210,8 @@ class _Builder:
                     states = pinned_choices(op, self.constraints.pins[op.node], states, self.ranks)
                 else:
                     states = [c for c in states if axes is None or self._may_split(c, axes[op.node])]
+                if is_carried(op.node):  # it grows, so that the slices of the next call would be others
+                    states = [c for c in states if not c.splits_dynamic]
                 if is_carried(op.node) or not any(value.needs_grad for value in (*op.operands, *op.results)):
                     # the same as I where no gradient flows; and what is whole between two calls is I
                     states = [c for c in states if c.name != "R"]
