@@ -4,19 +4,18 @@
     after     view = reshape(q, [2, 8, 1, 4])     f32[2,8,1,4]  S(2)
 
 If splitting an axis changes what an op computes, the rule's replacement takes the op's place, and its last node takes
-the op's name. Collectives get the name of the group. Sizes as numbers stay global, and what is computed of them.
+the op's name. Collectives get the name of the group. Numbers that are sizes stay global: they are sizes of inputs.
 """
 
 from __future__ import annotations
 
 import functools
-import operator
 
 import torch
 from torch import Tensor, fx
 
 from torchshard.core.choices import local_replacement
-from torchshard.core.layouts import Layout, Shard, local_shape
+from torchshard.core.layouts import Layout, local_shape
 from torchshard.core.mesh import Coordinate
 from torchshard.core.notation import Local, LocalFn
 from torchshard.custom_ops.whole import WholeCall
@@ -27,7 +26,6 @@ from torchshard.ir.graph import (
     emit,
     fake_mode,
     is_tensor,
-    layout_of,
     multiples_of,
     placeholders,
     plain_shape,
@@ -49,7 +47,6 @@ def localize(module: fx.GraphModule, coordinate: Coordinate, seen: Seen | None =
         seen: results of ops on fake values; those of this graph are added.
     """
     _localize_values(module, coordinate)
-    _keep_sizes(module, coordinate)
     for node in list(module.graph.nodes):
         if isinstance(node.target, WholeCall):
             node.target = node.target.with_own_modules()
@@ -105,19 +102,6 @@ def _assume_multiples(module: fx.GraphModule, ranks: int) -> None:
         for size in node.meta["val"].shape if is_tensor(node) else ():
             if size_expr(size) in multiples:
                 torch._check(size % ranks == 0)
-
-
-def _keep_sizes(module: fx.GraphModule, coordinate: Coordinate) -> None:
-    """Multiplies what is read of the size of a rank's slice by the number of ranks."""
-    for node in list(module.graph.find_nodes(op="call_function", target=aten.sym_size.int)):
-        operand, layout = node_arg(node), layout_of(node_arg(node))
-        if not isinstance(layout, Shard) or layout.dim != int_arg(node, 1):
-            continue
-        with module.graph.inserting_after(node):
-            whole = module.graph.call_function(operator.mul, (node, coordinate.axis.size))
-        whole.meta = dict(node.meta)
-        node.meta["val"] = operand.meta["val"].shape[layout.dim]
-        node.replace_all_uses_with(whole, lambda user, whole=whole: user is not whole)
 
 
 def _make_operand_contiguous(module: fx.GraphModule, node: fx.Node) -> None:
