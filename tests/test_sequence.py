@@ -79,7 +79,7 @@ def test_norms_and_residuals_are_computed_on_slices(world: int) -> None:
     assert {"all_gather", "reduce_scatter"} <= kinds, kinds
 
 
-@pytest.mark.parametrize("word", ["sequence", "sequence_parallel", SequenceParallel()], ids=str)
+@pytest.mark.parametrize("word", ["sequence", "sequence_parallel", SequenceParallel()], ids=["ours", "hf", "dtensor"])
 def test_norms_that_are_many_ops(word: Any) -> None:
     """A Llama's norms are products and means; its plan goes through a file, and serves other lengths too."""
     torch.manual_seed(0)

@@ -3,8 +3,8 @@
 Each op has PyTorch's own gradient, and each collective its dual. Equal parts, such as a model's repeated layers, are
 recorded once: a recording knows the part's ops by their numbers alone.
 
-Parts of a model on the meta device are recorded as if they were on the CPU: PyTorch runs some ops there, a loss among
-them, without recording a gradient.
+PyTorch runs some ops on the meta device, a loss among them, without recording a gradient. Parts that have one are
+recorded as if they were on the CPU.
 """
 
 from __future__ import annotations
@@ -79,10 +79,20 @@ def value_type(value: object) -> object:
     return shape, strides, value.dtype, value.device
 
 
+class _NoGradient(Exception):
+    """PyTorch has recorded no gradient of an op that has one."""
+
+
 def _record(part: fx.GraphModule, given: Gradients) -> Recording:
+    try:
+        return _record_on(part, given, as_on_cpu=False)
+    except _NoGradient:
+        return _record_on(part, given, as_on_cpu=True)
+
+
+def _record_on(part: fx.GraphModule, given: Gradients, *, as_on_cpu: bool) -> Recording:
     sources, results, mode = placeholders(part.graph), results_of(part.graph), fake_mode(part.graph)
-    is_meta = any(isinstance(value, Tensor) and value.is_meta for node in sources for value in values(node))
-    if is_meta:
+    if as_on_cpu:
         part = duplicate(part)
         _move(part.graph, META, CPU)
     with mode:
@@ -112,7 +122,7 @@ def _record(part: fx.GraphModule, given: Gradients) -> Recording:
     if _guards(mode) > guards:
         raise NotImplementedError("its gradients assume more of the sizes than the graph does")
     recorder.describe(traced.graph)
-    if is_meta:
+    if as_on_cpu:
         _move(traced.graph, CPU, META)
     for placeholder, source in zip(placeholders(traced.graph), sources, strict=False):
         placeholder.meta |= {key: source.meta[key] for key in ("kind", "path")}
@@ -208,7 +218,9 @@ class _Recorder(fx.Interpreter):
                 self._hooks.append(result.register_hook(lambda gradient: self._note_gradient(gradient, number)))
         return result
 
-    def _note_gradient(self, gradient: Tensor, number: int) -> None:
+    def _note_gradient(self, gradient: Tensor | None, number: int) -> None:
+        if gradient is None:
+            raise _NoGradient
         self._gradients[_recorded(gradient)].append(number)
 
     def _follow(self, step: Any, origin: int) -> None:

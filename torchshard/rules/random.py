@@ -63,12 +63,9 @@ def sliced_dropout(ctx: Local, x: Traced, p: float, ndim: int) -> Traced:
 
 
 def _own_part(ctx: Local, mask: Traced, dim: int, parts: Sequence[Part]) -> Traced:
-    """Returns this rank's slice of a whole mask, of which a dim is split in these parts.
-
-    It is a copy: backward keeps it, and a view would keep the whole mask.
-    """
+    """Returns this rank's slice of a whole mask, of which a dim is split in these parts."""
     pieces = [aten.slice.Tensor(mask, dim, start, stop) for start, stop in ranges(parts, ctx.rank, ctx.world)]
-    return aten.cat.default(pieces, dim) if len(pieces) > 1 else aten.clone.default(pieces[0])
+    return pieces[0] if len(pieces) == 1 else aten.cat.default(pieces, dim)
 
 
 @rule(aten.dropout.default)
