@@ -176,7 +176,8 @@ def main() -> None:
     parser.add_argument("--json", type=Path, help="results are written here; those that are there already are kept")
     parser.add_argument("--write", type=Path, metavar="FILE", help="write a section about all results")
     given = parser.parse_args()
-    kinds = given.models or (KINDS if given.all else [k for k in KINDS if k in _FAMILIES.split() or "(other)" in k])
+    families = set(_FAMILIES.split())
+    kinds = given.models or [kind for kind in KINDS if given.all or kind in families or "(other)" in kind]
     known = json.loads(given.json.read_text()) if given.json and given.json.exists() else {}
     todo = [kind for kind in kinds if given.models or kind not in known]
     for kind, found, seconds in in_processes(partial(tried, ranks=given.ranks), todo, given.limit, given.jobs):

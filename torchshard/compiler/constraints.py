@@ -49,7 +49,7 @@ class Constraints:
     def splits_sequence(self) -> bool:
         """Whether the sequence is to be split, where its length allows."""
         if self.plan is not None:
-            return any(choice.splits_dynamic for choice in self.plan.choices.values())
+            return self.plan.splits_dynamic
         return self.objective.axes == "sequence" or any(style.name == "sequence" for _, style in self.pins.values())
 
     @property

@@ -161,7 +161,7 @@ def planned(captured: Captured, model: nn.Module, constraints: Constraints) -> P
             graph = rewrite(captured.graph, plan)
     for gathered in plan.costs.whole:
         warnings.warn(str(gathered), stacklevel=2)
-    divided = constraints.splits_sequence or any(choice.splits_dynamic for choice in plan.choices.values())
+    divided = constraints.splits_sequence or plan.splits_dynamic
     return Program(captured, dataclasses.replace(plan, graph=graph), graph, divided)
 
 

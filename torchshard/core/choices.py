@@ -178,8 +178,10 @@ def _axis_parts(row: Row, world: int, hints: Iterable[Hint]) -> dict[str, list[t
             for axis, parts in _extract(dim, hinted, row.sizes, world, repeated=shard.repeated).items():
                 known.setdefault(axis, []).append(parts)
     for axis, size in row.sizes.items():
-        if isinstance(size, int) or axis in row.equal:
-            known.setdefault(axis, []).append(((size, 1),) if isinstance(size, int) else EQUAL)
+        if isinstance(size, int):
+            known.setdefault(axis, []).append(((size, 1),))
+        elif axis in row.equal:
+            known.setdefault(axis, []).append(EQUAL)
     return {axis: list(dict.fromkeys(options)) for axis, options in known.items()}
 
 

@@ -9,6 +9,7 @@ recorded as if they were on the CPU.
 
 from __future__ import annotations
 
+import contextlib
 from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -79,25 +80,26 @@ def value_type(value: object) -> object:
     return shape, strides, value.dtype, value.device
 
 
-class _NoGradient(Exception):
+class _NoGradient(NotImplementedError):
     """PyTorch has recorded no gradient of an op that has one."""
 
 
 def _record(part: fx.GraphModule, given: Gradients) -> Recording:
     try:
-        return _record_on(part, given, as_on_cpu=False)
+        return _record_as_it_is(part, given)
     except _NoGradient:
-        return _record_on(part, given, as_on_cpu=True)
+        on_cpu = duplicate(part)
+        _move(on_cpu.graph, META, CPU)
+        recording = _record_as_it_is(on_cpu, given)
+        _move(recording.graph, CPU, META)
+        return recording
 
 
-def _record_on(part: fx.GraphModule, given: Gradients, *, as_on_cpu: bool) -> Recording:
+def _record_as_it_is(part: fx.GraphModule, given: Gradients) -> Recording:
     sources, results, mode = placeholders(part.graph), results_of(part.graph), fake_mode(part.graph)
-    if as_on_cpu:
-        part = duplicate(part)
-        _move(part.graph, META, CPU)
     with mode:
-        primals = [_leaf(node) for node in placeholders(part.graph)]
-        tangents = [_empty(n.meta["val"]) for n in results_of(part.graph) if is_float(n.meta.get("val"))]
+        primals = [_leaf(node) for node in sources]
+        tangents = [_empty(n.meta["val"]) for n in results if is_float(n.meta.get("val"))]
     recorder, guards = _Recorder(part), _guards(mode)
     chosen: list[bool] = []
 
@@ -117,13 +119,12 @@ def _record_on(part: fx.GraphModule, given: Gradients, *, as_on_cpu: bool) -> Re
         torch.enable_grad(),
         autocasting(()),
         saved_tensors_hooks(_same, _same),  # checkpoints around the call would keep what is recorded
+        contextlib.closing(recorder),
     ):
         traced = make_fx(joint)(primals, tangents)
     if _guards(mode) > guards:
         raise NotImplementedError("its gradients assume more of the sizes than the graph does")
     recorder.describe(traced.graph)
-    if as_on_cpu:
-        _move(traced.graph, CPU, META)
     for placeholder, source in zip(placeholders(traced.graph), sources, strict=False):
         placeholder.meta |= {key: source.meta[key] for key in ("kind", "path")}
     for placeholder in placeholders(traced.graph)[len(sources) :]:
@@ -220,7 +221,7 @@ class _Recorder(fx.Interpreter):
 
     def _note_gradient(self, gradient: Tensor | None, number: int) -> None:
         if gradient is None:
-            raise _NoGradient
+            raise _NoGradient("PyTorch records no gradient of an op on this device")
         self._gradients[_recorded(gradient)].append(number)
 
     def _follow(self, step: Any, origin: int) -> None:
@@ -242,7 +243,7 @@ class _Recorder(fx.Interpreter):
         self._last = next(reversed(_graph_being_recorded().nodes))
 
     def describe(self, graph: fx.Graph) -> None:
-        """Sets the meta of the recorded nodes, and ends the watch on the backward."""
+        """Sets the meta of the recorded nodes."""
         origin, is_backward = None, False
         for node in graph.nodes:
             val = {"val": node.meta["val"]} if "val" in node.meta else {}
@@ -253,6 +254,9 @@ class _Recorder(fx.Interpreter):
                 node.meta["gradients"] = self._gradients[node]
             origin = self._origins.get(node, origin)
             is_backward |= node is self._last
+
+    def close(self) -> None:
+        """Ends the watch on the backward."""
         for hook in self._hooks:
             hook.remove()  # autograd's steps and this object would hold each other, which Python does not see
         self._steps.clear()

@@ -211,6 +211,11 @@ class PlanData:
         """The mesh axis that it is for."""
         return MeshAxis(self.world_size)
 
+    @property
+    def splits_dynamic(self) -> bool:
+        """Whether it splits a dynamic size, in equal slices: it is for calls whose sizes divide."""
+        return any(choice.splits_dynamic for choice in self.choices.values())
+
     def parameter_bytes(self) -> tuple[int, int]:
         """Bytes of the parameters and buffers: of the unsharded model, and on the rank that holds the most."""
         held = [(stored, self.parameters.get(name, I)) for name, stored in self.stored.items()]

@@ -126,7 +126,7 @@ def objective(
         InputError: no machine has that name, `memory` is no size, or another option has a value that it can't have.
     """
     for option, value, kinds, what, why in (
-        ("axes", axes, Axes, "choice of axes", "dims of weights; 'sequence': also that; 'all': batch and sequence too"),
+        ("axes", axes, Axes, "choice of axes", "dims of weights; 'sequence': that too; 'all': batch and sequence too"),
         ("mode", mode, Mode, "mode", "steps with a backward; 'infer': calls without gradients"),
     ):
         known = get_args(kinds)
