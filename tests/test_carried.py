@@ -449,9 +449,18 @@ def _generates(rank: int, kind: str, ways: list[str], length: int) -> dict[str, 
     return {"same": same, "graphs": before, "more": len(sharded._ts_graphs) - before}
 
 
-def test_generation() -> None:
-    for found in run_ranks(_generates, 2, "llama", list(GENERATED), 7):
-        assert found["same"] == dict.fromkeys(GENERATED, True)
+@pytest.mark.parametrize(
+    "ways",
+    [
+        ["greedy", "sampled", "beams", "sampled beams", "several"],  # all of one kind of call
+        pytest.param(["greedy", "static", "lookup"], marks=pytest.mark.nightly),
+        pytest.param(["greedy", "no cache", "hidden states"], marks=pytest.mark.nightly),
+    ],
+    ids=" ".join,
+)
+def test_generation(ways: list[str]) -> None:
+    for found in run_ranks(_generates, 2, "llama", ways, 7):
+        assert found["same"] == dict.fromkeys(ways, True)
         assert not found["more"]
 
 
