@@ -25,8 +25,9 @@ class MLP(nn.Module):
         return x + self.down(torch.relu(self.up(self.norm(x))))
 
 
-def _mlp() -> Program:
-    return compiled(MLP(), {"up": "column", "down": "row"}, 2, (torch.randn(2, 8, 16),))
+def _mlp(*, needs_grad: bool = True) -> Program:
+    x = torch.randn(2, 8, 16, requires_grad=needs_grad)
+    return compiled(MLP(), {"up": "column", "down": "row"}, 2, (x,))
 
 
 def test_listing_of_an_mlp() -> None:
@@ -73,6 +74,12 @@ def test_the_step_of_a_rank_as_it_runs() -> None:
     told = ts.explain(_mlp(), level="step")
     check_golden("mlp_step.txt", re.sub(r" *test_explain.py:\d+", "", told) + "\n")
     assert ts.explain(_mlp(), "up", level="step").count("\n") < told.count("\n")
+
+
+def test_gradients_of_a_layer_go_in_one_message() -> None:
+    """The first norm of a model: to sum the gradients of its weight and bias is less than to sum those of its result."""
+    told = ts.explain(_mlp(needs_grad=False), level="step")
+    check_golden("bucket_step.txt", re.sub(r" *test_explain.py:\d+", "", told) + "\n")
 
 
 def test_a_step_tells_what_is_computed_again() -> None:

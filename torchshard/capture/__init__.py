@@ -23,6 +23,7 @@ from torchshard.capture.models import (
     check_strided,
     check_weights,
     copy_model,
+    copy_with_values,
     model_without_storage,
     refuse_transforms,
     shared_names,
@@ -34,6 +35,7 @@ from torchshard.capture.watch import Watch, global_hooks
 
 __all__ = [
     "Captured", "KnownCalls", "Leaves", "ModelCall", "Watch", "capture", "check_devices", "check_strided",
-    "check_weights", "copy_model", "describe", "flatten", "flatten_call", "global_hooks", "memory_order",
-    "model_without_storage", "refuse_state_between", "refuse_transforms", "shared_names", "without_storage",
+    "check_weights", "copy_model", "copy_with_values", "describe", "flatten", "flatten_call", "global_hooks",
+    "memory_order", "model_without_storage", "refuse_state_between", "refuse_transforms", "shared_names",
+    "without_storage",
 ]  # fmt: skip

@@ -32,6 +32,17 @@ def model_without_storage(model: nn.Module) -> nn.Module:
     return copy_model(model, {id(value): value for value in settings(model)} | values | own)
 
 
+def copy_with_values(model: nn.Module) -> nn.Module:
+    """Copies a model; what is lazy in it is computed."""
+    held = (tensor for _, tensor in visible_to(model, code=False).values())
+    lazies = [t for t in (*model.parameters(), *model.buffers(), *held) if isinstance(t, LazyTensor)]
+    values = values_of(lazies)
+    for tensor in lazies:
+        if isinstance(tensor, nn.Parameter):
+            values[id(tensor)] = nn.Parameter(values[id(tensor)], tensor.requires_grad)
+    return copy_model(model, values)
+
+
 def copy_model(model: nn.Module, memo: Mapping[int, object] | None = None) -> nn.Module:
     """Copies a model.
 

@@ -338,7 +338,8 @@ def _all_to_all(x: Tensor, source: Layout, target: Layout, group: Group) -> Tens
         return join([piece.view(shape) for piece, shape in pieces], source).contiguous()
 
     flat = torch.cat([piece.flatten() for piece in sent])
-    return Exchange("all_to_all_single", flat, joined, (lengths, [piece.numel() for piece in sent]))
+    sent_lengths = [math.prod(piece.shape) for piece in sent]  # torch.compile does not take numel() of a dynamic size
+    return Exchange("all_to_all_single", flat, joined, (lengths, sent_lengths))
 
 
 def scatter_pieces(x: Tensor, src: int, dim: int, size: int, group: Group) -> Tensor:

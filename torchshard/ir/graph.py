@@ -11,6 +11,7 @@ choice, row  of an op: the planned notation.Choice, and the Row that allows it
 needs_grad   whether a gradient flows back through the value
 note         of a collective: the conversion and its consumers
 recompute    of an op: the region whose values backward computes again, in place of saving them
+gathered_again  of a collective: whether backward runs it again, in place of saving what was gathered
 is_backward  of a node of a joint graph: whether it belongs to the backward
 origin       of a node of a recorded part: the number of the op that it comes from
 

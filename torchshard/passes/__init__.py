@@ -9,6 +9,7 @@ localize    -> this rank's sizes
 segments    -> parts that end where a result is used for another
 record      -> each layer's forward and backward, of equal ones once
 differentiate -> forward and backward in one graph
+bucket      -> small gradients of a layer in one message
 partition   -> a graph of each
 schedule    -> collectives in flight while other ops run
 direct      -> functions that take least time to call
@@ -26,6 +27,7 @@ from torch import fx
 from torchshard.core.mesh import Coordinate
 from torchshard.ir.graph import duplicate
 from torchshard.passes.annotate import annotate
+from torchshard.passes.bucket import bucket
 from torchshard.passes.carry import carry, with_whole_results
 from torchshard.passes.differentiate import differentiate, has_backward
 from torchshard.passes.direct import direct
@@ -86,6 +88,7 @@ def step_graphs(local: fx.GraphModule, given: Gradients | None = None) -> Partit
     """
     joint = differentiate(local, given)
     verify(joint, "joint", after="differentiate")
+    bucket(joint)
     parts = partition(joint)
     schedule(parts.forward)
     schedule(parts.backward)

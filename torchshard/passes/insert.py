@@ -18,6 +18,7 @@ from torch.fx.node import Argument
 
 from torchshard.core.conversions import ConversionStep, Steps, step_args
 from torchshard.core.layouts import I, Layout, R, is_whole
+from torchshard.ir.gathered_again import dims_gathered_again, is_gathered_again
 from torchshard.ir.graph import consumers, global_shape, is_carried, is_tensor, name_after, required_layouts
 
 
@@ -90,6 +91,8 @@ class _Conversions:
             node.meta["note"] = f"{step.source} -> {layout}, for {consumer_name}"
         elif not node.meta["note"].endswith(f" {consumer_name}"):
             node.meta["note"] += f", {consumer_name}"
+        if is_gathered_again(step, dims_gathered_again(value, [consumer])):
+            node.meta["gathered_again"] = True
         return node
 
     def _insert(self, value: fx.Node, step: ConversionStep, source: fx.Node, consumer: fx.Node) -> fx.Node:

@@ -13,6 +13,7 @@ import functools
 
 import torch
 from torch import Tensor, fx
+from torch.fx.experimental.symbolic_shapes import DimDynamic
 
 from torchshard.core.choices import local_replacement
 from torchshard.core.layouts import Layout, local_shape
@@ -25,12 +26,9 @@ from torchshard.ir.graph import (
     drop_dead_code,
     emit,
     fake_mode,
-    is_tensor,
     multiples_of,
-    placeholders,
     plain_shape,
     record,
-    size_expr,
     values,
 )
 from torchshard.passes.nodes import int_arg, node_arg, replace_node
@@ -97,11 +95,18 @@ def _localize_values(module: fx.GraphModule, coordinate: Coordinate) -> None:
 
 def _assume_multiples(module: fx.GraphModule, ranks: int) -> None:
     """Tells PyTorch's symbolic sizes which of them are multiples of the number of ranks, as the call was checked."""
-    multiples = multiples_of(module.graph)
-    for node in placeholders(module.graph) if multiples else ():
-        for size in node.meta["val"].shape if is_tensor(node) else ():
-            if size_expr(size) in multiples:
-                torch._check(size % ranks == 0)
+    multiples, sizes = multiples_of(module.graph), getattr(fake_mode(module.graph), "shape_env", None)
+    if not multiples or sizes is None:
+        return
+    from torch._dynamo.source import ConstantSource  # takes seconds, and has been imported by the capture
+
+    for symbol in sorted(multiples, key=str):
+        known = sizes.replace(symbol)
+        if known.is_Symbol:
+            # PyTorch does not see that ranks * (size // ranks) is the size, but does of ranks * part
+            source, hint = ConstantSource(f"part of {known}"), int(sizes.backed_var_to_val[known])
+            part = sizes.create_symbol(hint // ranks, source, DimDynamic.DYNAMIC, do_not_specialize_zero_one=True)
+            sizes._set_replacement(known, ranks * part, "it is a multiple of the number of ranks")
 
 
 def _make_operand_contiguous(module: fx.GraphModule, node: fx.Node) -> None:

@@ -7,7 +7,8 @@ What autograd saves is saved, so that memory is the same; but of a value that is
 
 Backward computes the values of a region that is marked again, from what the region takes from outside (see
 `torch.utils.checkpoint`; T. Chen et al., Training Deep Nets with Sublinear Memory Cost, 2016). What was sent or drawn
-is saved: no collective is sent twice, and no other numbers are drawn.
+is saved: no other numbers are drawn, and no collective is sent twice, but for those that gather a split sequence (see
+`ir.gathered_again`).
 """
 
 from __future__ import annotations
@@ -90,7 +91,8 @@ def _needed(
     for node in reversed(forward):
         if node not in needed:
             continue
-        if _region(node) and node not in outside and node not in unsteady and _gives_the_same(node):
+        in_region = _region(node) and node not in outside and node not in unsteady and _gives_the_same(node)
+        if in_region or node.meta.get("gathered_again"):
             outside.update(n for n in node.all_input_nodes if _region(n) != _region(node))
         elif not is_view(node) or not all(_costs_nothing(n, needed) for n in node.all_input_nodes):
             continue
@@ -109,7 +111,17 @@ def _gives_the_same(node: fx.Node) -> bool:
     if node.target is operator.getitem:
         return _gives_the_same(node.all_input_nodes[0])
     is_size = not any(isinstance(value, torch.Tensor) for value in values(node))
-    return not (is_size or communicates(node.target) or uses_rng(node) or writes(node))
+    return not (is_size or communicates(node.target) or _is_drawn(node) or writes(node))
+
+
+def _is_drawn(node: fx.Node) -> bool:
+    """Whether a value was drawn, or is the part of it that was copied: the rest need not be kept."""
+    if node.target not in (aten.clone.default, aten.cat.default):
+        return uses_rng(node)
+    sources = node.all_input_nodes
+    while sources and all(is_view(n) or n.target is operator.getitem for n in sources):
+        sources = [source for n in sources for source in n.all_input_nodes]
+    return bool(sources) and all(map(uses_rng, sources))
 
 
 def _when_needed(again: Sequence[fx.Node], backward: Sequence[fx.Node]) -> Iterator[fx.Node]:
@@ -134,7 +146,8 @@ def _saved_name(node: fx.Node) -> str:
 
 def _costs_nothing(node: fx.Node, needed: set[fx.Node]) -> bool:
     """Whether saving a value takes no memory that is not taken anyway."""
-    return node.op == "placeholder" or node in needed or not is_tensor(node)
+    is_there = node.op == "placeholder" or node in needed or node.meta.get("gathered_again")
+    return is_there or not is_tensor(node)
 
 
 def _part(

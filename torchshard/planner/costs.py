@@ -20,6 +20,8 @@ from torchshard.core.notation import Choice, Dim, Row
 from torchshard.core.paths import module_around
 from torchshard.custom_ops.recurrent import RECURRENCES
 from torchshard.custom_ops.whole import OpKey, entry
+from torchshard.ir.buckets import Bucket, bucket_of
+from torchshard.ir.gathered_again import dims_gathered_again, is_gathered_again
 from torchshard.ir.graph import hint, is_weight, nbytes, node_row, operands, values
 from torchshard.planner.inside import calls_inside
 from torchshard.plans.data import Sent
@@ -77,6 +79,8 @@ of two plans that send the same, that with less work per rank is better."""
 LOOKUPS = {aten.embedding.default}
 """Ops that read as much of their table as they give."""
 ATTENTION = aten.scaled_dot_product_attention.default
+BUCKETED = 4
+"""So many gradients share the latency of one message: those of two norms with weight and bias."""
 NOTHING = Sent("none", 0.0, 0.0)
 
 
@@ -91,6 +95,10 @@ class Value:
     hides: float = 0.0
     """Floating-point operations of the gradients of the weights that it is multiplied with: a collective of its own
     gradient runs meanwhile."""
+    gathered_again: frozenset[int] = frozenset()
+    """The dims along which backward gathers it again."""
+    bucket: Bucket | None = None
+    """With which other gradients its own is summed over the ranks."""
 
     @staticmethod
     def of(node: fx.Node, val: Tensor | None = None) -> Value:
@@ -102,7 +110,10 @@ class Value:
     def converted(node: fx.Node) -> Value:
         """Of a node's one result, which may have to be converted."""
         value = Value.of(node)
-        return replace(value, hides=_weight_gradients(node)) if value.needs_grad else value
+        if not value.needs_grad:
+            return value
+        again = dims_gathered_again(node, node.users)
+        return replace(value, hides=_weight_gradients(node), gathered_again=again, bucket=bucket_of(node))
 
     def held(self, layout: Layout, ranks: int) -> float:
         """Bytes on the first rank, which holds the most."""
@@ -217,8 +228,8 @@ class CostModel:
 
         return price
 
-    def sent(self, value: Value, step: ConversionStep) -> tuple[Sent, Sent]:
-        """What a conversion of a value costs, forward and backward."""
+    def sent(self, value: Value, step: ConversionStep) -> tuple[Sent, Sent, Sent]:
+        """What a conversion of a value costs: forward, as its own backward, and again in the backward."""
         forward, backward = kernels(step.name, needs_grad=value.needs_grad)
         source, target = step.source, step.target
         back = self._sent(backward, value, target, source)
@@ -226,7 +237,11 @@ class CostModel:
             # the schedule begins it before the weights' gradients, and waits for it behind them
             hidden = value.hides / self.axis.size / self.machine.flops
             back = replace(back, seconds=max(back.seconds - hidden, self.machine.launch))
-        return self._sent(forward, value, source, target), back
+        if step.name == "copy" and back.nbytes and value.bucket is not None:
+            by_bytes = back.nbytes / self.machine.link(self.axis.size)[0]
+            back = replace(back, seconds=by_bytes + (back.seconds - by_bytes) / BUCKETED)
+        there = self._sent(forward, value, source, target)
+        return there, back, there if is_gathered_again(step, value.gathered_again) else NOTHING
 
     def inside(self, op: Op, choice: Choice) -> list[tuple[str, Sent, Sent]]:
         """The collectives within a split op's local computation: (name, forward, backward)."""
@@ -235,7 +250,7 @@ class CostModel:
         prices = []
         for call in calls_inside(op.node, op.row, choice, self.axis):
             value = Value(call.shape, call.dtype, call.nbytes, bool(op.node.meta.get("needs_grad")))
-            forward, backward = self.sent(value, call.step)
+            forward, backward, _ = self.sent(value, call.step)
             prices.append((call.step.name, forward.often(call.times), backward.often(call.times)))
         return prices
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Mapping
 
 from torch import fx
@@ -9,9 +10,11 @@ from torch import fx
 from torchshard.core.conversions import Steps
 from torchshard.core.layouts import I, Layout, is_whole, type_text
 from torchshard.core.notation import Choice
+from torchshard.ir.buckets import Bucket
+from torchshard.ir.gathered_again import dims_gathered_again
 from torchshard.ir.graph import consumers, node_row, operands
 from torchshard.planner.conversions import Demand, demands_of
-from torchshard.planner.costs import CostModel, Op, Value
+from torchshard.planner.costs import NOTHING, CostModel, Op, Value
 from torchshard.plans.data import Collective, Sent
 
 
@@ -38,8 +41,9 @@ def predict(
             module = node.meta.get("module", "")
             compute[module] = compute.get(module, 0.0) + seconds
             collectives += [_within(node, *one) for one in inside]
+    begun: set[Bucket] = set()
     for demand in demands_of(graph, choices, parameters):
-        collectives += _conversions(model, demand, conversions.get(demand.node.name, ()))
+        collectives += _conversions(model, demand, conversions.get(demand.node.name, ()), begun)
     position = {node.name: i for i, node in enumerate(graph.nodes)}
     return sorted(collectives, key=lambda c: position[c.consumers[0]]), compute
 
@@ -49,7 +53,12 @@ def _flows(node: fx.Node) -> tuple[bool, ...]:
     return tuple(bool(n.meta.get("needs_grad")) for n in (node, *node.all_input_nodes))
 
 
-def _conversions(model: CostModel, demand: Demand, steps: Steps) -> list[Collective]:
+def _conversions(model: CostModel, demand: Demand, steps: Steps, begun: set[Bucket]) -> list[Collective]:
+    """The collectives of one value.
+
+    Args:
+        begun: the buckets that some gradient is in already; others are added.
+    """
     node, value = demand.node, Value.converted(demand.node)
     into = {step.target: step for step in steps}
     served: dict[Layout, list[fx.Node]] = {}
@@ -60,19 +69,26 @@ def _conversions(model: CostModel, demand: Demand, steps: Steps) -> list[Collect
             at = into[at].source
     made = []
     for step in steps:
-        forward, backward = model.sent(value, step)
+        dims = dims_gathered_again(node, served[step.target])
+        forward, backward, again = model.sent(dataclasses.replace(value, gathered_again=dims), step)
+        if step.name == "copy" and backward.nbytes and value.bucket is not None:
+            backward = dataclasses.replace(backward, times=int(value.bucket not in begun))
+            begun.add(value.bucket)
         names = tuple(dict.fromkeys(consumer.name for consumer in served[step.target]))
         first = served[step.target][0]
         beside = first if is_whole(step.source) or node.op == "placeholder" else node
         place = node.meta.get("module", ""), first.meta.get("module", ""), beside.meta.get("source", "")
         text = type_text(node.meta["val"].dtype, node.meta["val"].shape)
-        made.append(Collective(node.name, step.name, step.source, step.target, names, *place, text, forward, backward))
+        made.append(
+            Collective(node.name, step.name, step.source, step.target, names, *place, text, forward, backward, again)
+        )
     return made
 
 
 def _within(node: fx.Node, name: str, forward: Sent, backward: Sent) -> Collective:
     """A collective inside an op's local computation."""
     value = operands(node)[0].meta["val"]
-    place = (node.meta.get("module", ""),) * 2
+    module = node.meta.get("module", "")
+    place = module, module, node.meta.get("source", "")
     text = type_text(value.dtype, value.shape)
-    return Collective(node.name, name, I, I, (node.name,), *place, node.meta.get("source", ""), text, forward, backward)
+    return Collective(node.name, name, I, I, (node.name,), *place, text, forward, backward, NOTHING)

@@ -15,7 +15,7 @@ from torch._ops import OpOverload
 from torchshard.capture.facts import ModelFacts
 from torchshard.core.errors import PlanError
 from torchshard.core.layouts import Layout, Shard
-from torchshard.core.paths import module_around, star_numbers
+from torchshard.core.paths import enclosing, module_around, star_numbers
 from torchshard.custom_ops.recurrent import RECURRENCES
 from torchshard.custom_ops.whole import op_of
 from torchshard.ir.graph import is_tensor_op, multiples_of, node_row, operands, where
@@ -225,8 +225,11 @@ def pins_of(graph: fx.Graph, chosen: Mapping[str, tuple[str, Style]]) -> dict[fx
     pins: dict[fx.Node, Pin] = {}
     ops = [n for n in graph.nodes if n.op == "call_function"]
     for path, (key, style) in chosen.items():
-        if style.name == "sequence":  # what is said of a module within it comes later, and goes before
-            pins = _along_sequence(ops, path, key, style) | pins
+        if style.name == "sequence":
+            # what is said of a module within it goes before
+            inner = [other for other in chosen if path in enclosing(other)]
+            outside = [n for n in ops if module_around(n.meta.get("module", ""), inner) is None]
+            pins |= _along_sequence(outside, path, key, style)
             continue
         fed = [n for n in ops if any(_is_own(_source(p), path) for p in operands(n))]
         within = [n for n in fed if n.meta.get("module") == path]

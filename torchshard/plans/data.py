@@ -24,7 +24,7 @@ class Sent:
     nbytes: float
     seconds: float
     times: int = 1
-    """How many messages these are."""
+    """How many messages these are; 0 for what goes with another one."""
 
     def often(self, times: int) -> Sent:
         """The sum of so many of them."""
@@ -53,16 +53,23 @@ class Collective:
     """dtype and shape of the value: 'f32[2,8,16]'."""
     forward: Sent
     backward: Sent
+    again: Sent
+    """The same as forward, where backward runs it again; else nothing."""
+
+    @property
+    def sent(self) -> tuple[Sent, ...]:
+        """What it sends in a step: forward, again in the backward, and as its own backward."""
+        return self.forward, self.again, self.backward
 
     @property
     def nbytes(self) -> float:
         """Bytes per rank and step, forward and backward."""
-        return self.forward.nbytes + self.backward.nbytes
+        return sum(sent.nbytes for sent in self.sent)
 
     @property
     def seconds(self) -> float:
         """Seconds per step, forward and backward."""
-        return self.forward.seconds + self.backward.seconds
+        return sum(sent.seconds for sent in self.sent)
 
     @property
     def is_after(self) -> bool:
@@ -82,7 +89,7 @@ class Collective:
     @property
     def calls(self) -> int:
         """How many messages it sends in a step."""
-        return sum(sent.times for sent in (self.forward, self.backward) if sent.nbytes)
+        return sum(sent.times for sent in self.sent if sent.nbytes)
 
 
 @dataclass(frozen=True)
@@ -163,7 +170,7 @@ class Costs:
     @property
     def kinds(self) -> Counter[str]:
         """Name -> how many collectives of that name send something."""
-        return Counter(c.name for c in self.collectives if c.calls)
+        return Counter(c.name for c in self.collectives if c.nbytes)
 
     @property
     def seconds(self) -> float:

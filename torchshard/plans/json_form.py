@@ -199,4 +199,5 @@ def _collective(body: object) -> Collective:
         consumers=_texts(fields["consumers"]),
         forward=_sent(fields["forward"]),
         backward=_sent(fields["backward"]),
+        again=_sent(fields["again"]),
     )

@@ -24,6 +24,8 @@ MAX_ALTERNATIVES = 12
 """An alternative is searched for so many kinds of collectives; each search takes as long as planning."""
 TOLD = 0.01
 """Smaller changes of a step's time or of a rank's bytes are not reported."""
+WAYS = "forward", "again in the backward", "backward"
+"""What a collective sends in a step."""
 
 REASONS: Mapping[str, str] = {
     "copy": "each rank uses it for its own part, so its gradient is the sum of theirs",
@@ -44,7 +46,7 @@ def kinds_of(plan: Plan) -> list[list[Collective]]:
     """The collectives of a plan that send something, those of equal layers together; the most expensive first."""
     groups: dict[object, list[Collective]] = {}
     for c in plan.costs.collectives:
-        if c.calls:
+        if c.nbytes:
             names = tuple(star_node(name) for name in (c.value, *c.consumers))
             key = (star_numbers(c.place), names, c.name, c.source, c.target, c.type)
             groups.setdefault(key, []).append(c)
@@ -58,8 +60,9 @@ def told(plan: Plan, problem: PlanningProblem | None) -> Iterator[str]:
         first, count = alike[0], len(alike)
         where = star_differences(*(c.place for c in alike)) or "the model"
         consumers = ", ".join(first.consumers[:3]) + (", ..." if len(first.consumers) > 3 else "")
-        ways = [f"{sent.kernel.replace('_', '-')} {way}" for way, sent in
-                (("forward", first.forward), ("backward", first.backward)) if sent.nbytes]  # fmt: skip
+        ways = [
+            f"{sent.kernel.replace('_', '-')} {way}" for way, sent in zip(WAYS, first.sent, strict=True) if sent.nbytes
+        ]
         yield (
             f"{first.name}{f' ×{count}' if count > 1 else ''} {'after' if first.is_after else 'before'} {where}: "
             f"{first.source} -> {first.target} of {first.type}, for {consumers}    {os.path.basename(first.line)}"

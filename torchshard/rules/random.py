@@ -63,9 +63,12 @@ def sliced_dropout(ctx: Local, x: Traced, p: float, ndim: int) -> Traced:
 
 
 def _own_part(ctx: Local, mask: Traced, dim: int, parts: Sequence[Part]) -> Traced:
-    """Returns this rank's slice of a whole mask, of which a dim is split in these parts."""
+    """Returns this rank's slice of a whole mask, of which a dim is split in these parts.
+
+    It has memory of its own: backward would keep the whole mask for a view of it.
+    """
     pieces = [aten.slice.Tensor(mask, dim, start, stop) for start, stop in ranges(parts, ctx.rank, ctx.world)]
-    return pieces[0] if len(pieces) == 1 else aten.cat.default(pieces, dim)
+    return aten.clone.default(pieces[0]) if len(pieces) == 1 else aten.cat.default(pieces, dim)
 
 
 @rule(aten.dropout.default)

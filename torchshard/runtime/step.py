@@ -195,7 +195,8 @@ class LazyStep:
         self._segments: list[tuple[Segment, Callable[..., Any]]] | None = None
         self._sources = [node.name for node in placeholders(local.graph)]
         self._results = [r.name if isinstance(r, fx.Node) else None for r in results_of(local.graph)]
-        self._is_asked_for = runnable is not direct or any("recompute" in node.meta for node in local.graph.nodes)
+        again = any("recompute" in node.meta or "gathered_again" in node.meta for node in local.graph.nodes)
+        self._is_asked_for = runnable is not direct or again
         """Whether a user has asked for what the graphs alone can do."""
         self._eager_calls = 0 if self._is_asked_for else EAGER_CALLS
         """So many calls are left before the graphs are made."""

@@ -97,9 +97,9 @@ class _Side:
         ahead, back = costs.calls
         kinds: dict[str, int] = {}
         for c in costs.collectives:
-            for sent in (c.forward, c.backward):
+            for sent in c.sent:
                 if sent.nbytes:
-                    kinds[sent.kernel] = kinds.get(sent.kernel, 0) + 1
+                    kinds[sent.kernel] = kinds.get(sent.kernel, 0) + sent.times
         yield _tile("ranks", str(self.plan.world_size))
         yield _tile("sent by a rank per step", size_text(costs.nbytes))
         yield _tile("collectives forward, backward", f"{ahead} + {back}")
@@ -156,7 +156,7 @@ class _Side:
     def _badges(self, box: Box) -> str:
         nodes = [node for row in box.rows() for node in row.nodes]
         records = [r for n in nodes for r in (self._record(n), *self.inside.get(n.name, ())) if r is not None]
-        sent = [r for r in records if r.calls]
+        sent = [r for r in records if r.nbytes]
         if not sent:
             return ""
         text = f"⬡ {len(sent)} · {size_text(sum(r.nbytes for r in sent))} · {1e3 * sum(r.seconds for r in sent):.3g} ms"

@@ -1,0 +1,38 @@
+"""Which gradients of parameters are summed over the ranks together, in one message: small ones of one layer.
+
+A parameter that is used on slices, as a norm's weight on slices of a sequence, gets a part of its gradient on each
+rank. A message takes as long as its latency, so the parts of a layer are sent together, while the backward of the layer
+before runs (DDP's buckets; S. Li et al., PyTorch Distributed, 2020, 3.2.3).
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import fx
+
+from torchshard.core.paths import layer_of
+from torchshard.ir.graph import nbytes, operands
+from torchshard.rules.pointwise import CASTS
+
+BUCKETED_BYTES = 1 << 18
+"""A larger gradient takes its time by its bytes."""
+
+
+class Bucket(NamedTuple):
+    """What is summed in one message."""
+
+    layer: str
+    """The path of the numbered module; '' for what is in none."""
+    dtype: torch.dtype
+
+
+def bucket_of(value: fx.Node) -> Bucket | None:
+    """The bucket of the gradient of a parameter, or of a cast of one; None for a message of its own."""
+    source = value
+    while source.target in CASTS:
+        source = operands(source)[0]
+    if source.op != "placeholder" or source.meta["kind"] != "parameter" or nbytes(value.meta["val"]) > BUCKETED_BYTES:
+        return None
+    return Bucket(layer_of(source.meta["path"]) or "", value.meta["val"].dtype)

@@ -1,0 +1,41 @@
+"""Which values backward gathers again, in place of keeping what was gathered.
+
+Slices of a split sequence are gathered to be multiplied with weights, whose gradients need what was gathered. Kept, it
+would take as much memory as if the sequence were not split; so a rank keeps its slice, and backward gathers again, as
+Megatron-LM does (V. Korthikanti et al., Reducing Activation Recomputation in Large Transformer Models, 2022, 4.2).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable
+
+import torch
+from torch import fx
+
+from torchshard.core.conversions import TABLE, ConversionStep
+from torchshard.core.layouts import Shard
+from torchshard.ir.graph import operands, size_expr
+
+aten = torch.ops.aten
+MULTIPLIED = {aten.linear.default, aten.mm.default, aten.matmul.default, aten.bmm.default}
+"""Ops that are linear in each operand: the gradient of one needs the others."""
+
+
+def dims_gathered_again(value: fx.Node, consumers: Iterable[fx.Node]) -> frozenset[int]:
+    """The dims of a value along which backward gathers again what some consumers take: dynamic ones."""
+    if not value.meta.get("needs_grad") or not any(_keeps(consumer, value) for consumer in consumers):
+        return frozenset()
+    sizes = map(size_expr, value.meta["val"].shape)
+    return frozenset(dim for dim, size in enumerate(sizes) if not isinstance(size, int))
+
+
+def is_gathered_again(step: ConversionStep, dims: Collection[int]) -> bool:
+    """Whether backward runs a conversion again, for these are the dims along which it does."""
+    source = step.source
+    return isinstance(source, Shard) and source.dim in dims and TABLE[step.name].kernel == "all_gather"
+
+
+def _keeps(consumer: fx.Node, value: fx.Node) -> bool:
+    """Whether the gradients of an op's other operands need a value."""
+    others = (other for other in operands(consumer) if other is not value)
+    return consumer.target in MULTIPLIED and any(other.meta.get("needs_grad") for other in others)
