@@ -77,7 +77,7 @@ def test_the_step_of_a_rank_as_it_runs() -> None:
 
 
 def test_gradients_of_a_layer_go_in_one_message() -> None:
-    """The first norm of a model: to sum the gradients of its weight and bias is less than to sum those of its result."""
+    """The first norm of a model: summing the gradients of its weight and bias sends less than that of its result."""
     told = ts.explain(_mlp(needs_grad=False), level="step")
     check_golden("bucket_step.txt", re.sub(r" *test_explain.py:\d+", "", told) + "\n")
 

@@ -181,6 +181,10 @@ def _gathered(body: object) -> GatheredOps:
     )
 
 
+_NOTHING = {"kernel": "none", "nbytes": 0.0, "seconds": 0.0, "times": 1}
+"""What a file says that was written before anything was sent again in the backward."""
+
+
 def _sent(body: object) -> Sent:
     fields = _is(dict, body)
     times = _is(int, fields["times"])
@@ -199,5 +203,5 @@ def _collective(body: object) -> Collective:
         consumers=_texts(fields["consumers"]),
         forward=_sent(fields["forward"]),
         backward=_sent(fields["backward"]),
-        again=_sent(fields["again"]),
+        again=_sent(fields.get("again", _NOTHING)),
     )
