@@ -490,9 +490,9 @@ class _Prices(CostModel):
     def seconds(self, op: Op, choice: Choice) -> float:
         return self._drawn(op.node.name, choice.name, choice.operands) + (0.0 if choice.axes else 0.7)
 
-    def sent(self, value: Value, step: Any) -> tuple[Sent, Sent]:
+    def sent(self, value: Value, step: Any) -> tuple[Sent, Sent, Sent]:
         sent = Sent("none", 0.0, self._drawn(value.shape, step) / 2)
-        return sent, sent
+        return sent, sent, Sent("none", 0.0, 0.0)
 
 
 def random_plan(captured: Any, model: nn.Module, world: int, seed: int) -> Plan:

@@ -47,11 +47,11 @@ class Block(nn.Module):
 class Model(nn.Module):
     """A GPT whose loss is its first result."""
 
-    def __init__(self, width: int = 16, heads: int = 4, p: float = 0.1, vocabulary: int = 32, blocks: int = 2) -> None:
+    def __init__(self, width: int = 16, heads: int = 4, p: float = 0.1, blocks: int = 2, positions: int = 64) -> None:
         super().__init__()
-        self.tok, self.pos = nn.Embedding(vocabulary, width), nn.Embedding(64, width)
+        self.tok, self.pos = nn.Embedding(32, width), nn.Embedding(positions, width)
         self.blocks = nn.ModuleList(Block(width, heads, p) for _ in range(blocks))
-        self.norm, self.head = nn.LayerNorm(width), nn.Linear(width, vocabulary, bias=False)
+        self.norm, self.head = nn.LayerNorm(width), nn.Linear(width, 32, bias=False)
 
     def forward(self, ids: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
         x = self.tok(ids) + self.pos(torch.arange(ids.shape[1], device=ids.device))
@@ -73,7 +73,7 @@ def _ids(length: int, batch: int = 3) -> Tensor:
 @pytest.mark.parametrize("world", [2, 3, 4])
 def test_norms_and_residuals_are_computed_on_slices(world: int) -> None:
     model, ids = _model(), _ids(12)
-    plan = ts.plan(model, PINS, world_size=world, example_inputs=(ids, ids))
+    plan = ts.plan(model, PINS, world_size=world, example_inputs=(ids, ids), machine="h100x8")
     choices = plan.choices
     on_slices = [name for name, choice in choices.items() if any(str(r) == "S(1)" for r in choice.results)]
     # per block two norms, two dropouts and two residuals; linear layers between are split by their features
@@ -156,9 +156,14 @@ def _worst(model: nn.Module, sharded: ts.ShardedModule, length: int) -> float:
     return max(errors)
 
 
+LENGTH = 512
+"""So long that a reduce-scatter and an all-gather take less time than an all-reduce and a scatter."""
+
+
 def _step_of(plan: dict[str, str], world: int, **options: Any) -> tuple[Partition, tuple[int, int]]:
     """The graphs of the first rank's step, and how many collectives the plan has forward and backward."""
-    made = compiled(_model(**options).bfloat16(), plan, world, (_ids(48), _ids(48)))
+    ids = _ids(LENGTH)
+    made = compiled(_model(positions=LENGTH, **options).bfloat16(), plan, world, (ids, ids))
     graph = localized(made.graph, next(iter(MeshAxis(world).simulated())))
     return step_graphs(graph), made.plan.costs.calls
 
@@ -176,7 +181,7 @@ def _saved(parts: Partition) -> int:
 
 def test_backward_gathers_again_what_it_needs() -> None:
     """As Megatron-LM does: a layer saves 34 bytes for each element of the sequence, divided by the ranks."""
-    width, tokens = 128, 3 * 48
+    width, tokens = 256, 3 * LENGTH
     per_layer = {}
     for name, plan in (("tensor", MEGATRON), ("sequence", NORMS)):
         saved = []
