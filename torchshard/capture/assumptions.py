@@ -21,7 +21,12 @@ class Divided(NamedTuple):
 
     ranks: int
     fits: bool
-    """Whether it is a multiple of the number of ranks."""
+    """Whether the ranks divide it, in each call of the graph; if not, they do in none."""
+
+
+def _divide(ranks: int, size: int) -> bool:
+    """Whether ranks can divide a size evenly: what holds for a slice of one element does not hold for others."""
+    return size % ranks == 0 and size // ranks > 1
 
 
 def divided_sizes(graph: fx.Graph, dims: Mapping[int, int]) -> dict[sympy.Symbol, Divided]:
@@ -36,7 +41,7 @@ def divided_sizes(graph: fx.Graph, dims: Mapping[int, int]) -> dict[sympy.Symbol
         for dim, ranks in dims.items():
             size = shape[dim] if dim < len(shape) else 0
             if isinstance(size, torch.SymInt) and size.node.expr.is_Symbol:
-                found.setdefault(size.node.expr, Divided(ranks, hint(size) % ranks == 0))
+                found.setdefault(size.node.expr, Divided(ranks, _divide(ranks, hint(size))))
     return found
 
 
@@ -67,7 +72,7 @@ def assumption(graph: fx.Graph, exported: ExportedProgram, sizes_divided: Mappin
         sizes: dict[sympy.Expr, int] = {}
         if not all(_has_shape(value, shape, sizes) for value, shape in zip(values, shapes, strict=True)):
             return False
-        if divided and any((sizes[s] % ranks == 0) is not fits for s, (ranks, fits) in sizes_divided.items()):
+        if divided and any(_divide(ranks, sizes[s]) is not fits for s, (ranks, fits) in sizes_divided.items()):
             return False
         if not all(low <= sizes[symbol] <= high for symbol, (low, high) in bounds.items() if symbol in sizes):
             return False

@@ -94,8 +94,8 @@ def capture(
         left: the tensors that an earlier call has left in the arguments, by name, and the dim that is split: their
             other dims may vary too.
         numbers: the places of integers in the arguments that vary from call to call.
-        divided: dims of the call's tensors -> a number of ranks. Where the size of such a dim is dynamic and a multiple
-            of that number, it is so in all calls of the graph; and where it is none, in none.
+        divided: dims of the call's tensors -> a number of ranks. Where the size of such a dim is dynamic and the ranks
+            divide it, with more than one element for each, they do in all calls of the graph; and else in none.
         repeating: whether equal layers are traced for the first and the last alone. What Python code does in the layers
             between is then not seen: for graphs that are planned, and not run.
 

@@ -94,7 +94,7 @@ def _warn_of_whole_sequences(captured: Captured, ranks: int) -> None:
     lengths = sorted({hint(n.meta["val"].shape[SEQUENCE]) for n in inputs if n.meta["val"].ndim > SEQUENCE})
     warnings.warn(
         f"the sequence is not split in calls like this one: a length of {' and '.join(map(str, lengths)) or '?'} is "
-        f"no multiple of {ranks} ranks, or the only one that the graph is for; pad to a multiple",
+        f"no multiple of {ranks} ranks, or gives each one element, or is the only one of the graph; pad to a multiple",
         stacklevel=3,
     )
 

@@ -105,7 +105,7 @@ def _assume_multiples(module: fx.GraphModule, ranks: int) -> None:
         if known.is_Symbol:
             # PyTorch does not see that ranks * (size // ranks) is the size, but does of ranks * part
             source, hint = ConstantSource(f"part of {known}"), int(sizes.backed_var_to_val[known])
-            part = sizes.create_symbol(hint // ranks, source, DimDynamic.DYNAMIC, do_not_specialize_zero_one=True)
+            part = sizes.create_symbol(hint // ranks, source, DimDynamic.DYNAMIC)
             sizes._set_replacement(known, ranks * part, "it is a multiple of the number of ranks")
 
 
