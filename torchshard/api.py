@@ -10,18 +10,20 @@ from typing import Any
 import torch
 from torch import nn
 
-from torchshard.capture import check_weights, model_without_storage, shared_names
+from torchshard.capture import check_weights, flatten_call, model_without_storage, shared_names
 from torchshard.capture.facts import ModelFacts, device_type
+from torchshard.compiler.batches import whole_batch
 from torchshard.compiler.constraints import PlanLike, read_constraints
 from torchshard.compiler.decode_example import decode_example
 from torchshard.compiler.program import check_examples, check_world_size, program
 from torchshard.core.errors import InputError, PlanError
 from torchshard.core.garbage import without_garbage_collection
+from torchshard.core.layouts import Layout
 from torchshard.core.mesh import MODEL, MeshAxis
 from torchshard.distributed.consistency import run_on_all_ranks
 from torchshard.distributed.group import is_initialized, lookup
 from torchshard.distributed.process_groups import init_process_group
-from torchshard.plans.machine import Axes, Machine, MachineName, Mode, Objective, objective
+from torchshard.plans.machine import Axes, Data, Machine, MachineName, Mode, Objective, objective
 from torchshard.plans.plan import Plan
 from torchshard.runtime.compilation import CompileOptions, Compiler, compiler_of
 from torchshard.runtime.module import ShardedModule
@@ -41,6 +43,7 @@ def shard(
     axes: Axes = "weights",
     recompute: str | Sequence[str] = (),
     mode: Mode = "train",
+    data: Data | None = None,
     weights: str | os.PathLike[str] | None = None,
     compile: CompileOptions = False,
 ) -> ShardedModule:
@@ -53,6 +56,7 @@ def shard(
         example_inputs, example_kwargs: what the model will be called with, for the first capture; meta or fake tensors
             will do. Without them the parameters are split now and the graph is captured at the first call.
         memory, machine, axes, recompute, mode: what the best plan is; see `plan`.
+        data: "replicate": each rank passes its own part of the batch and holds all weights, as in DDP.
         weights: a folder of safetensors files (or one file), from which each rank reads its slices and nothing else, in
             place of the values that the model has; the model may be lazy or on the meta device. For models of
             transformers names and shapes are converted as `from_pretrained` converts them. What the files lack keeps
@@ -71,7 +75,7 @@ def shard(
             the weights can't be read, or are another model's.
         DistributedError: the ranks hold different models, or weights.
     """
-    aim = objective(machine, memory, axes, device_type(model), recompute, mode)
+    aim = objective(machine, memory, axes, device_type(model), recompute, mode, data)
     compiler = compiler_of(compile, where="shard(compile=...)")
     return _shard(model, plan, example_inputs, example_kwargs, aim, weights, compiler)
 
@@ -190,6 +194,7 @@ def plan(
     axes: Axes = "weights",
     recompute: str | Sequence[str] = (),
     mode: Mode = "train",
+    data: Data | None = None,
     batch: int | None = None,
     length: int | None = None,
 ) -> Plan:
@@ -210,6 +215,7 @@ def plan(
         mode: "train" plans steps with a backward; "infer" calls without gradients: a decode step, if the example inputs
             have a cache, or else a prompt. With `memory=` the plan then says the longest context that fits
             (`plan.costs.context`). A model that is sharded so runs other calls too.
+        data: as in `shard`; the example inputs are one rank's part of the batch.
         batch, length: in place of example inputs, for decoders of transformers and mode="infer": a decode step of so
             many sequences, with so many tokens of each in the cache.
 
@@ -219,7 +225,7 @@ def plan(
     check_world_size(world_size)
     check_examples(example_inputs, example_kwargs)
     check_weights(model)
-    aim = objective(machine, memory, axes, device_type(model), recompute, mode)
+    aim = objective(machine, memory, axes, device_type(model), recompute, mode, data)
     constraints = read_constraints(ModelFacts.of(model), plan, MeshAxis(world_size), aim)
     constraints = replace(constraints, steady=not aim.trains)
     replaced: tuple[str, ...] = ()
@@ -227,5 +233,9 @@ def plan(
         _check_decodes(mode, example_inputs, example_kwargs)
         example_kwargs, replaced = decode_example(model, *(1 if size is None else size for size in (batch, length)))
     with torch.set_grad_enabled(torch.is_grad_enabled() and aim.trains):
-        args = tuple(example_inputs or ())
-        return program(model, constraints, args, example_kwargs, replaced=replaced, repeating=True).plan
+        args, inputs = tuple(example_inputs or ()), dict[str, Layout]()
+        if constraints.data:
+            call, inputs = whole_batch(flatten_call(model, args, example_kwargs or {}), world_size)
+            args, example_kwargs = call.rebuild(call.tensors)
+        options: Any = {"inputs": inputs, "replaced": replaced, "repeating": True}
+        return program(model, constraints, args, example_kwargs, **options).plan

@@ -23,6 +23,7 @@ from torchshard.capture.facts import ModelFacts, device_type
 from torchshard.checking import lockstep
 from torchshard.checking.compare import KINDS, TOLERANCES, Comparison, Results, compare, error_of_pieces, noise_ceiling
 from torchshard.checking.steps import Run, Trial
+from torchshard.compiler.batches import divided_batch
 from torchshard.compiler.constraints import PlanLike, read_constraints
 from torchshard.compiler.program import Program, check_examples, check_world_size, prepared, program
 from torchshard.core.errors import ShardError
@@ -31,7 +32,7 @@ from torchshard.core.mesh import MeshAxis
 from torchshard.core.rng_states import keeping_rng_states, rng_states
 from torchshard.ir.graph import is_tensor, where
 from torchshard.passes import with_whole_results
-from torchshard.plans.machine import Axes, Machine, MachineName, objective
+from torchshard.plans.machine import Axes, Data, Machine, MachineName, objective
 from torchshard.plans.plan import Plan
 
 T = TypeVar("T")
@@ -141,6 +142,7 @@ def check(
     machine: Machine | MachineName | None = None,
     axes: Axes = "weights",
     recompute: str | Sequence[str] = (),
+    data: Data | None = None,
 ) -> Report:
     """Compares outputs, written buffers, input gradients and every parameter gradient with the unsharded model's.
 
@@ -151,6 +153,7 @@ def check(
         dtype: the floating dtype to compare in (model and inputs are cast); None: as they are. If the model then
             computes in less than float64 anywhere, its graph is compared in float64 too, and the capture of a narrower
             model with the model cast to float64: a missing collective may change less than bfloat16 rounds away.
+        data: as in `shard`; the example inputs are the batch of all ranks.
         memory, machine, axes, recompute: what makes a plan the best one; see `plan`.
 
     Raises:
@@ -163,9 +166,10 @@ def check(
     reference, args, kwargs = copy_with_values(model), list(example_inputs), dict(example_kwargs or {})
     if dtype is not None:
         reference, args, kwargs = in_dtype(reference, args, kwargs, dtype)
-    aim = objective(machine, memory, axes, device_type(reference), recompute)
+    aim = objective(machine, memory, axes, device_type(reference), recompute, data=data)
     constraints = read_constraints(ModelFacts.of(reference), plan, MeshAxis(world_size), aim)
-    compiled = program(reference, constraints, args, kwargs)
+    inputs = divided_batch(reference, args, kwargs, world_size) if constraints.data else {}
+    compiled = program(reference, constraints, args, kwargs, inputs=inputs)
     report = check_program(reference, compiled, compiled.graph, args, kwargs)
     return _with_captured(report, reference, args, kwargs)
 
@@ -201,7 +205,7 @@ class _Sides:
 def _report(trial: Trial, sides: _Sides, tolerance: float) -> Report:
     """A comparison in the trial's precision."""
     plan = sides.plan
-    comparisons = _comparisons(trial, sides.expected, trial.sharded(sides.graphs, plan), plan.parameters, tolerance)
+    comparisons = _comparisons(trial, sides.expected, trial.sharded(sides.graphs, plan), plan.held, tolerance)
     report = Report(plan.world_size, tolerance, comparisons)
     if report.ok:
         return report
@@ -230,7 +234,7 @@ def _with_flips(report: Report, trial: Trial, sides: _Sides) -> Report:
     if any(c.error > tolerance for c in captured):
         return report
     run = trial.sharded(sides.graphs, plan)
-    comparisons = _comparisons(trial, sides.expected, run, plan.parameters, tolerance, flips=True)
+    comparisons = _comparisons(trial, sides.expected, run, plan.held, tolerance, flips=True)
     excused = replace(report, comparisons=comparisons, diverges_at="", flips=True)
     return excused if excused.ok else report
 

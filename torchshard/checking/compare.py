@@ -63,6 +63,10 @@ class Ranks(Protocol):
         """The results."""
 
     @property
+    def output_layouts(self) -> Sequence[Layout]:
+        """How the ranks hold them; none if all are whole."""
+
+    @property
     def states(self) -> Sequence[Mapping[str, Tensor]]:
         """Parameters and buffers by name."""
 
@@ -92,7 +96,7 @@ def compare(
     """Compares every tensor with the unsharded one.
 
     Args:
-        layouts: the layouts of parameters and buffers, by name.
+        layouts: the layouts of parameters, buffers and the call's tensors, by name.
         tolerance: the largest error that counts as equal.
         noise: measures the absolute rounding noise of the unsharded tensors. It runs the step several times, so it is
             called only if a difference may be noise.
@@ -139,11 +143,12 @@ def _compare(
         comparisons.append(Comparison(kind, name, error))
 
     for i, (name, value) in enumerate(zip(expected.output_names, expected.outputs, strict=True)):
-        add("output", name or "result", value, [outputs[i] for outputs in got.outputs], I)
+        layout = got.output_layouts[i] if got.output_layouts else I
+        add("output", name or "result", value, [outputs[i] for outputs in got.outputs], layout)
     for name, buffer in expected.buffers.items():
         add("buffer", name, buffer, [state[name] for state in got.states], layouts.get(name, I))
     for name, grad in expected.input_grads.items():
-        add("input gradient", name, grad, [gradients(inputs)[name] for inputs in got.inputs], I)
+        add("input gradient", name, grad, [gradients(inputs)[name] for inputs in got.inputs], layouts.get(name, I))
     grads = [gradients(state) for state in got.states]
     for name, grad in expected.parameter_grads.items():
         add("parameter gradient", name, grad, [rank_grads[name] for rank_grads in grads], layouts.get(name, I))

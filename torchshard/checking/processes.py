@@ -59,6 +59,7 @@ class _Gathered:
     outputs: list[list[object]]
     states: list[dict[str, Tensor]]
     inputs: list[dict[str, Tensor]]
+    output_layouts: tuple[Layout, ...] = ()
 
 
 def check_processes(

@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from types import MappingProxyType
 from typing import TypeVar, cast
 
 import torch
@@ -21,10 +22,10 @@ from torchshard.checking import lockstep
 from torchshard.checking.compare import ComparedValue, Kind, Results, gradients, largest_difference
 from torchshard.checking.rounding import NUDGE_SEED, Nudges, nudged, widened, widened_graph
 from torchshard.core.autocast import autocasting
-from torchshard.core.layouts import Layout
+from torchshard.core.layouts import I, Layout, Shard, split
 from torchshard.core.mesh import Coordinate, MeshAxis
 from torchshard.core.rng_states import RngStates, set_rng_states
-from torchshard.ir.graph import is_float
+from torchshard.ir.graph import is_float, is_tensor, result_layouts, results_of
 from torchshard.plans.plan import Plan
 from torchshard.weights.materialize import local_state
 
@@ -52,14 +53,21 @@ def leaf(value: T) -> T:
     return cast(T, value.detach().clone().requires_grad_(value.requires_grad))
 
 
-def backward(outputs: Sequence[object], copies: int) -> None:
-    """Runs backward from all outputs; the outputs of each of the `copies` ranks get the same gradients."""
+def backward(outputs: Sequence[object], copies: int, layouts: Sequence[Layout] = ()) -> None:
+    """Runs backward from all outputs; those of each of the `copies` ranks get the same gradients, or slices of them.
+
+    Args:
+        layouts: those of one rank's outputs; by default all are whole.
+    """
     per_rank = len(outputs) // copies
     roots, grads = [], []
     for i, output in enumerate(outputs):
         if isinstance(output, Tensor) and output.requires_grad:
+            rank, number = divmod(i, per_rank)
+            layout = layouts[number] if layouts else I
+            shape = [n * copies if layout == Shard(dim) else n for dim, n in enumerate(output.shape)]
             roots.append(output)
-            grads.append(_cotangent(output, i % per_rank))
+            grads.append(split(_cotangent(output.new_empty(shape), number), layout, rank, copies))
     if roots:
         torch.autograd.backward(roots, grads)
 
@@ -95,6 +103,7 @@ class Run:
         call: Leaves,
         nudges: Nudges | None = None,
         *,
+        batches: Mapping[str, Layout] = MappingProxyType({}),
         watched: bool = False,
     ) -> None:
         """Runs it.
@@ -102,12 +111,17 @@ class Run:
         Args:
             graphs: one per rank.
             states: per rank, parameters, buffers and constants by all their names.
+            batches: the layouts of the call's tensors of which each rank has a part.
             nudges: which values, and gradients, are moved by a unit in their last place.
             watched: whether to keep every node's value and gradient.
         """
         ranks = range(len(graphs))
         self.states, self._nudges, self._watched = states, nudges, watched
-        self.inputs = [{n: leaf(t) for n, t in zip(call.names, call.tensors, strict=True)} for _ in ranks]
+        self.inputs = [
+            {n: leaf(split(t, batches.get(n, I), rank, len(graphs))) for n, t in call.named_tensors} for rank in ranks
+        ]
+        results = zip(results_of(graphs[0].graph), result_layouts(graphs[0].graph), strict=True)
+        self.output_layouts = [layout for result, layout in results if is_tensor(result)] if batches else []
         self.values: list[dict[str, Argument]] = [{} for _ in ranks]
         self.grads: list[dict[str, Tensor]] = [{} for _ in ranks]
         placeholder_values = []
@@ -117,7 +131,7 @@ class Run:
         with torch.enable_grad(), autocasting(()):
             made = lockstep.run(graphs, placeholder_values, [self._recorder(rank) for rank in ranks])
             self.outputs = [[output for output in outputs if isinstance(output, Tensor)] for outputs in made]
-            backward([o for outputs in self.outputs for o in outputs], len(graphs))
+            backward([o for outputs in self.outputs for o in outputs], len(graphs), self.output_layouts)
 
     def _recorder(self, rank: int) -> lockstep.Record:
         def record(node: fx.Node, value: Argument, args: list[Argument]) -> Argument:
@@ -177,7 +191,7 @@ class Trial:
 
     def sharded(self, graphs: list[fx.GraphModule], plan: Plan, *, watched: bool = False) -> Run:
         """Runs the graphs of all ranks."""
-        return self._run(graphs, plan.parameters, watched=watched)
+        return self._run(graphs, plan.parameters, watched=watched, batches=plan.batches)
 
     def _run(
         self,
@@ -186,13 +200,14 @@ class Trial:
         nudges: Nudges | None = None,
         *,
         watched: bool,
+        batches: Mapping[str, Layout] = MappingProxyType({}),
     ) -> Run:
         set_rng_states(self.seed)
         states = [self._state(layouts, coordinate) for coordinate in MeshAxis(len(graphs)).simulated()]
         if self.dtype is not None:
             graphs = [widened_graph(graph, self.dtype) for graph in graphs]
         with _default_dtype(self.dtype):
-            return Run(graphs, states, self.call, nudges, watched=watched)
+            return Run(graphs, states, self.call, nudges, watched=watched, batches=batches)
 
     def _state(self, layouts: Mapping[str, Layout], coordinate: Coordinate) -> dict[str, Tensor]:
         """A rank's parameters, buffers and constants, by all their names."""

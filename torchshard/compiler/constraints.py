@@ -12,7 +12,7 @@ from torchshard.core.errors import PlanError
 from torchshard.core.layouts import I, Layout, Shard, parts_of, parts_size
 from torchshard.core.mesh import MeshAxis
 from torchshard.core.paths import outermost
-from torchshard.planner.styles import SEQUENCE, Style, StyleWord, named_modules, parameter_layouts, read_pins
+from torchshard.planner.styles import BATCH, SEQUENCE, Style, StyleWord, named_modules, parameter_layouts, read_pins
 from torchshard.plans.data import Stored
 from torchshard.plans.machine import Objective, objective, size_text
 from torchshard.plans.plan import Plan
@@ -53,11 +53,18 @@ class Constraints:
         return self.objective.axes == "sequence" or any(style.name == "sequence" for _, style in self.pins.values())
 
     @property
+    def data(self) -> bool:
+        """Whether the ranks divide the batch, in place of the weights."""
+        return self.objective.data or (self.plan is not None and self.plan.data)
+
+    @property
     def divided(self) -> dict[int, int]:
         """The dims of the call's tensors that may be split in equal slices, with the number of ranks.
 
         Without being asked the sequence is split to stay within a limit of memory.
         """
+        if self.data:
+            return {BATCH: self.axis.size}
         is_limited = self.plan is None and self.objective.memory is not None and self.objective.trains
         return {SEQUENCE: self.axis.size} if self.splits_sequence or (is_limited and not self.is_static) else {}
 

@@ -13,7 +13,7 @@ from torchshard.compiler.limit import Limit, search_within
 from torchshard.compiler.memory import OPTIMIZER_STATES
 from torchshard.core.choices import choices
 from torchshard.core.errors import PlanError
-from torchshard.core.layouts import Layout, Shard
+from torchshard.core.layouts import I, Layout, Shard
 from torchshard.core.mesh import MeshAxis
 from torchshard.core.notation import Choice
 from torchshard.custom_ops.carry import CARRY
@@ -44,6 +44,8 @@ def plan_graph(module: fx.GraphModule, facts: ModelFacts, constraints: Constrain
     limit = None
     if constraints.objective.memory is not None:
         limit = Limit(module, model, constraints.objective.memory)
+    if constraints.data:
+        constraints = constraints.with_layouts(dict.fromkeys(stored(facts), I))
     problem = PlanningProblem(module.graph, model, _graph_constraints(module.graph, constraints), limit)
     if given is not None and all(n in problem.constraints.options for n in module.graph.nodes if is_tensor_op(n)):
         result = _as_given(problem, given, constraints)
@@ -67,6 +69,7 @@ def plan_graph(module: fx.GraphModule, facts: ModelFacts, constraints: Constrain
         machine=machine,
         static=constraints.is_static,
         recompute=problem.model.recompute,
+        data=constraints.data,
         inputs={name: result.parameters[name] for name in taken if name in result.parameters},
         problem=problem,
     )
@@ -93,7 +96,8 @@ def _graph_constraints(graph: fx.Graph, constraints: Constraints) -> GraphConstr
     per_parameter = None if constraints.objective.memory is None else 2.0 + OPTIMIZER_STATES
     common = GraphConstraints(
         all_axes=constraints.objective.axes == "all",
-        dynamic=constraints.splits_sequence,
+        dynamic=constraints.splits_sequence or constraints.data,
+        weights=not constraints.data,
         per_parameter=per_parameter,
         trains=constraints.objective.trains,
         steady=constraints.steady,
@@ -160,6 +164,8 @@ def _costs(problem: PlanningProblem, plan: Plan, gap: float, memory: Mapping[str
     fewer = _with_fewer_ranks(problem, plan)
     costs = Costs(model.machine.name, compute, tuple(collectives), gap, memory, fewer=fewer)
     pinned = [node for node, pin in problem.constraints.pins.items() if not pin.axes]
+    if plan.data:
+        return costs  # weights are to be whole
     return replace(costs, whole=unsplit(graph, model, plan.choices, plan.layouts, costs, pinned))
 
 

@@ -23,10 +23,10 @@ from torchshard.compiler.constraints import Constraints
 from torchshard.compiler.planning import plan_graph
 from torchshard.core.errors import InputError
 from torchshard.core.garbage import without_garbage_collection
-from torchshard.core.layouts import Layout, Shard
-from torchshard.ir.graph import hint, is_tensor, mark_needs_grad, placeholders
+from torchshard.core.layouts import I, Layout, Shard
+from torchshard.ir.graph import hint, is_carried, is_tensor, mark_needs_grad, placeholders, results_of, size_expr
 from torchshard.passes import carry, normalize, rewrite
-from torchshard.planner.styles import SEQUENCE
+from torchshard.planner.styles import BATCH, SEQUENCE
 from torchshard.plans.plan import Plan
 
 log = logging.getLogger("torchshard.compiler.program")
@@ -78,7 +78,7 @@ def program(
         kwargs,
         dynamic=dynamic,
         repeating=repeating,
-        inputs=inputs or {},
+        inputs={} if constraints.data else inputs or {},
         numbers=numbers,
         replaced=replaced,
         trains=constraints.objective.trains,
@@ -86,7 +86,22 @@ def program(
     )
     if constraints.splits_sequence and not captured.graph.meta["multiples"]:
         _warn_of_whole_sequences(captured, constraints.axis.size)
+    if constraints.data:
+        _divide_batch(captured.graph, inputs or {})
     return planned(captured, model, constraints.with_inputs(inputs or {}))
+
+
+def _divide_batch(graph: fx.GraphModule, inputs: Mapping[str, Layout]) -> None:
+    """Notes that the ranks divide the batch, that of the inputs that are split, and no other size."""
+    split = (n for n in placeholders(graph.graph) if isinstance(inputs.get(n.meta["path"]), Shard))
+    batches = graph.meta["multiples"] & {size_expr(n.meta["val"].shape[BATCH]) for n in split}
+    graph.meta["multiples"] = batches
+
+    def layout_of(result: object) -> Layout:
+        sizes = map(size_expr, result.meta["val"].shape) if is_tensor(result) and not is_carried(result) else ()
+        return next((Shard(dim) for dim, size in enumerate(sizes) if size in batches), I)
+
+    graph.graph.output_node().meta["layouts"] = tuple(map(layout_of, results_of(graph.graph)))
 
 
 def _warn_of_whole_sequences(captured: Captured, ranks: int) -> None:

@@ -6,7 +6,7 @@ module       of an op: the path of the module that called it; 'source': the user
 autocast     of an op: the autocast in which it was called, until its casts are explicit
 global_shape the global shape of the first result, set by `localize`, after which 'val' has the rank's own
 inside       of a node of a replacement: the op that it is a part of
-layouts      tuple of Layouts, one per result
+layouts      tuple of Layouts, one per result; of the output, one per result of the graph, if not all are whole
 choice, row  of an op: the planned notation.Choice, and the Row that allows it
 needs_grad   whether a gradient flows back through the value
 note         of a collective: the conversion and its consumers
@@ -180,10 +180,17 @@ def growing_sizes(graph: fx.Graph) -> set[sympy.Symbol]:
 
 
 def required_layouts(node: fx.Node, choice: Choice | None) -> list[tuple[fx.Node, Layout]]:
-    """(value, required layout) for each operand of an op; the output requires all values whole but carried ones."""
+    """(value, required layout) for each operand of an op; the output's are whole, but for carried ones and batches."""
     if choice is None:
-        return [(n, I) for n in _nodes_in(node.args) if is_tensor(n) and not is_carried(n)]
+        results = zip(results_of(node.graph), result_layouts(node.graph), strict=True)
+        return [(n, layout) for n, layout in results if is_tensor(n) and not is_carried(n)]
     return list(zip(operands(node), choice.operands, strict=True))
+
+
+def result_layouts(graph: fx.Graph) -> tuple[Layout, ...]:
+    """The layout of each result: whole, or a rank's part of the batch where the ranks divide that."""
+    layouts: tuple[Layout, ...] = graph.output_node().meta.get("layouts") or (I,) * len(results_of(graph))
+    return layouts
 
 
 def call_of(node: fx.Node) -> Call:

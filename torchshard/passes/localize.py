@@ -10,13 +10,14 @@ the op's name. Collectives get the name of the group. Numbers that are sizes sta
 from __future__ import annotations
 
 import functools
+import operator
 
 import torch
 from torch import Tensor, fx
 from torch.fx.experimental.symbolic_shapes import DimDynamic
 
 from torchshard.core.choices import local_replacement
-from torchshard.core.layouts import Layout, local_shape
+from torchshard.core.layouts import I, Layout, Shard, local_shape
 from torchshard.core.mesh import Coordinate
 from torchshard.core.notation import Local, LocalFn
 from torchshard.custom_ops.whole import WholeCall
@@ -27,6 +28,7 @@ from torchshard.ir.graph import (
     emit,
     fake_mode,
     multiples_of,
+    placeholders,
     plain_shape,
     record,
     values,
@@ -69,6 +71,7 @@ def _localize_values(module: fx.GraphModule, coordinate: Coordinate) -> None:
     """Replaces meta['val'] by fake tensors of this rank's shapes; equal shape, dtype and device share one."""
     mode, local_values = fake_mode(module.graph), dict[str, Tensor]()
     _assume_multiples(module, coordinate.axis.size)
+    _keep_sizes(module, coordinate.axis.size)
 
     def localized(value: object, layout: Layout) -> object:
         if not isinstance(value, Tensor):
@@ -107,6 +110,20 @@ def _assume_multiples(module: fx.GraphModule, ranks: int) -> None:
             source, hint = ConstantSource(f"part of {known}"), int(sizes.backed_var_to_val[known])
             part = sizes.create_symbol(hint // ranks, source, DimDynamic.DYNAMIC)
             sizes._set_replacement(known, ranks * part, "it is a multiple of the number of ranks")
+
+
+def _keep_sizes(module: fx.GraphModule, ranks: int) -> None:
+    """Sizes of a split input are this rank's; what reads them means those of the whole."""
+    for source in placeholders(module.graph):
+        (layout, *_) = source.meta.get("layouts") or (I,)
+        for node in list(source.users):
+            if isinstance(layout, Shard) and node.target is aten.sym_size.int and node.args[1] == layout.dim:
+                with module.graph.inserting_after(node):
+                    whole = module.graph.call_function(operator.mul, (node, ranks))
+                for user in [user for user in node.users if user is not whole]:
+                    user.replace_input_with(node, whole)
+                whole.meta = dict(node.meta)
+                node.meta["val"] = node.meta["val"] // ranks
 
 
 def _make_operand_contiguous(module: fx.GraphModule, node: fx.Node) -> None:

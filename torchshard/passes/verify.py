@@ -22,18 +22,17 @@ from torch.fx.node import Argument
 
 from torchshard.core.conversions import source_and_target
 from torchshard.core.errors import InternalError
-from torchshard.core.layouts import I, Layout, Shard, canonical, dual, is_whole
+from torchshard.core.layouts import Layout, Shard, canonical, dual, is_whole
 from torchshard.core.mesh import MeshAxis
 from torchshard.distributed.ops import OPS, is_or_begins_collective
 from torchshard.ir.graph import (
     fake_mode,
     faking,
     hint,
-    is_carried,
-    is_tensor,
     is_tensor_op,
     layout_of,
     operands,
+    required_layouts,
     values,
     where,
 )
@@ -82,8 +81,8 @@ def _layout_faults(module: fx.GraphModule, stage: Stage) -> Iterator[Fault]:
         elif node.target in OPS:
             yield from _collective_faults(node, axis)
         elif node.op == "output" and stage != "annotated":
-            results = [n for n in node.all_input_nodes if is_tensor(n) and not is_carried(n)]
-            yield from _edge_faults(node, results, (I,) * len(results))
+            for result, layout in required_layouts(node, None):
+                yield from _edge_faults(node, [result], (layout,))
 
 
 def _choice_faults(node: fx.Node, axis: MeshAxis) -> Iterator[Fault]:

@@ -67,6 +67,8 @@ class GraphConstraints:
     """Whether dims that no weight touches (batch, sequence) may be split too."""
     dynamic: bool = True
     """Whether dynamic sizes that the ranks divide may be split without a pin."""
+    weights: bool = True
+    """Whether dims of weights may be split; else all ops that have the batch divide it."""
     per_parameter: float | None = None
     """How many times its bytes a trained parameter takes, with gradient and optimizer; None: only weights count."""
     trains: bool = True
@@ -210,6 +212,8 @@ class _Builder:
                     states = pinned_choices(op, self.constraints.pins[op.node], states, self.ranks)
                 else:
                     states = [c for c in states if axes is None or self._may_split(c, axes[op.node])]
+                if not self.constraints.weights:
+                    states = [c for c in states if c.splits_dynamic] or states
                 if is_carried(op.node):  # it grows, so that the slices of the next call would be others
                     states = [c for c in states if not c.splits_dynamic]
                 if is_carried(op.node) or not any(value.needs_grad for value in (*op.operands, *op.results)):
@@ -223,7 +227,8 @@ class _Builder:
 
     def _may_split(self, choice: Choice, axes: set[str]) -> bool:
         """Whether a choice splits nothing but these axes, or a dynamic size."""
-        return all(axis in axes or (parts == EQUAL and self.constraints.dynamic) for axis, parts in choice.axes)
+        c = self.constraints
+        return all((axis in axes and c.weights) or (parts == EQUAL and c.dynamic) for axis, parts in choice.axes)
 
     def _op_seconds(self, op: Op, choice: Choice) -> float:
         inside = (sent.seconds for _, *ways in self.costs.inside(op, choice) for sent in ways)

@@ -39,6 +39,8 @@ _COLUMN, _ROW, _VOCAB, _REPLICATE = Style("column"), Style("row"), Style("vocab"
 _SEQUENCE = Style("sequence")
 SEQUENCE = 1
 """The dim of the call's tensors that is the sequence."""
+BATCH = 0
+"""The dim of the call's tensors that is the batch."""
 
 
 class DTensorStyle(Protocol):

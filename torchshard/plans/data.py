@@ -203,6 +203,8 @@ class PlanData:
     """The modules whose values backward computes again, in place of keeping them; none of them within another."""
     inputs: Mapping[str, Layout] = field(default_factory=dict)
     """The layout of each tensor that earlier calls have left in the arguments, by its place there."""
+    data: bool = False
+    """Whether the ranks divide the batch, and each passes its own part of it."""
     problem: Any = field(default=None, compare=False, repr=False)
     """The problem that it solves (`planner.problem.PlanningProblem`); None for a plan that was loaded."""
     graph: Any = field(default=None, compare=False, repr=False)
@@ -212,6 +214,16 @@ class PlanData:
     def layouts(self) -> dict[str, Layout]:
         """Those of parameters, buffers and inputs."""
         return {**self.parameters, **self.inputs}
+
+    @property
+    def batches(self) -> Mapping[str, Layout]:
+        """The layouts of the call's tensors of which each rank passes its own part."""
+        return self.inputs if self.data else {}
+
+    @property
+    def held(self) -> dict[str, Layout]:
+        """What each rank has of parameters, buffers and the call's tensors."""
+        return {**self.parameters, **self.batches}
 
     @property
     def axis(self) -> MeshAxis:

@@ -47,6 +47,8 @@ def write(plan: PlanData) -> str:
         },
         "costs": asdict(plan.costs) | {"collectives": collectives},
     }
+    if plan.data:
+        body["data"] = True
     if plan.inputs:
         body["inputs"] = {place: str(layout) for place, layout in plan.inputs.items()}
     return json.dumps(body, indent=1)
@@ -97,6 +99,7 @@ def _fields(body: dict[str, Any]) -> dict[str, Any]:
         "machine": _machine(body["machine"]),
         "static": _is(bool, body["static"]),
         "recompute": _texts(body.get("recompute", [])),
+        "data": _is(bool, body.get("data", False)),
         "inputs": {place: parse_layout(layout) for place, layout in _is(dict, body.get("inputs", {})).items()},
     }
 

@@ -19,7 +19,7 @@ from torchshard.capture import ModelCall, refuse_state_between
 from torchshard.compiler.program import Program
 from torchshard.core.layouts import I, Layout
 from torchshard.core.mesh import Coordinate
-from torchshard.ir.graph import duplicate, is_tensor, layout_of, results_of, uses_rng, writes
+from torchshard.ir.graph import duplicate, is_tensor, layout_of, result_layouts, results_of, uses_rng, writes
 from torchshard.passes import direct, localized, schedule
 from torchshard.runtime.call_key import CallKey
 from torchshard.runtime.compilation import Compiler, can_compile
@@ -70,6 +70,11 @@ class Compiled:
         if compiler not in self._executables:
             self._executables[compiler] = self._made(compiler)
         return self._executables[compiler]
+
+    @cached_property
+    def result_layouts(self) -> tuple[Layout, ...]:
+        """The layout of each result: whole, or a rank's part of the batch."""
+        return result_layouts(self.program.captured.graph.graph)
 
     @cached_property
     def _can_compile(self) -> bool:

@@ -38,6 +38,7 @@ from torchshard.capture import (
     without_storage,
 )
 from torchshard.capture.facts import ModelFacts
+from torchshard.compiler.batches import whole_batch
 from torchshard.compiler.constraints import Constraints, PlanLike, check_layouts, read_constraints
 from torchshard.compiler.program import Program, program
 from torchshard.core.autocast import autocasting
@@ -48,6 +49,7 @@ from torchshard.distributed.group import CheckLevel, Group
 from torchshard.distributed.wire import settling
 from torchshard.plans.machine import Objective
 from torchshard.plans.plan import Plan
+from torchshard.runtime.averaged import averaged
 from torchshard.runtime.call_key import call_key
 from torchshard.runtime.call_verification import (
     PreparedCall,
@@ -232,8 +234,14 @@ class ShardedModule(State):
                 raise error
         captured = compiled.program.captured
         results, left = results[: captured.changes.results], results[captured.changes.results :]
+        if self._ts_constraints.data:
+            parts = compiled.result_layouts[: len(results)]
+            results = averaged(results, parts, self._ts_group.size)
+            equal = [r for r, layout in zip(results, parts, strict=True) if not isinstance(layout, Shard)]
+        else:
+            equal = results
         if self._verifies_calls() and torch.is_grad_enabled():
-            self._ts_history.watch_results(results)
+            self._ts_history.watch_results(equal)
         kept = (
             mark(tensor, layout, shape, self._ts_group, self._ts_history.latest_call)
             for tensor, (layout, shape) in zip(left, compiled.carried, strict=True)
@@ -314,6 +322,9 @@ class ShardedModule(State):
         if purpose == "a call":
             self._check_has_values(given)
         inputs, layouts = whole_inputs(given, self._ts_group, self._ts_history.number, self._ts_carried_places)
+        if self._ts_constraints.data:
+            inputs, batches = whole_batch(inputs, self._ts_group.size)
+            layouts |= batches
         state = self._ts_watch.state()
         key = call_key(inputs, state, self._ts_source_modules, self._ts_tensors.values(), layouts, entry)
         visible = f"state {self._ts_watch.number}"
