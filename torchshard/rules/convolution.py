@@ -51,6 +51,7 @@ def convolution(call: Call) -> Row | None:
         sizes=sizes,
         linear=() if biased else ({0}, {1}),
         local={"*": local},
+        any_size=batch,
     )
 
 

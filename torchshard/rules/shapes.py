@@ -334,7 +334,7 @@ def _cut(call: Call, piece: Size) -> tuple[str, str, _CutOptions]:
         begin = ctx.size("p") if "p" in sizes else 0
         return call.target(*args[: len(call.tensors)], dim, begin, begin + ctx.size("q"))
 
-    return dims("+".join(sizes)), dims("q"), {"sizes": sizes, "local": {"*": local}}
+    return dims("+".join(sizes)), dims("q"), {"sizes": sizes, "local": dict.fromkeys(sizes, local)}
 
 
 @rule(aten.slice.Tensor)
