@@ -117,7 +117,7 @@ def test_a_small_gradient_that_is_zeroed_is_seen_beside_a_large_one(dtype: torch
         grads = {"small": torch.full((3,), small, dtype=dtype), "large": torch.full((3,), 100.0, dtype=dtype)}
         return Results([], [], {}, grads, {})
 
-    ranks = SimpleNamespace(outputs=[[]], states=[{}], inputs=[{}])
+    ranks = SimpleNamespace(outputs=[[]], output_layouts=[], states=[{}], inputs=[{}])
     for name, grad in results(0.0).parameter_grads.items():
         ranks.states[0][name] = torch.zeros(3, dtype=dtype, requires_grad=True)
         ranks.states[0][name].grad = grad

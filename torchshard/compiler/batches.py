@@ -19,20 +19,23 @@ def whole_batch(inputs: Leaves, ranks: int) -> tuple[Leaves, dict[str, Layout]]:
     """A call's tensors with those of the whole batch, without memory, in place of a rank's part; and their layouts.
 
     Raises:
-        InputError: no tensor has a dim.
+        InputError: no tensor has a dim, or the part is a single element.
     """
-    layouts = batch_layouts(inputs)
+    layouts = batch_layouts(inputs, 2)
     tensors = tuple(_times(t, ranks) if name in layouts else t for name, t in inputs.named_tensors)
     return replace(inputs, tensors=tensors), layouts
 
 
-def batch_layouts(inputs: Leaves) -> dict[str, Layout]:
+def batch_layouts(inputs: Leaves, least: int) -> dict[str, Layout]:
     """The layouts of the tensors that the ranks divide.
 
     The batch is the first dim of the first tensor, and of all others whose first dim has that size.
 
+    Args:
+        least: the smallest batch.
+
     Raises:
-        InputError: no tensor has a dim.
+        InputError: no tensor has a dim, or the batch is smaller.
     """
     first = next((tensor for tensor in inputs.tensors if tensor.ndim), None)
     if first is None:
@@ -43,6 +46,13 @@ def batch_layouts(inputs: Leaves) -> dict[str, Layout]:
             attempt="the batch as a tensor: model(ids)",
         )
     batch = first.shape[BATCH]
+    if batch < least:
+        raise InputError(
+            f"a rank's part of the batch is {batch}",
+            where="the arguments",
+            why="the first dim of the first tensor is the batch; what holds for one element does not hold for others",
+            attempt="two or more for each rank",
+        )
     return {name: Shard(BATCH) for name, t in inputs.named_tensors if t.ndim and t.shape[BATCH] == batch}
 
 
@@ -55,7 +65,7 @@ def divided_batch(
         InputError: there is no batch, or the ranks do not divide it.
     """
     inputs = flatten_call(model, args, kwargs or {})
-    layouts = batch_layouts(inputs)
+    layouts = batch_layouts(inputs, 2 * ranks)
     batch = next(tensor.shape[BATCH] for name, tensor in inputs.named_tensors if name in layouts)
     if batch % ranks:
         raise InputError(

@@ -202,7 +202,7 @@ def batch_norm(call: Call) -> Row | None:
         return cut_to_empty(call.target(padded, *_padded_channels(args[:4]), *args[4:]), 1)
 
     operands = [names, *([["c"]] * len(present))]
-    return call.row(f"{spaced(*operands)} -> {spaced(names)}", mutates=written, local={"*": local})
+    return call.row(f"{spaced(*operands)} -> {spaced(names)}", mutates=written, local={"*": local}, any_size="*")
 
 
 @rule(aten.native_layer_norm.default)

@@ -1,0 +1,208 @@
+"""Batches that the ranks divide: each passes its own part, and gradients are those of the whole batch."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+import transformers
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+
+import torchshard as ts
+from tests.compiled import constraints_of
+from tests.helpers import refused_input, run_ranks
+from tests.test_sequence import Model
+from torchshard.checking.check import check_program
+from torchshard.compiler.batches import divided_batch
+from torchshard.compiler.program import program
+from torchshard.ir.graph import duplicate
+from torchshard.plans.machine import objective
+
+PART = 3
+
+
+def _model(**options: Any) -> Model:
+    torch.manual_seed(0)
+    return Model(**options).double()
+
+
+def _batch(ranks: int, length: int = 12) -> tuple[Tensor, Tensor]:
+    """Token ids and labels, of which the ranks' parts have different counts."""
+    ids = torch.randint(0, 32, (ranks * PART, length), generator=torch.Generator().manual_seed(length))
+    labels = ids.clone()
+    labels[0, :7], labels[-1] = -100, -100
+    return ids, labels
+
+
+class Sizes(nn.Module):
+    """Reads its batch size, computes over the batch, and has an argument and results without it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+
+    def forward(self, x: Tensor, mask: Tensor) -> tuple[Tensor, ...]:
+        batch, length = x.shape[:2]
+        y = self.linear(x) * mask[None, :length, :1] + torch.arange(batch, dtype=x.dtype)[:, None, None] / batch
+        every = y.sum((1, 2)).softmax(0)
+        return y.sum() / batch, y.mean(0), y.reshape(batch * length, 4), y.transpose(0, 1), y.std(), every, y.flip(0)
+
+
+class Pairs(nn.Module):
+    """A contrastive loss: each sample of the batch beside each other one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b = nn.Linear(6, 8), nn.Linear(6, 8)
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        similar = F.normalize(self.a(x), dim=-1) @ F.normalize(self.b(y), dim=-1).t()
+        return F.cross_entropy(5 * similar, torch.arange(x.shape[0]))
+
+
+class Images(nn.Module):
+    """Batch statistics are those of the whole batch, and so are the buffers that they are written to."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv, self.norm, self.head = nn.Conv2d(3, 8, 3, padding=1), nn.BatchNorm2d(8), nn.Linear(128, 5)
+
+    def forward(self, x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
+        logits = self.head(F.max_pool2d(F.relu(self.norm(self.conv(x))), 2).flatten(1))
+        return F.cross_entropy(logits, y), logits
+
+
+def _llama() -> tuple[nn.Module, tuple[Any, ...], dict[str, Any]]:
+    config = transformers.LlamaConfig(
+        hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2,
+        vocab_size=40, use_cache=False, tie_word_embeddings=True,
+    )  # fmt: skip
+    ids, labels = _batch(4)
+    mask = (torch.arange(12) >= torch.arange(12)[:, None] % 4).long()
+    return transformers.LlamaForCausalLM(config), (), {"input_ids": ids, "labels": labels, "attention_mask": mask}
+
+
+CASES: dict[str, Any] = {
+    "a GPT with dropouts": lambda: (_model(), _batch(4), {}),
+    "sizes": lambda: (Sizes(), (torch.randn(12, 5, 4, requires_grad=True), torch.rand(5, 5)), {}),
+    "pairs": lambda: (Pairs(), (torch.randn(12, 6), torch.randn(12, 6)), {}),
+    "images": lambda: (Images(), (torch.randn(12, 3, 8, 8), torch.randint(0, 5, (12,))), {}),
+    "llama": _llama,
+}
+
+
+@pytest.mark.parametrize("world", [2, 3])
+@pytest.mark.parametrize("name", CASES)
+def test_a_step_is_that_of_the_whole_batch(name: str, world: int) -> None:
+    torch.manual_seed(0)
+    model, args, kwargs = CASES[name]()
+    call: dict[str, Any] = {"example_inputs": args, "example_kwargs": kwargs, "world_size": world}
+    report = ts.check(model, {}, data="replicate", **call)
+    assert report.ok, str(report)
+
+
+def test_a_missing_sum_is_seen() -> None:
+    """Without the `copy` of a weight each rank has the gradient of its own part, and all results are exact."""
+    model, batch = _model(p=0.0), _batch(2)
+    inputs = divided_batch(model, batch, {}, 2)
+    assert inputs == {"ids": ts.S(0), "labels": ts.S(0)}
+    aim = objective(None, device="cpu", data="replicate")
+    made = program(model, constraints_of(model, {}, 2, aim), batch, inputs=inputs)
+    assert check_program(model, made, made.graph, batch, {}).ok
+    copies = [node.name for node in made.graph.graph.nodes if node.target is torch.ops.torchshard.copy.default]
+    assert len(copies) > 20
+    for name in copies[::5]:
+        graph = duplicate(made.graph)
+        (gone,) = (node for node in graph.graph.nodes if node.name == name)
+        gone.replace_all_uses_with(gone.args[0])
+        graph.graph.erase_node(gone)
+        report = check_program(model, made, graph, batch, {})
+        assert {c.kind for c in report.comparisons if c.error > report.tolerance} == {"parameter gradient"}, name
+
+
+def test_gradients_of_a_layer_are_one_message() -> None:
+    ids, labels = _batch(2)
+    plan = ts.plan(_model(), {}, world_size=2, example_inputs=(ids[:PART], labels[:PART]), data="replicate")
+    assert set(plan.parameters.values()) == {ts.I}
+    # the count of the valid labels and the loss; of gradients those of two blocks, and of what is in none
+    assert plan.costs.calls == (2, 3)
+    again = ts.Plan.from_json(plan.to_json())
+    assert again == plan and again.data
+    assert ts.check(_model(), again, world_size=2, example_inputs=(ids, labels)).ok
+
+
+def _own(batch: tuple[Tensor, ...], rank: int) -> tuple[Tensor, ...]:
+    return tuple(t[rank * PART : (rank + 1) * PART] for t in batch)
+
+
+def _trained(rank: int) -> dict[str, float]:
+    """The worst differences of parameters after steps of AdamW, with a loss in the model and one outside of it."""
+    world, worst = torch.distributed.get_world_size(), {}
+    for kind in ("inside", "outside", "accumulated", "frozen"):
+        model = _model()
+        if kind == "frozen":
+            for p in model.blocks[0].parameters():
+                p.requires_grad_(False)
+        sharded = ts.shard(copy.deepcopy(model), {}, _own(_batch(world), rank), data="replicate")
+        optimizers = [torch.optim.AdamW(m.parameters(), 1e-2) for m in (model, sharded)]
+        for step, length in enumerate((12, 12, 24, 7)):
+            batch = _batch(world, length)
+            for m, optimizer, own in ((model, optimizers[0], batch), (sharded, optimizers[1], _own(batch, rank))):
+                for turn in range(2 if kind == "accumulated" else 1):
+                    torch.manual_seed(10 * step + turn)
+                    loss, logits = m(*own)
+                    (logits.square().mean() if kind == "outside" else loss).backward()
+                torch.nn.utils.clip_grad_norm_(m.parameters(), 0.1)
+                optimizer.step()
+                optimizer.zero_grad()
+        named = dict(model.named_parameters())
+        worst[kind] = max((p - named[name]).abs().max().item() for name, p in sharded.named_parameters())
+        assert sharded._ts_graphs.captures == 1
+    return worst
+
+
+@pytest.mark.parametrize("world", [2, pytest.param(3, marks=pytest.mark.nightly)])
+def test_training_is_that_on_the_whole_batch(world: int) -> None:
+    for worst in run_ranks(_trained, world):
+        assert max(worst.values()) < 1e-10, worst
+
+
+def _beside_ddp(rank: int) -> float:
+    """The worst difference of a gradient from DistributedDataParallel's, of a loss outside of the model."""
+    model, own = _model(p=0.0), _own(_batch(2), rank)
+    sharded = ts.shard(copy.deepcopy(model), {}, own, data="replicate")
+    wrapped = DistributedDataParallel(model)
+    for m in (wrapped, sharded):
+        m(*own)[1].square().mean().backward()
+    named = dict(model.named_parameters())
+    return max((p.grad - named[name].grad).abs().max().item() for name, p in sharded.named_parameters())
+
+
+def test_a_loss_outside_is_averaged_as_ddp_does() -> None:
+    assert max(run_ranks(_beside_ddp, 2)) < 1e-12
+
+
+def _wrong(rank: int) -> list[bool]:
+    model, own = _model(), _own(_batch(2), rank)
+    sharded = ts.shard(copy.deepcopy(model), {}, own, data="replicate")
+    return [
+        refused_input(lambda: sharded(*(t[: PART - rank] for t in own)), "the ranks were called with different"),
+        refused_input(lambda: sharded(*(t[:1] for t in own)), "a rank's part of the batch is 1"),
+    ]
+
+
+def test_parts_that_differ_are_refused_on_every_rank() -> None:
+    for refused in run_ranks(_wrong, 2):
+        assert all(refused), refused
+
+
+def test_a_batch_that_the_ranks_do_not_divide_is_refused() -> None:
+    ids, labels = _batch(2)
+    with pytest.raises(ts.InputError, match="a batch of 5 can't be divided among 2 ranks"):
+        ts.check(_model(), {}, world_size=2, example_inputs=(ids[:5], labels[:5]), data="replicate")
+    with pytest.raises(ts.InputError, match="'shard' is no way to divide data"):
+        ts.plan(_model(), {}, world_size=2, example_inputs=(ids, labels), data="shard")  # type: ignore[arg-type]
