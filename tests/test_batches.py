@@ -76,6 +76,19 @@ class Images(nn.Module):
         return F.cross_entropy(logits, y), logits
 
 
+class Keeps(nn.Module):
+    """Leaves something for the next call."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(6, 6)
+
+    def forward(self, x: Tensor, cache: dict[str, Tensor]) -> Tensor:
+        before = cache.get("x")
+        cache["x"] = self.linear(x)
+        return cache["x"] if before is None else cache["x"] + before
+
+
 def _llama() -> tuple[nn.Module, tuple[Any, ...], dict[str, Any]]:
     config = transformers.LlamaConfig(
         hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2,
@@ -204,5 +217,12 @@ def test_a_batch_that_the_ranks_do_not_divide_is_refused() -> None:
     ids, labels = _batch(2)
     with pytest.raises(ts.InputError, match="a batch of 5 can't be divided among 2 ranks"):
         ts.check(_model(), {}, world_size=2, example_inputs=(ids[:5], labels[:5]), data="replicate")
+    part: dict[str, Any] = {"world_size": 2, "example_inputs": (ids, labels), "data": "replicate"}
+    with pytest.raises(ts.PlanError, match="the ranks divide the batch, and the plan splits weights"):
+        ts.plan(_model(), {"*.q": "column"}, **part)
+    with pytest.raises(ts.InputError, match="the ranks divide the batch, and nothing else"):
+        ts.plan(_model(), {}, axes="all", **part)
+    with pytest.raises(ts.InputError, match="forward changes its arguments, and the ranks divide the batch"):
+        ts.plan(Keeps(), {}, world_size=2, example_inputs=(torch.randn(4, 6), {}), data="replicate")
     with pytest.raises(ts.InputError, match="'shard' is no way to divide data"):
         ts.plan(_model(), {}, world_size=2, example_inputs=(ids, labels), data="shard")  # type: ignore[arg-type]

@@ -104,6 +104,8 @@ def read_constraints(facts: ModelFacts, plan: PlanLike, axis: MeshAxis, aim: Obj
     aim = aim or objective(None, device=facts.device)
     wanted = read_plan(plan, axis.size)
     _check_ranks(facts, axis)
+    if aim.data:
+        _check_weights_are_whole(wanted)
     if isinstance(wanted, Plan):
         _check_same_model(facts, wanted)
         check_layouts(facts, wanted.parameters)
@@ -143,6 +145,22 @@ def read_plan(plan: PlanLike, world_size: int) -> Mapping[str, object] | Plan:
             attempt=f"a plan made with world_size={world_size}, or {plan.world_size} ranks",
         )
     return plan
+
+
+def _check_weights_are_whole(plan: Mapping[str, object] | Plan) -> None:
+    """Refuses a plan that splits weights where the ranks divide the batch.
+
+    Raises:
+        PlanError: it does.
+    """
+    split = [name for name, layout in plan.parameters.items() if layout != I] if isinstance(plan, Plan) else [*plan]
+    if split:
+        raise PlanError(
+            "the ranks divide the batch, and the plan splits weights",
+            where=f"parameter {split[0]!r}" if isinstance(plan, Plan) else f"plan key {split[0]!r}",
+            why='with data="replicate" each rank holds all weights: there is one axis of ranks, for one of the two',
+            attempt='the plan {}, or without data="replicate"',
+        )
 
 
 def _check_ranks(facts: ModelFacts, axis: MeshAxis) -> None:

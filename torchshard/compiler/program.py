@@ -87,6 +87,13 @@ def program(
     if constraints.splits_sequence and not captured.graph.meta["multiples"]:
         _warn_of_whole_sequences(captured, constraints.axis.size)
     if constraints.data:
+        if captured.changes.names:
+            raise InputError(
+                "forward changes its arguments, and the ranks divide the batch",
+                where=f"argument {captured.changes.names[0]!r}",
+                why="what a call leaves for the next one, such as a cache, is no part of the batch",
+                attempt='use_cache=False; or without data="replicate"',
+            )
         _divide_batch(captured.graph, inputs or {})
     return planned(captured, model, constraints.with_inputs(inputs or {}))
 

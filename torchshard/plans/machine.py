@@ -150,6 +150,13 @@ def objective(
             why="only values that a backward needs are kept, or computed again",
             attempt="without recompute=",
         )
+    if data is not None and axes != "weights":
+        raise InputError(
+            "the ranks divide the batch, and nothing else",
+            where=f"axes={axes!r} with data={data!r}",
+            why="there is one axis of ranks",
+            attempt="without axes=",
+        )
     default: MachineName = "cpu-gloo" if device == "cpu" else "h100x8"
     found = read_machine(default if machine is None else machine)
     globs = (recompute,) if isinstance(recompute, str) else tuple(recompute)
