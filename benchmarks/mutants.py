@@ -234,7 +234,7 @@ FAULTS = (
     Fault(
         "a graph for lengths that divide takes all",
         "capture/assumptions.py",
-        "if divided and any((sizes[s] % ranks == 0) is not fits for s, (ranks, fits) in sizes_divided.items()):",
+        "if divided and any(_divide(ranks, sizes[s]) is not fits for s, (ranks, fits) in sizes_divided.items()):",
         "if False:",
         "tests/test_sequence.py -k any_length",
     ),
@@ -835,6 +835,41 @@ FAULTS = (
         "            if uses_rng(node):\n",
         "            if False:\n",
         "tests/test_step.py -k recorded_memory",
+    ),
+    Fault(
+        "what was gathered of a sequence is kept",
+        "passes/insert.py",
+        "if is_gathered_again(step, dims_gathered_again(value, [consumer])):",
+        "if False:",
+        "tests/test_sequence.py -k gathers_again",
+    ),
+    Fault(
+        "a mask's slice keeps the whole mask",
+        "rules/random.py",
+        "return aten.clone.default(pieces[0]) if len(pieces) == 1 else",
+        "return pieces[0] if len(pieces) == 1 else",
+        "tests/test_sequence.py -k gathers_again",
+    ),
+    Fault(
+        "a layer's gradients are given to the wrong parameters",
+        "passes/bucket.py",
+        "emit(joint, operator.getitem, (pieces, i), node)",
+        "emit(joint, operator.getitem, (pieces, len(reduces) - 1 - i), node)",
+        "tests/test_batches.py -k training",
+    ),
+    Fault(
+        "gradients of a part of the batch are not averaged",
+        "runtime/averaged.py",
+        "return gradient / ctx.ranks, None",
+        "return gradient, None",
+        "tests/test_batches.py -k ddp",
+    ),
+    Fault(
+        "the size of a part is taken for that of the batch",
+        "passes/localize.py",
+        "call_function(operator.mul, (node, ranks))",
+        "call_function(operator.mul, (node, 1))",
+        "tests/test_batches.py -k whole_batch",
     ),
 )
 
