@@ -237,5 +237,5 @@ def plan(
         if constraints.data:
             call, inputs = whole_batch(flatten_call(model, args, example_kwargs or {}), world_size)
             args, example_kwargs = call.rebuild(call.tensors)
-        options: Any = {"inputs": inputs, "replaced": replaced, "repeating": True}
-        return program(model, constraints, args, example_kwargs, **options).plan
+        made = program(model, constraints, args, example_kwargs, inputs=inputs, replaced=replaced, repeating=True)
+    return made.plan

@@ -108,10 +108,10 @@ def capture(
     shapes = [_dynamic_dims(name, tensor, left) if dynamic else frozenset() for name, tensor in call.named_tensors]
     if repeating:
         try:
-            return _captured(model, call, shapes, repeating=True, divided=divided)
+            return _captured(model, call, shapes, divided, repeating=True)
         except Exception as error:  # whatever it is: a capture of each layer says what is wrong with the model
             log.info("each layer is traced: %s", error)
-    return _captured(model, call, shapes, repeating=False, divided=divided)
+    return _captured(model, call, shapes, divided, repeating=False)
 
 
 def _dynamic_dims(name: str, tensor: Tensor, left: Mapping[str, int | None]) -> frozenset[int]:
@@ -120,12 +120,7 @@ def _dynamic_dims(name: str, tensor: Tensor, left: Mapping[str, int | None]) -> 
 
 
 def _captured(
-    model: nn.Module,
-    call: Leaves,
-    shapes: Sequence[frozenset[int]],
-    *,
-    repeating: bool,
-    divided: Mapping[int, int] = MappingProxyType({}),
+    model: nn.Module, call: Leaves, shapes: Sequence[frozenset[int]], divided: Mapping[int, int], *, repeating: bool
 ) -> Captured:
     traced = trace(model, call, shapes, repeating=repeating)
     shared = shared_names(model)

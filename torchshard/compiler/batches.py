@@ -21,21 +21,39 @@ def whole_batch(inputs: Leaves, ranks: int) -> tuple[Leaves, dict[str, Layout]]:
     Raises:
         InputError: no tensor has a dim, or the part is a single element.
     """
-    layouts = batch_layouts(inputs, 2)
+    batch, layouts = _batch(inputs)
+    _check_part(batch)
     tensors = tuple(_times(t, ranks) if name in layouts else t for name, t in inputs.named_tensors)
     return replace(inputs, tensors=tensors), layouts
 
 
-def batch_layouts(inputs: Leaves, least: int) -> dict[str, Layout]:
-    """The layouts of the tensors that the ranks divide.
-
-    The batch is the first dim of the first tensor, and of all others whose first dim has that size.
-
-    Args:
-        least: the smallest batch.
+def divided_batch(
+    model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any] | None, ranks: int
+) -> dict[str, Layout]:
+    """The layouts of the tensors of a call with the whole batch.
 
     Raises:
-        InputError: no tensor has a dim, or the batch is smaller.
+        InputError: no tensor has a dim, the ranks do not divide the batch, or a part is a single element.
+    """
+    batch, layouts = _batch(flatten_call(model, args, kwargs or {}))
+    if batch % ranks:
+        raise InputError(
+            f"a batch of {batch} can't be divided among {ranks} ranks",
+            where=f"argument {next(iter(layouts))!r}",
+            why="each rank takes as many: the first dim is the batch of all ranks",
+            attempt=f"a batch of {ranks * max(batch // ranks, 2)}",
+        )
+    _check_part(batch // ranks)
+    return layouts
+
+
+def _batch(inputs: Leaves) -> tuple[int, dict[str, Layout]]:
+    """The size of the batch, and the layouts of the tensors that have it.
+
+    It is the first dim of the first tensor, and of all others whose first dim has that size.
+
+    Raises:
+        InputError: no tensor has a dim.
     """
     first = next((tensor for tensor in inputs.tensors if tensor.ndim), None)
     if first is None:
@@ -46,35 +64,17 @@ def batch_layouts(inputs: Leaves, least: int) -> dict[str, Layout]:
             attempt="the batch as a tensor: model(ids)",
         )
     batch = first.shape[BATCH]
-    if batch < least:
+    return batch, {name: Shard(BATCH) for name, t in inputs.named_tensors if t.ndim and t.shape[BATCH] == batch}
+
+
+def _check_part(size: int) -> None:
+    if size < 2:
         raise InputError(
-            f"a rank's part of the batch is {batch}",
+            f"a rank's part of the batch is {size}",
             where="the arguments",
             why="the first dim of the first tensor is the batch; what holds for one element does not hold for others",
             attempt="two or more for each rank",
         )
-    return {name: Shard(BATCH) for name, t in inputs.named_tensors if t.ndim and t.shape[BATCH] == batch}
-
-
-def divided_batch(
-    model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any] | None, ranks: int
-) -> dict[str, Layout]:
-    """The layouts of the tensors of a call with the whole batch.
-
-    Raises:
-        InputError: there is no batch, or the ranks do not divide it.
-    """
-    inputs = flatten_call(model, args, kwargs or {})
-    layouts = batch_layouts(inputs, 2 * ranks)
-    batch = next(tensor.shape[BATCH] for name, tensor in inputs.named_tensors if name in layouts)
-    if batch % ranks:
-        raise InputError(
-            f"a batch of {batch} can't be divided among {ranks} ranks",
-            where=f"argument {next(iter(layouts))!r}",
-            why="each rank takes as many: the first dim is the batch of all ranks",
-            attempt=f"a batch of {ranks * max(batch // ranks, 1)}",
-        )
-    return layouts
 
 
 def _times(tensor: Tensor, ranks: int) -> Tensor:

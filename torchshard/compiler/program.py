@@ -87,19 +87,24 @@ def program(
     if constraints.splits_sequence and not captured.graph.meta["multiples"]:
         _warn_of_whole_sequences(captured, constraints.axis.size)
     if constraints.data:
-        if captured.changes.names:
-            raise InputError(
-                "forward changes its arguments, and the ranks divide the batch",
-                where=f"argument {captured.changes.names[0]!r}",
-                why="what a call leaves for the next one, such as a cache, is no part of the batch",
-                attempt='use_cache=False; or without data="replicate"',
-            )
-        _divide_batch(captured.graph, inputs or {})
+        _divide_batch(captured, inputs or {})
     return planned(captured, model, constraints.with_inputs(inputs or {}))
 
 
-def _divide_batch(graph: fx.GraphModule, inputs: Mapping[str, Layout]) -> None:
-    """Notes that the ranks divide the batch, that of the inputs that are split, and no other size."""
+def _divide_batch(captured: Captured, inputs: Mapping[str, Layout]) -> None:
+    """Notes that the ranks divide the batch, that of the inputs that are split, and no other size.
+
+    Raises:
+        InputError: forward changes its arguments.
+    """
+    if captured.changes.names:
+        raise InputError(
+            "forward changes its arguments, and the ranks divide the batch",
+            where=f"argument {captured.changes.names[0]!r}",
+            why="what a call leaves for the next one, such as a cache, is no part of the batch",
+            attempt='use_cache=False; or without data="replicate"',
+        )
+    graph = captured.graph
     split = (n for n in placeholders(graph.graph) if isinstance(inputs.get(n.meta["path"]), Shard))
     batches = graph.meta["multiples"] & {size_expr(n.meta["val"].shape[BATCH]) for n in split}
     graph.meta["multiples"] = batches

@@ -13,8 +13,7 @@ import torch
 from torch import fx
 
 from torchshard.core.paths import layer_of
-from torchshard.ir.graph import nbytes, operands
-from torchshard.rules.pointwise import CASTS
+from torchshard.ir.graph import before_casts, nbytes
 
 BUCKETED_BYTES = 1 << 18
 """A larger gradient takes its time by its bytes."""
@@ -30,9 +29,7 @@ class Bucket(NamedTuple):
 
 def bucket_of(value: fx.Node) -> Bucket | None:
     """The bucket of the gradient of a parameter, or of a cast of one; None for a message of its own."""
-    source = value
-    while source.target in CASTS:
-        source = operands(source)[0]
+    source = before_casts(value)
     if source.op != "placeholder" or source.meta["kind"] != "parameter" or nbytes(value.meta["val"]) > BUCKETED_BYTES:
         return None
     return Bucket(layer_of(source.meta["path"]) or "", value.meta["val"].dtype)

@@ -44,6 +44,7 @@ from torchshard.custom_ops.carry import CARRY
 from torchshard.custom_ops.whole import WholeCall
 from torchshard.distributed.ops import is_collective
 from torchshard.rules import Call, TensorType, is_random, row_of, writes_statistics
+from torchshard.rules.pointwise import CASTS
 
 ORIGIN = ("module", "source", "needs_grad", "recompute", "is_backward", "origin")
 """The facts about an op that hold for what replaces it, too."""
@@ -191,6 +192,13 @@ def result_layouts(graph: fx.Graph) -> tuple[Layout, ...]:
     """The layout of each result: whole, or a rank's part of the batch where the ranks divide that."""
     layouts: tuple[Layout, ...] = graph.output_node().meta.get("layouts") or (I,) * len(results_of(graph))
     return layouts
+
+
+def before_casts(node: fx.Node) -> fx.Node:
+    """What was cast, by autocast or the model (`weight.to(x.dtype)`), or detached by no_grad; or the value itself."""
+    while node.target in CASTS or node.target is torch.ops.aten.detach.default:
+        node = operands(node)[0]
+    return node
 
 
 def call_of(node: fx.Node) -> Call:

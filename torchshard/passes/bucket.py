@@ -42,7 +42,7 @@ def bucket(joint: fx.GraphModule) -> bool:
 
 def _join(joint: fx.GraphModule, of: Bucket, reduces: Sequence[fx.Node]) -> None:
     """Puts one collective in place of several, where the last of them stands."""
-    last = reduces[-1]
+    last, name = reduces[-1], reduces[-1].name
     followers = _followers(reduces)
     shapes = [list(node.meta["val"].shape) for node in reduces]
     with joint.graph.inserting_before(last):
@@ -58,13 +58,10 @@ def _join(joint: fx.GraphModule, of: Bucket, reduces: Sequence[fx.Node]) -> None
     names = [name for node in reduces for name in node.meta["gradient_of"]]
     total.meta |= {"module": of.layer, "layouts": (I,), "gradient_of": tuple(dict.fromkeys(names))}
     for node in reduces:
-        name = node.name
         joint.graph.erase_node(node)
     total.name = name
-    anchor = own
-    for node in followers:
-        anchor.append(node)
-        anchor = node
+    for node in reversed(followers):
+        own.append(node)
 
 
 def _in_shape(joint: fx.GraphModule, target: OpOverload[..., object], value: fx.Node, shape: list[int]) -> fx.Node:

@@ -115,6 +115,10 @@ class Value:
         again = dims_gathered_again(node, node.users)
         return replace(value, hides=_weight_gradients(node), gathered_again=again, bucket=bucket_of(node))
 
+    def is_bucketed(self, step: ConversionStep) -> bool:
+        """Whether what a conversion sends in the backward goes with the gradients of others."""
+        return step.name == "copy" and self.bucket is not None
+
     def held(self, layout: Layout, ranks: int) -> float:
         """Bytes on the first rank, which holds the most."""
         return self.nbytes * largest_share(layout, self.shape, ranks)
@@ -237,7 +241,7 @@ class CostModel:
             # the schedule begins it before the weights' gradients, and waits for it behind them
             hidden = value.hides / self.axis.size / self.machine.flops
             back = replace(back, seconds=max(back.seconds - hidden, self.machine.launch))
-        if step.name == "copy" and back.nbytes and value.bucket is not None:
+        if value.is_bucketed(step):
             by_bytes = back.nbytes / self.machine.link(self.axis.size)[0]
             back = replace(back, seconds=by_bytes + (back.seconds - by_bytes) / BUCKETED)
         there = self._sent(forward, value, source, target)

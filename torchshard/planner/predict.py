@@ -71,7 +71,7 @@ def _conversions(model: CostModel, demand: Demand, steps: Steps, begun: set[Buck
     for step in steps:
         dims = dims_gathered_again(node, served[step.target])
         forward, backward, again = model.sent(dataclasses.replace(value, gathered_again=dims), step)
-        if step.name == "copy" and backward.nbytes and value.bucket is not None:
+        if backward.nbytes and value.bucket is not None and value.is_bucketed(step):
             backward = dataclasses.replace(backward, times=int(value.bucket not in begun))
             begun.add(value.bucket)
         names = tuple(dict.fromkeys(consumer.name for consumer in served[step.target]))

@@ -18,9 +18,8 @@ from torchshard.core.layouts import Layout, Shard
 from torchshard.core.paths import enclosing, module_around, star_numbers
 from torchshard.custom_ops.recurrent import RECURRENCES
 from torchshard.custom_ops.whole import op_of
-from torchshard.ir.graph import is_tensor_op, multiples_of, node_row, operands, where
+from torchshard.ir.graph import before_casts, is_tensor_op, multiples_of, node_row, operands, where
 from torchshard.rules.convolution import CONVOLUTIONS
-from torchshard.rules.pointwise import CASTS
 
 aten = torch.ops.aten
 
@@ -233,7 +232,7 @@ def pins_of(graph: fx.Graph, chosen: Mapping[str, tuple[str, Style]]) -> dict[fx
             outside = [n for n in ops if module_around(n.meta.get("module", ""), inner) is None]
             pins |= _along_sequence(outside, path, key, style)
             continue
-        fed = [n for n in ops if any(_is_own(_source(p), path) for p in operands(n))]
+        fed = [n for n in ops if any(_is_own(before_casts(p), path) for p in operands(n))]
         within = [n for n in fed if n.meta.get("module") == path]
         fed = within or fed  # a parent may use the weight of a module that it never calls
         able = {n: SPLITS[op_of(n.target)] for n in fed if op_of(n.target) in SPLITS}
@@ -275,13 +274,6 @@ def cannot_have(key: str, path: str, style: str, why: str) -> PlanError:
         why=why,
         attempt="name the linear, embedding, convolution or recurrent layer inside it, or 'replicate'",
     )
-
-
-def _source(node: fx.Node) -> fx.Node:
-    """What was cast, by autocast or the model (`weight.to(x.dtype)`), or detached by no_grad; or the value itself."""
-    while node.target in CASTS or node.target is aten.detach.default:
-        node = operands(node)[0]
-    return node
 
 
 def _is_own(node: fx.Node, path: str) -> bool:

@@ -234,12 +234,11 @@ class ShardedModule(State):
                 raise error
         captured = compiled.program.captured
         results, left = results[: captured.changes.results], results[captured.changes.results :]
+        equal = results
         if self._ts_constraints.data:
-            parts = compiled.result_layouts[: len(results)]
-            results = averaged(results, parts, self._ts_group.size)
-            equal = [r for r, layout in zip(results, parts, strict=True) if not isinstance(layout, Shard)]
-        else:
-            equal = results
+            layouts = compiled.result_layouts[: len(results)]
+            results = averaged(results, layouts, self._ts_group.size)
+            equal = [r for r, layout in zip(results, layouts, strict=True) if not isinstance(layout, Shard)]
         if self._verifies_calls() and torch.is_grad_enabled():
             self._ts_history.watch_results(equal)
         kept = (
