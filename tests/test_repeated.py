@@ -61,9 +61,8 @@ IDS = torch.zeros(2, 5, dtype=torch.long)
 
 def _captured(model: nn.Module, args: tuple[Any, ...], *, repeating: bool) -> flat.Captured:
     call = flatten_call(model, args, {})
-    return flat._captured(
-        model, call, [flat.DYNAMIC_DIMS & set(range(t.ndim)) for t in call.tensors], repeating=repeating
-    )
+    shapes = [flat.DYNAMIC_DIMS & set(range(t.ndim)) for t in call.tensors]
+    return flat._captured(model, call, shapes, {}, repeating=repeating)
 
 
 def _text(captured: flat.Captured) -> str:
