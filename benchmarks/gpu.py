@@ -15,10 +15,11 @@ import copy
 import statistics
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -27,21 +28,29 @@ from alone import in_processes
 from torch import Tensor, fx, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.testing._internal.distributed.fake_pg import FakeStore
+from torch.utils.checkpoint import checkpoint
+from transformers import LlamaConfig, LlamaForCausalLM
 
 import torchshard as ts
 from torchshard.capture.facts import ModelFacts
 from torchshard.compiler.constraints import read_constraints
 from torchshard.compiler.program import program
 from torchshard.core.mesh import MeshAxis
+from torchshard.distributed.group import ALONE
 from torchshard.distributed.ops import OPS, Begin, wait
 from torchshard.ir.graph import hint, placeholders
-from torchshard.passes import direct, localized, step_graphs
+from torchshard.passes import direct, localized
 from torchshard.plans.machine import objective
+from torchshard.runtime.compilation import Compiler
+from torchshard.runtime.step import Step
 
 RANKS = (1, 2, 4, 8)
 ROUNDS = 20
 LIMIT_SECONDS = 600
+TIMED = "step of a rank"
+GRAPHS = {"mode": "reduce-overhead"}
 
 
 class Skipped(Exception):
@@ -57,8 +66,9 @@ class Block(nn.Module):
     With `ranks`, one rank's part of it, as Megatron cuts it.
     """
 
-    def __init__(self, smaller: int = 1, ranks: int = 1) -> None:
+    def __init__(self, smaller: int = 1, ranks: int = 1, *, dropout: float = 0.0, checkpointed: bool = False) -> None:
         super().__init__()
+        self.dropout, self.checkpointed = dropout, checkpointed
         width, inner, self.head = 4096 // smaller, 14336 // smaller, 128
         heads = max(width // self.head, 8)
         self.head = width // heads
@@ -70,20 +80,29 @@ class Block(nn.Module):
         self.down = nn.Linear(inner // ranks, width, bias=False)
 
     def forward(self, x: Tensor) -> Tensor:
+        return checkpoint(self.layer, x, use_reentrant=False) if self.checkpointed else self.layer(x)
+
+    def layer(self, x: Tensor) -> Tensor:
+        """(batch, positions, width), as it gets them."""
+        p = self.dropout
         h = self.norm1(x)
-        q, k, v = (p(h).unflatten(-1, (-1, self.head)).transpose(1, 2) for p in (self.q, self.k, self.v))
-        mixed = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=q.shape[1] != k.shape[1])
-        x = x + self.o(mixed.transpose(1, 2).flatten(2))
+        q, k, v = (layer(h).unflatten(-1, (-1, self.head)).transpose(1, 2) for layer in (self.q, self.k, self.v))
+        grouped = q.shape[1] != k.shape[1]
+        mixed = F.scaled_dot_product_attention(q, k, v, dropout_p=p, is_causal=True, enable_gqa=grouped)
+        x = x + F.dropout(self.o(mixed.transpose(1, 2).flatten(2)), p)
         h = self.norm2(x)
-        return x + self.down(F.silu(self.gate(h)) * self.up(h))
+        return x + F.dropout(self.down(F.silu(self.gate(h)) * self.up(h)), p)
 
 
+SEQUENCE = dict.fromkeys(("*.norm1", "*.norm2"), "sequence")
 PLAN = dict.fromkeys(("*.q", "*.k", "*.v", "*.gate", "*.up"), "column") | dict.fromkeys(("*.o", "*.down"), "row")
 
 
-def _stack(device: str, blocks: int, smaller: int, dtype: torch.dtype, ranks: int = 1) -> tuple[nn.Module, Tensor]:
+def _stack(
+    device: str, blocks: int, smaller: int, dtype: torch.dtype, ranks: int = 1, **options: Any
+) -> tuple[nn.Module, Tensor]:
     torch.manual_seed(0)
-    model = nn.Sequential(*(Block(smaller, ranks) for _ in range(blocks)))
+    model = nn.Sequential(*(Block(smaller, ranks, **options) for _ in range(blocks)))
     length = 2048 // smaller
     return model.to(device, dtype), torch.randn(1, length, 4096 // smaller, device=device, dtype=dtype)
 
@@ -112,34 +131,107 @@ def _rank(run: Callable[..., Any], device: str, backend: str, *args: Any) -> Any
     return run(device, *args)
 
 
-def _training(device: str, dtype: torch.dtype, compile: bool) -> float:
-    """The largest difference of three steps' losses and gradients, relative to the largest gradient."""
-    model, x = _stack(device, 2, 16, dtype)
-    sharded = ts.shard(copy.deepcopy(model), PLAN, (x,), compile=compile)
+class Steps(NamedTuple):
+    """How a model is trained beside the unsharded one."""
+
+    dtype: torch.dtype = torch.float32
+    plan: Any = PLAN
+    dropout: float = 0.0
+    """Of the layers' output, and with the math kernel of attention too."""
+    autocast: torch.dtype | None = None
+    checkpointed: bool = False
+    default: bool = False
+    """Whether new tensors are on the device by default."""
+    options: Mapping[str, Any] = {}
+
+    @property
+    def limit(self) -> float:
+        """What gradients may differ by."""
+        limits = {torch.float64: 1e-10, torch.float32: 1e-4, torch.bfloat16: 0.1, torch.float16: 0.02}
+        return limits[self.autocast or self.dtype]
+
+
+def _gradients(model: nn.Module, x: Tensor, steps: Steps) -> dict[str, Tensor]:
+    """Of one step, scaled as float16 wants it."""
+    torch.manual_seed(1)
+    model.zero_grad()
+    with torch.autocast(x.device.type, steps.autocast, enabled=steps.autocast is not None):
+        loss = model(x).square().mean()
+    scaler = torch.amp.GradScaler(x.device.type, init_scale=1024.0, enabled=steps.autocast == torch.float16)
+    scaler.scale(loss).backward()
+    return {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+
+
+def _training(device: str, steps: Steps) -> float:
+    """The largest difference of three steps' gradients, relative to the largest gradient."""
+    torch.set_default_device(device if steps.default else None)
+    model, x = _stack(device, 2, 16, steps.dtype, dropout=steps.dropout, checkpointed=steps.checkpointed)
+    x = (x * torch.arange(1, 5, device=device)[:, None, None]).to(steps.dtype)
+    part = x.chunk(ts.distributed.get_group_size())[ts.distributed.get_rank()] if "data" in steps.options else x
     worst = 0.0
-    for _ in range(3):
-        for each in (model, sharded):
-            each.zero_grad()
-            each(x).square().mean().backward()
-        whole = {name: p.grad for name, p in model.named_parameters()}
-        gradients = {n: ts.distributed.gather(p.grad, s.dim) if (s := sharded.layouts[n]) != ts.I else p.grad
-                     for n, p in sharded.named_parameters()}  # fmt: skip
-        for name, gradient in gradients.items():
-            worst = max(worst, float((gradient - whole[name]).abs().max() / whole[name].abs().max()))
+    with sdpa_kernel(SDPBackend.MATH) if steps.dropout else nullcontext():
+        sharded = ts.shard(copy.deepcopy(model), steps.plan, (part,), **steps.options)
+        for _ in range(3):
+            whole, own = _gradients(model, x, steps), _gradients(sharded, part, steps)
+            if whole.keys() != own.keys():
+                raise AssertionError("other parameters have gradients")
+            for name, gradient in own.items():
+                if (layout := sharded.layouts[name]) != ts.I:
+                    gradient = torch.cat(ts.distributed.all_gather_uneven(gradient), layout.dim)
+                worst = max(worst, float((gradient - whole[name]).abs().max() / whole[name].abs().max()))
     return worst
 
 
-def training(
-    device: str, world: int, backend: str, dtype: torch.dtype = torch.float32, *, compile: bool = False
-) -> str:
+def training(device: str, world: int, backend: str = "gloo", **given: Any) -> str:
     """Three steps beside the unsharded model."""
     if backend == "nccl" and device == "cpu":
         raise Skipped("NCCL needs a GPU")
-    limit = {torch.float64: 1e-10, torch.float32: 1e-4, torch.bfloat16: 0.1, torch.float16: 0.02}[dtype]
-    worst = max(_on_ranks(_training, world, device, backend, dtype, compile))
-    if not worst < limit:
-        raise AssertionError(f"gradients differ by {worst:.1e} of the largest, more than {limit:.0e}")
+    steps = Steps(**given)
+    worst = max(_on_ranks(_training, world, device, backend, steps))
+    if not worst < steps.limit:
+        raise AssertionError(f"gradients differ by {worst:.1e} of the largest, more than {steps.limit:.0e}")
     return f"gradients differ by {worst:.1e} of the largest"
+
+
+def _generated(device: str, implementation: str, mode: str, compile: bool) -> int:
+    """Tokens that a small Llama gives as its unsharded twin does."""
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        hidden_size=128, intermediate_size=256, num_attention_heads=8, num_key_value_heads=2, num_hidden_layers=3,
+        vocab_size=512, eos_token_id=None, pad_token_id=0, initializer_range=0.2,
+    )  # fmt: skip
+    model = LlamaForCausalLM(config).to(device).eval()
+    ids = torch.arange(1, 25, device=device).reshape(2, 12)
+    example = {"input_ids": ids, "use_cache": False}
+    sharded = ts.shard(copy.deepcopy(model), "auto", example_kwargs=example, mode=mode, compile=compile)
+    options = {"max_new_tokens": 24, "do_sample": False, "cache_implementation": implementation}
+    whole, own = (each.generate(ids, attention_mask=torch.ones_like(ids), **options) for each in (model, sharded))
+    if not torch.equal(whole, own):
+        raise AssertionError(f"{int((whole != own).sum())} of {whole.numel()} tokens differ")
+    return whole.numel() - ids.numel()
+
+
+def generating(device: str, implementation: str = "dynamic", *, mode: str = "infer", compile: bool = False) -> str:
+    """The tokens of `generate`, its cache split, beside the unsharded model's."""
+    return f"{min(_on_ranks(_generated, 2, device, 'gloo', implementation, mode, compile))} equal tokens"
+
+
+def _sharing() -> str:
+    try:
+        ts.distributed.init_process_group("nccl", timeout_seconds=10)
+    except ts.DistributedError as error:
+        return str(error).partition("\n")[0]
+    return ""
+
+
+def sharing(device: str) -> str:
+    """Two ranks that ask for NCCL on one card: both are told."""
+    if device == "cpu" or torch.cuda.device_count() > 1:
+        raise Skipped("needs one GPU, alone")
+    found = ts.distributed.launch(_sharing, 2, ())
+    if not all(found):
+        raise AssertionError(f"told: {found}")
+    return "; ".join(found)
 
 
 def _collectives(device: str) -> list[str]:
@@ -198,21 +290,23 @@ def _rank_step(device: str, world: int, smaller: int, compile: dict[str, Any] | 
     model, x = _stack(device, 2, smaller, _dtype(device))
     aim = objective(None, device=device)
     made = program(model, read_constraints(ModelFacts.of(model), PLAN, MeshAxis(world), aim), (x,))
-    local = localized(made.graph, MeshAxis(world).simulated()[0])
-    parts = step_graphs(local)
-    forward, backward = (_without_sending(part) for part in (parts.forward, parts.backward))
-    run = (lambda graph: torch.compile(graph, **compile)) if compile is not None else direct
-    forward, backward = run(forward), run(backward)
+    coordinate = MeshAxis(world).simulated()[0]
+    local = localized(made.graph, coordinate)
+    compiler = None if compile is None else Compiler(compile, where="compile")
+    call = Step(local, coordinate, (), lambda graph: (compiler or direct)(_without_sending(graph)))
     arguments = [
-        x if n.meta["kind"] == "input" else 0.02 * torch.randn(n.meta["val"].shape, device=device, dtype=x.dtype)
+        x
+        if n.meta["kind"] == "input"
+        else nn.Parameter(0.02 * torch.randn(n.meta["val"].shape, device=device, dtype=x.dtype))
         for n in placeholders(local.graph)
     ]
-    count = len(parts.given)
 
     def step() -> object:
-        with torch.no_grad():
-            made = forward(*arguments)
-            return backward(*made[count:], *made[:count])
+        for argument in arguments:
+            argument.grad = None
+        if compiler is not None:
+            compiler.begin_call(ALONE, {x.device})
+        return call(*arguments)[0].square().mean().backward()
 
     return step
 
@@ -281,28 +375,77 @@ def on_ranks(
     return "; ".join(lines)
 
 
+class Keyed(nn.Module):
+    """Attention with a bias of its keys, whose gradient is nothing but rounding, and dropout."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.q, self.k, self.v, self.o = (nn.Linear(16, 16) for _ in range(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = (layer(x).unflatten(-1, (4, 4)).transpose(1, 2) for layer in (self.q, self.k, self.v))
+        mixed = F.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(2)
+        return self.o(F.dropout(mixed, 0.2)).square()
+
+
 def checked(device: str) -> str:
     """`ts.check` of a model on the device, dropout included."""
     torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(16, 32), nn.GELU(), nn.Dropout(0.2), nn.Linear(32, 16)).to(device)
-    x = torch.randn(4, 16, device=device)
+    model, x = Keyed().to(device), torch.randn(2, 5, 16, device=device)
     before = torch.cuda.get_rng_state() if device == "cuda" else torch.get_rng_state()
-    report = ts.check(model, {"0": "column", "3": "row"}, world_size=2, example_inputs=(x,))
+    report = ts.check(model, "auto", world_size=2, example_inputs=(x,))
     after = torch.cuda.get_rng_state() if device == "cuda" else torch.get_rng_state()
     if not report.ok or not torch.equal(before, after):
-        raise AssertionError("the check fails, or has changed the random numbers that come next")
+        raise AssertionError(f"the check has changed the random numbers that come next, or fails: {report}")
     return str(report).partition("\n")[0]
+
+
+def _graphs_by_gloo(device: str) -> str:
+    model, x = _stack(device, 1, 16, torch.float32)
+    sharded = ts.shard(model, PLAN, (x,), compile=GRAPHS)
+    try:
+        sharded(x)
+    except ts.InputError as error:
+        return str(error).partition("\n")[0]
+    return ""
+
+
+def graphs_by_gloo(device: str) -> str:
+    """CUDA graphs on ranks that share a card: all are told."""
+    if device == "cpu":
+        raise Skipped("CUDA graphs need a GPU")
+    found = _on_ranks(_graphs_by_gloo, 2, device, "gloo")
+    if not all(found):
+        raise AssertionError(f"told: {found}")
+    return "; ".join(found)
 
 
 CHECKS: dict[str, Callable[[str], str]] = {
     "this machine": environment,
     "NCCL, a world of one": partial(training, world=1, backend="nccl"),
+    "NCCL, a world of one, as CUDA graphs": partial(training, world=1, backend="nccl", options={"compile": GRAPHS}),
     "two ranks on one card, eager collectives": collectives,
-    "two ranks on one card, float64": partial(training, world=2, backend="gloo", dtype=torch.float64),
-    "two ranks on one card, float32": partial(training, world=2, backend="gloo"),
-    "two ranks on one card, bfloat16": partial(training, world=2, backend="gloo", dtype=torch.bfloat16),
-    "two ranks on one card, float16": partial(training, world=2, backend="gloo", dtype=torch.float16),
-    "two ranks on one card, compiled": partial(training, world=2, backend="gloo", compile=True),
+    "two ranks on one card, float64": partial(training, world=2, dtype=torch.float64),
+    "two ranks on one card, float32": partial(training, world=2),
+    "two ranks on one card, bfloat16": partial(training, world=2, dtype=torch.bfloat16),
+    "two ranks on one card, float16": partial(training, world=2, dtype=torch.float16),
+    "two ranks on one card, compiled": partial(training, world=2, options={"compile": True}),
+    "two ranks on one card, dropout": partial(training, world=2, dtype=torch.float64, dropout=0.2),
+    "two ranks on one card, checkpoints": partial(training, world=2, dtype=torch.float64, checkpointed=True),
+    "two ranks on one card, split sequence": partial(training, world=2, dtype=torch.float64, plan=PLAN | SEQUENCE),
+    "two ranks on one card, divided batch": partial(
+        training, world=2, dtype=torch.float64, plan={}, options={"data": "replicate"}
+    ),
+    "three ranks on one card, planned, autocast to bfloat16": partial(
+        training, world=3, plan="auto", autocast=torch.bfloat16
+    ),
+    "two ranks on one card, autocast to float16, scaled": partial(training, world=2, autocast=torch.float16),
+    "two ranks on one card, generate": generating,
+    "two ranks on one card, generate, static cache": partial(generating, implementation="static"),
+    "two ranks on one card, generate, compiled": partial(generating, compile=True),
+    "two ranks on one card, all tensors made there by default": partial(training, world=2, default=True),
+    "two ranks on one card, by NCCL": sharing,
+    "two ranks on one card, as CUDA graphs": graphs_by_gloo,
     "ts.check of a model on the card": checked,
     "step of a rank": partial(on_ranks, make=_rank_step),
     "step of a rank by hand": partial(on_ranks, make=_step_by_hand),
@@ -310,7 +453,7 @@ CHECKS: dict[str, Callable[[str], str]] = {
     "step of a rank, compiled": partial(on_ranks, make=_rank_step, compile={}),
     "step of a rank by hand, compiled": partial(on_ranks, make=_step_by_hand, compile={}),
     "step of a rank by DTensor, compiled": partial(on_ranks, make=_dtensor_step, compile={}),
-    "step of a rank, as CUDA graphs": partial(on_ranks, make=_rank_step, compile={"mode": "reduce-overhead"}),
+    "step of a rank, as CUDA graphs": partial(on_ranks, make=_rank_step, compile=GRAPHS),
 }
 
 
@@ -340,14 +483,17 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--device", default="cuda", choices=("cuda", "cpu"))
     parser.add_argument("--write", type=Path, help="the page")
+    parser.add_argument("--jobs", type=int, default=1, help="checks at a time, of those that are not timed")
     parser.add_argument("--only", default="", help="checks whose name contains this")
     options = parser.parse_args()
     names, rows = [name for name in CHECKS if options.only in name], []
-    for name, found, _ in in_processes(partial(_found, options.device), names, LIMIT_SECONDS, jobs=1):
-        # a text in place of what the function gives says what failed
-        status, text = found if isinstance(found, tuple) else ("FAILED", found)
-        rows.append(f"| {name} | {status} | {text.replace('|', '/')} |")
-        print(f"{status:8} {name}: {text}", flush=True)
+    timed = [name for name in names if name.startswith(TIMED)]
+    for group, jobs in (([name for name in names if name not in timed], options.jobs), (timed, 1)):
+        for name, found, _ in in_processes(partial(_found, options.device), group, LIMIT_SECONDS, jobs):
+            # a text in place of what the function gives says what failed
+            status, text = found if isinstance(found, tuple) else ("FAILED", found)
+            rows.append(f"| {name} | {status} | {text.replace('|', '/')} |")
+            print(f"{status:8} {name}: {text}", flush=True)
     if options.write:
         options.write.write_text("\n".join([HEADING + "| check | | found |", "|---|---|---|", *rows, ""]))
     return int(any("| FAILED |" in row for row in rows))

@@ -96,3 +96,18 @@ def test_benchmarks_that_import_tests_put_them_on_the_path_first() -> None:
     assert [
         name for name, text in importing.items() if not -1 < text.find("sys.path.insert") < text.find("from tests.")
     ] == []
+
+
+FACTORIES = {"arange", "empty", "empty_strided", "eye", "full", "linspace", "ones", "rand", "randint", "randn",
+             "randperm", "scalar_tensor", "tensor", "zeros"}  # fmt: skip
+BY_DEFAULT = {"distributed.primitives: torch.empty(tuple(like), dtype=dtype)"}
+"""What a user asks for by its shape alone is where PyTorch makes tensors by default."""
+
+
+@pytest.mark.parametrize("module", MODULES)
+def test_the_library_says_where_its_tensors_are(module: str) -> None:
+    """PyTorch's default device is the user's: `torch.set_default_device("cuda")` moves what says no device."""
+    calls = (node for node in ast.walk(ast.parse(MODULES[module].read_text())) if isinstance(node, ast.Call))
+    made = (call for call in calls if ast.unparse(call.func) in {f"torch.{name}" for name in FACTORIES})
+    without = {f"{module}: {ast.unparse(call)}" for call in made if all(k.arg != "device" for k in call.keywords)}
+    assert without <= BY_DEFAULT

@@ -6,29 +6,34 @@ import copy
 import os
 import threading
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor, fx, nn
+from torch._subclasses import fake_tensor as fake_tensors
 from torch._subclasses.fake_tensor import FakeTensor
 
 import torchshard as ts
 import torchshard.distributed as tsd
 from tests.helpers import refused, run_ranks
 from tests.models import MLP
+from torchshard.capture import flatten_call
 from torchshard.capture.facts import ModelFacts
+from torchshard.capture.models import check_devices
 from torchshard.compiler.constraints import read_constraints
 from torchshard.compiler.planning import plan_graph
-from torchshard.compiler.program import prepared
+from torchshard.compiler.program import prepared, program
 from torchshard.core.mesh import MeshAxis
 from torchshard.distributed import process_groups, wire
 from torchshard.distributed.group import CheckLevel, Group, HandshakeState, register_groups, registered_groups
 from torchshard.ir.graph import fake_mode
-from torchshard.passes import annotate
+from torchshard.passes import annotate, localized
 from torchshard.plans.machine import objective
+from torchshard.runtime import compilation
 
 # --- the backend that tensors travel by -------------------------------------------------------------------------------
 
@@ -193,3 +198,121 @@ def test_split_attention_does_not_draw_what_a_fused_kernel_would() -> None:
     assert _annotated_on("cuda", 0.1, dict.fromkeys(COLUMNS, "replicate"))
     with torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.MATH):
         assert _annotated_on("cuda", 0.1, COLUMNS)
+
+
+# --- what is compiled -------------------------------------------------------------------------------------------------
+
+
+COLUMN = {"up": "column", "down": "replicate"}
+
+
+def _localized_on(device: str, plan: dict[str, str]) -> fx.GraphModule:
+    """Rank 0's graph of two, as of a model on that device."""
+    model = MLP()
+    facts = ModelFacts.of(model)
+    made = program(model, read_constraints(facts, plan, MeshAxis(2), objective(None)), (torch.randn(4, 12),))
+    local = localized(made.graph, MeshAxis(2).simulated()[0])
+    for node in local.graph.nodes:
+        if isinstance(node.meta.get("val"), Tensor):
+            there = torch.empty(node.meta["val"].shape, device="meta")
+            node.meta["val"] = FakeTensor(fake_mode(local.graph), there, torch.device(device))
+    return local
+
+
+@pytest.mark.parametrize(
+    ("device", "by_gloo", "plan", "compiled"),
+    [
+        ("cuda", {"cpu", "cuda"}, COLUMN, False),
+        ("cuda", {"cpu"}, COLUMN, True),
+        ("cpu", {"cpu", "cuda"}, COLUMN, True),
+        ("cuda", {"cpu", "cuda"}, {"up": "column", "down": "row"}, True),
+    ],
+)
+def test_what_gloo_gathers_on_gpus_is_not_compiled(
+    device: str, by_gloo: set[str], plan: dict[str, str], compiled: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    local = _localized_on(device, plan)
+    monkeypatch.setattr(compilation, "lookup", lambda name: Group(0, 2, name, gloo_devices=frozenset(by_gloo)))
+    assert compilation.can_compile(local) == compiled
+
+
+GRAPHS: list[dict[str, Any]] = [
+    {"mode": "reduce-overhead"},
+    {"options": {"triton.cudagraphs": True}},
+    {"backend": torch._TorchCompileInductorWrapper("reduce-overhead", None, None)},
+]
+
+
+@pytest.mark.parametrize("options", GRAPHS)
+def test_cuda_graphs_use_the_memory_of_the_call_before_and_hold_nothing_that_gloo_sends(
+    options: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    marked: list[str] = []
+    monkeypatch.setattr(torch.compiler, "cudagraph_mark_step_begin", lambda: marked.append("a call"))
+    compiler, gpu = compilation.Compiler(options, where="shard(compile=...)"), {torch.device("cuda", 0)}
+    shares = Group(0, 2, gloo_devices=frozenset({"cpu", "cuda"}))
+    with pytest.raises(ts.InputError, match="a CUDA graph can't hold what gloo sends"):
+        compiler.begin_call(shares, gpu)
+    compiler.begin_call(shares, {torch.device("cpu")})
+    compilation.Compiler({}, where="shard(compile=...)").begin_call(shares, gpu)
+    assert not marked
+    compiler.begin_call(replace(shares, gloo_devices=frozenset({"cpu"})), gpu)
+    compiler.begin_call(replace(shares, size=1), gpu)
+    assert marked == ["a call"] * 2
+
+
+# --- where tensors are ------------------------------------------------------------------------------------------------
+
+
+def _elsewhere_by_default(rank: int, folder: str) -> dict[str, Any]:
+    torch.manual_seed(0)
+    model, x = MLP().double(), torch.randn(4, 12, dtype=torch.float64)
+    torch.set_default_device("meta")
+    tsd.init_process_group()
+    sharded = ts.shard(copy.deepcopy(model), {"up": "column", "down": "row"})
+    optimizer = torch.optim.AdamW(sharded.parameters())
+    for each in (model, sharded, sharded):  # the second time with graphs of its own
+        each.zero_grad()
+        each(x).square().sum().backward()
+    gradients = {}
+    for name, parameter in sharded.named_parameters():
+        layout = sharded.layouts[name]
+        gradients[name] = parameter.grad if layout == ts.I else tsd.gather(parameter.grad, layout.dim)
+    expected = {name: p.grad for name, p in model.named_parameters()}
+    optimizer.step()
+    ts.save(folder, sharded, optimizer)
+    ts.load(folder, sharded, optimizer)
+    report = ts.check(model, {"up": "column", "down": "row"}, world_size=2, example_inputs=(x,))
+    tsd.debug(True)
+    received = tsd.recv(x, 0) if rank else tsd.send(x, 1)
+    return {
+        "gradients": all(torch.allclose(gradients[n], expected[n], atol=1e-12) for n in expected),
+        "report": report.ok,
+        "objects": tsd.all_gather_object(rank),
+        "received": received is None or torch.equal(received, x),
+        "result": torch.isfinite(sharded(x)).all().item(),
+    }
+
+
+def test_the_default_device_is_the_users_alone(tmp_path: Path) -> None:
+    """The library's own tensors are where it puts them, as under `torch.set_default_device("cuda")`."""
+    for found in run_ranks(_elsewhere_by_default, 2, str(tmp_path)):
+        assert found == {"gradients": True, "report": True, "objects": [0, 1], "received": True, "result": True}
+
+
+class _Scaled(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(4, device="cuda"))
+
+    def forward(self, x: Tensor, number: Tensor) -> Tensor:
+        return x * self.weight * number
+
+
+def test_a_number_may_be_on_the_cpu() -> None:
+    with fake_tensors.FakeTensorMode():
+        model = _Scaled()
+        x, number = torch.empty(2, 4, device="cuda"), torch.tensor(3)
+        check_devices(model, flatten_call(model, (x, number), {}))
+        with pytest.raises(ts.InputError, match="is on cpu, the model on cuda:0"):
+            check_devices(model, flatten_call(model, (x.cpu(), number), {}))

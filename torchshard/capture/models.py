@@ -142,6 +142,8 @@ def _check_strided(tensor: Tensor, role: str, name: str, place: str) -> None:
 def check_devices(model: nn.Module, call: Leaves) -> None:
     """Checks that every input is on the model's device; meta tensors stand for tensors on any device.
 
+    A tensor of one number may be on the CPU, as for PyTorch's ops.
+
     Raises:
         InputError: one is on another device.
     """
@@ -150,7 +152,8 @@ def check_devices(model: nn.Module, call: Leaves) -> None:
         return
     (device,) = devices
     for name, tensor in zip(call.names, call.tensors, strict=True):
-        if isinstance(tensor, Tensor) and tensor.device != device and "meta" not in (tensor.device.type, device.type):
+        is_number = tensor.device.type == "cpu" and tensor.ndim == 0
+        if tensor.device != device and not is_number and "meta" not in (tensor.device.type, device.type):
             raise InputError(
                 f"input {name} is on {tensor.device}, the model on {device}",
                 where=f"argument {name!r} of {type(model).__name__}.forward",

@@ -40,8 +40,8 @@ class _Nudge(torch.autograd.Function):
 
 
 def _nudged(x: Tensor, generator: torch.Generator) -> Tensor:
-    signs = torch.randint(-1, 2, x.shape, dtype=torch.int8, generator=generator)
-    return torch.addcmul(x, x, signs.to(x.dtype), value=torch.finfo(x.dtype).eps)
+    signs = torch.randint(-1, 2, x.shape, dtype=torch.int8, generator=generator, device="cpu")
+    return torch.addcmul(x, x, signs.to(x), value=torch.finfo(x.dtype).eps)
 
 
 class Nudges(NamedTuple):
@@ -80,7 +80,8 @@ def _is_moved(value: Tensor, operands: Sequence[Argument]) -> bool:
     if any(value.untyped_storage()._cdata == x.untyped_storage()._cdata for x in tensors if x.layout == torch.strided):
         return True
     numbers = [float(x) for x in operands if isinstance(x, (int, float))]
-    known = torch.cat([*map(_numbers, tensors), torch.tensor([*numbers, 0.0], dtype=torch.float64)])
+    written = torch.tensor([*numbers, 0.0], dtype=torch.float64, device="cpu")
+    known = torch.cat([elements.to(value.device) for elements in (*map(_numbers, tensors), written)])
     elements = _numbers(value)
     # a sample first: most ops compute new values, and the search through all elements is slow
     sample = elements[:: max(1, len(elements) // SAMPLE_SIZE)][:SAMPLE_SIZE]

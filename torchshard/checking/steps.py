@@ -43,7 +43,7 @@ def _cotangent(output: Tensor, index: int) -> Tensor:
     because the derivative of a norm along its own input is zero.
     """
     generator = torch.Generator().manual_seed(COTANGENT_SEED + index)
-    return torch.randn(output.shape, generator=generator, dtype=torch.float64).to(output.dtype)
+    return torch.randn(output.shape, generator=generator, dtype=torch.float64, device="cpu").to(output)
 
 
 def leaf(value: T) -> T:

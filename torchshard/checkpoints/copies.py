@@ -29,7 +29,7 @@ class Copies:
             if self._is_closed:
                 return
             self._held += bytes_
-        copied = torch.empty(tensor.shape, dtype=tensor.dtype).copy_(tensor.detach())
+        copied = torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu").copy_(tensor.detach())
         with self._changed:
             self._tensors.append((name, copied))
             self._changed.notify_all()

@@ -48,7 +48,7 @@ class Wanted:
 
     def read(self, coordinate: Coordinate) -> Tensor:
         """This rank's part."""
-        local = torch.empty(self.local_shape(coordinate), dtype=self.stored.dtype)
+        local = torch.empty(self.local_shape(coordinate), dtype=self.stored.dtype, device="cpu")
         for piece in pieces(self.stored.shape, self.layout, coordinate):
             self.stored.read(piece.box, piece.of(local))
         return local.to(self.device)

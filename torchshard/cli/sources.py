@@ -194,7 +194,7 @@ def _example(config: object, model: nn.Module, batch: int, sequence: int, path: 
     """Example inputs of the sizes that a model's configuration has; the same on every rank, by a fixed seed."""
     main = getattr(model, "main_input_name", "input_ids")
     generator, vocabulary = torch.Generator().manual_seed(0), getattr(config, "vocab_size", None) or 2
-    ids = torch.randint(0, vocabulary, (batch, sequence), generator=generator)
+    ids = torch.randint(0, vocabulary, (batch, sequence), generator=generator, device="cpu")
     if main == "input_ids":
         return {"input_ids": ids} | ({"decoder_input_ids": ids} if getattr(config, "is_encoder_decoder", False) else {})
     vision = getattr(config, "vision_config", config)
@@ -202,7 +202,7 @@ def _example(config: object, model: nn.Module, batch: int, sequence: int, path: 
     if main == "pixel_values" and size is not None:
         height, width = size if isinstance(size, (list, tuple)) else (size, size)
         channels = getattr(vision, "num_channels", 3)
-        return {"pixel_values": torch.randn(batch, channels, height, width, generator=generator)}
+        return {"pixel_values": torch.randn(batch, channels, height, width, generator=generator, device="cpu")}
     raise InputError(
         f"a {type(model).__name__} is called with {main}, whose size its configuration does not have",
         where=os.fspath(path),

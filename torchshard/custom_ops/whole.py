@@ -167,7 +167,7 @@ def _seed_from_state(original: object) -> object:
             return function()
         if not _SEEDING.from_state:
             return 0
-        drawn = int(torch.randint(2**62, ()))
+        drawn = int(torch.randint(2**62, (), device="cpu"))
         torch.manual_seed(drawn)
         return drawn
 

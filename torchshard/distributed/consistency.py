@@ -215,7 +215,7 @@ def gather_bytes(group: Group, call: str, encode: Callable[[], bytes]) -> list[b
 
 def _gather_padded(group: Group, call: str, data: bytes) -> Tensor:
     """All ranks' bytes, of one length, as the rows of a matrix."""
-    rows = torch.empty(group.size, len(data), dtype=torch.uint8)
+    rows = torch.empty(group.size, len(data), dtype=torch.uint8, device="cpu")
     gather, sent = dist.all_gather_single, torch.frombuffer(bytearray(data), dtype=torch.uint8)
     finish(group, call, begin(group, call, gather, rows.flatten(), sent, group=group.control, async_op=True))
     return rows
@@ -322,7 +322,7 @@ def run_on_all_ranks(group: Group, make: Callable[[], T], error: Callable[..., S
 
 def _begin_bounds(group: Group, *numbers: int) -> Callable[[], tuple[list[int], list[int]]]:
     """Waits for, and returns, the highest and the lowest of each number over the ranks."""
-    bounds = torch.tensor([*numbers, *(-n for n in numbers)])
+    bounds = torch.tensor([*numbers, *(-n for n in numbers)], device="cpu")
     work = begin(group, COMPARING, dist.all_reduce, bounds, dist.ReduceOp.MAX, group.control, async_op=True)
 
     def highest_and_lowest() -> tuple[list[int], list[int]]:

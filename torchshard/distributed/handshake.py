@@ -59,7 +59,7 @@ def exchange(group: Group, mine: Header, seconds: float) -> tuple[dict[int, Head
     """
     responses, missing = {group.rank: mine}, dict[int, str]()
     peers = [rank for rank in range(group.size) if rank != group.rank]
-    sent, received = _packed(mine), {rank: torch.zeros(HEADER_BYTES, dtype=torch.uint8) for rank in peers}
+    sent, received = _packed(mine), {rank: _empty_header() for rank in peers}
     deadline = time.monotonic() + seconds
 
     receives = {r: _attempt(missing, r, dist.irecv, received[r], group_src=r, group=group.control) for r in peers}
@@ -82,7 +82,7 @@ def exchange_with(
     Raises:
         DistributedError: the other rank does something else, or sent nothing in time.
     """
-    mine, received = header(call, site), torch.zeros(HEADER_BYTES, dtype=torch.uint8)
+    mine, received = header(call, site), _empty_header()
     missing = dict[int, str]()
     receive = _attempt(missing, rank, dist.irecv, received, group_src=rank, group=group.control, tag=tags[1])
     send = _attempt(missing, rank, dist.isend, _packed(mine), group_dst=rank, group=group.control, tag=tags[0])
@@ -150,7 +150,8 @@ def abort_pending_receives(group: Group) -> None:
         for rank in (rank for rank in range(group.size) if rank != group.rank):
             # gloo closes all connections of a group when one wait times out, which ends the other waits
             with contextlib.suppress(RuntimeError):
-                _wait(dist.irecv(torch.empty(1), group_src=rank, group=process_group, tag=UNUSED_TAG), 0.001)
+                unused = torch.empty(1, device="cpu")
+                _wait(dist.irecv(unused, group_src=rank, group=process_group, tag=UNUSED_TAG), 0.001)
     for thread in group.handshake.waiter_threads:
         thread.is_done(GRACE_SECONDS)
 
@@ -195,6 +196,10 @@ def _reason(error: Exception) -> str:
     if "imed out" in text:
         return TIMED_OUT
     return "a connection is closed" if "Connection" in text else text[:300]
+
+
+def _empty_header() -> Tensor:
+    return torch.zeros(HEADER_BYTES, dtype=torch.uint8, device="cpu")
 
 
 def _packed(mine: Header) -> Tensor:

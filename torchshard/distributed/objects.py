@@ -202,7 +202,11 @@ def _from_json(described: Sequence[Any], buffers: Sequence[bytes], allow_pickle:
     if kind == "tensor":
         # frombuffer needs writable memory, and refuses an empty one
         dtype, shape, memory = getattr(torch, rest[0]), rest[1], bytearray(buffers[rest[2]])
-        return torch.frombuffer(memory, dtype=dtype).reshape(shape) if memory else torch.empty(shape, dtype=dtype)
+        return (
+            torch.frombuffer(memory, dtype=dtype).reshape(shape)
+            if memory
+            else torch.empty(shape, dtype=dtype, device="cpu")
+        )
     if kind in ("array", "scalar"):
         import numpy as np
 

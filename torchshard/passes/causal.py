@@ -55,7 +55,8 @@ def _is_causal(mask: fx.Node) -> bool:
 
 
 def _is_triangle(mask: Tensor) -> bool:
-    return mask.ndim >= 2 and torch.equal(mask, torch.ones(mask.shape[-2:], dtype=torch.bool).tril().expand_as(mask))
+    ones = torch.ones(mask.shape[-2:], dtype=torch.bool, device=mask.device)
+    return mask.ndim >= 2 and torch.equal(mask, ones.tril().expand_as(mask))
 
 
 def _ancestors_from_sizes(mask: fx.Node) -> list[fx.Node] | None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import logging
 import textwrap
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
@@ -17,14 +17,16 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, fx, nn
 
+from torchshard.core.conversions import kernels
 from torchshard.core.errors import CaptureError, InputError
 from torchshard.custom_ops.stepwise import Stepwise
 from torchshard.custom_ops.whole import WholeCall
 from torchshard.distributed.group import Group, lookup
 from torchshard.distributed.handshake import collective_failed
-from torchshard.distributed.ops import Begin
+from torchshard.distributed.ops import OPS, SENDING, Begin
 from torchshard.ir.graph import duplicate, placeholders, results_of, uses_rng
 from torchshard.passes import lower, verify
+from torchshard.passes.nodes import node_arg
 
 log = logging.getLogger("torchshard.runtime.compilation")
 CompileOptions = bool | Mapping[str, Any] | None
@@ -51,6 +53,30 @@ class Compiler:
                 why=textwrap.shorten(f"{type(error).__name__}: {error}", 200),
                 attempt='True, or keyword arguments of torch.compile: {"backend": "inductor", "dynamic": True}',
             ) from error
+        config = torch._inductor.list_mode_options(self._options.get("mode") or "default")
+        config |= getattr(self._options.get("backend"), "config", {}) | dict(self._options.get("options") or {})
+        self._replays, self._where = bool(config.get("triton.cudagraphs")), where
+
+    def begin_call(self, group: Group, devices: Collection[torch.device]) -> None:
+        """A call of the model begins: CUDA graphs may use the memory of the call before it, and of its backward.
+
+        Args:
+            devices: where the model's tensors are.
+
+        Raises:
+            InputError: collectives would not go by NCCL, which alone a CUDA graph can hold.
+        """
+        gpus = [device for device in devices if device.type == "cuda"]
+        if not self._replays or not gpus:
+            return
+        if group.size > 1 and any(map(group.aborts_on_mismatch, gpus)):
+            raise InputError(
+                "a CUDA graph can't hold what gloo sends",
+                where=self._where,
+                why=f"these options record CUDA graphs: {self}",
+                attempt="init_process_group() with a GPU for each rank, for NCCL; or options without CUDA graphs",
+            )
+        torch.compiler.cudagraph_mark_step_begin()
 
     def __str__(self) -> str:
         """The options, as the ranks compare them."""
@@ -112,11 +138,28 @@ def compiler_of(options: CompileOptions, *, where: str) -> Compiler | None:
 
 
 def can_compile(local: fx.GraphModule) -> bool:
-    """Whether a compiler understands a rank's graph: no call in it is kept whole."""
+    """Whether a compiler understands a rank's graph, no call of which is kept whole, and PyTorch can send its values.
+
+    PyTorch's functional collectives, which compilers know, gather tensors of GPUs by NCCL alone: by gloo, the process
+    ends (seen with PyTorch 2.11).
+    """
     whole = [node for node in local.graph.nodes if isinstance(node.target, (WholeCall, Stepwise))]
     if whole:
         log.warning("a graph is not compiled, for a compiler does not know what %s runs", whole[0].name)
-    return not whole
+        return False
+    by_gloo = [node for node in local.graph.nodes if node.target in OPS and _is_gathered_by_gloo(node)]
+    if by_gloo:
+        log.warning("a graph is not compiled, for %s gathers tensors of GPUs by gloo", by_gloo[0].name)
+    return not by_gloo
+
+
+def _is_gathered_by_gloo(node: fx.Node) -> bool:
+    """Whether a conversion sends a GPU's tensors by gloo, forward or backward, otherwise than by an all-reduce."""
+    device = node_arg(node).meta["val"].device
+    if device.type != "cuda" or not lookup(str(node.args[-1])).aborts_on_mismatch(device):
+        return False
+    both = kernels(OPS[node.target].name, needs_grad=True)
+    return any(kernel in SENDING and kernel != "all_reduce" for kernel in both)
 
 
 def _explained(error: RuntimeError, groups: Sequence[Group]) -> Exception | None:

@@ -114,7 +114,7 @@ def _planned_reads(
             continue
         of_tape, layout = parts.setdefault(id(tensor.tape), Parts(tensor.tape)), layouts.get(name, I)
         shape = local_shape(tensor.shape, layout, coordinate.rank, coordinate.axis.size)
-        local = torch.empty(shape, dtype=tensor.dtype)
+        local = torch.empty(shape, dtype=tensor.dtype, device="cpu")
         reads = [
             of_tape.reads(Wanted(tensor.slot, piece.box, piece.of(local)))
             for piece in pieces(tensor.shape, layout, coordinate)

@@ -90,7 +90,7 @@ class StoredTensor(ABC):
 
     def __call__(self) -> Tensor:
         """The whole tensor."""
-        into = torch.empty(self.shape, dtype=self.dtype)
+        into = torch.empty(self.shape, dtype=self.dtype, device="cpu")
         self.read(whole_box(self.shape), into)
         return into
 

@@ -158,7 +158,7 @@ class Tape:
     def _scratch(self, slot: Slot) -> Tensor:
         """Memory in the place of a tensor's."""
         example = self.examples[slot.number]
-        return torch.empty_strided(example.shape, example.stride(), dtype=example.dtype)
+        return torch.empty_strided(example.shape, example.stride(), dtype=example.dtype, device="cpu")
 
     def compute(self, wanted: Sequence[int], use: Callable[[int, Tensor], None]) -> None:
         """Calls `use(slot, value)` for each wanted slot, in the order in which they are ready.
