@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import copy
-from typing import Any
+from typing import Any, get_args
 
 import pytest
 import torch
 import torch.nn.functional as F
 import transformers
-from torch import Tensor, nn
+from torch import Tensor, fx, nn
 from torch.nn.parallel import DistributedDataParallel
 
 import torchshard as ts
@@ -18,11 +18,15 @@ from tests.helpers import refused_input, run_ranks
 from tests.test_sequence import Model
 from torchshard.checking.check import check_program
 from torchshard.compiler.batches import divided_batch
-from torchshard.compiler.program import program
+from torchshard.compiler.program import Program, program
+from torchshard.core.mesh import MeshAxis
+from torchshard.distributed.ops import OPS, Begin, wait
 from torchshard.ir.graph import duplicate
-from torchshard.plans.machine import objective
+from torchshard.passes import localized, step_graphs
+from torchshard.plans.machine import Data, objective
 
 PART = 3
+WAYS: tuple[Data, ...] = get_args(Data)
 
 
 def _model(**options: Any) -> Model:
@@ -108,23 +112,29 @@ CASES: dict[str, Any] = {
 }
 
 
+@pytest.mark.parametrize("data", WAYS)
 @pytest.mark.parametrize("world", [2, 3])
 @pytest.mark.parametrize("name", CASES)
-def test_a_step_is_that_of_the_whole_batch(name: str, world: int) -> None:
+def test_a_step_is_that_of_the_whole_batch(name: str, world: int, data: Data) -> None:
     torch.manual_seed(0)
     model, args, kwargs = CASES[name]()
     call: dict[str, Any] = {"example_inputs": args, "example_kwargs": kwargs, "world_size": world}
-    report = ts.check(model, {}, data="replicate", **call)
+    report = ts.check(model, {}, data=data, **call)
     assert report.ok, str(report)
 
 
-def test_a_missing_sum_is_seen() -> None:
-    """Without the `copy` of a weight each rank has the gradient of its own part, and all results are exact."""
+def _program(data: Data) -> tuple[nn.Module, tuple[Tensor, ...], Program]:
     model, batch = _model(p=0.0), _batch(2)
     inputs = divided_batch(model, batch, {}, 2)
     assert inputs == {"ids": ts.S(0), "labels": ts.S(0)}
-    aim = objective(None, device="cpu", data="replicate")
-    made = program(model, constraints_of(model, {}, 2, aim), batch, inputs=inputs)
+    aim = objective(None, device="cpu", data=data)
+    return model, batch, program(model, constraints_of(model, {}, 2, aim), batch, inputs=inputs)
+
+
+@pytest.mark.parametrize("data", WAYS)
+def test_a_missing_sum_is_seen(data: Data) -> None:
+    """Without the `copy` of a weight each rank has the gradient of its own part, and all results are exact."""
+    model, batch, made = _program(data)
     assert check_program(model, made, made.graph, batch, {}).ok
     copies = [node.name for node in made.graph.graph.nodes if node.target is torch.ops.torchshard.copy.default]
     assert len(copies) > 20
@@ -135,6 +145,32 @@ def test_a_missing_sum_is_seen() -> None:
         graph.graph.erase_node(gone)
         report = check_program(model, made, graph, batch, {})
         assert {c.kind for c in report.comparisons if c.error > report.tolerance} == {"parameter gradient"}, name
+
+
+def test_weights_in_slices_are_gathered_one_ahead_and_again_in_the_backward() -> None:
+    """As FSDP2 has it: no more than two weights are whole at a time, none is saved, and gradients are scattered."""
+    _, _, made = _program("shard")
+    split = {name for name, layout in made.plan.parameters.items() if layout != ts.I}
+    assert split == {name for name, stored in made.plan.stored.items() if len(stored.shape) > 1}
+    parts = step_graphs(localized(made.graph, MeshAxis(2).simulated()[0]))
+    assert not [name for name in parts.saved if "gather" in name]
+    gathered = [_begun(graph, "all_gather") for graph in (parts.forward, parts.backward)]
+    assert gathered == [len(split), len(split) - 2]  # not again for look-ups
+    assert [_begun(graph, "reduce_scatter") for graph in (parts.forward, parts.backward)] == [0, len(split) - 1]
+    for graph in (parts.forward, parts.backward):
+        under_way = 0
+        for node in graph.graph.nodes:
+            under_way += _begins(node, "all_gather") - (node.target is wait and _begins(node.args[0], "all_gather"))
+            assert under_way <= 2
+
+
+def _begun(graph: fx.GraphModule, kernel: str) -> int:
+    """How many collectives a graph begins with such a kernel."""
+    return sum(_begins(node, kernel) for node in graph.graph.nodes)
+
+
+def _begins(node: Any, kernel: str) -> bool:
+    return isinstance(node.target, Begin) and OPS[node.target.op].kernel == kernel
 
 
 def test_gradients_of_a_layer_are_one_message() -> None:
@@ -152,7 +188,7 @@ def _own(batch: tuple[Tensor, ...], rank: int) -> tuple[Tensor, ...]:
     return tuple(t[rank * PART : (rank + 1) * PART] for t in batch)
 
 
-def _trained(rank: int) -> dict[str, float]:
+def _trained(rank: int, data: Data) -> dict[str, float]:
     """The worst differences of parameters after steps of AdamW, with a loss in the model and one outside of it."""
     world, worst = torch.distributed.get_world_size(), {}
     for kind in ("inside", "outside", "accumulated", "frozen"):
@@ -160,7 +196,7 @@ def _trained(rank: int) -> dict[str, float]:
         if kind == "frozen":
             for p in model.blocks[0].parameters():
                 p.requires_grad_(False)
-        sharded = ts.shard(copy.deepcopy(model), {}, _own(_batch(world), rank), data="replicate")
+        sharded = ts.shard(copy.deepcopy(model), {}, _own(_batch(world), rank), data=data)
         optimizers = [torch.optim.AdamW(m.parameters(), 1e-2) for m in (model, sharded)]
         for step, length in enumerate((12, 12, 24, 7)):
             batch = _batch(world, length)
@@ -172,15 +208,16 @@ def _trained(rank: int) -> dict[str, float]:
                 torch.nn.utils.clip_grad_norm_(m.parameters(), 0.1)
                 optimizer.step()
                 optimizer.zero_grad()
-        named = dict(model.named_parameters())
-        worst[kind] = max((p - named[name]).abs().max().item() for name, p in sharded.named_parameters())
+        named, whole = dict(model.named_parameters()), sharded.full_state_dict()
+        worst[kind] = max((whole[name] - p).abs().max().item() for name, p in named.items())
         assert sharded._ts_graphs.captures == 1
     return worst
 
 
+@pytest.mark.parametrize("data", WAYS)
 @pytest.mark.parametrize("world", [2, pytest.param(3, marks=pytest.mark.nightly)])
-def test_training_is_that_on_the_whole_batch(world: int) -> None:
-    for worst in run_ranks(_trained, world):
+def test_training_is_that_on_the_whole_batch(world: int, data: Data) -> None:
+    for worst in run_ranks(_trained, world, data):
         assert max(worst.values()) < 1e-10, worst
 
 
@@ -224,5 +261,8 @@ def test_a_batch_that_the_ranks_do_not_divide_is_refused() -> None:
         ts.plan(_model(), {}, axes="all", **part)
     with pytest.raises(ts.InputError, match="forward changes its arguments, and the ranks divide the batch"):
         ts.plan(Keeps(), {}, world_size=2, example_inputs=(torch.randn(4, 6), {}), data="replicate")
-    with pytest.raises(ts.InputError, match="'shard' is no way to divide data"):
-        ts.plan(_model(), {}, world_size=2, example_inputs=(ids, labels), data="shard")  # type: ignore[arg-type]
+    with pytest.raises(ts.InputError, match="'slice' is no way to divide data"):
+        ts.plan(_model(), {}, world_size=2, example_inputs=(ids, labels), data="slice")  # type: ignore[arg-type]
+    plan = ts.plan(_model(), {}, world_size=2, example_inputs=(ids[:PART], labels[:PART]), data="replicate")
+    with pytest.raises(ts.PlanError, match=r"(?s)divides something else.*made with data='replicate'"):
+        ts.check(_model(), plan, world_size=2, example_inputs=(ids, labels), data="shard")

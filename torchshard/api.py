@@ -56,7 +56,8 @@ def shard(
         example_inputs, example_kwargs: what the model will be called with, for the first capture; meta or fake tensors
             will do. Without them the parameters are split now and the graph is captured at the first call.
         memory, machine, axes, recompute, mode: what the best plan is; see `plan`.
-        data: "replicate": each rank passes its own part of the batch and holds all weights, as in DDP.
+        data: "replicate": each rank passes its own part of the batch and holds all weights, as in DDP; "shard": a slice
+            of each weight, as in FSDP.
         weights: a folder of safetensors files (or one file), from which each rank reads its slices and nothing else, in
             place of the values that the model has; the model may be lazy or on the meta device. For models of
             transformers names and shapes are converted as `from_pretrained` converts them. What the files lack keeps

@@ -14,7 +14,7 @@ from torchshard.core.mesh import MeshAxis
 from torchshard.core.paths import outermost
 from torchshard.planner.styles import BATCH, SEQUENCE, Style, StyleWord, named_modules, parameter_layouts, read_pins
 from torchshard.plans.data import Stored
-from torchshard.plans.machine import Objective, objective, size_text
+from torchshard.plans.machine import Data, Objective, objective, size_text
 from torchshard.plans.plan import Plan
 
 PlanLike = Mapping[str, StyleWord] | Plan | str | os.PathLike[str]
@@ -53,9 +53,9 @@ class Constraints:
         return self.objective.axes == "sequence" or any(style.name == "sequence" for _, style in self.pins.values())
 
     @property
-    def data(self) -> bool:
-        """Whether the ranks divide the batch, in place of the weights."""
-        return self.objective.data or (self.plan is not None and self.plan.data)
+    def data(self) -> Data | None:
+        """How the ranks hold weights if they divide the batch; None: they divide the weights."""
+        return self.objective.data or (self.plan.data if self.plan is not None else None)
 
     @property
     def divided(self) -> dict[int, int]:
@@ -88,6 +88,8 @@ class Constraints:
 
     def first_layouts(self, facts: ModelFacts) -> dict[str, Layout]:
         """The layouts of parameters before any graph is known: the Plan's, or plain slices of what the dict names."""
+        if self.data:
+            return data_layouts(facts, self.data, self.axis.size)
         return parameter_layouts(facts, self.pins) if self.plan is None else dict(self.plan.parameters)
 
 
@@ -105,7 +107,7 @@ def read_constraints(facts: ModelFacts, plan: PlanLike, axis: MeshAxis, aim: Obj
     wanted = read_plan(plan, axis.size)
     _check_ranks(facts, axis)
     if aim.data:
-        _check_weights_are_whole(wanted)
+        _check_same_data(wanted, aim.data)
     if isinstance(wanted, Plan):
         _check_same_model(facts, wanted)
         check_layouts(facts, wanted.parameters)
@@ -147,19 +149,39 @@ def read_plan(plan: PlanLike, world_size: int) -> Mapping[str, object] | Plan:
     return plan
 
 
-def _check_weights_are_whole(plan: Mapping[str, object] | Plan) -> None:
-    """Refuses a plan that splits weights where the ranks divide the batch.
+def data_layouts(facts: ModelFacts, data: Data, ranks: int) -> dict[str, Layout]:
+    """How ranks that divide the batch hold parameters and buffers between calls."""
+    return {name: data_layout(t.shape, data, ranks) if t.is_parameter else I for name, t in facts.tensors.items()}
+
+
+def data_layout(shape: Sequence[int], data: Data, ranks: int) -> Layout:
+    """How ranks that divide the batch hold a parameter of this shape.
+
+    With "shard" weights are split along their first dim, as by FSDP2. Vectors stay whole, as what takes little memory
+    does in DeepSpeed's ZeRO-3 (`stage3_param_persistence_threshold`), and their gradients are summed together.
+    """
+    return Shard(0) if data == "shard" and len(shape) > 1 and shape[0] >= ranks else I
+
+
+def _check_same_data(plan: Mapping[str, object] | Plan, data: Data) -> None:
+    """Refuses a plan that divides something else where the ranks divide the batch.
 
     Raises:
         PlanError: it does.
     """
-    split = [name for name, layout in plan.parameters.items() if layout != I] if isinstance(plan, Plan) else [*plan]
-    if split:
+    if isinstance(plan, Plan) and plan.data != data:
+        raise PlanError(
+            "the plan divides something else than it is asked for",
+            where="the plan",
+            why=f"it was made with data={plan.data!r}, and is used with data={data!r}",
+            attempt=f"a plan made with data={data!r}; or without data=, as the plan says",
+        )
+    if not isinstance(plan, Plan) and plan:
         raise PlanError(
             "the ranks divide the batch, and the plan splits weights",
-            where=f"parameter {split[0]!r}" if isinstance(plan, Plan) else f"plan key {split[0]!r}",
-            why='with data="replicate" each rank holds all weights: there is one axis of ranks, for one of the two',
-            attempt='the plan {}, or without data="replicate"',
+            where=f"plan key {next(iter(plan))!r}",
+            why=f"with data={data!r} there is nothing to choose: there is one axis of ranks, for one of the two",
+            attempt="the plan {}, or without data=",
         )
 
 

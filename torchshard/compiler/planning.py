@@ -8,12 +8,12 @@ from dataclasses import replace
 from torch import fx
 
 from torchshard.capture.facts import ModelFacts
-from torchshard.compiler.constraints import Constraints, does_not_fit, stored
+from torchshard.compiler.constraints import Constraints, data_layouts, does_not_fit, stored
 from torchshard.compiler.limit import Limit, search_within
 from torchshard.compiler.memory import OPTIMIZER_STATES
 from torchshard.core.choices import choices
 from torchshard.core.errors import PlanError
-from torchshard.core.layouts import I, Layout, Shard
+from torchshard.core.layouts import Layout, Shard
 from torchshard.core.mesh import MeshAxis
 from torchshard.core.notation import Choice
 from torchshard.custom_ops.carry import CARRY
@@ -45,7 +45,7 @@ def plan_graph(module: fx.GraphModule, facts: ModelFacts, constraints: Constrain
     if constraints.objective.memory is not None:
         limit = Limit(module, model, constraints.objective.memory)
     if constraints.data:
-        constraints = constraints.with_layouts(dict.fromkeys(stored(facts), I))
+        constraints = constraints.with_layouts(data_layouts(facts, constraints.data, constraints.axis.size))
     problem = PlanningProblem(module.graph, model, _graph_constraints(module.graph, constraints), limit)
     if given is not None and all(n in problem.constraints.options for n in module.graph.nodes if is_tensor_op(n)):
         result = _as_given(problem, given, constraints)
@@ -96,7 +96,7 @@ def _graph_constraints(graph: fx.Graph, constraints: Constraints) -> GraphConstr
     per_parameter = None if constraints.objective.memory is None else 2.0 + OPTIMIZER_STATES
     common = GraphConstraints(
         all_axes=constraints.objective.axes == "all",
-        dynamic=constraints.splits_sequence or constraints.data,
+        dynamic=constraints.splits_sequence or constraints.data is not None,
         weights=not constraints.data,
         per_parameter=per_parameter,
         trains=constraints.objective.trains,

@@ -19,7 +19,7 @@ from torch import Tensor, fx, nn
 
 from torchshard.capture import Captured, capture
 from torchshard.capture.facts import ModelFacts
-from torchshard.compiler.constraints import Constraints
+from torchshard.compiler.constraints import Constraints, data_layout
 from torchshard.compiler.planning import plan_graph
 from torchshard.core.errors import InputError
 from torchshard.core.garbage import without_garbage_collection
@@ -87,12 +87,13 @@ def program(
     if constraints.splits_sequence and not captured.graph.meta["multiples"]:
         _warn_of_whole_sequences(captured, constraints.axis.size)
     if constraints.data:
-        _divide_batch(captured, inputs or {})
+        _divide_batch(captured, inputs or {}, constraints)
     return planned(captured, model, constraints.with_inputs(inputs or {}))
 
 
-def _divide_batch(captured: Captured, inputs: Mapping[str, Layout]) -> None:
-    """Notes that the ranks divide the batch, that of the inputs that are split, and no other size.
+def _divide_batch(captured: Captured, inputs: Mapping[str, Layout], constraints: Constraints) -> None:
+    """Notes that the ranks divide the batch, that of the inputs that are split, and no other size; and how they hold
+    parameters.
 
     Raises:
         InputError: forward changes its arguments.
@@ -102,12 +103,15 @@ def _divide_batch(captured: Captured, inputs: Mapping[str, Layout]) -> None:
             "forward changes its arguments, and the ranks divide the batch",
             where=f"argument {captured.changes.names[0]!r}",
             why="what a call leaves for the next one, such as a cache, is no part of the batch",
-            attempt='use_cache=False; or without data="replicate"',
+            attempt="use_cache=False; or without data=",
         )
     graph = captured.graph
     split = (n for n in placeholders(graph.graph) if isinstance(inputs.get(n.meta["path"]), Shard))
     batches = graph.meta["multiples"] & {size_expr(n.meta["val"].shape[BATCH]) for n in split}
     graph.meta["multiples"] = batches
+    for node in placeholders(graph.graph):
+        if node.meta["kind"] == "parameter" and constraints.data:
+            node.meta["layouts"] = (data_layout(node.meta["val"].shape, constraints.data, constraints.axis.size),)
 
     def layout_of(result: object) -> Layout:
         sizes = map(size_expr, result.meta["val"].shape) if is_tensor(result) and not is_carried(result) else ()

@@ -12,6 +12,7 @@ from typing import NamedTuple
 import torch
 from torch import fx
 
+from torchshard.core.layouts import I
 from torchshard.core.paths import layer_of
 from torchshard.ir.graph import before_casts, nbytes
 
@@ -31,5 +32,7 @@ def bucket_of(value: fx.Node) -> Bucket | None:
     """The bucket of the gradient of a parameter, or of a cast of one; None for a message of its own."""
     source = before_casts(value)
     if source.op != "placeholder" or source.meta["kind"] != "parameter" or nbytes(value.meta["val"]) > BUCKETED_BYTES:
+        return None
+    if source.meta.get("layouts", (I,)) != (I,):  # each rank gets its slice of the sum
         return None
     return Bucket(layer_of(source.meta["path"]) or "", value.meta["val"].dtype)

@@ -2,7 +2,9 @@
 
 Slices of a split sequence are gathered to be multiplied with weights, whose gradients need what was gathered. Kept, it
 would take as much memory as if the sequence were not split; so a rank keeps its slice, and backward gathers again, as
-Megatron-LM does (V. Korthikanti et al., Reducing Activation Recomputation in Large Transformer Models, 2022, 4.2).
+Megatron-LM does (V. Korthikanti et al., Reducing Activation Recomputation in Large Transformer Models, 2022, 4.2). So
+it is with weights of which each rank holds a slice (S. Rajbhandari et al., ZeRO, 2020, 5.3; FSDP2's
+`reshard_after_forward`).
 """
 
 from __future__ import annotations
@@ -14,18 +16,22 @@ from torch import fx
 
 from torchshard.core.conversions import TABLE, ConversionStep
 from torchshard.core.layouts import Shard
-from torchshard.ir.graph import operands, size_expr
+from torchshard.ir.graph import before_casts, is_weight, operands, size_expr
+from torchshard.rules.convolution import CONVOLUTIONS
 
 aten = torch.ops.aten
-MULTIPLIED = {aten.linear.default, aten.mm.default, aten.matmul.default, aten.bmm.default}
+MULTIPLIED = {aten.linear.default, aten.mm.default, aten.matmul.default, aten.bmm.default, *CONVOLUTIONS}
 """Ops that are linear in each operand: the gradient of one needs the others."""
 
 
 def dims_gathered_again(value: fx.Node, consumers: Iterable[fx.Node]) -> frozenset[int]:
-    """The dims of a value along which backward gathers again what some consumers take: dynamic ones."""
-    if not value.meta.get("needs_grad") or not any(_keeps(consumer, value) for consumer in consumers):
+    """The dims of a value along which backward gathers again what some consumers take: all of a weight's, dynamic ones
+    of other values."""
+    if not any(_keeps(consumer, value) for consumer in consumers):
         return frozenset()
-    sizes = map(size_expr, value.meta["val"].shape)
+    if is_weight(before_casts(value)):
+        return frozenset(range(value.meta["val"].ndim))
+    sizes = map(size_expr, value.meta["val"].shape) if value.meta.get("needs_grad") else ()
     return frozenset(dim for dim, size in enumerate(sizes) if not isinstance(size, int))
 
 

@@ -6,8 +6,9 @@
 A collective becomes two nodes: it begins as soon as its operand is there, and is waited for where its result is needed.
 Between the two comes what was recorded before the next collective and does not depend on it: so the all-reduce of an
 input's gradient is hidden behind the product that gives the weight's, as Megatron-LM hides it. No two collectives
-change places, and nothing is delayed past more than one of them, so that little more memory is held. The order follows
-from the graph's structure alone, which is the same on every rank.
+change places, and no op is delayed past more than one of them, so that little more memory is held: of weights that are
+gathered, one is on its way while another is used. The order follows from the graph's structure alone, which is the same
+on every rank.
 """
 
 from __future__ import annotations
@@ -50,6 +51,12 @@ def _split(graph: fx.Graph, node: fx.Node) -> fx.Node:
     graph.erase_node(node)
     waiting.name = name
     return begin
+
+
+def _frees_memory(waiting: fx.Node) -> bool:
+    """Whether what a collective was given takes more memory than what it gives."""
+    begin = node_arg(waiting).target
+    return isinstance(begin, Begin) and OPS[begin.op].kernel == "reduce_scatter"
 
 
 def _may_take_operand(node: fx.Node) -> bool:
@@ -97,7 +104,9 @@ def _ordered(ops: list[fx.Node], begun: list[fx.Node], before: dict[fx.Node, lis
         return [n for n in before[node] if n not in order]
 
     for number, begin in enumerate(begun):
-        missing = {begin} | upstream(begin, not_run)
+        earlier = ops[: place[begun[number - 1]]] if number else []
+        due = {begin, *(n for n in earlier if n not in order and (n.target is not wait or _frees_memory(n)))}
+        missing = due.union(*(upstream(n, not_run) for n in due))
         order |= dict.fromkeys(sorted(missing, key=place.__getitem__))
         end = place[begun[number + 1]] if number + 1 < len(begun) else len(ops)
         waiting, at = [*waiting, *ops[at:end]], end

@@ -109,11 +109,10 @@ class Value:
     @staticmethod
     def converted(node: fx.Node) -> Value:
         """Of a node's one result, which may have to be converted."""
-        value = Value.of(node)
+        value = replace(Value.of(node), gathered_again=dims_gathered_again(node, node.users))
         if not value.needs_grad:
             return value
-        again = dims_gathered_again(node, node.users)
-        return replace(value, hides=_weight_gradients(node), gathered_again=again, bucket=bucket_of(node))
+        return replace(value, hides=_weight_gradients(node), bucket=bucket_of(node))
 
     def is_bucketed(self, step: ConversionStep) -> bool:
         """Whether what a conversion sends in the backward goes with the gradients of others."""

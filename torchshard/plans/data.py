@@ -12,7 +12,7 @@ from torchshard.core.conversions import Steps
 from torchshard.core.layouts import I, Layout, is_whole, local_shape
 from torchshard.core.mesh import MeshAxis
 from torchshard.core.notation import Choice
-from torchshard.plans.machine import Machine, size_text
+from torchshard.plans.machine import Data, Machine, size_text
 
 
 @dataclass(frozen=True)
@@ -203,8 +203,8 @@ class PlanData:
     """The modules whose values backward computes again, in place of keeping them; none of them within another."""
     inputs: Mapping[str, Layout] = field(default_factory=dict)
     """The layout of each tensor that earlier calls have left in the arguments, by its place there."""
-    data: bool = False
-    """Whether the ranks divide the batch, and each passes its own part of it."""
+    data: Data | None = None
+    """How the ranks hold weights if they divide the batch, of which each passes its own part; None: they do not."""
     problem: Any = field(default=None, compare=False, repr=False)
     """The problem that it solves (`planner.problem.PlanningProblem`); None for a plan that was loaded."""
     graph: Any = field(default=None, compare=False, repr=False)

@@ -5,14 +5,14 @@ from __future__ import annotations
 import json
 import math
 from dataclasses import asdict
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast, get_args
 
 from torchshard.core.conversions import TABLE, ConversionStep, Steps
 from torchshard.core.errors import InputError, PlanError
 from torchshard.core.layouts import Layout, Part, Shard, parse_layout
 from torchshard.core.notation import Choice
 from torchshard.plans.data import Collective, Costs, GatheredOps, PlanData, Sent, Stored
-from torchshard.plans.machine import Machine
+from torchshard.plans.machine import Data, Machine
 
 T = TypeVar("T")
 VERSION = 4
@@ -48,7 +48,7 @@ def write(plan: PlanData) -> str:
         "costs": asdict(plan.costs) | {"collectives": collectives},
     }
     if plan.data:
-        body["data"] = True
+        body["data"] = plan.data
     if plan.inputs:
         body["inputs"] = {place: str(layout) for place, layout in plan.inputs.items()}
     return json.dumps(body, indent=1)
@@ -99,7 +99,7 @@ def _fields(body: dict[str, Any]) -> dict[str, Any]:
         "machine": _machine(body["machine"]),
         "static": _is(bool, body["static"]),
         "recompute": _texts(body.get("recompute", [])),
-        "data": _is(bool, body.get("data", False)),
+        "data": _data(body.get("data")),
         "inputs": {place: parse_layout(layout) for place, layout in _is(dict, body.get("inputs", {})).items()},
     }
 
@@ -130,6 +130,12 @@ def _is(kind: type[T], value: object) -> T:
     if type(value) is not kind:
         raise TypeError(f"expected {kind.__name__}, got {value!r:.40}")
     return value
+
+
+def _data(value: object) -> Data | None:
+    if value is not None and value not in get_args(Data):
+        raise TypeError(f"expected one of {get_args(Data)}, got {value!r:.40}")
+    return cast(Data | None, value)
 
 
 def _number(value: object) -> float:

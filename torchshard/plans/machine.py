@@ -30,8 +30,8 @@ MachineName = Literal["h100x8", "cpu-gloo"]
 Axes = Literal["weights", "sequence", "all"]
 """Which dims may be split: those that weights bring into the model; the sequence too, where its length is a multiple of
 the number of ranks; or batch and sequence, for inputs of one size."""
-Data = Literal["replicate"]
-"""What the ranks of an axis that divide the batch do with the weights: each holds them all, as in DDP."""
+Data = Literal["replicate", "shard"]
+"""What ranks that divide the batch hold of the weights: all, as in DDP; or slices, as in FSDP."""
 Mode = Literal["train", "infer"]
 """What is planned: steps of training, or calls without gradients."""
 
@@ -109,8 +109,8 @@ class Objective:
     """Globs of the modules whose values backward is to compute again."""
     trains: bool = True
     """Whether steps have a backward, and parameters an optimizer; else calls without gradients are planned."""
-    data: bool = False
-    """Whether the ranks divide the batch, and each holds all weights; else they divide the weights."""
+    data: Data | None = None
+    """How the ranks hold weights if they divide the batch; None: they divide the weights, and each has the batch."""
 
 
 def objective(
@@ -133,7 +133,7 @@ def objective(
     for option, value, kinds, what, why in (
         ("axes", axes, Axes, "choice of axes", "dims of weights; 'sequence': that too; 'all': batch and sequence too"),
         ("mode", mode, Mode, "mode", "steps with a backward; 'infer': calls without gradients"),
-        ("data", data or "replicate", Data, "way to divide data", "the ranks divide the batch; each has all weights"),
+        ("data", data or "replicate", Data, "way to divide data", "each rank has all weights; 'shard': slices of them"),
     ):
         known = get_args(kinds)
         if value not in known:
@@ -161,7 +161,7 @@ def objective(
     found = read_machine(default if machine is None else machine)
     globs = (recompute,) if isinstance(recompute, str) else tuple(recompute)
     size, trains = read_size(memory), mode == "train"
-    return Objective(found, size, axes, machine is None, globs, trains, data is not None)
+    return Objective(found, size, axes, machine is None, globs, trains, data)
 
 
 _UNITS = {"B": 1, **{f"{p}B": 10 ** (3 * i) for i, p in enumerate("KMGT", 1)},

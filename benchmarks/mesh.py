@@ -1,0 +1,162 @@
+"""Times a training step whose batch the ranks divide, and the memory that it takes, beside PyTorch's DDP and FSDP2.
+
+    unsharded               the whole batch, on every rank
+    DDP                     torch.nn.parallel.DistributedDataParallel
+    torchshard, replicate   ts.shard(model, {}, part, data="replicate")
+    FSDP2                   torch.distributed.fsdp.fully_shard of each block
+    torchshard, shard       ts.shard(model, {}, part, data="shard")
+
+The model is the stack of blocks of step_time.py; a step is forward, a loss and backward. Before anything is timed, all
+must have the same gradients. Ways are timed in turn, round by round; the ratio to PyTorch's own way is the median of
+the rounds' ratios; the slowest rank counts. The peak is the allocator's, of a step, beside the parameters.
+
+    python benchmarks/mesh.py --widths 128 512 --ranks 2
+"""
+
+from __future__ import annotations
+
+import argparse
+import copy
+import json
+import os
+import statistics
+import tempfile
+import warnings
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+import torch.nn.functional as F
+from step_time import BATCH, BLOCKS, SEQUENCE, Block, _peak, slowest, timed
+from torch import Tensor, nn
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
+from torch.nn.parallel import DistributedDataParallel
+from torch.profiler import ProfilerActivity, profile
+
+import torchshard as ts
+
+PYTORCHS = {"torchshard, replicate": "DDP", "torchshard, shard": "FSDP2"}
+"""Our way -> the one of PyTorch that it is compared with."""
+WARM_UP_ROUNDS = 3
+
+
+def with_fsdp(model: nn.Sequential) -> nn.Module:
+    """Each block a unit of its own, as PyTorch's tutorial has it."""
+    copied = copy.deepcopy(model)
+    for block in copied:
+        fully_shard(block)
+    fully_shard(copied)
+    return copied
+
+
+def models(plain: nn.Sequential, part: Tensor) -> dict[str, nn.Module]:
+    """The model in each way."""
+    return {
+        "unsharded": plain,
+        "DDP": DistributedDataParallel(copy.deepcopy(plain)),
+        "torchshard, replicate": ts.shard(plain, {}, (part,), data="replicate"),
+        "FSDP2": with_fsdp(plain),
+        "torchshard, shard": ts.shard(plain, {}, (part,), data="shard"),
+    }
+
+
+def step(model: nn.Module, x: Tensor, target: Tensor) -> None:
+    """Forward, the mean loss of this rank's part, and backward."""
+    F.mse_loss(model(x), target).backward()
+
+
+def whole_gradient(gradient: Tensor, like: Tensor) -> Tensor:
+    """A gradient of which each rank has a slice along its first dim, or all."""
+    if isinstance(gradient, DTensor):
+        return gradient.full_tensor()
+    return gradient if gradient.shape == like.shape else torch.cat(ts.distributed.all_gather_uneven(gradient))
+
+
+def check_equal(runs: dict[str, Callable[[], None]], ways: dict[str, nn.Module]) -> None:
+    """All ways give the unsharded model's gradients."""
+    for run in runs.values():
+        run()
+    wanted = {name: p.grad for name, p in ways["unsharded"].named_parameters()}
+    rounding = 1e-5 * max(gradient.abs().max().item() for gradient in wanted.values())
+    for model in ways.values():
+        for name, p in model.named_parameters():
+            expected = wanted[name.removeprefix("module.")]
+            torch.testing.assert_close(whole_gradient(p.grad, expected), expected, rtol=0, atol=rounding)
+
+
+def measure(width: int, options: argparse.Namespace, rank: int) -> dict[str, Any]:
+    """Seconds of each round, and the peak, of each way."""
+    torch.manual_seed(0)
+    x, target = torch.randn(2, BATCH * options.ranks, SEQUENCE, width)
+    part, own = x.chunk(options.ranks)[rank], target.chunk(options.ranks)[rank]
+    ways = models(nn.Sequential(*(Block(width) for _ in range(BLOCKS))), part)
+    runs = {name: partial(step, model, part, own) for name, model in ways.items()}
+    runs["unsharded"] = partial(step, ways["unsharded"], x, target)
+    check_equal(runs, ways)
+    one_round = lambda: [timed(runs[name], ways[name]) for name in ways]  # noqa: E731
+    warm = slowest([one_round() for _ in range(WARM_UP_ROUNDS)])
+    rounds = options.rounds or min(200, max(5, int(options.seconds / sum(warm[-1]))))
+    found: dict[str, Any] = {"width": width, "names": [*ways], "rounds": slowest([one_round() for _ in range(rounds)])}
+    found["peaks"] = {name: peak(runs[name], model) for name, model in ways.items()}
+    return found
+
+
+def peak(run: Callable[[], None], model: nn.Module) -> int:
+    """The bytes that a step takes beside the parameters."""
+    model.zero_grad(set_to_none=True)
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
+        run()
+    model.zero_grad(set_to_none=True)
+    return _peak(profiler)
+
+
+def rank_main(rank: int, options: argparse.Namespace, folder: str) -> None:
+    """What one rank does."""
+    torch.set_num_threads(1)
+    os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(options.ranks))
+    warnings.filterwarnings("ignore")
+    dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=options.ranks)
+    ts.distributed.init_process_group(timeout_seconds=600)
+    results = [measure(width, options, rank) for width in options.widths]
+    if rank == 0:
+        Path(folder, "results.json").write_text(json.dumps(results))
+    dist.destroy_process_group()
+
+
+def lines(result: dict[str, Any]) -> list[str]:
+    """A line for each way."""
+    names, rounds = result["names"], result["rounds"]
+    made = []
+    for i, name in enumerate(names):
+        text = f"{result['width']:>5}  {name:<22} {1e3 * statistics.median(r[i] for r in rounds):8.1f} ms"
+        text += f"  peak {result['peaks'][name] / 2**20:7.1f} MiB"
+        if name in PYTORCHS:
+            other = names.index(PYTORCHS[name])
+            low, middle, high = statistics.quantiles([r[i] / r[other] for r in rounds], n=4)
+            memory = result["peaks"][name] / result["peaks"][PYTORCHS[name]]
+            text += f"  {middle:.2f} ({low:.2f} to {high:.2f}) of {PYTORCHS[name]}'s time, {memory:.2f} of its memory"
+        made.append(text)
+    return made
+
+
+def main() -> None:
+    """Measures and prints."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--widths", type=int, nargs="+", default=[128, 512])
+    parser.add_argument("--rounds", type=int, default=0, help="timed rounds per width; 0: as many as --seconds allow")
+    parser.add_argument("--seconds", type=float, default=45.0, help="of timed rounds per width, where --rounds is 0")
+    parser.add_argument("--ranks", type=int, default=2)
+    options = parser.parse_args()
+    with tempfile.TemporaryDirectory() as folder:
+        mp.spawn(rank_main, (options, folder), options.ranks)
+        for result in json.loads(Path(folder, "results.json").read_text()):
+            print("\n".join(lines(result)), flush=True)
+
+
+if __name__ == "__main__":
+    main()
