@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import itertools
 from typing import Any, get_args
 
 import pytest
@@ -157,10 +158,10 @@ def test_weights_in_slices_are_gathered_one_ahead_and_again_in_the_backward() ->
     gathered = [_begun(graph, "all_gather") for graph in (parts.forward, parts.backward)]
     assert gathered == [len(split), len(split) - 2]  # not again for look-ups
     assert [_begun(graph, "reduce_scatter") for graph in (parts.forward, parts.backward)] == [0, len(split) - 1]
-    for graph in (parts.forward, parts.backward):
+    for graph, kernel in itertools.product((parts.forward, parts.backward), ("all_gather", "reduce_scatter")):
         under_way = 0
         for node in graph.graph.nodes:
-            under_way += _begins(node, "all_gather") - (node.target is wait and _begins(node.args[0], "all_gather"))
+            under_way += _begins(node, kernel) - (node.target is wait and _begins(node.args[0], kernel))
             assert under_way <= 2
 
 
