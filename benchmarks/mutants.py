@@ -677,7 +677,7 @@ FAULTS = (
     Fault(
         "all weights in slices are gathered at once",
         "passes/schedule.py",
-        "due = {begin, *(n for n in earlier if n not in order and (n.target is not wait or _frees_memory(n)))}",
+        "due = {begin, *(n for n in waiting if place[n] < latest and (n.target is not wait or _frees_memory(n)))}",
         "due = {begin}",
         "tests/test_batches.py -k in_slices",
     ),

@@ -89,7 +89,7 @@ class Constraints:
     def first_layouts(self, facts: ModelFacts) -> dict[str, Layout]:
         """The layouts of parameters before any graph is known: the Plan's, or plain slices of what the dict names."""
         if self.data:
-            return data_layouts(facts, self.data, self.axis.size)
+            return _data_layouts(facts, self.data, self.axis.size)
         return parameter_layouts(facts, self.pins) if self.plan is None else dict(self.plan.parameters)
 
 
@@ -149,18 +149,16 @@ def read_plan(plan: PlanLike, world_size: int) -> Mapping[str, object] | Plan:
     return plan
 
 
-def data_layouts(facts: ModelFacts, data: Data, ranks: int) -> dict[str, Layout]:
-    """How ranks that divide the batch hold parameters and buffers between calls."""
-    return {name: data_layout(t.shape, data, ranks) if t.is_parameter else I for name, t in facts.tensors.items()}
-
-
-def data_layout(shape: Sequence[int], data: Data, ranks: int) -> Layout:
-    """How ranks that divide the batch hold a parameter of this shape.
+def _data_layouts(facts: ModelFacts, data: Data, ranks: int) -> dict[str, Layout]:
+    """How ranks that divide the batch hold parameters and buffers between calls.
 
     With "shard" weights are split along their first dim, as by FSDP2. Vectors stay whole, as what takes little memory
     does in DeepSpeed's ZeRO-3 (`stage3_param_persistence_threshold`), and their gradients are summed together.
     """
-    return Shard(0) if data == "shard" and len(shape) > 1 and shape[0] >= ranks else I
+    return {
+        name: Shard(0) if data == "shard" and t.is_parameter and len(t.shape) > 1 and t.shape[0] >= ranks else I
+        for name, t in facts.tensors.items()
+    }
 
 
 def _check_same_data(plan: Mapping[str, object] | Plan, data: Data) -> None:

@@ -8,7 +8,7 @@ from dataclasses import replace
 from torch import fx
 
 from torchshard.capture.facts import ModelFacts
-from torchshard.compiler.constraints import Constraints, data_layouts, does_not_fit, stored
+from torchshard.compiler.constraints import Constraints, does_not_fit, stored
 from torchshard.compiler.limit import Limit, search_within
 from torchshard.compiler.memory import OPTIMIZER_STATES
 from torchshard.core.choices import choices
@@ -44,8 +44,6 @@ def plan_graph(module: fx.GraphModule, facts: ModelFacts, constraints: Constrain
     limit = None
     if constraints.objective.memory is not None:
         limit = Limit(module, model, constraints.objective.memory)
-    if constraints.data:
-        constraints = constraints.with_layouts(data_layouts(facts, constraints.data, constraints.axis.size))
     problem = PlanningProblem(module.graph, model, _graph_constraints(module.graph, constraints), limit)
     if given is not None and all(n in problem.constraints.options for n in module.graph.nodes if is_tensor_op(n)):
         result = _as_given(problem, given, constraints)

@@ -19,7 +19,7 @@ from torch import Tensor, fx, nn
 
 from torchshard.capture import Captured, capture
 from torchshard.capture.facts import ModelFacts
-from torchshard.compiler.constraints import Constraints, data_layout
+from torchshard.compiler.constraints import Constraints
 from torchshard.compiler.planning import plan_graph
 from torchshard.core.errors import InputError
 from torchshard.core.garbage import without_garbage_collection
@@ -87,13 +87,14 @@ def program(
     if constraints.splits_sequence and not captured.graph.meta["multiples"]:
         _warn_of_whole_sequences(captured, constraints.axis.size)
     if constraints.data:
-        _divide_batch(captured, inputs or {}, constraints)
+        constraints = constraints.with_layouts(constraints.first_layouts(ModelFacts.of(model)))
+        _divide_batch(captured, inputs or {}, constraints.layouts)
     return planned(captured, model, constraints.with_inputs(inputs or {}))
 
 
-def _divide_batch(captured: Captured, inputs: Mapping[str, Layout], constraints: Constraints) -> None:
+def _divide_batch(captured: Captured, inputs: Mapping[str, Layout], stored: Mapping[str, Layout]) -> None:
     """Notes that the ranks divide the batch, that of the inputs that are split, and no other size; and how they hold
-    parameters.
+    parameters and buffers.
 
     Raises:
         InputError: forward changes its arguments.
@@ -110,8 +111,8 @@ def _divide_batch(captured: Captured, inputs: Mapping[str, Layout], constraints:
     batches = graph.meta["multiples"] & {size_expr(n.meta["val"].shape[BATCH]) for n in split}
     graph.meta["multiples"] = batches
     for node in placeholders(graph.graph):
-        if node.meta["kind"] == "parameter" and constraints.data:
-            node.meta["layouts"] = (data_layout(node.meta["val"].shape, constraints.data, constraints.axis.size),)
+        if node.meta["path"] in stored:
+            node.meta["layouts"] = (stored[node.meta["path"]],)
 
     def layout_of(result: object) -> Layout:
         sizes = map(size_expr, result.meta["val"].shape) if is_tensor(result) and not is_carried(result) else ()

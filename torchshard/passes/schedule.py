@@ -104,8 +104,8 @@ def _ordered(ops: list[fx.Node], begun: list[fx.Node], before: dict[fx.Node, lis
         return [n for n in before[node] if n not in order]
 
     for number, begin in enumerate(begun):
-        earlier = ops[: place[begun[number - 1]]] if number else []
-        due = {begin, *(n for n in earlier if n not in order and (n.target is not wait or _frees_memory(n)))}
+        latest = place[begun[number - 1]] if number else 0
+        due = {begin, *(n for n in waiting if place[n] < latest and (n.target is not wait or _frees_memory(n)))}
         missing = due.union(*(upstream(n, not_run) for n in due))
         order |= dict.fromkeys(sorted(missing, key=place.__getitem__))
         end = place[begun[number + 1]] if number + 1 < len(begun) else len(ops)

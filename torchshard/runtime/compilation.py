@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import logging
 import textwrap
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
@@ -55,9 +55,9 @@ class Compiler:
             ) from error
         config = torch._inductor.list_mode_options(self._options.get("mode") or "default")
         config |= getattr(self._options.get("backend"), "config", {}) | dict(self._options.get("options") or {})
-        self._replays, self._where = bool(config.get("triton.cudagraphs")), where
+        self._records_cuda_graphs, self._where = bool(config.get("triton.cudagraphs")), where
 
-    def begin_call(self, group: Group, devices: Collection[torch.device]) -> None:
+    def begin_call(self, group: Group, devices: Iterable[torch.device]) -> None:
         """A call of the model begins: CUDA graphs may use the memory of the call before it, and of its backward.
 
         Args:
@@ -66,8 +66,8 @@ class Compiler:
         Raises:
             InputError: collectives would not go by NCCL, which alone a CUDA graph can hold.
         """
-        gpus = [device for device in devices if device.type == "cuda"]
-        if not self._replays or not gpus:
+        gpus = [device for device in devices if device.type == "cuda"] if self._records_cuda_graphs else []
+        if not gpus:
             return
         if group.size > 1 and any(map(group.aborts_on_mismatch, gpus)):
             raise InputError(

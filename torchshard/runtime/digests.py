@@ -77,21 +77,21 @@ def describe_contents(tensors: Mapping[str, Tensor]) -> dict[str, str]:
 
 
 def weighted_sum(tensor: Tensor, number: int) -> tuple[float, float]:
-    """A signed sum of a tensor's elements, and the sum of their sizes, by which it may differ when rounded.
+    """A signed sum of a CPU tensor's elements, and the sum of their sizes, by which it may differ when rounded.
 
     Each element has a weight by its place, and the sum one by `number`: swapped elements or tensors give another sum.
     """
     matrix = tensor.detach().reshape(-1, tensor.shape[-1] if tensor.ndim else 1)
     # A product with a vector in the tensor's own dtype is fast; only the sums of rows are widened.
-    rows = (matrix @ _place_weights(matrix.shape[1], matrix.dtype, matrix.device)).double()
-    terms = rows * _place_weights(len(rows), rows.dtype, rows.device) * (1 + 0.37 * number)
+    rows = (matrix @ _place_weights(matrix.shape[1], matrix.dtype)).double()
+    terms = rows * _place_weights(len(rows), rows.dtype) * (1 + 0.37 * number)
     return float(terms.sum()), float(terms.abs().sum())
 
 
 @functools.lru_cache(maxsize=64)
-def _place_weights(size: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+def _place_weights(size: int, dtype: torch.dtype) -> Tensor:
     """Weights from 0.5 to 1.5, spread evenly by the golden ratio, so that neighbours differ much."""
-    places = torch.arange(1, size + 1, dtype=torch.float64, device=device)
+    places = torch.arange(1, size + 1, dtype=torch.float64, device="cpu")
     return ((places * 0.6180339887498949) % 1 + 0.5).to(dtype)
 
 

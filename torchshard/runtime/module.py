@@ -217,7 +217,7 @@ class ShardedModule(State):
     def _call(self, compiler: Compiler | None, args: Sequence[object], kwargs: Mapping[str, object], entry: str) -> Any:
         name = self._ts_history.next_call
         if compiler is not None:
-            compiler.begin_call(self._ts_group, {t.device for t in self._ts_tensors.values()})
+            compiler.begin_call(self._ts_group, (t.device for t in self._ts_tensors.values()))
         with unwatched():
             call, verify = self._begun_call(args, kwargs, "a call", compiler, entry)
             if isinstance(call, ShardError) or not self._can_run_ahead(call, compiler):
