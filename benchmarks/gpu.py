@@ -193,7 +193,7 @@ def training(device: str, world: int, backend: str = "gloo", **given: Any) -> st
     return f"gradients differ by {worst:.1e} of the largest"
 
 
-def _generated(device: str, implementation: str, mode: str, compile: bool) -> int:
+def _generated(device: str, implementation: str, compile: bool) -> int:
     """Tokens that a small Llama gives as its unsharded twin does."""
     torch.manual_seed(0)
     config = LlamaConfig(
@@ -203,7 +203,7 @@ def _generated(device: str, implementation: str, mode: str, compile: bool) -> in
     model = LlamaForCausalLM(config).to(device).eval()
     ids = torch.arange(1, 25, device=device).reshape(2, 12)
     example = {"input_ids": ids, "use_cache": False}
-    sharded = ts.shard(copy.deepcopy(model), "auto", example_kwargs=example, mode=mode, compile=compile)
+    sharded = ts.shard(copy.deepcopy(model), "auto", example_kwargs=example, mode="infer", compile=compile)
     options = {"max_new_tokens": 24, "do_sample": False, "cache_implementation": implementation}
     whole, own = (each.generate(ids, attention_mask=torch.ones_like(ids), **options) for each in (model, sharded))
     if not torch.equal(whole, own):
@@ -211,27 +211,36 @@ def _generated(device: str, implementation: str, mode: str, compile: bool) -> in
     return whole.numel() - ids.numel()
 
 
-def generating(device: str, implementation: str = "dynamic", *, mode: str = "infer", compile: bool = False) -> str:
+def generating(device: str, implementation: str = "dynamic", *, compile: bool = False) -> str:
     """The tokens of `generate`, its cache split, beside the unsharded model's."""
-    return f"{min(_on_ranks(_generated, 2, device, 'gloo', implementation, mode, compile))} equal tokens"
+    return f"{min(_on_ranks(_generated, 2, device, 'gloo', implementation, compile))} equal tokens"
+
+
+def _told(call: Callable[[], object], kind: type[ts.ShardError]) -> str:
+    """The first line of the error that a rank gets."""
+    try:
+        call()
+    except kind as error:
+        return str(error).partition("\n")[0]
+    return ""
+
+
+def _all_told(lines: list[str]) -> str:
+    """What the ranks are told, of whom none may go on."""
+    if not all(lines):
+        raise AssertionError(f"told: {lines}")
+    return "; ".join(lines)
 
 
 def _sharing() -> str:
-    try:
-        ts.distributed.init_process_group("nccl", timeout_seconds=10)
-    except ts.DistributedError as error:
-        return str(error).partition("\n")[0]
-    return ""
+    return _told(partial(ts.distributed.init_process_group, "nccl", timeout_seconds=10), ts.DistributedError)
 
 
 def sharing(device: str) -> str:
     """Two ranks that ask for NCCL on one card: both are told."""
     if device == "cpu" or torch.cuda.device_count() > 1:
         raise Skipped("needs one GPU, alone")
-    found = ts.distributed.launch(_sharing, 2, ())
-    if not all(found):
-        raise AssertionError(f"told: {found}")
-    return "; ".join(found)
+    return _all_told(ts.distributed.launch(_sharing, 2))
 
 
 def _collectives(device: str) -> list[str]:
@@ -402,22 +411,14 @@ def checked(device: str) -> str:
 
 def _graphs_by_gloo(device: str) -> str:
     model, x = _stack(device, 1, 16, torch.float32)
-    sharded = ts.shard(model, PLAN, (x,), compile=GRAPHS)
-    try:
-        sharded(x)
-    except ts.InputError as error:
-        return str(error).partition("\n")[0]
-    return ""
+    return _told(partial(ts.shard(model, PLAN, (x,), compile=GRAPHS), x), ts.InputError)
 
 
 def graphs_by_gloo(device: str) -> str:
     """CUDA graphs on ranks that share a card: all are told."""
     if device == "cpu":
         raise Skipped("CUDA graphs need a GPU")
-    found = _on_ranks(_graphs_by_gloo, 2, device, "gloo")
-    if not all(found):
-        raise AssertionError(f"told: {found}")
-    return "; ".join(found)
+    return _all_told(_on_ranks(_graphs_by_gloo, 2, device, "gloo"))
 
 
 CHECKS: dict[str, Callable[[str], str]] = {

@@ -30,13 +30,11 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
-import torch.nn.functional as F
-from step_time import BATCH, BLOCKS, SEQUENCE, Block, _peak, slowest, timed
+from step_time import BATCH, BLOCKS, SEQUENCE, Block, peak, slowest, step, timed
 from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
-from torch.profiler import ProfilerActivity, profile
 
 import torchshard as ts
 
@@ -65,11 +63,6 @@ def models(plain: nn.Sequential, part: Tensor) -> dict[str, nn.Module]:
     }
 
 
-def step(model: nn.Module, x: Tensor, target: Tensor) -> None:
-    """Forward, the mean loss of this rank's part, and backward."""
-    F.mse_loss(model(x), target).backward()
-
-
 def whole_gradient(gradient: Tensor, like: Tensor) -> Tensor:
     """A gradient of which each rank has a slice along its first dim, or all."""
     if isinstance(gradient, DTensor):
@@ -77,7 +70,7 @@ def whole_gradient(gradient: Tensor, like: Tensor) -> Tensor:
     return gradient if gradient.shape == like.shape else torch.cat(ts.distributed.all_gather_uneven(gradient))
 
 
-def check_equal(runs: dict[str, Callable[[], None]], ways: dict[str, nn.Module]) -> None:
+def check_equal(runs: dict[str, Callable[[], object]], ways: dict[str, nn.Module]) -> None:
     """All ways give the unsharded model's gradients."""
     for run in runs.values():
         run()
@@ -104,15 +97,6 @@ def measure(width: int, options: argparse.Namespace, rank: int) -> dict[str, Any
     found: dict[str, Any] = {"width": width, "names": [*ways], "rounds": slowest([one_round() for _ in range(rounds)])}
     found["peaks"] = {name: peak(runs[name], model) for name, model in ways.items()}
     return found
-
-
-def peak(run: Callable[[], None], model: nn.Module) -> int:
-    """The bytes that a step takes beside the parameters."""
-    model.zero_grad(set_to_none=True)
-    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
-        run()
-    model.zero_grad(set_to_none=True)
-    return _peak(profiler)
 
 
 def rank_main(rank: int, options: argparse.Namespace, folder: str) -> None:

@@ -312,16 +312,16 @@ def peaks(width: int, rank: int) -> dict[str, Any]:
     for name, model in models.items():
         for _ in range(2):
             step(model, x, target)
-        model.zero_grad(set_to_none=True)
-        with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
-            step(model, x, target)
-        found[name] = _peak(profiler)
-        model.zero_grad(set_to_none=True)
+        found[name] = peak(partial(step, model, x, target), model)
     return {"width": width, "peaks": found}
 
 
-def _peak(profiler: Any) -> int:
-    """The most that was allocated at a time, by the allocator's own events."""
+def peak(run: Callable[[], object], model: nn.Module) -> int:
+    """The most that a step allocates at a time, by the allocator's own events."""
+    model.zero_grad(set_to_none=True)
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
+        run()
+    model.zero_grad(set_to_none=True)
     held = most = 0
     for event in profiler.profiler.kineto_results.events():
         if event.name() == "[memory]":
