@@ -166,7 +166,7 @@ def _training(device: str, steps: Steps) -> float:
     """The largest difference of three steps' gradients, relative to the largest gradient."""
     torch.set_default_device(device if steps.default else None)
     model, x = _stack(device, 2, 16, steps.dtype, dropout=steps.dropout, checkpointed=steps.checkpointed)
-    x = (x * torch.arange(1, 5, device=device)[:, None, None]).to(steps.dtype)
+    x = (x * torch.arange(1, 7, device=device)[:, None, None]).to(steps.dtype)
     part = x.chunk(ts.distributed.get_group_size())[ts.distributed.get_rank()] if "data" in steps.options else x
     worst = 0.0
     with sdpa_kernel(SDPBackend.MATH) if steps.dropout else nullcontext():
@@ -436,6 +436,12 @@ CHECKS: dict[str, Callable[[str], str]] = {
     "two ranks on one card, split sequence": partial(training, world=2, dtype=torch.float64, plan=PLAN | SEQUENCE),
     "two ranks on one card, divided batch": partial(
         training, world=2, dtype=torch.float64, plan={}, options={"data": "replicate"}
+    ),
+    "three ranks on one card, weights in slices": partial(
+        training, world=3, dtype=torch.float64, plan={}, options={"data": "shard"}
+    ),
+    "two ranks on one card, weights in slices, compiled": partial(
+        training, world=2, plan={}, options={"data": "shard", "compile": True}
     ),
     "three ranks on one card, planned, autocast to bfloat16": partial(
         training, world=3, plan="auto", autocast=torch.bfloat16
