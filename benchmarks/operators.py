@@ -48,7 +48,7 @@ from torchshard.checking.steps import backward, unsharded
 from torchshard.compiler.constraints import Constraints
 from torchshard.compiler.program import Program, planned, prepared
 from torchshard.core.layouts import Layout, S
-from torchshard.core.mesh import MeshAxis
+from torchshard.core.mesh import MODEL, MeshAxis
 from torchshard.distributed.launch import launch
 from torchshard.passes import localized
 from torchshard.plans.machine import objective
@@ -208,7 +208,7 @@ def _try_on_ranks(result: Result, call: Called, captured: Captured, world: int, 
         expected = unsharded(call, flatten_call(call, (), {}))
     except ts.ShardError as error:
         return _worse(result, "raised", f"{where}: {type(error).__name__}: {error}")
-    state = local_state(call, made.plan.parameters, MeshAxis(world).coordinate(rank))
+    state = local_state(call, made.held, {MODEL: rank})
     known = {**captured.constants, **state}
     graph = localized(made.graph, MeshAxis(world).coordinate(rank))
     graph.recompile()

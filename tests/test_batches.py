@@ -129,7 +129,7 @@ def _program(data: Data) -> tuple[nn.Module, tuple[Tensor, ...], Program]:
     inputs = divided_batch(model, batch, {}, 2)
     assert inputs == {"ids": ts.S(0), "labels": ts.S(0)}
     aim = objective(None, device="cpu", data=data)
-    return model, batch, program(model, constraints_of(model, {}, 2, aim), batch, inputs=inputs)
+    return model, batch, program(model, constraints_of(model, {}, 2, aim), batch, batches=inputs)
 
 
 @pytest.mark.parametrize("data", WAYS)

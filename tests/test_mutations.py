@@ -24,7 +24,7 @@ from torchshard.checking.lockstep import rank_graphs
 from torchshard.checking.steps import Trial
 from torchshard.compiler.program import Program, prepared
 from torchshard.core.errors import InternalError
-from torchshard.core.mesh import MeshAxis
+from torchshard.core.mesh import Mesh, MeshAxis
 from torchshard.core.rng_states import rng_states
 from torchshard.distributed.ops import OPS
 from torchshard.ir.graph import duplicate
@@ -117,7 +117,7 @@ def test_a_small_gradient_that_is_zeroed_is_seen_beside_a_large_one(dtype: torch
         grads = {"small": torch.full((3,), small, dtype=dtype), "large": torch.full((3,), 100.0, dtype=dtype)}
         return Results([], [], {}, grads, {})
 
-    ranks = SimpleNamespace(outputs=[[]], output_layouts=[], states=[{}], inputs=[{}])
+    ranks = SimpleNamespace(outputs=[[]], output_words=[], mesh=Mesh(()), states=[{}], inputs=[{}])
     for name, grad in results(0.0).parameter_grads.items():
         ranks.states[0][name] = torch.zeros(3, dtype=dtype, requires_grad=True)
         ranks.states[0][name].grad = grad
@@ -326,7 +326,7 @@ def test_a_backward_that_a_rank_does_not_come_to_is_no_answer() -> None:
     copied.replace_all_uses_with(stopped, delete_user_cb=lambda user: user is not stopped)
     graphs[1].recompile()
     with pytest.raises(InternalError, match=r"wait for each other in the backward.*\[1\]|of ranks \[1\]"):
-        trial.sharded(graphs, made.plan)
+        trial.sharded(graphs, made)
 
 
 def test_copy_and_reduce_swapped() -> None:

@@ -29,7 +29,7 @@ from torchshard.checking.check import check_program
 from torchshard.compiler.program import Program, prepared
 from torchshard.core.choices import choices
 from torchshard.core.layouts import S
-from torchshard.core.mesh import MeshAxis
+from torchshard.core.mesh import MODEL, MeshAxis
 from torchshard.core.notation import Choice, Row
 from torchshard.distributed.ops import OPS
 from torchshard.ir.graph import duplicate, is_tensor_op, node_row, op_name
@@ -524,7 +524,7 @@ def test_an_index_that_is_no_ranks_is_an_error(name: str) -> None:
     made = _with_split_picks(model, plan, x)
     graphs, fed = lockstep.rank_graphs(made.graph, MeshAxis(2)), []
     for rank, graph in enumerate(graphs):
-        known = {**local_state(model, made.plan.parameters, MeshAxis(2).coordinate(rank)), **made.captured.constants}
+        known = {**local_state(model, made.held, {MODEL: rank}), **made.captured.constants}
         nodes = [n for n in graph.graph.nodes if n.op == "placeholder"]
         fed.append([known.get(n.meta["path"], x) for n in nodes])
     with pytest.raises(RuntimeError, match="out of range"):

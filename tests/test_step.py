@@ -34,11 +34,11 @@ from torchshard.plans.machine import objective
 from torchshard.weights.materialize import local_state
 
 
-def _states(made: Program, model: nn.Module, world: int) -> list[dict[str, Tensor]]:
+def _states(made: Program, model: nn.Module) -> list[dict[str, Tensor]]:
     """Each rank's parameters, buffers and constants, by their paths in the graph; the caller's own copies."""
     states = []
-    for coordinate in MeshAxis(world).simulated():
-        state = local_state(model, made.plan.parameters, coordinate)
+    for place in made.mesh.places():
+        state = local_state(model, made.held, place)
         named = {}
         for node in placeholders(made.graph.graph):
             path = node.meta["path"]
@@ -78,11 +78,11 @@ def compared(name: str, world: int, recompute: Sequence[str] = ()) -> tuple[floa
         made = planned_as(case.captured, case.model, made.plan, world, aim)
     graphs, call = rank_graphs(made.graph, MeshAxis(world)), flatten_call(case.model, case.args, case.kwargs)
     torch.manual_seed(3)
-    run = Run(graphs, _states(made, case.model, world), call)
+    run = Run(graphs, _states(made, case.model), call, mesh=made.mesh)
     parts = [step_graphs(graph) for graph in graphs]
     for each in parts:
         assert (len(sent(each.forward)), len(sent(each.backward))) == made.plan.costs.calls
-    states, values = _states(made, case.model, world), []
+    states, values = _states(made, case.model), []
     for graph, state in zip(graphs, states, strict=True):
         by_path = {**state, **dict(zip(call.names, call.tensors, strict=True))}
         values.append([by_path[n.meta["path"]].detach().clone() for n in placeholders(graph.graph)])

@@ -238,5 +238,5 @@ def plan(
         if constraints.data:
             call, inputs = whole_batch(flatten_call(model, args, example_kwargs or {}), world_size)
             args, example_kwargs = call.rebuild(call.tensors)
-        made = program(model, constraints, args, example_kwargs, inputs=inputs, replaced=replaced, repeating=True)
+        made = program(model, constraints, args, example_kwargs, batches=inputs, replaced=replaced, repeating=True)
     return made.plan

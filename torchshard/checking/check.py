@@ -25,15 +25,14 @@ from torchshard.checking.compare import KINDS, TOLERANCES, Comparison, Results, 
 from torchshard.checking.steps import Run, Trial
 from torchshard.compiler.batches import divided_batch
 from torchshard.compiler.constraints import PlanLike, read_constraints
-from torchshard.compiler.program import Program, check_examples, check_world_size, prepared, program
+from torchshard.compiler.meshes import DataLike, MeshLike, checked_world_size, read_ranks
+from torchshard.compiler.program import Program, check_examples, prepared, program
 from torchshard.core.errors import ShardError
-from torchshard.core.layouts import Layout, dual
-from torchshard.core.mesh import MeshAxis
 from torchshard.core.rng_states import keeping_rng_states, rng_states
-from torchshard.ir.graph import is_tensor, where
+from torchshard.core.words import Word, dual, word
+from torchshard.ir.graph import is_tensor, layout_of, where
 from torchshard.passes import with_whole_results
-from torchshard.plans.machine import Axes, Data, Machine, MachineName, objective
-from torchshard.plans.plan import Plan
+from torchshard.plans.machine import Axes, Machine, MachineName, objective
 
 T = TypeVar("T")
 WIDER = (torch.float64, torch.float32)
@@ -134,7 +133,8 @@ def check(
     model: nn.Module,
     plan: PlanLike,
     *,
-    world_size: int,
+    world_size: int | None = None,
+    mesh: MeshLike | None = None,
     example_inputs: Sequence[object] = (),
     example_kwargs: Mapping[str, object] | None = None,
     dtype: torch.dtype | None = torch.float64,
@@ -142,13 +142,14 @@ def check(
     machine: Machine | MachineName | None = None,
     axes: Axes = "weights",
     recompute: str | Sequence[str] = (),
-    data: Data | None = None,
+    data: DataLike | None = None,
 ) -> Report:
     """Compares outputs, written buffers, input gradients and every parameter gradient with the unsharded model's.
 
     Args:
         model: the unsharded model, on the CPU; it and its gradients stay as they are.
-        world_size: any number of ranks.
+        world_size: any number of ranks; of a mesh it is known.
+        mesh: as in `shard`.
         example_inputs, example_kwargs: the arguments of the call of `model`.
         dtype: the floating dtype to compare in (model and inputs are cast); None: as they are. If the model then
             computes in less than float64 anywhere, its graph is compared in float64 too, and the capture of a narrower
@@ -160,16 +161,17 @@ def check(
         ShardError: the errors of `torchshard.shard` for this model and plan. A difference is reported, not raised:
             see `Report.raise_on_error`.
     """
-    check_world_size(world_size)
+    ranks = read_ranks(checked_world_size(world_size, mesh), mesh, data)
     check_examples(example_inputs, example_kwargs)
     check_weights(model)
     reference, args, kwargs = copy_with_values(model), list(example_inputs), dict(example_kwargs or {})
     if dtype is not None:
         reference, args, kwargs = in_dtype(reference, args, kwargs, dtype)
-    aim = objective(machine, memory, axes, device_type(reference), recompute, data=data)
-    constraints = read_constraints(ModelFacts.of(reference), plan, MeshAxis(world_size), aim)
-    inputs = divided_batch(reference, args, kwargs, world_size) if constraints.data else {}
-    compiled = program(reference, constraints, args, kwargs, inputs=inputs)
+    aim = objective(machine, memory, axes, device_type(reference), recompute, data=ranks.data)
+    constraints = replace(read_constraints(ModelFacts.of(reference), plan, ranks.axis, aim), division=ranks.division)
+    parts = constraints.batch_parts
+    inputs = divided_batch(reference, args, kwargs, parts) if parts else {}
+    compiled = program(reference, constraints, args, kwargs, batches=inputs)
     report = check_program(reference, compiled, compiled.graph, args, kwargs)
     return _with_captured(report, reference, args, kwargs)
 
@@ -180,7 +182,8 @@ def check_program(
     """Compares the graph of a program with the model; tests pass a changed graph to see that the check notices."""
     trial, graph = _trial(model, compiled.captured, args, kwargs), with_whole_results(graph)
     with keeping_rng_states(trial.tensors):
-        sides = _Sides(trial.unsharded(), graph, lockstep.rank_graphs(graph, compiled.plan.axis), compiled.plan)
+        graphs = lockstep.rank_graphs(graph, compiled.plan.axis, compiled.batch)
+        sides = _Sides(trial.unsharded(), graph, graphs, compiled)
         report = _with_wider(_report(trial, sides, tolerance_of(compiled.captured.graph)), trial, sides)
         return _with_flips(report, trial, sides)
 
@@ -199,26 +202,26 @@ class _Sides:
     """The graph with its collectives, for any rank."""
     graphs: list[fx.GraphModule]
     """The localized graph of each rank."""
-    plan: Plan
+    made: Program
 
 
 def _report(trial: Trial, sides: _Sides, tolerance: float) -> Report:
     """A comparison in the trial's precision."""
-    plan = sides.plan
-    comparisons = _comparisons(trial, sides.expected, trial.sharded(sides.graphs, plan), plan.held, tolerance)
-    report = Report(plan.world_size, tolerance, comparisons)
+    made = sides.made
+    comparisons = _comparisons(trial, sides.expected, trial.sharded(sides.graphs, made), made.held, tolerance)
+    report = Report(made.mesh.size, tolerance, comparisons)
     if report.ok:
         return report
     # runs again only after a failure: keeping every node's value takes the memory of all ranks' activations
-    watched = trial.whole(watched=True), trial.sharded(sides.graphs, plan, watched=True)
-    return replace(report, diverges_at=_diagnose(sides.graph, *watched, tolerance))
+    watched = trial.whole(watched=True), trial.sharded(sides.graphs, made, watched=True)
+    return replace(report, diverges_at=_diagnose(_words_of_values(sides), sides.graph, *watched, tolerance))
 
 
 def _comparisons(
-    trial: Trial, expected: Results, run: Run, layouts: Mapping[str, Layout], tolerance: float, *, flips: bool = False
+    trial: Trial, expected: Results, run: Run, words: Mapping[str, Word], tolerance: float, *, flips: bool = False
 ) -> tuple[Comparison, ...]:
     """Compares every tensor of a step with the unsharded one's."""
-    return compare(expected, run, layouts, tolerance, lambda: trial.noise(expected.output_names), flips=flips)
+    return compare(expected, run, words, tolerance, lambda: trial.noise(expected.output_names), flips=flips)
 
 
 def _with_flips(report: Report, trial: Trial, sides: _Sides) -> Report:
@@ -229,12 +232,12 @@ def _with_flips(report: Report, trial: Trial, sides: _Sides) -> Report:
     """
     if report.ok or report.widened is None:
         return report
-    plan, tolerance = sides.plan, report.tolerance
+    made, tolerance = sides.made, report.tolerance
     captured = _comparisons(trial, sides.expected, trial.whole(), {}, tolerance)
     if any(c.error > tolerance for c in captured):
         return report
-    run = trial.sharded(sides.graphs, plan)
-    comparisons = _comparisons(trial, sides.expected, run, plan.held, tolerance, flips=True)
+    run = trial.sharded(sides.graphs, made)
+    comparisons = _comparisons(trial, sides.expected, run, made.held, tolerance, flips=True)
     excused = replace(report, comparisons=comparisons, diverges_at="", flips=True)
     return excused if excused.ok else report
 
@@ -301,23 +304,34 @@ def tolerance_of(graph: fx.GraphModule) -> float:
     return max(TOLERANCES.get(dtype, 0.0) for dtype in {torch.float64} | {v.dtype for v in vals})
 
 
-def _diagnose(graph: fx.GraphModule, whole: Run, sharded: Run, tolerance: float) -> str:
+def _words_of_values(sides: _Sides) -> dict[str, Word]:
+    """How the ranks hold the values of the graph's nodes, as far as each rank has them."""
+    split = {n.name: layout_of(n) for n in sides.graph.graph.nodes if is_tensor(n)}
+    axis, batch = sides.made.plan.axis, sides.made.batch
+    if batch is None:
+        return {name: word((axis, layout)) for name, layout in split.items()}
+    of_batch = {n.name: layout_of(n) for n in sides.graphs[0].graph.nodes if is_tensor(n)}
+    across = batch.constraints.axis
+    return {n: word((axis, layout), (across, of_batch[n])) for n, layout in split.items() if n in of_batch}
+
+
+def _diagnose(words: Mapping[str, Word], graph: fx.GraphModule, whole: Run, sharded: Run, tolerance: float) -> str:
     """The first node whose value differs; if none does, the first in the order of backward whose gradient does.
 
     Values come first: if one differs, the gradients before it differ as a consequence.
     """
-    nodes = [n for n in graph.graph.nodes if n.op == "call_function" and n.name in whole.values[0] and is_tensor(n)]
+    nodes = [n for n in graph.graph.nodes if n.op == "call_function" and n.name in whole.values[0] and n.name in words]
     for node in nodes:
         values = [rank_values.get(node.name) for rank_values in sharded.values]
         if all(isinstance(value, Tensor) for value in values):
-            error = error_of_pieces(whole.values[0][node.name], values, node.meta["layouts"][0])
+            error = error_of_pieces(whole.values[0][node.name], values, words[node.name], sharded.mesh)
             if error > tolerance:
                 return f"{where(node)} (its value)"
     floor = noise_ceiling(whole.grads[0].values(), tolerance)
     for node in reversed(nodes):
         grads = [rank_grads[node.name] for rank_grads in sharded.grads if node.name in rank_grads]
         if node.name in whole.grads[0] and len(grads) == len(sharded.grads):
-            error = error_of_pieces(whole.grads[0][node.name], grads, dual(node.meta["layouts"][0]), floor)
+            error = error_of_pieces(whole.grads[0][node.name], grads, dual(words[node.name]), sharded.mesh, floor)
             if error > tolerance:
                 return f"{where(node)} (its gradient)"
     return "the parameters alone"

@@ -15,7 +15,8 @@ from typing import Literal, Protocol, get_args
 import torch
 from torch import Tensor
 
-from torchshard.core.layouts import I, Layout, is_whole, join
+from torchshard.core.mesh import Mesh
+from torchshard.core.words import WHOLE, Word, join
 from torchshard.ir.graph import is_float
 
 Kind = Literal["output", "buffer", "input gradient", "parameter gradient"]
@@ -63,8 +64,12 @@ class Ranks(Protocol):
         """The results."""
 
     @property
-    def output_layouts(self) -> Sequence[Layout]:
-        """How the ranks hold them; none if all are whole."""
+    def mesh(self) -> Mesh:
+        """The axes of the ranks."""
+
+    @property
+    def output_words(self) -> Sequence[Word]:
+        """How the ranks hold the results; none if all are whole."""
 
     @property
     def states(self) -> Sequence[Mapping[str, Tensor]]:
@@ -87,7 +92,7 @@ def gradients(leaves: Mapping[str, object]) -> dict[str, Tensor]:
 def compare(
     expected: Results,
     got: Ranks,
-    layouts: Mapping[str, Layout],
+    words: Mapping[str, Word],
     tolerance: float,
     noise: Callable[[], Mapping[ComparedValue, float]],
     *,
@@ -96,22 +101,22 @@ def compare(
     """Compares every tensor with the unsharded one.
 
     Args:
-        layouts: the layouts of parameters, buffers and the call's tensors, by name.
+        words: how the ranks hold parameters, buffers and the call's tensors, by name.
         tolerance: the largest error that counts as equal.
         noise: measures the absolute rounding noise of the unsharded tensors. It runs the step several times, so it is
             called only if a difference may be noise.
         flips: noise may be of any size, because rounding may flip a comparison; for programs exact in a wider dtype.
     """
-    strict = _compare(expected, got, layouts, {})
+    strict = _compare(expected, got, words, {})
     if all(c.error <= tolerance for c in strict):
         return strict
     ceilings = dict.fromkeys(KINDS, math.inf) if flips else _ceilings(expected, tolerance)
     highest = {(c.kind, c.name): ceilings[c.kind] for c in strict}
-    if any(c.error > tolerance for c in _compare(expected, got, layouts, highest)):
+    if any(c.error > tolerance for c in _compare(expected, got, words, highest)):
         return strict
     measured = {place: NOISE_MARGIN * size / tolerance for place, size in noise().items()}
     floors = {place: min(measured.get(place, 0.0), ceiling) for place, ceiling in highest.items()}
-    return _compare(expected, got, layouts, floors)
+    return _compare(expected, got, words, floors)
 
 
 def _ceilings(expected: Results, tolerance: float) -> dict[Kind, float]:
@@ -134,24 +139,24 @@ def noise_ceiling(tensors: Iterable[object], tolerance: float) -> float:
 
 
 def _compare(
-    expected: Results, got: Ranks, layouts: Mapping[str, Layout], floors: Mapping[ComparedValue, float]
+    expected: Results, got: Ranks, words: Mapping[str, Word], floors: Mapping[ComparedValue, float]
 ) -> tuple[Comparison, ...]:
     comparisons: list[Comparison] = []
 
-    def add(kind: Kind, name: str, value: object, pieces: Sequence[object], layout: Layout) -> None:
-        error = error_of_pieces(value, pieces, layout, floors.get((kind, name), 0.0))
+    def add(kind: Kind, name: str, value: object, pieces: Sequence[object], word: Word) -> None:
+        error = error_of_pieces(value, pieces, word, got.mesh, floors.get((kind, name), 0.0))
         comparisons.append(Comparison(kind, name, error))
 
     for i, (name, value) in enumerate(zip(expected.output_names, expected.outputs, strict=True)):
-        layout = got.output_layouts[i] if got.output_layouts else I
-        add("output", name or "result", value, [outputs[i] for outputs in got.outputs], layout)
+        word = got.output_words[i] if got.output_words else WHOLE
+        add("output", name or "result", value, [outputs[i] for outputs in got.outputs], word)
     for name, buffer in expected.buffers.items():
-        add("buffer", name, buffer, [state[name] for state in got.states], layouts.get(name, I))
+        add("buffer", name, buffer, [state[name] for state in got.states], words.get(name, WHOLE))
     for name, grad in expected.input_grads.items():
-        add("input gradient", name, grad, [gradients(inputs)[name] for inputs in got.inputs], layouts.get(name, I))
+        add("input gradient", name, grad, [gradients(inputs)[name] for inputs in got.inputs], words.get(name, WHOLE))
     grads = [gradients(state) for state in got.states]
     for name, grad in expected.parameter_grads.items():
-        add("parameter gradient", name, grad, [rank_grads[name] for rank_grads in grads], layouts.get(name, I))
+        add("parameter gradient", name, grad, [rank_grads[name] for rank_grads in grads], words.get(name, WHOLE))
     frozen = {name for state in got.states for name in _with_other_grads(state, expected.parameter_grads)}
     comparisons += [Comparison("parameter gradient", name, math.inf) for name in sorted(frozen)]
     return tuple(comparisons)
@@ -196,9 +201,11 @@ def _dense(tensor: Tensor) -> Tensor:
     return values.to(torch.complex128 if values.is_complex() else torch.float64)
 
 
-def error_of_pieces(expected: object, pieces: Sequence[object], layout: Layout, floor: float = 0.0) -> float:
-    """The error of a value that the ranks hold in a layout: of the joined slices, or the largest of whole copies."""
-    if not isinstance(expected, Tensor) or is_whole(layout):
+def error_of_pieces(expected: object, pieces: Sequence[object], word: Word, mesh: Mesh, floor: float = 0.0) -> float:
+    """The error of a value that the ranks of a mesh hold: the largest of its whole copies, each joined of slices."""
+    if not isinstance(expected, Tensor) or not word:
         return max(error_of(expected, piece, floor) for piece in pieces)
     slices = [piece.detach() for piece in pieces if isinstance(piece, Tensor)]
-    return error_of(expected, join(slices, layout), floor) if len(slices) == len(pieces) else math.inf
+    if len(slices) < len(pieces):
+        return math.inf
+    return max(error_of(expected, whole, floor) for whole in join(slices, word, mesh))

@@ -1,15 +1,16 @@
 """Runs all ranks of a program in one process, in lockstep: without a process group, for any number of ranks.
 
-Each rank runs its own localized graph up to its next collective and waits there. When all ranks have arrived at the
-same collective, it runs for all of them by the definition of the layouts: join the whole value from the ranks' pieces,
-and split it as the target says. Its backward does the same with the dual layouts. One autograd tape spans all ranks.
+Each rank runs its own localized graph up to its next collective and waits there. When all ranks of a group have arrived
+at the same collective, it runs for all of them by the definition of the layouts: join the whole value from the ranks'
+pieces, and split it as the target says. Its backward does the same with the dual layouts. One autograd tape spans all
+ranks.
 
 The collectives of `distributed` are not used, so that a bug in a kernel can't hide a bug in a graph.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
 from functools import partial
 from typing import Any, NamedTuple, TypeVar, cast
 
@@ -18,10 +19,11 @@ from torch import Tensor, fx
 from torch._ops import OpOverload
 from torch.fx.node import Argument
 
+from torchshard.compiler.program import DividedBatch
 from torchshard.core.conversions import kernels, source_and_target
 from torchshard.core.errors import InternalError
 from torchshard.core.layouts import Layout, dual, join, split
-from torchshard.core.mesh import MeshAxis
+from torchshard.core.mesh import Mesh, MeshAxis, Place, Simulated, simulated, simulated_name
 from torchshard.core.rng_states import RngStates, rng_state, rng_states, set_rng_states
 from torchshard.custom_ops.stepwise import Computation, Stepwise
 from torchshard.distributed.ops import OPS, SENDING, Begin, is_collective, wait
@@ -44,6 +46,13 @@ class Request(NamedTuple):
     args: Sequence[Argument]
 
     @property
+    def group(self) -> Simulated:
+        """The rank's place in the group that the collective is over."""
+        found = simulated(str(self.args[-1]))
+        assert found is not None, self.node.format_node()
+        return found
+
+    @property
     def tensor(self) -> Tensor:
         """The tensor that this rank brings."""
         assert isinstance(self.args[0], Tensor)
@@ -54,10 +63,31 @@ Rank = Generator[Request, Tensor | None, list[object]]
 """A rank's run: it yields collectives, is sent their results, and returns the graph's results."""
 
 
-def rank_graphs(graph: fx.GraphModule, axis: MeshAxis) -> list[fx.GraphModule]:
-    """The localized graph of every rank."""
+def rank_graphs(graph: fx.GraphModule, axis: MeshAxis, batch: DividedBatch | None = None) -> list[fx.GraphModule]:
+    """The localized graph of every rank.
+
+    Args:
+        batch: how the ranks divide the batch too, over a mesh whose other axis is the last one.
+    """
     seen: Seen = {}
-    return [localized(graph, coordinate, seen) for coordinate in axis.simulated()]
+    if batch is None:
+        return [localized(graph, coordinate, seen) for coordinate in axis.simulated()]
+    data = batch.constraints.axis
+    split = [batch.of_rank(localized(graph, coordinate, seen))[1] for coordinate in axis.simulated()]
+    return [
+        _among(localized(split[place[axis.name]], data.simulated()[place[data.name]], seen), place, axis, data)
+        for place in Mesh((data, axis)).places()
+    ]
+
+
+def _among(local: fx.GraphModule, place: Place, axis: MeshAxis, data: MeshAxis) -> fx.GraphModule:
+    """The same graph, each of whose collectives names the ranks that have its rank's place on the other axis."""
+    for node in local.graph.nodes:
+        if is_collective(node.target):
+            own, other = (axis, data) if "settled" in node.meta else (data, axis)
+            among = f"{own.name} at {other.name} {place[other.name]}"
+            node.args = (*node.args[:-1], simulated_name(place[own.name], own.size, among))
+    return local
 
 
 def run(
@@ -77,20 +107,35 @@ def run(
     states = [rng_states(values) for values in inputs]
     calls = zip(graphs, inputs, record, strict=True)
     ranks = [_rank(*call, states, rank) for rank, call in enumerate(calls)]
-    received: list[Tensor | None] = [None] * len(ranks)
-    while True:
-        requests, results = [], []
-        for rank, value in zip(ranks, received, strict=True):
+    received: dict[int, Tensor | None] = dict.fromkeys(range(len(ranks)))
+    waiting, results = dict[int, Request](), dict[int, list[object]]()
+    while received:
+        for number, value in received.items():
             try:
-                requests.append(rank.send(value))
+                waiting[number] = ranks[number].send(value)
             except StopIteration as done:
-                results.append(done.value)
-        if results:
-            if requests:
-                raise InternalError("some ranks ended while others wait", where=str(requests[0].node))
-            set_rng_states(states[0])
-            return results
-        received = list(_run_collective(requests))
+                results[number] = done.value
+        received = _all_arrived(waiting)
+        for number in received:
+            del waiting[number]
+    if waiting:
+        raise InternalError("some ranks ended while others wait", where=str(next(iter(waiting.values())).node))
+    set_rng_states(states[0])
+    return [results[number] for number in range(len(ranks))]
+
+
+def _all_arrived(waiting: Mapping[int, Request]) -> dict[int, Tensor | None]:
+    """Runs the collectives at which all ranks of a group wait; returns the result of each of those ranks."""
+    groups = dict[tuple[str, int], dict[int, int]]()
+    for number, request in waiting.items():
+        rank, size, among = request.group
+        groups.setdefault((among, size), {})[rank] = number
+    results: dict[int, Tensor | None] = {}
+    for (_, size), members in groups.items():
+        if len(members) == size:
+            numbers = [members[rank] for rank in range(size)]
+            results |= zip(numbers, _run_collective([waiting[n] for n in numbers]), strict=True)
+    return results
 
 
 def _rank(

@@ -20,8 +20,9 @@ from torchshard.checking.steps import Trial, backward, leaf, unsharded
 from torchshard.compiler.constraints import PlanLike
 from torchshard.compiler.program import prepared
 from torchshard.core.layouts import Layout
-from torchshard.core.mesh import MODEL
+from torchshard.core.mesh import MODEL, Mesh, MeshAxis
 from torchshard.core.rng_states import rng_states
+from torchshard.core.words import Word, word
 from torchshard.distributed.group import lookup
 from torchshard.distributed.launch import launch
 from torchshard.distributed.process_groups import init_process_group
@@ -47,7 +48,7 @@ class Pieces:
     outputs: list[object]
     state: dict[str, Leaf]
     inputs: dict[str, Leaf]
-    layouts: dict[str, Layout]
+    words: dict[str, Word]
     tolerance: float
     """The largest error that counts as equal."""
 
@@ -59,7 +60,8 @@ class _Gathered:
     outputs: list[list[object]]
     states: list[dict[str, Tensor]]
     inputs: list[dict[str, Tensor]]
-    output_layouts: tuple[Layout, ...] = ()
+    mesh: Mesh
+    output_words: tuple[Word, ...] = ()
 
 
 def check_processes(
@@ -94,9 +96,9 @@ def report_of(
     """Compares the tensors of all ranks with the results of `steps.unsharded`."""
     states = [_tensors(rank.state) for rank in ranks]
     inputs = [_tensors(rank.inputs) for rank in ranks]
-    got = _Gathered([rank.outputs for rank in ranks], states, inputs)
-    layouts, tolerance = ranks[0].layouts, ranks[0].tolerance
-    return Report(len(ranks), tolerance, compare(expected, got, layouts, tolerance, noise))
+    got = _Gathered([rank.outputs for rank in ranks], states, inputs, Mesh((MeshAxis(len(ranks)),)))
+    words, tolerance = ranks[0].words, ranks[0].tolerance
+    return Report(len(ranks), tolerance, compare(expected, got, words, tolerance, noise))
 
 
 def _build(make: Callable[..., ModelCall], make_args: tuple[object, ...]) -> ModelCall:
@@ -116,7 +118,7 @@ def _run_rank(make: Callable[..., ModelCall], make_args: tuple[object, ...], pla
     call_args, call_kwargs = call.rebuild(list(inputs.values()))
     torch.manual_seed(0)
     results = list(flatten(sharded(*call_args, **call_kwargs)).tensors)
-    backward(results, 1)
+    backward([results])
     state = dict((*sharded.named_parameters(), *sharded.named_buffers()))
     return pieces(results, state, inputs, sharded.plan.parameters, sharded.graph)
 
@@ -133,7 +135,7 @@ def pieces(
         [result.detach() if isinstance(result, Tensor) else result for result in results],
         _leaves(state),
         _leaves(inputs),
-        dict(layouts),
+        {name: word((graph.meta["axis"], layout)) for name, layout in layouts.items()},
         tolerance_of(graph),
     )
 

@@ -21,15 +21,18 @@ from torchshard.capture.carried import Arguments
 from torchshard.checking import lockstep
 from torchshard.checking.compare import ComparedValue, Kind, Results, gradients, largest_difference
 from torchshard.checking.rounding import NUDGE_SEED, Nudges, nudged, widened, widened_graph
+from torchshard.compiler.program import Program
 from torchshard.core.autocast import autocasting
-from torchshard.core.layouts import I, Layout, Shard, split
-from torchshard.core.mesh import Coordinate, MeshAxis
+from torchshard.core.layouts import I, Shard
+from torchshard.core.mesh import Mesh, Place
 from torchshard.core.rng_states import RngStates, set_rng_states
+from torchshard.core.words import WHOLE, Word, split, word
 from torchshard.ir.graph import is_float, is_tensor, result_layouts, results_of
-from torchshard.plans.plan import Plan
 from torchshard.weights.materialize import local_state
 
 T = TypeVar("T")
+ALONE = Mesh(())
+"""One process, without axes."""
 COTANGENT_SEED = 7919
 """The seed of the first output's gradient; each further output counts one up."""
 NOISE_TRIALS = 4
@@ -53,23 +56,33 @@ def leaf(value: T) -> T:
     return cast(T, value.detach().clone().requires_grad_(value.requires_grad))
 
 
-def backward(outputs: Sequence[object], copies: int, layouts: Sequence[Layout] = ()) -> None:
-    """Runs backward from all outputs; those of each of the `copies` ranks get the same gradients, or slices of them.
+def backward(outputs: Sequence[Sequence[object]], mesh: Mesh = ALONE, words: Sequence[Word] = ()) -> None:
+    """Runs backward from the outputs of all ranks; each gets the same gradients, or slices of them.
 
     Args:
-        layouts: those of one rank's outputs; by default all are whole.
+        words: those of a rank's outputs, equal slices; by default all are whole.
     """
-    per_rank = len(outputs) // copies
     roots, grads = [], []
-    for i, output in enumerate(outputs):
-        if isinstance(output, Tensor) and output.requires_grad:
-            rank, number = divmod(i, per_rank)
-            layout = layouts[number] if layouts else I
-            shape = [n * copies if layout == Shard(dim) else n for dim, n in enumerate(output.shape)]
-            roots.append(output)
-            grads.append(split(_cotangent(output.new_empty(shape), number), layout, rank, copies))
+    for place, of_rank in zip(mesh.places(), outputs, strict=True):
+        for number, output in enumerate(of_rank):
+            if isinstance(output, Tensor) and output.requires_grad:
+                word, shape = words[number] if words else WHOLE, list(output.shape)
+                for axis, layout in word:
+                    assert isinstance(layout, Shard), word
+                    shape[layout.dim] *= axis.size
+                roots.append(output)
+                grads.append(split(_cotangent(output.new_empty(shape), number), word, place))
     if roots:
         torch.autograd.backward(roots, grads)
+
+
+def output_words(local: fx.GraphModule) -> list[Word]:
+    """What a rank of a localized graph holds of the tensors among its results; none if all are whole."""
+    results = zip(results_of(local.graph), result_layouts(local.graph), strict=True)
+    layouts = [layout for result, layout in results if is_tensor(result)]
+    if all(layout == I for layout in layouts):
+        return []
+    return [word((local.meta["axis"], layout)) for layout in layouts]
 
 
 def unsharded(model: nn.Module, call: Leaves, *, left: bool = True) -> Results:
@@ -86,7 +99,7 @@ def unsharded(model: nn.Module, call: Leaves, *, left: bool = True) -> Results:
     with torch.enable_grad():
         flat, changes = arguments.with_changes(model(*call_args, **call_kwargs), call.positional)
         outputs = flat.tensors if left else flat.tensors[: changes.results]
-        backward(outputs, 1)
+        backward([outputs])
     buffers = dict(model.named_buffers())
     return Results(
         outputs, flat.names[: len(outputs)], gradients(inputs), gradients(dict(model.named_parameters())), buffers
@@ -103,7 +116,8 @@ class Run:
         call: Leaves,
         nudges: Nudges | None = None,
         *,
-        batches: Mapping[str, Layout] = MappingProxyType({}),
+        mesh: Mesh,
+        words: Mapping[str, Word] = MappingProxyType({}),
         watched: bool = False,
     ) -> None:
         """Runs it.
@@ -111,17 +125,17 @@ class Run:
         Args:
             graphs: one per rank.
             states: per rank, parameters, buffers and constants by all their names.
-            batches: the layouts of the call's tensors of which each rank has a part.
+            mesh: that of the ranks.
+            words: what each rank has of the call's tensors.
             nudges: which values, and gradients, are moved by a unit in their last place.
             watched: whether to keep every node's value and gradient.
         """
         ranks = range(len(graphs))
-        self.states, self._nudges, self._watched = states, nudges, watched
+        self.mesh, self.states, self._nudges, self._watched = mesh, states, nudges, watched
         self.inputs = [
-            {n: leaf(split(t, batches.get(n, I), rank, len(graphs))) for n, t in call.named_tensors} for rank in ranks
+            {n: leaf(split(t, words.get(n, WHOLE), place)) for n, t in call.named_tensors} for place in mesh.places()
         ]
-        results = zip(results_of(graphs[0].graph), result_layouts(graphs[0].graph), strict=True)
-        self.output_layouts = [layout for result, layout in results if is_tensor(result)] if batches else []
+        self.output_words = output_words(graphs[0])
         self.values: list[dict[str, Argument]] = [{} for _ in ranks]
         self.grads: list[dict[str, Tensor]] = [{} for _ in ranks]
         placeholder_values = []
@@ -131,7 +145,7 @@ class Run:
         with torch.enable_grad(), autocasting(()):
             made = lockstep.run(graphs, placeholder_values, [self._recorder(rank) for rank in ranks])
             self.outputs = [[output for output in outputs if isinstance(output, Tensor)] for outputs in made]
-            backward([o for outputs in self.outputs for o in outputs], len(graphs), self.output_layouts)
+            backward(self.outputs, mesh, self.output_words)
 
     def _recorder(self, rank: int) -> lockstep.Record:
         def record(node: fx.Node, value: Argument, args: list[Argument]) -> Argument:
@@ -187,31 +201,31 @@ class Trial:
 
     def whole(self, nudges: Nudges | None = None, *, watched: bool = False) -> Run:
         """Runs the captured graph, which is that of the unsharded model."""
-        return self._run([self.captured.graph], {}, nudges, watched=watched)
+        return self._run([self.captured.graph], {}, ALONE, nudges, watched=watched)
 
-    def sharded(self, graphs: list[fx.GraphModule], plan: Plan, *, watched: bool = False) -> Run:
-        """Runs the graphs of all ranks."""
-        return self._run(graphs, plan.parameters, watched=watched, batches=plan.batches)
+    def sharded(self, graphs: list[fx.GraphModule], made: Program, *, watched: bool = False) -> Run:
+        """Runs the graphs of all ranks of a program."""
+        return self._run(graphs, made.held, made.mesh, watched=watched)
 
     def _run(
         self,
         graphs: list[fx.GraphModule],
-        layouts: Mapping[str, Layout],
+        words: Mapping[str, Word],
+        mesh: Mesh,
         nudges: Nudges | None = None,
         *,
         watched: bool,
-        batches: Mapping[str, Layout] = MappingProxyType({}),
     ) -> Run:
         set_rng_states(self.seed)
-        states = [self._state(layouts, coordinate) for coordinate in MeshAxis(len(graphs)).simulated()]
+        states = [self._state(words, place) for place in mesh.places()]
         if self.dtype is not None:
             graphs = [widened_graph(graph, self.dtype) for graph in graphs]
         with _default_dtype(self.dtype):
-            return Run(graphs, states, self.call, nudges, watched=watched, batches=batches)
+            return Run(graphs, states, self.call, nudges, mesh=mesh, words=words, watched=watched)
 
-    def _state(self, layouts: Mapping[str, Layout], coordinate: Coordinate) -> dict[str, Tensor]:
+    def _state(self, words: Mapping[str, Word], place: Place) -> dict[str, Tensor]:
         """A rank's parameters, buffers and constants, by all their names."""
-        state = local_state(self.model, layouts, coordinate)
+        state = local_state(self.model, words, place)
         names = shared_names(self.model)
         if self.dtype is not None:
             state = {name: widened(tensor, self.dtype) for name, tensor in state.items()}

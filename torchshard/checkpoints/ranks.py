@@ -16,9 +16,9 @@ from typing import Any, Final, TypeVar
 import torch.distributed as dist
 
 from torchshard.core.errors import DistributedError, ShardError
-from torchshard.core.mesh import MODEL
+from torchshard.core.mesh import DATA, MODEL
 from torchshard.distributed.consistency import Facts, gather_bytes, run_on_all_ranks, verify_equal
-from torchshard.distributed.group import ALONE, DATA, Group, is_initialized, lookup
+from torchshard.distributed.group import ALONE, Group, is_initialized, lookup
 from torchshard.distributed.process_groups import init_process_group
 from torchshard.weights.safetensors_writer import replace_file
 

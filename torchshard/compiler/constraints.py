@@ -22,6 +22,14 @@ PlanLike = Mapping[str, StyleWord] | Plan | str | os.PathLike[str]
 
 
 @dataclass(frozen=True)
+class Division:
+    """The axis over which the ranks divide the batch, across that over which they divide the weights."""
+
+    axis: MeshAxis
+    data: Data
+
+
+@dataclass(frozen=True)
 class Constraints:
     """What a plan must satisfy, and what the best one is."""
 
@@ -39,6 +47,8 @@ class Constraints:
     """Whether the call stands for one of many: what it leaves in its arguments has come in so, too."""
     recompute: tuple[str, ...] = ()
     """The modules whose values backward computes again; none of them within another."""
+    division: Division | None = None
+    """How the ranks divide the batch too, if they do."""
 
     @property
     def is_static(self) -> bool:
@@ -58,15 +68,31 @@ class Constraints:
         return self.objective.data or (self.plan.data if self.plan is not None else None)
 
     @property
+    def batch_parts(self) -> int:
+        """The number of ranks that divide the batch; 0 if each has all of it."""
+        if self.division is not None:
+            return self.division.axis.size
+        return self.axis.size if self.data else 0
+
+    @property
     def divided(self) -> dict[int, int]:
         """The dims of the call's tensors that may be split in equal slices, with the number of ranks.
 
         Without being asked the sequence is split to stay within a limit of memory.
         """
+        batch = {BATCH: self.batch_parts} if self.batch_parts else {}
         if self.data:
-            return {BATCH: self.axis.size}
+            return batch
         is_limited = self.plan is None and self.objective.memory is not None and self.objective.trains
-        return {SEQUENCE: self.axis.size} if self.splits_sequence or (is_limited and not self.is_static) else {}
+        splits_sequence = self.splits_sequence or (is_limited and not self.is_static)
+        return batch | ({SEQUENCE: self.axis.size} if splits_sequence else {})
+
+    @property
+    def of_batch(self) -> Constraints:
+        """Those for the axis over which the ranks divide the batch, after the other one."""
+        assert self.division is not None
+        aim = replace(self.objective, data=self.division.data, memory=None, axes="weights", recompute=())
+        return Constraints(self.division.axis, aim)
 
     def with_layouts(self, layouts: Mapping[str, Layout]) -> Constraints:
         """The same for a model whose parameters have their layouts."""

@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any
 
+import sympy
 from torch import Tensor, fx, nn
 
 from torchshard.capture import Captured, capture
@@ -24,8 +25,19 @@ from torchshard.compiler.planning import plan_graph
 from torchshard.core.errors import InputError
 from torchshard.core.garbage import without_garbage_collection
 from torchshard.core.layouts import I, Layout, Shard
-from torchshard.ir.graph import hint, is_carried, is_tensor, mark_needs_grad, placeholders, results_of, size_expr
-from torchshard.passes import carry, normalize, rewrite
+from torchshard.core.mesh import Mesh
+from torchshard.core.words import Word, word
+from torchshard.ir.graph import (
+    hint,
+    is_carried,
+    is_tensor,
+    mark_needs_grad,
+    placeholders,
+    results_of,
+    size_expr,
+    sizes_as,
+)
+from torchshard.passes import carry, for_next_axis, normalize, rewrite
 from torchshard.planner.styles import BATCH, SEQUENCE
 from torchshard.plans.plan import Plan
 
@@ -42,7 +54,22 @@ class Program:
     graph: fx.GraphModule
     """The graph with its collectives, global sizes."""
     divided: bool = False
-    """Whether calls belong to it by whether their sequences divide."""
+    """Whether calls belong to it by whether their sequences, or batches, divide."""
+    batch: DividedBatch | None = None
+    """How the ranks divide the batch across the plan's axis, if they do."""
+
+    @property
+    def mesh(self) -> Mesh:
+        """The axes of its ranks."""
+        return Mesh((self.plan.axis,) if self.batch is None else (self.batch.constraints.axis, self.plan.axis))
+
+    @property
+    def held(self) -> dict[str, Word]:
+        """What each rank holds of parameters, buffers and the call's tensors."""
+        split, of_batch = self.plan.held, {} if self.batch is None else self.batch.layouts
+        axes = [(self.plan.axis, split)] + ([(self.batch.constraints.axis, of_batch)] if self.batch else [])
+        names = dict.fromkeys((*split, *of_batch))
+        return {name: word(*((axis, layouts.get(name, I)) for axis, layouts in axes)) for name in names}
 
     def assumes(self, values: Sequence[Tensor | int]) -> bool:
         """Whether tensors, and numbers, satisfy the graph's assumptions about sizes."""
@@ -56,6 +83,7 @@ def program(
     kwargs: Mapping[str, Any] | None = None,
     *,
     inputs: Mapping[str, Layout] | None = None,
+    batches: Mapping[str, Layout] | None = None,
     numbers: Collection[str] = (),
     replaced: Collection[str] = (),
     repeating: bool = False,
@@ -65,6 +93,7 @@ def program(
     Args:
         replaced: the call's tensors that it replaces by others, by name, as far as that is known.
         inputs: the layouts of the call's tensors that earlier calls have left, by name; all others are whole.
+        batches: the layouts of those that are parts of a batch which the ranks divide.
         numbers: the places of integers in the arguments that earlier calls have changed.
         repeating: as in `capture`.
 
@@ -78,23 +107,61 @@ def program(
         kwargs,
         dynamic=dynamic,
         repeating=repeating,
-        inputs={} if constraints.data else inputs or {},
+        inputs=inputs or {},
         numbers=numbers,
         replaced=replaced,
         trains=constraints.objective.trains,
         divided=constraints.divided,
     )
-    if constraints.splits_sequence and not captured.graph.meta["multiples"]:
+    if batches:
+        _refuse_changes(captured)
+    graph = captured.graph
+    multiples, sizes = graph.meta["multiples"], _batch_sizes(graph, batches or {})
+    if constraints.splits_sequence and not multiples.difference(sizes):
         _warn_of_whole_sequences(captured, constraints.axis.size)
     if constraints.data:
         constraints = constraints.with_layouts(constraints.first_layouts(ModelFacts.of(model)))
-        _divide_batch(captured, inputs or {}, constraints.layouts)
-    return planned(captured, model, constraints.with_inputs(inputs or {}))
+        _divide_batch(graph, sizes.keys(), constraints.layouts)
+        return planned(captured, model, constraints.with_inputs(batches or {}))
+    constraints = constraints.with_inputs(inputs or {})
+    if constraints.division is None:
+        return planned(captured, model, constraints)
+    graph.meta["multiples"] = multiples.difference(sizes)
+    with sizes_as({size: number // constraints.division.axis.size for size, number in sizes.items()}):
+        made = planned(captured, model, constraints)  # for what a rank computes
+    batch = DividedBatch(constraints.of_batch, batches or {}, frozenset(sizes), ModelFacts.of(model))
+    return dataclasses.replace(made, divided=True, batch=batch)
 
 
-def _divide_batch(captured: Captured, inputs: Mapping[str, Layout], stored: Mapping[str, Layout]) -> None:
-    """Notes that the ranks divide the batch, that of the inputs that are split, and no other size; and how they hold
-    parameters and buffers.
+@dataclass(frozen=True)
+class DividedBatch:
+    """How ranks that divide the batch run a graph that is split over another axis already."""
+
+    constraints: Constraints
+    inputs: Mapping[str, Layout]
+    """The layouts of the call's tensors that are parts of the batch."""
+    sizes: frozenset[sympy.Symbol]
+    """The batch's size."""
+    facts: ModelFacts
+
+    def of_rank(self, local: fx.GraphModule) -> tuple[Plan, fx.GraphModule]:
+        """The plan for one rank's graph, and that graph with the collectives of this axis, global sizes."""
+        graph = for_next_axis(local)
+        layouts = self.constraints.first_layouts(self.facts)
+        _divide_batch(graph, self.sizes, layouts)
+        constraints = self.constraints.with_layouts(layouts).with_inputs(self.inputs)
+        with without_garbage_collection():
+            plan = plan_graph(graph, self.facts, constraints)
+            return plan, rewrite(graph, plan, constraints.axis)
+
+    @property
+    def layouts(self) -> dict[str, Layout]:
+        """How the ranks of this axis hold what those of the other hold of parameters and buffers, and the batch."""
+        return {**self.constraints.first_layouts(self.facts), **self.inputs}
+
+
+def _refuse_changes(captured: Captured) -> None:
+    """Refuses a call that leaves something for the next one.
 
     Raises:
         InputError: forward changes its arguments.
@@ -106,10 +173,17 @@ def _divide_batch(captured: Captured, inputs: Mapping[str, Layout], stored: Mapp
             why="what a call leaves for the next one, such as a cache, is no part of the batch",
             attempt="use_cache=False; or without data=",
         )
-    graph = captured.graph
-    split = (n for n in placeholders(graph.graph) if isinstance(inputs.get(n.meta["path"]), Shard))
-    batches = graph.meta["multiples"] & {size_expr(n.meta["val"].shape[BATCH]) for n in split}
-    graph.meta["multiples"] = batches
+
+
+def _batch_sizes(graph: fx.GraphModule, batches: Mapping[str, Layout]) -> dict[sympy.Symbol, int]:
+    """The dynamic sizes that are the batch's, and that the ranks divide -> that of the example inputs."""
+    split = [n.meta["val"].shape[BATCH] for n in placeholders(graph.graph) if n.meta["path"] in batches]
+    return {expr: hint(size) for size in split if (expr := size_expr(size)) in graph.meta["multiples"]}
+
+
+def _divide_batch(graph: fx.GraphModule, batches: Collection[sympy.Symbol], stored: Mapping[str, Layout]) -> None:
+    """Notes that the ranks divide these sizes and no others, and how they hold parameters and buffers."""
+    graph.meta["multiples"] = frozenset(batches)
     for node in placeholders(graph.graph):
         if node.meta["path"] in stored:
             node.meta["layouts"] = (stored[node.meta["path"]],)

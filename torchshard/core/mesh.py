@@ -6,10 +6,16 @@ Layouts say how a value is divided among the ranks of one axis. Planning and rew
 
 from __future__ import annotations
 
+import itertools
+import math
+from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import NamedTuple, TypeAlias
 
 MODEL = "model"
 """The name of the model-parallel axis: what graphs call its group until a rank runs them."""
+DATA = "data"
+"""The name of the axis across the model-parallel groups."""
 
 
 @dataclass(frozen=True)
@@ -24,9 +30,46 @@ class MeshAxis:
         """Returns the coordinate of a rank; `group` is the name of its group, by default that of the axis."""
         return Coordinate(self, rank, group or self.name)
 
-    def simulated(self) -> list[Coordinate]:
-        """Returns the coordinates of all ranks, for graphs that are simulated in one process without process groups."""
-        return [self.coordinate(rank, simulated_name(rank, self.size)) for rank in range(self.size)]
+    def simulated(self, among: str = "") -> list[Coordinate]:
+        """Returns the coordinates of all ranks, for graphs that are simulated in one process without process groups.
+
+        Args:
+            among: tells the group from others of the same axis, which have other places on the other axes.
+        """
+        return [self.coordinate(rank, simulated_name(rank, self.size, among)) for rank in range(self.size)]
+
+
+Place: TypeAlias = Mapping[str, int]
+"""Where a rank is on a mesh: the name of each axis, in order -> its rank on it."""
+
+
+@dataclass(frozen=True)
+class Mesh:
+    """The axes over which the ranks are laid out; of consecutive ranks the place on the last one differs."""
+
+    axes: tuple[MeshAxis, ...]
+
+    @property
+    def size(self) -> int:
+        """The number of ranks."""
+        return math.prod(axis.size for axis in self.axes)
+
+    def places(self) -> list[dict[str, int]]:
+        """Returns the places of all ranks, in their order."""
+        names = [axis.name for axis in self.axes]
+        ranks = itertools.product(*(range(axis.size) for axis in self.axes))
+        return [dict(zip(names, numbers, strict=True)) for numbers in ranks]
+
+    def axis(self, name: str) -> MeshAxis:
+        """Returns the axis of a name.
+
+        Raises:
+            ValueError: there is none.
+        """
+        for axis in self.axes:
+            if axis.name == name:
+                return axis
+        raise ValueError(f"no axis {name!r} in a mesh of {', '.join(axis.name for axis in self.axes)}")
 
 
 @dataclass(frozen=True)
@@ -39,12 +82,21 @@ class Coordinate:
     """The name under which this rank's collectives find their process group."""
 
 
-def simulated_name(rank: int, size: int) -> str:
+def simulated_name(rank: int, size: int, among: str = "") -> str:
     """Returns the name of a simulated group, which has no process group."""
-    return f"simulated/{rank}/{size}"
+    return f"simulated/{rank}/{size}" + (f"/{among}" if among else "")
 
 
-def simulated_coordinate(name: str) -> tuple[int, int] | None:
-    """Returns (rank, size) from a name that `simulated_name` returned; None for any other name."""
-    prefix, *numbers = name.split("/")
-    return (int(numbers[0]), int(numbers[1])) if prefix == "simulated" and len(numbers) == 2 else None
+class Simulated(NamedTuple):
+    """A rank of a simulated group."""
+
+    rank: int
+    size: int
+    among: str
+    """Tells the group from others."""
+
+
+def simulated(name: str) -> Simulated | None:
+    """Returns the rank of a name that `simulated_name` returned; None for any other name."""
+    prefix, *parts = name.split("/")
+    return Simulated(int(parts[0]), int(parts[1]), "/".join(parts[2:])) if prefix == "simulated" else None

@@ -20,10 +20,8 @@ import torch
 import torch.distributed as dist
 
 from torchshard.core.errors import DistributedError, InputError
-from torchshard.core.mesh import MODEL, Coordinate, MeshAxis, simulated_coordinate
+from torchshard.core.mesh import DATA, MODEL, Coordinate, MeshAxis, simulated
 
-DATA = "data"
-"""The name of the group across the model-parallel ones."""
 MAX_RECENT = 16
 """An error lists at most so many of the latest collectives that were not verified."""
 
@@ -152,9 +150,9 @@ def lookup(name: str) -> Group:
         DistributedError: there is no such group in this process.
     """
     if name not in _groups:  # asked first: every collective of a step looks its group up
-        simulated = simulated_coordinate(name)
-        if simulated is not None:
-            return Group(*simulated, name, simulated=True)
+        found = simulated(name)
+        if found is not None:
+            return Group(found.rank, found.size, name, simulated=True)
     group = _named(name)
     if group.size < 1:
         raise DistributedError(

@@ -16,11 +16,10 @@ import torch
 import torch.distributed as dist
 
 from torchshard.core.errors import DistributedError, InputError
-from torchshard.core.mesh import MODEL
+from torchshard.core.mesh import DATA, MODEL
 from torchshard.distributed.consistency import verify_call, verify_following_call
 from torchshard.distributed.group import (
     ALONE,
-    DATA,
     CheckLevel,
     Group,
     HandshakeState,

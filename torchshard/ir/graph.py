@@ -12,12 +12,13 @@ needs_grad   whether a gradient flows back through the value
 note         of a collective: the conversion and its consumers
 recompute    of an op: the region whose values backward computes again, in place of saving them
 gathered_again  of a collective: whether backward runs it again, in place of saving what was gathered
+settled      of a collective: it belongs to another mesh axis, for which the graph is localized already
 is_backward  of a node of a joint graph: whether it belongs to the backward
 origin       of a node of a recorded part: the number of the op that it comes from
 
-The module's own meta has 'axis', the mesh axis that the rewritten graph is split over, 'multiples', the dynamic sizes
-that are multiples of the number of its ranks, and 'recordings', the parts of it whose backward was recorded (see
-`passes.record`).
+The module's own meta has 'axis', the mesh axis that the rewritten graph is split over, 'group', what the collectives of
+a rank's graph over it name, 'multiples', the dynamic sizes that are multiples of the number of its ranks, and
+'recordings', the parts of it whose backward was recorded (see `passes.record`).
 """
 
 from __future__ import annotations
@@ -85,10 +86,15 @@ _SIZES = {operator.getitem, torch.ops.aten.sym_size.int, torch.ops.aten.sym_nume
 
 
 def is_tensor_op(node: fx.Node) -> bool:
-    """Whether a node is an op with tensors among its operands or results, and no collective of TorchShard."""
-    if node.op != "call_function" or node.target in _SIZES or is_collective(node.target):
+    """Whether a node is an op with tensors among its operands or results, and no collective over the graph's axis."""
+    if node.op != "call_function" or node.target in _SIZES or is_own_collective(node):
         return False
     return any(isinstance(v, Tensor) for v in values(node)) or any(is_tensor(n) for n in node.all_input_nodes)
+
+
+def is_own_collective(node: fx.Node) -> bool:
+    """Whether a node is a collective over the axis that its graph is split over."""
+    return is_collective(node.target) and "settled" not in node.meta
 
 
 def placeholders(graph: fx.Graph) -> list[fx.Node]:

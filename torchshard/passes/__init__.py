@@ -5,7 +5,7 @@ carry       -> values that stay split between two calls
 annotate    -> the plan's layouts and choices on the nodes
 insert      -> collectives between producers and consumers that disagree
 simplify    -> biases back in their ops where no collective came between
-localize    -> this rank's sizes
+localize    -> this rank's sizes; of several mesh axes, for_next_axis makes it whole again to be split over the next
 segments    -> parts that end where a result is used for another
 record      -> each layer's forward and backward, of equal ones once
 differentiate -> forward and backward in one graph
@@ -24,7 +24,7 @@ from functools import partial
 
 from torch import fx
 
-from torchshard.core.mesh import Coordinate
+from torchshard.core.mesh import Coordinate, MeshAxis
 from torchshard.ir.graph import duplicate
 from torchshard.passes.annotate import annotate
 from torchshard.passes.bucket import bucket
@@ -34,6 +34,7 @@ from torchshard.passes.direct import direct
 from torchshard.passes.insert import insert
 from torchshard.passes.localize import localize
 from torchshard.passes.lower import lower
+from torchshard.passes.next_axis import for_next_axis
 from torchshard.passes.normalize import normalize
 from torchshard.passes.partition import Partition, partition
 from torchshard.passes.propagate import Seen
@@ -45,17 +46,21 @@ from torchshard.passes.verify import Stage, verify
 from torchshard.plans.plan import Plan
 
 __all__ = [
-    "Gradients", "Partition", "Segment", "annotate", "carry", "differentiate", "direct", "has_backward", "insert",
-    "localize", "localized", "lower", "normalize", "partition", "rewrite", "schedule", "segments", "simplify",
-    "step_graphs", "verify", "with_whole_results",
+    "Gradients", "Partition", "Segment", "annotate", "carry", "differentiate", "direct", "for_next_axis",
+    "has_backward", "insert", "localize", "localized", "lower", "normalize", "partition", "rewrite", "schedule",
+    "segments", "simplify", "step_graphs", "verify", "with_whole_results",
 ]  # fmt: skip
 
 
-def rewrite(module: fx.GraphModule, plan: Plan) -> fx.GraphModule:
-    """Inserts the plan's collectives into a copy of the normalized graph; the copy holds for any rank."""
+def rewrite(module: fx.GraphModule, plan: Plan, axis: MeshAxis | None = None) -> fx.GraphModule:
+    """Inserts the plan's collectives into a copy of the normalized graph; the copy holds for any rank.
+
+    Args:
+        axis: the mesh axis that they are over, if it has another name than the plan's.
+    """
     module.meta.setdefault("recordings", {})  # one for all plans of a captured graph, freed with it
     rewritten = duplicate(module)
-    rewritten.meta["axis"] = plan.axis
+    rewritten.meta["axis"] = axis or plan.axis
     passes: tuple[tuple[str, Callable[[fx.GraphModule], bool], Stage], ...] = (
         ("annotate", partial(annotate, plan=plan), "annotated"),
         ("insert", partial(insert, planned=plan.conversions), "inserted"),

@@ -15,6 +15,7 @@ from collections.abc import Sequence
 import torch
 from torch import fx
 from torch._ops import OpOverload
+from torch.fx.node import Argument
 
 from torchshard.core.layouts import I
 from torchshard.ir.buckets import Bucket, bucket_of
@@ -28,14 +29,14 @@ REDUCE = torch.ops.torchshard.reduce.default
 def bucket(joint: fx.GraphModule) -> bool:
     """Joins the `reduce` of gradients in a joint graph; returns whether there were any to join."""
     known = {node.name: node for node in joint.graph.nodes}
-    buckets: dict[Bucket, list[fx.Node]] = defaultdict(list)
+    buckets: dict[tuple[Bucket, Argument], list[fx.Node]] = defaultdict(list)
     for node in joint.graph.nodes:
         if node.target is REDUCE and node.meta.get("is_backward"):
             found = {bucket_of(known[name]) for name in node.meta.get("gradient_of", ()) if name in known}
             if len(found) == 1 and (of := found.pop()) is not None:
-                buckets[of].append(node)
+                buckets[of, node.args[-1]].append(node)
     several = {of: reduces for of, reduces in buckets.items() if len(reduces) > 1}
-    for of, reduces in several.items():
+    for (of, _), reduces in several.items():
         _join(joint, of, reduces)
     return bool(several)
 

@@ -21,14 +21,13 @@ from torchshard.core.layouts import I, Layout, Shard, local_shape
 from torchshard.core.mesh import Coordinate
 from torchshard.core.notation import Local, LocalFn
 from torchshard.custom_ops.whole import WholeCall
-from torchshard.distributed.ops import is_collective
 from torchshard.ir.graph import (
     ORIGIN,
     drop_dead_code,
     emit,
     fake_mode,
+    is_own_collective,
     multiples_of,
-    placeholders,
     plain_shape,
     record,
     values,
@@ -46,11 +45,12 @@ def localize(module: fx.GraphModule, coordinate: Coordinate, seen: Seen | None =
     Args:
         seen: results of ops on fake values; those of this graph are added.
     """
+    module.meta["group"] = coordinate.group
     _localize_values(module, coordinate)
     for node in list(module.graph.nodes):
         if isinstance(node.target, WholeCall):
             node.target = node.target.with_own_modules()
-        if is_collective(node.target):
+        if is_own_collective(node):
             node.args = (*node.args[:-1], coordinate.group)
             continue
         choice, row = node.meta.get("choice"), node.meta.get("row")
@@ -113,8 +113,8 @@ def _assume_multiples(module: fx.GraphModule, ranks: int) -> None:
 
 
 def _keep_sizes(module: fx.GraphModule, ranks: int) -> None:
-    """Sizes of a split input are this rank's; what reads them means those of the whole."""
-    for source in placeholders(module.graph):
+    """Sizes of a split value are this rank's; what reads them means those of the whole."""
+    for source in list(module.graph.nodes):
         (layout, *_) = source.meta.get("layouts") or (I,)
         for node in list(source.users):
             if isinstance(layout, Shard) and node.target is aten.sym_size.int and node.args[1] == layout.dim:

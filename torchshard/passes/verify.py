@@ -124,9 +124,10 @@ def _collective_faults(node: fx.Node, axis: MeshAxis) -> Iterator[Fault]:
 
 
 def _joint_faults(module: fx.GraphModule) -> Iterator[Fault]:
-    axis, by_name = module.meta["axis"], {node.name: node for node in module.graph.nodes}
+    axis, group = module.meta["axis"], module.meta["group"]
+    by_name = {node.name: node for node in module.graph.nodes}
     for node in module.graph.nodes:
-        if node.target not in OPS or not node.meta["is_backward"]:
+        if node.target not in OPS or not node.meta["is_backward"] or node.args[-1] != group:
             continue
         layouts = source_and_target(OPS[operator_of(node)].name, node.args[1:])
         for end, layout in zip((node_arg(node), node), layouts, strict=True):

@@ -130,19 +130,11 @@ def objective(
     Raises:
         InputError: no machine has that name, `memory` is no size, or another option has a value that it can't have.
     """
-    for option, value, kinds, what, why in (
-        ("axes", axes, Axes, "choice of axes", "dims of weights; 'sequence': that too; 'all': batch and sequence too"),
-        ("mode", mode, Mode, "mode", "steps with a backward; 'infer': calls without gradients"),
-        ("data", data or "replicate", Data, "way to divide data", "each rank has all weights; 'shard': slices of them"),
-    ):
-        known = get_args(kinds)
-        if value not in known:
-            raise InputError(
-                f"{value!r} is no {what}",
-                where=f"{option}=",
-                why=f"{known[0]!r}: {why}",
-                attempt=" or ".join(map(repr, known)),
-            )
+    axes_are = "dims of weights; 'sequence': that too; 'all': batch and sequence too"
+    _check_option("axes", axes, Axes, "choice of axes", axes_are)
+    _check_option("mode", mode, Mode, "mode", "steps with a backward; 'infer': calls without gradients")
+    if data is not None:
+        check_data(data)
     if mode == "infer" and recompute:
         raise InputError(
             "nothing is computed again without a backward",
@@ -162,6 +154,26 @@ def objective(
     globs = (recompute,) if isinstance(recompute, str) else tuple(recompute)
     size, trains = read_size(memory), mode == "train"
     return Objective(found, size, axes, machine is None, globs, trains, data)
+
+
+def check_data(data: object) -> None:
+    """One of the ways in which ranks that divide the batch hold weights.
+
+    Raises:
+        InputError: it is none.
+    """
+    _check_option("data", data, Data, "way to divide data", "each rank has all weights; 'shard': slices of them")
+
+
+def _check_option(option: str, value: object, kinds: object, what: str, why: str) -> None:
+    known = get_args(kinds)
+    if value not in known:
+        raise InputError(
+            f"{value!r} is no {what}",
+            where=f"{option}=",
+            why=f"{known[0]!r}: {why}",
+            attempt=" or ".join(map(repr, known)),
+        )
 
 
 _UNITS = {"B": 1, **{f"{p}B": 10 ** (3 * i) for i, p in enumerate("KMGT", 1)},

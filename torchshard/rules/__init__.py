@@ -9,6 +9,7 @@ from torchshard.custom_ops.whole import WholeCall
 from torchshard.rules import (
     attention,
     batched,
+    collectives,
     convolution,
     creation,
     indexing,
@@ -28,8 +29,8 @@ from torchshard.rules.registry import ROWS, RULES, Call, RuleFn, TensorType, rul
 __all__ = ["RULES", "Call", "Row", "TensorType", "has_rule", "is_random", "row_of", "rule", "writes_statistics"]
 
 FAMILIES = (
-    attention, batched, convolution, creation, indexing, linear_algebra, losses, normalization, pointwise, random,
-    recurrent, reductions, shapes,
+    attention, batched, collectives, convolution, creation, indexing, linear_algebra, losses, normalization, pointwise,
+    random, recurrent, reductions, shapes,
 )  # fmt: skip
 
 

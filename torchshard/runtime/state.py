@@ -22,6 +22,7 @@ from torchshard.capture import model_without_storage, shared_names, without_stor
 from torchshard.core.errors import DistributedError, InputError
 from torchshard.core.hashing import hash_tensor
 from torchshard.core.layouts import I, Layout, Shard, split
+from torchshard.core.words import word
 from torchshard.distributed.consistency import gather_bytes, run_on_all_ranks, verify_equal
 from torchshard.distributed.group import Group
 from torchshard.distributed.kernels import gathered
@@ -341,7 +342,8 @@ class State(ShardedSubmodule):
 
     def _cut(self, name: str, whole: Tensor, layout: Layout) -> None:
         # Through `.data`: optimizers may hold the parameter already, and go on with the same object.
-        local = local_tensor(whole, layout, self._ts_group.coordinate).detach()
+        axis = self._ts_group.coordinate.axis
+        local = local_tensor(whole, word((axis, layout)), {axis.name: self._ts_group.rank}).detach()
         self._ts_tensors[name].data = local if local.is_meta else local.to(self._ts_tensors[name].device)
         self._ts_distinct[name] = are_distinct(whole, layout, self._ts_group.size)
 

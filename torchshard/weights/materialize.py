@@ -14,22 +14,23 @@ from typing import Final
 import torch
 from torch import Tensor, nn
 
-from torchshard.core.layouts import I, Layout, local_shape, split
-from torchshard.core.mesh import Coordinate
+from torchshard.core import words
+from torchshard.core.layouts import I, Layout, local_shape
+from torchshard.core.mesh import Coordinate, Place
+from torchshard.core.words import WHOLE, Word
 from torchshard.weights.boxes import pieces
 from torchshard.weights.lazy import LazyTensor, compute
 from torchshard.weights.parts import Parts, Read, Wanted
 from torchshard.weights.progress import Progress
 
 
-def local_tensor(tensor: Tensor, layout: Layout, coordinate: Coordinate) -> Tensor:
+def local_tensor(tensor: Tensor, word: Word, place: Place) -> Tensor:
     """A rank's slice of a parameter or buffer; a Parameter stays one, with its requires_grad."""
-    rank, ranks = coordinate.rank, coordinate.axis.size
     if tensor.is_meta:
-        shape = local_shape(tensor.shape, layout, rank, ranks)
+        shape = words.local_shape(tensor.shape, word, place)
         sliced = torch.empty(shape, dtype=tensor.dtype, device="meta")
     else:
-        sliced = split(tensor.detach(), layout, rank, ranks).clone(memory_format=torch.contiguous_format)
+        sliced = words.split(tensor.detach(), word, place).clone(memory_format=torch.contiguous_format)
     return nn.Parameter(sliced, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else sliced
 
 
@@ -123,7 +124,7 @@ def _planned_reads(
             yield name, local, [read for some in reads for read in some or ()]
 
 
-def local_state(model: nn.Module, layouts: Mapping[str, Layout], coordinate: Coordinate) -> dict[str, Tensor]:
+def local_state(model: nn.Module, held: Mapping[str, Word], place: Place) -> dict[str, Tensor]:
     """A rank's slices of all parameters and buffers, by their first names."""
     named = (*model.named_parameters(), *model.named_buffers())
-    return {name: local_tensor(tensor, layouts.get(name, I), coordinate) for name, tensor in named}
+    return {name: local_tensor(tensor, held.get(name, WHOLE), place) for name, tensor in named}

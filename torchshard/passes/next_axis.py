@@ -1,0 +1,26 @@
+"""Makes a rank's graph an ordinary one, to be split over the next axis of the mesh.
+
+What the rank holds is the whole, as far as the next axis is concerned, and its collectives over earlier axes are ops.
+"""
+
+from __future__ import annotations
+
+from torch import fx
+
+from torchshard.ir.graph import duplicate, is_own_collective, mark_needs_grad, placeholders
+
+OF_AXIS = ("layouts", "choice", "row", "global_shape")
+"""What nodes know of the axis that their graph is split over."""
+
+
+def for_next_axis(local: fx.GraphModule) -> fx.GraphModule:
+    """A copy of a localized graph that is not split over any axis yet."""
+    graph = duplicate(local)
+    for node in graph.graph.nodes:
+        if is_own_collective(node):
+            node.meta["settled"] = True
+        for key in OF_AXIS:
+            node.meta.pop(key, None)
+    mark_needs_grad(graph, [n.meta["path"] for n in placeholders(graph.graph) if n.meta["needs_grad"]])
+    graph.meta |= {"multiples": frozenset(), "recordings": {}}
+    return graph
