@@ -15,18 +15,20 @@ from torchshard.capture.facts import ModelFacts, device_type
 from torchshard.compiler.batches import whole_batch
 from torchshard.compiler.constraints import PlanLike, read_constraints
 from torchshard.compiler.decode_example import decode_example
-from torchshard.compiler.program import check_examples, check_world_size, program
+from torchshard.compiler.meshes import DataLike, MeshLike, checked_world_size, read_mesh
+from torchshard.compiler.program import check_examples, program
 from torchshard.core.errors import InputError, PlanError
 from torchshard.core.garbage import without_garbage_collection
 from torchshard.core.layouts import Layout
-from torchshard.core.mesh import MODEL, MeshAxis
+from torchshard.core.mesh import MODEL
 from torchshard.distributed.consistency import run_on_all_ranks
 from torchshard.distributed.group import is_initialized, lookup
 from torchshard.distributed.process_groups import init_process_group
-from torchshard.plans.machine import Axes, Data, Machine, MachineName, Mode, Objective, objective
+from torchshard.plans.machine import Axes, Machine, MachineName, Mode, Objective, objective
 from torchshard.plans.plan import Plan
 from torchshard.runtime.compilation import CompileOptions, Compiler, compiler_of
 from torchshard.runtime.module import ShardedModule
+from torchshard.runtime.ranks import join_ranks
 from torchshard.weights.adapters import with_adapter
 from torchshard.weights.folder import Weights, read_folder
 from torchshard.weights.transformers_models import lazy_pretrained
@@ -43,7 +45,8 @@ def shard(
     axes: Axes = "weights",
     recompute: str | Sequence[str] = (),
     mode: Mode = "train",
-    data: Data | None = None,
+    mesh: MeshLike | None = None,
+    data: DataLike | None = None,
     weights: str | os.PathLike[str] | None = None,
     compile: CompileOptions = False,
 ) -> ShardedModule:
@@ -56,8 +59,12 @@ def shard(
         example_inputs, example_kwargs: what the model will be called with, for the first capture; meta or fake tensors
             will do. Without them the parameters are split now and the graph is captured at the first call.
         memory, machine, axes, recompute, mode: what the best plan is; see `plan`.
+        mesh: two axes of ranks by name, outermost first, or PyTorch's `DeviceMesh`: `{"dp": 2, "tp": 4}`. Over the last
+            one the ranks divide the weights; over the first one the batch. Each rank passes the part of the batch that
+            its place on the first axis has, all four of a `tp` group the same.
         data: "replicate": each rank passes its own part of the batch and holds all weights, as in DDP; "shard": a slice
-            of each weight, as in FSDP.
+            of each weight, as in FSDP. With `mesh` for its first axis, by default "replicate"; or by name:
+            `{"dp": "replicate"}`.
         weights: a folder of safetensors files (or one file), from which each rank reads its slices and nothing else, in
             place of the values that the model has; the model may be lazy or on the meta device. For models of
             transformers names and shapes are converted as `from_pretrained` converts them. What the files lack keeps
@@ -76,9 +83,9 @@ def shard(
             the weights can't be read, or are another model's.
         DistributedError: the ranks hold different models, or weights.
     """
-    aim = objective(machine, memory, axes, device_type(model), recompute, mode, data)
+    aim = objective(machine, memory, axes, device_type(model), recompute, mode)
     compiler = compiler_of(compile, where="shard(compile=...)")
-    return _shard(model, plan, example_inputs, example_kwargs, aim, weights, compiler)
+    return _shard(model, plan, example_inputs, example_kwargs, aim, weights, compiler, mesh, data)
 
 
 def _shard(
@@ -89,6 +96,8 @@ def _shard(
     aim: Objective,
     weights: str | os.PathLike[str] | Weights | None,
     compiler: Compiler | None,
+    mesh: MeshLike | None = None,
+    data: DataLike | None = None,
 ) -> ShardedModule:
     check_examples(example_inputs, example_kwargs)
     if isinstance(model, ShardedModule):
@@ -105,12 +114,14 @@ def _shard(
             why="what is split where is found by looking at what a call computes",
             attempt="example_inputs=(x,) or example_kwargs={...}; tensors on the meta device will do",
         )
-    if not is_initialized():
-        init_process_group()
+    ranks, axes = join_ranks(mesh, data)
+    aim = replace(aim, data=axes.data)
     has_example = example_inputs is not None or example_kwargs is not None
     with torch.inference_mode(False):
         # what to cut, the plan will say
-        made = ShardedModule(model, plan, lookup(MODEL), aim, cut=not has_example, weights=weights, compiler=compiler)
+        made = ShardedModule(
+            model, plan, ranks, aim, division=axes.division, cut=not has_example, weights=weights, compiler=compiler
+        )
     if has_example:
         with torch.set_grad_enabled(torch.is_grad_enabled() and aim.trains):
             made.warm_up(tuple(example_inputs or ()), dict(example_kwargs or {}))
@@ -187,7 +198,8 @@ def plan(
     model: nn.Module,
     plan: PlanLike = "auto",
     *,
-    world_size: int,
+    world_size: int | None = None,
+    mesh: MeshLike | None = None,
     example_inputs: Sequence[Any] = (),
     example_kwargs: Mapping[str, Any] | None = None,
     memory: str | float | None = None,
@@ -195,7 +207,7 @@ def plan(
     axes: Axes = "weights",
     recompute: str | Sequence[str] = (),
     mode: Mode = "train",
-    data: Data | None = None,
+    data: DataLike | None = None,
     batch: int | None = None,
     length: int | None = None,
 ) -> Plan:
@@ -216,27 +228,27 @@ def plan(
         mode: "train" plans steps with a backward; "infer" calls without gradients: a decode step, if the example inputs
             have a cache, or else a prompt. With `memory=` the plan then says the longest context that fits
             (`plan.costs.context`). A model that is sharded so runs other calls too.
-        data: as in `shard`; the example inputs are one rank's part of the batch.
+        mesh, data: as in `shard`; the example inputs are one rank's part of the batch, the plan is that of the last axis.
         batch, length: in place of example inputs, for decoders of transformers and mode="infer": a decode step of so
             many sequences, with so many tokens of each in the cache.
 
     Raises:
         PlanError, CaptureError, InputError: as `shard`.
     """
-    check_world_size(world_size)
+    ranks = read_mesh(checked_world_size(world_size, mesh), mesh, data)
     check_examples(example_inputs, example_kwargs)
     check_weights(model)
-    aim = objective(machine, memory, axes, device_type(model), recompute, mode, data)
-    constraints = read_constraints(ModelFacts.of(model), plan, MeshAxis(world_size), aim)
-    constraints = replace(constraints, steady=not aim.trains)
+    aim = objective(machine, memory, axes, device_type(model), recompute, mode, ranks.data)
+    constraints = read_constraints(ModelFacts.of(model), plan, ranks.axis, aim)
+    constraints = replace(constraints, steady=not aim.trains, division=ranks.division)
     replaced: tuple[str, ...] = ()
     if batch is not None or length is not None:
         _check_decodes(mode, example_inputs, example_kwargs)
         example_kwargs, replaced = decode_example(model, *(1 if size is None else size for size in (batch, length)))
     with torch.set_grad_enabled(torch.is_grad_enabled() and aim.trains):
         args, inputs = tuple(example_inputs or ()), dict[str, Layout]()
-        if constraints.data:
-            call, inputs = whole_batch(flatten_call(model, args, example_kwargs or {}), world_size)
+        if constraints.batch_parts:
+            call, inputs = whole_batch(flatten_call(model, args, example_kwargs or {}), constraints.batch_parts)
             args, example_kwargs = call.rebuild(call.tensors)
         made = program(model, constraints, args, example_kwargs, batches=inputs, replaced=replaced, repeating=True)
     return made.plan

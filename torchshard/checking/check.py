@@ -25,7 +25,7 @@ from torchshard.checking.compare import KINDS, TOLERANCES, Comparison, Results, 
 from torchshard.checking.steps import Run, Trial
 from torchshard.compiler.batches import divided_batch
 from torchshard.compiler.constraints import PlanLike, read_constraints
-from torchshard.compiler.meshes import DataLike, MeshLike, checked_world_size, read_ranks
+from torchshard.compiler.meshes import DataLike, MeshLike, checked_world_size, read_mesh
 from torchshard.compiler.program import Program, check_examples, prepared, program
 from torchshard.core.errors import ShardError
 from torchshard.core.rng_states import keeping_rng_states, rng_states
@@ -161,7 +161,7 @@ def check(
         ShardError: the errors of `torchshard.shard` for this model and plan. A difference is reported, not raised:
             see `Report.raise_on_error`.
     """
-    ranks = read_ranks(checked_world_size(world_size, mesh), mesh, data)
+    ranks = read_mesh(checked_world_size(world_size, mesh), mesh, data)
     check_examples(example_inputs, example_kwargs)
     check_weights(model)
     reference, args, kwargs = copy_with_values(model), list(example_inputs), dict(example_kwargs or {})

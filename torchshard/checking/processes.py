@@ -26,6 +26,7 @@ from torchshard.core.words import Word, word
 from torchshard.distributed.group import lookup
 from torchshard.distributed.launch import launch
 from torchshard.distributed.process_groups import init_process_group
+from torchshard.distributed.ranks import Ranks
 from torchshard.ir.graph import is_float
 from torchshard.plans.machine import Objective
 from torchshard.runtime.module import ShardedModule
@@ -112,7 +113,7 @@ def _run_rank(make: Callable[..., ModelCall], make_args: tuple[object, ...], pla
     """The step of one rank; called in each process."""
     init_process_group()
     model, args, kwargs = _build(make, make_args)
-    sharded = ShardedModule(model, plan, lookup(MODEL), aim)
+    sharded = ShardedModule(model, plan, Ranks(lookup(MODEL)), aim)
     call = flatten_call(model, args, kwargs or {})
     inputs = {name: leaf(t) for name, t in zip(call.names, call.tensors, strict=True)}
     call_args, call_kwargs = call.rebuild(list(inputs.values()))

@@ -21,13 +21,13 @@ from torch import Tensor, nn
 
 from torchshard.checkpoints.contents import Item
 from torchshard.checkpoints.formats import FolderFormat, folder_format
-from torchshard.checkpoints.ranks import Ranks
 from torchshard.checkpoints.saving import checked_folder, verify_states
 from torchshard.checkpoints.writing import file_errors, unseen
 from torchshard.core.errors import InputError
 from torchshard.core.hashing import hash_text
 from torchshard.core.layouts import Shard
 from torchshard.core.mesh import Coordinate
+from torchshard.distributed.ranks import Ranks
 from torchshard.runtime.module import ShardedModule
 from torchshard.weights.boxes import Box, overlaps, place_of, whole_box
 from torchshard.weights.lazy import LazyTensor, file_tensor

@@ -18,12 +18,12 @@ from torchshard.checkpoints.contents import (
     stateful_modules,
     tied_names,
 )
-from torchshard.checkpoints.ranks import Ranks
 from torchshard.core.errors import InputError
 from torchshard.core.layouts import I, Layout, Shard, local_shape
 from torchshard.core.mesh import Coordinate
 from torchshard.core.modules import named_tensors
 from torchshard.distributed.objects import decode, encode
+from torchshard.distributed.ranks import Ranks
 from torchshard.runtime.optimizers import check_class_of_slices
 from torchshard.weights.boxes import pieces
 from torchshard.weights.checkpoint_files import Checkpoint, SlicedTensor, broken

@@ -41,10 +41,10 @@ from torchshard.checkpoints.fitting import (
     saved_objects,
     wanted_states,
 )
-from torchshard.checkpoints.ranks import Ranks
 from torchshard.checkpoints.saving import checked_folder
 from torchshard.core.errors import InputError
 from torchshard.core.mesh import Coordinate
+from torchshard.distributed.ranks import Ranks
 from torchshard.runtime.module import ShardedModule
 from torchshard.weights.checkpoint_files import Checkpoint, read_checkpoint
 from torchshard.weights.progress import Progress

@@ -21,10 +21,10 @@ from torch.optim import Optimizer
 
 from torchshard.checkpoints.contents import Contents, Stateful, as_list, contents_of, encoded, hashes, unwrapped
 from torchshard.checkpoints.copies import Copies
-from torchshard.checkpoints.ranks import Ranks
 from torchshard.checkpoints.writing import Job, begin_job
 from torchshard.core.errors import DistributedError, InputError, ShardError
 from torchshard.core.layouts import type_text
+from torchshard.distributed.ranks import Ranks
 from torchshard.plans.machine import read_size
 from torchshard.runtime.module import ShardedModule
 from torchshard.weights.checkpoint_files import digest

@@ -13,11 +13,12 @@ from pathlib import Path
 
 from torch import Tensor
 
+from torchshard.checkpoints.completion import Completion
 from torchshard.checkpoints.contents import Contents, Item, rng_states
-from torchshard.checkpoints.ranks import Completion, Ranks
 from torchshard.core.errors import InputError, ShardError
 from torchshard.core.layouts import Shard
 from torchshard.distributed.objects import encode
+from torchshard.distributed.ranks import Ranks
 from torchshard.weights.checkpoint_files import MANIFEST, OBJECTS, file_metadata, layout_text, manifest, saved_id
 from torchshard.weights.progress import Progress
 from torchshard.weights.safetensors_writer import FilePlan, TensorType, replace_file, sync_folder

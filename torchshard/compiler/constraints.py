@@ -10,7 +10,7 @@ from torchshard.capture.facts import ModelFacts
 from torchshard.compiler.memory import OPTIMIZER_STATES
 from torchshard.core.errors import PlanError
 from torchshard.core.layouts import I, Layout, Shard, parts_of, parts_size
-from torchshard.core.mesh import MeshAxis
+from torchshard.core.mesh import DATA, MeshAxis
 from torchshard.core.paths import outermost
 from torchshard.planner.styles import BATCH, SEQUENCE, Style, StyleWord, named_modules, parameter_layouts, read_pins
 from torchshard.plans.data import Stored
@@ -27,6 +27,8 @@ class Division:
 
     axis: MeshAxis
     data: Data
+    name: str = DATA
+    """What the user calls the axis."""
 
 
 @dataclass(frozen=True)

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, TypeAlias
 from torchshard.compiler.constraints import Division
 from torchshard.compiler.program import check_world_size
 from torchshard.core.errors import InputError
-from torchshard.core.mesh import DATA, MeshAxis
+from torchshard.core.mesh import DATA, MODEL, MeshAxis
 from torchshard.plans.machine import Data, check_data
 
 if TYPE_CHECKING:
@@ -19,11 +19,11 @@ if TYPE_CHECKING:
 MeshLike: TypeAlias = "Mapping[str, int] | DeviceMesh"
 """The names of the axes with their numbers of ranks, outermost first, or PyTorch's mesh."""
 DataLike: TypeAlias = Data | Mapping[str, Data]
-"""How ranks hold weights over the axis over which they divide the batch; by the axis' name, if that is not the first."""
+"""How ranks hold weights over the axis over which they divide the batch; by its name, if it is not the first."""
 
 
 @dataclass(frozen=True)
-class Ranks:
+class RankAxes:
     """How ranks share the work."""
 
     axis: MeshAxis
@@ -31,9 +31,11 @@ class Ranks:
     data: Data | None = None
     division: Division | None = None
     """The axis over which they divide the batch beside the other."""
+    name: str = MODEL
+    """What the user calls the first of these."""
 
 
-def read_ranks(world_size: int, mesh: MeshLike | None, data: DataLike | None) -> Ranks:
+def read_mesh(world_size: int, mesh: MeshLike | None, data: DataLike | None) -> RankAxes:
     """How `world_size` ranks share the work.
 
     Raises:
@@ -42,7 +44,7 @@ def read_ranks(world_size: int, mesh: MeshLike | None, data: DataLike | None) ->
     if mesh is None:
         if isinstance(data, Mapping):
             raise _error("there is no mesh whose axes it could name", "data=", 'mesh={"dp": 2, "tp": 4}')
-        return Ranks(MeshAxis(world_size), data)
+        return RankAxes(MeshAxis(world_size), data)
     sizes = mesh_sizes(mesh)
     total = math.prod(sizes.values())
     if total != world_size:
@@ -57,17 +59,18 @@ def read_ranks(world_size: int, mesh: MeshLike | None, data: DataLike | None) ->
             '{"dp": 2, "tp": 4}, with data={"dp": "replicate"}',
         )
     if not by_name:
-        return Ranks(MeshAxis(world_size))
+        return RankAxes(MeshAxis(world_size), name=split[0])
     ((name, kind),) = by_name.items()
     if not split:
-        return Ranks(MeshAxis(world_size), kind)
-    if list(sizes) != [name, *split]:
+        return RankAxes(MeshAxis(world_size), kind, name=name)
+    if isinstance(mesh, Mapping) and list(sizes) != [name, *split]:
         raise _error(
             "consecutive ranks divide the batch, and ranks far apart the weights",
             "mesh=",
             f"the other order: {{{name!r}: {sizes[name]}, {split[0]!r}: {sizes[split[0]]}}}",
         )
-    return Ranks(MeshAxis(sizes[split[0]]), None, Division(MeshAxis(sizes[name], DATA), kind))
+    division = Division(MeshAxis(sizes[name], DATA), kind, name)
+    return RankAxes(MeshAxis(sizes[split[0]]), None, division, split[0])
 
 
 def checked_world_size(world_size: int | None, mesh: MeshLike | None) -> int:
@@ -108,9 +111,9 @@ def mesh_sizes(mesh: MeshLike) -> dict[str, int]:
 def _data_by_name(names: list[str], data: DataLike | None) -> dict[str, Data]:
     """The axes over which the ranks divide the batch: those that are named, or the first one of several."""
     if not isinstance(data, Mapping):
-        if data is None and len(names) == 1:
-            return {}
-        return {names[0]: data or "replicate"}
+        if data is not None:
+            check_data(data)
+        return {} if data is None and len(names) == 1 else {names[0]: data or "replicate"}
     for name, kind in data.items():
         check_data(kind)
         if name not in names:

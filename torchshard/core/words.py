@@ -20,7 +20,7 @@ from typing import NamedTuple, TypeAlias
 from torch import Tensor
 
 from torchshard.core import layouts
-from torchshard.core.layouts import I, Layout, is_whole, parse_layout
+from torchshard.core.layouts import I, Layout, Shard, is_whole, parse_layout
 from torchshard.core.mesh import Mesh, MeshAxis, Place
 
 
@@ -42,15 +42,14 @@ WHOLE: Word = ()
 def word(*letters: tuple[MeshAxis, Layout]) -> Word:
     """Returns the word of these letters, in one spelling: without those of invariant values and of axes of one rank.
 
-    Letters that split different dims have the order of their axes' names, for either order gives the same slices.
+    Only letters that split one dim have an order of their own; others give the same slices in any order.
     """
     kept = [Letter(axis, layout) for axis, layout in letters if layout != I and axis.size > 1]
-    return tuple(sorted(kept, key=lambda letter: letter.axis.name)) if _commute(kept) else tuple(kept)
+    return tuple(sorted(kept, key=_place_in_word))
 
 
-def _commute(letters: Sequence[Letter]) -> bool:
-    dims = [getattr(letter.layout, "dim", None) for letter in letters]
-    return len(set(dims)) == len(dims)
+def _place_in_word(letter: Letter) -> tuple[int, str]:
+    return (letter.layout.dim, "") if isinstance(letter.layout, Shard) else (-1, letter.axis.name)
 
 
 def dual(of: Word) -> Word:

@@ -11,22 +11,23 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Literal, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from torchshard.capture import Leaves
-from torchshard.compiler.program import Program
 from torchshard.core.errors import DistributedError, InputError, ShardError
 from torchshard.core.hashing import hash_tensor, hash_text
 from torchshard.core.layouts import Layout
 from torchshard.distributed.consistency import begin_verifying, verify_equal
 from torchshard.distributed.group import Group
+from torchshard.distributed.ranks import Ranks
 from torchshard.ir.listing import listing, value_text
 from torchshard.runtime import digests
 from torchshard.runtime.call_key import CallKey
-from torchshard.runtime.compiled import Compiled, graph_uses_rng
+from torchshard.runtime.compiled import Compiled, RankProgram, graph_uses_rng
 from torchshard.runtime.history import EARLIER, GRADIENTS, MODEL, PARAMETER, SENT, STEPS, HistorySnapshot
 
 VALUES = "the values of input"
@@ -43,11 +44,16 @@ class PreparedCall:
     """A call whose arguments fit the model, as one rank sees it."""
 
     inputs: Leaves
-    """Of what earlier calls have left split, tensors without memory that have the whole's shape."""
+    """Of what earlier calls have left split, or a rank's part of a batch, tensors without memory that have the whole's
+    shape."""
+    compared: Leaves
+    """The same, with values for what must be equal on the ranks that compare the call."""
     tensors: tuple[Tensor, ...]
     """The call's tensors, as this rank's graph takes them."""
     layouts: Mapping[str, Layout]
-    """The layouts of the inputs that are split."""
+    """The layouts of the inputs that earlier calls have left split."""
+    batches: Mapping[str, Layout]
+    """Those of the inputs that are parts of a batch."""
     left_by: Sequence[object]
     """The calls that have left them: two ranks' slices can't be compared, but must be of one whole."""
     arguments: object
@@ -63,13 +69,13 @@ class PreparedCall:
     @property
     def elsewhere(self) -> dict[str, Tensor]:
         """The inputs whose values are on a device that one would have to wait for."""
-        named = zip(self.inputs.names, self.inputs.tensors, strict=True)
+        named = zip(self.compared.names, self.compared.tensors, strict=True)
         return {f"input {name}": tensor for name, tensor in named if digests.is_elsewhere(tensor)}
 
     @property
     def rng_state(self) -> str:
         """A hash of the RNG state, if the call's graph draws random numbers."""
-        return rng_state(self.inputs) if self.compiled is not None and self.compiled.uses_rng else ""
+        return rng_state(self.tensors) if self.compiled is not None and self.compiled.uses_rng else ""
 
 
 def begin_verifying_call(
@@ -119,15 +125,16 @@ def _summary_of_refusal(refusal: ShardError, purpose: Purpose) -> _Summary:
 
 
 def _summary(call: PreparedCall, purpose: Purpose, snapshot: HistorySnapshot) -> _Summary:
-    values = [digests.values_digest(tensor) if digests.is_here(tensor) else 0 for tensor in call.inputs.tensors]
-    shapes = [tuple(tensor.shape) for tensor in call.inputs.tensors]
+    compared = call.compared
+    values = [digests.values_digest(tensor) if digests.is_here(tensor) else 0 for tensor in compared.tensors]
+    shapes = [tuple(tensor.shape) for tensor in compared.tensors]
     # A graph keeps the digest of its key: the text of a key is long, and hashing it would take longer than the rest.
     key = call.key.digest if call.compiled is None else call.compiled.digest
     rng = call.rng_state
 
     def facts() -> dict[str, str]:
         shown = {"the arguments": "they fit"}
-        for name, tensor, value in zip(call.inputs.names, call.inputs.tensors, values, strict=True):
+        for name, tensor, value in zip(compared.names, compared.tensors, values, strict=True):
             shown |= {f"input {name}": value_text(tensor), f"{VALUES} {name}": str(value)}
         return shown | {
             "the arguments that are not tensors": str(call.inputs.structure),
@@ -146,7 +153,7 @@ def _summary(call: PreparedCall, purpose: Purpose, snapshot: HistorySnapshot) ->
     return _Summary(f"{key} {shapes} {seen} {rng} {call.compiled is None} {purpose} {call.compiler}", facts)
 
 
-def verify_same_weights(model: nn.Module, group: Group, replaced: Collection[str] = ()) -> None:
+def verify_same_weights(model: nn.Module, ranks: Ranks, replaced: Collection[str] = ()) -> None:
     """The ranks compare every bit of the unsharded model's parameters and buffers.
 
     Args:
@@ -155,34 +162,43 @@ def verify_same_weights(model: nn.Module, group: Group, replaced: Collection[str
     Raises:
         DistributedError: they differ.
     """
-    if group.size == 1:
+    if ranks.count == 1:
         return
     named = dict((*model.named_parameters(), *model.named_buffers()))
     facts = digests.describe_contents({name: tensor for name, tensor in named.items() if name not in replaced})
-    verify_equal(group, facts, DistributedError, "the ranks hold different models")
+    ranks.verify(facts, "the ranks hold different models")
 
 
-def verify_same_program(group: Group, program: Program, inputs: Leaves) -> None:
+def verify_same_program(ranks: Ranks, made: RankProgram, call: PreparedCall) -> None:
     """The ranks compare a new graph, its plan, every bit of the inputs, and the RNG state if the graph uses it.
 
     Raises:
         DistributedError: the programs or RNG states differ.
         InputError: the inputs' values differ.
     """
-    if group.size == 1:
+    if ranks.count == 1:
         return
+    program, what = made.program, "the ranks made different programs of the model"
     facts = {"the graph": listing(program.graph, sources=False), "the plan": program.plan.to_json()}
-    verify_equal(group, facts, DistributedError, "the ranks made different programs of the model")
-    named = zip(inputs.names, inputs.tensors, strict=True)
-    values = {f"input {name}": digests.describe_content(tensor) for name, tensor in named}
-    verify_equal(group, values, InputError, SAME_SHAPE)
+    ranks.verify(facts, what)
+    if made.graph is not program.graph:
+        ranks.verify_replicas({"the graph": listing(made.graph, sources=False)}, what)
+
+    def verify_inputs() -> None:
+        named = zip(call.compared.names, call.compared.tensors, strict=True)
+        values = {f"input {name}": digests.describe_content(tensor) for name, tensor in named}
+        verify_equal(ranks.group, values, InputError, SAME_SHAPE)
+
+    ranks.on_replicas(verify_inputs, InputError, SAME_SHAPE)
     if graph_uses_rng(program.graph):
-        verify_equal(group, {RNG_STATE: rng_state(inputs)}, call_error, SAME_SHAPE)
+        facts = {RNG_STATE: rng_state(call.tensors)}
+        for group in (ranks.group, ranks.replicas):
+            ranks.run_on_all(partial(verify_equal, group, facts, call_error, SAME_SHAPE), DistributedError, SAME_SHAPE)
 
 
-def rng_state(inputs: Leaves) -> str:
-    """A hash of the state of the RNG that a call on the inputs' device draws from."""
-    on_gpu = any(t.is_cuda for t in inputs.tensors)
+def rng_state(tensors: Sequence[Tensor]) -> str:
+    """A hash of the state of the RNG that a call with these tensors draws from."""
+    on_gpu = any(t.is_cuda for t in tensors)
     return f"{hash_tensor(torch.cuda.get_rng_state() if on_gpu else torch.get_rng_state()):x}"
 
 

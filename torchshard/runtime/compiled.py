@@ -19,6 +19,7 @@ from torchshard.capture import ModelCall, refuse_state_between
 from torchshard.compiler.program import Program
 from torchshard.core.layouts import I, Layout
 from torchshard.core.mesh import Coordinate
+from torchshard.distributed.ranks import Ranks
 from torchshard.ir.graph import duplicate, is_tensor, layout_of, result_layouts, results_of, uses_rng, writes
 from torchshard.passes import direct, localized, schedule
 from torchshard.runtime.call_key import CallKey
@@ -60,7 +61,7 @@ class Compiled:
     """Whether it draws random numbers, so that the ranks' RNG states must be equal."""
     model_call: ModelCall
     """The call that it was captured for, without values."""
-    coordinate: Coordinate
+    ranks: Ranks
     _executables: dict[Compiler | None, Executables] = field(default_factory=dict)
 
     def executables(self, compiler: Compiler | None) -> Executables:
@@ -74,7 +75,7 @@ class Compiled:
     @cached_property
     def result_layouts(self) -> tuple[Layout, ...]:
         """The layout of each result: whole, or a rank's part of the batch."""
-        return result_layouts(self.program.captured.graph.graph)
+        return result_layouts(self.graph.graph)
 
     @cached_property
     def _can_compile(self) -> bool:
@@ -98,7 +99,7 @@ class Compiled:
         runnable = direct if compiler is None else compiler
         scheduled = duplicate(self.graph)
         schedule(scheduled)
-        return Executables(runnable(scheduled), LazyStep(self.graph, self.executable, self.coordinate, runnable))
+        return Executables(runnable(scheduled), LazyStep(self.graph, self.executable, self.ranks, runnable))
 
     def __deepcopy__(self, memo: dict[int, object]) -> Compiled:
         # A copied model may run this graph as it is: parameters are its arguments.
@@ -110,8 +111,27 @@ def graph_uses_rng(graph: fx.GraphModule) -> bool:
     return any(map(uses_rng, graph.graph.nodes))
 
 
+class RankProgram(NamedTuple):
+    """A program on its way to this rank's graph."""
+
+    program: Program
+    graph: fx.GraphModule
+    """Of the last mesh axis, with its collectives, global sizes."""
+    coordinate: Coordinate
+    """This rank's on that axis."""
+
+    @staticmethod
+    def of(program: Program, ranks: Ranks) -> RankProgram:
+        """A program up to its last axis."""
+        own = ranks.group.coordinate
+        if program.batch is None:
+            return RankProgram(program, program.graph, own)
+        _, graph = program.batch.of_rank(localized(program.graph, own))
+        return RankProgram(program, graph, ranks.replicas.coordinate)
+
+
 def compile_program(
-    program: Program, key: CallKey, model_call: ModelCall, coordinate: Coordinate, device: torch.device | None
+    made: RankProgram, key: CallKey, model_call: ModelCall, ranks: Ranks, device: torch.device | None
 ) -> Compiled:
     """A program with this rank's sizes, and its collectives called directly.
 
@@ -119,7 +139,7 @@ def compile_program(
         key: the key of the call that the program was captured for; `model_call` is that call without values.
         device: where the constants of the graph are put.
     """
-    graph = localized(program.graph, coordinate)
+    program, graph = made.program, localized(made.graph, made.coordinate)
     executable = with_direct_collectives(graph)
     return Compiled(
         program,
@@ -130,7 +150,7 @@ def compile_program(
         carried=_carried(program),
         uses_rng=graph_uses_rng(program.graph),
         model_call=model_call,
-        coordinate=coordinate,
+        ranks=ranks,
     )
 
 

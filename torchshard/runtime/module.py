@@ -14,6 +14,7 @@ import threading
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any, NoReturn
 
 import torch
@@ -39,13 +40,14 @@ from torchshard.capture import (
 )
 from torchshard.capture.facts import ModelFacts
 from torchshard.compiler.batches import whole_batch
-from torchshard.compiler.constraints import Constraints, PlanLike, check_layouts, read_constraints
-from torchshard.compiler.program import Program, program
+from torchshard.compiler.constraints import Constraints, Division, PlanLike, check_layouts, read_constraints
+from torchshard.compiler.program import program
 from torchshard.core.autocast import autocasting
 from torchshard.core.errors import CaptureError, DistributedError, InputError, PlanError, ShardError
 from torchshard.core.layouts import Layout, Shard
-from torchshard.distributed.consistency import run_on_all_ranks, running, verify_equal
+from torchshard.distributed.consistency import running, verify_equal
 from torchshard.distributed.group import CheckLevel, Group
+from torchshard.distributed.ranks import Ranks
 from torchshard.distributed.wire import settling
 from torchshard.plans.machine import Objective
 from torchshard.plans.plan import Plan
@@ -61,7 +63,7 @@ from torchshard.runtime.call_verification import (
 )
 from torchshard.runtime.carried import CarriedSlice, check_once, local_tensors, mark, whole_inputs
 from torchshard.runtime.compilation import Compiler, compiler_of
-from torchshard.runtime.compiled import Compiled, compile_program
+from torchshard.runtime.compiled import Compiled, RankProgram, compile_program
 from torchshard.runtime.digests import describe_contents
 from torchshard.runtime.dynamo import call_outside, tracing_compiler
 from torchshard.runtime.generation import entry_of, generation_method
@@ -111,17 +113,25 @@ class ShardedModule(State):
         self,
         model: nn.Module,
         plan: PlanLike,
-        group: Group,
+        ranks: Ranks,
         aim: Objective | None = None,
         *,
+        division: Division | None = None,
         cut: bool = True,
         weights: str | os.PathLike[str] | Weights | None = None,
         compiler: Compiler | None = None,
     ) -> None:
+        """Splits a model.
+
+        Args:
+            division: how the replicas divide the batch, if they do.
+        """
+        group = ranks.group
+
         def read() -> tuple[Constraints, dict[str, Layout], Weights | None]:
             check_weights(model)
             facts = ModelFacts.of(model)
-            constraints = read_constraints(facts, plan, group.coordinate.axis, aim)
+            constraints = replace(read_constraints(facts, plan, group.coordinate.axis, aim), division=division)
             layouts = constraints.first_layouts(facts)
             check_layouts(facts, layouts)
             if weights is None or isinstance(weights, Weights):
@@ -129,15 +139,15 @@ class ShardedModule(State):
             return constraints, layouts, read_folder(model_without_storage(model), shared_names(model), weights)
 
         what = "the ranks can't shard this model together"
-        constraints, layouts, loaded = run_on_all_ranks(group, read, PlanError, what)
-        verify_same_weights(model, group, () if loaded is None else loaded.tensors)
+        constraints, layouts, loaded = ranks.run_on_all(read, PlanError, what)
+        verify_same_weights(model, ranks, () if loaded is None else loaded.tensors)
         if loaded is not None:
             facts = describe_contents(loaded.tensors) | loaded.samples
-            verify_equal(group, facts, DistributedError, "the ranks would read different weights")
+            ranks.verify(facts, "the ranks would read different weights")
         if any(p.grad is not None for p in model.parameters()):
             what = "gradients that the parameters hold already stay with the unsharded model"
             warnings.warn(f"{what}: call backward() after ts.shard", stacklevel=4)
-        super().__init__(model, layouts, group, cut=cut, weights=loaded)
+        super().__init__(model, layouts, ranks, cut=cut, weights=loaded)
         self._ts_constraints = constraints
         self._ts_compiler = compiler
         self._ts_watch = Watch(self.source)
@@ -145,11 +155,13 @@ class ShardedModule(State):
         self._ts_carried_places: set[str] = set()
         self._ts_numbers: set[str] = set()
         self._ts_history = History(group, type(model).__name__)
+        self._ts_across = History(ranks.replicas, type(model).__name__) if division else None
         observe_steps(self, model)
 
     def note_step(self, settings: str) -> None:
         """An optimizer with these settings is about to step this model's parameters."""
-        self._ts_history.note_step(settings)
+        for history in self._histories:
+            history.note_step(settings)
 
     def note_optimizer(self, optimizer: Optimizer) -> None:
         """An optimizer was made of this model's parameters."""
@@ -164,6 +176,18 @@ class ShardedModule(State):
         self.verify_state()
         return super().full_state_dict()
 
+    @property
+    def _histories(self) -> list[History]:
+        """What this rank has done with the model, as the ranks of its model see it, and the replicas."""
+        return [self._ts_history] if self._ts_across is None else [self._ts_history, self._ts_across]
+
+    @property
+    def _batch_group(self) -> Group | None:
+        """The group that divides the batch, if one does."""
+        if self._ts_constraints.data:
+            return self._ts_group
+        return self._ts_ranks.replicas if self._ts_constraints.division else None
+
     def verify_state(self) -> None:
         """Checks that the ranks have done the same with this model, and hold equal whole parameters: a collective call.
 
@@ -173,7 +197,15 @@ class ShardedModule(State):
         if self._verifies_calls():
             facts, gradients = self._ts_history.all_facts(self._tensors_by_first_name(), self._ts_layouts)
             what = "the ranks hold different states"
-            verify_equal(self._ts_group, facts, call_error, what, near=gradients)
+            compare = partial(verify_equal, self._ts_group, facts, call_error, what, near=gradients)
+            self._ts_ranks.on_replicas(compare, DistributedError, what)
+        if self._verifies_calls() and self._ts_across is not None:
+            facts, gradients = self._ts_across.all_facts(self._tensors_by_first_name(), {})
+            self._ts_ranks.run_on_all(
+                partial(verify_equal, self._ts_ranks.replicas, facts, call_error, what, near=gradients),
+                DistributedError,
+                what,
+            )
 
     def __copy__(self) -> NoReturn:
         raise InputError(
@@ -236,13 +268,15 @@ class ShardedModule(State):
                 raise error
         captured = compiled.program.captured
         results, left = results[: captured.changes.results], results[captured.changes.results :]
-        equal = results
-        if self._ts_constraints.data:
+        equal, batch_group = results, self._batch_group
+        if batch_group is not None:
             layouts = compiled.result_layouts[: len(results)]
-            results = averaged(results, layouts, self._ts_group.size)
+            results = averaged(results, layouts, batch_group.size)
             equal = [r for r, layout in zip(results, layouts, strict=True) if not isinstance(layout, Shard)]
         if self._verifies_calls() and torch.is_grad_enabled():
-            self._ts_history.watch_results(equal)
+            self._histories[-1].watch_results(equal)
+            if self._ts_across is not None:
+                self._ts_history.watch_results(results)
         kept = (
             mark(tensor, layout, shape, self._ts_group, self._ts_history.latest_call)
             for tensor, (layout, shape) in zip(left, compiled.carried, strict=True)
@@ -292,20 +326,39 @@ class ShardedModule(State):
 
         def verify() -> None:
             with self._resetting_history():
-                compare()
+                self._finish_comparing(compare, call, purpose)
                 if isinstance(call, ShardError):
                     raise call
             if purpose == "a call":
-                self._ts_history.count_call()
+                for history in self._histories:
+                    history.count_call()
 
         return call, verify
+
+    def _finish_comparing(self, compare: Callable[[], None], call: PreparedCall | ShardError, purpose: Purpose) -> None:
+        """Waits until the ranks of a model have compared a call; then the replicas compare it, or hear of the error."""
+        if self._ts_across is None or not self._verifies_calls():
+            return compare()
+        failure: ShardError | None = None
+        try:
+            compare()
+        except ShardError as error:
+            failure = error
+        made = call if failure is None else failure
+        if isinstance(made, PreparedCall):
+            made = replace(made, compared=made.inputs)
+        snapshot = self._snapshot_of(self._ts_across, made)
+        begin_verifying_call(self._ts_ranks.replicas, made, purpose, snapshot)()
+        if failure is not None:
+            raise failure
 
     @contextlib.contextmanager
     def _resetting_history(self) -> Iterator[None]:
         try:
             yield
         except ShardError:
-            self._ts_history.reset()
+            for history in self._histories:
+                history.reset()
             raise
 
     def _prepared_call(
@@ -323,11 +376,12 @@ class ShardedModule(State):
         if purpose == "a call":
             self._check_has_values(given)
         inputs, layouts = whole_inputs(given, self._ts_group, self._ts_history.number, self._ts_carried_places)
-        if self._ts_constraints.data:
-            inputs, batches = whole_batch(inputs, self._ts_group.size)
-            layouts |= batches
+        compared, batches, batch_group = inputs, dict[str, Layout](), self._batch_group
+        if batch_group is not None:
+            inputs, batches = whole_batch(inputs, batch_group.size)
+            compared = inputs if self._ts_across is None else compared
         state = self._ts_watch.state()
-        key = call_key(inputs, state, self._ts_source_modules, self._ts_tensors.values(), layouts, entry)
+        key = call_key(inputs, state, self._ts_source_modules, self._ts_tensors.values(), layouts | batches, entry)
         visible = f"state {self._ts_watch.number}"
         if self._ts_watch.latest_change:
             visible += f", changed last: {self._ts_watch.latest_change}"
@@ -337,20 +391,27 @@ class ShardedModule(State):
         if compiled is not None:
             check_once(given, compiled.program.captured.changes)
         compiled_by = "" if compiler is None else str(compiler)
-        return PreparedCall(inputs, tensors, layouts, calls, given.arguments, key, compiled, compiled_by, visible)
+        return PreparedCall(
+            inputs, compared, tensors, layouts, batches, calls, given.arguments, key, compiled, compiled_by, visible
+        )
 
     def _history_snapshot(self, call: PreparedCall | ShardError) -> HistorySnapshot:
         # Until the first graph fixes the layouts they follow from each rank's plan, and plans may still differ.
         if self._ts_fixed and not self._ts_watched:
             self._ts_history.watch(self._tensors_by_first_name(), self._ts_layouts, self._ts_distinct)
+            if self._ts_across is not None:
+                self._ts_across.watch(self._tensors_by_first_name(), {}, {})
             self._ts_watched = True
+        return self._snapshot_of(self._ts_history, call)
+
+    def _snapshot_of(self, history: History, call: PreparedCall | ShardError) -> HistorySnapshot:
         if isinstance(call, ShardError):
-            return self._ts_history.snapshot({}, {})
-        return self._ts_history.snapshot(self._ts_tensors, call.elsewhere)
+            return history.snapshot({}, {})
+        return history.snapshot(self._ts_tensors, call.elsewhere)
 
     def _verifies_calls(self) -> bool:
         """Whether the ranks compare what they do with this model."""
-        return self._ts_group.size > 1 and self._ts_group.level is not CheckLevel.OFF
+        return self._ts_ranks.count > 1 and self._ts_group.level is not CheckLevel.OFF
 
     def _check_has_values(self, inputs: Leaves) -> None:
         """Inputs and parameters have values; or none of them has, as in a dry run on the meta device."""
@@ -407,26 +468,29 @@ class ShardedModule(State):
         constraints = constraints.with_gradients(trains)
         model_call = ModelCall(_without_storage(call.inputs), call.key.training)
 
-        if any(isinstance(layout, Shard) for layout in call.layouts.values()):
+        if any(isinstance(layout, Shard) for layout in (*call.layouts.values(), *call.batches.values())):
             args, kwargs = call.inputs.rebuild(call.inputs.tensors)
 
-        def capture_and_plan() -> Program:
+        def capture_and_plan() -> RankProgram:
             numbers = call.inputs.number_names
             entry = self._ts_entries[call.key.entry].model
-            captured = program(entry, constraints, args, kwargs, inputs=call.layouts, numbers=numbers)
+            captured = program(
+                entry, constraints, args, kwargs, inputs=call.layouts, batches=call.batches, numbers=numbers
+            )
             self._ts_graphs.refuse_dependence(entry, model_call, captured)
             check_once(replace(call.inputs, tensors=call.tensors), captured.captured.changes)
-            return captured
+            return RankProgram.of(captured, self._ts_ranks)
 
         _warn_of_global_hooks()
         what = "the ranks can't make a program of the model together"
-        planned = run_on_all_ranks(self._ts_group, capture_and_plan, CaptureError, what)
-        verify_same_program(self._ts_group, planned, call.inputs)
+        made = self._ts_ranks.run_on_all(capture_and_plan, CaptureError, what)
+        planned = made.program
+        verify_same_program(self._ts_ranks, made, call)
         if not self._ts_fixed:
             own = planned.plan.parameters.items()
             self._fix_layouts({name: layout for name, layout in own if name in self._ts_tensors})
         device = next((p.device for p in self.parameters()), None)
-        compiled = compile_program(planned, call.key, model_call, self._ts_group.coordinate, device)
+        compiled = compile_program(made, call.key, model_call, self._ts_ranks, device)
         self._ts_carried_places.update(planned.captured.changes.names)
         self._ts_numbers.update(planned.captured.changes.numbers)
         self._ts_graphs.add(call.key, compiled, self._ts_watch.latest_change)

@@ -23,9 +23,10 @@ from torchshard.core.errors import DistributedError, InputError
 from torchshard.core.hashing import hash_tensor
 from torchshard.core.layouts import I, Layout, Shard, split
 from torchshard.core.words import word
-from torchshard.distributed.consistency import gather_bytes, run_on_all_ranks, verify_equal
+from torchshard.distributed.consistency import gather_bytes
 from torchshard.distributed.group import Group
 from torchshard.distributed.kernels import gathered
+from torchshard.distributed.ranks import Ranks
 from torchshard.runtime.compiled import GraphCache
 from torchshard.runtime.digests import SAMPLED, are_distinct, describe_contents, values_digest
 from torchshard.runtime.submodule import ShardedSubmodule
@@ -44,7 +45,7 @@ class State(ShardedSubmodule):
         self,
         model: nn.Module,
         layouts: Mapping[str, Layout],
-        group: Group,
+        ranks: Ranks,
         *,
         cut: bool = True,
         weights: Weights | None = None,
@@ -56,7 +57,7 @@ class State(ShardedSubmodule):
             cut: False to leave all tensors without memory until `_fix_layouts` knows what the slices are.
         """
         super().__init__(model_without_storage(model))
-        self._ts_group = group
+        self._ts_ranks, self._ts_group = ranks, ranks.group
         self._ts_layouts: dict[str, Layout] = dict(layouts)
         self._ts_fixed = False  # whether a graph has fixed the layouts
         self._ts_names = shared_names(self.source)
@@ -298,7 +299,7 @@ class State(ShardedSubmodule):
         def read() -> ReadSlices:
             return read_slices(weights.tensors, layouts, self._ts_group.coordinate, put)
 
-        weights.read = run_on_all_ranks(self._ts_group, read, InputError, "a rank can't read its weights")
+        weights.read = self._ts_ranks.run_on_all(read, InputError, "a rank can't read its weights")
         _LOG.info("%s", weights)
         kept = {name: self._ts_tensors[name] for name in sorted(weights.read.names)}
         self._compare_read(kept, layouts)
@@ -313,6 +314,7 @@ class State(ShardedSubmodule):
             values_digest(t, SAMPLED) if isinstance(layouts.get(name, I), Shard) else hash_tensor(t.detach())
             for name, t in tensors.items()
         ]
+        self._ts_ranks.verify_replicas({"the values": str(hashes)}, "the ranks read different weights")
         gathered = gather_bytes(self._ts_group, "shard", lambda: json.dumps(hashes).encode())
         everyone = [json.loads(data) for data in gathered]
         for i, name in enumerate(tensors):
@@ -429,10 +431,10 @@ class State(ShardedSubmodule):
         what = "the ranks can't load this state dict together"
         names = dict.fromkeys(super().state_dict())
         shapes = {name: self._source_tensor(name).shape for name in names}
-        run_on_all_ranks(self._ts_group, lambda: check_full_state(state, shapes), InputError, what)
+        self._ts_ranks.run_on_all(lambda: check_full_state(state, shapes), InputError, what)
         facts = describe_contents(state)
         what = "the ranks load different state dicts"
-        verify_equal(self._ts_group, facts, DistributedError, what)
+        self._ts_ranks.verify(facts, what)
         self._follow()
         for name, tensor in state.items():
             layout = self._ts_layouts.get(self._ts_names[name][0], I)
@@ -446,7 +448,7 @@ class State(ShardedSubmodule):
         """A copy with parameters of its own, in the same group; it captures graphs of its own."""
         source = self.source
         memo.update({id(t): without_storage(t) for t in (*source.parameters(), *source.buffers())})
-        memo[id(self._ts_group)] = self._ts_group
+        memo[id(self._ts_group)], memo[id(self._ts_ranks)] = self._ts_group, self._ts_ranks
         copied = type(self).__new__(type(self))
         memo[id(self)] = copied
         copied.__dict__.update(copy.deepcopy(self.__dict__, memo))

@@ -21,14 +21,14 @@ from torchshard.core.autocast import autocasting
 from torchshard.core.errors import DistributedError, InputError
 from torchshard.core.garbage import without_garbage_collection
 from torchshard.core.hashing import hash_text
-from torchshard.core.mesh import Coordinate
 from torchshard.core.rng_states import RngStates, keeping_rng_states, rng_states, set_rng_states
 from torchshard.custom_ops.carry import CARRY
 from torchshard.custom_ops.stepwise import Stepwise
 from torchshard.distributed.consistency import note_unverified, running, running_call, verify_equal
-from torchshard.distributed.group import Group, lookup
+from torchshard.distributed.group import Group
 from torchshard.distributed.ops import OPS, PLAIN, Begin, hashable
 from torchshard.distributed.ops import direct as under_autograd
+from torchshard.distributed.ranks import Ranks
 from torchshard.ir.graph import duplicate, placeholders, results_of, uses_rng, written_buffers
 from torchshard.passes import Gradients, Partition, Segment, direct, has_backward, segments, step_graphs
 from torchshard.weights.slice_values import unwatched
@@ -55,15 +55,13 @@ class _Backward(NamedTuple):
 class Step:
     """What a rank runs in a call whose gradients are wanted; called as the rank's graph is."""
 
-    def __init__(
-        self, local: fx.GraphModule, coordinate: Coordinate, written: Collection[str], runnable: Runnable
-    ) -> None:
+    def __init__(self, local: fx.GraphModule, ranks: Ranks, written: Collection[str], runnable: Runnable) -> None:
         """Makes the graphs of a segment of a rank's graph.
 
         Args:
             written: the names of the buffers that the rank's graph writes to, in whichever segment.
         """
-        self._coordinate, self._local, self._runnable = coordinate, local, runnable
+        self.ranks, self._local, self._runnable = ranks, local, runnable
         self.parts = step_graphs(local)
         self.forward = runnable(self.parts.forward)
         self.draws = any(map(uses_rng, local.graph.nodes))
@@ -85,14 +83,9 @@ class Step:
         return with_direct_collectives(self._local)
 
     @property
-    def sent(self) -> list[str]:
+    def sent(self) -> list[Sent]:
         """The collectives of forward and backward, in order, as they must be on all ranks."""
         return _sent(self.parts.forward) + _sent(self.parts.backward)
-
-    @property
-    def group(self) -> Group:
-        """The ranks."""
-        return lookup(self._coordinate.group)
 
     def backward_for(self, given: Gradients) -> _Backward | None:
         """The backward for the results that gradients have come for; None if it needs more than forward saves.
@@ -101,7 +94,7 @@ class Step:
         """
         if given not in self._backwards:
             make = partial(step_graphs, self._local, given)
-            parts = on_all_ranks(self.group, make, lambda parts: _sent(parts.backward))
+            parts = on_all_ranks(self.ranks, make, lambda parts: _sent(parts.backward))
             self._backwards[given] = None if parts is None else self._backward(parts)
         return self._backwards[given]
 
@@ -146,33 +139,50 @@ def with_direct_collectives(graph: fx.GraphModule) -> fx.GraphModule:
     return copied
 
 
-def _sent(module: fx.GraphModule) -> list[str]:
+class Sent(NamedTuple):
+    """A collective of a graph."""
+
+    name: str
+    args: str
+    group: object
+    """The name of the group that it is over; other groups may send slices of other sizes."""
+
+    def seen_by(self, group: Group) -> str:
+        """What must be equal on all ranks of a group."""
+        return f"{self.name} {self.args}" if self.group == group.name else self.name
+
+
+def _sent(module: fx.GraphModule) -> list[Sent]:
     """The collectives of a graph, in order, as they must be on all ranks."""
-    return [f"{n.target} {n.args[1:-1]}" for n in module.graph.nodes if isinstance(n.target, Begin)]
+    begun = [n for n in module.graph.nodes if isinstance(n.target, Begin)]
+    return [Sent(str(n.target), str(n.args[1:-1]), n.args[-1]) for n in begun]
 
 
-def _all_sent(made: Iterable[tuple[Segment, Callable[..., Any]]]) -> list[str]:
-    return [text for _, step in made if isinstance(step, Step) for text in step.sent]
+def _all_sent(made: Iterable[tuple[Segment, Callable[..., Any]]]) -> list[Sent]:
+    return [sent for _, step in made if isinstance(step, Step) for sent in step.sent]
 
 
 def on_all_ranks(
-    group: Group, make: Callable[[], T], sent: Callable[[T], list[str]], level: int = logging.INFO
+    ranks: Ranks, make: Callable[[], T], sent: Callable[[T], list[Sent]], level: int = logging.INFO
 ) -> T | None:
     """What `make` returns, if it succeeds on all ranks and their collectives are the same; else None on all.
 
     Args:
         level: at which the reason is logged, if it does not succeed.
     """
-    made, text = None, ""
+    made, collectives, failure = None, list[Sent](), ""
     try:
         made = make()
-        text = "; ".join(sent(made))
+        collectives = sent(made)
     except Exception as error:  # whatever it is: autograd does without
-        text = f"{type(error).__name__}: {error}"
-        log.log(level, "no graph of the backward: %s", text.partition("\n")[0])
+        failure = f"{type(error).__name__}: {error}"
+        log.log(level, "no graph of the backward: %s", failure.partition("\n")[0])
     what = "the ranks can't make the graph of a backward together"
-    is_same = verify_equal(group, {}, DistributedError, what, unlike=hash_text(text))
-    return made if is_same or group.size == 1 else None
+    for group in (ranks.group, ranks.replicas):
+        text = failure or "; ".join(each.seen_by(group) for each in collectives)
+        if group.size > 1 and not verify_equal(group, {}, DistributedError, what, unlike=hash_text(text)):
+            made, failure = None, "the graphs differ"  # which the ranks of the other group have to know
+    return made
 
 
 class LazyStep:
@@ -187,10 +197,10 @@ class LazyStep:
         self,
         local: fx.GraphModule,
         under_autograd: Callable[..., Any],
-        coordinate: Coordinate,
+        ranks: Ranks,
         runnable: Runnable = direct,
     ) -> None:
-        self._local, self._under_autograd, self._coordinate = local, under_autograd, coordinate
+        self._local, self._under_autograd, self._ranks = local, under_autograd, ranks
         self._runnable = runnable
         self._segments: list[tuple[Segment, Callable[..., Any]]] | None = None
         self._sources = [node.name for node in placeholders(local.graph)]
@@ -216,7 +226,7 @@ class LazyStep:
         if not self.is_made and (watched or not self._eager_calls):
             self.is_made = True
             level = logging.WARNING if self._is_asked_for else logging.INFO
-            self._segments = on_all_ranks(lookup(self._coordinate.group), self._made, _all_sent, level)
+            self._segments = on_all_ranks(self._ranks, self._made, _all_sent, level)
         self._eager_calls -= not self.is_made
         return self._under_autograd if self._segments is None else self._run
 
@@ -229,7 +239,7 @@ class LazyStep:
         return (
             with_direct_collectives(part.graph)
             if part.is_view
-            else Step(part.graph, self._coordinate, written, self._runnable)
+            else Step(part.graph, self._ranks, written, self._runnable)
         )
 
     def _run(self, *tensors: Tensor) -> tuple[Any, ...]:
@@ -272,7 +282,8 @@ class _Function(torch.autograd.Function):
         del saved, gradients
         ctx.maybe_clear_saved_tensors()
         if backward.sends:
-            note_unverified(ctx.step.group, f"backward of {ctx.call}")
+            for group in (ctx.step.ranks.group, ctx.step.ranks.replicas):
+                note_unverified(group, f"backward of {ctx.call}")
         with unwatched(), autocasting(()):
             return (None, *backward.run(arguments))
 

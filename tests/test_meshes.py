@@ -1,0 +1,247 @@
+"""Two mesh axes: over one the ranks divide the batch, over the other the weights; steps are those of the whole batch."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, fx, nn
+from torch.distributed.device_mesh import init_device_mesh
+
+import torchshard as ts
+from tests.compiled import constraints_of
+from tests.helpers import refused, refused_input, run_ranks
+from tests.test_batches import CASES, PART, WAYS, Keeps, _batch, _model
+from torchshard.checking.check import check_program
+from torchshard.checking.lockstep import rank_graphs
+from torchshard.compiler.batches import divided_batch
+from torchshard.compiler.constraints import Division
+from torchshard.compiler.meshes import mesh_sizes, read_mesh
+from torchshard.compiler.program import Program, program
+from torchshard.core.mesh import DATA, MODEL, MeshAxis
+from torchshard.core.words import text
+from torchshard.distributed.group import lookup
+from torchshard.distributed.ops import OPS, Begin
+from torchshard.passes import step_graphs
+from torchshard.plans.machine import Data
+
+MESHES = [{"dp": 2, "tp": 2}, {"dp": 2, "tp": 3}, {"dp": 3, "tp": 2}]
+
+
+def _cases() -> Iterator[Any]:
+    for name in CASES:
+        for mesh in MESHES:
+            for data in WAYS:
+                is_quick = mesh == MESHES[0] if name != "llama" else (mesh, data) == (MESHES[1], "shard")
+                marks = () if is_quick else pytest.mark.nightly
+                yield pytest.param(
+                    name, mesh, data, marks=marks, id=f"{name}-{'x'.join(map(str, mesh.values()))}-{data}"
+                )
+
+
+@pytest.mark.parametrize(("name", "mesh", "data"), [*_cases()])
+def test_a_step_is_that_of_the_whole_batch(name: str, mesh: dict[str, int], data: Data) -> None:
+    torch.manual_seed(0)
+    model, args, kwargs = CASES[name]()
+    report = ts.check(model, "auto", mesh=mesh, data=data, example_inputs=args, example_kwargs=kwargs)
+    assert report.ok and report.world_size == 4 + 2 * (mesh != MESHES[0]), str(report)
+
+
+def _program(data: Data, plan: Any) -> tuple[nn.Module, tuple[Tensor, ...], Program]:
+    model, batch = _model(p=0.0), _batch(2)
+    constraints = constraints_of(model, plan, 2)
+    constraints = type(constraints)(**{**vars(constraints), "division": Division(MeshAxis(2, DATA), data)})
+    return model, batch, program(model, constraints, batch, batches=divided_batch(model, batch, {}, 2))
+
+
+PLAN = {"blocks.*.q": "column", "blocks.*.k": "column", "blocks.*.v": "column", "blocks.*.o": "row"}
+
+
+def test_what_a_rank_holds_is_a_word() -> None:
+    _, _, made = _program("shard", PLAN)
+    words = {name: text(word) for name, word in made.held.items()}
+    assert words["blocks.0.q.weight"] == "model: S(0) . data: S(0)"  # of its rows of the weight a slice
+    assert words["blocks.0.o.weight"] == "data: S(0) . model: S(1)"
+    assert words["blocks.0.q.bias"] == "model: S(0)" and words["blocks.0.n1.weight"] == "I"
+    assert words["ids"] == "data: S(0)"
+
+
+@pytest.mark.parametrize("data", WAYS)
+def test_a_missing_sum_over_either_axis_is_seen(data: Data, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without a `copy` all results are exact, and some gradients are those of a part alone."""
+    model, batch, made = _program(data, PLAN)
+    assert check_program(model, made, made.graph, batch, {}).ok
+    (graph, *_) = rank_graphs(made.graph, made.plan.axis, made.batch)
+    copies = [n for n in graph.graph.nodes if n.target is torch.ops.torchshard.copy.default]
+    of_weights, of_values = ([n.name for n in copies if ("settled" in n.meta) is settled] for settled in (False, True))
+    for name in (*of_weights[::9], *of_values[::2]):
+
+        def without(*args: Any, name: str = name) -> list[fx.GraphModule]:
+            found = rank_graphs(*args)
+            for graph in found:
+                (gone,) = (n for n in graph.graph.nodes if n.name == name)
+                gone.replace_all_uses_with(gone.args[0])
+                graph.graph.erase_node(gone)
+            return found
+
+        monkeypatch.setattr("torchshard.checking.lockstep.rank_graphs", without)
+        model, batch, made = _program(data, PLAN)
+        report = check_program(model, made, made.graph, batch, {})
+        assert {c.kind for c in report.comparisons if c.error > report.tolerance} == {"parameter gradient"}, name
+
+
+def test_gradients_of_both_axes_are_sent_by_their_own_groups() -> None:
+    _, _, made = _program("replicate", PLAN)
+    (graph, *_) = rank_graphs(made.graph, made.plan.axis, made.batch)
+    backward = step_graphs(graph).backward
+    groups = {str(n.args[-1]).rpartition("/")[2] for n in backward.graph.nodes if isinstance(n.target, Begin)}
+    assert groups == {"model at data 0", "data at model 0"}
+    assert any(n.target in OPS and "settled" in n.meta for n in graph.graph.nodes)
+
+
+# --- real ranks ------------------------------------------------------------------------------------------------------
+
+
+def _own(batch: tuple[Tensor, ...], parts: int) -> tuple[Tensor, ...]:
+    part = lookup(DATA).rank
+    assert lookup(DATA).size == parts
+    return tuple(t[part * PART : (part + 1) * PART] for t in batch)
+
+
+def _trained(rank: int, dp: int, tp: int, folder: str) -> dict[str, float]:
+    """The worst differences of parameters after steps of AdamW, on whole batches and on parts of them."""
+    worst = {}
+    for kind in ("inside", "outside", "accumulated", "frozen"):
+        model = _model()
+        if kind == "frozen":
+            for p in model.blocks[0].parameters():
+                p.requires_grad_(False)
+        torch.manual_seed(1)
+        first = tuple(t[(rank // tp) * PART : (rank // tp + 1) * PART] for t in _batch(dp))
+        sharded = ts.shard(copy.deepcopy(model), "auto", first, mesh={"dp": dp, "tp": tp})
+        assert (lookup(MODEL).size, lookup(DATA).size) == (tp, dp)
+        assert any(layout != ts.I for layout in sharded.layouts.values())
+        optimizers = [torch.optim.AdamW(m.parameters(), 1e-2) for m in (model, sharded)]
+        for step, length in enumerate((12, 12, 24)):
+            batch = _batch(dp, length)
+            for m, optimizer, own in ((model, optimizers[0], batch), (sharded, optimizers[1], _own(batch, dp))):
+                for turn in range(2 if kind == "accumulated" else 1):
+                    torch.manual_seed(10 * step + turn)
+                    loss, logits = m(*own)
+                    (logits.square().mean() if kind == "outside" else loss).backward()
+                torch.nn.utils.clip_grad_norm_(m.parameters(), 0.1)
+                optimizer.step()
+                optimizer.zero_grad()
+        named, whole = dict(model.named_parameters()), sharded.full_state_dict()
+        worst[kind] = max((whole[name] - p).abs().max().item() for name, p in named.items())
+        assert sharded._ts_graphs.captures == 1
+    ts.save(folder, sharded, optimizers[1])
+    other = ts.shard(_model(), "auto", first, mesh={"dp": dp, "tp": tp})
+    optimizer = torch.optim.AdamW(other.parameters(), 1e-2)
+    ts.load(folder, other, optimizer)
+    worst["loaded"] = max((other.full_state_dict()[name] - whole[name]).abs().max().item() for name in whole)
+    return worst
+
+
+@pytest.mark.parametrize(
+    ("dp", "tp"), [(2, 2), *(pytest.param(*size, marks=pytest.mark.nightly) for size in ((2, 3), (3, 2)))]
+)
+def test_training_is_that_on_the_whole_batch(dp: int, tp: int, tmp_path: Path) -> None:
+    for worst in run_ranks(_trained, dp * tp, dp, tp, str(tmp_path / "saved"), timeout_seconds=600):
+        assert max(worst.values()) < 1e-9, worst
+
+
+def _wrong(rank: int) -> dict[str, bool]:
+    """What each rank is told where one does something else."""
+    data, model = rank // 2, _model(p=0.0)
+    batch = _batch(2)
+    own = tuple(t[data * PART : (data + 1) * PART] for t in batch)
+    sharded = ts.shard(copy.deepcopy(model), PLAN, own, mesh={"dp": 2, "tp": 2})
+    by_rank = tuple(t[rank : rank + 2] for t in batch)
+    found = {}
+    for turn in range(2):  # before the graphs of the backward, and with them
+        sharded(*own)[0].backward()
+        told = {
+            # the commonest mistake: each rank another part, as a sampler for all ranks gives it
+            "parts within a group": refused_input(lambda: sharded(*by_rank), "called with "),
+            "sizes of parts": refused_input(lambda: sharded(*(t[: PART - data] for t in own)), "different arguments"),
+            "no part on one rank": refused(
+                lambda: sharded(*own) if rank else sharded(own[0].to("meta"), own[1]), "", ts.ShardError
+            ),
+        }
+        found |= {f"{name}, turn {turn}": each for name, each in told.items()}
+    loss = sharded(*own)[0] * (1 + data)  # another loss on each part
+    loss.backward()
+    found["losses that differ"] = refused(lambda: sharded(*own), "the ranks' losses differ", ts.DistributedError)
+    with torch.no_grad():
+        sharded.blocks[0].q.weight.add_(float(data))
+    for _ in range(40):
+        found["replicas that differ"] = refused(lambda: sharded(*own), "drifted apart", ts.DistributedError)
+        if found["replicas that differ"]:
+            break
+    return found
+
+
+def test_ranks_that_differ_are_told_on_every_rank() -> None:
+    for found in run_ranks(_wrong, 4, timeout_seconds=300):
+        assert all(found.values()), found
+
+
+def _by_device_mesh(rank: int) -> float:
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+    model, batch = _model(p=0.0), _batch(2)
+    part = mesh.get_local_rank("dp")
+    own = tuple(t[part * PART : (part + 1) * PART] for t in batch)
+    sharded = ts.shard(copy.deepcopy(model), PLAN, mesh=mesh, data={"dp": "replicate"})
+    assert (lookup(MODEL).size, lookup(DATA).rank) == (2, part)
+    model(*batch)[0].backward()
+    sharded(*own)[0].backward()
+    sharded(*own)[0].backward()
+    named = dict(model.named_parameters())
+    return max(
+        (p.grad - ts.distributed.scatter(2 * named[name].grad, layout.dim)).abs().max().item()
+        for name, p in sharded.named_parameters()
+        if isinstance(layout := sharded.layouts[name], ts.S)
+    )
+
+
+def test_a_device_mesh_says_which_ranks_share_what() -> None:
+    assert max(run_ranks(_by_device_mesh, 4, timeout_seconds=300)) < 1e-12
+
+
+# --- what is refused -------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("mesh", "data", "told"),
+    [
+        ({"dp": 2, "tp": 4}, None, "a mesh of 2 x 4 has 8 ranks, and there are 4"),
+        ({"dp": 2, "tp": 2}, {"dq": "shard"}, "the mesh has no axis 'dq'"),
+        ({"pp": 1, "dp": 2, "tp": 2}, None, "one axis for the batch and one for the weights; this mesh has pp, dp, tp"),
+        ({"tp": 2, "dp": 2}, {"dp": "shard"}, "consecutive ranks divide the batch"),
+        ({"dp": 2.0, "tp": 2}, None, "the mesh has 2.0 ranks along 'dp'"),
+        ({}, None, "a mesh without axes has no ranks"),
+        (7, None, "a int is no mesh whose axes have names"),
+        (None, {"dp": "shard"}, "there is no mesh whose axes it could name"),
+        ({"dp": 2, "tp": 2}, "slices", "'slices' is no way to divide data"),
+        ({"dp": 2, "tp": 2}, {"dp": "slices"}, "'slices' is no way to divide data"),
+    ],
+)
+def test_meshes_that_are_none_are_refused(mesh: Any, data: Any, told: str) -> None:
+    with pytest.raises(ts.InputError, match=told):
+        read_mesh(4, mesh, data)
+
+
+def test_a_mesh_of_one_axis_is_that_axis() -> None:
+    assert mesh_sizes({"tp": 4}) == {"tp": 4}
+    assert read_mesh(4, {"tp": 4}, None).axis == MeshAxis(4) and read_mesh(4, {"tp": 4}, None).data is None
+    assert read_mesh(4, {"dp": 4}, "shard").data == "shard" and read_mesh(4, {"dp": 4}, "shard").division is None
+
+
+def test_calls_that_leave_something_are_refused() -> None:
+    with pytest.raises(ts.InputError, match="forward changes its arguments, and the ranks divide the batch"):
+        ts.check(Keeps(), {}, mesh={"dp": 2, "tp": 2}, example_inputs=(torch.randn(4, 6), {}))

@@ -1,0 +1,93 @@
+"""Laws of words, on meshes of two and three axes: uneven sizes, several letters on one dim, partial sums."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor
+
+from torchshard.core import layouts
+from torchshard.core.layouts import I, Layout, P, R, Shard, is_whole
+from torchshard.core.mesh import Mesh, MeshAxis
+from torchshard.core.words import WHOLE, Word, dual, join, local_shape, parse, split, text, word
+
+pytestmark = pytest.mark.quick
+
+MESHES = [
+    Mesh(tuple(MeshAxis(size, name) for size, name in zip(sizes, ("pod", "data", "model"), strict=False)))
+    for sizes in ((2, 2), (2, 3), (3, 2), (2, 2, 2), (1, 4))
+]
+
+
+@st.composite
+def held(draw: st.DrawFn) -> tuple[Mesh, Tensor, Word]:
+    """A mesh, a tensor whose elements are all different, and a word for it."""
+    mesh = draw(st.sampled_from(MESHES))
+    heads = draw(st.integers(1, 7))
+    shape = [heads * 2, draw(st.integers(0, 9)), draw(st.integers(1, 5))]
+    tensor = torch.arange(torch.Size(shape).numel(), dtype=torch.float64).reshape(shape)
+    letters: list[tuple[MeshAxis, Layout]] = []
+    for axis in draw(st.permutations(mesh.axes)):
+        dim = draw(st.integers(0, 2))
+        first = all(not isinstance(layout, Shard) or layout.dim != dim for _, layout in letters)
+        plain: list[Layout] = [I, R, P, Shard(dim)]
+        letters.append((axis, draw(st.sampled_from([*plain, Shard(0, ((heads, 2),))] if first and not dim else plain))))
+    return mesh, tensor, word(*letters)
+
+
+@given(held())
+def test_split_then_join_is_the_whole_on_each_rank_that_has_it(made: tuple[Mesh, Tensor, Word]) -> None:
+    mesh, tensor, of = made
+    pieces = [split(tensor, of, place) for place in mesh.places()]
+    assert [tuple(piece.shape) for piece in pieces] == [local_shape(tensor.shape, of, p) for p in mesh.places()]
+    wholes = join(pieces, of, mesh)
+    assert all(torch.equal(whole, tensor) for whole in wholes)
+    whole_axes = [axis.size for axis in mesh.axes if is_whole(dict(of).get(axis, I))]
+    assert len(wholes) == torch.Size(whole_axes).numel()
+
+
+@given(held())
+def test_words_have_one_spelling_that_can_be_read(made: tuple[Mesh, Tensor, Word]) -> None:
+    mesh, _, of = made
+    assert parse(text(of), mesh) == of == word(*of) == dual(dual(of))
+    assert (of == WHOLE) == (text(of) == "I")
+
+
+@given(held(), st.data())
+def test_the_order_of_letters_counts_on_one_dim_alone(made: tuple[Mesh, Tensor, Word], data: st.DataObject) -> None:
+    mesh, tensor, of = made
+    shuffled = data.draw(st.permutations(of))
+    in_order = all(
+        shuffled.index(a) < shuffled.index(b)
+        for i, a in enumerate(of)
+        for b in of[i + 1 :]
+        if isinstance(a.layout, Shard) and isinstance(b.layout, Shard) and a.layout.dim == b.layout.dim
+    )
+    assert (word(*shuffled) == of) is in_order
+    if in_order:
+        for place in mesh.places():
+            assert torch.equal(split(tensor, tuple(shuffled), place), split(tensor, of, place))
+
+
+@given(held())
+def test_the_last_letter_of_a_dim_can_be_joined_over_its_own_axis(made: tuple[Mesh, Tensor, Word]) -> None:
+    """A conversion changes one letter: the ranks of its axis join what they hold, and no other rank takes part."""
+    mesh, tensor, of = made
+    if not of:
+        return
+    (axis, layout), at = of[-1], mesh.axes.index(of[-1].axis)
+    alike: dict[tuple[int, ...], list[Tensor]] = {}
+    for place in mesh.places():
+        others = tuple(rank for i, rank in enumerate(place.values()) if i != at)
+        alike.setdefault(others, []).append(split(tensor, of, place))
+    for place in mesh.places():
+        others = tuple(rank for i, rank in enumerate(place.values()) if i != at)
+        assert torch.equal(layouts.join(alike[others], layout), split(tensor, of[:-1], place)), axis
+
+
+@pytest.mark.parametrize("wrong", ["model", "model; S(0)", "other: S(0)", "model: S(0), data: S(0)", "model: T"])
+def test_what_is_no_word_is_refused(wrong: str) -> None:
+    with pytest.raises(ValueError):
+        parse(wrong, MESHES[0])
