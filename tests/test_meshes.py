@@ -1,4 +1,4 @@
-"""Two mesh axes: over one the ranks divide the batch, over the other the weights; steps are those of the whole batch."""
+"""Two mesh axes: the ranks divide the batch over one, the weights over the other; steps are the unsharded model's."""
 
 from __future__ import annotations
 

@@ -228,7 +228,7 @@ def plan(
         mode: "train" plans steps with a backward; "infer" calls without gradients: a decode step, if the example inputs
             have a cache, or else a prompt. With `memory=` the plan then says the longest context that fits
             (`plan.costs.context`). A model that is sharded so runs other calls too.
-        mesh, data: as in `shard`; the example inputs are one rank's part of the batch, the plan is that of the last axis.
+        mesh, data: as in `shard`; the example inputs are one rank's part of the batch. The plan is the last axis'.
         batch, length: in place of example inputs, for decoders of transformers and mode="infer": a decode step of so
             many sequences, with so many tokens of each in the cache.
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, TypeAlias
+from typing import Protocol, TypeAlias
 
 from torchshard.compiler.constraints import Division
 from torchshard.compiler.program import check_world_size
@@ -13,10 +13,20 @@ from torchshard.core.errors import InputError
 from torchshard.core.mesh import DATA, MODEL, MeshAxis
 from torchshard.plans.machine import Data, check_data
 
-if TYPE_CHECKING:
-    from torch.distributed.device_mesh import DeviceMesh
 
-MeshLike: TypeAlias = "Mapping[str, int] | DeviceMesh"
+class DeviceMesh(Protocol):
+    """What is read of `torch.distributed.device_mesh.DeviceMesh`."""
+
+    @property
+    def mesh_dim_names(self) -> tuple[str, ...] | None:
+        """The names of the axes."""
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Their numbers of ranks."""
+
+
+MeshLike: TypeAlias = Mapping[str, int] | DeviceMesh
 """The names of the axes with their numbers of ranks, outermost first, or PyTorch's mesh."""
 DataLike: TypeAlias = Data | Mapping[str, Data]
 """How ranks hold weights over the axis over which they divide the batch; by its name, if it is not the first."""

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
 
 import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
 
 from torchshard.compiler.meshes import DataLike, MeshLike, RankAxes, mesh_sizes, read_mesh
-from torchshard.core.errors import DistributedError
+from torchshard.core.errors import DistributedError, PlanError
 from torchshard.core.mesh import DATA, MODEL
 from torchshard.distributed.group import is_initialized, lookup
 from torchshard.distributed.process_groups import init_process_group
@@ -30,6 +30,13 @@ def join_ranks(mesh: MeshLike | None, data: DataLike | None) -> tuple[Ranks, Ran
         group = lookup(MODEL)
         return Ranks(group), read_mesh(group.size, None, data)
     axes = read_mesh(_world_size(), mesh, data)
+    if axes.division is not None and axes.division.data == "shard":
+        raise PlanError(
+            "slices of weights over two axes at once can be checked, and not be held yet",
+            where=f"data='shard' over {axes.division.name!r}, beside {axes.name!r}",
+            why="a rank's parameters are slices over one axis",
+            attempt=f'data="replicate"; or {{"{axes.division.name}": {_world_size()}}} with data="shard"',
+        )
     if not is_initialized():
         _make_groups(mesh, axes)
     group, replicas = lookup(MODEL), lookup(DATA)
@@ -45,19 +52,17 @@ def join_ranks(mesh: MeshLike | None, data: DataLike | None) -> tuple[Ranks, Ran
 
 
 def _make_groups(mesh: MeshLike, axes: RankAxes) -> None:
-    if isinstance(mesh, Mapping):
+    if not isinstance(mesh, DeviceMesh):
         init_process_group(axes.axis.size)
         return
-    init_process_group(mesh=mesh[axes.name] if mesh.ndim > 1 else mesh)
-    at = {} if axes.division is None else {axes.division.name: lookup(DATA).rank}
-    for name, rank in at.items():
-        if mesh.get_local_rank(name) != rank:
-            raise DistributedError(
-                f"this process is rank {mesh.get_local_rank(name)} of the mesh's {name!r}, and would be rank {rank}",
-                where="mesh=",
-                why="the parts of the batch are counted by the ranks of the processes, in ascending order",
-                attempt="a mesh whose ranks ascend along each axis, as init_device_mesh makes it",
-            )
+    init_process_group(mesh=mesh[axes.name])
+    if axes.division is not None and mesh.get_local_rank(axes.division.name) != lookup(DATA).rank:
+        raise DistributedError(
+            f"the mesh counts the ranks of {axes.division.name!r} in another order than the processes have",
+            where="mesh=",
+            why="the parts of the batch are in ascending order of the processes",
+            attempt="a mesh whose ranks ascend along each axis, as init_device_mesh makes it",
+        )
 
 
 def _world_size() -> int:
