@@ -135,7 +135,7 @@ class Run:
         self.inputs = [
             {n: leaf(split(t, words.get(n, WHOLE), place)) for n, t in call.named_tensors} for place in mesh.places()
         ]
-        self.output_words = output_words(graphs[0])
+        self.output_words = output_words(graphs[0]) if mesh.axes else []
         self.values: list[dict[str, Argument]] = [{} for _ in ranks]
         self.grads: list[dict[str, Tensor]] = [{} for _ in ranks]
         placeholder_values = []
