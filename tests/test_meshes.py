@@ -142,6 +142,10 @@ def _trained(rank: int, dp: int, tp: int, kinds: tuple[str, ...], folder: str) -
         named, whole = dict(model.named_parameters()), sharded.full_state_dict()
         worst[kind] = max((whole[name] - p).abs().max().item() for name, p in named.items())
         assert sharded._ts_graphs.captures == 1
+    torch.manual_seed(1)
+    again = copy.deepcopy(sharded)(*_own(_batch(dp), dp))[0]
+    torch.manual_seed(1)
+    worst["copied"] = abs(again - sharded(*_own(_batch(dp), dp))[0]).item()
     ts.save(folder, sharded, optimizers[1])
     other = ts.shard(_model(), "auto", first, mesh={"dp": dp, "tp": tp})
     optimizer = torch.optim.AdamW(other.parameters(), 1e-2)
@@ -207,7 +211,7 @@ def test_ranks_that_differ_are_told_on_every_rank() -> None:
     [
         ({"dp": 2, "tp": 4}, None, "a mesh of 2 x 4 has 8 ranks, and there are 4"),
         ({"dp": 2, "tp": 2}, {"dq": "shard"}, "the mesh has no axis 'dq'"),
-        ({"pp": 1, "dp": 2, "tp": 2}, None, "one axis for the batch and one for the weights; this mesh has pp, dp, tp"),
+        ({"pp": 2, "dp": 2, "tp": 1}, None, "one axis for the batch and one for the weights; this mesh has pp, dp, tp"),
         ({"tp": 2, "dp": 2}, {"dp": "shard"}, "consecutive ranks divide the batch"),
         ({"dp": 2.0, "tp": 2}, None, "the mesh has 2.0 ranks along 'dp'"),
         ({}, None, "a mesh without axes has no ranks"),
@@ -225,7 +229,21 @@ def test_meshes_that_are_none_are_refused(mesh: Any, data: Any, told: str) -> No
 def test_a_mesh_of_one_axis_is_that_axis() -> None:
     assert mesh_sizes({"tp": 4}) == {"tp": 4}
     assert read_mesh(4, {"tp": 4}, None).axis == MeshAxis(4) and read_mesh(4, {"tp": 4}, None).data is None
+    assert read_mesh(4, {"dp": 1, "tp": 4}, "shard") == read_mesh(4, {"tp": 4}, None)
     assert read_mesh(4, {"dp": 4}, "shard").data == "shard" and read_mesh(4, {"dp": 4}, "shard").division is None
+
+
+def test_a_plan_is_that_of_the_axis_of_the_weights() -> None:
+    model, batch, mesh = _model(p=0.0), _batch(2), {"dp": 2, "tp": 2}
+    part = tuple(t[:PART] for t in batch)
+    plan = ts.plan(model, "auto", mesh=mesh, example_inputs=part)
+    alone = ts.plan(model, "auto", world_size=2, example_inputs=part)
+    assert plan.world_size == 2 and plan.parameters == alone.parameters and plan.choices == alone.choices
+    report = ts.check(model, ts.Plan.from_json(alone.to_json()), mesh=mesh, example_inputs=batch)
+    assert report.ok and report.world_size == 4
+    of_batch = ts.plan(model, {}, world_size=2, example_inputs=part, data="replicate")
+    with pytest.raises(ts.PlanError, match="the plan divides something else than it is asked for"):
+        ts.check(model, of_batch, mesh=mesh, example_inputs=batch)
 
 
 def test_calls_that_leave_something_are_refused() -> None:

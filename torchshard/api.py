@@ -239,8 +239,8 @@ def plan(
     check_examples(example_inputs, example_kwargs)
     check_weights(model)
     aim = objective(machine, memory, axes, device_type(model), recompute, mode, ranks.data)
-    constraints = read_constraints(ModelFacts.of(model), plan, ranks.axis, aim)
-    constraints = replace(constraints, steady=not aim.trains, division=ranks.division)
+    constraints = read_constraints(ModelFacts.of(model), plan, ranks.axis, aim, ranks.division)
+    constraints = replace(constraints, steady=not aim.trains)
     replaced: tuple[str, ...] = ()
     if batch is not None or length is not None:
         _check_decodes(mode, example_inputs, example_kwargs)

@@ -168,7 +168,7 @@ def check(
     if dtype is not None:
         reference, args, kwargs = in_dtype(reference, args, kwargs, dtype)
     aim = objective(machine, memory, axes, device_type(reference), recompute, data=ranks.data)
-    constraints = replace(read_constraints(ModelFacts.of(reference), plan, ranks.axis, aim), division=ranks.division)
+    constraints = read_constraints(ModelFacts.of(reference), plan, ranks.axis, aim, ranks.division)
     parts = constraints.batch_parts
     inputs = divided_batch(reference, args, kwargs, parts) if parts else {}
     compiled = program(reference, constraints, args, kwargs, batches=inputs)

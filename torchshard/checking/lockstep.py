@@ -11,6 +11,7 @@ The collectives of `distributed` are not used, so that a bug in a kernel can't h
 from __future__ import annotations
 
 from collections.abc import Callable, Generator, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any, NamedTuple, TypeVar, cast
 
@@ -83,10 +84,12 @@ def rank_graphs(graph: fx.GraphModule, axis: MeshAxis, batch: DividedBatch | Non
 def _among(local: fx.GraphModule, place: Place, axis: MeshAxis, data: MeshAxis) -> fx.GraphModule:
     """The same graph, each of whose collectives names the ranks that have its rank's place on the other axis."""
     for node in local.graph.nodes:
+        own, other = (axis, data) if "settled" in node.meta else (data, axis)
+        group = simulated_name(place[own.name], own.size, f"{own.name} at {other.name} {place[other.name]}")
         if is_collective(node.target):
-            own, other = (axis, data) if "settled" in node.meta else (data, axis)
-            among = f"{own.name} at {other.name} {place[other.name]}"
-            node.args = (*node.args[:-1], simulated_name(place[own.name], own.size, among))
+            node.args = (*node.args[:-1], group)
+        elif isinstance(node.target, Stepwise):
+            node.target = replace(node.target, group=group)
     return local
 
 

@@ -121,11 +121,18 @@ class Constraints:
         return parameter_layouts(facts, self.pins) if self.plan is None else dict(self.plan.parameters)
 
 
-def read_constraints(facts: ModelFacts, plan: PlanLike, axis: MeshAxis, aim: Objective | None = None) -> Constraints:
+def read_constraints(
+    facts: ModelFacts,
+    plan: PlanLike,
+    axis: MeshAxis,
+    aim: Objective | None = None,
+    division: Division | None = None,
+) -> Constraints:
     """A plan in any of its forms, checked against the model.
 
     Args:
         aim: by default the fastest step on a machine of the model's kind of device.
+        division: how the ranks divide the batch over another axis, if they do.
 
     Raises:
         PlanError: it can't be read, was made for another number of ranks or another model, it or `recompute` names no
@@ -134,15 +141,16 @@ def read_constraints(facts: ModelFacts, plan: PlanLike, axis: MeshAxis, aim: Obj
     aim = aim or objective(None, device=facts.device)
     wanted = read_plan(plan, axis.size)
     _check_ranks(facts, axis)
-    if aim.data:
+    if aim.data or division:
         _check_same_data(wanted, aim.data)
     if isinstance(wanted, Plan):
         _check_same_model(facts, wanted)
         check_layouts(facts, wanted.parameters)
-        return Constraints(axis, aim, plan=wanted, recompute=_recomputed(facts, [*wanted.recompute, *aim.recompute]))
+        recompute = _recomputed(facts, [*wanted.recompute, *aim.recompute])
+        return Constraints(axis, aim, plan=wanted, recompute=recompute, division=division)
     pins = read_pins(wanted, facts.modules)
     _check_memory(facts, axis, aim)
-    return Constraints(axis, aim, pins, recompute=_recomputed(facts, aim.recompute))
+    return Constraints(axis, aim, pins, recompute=_recomputed(facts, aim.recompute), division=division)
 
 
 def _recomputed(facts: ModelFacts, globs: Sequence[str]) -> tuple[str, ...]:
@@ -189,8 +197,8 @@ def _data_layouts(facts: ModelFacts, data: Data, ranks: int) -> dict[str, Layout
     }
 
 
-def _check_same_data(plan: Mapping[str, object] | Plan, data: Data) -> None:
-    """Refuses a plan that divides something else where the ranks divide the batch.
+def _check_same_data(plan: Mapping[str, object] | Plan, data: Data | None) -> None:
+    """Refuses a plan that divides something else than the ranks of its axis, the batch or the weights.
 
     Raises:
         PlanError: it does.
@@ -199,10 +207,10 @@ def _check_same_data(plan: Mapping[str, object] | Plan, data: Data) -> None:
         raise PlanError(
             "the plan divides something else than it is asked for",
             where="the plan",
-            why=f"it was made with data={plan.data!r}, and is used with data={data!r}",
-            attempt=f"a plan made with data={data!r}; or without data=, as the plan says",
+            why=f"it was made with data={plan.data!r}, and is used with data={data!r} over its axis",
+            attempt=f"a plan made with data={data!r}; or without data= and mesh=, as the plan says",
         )
-    if not isinstance(plan, Plan) and plan:
+    if not isinstance(plan, Plan) and plan and data:
         raise PlanError(
             "the ranks divide the batch, and the plan splits weights",
             where=f"plan key {next(iter(plan))!r}",

@@ -61,6 +61,10 @@ def read_mesh(world_size: int, mesh: MeshLike | None, data: DataLike | None) -> 
         text = " x ".join(map(str, sizes.values()))
         raise _error(f"a mesh of {text} has {total} ranks, and there are {world_size}", "mesh=", "as many ranks")
     by_name = _data_by_name(list(sizes), data)
+    if len(sizes) > len(by_name):  # of several axes, one of a single rank divides no batch
+        alone = {name for name in by_name if sizes[name] == 1}
+        by_name = {name: kind for name, kind in by_name.items() if name not in alone}
+        sizes = {name: size for name, size in sizes.items() if name not in alone}
     split = [name for name in sizes if name not in by_name]
     if len(by_name) > 1 or len(split) > 1:
         raise _error(

@@ -125,7 +125,6 @@ class SplitRecurrent(Stepwise):
     function: Target
     parts: tuple[Part, ...]
     """The parts that the hidden units are split in; see `layouts.Shard`."""
-    group: str
     __module__: str = __name__
 
     @property

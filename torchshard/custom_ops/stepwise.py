@@ -27,6 +27,8 @@ Computation = Generator[tuple[Target, tuple[Argument, ...]], Tensor, Argument]
 class Stepwise(ABC):
     """An op that runs collectives in the middle of its computation."""
 
+    group: str = field(kw_only=True)
+    """The name of the group that they are over."""
     collective: Callable[[Target], Target] = field(default=lambda op: op, kw_only=True)
     """Maps a collective's operator to the function that is called for it, such as one that records the call."""
 

@@ -12,7 +12,7 @@ needs_grad   whether a gradient flows back through the value
 note         of a collective: the conversion and its consumers
 recompute    of an op: the region whose values backward computes again, in place of saving them
 gathered_again  of a collective: whether backward runs it again, in place of saving what was gathered
-settled      of a collective: it belongs to another mesh axis, for which the graph is localized already
+settled      of a collective, or an op with some inside: it is over an earlier mesh axis, which the graph is cut for
 is_backward  of a node of a joint graph: whether it belongs to the backward
 origin       of a node of a recorded part: the number of the op that it comes from
 

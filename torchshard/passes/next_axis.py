@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from torch import fx
 
+from torchshard.custom_ops.stepwise import Stepwise
 from torchshard.ir.graph import duplicate, is_own_collective, mark_needs_grad, placeholders
 
 OF_AXIS = ("layouts", "choice", "row", "global_shape")
@@ -17,7 +18,7 @@ def for_next_axis(local: fx.GraphModule) -> fx.GraphModule:
     """A copy of a localized graph that is not split over any axis yet."""
     graph = duplicate(local)
     for node in graph.graph.nodes:
-        if is_own_collective(node):
+        if is_own_collective(node) or isinstance(node.target, Stepwise):
             node.meta["settled"] = True
         for key in OF_AXIS:
             node.meta.pop(key, None)

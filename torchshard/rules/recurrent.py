@@ -37,7 +37,7 @@ def recurrent(call: Call) -> Row | None:
 
     def local(ctx: Local, x: Proxy, *operands: Traced) -> Proxy:
         """Records one node for the whole call: a call of SplitRecurrent with Proxies would run its steps."""
-        split = SplitRecurrent(target.function, ctx.parts("h") or (), ctx.group)
+        split = SplitRecurrent(target.function, ctx.parts("h") or (), group=ctx.group)
         args = target.rebuild((x, *operands))[0]
         return x.tracer.create_proxy("call_function", split, tuple(args), {})
 

@@ -131,7 +131,7 @@ class ShardedModule(State):
         def read() -> tuple[Constraints, dict[str, Layout], Weights | None]:
             check_weights(model)
             facts = ModelFacts.of(model)
-            constraints = replace(read_constraints(facts, plan, group.coordinate.axis, aim), division=division)
+            constraints = read_constraints(facts, plan, group.coordinate.axis, aim, division)
             layouts = constraints.first_layouts(facts)
             check_layouts(facts, layouts)
             if weights is None or isinstance(weights, Weights):

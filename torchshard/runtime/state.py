@@ -448,7 +448,7 @@ class State(ShardedSubmodule):
         """A copy with parameters of its own, in the same group; it captures graphs of its own."""
         source = self.source
         memo.update({id(t): without_storage(t) for t in (*source.parameters(), *source.buffers())})
-        memo[id(self._ts_group)], memo[id(self._ts_ranks)] = self._ts_group, self._ts_ranks
+        memo.update({id(shared): shared for shared in (self._ts_ranks, self._ts_ranks.group, self._ts_ranks.replicas)})
         copied = type(self).__new__(type(self))
         memo[id(self)] = copied
         copied.__dict__.update(copy.deepcopy(self.__dict__, memo))
