@@ -51,6 +51,30 @@ def test_a_step_is_that_of_the_whole_batch(name: str, mesh: dict[str, int], data
     assert report.ok and report.world_size == 4 + 2 * (mesh != MESHES[0]), str(report)
 
 
+class Positions(nn.Module):
+    """The first dim of the positions is the sequence, of which the ranks of the one axis may have a part."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.e, self.p = nn.Embedding(20, 12), nn.Embedding(20, 12)
+        self.up, self.down, self.norm = nn.Linear(12, 24), nn.Linear(24, 12), nn.LayerNorm(12)
+
+    def forward(self, scale: Tensor, positions: Tensor, ids: Tensor) -> tuple[Tensor, Tensor]:
+        h = self.e(ids * (scale[:, None] > -9)) + self.p(positions)
+        h = self.norm(h + self.down(self.up(h).relu()))
+        return h.mean(), h
+
+
+@pytest.mark.parametrize("mesh", MESHES[1:], ids=str)
+def test_a_length_that_one_axis_divides_is_not_split_over_the_other(mesh: dict[str, int]) -> None:
+    plan = {"norm": "sequence", "up": "column", "down": "row"}
+    for length in (8, 9, 12):
+        torch.manual_seed(0)
+        call = (torch.randn(12), torch.arange(length), torch.randint(20, (12, length)))
+        report = ts.check(Positions(), plan, mesh=mesh, example_inputs=call)
+        assert report.ok, str(report)
+
+
 def _program(data: Data, plan: Any) -> tuple[nn.Module, tuple[Tensor, ...], Program]:
     model, batch = _model(p=0.0), _batch(2)
     constraints = constraints_of(model, plan, 2)

@@ -32,6 +32,8 @@ def _divide(ranks: int, size: int) -> bool:
 def divided_sizes(graph: fx.Graph, dims: Mapping[int, int]) -> dict[sympy.Symbol, Divided]:
     """The dynamic sizes of some dims of the call's tensors, which may be divided.
 
+    A size that is found in several of the dims, as the length of the sequence in `positions`, is divided by all of them.
+
     Args:
         dims: dim -> the number of ranks.
     """
@@ -41,7 +43,8 @@ def divided_sizes(graph: fx.Graph, dims: Mapping[int, int]) -> dict[sympy.Symbol
         for dim, ranks in dims.items():
             size = shape[dim] if dim < len(shape) else 0
             if isinstance(size, torch.SymInt) and size.node.expr.is_Symbol:
-                found.setdefault(size.node.expr, Divided(ranks, _divide(ranks, hint(size))))
+                all_ranks = math.lcm(ranks, *(found[s].ranks for s in (size.node.expr,) if s in found))
+                found[size.node.expr] = Divided(all_ranks, _divide(all_ranks, hint(size)))
     return found
 
 
