@@ -32,7 +32,7 @@ def _divide(ranks: int, size: int) -> bool:
 def divided_sizes(graph: fx.Graph, dims: Mapping[int, int]) -> dict[sympy.Symbol, Divided]:
     """The dynamic sizes of some dims of the call's tensors, which may be divided.
 
-    A size that is found in several of the dims, as the length of the sequence in `positions`, is divided by all of them.
+    A size that is found in several of the dims, as a length in a tensor of positions, is divided by all of them.
 
     Args:
         dims: dim -> the number of ranks.
