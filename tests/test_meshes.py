@@ -75,6 +75,46 @@ def test_a_length_that_one_axis_divides_is_not_split_over_the_other(mesh: dict[s
         assert report.ok, str(report)
 
 
+class Uneven(nn.Module):
+    """Three heads over two ranks: after a mean over the batch each rank would choose another layout for its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.c, self.f = nn.Linear(64, 24), nn.Linear(64, 8), nn.Linear(24, 8, bias=False)
+        self.f.requires_grad_(False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        heads = self.a(x).view(-1, 3, 8).softmax(-1).mean(0, keepdim=True).flatten(1)
+        return self.f(heads).sin() * self.c(x).tanh()
+
+
+@pytest.mark.parametrize("data", WAYS)
+def test_ranks_with_slices_of_other_sizes_divide_the_batch_alike(data: Data) -> None:
+    torch.manual_seed(0)
+    plan = {"f": "row", "a": "column", "c": "replicate"}
+    report = ts.check(Uneven(), plan, mesh=MESHES[0], data=data, example_inputs=(torch.randn(4, 64),))
+    assert report.ok, str(report)
+
+
+class Bank(nn.Module):
+    """Of rows beside the batch it is known that the ranks of the batch divide them, and nothing about the others."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.n, self.a = nn.LayerNorm(8), nn.Linear(8, 6)
+
+    def forward(self, x: Tensor, bank: Tensor) -> Tensor:
+        return (self.a(x) @ self.a(self.n(bank)).T).softmax(-1)
+
+
+@pytest.mark.parametrize("rows", [10, 16])
+def test_rows_that_the_other_axis_divides_are_not_split(rows: int) -> None:
+    torch.manual_seed(0)
+    call = (torch.randn(12, 8), torch.randn(rows, 8))
+    report = ts.check(Bank(), "auto", mesh=MESHES[1], axes="sequence", example_inputs=call)
+    assert report.ok, str(report)
+
+
 def _program(data: Data, plan: Any) -> tuple[nn.Module, tuple[Tensor, ...], Program]:
     model, batch = _model(p=0.0), _batch(2)
     constraints = constraints_of(model, plan, 2)

@@ -74,7 +74,9 @@ def rank_graphs(graph: fx.GraphModule, axis: MeshAxis, batch: DividedBatch | Non
     if batch is None:
         return [localized(graph, coordinate, seen) for coordinate in axis.simulated()]
     data = batch.constraints.axis
-    split = [batch.of_rank(localized(graph, coordinate, seen))[1] for coordinate in axis.simulated()]
+    local = [localized(graph, coordinate, seen) for coordinate in axis.simulated()]
+    plan = batch.plan(local[0])
+    split = [batch.split(each, plan) for each in local]
     return [
         _among(localized(split[place[axis.name]], data.simulated()[place[data.name]], seen), place, axis, data)
         for place in Mesh((data, axis)).places()

@@ -126,7 +126,8 @@ def program(
     constraints = constraints.with_inputs(inputs or {})
     if constraints.division is None:
         return planned(captured, model, constraints)
-    graph.meta["multiples"] = multiples.difference(sizes)
+    # what is a multiple of the ranks of the other axis alone is none of these
+    graph.meta["multiples"] = (multiples & _sizes_of(graph, SEQUENCE)).difference(sizes)
     with sizes_as({size: number // constraints.division.axis.size for size, number in sizes.items()}):
         made = planned(captured, model, constraints)  # for what a rank computes
     batch = DividedBatch(constraints.of_batch, batches or {}, frozenset(sizes), ModelFacts.of(model))
@@ -144,15 +145,29 @@ class DividedBatch:
     """The batch's size."""
     facts: ModelFacts
 
-    def of_rank(self, local: fx.GraphModule) -> tuple[Plan, fx.GraphModule]:
-        """The plan for one rank's graph, and that graph with the collectives of this axis, global sizes."""
-        graph = for_next_axis(local)
+    def plan(self, first: fx.GraphModule) -> Plan:
+        """The plan of this axis, which is that of all ranks of the other one.
+
+        Each would find its own, for their slices may differ in size; but what one held whole and the other as a part of
+        a sum would be added up by a collective of the other axis.
+
+        Args:
+            first: the graph of the other axis' first rank.
+        """
         layouts = self.constraints.first_layouts(self.facts)
-        _divide_batch(graph, self.sizes, layouts)
         constraints = self.constraints.with_layouts(layouts).with_inputs(self.inputs)
         with without_garbage_collection():
-            plan = plan_graph(graph, self.facts, constraints)
-            return plan, rewrite(graph, plan, constraints.axis)
+            return plan_graph(self._whole(first), self.facts, constraints)
+
+    def split(self, local: fx.GraphModule, plan: Plan) -> fx.GraphModule:
+        """The graph of a rank of the other axis with the collectives of this one, global sizes."""
+        with without_garbage_collection():
+            return rewrite(self._whole(local), plan, self.constraints.axis)
+
+    def _whole(self, local: fx.GraphModule) -> fx.GraphModule:
+        graph = for_next_axis(local)
+        _divide_batch(graph, self.sizes, self.constraints.first_layouts(self.facts))
+        return graph
 
     @property
     def layouts(self) -> dict[str, Layout]:
@@ -179,6 +194,12 @@ def _batch_sizes(graph: fx.GraphModule, batches: Mapping[str, Layout]) -> dict[s
     """The dynamic sizes that are the batch's, and that the ranks divide -> that of the example inputs."""
     split = [n.meta["val"].shape[BATCH] for n in placeholders(graph.graph) if n.meta["path"] in batches]
     return {expr: hint(size) for size in split if (expr := size_expr(size)) in graph.meta["multiples"]}
+
+
+def _sizes_of(graph: fx.GraphModule, dim: int) -> set[int | sympy.Expr]:
+    """The sizes that the call's tensors have in a dim."""
+    shapes = [n.meta["val"].shape for n in placeholders(graph.graph) if n.meta["kind"] == "input" and is_tensor(n)]
+    return {size_expr(shape[dim]) for shape in shapes if dim < len(shape)}
 
 
 def _divide_batch(graph: fx.GraphModule, batches: Collection[sympy.Symbol], stored: Mapping[str, Layout]) -> None:

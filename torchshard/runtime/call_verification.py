@@ -181,7 +181,8 @@ def verify_same_program(ranks: Ranks, made: RankProgram, call: PreparedCall) -> 
     program, what = made.program, "the ranks made different programs of the model"
     facts = {"the graph": listing(program.graph, sources=False), "the plan": program.plan.to_json()}
     ranks.verify(facts, what)
-    if made.graph is not program.graph:
+    if made.of_batch is not None:
+        ranks.verify({"the plan of the batch": made.of_batch.to_json()}, what)
         ranks.verify_replicas({"the graph": listing(made.graph, sources=False)}, what)
 
     def verify_inputs() -> None:

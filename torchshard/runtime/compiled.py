@@ -22,6 +22,7 @@ from torchshard.core.mesh import Coordinate
 from torchshard.distributed.ranks import Ranks
 from torchshard.ir.graph import duplicate, is_tensor, layout_of, result_layouts, results_of, uses_rng, writes
 from torchshard.passes import direct, localized, schedule
+from torchshard.plans.plan import Plan
 from torchshard.runtime.call_key import CallKey
 from torchshard.runtime.compilation import Compiler, can_compile
 from torchshard.runtime.step import LazyStep, with_direct_collectives
@@ -119,6 +120,8 @@ class RankProgram(NamedTuple):
     """Of the last mesh axis, with its collectives, global sizes."""
     coordinate: Coordinate
     """This rank's on that axis."""
+    of_batch: Plan | None = None
+    """The plan of that axis, if it is that of the batch."""
 
     @staticmethod
     def of(program: Program, ranks: Ranks) -> RankProgram:
@@ -126,8 +129,10 @@ class RankProgram(NamedTuple):
         own = ranks.group.coordinate
         if program.batch is None:
             return RankProgram(program, program.graph, own)
-        _, graph = program.batch.of_rank(localized(program.graph, own))
-        return RankProgram(program, graph, ranks.replicas.coordinate)
+        first = localized(program.graph, own.axis.simulated()[0])
+        plan = program.batch.plan(first)
+        graph = program.batch.split(localized(program.graph, own), plan)
+        return RankProgram(program, graph, ranks.replicas.coordinate, plan)
 
 
 def compile_program(
