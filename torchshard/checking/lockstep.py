@@ -75,8 +75,8 @@ def rank_graphs(graph: fx.GraphModule, axis: MeshAxis, batch: DividedBatch | Non
         return [localized(graph, coordinate, seen) for coordinate in axis.simulated()]
     data = batch.constraints.axis
     local = [localized(graph, coordinate, seen) for coordinate in axis.simulated()]
-    plan = batch.plan(local[0])
-    split = [batch.split(each, plan) for each in local]
+    first = batch.plan(local[0])
+    split = [batch.split(each, batch.plan(each, first) if rank else first) for rank, each in enumerate(local)]
     return [
         _among(localized(split[place[axis.name]], data.simulated()[place[data.name]], seen), place, axis, data)
         for place in Mesh((data, axis)).places()

@@ -22,7 +22,7 @@ from torchshard.capture import Captured, capture
 from torchshard.capture.facts import ModelFacts
 from torchshard.compiler.constraints import Constraints
 from torchshard.compiler.planning import plan_graph
-from torchshard.core.errors import InputError
+from torchshard.core.errors import InputError, PlanError
 from torchshard.core.garbage import without_garbage_collection
 from torchshard.core.layouts import I, Layout, Shard
 from torchshard.core.mesh import Mesh
@@ -36,6 +36,7 @@ from torchshard.ir.graph import (
     results_of,
     size_expr,
     sizes_as,
+    where,
 )
 from torchshard.passes import carry, for_next_axis, normalize, rewrite
 from torchshard.planner.styles import BATCH, SEQUENCE
@@ -145,19 +146,32 @@ class DividedBatch:
     """The batch's size."""
     facts: ModelFacts
 
-    def plan(self, first: fx.GraphModule) -> Plan:
-        """The plan of this axis, which is that of all ranks of the other one.
+    def plan(self, local: fx.GraphModule, first: Plan | None = None) -> Plan:
+        """The plan of this axis for a rank of the other one: that of the other's first rank, where it is legal.
 
-        Each would find its own, for their slices may differ in size; but what one held whole and the other as a part of
-        a sum would be added up by a collective of the other axis.
+        Each rank would find its own, for their slices may differ in size; but what one held whole and the other as a
+        part of a sum would be added up by a collective of the other axis. An empty slice may have to be computed whole.
 
         Args:
-            first: the graph of the other axis' first rank.
+            first: the plan for the first rank, if this is another.
+
+        Raises:
+            PlanError: what a collective of the other axis brings together would be held in different layouts.
         """
         layouts = self.constraints.first_layouts(self.facts)
         constraints = self.constraints.with_layouts(layouts).with_inputs(self.inputs)
+        graph = self._whole(local)
         with without_garbage_collection():
-            return plan_graph(self._whole(first), self.facts, constraints)
+            plan = plan_graph(graph, self.facts, dataclasses.replace(constraints, plan=first))
+        for node in graph.graph.nodes:
+            if first is not None and "settled" in node.meta and plan.choices[node.name] != first.choices.get(node.name):
+                raise PlanError(
+                    "ranks with slices of other sizes would divide the batch in another way",
+                    where=where(node),
+                    why="what this collective brings together must be divided alike on all of its ranks",
+                    attempt="a plan that splits what comes before it evenly, or keeps it whole",
+                )
+        return plan
 
     def split(self, local: fx.GraphModule, plan: Plan) -> fx.GraphModule:
         """The graph of a rank of the other axis with the collectives of this one, global sizes."""

@@ -121,7 +121,7 @@ class RankProgram(NamedTuple):
     coordinate: Coordinate
     """This rank's on that axis."""
     of_batch: Plan | None = None
-    """The plan of that axis, if it is that of the batch."""
+    """The first rank's plan of that axis, if it is that of the batch; the others follow it."""
 
     @staticmethod
     def of(program: Program, ranks: Ranks) -> RankProgram:
@@ -129,10 +129,10 @@ class RankProgram(NamedTuple):
         own = ranks.group.coordinate
         if program.batch is None:
             return RankProgram(program, program.graph, own)
-        first = localized(program.graph, own.axis.simulated()[0])
-        plan = program.batch.plan(first)
-        graph = program.batch.split(localized(program.graph, own), plan)
-        return RankProgram(program, graph, ranks.replicas.coordinate, plan)
+        local, first = localized(program.graph, own), localized(program.graph, own.axis.simulated()[0])
+        of_all = program.batch.plan(first)
+        plan = program.batch.plan(local, of_all) if own.rank else of_all
+        return RankProgram(program, program.batch.split(local, plan), ranks.replicas.coordinate, of_all)
 
 
 def compile_program(
