@@ -189,29 +189,45 @@ def _own(batch: tuple[Tensor, ...], rank: int) -> tuple[Tensor, ...]:
     return tuple(t[rank * PART : (rank + 1) * PART] for t in batch)
 
 
+KINDS = ("inside", "outside", "accumulated", "frozen")
+"""A loss in the model, and one outside of it; gradients of two calls; a part of the model that is not trained."""
+
+
+def _model_of(kind: str) -> Model:
+    model = _model()
+    if kind == "frozen":
+        for p in model.blocks[0].parameters():
+            p.requires_grad_(False)
+    return model
+
+
+def _train_both(
+    kind: str, model: Model, sharded: Any, parts: int, part: int, lengths: tuple[int, ...]
+) -> tuple[float, torch.optim.Optimizer]:
+    """The worst difference of a parameter after steps of AdamW on whole batches and on one part; the latter's."""
+    optimizers = [torch.optim.AdamW(m.parameters(), 1e-2) for m in (model, sharded)]
+    for step, length in enumerate(lengths):
+        batch = _batch(parts, length)
+        for m, optimizer, own in ((model, optimizers[0], batch), (sharded, optimizers[1], _own(batch, part))):
+            for turn in range(2 if kind == "accumulated" else 1):
+                torch.manual_seed(10 * step + turn)
+                loss, logits = m(*own)
+                (logits.square().mean() if kind == "outside" else loss).backward()
+            torch.nn.utils.clip_grad_norm_(m.parameters(), 0.1)
+            optimizer.step()
+            optimizer.zero_grad()
+    named, whole = dict(model.named_parameters()), sharded.full_state_dict()
+    assert sharded._ts_graphs.captures == 1
+    return max((whole[name] - p).abs().max().item() for name, p in named.items()), optimizers[1]
+
+
 def _trained(rank: int, data: Data) -> dict[str, float]:
-    """The worst differences of parameters after steps of AdamW, with a loss in the model and one outside of it."""
+    """The worst differences of parameters after steps of AdamW."""
     world, worst = torch.distributed.get_world_size(), {}
-    for kind in ("inside", "outside", "accumulated", "frozen"):
-        model = _model()
-        if kind == "frozen":
-            for p in model.blocks[0].parameters():
-                p.requires_grad_(False)
+    for kind in KINDS:
+        model = _model_of(kind)
         sharded = ts.shard(copy.deepcopy(model), {}, _own(_batch(world), rank), data=data)
-        optimizers = [torch.optim.AdamW(m.parameters(), 1e-2) for m in (model, sharded)]
-        for step, length in enumerate((12, 12, 24, 7)):
-            batch = _batch(world, length)
-            for m, optimizer, own in ((model, optimizers[0], batch), (sharded, optimizers[1], _own(batch, rank))):
-                for turn in range(2 if kind == "accumulated" else 1):
-                    torch.manual_seed(10 * step + turn)
-                    loss, logits = m(*own)
-                    (logits.square().mean() if kind == "outside" else loss).backward()
-                torch.nn.utils.clip_grad_norm_(m.parameters(), 0.1)
-                optimizer.step()
-                optimizer.zero_grad()
-        named, whole = dict(model.named_parameters()), sharded.full_state_dict()
-        worst[kind] = max((whole[name] - p).abs().max().item() for name, p in named.items())
-        assert sharded._ts_graphs.captures == 1
+        worst[kind], _ = _train_both(kind, model, sharded, world, rank, (12, 12, 24, 7))
     return worst
 
 

@@ -15,7 +15,7 @@ from torch.distributed.device_mesh import init_device_mesh
 import torchshard as ts
 from tests.compiled import constraints_of
 from tests.helpers import refused, refused_input, run_ranks
-from tests.test_batches import CASES, PART, WAYS, Keeps, _batch, _model
+from tests.test_batches import CASES, KINDS, PART, WAYS, Keeps, _batch, _model, _model_of, _own, _train_both
 from torchshard.checking.check import check_program
 from torchshard.checking.lockstep import rank_graphs
 from torchshard.compiler.batches import divided_batch
@@ -89,7 +89,7 @@ class Uneven(nn.Module):
 
 
 @pytest.mark.parametrize("data", WAYS)
-def test_ranks_with_slices_of_other_sizes_divide_the_batch_alike(data: Data) -> None:
+def test_ranks_with_slices_of_other_sizes_divide_the_batch_in_one_way(data: Data) -> None:
     torch.manual_seed(0)
     plan = {"f": "row", "a": "column", "c": "replicate"}
     report = ts.check(Uneven(), plan, mesh=MESHES[0], data=data, example_inputs=(torch.randn(4, 64),))
@@ -170,47 +170,23 @@ def test_gradients_of_both_axes_are_sent_by_their_own_groups() -> None:
 # --- real ranks ------------------------------------------------------------------------------------------------------
 
 
-def _own(batch: tuple[Tensor, ...], parts: int) -> tuple[Tensor, ...]:
-    part = lookup(DATA).rank
-    assert lookup(DATA).size == parts
-    return tuple(t[part * PART : (part + 1) * PART] for t in batch)
-
-
-KINDS = ("inside", "outside", "accumulated", "frozen")
-
-
 def _trained(rank: int, dp: int, tp: int, kinds: tuple[str, ...], folder: str) -> dict[str, float]:
     """The worst differences of parameters after steps of AdamW, on whole batches and on parts of them."""
-    worst = {}
+    worst, part = {}, rank // tp
+    first = _own(_batch(dp), part)
     for kind in kinds:
-        model = _model()
-        if kind == "frozen":
-            for p in model.blocks[0].parameters():
-                p.requires_grad_(False)
+        model = _model_of(kind)
         torch.manual_seed(1)
-        first = tuple(t[(rank // tp) * PART : (rank // tp + 1) * PART] for t in _batch(dp))
         sharded = ts.shard(copy.deepcopy(model), "auto", first, mesh={"dp": dp, "tp": tp})
-        assert (lookup(MODEL).size, lookup(DATA).size) == (tp, dp)
+        assert (lookup(MODEL).size, lookup(DATA).size, lookup(DATA).rank) == (tp, dp, part)
         assert any(layout != ts.I for layout in sharded.layouts.values())
-        optimizers = [torch.optim.AdamW(m.parameters(), 1e-2) for m in (model, sharded)]
-        for step, length in enumerate((12, 12, 24)):
-            batch = _batch(dp, length)
-            for m, optimizer, own in ((model, optimizers[0], batch), (sharded, optimizers[1], _own(batch, dp))):
-                for turn in range(2 if kind == "accumulated" else 1):
-                    torch.manual_seed(10 * step + turn)
-                    loss, logits = m(*own)
-                    (logits.square().mean() if kind == "outside" else loss).backward()
-                torch.nn.utils.clip_grad_norm_(m.parameters(), 0.1)
-                optimizer.step()
-                optimizer.zero_grad()
-        named, whole = dict(model.named_parameters()), sharded.full_state_dict()
-        worst[kind] = max((whole[name] - p).abs().max().item() for name, p in named.items())
-        assert sharded._ts_graphs.captures == 1
+        worst[kind], trained = _train_both(kind, model, sharded, dp, part, (12, 12, 24))
     torch.manual_seed(1)
-    again = copy.deepcopy(sharded)(*_own(_batch(dp), dp))[0]
+    again = copy.deepcopy(sharded)(*first)[0]
     torch.manual_seed(1)
-    worst["copied"] = abs(again - sharded(*_own(_batch(dp), dp))[0]).item()
-    ts.save(folder, sharded, optimizers[1])
+    worst["copied"] = abs(again - sharded(*first)[0]).item()
+    whole = sharded.full_state_dict()
+    ts.save(folder, sharded, trained)
     other = ts.shard(_model(), "auto", first, mesh={"dp": dp, "tp": tp})
     optimizer = torch.optim.AdamW(other.parameters(), 1e-2)
     ts.load(folder, other, optimizer)
@@ -234,7 +210,7 @@ def _wrong(rank: int) -> dict[str, bool]:
     """What each rank is told where one does something else; the mesh is PyTorch's."""
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
     data, model, batch = mesh.get_local_rank("dp"), _model(p=0.0), _batch(2)
-    own = tuple(t[data * PART : (data + 1) * PART] for t in batch)
+    own = _own(batch, data)
     sharded = ts.shard(copy.deepcopy(model), PLAN, own, mesh=mesh, data={"dp": "replicate"})
     assert (lookup(MODEL).size, lookup(DATA).rank) == (2, data)
     by_rank = tuple(t[rank : rank + 2] for t in batch)
@@ -299,7 +275,7 @@ def test_a_mesh_of_one_axis_is_that_axis() -> None:
 
 def test_a_plan_is_that_of_the_axis_of_the_weights() -> None:
     model, batch, mesh = _model(p=0.0), _batch(2), {"dp": 2, "tp": 2}
-    part = tuple(t[:PART] for t in batch)
+    part = _own(batch, 0)
     plan = ts.plan(model, "auto", mesh=mesh, example_inputs=part)
     alone = ts.plan(model, "auto", world_size=2, example_inputs=part)
     assert plan.world_size == 2 and plan.parameters == alone.parameters and plan.choices == alone.choices

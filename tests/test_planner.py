@@ -287,7 +287,7 @@ def test_a_recurrent_layer_runs_the_collectives_that_are_priced(
     layer = nn.LSTM(6, 4, layers, batch_first=batch_first, bidirectional=bidirectional)
     states = [torch.randn(layers * (1 + bidirectional), 2, 4) for _ in range(2)]
     x = torch.randn((2, 5, 6) if batch_first else (5, 2, 6))
-    split = SplitRecurrent(torch.lstm, ((4, 1),), "of one rank")
+    split = SplitRecurrent(torch.lstm, ((4, 1),), group="of one rank")
     args = (x, states, layer._flat_weights, True, layers, 0.0, False, bidirectional, batch_first)
     steps, gathered = split.steps(*args), []
     with pytest.raises(StopIteration):

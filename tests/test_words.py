@@ -78,13 +78,13 @@ def test_the_last_letter_of_a_dim_can_be_joined_over_its_own_axis(made: tuple[Me
     if not of:
         return
     (axis, layout), at = of[-1], mesh.axes.index(of[-1].axis)
-    alike: dict[tuple[int, ...], list[Tensor]] = {}
+    groups: dict[tuple[int, ...], list[Tensor]] = {}
     for place in mesh.places():
         others = tuple(rank for i, rank in enumerate(place.values()) if i != at)
-        alike.setdefault(others, []).append(split(tensor, of, place))
+        groups.setdefault(others, []).append(split(tensor, of, place))
     for place in mesh.places():
         others = tuple(rank for i, rank in enumerate(place.values()) if i != at)
-        assert torch.equal(layouts.join(alike[others], layout), split(tensor, of[:-1], place)), axis
+        assert torch.equal(layouts.join(groups[others], layout), split(tensor, of[:-1], place)), axis
 
 
 @pytest.mark.parametrize("wrong", ["model", "model; S(0)", "other: S(0)", "model: S(0), data: S(0)", "model: T"])

@@ -27,8 +27,8 @@ from torchshard.distributed.process_groups import init_process_group
 from torchshard.plans.machine import Axes, Machine, MachineName, Mode, Objective, objective
 from torchshard.plans.plan import Plan
 from torchshard.runtime.compilation import CompileOptions, Compiler, compiler_of
+from torchshard.runtime.joining import join_ranks
 from torchshard.runtime.module import ShardedModule
-from torchshard.runtime.ranks import join_ranks
 from torchshard.weights.adapters import with_adapter
 from torchshard.weights.folder import Weights, read_folder
 from torchshard.weights.transformers_models import lazy_pretrained

@@ -43,7 +43,8 @@ def divided_sizes(graph: fx.Graph, dims: Mapping[int, int]) -> dict[sympy.Symbol
         for dim, ranks in dims.items():
             size = shape[dim] if dim < len(shape) else 0
             if isinstance(size, torch.SymInt) and size.node.expr.is_Symbol:
-                all_ranks = math.lcm(ranks, *(found[s].ranks for s in (size.node.expr,) if s in found))
+                known = found.get(size.node.expr)
+                all_ranks = ranks if known is None else math.lcm(ranks, known.ranks)
                 found[size.node.expr] = Divided(all_ranks, _divide(all_ranks, hint(size)))
     return found
 

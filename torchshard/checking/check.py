@@ -306,13 +306,12 @@ def tolerance_of(graph: fx.GraphModule) -> float:
 
 def _words_of_values(sides: _Sides) -> dict[str, Word]:
     """How the ranks hold the values of the graph's nodes, as far as each rank has them."""
-    split = {n.name: layout_of(n) for n in sides.graph.graph.nodes if is_tensor(n)}
-    axis, batch = sides.made.plan.axis, sides.made.batch
-    if batch is None:
-        return {name: word((axis, layout)) for name, layout in split.items()}
-    of_batch = {n.name: layout_of(n) for n in sides.graphs[0].graph.nodes if is_tensor(n)}
-    across = batch.constraints.axis
-    return {n: word((axis, layout), (across, of_batch[n])) for n, layout in split.items() if n in of_batch}
+    graphs = [(sides.made.plan.axis, sides.graph)]
+    if sides.made.batch is not None:
+        graphs.append((sides.made.batch.constraints.axis, sides.graphs[0]))
+    axes = [(axis, {n.name: layout_of(n) for n in g.graph.nodes if is_tensor(n)}) for axis, g in graphs]
+    names = [name for name in axes[0][1] if all(name in layouts for _, layouts in axes)]
+    return {name: word(*((axis, layouts[name]) for axis, layouts in axes)) for name in names}
 
 
 def _diagnose(words: Mapping[str, Word], graph: fx.GraphModule, whole: Run, sharded: Run, tolerance: float) -> str:

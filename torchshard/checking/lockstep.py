@@ -71,10 +71,10 @@ def rank_graphs(graph: fx.GraphModule, axis: MeshAxis, batch: DividedBatch | Non
         batch: how the ranks divide the batch too, over a mesh whose other axis is the last one.
     """
     seen: Seen = {}
-    if batch is None:
-        return [localized(graph, coordinate, seen) for coordinate in axis.simulated()]
-    data = batch.constraints.axis
     local = [localized(graph, coordinate, seen) for coordinate in axis.simulated()]
+    if batch is None:
+        return local
+    data = batch.constraints.axis
     first = batch.plan(local[0])
     split = [batch.split(each, batch.plan(each, first) if rank else first) for rank, each in enumerate(local)]
     return [

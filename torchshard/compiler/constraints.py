@@ -91,8 +91,9 @@ class Constraints:
 
     @property
     def of_batch(self) -> Constraints:
-        """Those for the axis over which the ranks divide the batch, after the other one."""
-        assert self.division is not None
+        """Those for the axis over which the ranks divide the batch: it may be the only one, or come after the other."""
+        if self.division is None:
+            return self
         aim = replace(self.objective, data=self.division.data, memory=None, axes="weights", recompute=())
         return Constraints(self.division.axis, aim)
 

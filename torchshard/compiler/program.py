@@ -67,9 +67,10 @@ class Program:
     @property
     def held(self) -> dict[str, Word]:
         """What each rank holds of parameters, buffers and the call's tensors."""
-        split, of_batch = self.plan.held, {} if self.batch is None else self.batch.layouts
-        axes = [(self.plan.axis, split)] + ([(self.batch.constraints.axis, of_batch)] if self.batch else [])
-        names = dict.fromkeys((*split, *of_batch))
+        axes = [(self.plan.axis, self.plan.held)]
+        if self.batch is not None:
+            axes.append((self.batch.constraints.axis, self.batch.constraints.fixed))
+        names = dict.fromkeys(name for _, layouts in axes for name in layouts)
         return {name: word(*((axis, layouts.get(name, I)) for axis, layouts in axes)) for name in names}
 
     def assumes(self, values: Sequence[Tensor | int]) -> bool:
@@ -120,19 +121,19 @@ def program(
     multiples, sizes = graph.meta["multiples"], _batch_sizes(graph, batches or {})
     if constraints.splits_sequence and not multiples.difference(sizes):
         _warn_of_whole_sequences(captured, constraints.axis.size)
-    if constraints.data:
-        constraints = constraints.with_layouts(constraints.first_layouts(ModelFacts.of(model)))
-        _divide_batch(graph, sizes.keys(), constraints.layouts)
-        return planned(captured, model, constraints.with_inputs(batches or {}))
-    constraints = constraints.with_inputs(inputs or {})
+    split = constraints.with_inputs(inputs or {})
+    if not constraints.batch_parts:
+        return planned(captured, model, split)
+    facts, of_batch = ModelFacts.of(model), constraints.of_batch
+    of_batch = of_batch.with_layouts(of_batch.first_layouts(facts)).with_inputs(batches or {})
     if constraints.division is None:
-        return planned(captured, model, constraints)
+        _divide_batch(graph, sizes.keys(), of_batch.layouts)
+        return planned(captured, model, of_batch)
     # what is a multiple of the ranks of the other axis alone is none of these
     graph.meta["multiples"] = (multiples & _sizes_of(graph, SEQUENCE)).difference(sizes)
-    with sizes_as({size: number // constraints.division.axis.size for size, number in sizes.items()}):
-        made = planned(captured, model, constraints)  # for what a rank computes
-    batch = DividedBatch(constraints.of_batch, batches or {}, frozenset(sizes), ModelFacts.of(model))
-    return dataclasses.replace(made, divided=True, batch=batch)
+    with sizes_as({size: number // constraints.batch_parts for size, number in sizes.items()}):
+        made = planned(captured, model, split)  # for what a rank computes
+    return dataclasses.replace(made, divided=True, batch=DividedBatch(of_batch, frozenset(sizes), facts))
 
 
 @dataclass(frozen=True)
@@ -140,8 +141,7 @@ class DividedBatch:
     """How ranks that divide the batch run a graph that is split over another axis already."""
 
     constraints: Constraints
-    inputs: Mapping[str, Layout]
-    """The layouts of the call's tensors that are parts of the batch."""
+    """With the layouts over this axis of parameters, buffers, and the call's tensors that are parts of the batch."""
     sizes: frozenset[sympy.Symbol]
     """The batch's size."""
     facts: ModelFacts
@@ -158,19 +158,11 @@ class DividedBatch:
         Raises:
             PlanError: what a collective of the other axis brings together would be held in different layouts.
         """
-        layouts = self.constraints.first_layouts(self.facts)
-        constraints = self.constraints.with_layouts(layouts).with_inputs(self.inputs)
         graph = self._whole(local)
         with without_garbage_collection():
-            plan = plan_graph(graph, self.facts, dataclasses.replace(constraints, plan=first))
-        for node in graph.graph.nodes:
-            if first is not None and "settled" in node.meta and plan.choices[node.name] != first.choices.get(node.name):
-                raise PlanError(
-                    "ranks with slices of other sizes would divide the batch in another way",
-                    where=where(node),
-                    why="what this collective brings together must be divided alike on all of its ranks",
-                    attempt="a plan that splits what comes before it evenly, or keeps it whole",
-                )
+            plan = plan_graph(graph, self.facts, dataclasses.replace(self.constraints, plan=first))
+        if first is not None:
+            _check_settled(graph.graph, plan, first)
         return plan
 
     def split(self, local: fx.GraphModule, plan: Plan) -> fx.GraphModule:
@@ -180,13 +172,24 @@ class DividedBatch:
 
     def _whole(self, local: fx.GraphModule) -> fx.GraphModule:
         graph = for_next_axis(local)
-        _divide_batch(graph, self.sizes, self.constraints.first_layouts(self.facts))
+        _divide_batch(graph, self.sizes, self.constraints.layouts)
         return graph
 
-    @property
-    def layouts(self) -> dict[str, Layout]:
-        """How the ranks of this axis hold what those of the other hold of parameters and buffers, and the batch."""
-        return {**self.constraints.first_layouts(self.facts), **self.inputs}
+
+def _check_settled(graph: fx.Graph, plan: Plan, first: Plan) -> None:
+    """What collectives of another axis bring together is divided as the first of their ranks divides it.
+
+    Raises:
+        PlanError: it is not.
+    """
+    for node in graph.nodes:
+        if "settled" in node.meta and plan.choices[node.name] != first.choices.get(node.name):
+            raise PlanError(
+                "ranks with slices of other sizes would divide the batch in another way",
+                where=where(node),
+                why="what this collective brings together must be divided in one way on all of its ranks",
+                attempt="a plan that splits what comes before it evenly, or keeps it whole",
+            )
 
 
 def _refuse_changes(captured: Captured) -> None:

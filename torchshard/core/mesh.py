@@ -30,13 +30,9 @@ class MeshAxis:
         """Returns the coordinate of a rank; `group` is the name of its group, by default that of the axis."""
         return Coordinate(self, rank, group or self.name)
 
-    def simulated(self, among: str = "") -> list[Coordinate]:
-        """Returns the coordinates of all ranks, for graphs that are simulated in one process without process groups.
-
-        Args:
-            among: tells the group from others of the same axis, which have other places on the other axes.
-        """
-        return [self.coordinate(rank, simulated_name(rank, self.size, among)) for rank in range(self.size)]
+    def simulated(self) -> list[Coordinate]:
+        """Returns the coordinates of all ranks, for graphs that are simulated in one process without process groups."""
+        return [self.coordinate(rank, simulated_name(rank, self.size)) for rank in range(self.size)]
 
 
 Place: TypeAlias = Mapping[str, int]
@@ -83,7 +79,11 @@ class Coordinate:
 
 
 def simulated_name(rank: int, size: int, among: str = "") -> str:
-    """Returns the name of a simulated group, which has no process group."""
+    """Returns the name of a simulated group, which has no process group.
+
+    Args:
+        among: tells the group from others of the same axis, which have other places on the other axes.
+    """
     return f"simulated/{rank}/{size}" + (f"/{among}" if among else "")
 
 

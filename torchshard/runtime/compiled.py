@@ -129,7 +129,8 @@ class RankProgram(NamedTuple):
         own = ranks.group.coordinate
         if program.batch is None:
             return RankProgram(program, program.graph, own)
-        local, first = localized(program.graph, own), localized(program.graph, own.axis.simulated()[0])
+        local = localized(program.graph, own)
+        first = localized(program.graph, own.axis.simulated()[0]) if own.rank else local
         of_all = program.batch.plan(first)
         plan = program.batch.plan(local, of_all) if own.rank else of_all
         return RankProgram(program, program.batch.split(local, plan), ranks.replicas.coordinate, of_all)

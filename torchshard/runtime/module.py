@@ -194,18 +194,16 @@ class ShardedModule(State):
         Raises:
             DistributedError: they have not.
         """
-        if self._verifies_calls():
-            facts, gradients = self._ts_history.all_facts(self._tensors_by_first_name(), self._ts_layouts)
-            what = "the ranks hold different states"
-            compare = partial(verify_equal, self._ts_group, facts, call_error, what, near=gradients)
-            self._ts_ranks.on_replicas(compare, DistributedError, what)
-        if self._verifies_calls() and self._ts_across is not None:
+        if not self._verifies_calls():
+            return
+        ranks, what = self._ts_ranks, "the ranks hold different states"
+        facts, gradients = self._ts_history.all_facts(self._tensors_by_first_name(), self._ts_layouts)
+        compare = partial(verify_equal, ranks.group, facts, call_error, what, near=gradients)
+        ranks.on_replicas(compare, DistributedError, what)
+        if self._ts_across is not None:
             facts, gradients = self._ts_across.all_facts(self._tensors_by_first_name(), {})
-            self._ts_ranks.run_on_all(
-                partial(verify_equal, self._ts_ranks.replicas, facts, call_error, what, near=gradients),
-                DistributedError,
-                what,
-            )
+            compare = partial(verify_equal, ranks.replicas, facts, call_error, what, near=gradients)
+            ranks.run_on_all(compare, DistributedError, what)
 
     def __copy__(self) -> NoReturn:
         raise InputError(
@@ -274,9 +272,10 @@ class ShardedModule(State):
             results = averaged(results, layouts, batch_group.size)
             equal = [r for r, layout in zip(results, layouts, strict=True) if not isinstance(layout, Shard)]
         if self._verifies_calls() and torch.is_grad_enabled():
-            self._histories[-1].watch_results(equal)
             if self._ts_across is not None:
-                self._ts_history.watch_results(results)
+                self._ts_across.watch_results(equal)
+                equal = results  # of one part of the batch
+            self._ts_history.watch_results(equal)
         kept = (
             mark(tensor, layout, shape, self._ts_group, self._ts_history.latest_call)
             for tensor, (layout, shape) in zip(left, compiled.carried, strict=True)
