@@ -22,7 +22,8 @@ from torch import Tensor, nn
 import torchshard as ts
 from tests.helpers import refused, run_ranks
 from torchshard.core.layouts import Shard
-from torchshard.core.mesh import MeshAxis
+from torchshard.core.mesh import MODEL, MeshAxis
+from torchshard.core.words import word
 from torchshard.weights.lazy import LazyTensor, file_tensor
 from torchshard.weights.materialize import read_slices
 from torchshard.weights.parts import READERS, Parts, Wanted
@@ -76,8 +77,8 @@ def test_short_runs_are_read_together_within_bounds(tmp_path: Path, monkeypatch:
         calls.clear()
         found = dict[str, Tensor]()
         wanted = {name: lazies[name] for name in names}
-        layouts = {"thin": Shard(1), "wide": Shard(0)}
-        read = read_slices(wanted, layouts, MeshAxis(2).coordinate(1), found.__setitem__)
+        words = {"thin": word((MeshAxis(2), Shard(1))), "wide": word((MeshAxis(2), Shard(0)))}
+        read = read_slices(wanted, words, {MODEL: 1}, found.__setitem__)
         assert torch.equal(found["thin"], held["thin"][:, 2:]) and (len(calls) < 10) is few
         assert sum(calls) == read.bytes_read == read.bytes_kept + read.bytes_over <= read.bytes_kept * 1.02
         assert (read.bytes_over > 0) is few

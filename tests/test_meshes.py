@@ -3,19 +3,23 @@
 from __future__ import annotations
 
 import copy
+import math
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed.checkpoint
+import transformers
 from torch import Tensor, fx, nn
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 import torchshard as ts
 from tests.compiled import constraints_of
 from tests.helpers import refused, refused_input, run_ranks
 from tests.test_batches import CASES, KINDS, PART, WAYS, Keeps, _batch, _model, _model_of, _own, _train_both
+from tests.test_folders import _saved
 from torchshard.checking.check import check_program
 from torchshard.checking.lockstep import rank_graphs
 from torchshard.compiler.batches import divided_batch
@@ -28,6 +32,7 @@ from torchshard.distributed.group import lookup
 from torchshard.distributed.ops import OPS, Begin
 from torchshard.passes import step_graphs
 from torchshard.plans.machine import Data
+from torchshard.weights.slice_values import unwatched
 
 MESHES = [{"dp": 2, "tp": 2}, {"dp": 2, "tp": 3}, {"dp": 3, "tp": 2}]
 
@@ -170,14 +175,14 @@ def test_gradients_of_both_axes_are_sent_by_their_own_groups() -> None:
 # --- real ranks ------------------------------------------------------------------------------------------------------
 
 
-def _trained(rank: int, dp: int, tp: int, kinds: tuple[str, ...], folder: str) -> dict[str, float]:
+def _trained(rank: int, dp: int, tp: int, data: Data, kinds: tuple[str, ...], folder: str) -> dict[str, float]:
     """The worst differences of parameters after steps of AdamW, on whole batches and on parts of them."""
-    worst, part = {}, rank // tp
+    worst, part, mesh = {}, rank // tp, {"dp": dp, "tp": tp}
     first = _own(_batch(dp), part)
     for kind in kinds:
         model = _model_of(kind)
         torch.manual_seed(1)
-        sharded = ts.shard(copy.deepcopy(model), "auto", first, mesh={"dp": dp, "tp": tp})
+        sharded = ts.shard(copy.deepcopy(model), "auto", first, mesh=mesh, data=data)
         assert (lookup(MODEL).size, lookup(DATA).size, lookup(DATA).rank) == (tp, dp, part)
         assert any(layout != ts.I for layout in sharded.layouts.values())
         worst[kind], trained = _train_both(kind, model, sharded, dp, part, (12, 12, 24))
@@ -185,33 +190,108 @@ def _trained(rank: int, dp: int, tp: int, kinds: tuple[str, ...], folder: str) -
     again = copy.deepcopy(sharded)(*first)[0]
     torch.manual_seed(1)
     worst["copied"] = abs(again - sharded(*first)[0]).item()
-    whole = sharded.full_state_dict()
+    whole, slices = sharded.full_state_dict(), sharded.state_dict()
     ts.save(folder, sharded, trained)
-    other = ts.shard(_model(), "auto", first, mesh={"dp": dp, "tp": tp})
-    optimizer = torch.optim.AdamW(other.parameters(), 1e-2)
-    ts.load(folder, other, optimizer)
-    worst["loaded"] = max((other.full_state_dict()[name] - whole[name]).abs().max().item() for name in whole)
+    batch = _batch(dp, 12)
+    for into in WAYS:
+        other = ts.shard(_model(), "auto", first, mesh=mesh, data=into)
+        optimizer = torch.optim.AdamW(other.parameters(), 1e-2)
+        ts.load(folder, other, optimizer)
+        worst[f"loaded, {into}"] = _worst(other.full_state_dict(), whole)
+        other(*_own(batch, part))[0].backward()
+        optimizer.step()
+        worst[f"a step, {into}"] = 0.0
+        if into == data:
+            other.load_state_dict(slices)
+            worst["slices"] = _worst(other.full_state_dict(), whole)
+    sharded.load_full_state_dict(whole)
+    worst["whole"] = _worst(sharded.full_state_dict(), whole)
     return worst
 
 
+def _clipped(rank: int, data: Data) -> list[float]:
+    """Norms of the whole gradient by ts and by PyTorch, of slices over either axis and over both; and the expected."""
+    model, batch = _model(p=0.0), _batch(2)
+    own = _own(batch, rank // 2)
+    sharded = ts.shard(copy.deepcopy(model), PLAN, own, mesh={"dp": 2, "tp": 2}, data=data)
+    found = list[float]()
+    for order in (1.0, 2.0, math.inf):
+        for each, inputs in ((sharded, own), (model, batch)):
+            each.zero_grad()
+            each(*inputs)[0].backward()
+        found += [torch.nn.utils.get_total_norm([p.grad for p in sharded.parameters()], order).item()]
+        found += [ts.clip_grad_norm_(sharded, 0.1, order).item()]
+        found += [torch.nn.utils.clip_grad_norm_(model.parameters(), 0.1, order).item()] * 2
+    return found
+
+
+@pytest.mark.parametrize("data", WAYS)
+def test_gradients_are_clipped_by_the_norm_of_the_whole(data: Data) -> None:
+    for found in run_ranks(_clipped, 4, data):
+        for norm, ours, *expected in zip(*[iter(found)] * 4, strict=True):
+            assert [norm, ours] == pytest.approx(expected, rel=1e-12), found
+
+
+def _read(rank: int, folder: str) -> dict[str, Any]:
+    """A model of a folder on a mesh: its values, the bytes that were read, a step, and the folder that it writes."""
+    part, ids = rank // 2, torch.arange(64).reshape(4, 16) % 50
+    call = {"input_ids": ids.chunk(2)[part], "use_cache": False}
+    expected: Any = transformers.AutoModelForCausalLM.from_pretrained(folder).double()
+    sharded: Any = ts.from_pretrained(
+        folder, "auto", example_kwargs=call, dtype="float64", mesh={"dp": 2, "tp": 2}, data="shard"
+    )
+    found: dict[str, Any] = {"read": _worst(sharded.full_state_dict(), expected.state_dict())}
+    for model, inputs in ((sharded, call["input_ids"]), (expected, ids)):
+        model(input_ids=inputs, labels=inputs, use_cache=False).loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 0.1)
+        torch.optim.AdamW(model.parameters(), 1e-2).step()
+    found["trained"] = _worst(sharded.full_state_dict(), expected.state_dict())
+    ts.save_pretrained(sharded, f"{folder} trained")
+    again = transformers.AutoModelForCausalLM.from_pretrained(f"{folder} trained", dtype="float64")
+    found["written"] = _worst(again.state_dict(), expected.state_dict())
+    torch.distributed.checkpoint.save({"model": sharded.state_dict()}, checkpoint_id=f"{folder} by DCP")
+    loaded = {"model": {name: torch.zeros_like(t) for name, t in expected.state_dict().items()}}
+    torch.distributed.checkpoint.load(loaded, checkpoint_id=f"{folder} by DCP")
+    found["by DCP"] = _worst(loaded["model"], expected.state_dict())
+    held, all_ = (sum(p.numel() for p in model.parameters()) for model in (sharded, expected))
+    return found | {"bytes": sharded.weights.read.bytes_read / held / 4, "share": held / all_}  # of files in float32
+
+
+@pytest.mark.parametrize("kind", ["tied", pytest.param("phi3", marks=pytest.mark.nightly)])
+def test_a_folder_is_read_and_written_in_slices_of_slices(kind: str, tmp_path: Path) -> None:
+    _saved(kind, tmp_path / "model")
+    for found in run_ranks(_read, 4, str(tmp_path / "model"), timeout_seconds=300):
+        assert max(found[name] for name in ("read", "trained", "written", "by DCP")) < 1e-9, found
+        assert found["bytes"] == 1 and found["share"] < 0.35, found
+
+
+def _worst(found: dict[str, Tensor], expected: dict[str, Tensor]) -> float:
+    return max((found[name] - expected[name]).abs().max().item() for name in expected)
+
+
+SIZES = ((2, 2), (2, 3), (3, 2))
+
+
 @pytest.mark.parametrize(
-    ("dp", "tp", "kinds"),
+    ("dp", "tp", "data", "kinds"),
     [
-        (2, 2, ("outside",)),
-        *(pytest.param(*size, KINDS, marks=pytest.mark.nightly) for size in ((2, 2), (2, 3), (3, 2))),
+        *((2, 2, data, ("outside",)) for data in WAYS),
+        *(pytest.param(*size, data, KINDS, marks=pytest.mark.nightly) for size in SIZES for data in WAYS),
     ],
 )
-def test_training_is_that_on_the_whole_batch(dp: int, tp: int, kinds: tuple[str, ...], tmp_path: Path) -> None:
-    for worst in run_ranks(_trained, dp * tp, dp, tp, kinds, str(tmp_path / "saved"), timeout_seconds=600):
+def test_training_is_that_on_the_whole_batch(
+    dp: int, tp: int, data: Data, kinds: tuple[str, ...], tmp_path: Path
+) -> None:
+    for worst in run_ranks(_trained, dp * tp, dp, tp, data, kinds, str(tmp_path / "saved"), timeout_seconds=900):
         assert max(worst.values()) < 1e-9, worst
 
 
-def _wrong(rank: int) -> dict[str, bool]:
+def _wrong(rank: int, way: Data) -> dict[str, bool]:
     """What each rank is told where one does something else; the mesh is PyTorch's."""
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
     data, model, batch = mesh.get_local_rank("dp"), _model(p=0.0), _batch(2)
     own = _own(batch, data)
-    sharded = ts.shard(copy.deepcopy(model), PLAN, own, mesh=mesh, data={"dp": "replicate"})
+    sharded = ts.shard(copy.deepcopy(model), PLAN, own, mesh=mesh, data={"dp": way})
     assert (lookup(MODEL).size, lookup(DATA).rank) == (2, data)
     by_rank = tuple(t[rank : rank + 2] for t in batch)
     found = {}
@@ -229,17 +309,31 @@ def _wrong(rank: int) -> dict[str, bool]:
     loss = sharded(*own)[0] * (1 + data)  # another loss on each part
     loss.backward()
     found["losses that differ"] = refused(lambda: sharded(*own), "the ranks' losses differ", ts.DistributedError)
-    with torch.no_grad():
-        sharded.blocks[0].q.weight.add_(float(data))
+    over_data = lookup(DATA).process_group
+    slice_ = sharded.blocks[0].q.weight
+    if way == "shard":
+        told_of = "would treat the ranks of one sharded model as copies of it"
+        sent = lambda: torch.distributed.broadcast(slice_, rank % 2, group=over_data)  # noqa: E731
+        found["a broadcast of slices"] = refused(sent, told_of, ts.DistributedError)
+        with unwatched(), torch.no_grad():
+            torch.distributed.broadcast(slice_.detach(), rank % 2, group=over_data)
+    elif rank == 3:
+        with torch.no_grad():
+            slice_.add_(1.0)
+    name, told_of = f"a slice that differs, {way}", "drifted apart" if way == "replicate" else "hold the same slice"
     for _ in range(40):
-        found["replicas that differ"] = refused(lambda: sharded(*own), "drifted apart", ts.DistributedError)
-        if found["replicas that differ"]:
+        found[name] = refused(lambda: sharded(*own), told_of if rank % 2 else "", ts.DistributedError)
+        if found[name]:
             break
+    turned = DeviceMesh("cpu", [[0, 2], [1, 3]], mesh_dim_names=("dp", "tp"))
+    shard = lambda: ts.shard(_model(), PLAN, own, mesh=turned)  # noqa: E731
+    found["a mesh of other groups"] = refused(shard, "has other ranks along 'tp' than the groups", ts.DistributedError)
     return found
 
 
-def test_ranks_that_differ_are_told_on_every_rank() -> None:
-    for found in run_ranks(_wrong, 4, timeout_seconds=300):
+@pytest.mark.parametrize("way", WAYS)
+def test_ranks_that_differ_are_told_on_every_rank(way: Data) -> None:
+    for found in run_ranks(_wrong, 4, way, timeout_seconds=300):
         assert all(found.values()), found
 
 

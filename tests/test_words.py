@@ -11,7 +11,9 @@ from torch import Tensor
 from torchshard.core import layouts
 from torchshard.core.layouts import I, Layout, P, R, Shard, is_whole
 from torchshard.core.mesh import Mesh, MeshAxis
-from torchshard.core.words import WHOLE, Word, dual, join, local_shape, parse, split, text, word
+from torchshard.core.words import WHOLE, Word, cuts, dual, join, local_shape, parse, short_text, split, text, word
+from torchshard.weights.boxes import Box, overlaps, pieces
+from torchshard.weights.state_slices import held_at, slice_place
 
 pytestmark = pytest.mark.quick
 
@@ -40,18 +42,44 @@ def held(draw: st.DrawFn) -> tuple[Mesh, Tensor, Word]:
 @given(held())
 def test_split_then_join_is_the_whole_on_each_rank_that_has_it(made: tuple[Mesh, Tensor, Word]) -> None:
     mesh, tensor, of = made
-    pieces = [split(tensor, of, place) for place in mesh.places()]
-    assert [tuple(piece.shape) for piece in pieces] == [local_shape(tensor.shape, of, p) for p in mesh.places()]
-    wholes = join(pieces, of, mesh)
+    slices = [split(tensor, of, place) for place in mesh.places()]
+    shapes = [local_shape(tensor.shape, cuts(of, place)) for place in mesh.places()]
+    assert [tuple(piece.shape) for piece in slices] == shapes
+    wholes = join(slices, of, mesh)
     assert all(torch.equal(whole, tensor) for whole in wholes)
     whole_axes = [axis.size for axis in mesh.axes if is_whole(dict(of).get(axis, I))]
     assert len(wholes) == torch.Size(whole_axes).numel()
 
 
-@given(held())
-def test_words_have_one_spelling_that_can_be_read(made: tuple[Mesh, Tensor, Word]) -> None:
-    mesh, _, of = made
-    assert parse(text(of), mesh) == of == word(*of) == dual(dual(of))
+@given(held(), st.data())
+def test_a_slice_is_made_of_parts_of_the_whole(made: tuple[Mesh, Tensor, Word], data: st.DataObject) -> None:
+    mesh, tensor, of = made
+    of = word(*((axis, layout) for axis, layout in of if isinstance(layout, Shard)))
+    ends = [sorted(data.draw(st.tuples(st.integers(0, n), st.integers(0, n)))) for n in tensor.shape]
+    box = tuple((start, stop) for start, stop in ends)
+    part = _part(tensor, box)
+    for place in mesh.places():
+        own, local = cuts(of, place), split(tensor, of, place)
+        parts = [(piece.of(local), _part(tensor, piece.box)) for piece in pieces(tensor.shape, own)]
+        assert all(torch.equal(of_slice, of_whole) for of_slice, of_whole in parts)
+        assert sum(of_slice.numel() for of_slice, _ in parts) == local.numel()
+        common = [(_part(local, at), view) for at, view in overlaps(tensor.shape, own, box, part)]
+        assert all(torch.equal(of_slice, view) for of_slice, view in common)
+        wanted = set(part.reshape(-1).tolist()) & set(local.reshape(-1).tolist())
+        assert wanted == {number for _, view in common for number in view.reshape(-1).tolist()}
+
+
+def _part(tensor: Tensor, box: Box) -> Tensor:
+    return tensor[tuple(slice(*bounds) for bounds in box)]
+
+
+@given(held(), st.data())
+def test_words_have_one_spelling_that_can_be_read(made: tuple[Mesh, Tensor, Word], data: st.DataObject) -> None:
+    mesh, tensor, of = made
+    assert parse(text(of), mesh) == parse(short_text(of), mesh) == of == word(*of) == dual(dual(of))
+    place = data.draw(st.sampled_from(mesh.places()))
+    read, at = held_at(slice_place("w", of, place, tensor.shape))
+    assert (read, cuts(read, at)) == (of, cuts(of, place))
     assert (of == WHOLE) == (text(of) == "I")
 
 

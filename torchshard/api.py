@@ -13,17 +13,14 @@ from torch import nn
 from torchshard.capture import check_weights, flatten_call, model_without_storage, shared_names
 from torchshard.capture.facts import ModelFacts, device_type
 from torchshard.compiler.batches import whole_batch
-from torchshard.compiler.constraints import PlanLike, read_constraints
+from torchshard.compiler.constraints import Division, PlanLike, read_constraints
 from torchshard.compiler.decode_example import decode_example
 from torchshard.compiler.meshes import DataLike, MeshLike, checked_world_size, read_mesh
 from torchshard.compiler.program import check_examples, program
 from torchshard.core.errors import InputError, PlanError
 from torchshard.core.garbage import without_garbage_collection
 from torchshard.core.layouts import Layout
-from torchshard.core.mesh import MODEL
-from torchshard.distributed.consistency import run_on_all_ranks
-from torchshard.distributed.group import is_initialized, lookup
-from torchshard.distributed.process_groups import init_process_group
+from torchshard.distributed.ranks import Ranks
 from torchshard.plans.machine import Axes, Machine, MachineName, Mode, Objective, objective
 from torchshard.plans.plan import Plan
 from torchshard.runtime.compilation import CompileOptions, Compiler, compiler_of
@@ -83,23 +80,7 @@ def shard(
             the weights can't be read, or are another model's.
         DistributedError: the ranks hold different models, or weights.
     """
-    aim = objective(machine, memory, axes, device_type(model), recompute, mode)
     compiler = compiler_of(compile, where="shard(compile=...)")
-    return _shard(model, plan, example_inputs, example_kwargs, aim, weights, compiler, mesh, data)
-
-
-def _shard(
-    model: nn.Module,
-    plan: PlanLike,
-    example_inputs: Sequence[Any] | None,
-    example_kwargs: Mapping[str, Any] | None,
-    aim: Objective,
-    weights: str | os.PathLike[str] | Weights | None,
-    compiler: Compiler | None,
-    mesh: MeshLike | None = None,
-    data: DataLike | None = None,
-) -> ShardedModule:
-    check_examples(example_inputs, example_kwargs)
     if isinstance(model, ShardedModule):
         raise InputError(
             "the model is sharded already",
@@ -107,6 +88,23 @@ def _shard(
             why=f"it is split over {model.group.size} ranks",
             attempt="shard the unsharded model again, with the other plan",
         )
+    ranks, of_mesh = join_ranks(mesh, data)
+    aim = objective(machine, memory, axes, device_type(model), recompute, mode, of_mesh.data)
+    return _shard(model, plan, example_inputs, example_kwargs, ranks, of_mesh.division, aim, weights, compiler)
+
+
+def _shard(
+    model: nn.Module,
+    plan: PlanLike,
+    example_inputs: Sequence[Any] | None,
+    example_kwargs: Mapping[str, Any] | None,
+    ranks: Ranks,
+    division: Division | None,
+    aim: Objective,
+    weights: str | os.PathLike[str] | Weights | None,
+    compiler: Compiler | None,
+) -> ShardedModule:
+    check_examples(example_inputs, example_kwargs)
     if isinstance(plan, str) and plan == "auto" and example_inputs is None and example_kwargs is None:
         raise PlanError(
             'plan="auto" needs example_inputs',
@@ -114,13 +112,11 @@ def _shard(
             why="what is split where is found by looking at what a call computes",
             attempt="example_inputs=(x,) or example_kwargs={...}; tensors on the meta device will do",
         )
-    ranks, axes = join_ranks(mesh, data)
-    aim = replace(aim, data=axes.data)
     has_example = example_inputs is not None or example_kwargs is not None
     with torch.inference_mode(False):
         # what to cut, the plan will say
         made = ShardedModule(
-            model, plan, ranks, aim, division=axes.division, cut=not has_example, weights=weights, compiler=compiler
+            model, plan, ranks, aim, division=division, cut=not has_example, weights=weights, compiler=compiler
         )
     if has_example:
         with torch.set_grad_enabled(torch.is_grad_enabled() and aim.trains):
@@ -143,6 +139,8 @@ def from_pretrained(
     axes: Axes = "weights",
     recompute: str | Sequence[str] = (),
     mode: Mode = "train",
+    mesh: MeshLike | None = None,
+    data: DataLike | None = None,
     compile: CompileOptions = False,
 ) -> ShardedModule:
     """The sharded model of a folder that transformers' `save_pretrained` wrote: no rank ever holds it whole.
@@ -151,7 +149,8 @@ def from_pretrained(
 
     Args:
         folder: with config.json and safetensors files, on this machine.
-        plan, example_inputs, example_kwargs, memory, machine, axes, recompute, mode, compile: as in `shard`.
+        plan, example_inputs, example_kwargs, memory, machine, axes, recompute, mode, mesh, data, compile: as in
+            `shard`.
         adapter: the folder of an adapter of peft (LoRA and others), with which the model is a `PeftModel`.
         train: captures and returns the model in train mode, with the adapter's parameters trainable; else in eval mode,
             as transformers returns it. `model.train()` later on has its own graph captured at the next call.
@@ -166,8 +165,7 @@ def from_pretrained(
         PlanError, CaptureError, DistributedError: as `shard`.
     """
     compiler = compiler_of(compile, where="from_pretrained(compile=...)")
-    if not is_initialized():
-        init_process_group()
+    ranks, of_mesh = join_ranks(mesh, data)
 
     def built() -> tuple[nn.Module, Weights]:
         with without_garbage_collection():
@@ -177,11 +175,11 @@ def from_pretrained(
                 model = lazy_pretrained(folder, dtype, train=train)
             return (model, weights) if adapter is None else with_adapter(model, weights, adapter, is_trainable=train)
 
-    model, read = run_on_all_ranks(lookup(MODEL), built, InputError, "the ranks can't build this model together")
+    model, read = ranks.run_on_all(built, InputError, "the ranks can't build this model together")
     if device is not None:
         model = model.to(device)
-    aim = objective(machine, memory, axes, device_type(model), recompute, mode)
-    return _shard(model, plan, example_inputs, example_kwargs, aim, read, compiler)
+    aim = objective(machine, memory, axes, device_type(model), recompute, mode, of_mesh.data)
+    return _shard(model, plan, example_inputs, example_kwargs, ranks, of_mesh.division, aim, read, compiler)
 
 
 def _check_decodes(mode: Mode, example_inputs: Sequence[Any], example_kwargs: Mapping[str, Any] | None) -> None:

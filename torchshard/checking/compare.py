@@ -56,7 +56,7 @@ class Results:
     buffers: Mapping[str, Tensor]
 
 
-class Ranks(Protocol):
+class RankResults(Protocol):
     """The tensors that a sharded step produced, rank by rank, with their gradients in `.grad`."""
 
     @property
@@ -91,7 +91,7 @@ def gradients(leaves: Mapping[str, object]) -> dict[str, Tensor]:
 
 def compare(
     expected: Results,
-    got: Ranks,
+    got: RankResults,
     words: Mapping[str, Word],
     tolerance: float,
     noise: Callable[[], Mapping[ComparedValue, float]],
@@ -139,7 +139,7 @@ def noise_ceiling(tensors: Iterable[object], tolerance: float) -> float:
 
 
 def _compare(
-    expected: Results, got: Ranks, words: Mapping[str, Word], floors: Mapping[ComparedValue, float]
+    expected: Results, got: RankResults, words: Mapping[str, Word], floors: Mapping[ComparedValue, float]
 ) -> tuple[Comparison, ...]:
     comparisons: list[Comparison] = []
 

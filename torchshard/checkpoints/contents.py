@@ -25,8 +25,9 @@ from torch.optim import Optimizer
 from torchshard.capture import shared_names
 from torchshard.core.errors import InputError
 from torchshard.core.hashing import hash_tensor
-from torchshard.core.layouts import I, Layout, Shard
+from torchshard.core.layouts import Shard
 from torchshard.core.modules import named_tensors
+from torchshard.core.words import WHOLE, Word, is_split, over
 from torchshard.distributed.objects import encode
 from torchshard.runtime.optimizers import check_class_of_slices, is_slice_state
 from torchshard.runtime.submodule import ShardedSubmodule
@@ -53,7 +54,8 @@ class Item(NamedTuple):
 
     tensor: Tensor
     """This rank's slice, or the whole; its own memory, not a copy."""
-    layout: Layout
+    word: Word
+    """How the ranks hold it."""
     shape: tuple[int, ...]
     """Of the whole tensor."""
 
@@ -66,7 +68,7 @@ class Item(NamedTuple):
             plain = value.detach().as_subclass(Tensor)
         if isinstance(value, Slice) and value.is_split:
             return cls(plain, value.sharding, value.whole)
-        return cls(plain, I, tuple(value.shape))
+        return cls(plain, WHOLE, tuple(value.shape))
 
 
 @dataclass
@@ -241,18 +243,13 @@ def encoded(objects: Mapping[str, object]) -> dict[str, bytes]:
     return parts
 
 
-def hashes(items: Mapping[str, Item], *, split: bool, whole: bool) -> dict[str, str]:
-    """Name -> a hash of every bit of a tensor, or of a sample of a large slice.
-
-    Args:
-        split, whole: which tensors are hashed.
-    """
+def hashes(items: Mapping[str, Item], axis: str) -> dict[str, str]:
+    """Name -> a hash of what ranks along a mesh axis hold alike: every bit of a tensor, or of a sample of a slice."""
     found = {}
     for name, item in items.items():
-        is_split = isinstance(item.layout, Shard)
-        if split if is_split else whole:
+        if not isinstance(over(item.word, axis), Shard):
             flat = item.tensor.detach().reshape(-1)
-            step = max(1, flat.numel() // _SAMPLED) if is_split else 1
+            step = max(1, flat.numel() // _SAMPLED) if is_split(item.word) else 1
             found[f"the values of {name}"] = f"{hash_tensor(flat[::step]):x}"
     return found
 

@@ -25,8 +25,7 @@ from torchshard.checkpoints.saving import checked_folder, verify_states
 from torchshard.checkpoints.writing import file_errors, unseen
 from torchshard.core.errors import InputError
 from torchshard.core.hashing import hash_text
-from torchshard.core.layouts import Shard
-from torchshard.core.mesh import Coordinate
+from torchshard.core.words import is_split
 from torchshard.distributed.ranks import Ranks
 from torchshard.runtime.module import ShardedModule
 from torchshard.weights.boxes import Box, overlaps, place_of, whole_box
@@ -111,9 +110,7 @@ class _Job:
     outputs: Sequence[_Output]
     items: Mapping[str, Item]
     """This rank's slices by name."""
-    coordinate: Coordinate
-    is_first_replica: bool
-    """Of several replicas the first one writes."""
+    ranks: Ranks
 
     @property
     def files(self) -> list[FilePlan]:
@@ -146,7 +143,7 @@ class _Job:
                 f"{len(whole)} tensors were gathered whole, one at a time: {', '.join(whole[:3])}", stacklevel=2
             )
         total, written = sum(i.tensor.numel() * i.tensor.itemsize for i in self.items.values()), 0
-        shown = Progress("writing weights", self.coordinate.rank, total)
+        shown = Progress("writing weights", self.ranks.number, total)
         with file_errors(self.folder):
             handles = {id(file): os.open(file.path, os.O_RDWR) for file in self.files}
             try:
@@ -176,16 +173,16 @@ class _Job:
 
     def _writes_whole(self, number: int) -> bool:
         """Whether this rank writes what all ranks hold whole of the output with this number: they take turns."""
-        return self.is_first_replica and number % self.coordinate.axis.size == self.coordinate.rank
+        return number % self.ranks.count == self.ranks.number
 
     def _own_parts(self, number: int, reads: Sequence[Read]) -> Iterator[tuple[Tensor, Tensor, Sequence[torch.dtype]]]:
         """(a part of this rank's slices, where it lies in the output, what it is cast to)."""
         for read in reads:
             item = self.items[read.tensor.name]
-            is_split = isinstance(item.layout, Shard) and self.coordinate.axis.size > 1
-            if not (self.is_first_replica if is_split else self._writes_whole(number)):
+            holder, _ = self.ranks.holders(item.word)
+            if not (holder == 0 if is_split(item.word) else self._writes_whole(number)):
                 continue
-            for own, place in overlaps(item.shape, item.layout, self.coordinate, read.box, read.into):
+            for own, place in overlaps(item.shape, self.ranks.cuts(item.word), read.box, read.into):
                 yield item.tensor[tuple(slice(*bounds) for bounds in own)], place, read.dtypes
 
     def complete(self, ranks: Ranks) -> None:
@@ -224,4 +221,4 @@ def _planned(model: nn.Module, folder: Path, max_shard_size: int | str, ranks: R
             )
             reads = parts.reads(wanted) if wanted else None
             outputs.append(_Output(file, name, tensor, reads))
-    return _Job(folder, format_, outputs, items, ranks.group.coordinate, ranks.replicas.rank == 0)
+    return _Job(folder, format_, outputs, items, ranks)

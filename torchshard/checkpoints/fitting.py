@@ -19,9 +19,9 @@ from torchshard.checkpoints.contents import (
     tied_names,
 )
 from torchshard.core.errors import InputError
-from torchshard.core.layouts import I, Layout, Shard, local_shape
-from torchshard.core.mesh import Coordinate
+from torchshard.core.mesh import Place
 from torchshard.core.modules import named_tensors
+from torchshard.core.words import WHOLE, Word, cuts, is_split, local_shape
 from torchshard.distributed.objects import decode, encode
 from torchshard.distributed.ranks import Ranks
 from torchshard.runtime.optimizers import check_class_of_slices
@@ -35,21 +35,19 @@ class Wanted:
     """A tensor of the checkpoint that this rank needs a part of."""
 
     stored: SlicedTensor
-    layout: Layout
+    word: Word
+    """How the ranks hold it."""
     device: torch.device
 
-    def local_shape(self, coordinate: Coordinate) -> tuple[int, ...]:
-        """The shape of this rank's part."""
-        return local_shape(self.stored.shape, self.layout, coordinate.rank, coordinate.axis.size)
+    def bytes_in(self, place: Place) -> int:
+        """The size of the part of the rank at a place."""
+        return math.prod(local_shape(self.stored.shape, cuts(self.word, place))) * self.stored.dtype.itemsize
 
-    def bytes_in(self, coordinate: Coordinate) -> int:
-        """The size of this rank's part."""
-        return math.prod(self.local_shape(coordinate)) * self.stored.dtype.itemsize
-
-    def read(self, coordinate: Coordinate) -> Tensor:
-        """This rank's part."""
-        local = torch.empty(self.local_shape(coordinate), dtype=self.stored.dtype, device="cpu")
-        for piece in pieces(self.stored.shape, self.layout, coordinate):
+    def read(self, place: Place) -> Tensor:
+        """The part of the rank at a place."""
+        own = cuts(self.word, place)
+        local = torch.empty(local_shape(self.stored.shape, own), dtype=self.stored.dtype, device="cpu")
+        for piece in pieces(self.stored.shape, own):
             self.stored.read(piece.box, piece.of(local))
         return local.to(self.device)
 
@@ -210,8 +208,7 @@ def wanted_states(
             raise unfit(f"{stored_name!r} belongs to no parameter of the optimizer", checkpoint, "the saved optimizer")
         item = Item.of(own[name])
         is_by_element = stored.shape == item.shape and bool(item.shape)
-        layout: Layout = item.layout if is_by_element else I
-        if layout == I and stored.shape and isinstance(item.layout, Shard):
+        if not is_by_element and stored.shape and is_split(item.word):
             raise unfit(
                 f"{stored_name!r} is no number per element of its parameter, of which this rank has a slice",
                 checkpoint,
@@ -219,5 +216,6 @@ def wanted_states(
                 f"it is {stored.shape}",
             )
         # optimizers keep their steps on the CPU, and move them themselves where they do not
-        found[stored_name] = Wanted(stored, layout, own[name].device if stored.shape else torch.device("cpu"))
+        word = item.word if is_by_element else WHOLE
+        found[stored_name] = Wanted(stored, word, own[name].device if stored.shape else torch.device("cpu"))
     return found

@@ -43,7 +43,6 @@ from torchshard.checkpoints.fitting import (
 )
 from torchshard.checkpoints.saving import checked_folder
 from torchshard.core.errors import InputError
-from torchshard.core.mesh import Coordinate
 from torchshard.distributed.ranks import Ranks
 from torchshard.runtime.module import ShardedModule
 from torchshard.weights.checkpoint_files import Checkpoint, read_checkpoint
@@ -87,7 +86,7 @@ def load(
         return _Checked.of(checkpoint, inner, optimizers, schedulers, ranks)
 
     checked = ranks.run_on_all(check, InputError, what)
-    values = ranks.run_on_all(lambda: checked.read(ranks.group.coordinate), InputError, what)
+    values = ranks.run_on_all(lambda: checked.read(ranks), InputError, what)
     undo = list[Callable[[], object]]()
     try:
         ranks.run_on_all(lambda: checked.set_all(inner, optimizers, schedulers, values, undo), InputError, what)
@@ -139,9 +138,7 @@ class _Checked:
         objects, rng_states = saved_objects(checkpoint, ranks)
         check_extra_state(checkpoint, model, objects["model"])
         own = fitting_model(checkpoint, model)
-        wanted = {
-            name: Wanted(checkpoint.tensors[name], item.layout, torch.device("cpu")) for name, item in own.items()
-        }
+        wanted = {name: Wanted(checkpoint.tensors[name], item.word, torch.device("cpu")) for name, item in own.items()}
         names = parameter_names(model)
         groups = [group_names(optimizer, names) for optimizer in optimizers]
         check_counts("optimizer", len(optimizers), len(objects["optimizers"]))
@@ -153,13 +150,13 @@ class _Checked:
             wanted |= wanted_states(checkpoint, number, optimizer, groups[number])
         return cls(own, wanted, objects, rng_states, groups)
 
-    def read(self, coordinate: Coordinate) -> dict[str, Tensor]:
+    def read(self, ranks: Ranks) -> dict[str, Tensor]:
         """This rank's parts of all tensors."""
         read, values = 0, dict[str, Tensor]()
-        total = sum(wanted.bytes_in(coordinate) for wanted in self.wanted.values())
-        shown = Progress("reading a checkpoint", coordinate.rank, total)
+        total = sum(wanted.bytes_in(ranks.place) for wanted in self.wanted.values())
+        shown = Progress("reading a checkpoint", ranks.number, total)
         for name, wanted in self.wanted.items():
-            values[name] = wanted.read(coordinate)
+            values[name] = wanted.read(ranks.place)
             read += values[name].numel() * values[name].itemsize
             shown.show(read)
         shown.end()

@@ -24,6 +24,8 @@ from torchshard.checkpoints.copies import Copies
 from torchshard.checkpoints.writing import Job, begin_job
 from torchshard.core.errors import DistributedError, InputError, ShardError
 from torchshard.core.layouts import type_text
+from torchshard.core.mesh import DATA, MODEL
+from torchshard.core.words import short_text
 from torchshard.distributed.ranks import Ranks
 from torchshard.plans.machine import read_size
 from torchshard.runtime.module import ShardedModule
@@ -164,14 +166,14 @@ def _verify(contents: Contents, objects: Mapping[str, bytes], folder: Path, rank
         buffers: which replicas need not have in common, as statistics of their own batches; the first one's are saved.
     """
     what, items = "the ranks save different checkpoints", contents.items
-    types = {name: f"{type_text(i.tensor.dtype, i.shape)} {i.layout}" for name, i in items.items()}
+    types = {name: f"{type_text(i.tensor.dtype, i.shape)} {short_text(i.word)}" for name, i in items.items()}
     facts = {"the folder": os.fspath(folder), **types, **contents.aliases}
     facts |= {f"what is no tensor of the {kind}": digest(data) for kind, data in objects.items() if kind != "extra"}
     common = {name: item for name, item in items.items() if name.removeprefix("model/") not in buffers}
     if ranks.count > 1:
         ranks.verify(facts, what)
-        ranks.verify_group(hashes(items, split=False, whole=True), what)
-        ranks.verify_replicas(hashes(common, split=True, whole=True) if ranks.replicas.size > 1 else {}, what)
+        ranks.verify_group(hashes(items, MODEL), what)
+        ranks.verify_replicas(hashes(common, DATA) if ranks.replicas.size > 1 else {}, what)
 
 
 def verify_states(model: nn.Module, ranks: Ranks) -> None:

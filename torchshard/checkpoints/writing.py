@@ -16,7 +16,7 @@ from torch import Tensor
 from torchshard.checkpoints.completion import Completion
 from torchshard.checkpoints.contents import Contents, Item, rng_states
 from torchshard.core.errors import InputError, ShardError
-from torchshard.core.layouts import Shard
+from torchshard.core.words import is_split
 from torchshard.distributed.objects import encode
 from torchshard.distributed.ranks import Ranks
 from torchshard.weights.checkpoint_files import MANIFEST, OBJECTS, file_metadata, layout_text, manifest, saved_id
@@ -70,11 +70,12 @@ def file_name(rank: int, ranks: int, replica: int) -> str:
 
 
 def _own_share(items: Mapping[str, Item], ranks: Ranks) -> Iterator[str]:
-    """The tensors that this rank writes: its slices, in turn with its replicas, and a share of what all hold whole."""
+    """The tensors that this rank writes: its slices, in turn with others that hold them, and some of the whole ones."""
     bytes_ = [0] * ranks.count
     for turn, (name, item) in enumerate(items.items()):
-        if isinstance(item.layout, Shard):
-            is_own = turn % ranks.replicas.size == ranks.replicas.rank
+        if is_split(item.word):
+            number, count = ranks.holders(item.word)
+            is_own = turn % count == number
         else:
             writer = bytes_.index(min(bytes_))
             bytes_[writer] += item.tensor.numel() * item.tensor.itemsize
@@ -138,7 +139,7 @@ class Job:
         data = self.file.path.parent
         with file_errors(self.folder):
             sizes = {name: (data / name).stat().st_size for name in (*names, OBJECTS)}
-            layouts = {name: layout_text(item.layout, item.shape) for name, item in self.contents.items.items()}
+            layouts = {name: layout_text(item.word, item.shape) for name, item in self.contents.items.items()}
             sync_folder(data)
             content = manifest(self.id, sizes, self.objects, layouts, self.contents.aliases)
             replace_file(self.folder / MANIFEST, content)

@@ -13,7 +13,7 @@ data axis (FSDP within tensor parallelism, for which PyTorch needs a `_StridedSh
 
 from __future__ import annotations
 
-import re
+import itertools
 from collections.abc import Sequence
 from typing import NamedTuple, TypeAlias
 
@@ -21,7 +21,20 @@ from torch import Tensor
 
 from torchshard.core import layouts
 from torchshard.core.layouts import I, Layout, Shard, is_whole, parse_layout
-from torchshard.core.mesh import Mesh, MeshAxis, Place
+from torchshard.core.mesh import MODEL, Mesh, MeshAxis, Place
+
+
+class Cut(NamedTuple):
+    """A letter as one rank of its axis has it."""
+
+    layout: Layout
+    rank: int
+    size: int
+    """The number of ranks along the axis."""
+
+
+Cuts: TypeAlias = tuple[Cut, ...]
+"""How one rank's slice of a tensor is cut out of the whole, one cut after the other."""
 
 
 class Letter(NamedTuple):
@@ -59,37 +72,72 @@ def dual(of: Word) -> Word:
 
 def text(of: Word) -> str:
     """Returns a word as text: 'model: S(0) . data: S(0)'; 'I' if the value is whole."""
-    return " . ".join(map(str, of)) or str(I)
+    return _AND.join(map(str, of)) or str(I)
+
+
+_AND = " . "
+
+
+def short_text(of: Word) -> str:
+    """Returns a word as text; of one letter over the model's axis, the layout alone."""
+    return str(of[0].layout) if [axis.name for axis, _ in of] == [MODEL] else text(of)
+
+
+def letter_names(given: str) -> list[str]:
+    """Returns the names of the axes of a word's letters, as `text` or `short_text` give it."""
+    return [name if ": " in letter else MODEL for letter in given.split(_AND) for name in (letter.partition(": ")[0],)]
 
 
 def parse(given: str, mesh: Mesh) -> Word:
-    """Returns the word that `text` gives for a mesh with these axes.
+    """Returns the word that `text` or `short_text` give for a mesh with these axes.
 
     Raises:
         ValueError: the text is no word, or names an axis that the mesh does not have.
     """
+    return word(*letters(given, mesh))
+
+
+def letters(given: str, mesh: Mesh) -> list[Letter]:
+    """Returns the letters of such a text as they are spelled, with those that `word` leaves out."""
     if given == str(I):
-        return WHOLE
-    letters = []
-    for part in given.split(" . "):
-        found = re.fullmatch(r"(\w+): (.+)", part)
-        if found is None:
-            raise ValueError(f"invalid letter {part!r}: expected an axis and a layout, such as 'data: S(0)'")
-        letters.append((mesh.axis(found[1]), parse_layout(found[2])))
-    return word(*letters)
+        return []
+    named = zip(letter_names(given), given.split(_AND), strict=True)
+    return [Letter(mesh.axis(name), parse_layout(letter.removeprefix(f"{name}: "))) for name, letter in named]
+
+
+def over(of: Word, axis: str) -> Layout:
+    """Returns a word's letter over an axis."""
+    return next((layout for letter, layout in of if letter.name == axis), I)
+
+
+def is_split(of: Word) -> bool:
+    """Returns whether ranks hold slices of a tensor, and not the whole."""
+    return any(isinstance(layout, Shard) for _, layout in of)
+
+
+def cuts(of: Word, place: Place) -> Cuts:
+    """Returns how the rank at a place holds a tensor."""
+    return tuple(Cut(layout, place[axis.name], axis.size) for axis, layout in of)
+
+
+def all_cuts(of: Word) -> list[Cuts]:
+    """Returns how the ranks that hold different slices of a tensor hold them, in the order of their numbers."""
+    split = [letter for letter in of if isinstance(letter.layout, Shard)]
+    along = [[Cut(layout, rank, axis.size) for rank in range(axis.size)] for axis, layout in split]
+    return list(itertools.product(*along))
 
 
 def split(tensor: Tensor, of: Word, place: Place) -> Tensor:
     """Returns what the rank at a place holds of a whole tensor."""
-    for axis, layout in of:
-        tensor = layouts.split(tensor, layout, place[axis.name], axis.size)
+    for cut in cuts(of, place):
+        tensor = layouts.split(tensor, *cut)
     return tensor
 
 
-def local_shape(shape: Sequence[int], of: Word, place: Place) -> tuple[int, ...]:
-    """Returns the shape of what the rank at a place holds of a tensor of global `shape`."""
-    for axis, layout in of:
-        shape = layouts.local_shape(shape, layout, place[axis.name], axis.size)
+def local_shape(shape: Sequence[int], of: Cuts) -> tuple[int, ...]:
+    """Returns the shape of what a rank holds of a tensor of global `shape`."""
+    for cut in of:
+        shape = layouts.local_shape(shape, *cut)
     return tuple(shape)
 
 

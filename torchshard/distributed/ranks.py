@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import math
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
 import torch.distributed as dist
+from torch import Tensor
 
 from torchshard.core.errors import DistributedError, ShardError
-from torchshard.core.mesh import DATA, MODEL
+from torchshard.core.layouts import I, Layout, Shard
+from torchshard.core.mesh import DATA, MODEL, MeshAxis, Place
+from torchshard.core.words import Cuts, Word, cuts, local_shape, word
 from torchshard.distributed.consistency import Facts, gather_bytes, run_on_all_ranks, verify_equal
 from torchshard.distributed.group import ALONE, Group, is_initialized, lookup
+from torchshard.distributed.kernels import ReduceKind, gathered, reduced
 from torchshard.distributed.process_groups import init_process_group
 
 T = TypeVar("T")
@@ -19,12 +24,12 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class Ranks:
-    """A rank among all that work on one model: those that hold slices of it, and the replicas of those slices."""
+    """A rank among all that work on one model: those that divide its weights, and those that divide the batch."""
 
     group: Group
-    """The ranks that hold the slices."""
+    """The ranks of the model's axis, which divide the weights."""
     replicas: Group = ALONE
-    """The ranks that hold the same slices as this one."""
+    """The ranks of the data axis: they hold the same slices as this one, or divide those once more."""
 
     @classmethod
     def own(cls) -> Ranks:
@@ -43,6 +48,51 @@ class Ranks:
         """How many they are."""
         return self.replicas.size * self.group.size
 
+    @property
+    def groups(self) -> dict[str, Group]:
+        """The group along each mesh axis."""
+        return {DATA: self.replicas, MODEL: self.group}
+
+    @property
+    def place(self) -> Place:
+        """Where this rank is on the mesh."""
+        return {axis: group.rank for axis, group in self.groups.items()}
+
+    def word(self, of_model: Layout, of_batch: Layout = I) -> Word:
+        """The word of what has these layouts over the model's axis and the data axis."""
+        return word((MeshAxis(self.group.size), of_model), (MeshAxis(self.replicas.size, DATA), of_batch))
+
+    def cuts(self, of: Word) -> Cuts:
+        """How this rank holds a tensor."""
+        return cuts(of, self.place)
+
+    def gathered(self, x: Tensor, of: Word, shape: Sequence[int]) -> Tensor:
+        """The whole tensor of global `shape`, from all ranks' slices: a collective call."""
+        held = self.cuts(of)
+        for i, (axis, layout) in reversed([*enumerate(of)]):
+            if isinstance(layout, Shard):
+                x = gathered(x, layout, local_shape(shape, held[:i]), self.groups[axis.name])
+        return x
+
+    def reduced(self, x: Tensor, op: ReduceKind, *, eager: bool = False) -> Tensor:
+        """All-reduces a copy over all of them: a collective call."""
+        for group in self.groups.values():
+            x = reduced(x, op, group, eager=eager) if group.size > 1 else x
+        return x
+
+    def groups_of(self, of: Word) -> list[Group]:
+        """The groups over which a tensor is split."""
+        return [self.groups[axis.name] for axis, layout in of if isinstance(layout, Shard)]
+
+    def holders(self, of: Word) -> tuple[int, int]:
+        """(this rank's number among those that hold the same slice, how many they are)."""
+        split = self.groups_of(of)
+        alike = [group for group in self.groups.values() if group not in split]
+        number = 0
+        for group in alike:
+            number = number * group.size + group.rank
+        return number, math.prod(group.size for group in alike)
+
     def run_on_all(self, make: Callable[[], T], error: Callable[..., ShardError], what: str) -> T:
         """As `run_on_all_ranks`, for all of them."""
         return self.on_replicas(lambda: run_on_all_ranks(self.group, make, error, what), error, what)
@@ -53,11 +103,11 @@ class Ranks:
         verify_equal(self.replicas, facts, DistributedError, what)
 
     def verify_group(self, facts: Facts, what: str) -> None:
-        """Raises DistributedError on all of them if the facts differ between the ranks of one model."""
+        """Raises DistributedError on all of them if the facts of ranks along the model's axis differ."""
         self.on_replicas(lambda: verify_equal(self.group, facts, DistributedError, what), DistributedError, what)
 
     def verify_replicas(self, facts: Facts, what: str) -> None:
-        """Raises DistributedError on all of them if the facts of ranks that hold the same slices differ."""
+        """Raises DistributedError on all of them if the facts of ranks along the data axis differ."""
         self.run_on_all(lambda: verify_equal(self.replicas, facts, DistributedError, what), DistributedError, what)
 
     def leaders(self, data: bytes) -> bytes:

@@ -17,6 +17,7 @@ from torchshard.core.layouts import I, Layout, Shard
 from torchshard.core.layouts import split as slice_of
 from torchshard.distributed.group import own_group
 from torchshard.distributed.primitives import broadcast
+from torchshard.distributed.ranks import Ranks
 from torchshard.nn import functional
 from torchshard.weights.parameter import ShardedParameter
 
@@ -44,7 +45,8 @@ class Sliced(nn.Module):
         Args:
             share: takes rank 0's parameters on all ranks, for each rank has drawn its own.
         """
-        group, self.split = own_group(), split
+        ranks, self.split = Ranks(own_group()), split
+        group = ranks.group
         for name, parameter in whole.named_parameters():
             tensor, layout = parameter.detach(), cast(Layout, I)
             if share and group.size > 1 and not tensor.is_meta:
@@ -54,7 +56,7 @@ class Sliced(nn.Module):
                 tensor, layout = slice_of(tensor, Shard(dim), group.rank, group.size), Shard(dim, ((size, 1),))
             own = tensor.clone(memory_format=torch.contiguous_format)  # a view would keep the whole in memory
             own.requires_grad_(parameter.requires_grad)
-            self.register_parameter(name, ShardedParameter.of(own, layout, group, name, parameter.shape))
+            self.register_parameter(name, ShardedParameter.of(own, ranks.word(layout), ranks, name, parameter.shape))
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
         """Keeps parameters sharded: for another type of device, PyTorch replaces them by plain ones."""

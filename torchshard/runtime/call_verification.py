@@ -111,6 +111,25 @@ def begin_verifying_call(
     return verify
 
 
+def check_alike(group: Group, failure: ShardError | None) -> None:
+    """The ranks of a group hear whether one of them has found, with ranks of another group, that a call differs.
+
+    Raises:
+        ShardError: on all of them, if one has.
+    """
+    what = "the ranks can't make this call together"
+    all_alike = verify_equal(group, {}, DistributedError, what, unlike=int(failure is not None))
+    if failure is not None:
+        raise failure
+    if not all_alike:
+        raise DistributedError(
+            what,
+            where="the call",
+            why="another rank that this one works with has found a difference along the other axis of the mesh",
+            attempt="the error of that rank, which says what differs",
+        )
+
+
 class _Summary(NamedTuple):
     """A call as a short text for the digest, and as facts for errors; both must be equal on all ranks."""
 

@@ -16,7 +16,9 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import is_fake
 
 from torchshard.core.hashing import as_bytes, hash_tensor
-from torchshard.core.layouts import Layout, Shard, split
+from torchshard.core.layouts import Shard
+from torchshard.core.mesh import Place
+from torchshard.core.words import Word, over, split
 from torchshard.ir.listing import value_text
 from torchshard.weights.lazy import LazyTensor
 
@@ -95,9 +97,13 @@ def _place_weights(size: int, dtype: torch.dtype) -> Tensor:
     return ((places * 0.6180339887498949) % 1 + 0.5).to(dtype)
 
 
-def are_distinct(whole: Tensor, layout: Layout, world: int) -> bool:
-    """Whether the first two ranks' slices of a tensor differ, so that equal ones later on were overwritten."""
-    if not isinstance(layout, Shard) or world < 2 or not has_values(whole) or whole.layout != torch.strided:
+def are_distinct(whole: Tensor, of: Word, place: Place, axis: str) -> bool:
+    """Whether slices of the first two ranks along an axis differ, so that equal ones later on were overwritten.
+
+    Args:
+        place: of a rank; the two are at the same place as it on the other axes.
+    """
+    if not isinstance(over(of, axis), Shard) or not has_values(whole) or whole.layout != torch.strided:
         return False
-    first, second = (split(whole.detach(), layout, rank, world) for rank in range(2))
+    first, second = (split(whole.detach(), of, {**place, axis: rank}) for rank in range(2))
     return first.shape == second.shape and not torch.equal(first, second)

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import os
+from functools import partial
 
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from torchshard.compiler.meshes import DataLike, MeshLike, RankAxes, mesh_sizes, read_mesh
-from torchshard.core.errors import DistributedError, PlanError
+from torchshard.core.errors import DistributedError
 from torchshard.core.mesh import DATA, MODEL
 from torchshard.distributed.group import is_initialized, lookup
 from torchshard.distributed.process_groups import init_process_group
@@ -30,13 +31,6 @@ def join_ranks(mesh: MeshLike | None, data: DataLike | None) -> tuple[Ranks, Ran
         group = lookup(MODEL)
         return Ranks(group), read_mesh(group.size, None, data)
     axes = read_mesh(_world_size(), mesh, data)
-    if axes.division is not None and axes.division.data == "shard":
-        raise PlanError(
-            "slices of weights over two axes at once can be checked, and not be held yet",
-            where=f"data='shard' over {axes.division.name!r}, beside {axes.name!r}",
-            why="a rank's parameters are slices over one axis",
-            attempt=f'data="replicate"; or {{"{axes.division.name}": {_world_size()}}} with data="shard"',
-        )
     if not is_initialized():
         _make_groups(mesh, axes)
     group, replicas = lookup(MODEL), lookup(DATA)
@@ -48,7 +42,12 @@ def join_ranks(mesh: MeshLike | None, data: DataLike | None) -> tuple[Ranks, Ran
             why=f"init_process_group has made the groups; the mesh is {mesh_sizes(mesh)}",
             attempt=f"init_process_group(group_size={axes.axis.size}), or none: shard makes the groups",
         )
-    return Ranks(group, replicas) if axes.division else Ranks(group), axes
+    ranks = Ranks(group, replicas) if axes.division else Ranks(group)
+    if isinstance(mesh, DeviceMesh):
+        ranks.run_on_all(
+            partial(_check_groups, mesh, axes, ranks), DistributedError, "the mesh is not one of the groups"
+        )
+    return ranks, axes
 
 
 def _make_groups(mesh: MeshLike, axes: RankAxes) -> None:
@@ -56,13 +55,26 @@ def _make_groups(mesh: MeshLike, axes: RankAxes) -> None:
         init_process_group(axes.axis.size)
         return
     init_process_group(mesh=mesh[axes.name])
-    if axes.division is not None and mesh.get_local_rank(axes.division.name) != lookup(DATA).rank:
-        raise DistributedError(
-            f"the mesh counts the ranks of {axes.division.name!r} in another order than the processes have",
-            where="mesh=",
-            why="the parts of the batch are in ascending order of the processes",
-            attempt="a mesh whose ranks ascend along each axis, as init_device_mesh makes it",
-        )
+
+
+def _check_groups(mesh: DeviceMesh, axes: RankAxes, ranks: Ranks) -> None:
+    """Checks that the groups along the axes of a mesh are those of these ranks.
+
+    Raises:
+        DistributedError: they are not.
+    """
+    own = {axes.name: ranks.group} | ({axes.division.name: ranks.replicas} if axes.division is not None else {})
+    for name, group in own.items():
+        if group.process_group is None:  # of one rank
+            continue
+        of_mesh, of_group = map(dist.get_process_group_ranks, (mesh.get_group(name), group.process_group))
+        if set(of_mesh) != set(of_group):
+            raise DistributedError(
+                f"the mesh has other ranks along {name!r} than the groups",
+                where="mesh=",
+                why="the groups were made before, by init_process_group or for another mesh",
+                attempt="one mesh for all models; or init_process_group(mesh=mesh[...]), before anything else is made",
+            )
 
 
 def _world_size() -> int:

@@ -45,6 +45,7 @@ from torchshard.compiler.program import program
 from torchshard.core.autocast import autocasting
 from torchshard.core.errors import CaptureError, DistributedError, InputError, PlanError, ShardError
 from torchshard.core.layouts import Layout, Shard
+from torchshard.core.mesh import DATA, MODEL
 from torchshard.distributed.consistency import running, verify_equal
 from torchshard.distributed.group import CheckLevel, Group
 from torchshard.distributed.ranks import Ranks
@@ -58,6 +59,7 @@ from torchshard.runtime.call_verification import (
     Purpose,
     begin_verifying_call,
     call_error,
+    check_alike,
     verify_same_program,
     verify_same_weights,
 )
@@ -96,7 +98,9 @@ class ShardedModule(State):
         wrapper = sys._getframe(1).f_locals.get("self")
         if wrapper is None or type(wrapper).__name__ != "DistributedDataParallel":
             return []
-        check_other_group(getattr(wrapper, "process_group", None), self._ts_group, type(wrapper).__name__)
+        is_split = any(isinstance(layout, Shard) for layout in self._ts_of_batch.values())
+        groups = [*self._ts_ranks.groups.values()] if is_split else [self._ts_group]
+        check_other_group(getattr(wrapper, "process_group", None), groups, type(wrapper).__name__)
         return []
 
     def __getattr__(self, name: str) -> Any:
@@ -124,22 +128,23 @@ class ShardedModule(State):
         """Splits a model.
 
         Args:
-            division: how the replicas divide the batch, if they do.
+            division: how the ranks of the data axis divide the batch, if there is one.
         """
         group = ranks.group
 
-        def read() -> tuple[Constraints, dict[str, Layout], Weights | None]:
+        def read() -> tuple[Constraints, ModelFacts, Weights | None]:
             check_weights(model)
             facts = ModelFacts.of(model)
             constraints = read_constraints(facts, plan, group.coordinate.axis, aim, division)
-            layouts = constraints.first_layouts(facts)
-            check_layouts(facts, layouts)
+            check_layouts(facts, constraints.first_layouts(facts))
             if weights is None or isinstance(weights, Weights):
-                return constraints, layouts, weights
-            return constraints, layouts, read_folder(model_without_storage(model), shared_names(model), weights)
+                return constraints, facts, weights
+            return constraints, facts, read_folder(model_without_storage(model), shared_names(model), weights)
 
         what = "the ranks can't shard this model together"
-        constraints, layouts, loaded = ranks.run_on_all(read, PlanError, what)
+        constraints, of_model, loaded = ranks.run_on_all(read, PlanError, what)
+        layouts = constraints.first_layouts(of_model)
+        of_batch = constraints.of_batch.first_layouts(of_model) if division else {}
         verify_same_weights(model, ranks, () if loaded is None else loaded.tensors)
         if loaded is not None:
             facts = describe_contents(loaded.tensors) | loaded.samples
@@ -147,7 +152,7 @@ class ShardedModule(State):
         if any(p.grad is not None for p in model.parameters()):
             what = "gradients that the parameters hold already stay with the unsharded model"
             warnings.warn(f"{what}: call backward() after ts.shard", stacklevel=4)
-        super().__init__(model, layouts, ranks, cut=cut, weights=loaded)
+        super().__init__(model, layouts, ranks, of_batch=of_batch, cut=cut, weights=loaded)
         self._ts_constraints = constraints
         self._ts_compiler = compiler
         self._ts_watch = Watch(self.source)
@@ -201,7 +206,7 @@ class ShardedModule(State):
         compare = partial(verify_equal, ranks.group, facts, call_error, what, near=gradients)
         ranks.on_replicas(compare, DistributedError, what)
         if self._ts_across is not None:
-            facts, gradients = self._ts_across.all_facts(self._tensors_by_first_name(), {})
+            facts, gradients = self._ts_across.all_facts(self._tensors_by_first_name(), self._ts_of_batch)
             compare = partial(verify_equal, ranks.replicas, facts, call_error, what, near=gradients)
             ranks.run_on_all(compare, DistributedError, what)
 
@@ -321,7 +326,7 @@ class ShardedModule(State):
         compare = _nothing
         if self._verifies_calls():
             with self._resetting_history():
-                compare = begin_verifying_call(self._ts_group, call, purpose, self._history_snapshot(call))
+                compare = self._begin_comparing(call, purpose)
 
         def verify() -> None:
             with self._resetting_history():
@@ -334,8 +339,20 @@ class ShardedModule(State):
 
         return call, verify
 
+    def _begin_comparing(self, call: PreparedCall | ShardError, purpose: Purpose) -> Callable[[], None]:
+        """The ranks of the model's axis begin to compare a call; the function that is returned waits for them."""
+        try:
+            return begin_verifying_call(self._ts_group, call, purpose, self._history_snapshot(call))
+        except ShardError as error:
+            if self._ts_across is None:
+                raise
+            return partial(_raise, error)  # when the ranks of the data axis, which do not know of it, can be told
+
     def _finish_comparing(self, compare: Callable[[], None], call: PreparedCall | ShardError, purpose: Purpose) -> None:
-        """Waits until the ranks of a model have compared a call; then the replicas compare it, or hear of the error."""
+        """Waits until the ranks of the model's axis have compared a call; then those of the data axis do.
+
+        What they find along one axis, all ranks of the other have to know.
+        """
         if self._ts_across is None or not self._verifies_calls():
             return compare()
         failure: ShardError | None = None
@@ -347,9 +364,11 @@ class ShardedModule(State):
         if isinstance(made, PreparedCall):
             made = replace(made, compared=made.inputs)
         snapshot = self._snapshot_of(self._ts_across, made)
-        begin_verifying_call(self._ts_ranks.replicas, made, purpose, snapshot)()
-        if failure is not None:
-            raise failure
+        try:
+            begin_verifying_call(self._ts_ranks.replicas, made, purpose, snapshot)()
+        except ShardError as error:
+            failure = failure or error
+        check_alike(self._ts_group, failure)
 
     @contextlib.contextmanager
     def _resetting_history(self) -> Iterator[None]:
@@ -397,9 +416,9 @@ class ShardedModule(State):
     def _history_snapshot(self, call: PreparedCall | ShardError) -> HistorySnapshot:
         # Until the first graph fixes the layouts they follow from each rank's plan, and plans may still differ.
         if self._ts_fixed and not self._ts_watched:
-            self._ts_history.watch(self._tensors_by_first_name(), self._ts_layouts, self._ts_distinct)
+            self._ts_history.watch(self._tensors_by_first_name(), self._ts_layouts, self._ts_distinct[MODEL])
             if self._ts_across is not None:
-                self._ts_across.watch(self._tensors_by_first_name(), {}, {})
+                self._ts_across.watch(self._tensors_by_first_name(), self._ts_of_batch, self._ts_distinct[DATA])
             self._ts_watched = True
         return self._snapshot_of(self._ts_history, call)
 
@@ -546,6 +565,10 @@ class ShardedModule(State):
 
 def _nothing() -> None:
     """Waits for nothing."""
+
+
+def _raise(error: ShardError) -> NoReturn:
+    raise error
 
 
 def _warn_of_global_hooks() -> None:

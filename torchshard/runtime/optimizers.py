@@ -19,8 +19,6 @@ from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook, 
 from torch.utils.weak import WeakIdKeyDictionary
 
 from torchshard.core.errors import InputError
-from torchshard.core.layouts import Shard
-from torchshard.distributed.kernels import gathered
 from torchshard.weights.parameter import ShardedParameter, support_foreach
 from torchshard.weights.slice_values import check_other_group, watch_slices
 from torchshard.weights.state_slices import StateSlice, place_of, place_text, wants_whole
@@ -180,7 +178,8 @@ def check_class_of_slices(optimizer: Optimizer) -> None:
 def _before_first_step(optimizer: Optimizer, slices: Sequence[ShardedParameter]) -> None:
     """Checks an optimizer of slices, and has the state dicts that it loads and saves checked and marked from now on."""
     if type(optimizer).__name__ == "ZeroRedundancyOptimizer":
-        check_other_group(getattr(optimizer, "process_group", None), slices[0].group, "ZeroRedundancyOptimizer")
+        groups = {group.name: group for p in slices for group in (p.ranks.group, *p.ranks.groups_of(p.sharding))}
+        check_other_group(getattr(optimizer, "process_group", None), groups.values(), "ZeroRedundancyOptimizer")
     check_class_of_slices(optimizer)
     _check_states(optimizer)
     mark_state_dicts(optimizer)
@@ -275,9 +274,9 @@ def _whole_copy(value: object, parameter: ShardedParameter) -> object:
     """A copy of a state, gathered from all ranks if it is a slice's: a collective call."""
     if not isinstance(value, Tensor):
         return value
-    if not (parameter.is_split and is_slice_state(value, parameter) and isinstance(parameter.sharding, Shard)):
+    if not (parameter.is_split and is_slice_state(value, parameter)):
         return value.clone()
-    return gathered(value, parameter.sharding, parameter.whole, parameter.group)
+    return parameter.ranks.gathered(value, parameter.sharding, parameter.whole)
 
 
 def is_slice_state(value: object, parameter: Tensor) -> TypeGuard[Tensor]:

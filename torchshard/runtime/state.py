@@ -1,4 +1,4 @@
-"""The parameters and buffers of a sharded model: this rank's slices under the unsharded names, and their layouts.
+"""The parameters and buffers of a sharded model: this rank's slices under the unsharded names, and their words.
 
 `State` keeps them consistent with what users do to a module's tensors (move, cast, replace, load, copy), and holds the
 unsharded model without memory, from which graphs are captured.
@@ -7,12 +7,12 @@ unsharded model without memory, from which graphs are captured.
 from __future__ import annotations
 
 import copy
-import functools
 import json
 import logging
 import operator
 import weakref
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any, NoReturn, Self, cast
 
 import torch
@@ -21,11 +21,10 @@ from torch import Tensor, nn
 from torchshard.capture import model_without_storage, shared_names, without_storage
 from torchshard.core.errors import DistributedError, InputError
 from torchshard.core.hashing import hash_tensor
-from torchshard.core.layouts import I, Layout, Shard, split
-from torchshard.core.words import word
+from torchshard.core.layouts import I, Layout, Shard
+from torchshard.core.words import Word, is_split, over, split
 from torchshard.distributed.consistency import gather_bytes
 from torchshard.distributed.group import Group
-from torchshard.distributed.kernels import gathered
 from torchshard.distributed.ranks import Ranks
 from torchshard.runtime.compiled import GraphCache
 from torchshard.runtime.digests import SAMPLED, are_distinct, describe_contents, values_digest
@@ -33,7 +32,7 @@ from torchshard.runtime.submodule import ShardedSubmodule
 from torchshard.weights.folder import Weights
 from torchshard.weights.materialize import ReadSlices, for_each_whole, local_tensor, read_slices
 from torchshard.weights.parameter import ShardedParameter
-from torchshard.weights.state_slices import SlicePlace, StateSlice, place_of, place_text, wants_whole
+from torchshard.weights.state_slices import SlicePlace, StateSlice, place_of, place_text, slice_place, wants_whole
 
 _LOG = logging.getLogger(__name__)
 
@@ -47,22 +46,26 @@ class State(ShardedSubmodule):
         layouts: Mapping[str, Layout],
         ranks: Ranks,
         *,
+        of_batch: Mapping[str, Layout] | None = None,
         cut: bool = True,
         weights: Weights | None = None,
     ) -> None:
         """Takes this rank's slices of a model.
 
         Args:
+            layouts: of parameters and buffers, over the model's axis.
+            of_batch: over the data axis.
             weights: what the parameters and buffers get in place of the model's values.
             cut: False to leave all tensors without memory until `_fix_layouts` knows what the slices are.
         """
         super().__init__(model_without_storage(model))
         self._ts_ranks, self._ts_group = ranks, ranks.group
         self._ts_layouts: dict[str, Layout] = dict(layouts)
+        self._ts_of_batch: dict[str, Layout] = dict(of_batch or {})
         self._ts_fixed = False  # whether a graph has fixed the layouts
         self._ts_names = shared_names(self.source)
         self._ts_parameters: dict[str, ShardedParameter] = {}
-        self._ts_distinct: dict[str, bool] = {}
+        self._ts_distinct: dict[str, dict[str, bool]] = {axis: {} for axis in ranks.groups}
         self._ts_uninitialized: dict[str, tuple[int, int]] = {}  # name -> (version, sample) as `to_empty` left them
         self._ts_graphs = GraphCache()
         self._ts_left_places = set[tuple[str, ...]]()
@@ -97,19 +100,18 @@ class State(ShardedSubmodule):
                 if name not in persistent:
                     module._non_persistent_buffers_set.add(leaf)
 
-    def _note_distinct(self, whole: Mapping[str, Tensor]) -> None:
-        """Notes of which parameters the ranks' slices differ, so that equal slices later on are an error."""
-        world = self._ts_group.size
-        for name, tensor in whole.items():
-            self._ts_distinct[name] = are_distinct(tensor, self._ts_layouts.get(name, I), world)
+    def _note_distinct(self, name: str, whole: Tensor, of: Word) -> None:
+        """Notes whether the ranks' slices of a parameter differ, so that equal slices later on are an error."""
+        for axis, distinct in self._ts_distinct.items():
+            distinct[name] = are_distinct(whole, of, self._ts_ranks.place, axis)
         self._ts_watched = False
 
     def _parameter(self, name: str, tensor: Tensor) -> ShardedParameter:
         """The parameter with this first name and this memory; tied names get the same object."""
         parameter = self._ts_parameters.get(name)
         if parameter is None or parameter.untyped_storage()._cdata != tensor.untyped_storage()._cdata:
-            layout, whole = self._ts_layouts.get(name, I), self._source_tensor(name).shape
-            parameter = ShardedParameter.of(tensor, layout, self._ts_group, name, whole, self)
+            whole = self._source_tensor(name).shape
+            parameter = ShardedParameter.of(tensor, self._word(name), self._ts_ranks, name, whole, self)
             parameter.grad = tensor.grad
             self._ts_parameters[name] = parameter
         return parameter
@@ -120,7 +122,7 @@ class State(ShardedSubmodule):
             entries, leaf = _slot(*self._owner(name))
             parameter = entries[leaf]
             if isinstance(parameter, ShardedParameter):
-                parameter.sharding, parameter.owner = self._ts_layouts.get(names[0], I), weakref.ref(self)
+                parameter.sharding, parameter.owner = self._word(names[0]), weakref.ref(self)
             elif isinstance(parameter, nn.Parameter):
                 entries[leaf] = self._parameter(names[0], parameter)
 
@@ -260,8 +262,12 @@ class State(ShardedSubmodule):
 
     @property
     def layouts(self) -> dict[str, Layout]:
-        """The layout of each parameter and buffer, by its first name."""
+        """The layout of each parameter and buffer over the group, by its first name."""
         return dict(self._ts_layouts)
+
+    def _word(self, name: str) -> Word:
+        """How the ranks hold the parameter or buffer with this first name."""
+        return self._ts_ranks.word(self._ts_layouts.get(name, I), self._ts_of_batch.get(name, I))
 
     @torch.inference_mode(False)  # a tensor that is made in inference mode could never be trained
     def _fix_layouts(self, layouts: Mapping[str, Layout]) -> None:
@@ -270,22 +276,24 @@ class State(ShardedSubmodule):
             self._cut_all(layouts)
         else:
             for name, layout in layouts.items():
-                before = self._ts_layouts.get(name, I)
-                if before != layout:
-                    self._cut(name, self._whole(self._ts_tensors[name].detach(), before, name), layout)
+                if self._ts_layouts.get(name, I) != layout:
+                    whole = self._whole(self._ts_tensors[name].detach(), name)
+                    self._ts_layouts[name] = layout
+                    self._cut(name, whole)
         self._ts_layouts.update(layouts)
         self._own_parameters()
         self._ts_fixed, self._ts_watched = True, False
 
     def _cut_all(self, layouts: Mapping[str, Layout]) -> None:
         """Gives all tensors memory: this rank's slices of the unsharded model's."""
+        self._ts_layouts.update(layouts)
         uncut, self._ts_uncut = self._ts_uncut, {}
         if self._ts_weights is not None:
-            self._read_weights(self._ts_weights, layouts)
+            self._read_weights(self._ts_weights)
             uncut = {name: tensor for name, tensor in uncut.items() if name not in self._ts_weights.read.names}
-        for_each_whole(uncut, lambda name, whole: self._cut(name, whole, layouts.get(name, I)))
+        for_each_whole(uncut, self._cut)
 
-    def _read_weights(self, weights: Weights, layouts: Mapping[str, Layout]) -> None:
+    def _read_weights(self, weights: Weights) -> None:
         """Reads this rank's slices of what files hold.
 
         Raises:
@@ -297,36 +305,32 @@ class State(ShardedSubmodule):
             self._ts_tensors[name].data = local.to(self._ts_tensors[name].device)
 
         def read() -> ReadSlices:
-            return read_slices(weights.tensors, layouts, self._ts_group.coordinate, put)
+            held = {name: self._word(name) for name in weights.tensors}
+            return read_slices(weights.tensors, held, self._ts_ranks.place, put)
 
         weights.read = self._ts_ranks.run_on_all(read, InputError, "a rank can't read its weights")
         _LOG.info("%s", weights)
         kept = {name: self._ts_tensors[name] for name in sorted(weights.read.names)}
-        self._compare_read(kept, layouts)
+        self._compare_read(kept)
 
-    def _compare_read(self, tensors: Mapping[str, Tensor], layouts: Mapping[str, Layout]) -> None:
+    def _compare_read(self, tensors: Mapping[str, Tensor]) -> None:
         """After each rank has read its slices of files: notes which differ between the ranks.
 
         Raises:
-            DistributedError: what all ranks hold whole differs, for they have read different files.
+            DistributedError: what several ranks hold differs, for they have read different files.
         """
+        of, what = {name: self._word(name) for name in tensors}, "the ranks read different weights"
         hashes = [
-            values_digest(t, SAMPLED) if isinstance(layouts.get(name, I), Shard) else hash_tensor(t.detach())
-            for name, t in tensors.items()
+            values_digest(t, SAMPLED) if is_split(of[name]) else hash_tensor(t.detach()) for name, t in tensors.items()
         ]
-        self._ts_ranks.verify_replicas({"the values": str(hashes)}, "the ranks read different weights")
-        gathered = gather_bytes(self._ts_group, "shard", lambda: json.dumps(hashes).encode())
-        everyone = [json.loads(data) for data in gathered]
-        for i, name in enumerate(tensors):
-            here = [of_rank[i] for of_rank in everyone]
-            self._ts_distinct[name] = isinstance(layouts.get(name, I), Shard) and len(set(here[:2])) == 2
-            if not isinstance(layouts.get(name, I), Shard) and len(set(here)) > 1:
-                raise DistributedError(
-                    "the ranks read different weights",
-                    where=name,
-                    why=f"its values are {len(set(here))} different ones on {len(here)} ranks",
-                    attempt="the same files on every rank",
-                )
+        for axis, group in self._ts_ranks.groups.items():
+            gathered = gather_bytes(group, "shard", lambda: json.dumps(hashes).encode())
+            everyone = [json.loads(data) for data in gathered]
+            found = {name: [of_rank[i] for of_rank in everyone] for i, name in enumerate(tensors)}
+            split = {name for name in tensors if isinstance(over(of[name], axis), Shard)}
+            self._ts_distinct[axis] |= {name: name in split and len(set(here[:2])) == 2 for name, here in found.items()}
+            whole = {name: here for name, here in found.items() if name not in split}
+            self._ts_ranks.run_on_all(partial(_check_read, whole), DistributedError, what)
         self._ts_watched = False
 
     def note_loaded(self) -> None:
@@ -336,26 +340,25 @@ class State(ShardedSubmodule):
             DistributedError: what all ranks hold whole differs.
         """
         self._follow()
-        self._compare_read(dict(sorted(self._tensors_by_first_name().items())), self._ts_layouts)
+        self._compare_read(dict(sorted(self._tensors_by_first_name().items())))
 
     def _tensors_by_first_name(self) -> dict[str, Tensor]:
         """Parameters and buffers; tied ones once."""
         return {name: t for name, t in self._ts_tensors.items() if self._ts_names[name][0] == name}
 
-    def _cut(self, name: str, whole: Tensor, layout: Layout) -> None:
+    def _cut(self, name: str, whole: Tensor) -> None:
         # Through `.data`: optimizers may hold the parameter already, and go on with the same object.
-        axis = self._ts_group.coordinate.axis
-        local = local_tensor(whole, word((axis, layout)), {axis.name: self._ts_group.rank}).detach()
+        of = self._word(name)
+        local = local_tensor(whole, of, self._ts_ranks.place).detach()
         self._ts_tensors[name].data = local if local.is_meta else local.to(self._ts_tensors[name].device)
-        self._ts_distinct[name] = are_distinct(whole, layout, self._ts_group.size)
+        self._note_distinct(name, whole, of)
 
-    def _whole(self, tensor: Tensor, layout: Layout, name: str) -> Tensor:
+    def _whole(self, tensor: Tensor, name: str) -> Tensor:
         """The whole of a slice, gathered from all ranks; a whole tensor as it is."""
-        if not isinstance(layout, Shard):
-            return tensor
-        if tensor.is_meta:
+        of = self._word(name)
+        if tensor.is_meta and is_split(of):
             return torch.empty_like(self._source_tensor(name), device="meta")
-        return gathered(tensor, layout, self._source_tensor(name).shape, self._ts_group)
+        return self._ts_ranks.gathered(tensor, of, self._source_tensor(name).shape)
 
     # --- state dicts -------------------------------------------------------------------------------------------------
 
@@ -370,16 +373,15 @@ class State(ShardedSubmodule):
             return state
         prefix, is_whole = kwargs.get("prefix", ""), wants_whole()
         for name, names in self._ts_names.items():
-            local, layout = state.get(prefix + name), self._ts_layouts.get(names[0], I)
+            local = state.get(prefix + name)
             if is_whole and isinstance(local, Tensor):
-                state[prefix + name] = self._whole_copy(local, layout, names[0])
-            elif isinstance(layout, Shard) and isinstance(local, Tensor):
+                state[prefix + name] = self._whole_copy(local, names[0])
+            elif isinstance(local, Tensor) and is_split(self._word(names[0])):
                 state[prefix + name] = StateSlice.of(local, self._place(names[0]))
         return state
 
     def _place(self, name: str) -> SlicePlace:
-        whole = tuple(self._source_tensor(name).shape)
-        return name, str(self._ts_layouts.get(name, I)), self._ts_group.rank, self._ts_group.size, whole
+        return slice_place(name, self._word(name), self._ts_ranks.place, self._source_tensor(name).shape)
 
     def _check_slice(self, name: str, tensor: Tensor) -> None:
         """Raises InputError for the slice of another rank, number of ranks or plan, and for whole tensors."""
@@ -406,19 +408,17 @@ class State(ShardedSubmodule):
         found: dict[str, tuple[str, Tensor, Callable[[], Tensor]]] = {}
         for name, value in self.state_dict().items():
             first = self._ts_names[name][0]
-            local, layout = self._ts_tensors[first].detach(), self._ts_layouts.get(first, I)
-            found[name] = first, value, functools.partial(self._whole, local, layout, first)
+            found[name] = first, value, partial(self._whole, self._ts_tensors[first].detach(), first)
         return found
 
     def full_state_dict(self) -> dict[str, Tensor]:
         """The unsharded model's state dict, a whole copy on every rank (a collective call: all ranks must make it)."""
         return {
-            name: self._whole_copy(tensor, self._ts_layouts.get(self._ts_names[name][0], I), name)
-            for name, tensor in super().state_dict().items()
+            name: self._whole_copy(tensor, self._ts_names[name][0]) for name, tensor in super().state_dict().items()
         }
 
-    def _whole_copy(self, tensor: Tensor, layout: Layout, name: str) -> Tensor:
-        whole = self._whole(tensor.detach(), layout, name)
+    def _whole_copy(self, tensor: Tensor, name: str) -> Tensor:
+        whole = self._whole(tensor.detach(), name)
         return whole if whole.untyped_storage()._cdata != tensor.untyped_storage()._cdata else whole.clone()
 
     def load_full_state_dict(self, state: Mapping[str, Tensor]) -> None:
@@ -437,10 +437,11 @@ class State(ShardedSubmodule):
         self._ts_ranks.verify(facts, what)
         self._follow()
         for name, tensor in state.items():
-            layout = self._ts_layouts.get(self._ts_names[name][0], I)
+            first = self._ts_names[name][0]
             with torch.no_grad():
-                self._ts_tensors[name].copy_(split(tensor, layout, self._ts_group.rank, self._ts_group.size))
-        self._note_distinct({name: tensor for name, tensor in state.items() if self._ts_names[name][0] == name})
+                self._ts_tensors[name].copy_(split(tensor, self._word(first), self._ts_ranks.place))
+            if name == first:
+                self._note_distinct(name, tensor, self._word(name))
 
     # --- copies ------------------------------------------------------------------------------------------------------
 
@@ -470,6 +471,22 @@ def _check_slices(model: State, state: Mapping[str, object], prefix: str, *other
     for name, tensor in state.items():
         if name.startswith(prefix) and name[len(prefix) :] in model._ts_names and isinstance(tensor, Tensor):
             model._check_slice(name[len(prefix) :], tensor)
+
+
+def _check_read(whole: Mapping[str, Sequence[object]]) -> None:
+    """Checks the hashes of what several ranks hold, by rank.
+
+    Raises:
+        DistributedError: they differ.
+    """
+    for name, here in whole.items():
+        if len(set(here)) > 1:
+            raise DistributedError(
+                "the ranks read different weights",
+                where=name,
+                why=f"its values are {len(set(here))} different ones on {len(here)} ranks",
+                attempt="the same files on every rank",
+            )
 
 
 def _first_names(names: Sequence[str]) -> str:

@@ -14,9 +14,9 @@ import torch
 from torch import Tensor, nn
 
 from torchshard.core.errors import InputError
-from torchshard.core.layouts import I, Layout, Shard
+from torchshard.core.words import WHOLE, Word, is_split
 from torchshard.distributed.group import own_group
-from torchshard.distributed.kernels import reduced
+from torchshard.distributed.ranks import Ranks
 from torchshard.weights.parameter import ShardedParameter
 
 
@@ -38,15 +38,16 @@ def clip_grad_norm_(model: nn.Module | Tensor | Iterable[Tensor], max_norm: floa
     """
     _check_norms(max_norm, norm_type)
     parameters = _parameters(model)
-    group = next((p.group for p in parameters if isinstance(p, ShardedParameter)), own_group())
+    ranks = next((p.ranks for p in parameters if isinstance(p, ShardedParameter)), None) or Ranks(own_group())
     grads = [(_sharding(p), p.grad) for p in parameters if p.grad is not None]
     device = next((p.device for p in parameters), torch.device("cpu"))
-    sliced = _norm([g for layout, g in grads if isinstance(layout, Shard)], norm_type, device)
-    whole = _norm([g for layout, g in grads if not isinstance(layout, Shard)], norm_type, device)
+    # of ranks that hold the same slice one counts
+    sliced = _norm([g for of, g in grads if is_split(of) and ranks.holders(of)[0] == 0], norm_type, device)
+    whole = _norm([g for of, g in grads if not is_split(of)], norm_type, device)
     if math.isinf(norm_type):
-        total = torch.maximum(reduced(sliced, torch.distributed.ReduceOp.MAX, group, eager=True), whole)
+        total = torch.maximum(ranks.reduced(sliced, torch.distributed.ReduceOp.MAX, eager=True), whole)
     else:
-        summed = reduced(sliced**norm_type, torch.distributed.ReduceOp.SUM, group, eager=True)
+        summed = ranks.reduced(sliced**norm_type, torch.distributed.ReduceOp.SUM, eager=True)
         total = (summed + whole**norm_type) ** (1 / norm_type)
     factor = (max_norm / (total + 1e-6)).clamp(max=1.0)  # as PyTorch's own: without a branch, which would synchronize
     for _, grad in grads:
@@ -77,8 +78,8 @@ def _parameters(model: nn.Module | Tensor | Iterable[Tensor]) -> list[Tensor]:
     return parameters
 
 
-def _sharding(parameter: Tensor) -> Layout:
-    return parameter.sharding if isinstance(parameter, ShardedParameter) else I
+def _sharding(parameter: Tensor) -> Word:
+    return parameter.sharding if isinstance(parameter, ShardedParameter) else WHOLE
 
 
 def _norm(grads: list[Tensor], norm_type: float, device: torch.device) -> Tensor:
@@ -105,5 +106,6 @@ class GradScaler(torch.amp.GradScaler):
         self, optimizer: torch.optim.Optimizer, inv_scale: Tensor, found_inf: Tensor, allow_fp16: bool
     ) -> dict[torch.device, Tensor]:
         overflows = super()._unscale_grads_(optimizer, inv_scale, found_inf, allow_fp16)
-        group = own_group()
-        return {device: reduced(value, torch.distributed.ReduceOp.MAX, group) for device, value in overflows.items()}
+        slices = (p for group in optimizer.param_groups for p in group["params"] if isinstance(p, ShardedParameter))
+        ranks = next((p.ranks for p in slices), None) or Ranks(own_group())
+        return {device: ranks.reduced(value, torch.distributed.ReduceOp.MAX) for device, value in overflows.items()}

@@ -2,6 +2,8 @@
 
 w: f32[6, 4], layout S(0; 2+4), rank 1 of 2        its slice: f32[3, 4]
 rows 1 to 2 of w are row 0 of the slice, rows 4 to 6 are its rows 1 and 2
+
+A slice that is cut again, over another mesh axis, has parts of these parts.
 """
 
 from __future__ import annotations
@@ -13,8 +15,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from torchshard.core.layouts import Layout, Shard, parts_of, ranges
-from torchshard.core.mesh import Coordinate
+from torchshard.core.layouts import Shard, parts_of, ranges
+from torchshard.core.words import Cuts
 
 Box = tuple[tuple[int, int], ...]
 """(start, stop) of each dim of a part of a tensor."""
@@ -25,17 +27,14 @@ class Piece(NamedTuple):
 
     box: Box
     """Of the whole tensor."""
-    dim: int
-    """The dim in which the slice may have several pieces; 0 of a whole tensor."""
-    at: int
-    """Where the piece begins in the slice along that dim."""
+    at: tuple[int, ...]
+    """Where the piece begins in the slice, along each dim."""
 
     def of(self, local: Tensor) -> Tensor:
         """The piece of a slice, as a view."""
-        if not self.box:
-            return local
-        start, stop = self.box[self.dim]
-        return local.narrow(self.dim, self.at, stop - start)
+        for dim, (at, size) in enumerate(zip(self.at, sizes(self.box), strict=True)):
+            local = local.narrow(dim, at, size)
+        return local
 
 
 def whole_box(shape: Sequence[int]) -> Box:
@@ -48,37 +47,45 @@ def sizes(box: Box) -> list[int]:
     return [stop - start for start, stop in box]
 
 
-def pieces(shape: Sequence[int], layout: Layout, coordinate: Coordinate) -> list[Piece]:
+def pieces(shape: Sequence[int], cuts: Cuts) -> list[Piece]:
     """The pieces of a rank's slice of a tensor of global `shape`; none of them is empty, unless the tensor is."""
-    whole = whole_box(shape)
-    if not isinstance(layout, Shard):
-        return [Piece(whole, 0, 0)]
-    dim, at, found = layout.dim, 0, list[Piece]()
-    for start, stop in ranges(parts_of(shape[dim], layout), coordinate.rank, coordinate.axis.size):
-        if start < stop:
-            found.append(Piece(with_range(whole, dim, start, stop), dim, at))
-        at += stop - start
-    return found
+    held = [[(0, extent)] for extent in shape]  # of each dim, the ranges of the whole that the slice has, in its order
+    for layout, rank, world in cuts:
+        if isinstance(layout, Shard):
+            own = held[layout.dim]
+            parts = parts_of(sum(stop - start for start, stop in own), layout)
+            held[layout.dim] = [r for bounds in ranges(parts, rank, world) for r in _within(own, *bounds)]
+    places = [list(zip(itertools.accumulate((b - a for a, b in own), initial=0), own, strict=False)) for own in held]
+    return [Piece(tuple(r for _, r in dims), tuple(at for at, _ in dims)) for dims in itertools.product(*places)]
 
 
-def overlaps(
-    shape: Sequence[int], layout: Layout, coordinate: Coordinate, box: Box, part: Tensor
-) -> Iterator[tuple[Box, Tensor]]:
+def _within(own: Sequence[tuple[int, int]], start: int, stop: int) -> Iterator[tuple[int, int]]:
+    """The ranges of the whole that lie between two places of a slice which is made of ranges."""
+    at = 0
+    for first, last in own:
+        begin, end = max(first, first + start - at), min(last, first + stop - at)
+        if begin < end:
+            yield begin, end
+        at += last - first
+
+
+def overlaps(shape: Sequence[int], cuts: Cuts, box: Box, part: Tensor) -> Iterator[tuple[Box, Tensor]]:
     """What a rank's slice has of a part of the whole: (where it is in the slice, the same as a view of `part`).
 
     Args:
         box: of the whole tensor.
         part: a tensor of the box's shape.
     """
-    for piece in pieces(shape, layout, coordinate):
-        if not shape:
-            yield box, part
+    for piece in pieces(shape, cuts):
+        common = [(max(a, c), min(b, d)) for (a, b), (c, d) in zip(piece.box, box, strict=True)]
+        if any(first >= last for first, last in common):
             continue
-        (begin, end), (start, stop) = piece.box[piece.dim], box[piece.dim]
-        first, last = max(begin, start), min(end, stop)
-        if first < last:
-            at = piece.at + first - begin
-            yield with_range(box, piece.dim, at, at + last - first), part.narrow(piece.dim, first - start, last - first)
+        inside = zip(piece.at, piece.box, common, strict=True)
+        own = tuple((at + first - start, at + last - start) for at, (start, _), (first, last) in inside)
+        view = part
+        for dim, ((first, last), (start, _)) in enumerate(zip(common, box, strict=True)):
+            view = view.narrow(dim, first - start, last - first)
+        yield own, view
 
 
 def place_of(shape: Sequence[int], box: Box | None = None) -> Tensor:

@@ -22,8 +22,9 @@ import torch
 from torch import Tensor
 
 from torchshard.core.errors import InputError
-from torchshard.core.layouts import Layout, Shard, local_shape, parse_layout, parts_of, parts_size
-from torchshard.core.mesh import MeshAxis
+from torchshard.core.layouts import Shard, parts_of, parts_size
+from torchshard.core.mesh import DATA, MODEL, Mesh, MeshAxis
+from torchshard.core.words import Word, all_cuts, letters, local_shape, short_text, word
 from torchshard.weights.boxes import Box, overlaps
 from torchshard.weights.safetensors_files import FileTensor, StoredTensor, tensors_in
 
@@ -39,17 +40,17 @@ class SlicedTensor(StoredTensor):
     name: str
     dtype: torch.dtype
     shape: tuple[int, ...]
-    layout: Layout
+    word: Word
+    """How the ranks held it."""
     slices: tuple[FileTensor, ...]
-    """By rank; of a tensor that was whole on all ranks, one."""
+    """By the numbers of the ranks that held different ones; of a tensor that was whole on all ranks, one."""
 
     def read(self, box: Box, into: Tensor, dtypes: Sequence[torch.dtype] = (), spare: int = 0) -> int:
         """As `FileTensor.read`; it reads no more than the part has."""
-        axis = MeshAxis(len(self.slices))
         return sum(
             file.read(own, target, dtypes)
-            for rank, file in enumerate(self.slices)
-            for own, target in overlaps(self.shape, self.layout, axis.coordinate(rank), box, into)
+            for cuts, file in zip(all_cuts(self.word), self.slices, strict=True)
+            for own, target in overlaps(self.shape, cuts, box, into)
         )
 
     def buffer_bytes(self, into: Tensor, dtypes: Sequence[torch.dtype] = ()) -> int:
@@ -122,7 +123,7 @@ def manifest(
     Args:
         files: name within the data folder -> its size in bytes.
         objects: the content of objects.bin.
-        layouts: tensor -> '<layout> <shape of the whole>'.
+        layouts: tensor -> '<word> <shape of the whole>'.
     """
     body = {
         "format": FORMAT,
@@ -140,9 +141,9 @@ def file_metadata(id_: str, name: str) -> dict[str, str]:
     return {"checkpoint": id_, "file": name}
 
 
-def layout_text(layout: Layout, shape: Sequence[int]) -> str:
-    """A layout and the shape of the whole tensor: 'S(0; 7x8) 56,24'."""
-    return f"{layout} {','.join(map(str, shape))}"
+def layout_text(of: Word, shape: Sequence[int]) -> str:
+    """How a tensor is held, and its whole shape: 'S(0; 7x8) 56,24'."""
+    return f"{short_text(of)} {','.join(map(str, shape))}"
 
 
 def saved_id(folder: Path) -> str:
@@ -202,10 +203,10 @@ def _read_checkpoint(folder: Path) -> Checkpoint:
     except (ValueError, KeyError, TypeError, RecursionError) as error:
         raise broken(path, f"it is not what ts.save writes: {type(error).__name__}: {error}") from error
     try:
-        held = _held(folder / f"data-{id_}", id_, files)
+        mesh, held = _held(folder / f"data-{id_}", id_, files)
     except OSError as error:
         raise broken(folder / f"data-{id_}", str(error)) from error
-    tensors = {name: _sliced(path, name, text, held.pop(name, {})) for name, text in layouts.items()}
+    tensors = {name: _sliced(path, name, text, mesh, held.pop(name, {})) for name, text in layouts.items()}
     if held:
         raise broken(path, f"it does not name {next(iter(held))!r}, which a file holds")
     lost = next((target for target in aliases.values() if target not in tensors), None)
@@ -234,11 +235,16 @@ def _tables(body: Any) -> tuple[dict[str, int], dict[str, str], dict[str, str]]:
     return files, layouts, aliases
 
 
-def _held(folder: Path, id_: str, files: Mapping[str, int]) -> dict[str, dict[int, FileTensor]]:
-    """Tensor -> rank -> its slice."""
-    found: dict[str, dict[int, FileTensor]] = {}
+_Held = dict[tuple[int, int], FileTensor]
+"""(replica, rank) that has written a tensor -> its slice."""
+_FILE: Final = r"(?P<rank>[0-9]{1,6})-of-(?P<ranks>[0-9]{1,6})(\.(?P<replica>[0-9]{1,6}))?\.safetensors"
+
+
+def _held(folder: Path, id_: str, files: Mapping[str, int]) -> tuple[Mesh, dict[str, _Held]]:
+    """(the ranks that have saved, tensor -> its slices)."""
+    found, replicas, ranks = dict[str, _Held](), 1, 1
     for file, size in files.items():
-        path, match = folder / file, re.fullmatch(r"([0-9]{1,6})-of-[0-9]{1,6}(\.[0-9]{1,6})?\.safetensors", file)
+        path, match = folder / file, re.fullmatch(_FILE, file)
         if file != OBJECTS and match is None:
             raise broken(folder.parent / MANIFEST, f"it names {file!r}, which is not a file of a checkpoint")
         if not path.is_file():
@@ -247,35 +253,44 @@ def _held(folder: Path, id_: str, files: Mapping[str, int]) -> dict[str, dict[in
             raise broken(path, f"it has {path.stat().st_size} bytes, and had {size} when it was saved")
         if match is None:
             continue
+        replica, rank = int(match["replica"] or 0), int(match["rank"])
+        replicas, ranks = max(replicas, replica + 1), max(ranks, int(match["ranks"]))
         for name, tensor in tensors_in(path, file_metadata(id_, file)).items():
-            if int(match[1]) in found.setdefault(name, {}):
-                raise broken(path, "another file holds this rank's slice too", name)
-            found[name][int(match[1])] = tensor
-    return found
+            found.setdefault(name, {})[replica, rank] = tensor
+    return Mesh((MeshAxis(replicas, DATA), MeshAxis(ranks, MODEL))), found
 
 
-def _sliced(path: Path, name: str, text: str, held: Mapping[int, FileTensor]) -> SlicedTensor:
-    layout_part, _, sizes = text.rpartition(" ")
+def _sliced(path: Path, name: str, text: str, mesh: Mesh, held: _Held) -> SlicedTensor:
+    word_part, _, sizes = text.rpartition(" ")
     try:
-        layout, shape = parse_layout(layout_part), tuple(int(n) for n in sizes.split(",") if n)
-        is_sized = not isinstance(layout, Shard) or (
-            layout.dim < len(shape) and parts_size(parts_of(shape[layout.dim], layout)) == shape[layout.dim]
-        )
+        spelled, shape = letters(word_part, mesh), tuple(int(n) for n in sizes.split(",") if n)
     except ValueError as error:
         raise broken(path, str(error), name) from error
-    if not is_sized or (isinstance(layout, Shard) and layout.repeated):
-        raise broken(path, f"{layout} is no layout of shape {shape}", name)
-    slices = tuple(held[rank] for rank in sorted(held))
-    is_split = isinstance(layout, Shard)
-    if not slices or (is_split and [*sorted(held)] != [*range(len(held))]) or (not is_split and len(slices) > 1):
-        raise broken(path, f"of {layout} the files hold the slices of ranks {sorted(held)}", name)
-    for rank, file in enumerate(slices):
-        expected = local_shape(shape, layout, rank, len(slices))
+    of = word(*spelled)
+    if not all(_has_shape(layout, shape) for _, layout in spelled if isinstance(layout, Shard)):
+        raise broken(path, f"{word_part} is no layout of shape {shape}", name)
+    split = [axis.name for axis, layout in of if isinstance(layout, Shard)]
+    found = dict[tuple[int, ...], FileTensor]()
+    for (replica, rank), tensor in held.items():
+        place = {DATA: replica, MODEL: rank}
+        if found.setdefault(tuple(place[axis] for axis in split), tensor) is not tensor:
+            raise broken(tensor.path, "another file holds this rank's slice too", name)
+    of_all = {tuple(cut.rank for cut in cuts): cuts for cuts in all_cuts(of)}
+    if found.keys() != of_all.keys():
+        raise broken(path, f"of {word_part} the files hold the slices of ranks {sorted(held)}", name)
+    slices = tuple(found[ranks] for ranks in of_all)
+    for cuts, file in zip(of_all.values(), slices, strict=True):
+        expected = local_shape(shape, cuts)
         if file.shape != expected or file.dtype != slices[0].dtype:
-            raise broken(
-                file.path, f"rank {rank}'s slice is {file.shape}, {file.dtype}; of {text} it is {expected}", name
-            )
-    return SlicedTensor(name, slices[0].dtype, shape, layout, slices)
+            why = f"the slice is {file.shape}, {file.dtype}; of {text} it is {expected}"
+            raise broken(file.path, why, name)
+    return SlicedTensor(name, slices[0].dtype, shape, of, slices)
+
+
+def _has_shape(layout: Shard, shape: Sequence[int]) -> bool:
+    if layout.repeated or layout.dim >= len(shape):
+        return False
+    return parts_size(parts_of(shape[layout.dim], layout)) == shape[layout.dim]
 
 
 def broken(path: Path, why: str, tensor: str = "") -> InputError:

@@ -15,9 +15,8 @@ import torch
 from torch import Tensor, nn
 
 from torchshard.core import words
-from torchshard.core.layouts import I, Layout, local_shape
-from torchshard.core.mesh import Coordinate, Place
-from torchshard.core.words import WHOLE, Word
+from torchshard.core.mesh import Place
+from torchshard.core.words import WHOLE, Word, cuts, local_shape
 from torchshard.weights.boxes import pieces
 from torchshard.weights.lazy import LazyTensor, compute
 from torchshard.weights.parts import Parts, Read, Wanted
@@ -27,7 +26,7 @@ from torchshard.weights.progress import Progress
 def local_tensor(tensor: Tensor, word: Word, place: Place) -> Tensor:
     """A rank's slice of a parameter or buffer; a Parameter stays one, with its requires_grad."""
     if tensor.is_meta:
-        shape = words.local_shape(tensor.shape, word, place)
+        shape = local_shape(tensor.shape, cuts(word, place))
         sliced = torch.empty(shape, dtype=tensor.dtype, device="meta")
     else:
         sliced = words.split(tensor.detach(), word, place).clone(memory_format=torch.contiguous_format)
@@ -65,10 +64,7 @@ class ReadSlices:
 
 
 def read_slices(
-    tensors: Mapping[str, Tensor],
-    layouts: Mapping[str, Layout],
-    coordinate: Coordinate,
-    use: Callable[[str, Tensor], None],
+    tensors: Mapping[str, Tensor], held: Mapping[str, Word], place: Place, use: Callable[[str, Tensor], None]
 ) -> ReadSlices:
     """Calls `use(name, slice)` with this rank's slice of each lazy tensor that files hold.
 
@@ -77,10 +73,10 @@ def read_slices(
     Raises:
         InputError: a file can't be read.
     """
-    found, planned = ReadSlices(), [*_planned_reads(tensors, layouts, coordinate)]
+    found, planned = ReadSlices(), [*_planned_reads(tensors, held, place)]
     upcoming = deque(read for _, _, reads in planned for read in reads)
     total, ahead = sum(read.bytes_ for read in upcoming), 0
-    spare, shown = total // OVER_READ, Progress("reading weights", coordinate.rank, total)
+    spare, shown = total // OVER_READ, Progress("reading weights", sum(place.values()), total)
     for name, local, reads in planned:
         for read in reads:
             while upcoming and ahead < PREFETCHED_BYTES:
@@ -106,20 +102,16 @@ PREFETCHED_BYTES: Final = 1 << 26
 
 
 def _planned_reads(
-    tensors: Mapping[str, Tensor], layouts: Mapping[str, Layout], coordinate: Coordinate
+    tensors: Mapping[str, Tensor], held: Mapping[str, Word], place: Place
 ) -> Iterator[tuple[str, Tensor, list[Read]]]:
     """(name, memory for the slice, the reads that fill it) of each tensor that can be read by parts."""
     parts = dict[int, Parts]()
     for name, tensor in tensors.items():
         if not isinstance(tensor, LazyTensor):
             continue
-        of_tape, layout = parts.setdefault(id(tensor.tape), Parts(tensor.tape)), layouts.get(name, I)
-        shape = local_shape(tensor.shape, layout, coordinate.rank, coordinate.axis.size)
-        local = torch.empty(shape, dtype=tensor.dtype, device="cpu")
-        reads = [
-            of_tape.reads(Wanted(tensor.slot, piece.box, piece.of(local)))
-            for piece in pieces(tensor.shape, layout, coordinate)
-        ]
+        of_tape, own = parts.setdefault(id(tensor.tape), Parts(tensor.tape)), cuts(held.get(name, WHOLE), place)
+        local = torch.empty(local_shape(tensor.shape, own), dtype=tensor.dtype, device="cpu")
+        reads = [of_tape.reads(Wanted(tensor.slot, piece.box, piece.of(local))) for piece in pieces(tensor.shape, own)]
         if all(some is not None for some in reads):
             yield name, local, [read for some in reads for read in some or ()]
 

@@ -16,9 +16,9 @@ import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
-from torchshard.core.layouts import Layout
-from torchshard.distributed.group import Group
+from torchshard.core.words import Word
 from torchshard.distributed.ops import PLAIN
+from torchshard.distributed.ranks import Ranks
 from torchshard.weights.callers import called_from, is_users
 from torchshard.weights.slice_values import Slice, SliceValue, check_other_group, gradient_for, unwatched
 from torchshard.weights.state_slices import StateSlice
@@ -64,15 +64,15 @@ class ShardedParameter(Slice, nn.Parameter):
     def of(
         cls,
         tensor: Tensor,
-        sharding: Layout,
-        group: Group,
+        sharding: Word,
+        ranks: Ranks,
         path: str,
         whole: Sequence[int],
         owner: object = None,
     ) -> ShardedParameter:
         """A parameter with the memory of a tensor; it requires a gradient if that does."""
         parameter: ShardedParameter = torch.Tensor._make_subclass(cls, tensor.detach(), tensor.requires_grad)
-        parameter.sharding, parameter.group, parameter.path, parameter.whole = sharding, group, path, tuple(whole)
+        parameter.sharding, parameter.ranks, parameter.path, parameter.whole = sharding, ranks, path, tuple(whole)
         if owner is not None:
             parameter.owner = weakref.ref(owner)
         return parameter
@@ -85,7 +85,7 @@ class ShardedParameter(Slice, nn.Parameter):
         if type(parameter) in (nn.Parameter, SliceValue, StateSlice) and parameter.shape == self.shape:
             parameter.__class__ = ShardedParameter
             if isinstance(parameter, ShardedParameter):
-                parameter.sharding, parameter.group, parameter.whole = self.sharding, self.group, self.whole
+                parameter.sharding, parameter.ranks, parameter.whole = self.sharding, self.ranks, self.whole
                 parameter.path, parameter.owner = self.path, self.owner
 
     @property
@@ -137,8 +137,9 @@ class ShardedParameter(Slice, nn.Parameter):
         moment at which Python code of a parameter runs.
         """
         module = called_from()
-        if self.group.size > 1 and module == "torch.distributed.utils":
-            check_other_group(sys._getframe(1).f_locals.get("process_group"), self.group, "DistributedDataParallel")
+        if module == "torch.distributed.utils":
+            groups = self.ranks.groups_of(self.sharding) or [self.ranks.group]
+            check_other_group(sys._getframe(1).f_locals.get("process_group"), groups, "DistributedDataParallel")
         return self.detached_for(module)
 
     def register_hook(self, hook: Callable[[Tensor], Tensor | None]) -> RemovableHandle:
@@ -150,7 +151,7 @@ class ShardedParameter(Slice, nn.Parameter):
     def __deepcopy__(self, memo: dict[int, object]) -> ShardedParameter:
         if id(self) not in memo:
             tensor = self.detach().clone(memory_format=torch.preserve_format).requires_grad_(self.requires_grad)
-            memo[id(self)] = ShardedParameter.of(tensor, self.sharding, self.group, self.path, self.whole)
+            memo[id(self)] = ShardedParameter.of(tensor, self.sharding, self.ranks, self.path, self.whole)
         return cast(ShardedParameter, memo[id(self)])
 
     def __reduce_ex__(self, protocol: SupportsIndex) -> tuple[object, ...]:

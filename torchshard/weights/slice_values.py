@@ -22,12 +22,12 @@ import torch.distributed as dist
 from torch import Tensor
 
 from torchshard.core.errors import DistributedError, InputError
-from torchshard.core.layouts import I, Layout, Shard
+from torchshard.core.words import WHOLE, Word, is_split
 from torchshard.distributed.group import ALONE, Group
-from torchshard.distributed.kernels import reduced
+from torchshard.distributed.ranks import Ranks
 from torchshard.weights.callers import called_from, caller, is_users
 from torchshard.weights.slice_warnings import warn_of_slice
-from torchshard.weights.state_slices import SlicePlace
+from torchshard.weights.state_slices import SlicePlace, place_text, slice_place
 
 _DRAWING = ("normal_", "uniform_", "exponential_", "cauchy_", "log_normal_", "geometric_", "random_", "bernoulli_")
 _CLIPPING = "torch.nn.utils.clip_grad"
@@ -45,9 +45,9 @@ unwatched = torch._C.DisableTorchFunctionSubclass
 class Slice(Tensor):
     """A tensor of which each rank holds a slice."""
 
-    sharding: Layout = I
-    """The layout of the parameter over the ranks."""
-    group: Group = ALONE
+    sharding: Word = WHOLE
+    """How the parameter is distributed over the ranks."""
+    ranks: Ranks = Ranks(ALONE)
     path: str = ""
     """The parameter's name in the model."""
     whole: tuple[int, ...] = ()
@@ -56,19 +56,19 @@ class Slice(Tensor):
     @property
     def is_split(self) -> bool:
         """Whether this is a part of the parameter, and not the whole."""
-        return isinstance(self.sharding, Shard) and self.group.size > 1
+        return is_split(self.sharding)
 
     @property
     def place(self) -> SlicePlace:
         """What this is a slice of, as state dicts hold it."""
-        return self.path, str(self.sharding), self.group.rank, self.group.size, self.whole
+        return slice_place(self.path, self.sharding, self.ranks.place, self.whole)
 
     @classmethod
     def sharing(cls, tensor: Tensor, like: Slice) -> Self:
         """A tensor with the memory and gradient of another, marked as a slice like `like`."""
         with unwatched():
             marked = tensor.as_subclass(cls)
-        marked.sharding, marked.group, marked.path, marked.whole = like.sharding, like.group, like.path, like.whole
+        marked.sharding, marked.ranks, marked.path, marked.whole = like.sharding, like.ranks, like.path, like.whole
         return marked
 
     @classmethod
@@ -101,7 +101,7 @@ class Slice(Tensor):
         if func is torch.autograd.grad:
             return _marked_gradients(args[1] if len(args) > 1 else kwargs["inputs"], cast(Gradients, result))
         first = slices[0]
-        slice_text = f"{first.sharding}, of a parameter such as {first.path!r}"
+        slice_text = f"{first.place[1]}, of a parameter such as {first.path!r}"
         if warn_of_slice(func.__name__, result, first.numel(), slice_text, depth):
             return result
         if result is None or any(result is tensor for tensor in _tensors(args)):
@@ -122,7 +122,7 @@ class Slice(Tensor):
         raise InputError(
             f"this rank's slice of a parameter takes no values of shape {shape}",
             where=f"{how}, parameter {self.path!r}",
-            why=f"the slice is {tuple(self.shape)}, {self.sharding} on rank {self.group.rank} of {self.group.size}",
+            why=f"the slice is {tuple(self.shape)}, {place_text(self.place)}",
             attempt="model.load_full_state_dict({**model.full_state_dict(), name: whole}), on every rank",
         )
 
@@ -139,7 +139,7 @@ class Slice(Tensor):
         """Raises InputError for random numbers that would be drawn into a slice."""
         raise InputError(
             f"a slice of a parameter can't be initialised by {how}",
-            where=f"parameter {self.path!r}, split as {self.sharding}",
+            where=f"parameter {self.path!r}, split as {self.place[1]}",
             why="each rank would draw the same numbers for its slice, and from the slice's sizes, not the parameter's",
             attempt="initialise the unsharded model, then ts.shard; or model.load_full_state_dict with new weights",
         )
@@ -167,7 +167,7 @@ class Slice(Tensor):
 
     def __repr__(self, **kwargs: object) -> str:  # type: ignore[override]
         text = repr(self.as_subclass(Tensor))
-        return f"{self.path!r}, {self.sharding} on rank {self.group.rank}: {text}" if self.is_split else text
+        return f"{self.path!r}, {place_text(self.place)}: {text}" if self.is_split else text
 
     def __reduce_ex__(self, protocol: SupportsIndex) -> tuple[object, ...]:
         return self.as_subclass(Tensor).__reduce_ex__(protocol)
@@ -254,8 +254,8 @@ def watch_slices(on: bool) -> None:
 
 def _join_overflow(gradients: Iterable[Tensor], found_inf: Tensor) -> None:
     """After a GradScaler has looked for overflows: one on any rank counts on all, so that all skip the step."""
-    group = next(s.group for s in gradients if isinstance(s, Slice))
-    found_inf.copy_(reduced(found_inf, dist.ReduceOp.MAX, group, eager=True))
+    ranks = next(s.ranks for s in gradients if isinstance(s, Slice))
+    found_inf.copy_(ranks.reduced(found_inf, dist.ReduceOp.MAX, eager=True))
 
 
 _NORMS = frozenset([torch.linalg.vector_norm, torch._foreach_norm])
@@ -283,14 +283,16 @@ def _joined_norms(tensors: Sequence[Tensor], norms: Sequence[Tensor], order: flo
     joined_norms = list(norms)
     if not slices:
         return joined_norms
-    group = next(iter(slices.values())).group
+    ranks = next(iter(slices.values())).ranks
     stacked = torch.stack([norms[i].double() for i in slices])
     if math.isinf(order):
-        joined = reduced(stacked, dist.ReduceOp.MAX if order > 0 else dist.ReduceOp.MIN, group, eager=True)
-    elif order == 0:  # the number of elements that are not zero
-        joined = reduced(stacked, dist.ReduceOp.SUM, group, eager=True)
+        joined = ranks.reduced(stacked, dist.ReduceOp.MAX if order > 0 else dist.ReduceOp.MIN, eager=True)
     else:
-        joined = reduced(stacked**order, dist.ReduceOp.SUM, group, eager=True) ** (1 / order)
+        # of ranks that hold the same slice one counts
+        counts = torch.tensor([ranks.holders(t.sharding)[0] == 0 for t in slices.values()], device=stacked.device)
+        powers = (stacked if order == 0 else stacked**order).where(counts, 0.0)
+        joined = ranks.reduced(powers, dist.ReduceOp.SUM, eager=True)
+        joined = joined if order == 0 else joined ** (1 / order)  # order 0: the number of elements that are not zero
     for i, norm in zip(slices, joined, strict=True):
         joined_norms[i] = norm.to(norms[i].dtype)
     return joined_norms
@@ -302,23 +304,27 @@ def _joined_norms(tensors: Sequence[Tensor], norms: Sequence[Tensor], order: flo
 def _check_overwriting(name: str, tensor: object, process_group: dist.ProcessGroup | None) -> None:
     """Refuses a collective of PyTorch's that would treat the ranks' slices as copies of one tensor."""
     if isinstance(tensor, Slice) and tensor.is_split:
-        check_other_group(process_group, tensor.group, f"torch.distributed.{name}")
+        check_other_group(process_group, tensor.ranks.groups_of(tensor.sharding), f"torch.distributed.{name}")
 
 
-def check_other_group(process_group: dist.ProcessGroup | None, group: Group, who: str) -> None:
+def check_other_group(process_group: dist.ProcessGroup | None, groups: Iterable[Group], who: str) -> None:
     """Checks that a process group joins copies of a model: it has at most one rank of each copy.
 
     Args:
         process_group: None for all ranks.
-        group: that of the sharded model.
+        groups: those over which the model is split.
         who: would average or broadcast over the process group.
 
     Raises:
         DistributedError: several ranks of the model are in it.
     """
     world = dist.group.WORLD if process_group is None else process_group
-    if group.process_group is None or not dist.is_initialized():
-        return
+    for group in groups:
+        if group.process_group is not None and dist.is_initialized():
+            _check_other_group(world, group, who)
+
+
+def _check_other_group(world: dist.ProcessGroup | None, group: Group, who: str) -> None:
     own = set(dist.get_process_group_ranks(group.process_group))
     both = sorted(own & set(dist.get_process_group_ranks(world)))
     if len(both) > 1:

@@ -11,7 +11,7 @@ pieces, as that of a fused QKV weight has.
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from types import FrameType
 from typing import TYPE_CHECKING, Any, NoReturn, SupportsIndex, cast
 
@@ -19,8 +19,9 @@ import torch
 from torch import Tensor
 
 from torchshard.core.errors import InputError
-from torchshard.core.layouts import Layout, parse_layout
-from torchshard.core.mesh import MeshAxis
+from torchshard.core.layouts import I
+from torchshard.core.mesh import Mesh, MeshAxis, Place
+from torchshard.core.words import Cut, Word, cuts, letter_names, parse, short_text
 from torchshard.weights.boxes import Piece, pieces, sizes
 from torchshard.weights.callers import called_from, caller, is_users
 from torchshard.weights.slice_warnings import warn_of_slice
@@ -29,10 +30,28 @@ if TYPE_CHECKING:
     from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex
     from torch.distributed.checkpoint.planner import WriteItem
 
-SlicePlace = tuple[str, str, int, int, tuple[int, ...]]
-"""(name, layout, rank, number of ranks, shape of the whole) of a slice."""
+SlicePlace = tuple[str, str, int | tuple[int, ...], int | tuple[int, ...], tuple[int, ...]]
+"""(name, layout, rank, number of ranks, shape of the whole) of a slice; over more mesh axes than the model's, its word,
+and as many ranks and numbers as that has letters."""
 _PLACE = "_torchshard_place"
 """The attribute of a tensor that holds its SlicePlace. It is part of the file format: saved tensors have it too."""
+
+
+def slice_place(name: str, of: Word, place: Place, whole: Sequence[int]) -> SlicePlace:
+    """The place of a slice that the rank at a place of a mesh has."""
+    text, held = short_text(of), cuts(of, place) or (Cut(I, 0, 1),)
+    if len(held) == 1:
+        return name, text, held[0].rank, held[0].size, tuple(whole)
+    return name, text, tuple(cut.rank for cut in held), tuple(cut.size for cut in held), tuple(whole)
+
+
+def held_at(place: SlicePlace) -> tuple[Word, Place]:
+    """The word of what a slice is of, and where the rank that holds it is."""
+    _, text, rank, size, _ = place
+    ranks, sizes_ = (n if isinstance(n, tuple) else (n,) for n in (rank, size))
+    names = letter_names(text)
+    mesh = Mesh(tuple(MeshAxis(size, name) for name, size in zip(names, sizes_, strict=True)))
+    return parse(text, mesh), dict(zip(names, ranks, strict=True))
 
 
 def place_of(value: object) -> SlicePlace | None:
@@ -56,15 +75,14 @@ class StateSlice(Tensor):
         return cast(SlicePlace, getattr(self, _PLACE))
 
     @property
-    def sharding(self) -> Layout:
-        """The layout of the whole tensor over the ranks."""
-        return parse_layout(self.place[1])
+    def sharding(self) -> Word:
+        """How the whole tensor is distributed over the ranks."""
+        return held_at(self.place)[0]
 
     @property
     def pieces(self) -> list[Piece]:
         """The parts of the whole tensor that this slice is made of."""
-        _, _, rank, ranks, whole = self.place
-        return pieces(whole, self.sharding, MeshAxis(ranks).coordinate(rank))
+        return pieces(self.place[4], cuts(*held_at(self.place)))
 
     @property
     def plain(self) -> Tensor:
