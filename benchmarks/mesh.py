@@ -6,11 +6,15 @@
     FSDP2                   torch.distributed.fsdp.fully_shard of each block
     torchshard, shard       ts.shard(model, {}, part, data="shard")
 
+With `--tp 2` groups of two ranks divide the weights too: FSDP2 is that of a model of parallelize_module, and ours have
+`mesh={"dp": ..., "tp": 2}`; DDP's ranks divide the batch alone, all of them.
+
 The model is the stack of blocks of step_time.py; a step is forward, a loss and backward. Before anything is timed, all
 must have the same gradients. Ways are timed in turn, round by round; the ratio to PyTorch's own way is the median of
 the rounds' ratios; the slowest rank counts. The peak is the allocator's, of a step, beside the parameters.
 
     python benchmarks/mesh.py --widths 128 512 --ranks 2
+    python benchmarks/mesh.py --widths 128 512 --ranks 4 --tp 2
 """
 
 from __future__ import annotations
@@ -30,44 +34,52 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
-from step_time import BATCH, BLOCKS, SEQUENCE, Block, peak, slowest, step, timed
+from step_time import BATCH, BLOCKS, PLAN, SEQUENCE, Block, peak, slowest, step, timed, with_dtensor
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
 import torchshard as ts
+from torchshard.weights.parameter import ShardedParameter
 
 PYTORCHS = {"torchshard, replicate": "DDP", "torchshard, shard": "FSDP2"}
 """Our way -> the one of PyTorch that it is compared with."""
 WARM_UP_ROUNDS = 3
 
 
-def with_fsdp(model: nn.Sequential) -> nn.Module:
+def with_fsdp(model: nn.Sequential, mesh: DeviceMesh) -> nn.Module:
     """Each block a unit of its own, as PyTorch's tutorial has it."""
-    copied = copy.deepcopy(model)
-    for block in copied:
-        fully_shard(block)
-    fully_shard(copied)
+    copied: nn.Module = copy.deepcopy(model) if mesh["tp"].size() == 1 else with_dtensor(model, mesh["tp"])
+    for block in copied.children():
+        fully_shard(block, mesh=mesh["dp"])
+    fully_shard(copied, mesh=mesh["dp"])
     return copied
 
 
-def models(plain: nn.Sequential, part: Tensor) -> dict[str, nn.Module]:
+def models(plain: nn.Sequential, part: Tensor, tp: int) -> dict[str, nn.Module]:
     """The model in each way."""
+    sizes = {"dp": dist.get_world_size() // tp, "tp": tp}
+    mesh = init_device_mesh("cpu", tuple(sizes.values()), mesh_dim_names=tuple(sizes))
+    plan = {} if tp == 1 else PLAN
     return {
         "unsharded": plain,
         "DDP": DistributedDataParallel(copy.deepcopy(plain)),
-        "torchshard, replicate": ts.shard(plain, {}, (part,), data="replicate"),
-        "FSDP2": with_fsdp(plain),
-        "torchshard, shard": ts.shard(plain, {}, (part,), data="shard"),
+        "torchshard, replicate": ts.shard(plain, plan, (part,), mesh=sizes, data={"dp": "replicate"}),
+        "FSDP2": with_fsdp(plain, mesh),
+        "torchshard, shard": ts.shard(plain, plan, (part,), mesh=sizes, data={"dp": "shard"}),
     }
 
 
-def whole_gradient(gradient: Tensor, like: Tensor) -> Tensor:
-    """A gradient of which each rank has a slice along its first dim, or all."""
+def whole_gradient(parameter: nn.Parameter) -> Tensor | None:
+    """The gradient of which each rank has a slice, or all."""
+    gradient = parameter.grad
     if isinstance(gradient, DTensor):
         return gradient.full_tensor()
-    return gradient if gradient.shape == like.shape else torch.cat(ts.distributed.all_gather_uneven(gradient))
+    if gradient is None or not isinstance(parameter, ShardedParameter):
+        return gradient
+    return parameter.ranks.gathered(gradient.as_subclass(Tensor), parameter.sharding, parameter.whole)
 
 
 def check_equal(runs: dict[str, Callable[[], object]], ways: dict[str, nn.Module]) -> None:
@@ -79,17 +91,22 @@ def check_equal(runs: dict[str, Callable[[], object]], ways: dict[str, nn.Module
     for model in ways.values():
         for name, p in model.named_parameters():
             expected = wanted[name.removeprefix("module.")]
-            torch.testing.assert_close(whole_gradient(p.grad, expected), expected, rtol=0, atol=rounding)
+            torch.testing.assert_close(whole_gradient(p), expected, rtol=0, atol=rounding)
 
 
 def measure(width: int, options: argparse.Namespace, rank: int) -> dict[str, Any]:
     """Seconds of each round, and the peak, of each way."""
     torch.manual_seed(0)
     x, target = torch.randn(2, BATCH * options.ranks, SEQUENCE, width)
-    part, own = x.chunk(options.ranks)[rank], target.chunk(options.ranks)[rank]
-    ways = models(nn.Sequential(*(Block(width) for _ in range(BLOCKS))), part)
-    runs = {name: partial(step, model, part, own) for name, model in ways.items()}
+
+    def part(ranks: int, number: int) -> tuple[Tensor, Tensor]:
+        return x.chunk(ranks)[number], target.chunk(ranks)[number]
+
+    own = part(options.ranks // options.tp, rank // options.tp)
+    ways = models(nn.Sequential(*(Block(width) for _ in range(BLOCKS))), own[0], options.tp)
+    runs = {name: partial(step, model, *own) for name, model in ways.items()}
     runs["unsharded"] = partial(step, ways["unsharded"], x, target)
+    runs["DDP"] = partial(step, ways["DDP"], *part(options.ranks, rank))
     check_equal(runs, ways)
     one_round = lambda: [timed(runs[name], ways[name]) for name in ways]  # noqa: E731
     warm = slowest([one_round() for _ in range(WARM_UP_ROUNDS)])
@@ -105,7 +122,7 @@ def rank_main(rank: int, options: argparse.Namespace, folder: str) -> None:
     os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(options.ranks))
     warnings.filterwarnings("ignore")
     dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=options.ranks)
-    ts.distributed.init_process_group(timeout_seconds=600)
+    ts.distributed.init_process_group(options.tp if options.tp > 1 else -1, timeout_seconds=600)
     results = [measure(width, options, rank) for width in options.widths]
     if rank == 0:
         Path(folder, "results.json").write_text(json.dumps(results))
@@ -135,6 +152,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=0, help="timed rounds per width; 0: as many as --seconds allow")
     parser.add_argument("--seconds", type=float, default=45.0, help="of timed rounds per width, where --rounds is 0")
     parser.add_argument("--ranks", type=int, default=2)
+    parser.add_argument("--tp", type=int, default=1, help="so many ranks of a group divide the weights")
     options = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
         mp.spawn(rank_main, (options, folder), options.ranks)

@@ -38,7 +38,7 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, parallel
 from torch.profiler import ProfilerActivity, profile
 from torch.utils.checkpoint import checkpoint
@@ -155,13 +155,14 @@ class Checkpointed(nn.Sequential):
         return x
 
 
-def with_dtensor(model: nn.Sequential) -> nn.Module:
+def with_dtensor(model: nn.Sequential, mesh: DeviceMesh | None = None) -> nn.Module:
     """The norms give replicated DTensors, so that q, k and v share one all-reduce of the gradient."""
     replicated = {"output_layouts": Replicate(), "desired_output_layouts": Replicate(), "use_local_output": False}
     styles = {f"*.{name}": parallel.ColwiseParallel() for name in COLUMN}
     styles |= {f"*.{name}": parallel.RowwiseParallel() for name in ROW}
     styles |= {f"*.{name}": parallel.PrepareModuleOutput(**replicated) for name in ("ln1", "ln2")}
-    return parallel.parallelize_module(copy.deepcopy(model), init_device_mesh("cpu", (dist.get_world_size(),)), styles)
+    mesh = mesh or init_device_mesh("cpu", (dist.get_world_size(),))
+    return parallel.parallelize_module(copy.deepcopy(model), mesh, styles)
 
 
 class Stack(PreTrainedModel):
