@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import dataclasses
 import math
 from collections.abc import Iterator
 from pathlib import Path
@@ -31,7 +32,8 @@ from torchshard.core.words import text
 from torchshard.distributed.group import lookup
 from torchshard.distributed.ops import OPS, Begin
 from torchshard.passes import step_graphs
-from torchshard.plans.machine import Data
+from torchshard.plans.machine import MACHINES, Data
+from torchshard.weights.materialize import local_state
 from torchshard.weights.slice_values import unwatched
 
 MESHES = [{"dp": 2, "tp": 2}, {"dp": 2, "tp": 3}, {"dp": 3, "tp": 2}]
@@ -378,6 +380,30 @@ def test_a_plan_is_that_of_the_axis_of_the_weights() -> None:
     of_batch = ts.plan(model, {}, world_size=2, example_inputs=part, data="replicate")
     with pytest.raises(ts.PlanError, match="the plan divides something else than it is asked for"):
         ts.check(model, of_batch, mesh=mesh, example_inputs=batch)
+
+
+@pytest.mark.parametrize("data", WAYS)
+def test_a_plan_has_what_dividing_the_batch_costs(data: Data) -> None:
+    (model, _, made), part = _program(data, PLAN), _own(_batch(2), 0)
+    plan = ts.plan(model, PLAN, mesh=MESHES[0], data=data, example_inputs=part, memory="1GiB")
+    batch = plan.batch
+    assert batch is not None and batch.world_size == 2 and batch.data == data
+    held = dataclasses.replace(made, plan=plan).held
+    local = local_state(model, {name: held[name] for name in plan.parameters}, {DATA: 0, MODEL: 0})
+    assert batch.costs.memory["parameters"] == sum(t.numel() * t.itemsize for t in local.values())
+    gradients = sum(p.numel() * p.itemsize for p in map(local.__getitem__, dict(model.named_parameters())))
+    assert batch.costs.memory["gradients"] == gradients
+    # all-reduces of gradients, or gathers of weights (again in backward) and sums of slices, are what is sent
+    kinds = {sent.kernel for c in batch.costs.collectives for sent in c.sent}
+    assert ("reduce_scatter" in kinds) is (data == "shard")
+    assert ts.Plan.from_json(plan.to_json()).batch == batch
+
+
+def test_rings_of_ranks_that_lie_apart_share_the_network() -> None:
+    host = MACHINES["h100x8"]
+    assert host.across(1) == host and host.across(2).link(4) == host.link(4) and host.across(4).domain == 2
+    assert host.across(4).link(2) == host.link(8) and host.across(8).link(2)[0] == host.network_bandwidth / 8
+    assert host.across(16).link(2) == host.across(8).link(2) == host.across(8).link(64)
 
 
 def test_calls_that_leave_something_are_refused() -> None:

@@ -226,7 +226,8 @@ def plan(
         mode: "train" plans steps with a backward; "infer" calls without gradients: a decode step, if the example inputs
             have a cache, or else a prompt. With `memory=` the plan then says the longest context that fits
             (`plan.costs.context`). A model that is sharded so runs other calls too.
-        mesh, data: as in `shard`; the example inputs are one rank's part of the batch. The plan is the last axis'.
+        mesh, data: as in `shard`; the example inputs are one rank's part of the batch. The plan is the last axis', and
+            has that of the first one as its `batch`, with a rank's memory if `memory` is given.
         batch, length: in place of example inputs, for decoders of transformers and mode="infer": a decode step of so
             many sequences, with so many tokens of each in the cache.
 
@@ -249,4 +250,6 @@ def plan(
             call, inputs = whole_batch(flatten_call(model, args, example_kwargs or {}), constraints.batch_parts)
             args, example_kwargs = call.rebuild(call.tensors)
         made = program(model, constraints, args, example_kwargs, batches=inputs, replaced=replaced, repeating=True)
-    return made.plan
+        if made.batch is None:
+            return made.plan
+        return replace(made.plan, batch=made.batch.priced(made, with_memory=aim.memory is not None))

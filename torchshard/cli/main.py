@@ -86,12 +86,15 @@ def _parser() -> argparse.ArgumentParser:
 def _model(command: argparse.ArgumentParser) -> None:
     command.add_argument("model", metavar="MODEL", help=MODEL_HELP)
     command.add_argument("--weights", metavar="FOLDER", help=WEIGHTS_HELP)
-    command.add_argument("--batch", type=int, default=2, metavar="N", help="of the example inputs (2)")
+    command.add_argument("--batch", type=int, default=2, metavar="N", help="of the example inputs, on each part (2)")
     command.add_argument("--sequence", type=int, default=128, metavar="N", help="tokens of the example inputs (128)")
 
 
 def _planning(command: argparse.ArgumentParser) -> None:
-    command.add_argument("--ranks", type=int, default=2, metavar="N", help="number of ranks (2)")
+    command.add_argument("--ranks", type=int, metavar="N", help="number of ranks (2, or the mesh's)")
+    command.add_argument("--mesh", type=_mesh, metavar="AXES", help="parts of the batch and of the weights: dp=8,tp=4")
+    text = "the ranks, or those of the mesh's first axis, divide the batch; shard: and hold slices of the weights"
+    command.add_argument("--data", choices=("replicate", "shard"), help=text)
     command.add_argument("--plan", default="auto", metavar="FILE", help="a plan's JSON instead of the best plan")
     command.add_argument("--memory", metavar="SIZE", help="the most that a step may take on a rank: 80GiB")
     command.add_argument("--machine", default=None, metavar="NAME", help="h100x8 or cpu-gloo")
@@ -105,6 +108,20 @@ def _planning(command: argparse.ArgumentParser) -> None:
         metavar="GLOB",
         help="what backward computes again: blocks.*",
     )
+
+
+def _mesh(text: str) -> dict[str, int]:
+    """The axes of a mesh: 'dp=8,tp=4'."""
+    pairs = [part.partition("=") for part in text.split(",")]
+    if not all(name.isidentifier() and size.isdecimal() for name, _, size in pairs):
+        raise argparse.ArgumentTypeError(f"{text!r} is no mesh such as dp=8,tp=4")
+    return {name: int(size) for name, _, size in pairs}
+
+
+def world_size(options: argparse.Namespace) -> int | None:
+    """The number of ranks that is asked for; None: the mesh's."""
+    ranks: int | None = options.ranks
+    return 2 if ranks is None and options.mesh is None else ranks
 
 
 def _mode(command: argparse.ArgumentParser) -> None:
@@ -145,7 +162,9 @@ def _planned(options: argparse.Namespace) -> Plan:
         return ts.plan(
             source.model,
             options.plan,
-            world_size=options.ranks,
+            world_size=world_size(options),
+            mesh=options.mesh,
+            data=options.data,
             example_inputs=() if sizes else source.args,
             example_kwargs=None if sizes else source.kwargs,
             mode=options.mode,
@@ -242,7 +261,7 @@ def _loaded(options: argparse.Namespace) -> Plan:
     from torchshard.core.errors import InputError
 
     defaults = _parser().parse_args(["show", options.model])
-    names = ("weights", "ranks", "plan", "memory", "machine", "axes", "recompute")
+    names = ("weights", "ranks", "mesh", "data", "plan", "memory", "machine", "axes", "recompute")
     changed = [f"--{name}" for name in names if getattr(options, name) != getattr(defaults, name)]
     if changed:
         raise InputError(
@@ -266,7 +285,7 @@ def _draw(options: argparse.Namespace) -> int:
 def _check(options: argparse.Namespace) -> int:
     from torchshard.cli.sources import check_source
 
-    report = check_source(options)
+    report = check_source(options, world_size(options))
     print(report)
     return 0 if report.ok else DIFFERENT
 

@@ -24,8 +24,9 @@ from torch import Tensor, nn
 from torchshard.checking.check import Report, check
 from torchshard.checking.processes import check_processes
 from torchshard.cli.folders import has_weights, note, with_weights
+from torchshard.compiler.meshes import checked_world_size, read_mesh
 from torchshard.core.errors import InputError, ShardError
-from torchshard.plans.machine import Axes, MachineName, objective
+from torchshard.plans.machine import Axes, Data, MachineName, objective
 from torchshard.weights.transformers_models import cast_kept, lazy_pretrained
 
 
@@ -220,7 +221,8 @@ class CheckOptions(Protocol):
     model: str
     batch: int
     sequence: int
-    ranks: int
+    mesh: dict[str, int] | None
+    data: Data | None
     weights: str | None
     plan: str
     memory: str | None
@@ -230,15 +232,27 @@ class CheckOptions(Protocol):
     processes: bool
 
 
-def check_source(options: CheckOptions) -> Report:
-    """Runs `torchshard.check` on simulated ranks, or on processes that communicate through gloo."""
-    place = (options.model, options.batch, options.sequence, options.weights)
+def check_source(options: CheckOptions, world_size: int | None) -> Report:
+    """Runs `torchshard.check` on simulated ranks, or on processes that communicate through gloo.
+
+    Args:
+        world_size: the number of ranks; None: the mesh's.
+
+    Raises:
+        InputError: what is asked for can't be had on processes.
+    """
+    ranks = checked_world_size(world_size, options.mesh)
+    axes = read_mesh(ranks, options.mesh, options.data)
+    parts = axes.division.axis.size if axes.division else axes.axis.size if axes.data else 1
+    place = (options.model, options.batch * parts, options.sequence, options.weights)
     if not options.processes:
         model, args, kwargs = real_source(*place)
         return check(
             model,
             options.plan,
-            world_size=options.ranks,
+            world_size=ranks,
+            mesh=options.mesh,
+            data=options.data,
             example_inputs=args,
             example_kwargs=kwargs,
             memory=options.memory,
@@ -246,8 +260,15 @@ def check_source(options: CheckOptions) -> Report:
             axes=options.axes,
             recompute=options.recompute,
         )
+    if parts > 1:
+        raise InputError(
+            "ranks that divide the batch are checked in one process",
+            where="--processes with --mesh or --data",
+            why="processes are compared with the unsharded model for one batch that all of them have",
+            attempt="without --processes",
+        )
     aim = objective(options.machine, options.memory, options.axes, "cpu", options.recompute)
-    return check_processes(real_source, place, options.plan, options.ranks, aim)
+    return check_processes(real_source, place, options.plan, ranks, aim)
 
 
 def real_source(

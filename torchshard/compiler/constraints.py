@@ -94,7 +94,10 @@ class Constraints:
         """Those for the axis over which the ranks divide the batch: it may be the only one, or come after the other."""
         if self.division is None:
             return self
-        aim = replace(self.objective, data=self.division.data, memory=None, axes="weights", recompute=())
+        machine = self.objective.machine.across(self.axis.size)
+        aim = replace(
+            self.objective, data=self.division.data, machine=machine, memory=None, axes="weights", recompute=()
+        )
         return Constraints(self.division.axis, aim)
 
     def with_layouts(self, layouts: Mapping[str, Layout]) -> Constraints:

@@ -21,11 +21,12 @@ from torch import Tensor, fx, nn
 from torchshard.capture import Captured, capture
 from torchshard.capture.facts import ModelFacts
 from torchshard.compiler.constraints import Constraints
+from torchshard.compiler.memory import memory_of_rank
 from torchshard.compiler.planning import plan_graph
 from torchshard.core.errors import InputError, PlanError
 from torchshard.core.garbage import without_garbage_collection
 from torchshard.core.layouts import I, Layout, Shard
-from torchshard.core.mesh import Mesh
+from torchshard.core.mesh import Mesh, simulated_name
 from torchshard.core.words import Word, word
 from torchshard.ir.graph import (
     hint,
@@ -38,7 +39,7 @@ from torchshard.ir.graph import (
     sizes_as,
     where,
 )
-from torchshard.passes import carry, for_next_axis, normalize, rewrite
+from torchshard.passes import carry, for_next_axis, localized, normalize, rewrite
 from torchshard.planner.styles import BATCH, SEQUENCE
 from torchshard.plans.plan import Plan
 
@@ -164,6 +165,22 @@ class DividedBatch:
         if first is not None:
             _check_settled(graph.graph, plan, first)
         return plan
+
+    def priced(self, made: Program, *, with_memory: bool) -> Plan:
+        """The plan of this axis for what the other one's leaves to the first rank.
+
+        Args:
+            with_memory: whether it says what a step takes there.
+        """
+        axis = self.constraints.axis
+        local = localized(made.graph, made.plan.axis.simulated()[0])
+        plan = self.plan(local)
+        if not with_memory:
+            return plan
+        # of another name than the other axis' group, which may have as many ranks
+        first = axis.coordinate(0, simulated_name(0, axis.size, axis.name))
+        memory = memory_of_rank(localized(self.split(local, plan), first))
+        return dataclasses.replace(plan, costs=dataclasses.replace(plan.costs, memory=memory))
 
     def split(self, local: fx.GraphModule, plan: Plan) -> fx.GraphModule:
         """The graph of a rank of the other axis with the collectives of this one, global sizes."""

@@ -205,6 +205,8 @@ class PlanData:
     """The layout of each tensor that earlier calls have left in the arguments, by its place there."""
     data: Data | None = None
     """How the ranks hold weights if they divide the batch, of which each passes its own part; None: they do not."""
+    batch: PlanData | None = field(default=None, compare=False)
+    """The plan of the data axis of a mesh, for what this one leaves; its memory is that of a rank."""
     problem: Any = field(default=None, compare=False, repr=False)
     """The problem that it solves (`planner.problem.PlanningProblem`); None for a plan that was loaded."""
     graph: Any = field(default=None, compare=False, repr=False)

@@ -21,6 +21,10 @@ VERSION = 4
 
 def write(plan: PlanData) -> str:
     """The plan as text."""
+    return json.dumps(_body(plan), indent=1)
+
+
+def _body(plan: PlanData) -> dict[str, Any]:
     choices = {
         name: {
             "choice": c.name,
@@ -31,7 +35,7 @@ def write(plan: PlanData) -> str:
         for name, c in plan.choices.items()
     }
     collectives = [asdict(c) | {"source": str(c.source), "target": str(c.target)} for c in plan.costs.collectives]
-    body = {
+    body: dict[str, Any] = {
         "version": VERSION,
         "world_size": plan.world_size,
         "fingerprint": plan.fingerprint,
@@ -51,11 +55,13 @@ def write(plan: PlanData) -> str:
         body["data"] = plan.data
     if plan.inputs:
         body["inputs"] = {place: str(layout) for place, layout in plan.inputs.items()}
-    return json.dumps(body, indent=1)
+    if plan.batch is not None:
+        body["batch"] = _body(plan.batch)
+    return body
 
 
 def read(text: str, where: str) -> dict[str, Any]:
-    """The fields of the plan that was written; `where` names the text's origin in errors.
+    """The fields of the plan that was written, and of its `batch`; `where` names the text's origin in errors.
 
     Raises:
         PlanError: the text is no plan, one of another version, or cut short.
@@ -101,6 +107,7 @@ def _fields(body: dict[str, Any]) -> dict[str, Any]:
         "recompute": _texts(body.get("recompute", [])),
         "data": _data(body.get("data")),
         "inputs": {place: parse_layout(layout) for place, layout in _is(dict, body.get("inputs", {})).items()},
+        "batch": _fields(_is(dict, body["batch"])) if "batch" in body else None,
     }
 
 

@@ -75,6 +75,13 @@ class Machine:
                     attempt=f"{field.name}={field.default!r}",
                 )
 
+    def across(self, ranks: int) -> Machine:
+        """The same as a ring sees it whose neighbours are so many ranks apart: each of them has a ring of its own, and
+        those of one domain share its network."""
+        rings = min(ranks, self.domain)
+        domain = self.domain if self.domain == math.inf else max(self.domain // ranks, 1)
+        return dataclasses.replace(self, domain=domain, network_bandwidth=self.network_bandwidth / rings)
+
     def link(self, ranks: int) -> tuple[float, float]:
         """The bandwidth and the latency of a ring of so many ranks."""
         if ranks <= self.domain:
