@@ -227,7 +227,7 @@ def _clipped(rank: int, data: Data) -> list[float]:
     return found
 
 
-@pytest.mark.parametrize("data", WAYS)
+@pytest.mark.parametrize("data", [pytest.param("replicate", marks=pytest.mark.nightly), "shard"])
 def test_gradients_are_clipped_by_the_norm_of_the_whole(data: Data) -> None:
     for found in run_ranks(_clipped, 4, data):
         for norm, ours, *expected in zip(*[iter(found)] * 4, strict=True):
@@ -277,7 +277,7 @@ SIZES = ((2, 2), (2, 3), (3, 2))
 @pytest.mark.parametrize(
     ("dp", "tp", "data", "kinds"),
     [
-        *((2, 2, data, ("outside",)) for data in WAYS),
+        (2, 2, "shard", ("outside",)),
         *(pytest.param(*size, data, KINDS, marks=pytest.mark.nightly) for size in SIZES for data in WAYS),
     ],
 )
@@ -333,7 +333,7 @@ def _wrong(rank: int, way: Data) -> dict[str, bool]:
     return found
 
 
-@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("way", ["replicate", pytest.param("shard", marks=pytest.mark.nightly)])
 def test_ranks_that_differ_are_told_on_every_rank(way: Data) -> None:
     for found in run_ranks(_wrong, 4, way, timeout_seconds=300):
         assert all(found.values()), found

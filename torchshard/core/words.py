@@ -85,7 +85,7 @@ def short_text(of: Word) -> str:
 
 def letter_names(given: str) -> list[str]:
     """Returns the names of the axes of a word's letters, as `text` or `short_text` give it."""
-    return [name if ": " in letter else MODEL for letter in given.split(_AND) for name in (letter.partition(": ")[0],)]
+    return [letter.partition(": ")[0] if ": " in letter else MODEL for letter in given.split(_AND)]
 
 
 def parse(given: str, mesh: Mesh) -> Word:
