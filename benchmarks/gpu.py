@@ -45,6 +45,7 @@ from torchshard.passes import direct, localized
 from torchshard.plans.machine import objective
 from torchshard.runtime.compilation import Compiler
 from torchshard.runtime.step import Step
+from torchshard.weights.parameter import ShardedParameter
 
 RANKS = (1, 2, 4, 8)
 ROUNDS = 20
@@ -121,13 +122,15 @@ def environment(device: str) -> str:
     return f"{card}, PyTorch {torch.__version__}, NCCL {nccl}"
 
 
-def _on_ranks(run: Callable[..., Any], world: int, device: str, backend: str, *args: Any) -> list[Any]:
+def _on_ranks(
+    run: Callable[..., Any], world: int, device: str, backend: str, *args: Any, group_size: int = -1
+) -> list[Any]:
     """Calls a function on several ranks that share the card."""
-    return ts.distributed.launch(_rank, world, (run, device, backend, *args))
+    return ts.distributed.launch(_rank, world, (run, device, backend, group_size, *args))
 
 
-def _rank(run: Callable[..., Any], device: str, backend: str, *args: Any) -> Any:
-    ts.distributed.init_process_group(backend)
+def _rank(run: Callable[..., Any], device: str, backend: str, group_size: int, *args: Any) -> Any:
+    ts.distributed.init_process_group(group_size, backend=backend)
     return run(device, *args)
 
 
@@ -167,7 +170,8 @@ def _training(device: str, steps: Steps) -> float:
     torch.set_default_device(device if steps.default else None)
     model, x = _stack(device, 2, 16, steps.dtype, dropout=steps.dropout, checkpointed=steps.checkpointed)
     x = (x * torch.arange(1, 7, device=device)[:, None, None]).to(steps.dtype)
-    part = x.chunk(ts.distributed.get_group_size())[ts.distributed.get_rank()] if "data" in steps.options else x
+    tp = steps.options.get("mesh", {"tp": 1})["tp"]  # of a mesh, parts are those of groups
+    part = x.chunk(dist.get_world_size() // tp)[dist.get_rank() // tp] if "data" in steps.options else x
     worst = 0.0
     with sdpa_kernel(SDPBackend.MATH) if steps.dropout else nullcontext():
         sharded = ts.shard(copy.deepcopy(model), steps.plan, (part,), **steps.options)
@@ -175,10 +179,10 @@ def _training(device: str, steps: Steps) -> float:
             whole, own = _gradients(model, x, steps), _gradients(sharded, part, steps)
             if whole.keys() != own.keys():
                 raise AssertionError("other parameters have gradients")
-            for name, gradient in own.items():
-                if (layout := sharded.layouts[name]) != ts.I:
-                    gradient = torch.cat(ts.distributed.all_gather_uneven(gradient), layout.dim)
-                worst = max(worst, float((gradient - whole[name]).abs().max() / whole[name].abs().max()))
+            for name, p in sharded.named_parameters():
+                if (gradient := own.get(name)) is not None and isinstance(p, ShardedParameter):
+                    gradient = p.ranks.gathered(gradient.as_subclass(Tensor), p.sharding, p.whole)
+                    worst = max(worst, float((gradient - whole[name]).abs().max() / whole[name].abs().max()))
     return worst
 
 
@@ -187,7 +191,8 @@ def training(device: str, world: int, backend: str = "gloo", **given: Any) -> st
     if backend == "nccl" and device == "cpu":
         raise Skipped("NCCL needs a GPU")
     steps = Steps(**given)
-    worst = max(_on_ranks(_training, world, device, backend, steps))
+    group_size = steps.options.get("mesh", {}).get("tp", -1)
+    worst = max(_on_ranks(_training, world, device, backend, steps, group_size=group_size))
     if not worst < steps.limit:
         raise AssertionError(f"gradients differ by {worst:.1e} of the largest, more than {steps.limit:.0e}")
     return f"gradients differ by {worst:.1e} of the largest"
@@ -442,6 +447,12 @@ CHECKS: dict[str, Callable[[str], str]] = {
     ),
     "two ranks on one card, weights in slices, compiled": partial(
         training, world=2, plan={}, options={"data": "shard", "compile": True}
+    ),
+    "four ranks on one card, batch and weights": partial(
+        training, world=4, dtype=torch.float64, options={"mesh": {"dp": 2, "tp": 2}, "data": "replicate"}
+    ),
+    "six ranks on one card, weights in slices of slices": partial(
+        training, world=6, dtype=torch.float64, dropout=0.2, options={"mesh": {"dp": 3, "tp": 2}, "data": "shard"}
     ),
     "three ranks on one card, planned, autocast to bfloat16": partial(
         training, world=3, plan="auto", autocast=torch.bfloat16

@@ -60,9 +60,10 @@ def with_fsdp(model: nn.Sequential, mesh: DeviceMesh) -> nn.Module:
 
 def models(plain: nn.Sequential, part: Tensor, tp: int) -> dict[str, nn.Module]:
     """The model in each way."""
-    sizes = {"dp": dist.get_world_size() // tp, "tp": tp}
-    mesh = init_device_mesh("cpu", tuple(sizes.values()), mesh_dim_names=tuple(sizes))
-    plan = {} if tp == 1 else PLAN
+    mesh = init_device_mesh("cpu", (dist.get_world_size() // tp, tp), mesh_dim_names=("dp", "tp"))
+    sizes, plan = {"dp": mesh["dp"].size(), "tp": tp}, PLAN
+    if tp == 1:
+        sizes, plan = {"dp": sizes["dp"]}, {}
     return {
         "unsharded": plain,
         "DDP": DistributedDataParallel(copy.deepcopy(plain)),
