@@ -278,6 +278,11 @@ def sizes_as(sizes: Mapping[sympy.Symbol, int]) -> Iterator[None]:
         _other_sizes.reset(token)
 
 
+def other_sizes() -> dict[sympy.Symbol, int]:
+    """The sizes that hold in place of the example inputs', where this is within `sizes_as`."""
+    return {symbol: int(size) for symbol, size in (_other_sizes.get() or {}).items()}
+
+
 def nbytes(value: Tensor) -> int:
     """The bytes of a whole value, with the sizes of the example inputs."""
     total = value.dtype.itemsize

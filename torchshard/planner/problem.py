@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
+import sympy
 from torch import fx
 
 from torchshard.core.errors import PlanError
 from torchshard.core.layouts import Layout
 from torchshard.core.notation import Choice
+from torchshard.ir.graph import other_sizes, sizes_as
 from torchshard.planner.conversions import conversions_of
 from torchshard.planner.costs import CostModel
 from torchshard.planner.network import GraphConstraints
@@ -35,6 +37,8 @@ class PlanningProblem:
     constraints: GraphConstraints
     fits: Fits | None = None
     """Whether a plan of these choices and layouts is within the limit of memory; None: there is no limit."""
+    sizes: Mapping[sympy.Symbol, int] = field(default_factory=other_sizes)
+    """Those that hold in place of the example inputs', as one part of the batch."""
 
     def solve(self, constraints: GraphConstraints) -> Alternative:
         """The best plan under other constraints.
@@ -42,13 +46,15 @@ class PlanningProblem:
         Raises:
             PlanError: there is none, or none that fits.
         """
-        result = search(self.graph, self.model, constraints, self.fits)
+        with sizes_as(self.sizes):
+            result = search(self.graph, self.model, constraints, self.fits)
         if not result.fits:
             raise PlanError("nothing fits", where="memory=")
         return Alternative(result.parameters, self.costs_of(result.choices, result.parameters))
 
     def costs_of(self, choices: Mapping[str, Choice], parameters: Mapping[str, Layout]) -> Costs:
         """What these choices and layouts cost, with the fastest conversions."""
-        conversions = conversions_of(self.graph, self.model, choices, parameters)
-        collectives, compute = predict(self.graph, self.model, choices, parameters, conversions)
+        with sizes_as(self.sizes):
+            conversions = conversions_of(self.graph, self.model, choices, parameters)
+            collectives, compute = predict(self.graph, self.model, choices, parameters, conversions)
         return Costs(compute=compute, collectives=tuple(collectives))
