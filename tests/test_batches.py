@@ -253,6 +253,59 @@ def test_a_loss_outside_is_averaged_as_ddp_does() -> None:
     assert max(run_ranks(_beside_ddp, 2)) < 1e-12
 
 
+def _whole(rank: int, options: dict[str, Any]) -> dict[str, float]:
+    """The worst differences, where each rank passes whole batches, of results and of gradients of losses of them all."""
+    worst = {}
+    cases: dict[str, tuple[nn.Module, list[tuple[Tensor, ...]]]] = {
+        "GPT": (_model(), [_batch(4), _batch(4, 7), tuple(t[:8] for t in _batch(8))]),
+        "sizes": (Sizes().double(), [(torch.randn(8, 5, 4).double(), torch.randn(5, 4).double()) for _ in range(3)]),
+    }
+    for name, (model, batches) in cases.items():
+        sharded = ts.shard(copy.deepcopy(model), {}, batches[0], inputs="global", **options)
+        for batch in batches:
+            losses, inputs = [], [[t.clone().requires_grad_(t.is_floating_point()) for t in batch] for _ in range(2)]
+            for m, given in zip((model, sharded), inputs, strict=True):
+                m.zero_grad()
+                torch.manual_seed(3)
+                results = m(*given)
+                losses.append(torch.stack([(r.square() * (i + 1)).mean() for i, r in enumerate(results)]))
+                losses[-1].sum().backward()
+                losses[-1] = torch.cat([losses[-1].detach(), *(r.detach().flatten() for r in results)])
+            found = [(losses[0] - losses[1]).abs().max().item()]
+            found += [(a.grad - b.grad).abs().max().item() for a, b in zip(*inputs, strict=True) if a.grad is not None]
+            for parameter, own in zip(model.parameters(), sharded.parameters(), strict=True):
+                gradient = own.ranks.gathered(own.grad.as_subclass(Tensor), own.sharding, own.whole)
+                found.append((gradient - parameter.grad).abs().max().item())
+            worst[name] = max(worst.get(name, 0.0), *found)
+    ids, labels = _batch(4)
+    told = "the ranks were called with inputs of the same shape but different values"
+    gpt = ts.shard(_model(), {}, (ids, labels), inputs="global", **options)
+    worst["other batches"] = 1.0 - refused_input(lambda: gpt(ids.roll(rank, 0), labels), told)
+    worst["not divided"] = 1.0 - refused_input(lambda: gpt(ids[:5], labels[:5]), "a batch of 5 can't be divided among")
+    return worst
+
+
+@pytest.mark.parametrize(
+    ("world", "options"),
+    [
+        (2, {"data": "shard"}),
+        (4, {"mesh": {"dp": 2, "tp": 2}}),
+        *(
+            pytest.param(world, options, marks=pytest.mark.nightly)
+            for world, options in ((4, {"data": "replicate"}), (4, {"mesh": {"dp": 2, "tp": 2}, "data": "shard"}))
+        ),
+    ],
+)
+def test_ranks_may_pass_whole_batches(world: int, options: dict[str, Any]) -> None:
+    for worst in run_ranks(_whole, world, options, timeout_seconds=300):
+        assert max(worst.values()) < 1e-10, worst
+
+
+def test_other_inputs_than_local_and_global_are_refused() -> None:
+    with pytest.raises(ts.InputError, match="'all' is no kind of inputs"):
+        ts.shard(_model(), {}, _batch(2), data="replicate", inputs="all")  # type: ignore[arg-type]
+
+
 def _wrong(rank: int) -> list[bool]:
     model, own = _model(), _own(_batch(2), rank)
     sharded = ts.shard(copy.deepcopy(model), {}, own, data="replicate")

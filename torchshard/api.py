@@ -21,7 +21,16 @@ from torchshard.core.errors import InputError, PlanError
 from torchshard.core.garbage import without_garbage_collection
 from torchshard.core.layouts import Layout
 from torchshard.distributed.ranks import Ranks
-from torchshard.plans.machine import Axes, Machine, MachineName, Mode, Objective, objective
+from torchshard.plans.machine import (
+    Axes,
+    Inputs,
+    Machine,
+    MachineName,
+    Mode,
+    Objective,
+    check_inputs,
+    objective,
+)
 from torchshard.plans.plan import Plan
 from torchshard.runtime.compilation import CompileOptions, Compiler, compiler_of
 from torchshard.runtime.joining import join_ranks
@@ -44,6 +53,7 @@ def shard(
     mode: Mode = "train",
     mesh: MeshLike | None = None,
     data: DataLike | None = None,
+    inputs: Inputs = "local",
     weights: str | os.PathLike[str] | None = None,
     compile: CompileOptions = False,
 ) -> ShardedModule:
@@ -62,6 +72,8 @@ def shard(
         data: "replicate": each rank passes its own part of the batch and holds all weights, as in DDP; "shard": a slice
             of each weight, as in FSDP. With `mesh` for its first axis, by default "replicate"; or by name:
             `{"dp": "replicate"}`.
+        inputs: where the ranks divide the batch: "local": each passes its own part, and gets its part of results that
+            have the batch; "global": each passes the whole batch, and gets whole results.
         weights: a folder of safetensors files (or one file), from which each rank reads its slices and nothing else, in
             place of the values that the model has; the model may be lazy or on the meta device. For models of
             transformers names and shapes are converted as `from_pretrained` converts them. What the files lack keeps
@@ -88,9 +100,10 @@ def shard(
             why=f"it is split over {model.group.size} ranks",
             attempt="shard the unsharded model again, with the other plan",
         )
+    check_inputs(inputs)
     ranks, of_mesh = join_ranks(mesh, data)
     aim = objective(machine, memory, axes, device_type(model), recompute, mode, of_mesh.data)
-    return _shard(model, plan, example_inputs, example_kwargs, ranks, of_mesh.division, aim, weights, compiler)
+    return _shard(model, plan, example_inputs, example_kwargs, ranks, of_mesh.division, aim, inputs, weights, compiler)
 
 
 def _shard(
@@ -101,6 +114,7 @@ def _shard(
     ranks: Ranks,
     division: Division | None,
     aim: Objective,
+    inputs: Inputs,
     weights: str | os.PathLike[str] | Weights | None,
     compiler: Compiler | None,
 ) -> ShardedModule:
@@ -116,7 +130,15 @@ def _shard(
     with torch.inference_mode(False):
         # what to cut, the plan will say
         made = ShardedModule(
-            model, plan, ranks, aim, division=division, cut=not has_example, weights=weights, compiler=compiler
+            model,
+            plan,
+            ranks,
+            aim,
+            division=division,
+            whole_batches=inputs == "global",
+            cut=not has_example,
+            weights=weights,
+            compiler=compiler,
         )
     if has_example:
         with torch.set_grad_enabled(torch.is_grad_enabled() and aim.trains):
@@ -141,6 +163,7 @@ def from_pretrained(
     mode: Mode = "train",
     mesh: MeshLike | None = None,
     data: DataLike | None = None,
+    inputs: Inputs = "local",
     compile: CompileOptions = False,
 ) -> ShardedModule:
     """The sharded model of a folder that transformers' `save_pretrained` wrote: no rank ever holds it whole.
@@ -149,8 +172,8 @@ def from_pretrained(
 
     Args:
         folder: with config.json and safetensors files, on this machine.
-        plan, example_inputs, example_kwargs, memory, machine, axes, recompute, mode, mesh, data, compile: as in
-            `shard`.
+        plan, example_inputs, example_kwargs, memory, machine, axes, recompute, mode, mesh, data, inputs, compile: as
+            in `shard`.
         adapter: the folder of an adapter of peft (LoRA and others), with which the model is a `PeftModel`.
         train: captures and returns the model in train mode, with the adapter's parameters trainable; else in eval mode,
             as transformers returns it. `model.train()` later on has its own graph captured at the next call.
@@ -165,6 +188,7 @@ def from_pretrained(
         PlanError, CaptureError, DistributedError: as `shard`.
     """
     compiler = compiler_of(compile, where="from_pretrained(compile=...)")
+    check_inputs(inputs)
     ranks, of_mesh = join_ranks(mesh, data)
 
     def built() -> tuple[nn.Module, Weights]:
@@ -179,7 +203,7 @@ def from_pretrained(
     if device is not None:
         model = model.to(device)
     aim = objective(machine, memory, axes, device_type(model), recompute, mode, of_mesh.data)
-    return _shard(model, plan, example_inputs, example_kwargs, ranks, of_mesh.division, aim, read, compiler)
+    return _shard(model, plan, example_inputs, example_kwargs, ranks, of_mesh.division, aim, inputs, read, compiler)
 
 
 def _check_decodes(mode: Mode, example_inputs: Sequence[Any], example_kwargs: Mapping[str, Any] | None) -> None:

@@ -35,7 +35,12 @@ def divided_batch(
     Raises:
         InputError: no tensor has a dim, the ranks do not divide the batch, or a part is a single element.
     """
-    batch, layouts = _batch(flatten_call(model, args, kwargs or {}))
+    return layouts_of_parts(flatten_call(model, args, kwargs or {}), ranks)
+
+
+def layouts_of_parts(inputs: Leaves, ranks: int) -> dict[str, Layout]:
+    """As `divided_batch`, of a call's tensors."""
+    batch, layouts = _batch(inputs)
     if batch % ranks:
         raise InputError(
             f"a batch of {batch} can't be divided among {ranks} ranks",

@@ -220,7 +220,7 @@ def _refuse_changes(captured: Captured) -> None:
             "forward changes its arguments, and the ranks divide the batch",
             where=f"argument {captured.changes.names[0]!r}",
             why="what a call leaves for the next one, such as a cache, is no part of the batch",
-            attempt="use_cache=False; or without data=",
+            attempt="use_cache=False; or ranks that divide the weights alone",
         )
 
 

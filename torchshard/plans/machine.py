@@ -32,6 +32,8 @@ Axes = Literal["weights", "sequence", "all"]
 the number of ranks; or batch and sequence, for inputs of one size."""
 Data = Literal["replicate", "shard"]
 """What ranks that divide the batch hold of the weights: all, as in DDP; or slices, as in FSDP."""
+Inputs = Literal["local", "global"]
+"""What ranks that divide the batch pass: their own part, or the whole."""
 Mode = Literal["train", "infer"]
 """What is planned: steps of training, or calls without gradients."""
 
@@ -170,6 +172,15 @@ def check_data(data: object) -> None:
         InputError: it is none.
     """
     _check_option("data", data, Data, "way to divide data", "each rank has all weights; 'shard': slices of them")
+
+
+def check_inputs(inputs: object) -> None:
+    """What ranks that divide the batch pass.
+
+    Raises:
+        InputError: it is none of the two.
+    """
+    _check_option("inputs", inputs, Inputs, "kind of inputs", "each rank's part of the batch; 'global': all of it")
 
 
 def _check_option(option: str, value: object, kinds: object, what: str, why: str) -> None:

@@ -39,7 +39,7 @@ from torchshard.capture import (
     without_storage,
 )
 from torchshard.capture.facts import ModelFacts
-from torchshard.compiler.batches import whole_batch
+from torchshard.compiler.batches import layouts_of_parts, whole_batch
 from torchshard.compiler.constraints import Constraints, Division, PlanLike, check_layouts, read_constraints
 from torchshard.compiler.program import program
 from torchshard.core.autocast import autocasting
@@ -52,7 +52,7 @@ from torchshard.distributed.ranks import Ranks
 from torchshard.distributed.wire import settling
 from torchshard.plans.machine import Objective
 from torchshard.plans.plan import Plan
-from torchshard.runtime.averaged import averaged
+from torchshard.runtime.batches import averaged, joined, own_part
 from torchshard.runtime.call_key import call_key
 from torchshard.runtime.call_verification import (
     PreparedCall,
@@ -121,6 +121,7 @@ class ShardedModule(State):
         aim: Objective | None = None,
         *,
         division: Division | None = None,
+        whole_batches: bool = False,
         cut: bool = True,
         weights: str | os.PathLike[str] | Weights | None = None,
         compiler: Compiler | None = None,
@@ -129,6 +130,7 @@ class ShardedModule(State):
 
         Args:
             division: how the ranks of the data axis divide the batch, if there is one.
+            whole_batches: whether each rank passes the whole of a batch that they divide, and gets whole results.
         """
         group = ranks.group
 
@@ -154,6 +156,7 @@ class ShardedModule(State):
             warnings.warn(f"{what}: call backward() after ts.shard", stacklevel=4)
         super().__init__(model, layouts, ranks, of_batch=of_batch, cut=cut, weights=loaded)
         self._ts_constraints = constraints
+        self._ts_whole_batches = whole_batches
         self._ts_compiler = compiler
         self._ts_watch = Watch(self.source)
         self._ts_entries = {"": KnownCalls(self.source)}
@@ -274,8 +277,11 @@ class ShardedModule(State):
         equal, batch_group = results, self._batch_group
         if batch_group is not None:
             layouts = compiled.result_layouts[: len(results)]
-            results = averaged(results, layouts, batch_group.size)
-            equal = [r for r, layout in zip(results, layouts, strict=True) if not isinstance(layout, Shard)]
+            if self._ts_whole_batches:
+                equal = results = joined(results, layouts, batch_group)
+            else:
+                results = averaged(results, layouts, batch_group)
+                equal = [r for r, layout in zip(results, layouts, strict=True) if not isinstance(layout, Shard)]
         if self._verifies_calls() and torch.is_grad_enabled():
             if self._ts_across is not None:
                 self._ts_across.watch_results(equal)
@@ -361,7 +367,7 @@ class ShardedModule(State):
         except ShardError as error:
             failure = error
         made = call if failure is None else failure
-        if isinstance(made, PreparedCall):
+        if isinstance(made, PreparedCall) and not self._ts_whole_batches:
             made = replace(made, compared=made.inputs)
         snapshot = self._snapshot_of(self._ts_across, made)
         try:
@@ -396,8 +402,11 @@ class ShardedModule(State):
         inputs, layouts = whole_inputs(given, self._ts_group, self._ts_history.number, self._ts_carried_places)
         compared, batches, batch_group = inputs, dict[str, Layout](), self._batch_group
         if batch_group is not None:
-            inputs, batches = whole_batch(inputs, batch_group.size)
-            compared = inputs if self._ts_across is None else compared
+            if self._ts_whole_batches:
+                given = own_part(given, layouts_of_parts(given, batch_group.size), batch_group)
+            inputs, batches = whole_batch(given, batch_group.size)
+            if self._ts_across is None and not self._ts_whole_batches:
+                compared = inputs
         state = self._ts_watch.state()
         key = call_key(inputs, state, self._ts_source_modules, self._ts_tensors.values(), layouts | batches, entry)
         visible = f"state {self._ts_watch.number}"
