@@ -943,10 +943,24 @@ FAULTS = (
     ),
     Fault(
         "gradients of a part of the batch are not averaged",
-        "runtime/averaged.py",
+        "runtime/batches.py",
         "return gradient / ctx.ranks, None",
         "return gradient, None",
         "tests/test_batches.py -k ddp",
+    ),
+    Fault(
+        "of a whole batch each rank keeps the gradient of its part",
+        "runtime/batches.py",
+        "        return _gathered(gradient, *ctx.of), None, None\n",
+        "        layout, group = ctx.of\n        return gradient.repeat_interleave(group.size, 0), None, None\n",
+        "tests/test_batches.py -k whole_batches",
+    ),
+    Fault(
+        "whole batches are not compared",
+        "runtime/module.py",
+        "if self._ts_across is None and not self._ts_whole_batches:",
+        "if self._ts_across is None:",
+        "tests/test_batches.py -k whole_batches",
     ),
     Fault(
         "the size of a part is taken for that of the batch",
