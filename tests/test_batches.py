@@ -254,7 +254,7 @@ def test_a_loss_outside_is_averaged_as_ddp_does() -> None:
 
 
 def _whole(rank: int, options: dict[str, Any]) -> dict[str, float]:
-    """Where each rank passes whole batches: the worst differences of results, and of gradients of losses of them all."""
+    """Where each rank passes whole batches: the worst differences of results, and of gradients of losses of all."""
     worst = {}
     cases: dict[str, tuple[nn.Module, list[tuple[Tensor, ...]]]] = {
         "GPT": (_model(), [_batch(4), _batch(4, 7), tuple(t[:8] for t in _batch(8))]),
