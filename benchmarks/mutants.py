@@ -703,6 +703,13 @@ FAULTS = (
         "tests/test_meshes.py -k by_the_norm",
     ),
     Fault(
+        "a norm over two models is that over the ranks of the first",
+        "distributed/ranks.py",
+        "max(found, key=lambda ranks: ranks.count)",
+        "found[0]",
+        "tests/test_meshes.py -k by_the_norm",
+    ),
+    Fault(
         "of ranks with the same slice each counts for PyTorch's norm",
         "weights/slice_values.py",
         ".where(counts, 0.0)",

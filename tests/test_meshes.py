@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import itertools
 import math
 from collections.abc import Iterator
 from pathlib import Path
@@ -212,18 +213,25 @@ def _trained(rank: int, dp: int, tp: int, data: Data, kinds: tuple[str, ...], fo
 
 
 def _clipped(rank: int, data: Data) -> list[float]:
-    """Norms of the whole gradient by ts and by PyTorch, of slices over either axis and over both; and the expected."""
-    model, batch = _model(p=0.0), _batch(2)
-    own = _own(batch, rank // 2)
+    """Norms of the whole gradient by ts and by PyTorch, of slices over either axis and over both; and the expected.
+
+    Beside the model of two axes is one without the axis of the batch, whose parameters come first or last.
+    """
+    model, batch, x = _model(p=0.0), _batch(2), torch.randn(3, 6, dtype=torch.float64)
+    other, own = nn.Linear(6, 4).double(), _own(batch, rank // 2)
     sharded = ts.shard(copy.deepcopy(model), PLAN, own, mesh={"dp": 2, "tp": 2}, data=data)
+    beside = ts.shard(copy.deepcopy(other), {"": "column"}, (x,))
     found = list[float]()
-    for order in (1.0, 2.0, math.inf):
-        for each, inputs in ((sharded, own), (model, batch)):
+    for order, turn in itertools.product((1.0, 2.0, math.inf), (1, -1)):
+        both: list[list[nn.Module]] = [[sharded, beside][::turn], [model, other][::turn]]
+        for each, inputs in ((sharded, own), (model, batch), (beside, (x,)), (other, (x,))):
             each.zero_grad()
-            each(*inputs)[0].backward()
-        found += [torch.nn.utils.get_total_norm([p.grad for p in sharded.parameters()], order).item()]
-        found += [ts.clip_grad_norm_(sharded, 0.1, order).item()]
-        found += [torch.nn.utils.clip_grad_norm_(model.parameters(), 0.1, order).item()] * 2
+            result = each(*inputs)
+            (result[0] if isinstance(result, tuple) else result.square().sum()).backward()
+        ours, theirs = ([p for each in models for p in each.parameters()] for models in both)
+        found += [torch.nn.utils.get_total_norm([p.grad for p in ours], order).item()]
+        found += [ts.clip_grad_norm_(ours, 0.1, order).item()]
+        found += [torch.nn.utils.clip_grad_norm_(theirs, 0.1, order).item()] * 2
     return found
 
 
@@ -232,6 +240,37 @@ def test_gradients_are_clipped_by_the_norm_of_the_whole(data: Data) -> None:
     for found in run_ranks(_clipped, 4, data):
         for norm, ours, *expected in zip(*[iter(found)] * 4, strict=True):
             assert [norm, ours] == pytest.approx(expected, rel=1e-12), found
+
+
+def _of_one(rank: int) -> dict[str, Any]:
+    """A mesh whose second axis has one rank, beside a world of one axis."""
+    model, own, found = _model(p=0.0), _own(_batch(2), rank), dict[str, Any]()
+    expected = copy.deepcopy(model)
+    expected(*_batch(2))[0].backward()
+    ts.distributed.init_process_group(1)
+    for way in WAYS:
+        sharded = ts.shard(copy.deepcopy(model), PLAN, own, mesh={"dp": 2, "tp": 1}, data=way)
+        for _ in range(2):
+            sharded.zero_grad()
+            sharded(*own)[0].backward()
+        named = dict(expected.named_parameters())
+        whole = {
+            n: p.ranks.gathered(p.grad.as_subclass(Tensor), p.sharding, p.whole) for n, p in sharded.named_parameters()
+        }
+        found[way] = _worst(whole, {name: p.grad for name, p in named.items() if p.grad is not None})
+        found[f"{way}, differs"] = refused(lambda: sharded(own[0].to("meta"), own[1]) if rank else sharded(*own), "")  # noqa: B023
+    slices = sharded.state_dict()
+    ts.distributed.destroy_process_group()
+    of_one_axis = ts.shard(copy.deepcopy(model), {}, own, data="shard")
+    of_one_axis.load_state_dict(slices)
+    found["of one axis"] = _worst(of_one_axis.full_state_dict(), model.state_dict())
+    told = refused(lambda: ts.shard(_model(), {}, own, data=WAYS[rank]), "shard this model together")
+    return found | {"told": told}
+
+
+def test_an_axis_of_one_rank() -> None:
+    for found in run_ranks(_of_one, 2):
+        assert all(value if isinstance(value, bool) else value < 1e-10 for value in found.values()), found
 
 
 def _read(rank: int, folder: str) -> dict[str, Any]:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from hypothesis import given
@@ -13,7 +15,7 @@ from torchshard.core.layouts import I, Layout, P, R, Shard, is_whole
 from torchshard.core.mesh import Mesh, MeshAxis
 from torchshard.core.words import WHOLE, Word, cuts, dual, join, local_shape, parse, short_text, split, text, word
 from torchshard.weights.boxes import Box, overlaps, pieces
-from torchshard.weights.state_slices import held_at, slice_place
+from torchshard.weights.state_slices import held_at, is_same_slice, slice_place
 
 pytestmark = pytest.mark.quick
 
@@ -81,6 +83,27 @@ def test_words_have_one_spelling_that_can_be_read(made: tuple[Mesh, Tensor, Word
     read, at = held_at(slice_place("w", of, place, tensor.shape))
     assert (read, cuts(read, at)) == (of, cuts(of, place))
     assert (of == WHOLE) == (text(of) == "I")
+
+
+@pytest.mark.parametrize(
+    ("a", "b", "same"),
+    [
+        (("w", "S(0)", 0, 1, (4,)), ("", "I", 0, 1, (4,)), True),  # what one rank has saved is whole
+        (("w", "S(0)", 1, 2, (4,)), ("", "data: S(0)", 1, 2, (4,)), True),
+        (("w", "S(0)", 1, 2, (4,)), ("", "S(0)", 0, 2, (4,)), False),
+        (("w", "S(0)", 1, 2, (4,)), ("", "S(0)", 1, 2, (5,)), False),
+        (("w", "S(0)", 1, 2, (4,)), ("", "I", 0, 1, (4,)), False),
+        (
+            ("w", "model: S(0) . data: S(0)", (1, 0), (2, 2), (4,)),
+            ("", "S(0)", 2, 4, (4,)),
+            False,
+        ),  # the same rows, cut otherwise
+        (("w", "S(0) of", "1", 2, (4,)), ("", "S(0)", 1, 2, (4,)), False),
+        (("w",), ("", "S(0)", 1, 2, (4,)), False),
+    ],
+)
+def test_slices_are_the_same_by_what_they_are_of_the_whole(a: Any, b: Any, same: bool) -> None:
+    assert is_same_slice(a, b) is is_same_slice(b, a) is same
 
 
 @given(held(), st.data())

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -15,11 +15,17 @@ from torchshard.core.layouts import I, Layout, Shard
 from torchshard.core.mesh import DATA, MODEL, MeshAxis, Place
 from torchshard.core.words import Cuts, Word, cuts, local_shape, word
 from torchshard.distributed.consistency import Facts, gather_bytes, run_on_all_ranks, verify_equal
-from torchshard.distributed.group import ALONE, Group, is_initialized, lookup
+from torchshard.distributed.group import ALONE, Group, is_initialized, lookup, own_group
 from torchshard.distributed.kernels import ReduceKind, gathered, reduced
 from torchshard.distributed.process_groups import init_process_group
 
 T = TypeVar("T")
+
+
+def widest(tensors: Iterable[object]) -> Ranks:
+    """The most ranks that any of these sharded tensors is held by: a number about all of them concerns all of these."""
+    found = [ranks for ranks in (getattr(tensor, "ranks", None) for tensor in tensors) if isinstance(ranks, Ranks)]
+    return max(found, key=lambda ranks: ranks.count) if found else Ranks(own_group())
 
 
 @dataclass(frozen=True)

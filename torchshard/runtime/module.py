@@ -147,6 +147,8 @@ class ShardedModule(State):
         constraints, of_model, loaded = ranks.run_on_all(read, PlanError, what)
         layouts = constraints.first_layouts(of_model)
         of_batch = constraints.of_batch.first_layouts(of_model) if division else {}
+        if ranks.count > 1:
+            ranks.verify({"data= and inputs=": f"{constraints.data} {division} {whole_batches}"}, what)
         verify_same_weights(model, ranks, () if loaded is None else loaded.tensors)
         if loaded is not None:
             facts = describe_contents(loaded.tensors) | loaded.samples

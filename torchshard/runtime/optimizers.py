@@ -21,7 +21,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 from torchshard.core.errors import InputError
 from torchshard.weights.parameter import ShardedParameter, support_foreach
 from torchshard.weights.slice_values import check_other_group, watch_slices
-from torchshard.weights.state_slices import StateSlice, place_of, place_text, wants_whole
+from torchshard.weights.state_slices import StateSlice, is_same_slice, place_of, place_text, wants_whole
 
 OptimizerState = Mapping[str, object]
 """What an optimizer keeps for one parameter: tensors, such as 'exp_avg', and numbers."""
@@ -221,7 +221,7 @@ def _check_state(parameter: ShardedParameter, state: OptimizerState, *, by_eleme
     for name, value in state.items():
         place = place_of(value)
         # The name may differ, as when the model is now a part of another one: the rest decides.
-        if place is not None and tuple(place[1:]) != own[1:]:
+        if place is not None and not is_same_slice(place, own):
             raise InputError(
                 f"the optimizer's {name} of {parameter.path!r} is another slice's",
                 where="optimizer.load_state_dict",

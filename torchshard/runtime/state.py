@@ -32,7 +32,15 @@ from torchshard.runtime.submodule import ShardedSubmodule
 from torchshard.weights.folder import Weights
 from torchshard.weights.materialize import ReadSlices, for_each_whole, local_tensor, read_slices
 from torchshard.weights.parameter import ShardedParameter
-from torchshard.weights.state_slices import SlicePlace, StateSlice, place_of, place_text, slice_place, wants_whole
+from torchshard.weights.state_slices import (
+    SlicePlace,
+    StateSlice,
+    is_same_slice,
+    place_of,
+    place_text,
+    slice_place,
+    wants_whole,
+)
 
 _LOG = logging.getLogger(__name__)
 
@@ -387,7 +395,7 @@ class State(ShardedSubmodule):
         """Raises InputError for the slice of another rank, number of ranks or plan, and for whole tensors."""
         own, place = self._place(self._ts_names[name][0]), place_of(tensor)
         shape = self._ts_tensors[name].shape
-        fits = tensor.shape == shape if place is None else tuple(place[1:]) == own[1:]
+        fits = tensor.shape == shape if place is None else is_same_slice(place, own)
         if fits:
             return
         is_whole = place is None and tensor.shape == self._source_tensor(name).shape

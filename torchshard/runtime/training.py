@@ -15,8 +15,7 @@ from torch import Tensor, nn
 
 from torchshard.core.errors import InputError
 from torchshard.core.words import WHOLE, Word, is_split
-from torchshard.distributed.group import own_group
-from torchshard.distributed.ranks import Ranks
+from torchshard.distributed.ranks import widest
 from torchshard.weights.parameter import ShardedParameter
 
 
@@ -38,7 +37,7 @@ def clip_grad_norm_(model: nn.Module | Tensor | Iterable[Tensor], max_norm: floa
     """
     _check_norms(max_norm, norm_type)
     parameters = _parameters(model)
-    ranks = next((p.ranks for p in parameters if isinstance(p, ShardedParameter)), None) or Ranks(own_group())
+    ranks = widest(parameters)
     grads = [(_sharding(p), p.grad) for p in parameters if p.grad is not None]
     device = next((p.device for p in parameters), torch.device("cpu"))
     # of ranks that hold the same slice one counts
@@ -106,6 +105,5 @@ class GradScaler(torch.amp.GradScaler):
         self, optimizer: torch.optim.Optimizer, inv_scale: Tensor, found_inf: Tensor, allow_fp16: bool
     ) -> dict[torch.device, Tensor]:
         overflows = super()._unscale_grads_(optimizer, inv_scale, found_inf, allow_fp16)
-        slices = (p for group in optimizer.param_groups for p in group["params"] if isinstance(p, ShardedParameter))
-        ranks = next((p.ranks for p in slices), None) or Ranks(own_group())
+        ranks = widest(p for group in optimizer.param_groups for p in group["params"])
         return {device: ranks.reduced(value, torch.distributed.ReduceOp.MAX) for device, value in overflows.items()}

@@ -24,7 +24,7 @@ from torch import Tensor
 from torchshard.core.errors import DistributedError, InputError
 from torchshard.core.words import WHOLE, Word, is_split
 from torchshard.distributed.group import ALONE, Group
-from torchshard.distributed.ranks import Ranks
+from torchshard.distributed.ranks import Ranks, widest
 from torchshard.weights.callers import called_from, caller, is_users
 from torchshard.weights.slice_warnings import warn_of_slice
 from torchshard.weights.state_slices import SlicePlace, place_text, slice_place
@@ -254,8 +254,7 @@ def watch_slices(on: bool) -> None:
 
 def _join_overflow(gradients: Iterable[Tensor], found_inf: Tensor) -> None:
     """After a GradScaler has looked for overflows: one on any rank counts on all, so that all skip the step."""
-    ranks = next(s.ranks for s in gradients if isinstance(s, Slice))
-    found_inf.copy_(ranks.reduced(found_inf, dist.ReduceOp.MAX, eager=True))
+    found_inf.copy_(widest(gradients).reduced(found_inf, dist.ReduceOp.MAX, eager=True))
 
 
 _NORMS = frozenset([torch.linalg.vector_norm, torch._foreach_norm])
@@ -283,7 +282,7 @@ def _joined_norms(tensors: Sequence[Tensor], norms: Sequence[Tensor], order: flo
     joined_norms = list(norms)
     if not slices:
         return joined_norms
-    ranks = next(iter(slices.values())).ranks
+    ranks = widest(tensors)
     stacked = torch.stack([norms[i].double() for i in slices])
     if math.isinf(order):
         joined = ranks.reduced(stacked, dist.ReduceOp.MAX if order > 0 else dist.ReduceOp.MIN, eager=True)

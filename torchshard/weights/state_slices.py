@@ -54,6 +54,14 @@ def held_at(place: SlicePlace) -> tuple[Word, Place]:
     return parse(text, mesh), dict(zip(names, ranks, strict=True))
 
 
+def is_same_slice(a: SlicePlace, b: SlicePlace) -> bool:
+    """Whether two places are one slice of one shape, by whatever names of tensors and axes."""
+    try:
+        return cuts(*held_at(a)) == cuts(*held_at(b)) and tuple(a[4]) == tuple(b[4])
+    except (ValueError, TypeError, AttributeError, IndexError):  # a file may hold anything
+        return False
+
+
 def place_of(value: object) -> SlicePlace | None:
     """The place of a tensor from a state dict; None for a tensor that is not a slice."""
     return cast(SlicePlace | None, getattr(value, _PLACE, None))
