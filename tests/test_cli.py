@@ -74,17 +74,17 @@ def test_plan_prints_a_table_and_writes_files(llama: str, tmp_path: Path, capsys
 
 def test_meshes(llama: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     file = tmp_path / "plan.json"
-    given = [llama, "--mesh", "dp=3,tp=2", "--data", "shard", "--sequence", "16"]
+    given = [llama, "--mesh", "dp=2,tp=2", "--data", "shard", "--sequence", "16"]
     assert main(["plan", *given, "--machine", "h100x8", "--json", str(file)]) == 0
     shown = capsys.readouterr().out
-    assert shown.startswith("plan for 3 × 2 ranks") and "over 3 parts of the batch (shard)" in shown
+    assert shown.startswith("plan for 2 × 2 ranks") and "over 2 parts of the batch (shard)" in shown
     plan = ts.Plan.load(file)
     assert str(plan) in shown and plan.batch is not None and plan.batch.data == "shard"
     assert main(["check", *given]) == 0
-    assert "exact: 6 ranks" in capsys.readouterr().out
-    assert main(["check", *given, "--ranks", "4"]) == main(["check", *given, "--processes"]) == 3
+    assert "exact: 4 ranks" in capsys.readouterr().out
+    assert main(["check", *given, "--ranks", "8"]) == main(["check", *given, "--processes"]) == 3
     told = capsys.readouterr().err
-    assert "a mesh of 3 x 2 has 6 ranks, and there are 4" in told and "are checked in one process" in told
+    assert "a mesh of 2 x 2 has 4 ranks, and there are 8" in told and "are checked in one process" in told
     with pytest.raises(SystemExit, match="2"):
         main(["plan", llama, "--mesh", "3x2"])
     assert "'3x2' is no mesh such as dp=8,tp=4" in capsys.readouterr().err

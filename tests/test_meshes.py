@@ -423,7 +423,7 @@ def test_a_plan_is_that_of_the_axis_of_the_weights() -> None:
         ts.check(model, of_batch, mesh=mesh, example_inputs=batch)
 
 
-@pytest.mark.parametrize("data", WAYS)
+@pytest.mark.parametrize("data", [pytest.param("replicate", marks=pytest.mark.nightly), "shard"])
 def test_a_plan_has_what_dividing_the_batch_costs(data: Data) -> None:
     (model, _, made), part = _program(data, PLAN), _own(_batch(2), 0)
     plan = ts.plan(model, PLAN, mesh=MESHES[0], data=data, example_inputs=part, memory="1GiB")
