@@ -259,6 +259,8 @@ def _whole(rank: int, options: dict[str, Any]) -> dict[str, float]:
     cases: dict[str, tuple[nn.Module, list[tuple[Tensor, ...]]]] = {
         "GPT": (_model(), [_batch(4), _batch(4, 7), tuple(t[:8] for t in _batch(8))]),
         "sizes": (Sizes().double(), [(torch.randn(8, 5, 4).double(), torch.randn(5, 4).double()) for _ in range(3)]),
+        # the mask has as many rows as a part of the batch, and is no part
+        "rows": (Sizes().double(), [(torch.randn(8, 4, 4).double(), torch.randn(4, 4).double())] * 2),
     }
     for name, (model, batches) in cases.items():
         sharded = ts.shard(copy.deepcopy(model), {}, batches[0], inputs="global", **options)
@@ -277,6 +279,13 @@ def _whole(rank: int, options: dict[str, Any]) -> dict[str, float]:
                 gradient = own.ranks.gathered(own.grad.as_subclass(Tensor), own.sharding, own.whole)
                 found.append((gradient - parameter.grad).abs().max().item())
             worst[name] = max(worst.get(name, 0.0), *found)
+    norms = []
+    model, ((x, mask), *_) = cases["sizes"]
+    for m in (model, ts.shard(copy.deepcopy(model), {}, (x, mask), inputs="global", **options)):
+        (given,) = inputs_ = (x.clone().requires_grad_(),)
+        (gradient,) = torch.autograd.grad(m(given, mask)[2].pow(3).sum(), inputs_, create_graph=True)
+        norms.append(torch.autograd.grad(gradient.square().sum(), inputs_)[0])
+    worst["twice"] = ((norms[0] - norms[1]).abs().max() / norms[0].abs().max()).item()
     ids, labels = _batch(4)
     told = "the ranks were called with inputs of the same shape but different values"
     gpt = ts.shard(_model(), {}, (ids, labels), inputs="global", **options)

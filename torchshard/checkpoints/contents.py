@@ -244,7 +244,7 @@ def encoded(objects: Mapping[str, object]) -> dict[str, bytes]:
 
 
 def hashes(items: Mapping[str, Item], axis: str) -> dict[str, str]:
-    """Name -> a hash of what ranks along a mesh axis hold alike: every bit of a tensor, or of a sample of a slice."""
+    """Name -> a hash of what is equal on all ranks of a mesh axis: every bit of a tensor, or a sample of a slice."""
     found = {}
     for name, item in items.items():
         if not isinstance(over(item.word, axis), Shard):

@@ -118,7 +118,7 @@ def _mesh(text: str) -> dict[str, int]:
     return {name: int(size) for name, _, size in pairs}
 
 
-def world_size(options: argparse.Namespace) -> int | None:
+def _world_size(options: argparse.Namespace) -> int | None:
     """The number of ranks that is asked for; None: the mesh's."""
     ranks: int | None = options.ranks
     return 2 if ranks is None and options.mesh is None else ranks
@@ -162,7 +162,7 @@ def _planned(options: argparse.Namespace) -> Plan:
         return ts.plan(
             source.model,
             options.plan,
-            world_size=world_size(options),
+            world_size=_world_size(options),
             mesh=options.mesh,
             data=options.data,
             example_inputs=() if sizes else source.args,
@@ -285,7 +285,7 @@ def _draw(options: argparse.Namespace) -> int:
 def _check(options: argparse.Namespace) -> int:
     from torchshard.cli.sources import check_source
 
-    report = check_source(options, world_size(options))
+    report = check_source(options, _world_size(options))
     print(report)
     return 0 if report.ok else DIFFERENT
 

@@ -242,8 +242,7 @@ def check_source(options: CheckOptions, world_size: int | None) -> Report:
         InputError: what is asked for can't be had on processes.
     """
     ranks = checked_world_size(world_size, options.mesh)
-    axes = read_mesh(ranks, options.mesh, options.data)
-    parts = axes.division.axis.size if axes.division else axes.axis.size if axes.data else 1
+    parts = read_mesh(ranks, options.mesh, options.data).parts
     place = (options.model, options.batch * parts, options.sequence, options.weights)
     if not options.processes:
         model, args, kwargs = real_source(*place)

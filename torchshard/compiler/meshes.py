@@ -44,6 +44,13 @@ class RankAxes:
     name: str = MODEL
     """What the user calls the first of these."""
 
+    @property
+    def parts(self) -> int:
+        """The number of parts of the batch."""
+        if self.division is not None:
+            return self.division.axis.size
+        return self.axis.size if self.data else 1
+
 
 def read_mesh(world_size: int, mesh: MeshLike | None, data: DataLike | None) -> RankAxes:
     """How `world_size` ranks share the work.

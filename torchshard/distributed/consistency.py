@@ -275,7 +275,7 @@ def begin_verifying(
     """
     settle()
     if group.size == 1:
-        return lambda: False
+        return lambda: True
     verify_following_call(group, lambda: "comparing what the sharded model does")
     digest = hash_text(repr(facts)) if digest is None else digest
     value, scale, name = near or Near()

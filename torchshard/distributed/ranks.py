@@ -93,11 +93,11 @@ class Ranks:
     def holders(self, of: Word) -> tuple[int, int]:
         """(this rank's number among those that hold the same slice, how many they are)."""
         split = self.groups_of(of)
-        alike = [group for group in self.groups.values() if group not in split]
+        others = [group for group in self.groups.values() if group not in split]
         number = 0
-        for group in alike:
+        for group in others:
             number = number * group.size + group.rank
-        return number, math.prod(group.size for group in alike)
+        return number, math.prod(group.size for group in others)
 
     def run_on_all(self, make: Callable[[], T], error: Callable[..., ShardError], what: str) -> T:
         """As `run_on_all_ranks`, for all of them."""

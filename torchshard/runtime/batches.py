@@ -10,22 +10,29 @@ their gradient is divided by the number of ranks. (A loss that forward itself co
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from torchshard.capture import Leaves
-from torchshard.core.layouts import Layout, Shard, split
+from torchshard.core.conversions import step_args
+from torchshard.core.layouts import I, Layout, Shard
 from torchshard.distributed.group import Group
-from torchshard.distributed.kernels import gathered
+from torchshard.distributed.ops import direct, hashable
+
+_OPS = torch.ops.torchshard
 
 
-def own_part(given: Leaves, layouts: Mapping[str, Layout], group: Group) -> Leaves:
-    """A call with this rank's part of the tensors that have the batch, in place of the whole."""
-    tensors = (_Part.apply(t, layouts[name], group) if name in layouts else t for name, t in given.named_tensors)
-    return replace(given, tensors=tuple(tensors))
+def own_parts(whole: Mapping[str, Tensor], layouts: Mapping[str, Layout], group: Group) -> list[Tensor]:
+    """This rank's parts of a call's tensors that have the batch, and the others; gradients are those of the whole."""
+    found = []
+    for name, tensor in whole.items():
+        layout = layouts.get(name, I)
+        if isinstance(layout, Shard):
+            args = hashable(step_args(I, layout, tensor.shape))
+            tensor = direct(_OPS.scatter.default)(tensor, *args, group.name)
+        found.append(tensor)
+    return found
 
 
 def averaged(results: Sequence[Any], layouts: Sequence[Layout], group: Group) -> list[Any]:
@@ -41,9 +48,14 @@ def averaged(results: Sequence[Any], layouts: Sequence[Layout], group: Group) ->
 def joined(results: Sequence[Any], layouts: Sequence[Layout], group: Group) -> list[Any]:
     """A graph's results, those that have the batch whole: a collective call."""
     return [
-        _Joined.apply(result, layout, group) if isinstance(layout, Shard) and isinstance(result, Tensor) else result
+        _joined(result, layout, group) if isinstance(layout, Shard) and isinstance(result, Tensor) else result
         for result, layout in zip(results, layouts, strict=True)
     ]
+
+
+def _joined(part: Tensor, layout: Shard, group: Group) -> Tensor:
+    whole = [size * (group.size if dim == layout.dim else 1) for dim, size in enumerate(part.shape)]
+    return direct(_OPS.gather.default)(part, *hashable(step_args(layout, I, whole)), group.name)
 
 
 class _Average(torch.autograd.Function):
@@ -57,35 +69,3 @@ class _Average(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
         return gradient / ctx.ranks, None
-
-
-class _Part(torch.autograd.Function):
-    """This rank's slice of a tensor that all have whole; the gradients of all slices are joined."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, layout: Shard, group: Group) -> Tensor:
-        ctx.of = layout, group
-        return split(x, layout, group.rank, group.size)
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
-        return _gathered(gradient, *ctx.of), None, None
-
-
-class _Joined(torch.autograd.Function):
-    """The slices of all ranks in one tensor; its gradient, which all have, is sliced."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, layout: Shard, group: Group) -> Tensor:
-        ctx.of = layout, group
-        return _gathered(x, layout, group)
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
-        layout, group = ctx.of
-        return split(gradient, layout, group.rank, group.size), None, None
-
-
-def _gathered(x: Tensor, layout: Shard, group: Group) -> Tensor:
-    whole = [size * (group.size if dim == layout.dim else 1) for dim, size in enumerate(x.shape)]
-    return gathered(x, layout, whole, group)

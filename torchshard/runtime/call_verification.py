@@ -111,17 +111,17 @@ def begin_verifying_call(
     return verify
 
 
-def check_alike(group: Group, failure: ShardError | None) -> None:
+def tell_failure(group: Group, failure: ShardError | None) -> None:
     """The ranks of a group hear whether one of them has found, with ranks of another group, that a call differs.
 
     Raises:
         ShardError: on all of them, if one has.
     """
     what = "the ranks can't make this call together"
-    all_alike = verify_equal(group, {}, DistributedError, what, unlike=int(failure is not None))
+    all_same = verify_equal(group, {}, DistributedError, what, unlike=int(failure is not None))
     if failure is not None:
         raise failure
-    if not all_alike and group.size > 1:
+    if not all_same:
         raise DistributedError(
             what,
             where="the call",

@@ -52,14 +52,14 @@ from torchshard.distributed.ranks import Ranks
 from torchshard.distributed.wire import settling
 from torchshard.plans.machine import Objective
 from torchshard.plans.plan import Plan
-from torchshard.runtime.batches import averaged, joined, own_part
+from torchshard.runtime.batches import averaged, joined, own_parts
 from torchshard.runtime.call_key import call_key
 from torchshard.runtime.call_verification import (
     PreparedCall,
     Purpose,
     begin_verifying_call,
     call_error,
-    check_alike,
+    tell_failure,
     verify_same_program,
     verify_same_weights,
 )
@@ -264,19 +264,22 @@ class ShardedModule(State):
                 verify()
                 verify = _nothing
         assert not isinstance(call, ShardError)
-        compiled = call.compiled or self._compile(call, args, kwargs)
+        compiled, batch_group = call.compiled or self._compile(call, args, kwargs), self._batch_group
         state = [self._ts_tensors[value] if isinstance(value, str) else value for value in compiled.state]
         with running(name), unwatched(), autocasting(()):
             try:
                 with settling(verify):
-                    results = self._executable(compiled, call, compiler)(*state, *call.tensors, *call.inputs.numbers)
+                    tensors: Sequence[Tensor] = call.tensors
+                    if batch_group is not None and self._ts_whole_batches:
+                        tensors = own_parts(dict(call.inputs.named_tensors), call.batches, batch_group)
+                    results = self._executable(compiled, call, compiler)(*state, *tensors, *call.inputs.numbers)
             except (RuntimeError, IndexError) as error:
                 _check_dtypes(call.inputs, state)  # explains the commonest cause better than the op's own error
                 _check_indices(error)
                 raise error
         captured = compiled.program.captured
         results, left = results[: captured.changes.results], results[captured.changes.results :]
-        equal, batch_group = results, self._batch_group
+        equal = results
         if batch_group is not None:
             layouts = compiled.result_layouts[: len(results)]
             if self._ts_whole_batches:
@@ -369,14 +372,14 @@ class ShardedModule(State):
         except ShardError as error:
             failure = error
         made = call if failure is None else failure
-        if isinstance(made, PreparedCall) and not self._ts_whole_batches:
+        if isinstance(made, PreparedCall):
             made = replace(made, compared=made.inputs)
         snapshot = self._snapshot_of(self._ts_across, made)
         try:
             begin_verifying_call(self._ts_ranks.replicas, made, purpose, snapshot)()
         except ShardError as error:
             failure = failure or error
-        check_alike(self._ts_group, failure)
+        tell_failure(self._ts_group, failure)
 
     @contextlib.contextmanager
     def _resetting_history(self) -> Iterator[None]:
@@ -405,10 +408,10 @@ class ShardedModule(State):
         compared, batches, batch_group = inputs, dict[str, Layout](), self._batch_group
         if batch_group is not None:
             if self._ts_whole_batches:
-                given = own_part(given, layouts_of_parts(given, batch_group.size), batch_group)
-            inputs, batches = whole_batch(given, batch_group.size)
-            if self._ts_across is None and not self._ts_whole_batches:
-                compared = inputs
+                batches = layouts_of_parts(inputs, batch_group.size)
+            else:
+                inputs, batches = whole_batch(inputs, batch_group.size)
+            compared = inputs if self._ts_across is None else compared
         state = self._ts_watch.state()
         key = call_key(inputs, state, self._ts_source_modules, self._ts_tensors.values(), layouts | batches, entry)
         visible = f"state {self._ts_watch.number}"
