@@ -126,7 +126,7 @@ def test_rows_that_the_other_axis_divides_are_not_split(rows: int) -> None:
 def _program(data: Data, plan: Any) -> tuple[nn.Module, tuple[Tensor, ...], Program]:
     model, batch = _model(p=0.0), _batch(2)
     constraints = constraints_of(model, plan, 2)
-    constraints = type(constraints)(**{**vars(constraints), "division": Division(MeshAxis(2, DATA), data)})
+    constraints = type(constraints)(**{**vars(constraints), "divisions": (Division(MeshAxis(2, DATA), data),)})
     return model, batch, program(model, constraints, batch, batches=divided_batch(model, batch, {}, 2))
 
 
@@ -147,7 +147,7 @@ def test_a_missing_sum_over_either_axis_is_seen(data: Data, monkeypatch: pytest.
     """Without a `copy` all results are exact, and some gradients are those of a part alone."""
     model, batch, made = _program(data, PLAN)
     assert check_program(model, made, made.graph, batch, {}).ok
-    (graph, *_) = rank_graphs(made.graph, made.plan.axis, made.batch)
+    (graph, *_) = rank_graphs(made.graph, made.axis, made.batches)
     copies = [n for n in graph.graph.nodes if n.target is torch.ops.torchshard.copy.default]
     of_weights, of_values = ([n.name for n in copies if ("settled" in n.meta) is settled] for settled in (False, True))
     for name in (*of_weights[::15], of_values[0]):
@@ -168,7 +168,7 @@ def test_a_missing_sum_over_either_axis_is_seen(data: Data, monkeypatch: pytest.
 
 def test_gradients_of_both_axes_are_sent_by_their_own_groups() -> None:
     _, _, made = _program("replicate", PLAN)
-    (graph, *_) = rank_graphs(made.graph, made.plan.axis, made.batch)
+    (graph, *_) = rank_graphs(made.graph, made.axis, made.batches)
     backward = step_graphs(graph).backward
     groups = {str(n.args[-1]).rpartition("/")[2] for n in backward.graph.nodes if isinstance(n.target, Begin)}
     assert groups == {"model at data 0", "data at model 0"}
@@ -178,16 +178,20 @@ def test_gradients_of_both_axes_are_sent_by_their_own_groups() -> None:
 # --- real ranks ------------------------------------------------------------------------------------------------------
 
 
-def _trained(rank: int, dp: int, tp: int, data: Data, kinds: tuple[str, ...], folder: str) -> dict[str, float]:
+def _trained(
+    rank: int, mesh: dict[str, int], data: dict[str, Data], kinds: tuple[str, ...], folder: str
+) -> dict[str, float]:
     """The worst differences of parameters after steps of AdamW, on whole batches and on parts of them."""
-    worst, part, mesh = {}, rank // tp, {"dp": dp, "tp": tp}
+    dp = math.prod(mesh[axis] for axis in data)
+    tp = math.prod(mesh.values()) // dp
+    worst, part = {}, rank // tp
     first = _own(_batch(dp), part)
     for kind in kinds:
         model = _model_of(kind)
         torch.manual_seed(1)
         sharded = ts.shard(copy.deepcopy(model), "auto", first, mesh=mesh, data=data)
         assert (lookup(MODEL).size, lookup(DATA).size, lookup(DATA).rank) == (tp, dp, part)
-        assert any(layout != ts.I for layout in sharded.layouts.values())
+        assert any(layout != ts.I for layout in sharded.layouts.values()) is (tp > 1)
         worst[kind], trained = _train_both(kind, model, sharded, dp, part, (12, 12, 24))
     torch.manual_seed(1)
     again = copy.deepcopy(sharded)(*first)[0]
@@ -196,7 +200,7 @@ def _trained(rank: int, dp: int, tp: int, data: Data, kinds: tuple[str, ...], fo
     whole, slices = sharded.full_state_dict(), sharded.state_dict()
     ts.save(folder, sharded, trained)
     batch = _batch(dp, 12)
-    for into in WAYS:
+    for into in (*({**dict.fromkeys(data, way)} for way in WAYS), data):
         other = ts.shard(_model(), "auto", first, mesh=mesh, data=into)
         optimizer = torch.optim.AdamW(other.parameters(), 1e-2)
         ts.load(folder, other, optimizer)
@@ -313,17 +317,30 @@ def _worst(found: dict[str, Tensor], expected: dict[str, Tensor]) -> float:
 SIZES = ((2, 2), (2, 3), (3, 2))
 
 
+HYBRID: dict[str, Data] = {"dp": "replicate", "fsdp": "shard"}
+"""Slices of weights over one axis, held alike over another (HSDP)."""
+
+
 @pytest.mark.parametrize(
-    ("dp", "tp", "data", "kinds"),
+    ("mesh", "data", "kinds"),
     [
-        (2, 2, "shard", ("outside",)),
-        *(pytest.param(*size, data, KINDS, marks=pytest.mark.nightly) for size in SIZES for data in WAYS),
+        ({"dp": 2, "tp": 2}, {"dp": "shard"}, ("outside",)),
+        ({"dp": 2, "fsdp": 2}, HYBRID, ("outside",)),
+        pytest.param({"dp": 2, "fsdp": 2, "tp": 2}, HYBRID, KINDS, marks=pytest.mark.nightly),
+        *(
+            pytest.param({"dp": dp, "tp": tp}, {"dp": data}, KINDS, marks=pytest.mark.nightly)
+            for dp, tp in SIZES
+            for data in WAYS
+        ),
     ],
+    ids=str,
 )
 def test_training_is_that_on_the_whole_batch(
-    dp: int, tp: int, data: Data, kinds: tuple[str, ...], tmp_path: Path
+    mesh: dict[str, int], data: dict[str, Data], kinds: tuple[str, ...], tmp_path: Path
 ) -> None:
-    for worst in run_ranks(_trained, dp * tp, dp, tp, data, kinds, str(tmp_path / "saved"), timeout_seconds=900):
+    for worst in run_ranks(
+        _trained, math.prod(mesh.values()), mesh, data, kinds, str(tmp_path / "saved"), timeout_seconds=900
+    ):
         assert max(worst.values()) < 1e-9, worst
 
 
@@ -386,7 +403,8 @@ def test_ranks_that_differ_are_told_on_every_rank(way: Data) -> None:
     [
         ({"dp": 2, "tp": 4}, None, "a mesh of 2 x 4 has 8 ranks, and there are 4"),
         ({"dp": 2, "tp": 2}, {"dq": "shard"}, "the mesh has no axis 'dq'"),
-        ({"pp": 2, "dp": 2, "tp": 1}, None, "one axis for the batch and one for the weights; this mesh has pp, dp, tp"),
+        ({"pp": 2, "dp": 2, "tp": 1}, {"dp": "shard"}, "one axis for the weights; in this mesh pp, tp do not divide"),
+        ({"d p": 2, "tp": 2}, None, "'d p' is no name of an axis"),
         ({"tp": 2, "dp": 2}, {"dp": "shard"}, "consecutive ranks divide the batch"),
         ({"dp": 2.0, "tp": 2}, None, "the mesh has 2.0 ranks along 'dp'"),
         ({}, None, "a mesh without axes has no ranks"),
@@ -405,7 +423,7 @@ def test_a_mesh_of_one_axis_is_that_axis() -> None:
     assert mesh_sizes({"tp": 4}) == {"tp": 4}
     assert read_mesh(4, {"tp": 4}, None).axis == MeshAxis(4) and read_mesh(4, {"tp": 4}, None).data is None
     assert read_mesh(4, {"dp": 1, "tp": 4}, "shard") == read_mesh(4, {"tp": 4}, None)
-    assert read_mesh(4, {"dp": 4}, "shard").data == "shard" and read_mesh(4, {"dp": 4}, "shard").division is None
+    assert read_mesh(4, {"dp": 4}, "shard").data == "shard" and not read_mesh(4, {"dp": 4}, "shard").divisions
 
 
 def test_a_plan_is_that_of_the_axis_of_the_weights() -> None:

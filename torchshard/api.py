@@ -66,12 +66,12 @@ def shard(
         example_inputs, example_kwargs: what the model will be called with, for the first capture; meta or fake tensors
             will do. Without them the parameters are split now and the graph is captured at the first call.
         memory, machine, axes, recompute, mode: what the best plan is; see `plan`.
-        mesh: two axes of ranks by name, outermost first, or PyTorch's `DeviceMesh`: `{"dp": 2, "tp": 4}`. Over the last
-            one the ranks divide the weights; over the first one the batch. Each rank passes the part of the batch that
-            its place on the first axis has, all four of a `tp` group the same.
+        mesh: axes of ranks by name, outermost first, or PyTorch's `DeviceMesh`: `{"dp": 2, "tp": 4}`. Over the last one
+            the ranks divide the weights; over the others the batch. Each rank passes the part of the batch that its
+            place on these has, all four of a `tp` group the same.
         data: "replicate": each rank passes its own part of the batch and holds all weights, as in DDP; "shard": a slice
-            of each weight, as in FSDP. With `mesh` for its first axis, by default "replicate"; or by name:
-            `{"dp": "replicate"}`.
+            of each weight, as in FSDP. With `mesh` for all axes but the last, by default "replicate"; or by name:
+            `{"dp": "replicate", "fsdp": "shard"}`, as in HSDP. All axes that it names divide the batch, and no others.
         inputs: where the ranks divide the batch: "local": each passes its own part, and gets its part of results that
             have the batch; "global": each passes the whole batch, and gets whole results.
         weights: a folder of safetensors files (or one file), from which each rank reads its slices and nothing else, in
@@ -103,7 +103,7 @@ def shard(
     check_inputs(inputs)
     ranks, of_mesh = join_ranks(mesh, data)
     aim = objective(machine, memory, axes, device_type(model), recompute, mode, of_mesh.data)
-    return _shard(model, plan, example_inputs, example_kwargs, ranks, of_mesh.division, aim, inputs, weights, compiler)
+    return _shard(model, plan, example_inputs, example_kwargs, ranks, of_mesh.divisions, aim, inputs, weights, compiler)
 
 
 def _shard(
@@ -112,7 +112,7 @@ def _shard(
     example_inputs: Sequence[Any] | None,
     example_kwargs: Mapping[str, Any] | None,
     ranks: Ranks,
-    division: Division | None,
+    divisions: Sequence[Division],
     aim: Objective,
     inputs: Inputs,
     weights: str | os.PathLike[str] | Weights | None,
@@ -134,7 +134,7 @@ def _shard(
             plan,
             ranks,
             aim,
-            division=division,
+            divisions=divisions,
             whole_batches=inputs == "global",
             cut=not has_example,
             weights=weights,
@@ -203,7 +203,7 @@ def from_pretrained(
     if device is not None:
         model = model.to(device)
     aim = objective(machine, memory, axes, device_type(model), recompute, mode, of_mesh.data)
-    return _shard(model, plan, example_inputs, example_kwargs, ranks, of_mesh.division, aim, inputs, read, compiler)
+    return _shard(model, plan, example_inputs, example_kwargs, ranks, of_mesh.divisions, aim, inputs, read, compiler)
 
 
 def _check_decodes(mode: Mode, example_inputs: Sequence[Any], example_kwargs: Mapping[str, Any] | None) -> None:
@@ -262,7 +262,7 @@ def plan(
     check_examples(example_inputs, example_kwargs)
     check_weights(model)
     aim = objective(machine, memory, axes, device_type(model), recompute, mode, ranks.data)
-    constraints = read_constraints(ModelFacts.of(model), plan, ranks.axis, aim, ranks.division)
+    constraints = read_constraints(ModelFacts.of(model), plan, ranks.axis, aim, ranks.divisions)
     constraints = replace(constraints, steady=not aim.trains)
     replaced: tuple[str, ...] = ()
     if batch is not None or length is not None:
@@ -274,6 +274,4 @@ def plan(
             call, inputs = whole_batch(flatten_call(model, args, example_kwargs or {}), constraints.batch_parts)
             args, example_kwargs = call.rebuild(call.tensors)
         made = program(model, constraints, args, example_kwargs, batches=inputs, replaced=replaced, repeating=True)
-        if made.batch is None:
-            return made.plan
-        return replace(made.plan, batch=made.batch.priced(made, with_memory=aim.memory is not None))
+        return made.priced(with_memory=aim.memory is not None) if made.batches else made.plan

@@ -168,7 +168,7 @@ def check(
     if dtype is not None:
         reference, args, kwargs = in_dtype(reference, args, kwargs, dtype)
     aim = objective(machine, memory, axes, device_type(reference), recompute, data=ranks.data)
-    constraints = read_constraints(ModelFacts.of(reference), plan, ranks.axis, aim, ranks.division)
+    constraints = read_constraints(ModelFacts.of(reference), plan, ranks.axis, aim, ranks.divisions)
     parts = constraints.batch_parts
     inputs = divided_batch(reference, args, kwargs, parts) if parts else {}
     compiled = program(reference, constraints, args, kwargs, batches=inputs)
@@ -182,7 +182,7 @@ def check_program(
     """Compares the graph of a program with the model; tests pass a changed graph to see that the check notices."""
     trial, graph = _trial(model, compiled.captured, args, kwargs), with_whole_results(graph)
     with keeping_rng_states(trial.tensors):
-        graphs = lockstep.rank_graphs(graph, compiled.plan.axis, compiled.batch)
+        graphs = lockstep.rank_graphs(graph, compiled.axis, compiled.batches)
         sides = _Sides(trial.unsharded(), graph, graphs, compiled)
         report = _with_wider(_report(trial, sides, tolerance_of(compiled.captured.graph)), trial, sides)
         return _with_flips(report, trial, sides)
@@ -306,12 +306,14 @@ def tolerance_of(graph: fx.GraphModule) -> float:
 
 def _words_of_values(sides: _Sides) -> dict[str, Word]:
     """How the ranks hold the values of the graph's nodes, as far as each rank has them."""
-    graphs = [(sides.made.plan.axis, sides.graph)]
-    if sides.made.batch is not None:
-        graphs.append((sides.made.batch.constraints.axis, sides.graphs[0]))
-    axes = [(axis, {n.name: layout_of(n) for n in g.graph.nodes if is_tensor(n)}) for axis, g in graphs]
-    names = [name for name in axes[0][1] if all(name in layouts for _, layouts in axes)]
-    return {name: word(*((axis, layouts[name]) for axis, layouts in axes)) for name in names}
+    axes, (first, *_) = sides.made.axes, sides.graphs
+    nodes = filter(is_tensor, first.graph.nodes)
+    found = {node.name: {**node.meta.get("earlier", {}), axes[-1].name: layout_of(node)} for node in nodes}
+    return {
+        name: word(*((axis, layouts[axis.name]) for axis in axes))
+        for name, layouts in found.items()
+        if len(layouts) == len(axes)
+    }
 
 
 def _diagnose(words: Mapping[str, Word], graph: fx.GraphModule, whole: Run, sharded: Run, tolerance: float) -> str:

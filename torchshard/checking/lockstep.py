@@ -24,7 +24,7 @@ from torchshard.compiler.program import DividedBatch
 from torchshard.core.conversions import kernels, source_and_target
 from torchshard.core.errors import InternalError
 from torchshard.core.layouts import Layout, dual, join, split
-from torchshard.core.mesh import Mesh, MeshAxis, Place, Simulated, simulated, simulated_name
+from torchshard.core.mesh import Coordinate, Mesh, MeshAxis, Place, Simulated, simulated, simulated_name
 from torchshard.core.rng_states import RngStates, rng_state, rng_states, set_rng_states
 from torchshard.custom_ops.stepwise import Computation, Stepwise
 from torchshard.distributed.ops import OPS, SENDING, Begin, is_collective, wait
@@ -32,6 +32,7 @@ from torchshard.ir.graph import where
 from torchshard.passes import localized
 from torchshard.passes.nodes import call_target, operator_of
 from torchshard.passes.propagate import Seen
+from torchshard.plans.plan import Plan
 from torchshard.rules import is_random
 
 T = TypeVar("T")
@@ -64,34 +65,57 @@ Rank = Generator[Request, Tensor | None, list[object]]
 """A rank's run: it yields collectives, is sent their results, and returns the graph's results."""
 
 
-def rank_graphs(graph: fx.GraphModule, axis: MeshAxis, batch: DividedBatch | None = None) -> list[fx.GraphModule]:
+def rank_graphs(graph: fx.GraphModule, axis: MeshAxis, batches: Sequence[DividedBatch] = ()) -> list[fx.GraphModule]:
     """The localized graph of every rank.
 
     Args:
-        batch: how the ranks divide the batch too, over a mesh whose other axis is the last one.
+        batches: how the ranks divide the batch too, over axes of which consecutive ranks differ least in the first.
     """
     seen: Seen = {}
-    local = [localized(graph, coordinate, seen) for coordinate in axis.simulated()]
-    if batch is None:
-        return local
-    data = batch.constraints.axis
-    first = batch.plan(local[0])
-    split = [batch.split(each, batch.plan(each, first) if rank else first) for rank, each in enumerate(local)]
+    found: dict[tuple[int, ...], fx.GraphModule] = {
+        (place.rank,): localized(graph, place, seen) for place in _simulated(axis)
+    }
+    for divided in batches:
+        plans, split = dict[tuple[int, ...], Plan](), dict[tuple[int, ...], fx.GraphModule]()
+        for numbers, local in found.items():
+            plans[numbers] = divided.plan(local, plans.get(_rank_before(numbers)))
+            split[numbers] = divided.split(local, plans[numbers])
+        found = {
+            (*numbers, place.rank): localized(each, place, seen)
+            for numbers, each in split.items()
+            for place in _simulated(divided.constraints.axis)
+        }
+    axes = (axis, *(divided.constraints.axis for divided in batches))
     return [
-        _among(localized(split[place[axis.name]], data.simulated()[place[data.name]], seen), place, axis, data)
-        for place in Mesh((data, axis)).places()
+        _among(found[tuple(place[axis.name] for axis in axes)], place) for place in Mesh((*axes[1:], axis)).places()
     ]
 
 
-def _among(local: fx.GraphModule, place: Place, axis: MeshAxis, data: MeshAxis) -> fx.GraphModule:
-    """The same graph, each of whose collectives names the ranks that have its rank's place on the other axis."""
+def _rank_before(numbers: tuple[int, ...]) -> tuple[int, ...]:
+    """The rank whose plans another follows: the first one along the last axis on which the other is not the first."""
+    last = max((i for i, number in enumerate(numbers) if number), default=-1)
+    return () if last < 0 else (*numbers[:last], 0, *numbers[last + 1 :])
+
+
+def _simulated(axis: MeshAxis) -> list[Coordinate]:
+    """All ranks along an axis, whose groups have its name."""
+    return [axis.coordinate(rank, simulated_name(rank, axis.size, axis.name)) for rank in range(axis.size)]
+
+
+def _among(local: fx.GraphModule, place: Place) -> fx.GraphModule:
+    """The same graph, each of whose collectives names the ranks that have its rank's place on the other axes."""
+
+    def group(name: object) -> str:
+        along = simulated(str(name))
+        assert along is not None, name
+        others = ", ".join(f"{axis} {rank}" for axis, rank in place.items() if axis != along.among)
+        return simulated_name(along.rank, along.size, f"{along.among} at {others}" if others else along.among)
+
     for node in local.graph.nodes:
-        own, other = (axis, data) if "settled" in node.meta else (data, axis)
-        group = simulated_name(place[own.name], own.size, f"{own.name} at {other.name} {place[other.name]}")
         if is_collective(node.target):
-            node.args = (*node.args[:-1], group)
+            node.args = (*node.args[:-1], group(node.args[-1]))
         elif isinstance(node.target, Stepwise):
-            node.target = replace(node.target, group=group)
+            node.target = replace(node.target, group=group(node.target.group))
     return local
 
 

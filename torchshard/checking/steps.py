@@ -76,13 +76,16 @@ def backward(outputs: Sequence[Sequence[object]], mesh: Mesh = ALONE, words: Seq
         torch.autograd.backward(roots, grads)
 
 
-def output_words(local: fx.GraphModule) -> list[Word]:
-    """What a rank of a localized graph holds of the tensors among its results; none if all are whole."""
+def output_words(local: fx.GraphModule, mesh: Mesh) -> list[Word]:
+    """What a rank of a localized graph holds of the tensors among its results; none if all are whole.
+
+    Of several axes all but the last divide the batch.
+    """
     results = zip(results_of(local.graph), result_layouts(local.graph), strict=True)
     layouts = [layout for result, layout in results if is_tensor(result)]
     if all(layout == I for layout in layouts):
         return []
-    return [word((local.meta["axis"], layout)) for layout in layouts]
+    return [word(*((axis, layout) for axis in mesh.axes[:-1] or mesh.axes)) for layout in layouts]
 
 
 def unsharded(model: nn.Module, call: Leaves, *, left: bool = True) -> Results:
@@ -135,7 +138,7 @@ class Run:
         self.inputs = [
             {n: leaf(split(t, words.get(n, WHOLE), place)) for n, t in call.named_tensors} for place in mesh.places()
         ]
-        self.output_words = output_words(graphs[0]) if mesh.axes else []
+        self.output_words = output_words(graphs[0], mesh) if mesh.axes else []
         self.values: list[dict[str, Argument]] = [{} for _ in ranks]
         self.grads: list[dict[str, Tensor]] = [{} for _ in ranks]
         placeholder_values = []

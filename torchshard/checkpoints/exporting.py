@@ -53,7 +53,7 @@ def save_pretrained(model: nn.Module, folder: str | os.PathLike[str], *, max_sha
         InputError: the model is not sharded, or the folder can't be written to.
         DistributedError: the ranks hold different states, or do not see one folder.
     """
-    ranks, what = Ranks.own(), "the ranks can't write this model together"
+    ranks, what = Ranks.of(model.parameters()), "the ranks can't write this model together"
     verify_states(model, ranks)
     job = ranks.run_on_all(lambda: _planned(model, checked_folder(folder), max_shard_size, ranks), InputError, what)
     ranks.verify({"the folder": os.fspath(folder), **job.facts()}, "the ranks write different models")

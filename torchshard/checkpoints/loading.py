@@ -74,7 +74,7 @@ def load(
         InputError: there is no complete checkpoint, a file can't be read, or it does not fit.
         DistributedError: the ranks read different checkpoints.
     """
-    ranks, inner = Ranks.own(), unwrapped(model)
+    ranks, inner = Ranks.of(model.parameters()), unwrapped(model)
     optimizers, schedulers = as_list(optimizer), as_list(scheduler)
     what = "a rank can't load the checkpoint"
     checkpoint = ranks.run_on_all(lambda: read_checkpoint(checked_folder(folder)), InputError, what)

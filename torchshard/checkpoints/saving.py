@@ -24,7 +24,7 @@ from torchshard.checkpoints.copies import Copies
 from torchshard.checkpoints.writing import Job, begin_job
 from torchshard.core.errors import DistributedError, InputError, ShardError
 from torchshard.core.layouts import type_text
-from torchshard.core.mesh import DATA, MODEL
+from torchshard.core.mesh import MODEL
 from torchshard.core.words import short_text
 from torchshard.distributed.ranks import Ranks
 from torchshard.plans.machine import read_size
@@ -127,7 +127,7 @@ def save(
             them could not write.
     """
     global _latest
-    ranks, what = Ranks.own(), "the ranks can't save this checkpoint together"
+    ranks, what = Ranks.of(model.parameters()), "the ranks can't save this checkpoint together"
 
     def prepare() -> tuple[Path, Contents, dict[str, bytes], float | None]:
         _latest.wait()
@@ -172,8 +172,9 @@ def _verify(contents: Contents, objects: Mapping[str, bytes], folder: Path, rank
     common = {name: item for name, item in items.items() if name.removeprefix("model/") not in buffers}
     if ranks.count > 1:
         ranks.verify(facts, what)
-        ranks.verify_group(hashes(items, MODEL), what)
-        ranks.verify_replicas(hashes(common, DATA) if ranks.replicas.size > 1 else {}, what)
+        for axis, group in ranks.groups.items():
+            if group.size > 1:
+                ranks.verify_along(axis, hashes(items if axis == MODEL else common, axis), what)
 
 
 def verify_states(model: nn.Module, ranks: Ranks) -> None:

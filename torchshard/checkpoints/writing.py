@@ -141,7 +141,8 @@ class Job:
             sizes = {name: (data / name).stat().st_size for name in (*names, OBJECTS)}
             layouts = {name: layout_text(item.word, item.shape) for name, item in self.contents.items.items()}
             sync_folder(data)
-            content = manifest(self.id, sizes, self.objects, layouts, self.contents.aliases)
+            mesh = {axis.name: axis.size for axis in self.ranks.mesh.axes}
+            content = manifest(self.id, sizes, self.objects, layouts, self.contents.aliases, mesh)
             replace_file(self.folder / MANIFEST, content)
             _remove_data(self.folder)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -10,7 +11,7 @@ from torchshard.capture.facts import ModelFacts
 from torchshard.compiler.memory import OPTIMIZER_STATES
 from torchshard.core.errors import PlanError
 from torchshard.core.layouts import I, Layout, Shard, parts_of, parts_size
-from torchshard.core.mesh import DATA, MeshAxis
+from torchshard.core.mesh import MeshAxis
 from torchshard.core.paths import outermost
 from torchshard.planner.styles import BATCH, SEQUENCE, Style, StyleWord, named_modules, parameter_layouts, read_pins
 from torchshard.plans.data import Stored
@@ -23,12 +24,10 @@ PlanLike = Mapping[str, StyleWord] | Plan | str | os.PathLike[str]
 
 @dataclass(frozen=True)
 class Division:
-    """The axis over which the ranks divide the batch, across that over which they divide the weights."""
+    """An axis over which the ranks divide the batch, across that over which they divide the weights."""
 
     axis: MeshAxis
     data: Data
-    name: str = DATA
-    """What the user calls the axis."""
 
 
 @dataclass(frozen=True)
@@ -49,8 +48,8 @@ class Constraints:
     """Whether the call stands for one of many: what it leaves in its arguments has come in so, too."""
     recompute: tuple[str, ...] = ()
     """The modules whose values backward computes again; none of them within another."""
-    division: Division | None = None
-    """How the ranks divide the batch too, if they do."""
+    divisions: tuple[Division, ...] = ()
+    """How the ranks divide the batch too, if they do: over one axis after the other."""
 
     @property
     def is_static(self) -> bool:
@@ -72,9 +71,9 @@ class Constraints:
     @property
     def batch_parts(self) -> int:
         """The number of ranks that divide the batch; 0 if each has all of it."""
-        if self.division is not None:
-            return self.division.axis.size
-        return self.axis.size if self.data else 0
+        if not self.data and not self.divisions:
+            return 0
+        return math.prod(division.axis.size for division in self.divisions) * (self.axis.size if self.data else 1)
 
     @property
     def divided(self) -> dict[int, int]:
@@ -90,15 +89,19 @@ class Constraints:
         return batch | ({SEQUENCE: self.axis.size} if splits_sequence else {})
 
     @property
-    def of_batch(self) -> Constraints:
-        """Those for the axis over which the ranks divide the batch: it may be the only one, or come after the other."""
-        if self.division is None:
-            return self
-        machine = self.objective.machine.across(self.axis.size)
-        aim = replace(
-            self.objective, data=self.division.data, machine=machine, memory=None, axes="weights", recompute=()
-        )
-        return Constraints(self.division.axis, aim)
+    def of_batch(self) -> list[Constraints]:
+        """Those for the axes over which the ranks divide the batch: it may be the only one, or come after it."""
+        if not self.divisions:
+            return [self]
+        found, neighbours = list[Constraints](), self.axis.size  # so many ranks apart
+        for division in reversed(self.divisions):
+            machine = self.objective.machine.across(neighbours)
+            aim = replace(
+                self.objective, data=division.data, machine=machine, memory=None, axes="weights", recompute=()
+            )
+            found.append(Constraints(division.axis, aim))
+            neighbours *= division.axis.size
+        return found[::-1]
 
     def with_layouts(self, layouts: Mapping[str, Layout]) -> Constraints:
         """The same for a model whose parameters have their layouts."""
@@ -130,13 +133,13 @@ def read_constraints(
     plan: PlanLike,
     axis: MeshAxis,
     aim: Objective | None = None,
-    division: Division | None = None,
+    divisions: Sequence[Division] = (),
 ) -> Constraints:
     """A plan in any of its forms, checked against the model.
 
     Args:
         aim: by default the fastest step on a machine of the model's kind of device.
-        division: how the ranks divide the batch over another axis, if they do.
+        divisions: how the ranks divide the batch over other axes, if they do.
 
     Raises:
         PlanError: it can't be read, was made for another number of ranks or another model, it or `recompute` names no
@@ -145,16 +148,17 @@ def read_constraints(
     aim = aim or objective(None, device=facts.device)
     wanted = read_plan(plan, axis.size)
     _check_ranks(facts, axis)
-    if aim.data or division:
+    if aim.data or divisions:
         _check_same_data(wanted, aim.data)
     if isinstance(wanted, Plan):
         _check_same_model(facts, wanted)
         check_layouts(facts, wanted.parameters)
         recompute = _recomputed(facts, [*wanted.recompute, *aim.recompute])
-        return Constraints(axis, aim, plan=wanted, recompute=recompute, division=division)
+        return Constraints(axis, aim, plan=wanted, recompute=recompute, divisions=tuple(divisions))
     pins = read_pins(wanted, facts.modules)
     _check_memory(facts, axis, aim)
-    return Constraints(axis, aim, pins, recompute=_recomputed(facts, aim.recompute), division=division)
+    recompute = _recomputed(facts, aim.recompute)
+    return Constraints(axis, aim, pins, recompute=recompute, divisions=tuple(divisions))
 
 
 def _recomputed(facts: ModelFacts, globs: Sequence[str]) -> tuple[str, ...]:

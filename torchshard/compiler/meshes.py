@@ -1,8 +1,9 @@
-"""What the user says of the mesh: over which axis the ranks divide the weights, and over which the batch."""
+"""What the user says of the mesh: over which axis the ranks divide the weights, and over which ones the batch."""
 
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Protocol, TypeAlias
@@ -10,7 +11,7 @@ from typing import Protocol, TypeAlias
 from torchshard.compiler.constraints import Division
 from torchshard.compiler.program import check_world_size
 from torchshard.core.errors import InputError
-from torchshard.core.mesh import DATA, MODEL, MeshAxis
+from torchshard.core.mesh import MeshAxis, data_names
 from torchshard.plans.machine import Data, check_data
 
 
@@ -29,7 +30,7 @@ class DeviceMesh(Protocol):
 MeshLike: TypeAlias = Mapping[str, int] | DeviceMesh
 """The names of the axes with their numbers of ranks, outermost first, or PyTorch's mesh."""
 DataLike: TypeAlias = Data | Mapping[str, Data]
-"""How ranks hold weights over the axis over which they divide the batch; by its name, if it is not the first."""
+"""How ranks hold weights over the axes over which they divide the batch; by name, if these are not all but the last."""
 
 
 @dataclass(frozen=True)
@@ -39,24 +40,25 @@ class RankAxes:
     axis: MeshAxis
     """The axis over which they divide the weights, or the batch if `data` is not None."""
     data: Data | None = None
-    division: Division | None = None
-    """The axis over which they divide the batch beside the other."""
-    name: str = MODEL
-    """What the user calls the first of these."""
+    divisions: tuple[Division, ...] = ()
+    """The axes over which they divide the batch beside the other, outermost first."""
+
+    @property
+    def across(self) -> int:
+        """The number of ranks along the axes beside the first."""
+        return math.prod(division.axis.size for division in self.divisions)
 
     @property
     def parts(self) -> int:
         """The number of parts of the batch."""
-        if self.division is not None:
-            return self.division.axis.size
-        return self.axis.size if self.data else 1
+        return self.across * (self.axis.size if self.data else 1)
 
 
 def read_mesh(world_size: int, mesh: MeshLike | None, data: DataLike | None) -> RankAxes:
     """How `world_size` ranks share the work.
 
     Raises:
-        InputError: the mesh is none of so many ranks, has more axes than two, or `data` names none of them.
+        InputError: the mesh is none of so many ranks, has several axes for the weights, or `data` names none of them.
     """
     if mesh is None:
         if isinstance(data, Mapping):
@@ -68,30 +70,31 @@ def read_mesh(world_size: int, mesh: MeshLike | None, data: DataLike | None) -> 
         text = " x ".join(map(str, sizes.values()))
         raise _error(f"a mesh of {text} has {total} ranks, and there are {world_size}", "mesh=", "as many ranks")
     by_name = _data_by_name(list(sizes), data)
-    if len(sizes) > len(by_name):  # of several axes, one of a single rank divides no batch
-        alone = {name for name in by_name if sizes[name] == 1}
-        by_name = {name: kind for name, kind in by_name.items() if name not in alone}
-        sizes = {name: size for name, size in sizes.items() if name not in alone}
+    for name in list(by_name):  # of several axes, one of a single rank divides no batch
+        if sizes[name] == 1 and len(sizes) > 1:
+            del sizes[name], by_name[name]
     split = [name for name in sizes if name not in by_name]
-    if len(by_name) > 1 or len(split) > 1:
+    if len(split) > 1:
         raise _error(
-            f"there is one axis for the batch and one for the weights; this mesh has {', '.join(sizes)}",
+            f"there is one axis for the weights; in this mesh {', '.join(split)} do not divide the batch",
             "mesh=",
-            '{"dp": 2, "tp": 4}, with data={"dp": "replicate"}',
+            f'data={{{split[0]!r}: "replicate"}}, or "shard"',
         )
-    if not by_name:
-        return RankAxes(MeshAxis(world_size), name=split[0])
-    ((name, kind),) = by_name.items()
+    if isinstance(mesh, Mapping) and split and list(sizes) != [*by_name, *split]:
+        order = ", ".join(f"{name!r}: {sizes[name]}" for name in (*by_name, *split))
+        raise _error(
+            "consecutive ranks divide the batch, and ranks far apart the weights", "mesh=", f"the order {{{order}}}"
+        )
+    if len(sizes) == 1:
+        ((name, size),) = sizes.items()
+        return RankAxes(MeshAxis(size, label=name), by_name.get(name))
+    divisions = tuple(
+        Division(MeshAxis(sizes[label], name, label), kind)
+        for name, (label, kind) in zip(data_names(len(by_name)), by_name.items(), strict=True)
+    )
     if not split:
-        return RankAxes(MeshAxis(world_size), kind, name=name)
-    if isinstance(mesh, Mapping) and list(sizes) != [name, *split]:
-        raise _error(
-            "consecutive ranks divide the batch, and ranks far apart the weights",
-            "mesh=",
-            f"the other order: {{{name!r}: {sizes[name]}, {split[0]!r}: {sizes[split[0]]}}}",
-        )
-    division = Division(MeshAxis(sizes[name], DATA), kind, name)
-    return RankAxes(MeshAxis(sizes[split[0]]), None, division, split[0])
+        return RankAxes(MeshAxis(1), "replicate", divisions)  # over the axis of the one rank nothing is divided
+    return RankAxes(MeshAxis(sizes[split[0]], label=split[0]), None, divisions)
 
 
 def checked_world_size(world_size: int | None, mesh: MeshLike | None) -> int:
@@ -122,24 +125,26 @@ def mesh_sizes(mesh: MeshLike) -> dict[str, int]:
             raise _error(f"a {type(mesh).__name__} is no mesh whose axes have names", "mesh=", attempt)
         sizes = dict(zip(names, shape, strict=True))
     for name, size in sizes.items():
-        if not isinstance(size, int) or isinstance(size, bool) or size < 1 or not isinstance(name, str):
+        if not isinstance(size, int) or isinstance(size, bool) or size < 1:
             raise _error(f"the mesh has {size!r} ranks along {name!r}", "mesh=", '{"dp": 2, "tp": 4}')
+        if not isinstance(name, str) or not re.fullmatch(r"[\w-]+", name):
+            raise _error(f"{name!r} is no name of an axis", "mesh=", "letters, digits, _ and -, such as 'dp'")
     if not sizes:
         raise _error("a mesh without axes has no ranks", "mesh=", '{"dp": 2, "tp": 4}')
     return sizes
 
 
 def _data_by_name(names: list[str], data: DataLike | None) -> dict[str, Data]:
-    """The axes over which the ranks divide the batch: those that are named, or the first one of several."""
+    """The axes over which the ranks divide the batch: those that are named, or all but the last one of several."""
     if not isinstance(data, Mapping):
         if data is not None:
             check_data(data)
-        return {} if data is None and len(names) == 1 else {names[0]: data or "replicate"}
+        return {} if data is None and len(names) == 1 else dict.fromkeys(names[:-1] or names, data or "replicate")
     for name, kind in data.items():
         check_data(kind)
         if name not in names:
             raise _error(f"the mesh has no axis {name!r}", "data=", " or ".join(map(repr, names)))
-    return dict(data)
+    return {name: data[name] for name in names if name in data}
 
 
 def _error(what: str, where: str, attempt: str) -> InputError:

@@ -13,7 +13,7 @@ import warnings
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
-from typing import Any
+from typing import Any, NamedTuple
 
 import sympy
 from torch import Tensor, fx, nn
@@ -26,7 +26,7 @@ from torchshard.compiler.planning import plan_graph
 from torchshard.core.errors import InputError, PlanError
 from torchshard.core.garbage import without_garbage_collection
 from torchshard.core.layouts import I, Layout, Shard
-from torchshard.core.mesh import Mesh, simulated_name
+from torchshard.core.mesh import Coordinate, Mesh, MeshAxis, simulated_name
 from torchshard.core.words import Word, word
 from torchshard.ir.graph import (
     hint,
@@ -55,28 +55,89 @@ class Program:
     plan: Plan
     graph: fx.GraphModule
     """The graph with its collectives, global sizes."""
+    axis: MeshAxis
+    """The plan's."""
     divided: bool = False
     """Whether calls belong to it by whether their sequences, or batches, divide."""
-    batch: DividedBatch | None = None
-    """How the ranks divide the batch across the plan's axis, if they do."""
+    batches: tuple[DividedBatch, ...] = ()
+    """How the ranks divide the batch over the axes across the plan's, outermost first."""
 
     @property
     def mesh(self) -> Mesh:
         """The axes of its ranks."""
-        return Mesh((self.plan.axis,) if self.batch is None else (self.batch.constraints.axis, self.plan.axis))
+        return Mesh((*(divided.constraints.axis for divided in self.batches), self.axis))
+
+    @property
+    def axes(self) -> tuple[MeshAxis, ...]:
+        """The same in the order in which the graph is split over them."""
+        return (self.axis, *(divided.constraints.axis for divided in self.batches))
 
     @property
     def held(self) -> dict[str, Word]:
         """What each rank holds of parameters, buffers and the call's tensors."""
-        axes = [(self.plan.axis, self.plan.held)]
-        if self.batch is not None:
-            axes.append((self.batch.constraints.axis, self.batch.constraints.fixed))
+        axes = [(self.axis, self.plan.held)]
+        axes += [(divided.constraints.axis, divided.constraints.fixed) for divided in self.batches]
         names = dict.fromkeys(name for _, layouts in axes for name in layouts)
         return {name: word(*((axis, layouts.get(name, I)) for axis, layouts in axes)) for name in names}
 
     def assumes(self, values: Sequence[Tensor | int]) -> bool:
         """Whether tensors, and numbers, satisfy the graph's assumptions about sizes."""
         return self.captured.assumes(values, divided=self.divided)
+
+    def before_last_axis(self, rank: Sequence[Coordinate]) -> BeforeLastAxis:
+        """The graph of a rank, given its place on each of `axes`, before it is split over the last one."""
+        followed = self._followed(rank)
+        local = [localized(self.graph, each[0]) for each in followed]
+        plans = list[list[Plan]]()
+        for i, divided in enumerate(self.batches):
+            if i:
+                before = self.batches[i - 1]
+                split = [before.split(graph, plan) for graph, plan in zip(local, plans[-1], strict=True)]
+                local = [localized(graph, each[i]) for graph, each in zip(split, followed, strict=True)]
+            plans.append([])
+            for graph in local:
+                plans[-1].append(divided.plan(graph, plans[-1][-1] if plans[-1] else None))
+        return BeforeLastAxis(local[-1], plans[-1][-1], [of_axis[0] for of_axis in plans])
+
+    def _followed(self, rank: Sequence[Coordinate]) -> list[Sequence[Coordinate]]:
+        """The ranks from the first one to this, each of which follows the plans of the last: it differs on one axis."""
+        found = [rank]
+        for i in reversed(range(len(self.batches))):
+            if rank[i].rank:
+                found.insert(0, [*found[0][:i], _first(rank[i].axis), *found[0][i + 1 :]])
+        return found
+
+    def priced(self, *, with_memory: bool) -> Plan:
+        """The plan with those of the axes that divide the batch, for the first rank; each is the `batch` of the last.
+
+        Args:
+            with_memory: whether the last one says what a step takes.
+        """
+        first = [_first(axis) for axis in self.axes]
+        local, last, plans = self.before_last_axis(first)
+        if with_memory:
+            memory = memory_of_rank(localized(self.batches[-1].split(local, last), first[-1]))
+            plans[-1] = dataclasses.replace(plans[-1], costs=dataclasses.replace(plans[-1].costs, memory=memory))
+        batch: Plan | None = None
+        for plan in reversed([self.plan, *plans]):
+            batch = dataclasses.replace(plan, batch=batch)
+        assert batch is not None
+        return batch
+
+
+class BeforeLastAxis(NamedTuple):
+    """What a rank has before its graph is split over the last axis."""
+
+    graph: fx.GraphModule
+    plan: Plan
+    """Of that axis."""
+    of_first: list[Plan]
+    """Of each axis that divides the batch, those of the first rank."""
+
+
+def _first(axis: MeshAxis) -> Coordinate:
+    """The place of the first rank on an axis, in a group of its name."""
+    return axis.coordinate(0, simulated_name(0, axis.size, axis.name))
 
 
 def program(
@@ -125,39 +186,45 @@ def program(
     split = constraints.with_inputs(inputs or {})
     if not constraints.batch_parts:
         return planned(captured, model, split)
-    facts, of_batch = ModelFacts.of(model), constraints.of_batch
-    of_batch = of_batch.with_layouts(of_batch.first_layouts(facts)).with_inputs(batches or {})
-    if constraints.division is None:
-        _divide_batch(graph, sizes.keys(), of_batch.layouts)
-        return planned(captured, model, of_batch)
+    facts = ModelFacts.of(model)
+    of_batch = [
+        each.with_layouts(each.first_layouts(facts)).with_inputs(batches or {}) for each in constraints.of_batch
+    ]
+    if not constraints.divisions:
+        _divide_batch(graph, sizes.keys(), of_batch[0].layouts)
+        return planned(captured, model, of_batch[0])
     # what is a multiple of the ranks of the other axis alone is none of these
     graph.meta["multiples"] = (multiples & _sizes_of(graph, SEQUENCE)).difference(sizes)
     with sizes_as({size: number // constraints.batch_parts for size, number in sizes.items()}):
         made = planned(captured, model, split)  # for what a rank computes
-    return dataclasses.replace(made, divided=True, batch=DividedBatch(of_batch, frozenset(sizes), facts))
+    divided = [path for path in batches or {} if _size_of_batch(graph, path) in sizes]
+    return dataclasses.replace(
+        made, divided=True, batches=tuple(DividedBatch(each, frozenset(divided), facts) for each in of_batch)
+    )
 
 
 @dataclass(frozen=True)
 class DividedBatch:
-    """How ranks that divide the batch run a graph that is split over another axis already."""
+    """How ranks that divide the batch run a graph that is split over other axes already."""
 
     constraints: Constraints
     """With the layouts over this axis of parameters, buffers, and the call's tensors that are parts of the batch."""
-    sizes: frozenset[sympy.Symbol]
-    """The batch's size."""
+    inputs: frozenset[str]
+    """The names of the latter."""
     facts: ModelFacts
 
     def plan(self, local: fx.GraphModule, first: Plan | None = None) -> Plan:
-        """The plan of this axis for a rank of the other one: that of the other's first rank, where it is legal.
+        """The plan of this axis for a rank of earlier ones: that of the rank before it along one of these, if legal.
 
         Each rank would find its own, for their slices may differ in size; but what one held whole and the other as a
-        part of a sum would be added up by a collective of the other axis. An empty slice may have to be computed whole.
+        part of a sum would be added up by a collective of the earlier axis. An empty slice may have to be computed
+        whole, so that there are collectives which other ranks do not have.
 
         Args:
-            first: the plan for the first rank, if this is another.
+            first: the plan for that rank, if there is one.
 
         Raises:
-            PlanError: what a collective of the other axis brings together would be held in different layouts.
+            PlanError: what a collective of an earlier axis brings together would be held in different layouts.
         """
         graph = self._whole(local)
         with without_garbage_collection():
@@ -166,22 +233,6 @@ class DividedBatch:
             _check_settled(graph.graph, plan, first)
         return plan
 
-    def priced(self, made: Program, *, with_memory: bool) -> Plan:
-        """The plan of this axis for what the other one's leaves to the first rank.
-
-        Args:
-            with_memory: whether it says what a step takes there.
-        """
-        axis = self.constraints.axis
-        local = localized(made.graph, made.plan.axis.simulated()[0])
-        plan = self.plan(local)
-        if not with_memory:
-            return plan
-        # of another name than the other axis' group, which may have as many ranks
-        first = axis.coordinate(0, simulated_name(0, axis.size, axis.name))
-        memory = memory_of_rank(localized(self.split(local, plan), first))
-        return dataclasses.replace(plan, costs=dataclasses.replace(plan.costs, memory=memory))
-
     def split(self, local: fx.GraphModule, plan: Plan) -> fx.GraphModule:
         """The graph of a rank of the other axis with the collectives of this one, global sizes."""
         with without_garbage_collection():
@@ -189,7 +240,7 @@ class DividedBatch:
 
     def _whole(self, local: fx.GraphModule) -> fx.GraphModule:
         graph = for_next_axis(local)
-        _divide_batch(graph, self.sizes, self.constraints.layouts)
+        _divide_batch(graph, {_size_of_batch(graph, path) for path in self.inputs}, self.constraints.layouts)
         return graph
 
 
@@ -200,7 +251,8 @@ def _check_settled(graph: fx.Graph, plan: Plan, first: Plan) -> None:
         PlanError: it is not.
     """
     for node in graph.nodes:
-        if "settled" in node.meta and plan.choices[node.name] != first.choices.get(node.name):
+        choice = plan.choices.get(node.name)
+        if "settled" in node.meta and choice != first.choices.get(node.name, choice):
             raise PlanError(
                 "ranks with slices of other sizes would divide the batch in another way",
                 where=where(node),
@@ -230,13 +282,19 @@ def _batch_sizes(graph: fx.GraphModule, batches: Mapping[str, Layout]) -> dict[s
     return {expr: hint(size) for size in split if (expr := size_expr(size)) in graph.meta["multiples"]}
 
 
+def _size_of_batch(graph: fx.GraphModule, path: str) -> int | sympy.Expr:
+    """The size of the batch in a tensor of the call."""
+    (node,) = (node for node in placeholders(graph.graph) if node.meta["path"] == path)
+    return size_expr(node.meta["val"].shape[BATCH])
+
+
 def _sizes_of(graph: fx.GraphModule, dim: int) -> set[int | sympy.Expr]:
     """The sizes that the call's tensors have in a dim."""
     shapes = [n.meta["val"].shape for n in placeholders(graph.graph) if n.meta["kind"] == "input" and is_tensor(n)]
     return {size_expr(shape[dim]) for shape in shapes if dim < len(shape)}
 
 
-def _divide_batch(graph: fx.GraphModule, batches: Collection[sympy.Symbol], stored: Mapping[str, Layout]) -> None:
+def _divide_batch(graph: fx.GraphModule, batches: Collection[int | sympy.Expr], stored: Mapping[str, Layout]) -> None:
     """Notes that the ranks divide these sizes and no others, and how they hold parameters and buffers."""
     graph.meta["multiples"] = frozenset(batches)
     for node in placeholders(graph.graph):
@@ -319,11 +377,11 @@ def planned(captured: Captured, model: nn.Module, constraints: Constraints) -> P
         with _timed("plan"):
             plan = plan_graph(captured.graph, ModelFacts.of(model), constraints)
         with _timed("rewrite"):
-            graph = rewrite(captured.graph, plan)
+            graph = rewrite(captured.graph, plan, constraints.axis)
     for gathered in plan.costs.whole:
         warnings.warn(str(gathered), stacklevel=2)
     divided = constraints.splits_sequence or plan.splits_dynamic
-    return Program(captured, dataclasses.replace(plan, graph=graph), graph, divided)
+    return Program(captured, dataclasses.replace(plan, graph=graph), graph, constraints.axis, divided)
 
 
 STAGES = ("capture", "plan", "rewrite")

@@ -9,13 +9,18 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import NamedTuple, TypeAlias
 
 MODEL = "model"
 """The name of the model-parallel axis: what graphs call its group until a rank runs them."""
 DATA = "data"
 """The name of the axis across the model-parallel groups."""
+
+
+def data_names(number: int) -> list[str]:
+    """Returns the names of so many axes across the model-parallel groups, outermost first."""
+    return [DATA] if number == 1 else [f"{DATA}{i}" for i in range(1, number + 1)]
 
 
 @dataclass(frozen=True)
@@ -25,6 +30,11 @@ class MeshAxis:
     size: int
     """The number of ranks along it."""
     name: str = MODEL
+    label: str = field(default="", compare=False)
+    """What the user calls it, if not by its name."""
+
+    def __str__(self) -> str:
+        return self.label or self.name
 
     def coordinate(self, rank: int, group: str = "") -> Coordinate:
         """Returns the coordinate of a rank; `group` is the name of its group, by default that of the axis."""
@@ -55,6 +65,13 @@ class Mesh:
         names = [axis.name for axis in self.axes]
         ranks = itertools.product(*(range(axis.size) for axis in self.axes))
         return [dict(zip(names, numbers, strict=True)) for numbers in ranks]
+
+    def place(self, number: int) -> dict[str, int]:
+        """Returns the place of the rank with this number."""
+        found = dict[str, int]()
+        for axis in reversed(self.axes):
+            number, found[axis.name] = divmod(number, axis.size)
+        return {axis.name: found[axis.name] for axis in self.axes}
 
     def axis(self, name: str) -> MeshAxis:
         """Returns the axis of a name.

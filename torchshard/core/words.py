@@ -44,7 +44,7 @@ class Letter(NamedTuple):
     layout: Layout
 
     def __str__(self) -> str:
-        return f"{self.axis.name}: {self.layout}"
+        return f"{self.axis}: {self.layout}"
 
 
 Word: TypeAlias = tuple[Letter, ...]
@@ -71,7 +71,12 @@ def dual(of: Word) -> Word:
 
 
 def text(of: Word) -> str:
-    """Returns a word as text: 'model: S(0) . data: S(0)'; 'I' if the value is whole."""
+    """Returns a word as text that `parse` reads: 'model: S(0) . data: S(0)'; 'I' if the value is whole."""
+    return _AND.join(f"{axis.name}: {layout}" for axis, layout in of) or str(I)
+
+
+def shown(of: Word) -> str:
+    """Returns a word as text, in the user's names of the axes."""
     return _AND.join(map(str, of)) or str(I)
 
 

@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 
 from torchshard.core.errors import DistributedError, InputError
-from torchshard.core.mesh import DATA, MODEL
+from torchshard.core.mesh import DATA, MODEL, data_names
 from torchshard.distributed.consistency import verify_call, verify_following_call
 from torchshard.distributed.group import (
     ALONE,
@@ -27,6 +27,7 @@ from torchshard.distributed.group import (
     get_group_size,
     get_rank,
     is_initialized,
+    lookup,
     own_group,
     register_groups,
     registered_groups,
@@ -44,6 +45,8 @@ class _World:
     owns_torch_distributed: bool
     """Whether `torch.distributed` was initialised here, and not by the user."""
     process_groups: list[dist.ProcessGroup] = field(default_factory=list)
+    data_ranks: list[list[int]] = field(default_factory=list)
+    """The ranks of each data-parallel group."""
 
 
 _world: _World | None = None
@@ -179,6 +182,7 @@ def _make_groups(group_size: int, mesh: DeviceMesh | None, timeouts: Timeouts, o
     model = _model_ranks(world, group_size) if mesh is None else _mesh_ranks(world, group_size, mesh, control)
     data = [[ranks[place] for ranks in model if place < len(ranks)] for place in range(max(map(len, model)))]
     controls = [control if ranks == everyone else None for ranks in model]
+    owned.data_ranks = data
     groups = {
         MODEL: _own_group(MODEL, model, timeouts, owned, controls),
         DATA: _own_group(DATA, data, timeouts, owned, [None] * len(data)),
@@ -186,6 +190,42 @@ def _make_groups(group_size: int, mesh: DeviceMesh | None, timeouts: Timeouts, o
     # a rank that destroys its groups at once would cut off those that are still connecting
     verify_call(all_ranks, lambda: f"{request}, made")
     return groups
+
+
+def along_data_axes(sizes: Sequence[int]) -> tuple[Group, ...]:
+    """The groups along the axes of a mesh whose ranks are those of the data-parallel group; a collective call.
+
+    They are made once, and end with the others. Along a single axis it is the data-parallel group itself.
+
+    Args:
+        sizes: the numbers of ranks along the axes, outermost first.
+
+    Raises:
+        DistributedError: there are others already, or they can't be made.
+    """
+    everyone, names = lookup(DATA), data_names(len(sizes))
+    if len(sizes) == 1:
+        return (everyone,)
+    made = {group.name: group for group in registered_groups()}
+    if names[0] not in made:
+        assert _world is not None
+        for i, name in enumerate(names):
+            along = [
+                row
+                for ranks in _world.data_ranks
+                for row in torch.tensor(ranks, device="cpu").reshape(*sizes).movedim(i, -1).flatten(0, -2).tolist()
+            ]
+            made[name] = _own_group(name, along, everyone.timeouts, _world, [None] * len(along))
+        register_groups(made)
+    found = [group.size for name, group in made.items() if name not in (MODEL, DATA)]
+    if found != [*sizes]:
+        raise DistributedError(
+            f"the batch is divided over axes of {' x '.join(map(str, found))} ranks already",
+            where="mesh=",
+            why=f"another model's mesh has made the groups; that of this one has {' x '.join(map(str, sizes))}",
+            attempt="one mesh for all models; or destroy_process_group() between them",
+        )
+    return tuple(made[name] for name in names)
 
 
 def _new_handshake() -> HandshakeState:

@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
 import torch.distributed as dist
 from torch import Tensor
 
-from torchshard.core.errors import DistributedError, ShardError
-from torchshard.core.layouts import I, Layout, Shard
-from torchshard.core.mesh import DATA, MODEL, MeshAxis, Place
+from torchshard.core.errors import DistributedError, InputError, ShardError
+from torchshard.core.layouts import Layout, Shard
+from torchshard.core.mesh import DATA, MODEL, Mesh, MeshAxis, Place
 from torchshard.core.words import Cuts, Word, cuts, local_shape, word
 from torchshard.distributed.consistency import Facts, gather_bytes, run_on_all_ranks, verify_equal
 from torchshard.distributed.group import ALONE, Group, is_initialized, lookup, own_group
@@ -35,7 +35,11 @@ class Ranks:
     group: Group
     """The ranks of the model's axis, which divide the weights."""
     replicas: Group = ALONE
-    """The ranks of the data axis: they hold the same slices as this one, or divide those once more."""
+    """The ranks of the data axes: they hold the same slices as this one, or divide those once more."""
+    data: tuple[Group, ...] = ()
+    """The ranks along each data axis, outermost first; without them there is one such axis."""
+    labels: tuple[str, ...] = ()
+    """What the user calls the axes, the model's last."""
 
     @classmethod
     def own(cls) -> Ranks:
@@ -43,6 +47,27 @@ class Ranks:
         if dist.is_initialized() and not is_initialized():
             init_process_group()
         return cls(lookup(MODEL), lookup(DATA)) if is_initialized() else cls(ALONE, ALONE)
+
+    @classmethod
+    def of(cls, tensors: Iterable[object]) -> Ranks:
+        """This process among all that work on the sharded ones of these tensors, and their replicas.
+
+        Raises:
+            InputError: they are sharded over meshes that divide the batch over different axes.
+        """
+        found = list(tensors)
+        ranks = widest(found)
+        if ranks.count == ranks.group.size:
+            return cls.own()
+        for other in (getattr(tensor, "ranks", ranks) for tensor in found):
+            if other.count > other.group.size and other.groups.keys() != ranks.groups.keys():
+                raise InputError(
+                    "models on different meshes can't be saved or loaded together",
+                    where=f"axes {', '.join(map(str, ranks.mesh.axes))}, and {', '.join(map(str, other.mesh.axes))}",
+                    why="a checkpoint says of each tensor how the ranks of one mesh hold it",
+                    attempt="one mesh for all models, or a checkpoint for each",
+                )
+        return ranks
 
     @property
     def number(self) -> int:
@@ -56,17 +81,24 @@ class Ranks:
 
     @property
     def groups(self) -> dict[str, Group]:
-        """The group along each mesh axis."""
-        return {DATA: self.replicas, MODEL: self.group}
+        """The group along each mesh axis, outermost first."""
+        return {**({each.name: each for each in self.data} or {DATA: self.replicas}), MODEL: self.group}
+
+    @property
+    def mesh(self) -> Mesh:
+        """The mesh of all of them."""
+        groups = self.groups
+        labels = dict(zip(groups, self.labels, strict=True)) if self.labels else {}
+        return Mesh(tuple(MeshAxis(group.size, name, labels.get(name, "")) for name, group in groups.items()))
 
     @property
     def place(self) -> Place:
         """Where this rank is on the mesh."""
         return {axis: group.rank for axis, group in self.groups.items()}
 
-    def word(self, of_model: Layout, of_batch: Layout = I) -> Word:
-        """The word of what has these layouts over the model's axis and the data axis."""
-        return word((MeshAxis(self.group.size), of_model), (MeshAxis(self.replicas.size, DATA), of_batch))
+    def word(self, layouts: Mapping[str, Layout]) -> Word:
+        """The word of what has these layouts over axes by name, first to last."""
+        return word(*((self.mesh.axis(name), layout) for name, layout in layouts.items()))
 
     def cuts(self, of: Word) -> Cuts:
         """How this rank holds a tensor."""
@@ -82,7 +114,7 @@ class Ranks:
 
     def reduced(self, x: Tensor, op: ReduceKind, *, eager: bool = False) -> Tensor:
         """All-reduces a copy over all of them: a collective call."""
-        for group in self.groups.values():
+        for group in (self.replicas, self.group):
             x = reduced(x, op, group, eager=eager) if group.size > 1 else x
         return x
 
@@ -105,16 +137,13 @@ class Ranks:
 
     def verify(self, facts: Facts, what: str) -> None:
         """Raises DistributedError on all of them if the facts differ on any."""
-        self.verify_group(facts, what)
+        self.on_replicas(lambda: verify_equal(self.group, facts, DistributedError, what), DistributedError, what)
         verify_equal(self.replicas, facts, DistributedError, what)
 
-    def verify_group(self, facts: Facts, what: str) -> None:
-        """Raises DistributedError on all of them if the facts of ranks along the model's axis differ."""
-        self.on_replicas(lambda: verify_equal(self.group, facts, DistributedError, what), DistributedError, what)
-
-    def verify_replicas(self, facts: Facts, what: str) -> None:
-        """Raises DistributedError on all of them if the facts of ranks along the data axis differ."""
-        self.run_on_all(lambda: verify_equal(self.replicas, facts, DistributedError, what), DistributedError, what)
+    def verify_along(self, axis: str, facts: Facts, what: str) -> None:
+        """Raises DistributedError on all of them if the facts of ranks along a mesh axis differ."""
+        group = self.groups[axis]
+        self.run_on_all(lambda: verify_equal(group, facts, DistributedError, what), DistributedError, what)
 
     def leaders(self, data: bytes) -> bytes:
         """What the rank that leads has given."""

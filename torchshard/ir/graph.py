@@ -49,6 +49,7 @@ from torchshard.rules.pointwise import CASTS
 
 ORIGIN = ("module", "source", "needs_grad", "recompute", "is_backward", "origin")
 """The facts about an op that hold for what replaces it, too."""
+_COPY = torch.ops.torchshard.copy.default
 Size = int | torch.SymInt
 """A size in the shape of a fake tensor."""
 Mode = FakeTensorMode | nullcontext[None]
@@ -201,10 +202,20 @@ def result_layouts(graph: fx.Graph) -> tuple[Layout, ...]:
 
 
 def before_casts(node: fx.Node) -> fx.Node:
-    """What was cast, by autocast or the model (`weight.to(x.dtype)`), or detached by no_grad; or the value itself."""
-    while node.target in CASTS or node.target is torch.ops.aten.detach.default:
+    """What was cast, by autocast or the model (`weight.to(x.dtype)`), or detached by no_grad; or the value itself.
+
+    A `copy` of another mesh axis, which passes its operand on, is none of these either.
+    """
+    while node.target in CASTS or node.target in (torch.ops.aten.detach.default, _COPY):
         node = operands(node)[0]
     return node
+
+
+def is_copied_weight(node: fx.Node) -> bool:
+    """Whether an op passes on a parameter of two dims or more for the sums of gradients over another mesh axis."""
+    while node.target is _COPY:
+        node = operands(node)[0]
+    return is_weight(node)
 
 
 def call_of(node: fx.Node) -> Call:

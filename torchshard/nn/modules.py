@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torchshard.core.errors import InputError
 from torchshard.core.layouts import I, Layout, Shard
 from torchshard.core.layouts import split as slice_of
+from torchshard.core.mesh import MODEL
 from torchshard.distributed.group import own_group
 from torchshard.distributed.primitives import broadcast
 from torchshard.distributed.ranks import Ranks
@@ -56,7 +57,8 @@ class Sliced(nn.Module):
                 tensor, layout = slice_of(tensor, Shard(dim), group.rank, group.size), Shard(dim, ((size, 1),))
             own = tensor.clone(memory_format=torch.contiguous_format)  # a view would keep the whole in memory
             own.requires_grad_(parameter.requires_grad)
-            self.register_parameter(name, ShardedParameter.of(own, ranks.word(layout), ranks, name, parameter.shape))
+            of = ranks.word({MODEL: layout})
+            self.register_parameter(name, ShardedParameter.of(own, of, ranks, name, parameter.shape))
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
         """Keeps parameters sharded: for another type of device, PyTorch replaces them by plain ones."""

@@ -8,7 +8,7 @@ from __future__ import annotations
 from torch import fx
 
 from torchshard.custom_ops.stepwise import Stepwise
-from torchshard.ir.graph import duplicate, is_own_collective, mark_needs_grad, placeholders
+from torchshard.ir.graph import duplicate, is_own_collective, layout_of, mark_needs_grad, placeholders
 
 OF_AXIS = ("layouts", "choice", "row", "global_shape")
 """What nodes know of the axis that their graph is split over."""
@@ -20,6 +20,8 @@ def for_next_axis(local: fx.GraphModule) -> fx.GraphModule:
     for node in graph.graph.nodes:
         if is_own_collective(node) or isinstance(node.target, Stepwise):
             node.meta["settled"] = True
+        if node.meta.get("layouts"):
+            node.meta["earlier"] = {**node.meta.get("earlier", {}), graph.meta["axis"].name: layout_of(node)}
         for key in OF_AXIS:
             node.meta.pop(key, None)
     mark_needs_grad(graph, [n.meta["path"] for n in placeholders(graph.graph) if n.meta["needs_grad"]])

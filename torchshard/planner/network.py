@@ -28,6 +28,7 @@ from torchshard.core.notation import Choice
 from torchshard.ir.graph import (
     carried_inputs,
     is_carried,
+    is_copied_weight,
     is_tensor,
     is_tensor_op,
     is_weight,
@@ -211,7 +212,7 @@ class _Builder:
                 if op.node in self.constraints.pins:
                     states = pinned_choices(op, self.constraints.pins[op.node], states, self.ranks)
                 else:
-                    states = [c for c in states if axes is None or self._may_split(c, axes[op.node])]
+                    states = [c for c in states if axes is None or self._may_split(op, c, axes[op.node])]
                 if not self.constraints.weights:
                     states = [c for c in states if c.splits_dynamic] or states
                 if is_carried(op.node):  # it grows, so that the slices of the next call would be others
@@ -225,10 +226,11 @@ class _Builder:
                 saved = np.array([self.costs.saved(op, choice) for choice in states])
             self._factor((variable,), [self._op_seconds(op, choice) for choice in states], saved)
 
-    def _may_split(self, choice: Choice, axes: set[str]) -> bool:
+    def _may_split(self, op: Op, choice: Choice, axes: set[str]) -> bool:
         """Whether a choice splits nothing but these axes, or a dynamic size."""
         c = self.constraints
-        return all((axis in axes and c.weights) or (parts == EQUAL and c.dynamic) for axis, parts in choice.axes)
+        weights = c.weights or is_copied_weight(op.node)
+        return all((axis in axes and weights) or (parts == EQUAL and c.dynamic) for axis, parts in choice.axes)
 
     def _op_seconds(self, op: Op, choice: Choice) -> float:
         inside = (sent.seconds for _, *ways in self.costs.inside(op, choice) for sent in ways)

@@ -200,9 +200,9 @@ def verify_same_program(ranks: Ranks, made: RankProgram, call: PreparedCall) -> 
     program, what = made.program, "the ranks made different programs of the model"
     facts = {"the graph": listing(program.graph, sources=False), "the plan": program.plan.to_json()}
     ranks.verify(facts, what)
-    if made.of_batch is not None:
-        ranks.verify({"the plan of the batch": made.of_batch.to_json()}, what)
-        ranks.verify_replicas({"the graph": listing(made.graph, sources=False)}, what)
+    if made.of_batch:
+        ranks.verify({"the plans of the batch": " ".join(plan.to_json() for plan in made.of_batch)}, what)
+        ranks.verify_along(program.axes[-1].name, {"the graph": listing(made.graph, sources=False)}, what)
 
     def verify_inputs() -> None:
         named = zip(call.compared.names, call.compared.tensors, strict=True)

@@ -120,20 +120,17 @@ class RankProgram(NamedTuple):
     """Of the last mesh axis, with its collectives, global sizes."""
     coordinate: Coordinate
     """This rank's on that axis."""
-    of_batch: Plan | None = None
-    """The first rank's plan of that axis, if it is that of the batch; the others follow it."""
+    of_batch: Sequence[Plan] = ()
+    """The first rank's plans of the axes that divide the batch; the others follow them."""
 
     @staticmethod
     def of(program: Program, ranks: Ranks) -> RankProgram:
         """A program up to its last axis."""
-        own = ranks.group.coordinate
-        if program.batch is None:
-            return RankProgram(program, program.graph, own)
-        local = localized(program.graph, own)
-        first = localized(program.graph, own.axis.simulated()[0]) if own.rank else local
-        of_all = program.batch.plan(first)
-        plan = program.batch.plan(local, of_all) if own.rank else of_all
-        return RankProgram(program, program.batch.split(local, plan), ranks.replicas.coordinate, of_all)
+        own = [ranks.groups[axis.name].coordinate for axis in program.axes]
+        if not program.batches:
+            return RankProgram(program, program.graph, own[0])
+        local, plan, of_first = program.before_last_axis(own)
+        return RankProgram(program, program.batches[-1].split(local, plan), own[-1], of_first)
 
 
 def compile_program(

@@ -12,7 +12,7 @@ from torchshard.compiler.meshes import DataLike, MeshLike, RankAxes, mesh_sizes,
 from torchshard.core.errors import DistributedError
 from torchshard.core.mesh import DATA, MODEL
 from torchshard.distributed.group import is_initialized, lookup
-from torchshard.distributed.process_groups import init_process_group
+from torchshard.distributed.process_groups import along_data_axes, init_process_group
 from torchshard.distributed.ranks import Ranks
 
 
@@ -34,19 +34,21 @@ def join_ranks(mesh: MeshLike | None, data: DataLike | None) -> tuple[Ranks, Ran
     if not is_initialized():
         _make_groups(mesh, axes)
     group, replicas = lookup(MODEL), lookup(DATA)
-    parts = 1 if axes.division is None else axes.division.axis.size
-    if (group.size, replicas.size) != (axes.axis.size, parts):
+    if (group.size, replicas.size) != (axes.axis.size, axes.across):
         raise DistributedError(
-            f"the groups are {replicas.size} of {group.size} ranks, and the mesh has {parts} of {axes.axis.size}",
+            f"the groups are {replicas.size} of {group.size} ranks, and the mesh has {axes.across} of {axes.axis.size}",
             where="mesh=",
             why=f"init_process_group has made the groups; the mesh is {mesh_sizes(mesh)}",
             attempt=f"init_process_group(group_size={axes.axis.size}), or none: shard makes the groups",
         )
-    ranks = Ranks(group, replicas) if axes.division else Ranks(group)
+    ranks = Ranks(group, labels=("", axes.axis.label))
+    if axes.divisions:
+        along = [division.axis for division in axes.divisions]
+        Ranks(group, replicas).verify({"the mesh": ", ".join(f"{axis} {axis.size}" for axis in along)}, "mesh=")
+        groups = along_data_axes([axis.size for axis in along])
+        ranks = Ranks(group, replicas, groups, tuple(axis.label for axis in (*along, axes.axis)))
     if isinstance(mesh, DeviceMesh):
-        ranks.run_on_all(
-            partial(_check_groups, mesh, axes, ranks), DistributedError, "the mesh is not one of the groups"
-        )
+        ranks.run_on_all(partial(_check_groups, mesh, ranks), DistributedError, "the mesh is not one of the groups")
     return ranks, axes
 
 
@@ -54,18 +56,21 @@ def _make_groups(mesh: MeshLike, axes: RankAxes) -> None:
     if not isinstance(mesh, DeviceMesh):
         init_process_group(axes.axis.size)
         return
-    init_process_group(mesh=mesh[axes.name])
+    label = axes.axis.label
+    if label:
+        init_process_group(mesh=mesh[label])
+    else:
+        init_process_group(1)  # all axes divide the batch
 
 
-def _check_groups(mesh: DeviceMesh, axes: RankAxes, ranks: Ranks) -> None:
+def _check_groups(mesh: DeviceMesh, ranks: Ranks) -> None:
     """Checks that the groups along the axes of a mesh are those of these ranks.
 
     Raises:
         DistributedError: they are not.
     """
-    own = {axes.name: ranks.group} | ({axes.division.name: ranks.replicas} if axes.division is not None else {})
-    for name, group in own.items():
-        if group.process_group is None:  # of one rank
+    for name, group in reversed([*zip(ranks.labels, ranks.groups.values(), strict=True)]):
+        if group.size == 1:
             continue
         of_mesh, of_group = map(dist.get_process_group_ranks, (mesh.get_group(name), group.process_group))
         if set(of_mesh) != set(of_group):

@@ -45,7 +45,7 @@ from torchshard.compiler.program import program
 from torchshard.core.autocast import autocasting
 from torchshard.core.errors import CaptureError, DistributedError, InputError, PlanError, ShardError
 from torchshard.core.layouts import Layout, Shard
-from torchshard.core.mesh import DATA, MODEL
+from torchshard.core.mesh import MODEL
 from torchshard.distributed.consistency import running, verify_equal
 from torchshard.distributed.group import CheckLevel, Group
 from torchshard.distributed.ranks import Ranks
@@ -98,8 +98,8 @@ class ShardedModule(State):
         wrapper = sys._getframe(1).f_locals.get("self")
         if wrapper is None or type(wrapper).__name__ != "DistributedDataParallel":
             return []
-        is_split = any(isinstance(layout, Shard) for layout in self._ts_of_batch.values())
-        groups = [*self._ts_ranks.groups.values()] if is_split else [self._ts_group]
+        split = [axis for axis, of in self._ts_of_batch.items() if any(isinstance(each, Shard) for each in of.values())]
+        groups = [self._ts_group, *(self._ts_ranks.groups[axis] for axis in split)]
         check_other_group(getattr(wrapper, "process_group", None), groups, type(wrapper).__name__)
         return []
 
@@ -120,7 +120,7 @@ class ShardedModule(State):
         ranks: Ranks,
         aim: Objective | None = None,
         *,
-        division: Division | None = None,
+        divisions: Sequence[Division] = (),
         whole_batches: bool = False,
         cut: bool = True,
         weights: str | os.PathLike[str] | Weights | None = None,
@@ -129,7 +129,7 @@ class ShardedModule(State):
         """Splits a model.
 
         Args:
-            division: how the ranks of the data axis divide the batch, if there is one.
+            divisions: how the ranks of the data axes divide the batch, if there are some.
             whole_batches: whether each rank passes the whole of a batch that they divide, and gets whole results.
         """
         group = ranks.group
@@ -137,7 +137,7 @@ class ShardedModule(State):
         def read() -> tuple[Constraints, ModelFacts, Weights | None]:
             check_weights(model)
             facts = ModelFacts.of(model)
-            constraints = read_constraints(facts, plan, group.coordinate.axis, aim, division)
+            constraints = read_constraints(facts, plan, ranks.mesh.axes[-1], aim, divisions)
             check_layouts(facts, constraints.first_layouts(facts))
             if weights is None or isinstance(weights, Weights):
                 return constraints, facts, weights
@@ -146,9 +146,10 @@ class ShardedModule(State):
         what = "the ranks can't shard this model together"
         constraints, of_model, loaded = ranks.run_on_all(read, PlanError, what)
         layouts = constraints.first_layouts(of_model)
-        of_batch = constraints.of_batch.first_layouts(of_model) if division else {}
+        of_batch = {each.axis.name: each.first_layouts(of_model) for each in constraints.of_batch} if divisions else {}
         if ranks.count > 1:
-            ranks.verify({"data= and inputs=": f"{constraints.data} {division} {whole_batches}"}, what)
+            asked = f"{constraints.data} {constraints.divisions} {whole_batches}"
+            ranks.verify({"mesh=, data= and inputs=": asked}, what)
         verify_same_weights(model, ranks, () if loaded is None else loaded.tensors)
         if loaded is not None:
             facts = describe_contents(loaded.tensors) | loaded.samples
@@ -165,7 +166,7 @@ class ShardedModule(State):
         self._ts_carried_places: set[str] = set()
         self._ts_numbers: set[str] = set()
         self._ts_history = History(group, type(model).__name__)
-        self._ts_across = History(ranks.replicas, type(model).__name__) if division else None
+        self._ts_across = History(ranks.replicas, type(model).__name__) if divisions else None
         observe_steps(self, model)
 
     def note_step(self, settings: str) -> None:
@@ -194,9 +195,15 @@ class ShardedModule(State):
     @property
     def _batch_group(self) -> Group | None:
         """The group that divides the batch, if one does."""
-        if self._ts_constraints.data:
-            return self._ts_group
-        return self._ts_ranks.replicas if self._ts_constraints.division else None
+        if self._ts_constraints.divisions:
+            return self._ts_ranks.replicas
+        return self._ts_group if self._ts_constraints.data else None
+
+    @property
+    def _split_over_data(self) -> dict[str, Layout]:
+        """The layouts of what is in slices over a data axis."""
+        found = (item for of_axis in self._ts_of_batch.values() for item in of_axis.items())
+        return {name: layout for name, layout in found if isinstance(layout, Shard)}
 
     def verify_state(self) -> None:
         """Checks that the ranks have done the same with this model, and hold equal whole parameters: a collective call.
@@ -211,7 +218,7 @@ class ShardedModule(State):
         compare = partial(verify_equal, ranks.group, facts, call_error, what, near=gradients)
         ranks.on_replicas(compare, DistributedError, what)
         if self._ts_across is not None:
-            facts, gradients = self._ts_across.all_facts(self._tensors_by_first_name(), self._ts_of_batch)
+            facts, gradients = self._ts_across.all_facts(self._tensors_by_first_name(), self._split_over_data)
             compare = partial(verify_equal, ranks.replicas, facts, call_error, what, near=gradients)
             ranks.run_on_all(compare, DistributedError, what)
 
@@ -430,9 +437,11 @@ class ShardedModule(State):
     def _history_snapshot(self, call: PreparedCall | ShardError) -> HistorySnapshot:
         # Until the first graph fixes the layouts they follow from each rank's plan, and plans may still differ.
         if self._ts_fixed and not self._ts_watched:
-            self._ts_history.watch(self._tensors_by_first_name(), self._ts_layouts, self._ts_distinct[MODEL])
+            tensors, distinct = self._tensors_by_first_name(), self._ts_distinct
+            self._ts_history.watch(tensors, self._ts_layouts, distinct[MODEL])
             if self._ts_across is not None:
-                self._ts_across.watch(self._tensors_by_first_name(), self._ts_of_batch, self._ts_distinct[DATA])
+                over_data = {name: any(distinct[axis].get(name) for axis in self._ts_of_batch) for name in tensors}
+                self._ts_across.watch(tensors, self._split_over_data, over_data)
             self._ts_watched = True
         return self._snapshot_of(self._ts_history, call)
 

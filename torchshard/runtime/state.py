@@ -22,6 +22,7 @@ from torchshard.capture import model_without_storage, shared_names, without_stor
 from torchshard.core.errors import DistributedError, InputError
 from torchshard.core.hashing import hash_tensor
 from torchshard.core.layouts import I, Layout, Shard
+from torchshard.core.mesh import MODEL
 from torchshard.core.words import Word, is_split, over, split
 from torchshard.distributed.consistency import gather_bytes
 from torchshard.distributed.group import Group
@@ -54,7 +55,7 @@ class State(ShardedSubmodule):
         layouts: Mapping[str, Layout],
         ranks: Ranks,
         *,
-        of_batch: Mapping[str, Layout] | None = None,
+        of_batch: Mapping[str, Mapping[str, Layout]] | None = None,
         cut: bool = True,
         weights: Weights | None = None,
     ) -> None:
@@ -62,14 +63,14 @@ class State(ShardedSubmodule):
 
         Args:
             layouts: of parameters and buffers, over the model's axis.
-            of_batch: over the data axis.
+            of_batch: over each data axis, by its name.
             weights: what the parameters and buffers get in place of the model's values.
             cut: False to leave all tensors without memory until `_fix_layouts` knows what the slices are.
         """
         super().__init__(model_without_storage(model))
         self._ts_ranks, self._ts_group = ranks, ranks.group
         self._ts_layouts: dict[str, Layout] = dict(layouts)
-        self._ts_of_batch: dict[str, Layout] = dict(of_batch or {})
+        self._ts_of_batch: dict[str, Mapping[str, Layout]] = dict(of_batch or {})
         self._ts_fixed = False  # whether a graph has fixed the layouts
         self._ts_names = shared_names(self.source)
         self._ts_parameters: dict[str, ShardedParameter] = {}
@@ -275,7 +276,8 @@ class State(ShardedSubmodule):
 
     def _word(self, name: str) -> Word:
         """How the ranks hold the parameter or buffer with this first name."""
-        return self._ts_ranks.word(self._ts_layouts.get(name, I), self._ts_of_batch.get(name, I))
+        axes = {MODEL: self._ts_layouts, **self._ts_of_batch}
+        return self._ts_ranks.word({axis: layouts.get(name, I) for axis, layouts in axes.items()})
 
     @torch.inference_mode(False)  # a tensor that is made in inference mode could never be trained
     def _fix_layouts(self, layouts: Mapping[str, Layout]) -> None:

@@ -178,7 +178,7 @@ def on_all_ranks(
         failure = f"{type(error).__name__}: {error}"
         log.log(level, "no graph of the backward: %s", failure.partition("\n")[0])
     what = "the ranks can't make the graph of a backward together"
-    groups = [group for group in (ranks.group, ranks.replicas) if group.size > 1]
+    groups = [group for group in reversed(ranks.groups.values()) if group.size > 1]
     for group in (*groups, *groups[:-1]):  # what fails along one axis, all ranks of the other have to know
         text = failure or "; ".join(each.seen_by(group) for each in collectives)
         if not verify_equal(group, {}, DistributedError, what, unlike=hash_text(text)):

@@ -117,7 +117,12 @@ def digest(data: bytes) -> str:
 
 
 def manifest(
-    id_: str, files: Mapping[str, int], objects: bytes, layouts: Mapping[str, str], aliases: Mapping[str, str]
+    id_: str,
+    files: Mapping[str, int],
+    objects: bytes,
+    layouts: Mapping[str, str],
+    aliases: Mapping[str, str],
+    mesh: Mapping[str, int],
 ) -> bytes:
     """The content of checkpoint.json.
 
@@ -125,11 +130,13 @@ def manifest(
         files: name within the data folder -> its size in bytes.
         objects: the content of objects.bin.
         layouts: tensor -> '<word> <shape of the whole>'.
+        mesh: axis, outermost first -> the number of ranks along it.
     """
     body = {
         "format": FORMAT,
         "id": id_,
         "files": files,
+        "mesh": mesh,
         "objects": digest(objects),
         "tensors": layouts,
         "aliases": aliases,
@@ -198,13 +205,14 @@ def _read_checkpoint(folder: Path) -> Checkpoint:
     try:
         body = json.loads(content)
         files, layouts, aliases = _tables(body)
+        saved = _mesh(body["mesh"]) if "mesh" in body else None
         id_, objects = body["id"], body["objects"]
         if body["format"] != FORMAT or not re.fullmatch(r"[0-9a-f]{16}", id_) or OBJECTS not in files:
             raise ValueError(f"its format is {body['format']!r}, its id {id_!r}")
     except (ValueError, KeyError, TypeError, RecursionError) as error:
         raise broken(path, f"it is not what ts.save writes: {type(error).__name__}: {error}") from error
     try:
-        mesh, held = _held(folder / f"data-{id_}", id_, files)
+        mesh, held = _held(folder / f"data-{id_}", id_, files, saved)
     except OSError as error:
         raise broken(folder / f"data-{id_}", str(error)) from error
     tensors = {name: _sliced(path, name, text, mesh, held.pop(name, {})) for name, text in layouts.items()}
@@ -236,13 +244,24 @@ def _tables(body: Any) -> tuple[dict[str, int], dict[str, str], dict[str, str]]:
     return files, layouts, aliases
 
 
-_Held = dict[tuple[int, int], FileTensor]
-"""(replica, rank) that has written a tensor -> its slice."""
+def _mesh(sizes: Any) -> Mesh:
+    """The axes over which the ranks that have saved were laid out."""
+    if not isinstance(sizes, dict) or not all(type(size) is int and size > 0 for size in sizes.values()):
+        raise TypeError(f"its mesh is {sizes!r:.80}")
+    return Mesh(tuple(MeshAxis(size, name) for name, size in sizes.items()))
+
+
+_Held = dict[int, FileTensor]
+"""The rank that has written a tensor, by its number -> its slice."""
 _FILE: Final = r"(?P<rank>[0-9]{1,6})-of-(?P<ranks>[0-9]{1,6})(\.(?P<replica>[0-9]{1,6}))?\.safetensors"
 
 
-def _held(folder: Path, id_: str, files: Mapping[str, int]) -> tuple[Mesh, dict[str, _Held]]:
-    """(the ranks that have saved, tensor -> its slices)."""
+def _held(folder: Path, id_: str, files: Mapping[str, int], saved: Mesh | None) -> tuple[Mesh, dict[str, _Held]]:
+    """(the ranks that have saved, tensor -> its slices).
+
+    Args:
+        saved: their mesh; of older checkpoints the names of files tell it.
+    """
     found, replicas, ranks = dict[str, _Held](), 1, 1
     for file, size in files.items():
         path, match = folder / file, re.fullmatch(_FILE, file)
@@ -257,8 +276,11 @@ def _held(folder: Path, id_: str, files: Mapping[str, int]) -> tuple[Mesh, dict[
         replica, rank = int(match["replica"] or 0), int(match["rank"])
         replicas, ranks = max(replicas, replica + 1), max(ranks, int(match["ranks"]))
         for name, tensor in tensors_in(path, file_metadata(id_, file)).items():
-            found.setdefault(name, {})[replica, rank] = tensor
-    return Mesh((MeshAxis(replicas, DATA), MeshAxis(ranks, MODEL))), found
+            found.setdefault(name, {})[replica * int(match["ranks"]) + rank] = tensor
+    mesh = saved or Mesh((MeshAxis(replicas, DATA), MeshAxis(ranks, MODEL)))
+    if mesh.size != replicas * ranks:
+        raise broken(folder.parent / MANIFEST, f"its mesh is of {mesh.size} ranks, and its files of {replicas * ranks}")
+    return mesh, found
 
 
 def _sliced(path: Path, name: str, text: str, mesh: Mesh, held: _Held) -> SlicedTensor:
@@ -272,8 +294,8 @@ def _sliced(path: Path, name: str, text: str, mesh: Mesh, held: _Held) -> Sliced
         raise broken(path, f"{word_part} is no layout of shape {shape}", name)
     split = [axis.name for axis, layout in of if isinstance(layout, Shard)]
     found = dict[tuple[int, ...], FileTensor]()
-    for (replica, rank), tensor in held.items():
-        place = {DATA: replica, MODEL: rank}
+    for number, tensor in held.items():
+        place = mesh.place(number)
         if found.setdefault(tuple(place[axis] for axis in split), tensor) is not tensor:
             raise broken(tensor.path, "another file holds this rank's slice too", name)
     # the sizes come from names of files: no list of all slices is made unless as many are there
