@@ -1,4 +1,4 @@
-"""Two mesh axes: the ranks divide the batch over one, the weights over the other; steps are the unsharded model's."""
+"""Meshes: the ranks divide the weights over one axis, the batch over the others; steps are the unsharded model's."""
 
 from __future__ import annotations
 
@@ -25,7 +25,6 @@ from tests.test_folders import _saved
 from torchshard.checking.check import check_program
 from torchshard.checking.lockstep import rank_graphs
 from torchshard.compiler.batches import divided_batch
-from torchshard.compiler.constraints import Division
 from torchshard.compiler.meshes import mesh_sizes, read_mesh
 from torchshard.compiler.program import Program, program
 from torchshard.core.mesh import DATA, MODEL, MeshAxis
@@ -38,6 +37,9 @@ from torchshard.weights.materialize import local_state
 from torchshard.weights.slice_values import unwatched
 
 MESHES = [{"dp": 2, "tp": 2}, {"dp": 2, "tp": 3}, {"dp": 3, "tp": 2}]
+Ways = Data | dict[str, Data]
+HYBRID: dict[str, Data] = {"dp": "replicate", "fsdp": "shard"}
+"""Slices of weights over one axis, held alike over another (HSDP)."""
 
 
 def _cases() -> Iterator[Any]:
@@ -49,14 +51,17 @@ def _cases() -> Iterator[Any]:
                 yield pytest.param(
                     name, mesh, data, marks=marks, id=f"{name}-{'x'.join(map(str, mesh.values()))}-{data}"
                 )
+        for mesh in ({"dp": 2, "fsdp": 2}, {"dp": 2, "fsdp": 2, "tp": 3}, {"fsdp": 3, "dp": 2, "tp": 2}):
+            marks = () if name == "sizes" else pytest.mark.nightly
+            yield pytest.param(name, mesh, HYBRID, marks=marks, id=f"{name}-{mesh}-hybrid")
 
 
 @pytest.mark.parametrize(("name", "mesh", "data"), [*_cases()])
-def test_a_step_is_that_of_the_whole_batch(name: str, mesh: dict[str, int], data: Data) -> None:
+def test_a_step_is_that_of_the_whole_batch(name: str, mesh: dict[str, int], data: Ways) -> None:
     torch.manual_seed(0)
     model, args, kwargs = CASES[name]()
     report = ts.check(model, "auto", mesh=mesh, data=data, example_inputs=args, example_kwargs=kwargs)
-    assert report.ok and report.world_size == 4 + 2 * (mesh != MESHES[0]), str(report)
+    assert report.ok and report.world_size == math.prod(mesh.values()), str(report)
 
 
 class Positions(nn.Module):
@@ -123,11 +128,14 @@ def test_rows_that_the_other_axis_divides_are_not_split(rows: int) -> None:
     assert report.ok, str(report)
 
 
-def _program(data: Data, plan: Any) -> tuple[nn.Module, tuple[Tensor, ...], Program]:
-    model, batch = _model(p=0.0), _batch(2)
-    constraints = constraints_of(model, plan, 2)
-    constraints = type(constraints)(**{**vars(constraints), "divisions": (Division(MeshAxis(2, DATA), data),)})
-    return model, batch, program(model, constraints, batch, batches=divided_batch(model, batch, {}, 2))
+def _program(data: Ways, plan: Any) -> tuple[nn.Module, tuple[Tensor, ...], Program]:
+    """For two ranks along each axis."""
+    by_name = data if isinstance(data, dict) else {"dp": data}
+    mesh = dict.fromkeys((*by_name, "tp"), 2)
+    model, batch, parts = _model(p=0.0), _batch(2 ** len(by_name)), 2 ** len(by_name)
+    ranks = read_mesh(2 * parts, mesh, by_name)
+    constraints = dataclasses.replace(constraints_of(model, plan, 2), axis=ranks.axis, divisions=ranks.divisions)
+    return model, batch, program(model, constraints, batch, batches=divided_batch(model, batch, {}, parts))
 
 
 PLAN = {"blocks.*.q": "column", "blocks.*.k": "column", "blocks.*.v": "column", "blocks.*.o": "row"}
@@ -140,10 +148,24 @@ def test_what_a_rank_holds_is_a_word() -> None:
     assert words["blocks.0.o.weight"] == "data: S(0) . model: S(1)"
     assert words["blocks.0.q.bias"] == "model: S(0)" and words["blocks.0.n1.weight"] == "I"
     assert words["ids"] == "data: S(0)"
+    assert str(made.held["blocks.0.q.weight"]) == "(tp: S(0), dp: S(0))"
 
 
-@pytest.mark.parametrize("data", WAYS)
-def test_a_missing_sum_over_either_axis_is_seen(data: Data, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_slices_over_one_axis_are_held_alike_over_another() -> None:
+    _, _, made = _program(HYBRID, PLAN)
+    words = {name: text(word) for name, word in made.held.items()}
+    assert words["blocks.0.q.weight"] == "model: S(0) . data2: S(0)" and words["blocks.0.q.bias"] == "model: S(0)"
+    assert words["ids"] == "data1: S(0) . data2: S(0)"
+    (graph, *_) = rank_graphs(made.graph, made.axis, made.batches)
+    (weight,) = graph.graph.find_nodes(op="placeholder", target="blocks_0_q_weight")
+    (copied,) = weight.users  # so that the sum over dp is of a slice, not of the whole
+    (gathered,) = copied.users
+    assert (str(copied.target), str(gathered.target)) == ("torchshard.copy.default", "torchshard.all_gather.default")
+    assert gathered.meta["gathered_again"]
+
+
+@pytest.mark.parametrize("data", [*WAYS, HYBRID], ids=str)
+def test_a_missing_sum_over_any_axis_is_seen(data: Ways, monkeypatch: pytest.MonkeyPatch) -> None:
     """Without a `copy` all results are exact, and some gradients are those of a part alone."""
     model, batch, made = _program(data, PLAN)
     assert check_program(model, made, made.graph, batch, {}).ok
@@ -317,23 +339,18 @@ def _worst(found: dict[str, Tensor], expected: dict[str, Tensor]) -> float:
 SIZES = ((2, 2), (2, 3), (3, 2))
 
 
-HYBRID: dict[str, Data] = {"dp": "replicate", "fsdp": "shard"}
-"""Slices of weights over one axis, held alike over another (HSDP)."""
-
-
 @pytest.mark.parametrize(
     ("mesh", "data", "kinds"),
     [
-        ({"dp": 2, "tp": 2}, {"dp": "shard"}, ("outside",)),
-        ({"dp": 2, "fsdp": 2}, HYBRID, ("outside",)),
-        pytest.param({"dp": 2, "fsdp": 2, "tp": 2}, HYBRID, KINDS, marks=pytest.mark.nightly),
+        pytest.param({"dp": 2, "tp": 2}, {"dp": "shard"}, ("outside",), id="quick"),
+        pytest.param({"dp": 2, "fsdp": 2}, HYBRID, ("outside",), id="hsdp"),
+        pytest.param({"dp": 2, "fsdp": 2, "tp": 2}, HYBRID, KINDS, marks=pytest.mark.nightly, id="hsdp and tp"),
         *(
-            pytest.param({"dp": dp, "tp": tp}, {"dp": data}, KINDS, marks=pytest.mark.nightly)
+            pytest.param({"dp": dp, "tp": tp}, {"dp": way}, KINDS, marks=pytest.mark.nightly, id=f"{dp}x{tp}-{way}")
             for dp, tp in SIZES
-            for data in WAYS
+            for way in WAYS
         ),
     ],
-    ids=str,
 )
 def test_training_is_that_on_the_whole_batch(
     mesh: dict[str, int], data: dict[str, Data], kinds: tuple[str, ...], tmp_path: Path

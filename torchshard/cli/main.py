@@ -93,8 +93,9 @@ def _model(command: argparse.ArgumentParser) -> None:
 def _planning(command: argparse.ArgumentParser) -> None:
     command.add_argument("--ranks", type=int, metavar="N", help="number of ranks (2, or the mesh's)")
     command.add_argument("--mesh", type=_mesh, metavar="AXES", help="parts of the batch and of the weights: dp=8,tp=4")
-    text = "the ranks, or those of the mesh's first axis, divide the batch; shard: and hold slices of the weights"
-    command.add_argument("--data", choices=("replicate", "shard"), help=text)
+    text = "the ranks, or those of all axes of the mesh but the last, divide the batch; shard: and hold slices of the "
+    text += "weights; or by axis: dp=replicate,fsdp=shard"
+    command.add_argument("--data", type=_data, metavar="WAY", help=text)
     command.add_argument("--plan", default="auto", metavar="FILE", help="a plan's JSON instead of the best plan")
     command.add_argument("--memory", metavar="SIZE", help="the most that a step may take on a rank: 80GiB")
     command.add_argument("--machine", default=None, metavar="NAME", help="h100x8 or cpu-gloo")
@@ -116,6 +117,12 @@ def _mesh(text: str) -> dict[str, int]:
     if not all(name.isidentifier() and size.isdecimal() for name, _, size in pairs):
         raise argparse.ArgumentTypeError(f"{text!r} is no mesh such as dp=8,tp=4")
     return {name: int(size) for name, _, size in pairs}
+
+
+def _data(text: str) -> str | dict[str, str]:
+    """A way to divide the batch, or one for each axis: 'shard', 'dp=replicate,fsdp=shard'."""
+    ways = dict(part.rpartition("=")[::2] for part in text.split(","))
+    return text if list(ways) == [""] else ways
 
 
 def _world_size(options: argparse.Namespace) -> int | None:

@@ -24,9 +24,9 @@ from torch import Tensor, nn
 from torchshard.checking.check import Report, check
 from torchshard.checking.processes import check_processes
 from torchshard.cli.folders import has_weights, note, with_weights
-from torchshard.compiler.meshes import checked_world_size, read_mesh
+from torchshard.compiler.meshes import DataLike, checked_world_size, read_mesh
 from torchshard.core.errors import InputError, ShardError
-from torchshard.plans.machine import Axes, Data, MachineName, objective
+from torchshard.plans.machine import Axes, MachineName, objective
 from torchshard.weights.transformers_models import cast_kept, lazy_pretrained
 
 
@@ -222,7 +222,7 @@ class CheckOptions(Protocol):
     batch: int
     sequence: int
     mesh: dict[str, int] | None
-    data: Data | None
+    data: DataLike | None
     weights: str | None
     plan: str
     memory: str | None

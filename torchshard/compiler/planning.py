@@ -17,7 +17,7 @@ from torchshard.core.layouts import Layout, Shard
 from torchshard.core.mesh import MeshAxis
 from torchshard.core.notation import Choice
 from torchshard.custom_ops.carry import CARRY
-from torchshard.ir.graph import is_tensor_op, node_row, placeholders
+from torchshard.ir.graph import is_copied_weight, is_tensor_op, node_row, placeholders
 from torchshard.passes.annotate import planned_choice
 from torchshard.planner.conversions import conversions_of
 from torchshard.planner.costs import CostModel
@@ -124,7 +124,7 @@ def _given_options(graph: fx.Graph, plan: Plan) -> dict[fx.Node, list[Choice]]:
     Raises:
         PlanError: one is not legal. In another kind of call than the plan's, such as a prompt for a decode step's plan,
             an op of the same name may differ; then its choice is searched, as is that of an op whose size does not
-            divide in this call.
+            divide in this call, or which passes on a slice of a weight that has fewer rows than another rank's.
     """
     ops = [node for node in graph.nodes if is_tensor_op(node)]
     is_same_call = {node.name for node in ops} == plan.choices.keys()
@@ -134,7 +134,7 @@ def _given_options(graph: fx.Graph, plan: Plan) -> dict[fx.Node, list[Choice]]:
             try:
                 found[node] = [planned_choice(node, plan)]
             except PlanError:
-                if is_same_call and not plan.choices[node.name].splits_dynamic:
+                if is_same_call and not plan.choices[node.name].splits_dynamic and not is_copied_weight(node):
                     raise
     return found
 

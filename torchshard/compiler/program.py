@@ -29,8 +29,10 @@ from torchshard.core.layouts import I, Layout, Shard
 from torchshard.core.mesh import Coordinate, Mesh, MeshAxis, simulated_name
 from torchshard.core.words import Word, word
 from torchshard.ir.graph import (
+    Size,
     hint,
     is_carried,
+    is_copied_weight,
     is_tensor,
     mark_needs_grad,
     placeholders,
@@ -197,10 +199,12 @@ def program(
     graph.meta["multiples"] = (multiples & _sizes_of(graph, SEQUENCE)).difference(sizes)
     with sizes_as({size: number // constraints.batch_parts for size, number in sizes.items()}):
         made = planned(captured, model, split)  # for what a rank computes
-    divided = [path for path in batches or {} if _size_of_batch(graph, path) in sizes]
-    return dataclasses.replace(
-        made, divided=True, batches=tuple(DividedBatch(each, frozenset(divided), facts) for each in of_batch)
-    )
+    divided = frozenset(path for path in batches or {} if size_expr(_batch_in(graph, path)) in sizes)
+    parts, over_axes = constraints.batch_parts, list[DividedBatch]()
+    for each in of_batch:
+        parts //= each.axis.size
+        over_axes.append(DividedBatch(each, divided, facts, parts))
+    return dataclasses.replace(made, divided=True, batches=tuple(over_axes))
 
 
 @dataclass(frozen=True)
@@ -212,6 +216,8 @@ class DividedBatch:
     inputs: frozenset[str]
     """The names of the latter."""
     facts: ModelFacts
+    parts: int
+    """So many parts later axes make of what this one leaves to a rank."""
 
     def plan(self, local: fx.GraphModule, first: Plan | None = None) -> Plan:
         """The plan of this axis for a rank of earlier ones: that of the rank before it along one of these, if legal.
@@ -226,9 +232,11 @@ class DividedBatch:
         Raises:
             PlanError: what a collective of an earlier axis brings together would be held in different layouts.
         """
-        graph = self._whole(local)
-        with without_garbage_collection():
-            plan = plan_graph(graph, self.facts, dataclasses.replace(self.constraints, plan=first))
+        graph, constraints = self._whole(local), dataclasses.replace(self.constraints, plan=first)
+        batches = [_batch_in(graph, path) for path in self.inputs]
+        sizes = {expr: hint(size) // self.parts for size in batches if not isinstance(expr := size_expr(size), int)}
+        with without_garbage_collection(), sizes_as(sizes):
+            plan = plan_graph(graph, self.facts, constraints)
         if first is not None:
             _check_settled(graph.graph, plan, first)
         return plan
@@ -240,19 +248,22 @@ class DividedBatch:
 
     def _whole(self, local: fx.GraphModule) -> fx.GraphModule:
         graph = for_next_axis(local)
-        _divide_batch(graph, {_size_of_batch(graph, path) for path in self.inputs}, self.constraints.layouts)
+        _divide_batch(graph, {size_expr(_batch_in(graph, path)) for path in self.inputs}, self.constraints.layouts)
         return graph
 
 
 def _check_settled(graph: fx.Graph, plan: Plan, first: Plan) -> None:
     """What collectives of another axis bring together is divided as the first of their ranks divides it.
 
+    A weight that they pass on is the same on all of them.
+
     Raises:
         PlanError: it is not.
     """
     for node in graph.nodes:
         choice = plan.choices.get(node.name)
-        if "settled" in node.meta and choice != first.choices.get(node.name, choice):
+        is_alike = choice == first.choices.get(node.name, choice) or is_copied_weight(node)
+        if "settled" in node.meta and not is_alike:
             raise PlanError(
                 "ranks with slices of other sizes would divide the batch in another way",
                 where=where(node),
@@ -282,10 +293,11 @@ def _batch_sizes(graph: fx.GraphModule, batches: Mapping[str, Layout]) -> dict[s
     return {expr: hint(size) for size in split if (expr := size_expr(size)) in graph.meta["multiples"]}
 
 
-def _size_of_batch(graph: fx.GraphModule, path: str) -> int | sympy.Expr:
+def _batch_in(graph: fx.GraphModule, path: str) -> Size:
     """The size of the batch in a tensor of the call."""
     (node,) = (node for node in placeholders(graph.graph) if node.meta["path"] == path)
-    return size_expr(node.meta["val"].shape[BATCH])
+    size: Size = node.meta["val"].shape[BATCH]
+    return size
 
 
 def _sizes_of(graph: fx.GraphModule, dim: int) -> set[int | sympy.Expr]:

@@ -43,7 +43,7 @@ class Letter(NamedTuple):
     axis: MeshAxis
     layout: Layout
 
-    def __str__(self) -> str:
+    def __repr__(self) -> str:
         return f"{self.axis}: {self.layout}"
 
 
@@ -73,11 +73,6 @@ def dual(of: Word) -> Word:
 def text(of: Word) -> str:
     """Returns a word as text that `parse` reads: 'model: S(0) . data: S(0)'; 'I' if the value is whole."""
     return _AND.join(f"{axis.name}: {layout}" for axis, layout in of) or str(I)
-
-
-def shown(of: Word) -> str:
-    """Returns a word as text, in the user's names of the axes."""
-    return _AND.join(map(str, of)) or str(I)
 
 
 _AND = " . "

@@ -206,7 +206,8 @@ class PlanData:
     data: Data | None = None
     """How the ranks hold weights if they divide the batch, of which each passes its own part; None: they do not."""
     batch: PlanData | None = field(default=None, compare=False)
-    """The plan of the data axis of a mesh, for what this one leaves; its memory is that of a rank."""
+    """The plan of the first axis over which the ranks divide the batch, for what this one leaves; it has that of the
+    next one, and the last one the memory of a rank."""
     problem: Any = field(default=None, compare=False, repr=False)
     """The problem that it solves (`planner.problem.PlanningProblem`); None for a plan that was loaded."""
     graph: Any = field(default=None, compare=False, repr=False)
@@ -216,6 +217,11 @@ class PlanData:
     def layouts(self) -> dict[str, Layout]:
         """Those of parameters, buffers and inputs."""
         return {**self.parameters, **self.inputs}
+
+    @property
+    def over_batch(self) -> list[PlanData]:
+        """The plans of the axes over which the ranks divide the batch, one after the other."""
+        return [] if self.batch is None else [self.batch, *self.batch.over_batch]
 
     @property
     def batches(self) -> Mapping[str, Layout]:

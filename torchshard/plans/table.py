@@ -96,8 +96,7 @@ def summary(plan: PlanData) -> list[str]:
     costs, split = plan.costs, sum(layout != I for layout in plan.parameters.values())
     whole, held = plan.parameter_bytes()
     ranks = f"{plan.world_size} rank{'s' * (plan.world_size > 1)}"
-    if plan.batch is not None:
-        ranks = f"{plan.batch.world_size} × {ranks}"
+    ranks = " × ".join([*(str(each.world_size) for each in plan.over_batch), ranks])
     lines = [
         f"plan for {ranks}: {split} of {len(plan.parameters)} parameters and buffers are split, "
         f"{size_text(held)} of {size_text(whole)} on each rank"
@@ -108,8 +107,8 @@ def summary(plan: PlanData) -> list[str]:
         f"{1e3 * costs.seconds:.3g} ms on {costs.machine or 'an unnamed machine'}, "
         f"{1e3 * sum(c.seconds for c in costs.collectives):.3g} of them in collectives"
     )
-    if plan.batch is not None:
-        lines += _of_batch(costs, plan.batch)
+    if plan.over_batch:
+        lines += _of_batch(costs, plan.over_batch)
     if 1 in costs.fewer:
         lines.append(f"  one rank alone: {1e3 * costs.fewer[1]:.3g} ms{_faster_with_fewer(costs)}")
     if "peak" in costs.memory:
@@ -127,21 +126,24 @@ def summary(plan: PlanData) -> list[str]:
     return lines
 
 
-def _of_batch(costs: Costs, batch: PlanData) -> list[str]:
-    """What dividing the batch over another axis costs beside the rest."""
-    ahead, back = batch.costs.calls
-    sent = sum(c.seconds for c in batch.costs.collectives)
+def _of_batch(costs: Costs, batch: Sequence[PlanData]) -> list[str]:
+    """What dividing the batch over other axes costs beside the rest."""
+    lines, sent = list[str](), 0.0
+    for plan in batch:
+        ahead, back = plan.costs.calls
+        seconds = sum(c.seconds for c in plan.costs.collectives)
+        lines.append(
+            f"  over {plan.world_size} parts of the batch ({plan.data}): {ahead} collectives forward and {back} "
+            f"backward send {size_text(plan.costs.nbytes)} per rank and step; {1e3 * seconds:.3g} ms"
+        )
+        sent += seconds
     compute, over_weights = sum(costs.compute.values()), sum(c.seconds for c in costs.collectives)
     parts = {"computation": compute, "collectives over the weights' axis": over_weights, "those over the batch's": sent}
     total = sum(parts.values())
     most = max(parts, key=lambda name: parts[name])
-    lines = [
-        f"  over {batch.world_size} parts of the batch ({batch.data}): {ahead} collectives forward and {back} backward "
-        f"send {size_text(batch.costs.nbytes)} per rank and step; {1e3 * sent:.3g} ms",
-        f"  a step takes {1e3 * total:.3g} ms, {parts[most] / total if total else 0:.0%} of them {most}",
-    ]
-    if "peak" in batch.costs.memory:
-        lines.append(f"  it takes {size_text(batch.costs.memory['peak'])} on the rank that holds the most")
+    lines.append(f"  a step takes {1e3 * total:.3g} ms, {parts[most] / total if total else 0:.0%} of them {most}")
+    if "peak" in batch[-1].costs.memory:
+        lines.append(f"  it takes {size_text(batch[-1].costs.memory['peak'])} on the rank that holds the most")
     return lines
 
 

@@ -11,7 +11,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torchshard.compiler.meshes import DataLike, MeshLike, RankAxes, mesh_sizes, read_mesh
 from torchshard.core.errors import DistributedError
 from torchshard.core.mesh import DATA, MODEL
-from torchshard.distributed.group import is_initialized, lookup
+from torchshard.distributed.group import Group, is_initialized, lookup
 from torchshard.distributed.process_groups import along_data_axes, init_process_group
 from torchshard.distributed.ranks import Ranks
 
@@ -30,21 +30,16 @@ def join_ranks(mesh: MeshLike | None, data: DataLike | None) -> tuple[Ranks, Ran
             init_process_group()
         group = lookup(MODEL)
         return Ranks(group), read_mesh(group.size, None, data)
-    axes = read_mesh(_world_size(), mesh, data)
     if not is_initialized():
-        _make_groups(mesh, axes)
+        _make_groups(mesh, read_mesh(_world_size(), mesh, data))
     group, replicas = lookup(MODEL), lookup(DATA)
-    if (group.size, replicas.size) != (axes.axis.size, axes.across):
-        raise DistributedError(
-            f"the groups are {replicas.size} of {group.size} ranks, and the mesh has {axes.across} of {axes.axis.size}",
-            where="mesh=",
-            why=f"init_process_group has made the groups; the mesh is {mesh_sizes(mesh)}",
-            attempt=f"init_process_group(group_size={axes.axis.size}), or none: shard makes the groups",
-        )
+    read = partial(_axes_of, mesh, data, group, replicas)
+    axes = Ranks(group, replicas).run_on_all(read, DistributedError, "the ranks have different meshes")
     ranks = Ranks(group, labels=("", axes.axis.label))
     if axes.divisions:
         along = [division.axis for division in axes.divisions]
-        Ranks(group, replicas).verify({"the mesh": ", ".join(f"{axis} {axis.size}" for axis in along)}, "mesh=")
+        sizes = ", ".join(f"{axis} {axis.size}" for axis in along)
+        Ranks(group, replicas).verify({"the mesh": sizes}, "the ranks have different meshes")
         groups = along_data_axes([axis.size for axis in along])
         ranks = Ranks(group, replicas, groups, tuple(axis.label for axis in (*along, axes.axis)))
     if isinstance(mesh, DeviceMesh):
@@ -61,6 +56,24 @@ def _make_groups(mesh: MeshLike, axes: RankAxes) -> None:
         init_process_group(mesh=mesh[label])
     else:
         init_process_group(1)  # all axes divide the batch
+
+
+def _axes_of(mesh: MeshLike, data: DataLike | None, group: Group, replicas: Group) -> RankAxes:
+    """How the ranks of these groups share the work.
+
+    Raises:
+        InputError: see `read_mesh`.
+        DistributedError: they are not the groups of the mesh.
+    """
+    axes = read_mesh(_world_size(), mesh, data)
+    if (group.size, replicas.size) == (axes.axis.size, axes.across):
+        return axes
+    raise DistributedError(
+        f"the groups are {replicas.size} of {group.size} ranks, and the mesh has {axes.across} of {axes.axis.size}",
+        where="mesh=",
+        why=f"init_process_group has made the groups; the mesh is {mesh_sizes(mesh)}",
+        attempt=f"init_process_group(group_size={axes.axis.size}), or none: shard makes the groups",
+    )
 
 
 def _check_groups(mesh: DeviceMesh, ranks: Ranks) -> None:
