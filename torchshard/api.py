@@ -12,10 +12,10 @@ from torch import nn
 
 from torchshard.capture import check_weights, flatten_call, model_without_storage, shared_names
 from torchshard.capture.facts import ModelFacts, device_type
-from torchshard.compiler.batches import whole_batch
+from torchshard.compiler.batches import part_of_batch, whole_batch
 from torchshard.compiler.constraints import Division, PlanLike, read_constraints
 from torchshard.compiler.decode_example import decode_example
-from torchshard.compiler.meshes import DataLike, MeshLike, checked_world_size, read_mesh
+from torchshard.compiler.meshes import DataLike, MeshLike, RankAxes, checked_world_size, read_mesh
 from torchshard.compiler.program import check_examples, program
 from torchshard.core.errors import InputError, PlanError
 from torchshard.core.garbage import without_garbage_collection
@@ -32,6 +32,8 @@ from torchshard.plans.machine import (
     objective,
 )
 from torchshard.plans.plan import Plan
+from torchshard.plans.proposals import Proposal, Proposals
+from torchshard.plans.proposals import meshes as proposed_meshes
 from torchshard.runtime.compilation import CompileOptions, Compiler, compiler_of
 from torchshard.runtime.joining import join_ranks
 from torchshard.runtime.module import ShardedModule
@@ -262,16 +264,85 @@ def plan(
     check_examples(example_inputs, example_kwargs)
     check_weights(model)
     aim = objective(machine, memory, axes, device_type(model), recompute, mode, ranks.data)
-    constraints = read_constraints(ModelFacts.of(model), plan, ranks.axis, aim, ranks.divisions)
-    constraints = replace(constraints, steady=not aim.trains)
     replaced: tuple[str, ...] = ()
     if batch is not None or length is not None:
         _check_decodes(mode, example_inputs, example_kwargs)
         example_kwargs, replaced = decode_example(model, *(1 if size is None else size for size in (batch, length)))
+    with_memory = bool(ranks.divisions) and memory is not None
+    return _planned(model, plan, ranks, aim, example_inputs, example_kwargs, replaced=replaced, with_memory=with_memory)
+
+
+def _planned(
+    model: nn.Module,
+    plan: PlanLike,
+    ranks: RankAxes,
+    aim: Objective,
+    example_inputs: Sequence[Any],
+    example_kwargs: Mapping[str, Any] | None,
+    *,
+    replaced: Sequence[str] = (),
+    with_memory: bool = False,
+) -> Plan:
+    constraints = read_constraints(ModelFacts.of(model), plan, ranks.axis, aim, ranks.divisions)
+    constraints = replace(constraints, steady=not aim.trains)
     with torch.set_grad_enabled(torch.is_grad_enabled() and aim.trains):
         args, inputs = tuple(example_inputs or ()), dict[str, Layout]()
         if constraints.batch_parts:
             call, inputs = whole_batch(flatten_call(model, args, example_kwargs or {}), constraints.batch_parts)
             args, example_kwargs = call.rebuild(call.tensors)
         made = program(model, constraints, args, example_kwargs, batches=inputs, replaced=replaced, repeating=True)
-        return made.priced(with_memory=aim.memory is not None) if made.batches else made.plan
+        return made.priced(with_memory=with_memory)
+
+
+def meshes(
+    model: nn.Module,
+    plan: PlanLike = "auto",
+    *,
+    world_size: int,
+    example_inputs: Sequence[Any] = (),
+    example_kwargs: Mapping[str, Any] | None = None,
+    memory: str | float | None = None,
+    machine: Machine | MachineName | None = None,
+    axes: Axes = "weights",
+    recompute: str | Sequence[str] = (),
+) -> Proposals:
+    """The meshes of so many ranks beside each other: what a training step of one batch takes on each, the best first.
+
+        found = ts.meshes(model, world_size=64, example_inputs=(ids, labels), memory="80GiB")
+        print(found)                                                        # a table
+        model = ts.shard(model, found[0].plan, mesh=found[0].mesh, data=found[0].data)
+
+    Each has an axis for the batch and one for the weights, which stays within a host (`Machine.domain`).
+
+    Args:
+        plan: as in `shard`, but no `Plan`.
+        example_inputs, example_kwargs: the batch of all ranks; tensors on the meta device will do.
+        memory: bytes that a step may take on a rank. What takes more comes last.
+        machine, axes, recompute: as in `plan`.
+
+    Raises:
+        CaptureError, InputError: as `plan`. Meshes without a plan say why in the table.
+    """
+    check_examples(example_inputs, example_kwargs)
+    check_weights(model)
+    call = flatten_call(model, tuple(example_inputs), dict(example_kwargs or {}))
+    aims = [objective(machine, limit, axes, device_type(model), recompute) for limit in dict.fromkeys((None, memory))]
+    found, of_weights = list[Proposal](), dict[int, Plan]()
+    for mesh, data in proposed_meshes(checked_world_size(world_size, None), aims[0].machine.domain):
+        ranks, made, why = read_mesh(world_size, mesh, data), None, ""
+        for aim in aims if data != "shard" else aims[:1]:
+            shares_plan = aim.memory is None and bool(ranks.divisions)  # what holds weights does not change it
+            given = of_weights.get(ranks.axis.size, plan) if shares_plan else plan
+            try:
+                part = part_of_batch(call, ranks.parts) if ranks.parts > 1 else call
+                args, kwargs = part.rebuild(part.tensors)
+                made = _planned(model, given, ranks, replace(aim, data=ranks.data), args, kwargs, with_memory=True)
+            except (InputError, PlanError) as error:
+                why = error.what
+                continue
+            if shares_plan:
+                of_weights[ranks.axis.size] = replace(made, batch=None)
+            if Proposal(mesh, data, made, aims[-1].memory).fits:
+                break
+        found.append(Proposal(mesh, data, made, aims[-1].memory, why))
+    return Proposals(found)

@@ -1,7 +1,7 @@
 """What `import torchshard as ts` gives: everything that users call, in one place."""
 
 from torchshard import distributed, nn
-from torchshard.api import from_pretrained, plan, shard
+from torchshard.api import from_pretrained, meshes, plan, shard
 from torchshard.checking.check import Report, check
 from torchshard.checkpoints.exporting import save_pretrained
 from torchshard.checkpoints.loading import load
@@ -32,5 +32,5 @@ __all__ = [
     "CaptureError", "DistributedError", "GradScaler", "I", "InputError", "InternalError", "MACHINES", "Machine", "P",
     "Plan", "PlanError", "R", "Report", "RuleError", "S", "Saving", "ShardError", "ShardedModule", "SliceWarning",
     "check", "clip_grad_norm_", "diff", "distributed", "draw", "explain", "from_pretrained", "lazy", "load",
-    "measure_machine", "nn", "plan", "rule", "save", "save_pretrained", "shard",
+    "measure_machine", "meshes", "nn", "plan", "rule", "save", "save_pretrained", "shard",
 ]  # fmt: skip

@@ -58,7 +58,7 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser("torchshard", description="Tensor parallelism for an ordinary PyTorch model.")
     parser.set_defaults(debug=False, verbose=False)
     commands = parser.add_subparsers(title="commands", required=True, metavar="COMMAND")
-    shown = (_model, _planning, _mode)
+    shown = (_model, _planning, _aim, _mode)
     for name, text, run, parts in (
         ("plan", "find the best layout, print it as a table, write it as JSON", _plan, (*shown, _plan_files)),
         ("show", "print a plan, or a model's plan, with the reason for each collective", _show, (*shown, _level)),
@@ -67,7 +67,13 @@ def _parser() -> argparse.ArgumentParser:
             "check",
             "compare the sharded model with the unsharded one, all gradients",
             _check,
-            (_model, _planning, _processes),
+            (_model, _planning, _aim, _processes),
+        ),
+        (
+            "meshes",
+            "compare the meshes of a number of ranks by what a step takes; --batch is that of all ranks",
+            _meshes,
+            (_model, _world, _aim),
         ),
         ("env", "print versions, backends and devices", _env, ()),
     ):
@@ -97,6 +103,13 @@ def _planning(command: argparse.ArgumentParser) -> None:
     text += "weights; or by axis: dp=replicate,fsdp=shard"
     command.add_argument("--data", type=_data, metavar="WAY", help=text)
     command.add_argument("--plan", default="auto", metavar="FILE", help="a plan's JSON instead of the best plan")
+
+
+def _world(command: argparse.ArgumentParser) -> None:
+    command.add_argument("--ranks", type=int, required=True, metavar="N", help="number of ranks")
+
+
+def _aim(command: argparse.ArgumentParser) -> None:
     command.add_argument("--memory", metavar="SIZE", help="the most that a step may take on a rank: 80GiB")
     command.add_argument("--machine", default=None, metavar="NAME", help="h100x8 or cpu-gloo")
     command.add_argument(
@@ -242,6 +255,25 @@ def _plan(options: argparse.Namespace) -> int:
         plan.save(options.json)
     if options.html:
         ts.draw(plan, options.html)
+    return 0
+
+
+def _meshes(options: argparse.Namespace) -> int:
+    import torchshard as ts
+    from torchshard.cli.sources import read_source
+
+    source = read_source(options.model, options.batch, options.sequence, options.weights)
+    found = ts.meshes(
+        source.model,
+        world_size=options.ranks,
+        example_inputs=source.args,
+        example_kwargs=source.kwargs,
+        memory=options.memory,
+        machine=options.machine,
+        axes=options.axes,
+        recompute=options.recompute,
+    )
+    print(found)
     return 0
 
 

@@ -23,8 +23,17 @@ def whole_batch(inputs: Leaves, ranks: int) -> tuple[Leaves, dict[str, Layout]]:
     """
     batch, layouts = _batch(inputs)
     _check_part(batch)
-    tensors = tuple(_times(t, ranks) if name in layouts else t for name, t in inputs.named_tensors)
-    return replace(inputs, tensors=tensors), layouts
+    return _with_batch(inputs, layouts, batch * ranks), layouts
+
+
+def part_of_batch(inputs: Leaves, ranks: int) -> Leaves:
+    """A call's tensors with those of a rank's part of the batch, without memory, in place of the whole.
+
+    Raises:
+        InputError: see `divided_batch`.
+    """
+    batch, _ = _batch(inputs)
+    return _with_batch(inputs, layouts_of_parts(inputs, ranks), batch // ranks)
 
 
 def divided_batch(
@@ -82,6 +91,12 @@ def _check_part(size: int) -> None:
         )
 
 
-def _times(tensor: Tensor, ranks: int) -> Tensor:
-    shape = [size * (ranks if dim == BATCH else 1) for dim, size in enumerate(tensor.shape)]
-    return torch.empty(shape, dtype=tensor.dtype, device="meta", requires_grad=tensor.requires_grad)
+def _with_batch(inputs: Leaves, layouts: Mapping[str, Layout], batch: int) -> Leaves:
+    """The same with a batch of another size, without memory."""
+
+    def resized(tensor: Tensor) -> Tensor:
+        shape = [batch if dim == BATCH else size for dim, size in enumerate(tensor.shape)]
+        return torch.empty(shape, dtype=tensor.dtype, device="meta", requires_grad=tensor.requires_grad)
+
+    tensors = tuple(resized(tensor) if name in layouts else tensor for name, tensor in inputs.named_tensors)
+    return replace(inputs, tensors=tensors)

@@ -115,16 +115,18 @@ class Program:
         Args:
             with_memory: whether the last one says what a step takes.
         """
-        first = [_first(axis) for axis in self.axes]
-        local, last, plans = self.before_last_axis(first)
+        first, graph, plans = [_first(axis) for axis in self.axes], self.graph, [self.plan]
+        if self.batches:
+            local, last, of_batch = self.before_last_axis(first)
+            plans += of_batch
+            graph = self.batches[-1].split(local, last) if with_memory else local
         if with_memory:
-            memory = memory_of_rank(localized(self.batches[-1].split(local, last), first[-1]))
+            memory = memory_of_rank(localized(graph, first[-1]))
             plans[-1] = dataclasses.replace(plans[-1], costs=dataclasses.replace(plans[-1].costs, memory=memory))
-        batch: Plan | None = None
-        for plan in reversed([self.plan, *plans]):
-            batch = dataclasses.replace(plan, batch=batch)
-        assert batch is not None
-        return batch
+        whole = plans.pop()
+        while plans:
+            whole = dataclasses.replace(plans.pop(), batch=whole)
+        return whole
 
 
 class BeforeLastAxis(NamedTuple):

@@ -224,6 +224,22 @@ class PlanData:
         return [] if self.batch is None else [self.batch, *self.batch.over_batch]
 
     @property
+    def step_seconds(self) -> dict[str, float]:
+        """What the seconds of a step are for, communication after computation, over all axes of the mesh."""
+        sent = [sum(c.seconds for c in each.costs.collectives) for each in (self, *self.over_batch)]
+        over_weights = 0.0 if self.data else sent.pop(0)
+        return {
+            "computation": sum(self.costs.compute.values()),
+            "collectives over the weights' axis": over_weights,
+            "those over the batch's": sum(sent),
+        }
+
+    @property
+    def step_memory(self) -> Mapping[str, float]:
+        """The bytes that a step takes on a rank, by kind, if they were asked for."""
+        return (self, *self.over_batch)[-1].costs.memory
+
+    @property
     def batches(self) -> Mapping[str, Layout]:
         """The layouts of the call's tensors of which each rank passes its own part."""
         return self.inputs if self.data else {}

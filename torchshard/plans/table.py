@@ -108,7 +108,7 @@ def summary(plan: PlanData) -> list[str]:
         f"{1e3 * sum(c.seconds for c in costs.collectives):.3g} of them in collectives"
     )
     if plan.over_batch:
-        lines += _of_batch(costs, plan.over_batch)
+        lines += _of_batch(plan)
     if 1 in costs.fewer:
         lines.append(f"  one rank alone: {1e3 * costs.fewer[1]:.3g} ms{_faster_with_fewer(costs)}")
     if "peak" in costs.memory:
@@ -126,24 +126,22 @@ def summary(plan: PlanData) -> list[str]:
     return lines
 
 
-def _of_batch(costs: Costs, batch: Sequence[PlanData]) -> list[str]:
+def _of_batch(plan: PlanData) -> list[str]:
     """What dividing the batch over other axes costs beside the rest."""
-    lines, sent = list[str](), 0.0
-    for plan in batch:
-        ahead, back = plan.costs.calls
-        seconds = sum(c.seconds for c in plan.costs.collectives)
+    lines = list[str]()
+    for each in plan.over_batch:
+        ahead, back = each.costs.calls
+        seconds = sum(c.seconds for c in each.costs.collectives)
         lines.append(
-            f"  over {plan.world_size} parts of the batch ({plan.data}): {ahead} collectives forward and {back} "
-            f"backward send {size_text(plan.costs.nbytes)} per rank and step; {1e3 * seconds:.3g} ms"
+            f"  over {each.world_size} parts of the batch ({each.data}): {ahead} collectives forward and {back} "
+            f"backward send {size_text(each.costs.nbytes)} per rank and step; {1e3 * seconds:.3g} ms"
         )
-        sent += seconds
-    compute, over_weights = sum(costs.compute.values()), sum(c.seconds for c in costs.collectives)
-    parts = {"computation": compute, "collectives over the weights' axis": over_weights, "those over the batch's": sent}
+    parts = plan.step_seconds
     total = sum(parts.values())
     most = max(parts, key=lambda name: parts[name])
     lines.append(f"  a step takes {1e3 * total:.3g} ms, {parts[most] / total if total else 0:.0%} of them {most}")
-    if "peak" in batch[-1].costs.memory:
-        lines.append(f"  it takes {size_text(batch[-1].costs.memory['peak'])} on the rank that holds the most")
+    if "peak" in plan.step_memory:
+        lines.append(f"  it takes {size_text(plan.step_memory['peak'])} on the rank that holds the most")
     return lines
 
 

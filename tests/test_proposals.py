@@ -1,0 +1,91 @@
+"""Meshes beside each other: what a step of one batch takes on each."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import torchshard as ts
+from tests.test_batches import _batch, _model
+from torchshard.cli.main import main
+from torchshard.plans.proposals import Proposals, meshes
+
+MIB = 2**20
+
+
+@pytest.fixture(scope="module")
+def proposals() -> Proposals:
+    return ts.meshes(_model(p=0.0), world_size=4, example_inputs=_batch(4))
+
+
+def test_each_mesh_of_so_many_ranks_is_there_once() -> None:
+    for ranks in (1, 6, 8):
+        found = [*meshes(ranks, math.inf)]
+        assert all(math.prod(sizes.values()) == ranks for sizes, _ in found)
+        ways = 2 * sum(ranks % n == 0 for n in range(1, ranks)) + 1  # each divisor with both ways; and no batch's axis
+        assert len(found) == len({str(each) for each in found}) == ways
+    assert all(sizes.get("tp", 1) <= 2 for sizes, _ in meshes(8, 2))
+
+
+def test_the_fastest_comes_first_and_steps_are_what_the_plans_say(proposals: Proposals) -> None:
+    assert [each.seconds for each in proposals] == sorted(each.seconds for each in proposals)
+    assert {str(dict(each.mesh)) for each in proposals} == {"{'dp': 4}", "{'dp': 2, 'tp': 2}", "{'tp': 4}"}
+    assert all(each.fits for each in proposals)
+    model, batch = _model(p=0.0), _batch(4)
+    for each in proposals[::3]:
+        assert each.plan is not None
+        part = batch if "dp" not in each.mesh else tuple(t[: len(t) // each.mesh["dp"]] for t in batch)
+        alone = ts.plan(model, mesh=each.mesh, data=each.data, example_inputs=part)
+        assert alone.step_seconds == each.plan.step_seconds
+        report = ts.check(model, each.plan, mesh=each.mesh, data=each.data, example_inputs=batch)
+        assert report.ok and report.world_size == 4, str(report)
+
+
+def test_slices_of_weights_take_less_memory(proposals: Proposals) -> None:
+    held = {(len(each.mesh), each.data): each.plan.step_memory for each in proposals if each.plan and "dp" in each.mesh}
+    for axes in (1, 2):
+        assert held[axes, "shard"]["parameters"] < held[axes, "replicate"]["parameters"]
+
+
+def test_what_does_not_fit_comes_last(proposals: Proposals) -> None:
+    peaks = sorted(each.plan.step_memory["peak"] for each in proposals if each.plan)
+    limit = (peaks[0] + peaks[-1]) / 2
+    found = ts.meshes(_model(p=0.0), world_size=4, example_inputs=_batch(4), memory=limit)
+    fits = [each.fits for each in found]
+    assert any(fits) and fits == sorted(fits, reverse=True)
+    assert all(each.plan.step_memory["peak"] <= limit for each in found if each.plan and each.fits)
+    rows = str(found).splitlines()
+    assert len(rows) == 1 + len(found) and ("too much" in rows[-1]) is not fits[-1]
+
+
+class Wide(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.up = nn.Linear(8, 12)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.up(x).square().mean()
+
+
+def test_a_batch_that_does_not_divide_says_so() -> None:
+    found = ts.meshes(Wide(), world_size=6, example_inputs=(torch.randn(4, 8),))
+    whys = {str(dict(each.mesh)): each.why for each in found if each.plan is None}
+    assert whys == {
+        "{'dp': 6}": "a batch of 4 can't be divided among 6 ranks",
+        "{'dp': 3, 'tp': 2}": "a batch of 4 can't be divided among 3 ranks",
+    }
+    assert "can't be divided" in str(found) and found[0].fits
+
+
+def test_the_command_line_prints_the_table(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["meshes", "tests.test_proposals:made", "--ranks", "2"]) == 0
+    header, *rows = capsys.readouterr().out.splitlines()
+    assert header.startswith("mesh  data") and len(rows) == 3
+
+
+def made() -> tuple[nn.Module, tuple[Tensor, ...]]:
+    """A model and its example inputs."""
+    return Wide(), (torch.randn(4, 8),)

@@ -1,0 +1,89 @@
+"""Meshes for a number of ranks, beside each other: what a step of the same batch takes on each.
+
+mesh            data       ms    compute  over weights  over batch  memory per rank
+dp=8, tp=8      shard      118   64%      25%           11%         11.2 GiB
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import overload
+
+from torchshard.plans.machine import Data, size_text
+from torchshard.plans.plan import Plan
+from torchshard.plans.table import columns
+
+HEADER = ("mesh", "data", "ms", "compute", "over weights", "over batch", "memory per rank")
+
+
+@dataclass(frozen=True)
+class Proposal:
+    """One mesh, and what a step takes on it."""
+
+    mesh: Mapping[str, int]
+    """As `shard` takes it."""
+    data: Data | None
+    plan: Plan | None
+    """None if there is none."""
+    limit: float | None = None
+    """The bytes that a step may take on a rank, if there is a limit."""
+    why: str = ""
+    """Why there is no plan."""
+
+    @property
+    def fits(self) -> bool:
+        """Whether there is a plan, within the limit."""
+        return self.plan is not None and (self.limit is None or self.plan.step_memory["peak"] <= self.limit)
+
+    @property
+    def seconds(self) -> float:
+        """Of a step; infinite if it does not fit."""
+        return sum(self.plan.step_seconds.values()) if self.plan is not None and self.fits else float("inf")
+
+    def cells(self) -> tuple[str, ...]:
+        """Its texts, in the order of HEADER."""
+        names = ", ".join(f"{name}={size}" for name, size in self.mesh.items()), self.data or ""
+        if self.plan is None:
+            return (*names, self.why, "", "", "", "")
+        parts, peak = self.plan.step_seconds, size_text(self.plan.step_memory["peak"])
+        total = sum(parts.values())
+        shares = (f"{seconds / total if total else 0:.0%}" for seconds in parts.values())
+        return (*names, f"{1e3 * total:.3g}", *shares, peak if self.fits else f"{peak}: too much")
+
+
+class Proposals(Sequence[Proposal]):
+    """Meshes with the fastest first; those that do not fit come last."""
+
+    def __init__(self, found: Sequence[Proposal]) -> None:
+        self._found = sorted(found, key=lambda each: each.seconds)
+
+    @overload
+    def __getitem__(self, index: int) -> Proposal: ...
+    @overload
+    def __getitem__(self, index: slice) -> list[Proposal]: ...
+    def __getitem__(self, index: int | slice) -> Proposal | list[Proposal]:
+        return self._found[index]
+
+    def __len__(self) -> int:
+        return len(self._found)
+
+    def __str__(self) -> str:
+        """A table, a row per mesh."""
+        return "\n".join(columns([HEADER, *(each.cells() for each in self)]))
+
+
+def meshes(ranks: int, most: float) -> Iterator[tuple[dict[str, int], Data | None]]:
+    """The meshes of so many ranks with an axis for the batch and one for the weights, and how ranks hold weights.
+
+    Args:
+        most: ranks that may divide the weights.
+    """
+    for tp in (n for n in range(1, ranks + 1) if ranks % n == 0 and n <= most):
+        if tp == ranks:
+            yield {"tp": tp}, None
+            continue
+        sizes = {"dp": ranks // tp} | ({"tp": tp} if tp > 1 else {})
+        ways: tuple[Data, ...] = ("replicate", "shard")
+        yield from itertools.product([sizes], ways)
