@@ -252,8 +252,9 @@ def plan(
         mode: "train" plans steps with a backward; "infer" calls without gradients: a decode step, if the example inputs
             have a cache, or else a prompt. With `memory=` the plan then says the longest context that fits
             (`plan.costs.context`). A model that is sharded so runs other calls too.
-        mesh, data: as in `shard`; the example inputs are one rank's part of the batch. The plan is the last axis', and
-            has that of the first one as its `batch`, with a rank's memory if `memory` is given.
+        mesh, data: as in `shard`; the example inputs are one rank's part of the batch. The plan is that of the axis of
+            the weights, and has that of the first other one as its `batch` (which has that of the next); the last one
+            has a rank's memory.
         batch, length: in place of example inputs, for decoders of transformers and mode="infer": a decode step of so
             many sequences, with so many tokens of each in the cache.
 
@@ -268,8 +269,8 @@ def plan(
     if batch is not None or length is not None:
         _check_decodes(mode, example_inputs, example_kwargs)
         example_kwargs, replaced = decode_example(model, *(1 if size is None else size for size in (batch, length)))
-    with_memory = bool(ranks.divisions) and memory is not None
-    return _planned(model, plan, ranks, aim, example_inputs, example_kwargs, replaced=replaced, with_memory=with_memory)
+    has_batch = bool(ranks.divisions)
+    return _planned(model, plan, ranks, aim, example_inputs, example_kwargs, replaced=replaced, with_memory=has_batch)
 
 
 def _planned(
