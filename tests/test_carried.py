@@ -459,14 +459,14 @@ def _generates(rank: int, kind: str, ways: list[str], length: int) -> dict[str, 
     ids=" ".join,
 )
 def test_generation(ways: list[str]) -> None:
-    for found in run_ranks(_generates, 2, "llama", ways, 7):
+    for found in run_ranks(_generates, 2, "llama", ways, 7, timeout_seconds=300):
         assert found["same"] == dict.fromkeys(ways, True)
         assert not found["more"]
 
 
 @pytest.mark.parametrize(("kind", "world"), [("mistral", 2), ("t5", 2), ("llama", 4)])
 def test_generation_of_other_models(kind: str, world: int) -> None:
-    for found in run_ranks(_generates, world, kind, ["greedy", "beams"], 12):
+    for found in run_ranks(_generates, world, kind, ["greedy", "beams"], 12, timeout_seconds=300):
         assert found["same"] == {"greedy": True, "beams": True}
         assert not found["more"]
 

@@ -268,6 +268,35 @@ def test_gradients_are_clipped_by_the_norm_of_the_whole(data: Data) -> None:
             assert [norm, ours] == pytest.approx(expected, rel=1e-12), found
 
 
+def _beside(rank: int) -> dict[str, Any]:
+    """Two models on two meshes of as many ranks; and one that is given no mesh, after the groups were made for another."""
+    own, found = _own(_batch(4), rank), dict[str, Any]()
+    expected = _model(p=0.0)
+    models = [
+        ts.shard(_model(p=0.0), {}, own, mesh={"dp": 2, "fsdp": 2}, data=HYBRID),
+        ts.shard(_model(p=0.0), {}, own, mesh={"dp": 4, "tp": 1}, data="shard"),
+    ]
+    for model in models:
+        model(*own)[0].backward()
+    expected(*_batch(4))[0].backward()
+    norm = torch.nn.utils.get_total_norm([p.grad for p in expected.parameters()]) * math.sqrt(2)
+    for turn in (1, -1):
+        parameters = [p for model in models[::turn] for p in model.parameters()]
+        found[f"norm {turn}"] = abs(torch.nn.utils.get_total_norm([p.grad for p in parameters]) - norm).item()
+        found[f"clipped {turn}"] = abs(ts.clip_grad_norm_(parameters, 1e9) - norm).item()
+    told = "the ranks divide the batch, and no mesh says which ranks"
+    found["no mesh"] = refused(lambda: ts.shard(_model(), {}, own, data="replicate"), told)
+    one: dict[str, Any] = {"mesh": {"dp": 4, "tp": 1}, "data": "shard"} if rank else {}
+    differs = "the ranks have different meshes"
+    found["no mesh on one rank"] = refused(lambda: ts.shard(_model(), {}, own, **one), differs, ts.DistributedError)
+    return found
+
+
+def test_models_on_other_meshes_of_the_same_ranks() -> None:
+    for found in run_ranks(_beside, 4):
+        assert all(value if isinstance(value, bool) else value < 1e-9 for value in found.values()), found
+
+
 def _of_one(rank: int) -> dict[str, Any]:
     """A mesh whose second axis has one rank, beside a world of one axis."""
     model, own, found = _model(p=0.0), _own(_batch(2), rank), dict[str, Any]()
@@ -469,6 +498,9 @@ def test_a_plan_has_what_dividing_the_batch_costs(data: Data) -> None:
     assert batch.costs.memory["parameters"] == sum(t.numel() * t.itemsize for t in local.values())
     gradients = sum(p.numel() * p.itemsize for p in map(local.__getitem__, dict(model.named_parameters())))
     assert batch.costs.memory["gradients"] == gradients
+    assert plan.parameter_bytes()[1] == batch.costs.memory["parameters"] and str(plan).startswith(
+        "plan for 2 × 2 ranks"
+    )
     # all-reduces of gradients, or gathers of weights (again in backward) and sums of slices, are what is sent
     kinds = {sent.kernel for c in batch.costs.collectives for sent in c.sent}
     assert ("reduce_scatter" in kinds) is (data == "shard")

@@ -81,8 +81,9 @@ def test_norms_and_residuals_are_computed_on_slices(world: int) -> None:
     assert sum("dropout" in name for name in on_slices) == 4
     report = ts.check(model, PINS, world_size=world, example_inputs=(ids, ids))
     assert report.ok, str(report)
+    # parts are summed into slices; or, of so few features, what would be multiplied in parts is cut anew before
     kinds = {c.name for c in plan.costs.collectives}
-    assert {"all_gather", "reduce_scatter"} <= kinds, kinds
+    assert "all_gather" in kinds and kinds & {"reduce_scatter", "all_to_all"}, kinds
 
 
 @pytest.mark.parametrize("word", ["sequence", "sequence_parallel", SequenceParallel()], ids=["ours", "hf", "dtensor"])

@@ -47,6 +47,8 @@ class _World:
     process_groups: list[dist.ProcessGroup] = field(default_factory=list)
     data_ranks: list[list[int]] = field(default_factory=list)
     """The ranks of each data-parallel group."""
+    for_mesh: bool = False
+    """Whether the groups are those of a model's mesh, of which the user has said nothing by `init_process_group`."""
 
 
 _world: _World | None = None
@@ -190,6 +192,17 @@ def _make_groups(group_size: int, mesh: DeviceMesh | None, timeouts: Timeouts, o
     # a rank that destroys its groups at once would cut off those that are still connecting
     verify_call(all_ranks, lambda: f"{request}, made")
     return groups
+
+
+def note_mesh() -> None:
+    """Notes that the groups were made for a model's mesh."""
+    if _world is not None:
+        _world.for_mesh = True
+
+
+def is_made_for_mesh() -> bool:
+    """Whether the groups were made for a model's mesh."""
+    return _world is not None and _world.for_mesh
 
 
 def along_data_axes(sizes: Sequence[int]) -> tuple[Group, ...]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import Any, Protocol, TypeVar
 
 import torch.distributed as dist
 from torch import Tensor
@@ -20,6 +20,13 @@ from torchshard.distributed.kernels import ReduceKind, gathered, reduced
 from torchshard.distributed.process_groups import init_process_group
 
 T = TypeVar("T")
+
+
+class Held(Protocol):
+    """A slice that knows which ranks hold the others, and how."""
+
+    sharding: Word
+    ranks: Ranks
 
 
 def widest(tensors: Iterable[object]) -> Ranks:
@@ -130,6 +137,15 @@ class Ranks:
         for group in others:
             number = number * group.size + group.rank
         return number, math.prod(group.size for group in others)
+
+    def counts(self, part: Held) -> bool:
+        """Whether, of those of these ranks that hold the same slice, this one comes first.
+
+        Args:
+            part: held by all of these, if on another mesh, or by those of one replica.
+        """
+        ranks = part.ranks if part.ranks.count == self.count else self
+        return ranks.holders(part.sharding)[0] == 0
 
     def run_on_all(self, make: Callable[[], T], error: Callable[..., ShardError], what: str) -> T:
         """As `run_on_all_ranks`, for all of them."""

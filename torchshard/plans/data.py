@@ -261,5 +261,11 @@ class PlanData:
 
     def parameter_bytes(self) -> tuple[int, int]:
         """Bytes of the parameters and buffers: of the unsharded model, and on the rank that holds the most."""
-        held = [(stored, self.parameters.get(name, I)) for name, stored in self.stored.items()]
-        return sum(s.nbytes(I, 1) for s, _ in held), sum(s.nbytes(at, self.world_size) for s, at in held)
+        whole = held = 0
+        for name, stored in self.stored.items():
+            whole += stored.nbytes(I, 1)
+            shape = stored.shape
+            for plan in (self, *self.over_batch):
+                shape = local_shape(shape, plan.parameters.get(name, I), 0, plan.world_size)
+            held += math.prod(shape) * stored.itemsize
+        return whole, held

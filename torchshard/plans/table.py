@@ -93,10 +93,12 @@ def table(plan: PlanData) -> str:
 
 def summary(plan: PlanData) -> list[str]:
     """What the plan is for and what it costs, in a few lines."""
-    costs, split = plan.costs, sum(layout != I for layout in plan.parameters.values())
+    costs, over_all = plan.costs, (plan, *plan.over_batch)
+    split = sum(any(each.parameters.get(name, I) != I for each in over_all) for name in plan.parameters)
     whole, held = plan.parameter_bytes()
-    ranks = f"{plan.world_size} rank{'s' * (plan.world_size > 1)}"
-    ranks = " × ".join([*(str(each.world_size) for each in plan.over_batch), ranks])
+    sizes = [each.world_size for each in (*plan.over_batch, plan)]
+    sizes = [size for size in sizes if size > 1] or [1]
+    ranks = f"{' × '.join(map(str, sizes))} rank{'s' * (sizes != [1])}"
     lines = [
         f"plan for {ranks}: {split} of {len(plan.parameters)} parameters and buffers are split, "
         f"{size_text(held)} of {size_text(whole)} on each rank"

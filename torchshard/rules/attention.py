@@ -46,7 +46,8 @@ def attention(call: Call) -> Row | None:
         operands.append(broadcast([*names, row, "!s"], call["attn_mask"].shape, [*batch, query[-2], key[-2]]))
     drops = call["dropout_p"] > 0
     stretched = [*query[:-2]] != [*batch] or any([*t[:-2]] != [*kv_batch] for t in (key, value))
-    if (drops and not isinstance(query[-1], int)) or (grouped and not isinstance(key[-3], int)):
+    counted = [*([query[-1]] if drops else []), *([query[-3], key[-3]] if grouped else [])]
+    if not all(isinstance(size, int) for size in counted):
         return None  # a number of the features or heads is computed with
     if stretched and (grouped or drops):  # the explicit computation with dropout does not broadcast
         return None

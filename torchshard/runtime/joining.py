@@ -9,10 +9,10 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from torchshard.compiler.meshes import DataLike, MeshLike, RankAxes, mesh_sizes, read_mesh
-from torchshard.core.errors import DistributedError
+from torchshard.core.errors import DistributedError, InputError
 from torchshard.core.mesh import DATA, MODEL
 from torchshard.distributed.group import Group, is_initialized, lookup
-from torchshard.distributed.process_groups import along_data_axes, init_process_group
+from torchshard.distributed.process_groups import along_data_axes, init_process_group, is_made_for_mesh, note_mesh
 from torchshard.distributed.ranks import Ranks
 
 
@@ -28,18 +28,21 @@ def join_ranks(mesh: MeshLike | None, data: DataLike | None) -> tuple[Ranks, Ran
     if mesh is None:
         if not is_initialized():
             init_process_group()
-        group = lookup(MODEL)
-        return Ranks(group), read_mesh(group.size, None, data)
+        ranks = Ranks(lookup(MODEL))
+        if is_made_for_mesh():
+            everyone = Ranks(lookup(MODEL), lookup(DATA))
+            everyone.run_on_all(partial(_check_named, data), DistributedError, "the ranks have different meshes")
+            everyone.verify({"the mesh": "none"}, "the ranks have different meshes")
+        return ranks, read_mesh(ranks.group.size, None, data)
     if not is_initialized():
         _make_groups(mesh, read_mesh(_world_size(), mesh, data))
     group, replicas = lookup(MODEL), lookup(DATA)
     read = partial(_axes_of, mesh, data, group, replicas)
     axes = Ranks(group, replicas).run_on_all(read, DistributedError, "the ranks have different meshes")
-    ranks = Ranks(group, labels=("", axes.axis.label))
+    ranks, along = Ranks(group, labels=("", axes.axis.label)), [division.axis for division in axes.divisions]
+    sizes = ", ".join(f"{axis} {axis.size}" for axis in (*along, axes.axis))
+    Ranks(group, replicas).verify({"the mesh": sizes}, "the ranks have different meshes")
     if axes.divisions:
-        along = [division.axis for division in axes.divisions]
-        sizes = ", ".join(f"{axis} {axis.size}" for axis in along)
-        Ranks(group, replicas).verify({"the mesh": sizes}, "the ranks have different meshes")
         groups = along_data_axes([axis.size for axis in along])
         ranks = Ranks(group, replicas, groups, tuple(axis.label for axis in (*along, axes.axis)))
     if isinstance(mesh, DeviceMesh):
@@ -47,15 +50,32 @@ def join_ranks(mesh: MeshLike | None, data: DataLike | None) -> tuple[Ranks, Ran
     return ranks, axes
 
 
+def _check_named(data: DataLike | None) -> None:
+    """After the groups were made for a mesh, `data` is that of a mesh.
+
+    Raises:
+        InputError: there is none.
+    """
+    if data is not None:
+        raise InputError(
+            "the ranks divide the batch, and no mesh says which ranks",
+            where=f"data={data!r}",
+            why="another model's mesh has made groups of ranks; without mesh= the batch of some would be left out",
+            attempt=f'mesh={{"dp": {_world_size()}, "tp": 1}} for all ranks',
+        )
+
+
 def _make_groups(mesh: MeshLike, axes: RankAxes) -> None:
     if not isinstance(mesh, DeviceMesh):
         init_process_group(axes.axis.size)
+        note_mesh()
         return
     label = axes.axis.label
     if label:
         init_process_group(mesh=mesh[label])
     else:
         init_process_group(1)  # all axes divide the batch
+    note_mesh()
 
 
 def _axes_of(mesh: MeshLike, data: DataLike | None, group: Group, replicas: Group) -> RankAxes:

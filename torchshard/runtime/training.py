@@ -14,7 +14,6 @@ import torch
 from torch import Tensor, nn
 
 from torchshard.core.errors import InputError
-from torchshard.core.words import WHOLE, Word, is_split
 from torchshard.distributed.ranks import widest
 from torchshard.weights.parameter import ShardedParameter
 
@@ -38,11 +37,12 @@ def clip_grad_norm_(model: nn.Module | Tensor | Iterable[Tensor], max_norm: floa
     _check_norms(max_norm, norm_type)
     parameters = _parameters(model)
     ranks = widest(parameters)
-    grads = [(_sharding(p), p.grad) for p in parameters if p.grad is not None]
+    grads = [(p, p.grad) for p in parameters if p.grad is not None]
     device = next((p.device for p in parameters), torch.device("cpu"))
     # of ranks that hold the same slice one counts
-    sliced = _norm([g for of, g in grads if is_split(of) and ranks.holders(of)[0] == 0], norm_type, device)
-    whole = _norm([g for of, g in grads if not is_split(of)], norm_type, device)
+    slices = {p: g for p, g in grads if isinstance(p, ShardedParameter) and p.is_split}
+    sliced = _norm([g for p, g in slices.items() if ranks.counts(p)], norm_type, device)
+    whole = _norm([g for p, g in grads if p not in slices], norm_type, device)
     if math.isinf(norm_type):
         total = torch.maximum(ranks.reduced(sliced, torch.distributed.ReduceOp.MAX, eager=True), whole)
     else:
@@ -75,10 +75,6 @@ def _parameters(model: nn.Module | Tensor | Iterable[Tensor]) -> list[Tensor]:
             attempt="the model, or model.parameters()",
         )
     return parameters
-
-
-def _sharding(parameter: Tensor) -> Word:
-    return parameter.sharding if isinstance(parameter, ShardedParameter) else WHOLE
 
 
 def _norm(grads: list[Tensor], norm_type: float, device: torch.device) -> Tensor:

@@ -288,7 +288,7 @@ def _joined_norms(tensors: Sequence[Tensor], norms: Sequence[Tensor], order: flo
         joined = ranks.reduced(stacked, dist.ReduceOp.MAX if order > 0 else dist.ReduceOp.MIN, eager=True)
     else:
         # of ranks that hold the same slice one counts
-        counts = torch.tensor([ranks.holders(t.sharding)[0] == 0 for t in slices.values()], device=stacked.device)
+        counts = torch.tensor([ranks.counts(t) for t in slices.values()], device=stacked.device)
         powers = (stacked if order == 0 else stacked**order).where(counts, 0.0)
         joined = ranks.reduced(powers, dist.ReduceOp.SUM, eager=True)
         joined = joined if order == 0 else joined ** (1 / order)  # order 0: the number of elements that are not zero
