@@ -269,7 +269,7 @@ def test_gradients_are_clipped_by_the_norm_of_the_whole(data: Data) -> None:
 
 
 def _beside(rank: int) -> dict[str, Any]:
-    """Two models on two meshes of as many ranks; and one that is given no mesh, after the groups were made for another."""
+    """Two models on two meshes of as many ranks; and one without a mesh, after the groups were made for another."""
     own, found = _own(_batch(4), rank), dict[str, Any]()
     expected = _model(p=0.0)
     models = [
