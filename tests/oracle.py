@@ -286,7 +286,7 @@ def build(case: Case, choice: Choice, world: int, seed: int = 0) -> tuple[OneOp,
         Changes(),
         lambda tensors: True,
     )
-    return model, Program(captured, plan, rewrite(made.module, plan), plan.axis), tensors
+    return model, Program(captured, plan, rewrite(made.module, plan)), tensors
 
 
 def _with_addends(case: Case, model: OneOp, tensors: list[Tensor], choice: Choice) -> list[Tensor]:

@@ -121,7 +121,7 @@ def test_a_conversion_of_a_conversion_follows_it() -> None:
     graph = rewrite(captured.graph, plan)
     names = [OPS[n.target].name for n in graph.graph.nodes if n.target in OPS]
     assert names == ["scatter", "all_to_all", "all_to_all", "gather", "gather"]
-    report = check_program(Model(), Program(captured, plan, graph, plan.axis), graph, (x,), {})
+    report = check_program(Model(), Program(captured, plan, graph), graph, (x,), {})
     assert report.ok, str(report)
 
 

@@ -20,11 +20,11 @@ from torch import Tensor, fx
 from torch._ops import OpOverload
 from torch.fx.node import Argument
 
-from torchshard.compiler.program import DividedBatch
+from torchshard.compiler.program import DividedBatch, rank_before
 from torchshard.core.conversions import kernels, source_and_target
 from torchshard.core.errors import InternalError
 from torchshard.core.layouts import Layout, dual, join, split
-from torchshard.core.mesh import Coordinate, Mesh, MeshAxis, Place, Simulated, simulated, simulated_name
+from torchshard.core.mesh import Mesh, MeshAxis, Place, Simulated, simulated, simulated_name
 from torchshard.core.rng_states import RngStates, rng_state, rng_states, set_rng_states
 from torchshard.custom_ops.stepwise import Computation, Stepwise
 from torchshard.distributed.ops import OPS, SENDING, Begin, is_collective, wait
@@ -73,33 +73,24 @@ def rank_graphs(graph: fx.GraphModule, axis: MeshAxis, batches: Sequence[Divided
     """
     seen: Seen = {}
     found: dict[tuple[int, ...], fx.GraphModule] = {
-        (place.rank,): localized(graph, place, seen) for place in _simulated(axis)
+        (place.rank,): localized(graph, place, seen) for place in axis.simulated(axis.name)
     }
+    axes = [axis]
     for divided in batches:
+        own = divided.constraints.axis
+        axes.append(own)
         plans, split = dict[tuple[int, ...], Plan](), dict[tuple[int, ...], fx.GraphModule]()
         for numbers, local in found.items():
-            plans[numbers] = divided.plan(local, plans.get(_rank_before(numbers)))
+            plans[numbers] = divided.plan(local, plans.get(rank_before(numbers)))
             split[numbers] = divided.split(local, plans[numbers])
         found = {
             (*numbers, place.rank): localized(each, place, seen)
             for numbers, each in split.items()
-            for place in _simulated(divided.constraints.axis)
+            for place in own.simulated(own.name)
         }
-    axes = (axis, *(divided.constraints.axis for divided in batches))
     return [
         _among(found[tuple(place[axis.name] for axis in axes)], place) for place in Mesh((*axes[1:], axis)).places()
     ]
-
-
-def _rank_before(numbers: tuple[int, ...]) -> tuple[int, ...]:
-    """The rank whose plans another follows: the first one along the last axis on which the other is not the first."""
-    last = max((i for i, number in enumerate(numbers) if number), default=-1)
-    return () if last < 0 else (*numbers[:last], 0, *numbers[last + 1 :])
-
-
-def _simulated(axis: MeshAxis) -> list[Coordinate]:
-    """All ranks along an axis, whose groups have its name."""
-    return [axis.coordinate(rank, simulated_name(rank, axis.size, axis.name)) for rank in range(axis.size)]
 
 
 def _among(local: fx.GraphModule, place: Place) -> fx.GraphModule:

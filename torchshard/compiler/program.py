@@ -26,7 +26,7 @@ from torchshard.compiler.planning import plan_graph
 from torchshard.core.errors import InputError, PlanError
 from torchshard.core.garbage import without_garbage_collection
 from torchshard.core.layouts import I, Layout, Shard
-from torchshard.core.mesh import Coordinate, Mesh, MeshAxis, simulated_name
+from torchshard.core.mesh import Coordinate, Mesh, MeshAxis
 from torchshard.core.words import Word, word
 from torchshard.ir.graph import (
     Size,
@@ -57,12 +57,16 @@ class Program:
     plan: Plan
     graph: fx.GraphModule
     """The graph with its collectives, global sizes."""
-    axis: MeshAxis
-    """The plan's."""
     divided: bool = False
     """Whether calls belong to it by whether their sequences, or batches, divide."""
     batches: tuple[DividedBatch, ...] = ()
     """How the ranks divide the batch over the axes across the plan's, outermost first."""
+
+    @property
+    def axis(self) -> MeshAxis:
+        """That of the plan."""
+        axis: MeshAxis = self.graph.meta["axis"]
+        return axis
 
     @property
     def mesh(self) -> Mesh:
@@ -103,10 +107,10 @@ class Program:
 
     def _followed(self, rank: Sequence[Coordinate]) -> list[Sequence[Coordinate]]:
         """The ranks from the first one to this, each of which follows the plans of the last: it differs on one axis."""
-        found = [rank]
-        for i in reversed(range(len(self.batches))):
-            if rank[i].rank:
-                found.insert(0, [*found[0][:i], _first(rank[i].axis), *found[0][i + 1 :]])
+        found, numbers = [rank], tuple(place.rank for place in rank[:-1])
+        while numbers := rank_before(numbers):
+            before = [place if number else _first(place.axis) for place, number in zip(rank, numbers, strict=False)]
+            found.insert(0, [*before, rank[-1]])
         return found
 
     def priced(self, *, with_memory: bool) -> Plan:
@@ -139,9 +143,22 @@ class BeforeLastAxis(NamedTuple):
     """Of each axis that divides the batch, those of the first rank."""
 
 
+def rank_before(numbers: tuple[int, ...]) -> tuple[int, ...]:
+    """The rank whose plans another follows: the first one along the last axis on which the other is not the first.
+
+    Args:
+        numbers: the other's on each axis.
+
+    Returns:
+        its numbers; none if the other is the first of all.
+    """
+    last = max((i for i, number in enumerate(numbers) if number), default=-1)
+    return () if last < 0 else (*numbers[:last], 0, *numbers[last + 1 :])
+
+
 def _first(axis: MeshAxis) -> Coordinate:
-    """The place of the first rank on an axis, in a group of its name."""
-    return axis.coordinate(0, simulated_name(0, axis.size, axis.name))
+    """The place of the first rank on an axis."""
+    return axis.simulated(axis.name)[0]
 
 
 def program(
@@ -201,7 +218,7 @@ def program(
     graph.meta["multiples"] = (multiples & _sizes_of(graph, SEQUENCE)).difference(sizes)
     with sizes_as({size: number // constraints.batch_parts for size, number in sizes.items()}):
         made = planned(captured, model, split)  # for what a rank computes
-    divided = frozenset(path for path in batches or {} if size_expr(_batch_in(graph, path)) in sizes)
+    divided = frozenset(path for path, size in _batches_of(graph, batches or {}).items() if size_expr(size) in sizes)
     parts, over_axes = constraints.batch_parts, list[DividedBatch]()
     for each in of_batch:
         parts //= each.axis.size
@@ -235,8 +252,7 @@ class DividedBatch:
             PlanError: what a collective of an earlier axis brings together would be held in different layouts.
         """
         graph, constraints = self._whole(local), dataclasses.replace(self.constraints, plan=first)
-        batches = [_batch_in(graph, path) for path in self.inputs]
-        sizes = {expr: hint(size) // self.parts for size in batches if not isinstance(expr := size_expr(size), int)}
+        sizes = {size: number // self.parts for size, number in _batch_sizes(graph, self.inputs).items()}
         with without_garbage_collection(), sizes_as(sizes):
             plan = plan_graph(graph, self.facts, constraints)
         if first is not None:
@@ -250,7 +266,7 @@ class DividedBatch:
 
     def _whole(self, local: fx.GraphModule) -> fx.GraphModule:
         graph = for_next_axis(local)
-        _divide_batch(graph, {size_expr(_batch_in(graph, path)) for path in self.inputs}, self.constraints.layouts)
+        _divide_batch(graph, set(map(size_expr, _batches_of(graph, self.inputs).values())), self.constraints.layouts)
         return graph
 
 
@@ -289,17 +305,15 @@ def _refuse_changes(captured: Captured) -> None:
         )
 
 
-def _batch_sizes(graph: fx.GraphModule, batches: Mapping[str, Layout]) -> dict[sympy.Symbol, int]:
+def _batch_sizes(graph: fx.GraphModule, batches: Collection[str]) -> dict[sympy.Symbol, int]:
     """The dynamic sizes that are the batch's, and that the ranks divide -> that of the example inputs."""
-    split = [n.meta["val"].shape[BATCH] for n in placeholders(graph.graph) if n.meta["path"] in batches]
+    split = _batches_of(graph, batches).values()
     return {expr: hint(size) for size in split if (expr := size_expr(size)) in graph.meta["multiples"]}
 
 
-def _batch_in(graph: fx.GraphModule, path: str) -> Size:
-    """The size of the batch in a tensor of the call."""
-    (node,) = (node for node in placeholders(graph.graph) if node.meta["path"] == path)
-    size: Size = node.meta["val"].shape[BATCH]
-    return size
+def _batches_of(graph: fx.GraphModule, batches: Collection[str]) -> dict[str, Size]:
+    """The size of the batch in each of these tensors of the call."""
+    return {n.meta["path"]: n.meta["val"].shape[BATCH] for n in placeholders(graph.graph) if n.meta["path"] in batches}
 
 
 def _sizes_of(graph: fx.GraphModule, dim: int) -> set[int | sympy.Expr]:
@@ -395,7 +409,7 @@ def planned(captured: Captured, model: nn.Module, constraints: Constraints) -> P
     for gathered in plan.costs.whole:
         warnings.warn(str(gathered), stacklevel=2)
     divided = constraints.splits_sequence or plan.splits_dynamic
-    return Program(captured, dataclasses.replace(plan, graph=graph), graph, constraints.axis, divided)
+    return Program(captured, dataclasses.replace(plan, graph=graph), graph, divided)
 
 
 STAGES = ("capture", "plan", "rewrite")

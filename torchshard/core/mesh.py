@@ -40,9 +40,13 @@ class MeshAxis:
         """Returns the coordinate of a rank; `group` is the name of its group, by default that of the axis."""
         return Coordinate(self, rank, group or self.name)
 
-    def simulated(self) -> list[Coordinate]:
-        """Returns the coordinates of all ranks, for graphs that are simulated in one process without process groups."""
-        return [self.coordinate(rank, simulated_name(rank, self.size)) for rank in range(self.size)]
+    def simulated(self, among: str = "") -> list[Coordinate]:
+        """Returns the coordinates of all ranks, for graphs that are simulated in one process without process groups.
+
+        Args:
+            among: as in `simulated_name`.
+        """
+        return [self.coordinate(rank, simulated_name(rank, self.size, among)) for rank in range(self.size)]
 
 
 Place: TypeAlias = Mapping[str, int]

@@ -13,6 +13,7 @@ note         of a collective: the conversion and its consumers
 recompute    of an op: the region whose values backward computes again, in place of saving them
 gathered_again  of a collective: whether backward runs it again, in place of saving what was gathered
 settled      of a collective, or an op with some inside: it is over an earlier mesh axis, which the graph is cut for
+earlier      its Layout over each earlier mesh axis, by the axis' name
 is_backward  of a node of a joint graph: whether it belongs to the backward
 origin       of a node of a recorded part: the number of the op that it comes from
 
@@ -36,6 +37,7 @@ from torch import Tensor, fx, nn
 from torch._dispatch.python import enable_python_dispatcher
 from torch._ops import OpOverload
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.fx.experimental.symbolic_shapes import ShapeEnv
 from torch.fx.node import Argument, Target
 
 from torchshard.core.autocast import autocasting
@@ -270,10 +272,19 @@ def hint(size: Size) -> int:
         return size
     others = _other_sizes.get()
     if others is not None:
-        number = size.node.expr.xreplace(others)
+        expr = size.node.expr
+        number = expr.xreplace(others)
+        if not number.is_Integer:
+            number = number.xreplace(_parts_of(others, size.node.shape_env))
         if number.is_Integer:
             return int(number)
     return 1 if size.node.hint is None else int(size.node.hint)
+
+
+def _parts_of(sizes: Mapping[sympy.Symbol, sympy.Integer], env: ShapeEnv) -> dict[sympy.Symbol, sympy.Expr]:
+    """The sizes of a rank's parts, where `localize` has found a size to be a number of these since."""
+    parts = ((env.replace(symbol).as_coeff_Mul(), size) for symbol, size in sizes.items())
+    return {part: size / ranks for (ranks, part), size in parts}
 
 
 _other_sizes: ContextVar[Mapping[sympy.Symbol, sympy.Integer] | None] = ContextVar("other sizes", default=None)

@@ -9,9 +9,10 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from torchshard.core.conversions import Steps
-from torchshard.core.layouts import I, Layout, is_whole, local_shape
+from torchshard.core.layouts import I, Layout, is_whole
 from torchshard.core.mesh import MeshAxis
 from torchshard.core.notation import Choice
+from torchshard.core.words import Cut, Cuts, local_shape
 from torchshard.plans.machine import Data, Machine, size_text
 
 
@@ -130,9 +131,9 @@ class Stored:
     tied: tuple[str, ...] = ()
     """The other names of the same tensor."""
 
-    def nbytes(self, layout: Layout, ranks: int) -> int:
-        """Bytes on the rank that holds the most."""
-        return math.prod(local_shape(self.shape, layout, 0, ranks)) * self.itemsize
+    def nbytes(self, cuts: Cuts = ()) -> int:
+        """Bytes of the whole, or of what is cut out of it."""
+        return math.prod(local_shape(self.shape, cuts)) * self.itemsize
 
 
 @dataclass(frozen=True)
@@ -224,9 +225,14 @@ class PlanData:
         return [] if self.batch is None else [self.batch, *self.batch.over_batch]
 
     @property
+    def over_all(self) -> list[PlanData]:
+        """This plan and those."""
+        return [self, *self.over_batch]
+
+    @property
     def step_seconds(self) -> dict[str, float]:
         """What the seconds of a step are for, communication after computation, over all axes of the mesh."""
-        sent = [sum(c.seconds for c in each.costs.collectives) for each in (self, *self.over_batch)]
+        sent = [sum(c.seconds for c in each.costs.collectives) for each in self.over_all]
         over_weights = 0.0 if self.data else sent.pop(0)
         return {
             "computation": sum(self.costs.compute.values()),
@@ -237,7 +243,7 @@ class PlanData:
     @property
     def step_memory(self) -> Mapping[str, float]:
         """The bytes that a step takes on a rank, by kind, if they were asked for."""
-        return (self, *self.over_batch)[-1].costs.memory
+        return self.over_all[-1].costs.memory
 
     @property
     def batches(self) -> Mapping[str, Layout]:
@@ -261,11 +267,8 @@ class PlanData:
 
     def parameter_bytes(self) -> tuple[int, int]:
         """Bytes of the parameters and buffers: of the unsharded model, and on the rank that holds the most."""
-        whole = held = 0
+        held = 0
         for name, stored in self.stored.items():
-            whole += stored.nbytes(I, 1)
-            shape = stored.shape
-            for plan in (self, *self.over_batch):
-                shape = local_shape(shape, plan.parameters.get(name, I), 0, plan.world_size)
-            held += math.prod(shape) * stored.itemsize
-        return whole, held
+            cuts = tuple(Cut(each.parameters.get(name, I), 0, each.world_size) for each in self.over_all)
+            held += stored.nbytes(cuts)
+        return sum(stored.nbytes() for stored in self.stored.values()), held

@@ -7,9 +7,8 @@ dp=8, tp=8      shard      118   64%      25%           11%         11.2 GiB
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import overload
 
 from torchshard.plans.machine import Data, size_text
 from torchshard.plans.plan import Plan
@@ -53,21 +52,11 @@ class Proposal:
         return (*names, f"{1e3 * total:.3g}", *shares, peak if self.fits else f"{peak}: too much")
 
 
-class Proposals(Sequence[Proposal]):
+class Proposals(list[Proposal]):
     """Meshes with the fastest first; those that do not fit come last."""
 
-    def __init__(self, found: Sequence[Proposal]) -> None:
-        self._found = sorted(found, key=lambda each: each.seconds)
-
-    @overload
-    def __getitem__(self, index: int) -> Proposal: ...
-    @overload
-    def __getitem__(self, index: slice) -> list[Proposal]: ...
-    def __getitem__(self, index: int | slice) -> Proposal | list[Proposal]:
-        return self._found[index]
-
-    def __len__(self) -> int:
-        return len(self._found)
+    def __init__(self, found: Iterable[Proposal]) -> None:
+        super().__init__(sorted(found, key=lambda each: each.seconds))
 
     def __str__(self) -> str:
         """A table, a row per mesh."""

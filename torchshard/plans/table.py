@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 
 from torchshard.core.layouts import I, Layout
 from torchshard.core.paths import star_differences, star_last_number, star_numbers
+from torchshard.core.words import Cut
 from torchshard.plans.data import Collective, Costs, PlanData
 from torchshard.plans.machine import size_text
 
@@ -68,7 +69,7 @@ def module_rows(plan: PlanData) -> list[ModuleRow]:
         path, _, leaf = name.rpartition(".")
         layout = plan.parameters.get(name, I)
         row(path).parameters.append(f"{leaf} {layout}")
-        row(path).nbytes += plan.stored[name].nbytes(layout, plan.world_size) if plan.stored else 0
+        row(path).nbytes += plan.stored[name].nbytes((Cut(layout, 0, plan.world_size),)) if plan.stored else 0
     for path, seconds in plan.costs.compute.items():
         row(path).seconds += seconds
     for c in plan.costs.collectives:
@@ -93,8 +94,8 @@ def table(plan: PlanData) -> str:
 
 def summary(plan: PlanData) -> list[str]:
     """What the plan is for and what it costs, in a few lines."""
-    costs, over_all = plan.costs, (plan, *plan.over_batch)
-    split = sum(any(each.parameters.get(name, I) != I for each in over_all) for name in plan.parameters)
+    costs = plan.costs
+    split = sum(any(each.parameters.get(name, I) != I for each in plan.over_all) for name in plan.parameters)
     whole, held = plan.parameter_bytes()
     sizes = [each.world_size for each in (*plan.over_batch, plan)]
     sizes = [size for size in sizes if size > 1] or [1]

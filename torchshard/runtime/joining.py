@@ -10,10 +10,11 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from torchshard.compiler.meshes import DataLike, MeshLike, RankAxes, mesh_sizes, read_mesh
 from torchshard.core.errors import DistributedError, InputError
-from torchshard.core.mesh import DATA, MODEL
-from torchshard.distributed.group import Group, is_initialized, lookup
+from torchshard.distributed.group import is_initialized
 from torchshard.distributed.process_groups import along_data_axes, init_process_group, is_made_for_mesh, note_mesh
 from torchshard.distributed.ranks import Ranks
+
+DIFFERENT = "the ranks have different meshes"
 
 
 def join_ranks(mesh: MeshLike | None, data: DataLike | None) -> tuple[Ranks, RankAxes]:
@@ -28,23 +29,21 @@ def join_ranks(mesh: MeshLike | None, data: DataLike | None) -> tuple[Ranks, Ran
     if mesh is None:
         if not is_initialized():
             init_process_group()
-        ranks = Ranks(lookup(MODEL))
+        everyone = Ranks.own()
         if is_made_for_mesh():
-            everyone = Ranks(lookup(MODEL), lookup(DATA))
-            everyone.run_on_all(partial(_check_named, data), DistributedError, "the ranks have different meshes")
-            everyone.verify({"the mesh": "none"}, "the ranks have different meshes")
-        return ranks, read_mesh(ranks.group.size, None, data)
+            everyone.run_on_all(partial(_check_named, data), DistributedError, DIFFERENT)
+            everyone.verify({"the mesh": "none"}, DIFFERENT)
+        return Ranks(everyone.group), read_mesh(everyone.group.size, None, data)
     if not is_initialized():
         _make_groups(mesh, read_mesh(_world_size(), mesh, data))
-    group, replicas = lookup(MODEL), lookup(DATA)
-    read = partial(_axes_of, mesh, data, group, replicas)
-    axes = Ranks(group, replicas).run_on_all(read, DistributedError, "the ranks have different meshes")
-    ranks, along = Ranks(group, labels=("", axes.axis.label)), [division.axis for division in axes.divisions]
-    sizes = ", ".join(f"{axis} {axis.size}" for axis in (*along, axes.axis))
-    Ranks(group, replicas).verify({"the mesh": sizes}, "the ranks have different meshes")
+    everyone = Ranks.own()
+    axes = everyone.run_on_all(partial(_axes_of, mesh, data, everyone), DistributedError, DIFFERENT)
+    along = [*(division.axis for division in axes.divisions), axes.axis]
+    everyone.verify({"the mesh": ", ".join(f"{axis} {axis.size}" for axis in along)}, DIFFERENT)
+    ranks = Ranks(everyone.group, labels=("", axes.axis.label))
     if axes.divisions:
-        groups = along_data_axes([axis.size for axis in along])
-        ranks = Ranks(group, replicas, groups, tuple(axis.label for axis in (*along, axes.axis)))
+        groups = along_data_axes([axis.size for axis in along[:-1]])
+        ranks = Ranks(everyone.group, everyone.replicas, groups, tuple(axis.label for axis in along))
     if isinstance(mesh, DeviceMesh):
         ranks.run_on_all(partial(_check_groups, mesh, ranks), DistributedError, "the mesh is not one of the groups")
     return ranks, axes
@@ -78,14 +77,15 @@ def _make_groups(mesh: MeshLike, axes: RankAxes) -> None:
     note_mesh()
 
 
-def _axes_of(mesh: MeshLike, data: DataLike | None, group: Group, replicas: Group) -> RankAxes:
-    """How the ranks of these groups share the work.
+def _axes_of(mesh: MeshLike, data: DataLike | None, ranks: Ranks) -> RankAxes:
+    """How these ranks share the work.
 
     Raises:
         InputError: see `read_mesh`.
         DistributedError: they are not the groups of the mesh.
     """
     axes = read_mesh(_world_size(), mesh, data)
+    group, replicas = ranks.group, ranks.replicas
     if (group.size, replicas.size) == (axes.axis.size, axes.across):
         return axes
     raise DistributedError(

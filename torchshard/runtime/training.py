@@ -9,6 +9,7 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Iterable
+from typing import TypeGuard
 
 import torch
 from torch import Tensor, nn
@@ -40,9 +41,8 @@ def clip_grad_norm_(model: nn.Module | Tensor | Iterable[Tensor], max_norm: floa
     grads = [(p, p.grad) for p in parameters if p.grad is not None]
     device = next((p.device for p in parameters), torch.device("cpu"))
     # of ranks that hold the same slice one counts
-    slices = {p: g for p, g in grads if isinstance(p, ShardedParameter) and p.is_split}
-    sliced = _norm([g for p, g in slices.items() if ranks.counts(p)], norm_type, device)
-    whole = _norm([g for p, g in grads if p not in slices], norm_type, device)
+    sliced = _norm([g for p, g in grads if _is_slice(p) and ranks.counts(p)], norm_type, device)
+    whole = _norm([g for p, g in grads if not _is_slice(p)], norm_type, device)
     if math.isinf(norm_type):
         total = torch.maximum(ranks.reduced(sliced, torch.distributed.ReduceOp.MAX, eager=True), whole)
     else:
@@ -52,6 +52,10 @@ def clip_grad_norm_(model: nn.Module | Tensor | Iterable[Tensor], max_norm: floa
     for _, grad in grads:
         grad.mul_(factor.to(grad.dtype))
     return total.to(functools.reduce(torch.promote_types, [g.dtype for _, g in grads] or [torch.float32]))
+
+
+def _is_slice(parameter: Tensor) -> TypeGuard[ShardedParameter]:
+    return isinstance(parameter, ShardedParameter) and parameter.is_split
 
 
 def _check_norms(max_norm: object, norm_type: float) -> None:
