@@ -29,7 +29,7 @@ from torchshard.compiler.meshes import mesh_sizes, read_mesh
 from torchshard.compiler.program import Program, program
 from torchshard.core.mesh import DATA, MODEL, MeshAxis
 from torchshard.core.words import text
-from torchshard.distributed.group import lookup
+from torchshard.distributed.group import is_initialized, lookup
 from torchshard.distributed.ops import OPS, Begin
 from torchshard.passes import step_graphs
 from torchshard.plans.machine import MACHINES, Data
@@ -272,6 +272,10 @@ def _beside(rank: int) -> dict[str, Any]:
     """Two models on two meshes of as many ranks; and one without a mesh, after the groups were made for another."""
     own, found = _own(_batch(4), rank), dict[str, Any]()
     expected = _model(p=0.0)
+    for wrong, told in (({"dp": 3, "tp": 2}, "3 x 2 has 6 ranks"), ({"dp": 2, "tp": 2}, "group_size=2"), (None, "=-1")):
+        mesh: dict[str, int] | None = wrong if rank == 2 else {"dp": 4, "tp": 1}  # before there are groups
+        found[f"{wrong} on one rank"] = refused(lambda m=mesh: ts.shard(_model(p=0.0), {}, own, mesh=m), told)
+        found[f"{wrong} leaves nothing"] = not is_initialized()
     models = [
         ts.shard(_model(p=0.0), {}, own, mesh={"dp": 2, "fsdp": 2}, data=HYBRID),
         ts.shard(_model(p=0.0), {}, own, mesh={"dp": 4, "tp": 1}, data="shard"),
@@ -284,6 +288,8 @@ def _beside(rank: int) -> dict[str, Any]:
         parameters = [p for model in models[::turn] for p in model.parameters()]
         found[f"norm {turn}"] = abs(torch.nn.utils.get_total_norm([p.grad for p in parameters]) - norm).item()
         found[f"clipped {turn}"] = abs(ts.clip_grad_norm_(parameters, 1e9) - norm).item()
+    told = 'mesh={"dp": 4, "tp": 1}; or destroy_process_group()'
+    found["another"] = refused(lambda: ts.shard(_model(), {}, own, mesh={"dp": 4}), told, ts.DistributedError)
     told = "the ranks divide the batch, and no mesh says which ranks"
     found["no mesh"] = refused(lambda: ts.shard(_model(), {}, own, data="replicate"), told)
     one: dict[str, Any] = {"mesh": {"dp": 4, "tp": 1}, "data": "shard"} if rank else {}

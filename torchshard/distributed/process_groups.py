@@ -7,17 +7,17 @@ import itertools
 import math
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING, NamedTuple, cast
 
 import torch
 import torch.distributed as dist
 
 from torchshard.core.errors import DistributedError, InputError
 from torchshard.core.mesh import DATA, MODEL, data_names
-from torchshard.distributed.consistency import verify_call, verify_following_call
+from torchshard.distributed.consistency import run_on_all_ranks, verify_call, verify_following_call
 from torchshard.distributed.group import (
     ALONE,
     CheckLevel,
@@ -36,6 +36,16 @@ from torchshard.distributed.handshake import abort_pending_receives
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
+
+
+TIMEOUT_SECONDS = 60.0
+
+
+class Wanted(NamedTuple):
+    """Which groups are to be made, as `init_process_group` takes them."""
+
+    group_size: int = -1
+    mesh: DeviceMesh | None = None
 
 
 @dataclass
@@ -64,7 +74,7 @@ def init_process_group(
     *,
     mesh: DeviceMesh | None = None,
     backend: str | None = None,
-    timeout_seconds: float = 60.0,
+    timeout_seconds: float = TIMEOUT_SECONDS,
     start_seconds: float | None = None,
     collective_seconds: float | None = None,
 ) -> None:
@@ -101,12 +111,32 @@ def init_process_group(
             attempt="call torchshard.distributed.destroy_process_group() first",
         )
     timeouts = _timeouts(timeout_seconds, start_seconds, collective_seconds)
+    _initialise(lambda: Wanted(group_size, mesh), backend, timeouts)
+
+
+def init_for_mesh(read: Callable[[], Wanted]) -> None:
+    """Makes the groups that a model's mesh wants, of which the user has said nothing by `init_process_group`.
+
+    Args:
+        read: reads the mesh; it is called when the ranks can tell each other that one of them could not read it.
+
+    Raises:
+        DistributedError: as `init_process_group`, or another rank could not read its mesh.
+        Exception: that of `read` on this rank.
+    """
+    timeouts = _timeouts(TIMEOUT_SECONDS, None, None)
+    _initialise(read, None, timeouts)
+    assert _world is not None
+    _world.for_mesh = True
+
+
+def _initialise(read: Callable[[], Wanted], backend: str | None, timeouts: Timeouts) -> None:
     global _world
     _world = _World(not dist.is_initialized() and "RANK" in os.environ and "WORLD_SIZE" in os.environ)
     try:
         if _world.owns_torch_distributed:
             _begin(backend, timeouts)
-        register_groups(_make_groups(group_size, mesh, timeouts, _world))
+        register_groups(_make_groups(read, timeouts, _world))
         atexit.register(_at_exit)
     except Exception:
         _end()
@@ -169,16 +199,17 @@ def _own_gpu(backend: str) -> torch.device | None:
     return device if uses_nccl else None
 
 
-def _make_groups(group_size: int, mesh: DeviceMesh | None, timeouts: Timeouts, owned: _World) -> dict[str, Group]:
+def _make_groups(read: Callable[[], Wanted], timeouts: Timeouts, owned: _World) -> dict[str, Group]:
     """This process's model-parallel group, and its data-parallel one: the ranks of the same place in each."""
     if not dist.is_initialized():
-        _model_ranks(1, group_size)
+        _model_ranks(1, read().group_size)
         return {name: Group(0, 1, name, handshake=_new_handshake()) for name in (MODEL, DATA)}
     world = dist.get_world_size()
     everyone = list(range(world))
     control = _new_group(everyone, timeouts.verify, owned, "gloo") if world > 1 else None
     starting = timeouts._replace(verify=timeouts.start)
     all_ranks = Group(dist.get_rank(), world, "world", control=control, timeouts=starting, handshake=_new_handshake())
+    group_size, mesh = run_on_all_ranks(all_ranks, read, DistributedError, "the ranks could not agree on their groups")
     request = f"init_process_group({'mesh=...' if mesh is not None else f'group_size={group_size}'})"
     verify_call(all_ranks, lambda: request)
     model = _model_ranks(world, group_size) if mesh is None else _mesh_ranks(world, group_size, mesh, control)
@@ -192,12 +223,6 @@ def _make_groups(group_size: int, mesh: DeviceMesh | None, timeouts: Timeouts, o
     # a rank that destroys its groups at once would cut off those that are still connecting
     verify_call(all_ranks, lambda: f"{request}, made")
     return groups
-
-
-def note_mesh() -> None:
-    """Notes that the groups were made for a model's mesh."""
-    if _world is not None:
-        _world.for_mesh = True
 
 
 def is_made_for_mesh() -> bool:

@@ -11,7 +11,13 @@ from torch.distributed.device_mesh import DeviceMesh
 from torchshard.compiler.meshes import DataLike, MeshLike, RankAxes, mesh_sizes, read_mesh
 from torchshard.core.errors import DistributedError, InputError
 from torchshard.distributed.group import is_initialized
-from torchshard.distributed.process_groups import along_data_axes, init_process_group, is_made_for_mesh, note_mesh
+from torchshard.distributed.process_groups import (
+    Wanted,
+    along_data_axes,
+    init_for_mesh,
+    init_process_group,
+    is_made_for_mesh,
+)
 from torchshard.distributed.ranks import Ranks
 
 DIFFERENT = "the ranks have different meshes"
@@ -35,7 +41,7 @@ def join_ranks(mesh: MeshLike | None, data: DataLike | None) -> tuple[Ranks, Ran
             everyone.verify({"the mesh": "none"}, DIFFERENT)
         return Ranks(everyone.group), read_mesh(everyone.group.size, None, data)
     if not is_initialized():
-        _make_groups(mesh, read_mesh(_world_size(), mesh, data))
+        init_for_mesh(partial(_wanted, mesh, data))
     everyone = Ranks.own()
     axes = everyone.run_on_all(partial(_axes_of, mesh, data, everyone), DistributedError, DIFFERENT)
     along = [*(division.axis for division in axes.divisions), axes.axis]
@@ -64,17 +70,16 @@ def _check_named(data: DataLike | None) -> None:
         )
 
 
-def _make_groups(mesh: MeshLike, axes: RankAxes) -> None:
-    if not isinstance(mesh, DeviceMesh):
-        init_process_group(axes.axis.size)
-        note_mesh()
-        return
-    label = axes.axis.label
-    if label:
-        init_process_group(mesh=mesh[label])
-    else:
-        init_process_group(1)  # all axes divide the batch
-    note_mesh()
+def _wanted(mesh: MeshLike, data: DataLike | None) -> Wanted:
+    """The groups that a mesh wants.
+
+    Raises:
+        InputError: see `read_mesh`.
+    """
+    axis = read_mesh(_world_size(), mesh, data).axis
+    if isinstance(mesh, DeviceMesh) and axis.label:  # none where all axes divide the batch
+        return Wanted(mesh=mesh[axis.label])
+    return Wanted(axis.size)
 
 
 def _axes_of(mesh: MeshLike, data: DataLike | None, ranks: Ranks) -> RankAxes:
@@ -88,11 +93,16 @@ def _axes_of(mesh: MeshLike, data: DataLike | None, ranks: Ranks) -> RankAxes:
     group, replicas = ranks.group, ranks.replicas
     if (group.size, replicas.size) == (axes.axis.size, axes.across):
         return axes
+    made_by = "init_process_group"
+    attempt = f"init_process_group(group_size={axes.axis.size}), or none: shard makes them"
+    if is_made_for_mesh():
+        made_by = "another model's mesh"
+        attempt = f'mesh={{"dp": {replicas.size}, "tp": {group.size}}}; or destroy_process_group() between the models'
     raise DistributedError(
         f"the groups are {replicas.size} of {group.size} ranks, and the mesh has {axes.across} of {axes.axis.size}",
         where="mesh=",
-        why=f"init_process_group has made the groups; the mesh is {mesh_sizes(mesh)}",
-        attempt=f"init_process_group(group_size={axes.axis.size}), or none: shard makes the groups",
+        why=f"{made_by} has made the groups; the mesh is {mesh_sizes(mesh)}",
+        attempt=attempt,
     )
 
 
