@@ -88,6 +88,9 @@ def test_meshes(llama: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) 
     with pytest.raises(SystemExit, match="2"):
         main(["plan", llama, "--mesh", "3x2"])
     assert "'3x2' is no mesh such as dp=8,tp=4" in capsys.readouterr().err
+    with pytest.raises(SystemExit, match="2"):
+        main(["plan", llama, "--mesh", "dp=2,dp=2"])
+    assert "'dp=2,dp=2' says two things of one axis" in capsys.readouterr().err
 
 
 def test_show_a_model_at_both_levels(capsys: pytest.CaptureFixture[str]) -> None:

@@ -50,6 +50,13 @@ def test_slices_of_weights_take_less_memory(proposals: Proposals) -> None:
         assert held[axes, "shard"]["parameters"] < held[axes, "replicate"]["parameters"]
 
 
+def test_a_plan_for_one_mesh_is_refused(proposals: Proposals) -> None:
+    plan = proposals[0].plan
+    assert plan is not None
+    with pytest.raises(ts.InputError, match="a finished plan is for one mesh"):
+        ts.meshes(_model(), plan, world_size=4, example_inputs=_batch(4))
+
+
 def test_what_does_not_fit_comes_last(proposals: Proposals) -> None:
     peaks = sorted(each.plan.step_memory["peak"] for each in proposals if each.plan)
     limit = (peaks[0] + peaks[-1]) / 2

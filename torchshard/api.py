@@ -13,7 +13,7 @@ from torch import nn
 from torchshard.capture import check_weights, flatten_call, model_without_storage, shared_names
 from torchshard.capture.facts import ModelFacts, device_type
 from torchshard.compiler.batches import part_of_batch, whole_batch
-from torchshard.compiler.constraints import Division, PlanLike, read_constraints
+from torchshard.compiler.constraints import Division, PlanLike, read_constraints, read_plan
 from torchshard.compiler.decode_example import decode_example
 from torchshard.compiler.meshes import DataLike, MeshLike, RankAxes, checked_world_size, read_mesh
 from torchshard.compiler.program import check_examples, program
@@ -316,14 +316,21 @@ def meshes(
     Each has an axis for the batch and one for the weights, which stays within a host (`Machine.domain`).
 
     Args:
-        plan: as in `shard`, but no `Plan`.
+        plan: a dict of styles or "auto", as in `shard`.
         example_inputs, example_kwargs: the batch of all ranks; tensors on the meta device will do.
         memory: bytes that a step may take on a rank. What takes more comes last.
         machine, axes, recompute: as in `plan`.
 
     Raises:
-        CaptureError, InputError: as `plan`. Meshes without a plan say why in the table.
+        CaptureError, InputError: as `plan`; or `plan` is a finished one. Meshes without a plan say why in the table.
     """
+    if isinstance(read_plan(plan), Plan):
+        raise InputError(
+            "a finished plan is for one mesh",
+            where="meshes(model, plan)",
+            why="each mesh gets a plan of its own",
+            attempt='a dict of module globs and styles, or "auto"',
+        )
     check_examples(example_inputs, example_kwargs)
     check_weights(model)
     call = flatten_call(model, tuple(example_inputs), dict(example_kwargs or {}))

@@ -126,16 +126,24 @@ def _aim(command: argparse.ArgumentParser) -> None:
 
 def _mesh(text: str) -> dict[str, int]:
     """The axes of a mesh: 'dp=8,tp=4'."""
-    pairs = [part.partition("=") for part in text.split(",")]
-    if not all(name.isidentifier() and size.isdecimal() for name, _, size in pairs):
+    sizes = _by_name(text)
+    if not all(name and size.isdecimal() for name, size in sizes.items()):
         raise argparse.ArgumentTypeError(f"{text!r} is no mesh such as dp=8,tp=4")
-    return {name: int(size) for name, _, size in pairs}
+    return {name: int(size) for name, size in sizes.items()}
 
 
 def _data(text: str) -> str | dict[str, str]:
     """A way to divide the batch, or one for each axis: 'shard', 'dp=replicate,fsdp=shard'."""
-    ways = dict(part.rpartition("=")[::2] for part in text.split(","))
+    ways = _by_name(text)
     return text if list(ways) == [""] else ways
+
+
+def _by_name(text: str) -> dict[str, str]:
+    """What is said of each axis: 'dp=8,tp=4'."""
+    pairs = [part.rpartition("=")[::2] for part in text.split(",")]
+    if len(pairs) > len(dict(pairs)):
+        raise argparse.ArgumentTypeError(f"{text!r} says two things of one axis")
+    return dict(pairs)
 
 
 def _world_size(options: argparse.Namespace) -> int | None:

@@ -146,10 +146,10 @@ def read_constraints(
             module, or no plan can fit the memory.
     """
     aim = aim or objective(None, device=facts.device)
-    wanted = read_plan(plan, axis.size)
-    _check_ranks(facts, axis)
+    wanted = read_plan(plan)
     if aim.data or divisions:
         _check_same_data(wanted, aim.data)
+    _check_ranks(facts, axis, wanted)
     if isinstance(wanted, Plan):
         _check_same_model(facts, wanted)
         check_layouts(facts, wanted.parameters)
@@ -165,11 +165,11 @@ def _recomputed(facts: ModelFacts, globs: Sequence[str]) -> tuple[str, ...]:
     return outermost(named_modules(globs, facts.modules))
 
 
-def read_plan(plan: PlanLike, world_size: int) -> Mapping[str, object] | Plan:
+def read_plan(plan: PlanLike) -> Mapping[str, object] | Plan:
     """A plan in any of its forms, as a dict of styles or a Plan.
 
     Raises:
-        PlanError: it can't be read, or was made for another number of ranks.
+        PlanError: it can't be read.
     """
     if isinstance(plan, str) and plan == "auto":
         return {}
@@ -182,13 +182,6 @@ def read_plan(plan: PlanLike, world_size: int) -> Mapping[str, object] | Plan:
             where="the plan",
             why=f"got {plan!r:.80}",
             attempt="a dict of module globs and styles, a Plan, or the path of a Plan's JSON",
-        )
-    if isinstance(plan, Plan) and plan.world_size != world_size:
-        raise PlanError(
-            f"the plan is for {plan.world_size} ranks, the group has {world_size}",
-            where="Plan.world_size",
-            why="slices of parameters and collectives are planned for one number of ranks",
-            attempt=f"a plan made with world_size={world_size}, or {plan.world_size} ranks",
         )
     return plan
 
@@ -227,7 +220,14 @@ def _check_same_data(plan: Mapping[str, object] | Plan, data: Data | None) -> No
         )
 
 
-def _check_ranks(facts: ModelFacts, axis: MeshAxis) -> None:
+def _check_ranks(facts: ModelFacts, axis: MeshAxis, plan: Mapping[str, object] | Plan) -> None:
+    if isinstance(plan, Plan) and plan.world_size != axis.size:
+        raise PlanError(
+            f"the plan is for {plan.world_size} ranks, the group has {axis.size}",
+            where="Plan.world_size",
+            why="slices of parameters and collectives are planned for one number of ranks",
+            attempt=f"a plan made with world_size={axis.size}, or {plan.world_size} ranks",
+        )
     sizes = {size: name for name, t in facts.tensors.items() if t.is_parameter for size in t.shape}
     if sizes and axis.size > max(sizes):
         raise PlanError(

@@ -148,8 +148,9 @@ class ShardedModule(State):
         layouts = constraints.first_layouts(of_model)
         of_batch = {each.axis.name: each.first_layouts(of_model) for each in constraints.of_batch} if divisions else {}
         if ranks.count > 1:
-            asked = f"{constraints.data} {constraints.divisions} {whole_batches}"
-            ranks.verify({"mesh=, data= and inputs=": asked}, what)
+            ways = [f"{each.axis} {each.data}" for each in divisions] or [str(constraints.data)]
+            asked = f"{', '.join(ways)}; {'global' if whole_batches else 'local'}"
+            ranks.verify({"data= and inputs=": asked}, what)
         verify_same_weights(model, ranks, () if loaded is None else loaded.tensors)
         if loaded is not None:
             facts = describe_contents(loaded.tensors) | loaded.samples
