@@ -361,6 +361,10 @@ POINTWISE = [
     case(aten.bernoulli.default, "", T((5, 7), "positive", grad=False)),
     case(aten.zeros_like.default, "a b", f(5, 7)),
     case(aten.ones_like.default, "a b", f(5, 1), dtype=torch.float32),
+    case(aten.new_ones.default, "a b", f(5, 4), [3, 5, 4]),
+    case(aten.new_zeros.default, "a", f(5, 7, 4), [5, 6], dtype=torch.int64),
+    case(aten.new_zeros.default, "", f(5), [7]),
+    case(aten.new_full.default, "b", f(5, 7), [7, 5], 1.5),
     case(aten.full_like.default, "a b", f(4, 3), 2.5),
     Case(aten.empty_like.default, "a b", (f(5, 7),), values=False),
 ]

@@ -164,6 +164,16 @@ def test_slices_over_one_axis_are_held_alike_over_another() -> None:
     assert gathered.meta["gathered_again"]
 
 
+def test_dropouts_gather_nothing_over_several_axes_of_the_batch() -> None:
+    """Each draws the mask of the whole batch; of what the first axis makes of that the second one takes its part."""
+    model = nn.Sequential(nn.Linear(8, 16), nn.Dropout(0.5), nn.Linear(16, 4)).double()
+    mesh = {"dp": 2, "hosts": 2}
+    plan = ts.plan(model, mesh=mesh, data=dict.fromkeys(mesh, "replicate"), example_inputs=(torch.ones(8, 8).double(),))
+    assert plan.batch is not None and plan.batch.batch is not None
+    for of_axis in (plan.batch, plan.batch.batch):
+        assert {c.name for c in of_axis.costs.collectives} == {"copy"}
+
+
 @pytest.mark.parametrize("data", [*WAYS, HYBRID], ids=str)
 def test_a_missing_sum_over_any_axis_is_seen(data: Ways, monkeypatch: pytest.MonkeyPatch) -> None:
     """Without a `copy` all results are exact, and some gradients are those of a part alone."""

@@ -183,6 +183,23 @@ def reshape(call: Call) -> Row:
     return reshape_row(call, call.tensors[0].shape, call.results[0].shape, _resized, fills_ranks=inferred)
 
 
+@rule(aten.new_ones.default, aten.new_zeros.default, aten.new_full.default)
+def new(call: Call) -> Row:
+    """`f32[8,16] -> f32[2,8,4]     a !b -> !c a !d`: a dim as large as one of the operand may be split as that is."""
+    source, target = call.tensors[0].shape, call.results[0].shape
+    names, found, rest = letters(len(source) + len(target)), list[int | None](), range(len(source))
+    for size in target:
+        found.append(next((i for i in rest if source[i] == size), None))
+        rest = rest if found[-1] is None else range(found[-1] + 1, len(source))
+
+    def local(ctx: Local, x: Traced, size: Sequence[Size], *others: Argument, **options: Argument) -> Traced:
+        return call.target(x, ctx.resize(size), *others, **options)
+
+    left = unsplittable(names[: len(source)], {*range(len(source))}.difference(found))
+    right = [f"!{name}" if i is None else names[i] for i, name in zip(found, names[len(source) :], strict=True)]
+    return call.row(f"{spaced(left)} -> {spaced(right)}", local={"*": local}, any_size="*")
+
+
 SQUEEZES = (aten.squeeze.default, aten.squeeze.dim, aten.squeeze.dims)
 
 
