@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import itertools
-from typing import Any, get_args
+from typing import Any
 
 import pytest
 import torch
@@ -27,7 +27,7 @@ from torchshard.passes import localized, step_graphs
 from torchshard.plans.machine import Data, objective
 
 PART = 3
-WAYS: tuple[Data, ...] = get_args(Data)
+WAYS: tuple[Data, ...] = ("replicate", "shard")
 
 
 def _model(**options: Any) -> Model:
@@ -122,6 +122,22 @@ def test_a_step_is_that_of_the_whole_batch(name: str, world: int, data: Data) ->
     call: dict[str, Any] = {"example_inputs": args, "example_kwargs": kwargs, "world_size": world}
     report = ts.check(model, {}, data=data, **call)
     assert report.ok, str(report)
+
+
+@pytest.mark.parametrize("mesh", [{"dp": 2}, {"dp": 2, "tp": 2}], ids=str)
+def test_slices_may_be_gathered_once(mesh: dict[str, int]) -> None:
+    """Each weight that backward needs is sent once less, for a whole weight that is kept."""
+    of_batch = {}
+    for data in ("shard", "shard_grad_op"):
+        model, batch = _model(), _batch(2)
+        plan = ts.plan(model, mesh=mesh, data=data, example_inputs=tuple(t[:PART] for t in batch))
+        assert ts.check(model, plan, mesh=mesh, data=data, example_inputs=batch).ok
+        of_batch[data] = plan.batch or plan, plan.step_memory
+    (again, less), (once, more) = of_batch.values()
+    assert again.parameters == once.parameters and again.costs.kinds == once.costs.kinds
+    assert again.costs.nbytes > 1.2 * once.costs.nbytes and less["parameters"] == more["parameters"]
+    assert less["peak"] < more["peak"]
+    assert again.costs.collectives and not any(c.again.nbytes for c in once.costs.collectives)
 
 
 def _program(data: Data) -> tuple[nn.Module, tuple[Tensor, ...], Program]:
@@ -231,7 +247,7 @@ def _trained(rank: int, data: Data) -> dict[str, float]:
     return worst
 
 
-@pytest.mark.parametrize("data", WAYS)
+@pytest.mark.parametrize("data", [*WAYS, pytest.param("shard_grad_op", marks=pytest.mark.nightly)])
 @pytest.mark.parametrize("world", [2, pytest.param(3, marks=pytest.mark.nightly)])
 def test_training_is_that_on_the_whole_batch(world: int, data: Data) -> None:
     for worst in run_ranks(_trained, world, data):

@@ -72,8 +72,9 @@ def shard(
             the ranks divide the weights; over the others the batch. Each rank passes the part of the batch that its
             place on these has, all four of a `tp` group the same.
         data: "replicate": each rank passes its own part of the batch and holds all weights, as in DDP; "shard": a slice
-            of each weight, as in FSDP. With `mesh` for all axes but the last, by default "replicate"; or by name:
-            `{"dp": "replicate", "fsdp": "shard"}`, as in HSDP. All axes that it names divide the batch, and no others.
+            of each weight, which the backward gathers again, as in FSDP and ZeRO-3; "shard_grad_op": slices that are
+            gathered once in a step, as in ZeRO-2. With `mesh` for all axes but the last, by default "replicate"; or by
+            name: `{"dp": "replicate", "fsdp": "shard"}`, as in HSDP. All axes that it names divide the batch, no others.
         inputs: where the ranks divide the batch: "local": each passes its own part, and gets its part of results that
             have the batch; "global": each passes the whole batch, and gets whole results.
         weights: a folder of safetensors files (or one file), from which each rank reads its slices and nothing else, in
@@ -254,7 +255,7 @@ def plan(
             (`plan.costs.context`). A model that is sharded so runs other calls too.
         mesh, data: as in `shard`; the example inputs are one rank's part of the batch. The plan is that of the axis of
             the weights, and has that of the first other one as its `batch` (which has that of the next); the last one
-            has a rank's memory.
+            of those that divide the batch has a rank's memory.
         batch, length: in place of example inputs, for decoders of transformers and mode="infer": a decode step of so
             many sequences, with so many tokens of each in the cache.
 
@@ -269,8 +270,8 @@ def plan(
     if batch is not None or length is not None:
         _check_decodes(mode, example_inputs, example_kwargs)
         example_kwargs, replaced = decode_example(model, *(1 if size is None else size for size in (batch, length)))
-    has_batch = bool(ranks.divisions)
-    return _planned(model, plan, ranks, aim, example_inputs, example_kwargs, replaced=replaced, with_memory=has_batch)
+    divides = ranks.parts > 1
+    return _planned(model, plan, ranks, aim, example_inputs, example_kwargs, replaced=replaced, with_memory=divides)
 
 
 def _planned(

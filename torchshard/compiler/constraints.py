@@ -189,11 +189,11 @@ def read_plan(plan: PlanLike) -> Mapping[str, object] | Plan:
 def _data_layouts(facts: ModelFacts, data: Data, ranks: int) -> dict[str, Layout]:
     """How ranks that divide the batch hold parameters and buffers between calls.
 
-    With "shard" weights are split along their first dim, as by FSDP2. Vectors stay whole, as what takes little memory
-    does in DeepSpeed's ZeRO-3 (`stage3_param_persistence_threshold`), and their gradients are summed together.
+    Slices of weights are those of the first dim, as FSDP2's. Vectors stay whole, as what takes little memory does in
+    DeepSpeed's ZeRO-3 (`stage3_param_persistence_threshold`), and their gradients are summed together.
     """
     return {
-        name: Shard(0) if data == "shard" and t.is_parameter and len(t.shape) > 1 and t.shape[0] >= ranks else I
+        name: Shard(0) if data != "replicate" and t.is_parameter and len(t.shape) > 1 and t.shape[0] >= ranks else I
         for name, t in facts.tensors.items()
     }
 

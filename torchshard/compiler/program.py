@@ -202,7 +202,7 @@ def program(
         _refuse_changes(captured)
     graph = captured.graph
     multiples, sizes = graph.meta["multiples"], _batch_sizes(graph, batches or {})
-    if constraints.splits_sequence and not multiples.difference(sizes):
+    if constraints.splits_sequence and not constraints.data and not multiples.difference(sizes):
         _warn_of_whole_sequences(captured, constraints.axis.size)
     split = constraints.with_inputs(inputs or {})
     if not constraints.batch_parts:
@@ -212,7 +212,7 @@ def program(
         each.with_layouts(each.first_layouts(facts)).with_inputs(batches or {}) for each in constraints.of_batch
     ]
     if not constraints.divisions:
-        _divide_batch(graph, sizes.keys(), of_batch[0].layouts)
+        _divide_batch(graph, sizes.keys(), of_batch[0])
         return planned(captured, model, of_batch[0])
     # what is a multiple of the ranks of the other axis alone is none of these
     graph.meta["multiples"] = (multiples & _sizes_of(graph, SEQUENCE)).difference(sizes)
@@ -266,7 +266,7 @@ class DividedBatch:
 
     def _whole(self, local: fx.GraphModule) -> fx.GraphModule:
         graph = for_next_axis(local)
-        _divide_batch(graph, set(map(size_expr, _batches_of(graph, self.inputs).values())), self.constraints.layouts)
+        _divide_batch(graph, set(map(size_expr, _batches_of(graph, self.inputs).values())), self.constraints)
         return graph
 
 
@@ -322,12 +322,13 @@ def _sizes_of(graph: fx.GraphModule, dim: int) -> set[int | sympy.Expr]:
     return {size_expr(shape[dim]) for shape in shapes if dim < len(shape)}
 
 
-def _divide_batch(graph: fx.GraphModule, batches: Collection[int | sympy.Expr], stored: Mapping[str, Layout]) -> None:
+def _divide_batch(graph: fx.GraphModule, batches: Collection[int | sympy.Expr], constraints: Constraints) -> None:
     """Notes that the ranks divide these sizes and no others, and how they hold parameters and buffers."""
     graph.meta["multiples"] = frozenset(batches)
     for node in placeholders(graph.graph):
-        if node.meta["path"] in stored:
-            node.meta["layouts"] = (stored[node.meta["path"]],)
+        if node.meta["path"] in constraints.layouts:
+            node.meta["layouts"] = (constraints.layouts[node.meta["path"]],)
+            node.meta["gathered_once"] = constraints.data == "shard_grad_op"
 
     def layout_of(result: object) -> Layout:
         sizes = map(size_expr, result.meta["val"].shape) if is_tensor(result) and not is_carried(result) else ()

@@ -4,7 +4,7 @@ Slices of a split sequence are gathered to be multiplied with weights, whose gra
 would take as much memory as if the sequence were not split; so a rank keeps its slice, and backward gathers again, as
 Megatron-LM does (V. Korthikanti et al., Reducing Activation Recomputation in Large Transformer Models, 2022, 4.2). So
 it is with weights of which each rank holds a slice (S. Rajbhandari et al., ZeRO, 2020, 5.3; FSDP2's
-`reshard_after_forward`).
+`reshard_after_forward`), unless they are to be gathered once.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ def dims_gathered_again(value: fx.Node, consumers: Iterable[fx.Node]) -> frozens
     of other values."""
     if not any(_keeps(consumer, value) for consumer in consumers):
         return frozenset()
-    if is_weight(before_casts(value)):
-        return frozenset(range(value.meta["val"].ndim))
+    if is_weight(weight := before_casts(value)):
+        return frozenset() if weight.meta.get("gathered_once") else frozenset(range(value.meta["val"].ndim))
     sizes = map(size_expr, value.meta["val"].shape) if value.meta.get("needs_grad") else ()
     return frozenset(dim for dim, size in enumerate(sizes) if not isinstance(size, int))
 

@@ -11,6 +11,7 @@ choice, row  of an op: the planned notation.Choice, and the Row that allows it
 needs_grad   whether a gradient flows back through the value
 note         of a collective: the conversion and its consumers
 recompute    of an op: the region whose values backward computes again, in place of saving them
+gathered_once   of a parameter: whether backward keeps what forward gathers of its slices
 gathered_again  of a collective: whether backward runs it again, in place of saving what was gathered
 settled      of a collective, or an op with some inside: it is over an earlier mesh axis, which the graph is cut for
 earlier      its Layout over each earlier mesh axis, by the axis' name

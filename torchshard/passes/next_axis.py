@@ -10,7 +10,7 @@ from torch import fx
 from torchshard.custom_ops.stepwise import Stepwise
 from torchshard.ir.graph import duplicate, is_own_collective, layout_of, mark_needs_grad, placeholders
 
-OF_AXIS = ("layouts", "choice", "row", "global_shape")
+OF_AXIS = ("layouts", "choice", "row", "global_shape", "gathered_once")
 """What nodes know of the axis that their graph is split over."""
 
 

@@ -30,8 +30,9 @@ MachineName = Literal["h100x8", "cpu-gloo"]
 Axes = Literal["weights", "sequence", "all"]
 """Which dims may be split: those that weights bring into the model; the sequence too, where its length is a multiple of
 the number of ranks; or batch and sequence, for inputs of one size."""
-Data = Literal["replicate", "shard"]
-"""What ranks that divide the batch hold of the weights: all, as in DDP; or slices, as in FSDP."""
+Data = Literal["replicate", "shard", "shard_grad_op"]
+"""What ranks that divide the batch hold of the weights: all, as in DDP; slices, which backward gathers again, as in
+FSDP and ZeRO-3; or slices that are gathered once in a step, as in ZeRO-2 and FSDP's SHARD_GRAD_OP."""
 Inputs = Literal["local", "global"]
 """What ranks that divide the batch pass: their own part, or the whole."""
 Mode = Literal["train", "infer"]
@@ -171,7 +172,7 @@ def check_data(data: object) -> None:
     Raises:
         InputError: it is none.
     """
-    _check_option("data", data, Data, "way to divide data", "each rank has all weights; 'shard': slices of them")
+    _check_option("data", data, Data, "way to divide data", "each rank has all weights; the others: slices of them")
 
 
 def check_inputs(inputs: object) -> None:
