@@ -740,8 +740,8 @@ FAULTS = (
     Fault(
         "weights in slices are kept whole for the backward",
         "ir/gathered_again.py",
-        "if is_weight(before_casts(value)):",
-        "if False:",
+        "if is_weight(weight := before_casts(value)):",
+        "if is_weight(weight := before_casts(value)) and False:",
         "tests/test_batches.py -k in_slices",
     ),
     Fault(
