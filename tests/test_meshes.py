@@ -164,6 +164,21 @@ def test_slices_over_one_axis_are_held_alike_over_another() -> None:
     assert gathered.meta["gathered_again"]
 
 
+def test_a_plan_says_what_is_sent_of_slices() -> None:
+    """Over dp slices of gradients are summed, as many bytes as the graph of a rank has."""
+    _, _, made = _program(HYBRID, PLAN)
+    (over_dp, _) = made.priced(with_memory=False).over_batch
+    told = {c.value: c.backward.nbytes for c in over_dp.costs.collectives if c.name == "copy"}
+    _, _, made = _program(HYBRID, PLAN)
+    (graph, *_) = rank_graphs(made.graph, made.axis, made.batches)
+    sent = {}
+    for node in graph.graph.find_nodes(op="call_function", target=torch.ops.torchshard.copy.default):
+        if "/data1" in str(node.args[-1]):
+            summed = node.args[0].meta["val"]
+            sent[node.args[0].name] = 2 * (2 - 1) / 2 * summed.numel() * summed.itemsize  # by a ring of two
+    assert told == sent and told["blocks_0_q_weight"] == 4 * 16 * 8
+
+
 def test_dropouts_gather_nothing_over_several_axes_of_the_batch() -> None:
     """Each draws the mask of the whole batch; of what the first axis makes of that the second one takes its part."""
     model = nn.Sequential(nn.Linear(8, 16), nn.Dropout(0.5), nn.Linear(16, 4)).double()

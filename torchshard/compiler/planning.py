@@ -31,8 +31,11 @@ from torchshard.plans.data import Costs
 from torchshard.plans.plan import Plan
 
 
-def plan_graph(module: fx.GraphModule, facts: ModelFacts, constraints: Constraints) -> Plan:
+def plan_graph(module: fx.GraphModule, facts: ModelFacts, constraints: Constraints, *, is_first: bool = True) -> Plan:
     """The best plan of a normalized graph.
+
+    Args:
+        is_first: whether the graph is not split over any other axis, so that fewer ranks can be compared.
 
     Raises:
         PlanError: the constraints do not fit the graph, or nothing fits the memory.
@@ -77,6 +80,8 @@ def plan_graph(module: fx.GraphModule, facts: ModelFacts, constraints: Constrain
             raise does_not_fit("the plan does not fit", "it", memory, limit.nbytes)
         raise does_not_fit(f"no plan for {plan.world_size} ranks fits", "the leanest", memory, limit.nbytes)
     costs = _costs(problem, plan, result.gap, memory)
+    if is_first:
+        costs = replace(costs, fewer=_with_fewer_ranks(problem, plan))
     if limit is not None and not constraints.objective.trains:
         costs = replace(costs, context=limit.longest(plan))
     return replace(plan, costs=costs)
@@ -159,8 +164,7 @@ def _idle_layouts(graph: fx.Graph, facts: ModelFacts, constraints: Constraints) 
 def _costs(problem: PlanningProblem, plan: Plan, gap: float, memory: Mapping[str, float]) -> Costs:
     graph, model = problem.graph, problem.model
     collectives, compute = predict(graph, model, plan.choices, plan.layouts, plan.conversions)
-    fewer = _with_fewer_ranks(problem, plan)
-    costs = Costs(model.machine.name, compute, tuple(collectives), gap, memory, fewer=fewer)
+    costs = Costs(model.machine.name, compute, tuple(collectives), gap, memory)
     pinned = [node for node, pin in problem.constraints.pins.items() if not pin.axes]
     if plan.data:
         return costs  # weights are to be whole

@@ -23,6 +23,7 @@ from torchshard.capture.facts import ModelFacts
 from torchshard.compiler.constraints import Constraints
 from torchshard.compiler.memory import memory_of_rank
 from torchshard.compiler.planning import plan_graph
+from torchshard.compiler.slice_costs import priced_as_slices
 from torchshard.core.errors import InputError, PlanError
 from torchshard.core.garbage import without_garbage_collection
 from torchshard.core.layouts import I, Layout, Shard
@@ -127,6 +128,7 @@ class Program:
         if with_memory:
             memory = memory_of_rank(localized(graph, first[-1]))
             plans[-1] = dataclasses.replace(plans[-1], costs=dataclasses.replace(plans[-1].costs, memory=memory))
+        plans = priced_as_slices(plans)
         whole = plans.pop()
         while plans:
             whole = dataclasses.replace(plans.pop(), batch=whole)
@@ -254,7 +256,7 @@ class DividedBatch:
         graph, constraints = self._whole(local), dataclasses.replace(self.constraints, plan=first)
         sizes = {size: number // self.parts for size, number in _batch_sizes(graph, self.inputs).items()}
         with without_garbage_collection(), sizes_as(sizes):
-            plan = plan_graph(graph, self.facts, constraints)
+            plan = plan_graph(graph, self.facts, constraints, is_first=False)
         if first is not None:
             _check_settled(graph.graph, plan, first)
         return plan

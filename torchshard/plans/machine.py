@@ -224,6 +224,11 @@ def size_text(count: float) -> str:
     return f"{count / 1024**power:.{min(power, 1)}f} {('B', 'KiB', 'MiB', 'GiB')[power]}"
 
 
+def ms_text(seconds: float) -> str:
+    """'2,580' milliseconds for 2.58 seconds, '25.8' for 0.0258."""
+    return f"{1e3 * seconds:,.0f}" if seconds >= 1 else f"{1e3 * seconds:.3g}"
+
+
 def read_machine(machine: Machine | MachineName) -> Machine:
     """A Machine, or the one of that name.
 

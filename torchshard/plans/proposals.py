@@ -10,7 +10,7 @@ import itertools
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 
-from torchshard.plans.machine import Data, size_text
+from torchshard.plans.machine import Data, ms_text, size_text
 from torchshard.plans.plan import Plan
 from torchshard.plans.table import columns
 
@@ -49,7 +49,7 @@ class Proposal:
         parts, peak = self.plan.step_seconds, size_text(self.plan.step_memory["peak"])
         total = sum(parts.values())
         shares = (f"{seconds / total if total else 0:.0%}" for seconds in parts.values())
-        return (*names, f"{1e3 * total:.3g}", *shares, peak if self.fits else f"{peak}: too much")
+        return (*names, ms_text(total), *shares, peak if self.fits else f"{peak}: too much")
 
 
 class Proposals(list[Proposal]):

@@ -13,7 +13,7 @@ from torchshard.core.layouts import I, Layout
 from torchshard.core.paths import star_differences, star_last_number, star_numbers
 from torchshard.core.words import Cut
 from torchshard.plans.data import Collective, Costs, PlanData
-from torchshard.plans.machine import size_text
+from torchshard.plans.machine import ms_text, size_text
 
 HEADER = ("module", "parameters", "before", "after", "bytes per rank", "sent", "ms", "whole")
 
@@ -53,7 +53,7 @@ class ModuleRow:
             *sides,
             size_text(count * self.nbytes) if self.parameters else "",
             size_text(count * sum(c.nbytes for c in sent)) if sent else "",
-            f"{1e3 * seconds:.3g}" if seconds else "",
+            ms_text(seconds) if seconds else "",
             ", ".join(self.whole),
         )
 
@@ -107,13 +107,13 @@ def summary(plan: PlanData) -> list[str]:
     ahead, back = costs.calls
     lines.append(
         f"  {ahead} collectives forward and {back} backward send {size_text(costs.nbytes)} per rank and step; "
-        f"{1e3 * costs.seconds:.3g} ms on {costs.machine or 'an unnamed machine'}, "
-        f"{1e3 * sum(c.seconds for c in costs.collectives):.3g} of them in collectives"
+        f"{ms_text(costs.seconds)} ms on {costs.machine or 'an unnamed machine'}, "
+        f"{ms_text(sum(c.seconds for c in costs.collectives))} of them in collectives"
     )
     if plan.over_batch:
         lines += _of_batch(plan)
     if 1 in costs.fewer:
-        lines.append(f"  one rank alone: {1e3 * costs.fewer[1]:.3g} ms{_faster_with_fewer(costs)}")
+        lines.append(f"  one rank alone: {ms_text(costs.fewer[1])} ms{_faster_with_fewer(costs)}")
     if "peak" in costs.memory:
         step = "training step" if costs.memory.get("gradients") else "call"
         lines.append(f"  a {step} takes {size_text(costs.memory['peak'])} on the rank that holds the most")
@@ -137,12 +137,12 @@ def _of_batch(plan: PlanData) -> list[str]:
         seconds = sum(c.seconds for c in each.costs.collectives)
         lines.append(
             f"  over {each.world_size} parts of the batch ({each.data}): {ahead} collectives forward and {back} "
-            f"backward send {size_text(each.costs.nbytes)} per rank and step; {1e3 * seconds:.3g} ms"
+            f"backward send {size_text(each.costs.nbytes)} per rank and step; {ms_text(seconds)} ms"
         )
     parts = plan.step_seconds
     total = sum(parts.values())
     most = max(parts, key=lambda name: parts[name])
-    lines.append(f"  a step takes {1e3 * total:.3g} ms, {parts[most] / total if total else 0:.0%} of them {most}")
+    lines.append(f"  a step takes {ms_text(total)} ms, {parts[most] / total if total else 0:.0%} of them {most}")
     if "peak" in plan.step_memory:
         lines.append(f"  it takes {size_text(plan.step_memory['peak'])} on the rank that holds the most")
     return lines
@@ -153,7 +153,7 @@ def _faster_with_fewer(costs: Costs) -> str:
     ranks = min(costs.fewer, key=lambda n: costs.fewer[n])
     if costs.fewer[ranks] >= costs.seconds:
         return ""
-    many = f" ({ranks} ranks: {1e3 * costs.fewer[ranks]:.3g} ms)" if ranks > 1 else ""
+    many = f" ({ranks} ranks: {ms_text(costs.fewer[ranks])} ms)" if ranks > 1 else ""
     return f"; fewer ranks are faster where the model fits them{many}"
 
 

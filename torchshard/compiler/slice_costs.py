@@ -1,0 +1,63 @@
+"""What the collectives of one mesh axis send of weights that the ranks of later axes hold in slices.
+
+Axes are planned one after the other, and each for whole weights. In HSDP the ranks of the later axis hold slices, and
+what is summed over the earlier one are slices of gradients.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import TypeAlias
+
+import torch
+
+from torchshard.core.conversions import ConversionStep
+from torchshard.core.words import Cut, local_shape
+from torchshard.custom_ops.fx_types import Target
+from torchshard.distributed.ops import is_collective
+from torchshard.ir.graph import before_casts, is_weight, operands, sizes_as
+from torchshard.planner.costs import Value
+from torchshard.plans.data import Collective
+from torchshard.plans.plan import Plan
+
+Cuts: TypeAlias = dict[tuple[str, Target | str], Cut]
+"""The name of a value and its conversion over an earlier axis -> how the ranks of a later one cut what that gives."""
+
+
+def priced_as_slices(plans: Sequence[Plan]) -> list[Plan]:
+    """The plans of the axes, in their order, with the prices of what each sends beside the later ones."""
+    return [_priced(plan, plans[i + 1 :]) for i, plan in enumerate(plans)]
+
+
+def _priced(plan: Plan, later: Sequence[Plan]) -> Plan:
+    problem, cuts = plan.problem, [_cuts(each) for each in later]
+    if problem is None:
+        return plan
+    nodes = {node.name: node for node in problem.graph.nodes}
+
+    def priced(collective: Collective) -> Collective:
+        key = collective.value, getattr(torch.ops.torchshard, collective.name).default
+        found = tuple(each[key] for each in cuts if key in each)
+        if collective.is_inside or not found or not is_weight(before_casts(nodes[collective.value])):
+            return collective
+        value = Value.converted(nodes[collective.value])
+        shape = local_shape(value.shape, found)
+        part = replace(value, shape=shape, nbytes=math.prod(shape) * value.dtype.itemsize)
+        step = ConversionStep(collective.name, collective.source, collective.target)
+        forward, backward, again = problem.model.sent(part, step)
+        backward = replace(backward, times=collective.backward.times)
+        return replace(collective, forward=forward, backward=backward, again=again)
+
+    with sizes_as(problem.sizes):
+        return replace(plan, costs=replace(plan.costs, collectives=tuple(map(priced, plan.costs.collectives))))
+
+
+def _cuts(later: Plan) -> Cuts:
+    graph = later.problem.graph.nodes if later.problem is not None else ()
+    return {
+        (operands(node)[0].name, node.target): Cut(later.choices[node.name].results[0], 0, later.world_size)
+        for node in graph
+        if is_collective(node.target) and node.name in later.choices
+    }
