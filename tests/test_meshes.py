@@ -179,6 +179,28 @@ def test_a_plan_says_what_is_sent_of_slices() -> None:
     assert told == sent and told["blocks_0_q_weight"] == 4 * 16 * 8
 
 
+class LossOfTokens(nn.Module):
+    """Labels are as many as tokens in all, of which PyTorch knows no more than that."""
+
+    def __init__(self, smoothing: float = 0.0) -> None:
+        super().__init__()
+        self.tok, self.head, self.smoothing = nn.Embedding(32, 4), nn.Linear(4, 65536), smoothing
+
+    def forward(self, ids: Tensor, labels: Tensor) -> Tensor:
+        logits = self.head(self.tok(ids)).view(-1, 65536)
+        return nn.functional.cross_entropy(logits, labels.view(-1), label_smoothing=self.smoothing)
+
+
+@pytest.mark.parametrize("smoothing", [0.0, 0.1])
+def test_a_loss_over_split_classes_gathers_nothing_over_the_batch(smoothing: float) -> None:
+    model, mesh, batch = LossOfTokens(smoothing).double(), {"dp": 2, "tp": 2}, _batch(2)
+    plan = ts.plan(model, {"head": "column"}, mesh=mesh, example_inputs=_own(batch, 0))
+    assert plan.parameters["head.weight"] == ts.S(0) and plan.batch is not None
+    assert not {c.name for c in plan.costs.collectives if c.value == "head"}
+    assert {c.name for c in plan.batch.costs.collectives if c.type.startswith("f64")} == {"copy", "reduce"}
+    assert ts.check(model, plan, mesh=mesh, example_inputs=batch).ok
+
+
 def test_dropouts_gather_nothing_over_several_axes_of_the_batch() -> None:
     """Each draws the mask of the whole batch; of what the first axis makes of that the second one takes its part."""
     model = nn.Sequential(nn.Linear(8, 16), nn.Dropout(0.5), nn.Linear(16, 4)).double()

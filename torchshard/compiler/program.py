@@ -24,6 +24,7 @@ from torchshard.compiler.constraints import Constraints
 from torchshard.compiler.memory import memory_of_rank
 from torchshard.compiler.planning import plan_graph
 from torchshard.compiler.slice_costs import priced_as_slices
+from torchshard.compiler.timeline import seconds_of_step
 from torchshard.core.errors import InputError, PlanError
 from torchshard.core.garbage import without_garbage_collection
 from torchshard.core.layouts import I, Layout, Shard
@@ -129,6 +130,9 @@ class Program:
             memory = memory_of_rank(localized(graph, first[-1]))
             plans[-1] = dataclasses.replace(plans[-1], costs=dataclasses.replace(plans[-1].costs, memory=memory))
         plans = priced_as_slices(plans)
+        if plans[-1].data:
+            costs = dataclasses.replace(plans[0].costs, step=seconds_of_step(plans))
+            plans[0] = dataclasses.replace(plans[0], costs=costs)
         whole = plans.pop()
         while plans:
             whole = dataclasses.replace(plans.pop(), batch=whole)

@@ -5,13 +5,27 @@ What the rank holds is the whole, as far as the next axis is concerned, and its 
 
 from __future__ import annotations
 
+import operator
+
+import torch
 from torch import fx
+from torch._ops import OpOverload
 
 from torchshard.custom_ops.stepwise import Stepwise
-from torchshard.ir.graph import duplicate, is_own_collective, layout_of, mark_needs_grad, placeholders
+from torchshard.ir.graph import duplicate, is_own_collective, is_tensor, layout_of, mark_needs_grad, placeholders
 
+aten = torch.ops.aten
 OF_AXIS = ("layouts", "choice", "row", "global_shape", "gathered_once")
 """What nodes know of the axis that their graph is split over."""
+
+
+OPERATORS: dict[object, OpOverload[..., torch.Tensor]] = {
+    operator.add: aten.add.Tensor,
+    operator.sub: aten.sub.Tensor,
+    operator.mul: aten.mul.Tensor,
+    operator.truediv: aten.div.Tensor,
+}
+"""Python's operators, with which a rule's replacement may have computed -> PyTorch's, which have rules."""
 
 
 def for_next_axis(local: fx.GraphModule) -> fx.GraphModule:
@@ -22,6 +36,8 @@ def for_next_axis(local: fx.GraphModule) -> fx.GraphModule:
             node.meta["settled"] = True
         if node.meta.get("layouts"):
             node.meta["earlier"] = {**node.meta.get("earlier", {}), graph.meta["axis"].name: layout_of(node)}
+        if node.target in OPERATORS and is_tensor(node) and is_tensor(node.args[0]):
+            node.target = OPERATORS[node.target]
         for key in OF_AXIS:
             node.meta.pop(key, None)
     mark_needs_grad(graph, [n.meta["path"] for n in placeholders(graph.graph) if n.meta["needs_grad"]])

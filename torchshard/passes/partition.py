@@ -61,9 +61,11 @@ def partition(joint: fx.GraphModule) -> Partition:
     results, gradients = results_of(joint.graph)
     forward, backward, given = list[fx.Node](), list[fx.Node](), list[fx.Node]()
     for node in joint.graph.nodes:
-        if node.op == "placeholder" and node.meta["kind"] == "gradient":
+        if _is_gradient(node):
             given += [node] * node.meta["is_given"]
         elif node.op != "output":
+            if _reads_size_of_forward(node):
+                node.meta.pop("is_backward", None)
             (backward if node.meta.get("is_backward") else forward).append(node)
     needed, again = _needed(joint, forward, backward)
     saved = [n for n in forward if n in needed and n not in again]
@@ -76,6 +78,18 @@ def partition(joint: fx.GraphModule) -> Partition:
         tuple(map(_saved_name, saved)),
         len(tensors),
     )
+
+
+def _is_gradient(node: fx.Node) -> bool:
+    return node.op == "placeholder" and node.meta["kind"] == "gradient"
+
+
+def _reads_size_of_forward(node: fx.Node) -> bool:
+    """Whether a node is the size of a value of the forward, which need not be kept for that."""
+    if node.target is not aten.sym_size.int:
+        return False
+    (value,) = node.all_input_nodes
+    return not (value.meta.get("is_backward") or _is_gradient(value))
 
 
 def _needed(

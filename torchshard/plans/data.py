@@ -156,6 +156,8 @@ class Costs:
     """Number of ranks, fewer than the plan's -> seconds of a step with the same choices; 1: the whole model."""
     context: int | None = None
     """The longest context that fits `memory=`, in tokens, for calls without gradients that leave more each time."""
+    step: float | None = None
+    """Seconds of a step over all axes of a mesh that divide the batch, without what computation hides of it."""
 
     @property
     def nbytes(self) -> float:
@@ -234,11 +236,20 @@ class PlanData:
         """What the seconds of a step are for, communication after computation, over all axes of the mesh."""
         sent = [sum(c.seconds for c in each.costs.collectives) for each in self.over_all]
         over_weights = 0.0 if self.data else sent.pop(0)
+        computation, waits = sum(self.costs.compute.values()), sum(sent)
+        if self.costs.step is not None:
+            waits = self.costs.step - computation - over_weights
         return {
-            "computation": sum(self.costs.compute.values()),
+            "computation": computation,
             "collectives over the weights' axis": over_weights,
-            "those over the batch's": sum(sent),
+            "those over the batch's": waits,
         }
+
+    @property
+    def hidden_seconds(self) -> float:
+        """The seconds of a step in which a rank computes while the axes of the batch send."""
+        sent = sum(c.seconds for each in self.over_all if each.data for c in each.costs.collectives)
+        return sent - self.step_seconds["those over the batch's"]
 
     @property
     def step_memory(self) -> Mapping[str, float]:

@@ -122,6 +122,7 @@ def _costs(body: object) -> Costs:
         tuple(map(_gathered, _is(list, fields["whole"]))),
         {int(ranks): _number(seconds) for ranks, seconds in _is(dict, fields["fewer"]).items()},
         None if fields.get("context") is None else _is(int, fields["context"]),
+        None if fields.get("step") is None else _number(fields["step"]),
     )
 
 

@@ -110,7 +110,7 @@ def summary(plan: PlanData) -> list[str]:
         f"{ms_text(costs.seconds)} ms on {costs.machine or 'an unnamed machine'}, "
         f"{ms_text(sum(c.seconds for c in costs.collectives))} of them in collectives"
     )
-    if plan.over_batch:
+    if costs.step is not None:
         lines += _of_batch(plan)
     if 1 in costs.fewer:
         lines.append(f"  one rank alone: {ms_text(costs.fewer[1])} ms{_faster_with_fewer(costs)}")
@@ -139,10 +139,13 @@ def _of_batch(plan: PlanData) -> list[str]:
             f"  over {each.world_size} parts of the batch ({each.data}): {ahead} collectives forward and {back} "
             f"backward send {size_text(each.costs.nbytes)} per rank and step; {ms_text(seconds)} ms"
         )
-    parts = plan.step_seconds
+    parts, hidden = plan.step_seconds, plan.hidden_seconds
     total = sum(parts.values())
     most = max(parts, key=lambda name: parts[name])
-    lines.append(f"  a step takes {ms_text(total)} ms, {parts[most] / total if total else 0:.0%} of them {most}")
+    lines.append(
+        f"  a step takes {ms_text(total)} ms, {parts[most] / total if total else 0:.0%} of them {most}; it hides "
+        f"{ms_text(hidden)} ms of what is sent over the batch's"
+    )
     if "peak" in plan.step_memory:
         lines.append(f"  it takes {size_text(plan.step_memory['peak'])} on the rank that holds the most")
     return lines

@@ -8,7 +8,6 @@ scores are then computed explicitly.
 from __future__ import annotations
 
 import math
-import operator
 
 import torch
 
@@ -77,8 +76,8 @@ def _dropout_attention(call: Call) -> LocalFn:
             times = ctx.size("r") if "r" in ctx.row.sizes else 1
             key, value = (aten.repeat_interleave.self_int(t, times, -3) for t in (key, value))
         # as PyTorch does, each side is scaled by the root of the scale, so that halves do not overflow
-        scaled_query = operator.mul(query, math.copysign(factor, scale))
-        scores = aten.matmul.default(scaled_query, aten.transpose.int(key, -2, -1) * factor)
+        scaled_query = aten.mul.Scalar(query, math.copysign(factor, scale))
+        scores = aten.matmul.default(scaled_query, aten.mul.Scalar(aten.transpose.int(key, -2, -1), factor))
         if is_causal:
             ones = aten.ones_like.default(scores, dtype=torch.bool)
             scores = aten.masked_fill.Scalar(scores, aten.logical_not.default(aten.tril.default(ones)), -math.inf)

@@ -82,7 +82,8 @@ def _class_row(call: Call, classes: str) -> str:
     """Returns the text of a row of scores, targets, and perhaps weights of the classes."""
     batch, weight = _batch_axes(call), call["weight"]
     operands = [[*batch[:1], classes, *batch[1:]], batch, *([[classes]] if weight is not None else [])]
-    return f"{spaced(*operands)} -> {spaced(batch if call['reduction'] == NONE else [])}"
+    # PyTorch gives losses of dynamic sizes no dim on the meta device, whatever the reduction
+    return f"{spaced(*operands)} -> {spaced(batch if call.results[0].shape else [])}"
 
 
 def _over_batch(call: Call) -> dict[str, LocalFn]:
@@ -140,9 +141,11 @@ def _split_cross_entropy(
     """The replacement of a cross entropy over split classes; its parameters are those of the op."""
     ndim = len(ctx.row.operands[0])
     dim = 1 if ndim > 1 else 0
-    shifted = aten.sub.Tensor(logits, row_max(ctx, logits, dim, "v"))
+    highest = row_max(ctx, logits, dim, "v")
+    shifted = aten.sub.Tensor(logits, highest)
     ignored = aten.unsqueeze.default(aten.eq.Scalar(target, ignore_index), dim)
     index, outside = own_index(ctx, "v", aten.unsqueeze.default(target, dim), ignored)
+    index = aten.expand_as.default(index, highest)  # where sizes are dynamic, only the ops say that they are equal
 
     def at_target(table: Traced) -> Traced:
         values = aten.gather.default(nonempty(ctx, "v", table, dim, ndim), dim, index)
@@ -157,7 +160,7 @@ def _split_cross_entropy(
     if weight is not None:
         columns.append(at_target(aten.expand_as.default(spread, logits)))
     if label_smoothing:
-        columns.append(summed(shifted if weight is None else shifted * spread))
+        columns.append(summed(shifted if weight is None else aten.mul.Tensor(shifted, spread)))
         if weight is not None:
             columns.append(summed(aten.expand_as.default(spread, logits)))
     whole = ops.reduce.default(aten.cat.default(columns, dim), ctx.group)
@@ -179,11 +182,13 @@ def _row_losses(
     norm = aten.log.default(sums[0])
     scale = sums[2] if weighted else aten.ones_like.default(norm)
     scale = aten.masked_fill.Scalar(scale, ignored, 0.0)
-    loss = (norm - sums[1]) * scale
+    loss = aten.mul.Tensor(aten.sub.Tensor(norm, sums[1]), scale)
     if label_smoothing:
-        smooth = norm * (sums[4] if weighted else classes) - sums[3 if weighted else 2]
+        smooth = aten.mul.Tensor(norm, sums[4]) if weighted else aten.mul.Scalar(norm, classes)
+        smooth = aten.sub.Tensor(smooth, sums[3 if weighted else 2])
         smooth = aten.masked_fill.Scalar(smooth, ignored, 0.0)
-        loss = loss * (1 - label_smoothing) + smooth * (label_smoothing / classes)
+        loss = aten.mul.Scalar(loss, 1 - label_smoothing)
+        loss = aten.add.Tensor(loss, aten.mul.Scalar(smooth, label_smoothing / classes))
     return loss, scale
 
 
