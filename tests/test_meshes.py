@@ -28,11 +28,13 @@ from torchshard.compiler.batches import divided_batch
 from torchshard.compiler.meshes import mesh_sizes, read_mesh
 from torchshard.compiler.program import Program, program
 from torchshard.core.mesh import DATA, MODEL, MeshAxis
+from torchshard.core.notation import Row
 from torchshard.core.words import text
 from torchshard.distributed.group import is_initialized, lookup
 from torchshard.distributed.ops import OPS, Begin
 from torchshard.passes import step_graphs
 from torchshard.plans.machine import MACHINES, Data
+from torchshard.rules import RULES, Call
 from torchshard.weights.materialize import local_state
 from torchshard.weights.slice_values import unwatched
 
@@ -199,6 +201,27 @@ def test_a_loss_over_split_classes_gathers_nothing_over_the_batch(smoothing: flo
     assert not {c.name for c in plan.costs.collectives if c.value == "head"}
     assert {c.name for c in plan.batch.costs.collectives if c.type.startswith("f64")} == {"copy", "reduce"}
     assert ts.check(model, plan, mesh=mesh, example_inputs=batch).ok
+
+
+class Sine(nn.Module):
+    """Between a split layer and the next."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x.sin()
+
+
+def test_operators_of_a_replacement_have_rules_over_the_next_axis(monkeypatch: pytest.MonkeyPatch) -> None:
+    sine = torch.ops.aten.sin.default
+
+    def rule(call: Call) -> Row:
+        return call.row("... -> ...", local={"*": lambda ctx, x: (sine(x) * 2.0 - sine(x)) / 1.0}, any_size="*")
+
+    monkeypatch.setitem(RULES, sine, rule)
+    model, mesh = nn.Sequential(nn.Linear(8, 16), Sine(), nn.Linear(16, 4)).double(), {"dp": 2, "tp": 2}
+    x = torch.randn(8, 8).double()
+    plan = ts.plan(model, {"0": "column", "2": "row"}, mesh=mesh, example_inputs=(x[:4],))
+    assert plan.batch is not None and {c.name for c in plan.batch.costs.collectives} == {"copy"}
+    assert ts.check(model, plan, mesh=mesh, example_inputs=(x,)).ok
 
 
 def test_dropouts_gather_nothing_over_several_axes_of_the_batch() -> None:

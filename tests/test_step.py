@@ -331,6 +331,29 @@ def test_collectives_of_a_backward_run_behind_the_weights_gradients() -> None:
     ]  # fmt: skip
 
 
+class _BothResults(nn.Module):
+    """As decoders of transformers: the logits beside the loss, of labels as many as tokens."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.tok, self.head = nn.Embedding(32, 8), nn.Linear(8, 32)
+
+    def forward(self, ids: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
+        logits = self.head(self.tok(ids))
+        return F.cross_entropy(logits.view(-1, 32), labels.view(-1)), logits
+
+
+@pytest.mark.parametrize("style", ["column", "replicate"])
+def test_the_backward_of_one_result_needs_no_more_than_that_of_both(style: str) -> None:
+    batch = torch.randint(32, (4, 6)), torch.randint(32, (4, 6))
+    made = compiled(_BothResults(), {"head": style}, 2, batch)
+    local = rank_graphs(made.graph, MeshAxis(2))[0]
+    both = step_graphs(local)
+    assert both.given == (True, True)
+    for given in ((True, False), (False, True)):
+        assert {*step_graphs(local, given).saved} <= {*both.saved}
+
+
 class _Ordered(nn.Module):
     """A draw that depends on nothing, after one that depends on a collective."""
 
