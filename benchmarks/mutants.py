@@ -756,7 +756,7 @@ FAULTS = (
         "passes/partition.py",
         "            if _reads_size_of_forward(node):\n",
         "            if False:\n",
-        "tests/test_step.py -k needs_no_more",
+        "tests/test_step.py -k for_its_size",
     ),
     Fault(
         "Python's operators of a replacement have no rule over the next axis",

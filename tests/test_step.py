@@ -331,27 +331,19 @@ def test_collectives_of_a_backward_run_behind_the_weights_gradients() -> None:
     ]  # fmt: skip
 
 
-class _BothResults(nn.Module):
-    """As decoders of transformers: the logits beside the loss, of labels as many as tokens."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.tok, self.head = nn.Embedding(32, 8), nn.Linear(8, 32)
-
-    def forward(self, ids: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
-        logits = self.head(self.tok(ids))
-        return F.cross_entropy(logits.view(-1, 32), labels.view(-1)), logits
+def test_a_value_is_not_kept_for_its_size() -> None:
+    """A mean's backward divides by the number of elements, which forward knows."""
+    model = nn.Sequential(nn.Linear(8, 8), Mean())
+    made = compiled(model, {"0": "column"}, 2, (torch.randn(4, 8),))
+    saved = step_graphs(rank_graphs(made.graph, MeshAxis(2))[0])
+    assert saved.saved[: saved.saved_tensors] == ("input_1",) and saved.saved_tensors < len(saved.saved)
 
 
-@pytest.mark.parametrize("style", ["column", "replicate"])
-def test_the_backward_of_one_result_needs_no_more_than_that_of_both(style: str) -> None:
-    batch = torch.randint(32, (4, 6)), torch.randint(32, (4, 6))
-    made = compiled(_BothResults(), {"head": style}, 2, batch)
-    local = rank_graphs(made.graph, MeshAxis(2))[0]
-    both = step_graphs(local)
-    assert both.given == (True, True)
-    for given in ((True, False), (False, True)):
-        assert {*step_graphs(local, given).saved} <= {*both.saved}
+class Mean(nn.Module):
+    """Of all elements."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x.mean()
 
 
 class _Ordered(nn.Module):

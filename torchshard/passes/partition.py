@@ -86,7 +86,7 @@ def _is_gradient(node: fx.Node) -> bool:
 
 def _reads_size_of_forward(node: fx.Node) -> bool:
     """Whether a node is the size of a value of the forward, which need not be kept for that."""
-    if node.target is not aten.sym_size.int:
+    if node.target not in (aten.sym_size.int, aten.sym_numel.default):
         return False
     (value,) = node.all_input_nodes
     return not (value.meta.get("is_backward") or _is_gradient(value))
