@@ -114,7 +114,7 @@ def summary(plan: PlanData) -> list[str]:
         lines += _of_batch(plan)
     if 1 in costs.fewer:
         lines.append(f"  one rank alone: {ms_text(costs.fewer[1])} ms{_faster_with_fewer(costs)}")
-    if "peak" in costs.memory:
+    if "peak" in costs.memory and costs.step is None:
         step = "training step" if costs.memory.get("gradients") else "call"
         lines.append(f"  a {step} takes {size_text(costs.memory['peak'])} on the rank that holds the most")
     if costs.context is not None:
