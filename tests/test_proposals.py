@@ -50,9 +50,8 @@ def test_slices_of_weights_take_less_memory(proposals: Proposals) -> None:
         assert held[axes, "shard"]["parameters"] < held[axes, "replicate"]["parameters"]
 
 
-def test_a_plan_for_one_mesh_is_refused(proposals: Proposals) -> None:
-    plan = proposals[0].plan
-    assert plan is not None
+def test_a_plan_for_one_mesh_is_refused() -> None:
+    plan = ts.plan(_model(), {}, world_size=2, example_inputs=_batch(1))
     with pytest.raises(ts.InputError, match="a finished plan is for one mesh"):
         ts.meshes(_model(), plan, world_size=4, example_inputs=_batch(4))
 
