@@ -19,7 +19,7 @@ from torchshard.plans.machine import MACHINES
 
 def _work(forward: float, backward: float, gather: float = 0.0, sums: float = 0.0, again: float = 0.0) -> Work:
     gathers = ({0: gather} if gather else {}, {0: again} if again else {})
-    return Work([forward, backward], gathers, ({}, {0: sums} if sums else {}))
+    return Work([forward, backward], gathers, {0: sums} if sums else {})
 
 
 def test_a_gather_is_hidden_behind_what_comes_before() -> None:
@@ -40,7 +40,7 @@ def test_a_sum_is_hidden_behind_what_comes_later() -> None:
 
 
 def test_an_inner_axis_sums_before_an_outer_one() -> None:
-    both = Work([0, 1], ({}, {}), ({}, {0: 2, 1: 3}))
+    both = Work([0, 1], ({}, {}), {0: 2, 1: 3})
     assert step([both]) == 1 + 3 + 2
     assert step([both, both]) == 1 + 3 + 3 + 2  # an axis sums while the other does
 
@@ -52,7 +52,7 @@ OPS = st.lists(st.builds(_work, *[SECONDS] * 5), min_size=1, max_size=6)
 @given(OPS)
 def test_a_step_takes_as_long_as_each_of_its_parts_and_no_longer_than_all(ops: list[Work]) -> None:
     computes = sum(sum(op.computes) for op in ops)
-    sent = sum(itertools.chain.from_iterable(m.values() for op in ops for m in (*op.gathers, *op.sums)))
+    sent = sum(itertools.chain.from_iterable(m.values() for op in ops for m in (*op.gathers, op.sums)))
     assert max(computes, sent) - 1e-9 <= step(ops) <= computes + sent + 1e-9
 
 

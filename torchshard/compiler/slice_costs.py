@@ -28,18 +28,19 @@ Cuts: TypeAlias = dict[tuple[str, Target | str], Cut]
 
 def priced_as_slices(plans: Sequence[Plan]) -> list[Plan]:
     """The plans of the axes, in their order, with the prices of what each sends beside the later ones."""
-    return [_priced(plan, plans[i + 1 :]) for i, plan in enumerate(plans)]
+    cuts = list(map(_cuts, plans))
+    return [_priced(plan, cuts[i + 1 :]) for i, plan in enumerate(plans)]
 
 
-def _priced(plan: Plan, later: Sequence[Plan]) -> Plan:
-    problem, cuts = plan.problem, [_cuts(each) for each in later]
-    if problem is None:
+def _priced(plan: Plan, later: Sequence[Cuts]) -> Plan:
+    problem = plan.problem
+    if problem is None or not later:
         return plan
     nodes = {node.name: node for node in problem.graph.nodes}
 
     def priced(collective: Collective) -> Collective:
         key = collective.value, getattr(torch.ops.torchshard, collective.name).default
-        found = tuple(each[key] for each in cuts if key in each)
+        found = tuple(each[key] for each in later if key in each)
         if collective.is_inside or not found or not is_weight(before_casts(nodes[collective.value])):
             return collective
         value = Value.converted(nodes[collective.value])
@@ -54,10 +55,10 @@ def _priced(plan: Plan, later: Sequence[Plan]) -> Plan:
         return replace(plan, costs=replace(plan.costs, collectives=tuple(map(priced, plan.costs.collectives))))
 
 
-def _cuts(later: Plan) -> Cuts:
-    graph = later.problem.graph.nodes if later.problem is not None else ()
+def _cuts(plan: Plan) -> Cuts:
+    nodes = plan.problem.graph.nodes if plan.problem is not None else ()
     return {
-        (operands(node)[0].name, node.target): Cut(later.choices[node.name].results[0], 0, later.world_size)
-        for node in graph
-        if is_collective(node.target) and node.name in later.choices
+        (operands(node)[0].name, node.target): Cut(plan.choices[node.name].results[0], 0, plan.world_size)
+        for node in nodes
+        if is_collective(node.target) and node.name in plan.choices
     }

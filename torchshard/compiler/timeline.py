@@ -30,8 +30,8 @@ class Work:
     computes: list[float] = field(default_factory=lambda: [0.0, 0.0])
     gathers: tuple[Seconds, Seconds] = field(default_factory=lambda: (defaultdict(float), defaultdict(float)))
     """Of its weights."""
-    sums: tuple[Seconds, Seconds] = field(default_factory=lambda: (defaultdict(float), defaultdict(float)))
-    """Of its weights' gradients: none in the forward."""
+    sums: Seconds = field(default_factory=lambda: defaultdict(float))
+    """Of its weights' gradients, in the backward."""
 
 
 def step(ops: Sequence[Work]) -> float:
@@ -49,7 +49,8 @@ def step(ops: Sequence[Work]) -> float:
             if op.gathers[way]:
                 before, now = now, max(now, sent(op.gathers[way], before))
             now += op.computes[way]
-            sent(op.sums[way], now)
+            if way:
+                sent(op.sums, now)
     return max([now, *free.values()])
 
 
@@ -57,13 +58,12 @@ def seconds_of_step(plans: Sequence[Plan]) -> float:
     """The same for the axes of a mesh, in their order; the plans have their problems."""
     problems = [plan.problem for plan in plans if plan.problem is not None]
     work = _computation(plans[0], problems[0])
-    for axis, plan in enumerate(plans):
-        nodes = [{node.name: node for node in problem.graph.nodes} for problem in problems[: axis + 1]]
+    graphs = [{node.name: node for node in problem.graph.nodes} for problem in problems]
+    for axis, (plan, nodes) in enumerate(zip(plans, graphs, strict=True)):
         for c in plan.costs.collectives:
-            op = work[_first_op(nodes, c.consumers[0], work)]
-            if plan.data and is_weight(before_casts(nodes[-1][c.value])):
-                sent = ((op.gathers[0], c.forward), (op.gathers[1], c.again), (op.sums[1], c.backward))
-                for messages, message in sent:
+            op = work[_first_op(graphs[: axis + 1], c.consumers[0], work)]
+            if plan.data and is_weight(before_casts(nodes[c.value])):
+                for messages, message in zip((*op.gathers, op.sums), c.sent, strict=True):
                     if message.seconds:  # what is not sent waits for nothing
                         messages[axis] += message.seconds
             else:

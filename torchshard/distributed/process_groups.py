@@ -39,6 +39,7 @@ if TYPE_CHECKING:
 
 
 TIMEOUT_SECONDS = 60.0
+"""How long a rank waits for the others, unless the user says otherwise."""
 
 
 class Wanted(NamedTuple):

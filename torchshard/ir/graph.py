@@ -273,8 +273,7 @@ def hint(size: Size) -> int:
         return size
     others = _other_sizes.get()
     if others is not None:
-        expr = size.node.expr
-        number = expr.xreplace(others)
+        number = size.node.expr.xreplace(others)
         if not number.is_Integer:
             number = number.xreplace(_parts_of(others, size.node.shape_env))
         if number.is_Integer:

@@ -64,9 +64,7 @@ def partition(joint: fx.GraphModule) -> Partition:
         if _is_gradient(node):
             given += [node] * node.meta["is_given"]
         elif node.op != "output":
-            if _reads_size_of_forward(node):
-                node.meta.pop("is_backward", None)
-            (backward if node.meta.get("is_backward") else forward).append(node)
+            (backward if _is_of_backward(node) else forward).append(node)
     needed, again = _needed(joint, forward, backward)
     saved = [n for n in forward if n in needed and n not in again]
     tensors = [n for n in saved if is_tensor(n)]
@@ -84,12 +82,12 @@ def _is_gradient(node: fx.Node) -> bool:
     return node.op == "placeholder" and node.meta["kind"] == "gradient"
 
 
-def _reads_size_of_forward(node: fx.Node) -> bool:
-    """Whether a node is the size of a value of the forward, which need not be kept for that."""
-    if node.target not in (aten.sym_size.int, aten.sym_numel.default):
-        return False
-    (value,) = node.all_input_nodes
-    return not (value.meta.get("is_backward") or _is_gradient(value))
+def _is_of_backward(node: fx.Node) -> bool:
+    """Whether the backward runs a node. Sizes of the forward's values are read there: these need not be kept."""
+    if node.target in (aten.sym_size.int, aten.sym_numel.default):
+        (value,) = node.all_input_nodes
+        return bool(value.meta.get("is_backward")) or _is_gradient(value)
+    return bool(node.meta.get("is_backward"))
 
 
 def _needed(

@@ -58,9 +58,10 @@ def sliced_dropout(ctx: Local, x: Traced, p: float, ndim: int) -> Traced:
         whole, parts = [ctx.world, own[dim]], ()  # a dim of ranks before that of their slices
     # dropout of ones is the mask with its scale, from the same draws as dropout of the whole value
     mask = aten.dropout.default(aten.new_ones.default(x, [*own[:dim], *whole, *own[dim + 1 :]]), p, True)
-    if not parts:
-        return aten.mul.Tensor(x, aten.clone.default(aten.select.int(mask, dim, ctx.rank)))
-    part = _own_part(ctx, mask, dim + len(whole) - 1, parts)
+    if parts:
+        part = _own_part(ctx, mask, dim + len(whole) - 1, parts)
+    else:
+        part = aten.clone.default(aten.select.int(mask, dim, ctx.rank))
     return aten.mul.Tensor(x, aten.reshape.default(part, own) if layout.repeated else part)
 
 
