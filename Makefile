@@ -5,7 +5,7 @@
 # make demo    run the examples
 # make bench   time a training step, calls by hand, planning and loading; count what is sent; compare prices with times
 # make nightly the tests that take longer, 2,000 random models under random plans, seeded faults, ranks killed while they
-#              save, and 2,000 answers (hours)
+#              save, and 2,000 answers (hours; beside other work TORCHSHARD_TEST_PATIENCE=3 gives ranks thrice the time)
 # make gpu     what one GPU can show, into docs/gpu.md; each check says why where it can't run
 # make sweep   all of PyTorch's operators, Hugging Face's architectures and other libraries' models, and the graphs of
 #              Hugging Face's and of the tests' models before an independent referee (three hours), in .venv-sweep;
