@@ -766,6 +766,20 @@ FAULTS = (
         "tests/test_meshes.py -k operators",
     ),
     Fault(
+        "weights in slices are gathered before autocast casts them",
+        "ir/graph.py",
+        'return node.op == "call_function" and is_weight(before_casts(node))',
+        'return node.op == "call_function" and node.target is _COPY and is_weight(before_casts(node))',
+        "tests/test_batches.py -k cast",
+    ),
+    Fault(
+        "gradients of casts are summed in bfloat16",
+        "passes/__init__.py",
+        "    widen(joint)\n",
+        "",
+        "tests/test_batches.py -k cast",
+    ),
+    Fault(
         "weights in slices are kept whole for the backward",
         "ir/gathered_again.py",
         "if is_weight(weight := before_casts(value)):",

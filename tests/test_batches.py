@@ -22,7 +22,7 @@ from torchshard.compiler.batches import divided_batch
 from torchshard.compiler.program import Program, program
 from torchshard.core.mesh import MeshAxis
 from torchshard.distributed.ops import OPS, Begin, wait
-from torchshard.ir.graph import duplicate
+from torchshard.ir.graph import duplicate, nbytes
 from torchshard.passes import localized, step_graphs
 from torchshard.plans.machine import Data, objective
 
@@ -188,6 +188,63 @@ def _begun(graph: fx.GraphModule, kernel: str) -> int:
 
 def _begins(node: Any, kernel: str) -> bool:
     return isinstance(node.target, Begin) and OPS[node.target.op].kernel == kernel
+
+
+class Casts(nn.Module):
+    """Under autocast weights are cast; a dim of 5 does not divide."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.norm, self.down = nn.Linear(8, 5), nn.LayerNorm(5), nn.Linear(5, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down(self.norm(F.gelu(self.up(x)))).float().square().sum()
+
+
+def _casts(parts: int) -> tuple[nn.Module, Tensor]:
+    torch.manual_seed(0)
+    return Casts(), torch.randn(parts * PART, 8)
+
+
+@pytest.mark.parametrize("data", WAYS)
+def test_what_autocast_casts_is_gathered_in_bfloat16_and_summed_in_float32(data: Data) -> None:
+    model, x = _casts(2)
+    with torch.autocast("cpu", torch.bfloat16):
+        plan = ts.plan(model, {}, world_size=2, example_inputs=(x[:PART],), data=data)
+        assert ts.check(model, plan, world_size=2, data=data, example_inputs=(x,)).ok
+    parts = step_graphs(localized(plan.graph, MeshAxis(2).simulated()[0]))
+    counted = 0.0
+    nodes = [node for part in (parts.forward, parts.backward) for node in part.graph.nodes]
+    for node in (node for node in nodes if isinstance(node.target, Begin)):
+        operand, kernel = node.args[0].meta["val"], OPS[node.target.op].kernel
+        is_cast = kernel == "all_gather" and operand.ndim
+        assert operand.dtype == (torch.bfloat16 if is_cast else torch.float32), node
+        counted += {"all_reduce": 1, "reduce_scatter": 0.5, "all_gather": 1}[kernel] * nbytes(operand)
+    assert counted == pytest.approx(plan.costs.nbytes, rel=0.15)  # rows of 5 and 8 are divided unevenly
+
+
+def _summed(rank: int, data: Data) -> bool:
+    world = torch.distributed.get_world_size()
+    model, x = _casts(world)
+    sharded = ts.shard(copy.deepcopy(model), {}, _own((x,), rank), data=data)
+    for _ in range(2):
+        for m in (model, sharded):
+            m.zero_grad()
+        with torch.autocast("cpu", torch.bfloat16):
+            losses = [model(part) for part in x.split(PART)]
+            sharded(*_own((x,), rank)).backward()
+        for loss in losses:  # autograd sums the parts' gradients in float32
+            loss.backward()
+        for p, own in zip(model.parameters(), sharded.parameters(), strict=True):
+            found = own.ranks.gathered(own.grad.as_subclass(Tensor), own.sharding, own.whole)
+            if not torch.allclose(found, p.grad, rtol=1e-6, atol=1e-7):
+                return False
+    return True
+
+
+@pytest.mark.parametrize(("world", "data"), [(2, "replicate"), (3, "shard")])
+def test_gradients_of_casts_are_summed_in_float32(world: int, data: Data) -> None:
+    assert all(run_ranks(_summed, world, data))
 
 
 def test_gradients_of_a_layer_are_one_message() -> None:

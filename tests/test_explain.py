@@ -82,6 +82,14 @@ def test_gradients_of_a_layer_go_in_one_message() -> None:
     check_golden("bucket_step.txt", re.sub(r" *test_explain.py:\d+", "", told) + "\n")
 
 
+def test_gradients_of_casts_are_summed_in_the_parameters_dtype() -> None:
+    example = torch.randn(2, 8, 16)
+    with torch.autocast("cpu", torch.bfloat16):
+        plan = ts.plan(MLP(), {}, world_size=2, example_inputs=(example,), data="shard")
+    told = ts.explain(plan, level="step")
+    check_golden("autocast_step.txt", re.sub(r" *test_explain.py:\d+", "", told) + "\n")
+
+
 def test_a_step_tells_what_is_computed_again() -> None:
     example = (torch.randn(2, 8, 16),)
     plan = ts.plan(MLP(), {"up": "column", "down": "row"}, world_size=2, example_inputs=example, recompute=["up", ""])

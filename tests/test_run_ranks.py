@@ -14,7 +14,7 @@ import torch.distributed as dist
 
 import torchshard as ts
 import torchshard.distributed as tsd
-from tests.helpers import run_ranks
+from tests.helpers import PATIENCE, run_ranks
 from torchshard.rules import RULES
 
 aten = torch.ops.aten
@@ -82,7 +82,7 @@ def _fail(rank: int, how: str, folder: str) -> None:
         ("raises", r"rank 1:\nTraceback[\s\S]*in _fail[\s\S]*ValueError: the cause"),
         ("exits", "process 1 terminated with exit code 3"),
         ("is killed", "process 1 terminated with signal SIGKILL"),
-        ("hangs", "ranks did not end within 2 s"),
+        ("hangs", f"ranks did not end within {2 * PATIENCE:g} s"),
     ],
 )
 def test_a_call_that_fails_is_reported_and_the_next_one_works(how: str, text: str, tmp_path: Path) -> None:

@@ -17,7 +17,7 @@ from torchshard.core.layouts import Layout, Shard
 from torchshard.core.mesh import MeshAxis
 from torchshard.core.notation import Choice
 from torchshard.custom_ops.carry import CARRY
-from torchshard.ir.graph import is_copied_weight, is_tensor_op, node_row, placeholders
+from torchshard.ir.graph import is_tensor_op, node_row, passes_on_weight, placeholders
 from torchshard.passes.annotate import planned_choice
 from torchshard.planner.conversions import conversions_of
 from torchshard.planner.costs import CostModel
@@ -139,7 +139,7 @@ def _given_options(graph: fx.Graph, plan: Plan) -> dict[fx.Node, list[Choice]]:
             try:
                 found[node] = [planned_choice(node, plan)]
             except PlanError:
-                if is_same_call and not plan.choices[node.name].splits_dynamic and not is_copied_weight(node):
+                if is_same_call and not plan.choices[node.name].splits_dynamic and not passes_on_weight(node):
                     raise
     return found
 

@@ -34,9 +34,9 @@ from torchshard.ir.graph import (
     Size,
     hint,
     is_carried,
-    is_copied_weight,
     is_tensor,
     mark_needs_grad,
+    passes_on_weight,
     placeholders,
     results_of,
     size_expr,
@@ -286,7 +286,7 @@ def _check_settled(graph: fx.Graph, plan: Plan, first: Plan) -> None:
     """
     for node in graph.nodes:
         choice = plan.choices.get(node.name)
-        is_alike = choice == first.choices.get(node.name, choice) or is_copied_weight(node)
+        is_alike = choice == first.choices.get(node.name, choice) or passes_on_weight(node)
         if "settled" in node.meta and not is_alike:
             raise PlanError(
                 "ranks with slices of other sizes would divide the batch in another way",

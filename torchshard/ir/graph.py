@@ -214,11 +214,9 @@ def before_casts(node: fx.Node) -> fx.Node:
     return node
 
 
-def is_copied_weight(node: fx.Node) -> bool:
-    """Whether an op passes on a parameter of two dims or more for the sums of gradients over another mesh axis."""
-    while node.target is _COPY:
-        node = operands(node)[0]
-    return is_weight(node)
+def passes_on_weight(node: fx.Node) -> bool:
+    """Whether an op casts a parameter of two dims or more, or passes it on for sums over another mesh axis."""
+    return node.op == "call_function" and is_weight(before_casts(node))
 
 
 def call_of(node: fx.Node) -> Call:

@@ -9,6 +9,7 @@ localize    -> this rank's sizes; of several mesh axes, for_next_axis makes it w
 segments    -> parts that end where a result is used for another
 record      -> each layer's forward and backward, of equal ones once
 differentiate -> forward and backward in one graph
+widen       -> gradients of casts summed in the parameters' dtype
 bucket      -> small gradients of a layer in one message
 partition   -> a graph of each
 schedule    -> collectives in flight while other ops run
@@ -43,12 +44,13 @@ from torchshard.passes.schedule import schedule
 from torchshard.passes.segments import Segment, segments
 from torchshard.passes.simplify import simplify
 from torchshard.passes.verify import Stage, verify
+from torchshard.passes.widen import sums_wider, widen
 from torchshard.plans.plan import Plan
 
 __all__ = [
     "Gradients", "Partition", "Segment", "annotate", "carry", "differentiate", "direct", "for_next_axis",
     "has_backward", "insert", "localize", "localized", "lower", "normalize", "partition", "rewrite", "schedule",
-    "segments", "simplify", "step_graphs", "verify", "with_whole_results",
+    "segments", "simplify", "step_graphs", "sums_wider", "verify", "with_whole_results",
 ]  # fmt: skip
 
 
@@ -93,6 +95,7 @@ def step_graphs(local: fx.GraphModule, given: Gradients | None = None) -> Partit
     """
     joint = differentiate(local, given)
     verify(joint, "joint", after="differentiate")
+    widen(joint)
     bucket(joint)
     parts = partition(joint)
     schedule(parts.forward)

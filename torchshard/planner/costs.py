@@ -20,7 +20,7 @@ from torchshard.core.notation import Choice, Dim, Row
 from torchshard.core.paths import module_around
 from torchshard.custom_ops.recurrent import RECURRENCES
 from torchshard.custom_ops.whole import OpKey, entry
-from torchshard.ir.buckets import Bucket, bucket_of
+from torchshard.ir.buckets import Bucket, bucket_of, summed_dtype
 from torchshard.ir.gathered_again import dims_gathered_again, is_gathered_again
 from torchshard.ir.graph import hint, is_weight, nbytes, node_row, operands, values
 from torchshard.planner.inside import calls_inside
@@ -99,6 +99,8 @@ class Value:
     """The dims along which backward gathers it again."""
     bucket: Bucket | None = None
     """With which other gradients its own is summed over the ranks."""
+    summed_dtype: torch.dtype | None = None
+    """The dtype in which its own gradient is summed; None for that of the value."""
 
     @staticmethod
     def of(node: fx.Node, val: Tensor | None = None) -> Value:
@@ -112,7 +114,13 @@ class Value:
         value = replace(Value.of(node), gathered_again=dims_gathered_again(node, node.users))
         if not value.needs_grad:
             return value
-        return replace(value, hides=_weight_gradients(node), bucket=bucket_of(node))
+        return replace(value, hides=_weight_gradients(node), bucket=bucket_of(node), summed_dtype=summed_dtype(node))
+
+    @property
+    def gradient(self) -> Value:
+        """Its gradient, as the ranks sum it."""
+        itemsize = self.dtype.itemsize if self.summed_dtype is None else self.summed_dtype.itemsize
+        return replace(self, nbytes=self.nbytes * itemsize // self.dtype.itemsize)
 
     def is_bucketed(self, step: ConversionStep) -> bool:
         """Whether what a conversion sends in the backward goes with the gradients of others."""
@@ -235,7 +243,7 @@ class CostModel:
         """What a conversion of a value costs: forward, as its own backward, and again in the backward."""
         forward, backward = kernels(step.name, needs_grad=value.needs_grad)
         source, target = step.source, step.target
-        back = self._sent(backward, value, target, source)
+        back = self._sent(backward, value.gradient, target, source)
         if back.nbytes and value.hides:
             # the schedule begins it before the weights' gradients, and waits for it behind them
             hidden = value.hides / self.axis.size / self.machine.flops

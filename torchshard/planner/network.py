@@ -28,10 +28,10 @@ from torchshard.core.notation import Choice
 from torchshard.ir.graph import (
     carried_inputs,
     is_carried,
-    is_copied_weight,
     is_tensor,
     is_tensor_op,
     is_weight,
+    passes_on_weight,
     required_layouts,
     where,
     whole_choice,
@@ -213,6 +213,8 @@ class _Builder:
                     states = pinned_choices(op, self.constraints.pins[op.node], states, self.ranks)
                 else:
                     states = [c for c in states if axes is None or self._may_split(op, c, axes[op.node])]
+                    if self.ranks == 1:  # nothing that is sent costs anything, and nothing is gained
+                        states = [c for c in states if not c.axes] or states
                 if not self.constraints.weights:
                     states = [c for c in states if c.splits_dynamic] or states
                 if is_carried(op.node):  # it grows, so that the slices of the next call would be others
@@ -229,7 +231,7 @@ class _Builder:
     def _may_split(self, op: Op, choice: Choice, axes: set[str]) -> bool:
         """Whether a choice splits nothing but these axes, or a dynamic size."""
         c = self.constraints
-        weights = c.weights or is_copied_weight(op.node)
+        weights = c.weights or passes_on_weight(op.node)
         return all((axis in axes and weights) or (parts == EQUAL and c.dynamic) for axis, parts in choice.axes)
 
     def _op_seconds(self, op: Op, choice: Choice) -> float:

@@ -30,7 +30,7 @@ from torchshard.distributed.ops import OPS, PLAIN, Begin, hashable
 from torchshard.distributed.ops import direct as under_autograd
 from torchshard.distributed.ranks import Ranks
 from torchshard.ir.graph import duplicate, placeholders, results_of, uses_rng, written_buffers
-from torchshard.passes import Gradients, Partition, Segment, direct, has_backward, segments, step_graphs
+from torchshard.passes import Gradients, Partition, Segment, direct, has_backward, segments, step_graphs, sums_wider
 from torchshard.weights.slice_values import unwatched
 
 log = logging.getLogger("torchshard.runtime.step")
@@ -190,8 +190,8 @@ class LazyStep:
     """The segments of a graph, made at its second call: many a graph is called once, and need not wait for them.
 
     A graph with values that backward computes again has them at its first call, or that would take more memory. So has
-    one that is to be compiled, and one that is called where hooks watch what is saved: a checkpoint around the call
-    runs it twice, and compares.
+    one that is to be compiled, one that sums gradients in another dtype than autograd, and one that is called where
+    hooks watch what is saved: a checkpoint around the call runs it twice, and compares.
     """
 
     def __init__(
@@ -209,7 +209,7 @@ class LazyStep:
         again = any("recompute" in node.meta or "gathered_again" in node.meta for node in local.graph.nodes)
         self._is_asked_for = runnable is not direct or again
         """Whether a user has asked for what the graphs alone can do."""
-        self._eager_calls = 0 if self._is_asked_for else EAGER_CALLS
+        self._eager_calls = 0 if self._is_asked_for or sums_wider(local) else EAGER_CALLS
         """So many calls are left before the graphs are made."""
         self.is_made = not has_backward(local)
         """Whether the next calls run as the latest one did."""
