@@ -10,6 +10,7 @@ segments    -> parts that end where a result is used for another
 record      -> each layer's forward and backward, of equal ones once
 differentiate -> forward and backward in one graph
 widen       -> gradients of casts summed in the parameters' dtype
+unsummed    -> or, where their sums come later, a rank's own parts of them
 bucket      -> small gradients of a layer in one message
 partition   -> a graph of each
 schedule    -> collectives in flight while other ops run
@@ -20,7 +21,7 @@ materialize -> this rank's slices of the parameters; it lives in `weights`, beca
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from functools import partial
 
 from torch import fx
@@ -43,14 +44,15 @@ from torchshard.passes.record import Gradients
 from torchshard.passes.schedule import schedule
 from torchshard.passes.segments import Segment, segments
 from torchshard.passes.simplify import simplify
+from torchshard.passes.unsummed import Call, Part, leave_unsummed
 from torchshard.passes.verify import Stage, verify
 from torchshard.passes.widen import sums_wider, widen
 from torchshard.plans.plan import Plan
 
 __all__ = [
-    "Gradients", "Partition", "Segment", "annotate", "carry", "differentiate", "direct", "for_next_axis",
-    "has_backward", "insert", "localize", "localized", "lower", "normalize", "partition", "rewrite", "schedule",
-    "segments", "simplify", "step_graphs", "sums_wider", "verify", "with_whole_results",
+    "Call", "Gradients", "Part", "Partition", "Segment", "annotate", "carry", "differentiate", "direct",
+    "for_next_axis", "has_backward", "insert", "localize", "localized", "lower", "normalize", "partition", "rewrite",
+    "schedule", "segments", "simplify", "step_graphs", "sums_wider", "verify", "with_whole_results",
 ]  # fmt: skip
 
 
@@ -87,15 +89,18 @@ def localized(module: fx.GraphModule, coordinate: Coordinate, seen: Seen | None 
     return local
 
 
-def step_graphs(local: fx.GraphModule, given: Gradients | None = None) -> Partition:
+def step_graphs(local: fx.GraphModule, given: Gradients | None = None, *, unsummed: Collection[str] = ()) -> Partition:
     """The forward and the backward graph of one rank, from a segment of its localized graph.
 
     Args:
         given: for which results backward is given gradients; None for all that have one.
+        unsummed: the groups over which gradients of parameters are not summed.
     """
     joint = differentiate(local, given)
     verify(joint, "joint", after="differentiate")
     widen(joint)
+    if unsummed:
+        leave_unsummed(joint, unsummed)
     bucket(joint)
     parts = partition(joint)
     schedule(parts.forward)

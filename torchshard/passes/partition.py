@@ -1,7 +1,7 @@
 """Cuts a joint graph in two: what a rank runs forward, and what it runs when the gradients of the results have come.
 
     forward     (state, inputs) -> (results, saved values)
-    backward    (saved values, gradients of the results) -> the gradients of state and inputs
+    backward    (saved values, gradients of the results) -> the gradients of state and inputs, unsummed parts
 
 What autograd saves is saved, so that memory is the same; but of a value that is saved, views are made again.
 
@@ -36,6 +36,7 @@ from torchshard.ir.graph import (
 )
 from torchshard.passes.nodes import node_arg, upstream
 from torchshard.passes.record import Gradients
+from torchshard.passes.unsummed import Part
 
 aten = torch.ops.aten
 
@@ -52,6 +53,8 @@ class Partition:
     """The names of the values that pass from one to the other, tensors first; of sizes, what they are."""
     saved_tensors: int
     """How many of them are tensors."""
+    parts: tuple[Part, ...] = ()
+    """What backward gives behind the gradients of state and inputs."""
 
 
 def partition(joint: fx.GraphModule) -> Partition:
@@ -75,6 +78,7 @@ def partition(joint: fx.GraphModule) -> Partition:
         joint.meta["given"],
         tuple(map(_saved_name, saved)),
         len(tensors),
+        joint.meta.get("parts", ()),
     )
 
 

@@ -34,9 +34,12 @@ VALUES = "the values of input"
 RNG_STATE = "the RNG state"
 CAPTURE = "the captured graph"
 COMPILER = "torch.compile"
+SUMS = "when gradients are summed"
 SAME_SHAPE = "the ranks were called with inputs of the same shape but different values"
 Purpose = Literal["a call", "a capture for example inputs"]
 """Why a call is prepared; the ranks compare that too, for a capture runs no collective of the graph."""
+
+Sums = Literal["in its backward", "in a later one", "with those of earlier calls"]
 
 
 @dataclass(frozen=True)
@@ -63,6 +66,8 @@ class PreparedCall:
     """The graph that was captured for such a call, if there is one."""
     compiler: str
     """The options of torch.compile; '' without it."""
+    sums: Sums
+    """When the ranks sum its gradients of parameters over the batch."""
     visible_state: str
     """The state of attributes and globals that forward reads, for errors."""
 
@@ -165,11 +170,12 @@ def _summary(call: PreparedCall, purpose: Purpose, snapshot: HistorySnapshot) ->
             RNG_STATE: rng,
             "the purpose": purpose,
             COMPILER: call.compiler or "nothing is compiled",
+            SUMS: call.sums,
             **snapshot.facts,
         }
 
     seen = [*values, *call.inputs.numbers, *call.left_by]
-    return _Summary(f"{key} {shapes} {seen} {rng} {call.compiled is None} {purpose} {call.compiler}", facts)
+    return _Summary(f"{key} {shapes} {seen} {rng} {call.compiled is None} {purpose} {call.compiler} {call.sums}", facts)
 
 
 def verify_same_weights(model: nn.Module, ranks: Ranks, replaced: Collection[str] = ()) -> None:
@@ -238,6 +244,7 @@ _ERRORS: dict[str, tuple[type[ShardError], str]] = {
     MODEL: (DistributedError, "the ranks have called different models"),
     GRADIENTS: (DistributedError, "the ranks' losses differ: their backwards computed other gradients of the results"),
     SENT: (DistributedError, "the ranks have run different backwards, or in another order, since the last call"),
+    SUMS: (DistributedError, "some ranks are within no_sync()"),
     COMPILER: (DistributedError, "the ranks would compile the model with different options"),
     CAPTURE: (DistributedError, "some ranks would capture a graph that others have"),
 }

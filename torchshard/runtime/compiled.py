@@ -7,7 +7,7 @@ that were called least recently, so that a model whose arguments change with eac
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any, NamedTuple
@@ -64,14 +64,25 @@ class Compiled:
     """The call that it was captured for, without values."""
     ranks: Ranks
     _executables: dict[Compiler | None, Executables] = field(default_factory=dict)
+    _unsummed: dict[Compiler | None, LazyStep] = field(default_factory=dict)
 
     def executables(self, compiler: Compiler | None) -> Executables:
         """What runs this graph's calls, compiled by a compiler or by none."""
-        if compiler is not None and not self._can_compile:
-            compiler = None
+        compiler = self._usable(compiler)
         if compiler not in self._executables:
             self._executables[compiler] = self._made(compiler)
         return self._executables[compiler]
+
+    def unsummed(self, compiler: Compiler | None, groups: Collection[str]) -> LazyStep:
+        """What runs calls whose gradients of parameters are summed over some groups later."""
+        compiler = self._usable(compiler)
+        if compiler not in self._unsummed:
+            runnable = direct if compiler is None else compiler
+            self._unsummed[compiler] = LazyStep(self.graph, self.executable, self.ranks, runnable, groups)
+        return self._unsummed[compiler]
+
+    def _usable(self, compiler: Compiler | None) -> Compiler | None:
+        return compiler if compiler is not None and self._can_compile else None
 
     @cached_property
     def result_layouts(self) -> tuple[Layout, ...]:

@@ -57,6 +57,7 @@ from torchshard.runtime.call_key import call_key
 from torchshard.runtime.call_verification import (
     PreparedCall,
     Purpose,
+    Sums,
     begin_verifying_call,
     call_error,
     tell_failure,
@@ -70,8 +71,10 @@ from torchshard.runtime.digests import describe_contents
 from torchshard.runtime.dynamo import call_outside, tracing_compiler
 from torchshard.runtime.generation import entry_of, generation_method
 from torchshard.runtime.history import History, HistorySnapshot
+from torchshard.runtime.later_sums import sum_kept
 from torchshard.runtime.optimizers import mark_state_dicts, observe_steps
 from torchshard.runtime.state import State
+from torchshard.runtime.step import LazyStep
 from torchshard.runtime.submodule import ShardedSubmodule, refuse_class
 from torchshard.weights.folder import Weights, read_folder
 from torchshard.weights.slice_values import check_other_group, unwatched, watch_slices
@@ -161,6 +164,7 @@ class ShardedModule(State):
         super().__init__(model, layouts, ranks, of_batch=of_batch, cut=cut, weights=loaded)
         self._ts_constraints = constraints
         self._ts_whole_batches = whole_batches
+        self._ts_is_in_no_sync = False
         self._ts_compiler = compiler
         self._ts_watch = Watch(self.source)
         self._ts_entries = {"": KnownCalls(self.source)}
@@ -199,6 +203,13 @@ class ShardedModule(State):
         if self._ts_constraints.divisions:
             return self._ts_ranks.replicas
         return self._ts_group if self._ts_constraints.data else None
+
+    @property
+    def _batch_axes(self) -> tuple[str, ...]:
+        """The names of the groups that divide the batch."""
+        if self._ts_constraints.divisions:
+            return tuple(each.axis.name for each in self._ts_constraints.of_batch)
+        return (self._ts_group.name,) if self._ts_constraints.data else ()
 
     @property
     def _split_over_data(self) -> dict[str, Layout]:
@@ -256,6 +267,29 @@ class ShardedModule(State):
             refuse_transforms(self.source)  # within the lock: another thread's capture would look like a transform
             return self._call(compiler, args, kwargs, entry)
 
+    @contextlib.contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """Leaves the sums of gradients over the ranks that divide the batch to the next call outside of this context.
+
+        For gradients that are accumulated over several calls: parameters keep this rank's parts, and the backward of
+        the next call sums them with its own. Until then nobody may read `p.grad`; `zero_grad()` drops them. It is the
+        forward that has to be within the context. A whole gradient of each slice is held meanwhile.
+
+            with model.no_sync():
+                for batch in batches[:-1]:
+                    model(batch).backward()
+            model(batches[-1]).backward()
+
+        Without `data=` nothing is summed over a batch, and this does nothing.
+
+        Source: torch.nn.parallel.DistributedDataParallel.no_sync, FullyShardedDataParallel.no_sync
+        """
+        before, self._ts_is_in_no_sync = self._ts_is_in_no_sync, True
+        try:
+            yield
+        finally:
+            self._ts_is_in_no_sync = before
+
     def call_part(self, path: str, args: Sequence[object], kwargs: Mapping[str, object]) -> Any:
         """Calls a submodule of the model by itself, as generation calls an encoder; it has graphs of its own."""
         if path not in self._ts_entries:
@@ -310,9 +344,21 @@ class ShardedModule(State):
         """What runs a call: with a graph of the backward if gradients are wanted, except where PyTorch is to trace it,
         or each collective is to be verified."""
         if self._ts_group.level is CheckLevel.ALL or any(map(is_fake, call.tensors)):
+            if call.sums == "with those of earlier calls":
+                sum_kept(self._ts_parameters.values())
             return compiled.executable
+        if call.sums != "in its backward":
+            return partial(self._run_unsummed, compiled.unsummed(compiler, self._batch_axes), call.sums)
         inference, training = compiled.executables(compiler)
         return training.next_call() if torch.is_grad_enabled() else inference
+
+    def _run_unsummed(self, training: LazyStep, sums: Sums, *tensors: Any) -> Any:
+        """Runs a call whose backward keeps parts of gradients, or sums them with those that were kept."""
+        run, keeps = training.next_call(), sums == "in a later one"
+        reached = set(map(id, training.parameters(*tensors)))
+        if not keeps:
+            sum_kept(p for p in self._ts_parameters.values() if id(p) not in reached)
+        return run(*tensors, keeps=keeps) if training.has_graphs else run(*tensors)
 
     def _can_run_ahead(self, call: PreparedCall, compiler: Compiler | None) -> bool:
         """Whether the call's graph may run, until it communicates, before the ranks know that all make this call.
@@ -320,6 +366,8 @@ class ShardedModule(State):
         A compiled graph would communicate past `wire`, which waits for that.
         """
         if call.compiled is None or compiler is not None or self._ts_group.level is CheckLevel.ALL:
+            return False
+        if call.sums != "in its backward":
             return False
         return call.compiled.can_run_ahead
 
@@ -432,8 +480,28 @@ class ShardedModule(State):
             check_once(given, compiled.program.captured.changes)
         compiled_by = "" if compiler is None else str(compiler)
         return PreparedCall(
-            inputs, compared, tensors, layouts, batches, calls, given.arguments, key, compiled, compiled_by, visible
+            inputs,
+            compared,
+            tensors,
+            layouts,
+            batches,
+            calls,
+            given.arguments,
+            key,
+            compiled,
+            compiled_by,
+            self._sums,
+            visible,
         )
+
+    @property
+    def _sums(self) -> Sums:
+        """When the ranks sum gradients of a call that is made now."""
+        if not self._batch_axes or not torch.is_grad_enabled():
+            return "in its backward"
+        if self._ts_is_in_no_sync:
+            return "in a later one"
+        return "with those of earlier calls" if any(map(_is_unsummed, self.parameters())) else "in its backward"
 
     def _history_snapshot(self, call: PreparedCall | ShardError) -> HistorySnapshot:
         # Until the first graph fixes the layouts they follow from each rank's plan, and plans may still differ.
@@ -585,6 +653,10 @@ class ShardedModule(State):
                 attempt="torchshard.shard(model, plan, example_inputs=...), or call it once",
             )
         return self._ts_graphs.latest
+
+
+def _is_unsummed(parameter: Tensor) -> bool:
+    return bool(getattr(parameter, "unsummed", None))
 
 
 def _nothing() -> None:

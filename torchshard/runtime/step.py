@@ -30,7 +30,19 @@ from torchshard.distributed.ops import OPS, PLAIN, Begin, hashable
 from torchshard.distributed.ops import direct as under_autograd
 from torchshard.distributed.ranks import Ranks
 from torchshard.ir.graph import duplicate, placeholders, results_of, uses_rng, written_buffers
-from torchshard.passes import Gradients, Partition, Segment, direct, has_backward, segments, step_graphs, sums_wider
+from torchshard.passes import (
+    Gradients,
+    Part,
+    Partition,
+    Segment,
+    direct,
+    has_backward,
+    segments,
+    step_graphs,
+    sums_wider,
+)
+from torchshard.runtime.later_sums import Due, keep, sum_kept, summed, with_kept
+from torchshard.weights.parameter import ShardedParameter
 from torchshard.weights.slice_values import unwatched
 
 log = logging.getLogger("torchshard.runtime.step")
@@ -50,28 +62,43 @@ class _Backward(NamedTuple):
     """Which of the values that forward saves it takes."""
     sends: bool
     """Whether it communicates."""
+    parts: tuple[Part, ...]
+    """What it gives behind the gradients of the arguments."""
 
 
 class Step:
     """What a rank runs in a call whose gradients are wanted; called as the rank's graph is."""
 
-    def __init__(self, local: fx.GraphModule, ranks: Ranks, written: Collection[str], runnable: Runnable) -> None:
+    def __init__(
+        self,
+        local: fx.GraphModule,
+        ranks: Ranks,
+        written: Collection[str],
+        runnable: Runnable,
+        unsummed: Collection[str] = (),
+    ) -> None:
         """Makes the graphs of a segment of a rank's graph.
 
         Args:
             written: the names of the buffers that the rank's graph writes to, in whichever segment.
+            unsummed: the groups over which the backward does not sum gradients of parameters.
         """
         self.ranks, self._local, self._runnable = ranks, local, runnable
-        self.parts = step_graphs(local)
+        self._graphs = partial(step_graphs, local, unsummed=unsummed)
+        self.parts = self._graphs()
         self.forward = runnable(self.parts.forward)
         self.draws = any(map(uses_rng, local.graph.nodes))
         self.written = [i for i, source in enumerate(placeholders(local.graph)) if source.name in written]
         """The arguments that forward writes to."""
         self._backwards: dict[Gradients, _Backward | None] = {self.parts.given: self._backward(self.parts)}
 
-    def __call__(self, *tensors: Tensor) -> tuple[Any, ...]:
-        """The graph's results."""
-        results: tuple[Tensor, ...] = _Function.apply(self, *tensors)
+    def __call__(self, *tensors: Tensor, keeps: bool = False) -> tuple[Any, ...]:
+        """The graph's results.
+
+        Args:
+            keeps: whether parameters keep the parts of their gradients that the backward has not summed.
+        """
+        results: tuple[Tensor, ...] = _Function.apply(self, keeps, *tensors)
         if sum(self.parts.given) > 1:
             # each result has a node of its own: hooks on results that get no gradient are not called
             return tuple(r.view_as(r) if given else r for r, given in zip(results, self.parts.given, strict=True))
@@ -93,7 +120,7 @@ class Step:
         What depends on the others alone gets no gradient, and not one of zeros: optimizers tell the two apart.
         """
         if given not in self._backwards:
-            make = partial(step_graphs, self._local, given)
+            make = partial(self._graphs, given)
             parts = on_all_ranks(self.ranks, make, lambda parts: _sent(parts.backward))
             self._backwards[given] = None if parts is None else self._backward(parts)
         return self._backwards[given]
@@ -105,6 +132,7 @@ class Step:
             _boxed(self._runnable(parts.backward)),
             tuple(map(self.parts.saved.index, parts.saved)),
             bool(_sent(parts.backward)),
+            parts.parts,
         )
 
 
@@ -200,16 +228,17 @@ class LazyStep:
         under_autograd: Callable[..., Any],
         ranks: Ranks,
         runnable: Runnable = direct,
+        unsummed: Collection[str] = (),
     ) -> None:
         self._local, self._under_autograd, self._ranks = local, under_autograd, ranks
-        self._runnable = runnable
+        self._runnable, self._unsummed = runnable, unsummed
         self._segments: list[tuple[Segment, Callable[..., Any]]] | None = None
         self._sources = [node.name for node in placeholders(local.graph)]
         self._results = [r.name if isinstance(r, fx.Node) else None for r in results_of(local.graph)]
         again = any("recompute" in node.meta or "gathered_again" in node.meta for node in local.graph.nodes)
         self._is_asked_for = runnable is not direct or again
         """Whether a user has asked for what the graphs alone can do."""
-        self._eager_calls = 0 if self._is_asked_for or sums_wider(local) else EAGER_CALLS
+        self._eager_calls = 0 if self._is_asked_for or unsummed or sums_wider(local) else EAGER_CALLS
         """So many calls are left before the graphs are made."""
         self.is_made = not has_backward(local)
         """Whether the next calls run as the latest one did."""
@@ -240,24 +269,31 @@ class LazyStep:
         return (
             with_direct_collectives(part.graph)
             if part.is_view
-            else Step(part.graph, self._ranks, written, self._runnable)
+            else Step(part.graph, self._ranks, written, self._runnable, self._unsummed)
         )
 
-    def _run(self, *tensors: Tensor) -> tuple[Any, ...]:
+    def parameters(self, *tensors: Tensor) -> list[Tensor]:
+        """The parameters among a call's arguments of which the backward has parts."""
+        values = dict(zip(self._sources, tensors, strict=True))
+        steps = [(segment, step) for segment, step in self._segments or () if isinstance(step, Step)]
+        return [values[segment.arguments[part.argument]] for segment, step in steps for part in step.parts.parts]
+
+    def _run(self, *tensors: Tensor, keeps: bool = False) -> tuple[Any, ...]:
         """The graph's results."""
         values: dict[str | None, Any] = dict(zip(self._sources, tensors, strict=True))
         values[None] = None
         for segment, step in self._segments or ():
-            made = step(*(values[name] for name in segment.arguments))
+            how = {"keeps": True} if keeps and isinstance(step, Step) else {}
+            made = step(*(values[name] for name in segment.arguments), **how)
             values.update(zip(segment.results, made, strict=True))
         return tuple(values[name] for name in self._results)
 
 
 class _Function(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, step: Step, *tensors: Tensor) -> tuple[Any, ...]:
+    def forward(ctx: Any, step: Step, keeps: bool, *tensors: Tensor) -> tuple[Any, ...]:
         parts = step.parts
-        ctx.step, ctx.call = step, running_call()
+        ctx.step, ctx.keeps, ctx.call = step, keeps, running_call()
         ctx.arguments, ctx.versions = tensors, _versions(step, tensors)
         ctx.before = {i: tensors[i].clone() for i in step.written}
         ctx.rng_states = rng_states(tensors) if step.draws else {}
@@ -277,7 +313,7 @@ class _Function(torch.autograd.Function):
         plain = all(type(gradient) in PLAIN for gradient in gradients if gradient is not None)
         backward = None if torch.is_grad_enabled() or not plain else ctx.step.backward_for(given)
         if backward is None:
-            return (None, *_by_autograd(ctx, gradients))
+            return (None, None, *_by_autograd(ctx, gradients))
         saved = [*ctx.saved_tensors, *ctx.sizes]
         arguments = [*(saved[i] for i in backward.saved), *(g for g in gradients if g is not None)]
         del saved, gradients
@@ -286,7 +322,47 @@ class _Function(torch.autograd.Function):
             for group in (ctx.step.ranks.group, ctx.step.ranks.replicas):
                 note_unverified(group, f"backward of {ctx.call}")
         with unwatched(), autocasting(()):
-            return (None, *backward.run(arguments))
+            found = list(backward.run(arguments))
+            if backward.parts:
+                found = _with_parts(ctx, found, backward.parts)
+            return (None, None, *found)
+
+
+def _with_parts(ctx: Any, found: list[Tensor | None], parts: Sequence[Part]) -> list[Tensor | None]:
+    """The gradients of a step's arguments, given also the parts that the ranks have not summed.
+
+    A parameter keeps its parts, if it is to, and if autograd is about to add to its gradient.
+    """
+    gradients, given = found[: len(ctx.arguments)], found[len(ctx.arguments) :]
+    edges = iter(ctx.next_functions)
+    nodes = [next(edges)[0] if isinstance(argument, Tensor) else None for argument in ctx.arguments]
+    of_argument: dict[int, list[Due]] = {}
+    for part, value in zip(parts, given, strict=True):
+        assert value is not None
+        of_argument.setdefault(part.argument, []).append(Due(value, part.sums))
+    due: list[tuple[int, Due]] = []
+    for i, own in of_argument.items():
+        parameter = _accumulated(nodes[i])
+        if parameter is not None and ctx.keeps:
+            for each in own:
+                keep(parameter, each)
+        else:
+            due += [(i, each) for each in (own if parameter is None else with_kept(parameter, own))]
+    for (i, _), gradient in zip(due, summed([each for _, each in due]), strict=True):
+        before = gradients[i]
+        gradients[i] = gradient if before is None else before + gradient
+    return gradients
+
+
+def _accumulated(node: Any) -> ShardedParameter | None:
+    """The parameter to whose `grad` a node of autograd is about to add; None if it does something else."""
+    parameter = getattr(node, "variable", None)
+    if not isinstance(parameter, ShardedParameter):
+        return None
+    try:
+        return parameter if torch._C._will_engine_execute_node(node) else None
+    except RuntimeError:  # a gradient is asked for by torch.autograd.grad
+        return None
 
 
 def _by_autograd(ctx: Any, gradients: Sequence[Tensor | None]) -> list[Tensor | None]:
@@ -304,17 +380,19 @@ def _by_autograd(ctx: Any, gradients: Sequence[Tensor | None]) -> list[Tensor | 
             attempt="optimizer.step() and other changes after the last backward",
         )
     log.info("backward of %s: by autograd, of a forward that runs again", ctx.call)
+    if not ctx.keeps:
+        sum_kept(t for t in ctx.arguments if isinstance(t, ShardedParameter))
     before = [ctx.before.get(i, tensor) for i, tensor in enumerate(ctx.arguments)]
     with torch.enable_grad(), running(ctx.call), unwatched(), autocasting(()), _drawing(ctx.rng_states, before):
         # a tied parameter is several arguments, each with a gradient of its own
         arguments = [tensor.view_as(tensor) if tensor.requires_grad else tensor for tensor in before]
         results = step.under_autograd(*arguments)
     chosen = [(r, g) for r, g in zip(results, gradients, strict=True) if g is not None]
-    wanted = [t for t, needed in zip(arguments, ctx.needs_input_grad[1:], strict=True) if needed]
+    wanted = [t for t, needed in zip(arguments, ctx.needs_input_grad[2:], strict=True) if needed]
     made, given = [r for r, _ in chosen], [g for _, g in chosen]
     found = torch.autograd.grad(made, wanted, given, create_graph=torch.is_grad_enabled(), allow_unused=True)
     rest = iter(found)
-    return [next(rest) if needed else None for needed in ctx.needs_input_grad[1:]]
+    return [next(rest) if needed else None for needed in ctx.needs_input_grad[2:]]
 
 
 def _versions(step: Step, arguments: Sequence[Tensor]) -> list[int]:

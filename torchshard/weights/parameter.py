@@ -9,13 +9,15 @@ from __future__ import annotations
 
 import sys
 import weakref
-from collections.abc import Callable, Sequence
-from typing import Generic, Protocol, SupportsIndex, TypeVar, cast
+from collections.abc import Callable, Mapping, Sequence
+from types import MappingProxyType
+from typing import Any, Generic, Protocol, SupportsIndex, TypeVar, cast
 
 import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
+from torchshard.core.errors import InputError
 from torchshard.core.words import Word
 from torchshard.distributed.ops import PLAIN
 from torchshard.distributed.ranks import Ranks
@@ -57,6 +59,8 @@ class ShardedParameter(Slice, nn.Parameter):
 
     owner: Callable[[], object] = staticmethod(lambda: None)
     """Returns the sharded model that it belongs to, or None if that is gone."""
+    unsummed: Mapping[Any, Tensor] = MappingProxyType({})
+    """Parts of its gradient that the ranks have not summed, by what makes a gradient of each."""
     touched = False
     """Whether `.data` was taken: a write through it does not raise the tensor's version."""
 
@@ -86,7 +90,7 @@ class ShardedParameter(Slice, nn.Parameter):
             parameter.__class__ = ShardedParameter
             if isinstance(parameter, ShardedParameter):
                 parameter.sharding, parameter.ranks, parameter.whole = self.sharding, self.ranks, self.whole
-                parameter.path, parameter.owner = self.path, self.owner
+                parameter.path, parameter.owner, parameter.unsummed = self.path, self.owner, {}
 
     @property
     def is_leaf(self) -> bool:  # type: ignore[override]  # read-only in C++ too, whatever the stub says
@@ -115,7 +119,15 @@ class ShardedParameter(Slice, nn.Parameter):
 
     @property
     def grad(self) -> Tensor | None:
-        """As `Tensor.grad`: this rank's slice of the gradient."""
+        """As `Tensor.grad`: this rank's slice of the gradient.
+
+        Raises:
+            InputError: the ranks have not summed all of it.
+        """
+        if self.unsummed:
+            if sys._getframe(1).f_code.co_name != "zero_grad":
+                raise _unsummed(self.path)
+            self.unsummed = {}
         with unwatched():
             gradient: Tensor | None = _GRAD.__get__(self)
         if gradient is None or not self.is_split:
@@ -124,10 +136,12 @@ class ShardedParameter(Slice, nn.Parameter):
 
     @grad.setter
     def grad(self, value: Tensor | None) -> None:
+        self.unsummed = {}
         _GRAD.__set__(self, value)
 
     @grad.deleter
     def grad(self) -> None:
+        self.unsummed = {}
         _GRAD.__delete__(self)
 
     def detach(self) -> Tensor:
@@ -159,6 +173,17 @@ class ShardedParameter(Slice, nn.Parameter):
 
 
 PLAIN.add(ShardedParameter)
+
+
+def _unsummed(path: str) -> InputError:
+    return InputError(
+        "the ranks have not summed a gradient",
+        where=f"grad of parameter {path!r}",
+        why="the last backward was of a call within no_sync(), which leaves that to the next call outside of it; or "
+        "the backward of that one did not reach all parameters",
+        attempt="the last of the accumulated calls, forward and backward, outside of no_sync(), and then what reads "
+        "gradients; zero_grad() drops them",
+    )
 
 
 def support_foreach() -> None:

@@ -1,0 +1,95 @@
+"""Gradients of parameters whose sums over the ranks come later: those of calls within `no_sync`.
+
+A parameter keeps the parts (`ShardedParameter.unsummed`), which differ from rank to rank, and lets nobody read its
+`grad`. The backward of a call outside of `no_sync` adds its own parts to them, and the ranks sum both.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from torchshard.distributed.ops import OPS, Begin, wait
+from torchshard.distributed.wire import Pending
+from torchshard.passes import Call
+from torchshard.weights.parameter import ShardedParameter
+
+REDUCE = torch.ops.torchshard.reduce.default
+MESSAGE_BYTES = 25 << 20
+"""So much is summed in one message, as in DDP's buckets."""
+Calls = tuple[Call, ...]
+
+
+class Due(NamedTuple):
+    """A part of a gradient, and what makes a gradient of it."""
+
+    part: Tensor
+    calls: Calls
+
+
+def keep(parameter: ShardedParameter, due: Due) -> None:
+    """Keeps a part, beside those of earlier calls."""
+    kept = parameter.unsummed.get(due.calls)
+    parameter.unsummed = {**parameter.unsummed, due.calls: due.part if kept is None else kept + due.part}
+
+
+def with_kept(parameter: ShardedParameter, due: Iterable[Due] = ()) -> list[Due]:
+    """Parts of a parameter's gradient with those that it keeps, and no longer does."""
+    for each in due:
+        keep(parameter, each)
+    kept, parameter.unsummed = parameter.unsummed, {}
+    return [Due(part, calls) for calls, part in kept.items()]
+
+
+def sum_kept(parameters: Iterable[ShardedParameter]) -> None:
+    """Adds what parameters keep to their gradients: a collective call."""
+    kept = [(parameter, due) for parameter in parameters for due in with_kept(parameter)]
+    for (parameter, _), gradient in zip(kept, summed([due for _, due in kept]), strict=True):
+        before = parameter.grad
+        parameter.grad = gradient if before is None else before + gradient
+
+
+def summed(due: Sequence[Due]) -> list[Tensor]:
+    """The gradients of parts, summed over the ranks: a collective call."""
+    values, calls = [part for part, _ in due], [list(calls) for _, calls in due]
+    while any(calls):
+        under_way = [(together, _begun([values[i] for i in together], calls[together[0]][0]))
+                     for together in _messages(values, calls)]  # fmt: skip
+        for together, made in under_way:
+            value = wait(made) if isinstance(made, Pending) else made
+            pieces = value.split([values[i].numel() for i in together]) if len(together) > 1 else [value]
+            for i, piece in zip(together, pieces, strict=True):
+                # of several, each has memory of its own
+                values[i] = piece if len(together) == 1 else piece.view(values[i].shape).clone()
+                calls[i].pop(0)
+    return values
+
+
+def _begun(values: Sequence[Tensor], call: Call) -> Any:
+    """A call of some values, as one if they are several; what it gives, or what is to be waited for."""
+    value = values[0] if len(values) == 1 else torch.cat([value.flatten() for value in values])
+    run: Any = call.target
+    if run in OPS:
+        run = Begin(run, in_place=False)
+    return run(value, *call.args, **dict(call.kwargs))
+
+
+def _messages(values: Sequence[Tensor], calls: Sequence[Sequence[Call]]) -> Iterator[list[int]]:
+    """Which values go through the next of their calls together: those that one all-reduce can sum."""
+    equal: dict[object, list[int]] = {}
+    for i, rest in enumerate(calls):
+        if rest:
+            joins = rest[0].target is REDUCE
+            equal.setdefault((rest[0], values[i].dtype, values[i].device) if joins else i, []).append(i)
+    for indices in equal.values():
+        together, size = list[int](), 0
+        for i in indices:
+            if together and size + values[i].nbytes > MESSAGE_BYTES:
+                yield together
+                together, size = [], 0
+            together.append(i)
+            size += values[i].nbytes
+        yield together
