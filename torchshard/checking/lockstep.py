@@ -71,7 +71,7 @@ def rank_graphs(graph: fx.GraphModule, axis: MeshAxis, batches: Sequence[Divided
     Args:
         batches: how the ranks divide the batch too, over axes of which consecutive ranks differ least in the first.
     """
-    seen: Seen = {}
+    seen = Seen()
     found: dict[tuple[int, ...], fx.GraphModule] = {
         (place.rank,): localized(graph, place, seen) for place in axis.simulated(axis.name)
     }

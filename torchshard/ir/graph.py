@@ -26,6 +26,7 @@ a rank's graph over it name, 'multiples', the dynamic sizes that are multiples o
 from __future__ import annotations
 
 import copy
+import functools
 import operator
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
@@ -130,11 +131,17 @@ def bound_args(node: fx.Node) -> dict[str, Any]:
     """A node's arguments with defaults, by their names in the op's schema; by position if there is no schema."""
     if isinstance(node.target, WholeCall):
         return node.target.bound(node.args)
-    schema = getattr(node.target, "_schema", None)
-    if schema is None:
+    defaults = _defaults(node.target)
+    if defaults is None:
         return {str(i): a for i, a in enumerate(node.args)} | dict(node.kwargs)
-    passed = dict(zip((a.name for a in schema.arguments), node.args, strict=False)) | dict(node.kwargs)
-    return {a.name: passed.get(a.name, a.default_value) for a in schema.arguments}
+    return defaults | dict(zip(defaults, node.args, strict=False)) | dict(node.kwargs)
+
+
+@functools.lru_cache(maxsize=4096)
+def _defaults(target: Target) -> dict[str, Any] | None:
+    """The arguments of an op, in order, with their defaults; None if it has no schema."""
+    schema = getattr(target, "_schema", None)
+    return None if schema is None else {a.name: a.default_value for a in schema.arguments}
 
 
 def operands(node: fx.Node) -> list[fx.Node]:

@@ -83,7 +83,7 @@ def localized(module: fx.GraphModule, coordinate: Coordinate, seen: Seen | None 
         seen: results of ops on fake values, shared between ranks because most of their shapes are equal; new ones are
             added.
     """
-    local, seen = duplicate(module), {} if seen is None else seen
+    local, seen = duplicate(module), Seen() if seen is None else seen
     localize(local, coordinate, seen)
     verify(local, "localized", after="localize", seen=seen)
     return local

@@ -63,7 +63,7 @@ def localize(module: fx.GraphModule, coordinate: Coordinate, seen: Seen | None =
             # a collective may have changed the order of memory of its operand, in which `view` may be impossible
             node.target = aten.reshape.default
     drop_dead_code(module)
-    propagate(module, {} if seen is None else seen)
+    propagate(module, Seen() if seen is None else seen)
     return True
 
 
@@ -134,14 +134,12 @@ def _make_operand_contiguous(module: fx.GraphModule, node: fx.Node) -> None:
 
 def _replace(module: fx.GraphModule, node: fx.Node, replacement: LocalFn, local: Local) -> None:
     """Traces a rule's replacement into the graph, in place of the op."""
-    graph = module.graph
-    before = set(graph.nodes)
+    graph, before = module.graph, node.prev
     with graph.inserting_before(node):
         result = record(graph, functools.partial(replacement, local), node.args, node.kwargs)
     origin = {k: node.meta[k] for k in ORIGIN if k in node.meta}
-    for new in graph.nodes:
-        if new not in before:
-            new.meta = dict(origin) | {"inside": node.name}
+    while (before := before.next) is not node:
+        before.meta = dict(origin) | {"inside": node.name}
     if isinstance(result, (tuple, list)):
         for part in list(node.users):
             _replace_with_meta(part, result[int_arg(part, 1)].node)

@@ -14,9 +14,21 @@ from torch.fx.node import Argument
 from torchshard.ir.graph import fake_mode, faking
 from torchshard.passes.nodes import call_target
 
-Seen = dict[str, Argument]
-"""The text of a call of an op on fake values -> its result. A caller shares one
-between the ranks of one program only, so it does not grow without bound."""
+
+class Seen:
+    """Results of ops on fake values. A caller shares one between the ranks of one program, so that it stays small."""
+
+    def __init__(self) -> None:
+        self.results: dict[str, Argument] = {}
+        """The text of a call -> its result."""
+        self._texts: dict[int, tuple[Argument, str]] = {}
+        """The identity of a value -> the value, and its text: many ops have one result."""
+
+    def text(self, value: Argument) -> str:
+        """Everything about a value that an op on fake values can depend on."""
+        if id(value) not in self._texts:
+            self._texts[id(value)] = value, repr(_described(value))
+        return self._texts[id(value)][1]
 
 
 def propagate(module: fx.GraphModule, seen: Seen) -> None:
@@ -29,10 +41,10 @@ def propagate(module: fx.GraphModule, seen: Seen) -> None:
 
 def run(node: fx.Node, value_of: Callable[[fx.Node], Argument], seen: Seen) -> Argument:
     """The result of an op on the fake values of its operands; to be called within `faking`."""
-    call = repr((node.target, fx.map_arg((node.args, node.kwargs), lambda n: _described(value_of(n)))))
-    if call not in seen or is_sized_by_values(node):
-        seen[call] = call_target(node, *fx.map_arg((node.args, node.kwargs), value_of))
-    return seen[call]
+    call = repr((node.target, fx.map_arg((node.args, node.kwargs), lambda n: seen.text(value_of(n)))))
+    if call not in seen.results or is_sized_by_values(node):
+        seen.results[call] = call_target(node, *fx.map_arg((node.args, node.kwargs), value_of))
+    return seen.results[call]
 
 
 def is_sized_by_values(node: fx.Node) -> bool:
@@ -41,7 +53,6 @@ def is_sized_by_values(node: fx.Node) -> bool:
 
 
 def _described(value: Argument) -> Argument:
-    """Everything about a value that an op on fake values can depend on."""
     if isinstance(value, (list, tuple)):
         return [_described(v) for v in value]
     if not isinstance(value, Tensor):

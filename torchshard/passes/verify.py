@@ -55,7 +55,7 @@ def verify(module: fx.GraphModule, stage: Stage, after: str, seen: Seen | None =
     """
     module.graph.lint()
     if stage == "localized":
-        faults = _shape_faults(module, {} if seen is None else seen)
+        faults = _shape_faults(module, Seen() if seen is None else seen)
     elif stage == "joint":
         faults = _joint_faults(module)
     elif stage == "lowered":
