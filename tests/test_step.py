@@ -346,6 +346,32 @@ class Mean(nn.Module):
         return x.mean()
 
 
+class _Gated(nn.Module):
+    """Layers that each split what they multiply."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(4, 8) for _ in range(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            gate, up = layer(x).chunk(2, dim=-1)
+            x = x + up * F.silu(gate)
+        return x
+
+
+def test_what_layers_split_is_kept_for_each() -> None:
+    torch.manual_seed(0)
+    model, x = _Gated().double(), torch.randn(3, 4, dtype=torch.float64)
+    sharded = ts.shard(copy.deepcopy(model), {})
+    model(x).square().sum().backward()
+    for _ in range(2):  # under autograd, and by graphs
+        sharded.zero_grad()
+        sharded(x).square().sum().backward()
+        for p, own in zip(model.parameters(), sharded.parameters(), strict=True):
+            assert torch.allclose(p.grad, own.grad, rtol=1e-12)
+
+
 class _Ordered(nn.Module):
     """A draw that depends on nothing, after one that depends on a collective."""
 

@@ -126,8 +126,7 @@ def _gives_the_same(node: fx.Node) -> bool:
     """Whether an op computes the same when it runs again, and disturbs nobody by that."""
     if node.target is operator.getitem:
         return _gives_the_same(node.all_input_nodes[0])
-    is_size = not any(isinstance(value, torch.Tensor) for value in values(node))
-    return not (is_size or communicates(node.target) or _is_drawn(node) or writes(node))
+    return not (_is_size(node) or communicates(node.target) or _is_drawn(node) or writes(node))
 
 
 def _is_drawn(node: fx.Node) -> bool:
@@ -157,13 +156,18 @@ def _when_needed(again: Sequence[fx.Node], backward: Sequence[fx.Node]) -> Itera
 
 
 def _saved_name(node: fx.Node) -> str:
-    return node.name if is_tensor(node) else str(node.meta["val"])
+    return str(node.meta["val"]) if _is_size(node) else node.name
+
+
+def _is_size(node: fx.Node) -> bool:
+    """Whether a value is a number, and neither a tensor nor several of them, as what a split gives."""
+    return not any(isinstance(value, torch.Tensor) for value in values(node))
 
 
 def _costs_nothing(node: fx.Node, needed: set[fx.Node]) -> bool:
     """Whether saving a value takes no memory that is not taken anyway."""
     is_there = node.op == "placeholder" or node in needed or node.meta.get("gathered_again")
-    return is_there or not is_tensor(node)
+    return is_there or _is_size(node)
 
 
 def _part(
