@@ -109,7 +109,7 @@ def _tried(kind: str, ranks: list[int], dtypes: Sequence[torch.dtype | None]) ->
             constraints = read_constraints(ModelFacts.of(model), {}, MeshAxis(world))
             made = planned(captured, model, constraints)
             split[world] = split_share(model, made.plan)
-            report = check_program(model, made, made.graph, args, kwargs)
+            report = check_program(model, made, made.graph, args, kwargs, by_graphs=True)
             error = max(error, report.worst.error)
             if not report.ok:
                 worst = report.worst

@@ -537,4 +537,4 @@ def checked(text: Text, world: int, seed: int) -> Report:
     assert not ruleless, f"no rule: {ruleless}"
     plan = random_plan(captured, model, world, seed)
     graph = rewrite(captured.graph, plan)
-    return check_program(model, Program(captured, plan, graph), graph, inputs, {})
+    return check_program(model, Program(captured, plan, graph), graph, inputs, {}, by_graphs=True)

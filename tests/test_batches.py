@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import itertools
+from collections import Counter
 from typing import Any
 
 import pytest
@@ -21,9 +22,12 @@ from torchshard.checking.check import check_program
 from torchshard.compiler.batches import divided_batch
 from torchshard.compiler.program import Program, program
 from torchshard.core.mesh import MeshAxis
+from torchshard.core.paths import layer_of
 from torchshard.distributed.ops import OPS, Begin, wait
+from torchshard.ir import buckets
 from torchshard.ir.graph import duplicate, nbytes
 from torchshard.passes import localized, step_graphs
+from torchshard.plans.data import Collective
 from torchshard.plans.machine import Data, objective
 
 PART = 3
@@ -164,21 +168,34 @@ def test_a_missing_sum_is_seen(data: Data) -> None:
         assert {c.kind for c in report.comparisons if c.error > report.tolerance} == {"parameter gradient"}, name
 
 
-def test_weights_in_slices_are_gathered_one_ahead_and_again_in_the_backward() -> None:
-    """As FSDP2 has it: no more than two weights are whole at a time, none is saved, and gradients are scattered."""
+@pytest.mark.parametrize("bucketed", [True, False])
+def test_weights_in_slices_are_gathered_one_ahead_and_again_in_the_backward(
+    bucketed: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As FSDP2 has it: no more than two groups are whole at a time, none is saved, and gradients are scattered."""
+    if not bucketed:
+        monkeypatch.setattr(buckets, "BUCKETED_BYTES", 0)
     _, _, made = _program("shard")
     split = {name for name, layout in made.plan.parameters.items() if layout != ts.I}
     assert split == {name for name, stored in made.plan.stored.items() if len(stored.shape) > 1}
+    groups = len({name.rpartition(".")[0] if not bucketed else layer_of(name) or name for name in split})
     parts = step_graphs(localized(made.graph, MeshAxis(2).simulated()[0]))
     assert not [name for name in parts.saved if "gather" in name]
     gathered = [_begun(graph, "all_gather") for graph in (parts.forward, parts.backward)]
-    assert gathered == [len(split), len(split) - 2]  # not again for look-ups
-    assert [_begun(graph, "reduce_scatter") for graph in (parts.forward, parts.backward)] == [0, len(split) - 1]
+    assert gathered == [groups, groups - 2]  # not again for look-ups
+    assert [_begun(graph, "reduce_scatter") for graph in (parts.forward, parts.backward)] == [0, groups - 1]
+    kernels = Counter(kernel for c in made.plan.costs.collectives for kernel in _kernels(c))
+    assert kernels["all_gather"] == sum(gathered) and kernels["reduce_scatter"] == groups - 1
     for graph, kernel in itertools.product((parts.forward, parts.backward), ("all_gather", "reduce_scatter")):
         under_way = 0
         for node in graph.graph.nodes:
             under_way += _begins(node, kernel) - (node.target is wait and _begins(node.args[0], kernel))
             assert under_way <= 2
+
+
+def _kernels(collective: Collective) -> list[str]:
+    """The kernels of what it sends, once for each message."""
+    return [sent.kernel for sent in collective.sent for _ in range(sent.times if sent.nbytes else 0)]
 
 
 def _begun(graph: fx.GraphModule, kernel: str) -> int:

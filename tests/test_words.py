@@ -13,7 +13,7 @@ from torch import Tensor
 from torchshard.core import layouts
 from torchshard.core.layouts import I, Layout, P, R, Shard, is_whole
 from torchshard.core.mesh import Mesh, MeshAxis
-from torchshard.core.words import WHOLE, Word, cuts, dual, join, local_shape, parse, short_text, split, text, word
+from torchshard.core.words import WHOLE, Cut, Word, cuts, dual, join, local_shape, parse, short_text, split, text, word
 from torchshard.weights.boxes import Box, overlaps, pieces
 from torchshard.weights.state_slices import held_at, is_same_slice, slice_place
 
@@ -69,6 +69,15 @@ def test_a_slice_is_made_of_parts_of_the_whole(made: tuple[Mesh, Tensor, Word], 
         assert all(torch.equal(of_slice, view) for of_slice, view in common)
         wanted = set(part.reshape(-1).tolist()) & set(local.reshape(-1).tolist())
         assert wanted == {number for _, view in common for number in view.reshape(-1).tolist()}
+
+
+def test_a_slice_of_a_fused_weight_has_parts_of_all_of_its_parts() -> None:
+    weight, own = torch.arange(24).reshape(12, 2), [Cut(Shard(0, ((4, 1),) * 3), 1, 2), Cut(Shard(0), 0, 2)]
+    local = weight[[2, 3, 6]]
+    assert [(piece.of(local).tolist(), _part(weight, piece.box).tolist()) for piece in pieces(weight.shape, own)] == [
+        ([[4, 5], [6, 7]],) * 2,
+        ([[12, 13]],) * 2,
+    ]
 
 
 def _part(tensor: Tensor, box: Box) -> Tensor:

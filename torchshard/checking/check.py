@@ -35,6 +35,7 @@ from torchshard.passes import with_whole_results
 from torchshard.plans.machine import Axes, Machine, MachineName, objective
 
 T = TypeVar("T")
+BY_GRAPHS = "the graphs of forward and backward: under autograd nothing differs"
 WIDER = (torch.float64, torch.float32)
 """A graph of a narrower dtype is compared in one of these too: the first in which all its ops run."""
 
@@ -172,18 +173,29 @@ def check(
     parts = constraints.batch_parts
     inputs = divided_batch(reference, args, kwargs, parts) if parts else {}
     compiled = program(reference, constraints, args, kwargs, batches=inputs)
-    report = check_program(reference, compiled, compiled.graph, args, kwargs)
+    report = check_program(reference, compiled, compiled.graph, args, kwargs, by_graphs=True)
     return _with_captured(report, reference, args, kwargs)
 
 
 def check_program(
-    model: nn.Module, compiled: Program, graph: fx.GraphModule, args: Sequence[object], kwargs: Mapping[str, object]
+    model: nn.Module,
+    compiled: Program,
+    graph: fx.GraphModule,
+    args: Sequence[object],
+    kwargs: Mapping[str, object],
+    *,
+    by_graphs: bool = False,
 ) -> Report:
-    """Compares the graph of a program with the model; tests pass a changed graph to see that the check notices."""
+    """Compares the graph of a program with the model; tests pass a changed graph to see that the check notices.
+
+    Args:
+        by_graphs: whether the ranks compute gradients also by graphs of forward and backward, as training does, and not
+            by PyTorch's autograd alone.
+    """
     trial, graph = _trial(model, compiled.captured, args, kwargs), with_whole_results(graph)
     with keeping_rng_states(trial.tensors):
         graphs = lockstep.rank_graphs(graph, compiled.axis, compiled.batches)
-        sides = _Sides(trial.unsharded(), graph, graphs, compiled)
+        sides = _Sides(trial.unsharded(), graph, graphs, compiled, by_graphs)
         report = _with_wider(_report(trial, sides, tolerance_of(compiled.captured.graph)), trial, sides)
         return _with_flips(report, trial, sides)
 
@@ -203,6 +215,7 @@ class _Sides:
     graphs: list[fx.GraphModule]
     """The localized graph of each rank."""
     made: Program
+    by_graphs: bool
 
 
 def _report(trial: Trial, sides: _Sides, tolerance: float) -> Report:
@@ -211,7 +224,13 @@ def _report(trial: Trial, sides: _Sides, tolerance: float) -> Report:
     comparisons = _comparisons(trial, sides.expected, trial.sharded(sides.graphs, made), made.held, tolerance)
     report = Report(made.mesh.size, tolerance, comparisons)
     if report.ok:
-        return report
+        by_graphs = trial.by_graphs(sides.graphs, made) if sides.by_graphs else None
+        if by_graphs is None:
+            return report
+        others = _comparisons(trial, sides.expected, by_graphs, made.held, tolerance)
+        worse = tuple(max(pair, key=lambda c: c.error) for pair in zip(comparisons, others, strict=True))
+        report = replace(report, comparisons=worse)
+        return report if report.ok else replace(report, diverges_at=BY_GRAPHS)
     # runs again only after a failure: keeping every node's value takes the memory of all ranks' activations
     watched = trial.whole(watched=True), trial.sharded(sides.graphs, made, watched=True)
     return replace(report, diverges_at=_diagnose(_words_of_values(sides), sides.graph, *watched, tolerance))

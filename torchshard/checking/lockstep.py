@@ -23,7 +23,7 @@ from torch.fx.node import Argument
 from torchshard.compiler.program import DividedBatch, rank_before
 from torchshard.core.conversions import kernels, source_and_target
 from torchshard.core.errors import InternalError
-from torchshard.core.layouts import Layout, dual, join, split
+from torchshard.core.layouts import Layout, dual, is_whole, join, split
 from torchshard.core.mesh import Mesh, MeshAxis, Place, Simulated, simulated, simulated_name
 from torchshard.core.rng_states import RngStates, rng_state, rng_states, set_rng_states
 from torchshard.custom_ops.stepwise import Computation, Stepwise
@@ -268,4 +268,6 @@ class _Conversion(torch.autograd.Function):
 
 def _convert(pieces: Sequence[Tensor], source: Layout, target: Layout) -> tuple[Tensor, ...]:
     whole, world = join(pieces, source), len(pieces)
-    return tuple(split(whole, target, rank, world).clone() for rank in range(world))
+    # a copy lies in memory as its operand, what was sent without gaps
+    lies = torch.preserve_format if is_whole(source) and is_whole(target) else torch.contiguous_format
+    return tuple(split(whole, target, rank, world).clone(memory_format=lies) for rank in range(world))

@@ -28,6 +28,7 @@ from torchshard.core.mesh import Mesh, Place
 from torchshard.core.rng_states import RngStates, set_rng_states
 from torchshard.core.words import WHOLE, Word, split, word
 from torchshard.ir.graph import is_float, is_tensor, result_layouts, results_of
+from torchshard.passes import Partition, has_backward, step_graphs
 from torchshard.weights.materialize import local_state
 
 T = TypeVar("T")
@@ -66,14 +67,19 @@ def backward(outputs: Sequence[Sequence[object]], mesh: Mesh = ALONE, words: Seq
     for place, of_rank in zip(mesh.places(), outputs, strict=True):
         for number, output in enumerate(of_rank):
             if isinstance(output, Tensor) and output.requires_grad:
-                word, shape = words[number] if words else WHOLE, list(output.shape)
-                for axis, layout in word:
-                    assert isinstance(layout, Shard), word
-                    shape[layout.dim] *= axis.size
                 roots.append(output)
-                grads.append(split(_cotangent(output.new_empty(shape), number), word, place))
+                grads.append(_own_cotangent(output, number, words, place))
     if roots:
         torch.autograd.backward(roots, grads)
+
+
+def _own_cotangent(output: Tensor, number: int, words: Sequence[Word], place: Place) -> Tensor:
+    """A rank's part of the gradient of an output, given its own part of that."""
+    word, shape = words[number] if words else WHOLE, list(output.shape)
+    for axis, layout in word:
+        assert isinstance(layout, Shard), word
+        shape[layout.dim] *= axis.size
+    return split(_cotangent(output.new_empty(shape), number), word, place)
 
 
 def output_words(local: fx.GraphModule, mesh: Mesh) -> list[Word]:
@@ -122,6 +128,7 @@ class Run:
         mesh: Mesh,
         words: Mapping[str, Word] = MappingProxyType({}),
         watched: bool = False,
+        parts: Sequence[Partition] | None = None,
     ) -> None:
         """Runs it.
 
@@ -132,6 +139,7 @@ class Run:
             words: what each rank has of the call's tensors.
             nudges: which values, and gradients, are moved by a unit in their last place.
             watched: whether to keep every node's value and gradient.
+            parts: each rank's graphs of forward and backward, to run in place of `graphs` and PyTorch's autograd.
         """
         ranks = range(len(graphs))
         self.mesh, self.states, self._nudges, self._watched = mesh, states, nudges, watched
@@ -145,10 +153,33 @@ class Run:
         for graph, state, inputs in zip(graphs, states, self.inputs, strict=True):
             by_path = {**state, **inputs}
             placeholder_values.append([by_path[n.meta["path"]] for n in graph.graph.nodes if n.op == "placeholder"])
+        if parts is not None:
+            with torch.no_grad(), autocasting(()):
+                self.outputs = self._by_graphs(parts, placeholder_values)
+            return
         with torch.enable_grad(), autocasting(()):
             made = lockstep.run(graphs, placeholder_values, [self._recorder(rank) for rank in ranks])
             self.outputs = [[output for output in outputs if isinstance(output, Tensor)] for outputs in made]
             backward(self.outputs, mesh, self.output_words)
+
+    def _by_graphs(self, parts: Sequence[Partition], values: Sequence[Sequence[Tensor]]) -> list[list[Tensor]]:
+        """The results of a step by graphs of forward and backward, whose gradients are left in `.grad`."""
+        record, given = [_as_it_is] * len(parts), parts[0].given
+        plain = [[value.detach() if isinstance(value, Tensor) else value for value in of_rank] for of_rank in values]
+        made = lockstep.run([each.forward for each in parts], plain, record)
+        outputs, arguments = [], []
+        for place, results in zip(self.mesh.places(), made, strict=True):
+            own, saved = results[: len(given)], results[len(given) :]
+            outputs.append([result for result in own if isinstance(result, Tensor)])
+            numbers = [sum(isinstance(r, Tensor) for r in own[:i]) for i, is_given in enumerate(given) if is_given]
+            cotangents = [_own_cotangent(outputs[-1][i], i, self.output_words, place) for i in numbers]
+            arguments.append([*saved, *cotangents])
+        found = lockstep.run([each.backward for each in parts], cast(Sequence[Sequence[Argument]], arguments), record)
+        for of_rank, grads in zip(values, found, strict=True):
+            for value, grad in zip(of_rank, grads, strict=True):
+                if isinstance(grad, Tensor):  # a tied parameter is several arguments
+                    value.grad = grad if value.grad is None else value.grad + grad
+        return outputs
 
     def _recorder(self, rank: int) -> lockstep.Record:
         def record(node: fx.Node, value: Argument, args: list[Argument]) -> Argument:
@@ -161,6 +192,10 @@ class Run:
             return value
 
         return record
+
+
+def _as_it_is(node: fx.Node, value: Argument, args: list[Argument]) -> Argument:
+    return value
 
 
 @dataclass(frozen=True)
@@ -210,6 +245,18 @@ class Trial:
         """Runs the graphs of all ranks of a program."""
         return self._run(graphs, made.held, made.mesh, watched=watched)
 
+    def by_graphs(self, graphs: list[fx.GraphModule], made: Program) -> Run | None:
+        """The same by graphs of forward and backward, as training runs it; None if there are none."""
+        if self.dtype is not None:
+            graphs = [widened_graph(graph, self.dtype) for graph in graphs]
+        if not all(map(has_backward, graphs)):
+            return None
+        try:
+            parts = [step_graphs(graph) for graph in graphs]
+        except Exception:  # whatever it is: training does without
+            return None
+        return self._run(graphs, made.held, made.mesh, watched=False, parts=parts)
+
     def _run(
         self,
         graphs: list[fx.GraphModule],
@@ -218,13 +265,14 @@ class Trial:
         nudges: Nudges | None = None,
         *,
         watched: bool,
+        parts: Sequence[Partition] | None = None,
     ) -> Run:
         set_rng_states(self.seed)
         states = [self._state(words, place) for place in mesh.places()]
-        if self.dtype is not None:
+        if self.dtype is not None and parts is None:
             graphs = [widened_graph(graph, self.dtype) for graph in graphs]
         with _default_dtype(self.dtype):
-            return Run(graphs, states, self.call, nudges, mesh=mesh, words=words, watched=watched)
+            return Run(graphs, states, self.call, nudges, mesh=mesh, words=words, watched=watched, parts=parts)
 
     def _state(self, words: Mapping[str, Word], place: Place) -> dict[str, Tensor]:
         """A rank's parameters, buffers and constants, by all their names."""

@@ -4,11 +4,13 @@ The gradient of a cast, as autocast makes one of each weight, is summed in the p
 
 A parameter that is used on slices, as a norm's weight on slices of a sequence, gets a part of its gradient on each
 rank. A message takes as long as its latency, so small parts of a layer are sent together, while the backward of the
-layer before runs (DDP's buckets; S. Li et al., PyTorch Distributed, 2020, 3.2.3).
+layer before runs (DDP's buckets; S. Li et al., PyTorch Distributed, 2020, 3.2.3). So are slices of a layer's weights
+gathered together, and their gradients scattered (FSDP2's groups, but for what is large).
 """
 
 from __future__ import annotations
 
+import math
 from typing import NamedTuple
 
 import torch
@@ -16,10 +18,10 @@ from torch import fx
 
 from torchshard.core.layouts import I
 from torchshard.core.paths import layer_of
-from torchshard.ir.graph import before_casts, nbytes
+from torchshard.ir.graph import before_casts, global_shape
 
-BUCKETED_BYTES = 1 << 18
-"""A larger gradient takes its time by its bytes."""
+BUCKETED_BYTES = 1 << 20
+"""What is larger takes its time by its bytes."""
 
 
 class Bucket(NamedTuple):
@@ -28,6 +30,9 @@ class Bucket(NamedTuple):
     layer: str
     """The path of the numbered module; '' for what is in none."""
     dtype: torch.dtype
+    """In which gradients are summed."""
+    gathered: torch.dtype | None = None
+    """In which the parameters are gathered, if each rank holds slices of them."""
 
 
 def summed_dtype(value: fx.Node) -> torch.dtype:
@@ -42,11 +47,16 @@ def summed_dtype(value: fx.Node) -> torch.dtype:
 def bucket_of(value: fx.Node) -> Bucket | None:
     """The bucket of the gradient of a parameter, or of a cast of one; None for a message of its own."""
     source = before_casts(value)
-    if not _is_parameter(source) or nbytes(source.meta["val"]) > BUCKETED_BYTES:
+    if not _is_parameter(source) or _whole_bytes(source) > BUCKETED_BYTES:
         return None
-    if source.meta.get("layouts", (I,)) != (I,):  # each rank gets its slice of the sum
+    layer, is_sliced = layer_of(source.meta["path"]) or "", source.meta.get("layouts", (I,)) != (I,)
+    if is_sliced and not layer:  # from the first op to the last they would be whole
         return None
-    return Bucket(layer_of(source.meta["path"]) or "", summed_dtype(value))
+    return Bucket(layer, summed_dtype(value), value.meta["val"].dtype if is_sliced else None)
+
+
+def _whole_bytes(source: fx.Node) -> int:
+    return math.prod(global_shape(source)) * int(source.meta["val"].dtype.itemsize)
 
 
 def _is_parameter(source: fx.Node) -> bool:

@@ -1,68 +1,133 @@
-"""Sums small gradients of parameters over the ranks in one message per layer (see `ir.buckets`).
+"""Gathers small weights of a layer, and sums gradients of its parameters, in one message each (see `ir.buckets`).
 
     before    reduce = reduce(grad_weight);  reduce_1 = reduce(grad_bias)
     after     cat = cat([grad_weight, grad_bias]);  reduce = reduce(cat);  split = split_with_sizes(reduce, [16, 16])
+
+A slice of rows is a slice of each part of what lies one behind the other, so that what one conversion does for several
+tensors, it does for that one:
+
+    before    q = all_gather(q_slice, 0, [4, 1]);  k = all_gather(k_slice, 0, [4, 1])            rows of 8
+    after     both = all_gather(cat, 0, [4, 8, 4, 8]);  split = split_with_sizes(both, [32, 32]);  q = view(...)
 
 Each gradient has memory of its own afterwards: users may keep one, or change it in place.
 """
 
 from __future__ import annotations
 
+import math
 import operator
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple
 
 import torch
 from torch import fx
 from torch._ops import OpOverload
 from torch.fx.node import Argument
 
-from torchshard.core.layouts import I
 from torchshard.ir.buckets import Bucket, bucket_of
-from torchshard.ir.graph import emit
-from torchshard.passes.nodes import node_arg
+from torchshard.ir.graph import emit, global_shape
+from torchshard.passes.nodes import int_list_arg, node_arg, operator_of, replace_node, upstream
 
 aten = torch.ops.aten
 REDUCE = torch.ops.torchshard.reduce.default
+GATHER = torch.ops.torchshard.all_gather.default
+SCATTER = torch.ops.torchshard.reduce_scatter.default
+
+
+class _Message(NamedTuple):
+    """What must be equal for collectives to be one."""
+
+    of: Bucket
+    op: object
+    group: Argument
+    again: bool
+    """Whether backward runs it again."""
+    region: Argument
+    """The region that is computed again, that they belong to."""
 
 
 def bucket(joint: fx.GraphModule) -> bool:
-    """Joins the `reduce` of gradients in a joint graph; returns whether there were any to join."""
+    """Joins the collectives of small parameters in a joint graph; returns whether there were any to join."""
     known = {node.name: node for node in joint.graph.nodes}
-    buckets: dict[tuple[Bucket, Argument], list[fx.Node]] = defaultdict(list)
+    buckets: dict[_Message, list[fx.Node]] = defaultdict(list)
     for node in joint.graph.nodes:
-        if node.target is REDUCE and node.meta.get("is_backward"):
-            found = {bucket_of(known[name]) for name in node.meta.get("gradient_of", ()) if name in known}
-            if len(found) == 1 and (of := found.pop()) is not None:
-                buckets[of, node.args[-1]].append(node)
-    several = {of: reduces for of, reduces in buckets.items() if len(reduces) > 1}
-    for (of, _), reduces in several.items():
-        _join(joint, of, reduces)
+        of = _bucket(node, known)
+        if of is not None:
+            again = bool(node.meta.get("gathered_again"))
+            buckets[_Message(of, node.target, node.args[-1], again, node.meta.get("recompute"))].append(node)
+    several = {message: nodes for message, nodes in buckets.items() if len(nodes) > 1}
+    for message, nodes in several.items():
+        _join(joint, message, nodes)
     return bool(several)
 
 
-def _join(joint: fx.GraphModule, of: Bucket, reduces: Sequence[fx.Node]) -> None:
-    """Puts one collective in place of several, where the last of them stands."""
-    last, name = reduces[-1], reduces[-1].name
-    followers = _followers(reduces)
-    shapes = [list(node.meta["val"].shape) for node in reduces]
-    with joint.graph.inserting_before(last):
-        flat = [_in_shape(joint, aten.reshape.default, node_arg(node), [-1]) for node in reduces]
-        parts = emit(joint, aten.cat.default, (flat,), last)
-        total = emit(joint, REDUCE, (parts, *last.args[1:]), last)
-        pieces = emit(joint, aten.split_with_sizes.default, (total, [n.meta["val"].numel() for n in flat]), last)
-        for i, (node, shape) in enumerate(zip(reduces, shapes, strict=True)):
-            piece = _in_shape(joint, aten.view.default, emit(joint, operator.getitem, (pieces, i), node), shape)
-            own = emit(joint, aten.clone.default, (piece,), node)
-            own.meta = node.meta
-            node.replace_all_uses_with(own)
-    names = [name for node in reduces for name in node.meta["gradient_of"]]
-    total.meta |= {"module": of.layer, "layouts": (I,), "gradient_of": tuple(dict.fromkeys(names))}
-    for node in reduces:
-        joint.graph.erase_node(node)
-    total.name = name
+def _bucket(node: fx.Node, known: dict[str, fx.Node]) -> Bucket | None:
+    """The bucket of a collective that gathers a parameter's slices, or sums a parameter's gradient."""
+    of: Bucket | None = None
+    if node.target is GATHER and not node.meta.get("is_backward"):
+        of = bucket_of(node_arg(node))
+    elif node.target in (REDUCE, SCATTER) and node.meta.get("is_backward"):
+        found = {bucket_of(known[name]) for name in node.meta.get("gradient_of", ()) if name in known}
+        of = found.pop() if len(found) == 1 else None
+    if of is not None and node.target is not REDUCE and (of.gathered is None or node.args[1] != 0):
+        return None
+    return of
+
+
+def _join(joint: fx.GraphModule, message: _Message, nodes: Sequence[fx.Node]) -> None:
+    """Puts one collective in place of several: of those that gather where the first stands, else the last."""
+    gathers, args = message.op is GATHER, list(nodes[0].args[1:])
+    if message.op is not REDUCE:
+        args[1] = [number for node in nodes for number in _parts_of_rows(node)]
+    at = nodes[0] if gathers else nodes[-1]
+    followers = [] if gathers else _followers(nodes)
+    if gathers:
+        _move_operands(joint, nodes)
+    before, made = at.prev, list[fx.Node]()
+    with joint.graph.inserting_before(at):
+        flat = [_in_shape(joint, aten.reshape.default, node_arg(node), [-1]) for node in nodes]
+        parts = emit(joint, aten.cat.default, (flat,), at)
+        total = emit(joint, operator_of(at), (parts, *args), at)
+        pieces = emit(joint, aten.split_with_sizes.default, (total, [n.meta["val"].numel() for n in nodes]), at)
+        for i, node in enumerate(nodes):
+            piece = emit(joint, operator.getitem, (pieces, i), node)
+            made.append(_in_shape(joint, aten.view.default, piece, list(node.meta["val"].shape)))
+            if not gathers:
+                made[-1] = emit(joint, aten.clone.default, (made[-1],), node)
+    while message.again and (before := before.next) is not at:
+        before.meta["gathered_again"] = True
+    total.meta |= {"module": message.of.layer, "layouts": at.meta["layouts"]}
+    if gathers:
+        whose = ", ".join(node.meta["note"].partition(", for ")[2] for node in nodes)
+        total.meta["note"] = f"{at.meta['note'].partition(', for ')[0]}, for {whose}"
+    else:
+        total.meta["gradient_of"] = tuple(dict.fromkeys(name for node in nodes for name in node.meta["gradient_of"]))
+    name = at.name
+    for node, own in zip(nodes, made, strict=True):
+        own.meta = node.meta
+        replace_node(node, own)
+    if not gathers:
+        made[-1]._rename(f"{name}_own")
+        total.name = name
     for node in reversed(followers):
-        own.append(node)
+        made[-1].append(node)
+
+
+def _parts_of_rows(node: fx.Node) -> Iterator[int]:
+    """The parts of a dim of rows, as (count, unit) one after the other, of the elements in these rows."""
+    width = math.prod(global_shape(node)[1:])
+    for i, number in enumerate(int_list_arg(node, 2)):
+        yield number * width if i % 2 else number
+
+
+def _move_operands(joint: fx.GraphModule, gathers: Sequence[fx.Node]) -> None:
+    """Moves what makes the operands, such as casts, before the first of the collectives."""
+    place = {node: i for i, node in enumerate(joint.graph.nodes)}
+    needed = set[fx.Node]().union(*(upstream(node, lambda n: n.all_input_nodes) for node in gathers))
+    for node in sorted(needed, key=place.__getitem__):
+        if place[node] > place[gathers[0]]:
+            gathers[0].prepend(node)
 
 
 def _in_shape(joint: fx.GraphModule, target: OpOverload[..., object], value: fx.Node, shape: list[int]) -> fx.Node:
@@ -71,12 +136,12 @@ def _in_shape(joint: fx.GraphModule, target: OpOverload[..., object], value: fx.
     return value if is_flat else emit(joint, target, (value, shape), value)
 
 
-def _followers(reduces: Sequence[fx.Node]) -> list[fx.Node]:
+def _followers(sums: Sequence[fx.Node]) -> list[fx.Node]:
     """What computes with the results of collectives before the last of them, in order: casts and sums of gradients."""
     found: dict[fx.Node, None] = {}
-    node = reduces[0]
-    while node is not reduces[-1]:
+    node = sums[0]
+    while node is not sums[-1]:
         node = node.next
-        if any(used in found or used in reduces for used in node.all_input_nodes) and node not in reduces:
+        if any(used in found or used in sums for used in node.all_input_nodes) and node not in sums:
             found[node] = None
     return list(found)

@@ -27,6 +27,13 @@ def int_arg(node: fx.Node, index: int) -> int:
     return value
 
 
+def int_list_arg(node: fx.Node, index: int) -> list[int]:
+    """A positional argument that is a list of ints."""
+    value = node.args[index]
+    assert isinstance(value, (list, tuple)), f"argument {index} of {node.format_node()}"
+    return [number for number in value if isinstance(number, int)]
+
+
 def operator_of(node: fx.Node) -> OpOverload[..., object]:
     """The target of a node that calls a PyTorch operator."""
     assert isinstance(node.target, OpOverload), node.format_node()

@@ -123,8 +123,12 @@ class Value:
         return replace(self, nbytes=self.nbytes * itemsize // self.dtype.itemsize)
 
     def is_bucketed(self, step: ConversionStep) -> bool:
-        """Whether what a conversion sends in the backward goes with the gradients of others."""
-        return step.name == "copy" and self.bucket is not None
+        """Whether what a conversion sends goes with the gradients, or weights, of others."""
+        if self.bucket is None:
+            return False
+        if step.name == "all_gather" and self.bucket.gathered is not None:
+            return isinstance(step.source, Shard) and step.source.dim == 0
+        return step.name == "copy"
 
     def held(self, layout: Layout, ranks: int) -> float:
         """Bytes on the first rank, which holds the most."""
@@ -248,11 +252,15 @@ class CostModel:
             # the schedule begins it before the weights' gradients, and waits for it behind them
             hidden = value.hides / self.axis.size / self.machine.flops
             back = replace(back, seconds=max(back.seconds - hidden, self.machine.launch))
-        if value.is_bucketed(step):
-            by_bytes = back.nbytes / self.machine.link(self.axis.size)[0]
-            back = replace(back, seconds=by_bytes + (back.seconds - by_bytes) / BUCKETED)
         there = self._sent(forward, value, source, target)
+        if value.is_bucketed(step):
+            back, there = map(self._beside_others, (back, there))
         return there, back, there if is_gathered_again(step, value.gathered_again) else NOTHING
+
+    def _beside_others(self, sent: Sent) -> Sent:
+        """A part of a message."""
+        by_bytes = sent.nbytes / self.machine.link(self.axis.size)[0]
+        return replace(sent, seconds=by_bytes + (sent.seconds - by_bytes) / BUCKETED)
 
     def inside(self, op: Op, choice: Choice) -> list[tuple[str, Sent, Sent]]:
         """The collectives within a split op's local computation: (name, forward, backward)."""

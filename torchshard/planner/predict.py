@@ -10,7 +10,6 @@ from torch import fx
 from torchshard.core.conversions import Steps
 from torchshard.core.layouts import I, Layout, is_whole, type_text
 from torchshard.core.notation import Choice
-from torchshard.ir.buckets import Bucket
 from torchshard.ir.gathered_again import dims_gathered_again
 from torchshard.ir.graph import consumers, node_row, operands
 from torchshard.planner.conversions import Demand, demands_of
@@ -41,11 +40,20 @@ def predict(
             module = node.meta.get("module", "")
             compute[module] = compute.get(module, 0.0) + seconds
             collectives += [_within(node, *one) for one in inside]
-    begun: set[Bucket] = set()
+    begun: set[object] = set()
     for demand in demands_of(graph, choices, parameters):
         collectives += _conversions(model, demand, conversions.get(demand.node.name, ()), begun)
     position = {node.name: i for i, node in enumerate(graph.nodes)}
     return sorted(collectives, key=lambda c: position[c.consumers[0]]), compute
+
+
+def _once(sent: Sent, message: object, begun: set[object]) -> Sent:
+    """What is sent of a message, which counts if nothing was in it before."""
+    if not sent.nbytes:
+        return sent
+    times = int(message not in begun)
+    begun.add(message)
+    return dataclasses.replace(sent, times=times)
 
 
 def _flows(node: fx.Node) -> tuple[bool, ...]:
@@ -53,11 +61,11 @@ def _flows(node: fx.Node) -> tuple[bool, ...]:
     return tuple(bool(n.meta.get("needs_grad")) for n in (node, *node.all_input_nodes))
 
 
-def _conversions(model: CostModel, demand: Demand, steps: Steps, begun: set[Bucket]) -> list[Collective]:
+def _conversions(model: CostModel, demand: Demand, steps: Steps, begun: set[object]) -> list[Collective]:
     """The collectives of one value.
 
     Args:
-        begun: the buckets that some gradient is in already; others are added.
+        begun: the messages that something is in already; others are added.
     """
     node, value = demand.node, Value.converted(demand.node)
     into = {step.target: step for step in steps}
@@ -71,9 +79,9 @@ def _conversions(model: CostModel, demand: Demand, steps: Steps, begun: set[Buck
     for step in steps:
         dims = dims_gathered_again(node, served[step.target])
         forward, backward, again = model.sent(dataclasses.replace(value, gathered_again=dims), step)
-        if backward.nbytes and value.bucket is not None and value.is_bucketed(step):
-            backward = dataclasses.replace(backward, times=int(value.bucket not in begun))
-            begun.add(value.bucket)
+        if value.is_bucketed(step):
+            of, ways = (value.bucket, bool(again.nbytes)), (("there", forward), ("again", again), ("back", backward))
+            forward, again, backward = (_once(sent, (of, way), begun) for way, sent in ways)
         names = tuple(dict.fromkeys(consumer.name for consumer in served[step.target]))
         first = served[step.target][0]
         beside = first if is_whole(step.source) or node.op == "placeholder" else node
