@@ -36,6 +36,7 @@ def _main(rank: int, script: str, *args: str) -> str:
     """Runs a script as a rank that a launcher has started; returns what it printed."""
     os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(dist.get_world_size())}
     sys.argv = [script, *args]
+    sys.path.insert(0, str(EXAMPLES))  # as Python itself does for a script
     with contextlib.redirect_stdout(io.StringIO()) as printed:
         runpy.run_path(script, run_name="__main__")
     return printed.getvalue()
