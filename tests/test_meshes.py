@@ -20,7 +20,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 import torchshard as ts
 from tests.compiled import constraints_of
 from tests.helpers import refused, refused_input, run_ranks
-from tests.test_batches import CASES, KINDS, PART, WAYS, Keeps, _batch, _model, _model_of, _own, _train_both
+from tests.test_batches import CASES, KINDS, PART, WAYS, _batch, _model, _model_of, _own, _train_both
 from tests.test_folders import _saved
 from torchshard.checking.check import check_program
 from torchshard.checking.lockstep import rank_graphs
@@ -588,8 +588,3 @@ def test_rings_of_ranks_that_lie_apart_share_the_network() -> None:
     assert host.across(1) == host and host.across(2).link(4) == host.link(4) and host.across(4).domain == 2
     assert host.across(4).link(2) == host.link(8) and host.across(8).link(2)[0] == host.network_bandwidth / 8
     assert host.across(16).link(2) == host.across(8).link(2) == host.across(8).link(64)
-
-
-def test_calls_that_leave_something_are_refused() -> None:
-    with pytest.raises(ts.InputError, match="forward changes its arguments, and the ranks divide the batch"):
-        ts.check(Keeps(), {}, mesh={"dp": 2, "tp": 2}, example_inputs=(torch.randn(4, 6), {}))

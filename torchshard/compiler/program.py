@@ -204,8 +204,6 @@ def program(
         trains=constraints.objective.trains,
         divided=constraints.divided,
     )
-    if batches:
-        _refuse_changes(captured)
     graph = captured.graph
     multiples, sizes = graph.meta["multiples"], _batch_sizes(graph, batches or {})
     if constraints.splits_sequence and not constraints.data and not multiples.difference(sizes):
@@ -214,9 +212,8 @@ def program(
     if not constraints.batch_parts:
         return planned(captured, model, split)
     facts = ModelFacts.of(model)
-    of_batch = [
-        each.with_layouts(each.first_layouts(facts)).with_inputs(batches or {}) for each in constraints.of_batch
-    ]
+    divided = {**(batches or {}), **_left_layouts(captured, sizes)}
+    of_batch = [each.with_layouts(each.first_layouts(facts)).with_inputs(divided) for each in constraints.of_batch]
     if not constraints.divisions:
         _divide_batch(graph, sizes.keys(), of_batch[0])
         return planned(captured, model, of_batch[0])
@@ -224,11 +221,11 @@ def program(
     graph.meta["multiples"] = (multiples & _sizes_of(graph, SEQUENCE)).difference(sizes)
     with sizes_as({size: number // constraints.batch_parts for size, number in sizes.items()}):
         made = planned(captured, model, split)  # for what a rank computes
-    divided = frozenset(path for path, size in _batches_of(graph, batches or {}).items() if size_expr(size) in sizes)
+    names = frozenset(path for path, size in _batches_of(graph, batches or {}).items() if size_expr(size) in sizes)
     parts, over_axes = constraints.batch_parts, list[DividedBatch]()
     for each in of_batch:
         parts //= each.axis.size
-        over_axes.append(DividedBatch(each, divided, facts, parts))
+        over_axes.append(DividedBatch(each, names, facts, parts))
     return dataclasses.replace(made, divided=True, batches=tuple(over_axes))
 
 
@@ -296,19 +293,25 @@ def _check_settled(graph: fx.Graph, plan: Plan, first: Plan) -> None:
             )
 
 
-def _refuse_changes(captured: Captured) -> None:
-    """Refuses a call that leaves something for the next one.
+def _left_layouts(captured: Captured, batches: Collection[sympy.Symbol]) -> dict[str, Layout]:
+    """How ranks that divide the batch hold what a call leaves for the next one: a part of the batch, or all of it.
 
     Raises:
-        InputError: forward changes its arguments.
+        InputError: the batch is not its first dim, by which the next call tells parts of the batch.
     """
-    if captured.changes.names:
-        raise InputError(
-            "forward changes its arguments, and the ranks divide the batch",
-            where=f"argument {captured.changes.names[0]!r}",
-            why="what a call leaves for the next one, such as a cache, is no part of the batch",
-            attempt="use_cache=False; or ranks that divide the weights alone",
-        )
+    found = dict[str, Layout]()
+    for value in [n for n in results_of(captured.graph.graph) if isinstance(n, fx.Node) and is_carried(n)]:
+        place, sizes = value.meta["place"], list(map(size_expr, value.meta["val"].shape))
+        dim = next((dim for dim, size in enumerate(sizes) if size in batches), None)
+        if dim:
+            raise InputError(
+                "what forward leaves in its arguments has the batch in another dim than the first",
+                where=f"argument {place!r}, dim {dim}",
+                why="the ranks divide the batch, and a call takes as parts of it the tensors that have it first",
+                attempt="a cache with the batch first; or ranks that divide the weights alone",
+            )
+        found[place] = I if dim is None else Shard(BATCH)
+    return found
 
 
 def _batch_sizes(graph: fx.GraphModule, batches: Collection[str]) -> dict[sympy.Symbol, int]:
@@ -337,7 +340,7 @@ def _divide_batch(graph: fx.GraphModule, batches: Collection[int | sympy.Expr], 
             node.meta["gathered_once"] = constraints.data == "shard_grad_op"
 
     def layout_of(result: object) -> Layout:
-        sizes = map(size_expr, result.meta["val"].shape) if is_tensor(result) and not is_carried(result) else ()
+        sizes = map(size_expr, result.meta["val"].shape) if is_tensor(result) else ()
         return next((Shard(dim) for dim, size in enumerate(sizes) if size in batches), I)
 
     graph.graph.output_node().meta["layouts"] = tuple(map(layout_of, results_of(graph.graph)))

@@ -43,7 +43,7 @@ from torch.fx.experimental.symbolic_shapes import ShapeEnv
 from torch.fx.node import Argument, Target
 
 from torchshard.core.autocast import autocasting
-from torchshard.core.layouts import I, Layout
+from torchshard.core.layouts import I, Layout, Shard
 from torchshard.core.notation import Choice, Row
 from torchshard.custom_ops.carry import CARRY
 from torchshard.custom_ops.whole import WholeCall
@@ -175,6 +175,14 @@ def consumers(graph: fx.Graph) -> list[fx.Node]:
 def is_carried(value: fx.Node) -> bool:
     """Whether a result of a graph may stay split: a call leaves it for the next one."""
     return value.target is CARRY
+
+
+def is_kept_split(value: fx.Node) -> bool:
+    """Whether a call leaves a slice of a result, which is no part of a batch that the ranks divide."""
+    if not is_carried(value) or not isinstance(layout_of(value), Shard):
+        return False
+    results = results_of(value.graph)
+    return result_layouts(value.graph)[results.index(value)] == I
 
 
 def carried_inputs(graph: fx.Graph) -> list[fx.Node]:

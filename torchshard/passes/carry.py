@@ -14,9 +14,9 @@ from torch import fx
 
 from torchshard.capture.carried import Changes
 from torchshard.core.conversions import step_args
-from torchshard.core.layouts import I, Shard
+from torchshard.core.layouts import I
 from torchshard.custom_ops.carry import CARRY
-from torchshard.ir.graph import ORIGIN, duplicate, global_shape, is_carried, is_tensor, layout_of, name_after
+from torchshard.ir.graph import ORIGIN, duplicate, global_shape, is_kept_split, is_tensor, layout_of, name_after
 
 
 def carry(module: fx.GraphModule, changes: Changes) -> bool:
@@ -46,7 +46,7 @@ def with_whole_results(module: fx.GraphModule) -> fx.GraphModule:
     """A copy of a rewritten graph whose carried results are whole, as those of the unsharded model."""
     copied = duplicate(module)
     output = copied.graph.output_node()
-    for value in [n for n in output.all_input_nodes if is_carried(n) and isinstance(layout_of(n), Shard)]:
+    for value in filter(is_kept_split, output.all_input_nodes):
         layout = layout_of(value)
         args = step_args(layout, I, global_shape(value))
         with copied.graph.inserting_before(output):

@@ -217,7 +217,7 @@ class _Builder:
                         states = [c for c in states if not c.axes] or states
                 if not self.constraints.weights:
                     states = [c for c in states if c.splits_dynamic] or states
-                if is_carried(op.node):  # it grows, so that the slices of the next call would be others
+                if is_carried(op.node) and self.constraints.weights:  # it grows: the next call's slices would be others
                     states = [c for c in states if not c.splits_dynamic]
                 if is_carried(op.node) or not any(value.needs_grad for value in (*op.operands, *op.results)):
                     # the same as I where no gradient flows; and what is whole between two calls is I

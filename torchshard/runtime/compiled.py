@@ -20,7 +20,7 @@ from torchshard.compiler.program import Program
 from torchshard.core.layouts import I, Layout
 from torchshard.core.mesh import Coordinate
 from torchshard.distributed.ranks import Ranks
-from torchshard.ir.graph import duplicate, is_tensor, layout_of, result_layouts, results_of, uses_rng, writes
+from torchshard.ir.graph import duplicate, is_kept_split, layout_of, result_layouts, results_of, uses_rng, writes
 from torchshard.passes import direct, localized, schedule
 from torchshard.plans.plan import Plan
 from torchshard.runtime.call_key import CallKey
@@ -172,7 +172,7 @@ def _carried(program: Program) -> tuple[tuple[Layout, torch.Size], ...]:
     values = results_of(program.graph.graph)[program.captured.changes.results :]
     return tuple(
         (layout_of(value), value.meta["val"].shape)
-        if isinstance(value, fx.Node) and is_tensor(value)
+        if isinstance(value, fx.Node) and is_kept_split(value)
         else (I, torch.Size())
         for value in values
     )

@@ -27,6 +27,10 @@ class Sharded(Protocol):
     def source(self) -> nn.Module:
         """The unsharded model, without memory."""
 
+    @property
+    def divides_batch(self) -> bool:
+        """Whether ranks pass parts of a batch."""
+
     def __call__(self, *args: object, **kwargs: object) -> Any:
         """Calls the model."""
 
@@ -56,6 +60,13 @@ def _shell(model: Sharded) -> nn.Module:
     def never(self: nn.Module, *args: object, **kwargs: object) -> bool:
         return False
 
+    def generate(self: nn.Module, *args: object, **kwargs: object) -> Any:
+        sharded = reference()
+        assert sharded is not None
+        if sharded.divides_batch and kwargs.get("synced_gpus") is None:
+            kwargs["synced_gpus"] = True  # a rank whose part has ended goes on calling, until all have
+        return type(source).generate(self, *args, **kwargs)  # type: ignore[attr-defined]
+
     def get_encoder(self: nn.Module, *args: object, **kwargs: object) -> nn.Module:
         part = source.get_encoder(*args, **kwargs)  # type: ignore[operator]
         path = next(path for path, module in source.named_modules() if module is part)
@@ -67,7 +78,9 @@ def _shell(model: Sharded) -> nn.Module:
 
         return _with_methods(part, __call__=call_part)
 
-    return _with_methods(source, __call__=call, get_encoder=get_encoder, _valid_auto_compile_criteria=never)
+    return _with_methods(
+        source, __call__=call, generate=generate, get_encoder=get_encoder, _valid_auto_compile_criteria=never
+    )
 
 
 def entry_of(model: nn.Module, path: str) -> nn.Module:

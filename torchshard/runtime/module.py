@@ -38,6 +38,7 @@ from torchshard.capture import (
     shared_names,
     without_storage,
 )
+from torchshard.capture.carried import Changes
 from torchshard.capture.facts import ModelFacts
 from torchshard.compiler.batches import layouts_of_parts, whole_batch
 from torchshard.compiler.constraints import Constraints, Division, PlanLike, check_layouts, read_constraints
@@ -289,6 +290,11 @@ class ShardedModule(State):
             yield
         finally:
             self._ts_is_in_no_sync = before
+
+    @property
+    def divides_batch(self) -> bool:
+        """Whether ranks pass parts of a batch, and have to call the model together."""
+        return bool(self._batch_axes)
 
     def call_part(self, path: str, args: Sequence[object], kwargs: Mapping[str, object]) -> Any:
         """Calls a submodule of the model by itself, as generation calls an encoder; it has graphs of its own."""
@@ -587,6 +593,8 @@ class ShardedModule(State):
             captured = program(
                 entry, constraints, args, kwargs, inputs=call.layouts, batches=call.batches, numbers=numbers
             )
+            if self._ts_whole_batches:
+                _refuse_changes(captured.captured.changes)
             self._ts_graphs.refuse_dependence(entry, model_call, captured)
             check_once(replace(call.inputs, tensors=call.tensors), captured.captured.changes)
             return RankProgram.of(captured, self._ts_ranks)
@@ -673,6 +681,21 @@ def _warn_of_global_hooks() -> None:
             "hooks on all modules (register_module_forward_hook) become part of a sharded model's graph; on the "
             "model itself they are called once more",
             stacklevel=2,
+        )
+
+
+def _refuse_changes(changes: Changes) -> None:
+    """Checks that a call of the whole batch leaves nothing for the next one: it would be this rank's part of that.
+
+    Raises:
+        InputError: forward changes its arguments.
+    """
+    if changes.names:
+        raise InputError(
+            "forward changes its arguments, and each rank passes the whole batch",
+            where=f"argument {changes.names[0]!r}",
+            why="what a call leaves for the next one, such as a cache, is this rank's part of the batch",
+            attempt='inputs="local": each rank passes its part of the batch; without a cache, use_cache=False',
         )
 
 

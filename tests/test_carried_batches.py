@@ -1,0 +1,194 @@
+"""What calls leave for the next one, where the ranks divide the batch: caches, states, and `generate()`."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from torch import Tensor, nn
+
+import torchshard as ts
+from tests.helpers import refused_input, run_ranks
+from tests.test_later_sums import _gradient
+
+Ways = str | dict[str, str]
+MESHES: list[tuple[dict[str, int], Ways]] = [
+    ({"dp": 2, "tp": 2}, "replicate"),
+    ({"dp": 2, "tp": 2}, "shard"),
+    ({"dp": 4}, "shard"),
+    ({"hosts": 2, "fsdp": 2}, {"hosts": "replicate", "fsdp": "shard"}),
+]
+ONCE = {("llama", 0), ("llama", 3), ("t5", 1)}
+"""Answers that are tried with each change: the number of the mesh."""
+ROWS = 2
+"""Of a rank's part of the batch."""
+
+
+class State(nn.Module):
+    """A recurrent state by features, and what all rows share."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b = nn.Linear(6, 8), nn.Linear(8, 6)
+
+    def forward(self, x: Tensor, state: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
+        h = self.a(x)
+        if state:
+            h = h + 0.5 * state["h"] * state["mean"]
+        state["h"] = h.tanh()
+        state["mean"] = state["h"].mean(0)
+        y = self.b(state["h"])
+        return y, y.square().mean()
+
+
+class Stacked(State):
+    """The batch is the second dim of what it leaves."""
+
+    def forward(self, x: Tensor, state: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
+        result = super().forward(x, state)
+        state["h"] = torch.stack([state["h"], state["h"]])
+        return result
+
+
+def _pins(mesh: dict[str, int]) -> dict[str, str]:
+    return {"a": "column", "b": "row"} if "tp" in mesh else {}
+
+
+@pytest.mark.parametrize(("mesh", "data"), MESHES)
+@pytest.mark.parametrize("begun", [False, True])
+def test_what_a_call_leaves_is_that_of_the_whole_batch(mesh: dict[str, int], data: Any, begun: bool) -> None:
+    torch.manual_seed(0)
+    model, x = State(), torch.randn(8, 6)
+    state = {"h": torch.randn(8, 8, requires_grad=True), "mean": torch.randn(8)} if begun else {}
+    report = ts.check(model, _pins(mesh), mesh=mesh, data=data, example_inputs=(x, state))
+    report.raise_on_error()
+
+
+def _carried(rank: int, mesh: dict[str, int], data: Any) -> dict[str, float]:
+    """Errors after two calls, whose gradients flow through the state between them, and a third without any."""
+    torch.manual_seed(0)
+    whole, (first, second) = State().double(), torch.randn(2, 8, 6).double()
+    model = ts.shard(copy.deepcopy(whole), _pins(mesh), mesh=mesh, data=data)
+    place = rank // mesh.get("tp", 1)
+    own = slice(place * (rows := 8 * mesh.get("tp", 1) // 4), (place + 1) * rows)
+    state, expected = dict[str, Tensor](), dict[str, Tensor]()
+    losses = model(first[own], state)[1], model(second[own], state)[1]
+    (losses[0] + losses[1]).backward()
+    of_whole = whole(first, expected)[1], whole(second, expected)[1]
+    (of_whole[0] + of_whole[1]).backward()
+    found = {"loss": float((losses[1] - of_whole[1]).abs())}
+    with torch.no_grad():
+        result, _ = model(first[own], state)
+        found["result"] = float((result - whole(first, expected)[0][own]).abs().max())
+    kept = {name: t.full_tensor() if hasattr(t, "full_tensor") else t for name, t in state.items()}
+    found["state"] = float((kept["h"] - expected["h"][own]).abs().max())
+    found["mean"] = float((kept["mean"] - expected["mean"]).abs().max())
+    pairs = zip(whole.named_parameters(), model.parameters(), strict=True)
+    return found | {name: float((_gradient(own) - p.grad).abs().max()) for (name, p), own in pairs}
+
+
+@pytest.mark.parametrize(("mesh", "data"), MESHES)
+def test_gradients_flow_from_call_to_call(mesh: dict[str, int], data: Any) -> None:
+    for found in run_ranks(_carried, 4, mesh, data):
+        assert len(found) == 8 and max(found.values()) < 1e-12, found
+
+
+def _llama() -> nn.Module:
+    config = transformers.LlamaConfig(
+        hidden_size=64,
+        intermediate_size=96,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        num_hidden_layers=2,
+        vocab_size=16,
+        pad_token_id=0,
+        eos_token_id=None,
+    )
+    torch.manual_seed(1)
+    return transformers.LlamaForCausalLM(config).eval()
+
+
+def _t5() -> nn.Module:
+    config = transformers.T5Config(
+        d_model=32,
+        d_kv=8,
+        d_ff=64,
+        num_layers=2,
+        num_heads=4,
+        vocab_size=16,
+        decoder_start_token_id=0,
+        pad_token_id=0,
+        eos_token_id=None,
+    )
+    torch.manual_seed(1)
+    return transformers.T5ForConditionalGeneration(config).eval()
+
+
+def _answers(rank: int, kind: str, mesh: dict[str, int], data: Any) -> dict[str, bool]:
+    model = {"llama": _llama, "t5": _t5}[kind]()
+    tp = mesh.get("tp", 1)
+    torch.manual_seed(5)
+    prompt = torch.randint(4, 16, (ROWS * 4 // tp, 5))
+    mask = torch.ones_like(prompt)
+    prompt[::2, :2] = mask[::2, :2] = 0
+    own = slice(ROWS * (rank // tp), ROWS * (rank // tp) + ROWS)
+    example: dict[str, Any] = {"input_ids": prompt[own], "use_cache": False}
+    if kind == "t5":
+        example["decoder_input_ids"] = prompt[own]
+    sharded = ts.shard(model, "auto", (), example, mesh=mesh, data=data, mode="infer")
+    found = dict[str, bool]()
+    # what the first part begins with ends answers: its own before those of the others
+    first = model.generate(prompt, attention_mask=mask, max_new_tokens=1, do_sample=False)[:ROWS, -1].tolist()
+    for name, options in {
+        "all": {},
+        "to their ends": {"eos_token_id": first},
+        "beams": {"num_beams": 2},
+        "static": {"cache_implementation": "static"},
+    }.items():
+        options |= {"max_new_tokens": 10, "do_sample": False}
+        expected = model.generate(prompt, attention_mask=mask, **options)[own]
+        answer = sharded.generate(prompt[own], attention_mask=mask[own], **options)
+        length = answer.shape[1]  # the whole batch goes on until all its rows have ended
+        found[name] = torch.equal(answer, expected[:, :length]) and not bool(expected[:, length:].any())
+        if (kind, name) == ("llama", "to their ends") and rank < tp:
+            found["the first part ends before the others"] = length < expected.shape[1]
+    return found
+
+
+@pytest.mark.parametrize(
+    ("kind", "mesh", "data"),
+    [
+        pytest.param(kind, mesh, data, marks=() if (kind, i) in ONCE else pytest.mark.nightly, id=f"{kind}-{i}")
+        for kind in ("llama", "t5")
+        for i, (mesh, data) in enumerate(MESHES)
+    ],
+)
+def test_ranks_answer_prompts_of_their_own(kind: str, mesh: dict[str, int], data: Any) -> None:
+    for found in run_ranks(_answers, 4, kind, mesh, data, timeout_seconds=300):
+        assert all(found.values()), found
+
+
+def _refused(rank: int) -> dict[str, bool]:
+    x, place = torch.randn(8, 6), rank
+    own = x[4 * place : 4 * place + 4]
+    local = ts.shard(State(), {}, data="replicate")
+    whole = ts.shard(State(), {}, data="replicate", inputs="global")
+    stacked = ts.shard(Stacked(), {}, data="replicate")
+    left = dict[str, Tensor]()
+    local(own, left)
+    return {
+        "the whole batch": refused_input(lambda: whole(x, {}), "and each rank passes the whole batch"),
+        "another dim": refused_input(lambda: stacked(own, {}), "has the batch in another dim than the first"),
+        "other lengths": refused_input(lambda: local(own[rank:], left), "the ranks were called with different"),
+        "another state": refused_input(
+            lambda: local(own, {**left, "mean": left["mean"] + rank}), "inputs of the same shape but different values"
+        ),
+    }
+
+
+def test_what_can_not_be_left_is_refused_on_every_rank() -> None:
+    for found in run_ranks(_refused, 2):
+        assert all(found.values()), found
