@@ -346,6 +346,22 @@ class Mean(nn.Module):
         return x.mean()
 
 
+class _Turned(nn.Module):
+    """Of its softplus PyTorch's fake gradient lies in memory otherwise than the real one, which has no view."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear, self.scale = nn.Linear(6, 4), nn.Parameter(torch.rand(4, 5))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.softplus(self.linear(x)).transpose(1, 2) * self.scale
+
+
+def test_gradients_may_lie_in_memory_otherwise_than_recorded() -> None:
+    torch.manual_seed(0)
+    ts.check(_Turned(), {}, world_size=2, example_inputs=(torch.randn(3, 5, 6),)).raise_on_error()
+
+
 class _Gated(nn.Module):
     """Layers that each split what they multiply."""
 

@@ -20,12 +20,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torchshard.custom_ops.carry import CARRY
 from torchshard.distributed.ops import OPS, computing
 from torchshard.ir.graph import duplicate, fake_mode, faking, is_tensor, uses_rng
-from torchshard.passes.nodes import node_arg
+from torchshard.passes.nodes import RESHAPED, node_arg
 
 aten = torch.ops.aten
 _BINDINGS = (torch._C._VariableFunctions, torch._C._nn, torch._C.TensorBase)
-_RESHAPES = {aten.view.default, aten._unsafe_view.default}
-"""A rank's values may lie in memory otherwise than those that were recorded did: then `view` would fail."""
 _chosen: dict[tuple[Target, str], Target] = {}
 """An op and the types of its arguments -> what is called for it."""
 
@@ -43,7 +41,7 @@ def direct(module: fx.GraphModule) -> fx.GraphModule:
                 copied.graph.erase_node(node)
             elif node.target in OPS:
                 node.target = computing(node.target)
-            elif node.target in _RESHAPES:
+            elif node.target in RESHAPED:
                 node.target = torch.reshape
             elif isinstance(node.target, OpOverload) and node.target.namespace == "aten":
                 key = node.target, str(fx.map_arg((node.args, node.kwargs), _type_of))

@@ -6,11 +6,12 @@ schema of an op says more: these functions state what the schema says, and fail 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 
+import torch
 from torch import fx
 from torch._ops import OpOverload
-from torch.fx.node import Argument
+from torch.fx.node import Argument, Target
 
 
 def node_arg(node: fx.Node, index: int = 0) -> fx.Node:
@@ -38,6 +39,10 @@ def operator_of(node: fx.Node) -> OpOverload[..., object]:
     """The target of a node that calls a PyTorch operator."""
     assert isinstance(node.target, OpOverload), node.format_node()
     return node.target
+
+
+RESHAPED: Collection[Target] = {torch.ops.aten.view.default, torch.ops.aten._unsafe_view.default}
+"""Run as `reshape`: a value may lie in memory otherwise than the fake one that was recorded, and `view` would fail."""
 
 
 def call_target(node: fx.Node, args: Sequence[Argument], kwargs: Mapping[str, Argument]) -> Argument:
