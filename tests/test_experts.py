@@ -132,3 +132,138 @@ def test_memory_of_a_mixture_on_meta() -> None:
         ids = torch.empty(2, 6, dtype=torch.long)
     plan = ts.plan(model, "auto", world_size=2, example_kwargs={"input_ids": ids}, memory="1GiB")
     assert plan.costs.memory["parameters"] > 0
+
+
+class _Moved(nn.Module):
+    """The two best experts of each token, its rows moved by a function of the rows, their experts and the products."""
+
+    def __init__(self, move: Move) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.move, self.gate = move, nn.Linear(16, 4, bias=False)
+        self.up, self.down = nn.Parameter(torch.randn(4, 16, 12) / 4), nn.Parameter(torch.randn(4, 12, 16) / 3)
+        self.bias = nn.Parameter(torch.randn(4, 12))
+
+    def products(self, rows: Tensor, offsets: Tensor) -> Tensor:
+        grouped: Callable[..., Tensor] = torch.ops.transformers.grouped_mm_fallback
+        return grouped(F.silu(grouped(rows, self.up, offs=offsets)), self.down, offs=offsets)
+
+    def forward(self, x: Tensor) -> Tensor:
+        weight, chosen = self.gate(x).softmax(-1).topk(2)
+        return self.move(self, x, weight, chosen)
+
+
+Move = Callable[[_Moved, Tensor, Tensor, Tensor], Tensor]
+
+
+def _ends(keys: Tensor) -> Tensor:
+    """Where the rows of each expert end."""
+    return torch.histc(keys.float(), bins=4, min=0, max=3).cumsum(0).to(torch.int32)
+
+
+def _by_inverse(m: _Moved, x: Tensor, weight: Tensor, chosen: Tensor) -> Tensor:
+    """Rows are repeated, and put back by a second sort."""
+    order = chosen.view(-1).argsort()
+    y = m.products(x.repeat_interleave(2, 0)[order], _ends(chosen.view(-1)))
+    return (y[order.argsort()].view(-1, 2, 16) * weight.unsqueeze(-1)).sum(1)
+
+
+def _by_scatter(m: _Moved, x: Tensor, weight: Tensor, chosen: Tensor) -> Tensor:
+    """As torchtitan has it: gather, and scatter_add of whole rows."""
+    ends = _ends(chosen.view(-1))
+    order = chosen.view(-1).argsort(stable=True)
+    tokens = (order // 2).reshape(-1, 1).expand(-1, 16)
+    y = m.products(x.gather(0, tokens), ends) * weight.view(-1)[order].reshape(-1, 1)
+    return torch.zeros_like(x).scatter_add(0, tokens, y)
+
+
+def _by_bias(m: _Moved, x: Tensor, weight: Tensor, chosen: Tensor) -> Tensor:
+    """Rows look up what their experts have; tokens are those of a division."""
+    keys, order = chosen.flatten().sort()
+    tokens = torch.div(order, 2, rounding_mode="floor")
+    rows = F.layer_norm(x[tokens], (16,)) + m.bias[keys].mean(-1, keepdim=True)
+    y = m.products(rows, _ends(keys)) * weight.flatten()[order, None]
+    return torch.zeros_like(x).index_put((tokens,), y, accumulate=True)
+
+
+def _by_place(m: _Moved, x: Tensor, weight: Tensor, chosen: Tensor) -> Tensor:
+    """One expert for each token; rows are put where they were."""
+    keys, order = chosen[:, 0].sort()
+    y = m.products(x[order], _ends(keys)) * weight[:, 0][order].unsqueeze(-1)
+    return torch.zeros_like(y).index_put((order,), y)
+
+
+@pytest.mark.parametrize("move", [_by_inverse, _by_scatter, _by_bias, _by_place])
+@pytest.mark.parametrize("mesh", [{"dp": 2}, {"dp": 3}, {"dp": 2, "tp": 2}])
+def test_ranks_sort_rows_of_their_own(move: Move, mesh: dict[str, int]) -> None:
+    """Ranks that divide the batch send nothing but gradients of weights, over the axis of the batch."""
+    model, x = _Moved(move).double(), torch.randn(12, 16, dtype=torch.float64).requires_grad_()
+    for data in ("replicate", "shard"):
+        ts.check(model, "auto", mesh=mesh, data=data, example_inputs=(x,)).raise_on_error()
+    plan = ts.plan(model, {}, world_size=2, data="replicate", example_inputs=(x[:6],))
+    assert {c.name for c in plan.costs.collectives if c.forward.nbytes or c.backward.nbytes} == {"copy"}
+
+
+def _softmax(m: _Moved, x: Tensor, weight: Tensor, chosen: Tensor) -> Tensor:
+    keys, order = chosen[:, 0].sort()
+    return torch.zeros_like(x).index_put((order,), m.products(x[order], _ends(keys)).softmax(0))
+
+
+def _places_kept(m: _Moved, x: Tensor, weight: Tensor, chosen: Tensor) -> Tensor:
+    keys, order = chosen[:, 0].sort()
+    y = torch.zeros_like(x).index_put((order,), m.products(x[order], _ends(keys)))
+    return y + torch.linspace(0, 1, 16, dtype=x.dtype) * order.argsort().unsqueeze(-1)
+
+
+def _counted(m: _Moved, x: Tensor, weight: Tensor, chosen: Tensor) -> Tensor:
+    keys, order = chosen[:, 0].sort()
+    ends = _ends(keys)
+    return torch.zeros_like(x).index_put((order,), m.products(x[order], ends)) * ends.diff().max()
+
+
+def _paired(m: _Moved, x: Tensor, weight: Tensor, chosen: Tensor) -> Tensor:
+    """Neighbours in the order of all rows are averaged."""
+    keys, order = chosen[:, 0].sort()
+    y = m.products(x[order], _ends(keys))
+    return torch.zeros_like(x).index_put((order,), y.view(-1, 2, 16).mean(1).repeat_interleave(2, 0))
+
+
+def _limited(m: _Moved, x: Tensor, weight: Tensor, chosen: Tensor) -> Tensor:
+    """No expert takes more than two rows; later ones of all are dropped."""
+    keys, order = chosen[:, 0].sort()
+    counts = torch.histc(keys.float(), bins=4, min=0, max=3)
+    place = torch.arange(x.shape[0]) - (counts.cumsum(0) - counts)[keys]
+    y = m.products(x[order], _ends(keys)) * (place < 2).unsqueeze(-1)
+    return torch.zeros_like(x).index_put((order,), y)
+
+
+def _mixed(m: _Moved, x: Tensor, weight: Tensor, chosen: Tensor) -> Tensor:
+    keys, order = chosen[:, 0].sort()
+    return torch.zeros_like(x).index_put((order,), m.products(x[order], _ends(keys)) + x)
+
+
+def _dropped(m: _Moved, x: Tensor, weight: Tensor, chosen: Tensor) -> Tensor:
+    keys, order = chosen[:, 0].sort()
+    return torch.zeros_like(x).index_put((order,), m.products(F.dropout(x[order], 0.5), _ends(keys)))
+
+
+def _backwards(m: _Moved, x: Tensor, weight: Tensor, chosen: Tensor) -> Tensor:
+    """Groups and their products do not belong together: which product a row has depends on its place among all."""
+    keys, order = chosen[:, 0].sort(descending=True)
+    return torch.zeros_like(x).index_put((order,), m.products(x[order], _ends(keys)))
+
+
+def _left_sorted(m: _Moved, x: Tensor, weight: Tensor, chosen: Tensor) -> Tensor:
+    keys, order = chosen[:, 0].sort()
+    return m.products(x[order], _ends(keys))
+
+
+ACROSS = [_softmax, _places_kept, _counted, _paired, _limited, _mixed, _dropped, _backwards, _left_sorted]
+
+
+@pytest.mark.parametrize("move", ACROSS)
+def test_what_looks_across_sorted_rows_has_all_of_them(move: Move) -> None:
+    model, x = _Moved(move).double(), torch.randn(12, 16, dtype=torch.float64).requires_grad_()
+    ts.check(model, {}, mesh={"dp": 2}, data="replicate", example_inputs=(x,)).raise_on_error()
+    plan = ts.plan(model, {}, world_size=2, data="replicate", example_inputs=(x[:6],))
+    assert not any("own_order" in node.meta for node in plan.graph.graph.nodes)

@@ -19,6 +19,7 @@ from torchshard.core.notation import Choice
 from torchshard.custom_ops.carry import CARRY
 from torchshard.ir.graph import is_tensor_op, node_row, passes_on_weight, placeholders
 from torchshard.passes.annotate import planned_choice
+from torchshard.passes.own_order import own_order_choice
 from torchshard.planner.conversions import conversions_of
 from torchshard.planner.costs import CostModel
 from torchshard.planner.network import GraphConstraints
@@ -105,10 +106,11 @@ def _graph_constraints(graph: fx.Graph, constraints: Constraints) -> GraphConstr
         trains=constraints.objective.trains,
         steady=constraints.steady,
     )
-    carried, fixed = _carried_options(graph, constraints), constraints.fixed
+    only, fixed = _carried_options(graph, constraints), constraints.fixed
+    only |= {n: [own_order_choice(n, constraints.axis)] for n in graph.nodes if "own_order" in n.meta}
     if constraints.plan is None:
-        return replace(common, pins=pins_of(graph, constraints.pins), options=carried, parameters=fixed)
-    given = {**_given_options(graph, constraints.plan), **carried}
+        return replace(common, pins=pins_of(graph, constraints.pins), options=only, parameters=fixed)
+    given = {**_given_options(graph, constraints.plan), **only}
     return replace(common, options=given, parameters={**constraints.plan.parameters, **fixed})
 
 

@@ -43,7 +43,7 @@ from torchshard.ir.graph import (
     sizes_as,
     where,
 )
-from torchshard.passes import carry, for_next_axis, localized, normalize, rewrite
+from torchshard.passes import carry, for_next_axis, keep_own_order, localized, normalize, rewrite
 from torchshard.planner.styles import BATCH, SEQUENCE
 from torchshard.plans.plan import Plan
 
@@ -344,6 +344,7 @@ def _divide_batch(graph: fx.GraphModule, batches: Collection[int | sympy.Expr], 
         return next((Shard(dim) for dim, size in enumerate(sizes) if size in batches), I)
 
     graph.graph.output_node().meta["layouts"] = tuple(map(layout_of, results_of(graph.graph)))
+    keep_own_order(graph)
 
 
 def _warn_of_whole_sequences(captured: Captured, ranks: int) -> None:

@@ -2,6 +2,7 @@
 
 normalize   -> fewer kinds of nodes
 carry       -> values that stay split between two calls
+own_order   -> rows that are sorted and put back, which ranks that divide the batch sort for themselves
 annotate    -> the plan's layouts and choices on the nodes
 insert      -> collectives between producers and consumers that disagree
 simplify    -> biases back in their ops where no collective came between
@@ -38,6 +39,7 @@ from torchshard.passes.localize import localize
 from torchshard.passes.lower import lower
 from torchshard.passes.next_axis import for_next_axis
 from torchshard.passes.normalize import normalize
+from torchshard.passes.own_order import keep_own_order, own_order_choice
 from torchshard.passes.partition import Partition, partition
 from torchshard.passes.propagate import Seen
 from torchshard.passes.record import Gradients
@@ -51,8 +53,9 @@ from torchshard.plans.plan import Plan
 
 __all__ = [
     "Call", "Gradients", "Part", "Partition", "Segment", "annotate", "carry", "differentiate", "direct",
-    "for_next_axis", "has_backward", "insert", "localize", "localized", "lower", "normalize", "partition", "rewrite",
-    "schedule", "segments", "simplify", "step_graphs", "sums_wider", "verify", "with_whole_results",
+    "for_next_axis", "has_backward", "insert", "keep_own_order", "localize", "localized", "lower", "normalize",
+    "own_order_choice", "partition", "rewrite", "schedule", "segments", "simplify", "step_graphs", "sums_wider",
+    "verify", "with_whole_results",
 ]  # fmt: skip
 
 

@@ -1,0 +1,305 @@
+"""Finds rows that are sorted and put back, as mixtures of experts do, for ranks that divide them to sort their own.
+
+    order = sort(experts)             the order of all rows
+    rows  = index(x, order // 2)      two rows of each token
+    y     = grouped_mm(rows, w, offsets)
+    z     = index(y, inverse)         the rows as they were
+
+A sort of the whole batch takes the whole of it. But what becomes of a row depends on that row alone, wherever it lies
+meanwhile: so each rank may sort its own rows, multiply them, and put them back. Between the sort and the end what a
+rank holds is no slice of the unsharded model's value, and offsets are those of its own rows. So nothing there may be
+converted, or be taken by an op that is not known to keep rows apart: then all is left as it is.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass, field
+from typing import Literal
+
+import sympy
+import torch
+from torch import fx
+
+from torchshard.core.choices import choices
+from torchshard.core.errors import RuleError
+from torchshard.core.layouts import Shard
+from torchshard.core.mesh import MeshAxis
+from torchshard.core.notation import Choice, Local, Row, RowKeywords
+from torchshard.custom_ops.fx_types import Argument, Traced
+from torchshard.custom_ops.whole import OpKey, entry
+from torchshard.ir.graph import (
+    bound_args,
+    call_of,
+    is_tensor,
+    is_tensor_op,
+    multiples_of,
+    node_row,
+    operands,
+    size_expr,
+    uses_rng,
+    values,
+    whole_choice,
+    writes,
+)
+from torchshard.rules.linear_algebra import GROUPED
+from torchshard.rules.pointwise import CASTS
+
+aten = torch.ops.aten
+
+Kind = Literal[
+    "given", "sorted", "keys", "order", "sorted order", "inverse", "tokens", "rows", "counts", "plain", "put back"
+]  # fmt: skip
+"""What a value is: what is sorted, a sort's results, the sorted keys, the order of rows, the results of sorting that,
+its inverse, the token of each ordered row, rows in order, how many there are of each key or where these end, memory
+whose values are the same in any order, or rows as they were."""
+_OUTSIDE: Collection[Kind] = ("plain", "put back")
+"""Kinds of which any op may take what it will."""
+_PARTS: Mapping[tuple[Kind, object], Kind] = {
+    ("sorted", 0): "keys",
+    ("sorted", 1): "order",
+    ("sorted order", 1): "inverse",
+}
+"""The kind of one of several results; all of another op's are what the list of them is."""
+_VIEWS = (aten.view.default, aten.reshape.default, aten.unsqueeze.default, aten.expand.default)
+_SORTS: Mapping[OpKey, Kind] = {
+    aten.sort.default: "sorted",
+    aten.sort.stable: "sorted",
+    aten.argsort.default: "order",
+    aten.argsort.stable: "order",
+}
+"""A sort -> what it gives."""
+_LIKE = (aten.empty_like.default, aten.zeros_like.default, aten.ones_like.default)
+_DIVISIONS = (aten.floor_divide.default, aten.div.Tensor_mode)
+_SAME: Mapping[Kind, Collection[OpKey]] = {
+    **dict.fromkeys(("order", "tokens", "inverse"), (*CASTS, *_VIEWS)),
+    "keys": CASTS,
+    "counts": (*CASTS, aten.cumsum.default),
+}
+"""Ops that leave a value what it is."""
+
+
+@dataclass(frozen=True)
+class _Step:
+    """An op that is not the same for each row: what it takes between a sort and the end, and what it gives."""
+
+    takes: Mapping[str, Kind]
+    """By the names of its arguments."""
+    gives: Kind
+    row: str
+    """n are rows, t tokens of k rows each."""
+    options: RowKeywords = field(default_factory=lambda: RowKeywords())
+
+
+def _places(ctx: Local, memory: Traced, indices: list[Traced], *rest: Argument) -> Traced:
+    """The inverse of an order: the place of each row among this rank's, and not among all."""
+    places = aten.sub.Scalar(aten.cumsum.default(aten.ones_like.default(indices[0]), 0), 1)
+    return aten.index_put.default(memory, indices, places)
+
+
+_PUT = "n ..., n, n ... -> n ..."
+_ADD = "t ..., (t k), (t k) ... -> t ..."
+_GROUPED = "n !k, !e !k !m, !o -> n !m"
+_STEPS: Mapping[OpKey, tuple[_Step, ...]] = {
+    aten.index.Tensor: (
+        _Step({"indices": "order"}, "rows", "n ..., n -> n ..."),
+        _Step({"indices": "tokens"}, "rows", "t ..., (t k) -> (t k) ..."),
+        _Step({"self": "rows", "indices": "inverse"}, "put back", "n ..., n -> n ..."),
+    ),
+    aten.index_put.default: (
+        _Step(
+            {"indices": "order"},
+            "inverse",
+            "n, n, !m -> n",
+            RowKeywords(local={"n": _places}, any_size="n"),
+        ),
+        _Step({"indices": "order", "values": "rows"}, "put back", _PUT),
+        _Step({"indices": "tokens", "values": "rows"}, "put back", _ADD),
+    ),
+    aten.index_add.default: (
+        _Step({"index": "order", "source": "rows"}, "put back", _PUT),
+        _Step({"index": "tokens", "source": "rows"}, "put back", _ADD),
+    ),
+    aten.gather.default: (
+        _Step({"index": "order"}, "rows", "n d, n d -> n d"),
+        _Step({"index": "tokens"}, "rows", "t d, (t k) d -> (t k) d"),
+        _Step({"self": "rows", "index": "inverse"}, "put back", "n d, n d -> n d"),
+    ),
+    aten.scatter_add.default: (
+        _Step({"index": "order", "src": "rows"}, "put back", "n d, n d, n d -> n d"),
+        _Step({"index": "tokens", "src": "rows"}, "put back", "t d, (t k) d, (t k) d -> t d"),
+    ),
+    aten.histc.default: tuple(
+        _Step({"self": kind}, "counts", "n -> !e", RowKeywords(reduced="n")) for kind in ("given", "keys")
+    ),
+    aten.searchsorted.Tensor: (_Step({"sorted_sequence": "keys"}, "counts", "n, !e -> !e", RowKeywords(reduced="n")),),
+    **dict.fromkeys(GROUPED, tuple(_Step({x: "rows", "offs": "counts"}, "rows", _GROUPED) for x in ("self", "input"))),
+}
+
+
+class _LeavesError(Exception):
+    """An op is not known to keep rows apart."""
+
+
+def keep_own_order(module: fx.GraphModule) -> bool:
+    """Gives ops between a sort and the end rows in which they split what is sorted; returns whether there are any.
+
+    Their meta 'own_order' says so: `own_order_choice` is the one choice of each.
+    """
+    found = dict[fx.Node, Row | None]()
+    for sort in [node for node in module.graph.nodes if node.target in _SORTS and node not in found]:
+        try:
+            found |= _Followed(sort).rows
+        except _LeavesError:
+            pass
+    for node, row in found.items():
+        node.meta |= {"row": row, "own_order": True}
+    return bool(found)
+
+
+def own_order_choice(node: fx.Node, axis: MeshAxis) -> Choice:
+    """The one choice of an op that keeps rows apart: its rows are split, or it has none."""
+    row = node_row(node)
+    return (_split(row, axis.size) if row is not None else None) or whole_choice(node)
+
+
+def _split(row: Row, ranks: int) -> Choice | None:
+    """The choice that splits rows, which are the first dim of all that has them."""
+    splits = (choice for choice in choices(row, ranks) if choice.splits_dynamic)
+    tensors = ((c, [at for at in (*c.operands, *c.results) if isinstance(at, Shard)]) for c in splits)
+    return next((choice for choice, split in tensors if all(at.dim == 0 for at in split)), None)
+
+
+class _Followed:
+    """What the results of a sort reach, until rows are put back.
+
+    Raises:
+        _LeavesError: something may look across rows.
+    """
+
+    def __init__(self, sort: fx.Node) -> None:
+        (given,) = operands(sort)
+        shape = given.meta["val"].shape
+        self._count = size_expr(shape[0]) if len(shape) == 1 else 0
+        """The number of rows."""
+        if bound_args(sort).get("descending"):
+            raise _LeavesError
+        if isinstance(self._count, int) or multiples_of(sort.graph).isdisjoint(sympy.Mul.make_args(self._count)):
+            raise _LeavesError
+        self._per_token = 0
+        """The number of rows of each token, once it is known."""
+        self._given = _source(given)
+        self._kinds: dict[fx.Node, Kind] = {sort: _SORTS[sort.target]}
+        self.rows: dict[fx.Node, Row | None] = {sort: _row_of_sort(sort)}
+        """The row of each op that keeps rows apart."""
+        nodes = list(sort.graph.nodes)
+        for node in nodes[nodes.index(self._given) + 1 :]:
+            if node is not sort:
+                self._follow(node)
+        if "put back" not in self._kinds.values():
+            raise _LeavesError
+
+    def _follow(self, node: fx.Node) -> None:
+        taken = {n: self._kinds[n] for n in node.all_input_nodes if self._kinds.get(n, "plain") not in _OUTSIDE}
+        if node.target is aten.histc.default and not taken and _source(node) is self._given:
+            taken = dict.fromkeys(operands(node), "given")
+        if not taken:
+            return
+        if node.target is operator.getitem:
+            (whole,) = taken.values()
+            kind = _PARTS.get((whole, node.args[1]), None if "sort" in whole else whole)
+            if kind is None:
+                raise _LeavesError
+            self._kinds[node] = kind
+        elif is_tensor_op(node):
+            self._kinds[node], self.rows[node] = self._step(node, taken)
+        elif node.op == "output":
+            raise _LeavesError
+
+    def _step(self, node: fx.Node, taken: Mapping[fx.Node, Kind]) -> tuple[Kind, Row | None]:
+        """What an op gives, and its row."""
+        args = bound_args(node)
+        by_name = {name: kind for name, value in args.items() if (kind := _kind_of(value, taken)) is not None}
+        for step in entry(_STEPS, node.target) or ():
+            if by_name == step.takes:
+                return step.gives, self._row(node, args, step)
+        (kind, *others), row = dict.fromkeys(taken.values()), node_row(node)
+        if kind == "order" and node.target in _SORTS:
+            return ("inverse" if _SORTS[node.target] == "order" else "sorted order"), _row_of_sort(node)
+        if kind == "order" and node.target in _DIVISIONS:
+            self._note_divisor(args)
+            return "tokens", row
+        if node.target in _LIKE and self._is_of_each_row(node, taken):
+            return "plain", row
+        is_same = not others and node.target in _SAME.get(kind, ())
+        if is_same and (kind == "counts" or self._is_of_each_row(node, taken)):
+            return kind, row
+        if {kind, *others} <= {"keys", "rows"} and not uses_rng(node) and not writes(node):
+            if self._is_of_each_row(node, taken):
+                return "rows", row
+        raise _LeavesError
+
+    def _row(self, node: fx.Node, args: Mapping[str, Argument], step: _Step) -> Row:
+        """The row of a step, whose arguments must fit."""
+        indices, per_token = args.get("indices", [None]), self._per_token if "tokens" in step.takes.values() else 1
+        is_indexing = not {"index", "indices"}.isdisjoint(args)
+        whole = args["self"].meta["val"] if is_indexing and "self" not in step.takes else None
+        fits = (
+            isinstance(indices, (list, tuple))
+            and len(indices) == 1
+            and args.get("dim", 0) == 0
+            and (per_token == 1 or args.get("accumulate", True))
+            and (whole is None or size_expr(whole.shape[0]) * per_token == self._count)
+            and ("min" not in args or args["min"] < args["max"])
+            and (step.gives != "inverse" or self._is_count(args["values"]))
+        )
+        if not fits:
+            raise _LeavesError
+        text = step.row if per_token > 1 else step.row.replace("(t k)", "n").replace("t", "n")
+        try:
+            return call_of(node).row(text, sizes={"k": per_token} if per_token > 1 else None, **step.options)
+        except RuleError as error:
+            raise _LeavesError from error
+
+    def _is_count(self, value: object) -> bool:
+        """Whether a value counts the rows, from zero."""
+        if not is_tensor(value) or not str(value.target).startswith("aten.arange."):
+            return False
+        args, count = bound_args(value), size_expr(value.meta["val"].shape[0])
+        return (args.get("start", 0), args.get("step", 1), count) == (0, 1, self._count)
+
+    def _note_divisor(self, args: Mapping[str, Argument]) -> None:
+        divisor = args["other"]
+        is_known = isinstance(divisor, int) and divisor > 0 and self._per_token in (0, divisor)
+        if not is_known or args.get("rounding_mode", "floor") is None:
+            raise _LeavesError
+        self._per_token = divisor
+
+    def _is_of_each_row(self, node: fx.Node, taken: Mapping[fx.Node, Kind]) -> bool:
+        """Whether an op computes rows of its results from the same rows of what it takes, and from what has none."""
+        row = node_row(node)
+        choice = _split(row, 2) if row is not None else None
+        if choice is None:
+            return False
+        pairs = zip(operands(node), choice.operands, strict=True)
+        of_rows = all(isinstance(at, Shard) == (operand in taken) for operand, at in pairs)
+        as_many = all(size_expr(value.shape[0]) == self._count for value in values(node))
+        return of_rows and as_many and all(isinstance(at, Shard) for at in choice.results)
+
+
+def _source(value: fx.Node) -> fx.Node:
+    """What a value has the elements of."""
+    while value.target in (*CASTS, *_VIEWS[:3], aten.flatten.using_ints, aten.histc.default):
+        value = operands(value)[0]
+    return value
+
+
+def _kind_of(value: Argument, taken: Mapping[fx.Node, Kind]) -> Kind | None:
+    """The kind of an argument, or of what a list of indices holds."""
+    values = value if isinstance(value, (list, tuple)) else [value]
+    return next((taken[item] for item in values if isinstance(item, fx.Node) and item in taken), None)
+
+
+def _row_of_sort(node: fx.Node) -> Row:
+    return call_of(node).row("n -> n" if _SORTS[node.target] == "order" else "n -> n, n")
