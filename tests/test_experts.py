@@ -223,9 +223,10 @@ def _counted(m: _Moved, x: Tensor, weight: Tensor, chosen: Tensor) -> Tensor:
 
 def _paired(m: _Moved, x: Tensor, weight: Tensor, chosen: Tensor) -> Tensor:
     """Neighbours in the order of all rows are averaged."""
-    keys, order = chosen[:, 0].sort()
-    y = m.products(x[order], _ends(keys))
-    return torch.zeros_like(x).index_put((order,), y.view(-1, 2, 16).mean(1).repeat_interleave(2, 0))
+    keys, order = chosen.flatten().sort()
+    y = m.products(x[order // 2], _ends(keys))
+    pairs = y.view(-1, 2, 16).mean(1, keepdim=True).expand(-1, 2, -1).reshape(-1, 16)
+    return torch.zeros_like(y).index_put((order,), pairs).view(-1, 2, 16).sum(1)
 
 
 def _limited(m: _Moved, x: Tensor, weight: Tensor, chosen: Tensor) -> Tensor:
