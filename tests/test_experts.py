@@ -268,3 +268,22 @@ def test_what_looks_across_sorted_rows_has_all_of_them(move: Move) -> None:
     ts.check(model, {}, mesh={"dp": 2}, data="replicate", example_inputs=(x,)).raise_on_error()
     plan = ts.plan(model, {}, world_size=2, data="replicate", example_inputs=(x[:6],))
     assert not any("own_order" in node.meta for node in plan.graph.graph.nodes)
+
+
+def test_a_mixture_with_its_auxiliary_loss() -> None:
+    """Its first call sets an attribute; rehearsed, it has to choose the product that a capture has, by its dtype."""
+    config = transformers.MixtralConfig(
+        hidden_size=32,
+        intermediate_size=48,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        num_hidden_layers=1,
+        vocab_size=64,
+        num_local_experts=4,
+        output_router_logits=True,
+    )
+    torch.manual_seed(0)
+    model, ids = transformers.MixtralForCausalLM(config), torch.randint(0, 64, (4, 8))
+    call: dict[str, Any] = {"input_ids": ids, "labels": ids, "use_cache": False}
+    ts.check(model, {}, world_size=2, example_kwargs=call, dtype=None).raise_on_error()
+    ts.check(model, {}, mesh={"dp": 2}, data="replicate", example_kwargs=call, dtype=None).raise_on_error()

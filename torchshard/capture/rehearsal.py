@@ -15,6 +15,7 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
+from torch._export.utils import _compiling_state_context
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 from torch.nn.utils.stateless import _reparametrize_module
@@ -88,13 +89,16 @@ def run_on_fakes(model: nn.Module, call: Leaves) -> None:
 
 @contextlib.contextmanager
 def _on_fakes(model: nn.Module) -> Iterator[FakeTensorMode]:
-    """Makes the model's parameters, buffers and plain tensors fake inside the block."""
+    """Makes the model's parameters, buffers and plain tensors fake inside the block, and forward run as in a capture.
+
+    A model may ask `torch.compiler.is_compiling()`, as Hugging Face's mixtures of experts do, to choose an op.
+    """
     snapshot, modes = Snapshot(model), [m.training for m in model.modules()]
     mode = FakeTensorMode(shape_env=ShapeEnv(), static_shapes=True, allow_non_fake_inputs=True)
     state: dict[str, Tensor] = {n: mode.from_tensor(t) for n, t in (*model.named_parameters(), *model.named_buffers())}
     try:
         _make_attributes_fake(model, mode)
-        with mode, _reparametrize_module(model, state), _without_seeding():
+        with _compiling_state_context(), mode, _reparametrize_module(model, state), _without_seeding():
             yield mode
     finally:
         snapshot.restore()
