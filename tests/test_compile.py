@@ -270,3 +270,31 @@ def _mistakes(rank: int) -> dict[str, bool]:
 def test_mistakes_are_told() -> None:
     for found in run_ranks(_mistakes, 2):
         assert all(found.values()), found
+
+
+class _Shifted(nn.Module):
+    """A loss of the next tokens, whose number is dynamic and read of a value."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.head = nn.Embedding(12, 8), nn.Linear(8, 12)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        labels = nn.functional.pad(ids, (0, 1), value=-100)[..., 1:].contiguous().view(-1)
+        return nn.functional.cross_entropy(self.head(self.embed(ids)).view(-1, 12), labels)
+
+
+def _of_parts(rank: int) -> list[float]:
+    torch.manual_seed(0)
+    model, ids = _Shifted().double(), torch.randint(0, 12, (4, 5))
+    sharded = ts.shard(copy.deepcopy(model), {}, data="replicate", compile={"backend": "aot_eager"})
+    losses = model(ids), sharded(ids[2 * rank : 2 * rank + 2])
+    for loss in losses:
+        loss.backward()
+    pairs = zip(model.parameters(), sharded.parameters(), strict=True)
+    return [float((p.grad - own.grad).abs().max()) for p, own in pairs] + [float((losses[0] - losses[1]).abs())]
+
+
+def test_a_loss_over_parts_of_a_batch_is_compiled() -> None:
+    for found in run_ranks(_of_parts, 2):
+        assert max(found) < 1e-12, found

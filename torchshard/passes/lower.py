@@ -46,6 +46,8 @@ def lower(module: fx.GraphModule) -> bool:
                 # nothing changes a value in place, so that two may share their memory
                 node.replace_all_uses_with(node_arg(node))
                 graph.erase_node(node)
+            elif node.target is torch.ops.aten.sym_numel.default:
+                node.target = torch.numel  # Dynamo knows no operator whose result is a number, but for `sym_size`
             elif is_collective(node.target):
                 _inline(_traced(node, node.target, traced), node, node)
     return True

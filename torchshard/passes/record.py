@@ -26,6 +26,8 @@ from torchshard.core.autocast import autocasting
 from torchshard.ir.graph import Mode, duplicate, fake_mode, is_float, placeholders, results_of, size_expr, values
 from torchshard.passes.functionalize import functionalize
 
+aten = torch.ops.aten
+
 Gradients = tuple[bool, ...]
 """For each result of a graph, whether backward is given its gradient."""
 
@@ -90,6 +92,8 @@ def _record(part: fx.GraphModule, given: Gradients) -> Recording:
     except _NoGradient:
         on_cpu = duplicate(part)
         _move(on_cpu.graph, META, CPU)
+        for node in on_cpu.graph.find_nodes(op="call_function", target=aten.histc.default):
+            node.target = _histc
         recording = _record_as_it_is(on_cpu, given)
         _move(recording.graph, CPU, META)
         return recording
@@ -152,6 +156,11 @@ def _move(graph: fx.Graph, source: torch.device, target: torch.device) -> None:
         if "val" in node.meta:
             with fake_mode(graph):
                 node.meta["val"] = fx.node.map_aggregate(node.meta["val"], moved)
+
+
+def _histc(x: Tensor, bins: int = 100, min: float = 0, max: float = 0) -> Tensor:
+    """As `torch.histc`, which PyTorch's CPU has for floating numbers alone; models count integers on other devices."""
+    return aten.histc.default(x.float(), bins, min, max).to(x.dtype)
 
 
 def _guards(mode: Mode) -> int:
