@@ -362,6 +362,25 @@ def test_gradients_may_lie_in_memory_otherwise_than_recorded() -> None:
     ts.check(_Turned(), {}, world_size=2, example_inputs=(torch.randn(3, 5, 6),)).raise_on_error()
 
 
+class _Narrow(nn.Module):
+    """What passes from layer to layer is in float32 always."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(6, 6) for _ in range(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x.float()
+        for layer in self.layers:
+            x = x + layer(x.to(layer.weight.dtype)).tanh().float()
+        return x
+
+
+def test_a_graph_of_the_backward_is_widened_too() -> None:
+    torch.manual_seed(0)
+    ts.check(_Narrow(), {}, world_size=2, example_inputs=(torch.randn(3, 6),)).raise_on_error()
+
+
 class _Gated(nn.Module):
     """Layers that each split what they multiply."""
 

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, fx
 from torch.fx.node import Argument
 
-from torchshard.ir.graph import duplicate, is_float
+from torchshard.ir.graph import duplicate, fake_mode, is_float
 
 NUDGE_SEED = 104729
 """The seed of the random moves. They have a generator of their own, so that the model's random numbers stay."""
@@ -116,13 +116,23 @@ def _wide(narrow: torch.dtype, dtype: torch.dtype) -> torch.dtype:
 
 
 def widened_graph(module: fx.GraphModule, dtype: torch.dtype) -> fx.GraphModule:
-    """Replaces every floating dtype among the arguments of a copy of the graph by one.
+    """Replaces every floating dtype of a copy of the graph, of arguments and of fake values, by one.
 
     before    h = to(x, bfloat16); m = full([8, 8], -3.4e38, dtype=float32)
     after     h = to(x, float64);  m = full([8, 8], -3.4e38, dtype=float64)
     """
     wide = duplicate(module)
+    mode, values = fake_mode(wide.graph), dict[int, Argument]()
+
+    def widened_value(value: Argument) -> Argument:
+        if is_float(value) and id(value) not in values:
+            with mode:  # values share theirs
+                values[id(value)] = widened(value, dtype)
+        return values.get(id(value), value)
+
     for node in wide.graph.nodes:
+        if "val" in node.meta:  # by which a backward is recorded
+            node.meta["val"] = fx.node.map_aggregate(node.meta["val"], widened_value)
         if node.op == "call_function":
             node.args = fx.node.map_aggregate(node.args, lambda a: _widened_argument(a, dtype))
             node.kwargs = fx.node.map_aggregate(node.kwargs, lambda a: _widened_argument(a, dtype))
