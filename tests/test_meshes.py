@@ -588,3 +588,31 @@ def test_rings_of_ranks_that_lie_apart_share_the_network() -> None:
     assert host.across(1) == host and host.across(2).link(4) == host.link(4) and host.across(4).domain == 2
     assert host.across(4).link(2) == host.link(8) and host.across(8).link(2)[0] == host.network_bandwidth / 8
     assert host.across(16).link(2) == host.across(8).link(2) == host.across(8).link(64)
+
+
+@pytest.mark.parametrize("data", [pytest.param("shard", marks=pytest.mark.nightly), "shard_grad_op", "replicate"])
+def test_a_limit_of_memory_counts_what_all_axes_divide(data: Data) -> None:
+    """The axis of the weights is planned first, and its plan has to fit with slices that later axes make."""
+    config = transformers.LlamaConfig(
+        hidden_size=128,
+        intermediate_size=256,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        num_hidden_layers=4,
+        vocab_size=256,
+    )
+    with torch.device("meta"):
+        model, ids = transformers.LlamaForCausalLM(config), torch.zeros(4, 32, dtype=torch.long)
+    call: dict[str, Any] = {"example_kwargs": {"input_ids": ids, "labels": ids, "use_cache": False}}
+    mesh = {"dp": 4, "tp": 2}
+    plan = ts.plan(model, {}, mesh=mesh, data=data, memory="1GiB", **call)
+    assert plan.batch is not None
+    first, made = plan.costs.memory, plan.batch.costs.memory
+    for kind in ("parameters", "gradients", "optimizer"):
+        assert abs(first[kind] / made[kind] - 1) < 1e-3, (kind, first, made)
+    assert abs(first["peak"] / made["peak"] - 1) < 0.1, (first, made)
+    if data == "shard":
+        limit = 1.9 * sum(p.numel() * p.itemsize for p in model.parameters())  # of weights, gradients and moments
+        with pytest.raises(ts.PlanError, match="no plan for 2 ranks fits"):
+            ts.plan(model, {}, world_size=2, memory=limit, **call)
+        assert ts.plan(model, {}, mesh=mesh, data=data, memory=limit, **call).costs.memory["peak"] <= limit

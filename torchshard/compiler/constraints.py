@@ -76,6 +76,11 @@ class Constraints:
         return math.prod(division.axis.size for division in self.divisions) * (self.axis.size if self.data else 1)
 
     @property
+    def slices(self) -> int:
+        """The number of ranks that divide each weight, as this axis leaves it, among them once more."""
+        return math.prod(division.axis.size for division in self.divisions if division.data != "replicate")
+
+    @property
     def divided(self) -> dict[int, int]:
         """The dims of the call's tensors that may be split in equal slices, with the number of ranks.
 
@@ -156,9 +161,10 @@ def read_constraints(
         recompute = _recomputed(facts, [*wanted.recompute, *aim.recompute])
         return Constraints(axis, aim, plan=wanted, recompute=recompute, divisions=tuple(divisions))
     pins = read_pins(wanted, facts.modules)
-    _check_memory(facts, axis, aim)
     recompute = _recomputed(facts, aim.recompute)
-    return Constraints(axis, aim, pins, recompute=recompute, divisions=tuple(divisions))
+    found = Constraints(axis, aim, pins, recompute=recompute, divisions=tuple(divisions))
+    _check_memory(facts, found)
+    return found
 
 
 def _recomputed(facts: ModelFacts, globs: Sequence[str]) -> tuple[str, ...]:
@@ -238,13 +244,14 @@ def _check_ranks(facts: ModelFacts, axis: MeshAxis, plan: Mapping[str, object] |
         )
 
 
-def _check_memory(facts: ModelFacts, axis: MeshAxis, aim: Objective) -> None:
+def _check_memory(facts: ModelFacts, constraints: Constraints) -> None:
     """Refuses at once what no plan can fit, before a model is captured.
 
     Raises:
         PlanError: an even share of the parameters, gradients and optimizer states is more than a rank may hold.
     """
-    memory = aim.memory
+    axis, aim = constraints.axis, constraints.objective
+    memory, ranks = aim.memory, axis.size * constraints.slices
     if memory is None:
         return
     sizes = [(t.nbytes, t.is_trained and aim.trains) for t in facts.tensors.values() if t.is_parameter]
@@ -254,10 +261,10 @@ def _check_memory(facts: ModelFacts, axis: MeshAxis, aim: Objective) -> None:
         "gradients": trained,
         "optimizer": OPTIMIZER_STATES * trained,
     }
-    shares = {name: size / axis.size for name, size in parts.items()}
+    shares = {name: size / ranks for name, size in parts.items()}
     estimate = shares | {"peak": sum(shares.values())}
     if estimate["peak"] > memory:
-        raise does_not_fit(f"no plan for {axis.size} ranks fits", "an even share of the parameters", estimate, memory)
+        raise does_not_fit(f"no plan for {ranks} ranks fits", "an even share of the parameters", estimate, memory)
 
 
 def does_not_fit(what: str, which: str, memory: Mapping[str, float], most: float) -> PlanError:

@@ -32,10 +32,14 @@ class Limit:
     module: fx.GraphModule
     costs: CostModel
     nbytes: float
+    slices: int = 1
+    """So many ranks of axes that come after, which divide the batch, divide each weight among them."""
+    keeps_gathered: bool = False
+    """Whether what is gathered of these slices is kept until backward has used it."""
 
     def estimate(self, plan: Plan) -> dict[str, float]:
         """What a plan takes; see `predicted_memory`."""
-        return memory_of_rank(self._of_rank(plan))
+        return self._memory(self._of_rank(plan))
 
     def longest(self, plan: Plan) -> int | None:
         """The most tokens that calls may have left in their arguments, and take themselves, so that a call still fits.
@@ -47,7 +51,7 @@ class Limit:
 
         def is_too_long(length: int) -> bool:
             with sizes_as(dict.fromkeys(symbols, length)):
-                return memory_of_rank(local)["peak"] > self.nbytes
+                return self._memory(local)["peak"] > self.nbytes
 
         if not symbols:
             return None
@@ -55,6 +59,9 @@ class Limit:
         while end < MOST_TOKENS and not is_too_long(end):
             end *= 2
         return bisect_left(range(end), True, key=is_too_long) - 1
+
+    def _memory(self, local: fx.GraphModule) -> dict[str, float]:
+        return memory_of_rank(local, self.slices, keeps_gathered=self.keeps_gathered)
 
     def _of_rank(self, plan: Plan) -> fx.GraphModule:
         """The graph of the rank that holds the most."""

@@ -19,12 +19,16 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 
 from torchshard.compiler.step_memory import call_peak, step_peak
 from torchshard.core.errors import CaptureError
-from torchshard.ir.graph import carried_inputs, hint, nbytes, placeholders
+from torchshard.ir.graph import carried_inputs, hint, is_weight, nbytes, placeholders
 from torchshard.passes import has_backward, localized
 from torchshard.plans.plan import Plan
 
 OPTIMIZER_STATES = 2
 """Tensors that the optimizer keeps per parameter: Adam's two moments."""
+
+
+UNITS = 2
+"""So many weights in slices are whole at a time: one is gathered while the other is used."""
 
 
 class _StorageTracker(TorchDispatchMode):
@@ -82,29 +86,38 @@ def predicted_memory(graph: fx.GraphModule, plan: Plan) -> dict[str, float]:
     return memory_of_rank(localized(graph, plan.axis.simulated()[0]))
 
 
-def memory_of_rank(local: fx.GraphModule) -> dict[str, float]:
-    """The same, of a rank's graph."""
+def memory_of_rank(local: fx.GraphModule, slices: int = 1, *, keeps_gathered: bool = False) -> dict[str, float]:
+    """The same, of a rank's graph.
+
+    Args:
+        slices: so many ranks of axes that come after, which divide the batch, divide each weight among them.
+        keeps_gathered: whether what is gathered of these slices is kept until backward has used it.
+    """
     stored = [n for n in placeholders(local.graph) if n.meta["kind"] != "input"]
-    trained = sum(nbytes(n.meta["val"]) for n in stored if n.meta["needs_grad"])
+    held = {n: nbytes(n.meta["val"]) / (slices if is_weight(n) else 1) for n in stored}
+    trained = sum(size for n, size in held.items() if n.meta["needs_grad"])
     total = {
-        "parameters": float(sum(nbytes(n.meta["val"]) for n in stored)),
+        "parameters": float(sum(held.values())),
         "gradients": float(trained),
         "optimizer": float(OPTIMIZER_STATES * trained),
     }
     carried = carried_inputs(local.graph)
     if carried:
         total["caches"] = float(sum(nbytes(n.meta["val"]) for n in carried))
-    total["activations"] = max(_peak(local) - trained, 0.0)
+    total["activations"] = max(_peak(local, slices) - trained, 0.0)
+    if slices > 1:
+        whole = sorted(nbytes(n.meta["val"]) for n in stored if is_weight(n))
+        total["activations"] += sum(whole if keeps_gathered else whole[-UNITS:])
     return total | {"peak": sum(total.values())}
 
 
-def _peak(local: fx.GraphModule) -> float:
+def _peak(local: fx.GraphModule, slices: int) -> float:
     """Bytes beside parameters, buffers and inputs, with the gradients."""
     if not any(node.meta.get("needs_grad") for node in local.graph.nodes):
         return call_peak(local)
     if has_backward(local):
         with contextlib.suppress(NotImplementedError, CaptureError):
-            return step_peak(local)
+            return step_peak(local, slices)
     return _peak_under_autograd(local)
 
 

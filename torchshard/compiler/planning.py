@@ -47,7 +47,8 @@ def plan_graph(module: fx.GraphModule, facts: ModelFacts, constraints: Constrain
     model = CostModel(machine, constraints.axis, recompute=constraints.recompute)
     limit = None
     if constraints.objective.memory is not None:
-        limit = Limit(module, model, constraints.objective.memory)
+        keeps = any(division.data == "shard_grad_op" for division in constraints.divisions)
+        limit = Limit(module, model, constraints.objective.memory, constraints.slices, keeps)
     problem = PlanningProblem(module.graph, model, _graph_constraints(module.graph, constraints), limit)
     if given is not None and all(n in problem.constraints.options for n in module.graph.nodes if is_tensor_op(n)):
         result = _as_given(problem, given, constraints)
@@ -97,7 +98,7 @@ def _searched(problem: PlanningProblem, limit: Limit | None) -> tuple[SearchResu
 
 def _graph_constraints(graph: fx.Graph, constraints: Constraints) -> GraphConstraints:
     """What the user's plan, and layouts that are fixed already, leave to the search."""
-    per_parameter = None if constraints.objective.memory is None else 2.0 + OPTIMIZER_STATES
+    per_parameter = None if constraints.objective.memory is None else (2.0 + OPTIMIZER_STATES) / constraints.slices
     common = GraphConstraints(
         all_axes=constraints.objective.axes == "all",
         dynamic=constraints.splits_sequence or constraints.data is not None,

@@ -16,7 +16,7 @@ from functools import partial
 from torch import Tensor, fx
 
 from torchshard.distributed.ops import OPS, Begin, wait
-from torchshard.ir.graph import is_float, is_view, nbytes, placeholders, results_of, values
+from torchshard.ir.graph import is_float, is_view, is_weight, nbytes, placeholders, results_of, values
 from torchshard.passes import Partition, Segment, segments, step_graphs
 from torchshard.passes.nodes import int_arg, node_arg
 
@@ -42,6 +42,11 @@ class _Memory:
         self._held += size
         self.peak = max(self.peak, self._held)
         return block
+
+    def shrink(self, block: Block, size: int) -> None:
+        """A block is from now on of this size."""
+        self._held -= self._sizes[block] - size
+        self._sizes[block] = size
 
     def hold(self, blocks: Iterable[Block | None]) -> None:
         """One more holder of each."""
@@ -102,11 +107,14 @@ def call_peak(local: fx.GraphModule) -> float:
     return memory.peak
 
 
-def step_peak(local: fx.GraphModule) -> float:
+def step_peak(local: fx.GraphModule, slices: int = 1) -> float:
     """Bytes of one training step of a rank: activations, gradients, and what is made on the way.
 
     The gradient comes from the first number among the results, as a loss is, or from all of them. Parameters, buffers
     and the call's arguments count nothing; a caller holds them.
+
+    Args:
+        slices: so many ranks divide the gradient of each weight among them as soon as it is there.
 
     Raises:
         NotImplementedError, CaptureError: there is no graph of the backward.
@@ -128,8 +136,11 @@ def step_peak(local: fx.GraphModule) -> float:
         saved[number] = ends[len(part.results) :]
     wanted = {node.name: memory.new(nbytes(node.meta["val"])) for node in _losses(local)}
     memory.hold(wanted.values())
+    weights = {n.name: nbytes(n.meta["val"]) for n in placeholders(local.graph) if is_weight(n)}
     for number, part in reversed([*enumerate(parts)]):
         _backward(memory, part, graphs.get(number), saved.get(number, []), wanted)
+        for name in weights.keys() & wanted.keys():
+            memory.shrink(wanted[name], weights[name] // slices)
     return memory.peak
 
 

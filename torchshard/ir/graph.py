@@ -290,6 +290,8 @@ def hint(size: Size) -> int:
         number = size.node.expr.xreplace(others)
         if not number.is_Integer:
             number = number.xreplace(_parts_of(others, size.node.shape_env))
+        if not number.is_Integer:  # it is a product with other sizes, which are as in the example inputs
+            number = number.xreplace(size.node.shape_env.backed_var_to_val)
         if number.is_Integer:
             return int(number)
     return 1 if size.node.hint is None else int(size.node.hint)
