@@ -193,7 +193,15 @@ def _by_place(m: _Moved, x: Tensor, weight: Tensor, chosen: Tensor) -> Tensor:
     return torch.zeros_like(y).index_put((order,), y)
 
 
-@pytest.mark.parametrize("move", [_by_inverse, _by_scatter, _by_bias, _by_place])
+def _by_int32(m: _Moved, x: Tensor, weight: Tensor, chosen: Tensor) -> Tensor:
+    """The inverse is in int32."""
+    keys, order = chosen[:, 0].sort()
+    inverse = torch.empty_like(order, dtype=torch.int32)
+    inverse[order] = torch.arange(order.shape[0], dtype=torch.int32)
+    return m.products(x[order], _ends(keys))[inverse]
+
+
+@pytest.mark.parametrize("move", [_by_inverse, _by_scatter, _by_bias, _by_place, _by_int32])
 @pytest.mark.parametrize("mesh", [{"dp": 2}, {"dp": 3}, {"dp": 2, "tp": 2}])
 def test_ranks_sort_rows_of_their_own(move: Move, mesh: dict[str, int]) -> None:
     """Ranks that divide the batch send nothing but gradients of weights, over the axis of the batch."""
@@ -259,7 +267,45 @@ def _left_sorted(m: _Moved, x: Tensor, weight: Tensor, chosen: Tensor) -> Tensor
     return m.products(x[order], _ends(keys))
 
 
+def _inverse_backwards(m: _Moved, x: Tensor, weight: Tensor, chosen: Tensor) -> Tensor:
+    keys, order = chosen[:, 0].sort()
+    return m.products(x[order], _ends(keys))[order.argsort(descending=True)]
+
+
+def _padded(m: _Moved, x: Tensor, weight: Tensor, chosen: Tensor) -> Tensor:
+    """Rows of padding come first, and are not counted: the others have the products of other places."""
+    keys, order = torch.where(x[:, 0] > 0, chosen[:, 0], -1).sort()
+    y = m.products(x[order], _ends(keys)) * (keys >= 0).unsqueeze(-1)
+    return torch.zeros_like(x).index_add(0, order, y)
+
+
+def _counts_as_ends(m: _Moved, x: Tensor, weight: Tensor, chosen: Tensor) -> Tensor:
+    keys, order = chosen[:, 0].sort()
+    counts = torch.histc(keys.float(), bins=4, min=0, max=3).to(torch.int32)
+    return torch.zeros_like(x).index_put((order,), m.products(x[order], counts))
+
+
+def _other_keys(m: _Moved, x: Tensor, weight: Tensor, chosen: Tensor) -> Tensor:
+    """What is sorted is less than what is counted."""
+    order = chosen[:, 0].bool().int().argsort(stable=True)
+    return torch.zeros_like(x).index_put((order,), m.products(x[order], _ends(chosen[:, 0])))
+
+
+def _added_inverse(m: _Moved, x: Tensor, weight: Tensor, chosen: Tensor) -> Tensor:
+    keys, order = chosen[:, 0].sort()
+    places = torch.arange(order.shape[0])
+    inverse = (-torch.ones_like(order)).index_put((order,), places, accumulate=True)
+    return m.products(x[order], _ends(keys))[inverse]
+
+
+def _mean(m: _Moved, x: Tensor, weight: Tensor, chosen: Tensor) -> Tensor:
+    keys, order = chosen[:, 0].sort()
+    rows = x[order]
+    return torch.zeros_like(x).index_put((order,), m.products(rows - rows.mean(), _ends(keys)))
+
+
 ACROSS = [_softmax, _places_kept, _counted, _paired, _limited, _mixed, _dropped, _backwards, _left_sorted]
+ACROSS += [_inverse_backwards, _padded, _counts_as_ends, _other_keys, _added_inverse, _mean]
 
 
 @pytest.mark.parametrize("move", ACROSS)

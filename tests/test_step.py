@@ -362,6 +362,13 @@ def test_gradients_may_lie_in_memory_otherwise_than_recorded() -> None:
     ts.check(_Turned(), {}, world_size=2, example_inputs=(torch.randn(3, 5, 6),)).raise_on_error()
 
 
+def test_an_op_that_writes_what_its_gradient_is_of() -> None:
+    """`rrelu` leaves its noise in an operand, which is saved for the backward."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(6, 6), nn.RReLU(), nn.Linear(6, 6)).train()
+    ts.check(model, {}, world_size=2, example_inputs=(torch.randn(3, 6),)).raise_on_error()
+
+
 class _Narrow(nn.Module):
     """What passes from layer to layer is in float32 always."""
 

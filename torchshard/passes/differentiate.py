@@ -29,9 +29,17 @@ from torchshard.passes.segments import Segment, layers
 
 
 def has_backward(local: fx.GraphModule) -> bool:
-    """Whether a rank's graph can be differentiated: it needs gradients, and no call of it is kept whole."""
-    whole = any(isinstance(node.target, (WholeCall, Stepwise)) for node in local.graph.nodes)
-    return not whole and any(node.meta.get("needs_grad") for node in local.graph.nodes)
+    """Whether a rank's graph can be differentiated: it needs gradients, and no call of it is kept whole.
+
+    Nor may an op write to what its gradient is computed of.
+    """
+    nodes = local.graph.nodes
+    whole = any(isinstance(node.target, (WholeCall, Stepwise)) or node.target in _NOISY for node in nodes)
+    return not whole and any(node.meta.get("needs_grad") for node in nodes)
+
+
+_NOISY = (torch.ops.aten.rrelu.default, torch.ops.aten.rrelu_with_noise.default)
+"""They leave what they draw in an operand, by which their gradient is computed."""
 
 
 def differentiate(local: fx.GraphModule, given: Sequence[bool] | None = None) -> fx.GraphModule:

@@ -49,10 +49,11 @@ from torchshard.rules.pointwise import CASTS
 aten = torch.ops.aten
 
 Kind = Literal[
-    "given", "sorted", "keys", "order", "sorted order", "inverse", "tokens", "rows", "counts", "plain", "put back"
+    "given", "sorted", "keys", "order", "sorted order", "inverse", "tokens", "rows", "counts", "ends", "plain",
+    "put back",
 ]  # fmt: skip
 """What a value is: what is sorted, a sort's results, the sorted keys, the order of rows, the results of sorting that,
-its inverse, the token of each ordered row, rows in order, how many there are of each key or where these end, memory
+its inverse, the token of each ordered row, rows in order, how many there are of each key, where these end, memory
 whose values are the same in any order, or rows as they were."""
 _OUTSIDE: Collection[Kind] = ("plain", "put back")
 """Kinds of which any op may take what it will."""
@@ -70,12 +71,17 @@ _SORTS: Mapping[OpKey, Kind] = {
     aten.argsort.stable: "order",
 }
 """A sort -> what it gives."""
+_PARTS_OF = (
+    *_VIEWS, aten.flatten.using_ints, aten.select.int, aten.slice.Tensor, aten.contiguous.default, aten.clone.default,
+    aten.transpose.int, aten.t.default, aten.squeeze.dim, aten.detach.default,
+)  # fmt: skip
+"""Ops whose results have no elements but their operand's."""
 _LIKE = (aten.empty_like.default, aten.zeros_like.default, aten.ones_like.default)
 _DIVISIONS = (aten.floor_divide.default, aten.div.Tensor_mode)
 _SAME: Mapping[Kind, Collection[OpKey]] = {
     **dict.fromkeys(("order", "tokens", "inverse"), (*CASTS, *_VIEWS)),
-    "keys": CASTS,
-    "counts": (*CASTS, aten.cumsum.default),
+    "counts": CASTS,
+    "ends": CASTS,
 }
 """Ops that leave a value what it is."""
 
@@ -95,7 +101,7 @@ class _Step:
 def _places(ctx: Local, memory: Traced, indices: list[Traced], *rest: Argument) -> Traced:
     """The inverse of an order: the place of each row among this rank's, and not among all."""
     places = aten.sub.Scalar(aten.cumsum.default(aten.ones_like.default(indices[0]), 0), 1)
-    return aten.index_put.default(memory, indices, places)
+    return aten.index_put.default(memory, indices, aten.type_as.default(places, memory))
 
 
 _PUT = "n ..., n, n ... -> n ..."
@@ -133,8 +139,9 @@ _STEPS: Mapping[OpKey, tuple[_Step, ...]] = {
     aten.histc.default: tuple(
         _Step({"self": kind}, "counts", "n -> !e", RowKeywords(reduced="n")) for kind in ("given", "keys")
     ),
-    aten.searchsorted.Tensor: (_Step({"sorted_sequence": "keys"}, "counts", "n, !e -> !e", RowKeywords(reduced="n")),),
-    **dict.fromkeys(GROUPED, tuple(_Step({x: "rows", "offs": "counts"}, "rows", _GROUPED) for x in ("self", "input"))),
+    aten.cumsum.default: (_Step({"self": "counts"}, "ends", "!e -> !e"),),
+    aten.searchsorted.Tensor: (_Step({"sorted_sequence": "keys"}, "ends", "n, !e -> !e", RowKeywords(reduced="n")),),
+    **dict.fromkeys(GROUPED, tuple(_Step({x: "rows", "offs": "ends"}, "rows", _GROUPED) for x in ("self", "input"))),
 }
 
 
@@ -183,8 +190,6 @@ class _Followed:
         shape = given.meta["val"].shape
         self._count = size_expr(shape[0]) if len(shape) == 1 else 0
         """The number of rows."""
-        if bound_args(sort).get("descending"):
-            raise _LeavesError
         if isinstance(self._count, int) or multiples_of(sort.graph).isdisjoint(sympy.Mul.make_args(self._count)):
             raise _LeavesError
         self._per_token = 0
@@ -233,8 +238,10 @@ class _Followed:
         if node.target in _LIKE and self._is_of_each_row(node, taken):
             return "plain", row
         is_same = not others and node.target in _SAME.get(kind, ())
-        if is_same and (kind == "counts" or self._is_of_each_row(node, taken)):
+        if is_same and (kind in ("counts", "ends") or self._is_of_each_row(node, taken)):
             return kind, row
+        if kind == "keys" and _keeps_keys(node) and self._is_of_each_row(node, taken):
+            return "keys", row
         if {kind, *others} <= {"keys", "rows"} and not uses_rng(node) and not writes(node):
             if self._is_of_each_row(node, taken):
                 return "rows", row
@@ -251,8 +258,8 @@ class _Followed:
             and args.get("dim", 0) == 0
             and (per_token == 1 or args.get("accumulate", True))
             and (whole is None or size_expr(whole.shape[0]) * per_token == self._count)
-            and ("min" not in args or args["min"] < args["max"])
-            and (step.gives != "inverse" or self._is_count(args["values"]))
+            and (step.gives != "counts" or (args["min"] == 0 < args["max"] and _is_index(self._given)))
+            and (step.gives != "inverse" or (self._is_count(args["values"]) and not args["accumulate"]))
         )
         if not fits:
             raise _LeavesError
@@ -284,15 +291,33 @@ class _Followed:
             return False
         pairs = zip(operands(node), choice.operands, strict=True)
         of_rows = all(isinstance(at, Shard) == (operand in taken) for operand, at in pairs)
-        as_many = all(size_expr(value.shape[0]) == self._count for value in values(node))
+        as_many = all(value.ndim and size_expr(value.shape[0]) == self._count for value in values(node))
         return of_rows and as_many and all(isinstance(at, Shard) for at in choice.results)
 
 
 def _source(value: fx.Node) -> fx.Node:
     """What a value has the elements of."""
-    while value.target in (*CASTS, *_VIEWS[:3], aten.flatten.using_ints, aten.histc.default):
+    while value.target in (*_VIEWS[:3], aten.flatten.using_ints, aten.histc.default) or _keeps_keys(value):
         value = operands(value)[0]
     return value
+
+
+def _keeps_keys(node: fx.Node) -> bool:
+    """Whether an op casts integers to what holds them all, as far as they number experts."""
+    if node.target not in CASTS:
+        return False
+    source, result = operands(node)[0].meta["val"].dtype, node.meta["val"].dtype
+    integers = (torch.int32, torch.int64)
+    return source in integers and result in (*integers, torch.float32, torch.float64)
+
+
+def _is_index(value: fx.Node) -> bool:
+    """Whether a value is an index that PyTorch has computed: none is below zero, where a count would miss it."""
+    while value.target in _PARTS_OF:
+        value = operands(value)[0]
+    if value.target is operator.getitem and value.args[1] == 1:
+        return value.all_input_nodes[0].target in (*_SORTS, aten.topk.default, aten.max.dim, aten.min.dim)
+    return value.target in (aten.argmax.default, aten.argmin.default, aten.argsort.default, aten.argsort.stable)
 
 
 def _kind_of(value: Argument, taken: Mapping[fx.Node, Kind]) -> Kind | None:
@@ -302,4 +327,6 @@ def _kind_of(value: Argument, taken: Mapping[fx.Node, Kind]) -> Kind | None:
 
 
 def _row_of_sort(node: fx.Node) -> Row:
+    if operands(node)[0].meta["val"].ndim != 1 or bound_args(node).get("descending"):
+        raise _LeavesError
     return call_of(node).row("n -> n" if _SORTS[node.target] == "order" else "n -> n, n")
