@@ -192,3 +192,89 @@ def _refused(rank: int) -> dict[str, bool]:
 def test_what_can_not_be_left_is_refused_on_every_rank() -> None:
     for found in run_ranks(_refused, 2):
         assert all(found.values()), found
+
+
+def _bank(h: Tensor, state: dict[str, Tensor]) -> Tensor:
+    """What is left has the rows of two calls, then of three."""
+    bank = torch.cat([state["q"], h.detach()]) if "q" in state else h.detach()
+    loss = torch.logsumexp(h @ state["q"].t(), 1).mean() if "q" in state else h.sum()
+    state["q"] = bank
+    return loss
+
+
+def _queue(h: Tensor, state: dict[str, Tensor]) -> Tensor:
+    """The last rows of all ranks."""
+    return _bank(h, state) + (state.update(q=state["q"][-12:]) or 0)  # type: ignore[func-returns-value]
+
+
+def _summary(h: Tensor, state: dict[str, Tensor]) -> Tensor:
+    """Rows come in, and a mean is left."""
+    loss = (h + state["m"]).square().mean()
+    state["m"] = h.detach().mean(0)
+    return loss
+
+
+def _first_row(h: Tensor, state: dict[str, Tensor]) -> Tensor:
+    """One row for all comes in, and one for each is left."""
+    h = (h + 0.5 * state["h"]).tanh()
+    state["h"] = h.detach()
+    return h.square().mean()
+
+
+def _covariance(h: Tensor, state: dict[str, Tensor]) -> Tensor:
+    """Four by four, as many as a rank has rows; known to be whole by the call that has left it."""
+    narrow = h[:, :4]
+    covariance = narrow.t() @ narrow / h.shape[0]
+    loss = (covariance * state["c"]).sum() if "c" in state else covariance.sum()
+    state["c"] = covariance.detach()
+    return loss
+
+
+LEFT: dict[str, tuple[Any, dict[str, Tensor]]] = {
+    "bank": (_bank, {}),
+    "queue": (_queue, {}),
+    "summary of rows": (_summary, {"m": torch.linspace(-1, 1, 64).view(8, 8)}),
+    "first row": (_first_row, {"h": torch.linspace(-1, 1, 8)}),
+    "covariance": (_covariance, {}),
+}
+
+
+class _Leaves(nn.Module):
+    """Leaves something, and gives a loss."""
+
+    def __init__(self, name: str) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.a, self.name = nn.Linear(6, 8), name
+
+    def forward(self, x: Tensor, state: dict[str, Tensor]) -> Tensor:
+        loss: Tensor = LEFT[self.name][0](self.a(x).tanh(), state)
+        return loss
+
+
+def _calls(rank: int) -> dict[str, float]:
+    """The worst errors of losses and gradients over four calls."""
+    found = dict[str, float]()
+    for name, (_, first) in LEFT.items():
+        own = slice(4 * rank, 4 * rank + 4)
+        whole = _Leaves(name).double()
+        model = ts.shard(copy.deepcopy(whole), {}, data="replicate")
+        state = {key: (t[own] if t.shape[0] == 8 and t.ndim > 1 else t).double() for key, t in first.items()}
+        expected, worst = {key: t.double() for key, t in first.items()}, 0.0
+        for seed in range(4):
+            torch.manual_seed(seed)
+            x = torch.randn(8, 6, dtype=torch.float64)
+            losses = whole(x, expected), model(x[own], state)
+            for each, loss in zip((whole, model), losses, strict=True):
+                each.zero_grad()
+                loss.backward()
+            pairs = zip(whole.parameters(), model.parameters(), strict=True)
+            errors = [(p.grad - _gradient(q)).abs().max() for p, q in pairs] + [(losses[0] - losses[1]).abs()]
+            worst = max(worst, *map(float, errors))
+        found[name] = worst
+    return found
+
+
+def test_what_comes_in_may_be_left_in_another_layout() -> None:
+    for found in run_ranks(_calls, 2, timeout_seconds=300):
+        assert found.keys() == LEFT.keys() and max(found.values()) < 1e-10, found

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -15,13 +15,16 @@ from torchshard.core.layouts import Layout, Shard
 from torchshard.planner.styles import BATCH
 
 
-def whole_batch(inputs: Leaves, ranks: int) -> tuple[Leaves, dict[str, Layout]]:
+def whole_batch(inputs: Leaves, ranks: int, whole: Collection[str] = ()) -> tuple[Leaves, dict[str, Layout]]:
     """A call's tensors with those of the whole batch, without memory, in place of a rank's part; and their layouts.
+
+    Args:
+        whole: the names of tensors that an earlier call has left whole, whatever their sizes are.
 
     Raises:
         InputError: no tensor has a dim, or the part is a single element.
     """
-    batch, layouts = _batch(inputs)
+    batch, layouts = _batch(inputs, whole)
     _check_part(batch)
     return _with_batch(inputs, layouts, batch * ranks), layouts
 
@@ -61,7 +64,7 @@ def layouts_of_parts(inputs: Leaves, ranks: int) -> dict[str, Layout]:
     return layouts
 
 
-def _batch(inputs: Leaves) -> tuple[int, dict[str, Layout]]:
+def _batch(inputs: Leaves, whole: Collection[str] = ()) -> tuple[int, dict[str, Layout]]:
     """The size of the batch, and the layouts of the tensors that have it.
 
     It is the first dim of the first tensor, and of all others whose first dim has that size.
@@ -69,7 +72,8 @@ def _batch(inputs: Leaves) -> tuple[int, dict[str, Layout]]:
     Raises:
         InputError: no tensor has a dim.
     """
-    first = next((tensor for tensor in inputs.tensors if tensor.ndim), None)
+    divided = [(name, tensor) for name, tensor in inputs.named_tensors if tensor.ndim and name not in whole]
+    first = next((tensor for _, tensor in divided), None)
     if first is None:
         raise InputError(
             "the call has no batch",
@@ -78,7 +82,7 @@ def _batch(inputs: Leaves) -> tuple[int, dict[str, Layout]]:
             attempt="the batch as a tensor: model(ids)",
         )
     batch = first.shape[BATCH]
-    return batch, {name: Shard(BATCH) for name, t in inputs.named_tensors if t.ndim and t.shape[BATCH] == batch}
+    return batch, {name: Shard(BATCH) for name, tensor in divided if tensor.shape[BATCH] == batch}
 
 
 def _check_part(size: int) -> None:

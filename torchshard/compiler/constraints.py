@@ -44,6 +44,8 @@ class Constraints:
     """Parameters and buffers whose layouts are fixed already, by name."""
     inputs: Mapping[str, Layout] = field(default_factory=dict)
     """The call's tensors that are split, by name."""
+    left: Mapping[str, Layout] = field(default_factory=dict)
+    """The layouts of what it leaves in its arguments, by place, where they are not those in which that has come in."""
     steady: bool = False
     """Whether the call stands for one of many: what it leaves in its arguments has come in so, too."""
     recompute: tuple[str, ...] = ()
@@ -116,9 +118,9 @@ class Constraints:
         """The same for calls with gradients, or without."""
         return replace(self, objective=replace(self.objective, trains=trains))
 
-    def with_inputs(self, inputs: Mapping[str, Layout]) -> Constraints:
-        """The same for a call with tensors that earlier ones have left split."""
-        return replace(self, inputs=inputs)
+    def with_inputs(self, inputs: Mapping[str, Layout], left: Mapping[str, Layout] | None = None) -> Constraints:
+        """The same for a call with tensors that earlier ones have left split, and that leaves some itself."""
+        return replace(self, inputs=inputs, left=left or {})
 
     @property
     def fixed(self) -> dict[str, Layout]:

@@ -119,7 +119,8 @@ def _carried_options(graph: fx.Graph, constraints: Constraints) -> dict[fx.Node,
     """What an earlier call has left split stays so, for calls that follow to run the same graph."""
     found = {}
     for node in graph.find_nodes(op="call_function", target=CARRY):
-        layout, row = constraints.inputs.get(node.meta["place"]), node_row(node)
+        place, row = node.meta["place"], node_row(node)
+        layout = constraints.left.get(place, constraints.inputs.get(place))
         if layout is not None and row is not None:
             states = choices(row, constraints.axis.size, [(0, layout)] if isinstance(layout, Shard) else [])
             found[node] = [choice for choice in states if choice.results[0] == layout]

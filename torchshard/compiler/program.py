@@ -212,8 +212,8 @@ def program(
     if not constraints.batch_parts:
         return planned(captured, model, split)
     facts = ModelFacts.of(model)
-    divided = {**(batches or {}), **_left_layouts(captured, sizes)}
-    of_batch = [each.with_layouts(each.first_layouts(facts)).with_inputs(divided) for each in constraints.of_batch]
+    given, left = batches or {}, _left_layouts(captured, sizes)
+    of_batch = [each.with_layouts(each.first_layouts(facts)).with_inputs(given, left) for each in constraints.of_batch]
     if not constraints.divisions:
         _divide_batch(graph, sizes.keys(), of_batch[0])
         return planned(captured, model, of_batch[0])
@@ -315,9 +315,12 @@ def _left_layouts(captured: Captured, batches: Collection[sympy.Symbol]) -> dict
 
 
 def _batch_sizes(graph: fx.GraphModule, batches: Collection[str]) -> dict[sympy.Symbol, int]:
-    """The dynamic sizes that are the batch's, and that the ranks divide -> that of the example inputs."""
+    """The dynamic sizes that are the batch's, and that the ranks divide -> that of the example inputs.
+
+    That of what an earlier call has left is another one, for it may be left in another size.
+    """
     split = _batches_of(graph, batches).values()
-    return {expr: hint(size) for size in split if (expr := size_expr(size)) in graph.meta["multiples"]}
+    return {expr: hint(size) for size in split if isinstance(expr := size_expr(size), sympy.Symbol)}
 
 
 def _batches_of(graph: fx.GraphModule, batches: Collection[str]) -> dict[str, Size]:

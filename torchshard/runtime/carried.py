@@ -251,6 +251,17 @@ def check_once(inputs: Leaves, changes: Changes) -> None:
             )
 
 
+def mark_whole(tensor: Tensor) -> Tensor:
+    """Notes that a call has left a tensor whole on all ranks that divide the batch, whatever its size is."""
+    tensor._ts_is_of_all = True  # type: ignore[attr-defined]
+    return tensor
+
+
+def is_of_all(tensor: Tensor) -> bool:
+    """Whether a call has left a tensor whole on all ranks that divide the batch."""
+    return getattr(tensor, "_ts_is_of_all", False)
+
+
 def mark(
     tensor: Tensor, layout: Layout, whole: Sequence[int | torch.SymInt], group: Group, left_by: tuple[int, int]
 ) -> Tensor:

@@ -45,7 +45,7 @@ from torchshard.compiler.constraints import Constraints, Division, PlanLike, che
 from torchshard.compiler.program import program
 from torchshard.core.autocast import autocasting
 from torchshard.core.errors import CaptureError, DistributedError, InputError, PlanError, ShardError
-from torchshard.core.layouts import Layout, Shard
+from torchshard.core.layouts import I, Layout, Shard
 from torchshard.core.mesh import MODEL
 from torchshard.distributed.consistency import running, verify_equal
 from torchshard.distributed.group import CheckLevel, Group
@@ -65,7 +65,15 @@ from torchshard.runtime.call_verification import (
     verify_same_program,
     verify_same_weights,
 )
-from torchshard.runtime.carried import CarriedSlice, check_once, local_tensors, mark, whole_inputs
+from torchshard.runtime.carried import (
+    CarriedSlice,
+    check_once,
+    is_of_all,
+    local_tensors,
+    mark,
+    mark_whole,
+    whole_inputs,
+)
 from torchshard.runtime.compilation import Compiler, compiler_of
 from torchshard.runtime.compiled import Compiled, RankProgram, compile_program
 from torchshard.runtime.digests import describe_contents
@@ -340,10 +348,13 @@ class ShardedModule(State):
                 self._ts_across.watch_results(equal)
                 equal = results  # of one part of the batch
             self._ts_history.watch_results(equal)
-        kept = (
+        kept = [
             mark(tensor, layout, shape, self._ts_group, self._ts_history.latest_call)
             for tensor, (layout, shape) in zip(left, compiled.carried, strict=True)
-        )
+        ]
+        if batch_group is not None:
+            layouts = compiled.result_layouts[len(results) :]
+            kept = [mark_whole(t) if layout == I else t for t, layout in zip(kept, layouts, strict=True)]
         return captured.finish([*results, *kept], call.arguments)
 
     def _executable(self, compiled: Compiled, call: PreparedCall, compiler: Compiler | None) -> Callable[..., Any]:
@@ -472,7 +483,8 @@ class ShardedModule(State):
             if self._ts_whole_batches:
                 batches = layouts_of_parts(inputs, batch_group.size)
             else:
-                inputs, batches = whole_batch(inputs, batch_group.size)
+                whole = {name for name, tensor in given.named_tensors if is_of_all(tensor)}
+                inputs, batches = whole_batch(inputs, batch_group.size, whole)
             compared = inputs if self._ts_across is None else compared
         state = self._ts_watch.state()
         key = call_key(inputs, state, self._ts_source_modules, self._ts_tensors.values(), layouts | batches, entry)
