@@ -202,7 +202,14 @@ def _by_int32(m: _Moved, x: Tensor, weight: Tensor, chosen: Tensor) -> Tensor:
 
 
 @pytest.mark.parametrize("move", [_by_inverse, _by_scatter, _by_bias, _by_place, _by_int32])
-@pytest.mark.parametrize("mesh", [{"dp": 2}, {"dp": 3}, {"dp": 2, "tp": 2}])
+@pytest.mark.parametrize(
+    "mesh",
+    [
+        {"dp": 2},
+        pytest.param({"dp": 3}, marks=pytest.mark.nightly),
+        pytest.param({"dp": 2, "tp": 2}, marks=pytest.mark.nightly),
+    ],
+)
 def test_ranks_sort_rows_of_their_own(move: Move, mesh: dict[str, int]) -> None:
     """Ranks that divide the batch send nothing but gradients of weights, over the axis of the batch."""
     model, x = _Moved(move).double(), torch.randn(12, 16, dtype=torch.float64).requires_grad_()
@@ -331,7 +338,7 @@ def test_a_mixture_with_its_auxiliary_loss() -> None:
     torch.manual_seed(0)
     model, ids = transformers.MixtralForCausalLM(config), torch.randint(0, 64, (4, 8))
     call: dict[str, Any] = {"input_ids": ids, "labels": ids, "use_cache": False}
-    ts.check(model, {}, mesh={"dp": 2}, data="replicate", example_kwargs=call, dtype=None).raise_on_error()
+    assert not ts.plan(model, {}, world_size=2, example_kwargs=call).data
     with torch.device("meta"):  # where it counts integers, which PyTorch's CPU does not
         model = transformers.MixtralForCausalLM(config)
     plan = ts.plan(model, {}, world_size=2, example_kwargs=call, memory="1GiB")

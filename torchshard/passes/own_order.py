@@ -76,14 +76,13 @@ _PARTS_OF = (
     aten.transpose.int, aten.t.default, aten.squeeze.dim, aten.detach.default,
 )  # fmt: skip
 """Ops whose results have no elements but their operand's."""
+_COUNTS = (aten.histc.default, aten.cumsum.default)
 _LIKE = (aten.empty_like.default, aten.zeros_like.default, aten.ones_like.default)
 _DIVISIONS = (aten.floor_divide.default, aten.div.Tensor_mode)
-_SAME: Mapping[Kind, Collection[OpKey]] = {
-    **dict.fromkeys(("order", "tokens", "inverse"), (*CASTS, *_VIEWS)),
-    "counts": CASTS,
-    "ends": CASTS,
-}
-"""Ops that leave a value what it is."""
+_VIEWED: Collection[Kind] = ("order", "tokens", "inverse")
+"""Kinds of which views are what they are."""
+_NUMBERS = (torch.int32, torch.int64, torch.float32, torch.float64)
+"""Dtypes that hold the numbers of experts and rows."""
 
 
 @dataclass(frozen=True)
@@ -237,11 +236,10 @@ class _Followed:
             return "tokens", row
         if node.target in _LIKE and self._is_of_each_row(node, taken):
             return "plain", row
-        is_same = not others and node.target in _SAME.get(kind, ())
+        is_cast = _keeps_numbers(node) and kind != "rows"
+        is_same = not others and (is_cast or (kind in _VIEWED and node.target in _VIEWS))
         if is_same and (kind in ("counts", "ends") or self._is_of_each_row(node, taken)):
             return kind, row
-        if kind == "keys" and _keeps_keys(node) and self._is_of_each_row(node, taken):
-            return "keys", row
         if {kind, *others} <= {"keys", "rows"} and not uses_rng(node) and not writes(node):
             if self._is_of_each_row(node, taken):
                 return "rows", row
@@ -258,6 +256,7 @@ class _Followed:
             and args.get("dim", 0) == 0
             and (per_token == 1 or args.get("accumulate", True))
             and (whole is None or size_expr(whole.shape[0]) * per_token == self._count)
+            and (step.gives != "ends" or node.meta["val"].dtype in _NUMBERS)
             and (step.gives != "counts" or (args["min"] == 0 < args["max"] and _is_index(self._given)))
             and (step.gives != "inverse" or (self._is_count(args["values"]) and not args["accumulate"]))
         )
@@ -297,18 +296,18 @@ class _Followed:
 
 def _source(value: fx.Node) -> fx.Node:
     """What a value has the elements of."""
-    while value.target in (*_VIEWS[:3], aten.flatten.using_ints, aten.histc.default) or _keeps_keys(value):
+    while value.target in (*_VIEWS[:3], aten.flatten.using_ints, aten.histc.default) or _keeps_numbers(value):
         value = operands(value)[0]
     return value
 
 
-def _keeps_keys(node: fx.Node) -> bool:
-    """Whether an op casts integers to what holds them all, as far as they number experts."""
+def _keeps_numbers(node: fx.Node) -> bool:
+    """Whether an op casts integers, or counts, to a dtype that holds them too."""
     if node.target not in CASTS:
         return False
-    source, result = operands(node)[0].meta["val"].dtype, node.meta["val"].dtype
-    integers = (torch.int32, torch.int64)
-    return source in integers and result in (*integers, torch.float32, torch.float64)
+    (operand, *_), result = operands(node), node.meta["val"].dtype
+    is_counted = operand.meta["val"].dtype in _NUMBERS[:2] or operand.target in _COUNTS
+    return is_counted and result in _NUMBERS
 
 
 def _is_index(value: fx.Node) -> bool:

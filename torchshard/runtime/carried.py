@@ -251,10 +251,9 @@ def check_once(inputs: Leaves, changes: Changes) -> None:
             )
 
 
-def mark_whole(tensor: Tensor) -> Tensor:
+def mark_whole(tensor: Tensor) -> None:
     """Notes that a call has left a tensor whole on all ranks that divide the batch, whatever its size is."""
     tensor._ts_is_of_all = True  # type: ignore[attr-defined]
-    return tensor
 
 
 def is_of_all(tensor: Tensor) -> bool:

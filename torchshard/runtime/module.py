@@ -354,7 +354,9 @@ class ShardedModule(State):
         ]
         if batch_group is not None:
             layouts = compiled.result_layouts[len(results) :]
-            kept = [mark_whole(t) if layout == I else t for t, layout in zip(kept, layouts, strict=True)]
+            for tensor, layout in zip(kept, layouts, strict=True):
+                if layout == I and isinstance(tensor, Tensor):
+                    mark_whole(tensor)
         return captured.finish([*results, *kept], call.arguments)
 
     def _executable(self, compiled: Compiled, call: PreparedCall, compiler: Compiler | None) -> Callable[..., Any]:
