@@ -57,13 +57,10 @@ its inverse, the token of each ordered row, rows in order, how many there are of
 whose values are the same in any order, or rows as they were."""
 _OUTSIDE: Collection[Kind] = ("plain", "put back")
 """Kinds of which any op may take what it will."""
-_PARTS: Mapping[tuple[Kind, object], Kind] = {
-    ("sorted", 0): "keys",
-    ("sorted", 1): "order",
-    ("sorted order", 1): "inverse",
-}
-"""The kind of one of several results; all of another op's are what the list of them is."""
-_VIEWS = (aten.view.default, aten.reshape.default, aten.unsqueeze.default, aten.expand.default)
+_PARTS: Mapping[Kind, Mapping[object, Kind]] = {"sorted": {0: "keys", 1: "order"}, "sorted order": {1: "inverse"}}
+"""The kinds of a sort's results, by number; all results of another op are what the list of them is."""
+_SHAPED = (aten.view.default, aten.reshape.default, aten.unsqueeze.default)
+_VIEWS = (*_SHAPED, aten.expand.default)
 _SORTS: Mapping[OpKey, Kind] = {
     aten.sort.default: "sorted",
     aten.sort.stable: "sorted",
@@ -113,12 +110,7 @@ _STEPS: Mapping[OpKey, tuple[_Step, ...]] = {
         _Step({"self": "rows", "indices": "inverse"}, "put back", "n ..., n -> n ..."),
     ),
     aten.index_put.default: (
-        _Step(
-            {"indices": "order"},
-            "inverse",
-            "n, n, !m -> n",
-            RowKeywords(local={"n": _places}, any_size="n"),
-        ),
+        _Step({"indices": "order"}, "inverse", "n, n, !m -> n", RowKeywords(local={"n": _places}, any_size="n")),
         _Step({"indices": "order", "values": "rows"}, "put back", _PUT),
         _Step({"indices": "tokens", "values": "rows"}, "put back", _ADD),
     ),
@@ -197,22 +189,26 @@ class _Followed:
         self._kinds: dict[fx.Node, Kind] = {sort: _SORTS[sort.target]}
         self.rows: dict[fx.Node, Row | None] = {sort: _row_of_sort(sort)}
         """The row of each op that keeps rows apart."""
-        nodes = list(sort.graph.nodes)
-        for node in nodes[nodes.index(self._given) + 1 :]:
+        self._waiting = set(sort.users)
+        """What takes one of these values, and is still to come."""
+        node = self._given
+        while self._waiting:
+            node = node.next
             if node is not sort:
                 self._follow(node)
         if "put back" not in self._kinds.values():
             raise _LeavesError
 
     def _follow(self, node: fx.Node) -> None:
+        self._waiting.discard(node)
         taken = {n: self._kinds[n] for n in node.all_input_nodes if self._kinds.get(n, "plain") not in _OUTSIDE}
-        if node.target is aten.histc.default and not taken and _source(node) is self._given:
+        if node.target is aten.histc.default and not taken and _source(operands(node)[0]) is self._given:
             taken = dict.fromkeys(operands(node), "given")
         if not taken:
             return
         if node.target is operator.getitem:
             (whole,) = taken.values()
-            kind = _PARTS.get((whole, node.args[1]), None if "sort" in whole else whole)
+            kind = _PARTS[whole].get(node.args[1]) if whole in _PARTS else whole
             if kind is None:
                 raise _LeavesError
             self._kinds[node] = kind
@@ -220,6 +216,8 @@ class _Followed:
             self._kinds[node], self.rows[node] = self._step(node, taken)
         elif node.op == "output":
             raise _LeavesError
+        if self._kinds.get(node, "plain") not in _OUTSIDE:
+            self._waiting.update(node.users)
 
     def _step(self, node: fx.Node, taken: Mapping[fx.Node, Kind]) -> tuple[Kind, Row | None]:
         """What an op gives, and its row."""
@@ -296,7 +294,7 @@ class _Followed:
 
 def _source(value: fx.Node) -> fx.Node:
     """What a value has the elements of."""
-    while value.target in (*_VIEWS[:3], aten.flatten.using_ints, aten.histc.default) or _keeps_numbers(value):
+    while value.target in (*_SHAPED, aten.flatten.using_ints) or _keeps_numbers(value):
         value = operands(value)[0]
     return value
 
