@@ -8,11 +8,11 @@ from typing import Any
 
 import pytest
 import torch
-import transformers
 from torch import Tensor, nn
 
 import torchshard as ts
 from tests.helpers import refused_input, run_ranks
+from tests.test_carried import GENERATED, _model
 from tests.test_later_sums import _gradient
 
 Ways = str | dict[str, str]
@@ -22,12 +22,7 @@ MESHES: list[tuple[dict[str, int], Ways]] = [
     ({"dp": 4}, "shard"),
     ({"hosts": 2, "fsdp": 2}, {"hosts": "replicate", "fsdp": "shard"}),
 ]
-WAYS = {
-    "all": {},
-    "to their ends": {},
-    "beams": {"num_beams": 2},
-    "static": {"cache_implementation": "static"},
-}
+WAYS = ["greedy", "to their ends", "beams", "static"]
 ROWS = 2
 """Of a rank's part of the batch."""
 
@@ -77,8 +72,8 @@ def _carried(rank: int, mesh: dict[str, int], data: Any) -> dict[str, float]:
     torch.manual_seed(0)
     whole, (first, second) = State().double(), torch.randn(2, 8, 6).double()
     model = ts.shard(copy.deepcopy(whole), _pins(mesh), mesh=mesh, data=data)
-    place = rank // mesh.get("tp", 1)
-    own = slice(place * (rows := 8 * mesh.get("tp", 1) // 4), (place + 1) * rows)
+    place, rows = rank // mesh.get("tp", 1), 8 * mesh.get("tp", 1) // 4
+    own = slice(place * rows, (place + 1) * rows)
     state, expected = dict[str, Tensor](), dict[str, Tensor]()
     losses = model(first[own], state)[1], model(second[own], state)[1]
     (losses[0] + losses[1]).backward()
@@ -101,39 +96,8 @@ def test_gradients_flow_from_call_to_call(mesh: dict[str, int], data: Any) -> No
         assert len(found) == 8 and max(found.values()) < 1e-12, found
 
 
-def _llama() -> nn.Module:
-    config = transformers.LlamaConfig(
-        hidden_size=64,
-        intermediate_size=96,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        num_hidden_layers=2,
-        vocab_size=16,
-        pad_token_id=0,
-        eos_token_id=None,
-    )
-    torch.manual_seed(1)
-    return transformers.LlamaForCausalLM(config).eval()
-
-
-def _t5() -> nn.Module:
-    config = transformers.T5Config(
-        d_model=32,
-        d_kv=8,
-        d_ff=64,
-        num_layers=2,
-        num_heads=4,
-        vocab_size=16,
-        decoder_start_token_id=0,
-        pad_token_id=0,
-        eos_token_id=None,
-    )
-    torch.manual_seed(1)
-    return transformers.T5ForConditionalGeneration(config).eval()
-
-
 def _answers(rank: int, kind: str, mesh: dict[str, int], data: Any, ways: list[str]) -> dict[str, bool]:
-    model = {"llama": _llama, "t5": _t5}[kind]()
+    model = _model(kind)
     tp = mesh.get("tp", 1)
     torch.manual_seed(5)
     prompt = torch.randint(4, 16, (ROWS * math.prod(mesh.values()) // tp, 5))
@@ -148,7 +112,7 @@ def _answers(rank: int, kind: str, mesh: dict[str, int], data: Any, ways: list[s
     # what the first part begins with ends answers: its own before those of the others
     first = model.generate(prompt, attention_mask=mask, max_new_tokens=1, do_sample=False)[:ROWS, -1].tolist()
     for name in ways:
-        options = WAYS[name] | {"max_new_tokens": 10, "do_sample": False}
+        options = GENERATED.get(name, {}) | {"max_new_tokens": 10, "do_sample": False}
         options |= {"eos_token_id": first} if name == "to their ends" else {}
         expected = model.generate(prompt, attention_mask=mask, **options)[own]
         answer = sharded.generate(prompt[own], attention_mask=mask[own], **options)
@@ -164,7 +128,7 @@ def _answers(rank: int, kind: str, mesh: dict[str, int], data: Any, ways: list[s
     [
         pytest.param("llama", {"dp": 2}, "shard", ["to their ends"], id="llama-two ranks"),
         *(
-            pytest.param(kind, mesh, data, list(WAYS), marks=pytest.mark.nightly, id=f"{kind}-{i}")
+            pytest.param(kind, mesh, data, WAYS, marks=pytest.mark.nightly, id=f"{kind}-{i}")
             for kind in ("llama", "t5")
             for i, (mesh, data) in enumerate(MESHES)
         ),
