@@ -239,16 +239,15 @@ class Trial:
 
     def whole(self, nudges: Nudges | None = None, *, watched: bool = False) -> Run:
         """Runs the captured graph, which is that of the unsharded model."""
-        return self._run([self.captured.graph], {}, ALONE, nudges, watched=watched)
+        return self._run(self._in_own_dtype([self.captured.graph]), {}, ALONE, nudges, watched=watched)
 
     def sharded(self, graphs: list[fx.GraphModule], made: Program, *, watched: bool = False) -> Run:
         """Runs the graphs of all ranks of a program."""
-        return self._run(graphs, made.held, made.mesh, watched=watched)
+        return self._run(self._in_own_dtype(graphs), made.held, made.mesh, watched=watched)
 
     def by_graphs(self, graphs: list[fx.GraphModule], made: Program) -> Run | None:
         """The same by graphs of forward and backward, as training runs it; None if there are none."""
-        if self.dtype is not None:
-            graphs = [widened_graph(graph, self.dtype) for graph in graphs]
+        graphs = self._in_own_dtype(graphs)
         if not all(map(has_backward, graphs)):
             return None
         try:
@@ -256,6 +255,10 @@ class Trial:
         except Exception:  # whatever it is: training does without
             return None
         return self._run(graphs, made.held, made.mesh, watched=False, parts=parts)
+
+    def _in_own_dtype(self, graphs: list[fx.GraphModule]) -> list[fx.GraphModule]:
+        """The graphs with this trial's dtype, if it has one."""
+        return graphs if self.dtype is None else [widened_graph(graph, self.dtype) for graph in graphs]
 
     def _run(
         self,
@@ -269,8 +272,6 @@ class Trial:
     ) -> Run:
         set_rng_states(self.seed)
         states = [self._state(words, place) for place in mesh.places()]
-        if self.dtype is not None and parts is None:
-            graphs = [widened_graph(graph, self.dtype) for graph in graphs]
         with _default_dtype(self.dtype):
             return Run(graphs, states, self.call, nudges, mesh=mesh, words=words, watched=watched, parts=parts)
 

@@ -83,6 +83,11 @@ class Constraints:
         return math.prod(division.axis.size for division in self.divisions if division.data != "replicate")
 
     @property
+    def keeps_gathered(self) -> bool:
+        """Whether what is gathered of these slices is kept until backward has used it."""
+        return any(division.data == "shard_grad_op" for division in self.divisions)
+
+    @property
     def divided(self) -> dict[int, int]:
         """The dims of the call's tensors that may be split in equal slices, with the number of ranks.
 

@@ -25,8 +25,6 @@ from torchshard.plans.plan import Plan
 
 OPTIMIZER_STATES = 2
 """Tensors that the optimizer keeps per parameter: Adam's two moments."""
-
-
 UNITS = 2
 """So many weights in slices are whole at a time: one is gathered while the other is used."""
 

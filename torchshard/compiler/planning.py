@@ -47,8 +47,8 @@ def plan_graph(module: fx.GraphModule, facts: ModelFacts, constraints: Constrain
     model = CostModel(machine, constraints.axis, recompute=constraints.recompute)
     limit = None
     if constraints.objective.memory is not None:
-        keeps = any(division.data == "shard_grad_op" for division in constraints.divisions)
-        limit = Limit(module, model, constraints.objective.memory, constraints.slices, keeps)
+        slices, keeps = constraints.slices, constraints.keeps_gathered
+        limit = Limit(module, model, constraints.objective.memory, slices, keeps)
     problem = PlanningProblem(module.graph, model, _graph_constraints(module.graph, constraints), limit)
     if given is not None and all(n in problem.constraints.options for n in module.graph.nodes if is_tensor_op(n)):
         result = _as_given(problem, given, constraints)

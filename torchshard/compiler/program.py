@@ -32,8 +32,8 @@ from torchshard.core.mesh import Coordinate, Mesh, MeshAxis
 from torchshard.core.words import Word, word
 from torchshard.ir.graph import (
     Size,
+    carried_results,
     hint,
-    is_carried,
     is_tensor,
     mark_needs_grad,
     passes_on_weight,
@@ -191,29 +191,31 @@ def program(
     Raises:
         CaptureError, InputError, PlanError: see each.
     """
-    dynamic = not constraints.is_static
+    dynamic, inputs, batches = not constraints.is_static, inputs or {}, batches or {}
     captured = prepared(
         model,
         args,
         kwargs,
         dynamic=dynamic,
         repeating=repeating,
-        inputs=inputs or {},
+        inputs=inputs,
         numbers=numbers,
         replaced=replaced,
         trains=constraints.objective.trains,
         divided=constraints.divided,
     )
     graph = captured.graph
-    multiples, sizes = graph.meta["multiples"], _batch_sizes(graph, batches or {})
+    multiples, sizes = graph.meta["multiples"], _batch_sizes(graph, batches)
     if constraints.splits_sequence and not constraints.data and not multiples.difference(sizes):
         _warn_of_whole_sequences(captured, constraints.axis.size)
-    split = constraints.with_inputs(inputs or {})
+    split = constraints.with_inputs(inputs)
     if not constraints.batch_parts:
         return planned(captured, model, split)
     facts = ModelFacts.of(model)
-    given, left = batches or {}, _left_layouts(captured, sizes)
-    of_batch = [each.with_layouts(each.first_layouts(facts)).with_inputs(given, left) for each in constraints.of_batch]
+    left = _left_layouts(captured, sizes)
+    of_batch = [
+        each.with_layouts(each.first_layouts(facts)).with_inputs(batches, left) for each in constraints.of_batch
+    ]
     if not constraints.divisions:
         _divide_batch(graph, sizes.keys(), of_batch[0])
         return planned(captured, model, of_batch[0])
@@ -221,7 +223,7 @@ def program(
     graph.meta["multiples"] = (multiples & _sizes_of(graph, SEQUENCE)).difference(sizes)
     with sizes_as({size: number // constraints.batch_parts for size, number in sizes.items()}):
         made = planned(captured, model, split)  # for what a rank computes
-    names = frozenset(path for path, size in _batches_of(graph, batches or {}).items() if size_expr(size) in sizes)
+    names = frozenset(path for path, size in _batches_of(graph, batches).items() if size_expr(size) in sizes)
     parts, over_axes = constraints.batch_parts, list[DividedBatch]()
     for each in of_batch:
         parts //= each.axis.size
@@ -300,9 +302,8 @@ def _left_layouts(captured: Captured, batches: Collection[sympy.Symbol]) -> dict
         InputError: the batch is not its first dim, by which the next call tells parts of the batch.
     """
     found = dict[str, Layout]()
-    for value in [n for n in results_of(captured.graph.graph) if isinstance(n, fx.Node) and is_carried(n)]:
-        place, sizes = value.meta["place"], list(map(size_expr, value.meta["val"].shape))
-        dim = next((dim for dim, size in enumerate(sizes) if size in batches), None)
+    for value in carried_results(captured.graph.graph):
+        place, dim = value.meta["place"], _batch_dim(value, batches)
         if dim:
             raise InputError(
                 "what forward leaves in its arguments has the batch in another dim than the first",
@@ -312,6 +313,12 @@ def _left_layouts(captured: Captured, batches: Collection[sympy.Symbol]) -> dict
             )
         found[place] = I if dim is None else Shard(BATCH)
     return found
+
+
+def _batch_dim(value: fx.Node, batches: Collection[int | sympy.Expr]) -> int | None:
+    """The dim of a value that is the batch's, by its size; None if it has none."""
+    sizes = map(size_expr, value.meta["val"].shape)
+    return next((dim for dim, size in enumerate(sizes) if size in batches), None)
 
 
 def _batch_sizes(graph: fx.GraphModule, batches: Collection[str]) -> dict[sympy.Symbol, int]:
@@ -343,8 +350,8 @@ def _divide_batch(graph: fx.GraphModule, batches: Collection[int | sympy.Expr], 
             node.meta["gathered_once"] = constraints.data == "shard_grad_op"
 
     def layout_of(result: object) -> Layout:
-        sizes = map(size_expr, result.meta["val"].shape) if is_tensor(result) else ()
-        return next((Shard(dim) for dim, size in enumerate(sizes) if size in batches), I)
+        dim = _batch_dim(result, batches) if is_tensor(result) else None
+        return I if dim is None else Shard(dim)
 
     graph.graph.output_node().meta["layouts"] = tuple(map(layout_of, results_of(graph.graph)))
     keep_own_order(graph)

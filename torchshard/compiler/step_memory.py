@@ -139,7 +139,7 @@ def step_peak(local: fx.GraphModule, slices: int = 1) -> float:
     weights = {n.name: nbytes(n.meta["val"]) for n in placeholders(local.graph) if is_weight(n)}
     for number, part in reversed([*enumerate(parts)]):
         _backward(memory, part, graphs.get(number), saved.get(number, []), wanted)
-        for name in weights.keys() & wanted.keys():
+        for name in weights.keys() & wanted.keys() & set(part.arguments):
             memory.shrink(wanted[name], weights[name] // slices)
     return memory.peak
 

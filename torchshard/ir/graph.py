@@ -186,9 +186,14 @@ def is_kept_split(value: fx.Node) -> bool:
     return result_layouts(value.graph)[results.index(value)] == I
 
 
+def carried_results(graph: fx.Graph) -> list[fx.Node]:
+    """What a call leaves in its arguments for the next one."""
+    return [value for value in results_of(graph) if isinstance(value, fx.Node) and is_carried(value)]
+
+
 def carried_inputs(graph: fx.Graph) -> list[fx.Node]:
     """The placeholders that hold what earlier calls have left in their arguments."""
-    places = {node.meta["place"] for node in results_of(graph) if isinstance(node, fx.Node) and is_carried(node)}
+    places = {value.meta["place"] for value in carried_results(graph)}
     return [node for node in placeholders(graph) if node.meta["kind"] == "input" and node.meta["path"] in places]
 
 
@@ -196,13 +201,12 @@ def growing_sizes(graph: fx.Graph) -> set[sympy.Symbol]:
     """The dynamic sizes of what a call leaves in its arguments, where it is longer there than before, or new."""
     before = {node.meta["path"]: node.meta["val"].shape for node in carried_inputs(graph)}
     found: set[sympy.Symbol] = set()
-    for node in results_of(graph):
-        if isinstance(node, fx.Node) and is_carried(node):
-            now = [size_expr(size) for size in node.meta["val"].shape]
-            had = [size_expr(size) for size in before.get(node.meta["place"], ())]
-            for dim, size in enumerate(now):
-                if dim and not isinstance(size, int) and (not had or size != had[dim]):
-                    found |= size.free_symbols
+    for value in carried_results(graph):
+        now = [size_expr(size) for size in value.meta["val"].shape]
+        had = [size_expr(size) for size in before.get(value.meta["place"], ())]
+        for dim, size in enumerate(now):
+            if dim and not isinstance(size, int) and (not had or size != had[dim]):
+                found |= size.free_symbols
     return found
 
 

@@ -251,9 +251,26 @@ def check_once(inputs: Leaves, changes: Changes) -> None:
             )
 
 
-def mark_whole(tensor: Tensor) -> None:
-    """Notes that a call has left a tensor whole on all ranks that divide the batch, whatever its size is."""
-    tensor._ts_is_of_all = True  # type: ignore[attr-defined]
+def refuse_changes(changes: Changes) -> None:
+    """Checks that a call of the whole batch leaves nothing for the next one: it would be this rank's part of that.
+
+    Raises:
+        InputError: forward changes its arguments.
+    """
+    if changes.names:
+        raise InputError(
+            "forward changes its arguments, and each rank passes the whole batch",
+            where=f"argument {changes.names[0]!r}",
+            why="what a call leaves for the next one, such as a cache, is this rank's part of the batch",
+            attempt='inputs="local": each rank passes its part of the batch; without a cache, use_cache=False',
+        )
+
+
+def mark_whole(left: Sequence[object], layouts: Sequence[Layout]) -> None:
+    """Notes which tensors a call has left whole on all ranks that divide the batch, whatever their sizes are."""
+    for value, layout in zip(left, layouts, strict=True):
+        if layout == I and isinstance(value, Tensor):
+            value._ts_is_of_all = True  # type: ignore[attr-defined]
 
 
 def is_of_all(tensor: Tensor) -> bool:

@@ -52,18 +52,19 @@ def generation_method(model: Sharded, name: str) -> Callable[..., Any] | None:
 def _shell(model: Sharded) -> nn.Module:
     source, reference = model.source, weakref.ref(model)
 
+    def sharded() -> Sharded:
+        found = reference()
+        assert found is not None
+        return found
+
     def call(self: nn.Module, *args: object, **kwargs: object) -> Any:
-        sharded = reference()
-        assert sharded is not None
-        return sharded(*args, **kwargs)
+        return sharded()(*args, **kwargs)
 
     def never(self: nn.Module, *args: object, **kwargs: object) -> bool:
         return False
 
     def generate(self: nn.Module, *args: object, **kwargs: object) -> Any:
-        sharded = reference()
-        assert sharded is not None
-        if sharded.divides_batch and kwargs.get("synced_gpus") is None:
+        if sharded().divides_batch and kwargs.get("synced_gpus") is None:
             kwargs["synced_gpus"] = True  # a rank whose part has ended goes on calling, until all have
         return type(source).generate(self, *args, **kwargs)  # type: ignore[attr-defined]
 
@@ -72,9 +73,7 @@ def _shell(model: Sharded) -> nn.Module:
         path = next(path for path, module in source.named_modules() if module is part)
 
         def call_part(self: nn.Module, *args: object, **kwargs: object) -> Any:
-            sharded = reference()
-            assert sharded is not None
-            return sharded.call_part(path, args, kwargs)
+            return sharded().call_part(path, args, kwargs)
 
         return _with_methods(part, __call__=call_part)
 

@@ -38,14 +38,13 @@ from torchshard.capture import (
     shared_names,
     without_storage,
 )
-from torchshard.capture.carried import Changes
 from torchshard.capture.facts import ModelFacts
 from torchshard.compiler.batches import layouts_of_parts, whole_batch
 from torchshard.compiler.constraints import Constraints, Division, PlanLike, check_layouts, read_constraints
 from torchshard.compiler.program import program
 from torchshard.core.autocast import autocasting
 from torchshard.core.errors import CaptureError, DistributedError, InputError, PlanError, ShardError
-from torchshard.core.layouts import I, Layout, Shard
+from torchshard.core.layouts import Layout, Shard
 from torchshard.core.mesh import MODEL
 from torchshard.distributed.consistency import running, verify_equal
 from torchshard.distributed.group import CheckLevel, Group
@@ -72,6 +71,7 @@ from torchshard.runtime.carried import (
     local_tensors,
     mark,
     mark_whole,
+    refuse_changes,
     whole_inputs,
 )
 from torchshard.runtime.compilation import Compiler, compiler_of
@@ -353,10 +353,7 @@ class ShardedModule(State):
             for tensor, (layout, shape) in zip(left, compiled.carried, strict=True)
         ]
         if batch_group is not None:
-            layouts = compiled.result_layouts[len(results) :]
-            for tensor, layout in zip(kept, layouts, strict=True):
-                if layout == I and isinstance(tensor, Tensor):
-                    mark_whole(tensor)
+            mark_whole(kept, compiled.result_layouts[len(results) :])
         return captured.finish([*results, *kept], call.arguments)
 
     def _executable(self, compiled: Compiled, call: PreparedCall, compiler: Compiler | None) -> Callable[..., Any]:
@@ -608,7 +605,7 @@ class ShardedModule(State):
                 entry, constraints, args, kwargs, inputs=call.layouts, batches=call.batches, numbers=numbers
             )
             if self._ts_whole_batches:
-                _refuse_changes(captured.captured.changes)
+                refuse_changes(captured.captured.changes)
             self._ts_graphs.refuse_dependence(entry, model_call, captured)
             check_once(replace(call.inputs, tensors=call.tensors), captured.captured.changes)
             return RankProgram.of(captured, self._ts_ranks)
@@ -695,21 +692,6 @@ def _warn_of_global_hooks() -> None:
             "hooks on all modules (register_module_forward_hook) become part of a sharded model's graph; on the "
             "model itself they are called once more",
             stacklevel=2,
-        )
-
-
-def _refuse_changes(changes: Changes) -> None:
-    """Checks that a call of the whole batch leaves nothing for the next one: it would be this rank's part of that.
-
-    Raises:
-        InputError: forward changes its arguments.
-    """
-    if changes.names:
-        raise InputError(
-            "forward changes its arguments, and each rank passes the whole batch",
-            where=f"argument {changes.names[0]!r}",
-            why="what a call leaves for the next one, such as a cache, is this rank's part of the batch",
-            attempt='inputs="local": each rank passes its part of the batch; without a cache, use_cache=False',
         )
 
 
