@@ -10,6 +10,7 @@ The collectives of `distributed` are not used, so that a bug in a kernel can't h
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Generator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
@@ -27,6 +28,7 @@ from torchshard.core.layouts import Layout, dual, is_whole, join, split
 from torchshard.core.mesh import Mesh, MeshAxis, Place, Simulated, simulated, simulated_name
 from torchshard.core.rng_states import RngStates, rng_state, rng_states, set_rng_states
 from torchshard.custom_ops.stepwise import Computation, Stepwise
+from torchshard.distributed.experts import COMBINE, DISPATCH, experts_of_ranks
 from torchshard.distributed.ops import OPS, SENDING, Begin, is_collective, wait
 from torchshard.ir.graph import where
 from torchshard.passes import localized
@@ -215,21 +217,43 @@ def _run_collective(requests: Sequence[Request]) -> Sequence[Tensor]:
     """Runs the collective that all ranks have arrived at; returns each rank's result."""
     node, op, args = requests[0]
     # the first argument is the rank's tensor, the last names its group: a simulated one, another on each rank
-    if any(request.op is not op or request.args[1:-1] != args[1:-1] for request in requests):
+    if any(request.op is not op or _common(request) != _common(requests[0]) for request in requests):
         raise InternalError(
             "the ranks arrive at different collectives",
             where=node.name,
             why="; ".join(f"rank {i}: {request.node.format_node()}" for i, request in enumerate(requests)),
         )
     tensors = [request.tensor for request in requests]
+    if op in (DISPATCH, COMBINE):
+        return _moved(requests)
     row = OPS.get(op)
-    if row is None:  # all_reduce_max, the one collective beside the table
+    if row is None:  # all_reduce_max
         largest = torch.stack(tensors).amax(0)
         return [largest.clone() for _ in tensors]
     sends = kernels(row.name, needs_grad=torch.is_grad_enabled())[1] in SENDING
     if sends:
         _check_all_take_part(node, [t.requires_grad for t in tensors])
     return _Conversion.apply(node if sends else None, *source_and_target(row.name, args[1:]), *tensors)
+
+
+def _common(request: Request) -> list[Argument]:
+    """The arguments that are the same on all ranks: not the rank's tensor, its counts of rows, nor its group."""
+    return [] if request.op in (DISPATCH, COMBINE) else list(request.args[1:-1])
+
+
+def _moved(requests: Sequence[Request]) -> list[Tensor]:
+    """The rows that all ranks send to experts, or take back, by the definition of that."""
+    _check_all_take_part(requests[0].node, [request.tensor.requires_grad for request in requests])
+    sent = torch.stack([cast(Tensor, request.args[1]) for request in requests], 1)  # [experts, ranks]
+    experts, ranks = sent.shape
+    begins = [0, *itertools.accumulate(experts_of_ranks(experts, ranks))]
+    if requests[0].op is DISPATCH:
+        groups = [request.tensor.split(sent[:, rank].tolist()) for rank, request in enumerate(requests)]
+        return [torch.cat([group[e] for e in range(*own) for group in groups]) for own in itertools.pairwise(begins)]
+    counts = [sent[begin:end].flatten().tolist() for begin, end in itertools.pairwise(begins)]
+    groups = [request.tensor.split(of_rank) for request, of_rank in zip(requests, counts, strict=True)]
+    by_expert = list(itertools.chain(*groups))  # of each expert those of all ranks
+    return [torch.cat(by_expert[rank::ranks]) for rank in range(ranks)]
 
 
 def _check_all_take_part(node: fx.Node, takes_part: Sequence[bool]) -> None:

@@ -33,6 +33,7 @@ from torchshard.core.words import Word, word
 from torchshard.ir.graph import (
     Size,
     carried_results,
+    duplicate,
     hint,
     is_tensor,
     mark_needs_grad,
@@ -43,7 +44,16 @@ from torchshard.ir.graph import (
     sizes_as,
     where,
 )
-from torchshard.passes import carry, for_next_axis, keep_own_order, localized, normalize, rewrite
+from torchshard.passes import (
+    carry,
+    for_next_axis,
+    keep_own_order,
+    localized,
+    normalize,
+    rewrite,
+    send_to_experts,
+    sends_to_experts,
+)
 from torchshard.planner.styles import BATCH, SEQUENCE
 from torchshard.plans.plan import Plan
 
@@ -259,7 +269,7 @@ class DividedBatch:
         graph, constraints = self._whole(local), dataclasses.replace(self.constraints, plan=first)
         sizes = {size: number // self.parts for size, number in _batch_sizes(graph, self.inputs).items()}
         with without_garbage_collection(), sizes_as(sizes):
-            plan = plan_graph(graph, self.facts, constraints, is_first=False)
+            plan = _best_plan(graph, self.facts, constraints, is_last=self.parts == 1, is_first=False)
         if first is not None:
             _check_settled(graph.graph, plan, first)
         return plan
@@ -267,7 +277,7 @@ class DividedBatch:
     def split(self, local: fx.GraphModule, plan: Plan) -> fx.GraphModule:
         """The graph of a rank of the other axis with the collectives of this one, global sizes."""
         with without_garbage_collection():
-            return rewrite(self._whole(local), plan, self.constraints.axis)
+            return rewrite(_graph_of(self._whole(local), plan), plan, self.constraints.axis)
 
     def _whole(self, local: fx.GraphModule) -> fx.GraphModule:
         graph = for_next_axis(local)
@@ -424,13 +434,42 @@ def planned(captured: Captured, model: nn.Module, constraints: Constraints) -> P
     """
     with without_garbage_collection():
         with _timed("plan"):
-            plan = plan_graph(captured.graph, ModelFacts.of(model), constraints)
+            plan = _best_plan(captured.graph, ModelFacts.of(model), constraints, is_last=True)
         with _timed("rewrite"):
-            graph = rewrite(captured.graph, plan, constraints.axis)
+            graph = rewrite(_graph_of(captured.graph, plan), plan, constraints.axis)
     for gathered in plan.costs.whole:
         warnings.warn(str(gathered), stacklevel=2)
     divided = constraints.splits_sequence or plan.splits_dynamic
     return Program(captured, dataclasses.replace(plan, graph=graph), graph, divided)
+
+
+def _best_plan(
+    module: fx.GraphModule, facts: ModelFacts, constraints: Constraints, *, is_last: bool, is_first: bool = True
+) -> Plan:
+    """The best plan of a graph: where ranks hold slices of experts' weights, they gather these, or send rows to them.
+
+    Args:
+        is_last: whether the graph is split over no axis after this one. What comes to a rank's experts has a number of
+            rows that no other axis could divide.
+        is_first: as in `plan_graph`.
+    """
+    if constraints.plan is not None:
+        return plan_graph(_graph_of(module, constraints.plan), facts, constraints, is_first=is_first)
+    gathering = plan_graph(module, facts, constraints, is_first=is_first)
+    sending = duplicate(module)
+    if constraints.data in (None, "replicate") or not is_last or not send_to_experts(sending, constraints.axis):
+        return gathering
+    other = plan_graph(sending, facts, constraints, is_first=is_first)
+    return min(gathering, other, key=lambda plan: plan.costs.seconds)
+
+
+def _graph_of(module: fx.GraphModule, plan: Plan) -> fx.GraphModule:
+    """The graph that a plan is for, which may send rows to experts."""
+    if not sends_to_experts(plan):
+        return module
+    sending = duplicate(module)
+    send_to_experts(sending, plan.axis)
+    return sending
 
 
 STAGES = ("capture", "plan", "rewrite")

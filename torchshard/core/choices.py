@@ -40,11 +40,11 @@ from torchshard.core.notation import (
 
 
 def axis_groups(row: Row) -> list[tuple[str, ...]]:
-    """Returns the sets of axes that can be split: single axes, and the axes of a concatenation together.
+    """Returns the sets of axes that can be split: single axes, the axes of a concatenation, and those of the options.
 
     The axes of `a+b` are split together because a rank's slice of a dim must hold its piece of every part.
     """
-    group = {axis: frozenset([axis]) for axis in row.sizes}
+    group = {axis: frozenset([axis]) for axis in row.sizes} | dict.fromkeys(row.options.together, row.options.together)
     for dims in (*row.operands, *row.results):
         for dim in dims:
             if len(dim) > 1:

@@ -64,6 +64,12 @@ class ConversionStep:
 
 Steps = tuple[ConversionStep, ...]
 """Conversions of one value; each starts from the value's original layout or from the target of an earlier step."""
+BESIDE: Mapping[str, tuple[Kernel, Kernel]] = {
+    "all_reduce_max": ("all_reduce", "none"),
+    "dispatch": ("all_to_all", "all_to_all"),
+    "combine": ("all_to_all", "all_to_all"),
+}
+"""Collectives beside the table, which convert no layout -> what kernels send as much, forward and backward."""
 ROUNDS: Mapping[str, int] = {"all_reduce": 2, "all_gather": 1, "reduce_scatter": 1, "all_to_all": 1}
 """Kernels that communicate -> how often the messages of a ring algorithm go around the ranks."""
 Price = Callable[[ConversionStep], float]
@@ -183,11 +189,9 @@ def _rounds(step: ConversionStep, needs_grad: bool) -> int:
 
 
 def kernels(name: str, *, needs_grad: bool) -> tuple[Kernel, Kernel]:
-    """Returns the kernels that a collective runs forward and backward; `all_reduce_max` has no gradient."""
-    if name not in TABLE:
-        return "all_reduce", "none"
-    row = TABLE[name]
-    return row.kernel, TABLE[row.dual].kernel if needs_grad else "none"
+    """Returns the kernels that a collective runs forward and backward."""
+    forward, backward = BESIDE[name] if name in BESIDE else (TABLE[name].kernel, TABLE[TABLE[name].dual].kernel)
+    return forward, backward if needs_grad else "none"
 
 
 def sent_bytes(kernel: str, nbytes: float, source: Layout, target: Layout, shape: Sequence[int], world: int) -> float:

@@ -100,6 +100,8 @@ class RowOptions:
     """Operands that the op writes to: it uses them as they are stored, because a conversion would write to a copy."""
     any_size: frozenset[str] = frozenset()
     """Axes whose replacement works for any size, a dynamic one too; '*' stands for all."""
+    together: frozenset[str] = frozenset()
+    """Axes that are split at once or not at all."""
 
 
 class _PlainKeywords(TypedDict, total=False):
@@ -115,6 +117,7 @@ class RowKeywords(_PlainKeywords, total=False):
     reduced: Iterable[str]
     mutates: Iterable[int]
     any_size: Iterable[str]
+    together: Iterable[str]
 
 
 def _row_options(
@@ -123,11 +126,18 @@ def _row_options(
     reduced: Iterable[str] = (),
     mutates: Iterable[int] = (),
     any_size: Iterable[str] = (),
+    together: Iterable[str] = (),
     **others: Unpack[_PlainKeywords],
 ) -> RowOptions:
     sets = tuple(frozenset(operands) for operands in linear)
-    frozen = frozenset(reduced), frozenset(mutates), frozenset(any_size)
-    return RowOptions(linear=sets, reduced=frozen[0], mutates=frozen[1], any_size=frozen[2], **others)
+    return RowOptions(
+        linear=sets,
+        reduced=frozenset(reduced),
+        mutates=frozenset(mutates),
+        any_size=frozenset(any_size),
+        together=frozenset(together),
+        **others,
+    )
 
 
 @dataclass(frozen=True)
@@ -316,7 +326,7 @@ def bind(
     if strangers:
         raise RuleError(f"axis {min(strangers)} is in no tensor", where=text, why="sizes= has a size for it")
     n, row_options = len(operands), _row_options(**options)
-    named = {*row_options.local, *row_options.reduced}
+    named = {*row_options.local, *row_options.reduced, *row_options.together}
     bound = _with_factors(bound, known, unsplittable | named)
     equal = frozenset(_equal_axes(known, row_options, multiples))
     return Row(text, tuple(bound[:n]), tuple(bound[n:]), known, frozenset(unsplittable), equal, row_options)

@@ -73,7 +73,7 @@ def start(
     device = x.device if eager else None
     verify_following_call(group, lambda: _signature(kernel, x, source, target), of, eager=device)
     made = _KERNELS[kernel](x, source, target, group)
-    return Pending(lambda: made) if isinstance(made, Tensor) else _begun(made, group)
+    return Pending(lambda: made) if isinstance(made, Tensor) else begun(made, group)
 
 
 def functional(kernel: str, x: Tensor, source: Layout, target: Layout, group: Group) -> tuple[Tensor, Result]:
@@ -150,7 +150,8 @@ _FUNCTIONAL = {
 """The name of a function of torch.distributed -> that of its functional operator."""
 
 
-def _begun(exchange: Exchange, group: Group) -> Pending:
+def begun(exchange: Exchange, group: Group) -> Pending:
+    """Starts a collective of torch.distributed."""
     sent, lengths = exchange.sent, exchange.lengths
     if exchange.collective == "all_reduce":
         return Pending.of(lambda: exchange.result(sent), group, dist.all_reduce, sent)

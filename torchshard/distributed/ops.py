@@ -22,6 +22,7 @@ from torch._ops import OpOverload
 from torchshard.core.conversions import ROUNDS, TABLE, Conversion, source_and_target
 from torchshard.core.layouts import Shard, local_shape, whole_shape, with_parts
 from torchshard.distributed.consistency import forward_site, note_unverified, running_call
+from torchshard.distributed.experts import COMBINE, DISPATCH
 from torchshard.distributed.group import Group, lookup
 from torchshard.distributed.kernels import reduced, start
 from torchshard.distributed.wire import Handle, Pending
@@ -222,7 +223,7 @@ def _(x: Tensor, group: str) -> Tensor:
     return torch.empty_like(x, memory_format=torch.contiguous_format)
 
 
-COLLECTIVES = frozenset([*OPS, torch.ops.torchshard.all_reduce_max.default])
+COLLECTIVES = frozenset([*OPS, torch.ops.torchshard.all_reduce_max.default, DISPATCH, COMBINE])
 """All operators that convert between layouts; some send nothing, but their backward does."""
 
 

@@ -13,7 +13,9 @@ note         of a collective: the conversion and its consumers
 recompute    of an op: the region whose values backward computes again, in place of saving them
 gathered_once   of a parameter: whether backward keeps what forward gathers of its slices
 gathered_again  of a collective: whether backward runs it again, in place of saving what was gathered
-own_order    of an op: it takes rows in a rank's own order, which no other rank has (see `passes.own_order`)
+own_order    of an op: it takes rows in a rank's own order, which no other rank has; the kind of what it gives
+             (see `passes.own_order`)
+at_experts   of an op: it takes rows at the ranks that have their experts (see `passes.to_experts`)
 settled      of a collective, or an op with some inside: it is over an earlier mesh axis, which the graph is cut for
 earlier      its Layout over each earlier mesh axis, by the axis' name
 is_backward  of a node of a joint graph: whether it belongs to the backward

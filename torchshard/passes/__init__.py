@@ -3,6 +3,7 @@
 normalize   -> fewer kinds of nodes
 carry       -> values that stay split between two calls
 own_order   -> rows that are sorted and put back, which ranks that divide the batch sort for themselves
+to_experts  -> or which they send to the ranks that have their experts
 annotate    -> the plan's layouts and choices on the nodes
 insert      -> collectives between producers and consumers that disagree
 simplify    -> biases back in their ops where no collective came between
@@ -46,6 +47,7 @@ from torchshard.passes.record import Gradients
 from torchshard.passes.schedule import schedule
 from torchshard.passes.segments import Segment, segments
 from torchshard.passes.simplify import simplify
+from torchshard.passes.to_experts import send_to_experts, sends_to_experts
 from torchshard.passes.unsummed import Call, Part, leave_unsummed
 from torchshard.passes.verify import Stage, verify
 from torchshard.passes.widen import sums_wider, widen
@@ -54,8 +56,8 @@ from torchshard.plans.plan import Plan
 __all__ = [
     "Call", "Gradients", "Part", "Partition", "Segment", "annotate", "carry", "differentiate", "direct",
     "for_next_axis", "has_backward", "insert", "keep_own_order", "localize", "localized", "lower", "normalize",
-    "own_order_choice", "partition", "rewrite", "schedule", "segments", "simplify", "step_graphs", "sums_wider",
-    "verify", "with_whole_results",
+    "own_order_choice", "partition", "rewrite", "schedule", "segments", "send_to_experts", "sends_to_experts",
+    "simplify", "step_graphs", "sums_wider", "verify", "with_whole_results",
 ]  # fmt: skip
 
 

@@ -62,6 +62,9 @@ def localize(module: fx.GraphModule, coordinate: Coordinate, seen: Seen | None =
         elif node.target is aten.view.default:
             # a collective may have changed the order of memory of its operand, in which `view` may be impossible
             node.target = aten.reshape.default
+    for node in module.graph.nodes:
+        if "at_experts" in node.meta:
+            del node.meta["val"]  # it has not the rows that its layout says
     drop_dead_code(module)
     propagate(module, Seen() if seen is None else seen)
     return True

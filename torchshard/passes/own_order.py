@@ -13,6 +13,7 @@ converted, or be taken by an op that is not known to keep rows apart: then all i
 
 from __future__ import annotations
 
+import contextlib
 import operator
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
@@ -27,6 +28,7 @@ from torchshard.core.errors import RuleError
 from torchshard.core.layouts import Shard
 from torchshard.core.mesh import MeshAxis
 from torchshard.core.notation import Choice, Local, Row, RowKeywords
+from torchshard.custom_ops.experts import EXPERT_COUNTS
 from torchshard.custom_ops.fx_types import Argument, Traced
 from torchshard.custom_ops.whole import OpKey, entry
 from torchshard.ir.graph import (
@@ -143,22 +145,22 @@ class _LeavesError(Exception):
 def keep_own_order(module: fx.GraphModule) -> bool:
     """Gives ops between a sort and the end rows in which they split what is sorted; returns whether there are any.
 
-    Their meta 'own_order' says so: `own_order_choice` is the one choice of each.
+    Their meta 'own_order' has the kind of what they give: `own_order_choice` is the one choice of each.
     """
-    found = dict[fx.Node, Row | None]()
-    for sort in [node for node in module.graph.nodes if node.target in _SORTS and node not in found]:
-        try:
-            found |= _Followed(sort).rows
-        except _LeavesError:
-            pass
-    for node, row in found.items():
-        node.meta |= {"row": row, "own_order": True}
-    return bool(found)
+    is_any = False
+    for sort in list(module.graph.nodes):
+        if sort.target in _SORTS and "own_order" not in sort.meta:
+            with contextlib.suppress(_LeavesError):
+                _Followed(sort).mark()
+                is_any = True
+    return is_any
 
 
 def own_order_choice(node: fx.Node, axis: MeshAxis) -> Choice:
     """The one choice of an op that keeps rows apart: its rows are split, or it has none."""
     row = node_row(node)
+    if row is not None and node.target is EXPERT_COUNTS:
+        return next(choice for choice in choices(row, axis.size) if choice.axes)
     return (_split(row, axis.size) if row is not None else None) or whole_choice(node)
 
 
@@ -198,6 +200,11 @@ class _Followed:
                 self._follow(node)
         if "put back" not in self._kinds.values():
             raise _LeavesError
+
+    def mark(self) -> None:
+        """Notes rows and kinds in the ops."""
+        for node, row in self.rows.items():
+            node.meta |= {"row": row, "own_order": self._kinds[node]}
 
     def _follow(self, node: fx.Node) -> None:
         self._waiting.discard(node)

@@ -16,11 +16,12 @@ from torch import Tensor, fx, nn
 
 from torchshard.core.choices import local_replacement
 from torchshard.core.conversions import ConversionStep, source_and_target
-from torchshard.core.layouts import I, Layout, local_shape, whole_shape, with_parts
+from torchshard.core.layouts import I, Layout, Shard, local_shape, whole_shape, with_parts
 from torchshard.core.mesh import Coordinate, MeshAxis, simulated_name
 from torchshard.core.notation import Choice, Local, Row
 from torchshard.custom_ops.fx_types import Argument
 from torchshard.custom_ops.stepwise import Stepwise
+from torchshard.distributed.experts import COMBINE, DISPATCH
 from torchshard.distributed.ops import OPS, is_collective
 from torchshard.ir.graph import fake_mode, faking, hint, operands, record
 
@@ -97,6 +98,9 @@ def _collectives(target: object, args: tuple[Argument, ...]) -> Iterator[tuple[o
 
 def _described(op: object, args: tuple[Argument, ...], times: int, world: int) -> InsideCall:
     x, conversion = args[0], OPS.get(op)
+    if op in (DISPATCH, COMBINE):
+        step = ConversionStep("dispatch" if op is DISPATCH else "combine", Shard(0), Shard(0))
+        return InsideCall(step, (x.shape[0] * world, *x.shape[1:]), x.dtype, times)
     if conversion is None:  # all_reduce_max, which converts no layout
         return InsideCall(ConversionStep("all_reduce_max", I, I), tuple(x.shape), x.dtype, times)
     source, target = with_parts(*source_and_target(conversion.name, args[1:]), x.shape, world)

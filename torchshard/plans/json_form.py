@@ -7,7 +7,7 @@ import math
 from dataclasses import asdict
 from typing import Any, TypeVar, cast, get_args
 
-from torchshard.core.conversions import TABLE, ConversionStep, Steps
+from torchshard.core.conversions import BESIDE, TABLE, ConversionStep, Steps
 from torchshard.core.errors import InputError, PlanError
 from torchshard.core.layouts import Layout, Part, Shard, parse_layout
 from torchshard.core.notation import Choice
@@ -211,7 +211,7 @@ def _sent(body: object) -> Sent:
 def _collective(body: object) -> Collective:
     fields = _is(dict, body)
     texts = {name: _is(str, fields[name]) for name in ("value", "name", "origin", "module", "line", "type")}
-    if texts["name"] not in (*TABLE, "all_reduce_max"):
+    if texts["name"] not in (*TABLE, *BESIDE):
         raise ValueError(f"{texts['name']!r} is not a collective")
     return Collective(
         **texts,

@@ -39,6 +39,8 @@ REASONS: Mapping[str, str] = {
     "pad": "each rank has a slice, and a partial sum with zeros elsewhere is required",
     "all_reduce": "each rank has a partial sum of it and needs the sum for its own part",
     "all_reduce_max": "the largest of each row may be on any rank",
+    "dispatch": "each row goes to the rank that has its expert",
+    "combine": "each row comes back to the rank that has its token",
 }
 
 

@@ -12,6 +12,7 @@ from torchshard.rules import (
     collectives,
     convolution,
     creation,
+    experts,
     indexing,
     linear_algebra,
     losses,
@@ -29,8 +30,8 @@ from torchshard.rules.registry import ROWS, RULES, Call, RuleFn, TensorType, rul
 __all__ = ["RULES", "Call", "Row", "TensorType", "has_rule", "is_random", "row_of", "rule", "writes_statistics"]
 
 FAMILIES = (
-    attention, batched, collectives, convolution, creation, indexing, linear_algebra, losses, normalization, pointwise,
-    random, recurrent, reductions, shapes,
+    attention, batched, collectives, convolution, creation, experts, indexing, linear_algebra, losses, normalization,
+    pointwise, random, recurrent, reductions, shapes,
 )  # fmt: skip
 
 

@@ -5,7 +5,8 @@ from __future__ import annotations
 import torch
 
 from torchshard.core.notation import Local, Row
-from torchshard.custom_ops.fx_types import Argument, Traced
+from torchshard.custom_ops.fx_types import Argument, Target, Traced
+from torchshard.custom_ops.whole import entry
 from torchshard.rules.empty import append_zeros
 from torchshard.rules.registry import Call, broadcast, letters, rule, spaced
 
@@ -13,6 +14,12 @@ aten = torch.ops.aten
 BOTH = ({0}, {1})
 GROUPED = (aten._grouped_mm.default, "transformers.grouped_mm_fallback.default")
 """Ops that multiply groups of rows, each by a matrix of its own, as mixtures of experts do."""
+
+
+def is_grouped(target: Target | str) -> bool:
+    """Whether an op is one of these."""
+    return entry(dict.fromkeys(GROUPED, True), target) or False
+
 
 rule(aten.mm.default, row="m k, k n -> m n", linear=BOTH)
 rule(aten.bmm.default, row="b m k, b k n -> b m n", linear=BOTH)

@@ -1,0 +1,127 @@
+"""Collectives that take rows to the ranks that have their experts, and back, as operators for graphs.
+
+    dispatch(x, sent, received, rows, group)     f32[6,8] -> f32[u,8]     each expert's rows, of all ranks
+    combine(x, sent, received, rows, group)      f32[u,8] -> f32[6,8]     the rows as they were
+
+Each is the gradient of the other. Rows are in the order of their experts before and after, and each rank has
+consecutive experts. `sent` [experts] counts a rank's own rows for each expert, `received` [own experts, ranks] what
+comes for each of its own ones from each rank. How many rows come is known at the call only: `rows` is a size that an
+earlier call of a graph has found, or None.
+
+As the token dispatcher of Megatron-LM by all-to-all (`MoEAlltoAllTokenDispatcher`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from torchshard.core.errors import DistributedError
+from torchshard.core.layouts import local_size, type_text
+from torchshard.distributed.consistency import note_unverified, running_call, verify_following_call
+from torchshard.distributed.group import Group, lookup
+from torchshard.distributed.kernels import Exchange, begun, dense
+
+Size = int | torch.SymInt
+
+
+def experts_of_ranks(experts: int, ranks: int) -> list[int]:
+    """How many of the experts each rank has, by `torch.chunk`'s rule."""
+    return [local_size(((experts, 1),), rank, ranks) for rank in range(ranks)]
+
+
+def _numbers(sent: Tensor, received: Tensor, group: Group) -> tuple[list[int], list[int]]:
+    """How many rows come from each rank, and go to each."""
+    to = [part.sum() for part in sent.split(experts_of_ranks(sent.shape[0], group.size))]
+    come, go = torch.stack([received.sum(0), torch.stack(to)]).tolist()
+    return come, go
+
+
+def _in_order_of_experts(received: Tensor) -> Tensor:
+    """The place of each row, in the order of experts, among the rows as they come: those of a rank in that order."""
+    experts, ranks = received.shape
+    own = torch.arange(experts, device=received.device).repeat(ranks)
+    return own.repeat_interleave(received.t().flatten()).argsort(stable=True)
+
+
+def _dispatch(x: Tensor, sent: Tensor, received: Tensor, group: Group) -> Tensor:
+    order, lengths = _in_order_of_experts(received), _numbers(sent, received, group)
+    return begun(Exchange("all_to_all_single", dense(x), lambda rows: rows[order], lengths), group).wait()
+
+
+def _combine(x: Tensor, sent: Tensor, received: Tensor, group: Group) -> Tensor:
+    as_they_came = torch.empty_like(x, memory_format=torch.contiguous_format)
+    as_they_came[_in_order_of_experts(received)] = x
+    come, go = _numbers(sent, received, group)
+    return begun(Exchange("all_to_all_single", as_they_came, lambda rows: rows, (go, come)), group).wait()
+
+
+Kernel = Callable[[Tensor, Tensor, Tensor, Group], Tensor]
+
+
+def _run(name: str, kernel: Kernel, x: Tensor, sent: Tensor, received: Tensor, group: Group) -> Tensor:
+    """Runs one of the two on this rank.
+
+    Raises:
+        DistributedError: the group is a simulated one, or the ranks' calls differ.
+    """
+    if group.simulated:
+        raise DistributedError(
+            "a graph that was made for simulated ranks can't communicate",
+            where=f"rank {group.rank} of {group.size}",
+            attempt="run it with torchshard.check, or shard the model in a process group",
+        )
+    verify_following_call(group, lambda: f"{name} of rows {type_text(x.dtype, x.shape[1:])}")
+    return x.clone() if group.size == 1 else kernel(x, sent, received, group)
+
+
+def _some_rows(x: Tensor) -> Size:
+    """A dynamic size that no other is equal to; as an example it has that of the rows which are sent."""
+    shapes = getattr(torch.library.get_ctx(), "_shape_env", None)
+    size = x.shape[0]
+    if shapes is None or isinstance(size, int):
+        return size
+    # these take seconds, and the capture has imported them
+    from torch._dynamo.source import ConstantSource
+    from torch.fx.experimental.symbolic_shapes import DimDynamic
+
+    number, source = size.node.hint, ConstantSource(f"rows of experts {len(shapes.var_to_range)}")
+    symbol = shapes.create_symbol(number, source, DimDynamic.DYNAMIC)
+    found: torch.SymInt = shapes.create_symintnode(symbol, hint=number)
+    return found
+
+
+_SCHEMA = "(Tensor x, Tensor sent, Tensor received, SymInt? rows, str group) -> Tensor"
+
+
+def _define(name: str, dual: str, kernel: Kernel, *tags: torch.Tag) -> None:
+    def run(x: Tensor, sent: Tensor, received: Tensor, rows: Size | None, group: str) -> Tensor:
+        return _run(name, kernel, x, sent, received, lookup(group))
+
+    def fake(x: Tensor, sent: Tensor, received: Tensor, rows: Size | None, group: str) -> Tensor:
+        return x.new_empty(_some_rows(x) if rows is None else rows, *x.shape[1:])
+
+    def setup(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+        x, sent, received, _, group = inputs
+        ctx.save_for_backward(sent, received)
+        ctx.rows, ctx.group, ctx.call = x.shape[0], group, running_call()
+
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        if ctx.call and not torch.is_grad_enabled():
+            note_unverified(lookup(ctx.group), f"backward of {ctx.call}: {dual}")
+        op = getattr(torch.ops.torchshard, dual).default
+        return op(grad, *ctx.saved_tensors, ctx.rows, ctx.group), None, None, None, None
+
+    op = torch.library.custom_op(f"torchshard::{name}", run, mutates_args=(), schema=_SCHEMA, tags=tags)
+    op.register_fake(fake)
+    op.register_autograd(backward, setup_context=setup)
+
+
+_define("dispatch", "combine", _dispatch, torch.Tag.dynamic_output_shape)
+_define("combine", "dispatch", _combine)
+
+DISPATCH = torch.ops.torchshard.dispatch.default
+COMBINE = torch.ops.torchshard.combine.default
