@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import math
 import warnings
 from collections.abc import Callable
 from typing import Any
@@ -16,16 +18,19 @@ from torch.utils.flop_counter import FlopCounterMode, flop_registry
 
 import torchshard as ts
 from tests.compiled import planned_as
+from tests.helpers import run_ranks
 from torchshard.checking.check import check_program
 from torchshard.compiler.program import prepared
 from torchshard.core.choices import choices
 from torchshard.core.mesh import MeshAxis
 from torchshard.ir.graph import whole_choice
 from torchshard.planner.costs import PRODUCTS, CostModel, Op
-from torchshard.plans.machine import MACHINES, objective
+from torchshard.plans.machine import MACHINES, Data, objective
 from torchshard.rules import rule_of
 
 aten = torch.ops.aten
+Ways = Data | dict[str, Data]
+HYBRID: dict[str, Data] = {"dp": "replicate", "fsdp": "shard"}
 
 
 class _Experts(nn.Module):
@@ -137,11 +142,12 @@ def test_memory_of_a_mixture_on_meta() -> None:
 class _Moved(nn.Module):
     """The two best experts of each token, its rows moved by a function of the rows, their experts and the products."""
 
-    def __init__(self, move: Move) -> None:
+    def __init__(self, move: Move, inner: int = 12) -> None:
         super().__init__()
         torch.manual_seed(0)
         self.move, self.gate = move, nn.Linear(16, 4, bias=False)
-        self.up, self.down = nn.Parameter(torch.randn(4, 16, 12) / 4), nn.Parameter(torch.randn(4, 12, 16) / 3)
+        self.up = nn.Parameter(torch.randn(4, 16, inner) / 4)
+        self.down = nn.Parameter(torch.randn(4, inner, 16) / inner**0.5)
         self.bias = nn.Parameter(torch.randn(4, 12))
 
     def products(self, rows: Tensor, offsets: Tensor) -> Tensor:
@@ -201,7 +207,10 @@ def _by_int32(m: _Moved, x: Tensor, weight: Tensor, chosen: Tensor) -> Tensor:
     return m.products(x[order], _ends(keys))[inverse]
 
 
-@pytest.mark.parametrize("move", [_by_inverse, _by_scatter, _by_bias, _by_place, _by_int32])
+MOVES = [_by_inverse, _by_scatter, _by_bias, _by_place, _by_int32]
+
+
+@pytest.mark.parametrize("move", MOVES)
 @pytest.mark.parametrize(
     "mesh",
     [
@@ -343,3 +352,85 @@ def test_a_mixture_with_its_auxiliary_loss() -> None:
         model = transformers.MixtralForCausalLM(config)
     plan = ts.plan(model, {}, world_size=2, example_kwargs=call, memory="1GiB")
     assert plan.costs.memory["activations"] > 0
+
+
+WIDE = 1024
+"""So wide that a step sends its rows to the experts, and not the experts' weights to the rows."""
+
+
+def _sends(plan: ts.Plan) -> set[str]:
+    """What is sent of products and their weights."""
+    sent = [c for c in plan.over_all[-1].costs.collectives if c.nbytes]
+    return {c.value if c.value in ("up", "down") else c.name for c in sent} & {"up", "down", "dispatch", "combine"}
+
+
+NIGHTLY_MESHES = [({"dp": 2, "tp": 2}, "shard"), ({"dp": 4}, "shard_grad_op"), ({"dp": 2, "fsdp": 2}, HYBRID)]
+
+
+@pytest.mark.parametrize("move", MOVES)
+@pytest.mark.parametrize(
+    ("mesh", "data"),
+    [({"dp": 2}, "shard"), *(pytest.param(*case, marks=pytest.mark.nightly) for case in NIGHTLY_MESHES)],
+)
+def test_rows_go_to_the_ranks_that_have_their_experts(move: Move, mesh: dict[str, int], data: Ways) -> None:
+    model, x = _Moved(move, WIDE).double(), torch.randn(16, 16, dtype=torch.float64).requires_grad_()
+    ts.check(model, "auto", mesh=mesh, data=data, example_inputs=(x,)).raise_on_error()
+    plan = ts.plan(model, {}, mesh=mesh, data=data, example_inputs=(x[:4],), world_size=math.prod(mesh.values()))
+    assert _sends(plan) == {"dispatch", "combine"}
+
+
+def test_rows_go_to_experts_that_do_not_divide() -> None:
+    """Of five experts the last of three ranks has one; of four it has none, and all weights are gathered."""
+    x = torch.randn(12, 16, dtype=torch.float64).requires_grad_()
+    for experts, sent in ((5, {"dispatch", "combine"}), (4, {"up", "down"})):
+        model, _ = _model(experts, inner=WIDE)
+        ts.check(model, {}, world_size=3, data="shard", example_inputs=(x,)).raise_on_error()
+        plan = ts.plan(model, {}, world_size=3, data="shard", example_inputs=(x[:4],))
+        assert _sends(plan) == sent
+
+
+@pytest.mark.parametrize(("rows", "sent"), [(8, {"dispatch", "combine"}), (40_000, {"up", "down"})])
+def test_what_costs_less_is_sent(rows: int, sent: set[str]) -> None:
+    model, _ = _model(inner=WIDE)
+    plan = ts.plan(model, {}, world_size=2, data="shard", example_inputs=(torch.empty(rows, 16, device="meta"),))
+    assert _sends(plan) == sent
+
+
+def _trained(rank: int, mesh: dict[str, int], data: Ways, parts: int) -> float:
+    """The worst difference after steps, in which all rows go to one rank's experts, or to those of all."""
+    worst = 0.0
+    for move, skewed in ((_by_scatter, False), (_by_bias, True)):
+        model = _Moved(move, WIDE).double()
+        if skewed:
+            with torch.no_grad():
+                model.gate.weight.copy_(torch.tensor([1.0, 0.5, 0.0, 0.0]).unsqueeze(1).expand(4, 16))
+        sharded = ts.shard(copy.deepcopy(model), {}, mesh=mesh, data=data)
+        part = rank * parts // torch.distributed.get_world_size()
+        optimizers = [torch.optim.AdamW(m.parameters(), 1e-2) for m in (model, sharded)]
+        for step, rows in enumerate((12, 12, 24, 12)):
+            torch.manual_seed(step)
+            x = torch.rand(rows * parts // 2, 16, dtype=torch.float64)
+            own = x.chunk(parts)[part].clone().requires_grad_()
+            for m, optimizer, given in zip((model, sharded), optimizers, (x.requires_grad_(), own), strict=True):
+                m(given).square().mean().backward()
+                optimizer.step()
+                optimizer.zero_grad()
+            assert x.grad is not None and own.grad is not None
+            worst = max(worst, (own.grad - x.grad.chunk(parts)[part]).abs().max().item())
+        whole = sharded.full_state_dict()
+        worst = max(worst, *((whole[name] - p).abs().max().item() for name, p in model.named_parameters()))
+    return worst
+
+
+@pytest.mark.parametrize(
+    ("mesh", "data", "parts"),
+    [
+        ({"dp": 2}, "shard", 2),
+        pytest.param({"dp": 2, "tp": 2}, "shard", 2, marks=pytest.mark.nightly),
+        pytest.param({"dp": 2, "fsdp": 2}, HYBRID, 4, marks=pytest.mark.nightly),
+        pytest.param({"dp": 4}, "shard", 4, marks=pytest.mark.nightly),
+    ],
+)
+def test_training_with_rows_at_their_experts(mesh: dict[str, int], data: Ways, parts: int) -> None:
+    for worst in run_ranks(_trained, math.prod(mesh.values()), mesh, data, parts, timeout_seconds=300):
+        assert worst < 1e-10

@@ -130,6 +130,7 @@ def _shard(
             attempt="example_inputs=(x,) or example_kwargs={...}; tensors on the meta device will do",
         )
     has_example = example_inputs is not None or example_kwargs is not None
+    aim = replace(aim, compiles=compiler is not None)
     with torch.inference_mode(False):
         # what to cut, the plan will say
         made = ShardedModule(

@@ -455,12 +455,12 @@ def _best_plan(
     """
     if constraints.plan is not None:
         return plan_graph(_graph_of(module, constraints.plan), facts, constraints, is_first=is_first)
-    gathering = plan_graph(module, facts, constraints, is_first=is_first)
-    sending = duplicate(module)
-    if constraints.data in (None, "replicate") or not is_last or not send_to_experts(sending, constraints.axis):
+    gathering, sending = plan_graph(module, facts, constraints, is_first=is_first), duplicate(module)
+    holds_slices = constraints.data in ("shard", "shard_grad_op") and is_last and not constraints.objective.compiles
+    if not holds_slices or not send_to_experts(sending, constraints.axis):
         return gathering
     other = plan_graph(sending, facts, constraints, is_first=is_first)
-    return min(gathering, other, key=lambda plan: plan.costs.seconds)
+    return min(gathering, other, key=lambda plan: seconds_of_step([plan]))
 
 
 def _graph_of(module: fx.GraphModule, plan: Plan) -> fx.GraphModule:

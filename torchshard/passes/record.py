@@ -11,10 +11,12 @@ from __future__ import annotations
 
 import contextlib
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Any
 
+import sympy
 import torch
 from torch import Tensor, fx, nn
 from torch._dispatch.python import enable_python_dispatcher
@@ -23,7 +25,18 @@ from torch.fx.experimental.proxy_tensor import get_proxy_mode, get_proxy_slot, m
 from torch.utils.hooks import RemovableHandle
 
 from torchshard.core.autocast import autocasting
-from torchshard.ir.graph import Mode, duplicate, fake_mode, is_float, placeholders, results_of, size_expr, values
+from torchshard.distributed.experts import DISPATCH
+from torchshard.ir.graph import (
+    Mode,
+    Size,
+    duplicate,
+    fake_mode,
+    is_float,
+    placeholders,
+    results_of,
+    size_expr,
+    values,
+)
 from torchshard.passes.functionalize import functionalize
 
 aten = torch.ops.aten
@@ -63,22 +76,34 @@ def recorded(part: fx.GraphModule, given: Gradients) -> Recording:
 def _key(graph: fx.Graph) -> tuple[object, ...]:
     """Equal for parts that compute the same of values with the same strides."""
     number = {node: f"%{i}" for i, node in enumerate(graph.nodes)}
+    # sizes that the part's calls find are other ones in an equal part
+    found = [size_expr(n.meta["val"].shape[0]) for n in graph.find_nodes(op="call_function", target=DISPATCH)]
+    own = {size: sympy.Symbol(f"rows{i}") for i, size in enumerate(found) if not isinstance(size, int)}
     return tuple(
         (
             node.target if node.op == "call_function" else node.op,
             str(fx.map_arg((node.args, node.kwargs), lambda n: number[n])),
-            tuple(map(value_type, values(node))),
+            tuple(value_type(value, own) for value in values(node)),
             bool(node.meta.get("needs_grad")),
         )
         for node in graph.nodes
     )
 
 
-def value_type(value: object) -> object:
-    """Equal for values of the same shape, strides, dtype and device."""
+def value_type(value: object, sizes: Mapping[sympy.Symbol, sympy.Symbol] = MappingProxyType({})) -> object:
+    """Equal for values of the same shape, strides, dtype and device.
+
+    Args:
+        sizes: what takes the place of dynamic sizes.
+    """
+
+    def sized(size: Size) -> int | sympy.Expr:
+        expr = size_expr(size)
+        return expr if isinstance(expr, int) else expr.xreplace(sizes)
+
     if not isinstance(value, Tensor):
-        return str(value)
-    shape, strides = (tuple(map(size_expr, sizes)) for sizes in (value.shape, value.stride()))
+        return str(sized(value)) if isinstance(value, torch.SymInt) else str(value)
+    shape, strides = (tuple(map(sized, extents)) for extents in (value.shape, value.stride()))
     return shape, strides, value.dtype, value.device
 
 

@@ -121,6 +121,8 @@ class Objective:
     """Whether steps have a backward, and parameters an optimizer; else calls without gradients are planned."""
     data: Data | None = None
     """How the ranks hold weights if they divide the batch; None: they divide the weights, and each has the batch."""
+    compiles: bool = False
+    """Whether a rank's graphs are to be compiled, in which all sizes have to follow from those of the inputs."""
 
 
 def objective(

@@ -21,6 +21,7 @@ from torchshard.core.conversions import kernels
 from torchshard.core.errors import CaptureError, InputError
 from torchshard.custom_ops.stepwise import Stepwise
 from torchshard.custom_ops.whole import WholeCall
+from torchshard.distributed.experts import DISPATCH
 from torchshard.distributed.group import Group, lookup
 from torchshard.distributed.handshake import collective_failed
 from torchshard.distributed.ops import OPS, SENDING, Begin
@@ -138,7 +139,9 @@ def compiler_of(options: CompileOptions, *, where: str) -> Compiler | None:
 
 
 def can_compile(local: fx.GraphModule) -> bool:
-    """Whether a compiler understands a rank's graph, no call of which is kept whole, and PyTorch can send its values.
+    """Whether a compiler understands a rank's graph, and PyTorch can send its values.
+
+    No call of it is kept whole, and sizes follow from those of the inputs.
 
     PyTorch's functional collectives, which compilers know, gather tensors of GPUs by NCCL alone: by gloo, the process
     ends (seen with PyTorch 2.11).
@@ -146,6 +149,10 @@ def can_compile(local: fx.GraphModule) -> bool:
     whole = [node for node in local.graph.nodes if isinstance(node.target, (WholeCall, Stepwise))]
     if whole:
         log.warning("a graph is not compiled, for a compiler does not know what %s runs", whole[0].name)
+        return False
+    sending = local.graph.find_nodes(op="call_function", target=DISPATCH)
+    if sending:
+        log.warning("a graph is not compiled, for %s finds how many rows come to a rank's experts", sending[0].name)
         return False
     by_gloo = [node for node in local.graph.nodes if node.target in OPS and _is_gathered_by_gloo(node)]
     if by_gloo:
