@@ -354,7 +354,7 @@ def test_a_mixture_with_its_auxiliary_loss() -> None:
     assert plan.costs.memory["activations"] > 0
 
 
-WIDE = 1024
+WIDE = 8192
 """So wide that a step sends its rows to the experts, and not the experts' weights to the rows."""
 
 

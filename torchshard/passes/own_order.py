@@ -96,10 +96,13 @@ class _Step:
     options: RowKeywords = field(default_factory=lambda: RowKeywords())
 
 
-def _places(ctx: Local, memory: Traced, indices: list[Traced], *rest: Argument) -> Traced:
-    """The inverse of an order: the place of each row among this rank's, and not among all."""
-    places = aten.sub.Scalar(aten.cumsum.default(aten.ones_like.default(indices[0]), 0), 1)
-    return aten.index_put.default(memory, indices, aten.type_as.default(places, memory))
+def _by_sorting(dtype: torch.dtype) -> RowKeywords:
+    """The inverse of an order is what sorts it: the place of each row among this rank's, and not among all."""
+
+    def local(ctx: Local, memory: Traced, indices: list[Traced], *rest: Argument) -> Traced:
+        return aten._to_copy.default(aten.argsort.default(indices[0]), dtype=dtype)
+
+    return RowKeywords(local={"n": local}, any_size="n")
 
 
 _PUT = "n ..., n, n ... -> n ..."
@@ -112,7 +115,7 @@ _STEPS: Mapping[OpKey, tuple[_Step, ...]] = {
         _Step({"self": "rows", "indices": "inverse"}, "put back", "n ..., n -> n ..."),
     ),
     aten.index_put.default: (
-        _Step({"indices": "order"}, "inverse", "n, n, !m -> n", RowKeywords(local={"n": _places}, any_size="n")),
+        _Step({"indices": "order"}, "inverse", "n, n, !m -> n"),
         _Step({"indices": "order", "values": "rows"}, "put back", _PUT),
         _Step({"indices": "tokens", "values": "rows"}, "put back", _ADD),
     ),
@@ -255,6 +258,7 @@ class _Followed:
         indices, per_token = args.get("indices", [None]), self._per_token if "tokens" in step.takes.values() else 1
         is_indexing = not {"index", "indices"}.isdisjoint(args)
         whole = args["self"].meta["val"] if is_indexing and "self" not in step.takes else None
+        is_written = step.gives == "inverse"
         fits = (
             isinstance(indices, (list, tuple))
             and len(indices) == 1
@@ -263,13 +267,14 @@ class _Followed:
             and (whole is None or size_expr(whole.shape[0]) * per_token == self._count)
             and (step.gives != "ends" or node.meta["val"].dtype in _NUMBERS)
             and (step.gives != "counts" or (args["min"] == 0 < args["max"] and _is_index(self._given)))
-            and (step.gives != "inverse" or (self._is_count(args["values"]) and not args["accumulate"]))
+            and (not is_written or (self._is_count(args["values"]) and not args["accumulate"]))
         )
         if not fits:
             raise _LeavesError
+        options = _by_sorting(node.meta["val"].dtype) if is_written else step.options
         text = step.row if per_token > 1 else step.row.replace("(t k)", "n").replace("t", "n")
         try:
-            return call_of(node).row(text, sizes={"k": per_token} if per_token > 1 else None, **step.options)
+            return call_of(node).row(text, sizes={"k": per_token} if per_token > 1 else None, **options)
         except RuleError as error:
             raise _LeavesError from error
 
