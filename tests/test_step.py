@@ -362,6 +362,28 @@ def test_gradients_may_lie_in_memory_otherwise_than_recorded() -> None:
     ts.check(_Turned(), {}, world_size=2, example_inputs=(torch.randn(3, 5, 6),)).raise_on_error()
 
 
+class _Image(nn.Module):
+    """Attention leaves channels last, and a convolution keeps them so, which PyTorch's fake one does not."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.mix, self.conv, self.norm, self.out = (
+            nn.Linear(8, 8),
+            nn.Conv2d(8, 8, 1),
+            nn.GroupNorm(2, 8),
+            nn.Linear(8, 8),
+        )
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.mix(x.flatten(2).transpose(1, 2)).transpose(1, 2).reshape(x.shape)
+        return self.out(self.norm(self.conv(h).flatten(2)).transpose(1, 2)).square().mean()
+
+
+def test_groups_are_normalized_wherever_they_lie() -> None:
+    whole = {"mix": "replicate", "conv": "replicate"}
+    ts.check(_Image(), whole, world_size=2, example_inputs=(torch.randn(2, 8, 4, 4),)).raise_on_error()
+
+
 def test_an_op_that_writes_what_its_gradient_is_of() -> None:
     """`rrelu` leaves its noise in an operand, which is saved for the backward."""
     torch.manual_seed(0)

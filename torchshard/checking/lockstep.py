@@ -32,7 +32,7 @@ from torchshard.distributed.experts import COMBINE, DISPATCH, experts_of_ranks
 from torchshard.distributed.ops import OPS, SENDING, Begin, is_collective, wait
 from torchshard.ir.graph import where
 from torchshard.passes import localized
-from torchshard.passes.nodes import RESHAPED, call_target, operator_of
+from torchshard.passes.nodes import FOR_ANY_STRIDES, call_target, operator_of
 from torchshard.passes.propagate import Seen
 from torchshard.plans.plan import Plan
 from torchshard.rules import is_random
@@ -179,8 +179,8 @@ def _rank(
             value = args[0]  # all ranks have begun the collective, and it has ended
         elif isinstance(node.target, Stepwise):
             value = yield from _stepwise(node, node.target.steps(*args), states, rank)
-        elif node.target in RESHAPED:
-            value = torch.reshape(*args)
+        elif node.target in FOR_ANY_STRIDES:
+            value = FOR_ANY_STRIDES[node.target](*args, **kwargs)
         elif is_random(node.target):
             value = _with_rng_state(states, rank, partial(call_target, node, args, kwargs))
         else:

@@ -20,7 +20,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torchshard.custom_ops.carry import CARRY
 from torchshard.distributed.ops import OPS, computing
 from torchshard.ir.graph import duplicate, fake_mode, faking, is_tensor, uses_rng
-from torchshard.passes.nodes import RESHAPED, node_arg
+from torchshard.passes.nodes import FOR_ANY_STRIDES, node_arg
 
 aten = torch.ops.aten
 _BINDINGS = (torch._C._VariableFunctions, torch._C._nn, torch._C.TensorBase)
@@ -41,8 +41,8 @@ def direct(module: fx.GraphModule) -> fx.GraphModule:
                 copied.graph.erase_node(node)
             elif node.target in OPS:
                 node.target = computing(node.target)
-            elif node.target in RESHAPED:
-                node.target = torch.reshape
+            elif node.target in FOR_ANY_STRIDES:
+                node.target = FOR_ANY_STRIDES[node.target]
             elif isinstance(node.target, OpOverload) and node.target.namespace == "aten":
                 key = node.target, str(fx.map_arg((node.args, node.kwargs), _type_of))
                 if key not in _chosen:

@@ -6,12 +6,16 @@ schema of an op says more: these functions state what the schema says, and fail 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
 
 import torch
-from torch import fx
+from torch import Tensor, fx
 from torch._ops import OpOverload
+from torch._prims_common import suggest_memory_format
 from torch.fx.node import Argument, Target
+
+aten = torch.ops.aten
 
 
 def node_arg(node: fx.Node, index: int = 0) -> fx.Node:
@@ -41,8 +45,33 @@ def operator_of(node: fx.Node) -> OpOverload[..., object]:
     return node.target
 
 
-RESHAPED: Collection[Target] = {torch.ops.aten.view.default, torch.ops.aten._unsafe_view.default}
-"""Run as `reshape`: a value may lie in memory otherwise than the fake one that was recorded, and `view` would fail."""
+def _group_norm(x: Tensor, *rest: Any) -> tuple[Tensor, Tensor, Tensor]:
+    found: tuple[Tensor, Tensor, Tensor] = aten.native_group_norm.default(_without_gaps(x, x), *rest)
+    return found
+
+
+def _group_norm_backward(grad: Tensor, x: Tensor, *rest: Any) -> tuple[Tensor, Tensor, Tensor]:
+    operands = _without_gaps(grad, x), _without_gaps(x, x)
+    found: tuple[Tensor, Tensor, Tensor] = aten.native_group_norm_backward.default(*operands, *rest)
+    return found
+
+
+def _without_gaps(x: Tensor, like: Tensor) -> Tensor:
+    """A tensor as PyTorch's `group_norm` gives it to its kernels: on CPUs images may have their channels last."""
+    lies = suggest_memory_format(like) if like.device.type == "cpu" else torch.contiguous_format
+    return x.contiguous(memory_format=lies)
+
+
+FOR_ANY_STRIDES: Mapping[Target, Callable[..., Any]] = {
+    aten.view.default: torch.reshape,
+    aten._unsafe_view.default: torch.reshape,
+    aten.native_group_norm.default: _group_norm,
+    aten.native_group_norm_backward.default: _group_norm_backward,
+}
+"""Ops that need operands which lie in memory as the recorded fake ones did -> what computes the same of any.
+
+What PyTorch says of fake values is not always true of real ones, as of convolutions of images with their channels last.
+"""
 
 
 def call_target(node: fx.Node, args: Sequence[Argument], kwargs: Mapping[str, Argument]) -> Argument:
