@@ -381,7 +381,8 @@ class _Image(nn.Module):
 
 def test_groups_are_normalized_wherever_they_lie() -> None:
     whole = {"mix": "replicate", "conv": "replicate"}
-    ts.check(_Image(), whole, world_size=2, example_inputs=(torch.randn(2, 8, 4, 4),)).raise_on_error()
+    model, x = _Image().float(), torch.randn(2, 8, 4, 4, dtype=torch.float32)
+    ts.check(model, whole, world_size=2, example_inputs=(x,)).raise_on_error()
 
 
 def test_an_op_that_writes_what_its_gradient_is_of() -> None:
