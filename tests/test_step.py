@@ -363,26 +363,21 @@ def test_gradients_may_lie_in_memory_otherwise_than_recorded() -> None:
 
 
 class _Image(nn.Module):
-    """Attention leaves channels last, and a convolution keeps them so, which PyTorch's fake one does not."""
+    """Attention leaves channels last, and a convolution of another layer keeps them so."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.mix, self.conv, self.norm, self.out = (
-            nn.Linear(8, 8),
-            nn.Conv2d(8, 8, 1),
-            nn.GroupNorm(2, 8),
-            nn.Linear(8, 8),
-        )
+        self.mix, self.norm, self.out = nn.Linear(8, 8), nn.GroupNorm(2, 8), nn.Linear(8, 8)
+        self.layers = nn.ModuleList([nn.Conv2d(8, 8, 1)])
 
     def forward(self, x: Tensor) -> Tensor:
         h = self.mix(x.flatten(2).transpose(1, 2)).transpose(1, 2).reshape(x.shape)
-        return self.out(self.norm(self.conv(h).flatten(2)).transpose(1, 2)).square().mean()
+        return self.out(self.norm(self.layers[0](h).flatten(2)).transpose(1, 2)).square().mean()
 
 
 def test_groups_are_normalized_wherever_they_lie() -> None:
-    whole = {"mix": "replicate", "conv": "replicate"}
-    model, x = _Image().float(), torch.randn(2, 8, 4, 4, dtype=torch.float32)
-    ts.check(model, whole, world_size=2, example_inputs=(x,)).raise_on_error()
+    whole = {"mix": "replicate", "layers.*": "replicate"}
+    ts.check(_Image(), whole, world_size=2, example_inputs=(torch.randn(2, 8, 4, 4),)).raise_on_error()
 
 
 def test_an_op_that_writes_what_its_gradient_is_of() -> None:

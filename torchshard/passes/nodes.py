@@ -70,7 +70,7 @@ FOR_ANY_STRIDES: Mapping[Target, Callable[..., Any]] = {
 }
 """Ops that need operands which lie in memory as the recorded fake ones did -> what computes the same of any.
 
-What PyTorch says of fake values is not always true of real ones, as of convolutions of images with their channels last.
+Fake values that come into a layer lie without gaps; real ones lie as the op leaves them that computes them.
 """
 
 
