@@ -207,7 +207,17 @@ def _by_int32(m: _Moved, x: Tensor, weight: Tensor, chosen: Tensor) -> Tensor:
     return m.products(x[order], _ends(keys))[inverse]
 
 
-MOVES = [_by_inverse, _by_scatter, _by_bias, _by_place, _by_int32]
+def _by_sizes(m: _Moved, x: Tensor, weight: Tensor, chosen: Tensor) -> Tensor:
+    """Between the products rows are viewed by their number, and meet something that their experts have."""
+    keys, order = chosen.flatten().sort()
+    ends, rows = _ends(keys), x[order // 2]
+    h = torch.ops.transformers.grouped_mm_fallback(rows, m.up, offs=ends)
+    h = h.view(h.shape[0], 2, -1).tanh().view(rows.shape[0], -1) * m.bias[keys].mean(-1, keepdim=True)
+    y = torch.ops.transformers.grouped_mm_fallback(h, m.down, offs=ends) * weight.flatten()[order, None]
+    return torch.zeros_like(x).index_add(0, order // 2, y)
+
+
+MOVES = [_by_inverse, _by_scatter, _by_bias, _by_place, _by_int32, _by_sizes]
 
 
 @pytest.mark.parametrize("move", MOVES)
