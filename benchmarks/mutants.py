@@ -1103,13 +1103,6 @@ FAULTS = (
         "tests/test_experts.py -k rows_go",
     ),
     Fault(
-        "the weights of another rank's experts are taken for slices of them",
-        "passes/to_experts.py",
-        "(choice.operands, choice.results) == ((own,), (own,))",
-        "len(choice.operands) == len(choice.results) == 1",
-        "tests/test_experts.py -k rows_go",
-    ),
-    Fault(
         "what a call leaves of a part of the batch is taken for the whole batch's",
         "compiler/program.py",
         "found[place] = I if dim is None else Shard(BATCH)",
