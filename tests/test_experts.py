@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import itertools
 import math
 import warnings
 from collections.abc import Callable
@@ -23,7 +24,9 @@ from torchshard.checking.check import check_program
 from torchshard.compiler.program import prepared
 from torchshard.core.choices import choices
 from torchshard.core.mesh import MeshAxis
+from torchshard.distributed.experts import COMBINE, DISPATCH
 from torchshard.ir.graph import whole_choice
+from torchshard.passes import localized, step_graphs
 from torchshard.planner.costs import PRODUCTS, CostModel, Op
 from torchshard.plans.machine import MACHINES, Data, objective
 from torchshard.rules import rule_of
@@ -220,7 +223,7 @@ def _by_sizes(m: _Moved, x: Tensor, weight: Tensor, chosen: Tensor) -> Tensor:
 MOVES = [_by_inverse, _by_scatter, _by_bias, _by_place, _by_int32, _by_sizes]
 
 
-@pytest.mark.parametrize("move", MOVES)
+@pytest.mark.parametrize("move", [*MOVES[:-1], pytest.param(_by_sizes, marks=pytest.mark.nightly)])
 @pytest.mark.parametrize(
     "mesh",
     [
@@ -374,19 +377,33 @@ def _sends(plan: ts.Plan) -> set[str]:
     return {c.value if c.value in ("up", "down") else c.name for c in sent} & {"up", "down", "dispatch", "combine"}
 
 
+NIGHTLY = pytest.mark.nightly
+QUICK = [_by_scatter, _by_sizes]
 NIGHTLY_MESHES = [({"dp": 2, "tp": 2}, "shard"), ({"dp": 4}, "shard_grad_op"), ({"dp": 2, "fsdp": 2}, HYBRID)]
 
 
-@pytest.mark.parametrize("move", MOVES)
+@pytest.mark.parametrize("move", [move if move in QUICK else pytest.param(move, marks=NIGHTLY) for move in MOVES])
 @pytest.mark.parametrize(
     ("mesh", "data"),
-    [({"dp": 2}, "shard"), *(pytest.param(*case, marks=pytest.mark.nightly) for case in NIGHTLY_MESHES)],
+    [({"dp": 2}, "shard"), *(pytest.param(*case, marks=NIGHTLY) for case in NIGHTLY_MESHES)],
 )
 def test_rows_go_to_the_ranks_that_have_their_experts(move: Move, mesh: dict[str, int], data: Ways) -> None:
     model, x = _Moved(move, WIDE).double(), torch.randn(16, 16, dtype=torch.float64).requires_grad_()
     ts.check(model, "auto", mesh=mesh, data=data, example_inputs=(x,)).raise_on_error()
     plan = ts.plan(model, {}, mesh=mesh, data=data, example_inputs=(x[:4],), world_size=math.prod(mesh.values()))
     assert _sends(plan) == {"dispatch", "combine"}
+
+
+def test_a_step_at_experts_sends_what_was_planned() -> None:
+    model, x = _Moved(_by_sizes, WIDE).double(), torch.randn(6, 16, dtype=torch.float64).requires_grad_()
+    plan = ts.plan(model, {}, world_size=2, data="shard", example_inputs=(x,))
+    parts = step_graphs(localized(plan.graph, MeshAxis(2).simulated()[0]))
+    sent = [c for c in plan.costs.collectives if c.name in ("dispatch", "combine")]
+    duals = {"dispatch": "combine", "combine": "dispatch"}
+    planned = [[c.name for c in sent if c.forward.nbytes], [duals[c.name] for c in sent if c.backward.nbytes]]
+    nodes = [node for part in (parts.forward, parts.backward) for node in part.graph.nodes]
+    made = [node.target.name().partition("::")[2] for node in nodes if node.target in (DISPATCH, COMBINE)]
+    assert sorted(made) == sorted(itertools.chain(*planned)) and len(made) == 6
 
 
 def test_rows_go_to_experts_that_do_not_divide() -> None:

@@ -2,6 +2,7 @@
 
     sent, received, ends = expert_counts(ends, 2)     how many rows go to each expert, and come to a rank's
     rows = to_experts(rows, sent, received)           each expert's rows, of all ranks
+    more = to_experts(more, sent, received, m)        the same of other rows, whose number is known by now
     rows = from_experts(rows, sent, received, n)      the n rows as they were
 
 Rows are sorted by expert; `ends` [experts] says where those of each end. Once they are split, `rules.experts` says what
@@ -15,7 +16,9 @@ from torch import Tensor
 
 _COUNTS = "(Tensor ends, int ranks) -> (Tensor, Tensor, Tensor)"
 torch.library.define("torchshard::expert_counts", _COUNTS)
-torch.library.define("torchshard::to_experts", "(Tensor(a) x, Tensor sent, Tensor received) -> Tensor(a)")
+torch.library.define(
+    "torchshard::to_experts", "(Tensor(a) x, Tensor sent, Tensor received, SymInt? rows=None) -> Tensor(a)"
+)
 torch.library.define("torchshard::from_experts", "(Tensor(a) x, Tensor sent, Tensor received, SymInt n) -> Tensor(a)")
 
 
@@ -26,7 +29,7 @@ def _counts(ends: Tensor, ranks: int) -> tuple[Tensor, Tensor, Tensor]:
 
 
 @torch.library.impl("torchshard::to_experts", "CompositeImplicitAutograd")
-def _to_experts(x: Tensor, sent: Tensor, received: Tensor) -> Tensor:
+def _to_experts(x: Tensor, sent: Tensor, received: Tensor, rows: int | None = None) -> Tensor:
     return x.view_as(x)
 
 

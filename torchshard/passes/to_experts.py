@@ -140,9 +140,9 @@ def _send(module: fx.GraphModule, region: _Region, axis: MeshAxis) -> None:
         name_after(counts, "expert_counts")
         sent, received, own_ends = (emit(module, operator.getitem, (counts, i), counts) for i in range(3))
 
-    def to_experts(rows: fx.Node) -> fx.Node:
+    def to_experts(rows: fx.Node, *own_count: fx.Node) -> fx.Node:
         if rows not in at_experts:
-            at_experts[rows] = emit(module, TO_EXPERTS, (rows, sent, received), rows)
+            at_experts[rows] = emit(module, TO_EXPERTS, (rows, sent, received, *own_count), rows)
             at_experts[rows].meta |= {"own_order": "rows", "at_experts": True}
             name_after(at_experts[rows], "to_experts")
         return at_experts[rows]
@@ -156,7 +156,7 @@ def _send(module: fx.GraphModule, region: _Region, axis: MeshAxis) -> None:
         with graph.inserting_before(node):
             for taken in rows:
                 if taken not in region.nodes:
-                    node.replace_input_with(taken, to_experts(taken))
+                    node.replace_input_with(taken, to_experts(taken, own_count))
         for size in _sizes(node):
             if _counts(size, region.rows):
                 node.replace_input_with(size, own_count)

@@ -40,8 +40,9 @@ def expert_counts(call: Call) -> Row:
 def to_experts(call: Call) -> Row:
     """`f32[8,16], i64[4], i64[4,2] -> f32[8,16]     n ..., !f, e !w -> n ...`."""
 
-    def local(ctx: Local, x: Traced, sent: Traced, received: Traced) -> Traced:
-        return ops.dispatch.default(x, sent, received, None, ctx.group)
+    def local(ctx: Local, x: Traced, sent: Traced, received: Traced, rows: Any = None) -> Traced:
+        own = None if rows is None else rows // ctx.world
+        return ops.dispatch.default(x, sent, received, own, ctx.group)
 
     return _row(call, local)
 
@@ -50,9 +51,8 @@ def to_experts(call: Call) -> Row:
 def from_experts(call: Call) -> Row:
     """`f32[8,16], i64[4], i64[4,2], 8 -> f32[8,16]     n ..., !f, e !w -> n ...`."""
 
-    def local(ctx: Local, x: Traced, sent: Traced, received: Traced, n: Traced) -> Traced:
-        rows: Any = n  # of all ranks
-        return ops.combine.default(x, sent, received, rows // ctx.world, ctx.group)
+    def local(ctx: Local, x: Traced, sent: Traced, received: Traced, n: Any) -> Traced:
+        return ops.combine.default(x, sent, received, n // ctx.world, ctx.group)
 
     return _row(call, local)
 
