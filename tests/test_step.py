@@ -380,6 +380,36 @@ def test_groups_are_normalized_wherever_they_lie() -> None:
     ts.check(_Image(), whole, world_size=2, example_inputs=(torch.randn(2, 8, 4, 4),)).raise_on_error()
 
 
+@torch.library.custom_op("tests::read", mutates_args=(), schema="(Tensor x) -> Tensor")
+def _read(x: Tensor) -> Tensor:
+    """As a kernel does that takes memory without gaps, and asks for nothing."""
+    return torch.as_strided(x, x.shape, torch.empty_like(x, memory_format=torch.contiguous_format).stride()).clone()
+
+
+_read.register_fake(lambda x: x.new_empty(x.shape))
+_read.register_autograd(lambda ctx, grad: grad)
+
+
+class _Transposed(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(8, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.linear(x).transpose(1, 2)
+
+
+class _Kernel(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.ops.tests.read(x.contiguous())
+
+
+def test_a_kernel_gets_contiguous_memory() -> None:
+    """What is recorded of one layer does not know how the values of another lie."""
+    model = nn.Sequential(_Transposed(), _Kernel(), nn.Linear(4, 8))
+    ts.check(model, {"*": "replicate"}, world_size=2, example_inputs=(torch.randn(2, 4, 8),)).raise_on_error()
+
+
 def test_an_op_that_writes_what_its_gradient_is_of() -> None:
     """`rrelu` leaves its noise in an operand, which is saved for the backward."""
     torch.manual_seed(0)

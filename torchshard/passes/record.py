@@ -22,6 +22,7 @@ from torch import Tensor, fx, nn
 from torch._dispatch.python import enable_python_dispatcher
 from torch.autograd.graph import saved_tensors_hooks
 from torch.fx.experimental.proxy_tensor import get_proxy_mode, get_proxy_slot, make_fx
+from torch.fx.node import Argument
 from torch.utils.hooks import RemovableHandle
 
 from torchshard.core.autocast import autocasting
@@ -236,6 +237,8 @@ class _Recorder(fx.Interpreter):
         self._steps: set[Any] = set()
         """Steps of autograd's backward that are marked."""
         self._hooks: list[RemovableHandle] = []
+        self._copies: dict[fx.Node, Mapping[str, Argument]] = {}
+        """Recorded nodes that make a value contiguous if it is not -> in which order of memory."""
 
     def run_node(self, n: fx.Node) -> Any:
         """Runs an op, and notes its value and, when backward comes to it, its gradient."""
@@ -244,6 +247,8 @@ class _Recorder(fx.Interpreter):
         number = self._number[n]
         self._mark(number)
         result = super().run_node(n)
+        if n.target is aten.contiguous.default and result is self.env[n.all_input_nodes[0]]:
+            result = self._copied(result, n.kwargs)
         for tensor in result if isinstance(result, (list, tuple)) else [result]:
             if _has_gradient(tensor):
                 self._follow(tensor.grad_fn, number)
@@ -252,6 +257,12 @@ class _Recorder(fx.Interpreter):
             if result.requires_grad:
                 self._hooks.append(result.register_hook(lambda gradient: self._note_gradient(gradient, number)))
         return result
+
+    def _copied(self, x: Tensor, kwargs: Mapping[str, Argument]) -> Tensor:
+        """A fake value that is contiguous already, for which PyTorch would record nothing: the real one may not be."""
+        copied: Tensor = aten.clone.default(x)
+        self._copies[_recorded(copied)] = kwargs
+        return copied
 
     def _note_gradient(self, gradient: Tensor | None, number: int) -> None:
         if gradient is None:
@@ -278,6 +289,8 @@ class _Recorder(fx.Interpreter):
 
     def describe(self, graph: fx.Graph) -> None:
         """Sets the meta of the recorded nodes."""
+        for node, kwargs in self._copies.items():
+            node.target, node.kwargs = aten.contiguous.default, dict(kwargs)
         origin, is_backward = None, False
         for node in graph.nodes:
             val = {"val": node.meta["val"]} if "val" in node.meta else {}
