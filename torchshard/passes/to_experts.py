@@ -13,7 +13,7 @@ From the first product to the last one a rank then has another number of rows th
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -133,6 +133,7 @@ def _depends_on_batch(size: fx.Node) -> bool:
 
 
 def _send(module: fx.GraphModule, region: _Region, axis: MeshAxis) -> None:
+    """Computes a region at the experts."""
     graph, first, at_experts = module.graph, region.nodes[0], dict[fx.Node, fx.Node]()
     with graph.inserting_before(first):
         counts = emit(module, EXPERT_COUNTS, (region.ends, axis.size), region.ends)
@@ -164,11 +165,16 @@ def _send(module: fx.GraphModule, region: _Region, axis: MeshAxis) -> None:
     for product in region.products:
         product.replace_input_with(region.ends, own_ends)
         product.meta["row"] = call_of(product).row(_PRODUCT, together=TOGETHER)
-    for node in filter(is_tensor, region.nodes):
-        leaving = [user for user in node.users if user not in region.nodes]
+    _take_back(module, region.nodes, sent, received, count)
+
+
+def _take_back(module: fx.GraphModule, nodes: Sequence[fx.Node], *how: fx.Node) -> None:
+    """Gives others than these nodes their results as rows where the tokens are."""
+    for node in filter(is_tensor, nodes):
+        leaving = [user for user in node.users if user not in nodes]
         if leaving:
-            with graph.inserting_after(node):
-                back = emit(module, FROM_EXPERTS, (node, sent, received, count), node)
+            with module.graph.inserting_after(node):
+                back = emit(module, FROM_EXPERTS, (node, *how), node)
             back.meta["own_order"] = "rows"
             name_after(back, "from_experts")
             for user in leaving:
