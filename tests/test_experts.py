@@ -406,6 +406,36 @@ def test_a_step_at_experts_sends_what_was_planned() -> None:
     assert sorted(made) == sorted(itertools.chain(*planned)) and len(made) == 6
 
 
+def _scaled(m: _Moved, x: Tensor, weight: Tensor, chosen: Tensor) -> Tensor:
+    """How many rows there are is a number, too."""
+    keys, order = chosen[:, 0].sort()
+    ends, grouped = _ends(keys), torch.ops.transformers.grouped_mm_fallback
+    h = grouped(x[order], m.up, offs=ends)
+    return torch.zeros_like(x).index_put((order,), grouped(h * h.shape[0], m.down, offs=ends))
+
+
+def _by_other_ends(m: _Moved, x: Tensor, weight: Tensor, chosen: Tensor) -> Tensor:
+    """Between two products there is one more, whose rows are counted in another way."""
+    keys, order = chosen[:, 0].sort()
+    ends, grouped = _ends(keys), torch.ops.transformers.grouped_mm_fallback
+    others = torch.searchsorted(keys, torch.arange(4), right=True).to(torch.int32)
+    h = grouped(grouped(x[order], m.up, offs=ends), m.down, offs=others)
+    y = grouped(h, m.up, offs=ends)
+    return torch.zeros_like(x).index_put((order,), torch.cat([y, y[:, :4]], 1))
+
+
+@pytest.mark.parametrize("move", [_scaled, _by_other_ends])
+def test_rows_whose_number_matters_stay(move: Move, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Most rows choose one expert, so that none of the ranks has half of them."""
+    monkeypatch.setattr(
+        "torchshard.compiler.program.seconds_of_step", lambda plans: "dispatch" not in _sends(plans[-1])
+    )
+    model, x = _Moved(move).double(), torch.rand(8, 16, dtype=torch.float64).requires_grad_()
+    with torch.no_grad():
+        model.gate.weight.copy_(torch.tensor([1.0, 0.5, 0.0, 0.0]).unsqueeze(1).expand(4, 16))
+    ts.check(model, {}, world_size=2, data="shard", example_inputs=(x,)).raise_on_error()
+
+
 def test_rows_go_to_experts_that_do_not_divide() -> None:
     """Of five experts the last of three ranks has one; of four it has none, and all weights are gathered."""
     x = torch.randn(12, 16, dtype=torch.float64).requires_grad_()

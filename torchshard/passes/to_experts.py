@@ -101,10 +101,15 @@ def _gives_rows(node: fx.Node) -> bool:
 
 
 def _can_send(region: _Region, axis: MeshAxis) -> bool:
-    """Whether each rank has some experts, and no op in a region takes a size that depends on the batch's."""
-    return all(_has_experts(operands(product)[1], axis.size) for product in region.products) and not any(
-        _depends_on_batch(size) for node in region.nodes for size in _sizes(node) if not _counts(size, region.rows)
-    )
+    """Whether each rank has some experts, and ops know of no other rows, or numbers of them, than the region's."""
+    own = all(_has_experts(operands(product)[1], axis.size) for product in region.products)
+    others = any(is_grouped(node.target) and node not in region.products for node in region.nodes)
+    sized = [(node, size) for node in region.nodes for size in _sizes(node) if _depends_on_batch(size)]
+    return own and not others and all(node.target in _SHAPED and _counts(size, region.rows) for node, size in sized)
+
+
+_SHAPED = (aten.view.default, aten.reshape.default, aten.expand.default)
+"""Ops that take numbers of rows as sizes of what they give, and not as values to compute with."""
 
 
 def _has_experts(weight: fx.Node, ranks: int) -> bool:
