@@ -424,15 +424,28 @@ def _by_other_ends(m: _Moved, x: Tensor, weight: Tensor, chosen: Tensor) -> Tens
     return torch.zeros_like(x).index_put((order,), torch.cat([y, y[:, :4]], 1))
 
 
-@pytest.mark.parametrize("move", [_scaled, _by_other_ends])
+def _without_expert(m: _Moved, x: Tensor, weight: Tensor, chosen: Tensor) -> Tensor:
+    """The last rows have none: they choose one more than there is."""
+    keys, order = (chosen[:, 0] + 1).sort()
+    return torch.zeros_like(x).index_put((order,), m.products(x[order], _ends(keys)))
+
+
+def _without_last(m: _Moved, x: Tensor, weight: Tensor, chosen: Tensor) -> Tensor:
+    """Ends are where each expert begins, so that rows of the last one have none."""
+    keys, order = chosen[:, 0].sort(descending=False)
+    ends = torch.searchsorted(keys, torch.arange(4)).to(torch.int32)
+    return torch.zeros_like(x).index_put((order,), m.products(x[order], ends))
+
+
+@pytest.mark.parametrize("move", [_scaled, _by_other_ends, _without_expert, _without_last])
 def test_rows_whose_number_matters_stay(move: Move, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Most rows choose one expert, so that none of the ranks has half of them."""
+    """All rows choose one expert, so that none of the ranks has half of them."""
     monkeypatch.setattr(
         "torchshard.compiler.program.seconds_of_step", lambda plans: "dispatch" not in _sends(plans[-1])
     )
     model, x = _Moved(move).double(), torch.rand(8, 16, dtype=torch.float64).requires_grad_()
     with torch.no_grad():
-        model.gate.weight.copy_(torch.tensor([1.0, 0.5, 0.0, 0.0]).unsqueeze(1).expand(4, 16))
+        model.gate.weight.copy_(torch.tensor([0.0, 0.0, 0.5, 1.0]).unsqueeze(1).expand(4, 16))
     ts.check(model, {}, world_size=2, data="shard", example_inputs=(x,)).raise_on_error()
 
 

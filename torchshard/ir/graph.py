@@ -15,6 +15,7 @@ gathered_once   of a parameter: whether backward keeps what forward gathers of i
 gathered_again  of a collective: whether backward runs it again, in place of saving what was gathered
 own_order    of an op: it takes rows in a rank's own order, which no other rank has; the kind of what it gives
              (see `passes.own_order`)
+counts_all   of an op that gives ends of such rows: whether the last one is known to be after all of them
 at_experts   of an op: it takes rows at the ranks that have their experts (see `passes.to_experts`)
 settled      of a collective, or an op with some inside: it is over an earlier mesh axis, which the graph is cut for
 earlier      its Layout over each earlier mesh axis, by the axis' name

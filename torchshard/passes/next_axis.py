@@ -15,7 +15,7 @@ from torchshard.custom_ops.stepwise import Stepwise
 from torchshard.ir.graph import duplicate, is_own_collective, is_tensor, layout_of, mark_needs_grad, placeholders
 
 aten = torch.ops.aten
-OF_AXIS = ("layouts", "choice", "row", "global_shape", "gathered_once", "own_order", "at_experts")
+OF_AXIS = ("layouts", "choice", "row", "global_shape", "gathered_once", "own_order", "counts_all", "at_experts")
 """What nodes know of the axis that their graph is split over."""
 
 

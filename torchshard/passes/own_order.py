@@ -14,6 +14,7 @@ converted, or be taken by an op that is not known to keep rows apart: then all i
 from __future__ import annotations
 
 import contextlib
+import math
 import operator
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
@@ -196,6 +197,8 @@ class _Followed:
         """The row of each op that keeps rows apart."""
         self._waiting = set(sort.users)
         """What takes one of these values, and is still to come."""
+        self._counts_all = True
+        """Whether each row is known to be before the last end."""
         node = self._given
         while self._waiting:
             node = node.next
@@ -208,6 +211,8 @@ class _Followed:
         """Notes rows and kinds in the ops."""
         for node, row in self.rows.items():
             node.meta |= {"row": row, "own_order": self._kinds[node]}
+            if self._kinds[node] == "ends":
+                node.meta["counts_all"] = self._counts_all
 
     def _follow(self, node: fx.Node) -> None:
         self._waiting.discard(node)
@@ -272,6 +277,8 @@ class _Followed:
         if not fits:
             raise _LeavesError
         options = _by_sorting(node.meta["val"].dtype) if is_written else step.options
+        if step.gives in ("counts", "ends"):
+            self._counts_all &= step.takes == {"self": "counts"} or _keys_below(self._given) <= _counted_below(node)
         text = step.row if per_token > 1 else step.row.replace("(t k)", "n").replace("t", "n")
         try:
             return call_of(node).row(text, sizes={"k": per_token} if per_token > 1 else None, **options)
@@ -318,6 +325,28 @@ def _keeps_numbers(node: fx.Node) -> bool:
     (operand, *_), result = operands(node), node.meta["val"].dtype
     is_counted = operand.meta["val"].dtype in _NUMBERS[:2] or operand.target in _COUNTS
     return is_counted and result in _NUMBERS
+
+
+def _keys_below(value: fx.Node) -> float:
+    """What all indices that PyTorch has computed are less than; infinity if it is not known."""
+    while value.target in _PARTS_OF:
+        value = operands(value)[0]
+    if not _is_index(value):
+        return math.inf
+    op = value.all_input_nodes[0] if value.target is operator.getitem else value
+    dim, shape = bound_args(op).get("dim", -1), operands(op)[0].meta["val"].shape
+    return shape[dim] if isinstance(dim, int) and isinstance(shape[dim], int) else math.inf
+
+
+def _counted_below(node: fx.Node) -> float:
+    """What all keys are less than that are counted; 0 if it is not known."""
+    args = bound_args(node)
+    if node.target is aten.histc.default:
+        return float(args["max"]) + 1
+    first, experts = args["self"], node.meta["val"].shape[0]
+    counts_from_zero = str(first.target).startswith("aten.arange.") and bound_args(first).get("start", 0) == 0
+    is_each = counts_from_zero and bound_args(first).get("step", 1) == 1 and (args["right"] or args["side"] == "right")
+    return experts if is_each else 0
 
 
 def _is_index(value: fx.Node) -> bool:

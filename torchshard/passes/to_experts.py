@@ -25,6 +25,7 @@ from torchshard.core.mesh import MeshAxis
 from torchshard.custom_ops.experts import EXPERT_COUNTS, FROM_EXPERTS, TO_EXPERTS
 from torchshard.distributed.experts import experts_of_ranks
 from torchshard.ir.graph import (
+    before_casts,
     call_of,
     emit,
     is_tensor,
@@ -101,11 +102,17 @@ def _gives_rows(node: fx.Node) -> bool:
 
 
 def _can_send(region: _Region, axis: MeshAxis) -> bool:
-    """Whether each rank has some experts, and ops know of no other rows, or numbers of them, than the region's."""
+    """Whether each rank has some experts, each row one of them, and ops know of no rows but the region's."""
     own = all(_has_experts(operands(product)[1], axis.size) for product in region.products)
     others = any(is_grouped(node.target) and node not in region.products for node in region.nodes)
+    counted = before_casts(region.ends).meta.get("counts_all", False)
     sized = [(node, size) for node in region.nodes for size in _sizes(node) if _depends_on_batch(size)]
-    return own and not others and all(node.target in _SHAPED and _counts(size, region.rows) for node, size in sized)
+    return (
+        own
+        and counted
+        and not others
+        and all(node.target in _SHAPED and _counts(size, region.rows) for node, size in sized)
+    )
 
 
 _SHAPED = (aten.view.default, aten.reshape.default, aten.expand.default)
