@@ -449,6 +449,38 @@ def test_rows_whose_number_matters_stay(move: Move, monkeypatch: pytest.MonkeyPa
     ts.check(model, {}, world_size=2, data="shard", example_inputs=(x,)).raise_on_error()
 
 
+class _Named(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.expert_counts, self.moved = nn.Linear(16, 16), _Moved(_by_scatter)
+
+    def forward(self, x: Tensor) -> Tensor:
+        moved: Tensor = self.moved(self.expert_counts(x))
+        return moved
+
+
+def test_names_of_a_model_are_its_own() -> None:
+    x = torch.randn(8, 16, dtype=torch.float64)
+    ts.check(_Named().double(), {}, world_size=2, data="shard", example_inputs=(x,)).raise_on_error()
+
+
+@pytest.mark.nightly
+def test_a_part_of_a_step_at_experts_has_a_backward(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of the two losses that a layer's part gives, one has a gradient."""
+    monkeypatch.setattr(
+        "torchshard.compiler.program.seconds_of_step", lambda plans: "dispatch" not in _sends(plans[-1])
+    )
+    config = transformers.MixtralConfig(
+        hidden_size=16, intermediate_size=24, num_attention_heads=2, num_key_value_heads=2, num_hidden_layers=1,
+        vocab_size=64, num_local_experts=4, output_router_logits=True,
+    )  # fmt: skip
+    config._experts_implementation = "grouped_mm"
+    model, ids = transformers.MixtralForCausalLM(config), torch.randint(0, 64, (4, 8))
+    call: dict[str, Any] = {"input_ids": ids, "labels": ids, "use_cache": False}
+    plan = ts.plan(model, {}, world_size=2, data="shard", example_kwargs=call)
+    assert plan.costs.memory["activations"] > 0 and "dispatch" in _sends(plan)
+
+
 def test_rows_go_to_experts_that_do_not_divide() -> None:
     """Of five experts the last of three ranks has one; of four it has none, and all weights are gathered."""
     x = torch.randn(12, 16, dtype=torch.float64).requires_grad_()

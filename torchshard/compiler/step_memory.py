@@ -164,7 +164,7 @@ def _backward(
         return
     for_given = parts if given == parts.given else step_graphs(part.graph, given)
     by_name = dict(zip(parts.saved, saved, strict=True))
-    arguments = [by_name.get(name) for name in for_given.saved]  # a size, which takes none, may have another name
+    arguments = [by_name[name] for name in for_given.saved]
     memory.release(block for name, block in by_name.items() if name not in for_given.saved)
     memory.hold(taken.values())  # autograd does, until the segment's backward has run
     found = memory.run(for_given.backward.graph, [*arguments, *taken.values()])

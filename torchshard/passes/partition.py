@@ -14,9 +14,10 @@ is saved: no other numbers are drawn, and no collective is sent twice, but for t
 from __future__ import annotations
 
 import operator
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
+import sympy
 import torch
 from torch import fx
 from torch.fx.node import Argument
@@ -35,7 +36,7 @@ from torchshard.ir.graph import (
     written_buffers,
 )
 from torchshard.passes.nodes import node_arg, upstream
-from torchshard.passes.record import Gradients
+from torchshard.passes.record import Gradients, sizes_found
 from torchshard.passes.unsummed import Part
 
 aten = torch.ops.aten
@@ -72,11 +73,12 @@ def partition(joint: fx.GraphModule) -> Partition:
     saved = [n for n in forward if n in needed and n not in again]
     tensors = [n for n in saved if is_tensor(n)]
     saved = [*tensors, *(n for n in saved if not is_tensor(n))]
+    found = sizes_found(joint.graph)
     return Partition(
         _part(joint, forward, [*results, *saved]),
         _part(joint, [*saved, *given, *_when_needed(again, backward)], gradients, arguments={*saved, *given}),
         joint.meta["given"],
-        tuple(map(_saved_name, saved)),
+        tuple(_saved_name(node, found) for node in saved),
         len(tensors),
         joint.meta.get("parts", ()),
     )
@@ -155,8 +157,12 @@ def _when_needed(again: Sequence[fx.Node], backward: Sequence[fx.Node]) -> Itera
     yield from sorted(waiting, key=place.__getitem__)
 
 
-def _saved_name(node: fx.Node) -> str:
-    return str(node.meta["val"]) if _is_size(node) else node.name
+def _saved_name(node: fx.Node, found: Mapping[sympy.Symbol, sympy.Symbol]) -> str:
+    """The same whichever results backward is given the gradients of: sizes have the names of what they are."""
+    value = node.meta["val"]
+    if isinstance(value, torch.SymInt):
+        return str(value.node.expr.xreplace(found))
+    return str(value) if _is_size(node) else node.name
 
 
 def _is_size(node: fx.Node) -> bool:

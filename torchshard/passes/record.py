@@ -77,9 +77,7 @@ def recorded(part: fx.GraphModule, given: Gradients) -> Recording:
 def _key(graph: fx.Graph) -> tuple[object, ...]:
     """Equal for parts that compute the same of values with the same strides."""
     number = {node: f"%{i}" for i, node in enumerate(graph.nodes)}
-    # sizes that the part's calls find are other ones in an equal part
-    found = [size_expr(n.meta["val"].shape[0]) for n in graph.find_nodes(op="call_function", target=DISPATCH)]
-    own = {size: sympy.Symbol(f"rows{i}") for i, size in enumerate(found) if not isinstance(size, int)}
+    own = sizes_found(graph)
     return tuple(
         (
             node.target if node.op == "call_function" else node.op,
@@ -89,6 +87,12 @@ def _key(graph: fx.Graph) -> tuple[object, ...]:
         )
         for node in graph.nodes
     )
+
+
+def sizes_found(graph: fx.Graph) -> dict[sympy.Symbol, sympy.Symbol]:
+    """The sizes that calls of a graph find -> names by their order: in an equal graph these are other ones."""
+    found = [size_expr(n.meta["val"].shape[0]) for n in graph.find_nodes(op="call_function", target=DISPATCH)]
+    return {size: sympy.Symbol(f"rows{i}") for i, size in reversed([*enumerate(found)]) if not isinstance(size, int)}
 
 
 def value_type(value: object, sizes: Mapping[sympy.Symbol, sympy.Symbol] = MappingProxyType({})) -> object:

@@ -60,7 +60,8 @@ def send_to_experts(module: fx.GraphModule, axis: MeshAxis) -> bool:
 
 def sends_to_experts(plan: Plan) -> bool:
     """Whether a plan is for a graph that does."""
-    return any(name.startswith("expert_counts") and choice.axes for name, choice in plan.choices.items())
+    counts = [choice for name, choice in plan.choices.items() if name.startswith("expert_counts")]
+    return any(choice.name == "split e" and len(choice.results) == 3 for choice in counts)
 
 
 @dataclass(frozen=True)
