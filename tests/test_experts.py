@@ -406,6 +406,19 @@ def test_a_step_at_experts_sends_what_was_planned() -> None:
     assert sorted(made) == sorted(itertools.chain(*planned)) and len(made) == 6
 
 
+@pytest.fixture
+def prefers_sending(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rows go to their experts wherever they can, whatever that costs."""
+    name = "torchshard.compiler.program.seconds_of_step"
+    monkeypatch.setattr(name, lambda plans: "dispatch" not in _sends(plans[-1]))
+
+
+def _skew(model: _Moved, *scores: float) -> None:
+    """Has all rows of positive numbers choose the experts of the largest scores."""
+    with torch.no_grad():
+        model.gate.weight.copy_(torch.tensor(scores).unsqueeze(1).expand(4, 16))
+
+
 def _scaled(m: _Moved, x: Tensor, weight: Tensor, chosen: Tensor) -> Tensor:
     """How many rows there are is a number, too."""
     keys, order = chosen[:, 0].sort()
@@ -438,14 +451,11 @@ def _without_last(m: _Moved, x: Tensor, weight: Tensor, chosen: Tensor) -> Tenso
 
 
 @pytest.mark.parametrize("move", [_scaled, _by_other_ends, _without_expert, _without_last])
-def test_rows_whose_number_matters_stay(move: Move, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.usefixtures("prefers_sending")
+def test_rows_whose_number_matters_stay(move: Move) -> None:
     """All rows choose one expert, so that none of the ranks has half of them."""
-    monkeypatch.setattr(
-        "torchshard.compiler.program.seconds_of_step", lambda plans: "dispatch" not in _sends(plans[-1])
-    )
     model, x = _Moved(move).double(), torch.rand(8, 16, dtype=torch.float64).requires_grad_()
-    with torch.no_grad():
-        model.gate.weight.copy_(torch.tensor([0.0, 0.0, 0.5, 1.0]).unsqueeze(1).expand(4, 16))
+    _skew(model, 0.0, 0.0, 0.5, 1.0)
     ts.check(model, {}, world_size=2, data="shard", example_inputs=(x,)).raise_on_error()
 
 
@@ -465,11 +475,9 @@ def test_names_of_a_model_are_its_own() -> None:
 
 
 @pytest.mark.nightly
-def test_a_part_of_a_step_at_experts_has_a_backward(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.usefixtures("prefers_sending")
+def test_a_part_of_a_step_at_experts_has_a_backward() -> None:
     """Of the two losses that a layer's part gives, one has a gradient."""
-    monkeypatch.setattr(
-        "torchshard.compiler.program.seconds_of_step", lambda plans: "dispatch" not in _sends(plans[-1])
-    )
     config = transformers.MixtralConfig(
         hidden_size=16, intermediate_size=24, num_attention_heads=2, num_key_value_heads=2, num_hidden_layers=1,
         vocab_size=64, num_local_experts=4, output_router_logits=True,
@@ -504,8 +512,7 @@ def _trained(rank: int, mesh: dict[str, int], data: Ways, parts: int) -> float:
     for move, skewed in ((_by_scatter, False), (_by_bias, True)):
         model = _Moved(move, WIDE).double()
         if skewed:
-            with torch.no_grad():
-                model.gate.weight.copy_(torch.tensor([1.0, 0.5, 0.0, 0.0]).unsqueeze(1).expand(4, 16))
+            _skew(model, 1.0, 0.5, 0.0, 0.0)
         sharded = ts.shard(copy.deepcopy(model), {}, mesh=mesh, data=data)
         part = rank * parts // torch.distributed.get_world_size()
         optimizers = [torch.optim.AdamW(m.parameters(), 1e-2) for m in (model, sharded)]

@@ -455,9 +455,10 @@ def _best_plan(
     """
     if constraints.plan is not None:
         return plan_graph(_graph_of(module, constraints.plan), facts, constraints, is_first=is_first)
-    gathering, sending = plan_graph(module, facts, constraints, is_first=is_first), duplicate(module)
+    gathering = plan_graph(module, facts, constraints, is_first=is_first)
     holds_slices = constraints.data in ("shard", "shard_grad_op") and is_last and not constraints.objective.compiles
-    if not holds_slices or not send_to_experts(sending, constraints.axis):
+    sending = _sending(module, constraints.axis) if holds_slices else None
+    if sending is None:
         return gathering
     other = plan_graph(sending, facts, constraints, is_first=is_first)
     return min(gathering, other, key=lambda plan: seconds_of_step([plan]))
@@ -465,11 +466,13 @@ def _best_plan(
 
 def _graph_of(module: fx.GraphModule, plan: Plan) -> fx.GraphModule:
     """The graph that a plan is for, which may send rows to experts."""
-    if not sends_to_experts(plan):
-        return module
+    return (_sending(module, plan.axis) if sends_to_experts(plan) else None) or module
+
+
+def _sending(module: fx.GraphModule, axis: MeshAxis) -> fx.GraphModule | None:
+    """A copy of a graph that sends rows to experts; None if it has none to send."""
     sending = duplicate(module)
-    send_to_experts(sending, plan.axis)
-    return sending
+    return sending if send_to_experts(sending, axis) else None
 
 
 STAGES = ("capture", "plan", "rewrite")

@@ -19,11 +19,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from torchshard.core.errors import DistributedError
 from torchshard.core.layouts import local_size, type_text
 from torchshard.distributed.consistency import note_unverified, running_call, verify_following_call
 from torchshard.distributed.group import Group, lookup
-from torchshard.distributed.kernels import Exchange, begun, dense
+from torchshard.distributed.kernels import Exchange, begun, dense, refuse_simulated
 
 Size = int | torch.SymInt
 
@@ -68,12 +67,7 @@ def _run(name: str, kernel: Kernel, x: Tensor, sent: Tensor, received: Tensor, g
     Raises:
         DistributedError: the group is a simulated one, or the ranks' calls differ.
     """
-    if group.simulated:
-        raise DistributedError(
-            "a graph that was made for simulated ranks can't communicate",
-            where=f"rank {group.rank} of {group.size}",
-            attempt="run it with torchshard.check, or shard the model in a process group",
-        )
+    refuse_simulated(group)
     verify_following_call(group, lambda: f"{name} of rows {type_text(x.dtype, x.shape[1:])}")
     return x.clone() if group.size == 1 else kernel(x, sent, received, group)
 

@@ -51,6 +51,20 @@ def gathered(x: Tensor, shard: Shard, shape: Sequence[int], group: Group) -> Ten
     return convert("all_gather", x, Shard(shard.dim, parts_of(shape[shard.dim], shard)), I, group)
 
 
+def refuse_simulated(group: Group) -> None:
+    """Checks that a group has processes.
+
+    Raises:
+        DistributedError: it is a simulated one.
+    """
+    if group.simulated:
+        raise DistributedError(
+            "a graph that was made for simulated ranks can't communicate",
+            where=f"rank {group.rank} of {group.size}",
+            attempt="run it with torchshard.check, or shard the model in a process group",
+        )
+
+
 def start(
     kernel: str, x: Tensor, source: Layout, target: Layout, group: Group, of: str = "", *, eager: bool = False
 ) -> Pending:
@@ -63,12 +77,7 @@ def start(
     Raises:
         DistributedError: the group is a simulated one, or the ranks' calls differ.
     """
-    if group.simulated:
-        raise DistributedError(
-            "a graph that was made for simulated ranks can't communicate",
-            where=f"rank {group.rank} of {group.size}",
-            attempt="run it with torchshard.check, or shard the model in a process group",
-        )
+    refuse_simulated(group)
     source, target = with_parts(source, target, x.shape, group.size)
     device = x.device if eager else None
     verify_following_call(group, lambda: _signature(kernel, x, source, target), of, eager=device)

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 import torch
 
 from torchshard.core.notation import Local, Row
 from torchshard.custom_ops.fx_types import Argument, Target, Traced
-from torchshard.custom_ops.whole import entry
+from torchshard.custom_ops.whole import OpKey, entry
 from torchshard.rules.empty import append_zeros
 from torchshard.rules.registry import Call, broadcast, letters, rule, spaced
 
@@ -14,11 +16,12 @@ aten = torch.ops.aten
 BOTH = ({0}, {1})
 GROUPED = (aten._grouped_mm.default, "transformers.grouped_mm_fallback.default")
 """Ops that multiply groups of rows, each by a matrix of its own, as mixtures of experts do."""
+_IS_GROUPED: Mapping[OpKey, bool] = dict.fromkeys(GROUPED, True)
 
 
 def is_grouped(target: Target | str) -> bool:
     """Whether an op is one of these."""
-    return entry(dict.fromkeys(GROUPED, True), target) or False
+    return entry(_IS_GROUPED, target) or False
 
 
 rule(aten.mm.default, row="m k, k n -> m n", linear=BOTH)
