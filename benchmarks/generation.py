@@ -115,7 +115,7 @@ def _rank(rank: int, world: int, folder: str, kind: str, expected: Tensor) -> No
     ts.distributed.init_process_group()
     model, prompt = model_and_prompt(kind)
     try:
-        sharded = ts.shard(model, "auto", **_example(prompt), mode="infer")
+        sharded = ts.shard(model, "auto", **_example(model, prompt), mode="infer")
         before = sharded._ts_graphs.captures
         made = sharded.generate(**copy.deepcopy(prompt))
         found = {"status": "equal", "captures": sharded._ts_graphs.captures - before}
@@ -127,10 +127,10 @@ def _rank(rank: int, world: int, folder: str, kind: str, expected: Tensor) -> No
     Path(folder, str(rank)).write_text(json.dumps(found))
 
 
-def _example(prompt: dict[str, Any]) -> dict[str, Any]:
+def _example(model: Any, prompt: dict[str, Any]) -> dict[str, Any]:
     """An example call: the prompt without a cache."""
     inputs = {name: value for name, value in prompt.items() if isinstance(value, Tensor)}
-    if "input_ids" not in inputs or "attention_mask" not in inputs:
+    if model.config.is_encoder_decoder:
         inputs["decoder_input_ids"] = torch.ones(len(next(iter(inputs.values()))), 4, dtype=torch.long)
     return {"example_kwargs": inputs | {"use_cache": False}}
 

@@ -77,7 +77,7 @@ def test_meshes(llama: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) 
     given = [llama, "--mesh", "dp=2,tp=2", "--data", "shard", "--sequence", "16"]
     assert main(["plan", *given, "--machine", "h100x8", "--json", str(file)]) == 0
     shown = capsys.readouterr().out
-    assert shown.startswith("plan for 2 × 2 ranks") and "over 2 parts of the batch (shard)" in shown
+    assert shown.startswith("plan for 2 × 2 ranks") and "over dp, 2 parts of the batch (shard)" in shown
     plan = ts.Plan.load(file)
     assert str(plan) in shown and plan.batch is not None and plan.batch.data == "shard"
     assert main(["check", *given]) == 0

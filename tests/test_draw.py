@@ -15,7 +15,6 @@ import torchshard as ts
 from tests.compiled import compiled
 from tests.models import CASES
 from torchshard.compiler.program import Program
-from torchshard.core.mesh import MeshAxis
 from torchshard.distributed.ops import is_collective
 from torchshard.plans.table import size_text
 from torchshard.report.drawing.outline import Box, outline
@@ -88,7 +87,7 @@ def test_rows_show_shape_layout_and_bytes_sent(tmp_path: Path) -> None:
 
 
 def test_repeated_layers_are_one_box() -> None:
-    root = outline(_program("gpt").graph.graph, MeshAxis(2))
+    root = outline(_program("gpt").graph.graph)
     (blocks,) = [i for i in root.items if isinstance(i, Box) and i.count > 1]
     assert blocks.title == "2 × blocks.*" and all(len(row.nodes) == 2 for row in blocks.rows())
     shown = Counter(n for row in root.rows() for n in row.nodes)
@@ -98,7 +97,7 @@ def test_repeated_layers_are_one_box() -> None:
 def test_layers_that_differ_are_not_folded() -> None:
     model = nn.Sequential(*(nn.Sequential(nn.Linear(4, n), nn.ReLU(), nn.Linear(n, 4)) for n in (8, 8, 8, 6)))
     made = compiled(model, {"*.0": "column", "*.2": "row"}, 2, (torch.randn(2, 4),))
-    titles = [i.title for i in outline(made.graph.graph, MeshAxis(2)).items if isinstance(i, Box)]
+    titles = [i.title for i in outline(made.graph.graph).items if isinstance(i, Box)]
     assert titles == ["0", "2 × *", "3"]  # the first has no copy: its input needs no gradient
 
 

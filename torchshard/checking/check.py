@@ -29,8 +29,9 @@ from torchshard.compiler.meshes import DataLike, MeshLike, checked_world_size, r
 from torchshard.compiler.program import Program, check_examples, prepared, program
 from torchshard.core.errors import ShardError
 from torchshard.core.rng_states import keeping_rng_states, rng_states
-from torchshard.core.words import Word, dual, word
-from torchshard.ir.graph import is_tensor, layout_of, where
+from torchshard.core.words import Word, dual
+from torchshard.ir.axes import word_of
+from torchshard.ir.graph import is_tensor, where
 from torchshard.passes import with_whole_results
 from torchshard.plans.machine import Axes, Machine, MachineName, objective
 
@@ -325,14 +326,8 @@ def tolerance_of(graph: fx.GraphModule) -> float:
 
 def _words_of_values(sides: _Sides) -> dict[str, Word]:
     """How the ranks hold the values of the graph's nodes, as far as each rank has them."""
-    axes, (first, *_) = sides.made.axes, sides.graphs
-    nodes = filter(is_tensor, first.graph.nodes)
-    found = {node.name: {**node.meta.get("earlier", {}), axes[-1].name: layout_of(node)} for node in nodes}
-    return {
-        name: word(*((axis, layouts[axis.name]) for axis in axes))
-        for name, layouts in found.items()
-        if len(layouts) == len(axes)
-    }
+    found = {node.name: word_of(node) for node in sides.graphs[0].graph.nodes if is_tensor(node)}
+    return {name: word for name, word in found.items() if word is not None}
 
 
 def _diagnose(words: Mapping[str, Word], graph: fx.GraphModule, whole: Run, sharded: Run, tolerance: float) -> str:

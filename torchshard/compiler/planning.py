@@ -73,6 +73,7 @@ def plan_graph(module: fx.GraphModule, facts: ModelFacts, constraints: Constrain
         static=constraints.is_static,
         recompute=problem.model.recompute,
         data=constraints.data,
+        label=constraints.axis.label,
         inputs={name: result.parameters[name] for name in taken if name in result.parameters},
         problem=problem,
     )

@@ -102,20 +102,31 @@ class Program:
         """Whether tensors, and numbers, satisfy the graph's assumptions about sizes."""
         return self.captured.assumes(values, divided=self.divided)
 
-    def before_last_axis(self, rank: Sequence[Coordinate]) -> BeforeLastAxis:
-        """The graph of a rank, given its place on each of `axes`, before it is split over the last one."""
+    def graph_of(self, number: int) -> fx.GraphModule:
+        """The graph of a rank with the collectives of all axes, its own sizes over all but the last one."""
+        return self.along(self._coordinates(number)).graph
+
+    def local_graph_of(self, number: int) -> fx.GraphModule:
+        """The graph of a rank as it runs it, by groups of no processes."""
+        return localized(self.graph_of(number), self._coordinates(number)[-1])
+
+    def _coordinates(self, number: int) -> list[Coordinate]:
+        place = self.mesh.place(number)
+        return [axis.simulated(axis.name)[place[axis.name]] for axis in self.axes]
+
+    def along(self, rank: Sequence[Coordinate]) -> RankGraph:
+        """The graph of a rank, given its place on each of `axes`, split over all of them."""
         followed = self._followed(rank)
-        local = [localized(self.graph, each[0]) for each in followed]
-        plans = list[list[Plan]]()
+        graphs, of_first = [self.graph] * len(followed), list[Plan]()
         for i, divided in enumerate(self.batches):
-            if i:
-                before = self.batches[i - 1]
-                split = [before.split(graph, plan) for graph, plan in zip(local, plans[-1], strict=True)]
-                local = [localized(graph, each[i]) for graph, each in zip(split, followed, strict=True)]
-            plans.append([])
+            local = [localized(graph, each[i]) for graph, each in zip(graphs, followed, strict=True)]
+            plans = list[Plan]()
             for graph in local:
-                plans[-1].append(divided.plan(graph, plans[-1][-1] if plans[-1] else None))
-        return BeforeLastAxis(local[-1], plans[-1][-1], [of_axis[0] for of_axis in plans])
+                plans.append(divided.plan(graph, plans[-1] if plans else None))
+            of_first.append(plans[0])
+            needed = slice(-1, None) if divided is self.batches[-1] else slice(None)
+            graphs = [divided.split(*each) for each in zip(local[needed], plans[needed], strict=True)]
+        return RankGraph(graphs[-1], of_first)
 
     def _followed(self, rank: Sequence[Coordinate]) -> list[Sequence[Coordinate]]:
         """The ranks from the first one to this, each of which follows the plans of the last: it differs on one axis."""
@@ -131,11 +142,9 @@ class Program:
         Args:
             with_memory: whether the last one says what a step takes.
         """
-        first, graph, plans = [_first(axis) for axis in self.axes], self.graph, [self.plan]
-        if self.batches:
-            local, last, of_batch = self.before_last_axis(first)
-            plans += of_batch
-            graph = self.batches[-1].split(local, last) if with_memory else local
+        first = self._coordinates(0)
+        graph, of_batch = self.along(first)
+        plans = [self.plan, *of_batch]
         if with_memory:
             memory = memory_of_rank(localized(graph, first[-1]))
             plans[-1] = dataclasses.replace(plans[-1], costs=dataclasses.replace(plans[-1].costs, memory=memory))
@@ -149,14 +158,13 @@ class Program:
         return whole
 
 
-class BeforeLastAxis(NamedTuple):
-    """What a rank has before its graph is split over the last axis."""
+class RankGraph(NamedTuple):
+    """A rank's graph with its collectives."""
 
     graph: fx.GraphModule
-    plan: Plan
-    """Of that axis."""
+    """Of global sizes over the last axis."""
     of_first: list[Plan]
-    """Of each axis that divides the batch, those of the first rank."""
+    """The first rank's plan of each axis that divides the batch."""
 
 
 def rank_before(numbers: tuple[int, ...]) -> tuple[int, ...]:
@@ -238,7 +246,7 @@ def program(
     for each in of_batch:
         parts //= each.axis.size
         over_axes.append(DividedBatch(each, names, facts, parts))
-    return dataclasses.replace(made, divided=True, batches=tuple(over_axes))
+    return _with_itself(dataclasses.replace(made, divided=True, batches=tuple(over_axes)))
 
 
 @dataclass(frozen=True)
@@ -440,7 +448,12 @@ def planned(captured: Captured, model: nn.Module, constraints: Constraints) -> P
     for gathered in plan.costs.whole:
         warnings.warn(str(gathered), stacklevel=2)
     divided = constraints.splits_sequence or plan.splits_dynamic
-    return Program(captured, dataclasses.replace(plan, graph=graph), graph, divided)
+    return _with_itself(Program(captured, plan, graph, divided))
+
+
+def _with_itself(made: Program) -> Program:
+    """The program, whose plan knows it."""
+    return dataclasses.replace(made, plan=dataclasses.replace(made.plan, program=made))
 
 
 def _best_plan(

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple, TypeAlias
 
@@ -47,6 +47,15 @@ class MeshAxis:
             among: as in `simulated_name`.
         """
         return [self.coordinate(rank, simulated_name(rank, self.size, among)) for rank in range(self.size)]
+
+
+def ranks_text(axes: Sequence[MeshAxis]) -> str:
+    """Returns how many ranks there are along these axes, outermost first: '2 ranks', '2 × 4 ranks (dp × tp)'."""
+    axes = [axis for axis in axes if axis.size > 1]
+    sizes = " × ".join(str(axis.size) for axis in axes) or "1"
+    is_named = len(axes) > 1 and all(axis.label for axis in axes)
+    names = f" ({' × '.join(axis.label for axis in axes)})" if is_named else ""
+    return f"{sizes} rank{'s' * bool(axes)}{names}"
 
 
 Place: TypeAlias = Mapping[str, int]

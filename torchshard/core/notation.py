@@ -327,7 +327,7 @@ def bind(
         raise RuleError(f"axis {min(strangers)} is in no tensor", where=text, why="sizes= has a size for it")
     n, row_options = len(operands), _row_options(**options)
     named = {*row_options.local, *row_options.reduced, *row_options.together}
-    bound = _with_factors(bound, known, unsplittable | named)
+    bound = _with_factors(bound, known, unsplittable | named, multiples)
     equal = frozenset(_equal_axes(known, row_options, multiples))
     return Row(text, tuple(bound[:n]), tuple(bound[n:]), known, frozenset(unsplittable), equal, row_options)
 
@@ -337,8 +337,20 @@ def _equal_axes(sizes: Mapping[str, Size], options: RowOptions, multiples: Colle
     for axis, size in sizes.items():
         replaced = not {axis, "*"}.isdisjoint(options.local)
         fits = not replaced or not {axis, "*"}.isdisjoint(options.any_size)
-        if fits and not isinstance(size, int) and not set(multiples).isdisjoint(sympy.Mul.make_args(size)):
+        if fits and dynamic_factor(size, multiples) is not None:
             yield axis
+
+
+def dynamic_factor(size: Size, factors: Collection[Size]) -> Size | None:
+    """Returns the one of these dynamic sizes of which another is a multiple, `2*s` of `6*s*t`; None for none.
+
+    Of several it is the one with the largest number in it.
+    """
+    if isinstance(size, int):
+        return None
+    exprs = map(sympy.sympify, factors)
+    found = [factor for factor in exprs if (size / factor).as_numer_denom()[1] == 1]
+    return max(found, key=lambda factor: factor.as_coeff_Mul()[0], default=None)
 
 
 def _bind_dims(
@@ -361,16 +373,20 @@ def _bind_dims(
     return bound, unsplittable
 
 
-def _with_factors(bound: list[tuple[Dim, ...]], sizes: dict[str, Size], whole: set[str]) -> list[tuple[Dim, ...]]:
+def _with_factors(
+    bound: list[tuple[Dim, ...]], sizes: dict[str, Size], whole: set[str], multiples: Collection[Size]
+) -> list[tuple[Dim, ...]]:
     """Replaces an axis of size `4*s` by a product of two axes, `s` and 4, of which the second may be split.
 
     Args:
         sizes: the sizes of the axes, which are changed.
         whole: axes that stay one, because they are unsplittable or the row's options name them.
+        multiples: sizes that stay one, because they are split in equal parts.
     """
     factors: dict[str, tuple[str, str]] = {}
     for axis, size in list(sizes.items()):
-        factor = 1 if isinstance(size, int) or axis in whole else int(size.as_coeff_Mul()[0])
+        multiple = dynamic_factor(size, multiples) or 1
+        factor = 1 if isinstance(size, int) or axis in whole else int((size / multiple).as_coeff_Mul()[0])
         if factor > 1:
             factors[axis] = (axis, f"{axis}*")
             sizes[axis], sizes[f"{axis}*"] = size / factor, factor

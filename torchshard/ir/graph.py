@@ -250,7 +250,7 @@ def call_of(node: fx.Node) -> Call:
     return Call(node.target, args, results, multiples_of(node.graph))
 
 
-def multiples_of(graph: fx.Graph) -> frozenset[sympy.Symbol]:
+def multiples_of(graph: fx.Graph) -> frozenset[sympy.Expr]:
     """The dynamic sizes that are multiples of the number of ranks."""
     module = graph.owning_module
     return frozenset() if module is None else module.meta.get("multiples", frozenset())

@@ -17,6 +17,7 @@ from torch import Tensor, fx
 from torchshard.core.conversions import source_and_target
 from torchshard.core.layouts import type_text
 from torchshard.distributed.ops import OPS, Begin, is_collective, is_or_begins_collective
+from torchshard.ir.axes import axes_of, axis_of, layout_texts
 from torchshard.ir.graph import op_name, values
 
 
@@ -42,6 +43,11 @@ def _call(node: fx.Node) -> str:
 
 
 def _why(node: fx.Node) -> str:
+    is_named = is_or_begins_collective(node.target) and len(axes_of(node.graph)) > 1
+    return f"{axis_of(node)}: {_reason(node)}" if is_named else _reason(node)
+
+
+def _reason(node: fx.Node) -> str:
     if isinstance(node.target, Begin):
         return _begun(node, node.target)
     if node.meta.get("is_again"):
@@ -107,7 +113,7 @@ def _row(node: fx.Node, sources: bool) -> list[str]:
     if node.op == "output":
         return ["  return", _argument(node.args[0]), "", "", "", ""]
     star = "* " if is_or_begins_collective(node.target) else "  "
-    layouts = " ".join(map(str, node.meta.get("layouts", ())))
+    layouts = " ".join(layout_texts(node))
     shapes = " ".join(value_text(v) for v in values(node))
     source = os.path.basename(node.meta.get("source", "")) if sources else ""
     return [star + node.name, f"= {_call(node)}", shapes, layouts, _why(node), source]

@@ -12,7 +12,8 @@ from torch import fx
 from torch._ops import OpOverload
 
 from torchshard.custom_ops.stepwise import Stepwise
-from torchshard.ir.graph import duplicate, is_own_collective, is_tensor, layout_of, mark_needs_grad, placeholders
+from torchshard.ir.axes import axes_of, layouts_of
+from torchshard.ir.graph import duplicate, is_own_collective, is_tensor, mark_needs_grad, placeholders
 
 aten = torch.ops.aten
 OF_AXIS = ("layouts", "choice", "row", "global_shape", "gathered_once", "own_order", "counts_all", "at_experts")
@@ -35,11 +36,11 @@ def for_next_axis(local: fx.GraphModule) -> fx.GraphModule:
         if is_own_collective(node) or isinstance(node.target, Stepwise):
             node.meta["settled"] = True
         if node.meta.get("layouts"):
-            node.meta["earlier"] = {**node.meta.get("earlier", {}), graph.meta["axis"].name: layout_of(node)}
+            node.meta["earlier"] = layouts_of(node)
         if node.target in OPERATORS and is_tensor(node) and is_tensor(node.args[0]):
             node.target = OPERATORS[node.target]
         for key in OF_AXIS:
             node.meta.pop(key, None)
     mark_needs_grad(graph, [n.meta["path"] for n in placeholders(graph.graph) if n.meta["needs_grad"]])
-    graph.meta |= {"multiples": frozenset(), "recordings": {}}
+    graph.meta |= {"multiples": frozenset(), "recordings": {}, "earlier_axes": axes_of(graph.graph)}
     return graph

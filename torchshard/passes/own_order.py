@@ -20,7 +20,6 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from typing import Literal
 
-import sympy
 import torch
 from torch import fx
 
@@ -28,7 +27,7 @@ from torchshard.core.choices import choices
 from torchshard.core.errors import RuleError
 from torchshard.core.layouts import Shard
 from torchshard.core.mesh import MeshAxis
-from torchshard.core.notation import Choice, Local, Row, RowKeywords
+from torchshard.core.notation import Choice, Local, Row, RowKeywords, dynamic_factor
 from torchshard.custom_ops.experts import EXPERT_COUNTS
 from torchshard.custom_ops.fx_types import Argument, Traced
 from torchshard.custom_ops.whole import OpKey, entry
@@ -187,7 +186,7 @@ class _Followed:
         shape = given.meta["val"].shape
         self._count = size_expr(shape[0]) if len(shape) == 1 else 0
         """The number of rows."""
-        if isinstance(self._count, int) or multiples_of(sort.graph).isdisjoint(sympy.Mul.make_args(self._count)):
+        if dynamic_factor(self._count, multiples_of(sort.graph)) is None:
             raise _LeavesError
         self._per_token = 0
         """The number of rows of each token, once it is known."""

@@ -142,7 +142,7 @@ def _counts(size: fx.Node, rows: fx.Node) -> bool:
 
 def _depends_on_batch(size: fx.Node) -> bool:
     expr = size_expr(size.meta["val"])
-    return not isinstance(expr, int) and not expr.free_symbols.isdisjoint(multiples_of(size.graph))
+    return not isinstance(expr, int) and any(expr.has(*batch.free_symbols) for batch in multiples_of(size.graph))
 
 
 def _send(module: fx.GraphModule, region: _Region, axis: MeshAxis) -> None:

@@ -75,7 +75,7 @@ class Collective:
     @property
     def is_after(self) -> bool:
         """Whether it stands after the module that produces the value, and not before the one that consumes it."""
-        return not is_whole(self.source)
+        return not is_whole(self.source) and bool(self.origin or not self.module)
 
     @property
     def is_inside(self) -> bool:
@@ -211,10 +211,18 @@ class PlanData:
     batch: PlanData | None = field(default=None, compare=False)
     """The plan of the first axis over which the ranks divide the batch, for what this one leaves; it has that of the
     next one, and the last one the memory of a rank."""
+    label: str = field(default="", compare=False)
+    """What the user calls its axis of the mesh, if it has a name."""
     problem: Any = field(default=None, compare=False, repr=False)
     """The problem that it solves (`planner.problem.PlanningProblem`); None for a plan that was loaded."""
-    graph: Any = field(default=None, compare=False, repr=False)
-    """The graph with its collectives (`fx.GraphModule`); None for a plan that was loaded."""
+    program: Any = field(default=None, compare=False, repr=False)
+    """What was made of the model by it (`compiler.program.Program`); None for a plan that was loaded, and for those of
+    further axes."""
+
+    @property
+    def graph(self) -> Any:
+        """The graph with its collectives (`fx.GraphModule`), if there is a program."""
+        return None if self.program is None else self.program.graph
 
     @property
     def layouts(self) -> dict[str, Layout]:
@@ -269,7 +277,7 @@ class PlanData:
     @property
     def axis(self) -> MeshAxis:
         """The mesh axis that it is for."""
-        return MeshAxis(self.world_size)
+        return MeshAxis(self.world_size, label=self.label)
 
     @property
     def splits_dynamic(self) -> bool:

@@ -51,6 +51,8 @@ def _body(plan: PlanData) -> dict[str, Any]:
         },
         "costs": asdict(plan.costs) | {"collectives": collectives},
     }
+    if plan.label:
+        body["label"] = plan.label
     if plan.data:
         body["data"] = plan.data
     if plan.inputs:
@@ -106,6 +108,7 @@ def _fields(body: dict[str, Any]) -> dict[str, Any]:
         "static": _is(bool, body["static"]),
         "recompute": _texts(body.get("recompute", [])),
         "data": _data(body.get("data")),
+        "label": _is(str, body.get("label", "")),
         "inputs": {place: parse_layout(layout) for place, layout in _is(dict, body.get("inputs", {})).items()},
         "batch": _fields(_is(dict, body["batch"])) if "batch" in body else None,
     }

@@ -10,6 +10,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from torchshard.core.layouts import I, Layout
+from torchshard.core.mesh import ranks_text
 from torchshard.core.paths import star_differences, star_last_number, star_numbers
 from torchshard.core.words import Cut
 from torchshard.plans.data import Collective, Costs, PlanData
@@ -97,11 +98,8 @@ def summary(plan: PlanData) -> list[str]:
     costs = plan.costs
     split = sum(any(each.parameters.get(name, I) != I for each in plan.over_all) for name in plan.parameters)
     whole, held = plan.parameter_bytes()
-    sizes = [each.world_size for each in (*plan.over_batch, plan)]
-    sizes = [size for size in sizes if size > 1] or [1]
-    ranks = f"{' × '.join(map(str, sizes))} rank{'s' * (sizes != [1])}"
     lines = [
-        f"plan for {ranks}: {split} of {len(plan.parameters)} parameters and buffers are split, "
+        f"plan for {mesh_text(plan)}: {split} of {len(plan.parameters)} parameters and buffers are split, "
         f"{size_text(held)} of {size_text(whole)} on each rank"
     ]
     ahead, back = costs.calls
@@ -129,16 +127,24 @@ def summary(plan: PlanData) -> list[str]:
     return lines
 
 
+def mesh_text(plan: PlanData) -> str:
+    """How many ranks the plan and those of further axes are for, outermost first: '2 × 4 ranks (dp × tp)'."""
+    return ranks_text([each.axis for each in (*plan.over_batch, plan)])
+
+
+def batch_text(plan: PlanData) -> str:
+    """What the ranks send over an axis that divides the batch."""
+    ahead, back = plan.costs.calls
+    return (
+        f"over {plan.label or 'another axis'}, {plan.world_size} parts of the batch ({plan.data}): {ahead} collectives "
+        f"forward and {back} backward send {size_text(plan.costs.nbytes)} per rank and step; "
+        f"{ms_text(sum(c.seconds for c in plan.costs.collectives))} ms"
+    )
+
+
 def _of_batch(plan: PlanData) -> list[str]:
     """What dividing the batch over other axes costs beside the rest."""
-    lines = list[str]()
-    for each in plan.over_batch:
-        ahead, back = each.costs.calls
-        seconds = sum(c.seconds for c in each.costs.collectives)
-        lines.append(
-            f"  over {each.world_size} parts of the batch ({each.data}): {ahead} collectives forward and {back} "
-            f"backward send {size_text(each.costs.nbytes)} per rank and step; {ms_text(seconds)} ms"
-        )
+    lines = [f"  {batch_text(each)}" for each in plan.over_batch]
     parts, hidden = plan.step_seconds, plan.hidden_seconds
     total = sum(parts.values())
     most = max(parts, key=lambda name: parts[name])

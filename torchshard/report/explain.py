@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from typing import Literal, Protocol, get_args
+from typing import Any, Literal, Protocol, get_args
 
 from torch import fx
 
 from torchshard.core.errors import InputError
 from torchshard.ir.listing import listing
 from torchshard.plans.plan import Plan
+from torchshard.plans.table import batch_text
 from torchshard.report.step import step_graph, step_told
 from torchshard.report.why import expensive_pins, told
 
@@ -17,13 +18,10 @@ LEVELS = get_args(Level)
 
 
 class Planned(Protocol):
-    """Anything with a plan and its graph: a `Program`, or a `ShardedModule` that has been called."""
+    """Anything with a plan: a `Program`, or a `ShardedModule` that has been called."""
 
     @property
     def plan(self) -> Plan: ...
-
-    @property
-    def graph(self) -> fx.GraphModule: ...
 
 
 def explain(model: Planned | Plan, module: str = "", level: Level = "table", rank: int = 0) -> str:
@@ -33,10 +31,10 @@ def explain(model: Planned | Plan, module: str = "", level: Level = "table", ran
         module: the path of a module, for the listing of that part alone.
         level: "table", a row per module and below it each kind of collective: why it is there, the user's line, from
             and to which layout, bytes, time, and the next best plan without it; between them expensive pins, and
-            ops for which values are gathered, the most expensive first. Or "node", the listing of the graph. Or "step",
-            the forward and backward of a rank as they run: when collectives begin and when they are waited for, what is
-            saved, what is computed again.
-        rank: whose step is listed.
+            ops for which values are gathered, the most expensive first; then the collectives of further mesh axes. Or
+            "node", the listing of the graph. Or "step", the forward and backward of a rank as they run: when
+            collectives begin and when they are waited for, what is saved, what is computed again.
+        rank: whose graph and step are listed; over several mesh axes, by its number among all ranks.
 
     Raises:
         InputError: the level, the module or the rank is none, the plan was loaded and has no graph to list, or the step
@@ -46,11 +44,11 @@ def explain(model: Planned | Plan, module: str = "", level: Level = "table", ran
         raise InputError(
             f"invalid level {level!r}", where="level=", why=f"levels are {', '.join(LEVELS)}", attempt=repr(LEVELS[0])
         )
+    plan = plan_in(model)
     if level == "step":
-        axis = plan_in(model).axis
-        return "\n".join(step_told(step_graph(graph_of(model), axis, rank), axis, rank, module))
+        return "\n".join(step_told(step_of(plan, rank), rank, module))
     if module or level == "node":
-        found = listing(graph_of(model), within=module)
+        found = listing(graph_of(plan, rank), within=module)
         if module and not found:
             raise InputError(
                 f"no op of the graph belongs to {module!r}",
@@ -59,10 +57,12 @@ def explain(model: Planned | Plan, module: str = "", level: Level = "table", ran
                 attempt="explain(model, level='node'), which lists all",
             )
         return found
-    plan = plan_in(model)
     notes = list(expensive_pins(plan, plan.problem)) if plan.problem is not None else []
     notes += map(str, plan.costs.whole)
-    return "\n".join([str(plan), *([""] if notes else []), *notes, "", *told(plan, plan.problem)])
+    lines = [str(plan), *([""] if notes else []), *notes, "", *told(plan, plan.problem)]
+    for each in plan.over_batch:
+        lines += ["", batch_text(each), *told(each, None)]
+    return "\n".join(lines)
 
 
 def plan_in(model: Planned | Plan) -> Plan:
@@ -82,19 +82,34 @@ def plan_in(model: Planned | Plan) -> Plan:
     return found
 
 
-def graph_of(model: Planned | Plan) -> fx.GraphModule:
-    """The graph with its collectives of a model or plan.
+def graph_of(plan: Plan, rank: int = 0) -> fx.GraphModule:
+    """The graph with the collectives of all mesh axes, as a rank has it before it is split over the last of them.
 
     Raises:
-        InputError: it has none: it is no sharded model, or a plan that was loaded.
+        InputError: there is no such rank, or no graph: the plan was loaded, or is that of a further axis.
     """
-    found = getattr(model, "graph", None)
-    if not isinstance(found, fx.GraphModule):
-        plan_in(model)
+    graph: fx.GraphModule = _program(plan, rank).graph_of(rank)
+    return graph
+
+
+def step_of(plan: Plan, rank: int) -> fx.GraphModule:
+    """A training step of a rank, over all mesh axes.
+
+    Raises:
+        InputError: as `graph_of`; or the model has no backward, or one that is not made as a graph.
+    """
+    return step_graph(_program(plan, rank).local_graph_of(rank))
+
+
+def _program(plan: Plan, rank: int) -> Any:
+    if plan.program is None:
         raise InputError(
             "the plan has no graph",
             where="explain, draw",
-            why="it was loaded: a file holds layouts and choices, not the model",
+            why="a file holds layouts and choices, not the model, and the graph of a mesh is that of its first plan",
             attempt="torchshard.plan(model, loaded_plan, ...), and what it returns",
         )
-    return found
+    ranks = plan.program.mesh.size
+    if not 0 <= rank < ranks:
+        raise InputError(f"there is no rank {rank} of {ranks}", where="rank=", attempt=f"rank=0 to {ranks - 1}")
+    return plan.program

@@ -13,26 +13,24 @@ from torch import Tensor, fx
 from torch._ops import OpOverload
 
 from torchshard.core.errors import InputError
-from torchshard.core.mesh import MeshAxis
+from torchshard.core.mesh import ranks_text
 from torchshard.distributed.ops import Begin
+from torchshard.ir.axes import mesh_of
 from torchshard.ir.graph import empty_module, is_view, nbytes, placeholders, results_of
 from torchshard.ir.listing import is_within, lines
-from torchshard.passes import Partition, has_backward, localized, segments, step_graphs
+from torchshard.passes import Partition, has_backward, segments, step_graphs
 from torchshard.plans.machine import size_text
 
 Values = dict[Any, Any]
 """A node of a part, or the name of a value that parts share -> the node of the step."""
 
 
-def step_graph(graph: fx.GraphModule, axis: MeshAxis, rank: int) -> fx.GraphModule:
-    """The step of one rank. Its nodes' meta has 'is_backward': whether backward runs them.
+def step_graph(local: fx.GraphModule) -> fx.GraphModule:
+    """The step of one rank, of its graph. Its nodes' meta has 'is_backward': whether backward runs them.
 
     Raises:
-        InputError: there is no such rank; the model has no backward, or one that is not made as a graph.
+        InputError: the model has no backward, or one that is not made as a graph.
     """
-    if not 0 <= rank < axis.size:
-        raise InputError(f"there is no rank {rank} of {axis.size}", where="rank=", attempt=f"rank=0 to {axis.size - 1}")
-    local = localized(graph, axis.simulated()[rank])
     if not has_backward(local):
         raise InputError(
             "the step has no graph of its backward",
@@ -86,7 +84,7 @@ def _copied(graph: fx.Graph, node: fx.Node, known: Values) -> fx.Node:
     return copied
 
 
-def step_told(step: fx.GraphModule, axis: MeshAxis, rank: int, within: str = "") -> Iterator[str]:
+def step_told(step: fx.GraphModule, rank: int, within: str = "") -> Iterator[str]:
     """The step as text: a heading of forward and of backward, and below it a line per op.
 
     Args:
@@ -98,7 +96,8 @@ def step_told(step: fx.GraphModule, axis: MeshAxis, rank: int, within: str = "")
     saved = {used for n in backward for used in n.all_input_nodes if used.op == "call_function"} - {*backward}
     held = sum(nbytes(n.meta["val"]) for n in saved if isinstance(n.meta.get("val"), Tensor) and not is_view(n))
     again = sum(n.meta["is_again"] for n in filter(_computes, backward))
-    yield f"forward of rank {rank} of {axis.size}: {_sent(forward)}; {size_text(held)} saved for backward"
+    ranks = ranks_text(mesh_of(step.graph)).removesuffix(" ranks")
+    yield f"forward of rank {rank} of {ranks}: {_sent(forward)}; {size_text(held)} saved for backward"
     yield lines(forward) if forward else ""
     yield f"\nbackward: {_sent(backward)}" + (f"; {again} ops of forward run again" if again else "")
     yield lines(backward) if backward else ""

@@ -15,9 +15,8 @@ from torchshard.core.errors import PlanError
 from torchshard.core.paths import star_differences, star_node, star_numbers
 from torchshard.ir.graph import whole_choice
 from torchshard.planner.problem import Alternative, PlanningProblem
-from torchshard.plans.data import Collective
+from torchshard.plans.data import Collective, PlanData
 from torchshard.plans.machine import size_text
-from torchshard.plans.plan import Plan
 from torchshard.plans.table import changed
 
 MAX_ALTERNATIVES = 12
@@ -44,7 +43,7 @@ REASONS: Mapping[str, str] = {
 }
 
 
-def kinds_of(plan: Plan) -> list[list[Collective]]:
+def kinds_of(plan: PlanData) -> list[list[Collective]]:
     """The collectives of a plan that send something, those of equal layers together; the most expensive first."""
     groups: dict[object, list[Collective]] = {}
     for c in plan.costs.collectives:
@@ -55,7 +54,7 @@ def kinds_of(plan: Plan) -> list[list[Collective]]:
     return sorted(groups.values(), key=lambda alike: -sum(c.seconds for c in alike))
 
 
-def told(plan: Plan, problem: PlanningProblem | None) -> Iterator[str]:
+def told(plan: PlanData, problem: PlanningProblem | None) -> Iterator[str]:
     """Each kind of collective in a few lines: what, where, why, what it costs, and the next best."""
     kinds = kinds_of(plan)
     for i, alike in enumerate(kinds):
@@ -65,9 +64,11 @@ def told(plan: Plan, problem: PlanningProblem | None) -> Iterator[str]:
         ways = [
             f"{sent.kernel.replace('_', '-')} {way}" for way, sent in zip(WAYS, first.sent, strict=True) if sent.nbytes
         ]
+        place = "within" if first.is_inside else "after" if first.is_after else "before"
+        move = "" if first.is_inside else f"{first.source} -> {first.target} of "
         yield (
-            f"{first.name}{f' ×{count}' if count > 1 else ''} {'after' if first.is_after else 'before'} {where}: "
-            f"{first.source} -> {first.target} of {first.type}, for {consumers}    {os.path.basename(first.line)}"
+            f"{first.name}{f' ×{count}' if count > 1 else ''} {place} {where}: {move}{first.type}, for {consumers}"
+            f"    {os.path.basename(first.line)}"
         )
         yield f"  why: {REASONS[first.name]}"
         yield (
@@ -78,7 +79,7 @@ def told(plan: Plan, problem: PlanningProblem | None) -> Iterator[str]:
             yield f"  next best: {_alternative(plan, problem, alike)}"
 
 
-def _alternative(plan: Plan, problem: PlanningProblem, alike: list[Collective]) -> str:
+def _alternative(plan: PlanData, problem: PlanningProblem, alike: list[Collective]) -> str:
     if alike[0].is_inside:
         names = {c.value for c in alike}
         whole = {n: [whole_choice(n)] for n in problem.graph.nodes if n.name in names}
@@ -93,7 +94,7 @@ def _alternative(plan: Plan, problem: PlanningProblem, alike: list[Collective]) 
         return "nothing else is legal"
 
 
-def _compared(plan: Plan, other: Alternative) -> str:
+def _compared(plan: PlanData, other: Alternative) -> str:
     """The changes that another plan would make, and how much slower it is."""
     parts = [f"{star_differences(*names)} {a} -> {b}" for names, a, b in changed(plan, other.parameters)]
     kinds, others = plan.costs.kinds, other.costs.kinds
@@ -106,7 +107,7 @@ def _compared(plan: Plan, other: Alternative) -> str:
     return f"{1e3 * (other.costs.seconds - plan.costs.seconds):+.3g} ms ({shown or 'elsewhere, as often'})"
 
 
-def expensive_pins(plan: Plan, problem: PlanningProblem) -> Iterator[str]:
+def expensive_pins(plan: PlanData, problem: PlanningProblem) -> Iterator[str]:
     """The pins that make a step slower, and by how much."""
     for key in dict.fromkeys(pin.key for pin in problem.constraints.pins.values()):
         pins = {node: pin for node, pin in problem.constraints.pins.items() if pin.key != key}

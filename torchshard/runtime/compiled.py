@@ -104,6 +104,11 @@ class Compiled:
         return self._executables[None].training.is_made or not torch.is_grad_enabled()
 
     @cached_property
+    def plan(self) -> Plan:
+        """The program's, with those of all axes of the mesh."""
+        return self.program.priced(with_memory=False)
+
+    @cached_property
     def _is_pure(self) -> bool:
         return not any(uses_rng(node) or writes(node) for node in self.graph.graph.nodes)
 
@@ -138,10 +143,8 @@ class RankProgram(NamedTuple):
     def of(program: Program, ranks: Ranks) -> RankProgram:
         """A program up to its last axis."""
         own = [ranks.groups[axis.name].coordinate for axis in program.axes]
-        if not program.batches:
-            return RankProgram(program, program.graph, own[0])
-        local, plan, of_first = program.before_last_axis(own)
-        return RankProgram(program, program.batches[-1].split(local, plan), own[-1], of_first)
+        graph, of_first = program.along(own)
+        return RankProgram(program, graph, own[-1], of_first)
 
 
 def compile_program(

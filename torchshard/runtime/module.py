@@ -651,7 +651,7 @@ class ShardedModule(State):
         Raises:
             InputError: no graph is captured yet.
         """
-        return self._latest().program.plan
+        return self._latest().plan
 
     @property
     def graph(self) -> fx.GraphModule:

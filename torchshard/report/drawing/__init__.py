@@ -21,8 +21,7 @@ from torchshard.plans.plan import Plan
 from torchshard.report.drawing.dot import dot
 from torchshard.report.drawing.html import Shown, page
 from torchshard.report.drawing.svg import picture
-from torchshard.report.explain import Planned, graph_of, plan_in
-from torchshard.report.step import step_graph
+from torchshard.report.explain import Planned, graph_of, plan_in, step_of
 
 FORMATS = (".html", ".svg", ".dot")
 
@@ -41,7 +40,7 @@ def draw(
         path: the file; its suffix is .html, .svg or .dot.
         step: draws a training step of a rank, forward and backward as they run: where collectives begin, and where they
             are waited for.
-        rank: whose step.
+        rank: whose graph or step, by its number among all ranks.
 
     Raises:
         InputError: the suffix is another, the file can't be written, there is no graph to draw, or no such rank.
@@ -50,10 +49,9 @@ def draw(
     check_suffix(path, FORMATS if len(models) == 1 else (".html",))
     if not models:
         raise InputError("there is nothing to draw", where="draw", why="the list is empty", attempt="a plan")
-    pairs = [(plan_in(each), graph_of(each)) for each in models]
-    if step:
-        pairs = [(plan, step_graph(graph, plan.axis, rank)) for plan, graph in pairs]
-    write_text(path, _text(Path(path).suffix, [Shown(plan, graph.graph) for plan, graph in pairs]))
+    of_plan = step_of if step else graph_of
+    plans = map(plan_in, models)
+    write_text(path, _text(Path(path).suffix, [Shown(plan, of_plan(plan, rank).graph) for plan in plans]))
 
 
 def check_suffix(path: str | os.PathLike[str], formats: Sequence[str] = FORMATS) -> None:
@@ -78,5 +76,5 @@ def _text(suffix: str, shown: Sequence[Any]) -> str:
         return page(shown)
     (one,) = shown
     if suffix == ".dot":
-        return dot(one.graph, one.plan.axis)
-    return picture(one.graph, one.plan.axis, one.plan.costs.nbytes)
+        return dot(one.graph)
+    return picture(one.graph, sum(each.costs.nbytes for each in one.plan.over_all))

@@ -7,14 +7,13 @@ from collections.abc import Iterator
 
 from torch import fx
 
-from torchshard.core.mesh import MeshAxis
 from torchshard.distributed.ops import is_or_begins_collective
 from torchshard.report.drawing.outline import Box, Row, outline, sources
 
 
-def dot(graph: fx.Graph, axis: MeshAxis) -> str:
+def dot(graph: fx.Graph) -> str:
     """The text; layers that repeat are there once."""
-    root = outline(graph, axis)
+    root = outline(graph)
     rows = root.rows()
     names = {node: f"n{i}" for i, row in enumerate(rows) for node in row.nodes}
     pairs = dict.fromkeys((names[s], names[n]) for n in graph.nodes if n in names for s in sources(n) if s in names)

@@ -17,10 +17,12 @@ from torch import fx
 from torchshard.core.conversions import TABLE
 from torchshard.core.paths import star_differences
 from torchshard.distributed.ops import is_collective, is_or_begins_collective
-from torchshard.ir.graph import layout_of, op_name
+from torchshard.ir.axes import axes_of, axis_of, layouts_of
+from torchshard.ir.graph import op_name
 from torchshard.plans.data import Collective
 from torchshard.plans.machine import size_text
 from torchshard.plans.plan import Plan
+from torchshard.plans.table import mesh_text
 from torchshard.report.drawing.outline import Box, Row, outline, sources
 from torchshard.report.why import MAX_ALTERNATIVES, REASONS, kinds_of
 
@@ -39,7 +41,7 @@ def page(shown: Sequence[Shown]) -> str:
     sides = [_Side(one, f"{i}-", facts) for i, one in enumerate(shown)]
     columns = "\n".join(f"<section>{side.html()}</section>" for side in sides)
     data = json.dumps(facts, ensure_ascii=False, separators=(",", ":")).replace("<", "\\u003c")
-    title = " and ".join(f"{one.plan.world_size} ranks" for one in shown)
+    title = " and ".join(mesh_text(one.plan) for one in shown)
     return FRAME.format(
         title=title, css=_asset("page.css"), js=_asset("page.js"), columns=columns, facts=data, about=escape(ABOUT)
     )
@@ -71,14 +73,16 @@ class _Side:
 
     def __init__(self, shown: Shown, prefix: str, facts: dict[str, Any]) -> None:
         self.plan, self.facts = shown.plan, facts
-        self.root = outline(shown.graph, shown.plan.axis)
+        self.root = outline(shown.graph)
         self.rows = self.root.rows()
         self.ids = {node: f"{prefix}{i}" for i, row in enumerate(self.rows) for node in row.nodes}
-        self.costs = {(c.value, c.name, str(c.target)): c for c in shown.plan.costs.collectives}
+        self.costs: dict[tuple[str, ...], Collective] = {}
         self.inside: dict[str, list[Collective]] = {}
-        for c in shown.plan.costs.collectives:
-            if c.is_inside:
-                self.inside.setdefault(c.value, []).append(c)
+        for axis, plan in zip(axes_of(shown.graph), shown.plan.over_all, strict=True):
+            for c in plan.costs.collectives:
+                self.costs[axis.name, c.value, c.name, str(c.target)] = c
+                if c.is_inside:
+                    self.inside.setdefault(c.value, []).append(c)
         takers: dict[str, list[str]] = {}
         for row in self.rows:
             for source in sources(row.nodes[0]):
@@ -94,24 +98,29 @@ class _Side:
 
     def _tiles(self) -> Iterator[str]:
         costs, (whole, held) = self.plan.costs, self.plan.parameter_bytes()
-        ahead, back = costs.calls
         kinds: dict[str, int] = {}
-        for c in costs.collectives:
-            for sent in c.sent:
-                if sent.nbytes:
-                    kinds[sent.kernel] = kinds.get(sent.kernel, 0) + sent.times
-        yield _tile("ranks", str(self.plan.world_size))
-        yield _tile("sent by a rank per step", size_text(costs.nbytes))
-        yield _tile("collectives forward, backward", f"{ahead} + {back}")
+        for each in self.plan.over_all:
+            for c in each.costs.collectives:
+                for sent in c.sent:
+                    if sent.nbytes:
+                        kinds[sent.kernel] = kinds.get(sent.kernel, 0) + sent.times
+        ranks, _, names = mesh_text(self.plan).partition(" ranks")
+        yield _tile(f"ranks{names}", ranks.removesuffix(" rank"))
+        for each in self.plan.over_all:
+            over = f" over {each.label}" if self.plan.over_batch else ""
+            yield _tile(f"sent by a rank per step{over}", size_text(each.costs.nbytes))
+            yield _tile(f"collectives forward, backward{over}", " + ".join(map(str, each.costs.calls)))
         for kind, count in sorted(kinds.items()):
             yield _tile(kind.replace("_", "-"), str(count))
         yield _tile(f"of {size_text(whole)} parameters on a rank", size_text(held))
-        yield _tile(f"per step on {costs.machine or 'an unnamed machine'}", f"{1e3 * costs.seconds:.3g} ms")
-        if "peak" in costs.memory:
-            yield _tile("peak memory of a rank", size_text(costs.memory["peak"]))
+        seconds = sum(self.plan.step_seconds.values()) if costs.step is not None else costs.seconds
+        yield _tile(f"per step on {costs.machine or 'an unnamed machine'}", f"{1e3 * seconds:.3g} ms")
+        if "peak" in self.plan.step_memory:
+            yield _tile("peak memory of a rank", size_text(self.plan.step_memory["peak"]))
 
     def _most_expensive(self) -> str:
-        kinds = kinds_of(self.plan)
+        kinds = [alike for each in self.plan.over_all for alike in kinds_of(each)]
+        kinds.sort(key=lambda alike: -sum(c.seconds for c in alike))
         if not kinds:
             return ""
         rows = "".join(self._kind(alike) for alike in kinds[:MAX_ALTERNATIVES])
@@ -137,10 +146,14 @@ class _Side:
         """What the plan says of a collective node."""
         if not is_collective(node.target) or op_name(node) not in TABLE:
             return None
+        axis = axis_of(node).name
+        targets = layouts_of(node).get(axis)
+        if targets is None:
+            return None
         value: Any = node.args[0]
         while is_collective(value.target):
             value = value.args[0]
-        return self.costs.get((value.name, op_name(node), str(layout_of(node))))
+        return self.costs.get((axis, value.name, op_name(node), str(targets[0])))
 
     # --- modules -----------------------------------------------------------------------------------------------------
 
@@ -166,7 +179,7 @@ class _Side:
         kind, sign = "row", ""
         if is_or_begins_collective(row.nodes[0].target):
             kind, sign = ("row collective" if "▼" in row.detail else "row collective quiet"), "⬡ "
-        texts = {"label": sign + row.label, "detail": row.detail, "shape": row.shape, row.layout[:1]: row.layout}
+        texts = {"label": sign + row.label, "detail": row.detail, "shape": row.shape, row.kind: row.layout}
         cells = "".join(f'<span class="{name}">{escape(text)}</span>' for name, text in texts.items())
         return f'<div class="{kind}" id="{self.ids[row.nodes[0]]}">{cells}</div>'
 

@@ -17,11 +17,12 @@ from dataclasses import dataclass, field
 from torch import Tensor, fx
 
 from torchshard.core.conversions import TABLE, kernels, sent_bytes, source_and_target
-from torchshard.core.layouts import I, whole_shape, with_parts
+from torchshard.core.layouts import I, local_shape, whole_shape, with_parts
 from torchshard.core.mesh import MeshAxis
 from torchshard.core.paths import star_last_number
 from torchshard.distributed.ops import OPS, Begin, is_collective, is_or_begins_collective
-from torchshard.ir.graph import hint, is_tensor, is_view, layout_of, nbytes, op_name, values
+from torchshard.ir.axes import axes_of, axis_of, layout_texts, layouts_of
+from torchshard.ir.graph import hint, is_own_collective, is_tensor, is_view, layout_of, op_name, values
 from torchshard.ir.listing import value_text
 from torchshard.planner.inside import calls_inside
 from torchshard.plans.machine import size_text
@@ -37,6 +38,8 @@ class Row:
     """An op's parameters with their layouts; what a collective converts, and what each rank sends for it and when."""
     shape: str
     layout: str
+    kind: str
+    """Of the layout: 'S' if it is split, else 'P', 'R', or 'I'."""
     nodes: list[fx.Node]
     """The op itself, then the ops of alike modules that the row represents."""
 
@@ -56,7 +59,7 @@ class Box:
         return _rows(self.items)
 
 
-def outline(graph: fx.Graph, axis: MeshAxis) -> Box:
+def outline(graph: fx.Graph) -> Box:
     """The boxes and rows of a graph, repeated layers folded, in a box without a name."""
     root = Box("", "")
     for node in filter(_is_shown, graph.nodes):
@@ -67,7 +70,7 @@ def outline(graph: fx.Graph, axis: MeshAxis) -> Box:
                 last = Box(path, part)
                 box.items.append(last)
             box = last
-        box.items.append(_row(node, axis))
+        box.items.append(_row(node))
     _fold(root)
     return root
 
@@ -166,16 +169,17 @@ def _looks(items: Sequence[Box | Row]) -> object:
 # --- texts -----------------------------------------------------------------------------------------------------------
 
 
-def _row(node: fx.Node, axis: MeshAxis) -> Row:
+def _row(node: fx.Node) -> Row:
     shapes = _counted([value_text(v) for v in values(node) if isinstance(v, Tensor)])
-    layouts = " ".join(dict.fromkeys(map(str, node.meta.get("layouts", ()))))
+    layouts = " ".join(dict.fromkeys(layout_texts(node)))
+    letters = {str(layout)[0] for of_axis in layouts_of(node).values() for layout in of_axis}
     if isinstance(node.target, Begin):
-        detail = _begun(node, node.target, axis)
+        detail = _begun(node, node.target)
     elif is_collective(node.target):
-        detail = _moved(node, axis)
+        detail = _moved(node)
     else:
-        detail = ", ".join([*_parameters(node), *_inside(node, axis)])
-    return Row(_label(node), detail, shapes, layouts, [node])
+        detail = ", ".join([*_parameters(node), *_inside(node)])
+    return Row(_label(node), detail, shapes, layouts, max(letters, default=""), [node])
 
 
 def _counted(texts: list[str]) -> str:
@@ -193,38 +197,50 @@ def _label(node: fx.Node) -> str:
 
 def _parameters(node: fx.Node) -> list[str]:
     held = [n for n in node.all_input_nodes if n.op == "placeholder" and n.meta["kind"] != "input"]
-    return [f"{n.meta['path'].rpartition('.')[2]} {layout_of(n)}" for n in held]
+    return [f"{n.meta['path'].rpartition('.')[2]} {' '.join(layout_texts(n))}" for n in held]
 
 
-def _inside(node: fx.Node, axis: MeshAxis) -> list[str]:
+def _inside(node: fx.Node) -> list[str]:
     """The collectives of a split op's local computation, which `localize` brings into the graph."""
     row, choice = node.meta.get("row"), node.meta.get("choice")
     if row is None or choice is None or "is_backward" in node.meta:
         return []
-    calls = calls_inside(node, row, choice, axis)
+    calls = calls_inside(node, row, choice, axes_of(node.graph)[-1])
     forward = [kernels(call.step.name, needs_grad=False)[0] for call in calls]
     return [f"▼ {kernel.replace('_', '-')} inside" for kernel in dict.fromkeys(forward)]
 
 
-def _moved(node: fx.Node, axis: MeshAxis) -> str:
-    name, value = op_name(node), node.meta["val"]
+def _moved(node: fx.Node) -> str:
+    name, value, axis = op_name(node), node.meta["val"], axis_of(node)
     source, target = source_and_target(name, node.args[1:]) if name in TABLE else (I, I)
     if "is_backward" in node.meta:  # in a step each collective that sends is two nodes of its own
-        return f"{source} → {target}"
+        return f"{_over(axis, node)}{source} → {target}"
+    if is_own_collective(node):
+        source, target = layout_of(node.all_input_nodes[0]), layout_of(node)
+        shape = [hint(size) for size in value.shape]
+    else:  # of what the axis of the graph leaves to a rank
+        ranks, (operand,) = axes_of(node.graph)[-1].size, node.all_input_nodes
+        part = local_shape(operand.meta["val"].shape, layout_of(operand), 0, ranks)
+        source, target = with_parts(source, target, part, axis.size)
+        shape = [hint(size) for size in whole_shape(local_shape(value.shape, layout_of(node), 0, ranks), target)]
     ways = zip("▼▲", kernels(name, needs_grad=bool(node.meta.get("needs_grad"))), strict=True)
-    shape = [hint(size) for size in value.shape]
-    ranks, whole = axis.size, nbytes(value)
-    sent = [(sign, kernel, sent_bytes(kernel, whole, source, target, shape, ranks)) for sign, kernel in ways]
+    whole = math.prod(shape) * value.dtype.itemsize
+    sent = [(sign, kernel, sent_bytes(kernel, whole, source, target, shape, axis.size)) for sign, kernel in ways]
     moves = [f"{sign} {kernel.replace('_', '-')} {size_text(count)}" for sign, kernel, count in sent if count]
-    return ", ".join([f"{layout_of(node.all_input_nodes[0])} → {layout_of(node)}", *moves])
+    return ", ".join([f"{_over(axis, node)}{source} → {target}", *moves])
 
 
-def _begun(node: fx.Node, begin: Begin, axis: MeshAxis) -> str:
+def _over(axis: MeshAxis, node: fx.Node) -> str:
+    """The axis, where there are several."""
+    return f"{axis}: " if len(axes_of(node.graph)) > 1 else ""
+
+
+def _begun(node: fx.Node, begin: Begin) -> str:
     """What a collective of a rank's step converts and sends."""
-    row, (waiting,) = OPS[begin.op], node.users
+    row, (waiting,), axis = OPS[begin.op], node.users, axis_of(node)
     source, target = source_and_target(row.name, node.args[1:])
     value, sign = waiting.meta["val"], "▲" if node.meta["is_backward"] else "▼"
     source, target = with_parts(source, target, node.all_input_nodes[0].meta["val"].shape, axis.size)
     shape = [hint(size) for size in whole_shape(value.shape, target)]
     sent = sent_bytes(row.kernel, math.prod(shape) * value.dtype.itemsize, source, target, shape, axis.size)
-    return f"{source} → {target}, {sign} {row.kernel.replace('_', '-')} {size_text(sent)}"
+    return f"{_over(axis, node)}{source} → {target}, {sign} {row.kernel.replace('_', '-')} {size_text(sent)}"

@@ -14,8 +14,9 @@ from xml.sax.saxutils import escape, quoteattr
 
 from torch import fx
 
-from torchshard.core.mesh import MeshAxis
+from torchshard.core.mesh import ranks_text
 from torchshard.distributed.ops import is_or_begins_collective
+from torchshard.ir.axes import mesh_of
 from torchshard.ir.graph import op_name, where
 from torchshard.plans.machine import size_text
 from torchshard.report.drawing.outline import Box, Row, outline, sources
@@ -57,17 +58,16 @@ class Extent:
 Extents = dict[Box | Row, Extent]
 
 
-def picture(graph: fx.Graph, axis: MeshAxis, comm_bytes: float) -> str:
+def picture(graph: fx.Graph, comm_bytes: float) -> str:
     """The SVG text."""
-    root = outline(graph, axis)
+    root = outline(graph)
     columns, edge = _columns(root)
     places: Extents = {}
     height = _place(root, MARGIN, edge, HEAD, places) + MARGIN - GAP
     curves, reach = _curves(graph, [(row, places[row]) for row in root.rows()], edge)
     width = round(max(edge + reach, MARGIN + CHAR * max(map(len, LEGEND))) + MARGIN)
     count = sum(len(row.nodes) for row in root.rows() if any(sign in row.detail for sign in "▼▲"))
-    ranks = f"{axis.size} rank{'s' * (axis.size > 1)}"
-    head = f"{ranks}, {count} collectives, {size_text(comm_bytes)} sent by each rank per step"
+    head = f"{ranks_text(mesh_of(graph))}, {count} collectives, {size_text(comm_bytes)} sent by each rank per step"
     return _ILLEGAL.sub("�", "\n".join([
         f'<svg xmlns="http://www.w3.org/2000/svg" width="{width}" height="{height}" viewBox="0 0 {width} {height}">',
         f'<style>{STYLE}</style><rect class="page" width="{width}" height="{height}"/>',
@@ -121,7 +121,7 @@ def _row(row: Row, at: Extent, columns: Sequence[float]) -> str:
         points = [(at.left, y), (x1, at.top), (x2, at.top), (at.right, y), (x2, at.bottom), (x1, at.bottom)]
         shape = f'<polygon class="{look}" points="{" ".join(f"{x:.1f},{y:.1f}" for x, y in points)}"/>'
     texts = (sign + row.label, row.detail, row.shape, row.layout)
-    kinds, starts = ("label", "detail", "detail", row.layout[:1]), (at.left + 10, *columns)
+    kinds, starts = ("label", "detail", "detail", row.kind), (at.left + 10, *columns)
     cells = [_text(k, x, at.top + 13.5, t, n) for k, x, t, n in zip(kinds, starts, texts, LONGEST, strict=True)]
     tip = "\n".join(filter(None, [where(node), op_name(node), node.meta.get("note"), *texts[1:]]))
     names = quoteattr(" ".join(n.name for n in row.nodes))
@@ -137,7 +137,7 @@ def _curves(graph: fx.Graph, rows: Sequence[tuple[Row, Extent]], edge: float) ->
         (row, a), (_, b), bend = rows[source], rows[taker], min(10 + 9 * sqrt(taker - source), FARTHEST)
         y1, y2, out = (a.top + a.bottom) / 2 + 3, (b.top + b.bottom) / 2 - 3, edge + bend
         curve = f"M{a.right:.1f},{y1}C{out:.1f},{y1} {out:.1f},{y2} {b.right:.1f},{y2}"
-        curves.append(f'<path class="edge {row.layout[:1]}" d="{curve}"/>')
+        curves.append(f'<path class="edge {row.kind}" d="{curve}"/>')
         curves.append(f'<circle class="dot" cx="{b.right:.1f}" cy="{y2}" r="2"/>')
         reach = max(reach, 0.75 * bend)
     return curves, reach
