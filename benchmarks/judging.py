@@ -95,7 +95,15 @@ def _run_of_dim(x: Tensor, dim: int = 0, start: int | None = None, stop: int | N
     return torch.narrow(x, dim, begin, max(end - begin, 0))
 
 
-LINEAR: dict[Any, Callable[..., Any]] = {aten.slice.Tensor: _run_of_dim}
+def _runs_of_dim(x: Tensor, sizes: Sequence[int], dim: int = 0) -> list[Tensor]:
+    starts = itertools.accumulate(sizes, initial=0)
+    return [torch.narrow(x, dim, start, size) for start, size in zip(starts, sizes, strict=False)]
+
+
+LINEAR: dict[Any, Callable[..., Any]] = {
+    aten.slice.Tensor: _run_of_dim,
+    aten.split_with_sizes.default: _runs_of_dim,
+}
 """Linear ops that the checker does not know to be linear -> the same, of those that it knows. For what is P alone."""
 
 
@@ -279,6 +287,19 @@ class Subject:
     """The values that a gradient flows back through."""
 
 
+def _check_table(node: fx.Node, args: Sequence[Any]) -> None:
+    """A table is looked up at indices that count from this rank's first row: its rows must be this rank's.
+
+    Raises:
+        RefusedError: they are not. No type tells, for what is looked up has the same size and varies.
+    """
+    if node.target is aten.embedding.default:
+        recorded_table: Any = node.args[0]
+        expected = sizes_of(recorded_table.meta["val"].shape)
+        if list(args[0].shape) != expected:
+            raise RefusedError(f"size: a table of {list(args[0].shape)}, recorded {expected}")
+
+
 def judge(node: fx.Node, values: Mapping[fx.Node, Any], subject: Subject) -> Judgement:
     """One node, on operands with types."""
     args, kwargs = copied(fx.map_arg((node.args, node.kwargs), lambda n: values[n]))
@@ -294,6 +315,7 @@ def judge(node: fx.Node, values: Mapping[fx.Node, Any], subject: Subject) -> Jud
         elif isinstance(node.target, WholeCall):
             found = _opaque(node, (args, kwargs), "own code", subject)
         else:
+            _check_table(node, args)
             found = _op(node, args, kwargs, subject.numbers.get(node.name, {}))
     except RefusedError as refused:
         return Judgement(recorded(node, subject), BY_TYPE, fault=str(refused))
