@@ -76,6 +76,22 @@ def test_the_step_of_a_rank_as_it_runs() -> None:
     assert ts.explain(_mlp(), "up", level="step").count("\n") < told.count("\n")
 
 
+def test_all_axes_of_a_mesh_are_shown() -> None:
+    """A value's word, which axis each collective is over, and a step as any rank runs it, uneven slices too."""
+    x = torch.randn(4, 8, 16, requires_grad=True)
+    mesh, pins = {"dp": 2, "tp": 3}, {"up": "column", "down": "row"}
+    plan = ts.plan(MLP(), pins, mesh=mesh, data="shard", example_inputs=(x,))
+    parts = [ts.explain(plan).partition("\n\nover dp, ")[2], ts.explain(plan, level="node")]
+    parts += [ts.explain(plan, level="step", rank=5)]
+    check_golden("mesh_explained.txt", re.sub(r" *test_explain.py:\d+", "", "\n\n".join(parts)) + "\n")
+    assert "forward of rank 5 of 2 × 3 ranks (dp × tp): " in parts[2] and "f32[20,16]" in parts[2]
+    with pytest.raises(ts.InputError, match="there is no rank 6 of 6"):
+        ts.explain(plan, level="node", rank=6)
+    assert plan.batch is not None
+    with pytest.raises(ts.InputError, match="the graph of a mesh is that of its first plan"):
+        ts.explain(plan.batch, level="node")
+
+
 def test_gradients_of_a_layer_go_in_one_message() -> None:
     """The first norm of a model: summing the gradients of its weight and bias sends less than that of its result."""
     told = ts.explain(_mlp(needs_grad=False), level="step")

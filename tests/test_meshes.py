@@ -32,8 +32,11 @@ from torchshard.core.notation import Row
 from torchshard.core.words import text
 from torchshard.distributed.group import is_initialized, lookup
 from torchshard.distributed.ops import OPS, Begin
+from torchshard.ir.axes import axis_of
+from torchshard.ir.listing import listing
 from torchshard.passes import step_graphs
 from torchshard.plans.machine import MACHINES, Data
+from torchshard.report.explain import step_of
 from torchshard.rules import RULES, Call
 from torchshard.weights.materialize import local_state
 from torchshard.weights.slice_values import unwatched
@@ -270,6 +273,23 @@ def test_gradients_of_both_axes_are_sent_by_their_own_groups() -> None:
 # --- real ranks ------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.parametrize("data", [*WAYS, HYBRID], ids=str)
+def test_sums_that_the_backward_waits_for_are_hidden_behind_products(data: Ways) -> None:
+    """Those of values' gradients, over the weights' axis: weights' gradients are computed meanwhile, and sent after."""
+    blocks = [nn.Sequential(nn.LayerNorm(8), nn.Linear(8, 32), nn.ReLU(), nn.Linear(32, 8)) for _ in range(3)]
+    mesh = {"fsdp": 2, "dp": 2, "tp": 2} if data is HYBRID else MESHES[0]
+    x = torch.randn(4, 8, requires_grad=True)
+    plan = ts.plan(nn.Sequential(*blocks), {"*.1": "column", "*.3": "row"}, mesh=mesh, data=data, example_inputs=(x,))
+    nodes = [node for node in step_of(plan, 0).graph.nodes if node.meta.get("is_backward")]
+    begun = [node for node in nodes if isinstance(node.target, Begin)]
+    awaited = [node for node in begun if axis_of(node).label == "tp"]
+    for begin in awaited:
+        (waiting,) = begin.users
+        behind = nodes[nodes.index(begin) : nodes.index(waiting)]
+        assert sum(node.target is torch.ops.aten.mm.default for node in behind) >= 2, behind
+    assert len(awaited) == 3 and len({node.args[-1] for node in begun}) == len(mesh)
+
+
 def _trained(
     rank: int, mesh: dict[str, int], data: dict[str, Data], kinds: tuple[str, ...], folder: str
 ) -> dict[str, float]:
@@ -429,11 +449,15 @@ def _read(rank: int, folder: str) -> dict[str, Any]:
     return found | {"bytes": sharded.weights.read.bytes_read / held / 4, "share": held / all_}  # of files in float32
 
 
-@pytest.mark.parametrize("kind", ["tied", pytest.param("phi3", marks=pytest.mark.nightly)])
-def test_a_folder_is_read_and_written_in_slices_of_slices(kind: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("kind", "bound"),
+    [("tied", 1e-9), pytest.param("phi3", 1e-6, marks=pytest.mark.nightly)],  # phi3's norms compute in float32
+)
+def test_a_folder_is_read_and_written_in_slices_of_slices(kind: str, bound: float, tmp_path: Path) -> None:
     _saved(kind, tmp_path / "model")
     for found in run_ranks(_read, 4, str(tmp_path / "model"), timeout_seconds=300):
-        assert max(found[name] for name in ("read", "trained", "written", "by DCP")) < 1e-9, found
+        assert found["read"] == 0
+        assert max(found[name] for name in ("trained", "written", "by DCP")) < bound, found
         assert found["bytes"] == 1 and found["share"] < 0.35, found
 
 
@@ -555,7 +579,8 @@ def test_a_plan_is_that_of_the_axis_of_the_weights() -> None:
     alone = ts.plan(model, "auto", world_size=2, example_inputs=part)
     assert plan.world_size == 2 and plan.parameters == alone.parameters and plan.choices == alone.choices
     told, of_one = (ts.explain(each).partition("\nmodule ")[2] for each in (plan, alone))
-    assert told == of_one and "next best:" in told  # for one part of the batch, too
+    told, _, over_dp = told.partition("\n\nover dp, 2 parts of the batch (replicate): ")
+    assert told == of_one and "next best:" in told and over_dp  # for one part of the batch, too
     report = ts.check(model, ts.Plan.from_json(alone.to_json()), mesh=mesh, example_inputs=batch)
     assert report.ok and report.world_size == 4
     of_batch = ts.plan(model, {}, world_size=2, example_inputs=part, data="replicate")
@@ -581,6 +606,17 @@ def test_a_plan_has_what_dividing_the_batch_costs(data: Data) -> None:
     kinds = {sent.kernel for c in batch.costs.collectives for sent in c.sent}
     assert ("reduce_scatter" in kinds) is (data == "shard")
     assert ts.Plan.from_json(plan.to_json()).batch == batch
+
+
+def test_a_graph_that_a_rank_has_localized_is_planned_as_before() -> None:
+    """What was learnt meanwhile of its sizes, that they are a number of parts, changes nothing."""
+    _, _, made = _program("shard", PLAN)
+    before = made.priced(with_memory=False)
+    local = [made.local_graph_of(number) for number in range(4)]
+    after = made.priced(with_memory=False)
+    assert after == before and after.over_batch == before.over_batch
+    assert any(choice.axes for choice in after.over_batch[0].choices.values())
+    assert [listing(made.local_graph_of(number)) for number in range(4)] == list(map(listing, local))
 
 
 def test_rings_of_ranks_that_lie_apart_share_the_network() -> None:

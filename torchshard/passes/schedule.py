@@ -21,6 +21,7 @@ from torch import fx
 from torchshard.distributed.ops import OPS, Begin, communicates, is_collective, wait
 from torchshard.ir.graph import is_view, uses_rng, writes
 from torchshard.passes.nodes import node_arg, operator_of, upstream
+from torchshard.passes.sums_behind import sums_behind
 
 Order = dict[fx.Node, None]
 """Nodes in the order in which they are to run."""
@@ -30,9 +31,12 @@ def schedule(module: fx.GraphModule) -> bool:
     """Splits each collective of a forward or backward graph in begin and wait, and puts other ops between the two."""
     collectives = [node for node in module.graph.nodes if communicates(node.target)]
     begun = [_split(module.graph, node) for node in collectives]
-    ops = [node for node in module.graph.nodes if node.op == "call_function"]
+    recorded = [node for node in module.graph.nodes if node.op == "call_function"]
+    before = _operands(recorded)
+    ops = sums_behind(recorded, before)
+    begun.sort(key={node: i for i, node in enumerate(ops)}.__getitem__)
     last: fx.Node | None = None
-    for node in _ordered(ops, begun, _operands(ops)):
+    for node in _ordered(ops, begun, before):
         if last is not None:
             last.append(node)
         last = node

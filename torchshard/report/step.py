@@ -96,7 +96,7 @@ def step_told(step: fx.GraphModule, rank: int, within: str = "") -> Iterator[str
     saved = {used for n in backward for used in n.all_input_nodes if used.op == "call_function"} - {*backward}
     held = sum(nbytes(n.meta["val"]) for n in saved if isinstance(n.meta.get("val"), Tensor) and not is_view(n))
     again = sum(n.meta["is_again"] for n in filter(_computes, backward))
-    ranks = ranks_text(mesh_of(step.graph)).removesuffix(" ranks")
+    ranks = ranks_text(mesh_of(step.graph))
     yield f"forward of rank {rank} of {ranks}: {_sent(forward)}; {size_text(held)} saved for backward"
     yield lines(forward) if forward else ""
     yield f"\nbackward: {_sent(backward)}" + (f"; {again} ops of forward run again" if again else "")

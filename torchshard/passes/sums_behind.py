@@ -1,0 +1,124 @@
+"""Puts sums of parameters' gradients behind the collectives for which a backward waits.
+
+    before    grad_weight, begin_sum(grad_weight), grad_input, begin_reduce(grad_input), wait, ...
+    after     grad_input, begin_reduce(grad_input), grad_weight, begin_sum(grad_weight), ..., wait, ...
+
+With several mesh axes a backward sends over two: sums of parameters' gradients over those of the batch, for which
+nobody waits before its end, and sums of values' gradients over that of the weights, which the layer before needs. As
+autograd orders them the former come first, and so does what computes them, which then hides nothing of the latter. Here
+they change places, as far back as to the latter's predecessor; and the weights that come next are gathered meanwhile.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections import defaultdict
+from collections.abc import Iterator, Mapping, Sequence
+
+import torch
+from torch import fx
+
+from torchshard.distributed.ops import Begin, wait
+from torchshard.ir.graph import is_view, uses_rng, writes
+from torchshard.passes.nodes import upstream
+
+aten = torch.ops.aten
+PASS_ON = (aten.clone.default, aten.cat.default, aten.split_with_sizes.default, aten._to_copy.default, wait)
+"""What sums of gradients go through, and gathers of parameters come from, beside views: buckets and casts."""
+
+
+def sums_behind(ops: Sequence[fx.Node], before: Mapping[fx.Node, Sequence[fx.Node]]) -> list[fx.Node]:
+    """The ops of a graph in another order, in which collectives of one kind over one group keep theirs.
+
+    Args:
+        ops: as they were recorded, each collective in two: one begins it, and one waits for it.
+        before: what must run before each of them.
+    """
+    begun = [node for node in ops if isinstance(node.target, Begin)]
+    if len({begin.args[-1] for begin in begun}) < 2:
+        return list(ops)
+    sums, gathers = _sums(ops), _gathers(ops)
+    place = {node: i for i, node in enumerate(ops)}
+    awaited = [begin for begin in begun if begin not in sums and begin not in gathers]
+    behind = defaultdict[fx.Node | None, list[fx.Node]](list)
+    """What comes right behind an op, in this order; at the end, behind None."""
+    for earlier, begin, after in zip([None, *awaited], awaited, [*awaited[1:], None], strict=False):
+        stretch = ops[0 if earlier is None else place[earlier] : place[begin]]
+        own = {node for node in stretch if node in sums and node.args[-1] != begin.args[-1]}
+        if own and _is_backward(begin):
+            computed, ends = _of_sums(own, stretch)
+            behind[begin] += [*_gathered_next(begin, begun, sums, gathers, place), *computed]
+            behind[after] += sorted(ends, key=place.__getitem__)
+    order = dict[fx.Node, None]()
+
+    def not_run(node: fx.Node) -> list[fx.Node]:
+        return [operand for operand in before[node] if operand not in order]
+
+    for node in _moved(ops, behind):
+        order |= dict.fromkeys([*sorted(upstream(node, not_run), key=place.__getitem__), node])
+    return list(order)
+
+
+def _is_backward(begin: fx.Node) -> bool:
+    (waiting,) = begin.users
+    return bool(waiting.meta.get("is_backward"))
+
+
+def _passes_on(node: fx.Node) -> bool:
+    return node.op != "call_function" or isinstance(node.target, Begin) or node.target in PASS_ON or is_view(node)
+
+
+def _sums(ops: Sequence[fx.Node]) -> set[fx.Node]:
+    """The collectives of whose results nothing is computed."""
+    is_end = dict[fx.Node, bool]()
+    for node in reversed(ops):
+        is_end[node] = all(user not in is_end or (_passes_on(user) and is_end[user]) for user in node.users)
+    return {node for node in ops if isinstance(node.target, Begin) and is_end[node] and _is_backward(node)}
+
+
+def _gathers(ops: Sequence[fx.Node]) -> set[fx.Node]:
+    """The collectives whose operands are parameters, and not computed."""
+    is_given = dict[fx.Node, bool]()
+    for node in ops:
+        is_given[node] = _passes_on(node) and all(is_given.get(operand, True) for operand in node.all_input_nodes)
+    return {node for node in ops if isinstance(node.target, Begin) and is_given[node]}
+
+
+def _of_sums(own: set[fx.Node], stretch: Sequence[fx.Node]) -> tuple[list[fx.Node], set[fx.Node]]:
+    """What is computed for these sums alone, with them, and what comes of them."""
+    within = set(stretch)
+    needed = set[fx.Node]().union(*(upstream(n, lambda n: within.intersection(n.all_input_nodes)) for n in own))
+    ends = {node for each in own for node in upstream(each, lambda node: node.users) if node.op == "call_function"}
+    ends -= needed | own
+    computed = set(own)
+    for node in reversed(stretch):
+        is_fixed = uses_rng(node) or writes(node) or isinstance(node.target, Begin) or node.target is wait
+        is_own = node.target is wait and node.all_input_nodes[0] in own
+        if node in needed and (is_own or not is_fixed) and computed.union(ends).issuperset(node.users):
+            computed.add(node)
+    return [node for node in stretch if node in computed], ends
+
+
+def _gathered_next(
+    begin: fx.Node, begun: Sequence[fx.Node], sums: set[fx.Node], gathers: set[fx.Node], place: Mapping[fx.Node, int]
+) -> list[fx.Node]:
+    """The collective that gathers the next weights, with what comes before it; none if another is waited for before."""
+    later = [node for node in begun if place[node] > place[begin] and node not in sums]
+    if not later or later[0] not in gathers:
+        return []
+    found = {later[0], *upstream(later[0], lambda node: node.all_input_nodes)}
+    return sorted((node for node in found if place.get(node, 0) > place[begin]), key=place.__getitem__)
+
+
+def _moved(ops: Sequence[fx.Node], behind: Mapping[fx.Node | None, Sequence[fx.Node]]) -> Iterator[fx.Node]:
+    elsewhere = set(itertools.chain(*behind.values()))
+
+    def with_followers(node: fx.Node) -> Iterator[fx.Node]:
+        yield node
+        for follower in behind.get(node, ()):
+            yield from with_followers(follower)
+
+    for node in ops:
+        if node not in elsewhere:
+            yield from with_followers(node)
+    yield from behind.get(None, ())
