@@ -17,6 +17,7 @@ import torch
 from hypothesis import settings
 
 import torchshard as ts
+from tests.helpers import watch_for_bugs
 
 NIGHTLY = frozenset((Path(__file__).parent / "nightly.txt").read_text().split("\n"))
 """Tests that take long, beside others of their kind that `make test` runs."""
@@ -27,6 +28,7 @@ settings.load_profile("torchshard")
 def pytest_configure() -> None:
     """Names the module that the process behind all forked ranks imports once; the process starts with the first."""
     multiprocessing.set_forkserver_preload(["tests.warm"])
+    watch_for_bugs()
 
 
 def pytest_collection_finish() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import pickle
 import tempfile
@@ -82,9 +83,29 @@ def _read(path: Path) -> tuple[bool, Any]:
     return pickle.loads(path.read_bytes()) if path.exists() else (False, "")
 
 
+class _Bugs(logging.Handler):
+    """Fails tests in which a bug of ours loses a graph of the backward: training does without, and stays right."""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        told = record.getMessage()
+        if any(f"no graph of the backward: {kind}" in told for kind in _BUGS):
+            raise RuntimeError(told)
+
+
+_BUGS = "NameError", "UnboundLocalError", "AttributeError", "KeyError", "IndexError", "AssertionError", "TypeError"
+
+
+def watch_for_bugs() -> None:
+    """Has tests of this process fail where a graph of the backward is lost by a bug."""
+    for name in ("torchshard.runtime.step", "torchshard.checking.steps"):
+        logging.getLogger(name).setLevel(logging.INFO)
+        logging.getLogger(name).addHandler(_Bugs())
+
+
 def _rank(rank: int, fn: Callable[..., Any], world: int, folder: str, args: tuple[Any, ...]) -> None:
     torch.set_num_threads(1)
     os.environ["OMP_NUM_THREADS"] = "1"  # for the processes that a rank starts
+    watch_for_bugs()
     dist.init_process_group(
         "gloo", f"file://{folder}/meet", rank=rank, world_size=world, timeout=timedelta(seconds=60 * PATIENCE)
     )

@@ -6,6 +6,7 @@ Both sides start from the same RNG state, and their outputs get the same random 
 from __future__ import annotations
 
 import contextlib
+import logging
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from types import MappingProxyType
@@ -31,6 +32,7 @@ from torchshard.ir.graph import is_float, is_tensor, result_layouts, results_of
 from torchshard.passes import Partition, has_backward, step_graphs
 from torchshard.weights.materialize import local_state
 
+log = logging.getLogger(__name__)
 T = TypeVar("T")
 ALONE = Mesh(())
 """One process, without axes."""
@@ -252,7 +254,9 @@ class Trial:
             return None
         try:
             parts = [step_graphs(graph) for graph in graphs]
-        except Exception:  # whatever it is: training does without
+        except Exception as error:  # whatever it is: training does without
+            what, _, _ = f"{type(error).__name__}: {error}".partition("\n")
+            log.warning("no graph of the backward: %s; autograd's alone is compared", what)
             return None
         return self._run(graphs, made.held, made.mesh, watched=False, parts=parts)
 
