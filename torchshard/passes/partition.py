@@ -107,7 +107,7 @@ def _needed(
     unsteady = {user for buffer in written_buffers(joint.graph) for user in buffer.users}
     again: list[fx.Node] = []
     for node in reversed(forward):
-        if node not in needed:
+        if node not in needed or node.op == "placeholder":  # what is given is kept, gathered or not
             continue
         in_region = _region(node) and node not in outside and node not in unsteady and _gives_the_same(node)
         if in_region or node.meta.get("gathered_again"):
