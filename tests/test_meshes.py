@@ -619,6 +619,23 @@ def test_a_graph_that_a_rank_has_localized_is_planned_as_before() -> None:
     assert [listing(made.local_graph_of(number)) for number in range(4)] == list(map(listing, local))
 
 
+@pytest.mark.nightly
+def test_a_gathered_table_that_two_parts_of_a_step_share() -> None:
+    """The backward of the one keeps it, for there it is an argument, which can't be gathered again."""
+    config = transformers.GPT2Config(
+        n_embd=240, n_layer=1, n_head=6, vocab_size=501, n_positions=64, bos_token_id=0, eos_token_id=0
+    )
+    model, ids = transformers.GPT2LMHeadModel(config).double(), torch.randint(0, 501, (8, 32))
+    options: dict[str, Any] = {
+        "mesh": MESHES[0],
+        "data": "shard",
+        "machine": "h100x8",
+        "example_kwargs": {"labels": ids},
+    }
+    assert ts.plan(model, "auto", **options, example_inputs=(ids,)).batch
+    ts.check(model, "auto", **options, example_inputs=(ids,)).raise_on_error()
+
+
 def test_rings_of_ranks_that_lie_apart_share_the_network() -> None:
     host = MACHINES["h100x8"]
     assert host.across(1) == host and host.across(2).link(4) == host.link(4) and host.across(4).domain == 2

@@ -112,7 +112,7 @@ class Program:
 
     def _coordinates(self, number: int) -> list[Coordinate]:
         place = self.mesh.place(number)
-        return [axis.simulated(axis.name)[place[axis.name]] for axis in self.axes]
+        return [_simulated(axis, place[axis.name]) for axis in self.axes]
 
     def along(self, rank: Sequence[Coordinate]) -> RankGraph:
         """The graph of a rank, given its place on each of `axes`, split over all of them."""
@@ -132,7 +132,7 @@ class Program:
         """The ranks from the first one to this, each of which follows the plans of the last: it differs on one axis."""
         found, numbers = [rank], tuple(place.rank for place in rank[:-1])
         while numbers := rank_before(numbers):
-            before = [place if number else _first(place.axis) for place, number in zip(rank, numbers, strict=False)]
+            before = [place if number else _simulated(place.axis) for place, number in zip(rank, numbers, strict=False)]
             found.insert(0, [*before, rank[-1]])
         return found
 
@@ -180,9 +180,9 @@ def rank_before(numbers: tuple[int, ...]) -> tuple[int, ...]:
     return () if last < 0 else (*numbers[:last], 0, *numbers[last + 1 :])
 
 
-def _first(axis: MeshAxis) -> Coordinate:
-    """The place of the first rank on an axis."""
-    return axis.simulated(axis.name)[0]
+def _simulated(axis: MeshAxis, rank: int = 0) -> Coordinate:
+    """The place of a rank on an axis, in groups of no processes."""
+    return axis.simulated(axis.name)[rank]
 
 
 def program(

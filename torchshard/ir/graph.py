@@ -18,13 +18,14 @@ own_order    of an op: it takes rows in a rank's own order, which no other rank 
 counts_all   of an op that gives ends of such rows: whether the last one is known to be after all of them
 at_experts   of an op: it takes rows at the ranks that have their experts (see `passes.to_experts`)
 settled      of a collective, or an op with some inside: it is over an earlier mesh axis, which the graph is cut for
-earlier      its Layout over each earlier mesh axis, by the axis' name
+earlier      the Layouts of its results over each earlier mesh axis, by the axis' name
 is_backward  of a node of a joint graph: whether it belongs to the backward
 origin       of a node of a recorded part: the number of the op that it comes from
 
-The module's own meta has 'axis', the mesh axis that the rewritten graph is split over, 'group', what the collectives of
-a rank's graph over it name, 'multiples', the dynamic sizes that are multiples of the number of its ranks, and
-'recordings', the parts of it whose backward was recorded (see `passes.record`).
+The module's own meta has 'axis', the mesh axis that the rewritten graph is split over, 'earlier_axes', those that it
+was split over before, 'group', what the collectives of a rank's graph over it name, 'multiples', the dynamic sizes that
+are multiples of the number of its ranks, and 'recordings', the parts of it whose backward was recorded (see
+`passes.record`).
 """
 
 from __future__ import annotations

@@ -94,7 +94,7 @@ def _of_sums(own: set[fx.Node], stretch: Sequence[fx.Node]) -> tuple[list[fx.Nod
     for node in reversed(stretch):
         is_fixed = uses_rng(node) or writes(node) or isinstance(node.target, Begin) or node.target is wait
         is_own = node.target is wait and node.all_input_nodes[0] in own
-        if node in needed and (is_own or not is_fixed) and computed.union(ends).issuperset(node.users):
+        if node in needed and (is_own or not is_fixed) and all(u in computed or u in ends for u in node.users):
             computed.add(node)
     return [node for node in stretch if node in computed], ends
 
@@ -112,13 +112,8 @@ def _gathered_next(
 
 def _moved(ops: Sequence[fx.Node], behind: Mapping[fx.Node | None, Sequence[fx.Node]]) -> Iterator[fx.Node]:
     elsewhere = set(itertools.chain(*behind.values()))
-
-    def with_followers(node: fx.Node) -> Iterator[fx.Node]:
-        yield node
-        for follower in behind.get(node, ()):
-            yield from with_followers(follower)
-
     for node in ops:
         if node not in elsewhere:
-            yield from with_followers(node)
+            yield node
+            yield from behind.get(node, ())
     yield from behind.get(None, ())

@@ -119,8 +119,8 @@ class _Side:
             yield _tile("peak memory of a rank", size_text(self.plan.step_memory["peak"]))
 
     def _most_expensive(self) -> str:
-        kinds = [alike for each in self.plan.over_all for alike in kinds_of(each)]
-        kinds.sort(key=lambda alike: -sum(c.seconds for c in alike))
+        kinds = [kind for each in self.plan.over_all for kind in kinds_of(each)]
+        kinds.sort(key=lambda kind: -sum(c.seconds for c in kind))
         if not kinds:
             return ""
         rows = "".join(self._kind(alike) for alike in kinds[:MAX_ALTERNATIVES])
