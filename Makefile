@@ -78,6 +78,7 @@ sweep: $(SWEEP)/.stamp
 	$(SWEEP)/bin/python benchmarks/generation.py --write docs/models.md
 	$(SWEEP)/bin/python benchmarks/referee.py
 	$(SWEEP)/bin/python benchmarks/referee.py --zoo
+	$(SWEEP)/bin/python benchmarks/joint.py
 
 # pip is the last thing that venv puts in place: with it, the environment is whole.
 $(VENV)/bin/pip:

@@ -85,14 +85,9 @@ def search(
     if smallest.seconds == FORBIDDEN:
         raise _no_way(network, None)
     if fits is None:
-        unsplittable = _whole_bytes(graph, expand_to_all_layers(graph, network, smallest)[1])
+        most = most_weights(graph, network, smallest)
         gain = WHOLE_WEIGHT_GAIN if constraints.trains else WHOLE_WEIGHT_GAIN / TRAINING_COPIES
-        solution, gap, _ = solve_within_budget(
-            solver,
-            lambda fewest: fewest + WEIGHT_SLACK * (fewest - unsplittable),
-            smallest,
-            gain,
-        )
+        solution, gap, _ = solve_within_budget(solver, lambda _: most, smallest, gain)
         return SearchResult(*expand_to_all_layers(graph, network, solution), gap)
 
     def is_allowed(solution: Solution) -> bool:
@@ -103,9 +98,11 @@ def search(
     return SearchResult(*expand_to_all_layers(graph, network, sweep.best), sweep.gap(float("inf")), sweep.fits)
 
 
-def _whole_bytes(graph: fx.Graph, layouts: Mapping[str, Layout]) -> float:
-    """The bytes of the weights that are not split."""
-    return sum(nbytes(n.meta["val"]) for n in graph.nodes if is_weight(n) and layouts.get(n.meta["path"]) == I)
+def most_weights(graph: fx.Graph, network: Network, smallest: Solution) -> float:
+    """The most bytes of weights that a plan may have: given that with the fewest, a little more of what it splits."""
+    layouts = expand_to_all_layers(graph, network, smallest)[1]
+    whole = sum(nbytes(n.meta["val"]) for n in graph.nodes if is_weight(n) and layouts.get(n.meta["path"]) == I)
+    return smallest.nbytes + WEIGHT_SLACK * (smallest.nbytes - whole)
 
 
 def _no_way(network: Network, variable: int | None) -> PlanError:
