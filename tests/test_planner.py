@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 import random
 from collections.abc import Sequence
 from typing import Any
@@ -10,6 +11,8 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 from torch import fx, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
@@ -24,7 +27,7 @@ from torchshard.planner.elimination import Elimination, Power
 from torchshard.planner.network import FORBIDDEN, GraphConstraints, Network, build
 from torchshard.planner.predict import predict
 from torchshard.planner.prune import prune
-from torchshard.planner.search import MAX_PRICE, expand_to_all_layers, solve_within_budget
+from torchshard.planner.search import MAX_PRICE, expand_to_all_layers, last_allowed, solve_within_budget
 from torchshard.planner.solver import Solver
 from torchshard.plans.machine import Machine
 
@@ -96,6 +99,23 @@ def test_a_power_is_the_chain_written_out(count: int) -> None:
         costs = {path: sum(table[a, b, shared] for a, b in itertools.pairwise(path)) for path in paths}
         assert power.table[entry, exit, shared] == min(costs.values())
         assert costs[tuple(power.decode(entry, exit, shared))] == min(costs.values())
+
+
+@given(st.lists(st.floats(-100, 100), min_size=1, max_size=40))
+def test_the_last_number_allowed_is_found(costs: list[float]) -> None:
+    costs = sorted(costs)
+    assert last_allowed(costs.__getitem__, len(costs) - 1) == sum(cost <= 0 for cost in costs) - 1
+
+
+@given(st.integers(1, 1000), st.floats(-0.5, 1.5))
+def test_where_costs_grow_evenly_few_numbers_are_tried(last: int, share: float) -> None:
+    tried = set[int]()
+
+    def cost(number: int) -> float:
+        tried.add(number)
+        return number - share * last
+
+    assert last_allowed(cost, last) == max(-1, min(last, math.floor(share * last))) and len(tried) <= 7
 
 
 # --- random graphs against enumeration -------------------------------------------------------------------------------

@@ -21,7 +21,7 @@ from torchshard.planner.conversions import conversions_of
 from torchshard.planner.costs import CostModel
 from torchshard.planner.network import GraphConstraints, Network, build
 from torchshard.planner.predict import predict
-from torchshard.planner.prune import prune
+from torchshard.planner.prune import keep_shared_whole, prune
 from torchshard.planner.search import SearchResult, search
 from torchshard.planner.solver import Solver
 from torchshard.plans.data import Collective
@@ -206,6 +206,20 @@ def test_blocks_whose_states_differ_are_planned_one_by_one(
     costs = [_predicted(graph, f) for f in (whole, uneven)]
     totals = [sum(compute.values()) + sum(c.seconds for c in collectives) for collectives, compute in costs]
     assert totals[1] == pytest.approx(totals[0], rel=1e-9)
+
+
+def test_what_all_blocks_share_may_stay_whole_at_next_to_no_cost() -> None:
+    """Masks and tables of rotations: with one state for each tables are smaller, and the optimum nearly the same."""
+    graph = graph_of("llama", LAYERS["llama"])
+    full, whole = (build(graph, MODEL, GraphConstraints()) for _ in range(2))
+    prune(full)
+    keep_shared_whole(whole)
+    prune(whole)
+    shared = [v for chain in whole.chains for v in chain.shared]
+    assert shared and all(len(whole.states[v]) == 1 for v in shared)
+    assert any(len(full.states[v]) > 1 for chain in full.chains for v in chain.shared)
+    best, found = (Solver(network).best() for network in (full, whole))
+    assert best.seconds <= found.seconds <= 1.01 * best.seconds
 
 
 def test_blocks_whose_tables_are_too_large_are_planned_one_by_one(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 
 from torch import fx
@@ -18,7 +18,7 @@ from torchshard.passes import localized, rewrite
 from torchshard.planner.conversions import conversions_of
 from torchshard.planner.costs import CostModel
 from torchshard.planner.problem import PlanningProblem
-from torchshard.planner.search import SearchResult, search
+from torchshard.planner.search import SearchResult, last_allowed, search
 from torchshard.plans.plan import Plan
 
 MOST_TOKENS = 1 << 30
@@ -36,10 +36,15 @@ class Limit:
     """So many ranks of axes that come after, which divide the batch, divide each weight among them."""
     keeps_gathered: bool = False
     """Whether what is gathered of these slices is kept until backward has used it."""
+    _known: dict[object, dict[str, float]] = field(default_factory=dict, compare=False, repr=False)
+    """What plans take that were asked about."""
 
     def estimate(self, plan: Plan) -> dict[str, float]:
         """What a plan takes; see `predicted_memory`."""
-        return self._memory(self._of_rank(plan))
+        key = tuple(tuple(given.items()) for given in (plan.choices, plan.layouts, plan.conversions)), plan.recompute
+        if key not in self._known:
+            self._known[key] = self._memory(self._of_rank(plan))
+        return self._known[key]
 
     def longest(self, plan: Plan) -> int | None:
         """The most tokens that calls may have left in their arguments, and take themselves, so that a call still fits.
@@ -67,11 +72,11 @@ class Limit:
         """The graph of the rank that holds the most."""
         return localized(rewrite(self.module, plan), plan.axis.simulated()[0])
 
-    def __call__(self, choices: Mapping[str, Choice], layouts: Mapping[str, Layout]) -> bool:
-        """Whether a plan of these choices and layouts is within it."""
+    def __call__(self, choices: Mapping[str, Choice], layouts: Mapping[str, Layout]) -> float:
+        """How many bytes more a plan of these choices and layouts takes."""
         conversions = conversions_of(self.module.graph, self.costs, choices, layouts)
         plan = Plan(self.costs.axis.size, layouts, choices, conversions, recompute=self.costs.recompute)
-        return self.estimate(plan)["peak"] <= self.nbytes
+        return self.estimate(plan)["peak"] - self.nbytes
 
 
 def search_within(problem: PlanningProblem, limit: Limit) -> tuple[SearchResult, PlanningProblem]:
@@ -96,27 +101,28 @@ def _search(problem: PlanningProblem, limit: Limit) -> tuple[SearchResult, Plann
 
     def recomputing(layers: Sequence[str]) -> PlanningProblem:
         model = replace(problem.model, recompute=outermost([*problem.model.recompute, *layers]))
-        return replace(problem, model=model, fits=replace(limit, costs=model))
+        return replace(problem, model=model, excess=replace(limit, costs=model))
 
     found = search(graph, problem.model, constraints, limit)
     layers = _layers(problem)
     if not layers or (found.fits and not found.gap):
         return found, problem
-    growing = [recomputing(layers[: count + 1]) for count in range(len(layers))]
-    fastest = search(graph, problem.model, constraints, lambda *_: True)
-    fastest_of_all = search(graph, growing[-1].model, constraints, growing[-1].fits)
+    fewer = [recomputing(layers[:count]) for count in range(len(layers), 0, -1)]
+    fastest = search(graph, problem.model, constraints, lambda *_: 0.0)
+    fastest_of_all = search(graph, fewer[0].model, constraints, fewer[0].excess)
     ways = [(found, problem)] * found.fits
     for result in (fastest, fastest_of_all):
-        fewest = bisect_left(growing, True, key=partial(_fits, result))
-        ways += [(result, chosen) for chosen in growing[fewest : fewest + 1]]
+        fewest = last_allowed(partial(_excess, result, fewer), len(fewer) - 1)
+        ways += [(result, fewer[fewest])] if fewest >= 0 else []
     if not ways:
-        return fastest_of_all, growing[-1]
+        return fastest_of_all, fewer[0]
     result, chosen = min(ways, key=lambda way: _seconds(*way))
     return replace(result, gap=max(_seconds(result, chosen) - _seconds(fastest, problem), 0.0)), chosen
 
 
-def _fits(result: SearchResult, problem: PlanningProblem) -> bool:
-    return problem.fits is None or problem.fits(result.choices, result.parameters)
+def _excess(result: SearchResult, problems: Sequence[PlanningProblem], number: int) -> float:
+    excess = problems[number].excess
+    return 0.0 if excess is None else excess(result.choices, result.parameters)
 
 
 def _seconds(result: SearchResult, problem: PlanningProblem) -> float:

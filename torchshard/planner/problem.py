@@ -16,7 +16,7 @@ from torchshard.planner.conversions import conversions_of
 from torchshard.planner.costs import CostModel
 from torchshard.planner.network import GraphConstraints
 from torchshard.planner.predict import predict
-from torchshard.planner.search import Fits, search
+from torchshard.planner.search import Excess, search
 from torchshard.plans.data import Costs
 
 
@@ -35,8 +35,8 @@ class PlanningProblem:
     graph: fx.Graph
     model: CostModel
     constraints: GraphConstraints
-    fits: Fits | None = None
-    """Whether a plan of these choices and layouts is within the limit of memory; None: there is no limit."""
+    excess: Excess | None = None
+    """What a plan takes beyond the limit of memory; None: there is no limit."""
     sizes: Mapping[sympy.Symbol, int] = field(default_factory=other_sizes)
     """Those that hold in place of the example inputs', as one part of the batch."""
 
@@ -47,7 +47,7 @@ class PlanningProblem:
             PlanError: there is none, or none that fits.
         """
         with sizes_as(self.sizes):
-            result = search(self.graph, self.model, constraints, self.fits)
+            result = search(self.graph, self.model, constraints, self.excess)
         if not result.fits:
             raise PlanError("nothing fits", where="memory=")
         return Alternative(result.parameters, self.costs_of(result.choices, result.parameters))

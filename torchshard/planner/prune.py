@@ -1,4 +1,4 @@
-"""Removes states that no best plan has, before anything is solved; the optimum stays the same at any price.
+"""Removes states that no best plan has, before anything is solved: `prune` leaves the optimum the same at any price.
 
 A state is removed where it is impossible beside every state of some neighbour (arc consistency), or where another state
 of its variable costs no more whatever the neighbours do (dead-end elimination: Desmet and others, 1992).
@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import numpy as np
 
+from torchshard.core.layouts import I
 from torchshard.planner.elimination import Table
-from torchshard.planner.network import Network
+from torchshard.planner.network import Factor, Network
 
 
 def prune(network: Network) -> int | None:
@@ -33,14 +34,35 @@ def prune(network: Network) -> int | None:
             return variable
         if len(kept) == len(network.states[variable]):
             continue
-        network.states[variable] = [network.states[variable][i] for i in kept]
-        for f in around[variable]:
-            factor = network.factors[f]
-            axis = factor.scope.index(variable)
-            factor.seconds = factor.seconds.take(kept, axis)
-            factor.nbytes = None if factor.nbytes is None else factor.nbytes.take(kept, axis)
+        factors = [network.factors[f] for f in around[variable]]
+        _keep(network, variable, kept, factors)
+        for factor in factors:
             waiting.update(dict.fromkeys(v for v in factor.scope if v != variable))
     return None
+
+
+def keep_shared_whole(network: Network) -> None:
+    """Keeps of values that all blocks of a run share, such as masks and tables of rotations, a single state.
+
+    That is to compute it whole, and to cut out of it what blocks ask for: nothing is sent for that where no gradient flows
+    back. What a run chains are tables over all states of these values together, which may be too large.
+    """
+    shared = {v for chain in network.chains for v in chain.shared}
+    for (kind, position, _), variable in network.keys.items():
+        if kind == "value" and variable in shared and not network.folded.nodes[position].meta.get("needs_grad"):
+            whole = [i for i, (produced, _) in enumerate(network.states[variable]) if produced == I]
+            if whole:
+                most = max(whole, key=lambda i: len(network.states[variable][i][1]))
+                _keep(network, variable, [most], [f for f in network.factors if variable in f.scope])
+
+
+def _keep(network: Network, variable: int, kept: list[int], around: list[Factor]) -> None:
+    """Removes all states of a variable but some, given the factors that hold it."""
+    network.states[variable] = [network.states[variable][i] for i in kept]
+    for factor in around:
+        axis = factor.scope.index(variable)
+        factor.seconds = factor.seconds.take(kept, axis)
+        factor.nbytes = None if factor.nbytes is None else factor.nbytes.take(kept, axis)
 
 
 def _kept(network: Network, variable: int, around: list[int], times: dict[int, int]) -> list[int]:

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 from torch import fx
@@ -25,7 +26,7 @@ from torchshard.core.notation import Choice
 from torchshard.ir.graph import is_tensor_op, is_weight, nbytes, where
 from torchshard.planner.costs import CostModel
 from torchshard.planner.network import FORBIDDEN, GraphConstraints, Network, build
-from torchshard.planner.prune import prune
+from torchshard.planner.prune import keep_shared_whole, prune
 from torchshard.planner.solver import Solution, Solver
 
 WEIGHT_SLACK = 0.1
@@ -41,8 +42,8 @@ MAX_PRICE = 1e-3
 """Seconds per byte, more than any byte is worth: at this price the plan with the fewest bytes is the best."""
 
 
-Fits = Callable[[Mapping[str, Choice], Mapping[str, Layout]], bool]
-"""Whether a plan of these choices and layouts is allowed."""
+Excess = Callable[[Mapping[str, Choice], Mapping[str, Layout]], float]
+"""How many bytes more a plan of these choices and layouts takes than it may; none, or fewer: it is allowed."""
 
 
 @dataclass(frozen=True)
@@ -61,14 +62,14 @@ def search(
     graph: fx.Graph,
     model: CostModel,
     constraints: GraphConstraints,
-    fits: Fits | None = None,
+    excess: Excess | None = None,
     *,
     fold: bool = True,
 ) -> SearchResult:
     """The fastest plan that is allowed.
 
     Args:
-        fits: whether a plan of these choices and layouts is; by default, by the bytes of its weights.
+        excess: says whether a plan is; by default, the bytes of its weights do.
         fold: whether repeated blocks are planned once; the result costs the same.
 
     Raises:
@@ -79,22 +80,26 @@ def search(
     if impossible is not None:
         raise _no_way(network, impossible)
     solver = Solver(network)
+    if not solver.exact and network.chains and excess is not None:
+        keep_shared_whole(network)
+        prune(network)
+        solver = Solver(network)
     if not solver.exact and network.chains:
-        return search(graph, model, constraints, fits, fold=False)
+        return search(graph, model, constraints, excess, fold=False)
     smallest = solver.best(MAX_PRICE)
     if smallest.seconds == FORBIDDEN:
         raise _no_way(network, None)
-    if fits is None:
+    if excess is None:
         most = most_weights(graph, network, smallest)
         gain = WHOLE_WEIGHT_GAIN if constraints.trains else WHOLE_WEIGHT_GAIN / TRAINING_COPIES
         solution, gap, _ = solve_within_budget(solver, lambda _: most, smallest, gain)
         return SearchResult(*expand_to_all_layers(graph, network, solution), gap)
 
-    def is_allowed(solution: Solution) -> bool:
-        return fits(*expand_to_all_layers(graph, network, solution))
+    def too_much(solution: Solution) -> float:
+        return excess(*expand_to_all_layers(graph, network, solution))
 
-    sweep = sweep_prices(solver, is_allowed, smallest)
-    sweep = replace(sweep, best=mix_layers(solver, is_allowed, sweep))
+    sweep = sweep_prices(solver, lambda solution: too_much(solution) <= 0, smallest)
+    sweep = replace(sweep, best=mix_layers(solver, too_much, sweep))
     return SearchResult(*expand_to_all_layers(graph, network, sweep.best), sweep.gap(float("inf")), sweep.fits)
 
 
@@ -165,7 +170,7 @@ def sweep_prices(
             fast, too_low = between, price
 
 
-def mix_layers(solver: Solver, fits: Callable[[Solution], bool], sweep: PriceSweep) -> Solution:
+def mix_layers(solver: Solver, excess: Callable[[Solution], float], sweep: PriceSweep) -> Solution:
     """The best solution of a sweep, or a faster one that fits too: equal layers may be planned in different ways.
 
     At the price that decides, all layers of a run change at once. As many of them as fit are planned as at the lower
@@ -173,19 +178,42 @@ def mix_layers(solver: Solver, fits: Callable[[Solution], bool], sweep: PriceSwe
     """
     best, layers = sweep.best, max((chain.count for chain in solver.network.chains), default=0)
     fastest_fits = sweep.best is sweep.optima[0][1]
-    if not sweep.fits or fastest_fits:
+    if not layers or not sweep.fits or fastest_fits:
         return best
     too_low, high = sweep.prices
-    for rest, fitting, too_many in ((high, 0, layers + 1), (too_low, -1, layers)):
-        while too_many - fitting > 1:
-            count = (fitting + too_many) // 2
-            mixed = solver.mixed(rest, high, too_low, count / layers)
-            if not fits(mixed):
-                too_many = count
-            else:
-                fitting = count
-                best = min(best, mixed, key=lambda s: s.seconds)
+
+    def mixed(rest: float, count: int) -> Solution:
+        return solver.mixed(rest, high, too_low, count / layers)
+
+    def too_much(rest: float, count: int) -> float:
+        return excess(mixed(rest, count))
+
+    for rest, most in ((high, layers), (too_low, layers - 1)):
+        fitting = last_allowed(partial(too_much, rest), most)
+        if fitting >= 0:
+            best = min(best, mixed(rest, fitting), key=lambda s: s.seconds)
     return best
+
+
+def last_allowed(excess: Callable[[int], float], last: int) -> int:
+    """The greatest number up to `last` whose excess is not positive; -1 if there is none.
+
+    The excess grows with the number, about evenly, so that few are tried: each one is where the line through those that
+    enclose the place crosses zero, and an end that stays counts half the next time (regula falsi, "Illinois").
+    """
+    low, high = 0, last
+    below, above = excess(low), excess(high)
+    if below > 0 or above <= 0:
+        return -1 if below > 0 else last
+    while high - low > 1:
+        crossing = low + int((high - low) * below / (below - above))
+        tried = min(max(crossing, low + 1), high - 1)
+        found = excess(tried)
+        if found <= 0:
+            low, below, above = tried, found, above / 2
+        else:
+            high, above, below = tried, found, below / 2
+    return low
 
 
 def solve_within_budget(
