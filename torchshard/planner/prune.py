@@ -44,8 +44,8 @@ def prune(network: Network) -> int | None:
 def keep_shared_whole(network: Network) -> None:
     """Keeps of values that all blocks of a run share, such as masks and tables of rotations, a single state.
 
-    That is to compute it whole, and to cut out of it what blocks ask for: nothing is sent for that where no gradient flows
-    back. What a run chains are tables over all states of these values together, which may be too large.
+    That is to compute it whole, and to cut out of it what blocks ask for: where no gradient flows back, nothing is sent
+    for that. What a run chains are tables over all states of these values together, which may be too large.
     """
     shared = {v for chain in network.chains for v in chain.shared}
     for (kind, position, _), variable in network.keys.items():
