@@ -40,16 +40,21 @@ def _runs(rank: int, page: str, folder: str) -> int:
     """Runs the Python of a page, block after block, in a folder of its own."""
     os.chdir(folder)
     warnings.simplefilter("ignore")
-    blocks = re.findall(r"^```python\n(.*?)^```", (ROOT / "docs" / page).read_text(), re.DOTALL | re.MULTILINE)
+    blocks = re.findall(r"^```python\n(.*?)^```", (ROOT / page).read_text(), re.DOTALL | re.MULTILINE)
     names: dict[str, Any] = {}
     for block in blocks:
         exec(compile(block, page, "exec"), names)
     return len(blocks)
 
 
+def test_the_readme_runs(tmp_path: Path) -> None:
+    assert run_ranks(_runs, 2, "README.md", str(tmp_path)) == [3, 3]
+    assert (tmp_path / "model.html").stat().st_size > 10_000
+
+
 def test_the_page_of_weights_runs(tmp_path: Path) -> None:
-    assert run_ranks(_runs, 2, "weights.md", str(tmp_path)) == [9, 9]
+    assert run_ranks(_runs, 2, "docs/weights.md", str(tmp_path)) == [9, 9]
 
 
 def test_the_page_of_generation_runs(tmp_path: Path) -> None:
-    assert run_ranks(_runs, 2, "generation.md", str(tmp_path)) == [4, 4]
+    assert run_ranks(_runs, 2, "docs/generation.md", str(tmp_path)) == [4, 4]
