@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import re
 import warnings
 
@@ -12,8 +13,10 @@ from torch import Tensor, nn
 import torchshard as ts
 from tests.compiled import compiled
 from tests.golden import check_golden
+from tests.models import GPT
 from torchshard.compiler.program import Program
-from torchshard.ir.listing import listing, value_text
+from torchshard.ir.listing import listing
+from torchshard.ir.sizes import value_text
 
 
 class MLP(nn.Module):
@@ -44,9 +47,37 @@ def test_explain_is_the_table_and_each_collective_with_the_next_best() -> None:
 
 
 def test_every_collective_is_explained_with_the_users_line() -> None:
-    heads = [line for line in ts.explain(_mlp()).splitlines() if "test_explain.py:" in line]
+    lines = ts.explain(_mlp()).splitlines()
+    heads = [head for head, line in itertools.pairwise(lines) if "test_explain.py:" in line]
     assert sorted(line.split()[0] for line in heads) == ["copy", "reduce"]
     assert all(f"{count} " in ts.explain(_mlp()) for count in ("why:", "costs:", "next best:"))
+
+
+@pytest.mark.parametrize("columns", [80, 100, 120])
+def test_explain_fits_the_terminal(columns: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """And nothing is lost: the same words, cut into lines."""
+    plan = ts.plan(GPT(), "auto", world_size=2, example_inputs=(torch.zeros(2, 8, dtype=torch.long),) * 2)
+    whole = ts.explain(plan)
+    monkeypatch.setenv("COLUMNS", str(columns))
+    told = ts.explain(plan)
+    assert max(map(len, told.splitlines())) <= columns < max(map(len, whole.splitlines()))
+    assert sorted(re.sub(r"\s", "", told)) == sorted(re.sub(r"\s", "", whole))
+
+
+def test_the_table_is_a_tree_of_modules() -> None:
+    """A line for a module with what is in it below; the modules of a line stand in their order."""
+    plan = ts.plan(GPT(), "auto", world_size=2, example_inputs=(torch.zeros(2, 8, dtype=torch.long),) * 2)
+    names = [line.split("  ")[0] if line[:1] != " " else line[: len(line) - len(line.lstrip())] + line.split()[0]
+             for line in str(plan).splitlines()]  # fmt: skip
+    block = names[names.index("blocks.* ×2") :]
+    assert block[1:6] == ["  attn", "    q", "    k", "    v", "    o"] and block.index("head") > block.index("  mlp.0")
+
+
+def test_a_plan_and_a_report_are_short_to_look_at() -> None:
+    made, report = _mlp(), ts.check(MLP(), "auto", world_size=2, example_inputs=(torch.randn(2, 8, 16),))
+    assert repr(made.plan) == f"<{str(made.plan).splitlines()[0]}>" and repr(report).startswith("<exact: 2 ranks")
+    shown = made.plan._repr_html_()
+    assert shown.startswith("<pre>plan for 2 ranks") and "I -&gt; R" not in shown and str(made.plan)[:40] in shown
 
 
 def test_a_pin_that_makes_the_plan_expensive_is_named() -> None:
@@ -178,8 +209,8 @@ def test_large_ops_that_run_whole_are_warned_of_and_marked() -> None:
     assert len(told) == len(plan.costs.whole) and all("test_explain.py:" in text for text in told)
     (work,) = (text for text in told if "of the computation" in text)
     assert work.startswith("aten.matmul.default") and "node cumsum" in work and "wants whole what is split" in work
-    rows = str(plan).splitlines()
-    assert rows[-1].startswith("(the model)") and rows[-1].endswith("aten.cumsum, aten.matmul")
+    (row,) = (line for line in str(plan).splitlines() if line.startswith("(the model)"))
+    assert row.endswith("aten.cumsum, aten.matmul")
     assert str(ts.Plan.from_json(plan.to_json())) == str(plan)
     assert all(text in ts.explain(plan) for text in told)
 

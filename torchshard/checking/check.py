@@ -27,6 +27,7 @@ from torchshard.compiler.batches import divided_batch
 from torchshard.compiler.constraints import PlanLike, read_constraints
 from torchshard.compiler.meshes import DataLike, MeshLike, checked_world_size, read_mesh
 from torchshard.compiler.program import Program, check_examples, prepared, program
+from torchshard.core.columns import Notebook
 from torchshard.core.errors import ShardError
 from torchshard.core.rng_states import keeping_rng_states, rng_states
 from torchshard.core.words import Word, dual
@@ -45,8 +46,8 @@ class CheckError(ShardError):
     """The sharded program does not compute what the model computes."""
 
 
-@dataclass(frozen=True)
-class Report:
+@dataclass(frozen=True, repr=False)
+class Report(Notebook):
     """The result of a check."""
 
     world_size: int
@@ -94,6 +95,9 @@ class Report:
                 attempt="report the model: no plan may change what a model computes",
             )
         return self
+
+    def __repr__(self) -> str:
+        return f"<{str(self).splitlines()[0]}>"
 
     def __str__(self) -> str:
         by_kind = {kind: [c for c in self.comparisons if c.kind == kind] for kind in KINDS}

@@ -44,6 +44,7 @@ from torchshard.ir.graph import (
     sizes_as,
     where,
 )
+from torchshard.ir.sizes import name_sizes
 from torchshard.passes import (
     carry,
     for_next_axis,
@@ -408,6 +409,7 @@ def prepared(
         left = dict.fromkeys(replaced) | _unsplit(inputs)
         captured = _captured(model, args, kwargs, left, dynamic, repeating=repeating, numbers=numbers, divided=divided)
         normalize(captured.graph)
+        name_sizes(captured.graph)
         carry(captured.graph, captured.changes)
         mark_needs_grad(captured.graph, _trainable(captured, model) if trains else [])
     return captured

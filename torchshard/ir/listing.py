@@ -12,20 +12,13 @@ from __future__ import annotations
 import os
 from collections.abc import Sequence
 
-from torch import Tensor, fx
+from torch import fx
 
 from torchshard.core.conversions import source_and_target
-from torchshard.core.layouts import type_text
 from torchshard.distributed.ops import OPS, Begin, is_collective, is_or_begins_collective
 from torchshard.ir.axes import axes_of, axis_of, layout_texts
 from torchshard.ir.graph import op_name, values
-
-
-def value_text(value: object) -> str:
-    """'f32[2,8,16]' for a tensor, '' for None."""
-    if isinstance(value, Tensor):
-        return type_text(value.dtype, value.shape)
-    return "" if value is None else str(value)
+from torchshard.ir.sizes import size_names, value_text
 
 
 def _argument(value: object) -> str:
@@ -114,6 +107,7 @@ def _row(node: fx.Node, sources: bool) -> list[str]:
         return ["  return", _argument(node.args[0]), "", "", "", ""]
     star = "* " if is_or_begins_collective(node.target) else "  "
     layouts = " ".join(layout_texts(node))
-    shapes = " ".join(value_text(v) for v in values(node))
+    names = size_names(node.graph)
+    shapes = " ".join(value_text(v, names) for v in values(node))
     source = os.path.basename(node.meta.get("source", "")) if sources else ""
     return [star + node.name, f"= {_call(node)}", shapes, layouts, _why(node), source]

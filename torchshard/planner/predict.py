@@ -8,10 +8,11 @@ from collections.abc import Mapping
 from torch import fx
 
 from torchshard.core.conversions import Steps
-from torchshard.core.layouts import I, Layout, is_whole, type_text
+from torchshard.core.layouts import I, Layout, is_whole
 from torchshard.core.notation import Choice
 from torchshard.ir.gathered_again import dims_gathered_again
 from torchshard.ir.graph import consumers, node_row, operands
+from torchshard.ir.sizes import size_names, value_text
 from torchshard.planner.conversions import Demand, demands_of
 from torchshard.planner.costs import NOTHING, CostModel, Op, Value
 from torchshard.plans.data import Collective, Sent
@@ -86,7 +87,7 @@ def _conversions(model: CostModel, demand: Demand, steps: Steps, begun: set[obje
         first = served[step.target][0]
         beside = first if is_whole(step.source) or node.op == "placeholder" else node
         place = node.meta.get("module", ""), first.meta.get("module", ""), beside.meta.get("source", "")
-        text = type_text(node.meta["val"].dtype, node.meta["val"].shape)
+        text = value_text(node.meta["val"], size_names(node.graph))
         made.append(
             Collective(node.name, step.name, step.source, step.target, names, *place, text, forward, backward, again)
         )
@@ -98,5 +99,5 @@ def _within(node: fx.Node, name: str, forward: Sent, backward: Sent) -> Collecti
     value = operands(node)[0].meta["val"]
     module = node.meta.get("module", "")
     place = module, module, node.meta.get("source", "")
-    text = type_text(value.dtype, value.shape)
+    text = value_text(value, size_names(node.graph))
     return Collective(node.name, name, I, I, (node.name,), *place, text, forward, backward, NOTHING)

@@ -8,7 +8,7 @@ from torchshard.core.errors import PlanError
 from torchshard.core.layouts import I, Shard
 from torchshard.core.paths import star_differences, star_numbers
 from torchshard.plans.data import PlanData
-from torchshard.plans.machine import size_text
+from torchshard.plans.machine import size_text, time_text
 from torchshard.plans.table import changed
 
 STYLES: dict[tuple[str, int], tuple[str, tuple[str, ...], tuple[str, ...]]] = {
@@ -119,7 +119,7 @@ def diff(a: PlanData, b: PlanData) -> str:
         ("ranks", a.world_size, b.world_size, str),
         ("parameters on a rank", a.parameter_bytes()[1], b.parameter_bytes()[1], size_text),
         ("sent by a rank per step", a.costs.nbytes, b.costs.nbytes, size_text),
-        ("ms per step", 1e3 * a.costs.seconds, 1e3 * b.costs.seconds, "{:.3g}".format),
+        ("time per step", a.costs.seconds, b.costs.seconds, time_text),
     ):
         if text(x) != text(y):
             lines.append(f"  {what}: {text(x)} -> {text(y)}")

@@ -226,9 +226,21 @@ def size_text(count: float) -> str:
     return f"{count / 1024**power:.{min(power, 1)}f} {('B', 'KiB', 'MiB', 'GiB')[power]}"
 
 
-def ms_text(seconds: float) -> str:
-    """'2,580' milliseconds for 2.58 seconds, '25.8' for 0.0258."""
-    return f"{1e3 * seconds:,.0f}" if seconds >= 1 else f"{1e3 * seconds:.3g}"
+def time_text(seconds: float, sign: str = "") -> str:
+    """'2.58 s', '25.8 ms', '310 us', '4 ns': three digits, in the unit that leaves up to three before the point.
+
+    Args:
+        sign: "+" to write that of a positive number.
+    """
+    rounded = abs(float(f"{seconds:.3g}"))
+    if 0 < rounded < TIMES[-1][0]:
+        return f"<1 {TIMES[-1][1]}"
+    unit, name = next((unit for unit in TIMES if rounded >= unit[0]), (TIMES[0] if not rounded else TIMES[-1]))
+    number = seconds / unit
+    return f"{number:{sign},.0f} {name}" if rounded >= 100 * unit else f"{number:{sign}.3g} {name}"
+
+
+TIMES = ((1.0, "s"), (1e-3, "ms"), (1e-6, "us"), (1e-9, "ns"))
 
 
 def read_machine(machine: Machine | MachineName) -> Machine:

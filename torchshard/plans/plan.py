@@ -10,14 +10,15 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from torchshard.core.columns import Notebook
 from torchshard.core.errors import PlanError
 from torchshard.core.files import write_text
 from torchshard.plans import exchange, json_form, table
 from torchshard.plans.data import PlanData
 
 
-@dataclass(frozen=True)
-class Plan(PlanData):
+@dataclass(frozen=True, repr=False)
+class Plan(PlanData, Notebook):
     """One choice per op, one layout per parameter; `PlanData` lists its fields.
 
     Two classes, because tables and files are made of the data and `Plan` offers them as methods: one class would need
@@ -27,6 +28,9 @@ class Plan(PlanData):
     def __str__(self) -> str:
         """A table, a row per module."""
         return table.table(self)
+
+    def __repr__(self) -> str:
+        return f"<{table.summary(self)[0]}>"
 
     def to_hf(self) -> dict[str, str]:
         """The plan as a `tp_plan` of Hugging Face transformers: module globs and styles.

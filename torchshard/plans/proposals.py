@@ -1,7 +1,7 @@
 """Meshes for a number of ranks, beside each other: what a step of the same batch takes on each.
 
-mesh            data       ms    compute  over weights  over batch  memory per rank
-dp=8, tp=8      shard      118   64%      25%           11%         11.2 GiB
+mesh            data       time     compute  over weights  over batch  memory per rank
+dp=8, tp=8      shard      118 ms   64%      25%           11%         11.2 GiB
 """
 
 from __future__ import annotations
@@ -10,11 +10,11 @@ import itertools
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 
-from torchshard.plans.machine import Data, ms_text, size_text
+from torchshard.core.columns import Notebook, columns
+from torchshard.plans.machine import Data, size_text, time_text
 from torchshard.plans.plan import Plan
-from torchshard.plans.table import columns
 
-HEADER = ("mesh", "data", "ms", "compute", "over weights", "over batch", "memory per rank")
+HEADER = ("mesh", "data", "time", "compute", "over weights", "over batch", "memory per rank")
 
 
 @dataclass(frozen=True)
@@ -49,14 +49,17 @@ class Proposal:
         parts, peak = self.plan.step_seconds, size_text(self.plan.step_memory["peak"])
         total = sum(parts.values())
         shares = (f"{seconds / total if total else 0:.0%}" for seconds in parts.values())
-        return (*names, ms_text(total), *shares, peak if self.fits else f"{peak}: too much")
+        return (*names, time_text(total), *shares, peak if self.fits else f"{peak}: too much")
 
 
-class Proposals(list[Proposal]):
+class Proposals(list[Proposal], Notebook):
     """Meshes with the fastest first; those that do not fit come last."""
 
     def __init__(self, found: Iterable[Proposal]) -> None:
         super().__init__(sorted(found, key=lambda each: each.seconds))
+
+    def __repr__(self) -> str:
+        return f"<{len(self)} meshes, the fastest {dict(self[0].mesh) if self else None}>"
 
     def __str__(self) -> str:
         """A table, a row per mesh."""

@@ -1,22 +1,31 @@
 """A plan as a table, a row per module: its parameters' layouts, the collectives before and after it, what it costs.
 
-module                    parameters                layout           before  after   per rank   sent      ms
-model.layers.*.mlp.up     12 × weight f32[64,16]    S(0)             copy            2.0 KiB    1.0 KiB   0.01
+module          parameters                before  after   bytes     sent      time
+layers.* ×12                                                                  1.2 us
+  mlp.up        weight S(0), bias S(0)    copy            24.0 KiB  12.0 KiB  120 us
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+import re
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
+import networkx as nx
+
+from torchshard.core.columns import columns, paragraph
 from torchshard.core.layouts import I, Layout
 from torchshard.core.mesh import ranks_text
 from torchshard.core.paths import star_differences, star_last_number, star_numbers
 from torchshard.core.words import Cut
 from torchshard.plans.data import Collective, Costs, PlanData
-from torchshard.plans.machine import ms_text, size_text
+from torchshard.plans.machine import size_text, time_text
 
-HEADER = ("module", "parameters", "before", "after", "bytes per rank", "sent", "ms", "whole")
+HEADER = ("module", "parameters", "before", "after", "bytes", "sent", "time", "whole")
+LEGEND = (
+    "before, after: the collectives at the module; bytes: of its parameters on a rank; sent: by a rank in a step; "
+    "time: of forward and backward, with these collectives; of all modules that the line stands for",
+)
 
 
 @dataclass
@@ -42,19 +51,22 @@ class ModuleRow:
         costs = self.nbytes, f"{self.seconds:.2e}"
         return star_numbers(self.paths[0]), tuple(self.parameters), repr(moved), costs, tuple(self.whole)
 
+    @property
+    def name(self) -> str:
+        """Its path, with a star where that of modules that share the row differs."""
+        return star_differences(*self.paths)
+
     def cells(self) -> tuple[str, ...]:
-        """Its texts, in the order of HEADER; the costs are of all modules that the row represents."""
+        """Its texts, in the order of HEADER, but for the module; the costs are of all that the row represents."""
         sent, count = self.before + self.after, len(self.paths)
         seconds = count * (self.seconds + sum(c.seconds for c in sent))
         sides = (", ".join(dict.fromkeys(c.name for c in side)) for side in (self.before, self.after))
-        name = star_differences(*self.paths)
         return (
-            f"{name} ×{count}" if count > 1 else name or "(the model)",
             ", ".join(self.parameters),
             *sides,
             size_text(count * self.nbytes) if self.parameters else "",
             size_text(count * sum(c.nbytes for c in sent)) if sent else "",
-            ms_text(seconds) if seconds else "",
+            time_text(seconds) if seconds else "",
             ", ".join(self.whole),
         )
 
@@ -88,9 +100,42 @@ def module_rows(plan: PlanData) -> list[ModuleRow]:
 
 def table(plan: PlanData) -> str:
     """The whole table with a summary above it."""
-    rows = [HEADER, *(row.cells() for row in module_rows(plan))]
+    rows = [HEADER, *_tree(module_rows(plan))]
     shown = [i for i in range(len(HEADER)) if any(cells[i] for cells in rows[1:])]
-    return "\n".join([*summary(plan), "", *columns([[cells[i] for i in shown] for cells in rows])])
+    lines = [*map(paragraph, summary(plan)), "", *columns([[cells[i] for i in shown] for cells in rows])]
+    return "\n".join([*lines, *map(paragraph, LEGEND)])
+
+
+def _tree(rows: Sequence[ModuleRow]) -> Iterator[tuple[str, ...]]:
+    """The cells of rows, each below the module that it is in; a number belongs to the name before it: 'layers.*'."""
+    tree = nx.DiGraph()
+    tree.add_node(ROOT)
+    for row in rows:
+        steps = re.split(r"\.(?![*\d])", row.name) if row.name else []
+        paths = [ROOT, *(tuple(steps[: i + 1]) for i in range(len(steps)))]
+        nx.add_path(tree, paths)
+        tree.nodes[paths[-1]]["row"] = row
+    yield from _below(tree, ROOT, "", 0, 1)
+
+
+def _below(tree: nx.DiGraph, at: tuple[str, ...], label: str, depth: int, count: int) -> Iterator[tuple[str, ...]]:
+    """The cells of a module and of those in it; `count` is how many the row above represents."""
+    row: ModuleRow | None = tree.nodes[at].get("row")
+    inner = list(tree.successors(at))
+    if row is None and len(inner) == 1:  # a.b.c in one line
+        yield from _below(tree, inner[0], ".".join(filter(None, (label, inner[0][-1]))), depth, count)
+        return
+    if row is not None or at != ROOT:
+        many = len(row.paths) if row is not None else count
+        shown = f"{label or '(the model)'}{f' ×{many}' if many != count else ''}"
+        yield ("  " * depth + shown, *(row.cells() if row is not None else [""] * (len(HEADER) - 1)))
+        count, depth = many, depth + (at != ROOT)
+    for each in inner:
+        yield from _below(tree, each, each[-1], depth, count)
+
+
+ROOT: tuple[str, ...] = ()
+"""The model's path."""
 
 
 def summary(plan: PlanData) -> list[str]:
@@ -105,13 +150,13 @@ def summary(plan: PlanData) -> list[str]:
     ahead, back = costs.calls
     lines.append(
         f"  {ahead} collectives forward and {back} backward send {size_text(costs.nbytes)} per rank and step; "
-        f"{ms_text(costs.seconds)} ms on {costs.machine or 'an unnamed machine'}, "
-        f"{ms_text(sum(c.seconds for c in costs.collectives))} of them in collectives"
+        f"{time_text(costs.seconds)} on {costs.machine or 'an unnamed machine'}, "
+        f"{time_text(sum(c.seconds for c in costs.collectives))} of that in collectives"
     )
     if costs.step is not None:
         lines += _of_batch(plan)
     if 1 in costs.fewer:
-        lines.append(f"  one rank alone: {ms_text(costs.fewer[1])} ms{_faster_with_fewer(costs)}")
+        lines.append(f"  one rank alone: {time_text(costs.fewer[1])}{_faster_with_fewer(costs)}")
     if "peak" in costs.memory and costs.step is None:
         step = "training step" if costs.memory.get("gradients") else "call"
         lines.append(f"  a {step} takes {size_text(costs.memory['peak'])} on the rank that holds the most")
@@ -123,7 +168,7 @@ def summary(plan: PlanData) -> list[str]:
             f"  backward computes {len(plan.recompute)} modules again, in place of keeping their values: {stars}"
         )
     if costs.gap > 1e-3 * costs.seconds:
-        lines.append(f"  another plan within the same budget may be better, by {1e3 * costs.gap:.3g} ms at most")
+        lines.append(f"  another plan within the same budget may be better, by {time_text(costs.gap)} at most")
     return lines
 
 
@@ -138,7 +183,7 @@ def batch_text(plan: PlanData) -> str:
     return (
         f"over {plan.label or 'another axis'}, {plan.world_size} parts of the batch ({plan.data}): {ahead} collectives "
         f"forward and {back} backward send {size_text(plan.costs.nbytes)} per rank and step; "
-        f"{ms_text(sum(c.seconds for c in plan.costs.collectives))} ms"
+        f"{time_text(sum(c.seconds for c in plan.costs.collectives))}"
     )
 
 
@@ -149,8 +194,8 @@ def _of_batch(plan: PlanData) -> list[str]:
     total = sum(parts.values())
     most = max(parts, key=lambda name: parts[name])
     lines.append(
-        f"  a step takes {ms_text(total)} ms, {parts[most] / total if total else 0:.0%} of them {most}; it hides "
-        f"{ms_text(hidden)} ms of what is sent over the batch's"
+        f"  a step takes {time_text(total)}, {parts[most] / total if total else 0:.0%} of that {most}; it hides "
+        f"{time_text(hidden)} of what is sent over the batch's"
     )
     if "peak" in plan.step_memory:
         lines.append(f"  it takes {size_text(plan.step_memory['peak'])} on the rank that holds the most")
@@ -162,14 +207,8 @@ def _faster_with_fewer(costs: Costs) -> str:
     ranks = min(costs.fewer, key=lambda n: costs.fewer[n])
     if costs.fewer[ranks] >= costs.seconds:
         return ""
-    many = f" ({ranks} ranks: {ms_text(costs.fewer[ranks])} ms)" if ranks > 1 else ""
+    many = f" ({ranks} ranks: {time_text(costs.fewer[ranks])})" if ranks > 1 else ""
     return f"; fewer ranks are faster where the model fits them{many}"
-
-
-def columns(rows: Sequence[Sequence[str]]) -> Iterable[str]:
-    """Rows of cells, aligned."""
-    widths = [max(len(cells[i]) for cells in rows) for i in range(len(rows[0]))]
-    return ("  ".join(cell.ljust(width) for cell, width in zip(cells, widths, strict=True)).rstrip() for cells in rows)
 
 
 def changed(a: PlanData, parameters: Mapping[str, Layout]) -> list[tuple[list[str], Layout, Layout]]:

@@ -6,6 +6,7 @@ from typing import Any, Literal, Protocol, get_args
 
 from torch import fx
 
+from torchshard.core.columns import paragraph
 from torchshard.core.errors import InputError
 from torchshard.ir.listing import listing
 from torchshard.plans.plan import Plan
@@ -59,10 +60,10 @@ def explain(model: Planned | Plan, module: str = "", level: Level = "table", ran
         return found
     notes = list(expensive_pins(plan, plan.problem)) if plan.problem is not None else []
     notes += map(str, plan.costs.whole)
-    lines = [str(plan), *([""] if notes else []), *notes, "", *told(plan, plan.problem)]
+    lines = [*([""] if notes else []), *notes, "", *told(plan, plan.problem)]
     for each in plan.over_batch:
         lines += ["", batch_text(each), *told(each, None)]
-    return "\n".join(lines)
+    return "\n".join([str(plan), *map(paragraph, lines)])
 
 
 def plan_in(model: Planned | Plan) -> Plan:

@@ -8,19 +8,23 @@ from __future__ import annotations
 
 import dataclasses
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
+
+from torch import fx
 
 from torchshard.core.conversions import ConversionStep
 from torchshard.core.errors import PlanError
 from torchshard.core.paths import star_differences, star_node, star_numbers
-from torchshard.ir.graph import whole_choice
+from torchshard.ir.graph import op_name, whole_choice
 from torchshard.planner.problem import Alternative, PlanningProblem
 from torchshard.plans.data import Collective, PlanData
-from torchshard.plans.machine import size_text
+from torchshard.plans.machine import size_text, time_text
 from torchshard.plans.table import changed
 
 MAX_ALTERNATIVES = 12
 """An alternative is searched for so many kinds of collectives; each search takes as long as planning."""
+MOST_USERS = 3
+"""So many of the modules and ops that a collective is for are named."""
 TOLD = 0.01
 """Smaller changes of a step's time or of a rank's bytes are not reported."""
 WAYS = "forward", "again in the backward", "backward"
@@ -60,23 +64,37 @@ def told(plan: PlanData, problem: PlanningProblem | None) -> Iterator[str]:
     for i, alike in enumerate(kinds):
         first, count = alike[0], len(alike)
         where = star_differences(*(c.place for c in alike)) or "the model"
-        consumers = ", ".join(first.consumers[:3]) + (", ..." if len(first.consumers) > 3 else "")
         ways = [
             f"{sent.kernel.replace('_', '-')} {way}" for way, sent in zip(WAYS, first.sent, strict=True) if sent.nbytes
         ]
         place = "within" if first.is_inside else "after" if first.is_after else "before"
-        move = "" if first.is_inside else f"{first.source} -> {first.target} of "
-        yield (
-            f"{first.name}{f' ×{count}' if count > 1 else ''} {place} {where}: {move}{first.type}, for {consumers}"
-            f"    {os.path.basename(first.line)}"
-        )
+        move = "" if first.is_inside else f"{first.source} -> {first.target} "
+        yield f"{first.name}{f' ×{count}' if count > 1 else ''} {place} {where}, for {_users(plan, alike)}"
+        yield f"  {move}of {first.type}, {os.path.basename(first.line)}"
         yield f"  why: {REASONS[first.name]}"
         yield (
             f"  costs: {', '.join(ways)}; {size_text(sum(c.nbytes for c in alike))} and "
-            f"{1e3 * sum(c.seconds for c in alike):.3g} ms per step"
+            f"{time_text(sum(c.seconds for c in alike))} per step"
         )
         if problem is not None and i < MAX_ALTERNATIVES:
             yield f"  next best: {_alternative(plan, problem, alike)}"
+
+
+def _users(plan: PlanData, alike: Sequence[Collective]) -> str:
+    """What collectives of equal layers are for: modules, ops within them, or the results."""
+    nodes = {} if plan.problem is None else {node.name: node for node in plan.problem.graph.nodes}
+    texts = [_user(name, nodes.get(name)) for name in alike[0].consumers]
+    users = [*dict.fromkeys(map(star_numbers, texts) if len(alike) > 1 else texts)]
+    return ", ".join(users[:MOST_USERS]) + (", ..." if len(users) > MOST_USERS else "")
+
+
+def _user(name: str, node: fx.Node | None) -> str:
+    if node is None:
+        return name
+    if node.op == "output":
+        return "the results"
+    module = str(node.meta.get("module", ""))
+    return module if module and node.name == module.replace(".", "_") else f"{op_name(node)} in {module or 'the model'}"
 
 
 def _alternative(plan: PlanData, problem: PlanningProblem, alike: list[Collective]) -> str:
@@ -104,7 +122,7 @@ def _compared(plan: PlanData, other: Alternative) -> str:
     if abs(holds - held) > TOLD * held:
         parts.insert(0, f"{size_text(abs(holds - held))} {'more' if holds > held else 'fewer'} on a rank")
     shown = ", ".join(parts[:4]) + (", ..." if len(parts) > 4 else "")
-    return f"{1e3 * (other.costs.seconds - plan.costs.seconds):+.3g} ms ({shown or 'elsewhere, as often'})"
+    return f"{time_text(other.costs.seconds - plan.costs.seconds, '+')} ({shown or 'elsewhere, as often'})"
 
 
 def expensive_pins(plan: PlanData, problem: PlanningProblem) -> Iterator[str]:

@@ -24,7 +24,8 @@ from torchshard.core.layouts import Layout
 from torchshard.distributed.consistency import begin_verifying, verify_equal
 from torchshard.distributed.group import Group
 from torchshard.distributed.ranks import Ranks
-from torchshard.ir.listing import listing, value_text
+from torchshard.ir.listing import listing
+from torchshard.ir.sizes import value_text
 from torchshard.runtime import digests
 from torchshard.runtime.call_key import CallKey
 from torchshard.runtime.compiled import Compiled, RankProgram, graph_uses_rng

@@ -19,7 +19,7 @@ from torchshard.core.hashing import as_bytes, hash_tensor
 from torchshard.core.layouts import Shard
 from torchshard.core.mesh import Place
 from torchshard.core.words import Word, over, split
-from torchshard.ir.listing import value_text
+from torchshard.ir.sizes import value_text
 from torchshard.weights.lazy import LazyTensor
 
 WHOLE_BYTES: Final = 1 << 22

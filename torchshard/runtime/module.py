@@ -43,6 +43,7 @@ from torchshard.compiler.batches import layouts_of_parts, whole_batch
 from torchshard.compiler.constraints import Constraints, Division, PlanLike, check_layouts, read_constraints
 from torchshard.compiler.program import program
 from torchshard.core.autocast import autocasting
+from torchshard.core.columns import Notebook
 from torchshard.core.errors import CaptureError, DistributedError, InputError, PlanError, ShardError
 from torchshard.core.layouts import Layout, Shard
 from torchshard.core.mesh import MODEL
@@ -96,7 +97,7 @@ collectives of two models would reach the backend in another order on each rank.
 """
 
 
-class ShardedModule(State):
+class ShardedModule(State, Notebook):
     """A model split over the ranks of a group; made by `torchshard.shard`."""
 
     __class__ = property(lambda self: ShardedModule, refuse_class)

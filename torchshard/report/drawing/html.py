@@ -20,7 +20,7 @@ from torchshard.distributed.ops import is_collective, is_or_begins_collective
 from torchshard.ir.axes import axes_of, axis_of, layouts_of
 from torchshard.ir.graph import op_name
 from torchshard.plans.data import Collective
-from torchshard.plans.machine import size_text
+from torchshard.plans.machine import size_text, time_text
 from torchshard.plans.plan import Plan
 from torchshard.plans.table import mesh_text
 from torchshard.report.drawing.outline import Box, Row, outline, sources
@@ -114,7 +114,7 @@ class _Side:
             yield _tile(kind.replace("_", "-"), str(count))
         yield _tile(f"of {size_text(whole)} parameters on a rank", size_text(held))
         seconds = sum(self.plan.step_seconds.values()) if costs.step is not None else costs.seconds
-        yield _tile(f"per step on {costs.machine or 'an unnamed machine'}", f"{1e3 * seconds:.3g} ms")
+        yield _tile(f"per step on {costs.machine or 'an unnamed machine'}", time_text(seconds))
         if "peak" in self.plan.step_memory:
             yield _tile("peak memory of a rank", size_text(self.plan.step_memory["peak"]))
 
@@ -124,7 +124,7 @@ class _Side:
         if not kinds:
             return ""
         rows = "".join(self._kind(alike) for alike in kinds[:MAX_ALTERNATIVES])
-        head = "<tr><th>collective</th><th>where</th><th>why</th><th>sent</th><th>ms</th></tr>"
+        head = "<tr><th>collective</th><th>where</th><th>why</th><th>sent</th><th>time</th></tr>"
         return f"<h2>Most expensive collectives</h2><table>{head}{rows}</table>"
 
     def _kind(self, alike: Sequence[Collective]) -> str:
@@ -139,7 +139,7 @@ class _Side:
         why = REASONS[first.name]
         return (
             f"<tr><td>{link}</td><td>{escape(where)}</td><td>{escape(why)}</td>"
-            f'<td class="n">{size_text(sent)}</td><td class="n">{1e3 * seconds:.3g}</td></tr>'
+            f'<td class="n">{size_text(sent)}</td><td class="n">{time_text(seconds)}</td></tr>'
         )
 
     def _record(self, node: fx.Node) -> Collective | None:
@@ -172,7 +172,7 @@ class _Side:
         sent = [r for r in records if r.nbytes]
         if not sent:
             return ""
-        text = f"⬡ {len(sent)} · {size_text(sum(r.nbytes for r in sent))} · {1e3 * sum(r.seconds for r in sent):.3g} ms"
+        text = f"⬡ {len(sent)} · {size_text(sum(r.nbytes for r in sent))} · {time_text(sum(r.seconds for r in sent))}"
         return f'<span class="badge">{text}</span>'
 
     def _row(self, row: Row) -> str:
@@ -203,7 +203,7 @@ class _Side:
             shown |= {
                 "why": REASONS[record.name],
                 "for": ", ".join(record.consumers[:6]),
-                "costs": f"{size_text(record.nbytes)}, {1e3 * record.seconds:.3g} ms"
+                "costs": f"{size_text(record.nbytes)}, {time_text(record.seconds)}"
                 + (f"; {size_text(count * record.nbytes)} in all layers" if count > 1 else ""),
             }
         self.facts[own] = {

@@ -23,7 +23,7 @@ from torchshard.core.paths import star_last_number
 from torchshard.distributed.ops import OPS, Begin, is_collective, is_or_begins_collective
 from torchshard.ir.axes import axes_of, axis_of, layout_texts, layouts_of
 from torchshard.ir.graph import hint, is_own_collective, is_tensor, is_view, layout_of, op_name, values
-from torchshard.ir.listing import value_text
+from torchshard.ir.sizes import size_names, value_text
 from torchshard.planner.inside import calls_inside
 from torchshard.plans.machine import size_text
 
@@ -170,7 +170,8 @@ def _looks(items: Sequence[Box | Row]) -> object:
 
 
 def _row(node: fx.Node) -> Row:
-    shapes = _counted([value_text(v) for v in values(node) if isinstance(v, Tensor)])
+    names = size_names(node.graph)
+    shapes = _counted([value_text(v, names) for v in values(node) if isinstance(v, Tensor)])
     layouts = " ".join(dict.fromkeys(layout_texts(node)))
     letters = {str(layout)[0] for of_axis in layouts_of(node).values() for layout in of_axis}
     if isinstance(node.target, Begin):

@@ -1,0 +1,75 @@
+"""Text that fits a terminal: tables whose cells go on in the next line, and paragraphs.
+
+module      parameters    time
+blocks.*.   weight S(0),  1.2 ms
+mlp.up ×12  bias S(0)
+"""
+
+from __future__ import annotations
+
+import html
+import re
+import shutil
+import textwrap
+from collections.abc import Iterator, Sequence
+from itertools import zip_longest
+
+NO_TERMINAL = (80, 24)
+GAP = "  "
+NARROWEST = 12
+"""No column is made narrower."""
+
+
+def terminal_width() -> int:
+    """The columns of the terminal, or of what the variable COLUMNS says; 80 where there is none."""
+    return shutil.get_terminal_size(NO_TERMINAL).columns
+
+
+def columns(rows: Sequence[Sequence[str]]) -> Iterator[str]:
+    """Rows of cells, aligned; where the terminal is too narrow, cells go on in further lines, as few as can be."""
+    by_column = [*zip(*rows, strict=True)]
+    widths = [max(map(len, cells)) for cells in by_column]
+    while sum(widths) + len(GAP) * (len(widths) - 1) > terminal_width() and max(widths) > NARROWEST:
+        wide = [i for i, width in enumerate(widths) if width > NARROWEST]
+        narrowed = min(wide, key=lambda i: (_lines_of(by_column[i], widths[i] - 1), -widths[i]))
+        widths[narrowed] -= 1
+    for cells in rows:
+        lines = zip_longest(*map(_cut, cells, widths), fillvalue="")
+        for line in lines:
+            yield GAP.join(text.ljust(width) for text, width in zip(line, widths, strict=True)).rstrip()
+
+
+def _lines_of(cells: Sequence[str], width: int) -> int:
+    return sum(len(_cut(cell, width)) for cell in cells)
+
+
+def _cut(text: str, width: int) -> list[str]:
+    """A text in lines, cut behind blanks, dots, commas and underscores if it can be; all are indented as the first."""
+    indent = text[: len(text) - len(text.lstrip())][: width // 2]
+    lines, line = list[str](), indent
+    for word in re.findall(r"[^\s.,_]*[\s.,_]+|[^\s.,_]+", text.lstrip()):
+        if len((line + word).rstrip()) > width and line != indent:
+            lines.append(line.rstrip())
+            line = indent
+        line += word
+        while len(line.rstrip()) > width:
+            lines.append(line[:width])
+            line = indent + line[width:]
+    return [*lines, line.rstrip()]
+
+
+class Notebook:
+    """Shown in notebooks as it prints."""
+
+    def _repr_html_(self) -> str:
+        return f"<pre>{html.escape(str(self))}</pre>"
+
+
+def paragraph(text: str) -> str:
+    """A line in several, indented from the second on, where the terminal is too narrow for it."""
+    blanks = " " * (len(text) - len(text.lstrip()) + 4)
+    lines = textwrap.wrap(
+        text, max(terminal_width(), 2 * NARROWEST), subsequent_indent=blanks, break_long_words=False,
+        break_on_hyphens=False,
+    )  # fmt: skip
+    return "\n".join(lines)

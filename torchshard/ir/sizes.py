@@ -1,0 +1,58 @@
+"""What people call the dynamic sizes of a graph: `f32[batch,length,256]`, where a capture has symbols of its own."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from types import MappingProxyType
+
+import sympy
+from torch import Tensor, fx
+
+from torchshard.core.layouts import type_text
+from torchshard.ir.graph import Size, carried_inputs, is_tensor, placeholders, size_expr
+
+WORDS = ("batch", "length")
+"""The first two dims of what a model is called with."""
+PAST = "past"
+"""The length of what earlier calls have left, such as a cache."""
+
+Names = Mapping[sympy.Symbol, sympy.Expr]
+"""A symbol -> the same size in words: where the batch is `2*s0`, `s0` is `batch/2`."""
+
+
+def size_names(graph: fx.Graph) -> Names:
+    """The names of a graph's dynamic sizes; a rank's graph has those of the whole call."""
+    module = graph.owning_module
+    named: Mapping[str, Size] = {} if module is None else module.meta.get("named_sizes", {})
+    names: dict[sympy.Symbol, sympy.Expr] = {}
+    for word, size in named.items():
+        times, symbol = sympy.sympify(size_expr(size)).as_coeff_Mul()
+        if isinstance(symbol, sympy.Symbol):
+            names.setdefault(symbol, sympy.Symbol(word) / times)
+    return names
+
+
+def name_sizes(module: fx.GraphModule) -> None:
+    """Names the dynamic sizes by where the call's tensors have them, in this graph and in what is made of it."""
+    graph = module.graph
+    taken = [node for node in placeholders(graph) if node.meta["kind"] == "input" and is_tensor(node)]
+    carried = set(carried_inputs(graph))
+    named: dict[str, Size] = {}
+    for node in sorted(taken, key=carried.__contains__):
+        for dim, size in enumerate(node.meta["val"].shape):
+            words = (PAST,) if node in carried else WORDS[dim : dim + 1]
+            if size_expr(size) not in map(size_expr, named.values()):
+                named[next(word for word in (*words, f"{node.meta['path']}.{dim}") if word not in named)] = size
+    module.meta["named_sizes"] = named
+
+
+def value_text(value: object, names: Names = MappingProxyType({})) -> str:
+    """'f32[batch,length,16]' for a tensor, 'batch*length' for a number, '' for None."""
+    if isinstance(value, Tensor):
+        return type_text(value.dtype, [_text(size, names) for size in value.shape])
+    return "" if value is None else _text(value, names)
+
+
+def _text(size: object, names: Names) -> str:
+    expr = getattr(getattr(size, "node", None), "expr", None)
+    return str(size) if expr is None else str(expr.xreplace(names))
