@@ -19,7 +19,7 @@ from torch import nn
 import torchshard as ts
 from tests.models import MLP
 from torchshard.cli.main import _Follow, main
-from torchshard.cli.sources import real_source
+from torchshard.cli.sources import Example, real_source
 
 CONFIG: dict[str, Any] = {"hidden_size": 64, "intermediate_size": 96, "num_attention_heads": 4, "num_hidden_layers": 2}
 
@@ -50,6 +50,32 @@ def llama(tmp_path: Path) -> str:
     config.architectures = ["LlamaForCausalLM"]
     config.save_pretrained(tmp_path / "llama")
     return str(tmp_path / "llama")
+
+
+def test_dtype_labels_and_a_machine_from_a_file(
+    llama: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """With labels the loss is there, and its sum; a measured machine prices the plan; stages are told on stderr."""
+    ts.Machine("mine", flops=1e9).save(tmp_path / "mine.json")
+    assert ts.Machine.load(tmp_path / "mine.json") == ts.Machine("mine", flops=1e9)
+    common = ["plan", llama, "--ranks", "2", "--sequence", "8", "--machine", str(tmp_path / "mine.json"), "--json"]
+    plans = []
+    for i, more in enumerate(([], ["--dtype", "bfloat16"], ["--labels"])):
+        assert main([*common, str(tmp_path / f"{i}.json"), *more]) == 0
+        plans.append(ts.Plan.load(tmp_path / f"{i}.json"))
+    assert "on mine" in (told := capsys.readouterr()).out and "capture: " in told.err
+    assert plans[0].parameter_bytes()[1] == 2 * plans[1].parameter_bytes()[1]
+    assert not any("cross_entropy" in name for name in plans[0].choices)
+    assert any("cross_entropy" in name for name in plans[2].choices)
+
+
+def test_measure_writes_a_machine(tmp_path: Path) -> None:
+    file = tmp_path / "machine.json"
+    command = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m", "torchshard"]
+    done = subprocess.run([sys.executable, *command, "measure", str(file)], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    machine = ts.Machine.load(file)
+    assert machine.name == "measured on 2 ranks" and 0 < machine.link_bandwidth < 1e12
 
 
 def test_help_needs_no_torch() -> None:
@@ -160,7 +186,7 @@ def test_check_takes_the_weights_of_a_folder(tied: bool, tmp_path: Path, capsys:
     assert main(["check", folder, "--sequence", "5"]) == 0
     said = capsys.readouterr()
     assert said.out.startswith("exact: 2 ranks") and f"{11 if tied else 12} tensors used\n" in said.err
-    model, expected = real_source(folder, 2, 5, None)[0], transformers.LlamaForCausalLM.from_pretrained(folder)
+    model, expected = real_source(folder, Example(2, 5), None)[0], transformers.LlamaForCausalLM.from_pretrained(folder)
     values = model.state_dict()
     assert not model.training and values.keys() == expected.state_dict().keys()
     assert all(values[name].dtype == tensor.dtype for name, tensor in expected.state_dict().items())
@@ -205,7 +231,7 @@ def test_weights_for_a_factory(tmp_path: Path, capsys: pytest.CaptureFixture[str
     for name in ("plan", "check"):
         assert main([name, *command]) == 0
         assert line in capsys.readouterr().err
-    weight = dict(real_source(command[0], 2, 5, command[2])[0].named_parameters())["up.weight"]
+    weight = dict(real_source(command[0], Example(2, 5), command[2])[0].named_parameters())["up.weight"]
     assert torch.equal(weight, state["up.weight"].float()) and weight.requires_grad
     save_file(state | {"up.bias": torch.ones(3)}, tmp_path / "any.safetensors")
     assert main(["plan", *command]) == 3
@@ -266,6 +292,10 @@ ERRORS = {
     "too small": (["plan", "tests.test_cli:factory", "--memory", "10B"], "fits 10 B"),
     "no machine": (["plan", "tests.test_cli:factory", "--machine", "abacus"], "'abacus' is no machine"),
     "no batch": (["plan", "tests.test_cli:factory", "--batch", "0"], "invalid size '0': expected 1 or more"),
+    "no machine's file": (["plan", "tests.test_cli:factory", "--machine", "no.json"], "'no.json' holds no machine"),
+    "labels of a factory": (["plan", "tests.test_cli:factory", "--labels"], "a factory decides on dtypes and labels"),
+    "no dtype": (["plan", "tests.test_cli:factory", "--dtype", "float7"], "'float7' is no dtype"),
+    "nowhere to measure to": (["measure", "no/such/file.json"], "can't be written"),
     "no plan": (["show", "no.json"], "can't be read"),
     "no folder": (["plan", "tests.test_cli:factory", "--json", "no/such/plan.json"], "can't be written"),
     "no page": (["plan", "tests.test_cli:factory", "--html", "x.svg"], "can't be written as '.svg'"),

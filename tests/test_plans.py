@@ -31,7 +31,7 @@ from torchshard.compiler.memory import predicted_memory
 from torchshard.compiler.program import prepared
 from torchshard.ir.graph import is_tensor_op
 from torchshard.planner.costs import Op
-from torchshard.plans.machine import objective
+from torchshard.plans.machine import objective, read_machine, time_text
 
 IDS = torch.zeros(2, 7, dtype=torch.long)
 
@@ -455,6 +455,27 @@ def test_the_batch_is_split_when_asked_and_only_then() -> None:
     assert ts.check(model, split, world_size=2, example_inputs=(x,)).ok
     kept = ts.plan(model, **asked)
     assert all("f32[4096" not in c.type or c.name in ("copy", "reduce") for c in kept.costs.collectives)
+
+
+@pytest.mark.parametrize(
+    ("seconds", "text"),
+    [(0, "0 s"), (2.58, "2.58 s"), (1234.5, "1,234 s"), (0.9996, "1.00 s"), (0.0258, "25.8 ms"), (3.1e-4, "310 us"),
+     (4e-9, "4.00 ns"), (1e-10, "<1 ns"), (-4.2e-6, "-4.20 us")],
+)  # fmt: skip
+def test_times_have_three_digits_and_a_unit(seconds: float, text: str) -> None:
+    assert time_text(seconds) == text
+    assert time_text(seconds, "+").lstrip("+") == text
+
+
+def test_a_machine_goes_through_a_file_and_others_are_refused(tmp_path: Path) -> None:
+    path = tmp_path / "machine.json"
+    for machine in ts.MACHINES.values():
+        machine.save(path)
+        assert ts.Machine.load(path) == machine and read_machine(path) == read_machine(str(path)) == machine
+    for text in ("", "[]", '{"speed": 1}', '{"flops": -1}', '{"flops": "fast"}'):
+        path.write_text(text)
+        with pytest.raises(ts.InputError):
+            ts.Machine.load(path)
 
 
 def _measured(rank: int) -> tuple[ts.Machine, float]:

@@ -24,8 +24,7 @@ from torchshard.distributed.ranks import Ranks
 from torchshard.plans.machine import (
     Axes,
     Inputs,
-    Machine,
-    MachineName,
+    MachineLike,
     Mode,
     Objective,
     check_inputs,
@@ -49,7 +48,7 @@ def shard(
     example_kwargs: Mapping[str, Any] | None = None,
     *,
     memory: str | float | None = None,
-    machine: Machine | MachineName | None = None,
+    machine: MachineLike | None = None,
     axes: Axes = "weights",
     recompute: str | Sequence[str] = (),
     mode: Mode = "train",
@@ -161,7 +160,7 @@ def from_pretrained(
     dtype: torch.dtype | str | None = None,
     device: torch.device | str | None = None,
     memory: str | float | None = None,
-    machine: Machine | MachineName | None = None,
+    machine: MachineLike | None = None,
     axes: Axes = "weights",
     recompute: str | Sequence[str] = (),
     mode: Mode = "train",
@@ -229,7 +228,7 @@ def plan(
     example_inputs: Sequence[Any] = (),
     example_kwargs: Mapping[str, Any] | None = None,
     memory: str | float | None = None,
-    machine: Machine | MachineName | None = None,
+    machine: MachineLike | None = None,
     axes: Axes = "weights",
     recompute: str | Sequence[str] = (),
     mode: Mode = "train",
@@ -245,7 +244,8 @@ def plan(
             of training gradients and Adam's state. The plan is the fastest found that fits. Without it the weights are
             split as far as they can be without sending more than that is worth, and the plan is the fastest of those. A
             Plan that is given must fit.
-        machine: a `Machine`, or the name of one: "h100x8" (without it, where the model is not on a CPU), "cpu-gloo".
+        machine: a `Machine`, the path of a file that `Machine.save` wrote, or a name of `MACHINES`: "h100x8" (without
+            it, where the model is not on a CPU), "cpu-gloo" (on one), "h200x8", "b200x8", "a100x8", "mi300x8", ...
         axes: "weights" splits dims that weights bring into the model; "sequence" the sequence too, for lengths that are
             multiples of the number of ranks; "all" batch and sequence too, for inputs of exactly these sizes.
         recompute: globs of modules whose values backward computes again, in place of keeping them: "blocks.*". Values
@@ -305,7 +305,7 @@ def meshes(
     example_inputs: Sequence[Any] = (),
     example_kwargs: Mapping[str, Any] | None = None,
     memory: str | float | None = None,
-    machine: Machine | MachineName | None = None,
+    machine: MachineLike | None = None,
     axes: Axes = "weights",
     recompute: str | Sequence[str] = (),
 ) -> Proposals:

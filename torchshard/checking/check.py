@@ -34,7 +34,7 @@ from torchshard.core.words import Word, dual
 from torchshard.ir.axes import word_of
 from torchshard.ir.graph import is_tensor, where
 from torchshard.passes import with_whole_results
-from torchshard.plans.machine import Axes, Machine, MachineName, objective
+from torchshard.plans.machine import Axes, MachineLike, objective
 
 T = TypeVar("T")
 BY_GRAPHS = "the graphs of forward and backward: under autograd nothing differs"
@@ -145,7 +145,7 @@ def check(
     example_kwargs: Mapping[str, object] | None = None,
     dtype: torch.dtype | None = torch.float64,
     memory: str | float | None = None,
-    machine: Machine | MachineName | None = None,
+    machine: MachineLike | None = None,
     axes: Axes = "weights",
     recompute: str | Sequence[str] = (),
     data: DataLike | None = None,

@@ -20,6 +20,7 @@ from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Protocol
 
 if TYPE_CHECKING:
+    from torchshard.cli.sources import Example
     from torchshard.plans.plan import Plan
 
 MODEL_HELP = "module:factory, a Hugging Face config.json, or a folder with one and, if it has them, safetensors files"
@@ -75,6 +76,7 @@ def _parser() -> argparse.ArgumentParser:
             _meshes,
             (_model, _world, _aim),
         ),
+        ("measure", "measure this machine, under torchrun with as many ranks as plans are for", _measure, (_output,)),
         ("env", "print versions, backends and devices", _env, ()),
     ):
         command = commands.add_parser(name, help=text, description=text)
@@ -94,6 +96,9 @@ def _model(command: argparse.ArgumentParser) -> None:
     command.add_argument("--weights", metavar="FOLDER", help=WEIGHTS_HELP)
     command.add_argument("--batch", type=int, default=2, metavar="N", help="of the example inputs, on each part (2)")
     command.add_argument("--sequence", type=int, default=128, metavar="N", help="tokens of the example inputs (128)")
+    command.add_argument("--dtype", metavar="DTYPE", help="of the parameters: bfloat16 (that of the configuration)")
+    text = "call it with labels, as training does: the results have a loss"
+    command.add_argument("--labels", action="store_true", help=text)
 
 
 def _planning(command: argparse.ArgumentParser) -> None:
@@ -111,7 +116,8 @@ def _world(command: argparse.ArgumentParser) -> None:
 
 def _aim(command: argparse.ArgumentParser) -> None:
     command.add_argument("--memory", metavar="SIZE", help="the most that a step may take on a rank: 80GiB")
-    command.add_argument("--machine", default=None, metavar="NAME", help="h100x8 or cpu-gloo")
+    text = "h100x8, h200x8, b200x8, a100x8, mi300x8, h100x8-pcie, a100x8-pcie, cpu-gloo; or what measure wrote: x.json"
+    command.add_argument("--machine", default=None, metavar="NAME", help=text)
     command.add_argument(
         "--axes", default="weights", choices=("weights", "sequence", "all"), help="all: batch and sequence"
     )
@@ -168,6 +174,10 @@ def _picture(command: argparse.ArgumentParser) -> None:
     command.add_argument("--step", action="store_true", help="rank 0's forward and backward, as they run")
 
 
+def _output(command: argparse.ArgumentParser) -> None:
+    command.add_argument("output", metavar="FILE", help="x.json, for --machine")
+
+
 def _level(command: argparse.ArgumentParser) -> None:
     text = "node: a line per op of the graph; step: rank 0's forward and backward, as they run"
     command.add_argument("--level", default="table", choices=("table", "node", "step"), help=text)
@@ -180,13 +190,20 @@ def _processes(command: argparse.ArgumentParser) -> None:
 # --- commands --------------------------------------------------------------------------------------------------------
 
 
+def _place(options: argparse.Namespace) -> tuple[str, Example]:
+    """The model that is named, and how it is called."""
+    from torchshard.cli.sources import Example
+
+    return options.model, Example(options.batch, options.sequence, options.labels, options.dtype)
+
+
 def _planned(options: argparse.Namespace) -> Plan:
     import torchshard as ts
     from torchshard.cli.sources import read_source
 
-    source = read_source(options.model, options.batch, options.sequence, options.weights)
+    source = read_source(*_place(options), options.weights)
     sizes = {} if options.length is None else {"batch": options.batch, "length": options.length}
-    with _progress():
+    with _progress(is_logged=options.verbose):
         return ts.plan(
             source.model,
             options.plan,
@@ -205,25 +222,27 @@ def _planned(options: argparse.Namespace) -> Plan:
 
 
 @contextlib.contextmanager
-def _progress() -> Iterator[None]:
-    """Shows a bar on a terminal if planning takes more than two seconds and tqdm is installed; it follows the log."""
-    from torchshard.compiler.program import STAGES
-
-    try:
-        from tqdm import tqdm
-    except ImportError:
+def _progress(*, is_logged: bool) -> Iterator[None]:
+    """Follows the log of what is done, if it is not shown: a bar on a terminal, with tqdm; else a line on stderr."""
+    if is_logged:
         yield
         return
+    from torchshard.compiler.program import STAGES
+
     logger = logging.getLogger("torchshard.compiler.program")
-    with tqdm(total=len(STAGES), desc=STAGES[0], delay=2, leave=False, disable=None, bar_format=BAR) as bar:
-        handler, level = _Follow(bar), logger.level
+    with contextlib.ExitStack() as stack:
+        handler: logging.Handler = logging.StreamHandler(sys.stderr)
+        if sys.stderr.isatty():
+            with contextlib.suppress(ImportError):
+                from tqdm import tqdm
+
+                bar = tqdm(total=len(STAGES), desc=STAGES[0], delay=2, leave=False, bar_format=BAR)
+                handler = _Follow(stack.enter_context(bar))
+        stack.callback(logger.setLevel, logger.level)
+        stack.callback(logger.removeHandler, handler)
         logger.addHandler(handler)
         logger.setLevel(logging.INFO)
-        try:
-            yield
-        finally:
-            logger.removeHandler(handler)
-            logger.setLevel(level)
+        yield
 
 
 BAR = "{desc} {bar:20} {n_fmt}/{total_fmt} {elapsed}"
@@ -253,10 +272,13 @@ class _Follow(logging.Handler):
 
 def _plan(options: argparse.Namespace) -> int:
     import torchshard as ts
+    from torchshard.core.files import check_writable
     from torchshard.report.drawing import check_suffix
 
     if options.html:
         check_suffix(options.html, (".html",))
+    for path in filter(None, (options.json, options.html)):
+        check_writable(path)  # planning may take minutes
     plan = _planned(options)
     print(plan)
     if options.json:
@@ -270,7 +292,7 @@ def _meshes(options: argparse.Namespace) -> int:
     import torchshard as ts
     from torchshard.cli.sources import read_source
 
-    source = read_source(options.model, options.batch, options.sequence, options.weights)
+    source = read_source(*_place(options), options.weights)
     found = ts.meshes(
         source.model,
         world_size=options.ranks,
@@ -308,7 +330,7 @@ def _loaded(options: argparse.Namespace) -> Plan:
     from torchshard.core.errors import InputError
 
     defaults = _parser().parse_args(["show", options.model])
-    names = ("weights", "ranks", "mesh", "data", "plan", "memory", "machine", "axes", "recompute")
+    names = ("weights", "dtype", "labels", "ranks", "mesh", "data", "plan", "memory", "machine", "axes", "recompute")
     changed = [f"--{name}" for name in names if getattr(options, name) != getattr(defaults, name)]
     if changed:
         raise InputError(
@@ -322,9 +344,11 @@ def _loaded(options: argparse.Namespace) -> Plan:
 
 def _draw(options: argparse.Namespace) -> int:
     import torchshard as ts
+    from torchshard.core.files import check_writable
     from torchshard.report.drawing import check_suffix
 
     check_suffix(options.output)
+    check_writable(options.output)
     ts.draw(_planned(options), options.output, step=options.step)
     return 0
 
@@ -335,6 +359,22 @@ def _check(options: argparse.Namespace) -> int:
     report = check_source(options, _world_size(options))
     print(report)
     return 0 if report.ok else DIFFERENT
+
+
+def _measure(options: argparse.Namespace) -> int:
+    import torch.distributed as dist
+
+    import torchshard as ts
+    from torchshard.core.files import check_writable
+
+    check_writable(options.output)
+    ts.distributed.init_process_group()
+    machine = ts.measure_machine()
+    if dist.get_rank() == 0:
+        machine.save(options.output)
+        print(*(f"{name:22} {value}" for name, value in machine.fields.items()), sep="\n")
+    ts.distributed.destroy_process_group()
+    return 0
 
 
 def _env(options: argparse.Namespace) -> int:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import importlib
 import importlib.metadata
+import inspect
 import json
 import os
 import platform
@@ -16,7 +17,7 @@ import traceback
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -26,7 +27,7 @@ from torchshard.checking.processes import check_processes
 from torchshard.cli.folders import has_weights, note, with_weights
 from torchshard.compiler.meshes import DataLike, checked_world_size, read_mesh
 from torchshard.core.errors import InputError, ShardError
-from torchshard.plans.machine import Axes, MachineName, objective
+from torchshard.plans.machine import Axes, MachineLike, objective
 from torchshard.weights.transformers_models import cast_kept, lazy_pretrained
 
 
@@ -39,11 +40,22 @@ class Source:
     kwargs: Mapping[str, object] | None = None
 
 
-def read_source(name: str, batch: int, sequence: int, weights: str | None = None, *, real: bool = False) -> Source:
+class Example(NamedTuple):
+    """How a configuration's model is made and called."""
+
+    batch: int = 2
+    sequence: int = 128
+    labels: bool = False
+    """Whether the call has labels, so that the results have a loss."""
+    dtype: str | None = None
+    """Of the parameters; None for that of the configuration."""
+
+
+def read_source(name: str, example: Example, weights: str | None = None, *, real: bool = False) -> Source:
     """The model of that name: `module:factory`, a config.json, or a folder with one.
 
     Args:
-        batch, sequence: of the example inputs that a configuration's model is called with.
+        example: how a configuration's model is made and called.
         weights: a folder of safetensors files that must fit the model; without it that of the model, if it has such
             files. A line on stderr says what they lack.
         real: makes it in memory, with these weights or else random ones, instead of on the meta device.
@@ -51,11 +63,14 @@ def read_source(name: str, batch: int, sequence: int, weights: str | None = None
     Raises:
         InputError: there is no such model, or the name means something else; the weights are another model's.
     """
-    for option, value in (("--batch", batch), ("--sequence", sequence)):
+    for option, value in (("--batch", example.batch), ("--sequence", example.sequence)):
         if value < 1:
             what = f"invalid size {str(value)!r}: expected 1 or more"
             raise InputError(what, where=option, why="it is a size of the example inputs", attempt=f"{option} 2")
-    source = _unloaded(name, batch, sequence, real)
+    if example.dtype is not None and not isinstance(getattr(torch, example.dtype, None), torch.dtype):
+        what = f"{example.dtype!r} is no dtype"
+        raise InputError(what, where="--dtype", why="it is the name of one of PyTorch's", attempt="--dtype bfloat16")
+    source = _unloaded(name, example, real)
     folder = name if weights is None and has_weights(Path(name)) else weights
     if folder is not None:
         return replace(source, model=with_weights(source.model, folder, real=real))
@@ -64,13 +79,20 @@ def read_source(name: str, batch: int, sequence: int, weights: str | None = None
     return source
 
 
-def _unloaded(name: str, batch: int, sequence: int, real: bool) -> Source:
+def _unloaded(name: str, example: Example, real: bool) -> Source:
     """The model before its weights are looked at; lazy, if they are to be read from the folder that it is named by."""
     path = Path(name)
     if path.is_dir():
-        return _from_config(path / "config.json", batch, sequence, real, is_pretrained=has_weights(path))
+        return _from_config(path / "config.json", example, real, is_pretrained=has_weights(path))
     if path.suffix == ".json" or path.exists():
-        return _from_config(path, batch, sequence, real)
+        return _from_config(path, example, real)
+    if example.labels or example.dtype is not None:
+        raise InputError(
+            "a factory decides on dtypes and labels",
+            where="--labels" if example.labels else "--dtype",
+            why="it returns a model that is made, and what it is called with",
+            attempt="the option in its code",
+        )
     if ":" in name:
         return _from_factory(name, real)
     raise InputError(
@@ -115,17 +137,17 @@ def _from_factory(name: str, real: bool) -> Source:
 # --- Hugging Face ----------------------------------------------------------------------------------------------------
 
 
-def _from_config(path: Path, batch: int, sequence: int, real: bool, *, is_pretrained: bool = False) -> Source:
+def _from_config(path: Path, example: Example, real: bool, *, is_pretrained: bool = False) -> Source:
     config, build = _configuration(path)
     try:
         with torch.device("cpu" if real else "meta"):
-            model = lazy_pretrained(path.parent, None) if is_pretrained else _random(build, config)
+            model = lazy_pretrained(path.parent, example.dtype) if is_pretrained else _random(build, config, example)
     except ShardError:
         raise
     except Exception as error:
         raise _no_configuration(path, f"{type(error).__name__}: {_first_line(error)}") from error
     _turn_off_caches(model)
-    return Source(model, (), _example(config, model, batch, sequence, path))
+    return Source(model, (), _inputs(config, model, example, path))
 
 
 def _configuration(path: Path) -> tuple[Any, Callable[[Any], Any]]:
@@ -156,8 +178,10 @@ def _configuration(path: Path) -> tuple[Any, Callable[[Any], Any]]:
     return config, model_class._from_config
 
 
-def _random(build: Callable[[Any], Any], config: Any) -> nn.Module:
+def _random(build: Callable[[Any], Any], config: Any, example: Example) -> nn.Module:
     """A configuration's model with random weights, of the dtypes that `from_pretrained` of transformers gives them."""
+    if example.dtype is not None:
+        config.dtype = getattr(torch, example.dtype)
     model: Any = build(config)
     cast_kept(model, model.config.dtype or torch.get_default_dtype())
     result: nn.Module = model
@@ -191,19 +215,35 @@ def _no_configuration(path: Path, why: str) -> InputError:
     )
 
 
-def _example(config: object, model: nn.Module, batch: int, sequence: int, path: Path) -> dict[str, Tensor]:
-    """Example inputs of the sizes that a model's configuration has; the same on every rank, by a fixed seed."""
+def _inputs(config: object, model: nn.Module, example: Example, path: Path) -> dict[str, Tensor]:
+    """Example inputs of the sizes that a model's configuration has; the same on every rank, by a fixed seed.
+
+    Raises:
+        InputError: there are none for this kind of model, or its forward takes no labels.
+    """
+    batch, sequence = example.batch, example.sequence
+    if example.labels and "labels" not in inspect.signature(model.forward).parameters:
+        raise InputError(
+            f"a {type(model).__name__} takes no labels",
+            where="--labels",
+            why="its forward returns no loss",
+            attempt="an architecture with a head, such as LlamaForCausalLM, in config.json; or without --labels",
+        )
+    classes = torch.zeros(batch, dtype=torch.long, device="cpu")
     main = getattr(model, "main_input_name", "input_ids")
     generator, vocabulary = torch.Generator().manual_seed(0), getattr(config, "vocab_size", None) or 2
     ids = torch.randint(0, vocabulary, (batch, sequence), generator=generator, device="cpu")
     if main == "input_ids":
-        return {"input_ids": ids} | ({"decoder_input_ids": ids} if getattr(config, "is_encoder_decoder", False) else {})
+        decoder = {"decoder_input_ids": ids} if getattr(config, "is_encoder_decoder", False) else {}
+        of_tokens = not type(model).__name__.endswith(("SequenceClassification", "MultipleChoice"))
+        return {"input_ids": ids} | ({"labels": ids if of_tokens else classes} if example.labels else decoder)
     vision = getattr(config, "vision_config", config)
     size = getattr(vision, "image_size", None)
     if main == "pixel_values" and size is not None:
         height, width = size if isinstance(size, (list, tuple)) else (size, size)
         channels = getattr(vision, "num_channels", 3)
-        return {"pixel_values": torch.randn(batch, channels, height, width, generator=generator, device="cpu")}
+        pixels = torch.randn(batch, channels, height, width, generator=generator, device="cpu")
+        return {"pixel_values": pixels} | ({"labels": classes} if example.labels else {})
     raise InputError(
         f"a {type(model).__name__} is called with {main}, whose size its configuration does not have",
         where=os.fspath(path),
@@ -221,12 +261,14 @@ class CheckOptions(Protocol):
     model: str
     batch: int
     sequence: int
+    labels: bool
+    dtype: str | None
     mesh: dict[str, int] | None
     data: DataLike | None
     weights: str | None
     plan: str
     memory: str | None
-    machine: MachineName | None
+    machine: MachineLike | None
     axes: Axes
     recompute: list[str]
     processes: bool
@@ -243,7 +285,8 @@ def check_source(options: CheckOptions, world_size: int | None) -> Report:
     """
     ranks = checked_world_size(world_size, options.mesh)
     parts = read_mesh(ranks, options.mesh, options.data).parts
-    place = (options.model, options.batch * parts, options.sequence, options.weights)
+    example = Example(options.batch * parts, options.sequence, options.labels, options.dtype)
+    place = (options.model, example, options.weights)
     if not options.processes:
         model, args, kwargs = real_source(*place)
         return check(
@@ -271,10 +314,10 @@ def check_source(options: CheckOptions, world_size: int | None) -> Report:
 
 
 def real_source(
-    name: str, batch: int, sequence: int, weights: str | None
+    name: str, example: Example, weights: str | None
 ) -> tuple[nn.Module, tuple[object, ...], Mapping[str, object] | None]:
     """A model with its folder's weights, or else random ones, and example inputs."""
-    source = read_source(name, batch, sequence, weights, real=True)
+    source = read_source(name, example, weights, real=True)
     return source.model, source.args, source.kwargs
 
 

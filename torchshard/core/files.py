@@ -13,6 +13,22 @@ from pathlib import Path
 from torchshard.core.errors import InputError
 
 
+def check_writable(path: str | os.PathLike[str]) -> None:
+    """A file can be written there, as far as its folder tells.
+
+    Raises:
+        InputError: it can't.
+    """
+    folder = Path(path).absolute().parent
+    if not folder.is_dir() or not os.access(folder, os.W_OK):
+        raise InputError(
+            f"{os.fspath(path)!r} can't be written",
+            where=str(folder),
+            why="it may not be written to" if folder.is_dir() else "there is no such folder",
+            attempt="a path in a folder that exists and may be written to",
+        )
+
+
 def write_text(path: str | os.PathLike[str], text: str) -> None:
     """Replaces a file's content atomically.
 

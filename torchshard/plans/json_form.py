@@ -41,7 +41,7 @@ def _body(plan: PlanData) -> dict[str, Any]:
         "fingerprint": plan.fingerprint,
         "static": plan.static,
         "recompute": list(plan.recompute),
-        "machine": {name: value for name, value in asdict(plan.machine).items() if value != math.inf},
+        "machine": plan.machine.fields,
         "parameters": {name: str(layout) for name, layout in plan.parameters.items()},
         "stored": {name: asdict(stored) for name, stored in plan.stored.items()},
         "choices": choices,

@@ -16,17 +16,23 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
+import json
 import math
+import os
 import re
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal, get_args
+from pathlib import Path
+from typing import Literal, TypeAlias, get_args
 
 from torchshard.core.errors import InputError
+from torchshard.core.files import write_text
 
 GIGA, TERA = 1e9, 1e12
-MachineName = Literal["h100x8", "cpu-gloo"]
+MachineName = Literal[
+    "h100x8", "h200x8", "b200x8", "a100x8", "mi300x8", "h100x8-pcie", "a100x8-pcie", "cpu-gloo"
+]  # fmt: skip
 Axes = Literal["weights", "sequence", "all"]
 """Which dims may be split: those that weights bring into the model; the sequence too, where its length is a multiple of
 the number of ranks; or batch and sequence, for inputs of one size."""
@@ -78,6 +84,36 @@ class Machine:
                     attempt=f"{field.name}={field.default!r}",
                 )
 
+    @property
+    def fields(self) -> dict[str, object]:
+        """Its fields by name, for JSON: infinite numbers are left out, for it has none."""
+        return {name: value for name, value in dataclasses.asdict(self).items() if value != math.inf}
+
+    def save(self, path: str | os.PathLike[str]) -> None:
+        """Writes it as JSON.
+
+        Raises:
+            InputError: the file can't be written; what was there before is left as it was.
+        """
+        write_text(path, json.dumps(self.fields, indent=1) + "\n")
+
+    @staticmethod
+    def load(path: str | os.PathLike[str]) -> Machine:
+        """What `save` wrote.
+
+        Raises:
+            InputError: the file can't be read, or holds no machine.
+        """
+        try:
+            return Machine(**json.loads(Path(path).read_text(encoding="utf-8")))
+        except (OSError, ValueError, TypeError) as error:
+            raise InputError(
+                f"{os.fspath(path)!r} holds no machine",
+                where="machine=",
+                why=str(error),
+                attempt="a file that Machine.save or the command torchshard measure wrote",
+            ) from None
+
     def across(self, ranks: int) -> Machine:
         """The same as a ring sees it whose neighbours are so many ranks apart: each of them has a ring of its own, and
         those of one domain share its network."""
@@ -92,16 +128,41 @@ class Machine:
         return min(self.link_bandwidth, self.network_bandwidth), max(self.latency, self.network_latency)
 
 
+H100 = Machine("h100x8", domain=8, network_bandwidth=340 * GIGA, network_latency=8e-6)
+
+
+def _host(name: str, flops: float, memory: float, link: float, network: float) -> Machine:
+    """Hosts of eight of another device, which reach as much of what their sheet says as those of H100."""
+    return dataclasses.replace(
+        H100,
+        name=name,
+        flops=H100.flops * flops / 989,
+        memory_bandwidth=H100.memory_bandwidth * memory / 3350,
+        link_bandwidth=H100.link_bandwidth * link / 450,
+        network_bandwidth=H100.network_bandwidth * network / 400,
+    )
+
+
 MACHINES = {
     machine.name: machine
     for machine in (
-        Machine("h100x8", domain=8, network_bandwidth=340 * GIGA, network_latency=8e-6),
+        H100,
+        # TFLOPS without sparsity, GB/s of memory and of links one way, of a device; GB/s of network, of a host
+        _host("h200x8", 989, 4800, 450, 400),
+        _host("b200x8", 2250, 8000, 900, 400),
+        _host("a100x8", 312, 2039, 300, 200),
+        _host("mi300x8", 1307, 5300, 448, 400),
+        _host("h100x8-pcie", 756, 2000, 64, 50),
+        _host("a100x8-pcie", 312, 1935, 32, 50),
         Machine("cpu-gloo", 100 * GIGA, 10 * GIGA, 1.0 * GIGA, 8e-5, 1.5e-3, 2.5e-5, 6 * GIGA),
     )
 }
-"""name -> Machine: hosts of eight H100 on NVLink in bfloat16, each with a network card of 400 Gbit/s (bus bandwidths as
-nccl-tests measures them), and ranks of one core each on one machine that send through gloo.
-`torchshard.measure_machine` measures the one at hand, but for a network."""
+"""name -> Machine. Hosts of eight GPUs, in bfloat16: on NVLink (AMD's Infinity Fabric), with a network card of 400
+Gbit/s for each (A100: 200), or on PCIe with two cards of 200 Gbit/s. What H100 reach of their sheet is known (0.4 of
+the products, 0.8 of the bytes: bus bandwidths as nccl-tests measures them), and the others are taken to reach as much
+of theirs; sources: the vendors' sheets of A100 and H100 (SXM and PCIe), H200 SXM, HGX B200, MI300X. And ranks of one
+core each on one machine that send through gloo. `torchshard.measure_machine` measures the one at hand, but for a
+network."""
 
 
 @dataclass(frozen=True)
@@ -126,7 +187,7 @@ class Objective:
 
 
 def objective(
-    machine: Machine | MachineName | None,
+    machine: MachineLike | None,
     memory: str | float | None = None,
     axes: Axes = "weights",
     device: str = "cuda",
@@ -227,7 +288,7 @@ def size_text(count: float) -> str:
 
 
 def time_text(seconds: float, sign: str = "") -> str:
-    """'2.58 s', '25.8 ms', '310 us', '4 ns': three digits, in the unit that leaves up to three before the point.
+    """'2.58 s', '25.8 ms', '310 us', '4.00 ns': three digits, in the unit that leaves up to three before the point.
 
     Args:
         sign: "+" to write that of a positive number.
@@ -235,28 +296,34 @@ def time_text(seconds: float, sign: str = "") -> str:
     rounded = abs(float(f"{seconds:.3g}"))
     if 0 < rounded < TIMES[-1][0]:
         return f"<1 {TIMES[-1][1]}"
-    unit, name = next((unit for unit in TIMES if rounded >= unit[0]), (TIMES[0] if not rounded else TIMES[-1]))
+    unit, name = next((unit for unit in TIMES if rounded >= unit[0]), TIMES[0])
     number = seconds / unit
-    return f"{number:{sign},.0f} {name}" if rounded >= 100 * unit else f"{number:{sign}.3g} {name}"
+    return f"{number:{sign}#.3g} {name}" if 0 < rounded < 100 * unit else f"{number:{sign},.0f} {name}"
 
 
 TIMES = ((1.0, "s"), (1e-3, "ms"), (1e-6, "us"), (1e-9, "ns"))
 
 
-def read_machine(machine: Machine | MachineName) -> Machine:
-    """A Machine, or the one of that name.
+def read_machine(machine: MachineLike) -> Machine:
+    """A Machine, the one of that name, or that of a file.
 
     Raises:
-        InputError: no machine has that name.
+        InputError: there is none.
     """
     if isinstance(machine, Machine):
         return machine
+    if isinstance(machine, os.PathLike) or (isinstance(machine, str) and machine.endswith(".json")):
+        return Machine.load(machine)
     if not isinstance(machine, str) or machine not in MACHINES:
         near = difflib.get_close_matches(str(machine), MACHINES, n=1, cutoff=0.3)
         raise InputError(
             f"{machine!r} is no machine",
             where="machine=",
-            why=f"machines are {', '.join(MACHINES)}, or a torchshard.Machine(...)",
+            why=f"machines are {', '.join(MACHINES)}, a torchshard.Machine(...), or the file of one, x.json",
             attempt=repr(near[0]) if near else repr(next(iter(MACHINES))),
         )
     return MACHINES[machine]
+
+
+MachineLike: TypeAlias = Machine | MachineName | os.PathLike[str]
+"""A Machine, the name of one, or the path of a file that has one."""
