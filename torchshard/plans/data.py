@@ -250,14 +250,14 @@ class PlanData:
         return {
             "computation": computation,
             "collectives over the weights' axis": over_weights,
-            "those over the batch's": waits,
+            "collectives over the batch's axes": waits,
         }
 
     @property
     def hidden_seconds(self) -> float:
         """The seconds of a step in which a rank computes while the axes of the batch send."""
         sent = sum(c.seconds for each in self.over_all if each.data for c in each.costs.collectives)
-        return sent - self.step_seconds["those over the batch's"]
+        return sent - self.step_seconds["collectives over the batch's axes"]
 
     @property
     def step_memory(self) -> Mapping[str, float]:

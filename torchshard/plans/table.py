@@ -194,8 +194,8 @@ def _of_batch(plan: PlanData) -> list[str]:
     total = sum(parts.values())
     most = max(parts, key=lambda name: parts[name])
     lines.append(
-        f"  a step takes {time_text(total)}, {parts[most] / total if total else 0:.0%} of that {most}; it hides "
-        f"{time_text(hidden)} of what is sent over the batch's"
+        f"  a step takes {time_text(total)}, {parts[most] / total if total else 0:.0%} of that for {most}; it hides "
+        f"{time_text(hidden)} of what is sent over the batch's axes"
     )
     if "peak" in plan.step_memory:
         lines.append(f"  it takes {size_text(plan.step_memory['peak'])} on the rank that holds the most")
