@@ -628,6 +628,13 @@ def test_the_predicted_peak_is_the_allocators(name: str) -> None:
     assert predicted == pytest.approx(measured, rel=0.05)
 
 
+@pytest.mark.parametrize("pins", [{"tok": "vocab"}, {"head": "column"}, {"tok": 1}])
+def test_one_rank_takes_pins_of_a_tied_weight(pins: dict[str, Any]) -> None:
+    """There nothing is split by itself; the ops beside a pinned one take the weight as it does."""
+    check = ts.check(GPT(), pins, world_size=1, example_inputs=(torch.zeros(2, 5, dtype=torch.long),) * 2)
+    assert check.ok
+
+
 def test_auto_splits_a_linear_by_columns() -> None:
     assert compiled(MLP(), "auto", 2, (torch.randn(3, 12),)).plan.parameters["up.weight"] == ts.S(0)
 

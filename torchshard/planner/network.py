@@ -77,6 +77,11 @@ class GraphConstraints:
     steady: bool = False
     """Whether what a call leaves in its arguments has the layout in which it comes in."""
 
+    @property
+    def splits(self) -> bool:
+        """Whether something is to be split that is fixed already."""
+        return bool(self.pins) or any(isinstance(layout, Shard) for layout in self.parameters.values())
+
     def differences(self, graph: fx.Graph) -> dict[fx.Node, object]:
         """A value per constrained node, different where nodes of equal structure are constrained differently."""
         keys: dict[fx.Node, object] = dict(self.options)
@@ -213,7 +218,7 @@ class _Builder:
                     states = pinned_choices(op, self.constraints.pins[op.node], states, self.ranks)
                 else:
                     states = [c for c in states if axes is None or self._may_split(op, c, axes[op.node])]
-                    if self.ranks == 1:  # nothing that is sent costs anything, and nothing is gained
+                    if self.ranks == 1 and not self.constraints.splits:  # to split gains nothing
                         states = [c for c in states if not c.axes] or states
                 if not self.constraints.weights:
                     states = [c for c in states if c.splits_dynamic] or states
