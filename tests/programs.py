@@ -501,7 +501,7 @@ def random_plan(captured: Any, model: nn.Module, world: int, seed: int) -> Plan:
     draw = random.Random(seed)
     layouts = {name: _layout(p.shape, world, draw) for name, p in model.named_parameters() if draw.random() < 0.5}
     asked = GraphConstraints({}, {}, layouts, all_axes=True)
-    found = search(captured.graph.graph, prices, asked, lambda *_: True, fold=False)
+    found = search(captured.graph.graph, prices, asked, lambda *_: 0.0, fold=False)
     decided, facts = (found.choices, found.parameters), ModelFacts.of(model)
     return Plan(
         world,

@@ -172,7 +172,9 @@ def _rank(
         elif node.op == "output":
             return list(args[0])
         elif is_collective(node.target):
-            value = yield Request(node, operator_of(node), args)
+            request = Request(node, operator_of(node), args)
+            alone = _alone(request)
+            value = alone if alone is not None else (yield request)
         elif isinstance(node.target, Begin):
             value = yield Request(node, node.target.op, args)
         elif node.target is wait:
@@ -187,6 +189,19 @@ def _rank(
             value = call_target(node, args, kwargs)
         env[node] = record(node, value, [*args, *kwargs.values()])
     raise InternalError("a graph has no output", where=str(graph))
+
+
+def _alone(request: Request) -> Tensor | None:
+    """The slice that a rank cuts out for itself: unless a gradient comes back to it, it waits for nobody.
+
+    Ranks with empty slices may come to it at another place among their collectives.
+    """
+    row = OPS.get(request.op)
+    if row is None or row.kernel != "slice" or torch.is_grad_enabled():
+        return None
+    rank, size, _ = request.group
+    _, target = source_and_target(row.name, request.args[1:])
+    return split(request.tensor, target, rank, size).clone(memory_format=torch.contiguous_format)
 
 
 def _with_rng_state(states: list[RngStates], rank: int, fn: Callable[[], T]) -> T:
