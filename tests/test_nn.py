@@ -21,6 +21,7 @@ import torchshard.nn.functional as tsf
 from tests.helpers import run_ranks
 from torchshard.core.layouts import Shard, split
 from torchshard.nn import one_op
+from torchshard.nn.modules import EMBEDDING_DIMS, LINEAR_DIMS
 from torchshard.weights.parameter import ShardedParameter
 
 TOLERANCE = 1e-10
@@ -172,10 +173,10 @@ class Whole(nn.Module):
 
 def _in_slices(whole: Whole) -> Whole:
     made: Any = copy.deepcopy(whole)
-    made.table = ts.nn.ParallelEmbedding.from_embedding(whole.table, 0)
-    made.up = ts.nn.ParallelLinear.from_linear(whole.up, 1)
-    made.down = ts.nn.ParallelLinear.from_linear(whole.down, 0, input_is_parallel=True)
-    made.head = ts.nn.ParallelLinear.from_linear(whole.head, 1)
+    made.table = ts.nn.ParallelEmbedding.from_embedding(whole.table, "vocab")
+    made.up = ts.nn.ParallelLinear.from_linear(whole.up, "column")
+    made.down = ts.nn.ParallelLinear.from_linear(whole.down, "row", input_is_parallel=True)
+    made.head = ts.nn.ParallelLinear.from_linear(whole.head, "column")
     made.head.weight = made.table.weight
     return made
 
@@ -240,7 +241,7 @@ def _norms(rank: int) -> dict[str, bool]:
     for dtype in (torch.float64, torch.float32, torch.bfloat16, torch.float16):
         for norm_type in (1.0, 2.0, 3.0, float("inf")):
             whole = Oddity(3, 2).to(dtype)
-            mine = ts.nn.ParallelLinear.from_linear(whole, 1)
+            mine = ts.nn.ParallelLinear.from_linear(whole, "column")
             both = nn.Sequential(mine, Oddity(1, 1).to(dtype))
             grads = [torch.full_like(p, 100.0) for p in whole.parameters()]
             for p, g in zip(whole.parameters(), grads, strict=True):
@@ -269,7 +270,7 @@ def _moved(rank: int) -> dict[str, bool]:
     """For another type of device PyTorch makes new parameters."""
     tsd.init_process_group()
     with torch.device("meta"):
-        layer = ts.nn.ParallelLinear(6, 4, dim=1)
+        layer = ts.nn.ParallelLinear(6, 4, style="column")
     before = layer.weight
     layer.to_empty(device="cpu")
     return {
@@ -285,7 +286,7 @@ def test_parameters_stay_sharded_on_another_device() -> None:
 
 def _made_before(rank: int) -> bool:
     """A module made alone does not take its whole weight for a slice later on."""
-    layer = ts.nn.ParallelLinear(6, 8, dim=1, gather_output=True)
+    layer = ts.nn.ParallelLinear(6, 8, style="column", gather_output=True)
     tsd.init_process_group()
     try:
         layer(torch.ones(2, 6))
@@ -332,12 +333,12 @@ def _initial(rank: int) -> dict[str, Any]:
     torch.manual_seed(7)
     expected = nn.Linear(5, 7)
     torch.manual_seed(7 + rank)
-    made = ts.nn.ParallelLinear(5, 7, dim=1, gather_output=True)
+    made = ts.nn.ParallelLinear(5, 7, style="column", gather_output=True)
     made.requires_grad_(False)
     full = ts.nn.full_state_dict(made)
     x = torch.randn(2, 5, generator=torch.Generator().manual_seed(0))
     with torch.device("meta"):
-        empty = ts.nn.ParallelEmbedding(10, 4, dim=0)
+        empty = ts.nn.ParallelEmbedding(10, 4, style="vocab")
     return {
         "as on rank 0": all(torch.equal(full[n], t) for n, t in expected.state_dict().items()),
         "value": torch.allclose(made(x), expected(x)),
@@ -350,19 +351,18 @@ def _initial(rank: int) -> dict[str, Any]:
 def test_initial_weights_are_rank_0s() -> None:
     for found in run_ranks(_initial, 2):
         assert found["as on rank 0"] and found["value"] and found["copied"]
-        assert found["meta"] == (True, (5, 4)) and found["text"] == "ParallelLinear(5, 7, bias=True, dim=1)"
+        assert found["meta"] == (True, (5, 4)) and found["text"] == "ParallelLinear(5, 7, bias=True, style='column')"
 
 
 def test_alone_they_are_pytorchs_own() -> None:
     torch.manual_seed(0)
-    for dim in (None, 0, 1, -1):
+    for style, of_table in zip(LINEAR_DIMS, EMBEDDING_DIMS, strict=True):
+        max_norm = 1.0 if of_table == "replicate" else None
         torch.manual_seed(1)
-        made, table = (
-            ts.nn.ParallelLinear(4, 6, dim=dim),
-            ts.nn.ParallelEmbedding(5, 4, max_norm=1.0 if dim is None else None, dim=dim),
-        )
+        made = ts.nn.ParallelLinear(4, 6, style=style)  # type: ignore[arg-type]
+        table = ts.nn.ParallelEmbedding(5, 4, max_norm=max_norm, style=of_table)  # type: ignore[arg-type]
         torch.manual_seed(1)
-        linear, embedding = nn.Linear(4, 6), nn.Embedding(5, 4, max_norm=1.0 if dim is None else None)
+        linear, embedding = nn.Linear(4, 6), nn.Embedding(5, 4, max_norm=max_norm)
         ids = torch.tensor([0, 4])
         assert torch.equal(made(table(ids)), linear(embedding(ids)))
     loss = ts.nn.ParallelCrossEntropyLoss(torch.ones(6), dim=1)
@@ -370,11 +370,17 @@ def test_alone_they_are_pytorchs_own() -> None:
 
 
 REFUSED: dict[str, tuple[Callable[[], Any], str]] = {
-    "a third dim": (lambda: ts.nn.ParallelLinear(4, 4, dim=2), "can't be split by dim 2"),
-    "a split input by columns": (lambda: ts.nn.ParallelLinear(4, 4, dim=1, input_is_parallel=True), "no such option"),
-    "a gathered result by rows": (lambda: ts.nn.ParallelLinear(4, 4, dim=0, gather_output=True), "no such option"),
-    "max_norm": (lambda: ts.nn.ParallelEmbedding(4, 4, max_norm=1.0, dim=0), "max_norm="),
-    "sparse": (lambda: ts.nn.ParallelEmbedding(4, 4, sparse=True, dim=1), "sparse=True"),
+    "a third dim": (lambda: ts.nn.ParallelLinear(4, 4, style=2), "2 is no style"),
+    "a split input by columns": (
+        lambda: ts.nn.ParallelLinear(4, 4, style="column", input_is_parallel=True),
+        "no such option",
+    ),
+    "a gathered result by rows": (
+        lambda: ts.nn.ParallelLinear(4, 4, style="row", gather_output=True),
+        "no such option",
+    ),
+    "max_norm": (lambda: ts.nn.ParallelEmbedding(4, 4, max_norm=1.0, style="vocab"), "max_norm="),
+    "sparse": (lambda: ts.nn.ParallelEmbedding(4, 4, sparse=True, style="column"), "sparse=True"),
     "no such reduction": (
         lambda: tsf.parallel_cross_entropy(torch.ones(2, 3), torch.ones(2), dim=None, reduction="max"),
         "'max'",
@@ -392,7 +398,7 @@ def test_refused(name: str) -> None:
 
 def _refused_in_a_group(rank: int) -> list[str]:
     tsd.init_process_group()
-    layer, ones = ts.nn.ParallelLinear(4, 6, dim=0), torch.ones
+    layer, ones = ts.nn.ParallelLinear(4, 6, style="row"), torch.ones
     calls = {
         "a slice in place of the whole": (lambda: layer(torch.ones(2, 2)), "input_is_parallel=True"),
         "the whole in place of a slice": (
@@ -480,7 +486,7 @@ def _a_padding_row_of_a_split_vocabulary(rank: int) -> bool:
 
 
 def _saving_without_cuda(rank: int) -> bool:
-    model = ts.nn.ParallelLinear(4, 6, dim=1)
+    model = ts.nn.ParallelLinear(4, 6, style="column")
     file = io.BytesIO()
     torch.save(ts.nn.full_state_dict(model), file)
     file.seek(0)

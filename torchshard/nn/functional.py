@@ -49,10 +49,10 @@ class LinearOptions(NamedTuple):
         by_columns = self.dim in (1, -1)
         if (self.input_is_parallel and self.dim != 0) or (self.gather_output and not by_columns):
             raise InputError(
-                f"a linear with dim={self.dim} has no such option",
+                "a linear that is split so has no such option",
                 where="input_is_parallel=" if self.input_is_parallel else "gather_output=",
                 why="a split by rows takes a split input, a split by columns gives a split result",
-                attempt="input_is_parallel with dim=0, gather_output with dim=1",
+                attempt="input_is_parallel by rows, gather_output by columns",
             )
 
     def check_input(self, input: Tensor, weight: Tensor) -> None:
@@ -210,7 +210,7 @@ def check_embedding(dim: int | None, max_norm: float | None, sparse: bool) -> No
         (sparse, "sparse=True", "the gradient of a slice is dense"),
     ):
         if is_set and dim is not None:
-            raise InputError("a split embedding can't do this", where=where, why=why, attempt="dim=None")
+            raise InputError("a split embedding can't do this", where=where, why=why, attempt="a whole one")
 
 
 def _padding_row(padding_idx: int | None, rows: int) -> int:

@@ -6,8 +6,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any, Final, Self, cast
+from collections.abc import Callable, Mapping
+from typing import Any, Final, Literal, Self, cast
 
 import torch
 from torch import Tensor, nn
@@ -24,6 +24,11 @@ from torchshard.weights.parameter import ShardedParameter
 
 Split = dict[str, tuple[int, int]]
 """Parameter -> (the dim that is split, its global size); parameters that every rank holds whole are left out."""
+LinearStyle = Literal["column", "row", "replicate"]
+EmbeddingStyle = Literal["vocab", "column", "replicate"]
+LINEAR_DIMS: Mapping[str, int | None] = {"column": 1, "row": 0, "replicate": None}
+EMBEDDING_DIMS: Mapping[str, int | None] = {"vocab": 0, "column": 1, "replicate": None}
+"""Style -> `dim` of the functions."""
 Device = torch.device | str | int | None
 """As PyTorch's modules take it."""
 
@@ -71,15 +76,38 @@ class Sliced(nn.Module):
         return self
 
 
+def _dim(dims: Mapping[str, int | None], style: object) -> int | None:
+    """The `dim` of a style.
+
+    Raises:
+        InputError: there is no such style.
+    """
+    if style not in dims:
+        raise InputError(
+            f"{style!r} is no style",
+            where="style=",
+            why=f"styles are {', '.join(map(repr, dims))}, as in a plan",
+            attempt=f"style={next(iter(dims))!r}",
+        )
+    return dims[str(style)]
+
+
 class ParallelLinear(Sliced):
-    """`torch.nn.Linear`, split by columns (`dim=1` or -1) or by rows (0).
+    """`torch.nn.Linear`, split by columns or by rows.
 
     Args:
         in_features, out_features: of the whole.
-        dim, input_is_parallel, gather_output: as `functional.parallel_linear` has them.
+        style: "column": each rank has some of the outputs, weight `[out / n, in]`, and the result stays split; "row":
+            some of the inputs, `[out, in / n]`, and the result is whole; "replicate": all, on every rank.
+        input_is_parallel, gather_output: as `functional.parallel_linear` has them.
 
     Shape: by columns `[..., in]` gives `[..., out / n]`; by rows `[..., in]`, or `[..., in / n]` with
     `input_is_parallel`, gives `[..., out]`.
+
+    Raises:
+        InputError: there is no such style, or it has no such option.
+
+    Source: Megatron-LM's `ColumnParallelLinear` and `RowParallelLinear`.
     """
 
     def __init__(
@@ -87,31 +115,32 @@ class ParallelLinear(Sliced):
         in_features: int,
         out_features: int,
         bias: bool = True,
-        dim: int | None = None,
         *,
+        style: LinearStyle,
         input_is_parallel: bool = False,
         gather_output: bool = False,
         device: Device = None,
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
-        options = functional.LinearOptions(dim, input_is_parallel, gather_output)
-        self._set(nn.Linear(in_features, out_features, bias, device, dtype), options, share=True)
+        options = functional.LinearOptions(_dim(LINEAR_DIMS, style), input_is_parallel, gather_output)
+        self._set(nn.Linear(in_features, out_features, bias, device, dtype), style, options, share=True)
 
     @classmethod
     def from_linear(
-        cls, linear: nn.Linear, dim: int | None = None, *, input_is_parallel: bool = False, gather_output: bool = False
+        cls, linear: nn.Linear, style: LinearStyle, *, input_is_parallel: bool = False, gather_output: bool = False
     ) -> Self:
         """The same layer with this rank's slices; all ranks pass the same."""
         module = cls.__new__(cls)
         nn.Module.__init__(module)
-        module._set(linear, functional.LinearOptions(dim, input_is_parallel, gather_output), share=False)
+        options = functional.LinearOptions(_dim(LINEAR_DIMS, style), input_is_parallel, gather_output)
+        module._set(linear, style, options, share=False)
         return module
 
-    def _set(self, whole: nn.Linear, options: functional.LinearOptions, *, share: bool) -> None:
+    def _set(self, whole: nn.Linear, style: LinearStyle, options: functional.LinearOptions, *, share: bool) -> None:
         options.check()
-        self.in_features, self.out_features = whole.in_features, whole.out_features
-        self.dim, self.input_is_parallel, self.gather_output = options
+        self.in_features, self.out_features, self.style = whole.in_features, whole.out_features, style
+        _, self.input_is_parallel, self.gather_output = options
         by_columns = {"weight": (0, whole.out_features), "bias": (0, whole.out_features)}
         split: dict[int | None, Split] = {None: {}, 0: {"weight": (1, whole.in_features)}}
         self._take(whole, split.get(options.dim, by_columns), share=share)
@@ -124,7 +153,7 @@ class ParallelLinear(Sliced):
             input,
             self.weight,
             self.bias,
-            self.dim,
+            LINEAR_DIMS[self.style],
             size=self._size,
             input_is_parallel=self.input_is_parallel,
             gather_output=self.gather_output,
@@ -132,15 +161,21 @@ class ParallelLinear(Sliced):
 
     def extra_repr(self) -> str:
         """As `nn.Linear`'s, and how it is split."""
-        return f"{self.in_features}, {self.out_features}, bias={self.bias is not None}, dim={self.dim}"
+        return f"{self.in_features}, {self.out_features}, bias={self.bias is not None}, style={self.style!r}"
 
 
 class ParallelEmbedding(Sliced):
-    """`torch.nn.Embedding`, split by rows (`dim=0`: the vocabulary) or by columns (1 or -1); the result is whole.
+    """`torch.nn.Embedding`, split by rows or by columns; the result is whole.
 
     Args:
         num_embeddings, embedding_dim: of the whole.
-        dim: as `functional.parallel_embedding` has it; `max_norm` and `sparse` only with None.
+        style: "vocab": each rank has some of the rows, weight `[num / n, width]`; "column": a part of each,
+            `[num, width / n]`; "replicate": all, on every rank, which `max_norm` and `sparse` need.
+
+    Raises:
+        InputError: there is no such style, or it can't have `max_norm` or `sparse`.
+
+    Source: Megatron-LM's `VocabParallelEmbedding`.
     """
 
     def __init__(
@@ -152,26 +187,27 @@ class ParallelEmbedding(Sliced):
         norm_type: float = 2.0,
         scale_grad_by_freq: bool = False,
         sparse: bool = False,
-        dim: int | None = None,
         *,
+        style: EmbeddingStyle,
         device: Device = None,
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
         options = padding_idx, max_norm, norm_type, scale_grad_by_freq, sparse
-        self._set(nn.Embedding(num_embeddings, embedding_dim, *options, device=device, dtype=dtype), dim, share=True)
+        self._set(nn.Embedding(num_embeddings, embedding_dim, *options, device=device, dtype=dtype), style, share=True)
 
     @classmethod
-    def from_embedding(cls, embedding: nn.Embedding, dim: int | None = None) -> Self:
+    def from_embedding(cls, embedding: nn.Embedding, style: EmbeddingStyle) -> Self:
         """The same table with this rank's slices; all ranks pass the same."""
         module = cls.__new__(cls)
         nn.Module.__init__(module)
-        module._set(embedding, dim, share=False)
+        module._set(embedding, style, share=False)
         return module
 
-    def _set(self, whole: nn.Embedding, dim: int | None, *, share: bool) -> None:
+    def _set(self, whole: nn.Embedding, style: EmbeddingStyle, *, share: bool) -> None:
+        dim = _dim(EMBEDDING_DIMS, style)
         functional.check_embedding(dim, whole.max_norm, whole.sparse)
-        self.num_embeddings, self.embedding_dim, self.dim = whole.num_embeddings, whole.embedding_dim, dim
+        self.num_embeddings, self.embedding_dim, self.style = whole.num_embeddings, whole.embedding_dim, style
         self.padding_idx, self.max_norm, self.norm_type = whole.padding_idx, whole.max_norm, whole.norm_type
         self.scale_grad_by_freq, self.sparse = whole.scale_grad_by_freq, whole.sparse
         split: dict[int | None, Split] = {None: {}, 0: {"weight": (0, whole.num_embeddings)}}
@@ -187,14 +223,14 @@ class ParallelEmbedding(Sliced):
             self.norm_type,
             self.scale_grad_by_freq,
             self.sparse,
-            self.dim,
+            EMBEDDING_DIMS[self.style],
             size=self._size,
         )
 
     def extra_repr(self) -> str:
         """As `nn.Embedding`'s, and how it is split."""
         padding = "" if self.padding_idx is None else f", padding_idx={self.padding_idx}"
-        return f"{self.num_embeddings}, {self.embedding_dim}{padding}, dim={self.dim}"
+        return f"{self.num_embeddings}, {self.embedding_dim}{padding}, style={self.style!r}"
 
 
 _MISSING: Final[Any] = object()
@@ -225,7 +261,7 @@ class ParallelCrossEntropyLoss(nn.Module):
                 "ParallelCrossEntropyLoss must be told how the logits are split",
                 where="ParallelCrossEntropyLoss(dim=...)",
                 why="the logits themselves don't show it",
-                attempt="dim=-1 where each rank has logits of some classes (of ParallelLinear(dim=1)); dim=None: whole",
+                attempt="dim=-1 for logits of some classes each (of a ParallelLinear by columns); dim=None: whole",
             )
         self.weight: Tensor | None
         self.register_buffer("weight", weight)

@@ -60,7 +60,7 @@ StyleWord = (
 """What a plan's dict may say of a module."""
 
 WORDS: dict[str | int | None, Style] = {
-    # our words; as numbers, dims of the transposed weight [in, out], as `nn.ParallelLinear(dim=)` has them
+    # our words; as numbers, dims of the transposed weight [in, out], as `nn.functional.parallel_linear` has them
     "column": _COLUMN, "row": _ROW, "vocab": _VOCAB, "sequence": _SEQUENCE, "replicate": _REPLICATE,
     1: _COLUMN, -1: _COLUMN, 0: _ROW, None: _REPLICATE,
     # Hugging Face's tp_plan
