@@ -28,7 +28,7 @@ settings.load_profile("torchshard")
 
 def pytest_configure() -> None:
     """Names the module that the process behind all forked ranks imports once; the process starts with the first."""
-    os.environ["COLUMNS"] = "200"  # whatever the terminal has
+    os.environ["COLUMNS"] = "1000"  # whatever the terminal has
     multiprocessing.set_forkserver_preload(["tests.warm"])
     watch_for_bugs()
 

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 import re
 import warnings
+from typing import Any
 
 import pytest
 import torch
@@ -53,20 +55,26 @@ def test_every_collective_is_explained_with_the_users_line() -> None:
     assert all(f"{count} " in ts.explain(_mlp()) for count in ("why:", "costs:", "next best:"))
 
 
-@pytest.mark.parametrize("columns", [80, 100, 120])
-def test_explain_fits_the_terminal(columns: int, monkeypatch: pytest.MonkeyPatch) -> None:
+@functools.cache
+def _of_gpt() -> ts.Plan:
+    return ts.plan(GPT(), "auto", world_size=2, example_inputs=(torch.zeros(2, 8, dtype=torch.long),) * 2)
+
+
+@pytest.mark.parametrize("level", ["table", "node", "step"])
+@pytest.mark.parametrize("columns", [80, 100])
+def test_explain_fits_the_terminal(level: Any, columns: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """And nothing is lost: the same words, cut into lines."""
-    plan = ts.plan(GPT(), "auto", world_size=2, example_inputs=(torch.zeros(2, 8, dtype=torch.long),) * 2)
-    whole = ts.explain(plan)
+    monkeypatch.setenv("COLUMNS", "1000")
+    whole = ts.explain(_of_gpt(), level=level)
     monkeypatch.setenv("COLUMNS", str(columns))
-    told = ts.explain(plan)
+    told = ts.explain(_of_gpt(), level=level)
     assert max(map(len, told.splitlines())) <= columns < max(map(len, whole.splitlines()))
     assert sorted(re.sub(r"\s", "", told)) == sorted(re.sub(r"\s", "", whole))
 
 
 def test_the_table_is_a_tree_of_modules() -> None:
     """A line for a module with what is in it below; the modules of a line stand in their order."""
-    plan = ts.plan(GPT(), "auto", world_size=2, example_inputs=(torch.zeros(2, 8, dtype=torch.long),) * 2)
+    plan = _of_gpt()
     names = [line.split("  ")[0] if line[:1] != " " else line[: len(line) - len(line.lstrip())] + line.split()[0]
              for line in str(plan).splitlines()]  # fmt: skip
     block = names[names.index("blocks.* ×2") :]

@@ -65,9 +65,9 @@ class Notebook:
         return f"<pre>{html.escape(str(self))}</pre>"
 
 
-def paragraph(text: str) -> str:
-    """A line in several, indented from the second on, where the terminal is too narrow for it."""
-    blanks = " " * (len(text) - len(text.lstrip()) + 4)
+def paragraph(text: str, indent: int = 4) -> str:
+    """A line in several, from the second on indented further, where the terminal is too narrow for it."""
+    blanks = " " * (len(text) - len(text.lstrip()) + indent)
     lines = textwrap.wrap(
         text, max(terminal_width(), 2 * NARROWEST), subsequent_indent=blanks, break_long_words=False,
         break_on_hyphens=False,

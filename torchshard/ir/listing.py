@@ -14,6 +14,7 @@ from collections.abc import Sequence
 
 from torch import fx
 
+from torchshard.core.columns import GAP, paragraph, terminal_width
 from torchshard.core.conversions import source_and_target
 from torchshard.distributed.ops import OPS, Begin, is_collective, is_or_begins_collective
 from torchshard.ir.axes import axes_of, axis_of, layout_texts
@@ -67,26 +68,36 @@ def _begun(node: fx.Node, begin: Begin) -> str:
     return f"{source} -> {target}" + (f", gradient of {whose}" if whose else "")
 
 
-def listing(module: fx.GraphModule, *, sources: bool = True, within: str = "") -> str:
+def listing(module: fx.GraphModule, *, sources: bool = True, within: str = "", fits: bool = False) -> str:
     """One line per op of a graph, in order; parameters and inputs appear as arguments only.
 
     Args:
         sources: whether to print the user's file and line.
         within: the path of a module, to list only the ops of it and its children.
+        fits: whether lines are cut where the terminal is too narrow for them.
     """
-    return lines([node for node in module.graph.nodes if _is_shown(node, within)], sources=sources)
+    return lines([node for node in module.graph.nodes if _is_shown(node, within)], sources=sources, fits=fits)
 
 
-def lines(nodes: Sequence[fx.Node], *, sources: bool = True) -> str:
+def lines(nodes: Sequence[fx.Node], *, sources: bool = True, fits: bool = False) -> str:
     """The lines of some nodes of a graph."""
     rows = [_row(node, sources) for node in nodes]
+    if fits and any(len(GAP.join(filter(None, row))) > terminal_width() for row in rows):
+        return "\n".join(
+            f"{paragraph(f'{name} {call}', 8)}\n{paragraph(_facts(*facts), 2)}" for name, call, *facts in rows
+        )
     widths = [min(max(map(len, column)), _MOST_COLUMNS) for column in zip(*rows, strict=True)]
     return "\n".join(_line(row, widths) for row in rows)
 
 
+def _facts(*facts: str) -> str:
+    """What is known of an op, in a line below it."""
+    return " " * 6 + GAP.join(filter(None, facts))
+
+
 def _line(row: Sequence[str], widths: Sequence[int]) -> str:
     cells = [cell.ljust(width) for cell, width in zip(row, widths, strict=True)]
-    return "  ".join(cells).rstrip()
+    return GAP.join(cells).rstrip()
 
 
 _MOST_COLUMNS = 60

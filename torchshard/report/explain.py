@@ -49,7 +49,7 @@ def explain(model: Planned | Plan, module: str = "", level: Level = "table", ran
     if level == "step":
         return "\n".join(step_told(step_of(plan, rank), rank, module))
     if module or level == "node":
-        found = listing(graph_of(plan, rank), within=module)
+        found = listing(graph_of(plan, rank), within=module, fits=True)
         if module and not found:
             raise InputError(
                 f"no op of the graph belongs to {module!r}",

@@ -12,6 +12,7 @@ from typing import Any
 from torch import Tensor, fx
 from torch._ops import OpOverload
 
+from torchshard.core.columns import paragraph
 from torchshard.core.errors import InputError
 from torchshard.core.mesh import ranks_text
 from torchshard.distributed.ops import Begin
@@ -97,10 +98,11 @@ def step_told(step: fx.GraphModule, rank: int, within: str = "") -> Iterator[str
     held = sum(nbytes(n.meta["val"]) for n in saved if isinstance(n.meta.get("val"), Tensor) and not is_view(n))
     again = sum(n.meta["is_again"] for n in filter(_computes, backward))
     ranks = ranks_text(mesh_of(step.graph))
-    yield f"forward of rank {rank} of {ranks}: {_sent(forward)}; {size_text(held)} saved for backward"
-    yield lines(forward) if forward else ""
-    yield f"\nbackward: {_sent(backward)}" + (f"; {again} ops of forward run again" if again else "")
-    yield lines(backward) if backward else ""
+    yield paragraph(f"forward of rank {rank} of {ranks}: {_sent(forward)}; {size_text(held)} saved for backward")
+    yield lines(forward, fits=True) if forward else ""
+    yield ""
+    yield paragraph(f"backward: {_sent(backward)}" + (f"; {again} ops of forward run again" if again else ""))
+    yield lines(backward, fits=True) if backward else ""
 
 
 def _sent(nodes: list[fx.Node]) -> str:
