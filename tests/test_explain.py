@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+import transformers
 from torch import Tensor, nn
 
 import torchshard as ts
@@ -79,6 +80,19 @@ def test_the_table_is_a_tree_of_modules() -> None:
              for line in str(plan).splitlines()]  # fmt: skip
     block = names[names.index("blocks.* ×2") :]
     assert block[1:6] == ["  attn", "    q", "    k", "    v", "    o"] and block.index("head") > block.index("  mlp.0")
+
+
+def test_sizes_have_names() -> None:
+    """The call's first two dims, and the length of what earlier calls have left."""
+    sizes = {"vocab_size": 32, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2}
+    model = transformers.LlamaForCausalLM(transformers.LlamaConfig(**sizes, num_attention_heads=2))
+    decode = ts.explain(ts.plan(model, world_size=2, mode="infer", batch=2, length=5), level="node")
+    assert "f32[batch,1,32]" in decode and "f32[batch,2,past + 1,16]" in decode
+    batch = torch.randn(4, 8, 16)
+    plan = ts.plan(MLP(), mesh={"dp": 2, "tp": 2}, example_inputs=(batch,))
+    step = ts.explain(plan, level="step")
+    assert "f32[batch/2,length,16]" in step and "f32[batch,length,16]" in ts.explain(plan, level="node")
+    assert not re.search(r"\bs\d+\b", step + decode)
 
 
 def test_a_plan_and_a_report_are_short_to_look_at() -> None:

@@ -409,8 +409,8 @@ def prepared(
         left = dict.fromkeys(replaced) | _unsplit(inputs)
         captured = _captured(model, args, kwargs, left, dynamic, repeating=repeating, numbers=numbers, divided=divided)
         normalize(captured.graph)
-        name_sizes(captured.graph)
         carry(captured.graph, captured.changes)
+        name_sizes(captured.graph)
         mark_needs_grad(captured.graph, _trainable(captured, model) if trains else [])
     return captured
 

@@ -12,7 +12,7 @@ from torchshard.core.layouts import type_text
 from torchshard.ir.graph import Size, carried_inputs, is_tensor, placeholders, size_expr
 
 WORDS = ("batch", "length")
-"""The first two dims of what a model is called with."""
+"""The first dim of what a model is called with, and those after it; the second of a kind is `length_2`."""
 PAST = "past"
 """The length of what earlier calls have left, such as a cache."""
 
@@ -40,9 +40,11 @@ def name_sizes(module: fx.GraphModule) -> None:
     named: dict[str, Size] = {}
     for node in sorted(taken, key=carried.__contains__):
         for dim, size in enumerate(node.meta["val"].shape):
-            words = (PAST,) if node in carried else WORDS[dim : dim + 1]
-            if size_expr(size) not in map(size_expr, named.values()):
-                named[next(word for word in (*words, f"{node.meta['path']}.{dim}") if word not in named)] = size
+            expr = size_expr(size)
+            if not isinstance(expr, int) and expr not in map(size_expr, named.values()):
+                word = PAST if node in carried else WORDS[min(dim, len(WORDS) - 1)]
+                words = (word, *(f"{word}_{i}" for i in range(2, len(named) + 2)))
+                named[next(word for word in words if word not in named)] = size
     module.meta["named_sizes"] = named
 
 
