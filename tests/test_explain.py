@@ -82,6 +82,15 @@ def test_the_table_is_a_tree_of_modules() -> None:
     assert block[1:6] == ["  attn", "    q", "    k", "    v", "    o"] and block.index("head") > block.index("  mlp.0")
 
 
+def test_layers_that_differ_have_a_line_each() -> None:
+    """Even if both kinds have one name, as every second layer has."""
+    model = nn.Sequential(*(nn.Linear(8, 8) for _ in range(6)))
+    pins = {"[13]": "row", "[45]": "replicate"}
+    plan = ts.plan(model, pins, world_size=2, example_inputs=(torch.randn(4, 8),))
+    rows = [line.split("  ")[:2] for line in re.sub(" {2,}", "  ", str(plan)).splitlines() if line.startswith("*")]
+    assert rows == [["* ×2", "weight S(1), bias I"], ["* ×2", "weight I, bias I"]]
+
+
 def test_sizes_have_names() -> None:
     """The call's first two dims, and the length of what earlier calls have left."""
     sizes = {"vocab_size": 32, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2}

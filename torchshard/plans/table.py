@@ -114,22 +114,28 @@ def _tree(rows: Sequence[ModuleRow]) -> Iterator[tuple[str, ...]]:
         steps = re.split(r"\.(?![*\d])", row.name) if row.name else []
         paths = [ROOT, *(tuple(steps[: i + 1]) for i in range(len(steps)))]
         nx.add_path(tree, paths)
-        tree.nodes[paths[-1]]["row"] = row
+        tree.nodes[paths[-1]].setdefault("rows", []).append(row)
     yield from _below(tree, ROOT, "", 0, 1)
 
 
 def _below(tree: nx.DiGraph, at: tuple[str, ...], label: str, depth: int, count: int) -> Iterator[tuple[str, ...]]:
-    """The cells of a module and of those in it; `count` is how many the row above represents."""
-    row: ModuleRow | None = tree.nodes[at].get("row")
+    """The cells of a module and of those in it; `count` is how many the row above represents.
+
+    Layers that differ may have one name: 'layers.*' of the even ones, and of the odd ones.
+    """
+    rows: list[ModuleRow] = tree.nodes[at].get("rows", [])
     inner = list(tree.successors(at))
-    if row is None and len(inner) == 1:  # a.b.c in one line
+    if not rows and len(inner) == 1:  # a.b.c in one line
         yield from _below(tree, inner[0], ".".join(filter(None, (label, inner[0][-1]))), depth, count)
         return
-    if row is not None or at != ROOT:
-        many = len(row.paths) if row is not None else count
-        shown = f"{label or '(the model)'}{f' ×{many}' if many != count else ''}"
-        yield ("  " * depth + shown, *(row.cells() if row is not None else [""] * (len(HEADER) - 1)))
-        count, depth = many, depth + (at != ROOT)
+    for row in rows:
+        many = f" ×{len(row.paths)}" if len(row.paths) != count else ""
+        yield (f"{'  ' * depth}{label or '(the model)'}{many}", *row.cells())
+    if not rows and at != ROOT:
+        yield ("  " * depth + label, *[""] * (len(HEADER) - 1))
+    if len(rows) == 1:
+        count = len(rows[0].paths)
+    depth += at != ROOT
     for each in inner:
         yield from _below(tree, each, each[-1], depth, count)
 
