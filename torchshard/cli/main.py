@@ -20,7 +20,6 @@ from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Protocol
 
 if TYPE_CHECKING:
-    from torchshard.cli.sources import Example
     from torchshard.plans.plan import Plan
 
 MODEL_HELP = "module:factory, a Hugging Face config.json, or a folder with one and, if it has them, safetensors files"
@@ -116,7 +115,9 @@ def _world(command: argparse.ArgumentParser) -> None:
 
 def _aim(command: argparse.ArgumentParser) -> None:
     command.add_argument("--memory", metavar="SIZE", help="the most that a step may take on a rank: 80GiB")
-    text = "h100x8, h200x8, b200x8, a100x8, mi300x8, h100x8-pcie, a100x8-pcie, cpu-gloo; or what measure wrote: x.json"
+    from torchshard.plans.machine import MACHINES
+
+    text = f"{', '.join(MACHINES)}; or what measure wrote: x.json"
     command.add_argument("--machine", default=None, metavar="NAME", help=text)
     command.add_argument(
         "--axes", default="weights", choices=("weights", "sequence", "all"), help="all: batch and sequence"
@@ -190,18 +191,11 @@ def _processes(command: argparse.ArgumentParser) -> None:
 # --- commands --------------------------------------------------------------------------------------------------------
 
 
-def _place(options: argparse.Namespace) -> tuple[str, Example]:
-    """The model that is named, and how it is called."""
-    from torchshard.cli.sources import Example
-
-    return options.model, Example(options.batch, options.sequence, options.labels, options.dtype)
-
-
 def _planned(options: argparse.Namespace) -> Plan:
     import torchshard as ts
-    from torchshard.cli.sources import read_source
+    from torchshard.cli.sources import Example, read_source
 
-    source = read_source(*_place(options), options.weights)
+    source = read_source(options.model, Example.of(options), options.weights)
     sizes = {} if options.length is None else {"batch": options.batch, "length": options.length}
     with _progress(is_logged=options.verbose):
         return ts.plan(
@@ -290,9 +284,9 @@ def _plan(options: argparse.Namespace) -> int:
 
 def _meshes(options: argparse.Namespace) -> int:
     import torchshard as ts
-    from torchshard.cli.sources import read_source
+    from torchshard.cli.sources import Example, read_source
 
-    source = read_source(*_place(options), options.weights)
+    source = read_source(options.model, Example.of(options), options.weights)
     found = ts.meshes(
         source.model,
         world_size=options.ranks,

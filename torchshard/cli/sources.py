@@ -50,6 +50,20 @@ class Example(NamedTuple):
     dtype: str | None = None
     """Of the parameters; None for that of the configuration."""
 
+    @staticmethod
+    def of(options: ExampleOptions) -> Example:
+        """What a command's arguments say."""
+        return Example(options.batch, options.sequence, options.labels, options.dtype)
+
+
+class ExampleOptions(Protocol):
+    """The arguments that say how a model is made and called."""
+
+    batch: int
+    sequence: int
+    labels: bool
+    dtype: str | None
+
 
 def read_source(name: str, example: Example, weights: str | None = None, *, real: bool = False) -> Source:
     """The model of that name: `module:factory`, a config.json, or a folder with one.
@@ -255,14 +269,10 @@ def _inputs(config: object, model: nn.Module, example: Example, path: Path) -> d
 # --- other commands --------------------------------------------------------------------------------------------------
 
 
-class CheckOptions(Protocol):
+class CheckOptions(ExampleOptions, Protocol):
     """The arguments of the command `check`."""
 
     model: str
-    batch: int
-    sequence: int
-    labels: bool
-    dtype: str | None
     mesh: dict[str, int] | None
     data: DataLike | None
     weights: str | None
@@ -285,7 +295,7 @@ def check_source(options: CheckOptions, world_size: int | None) -> Report:
     """
     ranks = checked_world_size(world_size, options.mesh)
     parts = read_mesh(ranks, options.mesh, options.data).parts
-    example = Example(options.batch * parts, options.sequence, options.labels, options.dtype)
+    example = Example.of(options)._replace(batch=options.batch * parts)
     place = (options.model, example, options.weights)
     if not options.processes:
         model, args, kwargs = real_source(*place)

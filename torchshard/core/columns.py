@@ -12,6 +12,7 @@ import re
 import shutil
 import textwrap
 from collections.abc import Iterator, Sequence
+from functools import cache
 from itertools import zip_longest
 
 NO_TERMINAL = (80, 24)
@@ -29,18 +30,20 @@ def columns(rows: Sequence[Sequence[str]]) -> Iterator[str]:
     """Rows of cells, aligned; where the terminal is too narrow, cells go on in further lines, as few as can be."""
     by_column = [*zip(*rows, strict=True)]
     widths = [max(map(len, cells)) for cells in by_column]
-    while sum(widths) + len(GAP) * (len(widths) - 1) > terminal_width() and max(widths) > NARROWEST:
+    room = terminal_width() - len(GAP) * (len(widths) - 1)
+
+    @cache
+    def lines_of(column: int, width: int) -> int:
+        return sum(len(_cut(cell, width)) for cell in by_column[column])
+
+    while sum(widths) > room and max(widths) > NARROWEST:
         wide = [i for i, width in enumerate(widths) if width > NARROWEST]
-        narrowed = min(wide, key=lambda i: (_lines_of(by_column[i], widths[i] - 1), -widths[i]))
+        narrowed = min(wide, key=lambda i: (lines_of(i, widths[i] - 1), -widths[i]))
         widths[narrowed] -= 1
     for cells in rows:
         lines = zip_longest(*map(_cut, cells, widths), fillvalue="")
         for line in lines:
             yield GAP.join(text.ljust(width) for text, width in zip(line, widths, strict=True)).rstrip()
-
-
-def _lines_of(cells: Sequence[str], width: int) -> int:
-    return sum(len(_cut(cell, width)) for cell in cells)
 
 
 def _cut(text: str, width: int) -> list[str]:

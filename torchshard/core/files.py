@@ -14,19 +14,24 @@ from torchshard.core.errors import InputError
 
 
 def check_writable(path: str | os.PathLike[str]) -> None:
-    """A file can be written there, as far as its folder tells.
+    """A file can be written there, as far as its folder tells, or the pipe or device that is there.
 
     Raises:
         InputError: it can't.
     """
-    folder = Path(path).absolute().parent
-    if not folder.is_dir() or not os.access(folder, os.W_OK):
-        raise InputError(
-            f"{os.fspath(path)!r} can't be written",
-            where=str(folder),
-            why="it may not be written to" if folder.is_dir() else "there is no such folder",
-            attempt="a path in a folder that exists and may be written to",
-        )
+    target = Path(os.path.realpath(path))
+    held = target if target.exists() and not target.is_file() else target.parent
+    if not held.exists() or not os.access(held, os.W_OK):
+        raise _unwritable(path, held, "it may not be written to" if held.exists() else "there is no such folder")
+
+
+def _unwritable(path: str | os.PathLike[str], where: Path, why: str) -> InputError:
+    return InputError(
+        f"{os.fspath(path)!r} can't be written",
+        where=str(where),
+        why=why,
+        attempt="a path in a folder that exists and may be written to",
+    )
 
 
 def write_text(path: str | os.PathLike[str], text: str) -> None:
@@ -46,12 +51,8 @@ def write_text(path: str | os.PathLike[str], text: str) -> None:
         else:
             _replace(target, data)
     except (OSError, ValueError) as error:
-        raise InputError(
-            f"{os.fspath(path)!r} can't be written",
-            where=str(target.parent),
-            why=f"{type(error).__name__}: {getattr(error, 'strerror', None) or error}",
-            attempt="a path in a folder that exists and may be written to",
-        ) from None
+        why = f"{type(error).__name__}: {getattr(error, 'strerror', None) or error}"
+        raise _unwritable(path, target.parent, why) from None
 
 
 def _replace(target: Path, data: bytes) -> None:

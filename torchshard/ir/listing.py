@@ -19,7 +19,7 @@ from torchshard.core.conversions import source_and_target
 from torchshard.distributed.ops import OPS, Begin, is_collective, is_or_begins_collective
 from torchshard.ir.axes import axes_of, axis_of, layout_texts
 from torchshard.ir.graph import op_name, values
-from torchshard.ir.sizes import size_names, value_text
+from torchshard.ir.sizes import Names, size_names, value_text
 
 
 def _argument(value: object) -> str:
@@ -81,7 +81,8 @@ def listing(module: fx.GraphModule, *, sources: bool = True, within: str = "", f
 
 def lines(nodes: Sequence[fx.Node], *, sources: bool = True, fits: bool = False) -> str:
     """The lines of some nodes of a graph."""
-    rows = [_row(node, sources) for node in nodes]
+    names = size_names(nodes[0].graph) if nodes else {}
+    rows = [_row(node, sources, names) for node in nodes]
     if fits and any(len(GAP.join(filter(None, row))) > terminal_width() for row in rows):
         return "\n".join(
             f"{paragraph(f'{name} {call}', 8)}\n{paragraph(_facts(*facts), 2)}" for name, call, *facts in rows
@@ -113,12 +114,11 @@ def is_within(node: fx.Node, module: str) -> bool:
     return node.op == "call_function" and (not module or f"{node.meta.get('module', '')}.".startswith(f"{module}."))
 
 
-def _row(node: fx.Node, sources: bool) -> list[str]:
+def _row(node: fx.Node, sources: bool, names: Names) -> list[str]:
     if node.op == "output":
         return ["  return", _argument(node.args[0]), "", "", "", ""]
     star = "* " if is_or_begins_collective(node.target) else "  "
     layouts = " ".join(layout_texts(node))
-    names = size_names(node.graph)
     shapes = " ".join(value_text(v, names) for v in values(node))
     source = os.path.basename(node.meta.get("source", "")) if sources else ""
     return [star + node.name, f"= {_call(node)}", shapes, layouts, _why(node), source]

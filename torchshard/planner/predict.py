@@ -12,7 +12,7 @@ from torchshard.core.layouts import I, Layout, is_whole
 from torchshard.core.notation import Choice
 from torchshard.ir.gathered_again import dims_gathered_again
 from torchshard.ir.graph import consumers, node_row, operands
-from torchshard.ir.sizes import size_names, value_text
+from torchshard.ir.sizes import Names, size_names, value_text
 from torchshard.planner.conversions import Demand, demands_of
 from torchshard.planner.costs import NOTHING, CostModel, Op, Value
 from torchshard.plans.data import Collective, Sent
@@ -26,6 +26,7 @@ def predict(
     conversions: Mapping[str, Steps],
 ) -> tuple[list[Collective], dict[str, float]]:
     """The collectives of a step, in the order in which they are first needed, and module -> seconds of computation."""
+    sizes = size_names(graph)
     collectives: list[Collective] = []
     compute: dict[str, float] = {}
     # layers are alike: equal calls under equal choices cost the same
@@ -40,10 +41,10 @@ def predict(
             seconds, inside = known[key]
             module = node.meta.get("module", "")
             compute[module] = compute.get(module, 0.0) + seconds
-            collectives += [_within(node, *one) for one in inside]
+            collectives += [_within(node, sizes, *one) for one in inside]
     begun: set[object] = set()
     for demand in demands_of(graph, choices, parameters):
-        collectives += _conversions(model, demand, conversions.get(demand.node.name, ()), begun)
+        collectives += _conversions(model, demand, conversions.get(demand.node.name, ()), sizes, begun)
     position = {node.name: i for i, node in enumerate(graph.nodes)}
     return sorted(collectives, key=lambda c: position[c.consumers[0]]), compute
 
@@ -62,7 +63,7 @@ def _flows(node: fx.Node) -> tuple[bool, ...]:
     return tuple(bool(n.meta.get("needs_grad")) for n in (node, *node.all_input_nodes))
 
 
-def _conversions(model: CostModel, demand: Demand, steps: Steps, begun: set[object]) -> list[Collective]:
+def _conversions(model: CostModel, demand: Demand, steps: Steps, sizes: Names, begun: set[object]) -> list[Collective]:
     """The collectives of one value.
 
     Args:
@@ -87,17 +88,17 @@ def _conversions(model: CostModel, demand: Demand, steps: Steps, begun: set[obje
         first = served[step.target][0]
         beside = first if is_whole(step.source) or node.op == "placeholder" else node
         place = node.meta.get("module", ""), first.meta.get("module", ""), beside.meta.get("source", "")
-        text = value_text(node.meta["val"], size_names(node.graph))
+        text = value_text(node.meta["val"], sizes)
         made.append(
             Collective(node.name, step.name, step.source, step.target, names, *place, text, forward, backward, again)
         )
     return made
 
 
-def _within(node: fx.Node, name: str, forward: Sent, backward: Sent) -> Collective:
+def _within(node: fx.Node, sizes: Names, name: str, forward: Sent, backward: Sent) -> Collective:
     """A collective inside an op's local computation."""
     value = operands(node)[0].meta["val"]
     module = node.meta.get("module", "")
     place = module, module, node.meta.get("source", "")
-    text = value_text(value, size_names(node.graph))
+    text = value_text(value, sizes)
     return Collective(node.name, name, I, I, (node.name,), *place, text, forward, backward, NOTHING)

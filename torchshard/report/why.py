@@ -61,6 +61,7 @@ def kinds_of(plan: PlanData) -> list[list[Collective]]:
 def told(plan: PlanData, problem: PlanningProblem | None) -> Iterator[str]:
     """Each kind of collective in a few lines: what, where, why, what it costs, and the next best."""
     kinds = kinds_of(plan)
+    nodes = {} if plan.problem is None else {node.name: node for node in plan.problem.graph.nodes}
     for i, alike in enumerate(kinds):
         first, count = alike[0], len(alike)
         where = star_differences(*(c.place for c in alike)) or "the model"
@@ -69,7 +70,7 @@ def told(plan: PlanData, problem: PlanningProblem | None) -> Iterator[str]:
         ]
         place = "within" if first.is_inside else "after" if first.is_after else "before"
         move = "" if first.is_inside else f"{first.source} -> {first.target} "
-        yield f"{first.name}{f' ×{count}' if count > 1 else ''} {place} {where}, for {_users(plan, alike)}"
+        yield f"{first.name}{f' ×{count}' if count > 1 else ''} {place} {where}, for {_users(alike, nodes)}"
         yield f"  {move}of {first.type}, {os.path.basename(first.line)}"
         yield f"  why: {REASONS[first.name]}"
         yield (
@@ -80,11 +81,10 @@ def told(plan: PlanData, problem: PlanningProblem | None) -> Iterator[str]:
             yield f"  next best: {_alternative(plan, problem, alike)}"
 
 
-def _users(plan: PlanData, alike: Sequence[Collective]) -> str:
+def _users(kind: Sequence[Collective], nodes: Mapping[str, fx.Node]) -> str:
     """What collectives of equal layers are for: modules, ops within them, or the results."""
-    nodes = {} if plan.problem is None else {node.name: node for node in plan.problem.graph.nodes}
-    texts = [_user(name, nodes.get(name)) for name in alike[0].consumers]
-    users = [*dict.fromkeys(map(star_numbers, texts) if len(alike) > 1 else texts)]
+    texts = [_user(name, nodes.get(name)) for name in kind[0].consumers]
+    users = [*dict.fromkeys(map(star_numbers, texts) if len(kind) > 1 else texts)]
     return ", ".join(users[:MOST_USERS]) + (", ..." if len(users) > MOST_USERS else "")
 
 
