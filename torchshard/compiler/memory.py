@@ -92,8 +92,8 @@ def memory_of_rank(local: fx.GraphModule, slices: int = 1, *, keeps_gathered: bo
         keeps_gathered: whether what is gathered of these slices is kept until backward has used it.
     """
     stored = [n for n in placeholders(local.graph) if n.meta["kind"] != "input"]
-    held = {n: nbytes(n.meta["val"]) / (slices if is_weight(n) else 1) for n in stored}
-    trained = sum(size for n, size in held.items() if n.meta["needs_grad"])
+    held = {n.meta["path"]: nbytes(n.meta["val"]) / (slices if is_weight(n) else 1) for n in stored}  # tied ones once
+    trained = sum(held[path] for path in {n.meta["path"] for n in stored if n.meta["needs_grad"]})
     total = {
         "parameters": float(sum(held.values())),
         "gradients": float(trained),
