@@ -12,9 +12,19 @@ def star_numbers(path: str) -> str:
 
 
 def star_differences(*paths: str) -> str:
-    """'blocks.*.mlp.0' for 'blocks.3.mlp.0' and 'blocks.4.mlp.0': a star where paths of equal length differ."""
-    steps = zip(*(path.split(".") for path in paths), strict=True)
-    return ".".join(alike[0] if len(set(alike)) == 1 else "*" for alike in steps)
+    """'blocks.*.mlp.0' for 'blocks.3.mlp.0' and 'blocks.4.mlp.0': a star where paths of equal length differ.
+
+    Steps that differ in their numbers alone keep the rest, 'h_*' for 'h_3' and 'h_4'.
+    """
+    return ".".join(map(_star_step, zip(*(path.split(".") for path in paths), strict=True)))
+
+
+def _star_step(steps: tuple[str, ...]) -> str:
+    """What steps have in common."""
+    if len(set(steps)) == 1:
+        return steps[0]
+    stars = {*map(star_node, steps)}
+    return stars.pop() if len(stars) == 1 else "*"
 
 
 def star_last_number(path: str) -> str:
@@ -36,6 +46,11 @@ def outermost(paths: Sequence[str]) -> tuple[str, ...]:
 def module_around(path: str, modules: Container[str]) -> str | None:
     """The one of these modules that a module is within, or is; the outermost if there are several."""
     return next((around for around in (*enclosing(path), path) if around in modules), None)
+
+
+def is_part(path: str, module: str) -> bool:
+    """Whether a module is another one, or is within it; '' is the model."""
+    return not module or f"{path}.".startswith(f"{module}.")
 
 
 def layer_of(path: str) -> str | None:

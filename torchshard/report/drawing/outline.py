@@ -3,7 +3,7 @@
     blocks.0 (norm, attn (q, k, v, o), mlp), blocks.1 (the same), ... -> 12 × blocks.* (norm, attn (q, k, v, o), mlp)
 
 Two modules fold where they follow one another, alone or with a few ops between (`x = x + block(x)`), their paths differ
-in the last number only, and their rows and the edges between these are the same.
+in numbers only, and their rows and the edges between these are the same.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from torch import Tensor, fx
 from torchshard.core.conversions import TABLE, kernels, sent_bytes, source_and_target
 from torchshard.core.layouts import I, local_shape, whole_shape, with_parts
 from torchshard.core.mesh import MeshAxis
-from torchshard.core.paths import star_last_number
+from torchshard.core.paths import star_differences, star_node
 from torchshard.distributed.ops import OPS, Begin, is_collective, is_or_begins_collective
 from torchshard.ir.axes import axes_of, axis_of, layout_texts, layouts_of
 from torchshard.ir.graph import hint, is_own_collective, is_tensor, is_view, layout_of, op_name, values
@@ -132,10 +132,11 @@ LONGEST_LAYER = 6
 
 def _stack(groups: Sequence[Sequence[Box | Row]]) -> Box:
     """One box for several layers that are alike."""
-    first = next(item for item in groups[0] if isinstance(item, Box))
+    boxes = [next(item for item in group if isinstance(item, Box)) for group in groups]
+    first = boxes[0]
     shown = first if len(groups[0]) == 1 else Box(first.path, first.title, list(groups[0]))
     shown.count = len(groups) * first.count
-    shown.title = f"{shown.count} × {star_last_number(first.path)}"
+    shown.title = f"{shown.count} × {star_differences(*(box.path for box in boxes))}"
     for group in groups[1:]:
         for ours, theirs in zip(_rows(groups[0]), _rows(group), strict=True):
             ours.nodes += theirs.nodes
@@ -163,7 +164,7 @@ def _looks(items: Sequence[Box | Row]) -> object:
     at = {node: i for i, row in enumerate(rows) for node in row.nodes}
     inputs = [[at.get(i, -1) for i in row.nodes[0].all_input_nodes if is_tensor(i)] for row in rows]
     texts = [(re.sub(r"_\d+$", "", row.label), row.detail, row.shape, row.layout) for row in rows]
-    return [star_last_number(item.path) if isinstance(item, Box) else "" for item in items], texts, inputs
+    return [star_node(item.path) if isinstance(item, Box) else "" for item in items], texts, inputs
 
 
 # --- texts -----------------------------------------------------------------------------------------------------------
