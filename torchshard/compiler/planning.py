@@ -18,6 +18,7 @@ from torchshard.core.mesh import MeshAxis
 from torchshard.core.notation import Choice
 from torchshard.custom_ops.carry import CARRY
 from torchshard.ir.graph import is_tensor_op, node_row, passes_on_weight, placeholders
+from torchshard.ir.sizes import call_sizes
 from torchshard.passes.annotate import planned_choice
 from torchshard.passes.own_order import own_order_choice
 from torchshard.planner.conversions import conversions_of
@@ -69,6 +70,7 @@ def plan_graph(module: fx.GraphModule, facts: ModelFacts, constraints: Constrain
         conversions_of(module.graph, model, result.choices, result.parameters, conversions),
         stored=of_model,
         fingerprint=facts.signature,
+        title=", ".join([facts.modules[""].__name__, *call_sizes(module)]),
         machine=machine,
         static=constraints.is_static,
         recompute=problem.model.recompute,

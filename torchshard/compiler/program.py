@@ -111,6 +111,10 @@ class Program:
         """The graph of a rank as it runs it, by groups of no processes."""
         return localized(self.graph_of(number), self._coordinates(number)[-1])
 
+    def memory_of(self, number: int) -> dict[str, float]:
+        """The bytes that a step takes on a rank, by kind (see `memory_of_rank`)."""
+        return memory_of_rank(self.local_graph_of(number))
+
     def _coordinates(self, number: int) -> list[Coordinate]:
         place = self.mesh.place(number)
         return [_simulated(axis, place[axis.name]) for axis in self.axes]

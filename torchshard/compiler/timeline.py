@@ -14,8 +14,7 @@ from dataclasses import dataclass, field
 from torch import fx
 
 from torchshard.distributed.ops import is_collective
-from torchshard.ir.graph import before_casts, consumers, is_weight, sizes_as
-from torchshard.planner.costs import Op
+from torchshard.ir.graph import before_casts, is_weight
 from torchshard.planner.problem import PlanningProblem
 from torchshard.plans.plan import Plan
 
@@ -74,15 +73,8 @@ def seconds_of_step(plans: Sequence[Plan]) -> float:
 
 def _computation(plan: Plan, problem: PlanningProblem) -> dict[str, Work]:
     """Op -> what it computes, in the order of the graph."""
-    work = {}
-    with sizes_as(problem.sizes):
-        for node in consumers(problem.graph):
-            if node.name in plan.choices:
-                op = Op.of(node)
-                seconds = problem.model.seconds(op, plan.choices[node.name])
-                forward = seconds / (1 + problem.model.is_recomputed(node) + op.backward_ratio)
-                work[node.name] = Work([forward, seconds - forward])
-    return work
+    prices = problem.prices(plan.choices)
+    return {node.name: Work([price.forward, price.backward]) for node, price in prices.items()}
 
 
 def _first_op(graphs: Sequence[dict[str, fx.Node]], name: str, ops: dict[str, Work]) -> str:

@@ -16,6 +16,7 @@ from torch import fx
 
 from torchshard.core.columns import GAP, paragraph, terminal_width
 from torchshard.core.conversions import source_and_target
+from torchshard.core.paths import is_part
 from torchshard.distributed.ops import OPS, Begin, is_collective, is_or_begins_collective
 from torchshard.ir.axes import axes_of, axis_of, layout_texts
 from torchshard.ir.graph import op_name, values
@@ -111,7 +112,7 @@ def _is_shown(node: fx.Node, within: str) -> bool:
 
 def is_within(node: fx.Node, module: str) -> bool:
     """Whether a node is an op of a module or its children; '' is the model."""
-    return node.op == "call_function" and (not module or f"{node.meta.get('module', '')}.".startswith(f"{module}."))
+    return node.op == "call_function" and is_part(node.meta.get("module", ""), module)
 
 
 def _row(node: fx.Node, sources: bool, names: Names) -> list[str]:

@@ -9,7 +9,7 @@ import sympy
 from torch import Tensor, fx
 
 from torchshard.core.layouts import type_text
-from torchshard.ir.graph import Size, carried_inputs, is_tensor, placeholders, size_expr
+from torchshard.ir.graph import Size, carried_inputs, hint, is_tensor, placeholders, size_expr
 
 WORDS = ("batch", "length")
 """The first dim of what a model is called with, and those after it; the second of a kind is `length_2`."""
@@ -46,6 +46,19 @@ def name_sizes(module: fx.GraphModule) -> None:
                 words = (word, *(f"{word}_{i}" for i in range(2, len(named) + 2)))
                 named[next(word for word in words if word not in named)] = size
     module.meta["named_sizes"] = named
+
+
+def call_sizes(module: fx.GraphModule) -> list[str]:
+    """The sizes of the call that a graph was captured from: 'batch 2', 'length 128', fixed ones too."""
+    taken = (node for node in placeholders(module.graph) if node.meta["kind"] == "input" and is_tensor(node))
+    first = next((node.meta["val"] for node in taken if node.meta["val"].ndim), None)
+    sizes: dict[str, Size] = {}
+    if first is not None:
+        words = WORDS[:1] if first.is_floating_point() else WORDS
+        sizes = dict(zip(words, first.shape, strict=False))
+    found = {word: hint(size) for word, size in (sizes | module.meta.get("named_sizes", {})).items()}
+    kinds = {word: word.partition("_")[0] for word in found}
+    return [f"{word} {found[word]:,}" for word, kind in kinds.items() if word == kind or found[word] != found[kind]]
 
 
 def value_text(value: object, names: Names = MappingProxyType({})) -> str:

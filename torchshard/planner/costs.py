@@ -250,8 +250,9 @@ class CostModel:
         back = self._sent(backward, value.gradient, target, source)
         if back.nbytes and value.hides:
             # the schedule begins it before the weights' gradients, and waits for it behind them
-            hidden = value.hides / self.axis.size / self.machine.flops
-            back = replace(back, seconds=max(back.seconds - hidden, self.machine.launch))
+            meanwhile = value.hides / self.axis.size / self.machine.flops
+            waits = max(back.seconds - meanwhile, self.machine.launch)
+            back = replace(back, seconds=waits, hidden=back.seconds - waits)
         there = self._sent(forward, value, source, target)
         if value.is_bucketed(step):
             back, there = map(self._beside_others, (back, there))
@@ -289,15 +290,20 @@ class CostModel:
 
     def seconds(self, op: Op, choice: Choice) -> float:
         """What an op takes on the rank that has the most, forward and backward."""
+        return sum(self.ways(op, choice))
+
+    def ways(self, op: Op, choice: Choice) -> tuple[float, float]:
+        """The same, forward and backward apart; what backward computes again is its own."""
         m = self.machine
         if op.is_view:
             work = 0.0
         elif op.products:
-            work = max(self.flops(op, choice) / m.flops, self._traffic(op, choice) / m.memory_bandwidth)
+            work = max(self.flops(op, choice) / m.flops, self.traffic(op, choice) / m.memory_bandwidth)
         else:
             bandwidth = min(m.elementwise_bandwidth, m.memory_bandwidth / FUSED)
-            work = self._traffic(op, choice) / bandwidth
-        return (m.op_overhead + work) * (1 + self.is_recomputed(op.node) + op.backward_ratio)
+            work = self.traffic(op, choice) / bandwidth
+        forward = m.op_overhead + work
+        return forward, forward * (self.is_recomputed(op.node) + op.backward_ratio)
 
     def is_recomputed(self, node: fx.Node) -> bool:
         """Whether backward computes the values of an op again."""
@@ -320,7 +326,8 @@ class CostModel:
             sizes[axis] = sizes[axis] // ranks if parts == EQUAL else local_size(parts, 0, ranks)
         return sizes
 
-    def _traffic(self, op: Op, choice: Choice) -> float:
+    def traffic(self, op: Op, choice: Choice) -> float:
+        """Bytes that an op reads and writes on the rank that has the most, forward."""
         results = list(zip(op.results, choice.results, strict=True))
         read = results if op.node.target in LOOKUPS else list(zip(op.operands, choice.operands, strict=True))
         return sum(value.held(layout, self.axis.size) for value, layout in [*read, *results])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import sympy
 from torch import fx
@@ -11,9 +12,9 @@ from torch import fx
 from torchshard.core.errors import PlanError
 from torchshard.core.layouts import Layout
 from torchshard.core.notation import Choice
-from torchshard.ir.graph import other_sizes, sizes_as
+from torchshard.ir.graph import consumers, other_sizes, sizes_as
 from torchshard.planner.conversions import conversions_of
-from torchshard.planner.costs import CostModel
+from torchshard.planner.costs import CostModel, Op
 from torchshard.planner.network import GraphConstraints
 from torchshard.planner.predict import predict
 from torchshard.planner.search import Excess, search
@@ -28,6 +29,17 @@ class Alternative:
     costs: Costs
 
 
+class Price(NamedTuple):
+    """What an op takes on the rank that has the most."""
+
+    forward: float
+    backward: float
+    """Seconds."""
+    flops: float
+    nbytes: float
+    """Of the forward: the floating-point operations of its products, and the bytes that it reads and writes."""
+
+
 @dataclass(frozen=True)
 class PlanningProblem:
     """What a plan was searched for."""
@@ -39,6 +51,15 @@ class PlanningProblem:
     """What a plan takes beyond the limit of memory; None: there is no limit."""
     sizes: Mapping[sympy.Symbol, int] = field(default_factory=other_sizes)
     """Those that hold in place of the example inputs', as one part of the batch."""
+
+    def prices(self, choices: Mapping[str, Choice]) -> dict[fx.Node, Price]:
+        """What each op takes with these choices, in the order of the graph."""
+        with sizes_as(self.sizes):
+            return {n: self._price(n, choices[n.name]) for n in consumers(self.graph) if n.name in choices}
+
+    def _price(self, node: fx.Node, choice: Choice) -> Price:
+        op = Op.of(node)
+        return Price(*self.model.ways(op, choice), self.model.flops(op, choice), self.model.traffic(op, choice))
 
     def solve(self, constraints: GraphConstraints) -> Alternative:
         """The best plan under other constraints.

@@ -117,6 +117,15 @@ class Pin:
     """The axes of which one is to be split; none: the op runs whole."""
 
 
+def style_of(node: fx.Node) -> str:
+    """The word that asks for what an op does; '' where none does."""
+    choice, splits = node.meta.get("choice"), SPLITS.get(op_of(node.target))
+    if choice is None or splits is None:
+        return ""
+    axes = {axis for axis, _ in choice.axes}
+    return next((word for word, split in splits.items() if axes & {*split.axes}), "" if axes else "replicate")
+
+
 def parse_style(key: str, word: object) -> Style:
     """The Style of a plan's value.
 

@@ -26,10 +26,13 @@ class Sent:
     seconds: float
     times: int = 1
     """How many messages these are; 0 for what goes with another one."""
+    hidden: float = 0.0
+    """Further seconds that it is on its way, while the rank computes what does not need it."""
 
     def often(self, times: int) -> Sent:
         """The sum of so many of them."""
-        return replace(self, nbytes=self.nbytes * times, seconds=self.seconds * times, times=self.times * times)
+        more = {name: getattr(self, name) * times for name in ("nbytes", "seconds", "times", "hidden")}
+        return replace(self, **more)
 
 
 @dataclass(frozen=True)
@@ -211,6 +214,8 @@ class PlanData:
     batch: PlanData | None = field(default=None, compare=False)
     """The plan of the first axis over which the ranks divide the batch, for what this one leaves; it has that of the
     next one, and the last one the memory of a rank."""
+    title: str = field(default="", compare=False)
+    """The class of the model and the sizes of the call that it was made for: 'GPT2LMHeadModel, batch 2, length 128'."""
     label: str = field(default="", compare=False)
     """What the user calls its axis of the mesh, if it has a name."""
     problem: Any = field(default=None, compare=False, repr=False)

@@ -39,6 +39,7 @@ def _body(plan: PlanData) -> dict[str, Any]:
         "version": VERSION,
         "world_size": plan.world_size,
         "fingerprint": plan.fingerprint,
+        "title": plan.title,
         "static": plan.static,
         "recompute": list(plan.recompute),
         "machine": plan.machine.fields,
@@ -103,6 +104,7 @@ def _fields(body: dict[str, Any]) -> dict[str, Any]:
         "conversions": {name: _steps(steps) for name, steps in _is(dict, body["conversions"]).items()},
         "stored": stored,
         "fingerprint": _is(str, body["fingerprint"]),
+        "title": _is(str, body.get("title", "")),
         "costs": _costs(body["costs"]),
         "machine": _machine(body["machine"]),
         "static": _is(bool, body["static"]),
@@ -207,8 +209,8 @@ _NOTHING = {"kernel": "none", "nbytes": 0.0, "seconds": 0.0, "times": 1}
 
 def _sent(body: object) -> Sent:
     fields = _is(dict, body)
-    times = _is(int, fields["times"])
-    return Sent(_is(str, fields["kernel"]), _number(fields["nbytes"]), _number(fields["seconds"]), times)
+    times, hidden = _is(int, fields["times"]), _number(fields.get("hidden", 0.0))
+    return Sent(_is(str, fields["kernel"]), _number(fields["nbytes"]), _number(fields["seconds"]), times, hidden)
 
 
 def _collective(body: object) -> Collective:
