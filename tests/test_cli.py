@@ -126,6 +126,8 @@ def test_show_a_model_at_both_levels(capsys: pytest.CaptureFixture[str]) -> None
 
 def test_draw(tmp_path: Path) -> None:
     assert main(["draw", "tests.test_cli:factory", "-o", str(tmp_path / "x.svg")]) == 0
+    assert main(["draw", "tests.test_cli:factory", "--layer", "auto", "-o", str(tmp_path / "layer.svg")]) == 0
+    assert "l-lane" in (tmp_path / "layer.svg").read_text()
     assert (tmp_path / "x.svg").read_text().count("<polygon") == 1
 
 

@@ -29,20 +29,44 @@ said.hidden = rows.filter((r) => !seen(r)).length;
 document.querySelector("main details > summary").click();
 said.one = document.querySelectorAll("main details[open]").length;
 document.getElementById("open-all").click();
-said.shown = rows.every(seen);
+said.shown = rows.every((r) => seen(r) || r.closest(".book"));
 document.getElementById("fold-all").click();
 const search = document.getElementById("search");
 search.value = "mlp_2_linear";
 search.dispatchEvent(new Event("input", { bubbles: true }));
-said.hits = document.getElementById("hits").textContent;
+const hits = document.getElementById("hits");
+said.hits = hits.textContent;
 said.found = [...document.querySelectorAll(".found")].every(seen);
+document.getElementById("next").click();
+search.dispatchEvent(new KeyboardEvent("keydown", { key: "Enter", bubbles: true }));
+said.second = hits.textContent;
+document.getElementById("before").click();
+said.first = hits.textContent + (document.querySelector(".found") === document.querySelector(".picked"));
+document.querySelector("#panel [data-key]").click();
+said.copied = hits.textContent;
 document.querySelector("[data-row]").click();
 said.picked = document.querySelector(".picked") !== null && seen(document.querySelector(".picked"));
 said.panel = document.getElementById("panel").innerText;
-document.querySelector("#panel a").click();
+document.querySelector("#panel .link").click();
 said.followed = document.getElementById("panel").innerText !== said.panel;
 document.getElementById("close").click();
 said.closed = !seen(document.getElementById("panel"));
+const books = [...document.querySelectorAll(".row.book")], others = rows.filter((r) => !r.matches(".collective"));
+document.getElementById("open-all").click();
+said.books = [books.length > 0 && !books.some(seen)];
+document.getElementById("books").click();
+said.books.push(books.every(seen));
+document.getElementById("only").click();
+said.only = !others.some(seen) && rows.some(seen);
+document.getElementById("only").click();
+document.querySelector("#tree summary").focus();
+const press = (key) => document.activeElement.dispatchEvent(new KeyboardEvent("keydown", { key, bubbles: true }));
+for (let i = 0; i < 60 && !document.activeElement.matches(".row.collective"); i++) press("ArrowDown");
+said.hover = document.activeElement.title + document.activeElement.querySelector("u").title;
+press("Enter");
+said.entered = document.activeElement.classList.contains("picked");
+press("/");
+said.searching = document.activeElement === search;
 said.errors = window.failures;
 document.title = JSON.stringify(said);
 })();</script>
@@ -79,32 +103,40 @@ def test_it_opens_folded_expands_clicks_and_finds(tmp_path: Path) -> None:
     said = _in_browser(_page(tmp_path, _program()), tmp_path)
     assert said["errors"] == [] and said["folded"] and said["hidden"] > 10 and said["one"] == 1 and said["shown"]
     assert said["hits"] == "2 found" and said["found"] and said["picked"] and said["followed"] and said["closed"]
+    assert (said["second"], said["first"]) == ("2 of 2", "1 of 2true")
+    assert said["copied"] == 'copied "blocks.*.mlp.2": "row"'
+    assert said["books"] == [True, True] and said["only"] and said["entered"] and said["searching"]
+    assert "each rank uses it for its own part" in said["hover"] and "whole on each rank" in said["hover"]
     for part in ("why", "costs", "layout", "source", "models.py:", "KiB"):
         assert part in said["panel"], part
 
 
 def test_it_needs_nothing_from_elsewhere(tmp_path: Path) -> None:
     text = _page(tmp_path, _program())
-    assert not re.search(r"(src|href)\s*=|@import|url\(|https?://(?!www\.w3\.org)", text)
+    assert not re.search(r"src\s*=|href\s*=(?!\"#)|@import|url\((?!#)|https?://(?!www\.w3\.org)", text)
     assert "prefers-color-scheme: dark" in text and text.count("<script") == 2
 
 
 def test_every_collective_is_drawn_with_its_own_symbol_and_in_the_badges(tmp_path: Path) -> None:
     made = _program()
     text = _page(tmp_path, made)
-    rows = re.findall(r'<div class="row collective[ a-z]*" id="[^"]+"><span class="label">⬡ (\w+)', text)
+    rows = re.findall(r'<div class="row collective[ a-z]*" id="[^"]+"><b>⬡ (\w+)', text)
     assert len(rows) == text.count('class="row collective') > 3
     badges = [int(n) for n in re.findall(r'class="badge">⬡ (\d+) ', text)]
     assert max(badges) <= sum(c.calls > 0 for c in made.plan.costs.collectives) and badges
     assert "2 × blocks.*" in text or "blocks" in text
     facts = json.loads(re.search(r'type="application/json">(.*?)</script>', text, re.DOTALL)[1].replace("<\\/", "</"))  # type: ignore[index]
-    assert all(near in facts for fact in facts.values() for near in (*fact["from"], *fact["to"]))
+    (of_rows,) = facts["sides"].values()
+    assert len(of_rows) == text.count('<div class="row')
+    assert all(near < len(of_rows) for near, *_ in of_rows for near in near)
+    assert all(number < len(facts["texts"]) for _, *numbers in of_rows for number in numbers)
 
 
 def test_two_plans_lie_side_by_side(tmp_path: Path) -> None:
     text = _page(tmp_path, _program(2), _program(3).plan)
-    assert text.count("<section>") == 2 and "2 ranks and 3 ranks" in text
-    assert len(set(re.findall(r' id="([01]-\d+)"', text))) == len(re.findall(r' id="([01]-\d+)"', text))
+    assert text.count("<section>") == 2 and "2 ranks, cpu-gloo and 3 ranks, cpu-gloo" in text
+    ids = re.findall(r' id="([ab]\d+)"', text)
+    assert len(set(ids)) == len(ids) and {i[0] for i in ids} == {"a", "b"}
 
 
 def test_texts_cant_break_the_page(tmp_path: Path) -> None:

@@ -173,6 +173,8 @@ def _plan_files(command: argparse.ArgumentParser) -> None:
 def _picture(command: argparse.ArgumentParser) -> None:
     command.add_argument("-o", "--output", required=True, metavar="FILE", help="x.html, x.svg or x.dot")
     command.add_argument("--step", action="store_true", help="rank 0's forward and backward, as they run")
+    text = "an .svg of this module alone, with a lane for each rank; auto: the layer that takes the most time"
+    command.add_argument("--layer", metavar="PATH", help=text)
 
 
 def _output(command: argparse.ArgumentParser) -> None:
@@ -339,11 +341,11 @@ def _loaded(options: argparse.Namespace) -> Plan:
 def _draw(options: argparse.Namespace) -> int:
     import torchshard as ts
     from torchshard.core.files import check_writable
-    from torchshard.report.drawing import check_suffix
+    from torchshard.report.drawing import FORMATS, OF_LAYER, check_suffix
 
-    check_suffix(options.output)
+    check_suffix(options.output, FORMATS if options.layer is None else OF_LAYER)
     check_writable(options.output)
-    ts.draw(_planned(options), options.output, step=options.step)
+    ts.draw(_planned(options), options.output, step=options.step, layer=options.layer)
     return 0
 
 

@@ -1,7 +1,8 @@
 """Pictures of a plan's graph: modules as nested boxes, ops as rows, collectives as hexagons; a file's suffix says how.
 
-    draw(model, "model.html")      a page of its own: modules open and close, rows tell what they are; search
+    draw(model, "model.html")      a page of its own: where time and memory go, a layer on each rank, all modules
     draw(plan, "model.svg")        for papers and READMEs
+    draw(plan, "layer.svg", layer="blocks.0")    that layer with a lane for each rank, for a talk
     draw(plan, "model.dot")        for Graphviz
 
 Layers that repeat are drawn once, as "12 × blocks.*". A collective says what travels and when: ▼ in the forward pass,
@@ -11,7 +12,7 @@ Layers that repeat are drawn once, as "12 × blocks.*". A collective says what t
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -19,39 +20,54 @@ from torchshard.core.errors import InputError
 from torchshard.core.files import write_text
 from torchshard.plans.plan import Plan
 from torchshard.report.drawing.dot import dot
-from torchshard.report.drawing.html import Shown, page
+from torchshard.report.drawing.html import Shown, busiest_layer, page
+from torchshard.report.drawing.lanes import MOST_STATIONS, lanes
 from torchshard.report.drawing.svg import picture
 from torchshard.report.explain import Planned, graph_of, plan_in, step_of
 
 FORMATS = (".html", ".svg", ".dot")
+OF_LAYER, OF_SEVERAL = (".svg",), (".html",)
+"""Of one layer, and of several plans."""
+MOST_PLANS = 8
+"""So many plans lie beside each other on a page."""
 
 
 def draw(
-    model: Planned | Plan | Sequence[Planned | Plan],
+    model: Planned | Plan | Sequence[Planned | Plan] | Mapping[str, Planned | Plan],
     path: str | os.PathLike[str],
     *,
     step: bool = False,
+    layer: str | None = None,
     rank: int = 0,
 ) -> None:
     """Writes a picture of a plan's graph, or of a sharded model's latest, with its collectives.
 
     Args:
-        model: what is drawn; several, in a list, lie side by side on a page.
+        model: what is drawn; several, in a list or by their names in a dict, lie side by side on a page, which marks
+            where they differ.
         path: the file; its suffix is .html, .svg or .dot.
         step: draws a training step of a rank, forward and backward as they run: where collectives begin, and where they
             are waited for.
+        layer: the path of a module, of which an .svg shows each rank in a lane of its own: the slices of weights and
+            values that it holds, and collectives as joins of the lanes, as figure 3 of Shoeybi et al., "Megatron-LM"
+            (2019). "auto" is the layer in which a step spends the most time, as pages show it.
         rank: whose graph or step, by its number among all ranks.
 
     Raises:
-        InputError: the suffix is another, the file can't be written, there is no graph to draw, or no such rank.
+        InputError: the suffix is another, the file can't be written, there is no graph to draw, no such rank or layer,
+            or a layer of too many ops for a figure.
     """
-    models: list[Any] = list(model) if isinstance(model, (list, tuple)) else [model]
-    check_suffix(path, FORMATS if len(models) == 1 else (".html",))
-    if not models:
-        raise InputError("there is nothing to draw", where="draw", why="the list is empty", attempt="a plan")
+    named: dict[str, Any] = dict(model) if isinstance(model, Mapping) else {}
+    models: list[Any] = list(named.values() or (model if isinstance(model, (list, tuple)) else [model]))
+    check_suffix(path, OF_LAYER if layer is not None else FORMATS if len(models) == 1 else OF_SEVERAL)
+    if not models or len(models) > MOST_PLANS or (isinstance(model, Mapping) and not model):
+        what = "there is nothing to draw" if not models else f"{len(models)} plans are too many for a page"
+        raise InputError(what, where="draw", why=f"one to {MOST_PLANS} are drawn", attempt="a plan, or a list of them")
     of_plan = step_of if step else graph_of
-    plans = map(plan_in, models)
-    write_text(path, _text(Path(path).suffix, [Shown(plan, of_plan(plan, rank).graph) for plan in plans]))
+    plans = [plan_in(each) for each in models]
+    names = [*named] or [""] * len(plans)
+    shown = [Shown(plan, of_plan(plan, rank).graph, name) for plan, name in zip(plans, names, strict=True)]
+    write_text(path, _text(Path(path).suffix, shown) if layer is None else _figure(plans[0], layer))
 
 
 def check_suffix(path: str | os.PathLike[str], formats: Sequence[str] = FORMATS) -> None:
@@ -66,7 +82,8 @@ def check_suffix(path: str | os.PathLike[str], formats: Sequence[str] = FORMATS)
         raise InputError(
             f"a picture can't be written as {Path(path).suffix or 'a file without a suffix'!r}",
             where=os.fspath(path),
-            why=f"the suffix says the format, here {', '.join(formats)}; several plans are shown by .html alone",
+            why=f"the suffix says the format, here {', '.join(formats)}; "
+            "several plans are shown by .html alone, and one layer by .svg",
             attempt=repr(f"{Path(path).stem or 'model'}{formats[0]}"),
         )
 
@@ -75,6 +92,18 @@ def _text(suffix: str, shown: Sequence[Any]) -> str:
     if suffix == ".html":
         return page(shown)
     (one,) = shown
-    if suffix == ".dot":
-        return dot(one.graph)
-    return picture(one.graph, sum(each.costs.nbytes for each in one.plan.over_all))
+    return dot(one.graph) if suffix == ".dot" else picture(one.graph, one.plan)
+
+
+def _figure(plan: Plan, layer: str) -> str:
+    """One layer, a lane for each rank."""
+    path = busiest_layer(plan) if layer == "auto" else layer
+    drawn = lanes(plan, path)
+    if not drawn:
+        raise InputError(
+            f"there is no figure of {path or 'the whole model'!r}",
+            where="layer=",
+            why=f"a figure shows a module that the graph has, of up to {MOST_STATIONS} products, collectives, others",
+            attempt=f"a layer's path, as {busiest_layer(plan) or 'blocks.0'!r}",
+        )
+    return drawn

@@ -14,11 +14,11 @@ from xml.sax.saxutils import escape, quoteattr
 
 from torch import fx
 
-from torchshard.core.mesh import ranks_text
 from torchshard.distributed.ops import is_or_begins_collective
-from torchshard.ir.axes import mesh_of
 from torchshard.ir.graph import op_name, where
+from torchshard.plans.data import PlanData
 from torchshard.plans.machine import size_text
+from torchshard.plans.table import mesh_text
 from torchshard.report.drawing.outline import Box, Row, outline, sources
 
 CHAR, LINE, GAP, PAD, MARGIN, HEAD = 6.63, 19, 4, 7, 14, 76
@@ -58,7 +58,7 @@ class Extent:
 Extents = dict[Box | Row, Extent]
 
 
-def picture(graph: fx.Graph, comm_bytes: float) -> str:
+def picture(graph: fx.Graph, plan: PlanData) -> str:
     """The SVG text."""
     root = outline(graph)
     columns, edge = _columns(root)
@@ -66,8 +66,9 @@ def picture(graph: fx.Graph, comm_bytes: float) -> str:
     height = _place(root, MARGIN, edge, HEAD, places) + MARGIN - GAP
     curves, reach = _curves(graph, [(row, places[row]) for row in root.rows()], edge)
     width = round(max(edge + reach, MARGIN + CHAR * max(map(len, LEGEND))) + MARGIN)
-    count = sum(len(row.nodes) for row in root.rows() if any(sign in row.detail for sign in "▼▲"))
-    head = f"{ranks_text(mesh_of(graph))}, {count} collectives, {size_text(comm_bytes)} sent by each rank per step"
+    ahead, back = (sum(ways) for ways in zip(*(each.costs.calls for each in plan.over_all), strict=True))
+    sent = size_text(sum(each.costs.nbytes for each in plan.over_all))
+    head = f"{mesh_text(plan)}, {ahead} collectives forward and {back} backward, {sent} sent by each rank per step"
     return _ILLEGAL.sub("�", "\n".join([
         f'<svg xmlns="http://www.w3.org/2000/svg" width="{width}" height="{height}" viewBox="0 0 {width} {height}">',
         f'<style>{STYLE}</style><rect class="page" width="{width}" height="{height}"/>',

@@ -1,36 +1,80 @@
 "use strict";
 const facts = JSON.parse(document.getElementById("facts").textContent);
 const rows = new Map([...document.querySelectorAll(".row")].map((row) => [row.id, row]));
-const panel = document.getElementById("panel"), list = document.getElementById("fact-list");
+const by = (id) => document.getElementById(id), panel = by("panel"), list = by("fact-list");
+const seen = (element) => element.checkVisibility();
+let hits = [], at = -1;
+
+const fact = (id) => facts.sides[id[0]][id.slice(1)];
+const told = (id, name) => facts.texts[fact(id)[facts.told.indexOf(name) + 1] ?? 0];
+const from = (id) => fact(id)[0].map((number) => id[0] + number);
+const takers = new Map([...rows.keys()].map((id) => [id, []]));
+for (const row of rows.values()) row.tabIndex = -1;
+for (const button of document.querySelectorAll("[data-key]")) button.title = "copy this key of a plan";
+for (const id of rows.keys()) for (const near of from(id)) takers.get(near)?.push(id);
+const label = (id) => `${told(id, "module")} ${rows.get(id)?.firstChild.textContent ?? id}`.trim();
+
+function meaning(layout) {
+  return layout.split(/[ ,]+/).map((word) => facts.meanings[word[0]]).filter((text, i, all) => text && all.indexOf(text) === i).join("; ");
+}
+
+function describe(row) {
+  const layout = row.querySelector("u"), id = row.id;
+  if (layout) layout.title = meaning(layout.textContent);
+  const why = told(id, "why");
+  row.title = why ? `${why}; for ${told(id, "for")}; ${told(id, "costs")}` : told(id, "row");
+}
 
 function reveal(element) {
   for (let up = element.parentElement; up; up = up.parentElement) if (up.tagName === "DETAILS") up.open = true;
+  if (element.closest(".book")) show("books", true);
+}
+
+function show(id, on) {
+  by(id).checked = on;
+  document.body.classList.toggle(id, on);
+}
+
+function copyButton(text) {
+  const button = document.createElement("button");
+  button.dataset.key = text;
+  button.textContent = "copy";
+  return button;
+}
+
+function entry(name, ...told) {
+  const term = document.createElement("dt"), value = document.createElement("dd");
+  term.textContent = name;
+  value.append(...told);
+  list.append(term, value);
 }
 
 function pick(id, scroll) {
-  const row = rows.get(id), fact = facts[id];
-  if (!row || !fact) return;
+  const row = rows.get(id);
+  if (!row) return;
   for (const other of rows.values()) other.classList.remove("picked", "near");
   row.classList.add("picked");
-  for (const near of [...fact.from, ...fact.to]) rows.get(near)?.classList.add("near");
+  for (const near of [...from(id), ...takers.get(id)]) rows.get(near)?.classList.add("near");
   list.replaceChildren();
-  for (const [name, value] of Object.entries(fact.shown)) {
-    const term = document.createElement("dt"), told = document.createElement("dd");
-    term.textContent = name;
-    told.textContent = value;
-    list.append(term, told);
+  const [, detail, shape, layout] = [...row.children].map((cell) => cell.textContent);
+  for (const name of facts.told) {
+    const text = told(id, name);
+    if (text) entry(name, text, ...(name === "key" ? [" ", copyButton(text)] : []));
+    if (name === "module") {
+      if (shape) entry("shape", shape);
+      if (layout) entry("layout", `${layout}: ${meaning(layout)}`);
+      if (detail) entry("split", detail);
+    }
   }
-  for (const [name, ids] of [["takes", fact.from], ["goes to", fact.to]]) {
+  for (const [name, ids] of [["takes", from(id)], ["goes to", takers.get(id)]]) {
     if (!ids.length) continue;
-    const term = document.createElement("dt"), told = document.createElement("dd");
-    term.textContent = name;
-    ids.forEach((near, i) => {
-      const link = document.createElement("a");
-      link.textContent = (i ? ", " : "") + (facts[near]?.name ?? near);
-      link.addEventListener("click", () => pick(near, true));
-      told.append(link);
-    });
-    list.append(term, told);
+    entry(name, ...ids.map((near) => {
+      const link = document.createElement("button");
+      link.className = "link";
+      link.dataset.row = near;
+      link.textContent = label(near);
+      return link;
+    }));
   }
   panel.classList.add("open");
   if (scroll) {
@@ -41,21 +85,65 @@ function pick(id, scroll) {
 
 function search(text) {
   const wanted = text.trim().toLowerCase();
-  let count = 0;
+  hits = [];
+  at = -1;
   for (const [id, row] of rows) {
-    const hit = wanted !== "" && facts[id].search.includes(wanted);
+    const texts = () => facts.told.map((name) => told(id, name)).join(" ") + " " + [...row.children].map((c) => c.textContent).join(" ");
+    const hit = wanted !== "" && texts().toLowerCase().includes(wanted);
     row.classList.toggle("found", hit);
-    if (hit && ++count <= 200) reveal(row);
+    if (hit && hits.push(row) <= 200) reveal(row);
   }
-  document.getElementById("hits").textContent = wanted === "" ? "" : count + " found";
+  by("hits").textContent = wanted === "" ? "" : `${hits.length} found`;
+}
+
+function go(by_) {
+  if (!hits.length) return;
+  at = (at + by_ + hits.length) % hits.length;
+  pick(hits[at].id, true);
+  by("hits").textContent = `${at + 1} of ${hits.length}`;
+}
+
+function close() {
+  panel.classList.remove("open");
 }
 
 document.body.addEventListener("click", (event) => {
-  const row = event.target.closest(".row"), link = event.target.closest("[data-row]");
-  if (row) pick(row.id, false);
-  else if (link) pick(link.dataset.row, true);
+  const copy = event.target.closest("[data-key]"), link = event.target.closest("[data-row]"), row = event.target.closest(".row");
+  if (copy) {
+    event.preventDefault();
+    navigator.clipboard?.writeText(copy.dataset.key).catch(() => {});
+    by("hits").textContent = `copied ${copy.dataset.key}`;
+  } else if (link) pick(link.dataset.row, true);
+  else if (row) pick(row.id, false);
 });
-document.getElementById("search").addEventListener("input", (event) => search(event.target.value));
-document.getElementById("close").addEventListener("click", () => panel.classList.remove("open"));
-document.getElementById("open-all").addEventListener("click", () => document.querySelectorAll("main details").forEach((d) => (d.open = true)));
-document.getElementById("fold-all").addEventListener("click", () => document.querySelectorAll("main details").forEach((d) => (d.open = false)));
+document.body.addEventListener("pointerover", (event) => {
+  const row = event.target.closest(".row");
+  if (row) describe(row);
+});
+document.body.addEventListener("keydown", (event) => {
+  if (event.target.tagName === "INPUT") {
+    if (event.key === "Enter") go(event.shiftKey ? -1 : 1);
+    if (event.key === "Escape") event.target.blur();
+    return;
+  }
+  if (event.key === "/") {
+    event.preventDefault();
+    by("search").focus();
+  } else if (event.key === "Escape") close();
+  else if (event.key === "ArrowDown" || event.key === "ArrowUp") {
+    const stops = [...document.querySelectorAll("#tree summary, #tree .row")].filter(seen);
+    const next = stops[stops.indexOf(document.activeElement) + (event.key === "ArrowDown" ? 1 : -1)];
+    if (!next) return;
+    event.preventDefault();
+    next.focus();
+    if (next.classList.contains("row")) describe(next);
+  } else if (event.key === "Enter" && event.target.classList.contains("row")) pick(event.target.id, false);
+});
+by("search").addEventListener("input", (event) => search(event.target.value));
+by("next").addEventListener("click", () => go(1));
+by("before").addEventListener("click", () => go(-1));
+by("close").addEventListener("click", close);
+for (const id of ["only", "books"]) by(id).addEventListener("change", (event) => show(id, event.target.checked));
+for (const [id, open] of [["open-all", true], ["fold-all", false]]) {
+  by(id).addEventListener("click", () => document.querySelectorAll("main details").forEach((d) => (d.open = open)));
+}

@@ -1,0 +1,231 @@
+"""What pages and figures show of a step: sums that must be those of the plan, and slices that make up the whole."""
+
+from __future__ import annotations
+
+import re
+from functools import cache
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+from xml.etree import ElementTree
+
+import pytest
+import torch
+from torch import nn
+
+import torchshard as ts
+from tests.compiled import compiled
+from tests.models import CASES
+from torchshard.compiler.program import Program
+from torchshard.ir.graph import op_name
+from torchshard.ir.listing import is_within
+from torchshard.plans.plan import Plan
+from torchshard.report.drawing.html import busiest_layer
+from torchshard.report.drawing.lanes import ICON
+from torchshard.report.drawing.stations import is_join, stations
+from torchshard.report.memory import memory_of_ranks
+from torchshard.report.times import bounds, layer_timeline, shares
+
+SVG = "{http://www.w3.org/2000/svg}"
+
+
+@cache
+def _program(name: str, world_size: int = 2) -> Program:
+    case = CASES[name]
+    torch.manual_seed(0)
+    return compiled(case.build(), case.plan, world_size, case.inputs(), case.kwargs)
+
+
+def _mesh_plan(data: Any = "shard", **options: Any) -> Plan:
+    torch.manual_seed(0)
+    blocks = (nn.Sequential(nn.LayerNorm(16), nn.Linear(16, 64), nn.GELU(), nn.Linear(64, 16)) for _ in range(3))
+    return ts.plan(
+        nn.Sequential(*blocks), mesh={"dp": 2, "tp": 3}, data=data, example_inputs=(torch.randn(8, 16),), **options
+    )
+
+
+# --- seconds ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", ["gpt", "mlp", "gqa_1_kv_head", "dense_moe", "conv"])
+def test_the_parts_of_a_step_are_the_step(name: str) -> None:
+    plan = _program(name).plan
+    parts = shares(plan)
+    assert sum(part.seconds for part in parts) == pytest.approx(plan.costs.seconds)
+    assert sum(part.computes for part in parts) == pytest.approx(sum(plan.costs.compute.values()))
+    whole = layer_timeline(plan, "")
+    assert sum(max(e.start + e.seconds for e in events) for events in whole if events) == pytest.approx(
+        plan.costs.seconds
+    )
+    assert sum(bound.seconds for bound in bounds(plan)) <= plan.costs.seconds * (1 + 1e-9)
+
+
+def test_a_layer_computes_one_thing_at_a_time_and_collectives_run_behind() -> None:
+    hidden = 0.0
+    for events in layer_timeline(_program("gpt").plan, "blocks.1"):
+        assert {event.lane for event in events} == {"computes", "sends"}
+        for lane in ("computes", "sends"):
+            own = [event for event in events if event.lane == lane]
+            assert all(a.start + a.seconds <= b.start + 1e-12 for a, b in pairwise(own))
+        work, sent = (
+            [(e.start, e.start + e.seconds) for e in events if e.lane == lane] for lane in ("computes", "sends")
+        )
+        hidden += sum(max(0.0, min(b, d) - max(a, c)) for a, b in work for c, d in sent)
+    of_block = next(part for part in shares(_program("gpt").plan) if part.name == "blocks.*")
+    assert hidden == pytest.approx(of_block.hidden / len(of_block.modules)) and hidden > 0
+
+
+def test_the_parts_of_a_mesh_are_its_step() -> None:
+    plan = _mesh_plan(machine="h100x8")
+    assert sum(part.seconds for part in shares(plan)) == pytest.approx(sum(plan.step_seconds.values()))
+    assert [part.name for part in shares(plan)][-1] == "over the batch's axes"
+
+
+def test_a_plan_that_was_loaded_tells_what_it_knows() -> None:
+    live = _program("gpt").plan
+    loaded = Plan.from_json(live.to_json())
+    assert shares(loaded) == shares(live) and layer_timeline(loaded, "blocks.1") == ([], [])
+    assert loaded.title == live.title == "GPT, batch 2, length 7"
+    names = [bound.name for bound in bounds(loaded)]
+    assert names and all("-" in name for name in names)  # messages alone
+
+
+# --- bytes -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("name", "world"), [("gpt", 2), ("gpt", 3), ("gqa_1_kv_head", 4), ("mlp", 3)])
+def test_each_rank_holds_what_its_graph_has(name: str, world: int) -> None:
+    made = _program(name, world)
+    groups = memory_of_ranks(made.plan)
+    assert sorted(rank for group in groups for rank in group.ranks) == [*range(world)]
+    held = memory_of_ranks(Plan.from_json(made.plan.to_json()))
+    for group, of_loaded in zip(groups, held, strict=True):
+        for rank in group.ranks:
+            assert made.memory_of(rank) == {**group.nbytes, "peak": group.total}
+        assert of_loaded.nbytes["parameters"] == group.nbytes["parameters"]
+    assert groups[0].nbytes["parameters"] == made.plan.parameter_bytes()[1]
+
+
+def test_ranks_of_a_mesh_hold_slices_of_slices() -> None:
+    plan = _mesh_plan()
+    whole = sum(stored.nbytes() for stored in plan.stored.values())
+    groups = memory_of_ranks(plan)
+    assert sorted(rank for group in groups for rank in group.ranks) == [*range(6)]
+    assert len(groups) > 1 and whole / 6 < groups[0].nbytes["parameters"] < whole / 2
+    assert {group.name for group in groups} == {"ranks 0, 3", "ranks 1, 4", "ranks 2, 5"} or groups[0].ranks[0] == 0
+
+
+def test_a_tied_weight_is_held_once() -> None:
+    class Tied(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.tokens, self.head = nn.Embedding(40, 16), nn.Linear(16, 40, bias=False)
+            self.head.weight = self.tokens.weight
+
+        def forward(self, ids: torch.Tensor) -> torch.Tensor:
+            return self.head(self.tokens(ids))
+
+    plan = ts.plan(Tied(), world_size=2, example_inputs=(torch.zeros(2, 5, dtype=torch.long),))
+    (group,) = memory_of_ranks(plan)
+    assert group.nbytes["parameters"] == group.nbytes["gradients"] == plan.parameter_bytes()[1]
+
+
+# --- figures ---------------------------------------------------------------------------------------------------------
+
+
+def _figure(model: Any, folder: Path, layer: str = "blocks.0") -> ElementTree.Element:
+    ts.draw(model, folder / "layer.svg", layer=layer)
+    return ElementTree.parse(folder / "layer.svg").getroot()
+
+
+def _of(root: ElementTree.Element, look: str) -> list[ElementTree.Element]:
+    return [e for e in root.iter() if look in e.attrib.get("class", "").split()]
+
+
+@pytest.mark.parametrize("world", [2, 3, 4])
+def test_a_layer_has_a_lane_for_each_rank_and_a_join_for_each_collective(world: int, tmp_path: Path) -> None:
+    made = _program("gpt", world)
+    root = _figure(made, tmp_path)
+    assert [e.text for e in _of(root, "l-name")][1:] == [f"rank {rank}" for rank in range(world)]
+    inside = [op_name(n) for n in made.graph.graph.nodes if is_within(n, "blocks.0") and is_join(n)]
+    assert len(_of(root, "l-join") + _of(root, "l-quiet")) == len(inside)
+    letters = [e.text for e in _of(root, "l-letter")]
+    assert letters.count("f") == inside.count("copy") > 0 and letters.count("g") == inside.count("reduce") > 0
+
+
+@pytest.mark.parametrize("world", [2, 3, 4])
+def test_the_slices_of_all_lanes_are_the_weights(world: int, tmp_path: Path) -> None:
+    made = _program("gpt", world)
+    filled = 0.0
+    for path in _of(_figure(made, tmp_path), "l-weight"):
+        found = re.search(r"h([\d.]+)v([\d.]+)", path.attrib["d"])
+        assert found is not None
+        filled += float(found[1]) * float(found[2])
+    shown = [one.weights[0] for one in stations(made.graph.graph, "blocks.0") if one.weights]
+    wanted = 0.0
+    for weight in shown:
+        high = ICON if weight.meta["val"].ndim > 1 else 8
+        is_split = str(weight.meta["layouts"][0]).startswith("S")
+        wanted += ICON * high * (1 if is_split else world)
+    assert filled == pytest.approx(wanted, rel=5e-3)
+
+
+def test_stations_lead_from_left_to_right_and_collectives_stand_alone() -> None:
+    for name in ("gpt", "gqa_1_kv_head", "encoder_decoder", "dense_moe"):
+        shown = stations(_program(name).graph.graph, "")
+        assert all(source.level < one.level for one in shown for source in one.sources)
+        for one in shown:
+            others = [other for other in shown if other.level == one.level and other is not one]
+            assert not (one.is_join and others) and all(other.row != one.row for other in others)
+
+
+def test_the_layer_of_auto_is_the_one_that_pages_show(tmp_path: Path) -> None:
+    plan = _program("gpt").plan
+    assert busiest_layer(plan) == "blocks.1"
+    assert _of(_figure(plan, tmp_path, "auto"), "l-name")[0].text == "blocks.1 on 2 ranks"
+    ts.draw(plan, tmp_path / "page.html")
+    assert "blocks.1 on 2 ranks" in (tmp_path / "page.html").read_text()
+
+
+def test_what_a_figure_cant_be(tmp_path: Path) -> None:
+    plan = _program("gpt").plan
+    for name, layer, text in (
+        ("x.html", "blocks.0", "can't be written as '.html'"),
+        ("x.svg", "blocks.7", "(?s)there is no figure of 'blocks.7'.*try: +a layer's path, as 'blocks.1'"),
+    ):
+        with pytest.raises(ts.InputError, match=text):
+            ts.draw(plan, tmp_path / name, layer=layer)
+    assert not list(tmp_path.iterdir())
+
+
+def test_names_and_differences_of_several_plans(tmp_path: Path) -> None:
+    case = CASES["gpt"]
+    torch.manual_seed(0)
+    whole = compiled(
+        case.build(),
+        {key: "replicate" if ".mlp." in key else word for key, word in case.plan.items()},
+        2,
+        case.inputs(),
+        case.kwargs,
+    )
+    ts.draw({"as it is": _program("gpt"), "mlp whole": whole}, tmp_path / "x.html")
+    text = (tmp_path / "x.html").read_text()
+    assert "as it is and mlp whole</h1>" in text
+    rows = re.findall(
+        r'<tr class="differs"><th scope="row">([^<]*)</th><td class="n">([^<]*)</td><td class="n">([^<]*)<', text
+    )
+    assert ("blocks.*.mlp.0.weight", "S(0)", "I") in rows and any(name.startswith("per step on") for name, *_ in rows)
+    assert 'class="line differs"' in text and "blocks.*.attn.q.weight" not in dict((name, a) for name, a, _ in rows)
+
+
+@pytest.mark.nightly
+def test_pages_of_large_models_are_small(tmp_path: Path) -> None:
+    from transformers import T5Config, T5ForConditionalGeneration
+
+    sizes = {"d_model": 1024, "d_ff": 4096, "num_layers": 24, "num_decoder_layers": 24, "num_heads": 16, "d_kv": 64}
+    with torch.device("meta"):
+        model = T5ForConditionalGeneration(T5Config(**sizes, decoder_start_token_id=0, pad_token_id=0))
+    ids = torch.zeros(2, 64, dtype=torch.long, device="meta")
+    plan = ts.plan(model.bfloat16(), world_size=4, machine="h100x8", example_kwargs={"input_ids": ids, "labels": ids})
+    ts.draw(plan, tmp_path / "t5.html")
+    assert (tmp_path / "t5.html").stat().st_size < 150_000

@@ -1,0 +1,182 @@
+"""A module as a few stations, as a paper draws it: its products, its collectives, and what stands between them.
+
+    x -> norm -> f -> q, k, v -> rotary -> attention -> o -> g -> add
+
+A product and a collective are a station each; other ops that follow one another in one module are one together, and
+what only looks at a value in another way is none.
+"""
+
+from __future__ import annotations
+
+import operator
+import re
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from itertools import chain, count, groupby
+
+from torch import fx
+
+from torchshard.core.conversions import kernels
+from torchshard.core.paths import is_part
+from torchshard.custom_ops.whole import entry
+from torchshard.distributed.ops import is_collective
+from torchshard.ir.graph import is_float, is_view, is_weight, op_name, values
+from torchshard.ir.listing import is_within
+from torchshard.planner.costs import LOOKUPS, PRODUCTS
+
+LETTERS = {"copy": "f", "reduce": "g"}
+"""The names that Shoeybi et al., "Megatron-LM" (2019), have for the two collectives of tensor parallelism."""
+NAMES = {"mul": "×", "add": "+", "sub": "−", "div": "÷", "scaled_dot_product_attention": "attention"}
+MOST_OPS = 2
+"""So many ops of a station are named."""
+
+
+@dataclass(eq=False)
+class Station:
+    """A product, a collective, or other ops of one module."""
+
+    label: str
+    node: fx.Node
+    """The one whose value goes on."""
+    nodes: list[fx.Node]
+    weights: list[fx.Node] = field(default_factory=list)
+    sources: list[Station] = field(default_factory=list)
+    is_outer: bool = False
+    """Whether it stands for what comes from outside of the module."""
+    level: int = 0
+    """Which column it is in; a collective has one for itself."""
+    row: int = 0
+    """Which row of a rank's lane it is in."""
+
+    @property
+    def is_join(self) -> bool:
+        """Whether it is a collective that sends something, forward or backward."""
+        return not self.is_outer and is_join(self.node)
+
+
+def is_join(node: fx.Node) -> bool:
+    """Whether a node is a collective that sends something, forward or backward."""
+    return is_collective(node.target) and any(
+        kernel not in ("none", "slice", "pad") for kernel in kernels(op_name(node), needs_grad=_needs_grad(node))
+    )
+
+
+def _needs_grad(node: fx.Node) -> bool:
+    return any(bool(n.meta.get("needs_grad")) for n in (node, *node.all_input_nodes))
+
+
+def main_values(graph: fx.Graph) -> set[fx.Node]:
+    """The values that depend on a weight, or on a float that the model is called with: not masks and positions."""
+    found: set[fx.Node] = set()
+    for node in graph.nodes:
+        is_first = node.op == "placeholder" and (
+            is_weight(node) or (node.meta["kind"] in ("input", "gradient") and is_float(node.meta["val"]))
+        )
+        has_float = any(is_float(v) for v in values(node)) or node.op == "output"
+        if is_first or (has_float and any(n in found for n in node.all_input_nodes)):
+            found.add(node)
+    return found
+
+
+def stations(graph: fx.Graph, module: str) -> list[Station]:
+    """Those of a module, and first those that give it something, each with its column and row."""
+    main = main_values(graph)
+    inside = [n for n in graph.nodes if n in main and is_within(n, module)]
+    of: dict[fx.Node, list[Station]] = {}
+    """A value -> where it comes from."""
+    made: list[Station] = []
+
+    def came_from(node: fx.Node) -> list[Station]:
+        if node not in of:  # from outside of the module
+            outer = Station(_outer_label(node), node, [node], is_outer=True)
+            made.append(outer)
+            of[node] = [outer]
+        return of[node]
+
+    def taken(node: fx.Node) -> list[fx.Node]:
+        return [n for n in node.all_input_nodes if n in main and not _is_held(n)]
+
+    for _, run in groupby(inside, _run_key(inside)):
+        nodes: list[fx.Node] = []
+        for node in run:
+            if _only_looks(node) and not any(n in nodes for n in node.all_input_nodes):
+                of[node] = list(dict.fromkeys(s for n in taken(node) for s in came_from(n)))
+            else:
+                nodes.append(node)
+        if nodes:
+            sources = dict.fromkeys(s for n in nodes for t in taken(n) if t not in nodes for s in came_from(t))
+            weights = dict.fromkeys(s for n in nodes for s in n.all_input_nodes if is_weight(s))
+            last = next(n for n in reversed(nodes) if not _only_looks(n))
+            one = Station(_label(nodes, module, inside), last, nodes, [*weights], [*sources])
+            made.append(one)
+            of |= {node: [one] for node in nodes}
+    return _placed(made)
+
+
+def _is_held(node: fx.Node) -> bool:
+    return node.op == "placeholder" and node.meta["kind"] != "input"
+
+
+def _only_looks(node: fx.Node) -> bool:
+    return node.target is operator.getitem or is_view(node)
+
+
+def _is_alone(node: fx.Node) -> bool:
+    """Whether a node is a station of its own."""
+    return is_join(node) or entry(PRODUCTS, node.target) is not None or node.target in LOOKUPS
+
+
+def _run_key(nodes: list[fx.Node]) -> Callable[[fx.Node], object]:
+    """A key by which neighbours belong together; what a module does beside its one product belongs to that."""
+    products = Counter(map(_module, filter(_multiplies_weight, nodes)))
+    keys: dict[fx.Node, object] = {}
+    for number, node in enumerate(nodes):
+        is_one = _multiplies_weight(node) and products[_module(node)] == 1
+        keys[node] = number if _is_alone(node) and not is_one else _module(node)
+    return keys.__getitem__
+
+
+def _multiplies_weight(node: fx.Node) -> bool:
+    return _is_alone(node) and any(map(is_weight, node.all_input_nodes))
+
+
+def _module(node: fx.Node) -> str:
+    return str(node.meta.get("module", ""))
+
+
+def _label(nodes: list[fx.Node], module: str, inside: list[fx.Node]) -> str:
+    if is_join(nodes[0]):
+        return op_name(nodes[0])
+    path = _module(nodes[0])
+    others = (n for n in inside if is_part(_module(n), path) and n not in nodes and not _only_looks(n))
+    if path != module and (any(map(_multiplies_weight, nodes)) or all(map(is_join, others))):
+        return path.rpartition(".")[2]
+    ops = (n for n in nodes if not _only_looks(n))
+    names = list(dict.fromkeys(NAMES.get(op_name(n), op_name(n)) for n in ops))
+    return " ".join(names[:MOST_OPS]) + (" …" if len(names) > MOST_OPS else "")
+
+
+def _outer_label(node: fx.Node) -> str:
+    if node.op == "placeholder":
+        return str(node.meta["path"])
+    named = re.search(r"[^.]*(\.\d+)*$", _module(node))
+    return (named and named[0]) or op_name(node)
+
+
+def _placed(made: list[Station]) -> list[Station]:
+    """Gives each its column and row: collectives have columns of their own, what is parallel stands below."""
+    joins: set[int] = set()
+    used: dict[int, set[int]] = {}
+    for one in made:
+        level = 1 + max((s.level for s in one.sources), default=-1)
+        while level in joins or (one.is_join and used.get(level)):
+            level += 1
+        if one.is_join:
+            joins.add(level)
+        rows = used.setdefault(level, set())
+        wanted = min((s.row for s in one.sources), default=0)
+        row = next(r for r in chain([wanted], count()) if r not in rows)
+        rows.add(row)
+        one.level, one.row = level, row
+    return made

@@ -1,0 +1,72 @@
+"""The memory of each rank in a step, those together that hold slices of the same shapes."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple
+
+from torchshard.core.layouts import I
+from torchshard.core.words import Cut, local_shape
+from torchshard.plans.data import PlanData
+
+MOST = 64
+"""Of more ranks than these the first and the last are looked at alone."""
+
+
+class RankMemory(NamedTuple):
+    """What ranks of equal slices hold."""
+
+    ranks: tuple[int, ...]
+    nbytes: Mapping[str, float]
+    """Kind -> bytes of one of them, without 'peak'; of a loaded plan the parameters alone."""
+
+    @property
+    def total(self) -> float:
+        """Bytes of one of them."""
+        return sum(self.nbytes.values())
+
+    @property
+    def name(self) -> str:
+        """'rank 3', 'ranks 0-2, 5'."""
+        runs = [list(run) for _, run in itertools.groupby(enumerate(self.ranks), lambda place: place[1] - place[0])]
+        texts = [f"{run[0][1]}-{run[-1][1]}" if len(run) > 1 else str(run[0][1]) for run in runs]
+        return f"rank{'s' * (len(self.ranks) > 1)} {', '.join(texts)}"
+
+
+def memory_of_ranks(plan: PlanData) -> list[RankMemory]:
+    """What each rank takes in a step of training, or in a call, by kind."""
+    outermost_first = [*plan.over_batch, plan]
+    places = [*itertools.product(*(range(each.world_size) for each in outermost_first))]
+    groups: dict[Shapes, list[int]] = {}
+    for rank, place in enumerate(places):
+        if len(places) <= MOST or rank in (0, len(places) - 1):
+            groups.setdefault(_shapes(plan, (place[-1], *place[:-1])), []).append(rank)
+    return [RankMemory(tuple(ranks), _held(plan, shapes, ranks[0])) for shapes, ranks in groups.items()]
+
+
+Shapes = tuple[tuple[int, ...], ...]
+
+
+def _shapes(plan: PlanData, place: Sequence[int]) -> Shapes:
+    """Of the slices of all parameters and buffers; the place is that on the weights' axis, then those on the others."""
+    return tuple(
+        local_shape(
+            stored.shape,
+            tuple(
+                Cut(each.parameters.get(name, I), rank, each.world_size)
+                for each, rank in zip(plan.over_all, place, strict=True)
+            ),
+        )
+        for name, stored in plan.stored.items()
+    )
+
+
+def _held(plan: PlanData, shapes: Shapes, rank: int) -> dict[str, float]:
+    if plan.program is not None:
+        found: dict[str, float] = plan.program.memory_of(rank)
+        del found["peak"]
+        return found
+    sizes = (stored.itemsize for stored in plan.stored.values())
+    return {"parameters": float(sum(math.prod(shape) * size for shape, size in zip(shapes, sizes, strict=True)))}
