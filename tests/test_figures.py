@@ -23,8 +23,11 @@ from torchshard.plans.plan import Plan
 from torchshard.report.drawing.html import busiest_layer
 from torchshard.report.drawing.lanes import ICON
 from torchshard.report.drawing.stations import is_join, stations
+from torchshard.report.drawing.tree import Side, Texts
+from torchshard.report.explain import graph_of
 from torchshard.report.memory import memory_of_ranks
 from torchshard.report.times import bounds, layer_timeline, shares
+from torchshard.report.why import MAX_ALTERNATIVES, kinds_of
 
 SVG = "{http://www.w3.org/2000/svg}"
 
@@ -187,6 +190,62 @@ def test_the_layer_of_auto_is_the_one_that_pages_show(tmp_path: Path) -> None:
     assert "blocks.1 on 2 ranks" in (tmp_path / "page.html").read_text()
 
 
+OF_WEIGHTS = [{"mesh": {"dp": 4}}, {"mesh": {"hosts": 2, "fsdp": 3, "tp": 2}}, {"axes": "sequence"}]
+
+
+@pytest.mark.parametrize("options", OF_WEIGHTS)
+def test_collectives_of_weights_and_of_other_axes_are_shown(options: dict[str, Any], tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    blocks = (nn.Sequential(nn.LayerNorm(16), nn.Linear(16, 64), nn.GELU(), nn.Linear(64, 16)) for _ in range(2))
+    data = {"hosts": "replicate", "fsdp": "shard"} if len(options.get("mesh", ())) > 1 else "shard"
+    more = {"data": data} if "mesh" in options else {"world_size": 2}
+    plan = ts.plan(nn.Sequential(*blocks), example_inputs=(torch.randn(4, 6, 16),), **options, **more)
+    graph = plan.graph.graph
+    assert sum(one.is_join for one in stations(graph, "")) == sum(map(is_join, graph.nodes)) > 0
+    root = _figure(plan, tmp_path, "0")
+    assert _of(root, "l-weight") and ("of 2 × 3 × 2 ranks" in str(_of(root, "l-name")[0].text)) == (
+        len(plan.over_all) == 3
+    )
+    ts.draw(plan, tmp_path / "page.html")
+    text = (tmp_path / "page.html").read_text()
+    kinds = sum(len(kinds_of(each)) for each in plan.over_all)
+    links = re.findall(r'data-row="([^"]+)"', text)
+    assert len(links) == min(kinds, MAX_ALTERNATIVES) and all(f'id="{link}"' in text for link in links)
+    side = Side(plan, graph_of(plan).graph, "a", Texts({"": 0}))
+    told = {id(side.record(node)) for node in side.ids} | {id(c) for cs in side.inside.values() for c in cs}
+    assert all(id(c) in told for each in plan.over_all for c in each.costs.collectives if c.nbytes)
+
+
+def test_many_small_modules_are_one_row(tmp_path: Path) -> None:
+    class Many(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            for i in range(250):
+                self.add_module(f"l{i}", nn.Identity() if i else nn.Linear(4, 4))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            for layer in self.children():
+                x = layer(x) * 2
+            return x
+
+    plan = ts.plan(Many(), world_size=2, example_inputs=(torch.randn(4, 4),))
+    ts.draw({2: plan, 3: plan}, tmp_path / "x.html")
+    text = (tmp_path / "x.html").read_text()
+    assert "2 and 3</h1>" in text and "Where the time of a step goes" in text
+
+
+def test_layers_that_lie_otherwise_are_each_named(tmp_path: Path) -> None:
+    def plan(styles: list[str]) -> Plan:
+        layers = (nn.Sequential(nn.Linear(16, 16), nn.ReLU()) for _ in styles)
+        pins = {f"{i}.0": style for i, style in enumerate(styles)}
+        return ts.plan(nn.Sequential(*layers), pins, world_size=2, example_inputs=(torch.randn(4, 16),))
+
+    ts.draw([plan(["column"] * 4), plan(["replicate", "row", "row", "replicate"])], tmp_path / "x.html")
+    rows = re.findall(r'<th scope="row">(\*\.0\.weight[^<]*)</th><td class="n">([^<]*)</td><td class="n">([^<]*)<',
+                      (tmp_path / "x.html").read_text())  # fmt: skip
+    assert sorted(rows) == [("*.0.weight (0, 3)", "S(0)", "I"), ("*.0.weight (1, 2)", "S(0)", "S(1)")]
+
+
 def test_what_a_figure_cant_be(tmp_path: Path) -> None:
     plan = _program("gpt").plan
     for name, layer, text in (
@@ -195,6 +254,11 @@ def test_what_a_figure_cant_be(tmp_path: Path) -> None:
     ):
         with pytest.raises(ts.InputError, match=text):
             ts.draw(plan, tmp_path / name, layer=layer)
+    for model, layer in (([plan, plan], "blocks.0"), (plan, 0)):
+        with pytest.raises(ts.InputError, match="a figure shows a module, by its path"):
+            ts.draw(model, tmp_path / "x.svg", layer=layer)
+    with pytest.raises(ts.InputError, match="there is nothing to draw"):
+        ts.draw({}, tmp_path / "x.html")
     assert not list(tmp_path.iterdir())
 
 
@@ -214,7 +278,7 @@ def test_names_and_differences_of_several_plans(tmp_path: Path) -> None:
     rows = re.findall(
         r'<tr class="differs"><th scope="row">([^<]*)</th><td class="n">([^<]*)</td><td class="n">([^<]*)<', text
     )
-    assert ("blocks.*.mlp.0.weight", "S(0)", "I") in rows and any(name.startswith("per step on") for name, *_ in rows)
+    assert ("blocks.*.mlp.0.weight", "S(0)", "I") in rows and any(name == "per step" for name, *_ in rows)
     assert 'class="line differs"' in text and "blocks.*.attn.q.weight" not in dict((name, a) for name, a, _ in rows)
 
 

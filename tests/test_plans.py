@@ -115,6 +115,7 @@ FIELDS = [
     "version",
     "world_size",
     "fingerprint",
+    "title",
     "static",
     "recompute",
     "machine",

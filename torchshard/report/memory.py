@@ -64,9 +64,9 @@ def _shapes(plan: PlanData, place: Sequence[int]) -> Shapes:
 
 
 def _held(plan: PlanData, shapes: Shapes, rank: int) -> dict[str, float]:
-    if plan.program is not None:
-        found: dict[str, float] = plan.program.memory_of(rank)
-        del found["peak"]
-        return found
+    known = plan.step_memory if rank == 0 else {}
+    if plan.program is not None or known:
+        found = known or plan.program.memory_of(rank)
+        return {kind: size for kind, size in found.items() if kind != "peak"}
     sizes = (stored.itemsize for stored in plan.stored.values())
     return {"parameters": float(sum(math.prod(shape) * size for shape, size in zip(shapes, sizes, strict=True)))}

@@ -165,13 +165,10 @@ def bounds(plan: PlanData) -> list[Bound]:
 def _ops(plan: PlanData) -> Iterator[tuple[Any, ...]]:
     machine = plan.machine
     for node, price in ({} if plan.problem is None else plan.problem.prices(plan.choices)).items():
-        seconds = {
-            "computation": price.flops / machine.flops,
-            "memory": price.nbytes / machine.memory_bandwidth,
-            "the host": machine.op_overhead,
-        }
+        by = "computation" if price.flops / machine.flops > price.nbytes / machine.memory_bandwidth else "memory"
+        if price.forward < 2 * machine.op_overhead:
+            by = "the host"
         if price.forward:
-            by = max(seconds, key=lambda what: seconds[what])
             yield op_name(node), by, 1, price.forward + price.backward, price.flops, price.nbytes
 
 

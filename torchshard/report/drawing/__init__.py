@@ -57,15 +57,24 @@ def draw(
         InputError: the suffix is another, the file can't be written, there is no graph to draw, no such rank or layer,
             or a layer of too many ops for a figure.
     """
-    named: dict[str, Any] = dict(model) if isinstance(model, Mapping) else {}
-    models: list[Any] = list(named.values() or (model if isinstance(model, (list, tuple)) else [model]))
+    named: dict[Any, Any] = dict(model) if isinstance(model, Mapping) else {}
+    models: list[Any] = [*named.values()] if isinstance(model, Mapping) else [model]
+    if isinstance(model, (list, tuple)):
+        models = [*model]
     check_suffix(path, OF_LAYER if layer is not None else FORMATS if len(models) == 1 else OF_SEVERAL)
-    if not models or len(models) > MOST_PLANS or (isinstance(model, Mapping) and not model):
+    if not 0 < len(models) <= MOST_PLANS:
         what = "there is nothing to draw" if not models else f"{len(models)} plans are too many for a page"
         raise InputError(what, where="draw", why=f"one to {MOST_PLANS} are drawn", attempt="a plan, or a list of them")
+    if layer is not None and (not isinstance(layer, str) or len(models) > 1 or step):
+        raise InputError(
+            f"no figure is made of layer={layer!r}{', step=True' if step else ''}, {len(models)} plans",
+            where="layer=",
+            why="a figure shows a module, by its path, of the graph of one plan",
+            attempt="draw(plan, 'layer.svg', layer='auto')",
+        )
     of_plan = step_of if step else graph_of
     plans = [plan_in(each) for each in models]
-    names = [*named] or [""] * len(plans)
+    names = [*map(str, named)] or [""] * len(plans)
     shown = [Shown(plan, of_plan(plan, rank).graph, name) for plan, name in zip(plans, names, strict=True)]
     write_text(path, _text(Path(path).suffix, shown) if layer is None else _figure(plans[0], layer))
 

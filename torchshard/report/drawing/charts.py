@@ -8,10 +8,10 @@ from html import escape
 from torchshard.plans.data import PlanData
 from torchshard.plans.machine import size_text, time_text
 from torchshard.report.memory import memory_of_ranks
-from torchshard.report.times import Event, bounds, layer_timeline, shares
+from torchshard.report.times import Event, Share, bounds, layer_timeline, shares
 
 LEAST = 0.005
-"""What takes a smaller part of a step has no row of its own."""
+"""What takes a smaller part of a step is among the others."""
 MOST_BOUNDS = 10
 """So many kinds of ops and messages are listed."""
 KINDS = ("parameters", "gradients", "optimizer", "caches", "activations")
@@ -30,6 +30,10 @@ def time_chart(plan: PlanData) -> str:
     if not total:
         return ""
     shown = [part for part in parts if part.seconds >= LEAST * total]
+    small = [part for part in parts if part not in shown]
+    if small:
+        sums = (sum(getattr(part, what) for part in small) for what in ("computes", "waits", "hidden"))
+        shown.append(Share("others", {path for part in small for path in part.modules}, *sums))
     longest = max(part.seconds + part.hidden for part in shown)
     rows = []
     for part in shown:
@@ -87,7 +91,7 @@ def _line(x: float, y: float, text: str) -> str:
 def bounds_table(plan: PlanData) -> str:
     """What bounds each kind of op and of message."""
     found = bounds(plan)
-    total = sum(bound.seconds for bound in found)
+    total = sum(part.seconds for part in shares(plan))
     shown = [bound for bound in found if bound.seconds >= LEAST * total][:MOST_BOUNDS] if total else []
     rows = [
         (
@@ -103,6 +107,8 @@ def bounds_table(plan: PlanData) -> str:
     ridge = plan.machine.flops / plan.machine.memory_bandwidth
     head = ("op or message", "bound by", "operations per byte", "bytes moved or sent", "time", "of the step")
     note = f"An op with fewer than {ridge:.3g} operations for each byte is bound by this machine's memory."
+    if plan.hidden_seconds > 0:
+        note += " Messages over the batch's axes are on their way while the rank computes, and not all waited for."
     return _table("What bounds a step", head, rows) + f"<p>{note}</p>" if rows else ""
 
 

@@ -7,18 +7,19 @@ from __future__ import annotations
 
 import json
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from html import escape
 from importlib.resources import files
+from typing import NamedTuple
 
 from torch import fx
 
-from torchshard.core.paths import layer_of, star_differences
+from torchshard.core.paths import layer_of, star_differences, star_numbers
 from torchshard.plans.data import Collective, PlanData
 from torchshard.plans.machine import size_text, time_text
 from torchshard.plans.plan import Plan
-from torchshard.plans.table import changed, mesh_text
+from torchshard.plans.table import mesh_text
 from torchshard.report.drawing.charts import bounds_table, course, memory_chart, time_chart
 from torchshard.report.drawing.lanes import lanes
 from torchshard.report.drawing.stations import stations
@@ -62,6 +63,8 @@ def page(shown: Sequence[Shown]) -> str:
     several = len(shown) > 1
     heads = [f"<h2>{escape(name)}</h2>" if several else "" for name in names]
     columns = "".join(f"<section>{h}{''.join(_summary(side))}</section>" for h, side in zip(heads, sides, strict=True))
+    if not several:  # headings without a gap
+        columns = columns.replace("<h3>", "<h2>").replace("</h3>", "</h2>")
     figures = "".join(_figure(side, name if several else "") for side, name in zip(sides, names, strict=True))
     return FRAME.format(
         title=escape(_title(shown, names)),
@@ -123,7 +126,7 @@ def _names(shown: Sequence[Shown]) -> list[str]:
 
 def _summary(side: Side) -> Iterator[str]:
     plan = side.plan
-    yield f'<div class="tiles">{"".join(_tile(name, value) for name, value in _figures(plan).items())}</div>'
+    yield f'<div class="tiles">{"".join(_tile(figure) for figure in _figures(plan).values())}</div>'
     yield time_chart(plan)
     yield course(plan, busiest_layer(plan))
     yield bounds_table(plan)
@@ -131,29 +134,44 @@ def _summary(side: Side) -> Iterator[str]:
     yield _most_expensive(side)
 
 
-def _figures(plan: PlanData) -> dict[str, str]:
-    """What a plan costs, name -> value."""
+class Figure(NamedTuple):
+    """A number of a plan."""
+
+    value: str
+    name: str
+
+
+def _figures(plan: PlanData) -> dict[str, Figure]:
+    """What a plan costs, by what is compared."""
     costs, (whole, held) = plan.costs, plan.parameter_bytes()
     ranks, _, names = mesh_text(plan).partition(" ranks")
-    found = {f"ranks{names}": ranks.removesuffix(" rank")}
-    for each in plan.over_all:
+    found = {"ranks": Figure(ranks.removesuffix(" rank"), f"ranks{names}")}
+
+    def add(name: str, value: str, more: str = "", key: str = "") -> None:
+        found[key or name] = Figure(value, f"{name}{more}")
+
+    for i, each in enumerate(plan.over_all):
         over = f" over {each.label}" if plan.over_batch else ""
-        found[f"sent by a rank per step{over}"] = size_text(each.costs.nbytes)
-        found[f"collectives forward + backward{over}"] = " + ".join(map(str, each.costs.calls))
+        for name, value in (
+            ("sent by a rank per step", size_text(each.costs.nbytes)),
+            ("collectives forward + backward", " + ".join(map(str, each.costs.calls))),
+        ):
+            add(name, value, over, f"{name}{over}" if i else name)
     kinds = Counter[str]()
     for sent in (sent for each in plan.over_all for c in each.costs.collectives for sent in c.sent if sent.nbytes):
         kinds[sent.kernel.replace("_", "-")] += sent.times
-    found |= {kind: str(count) for kind, count in sorted(kinds.items())}
-    found[f"of {size_text(whole)} parameters on a rank"] = size_text(held)
+    for kind, count in sorted(kinds.items()):
+        add(kind, str(count))
+    add("parameters on a rank", size_text(held), f", of {size_text(whole)}")
     seconds = sum(plan.step_seconds.values()) if costs.step is not None else costs.seconds
-    found[f"per step on {costs.machine or 'an unnamed machine'}"] = time_text(seconds)
+    add("per step", time_text(seconds), f" on {costs.machine or 'an unnamed machine'}")
     if "peak" in plan.step_memory:
-        found["peak memory of a rank"] = size_text(plan.step_memory["peak"])
+        add("peak memory of a rank", size_text(plan.step_memory["peak"]))
     return found
 
 
-def _tile(name: str, value: str) -> str:
-    return f'<div class="tile"><b>{escape(value)}</b><span>{escape(name)}</span></div>'
+def _tile(figure: Figure) -> str:
+    return f'<div class="tile"><b>{escape(figure.value)}</b><span>{escape(figure.name)}</span></div>'
 
 
 def _most_expensive(side: Side) -> str:
@@ -172,9 +190,10 @@ def _kind(side: Side, kind: Sequence[Collective]) -> str:
     where = star_differences(*(c.place for c in kind)) or "the model"
     count = f" ×{len(kind)}" if len(kind) > 1 else ""
     sent, seconds = (sum(getattr(c, part) for c in kind) for part in ("nbytes", "seconds"))
+    name, row = f"⬡ {escape(first.name)}{count}", side.row_of(first)
+    link = f'<button class="link" data-row="{row}">{name}</button>' if row else name
     return (
-        f'<tr><td><button class="link" data-row="{side.row_of(first)}">⬡ {escape(first.name)}{count}</button> '
-        f"{escape(f'{first.source} → {first.target}')}</td><td>{escape(where)}</td>"
+        f"<tr><td>{link} {escape(f'{first.source} → {first.target}')}</td><td>{escape(where)}</td>"
         f"<td>{escape(REASONS[first.name])}</td>"
         f'<td class="n">{size_text(sent)}</td><td class="n">{time_text(seconds)}</td></tr>'
     )
@@ -208,20 +227,33 @@ def _differences(shown: Sequence[Shown], names: Sequence[str]) -> str:
     """The sums of all plans beside each other, and the parameters that lie otherwise."""
     figures = [_figures(one.plan) for one in shown]
     head = "".join(f'<th scope="col" class="n">{escape(name)}</th>' for name in names)
+    none = Figure("–", "")
     rows = "".join(
-        _compared(name, [figure.get(name, "–") for figure in figures])
+        _compared(name, [figure.get(name, none).value for figure in figures])
         for name in dict.fromkeys(name for figure in figures for name in figure)
     )
-    rows += "".join(_compared(name, values) for name, values in _layouts(shown).items())
+    rows += "".join(_compared(name, layouts) for name, layouts in _layouts(shown))
     return f"<h2>Differences</h2><table><tr><td></td>{head}</tr>{rows}</table>"
 
 
-def _layouts(shown: Sequence[Shown]) -> Mapping[str, list[str]]:
-    """The parameters, equal layers together, that do not lie the same in all plans -> their layouts."""
-    first, *others = (one.plan for one in shown)
-    names = dict.fromkeys(tuple(names) for other in others for names, _, _ in changed(first, other.parameters))
+def _layouts(shown: Sequence[Shown]) -> Iterator[tuple[str, Sequence[str]]]:
+    """The parameters that do not lie the same in all plans, those of equal layers together, and their layouts."""
     of_all = [one.plan.parameters for one in shown]
-    return {star_differences(*alike): [str(held.get(alike[0], "–")) for held in of_all] for alike in names}
+    found: dict[tuple[str, tuple[str, ...]], list[str]] = {}
+    for name in dict.fromkeys(name for parameters in of_all for name in parameters):
+        layouts = tuple(str(parameters.get(name, "–")) for parameters in of_all)
+        if len({*layouts}) > 1:
+            found.setdefault((star_numbers(name), layouts), []).append(name)
+    shared = Counter(star_differences(*names) for names in found.values())
+    for (_, layouts), names in found.items():
+        stars = star_differences(*names)
+        yield stars if shared[stars] == 1 else f"{stars} ({_numbers(stars, names)})", layouts
+
+
+def _numbers(stars: str, names: Sequence[str]) -> str:
+    """What stands for the stars in some names."""
+    places = [i for i, step in enumerate(stars.split(".")) if "*" in step]
+    return ", ".join(".".join(name.split(".")[i] for i in places) for name in names)
 
 
 def _compared(name: str, values: Sequence[str]) -> str:

@@ -17,7 +17,8 @@ from torchshard.core.layouts import P, Shard, local_shape, parts_of, ranges
 from torchshard.ir.graph import hint, layout_of, op_name, values
 from torchshard.ir.sizes import Names, size_names, value_text
 from torchshard.plans.data import PlanData
-from torchshard.report.drawing.stations import LETTERS, Station, stations
+from torchshard.plans.table import mesh_text
+from torchshard.report.drawing.stations import LETTERS, Station, is_parameter, stations
 
 CHAR, WIDE, JOIN, GAP, ROW, ICON, MARGIN, HEAD = 6.1, 92, 34, 26, 66, 26, 16, 62
 """Pixels: a character, a station, a join, between columns, a row, a square, around all, above the lanes."""
@@ -57,7 +58,11 @@ def lanes(plan: PlanData, module: str, prefix: str = "") -> str:
 
 class _Figure:
     def __init__(self, plan: PlanData, module: str, shown: Sequence[Station], prefix: str) -> None:
-        self.module, self.shown, self.world, self.paths = module, shown, plan.world_size, f"{prefix}paths"
+        self.module, self.shown, self.world = module, shown, plan.world_size
+        self.paths, self.stripes = f"{prefix}paths", f"{prefix}stripes"
+        self.over = f" along {plan.axis}, of {mesh_text(plan)}; what goes over others is left out"
+        if not plan.over_batch:
+            self.over = ""
         self.names: Names = size_names(plan.graph.graph)
         self.ranks = [*range(min(self.world, MOST_LANES))]
         if self.world > MOST_LANES:
@@ -72,13 +77,14 @@ class _Figure:
     def svg(self) -> str:
         """The whole figure."""
         width, height = round(self.left[-1] + MARGIN), round(self.bottom + 60)
-        title = f"{self.module or 'the model'} on {self.world} ranks"
+        title = f"{self.module or 'the model'} on {self.world} rank{'s' * (self.world > 1)}{self.over}"
         tail = "" if self.world == len(self.ranks) else f" (ranks {len(self.ranks) - 1} to {self.world - 2} left out)"
         key = "blue: the slice of a weight; green: of a value; striped: a partial sum; forward from left to right"
         parts = [
             f'<svg class="lanes" xmlns="http://www.w3.org/2000/svg" width="{width}" height="{height}" '
             f'viewBox="0 0 {width} {height}" role="img" aria-label={quoteattr(self._described(title))}>',
-            f'<style>{STYLE}</style>{STRIPES}<rect class="l-page" width="{width}" height="{height}"/>',
+            f"<style>{STYLE.replace('stripes', self.stripes)}</style>{STRIPES.replace('stripes', self.stripes)}"
+            f'<rect class="l-page" width="{width}" height="{height}"/>',
             _text("name", MARGIN, 20, title + tail),
             _text("dim", MARGIN, 36, key),
             f'<defs><g id="{self.paths}">{"".join(self._common())}</g></defs>',
@@ -129,7 +135,7 @@ class _Figure:
     def _is_spaced(self, one: Station) -> bool:
         """Whether the words below a join have room beside those of the joins before it."""
         levels = {other.level for other in self.shown if other.is_join}
-        return next(n for n in range(one.level + 1) if one.level - n not in levels) % 2 == 1
+        return next(n for n in range(one.level + 2) if one.level - n not in levels) % 2 == 1
 
     def _common(self) -> Iterator[str]:
         """What all lanes have: the names of the stations, and what goes to what."""
@@ -216,6 +222,8 @@ def _place(node: fx.Node) -> str:
 
 def _squares(one: Station) -> list[tuple[fx.Node, str]]:
     """What a station shows squares of, and as what."""
+    if is_parameter(one.node):
+        return [(one.node, "weight")]
     return [*((weight, "weight") for weight in one.weights[:1]), (one.node, "value")]
 
 

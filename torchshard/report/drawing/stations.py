@@ -66,12 +66,17 @@ def _needs_grad(node: fx.Node) -> bool:
     return any(bool(n.meta.get("needs_grad")) for n in (node, *node.all_input_nodes))
 
 
+def is_parameter(node: fx.Node) -> bool:
+    """Whether a node is a parameter, of any number of dims."""
+    return node.op == "placeholder" and node.meta["kind"] == "parameter"
+
+
 def main_values(graph: fx.Graph) -> set[fx.Node]:
-    """The values that depend on a weight, or on a float that the model is called with: not masks and positions."""
+    """The values that depend on a parameter, or on a float that the model is called with: not masks and positions."""
     found: set[fx.Node] = set()
     for node in graph.nodes:
         is_first = node.op == "placeholder" and (
-            is_weight(node) or (node.meta["kind"] in ("input", "gradient") and is_float(node.meta["val"]))
+            is_parameter(node) or (node.meta["kind"] in ("input", "gradient") and is_float(node.meta["val"]))
         )
         has_float = any(is_float(v) for v in values(node)) or node.op == "output"
         if is_first or (has_float and any(n in found for n in node.all_input_nodes)):
@@ -95,7 +100,7 @@ def stations(graph: fx.Graph, module: str) -> list[Station]:
         return of[node]
 
     def taken(node: fx.Node) -> list[fx.Node]:
-        return [n for n in node.all_input_nodes if n in main and not _is_held(n)]
+        return [n for n in node.all_input_nodes if n in main and (is_join(node) or not _is_held(n))]
 
     for _, run in groupby(inside, _run_key(inside)):
         nodes: list[fx.Node] = []
@@ -106,7 +111,8 @@ def stations(graph: fx.Graph, module: str) -> list[Station]:
                 nodes.append(node)
         if nodes:
             sources = dict.fromkeys(s for n in nodes for t in taken(n) if t not in nodes for s in came_from(t))
-            weights = dict.fromkeys(s for n in nodes for s in n.all_input_nodes if is_weight(s))
+            given = (s for n in nodes if not is_join(n) for s in n.all_input_nodes)
+            weights = dict.fromkeys(s for s in given if is_parameter(s))
             last = next(n for n in reversed(nodes) if not _only_looks(n))
             one = Station(_label(nodes, module, inside), last, nodes, [*weights], [*sources])
             made.append(one)
@@ -138,7 +144,7 @@ def _run_key(nodes: list[fx.Node]) -> Callable[[fx.Node], object]:
 
 
 def _multiplies_weight(node: fx.Node) -> bool:
-    return _is_alone(node) and any(map(is_weight, node.all_input_nodes))
+    return _is_alone(node) and not is_join(node) and any(map(is_weight, node.all_input_nodes))
 
 
 def _module(node: fx.Node) -> str:
@@ -159,7 +165,7 @@ def _label(nodes: list[fx.Node], module: str, inside: list[fx.Node]) -> str:
 
 def _outer_label(node: fx.Node) -> str:
     if node.op == "placeholder":
-        return str(node.meta["path"])
+        return ".".join(str(node.meta["path"]).split(".")[-2:])
     named = re.search(r"[^.]*(\.\d+)*$", _module(node))
     return (named and named[0]) or op_name(node)
 

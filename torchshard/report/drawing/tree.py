@@ -62,8 +62,8 @@ class Side:
         targets = layouts_of(node).get(axis)
         if targets is None:
             return None
-        value: Any = node.args[0]
-        while is_collective(value.target):
+        value: Any = node.args[0]  # of an earlier axis, or of this one, where several convert one value
+        while (axis, value.name, op_name(node), str(targets[0])) not in self.costs and is_collective(value.target):
             value = value.args[0]
         return self.costs.get((axis, value.name, op_name(node), str(targets[0])))
 
@@ -140,7 +140,7 @@ class _Tree:
         looks = ["stack"] if first.count > 1 else []
         both = [*zip(self.sides, rows, strict=True)]
         looks += ["book"] if all(side.is_bookkeeping(row) for side, of_side in both for row in of_side) else []
-        badges = "".join(self._badge(side, of_side) for side, of_side in both)
+        badges = "".join(self._badge(side, of_side) if of_side else "" for side, of_side in both)
         differs = '<span class="differs">differs</span>' if len({_texts(of_side) for of_side in rows}) > 1 else ""
         title, path = escape(first.title), escape(first.title.rpartition(" × ")[2] if first.count > 1 else first.path)
         copy = f'<button data-key="{path}">key</button>'
@@ -157,7 +157,8 @@ class _Tree:
         records = [r for n in nodes for r in (side.record(n), *side.inside.get(n.name, ())) if r is not None]
         sent = [r for r in records if r.nbytes]
         if not sent:
-            return '<span class="badge none">nothing sent</span>' if len(self.sides) > 1 else ""
+            is_known = len(self.sides) > 1 and not any(is_or_begins_collective(n.target) for n in nodes)
+            return '<span class="badge none">nothing sent</span>' if is_known else ""
         told = size_text(sum(r.nbytes for r in sent)), time_text(sum(r.seconds for r in sent))
         return f'<span class="badge">⬡ {len(sent)} · {told[0]} · {told[1]}</span>'
 

@@ -9,7 +9,10 @@ const fact = (id) => facts.sides[id[0]][id.slice(1)];
 const told = (id, name) => facts.texts[fact(id)[facts.told.indexOf(name) + 1] ?? 0];
 const from = (id) => fact(id)[0].map((number) => id[0] + number);
 const takers = new Map([...rows.keys()].map((id) => [id, []]));
-for (const row of rows.values()) row.tabIndex = -1;
+for (const row of rows.values()) {
+  row.tabIndex = -1;
+  row.setAttribute("role", "button");
+}
 for (const button of document.querySelectorAll("[data-key]")) button.title = "copy this key of a plan";
 for (const id of rows.keys()) for (const near of from(id)) takers.get(near)?.push(id);
 const label = (id) => `${told(id, "module")} ${rows.get(id)?.firstChild.textContent ?? id}`.trim();
@@ -28,6 +31,7 @@ function describe(row) {
 function reveal(element) {
   for (let up = element.parentElement; up; up = up.parentElement) if (up.tagName === "DETAILS") up.open = true;
   if (element.closest(".book")) show("books", true);
+  if (!element.classList.contains("collective")) show("only", false);
 }
 
 function show(id, on) {
@@ -91,20 +95,21 @@ function search(text) {
     const texts = () => facts.told.map((name) => told(id, name)).join(" ") + " " + [...row.children].map((c) => c.textContent).join(" ");
     const hit = wanted !== "" && texts().toLowerCase().includes(wanted);
     row.classList.toggle("found", hit);
-    if (hit && hits.push(row) <= 200) reveal(row);
+    if (hit) hits.push(row);
   }
   by("hits").textContent = wanted === "" ? "" : `${hits.length} found`;
 }
 
 function go(by_) {
   if (!hits.length) return;
-  at = (at + by_ + hits.length) % hits.length;
+  at = at < 0 && by_ < 0 ? hits.length - 1 : (at + by_ + hits.length) % hits.length;
   pick(hits[at].id, true);
   by("hits").textContent = `${at + 1} of ${hits.length}`;
 }
 
 function close() {
   panel.classList.remove("open");
+  document.querySelector(".picked")?.focus();
 }
 
 document.body.addEventListener("click", (event) => {
@@ -130,7 +135,7 @@ document.body.addEventListener("keydown", (event) => {
     event.preventDefault();
     by("search").focus();
   } else if (event.key === "Escape") close();
-  else if (event.key === "ArrowDown" || event.key === "ArrowUp") {
+  else if ((event.key === "ArrowDown" || event.key === "ArrowUp") && event.target.closest("#tree")) {
     const stops = [...document.querySelectorAll("#tree summary, #tree .row")].filter(seen);
     const next = stops[stops.indexOf(document.activeElement) + (event.key === "ArrowDown" ? 1 : -1)];
     if (!next) return;
