@@ -61,8 +61,9 @@ def course(plan: PlanData, layer: str) -> str:
         parts += (_event(event, height + 10, scale) for event in events if event.seconds * scale >= NARROWEST)
         height += 2 * LANE + 30
     told = "; ".join(f"{way} {time_text(_end(events))}" for way, events in zip(WAYS, ways, strict=False))
+    without = ", without what is sent over the batch's axes" if plan.over_all[-1].data else ""
     return (
-        f"<h3>One layer in time: {escape(layer or 'the model')}</h3>"
+        f"<h3>One layer in time: {escape(layer or 'the model')}{without}</h3>"
         f'<svg class="course" role="img" aria-label="{escape(told)}" width="{WIDE + LEFT}" height="{height}" '
         f'viewBox="0 0 {WIDE + LEFT} {height}">{"".join(parts)}</svg>'
     )
