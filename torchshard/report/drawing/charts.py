@@ -63,7 +63,7 @@ def course(plan: PlanData, layer: str) -> str:
     told = "; ".join(f"{way} {time_text(_end(events))}" for way, events in zip(WAYS, ways, strict=False))
     without = ", without what is sent over the batch's axes" if plan.over_all[-1].data else ""
     return (
-        f"<h3>One layer in time: {escape(layer or 'the model')}{without}</h3>"
+        f"<h2>One layer in time: {escape(layer or 'the model')}{without}</h2>"
         f'<svg class="course" role="img" aria-label="{escape(told)}" width="{WIDE + LEFT}" height="{height}" '
         f'viewBox="0 0 {WIDE + LEFT} {height}">{"".join(parts)}</svg>'
     )
@@ -145,7 +145,7 @@ def _key(*kinds: tuple[str, str]) -> str:
 
 def _table(title: str, head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
     """A table of which the first cells are texts, and the second ones are HTML."""
-    return f"<h3>{escape(title)}</h3><table>{''.join(_cells(head, rows))}</table>"
+    return f"<h2>{escape(title)}</h2><table>{''.join(_cells(head, rows))}</table>"
 
 
 def _cells(head: Sequence[str], rows: Sequence[Sequence[str]]) -> Iterator[str]:

@@ -63,8 +63,6 @@ def page(shown: Sequence[Shown]) -> str:
     several = len(shown) > 1
     heads = [f"<h2>{escape(name)}</h2>" if several else "" for name in names]
     columns = "".join(f"<section>{h}{''.join(_summary(side))}</section>" for h, side in zip(heads, sides, strict=True))
-    if not several:  # headings without a gap
-        columns = columns.replace("<h3>", "<h2>").replace("</h3>", "</h2>")
     figures = "".join(_figure(side, name if several else "") for side, name in zip(sides, names, strict=True))
     return FRAME.format(
         title=escape(_title(shown, names)),
@@ -134,21 +132,21 @@ def _summary(side: Side) -> Iterator[str]:
     yield _most_expensive(side)
 
 
-class Figure(NamedTuple):
+class Tile(NamedTuple):
     """A number of a plan."""
 
     value: str
     name: str
 
 
-def _figures(plan: PlanData) -> dict[str, Figure]:
+def _figures(plan: PlanData) -> dict[str, Tile]:
     """What a plan costs, by what is compared."""
     costs, (whole, held) = plan.costs, plan.parameter_bytes()
     ranks, _, names = mesh_text(plan).partition(" ranks")
-    found = {"ranks": Figure(ranks.removesuffix(" rank"), f"ranks{names}")}
+    found = {"ranks": Tile(ranks.removesuffix(" rank"), f"ranks{names}")}
 
     def add(name: str, value: str, more: str = "", key: str = "") -> None:
-        found[key or name] = Figure(value, f"{name}{more}")
+        found[key or name] = Tile(value, f"{name}{more}")
 
     for i, each in enumerate(plan.over_all):
         over = f" over {each.label}" if plan.over_batch else ""
@@ -170,7 +168,7 @@ def _figures(plan: PlanData) -> dict[str, Figure]:
     return found
 
 
-def _tile(figure: Figure) -> str:
+def _tile(figure: Tile) -> str:
     return f'<div class="tile"><b>{escape(figure.value)}</b><span>{escape(figure.name)}</span></div>'
 
 
@@ -182,7 +180,7 @@ def _most_expensive(side: Side) -> str:
     rows = "".join(_kind(side, kind) for kind in kinds[:MAX_ALTERNATIVES])
     head = "".join(f'<th scope="col">{name}</th>' for name in ("collective", "where", "why"))
     head += "".join(f'<th scope="col" class="n">{name}</th>' for name in ("sent", "time"))
-    return f"<h3>Most expensive collectives</h3><table><tr>{head}</tr>{rows}</table>"
+    return f"<h2>Most expensive collectives</h2><table><tr>{head}</tr>{rows}</table>"
 
 
 def _kind(side: Side, kind: Sequence[Collective]) -> str:
@@ -227,7 +225,7 @@ def _differences(shown: Sequence[Shown], names: Sequence[str]) -> str:
     """The sums of all plans beside each other, and the parameters that lie otherwise."""
     figures = [_figures(one.plan) for one in shown]
     head = "".join(f'<th scope="col" class="n">{escape(name)}</th>' for name in names)
-    none = Figure("–", "")
+    none = Tile("–", "")
     rows = "".join(
         _compared(name, [figure.get(name, none).value for figure in figures])
         for name in dict.fromkeys(name for figure in figures for name in figure)

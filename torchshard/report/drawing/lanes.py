@@ -12,13 +12,12 @@ from xml.sax.saxutils import escape, quoteattr
 
 from torch import Tensor, fx
 
-from torchshard.core.conversions import kernels
 from torchshard.core.layouts import P, Shard, local_shape, parts_of, ranges
 from torchshard.ir.graph import hint, layout_of, op_name, values
 from torchshard.ir.sizes import Names, size_names, value_text
 from torchshard.plans.data import PlanData
 from torchshard.plans.table import mesh_text
-from torchshard.report.drawing.stations import LETTERS, Station, is_parameter, stations
+from torchshard.report.drawing.stations import LETTERS, Station, is_parameter, sent, stations
 
 CHAR, WIDE, JOIN, GAP, ROW, ICON, MARGIN, HEAD = 6.1, 92, 34, 26, 66, 26, 16, 62
 """Pixels: a character, a station, a join, between columns, a row, a square, around all, above the lanes."""
@@ -121,9 +120,8 @@ class _Figure:
     def _bar(self, one: Station) -> str:
         """A collective, across the lanes."""
         x, top, name = self.left[one.level], HEAD - 8, op_name(one.node)
-        forward, backward = kernels(name, needs_grad=bool(one.node.meta.get("needs_grad")))
-        sends = [(sign, k) for sign, k in (("▼", forward), ("▲", backward)) if k not in ("none", "slice", "pad")]
-        look = "join" if any(sign == "▼" for sign, _ in sends) else "quiet"
+        sends = sent(one.node)
+        look = "join" if "▼" in dict(sends) else "quiet"
         box = f'<rect class="l-{look}" x="{x}" y="{top}" width="{JOIN}" height="{self.bottom - top:.0f}" rx="10"/>'
         tip = f"{name} {one.node.meta.get('note', '')}\n{_place(one.node)}"
         letter = _text("letter", x + JOIN / 2, top + 24, LETTERS.get(name, ""))

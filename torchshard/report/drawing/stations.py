@@ -57,13 +57,14 @@ class Station:
 
 def is_join(node: fx.Node) -> bool:
     """Whether a node is a collective that sends something, forward or backward."""
-    return is_collective(node.target) and any(
-        kernel not in ("none", "slice", "pad") for kernel in kernels(op_name(node), needs_grad=_needs_grad(node))
-    )
+    return is_collective(node.target) and bool(sent(node))
 
 
-def _needs_grad(node: fx.Node) -> bool:
-    return any(bool(n.meta.get("needs_grad")) for n in (node, *node.all_input_nodes))
+def sent(collective: fx.Node) -> list[tuple[str, str]]:
+    """What a collective sends: '▼' and the kernel of its forward, '▲' and that of its backward."""
+    needs_grad = any(bool(n.meta.get("needs_grad")) for n in (collective, *collective.all_input_nodes))
+    both = zip("▼▲", kernels(op_name(collective), needs_grad=needs_grad), strict=True)
+    return [(sign, kernel) for sign, kernel in both if kernel not in ("none", "slice", "pad")]
 
 
 def is_parameter(node: fx.Node) -> bool:
