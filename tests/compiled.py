@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from functools import cache
 from typing import Any
 
+import torch
 from torch import nn
 
+from tests.models import CASES
 from torchshard.capture import Captured
 from torchshard.capture.facts import ModelFacts
 from torchshard.compiler.constraints import Constraints, PlanLike, read_constraints
@@ -37,6 +40,14 @@ def compiled(
 ) -> Program:
     """Captures, plans and rewrites one call."""
     return program(model, constraints_of(model, plan, ranks, aim), args, kwargs)
+
+
+@cache
+def compiled_case(name: str, ranks: int = 2) -> Program:
+    """The program of one of the tests' models with its plan, made once in a process."""
+    case = CASES[name]
+    torch.manual_seed(0)
+    return compiled(case.build(), case.plan, ranks, case.inputs(), case.kwargs)
 
 
 def planned_as(

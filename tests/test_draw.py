@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections import Counter
-from functools import cache
 from pathlib import Path
 from xml.etree import ElementTree
 
@@ -12,9 +11,8 @@ import torch
 from torch import nn
 
 import torchshard as ts
-from tests.compiled import compiled
+from tests.compiled import compiled, compiled_case
 from tests.models import CASES
-from torchshard.compiler.program import Program
 from torchshard.distributed.ops import is_collective
 from torchshard.plans.table import size_text
 from torchshard.report.drawing.outline import Box, outline
@@ -22,20 +20,13 @@ from torchshard.report.drawing.outline import Box, outline
 SVG = "{http://www.w3.org/2000/svg}"
 
 
-@cache
-def _program(name: str, world_size: int = 2) -> Program:
-    case = CASES[name]
-    torch.manual_seed(0)
-    return compiled(case.build(), case.plan, world_size, case.inputs(), case.kwargs)
-
-
 def _drawn(name: str, folder: Path) -> ElementTree.Element:
-    ts.draw(_program(name), folder / "model.svg")
+    ts.draw(compiled_case(name), folder / "model.svg")
     return ElementTree.parse(folder / "model.svg").getroot()
 
 
 def _collectives(name: str) -> list[str]:
-    return sorted(n.name for n in _program(name).graph.graph.nodes if is_collective(n.target))
+    return sorted(n.name for n in compiled_case(name).graph.graph.nodes if is_collective(n.target))
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -58,7 +49,7 @@ def test_nothing_lies_outside_the_picture(name: str, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("suffix", [".svg", ".html", ".dot"])
 def test_a_step_shows_each_collective_of_both_passes(suffix: str, tmp_path: Path) -> None:
-    made = _program("gpt")
+    made = compiled_case("gpt")
     path = tmp_path / f"step{suffix}"
     ts.draw(made, path, step=True)
     text = path.read_text()
@@ -87,7 +78,7 @@ def test_rows_show_shape_layout_and_bytes_sent(tmp_path: Path) -> None:
 
 
 def test_repeated_layers_are_one_box() -> None:
-    root = outline(_program("gpt").graph.graph)
+    root = outline(compiled_case("gpt").graph.graph)
     (blocks,) = [i for i in root.items if isinstance(i, Box) and i.count > 1]
     assert blocks.title == "2 × blocks.*" and all(len(row.nodes) == 2 for row in blocks.rows())
     shown = Counter(n for row in root.rows() for n in row.nodes)
@@ -110,15 +101,15 @@ def test_a_sharded_module_and_one_rank(tmp_path: Path) -> None:
 def test_what_is_refused(tmp_path: Path) -> None:
     case = CASES["mlp"]
     with pytest.raises(ts.InputError, match=r"(?s)can't be written as '\.png'.*try: +'model\.html'"):
-        ts.draw(_program("mlp"), tmp_path / "model.png")
+        ts.draw(compiled_case("mlp"), tmp_path / "model.png")
     with pytest.raises(ts.InputError, match="can't be written as 'a file without a suffix'"):
-        ts.draw(_program("mlp"), tmp_path / "model")
+        ts.draw(compiled_case("mlp"), tmp_path / "model")
     with pytest.raises(ts.InputError, match="a MLP has no plan"):
         ts.draw(case.build(), tmp_path / "model.svg")  # type: ignore[arg-type]
     with pytest.raises(ts.InputError, match="no graph is captured yet"):
         ts.draw(ts.shard(case.build(), case.plan), tmp_path / "model.svg")
     assert not list(tmp_path.iterdir())
-    ts.draw(_program("mlp"), str(tmp_path / "model.svg"))
+    ts.draw(compiled_case("mlp"), str(tmp_path / "model.svg"))
     assert (tmp_path / "model.svg").exists()
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-from functools import cache
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -14,15 +13,13 @@ import torch
 from torch import nn
 
 import torchshard as ts
-from tests.compiled import compiled
+from tests.compiled import compiled, compiled_case
 from tests.models import CASES
-from torchshard.compiler.program import Program
 from torchshard.ir.graph import op_name
 from torchshard.ir.listing import is_within
 from torchshard.plans.plan import Plan
-from torchshard.report.drawing.html import busiest_layer
 from torchshard.report.drawing.lanes import ICON
-from torchshard.report.drawing.stations import is_join, stations
+from torchshard.report.drawing.stations import busiest_layer, is_join, stations
 from torchshard.report.drawing.tree import Side, Texts
 from torchshard.report.explain import graph_of
 from torchshard.report.memory import memory_of_ranks
@@ -30,13 +27,6 @@ from torchshard.report.times import bounds, layer_timeline, shares
 from torchshard.report.why import MAX_ALTERNATIVES, kinds_of
 
 SVG = "{http://www.w3.org/2000/svg}"
-
-
-@cache
-def _program(name: str, world_size: int = 2) -> Program:
-    case = CASES[name]
-    torch.manual_seed(0)
-    return compiled(case.build(), case.plan, world_size, case.inputs(), case.kwargs)
 
 
 def _mesh_plan(data: Any = "shard", **options: Any) -> Plan:
@@ -52,7 +42,7 @@ def _mesh_plan(data: Any = "shard", **options: Any) -> Plan:
 
 @pytest.mark.parametrize("name", ["gpt", "mlp", "gqa_1_kv_head", "dense_moe", "conv"])
 def test_the_parts_of_a_step_are_the_step(name: str) -> None:
-    plan = _program(name).plan
+    plan = compiled_case(name).plan
     parts = shares(plan)
     assert sum(part.seconds for part in parts) == pytest.approx(plan.costs.seconds)
     assert sum(part.computes for part in parts) == pytest.approx(sum(plan.costs.compute.values()))
@@ -65,7 +55,7 @@ def test_the_parts_of_a_step_are_the_step(name: str) -> None:
 
 def test_a_layer_computes_one_thing_at_a_time_and_collectives_run_behind() -> None:
     hidden = 0.0
-    for events in layer_timeline(_program("gpt").plan, "blocks.1"):
+    for events in layer_timeline(compiled_case("gpt").plan, "blocks.1"):
         assert {event.lane for event in events} == {"computes", "sends"}
         for lane in ("computes", "sends"):
             own = [event for event in events if event.lane == lane]
@@ -74,7 +64,7 @@ def test_a_layer_computes_one_thing_at_a_time_and_collectives_run_behind() -> No
             [(e.start, e.start + e.seconds) for e in events if e.lane == lane] for lane in ("computes", "sends")
         )
         hidden += sum(max(0.0, min(b, d) - max(a, c)) for a, b in work for c, d in sent)
-    of_block = next(part for part in shares(_program("gpt").plan) if part.name == "blocks.*")
+    of_block = next(part for part in shares(compiled_case("gpt").plan) if part.name == "blocks.*")
     assert hidden == pytest.approx(of_block.hidden / len(of_block.modules)) and hidden > 0
 
 
@@ -85,7 +75,7 @@ def test_the_parts_of_a_mesh_are_its_step() -> None:
 
 
 def test_a_plan_that_was_loaded_tells_what_it_knows() -> None:
-    live = _program("gpt").plan
+    live = compiled_case("gpt").plan
     loaded = Plan.from_json(live.to_json())
     assert shares(loaded) == shares(live) and layer_timeline(loaded, "blocks.1") == ([], [])
     assert loaded.title == live.title == "GPT, batch 2, length 7"
@@ -98,7 +88,7 @@ def test_a_plan_that_was_loaded_tells_what_it_knows() -> None:
 
 @pytest.mark.parametrize(("name", "world"), [("gpt", 2), ("gpt", 3), ("gqa_1_kv_head", 4), ("mlp", 3)])
 def test_each_rank_holds_what_its_graph_has(name: str, world: int) -> None:
-    made = _program(name, world)
+    made = compiled_case(name, world)
     groups = memory_of_ranks(made.plan)
     assert sorted(rank for group in groups for rank in group.ranks) == [*range(world)]
     held = memory_of_ranks(Plan.from_json(made.plan.to_json()))
@@ -147,7 +137,7 @@ def _of(root: ElementTree.Element, look: str) -> list[ElementTree.Element]:
 
 @pytest.mark.parametrize("world", [2, 3, 4])
 def test_a_layer_has_a_lane_for_each_rank_and_a_join_for_each_collective(world: int, tmp_path: Path) -> None:
-    made = _program("gpt", world)
+    made = compiled_case("gpt", world)
     root = _figure(made, tmp_path)
     assert [e.text for e in _of(root, "l-name")][1:] == [f"rank {rank}" for rank in range(world)]
     inside = [op_name(n) for n in made.graph.graph.nodes if is_within(n, "blocks.0") and is_join(n)]
@@ -158,7 +148,7 @@ def test_a_layer_has_a_lane_for_each_rank_and_a_join_for_each_collective(world: 
 
 @pytest.mark.parametrize("world", [2, 3, 4])
 def test_the_slices_of_all_lanes_are_the_weights(world: int, tmp_path: Path) -> None:
-    made = _program("gpt", world)
+    made = compiled_case("gpt", world)
     filled = 0.0
     for path in _of(_figure(made, tmp_path), "l-weight"):
         found = re.search(r"h([\d.]+)v([\d.]+)", path.attrib["d"])
@@ -175,7 +165,7 @@ def test_the_slices_of_all_lanes_are_the_weights(world: int, tmp_path: Path) -> 
 
 def test_stations_lead_from_left_to_right_and_collectives_stand_alone() -> None:
     for name in ("gpt", "gqa_1_kv_head", "encoder_decoder", "dense_moe"):
-        shown = stations(_program(name).graph.graph, "")
+        shown = stations(compiled_case(name).graph.graph, "")
         assert all(source.level < one.level for one in shown for source in one.sources)
         for one in shown:
             others = [other for other in shown if other.level == one.level and other is not one]
@@ -183,7 +173,7 @@ def test_stations_lead_from_left_to_right_and_collectives_stand_alone() -> None:
 
 
 def test_the_layer_of_auto_is_the_one_that_pages_show(tmp_path: Path) -> None:
-    plan = _program("gpt").plan
+    plan = compiled_case("gpt").plan
     assert busiest_layer(plan) == "blocks.1"
     assert _of(_figure(plan, tmp_path, "auto"), "l-name")[0].text == "blocks.1 on 2 ranks"
     ts.draw(plan, tmp_path / "page.html")
@@ -247,7 +237,7 @@ def test_layers_that_lie_otherwise_are_each_named(tmp_path: Path) -> None:
 
 
 def test_what_a_figure_cant_be(tmp_path: Path) -> None:
-    plan = _program("gpt").plan
+    plan = compiled_case("gpt").plan
     for name, layer, text in (
         ("x.html", "blocks.0", "can't be written as '.html'"),
         ("x.svg", "blocks.7", "(?s)there is no figure of 'blocks.7'.*try: +a layer's path, as 'blocks.1'"),
@@ -272,7 +262,7 @@ def test_names_and_differences_of_several_plans(tmp_path: Path) -> None:
         case.inputs(),
         case.kwargs,
     )
-    ts.draw({"as it is": _program("gpt"), "mlp whole": whole}, tmp_path / "x.html")
+    ts.draw({"as it is": compiled_case("gpt"), "mlp whole": whole}, tmp_path / "x.html")
     text = (tmp_path / "x.html").read_text()
     assert "as it is and mlp whole</h1>" in text
     rows = re.findall(

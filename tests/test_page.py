@@ -13,9 +13,7 @@ import pytest
 import torch
 
 import torchshard as ts
-from tests.compiled import compiled
-from tests.models import CASES
-from torchshard.compiler.program import Program
+from tests.compiled import compiled, compiled_case
 
 _NAMES = ("chromium", "chromium-browser", "google-chrome")
 CHROMIUM = next((found for name in _NAMES if (found := shutil.which(name))), None)
@@ -73,12 +71,6 @@ document.title = JSON.stringify(said);
 """
 
 
-def _program(world: int = 2) -> Program:
-    case = CASES["gpt"]
-    torch.manual_seed(0)
-    return compiled(case.build(), case.plan, world, case.inputs(), case.kwargs)
-
-
 def _page(folder: Path, *models: Any) -> str:
     ts.draw(list(models), folder / "page.html")
     return (folder / "page.html").read_text()
@@ -100,7 +92,7 @@ def _in_browser(text: str, folder: Path) -> dict[str, Any]:
 
 @needs_browser
 def test_it_opens_folded_expands_clicks_and_finds(tmp_path: Path) -> None:
-    said = _in_browser(_page(tmp_path, _program()), tmp_path)
+    said = _in_browser(_page(tmp_path, compiled_case("gpt")), tmp_path)
     assert said["errors"] == [] and said["folded"] and said["hidden"] > 10 and said["one"] == 1 and said["shown"]
     assert said["hits"] == "2 found" and said["found"] and said["picked"] and said["followed"] and said["closed"]
     assert (said["second"], said["first"]) == ("2 of 2", "1 of 2true")
@@ -112,13 +104,13 @@ def test_it_opens_folded_expands_clicks_and_finds(tmp_path: Path) -> None:
 
 
 def test_it_needs_nothing_from_elsewhere(tmp_path: Path) -> None:
-    text = _page(tmp_path, _program())
+    text = _page(tmp_path, compiled_case("gpt"))
     assert not re.search(r"src\s*=|href\s*=(?!\"#)|@import|url\((?!#)|https?://(?!www\.w3\.org)", text)
     assert "prefers-color-scheme: dark" in text and text.count("<script") == 2
 
 
 def test_every_collective_is_drawn_with_its_own_symbol_and_in_the_badges(tmp_path: Path) -> None:
-    made = _program()
+    made = compiled_case("gpt")
     text = _page(tmp_path, made)
     rows = re.findall(r'<div class="row collective[ a-z]*" id="[^"]+"><b>⬡ (\w+)', text)
     assert len(rows) == text.count('class="row collective') > 3
@@ -133,7 +125,7 @@ def test_every_collective_is_drawn_with_its_own_symbol_and_in_the_badges(tmp_pat
 
 
 def test_two_plans_lie_side_by_side(tmp_path: Path) -> None:
-    text = _page(tmp_path, _program(2), _program(3).plan)
+    text = _page(tmp_path, compiled_case("gpt"), compiled_case("gpt", 3).plan)
     assert text.count("<section>") == 2 and "2 ranks, cpu-gloo and 3 ranks, cpu-gloo" in text
     ids = re.findall(r' id="([ab]\d+)"', text)
     assert len(set(ids)) == len(ids) and {i[0] for i in ids} == {"a", "b"}
@@ -154,7 +146,7 @@ def test_texts_cant_break_the_page(tmp_path: Path) -> None:
 
 
 def test_dot_is_text_for_graphviz(tmp_path: Path) -> None:
-    made = _program()
+    made = compiled_case("gpt")
     ts.draw(made, tmp_path / "x.dot")
     text = (tmp_path / "x.dot").read_text()
     assert text.startswith("digraph model {") and text.count("{") == text.count("}")
@@ -162,7 +154,7 @@ def test_dot_is_text_for_graphviz(tmp_path: Path) -> None:
 
 
 def test_what_a_page_cant_be(tmp_path: Path) -> None:
-    made = _program()
+    made = compiled_case("gpt")
     for model, name, text in (
         ([made, made], "x.svg", "can't be written as '.svg'"),
         ([], "x.html", "nothing to draw"),

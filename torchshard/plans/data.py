@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -289,10 +289,17 @@ class PlanData:
         """Whether it splits a dynamic size, in equal slices: it is for calls whose sizes divide."""
         return any(choice.splits_dynamic for choice in self.choices.values())
 
+    def cuts(self, name: str, place: Sequence[int] = ()) -> Cuts:
+        """How a rank's slice of a parameter or buffer is cut out.
+
+        Args:
+            place: the rank's numbers on the axes of `over_all`; those of the first rank, which holds the most, if none.
+        """
+        ranks = place or [0] * len(self.over_all)
+        plans = zip(self.over_all, ranks, strict=True)
+        return tuple(Cut(each.parameters.get(name, I), rank, each.world_size) for each, rank in plans)
+
     def parameter_bytes(self) -> tuple[int, int]:
         """Bytes of the parameters and buffers: of the unsharded model, and on the rank that holds the most."""
-        held = 0
-        for name, stored in self.stored.items():
-            cuts = tuple(Cut(each.parameters.get(name, I), 0, each.world_size) for each in self.over_all)
-            held += stored.nbytes(cuts)
+        held = sum(stored.nbytes(self.cuts(name)) for name, stored in self.stored.items())
         return sum(stored.nbytes() for stored in self.stored.values()), held

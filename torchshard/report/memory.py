@@ -7,8 +7,7 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
-from torchshard.core.layouts import I
-from torchshard.core.words import Cut, local_shape
+from torchshard.core.words import local_shape
 from torchshard.plans.data import PlanData
 
 MOST = 64
@@ -51,16 +50,7 @@ Shapes = tuple[tuple[int, ...], ...]
 
 def _shapes(plan: PlanData, place: Sequence[int]) -> Shapes:
     """Of the slices of all parameters and buffers; the place is that on the weights' axis, then those on the others."""
-    return tuple(
-        local_shape(
-            stored.shape,
-            tuple(
-                Cut(each.parameters.get(name, I), rank, each.world_size)
-                for each, rank in zip(plan.over_all, place, strict=True)
-            ),
-        )
-        for name, stored in plan.stored.items()
-    )
+    return tuple(local_shape(stored.shape, plan.cuts(name, place)) for name, stored in plan.stored.items())
 
 
 def _held(plan: PlanData, shapes: Shapes, rank: int) -> dict[str, float]:

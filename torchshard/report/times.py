@@ -15,6 +15,7 @@ from torch import fx
 from torchshard.core.paths import is_part, layer_of, star_numbers
 from torchshard.ir.graph import op_name
 from torchshard.ir.listing import is_within
+from torchshard.planner.problem import Price
 from torchshard.plans.data import Collective, PlanData, Sent
 
 MODEL_ITSELF = "the model"
@@ -107,8 +108,11 @@ def layer_timeline(plan: PlanData, layer: str) -> tuple[list[Event], list[Event]
     Collectives of axes that divide the batch are left out: they are not waited for where they are sent.
     """
     forward, backward = _Clock(), _Clock()
-    prices = {} if plan.problem is None else plan.problem.prices(plan.choices)
-    ops = {node.name: (node, price) for node, price in prices.items() if is_within(node, layer)}
+    ops: dict[str, tuple[fx.Node, Price]] = {}
+    if plan.problem is not None:
+        inside = {n.name for n in plan.problem.graph.nodes if is_within(n, layer)}
+        choices = {name: choice for name, choice in plan.choices.items() if name in inside}
+        ops = {node.name: (node, price) for node, price in plan.problem.prices(choices).items()}
     before: dict[str, list[Collective]] = defaultdict(list)
     for c in () if plan.data or not ops else plan.costs.collectives:
         if is_part(c.place, layer):

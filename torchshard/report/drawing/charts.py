@@ -92,7 +92,7 @@ def _line(x: float, y: float, text: str) -> str:
 def bounds_table(plan: PlanData) -> str:
     """What bounds each kind of op and of message."""
     found = bounds(plan)
-    total = sum(part.seconds for part in shares(plan))
+    total = sum(plan.step_seconds.values())
     shown = [bound for bound in found if bound.seconds >= LEAST * total][:MOST_BOUNDS] if total else []
     rows = [
         (

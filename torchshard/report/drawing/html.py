@@ -15,20 +15,16 @@ from typing import NamedTuple
 
 from torch import fx
 
-from torchshard.core.paths import layer_of, star_differences, star_numbers
+from torchshard.core.paths import star_differences, star_numbers
 from torchshard.plans.data import Collective, PlanData
 from torchshard.plans.machine import size_text, time_text
 from torchshard.plans.plan import Plan
 from torchshard.plans.table import mesh_text
 from torchshard.report.drawing.charts import bounds_table, course, memory_chart, time_chart
 from torchshard.report.drawing.lanes import lanes
-from torchshard.report.drawing.stations import stations
 from torchshard.report.drawing.tree import TOLD, Side, Texts, tree
-from torchshard.report.times import shares
 from torchshard.report.why import MAX_ALTERNATIVES, REASONS, kinds_of
 
-LEAST_STATIONS = 4
-"""A layer with fewer is shown with what is around it."""
 MEANINGS = {
     "S": "split: each rank holds a slice along this dim",
     "P": "partial sums: the value is the sum of what the ranks have",
@@ -55,7 +51,7 @@ def page(shown: Sequence[Shown]) -> str:
     names = _names(shown)
     facts = {
         "told": TOLD,
-        "sides": {side.ids[side.rows[0].nodes[0]][0]: side.facts() for side in sides},
+        "sides": {side.prefix: side.facts() for side in sides},
         "meanings": MEANINGS,
         "texts": [*texts],
     }
@@ -126,7 +122,7 @@ def _summary(side: Side) -> Iterator[str]:
     plan = side.plan
     yield f'<div class="tiles">{"".join(_tile(figure) for figure in _figures(plan).values())}</div>'
     yield time_chart(plan)
-    yield course(plan, busiest_layer(plan))
+    yield course(plan, side.layer)
     yield bounds_table(plan)
     yield memory_chart(plan)
     yield _most_expensive(side)
@@ -161,8 +157,7 @@ def _figures(plan: PlanData) -> dict[str, Tile]:
     for kind, count in sorted(kinds.items()):
         add(kind, str(count))
     add("parameters on a rank", size_text(held), f", of {size_text(whole)}")
-    seconds = sum(plan.step_seconds.values()) if costs.step is not None else costs.seconds
-    add("per step", time_text(seconds), f" on {costs.machine or 'an unnamed machine'}")
+    add("per step", time_text(sum(plan.step_seconds.values())), f" on {costs.machine or 'an unnamed machine'}")
     if "peak" in plan.step_memory:
         add("peak memory of a rank", size_text(plan.step_memory["peak"]))
     return found
@@ -198,24 +193,9 @@ def _kind(side: Side, kind: Sequence[Collective]) -> str:
 
 
 def _figure(side: Side, name: str) -> str:
-    drawn = lanes(side.plan, busiest_layer(side.plan), next(iter(side.ids.values()), "a")[0])
+    drawn = lanes(side.plan, side.layer, side.prefix)
     title = f"One layer on each rank{f': {name}' if name else ''}"
     return f'<h2>{escape(title)}</h2><div class="figure" tabindex="0">{drawn}</div>' if drawn else ""
-
-
-def busiest_layer(plan: PlanData) -> str:
-    """The path of the layer that stands for those that take the most of a step; '' for a model without layers.
-
-    Of several of one name it is the second, for the first may be unlike the others.
-    """
-    of_layers = [part for part in shares(plan) if any(map(layer_of, part.modules))]
-    if not of_layers or plan.graph is None:
-        return ""
-    most = max(of_layers, key=lambda part: part.seconds)
-    path = sorted(most.modules, key=lambda path: (len(path), path))[len(most.modules) > 1]
-    while path and len(stations(plan.graph.graph, path)) < LEAST_STATIONS:
-        path = path.rpartition(".")[0]
-    return path
 
 
 # --- several plans ---------------------------------------------------------------------------------------------------

@@ -19,8 +19,8 @@ from torchshard.plans.data import PlanData
 from torchshard.plans.table import mesh_text
 from torchshard.report.drawing.stations import LETTERS, Station, is_parameter, sent, stations
 
-CHAR, WIDE, JOIN, GAP, ROW, ICON, MARGIN, HEAD = 6.1, 92, 34, 26, 66, 26, 16, 62
-"""Pixels: a character, a station, a join, between columns, a row, a square, around all, above the lanes."""
+WIDE, JOIN, GAP, ROW, ICON, MARGIN, HEAD = 92, 34, 26, 66, 26, 16, 62
+"""Pixels: a station, a join, between columns, a row, a square, around all, above the lanes."""
 LONGEST = 15
 """Characters of a label."""
 MOST_LANES, MOST_STATIONS = 4, 60
@@ -59,9 +59,8 @@ class _Figure:
     def __init__(self, plan: PlanData, module: str, shown: Sequence[Station], prefix: str) -> None:
         self.module, self.shown, self.world = module, shown, plan.world_size
         self.paths, self.stripes = f"{prefix}paths", f"{prefix}stripes"
-        self.over = f" along {plan.axis}, of {mesh_text(plan)}; what goes over others is left out"
-        if not plan.over_batch:
-            self.over = ""
+        others = f" along {plan.axis}, of {mesh_text(plan)}; what goes over others is left out"
+        self.over = others if plan.over_batch else ""
         self.names: Names = size_names(plan.graph.graph)
         self.ranks = [*range(min(self.world, MOST_LANES))]
         if self.world > MOST_LANES:

@@ -18,16 +18,20 @@ from itertools import chain, count, groupby
 from torch import fx
 
 from torchshard.core.conversions import kernels
-from torchshard.core.paths import is_part
+from torchshard.core.paths import is_part, layer_of
 from torchshard.custom_ops.whole import entry
 from torchshard.distributed.ops import is_collective
 from torchshard.ir.graph import is_float, is_view, is_weight, op_name, values
 from torchshard.ir.listing import is_within
 from torchshard.planner.costs import LOOKUPS, PRODUCTS
+from torchshard.plans.data import PlanData
+from torchshard.report.times import shares
 
 LETTERS = {"copy": "f", "reduce": "g"}
 """The names that Shoeybi et al., "Megatron-LM" (2019), have for the two collectives of tensor parallelism."""
 NAMES = {"mul": "×", "add": "+", "sub": "−", "div": "÷", "scaled_dot_product_attention": "attention"}
+LEAST_STATIONS = 4
+"""A layer with fewer is shown with what is around it."""
 MOST_OPS = 2
 """So many ops of a station are named."""
 
@@ -187,3 +191,18 @@ def _placed(made: list[Station]) -> list[Station]:
         rows.add(row)
         one.level, one.row = level, row
     return made
+
+
+def busiest_layer(plan: PlanData) -> str:
+    """The path of the layer that stands for those that take the most of a step; '' for a model without layers.
+
+    Of several of one name it is the second, for the first may be unlike the others.
+    """
+    of_layers = [part for part in shares(plan) if any(map(layer_of, part.modules))]
+    if not of_layers or plan.graph is None:
+        return ""
+    most = max(of_layers, key=lambda part: part.seconds)
+    path = sorted(most.modules, key=lambda path: (len(path), path))[len(most.modules) > 1]
+    while path and len(stations(plan.graph.graph, path)) < LEAST_STATIONS:
+        path = path.rpartition(".")[0]
+    return path

@@ -21,7 +21,7 @@ from torchshard.planner.styles import style_of
 from torchshard.plans.data import Collective, PlanData
 from torchshard.plans.machine import size_text, time_text
 from torchshard.report.drawing.outline import Box, Row, outline, sources
-from torchshard.report.drawing.stations import main_values
+from torchshard.report.drawing.stations import busiest_layer, main_values
 from torchshard.report.why import MOST_USERS, REASONS
 
 Item = Box | Row
@@ -41,7 +41,7 @@ class Side:
     """One plan's graph as a tree, and what its rows tell."""
 
     def __init__(self, plan: PlanData, graph: fx.Graph, prefix: str, texts: Texts) -> None:
-        self.plan, self.texts = plan, texts
+        self.plan, self.prefix, self.texts, self.layer = plan, prefix, texts, busiest_layer(plan)
         self.root = outline(graph)
         self.rows = self.root.rows()
         self.ids = {node: f"{prefix}{i}" for i, row in enumerate(self.rows) for node in row.nodes}
@@ -86,7 +86,7 @@ class Side:
         node, count = row.nodes[0], len(row.nodes)
         record, style = self.record(node), style_of(node)
         told = {
-            "op": f"{op_name(node)}{f', in {count} alike layers' if count > 1 else ''}",
+            "op": f"{op_name(node)}{f', in {count} equal layers' if count > 1 else ''}",
             "node": node.name,
             "module": node.meta.get("module", ""),
             "runs": _when(node),
@@ -177,16 +177,11 @@ class _Tree:
             kind, sign = ("row collective" if "▼" in row.detail else "row collective quiet"), "⬡ "
         elif side.is_bookkeeping(row):
             kind = "row book"
-        texts = ((row.label, "b", sign), (row.detail, "i", ""), (row.shape, "i", ""), (row.layout, row.kind, ""))
-        cells = (_cell(tag, sign + text) for text, tag, sign in texts)
-        return f'<div class="{kind}" id="{side.ids[row.nodes[0]]}">{"".join(cells)}</div>'
-
-
-def _cell(tag: str, text: str) -> str:
-    """A cell of a row: its label, its other texts, and the layout with the look of its kind."""
-    if tag in ("b", "i"):
-        return f"<{tag}>{escape(text)}</{tag}>"
-    return f'<u class="{tag}">{escape(text)}</u>'
+        label, detail, shape, layout = map(escape, _text(row))
+        return (
+            f'<div class="{kind}" id="{side.ids[row.nodes[0]]}"><b>{sign}{label}</b><i>{detail}</i><i>{shape}</i>'
+            f'<u class="{row.kind}">{layout}</u></div>'
+        )
 
 
 def _aligned(sequences: Sequence[Sequence[Item]]) -> list[tuple[Item | None, ...]]:
