@@ -435,7 +435,7 @@ def _grouped(node: fx.Node) -> list[Group] | None:
     Over two ranks `[2,7,12] -> [2,7,2,6]` is `[2,7,6] -> [2,7,1,6]`: by these sizes alone, the last dim might be the
     split one. So groups come from the global shapes, and a size that is this rank's own is left to the op (-1).
     """
-    shapes = [n.meta.get("global_shape") for n in (node.args[0], node) if isinstance(n, fx.Node)]
+    shapes = [(n.meta.get("global_shapes") or (None,))[0] for n in (node.args[0], node) if isinstance(n, fx.Node)]
     if len(shapes) < 2 or not all(shapes):
         return None
     before, after = (sizes_of(shape) for shape in shapes)
@@ -478,7 +478,7 @@ def _narrowed(made: Tensor, whole: Tensor, dim: int) -> Judgement:
 
 def _own_dim(node: fx.Node) -> int | None:
     """The dim of a result of which this rank has a part, by its sizes."""
-    val, whole = node.meta.get("val"), node.meta.get("global_shape")
+    val, (whole, *_) = node.meta.get("val"), node.meta.get("global_shapes") or (None,)
     if not isinstance(val, Tensor) or whole is None or len(whole) != val.ndim:
         return None
     pairs = zip(sizes_of(val.shape), sizes_of(whole), strict=True)
@@ -588,8 +588,9 @@ def _give_numbers(graph: fx.GraphModule, by_values: Mapping[Any, int]) -> None:
     for node in graph.graph.nodes:
         if "val" in node.meta:
             node.meta["val"] = tree_map(numbered, node.meta["val"])
-        if node.meta.get("global_shape"):
-            node.meta["global_shape"] = tuple(map(numbered, node.meta["global_shape"]))
+        if node.meta.get("global_shapes"):
+            shapes = node.meta["global_shapes"]
+            node.meta["global_shapes"] = tuple(shape and tuple(map(numbered, shape)) for shape in shapes)
 
 
 def own_numbers(graphs: Sequence[fx.GraphModule]) -> dict[str, dict[Any, tuple[Any, ...]]]:

@@ -340,7 +340,7 @@ def _used(rank: int) -> dict[str, Any]:
     return {
         "computed": {name: torch.equal(ours.full_tensor(), theirs) for name, (ours, theirs) in computed.items()},
         "refused": refusals,
-        "shown": repr(keys).startswith(f"S(1) on rank {rank} of 2, of f64[2,3,4,4]: tensor("),
+        "shown": repr(keys).startswith(f"f64[2,3@tp,4,4] on rank {rank} of 2: tensor("),
         "goes on": tuple(past["k"].whole) == (2, 3, 8, 4),
     }
 

@@ -99,7 +99,7 @@ def test_it_opens_folded_expands_clicks_and_finds(tmp_path: Path) -> None:
     assert said["copied"] == 'copied "blocks.*.mlp.2": "row"'
     assert said["books"] == [True, True] and said["only"] and said["entered"] and said["searching"]
     assert "each rank uses it for its own part" in said["hover"] and "whole on each rank" in said["hover"]
-    for part in ("why", "costs", "layout", "source", "models.py:", "KiB"):
+    for part in ("why", "costs", "type", "source", "models.py:", "KiB"):
         assert part in said["panel"], part
 
 

@@ -31,7 +31,7 @@ from torchshard.core.columns import Notebook
 from torchshard.core.errors import ShardError
 from torchshard.core.rng_states import keeping_rng_states, rng_states
 from torchshard.core.words import Word, dual
-from torchshard.ir.axes import word_of
+from torchshard.ir.axes import words_of
 from torchshard.ir.graph import is_tensor, where
 from torchshard.passes import with_whole_results
 from torchshard.plans.machine import Axes, MachineLike, objective
@@ -330,8 +330,7 @@ def tolerance_of(graph: fx.GraphModule) -> float:
 
 def _words_of_values(sides: _Sides) -> dict[str, Word]:
     """How the ranks hold the values of the graph's nodes, as far as each rank has them."""
-    found = {node.name: word_of(node) for node in sides.graphs[0].graph.nodes if is_tensor(node)}
-    return {name: word for name, word in found.items() if word is not None}
+    return {node.name: word for node in sides.graphs[0].graph.nodes if is_tensor(node) for word in words_of(node)}
 
 
 def _diagnose(words: Mapping[str, Word], graph: fx.GraphModule, whole: Run, sharded: Run, tolerance: float) -> str:

@@ -1,8 +1,8 @@
 """Text that fits a terminal: tables whose cells go on in the next line, and paragraphs.
 
-module      parameters    time
-blocks.*.   weight S(0),  1.2 ms
-mlp.up ×12  bias S(0)
+module      parameters         time
+blocks.*.   weight[64@tp,16],  1.2 ms
+mlp.up ×12  bias[64@tp]
 """
 
 from __future__ import annotations
@@ -47,10 +47,10 @@ def columns(rows: Sequence[Sequence[str]]) -> Iterator[str]:
 
 
 def _cut(text: str, width: int) -> list[str]:
-    """A text in lines, cut behind blanks, dots, commas and underscores if it can be; all are indented as the first."""
+    """A text in lines, cut behind blanks, dots and underscores if it can be; all are indented as the first."""
     indent = text[: len(text) - len(text.lstrip())][: width // 2]
     lines, line = list[str](), indent
-    for word in re.findall(r"[^\s.,_]*[\s.,_]+|[^\s.,_]+", text.lstrip()):
+    for word in re.findall(r"[^\s._]*[\s._]+|[^\s._]+", text.lstrip()):
         if len((line + word).rstrip()) > width and line != indent:
             lines.append(line.rstrip())
             line = indent

@@ -76,10 +76,13 @@ class Shard:
     """Whether the parts repeat until the dim is full; its size is then dynamic."""
 
     def __str__(self) -> str:
-        if not self.parts:
-            return f"S({self.dim})"
-        parts = "+".join(str(count) if unit == 1 else f"{count}x{unit}" for count, unit in self.parts)
-        return f"S({self.dim}; {'*' if self.repeated else ''}{parts})"
+        return f"S({self.dim}; {self.parts_text})" if self.parts else f"S({self.dim})"
+
+    @property
+    def parts_text(self) -> str:
+        """The parts as text: '768+768+768', '7x8', '*4'; '' for the plain case."""
+        parts = "+".join(str(count) if unit == 1 else f"{count}x{unit}" for count, unit in self.parts or ())
+        return "*" * self.repeated + parts
 
 
 Layout = Invariant | Replicate | Partial | Shard
@@ -267,7 +270,11 @@ _DTYPES = {
 }  # fmt: skip
 
 
+def dtype_text(dtype: torch.dtype) -> str:
+    """Returns a dtype as text: 'f32'."""
+    return _DTYPES.get(dtype, str(dtype).removeprefix("torch."))
+
+
 def type_text(dtype: torch.dtype, shape: Sequence[object]) -> str:
-    """Returns the type of a tensor as text: 'f32[2,8,16]'."""
-    name = _DTYPES.get(dtype, str(dtype).removeprefix("torch."))
-    return f"{name}[{','.join(map(str, shape))}]"
+    """Returns the type of a tensor as text: 'f32[2,8,16]'; with `core.words.split_text` also how ranks hold it."""
+    return f"{dtype_text(dtype)}[{','.join(map(str, shape))}]"

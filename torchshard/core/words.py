@@ -9,6 +9,16 @@ one letter, which must be the last one that splits its dim. Axes without a lette
 
 The order of letters is not that of the mesh: weights are split over the model axis first, and what that leaves over the
 data axis (FSDP within tensor parallelism, for which PyTorch needs a `_StridedShard`).
+
+People read words in the shapes of tensors, which are those of the whole: each dim says which axes split it, in order.
+
+    f32[8,512,64@tp]               a slice of the last dim on each rank of tp, and equal on all others
+    f32[8@dp,2304@tp(768+768+768)] split over two axes; each rank of tp has a slice of each of three parts
+    f32[4096@tp@dp,64]             split over tp, and what each rank has over dp
+    f32[8,512] P@tp                each rank of tp has a partial sum
+    f32[8,512] R@tp                each rank has the whole, and a partial sum of its gradient
+
+As JAX's `float32[8@X,4]`, and its `{U:X}` and `{R:X}`.
 """
 
 from __future__ import annotations
@@ -81,6 +91,17 @@ _AND = " . "
 def short_text(of: Word) -> str:
     """Returns a word as text; of one letter over the model's axis, the layout alone."""
     return str(of[0].layout) if [axis.name for axis, _ in of] == [MODEL] else text(of)
+
+
+def split_text(shape: Sequence[object], of: Word, dtype: str = "") -> str:
+    """Returns the type of a whole tensor with how the ranks hold it: 'f32[8,64@tp]', 'f32[8,64] P@tp'."""
+    dims, after = [str(size) for size in shape], ""
+    for axis, layout in of:
+        if isinstance(layout, Shard):
+            dims[layout.dim] += f"@{axis}" + (f"({layout.parts_text})" if layout.parts else "")
+        else:
+            after += f" {layout}@{axis}"
+    return f"{dtype}[{','.join(dims)}]{after}"
 
 
 def letter_names(given: str) -> list[str]:

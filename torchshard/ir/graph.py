@@ -4,12 +4,12 @@ val          fake tensor (or tuple, or SymInt) with the global shape; after `loc
 kind, path   of a placeholder: 'parameter', 'buffer', 'constant' or 'input', and its dotted name; 'names': all its names
 module       of an op: the path of the module that called it; 'source': the user's file and line
 autocast     of an op: the autocast in which it was called, until its casts are explicit
-global_shape the global shape of the first result, set by `localize`, after which 'val' has the rank's own
+global_shapes   the global shape of each result, set by `localize`, after which 'val' has the rank's own
 inside       of a node of a replacement: the op that it is a part of
 layouts      tuple of Layouts, one per result; of the output, one per result of the graph, if not all are whole
 choice, row  of an op: the planned notation.Choice, and the Row that allows it
 needs_grad   whether a gradient flows back through the value
-note         of a collective: the conversion and its consumers
+note         of a collective: its consumers
 recompute    of an op: the region whose values backward computes again, in place of saving them
 gathered_once   of a parameter: whether backward keeps what forward gathers of its slices
 gathered_again  of a collective: whether backward runs it again, in place of saving what was gathered
@@ -19,6 +19,7 @@ counts_all   of an op that gives ends of such rows: whether the last one is know
 at_experts   of an op: it takes rows at the ranks that have their experts (see `passes.to_experts`)
 settled      of a collective, or an op with some inside: it is over an earlier mesh axis, which the graph is cut for
 earlier      the Layouts of its results over each earlier mesh axis, by the axis' name
+whole_shapes the shape of each result before any axis split it, where there are earlier axes
 is_backward  of a node of a joint graph: whether it belongs to the backward
 origin       of a node of a recorded part: the number of the op that it comes from
 
@@ -58,6 +59,8 @@ from torchshard.rules.pointwise import CASTS
 
 ORIGIN = ("module", "source", "needs_grad", "recompute", "is_backward", "origin")
 """The facts about an op that hold for what replaces it, too."""
+OF_EARLIER_AXES = ("earlier", "whole_shapes")
+"""The facts about a value that hold for what it is converted to, too."""
 _COPY = torch.ops.torchshard.copy.default
 Size = int | torch.SymInt
 """A size in the shape of a fake tensor."""
@@ -279,7 +282,14 @@ def layout_of(node: fx.Node) -> Layout:
 
 def global_shape(node: fx.Node) -> tuple[int, ...]:
     """The global shape, static sizes as ints, before and after `localize`."""
-    return node.meta.get("global_shape") or plain_shape(node.meta["val"])
+    known = node.meta.get("global_shapes")
+    return (known and known[0]) or plain_shape(node.meta["val"])
+
+
+def whole_shapes(node: fx.Node) -> Sequence[Sequence[Size] | None]:
+    """The shapes of its results, tensors alone, before any mesh axis split them."""
+    known: Sequence[Sequence[Size] | None] = node.meta.get("whole_shapes", ())
+    return known or [v.shape if isinstance(v, Tensor) else None for v in values(node)]
 
 
 def plain_shape(value: Tensor) -> tuple[int, ...]:

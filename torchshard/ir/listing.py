@@ -1,10 +1,10 @@
 """Prints a graph as text, one line per op: golden tests compare it, and errors point into it.
 
-    * x_copy      = copy(x)                      f32[2,8,16]   R      I -> R, for q, k, v                    mlp.py:12
-      q           = linear(x_copy, q.weight)     f32[2,8,8]    S(2)   split n: ... k, n k -> ... n
-    * out_reduce  = reduce(out)                  f32[2,8,16]   I      P -> I, for add
+    * x_copy      = copy(x)                      f32[2,8,16] R@tp   from f32[2,8,16], for q, k, v          mlp.py:12
+      q           = linear(x_copy, q.weight)     f32[2,8,8@tp]      split n: ... k, n k -> ... n
+    * out_reduce  = reduce(out)                  f32[2,8,16]        from f32[2,8,16] P@tp, for add
 
-A star marks a collective. Shapes are global until `localize`, then the rank's own.
+A star marks a collective. Shapes are global until `localize` and say how the ranks hold a value; then the rank's own.
 """
 
 from __future__ import annotations
@@ -15,12 +15,11 @@ from collections.abc import Sequence
 from torch import fx
 
 from torchshard.core.columns import GAP, paragraph, terminal_width
-from torchshard.core.conversions import source_and_target
 from torchshard.core.paths import is_part
 from torchshard.distributed.ops import OPS, Begin, is_collective, is_or_begins_collective
-from torchshard.ir.axes import axes_of, axis_of, layout_texts
-from torchshard.ir.graph import op_name, values
-from torchshard.ir.sizes import Names, size_names, value_text
+from torchshard.ir.axes import axes_of, axis_of, converted, typed
+from torchshard.ir.graph import op_name
+from torchshard.ir.sizes import Names, size_names
 
 
 def _argument(value: object) -> str:
@@ -44,13 +43,12 @@ def _why(node: fx.Node) -> str:
 
 def _reason(node: fx.Node) -> str:
     if isinstance(node.target, Begin):
-        return _begun(node, node.target)
+        (waiting,) = node.users
+        return _moved(waiting)
     if node.meta.get("is_again"):
         return "computed again"
-    if is_collective(node.target) and node.meta.get("is_backward") and "gradient_of" in node.meta:
-        return f"gradient of {', '.join(node.meta['gradient_of'])}"
     if is_collective(node.target):
-        return str(node.meta.get("note", f"inside {node.meta.get('inside', '')}"))
+        return _moved(node)
     choice, row = node.meta.get("choice"), node.meta.get("row")
     if choice is None:
         return ""
@@ -59,14 +57,14 @@ def _reason(node: fx.Node) -> str:
     return f"{choice.name}: {row.text}" if choice.axes or choice.name == "P" else ""
 
 
-def _begun(node: fx.Node, begin: Begin) -> str:
-    """What a collective that begins converts, and for whom or whose gradient."""
-    (waiting,) = node.users
-    if "note" in waiting.meta:
-        return str(waiting.meta["note"])
-    source, target = source_and_target(OPS[begin.op].name, node.args[1:])
-    whose = ", ".join(waiting.meta.get("gradient_of", ()))
-    return f"{source} -> {target}" + (f", gradient of {whose}" if whose else "")
+def _moved(collective: fx.Node) -> str:
+    """What a collective converts, and for whom, or whose gradient."""
+    if collective.meta.get("is_backward") and "gradient_of" in collective.meta:
+        return f"gradient of {', '.join(collective.meta['gradient_of'])}"
+    if "note" not in collective.meta:
+        return f"inside {collective.meta.get('inside', '')}"
+    before = converted(collective)
+    return f"from {before}, {collective.meta['note']}" if before else str(collective.meta["note"])
 
 
 def listing(module: fx.GraphModule, *, sources: bool = True, within: str = "", fits: bool = False) -> str:
@@ -117,9 +115,7 @@ def is_within(node: fx.Node, module: str) -> bool:
 
 def _row(node: fx.Node, sources: bool, names: Names) -> list[str]:
     if node.op == "output":
-        return ["  return", _argument(node.args[0]), "", "", "", ""]
+        return ["  return", _argument(node.args[0]), "", "", ""]
     star = "* " if is_or_begins_collective(node.target) else "  "
-    layouts = " ".join(layout_texts(node))
-    shapes = " ".join(value_text(v, names) for v in values(node))
     source = os.path.basename(node.meta.get("source", "")) if sources else ""
-    return [star + node.name, f"= {_call(node)}", shapes, layouts, _why(node), source]
+    return [star + node.name, f"= {_call(node)}", " ".join(typed(node, names)), _why(node), source]

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from types import MappingProxyType
 
 import sympy
 from torch import Tensor, fx
 
-from torchshard.core.layouts import type_text
+from torchshard.core.layouts import dtype_text
+from torchshard.core.words import WHOLE, Word, split_text
 from torchshard.ir.graph import Size, carried_inputs, hint, is_tensor, placeholders, size_expr
 
 WORDS = ("batch", "length")
@@ -61,10 +62,21 @@ def call_sizes(module: fx.GraphModule) -> list[str]:
     return [f"{word} {found[word]:,}" for word, kind in kinds.items() if word == kind or found[word] != found[kind]]
 
 
-def value_text(value: object, names: Names = MappingProxyType({})) -> str:
-    """'f32[batch,length,16]' for a tensor, 'batch*length' for a number, '' for None."""
+def value_text(
+    value: object,
+    names: Names = MappingProxyType({}),
+    shape: Sequence[Size] | None = None,
+    held: Word = WHOLE,
+) -> str:
+    """'f32[batch,length,16]' for a tensor, 'batch*length' for a number, '' for None.
+
+    Args:
+        shape: that of the whole, where the tensor has a part's.
+        held: how the ranks hold the tensor: 'f32[batch,length,16@tp]'.
+    """
     if isinstance(value, Tensor):
-        return type_text(value.dtype, [_text(size, names) for size in value.shape])
+        sizes = [_text(size, names) for size in (value.shape if shape is None else shape)]
+        return split_text(sizes, held, dtype_text(value.dtype))
     return "" if value is None else _text(value, names)
 
 

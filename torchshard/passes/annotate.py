@@ -1,7 +1,7 @@
 """Writes the plan onto the graph: every op gets its choice, every value its layouts.
 
 before    q = linear(x, q_weight)      f32[2,8,8]
-after     q = linear(x, q_weight)      f32[2,8,8]  S(2)     split n: ... k, n k -> ... n
+after     q = linear(x, q_weight)      f32[2,8,8@tp]     split n: ... k, n k -> ... n
 """
 
 from __future__ import annotations

@@ -99,8 +99,7 @@ def _join(joint: fx.GraphModule, message: _Message, nodes: Sequence[fx.Node]) ->
         before.meta["gathered_again"] = True
     total.meta |= {"module": message.of.layer, "layouts": at.meta["layouts"]}
     if gathers:
-        whose = ", ".join(node.meta["note"].partition(", for ")[2] for node in nodes)
-        total.meta["note"] = f"{at.meta['note'].partition(', for ')[0]}, for {whose}"
+        total.meta["note"] = f"for {', '.join(node.meta['note'].removeprefix('for ') for node in nodes)}"
     else:
         total.meta["gradient_of"] = tuple(dict.fromkeys(name for node in nodes for name in node.meta["gradient_of"]))
     name = at.name

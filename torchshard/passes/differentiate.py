@@ -179,7 +179,7 @@ _PLACE = ("module", "source")
 
 def _gradient_meta(value: fx.Node, *others: fx.Node) -> dict[str, Any]:
     """What is known of the gradient of a value, which may be that of others, too."""
-    known = {key: value.meta[key] for key in (*_PLACE, "global_shape") if key in value.meta}
+    known = {key: value.meta[key] for key in (*_PLACE, "global_shapes") if key in value.meta}
     layouts: tuple[Layout, ...] = value.meta.get("layouts", ())
     names = dict.fromkeys(node.name for node in (value, *others))
     return known | {"gradient_of": tuple(names), "layouts": tuple(map(dual, layouts))}

@@ -19,7 +19,15 @@ from torch.fx.node import Argument
 from torchshard.core.conversions import ConversionStep, Steps, step_args
 from torchshard.core.layouts import I, Layout, R, is_whole
 from torchshard.ir.gathered_again import dims_gathered_again, is_gathered_again
-from torchshard.ir.graph import consumers, global_shape, is_carried, is_tensor, name_after, required_layouts
+from torchshard.ir.graph import (
+    OF_EARLIER_AXES,
+    consumers,
+    global_shape,
+    is_carried,
+    is_tensor,
+    name_after,
+    required_layouts,
+)
 
 
 def insert(module: fx.GraphModule, planned: Mapping[str, Steps]) -> bool:
@@ -88,7 +96,7 @@ class _Conversions:
         if node is None:
             source = self._in_layout(value, step.source, consumer)
             node = self._inserted[value, layout] = self._insert(value, step, source, consumer)
-            node.meta["note"] = f"{step.source} -> {layout}, for {consumer_name}"
+            node.meta["note"] = f"for {consumer_name}"
         elif not node.meta["note"].endswith(f" {consumer_name}"):
             node.meta["note"] += f", {consumer_name}"
         if is_gathered_again(step, dims_gathered_again(value, [consumer])):
@@ -110,6 +118,7 @@ class _Conversions:
             "module": beside.meta.get("module", ""),
             "source": beside.meta.get("source", ""),
         }
+        node.meta |= {key: value.meta[key] for key in OF_EARLIER_AXES if key in value.meta}
         if "recompute" in consumer.meta:
             node.meta["recompute"] = consumer.meta["recompute"]
         return node

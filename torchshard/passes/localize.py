@@ -91,7 +91,7 @@ def _localize_values(module: fx.GraphModule, coordinate: Coordinate) -> None:
         if node.op not in ("placeholder", "call_function"):
             continue
         results = values(node)
-        node.meta["global_shape"] = plain_shape(results[0]) if results and isinstance(results[0], Tensor) else None
+        node.meta["global_shapes"] = tuple(plain_shape(v) if isinstance(v, Tensor) else None for v in results)
         layouts: tuple[Layout, ...] = node.meta.get("layouts", ())
         local = [localized(value, layout) for value, layout in zip(results, layouts, strict=False)]
         if local:

@@ -16,7 +16,7 @@ from torchshard.ir.axes import axes_of, layouts_of
 from torchshard.ir.graph import duplicate, is_own_collective, is_tensor, mark_needs_grad, placeholders
 
 aten = torch.ops.aten
-OF_AXIS = ("layouts", "choice", "row", "global_shape", "gathered_once", "own_order", "counts_all", "at_experts")
+OF_AXIS = ("layouts", "choice", "row", "global_shapes", "gathered_once", "own_order", "counts_all", "at_experts")
 """What nodes know of the axis that their graph is split over."""
 
 
@@ -37,10 +37,12 @@ def for_next_axis(local: fx.GraphModule) -> fx.GraphModule:
             node.meta["settled"] = True
         if node.meta.get("layouts"):
             node.meta["earlier"] = layouts_of(node)
+            node.meta.setdefault("whole_shapes", node.meta.get("global_shapes", ()))
         if node.target in OPERATORS and is_tensor(node) and is_tensor(node.args[0]):
             node.target = OPERATORS[node.target]
         for key in OF_AXIS:
             node.meta.pop(key, None)
     mark_needs_grad(graph, [n.meta["path"] for n in placeholders(graph.graph) if n.meta["needs_grad"]])
+    del graph.meta["group"]
     graph.meta |= {"multiples": frozenset(), "recordings": {}, "earlier_axes": axes_of(graph.graph)}
     return graph

@@ -25,6 +25,7 @@ from torchshard.core.errors import InternalError
 from torchshard.core.layouts import Layout, Shard, canonical, dual, is_whole
 from torchshard.core.mesh import MeshAxis
 from torchshard.distributed.ops import OPS, is_or_begins_collective
+from torchshard.ir.axes import axes_of, typed_as
 from torchshard.ir.graph import (
     fake_mode,
     faking,
@@ -36,6 +37,7 @@ from torchshard.ir.graph import (
     values,
     where,
 )
+from torchshard.ir.sizes import size_names
 from torchshard.passes.annotate import legal_choices
 from torchshard.passes.nodes import int_arg, node_arg, operator_of
 from torchshard.passes.propagate import Seen, is_sized_by_values, run
@@ -97,8 +99,14 @@ def _choice_faults(node: fx.Node, axis: MeshAxis) -> Iterator[Fault]:
 def _edge_faults(node: fx.Node, inputs: list[fx.Node], required: tuple[Layout, ...]) -> Iterator[Fault]:
     for operand, layout in zip(inputs, required, strict=True):
         if not _fits(layout_of(operand), layout, operand):
-            why = f"{operand.name} is {layout_of(operand)}, {node.name} requires {layout}"
+            why = f"{operand.name} is {_typed(operand)}, {node.name} requires {_typed(operand, layout)}"
             yield node, "an operand has another layout than its consumer requires", why
+
+
+def _typed(node: fx.Node, layout: Layout | None = None) -> str:
+    """The type of a value with its layout, or with another."""
+    names = size_names(node.graph)
+    return typed_as(node, axes_of(node.graph)[-1], layout_of(node) if layout is None else layout, names)
 
 
 def _write_faults(node: fx.Node) -> Iterator[Fault]:
@@ -118,9 +126,11 @@ def _collective_faults(node: fx.Node, axis: MeshAxis) -> Iterator[Fault]:
     layouts = source_and_target(OPS[operator_of(node)].name, node.args[1:])
     source, target = (_canonical(layout, axis) for layout in layouts)
     if not _fits(layout_of(operand), source, operand):
-        yield node, "a collective's operand has another layout than it converts", f"{layout_of(operand)}, not {source}"
+        why = f"{_typed(operand)}, not {_typed(operand, source)}"
+        yield node, "a collective's operand has another layout than it converts", why
     elif layout_of(node) != target:
-        yield node, "a collective's result has another layout than it converts to", f"{layout_of(node)}, not {target}"
+        why = f"{_typed(node)}, not {_typed(node, target)}"
+        yield node, "a collective's result has another layout than it converts to", why
 
 
 def _joint_faults(module: fx.GraphModule) -> Iterator[Fault]:

@@ -14,8 +14,11 @@ from torch import fx
 from torchshard.core.conversions import Steps, are_legal
 from torchshard.core.errors import PlanError
 from torchshard.core.layouts import I, Layout
+from torchshard.core.mesh import MeshAxis
 from torchshard.core.notation import Choice
+from torchshard.ir.axes import typed_as
 from torchshard.ir.graph import consumers, is_tensor_op, required_layouts, where
+from torchshard.ir.sizes import size_names
 from torchshard.planner.costs import CostModel, Value
 
 
@@ -83,7 +86,7 @@ def conversions_of(
             if steps is None or _lacks_gradients(steps, value, demand.produced, required):
                 steps = model.plan_conversions(value, demand.produced, required)
             if steps is None or not are_legal(steps, demand.produced, required, needs_grad=value.needs_grad):
-                raise _no_conversions(demand, steps)
+                raise _no_conversions(demand, model.axis, steps)
             found[demand.node.name] = steps
     return found
 
@@ -94,12 +97,13 @@ def _lacks_gradients(steps: Steps, value: Value, produced: Layout, required: lis
     return value.needs_grad and not legal(needs_grad=True) and legal(needs_grad=False)
 
 
-def _no_conversions(demand: Demand, steps: Steps | None) -> PlanError:
-    required = ", ".join(f"{layout} by {node.name}" for node, layout in demand.consumers)
+def _no_conversions(demand: Demand, axis: MeshAxis, steps: Steps | None) -> PlanError:
+    typed = partial(typed_as, demand.node, axis, names=size_names(demand.node.graph))
+    required = ", ".join(f"{typed(layout)} by {node.name}" for node, layout in demand.consumers)
     planned = "no conversions lead there" if steps is None else f"the plan's are {', '.join(s.name for s in steps)}"
     return PlanError(
         "the plan's choices for an op and its consumers do not fit together",
         where=where(demand.node),
-        why=f"it is produced as {demand.produced} and required as {required}; {planned}",
+        why=f"it is produced as {typed(demand.produced)} and required as {required}; {planned}",
         attempt="make the plan again for this model and this version of torchshard",
     )

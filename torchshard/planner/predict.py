@@ -10,6 +10,7 @@ from torch import fx
 from torchshard.core.conversions import Steps
 from torchshard.core.layouts import I, Layout, is_whole
 from torchshard.core.notation import Choice
+from torchshard.ir.axes import typed_as
 from torchshard.ir.gathered_again import dims_gathered_again
 from torchshard.ir.graph import consumers, node_row, operands
 from torchshard.ir.sizes import Names, size_names, value_text
@@ -88,10 +89,9 @@ def _conversions(model: CostModel, demand: Demand, steps: Steps, sizes: Names, b
         first = served[step.target][0]
         beside = first if is_whole(step.source) or node.op == "placeholder" else node
         place = node.meta.get("module", ""), first.meta.get("module", ""), beside.meta.get("source", "")
-        text = value_text(node.meta["val"], sizes)
-        made.append(
-            Collective(node.name, step.name, step.source, step.target, names, *place, text, forward, backward, again)
-        )
+        held, becomes = (typed_as(node, model.axis, layout, sizes) for layout in (step.source, step.target))
+        of_step = step.name, step.source, step.target
+        made.append(Collective(node.name, *of_step, names, *place, held, becomes, forward, backward, again))
     return made
 
 
@@ -101,4 +101,4 @@ def _within(node: fx.Node, sizes: Names, name: str, forward: Sent, backward: Sen
     module = node.meta.get("module", "")
     place = module, module, node.meta.get("source", "")
     text = value_text(value, sizes)
-    return Collective(node.name, name, I, I, (node.name,), *place, text, forward, backward, NOTHING)
+    return Collective(node.name, name, I, I, (node.name,), *place, text, text, forward, backward, NOTHING)

@@ -8,11 +8,12 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from torchshard.core import words
 from torchshard.core.conversions import Steps
 from torchshard.core.layouts import I, Layout, is_whole
-from torchshard.core.mesh import MeshAxis
+from torchshard.core.mesh import DATA, MeshAxis
 from torchshard.core.notation import Choice
-from torchshard.core.words import Cut, Cuts, local_shape
+from torchshard.core.words import Cut, Cuts, local_shape, split_text, word
 from torchshard.plans.machine import Data, Machine, size_text
 
 
@@ -54,7 +55,9 @@ class Collective:
     line: str
     """The user's file and line."""
     type: str
-    """dtype and shape of the value: 'f32[2,8,16]'."""
+    """dtype and shape of the value, and how the ranks hold it before: 'f32[2,8,16@tp]'."""
+    into: str
+    """And after: 'f32[2,8,16]'."""
     forward: Sent
     backward: Sent
     again: Sent
@@ -288,6 +291,17 @@ class PlanData:
     def splits_dynamic(self) -> bool:
         """Whether it splits a dynamic size, in equal slices: it is for calls whose sizes divide."""
         return any(choice.splits_dynamic for choice in self.choices.values())
+
+    def held_text(self, name: str) -> str:
+        """How the ranks hold a parameter or buffer: '[4096@tp@dp,64]'."""
+        return self.shape_text(name, *(each.parameters.get(name, I) for each in self.over_all))
+
+    def shape_text(self, name: str, *layouts: Layout) -> str:
+        """The same for other layouts than the plan's, one for each axis of `over_all`."""
+        axes = [self.axis, *(MeshAxis(each.world_size, DATA, each.label) for each in self.over_batch)]
+        stored = self.stored.get(name)
+        held = word(*zip(axes, layouts, strict=False))
+        return words.text(held) if stored is None else split_text(stored.shape, held)
 
     def cuts(self, name: str, place: Sequence[int] = ()) -> Cuts:
         """How a rank's slice of a parameter or buffer is cut out.

@@ -42,7 +42,8 @@ def styles(plan: PlanData) -> dict[str, str]:
         if stored is not None and stored.tied:
             unsaid.append(f"{name}, which is {stored.tied[0]} too")
         elif style is None or not isinstance(layout, Shard) or layout.parts is not None:
-            unsaid.append(f"{name} as {layout}" + (f" of a {kind}" if kind not in ("Linear", "Embedding") else ""))
+            whose = f" of a {kind}" if kind not in ("Linear", "Embedding") else ""
+            unsaid.append(f"{name} as {plan.held_text(name)}{whose}")
         elif ends[0] not in style[1] or ends[1] not in style[2]:
             unsaid.append(f"{path}, {style[0]} with {ends[0] or 'nothing'} before and {ends[1] or 'nothing'} after it")
         else:
@@ -107,8 +108,11 @@ def diff(a: PlanData, b: PlanData) -> str:
     `b` beside `a`: layouts that changed (equal layers on one line), collectives by kind, bytes and time.
     """
     differences = changed(a, b.parameters)
-    lines = [f"  {star_differences(*names)}{f' ×{len(names)}' if len(names) > 1 else ''}: {x} -> {y}"
-             for names, x, y in differences]  # fmt: skip
+    lines = []
+    for names, there, here in differences:
+        many = f" ×{len(names)}" if len(names) > 1 else ""
+        held, becomes = a.shape_text(names[0], there), b.shape_text(names[0], here)
+        lines.append(f"  {star_differences(*names)}{many}: {held} -> {becomes}")
     if a.fingerprint and b.fingerprint and a.fingerprint != b.fingerprint:
         lines.insert(0, "  they are plans of different models")
     if a.static != b.static:

@@ -216,6 +216,7 @@ def _sent(body: object) -> Sent:
 def _collective(body: object) -> Collective:
     fields = _is(dict, body)
     texts = {name: _is(str, fields[name]) for name in ("value", "name", "origin", "module", "line", "type")}
+    texts["into"] = _is(str, fields.get("into", texts["type"]))
     if texts["name"] not in (*TABLE, *BESIDE):
         raise ValueError(f"{texts['name']!r} is not a collective")
     return Collective(

@@ -1,8 +1,8 @@
 """A plan as a table, a row per module: its parameters' layouts, the collectives before and after it, what it costs.
 
-module          parameters                before  after   bytes     sent      time
-layers.* ×12                                                                  1.2 us
-  mlp.up        weight S(0), bias S(0)    copy            24.0 KiB  12.0 KiB  120 us
+module          parameters                      before  after   bytes     sent      time
+layers.* ×12                                                                        1.2 us
+  mlp.up        weight[64@tp,16], bias[64@tp]   copy            24.0 KiB  12.0 KiB  120 us
 """
 
 from __future__ import annotations
@@ -17,7 +17,6 @@ from torchshard.core.columns import columns, paragraph
 from torchshard.core.layouts import I, Layout
 from torchshard.core.mesh import ranks_text
 from torchshard.core.paths import star_differences, star_last_number, star_numbers
-from torchshard.core.words import Cut
 from torchshard.plans.data import Collective, Costs, PlanData
 from torchshard.plans.machine import size_text, time_text
 
@@ -34,7 +33,7 @@ class ModuleRow:
 
     paths: list[str]
     parameters: list[str] = field(default_factory=list)
-    """'weight S(0)'"""
+    """'weight[64@tp,16]'"""
     before: list[Collective] = field(default_factory=list)
     after: list[Collective] = field(default_factory=list)
     nbytes: float = 0.0
@@ -80,9 +79,8 @@ def module_rows(plan: PlanData) -> list[ModuleRow]:
 
     for name in plan.stored or plan.parameters:
         path, _, leaf = name.rpartition(".")
-        layout = plan.parameters.get(name, I)
-        row(path).parameters.append(f"{leaf} {layout}")
-        row(path).nbytes += plan.stored[name].nbytes((Cut(layout, 0, plan.world_size),)) if plan.stored else 0
+        row(path).parameters.append(leaf + plan.held_text(name))
+        row(path).nbytes += plan.stored[name].nbytes(plan.cuts(name)) if plan.stored else 0
     for path, seconds in plan.costs.compute.items():
         row(path).seconds += seconds
     for c in plan.costs.collectives:

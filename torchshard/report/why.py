@@ -25,6 +25,8 @@ MAX_ALTERNATIVES = 12
 """An alternative is searched for so many kinds of collectives; each search takes as long as planning."""
 MOST_USERS = 3
 """So many of the modules and ops that a collective is for are named."""
+MOST_CHANGES = 4
+"""So many of the changes of another plan are named."""
 TOLD = 0.01
 """Smaller changes of a step's time or of a rank's bytes are not reported."""
 WAYS = "forward", "again in the backward", "backward"
@@ -59,7 +61,7 @@ def kinds_of(plan: PlanData) -> list[list[Collective]]:
 
 
 def told(plan: PlanData, problem: PlanningProblem | None) -> Iterator[str]:
-    """Each kind of collective in a few lines: what, where, why, what it costs, and the next best."""
+    """Each kind of collective in a few lines: what, where, why, what it costs, and what a step takes without it."""
     kinds = kinds_of(plan)
     nodes = {} if plan.problem is None else {node.name: node for node in plan.problem.graph.nodes}
     for i, alike in enumerate(kinds):
@@ -69,16 +71,16 @@ def told(plan: PlanData, problem: PlanningProblem | None) -> Iterator[str]:
             f"{sent.kernel.replace('_', '-')} {way}" for way, sent in zip(WAYS, first.sent, strict=True) if sent.nbytes
         ]
         place = "within" if first.is_inside else "after" if first.is_after else "before"
-        move = "" if first.is_inside else f"{first.source} -> {first.target} "
+        move = f"of {first.type}" if first.is_inside else f"{first.type} -> {first.into}"
         yield f"{first.name}{f' ×{count}' if count > 1 else ''} {place} {where}, for {_users(alike, nodes)}"
-        yield f"  {move}of {first.type}, {os.path.basename(first.line)}"
+        yield f"  {move}, {os.path.basename(first.line)}"
         yield f"  why: {REASONS[first.name]}"
         yield (
             f"  costs: {', '.join(ways)}; {size_text(sum(c.nbytes for c in alike))} and "
             f"{time_text(sum(c.seconds for c in alike))} per step"
         )
         if problem is not None and i < MAX_ALTERNATIVES:
-            yield f"  next best: {_alternative(plan, problem, alike)}"
+            yield f"  without it: {_alternative(plan, problem, alike)}"
 
 
 def _users(kind: Sequence[Collective], nodes: Mapping[str, fx.Node]) -> str:
@@ -113,16 +115,22 @@ def _alternative(plan: PlanData, problem: PlanningProblem, alike: list[Collectiv
 
 
 def _compared(plan: PlanData, other: Alternative) -> str:
-    """The changes that another plan would make, and how much slower it is."""
-    parts = [f"{star_differences(*names)} {a} -> {b}" for names, a, b in changed(plan, other.parameters)]
-    kinds, others = plan.costs.kinds, other.costs.kinds
-    parts += [f"{others[k] - kinds[k]:+d} {k}" for k in sorted(kinds | others) if others[k] != kinds[k]]
+    """How much slower another plan is, and the changes that it would make."""
+    slower = other.costs.seconds - plan.costs.seconds
+    parts = [f"a step takes {time_text(abs(slower))} {'more' if slower >= 0 else 'less'}"]
     _, held = plan.parameter_bytes()
     _, holds = dataclasses.replace(plan, parameters=other.parameters).parameter_bytes()
     if abs(holds - held) > TOLD * held:
-        parts.insert(0, f"{size_text(abs(holds - held))} {'more' if holds > held else 'fewer'} on a rank")
-    shown = ", ".join(parts[:4]) + (", ..." if len(parts) > 4 else "")
-    return f"{time_text(other.costs.seconds - plan.costs.seconds, '+')} ({shown or 'elsewhere, as often'})"
+        parts.append(f"weights on a rank {size_text(abs(holds - held))} {'more' if holds > held else 'less'}")
+    moved = [
+        f"{star_differences(*names)} is {plan.shape_text(names[0], b)}, not {plan.shape_text(names[0], a)}"
+        for names, a, b in changed(plan, other.parameters)
+    ]
+    kinds, others = plan.costs.kinds, other.costs.kinds
+    changes = {kind: others[kind] - kinds[kind] for kind in sorted(kinds | others)}
+    moved += [f"{abs(by)} {kind} {'more' if by > 0 else 'less'}" for kind, by in changes.items() if by]
+    moved = moved or ["it communicates elsewhere, as often"]
+    return "; ".join([*parts, *moved[:MOST_CHANGES], *["..."] * (len(moved) > MOST_CHANGES)])
 
 
 def expensive_pins(plan: PlanData, problem: PlanningProblem) -> Iterator[str]:

@@ -1,6 +1,6 @@
 """This rank's slices of what a call has left in its arguments: caches and states between two calls of a sharded model.
 
-cache.layers[0].keys                  S(1) on rank 0 of 2 of f32[1,8,5,64]: tensor(...)
+cache.layers[0].keys                  f32[1,8@tp,5,64] on rank 0 of 2: tensor(...)
 keys.index_select(0, beams)           computed on the slice: the same slice of the result, by the op's row
 keys.sum()                            an InputError: it would be the sum of a slice
 keys.full_tensor()                    the whole, on every rank
@@ -25,8 +25,10 @@ from torchshard.capture.signature import ReferenceTo
 from torchshard.core.choices import choices, local_replacement
 from torchshard.core.conversions import step_args
 from torchshard.core.errors import InputError
-from torchshard.core.layouts import I, Layout, P, Shard, is_whole, type_text
+from torchshard.core.layouts import I, Layout, P, Shard, dtype_text, is_whole
+from torchshard.core.mesh import MeshAxis
 from torchshard.core.notation import Choice, Local, Row
+from torchshard.core.words import split_text, word
 from torchshard.distributed.group import Group
 from torchshard.rules import Call, TensorType, row_of
 
@@ -155,8 +157,7 @@ class CarriedSlice(Tensor):
         raise InputError(
             f"{name} can't be computed of this rank's slice of what a call has left",
             where=f"a tensor of {self.dtype} that a sharded model has left in its arguments, such as a cache's",
-            why=f"it is {self.sharding} of {type_text(self.dtype, self.whole)} on rank {self.group.rank} of "
-            f"{self.group.size}: {why}",
+            why=f"it is {self.type_text} on rank {self.group.rank} of {self.group.size}: {why}",
             attempt="the whole tensor, t.full_tensor(), on every rank; without gradients also t.detach()",
         )
 
@@ -168,8 +169,12 @@ class CarriedSlice(Tensor):
         self._refuse("saving it")
 
     def __repr__(self, **_: object) -> str:  # type: ignore[override]
-        place = f"{self.sharding} on rank {self.group.rank} of {self.group.size}"
-        return f"{place}, of {type_text(self.dtype, self.whole)}: {self.plain!r}"
+        return f"{self.type_text} on rank {self.group.rank} of {self.group.size}: {self.plain!r}"
+
+    @property
+    def type_text(self) -> str:
+        """Its type and how the ranks hold it: 'f32[1,8@tp,5,64]'."""
+        return split_text(self.whole, word((MeshAxis(self.group.size), self.sharding)), dtype_text(self.dtype))
 
 
 _READS = frozenset({"__get__", "size", "dim", "stride", "numel", "detach", "__repr__", "is_floating_point"})
@@ -216,8 +221,7 @@ def whole_inputs(inputs: Leaves, group: Group, model: int, places: Collection[st
             raise InputError(
                 f"{name} was left by a call of another sharded model",
                 where=f"argument {name!r}",
-                why=f"it is a slice, {tensor.sharding} of {type_text(tensor.dtype, tensor.whole)}, as that model's "
-                "plan has it",
+                why=f"it is a slice of {tensor.type_text}, as that model's plan has it",
                 attempt="a cache or state for each model; or the whole tensors, t.full_tensor()",
             )
     tensors = tuple(t.like_whole if isinstance(t, CarriedSlice) else t for t in inputs.tensors)

@@ -21,7 +21,7 @@ from torch import Tensor
 from torchshard.core.errors import InputError
 from torchshard.core.layouts import I
 from torchshard.core.mesh import Mesh, MeshAxis, Place
-from torchshard.core.words import Cut, Word, cuts, letter_names, parse, short_text
+from torchshard.core.words import Cut, Word, cuts, letter_names, parse, short_text, split_text
 from torchshard.weights.boxes import Piece, pieces, sizes
 from torchshard.weights.callers import called_from, caller, is_users
 from torchshard.weights.slice_warnings import warn_of_slice
@@ -181,9 +181,13 @@ def _offsets(piece: Piece) -> torch.Size:
 
 
 def place_text(place: SlicePlace) -> str:
-    """'S(0) on rank 1 of 2'."""
-    _, layout, rank, world, *_ = place
-    return f"{layout} on rank {rank} of {world}"
+    """'[8@tp,4] on rank 1 of 2'."""
+    _, text, rank, world, shape = place
+    try:
+        text = split_text(shape, held_at(place)[0])
+    except (ValueError, IndexError):  # a file may hold anything
+        pass
+    return f"{text} on rank {rank} of {world}"
 
 
 def wants_whole() -> bool:

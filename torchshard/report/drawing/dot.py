@@ -26,7 +26,7 @@ def _box(box: Box, names: dict[fx.Node, str], indent: str) -> Iterator[str]:
     for item in box.items:
         if isinstance(item, Row):
             shape = ", shape=hexagon" if is_or_begins_collective(item.nodes[0].target) else ""
-            label = "\n".join(filter(None, [item.label, item.detail, f"{item.shape} {item.layout}".strip()]))
+            label = "\n".join(filter(None, [item.label, item.detail, item.type]))
             yield f"{indent}{names[item.nodes[0]]} [label={json.dumps(label, ensure_ascii=False)}{shape}];"
         else:
             title = json.dumps(item.title, ensure_ascii=False)

@@ -13,8 +13,9 @@ from xml.sax.saxutils import escape, quoteattr
 from torch import Tensor, fx
 
 from torchshard.core.layouts import P, Shard, local_shape, parts_of, ranges
+from torchshard.ir.axes import tensors_typed
 from torchshard.ir.graph import hint, layout_of, op_name, values
-from torchshard.ir.sizes import Names, size_names, value_text
+from torchshard.ir.sizes import Names, size_names
 from torchshard.plans.data import PlanData
 from torchshard.plans.table import mesh_text
 from torchshard.report.drawing.stations import LETTERS, Station, is_parameter, sent, stations
@@ -189,11 +190,11 @@ class _Figure:
     def _held(self, node: fx.Node, rank: int) -> str:
         """What a rank holds of a value, in words."""
         value, layout = _tensor(node), layout_of(node)
-        text = f"{value_text(value, self.names)} {layout}" if rank == 0 else str(layout)
-        if not isinstance(layout, Shard):
-            return text
-        spans = (f"{a}-{b - 1}" for a, b in self._spans(value, layout, rank))
-        return f"{text}: {', '.join(spans) or 'nothing'}"
+        held = "a partial sum" if layout == P else "all"
+        if isinstance(layout, Shard):
+            spans = (f"{a}-{b - 1}" for a, b in self._spans(value, layout, rank))
+            held = ", ".join(spans) or "nothing"
+        return f"{tensors_typed(node, self.names)[0]}: {held}" if rank == 0 else held
 
     def _spans(self, value: Tensor, layout: Shard, rank: int) -> list[tuple[int, int]]:
         """Where what a rank holds of a split dim begins and ends."""

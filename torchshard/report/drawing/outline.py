@@ -17,27 +17,28 @@ from dataclasses import dataclass, field
 from torch import Tensor, fx
 
 from torchshard.core.conversions import TABLE, kernels, sent_bytes, source_and_target
-from torchshard.core.layouts import I, local_shape, whole_shape, with_parts
+from torchshard.core.layouts import I, dtype_text, local_shape, whole_shape, with_parts
 from torchshard.core.mesh import MeshAxis
 from torchshard.core.paths import star_differences, star_node
+from torchshard.core.words import split_text, word
 from torchshard.distributed.ops import OPS, Begin, is_collective, is_or_begins_collective
-from torchshard.ir.axes import axes_of, axis_of, layout_texts, layouts_of
+from torchshard.ir.axes import axes_of, axis_of, converted, layouts_of, tensors_typed
 from torchshard.ir.graph import hint, is_own_collective, is_tensor, is_view, layout_of, op_name, values
-from torchshard.ir.sizes import size_names, value_text
+from torchshard.ir.sizes import Names, size_names
 from torchshard.planner.inside import calls_inside
 from torchshard.plans.machine import size_text
 
 
 @dataclass(eq=False)
 class Row:
-    """An op as four texts."""
+    """An op as three texts."""
 
     label: str
     """A collective's kind; of another op the node's name without what the boxes around it say."""
     detail: str
-    """An op's parameters with their layouts; what a collective converts, and what each rank sends for it and when."""
-    shape: str
-    layout: str
+    """An op's parameters with their types; what a collective converts, and what each rank sends for it and when."""
+    type: str
+    """Of what it gives, as `ir.axes.typed`."""
     kind: str
     """Of the layout: 'S' if it is split, else 'P', 'R', or 'I'."""
     nodes: list[fx.Node]
@@ -163,7 +164,7 @@ def _looks(items: Sequence[Box | Row]) -> object:
     rows = _rows(items)
     at = {node: i for i, row in enumerate(rows) for node in row.nodes}
     inputs = [[at.get(i, -1) for i in row.nodes[0].all_input_nodes if is_tensor(i)] for row in rows]
-    texts = [(re.sub(r"_\d+$", "", row.label), row.detail, row.shape, row.layout) for row in rows]
+    texts = [(re.sub(r"_\d+$", "", row.label), row.detail, row.type) for row in rows]
     return [star_node(item.path) if isinstance(item, Box) else "" for item in items], texts, inputs
 
 
@@ -172,16 +173,15 @@ def _looks(items: Sequence[Box | Row]) -> object:
 
 def _row(node: fx.Node) -> Row:
     names = size_names(node.graph)
-    shapes = _counted([value_text(v, names) for v in values(node) if isinstance(v, Tensor)])
-    layouts = " ".join(dict.fromkeys(layout_texts(node)))
+    types = _counted(tensors_typed(node, names))
     letters = {str(layout)[0] for of_axis in layouts_of(node).values() for layout in of_axis}
     if isinstance(node.target, Begin):
         detail = _begun(node, node.target)
     elif is_collective(node.target):
         detail = _moved(node)
     else:
-        detail = ", ".join([*_parameters(node), *_inside(node)])
-    return Row(_label(node), detail, shapes, layouts, max(letters, default=""), [node])
+        detail = ", ".join([*_parameters(node, names), *_inside(node)])
+    return Row(_label(node), detail, types, max(letters, default=""), [node])
 
 
 def _counted(texts: list[str]) -> str:
@@ -197,9 +197,9 @@ def _label(node: fx.Node) -> str:
     return name[len(prefix) :].lstrip("_") or op_name(node)
 
 
-def _parameters(node: fx.Node) -> list[str]:
+def _parameters(node: fx.Node, names: Names) -> list[str]:
     held = [n for n in node.all_input_nodes if n.op == "placeholder" and n.meta["kind"] != "input"]
-    return [f"{n.meta['path'].rpartition('.')[2]} {' '.join(layout_texts(n))}" for n in held]
+    return [f"{n.meta['path'].rpartition('.')[2]} {' '.join(tensors_typed(n, names))}" for n in held]
 
 
 def _inside(node: fx.Node) -> list[str]:
@@ -216,7 +216,7 @@ def _moved(node: fx.Node) -> str:
     name, value, axis = op_name(node), node.meta["val"], axis_of(node)
     source, target = source_and_target(name, node.args[1:]) if name in TABLE else (I, I)
     if "is_backward" in node.meta:  # in a step each collective that sends is two nodes of its own
-        return f"{_over(axis, node)}{source} → {target}"
+        return ""
     if is_own_collective(node):
         source, target = layout_of(node.all_input_nodes[0]), layout_of(node)
         shape = [hint(size) for size in value.shape]
@@ -229,7 +229,7 @@ def _moved(node: fx.Node) -> str:
     whole = math.prod(shape) * value.dtype.itemsize
     sent = [(sign, kernel, sent_bytes(kernel, whole, source, target, shape, axis.size)) for sign, kernel in ways]
     moves = [f"{sign} {kernel.replace('_', '-')} {size_text(count)}" for sign, kernel, count in sent if count]
-    return ", ".join([f"{_over(axis, node)}{source} → {target}", *moves])
+    return ", ".join([f"{_over(axis, node)}from {converted(node)}", *moves])
 
 
 def _over(axis: MeshAxis, node: fx.Node) -> str:
@@ -245,4 +245,5 @@ def _begun(node: fx.Node, begin: Begin) -> str:
     source, target = with_parts(source, target, node.all_input_nodes[0].meta["val"].shape, axis.size)
     shape = [hint(size) for size in whole_shape(value.shape, target)]
     sent = sent_bytes(row.kernel, math.prod(shape) * value.dtype.itemsize, source, target, shape, axis.size)
-    return f"{_over(axis, node)}{source} → {target}, {sign} {row.kernel.replace('_', '-')} {size_text(sent)}"
+    before = f"from {split_text(shape, word((axis, source)), dtype_text(value.dtype))}"
+    return f"{_over(axis, node)}{before}, {sign} {row.kernel.replace('_', '-')} {size_text(sent)}"

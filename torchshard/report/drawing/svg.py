@@ -23,11 +23,11 @@ from torchshard.report.drawing.outline import Box, Row, outline, sources
 
 CHAR, LINE, GAP, PAD, MARGIN, HEAD = 6.63, 19, 4, 7, 14, 76
 """Pixels: a character, a row, between rows, between a box and what is in it, around all, the height of the heading."""
-LONGEST, FARTHEST = (44, 60, 28, 24), 170
-"""Characters after which label, detail, shape and layout are cut; pixels that a curve bends to the right at most."""
+LONGEST, FARTHEST = (44, 68, 52), 170
+"""Characters after which label, detail and type are cut; pixels that a curve bends to the right at most."""
 LEGEND = (
     "⬡ collective: ▼ what each rank sends in the forward pass, ▲ in the backward",
-    "S(d) split along dim d, P partial sums, R whole with its gradient in partial sums, I whole",
+    "64@tp split over axis tp, P@tp partial sums, R@tp whole with its gradient in partial sums, else whole",
 )
 _ILLEGAL = re.compile("[\x00-\x08\x0b\x0c\x0e-\x1f\ud800-\udfff\ufffe\uffff]")
 """Characters that XML can't hold."""
@@ -83,8 +83,8 @@ def _depth(box: Box) -> int:
 
 
 def _columns(root: Box) -> tuple[list[float], float]:
-    """Where detail, shape and layout begin, and where the rows end."""
-    deep, texts = PAD * _depth(root), zip(*((r.label, r.detail, r.shape, r.layout) for r in root.rows()), strict=True)
+    """Where detail and type begin, and where the rows end."""
+    deep, texts = PAD * _depth(root), zip(*((r.label, r.detail, r.type) for r in root.rows()), strict=True)
     widths = [CHAR * (2 + min(longest, max(map(len, cells)))) for cells, longest in zip(texts, LONGEST, strict=True)]
     *starts, end = accumulate(widths, initial=MARGIN + deep + 20)
     return starts[1:], end + deep
@@ -121,8 +121,8 @@ def _row(row: Row, at: Extent, columns: Sequence[float]) -> str:
         x1, x2, y = at.left + 8, at.right - 8, (at.top + at.bottom) / 2
         points = [(at.left, y), (x1, at.top), (x2, at.top), (at.right, y), (x2, at.bottom), (x1, at.bottom)]
         shape = f'<polygon class="{look}" points="{" ".join(f"{x:.1f},{y:.1f}" for x, y in points)}"/>'
-    texts = (sign + row.label, row.detail, row.shape, row.layout)
-    kinds, starts = ("label", "detail", "detail", row.kind), (at.left + 10, *columns)
+    texts = (sign + row.label, row.detail, row.type)
+    kinds, starts = ("label", "detail", f"detail {row.kind}"), (at.left + 10, *columns)
     cells = [_text(k, x, at.top + 13.5, t, n) for k, x, t, n in zip(kinds, starts, texts, LONGEST, strict=True)]
     tip = "\n".join(filter(None, [where(node), op_name(node), node.meta.get("note"), *texts[1:]]))
     names = quoteattr(" ".join(n.name for n in row.nodes))

@@ -177,10 +177,10 @@ class _Tree:
             kind, sign = ("row collective" if "▼" in row.detail else "row collective quiet"), "⬡ "
         elif side.is_bookkeeping(row):
             kind = "row book"
-        label, detail, shape, layout = map(escape, _text(row))
+        label, detail, type_ = map(escape, _text(row))
         return (
-            f'<div class="{kind}" id="{side.ids[row.nodes[0]]}"><b>{sign}{label}</b><i>{detail}</i><i>{shape}</i>'
-            f'<u class="{row.kind}">{layout}</u></div>'
+            f'<div class="{kind}" id="{side.ids[row.nodes[0]]}"><b>{sign}{label}</b><i>{detail}</i>'
+            f'<u class="{row.kind}">{type_}</u></div>'
         )
 
 
@@ -207,7 +207,7 @@ def _name(item: Item) -> tuple[str, ...]:
 
 
 def _text(row: Row | None) -> tuple[str, ...]:
-    return () if row is None else (row.label, row.detail, row.shape, row.layout)
+    return () if row is None else (row.label, row.detail, row.type)
 
 
 def _texts(rows: Sequence[Row]) -> tuple[tuple[str, ...], ...]:

@@ -17,13 +17,14 @@ for (const button of document.querySelectorAll("[data-key]")) button.title = "co
 for (const id of rows.keys()) for (const near of from(id)) takers.get(near)?.push(id);
 const label = (id) => `${told(id, "module")} ${rows.get(id)?.firstChild.textContent ?? id}`.trim();
 
-function meaning(layout) {
-  return layout.split(/[ ,]+/).map((word) => facts.meanings[word[0]]).filter((text, i, all) => text && all.indexOf(text) === i).join("; ");
+function meaning(type) {
+  const letters = [/[^ PR]@/.test(type) && "S", /P@/.test(type) && "P", /R@/.test(type) && "R"].filter(Boolean);
+  return (letters.length ? letters : ["I"]).map((letter) => facts.meanings[letter]).join("; ");
 }
 
 function describe(row) {
-  const layout = row.querySelector("u"), id = row.id;
-  if (layout) layout.title = meaning(layout.textContent);
+  const type = row.querySelector("u"), id = row.id;
+  if (type.textContent) type.title = meaning(type.textContent);
   const why = told(id, "why");
   row.title = why ? `${why}; for ${told(id, "for")}; ${told(id, "costs")}` : told(id, "row");
 }
@@ -60,13 +61,12 @@ function pick(id, scroll) {
   row.classList.add("picked");
   for (const near of [...from(id), ...takers.get(id)]) rows.get(near)?.classList.add("near");
   list.replaceChildren();
-  const [, detail, shape, layout] = [...row.children].map((cell) => cell.textContent);
+  const [, detail, type] = [...row.children].map((cell) => cell.textContent);
   for (const name of facts.told) {
     const text = told(id, name);
     if (text) entry(name, text, ...(name === "key" ? [" ", copyButton(text)] : []));
     if (name === "module") {
-      if (shape) entry("shape", shape);
-      if (layout) entry("layout", `${layout}: ${meaning(layout)}`);
+      if (type) entry("type", `${type}: ${meaning(type)}`);
       if (detail) entry("split", detail);
     }
   }
