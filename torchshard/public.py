@@ -6,6 +6,7 @@ from torchshard.checking.check import Report, check
 from torchshard.checkpoints.exporting import save_pretrained
 from torchshard.checkpoints.loading import load
 from torchshard.checkpoints.saving import Saving, save
+from torchshard.compiler.what_if import what_if
 from torchshard.core.errors import (
     CaptureError,
     DistributedError,
@@ -32,5 +33,5 @@ __all__ = [
     "CaptureError", "DistributedError", "GradScaler", "I", "InputError", "InternalError", "MACHINES", "Machine", "P",
     "Plan", "PlanError", "R", "Report", "RuleError", "S", "Saving", "ShardError", "ShardedModule", "SliceWarning",
     "check", "clip_grad_norm_", "diff", "distributed", "draw", "explain", "from_pretrained", "lazy", "load",
-    "measure_machine", "meshes", "nn", "plan", "rule", "save", "save_pretrained", "shard",
+    "measure_machine", "meshes", "nn", "plan", "rule", "save", "save_pretrained", "shard", "what_if",
 ]  # fmt: skip

@@ -20,9 +20,13 @@ from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Protocol
 
 if TYPE_CHECKING:
+    from torchshard.compiler.constraints import PlanLike
     from torchshard.plans.plan import Plan
 
-MODEL_HELP = "module:factory, a Hugging Face config.json, or a folder with one and, if it has them, safetensors files"
+MODEL_HELP = (
+    "module:factory, a Hugging Face config.json, or a folder with one and, if it has them, safetensors files; or the "
+    "name of a model in the cache of Hugging Face's hub: meta-llama/Llama-3.1-8B"
+)
 WEIGHTS_HELP = "safetensors files that must fit the model (MODEL's, if it is a folder with some); cast to its dtype"
 DIFFERENT, FAILED = 1, 3
 
@@ -64,6 +68,12 @@ def _parser() -> argparse.ArgumentParser:
         ("show", "print a plan, or a model's plan, with the reason for each collective", _show, (*shown, _level)),
         ("draw", "write a picture of a model's graph with its collectives", _draw, (*shown, _picture)),
         (
+            "whatif",
+            "plan again from a plan's file, without the model: other pins, machine or memory; print what changes",
+            _what_if,
+            (_plan_file, _pins, _where, _plan_files),
+        ),
+        (
             "check",
             "compare the sharded model with the unsharded one, all gradients",
             _check,
@@ -100,6 +110,23 @@ def _model(command: argparse.ArgumentParser) -> None:
     command.add_argument("--labels", action="store_true", help=text)
 
 
+def _plan_file(command: argparse.ArgumentParser) -> None:
+    command.add_argument("file", metavar="FILE", help="a plan's JSON, as plan --json wrote it")
+
+
+def _pins(command: argparse.ArgumentParser) -> None:
+    text = "a style of the modules that a glob names: '*.mlp.up=column', '*.experts=replicate'"
+    command.add_argument("--pin", type=_pin, default=[], action="append", metavar="GLOB=STYLE", help=text)
+
+
+def _pin(text: str) -> tuple[str, str]:
+    """A glob of modules and a style: '*.up=column'."""
+    glob, sign, style = text.rpartition("=")
+    if not sign or not style:
+        raise argparse.ArgumentTypeError(f"{text!r} is no pin such as '*.up=column'")
+    return glob, style
+
+
 def _planning(command: argparse.ArgumentParser) -> None:
     command.add_argument("--ranks", type=int, metavar="N", help="number of ranks (2, or the mesh's)")
     command.add_argument("--mesh", type=_mesh, metavar="AXES", help="parts of the batch and of the weights: dp=8,tp=4")
@@ -107,18 +134,23 @@ def _planning(command: argparse.ArgumentParser) -> None:
     text += "weights; or by axis: dp=replicate,fsdp=shard"
     command.add_argument("--data", type=_data, metavar="WAY", help=text)
     command.add_argument("--plan", default="auto", metavar="FILE", help="a plan's JSON instead of the best plan")
+    _pins(command)
 
 
 def _world(command: argparse.ArgumentParser) -> None:
     command.add_argument("--ranks", type=int, required=True, metavar="N", help="number of ranks")
 
 
-def _aim(command: argparse.ArgumentParser) -> None:
+def _where(command: argparse.ArgumentParser) -> None:
     command.add_argument("--memory", metavar="SIZE", help="the most that a step may take on a rank: 80GiB")
     from torchshard.plans.machine import MACHINES
 
     text = f"{', '.join(MACHINES)}; or what measure wrote: x.json"
     command.add_argument("--machine", default=None, metavar="NAME", help=text)
+
+
+def _aim(command: argparse.ArgumentParser) -> None:
+    _where(command)
     command.add_argument(
         "--axes", default="weights", choices=("weights", "sequence", "all"), help="all: batch and sequence"
     )
@@ -202,7 +234,7 @@ def _planned(options: argparse.Namespace) -> Plan:
     with _progress(is_logged=options.verbose):
         return ts.plan(
             source.model,
-            options.plan,
+            _wanted(options),
             world_size=_world_size(options),
             mesh=options.mesh,
             data=options.data,
@@ -215,6 +247,21 @@ def _planned(options: argparse.Namespace) -> Plan:
             axes=options.axes,
             recompute=options.recompute,
         )
+
+
+def _wanted(options: argparse.Namespace) -> PlanLike:
+    """The pins, or the file of a plan, or "auto"."""
+    from torchshard.core.errors import InputError
+
+    if options.pin and options.plan != "auto":
+        raise InputError(
+            "a finished plan can't be pinned",
+            where="--pin with --plan",
+            why=f"{options.plan!r} says all layouts",
+            attempt="torchshard whatif, which plans again; or --pin alone",
+        )
+    pins: PlanLike = dict(options.pin)
+    return pins or str(options.plan)
 
 
 @contextlib.contextmanager
@@ -268,6 +315,18 @@ class _Follow(logging.Handler):
 
 def _plan(options: argparse.Namespace) -> int:
     import torchshard as ts
+
+    _check_plan_files(options)
+    plan = _planned(options)
+    print(plan)
+    if options.json:
+        plan.save(options.json)
+    if options.html:
+        ts.draw(plan, options.html)
+    return 0
+
+
+def _check_plan_files(options: argparse.Namespace) -> None:
     from torchshard.core.files import check_writable
     from torchshard.report.drawing import check_suffix
 
@@ -275,12 +334,21 @@ def _plan(options: argparse.Namespace) -> int:
         check_suffix(options.html, (".html",))
     for path in filter(None, (options.json, options.html)):
         check_writable(path)  # planning may take minutes
-    plan = _planned(options)
-    print(plan)
+
+
+def _what_if(options: argparse.Namespace) -> int:
+    import torchshard as ts
+    from torchshard.compiler.what_if import with_graph
+
+    _check_plan_files(options)
+    plan = ts.Plan.load(options.file)
+    with _progress(is_logged=options.verbose):
+        other = ts.what_if(plan, dict(options.pin), machine=options.machine, memory=options.memory)
+    print(ts.diff(plan, other))
     if options.json:
-        plan.save(options.json)
+        other.save(options.json)
     if options.html:
-        ts.draw(plan, options.html)
+        ts.draw({"the plan": with_graph(plan), "what if": other}, options.html)
     return 0
 
 
@@ -306,8 +374,7 @@ def _meshes(options: argparse.Namespace) -> int:
 def _show(options: argparse.Namespace) -> int:
     import torchshard as ts
 
-    plan = _loaded(options) if _is_plan(options.model) else _planned(options)
-    print(ts.explain(plan, level=options.level))
+    print(ts.explain(_loaded_or_planned(options), level=options.level))
     return 0
 
 
@@ -321,21 +388,30 @@ def _is_plan(path: str) -> bool:
     return not (isinstance(content, dict) and "model_type" in content)
 
 
+def _loaded_or_planned(options: argparse.Namespace) -> Plan:
+    return _loaded(options) if _is_plan(options.model) else _planned(options)
+
+
 def _loaded(options: argparse.Namespace) -> Plan:
+    """A plan's file, with its graph."""
     import torchshard as ts
+    from torchshard.compiler.what_if import with_graph
     from torchshard.core.errors import InputError
 
     defaults = _parser().parse_args(["show", options.model])
-    names = ("weights", "dtype", "labels", "ranks", "mesh", "data", "plan", "memory", "machine", "axes", "recompute")
+    names = (
+        "weights", "dtype", "labels", "ranks", "mesh", "data", "plan", "pin", "memory", "machine", "axes", "recompute",
+    )  # fmt: skip
     changed = [f"--{name}" for name in names if getattr(options, name) != getattr(defaults, name)]
     if changed:
         raise InputError(
             f"{' and '.join(changed)} can't change a finished plan",
-            where="show",
-            why=f"{options.model!r} is a plan's file",
-            attempt="the model in its place, for which a new plan is made",
+            where=options.model,
+            why="it is a plan's file",
+            attempt="torchshard whatif, which plans again; or the model in its place",
         )
-    return ts.Plan.load(options.model)
+    plan = ts.Plan.load(options.model)
+    return with_graph(plan) if plan.question else plan
 
 
 def _draw(options: argparse.Namespace) -> int:
@@ -345,14 +421,14 @@ def _draw(options: argparse.Namespace) -> int:
 
     check_suffix(options.output, FORMATS if options.layer is None else OF_LAYER)
     check_writable(options.output)
-    ts.draw(_planned(options), options.output, step=options.step, layer=options.layer)
+    ts.draw(_loaded_or_planned(options), options.output, step=options.step, layer=options.layer)
     return 0
 
 
 def _check(options: argparse.Namespace) -> int:
     from torchshard.cli.sources import check_source
 
-    report = check_source(options, _world_size(options))
+    report = check_source(options, _wanted(options), _world_size(options))
     print(report)
     return 0 if report.ok else DIFFERENT
 

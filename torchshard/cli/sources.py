@@ -6,12 +6,14 @@ device: the plan of a model that no machine here could hold takes no memory. Wei
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import importlib.metadata
 import inspect
 import json
 import os
 import platform
+import re
 import sys
 import traceback
 from collections.abc import Callable, Mapping
@@ -25,6 +27,7 @@ from torch import Tensor, nn
 from torchshard.checking.check import Report, check
 from torchshard.checking.processes import check_processes
 from torchshard.cli.folders import has_weights, note, with_weights
+from torchshard.compiler.constraints import PlanLike
 from torchshard.compiler.meshes import DataLike, checked_world_size, read_mesh
 from torchshard.core.errors import InputError, ShardError
 from torchshard.plans.machine import Axes, MachineLike, objective
@@ -84,6 +87,7 @@ def read_source(name: str, example: Example, weights: str | None = None, *, real
     if example.dtype is not None and not isinstance(getattr(torch, example.dtype, None), torch.dtype):
         what = f"{example.dtype!r} is no dtype"
         raise InputError(what, where="--dtype", why="it is the name of one of PyTorch's", attempt="--dtype bfloat16")
+    name = _in_cache(name)
     source = _unloaded(name, example, real)
     folder = name if weights is None and has_weights(Path(name)) else weights
     if folder is not None:
@@ -93,6 +97,23 @@ def read_source(name: str, example: Example, weights: str | None = None, *, real
     return source
 
 
+HUB_NAME = r"[\w.-]+/[\w.-]+"
+"""A model on Hugging Face's hub: 'meta-llama/Llama-3.1-8B'."""
+
+
+def _in_cache(name: str) -> str:
+    """The folder of a model that Hugging Face's hub has under this name, if it was downloaded; else the name itself."""
+    if Path(name).exists() or not re.fullmatch(HUB_NAME, name):
+        return name
+    with contextlib.suppress(ImportError):
+        from huggingface_hub import try_to_load_from_cache
+
+        found = try_to_load_from_cache(name, "config.json")
+        if isinstance(found, str):
+            return os.path.dirname(found)
+    return name
+
+
 def _unloaded(name: str, example: Example, real: bool) -> Source:
     """The model before its weights are looked at; lazy, if they are to be read from the folder that it is named by."""
     path = Path(name)
@@ -100,7 +121,7 @@ def _unloaded(name: str, example: Example, real: bool) -> Source:
         return _from_config(path / "config.json", example, real, is_pretrained=has_weights(path))
     if path.suffix == ".json" or path.exists():
         return _from_config(path, example, real)
-    if example.labels or example.dtype is not None:
+    if ":" in name and (example.labels or example.dtype is not None):
         raise InputError(
             "a factory decides on dtypes and labels",
             where="--labels" if example.labels else "--dtype",
@@ -109,12 +130,12 @@ def _unloaded(name: str, example: Example, real: bool) -> Source:
         )
     if ":" in name:
         return _from_factory(name, real)
-    raise InputError(
-        f"{name!r} is not a model",
-        where="MODEL",
-        why="there is no such file or folder, and no factory is named",
-        attempt="a Hugging Face config.json, the folder it is in, or module:factory",
-    )
+    why, attempt = "there is no such file or folder, and no factory is named", ""
+    if re.fullmatch(HUB_NAME, name):
+        why += "; nor is it in the cache of Hugging Face's hub"
+        attempt = f"`hf download {name} config.json` before; or "
+    attempt += "a Hugging Face config.json, the folder it is in, or module:factory"
+    raise InputError(f"{name!r} is not a model", where="MODEL", why=why, attempt=attempt)
 
 
 # --- factories -------------------------------------------------------------------------------------------------------
@@ -276,7 +297,6 @@ class CheckOptions(ExampleOptions, Protocol):
     mesh: dict[str, int] | None
     data: DataLike | None
     weights: str | None
-    plan: str
     memory: str | None
     machine: MachineLike | None
     axes: Axes
@@ -284,10 +304,11 @@ class CheckOptions(ExampleOptions, Protocol):
     processes: bool
 
 
-def check_source(options: CheckOptions, world_size: int | None) -> Report:
+def check_source(options: CheckOptions, plan: PlanLike, world_size: int | None) -> Report:
     """Runs `torchshard.check` on simulated ranks, or on processes that communicate through gloo.
 
     Args:
+        plan: as in `torchshard.check`.
         world_size: the number of ranks; None: the mesh's.
 
     Raises:
@@ -301,7 +322,7 @@ def check_source(options: CheckOptions, world_size: int | None) -> Report:
         model, args, kwargs = real_source(*place)
         return check(
             model,
-            options.plan,
+            plan,
             world_size=ranks,
             mesh=options.mesh,
             data=options.data,
@@ -320,7 +341,7 @@ def check_source(options: CheckOptions, world_size: int | None) -> Report:
             attempt="without --processes",
         )
     aim = objective(options.machine, options.memory, options.axes, "cpu", options.recompute)
-    return check_processes(real_source, place, options.plan, ranks, aim)
+    return check_processes(real_source, place, plan, ranks, aim)
 
 
 def real_source(

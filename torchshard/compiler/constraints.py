@@ -170,7 +170,7 @@ def read_constraints(
     pins = read_pins(wanted, facts.modules)
     recompute = _recomputed(facts, aim.recompute)
     found = Constraints(axis, aim, pins, recompute=recompute, divisions=tuple(divisions))
-    _check_memory(facts, found)
+    check_memory(facts, found)
     return found
 
 
@@ -251,7 +251,7 @@ def _check_ranks(facts: ModelFacts, axis: MeshAxis, plan: Mapping[str, object] |
         )
 
 
-def _check_memory(facts: ModelFacts, constraints: Constraints) -> None:
+def check_memory(facts: ModelFacts, constraints: Constraints) -> None:
     """Refuses at once what no plan can fit, before a model is captured.
 
     Raises:

@@ -19,10 +19,13 @@ import sympy
 from torch import Tensor, fx, nn
 
 from torchshard.capture import Captured, capture
+from torchshard.capture.carried import Changes
 from torchshard.capture.facts import ModelFacts
+from torchshard.capture.signature import Leaves
 from torchshard.compiler.constraints import Constraints
 from torchshard.compiler.memory import memory_of_rank
 from torchshard.compiler.planning import plan_graph
+from torchshard.compiler.question import Question
 from torchshard.compiler.slice_costs import priced_as_slices
 from torchshard.compiler.timeline import seconds_of_step
 from torchshard.core.errors import InputError, PlanError
@@ -30,6 +33,7 @@ from torchshard.core.garbage import without_garbage_collection
 from torchshard.core.layouts import I, Layout, Shard
 from torchshard.core.mesh import Coordinate, Mesh, MeshAxis
 from torchshard.core.words import Word, word
+from torchshard.ir.data import equal_sizes
 from torchshard.ir.graph import (
     Size,
     carried_results,
@@ -74,6 +78,8 @@ class Program:
     """Whether calls belong to it by whether their sequences, or batches, divide."""
     batches: tuple[DividedBatch, ...] = ()
     """How the ranks divide the batch over the axes across the plan's, outermost first."""
+    question: Question | None = None
+    """What the plan is the answer to."""
 
     @property
     def axis(self) -> MeshAxis:
@@ -214,44 +220,66 @@ def program(
     Raises:
         CaptureError, InputError, PlanError: see each.
     """
-    dynamic, inputs, batches = not constraints.is_static, inputs or {}, batches or {}
     captured = prepared(
         model,
         args,
         kwargs,
-        dynamic=dynamic,
+        dynamic=not constraints.is_static,
         repeating=repeating,
-        inputs=inputs,
+        inputs=inputs or {},
         numbers=numbers,
         replaced=replaced,
         trains=constraints.objective.trains,
         divided=constraints.divided,
     )
-    graph = captured.graph
-    multiples, sizes = graph.meta["multiples"], _batch_sizes(graph, batches)
+    # read for each capture, because a model may be cast or moved between two
+    graph, facts = captured.graph, ModelFacts.of(model)
+    known = graph.meta["multiples"], inputs or {}, batches or {}, equal_sizes(graph)
+    return answered(captured, Question(graph, facts, constraints, *known))
+
+
+def answered(captured: Captured, question: Question) -> Program:
+    """The plan of a captured call, and the graph with its collectives.
+
+    Raises:
+        InputError, PlanError: as `program`.
+    """
+    return _with_itself(dataclasses.replace(_answered(captured, question), question=question))
+
+
+def asked_again(question: Question) -> Program:
+    """The same of a question that a file has: its graph can be planned, listed and drawn, but not called."""
+    nothing = Leaves((), (), ("", ()), lambda *_: None)
+    captured = Captured(question.graph, (), {}, nothing, Changes(), lambda *_, **__: False)
+    return answered(captured, question)
+
+
+def _answered(captured: Captured, question: Question) -> Program:
+    graph, facts, constraints = question.graph, question.facts, question.constraints
+    multiples, inputs, batches = question.multiples, question.inputs, question.batches
+    sizes = _batch_sizes(graph, batches)
     if constraints.splits_sequence and not constraints.data and not multiples.difference(sizes):
         _warn_of_whole_sequences(captured, constraints.axis.size)
     split = constraints.with_inputs(inputs)
     if not constraints.batch_parts:
-        return planned(captured, model, split)
-    facts = ModelFacts.of(model)
+        return _planned(captured, facts, split)
     left = _left_layouts(captured, sizes)
     of_batch = [
         each.with_layouts(each.first_layouts(facts)).with_inputs(batches, left) for each in constraints.of_batch
     ]
     if not constraints.divisions:
         _divide_batch(graph, sizes.keys(), of_batch[0])
-        return planned(captured, model, of_batch[0])
+        return _planned(captured, facts, of_batch[0])
     # what is a multiple of the ranks of the other axis alone is none of these
     graph.meta["multiples"] = (multiples & _sizes_of(graph, SEQUENCE)).difference(sizes)
     with sizes_as({size: number // constraints.batch_parts for size, number in sizes.items()}):
-        made = planned(captured, model, split)  # for what a rank computes
+        made = _planned(captured, facts, split)  # for what a rank computes
     names = frozenset(path for path, size in _batches_of(graph, batches).items() if size_expr(size) in sizes)
     parts, over_axes = constraints.batch_parts, list[DividedBatch]()
     for each in of_batch:
         parts //= each.axis.size
         over_axes.append(DividedBatch(each, names, facts, parts))
-    return _with_itself(dataclasses.replace(made, divided=True, batches=tuple(over_axes)))
+    return dataclasses.replace(made, divided=True, batches=tuple(over_axes))
 
 
 @dataclass(frozen=True)
@@ -442,19 +470,20 @@ def _unsplit(inputs: Mapping[str, Layout]) -> dict[str, int | None]:
 
 
 def planned(captured: Captured, model: nn.Module, constraints: Constraints) -> Program:
-    """A plan for a captured call, and the graph with its collectives.
+    """A plan for a captured call, and the graph with its collectives, where each rank has the whole call."""
+    return _with_itself(_planned(captured, ModelFacts.of(model), constraints))
 
-    The model's facts are read for each capture, because a model may be cast or moved between two.
-    """
+
+def _planned(captured: Captured, facts: ModelFacts, constraints: Constraints) -> Program:
     with without_garbage_collection():
         with _timed("plan"):
-            plan = _best_plan(captured.graph, ModelFacts.of(model), constraints, is_last=True)
+            plan = _best_plan(captured.graph, facts, constraints, is_last=True)
         with _timed("rewrite"):
             graph = rewrite(_graph_of(captured.graph, plan), plan, constraints.axis)
     for gathered in plan.costs.whole:
         warnings.warn(str(gathered), stacklevel=2)
     divided = constraints.splits_sequence or plan.splits_dynamic
-    return _with_itself(Program(captured, plan, graph, divided))
+    return Program(captured, plan, graph, divided)
 
 
 def _with_itself(made: Program) -> Program:

@@ -223,6 +223,8 @@ class PlanData:
     """What the user calls its axis of the mesh, if it has a name."""
     problem: Any = field(default=None, compare=False, repr=False)
     """The problem that it solves (`planner.problem.PlanningProblem`); None for a plan that was loaded."""
+    question: Any = field(default=None, compare=False, repr=False)
+    """What the file of a loaded plan has of the question that it answers (`compiler.question.Question.data`)."""
     program: Any = field(default=None, compare=False, repr=False)
     """What was made of the model by it (`compiler.program.Program`); None for a plan that was loaded, and for those of
     further axes."""

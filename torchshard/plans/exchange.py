@@ -123,7 +123,8 @@ def diff(a: PlanData, b: PlanData) -> str:
         ("ranks", a.world_size, b.world_size, str),
         ("parameters on a rank", a.parameter_bytes()[1], b.parameter_bytes()[1], size_text),
         ("sent by a rank per step", a.costs.nbytes, b.costs.nbytes, size_text),
-        ("time per step", a.costs.seconds, b.costs.seconds, time_text),
+        ("time per step", _step_seconds(a), _step_seconds(b), time_text),
+        ("memory of a step", a.step_memory.get("peak", 0), b.step_memory.get("peak", 0), size_text),
     ):
         if text(x) != text(y):
             lines.append(f"  {what}: {text(x)} -> {text(y)}")
@@ -132,3 +133,8 @@ def diff(a: PlanData, b: PlanData) -> str:
         lines.append(f"  {choices} ops run differently, for the same bytes and time")
     head = f"{len(differences)} kinds of parameters are sharded differently" if differences else "parameters are alike"
     return "\n".join([head, *lines])
+
+
+def _step_seconds(plan: PlanData) -> float:
+    """Of a step, over all axes of the mesh."""
+    return plan.costs.seconds if plan.costs.step is None else plan.costs.step

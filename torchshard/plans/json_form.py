@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+from collections.abc import Mapping
 from dataclasses import asdict
 from typing import Any, TypeVar, cast, get_args
 
@@ -19,9 +20,17 @@ VERSION = 4
 """Of the JSON form."""
 
 
-def write(plan: PlanData) -> str:
-    """The plan as text."""
-    return json.dumps(_body(plan), indent=1)
+def write(plan: PlanData, question: Mapping[str, Any] | None = None) -> str:
+    """The plan as text.
+
+    Args:
+        question: what it is the answer to, written in one line.
+    """
+    text = json.dumps(_body(plan), indent=1)
+    if question is None:
+        return text
+    line = json.dumps(question, separators=(",", ":"))
+    return f'{text.removesuffix("}").rstrip()},\n "question": {line}\n}}'
 
 
 def _body(plan: PlanData) -> dict[str, Any]:
@@ -113,6 +122,7 @@ def _fields(body: dict[str, Any]) -> dict[str, Any]:
         "label": _is(str, body.get("label", "")),
         "inputs": {place: parse_layout(layout) for place, layout in _is(dict, body.get("inputs", {})).items()},
         "batch": _fields(_is(dict, body["batch"])) if "batch" in body else None,
+        "question": _is(dict, body["question"]) if "question" in body else None,
     }
 
 

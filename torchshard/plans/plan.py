@@ -74,9 +74,18 @@ class Plan(PlanData, Notebook):
             ) from None
         return Plan.from_json(text, os.fspath(path))
 
-    def to_json(self) -> str:
-        """The plan as JSON text."""
-        return json_form.write(self)
+    def to_json(self, *, question: bool = True) -> str:
+        """The plan as JSON text.
+
+        Args:
+            question: whether it holds the graph and all else that the plan was made for, so that `torchshard.what_if`
+                can ask again, without the model; about as much text as the plan itself.
+        """
+        return json_form.write(self, self._question() if question else None)
+
+    def _question(self) -> Any:
+        asked = None if self.program is None else self.program.question
+        return self.question if asked is None else asked.data()
 
     @staticmethod
     def from_json(text: str, where: str = "Plan.from_json") -> Plan:

@@ -205,10 +205,10 @@ def verify_same_program(ranks: Ranks, made: RankProgram, call: PreparedCall) -> 
     if ranks.count == 1:
         return
     program, what = made.program, "the ranks made different programs of the model"
-    facts = {"the graph": listing(program.graph, sources=False), "the plan": program.plan.to_json()}
+    facts = {"the graph": listing(program.graph, sources=False), "the plan": program.plan.to_json(question=False)}
     ranks.verify(facts, what)
     if made.of_batch:
-        ranks.verify({"the plans of the batch": " ".join(plan.to_json() for plan in made.of_batch)}, what)
+        ranks.verify({"the plans of the batch": " ".join(plan.to_json(question=False) for plan in made.of_batch)}, what)
         ranks.verify_along(program.axes[-1].name, {"the graph": listing(made.graph, sources=False)}, what)
 
     def verify_inputs() -> None:

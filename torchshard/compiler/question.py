@@ -1,0 +1,147 @@
+"""What a plan is the answer to: a captured call, the facts about its model, and the user's constraints.
+
+A plan's file has it as data, so that it can be asked again with other constraints, without the model.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import sympy
+from torch import fx, nn
+
+from torchshard.capture.facts import ModelFacts, TensorFacts
+from torchshard.compiler.constraints import Constraints, Division
+from torchshard.core.errors import PlanError
+from torchshard.core.layouts import Layout, parse_layout
+from torchshard.core.mesh import MeshAxis
+from torchshard.ir.data import Equal, graph_data, graph_from
+from torchshard.planner.styles import OPS_OF_MODULES, Style
+from torchshard.plans.machine import Machine, Objective
+
+
+@dataclass(frozen=True)
+class Question:
+    """One call of a model, and what its plan must satisfy."""
+
+    graph: fx.GraphModule
+    """The normalized graph, of the whole batch."""
+    facts: ModelFacts
+    constraints: Constraints
+    multiples: frozenset[sympy.Symbol] = frozenset()
+    """The dynamic sizes that the ranks may divide."""
+    inputs: Mapping[str, Layout] = field(default_factory=dict)
+    """The layouts of the call's tensors that earlier calls have left, by name."""
+    batches: Mapping[str, Layout] = field(default_factory=dict)
+    """Those of the call's tensors of which each rank has a part of the batch."""
+    equal: Equal = field(default_factory=dict)
+    """What is known of the graph's sizes, before it is planned."""
+
+    def data(self) -> dict[str, Any]:
+        """The same as data of which JSON knows the types; if something can't be written, why: {"unwritten": ...}."""
+        try:
+            graph = graph_data(self.graph, self.equal)
+        except ValueError as error:
+            return {"unwritten": str(error)}
+        return {
+            "graph": graph,
+            "multiples": sorted({*map(str, self.multiples)} & graph["sizes"].keys()),
+            "facts": _facts_data(self.facts),
+            "constraints": _constraints_data(self.constraints),
+            "inputs": _texts(self.inputs),
+            "batches": _texts(self.batches),
+        }
+
+
+def question_from(data: Mapping[str, Any] | None) -> Question:
+    """The question that a plan's file has.
+
+    Raises:
+        PlanError: it has none, or one that can't be read here.
+    """
+    if not data or "unwritten" in data:
+        raise PlanError(
+            "the plan's file does not hold the graph that it was made for",
+            where="the plan",
+            why=(data or {}).get("unwritten", "it was written by Plan.to_json(question=False), or an earlier version"),
+            attempt="torchshard.plan(model, ...) with other pins",
+        )
+    try:
+        graph, symbols = graph_from(data["graph"])
+        graph.meta["multiples"] = multiples = frozenset(symbols[name] for name in data["multiples"])
+        facts, constraints = _facts(data["facts"]), _constraints(data["constraints"])
+        return Question(graph, facts, constraints, multiples, _layouts(data["inputs"]), _layouts(data["batches"]))
+    except (ValueError, KeyError, TypeError, AttributeError, IndexError) as error:
+        raise PlanError(
+            "the graph in the plan's file can't be read",
+            where="the plan",
+            why=f"{type(error).__name__}: {error}",
+            attempt="a file that this version of torchshard wrote, with the same PyTorch",
+        ) from error
+
+
+# --- as data ---------------------------------------------------------------------------------------------------------
+
+
+def _texts(layouts: Mapping[str, Layout]) -> dict[str, str]:
+    return {name: str(layout) for name, layout in layouts.items()}
+
+
+def _layouts(data: Mapping[str, str]) -> dict[str, Layout]:
+    return {name: parse_layout(text) for name, text in data.items()}
+
+
+_CLASSES = {f"{cls.__module__}.{cls.__qualname__}": cls for cls in OPS_OF_MODULES}
+"""The classes of modules that are told from others; of these only the name counts."""
+
+
+def _facts_data(facts: ModelFacts) -> dict[str, Any]:
+    names = {path: f"{cls.__module__}.{cls.__qualname__}" for path, cls in facts.modules.items()}
+    return {
+        "modules": names,
+        "grouped": sorted(facts.grouped),
+        "tensors": {name: dataclasses.asdict(tensor) for name, tensor in facts.tensors.items()},
+        "device": facts.device,
+    }
+
+
+def _facts(data: Mapping[str, Any]) -> ModelFacts:
+    classes: dict[str, type[nn.Module]] = dict(_CLASSES)
+    for name in data["modules"].values():
+        classes.setdefault(name, type(name.rpartition(".")[2], (nn.Module,), {}))
+    tensors = {
+        name: TensorFacts(**{**tensor, "shape": tuple(tensor["shape"]), "names": tuple(tensor["names"])})
+        for name, tensor in data["tensors"].items()
+    }
+    modules = {path: classes[name] for path, name in data["modules"].items()}
+    return ModelFacts(modules, frozenset(data["grouped"]), tensors, data["device"])
+
+
+def _constraints_data(constraints: Constraints) -> dict[str, Any]:
+    aim = constraints.objective
+    return {
+        "axis": dataclasses.asdict(constraints.axis),
+        "divisions": [dataclasses.asdict(division) for division in constraints.divisions],
+        "objective": {f.name: getattr(aim, f.name) for f in dataclasses.fields(aim)} | {"machine": aim.machine.fields},
+        "pins": {path: [key, style.name, style.whole_result] for path, (key, style) in constraints.pins.items()},
+        "recompute": list(constraints.recompute),
+        "steady": constraints.steady,
+    }
+
+
+def _constraints(data: Mapping[str, Any]) -> Constraints:
+    aim = data["objective"]
+    objective = Objective(**{**aim, "machine": Machine(**aim["machine"]), "recompute": tuple(aim["recompute"])})
+    divisions = tuple(Division(MeshAxis(**each["axis"]), each["data"]) for each in data["divisions"])
+    pins = {path: (key, Style(name, whole)) for path, (key, name, whole) in data["pins"].items()}
+    return Constraints(
+        MeshAxis(**data["axis"]),
+        objective,
+        pins,
+        recompute=tuple(data["recompute"]),
+        divisions=divisions,
+        steady=data["steady"],
+    )

@@ -1,0 +1,272 @@
+"""A graph as plain data, for JSON, and back.
+
+Ops are written by their names, values by their types, dynamic sizes as expressions: `["Mul", 2, "s0"]`. None of it is
+code: names are looked up among PyTorch's ops and this library's, and the few functions of Python's that graphs call.
+"""
+
+from __future__ import annotations
+
+import math
+import operator
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import sympy
+import torch
+from torch import Tensor, fx
+from torch._ops import OpOverload
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv
+from torch.utils._sympy import functions
+
+from torchshard.ir.graph import empty_module, fake_mode
+
+META = ("kind", "path", "names", "module", "source", "needs_grad", "place", "recompute")
+"""What is written of each node, beside its call and its value."""
+_PYTHONS: Mapping[str, Callable[..., Any]] = {
+    f"{module.__name__}.{name}": getattr(module, name) for module in (operator, math) for name in dir(module)
+    if callable(getattr(module, name)) and not name.startswith("_")
+} | {f"torch.{name}": getattr(torch, name) for name in dir(torch) if name.startswith("sym_")}  # fmt: skip
+_NAMES = {function: name for name, function in _PYTHONS.items()}
+_FUNCTIONS: Mapping[str, Callable[..., Any]] = {
+    **{cls.__name__: cls for cls in (sympy.Add, sympy.Mul, sympy.Pow, sympy.Rational)},
+    **{name: getattr(functions, name) for name in (*functions.__all__, "Max", "Min")},
+}
+"""What the expressions of sizes are made of."""
+_CONSTANTS = {
+    name: {str(getattr(torch, n)).removeprefix("torch."): getattr(torch, n)
+           for n in dir(torch) if isinstance(getattr(torch, n), kind)}
+    for name, kind in (("dtype", torch.dtype), ("layout", torch.layout), ("memory_format", torch.memory_format))
+}  # fmt: skip
+
+
+Equal = Mapping[sympy.Symbol, sympy.Expr]
+"""What is known of dynamic sizes: that they are others, or are computed of others."""
+
+
+def equal_sizes(module: fx.GraphModule) -> Equal:
+    """What is known of a graph's sizes now: planning adds to it, and `graph_data` is to write what was known before."""
+    return dict(getattr(getattr(fake_mode(module.graph), "shape_env", None), "replacements", {}))
+
+
+def graph_data(module: fx.GraphModule, equal: Equal) -> dict[str, Any]:
+    """A graph, as far as planning needs it, as data of which JSON knows the types.
+
+    Args:
+        equal: what `equal_sizes` gave before the graph was planned.
+
+    Raises:
+        ValueError: it has something that can't be written; the text says what.
+    """
+    writer = _Writer(equal)
+    nodes = [writer.node(node) for node in module.graph.nodes]
+    named = {word: writer.size(size) for word, size in module.meta.get("named_sizes", {}).items()}
+    return {"nodes": nodes, "sizes": writer.sizes, "named_sizes": named}
+
+
+def graph_from(data: Mapping[str, Any]) -> tuple[fx.GraphModule, dict[str, sympy.Symbol]]:
+    """The graph that was written, with values on the CPU, and its dynamic sizes by the names that they had.
+
+    Raises:
+        ValueError, KeyError, TypeError, AttributeError: the data is not what `graph_data` gives, or names an op that is
+            not there.
+    """
+    reader = _Reader(data["sizes"])
+    module = empty_module({"recordings": {}})
+    for each in data["nodes"]:
+        reader.add(module.graph, each)
+    module.meta["named_sizes"] = {word: reader.size(size) for word, size in data["named_sizes"].items()}
+    return module, reader.symbols
+
+
+# --- writing ---------------------------------------------------------------------------------------------------------
+
+
+class _Writer:
+    """Writes nodes and values, and notes which sizes these have."""
+
+    def __init__(self, equal: Equal) -> None:
+        self._equal = equal
+        self.sizes: dict[str, int] = {}
+        """Those of the example inputs."""
+
+    def node(self, node: fx.Node) -> dict[str, Any]:
+        """A node, with what is known of it."""
+        found: dict[str, Any] = {"name": node.name, "op": node.op}
+        if node.op == "call_function":
+            found["target"] = _target_name(node)
+        if node.args and node.op != "placeholder":
+            found["args"] = [_argument_data(arg) for arg in node.args]
+        if node.kwargs:
+            found["kwargs"] = {name: _argument_data(arg) for name, arg in node.kwargs.items()}
+        if "val" in node.meta:
+            found["val"] = self.value(node.meta["val"])
+        return found | {key: node.meta[key] for key in META if key in node.meta}
+
+    def value(self, value: object) -> Any:
+        """A fake value, by its type."""
+        if isinstance(value, (list, tuple)):
+            return {"several": [self.value(item) for item in value]}
+        if isinstance(value, Tensor):
+            shape = [self.size(size) for size in value.shape]
+            stride = None if value.is_contiguous() else [self.size(step) for step in value.stride()]
+            dtype = str(value.dtype).removeprefix("torch.")
+            return {"dtype": dtype, "shape": shape, "stride": stride, "requires_grad": value.requires_grad}
+        if isinstance(value, (int, torch.SymInt)) and not isinstance(value, bool):
+            return {"size": self.size(value)}
+        if value is None or isinstance(value, (bool, float)):
+            return {"value": value}
+        raise ValueError(f"a value is a {type(value).__name__}")
+
+    def size(self, size: int | torch.SymInt) -> Any:
+        """A size: a number, or an expression."""
+        if isinstance(size, int):
+            return size
+        expr, numbers = size.node._expr, size.node.shape_env.backed_var_to_val
+        while (known := expr.xreplace(self._equal)) != expr:
+            expr = known
+        for symbol in expr.free_symbols:
+            if symbol not in numbers:
+                raise ValueError(f"the size {expr} depends on the values of tensors")
+            self.sizes[str(symbol)] = int(numbers[symbol])
+        return _expr_data(expr)
+
+
+def _target_name(node: fx.Node) -> str:
+    if isinstance(node.target, OpOverload):
+        return str(node.target)
+    name = _NAMES.get(node.target) if callable(node.target) else None
+    if name is None:
+        raise ValueError(f"{node.name} calls {node.target}, which has no name of its own")
+    return name
+
+
+def _argument_data(arg: object) -> Any:
+    if isinstance(arg, fx.Node):
+        return {"node": arg.name}
+    if isinstance(arg, (list, tuple)):
+        items = [_argument_data(item) for item in arg]
+        return {"tuple": items} if isinstance(arg, tuple) else items
+    if arg is None or isinstance(arg, (bool, int, str)) or (isinstance(arg, float) and math.isfinite(arg)):
+        return arg
+    if isinstance(arg, float):
+        return {"float": str(arg)}
+    if isinstance(arg, torch.device):
+        return {"device": arg.type}
+    if isinstance(arg, slice):
+        return {"slice": [_argument_data(part) for part in (arg.start, arg.stop, arg.step)]}
+    for kind, known in _CONSTANTS.items():
+        name = str(arg).removeprefix("torch.")
+        if known.get(name) is arg:
+            return {kind: name}
+    raise ValueError(f"an argument is a {type(arg).__name__}")
+
+
+def _expr_data(expr: sympy.Expr) -> Any:
+    """The expression of a size: a number, the name of a symbol, or a function with its arguments."""
+    if expr.is_Integer:
+        return int(expr)
+    if expr.is_Symbol:
+        return str(expr)
+    if expr.is_Rational:
+        return ["Rational", int(expr.p), int(expr.q)]
+    name = type(expr).__name__
+    if name not in _FUNCTIONS:
+        raise ValueError(f"a size is computed by {name}")
+    return [name, *map(_expr_data, expr.args)]
+
+
+# --- reading ---------------------------------------------------------------------------------------------------------
+
+
+class _Reader:
+    """Makes nodes and values, with sizes of its own for those that the data names."""
+
+    def __init__(self, sizes: Mapping[str, int]) -> None:
+        from torch._dynamo.source import ConstantSource
+
+        self._env = ShapeEnv()
+        self._mode = FakeTensorMode(shape_env=self._env)
+        self._nodes: dict[str, fx.Node] = {}
+        self.symbols = {
+            name: self._env.create_symbol(
+                number, ConstantSource(name), DimDynamic.DYNAMIC, do_not_specialize_zero_one=True
+            )
+            for name, number in sizes.items()
+        }
+
+    def add(self, graph: fx.Graph, data: Mapping[str, Any]) -> None:
+        """Adds a node."""
+        args = tuple(self._argument(arg) for arg in data.get("args", ()))
+        kwargs = {name: self._argument(arg) for name, arg in data.get("kwargs", {}).items()}
+        op, name = data["op"], data["name"]
+        if op == "output":
+            node = graph.output(args[0])
+        elif op == "placeholder":
+            node = graph.placeholder(name)
+        else:
+            node = graph.create_node(op, _target(data["target"]), args, kwargs, name)
+        node.meta = {key: data[key] for key in META if key in data}
+        if "names" in node.meta:
+            node.meta["names"] = tuple(node.meta["names"])
+        if "val" in data:
+            node.meta["val"] = self._value(data["val"])
+        self._nodes[name] = node
+
+    def size(self, data: Any) -> int | torch.SymInt:
+        """A size, by its expression."""
+        expr = self._expr(data)
+        if expr.is_Integer:
+            return int(expr)
+        hint = int(expr.xreplace(self._env.backed_var_to_val))
+        return self._env.create_symintnode(expr, hint=hint)
+
+    def _expr(self, data: Any) -> sympy.Expr:
+        if isinstance(data, int):
+            return sympy.Integer(data)
+        if isinstance(data, str):
+            return self.symbols[data]
+        name, *parts = data
+        return _FUNCTIONS[name](*map(self._expr, parts))
+
+    def _argument(self, data: Any) -> Any:
+        if isinstance(data, list):
+            return [self._argument(item) for item in data]
+        if not isinstance(data, dict):
+            return data
+        ((kind, value),) = data.items()
+        if kind == "node":
+            return self._nodes[value]
+        if kind == "tuple":
+            return tuple(self._argument(item) for item in value)
+        if kind == "slice":
+            return slice(*(self._argument(part) for part in value))
+        if kind == "device":
+            return torch.device("cpu")
+        return float(value) if kind == "float" else _CONSTANTS[kind][value]
+
+    def _value(self, data: Mapping[str, Any]) -> Any:
+        if "several" in data:
+            return [self._value(item) for item in data["several"]]
+        if "size" in data:
+            return self.size(data["size"])
+        if "value" in data:
+            return data["value"]
+        shape, dtype = [self.size(size) for size in data["shape"]], _CONSTANTS["dtype"][data["dtype"]]
+        with self._mode:
+            if data["stride"] is None:
+                made = torch.empty(shape, dtype=dtype, device="cpu")
+            else:
+                steps = [self.size(step) for step in data["stride"]]
+                made = torch.empty_strided(shape, steps, dtype=dtype, device="cpu")
+        return made.requires_grad_(data["requires_grad"])
+
+
+def _target(name: str) -> Callable[..., Any]:
+    if name in _PYTHONS:
+        return _PYTHONS[name]
+    namespace, op, overload = name.split(".")
+    found = getattr(getattr(getattr(torch.ops, namespace), op), overload)
+    if not isinstance(found, OpOverload):
+        raise ValueError(f"{name!r} is no op")
+    return found
