@@ -87,4 +87,4 @@ def _constraints(
 
 
 def _answer(question: Question) -> Plan:
-    return asked_again(question).priced(with_memory=bool(question.constraints.batch_parts))
+    return asked_again(question).priced(with_memory=question.constraints.batch_parts > 1)

@@ -47,10 +47,10 @@ def columns(rows: Sequence[Sequence[str]]) -> Iterator[str]:
 
 
 def _cut(text: str, width: int) -> list[str]:
-    """A text in lines, cut behind blanks, dots and underscores if it can be; all are indented as the first."""
+    """A text in lines, cut behind blanks, dots, commas and underscores if it can be; all are indented as the first."""
     indent = text[: len(text) - len(text.lstrip())][: width // 2]
     lines, line = list[str](), indent
-    for word in re.findall(r"[^\s._]*[\s._]+|[^\s._]+", text.lstrip()):
+    for word in re.findall(r"[^\s.,_]*[\s.,_]+|[^\s.,_]+", text.lstrip()):
         if len((line + word).rstrip()) > width and line != indent:
             lines.append(line.rstrip())
             line = indent

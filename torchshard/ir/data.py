@@ -18,6 +18,8 @@ from torch._ops import OpOverload
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv
 from torch.utils._sympy import functions
+from torch.utils._sympy.numbers import int_oo
+from torch.utils._sympy.value_ranges import ValueRanges
 
 from torchshard.ir.graph import empty_module, fake_mode
 
@@ -87,8 +89,8 @@ class _Writer:
 
     def __init__(self, equal: Equal) -> None:
         self._equal = equal
-        self.sizes: dict[str, int] = {}
-        """Those of the example inputs."""
+        self.sizes: dict[str, tuple[int, int, int | None]] = {}
+        """The example inputs', and between which numbers they may be."""
 
     def node(self, node: fx.Node) -> dict[str, Any]:
         """A node, with what is known of it."""
@@ -122,13 +124,15 @@ class _Writer:
         """A size: a number, or an expression."""
         if isinstance(size, int):
             return size
-        expr, numbers = size.node._expr, size.node.shape_env.backed_var_to_val
+        expr, env = size.node._expr, size.node.shape_env
         while (known := expr.xreplace(self._equal)) != expr:
             expr = known
         for symbol in expr.free_symbols:
-            if symbol not in numbers:
+            if symbol not in env.backed_var_to_val:
                 raise ValueError(f"the size {expr} depends on the values of tensors")
-            self.sizes[str(symbol)] = int(numbers[symbol])
+            bounds = env.var_to_range[symbol]
+            most = int(bounds.upper) if bounds.upper.is_Integer else None
+            self.sizes[str(symbol)] = int(env.backed_var_to_val[symbol]), int(bounds.lower), most
         return _expr_data(expr)
 
 
@@ -182,18 +186,19 @@ def _expr_data(expr: sympy.Expr) -> Any:
 class _Reader:
     """Makes nodes and values, with sizes of its own for those that the data names."""
 
-    def __init__(self, sizes: Mapping[str, int]) -> None:
-        from torch._dynamo.source import ConstantSource
-
+    def __init__(self, sizes: Mapping[str, tuple[int, int, int | None]]) -> None:
         self._env = ShapeEnv()
         self._mode = FakeTensorMode(shape_env=self._env)
         self._nodes: dict[str, fx.Node] = {}
-        self.symbols = {
-            name: self._env.create_symbol(
-                number, ConstantSource(name), DimDynamic.DYNAMIC, do_not_specialize_zero_one=True
-            )
-            for name, number in sizes.items()
-        }
+        self.symbols = {name: self._symbol(name, *known) for name, known in sizes.items()}
+
+    def _symbol(self, name: str, number: int, least: int, most: int | None) -> sympy.Symbol:
+        from torch._dynamo.source import ConstantSource  # takes seconds, and every capture has imported it
+
+        kind = DimDynamic.DYNAMIC
+        symbol = self._env.create_symbol(number, ConstantSource(name), kind, do_not_specialize_zero_one=True)
+        self._env.var_to_range[symbol] = ValueRanges(least, int_oo if most is None else most)
+        return symbol
 
     def add(self, graph: fx.Graph, data: Mapping[str, Any]) -> None:
         """Adds a node."""
