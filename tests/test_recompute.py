@@ -252,3 +252,27 @@ def _stages(rank: int) -> float:
 
 def test_a_result_of_what_is_computed_again_is_an_argument_of_the_next() -> None:
     assert max(run_ranks(_stages, 2)) < 1e-12
+
+
+class _ReturnsItsBias(nn.Module):
+    """A bias is masked with a number, and is a result too."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table, self.up, self.down = nn.Embedding(16, 16), nn.Linear(16, 32), nn.Linear(32, 16)
+
+    def forward(self, x: torch.Tensor, ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        bias = self.table(ids)
+        return self.down(torch.relu(self.up(x + torch.where(ids[..., None] > 3, bias, -9.0)))), bias
+
+
+def test_a_step_on_the_meta_device_has_all_gradients() -> None:
+    """PyTorch records none for some ops there: the bias would get that of one use alone, and the step be another one."""
+    steps, estimates = [], []
+    for device in ("cpu", "meta"):
+        model = _ReturnsItsBias().to(device)
+        call = torch.zeros(2, 8, 16, device=device), torch.zeros(2, 8, dtype=torch.long, device=device)
+        made = ts.plan(model, world_size=2, example_inputs=call, memory="1GiB", machine="cpu-gloo")
+        steps.append(ts.explain(made, level="step").replace("device=meta", "device=cpu"))
+        estimates.append(made.costs.memory)
+    assert steps[0] == steps[1] and estimates[0] == estimates[1] and "where" in steps[0].partition("backward:")[2]

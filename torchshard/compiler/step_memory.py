@@ -162,7 +162,7 @@ def _backward(
     if not any(given):
         memory.release(saved)
         return
-    for_given = parts if given == parts.given else step_graphs(part.graph, given)
+    for_given = parts if given == parts.given else step_graphs(part.graph, given, kept=parts.saved)
     by_name = dict(zip(parts.saved, saved, strict=True))
     arguments = [by_name[name] for name in for_given.saved]
     memory.release(block for name, block in by_name.items() if name not in for_given.saved)

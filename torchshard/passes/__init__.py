@@ -94,12 +94,19 @@ def localized(module: fx.GraphModule, coordinate: Coordinate, seen: Seen | None 
     return local
 
 
-def step_graphs(local: fx.GraphModule, given: Gradients | None = None, *, unsummed: Collection[str] = ()) -> Partition:
+def step_graphs(
+    local: fx.GraphModule,
+    given: Gradients | None = None,
+    *,
+    unsummed: Collection[str] = (),
+    kept: Collection[str] = (),
+) -> Partition:
     """The forward and the backward graph of one rank, from a segment of its localized graph.
 
     Args:
         given: for which results backward is given gradients; None for all that have one.
         unsummed: the groups over which gradients of parameters are not summed.
+        kept: what the forward saves for the gradients of all results, by name.
     """
     joint = differentiate(local, given)
     verify(joint, "joint", after="differentiate")
@@ -107,7 +114,7 @@ def step_graphs(local: fx.GraphModule, given: Gradients | None = None, *, unsumm
     if unsummed:
         leave_unsummed(joint, unsummed)
     bucket(joint)
-    parts = partition(joint)
+    parts = partition(joint, kept)
     schedule(parts.forward)
     schedule(parts.backward)
     return parts

@@ -14,8 +14,9 @@ is saved: no other numbers are drawn, and no collective is sent twice, but for t
 from __future__ import annotations
 
 import operator
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import sympy
 import torch
@@ -58,8 +59,12 @@ class Partition:
     """What backward gives behind the gradients of state and inputs."""
 
 
-def partition(joint: fx.GraphModule) -> Partition:
-    """Cuts a joint graph at its first node of the backward, which `differentiate` has marked."""
+def partition(joint: fx.GraphModule, kept: Collection[str] = ()) -> Partition:
+    """Cuts a joint graph at its first node of the backward, which `differentiate` has marked.
+
+    Args:
+        kept: the names of values that forward saves in any case.
+    """
     _tidy(joint)
     _keep_before_writes(joint)
     results, gradients = results_of(joint.graph)
@@ -69,7 +74,7 @@ def partition(joint: fx.GraphModule) -> Partition:
             given += [node] * node.meta["is_given"]
         elif node.op != "output":
             (backward if _is_of_backward(node) else forward).append(node)
-    needed, again = _needed(joint, forward, backward)
+    needed, again = _needed(joint, forward, backward, kept)
     saved = [n for n in forward if n in needed and n not in again]
     tensors = [n for n in saved if is_tensor(n)]
     saved = [*tensors, *(n for n in saved if not is_tensor(n))]
@@ -97,7 +102,7 @@ def _is_of_backward(node: fx.Node) -> bool:
 
 
 def _needed(
-    joint: fx.GraphModule, forward: Sequence[fx.Node], backward: Sequence[fx.Node]
+    joint: fx.GraphModule, forward: Sequence[fx.Node], backward: Sequence[fx.Node], kept: Collection[str]
 ) -> tuple[set[fx.Node], Sequence[fx.Node]]:
     """The values of the forward that backward needs, and those of them that it computes again, in order."""
     _, gradients = results_of(joint.graph)
@@ -105,14 +110,14 @@ def _needed(
     outside = {n for node in backward for n in node.all_input_nodes if _region(node) != _region(n)}
     """What is needed by another region than that which computes it."""
     unsteady = {user for buffer in written_buffers(joint.graph) for user in buffer.users}
-    again: list[fx.Node] = []
+    again, costs_nothing = list[fx.Node](), partial(_costs_nothing, needed=needed, kept=kept)
     for node in reversed(forward):
         if node not in needed or node.op == "placeholder":  # what is given is kept, gathered or not
             continue
         in_region = _region(node) and node not in outside and node not in unsteady and _gives_the_same(node)
         if in_region or node.meta.get("gathered_again"):
             outside.update(n for n in node.all_input_nodes if _region(n) != _region(node))
-        elif not is_view(node) or not all(_costs_nothing(n, needed) for n in node.all_input_nodes):
+        elif not is_view(node) or not all(map(costs_nothing, node.all_input_nodes)):
             continue
         again.append(node)
         needed.update(node.all_input_nodes)
@@ -170,9 +175,9 @@ def _is_size(node: fx.Node) -> bool:
     return not any(isinstance(value, torch.Tensor) for value in values(node))
 
 
-def _costs_nothing(node: fx.Node, needed: set[fx.Node]) -> bool:
+def _costs_nothing(node: fx.Node, needed: set[fx.Node], kept: Collection[str]) -> bool:
     """Whether saving a value takes no memory that is not taken anyway."""
-    is_there = node.op == "placeholder" or node in needed or node.meta.get("gathered_again")
+    is_there = node.op == "placeholder" or node in needed or node.name in kept or node.meta.get("gathered_again")
     return is_there or _is_size(node)
 
 

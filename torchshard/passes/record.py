@@ -3,8 +3,8 @@
 Each op has PyTorch's own gradient, and each collective its dual. Equal parts, such as a model's repeated layers, are
 recorded once: a recording knows the part's ops by their numbers alone.
 
-PyTorch runs some ops on the meta device, a loss among them, without recording a gradient. Parts that have one are
-recorded as if they were on the CPU.
+PyTorch runs some ops on the meta device, `where` with a number and losses among them, without recording a gradient; so
+parts there are recorded as if they were on the CPU.
 """
 
 from __future__ import annotations
@@ -112,21 +112,16 @@ def value_type(value: object, sizes: Mapping[sympy.Symbol, sympy.Symbol] = Mappi
     return shape, strides, value.dtype, value.device
 
 
-class _NoGradient(NotImplementedError):
-    """PyTorch has recorded no gradient of an op that has one."""
-
-
 def _record(part: fx.GraphModule, given: Gradients) -> Recording:
-    try:
+    if not any(isinstance(v, Tensor) and v.device == META for node in part.graph.nodes for v in values(node)):
         return _record_as_it_is(part, given)
-    except _NoGradient:
-        on_cpu = duplicate(part)
-        _move(on_cpu.graph, META, CPU)
-        for node in on_cpu.graph.find_nodes(op="call_function", target=aten.histc.default):
-            node.target = _histc
-        recording = _record_as_it_is(on_cpu, given)
-        _move(recording.graph, CPU, META)
-        return recording
+    on_cpu = duplicate(part)
+    _move(on_cpu.graph, META, CPU)
+    for node in on_cpu.graph.find_nodes(op="call_function", target=aten.histc.default):
+        node.target = _histc
+    recording = _record_as_it_is(on_cpu, given)
+    _move(recording.graph, CPU, META)
+    return recording
 
 
 def _record_as_it_is(part: fx.GraphModule, given: Gradients) -> Recording:
@@ -270,7 +265,7 @@ class _Recorder(fx.Interpreter):
 
     def _note_gradient(self, gradient: Tensor | None, number: int) -> None:
         if gradient is None:
-            raise _NoGradient("PyTorch records no gradient of an op on this device")
+            raise NotImplementedError("PyTorch records no gradient of an op on this device")
         self._gradients[_recorded(gradient)].append(number)
 
     def _follow(self, step: Any, origin: int) -> None:
