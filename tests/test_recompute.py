@@ -267,7 +267,7 @@ class _ReturnsItsBias(nn.Module):
 
 
 def test_a_step_on_the_meta_device_has_all_gradients() -> None:
-    """PyTorch records none for some ops there: the bias would get that of one use alone, and the step be another one."""
+    """PyTorch records none for some ops there: the bias would get that of one use alone."""
     steps, estimates = [], []
     for device in ("cpu", "meta"):
         model = _ReturnsItsBias().to(device)
