@@ -52,6 +52,7 @@ demo: $(VENV)/.stamp-demo
 	$(PY) examples/train_gpt.py
 	$(PY) examples/finetune.py
 	$(PY) examples/generate.py
+	$(PY) examples/hf_trainer.py
 
 bench: $(VENV)/.stamp-test
 	$(PY) benchmarks/step_time.py

@@ -166,3 +166,56 @@ def test_collectives_print_what_each_rank_holds() -> None:
         golden.write_text(alone)
     assert alone == golden.read_text()
     assert _run_on_forked_ranks("collectives.py") == alone
+
+
+def test_a_trainer_trains_a_split_model_and_resumes(tmp_path: Path) -> None:
+    printed = _run_on_forked_ranks("hf_trainer.py", "--steps", "4", "--folder", str(tmp_path), ranks=3)
+    assert re.findall(r"^step +(\d)", printed, re.MULTILINE) == ["1", "2", "3", "4"]
+    found = re.search(r"largest difference of the losses: (\S+); after a resume: (\S+)", printed)
+    assert found is not None and float(found[1]) < 1e-5 and float(found[2]) == 0.0
+    assert "exported 252,384 parameters" in printed
+
+
+ELASTIC = """
+import os, torch, torchshard as ts
+from torch import nn
+
+ts.distributed.init_process_group()
+torch.manual_seed(0)
+x = torch.randn(8, 4, 12)
+model = ts.shard(nn.Sequential(nn.Linear(12, 20), nn.GELU(), nn.Linear(20, 12)), {"0": "column", "2": "row"}, (x[0],))
+optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+restarted, step = os.environ["TORCHELASTIC_RESTART_COUNT"], 0
+if os.path.exists("steps/checkpoint.json"):
+    step = ts.load("steps", model, optimizer)["step"]
+while step < 8:
+    loss = model(x[step]).square().mean()
+    loss.backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    step += 1
+    if step == 5 and restarted == "0" and os.environ.get("DIES") and ts.distributed.get_rank() == 1:
+        os._exit(1)
+    if step % 3 == 0:
+        ts.save("steps", model, optimizer, extra={"step": step})
+if ts.distributed.get_rank() == 0:
+    print(f"restarts {restarted}: {loss.item():.9f}")
+ts.distributed.destroy_process_group()
+"""
+
+
+@pytest.mark.nightly
+def test_an_elastic_restart_goes_on_from_the_last_checkpoint(tmp_path: Path) -> None:
+    """A rank dies between two checkpoints; torchrun starts all anew, and the end is that of a run without it."""
+    printed = []
+    for dies in ("", "1"):
+        folder = tmp_path / f"dies{dies}"
+        folder.mkdir()
+        (folder / "script.py").write_text(ELASTIC)
+        command = (sys.executable, *TORCHRUN[:-1], "2", "--max-restarts", "1", "script.py")
+        environment = os.environ | {"OMP_NUM_THREADS": "1", "DIES": dies}
+        done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, timeout=280)
+        assert done.returncode == 0, done.stderr
+        printed.append(done.stdout.strip().splitlines()[-1])
+    (_, undisturbed), (restarts, loss) = (line.split(": ") for line in printed)
+    assert restarts == "restarts 1" and loss == undisturbed

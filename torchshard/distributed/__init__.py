@@ -29,7 +29,7 @@ from torchshard.distributed.group import (
     get_world_size,
     is_initialized,
 )
-from torchshard.distributed.launch import launch
+from torchshard.distributed.launch import hide_launcher, launch
 from torchshard.distributed.objects import all_gather_object, all_gather_uneven, broadcast_object, gather_object
 from torchshard.distributed.primitives import (
     all_reduce,
@@ -47,9 +47,10 @@ from torchshard.distributed.process_groups import debug, destroy_process_group, 
 from torchshard.distributed.wire import Handle
 
 __all__ = [
-    "Handle", "ReduceOp", "all_gather", "all_gather_object", "all_gather_uneven", "all_reduce", "all_to_all", "barrier",
-    "broadcast", "broadcast_object", "copy", "debug", "destroy_process_group", "gather", "gather_object", "gather_to",
-    "get_data_parallel_group", "get_data_parallel_rank", "get_data_parallel_size", "get_group", "get_group_size",
-    "get_rank", "get_world_size", "init_process_group", "irecv", "is_initialized", "isend", "launch", "narrow", "ops",
-    "recv", "reduce", "reduce_scatter", "reduce_to", "scatter", "scatter_from", "send",
+    "Handle", "ReduceOp", "all_gather", "all_gather_object", "all_gather_uneven", "all_reduce", "all_to_all",
+    "barrier", "broadcast", "broadcast_object", "copy", "debug", "destroy_process_group", "gather", "gather_object",
+    "gather_to", "get_data_parallel_group", "get_data_parallel_rank", "get_data_parallel_size", "get_group",
+    "get_group_size", "get_rank", "get_world_size", "hide_launcher", "init_process_group", "irecv",
+    "is_initialized", "isend", "launch", "narrow", "ops", "recv", "reduce", "reduce_scatter", "reduce_to",
+    "scatter", "scatter_from", "send",
 ]  # fmt: skip

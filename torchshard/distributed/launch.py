@@ -52,6 +52,32 @@ class _Failure(NamedTuple):
     """The exception as a pickle; None if it can't be pickled."""
 
 
+_LAUNCHERS = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_RANK", "TORCHELASTIC_RUN_ID")
+
+
+def hide_launcher() -> None:
+    """Takes away what the launcher has set, so that other libraries' loops take this process for a job of its own.
+
+    accelerate, Hugging Face's `Trainer` and Lightning start DistributedDataParallel where they see several processes,
+    and would average the gradients of slices of different weights. As a job of one process on each rank, over the same
+    batches, they train a sharded model as they train any other.
+
+    Call it behind `init_process_group`, which reads these variables, and before their objects are made.
+
+    Raises:
+        DistributedError: there are no ranks yet.
+    """
+    if not dist.is_initialized():
+        raise DistributedError(
+            "there are no ranks yet",
+            where="torchshard.distributed.hide_launcher",
+            why="without the launcher's variables they could not find each other",
+            attempt="torchshard.distributed.init_process_group() before it",
+        )
+    for name in _LAUNCHERS:
+        os.environ.pop(name, None)
+
+
 def launch(fn: Callable[..., T], nprocs: int, args: Sequence[object] = ()) -> list[T]:
     """Runs `fn(*args)` in `nprocs` processes of this machine, under the environment of ranks 0 to nprocs - 1.
 

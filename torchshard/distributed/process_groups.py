@@ -7,6 +7,8 @@ import itertools
 import math
 import os
 import sys
+import time
+import uuid
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
@@ -165,7 +167,10 @@ def _begin(backend: str | None, timeouts: Timeouts) -> None:
     try:
         place = tuple(map(os.environ.get, ("MASTER_ADDR", "MASTER_PORT", "RANK", "WORLD_SIZE")))
         if place not in _stores:
-            _stores[place] = next(dist.rendezvous("env://", timeout=start))
+            store, rank, world = next(dist.rendezvous("env://", timeout=start))
+            if os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0") != "0":
+                store = dist.PrefixStore(_common_name(store, rank, world, timeouts.start), store)
+            _stores[place] = store, rank, world
         base, rank, world = _stores[place]
         store = dist.PrefixStore(f"torchshard/{next(_initialisations)}", base)
         limit = timedelta(seconds=timeouts.collective)
@@ -178,6 +183,31 @@ def _begin(backend: str | None, timeouts: Timeouts) -> None:
             attempt="the same MASTER_ADDR and MASTER_PORT for all of them, as torchrun sets; all started within "
             f"start_seconds={timeouts.start:g}",
         ) from error
+
+
+def _common_name(store: dist.Store, rank: int, world: int, seconds: float) -> str:
+    """A name that no ranks have had before, the same on all.
+
+    After an elastic restart the store is that of the ranks which were there before, and holds their addresses. Rank 0
+    makes the name, and tells it to whoever is there, again as long as somebody has not answered: what stands there of a
+    rank may be of the one before.
+    """
+    own = uuid.uuid4().hex
+    if rank:
+        store.set(f"torchshard/there/{rank}", own)
+        name = store.get(f"torchshard/name for {own}").decode()
+        store.set(f"torchshard/{name} has {rank}", "")
+        return name
+    missing, end = set(range(1, world)), time.monotonic() + seconds
+    while missing:
+        for other in missing:
+            if store.check([f"torchshard/there/{other}"]):
+                store.set(f"torchshard/name for {store.get(f'torchshard/there/{other}').decode()}", own)
+        missing = {other for other in missing if not store.check([f"torchshard/{own} has {other}"])}
+        if missing and time.monotonic() > end:
+            raise RuntimeError(f"no word from ranks {sorted(missing)} within {seconds:g} s")
+        time.sleep(0.01 * bool(missing))
+    return own
 
 
 def _own_gpu(backend: str) -> torch.device | None:

@@ -44,11 +44,11 @@ def _why(node: fx.Node) -> str:
 def _reason(node: fx.Node) -> str:
     if isinstance(node.target, Begin):
         (waiting,) = node.users
-        return _moved(waiting)
+        return purpose(waiting)
     if node.meta.get("is_again"):
         return "computed again"
     if is_collective(node.target):
-        return _moved(node)
+        return purpose(node)
     choice, row = node.meta.get("choice"), node.meta.get("row")
     if choice is None:
         return ""
@@ -57,7 +57,7 @@ def _reason(node: fx.Node) -> str:
     return f"{choice.name}: {row.text}" if choice.axes or choice.name == "P" else ""
 
 
-def _moved(collective: fx.Node) -> str:
+def purpose(collective: fx.Node) -> str:
     """What a collective converts, and for whom, or whose gradient."""
     if collective.meta.get("is_backward") and "gradient_of" in collective.meta:
         return f"gradient of {', '.join(collective.meta['gradient_of'])}"

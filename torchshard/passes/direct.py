@@ -18,8 +18,9 @@ from torch.fx.node import Argument, Target
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from torchshard.custom_ops.carry import CARRY
-from torchshard.distributed.ops import OPS, computing
+from torchshard.distributed.ops import OPS, Begin, computing, wait
 from torchshard.ir.graph import duplicate, fake_mode, faking, is_tensor, uses_rng
+from torchshard.ir.listing import purpose
 from torchshard.passes.nodes import FOR_ANY_STRIDES, node_arg
 
 aten = torch.ops.aten
@@ -40,7 +41,12 @@ def direct(module: fx.GraphModule) -> fx.GraphModule:
                 node.replace_all_uses_with(node_arg(node))
                 copied.graph.erase_node(node)
             elif node.target in OPS:
-                node.target = computing(node.target)
+                node.target = _traced(computing(node.target), node)
+            elif isinstance(node.target, Begin):
+                (waiting,) = node.users
+                node.target = _traced(node.target, waiting)
+            elif node.target is wait:
+                node.target = _traced(wait, node)
             elif node.target in FOR_ANY_STRIDES:
                 node.target = FOR_ANY_STRIDES[node.target]
             elif isinstance(node.target, OpOverload) and node.target.namespace == "aten":
@@ -50,6 +56,22 @@ def direct(module: fx.GraphModule) -> fx.GraphModule:
                 node.target = _chosen[key]
     copied.recompile()
     return copied
+
+
+def _traced(function: Callable[..., Any], collective: fx.Node) -> Callable[..., Any]:
+    """A collective, or its begin or end, that profilers show by what it is for: 'begin_reduce in down, for down'."""
+    module = collective.meta.get("module") or "the model"
+    label = f"{function.__name__} in {module}, {purpose(collective)}"
+    is_watched = torch.autograd._profiler_enabled
+
+    def call(*args: Any) -> Any:
+        if not is_watched():
+            return function(*args)
+        with torch.profiler.record_function(label):
+            return function(*args)
+
+    call.__name__ = function.__name__
+    return call
 
 
 def _keep_order(graph: fx.Graph, node: fx.Node) -> None:

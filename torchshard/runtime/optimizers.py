@@ -158,6 +158,7 @@ def check_class_of_slices(optimizer: Optimizer) -> None:
     """Refuses an optimizer of slices that steps them differently than the whole; warns of one that is not known."""
     if not any(isinstance(p, ShardedParameter) and p.is_split for p in _parameters(optimizer)):
         return
+    optimizer = _innermost(optimizer)
     names = [cls.__name__ for cls in type(optimizer).__mro__]
     if any(name in _BY_TENSOR for name in names):
         raise InputError(
@@ -173,6 +174,12 @@ def check_class_of_slices(optimizer: Optimizer) -> None:
             "itself, as AdamW does, and not if it looks at whole matrices or norms, as Muon and LAMB do",
             stacklevel=2,
         )
+
+
+def _innermost(optimizer: Optimizer) -> Optimizer:
+    """The one that steps: accelerate and Lightning wrap it."""
+    inner = getattr(optimizer, "optimizer", None)
+    return _innermost(inner) if isinstance(inner, Optimizer) and inner is not optimizer else optimizer
 
 
 def _before_first_step(optimizer: Optimizer, slices: Sequence[ShardedParameter]) -> None:
