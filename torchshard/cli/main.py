@@ -265,8 +265,12 @@ def _wanted(options: argparse.Namespace) -> PlanLike:
 
 
 @contextlib.contextmanager
-def _progress(*, is_logged: bool) -> Iterator[None]:
-    """Follows the log of what is done, if it is not shown: a bar on a terminal, with tqdm; else a line on stderr."""
+def _progress(*, is_logged: bool, several: bool = False) -> Iterator[None]:
+    """Follows the log of what is done, if it is not shown: a bar on a terminal, with tqdm; else a line on stderr.
+
+    Args:
+        several: whether several plans are made, of which nobody knows how many need all stages.
+    """
     if is_logged:
         yield
         return
@@ -279,7 +283,7 @@ def _progress(*, is_logged: bool) -> Iterator[None]:
             with contextlib.suppress(ImportError):
                 from tqdm import tqdm
 
-                bar = tqdm(total=len(STAGES), desc=STAGES[0], delay=2, leave=False, bar_format=BAR)
+                bar = tqdm(total=None if several else len(STAGES), desc=STAGES[0], delay=2, leave=False, bar_format=BAR)
                 handler = _Follow(stack.enter_context(bar))
         stack.callback(logger.setLevel, logger.level)
         stack.callback(logger.removeHandler, handler)
@@ -357,16 +361,17 @@ def _meshes(options: argparse.Namespace) -> int:
     from torchshard.cli.sources import Example, read_source
 
     source = read_source(options.model, Example.of(options), options.weights)
-    found = ts.meshes(
-        source.model,
-        world_size=options.ranks,
-        example_inputs=source.args,
-        example_kwargs=source.kwargs,
-        memory=options.memory,
-        machine=options.machine,
-        axes=options.axes,
-        recompute=options.recompute,
-    )
+    with _progress(is_logged=options.verbose, several=True):
+        found = ts.meshes(
+            source.model,
+            world_size=options.ranks,
+            example_inputs=source.args,
+            example_kwargs=source.kwargs,
+            memory=options.memory,
+            machine=options.machine,
+            axes=options.axes,
+            recompute=options.recompute,
+        )
     print(found)
     return 0
 

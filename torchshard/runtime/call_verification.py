@@ -158,7 +158,7 @@ def _summary(call: PreparedCall, purpose: Purpose, snapshot: HistorySnapshot) ->
     rng = call.rng_state
 
     def facts() -> dict[str, str]:
-        shown = {"the arguments": "they fit"}
+        shown = {"the arguments": "they fit", "the tensors of the call": ", ".join(compared.names) or "none"}
         for name, tensor, value in zip(compared.names, compared.tensors, values, strict=True):
             shown |= {f"input {name}": value_text(tensor), f"{VALUES} {name}": str(value)}
         return shown | {
