@@ -329,7 +329,7 @@ def _used(rank: int) -> dict[str, Any]:
         "of another model": refused_input(lambda: other(x, past), "left by a call of another sharded model"),
     }
     with torch.no_grad():
-        refusals["on one rank"] = refused_input(lambda: sharded(x, {} if rank else past), "different arguments")
+        refusals["on one rank"] = refused_input(lambda: sharded(x, {} if rank else past), "the tensors of the call")
         refusals["another batch"] = refused(lambda: sharded(x[:1], past), "Expected 2 in dimension 0 but got 1")
         sharded(x, past)
         seconds: dict[str, Any] = {}
