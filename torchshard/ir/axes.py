@@ -10,7 +10,7 @@ from torchshard.core.layouts import Layout
 from torchshard.core.mesh import MeshAxis, simulated
 from torchshard.core.words import WHOLE, Word, word
 from torchshard.ir.graph import values, whole_shapes
-from torchshard.ir.sizes import Names, size_names, value_text
+from torchshard.ir.sizes import Names, value_text
 
 
 def axes_of(graph: fx.Graph) -> tuple[MeshAxis, ...]:
@@ -73,6 +73,11 @@ def typed(node: fx.Node, names: Names) -> list[str]:
     return [value_text(value, names, shape, held or WHOLE) for value, shape, held in known]
 
 
+def tensors_typed(node: fx.Node, names: Names) -> list[str]:
+    """The same of those of its results that are tensors."""
+    return [text for value, text in zip(values(node), typed(node, names), strict=True) if isinstance(value, Tensor)]
+
+
 def typed_as(node: fx.Node, axis: MeshAxis, layout: Layout, names: Names) -> str:
     """The type of a one-tensor node if the ranks of an axis held it in this layout."""
     of_axes = {name: layouts[0] for name, layouts in layouts_of(node).items() if layouts}
@@ -80,13 +85,8 @@ def typed_as(node: fx.Node, axis: MeshAxis, layout: Layout, names: Names) -> str
     return value_text(node.meta["val"], names, whole_shapes(node)[0], word(*earlier, (axis, layout)))
 
 
-def converted(collective: fx.Node) -> str:
+def converted(collective: fx.Node, names: Names) -> str:
     """The type of what a collective converts; '' in a rank's own graph, where it would not say how ranks hold it."""
     if is_local(collective.graph):
         return ""
-    return tensors_typed(collective.all_input_nodes[0], size_names(collective.graph))[0]
-
-
-def tensors_typed(node: fx.Node, names: Names) -> list[str]:
-    """The same of those of its results that are tensors."""
-    return [text for value, text in zip(values(node), typed(node, names), strict=True) if isinstance(value, Tensor)]
+    return tensors_typed(collective.all_input_nodes[0], names)[0]

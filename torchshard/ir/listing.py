@@ -36,19 +36,19 @@ def _call(node: fx.Node) -> str:
     return f"{op_name(node)}({', '.join(texts)})"
 
 
-def _why(node: fx.Node) -> str:
+def _why(node: fx.Node, names: Names) -> str:
     is_named = is_or_begins_collective(node.target) and len(axes_of(node.graph)) > 1
-    return f"{axis_of(node)}: {_reason(node)}" if is_named else _reason(node)
+    return f"{axis_of(node)}: {_reason(node, names)}" if is_named else _reason(node, names)
 
 
-def _reason(node: fx.Node) -> str:
+def _reason(node: fx.Node, names: Names) -> str:
     if isinstance(node.target, Begin):
         (waiting,) = node.users
-        return purpose(waiting)
+        return purpose(waiting, names)
     if node.meta.get("is_again"):
         return "computed again"
     if is_collective(node.target):
-        return purpose(node)
+        return purpose(node, names)
     choice, row = node.meta.get("choice"), node.meta.get("row")
     if choice is None:
         return ""
@@ -57,13 +57,13 @@ def _reason(node: fx.Node) -> str:
     return f"{choice.name}: {row.text}" if choice.axes or choice.name == "P" else ""
 
 
-def purpose(collective: fx.Node) -> str:
+def purpose(collective: fx.Node, names: Names) -> str:
     """What a collective converts, and for whom, or whose gradient."""
     if collective.meta.get("is_backward") and "gradient_of" in collective.meta:
         return f"gradient of {', '.join(collective.meta['gradient_of'])}"
     if "note" not in collective.meta:
         return f"inside {collective.meta.get('inside', '')}"
-    before = converted(collective)
+    before = converted(collective, names)
     return f"from {before}, {collective.meta['note']}" if before else str(collective.meta["note"])
 
 
@@ -118,4 +118,4 @@ def _row(node: fx.Node, sources: bool, names: Names) -> list[str]:
         return ["  return", _argument(node.args[0]), "", "", ""]
     star = "* " if is_or_begins_collective(node.target) else "  "
     source = os.path.basename(node.meta.get("source", "")) if sources else ""
-    return [star + node.name, f"= {_call(node)}", " ".join(typed(node, names)), _why(node), source]
+    return [star + node.name, f"= {_call(node)}", " ".join(typed(node, names)), _why(node, names), source]

@@ -61,7 +61,7 @@ def direct(module: fx.GraphModule) -> fx.GraphModule:
 def _traced(function: Callable[..., Any], collective: fx.Node) -> Callable[..., Any]:
     """A collective, or its begin or end, that profilers show by what it is for: 'begin_reduce in down, for down'."""
     module = collective.meta.get("module") or "the model"
-    label = f"{function.__name__} in {module}, {purpose(collective)}"
+    label = f"{function.__name__} in {module}, {purpose(collective, {})}"
     is_watched = torch.autograd._profiler_enabled
 
     def call(*args: Any) -> Any:

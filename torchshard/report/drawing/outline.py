@@ -178,7 +178,7 @@ def _row(node: fx.Node) -> Row:
     if isinstance(node.target, Begin):
         detail = _begun(node, node.target)
     elif is_collective(node.target):
-        detail = _moved(node)
+        detail = _moved(node, names)
     else:
         detail = ", ".join([*_parameters(node, names), *_inside(node)])
     return Row(_label(node), detail, types, max(letters, default=""), [node])
@@ -212,7 +212,7 @@ def _inside(node: fx.Node) -> list[str]:
     return [f"▼ {kernel.replace('_', '-')} inside" for kernel in dict.fromkeys(forward)]
 
 
-def _moved(node: fx.Node) -> str:
+def _moved(node: fx.Node, names: Names) -> str:
     name, value, axis = op_name(node), node.meta["val"], axis_of(node)
     source, target = source_and_target(name, node.args[1:]) if name in TABLE else (I, I)
     if "is_backward" in node.meta:  # in a step each collective that sends is two nodes of its own
@@ -229,7 +229,7 @@ def _moved(node: fx.Node) -> str:
     whole = math.prod(shape) * value.dtype.itemsize
     sent = [(sign, kernel, sent_bytes(kernel, whole, source, target, shape, axis.size)) for sign, kernel in ways]
     moves = [f"{sign} {kernel.replace('_', '-')} {size_text(count)}" for sign, kernel, count in sent if count]
-    return ", ".join([f"{_over(axis, node)}from {converted(node)}", *moves])
+    return ", ".join([f"{_over(axis, node)}from {converted(node, names)}", *moves])
 
 
 def _over(axis: MeshAxis, node: fx.Node) -> str:
