@@ -92,9 +92,9 @@ FRAME = """<!doctype html>
 <script id="facts" type="application/json">{facts}</script><script>{js}</script></body></html>
 """
 ABOUT = (
-    "⬡ collective: ▼ what each rank sends in the forward pass, ▲ in the backward. S(d) split along dim d, "
-    "P partial sums, R whole with its gradient in partial sums, I whole. Click a row for its facts; / searches, "
-    "arrows go from row to row, Enter picks, Escape closes."
+    "⬡ collective: ▼ what each rank sends in the forward pass, ▲ in the backward. 64@tp: a dim of 64 split over "
+    "the axis tp; P@tp: partial sums; R@tp: whole, its gradient in partial sums; all else is whole. Click a row for "
+    "its facts; / searches, arrows go from row to row, Enter picks, Escape closes."
 )
 
 
@@ -173,7 +173,7 @@ def _most_expensive(side: Side) -> str:
     if not kinds:
         return ""
     rows = "".join(_kind(side, kind) for kind in kinds[:MAX_ALTERNATIVES])
-    head = "".join(f'<th scope="col">{name}</th>' for name in ("collective", "where", "why"))
+    head = "".join(f'<th scope="col">{name}</th>' for name in ("collective", "of", "where", "why"))
     head += "".join(f'<th scope="col" class="n">{name}</th>' for name in ("sent", "time"))
     return f"<h2>Most expensive collectives</h2><table><tr>{head}</tr>{rows}</table>"
 
@@ -184,9 +184,10 @@ def _kind(side: Side, kind: Sequence[Collective]) -> str:
     count = f" ×{len(kind)}" if len(kind) > 1 else ""
     sent, seconds = (sum(getattr(c, part) for c in kind) for part in ("nbytes", "seconds"))
     name, row = f"⬡ {escape(first.name)}{count}", side.row_of(first)
+    of = first.type if first.is_inside else f"{first.type} → {first.into}"
     link = f'<button class="link" data-row="{row}">{name}</button>' if row else name
     return (
-        f"<tr><td>{link} {escape(f'{first.source} → {first.target}')}</td><td>{escape(where)}</td>"
+        f"<tr><td>{link}</td><td>{escape(of)}</td><td>{escape(where)}</td>"
         f"<td>{escape(REASONS[first.name])}</td>"
         f'<td class="n">{size_text(sent)}</td><td class="n">{time_text(seconds)}</td></tr>'
     )
