@@ -25,10 +25,21 @@ from torchshard.ir.graph import empty_module, fake_mode
 
 META = ("kind", "path", "names", "module", "source", "needs_grad", "place", "recompute")
 """What is written of each node, beside its call and its value."""
+_OF_NUMBERS = {
+    operator: (
+        "abs and_ add eq floordiv ge getitem gt index invert is_ is_not le lshift lt mod mul ne neg not_ or_ pos pow "
+        "rshift sub truediv truth xor"
+    ),
+    math: "ceil exp fabs floor log log2 pow sqrt trunc",
+    torch: "sym_float sym_fresh_size sym_int sym_ite sym_max sym_min sym_not sym_sqrt sym_sum",
+}
+"""What a graph may call of Python's functions: these compute numbers, and reach nothing else."""
 _PYTHONS: Mapping[str, Callable[..., Any]] = {
-    f"{module.__name__}.{name}": getattr(module, name) for module in (operator, math) for name in dir(module)
-    if callable(getattr(module, name)) and not name.startswith("_")
-} | {f"torch.{name}": getattr(torch, name) for name in dir(torch) if name.startswith("sym_")}  # fmt: skip
+    f"{module.__name__}.{name}": getattr(module, name)
+    for module, names in _OF_NUMBERS.items()
+    for name in names.split()
+    if hasattr(module, name)
+}
 _NAMES = {function: name for name, function in _PYTHONS.items()}
 _FUNCTIONS: Mapping[str, Callable[..., Any]] = {
     **{cls.__name__: cls for cls in (sympy.Add, sympy.Mul, sympy.Pow, sympy.Rational)},
