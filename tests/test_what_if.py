@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ from torch import nn
 import torchshard as ts
 from tests.compiled import compiled_case
 from tests.models import CASES, MLP
+from tests.test_plans import WRONG_VALUES, _changed, _places
 from torchshard.cli.main import main
 from torchshard.compiler.what_if import with_graph
 
@@ -128,6 +130,24 @@ def test_a_file_with_a_broken_graph_is_refused(old: str, new: str) -> None:
     broken = ts.Plan.from_json(f'{head}"question"{question.replace(old, new)}')
     with pytest.raises(ts.PlanError, match="the graph in the plan's file can't be read"):
         ts.what_if(broken)
+
+
+@pytest.mark.parametrize("part", ["graph", "multiples", "facts", "constraints", "inputs", "batches"])
+def test_a_file_that_was_tampered_with_is_refused_or_planned(part: str) -> None:
+    """Every third value in turn gone wrong: a plan, or a typed error in four lines."""
+    body = json.loads(_mlp(world_size=2, plan={"up": "column"}).to_json())
+    outcomes = []
+    for number, path in enumerate(place for place in _places(body["question"]) if place[0] == part):
+        for value in WRONG_VALUES[number % 3 :: 3]:
+            try:
+                other = ts.what_if(ts.Plan.from_json(_changed(body, ["question", *path], value)))
+                assert str(other)
+            except ts.ShardError as error:
+                assert str(error).count("\n") == 3, (path, value, str(error))
+                outcomes.append("refused")
+            else:
+                outcomes.append("planned")
+    assert "refused" in outcomes
 
 
 def test_nothing_in_a_file_is_run() -> None:

@@ -18,7 +18,9 @@ from torchshard.compiler.constraints import Constraints, Division
 from torchshard.core.errors import PlanError
 from torchshard.core.layouts import Layout, parse_layout
 from torchshard.core.mesh import MeshAxis
+from torchshard.core.types import is_of
 from torchshard.ir.data import Equal, graph_data, graph_from
+from torchshard.ir.graph import placeholders, plain_shape
 from torchshard.planner.styles import OPS_OF_MODULES, Style
 from torchshard.plans.machine import Machine, Objective
 
@@ -73,12 +75,13 @@ def question_from(data: Mapping[str, Any] | None) -> Question:
         graph, symbols = graph_from(data["graph"])
         graph.meta["multiples"] = multiples = frozenset(symbols[name] for name in data["multiples"])
         facts, constraints = _facts(data["facts"]), _constraints(data["constraints"])
+        _check_parameters(graph.graph, facts)
         return Question(graph, facts, constraints, multiples, _layouts(data["inputs"]), _layouts(data["batches"]))
-    except (ValueError, KeyError, TypeError, AttributeError, IndexError) as error:
+    except Exception as error:  # whatever PyTorch makes of an op that is given something else
         raise PlanError(
             "the graph in the plan's file can't be read",
             where="the plan",
-            why=f"{type(error).__name__}: {error}",
+            why=f"{type(error).__name__}: {' '.join(str(error).split())}",
             attempt="a file that this version of torchshard wrote, with the same PyTorch",
         ) from error
 
@@ -112,12 +115,29 @@ def _facts(data: Mapping[str, Any]) -> ModelFacts:
     classes: dict[str, type[nn.Module]] = dict(_CLASSES)
     for name in data["modules"].values():
         classes.setdefault(name, type(name.rpartition(".")[2], (nn.Module,), {}))
-    tensors = {
-        name: TensorFacts(**{**tensor, "shape": tuple(tensor["shape"]), "names": tuple(tensor["names"])})
-        for name, tensor in data["tensors"].items()
-    }
+    tensors = {name: _tensor_facts(tensor) for name, tensor in data["tensors"].items()}
     modules = {path: classes[name] for path, name in data["modules"].items()}
     return ModelFacts(modules, frozenset(data["grouped"]), tensors, data["device"])
+
+
+def _tensor_facts(data: Mapping[str, Any]) -> TensorFacts:
+    return TensorFacts(
+        tuple(is_of(int, size) for size in data["shape"]),
+        is_of(int, data["itemsize"]),
+        is_of(str, data["module"]),
+        tuple(is_of(str, name) for name in data["names"]),
+        is_of(bool, data["is_parameter"]),
+        is_of(bool, data["is_trained"]),
+    )
+
+
+def _check_parameters(graph: fx.Graph, facts: ModelFacts) -> None:
+    """The parameters and buffers of a graph are the model's."""
+    for node in placeholders(graph):
+        if node.meta["kind"] in ("parameter", "buffer"):
+            path, shape = node.meta["path"], plain_shape(node.meta["val"])
+            if facts.tensors[facts.first_names[path]].shape != shape:
+                raise ValueError(f"{path} has the shape {shape} in the graph, and another one in the model")
 
 
 def _constraints_data(constraints: Constraints) -> dict[str, Any]:
@@ -136,12 +156,15 @@ def _constraints(data: Mapping[str, Any]) -> Constraints:
     aim = data["objective"]
     objective = Objective(**{**aim, "machine": Machine(**aim["machine"]), "recompute": tuple(aim["recompute"])})
     divisions = tuple(Division(MeshAxis(**each["axis"]), each["data"]) for each in data["divisions"])
-    pins = {path: (key, Style(name, whole)) for path, (key, name, whole) in data["pins"].items()}
+    pins = {
+        path: (is_of(str, key), Style(is_of(str, name), is_of(bool, whole)))
+        for path, (key, name, whole) in data["pins"].items()
+    }
     return Constraints(
         MeshAxis(**data["axis"]),
         objective,
         pins,
-        recompute=tuple(data["recompute"]),
+        recompute=tuple(is_of(str, path) for path in is_of(list, data["recompute"])),
         divisions=divisions,
-        steady=data["steady"],
+        steady=is_of(bool, data["steady"]),
     )

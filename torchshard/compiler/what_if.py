@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import replace
 from types import MappingProxyType
 
 from torchshard.compiler.constraints import Constraints, check_memory
 from torchshard.compiler.program import asked_again
 from torchshard.compiler.question import Question, question_from
-from torchshard.core.errors import InputError
+from torchshard.core.errors import InputError, PlanError
 from torchshard.planner.styles import StyleWord, read_pins
 from torchshard.plans.machine import MachineLike, read_machine, read_size
 from torchshard.plans.plan import Plan
@@ -42,7 +43,8 @@ def what_if(
     """
     found = plan if isinstance(plan, Plan) else Plan.load(plan)
     question = question_of(found)
-    return _answer(replace(question, constraints=_constraints(question, pins, machine, memory)))
+    with _of_a_file():
+        return _answer(replace(question, constraints=_constraints(question, pins, machine, memory)))
 
 
 def with_graph(plan: Plan) -> Plan:
@@ -52,7 +54,8 @@ def with_graph(plan: Plan) -> Plan:
         PlanError: its file does not hold the graph.
     """
     question = question_of(plan)
-    return _answer(replace(question, constraints=replace(question.constraints, plan=plan, pins={})))
+    with _of_a_file():
+        return _answer(replace(question, constraints=replace(question.constraints, plan=plan, pins={})))
 
 
 def question_of(plan: Plan) -> Question:
@@ -88,3 +91,23 @@ def _constraints(
 
 def _answer(question: Question) -> Plan:
     return asked_again(question).priced(with_memory=question.constraints.batch_parts > 1)
+
+
+@contextmanager
+def _of_a_file() -> Iterator[None]:
+    """Tells of what no capture gives, such as a file that was changed, for which neither rules nor passes have words.
+
+    Raises:
+        PlanError: in place of other errors than those of the user's constraints.
+    """
+    try:
+        yield
+    except (PlanError, InputError):
+        raise
+    except Exception as error:
+        raise PlanError(
+            "the graph in the plan's file can't be planned",
+            where="the plan",
+            why=f"{type(error).__name__}: {' '.join(str(error).split()) or 'no words'}",
+            attempt="a file that this version of torchshard wrote, with the same PyTorch",
+        ) from error

@@ -21,10 +21,14 @@ from torch.utils._sympy import functions
 from torch.utils._sympy.numbers import int_oo
 from torch.utils._sympy.value_ranges import ValueRanges
 
+from torchshard.core.types import is_of
 from torchshard.ir.graph import empty_module, fake_mode
 
-META = ("kind", "path", "names", "module", "source", "needs_grad", "place", "recompute")
-"""What is written of each node, beside its call and its value."""
+META = {
+    "kind": str, "path": str, "names": list, "module": str, "source": str, "needs_grad": bool, "place": str,
+    "recompute": str,
+}  # fmt: skip
+"""What is written of each node, beside its call and its value, and of which type it is."""
 _OF_NUMBERS = {
     operator: (
         "abs and_ add eq floordiv ge getitem gt index invert is_ is_not le lshift lt mod mul ne neg not_ or_ pos pow "
@@ -222,9 +226,9 @@ class _Reader:
             node = graph.placeholder(name)
         else:
             node = graph.create_node(op, _target(data["target"]), args, kwargs, name)
-        node.meta = {key: data[key] for key in META if key in data}
+        node.meta = {key: is_of(kind, data[key]) for key, kind in META.items() if key in data}
         if "names" in node.meta:
-            node.meta["names"] = tuple(node.meta["names"])
+            node.meta["names"] = tuple(is_of(str, name) for name in data["names"])
         if "val" in data:
             node.meta["val"] = self._value(data["val"])
         self._nodes[name] = node
@@ -268,7 +272,7 @@ class _Reader:
             return self.size(data["size"])
         if "value" in data:
             return data["value"]
-        shape, dtype = [self.size(size) for size in data["shape"]], _CONSTANTS["dtype"][data["dtype"]]
+        shape, dtype = [self.size(size) for size in is_of(list, data["shape"])], _CONSTANTS["dtype"][data["dtype"]]
         with self._mode:
             if data["stride"] is None:
                 made = torch.empty(shape, dtype=dtype, device="cpu")

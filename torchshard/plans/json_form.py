@@ -6,16 +6,16 @@ import json
 import math
 from collections.abc import Mapping
 from dataclasses import asdict
-from typing import Any, TypeVar, cast, get_args
+from typing import Any, cast, get_args
 
 from torchshard.core.conversions import BESIDE, TABLE, ConversionStep, Steps
 from torchshard.core.errors import InputError, PlanError
 from torchshard.core.layouts import Layout, Part, Shard, parse_layout
 from torchshard.core.notation import Choice
+from torchshard.core.types import is_of
 from torchshard.plans.data import Collective, Costs, GatheredOps, PlanData, Sent, Stored
 from torchshard.plans.machine import Data, Machine
 
-T = TypeVar("T")
 VERSION = 4
 """Of the JSON form."""
 
@@ -94,65 +94,58 @@ def _fields(body: dict[str, Any]) -> dict[str, Any]:
     if body["version"] != VERSION:
         raise ValueError(f"version {body['version']}, this library reads {VERSION}")
     choices = {
-        name: Choice(_is(str, c["choice"]), _layouts(c["operands"]), _layouts(c["results"]), _axes(c["axes"]))
-        for name, c in _is(dict, body["choices"]).items()
+        name: Choice(is_of(str, c["choice"]), _layouts(c["operands"]), _layouts(c["results"]), _axes(c["axes"]))
+        for name, c in is_of(dict, body["choices"]).items()
     }
-    parameters = {name: parse_layout(layout) for name, layout in _is(dict, body["parameters"]).items()}
-    stored = {name: _stored(s) for name, s in _is(dict, body["stored"]).items()}
+    parameters = {name: parse_layout(layout) for name, layout in is_of(dict, body["parameters"]).items()}
+    stored = {name: _stored(s) for name, s in is_of(dict, body["stored"]).items()}
     for name, layout in parameters.items():
         if name not in stored or (isinstance(layout, Shard) and layout.dim >= len(stored[name].shape)):
             shape = stored[name].shape if name in stored else "unknown"
             raise ValueError(f"{name} has layout {layout}, and shape {shape}")
-    world = _is(int, body["world_size"])
+    world = is_of(int, body["world_size"])
     if world < 1:
         raise ValueError(f"world_size {world}")
     return {
         "world_size": world,
         "parameters": parameters,
         "choices": choices,
-        "conversions": {name: _steps(steps) for name, steps in _is(dict, body["conversions"]).items()},
+        "conversions": {name: _steps(steps) for name, steps in is_of(dict, body["conversions"]).items()},
         "stored": stored,
-        "fingerprint": _is(str, body["fingerprint"]),
-        "title": _is(str, body.get("title", "")),
+        "fingerprint": is_of(str, body["fingerprint"]),
+        "title": is_of(str, body.get("title", "")),
         "costs": _costs(body["costs"]),
         "machine": _machine(body["machine"]),
-        "static": _is(bool, body["static"]),
+        "static": is_of(bool, body["static"]),
         "recompute": _texts(body.get("recompute", [])),
         "data": _data(body.get("data")),
-        "label": _is(str, body.get("label", "")),
-        "inputs": {place: parse_layout(layout) for place, layout in _is(dict, body.get("inputs", {})).items()},
-        "batch": _fields(_is(dict, body["batch"])) if "batch" in body else None,
-        "question": _is(dict, body["question"]) if "question" in body else None,
+        "label": is_of(str, body.get("label", "")),
+        "inputs": {place: parse_layout(layout) for place, layout in is_of(dict, body.get("inputs", {})).items()},
+        "batch": _fields(is_of(dict, body["batch"])) if "batch" in body else None,
+        "question": is_of(dict, body["question"]) if "question" in body else None,
     }
 
 
 def _costs(body: object) -> Costs:
-    fields = _is(dict, body)
+    fields = is_of(dict, body)
     return Costs(
-        _is(str, fields["machine"]),
+        is_of(str, fields["machine"]),
         _numbers(fields["compute"]),
-        tuple(map(_collective, _is(list, fields["collectives"]))),
+        tuple(map(_collective, is_of(list, fields["collectives"]))),
         _number(fields["gap"]),
         _numbers(fields["memory"]),
-        tuple(map(_gathered, _is(list, fields["whole"]))),
-        {int(ranks): _number(seconds) for ranks, seconds in _is(dict, fields["fewer"]).items()},
-        None if fields.get("context") is None else _is(int, fields["context"]),
+        tuple(map(_gathered, is_of(list, fields["whole"]))),
+        {int(ranks): _number(seconds) for ranks, seconds in is_of(dict, fields["fewer"]).items()},
+        None if fields.get("context") is None else is_of(int, fields["context"]),
         None if fields.get("step") is None else _number(fields["step"]),
     )
 
 
 def _machine(body: object) -> Machine:
     """Reads a machine; infinite numbers are not written, for JSON has none."""
-    fields = _is(dict, body)
+    fields = is_of(dict, body)
     numbers = {name: _number(value) for name, value in fields.items() if name != "name"}
-    return Machine(_is(str, fields["name"]), **numbers)
-
-
-def _is(kind: type[T], value: object) -> T:
-    """The value, if its type is exactly this one: True is not an int here."""
-    if type(value) is not kind:
-        raise TypeError(f"expected {kind.__name__}, got {value!r:.40}")
-    return value
+    return Machine(is_of(str, fields["name"]), **numbers)
 
 
 def _data(value: object) -> Data | None:
@@ -168,17 +161,17 @@ def _number(value: object) -> float:
 
 
 def _numbers(body: object) -> dict[str, float]:
-    return {name: _number(value) for name, value in _is(dict, body).items()}
+    return {name: _number(value) for name, value in is_of(dict, body).items()}
 
 
 def _texts(body: object) -> tuple[str, ...]:
-    return tuple(_is(str, text) for text in _is(list, body))
+    return tuple(is_of(str, text) for text in is_of(list, body))
 
 
 def _stored(body: object) -> Stored:
-    fields = _is(dict, body)
-    shape = tuple(_is(int, size) for size in _is(list, fields["shape"]))
-    return Stored(shape, _is(int, fields["itemsize"]), _is(str, fields["module"]), _texts(fields["tied"]))
+    fields = is_of(dict, body)
+    shape = tuple(is_of(int, size) for size in is_of(list, fields["shape"]))
+    return Stored(shape, is_of(int, fields["itemsize"]), is_of(str, fields["module"]), _texts(fields["tied"]))
 
 
 def _layouts(body: object) -> tuple[Layout, ...]:
@@ -187,29 +180,29 @@ def _layouts(body: object) -> tuple[Layout, ...]:
 
 def _steps(body: object) -> Steps:
     return tuple(
-        ConversionStep(_is(str, name), parse_layout(_is(str, source)), parse_layout(_is(str, target)))
-        for name, source, target in _is(list, body)
+        ConversionStep(is_of(str, name), parse_layout(is_of(str, source)), parse_layout(is_of(str, target)))
+        for name, source, target in is_of(list, body)
     )
 
 
 def _axes(body: object) -> tuple[tuple[str, tuple[Part, ...]], ...]:
     return tuple(
-        (_is(str, axis), tuple((_is(int, count), _is(int, unit)) for count, unit in _is(list, parts)))
-        for axis, parts in _is(list, body)
+        (is_of(str, axis), tuple((is_of(int, count), is_of(int, unit)) for count, unit in is_of(list, parts)))
+        for axis, parts in is_of(list, body)
     )
 
 
 def _gathered(body: object) -> GatheredOps:
-    fields = _is(dict, body)
+    fields = is_of(dict, body)
     return GatheredOps(
-        op=_is(str, fields["op"]),
-        line=_is(str, fields["line"]),
+        op=is_of(str, fields["op"]),
+        line=is_of(str, fields["line"]),
         modules=_texts(fields["modules"]),
-        count=_is(int, fields["count"]),
+        count=is_of(int, fields["count"]),
         nbytes=_number(fields["nbytes"]),
         weights=_number(fields["weights"]),
         work=_number(fields["work"]),
-        why=_is(str, fields["why"]),
+        why=is_of(str, fields["why"]),
     )
 
 
@@ -218,21 +211,21 @@ _NOTHING = {"kernel": "none", "nbytes": 0.0, "seconds": 0.0, "times": 1}
 
 
 def _sent(body: object) -> Sent:
-    fields = _is(dict, body)
-    times, hidden = _is(int, fields["times"]), _number(fields.get("hidden", 0.0))
-    return Sent(_is(str, fields["kernel"]), _number(fields["nbytes"]), _number(fields["seconds"]), times, hidden)
+    fields = is_of(dict, body)
+    times, hidden = is_of(int, fields["times"]), _number(fields.get("hidden", 0.0))
+    return Sent(is_of(str, fields["kernel"]), _number(fields["nbytes"]), _number(fields["seconds"]), times, hidden)
 
 
 def _collective(body: object) -> Collective:
-    fields = _is(dict, body)
-    texts = {name: _is(str, fields[name]) for name in ("value", "name", "origin", "module", "line", "type")}
-    texts["into"] = _is(str, fields.get("into", texts["type"]))
+    fields = is_of(dict, body)
+    texts = {name: is_of(str, fields[name]) for name in ("value", "name", "origin", "module", "line", "type")}
+    texts["into"] = is_of(str, fields.get("into", texts["type"]))
     if texts["name"] not in (*TABLE, *BESIDE):
         raise ValueError(f"{texts['name']!r} is not a collective")
     return Collective(
         **texts,
-        source=parse_layout(_is(str, fields["source"])),
-        target=parse_layout(_is(str, fields["target"])),
+        source=parse_layout(is_of(str, fields["source"])),
+        target=parse_layout(is_of(str, fields["target"])),
         consumers=_texts(fields["consumers"]),
         forward=_sent(fields["forward"]),
         backward=_sent(fields["backward"]),
