@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -65,7 +66,7 @@ def question_of(plan: Plan) -> Question:
         PlanError: it can't be written, or read.
     """
     asked: Question | None = None if plan.program is None else plan.program.question
-    return question_from(plan.question if asked is None else asked.data())
+    return question_from(plan.question if asked is None else json.loads(json.dumps(asked.data())))
 
 
 def _constraints(
