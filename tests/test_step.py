@@ -14,6 +14,7 @@ from typing import Any, cast
 import pytest
 import torch
 import torch.nn.functional as F
+import transformers
 from torch import Tensor, fx, nn
 
 import torchshard as ts
@@ -536,3 +537,13 @@ def test_memory_that_others_read_is_not_taken() -> None:
     module = fx.GraphModule(nn.Module(), graph)
     schedule(module)
     assert [n.target.in_place for n in graph.nodes if isinstance(n.target, Begin)] == [False, False]
+
+
+def test_a_size_that_a_layer_gives_is_of_the_forward() -> None:
+    """Sizes are recorded when they are asked for, as one that is a result, behind all else."""
+    sizes = {"vocab_size": 48, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 1, "head_dim": 8}
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "sliding_window": 4}
+    ids = torch.randint(48, (2, 5))
+    model = transformers.Gemma2ForCausalLM(transformers.Gemma2Config(**sizes, **heads))
+    made = ts.plan(model, world_size=2, example_kwargs={"input_ids": ids, "labels": ids}, memory="1GiB")
+    assert "backward:" in ts.explain(made, level="step") and made.costs.memory["peak"] > 0

@@ -198,11 +198,19 @@ def _expr_data(expr: sympy.Expr) -> Any:
 # --- reading ---------------------------------------------------------------------------------------------------------
 
 
+class _Unasked(list[Any]):
+    """Assumptions of sizes that nobody counts: which of them the graph makes was settled when it was captured."""
+
+    def append(self, assumption: Any) -> None:
+        """Forgets it."""
+
+
 class _Reader:
     """Makes nodes and values, with sizes of its own for those that the data names."""
 
     def __init__(self, sizes: Mapping[str, tuple[int, int, int | None]]) -> None:
         self._env = ShapeEnv()
+        self._env.guards = _Unasked()
         self._mode = FakeTensorMode(shape_env=self._env)
         self._nodes: dict[str, fx.Node] = {}
         self.symbols = {name: self._symbol(name, *known) for name, known in sizes.items()}

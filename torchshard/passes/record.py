@@ -14,7 +14,7 @@ from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
-from typing import Any
+from typing import Any, TypeGuard
 
 import sympy
 import torch
@@ -39,6 +39,7 @@ from torchshard.ir.graph import (
     values,
 )
 from torchshard.passes.functionalize import functionalize
+from torchshard.passes.nodes import upstream
 
 aten = torch.ops.aten
 
@@ -153,12 +154,12 @@ def _record_as_it_is(part: fx.GraphModule, given: Gradients) -> Recording:
         traced = make_fx(joint)(primals, tangents)
     if _guards(mode) > guards:
         raise NotImplementedError("its gradients assume more of the sizes than the graph does")
-    recorder.describe(traced.graph)
+    ends = results_of(traced.graph)
+    recorder.describe(traced.graph, ends[: len(results)])
     for placeholder, source in zip(placeholders(traced.graph), sources, strict=False):
         placeholder.meta |= {key: source.meta[key] for key in ("kind", "path")}
     for placeholder in placeholders(traced.graph)[len(sources) :]:
         placeholder.meta["kind"] = "gradient"
-    ends = results_of(traced.graph)
     traced.graph.output_node().args = ((tuple(ends[: len(results)]), tuple(ends[len(results) :])),)
     module = fx.GraphModule(nn.Module(), traced.graph)
     functionalize(module, keep_stores=True)
@@ -286,7 +287,7 @@ class _Recorder(fx.Interpreter):
         """What is recorded from now on is the backward."""
         self._last = next(reversed(_graph_being_recorded().nodes))
 
-    def describe(self, graph: fx.Graph) -> None:
+    def describe(self, graph: fx.Graph, results: Sequence[object]) -> None:
         """Sets the meta of the recorded nodes."""
         for node, kwargs in self._copies.items():
             node.target, node.kwargs = aten.contiguous.default, dict(kwargs)
@@ -300,12 +301,19 @@ class _Recorder(fx.Interpreter):
                 node.meta["gradients"] = self._gradients[node]
             origin = self._origins.get(node, origin)
             is_backward |= node is self._last
+        for result in filter(_is_node, results):  # a size is recorded when it is asked for, maybe behind all else
+            for node in (result, *upstream(result, lambda n: n.all_input_nodes)):
+                node.meta["is_backward"] = False
 
     def close(self) -> None:
         """Ends the watch on the backward."""
         for hook in self._hooks:
             hook.remove()  # autograd's steps and this object would hold each other, which Python does not see
         self._steps.clear()
+
+
+def _is_node(value: object) -> TypeGuard[fx.Node]:
+    return isinstance(value, fx.Node)
 
 
 def _recorded(tensor: Tensor) -> fx.Node:

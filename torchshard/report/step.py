@@ -33,12 +33,7 @@ def step_graph(local: fx.GraphModule) -> fx.GraphModule:
         InputError: the model has no backward, or one that is not made as a graph.
     """
     if not has_backward(local):
-        raise InputError(
-            "the step has no graph of its backward",
-            where="level='step'",
-            why="nothing needs a gradient, or a call that is kept whole has a backward of its own, as an LSTM has",
-            attempt="level='node', which lists the forward graph of all ranks",
-        )
+        raise _no_graph("nothing needs a gradient, or a call that is kept whole has its own backward, as an LSTM has")
     step = empty_module(local.meta)
     values: Values = {}
     for source in placeholders(local.graph):
@@ -48,7 +43,10 @@ def step_graph(local: fx.GraphModule) -> fx.GraphModule:
         if segment.is_view:
             values.update(_added(step.graph, segment.graph.graph, segment.arguments, segment.results, values))
             continue
-        made = step_graphs(segment.graph)
+        try:
+            made = step_graphs(segment.graph)
+        except NotImplementedError as error:
+            raise _no_graph(str(error)) from error
         names = (*segment.results, *made.saved)
         values.update(_added(step.graph, made.forward.graph, segment.arguments, names, values))
         parts.append((made, segment.arguments))
@@ -60,6 +58,15 @@ def step_graph(local: fx.GraphModule) -> fx.GraphModule:
         gradients |= {name: node for name, node in found.items() if node is not None}
     step.graph.output(([*ends, *(gradients.get(n.name) for n in placeholders(local.graph))],))
     return step
+
+
+def _no_graph(why: str) -> InputError:
+    return InputError(
+        "the step has no graph of its backward",
+        where="level='step'",
+        why=why,
+        attempt="level='node', which lists the forward graph of all ranks",
+    )
 
 
 def _added(
