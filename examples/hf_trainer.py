@@ -7,6 +7,7 @@ Every rank runs the whole loop on the same batches. For that the Trainer must ta
 accelerate would wrap the model in DistributedDataParallel: `hide_launcher`.
 """
 
+import inspect
 import os
 from argparse import ArgumentParser
 from pathlib import Path
@@ -19,6 +20,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from transformers import LlamaConfig, LlamaForCausalLM, PrinterCallback, Trainer, TrainingArguments, logging
+from transformers.utils.generic import find_labels
 
 import torchshard as ts
 
@@ -37,7 +39,18 @@ class Arguments(TrainingArguments):
 
 
 class ShardedTrainer(Trainer):
-    """Saves and loads each rank's slices, and exports the whole model."""
+    """Saves and loads each rank's slices, and exports the whole model.
+
+    What forward takes, it reads off the unsharded model's class: the names of labels for evaluation, the columns of
+    the data, and whether losses are divided by the number of tokens of several batches.
+    """
+
+    def __init__(self, model: nn.Module, arguments: TrainingArguments, of: type[nn.Module], **more: Any) -> None:
+        super().__init__(model, arguments, **more)
+        parameters = inspect.signature(of.forward).parameters
+        self.label_names = find_labels(of)
+        self.model_accepts_loss_kwargs = any(p.kind is p.VAR_KEYWORD for p in parameters.values())
+        self._signature_columns = [*parameters, *self.label_names, "label", "label_ids"]
 
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
         """Writes what `from_pretrained` reads."""
@@ -80,7 +93,7 @@ def sequences() -> list[dict[str, Tensor]]:
 def settings(folder: str, steps: int, **more: Any) -> dict[str, Any]:
     """The arguments of a loop with clipping and a schedule."""
     return {
-        "output_dir": folder, "max_steps": steps, "per_device_train_batch_size": 8, "remove_unused_columns": False,
+        "output_dir": folder, "max_steps": steps, "per_device_train_batch_size": 8,
         "max_grad_norm": 0.5, "learning_rate": 3e-3, "lr_scheduler_type": "cosine", "logging_steps": 1,
         "report_to": [], "disable_tqdm": True, "use_cpu": True, "log_level": "error", **more,
     }  # fmt: skip
@@ -92,23 +105,24 @@ def losses(trainer: Trainer) -> list[float]:
 
 
 def train_split(folder: str, steps: int, checkpoint: str | None = None) -> list[float]:
-    """Trains the split model, from a checkpoint if there is one."""
+    """Trains the split model, from a checkpoint if there is one; gives the losses, and last that of an evaluation."""
     data = sequences()
     model = ts.shard(new_model(), "auto", example_kwargs={name: piece[None] for name, piece in data[0].items()})
     arguments = Arguments(**settings(folder, steps, save_steps=steps // 2))
-    trainer = ShardedTrainer(model, arguments, train_dataset=data)
+    trainer = ShardedTrainer(model, arguments, LlamaForCausalLM, train_dataset=data, eval_dataset=data[:8])
     trainer.remove_callback(PrinterCallback)
     trainer.train(resume_from_checkpoint=checkpoint)
-    return losses(trainer)
+    return [*losses(trainer), trainer.evaluate()["eval_loss"]]
 
 
 def train_whole(folder: str, steps: int) -> list[float]:
-    """Trains the unsharded model."""
+    """Trains the unsharded model, as `train_split`."""
     arguments = TrainingArguments(**settings(folder, steps, save_strategy="no"))
-    trainer = Trainer(new_model(), arguments, train_dataset=sequences())
+    data = sequences()
+    trainer = Trainer(new_model(), arguments, train_dataset=data, eval_dataset=data[:8])
     trainer.remove_callback(PrinterCallback)
     trainer.train()
-    return losses(trainer)
+    return [*losses(trainer), trainer.evaluate()["eval_loss"]]
 
 
 def run(folder: str, steps: int) -> None:
@@ -121,7 +135,7 @@ def run(folder: str, steps: int) -> None:
     if dist.get_rank() == 0:
         whole = train_whole(folder, steps)
         for step, (a, b) in enumerate(zip(whole, split, strict=True), start=1):
-            print(f"step {step:2}   whole {a:.6f}   split {b:.6f}")
+            print(f"{f'step {step:2}' if step <= steps else 'evaluated'}   whole {a:.6f}   split {b:.6f}")
         worst, resumed = (max(abs(a - b) for a, b in zip(split, other, strict=True)) for other in (whole, again))
         print(f"largest difference of the losses: {worst:.1e}; after a resume: {resumed:.1e}")
         exported = LlamaForCausalLM.from_pretrained(checkpoint)
