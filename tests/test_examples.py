@@ -168,6 +168,7 @@ def test_collectives_print_what_each_rank_holds() -> None:
     assert _run_on_forked_ranks("collectives.py") == alone
 
 
+@pytest.mark.nightly  # it imports accelerate and the Trainer on each rank
 def test_a_trainer_trains_a_split_model_and_resumes(tmp_path: Path) -> None:
     printed = _run_on_forked_ranks("hf_trainer.py", "--steps", "4", "--folder", str(tmp_path), ranks=3)
     assert re.findall(r"^step +(\d)", printed, re.MULTILINE) == ["1", "2", "3", "4"]
