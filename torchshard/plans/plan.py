@@ -79,7 +79,7 @@ class Plan(PlanData, Notebook):
 
         Args:
             question: whether it holds the graph and all else that the plan was made for, so that `torchshard.what_if`
-                can ask again, without the model; about as much text as the plan itself.
+                can ask again, without the model; twice as much text as the plan itself.
         """
         return json_form.write(self, self._question() if question else None)
 
