@@ -207,7 +207,7 @@ ts.distributed.destroy_process_group()
 
 @pytest.mark.nightly
 def test_an_elastic_restart_goes_on_from_the_last_checkpoint(tmp_path: Path) -> None:
-    """A rank dies between two checkpoints; torchrun starts all anew, and the end is that of a run without it."""
+    """A rank dies between two checkpoints; torchrun starts all again, and the end is that of a run without it."""
     printed = []
     for dies in ("", "1"):
         folder = tmp_path / f"dies{dies}"

@@ -30,7 +30,7 @@ from torchshard.compiler.program import Program
 from torchshard.core.mesh import MeshAxis
 from torchshard.distributed.ops import Begin, wait
 from torchshard.ir.graph import is_view, placeholders
-from torchshard.passes import Partition, direct, schedule, step_graphs
+from torchshard.passes import Partition, direct, schedule, segments, step_graphs
 from torchshard.plans.machine import objective
 from torchshard.weights.materialize import local_state
 
@@ -547,3 +547,25 @@ def test_a_size_that_a_layer_gives_is_of_the_forward() -> None:
     model = transformers.Gemma2ForCausalLM(transformers.Gemma2Config(**sizes, **heads))
     made = ts.plan(model, world_size=2, example_kwargs={"input_ids": ids, "labels": ids}, memory="1GiB")
     assert "backward:" in ts.explain(made, level="step") and made.costs.memory["peak"] > 0
+
+
+class _TwoUses(nn.Module):
+    """The gradient of one result needs a view of what that of the other needs."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up = nn.Linear(12, 20)
+        self.one, self.other = nn.Parameter(torch.rand(20, 1)), nn.Parameter(torch.rand(20))
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        h = self.up(x)
+        return (h.transpose(-1, -2) * self.one).sum(), (h * self.other).sum()
+
+
+def test_a_backward_of_some_results_takes_what_the_forward_keeps() -> None:
+    """Alone, it would have the view saved, which is computed again where its source is kept."""
+    local = compiled(_TwoUses(), {"up": "column"}, 2, (torch.randn(3, 12),)).local_graph_of(0)
+    (segment,) = (part for part in segments(local) if len(part.results) == 2)
+    whole, given = step_graphs(segment.graph), (True, False)
+    assert not set(step_graphs(segment.graph, given).saved) <= set(whole.saved)
+    assert set(step_graphs(segment.graph, given, kept=whole.saved).saved) <= set(whole.saved)

@@ -30,7 +30,7 @@ def what_if(
         other = ts.what_if("plan.json", {"*.experts": "replicate"})     # no model is needed
         print(ts.diff(ts.Plan.load("plan.json"), other))                # what changes, and what a step then takes
 
-    It is for the same call, mesh and mode as the plan. All ops are planned anew.
+    It is for the same call, mesh and mode as the plan. All ops are planned again.
 
     Args:
         plan: a plan, or the path of a file that `Plan.save` wrote.

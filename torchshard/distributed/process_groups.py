@@ -168,7 +168,7 @@ def _begin(backend: str | None, timeouts: Timeouts) -> None:
         place = tuple(map(os.environ.get, ("MASTER_ADDR", "MASTER_PORT", "RANK", "WORLD_SIZE")))
         if place not in _stores:
             store, rank, world = next(dist.rendezvous("env://", timeout=start))
-            if "TORCHELASTIC_RUN_ID" in os.environ:  # it starts ranks anew when one fails, or a machine joins
+            if "TORCHELASTIC_RUN_ID" in os.environ:  # it starts ranks again when one fails, or a machine joins
                 store = dist.PrefixStore(_common_name(store, rank, world, timeouts.start), store)
             _stores[place] = store, rank, world
         base, rank, world = _stores[place]

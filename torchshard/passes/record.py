@@ -14,7 +14,7 @@ from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
-from typing import Any, TypeGuard
+from typing import Any
 
 import sympy
 import torch
@@ -301,19 +301,16 @@ class _Recorder(fx.Interpreter):
                 node.meta["gradients"] = self._gradients[node]
             origin = self._origins.get(node, origin)
             is_backward |= node is self._last
-        for result in filter(_is_node, results):  # a size is recorded when it is asked for, maybe behind all else
-            for node in (result, *upstream(result, lambda n: n.all_input_nodes)):
-                node.meta["is_backward"] = False
+        for result in results:  # a size is recorded when it is asked for, maybe behind all else
+            if isinstance(result, fx.Node):
+                for node in (result, *upstream(result, lambda n: n.all_input_nodes)):
+                    node.meta["is_backward"] = False
 
     def close(self) -> None:
         """Ends the watch on the backward."""
         for hook in self._hooks:
             hook.remove()  # autograd's steps and this object would hold each other, which Python does not see
         self._steps.clear()
-
-
-def _is_node(value: object) -> TypeGuard[fx.Node]:
-    return isinstance(value, fx.Node)
 
 
 def _recorded(tensor: Tensor) -> fx.Node:

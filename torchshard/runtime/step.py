@@ -120,7 +120,7 @@ class Step:
         What depends on the others alone gets no gradient, and not one of zeros: optimizers tell the two apart.
         """
         if given not in self._backwards:
-            make = partial(self._graphs, given)
+            make = partial(self._graphs, given, kept=self.parts.saved)
             parts = on_all_ranks(self.ranks, make, lambda parts: _sent(parts.backward))
             self._backwards[given] = None if parts is None else self._backward(parts)
         return self._backwards[given]
