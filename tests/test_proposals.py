@@ -80,10 +80,12 @@ def test_a_batch_that_does_not_divide_says_so() -> None:
     found = ts.meshes(Wide(), world_size=6, example_inputs=(torch.randn(4, 8),))
     whys = {str(dict(each.mesh)): each.why for each in found if each.plan is None}
     assert whys == {
-        "{'dp': 6}": "a batch of 4 can't be divided among 6 ranks",
-        "{'dp': 3, 'tp': 2}": "a batch of 4 can't be divided among 3 ranks",
+        "{'dp': 6}": "a batch of 4 can't be divided among 6 ranks; try: a batch of 12",
+        "{'dp': 3, 'tp': 2}": "a batch of 4 can't be divided among 3 ranks; try: a batch of 6",
     }
-    assert "can't be divided" in str(found) and found[0].fits
+    assert found[0].fits
+    for mesh in ("dp=6", "dp=3, tp=2"):  # once below the table, for both ways to hold weights
+        assert str(found).count(f"\n{mesh}: a batch of 4") == 1
 
 
 def test_the_command_line_prints_the_table(capsys: pytest.CaptureFixture[str]) -> None:

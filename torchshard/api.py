@@ -348,7 +348,7 @@ def meshes(
                 args, kwargs = part.rebuild(part.tensors)
                 made = _planned(model, given, ranks, replace(aim, data=ranks.data), args, kwargs, with_memory=True)
             except (InputError, PlanError) as error:
-                why = error.what
+                why = f"{error.what}; try: {error.attempt}"
                 continue
             if shares_plan:
                 of_weights[ranks.axis.size] = replace(made, batch=None)

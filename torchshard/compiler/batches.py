@@ -25,7 +25,7 @@ def whole_batch(inputs: Leaves, ranks: int, whole: Collection[str] = ()) -> tupl
         InputError: no tensor has a dim, or the part is a single element.
     """
     batch, layouts = _batch(inputs, whole)
-    _check_part(batch)
+    _check_part(batch, ranks)
     return _with_batch(inputs, layouts, batch * ranks), layouts
 
 
@@ -60,7 +60,7 @@ def layouts_of_parts(inputs: Leaves, ranks: int) -> dict[str, Layout]:
             why="each rank takes as many: the first dim is the batch of all ranks",
             attempt=f"a batch of {ranks * max(batch // ranks, 2)}",
         )
-    _check_part(batch // ranks)
+    _check_part(batch // ranks, ranks)
     return layouts
 
 
@@ -85,13 +85,13 @@ def _batch(inputs: Leaves, whole: Collection[str] = ()) -> tuple[int, dict[str, 
     return batch, {name: Shard(BATCH) for name, tensor in divided if tensor.shape[BATCH] == batch}
 
 
-def _check_part(size: int) -> None:
+def _check_part(size: int, ranks: int) -> None:
     if size < 2:
         raise InputError(
             f"a rank's part of the batch is {size}",
             where="the arguments",
             why="the first dim of the first tensor is the batch; what holds for one element does not hold for others",
-            attempt="two or more for each rank",
+            attempt=f"two or more for each rank, {2 * ranks} in all",
         )
 
 

@@ -29,7 +29,7 @@ class Proposal:
     limit: float | None = None
     """The bytes that a step may take on a rank, if there is a limit."""
     why: str = ""
-    """Why there is no plan."""
+    """Why there is no plan, and what to try."""
 
     @property
     def fits(self) -> bool:
@@ -45,7 +45,7 @@ class Proposal:
         """Its texts, in the order of HEADER."""
         names = ", ".join(f"{name}={size}" for name, size in self.mesh.items()), self.data or ""
         if self.plan is None:
-            return (*names, self.why, "", "", "", "")
+            return (*names, "no plan", "", "", "", "")
         parts, peak = self.plan.step_seconds, size_text(self.plan.step_memory["peak"])
         total = sum(parts.values())
         shares = (f"{seconds / total if total else 0:.0%}" for seconds in parts.values())
@@ -62,8 +62,9 @@ class Proposals(list[Proposal], Notebook):
         return f"<{len(self)} meshes, the fastest {dict(self[0].mesh) if self else None}>"
 
     def __str__(self) -> str:
-        """A table, a row per mesh."""
-        return "\n".join(columns([HEADER, *(each.cells() for each in self)]))
+        """A table, a row per mesh; below it, why some have no plan."""
+        reasons = dict.fromkeys(f"{each.cells()[0]}: {each.why}" for each in self if each.plan is None)
+        return "\n".join([*columns([HEADER, *(each.cells() for each in self)]), *reasons])
 
 
 def meshes(ranks: int, most: float) -> Iterator[tuple[dict[str, int], Data | None]]:
