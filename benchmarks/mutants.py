@@ -746,7 +746,7 @@ FAULTS = (
     ),
     Fault(
         "a gather waits for the op before the one that needs it",
-        "compiler/timeline.py",
+        "planner/timeline.py",
         "before, now = now, max(now, sent(op.gathers[way], before))",
         "before, now = now, max(now, sent(op.gathers[way], now))",
         "tests/test_timeline.py",

@@ -23,7 +23,7 @@ from torchshard.report.drawing.stations import busiest_layer, is_join, stations
 from torchshard.report.drawing.tree import Side, Texts
 from torchshard.report.explain import graph_of
 from torchshard.report.memory import memory_of_ranks
-from torchshard.report.times import bounds, layer_timeline, shares
+from torchshard.report.times import COMPUTES, SENDS, bounds, layer_timeline, shares
 from torchshard.report.why import MAX_ALTERNATIVES, kinds_of
 
 SVG = "{http://www.w3.org/2000/svg}"
@@ -46,23 +46,18 @@ def test_the_parts_of_a_step_are_the_step(name: str) -> None:
     parts = shares(plan)
     assert sum(part.seconds for part in parts) == pytest.approx(plan.costs.seconds)
     assert sum(part.computes for part in parts) == pytest.approx(sum(plan.costs.compute.values()))
-    whole = layer_timeline(plan, "")
-    assert sum(max(e.start + e.seconds for e in events) for events in whole if events) == pytest.approx(
-        plan.costs.seconds
-    )
+    assert sum(span.seconds for span in layer_timeline(plan, "")) == pytest.approx(plan.costs.seconds)
     assert sum(bound.seconds for bound in bounds(plan)) <= plan.costs.seconds * (1 + 1e-9)
 
 
 def test_a_layer_computes_one_thing_at_a_time_and_collectives_run_behind() -> None:
     hidden = 0.0
-    for events in layer_timeline(compiled_case("gpt").plan, "blocks.1"):
-        assert {event.lane for event in events} == {"computes", "sends"}
-        for lane in ("computes", "sends"):
-            own = [event for event in events if event.lane == lane]
-            assert all(a.start + a.seconds <= b.start + 1e-12 for a, b in pairwise(own))
-        work, sent = (
-            [(e.start, e.start + e.seconds) for e in events if e.lane == lane] for lane in ("computes", "sends")
-        )
+    for span in layer_timeline(compiled_case("gpt").plan, "blocks.1"):
+        assert {event.lane for event in span.events} == {COMPUTES, SENDS}
+        lanes = [[(e.start, e.end) for e in span.events if e.lane == lane] for lane in (COMPUTES, SENDS)]
+        for own in lanes:
+            assert all(end <= start + 1e-12 for (_, end), (start, _) in pairwise(own))
+        work, sent = lanes
         hidden += sum(max(0.0, min(b, d) - max(a, c)) for a, b in work for c, d in sent)
     of_block = next(part for part in shares(compiled_case("gpt").plan) if part.name == "blocks.*")
     assert hidden == pytest.approx(of_block.hidden / len(of_block.modules)) and hidden > 0
@@ -74,10 +69,21 @@ def test_the_parts_of_a_mesh_are_its_step() -> None:
     assert [part.name for part in shares(plan)][-1] == "over the batch's axes"
 
 
+@pytest.mark.parametrize("data", ["shard", "replicate"])
+def test_a_layer_of_a_mesh_waits_for_its_weights_alone(data: Any) -> None:
+    """It computes and sends over the other axis, and else waits for its slices to be gathered, but not for sums."""
+    plan = _mesh_plan(data, machine="h100x8")
+    kinds = [{"all-gather"}, {"all-gather", "reduce-scatter"}] if data == "shard" else [set(), {"all-reduce"}]
+    for span, names in zip(layer_timeline(plan, "1"), kinds, strict=True):
+        assert names <= {event.name for event in span.events if event.lane == "over dp"}
+        waits = span.seconds - sum(e.seconds - e.hidden for e in span.events if e.lane in (COMPUTES, SENDS))
+        assert waits > 1e-9 if data == "shard" else waits == pytest.approx(0.0, abs=1e-12)
+
+
 def test_a_plan_that_was_loaded_tells_what_it_knows() -> None:
     live = compiled_case("gpt").plan
     loaded = Plan.from_json(live.to_json())
-    assert shares(loaded) == shares(live) and layer_timeline(loaded, "blocks.1") == ([], [])
+    assert shares(loaded) == shares(live) and layer_timeline(loaded, "blocks.1") == ()
     assert loaded.title == live.title == "GPT, batch 2, length 7"
     names = [bound.name for bound in bounds(loaded)]
     assert names and all("-" in name for name in names)  # messages alone
@@ -233,7 +239,14 @@ def test_layers_that_lie_otherwise_are_each_named(tmp_path: Path) -> None:
     ts.draw([plan(["column"] * 4), plan(["replicate", "row", "row", "replicate"])], tmp_path / "x.html")
     rows = re.findall(r'<th scope="row">(\*\.0\.weight[^<]*)</th><td class="n">([^<]*)</td><td class="n">([^<]*)<',
                       (tmp_path / "x.html").read_text())  # fmt: skip
-    assert sorted(rows) == [("*.0.weight (0, 3)", "S(0)", "I"), ("*.0.weight (1, 2)", "S(0)", "S(1)")]
+    outer = ("*.0.weight (0, 3)", "[16@tp,16]", "[16,16]")
+    assert sorted(rows) == [outer, ("*.0.weight (1, 2)", "[16@tp,16]", "[16,16@tp]")]
+
+
+def test_what_lies_otherwise_over_the_axis_of_the_batch_is_told(tmp_path: Path) -> None:
+    ts.draw([_mesh_plan("replicate"), _mesh_plan("shard")], tmp_path / "x.html")
+    told = (tmp_path / "x.html").read_text().partition('<div class="columns">')[0]
+    assert '>*.1.weight</th><td class="n">[64@tp,16]</td><td class="n">[64@tp@dp,16]</td>' in told
 
 
 def test_what_a_figure_cant_be(tmp_path: Path) -> None:
@@ -268,7 +281,7 @@ def test_names_and_differences_of_several_plans(tmp_path: Path) -> None:
     rows = re.findall(
         r'<tr class="differs"><th scope="row">([^<]*)</th><td class="n">([^<]*)</td><td class="n">([^<]*)<', text
     )
-    assert ("blocks.*.mlp.0.weight", "S(0)", "I") in rows and any(name == "per step" for name, *_ in rows)
+    assert ("blocks.*.mlp.0.weight", "[48@tp,24]", "[48,24]") in rows and any(name == "per step" for name, *_ in rows)
     assert 'class="line differs"' in text and "blocks.*.attn.q.weight" not in dict((name, a) for name, a, _ in rows)
 
 

@@ -13,13 +13,26 @@ from hypothesis import strategies as st
 from torch import nn
 
 import torchshard as ts
-from torchshard.compiler.timeline import Work, step
+from torchshard.core.layouts import I, P
+from torchshard.planner.timeline import Messages, Work, course
+from torchshard.plans.data import Collective, Sent
 from torchshard.plans.machine import MACHINES
+
+NONE = Sent("none", 0.0, 0.0)
+SOME = Collective("w", "reduce", P, I, ("op",), "", "", "", "f32[8]", "f32[8]", NONE, NONE, NONE)
+
+
+def _messages(*seconds: float) -> Messages:
+    """A message over each axis that takes a while."""
+    return {axis: [(SOME, Sent("all_reduce", 1.0, each))] for axis, each in enumerate(seconds) if each}
 
 
 def _work(forward: float, backward: float, gather: float = 0.0, sums: float = 0.0, again: float = 0.0) -> Work:
-    gathers = ({0: gather} if gather else {}, {0: again} if again else {})
-    return Work([forward, backward], gathers, {0: sums} if sums else {})
+    return Work([forward, backward], ([], []), (_messages(gather), _messages(again)), _messages(sums))
+
+
+def step(ops: list[Work]) -> float:
+    return course(ops).seconds
 
 
 def test_a_gather_is_hidden_behind_what_comes_before() -> None:
@@ -39,8 +52,14 @@ def test_a_sum_is_hidden_behind_what_comes_later() -> None:
     assert step([_work(0, 1, sums=4), _work(0, 1, sums=4)]) == 1 + 4 + 4
 
 
+def test_what_is_needed_next_is_sent_before_a_sum() -> None:
+    ops = [_work(0, 1, again=3), _work(0, 4, sums=2)]
+    assert step(ops) == 4 + 1 + 1 and step([_work(0, 1, again=5), *ops[1:]]) == 5 + 2
+    assert [(message.start, message.sent.seconds) for message in course(ops).messages] == [(0, 3), (4, 2)]
+
+
 def test_an_inner_axis_sums_before_an_outer_one() -> None:
-    both = Work([0, 1], ({}, {}), {0: 2, 1: 3})
+    both = Work([0, 1], sums=_messages(2, 3))
     assert step([both]) == 1 + 3 + 2
     assert step([both, both]) == 1 + 3 + 3 + 2  # an axis sums while the other does
 
@@ -52,7 +71,8 @@ OPS = st.lists(st.builds(_work, *[SECONDS] * 5), min_size=1, max_size=6)
 @given(OPS)
 def test_a_step_takes_as_long_as_each_of_its_parts_and_no_longer_than_all(ops: list[Work]) -> None:
     computes = sum(sum(op.computes) for op in ops)
-    sent = sum(itertools.chain.from_iterable(m.values() for op in ops for m in (*op.gathers, op.sums)))
+    messages = itertools.chain.from_iterable(m.values() for op in ops for m in (*op.gathers, op.sums))
+    sent = sum(message.seconds for _, message in itertools.chain.from_iterable(messages))
     assert max(computes, sent) - 1e-9 <= step(ops) <= computes + sent + 1e-9
 
 

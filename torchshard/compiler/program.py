@@ -27,7 +27,6 @@ from torchshard.compiler.memory import memory_of_rank
 from torchshard.compiler.planning import plan_graph
 from torchshard.compiler.question import Question
 from torchshard.compiler.slice_costs import priced_as_slices
-from torchshard.compiler.timeline import seconds_of_step
 from torchshard.core.errors import InputError, PlanError
 from torchshard.core.garbage import without_garbage_collection
 from torchshard.core.layouts import I, Layout, Shard
@@ -60,6 +59,7 @@ from torchshard.passes import (
     sends_to_experts,
 )
 from torchshard.planner.styles import BATCH, SEQUENCE
+from torchshard.planner.timeline import seconds_of_step
 from torchshard.plans.plan import Plan
 
 log = logging.getLogger("torchshard.compiler.program")

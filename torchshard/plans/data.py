@@ -290,6 +290,11 @@ class PlanData:
         return MeshAxis(self.world_size, label=self.label)
 
     @property
+    def axes(self) -> list[MeshAxis]:
+        """Those of `over_all`."""
+        return [self.axis, *(MeshAxis(each.world_size, DATA, each.label) for each in self.over_batch)]
+
+    @property
     def splits_dynamic(self) -> bool:
         """Whether it splits a dynamic size, in equal slices: it is for calls whose sizes divide."""
         return any(choice.splits_dynamic for choice in self.choices.values())
@@ -300,9 +305,8 @@ class PlanData:
 
     def shape_text(self, name: str, *layouts: Layout) -> str:
         """The same for other layouts than the plan's, one for each axis of `over_all`."""
-        axes = [self.axis, *(MeshAxis(each.world_size, DATA, each.label) for each in self.over_batch)]
         stored = self.stored.get(name)
-        held = word(*zip(axes, layouts, strict=False))
+        held = word(*zip(self.axes, layouts, strict=False))
         return words.text(held) if stored is None else split_text(stored.shape, held)
 
     def cuts(self, name: str, place: Sequence[int] = ()) -> Cuts:

@@ -5,9 +5,8 @@ layers.* ×32   computes 3.1 ms   waits for collectives 0.4 ms   0.2 ms of colle
 
 from __future__ import annotations
 
-from collections import defaultdict
-from collections.abc import Iterator
-from dataclasses import dataclass, field
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from torch import fx
@@ -15,7 +14,7 @@ from torch import fx
 from torchshard.core.paths import is_part, layer_of, star_numbers
 from torchshard.ir.graph import op_name
 from torchshard.ir.listing import is_within
-from torchshard.planner.problem import Price
+from torchshard.planner.timeline import Message, Work, course, work_of_step
 from torchshard.plans.data import Collective, PlanData, Sent
 
 MODEL_ITSELF = "the model"
@@ -66,74 +65,106 @@ def shares(plan: PlanData) -> list[Share]:
 
 # --- one layer -------------------------------------------------------------------------------------------------------
 
+COMPUTES, SENDS = "computes", "sends"
+MOMENT = 1e-12
+"""Seconds; what is no longer is rounding."""
+
 
 @dataclass(frozen=True)
 class Event:
-    """What a rank does for a while, in seconds from the beginning of the layer's forward, or backward."""
+    """What a rank does for a while."""
 
     lane: str
-    """'computes' or 'sends'."""
+    """COMPUTES; SENDS, what it waits for but while it is hidden; or the axis of the batch that sends: 'over dp'."""
     name: str
-    node: str
-    """Of the op; of a collective, that of the value."""
+    of: str
+    """The node of the op; of a collective, the value's."""
     start: float
+    """In seconds from the beginning of the layer's forward, or backward; less than 0 for what began before."""
+    seconds: float
+    hidden: float = 0.0
+    """So many of the first of these the rank computes meanwhile."""
+    is_own: bool = True
+    """Whether it is the layer's."""
+    is_op: bool = False
+
+    @property
+    def waits(self) -> float:
+        """When the rank begins to wait for it, or to compute it."""
+        return self.start + self.hidden
+
+    @property
+    def end(self) -> float:
+        """When it has ended."""
+        return self.start + self.seconds
+
+
+@dataclass(frozen=True)
+class Span:
+    """A layer's forward, or its backward, and what else a rank does meanwhile."""
+
+    events: list[Event]
     seconds: float
 
 
-@dataclass
-class _Clock:
-    now: float = 0.0
-    events: list[Event] = field(default_factory=list)
-
-    def compute(self, node: fx.Node, seconds: float) -> None:
-        if seconds:
-            self.events.append(Event("computes", op_name(node), node.name, self.now, seconds))
-            self.now += seconds
-
-    def send(self, c: Collective, sent: Sent) -> None:
-        """A collective, of which the rank has computed a part of the time meanwhile; or a cut, which it makes alone."""
-        if not sent.seconds:
-            return
-        start, lane, name = self.now, "computes", c.name
-        if sent.nbytes:
-            start, lane = max(self.now - sent.hidden, 0.0), "sends"
-            name = f"{sent.kernel.replace('_', '-')} of {c.name}"
-        self.events.append(Event(lane, name, c.value, start, sent.hidden + sent.seconds))
-        self.now += sent.seconds
+def layer_timeline(plan: PlanData, layer: str) -> tuple[Span, ...]:
+    """What a rank does in a module, forward and backward, by the planner's prices; nothing for a loaded plan."""
+    if plan.problem is None:
+        return ()
+    work = work_of_step(plan.over_all)
+    found = course([*work.values()])
+    nodes = {node.name: node for node in plan.problem.graph.nodes}
+    spans = []
+    for way, names in enumerate((list(work), list(work)[::-1])):
+        events = list[Event]()
+        for name, start in zip(names, found.starts[way], strict=True):
+            events += _of_op(nodes[name], work[name], way, start, layer)
+        spans.append(_span(events, [_of_batch(plan, message, layer) for message in found.messages]))
+    return tuple(spans)
 
 
-def layer_timeline(plan: PlanData, layer: str) -> tuple[list[Event], list[Event]]:
-    """What a rank does in a module, forward and backward, by the planner's prices; nothing for a plan that was loaded.
-
-    Collectives of axes that divide the batch are left out: they are not waited for where they are sent.
-    """
-    forward, backward = _Clock(), _Clock()
-    ops: dict[str, tuple[fx.Node, Price]] = {}
-    if plan.problem is not None:
-        inside = {n.name for n in plan.problem.graph.nodes if is_within(n, layer)}
-        choices = {name: choice for name, choice in plan.choices.items() if name in inside}
-        ops = {node.name: (node, price) for node, price in plan.problem.prices(choices).items()}
-    before: dict[str, list[Collective]] = defaultdict(list)
-    for c in () if plan.data or not ops else plan.costs.collectives:
-        if is_part(c.place, layer):
-            before[c.consumers[0] if c.consumers[0] in ops else BEHIND].append(c)
-    for node, price in ops.values():
-        for c in before[node.name]:
-            forward.send(c, c.forward)
-        forward.compute(node, price.forward)
-    for c in before[BEHIND]:
-        forward.send(c, c.forward)
-        backward.send(c, c.backward)
-    for node, price in reversed(ops.values()):
-        backward.compute(node, price.backward)
-        for c in before[node.name]:
-            backward.send(c, c.again)
-            backward.send(c, c.backward)
-    return forward.events, backward.events
+def _of_op(node: fx.Node, work: Work, way: int, start: float, layer: str) -> Iterator[Event]:
+    """What an op computes, and what it waits for: before it in the forward, behind it in the backward."""
+    is_own = is_within(node, layer)
+    op = Event(COMPUTES, op_name(node), node.name, start, work.computes[way], is_own=is_own, is_op=True)
+    now = start + op.seconds * way
+    for c, sent in work.waits[way]:
+        yield _of_collective(c, sent, now, layer)
+        now += sent.seconds
+    yield op if way else replace(op, start=now)
 
 
-BEHIND = ""
-"""Where a layer's collectives stand that are for what comes after it."""
+def _of_collective(c: Collective, sent: Sent, now: float, layer: str) -> Event:
+    """A collective, of which the rank has computed a part of the time meanwhile; or a cut, which it makes alone."""
+    is_own = is_part(c.place, layer)
+    if not sent.nbytes:
+        return Event(COMPUTES, c.name, c.value, now, sent.seconds, is_own=is_own)
+    name = f"{_kernel(sent)} of {c.name}"
+    return Event(SENDS, name, c.value, now - sent.hidden, sent.hidden + sent.seconds, sent.hidden, is_own)
+
+
+def _of_batch(plan: PlanData, message: Message, layer: str) -> Event:
+    lane, c = f"over {plan.axes[message.axis]}", message.of
+    is_own = is_part(c.place, layer)
+    return Event(lane, _kernel(message.sent), c.value, message.start, message.sent.seconds, is_own=is_own)
+
+
+def _kernel(sent: Sent) -> str:
+    return sent.kernel.replace("_", "-")
+
+
+def _span(of_ops: Sequence[Event], of_batch: Sequence[Event]) -> Span:
+    """The part of a step from the first op of a layer to the last, with the collectives around them."""
+    own = [event for event in of_ops if event.is_own]
+    ops = [event for event in own if event.is_op]
+    start = min((event.start for event in ops), default=0.0)
+    end = max((event.end for event in ops), default=0.0)
+    for event in own:
+        end = max(end, event.end) if event.waits <= end + MOMENT else end
+    for event in reversed(own):
+        start = min(start, event.waits) if event.end >= start - MOMENT else start
+    events = [event for event in (*of_ops, *of_batch) if event.seconds and event.waits < end and event.end > start]
+    return Span([replace(event, start=event.start - start) for event in events], end - start)
 
 
 # --- bounds ----------------------------------------------------------------------------------------------------------
@@ -181,4 +212,4 @@ def _messages(plan: PlanData) -> Iterator[tuple[Any, ...]]:
         bandwidth, _ = each.machine.link(each.world_size)
         for sent in (sent for c in each.costs.collectives for sent in c.sent if sent.nbytes):
             by = "bandwidth" if 2 * sent.nbytes / bandwidth > sent.seconds + sent.hidden else "latency"
-            yield sent.kernel.replace("_", "-"), by, sent.times, sent.seconds, 0.0, sent.nbytes
+            yield _kernel(sent), by, sent.times, sent.seconds, 0.0, sent.nbytes

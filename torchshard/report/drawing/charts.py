@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from html import escape
 
 from torchshard.plans.data import PlanData
 from torchshard.plans.machine import size_text, time_text
-from torchshard.report.memory import memory_of_ranks
-from torchshard.report.times import Event, Share, bounds, layer_timeline, shares
+from torchshard.report.memory import RankMemory, memory_of_ranks
+from torchshard.report.times import COMPUTES, SENDS, Event, Share, Span, bounds, layer_timeline, shares
 
 LEAST = 0.005
 """What takes a smaller part of a step is among the others."""
@@ -19,24 +20,70 @@ KINDS = ("parameters", "gradients", "optimizer", "caches", "activations")
 WAYS = ("forward", "backward")
 WIDE, LANE, LEFT = 900, 22, 86
 """Pixels of a course: its length, a lane of it, and before it."""
+BESIDE = (
+    "As the planner counts it: each axis of the batch sends one message after another, in the order of the ops, while "
+    "the rank computes; a rank waits for weights that are not there yet. What is pale is not of this layer."
+)
 NARROWEST = 0.5
 """Pixels of an op; shorter ones are not drawn."""
 
 
-def time_chart(plan: PlanData) -> str:
-    """Where the time of a step goes: computation, collectives that are waited for, and those behind computation."""
+@dataclass(frozen=True)
+class Charts:
+    """What a plan's charts show."""
+
+    plan: PlanData
+    layer: str
+    parts: list[Share]
+    """Of the step."""
+    ways: tuple[Span, ...]
+    """The layer's forward and backward; none of a plan that was loaded."""
+    groups: list[RankMemory]
+    """Of ranks, by what they hold."""
+
+    @staticmethod
+    def of(plan: PlanData, layer: str) -> Charts:
+        """Those of a plan and one of its layers."""
+        return Charts(plan, layer, _parts(plan), layer_timeline(plan, layer), memory_of_ranks(plan))
+
+
+@dataclass(frozen=True)
+class Scales:
+    """What the whole length of a bar stands for, on all charts of one kind of a page."""
+
+    part: float
+    way: float
+    """Seconds."""
+    group: float
+    """Bytes."""
+
+    @staticmethod
+    def of(charts: Sequence[Charts]) -> Scales:
+        """Those that all fit."""
+        parts = (part.seconds + part.hidden for each in charts for part in each.parts)
+        ways = (way.seconds for each in charts for way in each.ways)
+        groups = (group.total for each in charts for group in each.groups)
+        return Scales(*(max(found, default=0.0) for found in (parts, ways, groups)))
+
+
+def _parts(plan: PlanData) -> list[Share]:
+    """The time of a step by layers; what takes little of it together."""
     parts = shares(plan)
     total = sum(part.seconds for part in parts)
-    if not total:
-        return ""
-    shown = [part for part in parts if part.seconds >= LEAST * total]
+    shown = [part for part in parts if part.seconds >= LEAST * total] if total else []
     small = [part for part in parts if part not in shown]
-    if small:
+    if small and shown:
         sums = (sum(getattr(part, what) for part in small) for what in ("computes", "waits", "hidden"))
         shown.append(Share("others", {path for part in small for path in part.modules}, *sums))
-    longest = max(part.seconds + part.hidden for part in shown)
-    rows = []
-    for part in shown:
+    return shown
+
+
+def time_chart(charts: Charts, longest: float) -> str:
+    """Where the time of a step goes: computation, collectives that are waited for, and those behind computation."""
+    total, rows = sum(part.seconds for part in charts.parts), []
+    if not total:
+        return ""
+    for part in charts.parts:
         name = part.name + (f" ×{len(part.modules)}" if len(part.modules) > 1 else "")
         bar = _bar({"computes": part.computes, "waits": part.waits, "hidden": part.hidden}, longest)
         texts = (time_text(part.computes), time_text(part.waits), time_text(part.hidden), f"{part.seconds / total:.0%}")
@@ -46,42 +93,42 @@ def time_chart(plan: PlanData) -> str:
     return _table("Where the time of a step goes", head, rows)
 
 
-def course(plan: PlanData, layer: str) -> str:
-    """What a rank does in one layer, in the order of time, as SVG; nothing for a plan that was loaded."""
-    ways = [events for events in layer_timeline(plan, layer) if events]
-    longest = max((_end(events) for events in ways), default=0.0)
-    if not longest:
+def course(charts: Charts, longest: float) -> str:
+    """What a rank does in one layer, in the order of time, as SVG; nothing if it does nothing."""
+    spans = {way: span for way, span in zip(WAYS, charts.ways, strict=False) if span.seconds}
+    lanes = [*dict.fromkeys([COMPUTES, SENDS, *(event.lane for span in charts.ways for event in span.events)])]
+    if not spans:
         return ""
     height, parts = 14, list[str]()
-    for way, events in zip(WAYS, ways, strict=False):
-        parts.append(_line(LEFT, height + 2, f"{way}, {time_text(_end(events))}"))
-        for lane, name in enumerate(("computes", "sends")):
-            parts.append(_line(0, height + 10 + lane * LANE + 14, name))
-        scale = WIDE / longest
-        parts += (_event(event, height + 10, scale) for event in events if event.seconds * scale >= NARROWEST)
-        height += 2 * LANE + 30
-    told = "; ".join(f"{way} {time_text(_end(events))}" for way, events in zip(WAYS, ways, strict=False))
-    without = ", without what is sent over the batch's axes" if plan.over_all[-1].data else ""
+    for way, span in spans.items():
+        parts.append(_line(LEFT, height + 2, f"{way}, {time_text(span.seconds)}"))
+        for number, name in enumerate(lanes):
+            top = height + 10 + number * LANE
+            parts.append(_line(0, top + 14, name))
+            parts += (_event(e, top, WIDE / longest, span.seconds) for e in span.events if e.lane == name)
+        height += len(lanes) * LANE + 30
+    told = "; ".join(f"{way} {time_text(span.seconds)}" for way, span in spans.items())
+    note = f"<p>{BESIDE}</p>" if len(lanes) > 2 else ""
     return (
-        f"<h2>One layer in time: {escape(layer or 'the model')}{without}</h2>"
+        f"<h2>One layer in time: {escape(charts.layer or 'the model')}</h2>"
         f'<svg class="course" role="img" aria-label="{escape(told)}" width="{WIDE + LEFT}" height="{height}" '
-        f'viewBox="0 0 {WIDE + LEFT} {height}">{"".join(parts)}</svg>'
+        f'viewBox="0 0 {WIDE + LEFT} {height}">{"".join(parts)}</svg>{note}'
     )
 
 
-def _end(events: Sequence[Event]) -> float:
-    return max(event.start + event.seconds for event in events)
-
-
-def _event(event: Event, top: float, scale: float) -> str:
-    lane = 0 if event.lane == "computes" else 1
-    x, width = LEFT + event.start * scale, event.seconds * scale
-    tip = f"{event.name}, {event.node}: {time_text(event.seconds)}"
-    inner = f'<text x="{x + 3:.1f}" y="{top + lane * LANE + 13}">{escape(event.name)}</text>'
-    fits = width > 6.5 * len(event.name)
+def _event(event: Event, top: float, scale: float, seconds: float) -> str:
+    """One event, as far as it lies within the first so many seconds."""
+    start, end = (min(max(time, 0.0), seconds) * scale for time in (event.start, event.end))
+    if end - start < NARROWEST:
+        return ""
+    of_other = "" if event.is_own else ", not of this layer"
+    tip = f"{event.name}, {event.of}: {time_text(event.seconds)}{of_other}"
+    fits = end - start > 6.5 * len(event.name)
+    inner = f'<text x="{LEFT + start + 3:.1f}" y="{top + 13}">{escape(event.name)}</text>' if fits else ""
+    kind = event.lane if event.lane in (COMPUTES, SENDS) else "over"
     return (
-        f'<g><title>{escape(tip)}</title><rect class="{event.lane}" x="{x:.1f}" y="{top + lane * LANE}" '
-        f'width="{width:.1f}" height="{LANE - 4}"/>{inner if fits else ""}</g>'
+        f'<g><title>{escape(tip)}</title><rect class="{kind}{"" if event.is_own else " other"}" x="{LEFT + start:.1f}" '
+        f'y="{top}" width="{end - start:.1f}" height="{LANE - 4}"/>{inner}</g>'
     )
 
 
@@ -113,11 +160,10 @@ def bounds_table(plan: PlanData) -> str:
     return _table("What bounds a step", head, rows) + f"<p>{note}</p>" if rows else ""
 
 
-def memory_chart(plan: PlanData) -> str:
+def memory_chart(charts: Charts, most: float) -> str:
     """What each rank holds in a step."""
-    groups = memory_of_ranks(plan)
-    most = max((group.total for group in groups), default=0.0)
-    if not most:
+    groups = charts.groups
+    if not any(group.total for group in groups):
         return ""
     kinds = [kind for kind in KINDS if any(group.nbytes.get(kind) for group in groups)]
     rows = [

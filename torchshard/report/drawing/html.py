@@ -20,7 +20,7 @@ from torchshard.plans.data import Collective, PlanData
 from torchshard.plans.machine import size_text, time_text
 from torchshard.plans.plan import Plan
 from torchshard.plans.table import mesh_text
-from torchshard.report.drawing.charts import bounds_table, course, memory_chart, time_chart
+from torchshard.report.drawing.charts import Charts, Scales, bounds_table, course, memory_chart, time_chart
 from torchshard.report.drawing.lanes import lanes
 from torchshard.report.drawing.tree import TOLD, Side, Texts, tree
 from torchshard.report.why import MAX_ALTERNATIVES, REASONS, kinds_of
@@ -58,7 +58,12 @@ def page(shown: Sequence[Shown]) -> str:
     data = json.dumps(facts, ensure_ascii=False, separators=(",", ":")).replace("<", "\\u003c")
     several = len(shown) > 1
     heads = [f"<h2>{escape(name)}</h2>" if several else "" for name in names]
-    columns = "".join(f"<section>{h}{''.join(_summary(side))}</section>" for h, side in zip(heads, sides, strict=True))
+    charts = [Charts.of(side.plan, side.layer) for side in sides]
+    scales = Scales.of(charts)
+    columns = "".join(
+        f"<section>{head}{''.join(_summary(side, chart, scales))}</section>"
+        for head, side, chart in zip(heads, sides, charts, strict=True)
+    )
     figures = "".join(_figure(side, name if several else "") for side, name in zip(sides, names, strict=True))
     return FRAME.format(
         title=escape(_title(shown, names)),
@@ -109,22 +114,26 @@ def _title(shown: Sequence[Shown], names: Sequence[str]) -> str:
 
 
 def _names(shown: Sequence[Shown]) -> list[str]:
-    """Those that were given; else the ranks and the machine, and numbers where these are equal."""
-    found = [one.name or f"{mesh_text(one.plan)}, {one.plan.machine.name}" for one in shown]
+    """Those that were given; else the ranks, how they hold weights, and the machine; numbers where these are equal."""
+    found = [one.name or ", ".join(filter(None, _facts(one.plan))) for one in shown]
     many = Counter(found)
     return [f"{name} ({found[:i].count(name) + 1})" if many[name] > 1 else name for i, name in enumerate(found)]
+
+
+def _facts(plan: PlanData) -> tuple[str, str, str]:
+    ways = dict.fromkeys(each.data for each in plan.over_all if each.data)
+    return mesh_text(plan), " and ".join(ways), plan.machine.name
 
 
 # --- one plan --------------------------------------------------------------------------------------------------------
 
 
-def _summary(side: Side) -> Iterator[str]:
-    plan = side.plan
-    yield f'<div class="tiles">{"".join(_tile(figure) for figure in _figures(plan).values())}</div>'
-    yield time_chart(plan)
-    yield course(plan, side.layer)
-    yield bounds_table(plan)
-    yield memory_chart(plan)
+def _summary(side: Side, charts: Charts, scales: Scales) -> Iterator[str]:
+    yield f'<div class="tiles">{"".join(_tile(figure) for figure in _figures(side.plan).values())}</div>'
+    yield time_chart(charts, scales.part)
+    yield course(charts, scales.way)
+    yield bounds_table(side.plan)
+    yield memory_chart(charts, scales.group)
     yield _most_expensive(side)
 
 
@@ -188,7 +197,7 @@ def _kind(side: Side, kind: Sequence[Collective]) -> str:
     link = f'<button class="link" data-row="{row}">{name}</button>' if row else name
     return (
         f"<tr><td>{link}</td><td>{escape(of)}</td><td>{escape(where)}</td>"
-        f"<td>{escape(REASONS[first.name])}</td>"
+        f'<td class="why">{escape(REASONS[first.name])}</td>'
         f'<td class="n">{size_text(sent)}</td><td class="n">{time_text(seconds)}</td></tr>'
     )
 
@@ -217,10 +226,9 @@ def _differences(shown: Sequence[Shown], names: Sequence[str]) -> str:
 
 def _layouts(shown: Sequence[Shown]) -> Iterator[tuple[str, Sequence[str]]]:
     """The parameters that do not lie the same in all plans, those of equal layers together, and their layouts."""
-    of_all = [one.plan.parameters for one in shown]
     found: dict[tuple[str, tuple[str, ...]], list[str]] = {}
-    for name in dict.fromkeys(name for parameters in of_all for name in parameters):
-        layouts = tuple(str(parameters.get(name, "–")) for parameters in of_all)
+    for name in dict.fromkeys(name for one in shown for name in one.plan.parameters):
+        layouts = tuple(one.plan.held_text(name) if name in one.plan.parameters else "–" for one in shown)
         if len({*layouts}) > 1:
             found.setdefault((star_numbers(name), layouts), []).append(name)
     shared = Counter(star_differences(*names) for names in found.values())
