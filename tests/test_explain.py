@@ -237,6 +237,7 @@ def test_large_ops_that_run_whole_are_warned_of_and_marked() -> None:
     with pytest.warns(UserWarning) as heard:
         plan = ts.plan(Scanned(), "auto", world_size=2, example_inputs=(torch.randn(4, 256, 64),), machine=machine)
     told = [str(w.message) for w in heard]
+    assert {w.filename for w in heard} == {__file__}  # the line that planned, and not one of the library
     assert len(told) == len(plan.costs.whole) and all("test_explain.py:" in text for text in told)
     (work,) = (text for text in told if "of the computation" in text)
     assert work.startswith("aten.matmul.default") and "node cumsum" in work and "wants whole what is split" in work

@@ -6,7 +6,6 @@ The result is an ExportedProgram of ATen ops; `flat` makes the graph from it tha
 from __future__ import annotations
 
 import dataclasses
-import warnings
 from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
@@ -37,6 +36,7 @@ from torchshard.capture.seeding import INTERCEPTED_SEEDING
 from torchshard.capture.signature import Leaves, check_results, is_unchanged
 from torchshard.capture.whole_calls import INTERCEPTED_FUNCTIONS
 from torchshard.core.errors import CaptureError, InputError
+from torchshard.core.user_files import warn
 from torchshard.custom_ops.whole import WholeCall
 
 
@@ -209,10 +209,9 @@ def _with_equal_sizes(model: nn.Module, call: Leaves, shapes: Shapes, exported: 
 
 def _warn_of_fixed_sizes(model: nn.Module, failure: Exception) -> None:
     why = f"{type(failure).__name__}: {failure}".strip().splitlines()[0][:200]
-    warnings.warn(
+    warn(
         f"{type(model).__name__} can't be captured for varying batch and sequence sizes: it is captured again for "
-        f"each pair of sizes, which takes seconds ({why})",
-        stacklevel=2,
+        f"each pair of sizes, which takes seconds ({why})"
     )
 
 

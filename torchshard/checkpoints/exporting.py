@@ -11,7 +11,6 @@ a time, and a warning names them.
 from __future__ import annotations
 
 import os
-import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -25,6 +24,7 @@ from torchshard.checkpoints.saving import checked_folder, verify_states
 from torchshard.checkpoints.writing import file_errors, unseen
 from torchshard.core.errors import InputError
 from torchshard.core.hashing import hash_text
+from torchshard.core.user_files import warn
 from torchshard.core.words import is_split
 from torchshard.distributed.ranks import Ranks
 from torchshard.runtime.module import ShardedModule
@@ -139,9 +139,7 @@ class _Job:
         """Writes this rank's parts of all files, and returns when they are on the disk."""
         whole = [output.name for output in self.outputs if output.reads is None]
         if whole:
-            warnings.warn(
-                f"{len(whole)} tensors were gathered whole, one at a time: {', '.join(whole[:3])}", stacklevel=2
-            )
+            warn(f"{len(whole)} tensors were gathered whole, one at a time: {', '.join(whole[:3])}")
         total, written = sum(i.tensor.numel() * i.tensor.itemsize for i in self.items.values()), 0
         shown = Progress("writing weights", self.ranks.number, total)
         with file_errors(self.folder):

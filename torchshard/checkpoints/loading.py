@@ -11,7 +11,6 @@ import copy
 import functools
 import itertools
 import os
-import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -43,6 +42,7 @@ from torchshard.checkpoints.fitting import (
 )
 from torchshard.checkpoints.saving import checked_folder
 from torchshard.core.errors import InputError
+from torchshard.core.user_files import warn
 from torchshard.distributed.ranks import Ranks
 from torchshard.runtime.module import ShardedModule
 from torchshard.weights.checkpoint_files import Checkpoint, read_checkpoint
@@ -187,7 +187,7 @@ class _Checked:
             module.set_extra_state(self.objects["model"][path])
         undo.append(functools.partial(set_rng_states, rng_states()))
         if self.rng_states is None:
-            warnings.warn("the checkpoint has no RNG states of this replica: they stay as they are", stacklevel=4)
+            warn("the checkpoint has no RNG states of this replica: they stay as they are")
         else:
             set_rng_states(self.rng_states)
 

@@ -9,7 +9,6 @@ import contextlib
 import dataclasses
 import logging
 import time
-import warnings
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
@@ -31,6 +30,7 @@ from torchshard.core.errors import InputError, PlanError
 from torchshard.core.garbage import without_garbage_collection
 from torchshard.core.layouts import I, Layout, Shard
 from torchshard.core.mesh import Coordinate, Mesh, MeshAxis
+from torchshard.core.user_files import warn
 from torchshard.core.words import Word, word
 from torchshard.ir.data import equal_sizes
 from torchshard.ir.graph import (
@@ -411,10 +411,9 @@ def _divide_batch(graph: fx.GraphModule, batches: Collection[int | sympy.Expr], 
 def _warn_of_whole_sequences(captured: Captured, ranks: int) -> None:
     inputs = [n for n in placeholders(captured.graph.graph) if n.meta["kind"] == "input" and is_tensor(n)]
     lengths = sorted({hint(n.meta["val"].shape[SEQUENCE]) for n in inputs if n.meta["val"].ndim > SEQUENCE})
-    warnings.warn(
+    warn(
         f"the sequence is not split in calls like this one: a length of {' and '.join(map(str, lengths)) or '?'} is "
-        f"no multiple of {ranks} ranks, or gives each one element, or is the only one of the graph; pad to a multiple",
-        stacklevel=3,
+        f"no multiple of {ranks} ranks, or gives each one element, or is the only one of the graph; pad to a multiple"
     )
 
 
@@ -481,7 +480,7 @@ def _planned(captured: Captured, facts: ModelFacts, constraints: Constraints) ->
         with _timed("rewrite"):
             graph = rewrite(_graph_of(captured.graph, plan), plan, constraints.axis)
     for gathered in plan.costs.whole:
-        warnings.warn(str(gathered), stacklevel=2)
+        warn(str(gathered))
     divided = constraints.splits_sequence or plan.splits_dynamic
     return Program(captured, plan, graph, divided)
 

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import os
+import sys
 import sysconfig
+import traceback
+import warnings
 from pathlib import Path
 
 import torch
@@ -27,3 +30,10 @@ def is_library(path: str) -> bool:
 def is_user_file(path: str | None) -> bool:
     """Returns whether a file is the user's: a script, a notebook's cell or a package that is not installed."""
     return path is not None and not path.startswith(("<frozen", "<eval_with_key>", "<torch", *_PACKAGES, *_INSTALLED))
+
+
+def warn(text: str) -> None:
+    """Warns at the user's line that led here, if there is one: Python shows it, and each warning once for each line."""
+    files = [frame.f_code.co_filename for frame, _ in traceback.walk_stack(sys._getframe())]
+    level = next((i for i, path in enumerate(files, 1) if is_user_file(path)), 2)
+    warnings.warn(text, stacklevel=level)

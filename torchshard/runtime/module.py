@@ -11,7 +11,6 @@ import contextlib
 import os
 import sys
 import threading
-import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
@@ -47,6 +46,7 @@ from torchshard.core.columns import Notebook
 from torchshard.core.errors import CaptureError, DistributedError, InputError, PlanError, ShardError
 from torchshard.core.layouts import Layout, Shard
 from torchshard.core.mesh import MODEL
+from torchshard.core.user_files import warn
 from torchshard.distributed.consistency import running, verify_equal
 from torchshard.distributed.group import CheckLevel, Group
 from torchshard.distributed.ranks import Ranks
@@ -170,7 +170,7 @@ class ShardedModule(State, Notebook):
             ranks.verify(facts, "the ranks would read different weights")
         if any(p.grad is not None for p in model.parameters()):
             what = "gradients that the parameters hold already stay with the unsharded model"
-            warnings.warn(f"{what}: call backward() after ts.shard", stacklevel=4)
+            warn(f"{what}: call backward() after ts.shard")
         super().__init__(model, layouts, ranks, of_batch=of_batch, cut=cut, weights=loaded)
         self._ts_constraints = constraints
         self._ts_whole_batches = whole_batches
@@ -637,10 +637,9 @@ class ShardedModule(State, Notebook):
             if isinstance(module, ShardedSubmodule) and not any(key.startswith(".") for key in keys):
                 module.note_left(name)
         if new:
-            warnings.warn(
+            warn(
                 f"forward leaves tensors in {', '.join(map(describe, new))}, which calls of a sharded model do not: "
-                "what it computes for others to read, such as an auxiliary loss, has to be among its results",
-                stacklevel=2,
+                "what it computes for others to read, such as an auxiliary loss, has to be among its results"
             )
 
     # --- looking -----------------------------------------------------------------------------------------------------
@@ -689,10 +688,9 @@ def _raise(error: ShardError) -> NoReturn:
 
 def _warn_of_global_hooks() -> None:
     if global_hooks():
-        warnings.warn(
+        warn(
             "hooks on all modules (register_module_forward_hook) become part of a sharded model's graph; on the "
-            "model itself they are called once more",
-            stacklevel=2,
+            "model itself they are called once more"
         )
 
 

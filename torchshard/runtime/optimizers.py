@@ -8,7 +8,6 @@ steps of slices are the slices of its steps, and whether its state belongs to th
 from __future__ import annotations
 
 import enum
-import warnings
 import weakref
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Protocol, TypeGuard, cast
@@ -19,6 +18,7 @@ from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook, 
 from torch.utils.weak import WeakIdKeyDictionary
 
 from torchshard.core.errors import InputError
+from torchshard.core.user_files import warn
 from torchshard.weights.parameter import ShardedParameter, support_foreach
 from torchshard.weights.slice_values import check_other_group, watch_slices
 from torchshard.weights.state_slices import StateSlice, is_same_slice, place_of, place_text, wants_whole
@@ -169,10 +169,9 @@ def check_class_of_slices(optimizer: Optimizer) -> None:
             "with a plan of 'replicate' and give it these alone",
         )
     if _class_of_step(optimizer) not in _BY_ELEMENT:
-        warnings.warn(
+        warn(
             f"{names[0]} is not known here: it steps a sharded model as the unsharded one if it treats each element by "
-            "itself, as AdamW does, and not if it looks at whole matrices or norms, as Muon and LAMB do",
-            stacklevel=2,
+            "itself, as AdamW does, and not if it looks at whole matrices or norms, as Muon and LAMB do"
         )
 
 

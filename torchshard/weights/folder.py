@@ -9,7 +9,6 @@ checked       shapes, kinds of dtypes, tied parameters; what is missing or left 
 from __future__ import annotations
 
 import os
-import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -20,6 +19,7 @@ from torch import Tensor, nn
 
 from torchshard.core.errors import InputError
 from torchshard.core.modules import named_tensors
+from torchshard.core.user_files import warn
 from torchshard.weights.checkpoint_files import is_checkpoint, model_tensors
 from torchshard.weights.lazy import LazyTensor, file_tensor
 from torchshard.weights.materialize import ReadSlices
@@ -99,10 +99,7 @@ def read_folder(shell: nn.Module, names: Mapping[str, tuple[str, ...]], folder: 
             attempt="the folder of this model; or rename the tensors",
         )
     if missing:
-        warnings.warn(
-            f"{len(missing)} tensors are missing in {folder}, and keep the model's values: {', '.join(missing[:5])}",
-            stacklevel=5,
-        )
+        warn(f"{len(missing)} tensors are missing in {folder}, and keep the model's values: {', '.join(missing[:5])}")
     samples = {f"bytes of {name}": file.sample().hex() for name, file in files.items()}
     size = sum(file.bytes_ for file in files.values())
     dtypes = frozenset(file.dtype for file in files.values())
