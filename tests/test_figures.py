@@ -10,7 +10,7 @@ from xml.etree import ElementTree
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 import torchshard as ts
 from tests.compiled import compiled, compiled_case
@@ -19,7 +19,7 @@ from torchshard.ir.graph import op_name
 from torchshard.ir.listing import is_within
 from torchshard.plans.plan import Plan
 from torchshard.report.drawing.lanes import ICON
-from torchshard.report.drawing.stations import busiest_layer, is_join, stations
+from torchshard.report.drawing.stations import MOST_STATIONS, busiest_layer, is_join, stations
 from torchshard.report.drawing.tree import Side, Texts
 from torchshard.report.explain import graph_of
 from torchshard.report.memory import memory_of_ranks
@@ -176,6 +176,32 @@ def test_stations_lead_from_left_to_right_and_collectives_stand_alone() -> None:
         for one in shown:
             others = [other for other in shown if other.level == one.level and other is not one]
             assert not (one.is_join and others) and all(other.row != one.row for other in others)
+
+
+class Net(nn.Module):
+    """Parts of other names, and no layers: some small, and one in two of which the second is wide."""
+
+    def __init__(self, **parts: nn.Module) -> None:
+        super().__init__()
+        for name, part in parts.items():
+            self.add_module(name, part)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for part in self.children():
+            x = part(x)
+        return x
+
+
+def test_of_a_model_without_layers_the_largest_part_that_a_figure_can_show_is_drawn(tmp_path: Path) -> None:
+    def part(width: int) -> Net:
+        return Net(**{f"{way}_{i}": nn.Linear(*sizes) for i in range(8) for way, sizes in
+                      (("up", (16, width)), ("down", (width, 16)))})  # fmt: skip
+
+    model = Net(stem=nn.Linear(16, 16), body=Net(first=part(32), second=part(64), third=part(32)))
+    plan = ts.plan(model, world_size=2, example_inputs=(torch.randn(4, 16),))
+    assert plan.graph is not None and len(stations(plan.graph.graph, "body")) > MOST_STATIONS
+    assert busiest_layer(plan) == "body.second"
+    assert _of(_figure(plan, tmp_path, "auto"), "l-name")[0].text == "body.second on 2 ranks"
 
 
 def test_the_layer_of_auto_is_the_one_that_pages_show(tmp_path: Path) -> None:

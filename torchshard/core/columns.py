@@ -17,6 +17,8 @@ from itertools import zip_longest
 
 NO_TERMINAL = (80, 24)
 GAP = "  "
+CUT_PART = 4
+"""A part of a word that is cut looks worse than so many words that are cut between parts."""
 NARROWEST = 12
 """No column is made narrower."""
 
@@ -33,12 +35,15 @@ def columns(rows: Sequence[Sequence[str]]) -> Iterator[str]:
     room = terminal_width() - len(GAP) * (len(widths) - 1)
 
     @cache
-    def lines_of(column: int, width: int) -> int:
-        return sum(len(_cut(cell, width)) for cell in by_column[column])
+    def cost(column: int, width: int) -> int:
+        """Lines, and how many of them a cut word is worth."""
+        cells = by_column[column]
+        cut_words = sum(_too_long(cell, width, WORDS) + CUT_PART * _too_long(cell, width, PARTS) for cell in cells)
+        return sum(len(_cut(cell, width)) for cell in cells) + cut_words
 
     while sum(widths) > room and max(widths) > NARROWEST:
         wide = [i for i, width in enumerate(widths) if width > NARROWEST]
-        narrowed = min(wide, key=lambda i: (lines_of(i, widths[i] - 1), -widths[i]))
+        narrowed = min(wide, key=lambda i: (cost(i, widths[i] - 1) - cost(i, widths[i]), -widths[i]))
         widths[narrowed] -= 1
     for cells in rows:
         lines = zip_longest(*map(_cut, cells, widths), fillvalue="")
@@ -46,11 +51,27 @@ def columns(rows: Sequence[Sequence[str]]) -> Iterator[str]:
             yield GAP.join(text.ljust(width) for text, width in zip(line, widths, strict=True)).rstrip()
 
 
+WORDS = re.compile(r"(?:\[[^\]]*\]|[^\s.,_])*[\s.,_]+|(?:\[[^\]]*\]|[^\s.,_])+")
+"""They end behind blanks, dots, commas and underscores; what lies between brackets is of one word."""
+PARTS = re.compile(r"[^\s.,_+(]*[\s.,_+(]+|[^\s.,_+(]+")
+"""What words may be cut into."""
+
+
+def _indent(text: str, width: int) -> str:
+    return text[: len(text) - len(text.lstrip())][: width // 2]
+
+
+def _too_long(text: str, width: int, words: re.Pattern[str]) -> int:
+    """How many words do not fit a line."""
+    room = width - len(_indent(text, width))
+    return sum(len(word.rstrip()) > room for word in words.findall(text.lstrip()))
+
+
 def _cut(text: str, width: int) -> list[str]:
-    """A text in lines, cut behind blanks, dots, commas and underscores if it can be; all are indented as the first."""
-    indent = text[: len(text) - len(text.lstrip())][: width // 2]
+    """A text in lines, cut between words if it can be, or else within them; all are indented as the first."""
+    indent = _indent(text, width)
     lines, line = list[str](), indent
-    for word in re.findall(r"[^\s.,_]*[\s.,_]+|[^\s.,_]+", text.lstrip()):
+    for word in (PARTS if _too_long(text, width, WORDS) else WORDS).findall(text.lstrip()):
         if len((line + word).rstrip()) > width and line != indent:
             lines.append(line.rstrip())
             line = indent

@@ -21,8 +21,8 @@ from torchshard.core.files import write_text
 from torchshard.plans.plan import Plan
 from torchshard.report.drawing.dot import dot
 from torchshard.report.drawing.html import Shown, page
-from torchshard.report.drawing.lanes import MOST_STATIONS, lanes
-from torchshard.report.drawing.stations import busiest_layer
+from torchshard.report.drawing.lanes import lanes
+from torchshard.report.drawing.stations import MOST_STATIONS, busiest_layer
 from torchshard.report.drawing.svg import picture
 from torchshard.report.explain import Planned, graph_of, plan_in, step_of
 

@@ -18,13 +18,13 @@ from torchshard.ir.graph import hint, layout_of, op_name, values
 from torchshard.ir.sizes import Names, size_names
 from torchshard.plans.data import PlanData
 from torchshard.plans.table import mesh_text
-from torchshard.report.drawing.stations import LETTERS, Station, is_parameter, sent, stations
+from torchshard.report.drawing.stations import LETTERS, MOST_STATIONS, Station, is_parameter, sent, stations
 
 WIDE, JOIN, GAP, ROW, ICON, MARGIN, HEAD = 92, 34, 26, 66, 26, 16, 62
 """Pixels: a station, a join, between columns, a row, a square, around all, above the lanes."""
 LONGEST = 15
 """Characters of a label."""
-MOST_LANES, MOST_STATIONS = 4, 60
+MOST_LANES = 4
 """So many lanes are drawn, the last rank's among them; of a module with more stations there is no figure."""
 STYLE = """
 .lanes{font:10px ui-monospace,SFMono-Regular,Menlo,Consolas,"DejaVu Sans Mono",monospace;fill:#24292f}

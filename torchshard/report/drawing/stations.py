@@ -30,8 +30,8 @@ from torchshard.report.times import shares
 LETTERS = {"copy": "f", "reduce": "g"}
 """The names that Shoeybi et al., "Megatron-LM" (2019), have for the two collectives of tensor parallelism."""
 NAMES = {"mul": "×", "add": "+", "sub": "−", "div": "÷", "scaled_dot_product_attention": "attention"}
-LEAST_STATIONS = 4
-"""A layer with fewer is shown with what is around it."""
+LEAST_STATIONS, MOST_STATIONS = 4, 60
+"""A layer with fewer is shown with what is around it; of a module with more, a part."""
 MOST_OPS = 2
 """So many ops of a station are named."""
 
@@ -194,15 +194,29 @@ def _placed(made: list[Station]) -> list[Station]:
 
 
 def busiest_layer(plan: PlanData) -> str:
-    """The path of the layer that stands for those that take the most of a step; '' for a model without layers.
+    """The path of the layer that stands for those that take the most of a step.
 
-    Of several of one name it is the second, for the first may be unlike the others.
+    Of several of one name it is the second, for the first may be unlike the others. Where it is too large for a figure,
+    or the model has no layers, it is the part that takes the most, and '' for the whole model.
     """
-    of_layers = [part for part in shares(plan) if any(map(layer_of, part.modules))]
-    if not of_layers or plan.graph is None:
+    if plan.graph is None:
         return ""
-    most = max(of_layers, key=lambda part: part.seconds)
-    path = sorted(most.modules, key=lambda path: (len(path), path))[len(most.modules) > 1]
+    of_layers, path = [part for part in shares(plan) if any(map(layer_of, part.modules))], ""
+    if of_layers:
+        most = max(of_layers, key=lambda part: part.seconds)
+        path = sorted(most.modules, key=lambda path: (len(path), path))[len(most.modules) > 1]
     while path and len(stations(plan.graph.graph, path)) < LEAST_STATIONS:
         path = path.rpartition(".")[0]
+    while len(stations(plan.graph.graph, path)) > MOST_STATIONS and (parts := _parts(plan, path)):
+        path = max(parts, key=parts.__getitem__)
     return path
+
+
+def _parts(plan: PlanData, module: str) -> dict[str, float]:
+    """The modules directly within one -> the seconds that each takes of a step."""
+    found, depth = dict[str, float](), len(module.split(".")) if module else 0
+    for path, seconds in (*plan.costs.compute.items(), *((c.place, c.seconds) for c in plan.costs.collectives)):
+        if path != module and is_part(path, module):
+            part = ".".join(path.split(".")[: depth + 1])
+            found[part] = found.get(part, 0.0) + seconds
+    return found
