@@ -32,7 +32,6 @@ NARROWEST = 0.5
 class Charts:
     """What a plan's charts show."""
 
-    plan: PlanData
     layer: str
     parts: list[Share]
     """Of the step."""
@@ -44,7 +43,7 @@ class Charts:
     @staticmethod
     def of(plan: PlanData, layer: str) -> Charts:
         """Those of a plan and one of its layers."""
-        return Charts(plan, layer, _parts(plan), layer_timeline(plan, layer), memory_of_ranks(plan))
+        return Charts(layer, _parts(plan), layer_timeline(plan, layer), memory_of_ranks(plan))
 
 
 @dataclass(frozen=True)
