@@ -19,6 +19,7 @@ from torchshard.ir.graph import op_name
 from torchshard.ir.listing import is_within
 from torchshard.plans.plan import Plan
 from torchshard.report.drawing.lanes import ICON
+from torchshard.report.drawing.outline import Frame
 from torchshard.report.drawing.stations import MOST_STATIONS, busiest_layer, is_join, stations
 from torchshard.report.drawing.tree import Side, Texts
 from torchshard.report.explain import graph_of
@@ -233,7 +234,7 @@ def test_collectives_of_weights_and_of_other_axes_are_shown(options: dict[str, A
     kinds = sum(len(kinds_of(each)) for each in plan.over_all)
     links = re.findall(r'data-row="([^"]+)"', text)
     assert len(links) == min(kinds, MAX_ALTERNATIVES) and all(f'id="{link}"' in text for link in links)
-    side = Side(plan, graph_of(plan).graph, "a", Texts({"": 0}))
+    side = Side(plan, graph_of(plan).graph, "a", Texts({"": 0}), Frame())
     told = {id(side.record(node)) for node in side.ids} | {id(c) for cs in side.inside.values() for c in cs}
     assert all(id(c) in told for each in plan.over_all for c in each.costs.collectives if c.nbytes)
 
@@ -273,6 +274,22 @@ def test_what_lies_otherwise_over_the_axis_of_the_batch_is_told(tmp_path: Path) 
     ts.draw([_mesh_plan("replicate"), _mesh_plan("shard")], tmp_path / "x.html")
     told = (tmp_path / "x.html").read_text().partition('<div class="columns">')[0]
     assert '>*.1.weight</th><td class="n">[64@tp,16]</td><td class="n">[64@tp@dp,16]</td>' in told
+
+
+def test_two_plans_fold_the_same_layers_and_have_the_same_boxes(tmp_path: Path) -> None:
+    """The first layer of one has no copy, and of the other all layers and all modules look the same."""
+    blocks = (nn.Sequential(nn.Linear(16, 64), nn.GELU(), nn.Linear(64, 16)) for _ in range(3))
+    model, x = nn.Sequential(*blocks), torch.randn(4, 16)
+    split, whole = (
+        ts.plan(model, pins, world_size=2, example_inputs=(x,))
+        for pins in ({"*.0": "column", "*.2": "row"}, {"*": "replicate"})
+    )
+    ts.draw({"split": split, "whole": whole}, tmp_path / "two.html")
+    tree = (tmp_path / "two.html").read_text().partition('<div id="tree">')[2].partition("</main>")[0]
+    assert re.findall(r'class="title">([^<]*)<', tree) == ["0", "2", "2 × *", "0", "2"]
+    assert tree.count("linear</b>") == 2 * 4 and "<div></div><div" not in tree
+    ts.draw(whole, tmp_path / "one.html")
+    assert re.findall(r'class="title">([^<]*)<', (tmp_path / "one.html").read_text()) == ["3 × *"]
 
 
 def test_what_a_figure_cant_be(tmp_path: Path) -> None:

@@ -6,7 +6,8 @@ A plan's file has it as data, so that it can be asked again with other constrain
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -71,17 +72,34 @@ def question_from(data: Mapping[str, Any] | None) -> Question:
             why=(data or {}).get("unwritten", "it was written by Plan.to_json(question=False), or an earlier version"),
             attempt="torchshard.plan(model, ...) with other pins",
         )
-    try:
+    with of_a_file("read"):
         graph, symbols = graph_from(data["graph"])
         graph.meta["multiples"] = multiples = frozenset(symbols[name] for name in data["multiples"])
         facts, constraints = _facts(data["facts"]), _constraints(data["constraints"])
         _check_parameters(graph.graph, facts)
         return Question(graph, facts, constraints, multiples, _layouts(data["inputs"]), _layouts(data["batches"]))
+
+
+@contextmanager
+def of_a_file(what: str, *told: type[Exception]) -> Iterator[None]:
+    """Tells of what no capture gives, such as a file that was changed, for which neither rules nor passes have words.
+
+    Args:
+        what: can't be done with its graph.
+        told: errors that say so themselves.
+
+    Raises:
+        PlanError: in place of all other errors.
+    """
+    try:
+        yield
+    except told:
+        raise
     except Exception as error:  # whatever PyTorch makes of an op that is given something else
         raise PlanError(
-            "the graph in the plan's file can't be read",
+            f"the graph in the plan's file can't be {what}",
             where="the plan",
-            why=f"{type(error).__name__}: {' '.join(str(error).split())}",
+            why=f"{type(error).__name__}: {' '.join(str(error).split()) or 'no words'}",
             attempt="a file that this version of torchshard wrote, with the same PyTorch",
         ) from error
 

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from dataclasses import replace
 from types import MappingProxyType
 
 from torchshard.compiler.constraints import Constraints, check_memory
 from torchshard.compiler.program import asked_again
-from torchshard.compiler.question import Question, question_from
+from torchshard.compiler.question import Question, of_a_file, question_from
 from torchshard.core.errors import InputError, PlanError
 from torchshard.planner.styles import StyleWord, read_pins
 from torchshard.plans.machine import MachineLike, read_machine, read_size
@@ -44,7 +43,7 @@ def what_if(
     """
     found = plan if isinstance(plan, Plan) else Plan.load(plan)
     question = question_of(found)
-    with _of_a_file():
+    with of_a_file("planned", PlanError, InputError):
         return _answer(replace(question, constraints=_constraints(question, pins, machine, memory)))
 
 
@@ -55,7 +54,7 @@ def with_graph(plan: Plan) -> Plan:
         PlanError: its file does not hold the graph.
     """
     question = question_of(plan)
-    with _of_a_file():
+    with of_a_file("planned", PlanError, InputError):
         return _answer(replace(question, constraints=replace(question.constraints, plan=plan, pins={})))
 
 
@@ -92,23 +91,3 @@ def _constraints(
 
 def _answer(question: Question) -> Plan:
     return asked_again(question).priced(with_memory=question.constraints.batch_parts > 1)
-
-
-@contextmanager
-def _of_a_file() -> Iterator[None]:
-    """Tells of what no capture gives, such as a file that was changed, for which neither rules nor passes have words.
-
-    Raises:
-        PlanError: in place of other errors than those of the user's constraints.
-    """
-    try:
-        yield
-    except (PlanError, InputError):
-        raise
-    except Exception as error:
-        raise PlanError(
-            "the graph in the plan's file can't be planned",
-            where="the plan",
-            why=f"{type(error).__name__}: {' '.join(str(error).split()) or 'no words'}",
-            attempt="a file that this version of torchshard wrote, with the same PyTorch",
-        ) from error

@@ -22,9 +22,11 @@ from torchshard.plans.plan import Plan
 from torchshard.plans.table import mesh_text
 from torchshard.report.drawing.charts import Charts, Scales, bounds_table, course, memory_chart, time_chart
 from torchshard.report.drawing.lanes import lanes
+from torchshard.report.drawing.outline import Frame, frame_of
 from torchshard.report.drawing.tree import TOLD, Side, Texts, tree
 from torchshard.report.why import MAX_ALTERNATIVES, REASONS, kinds_of
 
+PREFIXES = "abcdefghijklmnopqrstuvwxyz"
 MEANINGS = {
     "S": "split: each rank holds a slice along this dim",
     "P": "partial sums: the value is the sum of what the ranks have",
@@ -47,7 +49,8 @@ class Shown:
 def page(shown: Sequence[Shown]) -> str:
     """The whole file."""
     texts = Texts({"": 0})
-    sides = [Side(one.plan, one.graph, "abcdefghijklmnopqrstuvwxyz"[i], texts) for i, one in enumerate(shown)]
+    frame = frame_of([one.graph for one in shown]) if len(shown) > 1 else Frame()
+    sides = [Side(one.plan, one.graph, prefix, texts, frame) for one, prefix in zip(shown, PREFIXES, strict=False)]
     names = _names(shown)
     facts = {
         "told": TOLD,

@@ -11,7 +11,7 @@ from __future__ import annotations
 import math
 import operator
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, field
 
 from torch import Tensor, fx
@@ -60,8 +60,45 @@ class Box:
         return _rows(self.items)
 
 
-def outline(graph: fx.Graph) -> Box:
+@dataclass(frozen=True)
+class Frame:
+    """What outlines that are shown side by side have in common."""
+
+    kept: Collection[str] = ()
+    """The paths of boxes that stay boxes, even of one item."""
+    starts: Collection[tuple[str, str]] = ()
+    """The boxes that are folded into none before them, each as `_place`."""
+
+
+def outline(graph: fx.Graph, frame: Frame = Frame()) -> Box:
     """The boxes and rows of a graph, repeated layers folded, in a box without a name."""
+    root = _boxes(graph)
+    _fold(root, frame)
+    return root
+
+
+def frame_of(graphs: Sequence[fx.Graph]) -> Frame:
+    """What is a box in one of these graphs is one in all, and what is folded in all is folded in each."""
+    frame = Frame({box.path for graph in graphs for box in _inner(_boxes(graph)) if len(box.items) > 1})
+    return Frame(frame.kept, {_place(box) for graph in graphs for box in _inner(outline(graph, frame))})
+
+
+def _inner(box: Box) -> Iterator[Box]:
+    """The boxes in a box."""
+    for item in box.items:
+        if isinstance(item, Box):
+            yield item
+            yield from _inner(item)
+
+
+def _place(box: Box) -> tuple[str, str]:
+    """The path around a box, equal for alike layers, and its name there."""
+    around, _, name = box.path.rpartition(".")
+    return star_node(around), name
+
+
+def _boxes(graph: fx.Graph) -> Box:
+    """A box for each call of a module, as it is."""
     root = Box("", "")
     for node in filter(_is_shown, graph.nodes):
         box, module = root, node.meta.get("module")
@@ -72,7 +109,6 @@ def outline(graph: fx.Graph) -> Box:
                 box.items.append(last)
             box = last
         box.items.append(_row(node))
-    _fold(root)
     return root
 
 
@@ -97,34 +133,38 @@ def _is_shown(node: fx.Node) -> bool:
     return any(isinstance(v, Tensor) for v in values(node))
 
 
-def _fold(box: Box) -> None:
+def _fold(box: Box, frame: Frame) -> None:
     """Keeps one of several alike boxes in a row; replaces a box with one item by that item, under both titles."""
     items: list[Box | Row] = []
     for item in box.items:
         if isinstance(item, Box):
-            _fold(item)
-            item = _unboxed(item)
+            _fold(item, frame)
+            item = item if item.path in frame.kept else _unboxed(item)
         items.append(item)
     box.items = []
     while items:
-        period, count = _repeated(items)
+        period, count = _repeated(items, frame)
         groups = [items[i * period : (i + 1) * period] for i in range(count)]
         box.items += groups[0] if count == 1 else [_stack(groups)]
         items = items[period * count :]
 
 
-def _repeated(items: Sequence[Box | Row]) -> tuple[int, int]:
+def _repeated(items: Sequence[Box | Row], frame: Frame) -> tuple[int, int]:
     """How many of the first items are one layer, with a box among them, and how many like it follow, itself counted."""
     for period in range(1, min(LONGEST_LAYER, len(items) // 2) + 1):
         first = items[:period]
         if not any(isinstance(item, Box) for item in first):
             continue
         looks, count = _looks(first), 1
-        while _looks(items[period * count : period * (count + 1)]) == looks:
+        while _looks(layer := items[period * count : period * (count + 1)]) == looks and not _starts(layer, frame):
             count += 1
         if count > 1:
             return period, count
     return 1, 1
+
+
+def _starts(layer: Sequence[Box | Row], frame: Frame) -> bool:
+    return any(isinstance(item, Box) and _place(item) in frame.starts for item in layer)
 
 
 LONGEST_LAYER = 6

@@ -20,7 +20,7 @@ from torchshard.ir.graph import is_view, op_name
 from torchshard.planner.styles import style_of
 from torchshard.plans.data import Collective, PlanData
 from torchshard.plans.machine import size_text, time_text
-from torchshard.report.drawing.outline import Box, Row, outline, sources
+from torchshard.report.drawing.outline import Box, Frame, Row, outline, sources
 from torchshard.report.drawing.stations import busiest_layer, main_values
 from torchshard.report.why import MOST_USERS, REASONS
 
@@ -40,9 +40,9 @@ class Texts(dict[str, int]):
 class Side:
     """One plan's graph as a tree, and what its rows tell."""
 
-    def __init__(self, plan: PlanData, graph: fx.Graph, prefix: str, texts: Texts) -> None:
+    def __init__(self, plan: PlanData, graph: fx.Graph, prefix: str, texts: Texts, frame: Frame) -> None:
         self.plan, self.prefix, self.texts, self.layer = plan, prefix, texts, busiest_layer(plan)
-        self.root = outline(graph)
+        self.root = outline(graph, frame)
         self.rows = self.root.rows()
         self.ids = {node: f"{prefix}{i}" for i, row in enumerate(self.rows) for node in row.nodes}
         self.main = main_values(graph)
