@@ -19,7 +19,7 @@ from torchshard.compiler.constraints import Constraints, Division
 from torchshard.core.errors import PlanError
 from torchshard.core.layouts import Layout, parse_layout
 from torchshard.core.mesh import MeshAxis
-from torchshard.core.types import is_of
+from torchshard.core.types import is_of, texts
 from torchshard.ir.data import Equal, graph_data, graph_from
 from torchshard.ir.graph import placeholders, plain_shape
 from torchshard.planner.styles import OPS_OF_MODULES, Style
@@ -143,7 +143,7 @@ def _tensor_facts(data: Mapping[str, Any]) -> TensorFacts:
         tuple(is_of(int, size) for size in data["shape"]),
         is_of(int, data["itemsize"]),
         is_of(str, data["module"]),
-        tuple(is_of(str, name) for name in data["names"]),
+        texts(data["names"]),
         is_of(bool, data["is_parameter"]),
         is_of(bool, data["is_trained"]),
     )
@@ -182,7 +182,7 @@ def _constraints(data: Mapping[str, Any]) -> Constraints:
         MeshAxis(**data["axis"]),
         objective,
         pins,
-        recompute=tuple(is_of(str, path) for path in is_of(list, data["recompute"])),
+        recompute=texts(data["recompute"]),
         divisions=divisions,
         steady=is_of(bool, data["steady"]),
     )

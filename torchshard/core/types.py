@@ -16,3 +16,12 @@ def is_of(kind: type[T], value: object) -> T:
     if type(value) is not kind:
         raise TypeError(f"expected {kind.__name__}, got {value!r:.40}")
     return value
+
+
+def texts(value: object) -> tuple[str, ...]:
+    """The texts of a list.
+
+    Raises:
+        TypeError: it is no list, or holds something else.
+    """
+    return tuple(is_of(str, text) for text in is_of(list, value))

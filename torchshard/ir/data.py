@@ -21,7 +21,7 @@ from torch.utils._sympy import functions
 from torch.utils._sympy.numbers import int_oo
 from torch.utils._sympy.value_ranges import ValueRanges
 
-from torchshard.core.types import is_of
+from torchshard.core.types import is_of, texts
 from torchshard.ir.graph import empty_module, fake_mode
 
 META = {
@@ -236,7 +236,7 @@ class _Reader:
             node = graph.create_node(op, _target(data["target"]), args, kwargs, name)
         node.meta = {key: is_of(kind, data[key]) for key, kind in META.items() if key in data}
         if "names" in node.meta:
-            node.meta["names"] = tuple(is_of(str, name) for name in data["names"])
+            node.meta["names"] = texts(data["names"])
         if "val" in data:
             node.meta["val"] = self._value(data["val"])
         self._nodes[name] = node

@@ -18,7 +18,8 @@ from torchshard.ir.graph import before_casts, is_weight
 from torchshard.planner.problem import PlanningProblem
 from torchshard.plans.data import Collective, PlanData, Sent
 
-Messages = dict[int, list[tuple[Collective, Sent]]]
+Sends = list[tuple[Collective, Sent]]
+Messages = dict[int, Sends]
 """The number of an axis of the batch, the outermost first -> what it sends."""
 
 
@@ -27,7 +28,7 @@ class Work:
     """What an op takes, in seconds, first in the forward and then in the backward."""
 
     computes: list[float] = field(default_factory=lambda: [0.0, 0.0])
-    waits: tuple[list[tuple[Collective, Sent]], list[tuple[Collective, Sent]]] = field(default_factory=lambda: ([], []))
+    waits: tuple[Sends, Sends] = field(default_factory=lambda: ([], []))
     """The collectives that the rank waits for: before the op in the forward, behind it in the backward."""
     gathers: tuple[Messages, Messages] = field(default_factory=lambda: ({}, {}))
     """Of its weights."""
@@ -84,8 +85,8 @@ def course(ops: Sequence[Work]) -> Course:
             now += op.seconds(way)
             if way:
                 sums.append((op.sums, now))
-        for messages, start in sums:
-            sent(messages, start)
+        while sums:
+            sent(*sums.pop(0))
     return Course(starts, found, max([now, *free.values()]))
 
 

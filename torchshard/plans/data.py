@@ -30,6 +30,11 @@ class Sent:
     hidden: float = 0.0
     """Further seconds that it is on its way, while the rank computes what does not need it."""
 
+    @property
+    def message(self) -> str:
+        """The kernel as it is printed: 'all-reduce'."""
+        return self.kernel.replace("_", "-")
+
     def often(self, times: int) -> Sent:
         """The sum of so many of them."""
         more = {name: getattr(self, name) * times for name in ("nbytes", "seconds", "times", "hidden")}

@@ -12,7 +12,7 @@ from torchshard.core.conversions import BESIDE, TABLE, ConversionStep, Steps
 from torchshard.core.errors import InputError, PlanError
 from torchshard.core.layouts import Layout, Part, Shard, parse_layout
 from torchshard.core.notation import Choice
-from torchshard.core.types import is_of
+from torchshard.core.types import is_of, texts
 from torchshard.plans.data import Collective, Costs, GatheredOps, PlanData, Sent, Stored
 from torchshard.plans.machine import Data, Machine
 
@@ -117,7 +117,7 @@ def _fields(body: dict[str, Any]) -> dict[str, Any]:
         "costs": _costs(body["costs"]),
         "machine": _machine(body["machine"]),
         "static": is_of(bool, body["static"]),
-        "recompute": _texts(body.get("recompute", [])),
+        "recompute": texts(body.get("recompute", [])),
         "data": _data(body.get("data")),
         "label": is_of(str, body.get("label", "")),
         "inputs": {place: parse_layout(layout) for place, layout in is_of(dict, body.get("inputs", {})).items()},
@@ -164,18 +164,14 @@ def _numbers(body: object) -> dict[str, float]:
     return {name: _number(value) for name, value in is_of(dict, body).items()}
 
 
-def _texts(body: object) -> tuple[str, ...]:
-    return tuple(is_of(str, text) for text in is_of(list, body))
-
-
 def _stored(body: object) -> Stored:
     fields = is_of(dict, body)
     shape = tuple(is_of(int, size) for size in is_of(list, fields["shape"]))
-    return Stored(shape, is_of(int, fields["itemsize"]), is_of(str, fields["module"]), _texts(fields["tied"]))
+    return Stored(shape, is_of(int, fields["itemsize"]), is_of(str, fields["module"]), texts(fields["tied"]))
 
 
 def _layouts(body: object) -> tuple[Layout, ...]:
-    return tuple(map(parse_layout, _texts(body)))
+    return tuple(map(parse_layout, texts(body)))
 
 
 def _steps(body: object) -> Steps:
@@ -197,7 +193,7 @@ def _gathered(body: object) -> GatheredOps:
     return GatheredOps(
         op=is_of(str, fields["op"]),
         line=is_of(str, fields["line"]),
-        modules=_texts(fields["modules"]),
+        modules=texts(fields["modules"]),
         count=is_of(int, fields["count"]),
         nbytes=_number(fields["nbytes"]),
         weights=_number(fields["weights"]),
@@ -218,15 +214,15 @@ def _sent(body: object) -> Sent:
 
 def _collective(body: object) -> Collective:
     fields = is_of(dict, body)
-    texts = {name: is_of(str, fields[name]) for name in ("value", "name", "origin", "module", "line", "type")}
-    texts["into"] = is_of(str, fields.get("into", texts["type"]))
-    if texts["name"] not in (*TABLE, *BESIDE):
-        raise ValueError(f"{texts['name']!r} is not a collective")
+    named = {name: is_of(str, fields[name]) for name in ("value", "name", "origin", "module", "line", "type")}
+    named["into"] = is_of(str, fields.get("into", named["type"]))
+    if named["name"] not in (*TABLE, *BESIDE):
+        raise ValueError(f"{named['name']!r} is not a collective")
     return Collective(
-        **texts,
+        **named,
         source=parse_layout(is_of(str, fields["source"])),
         target=parse_layout(is_of(str, fields["target"])),
-        consumers=_texts(fields["consumers"]),
+        consumers=texts(fields["consumers"]),
         forward=_sent(fields["forward"]),
         backward=_sent(fields["backward"]),
         again=_sent(fields.get("again", _NOTHING)),

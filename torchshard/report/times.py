@@ -139,18 +139,14 @@ def _of_collective(c: Collective, sent: Sent, now: float, layer: str) -> Event:
     is_own = is_part(c.place, layer)
     if not sent.nbytes:
         return Event(COMPUTES, c.name, c.value, now, sent.seconds, is_own=is_own)
-    name = f"{_kernel(sent)} of {c.name}"
+    name = f"{sent.message} of {c.name}"
     return Event(SENDS, name, c.value, now - sent.hidden, sent.hidden + sent.seconds, sent.hidden, is_own)
 
 
 def _of_batch(plan: PlanData, message: Message, layer: str) -> Event:
     lane, c = f"over {plan.axes[message.axis]}", message.of
     is_own = is_part(c.place, layer)
-    return Event(lane, _kernel(message.sent), c.value, message.start, message.sent.seconds, is_own=is_own)
-
-
-def _kernel(sent: Sent) -> str:
-    return sent.kernel.replace("_", "-")
+    return Event(lane, message.sent.message, c.value, message.start, message.sent.seconds, is_own=is_own)
 
 
 def _span(of_ops: Sequence[Event], of_batch: Sequence[Event]) -> Span:
@@ -212,4 +208,4 @@ def _messages(plan: PlanData) -> Iterator[tuple[Any, ...]]:
         bandwidth, _ = each.machine.link(each.world_size)
         for sent in (sent for c in each.costs.collectives for sent in c.sent if sent.nbytes):
             by = "bandwidth" if 2 * sent.nbytes / bandwidth > sent.seconds + sent.hidden else "latency"
-            yield _kernel(sent), by, sent.times, sent.seconds, 0.0, sent.nbytes
+            yield sent.message, by, sent.times, sent.seconds, 0.0, sent.nbytes

@@ -67,9 +67,7 @@ def told(plan: PlanData, problem: PlanningProblem | None) -> Iterator[str]:
     for i, alike in enumerate(kinds):
         first, count = alike[0], len(alike)
         where = star_differences(*(c.place for c in alike)) or "the model"
-        ways = [
-            f"{sent.kernel.replace('_', '-')} {way}" for way, sent in zip(WAYS, first.sent, strict=True) if sent.nbytes
-        ]
+        ways = [f"{sent.message} {way}" for way, sent in zip(WAYS, first.sent, strict=True) if sent.nbytes]
         place = "within" if first.is_inside else "after" if first.is_after else "before"
         move = f"of {first.type}" if first.is_inside else f"{first.type} -> {first.into}"
         yield f"{first.name}{f' ×{count}' if count > 1 else ''} {place} {where}, for {_users(alike, nodes)}"

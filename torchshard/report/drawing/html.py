@@ -165,7 +165,7 @@ def _figures(plan: PlanData) -> dict[str, Tile]:
             add(name, value, over, f"{name}{over}" if i else name)
     kinds = Counter[str]()
     for sent in (sent for each in plan.over_all for c in each.costs.collectives for sent in c.sent if sent.nbytes):
-        kinds[sent.kernel.replace("_", "-")] += sent.times
+        kinds[sent.message] += sent.times
     for kind, count in sorted(kinds.items()):
         add(kind, str(count))
     add("parameters on a rank", size_text(held), f", of {size_text(whole)}")

@@ -25,7 +25,7 @@ WIDE, JOIN, GAP, ROW, ICON, MARGIN, HEAD = 92, 34, 26, 66, 26, 16, 62
 LONGEST = 15
 """Characters of a label."""
 MOST_LANES = 4
-"""So many lanes are drawn, the last rank's among them; of a module with more stations there is no figure."""
+"""So many lanes are drawn, the last rank's among them."""
 STYLE = """
 .lanes{font:10px ui-monospace,SFMono-Regular,Menlo,Consolas,"DejaVu Sans Mono",monospace;fill:#24292f}
 .l-name{font-weight:bold;font-size:12px}.l-letter{font:italic bold 20px Georgia,serif;text-anchor:middle}

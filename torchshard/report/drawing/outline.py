@@ -92,7 +92,7 @@ def _inner(box: Box) -> Iterator[Box]:
 
 
 def _place(box: Box) -> tuple[str, str]:
-    """The path around a box, equal for alike layers, and its name there."""
+    """The path around a box, equal for all layers of a kind, and its name there."""
     around, _, name = box.path.rpartition(".")
     return star_node(around), name
 

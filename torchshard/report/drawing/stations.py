@@ -31,7 +31,7 @@ LETTERS = {"copy": "f", "reduce": "g"}
 """The names that Shoeybi et al., "Megatron-LM" (2019), have for the two collectives of tensor parallelism."""
 NAMES = {"mul": "×", "add": "+", "sub": "−", "div": "÷", "scaled_dot_product_attention": "attention"}
 LEAST_STATIONS, MOST_STATIONS = 4, 60
-"""A layer with fewer is shown with what is around it; of a module with more, a part."""
+"""A layer with fewer is shown with what is around it; of a module with more there is no figure."""
 MOST_OPS = 2
 """So many ops of a station are named."""
 
