@@ -245,7 +245,7 @@ def _comparisons(
     trial: Trial, expected: Results, run: Run, words: Mapping[str, Word], tolerance: float, *, flips: bool = False
 ) -> tuple[Comparison, ...]:
     """Compares every tensor of a step with the unsharded one's."""
-    return compare(expected, run, words, tolerance, lambda: trial.noise(expected.output_names), flips=flips)
+    return compare(expected, run, words, tolerance, lambda: trial, flips=flips)
 
 
 def _with_flips(report: Report, trial: Trial, sides: _Sides) -> Report:

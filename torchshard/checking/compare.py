@@ -30,7 +30,7 @@ _EPSILONS = {tolerance: torch.finfo(dtype).eps for dtype, tolerance in TOLERANCE
 NOISE_MARGIN = 16.0
 """Two correct runs may differ by so many times the rounding noise measured on the unsharded run."""
 NOISE_EPSILONS = 256
-"""Noise is at most so many machine epsilons of the largest output, buffer or gradient."""
+"""Noise is at most so many machine epsilons of the largest output, buffer or gradient of any value."""
 
 
 @dataclass(frozen=True)
@@ -80,6 +80,16 @@ class RankResults(Protocol):
         """The call's tensors by name."""
 
 
+class UnshardedStep(Protocol):
+    """A step of the unsharded graph, which runs as often as it takes to tell rounding from errors."""
+
+    def noise(self, output_names: Sequence[str]) -> Mapping[ComparedValue, float]:
+        """The largest absolute change of each tensor by rounding."""
+
+    def gradients_of_values(self) -> Iterable[Tensor]:
+        """The gradients of all values; those of parameters and inputs are sums of such terms."""
+
+
 def gradients(leaves: Mapping[str, object]) -> dict[str, Tensor]:
     """The dense gradients of the tensors that require one, by name; zeros if backward did not reach a tensor."""
     grads = {}
@@ -94,7 +104,7 @@ def compare(
     got: RankResults,
     words: Mapping[str, Word],
     tolerance: float,
-    noise: Callable[[], Mapping[ComparedValue, float]],
+    unsharded_step: Callable[[], UnshardedStep] | None,
     *,
     flips: bool = False,
 ) -> tuple[Comparison, ...]:
@@ -103,28 +113,30 @@ def compare(
     Args:
         words: how the ranks hold parameters, buffers and the call's tensors, by name.
         tolerance: the largest error that counts as equal.
-        noise: measures the absolute rounding noise of the unsharded tensors. It runs the step several times, so it is
-            called only if a difference may be noise.
+        unsharded_step: makes the step of which rounding noise is measured. It runs several times, so it is made only
+            if a difference may be noise. None: nothing is noise.
         flips: noise may be of any size, because rounding may flip a comparison; for programs exact in a wider dtype.
     """
     strict = _compare(expected, got, words, {})
-    if all(c.error <= tolerance for c in strict):
+    if unsharded_step is None or all(c.error <= tolerance for c in strict):
         return strict
-    ceilings = dict.fromkeys(KINDS, math.inf) if flips else _ceilings(expected, tolerance)
+    step = unsharded_step()
+    ceilings = dict.fromkeys(KINDS, math.inf) if flips else _ceilings(expected, step, tolerance)
     highest = {(c.kind, c.name): ceilings[c.kind] for c in strict}
     if any(c.error > tolerance for c in _compare(expected, got, words, highest)):
         return strict
-    measured = {place: NOISE_MARGIN * size / tolerance for place, size in noise().items()}
+    measured = {place: NOISE_MARGIN * size / tolerance for place, size in step.noise(expected.output_names).items()}
     floors = {place: min(measured.get(place, 0.0), ceiling) for place, ceiling in highest.items()}
     return _compare(expected, got, words, floors)
 
 
-def _ceilings(expected: Results, tolerance: float) -> dict[Kind, float]:
+def _ceilings(expected: Results, step: UnshardedStep, tolerance: float) -> dict[Kind, float]:
     """The highest scale by kind that may be taken for noise.
 
-    There is a limit because a comparison that rounding flips makes everything that depends on it look noisy.
+    There is a limit because a comparison that rounding flips makes everything that depends on it look noisy. The terms
+    of a gradient count too: for a bias before a batch norm they are large, and their sum is 0.
     """
-    grads = [*expected.input_grads.values(), *expected.parameter_grads.values()]
+    grads = [*expected.input_grads.values(), *expected.parameter_grads.values(), *step.gradients_of_values()]
     tensors = (expected.outputs, expected.buffers.values(), grads, grads)
     return {kind: noise_ceiling(group, tolerance) for kind, group in zip(KINDS, tensors, strict=True)}
 

@@ -15,7 +15,7 @@ from torch import Tensor, fx, nn
 
 from torchshard.capture import flatten, flatten_call
 from torchshard.checking.check import Report, in_dtype, tolerance_of
-from torchshard.checking.compare import ComparedValue, Results, compare
+from torchshard.checking.compare import Results, UnshardedStep, compare
 from torchshard.checking.steps import Trial, backward, leaf, unsharded
 from torchshard.compiler.constraints import PlanLike
 from torchshard.compiler.program import prepared
@@ -83,23 +83,22 @@ def check_processes(
     states = rng_states((*model.parameters(), *call.tensors))
     expected = unsharded(model, call, left=False)
 
-    def noise() -> Mapping[ComparedValue, float]:
+    def trial() -> Trial:
         captured = prepared(model, args, kwargs)
-        trial = Trial(model, captured, replace(call, names=captured.inputs), states)
-        return trial.noise(expected.output_names)
+        return Trial(model, captured, replace(call, names=captured.inputs), states)
 
-    return report_of(expected, launch(_run_rank, world_size, (make, make_args, plan, aim)), noise)
+    return report_of(expected, launch(_run_rank, world_size, (make, make_args, plan, aim)), trial)
 
 
 def report_of(
-    expected: Results, ranks: Sequence[Pieces], noise: Callable[[], Mapping[ComparedValue, float]] = dict
+    expected: Results, ranks: Sequence[Pieces], unsharded_step: Callable[[], UnshardedStep] | None = None
 ) -> Report:
     """Compares the tensors of all ranks with the results of `steps.unsharded`."""
     states = [_tensors(rank.state) for rank in ranks]
     inputs = [_tensors(rank.inputs) for rank in ranks]
     got = _Gathered([rank.outputs for rank in ranks], states, inputs, Mesh((MeshAxis(len(ranks)),)))
     words, tolerance = ranks[0].words, ranks[0].tolerance
-    return Report(len(ranks), tolerance, compare(expected, got, words, tolerance, noise))
+    return Report(len(ranks), tolerance, compare(expected, got, words, tolerance, unsharded_step))
 
 
 def _build(make: Callable[..., ModelCall], make_args: tuple[object, ...]) -> ModelCall:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from types import MappingProxyType
 from typing import TypeVar, cast
@@ -287,6 +287,10 @@ class Trial:
             state = {name: widened(tensor, self.dtype) for name, tensor in state.items()}
         constants = {path: widened(t, self.dtype or t.dtype) for path, t in self.captured.constants.items()}
         return constants | {name: state[tied[0]] for name, tied in names.items()}
+
+    def gradients_of_values(self) -> Iterable[Tensor]:
+        """The gradients of all values of the unsharded step."""
+        return self.whole(watched=True).grads[0].values()
 
     def noise(self, output_names: Sequence[str]) -> dict[ComparedValue, float]:
         """The largest absolute change of each tensor of the unsharded step by rounding."""
