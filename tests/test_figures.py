@@ -286,7 +286,7 @@ def test_two_plans_fold_the_same_layers_and_have_the_same_boxes(tmp_path: Path) 
     )
     ts.draw({"split": split, "whole": whole}, tmp_path / "two.html")
     tree = (tmp_path / "two.html").read_text().partition('<div id="tree">')[2].partition("</main>")[0]
-    assert re.findall(r'class="title">([^<]*)<', tree) == ["0", "0", "2", "2 × *", "0", "2"]
+    assert re.findall(r'class="title">([^<]*)<', tree) == ["0", "2", "2 × *", "0", "2"]
     assert tree.count("linear</b>") == 2 * 4 and "<div></div><div" not in tree
     ts.draw(whole, tmp_path / "one.html")
     assert re.findall(r'class="title">([^<]*)<', (tmp_path / "one.html").read_text()) == ["3 × *"]

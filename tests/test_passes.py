@@ -19,12 +19,12 @@ from torchshard.compiler.program import Program, prepared
 from torchshard.core.choices import choices
 from torchshard.core.mesh import MeshAxis
 from torchshard.distributed.ops import OPS
-from torchshard.ir.graph import duplicate, mark_needs_grad, node_row
+from torchshard.ir.graph import duplicate, mark_needs_grad, node_row, op_name
 from torchshard.ir.listing import listing
 from torchshard.passes import annotate, insert, localized, lower, normalize, rewrite, simplify, step_graphs, verify
 from torchshard.planner.conversions import conversions_of
 from torchshard.planner.costs import CostModel
-from torchshard.plans.machine import objective
+from torchshard.plans.machine import Mode, objective
 from torchshard.plans.plan import Plan
 
 pytestmark = pytest.mark.quick
@@ -79,6 +79,15 @@ def test_every_pass_has_its_listing() -> None:
     stages = _stages()
     text = "\n".join(f"--- {name}\n{listing(graph, sources=False)}\n" for name, graph in stages.items())
     check_golden("passes.txt", text)
+
+
+@pytest.mark.parametrize("mode", ["train", "infer"])
+def test_a_bias_is_back_in_its_op_where_no_sum_comes_between(mode: Mode) -> None:
+    """Also of what needs no gradient: an input, and all values of a decode step."""
+    model, pins = nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 8)), {"0": "column", "2": "row"}
+    plan = ts.plan(model, pins, world_size=2, example_inputs=(torch.randn(4, 8),), mode=mode)
+    shown = [op_name(node) for node in plan.graph.graph.nodes if node.op == "call_function"]
+    assert shown == ["linear", "relu", "linear", "reduce", "add"]
 
 
 def test_normalize_and_simplify_do_nothing_the_second_time() -> None:

@@ -14,11 +14,11 @@ from torch import fx
 
 from torchshard.core.choices import choices
 from torchshard.core.errors import PlanError
-from torchshard.core.layouts import I, Shard
+from torchshard.core.layouts import I, Layout, Shard, is_whole
 from torchshard.core.mesh import MeshAxis
 from torchshard.core.notation import Choice, Row
 from torchshard.core.paths import module_around
-from torchshard.ir.graph import bound_args, is_tensor_op, node_row, uses_rng, where, whole_choice
+from torchshard.ir.graph import bound_args, is_tensor_op, layout_of, node_row, uses_rng, where, whole_choice
 from torchshard.passes.nodes import int_arg, node_arg
 from torchshard.plans.plan import Plan
 
@@ -78,6 +78,12 @@ def legal_choices(node: fx.Node, row: Row | None, axis: MeshAxis, planned: Choic
         if isinstance(layout, Shard) and layout.dim < len(dims):
             splits.append((position, layout))
     return choices(row, axis.size, splits)
+
+
+def serves(value: fx.Node, required: Layout) -> bool:
+    """Whether an op that requires a layout may take a value as it is: what needs no gradient is whole in R and in I."""
+    held = layout_of(value)
+    return held == required or (not value.meta.get("needs_grad") and is_whole(held) and is_whole(required))
 
 
 def planned_choice(node: fx.Node, plan: Plan) -> Choice:

@@ -14,6 +14,7 @@ from torchshard.core.layouts import Layout, Shard
 from torchshard.core.mesh import MeshAxis
 from torchshard.core.notation import Choice, Row
 from torchshard.ir.graph import drop_dead_code, is_tensor, layout_of, node_row, operands
+from torchshard.passes.annotate import serves
 from torchshard.passes.nodes import node_arg, operator_of, replace_node
 from torchshard.rules.convolution import CONVOLUTIONS
 
@@ -83,5 +84,7 @@ def _choice_with_layouts(node: fx.Node, row: Row | None, result: Layout, axis: M
         return None
     layouts = [layout_of(operand) for operand in operands(node)]
     splits = [(i, layout) for i, layout in enumerate(layouts) if isinstance(layout, Shard)]
-    legal = [c for c in choices(row, axis.size, splits) if list(c.operands) == layouts and c.results == (result,)]
-    return legal[0] if legal else None
+    for choice in choices(row, axis.size, splits):
+        if choice.results == (result,) and all(map(serves, operands(node), choice.operands)):
+            return choice
+    return None

@@ -22,7 +22,7 @@ from torch.fx.node import Argument
 
 from torchshard.core.conversions import source_and_target
 from torchshard.core.errors import InternalError
-from torchshard.core.layouts import Layout, Shard, canonical, dual, is_whole
+from torchshard.core.layouts import Layout, Shard, canonical, dual
 from torchshard.core.mesh import MeshAxis
 from torchshard.distributed.ops import OPS, is_or_begins_collective
 from torchshard.ir.axes import axes_of, typed_as
@@ -38,7 +38,7 @@ from torchshard.ir.graph import (
     where,
 )
 from torchshard.ir.sizes import size_names
-from torchshard.passes.annotate import legal_choices
+from torchshard.passes.annotate import legal_choices, serves
 from torchshard.passes.nodes import int_arg, node_arg, operator_of
 from torchshard.passes.propagate import Seen, is_sized_by_values, run
 
@@ -98,7 +98,7 @@ def _choice_faults(node: fx.Node, axis: MeshAxis) -> Iterator[Fault]:
 
 def _edge_faults(node: fx.Node, inputs: list[fx.Node], required: tuple[Layout, ...]) -> Iterator[Fault]:
     for operand, layout in zip(inputs, required, strict=True):
-        if not _fits(layout_of(operand), layout, operand):
+        if not serves(operand, layout):
             why = f"{operand.name} is {_typed(operand)}, {node.name} requires {_typed(operand, layout)}"
             yield node, "an operand has another layout than its consumer requires", why
 
@@ -117,15 +117,11 @@ def _write_faults(node: fx.Node) -> Iterator[Fault]:
             yield node, "a write goes to a copy", f"{written.name} is a collective's result, not the buffer itself"
 
 
-def _fits(actual: Layout, required: Layout, value: fx.Node) -> bool:
-    return actual == required or (not value.meta.get("needs_grad") and is_whole(actual) and is_whole(required))
-
-
 def _collective_faults(node: fx.Node, axis: MeshAxis) -> Iterator[Fault]:
     operand = node_arg(node)
     layouts = source_and_target(OPS[operator_of(node)].name, node.args[1:])
     source, target = (_canonical(layout, axis) for layout in layouts)
-    if not _fits(layout_of(operand), source, operand):
+    if not serves(operand, source):
         why = f"{_typed(operand)}, not {_typed(operand, source)}"
         yield node, "a collective's operand has another layout than it converts", why
     elif layout_of(node) != target:
