@@ -32,6 +32,14 @@ def bare() -> nn.Module:
     return MLP()
 
 
+def one_tensor() -> tuple[nn.Module, Any]:
+    return MLP(), torch.randn(3, 12)
+
+
+def named() -> tuple[nn.Module, dict[str, Any]]:
+    return MLP(), {"x": torch.randn(3, 12)}
+
+
 def failing() -> nn.Module:
     raise ZeroDivisionError("no such luck")
 
@@ -120,7 +128,7 @@ def test_meshes(llama: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) 
 def test_show_a_model_at_both_levels(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["show", "tests.test_cli:factory", "--ranks", "3"]) == 0
     assert "without it: a step takes" in capsys.readouterr().out
-    assert main(["show", "tests.test_cli:factory", "--level", "node"]) == 0
+    assert main(["show", "tests.test_cli:named", "--level", "node"]) == 0
     assert "* down_linear_reduce" in capsys.readouterr().out
 
 
@@ -286,7 +294,9 @@ ERRORS = {
     "a factory of nothing": (["plan", "tests.test_cli:nothing_at_all"], "returns a tuple"),
     "too small to check": (["check", "tests.test_cli:factory", "--memory", "10B"], "fits 10 B"),
     "too many ranks": (["plan", "tests.test_cli:factory", "--ranks", "100000"], "more than any dim"),
-    "no inputs": (["plan", "tests.test_cli:bare"], "InputError"),
+    "no inputs": (["plan", "tests.test_cli:bare"], "a function that returns `model, (x,)`"),
+    "a class": (["plan", "tests.models:MLP"], "'tests.models:MLP': the model's forward does not take these arguments"),
+    "an input that is no tuple": (["plan", "tests.test_cli:one_tensor"], "returns a tuple of MLP, Tensor"),
     "no ranks": (["plan", "tests.test_cli:factory", "--ranks", "0"], "0 is no number of ranks"),
     "no size": (["plan", "tests.test_cli:factory", "--memory", "much"], "'much' is no size"),
     "too small": (["plan", "tests.test_cli:factory", "--memory", "10B"], "fits 10 B"),

@@ -24,6 +24,7 @@ from typing import Any, NamedTuple, Protocol
 import torch
 from torch import Tensor, nn
 
+from torchshard.capture.signature import bound_call
 from torchshard.checking.check import Report, check
 from torchshard.checking.processes import check_processes
 from torchshard.cli.folders import has_weights, note, with_weights
@@ -141,6 +142,9 @@ def _unloaded(name: str, example: Example, real: bool) -> Source:
 # --- factories -------------------------------------------------------------------------------------------------------
 
 
+_FACTORY = "a function that returns `model, (x,)` or `model, (x,), {'mask': mask}`"
+
+
 def _from_factory(name: str, real: bool) -> Source:
     module, _, attribute = name.partition(":")
     sys.path.insert(0, os.getcwd())
@@ -158,15 +162,34 @@ def _from_factory(name: str, real: bool) -> Source:
         ) from error
     finally:
         sys.path.remove(os.getcwd())
-    parts = result if isinstance(result, tuple) else (result,)
-    if not parts or not isinstance(parts[0], nn.Module) or len(parts) > 3:
+    source = _returned(result)
+    if source is None:
+        types = ", ".join(type(part).__name__ for part in result) if isinstance(result, tuple) else ""
         raise InputError(
-            f"{name!r} returns a {type(result).__name__}",
+            f"{name!r} returns a {type(result).__name__}" + (f" of {types}" if types else ""),
             where="MODEL",
-            why="a factory returns a model and example inputs",
-            attempt="return model, (x,) or model, (x,), {'mask': mask}",
+            why="a factory returns a model, and after it the example inputs in a tuple, a dict or both",
+            attempt=_FACTORY,
         )
-    return Source(parts[0], tuple(parts[1]) if len(parts) > 1 else (), parts[2] if len(parts) > 2 else None)
+    try:
+        bound_call(source.model, source.args, source.kwargs or {})
+    except InputError as error:
+        raise InputError(f"{name!r}: {error.what}", where=error.where, why=error.why, attempt=_FACTORY) from None
+    return source
+
+
+def _returned(result: object) -> Source | None:
+    """The model and the example inputs that a factory returned; None if it is anything else."""
+    match result if isinstance(result, tuple) else (result,):
+        case (nn.Module() as model,):
+            return Source(model)
+        case (nn.Module() as model, tuple() | list() as args):
+            return Source(model, tuple(args))
+        case (nn.Module() as model, Mapping() as kwargs):
+            return Source(model, (), kwargs)
+        case (nn.Module() as model, tuple() | list() as args, Mapping() as kwargs):
+            return Source(model, tuple(args), kwargs)
+    return None
 
 
 # --- Hugging Face ----------------------------------------------------------------------------------------------------
