@@ -6,6 +6,7 @@ import json
 import logging
 import subprocess
 import sys
+import warnings
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -18,7 +19,7 @@ from torch import nn
 
 import torchshard as ts
 from tests.models import MLP
-from torchshard.cli.main import _Follow, main
+from torchshard.cli.main import _Follow, _plain_warnings, main
 from torchshard.cli.sources import Example, real_source
 
 CONFIG: dict[str, Any] = {"hidden_size": 64, "intermediate_size": 96, "num_attention_heads": 4, "num_hidden_layers": 2}
@@ -130,6 +131,15 @@ def test_show_a_model_at_both_levels(capsys: pytest.CaptureFixture[str]) -> None
     assert "without it: a step takes" in capsys.readouterr().out
     assert main(["show", "tests.test_cli:named", "--level", "node"]) == 0
     assert "* down_linear_reduce" in capsys.readouterr().out
+
+
+def test_warnings_have_the_users_place_or_none() -> None:
+    before = warnings.formatwarning
+    with _plain_warnings():
+        text = warnings.formatwarning(UserWarning("too slow"), UserWarning, str(ts.__file__), 3)
+        assert text == "warning: too slow\n"
+        assert warnings.formatwarning(UserWarning("old"), UserWarning, __file__, 3).startswith(f"{__file__}:3: ")
+    assert warnings.formatwarning is before
 
 
 def test_draw(tmp_path: Path) -> None:

@@ -379,7 +379,7 @@ def _beside(rank: int) -> dict[str, Any]:
         found[f"norm {turn}"] = abs(torch.nn.utils.get_total_norm([p.grad for p in parameters]) - norm).item()
         found[f"clipped {turn}"] = abs(ts.clip_grad_norm_(parameters, 1e9) - norm).item()
     told = 'mesh={"dp": 4, "tp": 1}; or destroy_process_group()'
-    found["another"] = refused(lambda: ts.shard(_model(), {}, own, mesh={"dp": 4}), told, ts.DistributedError)
+    found["another"] = refused(lambda: ts.shard(_model(), {}, own, mesh={"x": 4}), told, ts.DistributedError)
     told = "the ranks divide the batch, and no mesh says which ranks"
     found["no mesh"] = refused(lambda: ts.shard(_model(), {}, own, data="replicate"), told)
     one: dict[str, Any] = {"mesh": {"dp": 4, "tp": 1}, "data": "shard"} if rank else {}
@@ -552,6 +552,9 @@ def test_ranks_that_differ_are_told_on_every_rank(way: Data) -> None:
         ({"pp": 2, "dp": 2, "tp": 1}, {"dp": "shard"}, "one axis for the weights; in this mesh pp, tp do not divide"),
         ({"d p": 2, "tp": 2}, None, "'d p' is no name of an axis"),
         ({"tp": 2, "dp": 2}, {"dp": "shard"}, "consecutive ranks divide the batch"),
+        ({"tp": 2, "dp": 2}, None, "over 'dp', the last axis, the weights would be divided, and not the batch"),
+        ({"dp_replicate": 2, "dp_shard": 2}, "shard", "over 'dp_shard', the last axis"),
+        ({"data": 4}, None, "over 'data', the last axis"),
         ({"dp": 2.0, "tp": 2}, None, "the mesh has 2.0 ranks along 'dp'"),
         ({}, None, "a mesh without axes has no ranks"),
         (7, None, "a int is no mesh whose axes have names"),
@@ -569,6 +572,7 @@ def test_a_mesh_of_one_axis_is_that_axis() -> None:
     assert mesh_sizes({"tp": 4}) == {"tp": 4}
     assert read_mesh(4, {"tp": 4}, None).axis == MeshAxis(4) and read_mesh(4, {"tp": 4}, None).data is None
     assert read_mesh(4, {"dp": 1, "tp": 4}, "shard") == read_mesh(4, {"tp": 4}, None)
+    assert read_mesh(4, {"dpo": 4}, None).data is None  # no name of the field's
     assert read_mesh(4, {"dp": 4}, "shard").data == "shard" and not read_mesh(4, {"dp": 4}, "shard").divisions
 
 

@@ -16,6 +16,7 @@ import json
 import logging
 import os
 import sys
+import warnings
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Protocol
 
@@ -39,7 +40,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     from torchshard.core.errors import ShardError
 
     try:
-        code: int = options.run(options)
+        with _plain_warnings():
+            code: int = options.run(options)
         sys.stdout.flush()
         return code
     except KeyboardInterrupt:
@@ -56,6 +58,27 @@ def main(arguments: Sequence[str] | None = None) -> int:
             what = f"{(what.splitlines() or [''])[0]}\n  try:    --debug, for the traceback"
         print(f"{type(error).__name__}: {what}", file=sys.stderr)
         return FAILED
+
+
+@contextlib.contextmanager
+def _plain_warnings() -> Iterator[None]:
+    """Prints warnings without a place, where that is a line of a library and none of the user's."""
+    with_place = warnings.formatwarning
+
+    def formatted(
+        message: Warning | str, category: type[Warning], filename: str, lineno: int, line: str | None = None
+    ) -> str:
+        from torchshard.core.user_files import is_library
+
+        if is_library(filename):
+            return f"warning: {message}\n"
+        return with_place(message, category, filename, lineno, line)
+
+    warnings.formatwarning = formatted
+    try:
+        yield
+    finally:
+        warnings.formatwarning = with_place
 
 
 def _parser() -> argparse.ArgumentParser:

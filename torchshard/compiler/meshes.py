@@ -32,6 +32,9 @@ MeshLike: TypeAlias = Mapping[str, int] | DeviceMesh
 DataLike: TypeAlias = Data | Mapping[str, Data]
 """How ranks hold weights over the axes over which they divide the batch; by name, if these are not all but the last."""
 
+_BATCH_AXIS = re.compile(r"((d|dd|fsd|hsd)p|data|batch|replica|replicate)(_|$)")
+"""Names by which others' meshes call axes that divide the batch."""
+
 
 @dataclass(frozen=True)
 class RankAxes:
@@ -139,12 +142,25 @@ def _data_by_name(names: list[str], data: DataLike | None) -> dict[str, Data]:
     if not isinstance(data, Mapping):
         if data is not None:
             check_data(data)
+        if _BATCH_AXIS.match(names[-1]) and (len(names) > 1 or data is None):
+            raise _of_the_batch(names, data or "replicate")
         return {} if data is None and len(names) == 1 else dict.fromkeys(names[:-1] or names, data or "replicate")
     for name, kind in data.items():
         check_data(kind)
         if name not in names:
             raise _error(f"the mesh has no axis {name!r}", "data=", " or ".join(map(repr, names)))
     return {name: data[name] for name in names if name in data}
+
+
+def _of_the_batch(names: list[str], data: Data) -> InputError:
+    """The error of a mesh whose last axis is named as one over which the batch is divided, and is not said to be."""
+    ways = ", ".join(f"{name!r}: {data!r}" for name in names if _BATCH_AXIS.match(name))
+    return InputError(
+        f"over {names[-1]!r}, the last axis, the weights would be divided, and not the batch",
+        where="mesh=",
+        why="of several axes all but the last divide the batch, and one axis alone divides the weights",
+        attempt=f"the axis of the weights last; or say what divides the batch: data={{{ways}}}",
+    )
 
 
 def _error(what: str, where: str, attempt: str) -> InputError:
