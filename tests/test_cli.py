@@ -133,6 +133,15 @@ def test_show_a_model_at_both_levels(capsys: pytest.CaptureFixture[str]) -> None
     assert "* down_linear_reduce" in capsys.readouterr().out
 
 
+def test_a_model_that_needs_more_than_token_ids_is_told_how_to_get_it(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    config = transformers.CLIPConfig(architectures=["CLIPModel"])
+    config.save_pretrained(tmp_path)
+    assert main(["plan", str(tmp_path), "--ranks", "2"]) == 3
+    assert "a model that needs others or both: module:factory" in capsys.readouterr().err
+
+
 def test_warnings_have_the_users_place_or_none() -> None:
     before = warnings.formatwarning
     with _plain_warnings():

@@ -29,6 +29,10 @@ MODEL_HELP = (
     "name of a model in the cache of Hugging Face's hub: meta-llama/Llama-3.1-8B"
 )
 WEIGHTS_HELP = "safetensors files that must fit the model (MODEL's, if it is a folder with some); cast to its dtype"
+MADE_INPUTS = (
+    "  inputs: made here, from the configuration: token ids or images alone; a model that needs others or both: "
+    "module:factory, which returns the model and its inputs"
+)
 DIFFERENT, FAILED = 1, 3
 
 
@@ -37,7 +41,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = _parser().parse_args(arguments)
     if options.verbose:
         logging.basicConfig(level=logging.INFO, format="%(name)s: %(message)s")
-    from torchshard.core.errors import ShardError
+    from torchshard.core.errors import CaptureError, ShardError
 
     try:
         with _plain_warnings():
@@ -54,6 +58,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if options.debug:
             raise
         what = str(error)
+        if isinstance(error, CaptureError) and ":" not in getattr(options, "model", ":"):
+            what += f"\n{MADE_INPUTS}"
         if not isinstance(error, ShardError):
             what = f"{(what.splitlines() or [''])[0]}\n  try:    --debug, for the traceback"
         print(f"{type(error).__name__}: {what}", file=sys.stderr)
