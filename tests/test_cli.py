@@ -316,6 +316,10 @@ ERRORS = {
     "no inputs": (["plan", "tests.test_cli:bare"], "a function that returns `model, (x,)`"),
     "a class": (["plan", "tests.models:MLP"], "'tests.models:MLP': the model's forward does not take these arguments"),
     "an input that is no tuple": (["plan", "tests.test_cli:one_tensor"], "returns a tuple of MLP, Tensor"),
+    "two pins": (
+        ["plan", "tests.test_cli:factory", "--pin", "up=row", "--pin", "up=column"],
+        "'up' is pinned as row and as column",
+    ),
     "no ranks": (["plan", "tests.test_cli:factory", "--ranks", "0"], "0 is no number of ranks"),
     "no size": (["plan", "tests.test_cli:factory", "--memory", "much"], "'much' is no size"),
     "too small": (["plan", "tests.test_cli:factory", "--memory", "10B"], "fits 10 B"),

@@ -18,7 +18,7 @@ import os
 import sys
 import warnings
 from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 if TYPE_CHECKING:
     from torchshard.compiler.constraints import PlanLike
@@ -289,8 +289,28 @@ def _wanted(options: argparse.Namespace) -> PlanLike:
             why=f"{options.plan!r} says all layouts",
             attempt="torchshard whatif, which plans again; or --pin alone",
         )
-    pins: PlanLike = dict(options.pin)
+    pins: PlanLike = _by_glob(options.pin)
     return pins or str(options.plan)
+
+
+def _by_glob(pins: Sequence[tuple[str, Any]]) -> dict[str, Any]:
+    """Style by glob.
+
+    Raises:
+        InputError: a glob has two styles.
+    """
+    styles: dict[str, Any] = {}
+    for glob, style in pins:
+        if styles.setdefault(glob, style) != style:
+            from torchshard.core.errors import InputError
+
+            raise InputError(
+                f"{glob!r} is pinned as {styles[glob]} and as {style}",
+                where="--pin",
+                why="a plan gives each module one style",
+                attempt="one of the two",
+            )
+    return styles
 
 
 @contextlib.contextmanager
@@ -376,7 +396,7 @@ def _what_if(options: argparse.Namespace) -> int:
     _check_plan_files(options)
     plan = ts.Plan.load(options.file)
     with _progress(is_logged=options.verbose):
-        other = ts.what_if(plan, dict(options.pin), machine=options.machine, memory=options.memory)
+        other = ts.what_if(plan, _by_glob(options.pin), machine=options.machine, memory=options.memory)
     print(ts.diff(plan, other))
     if options.json:
         other.save(options.json)
