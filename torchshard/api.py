@@ -73,7 +73,8 @@ def shard(
         data: "replicate": each rank passes its own part of the batch and holds all weights, as in DDP; "shard": a slice
             of each weight, which the backward gathers again, as in FSDP and ZeRO-3; "shard_grad_op": slices that are
             gathered once in a step, as in ZeRO-2. With `mesh` for all axes but the last, by default "replicate"; or by
-            name: `{"dp": "replicate", "fsdp": "shard"}`, as in HSDP. The axes that it names divide the batch.
+            name: `{"dp": "replicate", "fsdp": "shard"}`, as in HSDP. The axes that it names divide the batch. A last
+            axis with a name of such axes (dp, fsdp, data, replica) has to be named.
         inputs: where the ranks divide the batch: "local": each passes its own part, and gets its part of results that
             have the batch; "global": each passes the whole batch, and gets whole results.
         weights: a folder of safetensors files (or one file), from which each rank reads its slices and nothing else, in
