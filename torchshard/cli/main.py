@@ -74,10 +74,11 @@ def _plain_warnings() -> Iterator[None]:
     def formatted(
         message: Warning | str, category: type[Warning], filename: str, lineno: int, line: str | None = None
     ) -> str:
+        from torchshard.core.columns import paragraph
         from torchshard.core.user_files import is_library
 
         if is_library(filename):
-            return f"warning: {message}\n"
+            return paragraph(f"warning: {message}") + "\n"
         return with_place(message, category, filename, lineno, line)
 
     warnings.formatwarning = formatted
