@@ -14,7 +14,7 @@ from torch.nn.parameter import is_lazy
 from torchshard.capture.attributes import settings
 from torchshard.capture.signature import Leaves
 from torchshard.capture.visible import visible_to
-from torchshard.core.errors import InputError
+from torchshard.core.errors import InputError, in_short
 from torchshard.core.modules import named_tensors
 from torchshard.weights.lazy import LazyTensor, memory_of, values_of
 
@@ -60,7 +60,7 @@ def copy_model(model: nn.Module, memo: Mapping[int, object] | None = None) -> nn
         raise InputError(
             f"{type(model).__name__} can't be copied",
             where="copy.deepcopy(model)",
-            why=f"{type(error).__name__}: {error}".splitlines()[0],
+            why=in_short(error),
             attempt="keep locks, files and process groups out of the module, or give their holder a __deepcopy__",
         ) from error
 

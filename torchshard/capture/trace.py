@@ -35,7 +35,7 @@ from torchshard.capture.rng_states import changed_generators, check_generators
 from torchshard.capture.seeding import INTERCEPTED_SEEDING
 from torchshard.capture.signature import Leaves, check_results, is_unchanged
 from torchshard.capture.whole_calls import INTERCEPTED_FUNCTIONS
-from torchshard.core.errors import CaptureError, InputError
+from torchshard.core.errors import CaptureError, InputError, in_short
 from torchshard.core.user_files import warn
 from torchshard.custom_ops.whole import WholeCall
 
@@ -208,10 +208,9 @@ def _with_equal_sizes(model: nn.Module, call: Leaves, shapes: Shapes, exported: 
 
 
 def _warn_of_fixed_sizes(model: nn.Module, failure: Exception) -> None:
-    why = f"{type(failure).__name__}: {failure}".strip().splitlines()[0][:200]
     warn(
         f"{type(model).__name__} can't be captured for varying batch and sequence sizes: it is captured again for "
-        f"each pair of sizes, which takes seconds ({why})"
+        f"each pair of sizes, which takes seconds ({in_short(failure)[:200]})"
     )
 
 

@@ -28,7 +28,7 @@ from torchshard.compiler.constraints import PlanLike, read_constraints
 from torchshard.compiler.meshes import DataLike, MeshLike, checked_world_size, read_mesh
 from torchshard.compiler.program import Program, check_examples, prepared, program
 from torchshard.core.columns import Notebook
-from torchshard.core.errors import ShardError
+from torchshard.core.errors import ShardError, in_short
 from torchshard.core.rng_states import keeping_rng_states, rng_states
 from torchshard.core.words import Word, dual
 from torchshard.ir.axes import words_of
@@ -278,7 +278,7 @@ def _with_captured(report: Report, model: nn.Module, args: Sequence[object], kwa
         with keeping_rng_states(trial.tensors):
             comparisons = _comparisons(trial, trial.unsharded(), trial.whole(), {}, tolerance)
     except Exception as error:  # a model that refuses this dtype
-        return replace(report, uncaptured=_in_short(error))
+        return replace(report, uncaptured=in_short(error))
     return replace(report, captured=Report(1, tolerance, comparisons))
 
 
@@ -293,12 +293,8 @@ def _with_wider(report: Report, trial: Trial, sides: _Sides) -> Report:
             expected = wide.results(sides.expected)
             return replace(report, widened=_report(wide, replace(sides, expected=expected), TOLERANCES[dtype]))
         except Exception as error:  # an op that refuses this dtype
-            reason = reason or _in_short(error)
+            reason = reason or in_short(error)
     return replace(report, unwidened=reason)
-
-
-def _in_short(error: Exception) -> str:
-    return f"{type(error).__name__}: {error}".splitlines()[0]
 
 
 def in_dtype(

@@ -24,6 +24,7 @@ from torchshard.checking.compare import ComparedValue, Kind, Results, gradients,
 from torchshard.checking.rounding import NUDGE_SEED, Nudges, nudged, widened, widened_graph
 from torchshard.compiler.program import Program
 from torchshard.core.autocast import autocasting
+from torchshard.core.errors import in_short
 from torchshard.core.layouts import I, Shard
 from torchshard.core.mesh import Mesh, Place
 from torchshard.core.rng_states import RngStates, set_rng_states
@@ -255,8 +256,7 @@ class Trial:
         try:
             parts = [step_graphs(graph) for graph in graphs]
         except Exception as error:  # whatever it is: training does without
-            what, _, _ = f"{type(error).__name__}: {error}".partition("\n")
-            log.warning("no graph of the backward: %s; autograd's alone is compared", what)
+            log.warning("no graph of the backward: %s; autograd's alone is compared", in_short(error))
             return None
         return self._run(graphs, made.held, made.mesh, watched=False, parts=parts)
 

@@ -18,7 +18,7 @@ from torchshard.checkpoints.contents import (
     stateful_modules,
     tied_names,
 )
-from torchshard.core.errors import InputError
+from torchshard.core.errors import InputError, in_short
 from torchshard.core.mesh import Place
 from torchshard.core.modules import named_tensors
 from torchshard.core.words import WHOLE, Word, cuts, is_split, local_shape
@@ -63,8 +63,7 @@ def saved_objects(checkpoint: Checkpoint, ranks: Ranks) -> tuple[dict[str, Any],
             check_rng_states(state)
         _check_objects(objects)
     except Exception as error:  # the bytes are not trusted, and decoding them may fail in any way
-        why = f"{type(error).__name__}: {error}".partition("\n")[0]
-        raise broken(path, f"its objects are not what ts.save writes: {why}") from error
+        raise broken(path, f"its objects are not what ts.save writes: {in_short(error)}") from error
     return objects, states[ranks.replicas.rank] if ranks.replicas.rank < len(states) else None
 
 

@@ -30,7 +30,7 @@ from torchshard.checking.processes import check_processes
 from torchshard.cli.folders import has_weights, note, with_weights
 from torchshard.compiler.constraints import PlanLike
 from torchshard.compiler.meshes import DataLike, checked_world_size, read_mesh
-from torchshard.core.errors import InputError, ShardError
+from torchshard.core.errors import InputError, ShardError, in_short
 from torchshard.plans.machine import Axes, MachineLike, objective
 from torchshard.weights.transformers_models import cast_kept, lazy_pretrained
 
@@ -203,7 +203,7 @@ def _from_config(path: Path, example: Example, real: bool, *, is_pretrained: boo
     except ShardError:
         raise
     except Exception as error:
-        raise _no_configuration(path, f"{type(error).__name__}: {_first_line(error)}") from error
+        raise _no_configuration(path, in_short(error)) from error
     _turn_off_caches(model)
     return Source(model, (), _inputs(config, model, example, path))
 

@@ -25,6 +25,11 @@ class ShardError(Exception):
         super().__init__("\n".join([what, *(f"  {label} {text}" for label, text in rows if text)]))
 
 
+def in_short(error: BaseException) -> str:
+    """Any exception's type and the first line of what it says: `ValueError: no such dim`."""
+    return f"{type(error).__name__}: {error}".partition("\n")[0]
+
+
 class PlanError(ShardError):
     """The plan does not fit the model or the world size, or contradicts itself."""
 

@@ -9,7 +9,7 @@ from dataclasses import asdict
 from typing import Any, cast, get_args
 
 from torchshard.core.conversions import BESIDE, TABLE, ConversionStep, Steps
-from torchshard.core.errors import InputError, PlanError
+from torchshard.core.errors import InputError, PlanError, in_short
 from torchshard.core.layouts import Layout, Part, Shard, parse_layout
 from torchshard.core.notation import Choice
 from torchshard.core.types import is_of, texts
@@ -81,11 +81,10 @@ def read(text: str, where: str) -> dict[str, Any]:
     try:
         return _fields(json.loads(text))
     except (ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError, InputError) as error:
-        what, _, _ = str(error).partition("\n")
         raise PlanError(
             "this is no plan that can be read",
             where=where,
-            why=f"{type(error).__name__}: {what}",
+            why=in_short(error),
             attempt="a file that Plan.to_json() wrote",
         ) from None
 

@@ -18,7 +18,7 @@ from torch import Tensor, fx
 from torch.fx.graph import _BoxedCodeGen
 
 from torchshard.core.autocast import autocasting
-from torchshard.core.errors import DistributedError, InputError
+from torchshard.core.errors import DistributedError, InputError, in_short
 from torchshard.core.garbage import without_garbage_collection
 from torchshard.core.hashing import hash_text
 from torchshard.core.rng_states import RngStates, keeping_rng_states, rng_states, set_rng_states
@@ -204,7 +204,7 @@ def on_all_ranks(
         collectives = sent(made)
     except Exception as error:  # whatever it is: autograd does without
         failure = f"{type(error).__name__}: {error}"
-        log.log(level, "no graph of the backward: %s", failure.partition("\n")[0])
+        log.log(level, "no graph of the backward: %s", in_short(error))
     what = "the ranks can't make the graph of a backward together"
     groups = [group for group in reversed(ranks.groups.values()) if group.size > 1]
     for group in (*groups, *groups[:-1]):  # what fails along one axis, all ranks of the other have to know
