@@ -411,6 +411,17 @@ def test_a_kernel_gets_contiguous_memory() -> None:
     ts.check(model, {"*": "replicate"}, world_size=2, example_inputs=(torch.randn(2, 4, 8),)).raise_on_error()
 
 
+@pytest.mark.parametrize("mode", ["nearest", "bilinear", "bicubic"])
+def test_what_pytorch_records_and_erases_again_hides_no_backward(mode: str) -> None:
+    """Of an upsampling that is the last op of a part, the last nodes recorded are erased."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Conv2d(3, 4, 3, padding=1), nn.Upsample(scale_factor=2, mode=mode))
+    x = torch.randn(2, 3, 6, 6)
+    plan = ts.plan(model, {"0": "column"}, world_size=2, example_inputs=(x,))
+    assert "\nbackward" in ts.explain(plan, level="step")
+    ts.check(model, plan, world_size=2, example_inputs=(x,)).raise_on_error()
+
+
 def test_an_op_that_writes_what_its_gradient_is_of() -> None:
     """`rrelu` leaves its noise in an operand, which is saved for the backward."""
     torch.manual_seed(0)

@@ -230,10 +230,10 @@ class _Recorder(fx.Interpreter):
         """Recorded node -> the number of the node whose value it is."""
         self._gradients: dict[fx.Node, list[int]] = defaultdict(list)
         """Recorded node -> the numbers of the nodes whose gradient it is."""
-        self._origins: dict[fx.Node, int] = {}
-        """Recorded node -> the number of the op whose forward or backward records the nodes behind it."""
-        self._last: fx.Node | None = None
-        """The last recorded node of the forward."""
+        self._origins: dict[fx.Node, tuple[int | None, bool]] = {}
+        """Recorded node -> (the number of the op whose forward or backward recorded it, whether that was the backward)."""
+        self._origin: int | None = None
+        self._is_backward = False
         self._steps: set[Any] = set()
         """Steps of autograd's backward that are marked."""
         self._hooks: list[RemovableHandle] = []
@@ -281,26 +281,34 @@ class _Recorder(fx.Interpreter):
 
     def _mark(self, origin: int) -> None:
         """What is recorded from now on belongs to this op."""
-        self._origins[next(reversed(_graph_being_recorded().nodes))] = origin
+        self._settle(_graph_being_recorded())
+        self._origin = origin
 
     def begin_backward(self) -> None:
         """What is recorded from now on is the backward."""
-        self._last = next(reversed(_graph_being_recorded().nodes))
+        self._settle(_graph_being_recorded())
+        self._is_backward = True
+
+    def _settle(self, graph: fx.Graph) -> None:
+        """Notes where the nodes since the last mark belong; PyTorch may erase some of them again, even the last one."""
+        for node in reversed(graph.nodes):
+            if node in self._origins:
+                break
+            self._origins[node] = self._origin, self._is_backward
 
     def describe(self, graph: fx.Graph, results: Sequence[object]) -> None:
         """Sets the meta of the recorded nodes."""
         for node, kwargs in self._copies.items():
             node.target, node.kwargs = aten.contiguous.default, dict(kwargs)
-        origin, is_backward = None, False
+        self._settle(graph)
         for node in graph.nodes:
+            origin, is_backward = self._origins[node]
             val = {"val": node.meta["val"]} if "val" in node.meta else {}
             node.meta = val | {"is_backward": is_backward, "origin": origin}
             if node in self._values:
                 node.meta["value"] = self._values[node]
             if node in self._gradients:
                 node.meta["gradients"] = self._gradients[node]
-            origin = self._origins.get(node, origin)
-            is_backward |= node is self._last
         for result in results:  # a size is recorded when it is asked for, maybe behind all else
             if isinstance(result, fx.Node):
                 for node in (result, *upstream(result, lambda n: n.all_input_nodes)):
