@@ -31,7 +31,7 @@ from torchshard.compiler.memory import predicted_memory
 from torchshard.compiler.program import prepared
 from torchshard.ir.graph import is_tensor_op
 from torchshard.planner.costs import Op
-from torchshard.plans.machine import objective, read_machine, time_text
+from torchshard.plans.machine import objective, read_machine, size_text, time_text
 
 IDS = torch.zeros(2, 7, dtype=torch.long)
 
@@ -214,6 +214,29 @@ def test_diff_shows_the_changes_and_their_costs() -> None:
     assert any(line.startswith("  parameters on a rank: ") for line in lines)
     assert any(line.startswith("  copy: ") for line in lines)
     assert ts.diff(a, a) == "parameters are alike"
+
+
+def test_diff_counts_all_axes_of_the_ranks() -> None:
+    """What is sent over the batch's axes is most of it; a memory that nobody asked for is not 0."""
+    model, x = nn.Sequential(nn.Linear(64, 256), nn.ReLU(), nn.Linear(256, 64)), torch.zeros(8, 64)
+    pins = [{"0": "column", "2": "row"}, {"0": "replicate", "2": "replicate"}]
+    mesh: dict[str, Any] = {"mesh": {"dp": 2, "tp": 2}, "data": "shard"}
+    split, whole = (ts.plan(model, pin, example_inputs=(x,), **mesh) for pin in pins)
+    alone = ts.plan(model, pins[0], world_size=2, example_inputs=(x,))
+    sent = [sum(each.costs.nbytes for each in plan.over_all) for plan in (alone, split, whole)]
+    assert sent[0] < sent[1] < sent[2]
+    texts = [size_text(nbytes) for nbytes in sent]
+    assert f"  sent by a rank per step: {texts[1]} -> {texts[2]}" in ts.diff(split, whole).splitlines()
+    lines = ts.diff(alone, split).splitlines()
+    assert f"  sent by a rank per step: {texts[0]} -> {texts[1]}" in lines
+    assert "  ranks: 2 ranks -> 2 × 2 ranks (dp × tp)" in lines
+    assert "  0.weight: [256@tp,64] -> [256@tp@dp,64]" in lines
+    assert any(line.startswith("  memory of a step: not estimated -> ") for line in lines)
+    other = ts.plan(MLP(), {}, world_size=2, example_inputs=(torch.zeros(3, 12),))
+    assert "  0.weight: [256@tp,64] -> –" in ts.diff(alone, other).splitlines()
+    for wrong in (lambda: ts.diff("a.json", alone), lambda: ts.diff(alone, model)):  # type: ignore[arg-type]
+        with pytest.raises(ts.InputError, match="is no plan"):
+            wrong()
 
 
 def test_a_weight_pinned_whole_does_not_allow_others_to_stay_whole() -> None:

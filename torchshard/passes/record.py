@@ -231,7 +231,7 @@ class _Recorder(fx.Interpreter):
         self._gradients: dict[fx.Node, list[int]] = defaultdict(list)
         """Recorded node -> the numbers of the nodes whose gradient it is."""
         self._origins: dict[fx.Node, tuple[int | None, bool]] = {}
-        """Recorded node -> (the number of the op whose forward or backward recorded it, whether that was the backward)."""
+        """Recorded node -> (the number of the op that it belongs to, whether the op's backward recorded it)."""
         self._origin: int | None = None
         self._is_backward = False
         self._steps: set[Any] = set()

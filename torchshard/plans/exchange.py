@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+from collections import Counter
+from collections.abc import Iterator
 from typing import Any
 
-from torchshard.core.errors import PlanError
+from torchshard.core.errors import InputError, PlanError
 from torchshard.core.layouts import I, Shard
 from torchshard.core.paths import star_differences, star_numbers
 from torchshard.plans.data import PlanData
 from torchshard.plans.machine import size_text, time_text
-from torchshard.plans.table import changed
+from torchshard.plans.table import held_otherwise, mesh_text
 
 STYLES: dict[tuple[str, int], tuple[str, tuple[str, ...], tuple[str, ...]]] = {
     ("Linear", 0): ("colwise", ("", "copy"), ("", "gather", "all_gather")),
@@ -105,36 +107,48 @@ def to_dtensor(plan: PlanData) -> dict[str, Any]:
 def diff(a: PlanData, b: PlanData) -> str:
     """The differences between two plans, and what they cost.
 
-    `b` beside `a`: layouts that changed (equal layers on one line), collectives by kind, bytes and time.
+    `b` beside `a`: parameters that lie otherwise (equal layers on one line), and then, over all axes of the ranks,
+    collectives by kind, bytes, time and memory.
+
+    Raises:
+        InputError: one of them is no plan.
     """
-    differences = changed(a, b.parameters)
+    for plan in (a, b):
+        if not isinstance(plan, PlanData):
+            raise InputError(
+                f"a {type(plan).__name__} is no plan",
+                where="diff",
+                why="two plans are compared",
+                attempt="ts.Plan.load(path) for the plan in a file; model.plan for that of a sharded model",
+            )
+    differences = held_otherwise([a, b])
     lines = []
-    for names, there, here in differences:
+    for names, (held, becomes) in differences:
         many = f" ×{len(names)}" if len(names) > 1 else ""
-        held, becomes = a.shape_text(names[0], there), b.shape_text(names[0], here)
         lines.append(f"  {star_differences(*names)}{many}: {held} -> {becomes}")
     if a.fingerprint and b.fingerprint and a.fingerprint != b.fingerprint:
         lines.insert(0, "  they are plans of different models")
     if a.static != b.static:
         lines.append(f"  {'the second' if b.static else 'the first'} is for inputs of exactly one size")
-    before, after = a.costs.kinds, b.costs.kinds
+    before, after = (sum((each.costs.kinds for each in plan.over_all), Counter[str]()) for plan in (a, b))
     lines += [f"  {k}: {before[k]} -> {after[k]}" for k in sorted(before | after) if before[k] != after[k]]
-    for what, x, y, text in (
-        ("ranks", a.world_size, b.world_size, str),
-        ("parameters on a rank", a.parameter_bytes()[1], b.parameter_bytes()[1], size_text),
-        ("sent by a rank per step", a.costs.nbytes, b.costs.nbytes, size_text),
-        ("time per step", _step_seconds(a), _step_seconds(b), time_text),
-        ("memory of a step", a.step_memory.get("peak", 0), b.step_memory.get("peak", 0), size_text),
-    ):
-        if text(x) != text(y):
-            lines.append(f"  {what}: {text(x)} -> {text(y)}")
+    figures = zip(_figures(a), _figures(b), strict=True)
+    lines += [f"  {what}: {x} -> {y}" for (what, x), (_, y) in figures if x != y]
     choices = sum(a.choices.get(name) != b.choices.get(name) for name in a.choices.keys() | b.choices.keys())
     if choices and not lines:
         lines.append(f"  {choices} ops run differently, for the same bytes and time")
-    head = f"{len(differences)} kinds of parameters are sharded differently" if differences else "parameters are alike"
+    head = "parameters are alike"
+    if differences:
+        kinds = "1 kind of parameters is" if len(differences) == 1 else f"{len(differences)} kinds of parameters are"
+        head = f"{kinds} sharded differently"
     return "\n".join([head, *lines])
 
 
-def _step_seconds(plan: PlanData) -> float:
-    """Of a step, over all axes of the mesh."""
-    return plan.costs.seconds if plan.costs.step is None else plan.costs.step
+def _figures(plan: PlanData) -> Iterator[tuple[str, str]]:
+    """What a plan is for, and what it costs over all axes of its ranks: (name, text)."""
+    yield "machine", plan.costs.machine
+    yield "ranks", mesh_text(plan)
+    yield "parameters on a rank", size_text(plan.parameter_bytes()[1])
+    yield "sent by a rank per step", size_text(sum(each.costs.nbytes for each in plan.over_all))
+    yield "time per step", time_text(plan.costs.seconds if plan.costs.step is None else plan.costs.step)
+    yield "memory of a step", size_text(plan.step_memory["peak"]) if "peak" in plan.step_memory else "not estimated"

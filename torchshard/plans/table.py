@@ -215,6 +215,20 @@ def _faster_with_fewer(costs: Costs) -> str:
     return f"; fewer ranks are faster where the model fits them{many}"
 
 
+def held_otherwise(plans: Sequence[PlanData]) -> list[tuple[list[str], tuple[str, ...]]]:
+    """The parameters that lie otherwise in some of the plans, equal layers together: (names, how they lie in each)."""
+    found: dict[tuple[str, tuple[str, ...]], list[str]] = {}
+    for name in dict.fromkeys(name for plan in plans for name in plan.parameters):
+        held = tuple(plan.held_text(name) if name in plan.parameters else ABSENT for plan in plans)
+        if len({*held}) > 1:
+            found.setdefault((star_numbers(name), held), []).append(name)
+    return [(names, held) for (_, held), names in found.items()]
+
+
+ABSENT = "–"
+"""What stands for a parameter that a model does not have."""
+
+
 def changed(a: PlanData, parameters: Mapping[str, Layout]) -> list[tuple[list[str], Layout, Layout]]:
     """The parameters with another layout than in a plan, equal layers together: (names, layout there, layout here)."""
     found: dict[tuple[str, Layout, Layout], list[str]] = {}

@@ -15,11 +15,11 @@ from typing import NamedTuple
 
 from torch import fx
 
-from torchshard.core.paths import star_differences, star_numbers
+from torchshard.core.paths import star_differences
 from torchshard.plans.data import Collective, PlanData
 from torchshard.plans.machine import size_text, time_text
 from torchshard.plans.plan import Plan
-from torchshard.plans.table import mesh_text
+from torchshard.plans.table import ABSENT, held_otherwise, mesh_text
 from torchshard.report.drawing.charts import Charts, Scales, bounds_table, course, memory_chart, time_chart
 from torchshard.report.drawing.lanes import lanes
 from torchshard.report.drawing.outline import Frame, frame_of
@@ -218,7 +218,7 @@ def _differences(shown: Sequence[Shown], names: Sequence[str]) -> str:
     """The sums of all plans beside each other, and the parameters that lie otherwise."""
     figures = [_figures(one.plan) for one in shown]
     head = "".join(f'<th scope="col" class="n">{escape(name)}</th>' for name in names)
-    none = Tile("–", "")
+    none = Tile(ABSENT, "")
     rows = "".join(
         _compared(name, [figure.get(name, none).value for figure in figures])
         for name in dict.fromkeys(name for figure in figures for name in figure)
@@ -229,13 +229,9 @@ def _differences(shown: Sequence[Shown], names: Sequence[str]) -> str:
 
 def _layouts(shown: Sequence[Shown]) -> Iterator[tuple[str, Sequence[str]]]:
     """The parameters that do not lie the same in all plans, those of equal layers together, and their layouts."""
-    found: dict[tuple[str, tuple[str, ...]], list[str]] = {}
-    for name in dict.fromkeys(name for one in shown for name in one.plan.parameters):
-        layouts = tuple(one.plan.held_text(name) if name in one.plan.parameters else "–" for one in shown)
-        if len({*layouts}) > 1:
-            found.setdefault((star_numbers(name), layouts), []).append(name)
-    shared = Counter(star_differences(*names) for names in found.values())
-    for (_, layouts), names in found.items():
+    found = held_otherwise([one.plan for one in shown])
+    shared = Counter(star_differences(*names) for names, _ in found)
+    for names, layouts in found:
         stars = star_differences(*names)
         yield stars if shared[stars] == 1 else f"{stars} ({_numbers(stars, names)})", layouts
 
