@@ -370,6 +370,13 @@ def test_a_plan_file_is_shown_unchanged(tmp_path: Path, capsys: pytest.CaptureFi
     assert main(["show", str(tmp_path / "plan.txt")]) == 0
     assert main(["show", str(tmp_path / "plan.txt"), "--ranks", "3", "--weights", "llama"]) == 3
     assert "--weights and --ranks can't change a finished plan" in capsys.readouterr().err
+    for option in (["--mode", "infer"], ["--batch", "8"], ["--sequence", "64"], ["--mode", "infer", "--length", "9"]):
+        assert main(["show", str(tmp_path / "plan.txt"), *option]) == 3
+        assert f"{option[0]}" in capsys.readouterr().err
+    for command in ("plan", "meshes"):
+        (tmp_path / "plan.json").write_bytes((tmp_path / "plan.txt").read_bytes())
+        assert main([command, str(tmp_path / "plan.json"), "--ranks", "2"]) == 3
+        assert "is a plan\n" in capsys.readouterr().err
 
 
 def test_a_configuration_of_any_name_is_shown(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -144,6 +144,24 @@ def test_a_small_gradient_that_is_zeroed_is_seen_beside_a_large_one(dtype: torch
     assert found == {"small": False, "large": True}
 
 
+class _OwnDtype(nn.Module):
+    """Makes a tensor of the default dtype, and adds to it what has the input's."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up = nn.Linear(8, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.zeros(4, 8).index_add(0, torch.tensor([0, 1, 3, 3]), self.up(x))
+
+
+def test_a_model_that_does_not_run_in_the_dtype_of_the_comparison() -> None:
+    x = (torch.randn(4, 8),)
+    with pytest.raises(ts.InputError, match=r"index_add_(?s:.*)dtype=x\.dtype"):
+        ts.check(_OwnDtype(), "auto", world_size=2, example_inputs=x)
+    assert ts.check(_OwnDtype(), "auto", world_size=2, example_inputs=x, dtype=None).ok
+
+
 class _Chooses(nn.Module):
     """Takes the largest of its values by comparing with it, which rounding must not undo."""
 

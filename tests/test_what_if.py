@@ -93,7 +93,7 @@ def test_pins_a_machine_and_memory_change_the_answer(tmp_path: Path) -> None:
 def test_a_loaded_plan_has_its_graph_again() -> None:
     made = compiled_case("gpt").plan
     loaded = ts.Plan.from_json(made.to_json())
-    with pytest.raises(ts.InputError, match="the plan has no graph"):
+    with pytest.raises(ts.InputError, match=r"the plan has no graph(?s:.*)what_if"):
         ts.explain(loaded, level="node")
     assert ts.explain(with_graph(loaded), level="node") == ts.explain(made, level="node")
     assert loaded.to_json() == made.to_json(), "a file that was read can be written"

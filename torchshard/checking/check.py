@@ -28,7 +28,7 @@ from torchshard.compiler.constraints import PlanLike, read_constraints
 from torchshard.compiler.meshes import DataLike, MeshLike, checked_world_size, read_mesh
 from torchshard.compiler.program import Program, check_examples, prepared, program
 from torchshard.core.columns import Notebook
-from torchshard.core.errors import ShardError, in_short
+from torchshard.core.errors import InputError, ShardError, in_short
 from torchshard.core.rng_states import keeping_rng_states, rng_states
 from torchshard.core.words import Word, dual
 from torchshard.ir.axes import words_of
@@ -164,6 +164,7 @@ def check(
         memory, machine, axes, recompute: what makes a plan the best one; see `plan`.
 
     Raises:
+        InputError: the model does not run in `dtype`.
         ShardError: the errors of `torchshard.shard` for this model and plan. A difference is reported, not raised:
             see `Report.raise_on_error`.
     """
@@ -200,9 +201,26 @@ def check_program(
     trial, graph = _trial(model, compiled.captured, args, kwargs), with_whole_results(graph)
     with keeping_rng_states(trial.tensors):
         graphs = lockstep.rank_graphs(graph, compiled.axis, compiled.batches)
-        sides = _Sides(trial.unsharded(), graph, graphs, compiled, by_graphs)
+        sides = _Sides(_expected(trial), graph, graphs, compiled, by_graphs)
         report = _with_wider(_report(trial, sides, tolerance_of(compiled.captured.graph)), trial, sides)
         return _with_flips(report, trial, sides)
+
+
+def _expected(trial: Trial) -> Results:
+    """What the unsharded model computes.
+
+    Raises:
+        InputError: it does not run.
+    """
+    try:
+        return trial.unsharded()
+    except RuntimeError as error:
+        raise InputError(
+            "the model does not run in the dtype that it is compared in",
+            where=f"{type(trial.model).__name__}.forward",
+            why=in_short(error),
+            attempt="tensors that forward makes in the dtype of its input (dtype=x.dtype); or dtype=None, for no cast",
+        ) from error
 
 
 def _trial(model: nn.Module, captured: Captured, args: Sequence[object], kwargs: Mapping[str, object]) -> Trial:

@@ -254,7 +254,8 @@ class Trial:
         if not all(map(has_backward, graphs)):
             return None
         try:
-            parts = [step_graphs(graph) for graph in graphs]
+            with _default_dtype(self.dtype):
+                parts = [step_graphs(graph) for graph in graphs]
         except Exception as error:  # whatever it is: training does without
             log.warning("no graph of the backward: %s; autograd's alone is compared", in_short(error))
             return None

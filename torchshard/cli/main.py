@@ -456,6 +456,7 @@ def _loaded(options: argparse.Namespace) -> Plan:
     defaults = _parser().parse_args(["show", options.model])
     names = (
         "weights", "dtype", "labels", "ranks", "mesh", "data", "plan", "pin", "memory", "machine", "axes", "recompute",
+        "mode", "batch", "sequence", "length",
     )  # fmt: skip
     changed = [f"--{name}" for name in names if getattr(options, name) != getattr(defaults, name)]
     if changed:

@@ -216,6 +216,13 @@ def _configuration(path: Path) -> tuple[Any, Callable[[Any], Any]]:
         raise InputError(
             f"{os.fspath(path)!r} can't be read", where="MODEL", why=str(error), attempt="a Hugging Face config.json"
         ) from None
+    if isinstance(fields, dict) and {"choices", "conversions"} <= fields.keys():
+        raise InputError(
+            f"{os.fspath(path)!r} is a plan",
+            where="MODEL",
+            why="this command makes plans of a model",
+            attempt="torchshard show, draw or whatif, which take a plan's file; or --plan FILE beside the model",
+        )
     if not isinstance(fields, dict) or "model_type" not in fields:
         raise _no_configuration(path, "it has no model_type")
     try:

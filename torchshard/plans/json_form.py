@@ -85,13 +85,13 @@ def read(text: str, where: str) -> dict[str, Any]:
             "this is no plan that can be read",
             where=where,
             why=in_short(error),
-            attempt="a file that Plan.to_json() wrote",
+            attempt="a file that Plan.to_json() of this version wrote",
         ) from None
 
 
 def _fields(body: dict[str, Any]) -> dict[str, Any]:
     if body["version"] != VERSION:
-        raise ValueError(f"version {body['version']}, this library reads {VERSION}")
+        raise ValueError(f"version {body['version']}, this library reads {VERSION}: plan again")
     choices = {
         name: Choice(is_of(str, c["choice"]), _layouts(c["operands"]), _layouts(c["results"]), _axes(c["axes"]))
         for name, c in is_of(dict, body["choices"]).items()

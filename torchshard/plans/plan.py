@@ -70,7 +70,7 @@ class Plan(PlanData, Notebook):
                 f"the plan {os.fspath(path)!r} can't be read",
                 where="the plan",
                 why=str(error),
-                attempt="the path of a file that Plan.save wrote, a dict, or a Plan",
+                attempt="the path of a file that Plan.save, or torchshard plan --json, wrote",
             ) from None
         return Plan.from_json(text, os.fspath(path))
 

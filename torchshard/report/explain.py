@@ -104,11 +104,12 @@ def step_of(plan: Plan, rank: int) -> fx.GraphModule:
 
 def _program(plan: Plan, rank: int) -> Any:
     if plan.program is None:
+        again = "torchshard.what_if(plan), or " if plan.question else ""
         raise InputError(
             "the plan has no graph",
             where="explain, draw",
-            why="a file holds layouts and choices, not the model, and the graph of a mesh is that of its first plan",
-            attempt="torchshard.plan(model, loaded_plan, ...), and what it returns",
+            why="it was read from a file, or is that of a further axis, whose graph the first one has",
+            attempt=f"{again}torchshard.plan(model, plan, ...), and what it returns",
         )
     ranks = plan.program.mesh.size
     if not 0 <= rank < ranks:
