@@ -108,7 +108,7 @@ def _program(plan: Plan, rank: int) -> Any:
         raise InputError(
             "the plan has no graph",
             where="explain, draw",
-            why="it was read from a file, or is that of a further axis, whose graph the first one has",
+            why="it was read from a file, or is that of a further axis: the graph of a mesh is that of its first plan",
             attempt=f"{again}torchshard.plan(model, plan, ...), and what it returns",
         )
     ranks = plan.program.mesh.size
