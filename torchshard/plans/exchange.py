@@ -150,5 +150,5 @@ def _figures(plan: PlanData) -> Iterator[tuple[str, str]]:
     yield "ranks", mesh_text(plan)
     yield "parameters on a rank", size_text(plan.parameter_bytes()[1])
     yield "sent by a rank per step", size_text(sum(each.costs.nbytes for each in plan.over_all))
-    yield "time per step", time_text(plan.costs.seconds if plan.costs.step is None else plan.costs.step)
+    yield "time per step", time_text(sum(plan.step_seconds.values()))
     yield "memory of a step", size_text(plan.step_memory["peak"]) if "peak" in plan.step_memory else "not estimated"

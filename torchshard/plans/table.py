@@ -20,6 +20,8 @@ from torchshard.core.paths import star_differences, star_last_number, star_numbe
 from torchshard.plans.data import Collective, Costs, PlanData
 from torchshard.plans.machine import size_text, time_text
 
+ABSENT = "–"
+"""What stands for a parameter that a model does not have."""
 HEADER = ("module", "parameters", "before", "after", "bytes", "sent", "time", "whole")
 LEGEND = (
     "before, after: the collectives at the module; bytes: of its parameters on a rank; sent: by a rank in a step; "
@@ -223,10 +225,6 @@ def held_otherwise(plans: Sequence[PlanData]) -> list[tuple[list[str], tuple[str
         if len({*held}) > 1:
             found.setdefault((star_numbers(name), held), []).append(name)
     return [(names, held) for (_, held), names in found.items()]
-
-
-ABSENT = "–"
-"""What stands for a parameter that a model does not have."""
 
 
 def changed(a: PlanData, parameters: Mapping[str, Layout]) -> list[tuple[list[str], Layout, Layout]]:
