@@ -309,6 +309,17 @@ def test_gradients_and_transforms_inside_the_model_are_refused(body: Callable[[_
         capture(_Up(body), (X,))
 
 
+def test_control_flow_by_an_operator_is_refused() -> None:
+    """TorchDynamo, which `torch.cond` calls, puts the RNG state back: that is not the model's seeding."""
+
+    def body(m: _Up, x: Tensor) -> Tensor:
+        up = m.up(x)
+        return torch.cond(up.sum() > 0, torch.sin, torch.cos, (up,))  # type: ignore[no-any-return]
+
+    with pytest.raises(ts.CaptureError, match=r"(?s)test_capture\.py:\d+ in body.*torch\.cond.*torch\.where"):
+        capture(_Up(body), (X,))
+
+
 def test_a_pytorch_layer_that_reads_a_value_is_named() -> None:
     model = nn.Sequential(nn.Linear(6, 4), nn.BatchNorm1d(4, momentum=None))
     with pytest.raises(ts.CaptureError, match=r"(?s)batchnorm\.py:\d+ in forward.*momentum=None .*momentum=0\.1"):

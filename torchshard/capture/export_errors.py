@@ -31,6 +31,11 @@ _ADVICE = (
         "say so: is_causal=True beside the mask (tgt_is_causal=True of nn.Transformer), or False",
     ),
     _Advice(
+        r"UncapturedHigherOrderOp",
+        "it branches or loops by an operator that takes functions (torch.cond), which a flat graph can't hold",
+        "torch.where in place of a branch, a Python loop in place of a scan",
+    ),
+    _Advice(
         r"exported program constant's list|functorch",
         "it differentiates or maps within forward (torch.autograd.grad, torch.func), which a flat graph can't hold",
         "plain ops on batched tensors in place of torch.func.vmap; gradients taken outside the model",
@@ -38,7 +43,7 @@ _ADVICE = (
     _Advice(
         r"data.dependent|GuardOnDataDependent|Could not extract specialized|\.item\(\)|_local_scalar_dense|unbacked",
         "the graph would depend on the values of a tensor",
-        "compute with torch.where or a mask instead of a Python branch on a tensor's value",
+        "torch.where or a mask in place of a Python branch on a tensor's value, or of a size that is one (bincount)",
     ),
     _Advice(
         r"dynamic|Constraints violated|specializ",

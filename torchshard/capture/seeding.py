@@ -8,6 +8,7 @@ tensors its seeding is only noted. Forwards that seed without calling `torch.man
 from __future__ import annotations
 
 import functools
+import sys
 from collections.abc import Callable
 from typing import cast
 
@@ -25,7 +26,7 @@ def _replace(original: object) -> object:
     @functools.wraps(function)
     def seed(*args: object, **kwargs: object) -> object:
         recording = current_recording()
-        if recording is None:
+        if recording is None or _is_called_by_dynamo():
             return function(*args, **kwargs)
         if not recording.inside_call:
             raise seeds_inside_forward(calling_line() or f"torch.{function.__name__}")
@@ -33,6 +34,11 @@ def _replace(original: object) -> object:
         return 0
 
     return seed
+
+
+def _is_called_by_dynamo() -> bool:
+    """Whether TorchDynamo calls the function that asks: it puts the RNG state back after branches of `torch.cond`."""
+    return str(sys._getframe(2).f_globals.get("__name__")).startswith("torch._dynamo.")
 
 
 _FUNCTIONS = ("manual_seed", "seed", "set_rng_state")
