@@ -19,7 +19,8 @@ from torch import nn
 
 import torchshard as ts
 from tests.models import MLP
-from torchshard.cli.main import _Follow, _plain_warnings, main
+from torchshard.cli.main import _plain_warnings, main
+from torchshard.cli.progress import Follow
 from torchshard.cli.sources import Example, real_source
 
 CONFIG: dict[str, Any] = {"hidden_size": 64, "intermediate_size": 96, "num_attention_heads": 4, "num_hidden_layers": 2}
@@ -277,7 +278,7 @@ def test_what_takes_long_is_logged_and_shown(caplog: pytest.LogCaptureFixture) -
     assert all(line.endswith(" s") for line in lines)
     moved: list[Any] = []
     bar = SimpleNamespace(set_description_str=moved.append, update=lambda: moved.append(1))
-    _Follow(bar).emit(logging.makeLogRecord({"msg": "capture: 2.5 s"}))
+    Follow(bar).emit(logging.makeLogRecord({"msg": "capture: 2.5 s"}))
     assert moved == ["capture: 2.5 s", 1]
 
 

@@ -122,14 +122,14 @@ def _unloaded(name: str, example: Example, real: bool) -> Source:
         return _from_config(path / "config.json", example, real, is_pretrained=has_weights(path))
     if path.suffix == ".json" or path.exists():
         return _from_config(path, example, real)
-    if ":" in name and (example.labels or example.dtype is not None):
+    if is_factory(name) and (example.labels or example.dtype is not None):
         raise InputError(
             "a factory decides on dtypes and labels",
             where="--labels" if example.labels else "--dtype",
             why="it returns a model that is made, and what it is called with",
             attempt="the option in its code",
         )
-    if ":" in name:
+    if is_factory(name):
         return _from_factory(name, real)
     why, attempt = "there is no such file or folder, and no factory is named", ""
     if re.fullmatch(HUB_NAME, name):
@@ -137,6 +137,11 @@ def _unloaded(name: str, example: Example, real: bool) -> Source:
         attempt = f"`hf download {name} config.json` before; or "
     attempt += "a Hugging Face config.json, the folder it is in, or module:factory"
     raise InputError(f"{name!r} is not a model", where="MODEL", why=why, attempt=attempt)
+
+
+def is_factory(name: str) -> bool:
+    """Whether a model is named by what makes it: 'package.module:function'."""
+    return ":" in name
 
 
 # --- factories -------------------------------------------------------------------------------------------------------

@@ -1,0 +1,140 @@
+"""The arguments of the commands: a function for each group of them, which adds it to a command's parser."""
+
+from __future__ import annotations
+
+import argparse
+
+_MODEL = (
+    "module:factory, a Hugging Face config.json, or a folder with one and, if it has them, safetensors files; or the "
+    "name of a model in the cache of Hugging Face's hub: meta-llama/Llama-3.1-8B"
+)
+_WEIGHTS = "safetensors files that must fit the model (MODEL's, if it is a folder with some); cast to its dtype"
+
+
+def model(command: argparse.ArgumentParser) -> None:
+    """The model, and the call of it that is planned for."""
+    command.add_argument("model", metavar="MODEL", help=_MODEL)
+    command.add_argument("--weights", metavar="FOLDER", help=_WEIGHTS)
+    command.add_argument("--batch", type=int, default=2, metavar="N", help="of the example inputs, on each part (2)")
+    command.add_argument("--sequence", type=int, default=128, metavar="N", help="tokens of the example inputs (128)")
+    command.add_argument("--dtype", metavar="DTYPE", help="of the parameters: bfloat16 (that of the configuration)")
+    text = "call it with labels, as training does: the results have a loss"
+    command.add_argument("--labels", action="store_true", help=text)
+
+
+def plan_file(command: argparse.ArgumentParser) -> None:
+    """A plan's file, which is planned again."""
+    command.add_argument("file", metavar="FILE", help="a plan's JSON, as plan --json wrote it")
+
+
+def pins(command: argparse.ArgumentParser) -> None:
+    """Styles by globs of modules."""
+    text = "a style of the modules that a glob names: '*.mlp.up=column', '*.experts=replicate'"
+    command.add_argument("--pin", type=_pin, default=[], action="append", metavar="GLOB=STYLE", help=text)
+
+
+def _pin(text: str) -> tuple[str, str]:
+    """A glob of modules and a style: '*.up=column'."""
+    glob, sign, style = text.rpartition("=")
+    if not sign or not style:
+        raise argparse.ArgumentTypeError(f"{text!r} is no pin such as '*.up=column'")
+    return glob, style
+
+
+def planning(command: argparse.ArgumentParser) -> None:
+    """The ranks and their mesh, and what is known of the plan before."""
+    command.add_argument("--ranks", type=int, metavar="N", help="number of ranks (2, or the mesh's)")
+    command.add_argument("--mesh", type=_mesh, metavar="AXES", help="parts of the batch and of the weights: dp=8,tp=4")
+    text = "the ranks, or those of all axes of the mesh but the last, divide the batch; shard: and hold slices of the "
+    text += "weights; or by axis: dp=replicate,fsdp=shard"
+    command.add_argument("--data", type=_data, metavar="WAY", help=text)
+    command.add_argument("--plan", default="auto", metavar="FILE", help="a plan's JSON instead of the best plan")
+    pins(command)
+
+
+def world(command: argparse.ArgumentParser) -> None:
+    """The number of ranks alone."""
+    command.add_argument("--ranks", type=int, required=True, metavar="N", help="number of ranks")
+
+
+def where(command: argparse.ArgumentParser) -> None:
+    """The machine, and the memory of a rank."""
+    command.add_argument("--memory", metavar="SIZE", help="the most that a step may take on a rank: 80GiB")
+    from torchshard.plans.machine import MACHINES
+
+    text = f"{', '.join(MACHINES)}; or what measure wrote: x.json"
+    command.add_argument("--machine", default=None, metavar="NAME", help=text)
+
+
+def aim(command: argparse.ArgumentParser) -> None:
+    """What the best plan is the best for."""
+    where(command)
+    command.add_argument(
+        "--axes", default="weights", choices=("weights", "sequence", "all"), help="all: batch and sequence"
+    )
+    command.add_argument(
+        "--recompute",
+        default=[],
+        action="append",
+        metavar="GLOB",
+        help="what backward computes again: blocks.*",
+    )
+
+
+def _mesh(text: str) -> dict[str, int]:
+    """The axes of a mesh: 'dp=8,tp=4'."""
+    sizes = _by_name(text)
+    if not all(name and size.isdecimal() for name, size in sizes.items()):
+        raise argparse.ArgumentTypeError(f"{text!r} is no mesh such as dp=8,tp=4")
+    return {name: int(size) for name, size in sizes.items()}
+
+
+def _data(text: str) -> str | dict[str, str]:
+    """A way to divide the batch, or one for each axis: 'shard', 'dp=replicate,fsdp=shard'."""
+    ways = _by_name(text)
+    return text if list(ways) == [""] else ways
+
+
+def _by_name(text: str) -> dict[str, str]:
+    """What is said of each axis: 'dp=8,tp=4'."""
+    pairs = [part.rpartition("=")[::2] for part in text.split(",")]
+    if len(pairs) > len(dict(pairs)):
+        raise argparse.ArgumentTypeError(f"{text!r} says two things of one axis")
+    return dict(pairs)
+
+
+def mode(command: argparse.ArgumentParser) -> None:
+    """Training or inference."""
+    text = "infer: calls without gradients; with --length a decode step, else a prompt"
+    command.add_argument("--mode", default="train", choices=("train", "infer"), help=text)
+    command.add_argument("--length", type=int, metavar="N", help="tokens in the cache of a decode step")
+
+
+def plan_files(command: argparse.ArgumentParser) -> None:
+    """Where to write a plan."""
+    command.add_argument("--json", metavar="FILE", help="write the plan")
+    command.add_argument("--html", metavar="FILE", help="write a page with the graph and its collectives")
+
+
+def picture(command: argparse.ArgumentParser) -> None:
+    """What to draw, and where."""
+    command.add_argument("-o", "--output", required=True, metavar="FILE", help="x.html, x.svg or x.dot")
+    command.add_argument("--step", action="store_true", help="rank 0's forward and backward, as they run")
+    text = "an .svg of this module alone, with a lane for each rank; auto: the layer that takes the most time"
+    command.add_argument("--layer", metavar="PATH", help=text)
+
+
+def output(command: argparse.ArgumentParser) -> None:
+    """Where to write a machine."""
+    command.add_argument("output", metavar="FILE", help="x.json, for --machine")
+
+
+def level(command: argparse.ArgumentParser) -> None:
+    """How much of the graph to print."""
+    text = "node: a line per op of the graph; step: rank 0's forward and backward, as they run"
+    command.add_argument("--level", default="table", choices=("table", "node", "step"), help=text)
+
+
+def processes(command: argparse.ArgumentParser) -> None:
+    """Where a check runs."""
+    command.add_argument("--processes", action="store_true", help="real ranks, through gloo, instead of simulated ones")

@@ -1,0 +1,64 @@
+"""What is being done, while a plan is made: a bar on a terminal, with tqdm; else lines on stderr."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import sys
+from collections.abc import Iterator
+from typing import Protocol
+
+
+@contextlib.contextmanager
+def progress(*, is_logged: bool, several: bool = False) -> Iterator[None]:
+    """Follows the log of what is done, if it is not shown: a bar on a terminal, with tqdm; else a line on stderr.
+
+    Args:
+        several: whether several plans are made, of which nobody knows how many need all stages.
+    """
+    if is_logged:
+        yield
+        return
+    from torchshard.compiler.program import STAGES
+
+    logger = logging.getLogger("torchshard.compiler.program")
+    with contextlib.ExitStack() as stack:
+        handler: logging.Handler = logging.StreamHandler(sys.stderr)
+        if sys.stderr.isatty():
+            with contextlib.suppress(ImportError):
+                from tqdm import tqdm
+
+                bar = tqdm(
+                    total=None if several else len(STAGES), desc=STAGES[0], delay=2, leave=False, bar_format=_BAR
+                )
+                handler = Follow(stack.enter_context(bar))
+        stack.callback(logger.setLevel, logger.level)
+        stack.callback(logger.removeHandler, handler)
+        logger.addHandler(handler)
+        logger.setLevel(logging.INFO)
+        yield
+
+
+_BAR = "{desc} {bar:20} {n_fmt}/{total_fmt} {elapsed}"
+
+
+class ProgressBar(Protocol):
+    """The part of `tqdm.tqdm` that is used here."""
+
+    def set_description_str(self, desc: str) -> None:
+        """Sets the text before the bar."""
+
+    def update(self) -> object:
+        """Advances the bar by one stage."""
+
+
+class Follow(logging.Handler):
+    """Advances a bar with each stage that is logged."""
+
+    def __init__(self, bar: ProgressBar) -> None:
+        super().__init__()
+        self.bar = bar
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.bar.set_description_str(record.getMessage())
+        self.bar.update()
