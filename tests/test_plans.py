@@ -91,6 +91,8 @@ def test_a_file_that_is_no_plan(tmp_path: Path) -> None:
         with pytest.raises(ts.PlanError, match=why) as caught:
             ts.Plan.load(tmp_path / name)
         assert name in str(caught.value) and str(caught.value).count("\n") == 3
+    with pytest.raises(ts.PlanError, match=r"(?s)a Linear is not the path of a plan.*model\.plan"):
+        ts.what_if(torch.nn.Linear(2, 2))  # type: ignore[arg-type]
 
 
 def _changed(body: Any, path: list[Any], value: Any) -> str:

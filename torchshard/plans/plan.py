@@ -61,7 +61,7 @@ class Plan(PlanData, Notebook):
         """The plan that `save` wrote.
 
         Raises:
-            PlanError: the file can't be read, is cut short, or holds no plan or one of another version.
+            PlanError: it is no path, or the file can't be read, is cut short, or holds no plan or one of another version.
         """
         try:
             text = Path(path).read_text(encoding="utf-8")
@@ -71,6 +71,13 @@ class Plan(PlanData, Notebook):
                 where="the plan",
                 why=str(error),
                 attempt="the path of a file that Plan.save, or torchshard plan --json, wrote",
+            ) from None
+        except TypeError:
+            raise PlanError(
+                f"a {type(path).__name__} is not the path of a plan",
+                where="the plan",
+                why="a plan is read from a file",
+                attempt="the path of what Plan.save wrote; model.plan for the plan of a sharded model",
             ) from None
         return Plan.from_json(text, os.fspath(path))
 
