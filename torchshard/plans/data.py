@@ -306,12 +306,8 @@ class PlanData:
 
     def held_text(self, name: str) -> str:
         """How the ranks hold a parameter or buffer: '[4096@tp@dp,64]'."""
-        return self.shape_text(name, *(each.parameters.get(name, I) for each in self.over_all))
-
-    def shape_text(self, name: str, *layouts: Layout) -> str:
-        """The same for other layouts than the plan's, one for each axis of `over_all`."""
         stored = self.stored.get(name)
-        held = word(*zip(self.axes, layouts, strict=False))
+        held = word(*zip(self.axes, (each.parameters.get(name, I) for each in self.over_all), strict=True))
         return words.text(held) if stored is None else split_text(stored.shape, held)
 
     def cuts(self, name: str, place: Sequence[int] = ()) -> Cuts:

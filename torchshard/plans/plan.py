@@ -61,7 +61,7 @@ class Plan(PlanData, Notebook):
         """The plan that `save` wrote.
 
         Raises:
-            PlanError: it is no path, or the file can't be read, is cut short, or holds no plan or one of another version.
+            PlanError: it is no path; the file can't be read, is cut short, holds no plan or one of another version.
         """
         try:
             text = Path(path).read_text(encoding="utf-8")

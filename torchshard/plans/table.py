@@ -8,13 +8,13 @@ layers.* ×12                                                                   
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
 import networkx as nx
 
 from torchshard.core.columns import columns, paragraph
-from torchshard.core.layouts import I, Layout
+from torchshard.core.layouts import I
 from torchshard.core.mesh import ranks_text
 from torchshard.core.paths import star_differences, star_last_number, star_numbers
 from torchshard.plans.data import Collective, Costs, PlanData
@@ -225,13 +225,3 @@ def held_otherwise(plans: Sequence[PlanData]) -> list[tuple[list[str], tuple[str
         if len({*held}) > 1:
             found.setdefault((star_numbers(name), held), []).append(name)
     return [(names, held) for (_, held), names in found.items()]
-
-
-def changed(a: PlanData, parameters: Mapping[str, Layout]) -> list[tuple[list[str], Layout, Layout]]:
-    """The parameters with another layout than in a plan, equal layers together: (names, layout there, layout here)."""
-    found: dict[tuple[str, Layout, Layout], list[str]] = {}
-    for name in dict.fromkeys([*a.parameters, *parameters]):
-        ends = a.parameters.get(name, I), parameters.get(name, I)
-        if ends[0] != ends[1]:
-            found.setdefault((star_numbers(name), *ends), []).append(name)
-    return [(names, there, here) for (_, there, here), names in found.items()]

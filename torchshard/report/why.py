@@ -19,7 +19,7 @@ from torchshard.ir.graph import op_name, whole_choice
 from torchshard.planner.problem import Alternative, PlanningProblem
 from torchshard.plans.data import Collective, PlanData
 from torchshard.plans.machine import size_text, time_text
-from torchshard.plans.table import changed
+from torchshard.plans.table import held_otherwise
 
 MAX_ALTERNATIVES = 12
 """An alternative is searched for so many kinds of collectives; each search takes as long as planning."""
@@ -117,12 +117,13 @@ def _compared(plan: PlanData, other: Alternative) -> str:
     slower = other.costs.seconds - plan.costs.seconds
     parts = [f"a step takes {time_text(abs(slower))} {'more' if slower >= 0 else 'less'}"]
     _, held = plan.parameter_bytes()
-    _, holds = dataclasses.replace(plan, parameters=other.parameters).parameter_bytes()
+    otherwise = dataclasses.replace(plan, parameters=other.parameters)
+    _, holds = otherwise.parameter_bytes()
     if abs(holds - held) > TOLD * held:
         parts.append(f"weights on a rank {size_text(abs(holds - held))} {'more' if holds > held else 'less'}")
     moved = [
-        f"{star_differences(*names)} is {plan.shape_text(names[0], b)}, not {plan.shape_text(names[0], a)}"
-        for names, a, b in changed(plan, other.parameters)
+        f"{star_differences(*names)} is {becomes}, not {held}"
+        for names, (held, becomes) in held_otherwise([plan, otherwise])
     ]
     kinds, others = plan.costs.kinds, other.costs.kinds
     changes = {kind: others[kind] - kinds[kind] for kind in sorted(kinds | others)}
