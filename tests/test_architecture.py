@@ -89,6 +89,14 @@ def test_importing_makes_no_process_group_and_prints_nothing() -> None:
     assert done.returncode == 0 and not done.stdout + done.stderr, done.stderr
 
 
+def test_tests_named_for_the_night_exist() -> None:
+    """A test that gets another name would run by day."""
+    folder = Path(__file__).parent
+    for line in (folder / "nightly.txt").read_text().splitlines():
+        file, _, name = line.partition("::")
+        assert f"def {name.partition('[')[0]}(" in (folder / file).read_text(), line
+
+
 def test_benchmarks_that_import_tests_put_them_on_the_path_first() -> None:
     texts = {path.name: path.read_text() for path in (PACKAGE.parent / "benchmarks").glob("*.py")}
     importing = {name: text for name, text in texts.items() if "from tests." in text}

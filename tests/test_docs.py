@@ -7,7 +7,6 @@ import os
 import re
 import sys
 import warnings
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 from xml.etree import ElementTree
@@ -55,17 +54,12 @@ def _runs(rank: int, page: str, folder: str) -> None:
 
 
 PAGES = ["README.md", *(f"docs/{path.name}" for path in sorted((ROOT / "docs").glob("*.md")))]
-LONG = {"docs/data.md", "docs/pictures.md", "docs/hugging_face.md", "docs/planning.md", "docs/step.md"}
-"""Pages whose blocks compile, plan several times or want eight ranks."""
+WITH_BLOCKS = [
+    page for page in PAGES if "```python" in (ROOT / page).read_text() and Path(page).name not in MADE_OF_EXAMPLES
+]
 
 
-def _marked() -> Iterator[Any]:
-    for page in PAGES:
-        if "```python" in (ROOT / page).read_text() and Path(page).name not in MADE_OF_EXAMPLES:
-            yield pytest.param(page, marks=[pytest.mark.nightly] if page in LONG else [])
-
-
-@pytest.mark.parametrize("page", _marked())
+@pytest.mark.parametrize("page", WITH_BLOCKS)
 def test_every_block_of_a_page_runs(page: str, tmp_path: Path) -> None:
     ranks = re.search(r"<!-- ranks: (\d+) -->", (ROOT / page).read_text())
     run_ranks(_runs, int(ranks[1]) if ranks else 2, page, str(tmp_path))
