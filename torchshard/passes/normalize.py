@@ -15,6 +15,8 @@ one from sizes alone, because they need no collective for that one.
 
 from __future__ import annotations
 
+import functools
+import math
 import operator
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
@@ -253,6 +255,16 @@ def _memory_order(value: Tensor) -> list[int]:
     return [next(ordered) if d in longer else d for d in range(value.ndim)]
 
 
+def _as_product(module: fx.GraphModule, node: fx.Node) -> fx.Node:
+    """`numel(x)` is the product of the sizes: of the whole x, where a rank counts the elements of its part."""
+    shape = node_arg(node).meta["val"].shape
+    known = math.prod(size for size in shape if isinstance(size, int))
+    dynamic = [d for d, size in enumerate(shape) if not isinstance(size, int)]
+    read = [emit(module, aten.sym_size.int, (node_arg(node), d), node) for d in dynamic]
+    product = functools.reduce(lambda a, b: emit(module, operator.mul, (a, b), node), read)
+    return _named(node, product if known == 1 else emit(module, operator.mul, (product, known), node))
+
+
 def _if_buffer(module: fx.GraphModule, node: fx.Node) -> fx.Node | None:
     """The buffer itself for a `detach` of it."""
     source = node_arg(node)
@@ -317,4 +329,5 @@ _REWRITES: dict[Target, Rewrite] = {
     aten.cat.default: _without_empty,
     aten.dropout.default: _if_inactive,
     aten.detach.default: _if_buffer,
+    aten.sym_numel.default: _as_product,
 }  # fmt: skip

@@ -14,7 +14,8 @@ I and R differ in their gradients alone, so either serves for the other if the v
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Generator
+from contextlib import closing
 from typing import Literal
 
 from torch import Tensor, fx
@@ -46,6 +47,7 @@ Stage = Literal["annotated", "inserted", "localized", "joint", "lowered"]
 """How far a graph has come: it decides which invariants hold."""
 Fault = tuple[fx.Node, str, str]
 """A node that breaks an invariant, the invariant, and how the node breaks it."""
+Faults = Generator[Fault, None, None]
 
 
 def verify(module: fx.GraphModule, stage: Stage, after: str, seen: Seen | None = None) -> None:
@@ -64,13 +66,14 @@ def verify(module: fx.GraphModule, stage: Stage, after: str, seen: Seen | None =
         faults = _lowered_faults(module)
     else:
         faults = _layout_faults(module, stage)
-    fault = next(faults, None)
+    with closing(faults):  # an error that someone keeps would keep it too, and all values fake
+        fault = next(faults, None)
     if fault is not None:
         node, what, why = fault
         raise InternalError(f"after {after}: {what}", where=where(node), why=why)
 
 
-def _layout_faults(module: fx.GraphModule, stage: Stage) -> Iterator[Fault]:
+def _layout_faults(module: fx.GraphModule, stage: Stage) -> Faults:
     axis: MeshAxis = module.meta["axis"]
     for node in module.graph.nodes:
         if node.op in ("placeholder", "call_function") and node.meta.get("layouts") is None:
@@ -87,7 +90,7 @@ def _layout_faults(module: fx.GraphModule, stage: Stage) -> Iterator[Fault]:
                 yield from _edge_faults(node, [result], (layout,))
 
 
-def _choice_faults(node: fx.Node, axis: MeshAxis) -> Iterator[Fault]:
+def _choice_faults(node: fx.Node, axis: MeshAxis) -> Faults:
     choice, row = node.meta.get("choice"), node.meta.get("row")
     if choice is None or choice not in list(legal_choices(node, row, axis, choice)):
         row_text = row.text if row is not None else None
@@ -96,7 +99,7 @@ def _choice_faults(node: fx.Node, axis: MeshAxis) -> Iterator[Fault]:
         yield node, "an op's layouts are not its choice's", f"{node.meta['layouts']} and {choice.results}"
 
 
-def _edge_faults(node: fx.Node, inputs: list[fx.Node], required: tuple[Layout, ...]) -> Iterator[Fault]:
+def _edge_faults(node: fx.Node, inputs: list[fx.Node], required: tuple[Layout, ...]) -> Faults:
     for operand, layout in zip(inputs, required, strict=True):
         if not serves(operand, layout):
             why = f"{operand.name} is {_typed(operand)}, {node.name} requires {_typed(operand, layout)}"
@@ -109,7 +112,7 @@ def _typed(node: fx.Node, layout: Layout | None = None) -> str:
     return typed_as(node, axes_of(node.graph)[-1], layout_of(node) if layout is None else layout, names)
 
 
-def _write_faults(node: fx.Node) -> Iterator[Fault]:
+def _write_faults(node: fx.Node) -> Faults:
     row = node.meta.get("row")
     for i in row.options.mutates if row is not None else ():
         written = operands(node)[i]
@@ -117,7 +120,7 @@ def _write_faults(node: fx.Node) -> Iterator[Fault]:
             yield node, "a write goes to a copy", f"{written.name} is a collective's result, not the buffer itself"
 
 
-def _collective_faults(node: fx.Node, axis: MeshAxis) -> Iterator[Fault]:
+def _collective_faults(node: fx.Node, axis: MeshAxis) -> Faults:
     operand = node_arg(node)
     layouts = source_and_target(OPS[operator_of(node)].name, node.args[1:])
     source, target = (_canonical(layout, axis) for layout in layouts)
@@ -129,7 +132,7 @@ def _collective_faults(node: fx.Node, axis: MeshAxis) -> Iterator[Fault]:
         yield node, "a collective's result has another layout than it converts to", why
 
 
-def _joint_faults(module: fx.GraphModule) -> Iterator[Fault]:
+def _joint_faults(module: fx.GraphModule) -> Faults:
     axis, group = module.meta["axis"], module.meta["group"]
     by_name = {node.name: node for node in module.graph.nodes}
     for node in module.graph.nodes:
@@ -144,7 +147,7 @@ def _joint_faults(module: fx.GraphModule) -> Iterator[Fault]:
                 yield node, "a collective converts another layout than that of a gradient", f"{layout}, not {known}"
 
 
-def _lowered_faults(module: fx.GraphModule) -> Iterator[Fault]:
+def _lowered_faults(module: fx.GraphModule) -> Faults:
     for node in module.graph.nodes:
         if is_or_begins_collective(node.target):
             yield node, "a collective is not lowered", "a compiler would not know it"
@@ -158,7 +161,7 @@ def _canonical(layout: Layout, axis: MeshAxis) -> Layout:
     return canonical(layout.dim, layout.parts or (), axis.size, repeated=layout.repeated)
 
 
-def _shape_faults(module: fx.GraphModule, seen: Seen) -> Iterator[Fault]:
+def _shape_faults(module: fx.GraphModule, seen: Seen) -> Faults:
     """Runs every op on fake values, each from the results before it, and compares the shapes with the recorded ones."""
     computed: dict[fx.Node, Argument] = {}  # an op must not start from a recorded value, which may be the wrong one
     with faking(fake_mode(module.graph)):
@@ -178,7 +181,7 @@ def _shape_faults(module: fx.GraphModule, seen: Seen) -> Iterator[Fault]:
             yield from _wrong_shapes(node, computed[node])
 
 
-def _wrong_shapes(node: fx.Node, computed: Argument) -> Iterator[Fault]:
+def _wrong_shapes(node: fx.Node, computed: Argument) -> Faults:
     if computed is None:
         return  # an assertion has no result
     results: list[Argument] = [computed]
