@@ -41,7 +41,7 @@ _ADVICE = (
         "plain ops on batched tensors in place of torch.func.vmap; gradients taken outside the model",
     ),
     _Advice(
-        r"data.dependent|GuardOnDataDependent|Could not extract specialized|\.item\(\)|_local_scalar_dense|unbacked",
+        r"data.dependent|DataDependent|Could not extract specialized|\.item\(\)|_local_scalar_dense|unbacked",
         "the graph would depend on the values of a tensor",
         "torch.where or a mask in place of a Python branch on a tensor's value, or of a size that is one (bincount)",
     ),
