@@ -69,6 +69,22 @@ def test_a_step_is_that_of_the_whole_batch(name: str, mesh: dict[str, int], data
     assert report.ok and report.world_size == math.prod(mesh.values()), str(report)
 
 
+class Pieces(nn.Module):
+    """In a graph `split` has as many pieces as the batch gave it: the batch is one number, known to each axis of it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(6, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.linear(x).split(2)[0].softmax(0)
+
+
+def test_a_batch_of_one_size_alone_is_divided_over_two_axes() -> None:
+    report = ts.check(Pieces(), "auto", mesh={"dp": 2, "fsdp": 2}, data=HYBRID, example_inputs=(torch.randn(8, 6),))
+    assert report.ok, str(report)
+
+
 class Positions(nn.Module):
     """The first dim of the positions is the sequence, of which the ranks of the one axis may have a part."""
 

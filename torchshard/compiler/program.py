@@ -268,17 +268,17 @@ def _answered(captured: Captured, question: Question) -> Program:
         each.with_layouts(each.first_layouts(facts)).with_inputs(batches, left) for each in constraints.of_batch
     ]
     if not constraints.divisions:
-        _divide_batch(graph, sizes.keys(), of_batch[0])
+        _divide_batch(graph, sizes.keys(), _results(graph, sizes), of_batch[0])
         return _planned(captured, facts, of_batch[0])
     # what is a multiple of the ranks of the other axis alone is none of these
     graph.meta["multiples"] = (multiples & _sizes_of(graph, SEQUENCE)).difference(sizes)
     with sizes_as({size: number // constraints.batch_parts for size, number in sizes.items()}):
         made = _planned(captured, facts, split)  # for what a rank computes
     names = frozenset(path for path, size in _batches_of(graph, batches).items() if size_expr(size) in sizes)
-    parts, over_axes = constraints.batch_parts, list[DividedBatch]()
+    parts, results, over_axes = constraints.batch_parts, _results(graph, sizes), list[DividedBatch]()
     for each in of_batch:
         parts //= each.axis.size
-        over_axes.append(DividedBatch(each, names, facts, parts))
+        over_axes.append(DividedBatch(each, names, results, facts, parts))
     return dataclasses.replace(made, divided=True, batches=tuple(over_axes))
 
 
@@ -290,6 +290,8 @@ class DividedBatch:
     """With the layouts over this axis of parameters, buffers, and the call's tensors that are parts of the batch."""
     inputs: frozenset[str]
     """The names of the latter."""
+    results: tuple[Layout, ...]
+    """The layouts over this axis of what the call returns."""
     facts: ModelFacts
     parts: int
     """So many parts later axes make of what this one leaves to a rank."""
@@ -322,7 +324,9 @@ class DividedBatch:
 
     def _whole(self, local: fx.GraphModule) -> fx.GraphModule:
         graph = for_next_axis(local)
-        _divide_batch(graph, set(map(size_expr, _batches_of(graph, self.inputs).values())), self.constraints)
+        sizes = set(map(size_expr, _batches_of(graph, self.inputs).values()))
+        # a batch that is one number alone is no dynamic size, and any other size may be equal to it
+        _divide_batch(graph, {size for size in sizes if isinstance(size, sympy.Expr)}, self.results, self.constraints)
         return graph
 
 
@@ -366,7 +370,13 @@ def _left_layouts(captured: Captured, batches: Collection[sympy.Symbol]) -> dict
     return found
 
 
-def _batch_dim(value: fx.Node, batches: Collection[int | sympy.Expr]) -> int | None:
+def _results(graph: fx.GraphModule, batches: Collection[sympy.Symbol]) -> tuple[Layout, ...]:
+    """How ranks that divide the batch hold what a call returns: a part of the batch, or all of it."""
+    dims = (_batch_dim(result, batches) if is_tensor(result) else None for result in results_of(graph.graph))
+    return tuple(I if dim is None else Shard(dim) for dim in dims)
+
+
+def _batch_dim(value: fx.Node, batches: Collection[sympy.Symbol]) -> int | None:
     """The dim of a value that is the batch's, by its size; None if it has none."""
     sizes = map(size_expr, value.meta["val"].shape)
     return next((dim for dim, size in enumerate(sizes) if size in batches), None)
@@ -392,19 +402,17 @@ def _sizes_of(graph: fx.GraphModule, dim: int) -> set[int | sympy.Expr]:
     return {size_expr(shape[dim]) for shape in shapes if dim < len(shape)}
 
 
-def _divide_batch(graph: fx.GraphModule, batches: Collection[int | sympy.Expr], constraints: Constraints) -> None:
-    """Notes that the ranks divide these sizes and no others, and how they hold parameters and buffers."""
+def _divide_batch(
+    graph: fx.GraphModule, batches: Collection[sympy.Expr], results: tuple[Layout, ...], constraints: Constraints
+) -> None:
+    """Notes that the ranks divide these sizes and no others, and how they hold parameters, buffers and results."""
     graph.meta["multiples"] = frozenset(batches)
     for node in placeholders(graph.graph):
         if node.meta["path"] in constraints.layouts:
             node.meta["layouts"] = (constraints.layouts[node.meta["path"]],)
             node.meta["gathered_once"] = constraints.data == "shard_grad_op"
 
-    def layout_of(result: object) -> Layout:
-        dim = _batch_dim(result, batches) if is_tensor(result) else None
-        return I if dim is None else Shard(dim)
-
-    graph.graph.output_node().meta["layouts"] = tuple(map(layout_of, results_of(graph.graph)))
+    graph.graph.output_node().meta["layouts"] = results
     keep_own_order(graph)
 
 
