@@ -146,7 +146,7 @@ def test_faults_are_the_same_error_on_every_rank() -> None:
         "dtype": ("InputError", "rank 0: f32[3,12]; rank 1: f64[3,12]"),
         "device or kind": ("InputError", "different arguments"),
         "values": ("InputError", "different values"),
-        "mode": ("InputError", "mode and gradients"),
+        "mode": ("InputError", "modules in training mode"),
         "works again": ("", "no error"),
         "shape after capture": ("InputError", "rank 0: f32[5,12]; rank 1: f32[6,12]"),
         "weights": ("DistributedError", "different models"),

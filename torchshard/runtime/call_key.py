@@ -7,7 +7,7 @@ are not part of it, for one graph runs many sizes: `Captured.assumes` checks tho
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterable, Mapping
+from collections.abc import Hashable, Iterable, Mapping, Sequence
 from typing import NamedTuple
 
 import torch
@@ -52,9 +52,29 @@ class CallKey(NamedTuple):
         return self.process_wide[0]
 
     @property
-    def modes(self) -> str:
-        """The key without the arguments and the visible state, which errors show apart."""
-        return str(self[2:])
+    def facts(self) -> dict[str, str]:
+        """What it holds beside the arguments and the visible state, in words: what the calls of ranks may differ in."""
+        grad, inference, dtype, device, hooks = self.process_wide
+        return {
+            "the part of the model that is called": self.entry or "all of it",
+            "the inputs' dtypes, devices and order in memory": str(self.inputs),
+            "inputs that are split": str(self.layouts),
+            "inputs that need a gradient": _true(self.inputs_need_grad),
+            "parameters and buffers that need a gradient": _true(self.state_needs_grad),
+            "modules in training mode": _true(self.training),
+            "gradients are enabled": str(grad),
+            "inference mode": str(inference),
+            "autocast": str(self.autocast),
+            "default dtype and device": f"{dtype}, {device}",
+            "hooks on all modules": str(hooks),
+        }
+
+
+def _true(flags: Sequence[bool]) -> str:
+    """Which of them are true: 'all 12', 'none', 'of 12 those with the numbers 3, 4'."""
+    if len({*flags}) < 2:
+        return f"all {len(flags)}" if any(flags) else "none"
+    return f"of {len(flags)} those with the numbers {', '.join(str(i) for i, flag in enumerate(flags) if flag)}"
 
 
 def call_key(

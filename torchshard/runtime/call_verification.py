@@ -159,14 +159,15 @@ def _summary(call: PreparedCall, purpose: Purpose, snapshot: HistorySnapshot) ->
 
     def facts() -> dict[str, str]:
         shown = {"the arguments": "they fit", "the tensors of the call": ", ".join(compared.names) or "none"}
-        for name, tensor, value in zip(compared.names, compared.tensors, values, strict=True):
-            shown |= {f"input {name}": value_text(tensor), f"{VALUES} {name}": str(value)}
+        for name, tensor, own, value in zip(compared.names, compared.tensors, call.tensors, values, strict=True):
+            text = f"a part {value_text(own)}" if name in call.batches else value_text(tensor)
+            shown |= {f"input {name}": text, f"{VALUES} {name}": str(value)}
         return shown | {
             "the arguments that are not tensors": str(call.inputs.structure),
             "the calls that have left split inputs": str(call.left_by),
             "numbers among the arguments": str(dict(zip(call.inputs.number_names, call.inputs.numbers, strict=True))),
             "the attributes and globals that forward reads": call.visible_state,
-            "mode and gradients": call.key.modes,
+            **call.key.facts,
             CAPTURE: "to be captured now" if call.compiled is None else "captured before",
             RNG_STATE: rng,
             "the purpose": purpose,
