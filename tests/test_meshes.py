@@ -85,6 +85,37 @@ def test_a_batch_of_one_size_alone_is_divided_over_two_axes() -> None:
     assert report.ok, str(report)
 
 
+class Fixed(nn.Module):
+    """Has a row for each sample of the whole batch."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(6, 8)
+        self.register_buffer("rows", torch.rand(8, 8))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.linear(x) * self.rows
+
+
+def _part_of_a_fixed_batch(rank: int) -> float:
+    torch.manual_seed(0)
+    model, x = Fixed().double(), torch.randn(8, 6).double()
+    sharded = ts.shard(copy.deepcopy(model), {}, mesh={"dp": 2, "tp": 1}, data="replicate")
+    mine = slice(4 * rank, 4 * rank + 4)
+    with pytest.warns(UserWarning, match="the graph is for a batch of 8 alone"):
+        part = sharded(x[mine])
+    whole = model(x)
+    assert part.shape == whole[mine].shape
+    whole.square().mean().backward()
+    part.square().mean().backward()
+    pairs = [(part, whole[mine]), (sharded.linear.weight.grad, model.linear.weight.grad)]
+    return max((a - b).abs().max().item() for a, b in pairs)
+
+
+def test_of_a_batch_that_forward_fixes_a_rank_has_its_part() -> None:
+    assert max(run_ranks(_part_of_a_fixed_batch, 2)) < 1e-12
+
+
 class Positions(nn.Module):
     """The first dim of the positions is the sequence, of which the ranks of the one axis may have a part."""
 

@@ -267,15 +267,16 @@ def _answered(captured: Captured, question: Question) -> Program:
     of_batch = [
         each.with_layouts(each.first_layouts(facts)).with_inputs(batches, left) for each in constraints.of_batch
     ]
+    results = _results(graph, batches)
     if not constraints.divisions:
-        _divide_batch(graph, sizes.keys(), _results(graph, sizes), of_batch[0])
+        _divide_batch(graph, sizes.keys(), results, of_batch[0])
         return _planned(captured, facts, of_batch[0])
     # what is a multiple of the ranks of the other axis alone is none of these
     graph.meta["multiples"] = (multiples & _sizes_of(graph, SEQUENCE)).difference(sizes)
     with sizes_as({size: number // constraints.batch_parts for size, number in sizes.items()}):
         made = _planned(captured, facts, split)  # for what a rank computes
     names = frozenset(path for path, size in _batches_of(graph, batches).items() if size_expr(size) in sizes)
-    parts, results, over_axes = constraints.batch_parts, _results(graph, sizes), list[DividedBatch]()
+    parts, over_axes = constraints.batch_parts, list[DividedBatch]()
     for each in of_batch:
         parts //= each.axis.size
         over_axes.append(DividedBatch(each, names, results, facts, parts))
@@ -370,13 +371,20 @@ def _left_layouts(captured: Captured, batches: Collection[sympy.Symbol]) -> dict
     return found
 
 
-def _results(graph: fx.GraphModule, batches: Collection[sympy.Symbol]) -> tuple[Layout, ...]:
+def _results(graph: fx.GraphModule, batches: Collection[str]) -> tuple[Layout, ...]:
     """How ranks that divide the batch hold what a call returns: a part of the batch, or all of it."""
-    dims = (_batch_dim(result, batches) if is_tensor(result) else None for result in results_of(graph.graph))
+    sizes = set(map(size_expr, _batches_of(graph, batches).values()))
+    dims = [_batch_dim(result, sizes) if is_tensor(result) else None for result in results_of(graph.graph)]
+    numbers = [size for size in sizes if isinstance(size, int)]
+    if numbers and any(dim is not None for dim in dims):
+        warn(
+            f"the graph is for a batch of {numbers[0]} alone, as where forward fixes its size: the first dim of a "
+            "result that has this size is taken for the batch's, and each rank has its part of it"
+        )
     return tuple(I if dim is None else Shard(dim) for dim in dims)
 
 
-def _batch_dim(value: fx.Node, batches: Collection[sympy.Symbol]) -> int | None:
+def _batch_dim(value: fx.Node, batches: Collection[int | sympy.Expr]) -> int | None:
     """The dim of a value that is the batch's, by its size; None if it has none."""
     sizes = map(size_expr, value.meta["val"].shape)
     return next((dim for dim, size in enumerate(sizes) if size in batches), None)
