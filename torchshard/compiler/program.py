@@ -374,11 +374,12 @@ def _left_layouts(captured: Captured, batches: Collection[sympy.Symbol]) -> dict
 def _results(graph: fx.GraphModule, batches: Collection[str]) -> tuple[Layout, ...]:
     """How ranks that divide the batch hold what a call returns: a part of the batch, or all of it."""
     sizes = set(map(size_expr, _batches_of(graph, batches).values()))
-    dims = [_batch_dim(result, sizes) if is_tensor(result) else None for result in results_of(graph.graph)]
-    numbers = [size for size in sizes if isinstance(size, int)]
-    if numbers and any(dim is not None for dim in dims):
+    dynamic = {size for size in sizes if not isinstance(size, int)}
+    known = dynamic or sizes  # beside the batch, a number is the size of something else
+    dims = [_batch_dim(result, known) if is_tensor(result) else None for result in results_of(graph.graph)]
+    if not dynamic and any(dim is not None for dim in dims):
         warn(
-            f"the graph is for a batch of {numbers[0]} alone, as where forward fixes its size: the first dim of a "
+            f"the graph is for a batch of {min(sizes)} alone, as where forward fixes its size: the first dim of a "
             "result that has this size is taken for the batch's, and each rank has its part of it"
         )
     return tuple(I if dim is None else Shard(dim) for dim in dims)
