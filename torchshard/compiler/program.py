@@ -267,7 +267,7 @@ def _answered(captured: Captured, question: Question) -> Program:
     of_batch = [
         each.with_layouts(each.first_layouts(facts)).with_inputs(batches, left) for each in constraints.of_batch
     ]
-    results = _results(graph, batches)
+    results = _results(graph, sizes.keys() or _sizes_in(graph, batches))
     if not constraints.divisions:
         _divide_batch(graph, sizes.keys(), results, of_batch[0])
         return _planned(captured, facts, of_batch[0])
@@ -325,9 +325,9 @@ class DividedBatch:
 
     def _whole(self, local: fx.GraphModule) -> fx.GraphModule:
         graph = for_next_axis(local)
-        sizes = set(map(size_expr, _batches_of(graph, self.inputs).values()))
         # a batch that is one number alone is no dynamic size, and any other size may be equal to it
-        _divide_batch(graph, {size for size in sizes if isinstance(size, sympy.Expr)}, self.results, self.constraints)
+        sizes = {size for size in _sizes_in(graph, self.inputs) if isinstance(size, sympy.Expr)}
+        _divide_batch(graph, sizes, self.results, self.constraints)
         return graph
 
 
@@ -371,15 +371,17 @@ def _left_layouts(captured: Captured, batches: Collection[sympy.Symbol]) -> dict
     return found
 
 
-def _results(graph: fx.GraphModule, batches: Collection[str]) -> tuple[Layout, ...]:
-    """How ranks that divide the batch hold what a call returns: a part of the batch, or all of it."""
-    sizes = set(map(size_expr, _batches_of(graph, batches).values()))
-    dynamic = {size for size in sizes if not isinstance(size, int)}
-    known = dynamic or sizes  # beside the batch, a number is the size of something else
-    dims = [_batch_dim(result, known) if is_tensor(result) else None for result in results_of(graph.graph)]
-    if not dynamic and any(dim is not None for dim in dims):
+def _results(graph: fx.GraphModule, batches: Collection[int | sympy.Expr]) -> tuple[Layout, ...]:
+    """How ranks that divide the batch hold what a call returns: a part of the batch, or all of it.
+
+    Args:
+        batches: the dynamic sizes that are the batch's; or the number that it is, if it has none.
+    """
+    dims = [_batch_dim(result, batches) if is_tensor(result) else None for result in results_of(graph.graph)]
+    numbers = [size for size in batches if isinstance(size, int)]
+    if numbers and any(dim is not None for dim in dims):
         warn(
-            f"the graph is for a batch of {min(sizes)} alone, as where forward fixes its size: the first dim of a "
+            f"the graph is for a batch of {numbers[0]} alone, as where forward fixes its size: the first dim of a "
             "result that has this size is taken for the batch's, and each rank has its part of it"
         )
     return tuple(I if dim is None else Shard(dim) for dim in dims)
@@ -403,6 +405,11 @@ def _batch_sizes(graph: fx.GraphModule, batches: Collection[str]) -> dict[sympy.
 def _batches_of(graph: fx.GraphModule, batches: Collection[str]) -> dict[str, Size]:
     """The size of the batch in each of these tensors of the call."""
     return {n.meta["path"]: n.meta["val"].shape[BATCH] for n in placeholders(graph.graph) if n.meta["path"] in batches}
+
+
+def _sizes_in(graph: fx.GraphModule, batches: Collection[str]) -> set[int | sympy.Expr]:
+    """The sizes of the batch in these tensors."""
+    return set(map(size_expr, _batches_of(graph, batches).values()))
 
 
 def _sizes_of(graph: fx.GraphModule, dim: int) -> set[int | sympy.Expr]:

@@ -122,8 +122,8 @@ def _compared(plan: PlanData, other: Alternative) -> str:
     if abs(holds - held) > TOLD * held:
         parts.append(f"weights on a rank {size_text(abs(holds - held))} {'more' if holds > held else 'less'}")
     moved = [
-        f"{star_differences(*names)} is {becomes}, not {held}"
-        for names, (held, becomes) in held_otherwise([plan, otherwise])
+        f"{star_differences(*names)} is {after}, not {before}"
+        for names, (before, after) in held_otherwise([plan, otherwise])
     ]
     kinds, others = plan.costs.kinds, other.costs.kinds
     changes = {kind: others[kind] - kinds[kind] for kind in sorted(kinds | others)}
