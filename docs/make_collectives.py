@@ -37,15 +37,16 @@ tsd.init_process_group(group_size=4)    # under torchrun --nproc-per-node 4
 Slices may be uneven: seven elements over four ranks are 2, 2, 2 and 1, as `torch.chunk` divides them. A collective
 that starts from slices first exchanges their sizes in a small message, unless `size=` states the global size. With
 `async_op=True` the conversions (`copy` to `all_to_all`) return a `Handle`, whose `wait()` returns the tensor.
-`reduce` sums in place if no gradient is needed, and so do the collectives that `torch.distributed` runs in place:
+If no gradient is needed, `reduce` works in place, and so do the collectives that `torch.distributed` runs in place:
 `all_reduce`, `broadcast`, `reduce_to` on `dst`, `recv`. `all_reduce` and `reduce_to` also take `PRODUCT`, `MIN`,
 `BAND`, `BOR` and `BXOR`; `send` and `recv` are `isend` and `irecv` followed by a wait; `barrier()` waits for all
 ranks.
 
 If a rank calls with another shape, dtype, operation, order or number of calls, or is late, stopped or dead, every
-other rank raises a `DistributedError` within `init_process_group(timeout_seconds=60)`. Over gloo, which aborts if
-sizes differ, each call is verified by default; over NCCL, only calls whose signature is new. `tsd.debug(True)`
-verifies each call, forward and backward, and reports its line:
+rank that still runs raises a `DistributedError` within `init_process_group(timeout_seconds=60)`. Over gloo, which
+aborts if sizes differ, each call is verified by default; over NCCL, only calls whose signature is new: where another
+does not end, the watchdog ends the process ([multi_node.md](multi_node.md)). `tsd.debug(True)` verifies each call,
+forward and backward, and reports its line:
 
 ```
 DistributedError: the ranks are about to do different things

@@ -67,6 +67,16 @@ def test_what_does_not_fit_comes_last(proposals: Proposals) -> None:
     assert len(rows) == 1 + len(found) and ("too much" in rows[-1]) is not fits[-1]
 
 
+def test_slices_of_weights_are_searched_under_the_limit_too() -> None:
+    layers = [nn.Sequential(nn.Linear(8, 64), nn.Tanh(), nn.Linear(64, 8)) for _ in range(4)]
+    model, rows = nn.Sequential(*layers), torch.randn(256, 8)
+    wide = ts.plan(model, mesh={"dp": 2}, data="shard", example_inputs=(rows[:128],), memory="1GiB")
+    limit = 0.8 * wide.step_memory["peak"]
+    found = ts.meshes(model, world_size=2, example_inputs=(rows,), memory=limit)
+    slices = next(each for each in found if each.data == "shard")
+    assert slices.fits and slices.plan is not None and slices.plan.recompute
+
+
 class Wide(nn.Module):
     def __init__(self) -> None:
         super().__init__()

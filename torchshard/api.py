@@ -65,16 +65,18 @@ def shard(
         plan: "auto"; a dict of module globs and styles (`{"*.q_proj": "column", "*.o_proj": "row"}`), which pins what
             it names and leaves the rest to the search; a `Plan`, or the path of a Plan's JSON.
         example_inputs, example_kwargs: what the model will be called with, for the first capture; meta or fake tensors
-            will do. Without them the parameters are split now and the graph is captured at the first call.
+            will do. Where the ranks divide the batch, a part of it; with `inputs="global"` all. Without them the
+            parameters are split now and the graph is captured at the first call.
         memory, machine, axes, recompute, mode: what the best plan is; see `plan`.
         mesh: axes of ranks by name, outermost first, or PyTorch's `DeviceMesh`: `{"dp": 2, "tp": 4}`. Over the last one
             the ranks divide the weights; over the others the batch. Each rank passes the part of the batch that its
             place on these has, all four of a `tp` group the same.
         data: "replicate": each rank passes its own part of the batch and holds all weights, as in DDP; "shard": a slice
-            of each weight, which the backward gathers again, as in FSDP and ZeRO-3; "shard_grad_op": slices that are
-            gathered once in a step, as in ZeRO-2. With `mesh` for all axes but the last, by default "replicate"; or by
-            name: `{"dp": "replicate", "fsdp": "shard"}`, as in HSDP. The axes that it names divide the batch. A last
-            axis with a name of such axes (dp, fsdp, data, replica) has to be named.
+            of each weight (vectors, and weights with fewer rows than ranks, stay whole), which the backward gathers
+            again, as in FSDP and ZeRO-3; "shard_grad_op": slices that are gathered once in a step, as in ZeRO-2. With
+            `mesh` for all axes but the last, by default "replicate"; or by name:
+            `{"dp": "replicate", "fsdp": "shard"}`, as in HSDP. The axes that it names divide the batch. A last axis
+            with a name of such axes (dp, fsdp, batch, replica and others) has to be named.
         inputs: where the ranks divide the batch: "local": each passes its own part, and gets its part of results that
             have the batch; "global": each passes the whole batch, and gets whole results.
         weights: a folder of safetensors files (or one file), from which each rank reads its slices and nothing else, in
@@ -316,7 +318,7 @@ def meshes(
         print(found)                                                        # a table
         model = ts.shard(model, found[0].plan, mesh=found[0].mesh, data=found[0].data)
 
-    Each has an axis for the batch and one for the weights, which stays within a host (`Machine.domain`).
+    Each has an axis for the batch, one for the weights, which stays within a host (`Machine.domain`), or both.
 
     Args:
         plan: a dict of styles or "auto", as in `shard`.
@@ -341,7 +343,7 @@ def meshes(
     found, of_weights = list[Proposal](), dict[int, Plan]()
     for mesh, data in proposed_meshes(checked_world_size(world_size, None), aims[0].machine.domain):
         ranks, made, why = read_mesh(world_size, mesh, data), None, ""
-        for aim in aims if data != "shard" else aims[:1]:
+        for aim in aims:
             shares_plan = aim.memory is None and bool(ranks.divisions)  # what holds weights does not change it
             given = of_weights.get(ranks.axis.size, plan) if shares_plan else plan
             try:

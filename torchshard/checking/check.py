@@ -153,7 +153,8 @@ def check(
     """Compares outputs, written buffers, input gradients and every parameter gradient with the unsharded model's.
 
     Args:
-        model: the unsharded model, on the CPU; it and its gradients stay as they are.
+        model: the unsharded model, on any device; it and its gradients stay as they are.
+        plan: as in `shard`.
         world_size: any number of ranks; of a mesh it is known.
         mesh: as in `shard`.
         example_inputs, example_kwargs: the arguments of the call of `model`.

@@ -42,7 +42,8 @@ def save_pretrained(model: nn.Module, folder: str | os.PathLike[str], *, max_sha
 
     A collective call: all ranks make it, and share the folder. Of a model of transformers it writes what
     `PreTrainedModel.save_pretrained` of the unsharded model would write (experts may be dealt to the files in another
-    way); of one with peft's adapters, the adapters, as `PeftModel.save_pretrained`; of any other, model.safetensors.
+    way); of one with peft's adapters, the adapters, as `PeftModel.save_pretrained`; of any other, model.safetensors,
+    or several files with an index.
 
     Args:
         folder: made if it is missing. Files of an older model in it are replaced, one after the other: to keep that one

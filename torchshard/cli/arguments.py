@@ -15,7 +15,8 @@ def model(command: argparse.ArgumentParser) -> None:
     """The model, and the call of it that is planned for."""
     command.add_argument("model", metavar="MODEL", help=_MODEL)
     command.add_argument("--weights", metavar="FOLDER", help=_WEIGHTS)
-    command.add_argument("--batch", type=int, default=2, metavar="N", help="of the example inputs, on each part (2)")
+    text = "of the example inputs, on each part of the batch; of `meshes`, of all ranks (2)"
+    command.add_argument("--batch", type=int, default=2, metavar="N", help=text)
     command.add_argument("--sequence", type=int, default=128, metavar="N", help="tokens of the example inputs (128)")
     command.add_argument("--dtype", metavar="DTYPE", help="of the parameters: bfloat16 (that of the configuration)")
     text = "call it with labels, as training does: the results have a loss"

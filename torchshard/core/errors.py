@@ -1,8 +1,8 @@
-"""The exceptions that users see. Each message has four lines: what is wrong, where, why, and what to try.
+"""The exceptions that users see: what is wrong and, as far as there is something to say, where, why and what to try.
 
 PlanError: the plan's key 'decoder.*.qproj' matches no module
   where: plan key 'decoder.*.qproj'
-  why:   the model has 14 modules, none with a path that this glob matches
+  why:   globs are paths of modules ('' is the model itself), and it matches none of 14 submodules
   try:   'decoder.*.q_proj'
 """
 
@@ -31,7 +31,7 @@ def in_short(error: BaseException) -> str:
 
 
 class PlanError(ShardError):
-    """The plan does not fit the model or the world size, or contradicts itself."""
+    """The plan does not fit the model or the world size, or contradicts itself; or nothing fits the memory."""
 
 
 class CaptureError(ShardError):
@@ -39,7 +39,7 @@ class CaptureError(ShardError):
 
 
 class InputError(ShardError):
-    """The inputs of a call, or the example inputs, do not match what the model was sharded for."""
+    """A call, or an argument of the library, is not what it has to be."""
 
 
 class RuleError(ShardError):

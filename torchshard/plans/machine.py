@@ -7,9 +7,9 @@ link:
     time = launch + steps * latency + bytes / link_bandwidth        steps = (ranks - 1) times around the ring
 
 Ranks beyond one domain send over the network: then its latency is that of each step, for a ring is as fast as its
-slowest link, and its bandwidth limits all that pass it. Nothing overlaps. Sources: Williams, Waterman and Patterson,
-"Roofline" (2009); Hockney's alpha-beta model, with the rings of Thakur, Rabenseifner and Gropp, "Optimization of
-Collective Communication Operations in MPICH" (2005).
+slowest link, and its bandwidth limits all that pass it. What computation hides of it, `planner.timeline` says.
+Sources: Williams, Waterman and Patterson, "Roofline" (2009); Hockney's alpha-beta model, with the rings of Thakur,
+Rabenseifner and Gropp, "Optimization of Collective Communication Operations in MPICH" (2005).
 """
 
 from __future__ import annotations
@@ -157,12 +157,11 @@ MACHINES = {
         Machine("cpu-gloo", 100 * GIGA, 10 * GIGA, 1.0 * GIGA, 8e-5, 1.5e-3, 2.5e-5, 6 * GIGA),
     )
 }
-"""name -> Machine. Hosts of eight GPUs, in bfloat16: on NVLink (AMD's Infinity Fabric), with a network card of 400
-Gbit/s for each (A100: 200), or on PCIe with two cards of 200 Gbit/s. What H100 reach of their sheet is known (0.4 of
-the products, 0.8 of the bytes: bus bandwidths as nccl-tests measures them), and the others are taken to reach as much
-of theirs; sources: the vendors' sheets of A100 and H100 (SXM and PCIe), H200 SXM, HGX B200, MI300X. And ranks of one
-core each on one machine that send through gloo. `torchshard.measure_machine` measures the one at hand, but for a
-network."""
+"""Machines by name. They are hosts of eight GPUs, in bfloat16, on NVLink (AMD's Infinity Fabric) with a network card of
+400 Gbit/s for each (A100: 200), or on PCIe with two cards of 200 Gbit/s; "cpu-gloo" is ranks of one core each on one
+machine. What H100 reach of their sheet is known (0.4 of the products, 0.8 of the bytes: bus bandwidths as nccl-tests
+measures them), and the others are taken to reach as much of theirs. Sources: the vendors' sheets of A100 and H100 (SXM
+and PCIe), H200 SXM, HGX B200, MI300X. `torchshard.measure_machine` measures the one at hand, but for a network."""
 
 
 @dataclass(frozen=True)

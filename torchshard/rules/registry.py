@@ -86,7 +86,7 @@ def rule(*targets: OpKey, row: str | None = None, **options: Unpack[RowKeywords]
         targets: OpOverloads such as `torch.ops.mylib.scale.default`, or their names, "mylib.scale.default"; or
             subclasses of `torch.autograd.Function` whose forward and backward are correct on slices.
         row: the text of the row, if it is the same for all shapes; the op is then registered at once.
-        options: fields of RowOptions, with `row=` only.
+        options: fields of `torchshard.core.notation.RowOptions`, with `row=` only.
     """
 
     def register(fn: RuleFn) -> RuleFn:

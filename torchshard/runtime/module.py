@@ -257,6 +257,8 @@ class ShardedModule(State, Notebook):
     def forward(self, *args: object, **kwargs: object) -> Any:
         """Computes the unsharded model's forward for these arguments; the result is the same on every rank.
 
+        Where the ranks divide the batch, results that have it are this rank's part.
+
         Raises:
             InputError: the arguments don't fit, are on another device, or differ between the ranks.
         """
@@ -290,7 +292,7 @@ class ShardedModule(State, Notebook):
                     model(batch).backward()
             model(batches[-1]).backward()
 
-        Without `data=` nothing is summed over a batch, and this does nothing.
+        Where the ranks do not divide the batch, by `data=` or `mesh=`, this does nothing.
 
         Source: torch.nn.parallel.DistributedDataParallel.no_sync, FullyShardedDataParallel.no_sync
         """

@@ -95,8 +95,7 @@ def _widened(grad: Tensor) -> torch.dtype:
 class GradScaler(torch.amp.GradScaler):
     """`torch.amp.GradScaler` for sharded models: a step is skipped on all ranks if a gradient overflows on one.
 
-    PyTorch's own sees only this rank's slices: one rank would skip a step that the others make, and the parameters that
-    every rank holds whole would drift apart. A collective step: all ranks must make it.
+    PyTorch's own does the same for parameters of sharded models. A collective step: all ranks must make it.
 
     Source: `torch.distributed.fsdp.sharded_grad_scaler.ShardedGradScaler`.
     """

@@ -146,7 +146,7 @@ def lazy() -> Iterator[None]:
         model = ts.shard(model, "auto", (x,))      # each rank gets its slices, one parameter at a time
 
     The parameters get bit for bit the values that they have without it, and so does a model that is built in a later
-    block, if nothing was drawn between. What is drawn after the block are other numbers than without it.
+    block, if nothing was drawn between. Random numbers that are drawn after the block differ from those without it.
     """
     tape = _LATEST[0]() if _LATEST else None
     if tape is None or not tape.is_latest:
