@@ -7,6 +7,7 @@ layers.* ×12                                                                   
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
@@ -209,9 +210,9 @@ def _of_batch(plan: PlanData) -> list[str]:
 
 
 def _faster_with_fewer(costs: Costs) -> str:
-    """A warning if a step takes less time on fewer ranks."""
+    """A warning if a step takes less time on fewer ranks, of whose messages nothing is taken to be hidden."""
     ranks = min(costs.fewer, key=lambda n: costs.fewer[n])
-    if costs.fewer[ranks] >= costs.seconds:
+    if costs.fewer[ranks] >= min(costs.seconds, costs.step or math.inf):
         return ""
     many = f" ({ranks} ranks: {time_text(costs.fewer[ranks])})" if ranks > 1 else ""
     return f"; fewer ranks are faster where the model fits them{many}"
