@@ -2,19 +2,23 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import json
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import save_file
 from torch import Tensor, nn
 
 import torchshard as ts
 from tests.models import CASES, GPT, MLP
 from torchshard.core.layouts import parse_layout
+from torchshard.rules import RULES
 
 X = torch.randn(3, 12)
 
@@ -241,3 +245,158 @@ def test_an_op_that_gives_lists_within_its_results() -> None:
     with pytest.raises(ts.CaptureError, match="list within its results") as caught:
         ts.plan(Histogram(), {}, world_size=2, example_inputs=(torch.rand(5, 2),))
     _four_lines(caught.value)
+
+
+def test_what_is_sharded_or_split_already_is_told() -> None:
+    sharded = ts.shard(MLP(), {"up": "column"}, (X,))
+    for part in (sharded.up, nn.Sequential(sharded), sharded):
+        assert "is sharded already" in _raises(partial(_plan, {}, part))
+        assert "is sharded already" in _raises(partial(ts.check, part, {}, world_size=2))
+    assert "is sharded already" in _raises(lambda: ts.shard(sharded.up, {}, (X,)))
+    assert "has no values" in _raises(lambda: ts.shard(sharded.source, {}, (X,)))
+    assert "can't be copied by itself" in _raises(lambda: copy.deepcopy(sharded.up))
+    assert torch.equal(copy.deepcopy(sharded)(X), sharded(X))
+    ts.distributed.destroy_process_group()
+
+
+def test_values_that_neither_the_model_nor_the_files_have(tmp_path: Path) -> None:
+    save_file({"up.weight": MLP().up.weight.detach()}, tmp_path / "model.safetensors")
+    with pytest.warns(UserWarning, match="keep the model's values"):
+        ts.shard(MLP(), {}, (X,), weights=tmp_path)
+    text = _raises(lambda: ts.shard(MLP().to("meta"), {}, (X,), weights=tmp_path))
+    assert "have no values" in text and "down.weight" in text
+    ts.distributed.destroy_process_group()
+
+
+@pytest.mark.parametrize("row", ["... c -> ... c", "... c -> ... c, d"], ids=["too much", "no row"])
+def test_a_wrong_rule_of_the_users_is_told_as_theirs(row: str) -> None:
+    with pytest.raises(ts.RuleError, match=r"the rule of .*sixteen|the row"):
+        _with_rule(row)
+
+
+@pytest.mark.parametrize(
+    "options, text",
+    [
+        ({"local": {"c": lambda x: x}}, "the local function of the rule"),
+        ({"local": {"c": 5}}, "is no function"),
+        ({"local": {"q": lambda local, x: x}}, "axis q is in no tensor"),
+        ({"together": {"q"}}, "axis q is in no tensor"),
+    ],
+    ids=["fails", "no function", "no axis", "no axes"],
+)
+def test_options_of_a_rule_of_the_users(options: dict[str, Any], text: str) -> None:
+    with pytest.raises(ts.RuleError, match=text):
+        _with_rule("... c -> ... c", **options)
+
+
+def _with_rule(row: str, **options: Any) -> None:
+    ts.rule(torch.ops.shardtest.sixteen.default, row=row, **options)
+    try:
+        ts.check(_Sixteen(), {"up": "column", "down": "row"}, world_size=2, example_inputs=(X,))
+    finally:
+        RULES.pop(torch.ops.shardtest.sixteen.default)
+
+
+def test_no_op_and_no_rule() -> None:
+    with pytest.raises(ts.RuleError, match="no op, but the name of its overloads"):
+        ts.rule(torch.ops.shardtest.sixteen, row="... -> ...")
+    with pytest.raises(ts.RuleError, match="5 is no rule"):
+        ts.rule(torch.ops.shardtest.sixteen.default)(5)  # type: ignore[arg-type]
+
+
+@torch.library.custom_op("shardtest::sixteen", mutates_args=())
+def _sixteen(x: Tensor) -> Tensor:
+    return x[..., :1].expand(*x.shape[:-1], 16).clone()
+
+
+@_sixteen.register_fake
+def _(x: Tensor) -> Tensor:
+    return x.new_empty(*x.shape[:-1], 16)
+
+
+_sixteen.register_autograd(lambda ctx, grad: nn.functional.pad(grad.sum(-1, keepdim=True), (0, 15)))
+
+
+class _Sixteen(MLP):
+    def __init__(self) -> None:
+        super().__init__(12, 16, 12)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down(torch.ops.shardtest.sixteen(self.up(x)))
+
+
+class _Widened(MLP):
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.einsum("bc,cd->bd", self.up(x), torch.ones(self.up.out_features, 3))
+
+
+class _Raising(MLP):
+    def specialize(self, x: Tensor) -> Tensor:
+        raise ValueError("a dynamic value")
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.specialize(x)
+
+
+def test_whose_fault_a_failing_forward_is() -> None:
+    assert "dtype=x.dtype" in _raises(lambda: ts.check(_Widened(), {}, world_size=2, example_inputs=(X,)))
+    assert "without torchshard first" in _raises(lambda: _plan({}, _Raising()))
+
+
+def test_more_ranks_than_elements_where_ranks_divide_the_batch() -> None:
+    model, x = nn.Linear(2, 2), torch.randn(8, 2)
+    assert "more than any dim" in _raises(lambda: ts.plan(model, world_size=4, example_inputs=(x,)))
+    for data in ("replicate", "shard"):
+        assert ts.check(model, "auto", world_size=4, example_inputs=(x,), data=data).ok
+
+
+@pytest.mark.parametrize(
+    "ranks, share, advice",
+    [
+        ({"world_size": 4}, 4, "more ranks"),
+        ({"world_size": 4, "data": "replicate"}, 1, 'data="shard"'),
+        ({"world_size": 4, "data": "shard"}, 4, "more ranks"),
+        ({"mesh": {"dp": 2, "tp": 2}}, 2, 'data="shard"'),
+        ({"mesh": {"dp": 2, "tp": 2}, "data": "shard"}, 4, "more ranks"),
+    ],
+    ids=str,
+)
+def test_what_no_plan_can_fit_says_what_would_help(ranks: dict[str, Any], share: int, advice: str) -> None:
+    size = 4 * sum(p.nbytes for p in MLP().parameters()) / share
+    text = _raises(lambda: ts.plan(MLP(), example_inputs=(X,), memory=0.99 * size, **ranks))
+    assert "no plan for 4 ranks" in text and f"try:   {advice}" in text
+
+
+def test_several_axes_without_a_word_are_named_together() -> None:
+    text = _raises(lambda: ts.plan(MLP(), mesh={"a": 2, "b": 2, "c": 2}, data={"a": "replicate"}, example_inputs=(X,)))
+    data = {"a": "replicate", "b": "replicate"}
+    assert str(data) in text
+    assert ts.plan(MLP(), mesh={"a": 2, "b": 2, "c": 2}, data=data, example_inputs=(X[:2],))
+
+
+def test_styles_that_a_layer_can_have_are_named() -> None:
+    text = _raises(lambda: ts.plan(nn.LSTM(4, 8), {"": "row"}, world_size=2, example_inputs=(torch.randn(3, 2, 4),)))
+    assert "the model can't be split by row" in text and "try:   'column' or 'replicate'" in text
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        lambda: ts.save(MLP(), "run"),  # type: ignore[arg-type]
+        lambda: ts.load(MLP(), "run"),  # type: ignore[arg-type]
+        lambda: ts.save_pretrained("out", MLP()),  # type: ignore[arg-type]
+        lambda: _plan({}, recompute=5),
+        lambda: ts.measure_machine(dtype="float32"),  # type: ignore[arg-type]
+        lambda: ts.distributed.launch(lambda: 0, 1),
+        lambda: ts.distributed.init_process_group(None),  # type: ignore[arg-type]
+        lambda: ts.Plan.load("a\0b"),
+        lambda: ts.what_if("{}"),
+        lambda: ts.nn.ParallelLinear(4, 4, style=["row"]),  # type: ignore[arg-type]
+        lambda: ts.clip_grad_norm_(MLP(), 1.0, "most"),  # type: ignore[arg-type]
+        lambda: ts.explain(_plan({}), level="step", rank="0"),  # type: ignore[arg-type]
+        lambda: ts.from_pretrained("no/such/folder", {}),
+    ],
+)
+def test_arguments_in_another_order_or_of_another_type(call: Callable[[], Any]) -> None:
+    with pytest.raises(ts.ShardError):
+        call()

@@ -261,7 +261,7 @@ class Projected(nn.Module):
 def test_unrequested_whole_weights_are_reported_with_their_bytes() -> None:
     example = (torch.randn(2, 5, 64),)
     with pytest.warns(
-        UserWarning, match=r"torch.lstm \(node lstm.*whole on every rank with 104.0 KiB.*: no sharding rule"
+        UserWarning, match=r"torch.lstm \(node lstm.*whole on every rank with 104.0 KiB.*: its rule does not split"
     ):
         ts.plan(Projected(), "auto", world_size=2, example_inputs=example)
     with warnings.catch_warnings():

@@ -389,7 +389,7 @@ BAD_WAITS: list[dict[str, Any]] = [
 
 @pytest.mark.parametrize("wait", BAD_WAITS, ids=str)
 def test_waits_are_finite_numbers_of_seconds(wait: dict[str, Any]) -> None:
-    assert refused_input(lambda: tsd.init_process_group(**wait), "are not finite numbers of seconds above 0")
+    assert refused_input(lambda: tsd.init_process_group(**wait), "is not a finite number of seconds above 0")
     tsd.init_process_group(timeout_seconds=1, start_seconds=2, collective_seconds=3.5)
 
 

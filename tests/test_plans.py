@@ -550,7 +550,8 @@ class _Uncapturable(MLP):
 def test_what_no_plan_can_fit_is_refused_before_the_model_is_captured() -> None:
     model = _Uncapturable(8, 16, 8)
     size = 4 * sum(p.nbytes for p in model.parameters()) / 2
-    refused = ts.PlanError, r"no plan for 2 ranks fits .*: an even share of the parameters takes .* too much"
+    share = "an even share of parameters, gradients, optimizer takes"
+    refused = ts.PlanError, rf"no plan for 2 ranks fits .*: {share} .* too much"
     captured = ts.CaptureError, "it is captured"
     for memory, (error, text) in ((size - 1, refused), (size + 1, captured)):
         with pytest.raises(error, match=text):

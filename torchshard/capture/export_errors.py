@@ -10,6 +10,7 @@ from torch import nn
 
 from torchshard.capture.user_code import layer_line, line_in, user_line
 from torchshard.core.errors import CaptureError
+from torchshard.core.user_files import is_library
 
 
 class _Advice(NamedTuple):
@@ -64,7 +65,10 @@ def capture_error(model: nn.Module, error: Exception) -> CaptureError:
     """The error for a model that export could not run."""
     text, stack = f"{type(error).__name__}: {error}", traceback.extract_tb(error.__traceback__)
     layer = layer_line(stack)
-    searched = " ".join((text, *(frame.name for frame in stack), layer))
+    last = stack[-1] if stack and not is_library(stack[-1].filename) else None
+    is_theirs = last is not None and re.search(r"\braise\b|\bassert\b", last.line or "")
+    names = [frame.name for frame in stack if is_library(frame.filename)]
+    searched = " ".join(([] if is_theirs else [text]) + [*names, layer])  # not what the user's own code calls things
     advice = next((row for row in _ADVICE if re.search(row.pattern, searched)), _DEFAULT)
     first_line = text.strip().splitlines()[0][:300]
     return CaptureError(

@@ -17,6 +17,7 @@ from torchshard.capture.visible import visible_to
 from torchshard.core.errors import InputError, in_short
 from torchshard.core.modules import named_tensors
 from torchshard.weights.lazy import LazyTensor, memory_of, values_of
+from torchshard.weights.parameter import ShardedParameter
 
 # --- copies ----------------------------------------------------------------------------------------------------------
 
@@ -169,8 +170,8 @@ def check_weights(model: object) -> None:
     """Checks that the model's parameters can be split.
 
     Raises:
-        InputError: the model is no module; two parameters share memory without being one; a parameter has gradient
-            hooks or is not initialised; a parameter or buffer is sparse or nested.
+        InputError: the model is no module, or a part of it is sharded already; two parameters share memory without
+            being one; a parameter has gradient hooks or no values; a parameter or buffer is sparse or nested.
     """
     module = _checked_module(model)
     for role, tensors in (("parameter", module.named_parameters()), ("buffer", module.named_buffers())):
@@ -219,6 +220,20 @@ def _checked_module(model: object) -> nn.Module:
 
 
 def _check_parameter(name: str, parameter: nn.Parameter) -> None:
+    if isinstance(parameter, ShardedParameter):
+        raise InputError(
+            f"parameter {name!r} is sharded already",
+            where=name,
+            why="it is a slice of a sharded model's",
+            attempt="the unsharded model, or a part of that",
+        )
+    if hasattr(parameter, "placements"):
+        raise InputError(
+            f"parameter {name!r} is a DTensor",
+            where=name,
+            why="PyTorch has split it already",
+            attempt='the model before fully_shard or parallelize_module; data="shard" divides weights in that way',
+        )
     if is_lazy(parameter):
         raise InputError(
             f"parameter {name!r} is not initialised yet",
@@ -232,4 +247,12 @@ def _check_parameter(name: str, parameter: nn.Parameter) -> None:
             where=name,
             why="they belong to the whole parameter; a slice would not have them",
             attempt="register them on the sharded model's parameters",
+        )
+    is_real = not parameter.is_meta and not isinstance(parameter, LazyTensor) and not is_fake(parameter)
+    if is_real and parameter.numel() and not parameter.untyped_storage().nbytes():
+        raise InputError(
+            f"parameter {name!r} has no values",
+            where=name,
+            why="its memory is freed, as that of the source of a sharded model is",
+            attempt="the unsharded model, before it is sharded or a copy of it",
         )

@@ -371,7 +371,7 @@ def bound_call(model: nn.Module, args: Sequence[object], kwargs: Mapping[str, ob
             f"the model's forward does not take these arguments: {error}",
             where=f"{type(model).__name__}.forward{signature}",
             why=f"{len(args)} positional and the keywords {sorted(kwargs)} were passed",
-            attempt="the same arguments as the unsharded model's",
+            attempt="the unsharded model's arguments (of plan, check and shard: example_inputs, example_kwargs)",
         ) from None
 
 

@@ -11,7 +11,8 @@ any number of ranks on one machine, before anything is started on a cluster.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import TypeVar
 
@@ -28,7 +29,7 @@ from torchshard.compiler.constraints import PlanLike, read_constraints
 from torchshard.compiler.meshes import DataLike, MeshLike, checked_world_size, read_mesh
 from torchshard.compiler.program import Program, check_examples, prepared, program
 from torchshard.core.columns import Notebook
-from torchshard.core.errors import InputError, ShardError, in_short
+from torchshard.core.errors import CaptureError, InputError, ShardError, in_short
 from torchshard.core.rng_states import keeping_rng_states, rng_states
 from torchshard.core.words import Word, dual
 from torchshard.ir.axes import words_of
@@ -92,7 +93,7 @@ class Report(Notebook):
                 f"the {self.worst.kind} {self.worst.name} is off by {self.worst.error:.1e}",
                 where=wrong.diverges_at,
                 why=f"{self.world_size} ranks, tolerance {wrong.tolerance:.0e}",
-                attempt="report the model: no plan may change what a model computes",
+                attempt="the rule of that op, if it is your own (torchshard.rule); else please report the model",
             )
         return self
 
@@ -179,7 +180,13 @@ def check(
     constraints = read_constraints(ModelFacts.of(reference), plan, ranks.axis, aim, ranks.divisions)
     parts = constraints.batch_parts
     inputs = divided_batch(reference, args, kwargs, parts) if parts else {}
-    compiled = program(reference, constraints, args, kwargs, batches=inputs)
+    try:
+        compiled = program(reference, constraints, args, kwargs, batches=inputs)
+    except CaptureError:
+        if dtype is not None:
+            with _telling_of_dtype(reference), keeping_rng_states(()):
+                reference(*args, **kwargs)
+        raise
     report = check_program(reference, compiled, compiled.graph, args, kwargs, by_graphs=True)
     return _with_captured(report, reference, args, kwargs)
 
@@ -213,12 +220,18 @@ def _expected(trial: Trial) -> Results:
     Raises:
         InputError: it does not run.
     """
-    try:
+    with _telling_of_dtype(trial.model):
         return trial.unsharded()
+
+
+@contextmanager
+def _telling_of_dtype(model: nn.Module) -> Iterator[None]:
+    try:
+        yield
     except RuntimeError as error:
         raise InputError(
             "the model does not run in the dtype that it is compared in",
-            where=f"{type(trial.model).__name__}.forward",
+            where=f"{type(model).__name__}.forward",
             why=in_short(error),
             attempt="tensors that forward makes in the dtype of its input (dtype=x.dtype); or dtype=None, for no cast",
         ) from error

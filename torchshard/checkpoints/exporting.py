@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 from torchshard.checkpoints.contents import Item
 from torchshard.checkpoints.formats import FolderFormat, folder_format
-from torchshard.checkpoints.saving import checked_folder, verify_states
+from torchshard.checkpoints.saving import check_module, checked_folder, verify_states
 from torchshard.checkpoints.writing import file_errors, unseen
 from torchshard.core.errors import InputError
 from torchshard.core.hashing import hash_text
@@ -54,10 +54,12 @@ def save_pretrained(model: nn.Module, folder: str | os.PathLike[str], *, max_sha
         InputError: the model is not sharded, or the folder can't be written to.
         DistributedError: the ranks hold different states, or do not see one folder.
     """
+    check_module(model, "ts.save_pretrained(model, folder)")
     ranks, what = Ranks.of(model.parameters()), "the ranks can't write this model together"
     verify_states(model, ranks)
     job = ranks.run_on_all(lambda: _planned(model, checked_folder(folder), max_shard_size, ranks), InputError, what)
-    ranks.verify({"the folder": os.fspath(folder), **job.facts()}, "the ranks write different models")
+    facts = {"the folder": os.fspath(folder), **job.facts()}
+    ranks.verify(facts, "the ranks write different models", "one folder and the same model on every rank")
     ranks.run_on_all(lambda: job.create(ranks), InputError, what)
     ranks.run_on_all(job.check_seen, InputError, "the ranks do not see one folder")
     ranks.run_on_all(job.write, InputError, what)

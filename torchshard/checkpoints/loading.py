@@ -40,7 +40,7 @@ from torchshard.checkpoints.fitting import (
     saved_objects,
     wanted_states,
 )
-from torchshard.checkpoints.saving import checked_folder
+from torchshard.checkpoints.saving import check_module, checked_folder
 from torchshard.core.errors import InputError
 from torchshard.core.user_files import warn
 from torchshard.distributed.ranks import Ranks
@@ -74,13 +74,15 @@ def load(
         InputError: there is no complete checkpoint, a file can't be read, or it does not fit.
         DistributedError: the ranks read different checkpoints.
     """
+    check_module(model, "ts.load(folder, model, optimizer)")
     ranks, inner = Ranks.of(model.parameters()), unwrapped(model)
     optimizers, schedulers = as_list(optimizer), as_list(scheduler)
     what = "a rank can't load the checkpoint"
     checkpoint = ranks.run_on_all(lambda: read_checkpoint(checked_folder(folder)), InputError, what)
     given = {"optimizers": optimizers, "schedulers": schedulers}
     classes = {f"the {kind}": ", ".join(type(value).__name__ for value in values) for kind, values in given.items()}
-    ranks.verify(_facts(checkpoint) | classes, "the ranks load different checkpoints")
+    attempt = "one folder that all ranks see, and the same optimizers and schedulers on every rank"
+    ranks.verify(_facts(checkpoint) | classes, "the ranks load different checkpoints", attempt)
 
     def check() -> _Checked:
         return _Checked.of(checkpoint, inner, optimizers, schedulers, ranks)

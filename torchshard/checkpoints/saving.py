@@ -127,6 +127,7 @@ def save(
             them could not write.
     """
     global _latest
+    check_module(model, "ts.save(folder, model, optimizer)")
     ranks, what = Ranks.of(model.parameters()), "the ranks can't save this checkpoint together"
 
     def prepare() -> tuple[Path, Contents, dict[str, bytes], float | None]:
@@ -144,6 +145,16 @@ def save(
     else:
         _latest.run_in_background(job, Copies(math.inf if most_bytes is None else most_bytes))
     return _latest
+
+
+def check_module(model: object, call: str) -> None:
+    """Checks that what a caller has named the model is one.
+
+    Raises:
+        InputError: it is none.
+    """
+    if not isinstance(model, nn.Module):
+        raise InputError(f"a {type(model).__name__} is no model", where="model", why="it is no nn.Module", attempt=call)
 
 
 def checked_folder(folder: str | os.PathLike[str]) -> Path:
@@ -171,7 +182,7 @@ def _verify(contents: Contents, objects: Mapping[str, bytes], folder: Path, rank
     facts |= {f"what is no tensor of the {kind}": digest(data) for kind, data in objects.items() if kind != "extra"}
     common = {name: item for name, item in items.items() if name.removeprefix("model/") not in buffers}
     if ranks.count > 1:
-        ranks.verify(facts, what)
+        ranks.verify(facts, what, "one folder, the same model and the same optimizers on every rank")
         for axis, group in ranks.groups.items():
             if group.size > 1:
                 ranks.verify_along(axis, hashes(items if axis == MODEL else common, axis), what)

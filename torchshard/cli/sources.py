@@ -31,6 +31,7 @@ from torchshard.cli.folders import has_weights, note, with_weights
 from torchshard.compiler.constraints import PlanLike
 from torchshard.compiler.meshes import DataLike, checked_world_size, read_mesh
 from torchshard.core.errors import InputError, ShardError, in_short
+from torchshard.core.user_files import is_user_file
 from torchshard.plans.machine import Axes, MachineLike, objective
 from torchshard.weights.transformers_models import cast_kept, lazy_pretrained
 
@@ -152,7 +153,8 @@ _FACTORY = "a function that returns `model, (x,)` or `model, (x,), {'mask': mask
 
 def _from_factory(name: str, real: bool) -> Source:
     module, _, attribute = name.partition(":")
-    sys.path.insert(0, os.getcwd())
+    folder = os.getcwd()
+    sys.path.insert(0, folder)
     try:
         factory = getattr(importlib.import_module(module), attribute)
         with torch.device("cpu" if real else "meta"):
@@ -166,7 +168,7 @@ def _from_factory(name: str, real: bool) -> Source:
             attempt=f"package.module:function, without arguments, from the folder in which that can be imported{meta}",
         ) from error
     finally:
-        sys.path.remove(os.getcwd())
+        sys.path.remove(folder)
     source = _returned(result)
     if source is None:
         types = ", ".join(type(part).__name__ for part in result) if isinstance(result, tuple) else ""
@@ -236,8 +238,8 @@ def _configuration(path: Path) -> tuple[Any, Callable[[Any], Any]]:
         raise _no_configuration(path, "transformers is not installed") from None
     try:
         config = transformers.AutoConfig.for_model(**fields)
-    except (ValueError, TypeError, KeyError, AttributeError) as error:
-        raise _no_configuration(path, _first_line(error)) from None
+    except Exception as error:  # configurations check themselves, with errors of their own
+        raise _no_configuration(path, " ".join(str(error).split())) from None
     name = (fields.get("architectures") or [None])[0]
     if name is None:
         return config, transformers.AutoModel.from_config
@@ -271,9 +273,9 @@ def _first_line(error: BaseException) -> str:
 
 
 def _last_line(error: BaseException) -> str:
-    """Where an error was raised."""
-    frame = traceback.extract_tb(error.__traceback__)[-1]
-    return f"{frame.filename}:{frame.lineno}"
+    """The user's line at which an error was raised."""
+    frames = [frame for frame in traceback.extract_tb(error.__traceback__) if is_user_file(frame.filename)]
+    return f"{frames[-1].filename}:{frames[-1].lineno}" if frames else "MODEL"
 
 
 def _no_configuration(path: Path, why: str) -> InputError:

@@ -161,7 +161,7 @@ def read_constraints(
     wanted = read_plan(plan)
     if aim.data or divisions:
         _check_same_data(wanted, aim.data)
-    _check_ranks(facts, axis, wanted)
+    _check_ranks(facts, axis, wanted, aim.data)
     if isinstance(wanted, Plan):
         _check_same_model(facts, wanted)
         check_layouts(facts, wanted.parameters)
@@ -233,7 +233,7 @@ def _check_same_data(plan: Mapping[str, object] | Plan, data: Data | None) -> No
         )
 
 
-def _check_ranks(facts: ModelFacts, axis: MeshAxis, plan: Mapping[str, object] | Plan) -> None:
+def _check_ranks(facts: ModelFacts, axis: MeshAxis, plan: Mapping[str, object] | Plan, data: Data | None) -> None:
     if isinstance(plan, Plan) and plan.world_size != axis.size:
         raise PlanError(
             f"the plan is for {plan.world_size} ranks, the group has {axis.size}",
@@ -242,7 +242,7 @@ def _check_ranks(facts: ModelFacts, axis: MeshAxis, plan: Mapping[str, object] |
             attempt=f"a plan made with world_size={axis.size}, or {plan.world_size} ranks",
         )
     sizes = {size: name for name, t in facts.tensors.items() if t.is_parameter for size in t.shape}
-    if sizes and axis.size > max(sizes):
+    if sizes and axis.size > max(sizes) and data is None:
         raise PlanError(
             f"{axis.size} ranks are more than any dim has elements",
             where=f"parameter {sizes[max(sizes)]!r}",
@@ -257,24 +257,33 @@ def check_memory(facts: ModelFacts, constraints: Constraints) -> None:
     Raises:
         PlanError: an even share of the parameters, gradients and optimizer states is more than a rank may hold.
     """
-    axis, aim = constraints.axis, constraints.objective
-    memory, ranks = aim.memory, axis.size * constraints.slices
+    axis, aim, divisions = constraints.axis, constraints.objective, constraints.divisions
+    memory, parts = aim.memory, constraints.slices * (1 if constraints.data == "replicate" else axis.size)
     if memory is None:
         return
     sizes = [(t.nbytes, t.is_trained and aim.trains) for t in facts.tensors.values() if t.is_parameter]
     trained = sum(nbytes for nbytes, is_trained in sizes if is_trained)
-    parts = {
+    whole = {
         "parameters": sum(nbytes for nbytes, _ in sizes),
         "gradients": trained,
         "optimizer": OPTIMIZER_STATES * trained,
     }
-    shares = {name: size / ranks for name, size in parts.items()}
+    shares = {name: size / parts for name, size in whole.items()}
     estimate = shares | {"peak": sum(shares.values())}
     if estimate["peak"] > memory:
-        raise does_not_fit(f"no plan for {ranks} ranks fits", "an even share of the parameters", estimate, memory)
+        ranks = axis.size * math.prod(division.axis.size for division in divisions)
+        which = f"an even share of {', '.join(name for name, size in whole.items() if size)}"
+        attempt = f"{more_slices(constraints)}, or weights of fewer bytes"
+        raise does_not_fit(f"no plan for {ranks} ranks fits", which, estimate, memory, attempt)
 
 
-def does_not_fit(what: str, which: str, memory: Mapping[str, float], most: float) -> PlanError:
+def more_slices(constraints: Constraints) -> str:
+    """What makes the slices of weights smaller that a rank holds."""
+    ways = [constraints.data, *(division.data for division in constraints.divisions)]
+    return 'data="shard"' if "replicate" in ways else "more ranks"
+
+
+def does_not_fit(what: str, which: str, memory: Mapping[str, float], most: float, attempt: str) -> PlanError:
     """The error for a plan that takes more memory than it may."""
     shown = ", ".join(f"{name} {size_text(size)}" for name, size in memory.items() if name != "peak")
     peak = memory["peak"]
@@ -282,7 +291,7 @@ def does_not_fit(what: str, which: str, memory: Mapping[str, float], most: float
         f"{what} {size_text(most)}: {which} takes {size_text(peak)}, {size_text(peak - most)} too much",
         where="memory=",
         why=f"per rank: {shown}",
-        attempt="more ranks, a smaller batch, or weights of fewer bytes",
+        attempt=attempt,
     )
 
 

@@ -71,7 +71,8 @@ def read_mesh(world_size: int, mesh: MeshLike | None, data: DataLike | None) -> 
     total = math.prod(sizes.values())
     if total != world_size:
         text = " x ".join(map(str, sizes.values()))
-        raise _error(f"a mesh of {text} has {total} ranks, and there are {world_size}", "mesh=", "as many ranks")
+        what = f"a mesh of {text} has {total} ranks, and there are {world_size}"
+        raise _error(what, "mesh=", f"{total} ranks, or another mesh")
     by_name = _data_by_name(list(sizes), data)
     for name in list(by_name):  # of several axes, one of a single rank divides no batch
         if sizes[name] == 1 and len(sizes) > 1:
@@ -81,7 +82,7 @@ def read_mesh(world_size: int, mesh: MeshLike | None, data: DataLike | None) -> 
         raise _error(
             f"there is one axis for the weights; in this mesh {', '.join(split)} do not divide the batch",
             "mesh=",
-            f'data={{{split[0]!r}: "replicate"}}, or "shard"',
+            f'data={by_name | dict.fromkeys(split[:-1], "replicate")}, or "shard"',
         )
     if isinstance(mesh, Mapping) and split and list(sizes) != [*by_name, *split]:
         order = ", ".join(f"{name!r}: {sizes[name]}" for name in (*by_name, *split))

@@ -8,7 +8,7 @@ from dataclasses import replace
 from torch import fx
 
 from torchshard.capture.facts import ModelFacts
-from torchshard.compiler.constraints import Constraints, does_not_fit, stored
+from torchshard.compiler.constraints import Constraints, does_not_fit, more_slices, stored
 from torchshard.compiler.limit import Limit, search_within
 from torchshard.compiler.memory import OPTIMIZER_STATES
 from torchshard.core.choices import choices
@@ -81,9 +81,11 @@ def plan_graph(module: fx.GraphModule, facts: ModelFacts, constraints: Constrain
     )
     memory = {} if limit is None else limit.estimate(plan)
     if limit is not None and memory["peak"] > limit.nbytes:
+        attempt = "a smaller batch, or weights of fewer bytes"
         if given is not None:
-            raise does_not_fit("the plan does not fit", "it", memory, limit.nbytes)
-        raise does_not_fit(f"no plan for {plan.world_size} ranks fits", "the leanest", memory, limit.nbytes)
+            raise does_not_fit("the plan does not fit", "it", memory, limit.nbytes, f"another plan, {attempt}")
+        what, attempt = f"no plan for {plan.world_size} ranks fits", f"{more_slices(constraints)}, {attempt}"
+        raise does_not_fit(what, "the leanest", memory, limit.nbytes, attempt)
     costs = _costs(problem, plan, result.gap, memory)
     if is_first:
         costs = replace(costs, fewer=_with_fewer_ranks(problem, plan))

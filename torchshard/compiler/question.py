@@ -67,10 +67,10 @@ def question_from(data: Mapping[str, Any] | None) -> Question:
     """
     if not data or "unwritten" in data:
         raise PlanError(
-            "the plan's file does not hold the graph that it was made for",
+            "the plan does not hold the graph that it was made for",
             where="the plan",
-            why=(data or {}).get("unwritten", "it was written by Plan.to_json(question=False), or an earlier version"),
-            attempt="torchshard.plan(model, ...) with other pins",
+            why=(data or {}).get("unwritten", "it is a further axis' plan, or written by Plan.to_json(question=False)"),
+            attempt="the plan whose `batch` it is, or torchshard.plan(model, ...) with other pins",
         )
     with of_a_file("read"):
         graph, symbols = graph_from(data["graph"])

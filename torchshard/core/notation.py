@@ -286,6 +286,8 @@ def _expand(tokens: list[str], ndim: int, where: str) -> list[str]:
             raise RuleError(f"the row has {len(tokens)} dims, the tensor {ndim}", where=where, why=f"dims: {dims}")
         return tokens
     position, leading = tokens.index("..."), ndim - len(tokens) + 1
+    if leading < 0:
+        raise RuleError(f"the row has {len(tokens) - 1} dims or more, the tensor {ndim}", where=where)
     return [*tokens[:position], *(f"_{i}" for i in reversed(range(leading))), *tokens[position + 1 :]]
 
 
@@ -327,6 +329,12 @@ def bind(
         raise RuleError(f"axis {min(strangers)} is in no tensor", where=text, why="sizes= has a size for it")
     n, row_options = len(operands), _row_options(**options)
     named = {*row_options.local, *row_options.reduced, *row_options.together}
+    unknown = sorted(named - known.keys() - {"*"})
+    if unknown:
+        raise RuleError(f"axis {unknown[0]} is in no tensor", where=text, why="the rule's options name it")
+    for axis, function in row_options.local.items():
+        if not callable(function):
+            raise RuleError(f"local={{{axis!r}: ...}} is no function", where=text, why=f"it is {function!r:.80}")
     bound = _with_factors(bound, known, unsplittable | named, multiples)
     equal = frozenset(_equal_axes(known, row_options, multiples))
     return Row(text, tuple(bound[:n]), tuple(bound[n:]), known, frozenset(unsplittable), equal, row_options)

@@ -47,6 +47,8 @@ MAX_VERIFIED = 4096
 TOLERANCE = 1e-3
 """The largest difference, relative to their scale, of numbers that are equal up to rounding."""
 COMPARING = "comparing what the ranks do"
+SAME_CALL = "the same call on every rank"
+"""What an error advises if it knows no better."""
 
 
 # --- which calls are verified ----------------------------------------------------------------------------------------
@@ -246,9 +248,10 @@ def verify_equal(
     *,
     unlike: int = 0,
     near: Near | None = None,
+    attempt: str = SAME_CALL,
 ) -> bool:
     """As `begin_verifying`, and waits."""
-    return begin_verifying(group, facts, error, what, unlike=unlike, near=near)()
+    return begin_verifying(group, facts, error, what, unlike=unlike, near=near, attempt=attempt)()
 
 
 def begin_verifying(
@@ -260,6 +263,7 @@ def begin_verifying(
     digest: int | None = None,
     unlike: int = 0,
     near: Near | None = None,
+    attempt: str = SAME_CALL,
 ) -> Callable[[], bool]:
     """The ranks begin to compare digests.
 
@@ -268,6 +272,7 @@ def begin_verifying(
         what: the error's first line.
         digest: the hash of the facts, if they are a function.
         unlike: a number of this rank's own that may differ.
+        attempt: the error's last line.
 
     Returns:
         a function that waits for the others' digests, and returns whether `unlike` is the same on all ranks. If the
@@ -287,19 +292,19 @@ def begin_verifying(
         close = spread <= TOLERANCE * largest
         if highest[0] == lowest[0] and close:
             return highest[1] == lowest[1]
-        raise _unequal(group, facts if close else {name: f"{value:.12g}"}, error, what)
+        raise _unequal(group, facts if close else {name: f"{value:.12g}"}, error, what, attempt)
 
     return compare
 
 
 def _unequal(
-    group: Group, facts: Facts | Callable[[], Facts], error: Callable[..., ShardError], what: str
+    group: Group, facts: Facts | Callable[[], Facts], error: Callable[..., ShardError], what: str, attempt: str
 ) -> ShardError:
     data = json.dumps(dict(facts() if callable(facts) else facts)).encode()
     (longest,), _ = _begin_bounds(group, len(data))()  # no `gather_bytes`: it would verify calls, which may differ too
     rows = _gather_padded(group, COMPARING, data.ljust(longest))
     everyone = [json.loads(memory_of(row)) for row in rows]
-    return error(what, where=_first_difference(everyone), why=_shown(everyone), attempt="the same call on every rank")
+    return error(what, where=_first_difference(everyone), why=_shown(everyone), attempt=attempt)
 
 
 def run_on_all_ranks(group: Group, make: Callable[[], T], error: Callable[..., ShardError], what: str) -> T:
@@ -314,7 +319,7 @@ def run_on_all_ranks(group: Group, make: Callable[[], T], error: Callable[..., S
     except Exception as caught:
         failure = caught
     outcome = {"what it gave": "what was asked for" if failure is None else str(failure)}
-    verify_equal(group, outcome, error, what)
+    verify_equal(group, outcome, error, what, attempt="what the error of the rank that failed says")
     if failure is not None:
         raise failure
     return cast(T, result)

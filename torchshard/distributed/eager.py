@@ -102,7 +102,7 @@ def _signature(name: str, x: Tensor, dim: int | None, facts: Mapping[str, object
         InputError: the tensor has no such dim.
     """
     arguments: dict[str, object] = {"dim": dim, **facts}
-    dims = [own_dim(x, d) for argument, d in arguments.items() if argument.endswith("dim") and isinstance(d, int)]
+    dims = [own_dim(x, d) for argument, d in arguments.items() if argument.endswith("dim") and d is not None]
     shape: list[object] = list(x.shape)
     if dim is not None:
         shape[dims[0]] = "*"
@@ -153,15 +153,15 @@ def _check_size(name: str, x: Tensor, dim: int, size: int, group: Group) -> None
         )
 
 
-def own_dim(x: Tensor, dim: int) -> int:
+def own_dim(x: Tensor, dim: object) -> int:
     """A dim counted from the front.
 
     Raises:
         InputError: the tensor has no such dim.
     """
-    if not -x.ndim <= dim < x.ndim:
+    if not isinstance(dim, int) or not -x.ndim <= dim < x.ndim:
         raise InputError(
-            f"a tensor of {x.ndim} dims has no dim {dim}",
+            f"a tensor of {x.ndim} dims has no dim {dim!r}",
             where="dim=",
             why=f"its shape is {tuple(x.shape)}",
             attempt=f"{-x.ndim} to {x.ndim - 1}" if x.ndim else "a tensor with dims, or dim=None where that is allowed",

@@ -227,11 +227,11 @@ def peer(group: Group, rank: int, name: str) -> int:
     Raises:
         InputError: the group has no such rank.
     """
-    if not 0 <= rank < group.size:
+    if not isinstance(rank, int) or not 0 <= rank < group.size:
         raise InputError(
-            f"there is no rank {rank} in the group",
-            where=f"{name}={rank}",
+            f"there is no rank {rank!r} in the group",
+            where=f"{name}={rank!r}",
             why=f"the model-parallel group has {group.size} ranks; {name} counts within it",
-            attempt=f"{name}=0 to {group.size - 1}",
+            attempt=f"{name}=0" + (f" to {group.size - 1}" if group.size > 1 else ""),
         )
     return rank

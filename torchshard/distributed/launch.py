@@ -23,6 +23,7 @@ import sys
 import time
 import traceback
 from collections.abc import Callable, Sequence
+from multiprocessing.reduction import ForkingPickler
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import NamedTuple, NoReturn, TypeVar, cast
@@ -32,7 +33,7 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 from torch.multiprocessing.spawn import ProcessException, ProcessExitedException
 
-from torchshard.core.errors import DistributedError
+from torchshard.core.errors import DistributedError, in_short
 
 T = TypeVar("T")
 GRACE_SECONDS = 2.0
@@ -97,6 +98,15 @@ def launch(fn: Callable[..., T], nprocs: int, args: Sequence[object] = ()) -> li
         raise DistributedError(f"{nprocs!r} ranks can't be started", where="launch(nprocs=...)", attempt="1 or more")
     if not callable(fn):
         raise DistributedError(f"{fn!r} can't be called", where="launch(fn, nprocs)", attempt="a function of a module")
+    try:
+        ForkingPickler.dumps((fn, args))
+    except Exception as error:
+        raise DistributedError(
+            f"{fn!r} and its arguments can't be sent to other processes",
+            where="launch(fn, nprocs)",
+            why=in_short(error),
+            attempt="a function at the top of a module or script, and arguments that can be pickled",
+        ) from error
     with TemporaryDirectory(prefix="torchshard-launch-") as folder:
         context = mp.spawn(_rank_main, (nprocs, _free_port(), folder, fn, tuple(args)), nprocs, join=False)
         try:

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from torchshard.core.errors import InputError
 from torchshard.distributed.consistency import gather_bytes, memory_of
-from torchshard.distributed.eager import needs_gradient
+from torchshard.distributed.eager import check_tensor, needs_gradient
 from torchshard.distributed.group import own_group, peer
 from torchshard.distributed.kernels import as_sent
 from torchshard.distributed.wire import collective
@@ -83,6 +83,7 @@ def all_gather_uneven(x: Tensor) -> list[Tensor]:
         InputError: the ranks' dtypes differ, or the tensor requires a gradient: use `gather`, which has one.
     """
     group = own_group()
+    check_tensor(group, "all_gather_uneven", x)
     if group.size == 1:
         _describe(x)
         return [x.clone()]

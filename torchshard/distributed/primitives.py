@@ -187,19 +187,21 @@ def _check_op(x: Tensor, op: ReduceKind, *, async_op: bool = False, dst: int = 0
     peer(own_group(), dst, "dst")
     if async_op:
         raise InputError(
-            f"{op} over the ranks has no asynchronous form", where="all_reduce(async_op=True)", attempt="ReduceOp.SUM"
+            f"{op_name(op)} over the ranks has no asynchronous form",
+            where="all_reduce(async_op=True)",
+            attempt="ReduceOp.SUM",
         )
     if op == ReduceOp.AVG and not (x.is_floating_point() or x.is_complex()):
         raise InputError(
             f"the mean of {x.dtype} is not supported",
-            where="all_reduce(op=AVG)",
+            where="op=ReduceOp.AVG",
             why="it would be cut to integers",
             attempt="x.float()",
         )
     if op not in (ReduceOp.SUM, ReduceOp.AVG) and needs_gradient(x):
         raise InputError(
-            f"{op} over the ranks has no gradient here",
-            where="all_reduce",
+            f"{op_name(op)} over the ranks has no gradient here",
+            where="op=",
             why="the tensor requires one",
             attempt="x.detach(), or ReduceOp.SUM or AVG",
         )

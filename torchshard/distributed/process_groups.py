@@ -102,10 +102,13 @@ def init_process_group(
     Raises:
         DistributedError: it is initialised already, the world does not divide by `group_size`, the mesh has more
             dimensions than one, or the ranks ask for different groups.
-        InputError: a time is not a number above 0.
+        InputError: a time is not a number above 0, or the size of the group no number.
     """
     if isinstance(group_size, str):
         backend, group_size = group_size, -1
+    if not isinstance(group_size, int):
+        what, attempt = f"{group_size!r} is no number of ranks", "group_size=4; without it, all ranks are one group"
+        raise InputError(what, where="group_size=", why=f"it is a {type(group_size).__name__}", attempt=attempt)
     if is_initialized():
         raise DistributedError(
             "the model-parallel group is initialised already",
@@ -148,9 +151,10 @@ def _initialise(read: Callable[[], Wanted], backend: str | None, timeouts: Timeo
 
 def _timeouts(verify: float, start: float | None, collective: float | None) -> Timeouts:
     timeouts = Timeouts(verify if start is None else start, verify, verify if collective is None else collective)
-    if not all(isinstance(seconds, int | float) and 0 < seconds < math.inf for seconds in timeouts):
+    wrong = [s for s in timeouts if not isinstance(s, int | float) or not 0 < s < math.inf]
+    if wrong:
         raise InputError(
-            f"{' and '.join(map(repr, dict.fromkeys(timeouts)))} are not finite numbers of seconds above 0",
+            f"{wrong[0]!r} is not a finite number of seconds above 0",
             where="init_process_group(timeout_seconds=..., start_seconds=..., collective_seconds=...)",
             attempt="timeout_seconds=60; of a timedelta, its total_seconds()",
         )

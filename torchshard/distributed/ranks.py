@@ -14,7 +14,7 @@ from torchshard.core.errors import DistributedError, InputError, ShardError
 from torchshard.core.layouts import Layout, Shard
 from torchshard.core.mesh import DATA, MODEL, Mesh, MeshAxis, Place
 from torchshard.core.words import Cuts, Word, cuts, local_shape, word
-from torchshard.distributed.consistency import Facts, gather_bytes, run_on_all_ranks, verify_equal
+from torchshard.distributed.consistency import SAME_CALL, Facts, gather_bytes, run_on_all_ranks, verify_equal
 from torchshard.distributed.group import ALONE, Group, is_initialized, lookup, own_group
 from torchshard.distributed.kernels import ReduceKind, gathered, reduced
 from torchshard.distributed.process_groups import init_process_group
@@ -151,10 +151,14 @@ class Ranks:
         """As `run_on_all_ranks`, for all of them."""
         return self.on_replicas(lambda: run_on_all_ranks(self.group, make, error, what), error, what)
 
-    def verify(self, facts: Facts, what: str) -> None:
+    def verify(self, facts: Facts, what: str, attempt: str = SAME_CALL) -> None:
         """Raises DistributedError on all of them if the facts differ on any."""
-        self.on_replicas(lambda: verify_equal(self.group, facts, DistributedError, what), DistributedError, what)
-        verify_equal(self.replicas, facts, DistributedError, what)
+
+        def along(group: Group) -> bool:
+            return verify_equal(group, facts, DistributedError, what, attempt=attempt)
+
+        self.on_replicas(lambda: along(self.group), DistributedError, what)
+        along(self.replicas)
 
     def verify_along(self, axis: str, facts: Facts, what: str) -> None:
         """Raises DistributedError on all of them if the facts of ranks along a mesh axis differ."""

@@ -49,6 +49,7 @@ from torch.fx.experimental.symbolic_shapes import ShapeEnv
 from torch.fx.node import Argument, Target
 
 from torchshard.core.autocast import autocasting
+from torchshard.core.errors import RuleError, ShardError, in_short
 from torchshard.core.layouts import I, Layout, Shard
 from torchshard.core.notation import Choice, Row
 from torchshard.custom_ops.carry import CARRY
@@ -432,6 +433,31 @@ def record(
 
     args, kwargs = fx.map_arg((tuple(args), dict(kwargs)), proxy)
     return function(*args, **kwargs)
+
+
+def record_local(
+    graph: fx.Graph,
+    node: fx.Node,
+    function: Callable[..., Any],
+    args: Iterable[Argument],
+    kwargs: Mapping[str, Argument],
+) -> Any:
+    """As `record`, of what a rule computes in place of a node's op: a rule may be the user's own.
+
+    Raises:
+        RuleError: the function fails.
+    """
+    try:
+        return record(graph, function, args, kwargs)
+    except ShardError:
+        raise
+    except Exception as error:
+        raise RuleError(
+            f"the local function of the rule of {node.target} fails",
+            where=where(node),
+            why=in_short(error),
+            attempt="a function of a Local, and then of all that the op takes",
+        ) from error
 
 
 def fake_mode(graph: fx.Graph) -> Mode:

@@ -50,7 +50,7 @@ class LinearOptions(NamedTuple):
         if (self.input_is_parallel and self.dim != 0) or (self.gather_output and not by_columns):
             raise InputError(
                 "a linear that is split so has no such option",
-                where="input_is_parallel=" if self.input_is_parallel else "gather_output=",
+                where="input_is_parallel=" if self.input_is_parallel and self.dim != 0 else "gather_output=",
                 why="a split by rows takes a split input, a split by columns gives a split result",
                 attempt="input_is_parallel by rows, gather_output by columns",
             )
@@ -236,7 +236,7 @@ class _LossOptions(NamedTuple):
     label_smoothing: float
 
     def check(self) -> None:
-        if self.reduction not in REDUCTIONS:
+        if not isinstance(self.reduction, str) or self.reduction not in REDUCTIONS:
             expected = " or ".join(map(repr, REDUCTIONS))
             raise InputError(f"invalid reduction {self.reduction!r}", where="reduction=", attempt=expected)
 

@@ -82,14 +82,14 @@ def _dim(dims: Mapping[str, int | None], style: object) -> int | None:
     Raises:
         InputError: there is no such style.
     """
-    if style not in dims:
+    if not isinstance(style, str) or style not in dims:
         raise InputError(
             f"{style!r} is no style",
             where="style=",
             why=f"styles are {', '.join(map(repr, dims))}, as in a plan",
             attempt=f"style={next(iter(dims))!r}",
         )
-    return dims[str(style)]
+    return dims[style]
 
 
 class ParallelLinear(Sliced):

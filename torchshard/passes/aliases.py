@@ -161,5 +161,5 @@ def refused(node: fx.Node, why: str) -> CaptureError:
         "an in-place op of the model can't be made part of a graph without side effects",
         where=where(node),
         why=why,
-        attempt="the same op without the trailing underscore, on a new value",
+        attempt="the same op without the trailing underscore, on a new value; torch.where in place of x[i] = y",
     )

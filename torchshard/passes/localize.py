@@ -29,7 +29,7 @@ from torchshard.ir.graph import (
     is_own_collective,
     multiples_of,
     plain_shape,
-    record,
+    record_local,
     values,
 )
 from torchshard.passes.nodes import int_arg, node_arg, replace_node
@@ -139,10 +139,11 @@ def _replace(module: fx.GraphModule, node: fx.Node, replacement: LocalFn, local:
     """Traces a rule's replacement into the graph, in place of the op."""
     graph, before = module.graph, node.prev
     with graph.inserting_before(node):
-        result = record(graph, functools.partial(replacement, local), node.args, node.kwargs)
+        result = record_local(graph, node, functools.partial(replacement, local), node.args, node.kwargs)
     origin = {k: node.meta[k] for k in ORIGIN if k in node.meta}
+    node.meta["in_place_of"] = node.target
     while (before := before.next) is not node:
-        before.meta = dict(origin) | {"inside": node.name}
+        before.meta = dict(origin) | {"inside": node.name, "in_place_of": node.target}
     if isinstance(result, (tuple, list)):
         for part in list(node.users):
             _replace_with_meta(part, result[int_arg(part, 1)].node)

@@ -22,7 +22,7 @@ from torch import Tensor, fx
 from torch.fx.node import Argument
 
 from torchshard.core.conversions import source_and_target
-from torchshard.core.errors import InternalError
+from torchshard.core.errors import InternalError, RuleError
 from torchshard.core.layouts import Layout, Shard, canonical, dual
 from torchshard.core.mesh import MeshAxis
 from torchshard.distributed.ops import OPS, is_or_begins_collective
@@ -42,6 +42,7 @@ from torchshard.ir.sizes import size_names
 from torchshard.passes.annotate import legal_choices, serves
 from torchshard.passes.nodes import int_arg, node_arg, operator_of
 from torchshard.passes.propagate import Seen, is_sized_by_values, run
+from torchshard.rules import has_users_rule
 
 Stage = Literal["annotated", "inserted", "localized", "joint", "lowered"]
 """How far a graph has come: it decides which invariants hold."""
@@ -51,7 +52,7 @@ Faults = Generator[Fault, None, None]
 
 
 def verify(module: fx.GraphModule, stage: Stage, after: str, seen: Seen | None = None) -> None:
-    """Raises InternalError for the first node that breaks an invariant.
+    """Raises InternalError for the first node that breaks an invariant; RuleError if it comes of a rule of the user's.
 
     Args:
         after: the name of the pass that produced the graph.
@@ -70,6 +71,14 @@ def verify(module: fx.GraphModule, stage: Stage, after: str, seen: Seen | None =
         fault = next(faults, None)
     if fault is not None:
         node, what, why = fault
+        op = node.meta.get("in_place_of", node.target)
+        if stage == "localized" and node.op == "call_function" and has_users_rule(op):
+            raise RuleError(
+                f"the rule of {op} is wrong",
+                where=where(node),
+                why=f"{what}: {why}",
+                attempt="! behind the axes that may not be split; or local={axis: function} for what a rank computes",
+            )
         raise InternalError(f"after {after}: {what}", where=where(node), why=why)
 
 

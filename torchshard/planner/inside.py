@@ -23,7 +23,7 @@ from torchshard.custom_ops.fx_types import Argument
 from torchshard.custom_ops.stepwise import Stepwise
 from torchshard.distributed.experts import COMBINE, DISPATCH
 from torchshard.distributed.ops import OPS, is_collective
-from torchshard.ir.graph import fake_mode, faking, hint, operands, record
+from torchshard.ir.graph import fake_mode, faking, hint, operands, record_local
 
 
 @dataclass(frozen=True)
@@ -52,7 +52,7 @@ def calls_inside(node: fx.Node, row: Row, choice: Choice, axis: MeshAxis) -> lis
     graph = fx.Graph()
     inputs = {operand: graph.placeholder(operand.name) for operand in node.all_input_nodes}
     args, kwargs = fx.map_arg((node.args, dict(node.kwargs)), inputs.__getitem__)
-    record(graph, functools.partial(replacement, Local(row, choice, coordinate)), args, kwargs)
+    record_local(graph, node, functools.partial(replacement, Local(row, choice, coordinate)), args, kwargs)
     # most replacements only change sizes; to run those too would double the time of planning
     if not any(is_collective(n.target) or isinstance(n.target, Stepwise) for n in graph.nodes):
         return []

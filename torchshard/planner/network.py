@@ -468,7 +468,8 @@ def pinned_choices(op: Op, pin: Pin, legal: Sequence[Choice], ranks: int) -> lis
     if pin.style.name == "sequence":  # that it has the axis does not say that it can be split there
         return list(legal)
     module = op.node.meta.get("module", "")
-    raise cannot_have(pin.key, module, pin.style.name, f"{where(op.node)} can't be split along {pin.axes[0]}")
+    why = f"{where(op.node)} can't be split along {pin.axes[0]}"
+    raise cannot_have(pin.key, module, pin.style.name, why, is_layer=True)
 
 
 def _fills_ranks(op: Op, choice: Choice, ranks: int) -> bool:

@@ -222,7 +222,7 @@ def _no_match(what: str, place: str, key: str, modules: Iterable[str]) -> PlanEr
         f"{what} matches no module",
         where=place,
         why=f"globs are paths of modules ('' is the model itself), and it matches none of {len(modules)} submodules",
-        attempt=" or ".join(map(repr, near)) if near else f"a glob such as {shapes[0]!r}" if shapes else "no key",
+        attempt=" or ".join(map(repr, near)) if near else f"a path of a module, as {modules[0]!r}" if modules else "''",
     )
 
 
@@ -251,7 +251,10 @@ def pins_of(graph: fx.Graph, chosen: Mapping[str, tuple[str, Style]]) -> dict[fx
             continue  # this call does not use the module
         elif not able or any(style.name not in splits for splits in able.values()):
             own = {str(n.target) for n in ops if n.meta.get("module") == path}
-            raise cannot_have(key, path, style.name, f"its ops are {sorted(own) or 'none'}")
+            why = f"its ops are {', '.join(sorted(own))}" if own else "no op takes a weight of its own"
+            words = next(iter(able.values()), {})
+            others = [word for word in words if all(word in splits for splits in able.values())]
+            raise cannot_have(key, path, style.name, why, others, is_layer=bool(able))
         else:
             pins.update({n: Pin(key, style, splits[style.name].axes) for n, splits in able.items()})
     return pins
@@ -271,17 +274,26 @@ def _along_sequence(ops: Sequence[fx.Node], path: str, key: str, style: Style) -
         if axes:
             pins[node] = Pin(key, style, tuple(axes))
     if own and multiples_of(own[0].graph) and not pins:
-        raise cannot_have(key, path, style.name, f"its ops have no sequence: {sorted({str(n.target) for n in own})}")
+        why = f"its ops have no sequence: {', '.join(sorted({str(n.target) for n in own}))}"
+        raise cannot_have(key, path, style.name, why, is_layer=True)
     return pins
 
 
-def cannot_have(key: str, path: str, style: str, why: str) -> PlanError:
-    """The error for a style that a module has no use for."""
+def cannot_have(
+    key: str, path: str, style: str, why: str, others: Sequence[str] = (), *, is_layer: bool = False
+) -> PlanError:
+    """The error for a style that a module has no use for.
+
+    Args:
+        others: styles that it can have.
+        is_layer: whether its own ops are meant, and not those of a layer inside it.
+    """
+    inside = "name the linear, embedding, convolution or recurrent layer inside it, or 'replicate'"
     return PlanError(
-        f"module {path} can't be split by {style}",
+        f"{f'module {path}' if path else 'the model'} can't be split by {style}",
         where=f"plan key {key!r}",
         why=why,
-        attempt="name the linear, embedding, convolution or recurrent layer inside it, or 'replicate'",
+        attempt=" or ".join(map(repr, (*others, "replicate"))) if is_layer else inside,
     )
 
 

@@ -17,9 +17,11 @@ from torchshard.core.choices import axis_groups
 from torchshard.core.layouts import I, Layout, Shard, is_whole
 from torchshard.core.notation import Choice, Row
 from torchshard.core.paths import star_numbers
+from torchshard.custom_ops.whole import HookCall, op_of
 from torchshard.ir.graph import consumers, is_tensor, is_tensor_op, is_weight, nbytes, node_row, operands, where
 from torchshard.planner.costs import CostModel, Op
 from torchshard.plans.data import Collective, Costs, GatheredOps
+from torchshard.rules import has_rule
 
 WEIGHTS, WORK, SENT = 0.05, 0.1, 0.1
 """An op with a rule is reported from these parts of the model's weights, the step's computation, or the bytes sent."""
@@ -126,11 +128,21 @@ def _weights_of(node: fx.Node) -> Iterator[fx.Node]:
             yield source
 
 
+def _without_row(node: fx.Node) -> str:
+    op = op_of(node.target)
+    if isinstance(node.target, HookCall):
+        return "the hook takes the whole gradient"
+    if has_rule(node.target):
+        return "its rule does not split a call with these arguments"
+    name = op.__qualname__ if isinstance(op, type) else f'"{op}"'
+    return f"no sharding rule; one of a few lines, @torchshard.rule({name}), would keep it split"
+
+
 def _why(node: fx.Node, sent: float, gathered: Mapping[fx.Node, float]) -> str:
     """Why an op is not split: its own rule, or what comes before it."""
     row = node_row(node)
     if row is None:
-        return f"no sharding rule; one of a few lines, @torchshard.rule({node.target}), would keep it split"
+        return _without_row(node)
     if sent or not any(row.sizes[axis] != 1 for group in axis_groups(row) for axis in group):
         return f"what is marked ! may not be split: {row.text}"
     blame = next((n for n in _near(node) if n in gathered), None)

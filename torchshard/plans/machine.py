@@ -21,10 +21,10 @@ import math
 import os
 import re
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal, TypeAlias, get_args
+from typing import Any, Literal, TypeAlias, get_args
 
 from torchshard.core.errors import InputError
 from torchshard.core.files import write_text
@@ -223,7 +223,16 @@ def objective(
         )
     default: MachineName = "cpu-gloo" if device == "cpu" else "h100x8"
     found = read_machine(default if machine is None else machine)
-    globs = (recompute,) if isinstance(recompute, str) else tuple(recompute)
+    given: Any = () if recompute is None else recompute
+    globs = tuple(given) if isinstance(given, Iterable) and not isinstance(given, str) else (given,)
+    wrong = next((glob for glob in globs if not isinstance(glob, str)), None)
+    if wrong is not None:
+        raise InputError(
+            f"{wrong!r} names no modules",
+            where="recompute=",
+            why="modules are named by globs of their paths",
+            attempt='recompute="layers.*", or several: ["layers.0", "layers.1"]',
+        )
     size, trains = read_size(memory), mode == "train"
     return Objective(found, size, axes, machine is None, globs, trains, data)
 

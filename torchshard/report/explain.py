@@ -112,6 +112,6 @@ def _program(plan: Plan, rank: int) -> Any:
             attempt=f"{again}torchshard.plan(model, plan, ...), and what it returns",
         )
     ranks = plan.program.mesh.size
-    if not 0 <= rank < ranks:
-        raise InputError(f"there is no rank {rank} of {ranks}", where="rank=", attempt=f"rank=0 to {ranks - 1}")
+    if not isinstance(rank, int) or not 0 <= rank < ranks:
+        raise InputError(f"there is no rank {rank!r} of {ranks}", where="rank=", attempt=f"rank=0 to {ranks - 1}")
     return plan.program

@@ -27,7 +27,10 @@ from torchshard.rules.normalization import writes_statistics
 from torchshard.rules.random import is_random
 from torchshard.rules.registry import ROWS, RULES, Call, RuleFn, TensorType, rule, rule_of
 
-__all__ = ["RULES", "Call", "Row", "TensorType", "has_rule", "is_random", "row_of", "rule", "writes_statistics"]
+__all__ = [
+    "RULES", "Call", "Row", "TensorType", "has_rule", "has_users_rule", "is_random", "row_of", "rule",
+    "writes_statistics",
+]  # fmt: skip
 
 FAMILIES = (
     attention, batched, collectives, convolution, creation, experts, indexing, linear_algebra, losses, normalization,
@@ -38,6 +41,15 @@ FAMILIES = (
 def has_rule(target: Target | str) -> bool:
     """Returns whether an op has a rule; the rule may still return no row for some arguments."""
     return rule_of(target) is not None or pointwise.is_pointwise(target)
+
+
+OWN = frozenset(RULES.values())
+"""The library's; all others are the user's."""
+
+
+def has_users_rule(target: Target | str) -> bool:
+    """Returns whether the rule of an op is not the library's."""
+    return (rule_fn := rule_of(target)) is not None and rule_fn not in OWN
 
 
 def row_of(call: Call) -> Row | None:
@@ -64,16 +76,19 @@ MAX_ROWS = 1 << 16
 def _apply_rule(rule_fn: RuleFn, call: Call) -> Row | None:
     """Calls a rule, which may be the user's own: any exception in it becomes a RuleError that names the rule."""
     try:
-        return rule_fn(call)
+        row = rule_fn(call)
+        if row is not None and not isinstance(row, Row):
+            raise TypeError(f"it returns {row!r:.80}")  # told as any other error of the rule's
+        return row
     except ShardError:
         raise
     except Exception as error:
         shapes = ", ".join(str(list(t.shape)) for t in call.tensors)
         raise RuleError(
             f"the rule of {call.target} fails",
-            where=f"{rule_fn.__module__}.{rule_fn.__name__}",
+            where=getattr(rule_fn, "__qualname__", repr(rule_fn)),
             why=f"{type(error).__name__}: {error}; tensors of shape {shapes or '(none)'}",
-            attempt="a rule returns a row, or None for arguments that it does not support",
+            attempt="a rule returns call.row(...), or None for arguments that it does not support",
         ) from error
 
 

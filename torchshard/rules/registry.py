@@ -17,7 +17,9 @@ from dataclasses import dataclass
 from typing import Unpack
 
 import torch
+from torch._ops import OpOverloadPacket
 
+from torchshard.core.errors import RuleError
 from torchshard.core.layouts import Size
 from torchshard.core.notation import Row, RowKeywords, bind
 from torchshard.custom_ops.fx_types import Argument, Target, Traced
@@ -87,14 +89,28 @@ def rule(*targets: OpKey, row: str | None = None, **options: Unpack[RowKeywords]
             subclasses of `torch.autograd.Function` whose forward and backward are correct on slices.
         row: the text of the row, if it is the same for all shapes; the op is then registered at once.
         options: fields of `torchshard.core.notation.RowOptions`, with `row=` only.
+
+    Raises:
+        RuleError: a target has overloads, of which one is meant; or what is decorated is no function.
     """
+    for target in targets:
+        if isinstance(target, OpOverloadPacket):
+            overloads = ", ".join(f"{target}.{name}" for name in target.overloads())
+            raise RuleError(f"{target} is no op, but the name of its overloads", where="rule", attempt=overloads)
 
     def register(fn: RuleFn) -> RuleFn:
+        if not callable(fn):
+            raise RuleError(f"{fn!r:.80} is no rule", where="rule", attempt="a function from Call to a row, or row=...")
         RULES.update(dict.fromkeys(targets, fn))
         return fn
 
     if row is not None:
-        register(lambda call: call.row(row, **options))
+
+        def of_row(call: Call) -> Row:
+            return call.row(row, **options)
+
+        of_row.__qualname__ = f"row={row!r}"
+        register(of_row)
     return register
 
 

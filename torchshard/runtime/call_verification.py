@@ -193,7 +193,8 @@ def verify_same_weights(model: nn.Module, ranks: Ranks, replaced: Collection[str
         return
     named = dict((*model.named_parameters(), *model.named_buffers()))
     facts = digests.describe_contents({name: tensor for name, tensor in named.items() if name not in replaced})
-    ranks.verify(facts, "the ranks hold different models")
+    attempt = "torch.manual_seed(0) before the model is built, or the same files, on every rank"
+    ranks.verify(facts, "the ranks hold different models", attempt)
 
 
 def verify_same_program(ranks: Ranks, made: RankProgram, call: PreparedCall) -> None:
@@ -215,7 +216,7 @@ def verify_same_program(ranks: Ranks, made: RankProgram, call: PreparedCall) -> 
     def verify_inputs() -> None:
         named = zip(call.compared.names, call.compared.tensors, strict=True)
         values = {f"input {name}": digests.describe_content(tensor) for name, tensor in named}
-        verify_equal(ranks.group, values, InputError, SAME_SHAPE)
+        verify_equal(ranks.group, values, InputError, SAME_SHAPE, attempt=SAME_BATCH)
 
     ranks.on_replicas(verify_inputs, InputError, SAME_SHAPE)
     if graph_uses_rng(program.graph):
@@ -240,17 +241,31 @@ def _overwritten_slice(name: str) -> DistributedError:
     )
 
 
-_ERRORS: dict[str, tuple[type[ShardError], str]] = {
-    RNG_STATE: (DistributedError, "the ranks' RNG states differ, and the model draws random numbers"),
-    STEPS: (DistributedError, "the ranks' optimizers have taken different steps since the last call"),
-    MODEL: (DistributedError, "the ranks have called different models"),
-    GRADIENTS: (DistributedError, "the ranks' losses differ: their backwards computed other gradients of the results"),
-    SENT: (DistributedError, "the ranks have run different backwards, or in another order, since the last call"),
-    SUMS: (DistributedError, "some ranks are within no_sync()"),
-    COMPILER: (DistributedError, "the ranks would compile the model with different options"),
-    CAPTURE: (DistributedError, "some ranks would capture a graph that others have"),
+_ERRORS: dict[str, tuple[str, str]] = {
+    RNG_STATE: (
+        "the ranks' RNG states differ, and the model draws random numbers",
+        "torch.manual_seed(0) on every rank before the call; a generator of its own for what only some ranks draw",
+    ),
+    STEPS: (
+        "the ranks' optimizers have taken different steps since the last call",
+        "the same steps of the same optimizers on every rank",
+    ),
+    MODEL: ("the ranks have called different models", "the same models in the same order on every rank"),
+    GRADIENTS: (
+        "the ranks' losses differ: their backwards computed other gradients of the results",
+        "the same loss of the same results, labels and random numbers on every rank",
+    ),
+    SENT: (
+        "the ranks have run different backwards, or in another order, since the last call",
+        "the same backwards in the same order on every rank",
+    ),
+    SUMS: ("some ranks are within no_sync()", "no_sync() around the same calls on every rank"),
+    COMPILER: ("the ranks would compile the model with different options", "the same compile= on every rank"),
+    CAPTURE: ("some ranks would capture a graph that others have", "the same calls since ts.shard on every rank"),
 }
-"""The fact that differs -> its error; all other facts are arguments of the call."""
+"""The fact that differs -> what the DistributedError says, and what to try; other facts are arguments of the call."""
+
+SAME_BATCH = "the same batch on all ranks of a group; data= or mesh= where each has a part of its own"
 
 
 def call_error(what: str, *, where: str, why: str, attempt: str) -> ShardError:
@@ -259,9 +274,9 @@ def call_error(what: str, *, where: str, why: str, attempt: str) -> ShardError:
         what = "the ranks' weights have drifted apart"
         attempt = "the same updates on every rank; load_full_state_dict of one of them"
         return DistributedError(what, where=where, why=why, attempt=attempt)
+    if where in _ERRORS:
+        what, attempt = _ERRORS[where]
+        return DistributedError(what, where=where, why=why, attempt=attempt)
     if where.startswith((VALUES, EARLIER)):
-        what = SAME_SHAPE
-    if where == GRADIENTS:
-        attempt = "the same loss of the same results, labels and random numbers on every rank"
-    error, what = _ERRORS.get(where, (InputError, what))
-    return error(what, where=where, why=why, attempt=attempt)
+        what, attempt = SAME_SHAPE, SAME_BATCH
+    return InputError(what, where=where, why=why, attempt=attempt)

@@ -83,7 +83,8 @@ class CarriedSlice(Tensor):
         if torch.is_grad_enabled() and func.__name__ not in _READS:
             for tensor in pytree.tree_leaves((args, kwargs)):
                 if isinstance(tensor, cls) and tensor.plain.requires_grad:
-                    tensor._refuse(func.__name__, "it has a gradient, which such a computation would lose")
+                    why = "it has a gradient, which such a computation would lose"
+                    tensor._refuse(func.__name__, why, "; or first t.detach(), if none is to flow")
         with torch._C.DisableTorchFunctionSubclass():
             return func(*args, **(kwargs or {}))
 
@@ -153,12 +154,12 @@ class CarriedSlice(Tensor):
                     return row, choice, tuple(made.shape)
         self._refuse(str(func))
 
-    def _refuse(self, name: str, why: str = "the result would be that of a slice") -> NoReturn:
+    def _refuse(self, name: str, why: str = "the result would be that of a slice", also: str = "") -> NoReturn:
         raise InputError(
             f"{name} can't be computed of this rank's slice of what a call has left",
             where=f"a tensor of {self.dtype} that a sharded model has left in its arguments, such as a cache's",
             why=f"it is {self.type_text} on rank {self.group.rank} of {self.group.size}: {why}",
-            attempt="the whole tensor, t.full_tensor(), on every rank; without gradients also t.detach()",
+            attempt=f"the whole tensor, t.full_tensor(), on every rank{also}",
         )
 
     def __deepcopy__(self, memo: dict[int, object]) -> CarriedSlice:

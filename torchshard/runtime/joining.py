@@ -21,6 +21,7 @@ from torchshard.distributed.process_groups import (
 from torchshard.distributed.ranks import Ranks
 
 DIFFERENT = "the ranks have different meshes"
+SAME_MESH = "the same mesh= on every rank"
 
 
 def join_ranks(mesh: MeshLike | None, data: DataLike | None) -> tuple[Ranks, RankAxes]:
@@ -38,14 +39,14 @@ def join_ranks(mesh: MeshLike | None, data: DataLike | None) -> tuple[Ranks, Ran
         everyone = Ranks.own()
         if is_made_for_mesh():
             everyone.run_on_all(partial(_check_named, data), DistributedError, DIFFERENT)
-            everyone.verify({"the mesh": "none"}, DIFFERENT)
+            everyone.verify({"the mesh": "none"}, DIFFERENT, SAME_MESH)
         return Ranks(everyone.group), read_mesh(everyone.group.size, None, data)
     if not is_initialized():
         init_for_mesh(partial(_wanted, mesh, data))
     everyone = Ranks.own()
     axes = everyone.run_on_all(partial(_axes_of, mesh, data, everyone), DistributedError, DIFFERENT)
     along = [*(division.axis for division in axes.divisions), axes.axis]
-    everyone.verify({"the mesh": ", ".join(f"{axis} {axis.size}" for axis in along)}, DIFFERENT)
+    everyone.verify({"the mesh": ", ".join(f"{axis} {axis.size}" for axis in along)}, DIFFERENT, SAME_MESH)
     ranks = Ranks(everyone.group, labels=("", axes.axis.label))
     if axes.divisions:
         groups = along_data_axes([axis.size for axis in along[:-1]])
@@ -66,7 +67,7 @@ def _check_named(data: DataLike | None) -> None:
             "the ranks divide the batch, and no mesh says which ranks",
             where=f"data={data!r}",
             why="another model's mesh has made groups of ranks; without mesh= the batch of some would be left out",
-            attempt=f'mesh={{"dp": {_world_size()}, "tp": 1}} for all ranks',
+            attempt="the other model's mesh= here too; or destroy_process_group() between the two models",
         )
 
 

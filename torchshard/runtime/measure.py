@@ -55,7 +55,7 @@ def measure_machine(width: int = 1024, dtype: torch.dtype = torch.float32) -> Ma
         InputError: there is no matrix product of that width or dtype.
         DistributedError: there is no group, or a rank is gone.
     """
-    if type(width) is not int or width < 1 or not dtype.is_floating_point:
+    if type(width) is not int or width < 1 or not isinstance(dtype, torch.dtype) or not dtype.is_floating_point:
         raise InputError(
             f"a product of matrices of width {width!r} in {dtype} can't be timed",
             where="measure_machine",

@@ -163,11 +163,11 @@ class ShardedModule(State, Notebook):
         if ranks.count > 1:
             ways = [f"{each.axis} {each.data}" for each in divisions] or [str(constraints.data)]
             asked = f"{', '.join(ways)}; {'global' if whole_batches else 'local'}"
-            ranks.verify({"data= and inputs=": asked}, what)
+            ranks.verify({"data= and inputs=": asked}, what, "the same data= and inputs= on every rank")
         verify_same_weights(model, ranks, () if loaded is None else loaded.tensors)
         if loaded is not None:
             facts = describe_contents(loaded.tensors) | loaded.samples
-            ranks.verify(facts, "the ranks would read different weights")
+            ranks.verify(facts, "the ranks would read different weights", "a folder with the same files on every rank")
         if any(p.grad is not None for p in model.parameters()):
             what = "gradients that the parameters hold already stay with the unsharded model"
             warn(f"{what}: call backward() after ts.shard")

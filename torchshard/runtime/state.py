@@ -249,7 +249,8 @@ class State(ShardedSubmodule):
                 where=_first_names(names),
                 why="they were on the meta device, and no state dict that was loaded since to_empty() has them; "
                 "buffers that a constructor computes are in none",
-                attempt=f"with torch.no_grad(): model.{names[0]}.copy_(...); or shard a model that has its weights",
+                attempt=f"in no_grad() model.get_parameter({names[0]!r}).copy_(...), or get_buffer; or shard a "
+                "model that has its weights",
             )
 
     def _forget_written(self) -> None:
@@ -444,7 +445,7 @@ class State(ShardedSubmodule):
         self._ts_ranks.run_on_all(lambda: check_full_state(state, shapes), InputError, what)
         facts = describe_contents(state)
         what = "the ranks load different state dicts"
-        self._ts_ranks.verify(facts, what)
+        self._ts_ranks.verify(facts, what, "the same state dict on every rank")
         self._follow()
         for name, tensor in state.items():
             first = self._ts_names[name][0]

@@ -210,8 +210,22 @@ class ShardedSubmodule(nn.Module, metaclass=_EqualToItsSource):
             f"a {type(self.source).__name__} within a sharded model can't be called by itself",
             where="a submodule of a ShardedModule",
             why="it holds this rank's slices, and graphs are captured for the whole model",
-            attempt="call the whole model, or shard the part: torchshard.shard(model.part, plan)",
+            attempt="call the whole model; or torchshard.shard(unsharded.part, plan), of that part alone",
         )
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Self:
+        """A copy within that of the whole model, which has put stand-ins for the source's tensors into `memo`."""
+        if any(id(tensor) not in memo for tensor in (*self.source.parameters(), *self.source.buffers())):
+            raise InputError(
+                f"a {type(self.source).__name__} within a sharded model can't be copied by itself",
+                where="copy.deepcopy of a submodule of a ShardedModule",
+                why="it is computed by the graphs of the whole model",
+                attempt="copy.deepcopy(model); or of its slices, copy.deepcopy(module.state_dict())",
+            )
+        copied = type(self).__new__(type(self))
+        memo[id(self)] = copied
+        copied.__dict__.update(copy.deepcopy(self.__dict__, memo))
+        return copied
 
     def extra_repr(self) -> str:
         """The unsharded module's."""
@@ -228,7 +242,8 @@ def refuse_class(module: _HasSource, value: type) -> NoReturn:
         f"a sharded model can't become a {value.__name__}",
         where=f"{type(module.source).__name__}.__class__",
         why="its parts have a class of their own, and their parameters are slices",
-        attempt="wrap the unsharded model, or DistributedDataParallel over torchshard's data-parallel group",
+        attempt='torchshard.shard(..., data="shard") in place of fully_shard; or DistributedDataParallel over '
+        "torchshard's data-parallel group",
     )
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Iterable
-from typing import TypeGuard
+from typing import Any, TypeGuard
 
 import torch
 from torch import Tensor, nn
@@ -35,7 +35,7 @@ def clip_grad_norm_(model: nn.Module | Tensor | Iterable[Tensor], max_norm: floa
     Raises:
         InputError: norm_type is not positive, or max_norm is not a number.
     """
-    _check_norms(max_norm, norm_type)
+    norm_type = _checked_norm(max_norm, norm_type)
     parameters = _parameters(model)
     ranks = widest(parameters)
     grads = [(p, p.grad) for p in parameters if p.grad is not None]
@@ -58,13 +58,19 @@ def _is_slice(parameter: Tensor) -> TypeGuard[ShardedParameter]:
     return isinstance(parameter, ShardedParameter) and parameter.is_split
 
 
-def _check_norms(max_norm: object, norm_type: float) -> None:
-    if not norm_type > 0:
+def _checked_norm(max_norm: object, norm_type: Any) -> float:
+    """The order of the norm; "inf" is one too, as for PyTorch."""
+    try:
+        order = float(norm_type)
+    except (TypeError, ValueError):
+        order = math.nan
+    if not order > 0:
         what = f"invalid norm_type {norm_type!r}: expected a positive number"
         raise InputError(what, where="norm_type=", why="p of a p-norm is positive", attempt="2.0")
     if not isinstance(max_norm, (int, float, Tensor)):
         what = f"invalid max_norm {max_norm!r}: expected a number"
         raise InputError(what, where="max_norm=", why=f"it is a {type(max_norm).__name__}", attempt="1.0")
+    return order
 
 
 def _parameters(model: nn.Module | Tensor | Iterable[Tensor]) -> list[Tensor]:

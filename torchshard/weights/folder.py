@@ -98,6 +98,14 @@ def read_folder(shell: nn.Module, names: Mapping[str, tuple[str, ...]], folder: 
             why=f"none of the model's {len(persistent)} names is among its {len(files)}, as {[*files][:1]}",
             attempt="the folder of this model; or rename the tensors",
         )
+    unknown = [name for name in missing if own[name].is_meta]
+    if unknown:
+        raise InputError(
+            f"{len(unknown)} tensors of the model have no values",
+            where=str(folder),
+            why=f"they are on the meta device, and the files lack them: {', '.join(unknown[:5])}",
+            attempt="with torchshard.lazy(): to build the model, which then has its own values; or files with them",
+        )
     if missing:
         warn(f"{len(missing)} tensors are missing in {folder}, and keep the model's values: {', '.join(missing[:5])}")
     samples = {f"bytes of {name}": file.sample().hex() for name, file in files.items()}

@@ -43,11 +43,13 @@ def lazy_pretrained(
         import transformers
     except ImportError as error:
         raise _no_model(folder, "transformers is not installed", "pip install transformers") from error
+    if not Path(folder).is_dir():
+        raise _no_model(folder, "there is no such folder", "a folder on this machine; of a model of the hub, a copy")
     try:
         # without trust_remote_code=False it would ask on the terminal whether to run code of the folder's
         config: Any = transformers.AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
-    except (OSError, ValueError, KeyError) as error:
-        raise _no_model(folder, f"its config.json can't be used: {error}", _ATTEMPT) from error
+    except Exception as error:  # configurations check themselves, with errors of their own
+        raise _no_model(folder, f"its config.json can't be used: {' '.join(str(error).split())}", _ATTEMPT) from error
     name = next(iter(config.architectures or ()), None)
     cls: Any = getattr(transformers, name, None) if isinstance(name, str) else None
     if not (isinstance(cls, type) and issubclass(cls, transformers.PreTrainedModel)):
