@@ -188,7 +188,7 @@ def test_lstm_projections_run_whole_and_exact() -> None:
 
 @pytest.mark.parametrize("style, dim", [("column", 1), ("row", 0)])
 def test_a_transposed_convolution_can_be_pinned(style: str, dim: int) -> None:
-    model, x = nn.Sequential(nn.ConvTranspose2d(6, 4, 3), nn.ReLU()).double(), torch.randn(2, 6, 5, 5).double()
+    model, x = nn.Sequential(nn.ConvTranspose2d(6, 4, 3), nn.ReLU()), torch.randn(2, 6, 5, 5)
     for world in (2, 3):
         made = ts.plan(model, {"0": style}, world_size=world, example_inputs=(x,))
         assert made.parameters["0.weight"] == Shard(dim)

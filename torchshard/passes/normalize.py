@@ -57,6 +57,7 @@ def normalize(module: fx.GraphModule) -> bool:
     # Casts come first: how autocast treats an op is known for the op as the model calls it, not for its parts.
     changed |= explicit_casts(module)
     changed |= decompose(module)
+    changed |= _replace(module, dict.fromkeys(_TRANSPOSED, _as_convolution))
     changed |= _replace(module, _VIEWS)
     changed |= functionalize(module)
     changed |= decompose(module)  # again: in-place ops could not be taken apart before
@@ -98,6 +99,22 @@ def _replace(module: fx.GraphModule, rewrites: Mapping[Target, Rewrite]) -> bool
             node.replace_all_uses_with(replacement)
             module.graph.erase_node(node)
     return changed
+
+
+_TRANSPOSED = (aten.conv_transpose1d.default, aten.conv_transpose2d.input, aten.conv_transpose3d.input)
+
+
+def _as_convolution(module: fx.GraphModule, node: fx.Node) -> fx.Node | None:
+    """A transposed convolution that was not taken apart, as its kernel depends on the size of the batch."""
+    args = bound_args(node)
+    x, weight = args["input"], args["weight"]
+    if x.meta["val"].ndim < weight.meta["val"].ndim:
+        return None  # without a batch
+    sizes = args["stride"], args["padding"], args["dilation"], True, args["output_padding"], args["groups"]
+    made = module.graph.call_function(aten.convolution.default, (x, weight, args["bias"], *sizes))
+    made.meta = dict(node.meta)
+    name_after(made, f"{node.name}_convolution")
+    return made
 
 
 def _as_slice(module: fx.GraphModule, node: fx.Node) -> fx.Node | None:
