@@ -268,3 +268,50 @@ def test_unrequested_whole_weights_are_reported_with_their_bytes() -> None:
         warnings.simplefilter("error")
         ts.plan(Projected(), {"lstm": "replicate"}, world_size=2, example_inputs=example)
         ts.plan(Projected(), "auto", world_size=1, example_inputs=example)
+
+
+IDS = torch.randint(29, (4, 8))
+
+
+@pytest.mark.parametrize(
+    "ranks", [{"world_size": 2, "data": "shard"}, {"mesh": {"dp": 2, "tp": 2}}, {"world_size": 2}], ids=str
+)
+def test_what_a_plan_without_a_collective_would_do_names_parameters(ranks: dict[str, Any]) -> None:
+    plan = ts.plan(GPT(p=0.0), example_inputs=(IDS, IDS), **ranks)
+    told = [line for line in ts.explain(plan).replace("\n      ", " ").splitlines() if "without it" in line]
+    named = {name.strip() for line in told for name in re.findall(r"([\w.*]+) is [^;]*, not", line)}
+    assert told and named <= {re.sub(r"\d+", "*", name) for name in plan.parameters} | set(plan.parameters)
+    assert ("one rank alone" in str(plan)) is ("mesh" not in ranks)  # on fewer ranks a part would be larger
+
+
+def test_a_value_that_is_gathered_once_for_several_ops_counts_once() -> None:
+    class Twice(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.up = nn.Linear(8, 64)
+
+        def forward(self, x: Tensor) -> Tensor:
+            y = self.up(x)
+            return y.cumsum(-1) + y.cumsum(-1).square()
+
+    with pytest.warns(UserWarning):
+        plan = ts.plan(Twice(), {"up": "column"}, world_size=2, example_inputs=(torch.randn(16, 8),))
+    assert plan.costs.whole and all(kind.nbytes <= plan.costs.nbytes for kind in plan.costs.whole)
+
+
+def test_a_part_of_a_step_saves_no_more_than_the_whole() -> None:
+    plan = ts.plan(GPT(p=0.0), world_size=2, data="shard", example_inputs=(IDS, IDS))
+    held = []
+    for module in ("", "blocks.0", "blocks.0.attn", "blocks.0.attn.q"):
+        (size, unit), *_ = re.findall(r"([\d.]+) (B|KiB|MiB) saved", ts.explain(plan, level="step", module=module))
+        held.append(float(size) * {"B": 1, "KiB": 2**10, "MiB": 2**20}[unit])
+    assert held == sorted(held, reverse=True) and held[0] > held[1]
+    with pytest.raises(ts.InputError, match="no op of the graph belongs"):
+        ts.explain(plan, level="step", module="nothing")
+
+
+def test_a_collective_within_an_op_has_the_type_of_what_it_sends() -> None:
+    lstm = nn.LSTM(8, 6, batch_first=True)
+    plan = ts.plan(lstm, {"": "column"}, world_size=2, example_inputs=(torch.randn(3, 4, 8),))
+    types = {c.type for c in plan.costs.collectives if c.is_inside and c.name == "all_gather"}
+    assert types and all(text.endswith(",6]") for text in types)

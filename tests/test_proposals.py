@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 
 import pytest
@@ -75,6 +76,13 @@ def test_slices_of_weights_are_searched_under_the_limit_too() -> None:
     found = ts.meshes(model, world_size=2, example_inputs=(rows,), memory=limit)
     slices = next(each for each in found if each.data == "shard")
     assert slices.fits and slices.plan is not None and slices.plan.recompute
+
+
+def test_where_nothing_fits_none_is_the_fastest(proposals: Proposals) -> None:
+    found = Proposals([dataclasses.replace(each, limit=1.0) for each in reversed(proposals)])
+    assert "none with a plan that fits" in repr(found)
+    assert [each.step for each in found] == sorted(each.step for each in found)
+    assert str(dict(proposals[0].mesh)) in repr(proposals)
 
 
 class Wide(nn.Module):

@@ -28,7 +28,7 @@ from torchshard.compiler.batches import divided_batch
 from torchshard.compiler.constraints import PlanLike, read_constraints
 from torchshard.compiler.meshes import DataLike, MeshLike, checked_world_size, read_mesh
 from torchshard.compiler.program import Program, check_examples, prepared, program
-from torchshard.core.columns import Notebook
+from torchshard.core.columns import Notebook, counted
 from torchshard.core.errors import CaptureError, InputError, ShardError, in_short
 from torchshard.core.rng_states import keeping_rng_states, rng_states
 from torchshard.core.words import Word, dual
@@ -102,7 +102,7 @@ class Report(Notebook):
 
     def __str__(self) -> str:
         by_kind = {kind: [c for c in self.comparisons if c.kind == kind] for kind in KINDS}
-        counts = ", ".join(f"{len(comparisons)} {kind}s" for kind, comparisons in by_kind.items())
+        counts = ", ".join(counted(len(found), kind) for kind, found in by_kind.items())
         verdict = "exact" if self.ok else "WRONG"
         lines = [f"{verdict}: {self.world_size} ranks, {counts}, tolerance {self.tolerance:.0e}"]
         for kind, comparisons in by_kind.items():

@@ -82,7 +82,7 @@ def _plain_warnings() -> Iterator[None]:
         from torchshard.core.columns import paragraph
         from torchshard.core.user_files import is_library
 
-        if is_library(filename):
+        if is_library(filename) or filename == sys.argv[0]:  # the script that pip has made
             return paragraph(f"warning: {message}") + "\n"
         return with_place(message, category, filename, lineno, line)
 

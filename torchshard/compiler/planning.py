@@ -87,7 +87,7 @@ def plan_graph(module: fx.GraphModule, facts: ModelFacts, constraints: Constrain
         what, attempt = f"no plan for {plan.world_size} ranks fits", f"{more_slices(constraints)}, {attempt}"
         raise does_not_fit(what, "the leanest", memory, limit.nbytes, attempt)
     costs = _costs(problem, plan, result.gap, memory)
-    if is_first:
+    if is_first and not constraints.divisions:  # else fewer ranks would have a part of the batch
         costs = replace(costs, fewer=_with_fewer_ranks(problem, plan))
     if limit is not None and not constraints.objective.trains:
         costs = replace(costs, context=limit.longest(plan))

@@ -89,6 +89,11 @@ class Notebook:
         return f"<pre>{html.escape(str(self))}</pre>"
 
 
+def counted(number: int, thing: str) -> str:
+    """'1 collective', '2 collectives'."""
+    return f"{number} {thing}{'s' * (number != 1)}"
+
+
 def paragraph(text: str, indent: int = 4) -> str:
     """A line in several, from the second on indented further, where the terminal is too narrow for it."""
     blanks = " " * (len(text) - len(text.lstrip()) + indent)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Container, Iterator, Sequence
+from collections.abc import Container, Iterable, Iterator, Sequence
 
 
 def star_numbers(path: str) -> str:
@@ -30,6 +30,19 @@ def _star_step(steps: tuple[str, ...]) -> str:
 def star_last_number(path: str) -> str:
     """'blocks.*' for 'blocks.3', 'model.h_*' for 'model.h_3'."""
     return re.sub(r"\d+$", "*", path)
+
+
+def number_ranges(paths: Iterable[str]) -> list[str]:
+    """'blocks.0-2' for 'blocks.0', 'blocks.1' and 'blocks.2', one after the other; all others as they are."""
+    found: list[tuple[str, str, str]] = []
+    for path in paths:
+        number = path[len(path.rstrip("0123456789")) :]
+        stem = path.removesuffix(number)
+        if number and found and found[-1][0] == stem and found[-1][2] == str(int(number) - 1):
+            found[-1] = (stem, found[-1][1], number)
+        else:
+            found.append((stem, number, number))
+    return [f"{stem}{first}-{last}" if first != last else f"{stem}{first}" for stem, first, last in found]
 
 
 def star_node(name: str) -> str:

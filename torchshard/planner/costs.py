@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, fx
 
 from torchshard.core.conversions import ROUNDS, ConversionStep, Steps, kernels, plan_conversions, sent_bytes
-from torchshard.core.layouts import EQUAL, Layout, Shard, largest_share, local_size
+from torchshard.core.layouts import EQUAL, Layout, Shard, largest_share, local_size, type_text
 from torchshard.core.mesh import MeshAxis
 from torchshard.core.notation import Choice, Dim, Row
 from torchshard.core.paths import module_around
@@ -263,15 +263,16 @@ class CostModel:
         by_bytes = sent.nbytes / self.machine.link(self.axis.size)[0]
         return replace(sent, seconds=by_bytes + (sent.seconds - by_bytes) / BUCKETED)
 
-    def inside(self, op: Op, choice: Choice) -> list[tuple[str, Sent, Sent]]:
-        """The collectives within a split op's local computation: (name, forward, backward)."""
+    def inside(self, op: Op, choice: Choice) -> list[tuple[str, str, Sent, Sent]]:
+        """The collectives within a split op's local computation: (name, type, forward, backward)."""
         if op.row is None:
             return []
         prices = []
         for call in calls_inside(op.node, op.row, choice, self.axis):
             value = Value(call.shape, call.dtype, call.nbytes, bool(op.node.meta.get("needs_grad")))
             forward, backward, _ = self.sent(value, call.step)
-            prices.append((call.step.name, forward.often(call.times), backward.often(call.times)))
+            text = type_text(call.dtype, call.shape)
+            prices.append((call.step.name, text, forward.often(call.times), backward.often(call.times)))
         return prices
 
     def _sent(self, kernel: str, value: Value, source: Layout, target: Layout) -> Sent:

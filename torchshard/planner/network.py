@@ -240,7 +240,7 @@ class _Builder:
         return all((axis in axes and weights) or (parts == EQUAL and c.dynamic) for axis, parts in choice.axes)
 
     def _op_seconds(self, op: Op, choice: Choice) -> float:
-        inside = (sent.seconds for _, *ways in self.costs.inside(op, choice) for sent in ways)
+        inside = (sent.seconds for _, _, *ways in self.costs.inside(op, choice) for sent in ways)
         return self.costs.seconds(op, choice) + sum(inside)
 
     def _add_stored(self, node: fx.Node) -> None:

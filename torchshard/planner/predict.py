@@ -12,8 +12,8 @@ from torchshard.core.layouts import I, Layout, is_whole
 from torchshard.core.notation import Choice
 from torchshard.ir.axes import typed_as
 from torchshard.ir.gathered_again import dims_gathered_again
-from torchshard.ir.graph import consumers, node_row, operands
-from torchshard.ir.sizes import Names, size_names, value_text
+from torchshard.ir.graph import consumers, node_row
+from torchshard.ir.sizes import Names, size_names
 from torchshard.planner.conversions import Demand, demands_of
 from torchshard.planner.costs import NOTHING, CostModel, Op, Value
 from torchshard.plans.data import Collective, Sent
@@ -31,7 +31,7 @@ def predict(
     collectives: list[Collective] = []
     compute: dict[str, float] = {}
     # layers are alike: equal calls under equal choices cost the same
-    known: dict[object, tuple[float, list[tuple[str, Sent, Sent]]]] = {}
+    known: dict[object, tuple[float, list[tuple[str, str, Sent, Sent]]]] = {}
     for node in consumers(graph):
         choice = choices.get(node.name)
         if choice is not None:
@@ -42,7 +42,7 @@ def predict(
             seconds, inside = known[key]
             module = node.meta.get("module", "")
             compute[module] = compute.get(module, 0.0) + seconds
-            collectives += [_within(node, sizes, *one) for one in inside]
+            collectives += [_within(node, *one) for one in inside]
     begun: set[object] = set()
     for demand in demands_of(graph, choices, parameters):
         collectives += _conversions(model, demand, conversions.get(demand.node.name, ()), sizes, begun)
@@ -95,10 +95,8 @@ def _conversions(model: CostModel, demand: Demand, steps: Steps, sizes: Names, b
     return made
 
 
-def _within(node: fx.Node, sizes: Names, name: str, forward: Sent, backward: Sent) -> Collective:
-    """A collective inside an op's local computation."""
-    value = operands(node)[0].meta["val"]
+def _within(node: fx.Node, name: str, text: str, forward: Sent, backward: Sent) -> Collective:
+    """A collective inside an op's local computation; its sizes are those of the example."""
     module = node.meta.get("module", "")
     place = module, module, node.meta.get("source", "")
-    text = value_text(value, sizes)
     return Collective(node.name, name, I, I, (node.name,), *place, text, text, forward, backward, NOTHING)

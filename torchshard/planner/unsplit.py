@@ -9,7 +9,7 @@ Equal ops of repeated layers are reported together.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import NamedTuple
+from typing import NamedTuple, TypeAlias
 
 from torch import fx
 
@@ -29,15 +29,18 @@ NEAR = 12
 """The reason why an op runs whole is looked for among so many ops before and after it."""
 
 
+Gathered: TypeAlias = Mapping[fx.Node, tuple[Collective, ...]]
+
+
 class _Op(NamedTuple):
     """What one op costs because it is not split."""
 
     node: fx.Node
-    gathered: float
-    """Bytes that each rank sends so that it gets its operands whole."""
-    weights: float
-    """Bytes of its weights that every rank holds."""
-    seconds: float
+    gathered: tuple[Collective, ...] = ()
+    """By which it gets its operands whole; ops that take the same value share one."""
+    weights: frozenset[fx.Node] = frozenset()
+    """Those that every rank holds."""
+    seconds: float = 0.0
     """Of its products, which every rank computes."""
 
 
@@ -62,12 +65,12 @@ def unsplit(
     kinds: dict[object, list[_Op]] = {}
     for node in nodes:
         whole = not choices[node.name].axes and node not in asked
-        found = _Op(node, gathered.get(node, 0.0), 0.0, 0.0)
+        found = _Op(node, gathered.get(node, ()))
         if whole:
             op = Op.of(node)
-            held = [weights[w] for w in _weights_of(node) if parameters.get(w.meta["path"], I) == I]
+            held = frozenset(w for w in _weights_of(node) if parameters.get(w.meta["path"], I) == I)
             seconds = model.seconds(op, choices[node.name]) if op.products else 0.0
-            found = found._replace(weights=sum(held), seconds=seconds)
+            found = found._replace(weights=held, seconds=seconds)
         if any(found[1:]):
             key = str(node.target), node_row(node), star_numbers(node.meta.get("module", "")), bool(found.gathered)
             kinds.setdefault(key, []).append(found)
@@ -83,10 +86,13 @@ def unsplit(
 
 
 def _sums(ops: Sequence[_Op]) -> tuple[float, float, float]:
-    return sum(op.gathered for op in ops), sum(op.weights for op in ops), sum(op.seconds for op in ops)
+    """Bytes that each rank sends so that ops get their operands whole, bytes of their weights, and their seconds."""
+    sent = {id(c): c.nbytes for op in ops for c in op.gathered}
+    held = {weight: nbytes(weight.meta["val"]) for op in ops for weight in op.weights}
+    return sum(sent.values()), sum(held.values()), sum(op.seconds for op in ops)
 
 
-def _kind(ops: Sequence[_Op], work: float, gathered: Mapping[fx.Node, float]) -> GatheredOps:
+def _kind(ops: Sequence[_Op], work: float, gathered: Gathered) -> GatheredOps:
     """What is told of ops of one kind, by the first of them."""
     first, modules = ops[0].node, dict.fromkeys(op.node.meta.get("module", "") for op in ops)
     sent, held, seconds = _sums(ops)
@@ -94,15 +100,15 @@ def _kind(ops: Sequence[_Op], work: float, gathered: Mapping[fx.Node, float]) ->
     return GatheredOps(str(first.target), where(first), tuple(modules), len(ops), sent, held, part, why)
 
 
-def _gathered(nodes: Iterable[fx.Node], collectives: Iterable[Collective]) -> dict[fx.Node, float]:
-    """The ops that have values gathered since they can't take them in slices, and the bytes that each rank sends."""
+def _gathered(nodes: Iterable[fx.Node], collectives: Iterable[Collective]) -> dict[fx.Node, tuple[Collective, ...]]:
+    """The ops that have values gathered since they can't take them in slices, with the collectives that do it."""
     named = {node.name: node for node in nodes}
-    sent: dict[fx.Node, float] = {}
+    sent: dict[fx.Node, tuple[Collective, ...]] = {}
     for c in collectives:
         for taker in (named[name] for name in c.consumers if name in named and c.calls and not c.is_inside):
             row = node_row(taker)
             if is_tensor_op(taker) and (row is None or _is_closed(row, taker, c)):
-                sent[taker] = sent.get(taker, 0.0) + c.nbytes
+                sent[taker] = (*sent.get(taker, ()), c)
     return sent
 
 
@@ -138,7 +144,7 @@ def _without_row(node: fx.Node) -> str:
     return f"no sharding rule; one of a few lines, @torchshard.rule({name}), would keep it split"
 
 
-def _why(node: fx.Node, sent: float, gathered: Mapping[fx.Node, float]) -> str:
+def _why(node: fx.Node, sent: float, gathered: Gathered) -> str:
     """Why an op is not split: its own rule, or what comes before it."""
     row = node_row(node)
     if row is None:

@@ -39,7 +39,12 @@ class Proposal:
     @property
     def seconds(self) -> float:
         """Of a step; infinite if it does not fit."""
-        return sum(self.plan.step_seconds.values()) if self.plan is not None and self.fits else float("inf")
+        return self.step if self.fits else float("inf")
+
+    @property
+    def step(self) -> float:
+        """Seconds of a step, whether it fits or not; infinite without a plan."""
+        return sum(self.plan.step_seconds.values()) if self.plan is not None else float("inf")
 
     def cells(self) -> tuple[str, ...]:
         """Its texts, in the order of HEADER."""
@@ -56,10 +61,11 @@ class Proposals(list[Proposal], Notebook):
     """Meshes with the fastest first; those that do not fit come last."""
 
     def __init__(self, found: Iterable[Proposal]) -> None:
-        super().__init__(sorted(found, key=lambda each: each.seconds))
+        super().__init__(sorted(found, key=lambda each: (each.seconds, each.step)))
 
     def __repr__(self) -> str:
-        return f"<{len(self)} meshes, the fastest {dict(self[0].mesh) if self else None}>"
+        best = f"the fastest {dict(self[0].mesh)}" if self and self[0].fits else "none with a plan that fits"
+        return f"<{len(self)} mesh{'es' if len(self) != 1 else ''}, {best}>"
 
     def __str__(self) -> str:
         """A table, a row per mesh; below it, why some have no plan."""

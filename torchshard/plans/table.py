@@ -14,10 +14,10 @@ from dataclasses import dataclass, field
 
 import networkx as nx
 
-from torchshard.core.columns import columns, paragraph
+from torchshard.core.columns import columns, counted, paragraph
 from torchshard.core.layouts import I
 from torchshard.core.mesh import ranks_text
-from torchshard.core.paths import star_differences, star_last_number, star_numbers
+from torchshard.core.paths import number_ranges, star_differences, star_numbers
 from torchshard.plans.data import Collective, Costs, PlanData
 from torchshard.plans.machine import size_text, time_text
 
@@ -154,10 +154,8 @@ def summary(plan: PlanData) -> list[str]:
         f"plan for {mesh_text(plan)}: {split} of {len(plan.parameters)} parameters and buffers are split, "
         f"{size_text(held)} of {size_text(whole)} on each rank"
     ]
-    ahead, back = costs.calls
     lines.append(
-        f"  {ahead} collectives forward and {back} backward send {size_text(costs.nbytes)} per rank and step; "
-        f"{time_text(costs.seconds)} on {costs.machine or 'an unnamed machine'}, "
+        f"  {_sent_text(costs)}; {time_text(costs.seconds)} on {costs.machine or 'an unnamed machine'}, "
         f"{time_text(sum(c.seconds for c in costs.collectives))} of that in collectives"
     )
     if costs.step is not None:
@@ -170,9 +168,9 @@ def summary(plan: PlanData) -> list[str]:
     if costs.context is not None:
         lines.append(f"  the longest context that fits has {costs.context:,} tokens")
     if plan.recompute:
-        stars = ", ".join(dict.fromkeys(map(star_last_number, plan.recompute)))
         lines.append(
-            f"  backward computes {len(plan.recompute)} modules again, in place of keeping their values: {stars}"
+            f"  backward computes {counted(len(plan.recompute), 'module')} again, in place of keeping their values: "
+            f"{', '.join(number_ranges(plan.recompute))}"
         )
     if costs.gap > 1e-3 * costs.seconds:
         lines.append(f"  another plan within the same budget may be better, by {time_text(costs.gap)} at most")
@@ -186,12 +184,16 @@ def mesh_text(plan: PlanData) -> str:
 
 def batch_text(plan: PlanData) -> str:
     """What the ranks send over an axis that divides the batch."""
-    ahead, back = plan.costs.calls
     return (
-        f"over {plan.label or 'another axis'}, {plan.world_size} parts of the batch ({plan.data}): {ahead} collectives "
-        f"forward and {back} backward send {size_text(plan.costs.nbytes)} per rank and step; "
-        f"{time_text(sum(c.seconds for c in plan.costs.collectives))}"
+        f"over {plan.label or 'another axis'}, {plan.world_size} parts of the batch ({plan.data}): "
+        f"{_sent_text(plan.costs)}; {time_text(sum(c.seconds for c in plan.costs.collectives))}"
     )
+
+
+def _sent_text(costs: Costs) -> str:
+    ahead, back = costs.calls
+    collectives = f"{counted(ahead, 'collective')} forward and {back} backward"
+    return f"{collectives} send {size_text(costs.nbytes)} per rank and step"
 
 
 def _of_batch(plan: PlanData) -> list[str]:

@@ -8,7 +8,7 @@ from torch import fx
 
 from torchshard.core.columns import paragraph
 from torchshard.core.errors import InputError
-from torchshard.ir.listing import listing
+from torchshard.ir.listing import is_within, listing
 from torchshard.plans.plan import Plan
 from torchshard.plans.table import batch_text
 from torchshard.report.step import step_graph, step_told
@@ -47,16 +47,14 @@ def explain(model: Planned | Plan, module: str = "", level: Level = "table", ran
         )
     plan = plan_in(model)
     if level == "step":
-        return "\n".join(step_told(step_of(plan, rank), rank, module))
+        step = step_of(plan, rank)
+        if not any(is_within(node, module) for node in step.graph.nodes):
+            raise _no_op_of(module)
+        return "\n".join(step_told(step, rank, module))
     if module or level == "node":
         found = listing(graph_of(plan, rank), within=module, fits=True)
         if module and not found:
-            raise InputError(
-                f"no op of the graph belongs to {module!r}",
-                where="module=",
-                why="a module is named by its path in the model; one that computes nothing has no ops",
-                attempt="explain(model, level='node'), which lists all",
-            )
+            raise _no_op_of(module)
         return found
     notes = list(expensive_pins(plan, plan.problem)) if plan.problem is not None else []
     notes += map(str, plan.costs.whole)
@@ -100,6 +98,15 @@ def step_of(plan: Plan, rank: int) -> fx.GraphModule:
         InputError: as `graph_of`; or the model has no backward, or one that is not made as a graph.
     """
     return step_graph(_program(plan, rank).local_graph_of(rank))
+
+
+def _no_op_of(module: str) -> InputError:
+    return InputError(
+        f"no op of the graph belongs to {module!r}",
+        where="module=",
+        why="a module is named by its path in the model; one that computes nothing has no ops",
+        attempt="explain(model, level='node'), which lists all",
+    )
 
 
 def _program(plan: Plan, rank: int) -> Any:

@@ -12,7 +12,7 @@ from typing import Any
 from torch import Tensor, fx
 from torch._ops import OpOverload
 
-from torchshard.core.columns import paragraph
+from torchshard.core.columns import counted, paragraph
 from torchshard.core.errors import InputError
 from torchshard.core.mesh import ranks_text
 from torchshard.distributed.ops import Begin
@@ -101,21 +101,23 @@ def step_told(step: fx.GraphModule, rank: int, within: str = "") -> Iterator[str
     nodes = [n for n in step.graph.nodes if is_within(n, within)]
     forward = [n for n in nodes if not n.meta["is_backward"]]
     backward = [n for n in nodes if n.meta["is_backward"]]
-    saved = {used for n in backward for used in n.all_input_nodes if used.op == "call_function"} - {*backward}
+    takers = [n for n in step.graph.nodes if n.meta.get("is_backward")]
+    saved = {used for n in takers for used in n.all_input_nodes if used.op == "call_function"} & {*forward}
     held = sum(nbytes(n.meta["val"]) for n in saved if isinstance(n.meta.get("val"), Tensor) and not is_view(n))
     again = sum(n.meta["is_again"] for n in filter(_computes, backward))
     ranks = ranks_text(mesh_of(step.graph))
     yield paragraph(f"forward of rank {rank} of {ranks}: {_sent(forward)}; {size_text(held)} saved for backward")
     yield lines(forward, fits=True) if forward else ""
     yield ""
-    yield paragraph(f"backward: {_sent(backward)}" + (f"; {again} ops of forward run again" if again else ""))
+    run_again = f"; {counted(again, 'op')} of forward run again" if again else ""
+    yield paragraph(f"backward: {_sent(backward)}{run_again}")
     yield lines(backward, fits=True) if backward else ""
 
 
 def _sent(nodes: list[fx.Node]) -> str:
     begun = [i for i, n in enumerate(nodes) if isinstance(n.target, Begin)]
     hidden = sum(any(map(_computes, nodes[i + 1 : _end(nodes, i)])) for i in begun)
-    count = f"{len(begun)} collective{'s' * (len(begun) != 1)}"
+    count = counted(len(begun), "collective")
     return f"{count}, {hidden} behind other ops" if begun else count
 
 

@@ -71,7 +71,7 @@ def told(plan: PlanData, problem: PlanningProblem | None) -> Iterator[str]:
         place = "within" if first.is_inside else "after" if first.is_after else "before"
         move = f"of {first.type}" if first.is_inside else f"{first.type} -> {first.into}"
         yield f"{first.name}{f' ×{count}' if count > 1 else ''} {place} {where}, for {_users(alike, nodes)}"
-        yield f"  {move}, {os.path.basename(first.line)}"
+        yield f"  {move}{f', {os.path.basename(first.line)}' if first.line else ''}"
         yield f"  why: {REASONS[first.name]}"
         yield (
             f"  costs: {', '.join(ways)}; {size_text(sum(c.nbytes for c in alike))} and "
@@ -99,9 +99,12 @@ def _user(name: str, node: fx.Node | None) -> str:
 
 def _alternative(plan: PlanData, problem: PlanningProblem, alike: list[Collective]) -> str:
     if alike[0].is_inside:
-        names = {c.value for c in alike}
-        whole = {n: [whole_choice(n)] for n in problem.graph.nodes if n.name in names}
-        constraints = dataclasses.replace(problem.constraints, options={**problem.constraints.options, **whole})
+        names, options = {c.value for c in alike}, problem.constraints.options
+        whole = {n: whole_choice(n) for n in problem.graph.nodes if n.name in names}
+        if any(choice not in options.get(n, [choice]) for n, choice in whole.items()):
+            return "nothing else is legal"
+        only = {n: [choice] for n, choice in whole.items()}
+        constraints = dataclasses.replace(problem.constraints, options={**options, **only})
     else:
         steps = {c.value: ConversionStep(c.name, c.source, c.target) for c in alike}
         vetoed = frozenset((n, steps[n.name]) for n in problem.graph.nodes if n.name in steps)
@@ -117,7 +120,7 @@ def _compared(plan: PlanData, other: Alternative) -> str:
     slower = other.costs.seconds - plan.costs.seconds
     parts = [f"a step takes {time_text(abs(slower))} {'more' if slower >= 0 else 'less'}"]
     _, held = plan.parameter_bytes()
-    otherwise = dataclasses.replace(plan, parameters=other.parameters)
+    otherwise = dataclasses.replace(plan, parameters={name: other.parameters[name] for name in plan.parameters})
     _, holds = otherwise.parameter_bytes()
     if abs(holds - held) > TOLD * held:
         parts.append(f"weights on a rank {size_text(abs(holds - held))} {'more' if holds > held else 'less'}")

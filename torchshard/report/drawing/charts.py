@@ -138,7 +138,7 @@ def _line(x: float, y: float, text: str) -> str:
 def bounds_table(plan: PlanData) -> str:
     """What bounds each kind of op and of message."""
     found = bounds(plan)
-    total = sum(plan.step_seconds.values())
+    total = sum(plan.step_seconds.values()) + plan.hidden_seconds
     shown = [bound for bound in found if bound.seconds >= LEAST * total][:MOST_BOUNDS] if total else []
     rows = [
         (
@@ -153,9 +153,12 @@ def bounds_table(plan: PlanData) -> str:
     ]
     ridge = plan.machine.flops / plan.machine.memory_bandwidth
     head = ("op or message", "bound by", "operations per byte", "bytes moved or sent", "time", "of the step")
-    note = f"An op with fewer than {ridge:.3g} operations for each byte is bound by this machine's memory."
+    note = f"Where the host is fast enough, an op with fewer than {ridge:.3g} operations per byte is bound by memory."
     if plan.hidden_seconds > 0:
-        note += " Messages over the batch's axes are on their way while the rank computes, and not all waited for."
+        note += (
+            " Messages over the batch's axes are on their way while the rank computes, and not all waited for: "
+            "shares are of all times, one after the other."
+        )
     return _table("What bounds a step", head, rows) + f"<p>{note}</p>" if rows else ""
 
 

@@ -156,13 +156,12 @@ def _figures(plan: PlanData) -> dict[str, Tile]:
     def add(name: str, value: str, more: str = "", key: str = "") -> None:
         found[key or name] = Tile(value, f"{name}{more}")
 
-    for i, each in enumerate(plan.over_all):
-        over = f" over {each.label}" if plan.over_batch else ""
-        for name, value in (
-            ("sent by a rank per step", size_text(each.costs.nbytes)),
-            ("collectives forward + backward", " + ".join(map(str, each.costs.calls))),
-        ):
-            add(name, value, over, f"{name}{over}" if i else name)
+    axes = [each for each in plan.over_all if each.world_size > 1 or not plan.over_batch]
+    totals = [("", plan.over_all)] if len(axes) != 1 else []
+    for over, parts in (*totals, *((f" over {each.label}" if totals else "", [each]) for each in axes)):
+        ahead, back = (sum(calls) for calls in zip(*(each.costs.calls for each in parts), strict=True))
+        add(f"sent by a rank per step{over}", size_text(sum(each.costs.nbytes for each in parts)))
+        add(f"collectives forward + backward{over}", f"{ahead} + {back}")
     kinds = Counter[str]()
     for sent in (sent for each in plan.over_all for c in each.costs.collectives for sent in c.sent if sent.nbytes):
         kinds[sent.message] += sent.times
