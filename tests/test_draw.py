@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections import Counter
 from pathlib import Path
+from typing import Any
 from xml.etree import ElementTree
 
 import pytest
@@ -13,7 +14,7 @@ from torch import nn
 
 import torchshard as ts
 from tests.compiled import compiled, compiled_case
-from tests.models import CASES
+from tests.models import CASES, GPT
 from torchshard.distributed.ops import is_collective
 from torchshard.plans.table import size_text
 from torchshard.report.drawing.outline import Box, outline
@@ -122,3 +123,18 @@ def test_what_is_refused(tmp_path: Path) -> None:
 )
 def test_sizes(count: float, text: str) -> None:
     assert size_text(count) == text
+
+
+@pytest.mark.parametrize("ranks", [{"mesh": {"dp": 2, "tp": 2}, "data": "shard"}, {"world_size": 2}], ids=str)
+def test_sums_of_a_page_are_those_of_all_axes(ranks: dict[str, Any], tmp_path: Path) -> None:
+    ids = torch.randint(29, (4, 8))
+    plan = ts.plan(GPT(p=0.0), example_inputs=(ids, ids), **ranks)
+    ts.draw(plan, tmp_path / "page.html")
+    tiles = re.findall(r'<div class="tile"><b>(.*?)</b><span>(.*?)</span>', (tmp_path / "page.html").read_text())
+    found = {name: value for value, name in tiles}
+    calls = sum(map(int, found["collectives forward + backward"].split(" + ")))
+    kinds = [int(value) for value, name in tiles if re.fullmatch(r"all-\w+|reduce-scatter|all-to-all", name)]
+    assert calls == sum(kinds) == sum(c.calls for each in plan.over_all for c in each.costs.collectives)
+    assert ("sent by a rank per step over tp" in found) is ("mesh" in ranks)
+    badges = [int(n) for n in re.findall(r'class="badge">⬡ (\d+)', (tmp_path / "page.html").read_text())]
+    assert max(badges) <= calls

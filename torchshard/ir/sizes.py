@@ -49,16 +49,21 @@ def name_sizes(module: fx.GraphModule) -> None:
     module.meta["named_sizes"] = named
 
 
-def call_sizes(module: fx.GraphModule) -> list[str]:
-    """The sizes of the call that a graph was captured from: 'batch 2', 'length 128', fixed ones too."""
+def call_sizes(module: fx.GraphModule, parts: int = 1) -> list[str]:
+    """The sizes of the call that a graph was captured from: 'batch 2', 'length 128', fixed ones too.
+
+    Args:
+        parts: of the batch, of which the graph has one.
+    """
     taken = (node for node in placeholders(module.graph) if node.meta["kind"] == "input" and is_tensor(node))
     first = next((node.meta["val"] for node in taken if node.meta["val"].ndim), None)
     sizes: dict[str, Size] = {}
     if first is not None:
         words = WORDS[:1] if first.is_floating_point() else WORDS
         sizes = dict(zip(words, first.shape, strict=False))
-    found = {word: hint(size) for word, size in (sizes | module.meta.get("named_sizes", {})).items()}
-    kinds = {word: word.partition("_")[0] for word in found}
+    all_sizes = sizes | module.meta.get("named_sizes", {})
+    kinds = {word: word.partition("_")[0] for word in all_sizes}
+    found = {word: hint(size) * (parts if kinds[word] == WORDS[0] else 1) for word, size in all_sizes.items()}
     return [f"{word} {found[word]:,}" for word, kind in kinds.items() if word == kind or found[word] != found[kind]]
 
 

@@ -16,6 +16,7 @@ from typing import NamedTuple
 from torch import fx
 
 from torchshard.core.paths import star_differences
+from torchshard.ir.axes import is_local
 from torchshard.plans.data import Collective, PlanData
 from torchshard.plans.machine import size_text, time_text
 from torchshard.plans.plan import Plan
@@ -34,6 +35,8 @@ MEANINGS = {
     "I": "whole and equal on each rank, as is its gradient",
 }
 """The letter of a layout -> what it means."""
+OF_STEP = MEANINGS | {"I": "what this rank holds: its part, or the whole"}
+"""The same in a rank's step, whose types are those of what the rank holds."""
 
 
 @dataclass(frozen=True)
@@ -55,7 +58,7 @@ def page(shown: Sequence[Shown]) -> str:
     facts = {
         "told": TOLD,
         "sides": {side.prefix: side.facts() for side in sides},
-        "meanings": MEANINGS,
+        "meanings": OF_STEP if is_local(shown[0].graph) else MEANINGS,
         "texts": [*texts],
     }
     data = json.dumps(facts, ensure_ascii=False, separators=(",", ":")).replace("<", "\\u003c")
@@ -78,7 +81,7 @@ def page(shown: Sequence[Shown]) -> str:
         tree=tree(sides),
         names="".join(f"<span>{escape(name)}</span>" for name in names) if several else "",
         facts=data,
-        about=escape(ABOUT),
+        about=escape(ABOUT.format(IN_STEP if is_local(shown[0].graph) else IN_GRAPH)),
     )
 
 
@@ -100,10 +103,14 @@ FRAME = """<!doctype html>
 <script id="facts" type="application/json">{facts}</script><script>{js}</script></body></html>
 """
 ABOUT = (
-    "⬡ collective: ▼ what each rank sends in the forward pass, ▲ in the backward. 64@tp: a dim of 64 split over "
-    "the axis tp; P@tp: partial sums; R@tp: whole, its gradient in partial sums; all else is whole. Click a row for "
-    "its facts; / searches, arrows go from row to row, Enter picks, Escape closes."
+    "⬡ collective: ▼ what each rank sends in the forward pass, ▲ in the backward. {} Click a row for its facts; "
+    "/ searches, arrows go from row to row, Enter picks, Escape closes."
 )
+IN_GRAPH = (
+    "64@tp: a dim of 64 split over the axis tp; P@tp: partial sums; R@tp: whole, its gradient in partial sums; "
+    "all else is whole."
+)
+IN_STEP = "Types are those of what this rank holds: its parts, or the whole."
 
 
 def _asset(name: str) -> str:

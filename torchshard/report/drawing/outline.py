@@ -279,11 +279,22 @@ def _over(axis: MeshAxis, node: fx.Node) -> str:
 
 def _begun(node: fx.Node, begin: Begin) -> str:
     """What a collective of a rank's step converts and sends."""
+    before, nbytes = _conversion(node, begin)
+    sign, kernel = "▲" if node.meta["is_backward"] else "▼", OPS[begin.op].kernel.replace("_", "-")
+    return f"{_over(axis_of(node), node)}from {before}, {sign} {kernel} {size_text(nbytes)}"
+
+
+def begun_bytes(node: fx.Node, begin: Begin) -> float:
+    """The bytes that a rank sends by a collective that its step begins."""
+    return _conversion(node, begin)[1]
+
+
+def _conversion(node: fx.Node, begin: Begin) -> tuple[str, float]:
+    """The type of what a collective of a rank's step converts, and the bytes that a rank sends."""
     row, (waiting,), axis = OPS[begin.op], node.users, axis_of(node)
     source, target = source_and_target(row.name, node.args[1:])
-    value, sign = waiting.meta["val"], "▲" if node.meta["is_backward"] else "▼"
+    value = waiting.meta["val"]
     source, target = with_parts(source, target, node.all_input_nodes[0].meta["val"].shape, axis.size)
     shape = [hint(size) for size in whole_shape(value.shape, target)]
     sent = sent_bytes(row.kernel, math.prod(shape) * value.dtype.itemsize, source, target, shape, axis.size)
-    before = f"from {split_text(shape, word((axis, source)), dtype_text(value.dtype))}"
-    return f"{_over(axis, node)}{before}, {sign} {row.kernel.replace('_', '-')} {size_text(sent)}"
+    return split_text(shape, word((axis, source)), dtype_text(value.dtype)), sent

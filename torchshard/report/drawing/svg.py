@@ -14,7 +14,9 @@ from xml.sax.saxutils import escape, quoteattr
 
 from torch import fx
 
+from torchshard.core.columns import counted
 from torchshard.distributed.ops import is_or_begins_collective
+from torchshard.ir.axes import is_local
 from torchshard.ir.graph import op_name, where
 from torchshard.plans.data import PlanData
 from torchshard.plans.machine import size_text
@@ -29,6 +31,7 @@ LEGEND = (
     "⬡ collective: ▼ what each rank sends in the forward pass, ▲ in the backward",
     "64@tp split over axis tp, P@tp partial sums, R@tp whole with its gradient in partial sums, else whole",
 )
+OF_STEP = (LEGEND[0], "types are those of what this rank holds: its parts, or the whole")
 _ILLEGAL = re.compile("[\x00-\x08\x0b\x0c\x0e-\x1f\ud800-\udfff\ufffe\uffff]")
 """Characters that XML can't hold."""
 STYLE = """
@@ -65,14 +68,16 @@ def picture(graph: fx.Graph, plan: PlanData) -> str:
     places: Extents = {}
     height = _place(root, MARGIN, edge, HEAD, places) + MARGIN - GAP
     curves, reach = _curves(graph, [(row, places[row]) for row in root.rows()], edge)
-    width = round(max(edge + reach, MARGIN + CHAR * max(map(len, LEGEND))) + MARGIN)
+    legend = OF_STEP if is_local(graph) else LEGEND
+    width = round(max(edge + reach, MARGIN + CHAR * max(map(len, legend))) + MARGIN)
     ahead, back = (sum(ways) for ways in zip(*(each.costs.calls for each in plan.over_all), strict=True))
+    collectives = f"{counted(ahead, 'collective')} forward and {back} backward"
     sent = size_text(sum(each.costs.nbytes for each in plan.over_all))
-    head = f"{mesh_text(plan)}, {ahead} collectives forward and {back} backward, {sent} sent by each rank per step"
+    head = f"{mesh_text(plan)}, {collectives}, {sent} sent by each rank per step"
     return _ILLEGAL.sub("�", "\n".join([
         f'<svg xmlns="http://www.w3.org/2000/svg" width="{width}" height="{height}" viewBox="0 0 {width} {height}">',
         f'<style>{STYLE}</style><rect class="page" width="{width}" height="{height}"/>',
-        _text("head", MARGIN, 26, head), *(_text("detail", MARGIN, 44 + 16 * i, t) for i, t in enumerate(LEGEND)),
+        _text("head", MARGIN, 26, head), *(_text("detail", MARGIN, 44 + 16 * i, t) for i, t in enumerate(legend)),
         *(_row(item, at, columns) if isinstance(item, Row) else _frame(item, at) for item, at in places.items()),
         *curves, "</svg>", "",
     ]))  # fmt: skip

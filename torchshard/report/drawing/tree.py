@@ -14,13 +14,13 @@ from torch import fx
 
 from torchshard.core.conversions import TABLE
 from torchshard.core.paths import star_differences, star_node
-from torchshard.distributed.ops import is_collective, is_or_begins_collective
+from torchshard.distributed.ops import Begin, is_collective, is_or_begins_collective
 from torchshard.ir.axes import axes_of, axis_of, layouts_of
 from torchshard.ir.graph import is_view, op_name
 from torchshard.planner.styles import style_of
 from torchshard.plans.data import Collective, PlanData
 from torchshard.plans.machine import size_text, time_text
-from torchshard.report.drawing.outline import Box, Frame, Row, outline, sources
+from torchshard.report.drawing.outline import Box, Frame, Row, begun_bytes, outline, sources
 from torchshard.report.drawing.stations import busiest_layer, main_values
 from torchshard.report.why import MOST_USERS, REASONS
 
@@ -154,13 +154,16 @@ class _Tree:
     def _badge(self, side: Side, rows: Sequence[Row]) -> str:
         """What is sent in a module."""
         nodes = [node for row in rows for node in row.nodes]
+        begun = [begun_bytes(node, node.target) for node in nodes if isinstance(node.target, Begin)]
+        if begun:  # a rank's step, of which a plan prices nothing
+            return f'<span class="badge">⬡ {len(begun)} · {size_text(sum(begun))}</span>'
         records = [r for n in nodes for r in (side.record(n), *side.inside.get(n.name, ())) if r is not None]
         sent = [r for r in records if r.nbytes]
         if not sent:
             is_known = len(self.sides) > 1 and not any(is_or_begins_collective(n.target) for n in nodes)
             return '<span class="badge none">nothing sent</span>' if is_known else ""
         told = size_text(sum(r.nbytes for r in sent)), time_text(sum(r.seconds for r in sent))
-        return f'<span class="badge">⬡ {len(sent)} · {told[0]} · {told[1]}</span>'
+        return f'<span class="badge">⬡ {sum(r.calls for r in sent)} · {told[0]} · {told[1]}</span>'
 
     def _line(self, rows: Sequence[Any]) -> str:
         cells = [self._row(side, row) for side, row in zip(self.sides, rows, strict=True)]
