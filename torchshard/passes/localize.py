@@ -132,7 +132,10 @@ def _keep_sizes(module: fx.GraphModule, ranks: int) -> None:
 def _make_operand_contiguous(module: fx.GraphModule, node: fx.Node) -> None:
     """PyTorch draws random numbers in the order of memory, which a collective, or its absence, changes on a rank."""
     with module.graph.inserting_before(node):
-        node.args = (emit(module, aten.contiguous.default, (node_arg(node),), node), *node.args[1:])
+        operand = node_arg(node)
+        made = emit(module, aten.contiguous.default, (operand,), node)
+        made.meta |= {key: operand.meta[key] for key in ("layouts", "earlier", "global_shapes") if key in operand.meta}
+        node.args = (made, *node.args[1:])
 
 
 def _replace(module: fx.GraphModule, node: fx.Node, replacement: LocalFn, local: Local) -> None:

@@ -10,6 +10,7 @@ from torch import fx
 from torchshard.core.conversions import Steps
 from torchshard.core.layouts import I, Layout, is_whole
 from torchshard.core.notation import Choice
+from torchshard.distributed.ops import is_collective
 from torchshard.ir.axes import typed_as
 from torchshard.ir.gathered_again import dims_gathered_again
 from torchshard.ir.graph import consumers, node_row
@@ -47,7 +48,7 @@ def predict(
     for demand in demands_of(graph, choices, parameters):
         collectives += _conversions(model, demand, conversions.get(demand.node.name, ()), sizes, begun)
     position = {node.name: i for i, node in enumerate(graph.nodes)}
-    return sorted(collectives, key=lambda c: position[c.consumers[0]]), compute
+    return sorted(collectives, key=lambda c: (position[c.consumers[0]], c.is_inside)), compute  # operands come first
 
 
 def _once(sent: Sent, message: object, begun: set[object]) -> Sent:
@@ -88,11 +89,19 @@ def _conversions(model: CostModel, demand: Demand, steps: Steps, sizes: Names, b
         names = tuple(dict.fromkeys(consumer.name for consumer in served[step.target]))
         first = served[step.target][0]
         beside = first if is_whole(step.source) or node.op == "placeholder" else node
-        place = node.meta.get("module", ""), first.meta.get("module", ""), beside.meta.get("source", "")
+        origin = "" if _is_given(node) else node.meta.get("module", "")
+        place = origin, first.meta.get("module", ""), beside.meta.get("source", "")
         held, becomes = (typed_as(node, model.axis, layout, sizes) for layout in (step.source, step.target))
         of_step = step.name, step.source, step.target
         made.append(Collective(node.name, *of_step, names, *place, held, becomes, forward, backward, again))
     return made
+
+
+def _is_given(node: fx.Node) -> bool:
+    """Whether a value is a parameter or an input, as it is or as collectives of earlier axes have left it."""
+    while is_collective(node.target):
+        node = node.all_input_nodes[0]
+    return node.op == "placeholder"
 
 
 def _within(node: fx.Node, name: str, text: str, forward: Sent, backward: Sent) -> Collective:

@@ -146,7 +146,9 @@ def diff(a: PlanData, b: PlanData) -> str:
 
 def _figures(plan: PlanData) -> Iterator[tuple[str, str]]:
     """What a plan is for, and what it costs over all axes of its ranks: (name, text)."""
+    yield "for", plan.title
     yield "machine", plan.costs.machine
+    yield "the ranks divide", f"the batch ({plan.data})" if plan.data else "the weights"
     yield "ranks", mesh_text(plan)
     yield "parameters on a rank", size_text(plan.parameter_bytes()[1])
     yield "sent by a rank per step", size_text(sum(each.costs.nbytes for each in plan.over_all))

@@ -20,6 +20,8 @@ class RankMemory(NamedTuple):
     ranks: tuple[int, ...]
     nbytes: Mapping[str, float]
     """Kind -> bytes of one of them, without 'peak'; of a loaded plan the parameters alone."""
+    of: int = 0
+    """How many ranks there are, if they are too many to compute the memory of each."""
 
     @property
     def total(self) -> float:
@@ -31,7 +33,7 @@ class RankMemory(NamedTuple):
         """'rank 3', 'ranks 0-2, 5'."""
         runs = [list(run) for _, run in itertools.groupby(enumerate(self.ranks), lambda place: place[1] - place[0])]
         texts = [f"{run[0][1]}-{run[-1][1]}" if len(run) > 1 else str(run[0][1]) for run in runs]
-        return f"rank{'s' * (len(self.ranks) > 1)} {', '.join(texts)}"
+        return f"rank{'s' * (len(self.ranks) > 1)} {', '.join(texts)}{f' of {self.of}' if self.of else ''}"
 
 
 def memory_of_ranks(plan: PlanData) -> list[RankMemory]:
@@ -42,7 +44,8 @@ def memory_of_ranks(plan: PlanData) -> list[RankMemory]:
     for rank, place in enumerate(places):
         if len(places) <= MOST or rank in (0, len(places) - 1):
             groups.setdefault(_shapes(plan, (place[-1], *place[:-1])), []).append(rank)
-    return [RankMemory(tuple(ranks), _held(plan, shapes, ranks[0])) for shapes, ranks in groups.items()]
+    of = len(places) if len(places) > MOST else 0
+    return [RankMemory(tuple(ranks), _held(plan, shapes, ranks[0]), of) for shapes, ranks in groups.items()]
 
 
 Shapes = tuple[tuple[int, ...], ...]

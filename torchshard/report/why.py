@@ -83,18 +83,19 @@ def told(plan: PlanData, problem: PlanningProblem | None) -> Iterator[str]:
 
 def _users(kind: Sequence[Collective], nodes: Mapping[str, fx.Node]) -> str:
     """What collectives of equal layers are for: modules, ops within them, or the results."""
-    texts = [_user(name, nodes.get(name)) for name in kind[0].consumers]
-    users = [*dict.fromkeys(map(star_numbers, texts) if len(kind) > 1 else texts)]
+    texts = (_user(name, nodes.get(name), starred=len(kind) > 1) for name in kind[0].consumers)
+    users = [*dict.fromkeys(texts)]
     return ", ".join(users[:MOST_USERS]) + (", ..." if len(users) > MOST_USERS else "")
 
 
-def _user(name: str, node: fx.Node | None) -> str:
+def _user(name: str, node: fx.Node | None, *, starred: bool) -> str:
     if node is None:
-        return name
+        return star_node(name) if starred else name
     if node.op == "output":
         return "the results"
     module = str(node.meta.get("module", ""))
-    return module if module and node.name == module.replace(".", "_") else f"{op_name(node)} in {module or 'the model'}"
+    shown = star_numbers(module) if starred else module
+    return shown if module and node.name == module.replace(".", "_") else f"{op_name(node)} in {shown or 'the model'}"
 
 
 def _alternative(plan: PlanData, problem: PlanningProblem, alike: list[Collective]) -> str:
