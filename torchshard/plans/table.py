@@ -25,8 +25,8 @@ ABSENT = "–"
 """What stands for a parameter that a model does not have."""
 HEADER = ("module", "parameters", "before", "after", "bytes", "sent", "time", "whole")
 LEGEND = (
-    "before, after: the collectives at the module; bytes: of its parameters on a rank; sent: by a rank in a step; "
-    "time: of forward and backward, with these collectives; of all modules that the line stands for",
+    "before, after: the collectives at the module; bytes: of its parameters on a rank; sent: by a rank in a step{over}; "
+    "time: of forward and backward, with these collectives; of all modules that the line stands for"
 )
 
 
@@ -104,7 +104,8 @@ def table(plan: PlanData) -> str:
     rows = [HEADER, *_tree(module_rows(plan))]
     shown = [i for i in range(len(HEADER)) if any(cells[i] for cells in rows[1:])]
     lines = [*map(paragraph, summary(plan)), "", *columns([[cells[i] for i in shown] for cells in rows])]
-    return "\n".join([*lines, *map(paragraph, LEGEND)])
+    over = f", over {plan.label}" if plan.over_batch else ""
+    return "\n".join([*lines, paragraph(LEGEND.format(over=over))])
 
 
 def _tree(rows: Sequence[ModuleRow]) -> Iterator[tuple[str, ...]]:
