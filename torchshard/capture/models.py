@@ -214,7 +214,7 @@ def _checked_module(model: object) -> nn.Module:
             f"a {type(model).__name__} can't be sharded",
             where="the model",
             why="it wraps the model that is to be split, and communicates about whole parameters",
-            attempt="ts.shard(model, ...), then wrap the sharded model, over torchshard's data-parallel group",
+            attempt="ts.shard(model.module, ...), then wrap the sharded model, over torchshard's data-parallel group",
         )
     return model
 

@@ -375,7 +375,7 @@ def _bind_dims(
             unsplittable |= marked
             if len(dim) == 1 and len(dim[0]) == 1:
                 known.setdefault(dim[0][0], size)
-                _check_size(dim[0][0], known[dim[0][0]], size, text)
+                _check_size(f"axis {dim[0][0]}", known[dim[0][0]], size, text)
             dims.append(dim)
         bound.append(tuple(dims))
     return bound, unsplittable
@@ -407,9 +407,9 @@ def _with_factors(
     return [tuple(tuple(map(refine, dim)) for dim in dims) for dims in bound]
 
 
-def _check_size(axis: str, known: Size, size: Size, text: str) -> None:
+def _check_size(what: str, known: Size, size: Size, text: str) -> None:
     if isinstance(known, int) and isinstance(size, int) and known != size:
-        raise RuleError(f"axis {axis} has two sizes", where=text, why=f"{known} and {size}")
+        raise RuleError(f"{what} has two sizes", where=text, why=f"{known} and {size}")
 
 
 def _check_dims(
@@ -420,7 +420,7 @@ def _check_dims(
             missing = [axis for term in dim for axis in term if axis not in known]
             if missing:
                 raise RuleError(f"axis {missing[0]} has no size", where=text, attempt="pass it in sizes=")
-            _check_size(str(dim), dim_size(dim, known), size, text)
+            _check_size(f"dim ({'+'.join(map(' '.join, dim))})", dim_size(dim, known), size, text)
 
 
 def dim_size(dim: Dim, sizes: Mapping[str, Size]) -> Size:

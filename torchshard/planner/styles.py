@@ -156,7 +156,7 @@ def _refuse_own_layouts(key: str, style: object) -> None:
             f"{type(style).__name__} with its own {', '.join(changed)} can't be taken over",
             where=f"plan key {key!r}",
             why="layouts between ops are found by the planner here",
-            attempt=f"{type(style).__name__}() without arguments",
+            attempt=f"{type(style).__name__}() without arguments; 'colwise_gather_output' for a whole result",
         )
 
 

@@ -6,6 +6,7 @@ from collections import Counter
 from collections.abc import Iterator
 from typing import Any
 
+from torchshard.core.columns import counted
 from torchshard.core.errors import InputError, PlanError
 from torchshard.core.layouts import I, Shard
 from torchshard.core.paths import star_differences, star_numbers
@@ -56,7 +57,7 @@ def styles(plan: PlanData) -> dict[str, str]:
     if unsaid:
         shown = "; ".join(unsaid[:4]) + (f"; and {len(unsaid) - 4} more" if len(unsaid) > 4 else "")
         raise PlanError(
-            f"{len(unsaid)} things of the plan can't be said in these words",
+            f"{counted(len(unsaid), 'thing')} of the plan can't be said in these words",
             where=unsaid[0],
             why=shown,
             attempt="Plan.to_json(), or pin these modules to 'replicate' or to another style and plan again",

@@ -80,7 +80,8 @@ class Machine:
                 raise InputError(
                     f"{value!r} is no {field.name.replace('_', ' ')}",
                     where=f"Machine({field.name}=...)",
-                    why="it is a positive number, in seconds, bytes, operations per second, or ranks",
+                    why=f"it is a number {'from' if least == 0.0 else 'above'} 0, in seconds, bytes, operations per "
+                    "second, or ranks",
                     attempt=f"{field.name}={field.default!r}",
                 )
 
@@ -283,7 +284,7 @@ def read_size(size: str | float | None, option: str = "memory") -> float | None:
         raise InputError(
             f"{size!r} is no size",
             where=f"{option}=",
-            why="it is a number of bytes, or a text with a unit",
+            why="it is a number of bytes, or a text with a unit: B, KB, MB, GB, TB, KiB, MiB, GiB or TiB",
             attempt="'24GiB'",
         )
     return float(found[1]) * _UNITS[found[2]]

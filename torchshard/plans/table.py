@@ -25,8 +25,8 @@ ABSENT = "–"
 """What stands for a parameter that a model does not have."""
 HEADER = ("module", "parameters", "before", "after", "bytes", "sent", "time", "whole")
 LEGEND = (
-    "before, after: the collectives at the module; bytes: of its parameters on a rank; sent: by a rank in a step{over}; "
-    "time: of forward and backward, with these collectives; of all modules that the line stands for"
+    "before, after: the collectives at the module; bytes: of its parameters on a rank; sent: by a rank in a step{over}"
+    "; time: of forward and backward, with these collectives; of all modules that the line stands for"
 )
 
 

@@ -104,7 +104,7 @@ class LazyTensor(Tensor):
             "a lazy tensor can't be pickled",
             where=repr(self),
             why="it has no values yet",
-            attempt="shard the model first, and save that; or build the model without ts.lazy()",
+            attempt="shard the model first, and ts.save that; or build the model without ts.lazy()",
         )
 
 
