@@ -631,7 +631,8 @@ def test_a_plan_is_that_of_the_axis_of_the_weights() -> None:
     assert plan.world_size == 2 and plan.parameters == alone.parameters and plan.choices == alone.choices
     told, of_one = (ts.explain(each).partition("\nmodule ")[2] for each in (plan, alone))
     told, _, over_dp = told.partition("\n\nover dp, 2 parts of the batch (replicate): ")
-    assert told == of_one and "without it:" in told and over_dp  # for one part of the batch, too
+    assert " ".join(told.split()).replace("step, over tp;", "step;") == " ".join(of_one.split())
+    assert "without it:" in told and over_dp  # for one part of the batch, too
     report = ts.check(model, ts.Plan.from_json(alone.to_json()), mesh=mesh, example_inputs=batch)
     assert report.ok and report.world_size == 4
     of_batch = ts.plan(model, {}, world_size=2, example_inputs=part, data="replicate")

@@ -209,7 +209,8 @@ def _enumerated(drawn: _Drawn, network: Network, model: CostModel) -> tuple[Any,
 
             def work(at: Any, op: Op = op, node: fx.Node = node) -> float:
                 choice = at[variable(node)]
-                return model.seconds(op, choice) + sum(s.seconds for _, *ways in model.inside(op, choice) for s in ways)
+                inside = sum(sent.seconds for _, _, *ways in model.inside(op, choice) for sent in ways)
+                return model.seconds(op, choice) + inside
 
             seconds = add(seconds, [node], work)
         if is_tensor(node) and node.users:

@@ -239,7 +239,7 @@ def _configuration(path: Path) -> tuple[Any, Callable[[Any], Any]]:
     try:
         config = transformers.AutoConfig.for_model(**fields)
     except Exception as error:  # configurations check themselves, with errors of their own
-        raise _no_configuration(path, " ".join(str(error).split())) from None
+        raise _no_configuration(path, f"{type(error).__name__}: {' '.join(str(error).split())}") from None
     name = (fields.get("architectures") or [None])[0]
     if name is None:
         return config, transformers.AutoModel.from_config

@@ -67,7 +67,7 @@ class Plan(PlanData, Notebook):
             text = Path(path).read_text(encoding="utf-8")
         except (OSError, ValueError) as error:
             raise PlanError(
-                f"the plan {os.fspath(path)!r:.80} can't be read",
+                f"the plan {os.fspath(path)!r:.200} can't be read",
                 where="the plan",
                 why=(error.strerror if isinstance(error, OSError) else None) or str(error),
                 attempt="the path of a file that Plan.save, or torchshard plan --json, wrote",

@@ -86,7 +86,7 @@ from torchshard.runtime.optimizers import mark_state_dicts, observe_steps
 from torchshard.runtime.state import State
 from torchshard.runtime.step import LazyStep
 from torchshard.runtime.submodule import ShardedSubmodule, refuse_class
-from torchshard.weights.folder import Weights, read_folder
+from torchshard.weights.folder import Weights, check_missing, read_folder
 from torchshard.weights.slice_values import check_other_group, unwatched, watch_slices
 
 _CALL_LOCK = threading.RLock()
@@ -154,7 +154,9 @@ class ShardedModule(State, Notebook):
             check_layouts(facts, constraints.first_layouts(facts))
             if weights is None or isinstance(weights, Weights):
                 return constraints, facts, weights
-            return constraints, facts, read_folder(model_without_storage(model), shared_names(model), weights)
+            found = read_folder(model_without_storage(model), shared_names(model), weights)
+            check_missing(model, found, weights)
+            return constraints, facts, found
 
         what = "the ranks can't shard this model together"
         constraints, of_model, loaded = ranks.run_on_all(read, PlanError, what)

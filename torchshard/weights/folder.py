@@ -98,14 +98,6 @@ def read_folder(shell: nn.Module, names: Mapping[str, tuple[str, ...]], folder: 
             why=f"none of the model's {len(persistent)} names is among its {len(files)}, as {[*files][:1]}",
             attempt="the folder of this model; or rename the tensors",
         )
-    unknown = [name for name in missing if own[name].is_meta]
-    if unknown:
-        raise InputError(
-            f"{len(unknown)} tensors of the model have no values",
-            where=str(folder),
-            why=f"they are on the meta device, and the files lack them: {', '.join(unknown[:5])}",
-            attempt="with torchshard.lazy(): to build the model, which then has its own values; or files with them",
-        )
     if missing:
         warn(f"{len(missing)} tensors are missing in {folder}, and keep the model's values: {', '.join(missing[:5])}")
     samples = {f"bytes of {name}": file.sample().hex() for name, file in files.items()}
@@ -113,6 +105,23 @@ def read_folder(shell: nn.Module, names: Mapping[str, tuple[str, ...]], folder: 
     dtypes = frozenset(file.dtype for file in files.values())
     conversions = getattr(shell, "_weight_conversions", None) if converts else None
     return Weights(tensors, size, tuple(missing), tuple(unused), tuple(tied), dtypes, samples, conversions)
+
+
+def check_missing(model: nn.Module, weights: Weights, folder: object) -> None:
+    """Checks that what the files lack has values in the model.
+
+    Raises:
+        InputError: something is on the meta device.
+    """
+    own = named_tensors(model)
+    unknown = [name for name in weights.missing if own[name].is_meta]
+    if unknown:
+        raise InputError(
+            f"{len(unknown)} of the model's tensors have no values",
+            where=str(folder),
+            why=f"they are on the meta device, and the files lack them: {', '.join(unknown[:5])}",
+            attempt="with torchshard.lazy(): to build the model, which then has its own values; or files with them",
+        )
 
 
 def _by_name(persistent: set[str], lazies: Mapping[str, LazyTensor]) -> tuple[dict[str, LazyTensor], list[str]]:
