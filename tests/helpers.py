@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 import os
 import pickle
 import tempfile
@@ -46,6 +47,12 @@ def run_ranks(fn: Callable[..., Any], world: int, *args: Any, timeout_seconds: f
         # both: of a killed rank the others may tell only that their connections were reset
         raise RuntimeError("\n".join([*failed, failure]).strip())
     return [result for _, result in found]
+
+
+def largest(*errors: Any) -> float:
+    """As `max`, of errors: NaN if one is, which `max` passes over."""
+    found = [*map(float, errors if len(errors) > 1 else errors[0])]
+    return next(filter(math.isnan, found), max(found))
 
 
 def refused(fn: Callable[[], Any], text: str, kind: type[ts.ShardError] = ts.ShardError) -> bool:

@@ -16,7 +16,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import torchshard as ts
 from tests.compiled import constraints_of
-from tests.helpers import refused_input, run_ranks
+from tests.helpers import largest, refused_input, run_ranks
 from tests.test_sequence import Model
 from torchshard.checking.check import check_program
 from torchshard.compiler.batches import divided_batch
@@ -295,7 +295,7 @@ def _train_both(
             optimizer.zero_grad()
     named, whole = dict(model.named_parameters()), sharded.full_state_dict()
     assert sharded._ts_graphs.captures == 1
-    return max((whole[name] - p).abs().max().item() for name, p in named.items()), optimizers[1]
+    return largest((whole[name] - p).abs().max().item() for name, p in named.items()), optimizers[1]
 
 
 def _trained(rank: int, data: Data) -> dict[str, float]:
@@ -312,7 +312,7 @@ def _trained(rank: int, data: Data) -> dict[str, float]:
 @pytest.mark.parametrize("world", [2, pytest.param(3, marks=pytest.mark.nightly)])
 def test_training_is_that_on_the_whole_batch(world: int, data: Data) -> None:
     for worst in run_ranks(_trained, world, data):
-        assert max(worst.values()) < 1e-10, worst
+        assert largest(worst.values()) < 1e-10, worst
 
 
 def _beside_ddp(rank: int) -> float:
@@ -323,11 +323,11 @@ def _beside_ddp(rank: int) -> float:
     for m in (wrapped, sharded):
         m(*own)[1].square().mean().backward()
     named = dict(model.named_parameters())
-    return max((p.grad - named[name].grad).abs().max().item() for name, p in sharded.named_parameters())
+    return largest((p.grad - named[name].grad).abs().max().item() for name, p in sharded.named_parameters())
 
 
 def test_a_loss_outside_is_averaged_as_ddp_does() -> None:
-    assert max(run_ranks(_beside_ddp, 2)) < 1e-12
+    assert largest(run_ranks(_beside_ddp, 2)) < 1e-12
 
 
 def _whole(rank: int, options: dict[str, Any]) -> dict[str, float]:
@@ -355,7 +355,7 @@ def _whole(rank: int, options: dict[str, Any]) -> dict[str, float]:
             for parameter, own in zip(model.parameters(), sharded.parameters(), strict=True):
                 gradient = own.ranks.gathered(own.grad.as_subclass(Tensor), own.sharding, own.whole)
                 found.append((gradient - parameter.grad).abs().max().item())
-            worst[name] = max(worst.get(name, 0.0), *found)
+            worst[name] = largest(worst.get(name, 0.0), *found)
     norms = []
     model, ((x, mask), *_) = cases["sizes"]
     for m in (model, ts.shard(copy.deepcopy(model), {}, (x, mask), inputs="global", **options)):
@@ -384,7 +384,7 @@ def _whole(rank: int, options: dict[str, Any]) -> dict[str, float]:
 )
 def test_ranks_may_pass_whole_batches(world: int, options: dict[str, Any]) -> None:
     for worst in run_ranks(_whole, world, options, timeout_seconds=300):
-        assert max(worst.values()) < 1e-10, worst
+        assert largest(worst.values()) < 1e-10, worst
 
 
 def test_other_inputs_than_local_and_global_are_refused() -> None:

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from transformers import DynamicCache, StaticCache
 
 import torchshard as ts
-from tests.helpers import refused, refused_input, run_ranks
+from tests.helpers import largest, refused, refused_input, run_ranks
 from torchshard.core.layouts import split
 from torchshard.distributed.ops import OPS
 from torchshard.runtime.carried import CarriedSlice
@@ -168,10 +168,10 @@ def _grows(rank: int, kind: str) -> dict[str, Any]:
         for length in (4, 1, 1, 2, 2, 3):
             x = torch.randn(2, length, WIDTH, dtype=torch.double)
             expected, got = (m(x, past) for m, past in zip((model, sharded), pasts, strict=True))
-            error = max(error, float((expected - got).abs().max()))
+            error = largest(error, float((expected - got).abs().max()))
     whole = [t.full_tensor() if isinstance(t, CarriedSlice) else t for t in _tensors(pasts[1])]
     for theirs, ours in zip(_tensors(pasts[0]), whole, strict=True):
-        error = max(error, float((theirs - ours).abs().max()))
+        error = largest(error, float((theirs - ours).abs().max()))
     shapes = [tuple(t.shape) for t in _tensors(pasts[1])]
     return {
         "error": error,
@@ -200,7 +200,7 @@ def _written(rank: int) -> dict[str, Any]:
         for positions in ([0, 1, 2], [3], [4], [5, 6]):
             x, at = torch.randn(2, len(positions), WIDTH, dtype=torch.double), torch.tensor(positions)
             expected, got = (m(x, past, at) for m, past in zip((model, sharded), pasts, strict=True))
-            error = max(error, float((expected - got).abs().max()))
+            error = largest(error, float((expected - got).abs().max()))
     recurrent = Recurrent().double()
     split = ts.shard(copy.deepcopy(recurrent), {"up": "column", "back": "row"})
     states = [torch.zeros(2, WIDTH, dtype=torch.double) for _ in range(2)]
@@ -208,7 +208,7 @@ def _written(rank: int) -> dict[str, Any]:
         for _ in range(3):
             x = torch.randn(2, WIDTH, dtype=torch.double)
             expected, got = (m(x, state) for m, state in zip((recurrent, split), states, strict=True))
-            error = max(error, float((expected - got).abs().max()), float((states[0] - states[1]).abs().max()))
+            error = largest(error, float((expected - got).abs().max()), float((states[0] - states[1]).abs().max()))
     return {"error": error, "heads": pasts[1]["k"].shape[1], "state": type(states[1]) is Tensor}
 
 
@@ -288,7 +288,7 @@ def _trains(rank: int) -> float:
         own = dict(sharded.named_parameters())
         for name, p in model.named_parameters():
             mine = split(p.grad, sharded.layouts[name], rank, 2)
-            worst = max(worst, float((mine - own[name].grad.as_subclass(Tensor)).abs().max()))
+            worst = largest(worst, float((mine - own[name].grad.as_subclass(Tensor)).abs().max()))
     return worst
 
 
@@ -388,7 +388,7 @@ def _calls(rank: int, static: bool) -> dict[str, Any]:
     with torch.no_grad():
         for _ in range(5):
             expected, got = (m(input_ids=ids, past_key_values=c) for m, c in zip((model, sharded), caches, strict=True))
-            error = max(error, float((expected.logits - got.logits).abs().max()))
+            error = largest(error, float((expected.logits - got.logits).abs().max()))
             own &= got.past_key_values is caches[1]
             ids = expected.logits[:, -1:].argmax(-1)
     keys = caches[1].layers[1].keys

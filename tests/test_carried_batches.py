@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 import torchshard as ts
-from tests.helpers import refused_input, run_ranks
+from tests.helpers import largest, refused_input, run_ranks
 from tests.test_carried import GENERATED, _model
 from tests.test_later_sums import _gradient
 
@@ -93,7 +93,7 @@ def _carried(rank: int, mesh: dict[str, int], data: Any) -> dict[str, float]:
 @pytest.mark.parametrize(("mesh", "data"), MESHES)
 def test_gradients_flow_from_call_to_call(mesh: dict[str, int], data: Any) -> None:
     for found in run_ranks(_carried, 4, mesh, data):
-        assert len(found) == 8 and max(found.values()) < 1e-12, found
+        assert len(found) == 8 and largest(found.values()) < 1e-12, found
 
 
 def _answers(rank: int, kind: str, mesh: dict[str, int], data: Any, ways: list[str]) -> dict[str, bool]:
@@ -238,11 +238,11 @@ def _calls(rank: int) -> dict[str, float]:
                 loss.backward()
             pairs = zip(whole.parameters(), model.parameters(), strict=True)
             errors = [(p.grad - _gradient(q)).abs().max() for p, q in pairs] + [(losses[0] - losses[1]).abs()]
-            worst = max(worst, *map(float, errors))
+            worst = largest(worst, *map(float, errors))
         found[name] = worst
     return found
 
 
 def test_what_comes_in_may_be_left_in_another_layout() -> None:
     for found in run_ranks(_calls, 2, timeout_seconds=300):
-        assert found.keys() == LEFT.keys() and max(found.values()) < 1e-10, found
+        assert found.keys() == LEFT.keys() and largest(found.values()) < 1e-10, found

@@ -14,7 +14,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed.tensor.debug import CommDebugMode
 
 import torchshard as ts
-from tests.helpers import refused, refused_input, run_ranks
+from tests.helpers import largest, refused, refused_input, run_ranks
 from tests.models import CASES
 from tests.test_collectives import _cases as conversion_cases
 from tests.test_collectives import _spread
@@ -68,7 +68,7 @@ def _difference(
             layout = sharded.layouts[name]
             own = split(whole[name], layout, ts.distributed.get_rank(), ts.distributed.get_group_size())
             pairs.append((own, gradient))
-    return max(float((a - b).abs().max()) for a, b in pairs if a.numel())
+    return largest(float((a - b).abs().max()) for a, b in pairs if a.numel())
 
 
 def _case(name: str) -> tuple[nn.Module, Any, tuple[Any, ...]]:
@@ -103,12 +103,12 @@ def _trained(rank: int, names: list[str]) -> dict[str, list[float]]:
 @pytest.mark.parametrize(("world", "names"), TRAINED)
 def test_gradients_are_the_unsharded_models(world: int, names: list[str]) -> None:
     for found in run_ranks(_trained, world, names, timeout_seconds=900):
-        assert max(max(differences) for differences in found.values()) < 1e-12, found
+        assert largest(largest(differences) for differences in found.values()) < 1e-12, found
 
 
 @pytest.mark.skipif(not HAS_COMPILER, reason="Inductor needs a C++ compiler")
 def test_inductor_draws_the_same_numbers() -> None:
-    assert max(run_ranks(_with_inductor, 2)) < 1e-12
+    assert largest(run_ranks(_with_inductor, 2)) < 1e-12
 
 
 def _with_inductor(rank: int) -> float:
@@ -179,7 +179,7 @@ def _whole_step(rank: int) -> dict[str, float]:
 
 def test_a_training_step_is_compiled_with_its_optimizer() -> None:
     for found in run_ranks(_whole_step, 2):
-        assert max(found.values()) < 1e-12, found
+        assert largest(found.values()) < 1e-12, found
 
 
 def _seen(rank: int) -> tuple[dict[str, int], tuple[int, int]]:
@@ -297,4 +297,4 @@ def _of_parts(rank: int) -> list[float]:
 
 def test_a_loss_over_parts_of_a_batch_is_compiled() -> None:
     for found in run_ranks(_of_parts, 2):
-        assert max(found) < 1e-12, found
+        assert largest(found) < 1e-12, found

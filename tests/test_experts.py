@@ -19,7 +19,7 @@ from torch.utils.flop_counter import FlopCounterMode, flop_registry
 
 import torchshard as ts
 from tests.compiled import planned_as
-from tests.helpers import run_ranks
+from tests.helpers import largest, run_ranks
 from torchshard.checking.check import check_program
 from torchshard.compiler.program import prepared
 from torchshard.core.choices import choices
@@ -525,9 +525,9 @@ def _trained(rank: int, mesh: dict[str, int], data: Ways, parts: int) -> float:
                 optimizer.step()
                 optimizer.zero_grad()
             assert x.grad is not None and own.grad is not None
-            worst = max(worst, (own.grad - x.grad.chunk(parts)[part]).abs().max().item())
+            worst = largest(worst, (own.grad - x.grad.chunk(parts)[part]).abs().max().item())
         whole = sharded.full_state_dict()
-        worst = max(worst, *((whole[name] - p).abs().max().item() for name, p in model.named_parameters()))
+        worst = largest(worst, *((whole[name] - p).abs().max().item() for name, p in model.named_parameters()))
     return worst
 
 

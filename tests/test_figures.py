@@ -112,7 +112,8 @@ def test_ranks_of_a_mesh_hold_slices_of_slices() -> None:
     groups = memory_of_ranks(plan)
     assert sorted(rank for group in groups for rank in group.ranks) == [*range(6)]
     assert len(groups) > 1 and whole / 6 < groups[0].nbytes["parameters"] < whole / 2
-    assert {group.name for group in groups} == {"ranks 0, 3", "ranks 1, 4", "ranks 2, 5"} or groups[0].ranks[0] == 0
+    by_place = {"ranks 0, 3", "ranks 1, 4", "ranks 2, 5"}, {"ranks 0-1, 3-4", "ranks 2, 5"}  # two slices may be equal
+    assert {group.name for group in groups} in by_place
 
 
 def test_a_tied_weight_is_held_once() -> None:

@@ -22,7 +22,7 @@ from torch.utils.checkpoint import checkpoint
 
 import torchshard as ts
 import torchshard.distributed as tsd
-from tests.helpers import refused_input, run_ranks
+from tests.helpers import largest, refused_input, run_ranks
 
 TOLERANCE = 1e-10
 PLAN = {"0": "column", "3": "row"}
@@ -455,7 +455,7 @@ def _difference(habit: Habit) -> float:
         expected, got = list(_flat(habit(model))), list(_flat(habit(sharded)))
     full = sharded.full_state_dict()
     pairs = [*zip(expected, got, strict=True), *((p, full[name]) for name, p in model.state_dict().items())]
-    return max(float((a - b).abs().max()) for a, b in pairs)
+    return largest(float((a - b).abs().max()) for a, b in pairs)
 
 
 def _equals(rank: int, name: str) -> float:
@@ -465,7 +465,7 @@ def _equals(rank: int, name: str) -> float:
 
 @pytest.mark.parametrize("name", EQUAL)
 def test_habits_have_the_results_of_the_unsharded_model(name: str) -> None:
-    assert max(run_ranks(_equals, 2, name)) < TOLERANCE
+    assert largest(run_ranks(_equals, 2, name)) < TOLERANCE
 
 
 def _said(habit: Callable[[], Any]) -> list[str]:

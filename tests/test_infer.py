@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from transformers import DynamicCache
 
 import torchshard as ts
-from tests.helpers import refused, refused_input, run_ranks
+from tests.helpers import largest, refused, refused_input, run_ranks
 from torchshard.cli.main import main
 from torchshard.core.layouts import split
 from torchshard.distributed.ops import OPS
@@ -110,7 +110,7 @@ def _served(rank: int, plan: str) -> tuple[int, int, float]:
     for m in (model, sharded):
         m(input_ids=ids, labels=ids, use_cache=False).loss.backward()
     grads: dict[str, Tensor] = {name: p.grad for name, p in model.named_parameters()}
-    error = max(
+    error = largest(
         float((split(grads[name], sharded.layouts[name], rank, 2) - p.grad).abs().max())
         for name, p in sharded.named_parameters()
     )

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 import torchshard as ts
-from tests.helpers import refused, refused_input, run_ranks
+from tests.helpers import largest, refused, refused_input, run_ranks
 from tests.test_batches import Casts, _batch, _llama, _model, _own
 from torchshard.distributed.ops import OPS, wait
 from torchshard.ir.graph import placeholders
@@ -91,7 +91,7 @@ def _accumulated(rank: int, names: list[str], options: dict[str, Any]) -> dict[s
                 assert (p.grad is None) == (found is None)
                 if found is not None:
                     error = (found - p.grad).abs().max() / p.grad.abs().max().clamp(min=1)
-                    worst[name] = max(worst.get(name, 0.0), error.item())
+                    worst[name] = largest(worst.get(name, 0.0), error.item())
     return worst
 
 

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import torchshard as ts
-from tests.helpers import run_ranks
+from tests.helpers import largest, run_ranks
 from tests.models import CASES, GPT, MLP
 from torchshard.core.layouts import split
 from torchshard.distributed import wire
@@ -46,7 +46,7 @@ def _train(rank: int, name: str) -> dict[str, Any]:
     for seed in range(STEPS):
         expected = _step(model, inputs, optimizers[0], seed)
         got = _step(sharded, inputs, optimizers[1], seed)
-        error = max(error, *(float((a - b).abs().max()) for a, b in zip(expected, got, strict=True)))
+        error = largest(error, *(float((a - b).abs().max()) for a, b in zip(expected, got, strict=True)))
     whole, mine = model.state_dict(), sharded.state_dict()
     full = sharded.full_state_dict()
     replicated = {n: mine[n] for n, p in sharded.layouts.items() if p == ts.I and n in mine}
@@ -233,7 +233,7 @@ def _errors(model: nn.Module, sharded: Any) -> float:
     own = dict(sharded.named_parameters())
     rank, size = ts.distributed.get_rank(), ts.distributed.get_group_size()
     parts = {n: split(p.grad, sharded.layouts[n], rank, size) for n, p in model.named_parameters()}
-    return max(float((part - own[n].grad.as_subclass(Tensor)).abs().max()) for n, part in parts.items())
+    return largest(float((part - own[n].grad.as_subclass(Tensor)).abs().max()) for n, part in parts.items())
 
 
 def test_ranks_compute_while_they_compare_calls() -> None:
@@ -299,7 +299,7 @@ def _frozen(rank: int) -> list[float]:
 
 
 def test_frozen_parameters() -> None:
-    assert max(max(e) for e in run_ranks(_frozen, 2)) < 1e-10
+    assert largest(largest(e) for e in run_ranks(_frozen, 2)) < 1e-10
 
 
 def _clipped(rank: int) -> list[tuple[float, float, float]]:
@@ -350,4 +350,4 @@ def _scaled(rank: int) -> tuple[list[float], float]:
 
 def test_an_overflow_on_one_rank_skips_the_step_on_all() -> None:
     for errors, scale in run_ranks(_scaled, 2):
-        assert max(errors) < 1e-5 and scale == 2.0
+        assert largest(errors) < 1e-5 and scale == 2.0

@@ -17,7 +17,7 @@ from torch.utils.checkpoint import checkpoint
 
 import torchshard as ts
 from tests.compiled import compiled
-from tests.helpers import refused, run_ranks
+from tests.helpers import largest, refused, run_ranks
 from tests.models import CASES, GPT, Reversal
 from tests.test_step import compared, sent
 from torchshard.compiler.memory import predicted_memory
@@ -128,8 +128,8 @@ def _ratios(rank: int, kind: str) -> tuple[float, float, float, float]:
     (kept, before), (losses, after) = (_trained(each, batch) for each in sharded)
     (wanted, full), (_, fewer) = (_trained(each, batch) for each in unsharded)
     state, expected = sharded[1].full_state_dict(), unsharded[0].state_dict()
-    worst = max(float((state[name] - expected[name]).abs().max()) for name in expected)
-    worst = max(worst, *(abs(a - b) for a, b in zip(losses, wanted, strict=True)))
+    worst = largest(float((state[name] - expected[name]).abs().max()) for name in expected)
+    worst = largest(worst, *(abs(a - b) for a, b in zip(losses, wanted, strict=True)))
     return worst, float(kept == losses), after / before, fewer / full
 
 
@@ -247,14 +247,14 @@ def _stages(rank: int) -> float:
         (first.sin().sum() + last.square().sum()).backward()
     assert all(made.executables(None).training.has_graphs for made in sharded._ts_graphs)
     grads = {n: p.grad for n, p in model.named_parameters()}
-    return max(
+    return largest(
         float((split(grads[n], sharded.layouts[n], rank, 2) - p.grad).abs().max())
         for n, p in sharded.named_parameters()
     )
 
 
 def test_a_result_of_what_is_computed_again_is_an_argument_of_the_next() -> None:
-    assert max(run_ranks(_stages, 2)) < 1e-12
+    assert largest(run_ranks(_stages, 2)) < 1e-12
 
 
 class _ReturnsItsBias(nn.Module):

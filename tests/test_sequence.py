@@ -13,7 +13,7 @@ from torch.distributed.tensor.parallel import SequenceParallel
 
 import torchshard as ts
 from tests.compiled import compiled
-from tests.helpers import run_ranks
+from tests.helpers import largest, run_ranks
 from torchshard.core.layouts import split
 from torchshard.core.mesh import MeshAxis
 from torchshard.distributed.ops import Begin
@@ -154,7 +154,7 @@ def _worst(model: nn.Module, sharded: ts.ShardedModule, length: int) -> float:
         (p.grad - split(whole[name].grad, layouts[name], group.rank, group.size)).abs().max().item()
         for name, p in sharded.named_parameters()
     )
-    return max(errors)
+    return largest(errors)
 
 
 LENGTH = 512
@@ -207,7 +207,7 @@ def _compiled(rank: int) -> list[float]:
 
 def test_compiled_steps() -> None:
     for errors in run_ranks(_compiled, 2):
-        assert max(errors) < 1e-12
+        assert largest(errors) < 1e-12
 
 
 def _steps(rank: int, lengths: list[int]) -> list[tuple[int, int, float]]:
@@ -229,4 +229,4 @@ def test_any_length_on_real_ranks(world: int) -> None:
     """Lengths that divide share a graph, and so do those that don't; gradients are the unsharded model's."""
     for found in run_ranks(_steps, world, [12, 24, 13, 18, 25, 6, world]):
         assert [captures for _, captures, _ in found] == [1, 1, 2, 2, 2, 2, 2]
-        assert max(worst for _, _, worst in found) < 1e-12
+        assert largest(worst for _, _, worst in found) < 1e-12

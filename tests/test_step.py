@@ -20,7 +20,7 @@ from torch import Tensor, fx, nn
 import torchshard as ts
 from tests.captured import captured_case
 from tests.compiled import compiled, planned_as
-from tests.helpers import run_ranks
+from tests.helpers import largest, run_ranks
 from tests.models import CASES, GPT
 from torchshard.capture import flatten_call
 from torchshard.checking import lockstep
@@ -106,7 +106,7 @@ def compared(name: str, world: int, recompute: Sequence[str] = ()) -> tuple[floa
             if isinstance(theirs, Tensor) and theirs.numel():
                 assert ours.shape == theirs.shape
                 difference = (ours - theirs.detach()).abs().max() / theirs.detach().abs().max().clamp(min=1e-30)
-                worst = max(worst, float(difference))
+                worst = largest(worst, float(difference))
     return worst, parts
 
 
@@ -302,7 +302,7 @@ def _steps(rank: int) -> tuple[float, bool]:
             each(ids, labels=ids)["loss"].backward()
             optimizer.step()
     wanted, found = model.state_dict(), sharded.full_state_dict()
-    worst = max(float((found[name] - wanted[name]).abs().max()) for name in wanted)
+    worst = largest(float((found[name] - wanted[name]).abs().max()) for name in wanted)
     return worst, next(iter(sharded._ts_graphs)).executables(None).training.has_graphs
 
 
