@@ -8,6 +8,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -176,6 +177,18 @@ def test_an_exception_that_can_not_be_pickled_keeps_its_class_and_text() -> None
     assert caught.value.__notes__[0].startswith("on rank 0:")
     with pytest.raises(DistributedError, match="what rank 0 returned can't be pickled"):
         launch(_no_result, 1)
+
+
+def _put(queue: Any) -> None:
+    queue.put(3)
+
+
+def test_arguments_may_be_what_only_a_start_can_pass_on() -> None:
+    queue = mp.get_context("spawn").Queue()
+    launch(_put, 1, (queue,))
+    assert queue.get() == 3
+    with pytest.raises(DistributedError, match="can't be sent to other processes"):
+        launch(_put, 2, ((i for i in ()),))
 
 
 def test_no_ranks() -> None:

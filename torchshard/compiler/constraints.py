@@ -75,7 +75,12 @@ class Constraints:
         """The number of ranks that divide the batch; 0 if each has all of it."""
         if not self.data and not self.divisions:
             return 0
-        return math.prod(division.axis.size for division in self.divisions) * (self.axis.size if self.data else 1)
+        return self.across * (self.axis.size if self.data else 1)
+
+    @property
+    def across(self) -> int:
+        """The number of parts of the batch along the axes beside this one."""
+        return math.prod(division.axis.size for division in self.divisions)
 
     @property
     def slices(self) -> int:
@@ -178,6 +183,16 @@ def _recomputed(facts: ModelFacts, globs: Sequence[str]) -> tuple[str, ...]:
     return outermost(named_modules(globs, facts.modules))
 
 
+def loaded(plan: str | os.PathLike[str]) -> Plan:
+    """A Plan from its JSON, or from the path of a file with that.
+
+    Raises:
+        PlanError: it can't be read.
+    """
+    is_text = isinstance(plan, str) and plan.lstrip().startswith("{")
+    return Plan.from_json(str(plan)) if is_text else Plan.load(plan)
+
+
 def read_plan(plan: PlanLike) -> Mapping[str, object] | Plan:
     """A plan in any of its forms, as a dict of styles or a Plan.
 
@@ -187,8 +202,7 @@ def read_plan(plan: PlanLike) -> Mapping[str, object] | Plan:
     if isinstance(plan, str) and plan == "auto":
         return {}
     if isinstance(plan, (str, os.PathLike)):
-        text = str(plan)
-        plan = Plan.from_json(text) if text.lstrip().startswith("{") else Plan.load(text)
+        plan = loaded(plan)
     if not isinstance(plan, (Plan, Mapping)):
         raise PlanError(
             f"a {type(plan).__name__} is no plan",
@@ -257,7 +271,7 @@ def check_memory(facts: ModelFacts, constraints: Constraints) -> None:
     Raises:
         PlanError: an even share of the parameters, gradients and optimizer states is more than a rank may hold.
     """
-    axis, aim, divisions = constraints.axis, constraints.objective, constraints.divisions
+    axis, aim = constraints.axis, constraints.objective
     memory, parts = aim.memory, constraints.slices * (1 if constraints.data == "replicate" else axis.size)
     if memory is None:
         return
@@ -271,7 +285,7 @@ def check_memory(facts: ModelFacts, constraints: Constraints) -> None:
     shares = {name: size / parts for name, size in whole.items()}
     estimate = shares | {"peak": sum(shares.values())}
     if estimate["peak"] > memory:
-        ranks = axis.size * math.prod(division.axis.size for division in divisions)
+        ranks = axis.size * constraints.across
         which = f"an even share of {', '.join(name for name, size in whole.items() if size)}"
         attempt = f"{more_slices(constraints)}, or weights of fewer bytes"
         raise does_not_fit(f"no plan for {ranks} ranks fits", which, estimate, memory, attempt)

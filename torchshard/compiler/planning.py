@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from dataclasses import replace
 
@@ -71,7 +70,7 @@ def plan_graph(module: fx.GraphModule, facts: ModelFacts, constraints: Constrain
         conversions_of(module.graph, model, result.choices, result.parameters, conversions),
         stored=of_model,
         fingerprint=facts.signature,
-        title=", ".join([facts.modules[""].__name__, *call_sizes(module, _parts(constraints))]),
+        title=", ".join([facts.modules[""].__name__, *call_sizes(module, constraints.across)]),
         machine=machine,
         static=constraints.is_static,
         recompute=problem.model.recompute,
@@ -179,11 +178,6 @@ def _costs(problem: PlanningProblem, plan: Plan, gap: float, memory: Mapping[str
     if plan.data:
         return costs  # weights are to be whole
     return replace(costs, whole=unsplit(graph, model, plan.choices, plan.layouts, costs, pinned))
-
-
-def _parts(constraints: Constraints) -> int:
-    """The parts of the batch of which a graph has one."""
-    return math.prod(division.axis.size for division in constraints.divisions)
 
 
 def _with_fewer_ranks(problem: PlanningProblem, plan: Plan) -> dict[int, float]:

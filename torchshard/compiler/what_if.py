@@ -7,9 +7,8 @@ import os
 from collections.abc import Mapping
 from dataclasses import replace
 from types import MappingProxyType
-from typing import cast
 
-from torchshard.compiler.constraints import Constraints, check_memory
+from torchshard.compiler.constraints import Constraints, check_memory, loaded
 from torchshard.compiler.program import asked_again
 from torchshard.compiler.question import Question, of_a_file, question_from
 from torchshard.core.errors import InputError, PlanError
@@ -42,15 +41,10 @@ def what_if(
         PlanError: the plan's file can't be read or does not hold its graph, a key matches no module, or nothing fits.
         InputError: machine or memory is none.
     """
-    found = plan if isinstance(plan, Plan) else _loaded(plan)
+    found = plan if isinstance(plan, Plan) else loaded(plan)
     question = question_of(found)
     with of_a_file("planned", PlanError, InputError):
         return _answer(replace(question, constraints=_constraints(question, pins, machine, memory)))
-
-
-def _loaded(plan: object) -> Plan:
-    is_text = isinstance(plan, str) and plan.lstrip().startswith("{")
-    return Plan.from_json(cast(str, plan)) if is_text else Plan.load(cast(str, plan))
 
 
 def with_graph(plan: Plan) -> Plan:

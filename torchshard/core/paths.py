@@ -27,11 +27,6 @@ def _star_step(steps: tuple[str, ...]) -> str:
     return stars.pop() if len(stars) == 1 else "*"
 
 
-def star_last_number(path: str) -> str:
-    """'blocks.*' for 'blocks.3', 'model.h_*' for 'model.h_3'."""
-    return re.sub(r"\d+$", "*", path)
-
-
 def number_ranges(paths: Iterable[str]) -> list[str]:
     """'blocks.0-2' for 'blocks.0', 'blocks.1' and 'blocks.2', one after the other; all others as they are."""
     found: list[tuple[str, str, str]] = []

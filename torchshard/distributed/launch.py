@@ -23,7 +23,6 @@ import sys
 import time
 import traceback
 from collections.abc import Callable, Sequence
-from multiprocessing.reduction import ForkingPickler
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import NamedTuple, NoReturn, TypeVar, cast
@@ -91,24 +90,24 @@ def launch(fn: Callable[..., T], nprocs: int, args: Sequence[object] = ()) -> li
         the results of all ranks, in their order.
 
     Raises:
-        DistributedError: a rank died without an exception, or nprocs is not a positive integer.
+        DistributedError: a rank died without an exception, nprocs is not a positive integer, or `fn` or its arguments
+            can't be pickled.
         Exception: the exception of the rank that failed first, with its rank and traceback as a note.
     """
     if not isinstance(nprocs, int) or nprocs < 1:
         raise DistributedError(f"{nprocs!r} ranks can't be started", where="launch(nprocs=...)", attempt="1 or more")
     if not callable(fn):
         raise DistributedError(f"{fn!r} can't be called", where="launch(fn, nprocs)", attempt="a function of a module")
-    try:
-        ForkingPickler.dumps((fn, args))
-    except Exception as error:
-        raise DistributedError(
-            f"{fn!r} and its arguments can't be sent to other processes",
-            where="launch(fn, nprocs)",
-            why=in_short(error),
-            attempt="a function at the top of a module or script, and arguments that can be pickled",
-        ) from error
     with TemporaryDirectory(prefix="torchshard-launch-") as folder:
-        context = mp.spawn(_rank_main, (nprocs, _free_port(), folder, fn, tuple(args)), nprocs, join=False)
+        try:
+            context = mp.spawn(_rank_main, (nprocs, _free_port(), folder, fn, tuple(args)), nprocs, join=False)
+        except (AttributeError, TypeError, RuntimeError, pickle.PicklingError) as error:
+            raise DistributedError(
+                f"{fn!r} and its arguments can't be sent to other processes",
+                where="launch(fn, nprocs)",
+                why=in_short(error),
+                attempt="a function at the top of a module or script, and arguments that can be pickled",
+            ) from error
         try:
             while not context.join(grace_period=GRACE_SECONDS):
                 pass

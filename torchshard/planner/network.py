@@ -469,7 +469,7 @@ def pinned_choices(op: Op, pin: Pin, legal: Sequence[Choice], ranks: int) -> lis
         return list(legal)
     module = op.node.meta.get("module", "")
     why = f"{where(op.node)} can't be split along {pin.axes[0]}"
-    raise cannot_have(pin.key, module, pin.style.name, why, is_layer=True)
+    raise cannot_have(pin.key, module, pin.style.name, why, ())
 
 
 def _fills_ranks(op: Op, choice: Choice, ranks: int) -> bool:

@@ -254,7 +254,7 @@ def pins_of(graph: fx.Graph, chosen: Mapping[str, tuple[str, Style]]) -> dict[fx
             why = f"its ops are {', '.join(sorted(own))}" if own else "no op takes a weight of its own"
             words = next(iter(able.values()), {})
             others = [word for word in words if all(word in splits for splits in able.values())]
-            raise cannot_have(key, path, style.name, why, others, is_layer=bool(able))
+            raise cannot_have(key, path, style.name, why, others if able else None)
         else:
             pins.update({n: Pin(key, style, splits[style.name].axes) for n, splits in able.items()})
     return pins
@@ -275,25 +275,22 @@ def _along_sequence(ops: Sequence[fx.Node], path: str, key: str, style: Style) -
             pins[node] = Pin(key, style, tuple(axes))
     if own and multiples_of(own[0].graph) and not pins:
         why = f"its ops have no sequence: {', '.join(sorted({str(n.target) for n in own}))}"
-        raise cannot_have(key, path, style.name, why, is_layer=True)
+        raise cannot_have(key, path, style.name, why, ())
     return pins
 
 
-def cannot_have(
-    key: str, path: str, style: str, why: str, others: Sequence[str] = (), *, is_layer: bool = False
-) -> PlanError:
+def cannot_have(key: str, path: str, style: str, why: str, others: Sequence[str] | None = None) -> PlanError:
     """The error for a style that a module has no use for.
 
     Args:
-        others: styles that it can have.
-        is_layer: whether its own ops are meant, and not those of a layer inside it.
+        others: styles that it can have; None: a layer inside it can have some.
     """
     inside = "name the linear, embedding, convolution or recurrent layer inside it, or 'replicate'"
     return PlanError(
         f"{f'module {path}' if path else 'the model'} can't be split by {style}",
         where=f"plan key {key!r}",
         why=why,
-        attempt=" or ".join(map(repr, (*others, "replicate"))) if is_layer else inside,
+        attempt=inside if others is None else " or ".join(map(repr, (*others, "replicate"))),
     )
 
 

@@ -61,7 +61,7 @@ def unsplit(
     if model.axis.size == 1:
         return ()
     nodes, asked = [node for node in consumers(graph) if node.name in choices], set(pinned)
-    gathered, weights = _gathered(nodes, costs.collectives), _weights(graph)
+    gathered = _gathered(nodes, costs.collectives)
     kinds: dict[object, list[_Op]] = {}
     for node in nodes:
         whole = not choices[node.name].axes and node not in asked
@@ -74,7 +74,8 @@ def unsplit(
         if any(found[1:]):
             key = str(node.target), node_row(node), star_numbers(node.meta.get("module", "")), bool(found.gathered)
             kinds.setdefault(key, []).append(found)
-    all_weights, work = sum(weights.values()), sum(costs.compute.values())
+    all_weights = sum(nbytes(node.meta["val"]) for node in graph.nodes if is_weight(node))
+    work = sum(costs.compute.values())
 
     def weighs(ops: Sequence[_Op]) -> bool:
         sent, held, seconds = _sums(ops)
@@ -100,7 +101,7 @@ def _kind(ops: Sequence[_Op], work: float, gathered: Gathered) -> GatheredOps:
     return GatheredOps(str(first.target), where(first), tuple(modules), len(ops), sent, held, part, why)
 
 
-def _gathered(nodes: Iterable[fx.Node], collectives: Iterable[Collective]) -> dict[fx.Node, tuple[Collective, ...]]:
+def _gathered(nodes: Iterable[fx.Node], collectives: Iterable[Collective]) -> Gathered:
     """The ops that have values gathered since they can't take them in slices, with the collectives that do it."""
     named = {node.name: node for node in nodes}
     sent: dict[fx.Node, tuple[Collective, ...]] = {}
@@ -118,11 +119,6 @@ def _is_closed(row: Row, node: fx.Node, c: Collective) -> bool:
         return False
     dims = [dims for operand, dims in zip(operands(node), row.operands, strict=True) if operand.name == c.value]
     return any(axis in row.unsplittable for at in dims for term in at[c.source.dim] for axis in term)
-
-
-def _weights(graph: fx.Graph) -> dict[fx.Node, int]:
-    """The weights with their bytes."""
-    return {n: nbytes(n.meta["val"]) for n in graph.nodes if is_weight(n)}
 
 
 def _weights_of(node: fx.Node) -> Iterator[fx.Node]:

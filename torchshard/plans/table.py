@@ -191,10 +191,13 @@ def batch_text(plan: PlanData) -> str:
     )
 
 
+def calls_text(ahead: int, back: int) -> str:
+    """'1 collective forward and 2 backward'."""
+    return f"{counted(ahead, 'collective')} forward and {back} backward"
+
+
 def _sent_text(costs: Costs) -> str:
-    ahead, back = costs.calls
-    collectives = f"{counted(ahead, 'collective')} forward and {back} backward"
-    return f"{collectives} send {size_text(costs.nbytes)} per rank and step"
+    return f"{calls_text(*costs.calls)} send {size_text(costs.nbytes)} per rank and step"
 
 
 def _of_batch(plan: PlanData) -> list[str]:

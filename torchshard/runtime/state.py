@@ -6,7 +6,6 @@ unsharded model without memory, from which graphs are captured.
 
 from __future__ import annotations
 
-import copy
 import json
 import logging
 import operator
@@ -461,9 +460,7 @@ class State(ShardedSubmodule):
         source = self.source
         memo.update({id(t): without_storage(t) for t in (*source.parameters(), *source.buffers())})
         memo.update({id(shared): shared for shared in (self._ts_ranks, self._ts_ranks.group, self._ts_ranks.replicas)})
-        copied = type(self).__new__(type(self))
-        memo[id(self)] = copied
-        copied.__dict__.update(copy.deepcopy(self.__dict__, memo))
+        copied = ShardedSubmodule.__deepcopy__(self, memo)
         copied._own_parameters()
         copied._read_tensors()
         return copied

@@ -94,7 +94,7 @@ def check_suffix(path: str | os.PathLike[str], formats: Sequence[str] = FORMATS)
             where=os.fspath(path),
             why=f"the suffix says the format, here {', '.join(formats)}; "
             "several plans are shown by .html alone, and one layer by .svg",
-            attempt=repr(os.fspath(Path(path).with_suffix(formats[0]) if Path(path).name else f"model{formats[0]}")),
+            attempt=repr(f"{Path(path).stem or 'model'}{formats[0]}"),
         )
 
 

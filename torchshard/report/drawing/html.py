@@ -164,8 +164,8 @@ def _figures(plan: PlanData) -> dict[str, Tile]:
         found[key or name] = Tile(value, f"{name}{more}")
 
     axes = [each for each in plan.over_all if each.world_size > 1 or not plan.over_batch]
-    totals = [("", plan.over_all)] if len(axes) != 1 else []
-    for over, parts in (*totals, *((f" over {each.label}" if totals else "", [each]) for each in axes)):
+    apart = [(f" over {each.label}", [each]) for each in axes] if len(axes) > 1 else []
+    for over, parts in (("", plan.over_all), *apart):
         ahead, back = (sum(calls) for calls in zip(*(each.costs.calls for each in parts), strict=True))
         add(f"sent by a rank per step{over}", size_text(sum(each.costs.nbytes for each in parts)))
         add(f"collectives forward + backward{over}", f"{ahead} + {back}")

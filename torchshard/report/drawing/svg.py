@@ -14,13 +14,12 @@ from xml.sax.saxutils import escape, quoteattr
 
 from torch import fx
 
-from torchshard.core.columns import counted
 from torchshard.distributed.ops import is_or_begins_collective
 from torchshard.ir.axes import is_local
 from torchshard.ir.graph import op_name, where
 from torchshard.plans.data import PlanData
 from torchshard.plans.machine import size_text
-from torchshard.plans.table import mesh_text
+from torchshard.plans.table import calls_text, mesh_text
 from torchshard.report.drawing.outline import Box, Row, outline, sources
 
 CHAR, LINE, GAP, PAD, MARGIN, HEAD = 6.63, 19, 4, 7, 14, 76
@@ -71,9 +70,8 @@ def picture(graph: fx.Graph, plan: PlanData) -> str:
     legend = OF_STEP if is_local(graph) else LEGEND
     width = round(max(edge + reach, MARGIN + CHAR * max(map(len, legend))) + MARGIN)
     ahead, back = (sum(ways) for ways in zip(*(each.costs.calls for each in plan.over_all), strict=True))
-    collectives = f"{counted(ahead, 'collective')} forward and {back} backward"
     sent = size_text(sum(each.costs.nbytes for each in plan.over_all))
-    head = f"{mesh_text(plan)}, {collectives}, {sent} sent by each rank per step"
+    head = f"{mesh_text(plan)}, {calls_text(ahead, back)}, {sent} sent by each rank per step"
     return _ILLEGAL.sub("�", "\n".join([
         f'<svg xmlns="http://www.w3.org/2000/svg" width="{width}" height="{height}" viewBox="0 0 {width} {height}">',
         f'<style>{STYLE}</style><rect class="page" width="{width}" height="{height}"/>',
