@@ -17,6 +17,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
+from torch import Tensor, nn
 
 import torchshard as ts
 
@@ -43,6 +44,8 @@ def run_ranks(fn: Callable[..., Any], world: int, *args: Any, timeout_seconds: f
         failure = _join(context, timeout_seconds * PATIENCE)
         found = [_read(Path(folder) / f"{rank}.pkl") for rank in range(world)]
     failed = [f"rank {rank}:\n{text}" for rank, (ok, text) in enumerate(found) if not ok and text]
+    if not failed and not failure and not all(ok for ok, _ in found):
+        failure = "a rank ended without a result"
     if failed or failure:
         # both: of a killed rank the others may tell only that their connections were reset
         raise RuntimeError("\n".join([*failed, failure]).strip())
@@ -53,6 +56,24 @@ def largest(*errors: Any) -> float:
     """As `max`, of errors: NaN if one is, which `max` passes over."""
     found = [*map(float, errors if len(errors) > 1 else errors[0])]
     return next(filter(math.isnan, found), max(found))
+
+
+def whole_gradient(parameter: Any) -> Tensor | None:
+    """The gradient of a whole parameter of a sharded model; all ranks must call it."""
+    if parameter.grad is None:
+        return None
+    whole: Tensor = parameter.ranks.gathered(parameter.grad.as_subclass(Tensor), parameter.sharding, parameter.whole)
+    return whole
+
+
+def gradient_error(sharded: nn.Module, model: nn.Module) -> float:
+    """The largest difference of any parameter's gradient from the unsharded model's; infinite if one alone has it."""
+    found = {name: whole_gradient(p) for name, p in sharded.named_parameters()}
+    expected = {name: p.grad for name, p in model.named_parameters()}
+    pairs = [(found[name], expected[name]) for name in expected]
+    if any((a is None) != (b is None) for a, b in pairs):
+        return math.inf
+    return largest([0.0, *((a - b).abs().max().item() for a, b in pairs if a is not None and b is not None)])
 
 
 def refused(fn: Callable[[], Any], text: str, kind: type[ts.ShardError] = ts.ShardError) -> bool:

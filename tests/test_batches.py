@@ -16,7 +16,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import torchshard as ts
 from tests.compiled import constraints_of
-from tests.helpers import largest, refused_input, run_ranks
+from tests.helpers import largest, refused_input, run_ranks, whole_gradient
 from tests.test_sequence import Model
 from torchshard.checking.check import check_program
 from torchshard.compiler.batches import divided_batch
@@ -240,8 +240,7 @@ def _summed(rank: int, data: Data) -> bool:
         for loss in losses:  # autograd sums the parts' gradients in float32
             loss.backward()
         for p, own in zip(model.parameters(), sharded.parameters(), strict=True):
-            found = own.ranks.gathered(own.grad.as_subclass(Tensor), own.sharding, own.whole)
-            if not torch.allclose(found, p.grad, rtol=1e-6, atol=1e-7):
+            if not torch.allclose(whole_gradient(own), p.grad, rtol=1e-6, atol=1e-7):
                 return False
     return True
 
@@ -353,8 +352,7 @@ def _whole(rank: int, options: dict[str, Any]) -> dict[str, float]:
             found = [(losses[0] - losses[1]).abs().max().item()]
             found += [(a.grad - b.grad).abs().max().item() for a, b in zip(*inputs, strict=True) if a.grad is not None]
             for parameter, own in zip(model.parameters(), sharded.parameters(), strict=True):
-                gradient = own.ranks.gathered(own.grad.as_subclass(Tensor), own.sharding, own.whole)
-                found.append((gradient - parameter.grad).abs().max().item())
+                found.append((whole_gradient(own) - parameter.grad).abs().max().item())
             worst[name] = largest(worst.get(name, 0.0), *found)
     norms = []
     model, ((x, mask), *_) = cases["sizes"]

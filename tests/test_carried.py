@@ -133,7 +133,7 @@ def _returns(rank: int) -> dict[str, bool]:
             x = torch.randn(2, length, WIDTH, dtype=torch.double)
             (_, expected, _), (_, got, held) = (m(x, past) for m, past in zip((model, sharded), pasts, strict=True))
     return {
-        "whole": type(got) is Tensor and torch.allclose(got, expected, atol=1e-12),
+        "whole": type(got) is Tensor and torch.allclose(got, expected, rtol=0, atol=1e-12),
         "own": held["past"] is pasts[1],
         "split": isinstance(pasts[1]["k"], CarriedSlice),
     }
@@ -397,7 +397,7 @@ def _calls(rank: int, static: bool) -> dict[str, Any]:
     return {
         "error": error,
         "own": own,
-        "same": torch.allclose(keys.full_tensor(), caches[0].layers[1].keys, atol=1e-12),
+        "same": torch.allclose(keys.full_tensor(), caches[0].layers[1].keys, rtol=0, atol=1e-12),
         "heads": keys.shape[1],
         "graphs": len(sharded._ts_graphs) - 1,  # one for the example inputs
         "sent": len(sent),

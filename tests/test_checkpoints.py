@@ -733,7 +733,7 @@ def test_links_are_not_followed(saved: Path, tmp_path: Path) -> None:
 @pytest.mark.parametrize("folder", [None, "", "a\0b", 3, "/tmp/" + "x" * 300])
 def test_what_is_no_folder_is_refused(folder: Any) -> None:
     for call in (lambda: ts.save(folder, _Holds()), lambda: ts.load(folder, _Holds())):
-        assert refused(call, "", ts.InputError)
+        assert refused(call, "the checkpoint can't be" if "x" in str(folder) else "invalid folder", ts.InputError)
 
 
 # --- pieces ----------------------------------------------------------------------------------------------------------

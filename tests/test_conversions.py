@@ -244,11 +244,11 @@ def test_a_conversion_keeps_the_value_and_its_gradient(source: Layout, target: L
     torch.manual_seed(0)
     pieces = [p.requires_grad_() for p in _spread(torch.randn(5, 6, dtype=torch.float64), source, world)]
     after = _Conversion.apply(None, source, target, *pieces)
-    assert torch.allclose(_value(after, target), _value(pieces, source))
+    assert torch.allclose(_value(after, target), _value(pieces, source), rtol=1e-14, atol=1e-14)
     assert [tuple(p.shape) for p in after] == [local_shape((5, 6), target, r, world) for r in range(world)]
     cotangents = _spread(torch.randn(5, 6, dtype=torch.float64), dual(target), world)
     grads = torch.autograd.grad(after, pieces, cotangents)
-    assert torch.allclose(_value(grads, dual(source)), _value(cotangents, dual(target)))
+    assert torch.allclose(_value(grads, dual(source)), _value(cotangents, dual(target)), rtol=1e-14, atol=1e-14)
 
 
 def _value(pieces: Sequence[Tensor], layout: Layout) -> Tensor:

@@ -20,7 +20,7 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 import torchshard as ts
-from tests.helpers import refused, run_ranks
+from tests.helpers import gradient_error, refused, run_ranks
 from torchshard.core.layouts import Shard
 from torchshard.core.mesh import MODEL, MeshAxis
 from torchshard.core.words import word
@@ -216,10 +216,8 @@ def _pretrained(rank: int, folder: str, dtype: str | None) -> list[Any]:
     loss, wanted = (m(**call, labels=call["input_ids"]).loss for m in (sharded, expected))
     loss.backward()
     wanted.backward()
-    name, split = next((n, p) for n, p in sharded.named_parameters() if p.is_split)
-    assert split.grad is not None
-    norm = dict(expected.named_parameters())[name].grad.double().norm()
-    assert 0 < split.grad.double().norm() <= norm * 1.1
+    assert any(p.is_split for p in sharded.parameters())
+    near = near and gradient_error(sharded, expected) < (1e-5 if dtype is None else 3e-2)
     return [all(same), all(buffers), near, sharded.training, sharded.config.model_type, drawn.shape]
 
 

@@ -19,7 +19,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 import torchshard as ts
 from tests.compiled import constraints_of
-from tests.helpers import largest, refused, refused_input, run_ranks
+from tests.helpers import gradient_error, largest, refused, refused_input, run_ranks
 from tests.test_batches import CASES, KINDS, PART, WAYS, _batch, _model, _model_of, _own, _train_both
 from tests.test_folders import _saved
 from torchshard.checking.check import check_program
@@ -359,17 +359,26 @@ def _trained(
     whole, slices = sharded.full_state_dict(), sharded.state_dict()
     ts.save(folder, sharded, trained)
     batch = _batch(dp, 12)
+
+    def stepped(model: ts.ShardedModule, optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
+        """The parameters after another step, of the same mask of dropout."""
+        torch.manual_seed(4)
+        model(*_own(batch, part))[0].backward()
+        optimizer.step()
+        return model.full_state_dict()
+
+    after = []
     for into in (*({**dict.fromkeys(data, way)} for way in WAYS), data):
         other = ts.shard(_model(), "auto", first, mesh=mesh, data=into)
         optimizer = torch.optim.AdamW(other.parameters(), 1e-2)
         ts.load(folder, other, optimizer)
         worst[f"loaded, {into}"] = _worst(other.full_state_dict(), whole)
-        other(*_own(batch, part))[0].backward()
-        optimizer.step()
-        worst[f"a step, {into}"] = 0.0
+        after.append(stepped(other, optimizer))
         if into == data:
             other.load_state_dict(slices)
             worst["slices"] = _worst(other.full_state_dict(), whole)
+    expected = stepped(sharded, trained)
+    worst["steps after loading"] = largest(_worst(found, expected) for found in after)
     sharded.load_full_state_dict(whole)
     worst["whole"] = _worst(sharded.full_state_dict(), whole)
     return worst
@@ -453,11 +462,7 @@ def _of_one(rank: int) -> dict[str, Any]:
         for _ in range(2):
             sharded.zero_grad()
             sharded(*own)[0].backward()
-        named = dict(expected.named_parameters())
-        whole = {
-            n: p.ranks.gathered(p.grad.as_subclass(Tensor), p.sharding, p.whole) for n, p in sharded.named_parameters()
-        }
-        found[way] = _worst(whole, {name: p.grad for name, p in named.items() if p.grad is not None})
+        found[way] = gradient_error(sharded, expected)
         found[f"{way}, differs"] = refused(lambda: sharded(own[0].to("meta"), own[1]) if rank else sharded(*own), "")  # noqa: B023
     slices = sharded.state_dict()
     ts.distributed.destroy_process_group()

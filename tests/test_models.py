@@ -26,8 +26,11 @@ def _on_ranks(name: str, world_size: int) -> Any:
 def test_parity(name: str, world_size: int) -> None:
     report = captured_case(name).check(CASES[name].plan, world_size)
     assert report.ok, str(report)
-    kinds = {c.kind for c in report.comparisons}
-    assert {"output", "parameter gradient"} <= kinds
+    compared = {
+        kind: {c.name for c in report.comparisons if c.kind == kind} for kind in ("output", "parameter gradient")
+    }
+    trained = {n for n, p in CASES[name].build().named_parameters() if p.requires_grad}
+    assert compared["output"] and compared["parameter gradient"] == trained
 
 
 @pytest.mark.parametrize("name", CASES)

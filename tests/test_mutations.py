@@ -18,7 +18,7 @@ import torchshard as ts
 from tests.compiled import compiled, planned_as
 from tests.models import CASES
 from torchshard.capture import flatten_call
-from torchshard.checking.check import check_program
+from torchshard.checking.check import BY_GRAPHS, check_program
 from torchshard.checking.compare import TOLERANCES, Results, compare
 from torchshard.checking.lockstep import rank_graphs
 from torchshard.checking.steps import Trial
@@ -28,7 +28,7 @@ from torchshard.core.mesh import Mesh, MeshAxis
 from torchshard.core.rng_states import rng_states
 from torchshard.distributed.ops import OPS
 from torchshard.ir.graph import duplicate
-from torchshard.passes import verify
+from torchshard.passes import Partition, step_graphs, verify
 from torchshard.plans.machine import Machine, Objective
 from torchshard.weights.materialize import local_state
 
@@ -95,6 +95,29 @@ def test_every_dropped_collective_is_caught(name: str, dtype: torch.dtype) -> No
         how = _caught(model, made, graph, inputs)
         kind = OPS[node.target].name
         assert how in (("both",) if kind in ("copy", "reduce") else ("both", "verify")), f"{node.name}: {how!r}"
+
+
+def test_a_wrong_graph_of_the_backward_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Under autograd nothing differs: `ts.check` runs also the graphs that training runs."""
+
+    def doubled(graph: fx.GraphModule, **options: Any) -> Partition:
+        parts = step_graphs(graph, **options)
+        output = parts.backward.graph.output_node()
+        (grads,) = output.args
+        assert isinstance(grads, (list, tuple))
+        at = next(i for i, grad in enumerate(grads) if isinstance(grad, fx.Node))
+        with parts.backward.graph.inserting_before(output):
+            wrong = parts.backward.graph.call_function(torch.ops.aten.mul.Scalar, (grads[at], 2))
+        output.args = ([*grads[:at], wrong, *grads[at + 1 :]],)
+        parts.backward.recompile()
+        return parts
+
+    case = CASES["gpt"]
+    model, call = case.build().double(), {"world_size": 2, "example_inputs": case.inputs()}
+    assert ts.check(model, case.plan, **call).ok
+    monkeypatch.setattr("torchshard.checking.steps.step_graphs", doubled)
+    report = ts.check(model, case.plan, **call)
+    assert not report.ok and report.diverges_at == BY_GRAPHS
 
 
 def test_a_dropped_copy_leaves_outputs_exact_and_is_named() -> None:

@@ -33,6 +33,10 @@ _CAT_OF_EMPTY_SLICES = written((1,), [(0,) * 4, (10_000, 0, 0, 0)], 1)
 """`cat` of vectors, which skips a rank's empty ones: its gradient there waits for no slice."""
 
 
+REFUSED = [0]
+"""How many programs were refused; `make nightly` fails if they are more than a quarter of them."""
+
+
 @settings(
     max_examples=COUNT or 100,
     derandomize=not COUNT,
@@ -48,6 +52,8 @@ def test_any_program_under_any_plan(text: Text, world: int, seed: int) -> None:
     except ts.CaptureError as error:
         assert "can't be traced back" in str(error), f"{error}\n{text}"
         event("refused: a write through a view that can't be undone")
+        REFUSED[0] += 1
+        assert REFUSED[0] <= (COUNT or 100) // 4
         return
     assert report.ok, f"{report}\n{text}"
 

@@ -168,7 +168,7 @@ def test_most_layers_are_not_run(name: str, monkeypatch: pytest.MonkeyPatch) -> 
 
     monkeypatch.setattr(cls, "forward", forward)
     _captured(model, (IDS,), repeating=True)
-    assert len(set(map(id, runs))) < LAYERS
+    assert len(set(map(id, runs))) <= 3
 
 
 COUNT = [0]

@@ -127,6 +127,10 @@ def _integers(*shape: int) -> T:
     return T(shape, "int", 5)
 
 
+def test_ops_are_found_by_their_tag() -> None:
+    assert len(_tagged()) > 100
+
+
 @pytest.mark.parametrize("op", _tagged(), ids=lambda op: str(op).removeprefix("aten."))
 def test_ops_by_tag(op: Any) -> None:
     call = next(c for c in (_example_call(op, kind) for kind in (pos, _positive_constant, _integers)) if _runs(c))

@@ -147,7 +147,16 @@ def test_the_last_letter_of_a_dim_can_be_joined_over_its_own_axis(made: tuple[Me
         assert torch.equal(layouts.join(groups[others], layout), split(tensor, of[:-1], place)), axis
 
 
-@pytest.mark.parametrize("wrong", ["model", "model; S(0)", "other: S(0)", "model: S(0), data: S(0)", "model: T"])
-def test_what_is_no_word_is_refused(wrong: str) -> None:
-    with pytest.raises(ValueError):
+@pytest.mark.parametrize(
+    ("wrong", "why"),
+    [
+        ("S(0)", "no axis 'model'"),
+        ("data; S(0)", "no axis 'model'"),
+        ("other: S(0)", "no axis 'other'"),
+        ("pod: S(0), data: S(0)", r"invalid layout 'S\(0\), data: S\(0\)'"),
+        ("data: T", "invalid layout 'T'"),
+    ],
+)
+def test_what_is_no_word_is_refused(wrong: str, why: str) -> None:
+    with pytest.raises(ValueError, match=why):
         parse(wrong, MESHES[0])
