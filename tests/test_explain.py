@@ -299,6 +299,13 @@ def test_a_value_that_is_gathered_once_for_several_ops_counts_once() -> None:
     assert plan.costs.whole and all(kind.nbytes <= plan.costs.nbytes for kind in plan.costs.whole)
 
 
+def test_an_axis_without_a_name_that_divides_the_batch_is_dp() -> None:
+    for way in ("replicate", "shard"):
+        plan = ts.plan(MLP(), {}, world_size=2, data=way, example_inputs=(torch.randn(2, 8, 16),))
+        told = f"{plan}\n{ts.explain(plan)}\n{ts.explain(ts.Plan.from_json(plan.to_json()))}"
+        assert "@dp" in told and "@tp" not in told
+
+
 def test_a_part_of_a_step_saves_no_more_than_the_whole() -> None:
     plan = ts.plan(GPT(p=0.0), world_size=2, data="shard", example_inputs=(IDS, IDS))
     held = []

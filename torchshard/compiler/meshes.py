@@ -11,7 +11,7 @@ from typing import Protocol, TypeAlias
 from torchshard.compiler.constraints import Division
 from torchshard.compiler.program import check_world_size
 from torchshard.core.errors import InputError
-from torchshard.core.mesh import MeshAxis, data_names
+from torchshard.core.mesh import DATA, SHORT, MeshAxis, data_names
 from torchshard.plans.machine import Data, check_data
 
 
@@ -66,7 +66,7 @@ def read_mesh(world_size: int, mesh: MeshLike | None, data: DataLike | None) -> 
     if mesh is None:
         if isinstance(data, Mapping):
             raise _error("there is no mesh whose axes it could name", "data=", 'mesh={"dp": 2, "tp": 4}')
-        return RankAxes(MeshAxis(world_size), data)
+        return RankAxes(MeshAxis(world_size, label=SHORT[DATA] if data else ""), data)
     sizes = mesh_sizes(mesh)
     total = math.prod(sizes.values())
     if total != world_size:

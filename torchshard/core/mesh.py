@@ -18,7 +18,7 @@ DATA = "data"
 """The name of the axis across the model-parallel groups."""
 
 
-_SHORT = {MODEL: "tp", DATA: "dp"}
+SHORT = {MODEL: "tp", DATA: "dp"}
 """What people read where they gave an axis no name."""
 
 
@@ -38,7 +38,7 @@ class MeshAxis:
     """What the user calls it, if not by its name."""
 
     def __str__(self) -> str:
-        return self.label or _SHORT.get(self.name, self.name)
+        return self.label or SHORT.get(self.name, self.name)
 
     def coordinate(self, rank: int, group: str = "") -> Coordinate:
         """Returns the coordinate of a rank; `group` is the name of its group, by default that of the axis."""

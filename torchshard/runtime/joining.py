@@ -40,7 +40,8 @@ def join_ranks(mesh: MeshLike | None, data: DataLike | None) -> tuple[Ranks, Ran
         if is_made_for_mesh():
             everyone.run_on_all(partial(_check_named, data), DistributedError, DIFFERENT)
             everyone.verify({"the mesh": "none"}, DIFFERENT, SAME_MESH)
-        return Ranks(everyone.group), read_mesh(everyone.group.size, None, data)
+        axes = read_mesh(everyone.group.size, None, data)
+        return Ranks(everyone.group, labels=("", axes.axis.label)), axes
     if not is_initialized():
         init_for_mesh(partial(_wanted, mesh, data))
     everyone = Ranks.own()
