@@ -325,6 +325,15 @@ ERRORS = {
     "no size": (["plan", "tests.test_cli:factory", "--memory", "much"], "'much' is no size"),
     "too small": (["plan", "tests.test_cli:factory", "--memory", "10B"], "fits 10 B"),
     "no machine": (["plan", "tests.test_cli:factory", "--machine", "abacus"], "'abacus' is no machine"),
+    "a mesh of more ranks": (
+        ["plan", "tests.test_cli:factory", "--mesh", "dp=2,tp=4", "--ranks", "4"],
+        "4\n  where: --mesh\n",
+    ),
+    "data of no mesh": (["plan", "tests.test_cli:factory", "--data", "dp=shard"], "try:   --mesh dp=2,tp=4\n"),
+    "a length that is trained": (
+        ["plan", "tests.test_cli:factory", "--length", "64"],
+        "try:   --mode infer, --batch 8, --length 4096",
+    ),
     "no batch": (["plan", "tests.test_cli:factory", "--batch", "0"], "invalid size '0': expected 1 or more"),
     "no machine's file": (["plan", "tests.test_cli:factory", "--machine", "no.json"], "'no.json' holds no machine"),
     "labels of a factory": (["plan", "tests.test_cli:factory", "--labels"], "a factory decides on dtypes and labels"),

@@ -3,12 +3,30 @@
 from __future__ import annotations
 
 import argparse
+import re
 
 _MODEL = (
     "module:factory, a Hugging Face config.json, or a folder with one and, if it has them, safetensors files; or the "
     "name of a model in the cache of Hugging Face's hub: meta-llama/Llama-3.1-8B; show and draw also take a plan's JSON"
 )
 _WEIGHTS = "safetensors files that must fit the model (MODEL's, if it is a folder with some); cast to its dtype"
+
+
+OPTIONS = {name: f"--{name}" for name in ("axes", "batch", "data", "length", "machine", "memory", "mesh", "mode")}
+OPTIONS |= {"recompute": "--recompute", "world_size": "--ranks"}
+"""The arguments of the library's functions -> the options that give them."""
+_ARGUMENT = re.compile(rf"\b({'|'.join(OPTIONS)})=(\{{[^{{}}]*\}}|\"[^\"]*\"|\w+|(?=[\s,;]|$))")
+
+
+def as_options(text: str) -> str:
+    """What is said of the functions' arguments, as people type it here: 'mesh={"dp": 2}' is '--mesh dp=2'."""
+
+    def option(found: re.Match[str]) -> str:
+        name, value = found.groups()
+        plain = re.sub(r'[{}" ]', "", value).replace(":", "=")
+        return f"{OPTIONS[name]} {plain}".rstrip()
+
+    return _ARGUMENT.sub(option, text)
 
 
 def model(command: argparse.ArgumentParser) -> None:

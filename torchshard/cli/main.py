@@ -39,7 +39,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     options = _parser().parse_args(argv)
     if options.verbose:
         logging.basicConfig(level=logging.INFO, format="%(name)s: %(message)s")
-    from torchshard.core.errors import ShardError
+    from torchshard.core.errors import InputError, PlanError, ShardError
 
     try:
         with _plain_warnings():
@@ -56,6 +56,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         if options.debug:
             raise
         what = f"{error}{_about_inputs(options, error)}"
+        if isinstance(error, (InputError, PlanError)):
+            what = arguments.as_options(what)
         if not isinstance(error, ShardError):
             what = f"{(what.splitlines() or [''])[0]}\n  try:    --debug, for the traceback"
         print(f"{type(error).__name__}: {what}", file=sys.stderr)
