@@ -11,9 +11,8 @@ import torch
 from torch import Tensor, nn
 
 import torchshard as ts
-from tests.helpers import largest, refused_input, run_ranks
+from tests.helpers import largest, refused_input, run_ranks, whole_gradient
 from tests.test_carried import GENERATED, _model
-from tests.test_later_sums import _gradient
 
 Ways = str | dict[str, str]
 MESHES: list[tuple[dict[str, int], Ways]] = [
@@ -87,7 +86,7 @@ def _carried(rank: int, mesh: dict[str, int], data: Any) -> dict[str, float]:
     found["state"] = float((kept["h"] - expected["h"][own]).abs().max())
     found["mean"] = float((kept["mean"] - expected["mean"]).abs().max())
     pairs = zip(whole.named_parameters(), model.parameters(), strict=True)
-    return found | {name: float((_gradient(own) - p.grad).abs().max()) for (name, p), own in pairs}
+    return found | {name: float((whole_gradient(own) - p.grad).abs().max()) for (name, p), own in pairs}
 
 
 @pytest.mark.parametrize(("mesh", "data"), MESHES)
@@ -237,7 +236,7 @@ def _calls(rank: int) -> dict[str, float]:
                 each.zero_grad()
                 loss.backward()
             pairs = zip(whole.parameters(), model.parameters(), strict=True)
-            errors = [(p.grad - _gradient(q)).abs().max() for p, q in pairs] + [(losses[0] - losses[1]).abs()]
+            errors = [(p.grad - whole_gradient(q)).abs().max() for p, q in pairs] + [(losses[0] - losses[1]).abs()]
             worst = largest(worst, *map(float, errors))
         found[name] = worst
     return found

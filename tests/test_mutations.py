@@ -112,7 +112,7 @@ def test_a_wrong_graph_of_the_backward_is_caught(monkeypatch: pytest.MonkeyPatch
         parts.backward.recompile()
         return parts
 
-    case = CASES["gpt"]
+    case = CASES["mlp"]
     model, call = case.build().double(), {"world_size": 2, "example_inputs": case.inputs()}
     assert ts.check(model, case.plan, **call).ok
     monkeypatch.setattr("torchshard.checking.steps.step_graphs", doubled)
