@@ -463,7 +463,8 @@ def _of_one(rank: int) -> dict[str, Any]:
             sharded.zero_grad()
             sharded(*own)[0].backward()
         found[way] = gradient_error(sharded, expected)
-        found[f"{way}, differs"] = refused(lambda: sharded(own[0].to("meta"), own[1]) if rank else sharded(*own), "")  # noqa: B023
+        differs = lambda: sharded(own[0].to("meta"), own[1]) if rank else sharded(*own)  # noqa: B023, E731
+        found[f"{way}, differs"] = refused_input(differs, "different arguments")
     slices = sharded.state_dict()
     ts.distributed.destroy_process_group()
     of_one_axis = ts.shard(copy.deepcopy(model), {}, own, data="shard")
@@ -559,8 +560,8 @@ def _wrong(rank: int, way: Data) -> dict[str, bool]:
             # the commonest mistake: each rank another part, as a sampler for all ranks gives it
             "parts within a group": refused_input(lambda: sharded(*by_rank), "called with "),
             "sizes of parts": refused_input(lambda: sharded(*(t[: PART - data] for t in own)), "different arguments"),
-            "no part on one rank": refused(
-                lambda: sharded(*own) if rank else sharded(own[0].to("meta"), own[1]), "", ts.ShardError
+            "no part on one rank": refused_input(
+                lambda: sharded(*own) if rank else sharded(own[0].to("meta"), own[1]), "different arguments"
             ),
         }
         found |= {f"{name}, turn {turn}": each for name, each in told.items()}

@@ -262,6 +262,7 @@ def _every_twelfth_is_fast(cases: list[Case]) -> list[Any]:
 def test_a_dynamic_dim_is_split_in_equal_slices(op: Case, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(oracle, "FakeTensorMode", SixMode)
     monkeypatch.setattr(oracle.Graph, "multiples", True)
+    is_split = False
     for changed in _of_six(op):
         for world in (2, 3):
             try:
@@ -270,8 +271,10 @@ def test_a_dynamic_dim_is_split_in_equal_slices(op: Case, monkeypatch: pytest.Mo
                 continue
             for choice in found:
                 if row is not None and choice.splits_dynamic:
-                    report = run(changed, choice, world)
+                    report, is_split = run(changed, choice, world), True
                     assert report.ok, f"{world} ranks, {choice}\n{report}"
+    if not is_split:
+        pytest.skip("no dim of six of this call may be dynamic and split")
 
 
 @pytest.mark.parametrize("op", DYNAMIC, ids=_names(DYNAMIC))

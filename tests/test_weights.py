@@ -53,7 +53,7 @@ def _shards(rank: int, plan: Any) -> tuple[float, float]:
 @pytest.mark.parametrize("world", [2, 3])
 def test_to_shard_takes_the_memory_of_the_slices_alone(plan: Any, world: int) -> None:
     for most, left in run_ranks(_shards, world, plan):
-        assert left <= most < 1.02
+        assert 0.98 < left <= most < 1.02
 
 
 def _changes_the_original(rank: int) -> list[bool]:
@@ -299,7 +299,7 @@ def _shards_lazily_within(rank: int) -> tuple[float, float]:
 
 def test_to_shard_a_lazy_model_takes_the_slices_and_one_parameter() -> None:
     for beyond, largest in run_ranks(_shards_lazily_within, 2):
-        assert beyond < 1.1 * largest
+        assert -0.02 * largest < beyond < 1.1 * largest
 
 
 def _differs(rank: int) -> bool:
