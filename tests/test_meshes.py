@@ -369,7 +369,7 @@ def _trained(
 
     after = []
     for into in (*({**dict.fromkeys(data, way)} for way in WAYS), data):
-        other = ts.shard(_model(), "auto", first, mesh=mesh, data=into)
+        other = ts.shard(_model_of(kind), "auto", first, mesh=mesh, data=into)
         optimizer = torch.optim.AdamW(other.parameters(), 1e-2)
         ts.load(folder, other, optimizer)
         worst[f"loaded, {into}"] = _worst(other.full_state_dict(), whole)
