@@ -170,7 +170,7 @@ def test_check_on_real_ranks(tmp_path: Path) -> None:
     save_file(MLP().state_dict(), tmp_path / "any.safetensors")
     command = [sys.executable, "-m", "torchshard", "check", "tests.test_cli:factory", "--ranks", "2", "--processes"]
     done = subprocess.run([*command, "--weights", str(tmp_path)], capture_output=True, text=True, timeout=280)
-    assert done.returncode == 0 and done.stdout.startswith("exact: 2 ranks, 1 outputs"), done.stderr
+    assert done.returncode == 0 and done.stdout.startswith("exact: 2 ranks, 1 output,"), done.stderr
     assert done.stderr.count(f"weights of {tmp_path}: 4 tensors used\n") == 1
 
 

@@ -62,7 +62,7 @@ WITH_BLOCKS = [
 @pytest.mark.parametrize("page", WITH_BLOCKS)
 def test_every_block_of_a_page_runs(page: str, tmp_path: Path) -> None:
     ranks = re.search(r"<!-- ranks: (\d+) -->", (ROOT / page).read_text())
-    run_ranks(_runs, int(ranks[1]) if ranks else 2, page, str(tmp_path))
+    run_ranks(_runs, int(ranks[1]) if ranks else 2, page, str(tmp_path), timeout_seconds=280)
     for path in tmp_path.glob("*.svg"):
         kept = ROOT / "docs" / "figures" / path.name
         assert not kept.exists() or kept.read_text() == path.read_text(), f"docs/figures/{path.name} is old"
