@@ -44,11 +44,9 @@ def run_ranks(fn: Callable[..., Any], world: int, *args: Any, timeout_seconds: f
         failure = _join(context, timeout_seconds * PATIENCE)
         found = [_read(Path(folder) / f"{rank}.pkl") for rank in range(world)]
     failed = [f"rank {rank}:\n{text}" for rank, (ok, text) in enumerate(found) if not ok and text]
-    if not failed and not failure and not all(ok for ok, _ in found):
-        failure = "a rank ended without a result"
-    if failed or failure:
+    if failure or not all(ok for ok, _ in found):
         # both: of a killed rank the others may tell only that their connections were reset
-        raise RuntimeError("\n".join([*failed, failure]).strip())
+        raise RuntimeError("\n".join([*failed, failure]).strip() or "a rank ended without a result")
     return [result for _, result in found]
 
 

@@ -16,7 +16,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import torchshard as ts
 from tests.compiled import constraints_of
-from tests.helpers import largest, refused_input, run_ranks, whole_gradient
+from tests.helpers import gradient_error, largest, refused_input, run_ranks, whole_gradient
 from tests.test_sequence import Model
 from torchshard.checking.check import check_program
 from torchshard.compiler.batches import divided_batch
@@ -321,8 +321,7 @@ def _beside_ddp(rank: int) -> float:
     wrapped = DistributedDataParallel(model)
     for m in (wrapped, sharded):
         m(*own)[1].square().mean().backward()
-    named = dict(model.named_parameters())
-    return largest((p.grad - named[name].grad).abs().max().item() for name, p in sharded.named_parameters())
+    return gradient_error(sharded, model)
 
 
 def test_a_loss_outside_is_averaged_as_ddp_does() -> None:
@@ -351,9 +350,7 @@ def _whole(rank: int, options: dict[str, Any]) -> dict[str, float]:
                 losses[-1] = torch.cat([losses[-1].detach(), *(r.detach().flatten() for r in results)])
             found = [(losses[0] - losses[1]).abs().max().item()]
             found += [(a.grad - b.grad).abs().max().item() for a, b in zip(*inputs, strict=True) if a.grad is not None]
-            for parameter, own in zip(model.parameters(), sharded.parameters(), strict=True):
-                found.append((whole_gradient(own) - parameter.grad).abs().max().item())
-            worst[name] = largest(worst.get(name, 0.0), *found)
+            worst[name] = largest(worst.get(name, 0.0), *found, gradient_error(sharded, model))
     norms = []
     model, ((x, mask), *_) = cases["sizes"]
     for m in (model, ts.shard(copy.deepcopy(model), {}, (x, mask), inputs="global", **options)):

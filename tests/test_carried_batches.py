@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 import torchshard as ts
-from tests.helpers import largest, refused_input, run_ranks, whole_gradient
+from tests.helpers import gradient_error, largest, refused_input, run_ranks, whole_gradient
 from tests.test_carried import GENERATED, _model
 
 Ways = str | dict[str, str]
@@ -235,9 +235,7 @@ def _calls(rank: int) -> dict[str, float]:
             for each, loss in zip((whole, model), losses, strict=True):
                 each.zero_grad()
                 loss.backward()
-            pairs = zip(whole.parameters(), model.parameters(), strict=True)
-            errors = [(p.grad - whole_gradient(q)).abs().max() for p, q in pairs] + [(losses[0] - losses[1]).abs()]
-            worst = largest(worst, *map(float, errors))
+            worst = largest(worst, gradient_error(model, whole), float((losses[0] - losses[1]).abs()))
         found[name] = worst
     return found
 

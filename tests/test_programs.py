@@ -27,6 +27,7 @@ pytestmark = pytest.mark.filterwarnings("ignore:.*(degrees of freedom|Using a ta
 
 aten = torch.ops.aten
 COUNT = int(os.environ.get("TORCHSHARD_PROGRAMS", "0"))
+EXAMPLES = COUNT or 100
 _BOUND_NORMALISED = written((1,), [(0,) * 4, (0,) * 4, (0,) * 4, (1, 0, 3, 5), (5, 0, 0, 0)], 1)
 """A norm of one element, which is a bound of clamp: its gradient is the rounding noise of that number alone."""
 _CAT_OF_EMPTY_SLICES = written((1,), [(0,) * 4, (10_000, 0, 0, 0)], 1)
@@ -34,11 +35,11 @@ _CAT_OF_EMPTY_SLICES = written((1,), [(0,) * 4, (10_000, 0, 0, 0)], 1)
 
 
 REFUSED = [0]
-"""How many programs were refused; `make nightly` fails if they are more than a quarter of them."""
+"""How many programs were refused: of all at most a quarter."""
 
 
 @settings(
-    max_examples=COUNT or 100,
+    max_examples=EXAMPLES,
     derandomize=not COUNT,
     deadline=None,
     suppress_health_check=[HealthCheck.too_slow, HealthCheck.filter_too_much, HealthCheck.data_too_large],
@@ -53,7 +54,7 @@ def test_any_program_under_any_plan(text: Text, world: int, seed: int) -> None:
         assert "can't be traced back" in str(error), f"{error}\n{text}"
         event("refused: a write through a view that can't be undone")
         REFUSED[0] += 1
-        assert REFUSED[0] <= (COUNT or 100) // 4
+        assert REFUSED[0] <= (EXAMPLES) // 4
         return
     assert report.ok, f"{report}\n{text}"
 

@@ -12,10 +12,10 @@ _MODEL = (
 _WEIGHTS = "safetensors files that must fit the model (MODEL's, if it is a folder with some); cast to its dtype"
 
 
-OPTIONS = {name: f"--{name}" for name in ("axes", "batch", "data", "length", "machine", "memory", "mesh", "mode")}
-OPTIONS |= {"recompute": "--recompute", "world_size": "--ranks"}
+_SAME = ("axes", "batch", "data", "length", "machine", "memory", "mesh", "mode", "recompute")
+_OPTIONS = {name: f"--{name}" for name in _SAME} | {"world_size": "--ranks"}
 """The arguments of the library's functions -> the options that give them."""
-_ARGUMENT = re.compile(rf"\b({'|'.join(OPTIONS)})=(\{{[^{{}}]*\}}|\"[^\"]*\"|\w+|(?=[\s,;]|$))")
+_ARGUMENT = re.compile(rf"\b({'|'.join(_OPTIONS)})=(\{{[^{{}}]*\}}|\"[^\"]*\"|\w+|(?=[\s,;]|$))")
 
 
 def as_options(text: str) -> str:
@@ -24,7 +24,7 @@ def as_options(text: str) -> str:
     def option(found: re.Match[str]) -> str:
         name, value = found.groups()
         plain = re.sub(r'[{}" ]', "", value).replace(":", "=")
-        return f"{OPTIONS[name]} {plain}".rstrip()
+        return f"{_OPTIONS[name]} {plain}".rstrip()
 
     return _ARGUMENT.sub(option, text)
 

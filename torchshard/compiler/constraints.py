@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from torchshard.capture.facts import ModelFacts
@@ -28,6 +28,11 @@ class Division:
 
     axis: MeshAxis
     data: Data
+
+
+def parts_over(divisions: Iterable[Division]) -> int:
+    """The number of parts that these axes together make."""
+    return math.prod(division.axis.size for division in divisions)
 
 
 @dataclass(frozen=True)
@@ -80,12 +85,12 @@ class Constraints:
     @property
     def across(self) -> int:
         """The number of parts of the batch along the axes beside this one."""
-        return math.prod(division.axis.size for division in self.divisions)
+        return parts_over(self.divisions)
 
     @property
     def slices(self) -> int:
         """The number of ranks that divide each weight, as this axis leaves it, among them once more."""
-        return math.prod(division.axis.size for division in self.divisions if division.data != "replicate")
+        return parts_over(division for division in self.divisions if division.data != "replicate")
 
     @property
     def keeps_gathered(self) -> bool:

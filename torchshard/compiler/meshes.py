@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Protocol, TypeAlias
 
-from torchshard.compiler.constraints import Division
+from torchshard.compiler.constraints import Division, parts_over
 from torchshard.compiler.program import check_world_size
 from torchshard.core.errors import InputError
 from torchshard.core.mesh import DATA, SHORT, MeshAxis, data_names
@@ -49,7 +49,7 @@ class RankAxes:
     @property
     def across(self) -> int:
         """The number of ranks along the axes beside the first."""
-        return math.prod(division.axis.size for division in self.divisions)
+        return parts_over(self.divisions)
 
     @property
     def parts(self) -> int:
