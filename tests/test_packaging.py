@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import shutil
 import subprocess
@@ -16,7 +17,8 @@ FILES = ["pyproject.toml", "README.md", "LICENSE"]
 
 
 def _run(*command: str | Path, folder: Path) -> str:
-    done = subprocess.run([*map(str, command)], cwd=folder, capture_output=True, text=True)
+    env = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}  # a checkout hides the wheel
+    done = subprocess.run([*map(str, command)], cwd=folder, env=env, capture_output=True, text=True)
     assert not done.returncode, done.stdout + done.stderr
     return done.stdout
 
