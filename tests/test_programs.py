@@ -54,7 +54,7 @@ def test_any_program_under_any_plan(text: Text, world: int, seed: int) -> None:
         assert "can't be traced back" in str(error), f"{error}\n{text}"
         event("refused: a write through a view that can't be undone")
         REFUSED[0] += 1
-        assert REFUSED[0] <= (EXAMPLES) // 4
+        assert REFUSED[0] <= EXAMPLES // 4
         return
     assert report.ok, f"{report}\n{text}"
 
