@@ -3,12 +3,19 @@
 inputs="local"     each rank passes its part, and gets its part of results with the batch
 inputs="global"    each passes the whole batch, and gets whole results
 
-Of parts of results each rank computes a loss of its own. The mean of these is trained, as in DistributedDataParallel:
-their gradient is divided by the number of ranks. (A loss that forward itself computes is that of the whole batch.)
+With parts, gradients have two scales. A graph computes gradients of L, the loss of the whole batch. Outside of graphs
+each rank has a loss of its own, and L is the mean of these, as with DistributedDataParallel. So on n ranks the gradient
+of a part is n times as large there, in results, in inputs, and between two models of a chain:
+
+    x        -> model ->  z        -> model ->  y        -> loss
+    n dL/dx  <- * n   <-  n dL/dz  <- / n, * n <- n dL/dy <- its gradient
+
+A value that every rank holds whole has one scale: a loss that forward itself computes is L.
 """
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -17,6 +24,7 @@ from torch import Tensor
 
 from torchshard.core.conversions import step_args
 from torchshard.core.layouts import I, Layout, Shard
+from torchshard.core.user_files import warn
 from torchshard.distributed.group import Group
 from torchshard.distributed.ops import direct, hashable
 
@@ -35,14 +43,32 @@ def own_parts(whole: Mapping[str, Tensor], layouts: Mapping[str, Layout], group:
     return found
 
 
-def averaged(results: Sequence[Any], layouts: Sequence[Layout], group: Group) -> list[Any]:
-    """A graph's results; the gradient of a rank's part of the batch is divided by the number of ranks."""
-    return [
-        _Average.apply(result, group.size)
-        if isinstance(layout, Shard) and isinstance(result, Tensor) and result.requires_grad
-        else result
-        for result, layout in zip(results, layouts, strict=True)
-    ]
+def entering(tensors: Mapping[str, Tensor], layouts: Mapping[str, Layout], group: Group) -> list[Tensor]:
+    """Returns a call's tensors; gradients of parts of the batch leave the graph as those of the rank's own loss.
+
+    In the `.grad` of an input that is a leaf, `backward()` accumulates the gradient of the whole batch's loss instead,
+    which is the unsharded model's.
+    """
+    found = []
+    for name, tensor in tensors.items():
+        if isinstance(layouts.get(name), Shard) and tensor.requires_grad:
+            edge = torch.autograd.graph.get_gradient_edge(tensor)  # holds the node that has a hook
+            if tensor.is_leaf:
+                _divide_grad(tensor, edge.node, group.size)
+            tensor = _Crossing.apply(tensor, 1, group.size, True)
+        found.append(tensor)
+    return found
+
+
+def leaving(results: Sequence[Any], layouts: Sequence[Layout], group: Group) -> list[Any]:
+    """Returns a graph's results; gradients of parts of the batch come in as those of the rank's own loss."""
+    found = []
+    for result, layout in zip(results, layouts, strict=True):
+        if isinstance(layout, Shard) and isinstance(result, Tensor) and result.requires_grad:
+            result = _Crossing.apply(result, 1, group.size, False)
+            _WAITING[result.grad_fn] = _memory(result)
+        found.append(result)
+    return found
 
 
 def joined(results: Sequence[Any], layouts: Sequence[Layout], group: Group) -> list[Any]:
@@ -58,14 +84,60 @@ def _joined(part: Tensor, layout: Shard, group: Group) -> Tensor:
     return direct(_OPS.gather.default)(part, *hashable(step_args(layout, I, whole)), group.name)
 
 
-class _Average(torch.autograd.Function):
-    """Its result is its operand; the gradient is divided by a number."""
+class _Crossing(torch.autograd.Function):
+    """A part of the batch that enters a graph, or leaves one; its gradient crosses in the other direction.
+
+    The gradient of a value that leaves is divided by the number of ranks, that of a value that enters is multiplied by
+    it. A gradient is a value too, with a gradient of its own (of a penalty), so its crossing is another `_Crossing`.
+    """
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, ranks: int) -> Tensor:
-        ctx.ranks = ranks
-        return x.view_as(x)
+    def forward(ctx: Any, x: Tensor, factor: float, ranks: int, enters: bool) -> Tensor:
+        ctx.factor, ctx.ranks, ctx.enters = factor * ranks if enters else factor / ranks, ranks, enters
+        return x.view_as(x) if factor == 1 else x * factor
 
     @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
-        return gradient / ctx.ranks, None
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
+        _WAITING.pop(ctx, None)
+        return _Crossing.apply(gradient, ctx.factor, ctx.ranks, not ctx.enters), None, None, None
+
+
+_WAITING = weakref.WeakKeyDictionary[Any, int]()
+"""The nodes of results that no backward has reached yet -> the memory of each result."""
+_DIVIDES = "torchshard: divides"
+"""Marks a node of autograd, in its metadata."""
+
+
+def _divide_grad(x: Tensor, node: Any, ranks: int) -> None:
+    """Has `node`, which accumulates into `x.grad`, accumulate the gradient of the whole batch's loss.
+
+    It does not where `x` may be a copy of an earlier result that still waits for its backward: people pass `c.grad` of
+    `c = z.detach().requires_grad_()` on by `z.backward(c.grad)`, which needs the gradient of the rank's own loss. A
+    reentrant checkpoint does the same in a backward. `torch.autograd.grad` does not run the hook.
+    """
+    if _DIVIDES in node.metadata or torch._C._current_graph_task_id() != -1:
+        return
+    node.metadata[_DIVIDES], origins, memory = True, weakref.WeakKeyDictionary(_WAITING), _memory(x)
+
+    def divided(gradients: tuple[Tensor | None, ...]) -> tuple[Tensor | None, ...] | None:
+        waiting = [of for result, of in origins.items() if result in _WAITING and not _is_reached(result)]
+        if not waiting:
+            return tuple(None if gradient is None else gradient / ranks for gradient in gradients)
+        if memory not in waiting:
+            warn(_OWN_GRADIENT.format(ranks=ranks))
+        return None
+
+    node.register_prehook(divided)
+
+
+_is_reached = torch._C._will_engine_execute_node
+"""Whether the backward that runs now has reached a node, or will."""
+_OWN_GRADIENT = (
+    "the .grad of an input is the gradient of this rank's own loss, {ranks} times the unsharded model's, because an "
+    "earlier result still waits for its backward. That is right for result.backward(input.grad). For any other input, "
+    "drop results that need no backward: del result, or torch.no_grad() around their calls"
+)
+
+
+def _memory(x: Tensor) -> int:
+    return x.untyped_storage()._cdata

@@ -53,7 +53,7 @@ from torchshard.distributed.ranks import Ranks
 from torchshard.distributed.wire import settling
 from torchshard.plans.machine import Objective
 from torchshard.plans.plan import Plan
-from torchshard.runtime.batches import averaged, joined, own_parts
+from torchshard.runtime.batches import entering, joined, leaving, own_parts
 from torchshard.runtime.call_key import call_key
 from torchshard.runtime.call_verification import (
     PreparedCall,
@@ -331,22 +331,26 @@ class ShardedModule(State, Notebook):
             try:
                 with settling(verify):
                     tensors: Sequence[Tensor] = call.tensors
-                    if batch_group is not None and self._ts_whole_batches:
-                        tensors = own_parts(dict(call.inputs.named_tensors), call.batches, batch_group)
+                    if batch_group is not None:
+                        named = dict(zip(call.inputs.names, tensors, strict=True))
+                        enter = own_parts if self._ts_whole_batches else entering
+                        tensors = enter(named, call.batches, batch_group)
                     results = self._executable(compiled, call, compiler)(*state, *tensors, *call.inputs.numbers)
             except (RuntimeError, IndexError) as error:
                 _check_dtypes(call.inputs, state)  # explains the commonest cause better than the op's own error
                 _check_indices(error)
                 raise error
         captured = compiled.program.captured
-        results, left = results[: captured.changes.results], results[captured.changes.results :]
+        count = captured.changes.results
+        if batch_group is not None and not self._ts_whole_batches:
+            results = leaving(results, compiled.result_layouts, batch_group)
+        results, left = results[:count], results[count:]
         equal = results
         if batch_group is not None:
-            layouts = compiled.result_layouts[: len(results)]
+            layouts = compiled.result_layouts[:count]
             if self._ts_whole_batches:
                 equal = results = joined(results, layouts, batch_group)
             else:
-                results = averaged(results, layouts, batch_group)
                 equal = [r for r, layout in zip(results, layouts, strict=True) if not isinstance(layout, Shard)]
         if self._verifies_calls() and torch.is_grad_enabled():
             if self._ts_across is not None:
