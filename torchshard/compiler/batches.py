@@ -100,7 +100,11 @@ def _with_batch(inputs: Leaves, layouts: Mapping[str, Layout], batch: int) -> Le
 
     def resized(tensor: Tensor) -> Tensor:
         shape = [batch if dim == BATCH else size for dim, size in enumerate(tensor.shape)]
-        return torch.empty(shape, dtype=tensor.dtype, device="meta", requires_grad=tensor.requires_grad)
+        order = list(range(tensor.ndim))
+        if not tensor.is_contiguous():  # forward may ask how its inputs lie in memory
+            order.sort(key=tensor.stride, reverse=True)
+        made = torch.empty_permuted(shape, order, dtype=tensor.dtype, device="meta")
+        return made.requires_grad_(tensor.requires_grad)
 
     tensors = tuple(resized(tensor) if name in layouts else tensor for name, tensor in inputs.named_tensors)
     return replace(inputs, tensors=tensors)

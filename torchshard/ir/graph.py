@@ -17,6 +17,8 @@ own_order    of an op: it takes rows in a rank's own order, which no other rank 
              (see `passes.own_order`)
 counts_all   of an op that gives ends of such rows: whether the last one is known to be after all of them
 at_experts   of an op: it takes rows at the ranks that have their experts (see `passes.to_experts`)
+memory_orders   of an op that reads its operands' memory: operand's number -> the order of its dims in memory, of those
+             that are not in the order of their indices
 settled      of a collective, or an op with some inside: it is over an earlier mesh axis, which the graph is cut for
 earlier      the Layouts of its results over each earlier mesh axis, by the axis' name
 whole_shapes the shape of each result before any axis split it, where there are earlier axes
@@ -351,6 +353,22 @@ def nbytes(value: Tensor) -> int:
 def uses_rng(node: fx.Node) -> bool:
     """Whether an op draws random numbers, with these arguments."""
     return is_tensor_op(node) and is_random(node.target) and bound_args(node).get("dropout_p", 1.0) > 0
+
+
+_OF_MEMORY = frozenset([
+    torch.ops.aten.as_strided.default, torch.ops.aten.as_strided_scatter.default, torch.ops.aten.view.dtype,
+    torch.ops.aten.view_as_complex.default,
+])  # fmt: skip
+
+
+def reads_memory(node: fx.Node) -> bool:
+    """Whether an op's results may depend on how its operands lie in memory, which collectives change.
+
+    Of an op that is not PyTorch's own only its author knows: it may read strides, or assume that there are no gaps.
+    """
+    target = node.target
+    is_foreign = isinstance(target, OpOverload) and target.namespace not in ("aten", "prims", "torchshard")
+    return is_tensor_op(node) and (isinstance(target, WholeCall) or is_foreign or target in _OF_MEMORY)
 
 
 def drop_dead_code(module: fx.GraphModule) -> bool:

@@ -52,10 +52,10 @@ def _is_composite(node: fx.Node) -> bool:
 
 
 _DECOMPOSITIONS: dict[OperatorBase, Callable[..., object]] = get_decompositions([
-    aten.alias_copy.default, aten.diagonal_copy.default, aten.expand_copy.default, aten.narrow_copy.default,
-    aten.permute_copy.default, aten.squeeze_copy.default, aten.squeeze_copy.dim, aten.squeeze_copy.dims,
-    aten.t_copy.default, aten.transpose_copy.int, aten.unbind_copy.int, aten.unfold_copy.default,
-    aten.unsqueeze_copy.default, aten.view_copy.default, aten.split_with_sizes_copy.default,
+    aten.alias_copy.default, aten.as_strided_copy.default, aten.diagonal_copy.default, aten.expand_copy.default,
+    aten.narrow_copy.default, aten.permute_copy.default, aten.squeeze_copy.default, aten.squeeze_copy.dim,
+    aten.squeeze_copy.dims, aten.t_copy.default, aten.transpose_copy.int, aten.unbind_copy.int,
+    aten.unfold_copy.default, aten.unsqueeze_copy.default, aten.view_copy.default, aten.split_with_sizes_copy.default,
     aten.channel_shuffle.default, aten.pixel_shuffle.default, aten.pixel_unshuffle.default, aten.rot90.default,
     aten.addmv.default, aten.addr.default, aten.dist.default, aten.glu.default, aten.trace.default,
     aten._weight_norm_interface.default, aten._chunk_cat.default, aten._softmax_backward_data.default,

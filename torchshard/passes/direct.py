@@ -19,7 +19,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from torchshard.custom_ops.carry import CARRY
 from torchshard.distributed.ops import OPS, Begin, computing, wait
-from torchshard.ir.graph import duplicate, fake_mode, faking, is_tensor, uses_rng
+from torchshard.ir.graph import duplicate, fake_mode, faking, is_tensor, reads_memory, uses_rng
 from torchshard.ir.listing import purpose
 from torchshard.passes.nodes import FOR_ANY_STRIDES, node_arg
 
@@ -34,7 +34,7 @@ def direct(module: fx.GraphModule) -> fx.GraphModule:
     copied = duplicate(module)
     with faking(fake_mode(copied.graph)):
         for node in list(copied.graph.nodes):
-            if uses_rng(node):
+            if uses_rng(node) or reads_memory(node):
                 _keep_order(copied.graph, node)
             if node.target is CARRY or (node.target in OPS and OPS[node.target].kernel == "none"):
                 # nothing changes a value in place, so that two may share their memory
@@ -77,7 +77,7 @@ def _traced(function: Callable[..., Any], collective: fx.Node) -> Callable[..., 
 def _keep_order(graph: fx.Graph, node: fx.Node) -> None:
     """PyTorch draws in the order of memory: a rank's operand has to lie in memory as the recorded one did."""
     for operand in node.all_input_nodes:
-        if is_tensor(operand) and operand.meta["val"].is_contiguous():
+        if is_tensor(operand) and operand.meta["val"].layout == torch.strided and operand.meta["val"].is_contiguous():
             with graph.inserting_before(node):
                 node.replace_input_with(operand, graph.call_function(torch.Tensor.contiguous, (operand,)))
 

@@ -11,13 +11,14 @@ from __future__ import annotations
 
 import functools
 import operator
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor, fx
 from torch.fx.experimental.symbolic_shapes import DimDynamic
 
 from torchshard.core.choices import local_replacement
-from torchshard.core.layouts import I, Layout, Shard, local_shape
+from torchshard.core.layouts import I, Layout, Shard, is_whole, local_shape
 from torchshard.core.mesh import Coordinate
 from torchshard.core.notation import Local, LocalFn
 from torchshard.custom_ops.whole import WholeCall
@@ -27,12 +28,14 @@ from torchshard.ir.graph import (
     emit,
     fake_mode,
     is_own_collective,
+    is_tensor,
     multiples_of,
     plain_shape,
+    reads_memory,
     record_local,
     values,
 )
-from torchshard.passes.nodes import int_arg, node_arg, replace_node
+from torchshard.passes.nodes import int_arg, replace_node
 from torchshard.passes.propagate import Seen, propagate
 from torchshard.rules.random import BY_ELEMENT
 
@@ -57,8 +60,8 @@ def localize(module: fx.GraphModule, coordinate: Coordinate, seen: Seen | None =
         replacement = local_replacement(row, choice) if row is not None and choice is not None else None
         if replacement is not None:
             _replace(module, node, replacement, Local(row, choice, coordinate))
-        elif node.target in BY_ELEMENT:
-            _make_operand_contiguous(module, node)
+        elif node.target in BY_ELEMENT or reads_memory(node):
+            _keep_memory_orders(module, node)
         elif node.target is aten.view.default:
             # a collective may have changed the order of memory of its operand, in which `view` may be impossible
             node.target = aten.reshape.default
@@ -129,13 +132,33 @@ def _keep_sizes(module: fx.GraphModule, ranks: int) -> None:
                 node.meta["val"] = node.meta["val"] // ranks
 
 
-def _make_operand_contiguous(module: fx.GraphModule, node: fx.Node) -> None:
-    """PyTorch draws random numbers in the order of memory, which a collective, or its absence, changes on a rank."""
-    with module.graph.inserting_before(node):
-        operand = node_arg(node)
-        made = emit(module, aten.contiguous.default, (operand,), node)
-        made.meta |= {key: operand.meta[key] for key in ("layouts", "earlier", "global_shapes") if key in operand.meta}
-        node.args = (made, *node.args[1:])
+def _keep_memory_orders(module: fx.GraphModule, node: fx.Node) -> None:
+    """Lays out an op's operands in memory as the unsharded model does, which a collective, or its absence, changes.
+
+    Random numbers are drawn in the order of memory.
+    """
+    orders = node.meta.get("memory_orders", {})
+    for i, operand in enumerate(node.all_input_nodes):
+        if is_tensor(operand) and operand.meta["val"].layout == torch.strided:
+            with module.graph.inserting_before(node):
+                node.replace_input_with(operand, _in_order(module, operand, orders.get(i), node))
+
+
+def _in_order(module: fx.GraphModule, operand: fx.Node, order: Sequence[int] | None, user: fx.Node) -> fx.Node:
+    """The operand, laid out in memory in an order of its dims; a split one in the order of its indices."""
+    if order is None or not is_whole(operand.meta["layouts"][0]):
+        return _like(operand, emit(module, aten.contiguous.default, (operand,), user))
+    permuted = emit(module, aten.permute.default, (operand, list(order)), user)
+    permuted.meta |= {"layouts": operand.meta["layouts"], "global_shapes": (plain_shape(permuted.meta["val"]),)}
+    laid_out = _like(permuted, emit(module, aten.contiguous.default, (permuted,), user))
+    inverse = [order.index(dim) for dim in range(len(order))]
+    return _like(operand, emit(module, aten.permute.default, (laid_out, inverse), user))
+
+
+def _like(operand: fx.Node, made: fx.Node) -> fx.Node:
+    """The node, with the facts about a value that it lays out otherwise."""
+    made.meta |= {key: operand.meta[key] for key in ("layouts", "earlier", "global_shapes") if key in operand.meta}
+    return made
 
 
 def _replace(module: fx.GraphModule, node: fx.Node, replacement: LocalFn, local: Local) -> None:

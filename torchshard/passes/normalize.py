@@ -28,7 +28,18 @@ from torch._ops import OpOverload
 from torch.fx.node import Argument, Target
 
 from torchshard.core.errors import CaptureError
-from torchshard.ir.graph import bound_args, drop_dead_code, emit, hint, name_after, op_name, values, where
+from torchshard.ir.graph import (
+    bound_args,
+    drop_dead_code,
+    emit,
+    hint,
+    is_tensor,
+    name_after,
+    op_name,
+    reads_memory,
+    values,
+    where,
+)
 from torchshard.passes.causal import restore_causal
 from torchshard.passes.chain import chain_cats
 from torchshard.passes.decompose import decompose
@@ -62,6 +73,7 @@ def normalize(module: fx.GraphModule) -> bool:
     changed |= functionalize(module)
     changed |= decompose(module)  # again: in-place ops could not be taken apart before
     changed |= _replace(module, _REWRITES)
+    changed |= _note_memory_orders(module)
     changed |= _replace(module, dict.fromkeys((*BY_ELEMENT, *_DRAWS), _by_index))
     changed |= _replace(module, dict.fromkeys(_DRAWS, _drawn_from_sizes))
     changed |= chain_cats(module)
@@ -272,6 +284,49 @@ def _memory_order(value: Tensor) -> list[int]:
     return [next(ordered) if d in longer else d for d in range(value.ndim)]
 
 
+def _note_memory_orders(module: fx.GraphModule) -> bool:
+    """Notes how operands lie in memory of ops that may read it, for `localize`."""
+    for node in filter(reads_memory, module.graph.nodes):
+        operands = [n for n in node.all_input_nodes if is_tensor(n) and n.meta["val"].layout == torch.strided]
+        orders = {node.all_input_nodes.index(n): _memory_order(n.meta["val"]) for n in operands}
+        node.meta["memory_orders"] = {i: order for i, order in orders.items() if order != list(range(len(order)))}
+    return False
+
+
+def _from_memory(module: fx.GraphModule, node: fx.Node) -> fx.Node:
+    """`as_strided(x, [3, 4], [2, 1], 3)` reads the memory of x: that of `flat = x.permute(1, 0).flatten()[3:]`.
+
+    Raises:
+        CaptureError: x lies in memory with gaps.
+    """
+    args = bound_args(node)
+    x, size, stride = args["self"], args["size"], args["stride"]
+    value, order = x.meta["val"], _memory_order(x.meta["val"])
+    if not _is_dense(value, order):
+        raise CaptureError(
+            "the model reads the memory between the elements of a tensor",
+            where=where(node),
+            why=f"it has strides {tuple(map(hint, value.stride()))} and shape {tuple(map(hint, value.shape))}",
+            attempt=f"{op_name(node)} of x.contiguous()",
+        )
+    start = 0 if args["storage_offset"] is None else args["storage_offset"] - value.storage_offset()
+    flat = emit(module, aten.reshape.default, (emit(module, aten.permute.default, (x, order), node), [-1]), node)
+    if start:
+        flat = emit(module, aten.slice.Tensor, (flat, 0, start), node)
+    return _named(node, emit(module, aten.as_strided.default, (flat, size, stride), node))
+
+
+def _is_dense(value: Tensor, order: Sequence[int]) -> bool:
+    """Whether a tensor has no gaps and no overlaps in memory, where its dims lie in this order."""
+    expected = 1
+    for dim in reversed(order):
+        if hint(value.shape[dim]) != 1:
+            if hint(value.stride(dim)) != expected:
+                return False
+            expected *= hint(value.shape[dim])
+    return True
+
+
 def _as_product(module: fx.GraphModule, node: fx.Node) -> fx.Node:
     """`numel(x)` is the product of the sizes: of the whole x, where a rank counts the elements of its part."""
     shape = node_arg(node).meta["val"].shape
@@ -347,4 +402,5 @@ _REWRITES: dict[Target, Rewrite] = {
     aten.dropout.default: _if_inactive,
     aten.detach.default: _if_buffer,
     aten.sym_numel.default: _as_product,
+    aten.as_strided.default: _from_memory,
 }  # fmt: skip
