@@ -19,7 +19,7 @@ from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.nn.parallel import DistributedDataParallel
 
 import torchshard as ts
-from tests.helpers import gradient_error, refused, refused_input, run_ranks
+from tests.helpers import gradient_error, largest, refused, refused_input, run_ranks
 from tests.models import MLP
 
 X = torch.randn(3, 12, generator=torch.Generator().manual_seed(0))
@@ -35,6 +35,70 @@ def _pair(plan: Any = PLAN, build: Callable[[], nn.Module] = MLP) -> tuple[Any, 
 def _loss(model: nn.Module) -> Tensor:
     loss: Tensor = model(X).square().mean()
     return loss
+
+
+# --- casting in place ------------------------------------------------------------------------------------------------
+
+
+class Cast(nn.Module):
+    """Computes in the dtypes of its parameters, of which the first layer's may be another, and reads one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(12, 6), nn.Linear(6, 4)
+        self.register_buffer("scale", torch.ones(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.up(x.to(self.up.weight.dtype)).to(self.down.weight.dtype).tanh()
+        return self.down(h) * self.scale * (2 if self.up.weight.dtype == torch.float64 else 1)
+
+
+def _cast_data(model: Any) -> None:
+    """As diffusers' `cast_training_params` and peft do."""
+    for p in model.up.parameters():
+        p.data = p.data.to(torch.float64)
+
+
+def _swap(model: Any) -> None:
+    for p in list(model.up.parameters()):
+        torch.utils.swap_tensors(p, nn.Parameter(p.detach().double()))
+
+
+CASTS: dict[str, Callable[[Any], Any]] = {
+    "p.data = p.data.to()": _cast_data,
+    "a part.to()": lambda m: m.up.to(torch.float64),
+    "swap_tensors": _swap,
+    "buffer.data": lambda m: setattr(m.scale, "data", m.scale.double()),
+    "the model.to()": lambda m: m.to(torch.float64),
+}
+
+
+def _casts(rank: int) -> dict[str, float]:
+    """The worst error of a result or a gradient after a cast, and whether a buffer of another shape is refused."""
+    found = {}
+    for name, cast in CASTS.items():
+        _, sharded = _pair(build=Cast)
+        torch.manual_seed(0)
+        model, errors = Cast(), []  # another one: torchshard refers to the parameters of a model that it has sharded
+        for step in range(3):
+            if step == 1:
+                cast(model)
+                cast(sharded)
+            results = [m(X) for m in (model, sharded)]
+            for m, result in zip((model, sharded), results, strict=True):
+                m.zero_grad()
+                result.square().mean().backward()
+            assert results[0].dtype == results[1].dtype
+            errors += [gradient_error(sharded, model), (results[0] - results[1]).abs().max().item()]
+        found[name] = largest(errors)
+    sharded.scale.data = torch.ones(1)
+    found["refused"] = float(not refused_input(lambda: sharded(X), "'scale' was replaced by an incompatible tensor"))
+    return found
+
+
+def test_parameters_may_be_cast_in_place() -> None:
+    for found in run_ranks(_casts, 2):
+        assert len(found) == len(CASTS) + 1 and largest(found.values()) < 1e-6, found
 
 
 # --- initialising ----------------------------------------------------------------------------------------------------

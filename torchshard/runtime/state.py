@@ -163,6 +163,7 @@ class State(ShardedSubmodule):
         """Reads the tensors from the submodules; the source follows their dtype and device, and old graphs are void."""
         self._ts_slots = {name: _slot(*self._owner(name)) for name in self._ts_names}
         self._ts_tensors = {name: cast(Tensor, entries[leaf]) for name, (entries, leaf) in self._ts_slots.items()}
+        self._ts_types = _types(self._ts_tensors)
         for names in dict.fromkeys(self._ts_names.values()):
             tensor, source = self._ts_tensors[names[0]], self._source_tensor(names[0])
             if (tensor.dtype, tensor.device) != (source.dtype, source.device):
@@ -187,23 +188,23 @@ class State(ShardedSubmodule):
             InputError: one has another shape than this rank's slice, or a tied one was replaced alone.
         """
         current = {name: entries.get(leaf) for name, (entries, leaf) in self._ts_slots.items()}
-        if all(map(operator.is_, current.values(), self._ts_tensors.values())):
+        is_same = all(map(operator.is_, current.values(), self._ts_tensors.values()))
+        if is_same and _types(self._ts_tensors) == self._ts_types:  # `p.data = ...` keeps the object
             return
-        for name, before in self._ts_tensors.items():
-            self._check_replaced(name, before, current[name], current[self._ts_names[name][0]])
-        tensors = cast(dict[str, Tensor], current)
-        moved = any((tensors[n].dtype, tensors[n].device) != (t.dtype, t.device) for n, t in self._ts_tensors.items())
-        self._ts_tensors = tensors
-        if moved:
+        for name, (shape, _, _) in self._ts_types.items():
+            self._check_replaced(name, shape, current[name], current[self._ts_names[name][0]])
+        self._ts_tensors = cast(dict[str, Tensor], current)
+        if _types(self._ts_tensors) != self._ts_types:
+            self._own_parameters()
             self._read_tensors()
 
-    def _check_replaced(self, name: str, before: Tensor, current: object, first: object) -> None:
+    def _check_replaced(self, name: str, before: torch.Size, current: object, first: object) -> None:
         """Checks what now has a name; `first` is what has the first name of the same tensor."""
-        if current is first and isinstance(current, Tensor) and current.shape == before.shape:
+        if current is first and isinstance(current, Tensor) and current.shape == before:
             return
         if current is first:
             shape = tuple(current.shape) if isinstance(current, Tensor) else current
-            why = f"this rank's slice has shape {tuple(before.shape)}, the new value {shape}"
+            why = f"this rank's slice has shape {tuple(before)}, the new value {shape}"
         else:
             why = f"it is tied to {self._ts_names[name][0]!r}, which holds another tensor now"
         raise InputError(
@@ -312,7 +313,7 @@ class State(ShardedSubmodule):
         """
 
         def put(name: str, local: Tensor) -> None:
-            self._ts_tensors[name].data = local.to(self._ts_tensors[name].device)
+            self._hold(name, local.to(self._ts_tensors[name].device))
 
         def read() -> ReadSlices:
             held = {name: self._word(name) for name in weights.tensors}
@@ -357,11 +358,15 @@ class State(ShardedSubmodule):
         return {name: t for name, t in self._ts_tensors.items() if self._ts_names[name][0] == name}
 
     def _cut(self, name: str, whole: Tensor) -> None:
-        # Through `.data`: optimizers may hold the parameter already, and go on with the same object.
         of = self._word(name)
         local = local_tensor(whole, of, self._ts_ranks.place).detach()
-        self._ts_tensors[name].data = local if local.is_meta else local.to(self._ts_tensors[name].device)
+        self._hold(name, local if local.is_meta else local.to(self._ts_tensors[name].device))
         self._note_distinct(name, whole, of)
+
+    def _hold(self, name: str, local: Tensor) -> None:
+        """Stores this rank's slice in a parameter or buffer, of which optimizers may hold the object already."""
+        self._ts_tensors[name].data = local
+        self._ts_types |= _types({name: local})
 
     def _whole(self, tensor: Tensor, name: str) -> Tensor:
         """The whole of a slice, gathered from all ranks; a whole tensor as it is."""
@@ -499,6 +504,10 @@ def _check_read(whole: Mapping[str, Sequence[object]]) -> None:
 
 def _first_names(names: Sequence[str]) -> str:
     return ", ".join(names[:5]) + (", ..." if len(names) > 5 else "")
+
+
+def _types(tensors: Mapping[str, Tensor]) -> dict[str, tuple[torch.Size, torch.dtype, torch.device]]:
+    return {name: (tensor.shape, tensor.dtype, tensor.device) for name, tensor in tensors.items()}
 
 
 def _sample(tensor: Tensor) -> int:
