@@ -98,6 +98,8 @@ class Aliases:
             self.write(base, base_value)
         else:
             self.version[node] = self.version.get(node, 0) + 1
+            if node.meta.get("kind") == "parameter":
+                value.meta["holds"] = node.meta["names"]
         self.latest[node] = value
         self.seen_version[node] = self.version[self.root(node)]
 
@@ -155,11 +157,15 @@ def _invert_view(module: fx.GraphModule, view: fx.Node, base: fx.Node, value: fx
     raise refused(view, f"a write through the view {target} can't be traced back")
 
 
-def refused(node: fx.Node, why: str) -> CaptureError:
+def refused(
+    node: fx.Node,
+    why: str,
+    attempt: str = "the same op without the trailing underscore, on a new value; torch.where in place of x[i] = y",
+) -> CaptureError:
     """The error for an in-place op that has no functional form here."""
     return CaptureError(
         "an in-place op of the model can't be made part of a graph without side effects",
         where=where(node),
         why=why,
-        attempt="the same op without the trailing underscore, on a new value; torch.where in place of x[i] = y",
+        attempt=attempt,
     )

@@ -4,8 +4,8 @@
     after     y = slice(x, 1, 0, 1); add = add(y, 1); x_1 = slice_scatter(x, add, 1, 0, 1); z = mul(x_1, 2)
 
 A write to a view is propagated to the base of the view; other views of that base are recomputed before their next use.
-One `copy_` at the end stores a written buffer. The pass refuses a write to an input or a parameter, and a write through
-a view that it can't invert.
+One `copy_` at the end stores a written buffer, one `store` a written parameter. The pass refuses a write to a constant,
+and a write through a view that it can't invert.
 
 Gradients are those of eager PyTorch. Autograd does not record a write through `detach` or under `no_grad`, so the
 gradient passes as if there had been no write (`with_value`). A value that `zero_` or `copy_` overwrites completely
@@ -19,13 +19,16 @@ from collections.abc import Mapping
 from typing import cast
 
 import torch
-from torch import fx
+from torch import Tensor, fx
 from torch._ops import OpOverload
+from torch.autograd.graph import saved_tensors_hooks
 from torch.fx.node import Argument
 
-from torchshard.ir.graph import bound_args, emit, is_inplace, is_tensor
+from torchshard.custom_ops.store import STORE
+from torchshard.custom_ops.with_value import WITH_VALUE
+from torchshard.ir.graph import bound_args, emit, fake_mode, faking, is_inplace, is_tensor
 from torchshard.passes.aliases import SAME_VALUES, Aliases, is_copied_constant, refused, storage
-from torchshard.passes.nodes import int_arg, node_arg, operator_of
+from torchshard.passes.nodes import call_target, int_arg, node_arg, operator_of
 
 aten = torch.ops.aten
 
@@ -241,11 +244,70 @@ def _store_written(aliases: Aliases) -> None:
             continue  # what the call leaves in its arguments is among the graph's results
         if root.meta["kind"] == "constant":
             raise refused(root, f"the model writes to {root.meta['path']}, which is no registered buffer of it")
-        if root.meta["kind"] != "buffer":
-            raise refused(root, f"the model writes to its {root.meta['kind']} {root.meta['path']}")
-        _keep_what_is_read(aliases, root)
+        value = aliases.current(root)
+        if root.meta["kind"] == "parameter":
+            value = _without_gradient(aliases, root, value)
+        else:
+            _keep_what_is_read(aliases, root)
         with graph.inserting_before(graph.output_node()):
-            emit(aliases.module, aten.copy_.default, (root, aliases.current(root)), root)
+            target = STORE if root.meta["kind"] == "parameter" else aten.copy_.default
+            emit(aliases.module, target, (root, value), root)
+
+
+def _without_gradient(aliases: Aliases, root: fx.Node, value: fx.Node) -> fx.Node:
+    """What is stored in a parameter: the value that a `with_value` gives the parameter's gradient.
+
+    Raises:
+        CaptureError: the value has a gradient of its own, or a gradient is computed of what is overwritten. PyTorch
+            refuses the latter too, or, where the write is through `.data`, computes the gradient of the new value.
+    """
+    if value.target is WITH_VALUE:
+        value = node_arg(value, 1)
+    if not torch.is_grad_enabled():
+        return value
+    if aliases.wants_grad(value):
+        raise refused(root, f"parameter {root.meta['path']} would hold a value that has a gradient", _UNDER_NO_GRAD)
+    old = [node for node in aliases.sharing[storage(root)] if not is_inplace(node)]
+    for reader in (user for node in old for user in node.users if _saves_for_gradient(aliases, user, node)):
+        why = f"the gradient of {reader.name} is computed of parameter {root.meta['path']}, which is written to later"
+        raise refused(reader, why, "the write before the first use of the parameter, or outside of forward")
+    return value
+
+
+_UNDER_NO_GRAD = "the write under torch.no_grad(), of a detached value"
+
+
+def _saves_for_gradient(aliases: Aliases, reader: fx.Node, value: fx.Node) -> bool:
+    """Whether the gradient of an op is wanted, and autograd saves an operand for it."""
+    if not aliases.wants_grad(reader) or not _reaches_results(aliases, reader):
+        return False
+    saved = set[int]()
+
+    def note(tensor: Tensor) -> Tensor:
+        saved.add(tensor.untyped_storage()._cdata)
+        return tensor
+
+    def leaf(node: fx.Node) -> object:
+        val = node.meta["val"]
+        return val.detach().requires_grad_(aliases.wants_grad(node)) if is_tensor(node) else val
+
+    args, kwargs = fx.map_arg((reader.args, reader.kwargs), leaf)  # type: ignore[arg-type]
+    with faking(fake_mode(aliases.module.graph)), torch.enable_grad(), saved_tensors_hooks(note, lambda t: t):
+        call_target(reader, args, kwargs)
+    return storage(value) in saved
+
+
+def _reaches_results(aliases: Aliases, node: fx.Node) -> bool:
+    """Whether a gradient of the results comes to a value."""
+    pending, seen = [node], {node}
+    while pending:
+        users = set(pending.pop().users)
+        if any(user.op == "output" for user in users):
+            return True
+        new = [user for user in users - seen if aliases.wants_grad(user)]
+        seen.update(new)
+        pending += new
+    return False
 
 
 def _keep_what_is_read(aliases: Aliases, root: fx.Node) -> None:

@@ -296,7 +296,8 @@ def cannot_have(key: str, path: str, style: str, why: str, others: Sequence[str]
 
 def _is_own(node: fx.Node, path: str) -> bool:
     is_parameter = node.op == "placeholder" and node.meta["kind"] == "parameter"
-    return is_parameter and any(name.rpartition(".")[0] == path for name in node.meta["names"])
+    names = node.meta["names"] if is_parameter else node.meta.get("holds", ())
+    return any(name.rpartition(".")[0] == path for name in names)
 
 
 def pinned_layout_conflict(name: str, first: str, second: str, node: fx.Node) -> PlanError:
