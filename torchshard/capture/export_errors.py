@@ -37,7 +37,7 @@ _ADVICE = (
         "torch.where in place of a branch, a Python loop in place of a scan",
     ),
     _Advice(
-        r"exported program constant's list|functorch",
+        r"exported program constant's list|functorch|torch\.func\.",
         "it differentiates or maps within forward (torch.autograd.grad, torch.func), which a flat graph can't hold",
         "plain ops on batched tensors in place of torch.func.vmap; gradients taken outside the model",
     ),
