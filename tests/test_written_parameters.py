@@ -169,7 +169,10 @@ def _replaces(model: Any) -> None:
 
 
 REFUSED: dict[str, tuple[Callable[[Any], object], str]] = {
-    "used before": (lambda m: m.down.weight.data.mul_(0.5), "the gradient of down is computed of parameter down.weight"),
+    "used before": (
+        lambda m: m.down.weight.data.mul_(0.5),
+        "the gradient of down is computed of parameter down.weight",
+    ),
     "has a gradient": (lambda m: m.frozen.add_(m.down.bias), "would hold a value that has a gradient"),
     "replaced": (_replaces, "forward replaces the parameter frozen"),
 }

@@ -155,7 +155,7 @@ def _replace(aliases: Aliases, node: fx.Node) -> None:
 def _results(node: fx.Node) -> dict[str, list[fx.Node]]:
     """The nodes that hold the results of an op, by the argument that a result is; or by its number."""
     returns = operator_of(node)._schema.returns
-    arguments = {"".join(a.alias_info.before_set): a.name for a in _written(node)}
+    arguments = {"".join(a.alias_info.before_set): a.name for a in _written(node) if a.alias_info}
     names = [arguments["".join(r.alias_info.before_set)] if r.alias_info else str(i) for i, r in enumerate(returns)]
     if len(returns) == 1:
         return {names[0]: [node]}
@@ -175,9 +175,7 @@ def _elements(module: fx.GraphModule, node: fx.Node) -> list[fx.Node]:
     return [emit(module, operator.getitem, (node, i), node) for i in range(len(node.meta["val"]))]
 
 
-def _write(
-    aliases: Aliases, node: fx.Node, name: str, target: fx.Node, before: fx.Node, value: fx.Node
-) -> fx.Node:
+def _write(aliases: Aliases, node: fx.Node, name: str, target: fx.Node, before: fx.Node, value: fx.Node) -> fx.Node:
     """Records that an op's argument `name`, which was `before`, holds a value after it; returns the node of that."""
     if value.meta["val"].shape != target.meta["val"].shape:
         raise refused(node, f"it changes the shape of what it writes to, {name}")
@@ -201,9 +199,7 @@ def _is_store(node: fx.Node) -> bool:
     return all(isinstance(value, fx.Node) and value.op == "placeholder" for value in written)
 
 
-def _functional(
-    module: fx.GraphModule, node: fx.Node, args: Mapping[str, Argument], written: Sequence[str]
-) -> fx.Node:
+def _functional(module: fx.GraphModule, node: fx.Node, args: Mapping[str, Argument], written: Sequence[str]) -> fx.Node:
     """The value that an in-place op writes; of several an op that returns them behind its other results.
 
     Args:
