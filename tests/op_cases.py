@@ -90,6 +90,8 @@ LINEAR_ALGEBRA = [
     case(aten.linear.default, "_1 _0 k n", f(2, 5, 7), f(4, 7)),
     case(aten.linear.default, "_1 _0 n", f(2, 5, 7), f(4, 7), f(4)),
     case(aten.linear.default, "k n", f(7), f(5, 7)),
+    case(aten.bilinear.default, "_1 _0 i j n", f(2, 5, 7), f(2, 5, 3), f(4, 7, 3)),
+    case(aten.bilinear.default, "_0 n", f(5, 7), f(5, 3), f(4, 7, 3), f(4)),
     case(aten.linear.default, "_0 k n", f(5, 56), f(4, 56), hints=((0, S(1, ((7, 8),))), (0, S(1, ((2, 8), (5, 8)))))),
     case(aten.matmul.default, "m k n", f(5, 7), f(7, 4)),
     case(aten.matmul.default, "k", f(7), f(7)),

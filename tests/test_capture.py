@@ -12,6 +12,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.nn.attention.flex_attention import flex_attention
 from torch.utils.checkpoint import checkpoint
 
 import torchshard as ts
@@ -303,9 +304,22 @@ def _vmap(m: _Up, x: Tensor) -> Tensor:
     return torch.func.vmap(m.up)(x)  # type: ignore[no-any-return]
 
 
-@pytest.mark.parametrize("body", [_gradient_inside, _vmap])
+def _jacobian(m: _Up, x: Tensor) -> Tensor:
+    return torch.func.jacrev(m.up)(x[0])  # type: ignore[no-any-return]
+
+
+@pytest.mark.parametrize("body", [_gradient_inside, _vmap, _jacobian])
 def test_gradients_and_transforms_inside_the_model_are_refused(body: Callable[[_Up, Tensor], Tensor]) -> None:
     with pytest.raises(ts.CaptureError, match="differentiates or maps within forward"):
+        capture(_Up(body), (X,))
+
+
+def test_flex_attention_is_refused() -> None:
+    def body(m: _Up, x: Tensor) -> Tensor:
+        q = m.up(x).unsqueeze(0).unsqueeze(0)
+        return flex_attention(q, q, q)  # type: ignore[return-value]
+
+    with torch.no_grad(), pytest.raises(ts.CaptureError, match=r"score_mod[\s\S]*scaled_dot_product_attention"):
         capture(_Up(body), (X,))
 
 

@@ -106,6 +106,14 @@ def _uneven_pieces(h: Tensor) -> Tensor:
     return h * y + second.sum()
 
 
+def _two_results(h: Tensor) -> Tensor:
+    values, indices = torch.empty(3, 2, dtype=h.dtype), torch.empty(3, 2, dtype=torch.long)
+    with torch.no_grad():
+        written = torch.topk(h, 2, out=(values, indices))
+        values.mul_(2)
+    return h + values.sum() + written[0].sum() + h.gather(1, indices).sum()
+
+
 def _after_a_loss(h: Tensor) -> Tensor:
     """A loss takes its operands broadcast to each other: views of both."""
     y = h.detach() * 1
@@ -163,6 +171,7 @@ BODIES = [
     _write_to_a_piece_of_what_is_used,
     _uneven_pieces,
     _after_a_loss,
+    _two_results,
     _other_views,
     _constants,
     _view_then_write,
@@ -213,13 +222,6 @@ def _write_through_expand(h: Tensor) -> Tensor:
     return h + row
 
 
-def _two_results(h: Tensor) -> Tensor:
-    values, indices = torch.empty(3, 2, dtype=h.dtype), torch.empty(3, 2, dtype=torch.long)
-    with torch.no_grad():
-        torch.topk(h, 2, out=(values, indices))
-    return h + values.sum()
-
-
 def _another_shape(h: Tensor) -> Tensor:
     y = torch.empty(0)
     with torch.no_grad():
@@ -227,7 +229,7 @@ def _another_shape(h: Tensor) -> Tensor:
     return h + y
 
 
-REFUSED = [_write_through_expand, _two_results, _another_shape]
+REFUSED = [_write_through_expand, _another_shape]
 
 
 @pytest.mark.parametrize("body", REFUSED, ids=lambda f: f.__name__)
@@ -300,3 +302,41 @@ def test_a_norm_whose_result_nobody_takes_updates_its_statistics(norm: nn.Module
     report = ts.check(_Unused(norm), "auto", world_size=world_size, example_inputs=(torch.randn(5, 6),))
     assert "norm.running_mean" in {c.name for c in report.comparisons if c.kind == "buffer"}
     report.raise_on_error()
+
+
+@torch.library.custom_op("torchshard_tests::statistics", mutates_args=("mean", "spread"))
+def _statistics(x: Tensor, mean: Tensor, spread: Tensor) -> Tensor:
+    mean.mul_(0.9).add_(x.mean(0), alpha=0.1)
+    spread.mul_(0.9).add_(x.var(0), alpha=0.1)
+    return mean / spread
+
+
+@_statistics.register_fake
+def _(x: Tensor, mean: Tensor, spread: Tensor) -> Tensor:
+    return torch.empty_like(mean)
+
+
+class _Normalized(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(6, 8), nn.Linear(8, 6)
+        self.register_buffer("spread", torch.ones(8))
+        self.mean = nn.Parameter(torch.zeros(8), requires_grad=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.up(x)
+        return self.down(h - _statistics(h.detach(), self.mean, self.spread) * self.mean)
+
+
+def test_an_op_of_ones_own_writes_to_a_buffer_and_a_parameter() -> None:
+    report = ts.check(_Normalized(), {"up": "column"}, world_size=2, example_inputs=(torch.randn(3, 6),))
+    report.raise_on_error()
+    assert {"mean", "spread"} <= {c.name for c in report.comparisons if c.kind == "buffer"}
+
+
+def test_fake_quantization_while_training() -> None:
+    quantization = torch.ao.quantization
+    model = nn.Sequential(nn.Linear(6, 8), nn.ReLU(), nn.Linear(8, 6)).train()
+    model.qconfig = quantization.get_default_qat_qconfig("qnnpack")  # type: ignore[assignment]
+    quantization.prepare_qat(model, inplace=True)
+    ts.check(model, "auto", world_size=2, example_inputs=(torch.randn(3, 6),), dtype=None).raise_on_error()

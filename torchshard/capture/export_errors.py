@@ -32,12 +32,17 @@ _ADVICE = (
         "say so: is_causal=True beside the mask (tgt_is_causal=True of nn.Transformer), or False",
     ),
     _Advice(
+        r"flex_attention",
+        "flex_attention is an operator that takes functions (score_mod, mask_mod), which a flat graph can't hold",
+        "F.scaled_dot_product_attention with is_causal=True, or with what the functions compute as attn_mask=",
+    ),
+    _Advice(
         r"UncapturedHigherOrderOp",
         "it branches or loops by an operator that takes functions (torch.cond), which a flat graph can't hold",
         "torch.where in place of a branch, a Python loop in place of a scan",
     ),
     _Advice(
-        r"exported program constant's list|functorch",
+        r"exported program constant's list|functorch|torch\.func\.",
         "it differentiates or maps within forward (torch.autograd.grad, torch.func), which a flat graph can't hold",
         "plain ops on batched tensors in place of torch.func.vmap; gradients taken outside the model",
     ),

@@ -119,11 +119,13 @@ class _FlatForward:
         assert recording is not None
         recording.checkpoints.clear()  # a model may be exported twice
         self.repeats = Repeats(self._layers) if self._layers else None
+        stored = [(holder, name, holder[name]) for holder, name in self._slots.values()]
         with self._own_entry_points():
             repeated = nullcontext() if self.repeats is None else self.repeats.installed()
             with CaptureMode(recording, self._slots), note_modes(), repeated:
                 value = nn.Module._call_impl(self._model, *args, **kwargs)
                 self.result, self.changes = arguments.with_changes(value, self._call.positional)
+            _check_parameters(self._model, stored)
             places = changed(self._before, attributes(self._model))
             # Export would warn of tensors in attributes if they were still there.
             self.snapshot.restore_attributes()
@@ -132,6 +134,18 @@ class _FlatForward:
         if not self.changes.holders and not is_unchanged(call, args, kwargs):
             raise _written_arguments(self._model)
         return list(self.result.tensors)
+
+
+def _check_parameters(model: nn.Module, stored: Sequence[tuple[dict[str, Any], str, Tensor]]) -> None:
+    """Refuses a parameter that forward has replaced: the sharded model's stays what it is, and optimizers hold it."""
+    for holder, name, tensor in stored:
+        if isinstance(tensor, nn.Parameter) and holder.get(name) is not tensor:
+            raise CaptureError(
+                f"forward replaces the parameter {name}",
+                where=f"{type(model).__name__}.forward",
+                why="a graph writes to the parameters that the model has; a new one would be lost after the call",
+                attempt=f"under torch.no_grad() self.{name}.copy_(value)",
+            )
 
 
 def _check_results(model: nn.Module, results: Leaves) -> None:

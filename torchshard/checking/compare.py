@@ -38,7 +38,7 @@ class Comparison:
     """The error of one tensor of the sharded step."""
 
     kind: Kind
-    """Buffers are compared as they are after the call."""
+    """Buffers, and parameters that forward writes to, are compared as they are after the call."""
     name: str
     error: float
     """Largest difference divided by the largest absolute value of the unsharded tensor. If that value is rounding
@@ -54,6 +54,7 @@ class Results:
     input_grads: Mapping[str, Tensor]
     parameter_grads: Mapping[str, Tensor]
     buffers: Mapping[str, Tensor]
+    """With the parameters that forward has written to."""
 
 
 class RankResults(Protocol):

@@ -103,7 +103,7 @@ def unsharded(model: nn.Module, call: Leaves, *, left: bool = True) -> Results:
     Args:
         left: whether the tensors that the call leaves in its arguments count as outputs.
     """
-    model = copy_model(model)
+    original, model = model, copy_model(model)
     model.zero_grad()
     inputs = {name: leaf(t) for name, t in zip(call.names, call.tensors, strict=True)}
     call_args, call_kwargs = call.rebuild(list(inputs.values()))
@@ -112,7 +112,9 @@ def unsharded(model: nn.Module, call: Leaves, *, left: bool = True) -> Results:
         flat, changes = arguments.with_changes(model(*call_args, **call_kwargs), call.positional)
         outputs = flat.tensors if left else flat.tensors[: changes.results]
         backward([outputs])
-    buffers = dict(model.named_buffers())
+    before = dict(original.named_parameters())
+    written = {name: p.detach() for name, p in model.named_parameters() if not torch.equal(p, before[name])}
+    buffers = dict(model.named_buffers()) | written
     return Results(
         outputs, flat.names[: len(outputs)], gradients(inputs), gradients(dict(model.named_parameters())), buffers
     )

@@ -26,7 +26,7 @@ from torchshard.ir.graph import empty_module, fake_mode
 
 META = {
     "kind": str, "path": str, "names": list, "module": str, "source": str, "needs_grad": bool, "place": str,
-    "recompute": str,
+    "recompute": str, "holds": list,
 }  # fmt: skip
 """What is written of each node, beside its call and its value, and of which type it is."""
 _OF_NUMBERS = {
@@ -235,8 +235,7 @@ class _Reader:
         else:
             node = graph.create_node(op, _target(data["target"]), args, kwargs, name)
         node.meta = {key: is_of(kind, data[key]) for key, kind in META.items() if key in data}
-        if "names" in node.meta:
-            node.meta["names"] = texts(data["names"])
+        node.meta |= {key: texts(data[key]) for key in ("names", "holds") if key in data}
         if "val" in data:
             node.meta["val"] = self._value(data["val"])
         self._nodes[name] = node

@@ -2,6 +2,7 @@
 
 val          fake tensor (or tuple, or SymInt) with the global shape; after `localize` the rank's own
 kind, path   of a placeholder: 'parameter', 'buffer', 'constant' or 'input', and its dotted name; 'names': all its names
+holds        of an op: the names of a parameter that forward has written to, whose value is this one's
 module       of an op: the path of the module that called it; 'source': the user's file and line
 autocast     of an op: the autocast in which it was called, until its casts are explicit
 global_shapes   the global shape of each result, set by `localize`, after which 'val' has the rank's own
@@ -55,6 +56,7 @@ from torchshard.core.errors import RuleError, ShardError, in_short
 from torchshard.core.layouts import I, Layout, Shard
 from torchshard.core.notation import Choice, Row
 from torchshard.custom_ops.carry import CARRY
+from torchshard.custom_ops.store import STORE
 from torchshard.custom_ops.whole import WholeCall
 from torchshard.distributed.ops import is_collective
 from torchshard.rules import Call, TensorType, is_random, row_of, writes_statistics
@@ -411,10 +413,15 @@ def is_view(node: fx.Node) -> bool:
     return bool(returned) and all(alias is not None and not alias.is_write for alias in returned)
 
 
-def written_buffers(graph: fx.Graph) -> list[fx.Node]:
-    """The buffers that a graph's ops may write to."""
-    buffers = [node for node in placeholders(graph) if node.meta["kind"] == "buffer"]
-    return [node for node in buffers if any(map(writes, node.users))]
+def written_state(graph: fx.Graph) -> list[fx.Node]:
+    """The buffers and parameters that a graph's ops may write to."""
+    return [node for node in placeholders(graph) if any(_may_write_to(node, user) for user in node.users)]
+
+
+def _may_write_to(state: fx.Node, user: fx.Node) -> bool:
+    if state.meta["kind"] == "parameter":
+        return user.target is STORE and user.args[0] is state
+    return state.meta["kind"] == "buffer" and writes(user)
 
 
 def mark_needs_grad(module: fx.GraphModule, trainable: Sequence[str]) -> None:

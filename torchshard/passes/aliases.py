@@ -8,6 +8,7 @@ a view is recomputed after a write to its base, and the inverse of a view propag
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
@@ -74,7 +75,7 @@ class Aliases:
             return self.latest.get(node, node)
         if node in self.base_of:
             base = self.current(self.base_of[node])
-            if is_inplace(node):
+            if _is_written(node):
                 self.latest[node] = base
             else:
                 self.latest[node] = emit(self.module, node.target, (base, *node.args[1:]), node, **node.kwargs)
@@ -90,14 +91,21 @@ class Aliases:
             self.base_of[node] = source
             self.seen_version[node] = self.version.get(self.root(source), 0)
 
+    def note_written(self, node: fx.Node, target: fx.Node) -> None:
+        """Records the result of an in-place op: the tensor that it has written to."""
+        self.base_of[node] = target
+        self.latest[node], self.seen_version[node] = self.current(target), self.version[self.root(target)]
+
     def write(self, node: fx.Node, value: fx.Node) -> None:
         """Records that `node` now holds `value`, and propagates the write to the base of the view."""
         if node in self.base_of:
             base = self.base_of[node]
-            base_value = value if is_inplace(node) else self._base_value(node, self.current(base), value)
+            base_value = value if _is_written(node) else self._base_value(node, self.current(base), value)
             self.write(base, base_value)
         else:
             self.version[node] = self.version.get(node, 0) + 1
+            if node.meta.get("kind") == "parameter":
+                value.meta["holds"] = node.meta["names"]
         self.latest[node] = value
         self.seen_version[node] = self.version[self.root(node)]
 
@@ -105,6 +113,12 @@ class Aliases:
         if view.target is aten.detach.default and self.wants_grad(base):
             return emit(self.module, WITH_VALUE, (base, value), view)
         return _invert_view(self.module, view, base, value)
+
+
+def _is_written(node: fx.Node) -> bool:
+    """Whether a node is a result of an in-place op."""
+    source = node.args[0] if node.target is operator.getitem else node
+    return isinstance(source, fx.Node) and is_inplace(source)
 
 
 def _wants_grad(node: fx.Node, inputs_want: Mapping[fx.Node, bool]) -> bool:
@@ -155,11 +169,15 @@ def _invert_view(module: fx.GraphModule, view: fx.Node, base: fx.Node, value: fx
     raise refused(view, f"a write through the view {target} can't be traced back")
 
 
-def refused(node: fx.Node, why: str) -> CaptureError:
+def refused(
+    node: fx.Node,
+    why: str,
+    attempt: str = "the same op without the trailing underscore, on a new value; torch.where in place of x[i] = y",
+) -> CaptureError:
     """The error for an in-place op that has no functional form here."""
     return CaptureError(
         "an in-place op of the model can't be made part of a graph without side effects",
         where=where(node),
         why=why,
-        attempt="the same op without the trailing underscore, on a new value; torch.where in place of x[i] = y",
+        attempt=attempt,
     )

@@ -83,7 +83,16 @@ def _cell_step(function: Callable[..., object]) -> Callable[..., object]:
     return step
 
 
+def _with_small_rows(weight: Tensor, indices: Tensor, max_norm: float, norm_type: float) -> Tensor:
+    """What `embedding(max_norm=)` makes of its weight: rows that are used, and are longer than that, become as long."""
+    used = weight.new_zeros(weight.shape[0], dtype=torch.bool).index_fill(0, indices.reshape(-1), True)
+    norm = torch.linalg.vector_norm(weight, norm_type, 1, keepdim=True)
+    scale = (max_norm / (norm.double() + 1e-7)).to(weight.dtype)  # the numbers of PyTorch's kernel
+    return torch.where(used.unsqueeze(1) & (norm > max_norm), weight * scale, weight)
+
+
 _DECOMPOSITIONS |= {
+    aten.embedding_renorm.default: _with_small_rows,
     aten.lstm_cell.default: _cell_step(torch.lstm),
     aten.gru_cell.default: _cell_step(torch.gru),
 }

@@ -4,8 +4,8 @@
     after     y = slice(x, 1, 0, 1); add = add(y, 1); x_1 = slice_scatter(x, add, 1, 0, 1); z = mul(x_1, 2)
 
 A write to a view is propagated to the base of the view; other views of that base are recomputed before their next use.
-One `copy_` at the end stores a written buffer. The pass refuses a write to an input or a parameter, and a write through
-a view that it can't invert.
+One `copy_` at the end stores a written buffer, one `store` a written parameter. The pass refuses a write to a constant,
+and a write through a view that it can't invert.
 
 Gradients are those of eager PyTorch. Autograd does not record a write through `detach` or under `no_grad`, so the
 gradient passes as if there had been no write (`with_value`). A value that `zero_` or `copy_` overwrites completely
@@ -15,17 +15,21 @@ keeps a gradient of zeros.
 from __future__ import annotations
 
 import operator
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import cast
 
 import torch
-from torch import fx
+from torch import Tensor, fx
 from torch._ops import OpOverload
+from torch.autograd.graph import saved_tensors_hooks
 from torch.fx.node import Argument
 
-from torchshard.ir.graph import bound_args, emit, is_inplace, is_tensor
+from torchshard.custom_ops.store import STORE
+from torchshard.custom_ops.with_value import WITH_VALUE
+from torchshard.custom_ops.without_writes import WithoutWrites
+from torchshard.ir.graph import bound_args, emit, fake_mode, faking, is_inplace, is_tensor
 from torchshard.passes.aliases import SAME_VALUES, Aliases, is_copied_constant, refused, storage
-from torchshard.passes.nodes import int_arg, node_arg, operator_of
+from torchshard.passes.nodes import call_target, int_arg, node_arg, operator_of
 
 aten = torch.ops.aten
 
@@ -69,7 +73,8 @@ def functionalize(module: fx.GraphModule, *, keep_stores: bool = False) -> bool:
             node.kwargs = fx.map_arg(node.kwargs, lambda n: aliases.current(n))
     _store_written(aliases)
     for node in reversed(writes):
-        module.graph.erase_node(node)
+        for result in [*node.users, node]:
+            module.graph.erase_node(result)
     return True
 
 
@@ -127,56 +132,81 @@ _SPLITS = {aten.split.Tensor, aten.split_with_sizes.default, aten.chunk.default,
 
 
 def _replace(aliases: Aliases, node: fx.Node) -> None:
-    """Computes the value that an in-place op writes, by a functional op, and records the write."""
-    name = _written_argument(node)
-    target = bound_args(node)[name]
+    """Computes the values that an in-place op writes, by a functional op, and records the writes."""
+    names, before = [a.name for a in _written(node)], bound_args(node)
+    targets = {name: before[name] for name in names}
+    for name, target in targets.items():
+        _check_target(aliases, node, name, target)
+    args = {k: fx.map_arg(v, lambda n: aliases.current(n)) for k, v in before.items()}
+    functional = _functional(aliases.module, node, args, names)
+    made = [functional] if is_tensor(functional) else _elements(aliases.module, functional)
+    returned, others = _results(node), iter(made)
+    for name, value in zip(names, made[len(made) - len(names) :], strict=True):
+        written = _write(aliases, node, name, targets[name], args[name], value)
+        for result in returned.pop(name, ()):
+            written.meta |= result.meta | {"val": written.meta["val"]}
+            aliases.note_written(result, targets[name])
+    for results, other in zip(returned.values(), others, strict=False):
+        for result in results:
+            other.meta = dict(result.meta)
+            result.replace_all_uses_with(other)
+
+
+def _results(node: fx.Node) -> dict[str, list[fx.Node]]:
+    """The nodes that hold the results of an op, by the argument that a result is; or by its number."""
+    returns = operator_of(node)._schema.returns
+    arguments = {"".join(a.alias_info.before_set): a.name for a in _written(node) if a.alias_info}
+    names = [arguments["".join(r.alias_info.before_set)] if r.alias_info else str(i) for i, r in enumerate(returns)]
+    if len(returns) == 1:
+        return {names[0]: [node]}
+    return {name: [user for user in node.users if int_arg(user, 1) == i] for i, name in enumerate(names)}
+
+
+def _check_target(aliases: Aliases, node: fx.Node, name: str, target: object) -> None:
     if not isinstance(target, fx.Node) or not is_tensor(target):
-        raise refused(node, f"it writes to {name}: more than one tensor")
+        raise refused(node, f"it writes to {name}, a list of tensors")
     family = aliases.root(target)
     if any(aliases.root(n) is not family for n in aliases.sharing[storage(target)] if n is not node):
         raise refused(node, "it writes to a piece of a split value, which shares its memory with the other pieces")
-    args = {k: fx.map_arg(v, lambda n: aliases.current(n)) for k, v in bound_args(node).items()}
-    before = args[name]
-    value = _functional(aliases.module, node, args, before)
+
+
+def _elements(module: fx.GraphModule, node: fx.Node) -> list[fx.Node]:
+    """The results of an op that has several."""
+    return [emit(module, operator.getitem, (node, i), node) for i in range(len(node.meta["val"]))]
+
+
+def _write(aliases: Aliases, node: fx.Node, name: str, target: fx.Node, before: fx.Node, value: fx.Node) -> fx.Node:
+    """Records that an op's argument `name`, which was `before`, holds a value after it; returns the node of that."""
     if value.meta["val"].shape != target.meta["val"].shape:
         raise refused(node, f"it changes the shape of what it writes to, {name}")
     if value.meta["val"].dtype != target.meta["val"].dtype:
         value = emit(aliases.module, aten.to.dtype, (value, target.meta["val"].dtype), node)
     if node.target in _OVERWRITING and aliases.wants_grad(before):
         value = _with_zero_gradient(aliases.module, node, before, value)
-    value.meta = node.meta | {"val": value.meta["val"]}
-    aliases.base_of[node] = target
     aliases.write(target, value)
-    aliases.latest[node], aliases.seen_version[node] = value, aliases.version[aliases.root(target)]
+    return value
 
 
-def _written_arguments(node: fx.Node) -> list[str]:
-    return [a.name for a in operator_of(node)._schema.arguments if a.alias_info and a.alias_info.is_write]
+def _written(node: fx.Node) -> list[torch.Argument]:
+    """The arguments that an op writes to."""
+    return [a for a in operator_of(node)._schema.arguments if a.alias_info and a.alias_info.is_write]
 
 
 def _is_store(node: fx.Node) -> bool:
     """Whether an op writes to placeholders alone."""
     args = bound_args(node)
-    written = [args[name] for name in _written_arguments(node)]
+    written = [args[argument.name] for argument in _written(node)]
     return all(isinstance(value, fx.Node) and value.op == "placeholder" for value in written)
 
 
-def _written_argument(node: fx.Node) -> str:
-    """The name of the argument that an in-place op writes to."""
-    written = _written_arguments(node)
-    if len(written) > 1:
-        raise refused(node, f"it writes to {', '.join(written)}: more than one tensor")
-    return written[0]
-
-
-def _functional(module: fx.GraphModule, node: fx.Node, args: Mapping[str, Argument], before: fx.Node) -> fx.Node:
-    """The value that an in-place op writes.
+def _functional(module: fx.GraphModule, node: fx.Node, args: Mapping[str, Argument], written: Sequence[str]) -> fx.Node:
+    """The value that an in-place op writes; of several an op that returns them behind its other results.
 
     Args:
         args: the op's arguments by name, as they are now.
-        before: the argument that it writes to.
+        written: the names of those that it writes to.
     """
-    target = operator_of(node)
+    target, before = operator_of(node), cast(fx.Node, args[written[0]])
     if target is aten.copy_.default:
         source = cast(fx.Node, args["src"])
         if source.meta["val"].shape != before.meta["val"].shape:
@@ -189,7 +219,7 @@ def _functional(module: fx.GraphModule, node: fx.Node, args: Mapping[str, Argume
         return emit(module, _NAMED[target], tuple(args.values())[: len(positional)], node)
     functional = _functional_overload(target)
     if functional is None:
-        raise refused(node, f"{target} has no form that does not write")
+        return emit(module, WithoutWrites(target), tuple(args.values()), node)
     schema = functional._schema.arguments
     # the first argument has another name in some pairs: dropout_ calls it `self`, dropout calls it `input`
     by_name = dict(zip((schema[0].name, *list(args)[1:]), args.values(), strict=True))
@@ -229,7 +259,8 @@ def _functional_overload(target: OpOverload[..., object]) -> OpOverload[..., obj
     types = [str(a.type) for a in target._schema.arguments if not a.is_out]
     family = getattr(aten, name.rstrip("_"), None) if name.endswith("_") else target._overloadpacket
     overloads = [getattr(family, name) for name in family.overloads()] if family is not None else []
-    fitting = [o for o in overloads if [str(a.type) for a in o._schema.arguments] == types]
+    pure = [o for o in overloads if not o._schema.is_mutable]
+    fitting = [o for o in pure if [str(a.type) for a in o._schema.arguments] == types]
     return next((o for o in fitting if o._overloadname == overload), fitting[0] if fitting else None)
 
 
@@ -241,11 +272,70 @@ def _store_written(aliases: Aliases) -> None:
             continue  # what the call leaves in its arguments is among the graph's results
         if root.meta["kind"] == "constant":
             raise refused(root, f"the model writes to {root.meta['path']}, which is no registered buffer of it")
-        if root.meta["kind"] != "buffer":
-            raise refused(root, f"the model writes to its {root.meta['kind']} {root.meta['path']}")
-        _keep_what_is_read(aliases, root)
+        value = aliases.current(root)
+        if root.meta["kind"] == "parameter":
+            value = _without_gradient(aliases, root, value)
+        else:
+            _keep_what_is_read(aliases, root)
         with graph.inserting_before(graph.output_node()):
-            emit(aliases.module, aten.copy_.default, (root, aliases.current(root)), root)
+            target = STORE if root.meta["kind"] == "parameter" else aten.copy_.default
+            emit(aliases.module, target, (root, value), root)
+
+
+def _without_gradient(aliases: Aliases, root: fx.Node, value: fx.Node) -> fx.Node:
+    """What is stored in a parameter: the value that a `with_value` gives the parameter's gradient.
+
+    Raises:
+        CaptureError: the value has a gradient of its own, or a gradient is computed of what is overwritten. PyTorch
+            refuses the latter too, or, where the write is through `.data`, computes the gradient of the new value.
+    """
+    if value.target is WITH_VALUE:
+        value = node_arg(value, 1)
+    if not torch.is_grad_enabled():
+        return value
+    if aliases.wants_grad(value):
+        raise refused(root, f"parameter {root.meta['path']} would hold a value that has a gradient", _UNDER_NO_GRAD)
+    old = [node for node in aliases.sharing[storage(root)] if not is_inplace(node)]
+    for reader in (user for node in old for user in node.users if _saves_for_gradient(aliases, user, node)):
+        why = f"the gradient of {reader.name} is computed of parameter {root.meta['path']}, which is written to later"
+        raise refused(reader, why, "the write before the first use of the parameter, or outside of forward")
+    return value
+
+
+_UNDER_NO_GRAD = "the write under torch.no_grad(), of a detached value"
+
+
+def _saves_for_gradient(aliases: Aliases, reader: fx.Node, value: fx.Node) -> bool:
+    """Whether the gradient of an op is wanted, and autograd saves an operand for it."""
+    if not aliases.wants_grad(reader) or not _reaches_results(aliases, reader):
+        return False
+    saved = set[int]()
+
+    def note(tensor: Tensor) -> Tensor:
+        saved.add(tensor.untyped_storage()._cdata)
+        return tensor
+
+    def leaf(node: fx.Node) -> object:
+        val = node.meta["val"]
+        return val.detach().requires_grad_(aliases.wants_grad(node)) if is_tensor(node) else val
+
+    args, kwargs = fx.map_arg((reader.args, reader.kwargs), leaf)  # type: ignore[arg-type]
+    with faking(fake_mode(aliases.module.graph)), torch.enable_grad(), saved_tensors_hooks(note, lambda t: t):
+        call_target(reader, args, kwargs)
+    return storage(value) in saved
+
+
+def _reaches_results(aliases: Aliases, node: fx.Node) -> bool:
+    """Whether a gradient of the results comes to a value."""
+    pending, seen = [node], {node}
+    while pending:
+        users = set(pending.pop().users)
+        if any(user.op == "output" for user in users):
+            return True
+        new = [user for user in users - seen if aliases.wants_grad(user)]
+        seen.update(new)
+        pending += new
+    return False
 
 
 def _keep_what_is_read(aliases: Aliases, root: fx.Node) -> None:

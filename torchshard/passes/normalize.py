@@ -24,7 +24,7 @@ from typing import cast
 
 import torch
 from torch import Tensor, fx
-from torch._ops import OpOverload
+from torch._ops import OpOverload, OpOverloadPacket
 from torch.fx.node import Argument, Target
 
 from torchshard.core.errors import CaptureError
@@ -70,6 +70,7 @@ def normalize(module: fx.GraphModule) -> bool:
     changed |= decompose(module)
     changed |= _replace(module, dict.fromkeys(_TRANSPOSED, _as_convolution))
     changed |= _replace(module, _VIEWS)
+    changed |= _one_by_one(module)
     changed |= functionalize(module)
     changed |= decompose(module)  # again: in-place ops could not be taken apart before
     changed |= _replace(module, _REWRITES)
@@ -127,6 +128,33 @@ def _as_convolution(module: fx.GraphModule, node: fx.Node) -> fx.Node | None:
     made.meta = dict(node.meta)
     name_after(made, f"{node.name}_convolution")
     return made
+
+
+def _one_by_one(module: fx.GraphModule) -> bool:
+    """`_foreach_mul_([a, b], [c, d])` is `mul_(a, c)` and `mul_(b, d)`."""
+    packets = {n: getattr(aten, op_name(n).removeprefix("_foreach_"), None) for n in module.graph.nodes}
+    found = {n: packet for n, packet in packets.items() if op_name(n).startswith("_foreach_") and packet is not None}
+    for node, packet in found.items():
+        with module.graph.inserting_before(node):
+            made = [_on_one(module, node, packet, i) for i in range(len(bound_args(node)["self"]))]
+        for user in list(node.users):
+            user.replace_all_uses_with(made[int_arg(user, 1)])
+            module.graph.erase_node(user)
+        module.graph.erase_node(node)
+    return bool(found)
+
+
+def _on_one(module: fx.GraphModule, node: fx.Node, packet: OpOverloadPacket, i: int) -> fx.Node:
+    """What an op on lists does to their items at an index."""
+    own = {name: v[i] if isinstance(v, (list, tuple)) else v for name, v in bound_args(node).items()}
+    schemas = [getattr(packet, name)._schema for name in packet.overloads()]
+    by_name = {a.name for schema in schemas for a in schema.arguments if a.kwarg_only}
+    if "scalars" in own and "value" in by_name:  # as `addcmul` calls them
+        own["value"] = own.pop("scalars")
+    named = {name: own.pop(name) for name in by_name & own.keys()}
+    args, kwargs = fx.map_arg((tuple(own.values()), named), lambda n: n.meta["val"])
+    overload = torch._C._jit_resolve_packet(packet._qualified_op_name, *args, **kwargs)
+    return emit(module, getattr(packet, overload), tuple(own.values()), node, **named)
 
 
 def _as_slice(module: fx.GraphModule, node: fx.Node) -> fx.Node | None:

@@ -34,7 +34,7 @@ from torchshard.ir.graph import (
     uses_rng,
     values,
     writes,
-    written_buffers,
+    written_state,
 )
 from torchshard.passes.nodes import node_arg, upstream
 from torchshard.passes.record import Gradients, sizes_found
@@ -109,7 +109,7 @@ def _needed(
     needed = {n for node in backward for n in node.all_input_nodes} | {n for n in gradients if isinstance(n, fx.Node)}
     outside = {n for node in backward for n in node.all_input_nodes if _region(node) != _region(n)}
     """What is needed by another region than that which computes it."""
-    unsteady = {user for buffer in written_buffers(joint.graph) for user in buffer.users}
+    unsteady = {user for buffer in written_state(joint.graph) for user in buffer.users}
     again, costs_nothing = list[fx.Node](), partial(_costs_nothing, needed=needed, kept=kept)
     for node in reversed(forward):
         if node not in needed or node.op == "placeholder":  # what is given is kept, gathered or not
@@ -235,7 +235,7 @@ def _same_as(node: fx.Node, seen: dict[object, fx.Node]) -> fx.Node | None:
 
 def _keep_before_writes(joint: fx.GraphModule) -> None:
     """Backward gets the values that buffers had before forward wrote to them."""
-    for buffer in written_buffers(joint.graph):
+    for buffer in written_state(joint.graph):
         readers = [user for user in buffer.users if user.meta.get("is_backward")]
         if readers:
             with joint.graph.inserting_before(next(n for n in joint.graph.nodes if n.op != "placeholder")):

@@ -25,6 +25,7 @@ from torchshard.core.choices import choices
 from torchshard.core.conversions import ConversionStep
 from torchshard.core.layouts import EQUAL, I, Layout, Shard, local_size
 from torchshard.core.notation import Choice
+from torchshard.custom_ops.store import STORE
 from torchshard.ir.graph import (
     carried_inputs,
     is_carried,
@@ -236,7 +237,7 @@ class _Builder:
     def _may_split(self, op: Op, choice: Choice, axes: set[str]) -> bool:
         """Whether a choice splits nothing but these axes, or a dynamic size."""
         c = self.constraints
-        weights = c.weights or passes_on_weight(op.node)
+        weights = c.weights or passes_on_weight(op.node) or op.node.target is STORE
         return all((axis in axes and weights) or (parts == EQUAL and c.dynamic) for axis, parts in choice.axes)
 
     def _op_seconds(self, op: Op, choice: Choice) -> float:

@@ -89,6 +89,7 @@ _CONVOLUTION = {"column": Split(("o", "g"), 0, 0), "row": Split(("c", "g"), 1)}
 SPLITS: dict[object, dict[str, Split]] = {
     aten.linear.default: {"column": Split(("n",), 0, 0), "row": Split(("k",), 1), "vocab": Split(("n",), 0, 0)},
     aten.mm.default: {"column": Split(("n",)), "row": Split(("k",))},
+    aten.bilinear.default: {"column": Split(("n",), 0, 0)},
     aten.matmul.default: {"column": Split(("n",)), "row": Split(("k",))},
     aten.embedding.default: {"column": Split(("e",), 1), "row": Split(("v",), 0), "vocab": Split(("v",), 0)},
     **dict.fromkeys(CONVOLUTIONS, _CONVOLUTION),
@@ -99,7 +100,7 @@ SPLITS: dict[object, dict[str, Split]] = {
 """Op -> style -> what it splits."""
 OPS_OF_MODULES: dict[type[nn.Module], OpOverload] = {
     nn.Linear: aten.linear.default, nn.Embedding: aten.embedding.default,
-    nn.EmbeddingBag: aten.embedding_bag.padding_idx,
+    nn.Bilinear: aten.bilinear.default, nn.EmbeddingBag: aten.embedding_bag.padding_idx,
     nn.Conv1d: aten.conv1d.default, nn.Conv2d: aten.conv2d.default, nn.Conv3d: aten.conv3d.default,
     **dict.fromkeys((nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d), aten.convolution.default),
 }  # fmt: skip
@@ -296,7 +297,8 @@ def cannot_have(key: str, path: str, style: str, why: str, others: Sequence[str]
 
 def _is_own(node: fx.Node, path: str) -> bool:
     is_parameter = node.op == "placeholder" and node.meta["kind"] == "parameter"
-    return is_parameter and any(name.rpartition(".")[0] == path for name in node.meta["names"])
+    names = node.meta["names"] if is_parameter else node.meta.get("holds", ())
+    return any(name.rpartition(".")[0] == path for name in names)
 
 
 def pinned_layout_conflict(name: str, first: str, second: str, node: fx.Node) -> PlanError:

@@ -42,6 +42,14 @@ def linear(call: Call) -> Row:
     return call.row("... k, n k -> ... n", linear=BOTH)
 
 
+@rule(aten.bilinear.default)
+def bilinear(call: Call) -> Row:
+    """`f32[2,8], f32[2,16], f32[4,8,16] -> f32[2,4]     ... i, ... j, n i j -> ... n`; with a bias as `linear`."""
+    if call["bias"] is not None:
+        return call.row("... !i, ... !j, n !i !j, n -> ... n")
+    return call.row("... i, ... j, n i j -> ... n", linear=({0}, {1}, {2}))
+
+
 @rule(aten.matmul.default)
 def matmul(call: Call) -> Row:
     """`f32[2,4,8,16], f32[4,16,8] -> f32[2,4,8,8]     a b m k, b k n -> a b m n`; batch dims are broadcast."""

@@ -8,6 +8,7 @@ from torch._ops import OpOverload
 from torchshard.core.notation import Row
 from torchshard.custom_ops.carry import CARRY
 from torchshard.custom_ops.fx_types import Target
+from torchshard.custom_ops.store import STORE
 from torchshard.custom_ops.with_value import WITH_VALUE
 from torchshard.rules.registry import Call, broadcast, letters, rule, spaced
 
@@ -96,11 +97,14 @@ def same_shape(call: Call) -> Row:
     return call.row(f"{spaced(names, *others)} -> {spaced(names)}")
 
 
-@rule(aten.copy_.default)
+@rule(aten.copy_.default, STORE)
 def copy_(call: Call) -> Row:
-    """`f32[8], f32[8] -> f32[8]     a, a -> a`: the buffer keeps its layout, so the value is converted to it."""
-    names = spaced(letters(len(call.results[0].shape)))
-    return call.row(f"{names}, {names} -> {names}", mutates={0})
+    """`f32[8], f32[8] -> f32[8]     a, a -> a`: the buffer keeps its layout, so the value is converted to it.
+
+    `store`, which writes to parameters, has no result: `a, a ->`.
+    """
+    names = spaced(letters(len(call.tensors[0].shape)))
+    return call.row(f"{names}, {names} -> {names if call.results else ''}", mutates={0})
 
 
 def is_pointwise(target: Target | str) -> bool:

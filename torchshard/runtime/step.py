@@ -29,7 +29,7 @@ from torchshard.distributed.group import Group
 from torchshard.distributed.ops import OPS, PLAIN, Begin, hashable
 from torchshard.distributed.ops import direct as under_autograd
 from torchshard.distributed.ranks import Ranks
-from torchshard.ir.graph import duplicate, placeholders, results_of, uses_rng, written_buffers
+from torchshard.ir.graph import duplicate, placeholders, results_of, uses_rng, written_state
 from torchshard.passes import (
     Gradients,
     Part,
@@ -80,7 +80,7 @@ class Step:
         """Makes the graphs of a segment of a rank's graph.
 
         Args:
-            written: the names of the buffers that the rank's graph writes to, in whichever segment.
+            written: the names of the buffers and parameters that the rank's graph writes to, in whichever segment.
             unsummed: the groups over which the backward does not sum gradients of parameters.
         """
         self.ranks, self._local, self._runnable = ranks, local, runnable
@@ -261,7 +261,7 @@ class LazyStep:
         return self._under_autograd if self._segments is None else self._run
 
     def _made(self) -> list[tuple[Segment, Callable[..., Any]]]:
-        written = {node.name for node in written_buffers(self._local.graph)}
+        written = {node.name for node in written_state(self._local.graph)}
         with without_garbage_collection():
             return [(part, self._made_of(part, written)) for part in segments(self._local)]
 
