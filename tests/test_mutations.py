@@ -115,7 +115,7 @@ def test_a_wrong_graph_of_the_backward_is_caught(monkeypatch: pytest.MonkeyPatch
     case = CASES["mlp"]
     model, call = case.build().double(), {"world_size": 2, "example_inputs": case.inputs()}
     assert ts.check(model, case.plan, **call).ok
-    monkeypatch.setattr("torchshard.checking.steps.step_graphs", doubled)
+    monkeypatch.setattr("torchshard.runtime.step.step_graphs", doubled)
     report = ts.check(model, case.plan, **call)
     assert not report.ok and report.diverges_at == BY_GRAPHS
 
