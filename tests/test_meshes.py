@@ -267,7 +267,11 @@ class TargetsInside(LossOfTokens):
 @pytest.mark.parametrize("mesh", [{"dp": 2}, {"dp": 2, "tp": 2}], ids=str)
 def test_targets_of_the_whole_batch_in_a_buffer(mesh: dict[str, int]) -> None:
     torch.manual_seed(0)
-    model, ids, plan = TargetsInside().double(), torch.randint(0, 32, (4, 8)), {"head": "column"} if "tp" in mesh else {}
+    model, ids, plan = (
+        TargetsInside().double(),
+        torch.randint(0, 32, (4, 8)),
+        {"head": "column"} if "tp" in mesh else {},
+    )
     assert ts.check(model, plan, mesh=mesh, data={"dp": "replicate"}, example_inputs=(ids,)).ok
 
 

@@ -271,7 +271,10 @@ def _report(trial: Trial, sides: _Sides, tolerance: float) -> Report:
 def _with_graphs(report: Report, trial: Trial, sides: _Sides) -> Report:
     """Adds what the ranks run in place of the graph under autograd: its last passes, and the kernels of collectives."""
     values = replace(sides.expected, input_grads={}, parameter_grads={})
-    for name, expected, run in ((BY_CALLS, values, trial.without_gradients), (BY_GRAPHS, sides.expected, trial.by_graphs)):
+    for name, expected, run in (
+        (BY_CALLS, values, trial.without_gradients),
+        (BY_GRAPHS, sides.expected, trial.by_graphs),
+    ):
         found = run(sides.graphs, sides.made)
         if found is None:
             continue
