@@ -86,7 +86,7 @@ def test_pytorchs_own_product() -> None:
 
 @pytest.mark.parametrize("inner, is_split", [(40, False), (64, True)])
 def test_pytorchs_own_product_is_split_where_rows_stay_aligned(inner: int, is_split: bool) -> None:
-    """It takes rows of a multiple of 16 bytes: 40 of two bytes are five times as much, which four ranks can't divide."""
+    """It takes rows of a multiple of 16 bytes: 40 of two bytes are five of them, for four ranks."""
     model, inputs = _model(inner=inner, dtype=torch.bfloat16)
     plan = ts.plan(model, "auto", world_size=4, example_inputs=inputs)
     assert (plan.parameters["up"] == ts.S(2)) is is_split

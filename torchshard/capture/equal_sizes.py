@@ -4,8 +4,8 @@
     after     view(memory, [length, 4 * a, 8])     f32[length, 4*a, 8]          a is b
 
 PyTorch's attention views its keys by the batch of its queries. Export leaves open whether the two are equal, and the
-quotients in its sizes can't be split. So it leaves open the factors of a fixed product: where `batch * length` targets are
-in a buffer, a part of the batch would have another number of them.
+quotients in its sizes can't be split. It also leaves open the factors of a fixed product: if `batch * length` targets
+are in a buffer, a part of the batch would have a different number of them.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Runs the kernels of real ranks in one process: a message goes from one to the other as torch.distributed defines it."""
+"""Runs the kernels of real ranks in one process; messages are delivered as torch.distributed defines it."""
 
 from __future__ import annotations
 

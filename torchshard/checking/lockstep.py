@@ -5,8 +5,8 @@ at the same collective, it runs for all of them by the definition of the layouts
 pieces, and split it as the target says. Its backward does the same with the dual layouts. One autograd tape spans all
 ranks.
 
-The collectives of `distributed` are not used there, so that a bug in a kernel can't hide a bug in a graph. The graphs that
-real ranks run, without gradients, run by the kernels of real ranks as well; see `exchanges`.
+The collectives of `distributed` are not used there, so that a bug in a kernel can't hide a bug in a graph. Graphs after
+their last pass, which have no gradients, run a second time by the kernels of real ranks (see `exchanges`).
 """
 
 from __future__ import annotations
