@@ -11,6 +11,7 @@ are in a buffer, a part of the batch would have a different number of them.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Any
 
 import sympy
 from torch import SymInt, Tensor
@@ -48,7 +49,7 @@ def fixed_sizes(exported: ExportedProgram) -> list[InputDim]:
 def _guards(exported: ExportedProgram) -> list[sympy.Basic]:
     """What export has assumed of sizes."""
     found = (value for node in exported.graph.nodes for value in pytree.tree_leaves(node.meta.get("val")))
-    sizes = (size for value in found if isinstance(value, Tensor) for size in value.shape)
+    sizes: Iterator[Any] = (size for value in found if isinstance(value, Tensor) for size in value.shape)
     env = next((size.node.shape_env for size in sizes if isinstance(size, SymInt)), None)
     return [] if env is None else [guard.expr for guard in env.guards]
 
