@@ -33,7 +33,7 @@ from torchshard.custom_ops.stepwise import Computation, Stepwise
 from torchshard.distributed.experts import COMBINE, DISPATCH, KERNELS, experts_of_ranks
 from torchshard.distributed.group import Group
 from torchshard.distributed.kernels import own_part
-from torchshard.distributed.ops import OPS, SENDING, Begin, Op, is_collective, unwrapped, wait
+from torchshard.distributed.ops import OPS, SENDING, Begin, is_collective, unwrapped, wait
 from torchshard.ir.graph import where
 from torchshard.passes import localized
 from torchshard.passes.nodes import FOR_ANY_STRIDES, call_target
@@ -182,7 +182,7 @@ def _rank(graph: fx.GraphModule, inputs: Sequence[Argument], record: Record) -> 
         elif node.op == "output":
             return list(args[0])
         elif is_collective(target):
-            request = Request(node, cast(Op, target), args)
+            request = Request(node, cast(OpOverload[..., object], target), args)
             alone = _alone(request)
             value = alone if alone is not None else (yield request)
         elif isinstance(target, Begin):
@@ -247,7 +247,8 @@ def _run_collective(requests: Sequence[Request], *, by_kernels: bool) -> Sequenc
     tensors = [request.tensor for request in requests]
     groups = [Group(each.group.rank, each.group.size, simulated=True) for each in requests]
     if by_kernels and op in KERNELS:
-        return exchanged([KERNELS[op](*each.args[:3], group) for each, group in zip(requests, groups, strict=True)])
+        operands = [cast(list[Tensor], each.args[:3]) for each in requests]
+        return exchanged([KERNELS[op](x, a, b, group) for (x, a, b), group in zip(operands, groups, strict=True)])
     if op in (DISPATCH, COMBINE):
         return _moved(requests)
     row = OPS.get(op)

@@ -69,6 +69,7 @@ def _by_steps(graphs: Sequence[fx.GraphModule], steps: Sequence[Steps], values: 
     for together in zip(*steps, strict=True):
         runs = [run for _, run in together]
         arguments = [[own[n] for n in part.arguments] for own, (part, _) in zip(named, together, strict=True)]
+        found: Values
         if isinstance(runs[0], Step):
             found = _by_rank(_Together.apply(runs, *itertools.chain(*arguments)), len(runs))
         else:

@@ -57,7 +57,7 @@ def _priced(plan: Plan, later: Sequence[Cuts]) -> Plan:
         return replace(plan, costs=replace(plan.costs, collectives=tuple(map(priced, plan.costs.collectives))))
 
 
-def _slice_of(value: Value, cuts: Sequence[Cut]) -> Value:
+def _slice_of(value: Value, cuts: tuple[Cut, ...]) -> Value:
     """A later axis' slice of a weight, which goes in messages of its own layer's slices."""
     shape, bucket = local_shape(value.shape, cuts), value.bucket
     if bucket is not None:

@@ -116,7 +116,10 @@ def _is_found_by_name(function: Callable[..., Any]) -> bool:
         name = _get_qualified_name(function)
     except (AttributeError, RuntimeError):
         return False
-    return function is functools.reduce(lambda owner, part: getattr(owner, part, None), name.split(".")[1:], torch)
+    found: Any = torch
+    for part in name.split(".")[1:]:
+        found = getattr(found, part, None)
+    return found is function
 
 
 def _runs(function: Callable[..., Any], op: Target, args: Sequence[Argument], kwargs: dict[str, Argument]) -> bool:
