@@ -22,7 +22,7 @@ from torchshard.capture.attributes import Snapshot, attributes, changed
 from torchshard.capture.carried import Arguments, Changes
 from torchshard.capture.entry_points import as_plain_module, replace_forward
 from torchshard.capture.equal_layers import equal_layers
-from torchshard.capture.equal_sizes import equal_sizes
+from torchshard.capture.equal_sizes import equal_sizes, fixed_sizes
 from torchshard.capture.export_errors import capture_error
 from torchshard.capture.function_mode import CaptureMode, slots_of
 from torchshard.capture.modes import note_modes
@@ -206,15 +206,18 @@ def _export_with(model: nn.Module, call: Leaves, shapes: Shapes) -> ExportedProg
 def _with_equal_sizes(model: nn.Module, call: Leaves, shapes: Shapes, exported: ExportedProgram) -> ExportedProgram:
     """Exports again if inputs' sizes must be equal for the model to run (two batches, one viewed by the other's size).
 
-    Export leaves that open, with sizes such as `8 * b // a` in the graph, which nothing can be split by.
+    Export leaves that open, with sizes such as `8 * b // a` in the graph, which nothing can be split by; and which
+    sizes are fixed because their product is.
     """
-    groups = equal_sizes(exported)
-    if not groups:
+    groups, fixed = equal_sizes(exported), fixed_sizes(exported)
+    if not groups and not fixed:
         return exported
     shared = [dict(shape) for shape in shapes]
     for number, dims in enumerate(groups):
         for index, dim in dims:
             shared[index][dim] = Dim(f"size{number}")
+    for index, dim in fixed:
+        shared[index][dim] = Dim.STATIC
     try:
         return _export_with(model, call, shared)
     except Exception:  # the sizes need not be equal
