@@ -320,11 +320,11 @@ WARNED: dict[str, Callable[[Any, Tensor], Any]] = {
     "mean()": lambda m, p: p.grad.mean(),  # type: ignore[union-attr]
     "any()": lambda m, p: torch.isnan(p.grad).any(),  # type: ignore[arg-type]
     "quantile()": lambda m, p: p.detach().abs().flatten().quantile(0.5),
-    "renorm()": lambda m, p: p.data.copy_(torch.renorm(p.data, 2, 0, 0.5)),
-    "normalize()": lambda m, p: F.normalize(p),
+    "renorm()": lambda m, p: p.data.copy_(torch.renorm(p.data, 2, 1, 0.5)),
+    "normalize()": lambda m, p: F.normalize(p, dim=0),
     "mse_loss()": lambda m, p: F.mse_loss(p, p.detach() * 2),
     "matmul()": lambda m, p: p @ p.t(),
-    "linear()": lambda m, p: F.linear(torch.ones(2, p.shape[1]).double(), p),
+    "linear()": lambda m, p: F.linear(torch.ones(2, p.shape[0]).double(), p.t()),
     "an index": lambda m, p: p[0],
     "an index, written": lambda m, p: p.grad.__setitem__(0, 0.0),  # type: ignore[union-attr]
     "randn_like()": lambda m, p: p.grad.add_(torch.randn_like(p.grad)),  # type: ignore[arg-type,union-attr]
@@ -360,7 +360,7 @@ def _sharded_with_gradients() -> None:
 
 QUIET: dict[str, Callable[[Any, Tensor], Any]] = {
     "by elements": lambda m, p: (p.data.mul_(0.9), p.grad.clamp_(-1, 1), (p - p.detach()).square()),  # type: ignore
-    "looking": lambda m, p: (p.shape, p.dtype, p.numel(), repr(p), p.detach().numpy(), torch.equal(p, p)),
+    "looking": lambda m, p: (p.shape, p.dtype, p.numel(), p.stride(), p.is_leaf, repr(p), {p: 0}),
     "copies": lambda m, p: (p.detach().clone(), torch.zeros_like(p), copy.deepcopy(p), copy.deepcopy(p.data)),
     "PyTorch's own": lambda m, p: (nn.utils.clip_grad_norm_(m.parameters(), 1.0), nn.utils.get_total_norm([p.grad])),
     "an optimizer": lambda m, p: torch.optim.AdamW(m.parameters(), amsgrad=True, foreach=True).step(),

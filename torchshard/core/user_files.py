@@ -32,8 +32,8 @@ def is_user_file(path: str | None) -> bool:
     return path is not None and not path.startswith(("<frozen", "<eval_with_key>", "<torch", *_PACKAGES, *_INSTALLED))
 
 
-def warn(text: str) -> None:
+def warn(text: str, category: type[Warning] = UserWarning) -> None:
     """Warns at the user's line that led here, if there is one: Python shows it, and each warning once for each line."""
     files = [frame.f_code.co_filename for frame, _ in traceback.walk_stack(sys._getframe())]
     level = next((i for i, path in enumerate(files, 1) if is_user_file(path)), 2)
-    warnings.warn(text, stacklevel=level)
+    warnings.warn(text, category, stacklevel=level)

@@ -216,6 +216,8 @@ class _Question:
 
     def _joined(self, axes: Sequence[MeshAxis], found: Sequence[_Found]) -> Outcome | None:
         """What was found along all axes, one after the other; None if the results have other shapes on this rank."""
+        if any(len(each.results) != len(self.shapes) for each in found):
+            return None
         results = list[Followed]()
         for i, own in enumerate(self.shapes):
             layouts = [each.results[i][0] for each in found]
