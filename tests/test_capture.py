@@ -52,6 +52,30 @@ def test_names_follow_the_module_path() -> None:
     assert "blocks_0_attn_scaled_dot_product_attention" in names
 
 
+class _NamedAsCode(nn.Module):
+    """Buffers, parameters and modules whose names mean something in the code of a graph."""
+
+    names = ("as", "None", "self", "torch", "device", "inf", "tangents_1", "a-b", "\u00e9", "linear", "x")
+
+    def __init__(self) -> None:
+        super().__init__()
+        for name in self.names:
+            self.register_buffer(name, torch.rand(6))
+        self.parts = nn.ModuleDict({name: nn.Linear(6, 6) for name in ("class", "True", "print", "0", "a-b")})
+        self.weights = nn.ParameterDict({name: torch.rand(6) for name in ("lambda", "torch", "output")})
+
+    def forward(self, x: Tensor) -> Tensor:
+        for name in self.names:
+            x = x * getattr(self, name)
+        for name, part in self.parts.items():
+            x = torch.tanh(part(x)) + len(name)
+        return x * self.weights["lambda"] * self.weights["torch"] * self.weights["output"]
+
+
+def test_names_may_be_words_of_python_and_of_generated_code() -> None:
+    _exact(_NamedAsCode().double(), X.double(), plan={"parts.*": "column"})
+
+
 def test_nodes_know_the_users_line() -> None:
     graph = capture(EncoderDecoder(), (torch.ones(2, 4, dtype=torch.long), torch.ones(2, 3, dtype=torch.long))).graph
     sources = {n.name: n.meta["source"] for n in graph.graph.nodes if n.op == "call_function"}
