@@ -175,7 +175,16 @@ def _complex_numbers_of_real_ones(h: Tensor) -> Tensor:
     return pairs.flatten(1)
 
 
+def _sparse_values(h: Tensor) -> Tensor:
+    """As ShiRA of peft has it: the changes of a weight at a few places."""
+    y = h.clone()
+    y.mul_(2)
+    change = torch.sparse_coo_tensor(torch.tensor([[0, 2, 7], [3, 3, 1]]), h[0, :3], (8, 8))
+    return y + (change @ h.t()).t() + h @ (h.t() @ h + change)
+
+
 BODIES = [
+    _sparse_values,
     _parts_of_spectrum,
     _real_numbers_of_complex_ones,
     _complex_numbers_of_real_ones,

@@ -124,7 +124,12 @@ def is_copied_constant(node: fx.Node) -> bool:
 
 def storage(node: fx.Node) -> int:
     """A number for the memory of a value; export's fake tensors share it as the real ones do."""
-    return int(node.meta["val"].untyped_storage()._cdata)
+    value = node.meta["val"]
+    if value.layout == torch.sparse_coo:
+        value = value._values()
+    elif value.layout != torch.strided:
+        value = value.values()
+    return int(value.untyped_storage()._cdata)
 
 
 def _invert_view(module: fx.GraphModule, view: fx.Node, base: fx.Node, value: fx.Node) -> fx.Node:
