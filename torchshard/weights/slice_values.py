@@ -12,6 +12,7 @@ does. Code of PyTorch and of this library gets plain tensors (`callers`).
 
 from __future__ import annotations
 
+import itertools
 import math
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -184,16 +185,16 @@ class SliceValue(Slice):
 
 def _refuse_operands_of_whole(name: str, operands: Sequence[Tensor]) -> None:
     """Refuses a tensor whose shape fits the whole parameter and not the slice, such as a mask of its rows."""
-    for own in operands:
-        for other in operands if isinstance(own, Slice) and own.is_split else ():
-            shape = tuple(other.shape)
-            if not isinstance(other, Slice) and _dims_in(own.whole, shape) and not _dims_in(tuple(own.shape), shape):
-                raise InputError(
-                    f"a tensor of shape {shape} meets this rank's slice of a parameter",
-                    where=f"{name}(...), parameter {own.path!r}",
-                    why=f"the slice is {tuple(own.shape)}, {place_text(own.place)}",
-                    attempt=f"this rank's part of the tensor: {_part_text(own, shape)}",
-                )
+    slices = [operand for operand in operands if isinstance(operand, Slice) and operand.is_split]
+    others = [tuple(operand.shape) for operand in operands if not isinstance(operand, Slice)]
+    for own, shape in itertools.product(slices, others):
+        if _dims_in(own.whole, shape) and not _dims_in(tuple(own.shape), shape):
+            raise InputError(
+                f"a tensor of shape {shape} meets this rank's slice of a parameter",
+                where=f"{name}(...), parameter {own.path!r}",
+                why=f"the slice is {tuple(own.shape)}, {place_text(own.place)}",
+                attempt=f"this rank's part of the tensor: {_part_text(own, shape)}",
+            )
 
 
 def _dims_in(whole: tuple[int, ...], shape: tuple[int, ...]) -> slice | None:
