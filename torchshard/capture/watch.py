@@ -31,6 +31,7 @@ from torchshard.capture.namespaces import (
     version_of,
 )
 from torchshard.capture.signature import code_key
+from torchshard.capture.tools import is_tools
 from torchshard.capture.user_code import cells_of
 from torchshard.capture.visible import Visible, visible_to
 
@@ -147,4 +148,4 @@ def _reader(namespace: Namespace) -> Callable[[], Iterable[object]]:
 def global_hooks() -> tuple[Hashable, ...]:
     """The keys of the user's hooks on the forwards of all modules; they are captured with a model."""
     hooks = (*_modules._global_forward_pre_hooks.values(), *_modules._global_forward_hooks.values())
-    return tuple(code_key(hook) for hook in hooks if not str(getattr(hook, "__module__", "")).startswith("torch."))
+    return tuple(code_key(hook) for hook in hooks if not is_tools(hook))
