@@ -333,6 +333,52 @@ def test_gradients_and_transforms_inside_the_model_are_refused(body: Callable[[_
         capture(_Up(body), (X,))
 
 
+def _checked_by_pytorch(m: _Up, x: Tensor) -> Tensor:
+    h = m.up(x)
+    chosen = torch.distributions.Categorical(logits=h).log_prob(torch.zeros(len(x), dtype=torch.long))
+    drawn = torch.distributions.Normal(h, nn.functional.softplus(h)).log_prob(h.detach())
+    torch._assert((h < 1e9).all(), "too large")
+    return nn.functional.gaussian_nll_loss(h, torch.zeros_like(h), nn.functional.softplus(h)) + chosen + drawn.sum(-1)
+
+
+def _checked_by_the_user(m: _Up, x: Tensor) -> Tensor:
+    h = m.up(x)
+    with torch.no_grad():
+        for limit in (1e8, 1e9):
+            if (h < -limit).any() or (h > limit).any():
+                raise ValueError(f"beyond {limit}, of {[limit for _ in range(2)]}")
+    assert torch.isfinite(h).all(), "not finite"
+    return h
+
+
+@pytest.mark.parametrize("body", [_checked_by_pytorch, _checked_by_the_user])
+def test_checks_of_values_that_only_raise_are_left_out(body: Callable[[_Up, Tensor], Tensor]) -> None:
+    _exact(_Up(body), X, plan={"up": "column"})
+
+
+def _raises_if_negative(h: Tensor) -> Tensor:
+    if (h < 0).any():
+        raise ValueError("negative")
+    return h
+
+
+def _goes_on_after_an_error(m: _Up, x: Tensor) -> Tensor:
+    try:
+        return _raises_if_negative(m.up(x))
+    except ValueError:
+        return m.up(x).abs()
+
+
+def _branches(m: _Up, x: Tensor) -> Tensor:
+    return m.up(x) if (x > 0).all() else x
+
+
+@pytest.mark.parametrize("body", [_goes_on_after_an_error, _branches])
+def test_branches_on_values_are_refused(body: Callable[[_Up, Tensor], Tensor]) -> None:
+    with pytest.raises(ts.CaptureError, match="depend on the values of a tensor"):
+        capture(_Up(body), (X,))
+
+
 def test_control_flow_by_an_operator_is_refused() -> None:
     """TorchDynamo, which `torch.cond` calls, puts the RNG state back: that is not the model's seeding."""
 

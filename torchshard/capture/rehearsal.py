@@ -28,6 +28,7 @@ from torchshard.capture.recording import Recording, use_recording
 from torchshard.capture.seeding import INTERCEPTED_SEEDING
 from torchshard.capture.signature import Leaves
 from torchshard.capture.tools import without_tools
+from torchshard.capture.value_checks import VALUE_CHECKS
 from torchshard.core.errors import CaptureError
 
 
@@ -113,7 +114,7 @@ def _without_seeding() -> Iterator[None]:
 
     A custom Function may seed. Restoring the global generator afterwards instead would undo other threads' draws.
     """
-    with use_recording(Recording(inside_call=True)), INTERCEPTED_SEEDING:
+    with use_recording(Recording(inside_call=True)), INTERCEPTED_SEEDING, VALUE_CHECKS:
         yield
 
 
