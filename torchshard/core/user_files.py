@@ -68,9 +68,9 @@ def _is_in_site(path: str) -> bool:
 @functools.lru_cache(maxsize=4)
 def _libraries(search_path: tuple[str, ...]) -> frozenset[str]:
     """The files and folders of libraries that lie elsewhere than in `site-packages`."""
-    found = list(importlib.metadata.distributions(path=list(search_path)))
-    projects = {folder: one for one in found if (folder := _project_folder(one))}
-    installed = [one for one in found if one not in projects.values()]
+    found = [(one, _project_folder(one)) for one in importlib.metadata.distributions(path=list(search_path))]
+    projects = {folder: one for one, folder in found if folder}  # setuptools leaves an egg-info of the same, too
+    installed = [one for one, folder in found if not folder]
     roots = {root for distribution in installed for root in _roots(distribution)}
     if not projects:
         return frozenset(roots)

@@ -9,12 +9,15 @@ from __future__ import annotations
 import sys
 from types import FrameType
 
-_FOR_USERS = frozenset([
-    "torch.overrides", "torch.functional", "torch._tensor", "torch.nn.functional", "torch.autograd",
-    "torch._jit_internal", "torch.nn.utils.convert_parameters", "torch.distributed.distributed_c10d",
-    "torch.distributed.c10d_logger", "torch.utils.dlpack",
-])  # fmt: skip
-"""PyTorch's modules whose functions act on behalf of their callers: those frames are skipped."""
+_KNOWING = (
+    "torch._dynamo", "torch._export", "torch._functorch", "torch._inductor", "torch._subclasses", "torch._tensor_str",
+    "torch._utils", "torch.amp", "torch.cuda", "torch.distributed", "torch.export", "torch.fx", "torch.multiprocessing",
+    "torch.nn.modules.module", "torch.nn.parallel", "torch.nn.parameter", "torch.nn.utils.clip_grad", "torch.optim",
+    "torch.serialization", "torch.storage", "torch.testing._comparison", "torch.utils._foreach_utils",
+    "torch.utils.checkpoint",
+)  # fmt: skip
+"""PyTorch's modules that look after tensors, or treat each element alone. All others act for their callers."""
+_COLLECTIVES = ("torch.distributed.distributed_c10d", "torch.distributed.c10d_logger")
 
 
 def called_from() -> str:
@@ -34,9 +37,14 @@ def caller(func: object) -> str:
         while frame is not None and frame.f_code is not code:
             frame = frame.f_back
         frame = None if frame is None else frame.f_back
-    while frame is not None and frame.f_globals.get("__name__") in _FOR_USERS:
+    while frame is not None and _acts_for_caller(module := str(frame.f_globals.get("__name__", ""))):
         frame = frame.f_back
-    return "" if frame is None else str(frame.f_globals.get("__name__", ""))
+    return "" if frame is None else module
+
+
+def _acts_for_caller(module: str) -> bool:
+    is_torch = module == "torch" or module.startswith("torch.")
+    return is_torch and (module in _COLLECTIVES or not f"{module}.".startswith(tuple(f"{m}." for m in _KNOWING)))
 
 
 def is_users(module: str) -> bool:

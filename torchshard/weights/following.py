@@ -12,10 +12,15 @@ The function runs on tensors without memory, with the shapes of the wholes, and 
 row, as the planner asks: is there a choice that takes the operands as they are held, and how are its results held then?
 A choice with a replacement does not count: ranks would have to run that in place of the op. Mesh axes are followed one
 after the other, each on the shapes that the ones before it leave.
+
+What a rank has run on its slice must be what the choices say: at last the function runs on tensors of the slice's
+shape, and has to call the same ops, with the same numbers, and with results of the shapes that the rows predict. A
+function that computes with the sizes of its operands, as `channel_shuffle` does, may call others.
 """
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Callable, Collection, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -165,28 +170,32 @@ class _Question:
         if any([letter.axis for letter in of.sharding] != axes for of in others):
             return None
         shapes = [None if of is None else of.whole for of in self.types]
-        found: list[_Found] = []
-        for number, axis in enumerate(axes):
-            layouts = [I if of is None else of.sharding[number].layout for of in self.types]
-            try:
-                found.append(self._along(axis, layouts, shapes, scaled))
-            except Exception:  # whatever a function does without values, or of other sizes: then it can't be followed
-                return None
-            shapes = [
-                None if shape is None else local_shape(shape, layout, self.place[axis.name], axis.size)
-                for shape, layout in zip(shapes, layouts, strict=True)
-            ]
-        return self._joined(axes, found)
+        levels, found = list[_Level](), list[_Found]()
+        try:
+            for number, axis in enumerate(axes):
+                layouts = [I if of is None else of.sharding[number].layout for of in self.types]
+                levels.append(_Level(axis.size, self.place[axis.name]))
+                found.append(self._run(levels[-1], layouts, shapes, scaled))
+                pairs = zip(shapes, layouts, strict=True)
+                shapes = [shape and levels[-1].local_shape(shape, layout) for shape, layout in pairs]
+            levels.append(_Level(1, 0))
+            self._run(levels[-1], [I] * len(shapes), shapes)
+        except Exception:  # whatever a function does without values, or of other sizes: then it can't be followed
+            return None
+        finally:
+            self.draws |= any(level.draws for level in levels)
+        is_alike = all(a.agrees_with(b) for a, b in itertools.pairwise(levels))
+        return self._joined(axes, found) if is_alike else None
 
-    def _along(
+    def _run(
         self,
-        axis: MeshAxis,
+        level: _Level,
         layouts: Sequence[Layout],
         shapes: Sequence[tuple[int, ...] | None],
-        scaled: int | None,
+        scaled: int | None = None,
     ) -> _Found:
-        level, known = _Level(axis.size), iter(zip(layouts, shapes, strict=True))
-        given, tensors = list[object](), list[Tensor]()
+        """Runs the function on tensors without memory, with these layouts and shapes; None for a tensor's own shape."""
+        known, given, tensors = iter(zip(layouts, shapes, strict=True)), list[object](), list[Tensor]()
         ratio = self._ratio(shapes)
         for number, leaf in enumerate(self.leaves):
             if isinstance(leaf, Tensor):
@@ -199,14 +208,10 @@ class _Question:
             else:
                 given.append("meta" if isinstance(leaf, torch.device) else leaf)
         args, kwargs = pytree.tree_unflatten(given, self.structure)
-        try:
-            with torch._C._AutoDispatchBelowAutograd(), torch._C.DisableTorchFunctionSubclass(), level:
-                result = self.func(*args, **kwargs)
-        finally:
-            self.draws |= level.draws
+        with torch._C._AutoDispatchBelowAutograd(), torch._C.DisableTorchFunctionSubclass(), level:
+            result = self.func(*args, **kwargs)
         made = [leaf for leaf in pytree.tree_leaves(result) if isinstance(leaf, Tensor)]
-        after = [level.layout(tensor) for tensor in tensors]
-        return _Found([(level.layout(t), tuple(t.shape)) for t in made], after)
+        return _Found([(level.layout(t), tuple(t.shape)) for t in made], [level.layout(tensor) for tensor in tensors])
 
     def _ratio(self, shapes: Sequence[tuple[int, ...] | None]) -> float:
         """How many times more elements a slice has here than on this rank."""
@@ -266,13 +271,33 @@ def _whole_number(value: float) -> int:
     return int(value)
 
 
+class _Step(NamedTuple):
+    """A call of an op."""
+
+    op: object
+    numbers: Mapping[str, object]
+    """Its arguments that are no tensors, without sizes of its result."""
+    shapes: Sequence[tuple[int, ...]]
+    """Of its results."""
+    local: Sequence[tuple[int, ...] | None]
+    """The shapes of a rank's slices of them; None for results that are lost, or repeat along a dim."""
+
+
 class _Level(TorchDispatchMode):
     """Follows layouts over one mesh axis through ops on tensors without memory."""
 
-    def __init__(self, size: int) -> None:
+    def __init__(self, size: int, rank: int) -> None:
+        """Follows slices of a rank of an axis.
+
+        Args:
+            size: the number of ranks along the axis.
+        """
         super().__init__()
         self.draws = False
-        self._size = size
+        self._size, self._rank = size, rank
+        self._steps: list[_Step] = []
+        self._results: list[object] = []  # PyTorch calls `detach` of some results that are held, so all are
+        self._depth = 0
         self._known: dict[int, tuple[Tensor, Layout | Lost]] = {}
         """The identity of a tensor -> the tensor, which lives as long as this, and its layout."""
         self._inside: set[object] = set()
@@ -285,14 +310,51 @@ class _Level(TorchDispatchMode):
         """Returns the layout of a tensor: I if it does not depend on slices."""
         return self._known.get(id(tensor), (tensor, I))[1]
 
+    def local_shape(self, shape: Sequence[int], layout: Layout) -> tuple[int, ...]:
+        """Returns the shape of the rank's slice of a tensor."""
+        return tuple(map(int, local_shape(shape, layout, self._rank, self._size)))
+
+    def agrees_with(self, local: _Level) -> bool:
+        """Whether the ops that ran with the shapes of slices are those that have run here, on slices."""
+        if len(self._steps) != len(local._steps):
+            return False
+        return all(
+            (a.op, a.numbers) == (b.op, b.numbers)
+            and all(own in (None, other) for own, other in zip(a.local, b.shapes, strict=True))
+            for a, b in zip(self._steps, local._steps, strict=True)
+        )
+
     def __torch_dispatch__(
         self, func: Any, types: object, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
         """Runs an op, and notes the layouts of its results."""
         kwargs = {name: "meta" if isinstance(v, torch.device) else v for name, v in (kwargs or {}).items()}
+        self._depth += 1
+        try:
+            result = self._called(func, args, kwargs)
+        finally:
+            self._depth -= 1
+        if not self._depth:
+            self._steps.append(self._step(func, args, kwargs, result))
+        return result
+
+    def _step(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], result: object) -> _Step:
+        named = bound(func, args, kwargs).items()
+        is_number = {name: not any(isinstance(leaf, Tensor) for leaf in pytree.tree_leaves(v)) for name, v in named}
+        made = [leaf for leaf in pytree.tree_leaves(result) if isinstance(leaf, Tensor)]
+        shapes = [tuple(tensor.shape) for tensor in made]
+        local = list[tuple[int, ...] | None]()
+        for tensor, shape in zip(made, shapes, strict=True):
+            layout = self.layout(tensor)
+            is_known = not isinstance(layout, Lost) and len(_held(tensor, layout)) == 1
+            local.append(self.local_shape(shape, layout) if is_known else None)  # type: ignore[arg-type]
+        return _Step(func, {n: v for n, v in named if is_number[n] and n not in _SIZES}, shapes, local)
+
+    def _called(self, func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
         given = [self.layout(t) for t in pytree.tree_leaves((args, kwargs)) if isinstance(t, Tensor)]
         if all(layout == I for layout in given):
-            return func(*args, **kwargs)
+            self._results.append(func(*args, **kwargs))
+            return self._results[-1]
         each = _of_one(func)
         if each is not None:
             with self:
@@ -304,18 +366,14 @@ class _Level(TorchDispatchMode):
         if not tensors:
             raise NotImplementedError(func)  # it gives a number, or nothing that could be followed
         layouts = self._planned(func, args, kwargs, tensors) if lost is None else None
-        steps = None if lost is not None or layouts is not None else self._steps(func)
-        if steps is not None:
-            return self._in_steps(func, steps, args, kwargs)
+        parts = None if lost is not None or layouts is not None else self._parts(func)
+        if parts is not None:
+            return self._in_parts(func, parts, args, kwargs)
         if layouts is None:
-            self.draws |= is_random(func) or "random" in func.name()
+            self.draws |= is_random(func)
             layouts = [lost or Lost(self.draws)] * len(tensors)
-        written = [
-            named
-            for a in func._schema.arguments
-            if a.alias_info and a.alias_info.is_write
-            if (named := bound(func, args, kwargs).get(a.name)) is not None
-        ]
+        named = bound(func, args, kwargs)
+        written = [named[a.name] for a in func._schema.arguments if a.name in named and _is_written(a)]
         for tensor, layout in zip(tensors, layouts, strict=True):
             if not any(tensor is target for target in written):
                 self.note(tensor, layout)
@@ -323,17 +381,17 @@ class _Level(TorchDispatchMode):
             self._write(target, layouts[0])
         return result
 
-    def _steps(self, func: Any) -> Callable[..., Any] | None:
+    def _parts(self, func: Any) -> Callable[..., Any] | None:
         """What PyTorch runs for an op that its row does not let follow."""
         if func in self._inside or func._schema.is_mutable or is_random(func):
             return None
         return decomposition_table.get(func) or (func.decompose if func._can_decompose() else None)
 
-    def _in_steps(self, func: Any, steps: Callable[..., Any], args: Any, kwargs: Mapping[str, Any]) -> Any:
+    def _in_parts(self, func: Any, parts: Callable[..., Any], args: Any, kwargs: Mapping[str, Any]) -> Any:
         self._inside.add(func)
         try:
             with self:
-                return steps(*args, **kwargs)
+                return parts(*args, **kwargs)
         finally:
             self._inside.discard(func)
 
@@ -361,7 +419,7 @@ class _Level(TorchDispatchMode):
             return None
         row, choice = found
         # a replacement that only has a rank's sizes for the whole's is what the op was called with here
-        takes_sizes = any(a.name in ("size", "shape", "sizes") for a in func._schema.arguments)
+        takes_sizes = any(a.name in _SIZES for a in func._schema.arguments)
         if local_replacement(row, choice) is not None and not takes_sizes:
             return None
         return [layout if isinstance(layout, Shard) else Lost() for layout in choice.results]
@@ -371,6 +429,14 @@ def _held(tensor: Tensor, layout: Any) -> list[Layout]:
     """The layouts that a tensor has; one that repeats along a dim has the same values in slices of any sizes."""
     repeated = [dim for dim, step in enumerate(tensor.stride()) if not step] if layout == I else []
     return [layout, *(Shard(dim) for dim in repeated)]
+
+
+_SIZES = ("size", "shape", "sizes")
+"""What PyTorch's ops call the argument that is the shape of the result."""
+
+
+def _is_written(argument: torch.Argument) -> bool:
+    return argument.alias_info is not None and argument.alias_info.is_write
 
 
 def planned(
@@ -384,7 +450,7 @@ def planned(
         tags: those of the op, of which this may be the form that does not write.
     """
     row = row_of(call)
-    if row is None and torch.Tag.pointwise in tags and torch.Tag.nondeterministic_seeded not in tags:
+    if row is None and torch.Tag.pointwise in tags and not is_random(call.target):
         row = pointwise(call)
     if row is None:
         return None
