@@ -174,11 +174,11 @@ class _Question:
         try:
             for number, axis in enumerate(axes):
                 layouts = [I if of is None else of.sharding[number].layout for of in self.types]
-                levels.append(_Level(axis.size, self.place[axis.name]))
+                levels.append(_Level(axis.size, self.place[axis.name], levels[-1].taken_apart if levels else ()))
                 found.append(self._run(levels[-1], layouts, shapes, scaled))
                 pairs = zip(shapes, layouts, strict=True)
                 shapes = [shape and levels[-1].local_shape(shape, layout) for shape, layout in pairs]
-            levels.append(_Level(1, 0))
+            levels.append(_Level(1, 0, levels[-1].taken_apart))
             self._run(levels[-1], [I] * len(shapes), shapes)
         except Exception:  # whatever a function does without values, or of other sizes: then it can't be followed
             return None
@@ -210,7 +210,7 @@ class _Question:
         args, kwargs = pytree.tree_unflatten(given, self.structure)
         with torch._C._AutoDispatchBelowAutograd(), torch._C.DisableTorchFunctionSubclass(), level:
             result = self.func(*args, **kwargs)
-        made = [leaf for leaf in pytree.tree_leaves(result) if isinstance(leaf, Tensor)]
+        made = _tensors(result)
         return _Found([(level.layout(t), tuple(t.shape)) for t in made], [level.layout(tensor) for tensor in tensors])
 
     def _ratio(self, shapes: Sequence[tuple[int, ...] | None]) -> float:
@@ -286,18 +286,20 @@ class _Step(NamedTuple):
 class _Level(TorchDispatchMode):
     """Follows layouts over one mesh axis through ops on tensors without memory."""
 
-    def __init__(self, size: int, rank: int) -> None:
+    def __init__(self, size: int, rank: int, taken_apart: Collection[int]) -> None:
         """Follows slices of a rank of an axis.
 
         Args:
             size: the number of ranks along the axis.
+            taken_apart: the numbers of the ops that were taken apart along an earlier axis.
         """
         super().__init__()
+        self.taken_apart = set(taken_apart)
         self.draws = False
         self._size, self._rank = size, rank
         self._steps: list[_Step] = []
         self._results: list[object] = []  # PyTorch calls `detach` of some results that are held, so all are
-        self._depth = 0
+        self._calls = 0
         self._known: dict[int, tuple[Tensor, Layout | Lost]] = {}
         """The identity of a tensor -> the tensor, which lives as long as this, and its layout."""
         self._inside: set[object] = set()
@@ -329,19 +331,27 @@ class _Level(TorchDispatchMode):
     ) -> Any:
         """Runs an op, and notes the layouts of its results."""
         kwargs = {name: "meta" if isinstance(v, torch.device) else v for name, v in (kwargs or {}).items()}
-        self._depth += 1
-        try:
-            result = self._called(func, args, kwargs)
-        finally:
-            self._depth -= 1
-        if not self._depth:
-            self._steps.append(self._step(func, args, kwargs, result))
+        number, self._calls = self._calls, self._calls + 1
+        given = [self.layout(tensor) for tensor in _tensors((args, kwargs))]
+        each = _of_one(func)
+        if each is not None:
+            with self:
+                made = _for_each(each, args, kwargs)
+            return made if func._schema.returns else None
+        parts = self._parts(func, given, args, kwargs, number)
+        if parts is not None:
+            self.taken_apart.add(number)
+            return self._in_parts(func, parts, args, kwargs)
+        result = func(*args, **kwargs)
+        self._results.append(result)
+        self._note_results(func, given, args, kwargs, result)
+        self._steps.append(self._step(func, args, kwargs, result))
         return result
 
     def _step(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], result: object) -> _Step:
         named = bound(func, args, kwargs).items()
         is_number = {name: not any(isinstance(leaf, Tensor) for leaf in pytree.tree_leaves(v)) for name, v in named}
-        made = [leaf for leaf in pytree.tree_leaves(result) if isinstance(leaf, Tensor)]
+        made = _tensors(result)
         shapes = [tuple(tensor.shape) for tensor in made]
         local = list[tuple[int, ...] | None]()
         for tensor, shape in zip(made, shapes, strict=True):
@@ -350,25 +360,28 @@ class _Level(TorchDispatchMode):
             local.append(self.local_shape(shape, layout) if is_known else None)  # type: ignore[arg-type]
         return _Step(func, {n: v for n, v in named if is_number[n] and n not in _SIZES}, shapes, local)
 
-    def _called(self, func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
-        given = [self.layout(t) for t in pytree.tree_leaves((args, kwargs)) if isinstance(t, Tensor)]
+    def _parts(
+        self, func: Any, given: Sequence[Layout | Lost], args: Sequence[Any], kwargs: Mapping[str, Any], number: int
+    ) -> Callable[..., Any] | None:
+        """What PyTorch runs for an op that its row does not let follow; None if it runs as it is."""
+        if func in self._inside or func._schema.is_mutable or is_random(func):
+            return None
+        if number not in self.taken_apart:
+            is_followed = any(layout != I for layout in given) and not any(isinstance(layout, Lost) for layout in given)
+            if not is_followed or self._planned(func, args, kwargs, _tensors(func(*args, **kwargs))) is not None:
+                return None
+        return decomposition_table.get(func) or (func.decompose if func._can_decompose() else None)
+
+    def _note_results(
+        self, func: Any, given: Sequence[Layout | Lost], args: Sequence[Any], kwargs: Mapping[str, Any], result: object
+    ) -> None:
         if all(layout == I for layout in given):
-            self._results.append(func(*args, **kwargs))
-            return self._results[-1]
-        each = _of_one(func)
-        if each is not None:
-            with self:
-                made = _for_each(each, args, kwargs)
-            return made if func._schema.returns else None
-        lost = next((layout for layout in given if isinstance(layout, Lost)), None)
-        result = func(*args, **kwargs)
-        tensors = [leaf for leaf in pytree.tree_leaves(result) if isinstance(leaf, Tensor)]
+            return
+        tensors = _tensors(result)
         if not tensors:
             raise NotImplementedError(func)  # it gives a number, or nothing that could be followed
+        lost = next((layout for layout in given if isinstance(layout, Lost)), None)
         layouts = self._planned(func, args, kwargs, tensors) if lost is None else None
-        parts = None if lost is not None or layouts is not None else self._parts(func)
-        if parts is not None:
-            return self._in_parts(func, parts, args, kwargs)
         if layouts is None:
             self.draws |= is_random(func)
             layouts = [lost or Lost(self.draws)] * len(tensors)
@@ -379,13 +392,6 @@ class _Level(TorchDispatchMode):
                 self.note(tensor, layout)
         for target in written:
             self._write(target, layouts[0])
-        return result
-
-    def _parts(self, func: Any) -> Callable[..., Any] | None:
-        """What PyTorch runs for an op that its row does not let follow."""
-        if func in self._inside or func._schema.is_mutable or is_random(func):
-            return None
-        return decomposition_table.get(func) or (func.decompose if func._can_decompose() else None)
 
     def _in_parts(self, func: Any, parts: Callable[..., Any], args: Any, kwargs: Mapping[str, Any]) -> Any:
         self._inside.add(func)
@@ -433,6 +439,10 @@ def _held(tensor: Tensor, layout: Any) -> list[Layout]:
 
 _SIZES = ("size", "shape", "sizes")
 """What PyTorch's ops call the argument that is the shape of the result."""
+
+
+def _tensors(value: object) -> list[Tensor]:
+    return [leaf for leaf in pytree.tree_leaves(value) if isinstance(leaf, Tensor)]
 
 
 def _is_written(argument: torch.Argument) -> bool:
