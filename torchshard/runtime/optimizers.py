@@ -20,7 +20,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 from torchshard.core.errors import InputError
 from torchshard.core.user_files import warn
 from torchshard.weights.parameter import ShardedParameter, support_foreach
-from torchshard.weights.slice_values import check_other_group, watch_slices
+from torchshard.weights.slice_values import SliceValue, check_other_group, watch_slices
 from torchshard.weights.state_slices import StateSlice, is_same_slice, place_of, place_text, wants_whole
 
 OptimizerState = Mapping[str, object]
@@ -107,6 +107,22 @@ def observe_steps(model: StepCounter, source: nn.Module) -> None:
 
 def _after_step(optimizer: Optimizer, args: object, kwargs: object) -> None:
     watch_slices(True)
+    if optimizer in _UNMARKED:
+        _UNMARKED.discard(optimizer)
+        _mark_states(optimizer)
+
+
+_UNMARKED: weakref.WeakSet[Optimizer] = weakref.WeakSet()
+"""The optimizers whose states may have slices that do not know it: before the first step, and after a load."""
+
+
+def _mark_states(optimizer: Optimizer) -> None:
+    """Marks what an optimizer keeps for slices, which people read and save, too."""
+    for parameter, state in optimizer.state.items():
+        if isinstance(parameter, ShardedParameter) and parameter.is_split:
+            for name, value in state.items():
+                if type(value) is Tensor and is_slice_state(value, parameter):
+                    state[name] = SliceValue.sharing(value, parameter)
 
 
 def _parameters(optimizer: Optimizer) -> list[Tensor]:
@@ -189,6 +205,7 @@ def _before_first_step(optimizer: Optimizer, slices: Sequence[ShardedParameter])
     check_class_of_slices(optimizer)
     _check_states(optimizer)
     mark_state_dicts(optimizer)
+    _UNMARKED.add(optimizer)
 
 
 _MARKED: weakref.WeakSet[Optimizer] = weakref.WeakSet()
@@ -249,6 +266,7 @@ def _checked_state(optimizer: Optimizer, state_dict: dict[str, Any]) -> dict[str
     Raises:
         InputError: it has a slice of another place.
     """
+    _UNMARKED.add(optimizer)
     states, by_element = dict(state_dict["state"]), _class_of_step(optimizer) in _BY_ELEMENT
     indices = [index for group in state_dict["param_groups"] for index in group["params"]]
     for parameter, index in zip(_parameters(optimizer), indices, strict=False):

@@ -16,9 +16,10 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
-from torchshard.core.errors import SliceWarning
+from torchshard.core.errors import InputError, SliceWarning
 from torchshard.core.mesh import Place
 from torchshard.core.user_files import warn
+from torchshard.weights.callers import is_users
 from torchshard.weights.following import Function, Lost, SliceType, follow
 
 ADVICE = (
@@ -50,7 +51,7 @@ class SliceCall:
             return cls(func, args, kwargs, tensors, [_version(tensor) for tensor in tensors])
 
     def ended(
-        self, result: object, held: Mapping[int, SliceType], place: Place, text: str, mark: Mark, *, warns: bool
+        self, result: object, held: Mapping[int, SliceType], place: Place, text: str, mark: Mark, *, module: str
     ) -> object:
         """Returns the result with its slices marked.
 
@@ -58,17 +59,21 @@ class SliceCall:
             held: the number of a slice among the tensors -> what it is a slice of.
             place: of this rank.
             text: a slice, in words.
-            warns: whether a user calls, who is warned of results that are no slices.
+            module: whose code calls. A user is warned of results that are no slices.
+
+        Raises:
+            InputError: the values are about to be written to a file that can't say what they are a slice of.
         """
         with torch._C.DisableTorchFunctionSubclass():
-            return self._ended(result, held, place, text, mark, warns)
+            return self._ended(result, held, place, text, mark, module)
 
     def _ended(
-        self, result: object, held: Mapping[int, SliceType], place: Place, text: str, mark: Mark, warns: bool
+        self, result: object, held: Mapping[int, SliceType], place: Place, text: str, mark: Mark, module: str
     ) -> object:
         written = {i for i, tensor in enumerate(self.tensors) if _version(tensor) != self.versions[i]}
         if not written and not any(isinstance(leaf, Tensor) for leaf in pytree.tree_leaves(result)):
-            if warns and _reads_values(self.func, self.args, self.kwargs):
+            if is_users(module) and _reads_values(self.func, self.args, self.kwargs):
+                _check_file(module, text)
                 warn_of_slice(f"{self._name} reads", text)
             return result
         outcome = follow(self.func, self.args, self.kwargs, held, place, result)
@@ -79,7 +84,7 @@ class SliceCall:
                 lost.append(Lost())
             elif type(tensor) is Tensor:
                 mark(tensor, of, True)
-        if lost and warns:
+        if lost and is_users(module):
             draws = any(of.draws for of in lost)
             but = "draws the same numbers on all ranks, and others than for the whole" if draws else "not of the whole"
             warn_of_slice(f"{self._name} of" if draws else f"{self._name} gives a result of", text, but)
@@ -103,6 +108,17 @@ class SliceCall:
 def warn_of_slice(verb: str, text: str, but: str = "not the whole") -> None:
     """Warns that a function does something with a slice and not with the whole: 'sum() gives a result of'."""
     warn(f"{verb} this rank's slice, {text}, {but}. {ADVICE}", SliceWarning)
+
+
+def _check_file(module: str, text: str) -> None:
+    """Refuses safetensors, whose files have no room for what a tensor is a slice of."""
+    if module.partition(".")[0] == "safetensors":
+        raise InputError(
+            "safetensors can't save this rank's slice of a parameter",
+            where=f"safetensors, {text}",
+            why="the file would not say which part of the whole it holds, and be read as the whole",
+            attempt="ts.save_pretrained(folder, model) for whole tensors, ts.save or torch.save for slices",
+        )
 
 
 def _version(tensor: Tensor) -> int:

@@ -119,7 +119,7 @@ class Slice(Placed):
             return _marked_gradients(args[1] if len(args) > 1 else kwargs["inputs"], cast(Gradients, result))
         first = slices[0]
         text, own = f"{first.place[1]}, of a parameter such as {first.path!r}", first.ranks.place
-        return call.ended(result, types_of(call.tensors, own), own, text, first._mark, warns=True)
+        return call.ended(result, types_of(call.tensors, own), own, text, first._mark, module=module)
 
     def _mark(self, tensor: Tensor, of: SliceType, in_place: bool) -> Tensor:
         """Marks a tensor as a slice of this model; in place where somebody holds it."""
@@ -153,6 +153,8 @@ class Slice(Placed):
         if self.is_split and isinstance(other, Tensor) and other.ndim == self.dim() and other.shape != self.shape:
             if any(n not in (1, own) for n, own in zip(other.shape, self.shape, strict=True)):
                 self.refuse_shape("p.copy_(...)", tuple(other.shape))
+        if self.is_split and is_users(called_from()):
+            types_of([other], self.ranks.place)  # refuses another rank's slice
         copied: Tensor = super().copy_(other, non_blocking)
         return copied
 

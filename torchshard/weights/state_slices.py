@@ -23,7 +23,7 @@ from torchshard.core.layouts import I
 from torchshard.core.mesh import Mesh, MeshAxis, Place
 from torchshard.core.words import Cut, Word, cuts, letter_names, parse, short_text, split_text
 from torchshard.weights.boxes import Piece, pieces, sizes
-from torchshard.weights.callers import called_from, caller, is_users
+from torchshard.weights.callers import called_from, caller
 from torchshard.weights.following import SliceType
 from torchshard.weights.slice_calls import SliceCall, warn_of_slice
 
@@ -210,7 +210,7 @@ class StateSlice(Placed):
             return note_place(tensor, place)
 
         text = f"{place_text(operand.place)}, of {name!r}"
-        return call.ended(result, types_of(call.tensors, where), where, text, mark, warns=is_users(module))
+        return call.ended(result, types_of(call.tensors, where), where, text, mark, module=module)
 
     def __reduce_ex__(self, protocol: SupportsIndex) -> tuple[object, ...]:
         if called_from() == "multiprocessing.reduction":  # to a process of this program, as async_save may start one
