@@ -142,7 +142,9 @@ class State(ShardedSubmodule):
         module: ShardedSubmodule = self
         for part in path.split(".") if path else ():
             if part not in module._modules:
-                module._modules[part] = ShardedSubmodule(module.source.get_submodule(part))
+                module._modules[part] = ShardedSubmodule(
+                    module.source.get_submodule(part), self.__dict__["_ts_assigned"]
+                )
             module = cast(ShardedSubmodule, module._modules[part])
         return module
 

@@ -6,7 +6,10 @@ of a tensor does not learn who called it, so the stack of frames is all there is
 
 from __future__ import annotations
 
+import contextlib
 import sys
+from collections.abc import Iterator
+from contextvars import ContextVar
 from types import FrameType
 
 _FOR_USERS = frozenset([
@@ -34,3 +37,21 @@ def caller() -> tuple[str, int]:
 def is_users(module: str) -> bool:
     """Whether a module belongs neither to PyTorch nor to this library."""
     return module.partition(".")[0] not in ("torch", "torchshard")
+
+
+_COUNTS_WHOLE: ContextVar[bool] = ContextVar("counts_whole", default=False)
+
+
+@contextlib.contextmanager
+def counting_whole() -> Iterator[None]:
+    """While a model's own method runs, its parameters have the numbers of elements of the whole ones."""
+    before = _COUNTS_WHOLE.set(True)
+    try:
+        yield
+    finally:
+        _COUNTS_WHOLE.reset(before)
+
+
+def counts_whole(module: str) -> bool:
+    """Whether code of a module counts the elements of whole parameters."""
+    return _COUNTS_WHOLE.get() and is_users(module)
