@@ -105,7 +105,7 @@ class ShardedModule(State, Notebook):
         """An instance of a class of its own, whose forward has the unsharded one's signature: loops read it there."""
         if cls is not ShardedModule:
             return object.__new__(cls)
-        return object.__new__(_class_for(cast(nn.Module, args[0])))
+        return cast(Self, object.__new__(_class_for(cast(nn.Module, args[0]))))
 
     def __setattr__(self, name: str, value: Any) -> None:
         if name == "forward":  # of all modules this one is called: accelerate wraps its forward for mixed precision
@@ -707,7 +707,8 @@ def _class_for(model: nn.Module) -> type[ShardedModule]:
 
     forward.__signature__ = with_self(inspect.signature(model.forward))  # type: ignore[attr-defined]
     namespace = {"forward": forward, "made_for": ShardedModule, "__module__": __name__}
-    return cast(type[ShardedModule], type(ShardedModule)(f"Sharded{type(model).__name__}", (ShardedModule,), namespace))
+    made = cast(type, type(ShardedModule))(f"Sharded{type(model).__name__}", (ShardedModule,), namespace)
+    return cast(type[ShardedModule], made)
 
 
 def _is_unsummed(parameter: Tensor) -> bool:

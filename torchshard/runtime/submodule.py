@@ -2,8 +2,8 @@
 
 Each is an instance of a class of its own, a subclass of `ShardedSubmodule` and of the unsharded module's class (as
 `torch.distributed.fsdp.fully_shard` makes `FSDPLinear`), so that loops over `modules()` which look for layers by
-`isinstance` still work. It can't be called, for a part of the model would compute with slices. Methods of the model's own
-classes run with the sharded modules as `self`, until they call a part or take a slice for the whole.
+`isinstance` still work. It can't be called, for a part of the model would compute with slices. Methods of the model's
+own classes run with the sharded modules as `self`, until they call a part or take a slice for the whole.
 """
 
 from __future__ import annotations
@@ -21,12 +21,15 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from torchshard.core.errors import InputError, SliceWarning
-from torchshard.weights.callers import counting_whole
+from torchshard.runtime.adapters import UNLOADING, is_unloading, merging_method
+from torchshard.weights.callers import running_method
 from torchshard.weights.parameter import ShardedParameter
 
 OWN = "_ts_"
 """The prefix of this library's attributes: a user's model may have attributes of any other name."""
+_BEFORE = "call it on the unsharded model, then ts.shard"
 _AS_FORWARD = "let the model's forward compute this, as for an argument `only=...`, and call the whole model"
+_MISSING = object()
 V = TypeVar("V")
 
 
@@ -160,11 +163,25 @@ class ShardedSubmodule(nn.Module, metaclass=_EqualToItsSource):
             return nn.Module.__getattr__(self, name)
         except AttributeError:
             # The whole model is no subclass of its source's class: attributes of that class are looked up here.
-            attribute = inspect.getattr_static(type(self.source), name, None)
-            if attribute is None or name.startswith("__"):
+            attribute = inspect.getattr_static(type(self.source), name, _MISSING)
+            if name.startswith("__"):
                 raise
+            if attribute is _MISSING:
+                return self._delegated(name)
             own = _own_attribute(type(self.source), name, attribute)
             return own.__get__(self, type(self)) if hasattr(own, "__get__") else own
+
+    def _delegated(self, name: str) -> Any:
+        """What a `__getattr__` of the source's class finds, as peft's do in the model that they wrap."""
+        value = getattr(self.source, name)
+        for path, module in self.source.named_modules():
+            if value is module:
+                return self.get_submodule(path)
+            if getattr(value, "__self__", None) is module:
+                return getattr(self.get_submodule(path), name)
+        if isinstance(value, Tensor):
+            raise AttributeError(f"a sharded {type(self.source).__name__} has no attribute {name!r}")
+        return value
 
     def __setattr__(self, name: str, value: Any) -> None:
         if name.startswith(OWN):
@@ -312,21 +329,26 @@ def _own_attribute(source: type, name: str, value: object) -> Any:
         return value
     full_name = f"{source.__name__}.{name}"
     if value.__module__.startswith("torch."):
-        return functools.partialmethod(_refuse_called, full_name)
-    return _with_slices(value, full_name)
+        return functools.partialmethod(_refuse_called, full_name, "it computes with the parameters", _BEFORE)
+    if is_unloading(source, name):
+        return functools.partialmethod(_refuse_called, full_name, "it replaces modules of the model", UNLOADING)
+    return merging_method(source, name) or _with_slices(value, source, full_name)
 
 
-def _with_slices(method: FunctionType, name: str) -> Callable[..., Any]:
+def _with_slices(method: FunctionType, source: type, name: str) -> Callable[..., Any]:
     """A method that runs on a sharded module, and is refused where it takes a slice for the whole."""
+    calls_super = "__class__" in inspect.unwrap(method).__code__.co_freevars
 
     @functools.wraps(method)
     def run(self: ShardedSubmodule, *args: object, **kwargs: object) -> Any:
-        with warnings.catch_warnings(), counting_whole():
+        if calls_super and not isinstance(self, source):
+            raise no_method(name, f"it calls super(), and a sharded model is no {source.__name__}", _AS_FORWARD)
+        with warnings.catch_warnings(), running_method(name):
             warnings.simplefilter("error", SliceWarning)
             try:
                 return method(self, *args, **kwargs)
             except SliceWarning as warning:
-                raise no_method(name, f"it takes a slice for the whole: {warning}") from warning
+                raise no_method(name, f"it takes a slice for the whole: {warning}", _AS_FORWARD) from warning
 
     return run
 
@@ -337,23 +359,21 @@ _OF_CLASSES = frozenset([
 """Attributes that Python itself gives to classes."""
 
 
-def _refuse_called(module: object, name: str, *args: object, **kwargs: object) -> NoReturn:
-    raise no_method(
-        name, "it computes with the parameters, of which each rank has a slice", f"call it before ts.shard; or {_AS_FORWARD}"
-    )
+def _refuse_called(module: object, name: str, why: str, attempt: str, *args: object, **kwargs: object) -> NoReturn:
+    raise no_method(name, why, attempt)
 
 
 class NoMethodError(InputError, AttributeError):
     """A method of the unsharded model was called of the sharded one."""
 
 
-def no_method(name: str, why: str, attempt: str = "") -> NoMethodError:
+def no_method(name: str, why: str, attempt: str) -> NoMethodError:
     """The error for a method that can't run with this rank's slices."""
     return NoMethodError(
         f"{name}() can't be called of a sharded model: it would compute with this rank's slices",
         where=name,
         why=why,
-        attempt=attempt or _AS_FORWARD,
+        attempt=attempt,
     )
 
 

@@ -39,19 +39,19 @@ def is_users(module: str) -> bool:
     return module.partition(".")[0] not in ("torch", "torchshard")
 
 
-_COUNTS_WHOLE: ContextVar[bool] = ContextVar("counts_whole", default=False)
+_METHOD: ContextVar[str] = ContextVar("method", default="")
 
 
 @contextlib.contextmanager
-def counting_whole() -> Iterator[None]:
-    """While a model's own method runs, its parameters have the numbers of elements of the whole ones."""
-    before = _COUNTS_WHOLE.set(True)
+def running_method(name: str) -> Iterator[None]:
+    """While a model's own method runs with its sharded model as `self`."""
+    before = _METHOD.set(name)
     try:
         yield
     finally:
-        _COUNTS_WHOLE.reset(before)
+        _METHOD.reset(before)
 
 
-def counts_whole(module: str) -> bool:
-    """Whether code of a module counts the elements of whole parameters."""
-    return _COUNTS_WHOLE.get() and is_users(module)
+def method_of(module: str) -> str:
+    """The name of the model's own method that runs, if a module's code is not PyTorch's or this library's."""
+    return _METHOD.get() if is_users(module) else ""

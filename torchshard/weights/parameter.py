@@ -22,7 +22,7 @@ from torchshard.core.errors import InputError
 from torchshard.core.words import Word
 from torchshard.distributed.ops import PLAIN
 from torchshard.distributed.ranks import Ranks
-from torchshard.weights.callers import called_from, counts_whole, is_users
+from torchshard.weights.callers import called_from, is_users, method_of
 from torchshard.weights.slice_values import Slice, SliceValue, check_other_group, gradient_for, unwatched
 from torchshard.weights.state_slices import StateSlice
 
@@ -159,7 +159,7 @@ class ShardedParameter(Slice, nn.Parameter):
 
     def numel(self) -> int:
         """As `Tensor.numel`; to a method of the model itself, of the whole parameter."""
-        return math.prod(self.whole) if self.is_split and counts_whole(called_from()) else super().numel()
+        return math.prod(self.whole) if self.is_split and method_of(called_from()) else super().numel()
 
     def register_hook(self, hook: Callable[[Tensor], Tensor | None]) -> RemovableHandle:
         """As `Tensor.register_hook`; a user's hook gets the gradient marked as a slice."""
