@@ -84,6 +84,19 @@ def test_pytorchs_own_product() -> None:
     assert report.ok, str(report)
 
 
+@pytest.mark.parametrize("inner, is_split", [(40, False), (64, True)])
+def test_pytorchs_own_product_is_split_where_rows_stay_aligned(inner: int, is_split: bool) -> None:
+    """It takes rows of a multiple of 16 bytes: 40 of two bytes are five of them, for four ranks."""
+    model, inputs = _model(inner=inner, dtype=torch.bfloat16)
+    plan = ts.plan(model, "auto", world_size=4, example_inputs=inputs)
+    assert (plan.parameters["up"] == ts.S(2)) is is_split
+    report = ts.check(model, plan, world_size=4, example_inputs=inputs, dtype=None)
+    assert report.ok, str(report)
+    if not is_split:
+        with pytest.raises(ts.PlanError):
+            ts.plan(model, {"up": "column"}, world_size=4, example_inputs=inputs)
+
+
 @pytest.mark.parametrize("world, experts", [(2, 4), (3, 4), (4, 3)])
 def test_experts_across_ranks(world: int, experts: int) -> None:
     """Every rank has some experts whole: with 3 of them, the last of 4 ranks has none."""

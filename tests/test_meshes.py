@@ -253,6 +253,28 @@ def test_a_loss_over_split_classes_gathers_nothing_over_the_batch(smoothing: flo
     assert ts.check(model, plan, mesh=mesh, example_inputs=batch).ok
 
 
+class TargetsInside(LossOfTokens):
+    """Which are a buffer, of as many as the tokens of the whole batch: only their product with the length is known."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("labels", torch.randint(0, 32, (32,)))
+
+    def forward(self, ids: Tensor) -> Tensor:  # type: ignore[override]
+        return super().forward(ids, self.labels)
+
+
+@pytest.mark.parametrize("mesh", [{"dp": 2}, {"dp": 2, "tp": 2}], ids=str)
+def test_targets_of_the_whole_batch_in_a_buffer(mesh: dict[str, int]) -> None:
+    torch.manual_seed(0)
+    model, ids, plan = (
+        TargetsInside().double(),
+        torch.randint(0, 32, (4, 8)),
+        {"head": "column"} if "tp" in mesh else {},
+    )
+    assert ts.check(model, plan, mesh=mesh, data={"dp": "replicate"}, example_inputs=(ids,)).ok
+
+
 class Sine(nn.Module):
     """Between a split layer and the next."""
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import importlib
 import importlib.util
 import sys
 from pathlib import Path
@@ -17,7 +18,9 @@ from torch import Tensor, fx, nn
 import torchshard as ts
 from tests.compiled import compiled, planned_as
 from tests.models import CASES
+from torchshard import passes
 from torchshard.capture import flatten_call
+from torchshard.checking import steps
 from torchshard.checking.check import BY_GRAPHS, check_program
 from torchshard.checking.compare import TOLERANCES, Results, compare
 from torchshard.checking.lockstep import rank_graphs
@@ -26,10 +29,12 @@ from torchshard.compiler.program import Program, prepared
 from torchshard.core.errors import InternalError
 from torchshard.core.mesh import Mesh, MeshAxis
 from torchshard.core.rng_states import rng_states
+from torchshard.distributed import kernels
 from torchshard.distributed.ops import OPS
 from torchshard.ir.graph import duplicate
 from torchshard.passes import Partition, step_graphs, verify
 from torchshard.plans.machine import Machine, Objective
+from torchshard.runtime import step
 from torchshard.weights.materialize import local_state
 
 ROOT = Path(__file__).parents[1]
@@ -115,9 +120,77 @@ def test_a_wrong_graph_of_the_backward_is_caught(monkeypatch: pytest.MonkeyPatch
     case = CASES["mlp"]
     model, call = case.build().double(), {"world_size": 2, "example_inputs": case.inputs()}
     assert ts.check(model, case.plan, **call).ok
-    monkeypatch.setattr("torchshard.checking.steps.step_graphs", doubled)
+    monkeypatch.setattr("torchshard.runtime.step.step_graphs", doubled)
     report = ts.check(model, case.plan, **call)
     assert not report.ok and report.diverges_at == BY_GRAPHS
+
+
+def _with_doubled_result(graph: fx.GraphModule) -> None:
+    """Doubles the first tensor that a graph returns."""
+    output = graph.graph.output_node()
+    first = next(n for n in output.all_input_nodes if isinstance(n.meta.get("val"), Tensor))
+    with graph.graph.inserting_before(output):
+        wrong = graph.graph.call_function(torch.ops.aten.mul.Scalar, (first, 2))
+    wrong.meta = dict(first.meta)
+    output.replace_input_with(first, wrong)
+    graph.recompile()
+
+
+def _in_place(run: Any) -> Any:
+    """The same pass, which leaves another result."""
+
+    def wrong(graph: fx.GraphModule, *args: Any) -> Any:
+        made = run(graph, *args)
+        _with_doubled_result(graph)
+        return made
+
+    return wrong
+
+
+def _returning(run: Any) -> Any:
+    """The same, for a pass that returns a graph, or several."""
+
+    def wrong(*args: Any) -> Any:
+        made = run(*args)
+        changed = made.forward if isinstance(made, Partition) else made[-1].graph if isinstance(made, list) else made
+        _with_doubled_result(changed)
+        return made
+
+    return wrong
+
+
+def _wrong_function(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each relu becomes a sigmoid in the last pass."""
+    module = importlib.import_module("torchshard.passes.direct")
+    found, relu = module._function, torch.ops.aten.relu.default
+    monkeypatch.setattr(module, "_chosen", {})
+    monkeypatch.setattr(module, "_function", lambda node: torch.sigmoid if node.target is relu else found(node))
+
+
+def _sum_of_one(x: Tensor, source: Any, target: Any, group: Any) -> Tensor:
+    return x.clone()
+
+
+FAULTS: dict[str, Any] = {
+    "bucket": lambda m: m.setattr(passes, "bucket", _in_place(passes.bucket)),
+    "direct": _wrong_function,
+    "kernels": lambda m: [m.setitem(kernels._KERNELS, name, _sum_of_one) for name in ("all_reduce", "all_reduce_")],
+    "partition": lambda m: m.setattr(passes, "partition", _returning(passes.partition)),
+    "schedule": lambda m: m.setattr(step, "schedule", _in_place(step.schedule)),
+    "segments": lambda m: m.setattr(step, "segments", _returning(step.segments)),
+    "under autograd": lambda m: m.setattr(steps, "with_direct_collectives", _returning(steps.with_direct_collectives)),
+    "widen": lambda m: m.setattr(passes, "widen", _in_place(passes.widen)),
+}
+"""What is done to a rank's graph before it runs -> puts a fault there."""
+
+
+@pytest.mark.parametrize("name", FAULTS)
+def test_a_fault_in_what_real_ranks_run_is_caught(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    torch.manual_seed(0)
+    model, x = nn.Sequential(nn.Linear(6, 8), nn.ReLU(), nn.Linear(8, 6, bias=False)), torch.randn(3, 6)
+    call: dict[str, Any] = {"world_size": 2, "example_inputs": (x.requires_grad_(),)}
+    FAULTS[name](monkeypatch)
+    assert not ts.check(model, {"0": "column", "2": "row"}, **call).ok
 
 
 def test_a_dropped_copy_leaves_outputs_exact_and_is_named() -> None:

@@ -1,15 +1,17 @@
-"""Finds dynamic sizes of the inputs that must be equal for a graph to compute anything sensible.
+"""Finds dynamic sizes of the inputs that must be equal for a graph to compute anything sensible, or are fixed.
 
     before    view(memory, [length, 4 * a, 8])     f32[length, 4*a, 8*b//a]     a, b: the batches of two inputs
     after     view(memory, [length, 4 * a, 8])     f32[length, 4*a, 8]          a is b
 
 PyTorch's attention views its keys by the batch of its queries. Export leaves open whether the two are equal, and the
-quotients in its sizes can't be split.
+quotients in its sizes can't be split. It also leaves open the factors of a fixed product: if `batch * length` targets
+are in a buffer, a part of the batch would have a different number of them.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Any
 
 import sympy
 from torch import SymInt, Tensor
@@ -33,6 +35,23 @@ def equal_sizes(exported: ExportedProgram) -> list[list[InputDim]]:
                 groups.update(dict.fromkeys(union, union))
     merged = {frozenset(group) for group in groups.values() if len(group) > 1}
     return sorted(_dims_of(group, dims) for group in merged)
+
+
+def fixed_sizes(exported: ExportedProgram) -> list[InputDim]:
+    """Input dims of which a sum or product is a fixed number, as where it is compared with a buffer's size."""
+    dims, fixed = _dynamic_dims(exported)[0], set[sympy.Symbol]()
+    for guard in _guards(exported):
+        if isinstance(guard, sympy.Eq) and guard.rhs.is_Integer and guard.lhs.is_polynomial():
+            fixed |= guard.lhs.free_symbols & dims.keys()
+    return sorted(_dims_of(frozenset(fixed), dims))
+
+
+def _guards(exported: ExportedProgram) -> list[sympy.Basic]:
+    """What export has assumed of sizes."""
+    found = (value for node in exported.graph.nodes for value in pytree.tree_leaves(node.meta.get("val")))
+    sizes: Iterator[Any] = (size for value in found if isinstance(value, Tensor) for size in value.shape)
+    env = next((size.node.shape_env for size in sizes if isinstance(size, SymInt)), None)
+    return [] if env is None else [guard.expr for guard in env.guards]
 
 
 def _dims_of(group: frozenset[sympy.Symbol], dims: dict[sympy.Symbol, list[InputDim]]) -> list[InputDim]:

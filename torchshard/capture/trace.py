@@ -22,7 +22,7 @@ from torchshard.capture.attributes import Snapshot, attributes, changed
 from torchshard.capture.carried import Arguments, Changes
 from torchshard.capture.entry_points import as_plain_module, replace_forward
 from torchshard.capture.equal_layers import equal_layers
-from torchshard.capture.equal_sizes import equal_sizes
+from torchshard.capture.equal_sizes import equal_sizes, fixed_sizes
 from torchshard.capture.export_errors import capture_error
 from torchshard.capture.function_mode import CaptureMode, slots_of
 from torchshard.capture.modes import note_modes
@@ -34,6 +34,8 @@ from torchshard.capture.repeated import DifferentLayers, Repeats
 from torchshard.capture.rng_states import changed_generators, check_generators
 from torchshard.capture.seeding import INTERCEPTED_SEEDING
 from torchshard.capture.signature import Leaves, check_results, is_unchanged
+from torchshard.capture.tools import without_tools
+from torchshard.capture.value_checks import VALUE_CHECKS
 from torchshard.capture.whole_calls import INTERCEPTED_FUNCTIONS
 from torchshard.core.errors import CaptureError, InputError, in_short
 from torchshard.core.user_files import warn
@@ -78,7 +80,9 @@ def trace(model: nn.Module, call: Leaves, dynamic: Sequence[frozenset[int]], *, 
             use_recording(recording),
             INTERCEPTED_FUNCTIONS,
             INTERCEPTED_SEEDING,
+            VALUE_CHECKS,
             quiet(),
+            without_tools(),
             saved_tensors_hooks(_same, _same),
         ):
             exported = _export(as_plain_module(model), call, dynamic)
@@ -206,15 +210,18 @@ def _export_with(model: nn.Module, call: Leaves, shapes: Shapes) -> ExportedProg
 def _with_equal_sizes(model: nn.Module, call: Leaves, shapes: Shapes, exported: ExportedProgram) -> ExportedProgram:
     """Exports again if inputs' sizes must be equal for the model to run (two batches, one viewed by the other's size).
 
-    Export leaves that open, with sizes such as `8 * b // a` in the graph, which nothing can be split by.
+    Export leaves that open, with sizes such as `8 * b // a` in the graph, which nothing can be split by; and which
+    sizes are fixed because their product is.
     """
-    groups = equal_sizes(exported)
-    if not groups:
+    groups, fixed = equal_sizes(exported), fixed_sizes(exported)
+    if not groups and not fixed:
         return exported
     shared = [dict(shape) for shape in shapes]
     for number, dims in enumerate(groups):
         for index, dim in dims:
             shared[index][dim] = Dim(f"size{number}")
+    for index, dim in fixed:
+        shared[index][dim] = Dim.STATIC
     try:
         return _export_with(model, call, shared)
     except Exception:  # the sizes need not be equal

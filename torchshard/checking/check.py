@@ -38,6 +38,7 @@ from torchshard.passes import with_whole_results
 from torchshard.plans.machine import Axes, MachineLike, objective
 
 T = TypeVar("T")
+BY_CALLS = "the graph of calls without gradients: under autograd nothing differs"
 BY_GRAPHS = "the graphs of forward and backward: under autograd nothing differs"
 WIDER = (torch.float64, torch.float32)
 """A graph of a narrower dtype is compared in one of these too: the first in which all its ops run."""
@@ -203,8 +204,8 @@ def check_program(
     """Compares the graph of a program with the model; tests pass a changed graph to see that the check notices.
 
     Args:
-        by_graphs: whether the ranks compute gradients also by graphs of forward and backward, as training does, and not
-            by PyTorch's autograd alone.
+        by_graphs: whether the ranks run also what they run in place of the graph under PyTorch's autograd: the graph of
+            calls without gradients, and in training those of forward and backward.
     """
     trial, graph = _trial(model, compiled.captured, args, kwargs), with_whole_results(graph)
     with keeping_rng_states(trial.tensors):
@@ -261,16 +262,29 @@ def _report(trial: Trial, sides: _Sides, tolerance: float) -> Report:
     comparisons = _comparisons(trial, sides.expected, trial.sharded(sides.graphs, made), made.held, tolerance)
     report = Report(made.mesh.size, tolerance, comparisons)
     if report.ok:
-        by_graphs = trial.by_graphs(sides.graphs, made) if sides.by_graphs else None
-        if by_graphs is None:
-            return report
-        others = _comparisons(trial, sides.expected, by_graphs, made.held, tolerance)
-        worse = tuple(max(pair, key=lambda c: c.error) for pair in zip(comparisons, others, strict=True))
-        report = replace(report, comparisons=worse)
-        return report if report.ok else replace(report, diverges_at=BY_GRAPHS)
+        return _with_graphs(report, trial, sides) if sides.by_graphs else report
     # runs again only after a failure: keeping every node's value takes the memory of all ranks' activations
     watched = trial.whole(watched=True), trial.sharded(sides.graphs, made, watched=True)
     return replace(report, diverges_at=_diagnose(_words_of_values(sides), sides.graph, *watched, tolerance))
+
+
+def _with_graphs(report: Report, trial: Trial, sides: _Sides) -> Report:
+    """Adds what the ranks run in place of the graph under autograd: its last passes, and the kernels of collectives."""
+    values = replace(sides.expected, input_grads={}, parameter_grads={})
+    for name, expected, run in (
+        (BY_CALLS, values, trial.without_gradients),
+        (BY_GRAPHS, sides.expected, trial.by_graphs),
+    ):
+        found = run(sides.graphs, sides.made)
+        if found is None:
+            continue
+        others = _comparisons(trial, expected, found, sides.made.held, report.tolerance)
+        errors = {(c.kind, c.name): c for c in others}
+        worse = (max(c, errors.get((c.kind, c.name), c), key=lambda c: c.error) for c in report.comparisons)
+        report = replace(report, comparisons=tuple(worse))
+        if not report.ok:
+            return replace(report, diverges_at=name)
+    return report
 
 
 def _comparisons(

@@ -5,7 +5,8 @@ at the same collective, it runs for all of them by the definition of the layouts
 pieces, and split it as the target says. Its backward does the same with the dual layouts. One autograd tape spans all
 ranks.
 
-The collectives of `distributed` are not used, so that a bug in a kernel can't hide a bug in a graph.
+The collectives of `distributed` are not used there, so that a bug in a kernel can't hide a bug in a graph. Graphs after
+their last pass, which have no gradients, run a second time by the kernels of real ranks (see `exchanges`).
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ from torch import Tensor, fx
 from torch._ops import OpOverload
 from torch.fx.node import Argument
 
+from torchshard.checking.exchanges import exchanged
 from torchshard.compiler.program import DividedBatch, rank_before
 from torchshard.core.conversions import kernels, source_and_target
 from torchshard.core.errors import InternalError
@@ -28,14 +30,15 @@ from torchshard.core.layouts import Layout, dual, is_whole, join, split
 from torchshard.core.mesh import Mesh, MeshAxis, Place, Simulated, simulated, simulated_name
 from torchshard.core.rng_states import RngStates, rng_state, rng_states, set_rng_states
 from torchshard.custom_ops.stepwise import Computation, Stepwise
-from torchshard.distributed.experts import COMBINE, DISPATCH, experts_of_ranks
-from torchshard.distributed.ops import OPS, SENDING, Begin, is_collective, wait
+from torchshard.distributed.experts import COMBINE, DISPATCH, KERNELS, experts_of_ranks
+from torchshard.distributed.group import Group
+from torchshard.distributed.kernels import own_part
+from torchshard.distributed.ops import OPS, SENDING, Begin, is_collective, unwrapped, wait
 from torchshard.ir.graph import where
 from torchshard.passes import localized
-from torchshard.passes.nodes import FOR_ANY_STRIDES, call_target, operator_of
+from torchshard.passes.nodes import FOR_ANY_STRIDES, call_target
 from torchshard.passes.propagate import Seen
 from torchshard.plans.plan import Plan
-from torchshard.rules import is_random
 
 T = TypeVar("T")
 Record = Callable[[fx.Node, Argument, list[Argument]], Argument]
@@ -48,6 +51,8 @@ class Request(NamedTuple):
     node: fx.Node
     op: OpOverload[..., object]
     args: Sequence[Argument]
+    in_place: bool = False
+    """Whether the result takes the memory of the operand."""
 
     @property
     def group(self) -> Simulated:
@@ -113,7 +118,11 @@ def _among(local: fx.GraphModule, place: Place) -> fx.GraphModule:
 
 
 def run(
-    graphs: Sequence[fx.GraphModule], inputs: Sequence[Sequence[Argument]], record: Sequence[Record]
+    graphs: Sequence[fx.GraphModule],
+    inputs: Sequence[Sequence[Argument]],
+    record: Sequence[Record],
+    *,
+    by_kernels: bool = False,
 ) -> list[list[object]]:
     """Runs all ranks; returns each rank's results.
 
@@ -121,23 +130,24 @@ def run(
         graphs: one per rank.
         inputs: per rank the values of the placeholders.
         record: per rank.
+        by_kernels: whether collectives run by the kernels of real ranks, which have no gradients.
 
     Raises:
         InternalError: the ranks arrive at different collectives.
     """
-    # a process has one RNG state for all simulated ranks, so each rank keeps its own and puts it back before a draw
+    # a process has one RNG state for all simulated ranks, so each rank keeps its own, and puts it back when it goes on
     states = [rng_states(values) for values in inputs]
     calls = zip(graphs, inputs, record, strict=True)
-    ranks = [_rank(*call, states, rank) for rank, call in enumerate(calls)]
+    ranks = [_rank(*call) for call in calls]
     received: dict[int, Tensor | None] = dict.fromkeys(range(len(ranks)))
     waiting, results = dict[int, Request](), dict[int, list[object]]()
     while received:
         for number, value in received.items():
             try:
-                waiting[number] = ranks[number].send(value)
+                waiting[number] = _with_rng_state(states, number, partial(ranks[number].send, value))
             except StopIteration as done:
                 results[number] = done.value
-        received = _all_arrived(waiting)
+        received = _all_arrived(waiting, by_kernels=by_kernels)
         for number in received:
             del waiting[number]
     if waiting:
@@ -146,7 +156,7 @@ def run(
     return [results[number] for number in range(len(ranks))]
 
 
-def _all_arrived(waiting: Mapping[int, Request]) -> dict[int, Tensor | None]:
+def _all_arrived(waiting: Mapping[int, Request], *, by_kernels: bool) -> dict[int, Tensor | None]:
     """Runs the collectives at which all ranks of a group wait; returns the result of each of those ranks."""
     groups = dict[tuple[str, int], dict[int, int]]()
     for number, request in waiting.items():
@@ -156,35 +166,33 @@ def _all_arrived(waiting: Mapping[int, Request]) -> dict[int, Tensor | None]:
     for (_, size), members in groups.items():
         if len(members) == size:
             numbers = [members[rank] for rank in range(size)]
-            results |= zip(numbers, _run_collective([waiting[n] for n in numbers]), strict=True)
+            made = _run_collective([waiting[n] for n in numbers], by_kernels=by_kernels)
+            results |= zip(numbers, made, strict=True)
     return results
 
 
-def _rank(
-    graph: fx.GraphModule, inputs: Sequence[Argument], record: Record, states: list[RngStates], rank: int
-) -> Rank:
+def _rank(graph: fx.GraphModule, inputs: Sequence[Argument], record: Record) -> Rank:
     env: dict[fx.Node, Argument] = {}
     remaining_inputs = iter(inputs)
     for node in graph.graph.nodes:
         args, kwargs = fx.map_arg((node.args, node.kwargs), lambda n: env[n])
+        target = unwrapped(node.target)
         if node.op == "placeholder":
             value = next(remaining_inputs)
         elif node.op == "output":
             return list(args[0])
-        elif is_collective(node.target):
-            request = Request(node, operator_of(node), args)
+        elif is_collective(target):
+            request = Request(node, cast(OpOverload[..., object], target), args)
             alone = _alone(request)
             value = alone if alone is not None else (yield request)
-        elif isinstance(node.target, Begin):
-            value = yield Request(node, node.target.op, args)
-        elif node.target is wait:
+        elif isinstance(target, Begin):
+            value = yield Request(node, target.op, args, target.in_place)
+        elif target is wait:
             value = args[0]  # all ranks have begun the collective, and it has ended
-        elif isinstance(node.target, Stepwise):
-            value = yield from _stepwise(node, node.target.steps(*args), states, rank)
+        elif isinstance(target, Stepwise):
+            value = yield from _stepwise(node, target.steps(*args))
         elif node.target in FOR_ANY_STRIDES:
             value = FOR_ANY_STRIDES[node.target](*args, **kwargs)
-        elif is_random(node.target):
-            value = _with_rng_state(states, rank, partial(call_target, node, args, kwargs))
         else:
             value = call_target(node, args, kwargs)
         env[node] = record(node, value, [*args, *kwargs.values()])
@@ -213,24 +221,22 @@ def _with_rng_state(states: list[RngStates], rank: int, fn: Callable[[], T]) -> 
         states[rank] = {device: rng_state(device) for device in states[rank]}
 
 
-def _stepwise(
-    node: fx.Node, steps: Computation, states: list[RngStates], rank: int
-) -> Generator[Request, Tensor | None, Argument]:
-    """Runs an op that yields its collectives; between two of them it may draw random numbers."""
+def _stepwise(node: fx.Node, steps: Computation) -> Generator[Request, Tensor | None, Argument]:
+    """Runs an op that yields its collectives."""
     result: Tensor | None = None
     while True:
         try:
             # the first `send` must be of None, by the protocol of generators
-            op, args = _with_rng_state(states, rank, partial(steps.send, cast(Tensor, result)))
+            op, args = steps.send(cast(Tensor, result))
         except StopIteration as done:
             return cast(Argument, done.value)
         assert isinstance(op, OpOverload)
         result = yield Request(node, op, args)
 
 
-def _run_collective(requests: Sequence[Request]) -> Sequence[Tensor]:
+def _run_collective(requests: Sequence[Request], *, by_kernels: bool) -> Sequence[Tensor]:
     """Runs the collective that all ranks have arrived at; returns each rank's result."""
-    node, op, args = requests[0]
+    node, op, args, in_place = requests[0]
     # the first argument is the rank's tensor, the last names its group: a simulated one, another on each rank
     if any(request.op is not op or _common(request) != _common(requests[0]) for request in requests):
         raise InternalError(
@@ -239,12 +245,19 @@ def _run_collective(requests: Sequence[Request]) -> Sequence[Tensor]:
             why="; ".join(f"rank {i}: {request.node.format_node()}" for i, request in enumerate(requests)),
         )
     tensors = [request.tensor for request in requests]
+    groups = [Group(each.group.rank, each.group.size, simulated=True) for each in requests]
+    if by_kernels and op in KERNELS:
+        operands = [cast(list[Tensor], each.args[:3]) for each in requests]
+        return exchanged([KERNELS[op](x, a, b, group) for (x, a, b), group in zip(operands, groups, strict=True)])
     if op in (DISPATCH, COMBINE):
         return _moved(requests)
     row = OPS.get(op)
     if row is None:  # all_reduce_max
         largest = torch.stack(tensors).amax(0)
         return [largest.clone() for _ in tensors]
+    if by_kernels:
+        kernel, ends = f"{row.kernel}_" if in_place else row.kernel, source_and_target(row.name, args[1:])
+        return exchanged([own_part(kernel, x, *ends, group) for x, group in zip(tensors, groups, strict=True)])
     sends = kernels(row.name, needs_grad=torch.is_grad_enabled())[1] in SENDING
     if sends:
         _check_all_take_part(node, [t.requires_grad for t in tensors])

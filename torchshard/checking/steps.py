@@ -22,6 +22,7 @@ from torchshard.capture.carried import Arguments
 from torchshard.checking import lockstep
 from torchshard.checking.compare import ComparedValue, Kind, Results, gradients, largest_difference
 from torchshard.checking.rounding import NUDGE_SEED, Nudges, nudged, widened, widened_graph
+from torchshard.checking.running import Execute, NoBackwardError, inference, training
 from torchshard.compiler.program import Program
 from torchshard.core.autocast import autocasting
 from torchshard.core.errors import in_short
@@ -30,7 +31,8 @@ from torchshard.core.mesh import Mesh, Place
 from torchshard.core.rng_states import RngStates, set_rng_states
 from torchshard.core.words import WHOLE, Word, split, word
 from torchshard.ir.graph import is_float, is_tensor, result_layouts, results_of
-from torchshard.passes import Partition, has_backward, step_graphs
+from torchshard.passes import has_backward
+from torchshard.runtime.step import with_direct_collectives
 from torchshard.weights.materialize import local_state
 
 log = logging.getLogger(__name__)
@@ -133,7 +135,7 @@ class Run:
         mesh: Mesh,
         words: Mapping[str, Word] = MappingProxyType({}),
         watched: bool = False,
-        parts: Sequence[Partition] | None = None,
+        execute: Execute | None = None,
     ) -> None:
         """Runs it.
 
@@ -144,7 +146,7 @@ class Run:
             words: what each rank has of the call's tensors.
             nudges: which values, and gradients, are moved by a unit in their last place.
             watched: whether to keep every node's value and gradient.
-            parts: each rank's graphs of forward and backward, to run in place of `graphs` and PyTorch's autograd.
+            execute: what runs in place of `graphs` under PyTorch's autograd.
         """
         ranks = range(len(graphs))
         self.mesh, self.states, self._nudges, self._watched = mesh, states, nudges, watched
@@ -158,33 +160,11 @@ class Run:
         for graph, state, inputs in zip(graphs, states, self.inputs, strict=True):
             by_path = {**state, **inputs}
             placeholder_values.append([by_path[n.meta["path"]] for n in graph.graph.nodes if n.op == "placeholder"])
-        if parts is not None:
-            with torch.no_grad(), autocasting(()):
-                self.outputs = self._by_graphs(parts, placeholder_values)
-            return
         with torch.enable_grad(), autocasting(()):
-            made = lockstep.run(graphs, placeholder_values, [self._recorder(rank) for rank in ranks])
+            records = [self._recorder(rank) for rank in ranks]
+            made = execute(placeholder_values) if execute else lockstep.run(graphs, placeholder_values, records)
             self.outputs = [[output for output in outputs if isinstance(output, Tensor)] for outputs in made]
             backward(self.outputs, mesh, self.output_words)
-
-    def _by_graphs(self, parts: Sequence[Partition], values: Sequence[Sequence[Tensor]]) -> list[list[Tensor]]:
-        """The results of a step by graphs of forward and backward, whose gradients are left in `.grad`."""
-        record, given = [_as_it_is] * len(parts), parts[0].given
-        plain = [[value.detach() if isinstance(value, Tensor) else value for value in of_rank] for of_rank in values]
-        made = lockstep.run([each.forward for each in parts], plain, record)
-        outputs, arguments = [], []
-        for place, results in zip(self.mesh.places(), made, strict=True):
-            own, saved = results[: len(given)], results[len(given) :]
-            outputs.append([result for result in own if isinstance(result, Tensor)])
-            numbers = [sum(isinstance(r, Tensor) for r in own[:i]) for i, is_given in enumerate(given) if is_given]
-            cotangents = [_own_cotangent(outputs[-1][i], i, self.output_words, place) for i in numbers]
-            arguments.append([*saved, *cotangents])
-        found = lockstep.run([each.backward for each in parts], cast(Sequence[Sequence[Argument]], arguments), record)
-        for of_rank, grads in zip(values, found, strict=True):
-            for value, grad in zip(of_rank, grads, strict=True):
-                if isinstance(grad, Tensor):  # a tied parameter is several arguments
-                    value.grad = grad if value.grad is None else value.grad + grad
-        return outputs
 
     def _recorder(self, rank: int) -> lockstep.Record:
         def record(node: fx.Node, value: Argument, args: list[Argument]) -> Argument:
@@ -197,10 +177,6 @@ class Run:
             return value
 
         return record
-
-
-def _as_it_is(node: fx.Node, value: Argument, args: list[Argument]) -> Argument:
-    return value
 
 
 @dataclass(frozen=True)
@@ -247,21 +223,32 @@ class Trial:
         return self._run(self._in_own_dtype([self.captured.graph]), {}, ALONE, nudges, watched=watched)
 
     def sharded(self, graphs: list[fx.GraphModule], made: Program, *, watched: bool = False) -> Run:
-        """Runs the graphs of all ranks of a program."""
-        return self._run(self._in_own_dtype(graphs), made.held, made.mesh, watched=watched)
+        """Runs the graphs of all ranks of a program under PyTorch's autograd, as the first call of training does."""
+        graphs = [with_direct_collectives(graph) for graph in self._in_own_dtype(graphs)]
+        return self._run(graphs, made.held, made.mesh, watched=watched)
+
+    def without_gradients(self, graphs: list[fx.GraphModule], made: Program) -> Run:
+        """The same as calls without gradients run it."""
+        graphs = self._in_own_dtype(graphs)
+        with _default_dtype(self.dtype):
+            execute = inference(graphs)
+        return self._run(graphs, made.held, made.mesh, watched=False, execute=execute)
 
     def by_graphs(self, graphs: list[fx.GraphModule], made: Program) -> Run | None:
-        """The same by graphs of forward and backward, as training runs it; None if there are none."""
+        """The same by graphs of forward and backward, as further calls of training run it; None if there are none."""
         graphs = self._in_own_dtype(graphs)
         if not all(map(has_backward, graphs)):
             return None
         try:
             with _default_dtype(self.dtype):
-                parts = [step_graphs(graph) for graph in graphs]
+                execute = training(graphs)
         except Exception as error:  # whatever it is: training does without
             log.warning("no graph of the backward: %s; autograd's alone is compared", in_short(error))
             return None
-        return self._run(graphs, made.held, made.mesh, watched=False, parts=parts)
+        try:
+            return self._run(graphs, made.held, made.mesh, watched=False, execute=execute)
+        except NoBackwardError:
+            return None
 
     def _in_own_dtype(self, graphs: list[fx.GraphModule]) -> list[fx.GraphModule]:
         """The graphs with this trial's dtype, if it has one."""
@@ -275,12 +262,12 @@ class Trial:
         nudges: Nudges | None = None,
         *,
         watched: bool,
-        parts: Sequence[Partition] | None = None,
+        execute: Execute | None = None,
     ) -> Run:
         set_rng_states(self.seed)
         states = [self._state(words, place) for place in mesh.places()]
         with _default_dtype(self.dtype):
-            return Run(graphs, states, self.call, nudges, mesh=mesh, words=words, watched=watched, parts=parts)
+            return Run(graphs, states, self.call, nudges, mesh=mesh, words=words, watched=watched, execute=execute)
 
     def _state(self, words: Mapping[str, Word], place: Place) -> dict[str, Tensor]:
         """A rank's parameters, buffers and constants, by all their names."""

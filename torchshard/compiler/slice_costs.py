@@ -19,6 +19,7 @@ from torchshard.custom_ops.fx_types import Target
 from torchshard.distributed.ops import is_collective
 from torchshard.ir.graph import before_casts, is_weight, operands, sizes_as
 from torchshard.planner.costs import Value
+from torchshard.planner.predict import in_messages
 from torchshard.plans.data import Collective
 from torchshard.plans.plan import Plan
 
@@ -36,23 +37,32 @@ def _priced(plan: Plan, later: Sequence[Cuts]) -> Plan:
     problem = plan.problem
     if problem is None or not later:
         return plan
-    nodes = {node.name: node for node in problem.graph.nodes}
+    nodes, begun = {node.name: node for node in problem.graph.nodes}, set[object]()
 
     def priced(collective: Collective) -> Collective:
         key = collective.value, getattr(torch.ops.torchshard, collective.name).default
         found = tuple(each[key] for each in later if key in each)
-        if collective.is_inside or not found or not is_weight(before_casts(nodes[collective.value])):
+        if collective.is_inside:
             return collective
         value = Value.converted(nodes[collective.value])
-        shape = local_shape(value.shape, found)
-        part = replace(value, shape=shape, nbytes=math.prod(shape) * value.dtype.itemsize)
         step = ConversionStep(collective.name, collective.source, collective.target)
-        forward, backward, again = problem.model.sent(part, step)
-        backward = replace(backward, times=collective.backward.times)
+        sent = collective.forward, collective.backward, collective.again
+        if found and is_weight(before_casts(nodes[collective.value])):
+            value = _slice_of(value, found)
+            sent = problem.model.sent(value, step)
+        forward, backward, again = in_messages(value, step, sent, begun)
         return replace(collective, forward=forward, backward=backward, again=again)
 
     with sizes_as(problem.sizes):
         return replace(plan, costs=replace(plan.costs, collectives=tuple(map(priced, plan.costs.collectives))))
+
+
+def _slice_of(value: Value, cuts: tuple[Cut, ...]) -> Value:
+    """A later axis' slice of a weight, which goes in messages of its own layer's slices."""
+    shape, bucket = local_shape(value.shape, cuts), value.bucket
+    if bucket is not None:
+        bucket = bucket._replace(gathered=value.dtype) if bucket.layer else None
+    return replace(value, shape=shape, nbytes=math.prod(shape) * value.dtype.itemsize, bucket=bucket)
 
 
 def _cuts(plan: Plan) -> Cuts:

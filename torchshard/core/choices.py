@@ -252,7 +252,15 @@ def _is_legal(row: Row, axes: AxisParts, operands: Sequence[Layout], results: Se
         return False
     if options.fills_ranks and any(_leaves_a_rank_empty(layout, world) for layout in (*operands, *results)):
         return False
+    if not all(_is_aligned(axes[axis], number, world) for axis, number in options.aligned.items() if axis in axes):
+        return False
     return all(isinstance(layout, Shard) for i, layout in enumerate(operands) if i in options.mutates)
+
+
+def _is_aligned(parts: Sequence[Part], number: int, world: int) -> bool:
+    """Returns whether each rank holds some of a split axis, and a multiple of a number of elements."""
+    sizes = [local_size(parts, rank, world) for rank in range(world)]
+    return parts != EQUAL and all(sizes) and not any(size % number for size in sizes)
 
 
 def _leaves_a_rank_empty(layout: Layout, world: int) -> bool:

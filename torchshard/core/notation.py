@@ -96,6 +96,8 @@ class RowOptions:
     """
     fills_ranks: bool = False
     """Whether every rank must hold some of a split in repeated parts, because the op infers the whole size from it."""
+    aligned: Mapping[str, int] = field(default_factory=dict)
+    """Axis -> a number of elements: each rank must hold a multiple of it, as kernels need that read many at once."""
     mutates: frozenset[int] = frozenset()
     """Operands that the op writes to: it uses them as they are stored, because a conversion would write to a copy."""
     any_size: frozenset[str] = frozenset()
@@ -108,6 +110,7 @@ class _PlainKeywords(TypedDict, total=False):
     local: Mapping[str, LocalFn]
     by_size: bool
     fills_ranks: bool
+    aligned: Mapping[str, int]
 
 
 class RowKeywords(_PlainKeywords, total=False):

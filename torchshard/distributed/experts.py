@@ -46,19 +46,19 @@ def _in_order_of_experts(received: Tensor) -> Tensor:
     return own.repeat_interleave(received.t().flatten()).argsort(stable=True)
 
 
-def _dispatch(x: Tensor, sent: Tensor, received: Tensor, group: Group) -> Tensor:
+def _dispatch(x: Tensor, sent: Tensor, received: Tensor, group: Group) -> Exchange:
     order, lengths = _in_order_of_experts(received), _numbers(sent, received, group)
-    return begun(Exchange("all_to_all_single", dense(x), lambda rows: rows[order], lengths), group).wait()
+    return Exchange("all_to_all_single", dense(x), lambda rows: rows[order], lengths)
 
 
-def _combine(x: Tensor, sent: Tensor, received: Tensor, group: Group) -> Tensor:
+def _combine(x: Tensor, sent: Tensor, received: Tensor, group: Group) -> Exchange:
     as_they_came = torch.empty_like(x, memory_format=torch.contiguous_format)
     as_they_came[_in_order_of_experts(received)] = x
     come, go = _numbers(sent, received, group)
-    return begun(Exchange("all_to_all_single", as_they_came, lambda rows: rows, (go, come)), group).wait()
+    return Exchange("all_to_all_single", as_they_came, lambda rows: rows, (go, come))
 
 
-Kernel = Callable[[Tensor, Tensor, Tensor, Group], Tensor]
+Kernel = Callable[[Tensor, Tensor, Tensor, Group], Exchange]
 
 
 def _run(name: str, kernel: Kernel, x: Tensor, sent: Tensor, received: Tensor, group: Group) -> Tensor:
@@ -69,7 +69,7 @@ def _run(name: str, kernel: Kernel, x: Tensor, sent: Tensor, received: Tensor, g
     """
     refuse_simulated(group)
     verify_following_call(group, lambda: f"{name} of rows {type_text(x.dtype, x.shape[1:])}")
-    return x.clone() if group.size == 1 else kernel(x, sent, received, group)
+    return x.clone() if group.size == 1 else begun(kernel(x, sent, received, group), group).wait()
 
 
 def _some_rows(x: Tensor) -> Size:
@@ -119,3 +119,5 @@ _define("combine", "dispatch", _combine)
 
 DISPATCH = torch.ops.torchshard.dispatch.default
 COMBINE = torch.ops.torchshard.combine.default
+KERNELS: dict[object, Kernel] = {DISPATCH: _dispatch, COMBINE: _combine}
+"""Operator -> what a rank of several sends."""

@@ -85,15 +85,20 @@ def start(
     return Pending(lambda: made) if isinstance(made, Tensor) else begun(made, group)
 
 
+def own_part(kernel: str, x: Tensor, source: Layout, target: Layout, group: Group) -> Tensor | Exchange:
+    """A rank's part of a conversion: the result, or what it sends and how it makes the result of what it receives."""
+    source, target = with_parts(source, target, x.shape, group.size)
+    return _KERNELS[kernel](x, source, target, group)
+
+
 def functional(kernel: str, x: Tensor, source: Layout, target: Layout, group: Group) -> tuple[Tensor, Result]:
     """Starts one conversion on this rank by PyTorch's functional collectives; the ranks verify nothing.
 
     Returns:
         the tensor to give to `wait_tensor`, and the function that computes the result of what that returns.
     """
-    source, target = with_parts(source, target, x.shape, group.size)
     in_place = "all_reduce_" if kernel == "all_reduce" else kernel  # the functional one copies what it is given
-    made = _KERNELS[in_place](x, source, target, group)
+    made = own_part(in_place, x, source, target, group)
     if isinstance(made, Tensor):
         return made, lambda received: received
     op = getattr(torch.ops._c10d_functional, _FUNCTIONAL[made.collective])

@@ -33,6 +33,8 @@ OpArgs = tuple[int | str | tuple[int, ...], ...]
 Op = OpOverload[..., Tensor]
 OPS: dict[object, Conversion] = {}
 """Operator -> its row of the table."""
+_OPERATORS: dict[object, Op] = {}
+"""A function that runs a collective without its operator -> the operator."""
 PLAIN: set[type[Tensor]] = {Tensor, nn.Parameter}
 """Classes of tensors that no tracer wraps; `weights.parameter` adds that of sharded parameters."""
 
@@ -119,7 +121,7 @@ def direct(op: Op) -> Callable[..., Tensor]:
             return _Direct.apply(x, row, args, lambda: _run(row, x, args))
         return _run(row, x, args)
 
-    call.__name__ = row.name
+    call.__name__, _OPERATORS[call] = row.name, op
     return call
 
 
@@ -131,7 +133,7 @@ def computing(op: Op) -> Callable[..., Tensor]:
     def call(x: Tensor, *args: int | str | Sequence[int]) -> Tensor:
         return _run(row, x, hashable(args))
 
-    call.__name__ = row.name
+    call.__name__, _OPERATORS[call] = row.name, op
     return call
 
 
@@ -171,6 +173,12 @@ class Begin:
 def wait(pending: Pending) -> Tensor:
     """The result of a collective that was begun."""
     return pending.wait()
+
+
+def unwrapped(target: object) -> object:
+    """The collective that a node's target runs: an operator, `Begin` or `wait`; other targets as they are."""
+    target = getattr(target, "__wrapped__", target)
+    return _OPERATORS.get(target, target)
 
 
 def communicates(target: object) -> bool:

@@ -21,7 +21,7 @@ from torchshard.rules.convolution import CONVOLUTIONS
 
 aten = torch.ops.aten
 MULTIPLIED = {aten.linear.default, aten.mm.default, aten.matmul.default, aten.bmm.default, *CONVOLUTIONS}
-"""Ops that are linear in each operand: the gradient of one needs the others."""
+"""Ops that multiply their first two operands: the gradient of one needs the other. A bias is added."""
 
 
 def dims_gathered_again(value: fx.Node, consumers: Iterable[fx.Node]) -> frozenset[int]:
@@ -42,6 +42,6 @@ def is_gathered_again(step: ConversionStep, dims: Collection[int]) -> bool:
 
 
 def _keeps(consumer: fx.Node, value: fx.Node) -> bool:
-    """Whether the gradients of an op's other operands need a value."""
-    others = (other for other in operands(consumer) if other is not value)
-    return consumer.target in MULTIPLIED and any(other.meta.get("needs_grad") for other in others)
+    """Whether the gradient of an op's other factor needs a value."""
+    factors = operands(consumer)[:2] if consumer.target in MULTIPLIED else []
+    return value in factors and any(other.meta.get("needs_grad") for other in factors if other is not value)

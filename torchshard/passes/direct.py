@@ -2,20 +2,23 @@
 
 An operator (`torch.ops.aten.mm.default`) takes a microsecond longer to call than the function that PyTorch's Python
 bindings have for it (`torch.mm`). Which function that is, PyTorch is asked: a candidate is called on fake tensors, and
-must run what the op runs.
+must run what the op runs on the same operands. The graph's code calls it by its name, which has to be that of no other
+function: `torch.stft` is not the binding of that name, but a function around it.
 """
 
 from __future__ import annotations
 
+import functools
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
-from torch import fx
+from torch import Tensor, fx
 from torch._ops import OpOverload
-from torch.fx.node import Argument, Target
+from torch.fx.node import Argument, Target, _get_qualified_name
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves, tree_map_only
 
 from torchshard.custom_ops.carry import CARRY
 from torchshard.distributed.ops import OPS, Begin, computing, wait
@@ -64,13 +67,13 @@ def _traced(function: Callable[..., Any], collective: fx.Node) -> Callable[..., 
     label = f"{function.__name__} in {module}, {purpose(collective, {})}"
     is_watched = torch.autograd._profiler_enabled
 
+    @functools.wraps(function)
     def call(*args: Any) -> Any:
         if not is_watched():
             return function(*args)
         with torch.profiler.record_function(label):
             return function(*args)
 
-    call.__name__ = function.__name__
     return call
 
 
@@ -103,33 +106,61 @@ def _function(node: fx.Node) -> Target:
 def _candidates(op: Target) -> Iterator[Callable[..., Any]]:
     assert isinstance(op, OpOverload)
     name = op._schema.name.removeprefix("aten::")
-    return (getattr(owner, name) for owner in _BINDINGS if hasattr(owner, name))
+    found = (getattr(owner, name) for owner in _BINDINGS if hasattr(owner, name))
+    return (function for function in found if _is_found_by_name(function))
+
+
+def _is_found_by_name(function: Callable[..., Any]) -> bool:
+    """Whether the name that fx writes into code is a function's own: not every binding has one, as `__rshift__`."""
+    try:
+        name = _get_qualified_name(function)
+    except (AttributeError, RuntimeError):
+        return False
+    found: Any = torch
+    for part in name.split(".")[1:]:
+        found = getattr(found, part, None)
+    return found is function
 
 
 def _runs(function: Callable[..., Any], op: Target, args: Sequence[Argument], kwargs: dict[str, Argument]) -> bool:
-    """Whether a function runs what an op runs on the same arguments."""
+    """Whether a function runs what an op runs on the same arguments, and returns the same."""
     assert isinstance(op, OpOverload)
     calls, wanted = _Calls(), _Calls()
     try:
-        with calls, warnings.catch_warnings():
+        with warnings.catch_warnings():
             warnings.simplefilter("error")  # signatures that PyTorch is about to drop
-            function(*args, **kwargs)
-        with wanted:
-            op(*args, **kwargs)
-    except (TypeError, RuntimeError, Warning):
+            calls.watch(function, args, kwargs)
+        wanted.watch(op, args, kwargs)
+    except Exception:  # whatever it is: the op itself is called
         return False
-    return bool(calls.made) and calls.made == wanted.made
+    return len(calls.made) > 1 and calls.made == wanted.made
 
 
 class _Calls(TorchDispatchMode):
-    """Notes which ops are called."""
+    """Notes which ops are called, and on which tensors: equal types would not tell `a - b` from `b - a`."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.made: list[tuple[OpOverload, str, str]] = []
+        self.made: list[tuple[object, str]] = []
+        self._seen: dict[int, Tensor] = {}
+
+    def watch(self, function: Callable[..., Any], args: Sequence[Argument], kwargs: dict[str, Argument]) -> None:
+        """Notes what a function calls, and what it returns."""
+        self._text((args, kwargs))  # numbers the operands in this order
+        with self:
+            found = function(*args, **kwargs)
+        self.made.append(("result", self._text(tree_leaves(found))))
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Runs an op, and notes it."""
         if func.namespace == "aten":
-            self.made.append((func, repr(args), repr(kwargs or {})))
+            self.made.append((func, self._text((args, kwargs or {}))))
         return func(*args, **(kwargs or {}))
+
+    def _text(self, value: object) -> str:
+        return repr(tree_map_only(Tensor, self._number, value))
+
+    def _number(self, tensor: Tensor) -> str:
+        """A tensor's number, in the order in which the tensors came, with its type."""
+        self._seen.setdefault(id(tensor), tensor)
+        return f"{list(self._seen).index(id(tensor))}: {tensor!r}"

@@ -20,10 +20,10 @@ from typing import cast
 
 import torch
 from torch import Tensor, fx
-from torch._ops import OpOverload
 from torch.autograd.graph import saved_tensors_hooks
 from torch.fx.node import Argument
 
+from torchshard.core.overloads import functional_overload
 from torchshard.custom_ops.store import STORE
 from torchshard.custom_ops.with_value import WITH_VALUE
 from torchshard.custom_ops.without_writes import WithoutWrites
@@ -217,7 +217,7 @@ def _functional(module: fx.GraphModule, node: fx.Node, args: Mapping[str, Argume
     if target in _NAMED:
         positional = [a for a in _NAMED[target]._schema.arguments if not a.kwarg_only]
         return emit(module, _NAMED[target], tuple(args.values())[: len(positional)], node)
-    functional = _functional_overload(target)
+    functional = functional_overload(target)
     if functional is None:
         return emit(module, WithoutWrites(target), tuple(args.values()), node)
     schema = functional._schema.arguments
@@ -251,17 +251,6 @@ _DRAWN = {
     aten.normal_functional.default, aten.uniform.default, aten.exponential.default, aten.random.default,
     aten.log_normal.default, aten.cauchy.default, aten.geometric.default, aten.bernoulli.p,
 }  # fmt: skip
-
-
-def _functional_overload(target: OpOverload[..., object]) -> OpOverload[..., object] | None:
-    """The overload that returns what this one writes: `add.Tensor` for `add_.Tensor`, `div.Tensor` for `div.out`."""
-    name, overload = target._schema.name.split("::")[1], target._overloadname
-    types = [str(a.type) for a in target._schema.arguments if not a.is_out]
-    family = getattr(aten, name.rstrip("_"), None) if name.endswith("_") else target._overloadpacket
-    overloads = [getattr(family, name) for name in family.overloads()] if family is not None else []
-    pure = [o for o in overloads if not o._schema.is_mutable]
-    fitting = [o for o in pure if [str(a.type) for a in o._schema.arguments] == types]
-    return next((o for o in fitting if o._overloadname == overload), fitting[0] if fitting else None)
 
 
 def _store_written(aliases: Aliases) -> None:

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 
 from torch import fx
 
-from torchshard.core.conversions import Steps
+from torchshard.core.conversions import ConversionStep, Steps
 from torchshard.core.layouts import I, Layout, is_whole
 from torchshard.core.notation import Choice
 from torchshard.distributed.ops import is_collective
@@ -51,6 +51,21 @@ def predict(
     return sorted(collectives, key=lambda c: (position[c.consumers[0]], c.is_inside)), compute  # operands come first
 
 
+def in_messages(
+    value: Value, step: ConversionStep, sent: tuple[Sent, Sent, Sent], begun: set[object]
+) -> tuple[Sent, Sent, Sent]:
+    """What a conversion sends (forward, backward, again), of messages that others go in too.
+
+    Args:
+        begun: the messages that something is in already; others are added.
+    """
+    if not value.is_bucketed(step):
+        return sent
+    of = value.bucket, bool(sent[2].nbytes)
+    forward, backward, again = (_once(each, (of, way), begun) for way, each in enumerate(sent))
+    return forward, backward, again
+
+
 def _once(sent: Sent, message: object, begun: set[object]) -> Sent:
     """What is sent of a message, which counts if nothing was in it before."""
     if not sent.nbytes:
@@ -83,9 +98,7 @@ def _conversions(model: CostModel, demand: Demand, steps: Steps, sizes: Names, b
     for step in steps:
         dims = dims_gathered_again(node, served[step.target])
         forward, backward, again = model.sent(dataclasses.replace(value, gathered_again=dims), step)
-        if value.is_bucketed(step):
-            of, ways = (value.bucket, bool(again.nbytes)), (("there", forward), ("again", again), ("back", backward))
-            forward, again, backward = (_once(sent, (of, way), begun) for way, sent in ways)
+        forward, backward, again = in_messages(value, step, (forward, backward, again), begun)
         names = tuple(dict.fromkeys(consumer.name for consumer in served[step.target]))
         first = served[step.target][0]
         beside = first if is_whole(step.source) or node.op == "placeholder" else node

@@ -16,6 +16,8 @@ aten = torch.ops.aten
 BOTH = ({0}, {1})
 GROUPED = (aten._grouped_mm.default, "transformers.grouped_mm_fallback.default")
 """Ops that multiply groups of rows, each by a matrix of its own, as mixtures of experts do."""
+ALIGNED_BYTES = 16
+"""So many bytes at a multiple of as many PyTorch's own op reads of each row."""
 _IS_GROUPED: Mapping[OpKey, bool] = dict.fromkeys(GROUPED, True)
 
 
@@ -68,7 +70,8 @@ def grouped_mm(call: Call) -> Row | None:
     """`f32[9,8], f32[3,8,16], i32[3] -> f32[9,16]     !t k, e k n, !o -> !t n`: each group of rows has its own matrix.
 
     The rows of a group are contiguous and end at its offset. If e is split, a rank multiplies the rows of its own
-    groups and returns zeros for the others.
+    groups and returns zeros for the others. PyTorch's own op reads 16 bytes at once, so rows of any operand and of the
+    result have a multiple of that.
     """
     if len(call.tensors) != 3 or [len(t.shape) for t in call.tensors] != [2, 3, 1]:
         return None
@@ -90,7 +93,10 @@ def grouped_mm(call: Call) -> Row | None:
         product = aten.masked_fill.Scalar(product, aten.logical_not.default(is_own), 0.0)
         return aten.index.Tensor(product, [aten.remainder.Scalar(aten.sub.Tensor(row_index, start), rows)])
 
-    return call.row("!t k, e k n, !o -> !t n", linear=BOTH, local={"e": local})
+    aligned = dict.fromkeys("kn", ALIGNED_BYTES // call.tensors[0].dtype.itemsize)
+    of_pytorch = call.target is aten._grouped_mm.default
+    row = "!t k, e k n, !o -> !t n"
+    return call.row(row, linear=BOTH, local={"e": local}, aligned=aligned if of_pytorch else {})
 
 
 @rule(aten.einsum.default)

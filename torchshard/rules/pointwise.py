@@ -53,6 +53,9 @@ _LIKE = (
     aten.ones_like.default,
     aten.full_like.default,
     aten.empty_like.default,
+    aten.zero.default,
+    aten.fill.Scalar,
+    aten.fill.Tensor,
 )
 
 

@@ -20,12 +20,12 @@ from torchshard.compiler.program import Program
 from torchshard.core.layouts import I, Layout
 from torchshard.core.mesh import Coordinate
 from torchshard.distributed.ranks import Ranks
-from torchshard.ir.graph import duplicate, is_kept_split, layout_of, result_layouts, results_of, uses_rng, writes
-from torchshard.passes import direct, localized, schedule
+from torchshard.ir.graph import is_kept_split, layout_of, result_layouts, results_of, uses_rng, writes
+from torchshard.passes import direct, localized
 from torchshard.plans.plan import Plan
 from torchshard.runtime.call_key import CallKey
 from torchshard.runtime.compilation import Compiler, can_compile
-from torchshard.runtime.step import LazyStep, with_direct_collectives
+from torchshard.runtime.step import LazyStep, with_direct_collectives, without_gradients
 
 log = logging.getLogger("torchshard.runtime.compiled")
 MANY_GRAPHS = 16
@@ -114,9 +114,8 @@ class Compiled:
 
     def _made(self, compiler: Compiler | None) -> Executables:
         runnable = direct if compiler is None else compiler
-        scheduled = duplicate(self.graph)
-        schedule(scheduled)
-        return Executables(runnable(scheduled), LazyStep(self.graph, self.executable, self.ranks, runnable))
+        training = LazyStep(self.graph, self.executable, self.ranks, runnable)
+        return Executables(without_gradients(self.graph, runnable), training)
 
     def __deepcopy__(self, memo: dict[int, object]) -> Compiled:
         # A copied model may run this graph as it is: parameters are its arguments.

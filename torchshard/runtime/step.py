@@ -37,6 +37,7 @@ from torchshard.passes import (
     Segment,
     direct,
     has_backward,
+    schedule,
     segments,
     step_graphs,
     sums_wider,
@@ -214,6 +215,30 @@ def on_all_ranks(
     return made
 
 
+Steps = list[tuple[Segment, Callable[..., Any]]]
+"""The segments of a rank's graph, each with what runs it: a `Step`, or the graph of a view."""
+
+
+def steps_of(local: fx.GraphModule, ranks: Ranks, runnable: Runnable = direct, unsummed: Collection[str] = ()) -> Steps:
+    """What runs the segments of a rank's graph in training."""
+    written = {node.name for node in written_state(local.graph)}
+
+    def made_of(part: Segment) -> Callable[..., Any]:
+        if part.is_view:
+            return with_direct_collectives(part.graph)
+        return Step(part.graph, ranks, written, runnable, unsummed)
+
+    with without_garbage_collection():
+        return [(part, made_of(part)) for part in segments(local)]
+
+
+def without_gradients(local: fx.GraphModule, runnable: Runnable = direct) -> Callable[..., Any]:
+    """What runs a rank's graph where gradients are not wanted."""
+    scheduled = duplicate(local)
+    schedule(scheduled)
+    return runnable(scheduled)
+
+
 class LazyStep:
     """The segments of a graph, made at its second call: many a graph is called once, and need not wait for them.
 
@@ -232,7 +257,7 @@ class LazyStep:
     ) -> None:
         self._local, self._under_autograd, self._ranks = local, under_autograd, ranks
         self._runnable, self._unsummed = runnable, unsummed
-        self._segments: list[tuple[Segment, Callable[..., Any]]] | None = None
+        self._segments: Steps | None = None
         self._sources = [node.name for node in placeholders(local.graph)]
         self._results = [r.name if isinstance(r, fx.Node) else None for r in results_of(local.graph)]
         again = any("recompute" in node.meta or "gathered_again" in node.meta for node in local.graph.nodes)
@@ -256,21 +281,10 @@ class LazyStep:
         if not self.is_made and (watched or not self._eager_calls):
             self.is_made = True
             level = logging.WARNING if self._is_asked_for else logging.INFO
-            self._segments = on_all_ranks(self._ranks, self._made, _all_sent, level)
+            make = partial(steps_of, self._local, self._ranks, self._runnable, self._unsummed)
+            self._segments = on_all_ranks(self._ranks, make, _all_sent, level)
         self._eager_calls -= not self.is_made
         return self._under_autograd if self._segments is None else self._run
-
-    def _made(self) -> list[tuple[Segment, Callable[..., Any]]]:
-        written = {node.name for node in written_state(self._local.graph)}
-        with without_garbage_collection():
-            return [(part, self._made_of(part, written)) for part in segments(self._local)]
-
-    def _made_of(self, part: Segment, written: Collection[str]) -> Callable[..., Any]:
-        return (
-            with_direct_collectives(part.graph)
-            if part.is_view
-            else Step(part.graph, self._ranks, written, self._runnable, self._unsummed)
-        )
 
     def parameters(self, *tensors: Tensor) -> list[Tensor]:
         """The parameters among a call's arguments of which the backward has parts."""

@@ -15,7 +15,7 @@ from types import FrameType
 _FOR_USERS = frozenset([
     "torch.overrides", "torch.functional", "torch._tensor", "torch.nn.functional", "torch.autograd",
     "torch._jit_internal", "torch.nn.utils.convert_parameters", "torch.distributed.distributed_c10d",
-    "torch.distributed.c10d_logger",
+    "torch.distributed.c10d_logger", "torch.utils.dlpack",
 ])  # fmt: skip
 """PyTorch's modules whose functions act on behalf of their callers: those frames are skipped."""
 
@@ -25,13 +25,21 @@ def called_from() -> str:
     return str(sys._getframe(2).f_globals.get("__name__", ""))
 
 
-def caller() -> tuple[str, int]:
-    """The module whose code called a function of a tensor, and how many frames above this one that code is."""
+def caller(func: object) -> str:
+    """The module whose code called a function of a tensor.
+
+    Args:
+        func: the function; one of Python's own code asks for an override itself, so that its frame is in between.
+    """
     frame: FrameType | None = sys._getframe(2)
-    depth = 2
+    code = getattr(func, "__code__", None)
+    if code is not None and frame is not None and frame.f_globals.get("__name__") == "torch.overrides":
+        while frame is not None and frame.f_code is not code:
+            frame = frame.f_back
+        frame = None if frame is None else frame.f_back
     while frame is not None and frame.f_globals.get("__name__") in _FOR_USERS:
-        frame, depth = frame.f_back, depth + 1
-    return ("" if frame is None else str(frame.f_globals.get("__name__", ""))), depth
+        frame = frame.f_back
+    return "" if frame is None else str(frame.f_globals.get("__name__", ""))
 
 
 def is_users(module: str) -> bool:

@@ -24,7 +24,7 @@ from torchshard.distributed.ops import PLAIN
 from torchshard.distributed.ranks import Ranks
 from torchshard.weights.callers import called_from, is_users, method_of
 from torchshard.weights.slice_values import Slice, SliceValue, check_other_group, gradient_for, unwatched
-from torchshard.weights.state_slices import StateSlice
+from torchshard.weights.state_slices import StateSlice, note_place
 
 T = TypeVar("T")
 
@@ -174,7 +174,10 @@ class ShardedParameter(Slice, nn.Parameter):
         return cast(ShardedParameter, memo[id(self)])
 
     def __reduce_ex__(self, protocol: SupportsIndex) -> tuple[object, ...]:
-        return nn.Parameter(self.detach(), self.requires_grad).__reduce_ex__(protocol)
+        plain = nn.Parameter(self.plain.detach(), self.requires_grad)
+        if self.is_split:
+            note_place(plain, self.place)
+        return plain.__reduce_ex__(protocol)
 
 
 PLAIN.add(ShardedParameter)

@@ -12,22 +12,26 @@ does. Code of PyTorch and of this library gets plain tensors (`callers`).
 
 from __future__ import annotations
 
+import itertools
 import math
 import sys
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NoReturn, Self, SupportsIndex, cast
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.utils._pytree import tree_leaves
 
 from torchshard.core.errors import DistributedError, InputError
-from torchshard.core.words import WHOLE, Word, is_split
+from torchshard.core.words import WHOLE, Word, cuts, is_split
 from torchshard.distributed.group import ALONE, Group
 from torchshard.distributed.ranks import Ranks, widest
+from torchshard.weights.boxes import pieces
 from torchshard.weights.callers import called_from, caller, is_users
-from torchshard.weights.slice_warnings import warn_of_slice
-from torchshard.weights.state_slices import SlicePlace, place_text, slice_place
+from torchshard.weights.following import SliceType
+from torchshard.weights.slice_calls import SliceCall
+from torchshard.weights.state_slices import Placed, SlicePlace, place_text, slice_place, types_of
 
 _DRAWING = ("normal_", "uniform_", "exponential_", "cauchy_", "log_normal_", "geometric_", "random_", "bernoulli_")
 _CLIPPING = "torch.nn.utils.clip_grad"
@@ -36,13 +40,14 @@ _READS_ALL_GRADIENTS = (_CLIPPING, "torch.amp.grad_scaler")
 _OVERWRITING = frozenset([dist.all_reduce, dist.broadcast, dist.reduce])
 """Collectives that make the ranks' tensors equal, as if they were copies of one."""
 
+_GRAD = vars(torch._C.TensorBase)["grad"].__get__
 Gradients = tuple[Tensor | None, ...]
 """The results of `torch.autograd.grad`, one for each of its inputs."""
 unwatched = torch._C.DisableTorchFunctionSubclass
 """A context in which slices are plain tensors to all functions."""
 
 
-class Slice(Tensor):
+class Slice(Placed):
     """A tensor of which each rank holds a slice."""
 
     sharding: Word = WHOLE
@@ -63,13 +68,22 @@ class Slice(Tensor):
         """What this is a slice of, as state dicts hold it."""
         return slice_place(self.path, self.sharding, self.ranks.place, self.whole)
 
+    @property
+    def _torchshard_place(self) -> SlicePlace | None:
+        """As the attribute of this name that slices in state dicts have."""
+        return self.place if self.is_split else None
+
     @classmethod
-    def sharing(cls, tensor: Tensor, like: Slice) -> Self:
-        """A tensor with the memory and gradient of another, marked as a slice like `like`."""
+    def sharing(cls, tensor: Tensor, like: Slice, of: SliceType | None = None) -> Self:
+        """A tensor with the memory and gradient of another, marked as a slice of what `like` is, or of another type."""
         with unwatched():
             marked = tensor.as_subclass(cls)
-        marked.sharding, marked.ranks, marked.path, marked.whole = like.sharding, like.ranks, like.path, like.whole
+        marked._become(like, of or SliceType(like.sharding, like.whole))
         return marked
+
+    def _become(self, like: Slice, of: SliceType) -> None:
+        self.sharding, self.whole = of
+        self.ranks, self.path = like.ranks, like.path
 
     @classmethod
     def __torch_function__(
@@ -80,33 +94,40 @@ class Slice(Tensor):
         kwargs: Mapping[str, Any] | None = None,
     ) -> object:
         kwargs = kwargs or {}
-        if func in _OVERWRITING and is_users(caller()[0]):
+        if func in _OVERWRITING and is_users(caller(func)):
             _check_overwriting(func.__name__, args[0] if args else kwargs["tensor"], kwargs.get("group"))
-        clips = func in _NORMS and caller()[0] == _CLIPPING
+        module = caller(func)
+        clips = func in _NORMS and module == _CLIPPING
         order = float(args[1] if len(args) > 1 else kwargs.get("ord", 2)) if clips else 2.0
-        with unwatched():
-            result = func(*((_with_identity(args[0], order), *args[1:]) if clips else args), **kwargs)
+        call = SliceCall.begun(func, args, kwargs) if is_users(module) else None
+        try:
+            with unwatched():
+                result = func(*((_with_identity(args[0], order), *args[1:]) if clips else args), **kwargs)
+        except (RuntimeError, IndexError):
+            _refuse_operands_of_whole(func.__name__, [t for t in tree_leaves((args, kwargs)) if isinstance(t, Tensor)])
+            raise
         if func is torch._amp_foreach_non_finite_check_and_unscale_:
             _join_overflow(*args[:2])
-        if not isinstance(result, Tensor | list | tuple) and func.__name__ != "__setitem__":
-            return result
         if clips:
             return _whole_norms(args[0], cast(Tensor | Sequence[Tensor], result), order)
-        module, depth = caller()
-        slices = [s for s in _tensors(args) if isinstance(s, Slice) and s.is_split]
-        if func.__name__ == "__get__" and module in _READS_ALL_GRADIENTS and slices:  # the gradient of a copy
-            return _marked(result, slices[0])
-        if not slices or not is_users(module):
+        if func == _GRAD and isinstance(result, Tensor):
+            return gradient_for(module, args[0], result) if args[0].is_split else result
+        slices = [t for t in call.tensors if isinstance(t, Slice) and t.is_split] if call is not None else []
+        if call is None or not slices:
             return result
         if func is torch.autograd.grad:
             return _marked_gradients(args[1] if len(args) > 1 else kwargs["inputs"], cast(Gradients, result))
         first = slices[0]
-        slice_text = f"{first.place[1]}, of a parameter such as {first.path!r}"
-        if warn_of_slice(func.__name__, result, first.numel(), slice_text, depth):
-            return result
-        if result is None or any(result is tensor for tensor in _tensors(args)):
-            return result
-        return _marked(result, first)
+        text, own = f"{first.place[1]}, of a parameter such as {first.path!r}", first.ranks.place
+        return call.ended(result, types_of(call.tensors, own), own, text, first._mark, warns=True)
+
+    def _mark(self, tensor: Tensor, of: SliceType, in_place: bool) -> Tensor:
+        """Marks a tensor as a slice of this model; in place where somebody holds it."""
+        if not in_place:
+            return SliceValue.sharing(tensor, self, of)
+        tensor.__class__ = SliceValue
+        cast(SliceValue, tensor)._become(self, of)
+        return tensor
 
     def seeing_slices(self, hook: Callable[[Tensor], Tensor | None]) -> Callable[[Tensor], Tensor | None]:
         """A hook that calls another one with gradients that are marked as slices."""
@@ -163,18 +184,51 @@ class Slice(Tensor):
         return self.dim()
 
     def __deepcopy__(self, memo: dict[int, object]) -> Tensor:
-        return cast(Tensor, memo.setdefault(id(self), self.as_subclass(Tensor).detach().clone()))
+        if id(self) not in memo:
+            copied = self.plain.detach().clone()
+            memo[id(self)] = SliceValue.sharing(copied, self) if self.is_split else copied
+        return cast(Tensor, memo[id(self)])
 
     def __repr__(self, **kwargs: object) -> str:  # type: ignore[override]
         text = repr(self.as_subclass(Tensor))
         return f"{self.path!r}, {place_text(self.place)}: {text}" if self.is_split else text
 
     def __reduce_ex__(self, protocol: SupportsIndex) -> tuple[object, ...]:
-        return self.as_subclass(Tensor).__reduce_ex__(protocol)
+        return (self.with_place if self.is_split else self.plain).__reduce_ex__(protocol)
 
 
 class SliceValue(Slice):
     """A tensor that was computed of a slice element by element: its `.data`, a square, a gradient."""
+
+
+def _refuse_operands_of_whole(name: str, operands: Sequence[Tensor]) -> None:
+    """Refuses a tensor whose shape fits the whole parameter and not the slice, such as a mask of its rows."""
+    slices = [operand for operand in operands if isinstance(operand, Slice) and operand.is_split]
+    others = [tuple(operand.shape) for operand in operands if not isinstance(operand, Slice)]
+    for own, shape in itertools.product(slices, others):
+        if _dims_in(own.whole, shape) and not _dims_in(tuple(own.shape), shape):
+            raise InputError(
+                f"a tensor of shape {shape} meets this rank's slice of a parameter",
+                where=f"{name}(...), parameter {own.path!r}",
+                why=f"the slice is {tuple(own.shape)}, {place_text(own.place)}",
+                attempt=f"this rank's part of the tensor: {_part_text(own, shape)}",
+            )
+
+
+def _dims_in(whole: tuple[int, ...], shape: tuple[int, ...]) -> slice | None:
+    """The dims of a tensor that those of another meet: the last ones if it is expanded, the first if it is a mask."""
+    last = slice(max(0, len(whole) - len(shape)), len(whole))
+    if len(shape) <= len(whole) and all(own in (1, size) for own, size in zip(shape, whole[last], strict=True)):
+        return last
+    return slice(len(shape)) if whole[: len(shape)] == shape else None
+
+
+def _part_text(own: Slice, shape: tuple[int, ...]) -> str:
+    """'t[4:8, :]', or how its parts are joined."""
+    dims = _dims_in(own.whole, shape) or slice(0)
+    boxes = [piece.box[dims] for piece in pieces(own.whole, cuts(own.sharding, own.ranks.place))]
+    texts = [", ".join(f"{a}:{b}" if n > 1 else ":" for (a, b), n in zip(box, shape, strict=True)) for box in boxes]
+    return " and ".join(f"t[{text}]" for text in dict.fromkeys(texts))
 
 
 # --- drawing into slices ---------------------------------------------------------------------------------------------
@@ -200,15 +254,6 @@ for _name in _DRAWING:
 # --- marking results -------------------------------------------------------------------------------------------------
 
 
-def _marked(result: object, like: Slice) -> object:
-    """A result that was computed of a slice element by element; of a list or tuple, its tensors."""
-    if isinstance(result, Tensor):
-        return SliceValue.sharing(result, like)
-    if isinstance(result, list | tuple):
-        return type(result)([SliceValue.sharing(r, like) if isinstance(r, Tensor) else r for r in result])
-    return result
-
-
 def _marked_gradients(inputs: Tensor | Sequence[Tensor], gradients: Gradients) -> Gradients:
     """The results of `torch.autograd.grad`; those for slices are marked."""
     parameters = [inputs] if isinstance(inputs, Tensor) else inputs
@@ -225,15 +270,6 @@ def gradient_for(module: str, parameter: Slice, gradient: Tensor) -> Tensor:
     """A slice's gradient for the code of a module: marked for users, and for functions of PyTorch's that need marks."""
     needs_mark = is_users(module) or module in _READS_ALL_GRADIENTS
     return SliceValue.sharing(gradient, parameter) if needs_mark else gradient
-
-
-def _tensors(args: Iterable[object]) -> Iterator[Tensor]:
-    """The tensors among arguments, and in lists among them."""
-    for value in args:
-        if isinstance(value, Tensor):
-            yield value
-        elif isinstance(value, list | tuple):
-            yield from (v for v in value if isinstance(v, Tensor))
 
 
 _WATCHING, _PLAIN = Slice.__dict__["__torch_function__"], torch._C._disabled_torch_function_impl

@@ -24,7 +24,8 @@ from torchshard.core.mesh import Mesh, MeshAxis, Place
 from torchshard.core.words import Cut, Word, cuts, letter_names, parse, short_text, split_text
 from torchshard.weights.boxes import Piece, pieces, sizes
 from torchshard.weights.callers import called_from, caller, is_users
-from torchshard.weights.slice_warnings import warn_of_slice
+from torchshard.weights.following import SliceType
+from torchshard.weights.slice_calls import SliceCall, warn_of_slice
 
 if TYPE_CHECKING:
     from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex
@@ -67,25 +68,43 @@ def place_of(value: object) -> SlicePlace | None:
     return cast(SlicePlace | None, getattr(value, _PLACE, None))
 
 
-class StateSlice(Tensor):
-    """A slice in a state dict."""
+def types_of(tensors: Sequence[object], own: Place) -> dict[int, SliceType]:
+    """The number of each slice among tensors -> what it is a slice of.
 
-    @staticmethod
-    def of(tensor: Tensor, place: SlicePlace) -> StateSlice:
-        """The same memory, with its place."""
-        marked: StateSlice = torch.Tensor._make_subclass(StateSlice, tensor.detach(), tensor.requires_grad)
-        setattr(marked, _PLACE, place)
-        return marked
+    Args:
+        own: the place of the rank whose slices they are.
+
+    Raises:
+        InputError: one is another rank's.
+    """
+    found = dict[int, SliceType]()
+    for i, place in enumerate(map(place_of, tensors)):
+        if place is not None:
+            of, where = held_at(place)
+            if any(own.get(axis, rank) != rank for axis, rank in where.items()):
+                raise InputError(
+                    "slices of different ranks are computed with each other",
+                    where=f"the slice {place_text(place)} of {place[0]!r}",
+                    why=f"this rank's other slices are those at {dict(own)}: the result would be a slice of nothing",
+                    attempt="whole tensors: model.full_state_dict(), or a checkpoint by ts.save and ts.load",
+                )
+            found[i] = SliceType(of, tuple(place[4]))
+    return found
+
+
+def note_place(tensor: Tensor, place: SlicePlace) -> Tensor:
+    """Gives a tensor the attribute that says what it is a slice of; returns it."""
+    setattr(tensor, _PLACE, place)
+    return tensor
+
+
+class Placed(Tensor):
+    """A tensor that may be a slice, and then knows of what."""
 
     @property
     def place(self) -> SlicePlace:
         """What this is a slice of."""
-        return cast(SlicePlace, getattr(self, _PLACE))
-
-    @property
-    def sharding(self) -> Word:
-        """How the whole tensor is distributed over the ranks."""
-        return held_at(self.place)[0]
+        raise NotImplementedError
 
     @property
     def pieces(self) -> list[Piece]:
@@ -98,46 +117,22 @@ class StateSlice(Tensor):
         with torch._C.DisableTorchFunctionSubclass():
             return self.as_subclass(Tensor)
 
+    @property
+    def with_place(self) -> Tensor:
+        """As `plain`, with the place as an attribute: files must open where torchshard is not installed."""
+        return note_place(self.plain, self.place)
+
     def size(self, dim: int | None = None) -> Any:
         """As `Tensor.size`; of the whole tensor to DCP, which compares it with the size in a checkpoint."""
         module = called_from()
+        if module == "torch._functorch.vmap" and place_of(self) is not None:
+            # it asks before it gives its function tensors of another kind
+            warn_of_slice("torch.vmap gives a result of", place_text(self.place))
         if module == "torch.distributed.checkpoint.default_planner":
             return torch.Size(self.place[4])
         if module == "torch.distributed._state_dict_utils":  # it allocates plain tensors of this size
             _refuse("the older AsyncStager", "async_save without it, which keeps slices; or ts.save(..., wait=False)")
         return super().size() if dim is None else super().size(dim)
-
-    @classmethod
-    def __torch_function__(
-        cls,
-        func: Callable[..., object],
-        types: object,
-        args: tuple[object, ...] = (),
-        kwargs: Mapping[str, object] | None = None,
-    ) -> object:
-        with torch._C.DisableTorchFunctionSubclass():
-            result = func(*args, **(kwargs or {}))
-        name = getattr(func, "__name__", "")
-        operand = args[0] if args else None
-        if not isinstance(operand, cls):
-            return result
-        module, depth = caller()
-        if name in _SAME_SLICE or (name == "new_empty" and module == _STAGER):
-            return cls.of(cast(Tensor, result), operand.place)
-        if is_users(module) and isinstance(result, Tensor):
-            warn_of_slice(name, result, operand.numel(), place_text(operand.place), depth)
-        return result
-
-    def __reduce_ex__(self, protocol: SupportsIndex) -> tuple[object, ...]:
-        if called_from() == "multiprocessing.reduction":  # to a process of this program, as async_save may start one
-            return StateSlice.of, (self.plain, self.place)
-        # A plain tensor with an attribute: files must open where torchshard is not installed.
-        plain = self.plain
-        setattr(plain, _PLACE, self.place)
-        return plain.__reduce_ex__(protocol)
-
-    def __deepcopy__(self, memo: dict[int, object]) -> StateSlice:
-        return cast(StateSlice, memo.setdefault(id(self), self.clone()))
 
     # --- what DCP asks -----------------------------------------------------------------------------------------------
 
@@ -167,13 +162,67 @@ class StateSlice(Tensor):
         return next(piece.of(self.plain) for piece in self.pieces if _offsets(piece) == index.offset)
 
 
+class StateSlice(Placed):
+    """A slice in a state dict."""
+
+    @staticmethod
+    def of(tensor: Tensor, place: SlicePlace) -> StateSlice:
+        """The same memory, with its place."""
+        marked: StateSlice = torch.Tensor._make_subclass(StateSlice, tensor.detach(), tensor.requires_grad)
+        note_place(marked, place)
+        return marked
+
+    @property
+    def place(self) -> SlicePlace:
+        """What this is a slice of."""
+        return cast(SlicePlace, getattr(self, _PLACE))
+
+    @property
+    def sharding(self) -> Word:
+        """How the whole tensor is distributed over the ranks."""
+        return held_at(self.place)[0]
+
+    @classmethod
+    def __torch_function__(
+        cls,
+        func: Callable[..., object],
+        types: object,
+        args: tuple[object, ...] = (),
+        kwargs: Mapping[str, object] | None = None,
+    ) -> object:
+        kwargs = kwargs or {}
+        call = SliceCall.begun(func, args, kwargs)
+        with torch._C.DisableTorchFunctionSubclass():
+            result = func(*args, **kwargs)
+        module = caller(func)
+        operand = next((t for t in call.tensors if isinstance(t, cls)), None)
+        if operand is None:
+            return result
+        if func.__name__ == "new_empty" and module == _STAGER:
+            return cls.of(cast(Tensor, result), operand.place)
+        (name, *_), (_, where) = operand.place, held_at(operand.place)
+
+        def mark(tensor: Tensor, of: SliceType, in_place: bool) -> Tensor:
+            place = slice_place(name, of.sharding, where, of.whole)
+            if not in_place:
+                return cls.of(tensor, place)
+            tensor.__class__ = cls
+            return note_place(tensor, place)
+
+        text = f"{place_text(operand.place)}, of {name!r}"
+        return call.ended(result, types_of(call.tensors, where), where, text, mark, warns=is_users(module))
+
+    def __reduce_ex__(self, protocol: SupportsIndex) -> tuple[object, ...]:
+        if called_from() == "multiprocessing.reduction":  # to a process of this program, as async_save may start one
+            return StateSlice.of, (self.plain, self.place)
+        return self.with_place.__reduce_ex__(protocol)
+
+    def __deepcopy__(self, memo: dict[int, object]) -> StateSlice:
+        return cast(StateSlice, memo.setdefault(id(self), self.clone()))
+
+
 _STAGER = "torch.distributed.checkpoint._state_dict_stager"
 """It makes an empty tensor by `new_empty`, and then gives it the memory and the attributes of the copied one."""
-_SAME_SLICE = frozenset([
-    "detach", "clone", "to", "cpu", "cuda", "contiguous", "pin_memory", "float", "double", "half", "bfloat16",
-    "requires_grad_",
-])  # fmt: skip
-"""Functions whose result is the same slice, copied, moved or cast."""
 
 
 def _offsets(piece: Piece) -> torch.Size:

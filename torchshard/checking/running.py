@@ -1,0 +1,112 @@
+"""Runs, of all ranks in lockstep, what real ranks run: graphs after their last pass, by the kernels of real ranks.
+
+A call without gradients runs one graph (`inference`). In training, each segment of a rank's graph is a step of autograd
+with a graph of its forward and one of its backward (`training`); one autograd tape spans all ranks.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Sequence
+from typing import Any, cast
+
+import torch
+from torch import Tensor, fx
+from torch.fx.node import Argument
+
+from torchshard.checking import lockstep
+from torchshard.distributed.group import ALONE
+from torchshard.distributed.ranks import Ranks
+from torchshard.ir.graph import placeholders, results_of
+from torchshard.runtime.step import Step, Steps, steps_of, without_gradients
+
+Values = Sequence[Sequence[Any]]
+"""Of each rank, the values of its graph's placeholders."""
+Execute = Callable[[Values], list[list[Any]]]
+"""Runs the graphs of all ranks; returns each rank's results."""
+
+
+class NoBackwardError(Exception):
+    """There is no graph of the backward for the results that gradients come for: ranks do without."""
+
+
+def inference(graphs: Sequence[fx.GraphModule]) -> Execute:
+    """What runs calls of the ranks' graphs without gradients."""
+    made = [without_gradients(graph) for graph in graphs]
+
+    def execute(values: Values) -> list[list[Any]]:
+        with torch.no_grad():
+            return _run(made, values)
+
+    return execute
+
+
+def training(graphs: Sequence[fx.GraphModule]) -> Execute:
+    """What runs steps of the ranks' graphs under autograd.
+
+    Raises:
+        Exception: of any class, if there is no graph of the backward.
+    """
+    steps = [steps_of(graph, Ranks(ALONE)) for graph in graphs]
+    return lambda values: _by_steps(graphs, steps, values)
+
+
+def _run(made: Sequence[Callable[..., Any]], values: Values, *, by_kernels: bool = True) -> list[list[Any]]:
+    graphs, record = cast(Sequence[fx.GraphModule], made), [_as_it_is] * len(made)
+    return lockstep.run(graphs, values, record, by_kernels=by_kernels)
+
+
+def _as_it_is(node: fx.Node, value: Argument, args: list[Argument]) -> Argument:
+    return value
+
+
+def _by_steps(graphs: Sequence[fx.GraphModule], steps: Sequence[Steps], values: Values) -> list[list[Any]]:
+    """Runs the segments of all ranks, one after the other."""
+    named: list[dict[str | None, Any]] = [
+        {None: None} | dict(zip((node.name for node in placeholders(graph.graph)), of_rank, strict=True))
+        for graph, of_rank in zip(graphs, values, strict=True)
+    ]
+    for together in zip(*steps, strict=True):
+        runs = [run for _, run in together]
+        arguments = [[own[n] for n in part.arguments] for own, (part, _) in zip(named, together, strict=True)]
+        found: Values
+        if isinstance(runs[0], Step):
+            found = _by_rank(_Together.apply(runs, *itertools.chain(*arguments)), len(runs))
+        else:
+            found = _run(runs, arguments, by_kernels=False)
+        for own, (part, _), results in zip(named, together, found, strict=True):
+            own.update(zip(part.results, results, strict=True))
+    results = [[r.name if isinstance(r, fx.Node) else None for r in results_of(graph.graph)] for graph in graphs]
+    return [[own[name] for name in names] for own, names in zip(named, results, strict=True)]
+
+
+def _by_rank(values: Sequence[Any], ranks: int) -> list[Sequence[Any]]:
+    """Values of all ranks, as many of each, rank by rank."""
+    count = len(values) // ranks
+    return [values[rank * count : (rank + 1) * count] for rank in range(ranks)]
+
+
+class _Together(torch.autograd.Function):
+    """The same step of all ranks."""
+
+    @staticmethod
+    def forward(ctx: Any, steps: Sequence[Step], *values: Any) -> tuple[Any, ...]:
+        given = steps[0].parts.given
+        made = _run([step.forward for step in steps], _by_rank(values, len(steps)))
+        ctx.steps, ctx.saved = steps, [own[len(given) :] for own in made]
+        results = [own[: len(given)] for own in made]
+        ctx.set_materialize_grads(False)  # which results get gradients decides which graph runs
+        others = [r for own in results for r, is_given in zip(own, given, strict=True) if not is_given]
+        ctx.mark_non_differentiable(*(r for r in others if isinstance(r, Tensor)))
+        return tuple(itertools.chain(*results))
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:
+        runs, arguments = [], []
+        for step, saved, own in zip(ctx.steps, ctx.saved, _by_rank(gradients, len(ctx.steps)), strict=True):
+            backward = step.backward_for(tuple(gradient is not None for gradient in own))
+            if backward is None:
+                raise NoBackwardError
+            runs.append(backward.run)
+            arguments.append([*(saved[i] for i in backward.saved), *(g for g in own if g is not None)])
+        return (None, *itertools.chain(*_run(runs, arguments)))

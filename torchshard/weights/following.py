@@ -1,0 +1,452 @@
+"""Follows slices through a function: whether f(slice) is the slice of f(whole). The rows of its ops decide.
+
+    p            f32[8@tp,4]
+    p.mul(2)     f32[8@tp,4]       ... -> ...          a slice
+    p.t()        f32[4,8@tp]       a b -> b a          a slice, of other dims
+    p[:, 0]      f32[8@tp]         a !b -> a           a slice
+    p.sum(1)     f32[8@tp]         a b -> a            a slice
+    p.sum()      lost              a b ->              a part of a sum
+    p.sort(0)    lost              !a b -> !a b        no rank can sort its own rows
+
+The function runs on tensors without memory, with the shapes of the wholes, and each op that it calls is asked for its
+row, as the planner asks: is there a choice that takes the operands as they are held, and how are its results held then?
+A choice with a replacement does not count: ranks would have to run that in place of the op. Mesh axes are followed one
+after the other, each on the shapes that the ones before it leave.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Collection, Hashable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch._decomp import decomposition_table
+from torch._ops import OpOverload
+from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from torchshard.core.choices import choices, local_replacement
+from torchshard.core.layouts import I, Layout, Shard, is_whole, local_shape
+from torchshard.core.mesh import MeshAxis, Place
+from torchshard.core.notation import Choice, Row
+from torchshard.core.overloads import functional_overload
+from torchshard.core.words import Letter, Word, word
+from torchshard.rules import Call, TensorType, has_rule, is_random, row_of
+from torchshard.rules.pointwise import pointwise
+
+aten = torch.ops.aten
+Function = Callable[..., object]
+
+
+class SliceType(NamedTuple):
+    """What a rank's tensor is a slice of."""
+
+    sharding: Word
+    whole: tuple[int, ...]
+    """The shape of the whole tensor."""
+
+
+class Lost(NamedTuple):
+    """A rank's tensor is not the slice of anything."""
+
+    draws: bool = False
+    """Whether it comes of random numbers."""
+
+
+Followed = SliceType | Lost | None
+"""What is known of a tensor; None if it does not depend on slices."""
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What a function makes of slices."""
+
+    results: tuple[Followed, ...]
+    """Of each tensor that it returns."""
+    written: Mapping[int, SliceType | Lost] = field(default_factory=dict)
+    """Of tensors among its arguments, by their numbers: what they are if they were written to, and that is new."""
+
+
+def follow(
+    func: Function,
+    args: Sequence[object],
+    kwargs: Mapping[str, object],
+    held: Mapping[int, SliceType],
+    place: Place,
+    result: object,
+) -> Outcome:
+    """Returns what a function has made of slices.
+
+    Args:
+        held: the number of a slice among the tensors of the arguments -> what it is a slice of.
+        place: of this rank.
+        result: what the function has returned for these arguments.
+    """
+    leaves, structure = pytree.tree_flatten((tuple(args), dict(kwargs)))
+    tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
+    own = [tuple(tensor.shape) for tensor in tensors]
+    # a tensor that a user has made by a slice's shape is taken for a slice, too
+    like = {own[i]: held[i] for i in sorted(held, reverse=True)}
+    types = [held.get(i) or (like.get(shape) if shape else None) for i, shape in enumerate(own)]
+    shapes = [tuple(t.shape) for t in pytree.tree_leaves(result) if isinstance(t, Tensor)]
+    key = _key(func, structure, leaves, types, place, shapes)
+    if key in _KNOWN:
+        return _KNOWN[key]
+    question = _Question(func, leaves, structure, types, set(held), place, shapes)
+    outcome = next(filter(None, map(question.answered, _scalings(leaves))), None)
+    if outcome is None:
+        lost = Lost(question.draws)
+        outcome = Outcome((lost,) * len(shapes), dict.fromkeys(held, lost))
+    if key is not None:
+        if len(_KNOWN) >= MAX_KNOWN:
+            _KNOWN.clear()
+        _KNOWN[key] = outcome
+    return outcome
+
+
+_KNOWN: dict[Hashable, Outcome] = {}
+MAX_KNOWN = 1 << 12
+"""The size at which the cache is cleared: a step of a hand-written optimizer has a few calls for each shape."""
+_PLAIN = (int, float, complex, bool, str, bytes, type(None), torch.dtype, torch.device, torch.layout, slice)
+Key = Hashable
+
+
+def _key(
+    func: Function,
+    structure: object,
+    leaves: Sequence[object],
+    types: Sequence[SliceType | None],
+    place: Place,
+    shapes: Sequence[tuple[int, ...]],
+) -> Key | None:
+    """Everything that an outcome depends on; None where an argument can't be compared."""
+    given, known = list[Hashable](), iter(types)
+    for leaf in leaves:
+        if isinstance(leaf, Tensor):
+            given.append((tuple(leaf.shape), leaf.dtype, leaf.layout, next(known)))
+        elif isinstance(leaf, _PLAIN):
+            given.append((type(leaf), str(leaf)))
+        else:
+            return None
+    return func, str(structure), tuple(given), tuple(place.items()), tuple(shapes)
+
+
+def _scalings(leaves: Sequence[object]) -> Iterator[int | None]:
+    """The numbers among arguments that may be sizes of a slice, where the whole's are meant: none, or one of them."""
+    yield None
+    yield from (i for i, leaf in enumerate(leaves) if type(leaf) is int and leaf > 0)
+
+
+@dataclass
+class _Question:
+    func: Function
+    leaves: Sequence[object]
+    structure: pytree.TreeSpec
+    types: Sequence[SliceType | None]
+    """Of each tensor among the leaves."""
+    held: Collection[int]
+    """The numbers of those that are slices; others with a type only have a slice's shape."""
+    place: Place
+    shapes: Sequence[tuple[int, ...]]
+    """Of the results that this rank has."""
+    draws: bool = False
+
+    def answered(self, scaled: int | None) -> Outcome | None:
+        """The outcome, if the function can be followed.
+
+        Args:
+            scaled: the argument that stands for a size of the slice.
+        """
+        (first, *others) = [of for of in self.types if of is not None]
+        axes = [letter.axis for letter in first.sharding]
+        if any([letter.axis for letter in of.sharding] != axes for of in others):
+            return None
+        shapes = [None if of is None else of.whole for of in self.types]
+        found: list[_Found] = []
+        for number, axis in enumerate(axes):
+            layouts = [I if of is None else of.sharding[number].layout for of in self.types]
+            try:
+                found.append(self._along(axis, layouts, shapes, scaled))
+            except Exception:  # whatever a function does without values, or of other sizes: then it can't be followed
+                return None
+            shapes = [
+                None if shape is None else local_shape(shape, layout, self.place[axis.name], axis.size)
+                for shape, layout in zip(shapes, layouts, strict=True)
+            ]
+        return self._joined(axes, found)
+
+    def _along(
+        self,
+        axis: MeshAxis,
+        layouts: Sequence[Layout],
+        shapes: Sequence[tuple[int, ...] | None],
+        scaled: int | None,
+    ) -> _Found:
+        level, known = _Level(axis.size), iter(zip(layouts, shapes, strict=True))
+        given, tensors = list[object](), list[Tensor]()
+        ratio = self._ratio(shapes)
+        for number, leaf in enumerate(self.leaves):
+            if isinstance(leaf, Tensor):
+                layout, shape = next(known)
+                tensors.append(torch.empty(leaf.shape if shape is None else shape, dtype=leaf.dtype, device="meta"))
+                level.note(tensors[-1], layout)
+                given.append(tensors[-1])
+            elif number == scaled and isinstance(leaf, int):
+                given.append(_whole_number(leaf * ratio))
+            else:
+                given.append("meta" if isinstance(leaf, torch.device) else leaf)
+        args, kwargs = pytree.tree_unflatten(given, self.structure)
+        try:
+            with torch._C._AutoDispatchBelowAutograd(), torch._C.DisableTorchFunctionSubclass(), level:
+                result = self.func(*args, **kwargs)
+        finally:
+            self.draws |= level.draws
+        made = [leaf for leaf in pytree.tree_leaves(result) if isinstance(leaf, Tensor)]
+        after = [level.layout(tensor) for tensor in tensors]
+        return _Found([(level.layout(t), tuple(t.shape)) for t in made], after)
+
+    def _ratio(self, shapes: Sequence[tuple[int, ...] | None]) -> float:
+        """How many times more elements a slice has here than on this rank."""
+        of_leaves = (leaf.numel() for leaf in self.leaves if isinstance(leaf, Tensor))
+        whole, own = next((math.prod(s), n) for s, n in zip(shapes, of_leaves, strict=True) if s is not None)
+        return whole / own if own else 1.0
+
+    def _joined(self, axes: Sequence[MeshAxis], found: Sequence[_Found]) -> Outcome | None:
+        """What was found along all axes, one after the other; None if the results have other shapes on this rank."""
+        if any(len(each.results) != len(self.shapes) for each in found):
+            return None
+        results = list[Followed]()
+        for i, own in enumerate(self.shapes):
+            layouts = [each.results[i][0] for each in found]
+            joined = self._join(axes, layouts, found[0].results[i][1])
+            if isinstance(joined, SliceType) and self._local(joined) != own:
+                return None
+            results.append(joined)
+        written = dict[int, SliceType | Lost]()
+        for i, before in enumerate(self.types):
+            after = self._join(axes, [each.after[i] for each in found], before.whole if before else None)
+            if after is not None and (after != before or i not in self.held):
+                written[i] = after
+        return Outcome(tuple(results), written)
+
+    def _join(
+        self, axes: Sequence[MeshAxis], layouts: Sequence[Layout | Lost], whole: tuple[int, ...] | None
+    ) -> Followed:
+        lost = next((layout for layout in layouts if isinstance(layout, Lost)), None)
+        if lost is not None or whole is None:
+            return lost
+        pairs = zip(axes, layouts, strict=True)
+        letters = [Letter(axis, layout) for axis, layout in pairs if isinstance(layout, Shard)]
+        if not letters:
+            return None
+        return SliceType(word(*letters), whole) if len(letters) == len(axes) else Lost()
+
+    def _local(self, of: SliceType) -> tuple[int, ...]:
+        shape = of.whole
+        for axis, layout in of.sharding:
+            shape = local_shape(shape, layout, self.place[axis.name], axis.size)
+        return tuple(shape)
+
+
+class _Found(NamedTuple):
+    """What was found along one axis."""
+
+    results: Sequence[tuple[Layout | Lost, tuple[int, ...]]]
+    """The layout and the shape of each result."""
+    after: Sequence[Layout | Lost]
+    """The layouts of the arguments, after the function."""
+
+
+def _whole_number(value: float) -> int:
+    if not value.is_integer():
+        raise ValueError(value)
+    return int(value)
+
+
+class _Level(TorchDispatchMode):
+    """Follows layouts over one mesh axis through ops on tensors without memory."""
+
+    def __init__(self, size: int) -> None:
+        super().__init__()
+        self.draws = False
+        self._size = size
+        self._known: dict[int, tuple[Tensor, Layout | Lost]] = {}
+        """The identity of a tensor -> the tensor, which lives as long as this, and its layout."""
+        self._inside: set[object] = set()
+
+    def note(self, tensor: Tensor, layout: Layout | Lost) -> None:
+        """Notes the layout of a tensor."""
+        self._known[id(tensor)] = tensor, layout
+
+    def layout(self, tensor: Tensor) -> Layout | Lost:
+        """Returns the layout of a tensor: I if it does not depend on slices."""
+        return self._known.get(id(tensor), (tensor, I))[1]
+
+    def __torch_dispatch__(
+        self, func: Any, types: object, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        """Runs an op, and notes the layouts of its results."""
+        kwargs = {name: "meta" if isinstance(v, torch.device) else v for name, v in (kwargs or {}).items()}
+        given = [self.layout(t) for t in pytree.tree_leaves((args, kwargs)) if isinstance(t, Tensor)]
+        if all(layout == I for layout in given):
+            return func(*args, **kwargs)
+        each = _of_one(func)
+        if each is not None:
+            with self:
+                made = _for_each(each, args, kwargs)
+            return made if func._schema.returns else None
+        lost = next((layout for layout in given if isinstance(layout, Lost)), None)
+        result = func(*args, **kwargs)
+        tensors = [leaf for leaf in pytree.tree_leaves(result) if isinstance(leaf, Tensor)]
+        if not tensors:
+            raise NotImplementedError(func)  # it gives a number, or nothing that could be followed
+        layouts = self._planned(func, args, kwargs, tensors) if lost is None else None
+        steps = None if lost is not None or layouts is not None else self._steps(func)
+        if steps is not None:
+            return self._in_steps(func, steps, args, kwargs)
+        if layouts is None:
+            self.draws |= is_random(func) or "random" in func.name()
+            layouts = [lost or Lost(self.draws)] * len(tensors)
+        written = [
+            named
+            for a in func._schema.arguments
+            if a.alias_info and a.alias_info.is_write
+            if (named := bound(func, args, kwargs).get(a.name)) is not None
+        ]
+        for tensor, layout in zip(tensors, layouts, strict=True):
+            if not any(tensor is target for target in written):
+                self.note(tensor, layout)
+        for target in written:
+            self._write(target, layouts[0])
+        return result
+
+    def _steps(self, func: Any) -> Callable[..., Any] | None:
+        """What PyTorch runs for an op that its row does not let follow."""
+        if func in self._inside or func._schema.is_mutable or is_random(func):
+            return None
+        return decomposition_table.get(func) or (func.decompose if func._can_decompose() else None)
+
+    def _in_steps(self, func: Any, steps: Callable[..., Any], args: Any, kwargs: Mapping[str, Any]) -> Any:
+        self._inside.add(func)
+        try:
+            with self:
+                return steps(*args, **kwargs)
+        finally:
+            self._inside.discard(func)
+
+    def _write(self, target: Tensor, value: Layout | Lost) -> None:
+        """Notes that a value was written into a tensor, and so into all that share its memory."""
+        before = self.layout(target)
+        if before == I and not isinstance(value, Lost):
+            self.note(target, value)
+        if before in (I, value) and not isinstance(value, Lost):
+            return
+        memory = target.untyped_storage()._cdata
+        for tensor, _ in list(self._known.values()):
+            if tensor.untyped_storage()._cdata == memory:
+                self.note(tensor, value if isinstance(value, Lost) else Lost())
+
+    def _planned(
+        self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], made: Sequence[Tensor]
+    ) -> list[Layout | Lost] | None:
+        """The layouts of an op's results, by its row; None if it has none for operands that are held so."""
+        target, named = _without_writes(func, args, kwargs)
+        call = call_of(target, named, made)
+        operands = [t for t in pytree.tree_leaves(list(named.values())) if isinstance(t, Tensor)]
+        found = planned(call, [_held(t, self.layout(t)) for t in operands], self._size, func.tags)
+        if found is None:
+            return None
+        row, choice = found
+        # a replacement that only has a rank's sizes for the whole's is what the op was called with here
+        takes_sizes = any(a.name in ("size", "shape", "sizes") for a in func._schema.arguments)
+        if local_replacement(row, choice) is not None and not takes_sizes:
+            return None
+        return [layout if isinstance(layout, Shard) else Lost() for layout in choice.results]
+
+
+def _held(tensor: Tensor, layout: Any) -> list[Layout]:
+    """The layouts that a tensor has; one that repeats along a dim has the same values in slices of any sizes."""
+    repeated = [dim for dim, step in enumerate(tensor.stride()) if not step] if layout == I else []
+    return [layout, *(Shard(dim) for dim in repeated)]
+
+
+def planned(
+    call: Call, given: Sequence[Collection[Layout]], size: int, tags: Sequence[torch.Tag] = ()
+) -> tuple[Row, Choice] | None:
+    """Returns an op's row and its choice for operands as they are held; None if it has none.
+
+    Args:
+        given: the layouts of the operands, of which each may have several.
+        size: the number of ranks.
+        tags: those of the op, of which this may be the form that does not write.
+    """
+    row = row_of(call)
+    if row is None and torch.Tag.pointwise in tags and torch.Tag.nondeterministic_seeded not in tags:
+        row = pointwise(call)
+    if row is None:
+        return None
+    hints = [(i, layout) for i, layouts in enumerate(given) for layout in layouts if isinstance(layout, Shard)]
+    for choice in choices(row, size, hints):
+        wanted = (I if is_whole(layout) else layout for layout in choice.operands)
+        if all(layout in layouts for layout, layouts in zip(wanted, given, strict=True)):
+            return row, choice
+    return None
+
+
+def call_of(target: OpOverload[..., Any], named: Mapping[str, Any], made: object) -> Call:
+    """Returns an op's call as rules see it.
+
+    Args:
+        named: its arguments by name, without those that have their default.
+    """
+    defaults = {a.name: a.default_value for a in target._schema.arguments if a.has_default_value()}
+    bound = {**defaults, **named}
+    typed = pytree.tree_map_only(Tensor, lambda t: TensorType(tuple(t.shape), t.dtype), bound)
+    results = tuple(TensorType(tuple(t.shape), t.dtype) for t in pytree.tree_leaves(made) if isinstance(t, Tensor))
+    return Call(target, {a.name: typed[a.name] for a in target._schema.arguments if a.name in typed}, results)
+
+
+def bound(target: OpOverload[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns the arguments of an op's call by their names."""
+    return {**dict(zip((a.name for a in target._schema.arguments), args, strict=False)), **kwargs}
+
+
+def _without_writes(
+    func: OpOverload[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]
+) -> tuple[OpOverload[..., Any], dict[str, Any]]:
+    """The form of an op that does not write, and its arguments by name; an op that has a rule, as it is."""
+    named = bound(func, args, kwargs)
+    functional = functional_overload(func) if func._schema.is_mutable and not has_rule(func) else None
+    if functional is None:
+        return func, named
+    values = [named[a.name] for a in func._schema.arguments if a.name in named and not a.is_out]
+    names = [a.name for a in func._schema.arguments if a.name in named and not a.is_out]
+    # the first argument has another name in some pairs: dropout_ calls it `self`, dropout calls it `input`
+    return functional, dict(zip((functional._schema.arguments[0].name, *names[1:]), values, strict=True))
+
+
+_FOREACH = "_foreach_"
+
+
+def _of_one(func: OpOverload[..., Any]) -> Callable[..., Any] | None:
+    """The op on one tensor of an op on lists: `mul_` for `_foreach_mul_`."""
+    name = func._schema.name.split("::")[1]
+    return getattr(aten, name.removeprefix(_FOREACH), None) if name.startswith(_FOREACH) else None
+
+
+def _for_each(op: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Any]:
+    # addcdiv_ takes by name what _foreach_addcdiv_ takes as the last of its arguments
+    schema = getattr(op, op.overloads()[0])._schema.arguments
+    positional, named = sum(not a.kwarg_only for a in schema), [a.name for a in schema if a.kwarg_only]
+    kwargs = {**dict(zip(named, args[positional:], strict=False)), **kwargs}
+
+    def item(value: Any, i: int) -> Any:
+        return value[i] if isinstance(value, (list, tuple)) else value
+
+    return [
+        op(*(item(a, i) for a in args[:positional]), **{name: item(a, i) for name, a in kwargs.items()})
+        for i in range(len(args[0]))
+    ]

@@ -1,0 +1,146 @@
+"""Calls of functions with slices among the arguments: results that are slices are marked, users are warned of others.
+
+`following` finds out which results are slices of what the function returns for the wholes. Functions that return
+numbers or memory instead of tensors (`tolist`, `numpy`, `data_ptr`, DLPack) bypass PyTorch's dispatcher, so that they
+can't be followed: whether one reads values is tried on tensors that differ in nothing else.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.utils import _pytree as pytree
+
+from torchshard.core.errors import SliceWarning
+from torchshard.core.mesh import Place
+from torchshard.core.user_files import warn
+from torchshard.weights.following import Function, Lost, SliceType, follow
+
+ADVICE = (
+    "model.full_state_dict() has whole parameters; ts.clip_grad_norm_ and torch.nn.utils.get_total_norm take norms of "
+    "whole gradients; a penalty of weights is right as a part of the model's forward"
+)
+Mark = Callable[[Tensor, SliceType, bool], Tensor]
+"""Marks a tensor as a slice, in place or not; gives the marked one."""
+
+
+@dataclass(frozen=True)
+class SliceCall:
+    """A call of a function with slices among its arguments."""
+
+    func: Function
+    args: Sequence[object]
+    kwargs: Mapping[str, object]
+    tensors: Sequence[Tensor]
+    """Among the arguments, in order."""
+    versions: Sequence[int]
+    """Of the tensors, before the call."""
+
+    @classmethod
+    def begun(cls, func: Function, args: Sequence[object], kwargs: Mapping[str, object]) -> SliceCall:
+        """A call that is about to run."""
+        leaves = pytree.tree_leaves((tuple(args), dict(kwargs)))
+        tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
+        with torch._C.DisableTorchFunctionSubclass():
+            return cls(func, args, kwargs, tensors, [_version(tensor) for tensor in tensors])
+
+    def ended(
+        self, result: object, held: Mapping[int, SliceType], place: Place, text: str, mark: Mark, *, warns: bool
+    ) -> object:
+        """Returns the result with its slices marked.
+
+        Args:
+            held: the number of a slice among the tensors -> what it is a slice of.
+            place: of this rank.
+            text: a slice, in words.
+            warns: whether a user calls, who is warned of results that are no slices.
+        """
+        with torch._C.DisableTorchFunctionSubclass():
+            return self._ended(result, held, place, text, mark, warns)
+
+    def _ended(
+        self, result: object, held: Mapping[int, SliceType], place: Place, text: str, mark: Mark, warns: bool
+    ) -> object:
+        written = {i for i, tensor in enumerate(self.tensors) if _version(tensor) != self.versions[i]}
+        if not written and not any(isinstance(leaf, Tensor) for leaf in pytree.tree_leaves(result)):
+            if warns and _reads_values(self.func, self.args, self.kwargs):
+                warn_of_slice(f"{self._name} reads", text)
+            return result
+        outcome = follow(self.func, self.args, self.kwargs, held, place, result)
+        lost = [of for of in outcome.results if isinstance(of, Lost)]
+        for i in written & outcome.written.keys():
+            of, tensor = outcome.written[i], self.tensors[i]
+            if isinstance(of, Lost) or tensor._is_view():
+                lost.append(Lost())
+            elif type(tensor) is Tensor:
+                mark(tensor, of, True)
+        if lost and warns:
+            draws = any(of.draws for of in lost)
+            but = "draws the same numbers on all ranks, and others than for the whole" if draws else "not of the whole"
+            warn_of_slice(f"{self._name} of" if draws else f"{self._name} gives a result of", text, but)
+        of_results = iter(outcome.results)
+
+        def marked(leaf: object) -> object:
+            if not isinstance(leaf, Tensor):
+                return leaf
+            of = next(of_results)
+            is_given = any(leaf is tensor for tensor in self.tensors)
+            return mark(leaf, of, False) if isinstance(of, SliceType) and not is_given else leaf
+
+        return pytree.tree_map(marked, result)
+
+    @property
+    def _name(self) -> str:
+        name = self.func.__name__
+        return "an index" if name in ("__getitem__", "__setitem__") else f"{name}()"
+
+
+def warn_of_slice(verb: str, text: str, but: str = "not the whole") -> None:
+    """Warns that a function does something with a slice and not with the whole: 'sum() gives a result of'."""
+    warn(f"{verb} this rank's slice, {text}, {but}. {ADVICE}", SliceWarning)
+
+
+def _version(tensor: Tensor) -> int:
+    return 0 if tensor.is_inference() else tensor._version
+
+
+_VALUES = (bool, int, float, complex, list, tuple, np.ndarray, torch.UntypedStorage, torch.TypedStorage)
+_READS: dict[Function, bool] = {}
+
+
+def _reads_values(func: Function, args: Sequence[object], kwargs: Mapping[str, object]) -> bool:
+    """Whether a function that returns no tensor reads the values or the memory of one."""
+    if func.__name__ == "__get__":
+        return False
+    if func not in _READS:
+        _READS[func] = _differ(*(_tried(func, args, kwargs, first) for first in (0, 1)))
+    return _READS[func]
+
+
+def _tried(func: Function, args: Sequence[object], kwargs: Mapping[str, object], first: int) -> object:
+    """What a function returns of other tensors with as many dims: the first holds `first`, the next twice that."""
+    count = 0
+
+    def other(tensor: Tensor) -> Tensor:
+        nonlocal count
+        count += 1
+        return torch.full((1,) * tensor.ndim, first * count, dtype=tensor.dtype, device=tensor.device)
+
+    tried_args, tried_kwargs = pytree.tree_map_only(Tensor, other, (tuple(args), dict(kwargs)))
+    try:
+        return func(*tried_args, **tried_kwargs)
+    except Exception:  # whatever it is: nothing was read
+        return None
+
+
+def _differ(a: Any, b: Any) -> bool:
+    if isinstance(a, np.ndarray):
+        return not np.array_equal(a, b)
+    if type(a).__name__ == "PyCapsule":
+        return True
+    return isinstance(a, _VALUES) and bool(a != b)
