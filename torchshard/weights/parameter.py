@@ -163,7 +163,7 @@ class ShardedParameter(Slice, nn.Parameter):
 
     def register_hook(self, hook: Callable[[Tensor], Tensor | None]) -> RemovableHandle:
         """As `Tensor.register_hook`; a user's hook gets the gradient marked as a slice."""
-        registered = self.seeing_slices(hook) if self.is_split and is_users(called_from()) else hook
+        registered = self.seeing_slices(hook) if is_users(called_from()) else hook
         with unwatched():
             return Tensor.register_hook(self, registered)
 
