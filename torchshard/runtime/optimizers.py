@@ -240,7 +240,8 @@ def _check_state(parameter: ShardedParameter, state: OptimizerState, *, by_eleme
                 f"the optimizer's {name} of {parameter.path!r} has another shape than this rank's slice",
                 where="optimizer.load_state_dict",
                 why=f"given: {tuple(value.shape)}; wanted: {tuple(parameter.shape)}, {place_text(own)}",
-                attempt="the optimizer's state dict that this rank saved; an unsharded model's can't be split yet",
+                attempt="the optimizer's state dict that this rank saved; of an unsharded run, ts.save(folder, model, "
+                "optimizer) there and ts.load(folder, model, optimizer) here",
             )
 
 
