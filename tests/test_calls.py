@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import copy
+import inspect
 import pickle
 from collections import UserDict
 from collections.abc import Iterator
+from types import MethodType
 from typing import Any
 
 import numpy as np
@@ -15,6 +17,7 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 import torchshard as ts
+from tests.helpers import gradient_error, run_ranks
 
 X = torch.randn(4, 6, generator=torch.Generator().manual_seed(0))
 
@@ -189,7 +192,7 @@ def test_submodules_are_instances_of_their_class_and_follow_its_mode(pair: Any) 
     for m in (*model.modules(), *sharded.modules()):
         if isinstance(m, nn.Dropout):
             m.training = False
-    assert [type(m).__name__ for m in sharded.modules()] == ["ShardedModule", "ShardedLinear", "ShardedDropout"]
+    assert [type(m).__name__ for m in sharded.modules()] == ["Sharded_Scaled", "ShardedLinear", "ShardedDropout"]
     assert isinstance(sharded, ts.ShardedModule) and not isinstance(sharded.up, nn.Dropout)
     assert not sharded.drop.training and sharded.up.training and torch.equal(model(X), sharded(X))
     assert sharded.up.in_features == 6 and sharded.config == {"width": 8} and "Dropout(p=0.5" in repr(sharded)
@@ -200,7 +203,7 @@ def test_submodules_cannot_be_called_or_changed(pair: Any) -> None:
     with pytest.raises(ts.InputError, match="can't be called by itself"):
         sharded.up(X)
     with pytest.raises(ts.InputError, match="can't be changed after sharding"):
-        sharded.drop.p = 0.1
+        sharded.up.forward = _doubled
     with pytest.raises(ts.InputError, match="can't be replaced after sharding"):
         sharded.drop = nn.Identity()
     with pytest.raises(ts.InputError, match="can't have forward hooks"):
@@ -345,3 +348,124 @@ def test_a_result_that_cannot_be_taken_apart_is_refused() -> None:
     with pytest.raises(ts.CaptureError, match="returns a _Unknown, which can't be taken apart"):
         ts.shard(_Returns(), {})(X)
     ts.distributed.destroy_process_group()
+
+
+class _Helpful(nn.Module):
+    """A language model with methods of its own, as people write them."""
+
+    low = False
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.config = {"window": 6}
+        self.embed, self.drop, self.head = nn.Embedding(12, 8), nn.Dropout(0.0), nn.Linear(8, 12, bias=False)
+        self.scale = 1.0
+
+    def forward(self, ids: Tensor) -> Tensor:
+        return self.head(self.drop(self.embed(ids)).cumsum(1)) * (self.scale / 2 if self.low else self.scale)
+
+    @property
+    def window(self) -> int:
+        return self.config["window"]
+
+    @property
+    def temperature(self) -> float:
+        return self.scale
+
+    @temperature.setter
+    def temperature(self, value: float) -> None:
+        self.scale = value
+
+    @classmethod
+    def name(cls) -> str:
+        return cls.__name__
+
+    def get_num_params(self) -> int:
+        return sum(p.numel() for p in self.parameters())
+
+    def configure_optimizers(self, rate: float) -> torch.optim.Optimizer:
+        matrices = [p for p in self.parameters() if p.dim() >= 2]
+        return torch.optim.AdamW([{"params": matrices, "weight_decay": 0.1}], lr=rate)
+
+    def loss(self, ids: Tensor) -> Tensor:
+        return nn.functional.cross_entropy(self(ids[:, :-1]).flatten(0, 1), ids[:, 1:].flatten())
+
+    @torch.no_grad()
+    def generate(self, ids: Tensor, count: int) -> Tensor:
+        for _ in range(count):
+            logits = self(ids[:, -self.window :])[:, -1]
+            ids = torch.cat([ids, torch.multinomial(logits.softmax(-1), 1)], 1)
+        return ids
+
+    def freeze(self) -> None:
+        self.embed.weight.requires_grad_(False)
+
+    def encode(self, ids: Tensor) -> Tensor:
+        return self.embed(ids)
+
+    def weight_norm(self) -> Tensor:
+        return self.head.weight.norm()
+
+    def parent(self) -> int:
+        return len(list(super().parameters()))
+
+
+def _helped(model: Any, ids: Tensor) -> list[Any]:
+    """What the methods give, in three steps between which they change the model."""
+    optimizer, found = model.configure_optimizers(0.1), [model.get_num_params(), model.window, model.name()]
+    for change in ("scale", "temperature", "low"):
+        setattr(model, change, 3.0 if change != "low" else True)
+        loss = model.loss(ids)
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        torch.manual_seed(0)
+        found += [loss.detach(), getattr(model, change), model.generate(ids, 4)]
+    model.freeze()
+    model.drop.p = 1.0
+    return [*found, model(ids).detach(), model.embed.weight.requires_grad]
+
+
+def _runs_methods(rank: int) -> tuple[bool, float, list[str]]:
+    torch.manual_seed(0)
+    model, ids = _Helpful().double(), torch.randint(12, (2, 5))
+    sharded: Any = ts.shard(copy.deepcopy(model), {"embed": "column", "head": "row"}, example_inputs=(ids,))
+    expected, got = _helped(model, ids), _helped(sharded, ids)
+    for m in (model, sharded):
+        m.loss(ids).backward()
+    errors = []
+    for call in (lambda: sharded.encode(ids), sharded.weight_norm, sharded.parent, sharded.head.reset_parameters):
+        with pytest.raises(ts.InputError) as error:
+            call()
+        errors.append(str(error.value))
+    tensors = [(a, b) for a, b in zip(expected, got, strict=True) if isinstance(a, Tensor)]
+    full = sharded.full_state_dict()
+    tensors += [(value, full[name]) for name, value in model.state_dict().items()]
+    others = [a == b for a, b in zip(expected, got, strict=True) if not isinstance(a, Tensor)]
+    error = max(gradient_error(sharded, model), *(float((a - b).abs().max()) for a, b in tensors))
+    return all(others), error, errors
+
+
+def test_the_models_own_methods_run() -> None:
+    """Those that call the model, read its parameters or switch something; those that need a part say what to do."""
+    for same, error, (part, norm, parent, torch_own) in run_ranks(_runs_methods, 2):
+        assert same and error < 1e-10
+        assert "Embedding within a sharded model can't be called by itself" in part and "forward compute this" in part
+        assert "weight_norm() can't be called" in norm and "slice for the whole: norm()" in norm
+        assert "parent() can't be called" in parent and "super()" in parent
+        assert "call it on the unsharded model, then ts.shard" in torch_own
+
+
+def test_loops_read_forwards_signature_and_may_wrap_it(pair: Any) -> None:
+    """As Hugging Face's Trainer reads labels off the class, and accelerate replaces forward for mixed precision."""
+    model, sharded = pair
+    assert inspect.signature(sharded.forward) == inspect.signature(model.forward)
+    assert [*inspect.signature(type(sharded).forward).parameters] == ["self", "x", "by"]
+    whole = model(X, by=2).sum()
+    original = sharded.forward
+    sharded.forward = MethodType(torch.autocast("cpu", torch.bfloat16)(original.__func__), sharded)
+    with torch.autocast("cpu", torch.bfloat16):
+        expected = original(X, by=2)
+    assert sharded(X, by=2).dtype == torch.bfloat16 and torch.equal(sharded(X, by=2), expected)
+    del sharded.forward
+    assert torch.equal(sharded(X, by=2).sum(), whole) and sharded.forward == original

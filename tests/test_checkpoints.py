@@ -35,6 +35,7 @@ from torchshard.weights.boxes import place_of, whole_box
 from torchshard.weights.checkpoint_files import MANIFEST, SlicedTensor, digest, read_checkpoint
 from torchshard.weights.safetensors_files import tensors_in
 from torchshard.weights.safetensors_writer import FilePlan, TensorType
+from torchshard.weights.state_slices import StateSlice
 
 STEPS, NEXT = range(2), range(2, 5)
 EXTRA = {"step": 2, "seen": torch.arange(3), "names": ("a", None, {1: 2.5})}
@@ -368,9 +369,14 @@ def test_a_broken_checkpoint_changes_nothing(kind: str, saved: Path) -> None:
     assert _same(before, model.state_dict()) and not optimizer.state and not Path("/tmp/opened").exists()
 
 
+def _slice() -> Tensor:
+    return StateSlice.of(torch.ones(2), ("w", "S(0)", 0, 2, (4,)))
+
+
 UNSAVED: dict[str, tuple[Callable[[], Any], str]] = {
     "an object": (lambda: {"extra": object()}, "a checkpoint can't hold what extra has"),
     "a function": (lambda: {"extra": {"f": [print]}}, "a checkpoint can't hold what extra has"),
+    "slices": (lambda: {"extra": {"ema": [_slice()]}}, "extra['ema'][0]"),
     "a stranger": (lambda: {"optimizer": _adam(_Holds())}, "a parameter that is not the model's"),
     "a size": (lambda: {"copies": "4 potatoes"}, "'4 potatoes' is no size"),
 }

@@ -10,6 +10,7 @@ from multiprocessing.reduction import ForkingPickler
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
@@ -70,11 +71,7 @@ def _saves(rank: int, folder: str) -> dict[str, Any]:
     found["gathered"] = _equal(get_model_state_dict(model, options=FULL), found["whole"])
     found["gathered optimizer"] = get_optimizer_state_dict(model, optimizer, options=FULL)
     whole = copy.deepcopy(found["whole"])
-    found["whole into slices"] = _says(
-        lambda: set_model_state_dict(model, whole, options=FULL), "load_full_state_dict"
-    ) and _says(
-        lambda: set_optimizer_state_dict(model, optimizer, found["gathered optimizer"], options=FULL), "another shape"
-    )
+    found["whole into slices"] = _says(lambda: model.load_state_dict(whole), "load_full_state_dict")
     stager = BlockingAsyncStager()
     found["older stager"] = _says(
         lambda: dcp.async_save(states, checkpoint_id=f"{folder}/older", async_stager=stager), "older AsyncStager"
@@ -174,3 +171,45 @@ def _optimizer_from_file(rank: int) -> list[bool]:
 
 def test_an_optimizer_that_has_not_stepped_gives_slices() -> None:
     assert run_ranks(_optimizer_from_file, 2) == [[True, True]] * 2
+
+
+def _sets(rank: int, folder: str, world: int, way: str) -> bool:
+    """Whether a fresh model trains on as the one whose whole states PyTorch's setters have given it."""
+    warnings.simplefilter("ignore")
+    ts.distributed.init_process_group(group_size=2)
+    mesh = {"dp": world // 2, "tp": 2} if world > 2 else None
+    torch.manual_seed(0)
+    x = torch.randn(4, 6, dtype=torch.float64)
+
+    def made() -> tuple[Any, torch.optim.Optimizer]:
+        layers = torch.nn.Linear(6, 8), torch.nn.Tanh(), torch.nn.Linear(8, 6)
+        plan, divides = {"0": "column", "2": "row"}, {"mesh": mesh, "inputs": "global"} if mesh else {}
+        model = ts.shard(torch.nn.Sequential(*layers).double(), plan, (x,), **divides)
+        return model, torch.optim.AdamW(model.parameters(), lr=0.1)
+
+    def trained(model: Any, optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
+        for _ in range(2):
+            model(x).square().sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        return whole_state(model)
+
+    first, again = made(), made()
+    trained(*first)
+    states = get_state_dict(*first, options=FULL)
+    options = FULL
+    if way == "broadcast":
+        options = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
+        states = states if rank == 0 else ({}, {})
+    if way == "partial":  # what is missing stays
+        options = StateDictOptions(full_state_dict=True, strict=False)
+        again[0].load_state_dict(first[0].state_dict())
+        states = ({name: value for name, value in states[0].items() if name != "0.weight"}, states[1])
+    set_model_state_dict(again[0], states[0], options=options)
+    set_optimizer_state_dict(*again, states[1], options=options)
+    return _equal(trained(*again), trained(*first))
+
+
+@pytest.mark.parametrize(("world", "way"), [(2, "equal"), (2, "broadcast"), (2, "partial"), (4, "broadcast")])
+def test_pytorchs_setters_take_whole_states(world: int, way: str, tmp_path: Path) -> None:
+    assert all(run_ranks(_sets, world, str(tmp_path), world, way))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import functools
 import json
 import warnings
@@ -13,9 +14,10 @@ import pytest
 import torch
 import transformers
 from safetensors.torch import load, load_file
+from torch import Tensor, nn
 
 import torchshard as ts
-from tests.helpers import refused, run_ranks
+from tests.helpers import gradient_error, largest, refused, run_ranks
 from tests.resumed import Small, small
 from tests.test_folders import MODELS, SIZES
 
@@ -176,3 +178,80 @@ def test_another_models_adapter_is_refused(tmp_path: Path) -> None:
         call = functools.partial(ts.from_pretrained, tmp_path / "base", adapter=tmp_path / adapter)
         assert refused(functools.partial(call, example_kwargs=CALL), text, ts.InputError)
     ts.distributed.destroy_process_group()
+
+
+class _Net(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down, self.head = nn.Linear(6, 8), nn.Linear(8, 6), nn.Linear(6, 10, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.down(torch.tanh(self.up(x))))
+
+
+def _two_adapters() -> Any:
+    torch.manual_seed(0)
+    first, other = (
+        peft.LoraConfig(r=2, target_modules=names, init_lora_weights=False) for names in (["up", "down"], ["up"])
+    )
+    model = peft.get_peft_model(_Net(), first)
+    model.add_adapter("other", other)
+    model.set_adapter("default")
+    return model.double()
+
+
+def _preferred(model: Any, chosen: Tensor, rejected: Tensor) -> Tensor:
+    """DPO's loss; its reference is the model without the adapter."""
+
+    def gap() -> Tensor:
+        scores: list[Tensor] = [model(x).log_softmax(-1)[:, 0].sum() for x in (chosen, rejected)]
+        return scores[0] - scores[1]
+
+    with torch.no_grad(), model.disable_adapter():
+        reference = gap()
+    return -nn.functional.logsigmoid(gap() - reference)
+
+
+def _switched(model: Any, x: Tensor) -> list[Tensor]:
+    """What a model computes with its adapters trained, switched, merged, and taken out again."""
+    found, optimizer = [], torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.5)
+    for adapter in ("default", "other", "default"):
+        model.set_adapter(adapter)
+        loss = _preferred(model, x, -x)
+        loss.backward()
+        optimizer.step()
+        found += [loss, torch.tensor([float(p.requires_grad) for p in model.parameters()])]
+    for change in (model.merge_adapter, model.unmerge_adapter):
+        change()
+        found.append(model(x))
+    return [tensor.detach() for tensor in found]
+
+
+def _switches(rank: int, folder: str) -> tuple[float, bool, list[str]]:
+    ts.distributed.init_process_group()
+    torch.manual_seed(1)
+    model, x = _two_adapters(), torch.randn(4, 6, dtype=torch.float64)
+    plan = {"base_model.model.up.base_layer": "column", "base_model.model.down.base_layer": "row"}
+    sharded: Any = ts.shard(copy.deepcopy(model), plan, (x,))
+    pairs = [*zip(_switched(model, x), _switched(sharded, x), strict=True)]
+    error = largest([gradient_error(sharded, model), *((a - b).abs().max() for a, b in pairs)])
+    whole = sharded.full_state_dict()
+    error = largest(error, *((whole[name] - tensor).abs().max() for name, tensor in model.state_dict().items()))
+    with pytest.raises(AttributeError) as refusal:
+        sharded.merge_and_unload()
+    texts = [str(refusal.value)]
+    with pytest.raises(ts.InputError) as refusal:
+        sharded.save_pretrained(folder)
+    torch.testing.assert_close(model(x), sharded(x))
+    model.load_state_dict(whole)
+    ts.save_pretrained(sharded, folder, merge=True)
+    expected, written = model.merge_and_unload().state_dict(), load_file(f"{folder}/model.safetensors")
+    same = expected.keys() == written.keys() and all(torch.equal(written[n], t) for n, t in expected.items())
+    return error, same, [*texts, str(refusal.value)]
+
+
+def test_adapters_are_switched_and_merged(tmp_path: Path) -> None:
+    """As of the unsharded model: DPO with the disabled adapter as its reference, another adapter, merged weights."""
+    for error, same, (unload, save) in run_ranks(_switches, 2, str(tmp_path)):
+        assert error < 1e-10 and same
+        assert "merge=True" in unload and "ts.save_pretrained(model, folder)" in save

@@ -117,6 +117,7 @@ FAULTS: dict[str, tuple[Callable[[bool], Any], str]] = {
     "backwards of one model": (lambda odd: _backwards_in_another_order(odd, of_one=True), "different backwards"),
     "backward twice": (_backward_twice, "different backwards"),
     "another checkpoint": (lambda odd: _loads(odd), "load different state dicts"),
+    "a save beside a call": (lambda odd: _saves(odd), "the ranks do different things"),
 }
 
 
@@ -129,6 +130,14 @@ def _loads(odd: bool) -> None:
     model = _made()
     state = {name: value + odd for name, value in model.full_state_dict().items()}
     model.load_full_state_dict(state)
+
+
+def _saves(odd: bool) -> None:
+    model = _made()
+    model(X)
+    if odd:  # as after a signal that reaches the ranks a step apart
+        ts.save("never written", model)
+    model(X)
 
 
 def _outcomes(rank: int, elsewhere: bool) -> dict[str, str]:

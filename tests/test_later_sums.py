@@ -203,6 +203,13 @@ def _habits(rank: int, data: str) -> dict[str, bool]:
     (gradient,) = torch.autograd.grad(sharded(*own)[0], [weight], create_graph=True)
     gradient.square().sum().backward()
     sharded.zero_grad()
+    with sharded.no_sync():
+        loss = sharded(*own)[0]
+    hooks = [weight.register_hook(lambda gradient: gradient * 2), norm.register_hook(lambda gradient: gradient * 2)]
+    found["a hook"] = refused_input(loss.backward, "a hook of a gradient can't run within no_sync()")
+    for hook in hooks:
+        hook.remove()
+    sharded.zero_grad()
     with sharded.no_sync() if rank else nullcontext():
         found["on one rank"] = refused(lambda: sharded(*own), "some ranks are within no_sync()", ts.DistributedError)
     return found

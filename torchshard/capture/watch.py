@@ -42,14 +42,14 @@ LARGE_ITEMS = 4096
 class Watch:
     """Numbers the states of the values that a model's forward can read: 0 at first, a new number for each new state.
 
-    Attributes of the modules themselves are not compared: those of a sharded model can't be assigned.
+    Attributes of the modules themselves are not compared: a sharded model tells of those that are assigned (`look`).
     """
 
     def __init__(self, model: nn.Module) -> None:
         self._model, self._states = model, dict[str, int]()
         self._numbers = ObjectNumbers()
         self._texts: dict[Place, str] = {}
-        self._look()
+        self.look()
         self.latest_change = ""
 
     def __deepcopy__(self, memo: dict[int, object]) -> Watch:
@@ -58,10 +58,10 @@ class Watch:
     def state(self) -> int:
         """The number of the current state."""
         if not self._is_same():
-            self._look()
+            self.look()
         return self.number
 
-    def _look(self) -> None:
+    def look(self) -> None:
         """Searches for the values again, for others may be visible now, and notes them."""
         visible, before = visible_to(self._model), self._texts
         self._texts = {place: self._text(value, visible) for place, value in visible.values()}

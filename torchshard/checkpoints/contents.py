@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import itertools
 import random
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Final, NamedTuple, Protocol, cast
 
@@ -230,6 +230,15 @@ def encoded(objects: Mapping[str, object]) -> dict[str, bytes]:
     """
     parts = dict[str, bytes]()
     for name, value in objects.items():
+        place = next(_slices_in(value, name), None)
+        if place is not None:
+            raise InputError(
+                f"a checkpoint can't hold what {name} has",
+                where=f"ts.save, {place}",
+                why="it is this rank's slice, and what is no tensor of the model is written once for all ranks",
+                attempt="ts.save(another folder, copy), for a copy.deepcopy(model) that holds such tensors; or whole "
+                "tensors, as full_state_dict() has them",
+            )
         try:
             parts[name] = encode(value, allow_pickle=False)
         except (InputError, RecursionError, NotImplementedError, RuntimeError) as error:
@@ -241,6 +250,18 @@ def encoded(objects: Mapping[str, object]) -> dict[str, bytes]:
                 attempt="numbers, texts, bytes, tensors and arrays, and lists, tuples, sets and dicts of them",
             ) from None
     return parts
+
+
+def _slices_in(value: object, place: str) -> Iterator[str]:
+    """The places in plain containers at which slices are."""
+    if isinstance(value, Slice | StateSlice):
+        yield place
+    elif isinstance(value, dict):
+        for key, item in value.items():
+            yield from _slices_in(item, f"{place}[{key!r}]")
+    elif isinstance(value, list | tuple):
+        for i, item in enumerate(value):
+            yield from _slices_in(item, f"{place}[{i}]")
 
 
 def hashes(items: Mapping[str, Item], axis: str) -> dict[str, str]:

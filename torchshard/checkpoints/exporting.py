@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from torchshard.checkpoints.contents import Item
-from torchshard.checkpoints.formats import FolderFormat, folder_format
+from torchshard.checkpoints.formats import FolderFormat, folder_format, merged
 from torchshard.checkpoints.saving import check_module, checked_folder, verify_states
 from torchshard.checkpoints.writing import file_errors, unseen
 from torchshard.core.errors import InputError
@@ -37,7 +37,9 @@ from torchshard.weights.safetensors_writer import FilePlan, TensorType
 from torchshard.weights.tape import Tape
 
 
-def save_pretrained(model: nn.Module, folder: str | os.PathLike[str], *, max_shard_size: int | str = "50GB") -> None:
+def save_pretrained(
+    model: nn.Module, folder: str | os.PathLike[str], *, max_shard_size: int | str = "50GB", merge: bool = False
+) -> None:
     """Writes a sharded model as `from_pretrained` of its library loads it; no rank holds it whole.
 
     A collective call: all ranks make it, and share the folder. Of a model of transformers it writes what
@@ -49,15 +51,22 @@ def save_pretrained(model: nn.Module, folder: str | os.PathLike[str], *, max_sha
         folder: made if it is missing. Files of an older model in it are replaced, one after the other: to keep that one
             until this is complete, name another folder.
         max_shard_size: the most that a file holds, as in transformers.
+        merge: of a model with peft's adapters, writes the model with the active ones merged in, as
+            `merge_and_unload().save_pretrained` would. Merged weights are gathered whole, one at a time.
 
     Raises:
-        InputError: the model is not sharded, or the folder can't be written to.
+        InputError: the model is not sharded, has no adapters to merge, or the folder can't be written to.
         DistributedError: the ranks hold different states, or do not see one folder.
     """
     check_module(model, "ts.save_pretrained(model, folder)")
     ranks, what = Ranks.of(model.parameters()), "the ranks can't write this model together"
     verify_states(model, ranks)
-    job = ranks.run_on_all(lambda: _planned(model, checked_folder(folder), max_shard_size, ranks), InputError, what)
+    buffers = model.computed_buffers() if merge and isinstance(model, ShardedModule) else None
+
+    def planned() -> _Job:
+        return _planned(model, checked_folder(folder), max_shard_size, ranks, buffers)
+
+    job = ranks.run_on_all(planned, InputError, what)
     facts = {"the folder": os.fspath(folder), **job.facts()}
     ranks.verify(facts, "the ranks write different models", "one folder and the same model on every rank")
     ranks.run_on_all(lambda: job.create(ranks), InputError, what)
@@ -114,6 +123,8 @@ class _Job:
     items: Mapping[str, Item]
     """This rank's slices by name."""
     ranks: Ranks
+    merges: bool
+    """Whether adapters are merged in, for which whole weights are needed."""
 
     @property
     def files(self) -> list[FilePlan]:
@@ -141,7 +152,7 @@ class _Job:
     def write(self) -> None:
         """Writes this rank's parts of all files, and returns when they are on the disk."""
         whole = [output.name for output in self.outputs if output.reads is None]
-        if whole:
+        if whole and not self.merges:
             warn(f"{len(whole)} tensors were gathered whole, one at a time: {', '.join(whole[:3])}")
         total, written = sum(i.tensor.numel() * i.tensor.itemsize for i in self.items.values()), 0
         shown = Progress("writing weights", self.ranks.number, total)
@@ -195,7 +206,10 @@ class _Job:
                 self.format.write_others(self.folder)
 
 
-def _planned(model: nn.Module, folder: Path, max_shard_size: int | str, ranks: Ranks) -> _Job:
+def _planned(
+    model: nn.Module, folder: Path, max_shard_size: int | str, ranks: Ranks, buffers: Mapping[str, Tensor] | None
+) -> _Job:
+    """Plans what to write; with the buffers that no state dict has, of the model with its adapters merged in."""
     if not isinstance(model, ShardedModule):
         raise InputError(
             "save_pretrained writes sharded models",
@@ -211,7 +225,10 @@ def _planned(model: nn.Module, folder: Path, max_shard_size: int | str, ranks: R
             state[name] = file_tensor(tape, ModelTensor(name, value.dtype, items[name].shape, whole))
         else:
             state[name] = state[first]
-    format_ = folder_format(model.source, state, max_shard_size)
+    source = model.source
+    if buffers is not None:
+        source, state = merged(source, {**buffers, **state})
+    format_ = folder_format(source, state, max_shard_size)
     outputs, parts = list[_Output](), Parts(tape)
     for path, tensors in format_.files.items():
         types = {name: TensorType(tensor.dtype, tuple(tensor.shape)) for name, tensor in tensors.items()}
@@ -222,4 +239,4 @@ def _planned(model: nn.Module, folder: Path, max_shard_size: int | str, ranks: R
             )
             reads = parts.reads(wanted) if wanted else None
             outputs.append(_Output(file, name, tensor, reads))
-    return _Job(folder, format_, outputs, items, ranks)
+    return _Job(folder, format_, outputs, items, ranks, buffers is not None)

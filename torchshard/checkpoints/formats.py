@@ -20,6 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from torchshard.capture import model_without_storage
 from torchshard.core.errors import InputError
 from torchshard.weights.adapters import ADAPTER, adapter_names
 from torchshard.weights.safetensors_files import INDEX
@@ -129,6 +130,46 @@ def _of_transformers(source: Any, state: Mapping[str, Tensor], max_shard_size: i
 
 def _is_peft(model: nn.Module) -> bool:
     return any(c.__module__ == "peft.peft_model" for c in type(model).__mro__)
+
+
+def merged(source: nn.Module, state: Mapping[str, Tensor]) -> tuple[nn.Module, dict[str, Tensor]]:
+    """A model of peft without its adapters, and its state dict, into which they are merged.
+
+    Args:
+        source: the unsharded model, without values.
+        state: its parameters and buffers, most of them lazy: the merging is recorded.
+
+    Raises:
+        InputError: the model has no adapters that can be merged.
+    """
+    if not _is_peft(source):
+        raise _no_merging(source, "it is no model of peft")
+    copied: Any = model_without_storage(source)
+    parameters: dict[int, nn.Parameter] = {}
+    for name, tensor in state.items():
+        path, _, leaf = name.rpartition(".")
+        module = copied.get_submodule(path)
+        if leaf in module._parameters:
+            parameters.setdefault(id(tensor), nn.Parameter(tensor, requires_grad=False))
+            module._parameters[leaf] = parameters[id(tensor)]
+        else:
+            module._buffers[leaf] = tensor
+    try:
+        base: nn.Module = copied.merge_and_unload()
+    except (ValueError, TypeError, AttributeError, NotImplementedError) as error:
+        raise _no_merging(source, f"{type(error).__name__}: {error}") from error
+    names: dict[int, Tensor] = {}
+    found = base.state_dict(keep_vars=True)
+    return base, {name: names.setdefault(id(tensor), tensor.data) for name, tensor in found.items()}
+
+
+def _no_merging(source: nn.Module, why: str) -> InputError:
+    return InputError(
+        f"a {type(source).__name__} has no adapters to merge",
+        where="save_pretrained(..., merge=True)",
+        why=why,
+        attempt="save_pretrained without merge=",
+    )
 
 
 def _adapters(source: Any, state: Mapping[str, Tensor]) -> FolderFormat:

@@ -60,6 +60,7 @@ from torchshard.passes import (
 )
 from torchshard.planner.styles import BATCH, SEQUENCE
 from torchshard.planner.timeline import seconds_of_step
+from torchshard.planner.unsplit import OWN_CHOICE
 from torchshard.plans.plan import Plan
 
 log = logging.getLogger("torchshard.compiler.program")
@@ -504,7 +505,8 @@ def _planned(captured: Captured, facts: ModelFacts, constraints: Constraints) ->
         with _timed("rewrite"):
             graph = rewrite(_graph_of(captured.graph, plan), plan, constraints.axis)
     for gathered in plan.costs.whole:
-        warn(str(gathered))
+        if gathered.why != OWN_CHOICE:
+            warn(str(gathered))
     divided = constraints.splits_sequence or plan.splits_dynamic
     return Program(captured, plan, graph, divided)
 

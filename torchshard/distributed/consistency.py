@@ -34,7 +34,7 @@ from torch import Tensor
 
 from torchshard.core.errors import DistributedError, ShardError
 from torchshard.core.hashing import hash_text
-from torchshard.distributed.call_site import verified_site
+from torchshard.distributed.call_site import call_site, verified_site
 from torchshard.distributed.group import CheckLevel, Group
 from torchshard.distributed.handshake import Header, describe, exchange, first_line, header, missing_error
 from torchshard.distributed.wire import begin, finish, settle
@@ -47,6 +47,8 @@ MAX_VERIFIED = 4096
 TOLERANCE = 1e-3
 """The largest difference, relative to their scale, of numbers that are equal up to rounding."""
 COMPARING = "comparing what the ranks do"
+_COMPARED = "compared"
+"""The key of the sentence that says what a rank compares."""
 SAME_CALL = "the same call on every rank"
 """What an error advises if it knows no better."""
 
@@ -300,10 +302,15 @@ def begin_verifying(
 def _unequal(
     group: Group, facts: Facts | Callable[[], Facts], error: Callable[..., ShardError], what: str, attempt: str
 ) -> ShardError:
-    data = json.dumps(dict(facts() if callable(facts) else facts)).encode()
+    site = {_COMPARED: what, "at": call_site()}
+    data = json.dumps(site | dict(facts() if callable(facts) else facts)).encode()
     (longest,), _ = _begin_bounds(group, len(data))()  # no `gather_bytes`: it would verify calls, which may differ too
     rows = _gather_padded(group, COMPARING, data.ljust(longest))
     everyone = [json.loads(memory_of(row)) for row in rows]
+    sites = [f"rank {rank}: {found.pop('at')}" for rank, found in enumerate(everyone)]
+    if len({found.pop(_COMPARED) for found in everyone}) > 1:  # as a save on one rank, and a call on another
+        what, where = "the ranks do different things", "; ".join(sites)
+        return DistributedError(what, where=where, why="each of these lines is a call of all ranks", attempt=SAME_CALL)
     return error(what, where=_first_difference(everyone), why=_shown(everyone), attempt=attempt)
 
 

@@ -25,6 +25,8 @@ from torchshard.rules import has_rule
 
 WEIGHTS, WORK, SENT = 0.05, 0.1, 0.1
 """An op with a rule is reported from these parts of the model's weights, the step's computation, or the bytes sent."""
+OWN_CHOICE = "to split it, or what is around it, is not legal or costs more than it saves"
+"""Why an op is not split that could be: the planner prefers it, and nobody needs to be told."""
 NEAR = 12
 """The reason why an op runs whole is looked for among so many ops before and after it."""
 
@@ -150,7 +152,7 @@ def _why(node: fx.Node, sent: float, gathered: Gathered) -> str:
     blame = next((n for n in _near(node) if n in gathered), None)
     if blame is not None:
         return f"{where(blame)} wants whole what is split"
-    return "to split it, or what is around it, is not legal or costs more than it saves"
+    return OWN_CHOICE
 
 
 def _near(node: fx.Node) -> Iterator[fx.Node]:

@@ -174,7 +174,7 @@ def summary(plan: PlanData) -> list[str]:
             f"{', '.join(number_ranges(plan.recompute))}"
         )
     if costs.gap > 1e-3 * costs.seconds:
-        lines.append(f"  another plan within the same budget may be better, by {time_text(costs.gap)} at most")
+        lines.append(f"  another plan may be better, by {time_text(costs.gap)} at most")
     return lines
 
 

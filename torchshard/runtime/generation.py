@@ -89,11 +89,12 @@ def entry_of(model: nn.Module, path: str) -> nn.Module:
     def forward(self: nn.Module, *args: object, **kwargs: object) -> Any:
         return self.get_submodule(path)(*args, **kwargs)
 
-    forward.__signature__ = _with_self(inspect.signature(part.forward))  # type: ignore[attr-defined]
+    forward.__signature__ = with_self(inspect.signature(part.forward))  # type: ignore[attr-defined]
     return _with_methods(model, forward=forward)
 
 
-def _with_self(signature: inspect.Signature) -> inspect.Signature:
+def with_self(signature: inspect.Signature) -> inspect.Signature:
+    """The signature of a function that is a method with this one."""
     first = inspect.Parameter("self", inspect.Parameter.POSITIONAL_ONLY)
     return signature.replace(parameters=[first, *signature.parameters.values()])
 

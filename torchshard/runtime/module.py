@@ -8,13 +8,14 @@ whose layouts the first graph fixes.
 from __future__ import annotations
 
 import contextlib
+import inspect
 import os
 import sys
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import Any, NoReturn
+from typing import Any, NoReturn, Self, cast
 
 import torch
 from torch import Tensor, fx, nn
@@ -79,13 +80,13 @@ from torchshard.runtime.compilation import Compiler, compiler_of
 from torchshard.runtime.compiled import Compiled, RankProgram, compile_program
 from torchshard.runtime.digests import describe_contents
 from torchshard.runtime.dynamo import call_outside, tracing_compiler
-from torchshard.runtime.generation import entry_of, generation_method
+from torchshard.runtime.generation import entry_of, generation_method, with_self
 from torchshard.runtime.history import History, HistorySnapshot
 from torchshard.runtime.later_sums import sum_kept
 from torchshard.runtime.optimizers import mark_state_dicts, observe_steps
 from torchshard.runtime.state import State
 from torchshard.runtime.step import LazyStep
-from torchshard.runtime.submodule import ShardedSubmodule, refuse_class
+from torchshard.runtime.submodule import ShardedSubmodule
 from torchshard.weights.folder import Weights, check_missing, read_folder
 from torchshard.weights.slice_values import check_other_group, unwatched, watch_slices
 
@@ -100,7 +101,17 @@ collectives of two models would reach the backend in another order on each rank.
 class ShardedModule(State, Notebook):
     """A model split over the ranks of a group; made by `torchshard.shard`."""
 
-    __class__ = property(lambda self: ShardedModule, refuse_class)
+    def __new__(cls, *args: object, **kwargs: object) -> Self:
+        """An instance of a class of its own, whose forward has the unsharded one's signature: loops read it there."""
+        if cls is not ShardedModule:
+            return object.__new__(cls)
+        return cast(Self, object.__new__(_class_for(cast(nn.Module, args[0]))))
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name == "forward":  # of all modules this one is called: accelerate wraps its forward for mixed precision
+            nn.Module.__setattr__(self, name, value)
+        else:
+            super().__setattr__(name, value)
 
     @property
     def _ddp_params_and_buffers_to_ignore(self) -> list[str]:
@@ -494,6 +505,8 @@ class ShardedModule(State, Notebook):
                 whole = {name for name, tensor in given.named_tensors if is_of_all(tensor)}
                 inputs, batches = whole_batch(inputs, batch_group.size, whole)
             compared = inputs if self._ts_across is None else compared
+        if self._ts_assigned:
+            self._follow_assigned()
         state = self._ts_watch.state()
         key = call_key(inputs, state, self._ts_source_modules, self._ts_tensors.values(), layouts | batches, entry)
         visible = f"state {self._ts_watch.number}"
@@ -519,6 +532,12 @@ class ShardedModule(State, Notebook):
             self._sums,
             visible,
         )
+
+    def _follow_assigned(self) -> None:
+        """Takes over attributes that were assigned since the last call; parts that are called have copies of some."""
+        self._ts_watch.look()
+        self._ts_entries = {"": self._ts_entries[""]}
+        self._ts_assigned.clear()
 
     @property
     def _sums(self) -> Sums:
@@ -680,6 +699,16 @@ class ShardedModule(State, Notebook):
                 attempt="torchshard.shard(model, plan, example_inputs=...), or call it once",
             )
         return self._ts_graphs.latest
+
+
+def _class_for(model: nn.Module) -> type[ShardedModule]:
+    def forward(self: ShardedModule, *args: object, **kwargs: object) -> Any:
+        return ShardedModule.forward(self, *args, **kwargs)
+
+    forward.__signature__ = with_self(inspect.signature(model.forward))  # type: ignore[attr-defined]
+    namespace = {"forward": forward, "made_for": ShardedModule, "__module__": __name__}
+    made = cast(type, type(ShardedModule))(f"Sharded{type(model).__name__}", (ShardedModule,), namespace)
+    return cast(type[ShardedModule], made)
 
 
 def _is_unsummed(parameter: Tensor) -> bool:

@@ -19,6 +19,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from torchshard.core.errors import InputError
 from torchshard.core.user_files import warn
+from torchshard.core.words import split
 from torchshard.weights.parameter import ShardedParameter, support_foreach
 from torchshard.weights.slice_values import SliceValue, check_other_group, watch_slices
 from torchshard.weights.state_slices import StateSlice, is_same_slice, place_of, place_text, wants_whole
@@ -256,7 +257,8 @@ def _check_state(parameter: ShardedParameter, state: OptimizerState, *, by_eleme
                 f"the optimizer's {name} of {parameter.path!r} has another shape than this rank's slice",
                 where="optimizer.load_state_dict",
                 why=f"given: {tuple(value.shape)}; wanted: {tuple(parameter.shape)}, {place_text(own)}",
-                attempt="the optimizer's state dict that this rank saved; an unsharded model's can't be split yet",
+                attempt="the optimizer's state dict that this rank saved; of an unsharded run, ts.save(folder, model, "
+                "optimizer) there and ts.load(folder, model, optimizer) here",
             )
 
 
@@ -268,13 +270,21 @@ def _checked_state(optimizer: Optimizer, state_dict: dict[str, Any]) -> dict[str
     """
     _UNMARKED.add(optimizer)
     states, by_element = dict(state_dict["state"]), _class_of_step(optimizer) in _BY_ELEMENT
-    indices = [index for group in state_dict["param_groups"] for index in group["params"]]
+    indices, cuts = [index for group in state_dict["param_groups"] for index in group["params"]], wants_whole()
     for parameter, index in zip(_parameters(optimizer), indices, strict=False):
         if isinstance(parameter, ShardedParameter) and index in states:
+            if cuts:
+                states[index] = {name: _cut(value, parameter) for name, value in states[index].items()}
             _check_state(parameter, states[index], by_element=by_element)
             plain = {name: v.plain if isinstance(v, StateSlice) else v for name, v in states[index].items()}
             states[index] = plain
     return {**state_dict, "state": states}
+
+
+def _cut(value: object, parameter: ShardedParameter) -> object:
+    """This rank's slice of an optimizer's tensor for a whole parameter; anything else as it is."""
+    is_whole = isinstance(value, Tensor) and place_of(value) is None and tuple(value.shape) == parameter.whole
+    return split(cast(Tensor, value), parameter.sharding, parameter.ranks.place) if is_whole else value
 
 
 def _with_places(optimizer: Optimizer, state_dict: dict[str, Any]) -> dict[str, Any]:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import logging
 import operator
+import sys
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
@@ -22,13 +23,15 @@ from torchshard.core.errors import DistributedError, InputError
 from torchshard.core.hashing import hash_tensor
 from torchshard.core.layouts import I, Layout, Shard
 from torchshard.core.mesh import MODEL
+from torchshard.core.user_files import is_user_file
 from torchshard.core.words import Word, is_split, over, split
 from torchshard.distributed.consistency import gather_bytes
 from torchshard.distributed.group import Group
 from torchshard.distributed.ranks import Ranks
 from torchshard.runtime.compiled import GraphCache
 from torchshard.runtime.digests import SAMPLED, are_distinct, describe_contents, values_digest
-from torchshard.runtime.submodule import ShardedSubmodule
+from torchshard.runtime.submodule import ShardedSubmodule, no_method
+from torchshard.weights.callers import method_of
 from torchshard.weights.folder import Weights
 from torchshard.weights.materialize import ReadSlices, for_each_whole, local_tensor, read_slices
 from torchshard.weights.parameter import ShardedParameter
@@ -142,7 +145,9 @@ class State(ShardedSubmodule):
         module: ShardedSubmodule = self
         for part in path.split(".") if path else ():
             if part not in module._modules:
-                module._modules[part] = ShardedSubmodule(module.source.get_submodule(part))
+                module._modules[part] = ShardedSubmodule(
+                    module.source.get_submodule(part), self.__dict__["_ts_assigned"]
+                )
             module = cast(ShardedSubmodule, module._modules[part])
         return module
 
@@ -383,6 +388,10 @@ class State(ShardedSubmodule):
         `torch.distributed.checkpoint` saves and loads them as parts of whole tensors, with any number of ranks. To its
         `get_state_dict` with `full_state_dict=True` this gives whole tensors, in a collective call.
         """
+        caller = sys._getframe(1)
+        method = method_of(caller.f_globals.get("__name__", ""))
+        if method and not is_user_file(caller.f_code.co_filename):
+            raise no_method(method, "it takes a state dict for the whole model's", "ts.save_pretrained(model, folder)")
         state = super().state_dict(*args, **kwargs)
         if kwargs.get("keep_vars"):
             return state
@@ -417,6 +426,35 @@ class State(ShardedSubmodule):
             why=f"given: {given}; wanted: {tuple(shape)}, {place_text(own)}",
             attempt=advice,
         )
+
+    def cut_state(self, state: dict[str, object], prefix: str) -> None:
+        """Puts this rank's slices in the place of whole tensors in a state dict: a collective call.
+
+        `torch.distributed.checkpoint` loads one with `StateDictOptions(full_state_dict=True)`.
+
+        Raises:
+            DistributedError: the ranks were given different tensors.
+        """
+        own = {name: state.get(prefix + name) for name in self._ts_names}
+        whole = {
+            name: tensor for name, tensor in own.items() if isinstance(tensor, Tensor) and place_of(tensor) is None
+        }
+        what = "the ranks load different state dicts"
+        self._ts_ranks.verify(
+            describe_contents(whole), what, "the same state dict on every rank, or broadcast_from_rank0"
+        )
+        for name, tensor in whole.items():
+            first = self._ts_names[name][0]
+            if tensor.shape == self._source_tensor(first).shape:
+                state[prefix + name] = split(tensor, self._word(first), self._ts_ranks.place)
+                self._note_distinct(first, tensor, self._word(first))
+
+    def computed_buffers(self) -> dict[str, Tensor]:
+        """The buffers that no state dict has, whole: a collective call."""
+        stored = self.state_dict().keys()
+        return {
+            name: self._whole_copy(t, self._ts_names[name][0]) for name, t in self.named_buffers() if name not in stored
+        }
 
     def stored_tensors(self) -> dict[str, tuple[str, Tensor, Callable[[], Tensor]]]:
         """What a state dict has: name -> (the first name of that tensor, this rank's slice, what gathers the whole)."""
@@ -458,6 +496,41 @@ class State(ShardedSubmodule):
             if name == first:
                 self._note_distinct(name, tensor, self._word(name))
 
+    def change_whole(self, part: nn.Module, change: Callable[[nn.Module], None], name: str) -> None:
+        """Changes a part's tensors and attributes by code that needs them whole: a collective call.
+
+        Args:
+            change: gets the unsharded module, which has whole values while this runs.
+            name: of the change, which is the same on all ranks.
+        """
+        path = next(path for path, module in self.named_modules() if module is part)
+        what = "the ranks change different parts of the model"
+        self._ts_ranks.verify({"the part and its change": f"{path}.{name}"}, what, "the same call on every rank")
+        self._follow()
+        owned = [name for name in self._ts_names if name.startswith(f"{path}.")]
+        first = {name: self._ts_names[name][0] for name in owned}
+        whole = {name: self._whole_parameter(name) for name in dict.fromkeys(first.values())}
+        slots = {name: _slot(module.source, leaf) for name in owned for module, leaf in [self._owner(name)]}
+        before = {name: entries[leaf] for name, (entries, leaf) in slots.items()}
+        try:
+            for name, (entries, leaf) in slots.items():
+                entries[leaf] = whole[first[name]]
+            change(cast(ShardedSubmodule, part).source)
+        finally:
+            for name, (entries, leaf) in slots.items():
+                entries[leaf] = before[name]
+        for name, tensor in whole.items():
+            with torch.no_grad():
+                self._ts_tensors[name].copy_(split(tensor.detach(), self._word(name), self._ts_ranks.place))
+            self._note_distinct(name, tensor.detach(), self._word(name))
+        self._ts_assigned.add(path)
+
+    def _whole_parameter(self, name: str) -> Tensor:
+        """A copy of the whole parameter or buffer with this first name, as the unsharded model has it."""
+        held = self._ts_tensors[name]
+        whole = self._whole_copy(held, name)
+        return nn.Parameter(whole, held.requires_grad) if isinstance(held, nn.Parameter) else whole
+
     # --- copies ------------------------------------------------------------------------------------------------------
 
     def __deepcopy__(self, memo: dict[int, object]) -> Self:
@@ -479,8 +552,10 @@ class State(ShardedSubmodule):
         )
 
 
-def _check_slices(model: State, state: Mapping[str, object], prefix: str, *others: object) -> None:
+def _check_slices(model: State, state: dict[str, object], prefix: str, *others: object) -> None:
     """A hook before a state dict is loaded, into the model itself or into another of which it is a part."""
+    if wants_whole():
+        model.cut_state(state, prefix)
     for name, tensor in state.items():
         if name.startswith(prefix) and name[len(prefix) :] in model._ts_names and isinstance(tensor, Tensor):
             model._check_slice(name[len(prefix) :], tensor)

@@ -2,7 +2,8 @@
 
 Each is an instance of a class of its own, a subclass of `ShardedSubmodule` and of the unsharded module's class (as
 `torch.distributed.fsdp.fully_shard` makes `FSDPLinear`), so that loops over `modules()` which look for layers by
-`isinstance` still work. Neither it nor its methods can be called: a part of the model would compute with slices.
+`isinstance` still work. It can't be called, for a part of the model would compute with slices. Methods of the model's
+own classes run with the sharded modules as `self`, until they call a part or take a slice for the whole.
 """
 
 from __future__ import annotations
@@ -10,20 +11,26 @@ from __future__ import annotations
 import copy
 import functools
 import inspect
+import warnings
 import weakref
 from collections.abc import Callable, ItemsView, Iterator, KeysView, Mapping, ValuesView
 from types import FunctionType
 from typing import Any, Literal, NoReturn, Protocol, Self, TypeVar, cast
 
-from torch import nn
+from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from torchshard.capture import transform_error
-from torchshard.core.errors import InputError
+from torchshard.core.errors import InputError, SliceWarning
+from torchshard.runtime.adapters import UNLOADING, is_unloading, merging_method
+from torchshard.weights.callers import running_method
 from torchshard.weights.parameter import ShardedParameter
 
 OWN = "_ts_"
 """The prefix of this library's attributes: a user's model may have attributes of any other name."""
+_BEFORE = "call it on the unsharded model, then ts.shard"
+_AS_FORWARD = "let the model's forward compute this, as for an argument `only=...`, and call the whole model"
+_MISSING = object()
 V = TypeVar("V")
 
 
@@ -59,9 +66,11 @@ class ShardedSubmodule(nn.Module, metaclass=_EqualToItsSource):
     def __init_subclass__(cls, **kwargs: object) -> None:
         """Hides the classes made here from a user's class that registers its subclasses."""
 
-    def __init__(self, source: nn.Module) -> None:
+    def __init__(self, source: nn.Module, assigned: set[str] | None = None) -> None:
+        """Stands for a module of a model whose assigned attributes are collected in one set."""
         nn.Module.__init__(self)  # never `super()` here: next in line is the class of the unsharded module
         self.__dict__["_ts_source"] = [source]  # in a list: `modules()` must not find it
+        self.__dict__["_ts_assigned"] = set() if assigned is None else assigned
         for entries in ("_parameters", "_buffers", "_modules"):  # `linear.bias` must be None, and not missing
             absent = [name for name, entry in source.__dict__[entries].items() if entry is None]
             self.__dict__[entries].update(dict.fromkeys(absent))
@@ -154,28 +163,58 @@ class ShardedSubmodule(nn.Module, metaclass=_EqualToItsSource):
         try:
             return nn.Module.__getattr__(self, name)
         except AttributeError:
-            # The whole model is no subclass of its source's class: its properties and methods are looked up here.
-            attribute = inspect.getattr_static(type(self.source), name, None)
-            if isinstance(attribute, property) and attribute.fget is not None:
-                return attribute.fget(self)
-            if not name.startswith("__") and callable(getattr(type(self.source), name, None)):
-                return functools.partial(_refuse_method, f"{type(self.source).__name__}.{name}")
-            raise
+            # The whole model is no subclass of its source's class: attributes of that class are looked up here.
+            attribute = inspect.getattr_static(type(self.source), name, _MISSING)
+            if name.startswith("__"):
+                raise
+            if attribute is _MISSING:
+                return self._delegated(name)
+            own = _own_attribute(type(self.source), name, attribute)
+            return own.__get__(self, type(self)) if hasattr(own, "__get__") else own
+
+    def _delegated(self, name: str) -> Any:
+        """What a `__getattr__` of the source's class finds, as peft's do in the model that they wrap."""
+        value = getattr(self.source, name)
+        for path, module in self.source.named_modules():
+            if value is module:
+                return self.get_submodule(path)
+            if getattr(value, "__self__", None) is module:
+                return getattr(self.get_submodule(path), name)
+        if isinstance(value, Tensor):
+            raise AttributeError(f"a sharded {type(self.source).__name__} has no attribute {name!r}")
+        return value
 
     def __setattr__(self, name: str, value: Any) -> None:
         if name.startswith(OWN):
             self.__dict__[name] = value
             return
-        if (name in self.source.__dict__ and name not in _EVERY_MODULE_HAS) or name == "forward":
+        if name in self.__dict__.get("_modules", ()):
+            raise not_changeable(name, type(self.source).__name__, "replaced")
+        attribute = inspect.getattr_static(type(self.source), name, None)
+        if isinstance(attribute, property) and attribute.fset is not None and name not in vars(ShardedSubmodule):
+            attribute.fset(self, value)
+        elif name == "forward" or (name not in _EVERY_MODULE_HAS and self._is_of_source(name)):
+            self._set_source(name, value)
+        else:
+            nn.Module.__setattr__(self, name, value)
+
+    def _is_of_source(self, name: str) -> bool:
+        """Whether forward reads this attribute of the source; parameters, buffers and submodules are this module's."""
+        return name in self.source.__dict__ or (hasattr(type(self.source), name) and not hasattr(nn.Module, name))
+
+    def _set_source(self, name: str, value: object) -> None:
+        """Sets an attribute that forward may read; the next call is captured with it."""
+        if name == "forward" or isinstance(value, (Tensor, nn.Module)):
             raise InputError(
                 f"attribute {name!r} can't be changed after sharding",
                 where=type(self.source).__name__,
                 why="graphs that were captured before would not follow",
                 attempt="set it on the unsharded model, then shard",
             )
-        if name in self.__dict__.get("_modules", ()):
-            raise not_changeable(name, type(self.source).__name__, "replaced")
-        nn.Module.__setattr__(self, name, value)
+        setattr(self.source, name, value)
+        if hasattr(type(self), name):  # a default of the class would hide it
+            self.__dict__[name] = value
+        self.__dict__["_ts_assigned"].add(name)
 
     def __delattr__(self, name: str) -> None:
         if any(name in names for names in (self._parameters, self._buffers, self._modules, self.source.__dict__)):
@@ -211,7 +250,7 @@ class ShardedSubmodule(nn.Module, metaclass=_EqualToItsSource):
             f"a {type(self.source).__name__} within a sharded model can't be called by itself",
             where="a submodule of a ShardedModule",
             why="it holds this rank's slices, and graphs are captured for the whole model",
-            attempt="call the whole model; or torchshard.shard(unsharded.part, plan), of that part alone",
+            attempt=f"{_AS_FORWARD}; or torchshard.shard(unsharded.part, plan), of that part alone",
         )
 
     def __prepare_scriptable__(self) -> NoReturn:
@@ -280,8 +319,43 @@ def _hiding_methods(source: type) -> dict[str, object]:
             if hasattr(nn.Module, name):
                 hidden[name] = inspect.getattr_static(nn.Module, name)
             elif isinstance(value, (FunctionType, classmethod, staticmethod)):
-                hidden[name] = functools.partialmethod(_refuse_called, f"{source.__name__}.{name}")
+                hidden[name] = _own_attribute(source, name, value)
     return hidden
+
+
+def _own_attribute(source: type, name: str, value: object) -> Any:
+    """An attribute of an unsharded module's class, for its sharded module: methods get that as `self`.
+
+    PyTorch's own methods, such as `reset_parameters`, compute with the parameters.
+    """
+    if isinstance(value, (classmethod, staticmethod)):
+        return staticmethod(value.__get__(None, source))
+    if not isinstance(value, FunctionType):
+        return value
+    full_name = f"{source.__name__}.{name}"
+    if value.__module__.startswith("torch."):
+        return functools.partialmethod(_refuse_called, full_name, "it computes with the parameters", _BEFORE)
+    if is_unloading(source, name):
+        return functools.partialmethod(_refuse_called, full_name, "it replaces modules of the model", UNLOADING)
+    return merging_method(source, name) or _with_slices(value, source, full_name)
+
+
+def _with_slices(method: FunctionType, source: type, name: str) -> Callable[..., Any]:
+    """A method that runs on a sharded module, and is refused where it takes a slice for the whole."""
+    calls_super = "__class__" in inspect.unwrap(method).__code__.co_freevars
+
+    @functools.wraps(method)
+    def run(self: ShardedSubmodule, *args: object, **kwargs: object) -> Any:
+        if calls_super and not isinstance(self, source):
+            raise no_method(name, f"it calls super(), and a sharded model is no {source.__name__}", _AS_FORWARD)
+        with warnings.catch_warnings(), running_method(name):
+            warnings.simplefilter("error", SliceWarning)
+            try:
+                return method(self, *args, **kwargs)
+            except SliceWarning as warning:
+                raise no_method(name, f"it takes a slice for the whole: {warning}", _AS_FORWARD) from warning
+
+    return run
 
 
 _OF_CLASSES = frozenset([
@@ -290,25 +364,21 @@ _OF_CLASSES = frozenset([
 """Attributes that Python itself gives to classes."""
 
 
-def _refuse_called(module: object, name: str, *args: object, **kwargs: object) -> NoReturn:
-    _refuse_method(name)
+def _refuse_called(module: object, name: str, why: str, attempt: str, *args: object, **kwargs: object) -> NoReturn:
+    raise no_method(name, why, attempt)
 
 
 class NoMethodError(InputError, AttributeError):
     """A method of the unsharded model was called of the sharded one."""
 
 
-def _refuse_method(name: str, *args: object, **kwargs: object) -> NoReturn:
-    """Stands for a method of the unsharded module's class.
-
-    Raises:
-        NoMethodError: always.
-    """
-    raise NoMethodError(
+def no_method(name: str, why: str, attempt: str) -> NoMethodError:
+    """The error for a method that can't run with this rank's slices."""
+    return NoMethodError(
         f"{name}() can't be called of a sharded model: it would compute with this rank's slices",
         where=name,
-        why="a sharded model has the forward of the unsharded one, split over the ranks, and no other method of it",
-        attempt="call it on the unsharded model, then ts.shard; or make it a part of what the model's forward computes",
+        why=why,
+        attempt=attempt,
     )
 
 

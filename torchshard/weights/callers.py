@@ -6,7 +6,10 @@ of a tensor does not learn who called it, so the stack of frames is all there is
 
 from __future__ import annotations
 
+import contextlib
 import sys
+from collections.abc import Iterator
+from contextvars import ContextVar
 from types import FrameType
 
 _KNOWING = (
@@ -50,3 +53,21 @@ def _acts_for_caller(module: str) -> bool:
 def is_users(module: str) -> bool:
     """Whether a module belongs neither to PyTorch nor to this library."""
     return module.partition(".")[0] not in ("torch", "torchshard")
+
+
+_METHOD: ContextVar[str] = ContextVar("method", default="")
+
+
+@contextlib.contextmanager
+def running_method(name: str) -> Iterator[None]:
+    """While a model's own method runs with its sharded model as `self`."""
+    before = _METHOD.set(name)
+    try:
+        yield
+    finally:
+        _METHOD.reset(before)
+
+
+def method_of(module: str) -> str:
+    """The name of the model's own method that runs, if a module's code is not PyTorch's or this library's."""
+    return _METHOD.get() if is_users(module) else ""

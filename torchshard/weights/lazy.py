@@ -77,6 +77,10 @@ class LazyTensor(Tensor):
         torch._C.TensorBase.__dict__["data"].__set__(self, lazy)
         self.tape, self.slot = lazy.tape, lazy.slot
 
+    def data_ptr(self) -> int:
+        """A number that is equal for tensors of a tape that share memory."""
+        return self.tape.memories[self.slot]
+
     def tolist(self) -> Any:
         """As `Tensor.tolist`, of the values, which are computed for it."""
         return self.value().tolist()

@@ -7,6 +7,7 @@ model is refused, for it would overwrite each rank's slice with rank 0's.
 
 from __future__ import annotations
 
+import math
 import sys
 import weakref
 from collections.abc import Callable, Mapping, Sequence
@@ -21,7 +22,7 @@ from torchshard.core.errors import InputError
 from torchshard.core.words import Word
 from torchshard.distributed.ops import PLAIN
 from torchshard.distributed.ranks import Ranks
-from torchshard.weights.callers import called_from, is_users
+from torchshard.weights.callers import called_from, is_users, method_of
 from torchshard.weights.slice_values import Slice, SliceValue, check_other_group, gradient_for, unwatched
 from torchshard.weights.state_slices import StateSlice, note_place
 
@@ -156,9 +157,13 @@ class ShardedParameter(Slice, nn.Parameter):
             check_other_group(sys._getframe(1).f_locals.get("process_group"), groups, "DistributedDataParallel")
         return self.detached_for(module)
 
+    def numel(self) -> int:
+        """As `Tensor.numel`; to a method of the model itself, of the whole parameter."""
+        return math.prod(self.whole) if self.is_split and method_of(called_from()) else super().numel()
+
     def register_hook(self, hook: Callable[[Tensor], Tensor | None]) -> RemovableHandle:
         """As `Tensor.register_hook`; a user's hook gets the gradient marked as a slice."""
-        registered = self.seeing_slices(hook) if self.is_split and is_users(called_from()) else hook
+        registered = self.seeing_slices(hook) if is_users(called_from()) else hook
         with unwatched():
             return Tensor.register_hook(self, registered)
 

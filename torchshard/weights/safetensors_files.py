@@ -116,7 +116,7 @@ class FileTensor(StoredTensor):
             file = os.open(self.path, os.O_RDONLY)
             try:
                 if os.fstat(file).st_size != self.file_bytes:
-                    raise _broken(self.path, f"it had {self.file_bytes} bytes, and now {os.fstat(file).st_size}", self)
+                    raise _changed(self, f"it had {self.file_bytes} bytes, and now {os.fstat(file).st_size}")
                 return self._read(file, box, into, dtypes, spare)
             finally:
                 os.close(file)
@@ -209,7 +209,7 @@ class FileTensor(StoredTensor):
         while memory:
             count = os.preadv(file, [memory], at)
             if not count:
-                raise _broken(self.path, f"it ends at byte {at}, inside the tensor's data", self)
+                raise _changed(self, f"it ends at byte {at}, inside the tensor's data")
             memory, at = memory[count:], at + count
 
     def __str__(self) -> str:
@@ -225,6 +225,15 @@ def bytes_of(tensor: Tensor) -> memoryview:
     """The memory of a contiguous tensor on the CPU."""
     numbers: Any = tensor.detach().reshape(-1).view(torch.uint8).numpy()
     return memoryview(numbers)
+
+
+def _changed(tensor: FileTensor, why: str) -> InputError:
+    return InputError(
+        f"{tensor.path.name} was changed while it was read",
+        where=f"{tensor.path}: {tensor.name}",
+        why=why,
+        attempt="a folder to which nothing is written meanwhile: write to another one, and rename that",
+    )
 
 
 def _broken(path: Path, why: str, tensor: object = None) -> InputError:

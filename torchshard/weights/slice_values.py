@@ -132,8 +132,15 @@ class Slice(Placed):
     def seeing_slices(self, hook: Callable[[Tensor], Tensor | None]) -> Callable[[Tensor], Tensor | None]:
         """A hook that calls another one with gradients that are marked as slices."""
 
-        def marking(gradient: Tensor) -> Tensor | None:
-            replacement = hook(SliceValue.sharing(gradient, self))
+        def marking(gradient: Tensor | None) -> Tensor | None:
+            if gradient is None:
+                raise InputError(
+                    "a hook of a gradient can't run within no_sync()",
+                    where=f"register_hook of parameter {self.path!r}",
+                    why="the ranks have not summed this gradient: a later call does, with its own",
+                    attempt="accumulate without no_sync(), which only saves messages; or change p.grad before the step",
+                )
+            replacement = hook(SliceValue.sharing(gradient, self) if self.is_split else gradient)
             return replacement.as_subclass(Tensor) if isinstance(replacement, Slice) else replacement
 
         return marking
