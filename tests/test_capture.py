@@ -53,6 +53,30 @@ def test_names_follow_the_module_path() -> None:
     assert "blocks_0_attn_scaled_dot_product_attention" in names
 
 
+class _NamedAsCode(nn.Module):
+    """Buffers, parameters and modules whose names mean something in the code of a graph."""
+
+    names = ("as", "None", "self", "torch", "device", "inf", "tangents_1", "a-b", "\u00e9", "linear", "x")
+
+    def __init__(self) -> None:
+        super().__init__()
+        for name in self.names:
+            self.register_buffer(name, torch.rand(6))
+        self.parts = nn.ModuleDict({name: nn.Linear(6, 6) for name in ("class", "True", "print", "0", "a-b")})
+        self.weights = nn.ParameterDict({name: torch.rand(6) for name in ("lambda", "torch", "output")})
+
+    def forward(self, x: Tensor) -> Tensor:
+        for name in self.names:
+            x = x * getattr(self, name)
+        for name, part in self.parts.items():
+            x = torch.tanh(part(x)) + len(name)
+        return x * self.weights["lambda"] * self.weights["torch"] * self.weights["output"]
+
+
+def test_names_may_be_words_of_python_and_of_generated_code() -> None:
+    _exact(_NamedAsCode().double(), X.double(), plan={"parts.*": "column"})
+
+
 def test_nodes_know_the_users_line() -> None:
     graph = capture(EncoderDecoder(), (torch.ones(2, 4, dtype=torch.long), torch.ones(2, 3, dtype=torch.long))).graph
     sources = {n.name: n.meta["source"] for n in graph.graph.nodes if n.op == "call_function"}
@@ -311,6 +335,52 @@ def _jacobian(m: _Up, x: Tensor) -> Tensor:
 @pytest.mark.parametrize("body", [_gradient_inside, _vmap, _jacobian])
 def test_gradients_and_transforms_inside_the_model_are_refused(body: Callable[[_Up, Tensor], Tensor]) -> None:
     with pytest.raises(ts.CaptureError, match="differentiates or maps within forward"):
+        capture(_Up(body), (X,))
+
+
+def _checked_by_pytorch(m: _Up, x: Tensor) -> Tensor:
+    h = m.up(x)
+    chosen = torch.distributions.Categorical(logits=h).log_prob(torch.zeros(len(x), dtype=torch.long))
+    drawn = torch.distributions.Normal(h, nn.functional.softplus(h)).log_prob(h.detach())
+    torch._assert((h < 1e9).all(), "too large")
+    return nn.functional.gaussian_nll_loss(h, torch.zeros_like(h), nn.functional.softplus(h)) + chosen + drawn.sum(-1)
+
+
+def _checked_by_the_user(m: _Up, x: Tensor) -> Tensor:
+    h = m.up(x)
+    with torch.no_grad():
+        for limit in (1e8, 1e9):
+            if (h < -limit).any() or (h > limit).any():
+                raise ValueError(f"beyond {limit}, of {[limit for _ in range(2)]}")
+    assert torch.isfinite(h).all(), "not finite"
+    return h
+
+
+@pytest.mark.parametrize("body", [_checked_by_pytorch, _checked_by_the_user])
+def test_checks_of_values_that_only_raise_are_left_out(body: Callable[[_Up, Tensor], Tensor]) -> None:
+    _exact(_Up(body), X, plan={"up": "column"})
+
+
+def _raises_if_negative(h: Tensor) -> Tensor:
+    if (h < 0).any():
+        raise ValueError("negative")
+    return h
+
+
+def _goes_on_after_an_error(m: _Up, x: Tensor) -> Tensor:
+    try:
+        return _raises_if_negative(m.up(x))
+    except ValueError:
+        return m.up(x).abs()
+
+
+def _branches(m: _Up, x: Tensor) -> Tensor:
+    return m.up(x) if (x > 0).all() else x
+
+
+@pytest.mark.parametrize("body", [_goes_on_after_an_error, _branches])
+def test_branches_on_values_are_refused(body: Callable[[_Up, Tensor], Tensor]) -> None:
+    with pytest.raises(ts.CaptureError, match="depend on the values of a tensor"):
         capture(_Up(body), (X,))
 
 

@@ -157,7 +157,45 @@ def _overwritten(h: Tensor) -> Tensor:
     return y + h.clone().normal_() + h.clone().uniform_() + h.clone().bernoulli_(0.5)
 
 
+def _parts_of_spectrum(h: Tensor) -> Tensor:
+    """As a Fourier neural operator written by hand has it."""
+    z = torch.fft.rfft(h)
+    kept = torch.zeros_like(z)
+    kept[..., :3] = z[..., 1:4].conj() * (1 + 2j)
+    kept.t()[-1] += z[:, 0]
+    kept[:, 3].copy_(h[:, 0])
+    kept[:, torch.tensor([2, 0])] = kept[:, torch.tensor([0, 1])]
+    return torch.fft.irfft(kept, n=h.shape[-1])
+
+
+def _real_numbers_of_complex_ones(h: Tensor) -> Tensor:
+    z = torch.fft.rfft(h) * 1
+    z.real.mul_(2)
+    z.imag = z.real[:, :1].clone()
+    torch.view_as_real(z)[..., 1].add_(h[:, :1])
+    z.conj()[:, 1:3].mul_(1j)
+    return torch.fft.irfft(z, n=h.shape[-1])
+
+
+def _complex_numbers_of_real_ones(h: Tensor) -> Tensor:
+    pairs = h.reshape(-1, 4, 2) * 1
+    torch.view_as_complex(pairs)[:, 1:3] *= 1j
+    return pairs.flatten(1)
+
+
+def _sparse_values(h: Tensor) -> Tensor:
+    """As ShiRA of peft has it: the changes of a weight at a few places."""
+    y = h.clone()
+    y.mul_(2)
+    change = torch.sparse_coo_tensor(torch.tensor([[0, 2, 7], [3, 3, 1]]), h[0, :3], (8, 8))
+    return y + (change @ h.t()).t() + h @ (h.t() @ h + change)
+
+
 BODIES = [
+    _sparse_values,
+    _parts_of_spectrum,
+    _real_numbers_of_complex_ones,
+    _complex_numbers_of_real_ones,
     _unrecorded(lambda h: h.mul_(0.5), "_scaled"),
     _unrecorded(lambda h: h.zero_(), "_zeroed"),
     _unrecorded(lambda h: h[:, 0].fill_(1.0), "_part_filled"),

@@ -365,6 +365,9 @@ QUIET: dict[str, Callable[[Any, Tensor], Any]] = {
     "PyTorch's own": lambda m, p: (nn.utils.clip_grad_norm_(m.parameters(), 1.0), nn.utils.get_total_norm([p.grad])),
     "an optimizer": lambda m, p: torch.optim.AdamW(m.parameters(), amsgrad=True, foreach=True).step(),
     "a call": lambda m, p: m(_x()),
+    "undefined gradients of results": lambda m, p: torch.autograd.gradcheck(
+        m, (_x().requires_grad_(),), fast_mode=True
+    ),
 }
 
 
@@ -377,6 +380,8 @@ REFUSED: dict[str, Habit] = {
         lambda p: torch.func.functional_call(m, p, (_x(),)).sum()
     )(dict(m.named_parameters())),
     "within torch.jit.trace": lambda m: torch.jit.trace(m, (_x(),)),
+    "within torch.fx.symbolic_trace": lambda m: torch.fx.symbolic_trace(nn.Sequential(m)),
+    "within torch.jit.script": lambda m: torch.jit.script(nn.Sequential(m)),
     "within torch.export": lambda m: torch.export.export(m, (_x(),)),
     "dual_level": lambda m: _forward_mode(m),
     "is sparse_coo": lambda m: m(_x().to_sparse()),
@@ -384,6 +389,8 @@ REFUSED: dict[str, Habit] = {
     "Linear.reset_parameters() can't be called": lambda m: m[0].reset_parameters(),
     "takes no values of shape (8, 6)": lambda m: m[0].weight.data.copy_(_model()[0].weight.data),
     "takes no values of shape (8, 6) (assigned)": lambda m: setattr(m[0].weight, "data", _model()[0].weight.data),
+    "of shape (8, 1) meets this rank's slice": lambda m: _loss_with_hook(m, lambda g: g * torch.ones(8, 1)),
+    "of shape (8,) meets this rank's slice": lambda m: _loss_with_hook(m, lambda g: g[torch.ones(8) > 0]),
     "has another shape than this rank's slice": lambda m: _foreign_state(m),
     "no shallow copy": lambda m: copy.copy(m),
     "can't be replaced": lambda m: torch.ao.quantization.quantize_dynamic(m, {nn.Linear}, inplace=True),
@@ -395,6 +402,11 @@ REFUSED: dict[str, Habit] = {
 def _forward_mode(model: Any) -> None:
     with torch.autograd.forward_ad.dual_level():
         model(torch.autograd.forward_ad.make_dual(_x(), _x(1)))
+
+
+def _loss_with_hook(model: Any, hook: Callable[[Tensor], Tensor]) -> None:
+    model[0].weight.register_hook(hook)
+    _loss(model).backward()
 
 
 def _foreign_state(model: Any) -> None:

@@ -6,13 +6,18 @@ import array
 import configparser
 import contextvars
 import dataclasses
+import importlib.util
 import itertools
+import json
 import logging
 import os
+import sys
 import threading
 import weakref
+from collections import ChainMap, OrderedDict, UserDict, defaultdict, deque
 from collections.abc import Callable, Iterator
 from functools import partial
+from pathlib import Path
 from types import MappingProxyType, SimpleNamespace
 from typing import Any
 
@@ -22,11 +27,12 @@ import torch
 from torch import Tensor, nn
 
 import torchshard as ts
-from tests.helpers import refused, run_ranks
+from tests.helpers import gradient_error, largest, refused, run_ranks
 from torchshard.capture import Watch
 from torchshard.capture.attributes import attributes
 from torchshard.capture.visible import visible_to
 from torchshard.capture.watch import ObjectNumbers
+from torchshard.core.user_files import is_user_file
 
 X = torch.randn(3, 6, generator=torch.Generator().manual_seed(0))
 SCALE = 1.0
@@ -811,3 +817,196 @@ def test_an_array_of_equal_bytes_and_another_shape_is_another_value() -> None:
     assert torch.equal(sharded(x), model(x))
     model.config.scale = model.config.scale.reshape(4, 1)
     assert torch.equal(sharded(x), model(x))
+
+
+# --- what a class computes when it is read ---------------------------------------------------------------------------
+
+
+class _Registry(OrderedDict[str, type[nn.Module]]):
+    """Makes a new module at each read, as transformers' `ACT2FN` does."""
+
+    def __getitem__(self, name: str) -> Any:
+        return super().__getitem__(name)()
+
+
+ACTIVATIONS = _Registry(relu=nn.ReLU, tanh=nn.Tanh)
+
+
+def _error_beside(sharded: nn.Module, model: nn.Module) -> float:
+    """The largest difference of the output and of every gradient."""
+    inputs = X.double().requires_grad_(), X.double().requires_grad_()
+    outputs = sharded(inputs[0]), model(inputs[1])
+    for output in outputs:
+        output.square().sum().backward()
+    assert inputs[0].grad is not None and inputs[1].grad is not None
+    differences = (outputs[0] - outputs[1], inputs[0].grad - inputs[1].grad)
+    return largest([*(one.abs().max().item() for one in differences), gradient_error(sharded, model)])
+
+
+@pytest.mark.parametrize("registry", [ACTIVATIONS, MappingProxyType(ACTIVATIONS)], ids=["dict", "read-only view"])
+def test_a_registry_that_makes_modules_is_left_as_it_is(registry: Any, own_process_group: None) -> None:
+    before = dict(OrderedDict.items(ACTIVATIONS))
+    model = _Applies(lambda x: registry["relu"](x)).double()
+    model.registry = registry
+    sharded = ts.shard(model, {"up": "column", "down": "row"}, (X.double(),))
+    assert _error_beside(sharded, model) < 1e-10
+    assert dict(OrderedDict.items(ACTIVATIONS)) == before == {"relu": nn.ReLU, "tanh": nn.Tanh}
+    OrderedDict.__setitem__(ACTIVATIONS, "relu", nn.Tanh)
+    try:
+        assert _error_beside(sharded, model) < 1e-10 and sharded._ts_graphs.captures == 3
+    finally:
+        OrderedDict.__setitem__(ACTIVATIONS, "relu", nn.ReLU)
+
+
+READS_OF_CLASSES: list[str] = []
+
+
+def _noting(base: type, name: str) -> Any:
+    def read(self: Any, *args: Any) -> Any:
+        READS_OF_CLASSES.append(f"{type(self).__name__}.{name}")
+        return getattr(base, name)(self, *args)
+
+    return read
+
+
+def _touchy(base: type, *names: str) -> type:
+    """A class that notes each call of its methods, which may compute, count or raise."""
+    noted = [name for name in ("__iter__", "__len__", "__getitem__", "__contains__", *names) if hasattr(base, name)]
+    body = {name: _noting(base, name) for name in noted}
+    return type(f"_Touchy{base.__name__.title()}", (base,), {**body, "__reduce_ex__": _itself})
+
+
+def _itself(self: Any, protocol: int) -> Any:
+    """How `copy.deepcopy` copies it: not at all."""
+    return partial(_the, self), ()
+
+
+def _the(value: Any) -> Any:
+    return value
+
+
+class _Computes:
+    """Has attributes that are computed when they are read."""
+
+    __slots__ = ("__dict__", "empty", "kept")
+
+    def __init__(self) -> None:
+        self.kept, self.other = 2.0, 3.0
+
+    shape = property(_noting(object, "shape"))
+
+    def __getattr__(self, name: str) -> Any:
+        if not name.startswith("__"):
+            READS_OF_CLASSES.append(name)
+        raise AttributeError(name)
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return _itself(self, protocol)
+
+
+_OF_DICTS = ("keys", "values", "items", "get", "update", "__setitem__", "__delitem__")
+TOUCHY = [
+    *(_touchy(base, *_OF_DICTS)({"a": 1.0}) for base in (dict, OrderedDict, UserDict, ChainMap)),
+    _touchy(defaultdict, *_OF_DICTS, "__missing__")(list, a=1.0),
+    *(_touchy(base, "append", "clear", "extend")([1.0]) for base in (list, deque)),
+    _touchy(tuple)((1.0,)),
+    _touchy(set, "clear", "update")({1.0}),
+    _Computes(),
+]
+
+
+@pytest.mark.parametrize("value", TOUCHY, ids=lambda value: type(value).__name__)
+def test_no_code_of_a_class_runs_because_an_object_is_looked_at(value: Any, own_process_group: None) -> None:
+    model = _Applies(lambda x: torch.relu(x) if value is not None else x).double()
+    model.value = model.up.value = value
+    READS_OF_CLASSES.clear()
+    sharded = ts.shard(model, {"up": "column", "down": "row"}, (X.double(),))
+    assert _error_beside(sharded, model) < 1e-10 and not READS_OF_CLASSES
+
+
+# --- which code is the user's ----------------------------------------------------------------------------------------
+
+_LIBRARY = """
+import torch
+from torch import nn
+
+SETTINGS = {"scale": 1.0}
+_FACTOR = [SETTINGS, SETTINGS]
+
+class Layer(nn.Linear):
+    def forward(self, x):
+        return super().forward(x) * SETTINGS["scale"] * _FACTOR[0]["scale"]
+"""
+
+
+def _metadata(folder: Path, name: str, files: str = "", **texts: str) -> None:
+    """Writes what a package manager leaves of a distribution in a folder of `sys.path`."""
+    info = folder / f"{name}-1.0.dist-info"
+    info.mkdir(parents=True)
+    for file, text in {"METADATA": f"Name: {name}\n", "RECORD": files, **texts}.items():
+        (info / file.replace("_json", ".json")).write_text(text)
+
+
+def _editable(tmp_path: Path) -> dict[str, str]:
+    origin = {"url": (tmp_path / "checkout").as_uri(), "dir_info": {"editable": True}}
+    return {"direct_url_json": json.dumps(origin)}
+
+
+def _in_target(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    _metadata(tmp_path, "A-library", "a_library/__init__.py,,\na_library/deep/layers.py,,\n")
+    monkeypatch.syspath_prepend(str(tmp_path))  # as PYTHONPATH, and a .pth file in a site folder, do
+    return tmp_path
+
+
+def _in_another_site(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    return tmp_path / "dist-packages"
+
+
+def _editable_and_required(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    _metadata(tmp_path, "needs-it", METADATA="Name: needs-it\nRequires-Dist: A_Library (>=1) ; extra == 'x'\n")
+    return _editable_project(tmp_path, monkeypatch)
+
+
+def _editable_project(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    _metadata(tmp_path, "A-library", **_editable(tmp_path))
+    monkeypatch.syspath_prepend(str(tmp_path))
+    return tmp_path / "checkout" / "src"
+
+
+def _beside_installed_ones(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    _metadata(tmp_path, "another", "another/__init__.py,,\n")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    return tmp_path
+
+
+def _script_in_a_librarys_repository(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    folder = _editable_and_required(tmp_path, monkeypatch).parent / "examples"
+    monkeypatch.setattr(sys.modules["__main__"], "__file__", str(folder / "train.py"))
+    return folder
+
+
+@pytest.mark.parametrize(
+    ("install", "is_users"),
+    [
+        (_in_target, False),
+        (_in_another_site, False),
+        (_editable_and_required, False),
+        (_editable_project, True),
+        (_beside_installed_ones, True),
+        (_script_in_a_librarys_repository, True),
+    ],
+)
+def test_a_library_is_one_wherever_it_is_installed(
+    install: Any, is_users: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder: Path = install(tmp_path, monkeypatch) / "a_library" / "deep"
+    folder.mkdir(parents=True)
+    path = folder / "layers.py"
+    path.write_text(_LIBRARY)
+    spec = importlib.util.spec_from_file_location("a_library.deep.layers", path)
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    monkeypatch.setitem(sys.modules, "a_library.deep.layers", module)
+    spec.loader.exec_module(module)
+    held = [one for one in visible_to(nn.Sequential(module.Layer(2, 2))).namespaces if one.owner is module.SETTINGS]
+    assert is_user_file(str(path)) is bool(held) is is_users

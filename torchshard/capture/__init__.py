@@ -27,6 +27,7 @@ from torchshard.capture.models import (
     model_without_storage,
     refuse_transforms,
     shared_names,
+    transform_error,
     without_storage,
 )
 from torchshard.capture.rehearsal import ModelCall, refuse_state_between
@@ -37,5 +38,5 @@ __all__ = [
     "Captured", "KnownCalls", "Leaves", "ModelCall", "Watch", "capture", "check_devices", "check_strided",
     "check_weights", "copy_model", "copy_with_values", "describe", "flatten", "flatten_call", "global_hooks",
     "memory_order", "model_without_storage", "refuse_state_between", "refuse_transforms", "shared_names",
-    "without_storage",
+    "transform_error", "without_storage",
 ]  # fmt: skip

@@ -15,7 +15,7 @@ from types import MethodType
 import torch
 from torch import Tensor, nn
 
-from torchshard.capture.namespaces import Namespace, Place, array_content, is_array, is_container, is_open
+from torchshard.capture.namespaces import Namespace, Place, array_content, is_array, is_container, is_empty, is_open
 from torchshard.capture.visible import hooks_of, visible_from, visible_to
 
 COMPARED_BY_VALUE = (int, float, str, bool, bytes, frozenset, torch.Size, torch.dtype, torch.device)
@@ -41,7 +41,7 @@ def settings(model: nn.Module) -> list[object]:
     values = [value for module in model.modules() for value in Namespace(("",), module).items().values()]
     hooks = [hook for module in model.modules() for hook in hooks_of(module)]
     owners = [hook.__self__ for hook in hooks if isinstance(hook, MethodType) and is_open(hook.__self__)]
-    candidates = {id(v): v for v in (*values, *hooks) if (is_container(v) and v) or is_open(v)}
+    candidates = {id(v): v for v in (*values, *hooks) if (is_container(v) and not is_empty(v)) or is_open(v)}
     own_tensors = {id(tensor) for tensor in (*model.parameters(), *model.buffers())}
     return [*owners, *(value for value in candidates.values() if not _is_part(value, own_tensors))]
 
@@ -59,8 +59,8 @@ def _frozen(value: object) -> object:
     """A copy of a value that may be written to, by which `changed` finds writes; other values as they are."""
     if is_array(value):
         return array_content(value)
-    if hasattr(value, "bit_generator"):  # numpy.random.Generator
-        return repr(value.bit_generator.state)
+    if hasattr(type(value), "bit_generator"):  # numpy.random.Generator
+        return repr(value.bit_generator.state)  # type: ignore[attr-defined]
     if isinstance(value, random.Random):
         return repr(value.getstate())
     if isinstance(value, Iterator) and not isinstance(value, IOBase):

@@ -69,9 +69,7 @@ def _write_tensors(holder: Any, values: Mapping[Any, object]) -> None:
 
 def _children(value: object) -> dict[Any, object] | None:
     """The values that a container or an object holds, by name or index; None if it is neither."""
-    if isinstance(value, tuple):
-        return dict(enumerate(value))
-    return kind_of(value).read(value) if isinstance(value, (list, dict)) or is_opened(value) else None
+    return kind_of(value).read(value) if isinstance(value, (list, dict, tuple)) or is_opened(value) else None
 
 
 def _step(holder: object, name: object) -> str:

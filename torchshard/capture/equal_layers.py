@@ -15,6 +15,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules import module as torch_module
 
+from torchshard.capture.namespaces import kind_of, stored_values
+
 FEWEST = 4
 """So many equal layers are repeated; with fewer, nothing is gained."""
 PLAIN = (type(None), bool, int, float, str, bytes, torch.dtype, torch.device, torch.memory_format, torch.Size)
@@ -137,10 +139,13 @@ def _value_looks(value: object, paths: dict[int, str]) -> Hashable:
         return (type(value), value)
     if id(value) in paths:
         return ("module", paths[id(value)])
-    if isinstance(value, (list, tuple, set, frozenset)):
+    if isinstance(value, frozenset):
         return (type(value), tuple(_value_looks(one, paths) for one in value))
     if isinstance(value, dict):
-        return (type(value), tuple((_value_looks(k, paths), _value_looks(v, paths)) for k, v in value.items()))
+        items = kind_of(value).read(value).items()
+        return (type(value), tuple((_value_looks(k, paths), _value_looks(v, paths)) for k, v in items))
+    if isinstance(value, (list, tuple, set)):
+        return (type(value), tuple(_value_looks(one, paths) for one in stored_values(value)))
     if isinstance(value, MethodType) and id(value.__self__) in paths:
         return ("method", id(value.__func__), paths[id(value.__self__)])
     return ("object", id(value))

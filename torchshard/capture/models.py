@@ -8,6 +8,7 @@ from collections.abc import Callable, Mapping
 import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import is_fake
+from torch.fx._symbolic_trace import is_fx_symbolic_tracing
 from torch.nn.parallel import DataParallel, DistributedDataParallel
 from torch.nn.parameter import is_lazy
 
@@ -98,6 +99,11 @@ _TRANSFORMS: tuple[tuple[Callable[[], bool], str, str], ...] = (
         "reverse mode: tensor.backward(), torch.autograd.grad",
     ),
     (torch.jit.is_tracing, "torch.jit.trace", "trace the unsharded model"),
+    (
+        is_fx_symbolic_tracing,
+        "torch.fx.symbolic_trace or make_fx",
+        "trace the unsharded model; a sharded one has model.graph",
+    ),
     (torch.compiler.is_exporting, "torch.export", "export the unsharded model; a sharded one's graph is model.graph"),
 )
 """(whether a transform is active, its name, the advice)."""
@@ -111,12 +117,17 @@ def refuse_transforms(model: nn.Module) -> None:
     """
     transform = next((row for row in _TRANSFORMS if row[0]()), None)
     if transform is not None:
-        raise InputError(
-            f"a sharded {type(model).__name__} was called within {transform[1]}",
-            where=f"{type(model).__name__}.forward",
-            why="it is captured as a graph, with collectives that transforms do not know",
-            attempt=transform[2],
-        )
+        raise transform_error(model, *transform[1:])
+
+
+def transform_error(model: nn.Module, name: str, attempt: str) -> InputError:
+    """The error for a transform of PyTorch that meets a sharded model."""
+    return InputError(
+        f"a sharded {type(model).__name__} was called within {name}",
+        where=f"{type(model).__name__}.forward",
+        why="it is captured as a graph, with collectives that transforms do not know",
+        attempt=attempt,
+    )
 
 
 def check_strided(model: nn.Module, call: Leaves) -> None:

@@ -23,7 +23,7 @@ def rename_nodes(graph: fx.Graph) -> None:
         node.name = f"_old_{node.name}"
     used: set[str] = set()
     for node in graph.nodes:
-        name = re.sub(r"\W+", "_", _name(node, counts, parents)).strip("_") or "value"
+        name = re.sub(r"[^0-9a-zA-Z_]+", "_", _name(node, counts, parents)).strip("_") or "value"
         node.name = _unused(name, used)
         used.add(node.name)
         if node.op == "placeholder":
@@ -42,7 +42,12 @@ def _name(node: fx.Node, counts: Counter[str], parents: set[str]) -> str:
 
 
 def _unused(name: str, used: set[str]) -> str:
-    """The name, with a number behind it if it is used already."""
+    """The name, with a number behind it if it is used already, or is a word of Python or of fx's generated code."""
     name = f"_{name}" if name[0].isdigit() else name
     numbered = (f"{name}_{number}" for number in itertools.count(1))
-    return next(candidate for candidate in itertools.chain([name], numbered) if candidate not in used)
+    return next(one for one in itertools.chain([name], numbered) if one not in used and not _is_reserved(one))
+
+
+def _is_reserved(name: str) -> bool:
+    # fx renames such nodes itself, but not placeholders' targets, which are the parameters of the code it generates
+    return name == "self" or fx.Graph()._graph_namespace.create_name(name, object()) != name

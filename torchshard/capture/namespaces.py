@@ -2,6 +2,9 @@
 
 Modules, configurations, lists, dicts, globals, closures and the like differ in how Python reads and writes them; one
 row of `_KINDS` says it for each. `visible` finds those that a forward can read.
+
+Reading runs no code of the user's classes, and restoring writes only values that differ. A class may compute what it
+returns: `ACT2FN["gelu"]` of transformers makes a new module at each `__getitem__`.
 """
 
 from __future__ import annotations
@@ -11,13 +14,13 @@ import enum
 import operator
 import sys
 import weakref
-from collections import deque
-from collections.abc import Callable
+from collections import OrderedDict, deque
+from collections.abc import Callable, Iterable
 from contextvars import ContextVar
 from dataclasses import dataclass
 from functools import partial
-from types import FunctionType, MappingProxyType, MethodType, ModuleType
-from typing import Any, NamedTuple, Protocol, TypeGuard
+from types import FunctionType, MappingProxyType, MemberDescriptorType, MethodType, ModuleType
+from typing import Any, NamedTuple, Protocol, TypeGuard, cast
 
 import torch
 from torch import Tensor, nn
@@ -57,13 +60,13 @@ class Namespace:
 
     def place_of(self, name: object) -> Place:
         """The place of one of the values: ('attn', 'cache', '[3]')."""
-        if isinstance(self.owner, (dict, list, deque, MappingProxyType)) and self.names is None:
+        if isinstance(self.owner, (dict, list, deque, tuple, MappingProxyType)) and self.names is None:
             return (*self.place, f"[{name!r}]")
         inside_object = len(self.place) > 1 and name
         return (*self.place, f".{name}" if inside_object else str(name))
 
     def restore(self, previous: Values) -> None:
-        """Stores the previous values again."""
+        """Stores the previous values again, where they differ."""
         current = self.items()
         if current.keys() != previous.keys() or not all(map(operator.is_, current.values(), previous.values())):
             kind_of(self.owner).write(self.owner, previous, current)
@@ -78,13 +81,19 @@ class Kind(NamedTuple):
     """(owner, the values to store, its current ones): stores them, and removes names that they do not have."""
 
 
+def _differing(previous: Values, current: Values) -> Values:
+    """The previous values that are not stored now."""
+    missing = object()
+    return {name: value for name, value in previous.items() if current.get(name, missing) is not value}
+
+
 def _values_of_function(function: FunctionType) -> Values:
     return cells_of(function) | {name: getattr(function, name) for name in _FUNCTION_PARTS}
 
 
 def _write_function(function: FunctionType, previous: Values, current: Values) -> None:
     cells = closure_of(function)
-    for name, value in previous.items():
+    for name, value in _differing(previous, current).items():
         if name in cells:
             cells[name].cell_contents = value
         else:
@@ -92,26 +101,49 @@ def _write_function(function: FunctionType, previous: Values, current: Values) -
 
 
 def _write_class(cls: type, previous: Values, current: Values) -> None:
-    for name, value in previous.items():
-        if current.get(name) is not value:
-            setattr(cls, name, value)  # the __dict__ of a class is read-only
+    for name, value in _differing(previous, current).items():
+        setattr(cls, name, value)  # the __dict__ of a class is read-only
 
 
 def _write_set(owner: set[object], previous: Values, current: Values) -> None:
-    if owner != previous[""]:
-        owner.clear()
-        owner.update(previous[""])  # type: ignore[arg-type]
+    if current[""] != previous[""]:
+        set.clear(owner)
+        set.update(owner, previous[""])  # type: ignore[arg-type]
 
 
-def _write_sequence(owner: list[object] | deque[object], previous: Values, current: Values) -> None:
-    owner.clear()
-    owner.extend(previous.values())
+def _write_list(owner: list[object], previous: Values, current: Values) -> None:
+    list.__setitem__(owner, slice(None), previous.values())
+
+
+def _write_deque(owner: deque[object], previous: Values, current: Values) -> None:
+    deque.clear(owner)
+    deque.extend(owner, previous.values())
 
 
 def _write_dict(owner: dict[Any, object], previous: Values, current: Values) -> None:
     for name in current.keys() - previous.keys():
-        del owner[name]
-    owner.update(previous)
+        dict_class(owner).__delitem__(owner, name)
+    dict_class(owner).update(owner, _differing(previous, current))
+
+
+def dict_class(owner: dict[Any, object]) -> type[dict[Any, object]]:
+    """The class of Python that stores what a dict holds; methods of a subclass may compute or count."""
+    return OrderedDict if isinstance(owner, OrderedDict) else dict
+
+
+def stored_values(owner: object) -> Iterable[object]:
+    """The values of a container of Python, in order, without the methods of a subclass."""
+    if isinstance(owner, dict):
+        return dict_class(owner).values(owner)
+    if isinstance(owner, MappingProxyType):
+        return owner.values()
+    base: Any = next(cls for cls in (list, tuple, deque, set) if isinstance(owner, cls))
+    return cast(Iterable[object], base.__iter__(owner))
+
+
+def is_empty(owner: object) -> bool:
+    """Whether a container of Python stores nothing; `len` of a subclass may mean something else, or raise."""
+    return not any(True for _ in stored_values(owner))
 
 
 def _values_of_context(variable: ContextVar[object]) -> Values:
@@ -130,34 +162,50 @@ def _values_of_module(module: nn.Module) -> Values:
     return {name: value for name, value in vars(module).items() if name not in _EVERY_MODULE_HAS}
 
 
+def own_dict(value: object) -> dict[str, Any] | None:
+    """The `__dict__` of an object, without code of its class; None if it has none."""
+    readers = (vars(base).get("__getattribute__") for base in type(value).__mro__)
+    read: Any = next(one for one in readers if one is not None and not isinstance(one, FunctionType))
+    try:
+        found = read(value, "__dict__")
+    except AttributeError:
+        return None
+    return found if isinstance(found, dict) else None
+
+
 def values_of_object(value: object) -> Values:
-    """The attributes of an object itself, in its slots and its `__dict__`."""
-    return {name: getattr(value, name) for name in filled_slots(value)} | dict(getattr(value, "__dict__", {}))
+    """The attributes of an object itself, in its slots and its `__dict__`; properties are not read."""
+    return _values_of_slots(value) | (own_dict(value) or {})
 
 
-def filled_slots(value: object) -> list[str]:
-    """The slots of an object that have a value."""
-    return [name for name in _slot_names(type(value)) if hasattr(value, name)]
+def _values_of_slots(value: object) -> Values:
+    found: Values = {}
+    for name, slot in _slots_of(type(value)).items():
+        try:
+            found[name] = slot.__get__(value)
+        except AttributeError:
+            continue  # empty
+    return found
 
 
-def _slot_names(cls: type) -> list[str]:
-    declared = [base.__dict__.get("__slots__", ()) for base in cls.__mro__]
-    names = [name for slots in declared for name in ((slots,) if isinstance(slots, str) else slots)]
-    return [name for name in names if name not in ("__dict__", "__weakref__")]
+def _slots_of(cls: type) -> dict[str, MemberDescriptorType]:
+    """Name -> slot, of all that a class and its bases declare."""
+    declaring = [vars(base) for base in reversed(cls.__mro__) if "__slots__" in vars(base)]
+    return {n: slot for names in declaring for n, slot in names.items() if isinstance(slot, MemberDescriptorType)}
 
 
 def _write_object(owner: object, previous: Values, current: Values) -> None:
-    slots = _slot_names(type(owner))
+    slots, attributes = _slots_of(type(owner)), own_dict(owner) or {}
     for name in current.keys() - previous.keys():
         if name in slots:
-            object.__delattr__(owner, name)
+            slots[name].__delete__(owner)
         else:
-            del vars(owner)[name]
-    for name, value in previous.items():
+            del attributes[name]
+    for name, value in _differing(previous, current).items():
         if name in slots:
-            object.__setattr__(owner, name, value)  # the class may be frozen
+            slots[name].__set__(owner, value)  # the class may be frozen
         else:
-            vars(owner)[name] = value
+            attributes[name] = value
 
 
 def _write_nothing(owner: object, previous: Values, current: Values) -> None:
@@ -165,10 +213,12 @@ def _write_nothing(owner: object, previous: Values, current: Values) -> None:
 
 
 _KINDS = (
-    Kind((dict,), dict, _write_dict),
-    Kind((MappingProxyType,), dict, _write_nothing),
-    Kind((list, deque), lambda owner: dict(enumerate(owner)), _write_sequence),
-    Kind((set,), lambda owner: {"": frozenset(owner)}, _write_set),
+    Kind((dict,), lambda owner: dict(dict_class(owner).items(owner)), _write_dict),
+    Kind((MappingProxyType,), lambda owner: dict(owner.items()), _write_nothing),
+    Kind((list,), lambda owner: dict(enumerate(stored_values(owner))), _write_list),
+    Kind((deque,), lambda owner: dict(enumerate(stored_values(owner))), _write_deque),
+    Kind((tuple,), lambda owner: dict(enumerate(stored_values(owner))), _write_nothing),
+    Kind((set,), lambda owner: {"": frozenset(stored_values(owner))}, _write_set),
     Kind((nn.Module,), _values_of_module, _write_object),
     Kind((FunctionType,), _values_of_function, _write_function),
     Kind((MethodType,), lambda m: {"__func__": m.__func__, "__self__": m.__self__}, _write_nothing),
@@ -201,7 +251,12 @@ def is_open(value: object) -> bool:
     if isinstance(value, closed) or is_array(value) or package in ("torch", "torchshard"):
         return False
     plain = package not in sys.stdlib_module_names or package in _OPEN_PACKAGES or package == "__main__"
-    return plain and (isinstance(getattr(value, "__dict__", None), dict) or bool(_slot_names(cls)))
+    return plain and has_attributes(value)
+
+
+def has_attributes(value: object) -> bool:
+    """Whether an object may store attributes, in a `__dict__` or in slots."""
+    return own_dict(value) is not None or bool(_slots_of(type(value)))
 
 
 class Array(Protocol):

@@ -27,6 +27,8 @@ from torchshard.capture.namespaces import Place
 from torchshard.capture.recording import Recording, use_recording
 from torchshard.capture.seeding import INTERCEPTED_SEEDING
 from torchshard.capture.signature import Leaves
+from torchshard.capture.tools import without_tools
+from torchshard.capture.value_checks import VALUE_CHECKS
 from torchshard.core.errors import CaptureError
 
 
@@ -98,7 +100,8 @@ def _on_fakes(model: nn.Module) -> Iterator[FakeTensorMode]:
     state: dict[str, Tensor] = {n: mode.from_tensor(t) for n, t in (*model.named_parameters(), *model.named_buffers())}
     try:
         _make_attributes_fake(model, mode)
-        with _compiling_state_context(), mode, _reparametrize_module(model, state), _without_seeding():
+        stateless = _reparametrize_module(model, state)
+        with _compiling_state_context(), mode, stateless, without_tools(), _without_seeding():
             yield mode
     finally:
         snapshot.restore()
@@ -111,7 +114,7 @@ def _without_seeding() -> Iterator[None]:
 
     A custom Function may seed. Restoring the global generator afterwards instead would undo other threads' draws.
     """
-    with use_recording(Recording(inside_call=True)), INTERCEPTED_SEEDING:
+    with use_recording(Recording(inside_call=True)), INTERCEPTED_SEEDING, VALUE_CHECKS:
         yield
 
 

@@ -22,7 +22,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
-from torchshard.capture.namespaces import array_content, filled_slots, is_array, values_of_object, version_of
+from torchshard.capture.namespaces import array_content, has_attributes, is_array, values_of_object, version_of
 from torchshard.capture.visible import Visible, visible_from
 from torchshard.core.errors import InputError
 
@@ -155,7 +155,7 @@ def is_opened(value: object) -> bool:
     has_plain_new = getattr(type(value), "__new__", None) is object.__new__
     if isinstance(value, known) or type(value) in pytree.SUPPORTED_NODES or not has_plain_new:
         return False
-    return hasattr(value, "__dict__") or bool(filled_slots(value))
+    return has_attributes(value)
 
 
 def _open(value: object, ancestors: tuple[int, ...] = ()) -> object:

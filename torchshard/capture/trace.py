@@ -34,6 +34,8 @@ from torchshard.capture.repeated import DifferentLayers, Repeats
 from torchshard.capture.rng_states import changed_generators, check_generators
 from torchshard.capture.seeding import INTERCEPTED_SEEDING
 from torchshard.capture.signature import Leaves, check_results, is_unchanged
+from torchshard.capture.tools import without_tools
+from torchshard.capture.value_checks import VALUE_CHECKS
 from torchshard.capture.whole_calls import INTERCEPTED_FUNCTIONS
 from torchshard.core.errors import CaptureError, InputError, in_short
 from torchshard.core.user_files import warn
@@ -78,7 +80,9 @@ def trace(model: nn.Module, call: Leaves, dynamic: Sequence[frozenset[int]], *, 
             use_recording(recording),
             INTERCEPTED_FUNCTIONS,
             INTERCEPTED_SEEDING,
+            VALUE_CHECKS,
             quiet(),
+            without_tools(),
             saved_tensors_hooks(_same, _same),
         ):
             exported = _export(as_plain_module(model), call, dynamic)

@@ -20,7 +20,7 @@ from types import FunctionType, MethodType, ModuleType
 
 from torch import nn
 
-from torchshard.capture.namespaces import Namespace, Place, Values, is_container, is_open
+from torchshard.capture.namespaces import Namespace, Place, Values, is_container, is_open, own_dict
 from torchshard.capture.user_code import cells_of, mentions
 from torchshard.core.user_files import is_user_file
 
@@ -146,7 +146,7 @@ class _Search:
             if not type(value).__module__.startswith("torchshard."):
                 self._add_object(place, value, vars(value))  # no part of the model: its parameters count too
         elif is_container(value) or is_open(value):
-            self._add_object(place, value, list(value) if isinstance(value, tuple) else value)
+            self._add_object(place, value, value)
 
     def _add_object(self, place: Place, value: object, owner: object) -> None:
         self._places[id(value)] = place
@@ -197,7 +197,7 @@ class _Search:
         self._read_globals(str(function.__module__), function.__globals__, names.globals)
         mentioned = [function.__globals__.get(name) for name in names.globals]
         for module in (*mentioned, *map(sys.modules.get, names.imports)):
-            if isinstance(module, ModuleType) and is_user_file(getattr(module, "__file__", None)):
+            if isinstance(module, ModuleType) and is_user_file((own_dict(module) or {}).get("__file__")):
                 self._read_globals(module.__name__, vars(module), names.attributes)
         if not _OF_ENVIRONMENT.isdisjoint(names.attributes) and id(os.environ) not in self._places:
             self._add_object(("os", "environ"), os.environ, vars(os.environ))

@@ -12,7 +12,6 @@ import hashlib
 import itertools
 import operator
 import zlib
-from collections import deque
 from collections.abc import Callable, Hashable, Iterable
 from types import FunctionType
 
@@ -21,8 +20,18 @@ from torch.nn.modules import module as _modules
 from torch.utils.weak import WeakIdKeyDictionary
 
 from torchshard.capture.attributes import COMPARED_BY_VALUE, describe
-from torchshard.capture.namespaces import Array, Namespace, Place, array_content, is_array, version_of
+from torchshard.capture.namespaces import (
+    Array,
+    Namespace,
+    Place,
+    array_content,
+    is_array,
+    is_container,
+    stored_values,
+    version_of,
+)
 from torchshard.capture.signature import code_key
+from torchshard.capture.tools import is_tools
 from torchshard.capture.user_code import cells_of
 from torchshard.capture.visible import Visible, visible_to
 
@@ -128,17 +137,15 @@ def _reader(namespace: Namespace) -> Callable[[], Iterable[object]]:
     owner, names = namespace.owner, namespace.names
     if isinstance(owner, FunctionType):
         return lambda: (owner.__code__, owner.__defaults__, owner.__kwdefaults__, *cells_of(owner).values())
-    if isinstance(owner, (list, deque, set)):
-        return lambda: itertools.islice(owner, LARGE_ITEMS)
     if isinstance(owner, (dict, type)) and names is not None:
         values = vars(owner) if isinstance(owner, type) else owner
         return lambda: map(values.get, names)
-    if isinstance(owner, dict):
-        return lambda: itertools.islice(owner.values(), LARGE_ITEMS)
+    if is_container(owner):
+        return lambda: itertools.islice(stored_values(owner), LARGE_ITEMS)
     return lambda: namespace.items().values()
 
 
 def global_hooks() -> tuple[Hashable, ...]:
     """The keys of the user's hooks on the forwards of all modules; they are captured with a model."""
     hooks = (*_modules._global_forward_pre_hooks.values(), *_modules._global_forward_hooks.values())
-    return tuple(code_key(hook) for hook in hooks if not str(getattr(hook, "__module__", "")).startswith("torch."))
+    return tuple(code_key(hook) for hook in hooks if not is_tools(hook))

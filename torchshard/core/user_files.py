@@ -1,13 +1,28 @@
-"""Tells the user's files from libraries': errors name the user's lines, and only the user's globals are watched."""
+"""Tells the user's files from libraries': errors name the user's lines, and only the user's globals are watched.
+
+A library is what a package manager has installed, wherever that is: in the folders of Python, in any `site-packages` or
+`dist-packages`, or beside its metadata in a folder of `sys.path` (`pip install --target`, a `.pth`, `PYTHONPATH`). A
+project that is installed editable is the user's own, unless an installed library requires it: nobody else's package can
+require a project of the user.
+"""
 
 from __future__ import annotations
 
+import functools
+import importlib.metadata
+import json
 import os
+import re
+import site
 import sys
 import sysconfig
 import traceback
 import warnings
+from collections.abc import Iterable
+from importlib.metadata import Distribution
 from pathlib import Path
+from urllib.parse import urlparse
+from urllib.request import url2pathname
 
 import torch
 
@@ -18,7 +33,11 @@ def _inside(*folders: object) -> tuple[str, ...]:
 
 
 _PACKAGES = _inside(Path(__file__).parents[1], Path(torch.__file__).parent)
-_INSTALLED = _inside(*{sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib")})
+_OF_PYTHON = {sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib")}
+_INSTALLED = _inside(*_OF_PYTHON, *site.getsitepackages(), site.getusersitepackages())
+_OURS = "torchshard-fx"
+_SITES = _inside(f"{os.sep}site-packages", f"{os.sep}dist-packages")
+"""How environments call the folder into which packages are installed; Python's own are in `_INSTALLED`, too."""
 
 
 def is_library(path: str) -> bool:
@@ -29,7 +48,60 @@ def is_library(path: str) -> bool:
 
 def is_user_file(path: str | None) -> bool:
     """Returns whether a file is the user's: a script, a notebook's cell or a package that is not installed."""
-    return path is not None and not path.startswith(("<frozen", "<eval_with_key>", "<torch", *_PACKAGES, *_INSTALLED))
+    return path is not None and _is_user_file(path, tuple(sys.path))
+
+
+@functools.lru_cache(maxsize=16384)
+def _is_user_file(path: str, search_path: tuple[str, ...]) -> bool:
+    if path.startswith(("<frozen", "<eval_with_key>", "<torch", *_PACKAGES)) or _is_in_site(path):
+        return False
+    script = getattr(sys.modules.get("__main__"), "__file__", None) or ""
+    roots = dict.fromkeys(_libraries(search_path), False) | {os.path.dirname(os.path.abspath(script)): True}
+    # the nearest one decides: examples in a library's repository are the user's if he runs them
+    return next((roots[folder] for folder in (path, *map(str, Path(path).parents)) if folder in roots), True)
+
+
+def _is_in_site(path: str) -> bool:
+    return path.startswith(_INSTALLED) or any(folder in path for folder in _SITES)
+
+
+@functools.lru_cache(maxsize=4)
+def _libraries(search_path: tuple[str, ...]) -> frozenset[str]:
+    """The files and folders of libraries that lie elsewhere than in `site-packages`."""
+    found = list(importlib.metadata.distributions(path=list(search_path)))
+    projects = {folder: one for one in found if (folder := _project_folder(one))}
+    installed = [one for one in found if one not in projects.values()]
+    roots = {root for distribution in installed for root in _roots(distribution)}
+    if not projects:
+        return frozenset(roots)
+    names = {folder: _names("Name", one)[0] for folder, one in projects.items()}
+    requiring = installed + [one for folder, one in projects.items() if names[folder] == _OURS]
+    required = {name for one in requiring for name in _names("Requires-Dist", one)} - {_OURS}
+    return frozenset(roots.union(folder for folder, name in names.items() if name in required))
+
+
+def _project_folder(distribution: Distribution) -> str:
+    """The folder of the project that is installed editable; '' if the distribution is a copy."""
+    origin = json.loads(distribution.read_text("direct_url.json") or "{}")
+    if origin.get("dir_info", {}).get("editable"):
+        return url2pathname(urlparse(origin["url"]).path)
+    root = str(distribution.locate_file(""))
+    is_copy = distribution.read_text("METADATA") is not None or _is_in_site(root + os.sep)
+    return "" if is_copy else root  # setuptools leaves an egg-info in a project's folder
+
+
+def _roots(distribution: Distribution) -> Iterable[str]:
+    if _is_in_site(f"{distribution.locate_file('')}{os.sep}"):
+        return ()
+    names = {file.parts[0] for file in distribution.files or ()}
+    return [str(distribution.locate_file(name)) for name in names]
+
+
+def _names(key: str, distribution: Distribution) -> list[str]:
+    """The distributions that metadata name under a key; those that only an extra requires are among them."""
+    text = distribution.read_text("METADATA") or distribution.read_text("PKG-INFO") or ""
+    found = re.findall(rf"^{key}: *([\w.-]+)", text, re.MULTILINE)  # `metadata` would parse the whole text
+    return [re.sub(r"[-_.]+", "-", name).lower() for name in found] or [""]
 
 
 def warn(text: str) -> None:

@@ -266,12 +266,13 @@ def multiples_of(graph: fx.Graph) -> frozenset[sympy.Expr]:
 
 
 def node_row(node: fx.Node) -> Row | None:
-    """The row of an op node, or None if it has no rule.
+    """The row of an op node, or None if it has no rule, or sparse values: nobody cuts those.
 
     It is stored in the node, because the operands' global shapes never change.
     """
     if "row" not in node.meta:
-        node.meta["row"] = row_of(call_of(node))
+        tensors = (v for n in (node, *operands(node)) for v in values(n) if isinstance(v, Tensor))
+        node.meta["row"] = row_of(call_of(node)) if all(t.layout == torch.strided for t in tensors) else None
     return node.meta["row"]
 
 

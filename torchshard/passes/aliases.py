@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 
 import torch
 from torch import fx
+from torch.fx.node import Target
 
 from torchshard.core.errors import CaptureError
 from torchshard.custom_ops.with_value import WITH_VALUE
@@ -137,24 +138,33 @@ def is_copied_constant(node: fx.Node) -> bool:
 
 def storage(node: fx.Node) -> int:
     """A number for the memory of a value; export's fake tensors share it as the real ones do."""
-    return int(node.meta["val"].untyped_storage()._cdata)
+    value = node.meta["val"]
+    if value.layout == torch.sparse_coo:
+        value = value._values()
+    elif value.layout != torch.strided:
+        value = value.values()
+    return int(value.untyped_storage()._cdata)
 
 
 def _invert_view(module: fx.GraphModule, view: fx.Node, base: fx.Node, value: fx.Node) -> fx.Node:
     """The value of `base` after `value` is written to the view of it."""
     target, args = view.target, bound_args(view)
     shape = list(base.meta["val"].shape)
-    if target in (aten.slice.Tensor, aten.select.int):
-        scatter = aten.slice_scatter.default if target is aten.slice.Tensor else aten.select_scatter.default
-        return emit(module, scatter, (base, value, *list(args.values())[1:]), view)
+    if target in _SCATTERS:
+        return _scattered(module, view, base, value)
+    if target is aten.view_as_real.default:
+        dense = emit(module, aten.contiguous.default, (value,), view)
+        return emit(module, aten.view_as_complex.default, (dense,), view)
+    if target is aten.view_as_complex.default:
+        return _as_real(module, value, view)
+    if target in (aten._conj.default, aten._neg_view.default):
+        return emit(module, target, (value,), view)
     if target in (aten.transpose.int, aten.swapaxes.default):
         return emit(module, target, (value, *list(args.values())[1:]), view)
     if target in (aten.t.default, aten.mT.default):
         return emit(module, target, (value,), view)
     if target in (aten.movedim.int, aten.movedim.intlist):
         return emit(module, target, (value, args["destination"], args["source"]), view)
-    if target is aten.diagonal.default:
-        return emit(module, aten.diagonal_scatter.default, (base, value, *list(args.values())[1:]), view)
     if target is aten.permute.default:
         ndim = len(shape)
         order = [d % ndim for d in args["dims"]]
@@ -167,6 +177,34 @@ def _invert_view(module: fx.GraphModule, view: fx.Node, base: fx.Node, value: fx
                 shape[i] = emit(module, aten.sym_size.int, (base, i), view)
         return emit(module, aten.reshape.default, (value, shape), view)
     raise refused(view, f"a write through the view {target} can't be traced back")
+
+
+_SCATTERS: Mapping[Target, Target] = {
+    aten.slice.Tensor: aten.slice_scatter.default,
+    aten.select.int: aten.select_scatter.default,
+    aten.diagonal.default: aten.diagonal_scatter.default,
+}
+"""View of a part -> the op that writes a part."""
+
+
+def _scattered(module: fx.GraphModule, view: fx.Node, base: fx.Node, value: fx.Node) -> fx.Node:
+    """The base with the value in the viewed part; a complex one by its real numbers.
+
+    PyTorch has no derivative of `slice_scatter` and `select_scatter` of complex numbers (2.13).
+    """
+    scatter, places = _SCATTERS[view.target], list(bound_args(view).values())[1:]
+    if not base.meta["val"].is_complex() or scatter is aten.diagonal_scatter.default:
+        return emit(module, scatter, (base, value, *places), view)
+    dim = places[0] % base.meta["val"].ndim  # real numbers have one dim more, the last one
+    parts = [_as_real(module, one, view) for one in (base, value)]
+    written = emit(module, scatter, (*parts, dim, *places[1:]), view)
+    return emit(module, aten.view_as_complex.default, (written,), view)
+
+
+def _as_real(module: fx.GraphModule, value: fx.Node, view: fx.Node) -> fx.Node:
+    if value.meta["val"].is_conj():
+        value = emit(module, aten.resolve_conj.default, (value,), view)
+    return emit(module, aten.view_as_real.default, (value,), view)
 
 
 def refused(

@@ -99,7 +99,8 @@ class _Joint:
             if isinstance(result, fx.Node) and is_float(result.meta.get("val")):
                 known = _gradient_meta(result) | {"kind": "gradient", "path": f"gradient of {result.name}"}
                 known |= {"val": result.meta["val"], "is_given": given[number]}
-                tangent = self._placeholder(f"tangents_{number + 1}", known)
+                name = self._graph._graph_namespace.create_name(f"tangents_{number + 1}", None)
+                tangent = self._placeholder(name, known)
                 self._gradients[result.name] += [tangent] * given[number]
 
     def _placeholder(self, name: str, known: dict[str, Any]) -> fx.Node:

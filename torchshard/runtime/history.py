@@ -208,10 +208,11 @@ class _GradientHook:
         # Weak: a result that the user keeps must not keep the model.
         self._history, self.number = weakref.ref(history), number
 
-    def __call__(self, gradient: Tensor) -> None:
+    def __call__(self, gradient: Tensor | None) -> None:
         history = self._history()
         if (
             history is None
+            or gradient is None  # undefined: `gradcheck` tries that, and a custom Function may return it
             or torch.compiler.is_compiling()
             or torch._C._functorch.is_functorch_wrapped_tensor(gradient)
         ):

@@ -18,6 +18,7 @@ from typing import Any, Literal, NoReturn, Protocol, Self, TypeVar, cast
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
+from torchshard.capture import transform_error
 from torchshard.core.errors import InputError
 from torchshard.weights.parameter import ShardedParameter
 
@@ -212,6 +213,10 @@ class ShardedSubmodule(nn.Module, metaclass=_EqualToItsSource):
             why="it holds this rank's slices, and graphs are captured for the whole model",
             attempt="call the whole model; or torchshard.shard(unsharded.part, plan), of that part alone",
         )
+
+    def __prepare_scriptable__(self) -> NoReturn:
+        """Refuses `torch.jit.script`, which calls this first and would compile the code of `forward`."""
+        raise transform_error(self.source, "torch.jit.script", "script the unsharded model")
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Self:
         """A copy within that of the whole model, which has put stand-ins for the source's tensors into `memo`."""

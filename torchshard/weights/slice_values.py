@@ -12,6 +12,7 @@ does. Code of PyTorch and of this library gets plain tensors (`callers`).
 
 from __future__ import annotations
 
+import itertools
 import math
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -22,9 +23,10 @@ import torch.distributed as dist
 from torch import Tensor
 
 from torchshard.core.errors import DistributedError, InputError
-from torchshard.core.words import WHOLE, Word, is_split
+from torchshard.core.words import WHOLE, Word, cuts, is_split
 from torchshard.distributed.group import ALONE, Group
 from torchshard.distributed.ranks import Ranks, widest
+from torchshard.weights.boxes import pieces
 from torchshard.weights.callers import called_from, caller, is_users
 from torchshard.weights.slice_warnings import warn_of_slice
 from torchshard.weights.state_slices import SlicePlace, place_text, slice_place
@@ -84,8 +86,12 @@ class Slice(Tensor):
             _check_overwriting(func.__name__, args[0] if args else kwargs["tensor"], kwargs.get("group"))
         clips = func in _NORMS and caller()[0] == _CLIPPING
         order = float(args[1] if len(args) > 1 else kwargs.get("ord", 2)) if clips else 2.0
-        with unwatched():
-            result = func(*((_with_identity(args[0], order), *args[1:]) if clips else args), **kwargs)
+        try:
+            with unwatched():
+                result = func(*((_with_identity(args[0], order), *args[1:]) if clips else args), **kwargs)
+        except (RuntimeError, IndexError):
+            _refuse_operands_of_whole(func.__name__, [*_tensors(args), *_tensors(kwargs.values())])
+            raise
         if func is torch._amp_foreach_non_finite_check_and_unscale_:
             _join_overflow(*args[:2])
         if not isinstance(result, Tensor | list | tuple) and func.__name__ != "__setitem__":
@@ -175,6 +181,36 @@ class Slice(Tensor):
 
 class SliceValue(Slice):
     """A tensor that was computed of a slice element by element: its `.data`, a square, a gradient."""
+
+
+def _refuse_operands_of_whole(name: str, operands: Sequence[Tensor]) -> None:
+    """Refuses a tensor whose shape fits the whole parameter and not the slice, such as a mask of its rows."""
+    slices = [operand for operand in operands if isinstance(operand, Slice) and operand.is_split]
+    others = [tuple(operand.shape) for operand in operands if not isinstance(operand, Slice)]
+    for own, shape in itertools.product(slices, others):
+        if _dims_in(own.whole, shape) and not _dims_in(tuple(own.shape), shape):
+            raise InputError(
+                f"a tensor of shape {shape} meets this rank's slice of a parameter",
+                where=f"{name}(...), parameter {own.path!r}",
+                why=f"the slice is {tuple(own.shape)}, {place_text(own.place)}",
+                attempt=f"this rank's part of the tensor: {_part_text(own, shape)}",
+            )
+
+
+def _dims_in(whole: tuple[int, ...], shape: tuple[int, ...]) -> slice | None:
+    """The dims of a tensor that those of another meet: the last ones if it is expanded, the first if it is a mask."""
+    last = slice(max(0, len(whole) - len(shape)), len(whole))
+    if len(shape) <= len(whole) and all(own in (1, size) for own, size in zip(shape, whole[last], strict=True)):
+        return last
+    return slice(len(shape)) if whole[: len(shape)] == shape else None
+
+
+def _part_text(own: Slice, shape: tuple[int, ...]) -> str:
+    """'t[4:8, :]', or how its parts are joined."""
+    dims = _dims_in(own.whole, shape) or slice(0)
+    boxes = [piece.box[dims] for piece in pieces(own.whole, cuts(own.sharding, own.ranks.place))]
+    texts = [", ".join(f"{a}:{b}" if n > 1 else ":" for (a, b), n in zip(box, shape, strict=True)) for box in boxes]
+    return " and ".join(f"t[{text}]" for text in dict.fromkeys(texts))
 
 
 # --- drawing into slices ---------------------------------------------------------------------------------------------

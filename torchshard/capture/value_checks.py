@@ -1,0 +1,111 @@
+"""Checks of a tensor's values that only raise: `if (variance < 0).any(): raise ValueError(...)`.
+
+A graph can't hold a branch on a value. Where one side of it only raises, as in the losses and distributions of PyTorch
+and in `assert`, the graph holds the other side: as with `torch._assert_async`, what it checks is not checked.
+
+The side is found in the bytecode behind the branch. A check within a `try`, of any function up to the model, is left
+alone, for the model may compute something else when it raises.
+"""
+
+from __future__ import annotations
+
+import dis
+import functools
+import itertools
+import sys
+from types import CodeType, FrameType
+from typing import Any, cast
+
+from torch import Tensor
+from torch._subclasses.fake_tensor import is_fake
+
+from torchshard.capture.recording import current_recording
+from torchshard.core.patches import Patch, Patches
+from torchshard.core.user_files import is_library
+
+_JUMPS_IF = {"TRUE": True, "FALSE": False}
+_RUN_FORWARD = ("torchshard.capture.trace", "torchshard.capture.rehearsal")
+"""The modules that call a model's forward."""
+_LEAVES = ("RETURN_VALUE", "RETURN_CONST", "YIELD_VALUE", "STORE_GLOBAL", "STORE_ATTR", "STORE_SUBSCR", "DELETE_ATTR")
+
+
+def _replace_bool(original: object) -> object:
+    def __bool__(tensor: Tensor) -> bool:
+        if current_recording() is not None and is_fake(tensor):
+            passed = _passed(sys._getframe(1))
+            if passed is not None:
+                return passed
+        return bool(cast(Any, original)(tensor))
+
+    return __bool__
+
+
+VALUE_CHECKS = Patches(Patch(Tensor, "__bool__", _replace_bool))
+"""While it is entered, checks of values pass in threads that capture.
+
+A TorchFunctionMode would not do: it is off within PyTorch's functions that are written in Python, such as its losses.
+"""
+
+
+def _passed(frame: FrameType) -> bool | None:
+    """The truth of a value with which a frame that asks for it does not raise; None if that is more than a check."""
+    answer = _side_that_goes_on(frame.f_code, frame.f_lasti)
+    caller: FrameType | None = frame
+    while answer is not None and caller is not None and caller.f_globals.get("__name__") not in _RUN_FORWARD:
+        # PyTorch's own frames around a call handle exceptions by raising them again
+        if (caller is frame or not is_library(caller.f_code.co_filename)) and _is_caught(caller.f_code, caller.f_lasti):
+            return None
+        caller = caller.f_back
+    return answer
+
+
+@functools.lru_cache(maxsize=4096)
+def _side_that_goes_on(code: CodeType, offset: int) -> bool | None:
+    instructions = {one.offset: one for one in dis.get_instructions(code)}
+    order = sorted(instructions)
+    following = dict(itertools.pairwise(order))
+    if offset in instructions and instructions[offset].opname == "TO_BOOL":  # Python 3.13
+        offset = following[offset]
+    if offset not in instructions:
+        return None
+    jump = instructions[offset]
+    truth = next((value for name, value in _JUMPS_IF.items() if jump.opname.endswith(f"_IF_{name}")), None)
+    if truth is None:
+        return None
+    sides = jump.argval, following[offset]
+    target_raises, next_raises = (_only_raises(start, instructions, following) for start in sides)
+    if target_raises == next_raises:
+        return None
+    return not truth if target_raises else truth
+
+
+def _only_raises(start: int, instructions: dict[int, Any], following: dict[int, int]) -> bool:
+    """Whether all ways on from an instruction end in a `raise`."""
+    seen, waiting, raises = set[int](), [start], False
+    while waiting:
+        offset = waiting.pop()
+        if offset in seen:
+            continue
+        seen.add(offset)
+        one = instructions[offset]
+        if one.opname == "RAISE_VARARGS":
+            raises = True
+            continue
+        if one.opname in _LEAVES or offset not in following:
+            return False
+        if one.opcode in dis.hasjrel or one.opcode in dis.hasjabs:
+            waiting.append(one.argval)
+            if one.opname.startswith("JUMP"):
+                continue
+        waiting.append(following[offset])
+    return raises
+
+
+@functools.lru_cache(maxsize=4096)
+def _is_caught(code: CodeType, offset: int) -> bool:
+    """Whether an exception at an instruction is handled in the same function, by more than the end of a `with`."""
+    instructions = {one.offset: one.opname for one in dis.get_instructions(code)}
+    entries: Any = getattr(dis.Bytecode(code), "exception_entries", ())
+    targets = [entry.target for entry in entries if entry.start <= offset < entry.end]
+    handlers = [[name for at, name in instructions.items() if at >= target][:2] for target in targets]
+    return any(handler != ["PUSH_EXC_INFO", "WITH_EXCEPT_START"] for handler in handlers)
