@@ -7,7 +7,7 @@ that were called least recently, so that a model whose arguments change with eac
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any, NamedTuple
@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, fx, nn
 
-from torchshard.capture import ModelCall, refuse_state_between
+from torchshard.capture import Condition, Conditions, ModelCall, refuse_state_between
 from torchshard.compiler.program import Program
 from torchshard.core.layouts import I, Layout
 from torchshard.core.mesh import Coordinate
@@ -193,6 +193,7 @@ class GraphCache:
 
     def __init__(self) -> None:
         self._by_key: dict[CallKey, list[Compiled]] = {}
+        self._conditions: dict[CallKey, Conditions] = {}
         self.captures = 0
         """How many graphs were captured, dropped ones included."""
         self.latest: Compiled | None = None
@@ -210,6 +211,19 @@ class GraphCache:
         copied = GraphCache()
         copied.captures, copied.latest = self.captures, self.latest
         return copied
+
+    def with_numbers(self, key: CallKey, buffers: Mapping[str, Tensor], new: Iterable[Condition] = ()) -> CallKey:
+        """The key with the numbers that forward takes from buffers in such calls, as far as they are known.
+
+        Args:
+            buffers: the model's tensors by name.
+            new: conditions of a graph that was captured for the key.
+        """
+        key = key._replace(numbers=())
+        if new:
+            self._conditions.setdefault(key, Conditions()).add(new)
+        conditions = self._conditions.get(key)
+        return key if conditions is None else key._replace(numbers=conditions.numbers(buffers))
 
     def find(self, key: CallKey, inputs: Sequence[Tensor | int]) -> Compiled | None:
         """The graph for a call, if there is one. The key becomes the one that was called last."""
@@ -236,10 +250,13 @@ class GraphCache:
             self._by_key[oldest].pop(0)
             if not self._by_key[oldest]:
                 del self._by_key[oldest]
+                if all(key._replace(numbers=()) != oldest._replace(numbers=()) for key in self._by_key):
+                    self._conditions.pop(oldest._replace(numbers=()), None)
 
     def clear(self) -> None:
         """Drops all graphs: parameters have another dtype or device than the graphs were captured for."""
         self._by_key.clear()
+        self._conditions.clear()
 
     def refuse_dependence(self, source: nn.Module, model_call: ModelCall, program: Program) -> None:
         """Checks that no call reads what a call of another key leaves in attributes.
