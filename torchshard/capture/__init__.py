@@ -18,7 +18,7 @@ facts                                    what planning must know of a model
 """
 
 from torchshard.capture.attributes import describe
-from torchshard.capture.conditions import Condition, Conditions, Numbers
+from torchshard.capture.conditions import Condition, Conditions, Number, Numbers
 from torchshard.capture.flat import Captured, capture
 from torchshard.capture.known_calls import KnownCalls
 from torchshard.capture.models import (
@@ -38,7 +38,8 @@ from torchshard.capture.signature import Leaves, flatten, flatten_call, memory_o
 from torchshard.capture.watch import Watch, global_hooks
 
 __all__ = [
-    "Captured", "Condition", "Conditions", "KnownCalls", "Leaves", "ModelCall", "Numbers", "Watch", "capture",
+    "Captured", "Condition", "Conditions", "KnownCalls", "Leaves", "ModelCall", "Number", "Numbers", "Watch",
+    "capture",
     "check_devices", "check_strided",
     "check_weights", "copy_model", "copy_with_values", "describe", "flatten", "flatten_call", "global_hooks",
     "memory_order", "model_without_storage", "refuse_state_between", "refuse_transforms", "shared_names",

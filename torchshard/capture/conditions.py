@@ -64,21 +64,21 @@ class Conditions:
     def __init__(self) -> None:
         self._conditions: dict[str, Condition] = {}
         self._values: list[Number] | None = None
-        self._numbers: Numbers = ()
+        self._numbers: dict[str, tuple[str, Number]] = {}
 
     def add(self, conditions: Iterable[Condition]) -> None:
         """Adds those that are not among them."""
         self._conditions = {one.text: one for one in conditions} | self._conditions
         self._values = None
 
-    def numbers(self, buffers: Mapping[str, Tensor]) -> Numbers:
-        """What the conditions are now; () while a buffer has no value."""
+    def numbers(self, buffers: Mapping[str, Tensor]) -> dict[str, tuple[str, Number]]:
+        """Text -> line and number of each condition, as it is now; {} while a buffer has no value."""
         conditions = self._conditions.values()
         held = [buffers[name] for name in dict.fromkeys(name for one in conditions for name in one.buffers)]
         if any(t.is_meta or is_fake(t) for t in held):
-            return ()
+            return {}
         values = [t.item() for t in held]
         if values != self._values or any(one.draws for one in conditions):
             self._values = values
-            self._numbers = tuple((one.where, one.number(buffers)) for one in conditions)
+            self._numbers = {one.text: (one.where, one.number(buffers)) for one in conditions}
         return self._numbers

@@ -22,6 +22,7 @@ from torchshard.capture.recording import WHOLE, Recording, current_recording, us
 from torchshard.capture.user_code import calling_line
 from torchshard.core.errors import CaptureError
 from torchshard.core.patches import Patch, Patches
+from torchshard.core.rng_states import keeping_rng_states, set_rng_states
 from torchshard.ir.graph import uses_rng
 from torchshard.weights.lazy import LazyTensor, values_of
 
@@ -52,7 +53,7 @@ def known_number(tensor: Tensor, read: Callable[[Tensor], Number]) -> Number | N
     condition = None if node is None else _condition(recording, node, read)
     if condition is None:
         return None
-    number = _number_now(condition, recording.state)
+    number = _number_now(condition, recording)
     recording.conditions.append((condition, number))
     return number
 
@@ -112,11 +113,13 @@ def _check(name: str, buffer: Tensor) -> None:
         raise CaptureError(what, where=calling_line() or name, why=why, attempt=attempt)
 
 
-def _number_now(condition: Condition, state: Mapping[str, Tensor]) -> Number:
-    held = {name: state[name] for name in condition.buffers}
+def _number_now(condition: Condition, recording: Recording) -> Number:
+    held = {name: recording.state[name] for name in condition.buffers}
     values = values_of([t for t in held.values() if isinstance(t, LazyTensor)])
     with use_recording(None), _disable_current_modes(), torch._C.DisableTorchFunction():
-        return condition.number({name: values.get(id(t), t) for name, t in held.items()})
+        with keeping_rng_states(held.values()):
+            set_rng_states(recording.rng_states)
+            return condition.number({name: values.get(id(t), t) for name, t in held.items()})
 
 
 # --- export's graph --------------------------------------------------------------------------------------------------

@@ -23,6 +23,7 @@ from torchshard.capture.signature import Leaves, flatten
 from torchshard.capture.user_code import calling_line
 from torchshard.core.autocast import autocasting, current_autocast
 from torchshard.core.errors import CaptureError
+from torchshard.core.rng_states import RngStates
 from torchshard.custom_ops.whole import WholeCall, state_of
 
 Size = int | torch.SymInt
@@ -50,6 +51,8 @@ class Recording:
     """The nodes that export has given them -> their names."""
     conditions: list[tuple[Condition, Number]] = field(default_factory=list)
     """What forward has asked for that is known before the call, in order."""
+    rng_states: RngStates = field(default_factory=dict)
+    """Those of the generators before the capture, which seeds them."""
     rehearsed: Iterator[Number] | None = None
     """In a rehearsal: the same numbers."""
 

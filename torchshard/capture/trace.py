@@ -41,6 +41,7 @@ from torchshard.capture.value_checks import VALUE_CHECKS
 from torchshard.capture.whole_calls import INTERCEPTED_FUNCTIONS
 from torchshard.core.errors import CaptureError, InputError, in_short
 from torchshard.core.modules import named_tensors
+from torchshard.core.rng_states import rng_states
 from torchshard.core.user_files import warn
 from torchshard.custom_ops.whole import WholeCall
 
@@ -78,7 +79,8 @@ def trace(model: nn.Module, call: Leaves, dynamic: Sequence[frozenset[int]], *, 
         CaptureError: the model can't be captured; the error names the line and an alternative.
         InputError: the model does not accept an argument.
     """
-    recording = Recording(state=named_tensors(model))
+    state = named_tensors(model)
+    recording = Recording(state=state, rng_states=rng_states(state.values()))
     forward = _FlatForward(model, call, repeating=repeating)
     try:
         with (

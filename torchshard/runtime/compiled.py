@@ -7,7 +7,7 @@ that were called least recently, so that a model whose arguments change with eac
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any, NamedTuple
@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, fx, nn
 
-from torchshard.capture import Condition, Conditions, ModelCall, refuse_state_between
+from torchshard.capture import Condition, Conditions, ModelCall, Number, refuse_state_between
 from torchshard.compiler.program import Program
 from torchshard.core.layouts import I, Layout
 from torchshard.core.mesh import Coordinate
@@ -212,18 +212,22 @@ class GraphCache:
         copied.captures, copied.latest = self.captures, self.latest
         return copied
 
-    def with_numbers(self, key: CallKey, buffers: Mapping[str, Tensor], new: Iterable[Condition] = ()) -> CallKey:
+    def with_numbers(
+        self, key: CallKey, buffers: Mapping[str, Tensor], new: Sequence[tuple[Condition, Number]] = ()
+    ) -> CallKey:
         """The key with the numbers that forward takes from buffers in such calls, as far as they are known.
 
         Args:
             buffers: the model's tensors by name.
-            new: conditions of a graph that was captured for the key.
+            new: conditions of a graph that was captured for the key, and the numbers that it is right for.
         """
         key = key._replace(numbers=())
         if new:
-            self._conditions.setdefault(key, Conditions()).add(new)
-        conditions = self._conditions.get(key)
-        return key if conditions is None else key._replace(numbers=conditions.numbers(buffers))
+            self._conditions.setdefault(key, Conditions()).add(one for one, _ in new)
+        if key not in self._conditions:
+            return key
+        numbers = self._conditions[key].numbers(buffers) | {one.text: (one.where, number) for one, number in new}
+        return key._replace(numbers=tuple(numbers.values()))
 
     def find(self, key: CallKey, inputs: Sequence[Tensor | int]) -> Compiled | None:
         """The graph for a call, if there is one. The key becomes the one that was called last."""

@@ -630,7 +630,7 @@ class ShardedModule(State, Notebook):
             own = planned.plan.parameters.items()
             self._fix_layouts({name: layout for name, layout in own if name in self._ts_tensors})
         device = next((p.device for p in self.parameters()), None)
-        key = self._ts_graphs.with_numbers(call.key, self._ts_tensors, [one for one, _ in planned.captured.conditions])
+        key = self._ts_graphs.with_numbers(call.key, self._ts_tensors, planned.captured.conditions)
         compiled = compile_program(made, key, _model_call(inputs, call, planned), self._ts_ranks, device)
         self._ts_carried_places.update(planned.captured.changes.names)
         self._ts_numbers.update(planned.captured.changes.numbers)
