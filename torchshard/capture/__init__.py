@@ -8,6 +8,8 @@ trace                                    the call of torch.export, with
   whole_calls, recording                 Python code that stays one op
   modes, regions                         no_grad and autocast, op by op
   seeding, rng_states                    random numbers that a graph would freeze
+  conditions, known_numbers              numbers that forward takes from buffers, known before a call
+  value_checks                           checks of values that only raise
   equal_sizes, assumptions               dynamic sizes
   quiet, names, export_errors            logs, names of nodes, texts of errors
 visible, namespaces, user_code           what forward can read apart from its arguments, and
@@ -16,6 +18,7 @@ facts                                    what planning must know of a model
 """
 
 from torchshard.capture.attributes import describe
+from torchshard.capture.conditions import Condition, Conditions, Number, Numbers
 from torchshard.capture.flat import Captured, capture
 from torchshard.capture.known_calls import KnownCalls
 from torchshard.capture.models import (
@@ -35,7 +38,9 @@ from torchshard.capture.signature import Leaves, flatten, flatten_call, memory_o
 from torchshard.capture.watch import Watch, global_hooks
 
 __all__ = [
-    "Captured", "KnownCalls", "Leaves", "ModelCall", "Watch", "capture", "check_devices", "check_strided",
+    "Captured", "Condition", "Conditions", "KnownCalls", "Leaves", "ModelCall", "Number", "Numbers", "Watch",
+    "capture",
+    "check_devices", "check_strided",
     "check_weights", "copy_model", "copy_with_values", "describe", "flatten", "flatten_call", "global_hooks",
     "memory_order", "model_without_storage", "refuse_state_between", "refuse_transforms", "shared_names",
     "transform_error", "without_storage",

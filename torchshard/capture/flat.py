@@ -30,6 +30,7 @@ from torch.utils import _pytree as pytree
 
 from torchshard.capture.assumptions import Assumption, assumption, divided_sizes
 from torchshard.capture.carried import Changes, finder
+from torchshard.capture.conditions import Condition, Number
 from torchshard.capture.copied_layers import repeat
 from torchshard.capture.models import check_devices, shared_names, without_storage
 from torchshard.capture.modes import modes_of
@@ -67,6 +68,8 @@ class Captured:
     """The places (see `attributes`) of the attributes that forward assigns in each call."""
     left: tuple[tuple[str, ...], ...] = ()
     """Those where it leaves tensors that depend on the call, which a call of the graph does not."""
+    conditions: tuple[tuple[Condition, Number], ...] = ()
+    """The numbers known before a call for which the graph is right, and what they are."""
 
     def finish(self, results: Sequence[object], arguments: object) -> Any:
         """Stores what the call leaves in its arguments, of the graph's results; returns what `forward` returns."""
@@ -149,6 +152,7 @@ def _captured(
         assumption(graph.graph, traced.exported, sizes),
         traced.assigned,
         traced.left,
+        traced.conditions,
     )
 
 

@@ -11,17 +11,19 @@ from __future__ import annotations
 
 import contextlib
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
-from torch import Tensor
+from torch import Tensor, fx
 
 from torchshard.capture.attributes import Snapshot
+from torchshard.capture.conditions import Condition, Number
 from torchshard.capture.signature import Leaves, flatten
 from torchshard.capture.user_code import calling_line
 from torchshard.core.autocast import autocasting, current_autocast
 from torchshard.core.errors import CaptureError
+from torchshard.core.rng_states import RngStates
 from torchshard.custom_ops.whole import WholeCall, state_of
 
 Size = int | torch.SymInt
@@ -43,6 +45,16 @@ class Recording:
     """Whether a call that is kept whole is running; the calls inside it are not recorded."""
     asked_for_seed: bool = False
     """Whether that call has called `torch.seed()`."""
+    state: Mapping[str, Tensor] = field(default_factory=dict)
+    """The model's parameters and buffers, by all their names."""
+    placeholders: dict[fx.Node, str] = field(default_factory=dict)
+    """The nodes that export has given them -> their names."""
+    conditions: list[tuple[Condition, Number]] = field(default_factory=list)
+    """What forward has asked for that is known before the call, in order."""
+    rng_states: RngStates = field(default_factory=dict)
+    """Those of the generators before the capture, which seeds them."""
+    rehearsed: Iterator[Number] | None = None
+    """In a rehearsal: the same numbers."""
 
     def run_checkpoint(self, function: Callable[..., object], args: Sequence[object]) -> object:
         """Runs what a reentrant activation checkpoint runs; an inner one is a part of the outer one."""
@@ -65,12 +77,12 @@ def current_recording() -> Recording | None:
 
 
 @contextlib.contextmanager
-def use_recording(recording: Recording) -> Iterator[Recording]:
-    """Makes a recording the current one of this thread."""
+def use_recording(recording: Recording | None) -> Iterator[None]:
+    """Makes a recording the current one of this thread; None: as if it did not capture."""
     previous = current_recording()
     _local.recording = recording
     try:
-        yield recording
+        yield
     finally:
         _local.recording = previous
 

@@ -23,8 +23,10 @@ from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 
 from torchshard.capture.attributes import Snapshot, Unknown, attributes, changed, describe
+from torchshard.capture.conditions import Number
+from torchshard.capture.known_numbers import KNOWN_NUMBERS
 from torchshard.capture.namespaces import Place
-from torchshard.capture.recording import Recording, use_recording
+from torchshard.capture.recording import Recording, current_recording, use_recording
 from torchshard.capture.seeding import INTERCEPTED_SEEDING
 from torchshard.capture.signature import Leaves
 from torchshard.capture.tools import without_tools
@@ -39,9 +41,13 @@ class ModelCall:
     call: Leaves
     modes: tuple[bool, ...]
     """Train or eval, of every module; (): the current ones."""
+    numbers: Sequence[Number] = ()
+    """What the conditions are that forward asks for, in order."""
 
 
-def refuse_state(model: nn.Module, call: Leaves, places: Sequence[Place]) -> tuple[Place, ...]:
+def refuse_state(
+    model: nn.Module, call: Leaves, places: Sequence[Place], numbers: Sequence[Number] = ()
+) -> tuple[Place, ...]:
     """Rehearses a call twice whose forward assigns attributes.
 
     Returns:
@@ -50,7 +56,7 @@ def refuse_state(model: nn.Module, call: Leaves, places: Sequence[Place]) -> tup
     Raises:
         CaptureError: the attributes that the first call assigns change what the second computes.
     """
-    repeated = ModelCall(call, ())
+    repeated = ModelCall(call, (), numbers)
     return refuse_state_between(model, repeated, repeated, places)
 
 
@@ -83,10 +89,10 @@ def refuse_state_between(
     return left
 
 
-def run_on_fakes(model: nn.Module, call: Leaves) -> None:
+def run_on_fakes(model: nn.Module, call: Leaves, numbers: Sequence[Number] = ()) -> None:
     """Runs forward once on fake tensors; attributes and modes are restored afterwards."""
     with _on_fakes(model) as mode:
-        _Rehearsed(model, ModelCall(call, ()), mode).run()
+        _Rehearsed(model, ModelCall(call, (), numbers), mode).run()
 
 
 @contextlib.contextmanager
@@ -114,7 +120,7 @@ def _without_seeding() -> Iterator[None]:
 
     A custom Function may seed. Restoring the global generator afterwards instead would undo other threads' draws.
     """
-    with use_recording(Recording(inside_call=True)), INTERCEPTED_SEEDING, VALUE_CHECKS:
+    with use_recording(Recording(inside_call=True)), INTERCEPTED_SEEDING, VALUE_CHECKS, KNOWN_NUMBERS:
         yield
 
 
@@ -128,7 +134,7 @@ class _Rehearsed:
     """A call on fake tensors."""
 
     def __init__(self, model: nn.Module, model_call: ModelCall, mode: FakeTensorMode) -> None:
-        self._model, self._modes = model, model_call.modes
+        self._model, self._modes, self._numbers = model, model_call.modes, model_call.numbers
         device = next((p.device for p in model.parameters()), None)
         self.inputs = [_faked(tensor, mode, device) for tensor in model_call.call.tensors]
         self._rebuild = model_call.call.rebuild
@@ -136,6 +142,9 @@ class _Rehearsed:
     def run(self) -> None:
         """Calls the model, with arguments that no earlier run has changed."""
         _set_modes(self._model, self._modes)
+        recording = current_recording()
+        assert recording is not None
+        recording.rehearsed = iter(self._numbers)
         args, kwargs = self._rebuild(self.inputs)
         self._model.forward(*args, **kwargs)
 

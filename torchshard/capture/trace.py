@@ -9,7 +9,7 @@ import dataclasses
 from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -20,11 +20,13 @@ from torch.utils import _pytree as pytree
 
 from torchshard.capture.attributes import Snapshot, attributes, changed
 from torchshard.capture.carried import Arguments, Changes
+from torchshard.capture.conditions import Condition, Number
 from torchshard.capture.entry_points import as_plain_module, replace_forward
 from torchshard.capture.equal_layers import equal_layers
 from torchshard.capture.equal_sizes import equal_sizes, fixed_sizes
 from torchshard.capture.export_errors import capture_error
-from torchshard.capture.function_mode import CaptureMode, slots_of
+from torchshard.capture.function_mode import CaptureMode, Slots, slots_of
+from torchshard.capture.known_numbers import KNOWN_NUMBERS, note_placeholders
 from torchshard.capture.modes import note_modes
 from torchshard.capture.namespaces import Place
 from torchshard.capture.quiet import quiet
@@ -38,6 +40,8 @@ from torchshard.capture.tools import without_tools
 from torchshard.capture.value_checks import VALUE_CHECKS
 from torchshard.capture.whole_calls import INTERCEPTED_FUNCTIONS
 from torchshard.core.errors import CaptureError, InputError, in_short
+from torchshard.core.modules import named_tensors
+from torchshard.core.rng_states import rng_states
 from torchshard.core.user_files import warn
 from torchshard.custom_ops.whole import WholeCall
 
@@ -59,6 +63,8 @@ class Traced:
     """The layers that stand for others; None if each was traced."""
     whole: tuple[WholeCall, ...] = ()
     """The calls that are kept whole, at the index that their stand-in in the graph has as its number."""
+    conditions: tuple[tuple[Condition, Number], ...] = ()
+    """The numbers known before the call that it depends on, and what they are in this call."""
 
 
 def trace(model: nn.Module, call: Leaves, dynamic: Sequence[frozenset[int]], *, repeating: bool) -> Traced:
@@ -73,7 +79,9 @@ def trace(model: nn.Module, call: Leaves, dynamic: Sequence[frozenset[int]], *, 
         CaptureError: the model can't be captured; the error names the line and an alternative.
         InputError: the model does not accept an argument.
     """
-    recording, forward = Recording(), _FlatForward(model, call, repeating=repeating)
+    state = named_tensors(model)
+    recording = Recording(state=state, rng_states=rng_states(state.values()))
+    forward = _FlatForward(model, call, repeating=repeating)
     try:
         with (
             changed_generators() as generators,
@@ -81,6 +89,7 @@ def trace(model: nn.Module, call: Leaves, dynamic: Sequence[frozenset[int]], *, 
             INTERCEPTED_FUNCTIONS,
             INTERCEPTED_SEEDING,
             VALUE_CHECKS,
+            KNOWN_NUMBERS,
             quiet(),
             without_tools(),
             saved_tensors_hooks(_same, _same),
@@ -88,11 +97,12 @@ def trace(model: nn.Module, call: Leaves, dynamic: Sequence[frozenset[int]], *, 
             exported = _export(as_plain_module(model), call, dynamic)
     finally:
         forward.snapshot.restore()
-    check_generators(model, generators, lambda: run_on_fakes(model, call))
-    left = refuse_state(model, call, forward.assigned) if forward.assigned else ()
+    numbers = [number for _, number in recording.conditions]
+    check_generators(model, generators, lambda: run_on_fakes(model, call, numbers))
+    left = refuse_state(model, call, forward.assigned, numbers) if forward.assigned else ()
     assert forward.result is not None
-    whole = tuple(recording.calls)
-    return Traced(exported, forward.result, forward.changes, forward.assigned, left, forward.repeats, whole)
+    whole, conditions = tuple(recording.calls), tuple(recording.conditions)
+    return Traced(exported, forward.result, forward.changes, forward.assigned, left, forward.repeats, whole, conditions)
 
 
 def _same(tensor: Tensor) -> Tensor:
@@ -124,6 +134,7 @@ class _FlatForward:
         recording.checkpoints.clear()  # a model may be exported twice
         self.repeats = Repeats(self._layers) if self._layers else None
         stored = [(holder, name, holder[name]) for holder, name in self._slots.values()]
+        note_placeholders(recording, {name: _stored(self._slots, tensor) for name, tensor in recording.state.items()})
         with self._own_entry_points():
             repeated = nullcontext() if self.repeats is None else self.repeats.installed()
             with CaptureMode(recording, self._slots), note_modes(), repeated:
@@ -138,6 +149,12 @@ class _FlatForward:
         if not self.changes.holders and not is_unchanged(call, args, kwargs):
             raise _written_arguments(self._model)
         return list(self.result.tensors)
+
+
+def _stored(slots: Slots, tensor: Tensor) -> Tensor:
+    """What is stored now where the model has a parameter or buffer."""
+    holder, name = slots[id(tensor)]
+    return cast(Tensor, holder[name])
 
 
 def _check_parameters(model: nn.Module, stored: Sequence[tuple[dict[str, Any], str, Tensor]]) -> None:

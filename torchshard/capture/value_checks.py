@@ -13,12 +13,14 @@ import dis
 import functools
 import itertools
 import sys
+from collections.abc import Sequence
 from types import CodeType, FrameType
 from typing import Any, cast
 
 from torch import Tensor
 from torch._subclasses.fake_tensor import is_fake
 
+from torchshard.capture.known_numbers import known_number
 from torchshard.capture.recording import current_recording
 from torchshard.core.patches import Patch, Patches
 from torchshard.core.user_files import is_library
@@ -26,15 +28,18 @@ from torchshard.core.user_files import is_library
 _JUMPS_IF = {"TRUE": True, "FALSE": False}
 _RUN_FORWARD = ("torchshard.capture.trace", "torchshard.capture.rehearsal")
 """The modules that call a model's forward."""
-_LEAVES = ("RETURN_VALUE", "RETURN_CONST", "YIELD_VALUE", "STORE_GLOBAL", "STORE_ATTR", "STORE_SUBSCR", "DELETE_ATTR")
+_RAISES = ("RAISE_VARARGS", "RERAISE")
+_RETURNS = ("RETURN_VALUE", "RETURN_CONST", "YIELD_VALUE")
+_LEAVES = (*_RETURNS, "STORE_GLOBAL", "STORE_ATTR", "STORE_SUBSCR", "DELETE_ATTR")
 
 
 def _replace_bool(original: object) -> object:
     def __bool__(tensor: Tensor) -> bool:
         if current_recording() is not None and is_fake(tensor):
             passed = _passed(sys._getframe(1))
-            if passed is not None:
-                return passed
+            known = known_number(tensor, bool) if passed is None else passed
+            if known is not None:
+                return bool(known)
         return bool(cast(Any, original)(tensor))
 
     return __bool__
@@ -59,11 +64,15 @@ def _passed(frame: FrameType) -> bool | None:
     return answer
 
 
+def _instructions(code: CodeType) -> tuple[dict[int, Any], dict[int, int]]:
+    """Offset -> instruction, and the offset of the next one."""
+    instructions = {one.offset: one for one in dis.get_instructions(code)}
+    return instructions, dict(itertools.pairwise(sorted(instructions)))
+
+
 @functools.lru_cache(maxsize=4096)
 def _side_that_goes_on(code: CodeType, offset: int) -> bool | None:
-    instructions = {one.offset: one for one in dis.get_instructions(code)}
-    order = sorted(instructions)
-    following = dict(itertools.pairwise(order))
+    instructions, following = _instructions(code)
     if offset in instructions and instructions[offset].opname == "TO_BOOL":  # Python 3.13
         offset = following[offset]
     if offset not in instructions:
@@ -79,8 +88,10 @@ def _side_that_goes_on(code: CodeType, offset: int) -> bool | None:
     return not truth if target_raises else truth
 
 
-def _only_raises(start: int, instructions: dict[int, Any], following: dict[int, int]) -> bool:
-    """Whether all ways on from an instruction end in a `raise`."""
+def _only_raises(
+    start: int, instructions: dict[int, Any], following: dict[int, int], leaves: Sequence[str] = _LEAVES
+) -> bool:
+    """Whether all ways on from an instruction end in a `raise`, without one of some other instructions."""
     seen, waiting, raises = set[int](), [start], False
     while waiting:
         offset = waiting.pop()
@@ -88,10 +99,10 @@ def _only_raises(start: int, instructions: dict[int, Any], following: dict[int, 
             continue
         seen.add(offset)
         one = instructions[offset]
-        if one.opname == "RAISE_VARARGS":
+        if one.opname in _RAISES:
             raises = True
             continue
-        if one.opname in _LEAVES or offset not in following:
+        if one.opname in leaves or offset not in following:
             return False
         if one.opcode in dis.hasjrel or one.opcode in dis.hasjabs:
             waiting.append(one.argval)
@@ -103,9 +114,9 @@ def _only_raises(start: int, instructions: dict[int, Any], following: dict[int, 
 
 @functools.lru_cache(maxsize=4096)
 def _is_caught(code: CodeType, offset: int) -> bool:
-    """Whether an exception at an instruction is handled in the same function, by more than the end of a `with`."""
-    instructions = {one.offset: one.opname for one in dis.get_instructions(code)}
+    """Whether an exception at an instruction may end in the same function, by more than the end of a `with`."""
+    instructions, following = _instructions(code)
     entries: Any = getattr(dis.Bytecode(code), "exception_entries", ())
     targets = [entry.target for entry in entries if entry.start <= offset < entry.end]
-    handlers = [[name for at, name in instructions.items() if at >= target][:2] for target in targets]
-    return any(handler != ["PUSH_EXC_INFO", "WITH_EXCEPT_START"] for handler in handlers)
+    ends = [at for at in targets if instructions[following[at]].opname != "WITH_EXCEPT_START"]
+    return not all(_only_raises(target, instructions, following, _RETURNS) for target in ends)  # a `finally` does

@@ -13,7 +13,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
-from torchshard.capture import Leaves, global_hooks, memory_order
+from torchshard.capture import Leaves, Numbers, global_hooks, memory_order
 from torchshard.core.autocast import Autocast, current_autocast
 from torchshard.core.hashing import hash_text
 from torchshard.core.layouts import Layout
@@ -40,6 +40,8 @@ class CallKey(NamedTuple):
     """Grad mode, inference mode, default dtype, default device, hooks on all modules."""
     state_needs_grad: tuple[bool, ...]
     """Which parameters and buffers need a gradient."""
+    numbers: Numbers = ()
+    """The numbers that forward takes from its buffers: see `Condition`."""
 
     @property
     def digest(self) -> int:
@@ -67,6 +69,7 @@ class CallKey(NamedTuple):
             "autocast": str(self.autocast),
             "default dtype and device": f"{dtype}, {device}",
             "hooks on all modules": str(hooks),
+            "numbers that forward takes from its buffers": str(self.numbers),
         }
 
 

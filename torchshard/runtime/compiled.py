@@ -7,7 +7,7 @@ that were called least recently, so that a model whose arguments change with eac
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any, NamedTuple
@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, fx, nn
 
-from torchshard.capture import ModelCall, refuse_state_between
+from torchshard.capture import Condition, Conditions, ModelCall, Number, refuse_state_between
 from torchshard.compiler.program import Program
 from torchshard.core.layouts import I, Layout
 from torchshard.core.mesh import Coordinate
@@ -192,6 +192,7 @@ class GraphCache:
 
     def __init__(self) -> None:
         self._by_key: dict[CallKey, list[Compiled]] = {}
+        self._conditions: dict[CallKey, Conditions] = {}
         self.captures = 0
         """How many graphs were captured, dropped ones included."""
         self.latest: Compiled | None = None
@@ -209,6 +210,23 @@ class GraphCache:
         copied = GraphCache()
         copied.captures, copied.latest = self.captures, self.latest
         return copied
+
+    def with_numbers(
+        self, key: CallKey, buffers: Mapping[str, Tensor], new: Sequence[tuple[Condition, Number]] = ()
+    ) -> CallKey:
+        """The key with the numbers that forward takes from buffers in such calls, as far as they are known.
+
+        Args:
+            buffers: the model's tensors by name.
+            new: conditions of a graph that was captured for the key, and the numbers that it is right for.
+        """
+        key = key._replace(numbers=())
+        if new:
+            self._conditions.setdefault(key, Conditions()).add(one for one, _ in new)
+        if key not in self._conditions:
+            return key
+        numbers = self._conditions[key].numbers(buffers) | {one.text: (one.where, number) for one, number in new}
+        return key._replace(numbers=tuple(numbers.values()))
 
     def find(self, key: CallKey, inputs: Sequence[Tensor | int]) -> Compiled | None:
         """The graph for a call, if there is one. The key becomes the one that was called last."""
@@ -235,10 +253,13 @@ class GraphCache:
             self._by_key[oldest].pop(0)
             if not self._by_key[oldest]:
                 del self._by_key[oldest]
+                if all(key._replace(numbers=()) != oldest._replace(numbers=()) for key in self._by_key):
+                    self._conditions.pop(oldest._replace(numbers=()), None)
 
     def clear(self) -> None:
         """Drops all graphs: parameters have another dtype or device than the graphs were captured for."""
         self._by_key.clear()
+        self._conditions.clear()
 
     def refuse_dependence(self, source: nn.Module, model_call: ModelCall, program: Program) -> None:
         """Checks that no call reads what a call of another key leaves in attributes.

@@ -41,7 +41,7 @@ from torchshard.capture import (
 from torchshard.capture.facts import ModelFacts
 from torchshard.compiler.batches import layouts_of_parts, whole_batch
 from torchshard.compiler.constraints import Constraints, Division, PlanLike, check_layouts, read_constraints
-from torchshard.compiler.program import program
+from torchshard.compiler.program import Program, program
 from torchshard.core.autocast import autocasting
 from torchshard.core.columns import Notebook
 from torchshard.core.errors import CaptureError, DistributedError, InputError, PlanError, ShardError
@@ -509,6 +509,7 @@ class ShardedModule(State, Notebook):
             self._follow_assigned()
         state = self._ts_watch.state()
         key = call_key(inputs, state, self._ts_source_modules, self._ts_tensors.values(), layouts | batches, entry)
+        key = self._ts_graphs.with_numbers(key, self._ts_tensors)
         visible = f"state {self._ts_watch.number}"
         if self._ts_watch.latest_change:
             visible += f", changed last: {self._ts_watch.latest_change}"
@@ -616,12 +617,13 @@ class ShardedModule(State, Notebook):
         """Captures, plans and compiles a call that no graph fits, on all ranks together."""
         for name, parameter in self.named_parameters():
             self._source_tensor(name).requires_grad_(parameter.requires_grad)
+        self.give_source_numbers()
         constraints = self._ts_constraints
         if self._ts_fixed:
             constraints = constraints.with_layouts(self._ts_layouts)
         trains = call.key.has_gradients or (constraints.objective.trains and not self._ts_fixed)
         constraints = constraints.with_gradients(trains)
-        model_call = ModelCall(_without_storage(call.inputs), call.key.training)
+        inputs = _without_storage(call.inputs)
 
         if any(isinstance(layout, Shard) for layout in (*call.layouts.values(), *call.batches.values())):
             args, kwargs = call.inputs.rebuild(call.inputs.tensors)
@@ -634,7 +636,7 @@ class ShardedModule(State, Notebook):
             )
             if self._ts_whole_batches:
                 refuse_changes(captured.captured.changes)
-            self._ts_graphs.refuse_dependence(entry, model_call, captured)
+            self._ts_graphs.refuse_dependence(entry, _model_call(inputs, call, captured), captured)
             check_once(replace(call.inputs, tensors=call.tensors), captured.captured.changes)
             return RankProgram.of(captured, self._ts_ranks)
 
@@ -647,10 +649,11 @@ class ShardedModule(State, Notebook):
             own = planned.plan.parameters.items()
             self._fix_layouts({name: layout for name, layout in own if name in self._ts_tensors})
         device = next((p.device for p in self.parameters()), None)
-        compiled = compile_program(made, call.key, model_call, self._ts_ranks, device)
+        key = self._ts_graphs.with_numbers(call.key, self._ts_tensors, planned.captured.conditions)
+        compiled = compile_program(made, key, _model_call(inputs, call, planned), self._ts_ranks, device)
         self._ts_carried_places.update(planned.captured.changes.names)
         self._ts_numbers.update(planned.captured.changes.numbers)
-        self._ts_graphs.add(call.key, compiled, self._ts_watch.latest_change)
+        self._ts_graphs.add(key, compiled, self._ts_watch.latest_change)
         self._note_left(planned.captured.left)
         return compiled
 
@@ -754,6 +757,11 @@ def _check_indices(error: Exception) -> None:
             why="an embedding has fewer rows: a token id beyond the vocabulary, or more positions than the model has",
             attempt="ids of the model's tokenizer; a shorter sequence",
         ) from error
+
+
+def _model_call(inputs: Leaves, call: PreparedCall, made: Program) -> ModelCall:
+    """A call without values, as a rehearsal makes it again."""
+    return ModelCall(inputs, call.key.training, [number for _, number in made.captured.conditions])
 
 
 def _without_storage(inputs: Leaves) -> Leaves:

@@ -162,6 +162,15 @@ class State(ShardedSubmodule):
         tensor: Tensor = getattr(module.source, leaf)
         return tensor
 
+    def give_source_numbers(self) -> None:
+        """Gives the source's buffers of one element their values: forward may make Python numbers of them."""
+        for name in self._ts_names:
+            source = self._source_tensor(name)
+            value = self._ts_uncut.get(name, self._ts_tensors[name]).detach()
+            if not isinstance(source, nn.Parameter) and source.numel() == 1 and not (source.is_meta or value.is_meta):
+                source.untyped_storage().resize_(source.itemsize)
+                source.copy_(value)
+
     # --- following what the user does to parameters ------------------------------------------------------------------
 
     def _read_tensors(self) -> None:
