@@ -61,8 +61,8 @@ def in_messages(
     """
     if not value.is_bucketed(step):
         return sent
-    of = value.bucket, bool(sent[2].nbytes)
-    forward, backward, again = (_once(each, (of, way), begun) for way, each in enumerate(sent))
+    ways = ("forward", bool(sent[2].nbytes)), ("backward",), ("again",)  # gradients go together, gathered again or not
+    forward, backward, again = (_once(each, (value.bucket, way), begun) for each, way in zip(sent, ways, strict=True))
     return forward, backward, again
 
 
