@@ -10,7 +10,7 @@ import torch.nn.functional as F
 import transformers
 from torch import Tensor, nn
 
-from tests.models import CASES, GPT, Attention, DenseMoE, EncoderDecoder
+from tests.models import CASES, GPT, MLP, Attention, DenseMoE, EncoderDecoder
 from torchshard.capture.facts import ModelFacts
 from torchshard.compiler.batches import divided_batch
 from torchshard.compiler.constraints import read_constraints
@@ -104,18 +104,6 @@ class _Images(nn.Module):
         return F.cross_entropy(self.head(x.mean((2, 3))), labels)
 
 
-class _Reader(nn.Module):
-    """An LSTM that predicts what it reads."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.tok, self.rnn = nn.Embedding(200, WIDTH), nn.LSTM(WIDTH, 128, 2, batch_first=True)
-        self.head = nn.Linear(128, 200)
-
-    def forward(self, ids: Tensor) -> Tensor:
-        return F.cross_entropy(self.head(self.rnn(self.tok(ids))[0]).flatten(0, 1), ids.flatten())
-
-
 def _ids(*shape: int) -> Tensor:
     return torch.randint(1, 50, shape)
 
@@ -143,7 +131,7 @@ PRICED: dict[str, tuple[Callable[[], nn.Module], Callable[[], Call]]] = {
     "decoder": (_Decoder, lambda: ((torch.randn(8, 16, WIDTH), torch.randn(8, 12, WIDTH), _ids(8, 16)), {})),
     "residual": (_Residual, lambda: ((torch.randn(8, 16, WIDTH),), {})),
     "images": (_Images, lambda: ((torch.randn(8, 3, 16, 16), torch.arange(8)), {})),
-    "lstm": (_Reader, lambda: ((_ids(8, 16),), {})),
+    "mlp_wide": (lambda: MLP(WIDTH, 512, WIDTH), lambda: ((torch.randn(32, WIDTH),), {})),
 }
 """Name -> a model, and a call with the whole batch."""
 
