@@ -922,7 +922,7 @@ FAULTS = (
     ),
     Fault(
         "no segment ends at a result",
-        "passes/segments.py",
+        "ir/segments.py",
         "        if views or any(",
         "        if views and any(",
         "tests/test_step.py -k are_the_models",
