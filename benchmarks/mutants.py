@@ -922,7 +922,7 @@ FAULTS = (
     ),
     Fault(
         "no segment ends at a result",
-        "passes/segments.py",
+        "ir/segments.py",
         "        if views or any(",
         "        if views and any(",
         "tests/test_step.py -k are_the_models",
@@ -1035,9 +1035,30 @@ FAULTS = (
     Fault(
         "gradients of a part of the batch are not averaged",
         "runtime/batches.py",
-        "return gradient / ctx.ranks, None",
-        "return gradient, None",
+        "factor * ranks if enters else factor / ranks",
+        "factor * ranks if enters else factor",
         "tests/test_batches.py -k ddp",
+    ),
+    Fault(
+        "gradients of parts that enter a graph are not multiplied",
+        "runtime/batches.py",
+        "factor * ranks if enters else factor / ranks",
+        "factor if enters else factor / ranks",
+        "tests/test_chains.py",
+    ),
+    Fault(
+        "the grad of an input that is a leaf is not divided",
+        "runtime/batches.py",
+        "gradient / ranks for gradient in gradients",
+        "gradient for gradient in gradients",
+        "tests/test_chains.py",
+    ),
+    Fault(
+        "what reads memory gets it as the ranks laid it out",
+        "passes/localize.py",
+        "elif node.target in BY_ELEMENT or reads_memory(node):",
+        "elif node.target in BY_ELEMENT:",
+        "tests/test_strides.py",
     ),
     Fault(
         "of a whole batch each rank keeps the gradient of its part",

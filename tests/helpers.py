@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import logging
 import math
 import os
@@ -18,6 +19,7 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import torchshard as ts
 
@@ -48,6 +50,38 @@ def run_ranks(fn: Callable[..., Any], world: int, *args: Any, timeout_seconds: f
         # both: of a killed rank the others may tell only that their connections were reset
         raise RuntimeError("\n".join([*failed, failure]).strip() or "a rank ended without a result")
     return [result for _, result in found]
+
+
+class _Mallinfo(ctypes.Structure):
+    """glibc's `struct mallinfo2`."""
+
+    _fields_ = [(f"field_{i}", ctypes.c_size_t) for i in range(10)]
+
+
+class _Allocated(TorchDispatchMode):
+    """What the allocator has given out at most, as seen behind each op; profilers miss what gloo's threads set free."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._asked = ctypes.CDLL("libc.so.6").mallinfo2
+        self._asked.restype = _Mallinfo
+        self.before = self.most = self._now()
+
+    def _now(self) -> int:
+        info = self._asked()
+        return int(info.field_7 + info.field_4)  # uordblks and hblkhd: in use, on the heap and mapped
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        self.most = max(self.most, self._now())
+        return result
+
+
+def allocated(step: Callable[[], None]) -> float:
+    """The most that is allocated at once while a step runs, beside what was before."""
+    with _Allocated() as allocated:
+        step()
+    return allocated.most - allocated.before
 
 
 def largest(*errors: Any) -> float:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
 import dataclasses
 import functools
 import gc
@@ -10,7 +9,7 @@ import json
 import os
 import re
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -18,13 +17,12 @@ import pytest
 import torch
 import transformers
 from torch import Tensor, nn
-from torch.utils._python_dispatch import TorchDispatchMode
 
 import torchshard as ts
 import torchshard.runtime.step
 from tests.captured import CapturedCall
 from tests.compiled import compiled, planned_as
-from tests.helpers import run_ranks
+from tests.helpers import allocated, run_ranks
 from tests.models import CASES, GPT, MLP
 from torchshard.capture import Captured
 from torchshard.compiler.memory import predicted_memory
@@ -612,39 +610,7 @@ def _peaks(rank: int, name: str) -> tuple[float, float]:
     steady += [t for state in optimizer.state.values() for t in state.values() if isinstance(t, Tensor)]
     held = sum(t.numel() * t.element_size() for t in {id(t): t for t in steady}.values())
     gc.collect()  # what capture left behind is not the step's
-    return predicted_memory(sharded.graph, sharded.plan)["peak"], held + min(_allocated(step) for _ in range(3))
-
-
-class _Mallinfo(ctypes.Structure):
-    """glibc's `struct mallinfo2`."""
-
-    _fields_ = [(f"field_{i}", ctypes.c_size_t) for i in range(10)]
-
-
-class _Allocated(TorchDispatchMode):
-    """What the allocator has given out at most, as seen behind each op; profilers miss what gloo's threads set free."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self._asked = ctypes.CDLL("libc.so.6").mallinfo2
-        self._asked.restype = _Mallinfo
-        self.before = self.most = self._now()
-
-    def _now(self) -> int:
-        info = self._asked()
-        return int(info.field_7 + info.field_4)  # uordblks and hblkhd: in use, on the heap and mapped
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        result = func(*args, **(kwargs or {}))
-        self.most = max(self.most, self._now())
-        return result
-
-
-def _allocated(step: Callable[[], None]) -> float:
-    """The most that is allocated at once while a step runs, beside what was before."""
-    with _Allocated() as allocated:
-        step()
-    return allocated.most - allocated.before
+    return predicted_memory(sharded.graph, sharded.plan)["peak"], held + min(allocated(step) for _ in range(3))
 
 
 MEASURED = ["llama", "bert", "vit", "t5", "llama recomputed"]

@@ -19,7 +19,7 @@ from torchshard.custom_ops.fx_types import Target
 from torchshard.distributed.ops import is_collective
 from torchshard.ir.graph import before_casts, is_weight, operands, sizes_as
 from torchshard.planner.costs import Value
-from torchshard.planner.predict import in_messages
+from torchshard.planner.predict import in_messages, segment_numbers
 from torchshard.plans.data import Collective
 from torchshard.plans.plan import Plan
 
@@ -38,6 +38,7 @@ def _priced(plan: Plan, later: Sequence[Cuts]) -> Plan:
     if problem is None or not later:
         return plan
     nodes, begun = {node.name: node for node in problem.graph.nodes}, set[object]()
+    segments = segment_numbers(problem.graph, plan.choices, plan.layouts, plan.conversions)
 
     def priced(collective: Collective) -> Collective:
         key = collective.value, getattr(torch.ops.torchshard, collective.name).default
@@ -50,7 +51,7 @@ def _priced(plan: Plan, later: Sequence[Cuts]) -> Plan:
         if found and is_weight(before_casts(nodes[collective.value])):
             value = _slice_of(value, found)
             sent = problem.model.sent(value, step)
-        forward, backward, again = in_messages(value, step, sent, begun)
+        forward, backward, again = in_messages(value, step, sent, begun, segments.get(collective.consumers[0], 0))
         return replace(collective, forward=forward, backward=backward, again=again)
 
     with sizes_as(problem.sizes):

@@ -1,8 +1,8 @@
 """The most that a rank's step holds at a time beside its parameters, read off its graphs.
 
 A value's memory is taken by the op that makes it, and is free behind the last op that uses it; what forward saves lives
-on until backward has used it, results and gradients to the end. No op runs: what kernels and collectives take inside is
-not seen.
+on until backward has used it, results and gradients to the end. A collective keeps the memory of the tensors that it
+sends and receives until it has ended. No op runs: what kernels take inside is not seen.
 """
 
 from __future__ import annotations
@@ -11,12 +11,15 @@ import operator
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import partial
+from functools import lru_cache, partial
+from typing import NamedTuple, cast
 
+import torch
 from torch import Tensor, fx
 
-from torchshard.distributed.ops import OPS, Begin, wait
-from torchshard.ir.graph import is_float, is_view, is_weight, nbytes, placeholders, results_of, values
+from torchshard.distributed.group import lookup
+from torchshard.distributed.ops import OPS, Begin, OpArgs, hashable, wait
+from torchshard.ir.graph import hint, is_float, is_view, is_weight, nbytes, placeholders, results_of, values
 from torchshard.passes import Partition, Segment, segments, step_graphs
 from torchshard.passes.nodes import int_arg, node_arg
 
@@ -90,12 +93,46 @@ class _Memory:
             held = places[node_arg(node)]
             return (held[int_arg(node, 1)],) if len(held) > 1 else held
         if isinstance(node.target, Begin):
-            result = next(user for user in node.users if user.target is wait).meta["val"]
-            return places[node_arg(node)] if node.target.in_place else (self.new(nbytes(result)),)
-        lies_in_operand = is_view(node) or (node.target in OPS and OPS[node.target].kernel == "none")
-        if node.target is wait or lies_in_operand:
+            (operand,) = places[node_arg(node)]
+            return tuple(operand if size is None else self.new(size) for size in _moved_by(node).held)
+        if node.target is wait:
+            result = _moved_by(node_arg(node)).result
+            return (self.new(nbytes(node.meta["val"])) if result is None else places[node_arg(node)][result],)
+        if is_view(node) or (node.target in OPS and OPS[node.target].kernel == "none"):
             return places[node_arg(node)] * len(values(node))
         return tuple(self.new(nbytes(value)) if isinstance(value, Tensor) else None for value in values(node))
+
+
+class _Moved(NamedTuple):
+    """The memory of a collective between its begin and its end."""
+
+    held: tuple[int | None, ...]
+    """Bytes of the tensors that it sends and receives; None for its operand's memory."""
+    result: int | None
+    """Which of these has the memory of the result; None if the result has its own."""
+
+
+def _moved_by(begin: fx.Node) -> _Moved:
+    value = node_arg(begin).meta["val"]
+    shape, strides = (tuple(map(hint, sizes)) for sizes in (value.shape, value.stride()))
+    return _moved(begin.target, hashable(cast(OpArgs, begin.args[1:])), shape, strides, value.dtype)
+
+
+@lru_cache(maxsize=4096)
+def _moved(begin: object, args: OpArgs, shape: Sequence[int], strides: Sequence[int], dtype: torch.dtype) -> _Moved:
+    """Runs a collective's kernel on a tensor without values, for layers send the same tensors."""
+    assert isinstance(begin, Begin)
+    operand, group = torch.empty_strided(shape, strides, dtype=dtype, device="meta"), lookup(str(args[-1]))
+    made = begin.part(operand, group, args)
+    if isinstance(made, Tensor):
+        taken, result = [made], made
+    else:
+        taken = [made.sent, received := made.received(group.size)]
+        result = made.result(received)
+    held = {tensor.untyped_storage()._cdata: tensor for tensor in taken}  # an all-reduce receives where it sends
+    of_operand, of_result = (tensor.untyped_storage()._cdata for tensor in (operand, result))
+    sizes = [None if of == of_operand else tensor.untyped_storage().nbytes() for of, tensor in held.items()]
+    return _Moved(tuple(sizes), [*held].index(of_result) if of_result in held else None)
 
 
 def call_peak(local: fx.GraphModule) -> float:

@@ -154,6 +154,15 @@ class Exchange(NamedTuple):
     lengths: tuple[list[int], list[int]] | None = None
     """Of an all-to-all: how many elements are received from each rank, and sent to each."""
 
+    def received(self, ranks: int) -> Tensor:
+        """The memory for what is received."""
+        if self.collective == "all_reduce":
+            return self.sent
+        first, *rest = self.sent.shape
+        if self.collective == "reduce_scatter_single":
+            return self.sent.new_empty(first // ranks, *rest)
+        return self.sent.new_empty(first * ranks if self.lengths is None else sum(self.lengths[0]), *rest)
+
 
 _FUNCTIONAL = {
     "all_reduce": "all_reduce",
@@ -166,16 +175,13 @@ _FUNCTIONAL = {
 
 def begun(exchange: Exchange, group: Group) -> Pending:
     """Starts a collective of torch.distributed."""
-    sent, lengths = exchange.sent, exchange.lengths
+    sent, received = exchange.sent, exchange.received(group.size)
+    result, fn = partial(exchange.result, received), getattr(dist, exchange.collective)
     if exchange.collective == "all_reduce":
-        return Pending.of(lambda: exchange.result(sent), group, dist.all_reduce, sent)
-    fn, first = getattr(dist, exchange.collective), sent.shape[0]
+        return Pending.of(result, group, fn, sent)
     if exchange.collective == "reduce_scatter_single":
-        received = sent.new_empty(first // group.size, *sent.shape[1:])
-        return Pending.of(lambda: exchange.result(received), group, fn, received, sent)
-    received = sent.new_empty(first * group.size if lengths is None else sum(lengths[0]), *sent.shape[1:])
-    result = partial(exchange.result, received)
-    return Pending.of(result, group, fn, as_sent(received), as_sent(sent), *(lengths or ()))
+        return Pending.of(result, group, fn, received, sent)
+    return Pending.of(result, group, fn, as_sent(received), as_sent(sent), *(exchange.lengths or ()))
 
 
 def _none(x: Tensor, source: Layout, target: Layout, group: Group) -> Tensor:
@@ -328,6 +334,10 @@ def _reduce_scatter(x: Tensor, source: Layout, target: Layout, group: Group) -> 
     x = summable(x.resolve_conj().resolve_neg())
     if slices.even and dim == 0:
         sent = x.contiguous()
+    elif dim == 0 and len(set(slices.widths)) == 1:
+        parts = parts_of(x.shape[dim], target)
+        bounds = [found for rank in range(group.size) for found in ranges(parts, rank, group.size)]
+        sent = torch.cat([x[start:stop] for start, stop in bounds])
     else:
         pieces = [_padded(split(x, target, r, group.size), dim, slices.width) for r in range(group.size)]
         sent = torch.stack(pieces).flatten(0, 1)

@@ -24,7 +24,7 @@ from torchshard.core.layouts import Shard, local_shape, whole_shape, with_parts
 from torchshard.distributed.consistency import forward_site, note_unverified, running_call
 from torchshard.distributed.experts import COMBINE, DISPATCH
 from torchshard.distributed.group import Group, lookup
-from torchshard.distributed.kernels import reduced, start
+from torchshard.distributed.kernels import Exchange, own_part, reduced, start
 from torchshard.distributed.wire import Handle, Pending
 
 _ARGS = {0: "", 1: "int dim, int[] parts, ", 2: "int dim, int[] parts, int to_dim, int[] to_parts, "}
@@ -165,9 +165,17 @@ class Begin:
         return f"begin_{OPS[self.op].name}"
 
     def __call__(self, x: Tensor, *args: int | str | Sequence[int]) -> Pending:
-        row, own = OPS[self.op], hashable(args)
-        kernel = f"{row.kernel}_" if self.in_place else row.kernel
-        return start(kernel, x, *_source_and_target(row.name, own), _group(own))
+        own = hashable(args)
+        return start(self._kernel, x, *_source_and_target(OPS[self.op].name, own), _group(own))
+
+    @property
+    def _kernel(self) -> str:
+        kernel = OPS[self.op].kernel
+        return f"{kernel}_" if self.in_place else kernel
+
+    def part(self, x: Tensor, group: Group, args: OpArgs) -> Tensor | Exchange:
+        """The rank's part of the collective, which is not sent."""
+        return own_part(self._kernel, x, *_source_and_target(OPS[self.op].name, args), group)
 
 
 def wait(pending: Pending) -> Tensor:

@@ -8,14 +8,14 @@ that they may be changed in place.
 
 from __future__ import annotations
 
-import operator
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from torch import fx
 
 from torchshard.core.paths import layer_of
 from torchshard.ir.graph import drop_dead_code, empty_module, is_tensor, is_view, placeholders, results_of
+from torchshard.ir.segments import is_view_result, ops_of, parts_between, with_elements
 
 
 @dataclass(frozen=True)
@@ -34,19 +34,19 @@ class Segment:
 def segments(local: fx.GraphModule) -> list[Segment]:
     """The segments of a rank's graph, in the order in which they run; together they compute what the graph does."""
     results = {node for node in results_of(local.graph) if isinstance(node, fx.Node)}
-    parts = list(_parts(local.graph, results))
-    return _cut(local, parts, [_is_view_result(part[0], results) for part in parts])
+    parts = list(parts_between(local.graph, results))
+    return _cut(local, parts, [is_view_result(part[0], results) for part in parts])
 
 
 def layers(local: fx.GraphModule) -> list[Segment]:
     """The same for parts that belong to one layer of the model each (see `layer_of`), or lie between two."""
     parts: list[list[fx.Node]] = []
     last = None
-    for node in _ops(local.graph):
+    for node in ops_of(local.graph):
         layer = layer_of(node.meta.get("module", ""))
         if not parts or layer != last:
             parts.append([])
-        parts[-1] += _with_elements(node)
+        parts[-1] += with_elements(node)
         last = layer
     return _cut(local, parts, [False] * len(parts))
 
@@ -61,49 +61,6 @@ def _cut(local: fx.GraphModule, parts: Sequence[list[fx.Node]], are_views: Seque
         made.append(_segment(local, part, arguments, again, given, is_view=views))
         used = used | arguments.keys()
     return made[::-1]
-
-
-def _ops(graph: fx.Graph) -> Iterator[fx.Node]:
-    """The ops of a graph but those that take an element of another's result, which belong to that."""
-    return (node for node in graph.nodes if node.op == "call_function" and node.target is not operator.getitem)
-
-
-def _is_view_result(node: fx.Node, results: set[fx.Node]) -> bool:
-    return node in results and is_view(node)
-
-
-def _parts(graph: fx.Graph, results: set[fx.Node]) -> Iterator[list[fx.Node]]:
-    """The ops of each segment; those that are views of results are in segments of their own."""
-    part: list[fx.Node] = []
-    for node in _ops(graph):
-        values = list(_with_elements(node))
-        views = [value for value in values if _is_view_result(value, results)]
-        part += [value for value in values if value not in views]
-        if views or any(value in results and _leads_to(value, results - {value}) for value in values):
-            yield from filter(None, (part, *([view] for view in views)))
-            part = []
-    if part:
-        yield part
-
-
-def _with_elements(node: fx.Node) -> Iterator[fx.Node]:
-    """An op, and the nodes that take an element of its result."""
-    yield node
-    for user in node.users:
-        if user.target is operator.getitem:
-            yield from _with_elements(user)
-
-
-def _leads_to(node: fx.Node, others: set[fx.Node]) -> bool:
-    """Whether a gradient of one of the other results flows back through a node."""
-    seen, waiting = {node}, [node]
-    while waiting:
-        users = {user for user in waiting.pop().users if user.meta.get("needs_grad")} - seen
-        if users & others:
-            return True
-        seen |= users
-        waiting += users
-    return False
 
 
 def _operands(part: list[fx.Node], *, through_views: bool) -> tuple[dict[fx.Node, None], dict[fx.Node, None]]:

@@ -14,6 +14,7 @@ from torchshard.distributed.ops import is_collective
 from torchshard.ir.axes import typed_as
 from torchshard.ir.gathered_again import dims_gathered_again
 from torchshard.ir.graph import consumers, node_row
+from torchshard.ir.segments import parts_between
 from torchshard.ir.sizes import Names, size_names
 from torchshard.planner.conversions import Demand, demands_of
 from torchshard.planner.costs import NOTHING, CostModel, Op, Value
@@ -44,26 +45,46 @@ def predict(
             module = node.meta.get("module", "")
             compute[module] = compute.get(module, 0.0) + seconds
             collectives += [_within(node, *one) for one in inside]
-    begun: set[object] = set()
+    begun, segments = set[object](), segment_numbers(graph, choices, parameters, conversions)
     for demand in demands_of(graph, choices, parameters):
-        collectives += _conversions(model, demand, conversions.get(demand.node.name, ()), sizes, begun)
+        collectives += _conversions(model, demand, conversions.get(demand.node.name, ()), sizes, begun, segments)
     position = {node.name: i for i, node in enumerate(graph.nodes)}
     return sorted(collectives, key=lambda c: (position[c.consumers[0]], c.is_inside)), compute  # operands come first
 
 
 def in_messages(
-    value: Value, step: ConversionStep, sent: tuple[Sent, Sent, Sent], begun: set[object]
+    value: Value, step: ConversionStep, sent: tuple[Sent, Sent, Sent], begun: set[object], segment: int
 ) -> tuple[Sent, Sent, Sent]:
     """What a conversion sends (forward, backward, again), of messages that others go in too.
 
     Args:
         begun: the messages that something is in already; others are added.
+        segment: the number of the segment that converts it: no message belongs to two.
     """
     if not value.is_bucketed(step):
         return sent
-    of = value.bucket, bool(sent[2].nbytes)
-    forward, backward, again = (_once(each, (of, way), begun) for way, each in enumerate(sent))
+    ways = ("forward", bool(sent[2].nbytes)), ("backward",), ("again",)  # gradients go together, gathered again or not
+    forward, backward, again = (
+        _once(each, (value.bucket, segment, way), begun) for each, way in zip(sent, ways, strict=True)
+    )
     return forward, backward, again
+
+
+def segment_numbers(
+    graph: fx.Graph, choices: Mapping[str, Choice], parameters: Mapping[str, Layout], conversions: Mapping[str, Steps]
+) -> dict[str, int]:
+    """The name of each op -> the number of its segment (see `ir.segments`) in a rank's graph.
+
+    A result that is converted for the caller alone is not the value of which others are computed.
+    """
+    results = set[fx.Node]()
+    for demand in demands_of(graph, choices, parameters):
+        given = [layout for consumer, layout in demand.consumers if consumer.op == "output"]
+        converted = {step.target for step in conversions.get(demand.node.name, ())}
+        taken = [layout for consumer, layout in demand.consumers if consumer.op != "output"]
+        if any(layout not in converted or layout in taken for layout in given):
+            results.add(demand.node)
+    return {node.name: number for number, part in enumerate(parts_between(graph, results)) for node in part}
 
 
 def _once(sent: Sent, message: object, begun: set[object]) -> Sent:
@@ -80,11 +101,14 @@ def _flows(node: fx.Node) -> tuple[bool, ...]:
     return tuple(bool(n.meta.get("needs_grad")) for n in (node, *node.all_input_nodes))
 
 
-def _conversions(model: CostModel, demand: Demand, steps: Steps, sizes: Names, begun: set[object]) -> list[Collective]:
+def _conversions(
+    model: CostModel, demand: Demand, steps: Steps, sizes: Names, begun: set[object], segments: Mapping[str, int]
+) -> list[Collective]:
     """The collectives of one value.
 
     Args:
         begun: the messages that something is in already; others are added.
+        segments: see `segment_numbers`.
     """
     node, value = demand.node, Value.converted(demand.node)
     into = {step.target: step for step in steps}
@@ -98,7 +122,9 @@ def _conversions(model: CostModel, demand: Demand, steps: Steps, sizes: Names, b
     for step in steps:
         dims = dims_gathered_again(node, served[step.target])
         forward, backward, again = model.sent(dataclasses.replace(value, gathered_again=dims), step)
-        forward, backward, again = in_messages(value, step, (forward, backward, again), begun)
+        forward, backward, again = in_messages(
+            value, step, (forward, backward, again), begun, segments.get(served[step.target][0].name, 0)
+        )
         names = tuple(dict.fromkeys(consumer.name for consumer in served[step.target]))
         first = served[step.target][0]
         beside = first if is_whole(step.source) or node.op == "placeholder" else node

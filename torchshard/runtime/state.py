@@ -380,7 +380,7 @@ class State(ShardedSubmodule):
     def _hold(self, name: str, local: Tensor) -> None:
         """Stores this rank's slice in a parameter or buffer, of which optimizers may hold the object already."""
         self._ts_tensors[name].data = local
-        self._ts_types |= _types(dict.fromkeys(self._ts_names[name], local))
+        self._ts_types |= _types(dict.fromkeys(self._ts_names[name], local))  # a tied one has several
 
     def _whole(self, tensor: Tensor, name: str) -> Tensor:
         """The whole of a slice, gathered from all ranks; a whole tensor as it is."""

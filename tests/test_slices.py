@@ -1,0 +1,230 @@
+"""Slices in users' hands: a result of a slice is the slice of the whole's result, or a warning or an error says so."""
+
+from __future__ import annotations
+
+import copy
+import io
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import safetensors.torch
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import torchshard as ts
+from tests.helpers import refused_input, run_ranks
+from torchshard.core.layouts import Part, Shard
+from torchshard.core.mesh import Mesh, MeshAxis
+from torchshard.core.words import Word, split, word
+from torchshard.weights.following import Lost, SliceType, follow
+
+TP, DP = MeshAxis(2, "tp"), MeshAxis(2, "dp")
+PARTS: tuple[Part, ...] = ((2, 2), (4, 1))
+WORDS: dict[str, Word] = {
+    "rows": word((TP, Shard(0))),
+    "columns": word((TP, Shard(1))),
+    "parts": word((TP, Shard(0, PARTS))),
+    "twice": word((TP, Shard(0)), (DP, Shard(0))),
+    "both": word((TP, Shard(1)), (DP, Shard(0))),
+}
+FUNCTIONS: dict[str, Callable[[Tensor], Any]] = {
+    "scaled": lambda p: p * 2,
+    "in place": lambda p: p.mul_(2).add_(p),
+    "transposed": lambda p: p.t() * 1,
+    "flat": lambda p: p.reshape(-1),
+    "viewed by its sizes": lambda p: p.reshape(p.shape[0], p.shape[1] // 2, 2),
+    "unsqueezed": lambda p: p.unsqueeze(0).expand(3, -1, -1),
+    "a column": lambda p: p[:, 1],
+    "a row": lambda p: p[0],
+    "sums of rows": lambda p: p.sum(1),
+    "sums of columns": lambda p: p.sum(0),
+    "norms of rows": lambda p: p.norm(dim=1),
+    "softmax of rows": lambda p: p.softmax(1),
+    "softmax of columns": lambda p: p.softmax(0),
+    "sorted rows": lambda p: p.sort(1),
+    "sorted columns": lambda p: torch.msort(p),
+    "product": lambda p: p @ p.t(),
+    "linear": lambda p: F.linear(p, torch.ones(3, p.shape[1], dtype=p.dtype)),
+    "joined": lambda p: torch.cat([p, p * 2]),
+    "joined along rows": lambda p: torch.cat([p, p * 2], 1),
+    "stacked": lambda p: torch.stack([p, p]),
+    "turned": lambda p: torch.rot90(p),
+    "shuffled": lambda p: F.channel_shuffle(p[None, :, :, None], 2),
+    "foreach": lambda p: torch._foreach_mul([p, p], 2.0),
+    "foreach in place": lambda p: torch._foreach_addcdiv_([p], [p * 1], [p.abs() + 1], [0.5]),
+    "written column": lambda p: p.__setitem__((slice(None), 1), 2.0),
+    "written row": lambda p: p.__setitem__(0, 2.0),
+    "zeros": lambda p: p.zero_(),
+    "like": lambda p: torch.ones_like(p),
+    "layer norm": lambda p: F.layer_norm(p, (p.shape[1],)),
+    "einsum": lambda p: torch.einsum("ij,ij->i", p, p),
+    "where": lambda p: torch.where(p > 0, p, 0.0),
+    "repeated": lambda p: p.repeat(2, 1),
+    "chunks": lambda p: p.chunk(2, 1),
+    "Fourier": lambda p: torch.fft.fft(p, dim=1),
+    "scattered": lambda p: p.scatter_reduce(1, torch.zeros(p.shape[0], 1, dtype=torch.long), p[:, :1] * 1, "sum"),
+    "of no slice": lambda p: p.new_zeros(3),
+}
+
+
+def _tensors(value: Any) -> list[Tensor]:
+    return [leaf for leaf in torch.utils._pytree.tree_leaves(value) if isinstance(leaf, Tensor)]
+
+
+@pytest.mark.parametrize("name", FUNCTIONS)
+@pytest.mark.parametrize("words", WORDS)
+def test_what_is_called_a_slice_is_one(words: str, name: str) -> None:
+    """Each rank's result is the slice of the whole's that it is said to be, or is said to be none."""
+    of, f = WORDS[words], FUNCTIONS[name]
+    whole = torch.randn(8, 12, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    for place in Mesh((TP, DP)).places():
+        given, local = whole.clone(), split(whole, of, place).clone()
+        before, expected, got = local.clone(), f(given), f(local)
+        outcome = follow(f, (before,), {}, {0: SliceType(of, (8, 12))}, place, got)
+        for own, all_of, known in zip(_tensors(got), _tensors(expected), outcome.results, strict=True):
+            if isinstance(known, SliceType):
+                assert known.whole == tuple(all_of.shape)
+            if not isinstance(known, Lost):
+                torch.testing.assert_close(own, all_of if known is None else split(all_of, known.sharding, place))
+        if not isinstance(outcome.written.get(0), Lost):
+            torch.testing.assert_close(local, split(given, of, place))
+
+
+def test_following_is_no_excuse_for_losing_all() -> None:
+    """Of a weight that is split by rows, the results of all but these functions are slices."""
+    lost = set[str]()
+    for name, f in FUNCTIONS.items():
+        local = torch.randn(4, 12, dtype=torch.float64)
+        outcome = follow(f, (local,), {}, {0: SliceType(WORDS["rows"], (8, 12))}, {"tp": 0}, f(local.clone()))
+        if any(isinstance(of, Lost) for of in (*outcome.results, *outcome.written.values())):
+            lost.add(name)
+    assert lost == {
+        "a row", "sums of columns", "softmax of columns", "sorted columns", "product", "shuffled", "written row",
+        "Fourier", "scattered",
+    }  # fmt: skip
+
+
+TOLD: dict[str, Callable[[Tensor], Any]] = {
+    "einsum": lambda p: torch.einsum("ij,ij->", p, p),
+    "addmm": lambda p: torch.addmm(p.new_zeros(p.shape[0], p.shape[0]), p, p.t()),
+    "multi_dot": lambda p: torch.linalg.multi_dot([p, p.t(), p]),
+    "msort": lambda p: torch.msort(p),
+    "rot90": lambda p: torch.rot90(p).softmax(1),
+    "softmin": lambda p: F.softmin(p, 0),
+    "rms_norm": lambda p: F.rms_norm(p.t(), (p.shape[0],)),
+    "fft": lambda p: torch.fft.fft(p, dim=0),
+    "out": lambda p: torch.sum(p.detach(), 0, out=torch.empty(p.shape[1], dtype=p.dtype)),
+    "by name": lambda p: torch.sum(input=p),
+    "gumbel_softmax": lambda p: F.gumbel_softmax(p),
+    "poisson": lambda p: torch.poisson(p.abs()),
+    "gradient": lambda p: torch.gradient(p, dim=0),
+    "index_select": lambda p: p.index_select(0, torch.tensor([0])),
+    "attention": lambda p: F.scaled_dot_product_attention(p[None], p[None], p[None]),
+    "vmap": lambda p: torch.vmap(lambda x: x / x.sum(), in_dims=1)(p),
+    "svd_lowrank": lambda p: torch.svd_lowrank(p, 2),
+    "masked": lambda p: torch.masked.sum(p, 0),
+    "numpy": lambda p: p.detach().numpy(),
+    "asarray": lambda p: np.asarray(p.detach()),
+    "tolist": lambda p: p.tolist(),
+    "item": lambda p: p.max().item(),
+    "dlpack": lambda p: torch.from_dlpack(p.detach()),
+    "data_ptr": lambda p: p.data_ptr(),
+    "equal": lambda p: torch.equal(p, p + 1),
+    "a flat buffer": lambda p: torch.zeros(100, dtype=p.dtype)[: p.numel()].copy_(p.detach().reshape(-1)),
+    "its own buffer": lambda p: torch.zeros(p.shape, dtype=p.dtype).add_(p.detach()).data.norm(),
+}
+SILENT: dict[str, Callable[[Tensor], Any]] = {
+    "what it is": lambda p: (p.shape, p.numel(), p.dim(), p.stride(), p.dtype, p.device, p.is_contiguous(), {p: 1}),
+    "elements": lambda p: (p * 2, torch.where(p > 0, p, 0), p.to(torch.float32), torch._foreach_mul([p, p], 2.0)),
+    "other dims": lambda p: (p.t(), p[:, 0], p.softmax(1), p.norm(dim=1), p.chunk(2, 1), p.reshape(-1)),
+    "a moving average": lambda p: torch.zeros_like(p).lerp_(p.detach(), 0.1),
+    "columns": lambda p: p.detach()[:, 0].zero_(),
+    "new tensors": lambda p: (p.new_zeros(()), torch.zeros(p.shape, dtype=p.dtype).add_(p.detach())),
+    "copies": lambda p: (copy.deepcopy(p), p.detach().clone()),
+}
+
+
+def _sharded() -> tuple[Any, torch.optim.Optimizer]:
+    torch.manual_seed(0)
+    model = ts.shard(nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 4)).double(), {"0": "column", "2": "row"})
+    optimizer = torch.optim.AdamW(model.parameters())
+    for _ in range(2):
+        model(torch.ones(3, 8, dtype=torch.float64)).sum().backward()
+        optimizer.step()
+    return model, optimizer
+
+
+def _said(rank: int) -> tuple[list[str], list[str]]:
+    """What is silent of `TOLD`, and what of `SILENT` is told."""
+    model, optimizer = _sharded()
+    slices = {
+        "parameter": lambda: model[0].weight,
+        "gradient": lambda: model[0].weight.grad,
+        "optimizer state": lambda: optimizer.state[model[0].weight]["exp_avg"],
+        "state dict": lambda: model.state_dict()["0.weight"],
+    }
+    wrong: tuple[list[str], list[str]] = [], []
+    for kind, of in slices.items():
+        for i, functions in enumerate((TOLD, SILENT)):
+            for name, function in functions.items():
+                with warnings.catch_warnings(record=True) as held:
+                    warnings.simplefilter("always")
+                    function(of())
+                if any(issubclass(warning.category, ts.SliceWarning) for warning in held) is bool(i):
+                    wrong[i].append(f"{name} of a {kind}")
+    return wrong
+
+
+def test_what_reads_across_a_slice_is_told_and_nothing_else() -> None:
+    for silent, told in run_ranks(_said, 2):
+        assert not silent and not told, (silent, told)
+
+
+# --- what leaves a process -------------------------------------------------------------------------------------------
+
+
+def _leaves(rank: int, folder: str) -> dict[str, bool]:
+    model, optimizer = _sharded()
+    average = {name: p.detach().clone() for name, p in model.named_parameters()}
+    moment = optimizer.state[model[0].weight]["exp_avg"]
+    state = model.state_dict()
+    mean = {name: (value + state[name]) / 2 for name, value in model.state_dict().items()}
+    found = {}
+
+    dcp.save(average, checkpoint_id=folder)
+    full = model.full_state_dict()
+    whole = {name: torch.zeros_like(value) for name, value in full.items()}
+    dcp.load(whole, checkpoint_id=folder)
+    found["dcp joins copies"] = all(torch.equal(whole[name], full[name]) for name in full)
+
+    for name, tensors in {"copies": average, "states": {"0.weight": moment}, "means": mean}.items():
+        file = io.BytesIO()
+        torch.save(tensors, file)
+        file.seek(0)
+        sent = [torch.load(file)]
+        dist.broadcast_object_list(sent)  # the first rank's
+        loaded = sent[0]["0.weight"]
+
+        def copy_in(value: Tensor = loaded) -> None:
+            with torch.no_grad():
+                model[0].weight.copy_(value)
+
+        found[f"{name} of another rank"] = rank == 0 or refused_input(copy_in, "slices of different ranks")
+        if len(tensors) > 1:
+            load = lambda sent=sent: model.load_state_dict(sent[0])  # noqa: E731
+            found[f"{name} loaded"] = rank == 0 or refused_input(load, "another slice of '0.weight'")
+        save = lambda tensors=tensors: safetensors.torch.save(dict(tensors))  # noqa: E731
+        found[f"{name} in safetensors"] = refused_input(save, "safetensors can't save")
+    return found
+
+
+def test_what_leaves_a_process_knows_its_place_or_is_refused(tmp_path: Path) -> None:
+    for found in run_ranks(_leaves, 2, str(tmp_path)):
+        assert len(found) == 9 and all(found.values()), found
