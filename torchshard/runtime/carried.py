@@ -22,15 +22,15 @@ from torch.utils import _pytree as pytree
 from torchshard.capture import Leaves
 from torchshard.capture.carried import Changes, finder
 from torchshard.capture.signature import ReferenceTo
-from torchshard.core.choices import choices, local_replacement
+from torchshard.core.choices import local_replacement
 from torchshard.core.conversions import step_args
 from torchshard.core.errors import InputError
-from torchshard.core.layouts import I, Layout, P, Shard, dtype_text, is_whole
+from torchshard.core.layouts import I, Layout, P, Shard, dtype_text
 from torchshard.core.mesh import MeshAxis
 from torchshard.core.notation import Choice, Local, Row
 from torchshard.core.words import split_text, word
 from torchshard.distributed.group import Group
-from torchshard.rules import Call, TensorType, row_of
+from torchshard.weights.following import bound, call_of, planned
 
 _plain = torch._C._DisableTorchDispatch
 
@@ -142,17 +142,13 @@ class CarriedSlice(Tensor):
 
         meta_args, meta_kwargs = pytree.tree_map_only(Tensor, whole, (args, kwargs))
         made = func(*meta_args, **meta_kwargs)
-        call = _call(func, meta_args, meta_kwargs, made)
-        row = row_of(call)
+        call = call_of(func, bound(func, meta_args, meta_kwargs), made)
         tensors = [t for t in pytree.tree_leaves((args, kwargs)) if isinstance(t, Tensor)]
-        given = [t.sharding if isinstance(t, CarriedSlice) else I for t in tensors]
-        if row is not None and isinstance(made, Tensor):
-            hints = [(i, layout) for i, layout in enumerate(given) if isinstance(layout, Shard)]
-            for choice in choices(row, self.group.size, hints):
-                operands = [I if is_whole(layout) else layout for layout in choice.operands]
-                if operands == given and choice.results[0] != P:
-                    return row, choice, tuple(made.shape)
-        self._refuse(str(func))
+        given = [[t.sharding if isinstance(t, CarriedSlice) else I] for t in tensors]
+        found = planned(call, given, self.group.size) if isinstance(made, Tensor) else None
+        if found is None or found[1].results[0] == P:
+            self._refuse(str(func))
+        return *found, tuple(made.shape)
 
     def _refuse(self, name: str, why: str = "the result would be that of a slice", also: str = "") -> NoReturn:
         raise InputError(
@@ -184,16 +180,6 @@ _WRITES = {torch.ops.aten.zero_.default, torch.ops.aten.mul_.Scalar}
 _SIZED = {torch.ops.aten.expand.default, torch.ops.aten.view.default, torch.ops.aten._unsafe_view.default}
 _SAME = {torch.ops.aten.detach.default, torch.ops.aten.clone.default, torch.ops.aten._to_copy.default}
 """Ops whose result is the same slice."""
-
-
-def _call(func: OpOverload[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any], made: object) -> Call:
-    """An op's call as rules see it."""
-    names = [argument.name for argument in func._schema.arguments]
-    defaults = {a.name: a.default_value for a in func._schema.arguments if a.has_default_value()}
-    bound = {**dict(zip(names, args, strict=False)), **kwargs}
-    typed = pytree.tree_map_only(Tensor, lambda t: TensorType(tuple(t.shape), t.dtype), {**defaults, **bound})
-    results = tuple(TensorType(tuple(t.shape), t.dtype) for t in pytree.tree_leaves(made) if isinstance(t, Tensor))
-    return Call(func, {name: typed[name] for name in names if name in typed}, results)
 
 
 def local_tensors(inputs: Leaves) -> tuple[Tensor, ...]:

@@ -116,7 +116,6 @@ _KNOWN: dict[Hashable, Outcome] = {}
 MAX_KNOWN = 1 << 12
 """The size at which the cache is cleared: a step of a hand-written optimizer has a few calls for each shape."""
 _PLAIN = (int, float, complex, bool, str, bytes, type(None), torch.dtype, torch.device, torch.layout, slice)
-Key = Hashable
 
 
 def _key(
@@ -126,7 +125,7 @@ def _key(
     types: Sequence[SliceType | None],
     place: Place,
     shapes: Sequence[tuple[int, ...]],
-) -> Key | None:
+) -> Hashable:
     """Everything that an outcome depends on; None where an argument can't be compared."""
     given, known = list[Hashable](), iter(types)
     for leaf in leaves:
@@ -338,20 +337,26 @@ class _Level(TorchDispatchMode):
             with self:
                 made = _for_each(each, args, kwargs)
             return made if func._schema.returns else None
-        parts = self._parts(func, given, args, kwargs, number)
-        if parts is not None:
-            self.taken_apart.add(number)
-            return self._in_parts(func, parts, args, kwargs)
+        if number in self.taken_apart:
+            return self._in_parts(func, args, kwargs)
         result = func(*args, **kwargs)
+        made = _tensors(result)
+        layouts = self._layouts_of(func, given, args, kwargs, made)
+        if layouts is None and self._parts(func) is not None:
+            self.taken_apart.add(number)
+            return self._in_parts(func, args, kwargs)
         self._results.append(result)
-        self._note_results(func, given, args, kwargs, result)
-        self._steps.append(self._step(func, args, kwargs, result))
+        if layouts is None:
+            self.draws |= is_random(func)
+            layouts = [Lost(self.draws)] * len(made)
+        if any(layout != I for layout in given):
+            self._note_results(func, args, kwargs, made, layouts)
+        self._steps.append(self._step(func, args, kwargs, made))
         return result
 
-    def _step(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], result: object) -> _Step:
+    def _step(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], made: Sequence[Tensor]) -> _Step:
         named = bound(func, args, kwargs).items()
         is_number = {name: not any(isinstance(leaf, Tensor) for leaf in pytree.tree_leaves(v)) for name, v in named}
-        made = _tensors(result)
         shapes = [tuple(tensor.shape) for tensor in made]
         local = list[tuple[int, ...] | None]()
         for tensor, shape in zip(made, shapes, strict=True):
@@ -360,40 +365,47 @@ class _Level(TorchDispatchMode):
             local.append(self.local_shape(shape, layout) if is_known else None)  # type: ignore[arg-type]
         return _Step(func, {n: v for n, v in named if is_number[n] and n not in _SIZES}, shapes, local)
 
-    def _parts(
-        self, func: Any, given: Sequence[Layout | Lost], args: Sequence[Any], kwargs: Mapping[str, Any], number: int
-    ) -> Callable[..., Any] | None:
-        """What PyTorch runs for an op that its row does not let follow; None if it runs as it is."""
-        if func in self._inside or func._schema.is_mutable or is_random(func):
-            return None
-        if number not in self.taken_apart:
-            is_followed = any(layout != I for layout in given) and not any(isinstance(layout, Lost) for layout in given)
-            if not is_followed or self._planned(func, args, kwargs, _tensors(func(*args, **kwargs))) is not None:
-                return None
-        return decomposition_table.get(func) or (func.decompose if func._can_decompose() else None)
+    def _layouts_of(
+        self,
+        func: Any,
+        given: Sequence[Layout | Lost],
+        args: Sequence[Any],
+        kwargs: Mapping[str, Any],
+        made: Sequence[Tensor],
+    ) -> Sequence[Layout | Lost] | None:
+        """The layouts of an op's results, for operands with these layouts; None if its row does not let follow."""
+        if all(layout == I for layout in given):
+            return [I] * len(made)
+        lost = next((layout for layout in given if isinstance(layout, Lost)), None)
+        return [lost] * len(made) if lost is not None else self._planned(func, args, kwargs, made)
 
     def _note_results(
-        self, func: Any, given: Sequence[Layout | Lost], args: Sequence[Any], kwargs: Mapping[str, Any], result: object
+        self,
+        func: Any,
+        args: Sequence[Any],
+        kwargs: Mapping[str, Any],
+        made: Sequence[Tensor],
+        layouts: Sequence[Layout | Lost],
     ) -> None:
-        if all(layout == I for layout in given):
-            return
-        tensors = _tensors(result)
-        if not tensors:
+        if not made:
             raise NotImplementedError(func)  # it gives a number, or nothing that could be followed
-        lost = next((layout for layout in given if isinstance(layout, Lost)), None)
-        layouts = self._planned(func, args, kwargs, tensors) if lost is None else None
-        if layouts is None:
-            self.draws |= is_random(func)
-            layouts = [lost or Lost(self.draws)] * len(tensors)
         named = bound(func, args, kwargs)
         written = [named[a.name] for a in func._schema.arguments if a.name in named and _is_written(a)]
-        for tensor, layout in zip(tensors, layouts, strict=True):
+        for tensor, layout in zip(made, layouts, strict=True):
             if not any(tensor is target for target in written):
                 self.note(tensor, layout)
         for target in written:
             self._write(target, layouts[0])
 
-    def _in_parts(self, func: Any, parts: Callable[..., Any], args: Any, kwargs: Mapping[str, Any]) -> Any:
+    def _parts(self, func: Any) -> Callable[..., Any] | None:
+        """What PyTorch runs for an op."""
+        if func in self._inside or func._schema.is_mutable or is_random(func):
+            return None
+        return decomposition_table.get(func) or (func.decompose if func._can_decompose() else None)
+
+    def _in_parts(self, func: Any, args: Any, kwargs: Mapping[str, Any]) -> Any:
+        parts = self._parts(func)
+        assert parts is not None, func
         self._inside.add(func)
         try:
             with self:

@@ -94,9 +94,9 @@ class Slice(Placed):
         kwargs: Mapping[str, Any] | None = None,
     ) -> object:
         kwargs = kwargs or {}
-        if func in _OVERWRITING and is_users(caller(func)):
-            _check_overwriting(func.__name__, args[0] if args else kwargs["tensor"], kwargs.get("group"))
         module = caller(func)
+        if func in _OVERWRITING and is_users(module):
+            _check_overwriting(func.__name__, args[0] if args else kwargs["tensor"], kwargs.get("group"))
         clips = func in _NORMS and module == _CLIPPING
         order = float(args[1] if len(args) > 1 else kwargs.get("ord", 2)) if clips else 2.0
         call = SliceCall.begun(func, args, kwargs) if is_users(module) else None
