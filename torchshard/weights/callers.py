@@ -7,6 +7,7 @@ of a tensor does not learn who called it, so the stack of frames is all there is
 from __future__ import annotations
 
 import contextlib
+import functools
 import sys
 from collections.abc import Iterator
 from contextvars import ContextVar
@@ -45,6 +46,7 @@ def caller(func: object) -> str:
     return "" if frame is None else module
 
 
+@functools.cache
 def _acts_for_caller(module: str) -> bool:
     is_torch = module == "torch" or module.startswith("torch.")
     return is_torch and (module in _COLLECTIVES or not f"{module}.".startswith(tuple(f"{m}." for m in _KNOWING)))
