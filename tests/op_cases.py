@@ -368,6 +368,9 @@ POINTWISE = [
     case(aten.new_zeros.default, "", f(5), [7]),
     case(aten.new_full.default, "b", f(5, 7), [7, 5], 1.5),
     case(aten.full_like.default, "a b", f(4, 3), 2.5),
+    case(aten.zero.default, "a b", f(5, 7)),
+    case(aten.fill.Scalar, "a b", f(5, 7), 2.5),
+    case(aten.fill.Tensor, "a b", f(5, 7), f()),
     Case(aten.empty_like.default, "a b", (f(5, 7),), values=False),
 ]
 

@@ -32,6 +32,8 @@ _BOUND_NORMALISED = written((1,), [(0,) * 4, (0,) * 4, (0,) * 4, (1, 0, 3, 5), (
 """A norm of one element, which is a bound of clamp: its gradient is the rounding noise of that number alone."""
 _CAT_OF_EMPTY_SLICES = written((1,), [(0,) * 4, (10_000, 0, 0, 0)], 1)
 """`cat` of vectors, which skips a rank's empty ones: its gradient there waits for no slice."""
+_VIEW_OF_INPUT = written((1,), [(492, 0, 0, 0)], 1)
+"""A result that is a view of an input: made without gradients it requires them, and has no graph."""
 
 
 REFUSED = [0]
@@ -47,6 +49,7 @@ REFUSED = [0]
 @given(texts(), st.integers(1, 4), st.integers(0, 99))
 @example(_BOUND_NORMALISED, 1, 0)
 @example(_CAT_OF_EMPTY_SLICES, 2, 0)
+@example(_VIEW_OF_INPUT, 1, 0)
 def test_any_program_under_any_plan(text: Text, world: int, seed: int) -> None:
     try:
         report = checked(text, world, seed)

@@ -36,7 +36,8 @@ def inference(graphs: Sequence[fx.GraphModule]) -> Execute:
 
     def execute(values: Values) -> list[list[Any]]:
         with torch.no_grad():
-            return _run(made, values)
+            # a view made here of a leaf that requires gradients says that it requires them too, and has no graph
+            return [[r.detach() if isinstance(r, Tensor) else r for r in own] for own in _run(made, values)]
 
     return execute
 

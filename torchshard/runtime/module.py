@@ -708,7 +708,8 @@ def _class_for(model: nn.Module) -> type[ShardedModule]:
     def forward(self: ShardedModule, *args: object, **kwargs: object) -> Any:
         return ShardedModule.forward(self, *args, **kwargs)
 
-    forward.__signature__ = with_self(inspect.signature(model.forward))  # type: ignore[attr-defined]
+    with contextlib.suppress(AttributeError, ValueError):  # what is no model, or has no Python code, is refused later
+        forward.__signature__ = with_self(inspect.signature(model.forward))  # type: ignore[attr-defined]
     namespace = {"forward": forward, "made_for": ShardedModule, "__module__": __name__}
     made = cast(type, type(ShardedModule))(f"Sharded{type(model).__name__}", (ShardedModule,), namespace)
     return cast(type[ShardedModule], made)
