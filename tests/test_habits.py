@@ -552,7 +552,6 @@ def test_ranks_that_train_on_different_losses_are_told(text: str, ending: str) -
 def _outcomes(rank: int, options: dict[str, Any], names: list[str]) -> dict[str, float]:
     found = {}
     for name in names:
-        tsd.init_process_group()
         if name in habits.REFUSED:
             text, habit = habits.REFUSED[name]
             found[name] = float(not refused_input(functools.partial(habit, habits.Run(rank, options)), text))
@@ -562,9 +561,12 @@ def _outcomes(rank: int, options: dict[str, Any], names: list[str]) -> dict[str,
     return found
 
 
+BY_DAY = ("layers_by_the_name_of_their_class", "hooks_on_the_nodes_of_parameters", "state_of_a_part")
+"""The quick ones of the habits that have failed once; all run by night, on several meshes."""
+
+
 def test_recipes_have_the_results_of_the_unsharded_model_or_are_refused() -> None:
-    names = [*habits.MENDED, *habits.REFUSED]
-    for found in run_ranks(_outcomes, 2, {}, names):
+    for found in run_ranks(_outcomes, 2, {}, [*BY_DAY, *habits.REFUSED]):
         assert {name: value for name, value in found.items() if not value < TOLERANCE} == {}
 
 
