@@ -22,6 +22,7 @@ from torch.utils.checkpoint import checkpoint
 
 import torchshard as ts
 import torchshard.distributed as tsd
+from tests import habits
 from tests.helpers import largest, refused_input, run_ranks
 
 TOLERANCE = 1e-10
@@ -543,3 +544,57 @@ def _differs(rank: int, text: str, ending: str) -> str:
 def test_ranks_that_train_on_different_losses_are_told(text: str, ending: str) -> None:
     for said in run_ranks(_differs, 2, text, ending):
         assert text.partition(":")[0] in said
+
+
+# --- more of them, several in one run --------------------------------------------------------------------------------
+
+
+def _outcomes(rank: int, options: dict[str, Any], names: list[str]) -> dict[str, float]:
+    found = {}
+    for name in names:
+        if name in habits.REFUSED:
+            text, habit = habits.REFUSED[name]
+            found[name] = float(not refused_input(functools.partial(habit, habits.Run(rank, options)), text))
+        else:
+            found[name] = habits.difference((habits.MENDED | habits.EQUAL)[name], rank, options)
+        tsd.destroy_process_group()
+    return found
+
+
+BY_DAY = ("layers_by_the_name_of_their_class", "hooks_on_the_nodes_of_parameters", "state_of_a_part")
+"""The quick ones of the habits that have failed once; all run by night, on several meshes."""
+
+
+def test_recipes_have_the_results_of_the_unsharded_model_or_are_refused() -> None:
+    for found in run_ranks(_outcomes, 2, {}, [*BY_DAY, *habits.REFUSED]):
+        assert {name: value for name, value in found.items() if not value < TOLERANCE} == {}
+
+
+def _in_anomaly_mode(rank: int) -> list[str]:
+    """What is said while steps look for NaNs, in calls of a graph with a backward of its own."""
+    tsd.init_process_group()
+    _, sharded = _pair()
+    with warnings.catch_warnings(record=True) as held, torch.autograd.detect_anomaly():
+        warnings.simplefilter("always")
+        for seed in range(3):
+            _loss(sharded, seed).backward()
+    return [str(w.message) for w in held if "Anomaly Detection has been enabled" not in str(w.message)]
+
+
+def test_anomaly_mode_finds_none_in_what_torchshard_records() -> None:
+    assert run_ranks(_in_anomaly_mode, 2) == [[], []]
+
+
+MESHES: list[tuple[int, dict[str, Any]]] = [
+    (2, {}),
+    (3, {}),
+    (2, {"data": "shard", "inputs": "global"}),
+    (4, {"mesh": {"dp": 2, "tp": 2}, "data": "shard", "inputs": "global"}),
+]
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize(("ranks", "options"), MESHES)
+def test_recipes_on_meshes(ranks: int, options: dict[str, Any]) -> None:
+    for found in run_ranks(_outcomes, ranks, options, [*habits.MENDED, *habits.EQUAL], timeout_seconds=600):
+        assert {name: value for name, value in found.items() if not value < TOLERANCE} == {}

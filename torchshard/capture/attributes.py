@@ -6,6 +6,7 @@ lists, and `Snapshot` undoes the assignments of a capture; `watch` notices chang
 
 from __future__ import annotations
 
+import functools
 import random
 from collections import OrderedDict
 from collections.abc import Iterator
@@ -100,7 +101,11 @@ class Snapshot:
 
     def __init__(self, model: nn.Module) -> None:
         own_dicts = [value for m in model.modules() for value in (m.__dict__, *m.__dict__.values())]
-        self._attributes = [(namespace, namespace.items()) for namespace in visible_to(model).namespaces]
+        visible = visible_to(model)
+        self._attributes = [(namespace, namespace.items()) for namespace in visible.namespaces]
+        functions = [v.__func__ if isinstance(v, (staticmethod, classmethod)) else v for _, v in visible.values()]
+        caches = {id(f): f for f in functions if isinstance(f, functools._lru_cache_wrapper)}
+        self._caches = [(cache, cache.cache_info().misses) for cache in caches.values()]
         # Forward may register parameters, buffers, submodules and hooks, whose dicts are not attributes.
         namespaces_of_dicts = [Namespace(("",), value) for value in own_dicts if type(value) in (dict, OrderedDict)]
         self._dicts = [(namespace, namespace.items()) for namespace in namespaces_of_dicts]
@@ -109,6 +114,9 @@ class Snapshot:
         """Undoes assignments to attributes; parameters, buffers, submodules and hooks stay as they are."""
         for namespace, previous in self._attributes:
             namespace.restore(previous)
+        for cache, misses in self._caches:
+            if cache.cache_info().misses != misses:
+                cache.cache_clear()  # it may hold tensors of the capture, which have no values
 
     def restore(self) -> None:
         """Undoes all assignments."""

@@ -149,6 +149,7 @@ def _record_as_it_is(part: fx.GraphModule, given: Gradients) -> Recording:
         torch.enable_grad(),
         autocasting(()),
         saved_tensors_hooks(_same, _same),  # checkpoints around the call would keep what is recorded
+        torch.autograd.set_detect_anomaly(False),  # tensors without values have no NaNs to look for
         contextlib.closing(recorder),
     ):
         traced = make_fx(joint)(primals, tangents)

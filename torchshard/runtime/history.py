@@ -22,6 +22,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from torchshard.core.errors import InputError
 from torchshard.core.hashing import hash_text
 from torchshard.core.layouts import Layout, Shard
 from torchshard.distributed.consistency import Near
@@ -81,6 +82,11 @@ class History:
     def next_call(self) -> str:
         """The name of the next call."""
         return f"call {self._calls + 1} of model {self.number}"
+
+    @property
+    def latest_text(self) -> str:
+        """The name of the latest call."""
+        return f"backward of call {self._calls} of model {self.number}"
 
     @property
     def latest_call(self) -> tuple[int, int]:
@@ -217,5 +223,13 @@ class _GradientHook:
             or torch._C._functorch.is_functorch_wrapped_tensor(gradient)
         ):
             return
+        if torch._C._functorch.is_legacy_batchedtensor(gradient):
+            raise InputError(
+                "a sharded model takes no batch of gradients at once",
+                where=history.latest_text,
+                why="is_grads_batched=True, or vectorize=True of torch.autograd.functional, maps its backward, and the "
+                "collectives in it can't be mapped",
+                attempt="one torch.autograd.grad for each gradient; vectorize=False",
+            )
         if gradient.layout == torch.strided and gradient.is_floating_point() and gradient.numel():
             history.note_gradient(gradient, self.number)

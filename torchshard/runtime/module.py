@@ -12,6 +12,7 @@ import inspect
 import os
 import sys
 import threading
+import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
@@ -704,14 +705,28 @@ class ShardedModule(State, Notebook):
         return self._ts_graphs.latest
 
 
+_CLASSES: weakref.WeakValueDictionary[type[nn.Module], type[ShardedModule]] = weakref.WeakValueDictionary()
+"""The class of unsharded models -> that of sharded ones: `torch.func.stack_module_state` wants one for all."""
+
+
 def _class_for(model: nn.Module) -> type[ShardedModule]:
+    has_own_forward = "forward" in vars(model)
+    made = None if has_own_forward else _CLASSES.get(type(model))
+    if made is None:
+        made = _made_class(model)
+        if not has_own_forward:
+            _CLASSES[type(model)] = made
+    return made
+
+
+def _made_class(model: nn.Module) -> type[ShardedModule]:
     def forward(self: ShardedModule, *args: object, **kwargs: object) -> Any:
         return ShardedModule.forward(self, *args, **kwargs)
 
     with contextlib.suppress(AttributeError, ValueError):  # what is no model, or has no Python code, is refused later
         forward.__signature__ = with_self(inspect.signature(model.forward))  # type: ignore[attr-defined]
     namespace = {"forward": forward, "made_for": ShardedModule, "__module__": __name__}
-    made = cast(type, type(ShardedModule))(f"Sharded{type(model).__name__}", (ShardedModule,), namespace)
+    made = cast(type, type(ShardedModule))(type(model).__name__, (ShardedModule,), namespace)
     return cast(type[ShardedModule], made)
 
 

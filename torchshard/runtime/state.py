@@ -74,6 +74,8 @@ class State(ShardedSubmodule):
         self._ts_layouts: dict[str, Layout] = dict(layouts)
         self._ts_of_batch: dict[str, Mapping[str, Layout]] = dict(of_batch or {})
         self._ts_fixed = False  # whether a graph has fixed the layouts
+        self._ts_swapped: list[tuple[str, Tensor]] = []  # tensors that others have replaced before that
+        self._ts_unfixed = [weakref.ref(self)]  # this model and its copies, whose layouts the first graph of one fixes
         self._ts_names = shared_names(self.source)
         self._ts_parameters: dict[str, ShardedParameter] = {}
         self._ts_distinct: dict[str, dict[str, bool]] = {axis: {} for axis in ranks.groups}
@@ -96,6 +98,8 @@ class State(ShardedSubmodule):
         if cut:
             self._cut_all(layouts)
         self.register_load_state_dict_pre_hook(_check_slices)
+        for module in list(self.modules())[1:]:
+            module.register_load_state_dict_pre_hook(_check_part)
 
     def _register(self, state: Mapping[str, Tensor], model: nn.Module) -> None:
         """Makes the submodules, and puts this rank's tensors into them."""
@@ -207,6 +211,9 @@ class State(ShardedSubmodule):
             return
         for name, (shape, _, _) in self._ts_types.items():
             self._check_replaced(name, shape, current[name], current[self._ts_names[name][0]])
+        self._check_tied(current)
+        if not self._ts_fixed:  # `functional_call` puts them back after the first graph has cut the others
+            self._ts_swapped += [(name, t) for name, t in self._ts_tensors.items() if t is not current[name]]
         self._ts_tensors = cast(dict[str, Tensor], current)
         if _types(self._ts_tensors) != self._ts_types:
             self._own_parameters()
@@ -227,6 +234,20 @@ class State(ShardedSubmodule):
             why=why,
             attempt="a slice of the same shape, under all its names; or load_full_state_dict",
         )
+
+    def _check_tied(self, current: Mapping[str, object]) -> None:
+        """Checks that names which now share a tensor, and did not at first, hold the same slice of it."""
+        firsts: dict[int, str] = {}
+        for name, tensor in current.items():
+            first = self._ts_names[name][0]
+            other = firsts.setdefault(id(tensor), first)
+            if other != first and not (self._ts_fixed and self._word(first) == self._word(other)):
+                raise InputError(
+                    f"{name!r} was tied to {other!r} after sharding",
+                    where=f"parameter or buffer {name!r}",
+                    why="the plan splits each in its own way",
+                    attempt="tie them in the unsharded model, then ts.shard",
+                )
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
         """Moves and casts (`.to`, `.cuda`, `.double`, `.to_empty`); later calls capture graphs for the new tensors."""
@@ -296,7 +317,19 @@ class State(ShardedSubmodule):
 
     @torch.inference_mode(False)  # a tensor that is made in inference mode could never be trained
     def _fix_layouts(self, layouts: Mapping[str, Layout]) -> None:
-        """Cuts the parameters as the first graph needs them; later graphs are planned for these layouts."""
+        """Cuts the parameters as the first graph needs them; later graphs are planned for these layouts.
+
+        Copies that were made before are cut too, so that moving averages meet slices of the same shape.
+        """
+        copies = [model for reference in self._ts_unfixed if (model := reference()) is not None]
+        self._ts_unfixed.clear()
+        for model in copies:
+            model._follow()
+            model._fix_own_layouts(layouts)
+
+    def _fix_own_layouts(self, layouts: Mapping[str, Layout]) -> None:
+        swapped = [(n, t, _shares_memory(t, self._ts_tensors[n])) for n, t in self._ts_swapped]
+        self._ts_swapped.clear()
         if self._ts_uncut:
             self._cut_all(layouts)
         else:
@@ -306,6 +339,11 @@ class State(ShardedSubmodule):
                     self._ts_layouts[name] = layout
                     self._cut(name, whole)
         self._ts_layouts.update(layouts)
+        for name, tensor, is_same in swapped:
+            if tensor.shape == self._source_tensor(name).shape:
+                of = self._word(self._ts_names[name][0])
+                own = split(tensor.detach(), of, self._ts_ranks.place)
+                tensor.data = self._ts_tensors[name].detach() if is_same else own
         self._own_parameters()
         self._ts_fixed, self._ts_watched = True, False
 
@@ -401,7 +439,7 @@ class State(ShardedSubmodule):
         method = method_of(caller.f_globals.get("__name__", ""))
         if method and not is_user_file(caller.f_code.co_filename):
             raise no_method(method, "it takes a state dict for the whole model's", "ts.save_pretrained(model, folder)")
-        state = super().state_dict(*args, **kwargs)
+        state = nn.Module.state_dict(self, *args, **kwargs)
         if kwargs.get("keep_vars"):
             return state
         prefix, is_whole = kwargs.get("prefix", ""), wants_whole()
@@ -475,8 +513,10 @@ class State(ShardedSubmodule):
 
     def full_state_dict(self) -> dict[str, Tensor]:
         """The unsharded model's state dict, a whole copy on every rank (a collective call: all ranks must make it)."""
+        self._follow()
         return {
-            name: self._whole_copy(tensor, self._ts_names[name][0]) for name, tensor in super().state_dict().items()
+            name: self._whole_copy(tensor, self._ts_names[name][0])
+            for name, tensor in nn.Module.state_dict(self).items()
         }
 
     def _whole_copy(self, tensor: Tensor, name: str) -> Tensor:
@@ -491,7 +531,7 @@ class State(ShardedSubmodule):
             DistributedError: the ranks were given different tensors.
         """
         what = "the ranks can't load this state dict together"
-        names = dict.fromkeys(super().state_dict())
+        names = dict.fromkeys(nn.Module.state_dict(self))
         shapes = {name: self._source_tensor(name).shape for name in names}
         self._ts_ranks.run_on_all(lambda: check_full_state(state, shapes), InputError, what)
         facts = describe_contents(state)
@@ -546,8 +586,11 @@ class State(ShardedSubmodule):
         """A copy with parameters of its own, in the same group; it captures graphs of its own."""
         source = self.source
         memo.update({id(t): without_storage(t) for t in (*source.parameters(), *source.buffers())})
-        memo.update({id(shared): shared for shared in (self._ts_ranks, self._ts_ranks.group, self._ts_ranks.replicas)})
+        shared = (self._ts_ranks, self._ts_ranks.group, self._ts_ranks.replicas, self._ts_unfixed)
+        memo.update({id(each): each for each in shared})
         copied = ShardedSubmodule.__deepcopy__(self, memo)
+        if not self._ts_fixed:
+            self._ts_unfixed.append(weakref.ref(copied))
         copied._own_parameters()
         copied._read_tensors()
         return copied
@@ -568,6 +611,16 @@ def _check_slices(model: State, state: dict[str, object], prefix: str, *others: 
     for name, tensor in state.items():
         if name.startswith(prefix) and name[len(prefix) :] in model._ts_names and isinstance(tensor, Tensor):
             model._check_slice(name[len(prefix) :], tensor)
+
+
+def _check_part(module: nn.Module, state: Mapping[str, object], prefix: str, *others: object) -> None:
+    """A hook before a state dict is loaded into a part of a model by itself, as a pretrained backbone's is."""
+    for leaf, parameter in module._parameters.items():
+        given = state.get(prefix + leaf)
+        if isinstance(parameter, ShardedParameter) and isinstance(given, Tensor):
+            owner = parameter.owner()
+            if isinstance(owner, State):
+                owner._check_slice(parameter.path, given)
 
 
 def _check_read(whole: Mapping[str, Sequence[object]]) -> None:
@@ -592,6 +645,10 @@ def _first_names(names: Sequence[str]) -> str:
 
 def _types(tensors: Mapping[str, Tensor]) -> dict[str, tuple[torch.Size, torch.dtype, torch.device]]:
     return {name: (tensor.shape, tensor.dtype, tensor.device) for name, tensor in tensors.items()}
+
+
+def _shares_memory(a: Tensor, b: Tensor) -> bool:
+    return a.untyped_storage()._cdata == b.untyped_storage()._cdata
 
 
 def _sample(tensor: Tensor) -> int:

@@ -25,6 +25,7 @@ from torchshard.core.errors import InputError, SliceWarning
 from torchshard.runtime.adapters import UNLOADING, is_unloading, merging_method
 from torchshard.weights.callers import running_method
 from torchshard.weights.parameter import ShardedParameter
+from torchshard.weights.state_slices import StateSlice
 
 OWN = "_ts_"
 """The prefix of this library's attributes: a user's model may have attributes of any other name."""
@@ -106,6 +107,16 @@ class ShardedSubmodule(nn.Module, metaclass=_EqualToItsSource):
         # Last, for the source may override `train`, as to keep a frozen part in eval.
         self.source.train(mode)
         return self
+
+    def state_dict(self, *args: Any, **kwargs: Any) -> Any:
+        """As `nn.Module.state_dict`; if this part alone is asked, its slices know their place, as the model's do."""
+        state = nn.Module.state_dict(self, *args, **kwargs)
+        if args or "destination" in kwargs or kwargs.get("keep_vars"):
+            return state
+        for name, parameter in self.named_parameters(kwargs.get("prefix", ""), remove_duplicate=False):
+            if isinstance(parameter, ShardedParameter) and parameter.is_split and name in state:
+                state[name] = StateSlice.of(state[name], parameter.place)
+        return state
 
     # --- the containers of torch.nn: Sequential, ModuleList, ModuleDict, ParameterList, ParameterDict -----------------
 
@@ -297,14 +308,17 @@ holds for two linears as before; weak, so that a class lives no longer than its 
 
 
 def _class_for(source: type[nn.Module]) -> type[ShardedSubmodule]:
-    """A subclass of `ShardedSubmodule` and of a module's class, whose own methods it hides."""
+    """A subclass of `ShardedSubmodule` and of a module's class, whose own methods it hides.
+
+    It has that class's name, which recipes ask for: `m.__class__.__name__.startswith("Dropout")`, `m._get_name()`.
+    """
     sharded = _CLASSES.get(source)
     if sharded is None:
         metaclass = _EqualToItsSource
         if type(source) is not type:  # the metaclass of a class must be a subclass of those of all its bases
             metaclass = cast(type[_EqualToItsSource], type("_EqualToItsSource", (_EqualToItsSource, type(source)), {}))
         namespace = {"made_for": source, "__module__": __name__, **_hiding_methods(source)}
-        created = metaclass(f"Sharded{source.__name__}", (ShardedSubmodule, source), namespace)
+        created = metaclass(source.__name__, (ShardedSubmodule, source), namespace)
         sharded = _CLASSES[source] = cast(type[ShardedSubmodule], created)
     return sharded
 

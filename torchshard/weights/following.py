@@ -179,11 +179,11 @@ class _Question:
                 shapes = [shape and levels[-1].local_shape(shape, layout) for shape, layout in pairs]
             levels.append(_Level(1, 0, levels[-1].taken_apart))
             self._run(levels[-1], [I] * len(shapes), shapes)
+            is_alike = all(a.agrees_with(b) for a, b in itertools.pairwise(levels))
         except Exception:  # whatever a function does without values, or of other sizes: then it can't be followed
             return None
         finally:
             self.draws |= any(level.draws for level in levels)
-        is_alike = all(a.agrees_with(b) for a, b in itertools.pairwise(levels))
         return self._joined(axes, found) if is_alike else None
 
     def _run(

@@ -122,8 +122,12 @@ class Slice(Placed):
         return call.ended(result, types_of(call.tensors, own), own, text, first._mark, module=module)
 
     def _mark(self, tensor: Tensor, of: SliceType, in_place: bool) -> Tensor:
-        """Marks a tensor as a slice of this model; in place where somebody holds it."""
-        if not in_place:
+        """Marks a tensor as a slice of this model; in place where somebody holds it.
+
+        In place also what autograd has recorded: `p.expand_as(p).grad_fn.next_functions` begins with the node that adds
+        to the parameter's gradient, and another tensor of the same memory would have a node of its own.
+        """
+        if not in_place and (tensor.grad_fn is None or type(tensor) is not Tensor):
             return SliceValue.sharing(tensor, self, of)
         tensor.__class__ = SliceValue
         cast(SliceValue, tensor)._become(self, of)
