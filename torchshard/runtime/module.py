@@ -29,7 +29,7 @@ from torchshard.capture import (
     ModelCall,
     Watch,
     check_devices,
-    check_strided,
+    check_inputs,
     check_weights,
     describe,
     global_hooks,
@@ -492,7 +492,7 @@ class ShardedModule(State, Notebook):
     ) -> PreparedCall:
         self._follow()
         given = self._ts_entries[entry].flatten(args, kwargs, self._ts_numbers)
-        check_strided(self.source, given)
+        check_inputs(self.source, given)
         self._check_devices(given)
         if purpose == "a call":
             self._check_has_values(given)
