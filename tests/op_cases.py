@@ -80,6 +80,7 @@ def batch_norm(splits: str, *args: Any) -> Case:
 
 LINEAR_ALGEBRA = [
     case(grouped, "k e n", f(7, 5), f(3, 5, 4), T((3,), "offsets", 7)),
+    case(torch.ops.torchshard.grouped_mm.default, "k e n", f(7, 5), f(3, 5, 4), T((3,), "offsets", 7)),
     case(grouped, "k e n", f(9, 4), f(5, 4, 6), T((5,), "offsets", 9)),
     case(grouped, "k e n", f(4, 2), f(1, 2, 3), T((1,), "offsets", 4)),
     case(aten.mm.default, "m k n", f(5, 7), f(7, 4)),

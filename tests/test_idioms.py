@@ -24,6 +24,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils import _pytree as pytree
 from torch.utils.checkpoint import checkpoint
+from torch.utils.flop_counter import FlopCounterMode
 
 import torchshard as ts
 import torchshard.distributed as tsd
@@ -164,6 +165,13 @@ def _with(name: str, tensor: Tensor) -> nn.Module:
 def _with_a_ctc_loss() -> nn.Module:
     loss, targets, lengths = nn.CTCLoss(zero_infinity=True), torch.tensor([[1, 2], [7, 7]]), torch.tensor([2, 1])
     return _Model(lambda m, x: loss(m.up(x).log_softmax(-1), targets, torch.tensor([5, 4]), lengths))
+
+
+def _with_groups() -> nn.Module:
+    ends = torch.tensor([1, 3], dtype=torch.int32)
+    model = _Model(lambda m, x: torch._grouped_mm(m.up(x), m.experts, offs=ends), dtype=torch.float32)
+    model.experts = nn.Parameter(torch.randn(2, 8, 4))
+    return model
 
 
 def _with_cond() -> nn.Module:
@@ -316,6 +324,7 @@ EQUAL: dict[str, _Case] = {
     "a ctc loss": _Case(
         _with_a_ctc_loss, lambda: torch.randn(5, 2, 6, generator=torch.Generator().manual_seed(0)).double()
     ),
+    "grouped_mm in float32": _Case(_with_groups, lambda: _x(dtype=torch.float32)),
     "torch.cond": _Case(_with_cond, _x, _warmed),
     "a frozen configuration": _Case(lambda: _Model(lambda m, x: m.up(x) * m.config["by"], config=_Frozen(by=2.0))),
     "attributes with names of ours": _Case(_with_our_names),
@@ -442,6 +451,10 @@ REFUSED: dict[str, tuple[str, Callable[[], Any]]] = {
 NUMBER = "forward makes a Python number of a tensor's value"
 UNCAPTURED: dict[str, tuple[str, Callable[[], nn.Module]]] = {
     "a generator of the model's own": ("draws random numbers from a generator of its own", _own_generator),
+    "gradients in forward": (
+        "forward computes gradients",
+        lambda: _Model(lambda m, x: torch.autograd.grad(m.up(x).sum(), m.up.weight, create_graph=True)[0]),
+    ),
     "a number as a result": (NUMBER, lambda: _Model(lambda m, x: (m.up(x), x.sum().item()))),
     "a number as a factor": (NUMBER, lambda: _Model(lambda m, x: m.up(x) * x.sum().item())),
 }
@@ -513,6 +526,17 @@ def test_sums_of_partial_values_keep_their_dtype() -> None:
     for dtype in (torch.uint8, torch.int16, torch.int32, torch.int64, torch.bfloat16):
         made = join([torch.full((2,), 3, dtype=dtype)] * 2, P)
         assert made.dtype == dtype and made.tolist() == [6, 6]
+
+
+def test_a_tool_around_a_call_counts_the_call_alone() -> None:
+    models = _Model(), _sharded(example_inputs=(_x(),))
+    for _ in range(3):  # the second call records the graphs of its step
+        counted = []
+        for model in models:
+            with FlopCounterMode(display=False) as counter:
+                model(_x(4)).sum().backward()
+            counted.append(counter.get_total_flops())
+        assert counted[0] == counted[1]
 
 
 def test_a_cast_model_still_shows_its_plan() -> None:

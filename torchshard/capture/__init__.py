@@ -37,6 +37,7 @@ from torchshard.capture.models import (
 )
 from torchshard.capture.rehearsal import ModelCall, refuse_state_between
 from torchshard.capture.signature import Leaves, flatten, flatten_call, look_key, memory_order
+from torchshard.capture.tools import without_tools
 from torchshard.capture.watch import Watch, global_hooks
 
 __all__ = [
@@ -46,5 +47,5 @@ __all__ = [
     "check_weights", "copy_model", "copy_with_values", "describe", "flatten", "flatten_call", "global_hooks",
     "look_key", "look_like",
     "memory_order", "model_without_storage", "own_attributes", "refuse_state_between", "refuse_transforms",
-    "shared_names", "transform_error", "without_storage",
+    "shared_names", "transform_error", "without_storage", "without_tools",
 ]  # fmt: skip

@@ -43,8 +43,9 @@ _ADVICE = (
     ),
     _Advice(
         r"exported program constant's list|functorch|torch\.func\.",
-        "it differentiates or maps within forward (torch.autograd.grad, torch.func), which a flat graph can't hold",
-        "plain ops on batched tensors in place of torch.func.vmap; gradients taken outside the model",
+        "it differentiates or maps within forward (torch.func), which a flat graph can't hold",
+        "plain ops on batched tensors in place of torch.func.vmap (einsum over stacked weights in place of "
+        "stack_module_state); in place of torch.func.grad, torch.autograd.grad on the sharded model's results",
     ),
     _Advice(
         r"cast NotImplemented to Tensor|handlers returned NotImplemented|mixed torch.Tensor and DTensor",

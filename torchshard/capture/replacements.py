@@ -1,6 +1,7 @@
 """Functions of PyTorch that fake tensors can't run, and functions that compute the same, which a capture calls instead.
 
 torch.ctc_loss      reads the lengths: an op of ours has a fake kernel
+torch._grouped_mm   has a fake kernel for bfloat16 only: so has an op of ours, for all dtypes
 torch.cond          compiles its branches: of a predicate that is known before the call, one branch is called
 
 A model may call them from anywhere, as `nn.CTCLoss` does, so they are replaced in PyTorch's namespace.
@@ -17,8 +18,11 @@ from torch import Tensor
 
 from torchshard.capture.known_numbers import known_number
 from torchshard.capture.recording import current_recording
+from torchshard.capture.user_code import calling_line
+from torchshard.core.errors import CaptureError
 from torchshard.core.patches import Patch, Patches
 from torchshard.custom_ops.ctc import ctc_loss
+from torchshard.custom_ops.grouped import GROUPED_MM
 
 
 def _in_captures(function: Callable[..., object]) -> Callable[[object], object]:
@@ -40,6 +44,33 @@ def _ctc_loss(original: object, *args: Any, **kwargs: Any) -> object:
     return ctc_loss(*args, **kwargs)
 
 
+def _grouped_mm(
+    original: Callable[..., object],
+    x: Tensor,
+    weight: Tensor,
+    offs: Tensor | None = None,
+    bias: Tensor | None = None,
+    out_dtype: torch.dtype | None = None,
+) -> object:
+    is_ours = (x.ndim, weight.ndim) == (2, 3) and offs is not None and bias is None and out_dtype in (None, x.dtype)
+    if not is_ours or x.dtype is torch.bfloat16:
+        return original(x, weight, offs=offs, bias=bias, out_dtype=out_dtype)
+    return GROUPED_MM(x, weight, offs)
+
+
+def _no_gradients(original: Callable[..., object], *args: Any, **kwargs: Any) -> object:
+    recording = current_recording()
+    if recording is None or recording.inside_call:
+        return original(*args, **kwargs)
+    raise CaptureError(
+        "forward computes gradients",
+        where=calling_line(),
+        why="a graph holds the ops of forward; gradients that PyTorch's autograd computes within it would be constants",
+        attempt="return what is differentiated, and call torch.autograd.grad(..., create_graph=True) on the sharded "
+        "model's results: its gradients have gradients too",
+    )
+
+
 def _cond(
     original: Callable[..., object],
     pred: Any,
@@ -53,5 +84,11 @@ def _cond(
     return (true_fn if known else false_fn)(*operands)
 
 
-REPLACEMENTS = Patches(Patch(torch, "ctc_loss", _in_captures(_ctc_loss)), Patch(torch, "cond", _in_captures(_cond)))
+REPLACEMENTS = Patches(
+    Patch(torch, "ctc_loss", _in_captures(_ctc_loss)),
+    Patch(torch, "_grouped_mm", _in_captures(_grouped_mm)),
+    Patch(torch, "cond", _in_captures(_cond)),
+    Patch(torch.autograd, "grad", _in_captures(_no_gradients)),
+    Patch(torch.autograd, "backward", _in_captures(_no_gradients)),
+)
 """While it is entered, threads that capture call the replacements."""

@@ -37,6 +37,7 @@ from torchshard.capture import (
     refuse_transforms,
     shared_names,
     without_storage,
+    without_tools,
 )
 from torchshard.capture.facts import ModelFacts
 from torchshard.compiler.batches import layouts_of_parts, whole_batch
@@ -613,6 +614,7 @@ class ShardedModule(State, Notebook):
             assert not isinstance(call, ShardError)
             self._compile(call, args, kwargs)
 
+    @without_tools()
     def _compile(self, call: PreparedCall, args: Sequence[object], kwargs: Mapping[str, object]) -> Compiled:
         """Captures, plans and compiles a call that no graph fits, on all ranks together."""
         for name, parameter in self.named_parameters():
