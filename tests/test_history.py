@@ -32,6 +32,17 @@ class _Split(nn.Module):
         return y
 
 
+class _Shifted(_Split):
+    """It reads a tensor that is no argument, parameter or buffer."""
+
+    def __init__(self, shift: Tensor) -> None:
+        super().__init__()
+        self.shift = shift
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) + self.shift
+
+
 def _made(build: Callable[[], nn.Module] = MLP) -> Any:
     torch.manual_seed(0)
     return ts.shard(build(), PLAN, example_inputs=(X,))
@@ -126,6 +137,10 @@ FAULTS: dict[str, tuple[Callable[[bool], Any], str]] = {
     "backwards of two models": (lambda odd: _backwards_in_another_order(odd, of_one=False), "different backwards"),
     "backwards of one model": (lambda odd: _backwards_in_another_order(odd, of_one=True), "different backwards"),
     "backward twice": (_backward_twice, "different backwards"),
+    "another tensor of forward's own": (
+        lambda odd: _made(lambda: _Shifted(X.flip(0) if odd else X)),
+        "the ranks' forwards read different tensors",
+    ),
     "another checkpoint": (lambda odd: _loads(odd), "load different state dicts"),
     "a save beside a call": (lambda odd: _saves(odd), "the ranks do different things"),
 }

@@ -55,7 +55,7 @@ from torchshard.distributed.ranks import Ranks
 from torchshard.distributed.wire import settling
 from torchshard.plans.machine import Objective
 from torchshard.plans.plan import Plan
-from torchshard.runtime.batches import entering, joined, leaving, own_parts
+from torchshard.runtime.batches import advised_of_parts, entering, joined, leaving, own_parts
 from torchshard.runtime.call_key import call_key
 from torchshard.runtime.call_verification import (
     PreparedCall,
@@ -633,9 +633,12 @@ class ShardedModule(State, Notebook):
         def capture_and_plan() -> RankProgram:
             numbers = call.inputs.number_names
             entry = self._ts_entries[call.key.entry].model
-            captured = program(
-                entry, constraints, args, kwargs, inputs=call.layouts, batches=call.batches, numbers=numbers
-            )
+            try:
+                captured = program(
+                    entry, constraints, args, kwargs, inputs=call.layouts, batches=call.batches, numbers=numbers
+                )
+            except CaptureError as error:
+                raise advised_of_parts(error, entry, call.tensors, call.batches) from error
             if self._ts_whole_batches:
                 refuse_changes(captured.captured.changes)
             self._ts_graphs.refuse_dependence(entry, _model_call(inputs, call, captured), captured)
