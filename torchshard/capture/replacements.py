@@ -65,7 +65,7 @@ def _no_gradients(original: Callable[..., object], *args: Any, **kwargs: Any) ->
     raise CaptureError(
         "forward computes gradients",
         where=calling_line(),
-        why="a graph holds the ops of forward; gradients that PyTorch's autograd computes within it would be constants",
+        why="it differentiates or maps within forward: gradients that it computes would be constants",
         attempt="return what is differentiated, and call torch.autograd.grad(..., create_graph=True) on the sharded "
         "model's results: its gradients have gradients too",
     )
