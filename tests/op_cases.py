@@ -18,6 +18,7 @@ from torchshard.rules.pointwise import UNTAGGED
 aten = torch.ops.aten
 sdpa = aten.scaled_dot_product_attention.default
 grouped = torch.ops.transformers.grouped_mm_fallback.default
+ctc = torch.ops.torchshard.ctc_losses.default
 native, instance = aten.native_batch_norm.default, aten.instance_norm.default
 NONE, MEAN, SUM = 0, 1, 2
 
@@ -79,6 +80,7 @@ def batch_norm(splits: str, *args: Any) -> Case:
 
 LINEAR_ALGEBRA = [
     case(grouped, "k e n", f(7, 5), f(3, 5, 4), T((3,), "offsets", 7)),
+    case(torch.ops.torchshard.grouped_mm.default, "k e n", f(7, 5), f(3, 5, 4), T((3,), "offsets", 7)),
     case(grouped, "k e n", f(9, 4), f(5, 4, 6), T((5,), "offsets", 9)),
     case(grouped, "k e n", f(4, 2), f(1, 2, 3), T((1,), "offsets", 4)),
     case(aten.mm.default, "m k n", f(5, 7), f(7, 4)),
@@ -266,6 +268,7 @@ LOSSES = [
     case(aten.binary_cross_entropy_with_logits.default, "a b", f(5, 3), pos(5, 3), None, plain(5, 3), SUM),
     case(aten.binary_cross_entropy_with_logits.default, "a b", f(5, 3), pos(5, 3), None, plain(3), SUM),
     case(aten.binary_cross_entropy_with_logits.default, "a b", f(5, 3), pos(5, 3), plain(5, 1), plain(3)),
+    case(ctc, "n", f(5, 3, 7), ids(7, 3, 2), ids(6, 3), ids(3, 3), 0, True),
     case(aten.cross_entropy_loss.default, "n v", f(5, 7), ids(7, 5)),
     case(aten.cross_entropy_loss.default, "n v", f(5, 7), ids(7, 5), None, NONE),
     case(aten.cross_entropy_loss.default, "n v", f(6, 4), ids(4, 6), plain(4), MEAN),

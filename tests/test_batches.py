@@ -16,7 +16,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import torchshard as ts
 from tests.compiled import constraints_of
-from tests.helpers import gradient_error, largest, refused_input, run_ranks, whole_gradient
+from tests.helpers import gradient_error, largest, refused, refused_input, run_ranks, whole_gradient
 from tests.test_sequence import Model
 from torchshard.checking.check import check_program
 from torchshard.compiler.batches import divided_batch
@@ -387,18 +387,29 @@ def test_other_inputs_than_local_and_global_are_refused() -> None:
         ts.shard(_model(), {}, _batch(2), data="replicate", inputs="all")  # type: ignore[arg-type]
 
 
+def _reading(target: Tensor) -> Any:
+    class Model(nn.Linear):
+        def forward(self, x: Tensor) -> Tensor:
+            return F.cross_entropy(super().forward(x), target[:, 0])
+
+    return ts.shard(Model(4, 97), {}, data="replicate")
+
+
 def _wrong(rank: int) -> list[bool]:
     model, own = _model(), _own(_batch(2), rank)
     sharded = ts.shard(copy.deepcopy(model), {}, own, data="replicate")
     return [
         refused_input(lambda: sharded(*(t[: PART - rank] for t in own)), "the ranks were called with different"),
         refused_input(lambda: sharded(*(t[:1] for t in own)), "a rank's part of the batch is 1"),
+        refused(
+            lambda: _reading(own[0])(torch.ones(PART, 4)), "target is this rank's part of a batch, pass it as an arg"
+        ),
     ]
 
 
 def test_parts_that_differ_are_refused_on_every_rank() -> None:
-    for refused in run_ranks(_wrong, 2):
-        assert all(refused), refused
+    for found in run_ranks(_wrong, 2):
+        assert all(found), found
 
 
 def test_a_batch_that_the_ranks_do_not_divide_is_refused() -> None:

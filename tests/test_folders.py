@@ -385,6 +385,14 @@ def test_a_file_that_shrinks_after_its_header_was_read(tmp_path: Path) -> None:
     assert refused(lambda: tensor(), "model.safetensors was changed while it was read", ts.InputError)
 
 
+def test_a_file_that_is_replaced_by_one_of_its_size(tmp_path: Path) -> None:
+    save_file({"w": torch.ones(8)}, tmp_path / "model.safetensors")
+    tensor = tensors_of(tmp_path)["w"]
+    save_file({"w": torch.zeros(8)}, tmp_path / "other.safetensors")
+    os.replace(tmp_path / "other.safetensors", tmp_path / "model.safetensors")
+    assert refused(lambda: tensor(), "model.safetensors was changed while it was read", ts.InputError)
+
+
 @pytest.mark.parametrize("file", ["../a.safetensors", "/etc/passwd", "sub/a.safetensors", "..", "none.safetensors"])
 def test_an_index_that_points_elsewhere_is_refused(file: str, tmp_path: Path) -> None:
     (tmp_path / INDEX).write_text(json.dumps({"weight_map": {"w": file}}))

@@ -32,6 +32,17 @@ class _Split(nn.Module):
         return y
 
 
+class _Shifted(_Split):
+    """It reads a tensor that is no argument, parameter or buffer."""
+
+    def __init__(self, shift: Tensor) -> None:
+        super().__init__()
+        self.shift = shift
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) + self.shift
+
+
 def _made(build: Callable[[], nn.Module] = MLP) -> Any:
     torch.manual_seed(0)
     return ts.shard(build(), PLAN, example_inputs=(X,))
@@ -101,6 +112,15 @@ def _large(odd: bool, change: Callable[[Tensor], Tensor]) -> None:
         model(change(x) if odd and i else x)
 
 
+def _trains_two(odd: bool) -> None:
+    """Two threads train a model each: their gradients differ as well."""
+    a, b = _made(), _made()
+    for model, factor in ((a, 1.0), (b, 2.0)):
+        (model(X).sum() * factor).backward()
+    for model in (b, a) if odd else (a, b):
+        model(X)
+
+
 FAULTS: dict[str, tuple[Callable[[bool], Any], str]] = {
     "rows in another order": (lambda odd: _twice(_made(), X.flip(0) if odd else X), "different values"),
     "rows rolled": (lambda odd: _twice(_made(), X.roll(1, 0) if odd else X), "different values"),
@@ -113,9 +133,14 @@ FAULTS: dict[str, tuple[Callable[[bool], Any], str]] = {
     "updates by hand": (_updates_by_hand, "weights have drifted apart"),
     "a broadcast of parameters": (_broadcasts, "all ranks hold the same slice"),
     "models in another order": (_models_in_another_order, "have called different models"),
+    "training of two models in another order": (_trains_two, "have called different models"),
     "backwards of two models": (lambda odd: _backwards_in_another_order(odd, of_one=False), "different backwards"),
     "backwards of one model": (lambda odd: _backwards_in_another_order(odd, of_one=True), "different backwards"),
     "backward twice": (_backward_twice, "different backwards"),
+    "another tensor of forward's own": (
+        lambda odd: _made(lambda: _Shifted(X.flip(0) if odd else X)),
+        "the ranks' forwards read different tensors",
+    ),
     "another checkpoint": (lambda odd: _loads(odd), "load different state dicts"),
     "a save beside a call": (lambda odd: _saves(odd), "the ranks do different things"),
 }

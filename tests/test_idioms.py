@@ -24,6 +24,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils import _pytree as pytree
 from torch.utils.checkpoint import checkpoint
+from torch.utils.flop_counter import FlopCounterMode
 
 import torchshard as ts
 import torchshard.distributed as tsd
@@ -86,6 +87,103 @@ def _with_a_negated_buffer() -> nn.Module:
     model = _Model(lambda m, x: m.up(x) * m.turn)
     model.register_buffer("turn", torch.tensor([1 + 2j], dtype=torch.complex128).conj().imag)
     return model
+
+
+class _Codebook(nn.Parameter):
+    """A parameter with a method."""
+
+    def largest(self) -> Tensor:
+        return self.abs().amax()
+
+
+class _Distances(Tensor):
+    """A tensor of the user's own class, which computes as any."""
+
+
+class _Doubled(Tensor):
+    """A tensor that computes otherwise."""
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = super().__torch_function__(func, types, args, kwargs or {})
+        return result * 2 if func is torch.nn.functional.linear else result
+
+
+class _Quantized(Tensor):
+    """Integers with a scale, as libraries store quantized weights."""
+
+    @staticmethod
+    def __new__(cls, values: Tensor, scale: float) -> Any:
+        return torch.Tensor._make_wrapper_subclass(cls, values.shape, dtype=torch.float64)
+
+    def __init__(self, values: Tensor, scale: float) -> None:
+        self.values_, self.scale = values, scale
+
+    def dequantize(self) -> Tensor:
+        return self.values_.double() * self.scale
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.ops.aten.detach.default:
+            return cls(args[0].values_, args[0].scale)
+        args, kwargs = pytree.tree_map(lambda t: t.dequantize() if isinstance(t, cls) else t, (args, kwargs or {}))
+        return func(*args, **kwargs)
+
+
+def _quantized(*shape: int) -> _Quantized:
+    return _Quantized(torch.arange(math.prod(shape), dtype=torch.int8).view(shape), 0.1)
+
+
+def _with_own_classes() -> nn.Module:
+    def body(m: Any, x: Tensor) -> Tensor:
+        y: Tensor = m.up(x) * m.up.weight.largest() * m.up.bias.scale * getattr(x, "scale", 1.0)
+        own = isinstance(m.up.weight, _Codebook), isinstance(m.far, _Distances), isinstance(x, _Distances)
+        return (y + m.far if all(own[:2]) else y) * (3.0 if own[2] else 1.0)
+
+    model = _Model(body)
+    model.up.weight = _Codebook(model.up.weight.detach())
+    model.up.bias.scale = 2.0  # type: ignore[attr-defined]
+    model.register_buffer("far", torch.arange(8.0).double().as_subclass(_Distances))
+    return model
+
+
+def _called_with_own_classes(model: Any, x: Tensor) -> list[Tensor]:
+    own, plain = x.as_subclass(_Distances), x.clone()
+    plain.scale = 5.0  # type: ignore[attr-defined]
+    return [model(x), model(own).as_subclass(Tensor), model(plain)]
+
+
+def _with(name: str, tensor: Tensor) -> nn.Module:
+    model = _Model()
+    if name == "weight":
+        model.up.weight = nn.Parameter(tensor, requires_grad=False)
+    else:
+        model.register_buffer(name, tensor)
+    return model
+
+
+def _with_a_ctc_loss() -> nn.Module:
+    loss, targets, lengths = nn.CTCLoss(zero_infinity=True), torch.tensor([[1, 2], [7, 7]]), torch.tensor([2, 1])
+    return _Model(lambda m, x: loss(m.up(x).log_softmax(-1), targets, torch.tensor([5, 4]), lengths))
+
+
+def _with_groups() -> nn.Module:
+    ends = torch.tensor([1, 3], dtype=torch.int32)
+    model = _Model(lambda m, x: torch._grouped_mm(m.up(x), m.experts, offs=ends), dtype=torch.float32)
+    model.experts = nn.Parameter(torch.randn(2, 8, 4))
+    return model
+
+
+def _with_cond() -> nn.Module:
+    model = _Model(lambda m, x: torch.cond(m.warm > 2, lambda h: m.up(h), lambda h: m.up(h).sin(), (x,)))
+    model.register_buffer("warm", torch.tensor(1))
+    return model
+
+
+def _warmed(model: Any, x: Tensor) -> list[Tensor]:
+    cold = model(x)
+    model.warm.fill_(3)
+    return [cold, model(x)]
 
 
 def _float_model() -> nn.Module:
@@ -222,6 +320,12 @@ EQUAL: dict[str, _Case] = {
     "parameters that begin within a buffer": _Case(_parameters_of_one_buffer, lambda: _x(dtype=torch.float32)),
     "a conjugated buffer": _Case(_with_a_conjugated_buffer),
     "a buffer whose sign is still to be changed": _Case(_with_a_negated_buffer),
+    "classes and attributes of tensors": _Case(_with_own_classes, _x, _called_with_own_classes),
+    "a ctc loss": _Case(
+        _with_a_ctc_loss, lambda: torch.randn(5, 2, 6, generator=torch.Generator().manual_seed(0)).double()
+    ),
+    "grouped_mm in float32": _Case(_with_groups, lambda: _x(dtype=torch.float32)),
+    "torch.cond": _Case(_with_cond, _x, _warmed),
     "a frozen configuration": _Case(lambda: _Model(lambda m, x: m.up(x) * m.config["by"], config=_Frozen(by=2.0))),
     "attributes with names of ours": _Case(_with_our_names),
     "a buffer that is registered in forward": _Case(lambda: _Model(_registers_a_buffer)),
@@ -311,6 +415,23 @@ REFUSED: dict[str, tuple[str, Callable[[], Any]]] = {
     "a wrapped model": ("a DistributedDataParallel can't be", lambda: ts.shard(DistributedDataParallel(_Plain()), {})),
     "a lazy model": ("parameter 'up.weight' is not initialised yet", lambda: ts.shard(_Lazy(), PLAN)),
     "a sparse buffer": ("buffer edges is sparse_csr", lambda: ts.plan(_sparse(), world_size=2)),
+    "a quantized weight": (
+        "model.up.weight = torch.nn.Parameter(model.up.weight.dequantize())",
+        lambda: ts.shard(_with("weight", _quantized(8, 6)), PLAN),
+    ),
+    "a quantized weight, planned": (
+        "up.weight is of the class _Quantized",
+        lambda: ts.plan(_with("weight", _quantized(8, 6)), example_inputs=(_x(),), world_size=2),
+    ),
+    "a quantized buffer, checked": (
+        "model.table = model.table.dequantize()",
+        lambda: ts.check(_with("table", _quantized(8)), PLAN, example_inputs=(_x(),), world_size=2),
+    ),
+    "a weight that computes otherwise": (
+        "_Doubled.__torch_function__ computes them",
+        lambda: ts.shard(_with("weight", torch.randn(8, 6).double().as_subclass(_Doubled)), PLAN),
+    ),
+    "a quantized input": ("x.dequantize()", lambda: _sharded()(_quantized(3, 6))),
     "another dtype": ("input x is float32, the model float64", lambda: _sharded()(_x(dtype=torch.float32))),
     "an input without values": ("input x has no values", lambda: _sharded()(_x().to("meta"))),
     "a plan drawn to nowhere": ("not to a NoneType", lambda: ts.draw(_sharded(example_inputs=(_x(),)).plan, None)),
@@ -330,6 +451,10 @@ REFUSED: dict[str, tuple[str, Callable[[], Any]]] = {
 NUMBER = "forward makes a Python number of a tensor's value"
 UNCAPTURED: dict[str, tuple[str, Callable[[], nn.Module]]] = {
     "a generator of the model's own": ("draws random numbers from a generator of its own", _own_generator),
+    "gradients in forward": (
+        "forward computes gradients",
+        lambda: _Model(lambda m, x: torch.autograd.grad(m.up(x).sum(), m.up.weight, create_graph=True)[0]),
+    ),
     "a number as a result": (NUMBER, lambda: _Model(lambda m, x: (m.up(x), x.sum().item()))),
     "a number as a factor": (NUMBER, lambda: _Model(lambda m, x: m.up(x) * x.sum().item())),
 }
@@ -401,6 +526,17 @@ def test_sums_of_partial_values_keep_their_dtype() -> None:
     for dtype in (torch.uint8, torch.int16, torch.int32, torch.int64, torch.bfloat16):
         made = join([torch.full((2,), 3, dtype=dtype)] * 2, P)
         assert made.dtype == dtype and made.tolist() == [6, 6]
+
+
+def test_a_tool_around_a_call_counts_the_call_alone() -> None:
+    models = _Model(), _sharded(example_inputs=(_x(),))
+    for _ in range(3):  # the second call records the graphs of its step
+        counted = []
+        for model in models:
+            with FlopCounterMode(display=False) as counter:
+                model(_x(4)).sum().backward()
+            counted.append(counter.get_total_flops())
+        assert counted[0] == counted[1]
 
 
 def test_a_cast_model_still_shows_its_plan() -> None:

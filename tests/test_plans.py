@@ -465,6 +465,16 @@ def test_fewer_ranks_are_suggested_if_they_are_faster() -> None:
     assert few.costs.fewer[1] == pytest.approx(whole.costs.seconds, rel=1e-6) and "alone" not in str(whole)
 
 
+def test_a_plan_says_one_time_of_a_step_and_how_much_better_another_may_be() -> None:
+    made = ts.plan(MLP(), {}, world_size=2, example_inputs=(torch.randn(4, 12),), data="replicate")
+    assert str(made).count(time_text(sum(made.step_seconds.values()))) == 1 and " of that in collectives" not in str(
+        made
+    )
+    costs = dataclasses.replace(made.costs, gap=1.0)
+    text = " ".join(str(dataclasses.replace(made, costs=costs)).split())
+    assert f"another plan may be better, by {time_text(1.0)} at most" in text and "budget" not in text
+
+
 def test_a_faster_link_makes_a_faster_step_and_ranks_no_slower_work() -> None:
     slow, fast = (ts.Machine("m", 1e12, 1e11, bandwidth, 1e-6, 1e-6) for bandwidth in (1e8, 1e10))
     assert _gpt(machine=fast).costs.seconds < _gpt(machine=slow).costs.seconds

@@ -39,12 +39,18 @@ _ADVICE = (
     _Advice(
         r"UncapturedHigherOrderOp",
         "it branches or loops by an operator that takes functions (torch.cond), which a flat graph can't hold",
-        "torch.where in place of a branch, a Python loop in place of a scan",
+        "torch.where in place of a branch, a Python loop in place of a scan; or torch.cond by a buffer of one element",
     ),
     _Advice(
         r"exported program constant's list|functorch|torch\.func\.",
-        "it differentiates or maps within forward (torch.autograd.grad, torch.func), which a flat graph can't hold",
-        "plain ops on batched tensors in place of torch.func.vmap; gradients taken outside the model",
+        "it differentiates or maps within forward (torch.func), which a flat graph can't hold",
+        "plain ops on batched tensors in place of torch.func.vmap (einsum over stacked weights in place of "
+        "stack_module_state); in place of torch.func.grad, torch.autograd.grad on the sharded model's results",
+    ),
+    _Advice(
+        r"cast NotImplemented to Tensor|handlers returned NotImplemented|mixed torch.Tensor and DTensor",
+        "it reads a tensor of a class with ops of its own (__torch_dispatch__), which a flat graph can't hold",
+        "a plain tensor in its place: tensor.dequantize(), tensor.full_tensor()",
     ),
     _Advice(
         r"data.dependent|DataDependent|Could not extract specialized|\.item\(\)|_local_scalar_dense|unbacked",

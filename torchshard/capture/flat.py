@@ -32,7 +32,7 @@ from torchshard.capture.assumptions import Assumption, assumption, divided_sizes
 from torchshard.capture.carried import Changes, finder
 from torchshard.capture.conditions import Condition, Number
 from torchshard.capture.copied_layers import repeat
-from torchshard.capture.models import check_devices, shared_names, without_storage
+from torchshard.capture.models import check_devices, check_inputs, shared_names, without_storage
 from torchshard.capture.modes import modes_of
 from torchshard.capture.names import rename_nodes
 from torchshard.capture.recording import WHOLE
@@ -107,6 +107,7 @@ def capture(
         InputError: `forward` does not take these arguments, or a tensor is on another device than the model.
     """
     call = flatten_call(model, args, kwargs or {}, numbers)
+    check_inputs(model, call)
     check_devices(model, call)
     shapes = [_dynamic_dims(name, tensor, left) if dynamic else frozenset() for name, tensor in call.named_tensors]
     if repeating:

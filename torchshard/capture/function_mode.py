@@ -75,7 +75,7 @@ class CaptureMode(TorchFunctionMode):
 def _refuse_foreign_parameters(leaves: Sequence[object]) -> None:
     for leaf in leaves:
         # Export has replaced the model's own parameters by fake tensors; a real one is not among them.
-        if isinstance(leaf, Tensor) and type(leaf) in (Tensor, nn.Parameter) and leaf.requires_grad:
+        if isinstance(leaf, Tensor) and leaf.requires_grad:
             if not is_fake(leaf):
                 raise CaptureError(
                     "the model uses a parameter that is not its own",

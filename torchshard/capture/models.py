@@ -13,6 +13,7 @@ from torch.nn.parallel import DataParallel, DistributedDataParallel
 from torch.nn.parameter import is_lazy
 
 from torchshard.capture.attributes import settings
+from torchshard.capture.looks import is_stand_in, look_like, own_attributes, own_class
 from torchshard.capture.signature import Leaves
 from torchshard.capture.visible import visible_to
 from torchshard.core.errors import InputError, in_short
@@ -54,10 +55,12 @@ def copy_model(model: nn.Module, memo: Mapping[int, object] | None = None) -> nn
     Raises:
         InputError: the model holds an object that can't be copied.
     """
+    held = [t for _, t in visible_to(model, code=False).values() if isinstance(t, Tensor)]
     # PyTorch refuses to copy a tensor that has a grad_fn.
-    computed = (t for _, t in visible_to(model, code=False).values() if isinstance(t, Tensor) and not t.is_leaf)
+    computed = {id(t): t.detach() for t in held if not t.is_leaf}
+    own = {id(t): _copy_of_own(t) for t in (*model.parameters(), *model.buffers(), *held) if t.is_leaf and _has_look(t)}
     try:
-        return copy.deepcopy(model, {id(t): t.detach() for t in computed} | dict(memo or {}))
+        return copy.deepcopy(model, computed | own | dict(memo or {}))
     except Exception as error:
         raise InputError(
             f"{type(model).__name__} can't be copied",
@@ -67,13 +70,25 @@ def copy_model(model: nn.Module, memo: Mapping[int, object] | None = None) -> nn
         ) from error
 
 
+def _has_look(tensor: Tensor) -> bool:
+    """Whether `copy.deepcopy` fails, as for classes of the user's, or loses something, as attributes of parameters."""
+    return own_class(tensor) is not None or bool(isinstance(tensor, nn.Parameter) and own_attributes(tensor))
+
+
+def _copy_of_own(tensor: Tensor) -> Tensor:
+    copied = copy.deepcopy(tensor.detach().as_subclass(Tensor))
+    is_parameter = isinstance(tensor, nn.Parameter)
+    return look_like(tensor, nn.Parameter(copied, tensor.requires_grad) if is_parameter else copied)
+
+
 def without_storage(tensor: Tensor, dtype: torch.dtype | None = None, device: torch.device | None = None) -> Tensor:
     """A tensor (or Parameter) of the same shape and strides, without memory."""
     result = torch.empty_strided(
         tensor.shape, tensor.stride(), dtype=dtype or tensor.dtype, device=device or tensor.device
     )
     result.untyped_storage().resize_(0)
-    return nn.Parameter(result, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else result
+    made = nn.Parameter(result, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else result
+    return look_like(tensor, made)
 
 
 def shared_names(model: nn.Module) -> dict[str, tuple[str, ...]]:
@@ -130,25 +145,63 @@ def transform_error(model: nn.Module, name: str, attempt: str) -> InputError:
     )
 
 
-def check_strided(model: nn.Module, call: Leaves) -> None:
-    """Checks that every input is strided.
+def check_inputs(model: nn.Module, call: Leaves) -> None:
+    """Checks that every input is a plain, strided tensor.
 
     Raises:
-        InputError: one is sparse or nested.
+        InputError: one is sparse or nested, or its class computes by code of its own.
     """
     for name, tensor in zip(call.names, call.tensors, strict=True):
-        _check_strided(tensor, "input", name, f"argument {name!r} of {type(model).__name__}.forward")
+        _check_tensor(tensor, "input", name, f"argument {name!r} of {type(model).__name__}.forward")
 
 
-def _check_strided(tensor: Tensor, role: str, name: str, place: str) -> None:
-    if not tensor.is_nested and tensor.layout == torch.strided:
-        return
-    raise InputError(
-        f"{role} {name} is {'nested' if tensor.is_nested else str(tensor.layout).removeprefix('torch.')}",
-        where=place,
-        why="a sharded model is captured as a graph of ops on dense tensors, with collectives between them",
-        attempt=f"{name}.to_padded_tensor(0)" if tensor.is_nested else f"{name}.to_dense()",
-    )
+def _check_tensor(tensor: Tensor, role: str, name: str, place: str) -> None:
+    if tensor.is_nested or tensor.layout != torch.strided:
+        raise InputError(
+            f"{role} {name} is {'nested' if tensor.is_nested else str(tensor.layout).removeprefix('torch.')}",
+            where=place,
+            why="a sharded model is captured as a graph of ops on dense tensors, with collectives between them",
+            attempt=f"{name}.to_padded_tensor(0)" if tensor.is_nested else f"{name}.to_dense()",
+        )
+    cls = type(tensor)
+    overrides = None if is_stand_in(tensor) else next((n for n in _METHODS if not _is_default(cls, n)), None)
+    if overrides is not None:
+        raise InputError(
+            f"{role} {name} is of the class {cls.__name__}, whose ops are not those of ordinary tensors",
+            where=place,
+            why=f"{cls.__name__}.{overrides} computes them; a sharded model computes with slices, plain tensors",
+            attempt=_plain_code(role, name, cls, overrides),
+        )
+
+
+_METHODS = ("__torch_dispatch__", "__torch_function__")
+"""What a class of tensors overrides to compute ops by code of its own."""
+
+
+def _is_default(cls: type[Tensor], name: str) -> bool:
+    """Whether a class computes ops as `Tensor` does, as far as this method decides it."""
+    return _function(cls, name) in (_function(Tensor, name), torch._C._disabled_torch_function_impl)
+
+
+def _function(cls: type[Tensor], name: str) -> object:
+    method = getattr(cls, name)
+    return getattr(method, "__func__", method)
+
+
+def _plain_code(role: str, name: str, cls: type[Tensor], overrides: str) -> str:
+    """The code that makes a plain tensor, by a method of the class if it has one that is known."""
+    methods = ("dequantize", "full_tensor", "get_data", "get_original_weight")
+    method = next((m for m in methods if getattr(cls, m, None) is not getattr(Tensor, m, None)), None)
+    variable = name if role == "input" else f"model.{name}"
+    if method is not None:
+        plain = f"{variable}.{method}()"
+    else:
+        is_plain = overrides == "__torch_function__"
+        plain = f"{variable}.as_subclass(torch.Tensor)" if is_plain else "a plain tensor of its values"
+    if role == "input":
+        return plain
+    made = f"torch.nn.Parameter({plain})" if role == "parameter" else plain
+    return f"shard the model before it is quantized or its {role}s are wrapped; or {variable} = {made}"
 
 
 def check_devices(model: nn.Module, call: Leaves) -> None:
@@ -182,12 +235,14 @@ def check_weights(model: object) -> None:
 
     Raises:
         InputError: the model is no module, or a part of it is sharded already; two parameters share memory without
-            being one; a parameter has gradient hooks or no values; a parameter or buffer is sparse or nested.
+            being one; a parameter has gradient hooks or no values; a parameter or buffer is sparse or nested, or its
+            class computes by code of its own.
     """
     module = _checked_module(model)
     for role, tensors in (("parameter", module.named_parameters()), ("buffer", module.named_buffers())):
         for name, tensor in tensors:
-            _check_strided(tensor, role, name, type(model).__name__)
+            _check_is_made(tensor, role, name)
+            _check_tensor(tensor, role, name, type(model).__name__)
     first_names: dict[tuple[object, int], str] = {}
     for name, parameter in module.named_parameters():
         _check_parameter(name, parameter)
@@ -230,28 +285,31 @@ def _checked_module(model: object) -> nn.Module:
     return model
 
 
-def _check_parameter(name: str, parameter: nn.Parameter) -> None:
-    if isinstance(parameter, ShardedParameter):
+def _check_is_made(tensor: Tensor, role: str, name: str) -> None:
+    if isinstance(tensor, ShardedParameter):
         raise InputError(
-            f"parameter {name!r} is sharded already",
+            f"{role} {name!r} is sharded already",
             where=name,
             why="it is a slice of a sharded model's",
             attempt="the unsharded model, or a part of that",
         )
-    if hasattr(parameter, "placements"):
+    if hasattr(tensor, "placements"):
         raise InputError(
-            f"parameter {name!r} is a DTensor",
+            f"{role} {name!r} is a DTensor",
             where=name,
             why="PyTorch has split it already",
             attempt='the model before fully_shard or parallelize_module; data="shard" divides weights in that way',
         )
-    if is_lazy(parameter):
+    if is_lazy(tensor):
         raise InputError(
-            f"parameter {name!r} is not initialised yet",
+            f"{role} {name!r} is not initialised yet",
             where=name,
-            why="a lazy module makes its parameters when it is called first",
+            why="a lazy module makes it when it is called first",
             attempt="call the model once on inputs of the right shape, then shard",
         )
+
+
+def _check_parameter(name: str, parameter: nn.Parameter) -> None:
     if parameter._backward_hooks or parameter._post_accumulate_grad_hooks:
         raise InputError(
             f"parameter {name!r} has gradient hooks",

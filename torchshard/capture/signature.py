@@ -22,6 +22,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
+from torchshard.capture.looks import own_attributes, own_class
 from torchshard.capture.namespaces import array_content, has_attributes, is_array, values_of_object, version_of
 from torchshard.capture.visible import Visible, visible_from
 from torchshard.core.errors import InputError
@@ -146,6 +147,15 @@ def _key_of_held(value: object, visible: Visible) -> Hashable:
         return _key(value)
     except InputError:
         return _Identity(value)
+
+
+def look_key(tensor: Tensor) -> Hashable:
+    """The key of all that Python code sees of a tensor besides its values, sizes and dtype; None of a plain tensor."""
+    cls, attributes = own_class(tensor), own_attributes(tensor)
+    if cls is None and not attributes:
+        return None
+    visible = visible_from(attributes)
+    return (cls, *((name, _key_of_held(value, visible)) for name, value in sorted(attributes.items())))
 
 
 def is_opened(value: object) -> bool:

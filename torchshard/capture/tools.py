@@ -1,6 +1,7 @@
-"""Hooks of PyTorch's own tools on all modules: `CommDebugMode`, `ModuleTracker`. They are no part of a model.
+"""Tools around a call, which are no part of a model: `CommDebugMode`, `ModuleTracker`, `FlopCounterMode`.
 
-Within a capture they would run on fake tensors, and their hooks on results would become ops of the graph.
+Within a capture their hooks on all modules would run on fake tensors, and their hooks on results would become ops of
+the graph. Dispatch modes would count the ops of captures and recordings, some of a dynamic size.
 """
 
 from __future__ import annotations
@@ -8,7 +9,9 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Iterator
 
+import torch
 from torch.nn.modules import module as torch_module
+from torch.utils._python_dispatch import _disable_current_modes
 
 _HOOKS = ("forward_pre_hooks", "forward_hooks", "backward_pre_hooks", "backward_hooks")
 
@@ -20,13 +23,19 @@ def is_tools(hook: object) -> bool:
 
 @contextlib.contextmanager
 def without_tools() -> Iterator[None]:
-    """Takes the tools' hooks off; calls of all threads take turns, so that nobody else captures meanwhile."""
+    """Takes the tools' hooks and all dispatch modes off.
+
+    Calls of all threads take turns, so that nobody else captures meanwhile. Under a FakeTensorMode the modes stay: the
+    model's tensors are its own.
+    """
     hooks = [getattr(torch_module, f"_global_{name}") for name in _HOOKS]
     off = [(held, number, hook) for held in hooks for number, hook in held.items() if is_tools(hook)]
     for held, number, _ in off:
         del held[number]
+    is_fake = torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.FAKE) is not None
     try:
-        yield
+        with contextlib.nullcontext() if is_fake else _disable_current_modes():
+            yield
     finally:
         for held, number, hook in off:
             held[number] = hook

@@ -27,12 +27,14 @@ from torchshard.capture.equal_sizes import equal_sizes, fixed_sizes
 from torchshard.capture.export_errors import capture_error
 from torchshard.capture.function_mode import CaptureMode, Slots, slots_of
 from torchshard.capture.known_numbers import KNOWN_NUMBERS, note_placeholders
+from torchshard.capture.looks import look_like
 from torchshard.capture.modes import note_modes
 from torchshard.capture.namespaces import Place
 from torchshard.capture.quiet import quiet
 from torchshard.capture.recording import Recording, current_recording, use_recording
 from torchshard.capture.rehearsal import refuse_state, run_on_fakes
 from torchshard.capture.repeated import DifferentLayers, Repeats
+from torchshard.capture.replacements import REPLACEMENTS
 from torchshard.capture.rng_states import changed_generators, check_generators
 from torchshard.capture.seeding import INTERCEPTED_SEEDING
 from torchshard.capture.signature import Leaves, check_results, is_unchanged
@@ -90,6 +92,7 @@ def trace(model: nn.Module, call: Leaves, dynamic: Sequence[frozenset[int]], *, 
             INTERCEPTED_SEEDING,
             VALUE_CHECKS,
             KNOWN_NUMBERS,
+            REPLACEMENTS,
             quiet(),
             without_tools(),
             saved_tensors_hooks(_same, _same),
@@ -135,6 +138,10 @@ class _FlatForward:
         self.repeats = Repeats(self._layers) if self._layers else None
         stored = [(holder, name, holder[name]) for holder, name in self._slots.values()]
         note_placeholders(recording, {name: _stored(self._slots, tensor) for name, tensor in recording.state.items()})
+        for tensor in recording.state.values():
+            look_like(tensor, _stored(self._slots, tensor))
+        for tensor, stand_in in zip(self._call.tensors, tensors, strict=False):
+            look_like(tensor, stand_in)
         with self._own_entry_points():
             repeated = nullcontext() if self.repeats is None else self.repeats.installed()
             with CaptureMode(recording, self._slots), note_modes(), repeated:

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from types import CellType, CodeType, FunctionType
 
-from torchshard.core.user_files import is_library
+from torchshard.core.user_files import is_library, is_of_python
 
 
 @dataclass(frozen=True)
@@ -63,8 +63,8 @@ def _has_value(cell: CellType) -> bool:
 
 
 def user_line(stack: Sequence[traceback.FrameSummary]) -> str:
-    """The innermost line of a stack that is neither PyTorch's nor TorchShard's; '' if there is none."""
-    frames = [frame for frame in stack if not is_library(frame.filename)]
+    """The innermost line of a stack that is neither PyTorch's, TorchShard's nor Python's own; '' if there is none."""
+    frames = [frame for frame in stack if not is_library(frame.filename) and not is_of_python(frame.filename)]
     return _innermost([frame for frame in frames if frame.name not in ("<module>", "main")] or frames)
 
 

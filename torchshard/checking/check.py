@@ -19,7 +19,15 @@ from typing import TypeVar
 import torch
 from torch import Tensor, fx, nn
 
-from torchshard.capture import Captured, check_weights, copy_model, copy_with_values, flatten, flatten_call
+from torchshard.capture import (
+    Captured,
+    check_inputs,
+    check_weights,
+    copy_model,
+    copy_with_values,
+    flatten,
+    flatten_call,
+)
 from torchshard.capture.facts import ModelFacts, device_type
 from torchshard.checking import lockstep
 from torchshard.checking.compare import KINDS, TOLERANCES, Comparison, Results, compare, error_of_pieces, noise_ceiling
@@ -174,6 +182,7 @@ def check(
     ranks = read_mesh(checked_world_size(world_size, mesh), mesh, data)
     check_examples(example_inputs, example_kwargs)
     check_weights(model)
+    check_inputs(model, flatten_call(model, example_inputs, example_kwargs or {}))
     reference, args, kwargs = copy_with_values(model), list(example_inputs), dict(example_kwargs or {})
     if dtype is not None:
         reference, args, kwargs = in_dtype(reference, args, kwargs, dtype)

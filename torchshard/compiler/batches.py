@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from torchshard.capture import Leaves, flatten_call
+from torchshard.capture import Leaves, flatten_call, look_like
 from torchshard.core.errors import InputError
 from torchshard.core.layouts import Layout, Shard
 from torchshard.planner.styles import BATCH
@@ -104,7 +104,7 @@ def _with_batch(inputs: Leaves, layouts: Mapping[str, Layout], batch: int) -> Le
         if not tensor.is_contiguous():  # forward may ask how its inputs lie in memory
             order.sort(key=tensor.stride, reverse=True)
         made = torch.empty_permuted(shape, order, dtype=tensor.dtype, device="meta")
-        return made.requires_grad_(tensor.requires_grad)
+        return look_like(tensor, made).requires_grad_(tensor.requires_grad)
 
     tensors = tuple(resized(tensor) if name in layouts else tensor for name, tensor in inputs.named_tensors)
     return replace(inputs, tensors=tensors)

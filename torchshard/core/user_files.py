@@ -35,6 +35,7 @@ def _inside(*folders: object) -> tuple[str, ...]:
 _PACKAGES = _inside(Path(__file__).parents[1], Path(torch.__file__).parent)
 _OF_PYTHON = {sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib")}
 _INSTALLED = _inside(*_OF_PYTHON, *site.getsitepackages(), site.getusersitepackages())
+_STDLIB = _inside(sysconfig.get_path("stdlib"))
 _OURS = "torchshard-fx"
 _SITES = _inside(f"{os.sep}site-packages", f"{os.sep}dist-packages")
 """How environments call the folder into which packages are installed; Python's own are in `_INSTALLED`, too."""
@@ -44,6 +45,11 @@ def is_library(path: str) -> bool:
     """Returns whether a file is PyTorch's or TorchShard's, whose lines tell a user nothing."""
     # PyTorch's C++ frames have paths from the root of its repository
     return path.startswith(("<", "torch/", *_PACKAGES))
+
+
+def is_of_python(path: str) -> bool:
+    """Returns whether a file is a part of Python, such as `contextlib`."""
+    return path.startswith(_STDLIB) and not any(folder in path for folder in _SITES)
 
 
 def is_user_file(path: str | None) -> bool:

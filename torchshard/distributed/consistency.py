@@ -274,6 +274,8 @@ def begin_verifying(
         what: the error's first line.
         digest: the hash of the facts, if they are a function.
         unlike: a number of this rank's own that may differ.
+        near: a number that may differ by rounding. If it differs by more, the error names it before the facts, or where
+            they have its name.
         attempt: the error's last line.
 
     Returns:
@@ -294,16 +296,22 @@ def begin_verifying(
         close = spread <= TOLERANCE * largest
         if highest[0] == lowest[0] and close:
             return highest[1] == lowest[1]
-        raise _unequal(group, facts if close else {name: f"{value:.12g}"}, error, what, attempt)
+
+        def shown() -> Facts:
+            found = facts() if callable(facts) else facts
+            first = {} if name in found else {name: ""}
+            return found if close else first | dict(found) | {name: f"{value:.12g}"}
+
+        raise _unequal(group, shown, error, what, attempt)
 
     return compare
 
 
 def _unequal(
-    group: Group, facts: Facts | Callable[[], Facts], error: Callable[..., ShardError], what: str, attempt: str
+    group: Group, facts: Callable[[], Facts], error: Callable[..., ShardError], what: str, attempt: str
 ) -> ShardError:
     site = {_COMPARED: what, "at": call_site()}
-    data = json.dumps(site | dict(facts() if callable(facts) else facts)).encode()
+    data = json.dumps(site | dict(facts())).encode()
     (longest,), _ = _begin_bounds(group, len(data))()  # no `gather_bytes`: it would verify calls, which may differ too
     rows = _gather_padded(group, COMPARING, data.ljust(longest))
     everyone = [json.loads(memory_of(row)) for row in rows]

@@ -155,12 +155,11 @@ def summary(plan: PlanData) -> list[str]:
         f"plan for {mesh_text(plan)}: {split} of {len(plan.parameters)} parameters and buffers are split, "
         f"{size_text(held)} of {size_text(whole)} on each rank"
     ]
-    lines.append(
-        f"  {_sent_text(costs)}; {time_text(costs.seconds)} on {costs.machine or 'an unnamed machine'}, "
-        f"{time_text(sum(c.seconds for c in costs.collectives))} of that in collectives"
-    )
-    if costs.step is not None:
-        lines += _of_batch(plan)
+    machine, sent = costs.machine or "an unnamed machine", time_text(sum(c.seconds for c in costs.collectives))
+    if costs.step is None:
+        lines.append(f"  {_sent_text(costs)}; {time_text(costs.seconds)} on {machine}, {sent} of that in collectives")
+    else:  # what these take with computation is no time of a step: the axes of the batch have theirs to it
+        lines += [f"  {_sent_text(costs)}; {sent} in collectives on {machine}", *_of_batch(plan)]
     if 1 in costs.fewer:
         lines.append(f"  one rank alone: {time_text(costs.fewer[1])}{_faster_with_fewer(costs)}")
     if "peak" in costs.memory and costs.step is None:

@@ -8,13 +8,14 @@ import torch
 
 from torchshard.core.notation import Local, Row
 from torchshard.custom_ops.fx_types import Argument, Target, Traced
+from torchshard.custom_ops.grouped import GROUPED_MM
 from torchshard.custom_ops.whole import OpKey, entry
 from torchshard.rules.empty import append_zeros
 from torchshard.rules.registry import Call, broadcast, letters, rule, spaced
 
 aten = torch.ops.aten
 BOTH = ({0}, {1})
-GROUPED = (aten._grouped_mm.default, "transformers.grouped_mm_fallback.default")
+GROUPED = (aten._grouped_mm.default, GROUPED_MM, "transformers.grouped_mm_fallback.default")
 """Ops that multiply groups of rows, each by a matrix of its own, as mixtures of experts do."""
 ALIGNED_BYTES = 16
 """So many bytes at a multiple of as many PyTorch's own op reads of each row."""

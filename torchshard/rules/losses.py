@@ -15,6 +15,7 @@ import torch
 
 from torchshard.core.layouts import Size
 from torchshard.core.notation import Local, LocalFn, Row
+from torchshard.custom_ops.ctc import CTC_LOSSES, CTC_LOSSES_BACKWARD
 from torchshard.custom_ops.fx_types import Argument, Traced
 from torchshard.rules.indexing import nonempty, own_index
 from torchshard.rules.normalization import row_max
@@ -71,6 +72,18 @@ def cross_entropy(call: Call) -> Row | None:
 def nll_loss(call: Call) -> Row:
     """`f32[16,97], i64[16] -> f32[]     n !v, n -> `."""
     return call.row(_class_row(call, "!v"), local=_over_batch(call), any_size="*")
+
+
+@rule(CTC_LOSSES, CTC_LOSSES_BACKWARD)
+def ctc(call: Call) -> Row | None:
+    """`f32[50,16,20], i64[16,30], i64[16], i64[16] -> f32[16]     !t n !v, n !s, n, n -> n`.
+
+    Targets that are joined in one dim can't be split: a sequence's depend on the lengths of those before it.
+    """
+    if len(call["targets"].shape) != 2:
+        return None
+    row = "!t n !v, n !s, n, n"
+    return call.row(f"n, {row} -> !t n !v" if call.target is CTC_LOSSES_BACKWARD else f"{row} -> n")
 
 
 def _batch_axes(call: Call) -> list[str]:

@@ -20,15 +20,32 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
+from torchshard.capture import describe
+from torchshard.capture.visible import visible_to
 from torchshard.core.conversions import step_args
+from torchshard.core.errors import CaptureError
 from torchshard.core.layouts import I, Layout, Shard
+from torchshard.core.modules import named_tensors
 from torchshard.core.user_files import warn
 from torchshard.distributed.group import Group
 from torchshard.distributed.ops import direct, hashable
 
 _OPS = torch.ops.torchshard
+
+
+def advised_of_parts(
+    error: CaptureError, model: nn.Module, tensors: Sequence[Tensor], batches: Mapping[str, Layout]
+) -> CaptureError:
+    """The error of a capture; it names a tensor of forward's own with as many rows as this rank's part of the batch."""
+    rows = next((tensor.shape[0] for tensor in tensors if tensor.ndim), None) if batches else None
+    held = {describe(place): value for place, value in visible_to(model).values() if isinstance(value, Tensor)}
+    parts = [name for name, t in (held | named_tensors(model)).items() if t.ndim and t.shape[0] == rows]
+    if not parts:
+        return error
+    attempt = f"if {parts[0]} is this rank's part of a batch, pass it as an argument: forward runs on the whole batch"
+    return CaptureError(error.what, where=error.where, why=error.why, attempt=f"{attempt}. Otherwise {error.attempt}")
 
 
 def own_parts(whole: Mapping[str, Tensor], layouts: Mapping[str, Layout], group: Group) -> list[Tensor]:

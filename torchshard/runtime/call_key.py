@@ -13,7 +13,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
-from torchshard.capture import Leaves, Numbers, global_hooks, memory_order
+from torchshard.capture import Leaves, Numbers, global_hooks, look_key, memory_order
 from torchshard.core.autocast import Autocast, current_autocast
 from torchshard.core.hashing import hash_text
 from torchshard.core.layouts import Layout
@@ -27,8 +27,8 @@ class CallKey(NamedTuple):
     visible_state: int
     """The number of the state that attributes, closures and globals are in: see `Watch`."""
     inputs_need_grad: tuple[bool, ...]
-    inputs: tuple[tuple[torch.dtype, str, Hashable], ...]
-    """(dtype, device type, order in memory) of each input."""
+    inputs: tuple[tuple[torch.dtype, str, Hashable, Hashable], ...]
+    """(dtype, device type, order in memory, class and attributes of the user's) of each input."""
     entry: str
     """The path of the part of the model that is called; '' for the model itself."""
     layouts: tuple[tuple[str, str], ...]
@@ -59,7 +59,7 @@ class CallKey(NamedTuple):
         grad, inference, dtype, device, hooks = self.process_wide
         return {
             "the part of the model that is called": self.entry or "all of it",
-            "the inputs' dtypes, devices and order in memory": str(self.inputs),
+            "the inputs' dtypes, devices, order in memory and classes": str(self.inputs),
             "inputs that are split": str(self.layouts),
             "inputs that need a gradient": _true(self.inputs_need_grad),
             "parameters and buffers that need a gradient": _true(self.state_needs_grad),
@@ -101,7 +101,7 @@ def call_key(
         call.structure,
         visible_state,
         tuple(t.requires_grad for t in call.tensors),
-        tuple((t.dtype, t.device.type, memory_order(t)) for t in call.tensors),
+        tuple((t.dtype, t.device.type, memory_order(t), look_key(t)) for t in call.tensors),
         entry,
         tuple((name, str(layout)) for name, layout in layouts.items()),
         tuple(m.training for m in modules),

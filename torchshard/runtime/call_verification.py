@@ -18,12 +18,14 @@ import torch
 from torch import Tensor, nn
 
 from torchshard.capture import Leaves
+from torchshard.compiler.program import Program
 from torchshard.core.errors import DistributedError, InputError, ShardError
 from torchshard.core.hashing import hash_tensor, hash_text
 from torchshard.core.layouts import Layout
 from torchshard.distributed.consistency import begin_verifying, verify_equal
 from torchshard.distributed.group import Group
 from torchshard.distributed.ranks import Ranks
+from torchshard.ir.graph import placeholders, where
 from torchshard.ir.listing import listing
 from torchshard.ir.sizes import value_text
 from torchshard.runtime import digests
@@ -98,9 +100,11 @@ def begin_verifying_call(
         they have done before, differ.
     """
     summary = _summary_of_refusal(call, purpose) if isinstance(call, ShardError) else _summary(call, purpose, snapshot)
+    # Of another model all else may differ, too: threads that train a model each mix their calls.
+    first = {MODEL: snapshot.facts.get(MODEL, ""), GRADIENTS: "equal up to rounding"}
     compare = begin_verifying(
         group,
-        summary.facts,
+        lambda: first | dict(summary.facts()),
         call_error,
         "the ranks were called with different arguments",
         digest=hash_text(f"{summary.text} {snapshot.facts}"),
@@ -198,10 +202,10 @@ def verify_same_weights(model: nn.Module, ranks: Ranks, replaced: Collection[str
 
 
 def verify_same_program(ranks: Ranks, made: RankProgram, call: PreparedCall) -> None:
-    """The ranks compare a new graph, its plan, every bit of the inputs, and the RNG state if the graph uses it.
+    """The ranks compare a new graph, its plan and constants, every bit of the inputs, and the RNG state if it draws.
 
     Raises:
-        DistributedError: the programs or RNG states differ.
+        DistributedError: the programs, constants or RNG states differ.
         InputError: the inputs' values differ.
     """
     if ranks.count == 1:
@@ -209,6 +213,7 @@ def verify_same_program(ranks: Ranks, made: RankProgram, call: PreparedCall) -> 
     program, what = made.program, "the ranks made different programs of the model"
     facts = {"the graph": listing(program.graph, sources=False), "the plan": program.plan.to_json(question=False)}
     ranks.verify(facts, what)
+    ranks.verify(_constants(program), "the ranks' forwards read different tensors", PASSED)
     if made.of_batch:
         ranks.verify({"the plans of the batch": " ".join(plan.to_json(question=False) for plan in made.of_batch)}, what)
         ranks.verify_along(program.axes[-1].name, {"the graph": listing(made.graph, sources=False)}, what)
@@ -223,6 +228,17 @@ def verify_same_program(ranks: Ranks, made: RankProgram, call: PreparedCall) -> 
         facts = {RNG_STATE: rng_state(call.tensors)}
         for group in (ranks.group, ranks.replicas):
             ranks.run_on_all(partial(verify_equal, group, facts, call_error, SAME_SHAPE), DistributedError, SAME_SHAPE)
+
+
+PASSED = "equal tensors on every rank; a rank's part of a batch as an argument of the call"
+
+
+def _constants(program: Program) -> dict[str, str]:
+    """Each tensor that forward reads besides its arguments, by the line that reads it -> its content."""
+    held = {n.meta["path"]: n for n in placeholders(program.captured.graph.graph) if n.meta["kind"] == "constant"}
+    lines = {path: next((where(user) for user in node.users), path) for path, node in held.items()}
+    constants = program.captured.constants
+    return {f"{path}, read at {line}": digests.describe_content(constants[path]) for path, line in lines.items()}
 
 
 def rng_state(tensors: Sequence[Tensor]) -> str:
@@ -250,7 +266,10 @@ _ERRORS: dict[str, tuple[str, str]] = {
         "the ranks' optimizers have taken different steps since the last call",
         "the same steps of the same optimizers on every rank",
     ),
-    MODEL: ("the ranks have called different models", "the same models in the same order on every rank"),
+    MODEL: (
+        "the ranks have called different models",
+        "the same models in the same order on every rank; threads mix their calls in an order of each rank's own",
+    ),
     GRADIENTS: (
         "the ranks' losses differ: their backwards computed other gradients of the results",
         "the same loss of the same results, labels and random numbers on every rank",

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, fx, nn
 
-from torchshard.capture import Condition, Conditions, ModelCall, Number, refuse_state_between
+from torchshard.capture import Condition, Conditions, ModelCall, Number, refuse_state_between, without_tools
 from torchshard.compiler.program import Program
 from torchshard.core.layouts import I, Layout
 from torchshard.core.mesh import Coordinate
@@ -112,6 +112,7 @@ class Compiled:
     def _is_pure(self) -> bool:
         return not any(uses_rng(node) or writes(node) for node in self.graph.graph.nodes)
 
+    @without_tools()
     def _made(self, compiler: Compiler | None) -> Executables:
         runnable = direct if compiler is None else compiler
         training = LazyStep(self.graph, self.executable, self.ranks, runnable)

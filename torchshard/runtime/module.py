@@ -30,7 +30,7 @@ from torchshard.capture import (
     ModelCall,
     Watch,
     check_devices,
-    check_strided,
+    check_inputs,
     check_weights,
     describe,
     global_hooks,
@@ -38,6 +38,7 @@ from torchshard.capture import (
     refuse_transforms,
     shared_names,
     without_storage,
+    without_tools,
 )
 from torchshard.capture.facts import ModelFacts
 from torchshard.compiler.batches import layouts_of_parts, whole_batch
@@ -55,7 +56,7 @@ from torchshard.distributed.ranks import Ranks
 from torchshard.distributed.wire import settling
 from torchshard.plans.machine import Objective
 from torchshard.plans.plan import Plan
-from torchshard.runtime.batches import entering, joined, leaving, own_parts
+from torchshard.runtime.batches import advised_of_parts, entering, joined, leaving, own_parts
 from torchshard.runtime.call_key import call_key
 from torchshard.runtime.call_verification import (
     PreparedCall,
@@ -493,7 +494,7 @@ class ShardedModule(State, Notebook):
     ) -> PreparedCall:
         self._follow()
         given = self._ts_entries[entry].flatten(args, kwargs, self._ts_numbers)
-        check_strided(self.source, given)
+        check_inputs(self.source, given)
         self._check_devices(given)
         if purpose == "a call":
             self._check_has_values(given)
@@ -614,6 +615,7 @@ class ShardedModule(State, Notebook):
             assert not isinstance(call, ShardError)
             self._compile(call, args, kwargs)
 
+    @without_tools()
     def _compile(self, call: PreparedCall, args: Sequence[object], kwargs: Mapping[str, object]) -> Compiled:
         """Captures, plans and compiles a call that no graph fits, on all ranks together."""
         for name, parameter in self.named_parameters():
@@ -632,9 +634,12 @@ class ShardedModule(State, Notebook):
         def capture_and_plan() -> RankProgram:
             numbers = call.inputs.number_names
             entry = self._ts_entries[call.key.entry].model
-            captured = program(
-                entry, constraints, args, kwargs, inputs=call.layouts, batches=call.batches, numbers=numbers
-            )
+            try:
+                captured = program(
+                    entry, constraints, args, kwargs, inputs=call.layouts, batches=call.batches, numbers=numbers
+                )
+            except CaptureError as error:
+                raise advised_of_parts(error, entry, call.tensors, call.batches) from error
             if self._ts_whole_batches:
                 refuse_changes(captured.captured.changes)
             self._ts_graphs.refuse_dependence(entry, _model_call(inputs, call, captured), captured)

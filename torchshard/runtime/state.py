@@ -18,7 +18,7 @@ from typing import Any, NoReturn, Self, cast
 import torch
 from torch import Tensor, nn
 
-from torchshard.capture import model_without_storage, shared_names, without_storage
+from torchshard.capture import model_without_storage, own_attributes, shared_names, without_storage
 from torchshard.core.errors import DistributedError, InputError
 from torchshard.core.hashing import hash_tensor
 from torchshard.core.layouts import I, Layout, Shard
@@ -125,8 +125,9 @@ class State(ShardedSubmodule):
         """The parameter with this first name and this memory; tied names get the same object."""
         parameter = self._ts_parameters.get(name)
         if parameter is None or parameter.untyped_storage()._cdata != tensor.untyped_storage()._cdata:
-            whole = self._source_tensor(name).shape
-            parameter = ShardedParameter.of(tensor, self._word(name), self._ts_ranks, name, whole, self)
+            source = self._source_tensor(name)
+            parameter = ShardedParameter.of(tensor, self._word(name), self._ts_ranks, name, source.shape, self)
+            vars(parameter).update({n: v for n, v in own_attributes(source).items() if n not in vars(parameter)})
             parameter.grad = tensor.grad
             self._ts_parameters[name] = parameter
         return parameter

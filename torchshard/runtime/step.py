@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, fx
 from torch.fx.graph import _BoxedCodeGen
 
+from torchshard.capture import without_tools
 from torchshard.core.autocast import autocasting
 from torchshard.core.errors import DistributedError, InputError, in_short
 from torchshard.core.garbage import without_garbage_collection
@@ -201,7 +202,8 @@ def on_all_ranks(
     """
     made, collectives, failure = None, list[Sent](), ""
     try:
-        made = make()
+        with without_tools():
+            made = make()
         collectives = sent(made)
     except Exception as error:  # whatever it is: autograd does without
         failure = f"{type(error).__name__}: {error}"

@@ -105,8 +105,8 @@ class FileTensor(StoredTensor):
     shape: tuple[int, ...]
     start: int
     """Where its data begin, in bytes from the beginning of the file."""
-    file_bytes: int
-    """The size of the file when its header was read."""
+    version: tuple[int, int]
+    """The file's size in bytes, and when it was last written, in ns, at the time when its header was read."""
 
     def read(self, box: Box, into: Tensor, dtypes: Sequence[torch.dtype] = (), spare: int = 0) -> int:
         """As `StoredTensor.read`."""
@@ -115,8 +115,13 @@ class FileTensor(StoredTensor):
         try:
             file = os.open(self.path, os.O_RDONLY)
             try:
-                if os.fstat(file).st_size != self.file_bytes:
-                    raise _changed(self, f"it had {self.file_bytes} bytes, and now {os.fstat(file).st_size}")
+                now = _version(file)
+                if now[0] != self.version[0]:
+                    raise _changed(self, f"it had {self.version[0]} bytes, and now {now[0]}")
+                if now != self.version:
+                    raise _changed(
+                        self, f"it was written {(now[1] - self.version[1]) / 1e9:.3g} s after the file of the header"
+                    )
                 return self._read(file, box, into, dtypes, spare)
             finally:
                 os.close(file)
@@ -216,6 +221,12 @@ class FileTensor(StoredTensor):
         return f"{self.path.name}: {self.name}"
 
 
+def _version(file: int) -> tuple[int, int]:
+    """See `FileTensor.version`."""
+    stat = os.fstat(file)
+    return stat.st_size, stat.st_mtime_ns
+
+
 def _block(bytes_: int, dtype: torch.dtype) -> Tensor:
     """Memory to read into: mapped, not of the heap, which would stay in pieces and larger than the tensors kept."""
     return torch.frombuffer(mmap.mmap(-1, bytes_), dtype=dtype)
@@ -256,7 +267,7 @@ def tensors_in(path: Path, expected: Mapping[str, str] | None = None) -> dict[st
     """
     try:
         with path.open("rb") as file:
-            size = os.fstat(file.fileno()).st_size
+            version = size, _ = _version(file.fileno())
             length = int.from_bytes(file.read(8), "little")
             if size < 8 or length > min(size - 8, _MOST_HEADER_BYTES):
                 raise _broken(path, f"it has {size} bytes, and its header would have {length}")
@@ -273,7 +284,7 @@ def tensors_in(path: Path, expected: Mapping[str, str] | None = None) -> dict[st
     for key, value in (expected or {}).items():
         if metadata.get(key) != value:
             raise _broken(path, f"its {key} is {metadata.get(key)!r}, not {value!r}")
-    found = {name: _tensor(path, name, entry, 8 + length, size) for name, entry in header.items()}
+    found = {name: _tensor(path, name, entry, 8 + length, version) for name, entry in header.items()}
     at = 8 + length
     for tensor in sorted(found.values(), key=lambda tensor: (tensor.start, math.prod(tensor.shape))):
         if tensor.start != at:
@@ -292,7 +303,8 @@ def _without_repetitions(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     return made
 
 
-def _tensor(path: Path, name: str, entry: object, data: int, size: int) -> FileTensor:
+def _tensor(path: Path, name: str, entry: object, data: int, version: tuple[int, int]) -> FileTensor:
+    size, _ = version
     match entry:
         case {"dtype": str(dtype), "shape": list(shape), "data_offsets": [int(start), int(stop)]}:
             pass
@@ -306,7 +318,7 @@ def _tensor(path: Path, name: str, entry: object, data: int, size: int) -> FileT
     if not (0 <= start <= stop <= size - data and stop - start == bytes_):
         why = f"shape {shape} in {dtype} has {bytes_} bytes; its data are bytes {start} to {stop} of {size - data}"
         raise _broken(path, why, name)
-    return FileTensor(path, name, DTYPES[dtype], tuple(shape), data + start, size)
+    return FileTensor(path, name, DTYPES[dtype], tuple(shape), data + start, version)
 
 
 def tensors_of(folder: str | os.PathLike[str]) -> dict[str, FileTensor]:

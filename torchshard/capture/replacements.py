@@ -1,0 +1,94 @@
+"""Functions of PyTorch that fake tensors can't run, and functions that compute the same, which a capture calls instead.
+
+torch.ctc_loss      reads the lengths: an op of ours has a fake kernel
+torch._grouped_mm   has a fake kernel for bfloat16 only: so has an op of ours, for all dtypes
+torch.cond          compiles its branches: of a predicate that is known before the call, one branch is called
+
+A model may call them from anywhere, as `nn.CTCLoss` does, so they are replaced in PyTorch's namespace.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any, cast
+
+import torch
+from torch import Tensor
+
+from torchshard.capture.known_numbers import known_number
+from torchshard.capture.recording import current_recording
+from torchshard.capture.user_code import calling_line
+from torchshard.core.errors import CaptureError
+from torchshard.core.patches import Patch, Patches
+from torchshard.custom_ops.ctc import ctc_loss
+from torchshard.custom_ops.grouped import GROUPED_MM
+
+
+def _in_captures(function: Callable[..., object]) -> Callable[[object], object]:
+    """Makes what replaces an original: in a capture it calls `function(original, *args)`."""
+
+    def replace(original: object) -> object:
+        called = cast(Callable[..., object], original)
+
+        @functools.wraps(called)
+        def replacement(*args: Any, **kwargs: Any) -> object:
+            return called(*args, **kwargs) if current_recording() is None else function(called, *args, **kwargs)
+
+        return replacement
+
+    return replace
+
+
+def _ctc_loss(original: object, *args: Any, **kwargs: Any) -> object:
+    return ctc_loss(*args, **kwargs)
+
+
+def _grouped_mm(
+    original: Callable[..., object],
+    x: Tensor,
+    weight: Tensor,
+    offs: Tensor | None = None,
+    bias: Tensor | None = None,
+    out_dtype: torch.dtype | None = None,
+) -> object:
+    is_ours = (x.ndim, weight.ndim) == (2, 3) and offs is not None and bias is None and out_dtype in (None, x.dtype)
+    if not is_ours or x.dtype is torch.bfloat16:
+        return original(x, weight, offs=offs, bias=bias, out_dtype=out_dtype)
+    return GROUPED_MM(x, weight, offs)
+
+
+def _no_gradients(original: Callable[..., object], *args: Any, **kwargs: Any) -> object:
+    recording = current_recording()
+    if recording is None or recording.inside_call:
+        return original(*args, **kwargs)
+    raise CaptureError(
+        "forward computes gradients",
+        where=calling_line(),
+        why="it differentiates or maps within forward: gradients that it computes would be constants",
+        attempt="return what is differentiated, and call torch.autograd.grad(..., create_graph=True) on the sharded "
+        "model's results: its gradients have gradients too",
+    )
+
+
+def _cond(
+    original: Callable[..., object],
+    pred: Any,
+    true_fn: Callable[..., object],
+    false_fn: Callable[..., object],
+    operands: Sequence[object] = (),
+) -> object:
+    known = known_number(pred, bool) if isinstance(pred, Tensor) else None
+    if known is None:
+        return original(pred, true_fn, false_fn, operands)
+    return (true_fn if known else false_fn)(*operands)
+
+
+REPLACEMENTS = Patches(
+    Patch(torch, "ctc_loss", _in_captures(_ctc_loss)),
+    Patch(torch, "_grouped_mm", _in_captures(_grouped_mm)),
+    Patch(torch, "cond", _in_captures(_cond)),
+    Patch(torch.autograd, "grad", _in_captures(_no_gradients)),
+    Patch(torch.autograd, "backward", _in_captures(_no_gradients)),
+)
+"""While it is entered, threads that capture call the replacements."""
