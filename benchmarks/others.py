@@ -464,7 +464,8 @@ for _name, _sizes in {
     "SetTransformerAggregation": {"channels": 8, "heads": 2}, "SortAggregation": {"k": 3},
     "DeepSetsAggregation": {"local_nn": nn.Linear(8, 16), "global_nn": nn.Linear(16, 4)},
 }.items():  # fmt: skip
-    _add(f"torch_geometric {_name}", _of(_G, _name, **_sizes), x(12, 8), value(torch.arange(12) // 3))
+    _add(f"torch_geometric {_name}", _of(_G, _name, **_sizes), x(12, 8), value(torch.arange(12) // 3),
+         dim_size=value(4))  # fmt: skip
 
 # --- x-transformers --------------------------------------------------------------------------------------------------
 
