@@ -75,7 +75,8 @@ OVERRIDES: dict[str, dict[str, Any]] = {
 """model type -> sizes of its own."""
 
 TASKS = ("MASKED_LM", "SEQ_TO_SEQ_CAUSAL_LM", "SPEECH_SEQ_2_SEQ", "IMAGE_CLASSIFICATION", "CTC", "AUDIO_CLASSIFICATION",
-         "ZERO_SHOT_IMAGE_CLASSIFICATION", "DEPTH_ESTIMATION", "OBJECT_DETECTION")  # fmt: skip
+         "ZERO_SHOT_IMAGE_CLASSIFICATION", "DEPTH_ESTIMATION", "OBJECT_DETECTION", "QUESTION_ANSWERING",
+         "PRETRAINING")  # fmt: skip
 """Of these the first that a model type has is what it is tried as, where it is no causal language model."""
 _OTHERS = """
     albert bert camembert convbert data2vec-text deberta deberta-v2 distilbert electra ernie esm eurobert flaubert fnet
@@ -88,6 +89,9 @@ _OTHERS = """
     siglip swiftformer swin swinv2 vit vit_msn clip metaclip_2
     data2vec-audio hubert unispeech unispeech-sat wav2vec2 wav2vec2-bert wav2vec2-conformer wavlm
     audio-spectrogram-transformer glpn
+    canine jina_embeddings_v3 markuplm mra splinter ultrabert yoso gte neomme tapas modernvbert
+    lasr_ctc parakeet_ctc canary cohere_asr pop2piano t5gemma2 qwen2_audio encoder-decoder
+    pp_lcnet yolos vit_mae visual_bert mistral4 evolla llava
 """
 OTHERS = _OTHERS.split()
 """Model types that are tried as something else than a causal language model."""

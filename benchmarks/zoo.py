@@ -95,8 +95,7 @@ def _tried(kind: str, ranks: list[int], dtypes: Sequence[torch.dtype | None]) ->
             if dtype is not None:
                 args, kwargs = tree_map_only(torch.Tensor, partial(_as, dtype=dtype), (args, kwargs))
                 model.to(dtype)
-            with torch.no_grad():
-                model(*args, **kwargs)
+            model(*args, **kwargs)
             break
         except Exception as error:
             why = " ".join(str(error).split())[:400]

@@ -482,7 +482,7 @@ def _fills_ranks(op: Op, choice: Choice, ranks: int) -> bool:
 
 def _spread_out(states: Sequence[Sequence[Any]], cost: Callable[[Any, Any], float]) -> Table:
     """A table over two variables' states; equal states are priced once, for many are equal."""
-    rows, columns = (list(dict.fromkeys(s)) for s in states)
+    rows, columns = ({state: place for place, state in enumerate(dict.fromkeys(each))} for each in states)
     small = np.array([[cost(a, b) for b in columns] for a in rows], dtype=float).reshape(len(rows), len(columns))
-    at = [[distinct.index(s) for s in each] for distinct, each in zip((rows, columns), states, strict=True)]
+    at = [[places[state] for state in each] for places, each in zip((rows, columns), states, strict=True)]
     return small[np.ix_(*at)]
