@@ -306,7 +306,8 @@ def test_configurations_of_other_kinds(kind: str, tmp_path: Path, capsys: pytest
 
 
 MILLIONS = {"bert-base": 110, "gpt2": 124, "gpt2-xl": 1558, "llama-3-405b": 405853, "llama-3-70b": 70554,
-            "llama-3-8b": 8030, "mixtral-8x7b": 46703, "qwen3-8b": 8191, "t5-base": 223, "vit-base": 86}  # fmt: skip
+            "llama-3-8b": 8030, "llama-tiny": 0, "mixtral-8x7b": 46703, "qwen3-8b": 8191,
+            "t5-base": 223, "vit-base": 86}  # fmt: skip
 """Parameters of the package's own configurations."""
 
 
