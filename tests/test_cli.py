@@ -21,7 +21,7 @@ import torchshard as ts
 from tests.models import MLP
 from torchshard.cli.main import _plain_warnings, main
 from torchshard.cli.progress import Follow
-from torchshard.cli.sources import Example, real_source
+from torchshard.cli.sources import CONFIGS, Example, _configuration, read_source, real_source
 
 CONFIG: dict[str, Any] = {"hidden_size": 64, "intermediate_size": 96, "num_attention_heads": 4, "num_hidden_layers": 2}
 
@@ -305,8 +305,30 @@ def test_configurations_of_other_kinds(kind: str, tmp_path: Path, capsys: pytest
     assert capsys.readouterr().out.startswith("plan for 2 ranks")
 
 
+MILLIONS = {"bert-base": 110, "gpt2": 124, "gpt2-xl": 1558, "llama-3-405b": 405853, "llama-3-70b": 70554,
+            "llama-3-8b": 8030, "llama-tiny": 0, "mixtral-8x7b": 46703, "qwen3-8b": 8191,
+            "t5-base": 223, "vit-base": 86}  # fmt: skip
+"""Parameters of the package's own configurations."""
+
+
+@pytest.mark.parametrize("name", [n if n == "gpt2" else pytest.param(n, marks=pytest.mark.nightly) for n in CONFIGS])
+def test_a_configuration_of_the_package_is_the_models(name: str) -> None:
+    config, build = _configuration(CONFIGS[name])
+    assert json.loads(CONFIGS[name].read_text()).keys() <= config.to_dict().keys()
+    with torch.device("meta"):
+        assert round(sum(p.numel() for p in build(config).parameters()) / 1e6) == MILLIONS[name]
+
+
+def test_a_file_is_meant_before_a_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "gpt2").mkdir()
+    with pytest.raises(ts.ShardError, match=r"gpt2/config\.json"):
+        read_source("gpt2", Example())
+
+
 ERRORS = {
     "nothing there": (["plan", "nowhere"], "'nowhere' is not a model"),
+    "no such name": (["plan", "lama-3-8b"], "try:   'llama-3-8b' or"),
     "no such module": (["plan", "no.such:factory"], "returns no model: ModuleNotFoundError"),
     "no such function": (["plan", "tests.test_cli:nothing"], "returns no model: AttributeError"),
     "a factory that fails": (["plan", "tests.test_cli:failing"], "returns no model: ZeroDivisionError"),

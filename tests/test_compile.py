@@ -23,6 +23,8 @@ from torchshard.core.conversions import step_args
 from torchshard.core.layouts import split
 from torchshard.distributed.group import lookup
 from torchshard.passes import lower, schedule, verify
+from torchshard.passes.lower import WAIT
+from torchshard.runtime import compilation
 
 EAGER = {"backend": "eager"}
 ALL = [name for name in CASES if name != "recurrent"]
@@ -104,6 +106,35 @@ def _trained(rank: int, names: list[str]) -> dict[str, list[float]]:
 def test_gradients_are_the_unsharded_models(world: int, names: list[str]) -> None:
     for found in run_ranks(_trained, world, names, timeout_seconds=900):
         assert largest(largest(differences) for differences in found.values()) < 1e-12, found
+
+
+def _doubling(run: Callable[[fx.GraphModule], bool]) -> Callable[[fx.GraphModule], bool]:
+    """`lower`, with what its collectives give doubled."""
+
+    def wrong(graph: fx.GraphModule) -> bool:
+        changed = run(graph)
+        for node in graph.graph.find_nodes(op="call_function", target=WAIT):
+            with graph.graph.inserting_after(node):
+                doubled = graph.graph.call_function(torch.ops.aten.mul.Scalar, (node, 2))
+            doubled.meta = dict(node.meta)
+            node.replace_all_uses_with(doubled)
+            doubled.args = (node, 2)
+        return changed
+
+    return wrong
+
+
+def _wrongly_lowered(rank: int) -> float:
+    ts.distributed.init_process_group()
+    compilation.lower = _doubling(compilation.lower)  # type: ignore[assignment]
+    model, plan = _mlp()
+    sharded = ts.shard(model, plan, compile=EAGER)
+    return _difference(model, sharded, sharded, (torch.randn(3, 6, dtype=torch.float64),))
+
+
+@pytest.mark.nightly
+def test_a_fault_in_lowering_is_seen() -> None:
+    assert min(run_ranks(_wrongly_lowered, 2)) > 1e-3
 
 
 @pytest.mark.skipif(not HAS_COMPILER, reason="Inductor needs a C++ compiler")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
@@ -14,6 +14,7 @@ from torch.utils import _pytree as pytree
 
 import torchshard as ts
 from tests.helpers import run_ranks
+from tests.op_database import calls, operators
 from torchshard.passes import direct
 
 aten = torch.ops.aten
@@ -88,12 +89,6 @@ def test_packed_weights_on_real_ranks() -> None:
     assert max(run_ranks(_packed, 2)) < 1e-10
 
 
-def _samples(op: Any) -> Iterator[Any]:
-    for dtype in DTYPES:
-        if dtype in op.dtypes:
-            yield from itertools.islice(op.sample_inputs("cpu", dtype), 0, 4, 3)
-
-
 def _has_constants(graph: fx.GraphModule) -> bool:
     return bool(graph.graph.find_nodes(op="get_attr"))
 
@@ -102,12 +97,9 @@ def _has_constants(graph: fx.GraphModule) -> bool:
 @pytest.mark.parametrize("part", range(PARTS))
 def test_pytorchs_operators(part: int) -> None:
     """Each op of PyTorch's database, with numbers of each kind."""
-    pytest.importorskip("expecttest", reason="PyTorch's database needs it: pip install torchshard[dev]")
-    from torch.testing._internal.common_methods_invocations import op_db
-
     compared, wrong = 0, []
-    for op in op_db[part::PARTS]:
-        for sample in [] if "empty" in op.name else _samples(op):
+    for op in operators(part, PARTS):
+        for sample in itertools.chain(*(calls(op, dtype, 4, 3) for dtype in DTYPES)):
             of_tensors, tensors = _of_tensors(op.op, ((sample.input, *sample.args), sample.kwargs))
             try:
                 graph = make_fx(of_tensors, tracing_mode="fake", pre_dispatch=True)(*(t.clone() for t in tensors))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 import os
 import re
+import shlex
 import sys
 import warnings
 from pathlib import Path
@@ -14,6 +15,7 @@ from xml.etree import ElementTree
 import pytest
 
 from tests.helpers import run_ranks
+from torchshard.cli.main import main
 
 ROOT = Path(__file__).parent.parent
 
@@ -66,6 +68,21 @@ def test_every_block_of_a_page_runs(page: str, tmp_path: Path) -> None:
     for path in tmp_path.glob("*.svg"):
         kept = ROOT / "docs" / "figures" / path.name
         assert not kept.exists() or kept.read_text() == path.read_text(), f"docs/figures/{path.name} is old"
+
+
+COMMAND = re.compile(r"^(?:    |\$ )torchshard (.*)(?<!\.\.\.)$", re.MULTILINE)
+"""One that a page shows in full."""
+WITH_COMMANDS = [page for page in PAGES if COMMAND.search((ROOT / page).read_text())]
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("page", WITH_COMMANDS)
+def test_every_command_of_a_page_runs(page: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In a folder that has nothing but the file of a plan."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    for command in ["plan gpt2 --json plan.json", *COMMAND.findall((ROOT / page).read_text())]:
+        assert main(shlex.split(command, comments=True)) == 0, command
 
 
 def test_the_site_has_every_page_and_every_link_leads_somewhere() -> None:

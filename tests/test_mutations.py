@@ -31,7 +31,7 @@ from torchshard.core.mesh import Mesh, MeshAxis
 from torchshard.core.rng_states import rng_states
 from torchshard.distributed import kernels
 from torchshard.distributed.ops import OPS
-from torchshard.ir.graph import duplicate
+from torchshard.ir.graph import duplicate, fake_mode, faking, results_of
 from torchshard.passes import Partition, step_graphs, verify
 from torchshard.plans.machine import Machine, Objective
 from torchshard.runtime import step
@@ -191,6 +191,57 @@ def test_a_fault_in_what_real_ranks_run_is_caught(name: str, monkeypatch: pytest
     call: dict[str, Any] = {"world_size": 2, "example_inputs": (x.requires_grad_(),)}
     FAULTS[name](monkeypatch)
     assert not ts.check(model, {"0": "column", "2": "row"}, **call).ok
+
+
+def _with_sums(graph: fx.GraphModule, given: Any = None, *, kept: Any = (), **_: Any) -> Partition:
+    """The graphs of a call within `no_sync()`, with the sums that come later behind the backward."""
+    groups = {str(node.args[-1]) for node in graph.graph.nodes if node.target in OPS}
+    parts = step_graphs(graph, given, unsummed=groups, kept=kept)
+    backward = parts.backward.graph
+    output = backward.output_node()
+    gradients = list(results_of(backward))
+    values = gradients[-len(parts.parts) :]
+    del gradients[-len(parts.parts) :]
+    with backward.inserting_before(output), faking(fake_mode(backward)):
+        for part, value in zip(parts.parts, values, strict=True):
+            for call in part.sums:
+                assert isinstance(value, fx.Node) and callable(call.target)
+                summed = backward.call_function(call.target, (value, *call.args), dict(call.kwargs))
+                summed.meta = value.meta | {"val": call.target(value.meta["val"], *call.args, **dict(call.kwargs))}
+                value = summed
+            before = gradients[part.argument]
+            gradients[part.argument] = value if before is None else backward.call_function(ADD, (before, value))
+    output.args = (gradients,)
+    return dataclasses.replace(parts, parts=())
+
+
+ADD = torch.ops.aten.add.Tensor
+LATER: dict[str, Any] = {
+    "": lambda found: found,
+    "a sum is left out": lambda found: [(value, calls[:-1]) for value, calls in found],
+    "a sum is made twice": lambda found: [(value, calls + calls[-1:]) for value, calls in found],
+}
+"""A fault -> what it makes of the parts of a gradient."""
+
+
+@pytest.mark.parametrize("fault", LATER)
+def test_sums_that_come_later_are_the_gradients_or_the_check_sees_it(
+    fault: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    torch.manual_seed(0)
+    model, x = nn.Sequential(nn.Linear(6, 8), nn.ReLU(), nn.Linear(8, 6, bias=False)), torch.randn(4, 6)
+    module, call = importlib.import_module("torchshard.passes.unsummed"), {"world_size": 2, "data": "replicate"}
+    found, summed = module._parts, list[object]()
+
+    def parts(*given: Any) -> Any:
+        made = found(*given)
+        summed.extend(calls for _, calls in made if calls)
+        return LATER[fault](made)
+
+    monkeypatch.setattr(module, "_parts", parts)
+    monkeypatch.setattr(step, "step_graphs", _with_sums)
+    report = ts.check(model, {}, example_inputs=(x,), **call)
+    assert summed and report.ok is not bool(fault) and report.diverges_at == (BY_GRAPHS if fault else "")
 
 
 def test_a_dropped_copy_leaves_outputs_exact_and_is_named() -> None:

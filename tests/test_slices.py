@@ -111,6 +111,23 @@ def test_following_is_no_excuse_for_losing_all() -> None:
     }  # fmt: skip
 
 
+def test_what_fits_the_whole_is_not_taken_for_a_slices() -> None:
+    """A number or a tensor of a slice's size, beside the slice, where the function takes it beside the whole."""
+
+    def followed(f: Callable[..., Any], whole: tuple[int, ...], of: Word, *others: Any) -> Any:
+        local = split(torch.zeros(whole), of, {"tp": 0}).clone()
+        return follow(f, (local, *others), {}, {0: SliceType(of, whole)}, {"tp": 0}, f(local.clone(), *others))
+
+    rows, columns, index = WORDS["rows"], WORDS["columns"], torch.zeros(4, 3, dtype=torch.long)
+    assert followed(F.channel_shuffle, (1, 4, 3), columns, 2).results == (Lost(),)
+    assert followed(Tensor.scatter, (8, 3), rows, 0, index, torch.ones(4, 3)).results == (Lost(),)
+    assert followed(Tensor.reshape, (8, 3), rows, 4, -1).results == (SliceType(rows, (8, 3)),)
+    assert followed(Tensor.mul, (8, 3), rows, torch.ones(4, 3)).results == (SliceType(rows, (8, 3)),)
+    assert followed(Tensor.sum_to_size, (2,), rows, 1).results == (Lost(),)
+    assert followed(torch.complex, (3, 2), columns, torch.ones(3, 2)).results == (Lost(),)
+    assert followed(Tensor.unsqueeze_, (8, 3), rows, 2).written == {0: SliceType(rows, (8, 3, 1))}
+
+
 TOLD: dict[str, Callable[[Tensor], Any]] = {
     "einsum": lambda p: torch.einsum("ij,ij->", p, p),
     "addmm": lambda p: torch.addmm(p.new_zeros(p.shape[0], p.shape[0]), p, p.t()),

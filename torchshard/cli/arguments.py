@@ -6,8 +6,9 @@ import argparse
 import re
 
 _MODEL = (
-    "module:factory, a Hugging Face config.json, or a folder with one and, if it has them, safetensors files; or the "
-    "name of a model in the cache of Hugging Face's hub: meta-llama/Llama-3.1-8B; show and draw also take a plan's JSON"
+    "a built-in name such as llama-3-8b (any other lists all); module:factory; a Hugging Face config.json, or a folder "
+    "with one and, if it has them, safetensors files; the name of a model in the cache of Hugging Face's hub: "
+    "meta-llama/Llama-3.1-8B; show and draw also take a plan's JSON"
 )
 _WEIGHTS = "safetensors files that must fit the model (MODEL's, if it is a folder with some); cast to its dtype"
 

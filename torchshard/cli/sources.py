@@ -1,4 +1,4 @@
-"""Finds the command line's models: a factory function, a Hugging Face configuration, or a folder with one.
+"""Finds the command line's models: a built-in name, a factory function, a Hugging Face configuration or its folder.
 
 A model comes with example inputs, for planning needs a call. Unless a command runs the model, it is made on the meta
 device: the plan of a model that no machine here could hold takes no memory. Weights in files are checked against it.
@@ -7,6 +7,7 @@ device: the plan of a model that no machine here could hold takes no memory. Wei
 from __future__ import annotations
 
 import contextlib
+import difflib
 import importlib
 import importlib.metadata
 import inspect
@@ -71,7 +72,7 @@ class ExampleOptions(Protocol):
 
 
 def read_source(name: str, example: Example, weights: str | None = None, *, real: bool = False) -> Source:
-    """The model of that name: `module:factory`, a config.json, or a folder with one.
+    """The model of that name: 'llama-3-8b', `module:factory`, a config.json, or a folder with one.
 
     Args:
         example: how a configuration's model is made and called.
@@ -89,7 +90,7 @@ def read_source(name: str, example: Example, weights: str | None = None, *, real
     if example.dtype is not None and not isinstance(getattr(torch, example.dtype, None), torch.dtype):
         what = f"{example.dtype!r} is no dtype"
         raise InputError(what, where="--dtype", why="it is the name of one of PyTorch's", attempt="--dtype bfloat16")
-    name = _in_cache(name)
+    name = _located(name)
     source = _unloaded(name, example, real)
     folder = name if weights is None and has_weights(Path(name)) else weights
     if folder is not None:
@@ -101,12 +102,16 @@ def read_source(name: str, example: Example, weights: str | None = None, *, real
 
 HUB_NAME = r"[\w.-]+/[\w.-]+"
 """A model on Hugging Face's hub: 'meta-llama/Llama-3.1-8B'."""
+CONFIGS = {path.stem: path for path in sorted((Path(__file__).parent / "configs").glob("*.json"))}
+"""The configurations that are a part of this package, by name: 'llama-3-8b'."""
 
 
-def _in_cache(name: str) -> str:
-    """The folder of a model that Hugging Face's hub has under this name, if it was downloaded; else the name itself."""
-    if Path(name).exists() or not re.fullmatch(HUB_NAME, name):
+def _located(name: str) -> str:
+    """The file or folder of a model that this package or the hub's cache has under this name; else the name itself."""
+    if Path(name).exists():
         return name
+    if not re.fullmatch(HUB_NAME, name):
+        return os.fspath(CONFIGS.get(name, name))
     with contextlib.suppress(ImportError):
         from huggingface_hub import try_to_load_from_cache
 
@@ -132,7 +137,9 @@ def _unloaded(name: str, example: Example, real: bool) -> Source:
         )
     if is_factory(name):
         return _from_factory(name, real)
-    why, attempt = "there is no such file or folder, and no factory is named", ""
+    near = difflib.get_close_matches(name.lower(), CONFIGS, n=3, cutoff=0.4)
+    why = "there is no such file or folder, no factory is named, and the built-in models are " + ", ".join(CONFIGS)
+    attempt = f"{' or '.join(map(repr, near))}; or " if near else ""
     if re.fullmatch(HUB_NAME, name):
         why += "; nor is it in the cache of Hugging Face's hub"
         attempt = f"`hf download {name} config.json` before; or "

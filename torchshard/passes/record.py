@@ -12,7 +12,7 @@ from __future__ import annotations
 import contextlib
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import MappingProxyType
 from typing import Any
 
@@ -26,6 +26,7 @@ from torch.fx.node import Argument
 from torch.utils.hooks import RemovableHandle
 
 from torchshard.core.autocast import autocasting
+from torchshard.core.mesh import simulated
 from torchshard.distributed.experts import DISPATCH
 from torchshard.ir.graph import (
     Mode,
@@ -59,6 +60,18 @@ class Recording:
     graph: fx.Graph
     given: Gradients
     """The results whose gradients are given and have an effect."""
+    groups: tuple[str, ...] = ()
+    """The simulated groups that its collectives are over."""
+
+    def among(self, groups: tuple[str, ...]) -> Recording:
+        """The same of another rank, whose groups these are."""
+        if groups == self.groups:
+            return self
+        names, copied, copies = dict(zip(self.groups, groups, strict=True)), fx.Graph(), dict[fx.Node, fx.Node]()
+        for node in self.graph.nodes:
+            copies[node] = copied.node_copy(node, copies.__getitem__)
+            copies[node].args = tuple(names.get(a, a) if isinstance(a, str) else a for a in copies[node].args)
+        return replace(self, graph=copied, groups=groups)
 
 
 def recorded(part: fx.GraphModule, given: Gradients) -> Recording:
@@ -69,20 +82,33 @@ def recorded(part: fx.GraphModule, given: Gradients) -> Recording:
         CaptureError: a gradient is computed by writes that have no functional form.
     """
     known: dict[object, Recording] = part.meta.setdefault("recordings", {})
-    key = _key(part.graph), given
+    groups = _simulated_groups(part.graph)
+    key = _key(part.graph, groups), given
     if key not in known:
-        known[key] = _record(part, given)
-    return known[key]
+        known[key] = replace(_record(part, given), groups=groups)
+    return known[key].among(groups)
 
 
-def _key(graph: fx.Graph) -> tuple[object, ...]:
-    """Equal for parts that compute the same of values with the same strides."""
+def _simulated_groups(graph: fx.Graph) -> tuple[str, ...]:
+    """The names of simulated groups, which differ from rank to rank."""
+    given = (a for node in graph.nodes for a in node.args if isinstance(a, str))
+    return tuple(dict.fromkeys(name for name in given if simulated(name) is not None))
+
+
+def _key(graph: fx.Graph, groups: Sequence[str]) -> tuple[object, ...]:
+    """Equal for parts that compute the same of values with the same strides, on whichever simulated rank."""
     number = {node: f"%{i}" for i, node in enumerate(graph.nodes)}
     own = sizes_found(graph)
+    group = {name: f"group {i} of {name.split('/')[2]}" for i, name in enumerate(groups)}
+
+    def text(node: fx.Node) -> str:
+        args = [group.get(a, a) if isinstance(a, str) else a for a in node.args]
+        return str(fx.map_arg((args, node.kwargs), lambda n: number[n]))
+
     return tuple(
         (
             node.target if node.op == "call_function" else node.op,
-            str(fx.map_arg((node.args, node.kwargs), lambda n: number[n])),
+            text(node),
             tuple(value_type(value, own) for value in values(node)),
             bool(node.meta.get("needs_grad")),
         )

@@ -23,7 +23,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Callable, Collection, Hashable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
 import torch
@@ -92,16 +92,13 @@ def follow(
     """
     leaves, structure = pytree.tree_flatten((tuple(args), dict(kwargs)))
     tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
-    own = [tuple(tensor.shape) for tensor in tensors]
-    # a tensor that a user has made by a slice's shape is taken for a slice, too
-    like = {own[i]: held[i] for i in sorted(held, reverse=True)}
-    types = [held.get(i) or (like.get(shape) if shape else None) for i, shape in enumerate(own)]
+    types = [held.get(i) for i in range(len(tensors))]
     shapes = [tuple(t.shape) for t in pytree.tree_leaves(result) if isinstance(t, Tensor)]
     key = _key(func, structure, leaves, types, place, shapes)
     if key in _KNOWN:
         return _KNOWN[key]
     question = _Question(func, leaves, structure, types, set(held), place, shapes)
-    outcome = next(filter(None, map(question.answered, _scalings(leaves))), None)
+    outcome = next(filter(None, (asked.answered(scaled) for asked, scaled in question.readings())), None)
     if outcome is None:
         lost = Lost(question.draws)
         outcome = Outcome((lost,) * len(shapes), dict.fromkeys(held, lost))
@@ -138,12 +135,6 @@ def _key(
     return func, str(structure), tuple(given), tuple(place.items()), tuple(shapes)
 
 
-def _scalings(leaves: Sequence[object]) -> Iterator[int | None]:
-    """The numbers among arguments that may be sizes of a slice, where the whole's are meant: none, or one of them."""
-    yield None
-    yield from (i for i, leaf in enumerate(leaves) if type(leaf) is int and leaf > 0)
-
-
 @dataclass
 class _Question:
     func: Function
@@ -157,6 +148,43 @@ class _Question:
     shapes: Sequence[tuple[int, ...]]
     """Of the results that this rank has."""
     draws: bool = False
+
+    def readings(self) -> Iterator[tuple[_Question, int | None]]:
+        """What a user may have meant, with the number of the argument that stands for a size of the slice.
+
+        At first that other tensors and numbers are those of the wholes. If the function does not take them so, tensors
+        of a slice's shape are slices, too. Last, one of the numbers is a size of the slice, and the whole's is meant.
+        """
+        yield self, None
+        question = self if self._takes_wholes() else self._with_tensors_of_a_slices_shape()
+        if question is not self:
+            yield question, None
+        numbers = (i for i, leaf in enumerate(self.leaves) if type(leaf) is int and question._is_size(leaf))
+        yield from ((question, i) for i in numbers)
+
+    def _is_size(self, number: int) -> bool:
+        """Whether a number may be that of a dim that is split: a part of its size, or the product with other sizes."""
+        own = (tuple(leaf.shape) for leaf in self.leaves if isinstance(leaf, Tensor))
+        for of, sizes in zip(self.types, own, strict=True):
+            for dim in (d for d, size in enumerate(sizes) if of is not None and size != of.whole[d]):
+                products = (math.prod(sizes[i:j]) for i in range(dim + 1) for j in range(dim + 1, len(sizes) + 1))
+                if number > 0 and (sizes[dim] % number == 0 or number in products):
+                    return True
+        return False
+
+    def _with_tensors_of_a_slices_shape(self) -> _Question:
+        own = [tuple(leaf.shape) for leaf in self.leaves if isinstance(leaf, Tensor)]
+        like = {own[i]: self.types[i] for i in sorted(self.held, reverse=True)}
+        return replace(self, types=[of or like.get(shape) for of, shape in zip(self.types, own, strict=True)])
+
+    def _takes_wholes(self) -> bool:
+        args, kwargs, _ = self._called_with([of and of.whole for of in self.types])
+        try:
+            with torch._C._AutoDispatchBelowAutograd(), torch._C.DisableTorchFunctionSubclass():
+                self.func(*args, **kwargs)
+        except Exception:  # of any class
+            return False
+        return True
 
     def answered(self, scaled: int | None) -> Outcome | None:
         """The outcome, if the function can be followed.
@@ -184,7 +212,8 @@ class _Question:
             return None
         finally:
             self.draws |= any(level.draws for level in levels)
-        return self._joined(axes, found) if is_alike else None
+        is_size = scaled is None or levels[0].takes_sizes
+        return self._joined(axes, found) if is_alike and is_size else None
 
     def _run(
         self,
@@ -194,23 +223,30 @@ class _Question:
         scaled: int | None = None,
     ) -> _Found:
         """Runs the function on tensors without memory, with these layouts and shapes; None for a tensor's own shape."""
-        known, given, tensors = iter(zip(layouts, shapes, strict=True)), list[object](), list[Tensor]()
+        args, kwargs, tensors = self._called_with(shapes, scaled)
+        for tensor, layout in zip(tensors, layouts, strict=True):
+            level.note(tensor, layout)
+        with torch._C._AutoDispatchBelowAutograd(), torch._C.DisableTorchFunctionSubclass(), level:
+            result = self.func(*args, **kwargs)
+        made = _tensors(result)
+        return _Found(*([(level.layout(t), tuple(t.shape)) for t in several] for several in (made, tensors)))
+
+    def _called_with(
+        self, shapes: Sequence[tuple[int, ...] | None], scaled: int | None = None
+    ) -> tuple[Sequence[Any], Mapping[str, Any], list[Tensor]]:
+        """The arguments with other tensors, which have these shapes and no memory, and those tensors."""
+        shape_of, given, tensors = iter(shapes), list[object](), list[Tensor]()
         ratio = self._ratio(shapes)
         for number, leaf in enumerate(self.leaves):
             if isinstance(leaf, Tensor):
-                layout, shape = next(known)
+                shape = next(shape_of)
                 tensors.append(torch.empty(leaf.shape if shape is None else shape, dtype=leaf.dtype, device="meta"))
-                level.note(tensors[-1], layout)
                 given.append(tensors[-1])
             elif number == scaled and isinstance(leaf, int):
                 given.append(_whole_number(leaf * ratio))
             else:
                 given.append("meta" if isinstance(leaf, torch.device) else leaf)
-        args, kwargs = pytree.tree_unflatten(given, self.structure)
-        with torch._C._AutoDispatchBelowAutograd(), torch._C.DisableTorchFunctionSubclass(), level:
-            result = self.func(*args, **kwargs)
-        made = _tensors(result)
-        return _Found([(level.layout(t), tuple(t.shape)) for t in made], [level.layout(tensor) for tensor in tensors])
+        return *pytree.tree_unflatten(given, self.structure), tensors
 
     def _ratio(self, shapes: Sequence[tuple[int, ...] | None]) -> float:
         """How many times more elements a slice has here than on this rank."""
@@ -224,23 +260,21 @@ class _Question:
             return None
         results = list[Followed]()
         for i, own in enumerate(self.shapes):
-            layouts = [each.results[i][0] for each in found]
-            joined = self._join(axes, layouts, found[0].results[i][1])
+            joined = self._join(axes, [each.results[i] for each in found])
             if isinstance(joined, SliceType) and self._local(joined) != own:
                 return None
             results.append(joined)
         written = dict[int, SliceType | Lost]()
         for i, before in enumerate(self.types):
-            after = self._join(axes, [each.after[i] for each in found], before.whole if before else None)
+            after = self._join(axes, [each.after[i] for each in found])
             if after is not None and (after != before or i not in self.held):
                 written[i] = after
         return Outcome(tuple(results), written)
 
-    def _join(
-        self, axes: Sequence[MeshAxis], layouts: Sequence[Layout | Lost], whole: tuple[int, ...] | None
-    ) -> Followed:
+    def _join(self, axes: Sequence[MeshAxis], along: Sequence[tuple[Layout | Lost, tuple[int, ...]]]) -> Followed:
+        layouts, (_, whole) = [layout for layout, _ in along], along[0]
         lost = next((layout for layout in layouts if isinstance(layout, Lost)), None)
-        if lost is not None or whole is None:
+        if lost is not None:
             return lost
         pairs = zip(axes, layouts, strict=True)
         letters = [Letter(axis, layout) for axis, layout in pairs if isinstance(layout, Shard)]
@@ -260,8 +294,8 @@ class _Found(NamedTuple):
 
     results: Sequence[tuple[Layout | Lost, tuple[int, ...]]]
     """The layout and the shape of each result."""
-    after: Sequence[Layout | Lost]
-    """The layouts of the arguments, after the function."""
+    after: Sequence[tuple[Layout | Lost, tuple[int, ...]]]
+    """Those of the arguments, after the function."""
 
 
 def _whole_number(value: float) -> int:
@@ -294,13 +328,15 @@ class _Level(TorchDispatchMode):
         """
         super().__init__()
         self.taken_apart = set(taken_apart)
-        self.draws = False
+        self.draws, self.takes_sizes = False, False
         self._size, self._rank = size, rank
         self._steps: list[_Step] = []
         self._results: list[object] = []  # PyTorch calls `detach` of some results that are held, so all are
         self._calls = 0
         self._known: dict[int, tuple[Tensor, Layout | Lost]] = {}
         """The identity of a tensor -> the tensor, which lives as long as this, and its layout."""
+        self._written = set[int]()
+        """The memory that slices were written into: of tensors that are not known, such as those of which it is."""
         self._inside: set[object] = set()
 
     def note(self, tensor: Tensor, layout: Layout | Lost) -> None:
@@ -309,7 +345,9 @@ class _Level(TorchDispatchMode):
 
     def layout(self, tensor: Tensor) -> Layout | Lost:
         """Returns the layout of a tensor: I if it does not depend on slices."""
-        return self._known.get(id(tensor), (tensor, I))[1]
+        if id(tensor) in self._known:
+            return self._known[id(tensor)][1]
+        return Lost() if tensor.untyped_storage()._cdata in self._written else I
 
     def local_shape(self, shape: Sequence[int], layout: Layout) -> tuple[int, ...]:
         """Returns the shape of the rank's slice of a tensor."""
@@ -352,9 +390,10 @@ class _Level(TorchDispatchMode):
         if any(layout != I for layout in given):
             self._note_results(func, args, kwargs, made, layouts)
         self._steps.append(self._step(func, args, kwargs, made))
+        self.takes_sizes |= any(name in _SIZES for name in bound(func, args, kwargs))
         return result
 
-    def _step(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], made: Sequence[Tensor]) -> _Step:
+    def _step(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], made: Sequence[Tensor] = ()) -> _Step:
         named = bound(func, args, kwargs).items()
         is_number = {name: not any(isinstance(leaf, Tensor) for leaf in pytree.tree_leaves(v)) for name, v in named}
         shapes = [tuple(tensor.shape) for tensor in made]
@@ -406,6 +445,7 @@ class _Level(TorchDispatchMode):
     def _in_parts(self, func: Any, args: Any, kwargs: Mapping[str, Any]) -> Any:
         parts = self._parts(func)
         assert parts is not None, func
+        self._steps.append(self._step(func, args, kwargs))
         self._inside.add(func)
         try:
             with self:
@@ -416,14 +456,15 @@ class _Level(TorchDispatchMode):
     def _write(self, target: Tensor, value: Layout | Lost) -> None:
         """Notes that a value was written into a tensor, and so into all that share its memory."""
         before = self.layout(target)
-        if before == I and not isinstance(value, Lost):
-            self.note(target, value)
-        if before in (I, value) and not isinstance(value, Lost):
+        if before == value and not isinstance(value, Lost):
             return
         memory = target.untyped_storage()._cdata
+        self._written.add(memory)
         for tensor, _ in list(self._known.values()):
             if tensor.untyped_storage()._cdata == memory:
                 self.note(tensor, value if isinstance(value, Lost) else Lost())
+        if before == I:
+            self.note(target, value)
 
     def _planned(
         self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], made: Sequence[Tensor]

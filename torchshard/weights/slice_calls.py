@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from torchshard.core.errors import InputError, SliceWarning
@@ -80,9 +80,9 @@ class SliceCall:
         lost = [of for of in outcome.results if isinstance(of, Lost)]
         for i in written & outcome.written.keys():
             of, tensor = outcome.written[i], self.tensors[i]
-            if isinstance(of, Lost) or tensor._is_view():
+            if isinstance(of, Lost) or (isinstance(tensor, nn.Parameter) if i in held else tensor._is_view()):
                 lost.append(Lost())
-            elif type(tensor) is Tensor:
+            elif type(tensor) is Tensor or i in held:  # a slice that has other dims now, as by unsqueeze_
                 mark(tensor, of, True)
         if lost and is_users(module):
             draws = any(of.draws for of in lost)
