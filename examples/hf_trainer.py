@@ -4,8 +4,8 @@
     torchrun --nproc-per-node 2 examples/hf_trainer.py
 
 Every rank runs the whole loop on the same batches. For that the Trainer must take itself for a job of one process, or
-accelerate would wrap the model in DistributedDataParallel: `hide_launcher`. What it writes are this rank's slices, so
-each rank has a folder of its own; `ts.save_pretrained` writes the whole model.
+accelerate would wrap the model in DistributedDataParallel: `hide_launcher`. Every rank writes the whole model into a
+folder of its own; `ts.save_pretrained` writes it once.
 """
 
 import os

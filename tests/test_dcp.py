@@ -185,7 +185,7 @@ def _sets(rank: int, folder: str, world: int, way: str) -> bool:
         layers = torch.nn.Linear(6, 8), torch.nn.Tanh(), torch.nn.Linear(8, 6)
         plan, divides = {"0": "column", "2": "row"}, {"mesh": mesh, "inputs": "global"} if mesh else {}
         model = ts.shard(torch.nn.Sequential(*layers).double(), plan, (x,), **divides)
-        return model, torch.optim.AdamW(model.parameters(), lr=0.1)
+        return model, torch.optim.AdamW(model.parameters(), lr=0.1, fused=True)  # which needs the strides of parameters
 
     def trained(model: Any, optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
         for _ in range(2):

@@ -283,8 +283,11 @@ def _checked_state(optimizer: Optimizer, state_dict: dict[str, Any]) -> dict[str
 
 def _cut(value: object, parameter: ShardedParameter) -> object:
     """This rank's slice of an optimizer's tensor for a whole parameter; anything else as it is."""
-    is_whole = isinstance(value, Tensor) and place_of(value) is None and tuple(value.shape) == parameter.whole
-    return split(cast(Tensor, value), parameter.sharding, parameter.ranks.place) if is_whole else value
+    if not isinstance(value, Tensor) or place_of(value) is not None or tuple(value.shape) != parameter.whole:
+        return value
+    own = split(value, parameter.sharding, parameter.ranks.place)
+    # fused steps go through memory: the strides must be the parameter's
+    return torch.empty_like(parameter.plain, dtype=value.dtype, device=value.device).copy_(own)
 
 
 def _with_places(optimizer: Optimizer, state_dict: dict[str, Any]) -> dict[str, Any]:

@@ -239,16 +239,26 @@ def place_text(place: SlicePlace) -> str:
     return f"{text} on rank {rank} of {world}"
 
 
-def wants_whole() -> bool:
-    """Whether a state dict is made for DCP's `get_state_dict` with `StateDictOptions(full_state_dict=True)`.
+_TRAINER = "transformers.trainer"
+_BETWEEN = ("torch", "torchshard", "accelerate")
+"""The packages that pass on the call of a Trainer."""
 
-    It calls `state_dict()` as users do, and would take slices for whole tensors, so the frames are all that tells.
+
+def wants_whole() -> bool:
+    """Whether a state dict is made, or loaded, as that of a whole model.
+
+    DCP's `get_state_dict` with `StateDictOptions(full_state_dict=True)` does so, and Hugging Face's Trainer, which
+    writes safetensors. They call `state_dict()` as users do, so the frames are all that tells.
     """
-    frame: FrameType | None = sys._getframe(1)
+    frame, is_passed_on = cast(FrameType | None, sys._getframe(1)), True
     while frame is not None:
-        if frame.f_globals.get("__name__") == "torch.distributed.checkpoint.state_dict":
+        module = str(frame.f_globals.get("__name__", ""))
+        if module == "torch.distributed.checkpoint.state_dict":
             options = frame.f_locals.get("info")
             return bool(getattr(options, "full_state_dict", False))
+        if module == _TRAINER and is_passed_on:
+            return True
+        is_passed_on &= module.partition(".")[0] in _BETWEEN
         frame = frame.f_back
     return False
 
