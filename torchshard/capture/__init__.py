@@ -22,7 +22,7 @@ from torchshard.capture.attributes import describe
 from torchshard.capture.conditions import Condition, Conditions, Number, Numbers
 from torchshard.capture.flat import Captured, capture
 from torchshard.capture.known_calls import KnownCalls
-from torchshard.capture.looks import look_like, own_attributes
+from torchshard.capture.looks import copy_attributes, look_like
 from torchshard.capture.models import (
     check_devices,
     check_inputs,
@@ -42,10 +42,8 @@ from torchshard.capture.watch import Watch, global_hooks
 
 __all__ = [
     "Captured", "Condition", "Conditions", "KnownCalls", "Leaves", "ModelCall", "Number", "Numbers", "Watch",
-    "capture",
-    "check_devices", "check_inputs",
-    "check_weights", "copy_model", "copy_with_values", "describe", "flatten", "flatten_call", "global_hooks",
-    "look_key", "look_like",
-    "memory_order", "model_without_storage", "own_attributes", "refuse_state_between", "refuse_transforms",
-    "shared_names", "transform_error", "without_storage", "without_tools",
+    "capture", "check_devices", "check_inputs", "check_weights", "copy_attributes", "copy_model",
+    "copy_with_values", "describe", "flatten", "flatten_call", "global_hooks", "look_key", "look_like",
+    "memory_order", "model_without_storage", "refuse_state_between", "refuse_transforms", "shared_names",
+    "transform_error", "without_storage", "without_tools",
 ]  # fmt: skip

@@ -39,5 +39,10 @@ def look_like(tensor: Tensor, replacement: Tensor) -> Tensor:
     if cls is not None:
         made = type(replacement)
         replacement.__class__ = type(cls.__name__, (made, cls), {}) if is_stand_in(replacement) else cls
-    vars(replacement).update({n: v for n, v in own_attributes(tensor).items() if n not in vars(replacement)})
+    copy_attributes(tensor, replacement)
     return replacement
+
+
+def copy_attributes(tensor: Tensor, replacement: Tensor) -> None:
+    """Gives a replacement the attributes of a tensor that it does not have."""
+    vars(replacement).update({n: v for n, v in own_attributes(tensor).items() if n not in vars(replacement)})

@@ -13,7 +13,7 @@ from torch.nn.parallel import DataParallel, DistributedDataParallel
 from torch.nn.parameter import is_lazy
 
 from torchshard.capture.attributes import settings
-from torchshard.capture.looks import is_stand_in, look_like, own_attributes, own_class
+from torchshard.capture.looks import look_like, own_attributes, own_class
 from torchshard.capture.signature import Leaves
 from torchshard.capture.visible import visible_to
 from torchshard.core.errors import InputError, in_short
@@ -163,9 +163,9 @@ def _check_tensor(tensor: Tensor, role: str, name: str, place: str) -> None:
             why="a sharded model is captured as a graph of ops on dense tensors, with collectives between them",
             attempt=f"{name}.to_padded_tensor(0)" if tensor.is_nested else f"{name}.to_dense()",
         )
-    cls = type(tensor)
-    overrides = None if is_stand_in(tensor) else next((n for n in _METHODS if not _is_default(cls, n)), None)
-    if overrides is not None:
+    cls = own_class(tensor)
+    overrides = None if cls is None else next((n for n in _METHODS if not _is_default(cls, n)), None)
+    if cls is not None and overrides is not None:
         raise InputError(
             f"{role} {name} is of the class {cls.__name__}, whose ops are not those of ordinary tensors",
             where=place,

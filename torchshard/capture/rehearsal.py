@@ -24,14 +24,11 @@ from torch.utils import _pytree as pytree
 
 from torchshard.capture.attributes import Snapshot, Unknown, attributes, changed, describe
 from torchshard.capture.conditions import Number
-from torchshard.capture.known_numbers import KNOWN_NUMBERS
 from torchshard.capture.namespaces import Place
 from torchshard.capture.recording import Recording, current_recording, use_recording
-from torchshard.capture.replacements import REPLACEMENTS
-from torchshard.capture.seeding import INTERCEPTED_SEEDING
+from torchshard.capture.replacements import replaced_functions
 from torchshard.capture.signature import Leaves
 from torchshard.capture.tools import without_tools
-from torchshard.capture.value_checks import VALUE_CHECKS
 from torchshard.core.errors import CaptureError
 
 
@@ -121,7 +118,7 @@ def _without_seeding() -> Iterator[None]:
 
     A custom Function may seed. Restoring the global generator afterwards instead would undo other threads' draws.
     """
-    with use_recording(Recording(inside_call=True)), INTERCEPTED_SEEDING, VALUE_CHECKS, KNOWN_NUMBERS, REPLACEMENTS:
+    with use_recording(Recording(inside_call=True)), replaced_functions():
         yield
 
 

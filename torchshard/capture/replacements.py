@@ -9,16 +9,19 @@ A model may call them from anywhere, as `nn.CTCLoss` does, so they are replaced 
 
 from __future__ import annotations
 
+import contextlib
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, cast
 
 import torch
 from torch import Tensor
 
-from torchshard.capture.known_numbers import known_number
+from torchshard.capture.known_numbers import KNOWN_NUMBERS, known_number
 from torchshard.capture.recording import current_recording
+from torchshard.capture.seeding import INTERCEPTED_SEEDING
 from torchshard.capture.user_code import calling_line
+from torchshard.capture.value_checks import VALUE_CHECKS
 from torchshard.core.errors import CaptureError
 from torchshard.core.patches import Patch, Patches
 from torchshard.custom_ops.ctc import ctc_loss
@@ -92,3 +95,10 @@ REPLACEMENTS = Patches(
     Patch(torch.autograd, "backward", _in_captures(_no_gradients)),
 )
 """While it is entered, threads that capture call the replacements."""
+
+
+@contextlib.contextmanager
+def replaced_functions() -> Iterator[None]:
+    """While it is entered, threads that capture call what replaces functions of PyTorch, in this module and others."""
+    with INTERCEPTED_SEEDING, VALUE_CHECKS, KNOWN_NUMBERS, REPLACEMENTS:
+        yield

@@ -26,7 +26,7 @@ from torchshard.capture.equal_layers import equal_layers
 from torchshard.capture.equal_sizes import equal_sizes, fixed_sizes
 from torchshard.capture.export_errors import capture_error
 from torchshard.capture.function_mode import CaptureMode, Slots, slots_of
-from torchshard.capture.known_numbers import KNOWN_NUMBERS, note_placeholders
+from torchshard.capture.known_numbers import note_placeholders
 from torchshard.capture.looks import look_like
 from torchshard.capture.modes import note_modes
 from torchshard.capture.namespaces import Place
@@ -34,12 +34,10 @@ from torchshard.capture.quiet import quiet
 from torchshard.capture.recording import Recording, current_recording, use_recording
 from torchshard.capture.rehearsal import refuse_state, run_on_fakes
 from torchshard.capture.repeated import DifferentLayers, Repeats
-from torchshard.capture.replacements import REPLACEMENTS
+from torchshard.capture.replacements import replaced_functions
 from torchshard.capture.rng_states import changed_generators, check_generators
-from torchshard.capture.seeding import INTERCEPTED_SEEDING
 from torchshard.capture.signature import Leaves, check_results, is_unchanged
 from torchshard.capture.tools import without_tools
-from torchshard.capture.value_checks import VALUE_CHECKS
 from torchshard.capture.whole_calls import INTERCEPTED_FUNCTIONS
 from torchshard.core.errors import CaptureError, InputError, in_short
 from torchshard.core.modules import named_tensors
@@ -89,10 +87,7 @@ def trace(model: nn.Module, call: Leaves, dynamic: Sequence[frozenset[int]], *, 
             changed_generators() as generators,
             use_recording(recording),
             INTERCEPTED_FUNCTIONS,
-            INTERCEPTED_SEEDING,
-            VALUE_CHECKS,
-            KNOWN_NUMBERS,
-            REPLACEMENTS,
+            replaced_functions(),
             quiet(),
             without_tools(),
             saved_tensors_hooks(_same, _same),

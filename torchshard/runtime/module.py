@@ -715,12 +715,11 @@ _CLASSES: weakref.WeakValueDictionary[type[nn.Module], type[ShardedModule]] = we
 
 
 def _class_for(model: nn.Module) -> type[ShardedModule]:
-    has_own_forward = "forward" in vars(model)
-    made = None if has_own_forward else _CLASSES.get(type(model))
+    if "forward" in vars(model):
+        return _made_class(model)
+    made = _CLASSES.get(type(model))
     if made is None:
-        made = _made_class(model)
-        if not has_own_forward:
-            _CLASSES[type(model)] = made
+        made = _CLASSES[type(model)] = _made_class(model)
     return made
 
 
@@ -728,7 +727,7 @@ def _made_class(model: nn.Module) -> type[ShardedModule]:
     def forward(self: ShardedModule, *args: object, **kwargs: object) -> Any:
         return ShardedModule.forward(self, *args, **kwargs)
 
-    with contextlib.suppress(AttributeError, ValueError):  # what is no model, or has no Python code, is refused later
+    with contextlib.suppress(AttributeError, ValueError):  # `check_weights` refuses these
         forward.__signature__ = with_self(inspect.signature(model.forward))  # type: ignore[attr-defined]
     namespace = {"forward": forward, "made_for": ShardedModule, "__module__": __name__}
     made = cast(type, type(ShardedModule))(type(model).__name__, (ShardedModule,), namespace)

@@ -18,7 +18,7 @@ from typing import Any, NoReturn, Self, cast
 import torch
 from torch import Tensor, nn
 
-from torchshard.capture import model_without_storage, own_attributes, shared_names, without_storage
+from torchshard.capture import copy_attributes, model_without_storage, shared_names, without_storage
 from torchshard.core.errors import DistributedError, InputError
 from torchshard.core.hashing import hash_tensor
 from torchshard.core.layouts import I, Layout, Shard
@@ -124,10 +124,10 @@ class State(ShardedSubmodule):
     def _parameter(self, name: str, tensor: Tensor) -> ShardedParameter:
         """The parameter with this first name and this memory; tied names get the same object."""
         parameter = self._ts_parameters.get(name)
-        if parameter is None or parameter.untyped_storage()._cdata != tensor.untyped_storage()._cdata:
+        if parameter is None or not _shares_memory(parameter, tensor):
             source = self._source_tensor(name)
             parameter = ShardedParameter.of(tensor, self._word(name), self._ts_ranks, name, source.shape, self)
-            vars(parameter).update({n: v for n, v in own_attributes(source).items() if n not in vars(parameter)})
+            copy_attributes(source, parameter)
             parameter.grad = tensor.grad
             self._ts_parameters[name] = parameter
         return parameter
@@ -522,7 +522,7 @@ class State(ShardedSubmodule):
 
     def _whole_copy(self, tensor: Tensor, name: str) -> Tensor:
         whole = self._whole(tensor.detach(), name)
-        return whole if whole.untyped_storage()._cdata != tensor.untyped_storage()._cdata else whole.clone()
+        return whole.clone() if _shares_memory(whole, tensor) else whole
 
     def load_full_state_dict(self, state: Mapping[str, Tensor]) -> None:
         """Takes this rank's slices of an unsharded state dict (a collective call: all ranks must make it).
