@@ -158,7 +158,7 @@ def summary(plan: PlanData) -> list[str]:
     machine, sent = costs.machine or "an unnamed machine", time_text(sum(c.seconds for c in costs.collectives))
     if costs.step is None:
         lines.append(f"  {_sent_text(costs)}; {time_text(costs.seconds)} on {machine}, {sent} of that in collectives")
-    else:  # what these take with computation is no time of a step: the axes of the batch have theirs to it
+    else:  # not the time of a step, to which the axes of the batch add: `_of_batch` has that
         lines += [f"  {_sent_text(costs)}; {sent} in collectives on {machine}", *_of_batch(plan)]
     if 1 in costs.fewer:
         lines.append(f"  one rank alone: {time_text(costs.fewer[1])}{_faster_with_fewer(costs)}")

@@ -150,10 +150,10 @@ class _Question:
     draws: bool = False
 
     def readings(self) -> Iterator[tuple[_Question, int | None]]:
-        """What a user may have meant, with the number of the argument that stands for a size of the slice.
+        """The ways to read the call, each with the number of the argument that stands for a size of the slice.
 
-        At first that other tensors and numbers are those of the wholes. If the function does not take them so, tensors
-        of a slice's shape are slices, too. Last, one of the numbers is a size of the slice, and the whole's is meant.
+        First, all other tensors and numbers belong to the wholes. If the function rejects them, tensors of a slice's
+        shape are slices too. Last, one of the numbers is a size of the slice and stands for the whole's.
         """
         yield self, None
         question = self if self._takes_wholes() else self._with_tensors_of_a_slices_shape()
@@ -163,7 +163,7 @@ class _Question:
         yield from ((question, i) for i in numbers)
 
     def _is_size(self, number: int) -> bool:
-        """Whether a number may be that of a dim that is split: a part of its size, or the product with other sizes."""
+        """Whether a number may be a size of a split dim: a divisor of it, or its product with neighboring sizes."""
         own = (tuple(leaf.shape) for leaf in self.leaves if isinstance(leaf, Tensor))
         for of, sizes in zip(self.types, own, strict=True):
             for dim in (d for d, size in enumerate(sizes) if of is not None and size != of.whole[d]):
@@ -336,7 +336,7 @@ class _Level(TorchDispatchMode):
         self._known: dict[int, tuple[Tensor, Layout | Lost]] = {}
         """The identity of a tensor -> the tensor, which lives as long as this, and its layout."""
         self._written = set[int]()
-        """The memory that slices were written into: of tensors that are not known, such as those of which it is."""
+        """The memory that slices were written into: finds tensors that are not known, such as a view's base."""
         self._inside: set[object] = set()
 
     def note(self, tensor: Tensor, layout: Layout | Lost) -> None:

@@ -245,7 +245,7 @@ _BETWEEN = ("torch", "torchshard", "accelerate")
 
 
 def wants_whole() -> bool:
-    """Whether a state dict is made, or loaded, as that of a whole model.
+    """Whether the caller saves or loads the state dict of a whole model.
 
     DCP's `get_state_dict` with `StateDictOptions(full_state_dict=True)` does so, and Hugging Face's Trainer, which
     writes safetensors. They call `state_dict()` as users do, so the frames are all that tells.
