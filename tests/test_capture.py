@@ -404,12 +404,6 @@ def test_control_flow_by_an_operator_is_refused() -> None:
         capture(_Up(body), (X,))
 
 
-def test_a_pytorch_layer_that_reads_a_value_is_named() -> None:
-    model = nn.Sequential(nn.Linear(6, 4), nn.BatchNorm1d(4, momentum=None))
-    with pytest.raises(ts.CaptureError, match=r"(?s)batchnorm\.py:\d+ in forward.*momentum=None .*momentum=0\.1"):
-        capture(model, (X,))
-
-
 def test_shapes_that_depend_on_values() -> None:
     model = _Up(lambda m, x: m.up(x)[x[:, 0] > 0])
     sharded = ts.shard(model, {"up": "column"})

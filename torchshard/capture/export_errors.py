@@ -22,11 +22,6 @@ class _Advice(NamedTuple):
 
 _ADVICE = (
     _Advice(
-        r"float\(self\.num_batches_tracked\)",
-        "BatchNorm with momentum=None weighs each batch by a tensor's value, the count of batches",
-        "a number: momentum=0.1, as it is by default",
-    ),
-    _Advice(
         r"_detect_is_causal_mask",
         "torch.nn.Transformer looks at the mask's values, whether it is the causal one",
         "say so: is_causal=True beside the mask (tgt_is_causal=True of nn.Transformer), or False",

@@ -3,6 +3,7 @@
 torch.ctc_loss      reads the lengths: an op of ours has a fake kernel
 torch._grouped_mm   has a fake kernel for bfloat16 only: so has an op of ours, for all dtypes
 torch.cond          compiles its branches: of a predicate that is known before the call, one branch is called
+nn.BatchNorm*d      with momentum=None makes a Python number of its count of batches: the weight stays a tensor
 
 A model may call them from anywhere, as `nn.CTCLoss` does, so they are replaced in PyTorch's namespace.
 """
@@ -15,7 +16,9 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any, cast
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
+from torch.nn.modules.batchnorm import _BatchNorm
 
 from torchshard.capture.known_numbers import KNOWN_NUMBERS, known_number
 from torchshard.capture.recording import current_recording
@@ -87,10 +90,26 @@ def _cond(
     return (true_fn if known else false_fn)(*operands)
 
 
+def _batch_norm(original: Callable[..., Tensor], module: _BatchNorm, input: Tensor) -> Tensor:
+    mean, var, count = module.running_mean, module.running_var, module.num_batches_tracked
+    is_cumulative = module.momentum is None and module.training and module.track_running_stats
+    if not is_cumulative or mean is None or var is None or count is None:
+        return original(module, input)
+    module._check_input_dim(input)
+    result = F.batch_norm(input, None, None, module.weight, module.bias, True, 0.0, module.eps)
+    with torch.no_grad():
+        count.add_(1)
+        new_var, new_mean = torch.var_mean(input, [d for d in range(input.ndim) if d != 1])
+        mean.add_((new_mean - mean) / count)
+        var.add_((new_var - var) / count)
+    return result
+
+
 REPLACEMENTS = Patches(
     Patch(torch, "ctc_loss", _in_captures(_ctc_loss)),
     Patch(torch, "_grouped_mm", _in_captures(_grouped_mm)),
     Patch(torch, "cond", _in_captures(_cond)),
+    Patch(_BatchNorm, "forward", _in_captures(_batch_norm)),
     Patch(torch.autograd, "grad", _in_captures(_no_gradients)),
     Patch(torch.autograd, "backward", _in_captures(_no_gradients)),
 )
