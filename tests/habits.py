@@ -16,7 +16,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
+from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn, update_bn
 
 import torchshard as ts
 from tests.helpers import largest, whole_gradient
@@ -26,7 +26,7 @@ MENDED: dict[str, Habit] = {}
 """Habits that have failed once."""
 EQUAL: dict[str, Habit] = {}
 REFUSED: dict[str, tuple[str, Habit]] = {}
-"""Name -> what an InputError says, and the habit."""
+"""Name -> what an error of ours says, and the habit."""
 
 
 def _in(table: dict[str, Habit]) -> Callable[[Habit], Habit]:
@@ -239,6 +239,32 @@ def _collectives_of_slices(run: Run) -> Any:
     whole = torch.zeros(6, 6).double()
     torch.distributed.all_gather_single(whole, weight, group=torch.distributed.group.WORLD)
     return whole
+
+
+@_in(MENDED)
+def _statistics_computed_again(run: Run) -> Any:
+    """As for the average of weights in PyTorch's tutorial: each batch of a loader counts alike."""
+    model = run.make(functools.partial(Net, batch_norm=True))
+    model(x_of()).square().mean().backward()
+    update_bn([x_of(seed) for seed in range(3)], model)
+    return model.norm.num_batches_tracked
+
+
+@_refused("would treat the ranks of one sharded model as copies of it")
+def _statistics_of_the_first_rank_for_all(run: Run) -> Any:
+    model = run.make(functools.partial(Net, batch_norm=True))
+    model(x_of())
+    for buffer in model.buffers():
+        torch.distributed.broadcast(buffer, 0)
+
+
+@_refused("the state dict has another slice of 'norm.running_mean'")
+def _statistics_of_another_rank(run: Run) -> Any:
+    model = run.make(functools.partial(Net, batch_norm=True))
+    model(x_of())
+    states = [None] * torch.distributed.get_world_size()
+    torch.distributed.all_gather_object(states, {"running_mean": model.norm.running_mean})
+    model.norm.load_state_dict(states[run.rank - 1], strict=False)  # type: ignore[arg-type]
 
 
 @_refused("takes no batch of gradients at once")

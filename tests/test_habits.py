@@ -23,7 +23,7 @@ from torch.utils.checkpoint import checkpoint
 import torchshard as ts
 import torchshard.distributed as tsd
 from tests import habits
-from tests.helpers import largest, refused_input, run_ranks
+from tests.helpers import largest, refused, refused_input, run_ranks
 
 TOLERANCE = 1e-10
 PLAN = {"0": "column", "3": "row"}
@@ -554,14 +554,19 @@ def _outcomes(rank: int, options: dict[str, Any], names: list[str]) -> dict[str,
     for name in names:
         if name in habits.REFUSED:
             text, habit = habits.REFUSED[name]
-            found[name] = float(not refused_input(functools.partial(habit, habits.Run(rank, options)), text))
+            found[name] = float(not refused(functools.partial(habit, habits.Run(rank, options)), text))
         else:
             found[name] = habits.difference((habits.MENDED | habits.EQUAL)[name], rank, options)
         tsd.destroy_process_group()
     return found
 
 
-BY_DAY = ("layers_by_the_name_of_their_class", "hooks_on_the_nodes_of_parameters", "state_of_a_part")
+BY_DAY = (
+    "layers_by_the_name_of_their_class",
+    "hooks_on_the_nodes_of_parameters",
+    "state_of_a_part",
+    "statistics_computed_again",
+)
 """The quick ones of the habits that have failed once; all run by night, on several meshes."""
 
 

@@ -24,17 +24,19 @@ from torchshard.core.hashing import hash_tensor
 from torchshard.core.layouts import I, Layout, Shard
 from torchshard.core.mesh import MODEL
 from torchshard.core.user_files import is_user_file
-from torchshard.core.words import Word, is_split, over, split
+from torchshard.core.words import WHOLE, Word, is_split, over, split
 from torchshard.distributed.consistency import gather_bytes
 from torchshard.distributed.group import Group
 from torchshard.distributed.ranks import Ranks
 from torchshard.runtime.compiled import GraphCache
 from torchshard.runtime.digests import SAMPLED, are_distinct, describe_contents, values_digest
-from torchshard.runtime.submodule import ShardedSubmodule, no_method
+from torchshard.runtime.submodule import ShardedSubmodule, named_tensors, no_method
 from torchshard.weights.callers import method_of
 from torchshard.weights.folder import Weights
+from torchshard.weights.following import SliceType
 from torchshard.weights.materialize import ReadSlices, for_each_whole, local_tensor, read_slices
 from torchshard.weights.parameter import ShardedParameter
+from torchshard.weights.slice_values import Slice, SliceValue
 from torchshard.weights.state_slices import (
     SlicePlace,
     StateSlice,
@@ -94,11 +96,11 @@ class State(ShardedSubmodule):
         for module in self.modules():
             cast(ShardedSubmodule, module).fix_names()
         self._read_tensors()
-        self._own_parameters()
+        self._own_tensors()
         if cut:
             self._cut_all(layouts)
-        self.register_load_state_dict_pre_hook(_check_slices)
-        for module in list(self.modules())[1:]:
+        self.register_load_state_dict_pre_hook(_cut_whole)
+        for module in self.modules():
             module.register_load_state_dict_pre_hook(_check_part)
 
     def _register(self, state: Mapping[str, Tensor], model: nn.Module) -> None:
@@ -132,15 +134,17 @@ class State(ShardedSubmodule):
             self._ts_parameters[name] = parameter
         return parameter
 
-    def _own_parameters(self) -> None:
-        """Marks all parameters as this model's: PyTorch makes new ones in `cuda()` and in a copy."""
+    def _own_tensors(self) -> None:
+        """Marks all parameters and split buffers as this model's: PyTorch makes new ones in `cuda()` and in a copy."""
         for name, names in self._ts_names.items():
             entries, leaf = _slot(*self._owner(name))
-            parameter = entries[leaf]
-            if isinstance(parameter, ShardedParameter):
-                parameter.sharding, parameter.owner = self._word(names[0]), weakref.ref(self)
-            elif isinstance(parameter, nn.Parameter):
-                entries[leaf] = self._parameter(names[0], parameter)
+            tensor, of = cast(Tensor, entries[leaf]), self._word(names[0])
+            if isinstance(tensor, ShardedParameter):
+                tensor.sharding, tensor.owner = of, weakref.ref(self)
+            elif isinstance(tensor, nn.Parameter):
+                entries[leaf] = self._parameter(names[0], tensor)
+            elif is_split(of):
+                SliceValue.marked(tensor, SliceType(of, self._source_tensor(name).shape), self._ts_ranks, names[0])
 
     def _submodule(self, path: str) -> ShardedSubmodule:
         """The submodule at a path, made if it is missing.
@@ -216,8 +220,8 @@ class State(ShardedSubmodule):
         if not self._ts_fixed:  # `functional_call` puts them back after the first graph has cut the others
             self._ts_swapped += [(name, t) for name, t in self._ts_tensors.items() if t is not current[name]]
         self._ts_tensors = cast(dict[str, Tensor], current)
+        self._own_tensors()
         if _types(self._ts_tensors) != self._ts_types:
-            self._own_parameters()
             self._read_tensors()
 
     def _check_replaced(self, name: str, before: torch.Size, current: object, first: object) -> None:
@@ -254,7 +258,7 @@ class State(ShardedSubmodule):
         """Moves and casts (`.to`, `.cuda`, `.double`, `.to_empty`); later calls capture graphs for the new tensors."""
         were_meta = [name for name, tensor in self._ts_tensors.items() if tensor.is_meta]
         super()._apply(fn, recurse)
-        self._own_parameters()
+        self._own_tensors()
         self._read_tensors()
         for name in were_meta:
             tensor = self._ts_tensors[name]
@@ -345,7 +349,7 @@ class State(ShardedSubmodule):
                 of = self._word(self._ts_names[name][0])
                 own = split(tensor.detach(), of, self._ts_ranks.place)
                 tensor.data = self._ts_tensors[name].detach() if is_same else own
-        self._own_parameters()
+        self._own_tensors()
         self._ts_fixed, self._ts_watched = True, False
 
     def _cut_all(self, layouts: Mapping[str, Layout]) -> None:
@@ -454,26 +458,6 @@ class State(ShardedSubmodule):
 
     def _place(self, name: str) -> SlicePlace:
         return slice_place(name, self._word(name), self._ts_ranks.place, self._source_tensor(name).shape)
-
-    def _check_slice(self, name: str, tensor: Tensor) -> None:
-        """Raises InputError for the slice of another rank, number of ranks or plan, and for whole tensors."""
-        own, place = self._place(self._ts_names[name][0]), place_of(tensor)
-        shape = self._ts_tensors[name].shape
-        fits = tensor.shape == shape if place is None else is_same_slice(place, own)
-        if fits:
-            return
-        is_whole = place is None and tensor.shape == self._source_tensor(name).shape
-        wrong, advice = "the whole of", "load_full_state_dict, which takes whole tensors on every rank"
-        if not is_whole:
-            wrong = "another slice of"
-            advice = f"the state dict that this rank saved; between numbers of ranks {advice}"
-        given = f"{tuple(tensor.shape)}" if place is None else place_text(place)
-        raise InputError(
-            f"the state dict has {wrong} {name!r}",
-            where="load_state_dict",
-            why=f"given: {given}; wanted: {tuple(shape)}, {place_text(own)}",
-            attempt=advice,
-        )
 
     def cut_state(self, state: dict[str, object], prefix: str) -> None:
         """Puts this rank's slices in the place of whole tensors in a state dict: a collective call.
@@ -592,7 +576,7 @@ class State(ShardedSubmodule):
         copied = ShardedSubmodule.__deepcopy__(self, memo)
         if not self._ts_fixed:
             self._ts_unfixed.append(weakref.ref(copied))
-        copied._own_parameters()
+        copied._own_tensors()
         copied._read_tensors()
         return copied
 
@@ -605,23 +589,39 @@ class State(ShardedSubmodule):
         )
 
 
-def _check_slices(model: State, state: dict[str, object], prefix: str, *others: object) -> None:
-    """A hook before a state dict is loaded, into the model itself or into another of which it is a part."""
+def _cut_whole(model: State, state: dict[str, object], prefix: str, *others: object) -> None:
+    """A hook before a state dict is loaded into a model, by itself or as a part of another."""
     if wants_whole():
         model.cut_state(state, prefix)
-    for name, tensor in state.items():
-        if name.startswith(prefix) and name[len(prefix) :] in model._ts_names and isinstance(tensor, Tensor):
-            model._check_slice(name[len(prefix) :], tensor)
 
 
 def _check_part(module: nn.Module, state: Mapping[str, object], prefix: str, *others: object) -> None:
-    """A hook before a state dict is loaded into a part of a model by itself, as a pretrained backbone's is."""
-    for leaf, parameter in module._parameters.items():
-        given = state.get(prefix + leaf)
-        if isinstance(parameter, ShardedParameter) and isinstance(given, Tensor):
-            owner = parameter.owner()
-            if isinstance(owner, State):
-                owner._check_slice(parameter.path, given)
+    """A hook before a state dict is loaded into a model, or into a part by itself, as a pretrained backbone's is."""
+    for name, held in named_tensors(module):
+        given = state.get(prefix + name)
+        if isinstance(given, Tensor):
+            _check_slice(prefix + name, held, given)
+
+
+def _check_slice(name: str, held: Tensor, given: Tensor) -> None:
+    """Raises InputError for the slice of another rank, number of ranks or plan, and for whole tensors."""
+    own = held.place if isinstance(held, Slice) else slice_place(name, WHOLE, {}, held.shape)
+    place = place_of(given)
+    fits = given.shape == held.shape if place is None else is_same_slice(place, own)
+    if fits:
+        return
+    is_whole = place is None and tuple(given.shape) == own[4]
+    wrong, advice = "the whole of", "load_full_state_dict, which takes whole tensors on every rank"
+    if not is_whole:
+        wrong = "another slice of"
+        advice = f"the state dict that this rank saved; between numbers of ranks {advice}"
+    given_text = f"{tuple(given.shape)}" if place is None else place_text(place)
+    raise InputError(
+        f"the state dict has {wrong} {own[0]!r}",
+        where="load_state_dict",
+        why=f"given: {given_text}; wanted: {tuple(held.shape)}, {place_text(own)}",
+        attempt=advice,
+    )
 
 
 def _check_read(whole: Mapping[str, Sequence[object]]) -> None:

@@ -25,14 +25,19 @@ from torchshard.core.errors import InputError, SliceWarning
 from torchshard.runtime.adapters import UNLOADING, is_unloading, merging_method
 from torchshard.weights.callers import running_method
 from torchshard.weights.parameter import ShardedParameter
+from torchshard.weights.slice_values import Slice
 from torchshard.weights.state_slices import StateSlice
 
 OWN = "_ts_"
 """The prefix of this library's attributes: a user's model may have attributes of any other name."""
-_BEFORE = "call it on the unsharded model, then ts.shard"
 _AS_FORWARD = "let the model's forward compute this, as for an argument `only=...`, and call the whole model"
 _MISSING = object()
 V = TypeVar("V")
+
+
+def named_tensors(module: nn.Module) -> list[tuple[str, Tensor]]:
+    """The parameters and buffers of a module and its parts, under all their names."""
+    return [*module.named_parameters(remove_duplicate=False), *module.named_buffers(remove_duplicate=False)]
 
 
 class _HasSource(Protocol):
@@ -113,9 +118,10 @@ class ShardedSubmodule(nn.Module, metaclass=_EqualToItsSource):
         state = nn.Module.state_dict(self, *args, **kwargs)
         if args or "destination" in kwargs or kwargs.get("keep_vars"):
             return state
-        for name, parameter in self.named_parameters(kwargs.get("prefix", ""), remove_duplicate=False):
-            if isinstance(parameter, ShardedParameter) and parameter.is_split and name in state:
-                state[name] = StateSlice.of(state[name], parameter.place)
+        prefix = kwargs.get("prefix", "")
+        for name, tensor in named_tensors(self):
+            if isinstance(tensor, Slice) and tensor.is_split and prefix + name in state:
+                state[prefix + name] = StateSlice.of(state[prefix + name], tensor.place)
         return state
 
     # --- the containers of torch.nn: Sequential, ModuleList, ModuleDict, ParameterList, ParameterDict -----------------
@@ -338,17 +344,12 @@ def _hiding_methods(source: type) -> dict[str, object]:
 
 
 def _own_attribute(source: type, name: str, value: object) -> Any:
-    """An attribute of an unsharded module's class, for its sharded module: methods get that as `self`.
-
-    PyTorch's own methods, such as `reset_parameters`, compute with the parameters.
-    """
+    """An attribute of an unsharded module's class, for its sharded module: methods get that as `self`."""
     if isinstance(value, (classmethod, staticmethod)):
         return staticmethod(value.__get__(None, source))
     if not isinstance(value, FunctionType):
         return value
     full_name = f"{source.__name__}.{name}"
-    if value.__module__.startswith("torch."):
-        return functools.partialmethod(_refuse_called, full_name, "it computes with the parameters", _BEFORE)
     if is_unloading(source, name):
         return functools.partialmethod(_refuse_called, full_name, "it replaces modules of the model", UNLOADING)
     return merging_method(source, name) or _with_slices(value, source, full_name)

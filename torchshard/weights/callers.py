@@ -21,7 +21,8 @@ _KNOWING = (
     "torch.utils.checkpoint",
 )  # fmt: skip
 """PyTorch's modules that look after tensors, or treat each element alone. All others act for their callers."""
-_COLLECTIVES = ("torch.distributed.distributed_c10d", "torch.distributed.c10d_logger")
+_PASSING = ("torch.distributed.distributed_c10d", "torch.distributed.c10d_logger", "torchshard.runtime.submodule")
+"""Modules of collectives and of methods, which act for their callers too."""
 
 
 def called_from() -> str:
@@ -49,7 +50,7 @@ def caller(func: object) -> str:
 @functools.cache
 def _acts_for_caller(module: str) -> bool:
     is_torch = module == "torch" or module.startswith("torch.")
-    return is_torch and (module in _COLLECTIVES or not f"{module}.".startswith(tuple(f"{m}." for m in _KNOWING)))
+    return module in _PASSING or (is_torch and not f"{module}.".startswith(tuple(f"{m}." for m in _KNOWING)))
 
 
 def is_users(module: str) -> bool:

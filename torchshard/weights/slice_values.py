@@ -1,4 +1,4 @@
-"""This rank's slices of parameters and gradients in users' own code: functions that mistake one for the whole warn.
+"""This rank's slices of parameters, buffers and gradients in users' code: functions that take one for the whole warn.
 
     p.mul_(0.9), (p - q).square()            computed element by element: a slice of the result that is meant
     p.norm(), (p ** 2).sum(), p.grad.std()   a SliceWarning: of this rank's slice, not of the parameter
@@ -78,12 +78,11 @@ class Slice(Placed):
         """A tensor with the memory and gradient of another, marked as a slice of what `like` is, or of another type."""
         with unwatched():
             marked = tensor.as_subclass(cls)
-        marked._become(like, of or SliceType(like.sharding, like.whole))
+        marked._become(of or SliceType(like.sharding, like.whole), like.ranks, like.path)
         return marked
 
-    def _become(self, like: Slice, of: SliceType) -> None:
-        self.sharding, self.whole = of
-        self.ranks, self.path = like.ranks, like.path
+    def _become(self, of: SliceType, ranks: Ranks, path: str) -> None:
+        (self.sharding, self.whole), self.ranks, self.path = of, ranks, path
 
     @classmethod
     def __torch_function__(
@@ -118,7 +117,7 @@ class Slice(Placed):
         if func is torch.autograd.grad:
             return _marked_gradients(args[1] if len(args) > 1 else kwargs["inputs"], cast(Gradients, result))
         first = slices[0]
-        text, own = f"{first.place[1]}, of a parameter such as {first.path!r}", first.ranks.place
+        text, own = f"{first.place[1]}, of one such as {first.path!r}", first.ranks.place
         return call.ended(result, types_of(call.tensors, own), own, text, first._mark, module=module)
 
     def _mark(self, tensor: Tensor, of: SliceType, in_place: bool) -> Tensor:
@@ -129,9 +128,7 @@ class Slice(Placed):
         """
         if not in_place and (tensor.grad_fn is None or type(tensor) is not Tensor):
             return SliceValue.sharing(tensor, self, of)
-        tensor.__class__ = SliceValue
-        cast(SliceValue, tensor)._become(self, of)
-        return tensor
+        return SliceValue.marked(tensor, of, self.ranks, self.path)
 
     def seeing_slices(self, hook: Callable[[Tensor], Tensor | None]) -> Callable[[Tensor], Tensor | None]:
         """A hook that calls another one with gradients that are marked as slices."""
@@ -211,7 +208,15 @@ class Slice(Placed):
 
 
 class SliceValue(Slice):
-    """A tensor that was computed of a slice element by element: its `.data`, a square, a gradient."""
+    """A split buffer, or what was computed of a slice element by element: its `.data`, a square, a gradient."""
+
+    @staticmethod
+    def marked(tensor: Tensor, of: SliceType, ranks: Ranks, path: str) -> SliceValue:
+        """The tensor itself, which others hold, as a slice."""
+        tensor.__class__ = SliceValue
+        own = cast(SliceValue, tensor)
+        own._become(of, ranks, path)
+        return own
 
 
 def _refuse_operands_of_whole(name: str, operands: Sequence[Tensor]) -> None:
