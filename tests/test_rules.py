@@ -55,14 +55,14 @@ def _every_tenth_is_quick(cases: list[Case]) -> list[Any]:
     return [pytest.param(c, marks=[pytest.mark.quick] if i % 10 == 0 else []) for i, c in enumerate(cases)]
 
 
+@pytest.mark.parametrize("world", [2, pytest.param(3, marks=pytest.mark.nightly)])
 @pytest.mark.parametrize("op", _every_tenth_is_quick(CASES), ids=_names(CASES))
-def test_whole_and_in_parts(op: Case) -> None:
-    for world in (2, 3):
-        row, found = row_and_choices(op, world, in_parts=world == 2)
-        assert (None if row is None else _splits(found)) == op.splits
-        for choice in (c for c in found if world == 2 or c.axes or c.name == "P"):
-            report = run(op, choice, world)
-            assert report.ok, f"{world} ranks, {choice}\n{report}"
+def test_whole_and_in_parts(op: Case, world: int) -> None:
+    row, found = row_and_choices(op, world, in_parts=world == 2)
+    assert (None if row is None else _splits(found)) == op.splits
+    for choice in (c for c in found if world == 2 or c.axes or c.name == "P"):
+        report = run(op, choice, world)
+        assert report.ok, f"{world} ranks, {choice}\n{report}"
 
 
 def test_every_rule_has_a_case() -> None:
