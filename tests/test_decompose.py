@@ -84,6 +84,32 @@ class _Inverses(nn.Module):
         return torch.linalg.inv(self.matrices * x)
 
 
+@pytest.mark.parametrize("reduction", ["none", "mean", "sum"])
+@pytest.mark.parametrize("shape", [(5,), (4, 5)])
+def test_labels_behind_the_end_of_a_row_do_not_count(shape: tuple[int, ...], reduction: str) -> None:
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randn(shape, dtype=torch.float64, generator=generator)
+    order = torch.rand(shape, generator=generator).argsort(-1)
+    labels = torch.where(torch.rand(shape, generator=generator) < 0.3, -1, order)
+    expected = F.multilabel_margin_loss(x, labels, reduction=reduction)
+    number = ["none", "mean", "sum"].index(reduction)
+    found = _DECOMPOSITIONS[torch.ops.aten.multilabel_margin_loss.default](x, labels, number)
+    torch.testing.assert_close(found, expected, rtol=0, atol=1e-14)
+
+
+class _Labelled(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.up = nn.Linear(6, 5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.multilabel_margin_loss(self.up(x), torch.tensor([[3, 0, -1, 2, -1]]).expand(x.shape[0], 5))
+
+
+def test_a_loss_of_several_labels() -> None:
+    ts.check(_Labelled(), {"up": "column"}, world_size=2, example_inputs=(torch.randn(4, 6),)).raise_on_error()
+
+
 def test_a_singular_matrix_of_one_rank_is_seen_by_every_rank() -> None:
     model, x = _Inverses(), torch.ones(3, 3)
     with warnings.catch_warnings():

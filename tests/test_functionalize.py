@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 from typing import Any
 
@@ -10,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 import torchshard as ts
+from tests.helpers import gradient_error
 
 
 class _Program(nn.Module):
@@ -340,6 +342,52 @@ def test_a_norm_whose_result_nobody_takes_updates_its_statistics(norm: nn.Module
     report = ts.check(_Unused(norm), "auto", world_size=world_size, example_inputs=(torch.randn(5, 6),))
     assert "norm.running_mean" in {c.name for c in report.comparisons if c.kind == "buffer"}
     report.raise_on_error()
+
+
+class _Normed(nn.Module):
+    def __init__(self, body: Callable[[Any, Tensor], Tensor]) -> None:
+        super().__init__()
+        self.up, self.norm, self.down, self.body = nn.Linear(6, 8), nn.BatchNorm1d(8), nn.Linear(8, 6), body
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down(self.body(self.norm, self.up(x)))
+
+
+def _read_behind(norm: Any, h: Tensor) -> Tensor:
+    return norm(h) + h * norm.running_var
+
+
+def _read_between(norm: Any, h: Tensor) -> Tensor:
+    y = norm(h) * norm.running_mean.view(1, -1)
+    return y + norm(h.exp()) + h * norm.running_var
+
+
+def _frozen_behind(norm: Any, h: Tensor) -> Tensor:
+    """As methods for unlabelled samples do it."""
+    labelled, other = h.chunk(2)
+    y = norm.train()(labelled)
+    return torch.cat([y, norm.eval()(other)])
+
+
+def _frozen_before(norm: Any, h: Tensor) -> Tensor:
+    y = norm.eval()(h)
+    return y + norm.train()(h)
+
+
+@pytest.mark.parametrize(
+    "body", [_read_behind, _read_between, _frozen_behind, _frozen_before], ids=lambda f: f.__name__
+)
+def test_the_gradient_of_what_reads_statistics_that_a_norm_writes(body: Callable[[Any, Tensor], Tensor]) -> None:
+    """Calls with a graph of the backward, as all behind the first one are, beside the unsharded model."""
+    torch.manual_seed(0)
+    model = _Normed(body).double()
+    sharded = ts.shard(copy.deepcopy(model), {})
+    for seed in range(2):
+        x = torch.randn(4, 6, dtype=torch.float64, generator=torch.Generator().manual_seed(seed), requires_grad=True)
+        for each in (model, sharded):
+            each(x).square().sum().backward()
+        assert gradient_error(sharded, model) < 1e-10
+    assert ts.check(model, {"up": "column", "down": "row"}, world_size=2, example_inputs=(x,)).ok
 
 
 @torch.library.custom_op("torchshard_tests::statistics", mutates_args=("mean", "spread"))

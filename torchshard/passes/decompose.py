@@ -91,10 +91,27 @@ def _with_small_rows(weight: Tensor, indices: Tensor, max_norm: float, norm_type
     return torch.where(used.unsqueeze(1) & (norm > max_norm), weight * scale, weight)
 
 
+def _multilabel_margin_loss(x: Tensor, labels: Tensor, reduction: int = 1) -> Tensor:
+    """The loss of PyTorch's kernel; its own decomposition takes what stands behind a row's labels for class 0."""
+    scores, given = torch.atleast_2d(x), torch.atleast_2d(labels)
+    classes = torch.arange(scores.shape[1], device=x.device)
+    ends = torch.where(given == -1, classes, scores.shape[1]).amin(1, keepdim=True)
+    is_given = classes < ends
+    index = torch.where(is_given, given, 0)
+    is_label = ((index.unsqueeze(2) == classes) & is_given.unsqueeze(2)).any(1)
+    margins = (1 - scores.gather(1, index).unsqueeze(2) + scores.unsqueeze(1)).clamp_min(0)
+    counted = is_given.unsqueeze(2) & ~is_label.unsqueeze(1)
+    losses = torch.where(counted, margins, 0).sum((1, 2)) / scores.shape[1]
+    if reduction == 0:
+        return losses.reshape(x.shape[:-1])
+    return losses.mean() if reduction == 1 else losses.sum()
+
+
 _DECOMPOSITIONS |= {
     aten.embedding_renorm.default: _with_small_rows,
     aten.lstm_cell.default: _cell_step(torch.lstm),
     aten.gru_cell.default: _cell_step(torch.gru),
+    aten.multilabel_margin_loss.default: _multilabel_margin_loss,
 }
 
 

@@ -27,7 +27,7 @@ from torchshard.core.overloads import functional_overload
 from torchshard.custom_ops.store import STORE
 from torchshard.custom_ops.with_value import WITH_VALUE
 from torchshard.custom_ops.without_writes import WithoutWrites
-from torchshard.ir.graph import bound_args, emit, fake_mode, faking, is_inplace, is_tensor
+from torchshard.ir.graph import bound_args, emit, fake_mode, faking, is_inplace, is_tensor, writes
 from torchshard.passes.aliases import SAME_VALUES, Aliases, is_copied_constant, refused, storage
 from torchshard.passes.nodes import call_target, int_arg, node_arg, operator_of
 
@@ -330,10 +330,10 @@ def _reaches_results(aliases: Aliases, node: fx.Node) -> bool:
 def _keep_what_is_read(aliases: Aliases, root: fx.Node) -> None:
     """Lets ops whose backward may save a written buffer, as in `y = x * self.scale`, read a copy of it.
 
-    Otherwise autograd would raise, because the final `copy_` modifies a saved tensor. Norms are left out: they read and
-    update their statistics in one op.
+    Otherwise autograd would raise, because the final `copy_` modifies a saved tensor. Norms that read and update their
+    statistics in one op are left out.
     """
-    readers = [n for n in root.users if aliases.wants_grad(n) and "norm" not in str(n.target)]
+    readers = [n for n in root.users if aliases.wants_grad(n) and not writes(n)]
     if readers:
         first = min(readers, key=list(aliases.module.graph.nodes).index)
         with aliases.module.graph.inserting_before(first):

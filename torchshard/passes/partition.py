@@ -26,7 +26,6 @@ from torch.fx.node import Argument
 from torchshard.distributed.ops import communicates
 from torchshard.ir.graph import (
     drop_dead_code,
-    emit,
     empty_module,
     is_tensor,
     is_view,
@@ -66,7 +65,6 @@ def partition(joint: fx.GraphModule, kept: Collection[str] = ()) -> Partition:
         kept: the names of values that forward saves in any case.
     """
     _tidy(joint)
-    _keep_before_writes(joint)
     results, gradients = results_of(joint.graph)
     forward, backward, given = list[fx.Node](), list[fx.Node](), list[fx.Node]()
     for node in joint.graph.nodes:
@@ -231,14 +229,3 @@ def _same_as(node: fx.Node, seen: dict[object, fx.Node]) -> fx.Node | None:
     else:
         return None
     return first if first is not node else None
-
-
-def _keep_before_writes(joint: fx.GraphModule) -> None:
-    """Backward gets the values that buffers had before forward wrote to them."""
-    for buffer in written_state(joint.graph):
-        readers = [user for user in buffer.users if user.meta.get("is_backward")]
-        if readers:
-            with joint.graph.inserting_before(next(n for n in joint.graph.nodes if n.op != "placeholder")):
-                kept = emit(joint, aten.clone.default, (buffer,), buffer)
-            for reader in readers:
-                reader.replace_input_with(buffer, kept)

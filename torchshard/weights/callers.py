@@ -13,21 +13,28 @@ from collections.abc import Iterator
 from contextvars import ContextVar
 from types import FrameType
 
+from torch import nn
+
 _KNOWING = (
     "torch._dynamo", "torch._export", "torch._functorch", "torch._inductor", "torch._subclasses", "torch._tensor_str",
-    "torch._utils", "torch.amp", "torch.cuda", "torch.distributed", "torch.export", "torch.fx", "torch.multiprocessing",
+    "torch.amp", "torch.cuda", "torch.distributed", "torch.export", "torch.fx", "torch.multiprocessing",
     "torch.nn.modules.module", "torch.nn.parallel", "torch.nn.parameter", "torch.nn.utils.clip_grad", "torch.optim",
     "torch.serialization", "torch.storage", "torch.testing._comparison", "torch.utils._foreach_utils",
-    "torch.utils.checkpoint",
 )  # fmt: skip
 """PyTorch's modules that look after tensors, or treat each element alone. All others act for their callers."""
-_PASSING = ("torch.distributed.distributed_c10d", "torch.distributed.c10d_logger", "torchshard.runtime.submodule")
-"""Modules of collectives and of methods, which act for their callers too."""
+_PASSING = (
+    "torch._dynamo.eval_frame", "torch._functorch.functional_call", "torch.distributed._functional_collectives",
+    "torch.distributed.c10d_logger", "torch.distributed.distributed_c10d", "torch.distributed.nn.functional",
+    "torch.optim.swa_utils", "torchshard.runtime.submodule",
+)  # fmt: skip
+"""Modules within those, and of this library, that call what their caller gives them, and act for it too."""
+_CALLS = (nn.Module._wrapped_call_impl.__code__, nn.Module._call_impl.__code__)
+"""What calls a module's forward, which acts for its caller."""
 
 
 def called_from() -> str:
     """The name of the module whose code called the function that asks."""
-    return str(sys._getframe(2).f_globals.get("__name__", ""))
+    return _module_of(sys._getframe(2))
 
 
 def caller(func: object) -> str:
@@ -38,17 +45,22 @@ def caller(func: object) -> str:
     """
     frame: FrameType | None = sys._getframe(2)
     code = getattr(func, "__code__", None)
-    if code is not None and frame is not None and frame.f_globals.get("__name__") == "torch.overrides":
+    if code is not None and frame is not None and _module_of(frame) == "torch.overrides":
         while frame is not None and frame.f_code is not code:
             frame = frame.f_back
         frame = None if frame is None else frame.f_back
-    while frame is not None and _acts_for_caller(module := str(frame.f_globals.get("__name__", ""))):
+    while frame is not None and (acts_for_caller(module := _module_of(frame)) or frame.f_code in _CALLS):
         frame = frame.f_back
     return "" if frame is None else module
 
 
+def _module_of(frame: FrameType) -> str:
+    return str(frame.f_globals.get("__name__", ""))
+
+
 @functools.cache
-def _acts_for_caller(module: str) -> bool:
+def acts_for_caller(module: str) -> bool:
+    """Whether what a module does with a slice is what its caller does."""
     is_torch = module == "torch" or module.startswith("torch.")
     return module in _PASSING or (is_torch and not f"{module}.".startswith(tuple(f"{m}." for m in _KNOWING)))
 

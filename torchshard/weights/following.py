@@ -73,6 +73,8 @@ class Outcome:
     """Of each tensor that it returns."""
     written: Mapping[int, SliceType | Lost] = field(default_factory=dict)
     """Of tensors among its arguments, by their numbers: what they are if they were written to, and that is new."""
+    slices: Collection[int] = ()
+    """The numbers of the arguments that were taken for slices."""
 
 
 def follow(
@@ -269,7 +271,7 @@ class _Question:
             after = self._join(axes, [each.after[i] for each in found])
             if after is not None and (after != before or i not in self.held):
                 written[i] = after
-        return Outcome(tuple(results), written)
+        return Outcome(tuple(results), written, [i for i, of in enumerate(self.types) if of is not None])
 
     def _join(self, axes: Sequence[MeshAxis], along: Sequence[tuple[Layout | Lost, tuple[int, ...]]]) -> Followed:
         layouts, (_, whole) = [layout for layout, _ in along], along[0]

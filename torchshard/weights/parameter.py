@@ -23,7 +23,7 @@ from torchshard.core.words import Word
 from torchshard.distributed.ops import PLAIN
 from torchshard.distributed.ranks import Ranks
 from torchshard.weights.callers import called_from, is_users, method_of
-from torchshard.weights.slice_values import Slice, SliceValue, check_other_group, gradient_for, unwatched
+from torchshard.weights.slice_values import SliceValue, check_other_group, gradient_for, unwatched
 from torchshard.weights.state_slices import StateSlice, note_place
 
 T = TypeVar("T")
@@ -55,7 +55,7 @@ class OptimizerOwner(Protocol):
         """An optimizer was made of its parameters."""
 
 
-class ShardedParameter(Slice, nn.Parameter):
+class ShardedParameter(SliceValue, nn.Parameter):
     """This rank's slice of a parameter, or the whole of it."""
 
     owner: Callable[[], object] = staticmethod(lambda: None)

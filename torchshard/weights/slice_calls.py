@@ -20,7 +20,7 @@ from torchshard.core.errors import InputError, SliceWarning
 from torchshard.core.mesh import Place
 from torchshard.core.user_files import warn
 from torchshard.weights.callers import is_users
-from torchshard.weights.following import Function, Lost, SliceType, follow
+from torchshard.weights.following import Function, Lost, Outcome, SliceType, follow
 
 ADVICE = (
     "model.full_state_dict() has whole parameters; ts.clip_grad_norm_ and torch.nn.utils.get_total_norm take norms of "
@@ -88,6 +88,9 @@ class SliceCall:
             draws = any(of.draws for of in lost)
             but = "draws the same numbers on all ranks, and others than for the whole" if draws else "not of the whole"
             warn_of_slice(f"{self._name} of" if draws else f"{self._name} gives a result of", text, but)
+        elif is_users(module) and self._takes_part_of_a_gradient(outcome, result):
+            verb = f"{self._name} gives a tensor that is whole on every rank the part of a gradient that belongs to"
+            warn_of_slice(verb, text, "not to the whole: add the ranks' parts, as by all_reduce of its grad")
         of_results = iter(outcome.results)
 
         def marked(leaf: object) -> object:
@@ -98,6 +101,12 @@ class SliceCall:
             return mark(leaf, of, False) if isinstance(of, SliceType) and not is_given else leaf
 
         return pytree.tree_map(marked, result)
+
+    def _takes_part_of_a_gradient(self, outcome: Outcome, result: object) -> bool:
+        """Whether a gradient of the results, which are slices, reaches an argument that is none."""
+        if not any(isinstance(leaf, Tensor) and leaf.requires_grad for leaf in pytree.tree_leaves(result)):
+            return False
+        return any(tensor.requires_grad and i not in outcome.slices for i, tensor in enumerate(self.tensors))
 
     @property
     def _name(self) -> str:

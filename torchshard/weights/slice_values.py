@@ -12,7 +12,6 @@ does. Code of PyTorch and of this library gets plain tensors (`callers`).
 
 from __future__ import annotations
 
-import itertools
 import math
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -21,17 +20,15 @@ from typing import Any, NoReturn, Self, SupportsIndex, cast
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.utils._pytree import tree_leaves
 
 from torchshard.core.errors import DistributedError, InputError
-from torchshard.core.words import WHOLE, Word, cuts, is_split
+from torchshard.core.words import WHOLE, Word, is_split
 from torchshard.distributed.group import ALONE, Group
 from torchshard.distributed.ranks import Ranks, widest
-from torchshard.weights.boxes import pieces
-from torchshard.weights.callers import called_from, caller, is_users
+from torchshard.weights.callers import acts_for_caller, called_from, caller, is_users
 from torchshard.weights.following import SliceType
 from torchshard.weights.slice_calls import SliceCall
-from torchshard.weights.state_slices import Placed, SlicePlace, place_text, slice_place, types_of
+from torchshard.weights.state_slices import Placed, SlicePlace, explain, place_text, slice_place, types_of
 
 _DRAWING = ("normal_", "uniform_", "exponential_", "cauchy_", "log_normal_", "geometric_", "random_", "bernoulli_")
 _CLIPPING = "torch.nn.utils.clip_grad"
@@ -102,8 +99,8 @@ class Slice(Placed):
         try:
             with unwatched():
                 result = func(*((_with_identity(args[0], order), *args[1:]) if clips else args), **kwargs)
-        except (RuntimeError, IndexError):
-            _refuse_operands_of_whole(func.__name__, [t for t in tree_leaves((args, kwargs)) if isinstance(t, Tensor)])
+        except (RuntimeError, IndexError) as error:
+            explain(error, func.__name__, (args, kwargs))
             raise
         if func is torch._amp_foreach_non_finite_check_and_unscale_:
             _join_overflow(*args[:2])
@@ -149,8 +146,8 @@ class Slice(Placed):
     def refuse_shape(self, how: str, shape: tuple[int, ...]) -> NoReturn:
         """Raises InputError for values of another shape than the slice's."""
         raise InputError(
-            f"this rank's slice of a parameter takes no values of shape {shape}",
-            where=f"{how}, parameter {self.path!r}",
+            f"this rank's slice of {self.path!r} takes no values of shape {shape}",
+            where=how,
             why=f"the slice is {tuple(self.shape)}, {place_text(self.place)}",
             attempt="model.load_full_state_dict({**model.full_state_dict(), name: whole}), on every rank",
         )
@@ -185,7 +182,8 @@ class Slice(Placed):
             detached = Tensor.detach(self)
         if module == "torch.nn.parameter":
             return self.sharing(detached, self)
-        return SliceValue.sharing(detached, self) if self.is_split and is_users(module) else detached
+        is_marked = self.is_split and (is_users(module) or acts_for_caller(module))
+        return SliceValue.sharing(detached, self) if is_marked else detached
 
     def ndimension(self) -> int:
         """The number of dims. `torch.nn.init` asks for it before it computes with the sizes, which are a slice's."""
@@ -217,36 +215,6 @@ class SliceValue(Slice):
         own = cast(SliceValue, tensor)
         own._become(of, ranks, path)
         return own
-
-
-def _refuse_operands_of_whole(name: str, operands: Sequence[Tensor]) -> None:
-    """Refuses a tensor whose shape fits the whole parameter and not the slice, such as a mask of its rows."""
-    slices = [operand for operand in operands if isinstance(operand, Slice) and operand.is_split]
-    others = [tuple(operand.shape) for operand in operands if not isinstance(operand, Slice)]
-    for own, shape in itertools.product(slices, others):
-        if _dims_in(own.whole, shape) and not _dims_in(tuple(own.shape), shape):
-            raise InputError(
-                f"a tensor of shape {shape} meets this rank's slice of a parameter",
-                where=f"{name}(...), parameter {own.path!r}",
-                why=f"the slice is {tuple(own.shape)}, {place_text(own.place)}",
-                attempt=f"this rank's part of the tensor: {_part_text(own, shape)}",
-            )
-
-
-def _dims_in(whole: tuple[int, ...], shape: tuple[int, ...]) -> slice | None:
-    """The dims of a tensor that those of another meet: the last ones if it is expanded, the first if it is a mask."""
-    last = slice(max(0, len(whole) - len(shape)), len(whole))
-    if len(shape) <= len(whole) and all(own in (1, size) for own, size in zip(shape, whole[last], strict=True)):
-        return last
-    return slice(len(shape)) if whole[: len(shape)] == shape else None
-
-
-def _part_text(own: Slice, shape: tuple[int, ...]) -> str:
-    """'t[4:8, :]', or how its parts are joined."""
-    dims = _dims_in(own.whole, shape) or slice(0)
-    boxes = [piece.box[dims] for piece in pieces(own.whole, cuts(own.sharding, own.ranks.place))]
-    texts = [", ".join(f"{a}:{b}" if n > 1 else ":" for (a, b), n in zip(box, shape, strict=True)) for box in boxes]
-    return " and ".join(f"t[{text}]" for text in dict.fromkeys(texts))
 
 
 # --- drawing into slices ---------------------------------------------------------------------------------------------

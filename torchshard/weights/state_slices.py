@@ -10,6 +10,7 @@ pieces, as that of a fused QKV weight has.
 
 from __future__ import annotations
 
+import itertools
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from types import FrameType
@@ -17,6 +18,7 @@ from typing import TYPE_CHECKING, Any, NoReturn, SupportsIndex, cast
 
 import torch
 from torch import Tensor
+from torch.utils import _pytree as pytree
 
 from torchshard.core.errors import InputError
 from torchshard.core.layouts import I
@@ -192,8 +194,12 @@ class StateSlice(Placed):
     ) -> object:
         kwargs = kwargs or {}
         call = SliceCall.begun(func, args, kwargs)
-        with torch._C.DisableTorchFunctionSubclass():
-            result = func(*args, **kwargs)
+        try:
+            with torch._C.DisableTorchFunctionSubclass():
+                result = func(*args, **kwargs)
+        except (RuntimeError, IndexError) as error:
+            explain(error, func.__name__, (args, kwargs))
+            raise
         module = caller(func)
         operand = next((t for t in call.tensors if isinstance(t, cls)), None)
         if operand is None:
@@ -237,6 +243,51 @@ def place_text(place: SlicePlace) -> str:
     except (ValueError, IndexError):  # a file may hold anything
         pass
     return f"{text} on rank {rank} of {world}"
+
+
+def explain(error: Exception, name: str, arguments: object) -> None:
+    """Raises InputError where a function failed because an argument meets a slice and fits the whole.
+
+    Args:
+        error: what the function raised.
+        name: of the function.
+    """
+    tensors = [leaf for leaf in pytree.tree_leaves(arguments) if isinstance(leaf, Tensor)]
+    slices = [(tuple(t.shape), place) for t in tensors if (place := place_of(t)) is not None]
+    others = [tuple(t.shape) for t in tensors if place_of(t) is None]
+    for (own, place), shape in itertools.product(slices, others):
+        if _dims_in(place[4], shape) and not _dims_in(own, shape):
+            raise InputError(
+                f"a tensor of shape {shape} meets this rank's slice of {place[0]!r}",
+                where=f"{name}(...)",
+                why=f"the slice is {own}, {place_text(place)}",
+                attempt=f"this rank's part of the tensor: {_part_text(place, shape)}",
+            )
+    if slices and isinstance(error, IndexError):
+        own, place = slices[0]
+        raise InputError(
+            f"an index lies outside of this rank's slice of {place[0]!r}",
+            where=f"{name}(...)",
+            why=f"the slice is {own}, {place_text(place)}",
+            attempt="model.full_state_dict() for the whole, or let the model's forward look it up",
+        )
+
+
+def _dims_in(whole: tuple[int, ...], shape: tuple[int, ...]) -> slice | None:
+    """The dims of a tensor that those of another meet: the last ones if it is expanded, the first if it is a mask."""
+    last = slice(max(0, len(whole) - len(shape)), len(whole))
+    if len(shape) <= len(whole) and all(own in (1, size) for own, size in zip(shape, whole[last], strict=True)):
+        return last
+    return slice(len(shape)) if whole[: len(shape)] == shape else None
+
+
+def _part_text(place: SlicePlace, shape: tuple[int, ...]) -> str:
+    """'t[4:8, :]', or how its parts are joined."""
+    whole = tuple(place[4])
+    dims = _dims_in(whole, shape) or slice(0)
+    boxes = [piece.box[dims] for piece in pieces(whole, cuts(*held_at(place)))]
+    texts = [", ".join(f"{a}:{b}" if n > 1 else ":" for (a, b), n in zip(box, shape, strict=True)) for box in boxes]
+    return " and ".join(f"t[{text}]" for text in dict.fromkeys(texts))
 
 
 _TRAINER = "transformers.trainer"
