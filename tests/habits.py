@@ -267,6 +267,22 @@ def _statistics_of_another_rank(run: Run) -> Any:
     model.norm.load_state_dict(states[run.rank - 1], strict=False)  # type: ignore[arg-type]
 
 
+@_refused("of shape (9,) meets this rank's slice of 'norm.weight'")
+def _average_from_before_the_first_call(run: Run) -> Any:
+    model = run.make(functools.partial(Net, batch_norm=True))
+    average = {name: torch.zeros_like(value) for name, value in model.state_dict().items()}
+    model(x_of())
+    for name, value in model.state_dict().items():
+        average[name].add_(value)
+
+
+@_refused("an index lies outside of this rank's slice of 'up.weight'")
+def _row_of_the_whole(run: Run) -> Any:
+    model = run.make()
+    model(x_of())
+    return model.up.weight[8]
+
+
 @_refused("takes no batch of gradients at once")
 def _gradients_in_a_batch(run: Run) -> Any:
     model = run.make()

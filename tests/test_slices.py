@@ -17,6 +17,9 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.distributed._functional_collectives import all_reduce
+from torch.optim.swa_utils import get_ema_avg_fn
+from torch.utils.checkpoint import checkpoint
 
 import torchshard as ts
 from tests.helpers import refused_input, run_ranks
@@ -155,6 +158,12 @@ TOLD: dict[str, Callable[[Tensor], Any]] = {
     "data_ptr": lambda p: p.data_ptr(),
     "equal": lambda p: torch.equal(p, p + 1),
     "a flat buffer": lambda p: torch.zeros(100, dtype=p.dtype)[: p.numel()].copy_(p.detach().reshape(-1)),
+    "a module": lambda p: nn.Softmax(0)(p),
+    "a module in a checkpoint": lambda p: checkpoint(nn.MSELoss(), p, torch.zeros_like(p), use_reentrant=False),
+    "flattened": lambda p: torch._utils._flatten_dense_tensors([p.detach(), p.detach()]).norm(),
+    "hessian": lambda p: torch.autograd.functional.hessian(lambda q: (q**3).sum(), p.detach()),
+    "a sum over the ranks": lambda p: all_reduce(p.detach(), "sum", dist.group.WORLD),  # type: ignore[no-untyped-call]
+    "a learnt factor": lambda p: torch.ones((), requires_grad=True) * p,
     "its own buffer": lambda p: torch.zeros(p.shape, dtype=p.dtype).add_(p.detach()).data.norm(),
 }
 SILENT: dict[str, Callable[[Tensor], Any]] = {
@@ -163,6 +172,9 @@ SILENT: dict[str, Callable[[Tensor], Any]] = {
     "other dims": lambda p: (p.t(), p[:, 0], p.softmax(1), p.norm(dim=1), p.chunk(2, 1), p.reshape(-1)),
     "a moving average": lambda p: torch.zeros_like(p).lerp_(p.detach(), 0.1),
     "columns": lambda p: p.detach()[:, 0].zero_(),
+    "a module of elements": lambda p: nn.GELU()(p),
+    "an average of weights": lambda p: get_ema_avg_fn(0.5)(p.detach(), p, torch.tensor(1)),  # type: ignore[no-untyped-call]
+    "a factor": lambda p: torch.ones(()) * p,
     "new tensors": lambda p: (p.new_zeros(()), torch.zeros(p.shape, dtype=p.dtype).add_(p.detach())),
     "copies": lambda p: (copy.deepcopy(p), p.detach().clone()),
 }
