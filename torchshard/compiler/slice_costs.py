@@ -7,13 +7,14 @@ what is summed over the earlier one are slices of gradients.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import replace
 from typing import TypeAlias
 
 import torch
 
 from torchshard.core.conversions import ConversionStep
+from torchshard.core.layouts import Shard
 from torchshard.core.words import Cut, local_shape
 from torchshard.custom_ops.fx_types import Target
 from torchshard.distributed.ops import is_collective
@@ -30,10 +31,11 @@ Cuts: TypeAlias = dict[tuple[str, Target | str], Cut]
 def priced_as_slices(plans: Sequence[Plan]) -> list[Plan]:
     """The plans of the axes, in their order, with the prices of what each sends beside the later ones."""
     cuts = list(map(_cuts, plans))
-    return [_priced(plan, cuts[i + 1 :]) for i, plan in enumerate(plans)]
+    sliced = {path for path, layout in plans[-1].parameters.items() if isinstance(layout, Shard)}
+    return [_priced(plan, cuts[i + 1 :], sliced) for i, plan in enumerate(plans)]
 
 
-def _priced(plan: Plan, later: Sequence[Cuts]) -> Plan:
+def _priced(plan: Plan, later: Sequence[Cuts], sliced: Collection[str]) -> Plan:
     problem = plan.problem
     if problem is None or not later:
         return plan
@@ -45,11 +47,17 @@ def _priced(plan: Plan, later: Sequence[Cuts]) -> Plan:
         found = tuple(each[key] for each in later if key in each)
         if collective.is_inside:
             return collective
-        value = Value.converted(nodes[collective.value])
+        value, source = Value.converted(nodes[collective.value]), before_casts(nodes[collective.value])
         step = ConversionStep(collective.name, collective.source, collective.target)
-        sent = collective.forward, collective.backward, collective.again
-        if found and is_weight(before_casts(nodes[collective.value])):
+        planned = value
+        if value.bucket is not None and source.meta["path"] in sliced:
+            # slices of a layer go together; what was gathered before goes alone
+            is_joined = found and value.bucket.layer
+            value = replace(value, bucket=value.bucket._replace(gathered=value.dtype) if is_joined else None)
+        if found and is_weight(source):
             value = _slice_of(value, found)
+        sent = collective.forward, collective.backward, collective.again
+        if value is not planned:
             sent = problem.model.sent(value, step)
         forward, backward, again = in_messages(value, step, sent, begun, segments.get(collective.consumers[0], 0))
         return replace(collective, forward=forward, backward=backward, again=again)
@@ -59,17 +67,16 @@ def _priced(plan: Plan, later: Sequence[Cuts]) -> Plan:
 
 
 def _slice_of(value: Value, cuts: tuple[Cut, ...]) -> Value:
-    """A later axis' slice of a weight, which goes in messages of its own layer's slices."""
-    shape, bucket = local_shape(value.shape, cuts), value.bucket
-    if bucket is not None:
-        bucket = bucket._replace(gathered=value.dtype) if bucket.layer else None
-    return replace(value, shape=shape, nbytes=math.prod(shape) * value.dtype.itemsize, bucket=bucket)
+    """A later axis' slice of a weight."""
+    shape = local_shape(value.shape, cuts)
+    return replace(value, shape=shape, nbytes=math.prod(shape) * value.dtype.itemsize)
 
 
 def _cuts(plan: Plan) -> Cuts:
     nodes = plan.problem.graph.nodes if plan.problem is not None else ()
+    found = [(n, plan.choices[n.name].results[0]) for n in nodes if is_collective(n.target) and n.name in plan.choices]
     return {
-        (operands(node)[0].name, node.target): Cut(plan.choices[node.name].results[0], 0, plan.world_size)
-        for node in nodes
-        if is_collective(node.target) and node.name in plan.choices
+        (operands(node)[0].name, node.target): Cut(layout, 0, plan.world_size)
+        for node, layout in found
+        if isinstance(layout, Shard)
     }

@@ -610,10 +610,13 @@ def _check_slice(name: str, held: Tensor, given: Tensor) -> None:
     fits = given.shape == held.shape if place is None else is_same_slice(place, own)
     if fits:
         return
-    is_whole = place is None and tuple(given.shape) == own[4]
-    wrong, advice = "the whole of", "load_full_state_dict, which takes whole tensors on every rank"
-    if not is_whole:
-        wrong = "another slice of"
+    wrong, advice = "another slice of", "load_full_state_dict, which takes whole tensors on every rank"
+    if place is None and tuple(given.shape) == own[4]:
+        wrong = "the whole of"
+    elif place is not None and tuple(held.shape) == place[4]:
+        wrong = "a slice of"
+        advice = f"a model that is split already: ts.shard with example_inputs=, or one call; or {advice}"
+    else:
         advice = f"the state dict that this rank saved; between numbers of ranks {advice}"
     given_text = f"{tuple(given.shape)}" if place is None else place_text(place)
     raise InputError(
