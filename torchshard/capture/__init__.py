@@ -2,7 +2,7 @@
 
 flat                                     `capture`: the way of a call from its arguments to its graph
 signature, known_calls                   arguments as tensors and structure
-models, looks                            copies and checks of models and tensors
+models, looks, shared_memory             copies and checks of models and tensors
 trace                                    the call of torch.export, with
   entry_points, function_mode            a flat forward, and calls that export gets wrong
   whole_calls, recording                 Python code that stays one op
@@ -33,6 +33,7 @@ from torchshard.capture.models import (
     refuse_transforms,
     shared_names,
     transform_error,
+    views_kept,
     without_storage,
 )
 from torchshard.capture.rehearsal import ModelCall, refuse_state_between
@@ -45,5 +46,5 @@ __all__ = [
     "capture", "check_devices", "check_inputs", "check_weights", "copy_attributes", "copy_model",
     "copy_with_values", "describe", "flatten", "flatten_call", "global_hooks", "look_key", "look_like",
     "memory_order", "model_without_storage", "refuse_state_between", "refuse_transforms", "shared_names",
-    "transform_error", "without_storage", "without_tools",
+    "transform_error", "views_kept", "without_storage", "without_tools",
 ]  # fmt: skip
