@@ -333,6 +333,23 @@ def _attribute_in_the_memory_of_a_buffer(run: Run) -> Any:
     return run.make(lambda: Moving(lambda m: setattr(m, "mean", m.stats[0])))(x_of())
 
 
+@_refused("buffer 'norm.running_mean' requires a gradient")
+def _gradient_of_a_buffer(run: Run) -> Any:
+    model = run.make(functools.partial(Net, batch_norm=True))
+    model.eval()(x_of())
+    model.norm.running_mean.requires_grad_(True)
+    model(x_of()).square().mean().backward()
+    return model.norm.running_mean.grad
+
+
+@_refused("buffer 'norm.running_mean' requires a gradient")
+def _gradient_of_a_buffer_by_functional_call(run: Run) -> Any:
+    model = run.make(functools.partial(Net, batch_norm=True)).eval()
+    mean = model.norm.running_mean.clone().requires_grad_()
+    torch.func.functional_call(model, {"norm.running_mean": mean}, (x_of(),)).sum().backward()
+    return mean.grad
+
+
 # --- losses and loops ------------------------------------------------------------------------------------------------
 
 

@@ -493,3 +493,50 @@ def test_tensors_beside_each_other_in_one_memory_are_accepted() -> None:
     tied = _Sharing(lambda m: (m.register_buffer("same", m.stats), setattr(m, "alias", m.stats)), lambda m: m.alias[0])
     assert torch.equal(ts.shard(tied, {}, (X,))(X), tied(X))
     ts.distributed.destroy_process_group()
+
+
+# --- gradients of buffers --------------------------------------------------------------------------------------------
+
+
+class _Scaled(MLP):
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("scale", torch.tensor(0.5))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) * self.scale
+
+
+def test_a_buffer_that_requires_a_gradient_is_refused() -> None:
+    trained = _Scaled()
+    sharded = ts.shard(copy.deepcopy(trained), {}, (X,))
+    trained.scale.requires_grad_(True)
+    calls: list[Callable[[], Any]] = [
+        lambda: ts.shard(trained, {}),
+        lambda: ts.check(trained, {}, world_size=2, example_inputs=(X,)),
+        lambda: torch.func.functional_call(sharded, {"scale": torch.tensor(2.0, requires_grad=True)}, (X,)),
+        lambda: sharded(X),
+    ]
+    sharded(X)
+    sharded.scale.requires_grad_(True)
+    for call in calls:
+        assert "buffer 'scale' requires a gradient" in _raises(call)
+    with torch.no_grad():
+        assert torch.equal(sharded(X), trained(X))
+    sharded.scale.requires_grad_(False)
+    assert sharded(X).requires_grad
+    ts.distributed.destroy_process_group()
+
+
+class _Averages(_Scaled):
+    def forward(self, x: Tensor) -> Tensor:
+        y = super().forward(x)
+        self.scale.lerp_(y.mean(), 0.5)
+        return y
+
+
+def test_a_buffer_to_which_forward_writes_values_with_gradients_is_refused() -> None:
+    sharded = ts.shard(_Averages(), {})
+    sharded(X)
+    assert "try:   store detached values in scale, or write to it under torch.no_grad()" in _raises(lambda: sharded(X))
+    ts.distributed.destroy_process_group()

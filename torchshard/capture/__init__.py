@@ -24,6 +24,7 @@ from torchshard.capture.flat import Captured, capture
 from torchshard.capture.known_calls import KnownCalls
 from torchshard.capture.looks import copy_attributes, look_like
 from torchshard.capture.models import (
+    check_buffers,
     check_devices,
     check_inputs,
     check_weights,
@@ -43,7 +44,7 @@ from torchshard.capture.watch import Watch, global_hooks
 
 __all__ = [
     "Captured", "Condition", "Conditions", "KnownCalls", "Leaves", "ModelCall", "Number", "Numbers", "Watch",
-    "capture", "check_devices", "check_inputs", "check_weights", "copy_attributes", "copy_model",
+    "capture", "check_buffers", "check_devices", "check_inputs", "check_weights", "copy_attributes", "copy_model",
     "copy_with_values", "describe", "flatten", "flatten_call", "global_hooks", "look_key", "look_like",
     "memory_order", "model_without_storage", "refuse_state_between", "refuse_transforms", "shared_names",
     "transform_error", "views_kept", "without_storage", "without_tools",

@@ -259,8 +259,8 @@ def check_weights(model: object) -> None:
 
     Raises:
         InputError: the model is no module, or a part of it is sharded already; two parameters or buffers share memory
-            without being one; a parameter has gradient hooks or no values; a parameter or buffer is sparse or nested,
-            or its class computes by code of its own.
+            without being one; a parameter has gradient hooks or no values; a buffer requires a gradient; a parameter or
+            buffer is sparse or nested, or its class computes by code of its own.
     """
     module = _checked_module(model)
     for role, tensors in (("parameter", module.named_parameters()), ("buffer", module.named_buffers())):
@@ -269,6 +269,7 @@ def check_weights(model: object) -> None:
             _check_tensor(tensor, role, name, type(model).__name__)
     for name, parameter in module.named_parameters():
         _check_parameter(name, parameter)
+    check_buffers(dict(module.named_buffers()))
     pair = sharing_pair(memories_of(module))
     if pair is not None:
         first, second = pair
@@ -279,6 +280,25 @@ def check_weights(model: object) -> None:
             attempt="to have one value, assign one tensor to both names, or register only the larger one and index it "
             "in forward (self.stats[0]); to have two, a copy: .clone()",
         )
+
+
+def check_buffers(buffers: Mapping[str, Tensor]) -> None:
+    """Checks that no buffer requires a gradient.
+
+    Raises:
+        InputError: one does.
+    """
+    for name, buffer in buffers.items():
+        if buffer.requires_grad and not isinstance(buffer, nn.Parameter):
+            raise InputError(
+                f"buffer {name!r} requires a gradient",
+                where=f"buffer {name!r}",
+                why="a sharded model sums the gradients of parameters and inputs over the ranks, not those of buffers",
+                attempt=f"store detached values in {name}, or write to it under torch.no_grad()"
+                if buffer.grad_fn is not None
+                else f"make {name} an nn.Parameter before ts.shard, or an argument of forward; "
+                f"or model.get_buffer({name!r}).requires_grad_(False)",
+            )
 
 
 def _checked_module(model: object) -> nn.Module:
