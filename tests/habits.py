@@ -325,6 +325,47 @@ def _state_of_a_part_of_another_rank(run: Run) -> Any:
     model[0].load_state_dict(torch.load(io.BytesIO(files[run.rank - 1])))  # type: ignore[arg-type]
 
 
+class Moving(Net):
+    """Subtracts a moving average, which is a view of a buffer."""
+
+    def __init__(self, hold: Callable[[Any], None]) -> None:
+        super().__init__()
+        self.register_buffer("stats", torch.zeros(2, 6).double())
+        hold(self)
+
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.no_grad():
+            self.stats[0].lerp_(x.mean(0), 0.5)
+        return super().forward(x - self.mean)
+
+
+@_refused("buffer 'stats' and buffer 'mean' share memory")
+def _buffer_in_the_memory_of_another(run: Run) -> Any:
+    return run.make(lambda: Moving(lambda m: m.register_buffer("mean", m.stats[0])))(x_of())
+
+
+@_refused("shares memory with buffer 'stats'")
+def _attribute_in_the_memory_of_a_buffer(run: Run) -> Any:
+    return run.make(lambda: Moving(lambda m: setattr(m, "mean", m.stats[0])))(x_of())
+
+
+@_refused("buffer 'norm.running_mean' requires a gradient")
+def _gradient_of_a_buffer(run: Run) -> Any:
+    model = run.make(functools.partial(Net, batch_norm=True))
+    model.eval()(x_of())
+    model.norm.running_mean.requires_grad_(True)
+    model(x_of()).square().mean().backward()
+    return model.norm.running_mean.grad
+
+
+@_refused("buffer 'norm.running_mean' requires a gradient")
+def _gradient_of_a_buffer_by_functional_call(run: Run) -> Any:
+    model = run.make(functools.partial(Net, batch_norm=True)).eval()
+    mean = model.norm.running_mean.clone().requires_grad_()
+    torch.func.functional_call(model, {"norm.running_mean": mean}, (x_of(),)).sum().backward()
+    return mean.grad
+
+
 # --- losses and loops ------------------------------------------------------------------------------------------------
 
 

@@ -2,7 +2,7 @@
 
 flat                                     `capture`: the way of a call from its arguments to its graph
 signature, known_calls                   arguments as tensors and structure
-models, looks                            copies and checks of models and tensors
+models, looks, shared_memory             copies and checks of models and tensors
 trace                                    the call of torch.export, with
   entry_points, function_mode            a flat forward, and calls that export gets wrong
   whole_calls, recording                 Python code that stays one op
@@ -24,6 +24,7 @@ from torchshard.capture.flat import Captured, capture
 from torchshard.capture.known_calls import KnownCalls
 from torchshard.capture.looks import copy_attributes, look_like
 from torchshard.capture.models import (
+    check_buffers,
     check_devices,
     check_inputs,
     check_weights,
@@ -33,6 +34,7 @@ from torchshard.capture.models import (
     refuse_transforms,
     shared_names,
     transform_error,
+    views_kept,
     without_storage,
 )
 from torchshard.capture.rehearsal import ModelCall, refuse_state_between
@@ -42,8 +44,8 @@ from torchshard.capture.watch import Watch, global_hooks
 
 __all__ = [
     "Captured", "Condition", "Conditions", "KnownCalls", "Leaves", "ModelCall", "Number", "Numbers", "Watch",
-    "capture", "check_devices", "check_inputs", "check_weights", "copy_attributes", "copy_model",
+    "capture", "check_buffers", "check_devices", "check_inputs", "check_weights", "copy_attributes", "copy_model",
     "copy_with_values", "describe", "flatten", "flatten_call", "global_hooks", "look_key", "look_like",
     "memory_order", "model_without_storage", "refuse_state_between", "refuse_transforms", "shared_names",
-    "transform_error", "without_storage", "without_tools",
+    "transform_error", "views_kept", "without_storage", "without_tools",
 ]  # fmt: skip

@@ -37,6 +37,7 @@ from torchshard.capture.modes import modes_of
 from torchshard.capture.names import rename_nodes
 from torchshard.capture.recording import WHOLE
 from torchshard.capture.regions import detach_within_no_grad, inline_regions
+from torchshard.capture.shared_memory import constants_of, refuse_shared_constants
 from torchshard.capture.signature import Leaves, flatten_call
 from torchshard.capture.trace import trace
 from torchshard.capture.user_code import line_in
@@ -127,6 +128,7 @@ def _captured(
     model: nn.Module, call: Leaves, shapes: Sequence[frozenset[int]], divided: Mapping[int, int], *, repeating: bool
 ) -> Captured:
     traced = trace(model, call, shapes, repeating=repeating)
+    refuse_shared_constants(model, traced.exported, [condition for condition, _ in traced.conditions])
     shared = shared_names(model)
     names = (*call.names, *call.number_names)
     inputs = tuple(f"{name} (argument)" if name in shared else name for name in names)
@@ -135,7 +137,7 @@ def _captured(
     inline_regions(graph)
     _describe_placeholders(graph.graph, traced.exported, inputs, shared)
     if traced.repeats is not None:
-        repeat(graph.graph, traced.repeats, _constants(traced.exported))
+        repeat(graph.graph, traced.repeats, constants_of(traced.exported))
     _flatten(graph.graph, [whole_call.with_own_modules(memo) for whole_call in traced.whole])
     _describe_ops(graph.graph)
     _order_placeholders(graph.graph)
@@ -147,7 +149,7 @@ def _captured(
     return Captured(
         graph,
         inputs,
-        _constants(traced.exported),
+        constants_of(traced.exported),
         traced.result,
         traced.changes,
         assumption(graph.graph, traced.exported, sizes),
@@ -315,9 +317,3 @@ def _order_placeholders(graph: fx.Graph) -> None:
     rest = [n for n in graph.nodes if n.op == "placeholder" and n.meta["kind"] != "input"]
     for node in reversed([*rest, *inputs]):
         graph._root.append(node)
-
-
-def _constants(exported: ExportedProgram) -> dict[str, Tensor]:
-    specs = exported.graph_signature.input_specs
-    paths = [spec.target for spec in specs if spec.kind.name == "CONSTANT_TENSOR" and spec.target]
-    return {path: exported.constants[path] for path in paths}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Mapping
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -14,11 +15,12 @@ from torch.nn.parameter import is_lazy
 
 from torchshard.capture.attributes import settings
 from torchshard.capture.looks import look_like, own_attributes, own_class
+from torchshard.capture.shared_memory import memories_of, note_memories, sharing_pair, tensors_sharing
 from torchshard.capture.signature import Leaves
 from torchshard.capture.visible import visible_to
 from torchshard.core.errors import InputError, in_short
 from torchshard.core.modules import named_tensors
-from torchshard.weights.lazy import LazyTensor, memory_of, values_of
+from torchshard.weights.lazy import LazyTensor, values_of
 from torchshard.weights.parameter import ShardedParameter
 
 # --- copies ----------------------------------------------------------------------------------------------------------
@@ -59,8 +61,9 @@ def copy_model(model: nn.Module, memo: Mapping[int, object] | None = None) -> nn
     # PyTorch refuses to copy a tensor that has a grad_fn.
     computed = {id(t): t.detach() for t in held if not t.is_leaf}
     own = {id(t): _copy_of_own(t) for t in (*model.parameters(), *model.buffers(), *held) if t.is_leaf and _has_look(t)}
+    replaced: dict[int, Any] = computed | own | views_kept(model) | dict(memo or {})
     try:
-        return copy.deepcopy(model, computed | own | dict(memo or {}))
+        copied = copy.deepcopy(model, dict(replaced))
     except Exception as error:
         raise InputError(
             f"{type(model).__name__} can't be copied",
@@ -68,6 +71,23 @@ def copy_model(model: nn.Module, memo: Mapping[int, object] | None = None) -> nn
             why=in_short(error),
             attempt="keep locks, files and process groups out of the module, or give their holder a __deepcopy__",
         ) from error
+    note_memories(copied, model, [(name, replaced[id(tensor)]) for name, tensor in tensors_sharing(model)])
+    return copied
+
+
+def views_kept(model: nn.Module) -> dict[int, Tensor]:
+    """id -> view, of each tensor that shares memory with a parameter or buffer of a model and is none.
+
+    Copies of the model hold the views: by their memory a capture finds what was shared.
+    """
+    return {id(tensor): _view(tensor) for _, tensor in tensors_sharing(model)}
+
+
+def _view(tensor: Tensor) -> Tensor:
+    view = tensor.detach()
+    if isinstance(tensor, LazyTensor):
+        return view
+    return _like(tensor, view.as_subclass(Tensor).requires_grad_(tensor.requires_grad and tensor.is_leaf))
 
 
 def _has_look(tensor: Tensor) -> bool:
@@ -76,9 +96,13 @@ def _has_look(tensor: Tensor) -> bool:
 
 
 def _copy_of_own(tensor: Tensor) -> Tensor:
-    copied = copy.deepcopy(tensor.detach().as_subclass(Tensor))
+    return _like(tensor, copy.deepcopy(tensor.detach().as_subclass(Tensor)))
+
+
+def _like(tensor: Tensor, data: Tensor) -> Tensor:
+    """A tensor (or Parameter) with this data that looks as another one."""
     is_parameter = isinstance(tensor, nn.Parameter)
-    return look_like(tensor, nn.Parameter(copied, tensor.requires_grad) if is_parameter else copied)
+    return look_like(tensor, nn.Parameter(data, tensor.requires_grad) if is_parameter else data)
 
 
 def without_storage(tensor: Tensor, dtype: torch.dtype | None = None, device: torch.device | None = None) -> Tensor:
@@ -231,32 +255,49 @@ def check_devices(model: nn.Module, call: Leaves) -> None:
 
 
 def check_weights(model: object) -> None:
-    """Checks that the model's parameters can be split.
+    """Checks that the model's parameters and buffers can be split.
 
     Raises:
-        InputError: the model is no module, or a part of it is sharded already; two parameters share memory without
-            being one; a parameter has gradient hooks or no values; a parameter or buffer is sparse or nested, or its
-            class computes by code of its own.
+        InputError: the model is no module, or a part of it is sharded already; two parameters or buffers share memory
+            without being one; a parameter has gradient hooks or no values; a buffer requires a gradient; a parameter or
+            buffer is sparse or nested, or its class computes by code of its own.
     """
     module = _checked_module(model)
     for role, tensors in (("parameter", module.named_parameters()), ("buffer", module.named_buffers())):
         for name, tensor in tensors:
             _check_is_made(tensor, role, name)
             _check_tensor(tensor, role, name, type(model).__name__)
-    first_names: dict[tuple[object, int], str] = {}
     for name, parameter in module.named_parameters():
         _check_parameter(name, parameter)
-        if parameter.is_meta or not parameter.numel():
-            continue
-        memory = memory_of(parameter), int(parameter.storage_offset())
-        first = first_names.setdefault(memory, name)
-        # All fake tensors have the same address.
-        if first != name and not is_fake(parameter):
+    check_buffers(dict(module.named_buffers()))
+    pair = sharing_pair(memories_of(module))
+    if pair is not None:
+        first, second = pair
+        raise InputError(
+            f"{first} and {second} share memory, but are two tensors",
+            where=second,
+            why="a write to one, or an optimizer's step, changes both; slices have memory of their own",
+            attempt="to have one value, assign one tensor to both names, or register only the larger one and index it "
+            "in forward (self.stats[0]); to have two, a copy: .clone()",
+        )
+
+
+def check_buffers(buffers: Mapping[str, Tensor]) -> None:
+    """Checks that no buffer requires a gradient.
+
+    Raises:
+        InputError: one does.
+    """
+    for name, buffer in buffers.items():
+        if buffer.requires_grad and not isinstance(buffer, nn.Parameter):
             raise InputError(
-                f"parameters {first!r} and {name!r} share memory, but are two parameters",
-                where=name,
-                why="an optimizer's step on one would change the other; slices of them have memory of their own",
-                attempt="tie them as one: assign the same nn.Parameter to both modules",
+                f"buffer {name!r} requires a gradient",
+                where=f"buffer {name!r}",
+                why="a sharded model sums the gradients of parameters and inputs over the ranks, not those of buffers",
+                attempt=f"store detached values in {name}, or write to it under torch.no_grad()"
+                if buffer.grad_fn is not None
+                else f"make {name} an nn.Parameter before ts.shard, or an argument of forward; "
+                f"or model.get_buffer({name!r}).requires_grad_(False)",
             )
 
 

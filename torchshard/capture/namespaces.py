@@ -33,8 +33,10 @@ Place = tuple[str, ...]
 Values = dict[Any, object]
 """Name or index -> value."""
 
-_EVERY_MODULE_HAS = frozenset(nn.Module().__dict__) | {"training", "register_buffer"}
-"""Parameters, buffers, submodules, hooks, the mode, and what `entry_points` replaces during a capture."""
+OF_MEMORIES = "_torchshard_memories"
+"""The attribute of a copied model in which `shared_memory` notes where the model's tensors were."""
+_EVERY_MODULE_HAS = frozenset(nn.Module().__dict__) | {"training", "register_buffer", OF_MEMORIES}
+"""Parameters, buffers, submodules, hooks, the mode, what `entry_points` replaces during a capture, and our notes."""
 _OPEN_PACKAGES = frozenset(
     {"argparse", "collections", "configparser", "functools", "optparse", "types", "weakref", "_thread"}
 )

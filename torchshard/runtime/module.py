@@ -29,6 +29,7 @@ from torchshard.capture import (
     Leaves,
     ModelCall,
     Watch,
+    check_buffers,
     check_devices,
     check_inputs,
     check_weights,
@@ -520,6 +521,9 @@ class ShardedModule(State, Notebook):
         calls = [t.left_by for t in given.tensors if isinstance(t, CarriedSlice)]
         if compiled is not None:
             check_once(given, compiled.program.captured.changes)
+        elif torch.is_grad_enabled():  # the key says what needs a gradient: no such call ever has a graph
+            names = [name for name, names in self._ts_names.items() if names[0] not in self._ts_parameters]
+            check_buffers({name: self._ts_tensors[name] for name in names})
         compiled_by = "" if compiler is None else str(compiler)
         return PreparedCall(
             inputs,

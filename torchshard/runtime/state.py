@@ -18,7 +18,7 @@ from typing import Any, NoReturn, Self, cast
 import torch
 from torch import Tensor, nn
 
-from torchshard.capture import copy_attributes, model_without_storage, shared_names, without_storage
+from torchshard.capture import copy_attributes, model_without_storage, shared_names, views_kept, without_storage
 from torchshard.core.errors import DistributedError, InputError
 from torchshard.core.hashing import hash_tensor
 from torchshard.core.layouts import I, Layout, Shard
@@ -571,6 +571,7 @@ class State(ShardedSubmodule):
         """A copy with parameters of its own, in the same group; it captures graphs of its own."""
         source = self.source
         memo.update({id(t): without_storage(t) for t in (*source.parameters(), *source.buffers())})
+        memo.update(views_kept(source))
         shared = (self._ts_ranks, self._ts_ranks.group, self._ts_ranks.replicas, self._ts_unfixed)
         memo.update({id(each): each for each in shared})
         copied = ShardedSubmodule.__deepcopy__(self, memo)

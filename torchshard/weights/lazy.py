@@ -290,13 +290,6 @@ def file_tensor(tape: Tape, file: StoredTensor) -> LazyTensor:
     return LazyTensor(tape, slot, torch.device("cpu"))
 
 
-def memory_of(tensor: Tensor) -> object:
-    """What is equal for tensors that share memory, lazy ones too."""
-    if isinstance(tensor, LazyTensor):
-        return id(tensor.tape), tensor.tape.memories[tensor.slot]
-    return tensor.untyped_storage().data_ptr()
-
-
 def compute(tensors: Sequence[LazyTensor], use: Callable[[LazyTensor, Tensor], None]) -> None:
     """Calls `use(tensor, value)` for each lazy tensor; the value is in memory until `use` returns."""
     tapes = {id(tensor.tape): tensor.tape for tensor in tensors}
