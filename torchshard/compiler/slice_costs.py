@@ -40,6 +40,7 @@ def _priced(plan: Plan, later: Sequence[Cuts], sliced: Collection[str]) -> Plan:
     if problem is None or not later:
         return plan
     nodes, begun = {node.name: node for node in problem.graph.nodes}, set[object]()
+    cut = {name for each in later for name, _ in each}
     segments = segment_numbers(problem.graph, plan.choices, plan.layouts, plan.conversions)
 
     def priced(collective: Collective) -> Collective:
@@ -47,17 +48,20 @@ def _priced(plan: Plan, later: Sequence[Cuts], sliced: Collection[str]) -> Plan:
         found = tuple(each[key] for each in later if key in each)
         if collective.is_inside:
             return collective
-        value, source = Value.converted(nodes[collective.value]), before_casts(nodes[collective.value])
-        step = ConversionStep(collective.name, collective.source, collective.target)
-        planned = value
+        node = nodes[collective.value]
+        planned, source = Value.converted(node), before_casts(node)
+        step, value = ConversionStep(collective.name, collective.source, collective.target), planned
         if value.bucket is not None and source.meta["path"] in sliced:
             # slices of a layer go together; what was gathered before goes alone
             is_joined = found and value.bucket.layer
             value = replace(value, bucket=value.bucket._replace(gathered=value.dtype) if is_joined else None)
         if found and is_weight(source):
             value = _slice_of(value, found)
+        elif collective.value not in cut and not is_weight(source):
+            with sizes_as({}):  # later axes have brought their parts of the batch together
+                value = Value.converted(node)
         sent = collective.forward, collective.backward, collective.again
-        if value is not planned:
+        if value != planned:
             sent = problem.model.sent(value, step)
         forward, backward, again = in_messages(value, step, sent, begun, segments.get(collective.consumers[0], 0))
         return replace(collective, forward=forward, backward=backward, again=again)
