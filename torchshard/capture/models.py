@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -61,7 +61,8 @@ def copy_model(model: nn.Module, memo: Mapping[int, object] | None = None) -> nn
     # PyTorch refuses to copy a tensor that has a grad_fn.
     computed = {id(t): t.detach() for t in held if not t.is_leaf}
     own = {id(t): _copy_of_own(t) for t in (*model.parameters(), *model.buffers(), *held) if t.is_leaf and _has_look(t)}
-    replaced: dict[int, Any] = computed | own | views_kept(model) | dict(memo or {})
+    sharing = tensors_sharing(model)
+    replaced: dict[int, Any] = computed | own | _views(sharing) | dict(memo or {})
     try:
         copied = copy.deepcopy(model, dict(replaced))
     except Exception as error:
@@ -71,7 +72,7 @@ def copy_model(model: nn.Module, memo: Mapping[int, object] | None = None) -> nn
             why=in_short(error),
             attempt="keep locks, files and process groups out of the module, or give their holder a __deepcopy__",
         ) from error
-    note_memories(copied, model, [(name, replaced[id(tensor)]) for name, tensor in tensors_sharing(model)])
+    note_memories(copied, model, [(name, replaced[id(tensor)]) for name, tensor in sharing])
     return copied
 
 
@@ -80,7 +81,11 @@ def views_kept(model: nn.Module) -> dict[int, Tensor]:
 
     Copies of the model hold the views: by their memory a capture finds what was shared.
     """
-    return {id(tensor): _view(tensor) for _, tensor in tensors_sharing(model)}
+    return _views(tensors_sharing(model))
+
+
+def _views(sharing: Sequence[tuple[str, Tensor]]) -> dict[int, Tensor]:
+    return {id(tensor): _view(tensor) for _, tensor in sharing}
 
 
 def _view(tensor: Tensor) -> Tensor:

@@ -23,6 +23,7 @@ from torchshard.core.errors import DistributedError, InputError
 from torchshard.core.hashing import hash_tensor
 from torchshard.core.layouts import I, Layout, Shard
 from torchshard.core.mesh import MODEL
+from torchshard.core.modules import named_tensors
 from torchshard.core.user_files import is_user_file
 from torchshard.core.words import WHOLE, Word, is_split, over, split
 from torchshard.distributed.consistency import gather_bytes
@@ -30,7 +31,7 @@ from torchshard.distributed.group import Group
 from torchshard.distributed.ranks import Ranks
 from torchshard.runtime.compiled import GraphCache
 from torchshard.runtime.digests import SAMPLED, are_distinct, describe_contents, values_digest
-from torchshard.runtime.submodule import ShardedSubmodule, named_tensors, no_method
+from torchshard.runtime.submodule import ShardedSubmodule, no_method
 from torchshard.weights.callers import method_of
 from torchshard.weights.folder import Weights
 from torchshard.weights.following import SliceType
@@ -598,7 +599,7 @@ def _cut_whole(model: State, state: dict[str, object], prefix: str, *others: obj
 
 def _check_part(module: nn.Module, state: Mapping[str, object], prefix: str, *others: object) -> None:
     """A hook before a state dict is loaded into a model, or into a part by itself, as a pretrained backbone's is."""
-    for name, held in named_tensors(module):
+    for name, held in named_tensors(module).items():
         given = state.get(prefix + name)
         if isinstance(given, Tensor):
             _check_slice(prefix + name, held, given)

@@ -22,6 +22,7 @@ from torch.utils.hooks import RemovableHandle
 
 from torchshard.capture import transform_error
 from torchshard.core.errors import InputError, SliceWarning
+from torchshard.core.modules import named_tensors
 from torchshard.runtime.adapters import UNLOADING, is_unloading, merging_method
 from torchshard.weights.callers import running_method
 from torchshard.weights.parameter import ShardedParameter
@@ -33,11 +34,6 @@ OWN = "_ts_"
 _AS_FORWARD = "let the model's forward compute this, as for an argument `only=...`, and call the whole model"
 _MISSING = object()
 V = TypeVar("V")
-
-
-def named_tensors(module: nn.Module) -> list[tuple[str, Tensor]]:
-    """The parameters and buffers of a module and its parts, under all their names."""
-    return [*module.named_parameters(remove_duplicate=False), *module.named_buffers(remove_duplicate=False)]
 
 
 class _HasSource(Protocol):
@@ -119,7 +115,7 @@ class ShardedSubmodule(nn.Module, metaclass=_EqualToItsSource):
         if args or "destination" in kwargs or kwargs.get("keep_vars"):
             return state
         prefix = kwargs.get("prefix", "")
-        for name, tensor in named_tensors(self):
+        for name, tensor in named_tensors(self).items():
             if isinstance(tensor, Slice) and tensor.is_split and prefix + name in state:
                 state[prefix + name] = StateSlice.of(state[prefix + name], tensor.place)
         return state
