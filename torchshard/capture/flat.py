@@ -128,7 +128,8 @@ def _captured(
     model: nn.Module, call: Leaves, shapes: Sequence[frozenset[int]], divided: Mapping[int, int], *, repeating: bool
 ) -> Captured:
     traced = trace(model, call, shapes, repeating=repeating)
-    refuse_shared_constants(model, traced.exported, [condition for condition, _ in traced.conditions])
+    constants = constants_of(traced.exported)
+    refuse_shared_constants(model, traced.exported, constants, [condition for condition, _ in traced.conditions])
     shared = shared_names(model)
     names = (*call.names, *call.number_names)
     inputs = tuple(f"{name} (argument)" if name in shared else name for name in names)
@@ -137,7 +138,7 @@ def _captured(
     inline_regions(graph)
     _describe_placeholders(graph.graph, traced.exported, inputs, shared)
     if traced.repeats is not None:
-        repeat(graph.graph, traced.repeats, constants_of(traced.exported))
+        repeat(graph.graph, traced.repeats, constants)
     _flatten(graph.graph, [whole_call.with_own_modules(memo) for whole_call in traced.whole])
     _describe_ops(graph.graph)
     _order_placeholders(graph.graph)
@@ -149,7 +150,7 @@ def _captured(
     return Captured(
         graph,
         inputs,
-        constants_of(traced.exported),
+        constants,
         traced.result,
         traced.changes,
         assumption(graph.graph, traced.exported, sizes),

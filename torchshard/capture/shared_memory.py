@@ -184,7 +184,7 @@ class Sharing:
         self._memories = [*memories_of(model).items(), *_noted(model)]
 
     def name_of(self, tensor: Tensor) -> str | None:
-        """What an error calls it; None if there is none."""
+        """Its name in an error; None if nothing shares the tensor's memory."""
         if not _is_plain(tensor):
             return None
         memory = Memory.of(tensor)
@@ -204,22 +204,25 @@ def tensors_sharing(model: nn.Module) -> list[tuple[str, Tensor]]:
 
 
 def constants_of(exported: ExportedProgram) -> dict[str, Tensor]:
-    """Path -> tensor that forward reads and that is no parameter, buffer or argument."""
+    """Path -> constant: a tensor that forward reads besides parameters, buffers and arguments."""
     specs = exported.graph_signature.input_specs
     paths = [spec.target for spec in specs if spec.kind.name == "CONSTANT_TENSOR" and spec.target]
     return {path: exported.constants[path] for path in paths}
 
 
-def refuse_shared_constants(model: nn.Module, exported: ExportedProgram, conditions: Iterable[Condition]) -> None:
-    """Checks that what forward reads shares no memory with a parameter or buffer, unless it is one.
+def refuse_shared_constants(
+    model: nn.Module, exported: ExportedProgram, constants: Mapping[str, Tensor], conditions: Iterable[Condition]
+) -> None:
+    """Checks that no constant shares memory with a parameter or buffer.
 
     Args:
+        constants: those of `constants_of`.
         conditions: numbers that forward takes of tensors.
 
     Raises:
         CaptureError: it does.
     """
-    read = [(_reading_line(exported, path), tensor) for path, tensor in constants_of(exported).items()]
+    read = [(_reading_line(exported, path), tensor) for path, tensor in constants.items()]
     read += [(one.where, tensor) for one in conditions for tensor in one.graph.buffers()]
     sharing = Sharing(model)
     for line, tensor in read:
