@@ -6,7 +6,7 @@ The result is an ExportedProgram of ATen ops; `flat` makes the graph from it tha
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any, cast
@@ -140,7 +140,7 @@ class _FlatForward:
         with self._own_entry_points():
             repeated = nullcontext() if self.repeats is None else self.repeats.installed()
             with CaptureMode(recording, self._slots), note_modes(), repeated:
-                value = nn.Module._call_impl(self._model, *args, **kwargs)
+                value = _called(self._model, args, kwargs)
                 self.result, self.changes = arguments.with_changes(value, self._call.positional)
             _check_parameters(self._model, stored)
             places = changed(self._before, attributes(self._model))
@@ -151,6 +151,17 @@ class _FlatForward:
         if not self.changes.holders and not is_unchanged(call, args, kwargs):
             raise _written_arguments(self._model)
         return list(self.result.tensors)
+
+
+class _RaisedError(Exception):
+    """Carries forward's own error through export, which prints the graph so far on stderr for some RuntimeErrors."""
+
+
+def _called(model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> object:
+    try:
+        return nn.Module._call_impl(model, *args, **kwargs)
+    except RuntimeError as error:
+        raise _RaisedError from error
 
 
 def _stored(slots: Slots, tensor: Tensor) -> Tensor:
@@ -221,9 +232,15 @@ def _export(model: nn.Module, call: Leaves, dynamic: Sequence[frozenset[int]]) -
 def _export_with(model: nn.Module, call: Leaves, shapes: Shapes) -> ExportedProgram:
     inputs = (*(_example(t, model) for t in call.tensors), *call.numbers)
     named = {"tensors": (*shapes, *(Dim.AUTO for _ in call.numbers))} if inputs else None
-    exported = torch.export.export(model, inputs, strict=False, dynamic_shapes=named)
-    _refuse_transforms(exported)
-    return exported
+    try:
+        exported = torch.export.export(model, inputs, strict=False, dynamic_shapes=named)
+    except _RaisedError as raised:
+        own = raised.__cause__
+    else:
+        _refuse_transforms(exported)
+        return exported
+    assert own is not None
+    raise own  # here, and not in the block, so that its context stays forward's
 
 
 def _with_equal_sizes(model: nn.Module, call: Leaves, shapes: Shapes, exported: ExportedProgram) -> ExportedProgram:
