@@ -100,7 +100,7 @@ class Slice(Placed):
             with unwatched():
                 result = func(*((_with_identity(args[0], order), *args[1:]) if clips else args), **kwargs)
         except (RuntimeError, IndexError) as error:
-            explain(error, func.__name__, (args, kwargs))
+            explain(error, func, (args, kwargs))
             raise
         if func is torch._amp_foreach_non_finite_check_and_unscale_:
             _join_overflow(*args[:2])

@@ -198,7 +198,7 @@ class StateSlice(Placed):
             with torch._C.DisableTorchFunctionSubclass():
                 result = func(*args, **kwargs)
         except (RuntimeError, IndexError) as error:
-            explain(error, func.__name__, (args, kwargs))
+            explain(error, func, (args, kwargs))
             raise
         module = caller(func)
         operand = next((t for t in call.tensors if isinstance(t, cls)), None)
@@ -245,12 +245,12 @@ def place_text(place: SlicePlace) -> str:
     return f"{text} on rank {rank} of {world}"
 
 
-def explain(error: Exception, name: str, arguments: object) -> None:
-    """Raises InputError where a function failed because an argument meets a slice and fits the whole.
+def explain(error: Exception, func: Callable[..., object], arguments: tuple[Any, Mapping[str, Any]]) -> None:
+    """Raises InputError where a function failed on a slice and would have run on the whole.
 
     Args:
         error: what the function raised.
-        name: of the function.
+        func: it, and the arguments that it had.
     """
     tensors = [leaf for leaf in pytree.tree_leaves(arguments) if isinstance(leaf, Tensor)]
     slices = [(tuple(t.shape), place) for t in tensors if (place := place_of(t)) is not None]
@@ -259,18 +259,35 @@ def explain(error: Exception, name: str, arguments: object) -> None:
         if _dims_in(place[4], shape) and not _dims_in(own, shape):
             raise InputError(
                 f"a tensor of shape {shape} meets this rank's slice of {place[0]!r}",
-                where=f"{name}(...)",
+                where=f"{func.__name__}(...)",
                 why=f"the slice is {own}, {place_text(place)}",
                 attempt=f"this rank's part of the tensor: {_part_text(place, shape)}",
             )
-    if slices and isinstance(error, IndexError):
+    if slices and (isinstance(error, IndexError) or _runs_on_wholes(func, arguments)):
         own, place = slices[0]
+        what = "an index lies outside of" if isinstance(error, IndexError) else f"{func.__name__} fits the whole, not"
         raise InputError(
-            f"an index lies outside of this rank's slice of {place[0]!r}",
-            where=f"{name}(...)",
+            f"{what} this rank's slice of {place[0]!r}",
+            where=f"{func.__name__}(...)",
             why=f"the slice is {own}, {place_text(place)}",
-            attempt="model.full_state_dict() for the whole, or let the model's forward look it up",
+            attempt="model.full_state_dict() for the whole, or let the model's forward compute it",
         )
+
+
+def _runs_on_wholes(func: Callable[..., object], arguments: tuple[Any, Mapping[str, Any]]) -> bool:
+    """Whether a function runs, by its shapes, where each slice is a whole tensor."""
+
+    def whole(tensor: Tensor) -> Tensor:
+        place = place_of(tensor)
+        shape = tuple(tensor.shape) if place is None else place[4]
+        return torch.empty(shape, dtype=tensor.dtype, device="meta")
+
+    args, kwargs = pytree.tree_map_only(Tensor, whole, arguments)
+    try:
+        func(*args, **kwargs)
+    except Exception:
+        return False
+    return True
 
 
 def _dims_in(whole: tuple[int, ...], shape: tuple[int, ...]) -> slice | None:
