@@ -19,6 +19,7 @@ import torchshard as ts
 from tests.models import CASES, EncoderDecoder, Seq2SeqOutput
 from torchshard.capture import capture, model_without_storage
 from torchshard.core.user_files import is_library, is_user_file
+from torchshard.ir.graph import mark_needs_grad
 
 
 def _names(model: nn.Module, *args: Any, **kwargs: Any) -> list[str]:
@@ -227,6 +228,26 @@ def test_sizes_that_the_graph_does_not_hold_for_are_captured_anew() -> None:
     for rows in (3, 4, 5, 9, 1, 2):
         x = torch.randn(rows, 6)
         assert torch.equal(sharded(x), model(x)), rows
+    ts.distributed.destroy_process_group()
+
+
+def _asking(graph: Any, trained: Any) -> None:
+    """A pass that compares a size that varies with a number."""
+    mark_needs_grad(graph, trained)
+    (x,) = (n.meta["val"] for n in graph.graph.nodes if n.op == "placeholder" and n.meta["kind"] == "input")
+    assert x.shape[0] == 4 or x.shape[0] != 4
+
+
+@pytest.mark.parametrize("asked", [False, True], ids=["as it is", "a pass asks"])
+def test_a_batch_of_as_many_rows_as_there_are_members(asked: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What a pass is told of the example's sizes holds for no other call."""
+    if asked:
+        monkeypatch.setattr("torchshard.compiler.program.mark_needs_grad", _asking)
+    model = _Up(lambda m, x: torch.bmm(x.expand(4, -1, -1), m.up.weight.t().expand(4, -1, -1)).sum(1) / x.shape[0])
+    sharded = ts.shard(model, {"up": "replicate"}, example_inputs=(torch.randn(4, 6),))
+    for rows in (4, 4, 6, 3, 4):
+        x = torch.randn(rows, 6)
+        assert torch.allclose(sharded(x), model(x)), rows
     ts.distributed.destroy_process_group()
 
 

@@ -52,11 +52,14 @@ def divided_sizes(graph: fx.Graph, dims: Mapping[int, int]) -> dict[sympy.Symbol
 class Assumption(Protocol):
     """Whether a graph computes the model on the given tensors and numbers."""
 
-    def __call__(self, values: Sequence[Tensor | int], *, divided: bool = True) -> bool:
+    def __call__(
+        self, values: Sequence[Tensor | int], *, divided: bool = True, more: Sequence[sympy.Basic] = ()
+    ) -> bool:
         """Whether it does.
 
         Args:
             divided: whether the graph, as it is planned, divides sizes among ranks.
+            more: what has been assumed of its sizes since.
         """
 
 
@@ -72,13 +75,15 @@ def assumption(graph: fx.Graph, exported: ExportedProgram, sizes_divided: Mappin
     guards = [compile(text, "<guard>", "eval") for text in exported._guards_code]
     scope = {"math": math, "torch": torch, "__builtins__": {"max": max, "min": min, "abs": abs, "int": int}}
 
-    def assumes(values: Sequence[Tensor | int], *, divided: bool = True) -> bool:
+    def assumes(values: Sequence[Tensor | int], *, divided: bool = True, more: Sequence[sympy.Basic] = ()) -> bool:
         sizes: dict[sympy.Expr, int] = {}
         if not all(_has_shape(value, shape, sizes) for value, shape in zip(values, shapes, strict=True)):
             return False
         if divided and any(_divide(ranks, sizes[s]) is not fits for s, (ranks, fits) in sizes_divided.items()):
             return False
         if not all(low <= sizes[symbol] <= high for symbol, (low, high) in bounds.items() if symbol in sizes):
+            return False
+        if any(guard.xreplace(sizes) is sympy.false for guard in more):
             return False
         # Export's guards name the arguments L['tensors'][0] and so on, after the parameter of the flat forward.
         arguments = {"tensors": tuple(values)}

@@ -43,7 +43,7 @@ from torchshard.capture.trace import trace
 from torchshard.capture.user_code import line_in
 from torchshard.core.errors import CaptureError
 from torchshard.custom_ops.whole import HookCall, WholeCall
-from torchshard.ir.graph import duplicate
+from torchshard.ir.graph import duplicate, fake_mode, guards
 
 DYNAMIC_DIMS = frozenset({0, 1})
 """The dims of input tensors that may vary from call to call: batch and sequence."""
@@ -65,6 +65,8 @@ class Captured:
     """Where in the arguments it leaves what."""
     assumes: Assumption
     """Whether tensors satisfy the graph's assumptions about sizes."""
+    guards: int = 0
+    """How much export has assumed of sizes; what it takes for granted later is not in `assumes`."""
     assigned: tuple[tuple[str, ...], ...] = ()
     """The places (see `attributes`) of the attributes that forward assigns in each call."""
     left: tuple[tuple[str, ...], ...] = ()
@@ -154,6 +156,7 @@ def _captured(
         traced.result,
         traced.changes,
         assumption(graph.graph, traced.exported, sizes),
+        len(guards(fake_mode(graph.graph))),
         traced.assigned,
         traced.left,
         traced.conditions,

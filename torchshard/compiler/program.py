@@ -37,6 +37,8 @@ from torchshard.ir.graph import (
     Size,
     carried_results,
     duplicate,
+    fake_mode,
+    guards,
     hint,
     is_tensor,
     mark_needs_grad,
@@ -81,6 +83,8 @@ class Program:
     """How the ranks divide the batch over the axes across the plan's, outermost first."""
     question: Question | None = None
     """What the plan is the answer to."""
+    assumed: tuple[sympy.Basic, ...] = ()
+    """What has been assumed of the sizes of calls since the capture; other calls need another graph."""
 
     @property
     def axis(self) -> MeshAxis:
@@ -108,7 +112,7 @@ class Program:
 
     def assumes(self, values: Sequence[Tensor | int]) -> bool:
         """Whether tensors, and numbers, satisfy the graph's assumptions about sizes."""
-        return self.captured.assumes(values, divided=self.divided)
+        return self.captured.assumes(values, divided=self.divided, more=self.assumed)
 
     def graph_of(self, number: int) -> fx.GraphModule:
         """The graph of a rank with the collectives of all axes, its own sizes over all but the last one."""
@@ -245,7 +249,9 @@ def answered(captured: Captured, question: Question) -> Program:
     Raises:
         InputError, PlanError: as `program`.
     """
-    return _with_itself(dataclasses.replace(_answered(captured, question), question=question))
+    made = _answered(captured, question)
+    assumed = guards(fake_mode(captured.graph.graph))[captured.guards :]
+    return _with_itself(dataclasses.replace(made, question=question, assumed=tuple(assumed)))
 
 
 def asked_again(question: Question) -> Program:

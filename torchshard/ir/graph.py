@@ -495,6 +495,12 @@ def fake_mode(graph: fx.Graph) -> Mode:
     return nullcontext()
 
 
+def guards(mode: Mode) -> list[sympy.Basic]:
+    """What PyTorch has assumed of the dynamic sizes of a fake mode, in order."""
+    shape_env = getattr(mode, "shape_env", None)
+    return [guard.expr for guard in shape_env.guards] if shape_env is not None else []
+
+
 @contextmanager
 def faking(mode: Mode) -> Iterator[None]:
     """Runs the ops in the block on fake values, with symbolic sizes too, as `torch.export` does.

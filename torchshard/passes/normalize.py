@@ -191,7 +191,9 @@ def _if_same(module: fx.GraphModule, node: fx.Node) -> fx.Node | None:
     """The operand of an op that returns it unchanged: with the same shape, dtype, device and order of memory."""
     source = node_arg(node)
     a, b = source.meta["val"], node.meta["val"]
-    if node.target in (aten.expand.default, aten.slice.Tensor) and len(a.shape) == len(b.shape):
+    if len(a.shape) != len(b.shape):
+        return None
+    if node.target in (aten.expand.default, aten.slice.Tensor):
         same = all(_equal(x, y) for x, y in zip(a.shape, b.shape, strict=True))
         return source if same and bound_args(node).get("step", 1) == 1 else None
     same = a.shape == b.shape and a.dtype == b.dtype and a.device == b.device

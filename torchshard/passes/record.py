@@ -29,10 +29,10 @@ from torchshard.core.autocast import autocasting
 from torchshard.core.mesh import simulated
 from torchshard.distributed.experts import DISPATCH
 from torchshard.ir.graph import (
-    Mode,
     Size,
     duplicate,
     fake_mode,
+    guards,
     is_float,
     placeholders,
     results_of,
@@ -156,7 +156,7 @@ def _record_as_it_is(part: fx.GraphModule, given: Gradients) -> Recording:
     with mode:
         primals = [_leaf(node) for node in sources]
         tangents = [_empty(n.meta["val"]) for n in results if is_float(n.meta.get("val"))]
-    recorder, guards = _Recorder(part), _guards(mode)
+    recorder, assumed = _Recorder(part), guards(mode)
     chosen: list[bool] = []
 
     def joint(primals: list[Tensor], tangents: list[Tensor]) -> tuple[Any, Any]:
@@ -179,7 +179,7 @@ def _record_as_it_is(part: fx.GraphModule, given: Gradients) -> Recording:
         contextlib.closing(recorder),
     ):
         traced = make_fx(joint)(primals, tangents)
-    if _guards(mode) > guards:
+    if len(guards(mode)) > len(assumed):
         raise NotImplementedError("its gradients assume more of the sizes than the graph does")
     ends = results_of(traced.graph)
     recorder.describe(traced.graph, ends[: len(results)])
@@ -214,12 +214,6 @@ def _move(graph: fx.Graph, source: torch.device, target: torch.device) -> None:
 def _histc(x: Tensor, bins: int = 100, min: float = 0, max: float = 0) -> Tensor:
     """As `torch.histc`, which PyTorch's CPU has for floating numbers alone; models count integers on other devices."""
     return aten.histc.default(x.float(), bins, min, max).to(x.dtype)
-
-
-def _guards(mode: Mode) -> int:
-    """How many assumptions of dynamic sizes PyTorch has made."""
-    shape_env = getattr(mode, "shape_env", None)
-    return len(shape_env.guards) if shape_env is not None else 0
 
 
 def _same(tensor: Tensor) -> Tensor:
