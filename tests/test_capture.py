@@ -345,18 +345,9 @@ def _gradient_inside(m: _Up, x: Tensor) -> Tensor:
     return torch.autograd.grad(m.up(x).sum(), x, create_graph=True)[0]
 
 
-def _vmap(m: _Up, x: Tensor) -> Tensor:
-    return torch.func.vmap(m.up)(x)  # type: ignore[no-any-return]
-
-
-def _jacobian(m: _Up, x: Tensor) -> Tensor:
-    return torch.func.jacrev(m.up)(x[0])  # type: ignore[no-any-return]
-
-
-@pytest.mark.parametrize("body", [_gradient_inside, _vmap, _jacobian])
-def test_gradients_and_transforms_inside_the_model_are_refused(body: Callable[[_Up, Tensor], Tensor]) -> None:
-    with pytest.raises(ts.CaptureError, match="differentiates or maps within forward"):
-        capture(_Up(body), (X,))
+def test_gradients_by_autograd_inside_the_model_are_refused() -> None:
+    with pytest.raises(ts.CaptureError, match=r"(?s)differentiates within forward by torch.autograd.*torch.func.grad"):
+        capture(_Up(_gradient_inside), (X,))
 
 
 def test_flex_attention_is_refused() -> None:

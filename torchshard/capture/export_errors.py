@@ -38,9 +38,9 @@ _ADVICE = (
     ),
     _Advice(
         r"exported program constant's list|functorch|torch\.func\.",
-        "it differentiates or maps within forward (torch.func), which a flat graph can't hold",
-        "plain ops on batched tensors in place of torch.func.vmap (einsum over stacked weights in place of "
-        "stack_module_state); in place of torch.func.grad, torch.autograd.grad on the sharded model's results",
+        "it differentiates within forward, in a way that a flat graph can't hold",
+        "the reverse mode of torch.func: vjp in place of jvp, jacrev in place of jacfwd, jacrev(jacrev(f)) in place of "
+        "hessian(f), grad or vjp in place of torch.autograd.grad",
     ),
     _Advice(
         r"cast NotImplemented to Tensor|handlers returned NotImplemented|mixed torch.Tensor and DTensor",

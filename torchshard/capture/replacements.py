@@ -18,11 +18,13 @@ from typing import Any, cast
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch._functorch import apis, eager_transforms
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from torchshard.capture.known_numbers import KNOWN_NUMBERS, known_number
 from torchshard.capture.recording import current_recording
 from torchshard.capture.seeding import INTERCEPTED_SEEDING
+from torchshard.capture.transforms import is_in_transform, recorded, recorded_jvp, recorded_vjp
 from torchshard.capture.user_code import calling_line
 from torchshard.capture.value_checks import VALUE_CHECKS
 from torchshard.core.errors import CaptureError
@@ -66,14 +68,14 @@ def _grouped_mm(
 
 def _no_gradients(original: Callable[..., object], *args: Any, **kwargs: Any) -> object:
     recording = current_recording()
-    if recording is None or recording.inside_call:
+    if recording is None or recording.inside_call or is_in_transform():
         return original(*args, **kwargs)
     raise CaptureError(
         "forward computes gradients",
         where=calling_line(),
-        why="it differentiates or maps within forward: gradients that it computes would be constants",
-        attempt="return what is differentiated, and call torch.autograd.grad(..., create_graph=True) on the sharded "
-        "model's results: its gradients have gradients too",
+        why="it differentiates within forward by torch.autograd, and a graph would hold what that gives as constants",
+        attempt="torch.func.grad, vjp or jacrev of a function; or return what is differentiated, and call "
+        "torch.autograd.grad(..., create_graph=True) on the sharded model's results",
     )
 
 
@@ -110,6 +112,10 @@ REPLACEMENTS = Patches(
     Patch(torch, "_grouped_mm", _in_captures(_grouped_mm)),
     Patch(torch, "cond", _in_captures(_cond)),
     Patch(_BatchNorm, "forward", _in_captures(_batch_norm)),
+    Patch(apis, "vmap_impl", _in_captures(recorded)),
+    Patch(eager_transforms, "grad_and_value_impl", _in_captures(recorded)),
+    Patch(eager_transforms, "_vjp_with_argnums", _in_captures(recorded_vjp)),
+    Patch(eager_transforms, "_jvp_with_argnums", _in_captures(recorded_jvp)),
     Patch(torch.autograd, "grad", _in_captures(_no_gradients)),
     Patch(torch.autograd, "backward", _in_captures(_no_gradients)),
 )

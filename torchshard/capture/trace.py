@@ -16,7 +16,6 @@ from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.export import Dim, ExportedProgram
 from torch.export.dynamic_shapes import _DimHint
-from torch.utils import _pytree as pytree
 
 from torchshard.capture.attributes import Snapshot, attributes, changed
 from torchshard.capture.carried import Arguments, Changes
@@ -272,12 +271,14 @@ def _warn_of_fixed_sizes(model: nn.Module, failure: Exception) -> None:
 
 
 def _refuse_transforms(exported: ExportedProgram) -> None:
-    """Refuses values that belong to torch.func's transforms: a flat graph would hold them as constants."""
-    for node in exported.graph.nodes:
-        for value in pytree.tree_leaves(node.meta.get("val")):
-            if isinstance(value, Tensor) and torch._C._functorch.is_functorch_wrapped_tensor(value):
-                # A plain exception, which `capture_error` turns into an error like those that export itself raises.
-                raise RuntimeError(f"a functorch transform inside the model, at {node.name}")
+    """Refuses constants that a transform of torch.func has left: they belong to it, or were never computed."""
+    on_meta = any(isinstance(value, Tensor) and value.is_meta for value in exported.state_dict.values())
+    for name, value in exported.constants.items():
+        if not isinstance(value, Tensor):
+            continue
+        if torch._C._functorch.is_functorch_wrapped_tensor(value) or (value.is_meta and not on_meta):
+            # A plain exception, which `capture_error` turns into an error like those that export itself raises.
+            raise RuntimeError(f"a functorch transform inside the model, at {name}")
 
 
 def _example(tensor: Tensor, model: nn.Module) -> Tensor:

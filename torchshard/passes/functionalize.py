@@ -54,6 +54,7 @@ def functionalize(module: fx.GraphModule, *, keep_stores: bool = False) -> bool:
     """
     changed = not keep_stores and _drop_copies_to_themselves(module)
     changed |= _drop_detached_constants(module)
+    changed |= _views_for_new_shapes(module)
     writes = [n for n in module.graph.nodes if is_inplace(n) and not (keep_stores and _is_store(n))]
     if not writes:
         return changed
@@ -89,6 +90,18 @@ def _drop_detached_constants(module: fx.GraphModule) -> bool:
         node.replace_all_uses_with(node_arg(node))
         module.graph.erase_node(node)
     return bool(found)
+
+
+def _views_for_new_shapes(module: fx.GraphModule) -> bool:
+    """Makes views of what changes a value's shape alone: `squeeze_` and `t_` write no element."""
+    changed = False
+    for node in module.graph.nodes:
+        if not is_inplace(node) or torch.Tag.inplace_view not in operator_of(node).tags:
+            continue
+        view = functional_overload(operator_of(node))
+        if view is not None and view._schema.returns[0].alias_info and node_arg(node).op != "placeholder":
+            node.target, changed = view, True
+    return changed
 
 
 def _drop_copies_to_themselves(module: fx.GraphModule) -> bool:

@@ -173,9 +173,11 @@ def _as_slice(module: fx.GraphModule, node: fx.Node) -> fx.Node | None:
 
 def _drop_asserts(module: fx.GraphModule) -> bool:
     asserts = [n for n in module.graph.nodes if n.target in _ASSERTS or op_name(n) == "_assert_scalar"]
-    for node in asserts:
+    # a decomposition in TorchScript, as `torch.func` runs some, reads sizes that are known
+    sizes = [n for n in module.graph.nodes if n.target is aten.size.default and not any(u.users for u in n.users)]
+    for node in [*asserts, *(number for size in sizes for number in size.users), *sizes]:
         module.graph.erase_node(node)
-    return bool(asserts)
+    return bool(asserts or sizes)
 
 
 def _named(node: fx.Node, replacement: fx.Node) -> fx.Node:
