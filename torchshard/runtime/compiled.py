@@ -25,6 +25,7 @@ from torchshard.passes import direct, localized
 from torchshard.plans.plan import Plan
 from torchshard.runtime.call_key import CallKey
 from torchshard.runtime.compilation import Compiler, can_compile
+from torchshard.runtime.results_beside import results_beside
 from torchshard.runtime.step import LazyStep, with_direct_collectives, without_gradients
 
 log = logging.getLogger("torchshard.runtime.compiled")
@@ -88,6 +89,13 @@ class Compiled:
     def result_layouts(self) -> tuple[Layout, ...]:
         """The layout of each result: whole, or a rank's part of the batch."""
         return result_layouts(self.graph.graph)
+
+    @cached_property
+    def results_beside(self) -> dict[int, tuple[int, ...]]:
+        """Number of a result -> those of the results that depend on its value, and not on what the caller gets."""
+        question = self.program.question
+        divides_batch = question is not None and bool(question.constraints.batch_parts)
+        return results_beside(self.graph.graph, all_leave=divides_batch)
 
     @cached_property
     def _can_compile(self) -> bool:

@@ -87,6 +87,7 @@ from torchshard.runtime.generation import entry_of, generation_method, with_self
 from torchshard.runtime.history import History, HistorySnapshot
 from torchshard.runtime.later_sums import sum_kept
 from torchshard.runtime.optimizers import mark_state_dicts, observe_steps
+from torchshard.runtime.results_beside import refuse_hooks
 from torchshard.runtime.state import State
 from torchshard.runtime.step import LazyStep
 from torchshard.runtime.submodule import ShardedSubmodule
@@ -366,6 +367,8 @@ class ShardedModule(State, Notebook):
                 equal = results = joined(results, layouts, batch_group)
             else:
                 equal = [r for r, layout in zip(results, layouts, strict=True) if not isinstance(layout, Shard)]
+        if torch.is_grad_enabled():
+            refuse_hooks(results, compiled.results_beside, self._ts_history.latest_text)
         if self._verifies_calls() and torch.is_grad_enabled():
             if self._ts_across is not None:
                 self._ts_across.watch_results(equal)

@@ -1,0 +1,86 @@
+"""Refuses hooks on a result that other results do not depend on, though in the unsharded model they do.
+
+    return self.down(h), h        tp: h is gathered for the caller, and `down` goes on with the slices
+                                  data=: each result leaves through a function of its own
+
+The gradient of such a result is that which the caller's loss has given it; what comes through the other results flows
+past it. Autograd tells nobody, so a hook or `retain_grad()` would see a part of the gradient.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Mapping, Sequence
+
+from torch import Tensor, fx
+
+from torchshard.core.errors import InputError
+from torchshard.distributed.ops import is_collective
+from torchshard.ir.graph import results_of
+
+
+def results_beside(graph: fx.Graph, *, all_leave: bool) -> dict[int, tuple[int, ...]]:
+    """Number of a result -> those of the results that depend on its value, and not on what the caller gets.
+
+    Args:
+        all_leave: whether what the caller gets is computed of each result behind the graph.
+    """
+    results = [r if isinstance(r, fx.Node) and r.meta.get("needs_grad") else None for r in results_of(graph)]
+    found = {}
+    for number, result in enumerate(results):
+        value = result
+        while value is not None and is_collective(value.target):
+            value = value.all_input_nodes[0]
+        if result is None or value is None or (value is result and not all_leave):
+            continue
+        behind = _behind(value, result)
+        others = tuple(i for i, other in enumerate(results) if other in behind and other is not result)
+        if others:
+            found[number] = others
+    return found
+
+
+def _behind(value: fx.Node, result: fx.Node) -> set[fx.Node]:
+    """What is computed of a value, but not of the result that it becomes."""
+    seen, waiting = set[fx.Node](), [value]
+    while waiting:
+        for user in waiting.pop().users:
+            if user not in seen and user is not result:
+                seen.add(user)
+                waiting.append(user)
+    return seen
+
+
+def refuse_hooks(results: Sequence[object], beside: Mapping[int, Sequence[int]], call: str) -> None:
+    """From now on a gradient that reaches a result raises if a result that lies beside its way has a hook."""
+    for number, others in beside.items():
+        result = results[number]
+        for other in (results[i] for i in others):
+            if isinstance(result, Tensor) and isinstance(other, Tensor) and other.grad_fn is not None:
+                other.register_hook(_Refusal(result, number, call))
+
+
+class _Refusal:
+    """A hook on a result, for another one."""
+
+    __torch_unserializable__ = True  # without it torch.save warns that it leaves this hook out
+
+    def __init__(self, beside: Tensor, number: int, call: str) -> None:
+        self._beside, self._number, self._call = weakref.ref(beside), number, call
+
+    def __call__(self, gradient: Tensor | None) -> None:
+        beside = self._beside()
+        if beside is None:
+            return
+        hooks = [hook for hook in (beside._backward_hooks or {}).values() if not _is_ours(hook)]
+        if hooks or beside.retains_grad:
+            raise InputError(
+                f"result {self._number} has a hook or retain_grad(), and another result depends on it",
+                where=self._call,
+                why="the caller's is computed beside what the other is computed of: its gradient would be a part",
+                attempt="the hook within forward, on the value itself: hidden.register_hook(f) before it is returned",
+            )
+
+
+def _is_ours(hook: object) -> bool:
+    return type(hook).__module__.partition(".")[0] == __name__.partition(".")[0]
