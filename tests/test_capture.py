@@ -251,6 +251,14 @@ def test_a_batch_of_as_many_rows_as_there_are_members(asked: bool, monkeypatch: 
     ts.distributed.destroy_process_group()
 
 
+def test_two_models_with_numbers_of_their_sizes() -> None:
+    """Rows are kept for all models: that the sizes of one are as another's must not be asked."""
+    for _ in range(2):
+        model = _Up(lambda m, x: m.up(x) * (x.shape[0] * x.shape[1] / 2))
+        made = ts.plan(model, {"up": "column"}, world_size=2, example_inputs=(torch.randn(4, 6),))
+        assert made.program is not None and not made.program.assumed
+
+
 def test_capture_reads_no_parameter() -> None:
     model = model_without_storage(CASES["gpt"].build())
     assert all(p.untyped_storage().size() == 0 for p in model.parameters())

@@ -2,6 +2,8 @@
 
 from collections.abc import Hashable, Mapping
 
+import torch
+
 from torchshard.core.errors import RuleError, ShardError
 from torchshard.core.notation import Row
 from torchshard.custom_ops.fx_types import Argument, Target
@@ -98,4 +100,6 @@ def _frozen(value: Argument) -> Hashable:
         return tuple((name, _frozen(item)) for name, item in value.items())
     if isinstance(value, (list, tuple)):
         return tuple(map(_frozen, value))
+    if isinstance(value, (torch.SymInt, torch.SymFloat, torch.SymBool)):  # `==` would add a guard
+        return type(value), value.node.expr
     return type(value), value
