@@ -5,6 +5,7 @@ A habit is code that knows nothing of sharding but for `run.make`. `tests/test_h
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import functools
 import io
@@ -16,6 +17,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn, update_bn
 
 import torchshard as ts
@@ -248,6 +250,50 @@ def _statistics_computed_again(run: Run) -> Any:
     model(x_of()).square().mean().backward()
     update_bn([x_of(seed) for seed in range(3)], model)
     return model.norm.num_batches_tracked
+
+
+@_in(MENDED)
+def _clipping_within_steps(run: Run) -> Any:
+    """In hooks, in a closure, and after a step that raised."""
+    model, norms = run.make(), list[Tensor]()
+    optimizer = _sgd(model)
+
+    def clip(*ignored: object) -> None:
+        norms.append(nn.utils.clip_grad_norm_(model.parameters(), 0.1 / (1 + len(norms))))
+
+    def closure() -> Tensor:
+        clip()
+        loss: Tensor = model(x_of(len(norms))).square().mean() * 5
+        optimizer.zero_grad()
+        loss.backward()
+        clip()
+        return loss
+
+    def failing(*ignored: object) -> None:
+        raise ArithmeticError
+
+    closure()
+    hooks = [optimizer.register_step_pre_hook(clip), optimizer.register_step_post_hook(clip)]
+    hooks += [register_optimizer_step_pre_hook(clip), register_optimizer_step_post_hook(clip)]
+    try:
+        optimizer.step(closure)
+        optimizer.step(closure=closure)
+    finally:
+        for hook in hooks:
+            hook.remove()
+    for fails in (
+        lambda: optimizer.register_step_pre_hook(failing),
+        lambda: optimizer.register_step_post_hook(failing),
+    ):
+        hook = fails()
+        with contextlib.suppress(ArithmeticError):
+            optimizer.step()
+        hook.remove()
+        clip()
+    with contextlib.suppress(ArithmeticError):
+        optimizer.step(failing)
+    clip()
+    return norms
 
 
 @_refused("would treat the ranks of one sharded model as copies of it")

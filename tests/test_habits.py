@@ -6,6 +6,7 @@ parameters are all split; what it gives and the parameters after it are compared
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import functools
 import math
@@ -337,10 +338,32 @@ WARNED: dict[str, Callable[[Any, Tensor], Any]] = {
     "sum(), a penalty of gradients": lambda m, p: sum(
         g.pow(2).sum() for g in torch.autograd.grad(_loss(m), list(m.parameters()), create_graph=True)
     ),
+    "norm(), before a step": lambda m, p: _stepped(m, "register_step_pre_hook", lambda *ignored: _norm(p)),
+    "norm(), after a step": lambda m, p: _stepped(m, "register_step_post_hook", lambda *ignored: _norm(p.data)),
+    "norm(), in a closure": lambda m, p: torch.optim.SGD(m.parameters()).step(lambda: _norm(p.grad)),
+    "norm(), after a step that raised": lambda m, p: (_stepped(m, "register_step_pre_hook", _failing), p.norm()),
+    "norm(), of a new state": lambda m, p: _stepped(
+        m, "register_step_post_hook", lambda optimizer, *ignored: _norm(optimizer.state[p]["exp_avg"])
+    ),
     "hooks on all modules": lambda m, p: _with_a_hook_on_all(m),
     "gradients that the parameters hold already": lambda m, p: _sharded_with_gradients(),
 }
 """What a warning says -> what is done with a model and a parameter of it."""
+
+
+def _norm(tensor: Any) -> None:
+    tensor.norm()
+
+
+def _failing(*ignored: object) -> None:
+    raise ArithmeticError
+
+
+def _stepped(model: Any, register: str, hook: Callable[..., None]) -> None:
+    optimizer = torch.optim.Adam(model.parameters())
+    getattr(optimizer, register)(hook)
+    with contextlib.suppress(ArithmeticError):
+        optimizer.step()
 
 
 def _with_a_hook_on_all(model: Any) -> None:
@@ -569,6 +592,7 @@ BY_DAY = (
     "hooks_on_the_nodes_of_parameters",
     "state_of_a_part",
     "statistics_computed_again",
+    "clipping_within_steps",
 )
 """The quick ones of the habits that have failed once; all run by night, on several meshes."""
 

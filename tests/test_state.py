@@ -9,6 +9,7 @@ import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -21,6 +22,7 @@ from torch.nn.parallel import DistributedDataParallel
 import torchshard as ts
 from tests.helpers import gradient_error, largest, refused, refused_input, run_ranks
 from tests.models import MLP
+from torchshard.weights import slice_values
 
 X = torch.randn(3, 12, generator=torch.Generator().manual_seed(0))
 PLAN = {"up": "column", "down": "row"}
@@ -202,6 +204,26 @@ def test_pytorchs_clipping_with_an_empty_slice() -> None:
 
 def test_optimizers_and_clipping() -> None:
     assert all(all(found.values()) for found in run_ranks(_steps, 2)), run_ranks(_steps, 2)
+
+
+def _looks_within_steps(rank: int) -> list[int]:
+    """How often the code of slices runs in a step: of PyTorch's, then of a subclass that may have code of its own."""
+    ts.distributed.init_process_group()
+    _, sharded = _pair()
+    _loss(sharded).backward()
+    looks = list[int]()
+    for made in (torch.optim.SGD, torch.optim.AdamW, _Mine):
+        step = made(sharded.parameters(), 0.1).step
+        step()  # the first one also marks the new states
+        with mock.patch.object(slice_values, "caller", wraps=slice_values.caller) as asked:
+            step()
+        looks.append(asked.call_count)
+    return looks
+
+
+def test_pytorchs_optimizers_step_slices_unwatched() -> None:
+    for sgd, adamw, mine in run_ranks(_looks_within_steps, 2):
+        assert (sgd, adamw) == (0, 0) < (mine, mine)
 
 
 class _Mine(torch.optim.SGD):

@@ -92,7 +92,7 @@ from torchshard.runtime.state import State
 from torchshard.runtime.step import LazyStep
 from torchshard.runtime.submodule import ShardedSubmodule
 from torchshard.weights.folder import Weights, check_missing, read_folder
-from torchshard.weights.slice_values import check_other_group, unwatched, watch_slices
+from torchshard.weights.slice_values import check_other_group, unwatched
 
 _CALL_LOCK = threading.RLock()
 """Threads of a process call sharded models in turn, whichever models they are.
@@ -291,7 +291,6 @@ class ShardedModule(State, Notebook):
         Args:
             entry: the path of the part that is called; '' for the model itself.
         """
-        watch_slices(True)  # an optimizer's step that raised has left it off
         with _CALL_LOCK:
             refuse_transforms(self.source)  # within the lock: another thread's capture would look like a transform
             return self._call(compiler, args, kwargs, entry)

@@ -8,20 +8,22 @@ steps of slices are the slices of its steps, and whether its state belongs to th
 from __future__ import annotations
 
 import enum
+import functools
 import weakref
-from collections.abc import Iterable, Mapping, Sequence
+from collections import OrderedDict
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Protocol, TypeGuard, cast
 
 import torch
 from torch import Tensor, nn
-from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook, register_optimizer_step_pre_hook
+from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
 from torch.utils.weak import WeakIdKeyDictionary
 
 from torchshard.core.errors import InputError
 from torchshard.core.user_files import warn
 from torchshard.core.words import split
 from torchshard.weights.parameter import ShardedParameter, support_foreach
-from torchshard.weights.slice_values import SliceValue, check_other_group, watch_slices
+from torchshard.weights.slice_values import SliceValue, check_other_group, unwatched, watched
 from torchshard.weights.state_slices import StateSlice, is_same_slice, place_of, place_text, wants_whole
 
 OptimizerState = Mapping[str, object]
@@ -60,7 +62,7 @@ class _StepObserver:
         if not self._has_hooks:
             support_foreach()
             register_optimizer_step_pre_hook(self._before_step)
-            register_optimizer_step_post_hook(_after_step)
+            _wrap_steps()
             self._has_hooks = True
 
     def _before_step(self, optimizer: Optimizer, args: object, kwargs: object) -> None:
@@ -76,8 +78,6 @@ class _StepObserver:
         models = {id(model): model for model in (p.owner() for p in slices) if model is not None}
         for model in models.values():
             cast(StepCounter, model).note_step(settings)
-        if type(optimizer).__module__.startswith("torch.optim."):
-            watch_slices(False)
 
     def _check_trained(self, optimizer: Optimizer, stale: Sequence[Tensor]) -> None:
         """Refuses an optimizer of parameters whose model was sharded since: they get no gradients.
@@ -106,8 +106,49 @@ def observe_steps(model: StepCounter, source: nn.Module) -> None:
     _OBSERVER.observe(model, source)
 
 
+def _wrap_steps() -> None:
+    """From now on PyTorch's own optimizers step slices unwatched.
+
+    Hooks can't do this: they run among the user's hooks, a closure runs between them, and after a step that raised none
+    runs. So the classes' own functions are wrapped, within PyTorch's hooks. The step of a class that is missed is right
+    too, and slower.
+    """
+    for cls in vars(torch.optim).values():
+        if not (isinstance(cls, type) and issubclass(cls, Optimizer) and "step" in vars(cls)):
+            continue
+        step = vars(cls)["step"]
+        is_hooked = getattr(step, "hooked", False)  # PyTorch adds its hooks when it makes a class's first optimizer
+        own = step.__wrapped__ if is_hooked else step
+        if getattr(own, "hooked", False):
+            continue  # another library's wrapper is around the hooks
+        wrapped: Any = _unwatched_step(own)
+        if is_hooked:
+            wrapped = Optimizer.profile_hook_step(wrapped)
+            wrapped.hooked = True
+        cls.step = wrapped  # type: ignore[method-assign]
+
+
+_STEPPED = frozenset([ShardedParameter, nn.Parameter, Tensor])
+"""The classes of tensors that PyTorch's optimizers may step unwatched: others may rely on code of their own."""
+
+
+def _unwatched_step(step: Callable[..., Any]) -> Callable[..., Any]:
+    """A step in which slices are plain tensors: PyTorch's own know what they do, and would only become slower."""
+
+    @functools.wraps(step)
+    def step_unwatched(optimizer: Optimizer, *args: Any, **kwargs: Any) -> Any:
+        is_pytorchs = type(optimizer).__module__.startswith("torch.optim.")  # a subclass may have methods of its own
+        if not is_pytorchs or any(type(p) not in _STEPPED for p in _parameters(optimizer)):
+            return step(optimizer, *args, **kwargs)
+        args = tuple(watched(arg) if callable(arg) else arg for arg in args)
+        kwargs = {name: watched(arg) if callable(arg) else arg for name, arg in kwargs.items()}
+        with unwatched():
+            return step(optimizer, *args, **kwargs)
+
+    return step_unwatched
+
+
 def _after_step(optimizer: Optimizer, args: object, kwargs: object) -> None:
-    watch_slices(True)
     if optimizer in _UNMARKED:
         _UNMARKED.discard(optimizer)
         _mark_states(optimizer)
@@ -206,6 +247,9 @@ def _before_first_step(optimizer: Optimizer, slices: Sequence[ShardedParameter])
     check_class_of_slices(optimizer)
     _check_states(optimizer)
     mark_state_dicts(optimizer)
+    marking = optimizer.register_step_post_hook(_after_step)
+    hooks = cast("OrderedDict[int, object]", optimizer._optimizer_step_post_hooks)
+    hooks.move_to_end(marking.id, last=False)  # before users' hooks, which may read the states
     _UNMARKED.add(optimizer)
 
 

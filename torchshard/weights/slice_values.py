@@ -15,7 +15,7 @@ from __future__ import annotations
 import math
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, NoReturn, Self, SupportsIndex, cast
+from typing import Any, NoReturn, ParamSpec, Self, SupportsIndex, TypeVar, cast
 
 import torch
 import torch.distributed as dist
@@ -30,6 +30,8 @@ from torchshard.weights.following import SliceType
 from torchshard.weights.slice_calls import SliceCall
 from torchshard.weights.state_slices import Placed, SlicePlace, explain, place_text, slice_place, types_of
 
+P = ParamSpec("P")
+T = TypeVar("T")
 _DRAWING = ("normal_", "uniform_", "exponential_", "cauchy_", "log_normal_", "geometric_", "random_", "bernoulli_")
 _CLIPPING = "torch.nn.utils.clip_grad"
 _READS_ALL_GRADIENTS = (_CLIPPING, "torch.amp.grad_scaler")
@@ -42,6 +44,18 @@ Gradients = tuple[Tensor | None, ...]
 """The results of `torch.autograd.grad`, one for each of its inputs."""
 unwatched = torch._C.DisableTorchFunctionSubclass
 """A context in which slices are plain tensors to all functions."""
+
+
+def watched(call: Callable[P, T]) -> Callable[P, T]:
+    """A function of the user's that code within `unwatched` is to call: it runs as outside of it."""
+    if not torch._C._is_torch_function_enabled():
+        return call
+
+    def watched_call(*args: P.args, **kwargs: P.kwargs) -> T:
+        with torch._C._EnableTorchFunction():
+            return call(*args, **kwargs)
+
+    return watched_call
 
 
 class Slice(Placed):
@@ -256,19 +270,6 @@ def gradient_for(module: str, parameter: Slice, gradient: Tensor) -> Tensor:
     """A slice's gradient for the code of a module: marked for users, and for functions of PyTorch's that need marks."""
     needs_mark = is_users(module) or module in _READS_ALL_GRADIENTS
     return SliceValue.sharing(gradient, parameter) if needs_mark else gradient
-
-
-_WATCHING, _PLAIN = Slice.__dict__["__torch_function__"], torch._C._disabled_torch_function_impl
-
-
-def watch_slices(on: bool) -> None:
-    """Switches `Slice.__torch_function__` on or off, for the whole process.
-
-    It is off within the steps of PyTorch's own optimizers, which know what they do and would only become slower. An
-    optimizer's step has a hook before and one after it, but no context, so a context manager can't do this; and
-    PyTorch looks `__torch_function__` up in the class, so neither a thread nor an optimizer can have its own switch.
-    """
-    setattr(Slice, "__torch_function__", _WATCHING if on else _PLAIN)  # noqa: B010
 
 
 # --- what PyTorch's functions need of all ranks ----------------------------------------------------------------------
