@@ -334,6 +334,14 @@ WARNED: dict[str, Callable[[Any, Tensor], Any]] = {
     "norm(), of a state dict's": lambda m, p: m.state_dict()["0.weight"].norm(),
     "norm(), of all together": lambda m, p: nn.utils.parameters_to_vector(m.parameters()).norm(),
     "norm(), in a hook": lambda m, p: (p.register_hook(lambda g: g / g.norm()), _loss(m).backward()),
+    "norm(), in a hook of autograd.grad": lambda m, p: (
+        p.register_hook(lambda g: g / g.norm()),
+        torch.autograd.grad(_loss(m), list(m.parameters())),
+    ),
+    "norm(), in a hook of a slice's backward": lambda m, p: (
+        p.register_hook(lambda g: g / g.norm()),
+        (p * 2).backward(torch.ones_like(p)),
+    ),
     "norm(), clipping by hand": lambda m, p: torch.stack([q.grad.detach().norm() for q in m.parameters()]).norm(),
     "sum(), a penalty of gradients": lambda m, p: sum(
         g.pow(2).sum() for g in torch.autograd.grad(_loss(m), list(m.parameters()), create_graph=True)

@@ -20,6 +20,7 @@ from typing import Any, NoReturn, ParamSpec, Self, SupportsIndex, TypeVar, cast
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.overrides import redispatch_function
 
 from torchshard.core.errors import DistributedError, InputError
 from torchshard.core.words import WHOLE, Word, is_split
@@ -38,6 +39,8 @@ _READS_ALL_GRADIENTS = (_CLIPPING, "torch.amp.grad_scaler")
 """PyTorch's modules that compute from all gradients at once."""
 _OVERWRITING = frozenset([dist.all_reduce, dist.broadcast, dist.reduce])
 """Collectives that make the ranks' tensors equal, as if they were copies of one."""
+_RUNNING_HOOKS = frozenset([torch.autograd.grad, torch.autograd.backward, Tensor.backward])
+"""Functions that call users' code: hooks of gradients, and backwards of their own."""
 
 _GRAD = vars(torch._C.TensorBase)["grad"].__get__
 Gradients = tuple[Tensor | None, ...]
@@ -99,7 +102,7 @@ class Slice(Placed):
     def __torch_function__(
         cls,
         func: Callable[..., object],
-        types: object,
+        types: Any,
         args: tuple[Any, ...] = (),
         kwargs: Mapping[str, Any] | None = None,
     ) -> object:
@@ -111,8 +114,11 @@ class Slice(Placed):
         order = float(args[1] if len(args) > 1 else kwargs.get("ord", 2)) if clips else 2.0
         call = SliceCall.begun(func, args, kwargs) if is_users(module) else None
         try:
-            with unwatched():
-                result = func(*((_with_identity(args[0], order), *args[1:]) if clips else args), **kwargs)
+            if func in _RUNNING_HOOKS:
+                result = redispatch_function(func, types, args, kwargs)
+            else:
+                with unwatched():
+                    result = func(*((_with_identity(args[0], order), *args[1:]) if clips else args), **kwargs)
         except (RuntimeError, IndexError) as error:
             explain(error, func, (args, kwargs))
             raise
