@@ -296,6 +296,16 @@ def _clipping_within_steps(run: Run) -> Any:
     return norms
 
 
+@_in(MENDED)
+def _clipping_a_set(run: Run) -> Any:
+    """One call takes the parameters in any order, and in another one on each rank."""
+    models = [run.make(seed=seed) for seed in range(2)]
+    for model in models:
+        model(x_of()).square().mean().backward()
+    parameters = [p for model in models for p in model.parameters()]
+    return nn.utils.clip_grad_norm_(parameters[:: 1 if run.rank % 2 else -1], 0.1)
+
+
 @_refused("would treat the ranks of one sharded model as copies of it")
 def _statistics_of_the_first_rank_for_all(run: Run) -> Any:
     model = run.make(functools.partial(Net, batch_norm=True))

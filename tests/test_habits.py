@@ -13,6 +13,7 @@ import math
 import warnings
 from collections.abc import Callable, Iterator
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -25,6 +26,7 @@ import torchshard as ts
 import torchshard.distributed as tsd
 from tests import habits
 from tests.helpers import largest, refused, refused_input, run_ranks
+from torchshard.distributed.group import Group
 
 TOLERANCE = 1e-10
 PLAN = {"0": "column", "3": "row"}
@@ -468,6 +470,12 @@ DIFFERENT: dict[str, Callable[[Any, int], Any]] = {
     "losses differ: no backward": lambda m, rank: _on_the_first(rank, _loss(m).backward),
     "different steps: none": lambda m, rank: _on_the_first(rank, torch.optim.SGD(m.parameters()).step),
     "as copies of it: averaged gradients": lambda m, rank: _averaged(m),
+    "about to do different things: clipping": lambda m, rank: _clipped(_in_turn(m, rank), nn.utils.clip_grad_norm_),
+    "about to do different things: ts's": lambda m, rank: _clipped(_in_turn(m, rank), ts.clip_grad_norm_),
+    "about to do different things: models": lambda m, rank: _clipped(
+        [list(each.parameters()) for each in (m, _pair()[1])][:: 1 - 2 * rank], nn.utils.clip_grad_norm_
+    ),
+    "about to do different things: overflows": lambda m, rank: _unscaled(_in_turn(m, rank)),
 }
 """What a DistributedError says -> what the ranks do; it comes at once, at the next call, or with the state dict."""
 
@@ -475,6 +483,25 @@ DIFFERENT: dict[str, Callable[[Any, int], Any]] = {
 def _on_the_first(rank: int, call: Callable[[], Any]) -> None:
     if rank == 0:
         call()
+
+
+def _in_turn(model: Any, rank: int) -> list[list[nn.Parameter]]:
+    """The parameters one by one, in another order on each rank, as a set gives them."""
+    return [[p] for p in model.parameters()][:: 1 - 2 * rank]
+
+
+def _clipped(in_turn: list[list[nn.Parameter]], clip: Callable[..., Tensor]) -> None:
+    for parameters in in_turn:
+        for p in parameters:
+            p.grad = torch.ones_like(p)
+        clip(parameters, 0.1)
+
+
+def _unscaled(in_turn: list[list[nn.Parameter]]) -> None:
+    scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
+    for parameters in in_turn:
+        scaler.scale(sum((p * 2).sum() for p in parameters)).backward()
+        scaler.unscale_(torch.optim.SGD(parameters))
 
 
 def _averaged(model: Any) -> None:
@@ -580,6 +607,27 @@ def test_ranks_that_train_on_different_losses_are_told(text: str, ending: str) -
         assert text.partition(":")[0] in said
 
 
+def _clips_in_another_order(rank: int, verifies_each: bool) -> str:
+    tsd.init_process_group()
+    _, sharded = _pair()
+    sharded(_x())
+    try:
+        with mock.patch.object(Group, "aborts_on_mismatch", return_value=verifies_each):  # False, as of NCCL
+            _clipped(_in_turn(sharded, rank), nn.utils.clip_grad_norm_)
+            sharded(_x())
+    except ts.DistributedError as error:
+        return str(error)
+    return "nothing"
+
+
+@pytest.mark.parametrize("verifies_each", [True, False])
+def test_ranks_that_clip_in_another_order_hear_of_which_parameters(verifies_each: bool) -> None:
+    for said in run_ranks(_clips_in_another_order, 2, verifies_each):
+        assert "norms of 0.weight of model 0" in said
+        assert "norms of 3.weight of model 0" in said
+        assert "the collectives since the last call" in said or "a loop over a set has an order of its own" in said
+
+
 # --- more of them, several in one run --------------------------------------------------------------------------------
 
 
@@ -601,6 +649,7 @@ BY_DAY = (
     "state_of_a_part",
     "statistics_computed_again",
     "clipping_within_steps",
+    "clipping_a_set",
 )
 """The quick ones of the habits that have failed once; all run by night, on several meshes."""
 

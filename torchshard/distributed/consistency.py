@@ -171,22 +171,26 @@ def _compared_text(group: Group, text: str, site: str) -> str:
 
 def verify_following_call(
     group: Group, describe_call: Callable[[], str], gradient_of: str = "", *, eager: torch.device | None = None
-) -> None:
+) -> bool:
     """Like `verify_call`, for a call that follows from another one: verified only if each call is.
 
     Args:
         eager: the device of the tensors, if the other one was an eager call.
+
+    Returns:
+        whether it was verified.
     """
-    if group.level is CheckLevel.ALL or (eager is not None and verifies_each(group, eager)):
+    is_verified = group.level is CheckLevel.ALL or (eager is not None and verifies_each(group, eager))
+    if is_verified:
         verify_call(group, describe_call, gradient_of=gradient_of)
+    return is_verified
 
 
 def _different(group: Group, here: str, responses: Mapping[int, Header]) -> DistributedError:
     what, attempt = "the ranks are about to do different things", "the same calls with the same shapes and dtypes"
     if len({response.call for response in responses.values()}) > 1:
-        return DistributedError(
-            what, where=here, why=describe(responses), attempt=f"{attempt} in the same order on every rank"
-        )
+        advice = f"{attempt} in the same order on every rank; a loop over a set has an order of its own on each"
+        return DistributedError(what, where=here, why=describe(responses), attempt=advice)
     if len({response.site for response in responses.values()}) > 1:
         advice = f"{attempt}, from one line: debug(True) takes calls from different lines for different calls"
         return DistributedError(what, where=here, why=describe(responses), attempt=advice)

@@ -33,7 +33,7 @@ from torchshard.core.layouts import (
     whole_shape,
     with_parts,
 )
-from torchshard.distributed.consistency import verify_following_call
+from torchshard.distributed.consistency import note_unverified, verify_following_call
 from torchshard.distributed.group import Group
 from torchshard.distributed.wire import Pending, collective
 
@@ -239,14 +239,18 @@ def as_sent(x: Tensor) -> Tensor:
     return x.view(_SENT_AS[x.dtype]) if x.dtype in _SENT_AS else x
 
 
-def reduced(x: Tensor, op: ReduceKind, group: Group, *, eager: bool = False) -> Tensor:
+def reduced(x: Tensor, op: ReduceKind, group: Group, *, eager: str = "") -> Tensor:
     """All-reduces a copy.
 
     Args:
-        eager: whether a call of the user's makes this collective, and has not been verified itself.
+        eager: what is reduced, if a call of the user's makes this collective and has not been verified itself. The
+            ranks compare it now or, where they do not verify each call, when they verify anything the next time.
     """
-    device = x.device if eager else None
-    verify_following_call(group, lambda: f"all_reduce, {op_name(op)}, of {type_text(x.dtype, x.shape)}", eager=device)
+    text = f"all_reduce, {op_name(op)}, of {type_text(x.dtype, x.shape)}"
+    device, text = (x.device, f"{text}, {eager}") if eager else (None, text)
+    is_verified = verify_following_call(group, lambda: text, eager=device)
+    if eager and not is_verified:
+        note_unverified(group, eager)
     return reducing(copied(x), op, group).wait()
 
 

@@ -119,8 +119,8 @@ class Ranks:
                 x = gathered(x, layout, local_shape(shape, held[:i]), self.groups[axis.name])
         return x
 
-    def reduced(self, x: Tensor, op: ReduceKind, *, eager: bool = False) -> Tensor:
-        """All-reduces a copy over all of them: a collective call."""
+    def reduced(self, x: Tensor, op: ReduceKind, *, eager: str = "") -> Tensor:
+        """As `reduced`, over all of them."""
         for group in (self.replicas, self.group):
             x = reduced(x, op, group, eager=eager) if group.size > 1 else x
         return x

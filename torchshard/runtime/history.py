@@ -3,7 +3,7 @@
 One small all-reduce of a digest precedes each call. The digest covers the call itself, and without another message:
 
     which model is called         two models of one class, called in another order on two ranks
-    the collectives of backwards  a backward that a rank skipped, or ran in another order
+    the collectives since then    a backward or clipping that a rank skipped, or ran in another order
     the optimizers' steps         a step that a rank skipped, or ran with another learning rate
     one whole parameter           in turn: weights that drift apart, whatever wrote them
     one split parameter           in turn: slices that were overwritten with another rank's
@@ -31,7 +31,7 @@ from torchshard.runtime import digests
 
 MODEL = "the model that is called"
 GRADIENTS = "the gradients of the results"
-SENT = "the collectives of backwards since the last call"
+SENT = "the collectives since the last call"
 STEPS = "the optimizers' steps"
 PARAMETER = "the values of parameter or buffer"
 EARLIER = "the values, a call ago, of"

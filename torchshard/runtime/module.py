@@ -225,6 +225,10 @@ class ShardedModule(State, Notebook):
         return [self._ts_history] if self._ts_across is None else [self._ts_history, self._ts_across]
 
     @property
+    def _ts_number(self) -> int:
+        return self._histories[-1].number
+
+    @property
     def _batch_group(self) -> Group | None:
         """The group that divides the batch, if one does."""
         if self._ts_constraints.divisions:

@@ -145,7 +145,8 @@ class State(ShardedSubmodule):
             elif isinstance(tensor, nn.Parameter):
                 entries[leaf] = self._parameter(names[0], tensor)
             elif is_split(of):
-                SliceValue.marked(tensor, SliceType(of, self._source_tensor(name).shape), self._ts_ranks, names[0])
+                whole = SliceType(of, self._source_tensor(name).shape)
+                SliceValue.marked(tensor, whole, self._ts_ranks, names[0], weakref.ref(self))
 
     def _submodule(self, path: str) -> ShardedSubmodule:
         """The submodule at a path, made if it is missing.

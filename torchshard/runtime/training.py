@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from torchshard.core.errors import InputError
 from torchshard.distributed.ranks import widest
 from torchshard.weights.parameter import ShardedParameter
+from torchshard.weights.slice_values import names_of
 
 
 def clip_grad_norm_(model: nn.Module | Tensor | Iterable[Tensor], max_norm: float, norm_type: float = 2.0) -> Tensor:
@@ -37,16 +38,16 @@ def clip_grad_norm_(model: nn.Module | Tensor | Iterable[Tensor], max_norm: floa
     """
     norm_type = _checked_norm(max_norm, norm_type)
     parameters = _parameters(model)
-    ranks = widest(parameters)
+    ranks, what = widest(parameters), f"the norm of gradients of {names_of(parameters)}"
     grads = [(p, p.grad) for p in parameters if p.grad is not None]
     device = next((p.device for p in parameters), torch.device("cpu"))
     # of ranks that hold the same slice one counts
     sliced = _norm([g for p, g in grads if _is_slice(p) and ranks.counts(p)], norm_type, device)
     whole = _norm([g for p, g in grads if not _is_slice(p)], norm_type, device)
     if math.isinf(norm_type):
-        total = torch.maximum(ranks.reduced(sliced, torch.distributed.ReduceOp.MAX, eager=True), whole)
+        total = torch.maximum(ranks.reduced(sliced, torch.distributed.ReduceOp.MAX, eager=what), whole)
     else:
-        summed = ranks.reduced(sliced**norm_type, torch.distributed.ReduceOp.SUM, eager=True)
+        summed = ranks.reduced(sliced**norm_type, torch.distributed.ReduceOp.SUM, eager=what)
         total = (summed + whole**norm_type) ** (1 / norm_type)
     factor = (max_norm / (total + 1e-6)).clamp(max=1.0)  # as PyTorch's own: without a branch, which would synchronize
     for _, grad in grads:

@@ -58,8 +58,6 @@ class OptimizerOwner(Protocol):
 class ShardedParameter(SliceValue, nn.Parameter):
     """This rank's slice of a parameter, or the whole of it."""
 
-    owner: Callable[[], object] = staticmethod(lambda: None)
-    """Returns the sharded model that it belongs to, or None if that is gone."""
     unsummed: Mapping[Any, Tensor] = MappingProxyType({})
     """Parts of its gradient that the ranks have not summed, by what makes a gradient of each."""
     touched = False

@@ -15,7 +15,7 @@ from __future__ import annotations
 import math
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, NoReturn, ParamSpec, Self, SupportsIndex, TypeVar, cast
+from typing import Any, NoReturn, ParamSpec, Protocol, Self, SupportsIndex, TypeVar, cast
 
 import torch
 import torch.distributed as dist
@@ -23,6 +23,7 @@ from torch import Tensor
 from torch.overrides import redispatch_function
 
 from torchshard.core.errors import DistributedError, InputError
+from torchshard.core.hashing import hash_text
 from torchshard.core.words import WHOLE, Word, is_split
 from torchshard.distributed.group import ALONE, Group
 from torchshard.distributed.ranks import Ranks, widest
@@ -71,6 +72,8 @@ class Slice(Placed):
     """The parameter's name in the model."""
     whole: tuple[int, ...] = ()
     """The shape of the whole parameter."""
+    owner: Callable[[], object] = staticmethod(lambda: None)
+    """Returns the sharded model that it belongs to, or None if that is gone."""
 
     @property
     def is_split(self) -> bool:
@@ -92,11 +95,12 @@ class Slice(Placed):
         """A tensor with the memory and gradient of another, marked as a slice of what `like` is, or of another type."""
         with unwatched():
             marked = tensor.as_subclass(cls)
-        marked._become(of or SliceType(like.sharding, like.whole), like.ranks, like.path)
+        marked.become(of or SliceType(like.sharding, like.whole), like.ranks, like.path, like.owner)
         return marked
 
-    def _become(self, of: SliceType, ranks: Ranks, path: str) -> None:
-        (self.sharding, self.whole), self.ranks, self.path = of, ranks, path
+    def become(self, of: SliceType, ranks: Ranks, path: str, owner: Callable[[], object]) -> None:
+        """Sets what this is a slice of."""
+        (self.sharding, self.whole), self.ranks, self.path, self.owner = of, ranks, path, owner
 
     @classmethod
     def __torch_function__(
@@ -145,7 +149,7 @@ class Slice(Placed):
         """
         if not in_place and (tensor.grad_fn is None or type(tensor) is not Tensor):
             return SliceValue.sharing(tensor, self, of)
-        return SliceValue.marked(tensor, of, self.ranks, self.path)
+        return SliceValue.marked(tensor, of, self.ranks, self.path, self.owner)
 
     def seeing_slices(self, hook: Callable[[Tensor], Tensor | None]) -> Callable[[Tensor], Tensor | None]:
         """A hook that calls another one with gradients that are marked as slices."""
@@ -229,11 +233,11 @@ class SliceValue(Slice):
     """A split buffer, or what was computed of a slice element by element: its `.data`, a square, a gradient."""
 
     @staticmethod
-    def marked(tensor: Tensor, of: SliceType, ranks: Ranks, path: str) -> SliceValue:
+    def marked(tensor: Tensor, of: SliceType, ranks: Ranks, path: str, owner: Callable[[], object]) -> SliceValue:
         """The tensor itself, which others hold, as a slice."""
         tensor.__class__ = SliceValue
         own = cast(SliceValue, tensor)
-        own._become(of, ranks, path)
+        own.become(of, ranks, path, owner)
         return own
 
 
@@ -280,10 +284,40 @@ def gradient_for(module: str, parameter: Slice, gradient: Tensor) -> Tensor:
 
 # --- what PyTorch's functions need of all ranks ----------------------------------------------------------------------
 
+MAX_NAMES = 300
+"""The longest text of names, in characters: a header has room for it."""
+
+
+class NumberedOwner(Protocol):
+    """A sharded model, as its slices see it."""
+
+    @property
+    def _ts_number(self) -> int:
+        """The number of the model among those of its ranks; a copy's is that of its original."""
+
+
+def _key(tensor: Slice) -> tuple[int, str]:
+    """The number of a slice's model, or -1, and the name of its parameter: the same on all ranks."""
+    model = cast(NumberedOwner | None, tensor.owner())
+    return -1 if model is None else model._ts_number, tensor.path
+
+
+def names_of(tensors: Iterable[object]) -> str:
+    """'down.weight, up.weight of model 0': the parameters of the slices among some tensors, for ranks to compare."""
+    paths: dict[int, list[str]] = {}
+    for number, path in sorted(_key(tensor) for tensor in tensors if isinstance(tensor, Slice)):
+        paths.setdefault(number, []).append(path)
+    found = (", ".join(names) + (f" of model {number}" if number >= 0 else "") for number, names in paths.items())
+    text = "; ".join(found)
+    count = sum(map(len, paths.values()))
+    return text if len(text) <= MAX_NAMES else f"{text[:MAX_NAMES]}..., {count} in all ({hash_text(text):x})"
+
 
 def _join_overflow(gradients: Iterable[Tensor], found_inf: Tensor) -> None:
     """After a GradScaler has looked for overflows: one on any rank counts on all, so that all skip the step."""
-    found_inf.copy_(widest(gradients).reduced(found_inf, dist.ReduceOp.MAX, eager=True))
+    given = list(gradients)
+    what = f"overflows in gradients of {names_of(given)}"
+    found_inf.copy_(widest(given).reduced(found_inf, dist.ReduceOp.MAX, eager=what))
 
 
 _NORMS = frozenset([torch.linalg.vector_norm, torch._foreach_norm])
@@ -306,20 +340,24 @@ def _whole_norms(
 
 
 def _joined_norms(tensors: Sequence[Tensor], norms: Sequence[Tensor], order: float) -> list[Tensor]:
-    """Norms of whole gradients from those of slices, in one message; the norms of whole tensors stay."""
-    slices = {i: t for i, t in enumerate(tensors) if isinstance(t, Slice) and t.is_split}
+    """Norms of whole gradients from those of slices, in one message; the norms of whole tensors stay.
+
+    The message has them in the order of their names, for a set has another order on each rank.
+    """
+    split = [(i, t) for i, t in enumerate(tensors) if isinstance(t, Slice) and t.is_split]
+    slices = dict(sorted(split, key=lambda item: _key(item[1])))
     joined_norms = list(norms)
     if not slices:
         return joined_norms
-    ranks = widest(tensors)
+    ranks, what = widest(tensors), f"norms of {names_of(slices.values())}"
     stacked = torch.stack([norms[i].double() for i in slices])
     if math.isinf(order):
-        joined = ranks.reduced(stacked, dist.ReduceOp.MAX if order > 0 else dist.ReduceOp.MIN, eager=True)
+        joined = ranks.reduced(stacked, dist.ReduceOp.MAX if order > 0 else dist.ReduceOp.MIN, eager=what)
     else:
         # of ranks that hold the same slice one counts
         counts = torch.tensor([ranks.counts(t) for t in slices.values()], device=stacked.device)
         powers = (stacked if order == 0 else stacked**order).where(counts, 0.0)
-        joined = ranks.reduced(powers, dist.ReduceOp.SUM, eager=True)
+        joined = ranks.reduced(powers, dist.ReduceOp.SUM, eager=what)
         joined = joined if order == 0 else joined ** (1 / order)  # order 0: the number of elements that are not zero
     for i, norm in zip(slices, joined, strict=True):
         joined_norms[i] = norm.to(norms[i].dtype)
