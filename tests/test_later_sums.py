@@ -210,6 +210,10 @@ def _habits(rank: int, data: str) -> dict[str, bool]:
     for hook in hooks:
         hook.remove()
     sharded.zero_grad()
+    kept()
+    added = (lambda p=p: p.register_hook(lambda gradient: gradient * 2) for p in (weight, norm))
+    found["a hook in between"] = all(refused_input(add, "can't run within no_sync()") for add in added)
+    sharded.zero_grad()
     with sharded.no_sync() if rank else nullcontext():
         found["on one rank"] = refused(lambda: sharded(*own), "some ranks are within no_sync()", ts.DistributedError)
     return found

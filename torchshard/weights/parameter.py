@@ -160,7 +160,13 @@ class ShardedParameter(SliceValue, nn.Parameter):
         return math.prod(self.whole) if self.is_split and method_of(called_from()) else super().numel()
 
     def register_hook(self, hook: Callable[[Tensor], Tensor | None]) -> RemovableHandle:
-        """As `Tensor.register_hook`; a user's hook gets the gradient marked as a slice."""
+        """As `Tensor.register_hook`; a user's hook gets the gradient marked as a slice.
+
+        Raises:
+            InputError: the ranks have not summed the gradients of earlier calls, which the hook would get too.
+        """
+        if self.unsummed:
+            self.refuse_hook()
         registered = self.seeing_slices(hook) if is_users(called_from()) else hook
         with unwatched():
             return Tensor.register_hook(self, registered)

@@ -156,16 +156,20 @@ class Slice(Placed):
 
         def marking(gradient: Tensor | None) -> Tensor | None:
             if gradient is None:
-                raise InputError(
-                    "a hook of a gradient can't run within no_sync()",
-                    where=f"register_hook of parameter {self.path!r}",
-                    why="the ranks have not summed this gradient: a later call does, with its own",
-                    attempt="accumulate without no_sync(), which only saves messages; or change p.grad before the step",
-                )
+                self.refuse_hook()
             replacement = hook(SliceValue.sharing(gradient, self) if self.is_split else gradient)
             return replacement.as_subclass(Tensor) if isinstance(replacement, Slice) else replacement
 
         return marking
+
+    def refuse_hook(self) -> NoReturn:
+        """Raises InputError for a hook of a gradient that the ranks sum later, with those of other calls."""
+        raise InputError(
+            "a hook of a gradient can't run within no_sync()",
+            where=f"register_hook of parameter {self.path!r}",
+            why="the ranks have not summed this gradient: a later call does, with its own",
+            attempt="accumulate without no_sync(), which only saves messages; or change p.grad before the step",
+        )
 
     def refuse_shape(self, how: str, shape: tuple[int, ...]) -> NoReturn:
         """Raises InputError for values of another shape than the slice's."""
