@@ -131,6 +131,27 @@ def test_what_fits_the_whole_is_not_taken_for_a_slices() -> None:
     assert followed(Tensor.unsqueeze_, (8, 3), rows, 2).written == {0: SliceType(rows, (8, 3, 1))}
 
 
+def test_a_count_of_heads_is_the_wholes() -> None:
+    """Heads are counted on the whole: a view in as many heads on each rank is no slice of it."""
+
+    def viewed(whole: tuple[int, ...], of: Word, *sizes: int, view: Any = Tensor.reshape) -> Any:
+        local = split(torch.zeros(whole), of, {"tp": 0}).clone()
+        (result,) = follow(view, (local, *sizes), {}, {0: SliceType(of, whole)}, {"tp": 0}, view(local, *sizes)).results
+        return result
+
+    rows, columns = WORDS["rows"], WORDS["columns"]
+    for counts in ((2, -1, 6), (4, -1, 6), (2, -1), (2, 2, 6), (2, 2, -1), (2, 12)):
+        assert viewed((8, 6), rows, *counts) == Lost(), counts
+    for counts in ((5, 2, -1), (5, 2, 2), (5, 4, -1)):
+        assert viewed((5, 8), columns, *counts) == Lost(), counts
+    assert viewed((8, 6), rows, 0, (2, -1), view=Tensor.unflatten) == Lost()
+    assert viewed((8, 6), rows, 0, (-1, 2), view=Tensor.unflatten) == SliceType(rows, (4, 2, 6))
+    assert viewed((8,), rows, 2, -1) == Lost()
+    for sizes, whole in {(4, -1): (8, 6), (4, 1, -1): (8, 1, 6), (4, 3, 2): (8, 3, 2), (24,): (48,)}.items():
+        assert viewed((8, 6), rows, *sizes) == SliceType(rows, whole), sizes
+    assert viewed((8, 3, 3, 3), rows, 12, -1) == SliceType(rows, (24, 9))
+
+
 TOLD: dict[str, Callable[[Tensor], Any]] = {
     "einsum": lambda p: torch.einsum("ij,ij->", p, p),
     "addmm": lambda p: torch.addmm(p.new_zeros(p.shape[0], p.shape[0]), p, p.t()),
@@ -164,6 +185,7 @@ TOLD: dict[str, Callable[[Tensor], Any]] = {
     "hessian": lambda p: torch.autograd.functional.hessian(lambda q: (q**3).sum(), p.detach()),
     "a sum over the ranks": lambda p: all_reduce(p.detach(), "sum", dist.group.WORLD),  # type: ignore[no-untyped-call]
     "a learnt factor": lambda p: torch.ones((), requires_grad=True) * p,
+    "heads": lambda p: p.view(2, -1, p.shape[1]),
     "its own buffer": lambda p: torch.zeros(p.shape, dtype=p.dtype).add_(p.detach()).data.norm(),
 }
 SILENT: dict[str, Callable[[Tensor], Any]] = {

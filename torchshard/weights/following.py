@@ -155,24 +155,35 @@ class _Question:
         """The ways to read the call, each with the number of the argument that stands for a size of the slice.
 
         First, all other tensors and numbers belong to the wholes. If the function rejects them, tensors of a slice's
-        shape are slices too. Last, one of the numbers is a size of the slice and stands for the whole's.
+        shape are slices too. Last, one of the numbers is a size of the slice, as in `p.view(p.shape[0], -1)`, and stands
+        for the whole's. Any other number is a count of the whole's: `p.view(2, -1, 6)` means two heads on all ranks.
         """
         yield self, None
-        question = self if self._takes_wholes() else self._with_tensors_of_a_slices_shape()
+        takes_wholes = self._takes_wholes()
+        question = self if takes_wholes else self._with_tensors_of_a_slices_shape()
         if question is not self:
             yield question, None
+        if takes_wholes and self._infers_a_size_of_one():
+            return
         numbers = (i for i, leaf in enumerate(self.leaves) if type(leaf) is int and question._is_size(leaf))
         yield from ((question, i) for i in numbers)
 
     def _is_size(self, number: int) -> bool:
-        """Whether a number may be a size of a split dim: a divisor of it, or its product with neighboring sizes."""
+        """Whether a number is the size of a split dim, or its product with neighboring sizes."""
         own = (tuple(leaf.shape) for leaf in self.leaves if isinstance(leaf, Tensor))
         for of, sizes in zip(self.types, own, strict=True):
             for dim in (d for d, size in enumerate(sizes) if of is not None and size != of.whole[d]):
-                products = (math.prod(sizes[i:j]) for i in range(dim + 1) for j in range(dim + 1, len(sizes) + 1))
-                if number > 0 and (sizes[dim] % number == 0 or number in products):
+                spans = itertools.product(range(dim + 1), range(dim + 1, len(sizes) + 1))
+                if number > 0 and any(number == math.prod(sizes[i:j]) for i, j in spans):
                     return True
         return False
+
+    def _infers_a_size_of_one(self) -> bool:
+        """Whether a view has a size of 1 that no argument states: `p.view(4, -1, 6)` of four rows, meant as four heads."""
+        own = [tuple(leaf.shape) for leaf in self.leaves if isinstance(leaf, Tensor)]
+        stated = sum(type(leaf) is int and leaf == 1 for leaf in self.leaves)
+        most = max(sizes.count(1) for sizes in own) + stated
+        return all(len(sizes) > 1 for sizes in own) and any(shape.count(1) > most for shape in self.shapes)
 
     def _with_tensors_of_a_slices_shape(self) -> _Question:
         own = [tuple(leaf.shape) for leaf in self.leaves if isinstance(leaf, Tensor)]
