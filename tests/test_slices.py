@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import io
+import pickle
 import warnings
 from collections.abc import Callable
 from pathlib import Path
@@ -185,10 +186,18 @@ TOLD: dict[str, Callable[[Tensor], Any]] = {
     "hessian": lambda p: torch.autograd.functional.hessian(lambda q: (q**3).sum(), p.detach()),
     "a sum over the ranks": lambda p: all_reduce(p.detach(), "sum", dist.group.WORLD),  # type: ignore[no-untyped-call]
     "a learnt factor": lambda p: torch.ones((), requires_grad=True) * p,
+    "a copy": lambda p: copy.copy(p).norm(),
+    "a pickle": lambda p: pickle.loads(pickle.dumps({"w": p}))["w"].norm(),
+    "a file": lambda p: _from_file(p).norm(),
+    "a copy of a file": lambda p: copy.deepcopy(_from_file(p)).norm(),
+    "a layer that has loaded it": lambda p: _loaded(p).weight.norm(),
+    "a plain parameter": lambda p: _written(p).norm(),
+    "the data of a plain parameter": lambda p: [q.data.copy_(p) for q in [nn.Parameter(torch.ones(p.shape))]],
     "heads": lambda p: p.view(2, -1, p.shape[1]),
     "its own buffer": lambda p: torch.zeros(p.shape, dtype=p.dtype).add_(p.detach()).data.norm(),
 }
 SILENT: dict[str, Callable[[Tensor], Any]] = {
+    "files": lambda p: (_from_file(p) * 2, copy.copy(p) * 2, _loaded(p), _written(p) * 2),
     "what it is": lambda p: (p.shape, p.numel(), p.dim(), p.stride(), p.dtype, p.device, p.is_contiguous(), {p: 1}),
     "elements": lambda p: (p * 2, torch.where(p > 0, p, 0), p.to(torch.float32), torch._foreach_mul([p, p], 2.0)),
     "other dims": lambda p: (p.t(), p[:, 0], p.softmax(1), p.norm(dim=1), p.chunk(2, 1), p.reshape(-1)),
@@ -200,6 +209,26 @@ SILENT: dict[str, Callable[[Tensor], Any]] = {
     "new tensors": lambda p: (p.new_zeros(()), torch.zeros(p.shape, dtype=p.dtype).add_(p.detach())),
     "copies": lambda p: (copy.deepcopy(p), p.detach().clone()),
 }
+
+
+def _from_file(tensor: Tensor) -> Any:
+    file = io.BytesIO()
+    torch.save(tensor, file)
+    file.seek(0)
+    return torch.load(file)
+
+
+def _loaded(tensor: Tensor) -> nn.Linear:
+    """A layer outside of the model, of the slice's shape."""
+    layer = nn.Linear(tensor.shape[1], tensor.shape[0], bias=False, dtype=tensor.dtype)
+    layer.load_state_dict({"weight": tensor.detach()})
+    return layer
+
+
+def _written(tensor: Tensor) -> nn.Parameter:
+    parameter = nn.Parameter(torch.zeros(tensor.shape, dtype=tensor.dtype))
+    with torch.no_grad():
+        return parameter.copy_(tensor)  # type: ignore[return-value]
 
 
 def _sharded() -> tuple[Any, torch.optim.Optimizer]:
@@ -279,3 +308,20 @@ def _leaves(rank: int, folder: str) -> dict[str, bool]:
 def test_what_leaves_a_process_knows_its_place_or_is_refused(tmp_path: Path) -> None:
     for found in run_ranks(_leaves, 2, str(tmp_path)):
         assert len(found) == 9 and all(found.values()), found
+
+
+def _kept(rank: int) -> list[bool]:
+    """Whether copies of a slice by `copy.copy` and from a file are as PyTorch's copies of a parameter."""
+    model, _ = _sharded()
+    weight, found = model[0].weight, []
+    for made in (copy.copy(weight), _from_file(weight), pickle.loads(pickle.dumps(copy.copy(weight)))):
+        (made * 2).sum().backward()
+        found += [isinstance(made, nn.Parameter), made.is_leaf, torch.equal(made.grad, torch.full_like(made.grad, 2))]
+        found += [torch.equal(made, weight), made.place == weight.place]
+        model[0].weight = made  # as a new parameter
+        found.append(type(model[0].weight) is type(weight))
+    return found
+
+
+def test_copies_of_parameters_are_parameters() -> None:
+    assert all(all(found) and len(found) == 18 for found in run_ranks(_kept, 2))

@@ -28,8 +28,12 @@ _PASSING = (
     "torch.optim.swa_utils", "torchshard.runtime.submodule",
 )  # fmt: skip
 """Modules within those, and of this library, that call what their caller gives them, and act for it too."""
-_CALLS = (nn.Module._wrapped_call_impl.__code__, nn.Module._call_impl.__code__)
-"""What calls a module's forward, which acts for its caller."""
+_MODULES = nn.Module.__module__
+_CALLS = frozenset([
+    "Module._wrapped_call_impl", "Module._call_impl", "Module._load_from_state_dict", "Module.load_state_dict",
+    "Module.load_state_dict.<locals>.load",
+])  # fmt: skip
+"""The methods of modules that act for their caller: they call forward, or copy what they are given."""
 
 
 def called_from() -> str:
@@ -49,9 +53,13 @@ def caller(func: object) -> str:
         while frame is not None and frame.f_code is not code:
             frame = frame.f_back
         frame = None if frame is None else frame.f_back
-    while frame is not None and (acts_for_caller(module := _module_of(frame)) or frame.f_code in _CALLS):
+    while frame is not None and (acts_for_caller(module := _module_of(frame)) or _is_passing(module, frame)):
         frame = frame.f_back
     return "" if frame is None else module
+
+
+def _is_passing(module: str, frame: FrameType) -> bool:
+    return module == _MODULES and frame.f_code.co_qualname in _CALLS
 
 
 def _module_of(frame: FrameType) -> str:

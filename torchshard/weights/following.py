@@ -155,8 +155,8 @@ class _Question:
         """The ways to read the call, each with the number of the argument that stands for a size of the slice.
 
         First, all other tensors and numbers belong to the wholes. If the function rejects them, tensors of a slice's
-        shape are slices too. Last, one of the numbers is a size of the slice, as in `p.view(p.shape[0], -1)`, and stands
-        for the whole's. Any other number is a count of the whole's: `p.view(2, -1, 6)` means two heads on all ranks.
+        shape are slices too. Last, one of the numbers is a size of the slice and stands for the whole's, as in
+        `p.view(p.shape[0], -1)`. Any other number counts for the whole: `p.view(2, -1, 6)` means two heads on any rank.
         """
         yield self, None
         takes_wholes = self._takes_wholes()
@@ -179,7 +179,7 @@ class _Question:
         return False
 
     def _infers_a_size_of_one(self) -> bool:
-        """Whether a view has a size of 1 that no argument states: `p.view(4, -1, 6)` of four rows, meant as four heads."""
+        """Whether a view has a size of 1 that no argument states: `p.view(4, -1, 6)` of four rows means four heads."""
         own = [tuple(leaf.shape) for leaf in self.leaves if isinstance(leaf, Tensor)]
         stated = sum(type(leaf) is int and leaf == 1 for leaf in self.leaves)
         most = max(sizes.count(1) for sizes in own) + stated

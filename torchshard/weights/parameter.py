@@ -12,7 +12,7 @@ import sys
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from types import MappingProxyType
-from typing import Any, Generic, Protocol, SupportsIndex, TypeVar, cast
+from typing import Any, Generic, Protocol, TypeVar, cast
 
 import torch
 from torch import Tensor, nn
@@ -24,7 +24,7 @@ from torchshard.distributed.ops import PLAIN
 from torchshard.distributed.ranks import Ranks
 from torchshard.weights.callers import called_from, is_users, method_of
 from torchshard.weights.slice_values import SliceValue, check_other_group, gradient_for, unwatched
-from torchshard.weights.state_slices import StateSlice, note_place
+from torchshard.weights.state_slices import StateParameter, StateSlice, mark_copies
 
 T = TypeVar("T")
 
@@ -76,6 +76,7 @@ class ShardedParameter(SliceValue, nn.Parameter):
         """A parameter with the memory of a tensor; it requires a gradient if that does."""
         parameter: ShardedParameter = torch.Tensor._make_subclass(cls, tensor.detach(), tensor.requires_grad)
         parameter.sharding, parameter.ranks, parameter.path, parameter.whole = sharding, ranks, path, tuple(whole)
+        mark_copies()
         if owner is not None:
             parameter.owner = weakref.ref(owner)
         return parameter
@@ -85,7 +86,7 @@ class ShardedParameter(SliceValue, nn.Parameter):
 
         In place, by its class: the user holds the object, and may have given it to an optimizer.
         """
-        if type(parameter) in (nn.Parameter, SliceValue, StateSlice) and parameter.shape == self.shape:
+        if type(parameter) in (nn.Parameter, SliceValue, StateSlice, StateParameter) and parameter.shape == self.shape:
             parameter.__class__ = ShardedParameter
             if isinstance(parameter, ShardedParameter):
                 parameter.sharding, parameter.ranks, parameter.whole = self.sharding, self.ranks, self.whole
@@ -176,12 +177,6 @@ class ShardedParameter(SliceValue, nn.Parameter):
             tensor = self.detach().clone(memory_format=torch.preserve_format).requires_grad_(self.requires_grad)
             memo[id(self)] = ShardedParameter.of(tensor, self.sharding, self.ranks, self.path, self.whole)
         return cast(ShardedParameter, memo[id(self)])
-
-    def __reduce_ex__(self, protocol: SupportsIndex) -> tuple[object, ...]:
-        plain = nn.Parameter(self.plain.detach(), self.requires_grad)
-        if self.is_split:
-            note_place(plain, self.place)
-        return plain.__reduce_ex__(protocol)
 
 
 PLAIN.add(ShardedParameter)

@@ -80,9 +80,9 @@ class SliceCall:
         lost = [of for of in outcome.results if isinstance(of, Lost)]
         for i in written & outcome.written.keys():
             of, tensor = outcome.written[i], self.tensors[i]
-            if isinstance(of, Lost) or (isinstance(tensor, nn.Parameter) if i in held else tensor._is_view()):
+            if isinstance(of, Lost) or (isinstance(tensor, nn.Parameter) if i in held else _is_shared(tensor)):
                 lost.append(Lost())
-            elif type(tensor) is Tensor or i in held:  # a slice that has other dims now, as by unsqueeze_
+            elif i in held or type(tensor) in (Tensor, nn.Parameter):  # held: by unsqueeze_ it has other dims now
                 mark(tensor, of, True)
         if lost and is_users(module):
             draws = any(of.draws for of in lost)
@@ -128,6 +128,12 @@ def _check_file(module: str, text: str) -> None:
             why="the file would not say which part of the whole it holds, and be read as the whole",
             attempt="ts.save_pretrained(folder, model) for whole tensors, ts.save or torch.save for slices",
         )
+
+
+def _is_shared(tensor: Tensor) -> bool:
+    """Whether other tensors have the memory of one, and no mark of it tells them: `t.data.copy_(p)` writes into t."""
+    users = torch._C._storage_Use_Count(tensor.untyped_storage()._cdata)
+    return tensor._is_view() or users > 2  # the tensor, and the Python object that this makes of its storage
 
 
 def _version(tensor: Tensor) -> int:

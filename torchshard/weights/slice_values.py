@@ -15,11 +15,11 @@ from __future__ import annotations
 import math
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, NoReturn, ParamSpec, Protocol, Self, SupportsIndex, TypeVar, cast
+from typing import Any, NoReturn, ParamSpec, Protocol, Self, TypeVar, cast
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 from torch.overrides import redispatch_function
 
 from torchshard.core.errors import DistributedError, InputError
@@ -229,9 +229,6 @@ class Slice(Placed):
         text = repr(self.as_subclass(Tensor))
         return f"{self.path!r}, {place_text(self.place)}: {text}" if self.is_split else text
 
-    def __reduce_ex__(self, protocol: SupportsIndex) -> tuple[object, ...]:
-        return (self.with_place if self.is_split else self.plain).__reduce_ex__(protocol)
-
 
 class SliceValue(Slice):
     """A split buffer, or what was computed of a slice element by element: its `.data`, a square, a gradient."""
@@ -239,6 +236,8 @@ class SliceValue(Slice):
     @staticmethod
     def marked(tensor: Tensor, of: SliceType, ranks: Ranks, path: str, owner: Callable[[], object]) -> SliceValue:
         """The tensor itself, which others hold, as a slice."""
+        if isinstance(tensor, nn.Parameter):
+            tensor._is_param = True  # as `nn.Parameter` marks tensors of other classes
         tensor.__class__ = SliceValue
         own = cast(SliceValue, tensor)
         own.become(of, ranks, path, owner)

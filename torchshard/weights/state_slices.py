@@ -17,7 +17,7 @@ from types import FrameType
 from typing import TYPE_CHECKING, Any, NoReturn, SupportsIndex, cast
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from torchshard.core.errors import InputError
@@ -94,10 +94,38 @@ def types_of(tensors: Sequence[object], own: Place) -> dict[int, SliceType]:
     return found
 
 
-def note_place(tensor: Tensor, place: SlicePlace) -> Tensor:
-    """Gives a tensor the attribute that says what it is a slice of; returns it."""
-    setattr(tensor, _PLACE, place)
+class _PlaceOfTensors:
+    """The attribute of PyTorch's tensors that says what one is a slice of: one that is given it becomes a slice.
+
+    Copies by `copy.copy` and tensors from pickles and files are plain tensors, whose attributes PyTorch sets then.
+    """
+
+    def __get__(self, tensor: Tensor | None, owner: object = None) -> object:
+        if tensor is None:
+            return self  # `torch.overrides` reads all attributes of the class
+        if _PLACE not in vars(tensor):
+            raise AttributeError(_PLACE)
+        return vars(tensor)[_PLACE]
+
+    def __set__(self, tensor: Tensor, place: SlicePlace) -> None:
+        _become_slice(tensor, place)
+
+
+def _become_slice(tensor: Tensor, place: SlicePlace) -> Tensor:
+    """Makes a plain tensor itself, which others hold, a slice."""
+    vars(tensor)[_PLACE] = place
+    if type(tensor) in (Tensor, nn.Parameter):
+        tensor.__class__ = StateParameter if isinstance(tensor, nn.Parameter) else StateSlice
     return tensor
+
+
+def mark_copies() -> None:
+    """Lets copies of slices, and slices from files, know from now on that they are slices.
+
+    Not in a process that has no sharded model, such as a tool that joins the slices of several files.
+    """
+    if _PLACE not in vars(Tensor):
+        setattr(Tensor, _PLACE, _PlaceOfTensors())
 
 
 class Placed(Tensor):
@@ -122,7 +150,15 @@ class Placed(Tensor):
     @property
     def with_place(self) -> Tensor:
         """As `plain`, with the place as an attribute: files must open where torchshard is not installed."""
-        return note_place(self.plain, self.place)
+        plain = self.plain
+        if isinstance(self, nn.Parameter):
+            plain = nn.Parameter(plain.detach(), self.requires_grad)
+        if (place := place_of(self)) is not None:
+            vars(plain)[_PLACE] = place
+        return plain
+
+    def __reduce_ex__(self, protocol: SupportsIndex) -> tuple[object, ...]:
+        return self.with_place.__reduce_ex__(protocol)
 
     def size(self, dim: int | None = None) -> Any:
         """As `Tensor.size`; of the whole tensor to DCP, which compares it with the size in a checkpoint."""
@@ -171,13 +207,13 @@ class StateSlice(Placed):
     def of(tensor: Tensor, place: SlicePlace) -> StateSlice:
         """The same memory, with its place."""
         marked: StateSlice = torch.Tensor._make_subclass(StateSlice, tensor.detach(), tensor.requires_grad)
-        note_place(marked, place)
+        vars(marked)[_PLACE] = place
         return marked
 
     @property
     def place(self) -> SlicePlace:
         """What this is a slice of."""
-        return cast(SlicePlace, getattr(self, _PLACE))
+        return cast(SlicePlace, vars(self)[_PLACE])
 
     @property
     def sharding(self) -> Word:
@@ -201,7 +237,7 @@ class StateSlice(Placed):
             explain(error, func, (args, kwargs))
             raise
         module = caller(func)
-        operand = next((t for t in call.tensors if isinstance(t, cls)), None)
+        operand = next((t for t in call.tensors if isinstance(t, StateSlice)), None)
         if operand is None:
             return result
         if func.__name__ == "new_empty" and module == _STAGER:
@@ -210,10 +246,9 @@ class StateSlice(Placed):
 
         def mark(tensor: Tensor, of: SliceType, in_place: bool) -> Tensor:
             place = slice_place(name, of.sharding, where, of.whole)
-            if not in_place:
+            if not in_place and tensor.grad_fn is None:
                 return cls.of(tensor, place)
-            tensor.__class__ = cls
-            return note_place(tensor, place)
+            return _become_slice(tensor, place)
 
         text = f"{place_text(operand.place)}, of {name!r}"
         return call.ended(result, types_of(call.tensors, where), where, text, mark, module=module)
@@ -221,10 +256,18 @@ class StateSlice(Placed):
     def __reduce_ex__(self, protocol: SupportsIndex) -> tuple[object, ...]:
         if called_from() == "multiprocessing.reduction":  # to a process of this program, as async_save may start one
             return StateSlice.of, (self.plain, self.place)
-        return self.with_place.__reduce_ex__(protocol)
+        return super().__reduce_ex__(protocol)
 
     def __deepcopy__(self, memo: dict[int, object]) -> StateSlice:
         return cast(StateSlice, memo.setdefault(id(self), self.clone()))
+
+
+class StateParameter(StateSlice, nn.Parameter):
+    """A copy of a parameter, by `copy.copy` or from a file."""
+
+    def __deepcopy__(self, memo: dict[int, object]) -> StateSlice:
+        copied = nn.Parameter(self.plain.detach().clone(), self.requires_grad)
+        return cast(StateSlice, memo.setdefault(id(self), _become_slice(copied, self.place)))
 
 
 _STAGER = "torch.distributed.checkpoint._state_dict_stager"
