@@ -20,6 +20,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.autograd.graph import register_multi_grad_hook
 from torch.utils.checkpoint import checkpoint
 
 import torchshard as ts
@@ -344,6 +345,12 @@ WARNED: dict[str, Callable[[Any, Tensor], Any]] = {
         p.register_hook(lambda g: g / g.norm()),
         (p * 2).backward(torch.ones_like(p)),
     ),
+    "norm(), in a hook of several": lambda m, p: (_with_multi_hook(m, "all"), _loss(m).backward()),
+    "norm(), in a hook of any": lambda m, p: (_with_multi_hook(m, "any"), _loss(m).backward()),
+    "norm(), in a hook of a result": lambda m, p: (
+        (w := p * 1).register_hook(lambda g: g / g.norm()),
+        torch.func.functional_call(m, {"0.weight": w}, (_x(),)).sum().backward(),
+    ),
     "norm(), clipping by hand": lambda m, p: torch.stack([q.grad.detach().norm() for q in m.parameters()]).norm(),
     "sum(), a penalty of gradients": lambda m, p: sum(
         g.pow(2).sum() for g in torch.autograd.grad(_loss(m), list(m.parameters()), create_graph=True)
@@ -374,6 +381,13 @@ def _stepped(model: Any, register: str, hook: Callable[..., None]) -> None:
     getattr(optimizer, register)(hook)
     with contextlib.suppress(ArithmeticError):
         optimizer.step()
+
+
+def _with_multi_hook(model: Any, mode: Any) -> None:
+    def norms(gradients: Any) -> None:
+        [g.norm() for g in gradients if g is not None] if mode == "all" else gradients.norm()
+
+    register_multi_grad_hook(list(model.parameters()), norms, mode=mode)
 
 
 def _with_a_hook_on_all(model: Any) -> None:

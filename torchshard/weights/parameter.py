@@ -10,13 +10,12 @@ from __future__ import annotations
 import math
 import sys
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from types import MappingProxyType
 from typing import Any, Generic, Protocol, TypeVar, cast
 
 import torch
 from torch import Tensor, nn
-from torch.utils.hooks import RemovableHandle
 
 from torchshard.core.errors import InputError
 from torchshard.core.words import Word
@@ -160,17 +159,10 @@ class ShardedParameter(SliceValue, nn.Parameter):
         """As `Tensor.numel`; to a method of the model itself, of the whole parameter."""
         return math.prod(self.whole) if self.is_split and method_of(called_from()) else super().numel()
 
-    def register_hook(self, hook: Callable[[Tensor], Tensor | None]) -> RemovableHandle:
-        """As `Tensor.register_hook`; a user's hook gets the gradient marked as a slice.
-
-        Raises:
-            InputError: the ranks have not summed the gradients of earlier calls, which the hook would get too.
-        """
+    def check_hook(self) -> None:
+        """Raises InputError if the ranks have not summed the gradients of earlier calls: a hook would get these too."""
         if self.unsummed:
             self.refuse_hook()
-        registered = self.seeing_slices(hook) if is_users(called_from()) else hook
-        with unwatched():
-            return Tensor.register_hook(self, registered)
 
     def __deepcopy__(self, memo: dict[int, object]) -> ShardedParameter:
         if id(self) not in memo:

@@ -21,6 +21,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.overrides import redispatch_function
+from torch.utils.hooks import RemovableHandle
 
 from torchshard.core.errors import DistributedError, InputError
 from torchshard.core.hashing import hash_text
@@ -150,6 +151,16 @@ class Slice(Placed):
         if not in_place and (tensor.grad_fn is None or type(tensor) is not Tensor):
             return SliceValue.sharing(tensor, self, of)
         return SliceValue.marked(tensor, of, self.ranks, self.path, self.owner)
+
+    def register_hook(self, hook: Callable[[Tensor], Tensor | None]) -> RemovableHandle:
+        """As `Tensor.register_hook`; a user's hook gets the gradient marked as a slice."""
+        self.check_hook()
+        registered = self.seeing_slices(hook) if is_users(caller(Tensor.register_hook)) else hook
+        with unwatched():
+            return Tensor.register_hook(self, registered)
+
+    def check_hook(self) -> None:
+        """Raises if a hook would get another gradient than that of the next backward."""
 
     def seeing_slices(self, hook: Callable[[Tensor], Tensor | None]) -> Callable[[Tensor], Tensor | None]:
         """A hook that calls another one with gradients that are marked as slices."""
