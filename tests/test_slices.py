@@ -18,7 +18,8 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.distributed._functional_collectives import all_reduce
+from torch.distributed import _functional_collectives as functional
+from torch.distributed.algorithms.model_averaging import utils as averaging
 from torch.optim.swa_utils import get_ema_avg_fn
 from torch.utils.checkpoint import checkpoint
 
@@ -184,7 +185,6 @@ TOLD: dict[str, Callable[[Tensor], Any]] = {
     "a module in a checkpoint": lambda p: checkpoint(nn.MSELoss(), p, torch.zeros_like(p), use_reentrant=False),
     "flattened": lambda p: torch._utils._flatten_dense_tensors([p.detach(), p.detach()]).norm(),
     "hessian": lambda p: torch.autograd.functional.hessian(lambda q: (q**3).sum(), p.detach()),
-    "a sum over the ranks": lambda p: all_reduce(p.detach(), "sum", dist.group.WORLD),  # type: ignore[no-untyped-call]
     "a learnt factor": lambda p: torch.ones((), requires_grad=True) * p,
     "a copy": lambda p: copy.copy(p).norm(),
     "a pickle": lambda p: pickle.loads(pickle.dumps({"w": p}))["w"].norm(),
@@ -325,3 +325,58 @@ def _kept(rank: int) -> list[bool]:
 
 def test_copies_of_parameters_are_parameters() -> None:
     assert all(all(found) and len(found) == 18 for found in run_ranks(_kept, 2))
+
+
+# --- collectives over the ranks of a model ---------------------------------------------------------------------------
+
+
+WORLD: Any = dist.group
+COLLECTIVES: dict[str, Callable[[Any, Tensor], Any]] = {
+    "all_reduce": lambda m, p: dist.all_reduce(p.grad),
+    "all_reduce_coalesced": lambda m, p: dist.all_reduce_coalesced([q.grad for q in m.parameters()]),
+    "all_to_all_single": lambda m, p: dist.all_to_all_single(p.data, torch.zeros_like(p)),
+    "average_parameters": lambda m, p: averaging.average_parameters(iter(m.parameters()), WORLD.WORLD),
+    "irecv": lambda m, p: dist.irecv(p.data, 1 - dist.get_rank()),
+    "recv": lambda m, p: dist.recv(p.data, 1 - dist.get_rank()),
+    "scatter": lambda m, p: dist.scatter(p.data, [p.data, p.data] if dist.get_rank() == 0 else None),
+    "functional all_reduce": lambda m, p: functional.all_reduce(p.grad, "sum", WORLD.WORLD),  # type: ignore
+    "functional broadcast": lambda m, p: functional.broadcast(p.grad, 0, WORLD.WORLD),  # type: ignore
+}
+QUIET: dict[str, Callable[[Any, Tensor], Any]] = {
+    "a whole parameter": lambda m, p: dist.all_reduce(m[2].bias.grad),
+    "ranks with the same slice": lambda m, p: dist.all_reduce(p.grad, group=ts.distributed.get_data_parallel_group()),
+    "slices, gathered": lambda m, p: dist.all_gather([torch.zeros(p.shape, dtype=p.dtype) for _ in range(2)], p.data),
+    "a slice, sent": lambda m, p: _sent(p),
+}
+
+
+def _sent(tensor: Tensor) -> None:
+    if dist.get_rank() == 0:
+        return dist.send(tensor.data, 1)
+    dist.recv(torch.zeros(tensor.shape, dtype=tensor.dtype), 0)
+
+
+def _collected(rank: int) -> list[str]:
+    """The collectives that slices are not refused, or that are refused or told and are right."""
+    model, _ = _sharded()
+    model(torch.ones(3, 8, dtype=torch.float64)).sum().backward()
+    weight, wrong = model[0].weight, []
+    for name, collective in COLLECTIVES.items():
+        before = weight.plain.clone(), weight.grad.plain.clone()
+        try:
+            collective(model, weight)
+            wrong.append(name)
+        except ts.DistributedError as error:
+            assert "as copies of it" in str(error)
+        assert torch.equal(before[0], weight.plain) and torch.equal(before[1], weight.grad.plain), name
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", ts.SliceWarning)
+        for collective in QUIET.values():
+            collective(model, weight)
+        with pytest.raises(ts.SliceWarning, match="writes other ranks' values into"):
+            dist.broadcast(model.state_dict()["0.weight"], 0)
+    return wrong
+
+
+def test_collectives_that_take_slices_for_copies_are_refused() -> None:
+    assert run_ranks(_collected, 2) == [[], []]

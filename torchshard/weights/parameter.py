@@ -22,7 +22,14 @@ from torchshard.core.words import Word
 from torchshard.distributed.ops import PLAIN
 from torchshard.distributed.ranks import Ranks
 from torchshard.weights.callers import called_from, is_users, method_of
-from torchshard.weights.slice_values import SliceValue, check_other_group, gradient_for, unwatched
+from torchshard.weights.slice_values import (
+    AVERAGING,
+    SliceValue,
+    check_averaging,
+    check_other_group,
+    gradient_for,
+    unwatched,
+)
 from torchshard.weights.state_slices import StateParameter, StateSlice, mark_copies
 
 T = TypeVar("T")
@@ -107,7 +114,10 @@ class ShardedParameter(SliceValue, nn.Parameter):
         with unwatched():
             data = _DATA.__get__(self)
         # AOTAutograd, which runs compiled code such as an optimizer's step, asks what class of tensor a parameter has
-        is_aot = called_from().startswith("torch._functorch")
+        module = called_from()
+        if module == AVERAGING:
+            check_averaging(self, sys._getframe(1))
+        is_aot = module.startswith("torch._functorch")
         return SliceValue.sharing(data, self) if self.is_split and not is_aot else data
 
     @data.setter

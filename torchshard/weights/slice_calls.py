@@ -13,6 +13,7 @@ from typing import Any
 
 import numpy as np
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
@@ -26,6 +27,11 @@ ADVICE = (
     "model.full_state_dict() has whole parameters; ts.clip_grad_norm_ and torch.nn.utils.get_total_norm take norms of "
     "whole gradients; a penalty of weights is right as a part of the model's forward"
 )
+OVERWRITING = frozenset([
+    dist.all_reduce, dist.all_reduce_coalesced, dist.all_to_all, dist.all_to_all_single, dist.broadcast, dist.irecv,
+    dist.recv, dist.reduce, dist.reduce_scatter, dist.scatter,
+])  # fmt: skip
+"""Functions that write other ranks' values into their first argument."""
 Mark = Callable[[Tensor, SliceType, bool], Tensor]
 """Marks a tensor as a slice, in place or not; gives the marked one."""
 
@@ -148,6 +154,8 @@ def _reads_values(func: Function, args: Sequence[object], kwargs: Mapping[str, o
     """Whether a function that returns no tensor reads the values or the memory of one."""
     if func.__name__ == "__get__":
         return False
+    if func not in _READS and getattr(func, "__module__", "") == dist.all_reduce.__module__:
+        _READS[func] = False  # tried, it would send messages
     if func not in _READS:
         _READS[func] = _differ(*(_tried(func, args, kwargs, first) for first in (0, 1)))
     return _READS[func]

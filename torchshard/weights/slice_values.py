@@ -15,12 +15,16 @@ from __future__ import annotations
 import math
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from types import FrameType
 from typing import Any, NoReturn, ParamSpec, Protocol, Self, TypeVar, cast
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch._ops import OpOverload, OpOverloadPacket
+from torch.distributed.distributed_c10d import _resolve_process_group
 from torch.overrides import redispatch_function
+from torch.utils import _pytree as pytree
 from torch.utils.hooks import RemovableHandle
 
 from torchshard.core.errors import DistributedError, InputError
@@ -30,7 +34,7 @@ from torchshard.distributed.group import ALONE, Group
 from torchshard.distributed.ranks import Ranks, widest
 from torchshard.weights.callers import acts_for_caller, called_from, caller, is_users
 from torchshard.weights.following import SliceType
-from torchshard.weights.slice_calls import SliceCall
+from torchshard.weights.slice_calls import OVERWRITING, SliceCall
 from torchshard.weights.state_slices import Placed, SlicePlace, explain, place_text, slice_place, types_of
 
 P = ParamSpec("P")
@@ -39,10 +43,12 @@ _DRAWING = ("normal_", "uniform_", "exponential_", "cauchy_", "log_normal_", "ge
 _CLIPPING = "torch.nn.utils.clip_grad"
 _READS_ALL_GRADIENTS = (_CLIPPING, "torch.amp.grad_scaler")
 """PyTorch's modules that compute from all gradients at once."""
-_OVERWRITING = frozenset([dist.all_reduce, dist.broadcast, dist.reduce])
-"""Collectives that make the ranks' tensors equal, as if they were copies of one."""
 _RUNNING_HOOKS = frozenset([torch.autograd.grad, torch.autograd.backward, Tensor.backward])
 """Functions that call users' code: hooks of gradients, and backwards of their own."""
+_OPS = (OpOverload, OpOverloadPacket)
+_AS_COPIES = ("all_reduce", "broadcast", "reduce_scatter")
+"""How the names of functional collectives begin that take the ranks' tensors for copies of one."""
+AVERAGING = "torch.distributed.algorithms.model_averaging.utils"
 
 _GRAD = vars(torch._C.TensorBase)["grad"].__get__
 Gradients = tuple[Tensor | None, ...]
@@ -113,8 +119,8 @@ class Slice(Placed):
     ) -> object:
         kwargs = kwargs or {}
         module = caller(func)
-        if func in _OVERWRITING and is_users(module):
-            _check_overwriting(func.__name__, args[0] if args else kwargs["tensor"], kwargs.get("group"))
+        if (func in OVERWRITING or isinstance(func, _OPS)) and not module.startswith("torchshard."):
+            _check_overwriting(func, args, kwargs)
         clips = func in _NORMS and module == _CLIPPING
         order = float(args[1] if len(args) > 1 else kwargs.get("ord", 2)) if clips else 2.0
         call = SliceCall.begun(func, args, kwargs) if is_users(module) else None
@@ -381,10 +387,24 @@ def _joined_norms(tensors: Sequence[Tensor], norms: Sequence[Tensor], order: flo
 # --- collectives over the ranks of one model -------------------------------------------------------------------------
 
 
-def _check_overwriting(name: str, tensor: object, process_group: dist.ProcessGroup | None) -> None:
+def _check_overwriting(func: Callable[..., object], args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
     """Refuses a collective of PyTorch's that would treat the ranks' slices as copies of one tensor."""
-    if isinstance(tensor, Slice) and tensor.is_split:
-        check_other_group(process_group, tensor.ranks.groups_of(tensor.sharding), f"torch.distributed.{name}")
+    name, group = func.__name__.partition(".")[0], kwargs.get("group")
+    if func not in OVERWRITING:
+        if not (str(func).startswith("_c10d_functional.") and name.startswith(_AS_COPIES)):
+            return
+        group = args[-1] if isinstance(args[-1], dist.ProcessGroup) else _resolve_process_group(args[-1])
+    for tensor in pytree.tree_leaves(args[0]):
+        if isinstance(tensor, Slice) and tensor.is_split:
+            check_other_group(group, tensor.ranks.groups_of(tensor.sharding), f"torch.distributed.{name}")
+
+
+def check_averaging(parameter: Slice, frame: FrameType | None) -> None:
+    """Refuses PyTorch's averages of models over the ranks of one: they read `p.data`, and reduce a buffer of it."""
+    while frame is not None and "process_group" not in frame.f_locals:
+        frame = frame.f_back
+    group = None if frame is None else frame.f_locals["process_group"]
+    check_other_group(group, parameter.ranks.groups_of(parameter.sharding), f"{AVERAGING}.average_parameters")
 
 
 def check_other_group(process_group: dist.ProcessGroup | None, groups: Iterable[Group], who: str) -> None:

@@ -25,9 +25,9 @@ from torchshard.core.layouts import I
 from torchshard.core.mesh import Mesh, MeshAxis, Place
 from torchshard.core.words import Cut, Word, cuts, letter_names, parse, short_text, split_text
 from torchshard.weights.boxes import Piece, pieces, sizes
-from torchshard.weights.callers import called_from, caller
+from torchshard.weights.callers import called_from, caller, is_users
 from torchshard.weights.following import SliceType
-from torchshard.weights.slice_calls import SliceCall, warn_of_slice
+from torchshard.weights.slice_calls import OVERWRITING, SliceCall, warn_of_slice
 
 if TYPE_CHECKING:
     from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex
@@ -240,6 +240,8 @@ class StateSlice(Placed):
         operand = next((t for t in call.tensors if isinstance(t, StateSlice)), None)
         if operand is None:
             return result
+        if func in OVERWRITING and is_users(module):
+            warn_of_slice(f"{func.__name__}() writes other ranks' values into", place_text(operand.place))
         if func.__name__ == "new_empty" and module == _STAGER:
             return cls.of(cast(Tensor, result), operand.place)
         (name, *_), (_, where) = operand.place, held_at(operand.place)
