@@ -52,7 +52,7 @@ forward and backward, and reports its line:
 DistributedError: the ranks are about to do different things
   where: reduce() of f32[4] (train.py:12 in step)
   why:   ranks 0, 1, 3: reduce() of f32[4] (train.py:12 in step); rank 2: gather(dim=0) of f32[*] (train.py:14)
-  try:   the same calls with the same shapes and dtypes in the same order on every rank; a loop over a set has an order of its own on each
+  try:   the same calls with the same shapes and dtypes in one order on every rank, which no set has
 ```
 """
 

@@ -189,7 +189,7 @@ def verify_following_call(
 def _different(group: Group, here: str, responses: Mapping[int, Header]) -> DistributedError:
     what, attempt = "the ranks are about to do different things", "the same calls with the same shapes and dtypes"
     if len({response.call for response in responses.values()}) > 1:
-        advice = f"{attempt} in the same order on every rank; a loop over a set has an order of its own on each"
+        advice = f"{attempt} in one order on every rank, which no set has"
         return DistributedError(what, where=here, why=describe(responses), attempt=advice)
     if len({response.site for response in responses.values()}) > 1:
         advice = f"{attempt}, from one line: debug(True) takes calls from different lines for different calls"
