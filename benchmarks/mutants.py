@@ -592,7 +592,7 @@ FAULTS = (
     Fault(
         "norms of slices pass for those of wholes",
         "weights/slice_values.py",
-        "joined = ranks.reduced(powers, dist.ReduceOp.SUM, eager=True)",
+        "joined = ranks.reduced(powers, dist.ReduceOp.SUM, eager=what)",
         "joined = powers",
         "tests/test_state.py tests/test_habits.py",
     ),

@@ -29,7 +29,7 @@ from torch.distributed.checkpoint.state_dict import (
 import torchshard as ts
 from tests.helpers import run_ranks
 from tests.resumed import adamw, small, train, whole_state
-from torchshard.weights.state_slices import StateSlice
+from torchshard.weights.state_slices import StateSlice, mark_copies
 
 STEPS, NEXT = range(2), range(2, 5)
 FULL = StateDictOptions(full_state_dict=True)
@@ -142,13 +142,19 @@ def test_an_empty_slice_has_no_pieces() -> None:
     assert local.__create_chunk_list__() == [] == local.__create_write_items__("w", local)
 
 
-def test_a_slice_stays_one_in_another_process_and_is_plain_in_files() -> None:
+def test_a_slice_stays_one_in_another_process_and_in_files_where_there_are_sharded_models(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     sent = ForkingPickler.loads(ForkingPickler.dumps(_slice()))
     assert isinstance(sent, StateSlice) and sent.place == _slice().place and torch.equal(sent, _slice())
     held = io.BytesIO()
     torch.save(_slice(), held)
-    held.seek(0)
-    assert type(torch.load(held)) is Tensor
+    for with_models in (False, True):
+        monkeypatch.delattr(Tensor, "_torchshard_place", raising=False)
+        if with_models:
+            mark_copies()
+        held.seek(0)
+        assert type(torch.load(held)) is (StateSlice if with_models else Tensor)
 
 
 def _optimizer_from_file(rank: int) -> list[bool]:

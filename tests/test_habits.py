@@ -639,7 +639,7 @@ def test_ranks_that_clip_in_another_order_hear_of_which_parameters(verifies_each
     for said in run_ranks(_clips_in_another_order, 2, verifies_each):
         assert "norms of 0.weight of model 0" in said
         assert "norms of 3.weight of model 0" in said
-        assert "the collectives since the last call" in said or "a loop over a set has an order of its own" in said
+        assert "the collectives since the last call" in said or "in one order on every rank, which no set has" in said
 
 
 # --- more of them, several in one run --------------------------------------------------------------------------------

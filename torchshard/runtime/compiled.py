@@ -95,7 +95,8 @@ class Compiled:
         """Number of a result -> those of the results that depend on its value, and not on what the caller gets."""
         question = self.program.question
         divides_batch = question is not None and bool(question.constraints.batch_parts)
-        return results_beside(self.graph.graph, all_leave=divides_batch)
+        count = self.program.captured.changes.results
+        return results_beside(self.graph.graph, count, all_leave=divides_batch)
 
     @cached_property
     def _can_compile(self) -> bool:

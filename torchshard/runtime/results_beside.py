@@ -19,13 +19,14 @@ from torchshard.distributed.ops import is_collective
 from torchshard.ir.graph import results_of
 
 
-def results_beside(graph: fx.Graph, *, all_leave: bool) -> dict[int, tuple[int, ...]]:
+def results_beside(graph: fx.Graph, count: int, *, all_leave: bool) -> dict[int, tuple[int, ...]]:
     """Number of a result -> those of the results that depend on its value, and not on what the caller gets.
 
     Args:
+        count: so many of the graph's results are forward's; the others stay in the call's arguments.
         all_leave: whether what the caller gets is computed of each result behind the graph.
     """
-    results = [r if isinstance(r, fx.Node) and r.meta.get("needs_grad") else None for r in results_of(graph)]
+    results = [r if isinstance(r, fx.Node) and r.meta.get("needs_grad") else None for r in results_of(graph)[:count]]
     found = {}
     for number, result in enumerate(results):
         value = result
