@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.export import Dim, ExportedProgram
 from torch.export.dynamic_shapes import _DimHint
+from torch.utils import _pytree as pytree
 
 from torchshard.capture.attributes import Snapshot, attributes, changed
 from torchshard.capture.carried import Arguments, Changes
@@ -271,14 +272,22 @@ def _warn_of_fixed_sizes(model: nn.Module, failure: Exception) -> None:
 
 
 def _refuse_transforms(exported: ExportedProgram) -> None:
-    """Refuses constants that a transform of torch.func has left: they belong to it, or were never computed."""
-    on_meta = any(isinstance(value, Tensor) and value.is_meta for value in exported.state_dict.values())
-    for name, value in exported.constants.items():
-        if not isinstance(value, Tensor):
-            continue
-        if torch._C._functorch.is_functorch_wrapped_tensor(value) or (value.is_meta and not on_meta):
-            # A plain exception, which `capture_error` turns into an error like those that export itself raises.
-            raise RuntimeError(f"a functorch transform inside the model, at {name}")
+    """Refuses what a transform of torch.func has left: values that belong to it, constants that nobody has computed."""
+    found = {node.name: node.meta.get("val") for node in exported.graph.nodes} | exported.constants
+    left = [name for name, value in found.items() if any(map(_is_wrapped, pytree.tree_leaves(value)))]
+    if not any(map(_is_on_meta, exported.state_dict.values())):
+        left += [name for name, value in exported.constants.items() if _is_on_meta(value)]
+    if left:
+        # A plain exception, which `capture_error` turns into an error like those that export itself raises.
+        raise RuntimeError(f"a functorch transform inside the model, at {left[0]}")
+
+
+def _is_wrapped(value: object) -> bool:
+    return isinstance(value, Tensor) and torch._C._functorch.is_functorch_wrapped_tensor(value)
+
+
+def _is_on_meta(value: object) -> bool:
+    return isinstance(value, Tensor) and value.is_meta
 
 
 def _example(tensor: Tensor, model: nn.Module) -> Tensor:
