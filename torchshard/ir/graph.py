@@ -246,6 +246,13 @@ def before_casts(node: fx.Node) -> fx.Node:
     return node
 
 
+def before_collectives(node: fx.Node) -> fx.Node:
+    """The value that collectives have brought into its present layout, or the node itself."""
+    while is_collective(node.target):
+        node = node.all_input_nodes[0]
+    return node
+
+
 def passes_on_weight(node: fx.Node) -> bool:
     """Whether an op casts a parameter of two dims or more, or passes it on for sums over another mesh axis."""
     return node.op == "call_function" and is_weight(before_casts(node))

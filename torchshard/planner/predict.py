@@ -10,10 +10,9 @@ from torch import fx
 from torchshard.core.conversions import ConversionStep, Steps
 from torchshard.core.layouts import I, Layout, is_whole
 from torchshard.core.notation import Choice
-from torchshard.distributed.ops import is_collective
 from torchshard.ir.axes import typed_as
 from torchshard.ir.gathered_again import dims_gathered_again
-from torchshard.ir.graph import consumers, node_row
+from torchshard.ir.graph import before_collectives, consumers, node_row
 from torchshard.ir.segments import parts_between
 from torchshard.ir.sizes import Names, size_names
 from torchshard.planner.conversions import Demand, demands_of
@@ -138,9 +137,7 @@ def _conversions(
 
 def _is_given(node: fx.Node) -> bool:
     """Whether a value is a parameter or an input, as it is or as collectives of earlier axes have left it."""
-    while is_collective(node.target):
-        node = node.all_input_nodes[0]
-    return node.op == "placeholder"
+    return before_collectives(node).op == "placeholder"
 
 
 def _within(node: fx.Node, name: str, text: str, forward: Sent, backward: Sent) -> Collective:

@@ -11,12 +11,13 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Mapping, Sequence
+from functools import partial
 
 from torch import Tensor, fx
 
 from torchshard.core.errors import InputError
-from torchshard.distributed.ops import is_collective
-from torchshard.ir.graph import results_of
+from torchshard.ir.graph import before_collectives, results_of
+from torchshard.passes.nodes import upstream
 
 
 def results_beside(graph: fx.Graph, count: int, *, all_leave: bool) -> dict[int, tuple[int, ...]]:
@@ -29,27 +30,20 @@ def results_beside(graph: fx.Graph, count: int, *, all_leave: bool) -> dict[int,
     results = [r if isinstance(r, fx.Node) and r.meta.get("needs_grad") else None for r in results_of(graph)[:count]]
     found = {}
     for number, result in enumerate(results):
-        value = result
-        while value is not None and is_collective(value.target):
-            value = value.all_input_nodes[0]
-        if result is None or value is None or (value is result and not all_leave):
+        if result is None:
             continue
-        behind = _behind(value, result)
+        value = before_collectives(result)
+        if value is result and not all_leave:
+            continue
+        behind = upstream(value, partial(_users, but=result))
         others = tuple(i for i, other in enumerate(results) if other in behind and other is not result)
         if others:
             found[number] = others
     return found
 
 
-def _behind(value: fx.Node, result: fx.Node) -> set[fx.Node]:
-    """What is computed of a value, but not of the result that it becomes."""
-    seen, waiting = set[fx.Node](), [value]
-    while waiting:
-        for user in waiting.pop().users:
-            if user not in seen and user is not result:
-                seen.add(user)
-                waiting.append(user)
-    return seen
+def _users(node: fx.Node, but: fx.Node) -> set[fx.Node]:
+    return node.users.keys() - {but}
 
 
 def refuse_hooks(results: Sequence[object], beside: Mapping[int, Sequence[int]], call: str) -> None:
