@@ -246,10 +246,12 @@ def reduced(x: Tensor, op: ReduceKind, group: Group, *, eager: str = "") -> Tens
         eager: what is reduced, if a call of the user's makes this collective and has not been verified itself. The
             ranks compare it now or, where they do not verify each call, when they verify anything the next time.
     """
-    text = f"all_reduce, {op_name(op)}, of {type_text(x.dtype, x.shape)}"
-    device, text = (x.device, f"{text}, {eager}") if eager else (None, text)
-    is_verified = verify_following_call(group, lambda: text, eager=device)
-    if eager and not is_verified:
+
+    def describe() -> str:
+        text = f"all_reduce, {op_name(op)}, of {type_text(x.dtype, x.shape)}"
+        return f"{text}, {eager}" if eager else text
+
+    if not verify_following_call(group, describe, eager=x.device if eager else None) and eager:
         note_unverified(group, eager)
     return reducing(copied(x), op, group).wait()
 
