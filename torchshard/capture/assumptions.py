@@ -59,7 +59,7 @@ class Assumption(Protocol):
 
         Args:
             divided: whether the graph, as it is planned, divides sizes among ranks.
-            more: what has been assumed of its sizes since.
+            more: guards on sizes that were added after the export.
         """
 
 

@@ -66,7 +66,7 @@ class Captured:
     assumes: Assumption
     """Whether tensors satisfy the graph's assumptions about sizes."""
     guards: int = 0
-    """How much export has assumed of sizes; what it takes for granted later is not in `assumes`."""
+    """The number of guards on sizes that export added; `assumes` checks these, and no later ones."""
     assigned: tuple[tuple[str, ...], ...] = ()
     """The places (see `attributes`) of the attributes that forward assigns in each call."""
     left: tuple[tuple[str, ...], ...] = ()

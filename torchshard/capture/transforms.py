@@ -1,11 +1,11 @@
-"""Records what forward maps or differentiates by `torch.func` as the ops that it runs.
+"""Records `torch.func` transforms in forward (`vmap`, `grad`, ...) as the ops that they run.
 
     vmap(lambda w: F.linear(x, w))(weights)      expand, transpose, bmm
     grad(lambda t: net(t).tanh().sum())(x)       ..., tanh, sum, ones_like, expand, tanh_backward, mm
 
-`torch.export` records a forward above autograd and above the transforms: no node knows what they wrap, and the
-derivative's ops never get there. Within a transform ops are recorded below both, where each is an op on plain tensors.
-Autograd differentiates what was recorded, and so the derivative too.
+`torch.export` records forward above autograd and the transforms, where it sees neither the tensors that they wrap nor
+the ops of a derivative. Inside a transform, ops are recorded below both, as ATen ops on plain tensors. Autograd then
+differentiates the recorded ops, including those of a derivative.
 """
 
 from __future__ import annotations

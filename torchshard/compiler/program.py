@@ -84,7 +84,7 @@ class Program:
     question: Question | None = None
     """What the plan is the answer to."""
     assumed: tuple[sympy.Basic, ...] = ()
-    """What has been assumed of the sizes of calls since the capture; other calls need another graph."""
+    """Guards on sizes that passes have added since the capture; a call that breaks one needs another graph."""
 
     @property
     def axis(self) -> MeshAxis:

@@ -503,7 +503,7 @@ def fake_mode(graph: fx.Graph) -> Mode:
 
 
 def guards(mode: Mode) -> list[sympy.Basic]:
-    """What PyTorch has assumed of the dynamic sizes of a fake mode, in order."""
+    """The guards that PyTorch has added on the dynamic sizes of a fake mode, in order."""
     shape_env = getattr(mode, "shape_env", None)
     return [guard.expr for guard in shape_env.guards] if shape_env is not None else []
 

@@ -93,7 +93,7 @@ def _drop_detached_constants(module: fx.GraphModule) -> bool:
 
 
 def _views_for_new_shapes(module: fx.GraphModule) -> bool:
-    """Makes views of what changes a value's shape alone: `squeeze_` and `t_` write no element."""
+    """Replaces in-place ops that only change a value's shape (`squeeze_`, `t_`) by views."""
     changed = False
     for node in module.graph.nodes:
         if not is_inplace(node) or torch.Tag.inplace_view not in operator_of(node).tags:

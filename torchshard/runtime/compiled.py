@@ -92,7 +92,7 @@ class Compiled:
 
     @cached_property
     def results_beside(self) -> dict[int, tuple[int, ...]]:
-        """Number of a result -> those of the results that depend on its value, and not on what the caller gets."""
+        """Maps a result to the results computed from its value, but not from the tensor that the caller gets."""
         question = self.program.question
         divides_batch = question is not None and bool(question.constraints.batch_parts)
         count = self.program.captured.changes.results

@@ -107,11 +107,11 @@ def observe_steps(model: StepCounter, source: nn.Module) -> None:
 
 
 def _wrap_steps() -> None:
-    """From now on PyTorch's own optimizers step slices unwatched.
+    """Makes PyTorch's own optimizers step slices unwatched.
 
-    Hooks can't do this: they run among the user's hooks, a closure runs between them, and after a step that raised none
-    runs. So the classes' own functions are wrapped, within PyTorch's hooks. The step of a class that is missed is right
-    too, and slower.
+    Hooks can't do this: the user's hooks run between them, so does a closure, and none runs after a step that raised.
+    So the classes' own functions are wrapped, inside PyTorch's hooks. A class that is missed still steps correctly, but
+    slower.
     """
     for cls in vars(torch.optim).values():
         if not (isinstance(cls, type) and issubclass(cls, Optimizer) and "step" in vars(cls)):
@@ -133,7 +133,7 @@ _STEPPED = frozenset([ShardedParameter, nn.Parameter, Tensor])
 
 
 def _unwatched_step(step: Callable[..., Any]) -> Callable[..., Any]:
-    """A step in which slices are plain tensors: PyTorch's own know what they do, and would only become slower."""
+    """Runs a step with slices as plain tensors: PyTorch's optimizers treat slices correctly, and watching is slow."""
 
     @functools.wraps(step)
     def step_unwatched(optimizer: Optimizer, *args: Any, **kwargs: Any) -> Any:

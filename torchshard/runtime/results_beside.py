@@ -1,10 +1,10 @@
-"""Refuses hooks on a result that other results do not depend on, though in the unsharded model they do.
+"""Refuses hooks on a result where other results depend on it in the unsharded model, but not in the sharded one.
 
     return self.down(h), h        tp: h is gathered for the caller, and `down` goes on with the slices
                                   data=: each result leaves through a function of its own
 
-The gradient of such a result is that which the caller's loss has given it; what comes through the other results flows
-past it. Autograd tells nobody, so a hook or `retain_grad()` would see a part of the gradient.
+Such a result only gets the gradient of the loss's direct use of it; the gradient through the other results bypasses it.
+Autograd does not report this, so a hook or `retain_grad()` would see part of the gradient.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ from torchshard.passes.nodes import upstream
 
 
 def results_beside(graph: fx.Graph, count: int, *, all_leave: bool) -> dict[int, tuple[int, ...]]:
-    """Number of a result -> those of the results that depend on its value, and not on what the caller gets.
+    """Maps a result to the results computed from its value, but not from the tensor that the caller gets.
 
     Args:
-        count: so many of the graph's results are forward's; the others stay in the call's arguments.
-        all_leave: whether what the caller gets is computed of each result behind the graph.
+        count: the number of results that forward returns; the rest stay in the call's arguments.
+        all_leave: whether every result is transformed after the graph, before the caller gets it.
     """
     results = [r if isinstance(r, fx.Node) and r.meta.get("needs_grad") else None for r in results_of(graph)[:count]]
     found = {}
@@ -47,7 +47,7 @@ def _users(node: fx.Node, but: fx.Node) -> set[fx.Node]:
 
 
 def refuse_hooks(results: Sequence[object], beside: Mapping[int, Sequence[int]], call: str) -> None:
-    """From now on a gradient that reaches a result raises if a result that lies beside its way has a hook."""
+    """Makes a backward through a result raise if a result that this backward bypasses has a hook."""
     for number, others in beside.items():
         result = results[number]
         for other in (results[i] for i in others):

@@ -106,7 +106,7 @@ class Slice(Placed):
         return marked
 
     def become(self, of: SliceType, ranks: Ranks, path: str, owner: Callable[[], object]) -> None:
-        """Sets what this is a slice of."""
+        """Records what this tensor is a slice of."""
         (self.sharding, self.whole), self.ranks, self.path, self.owner = of, ranks, path, owner
 
     @classmethod
