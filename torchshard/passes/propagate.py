@@ -8,10 +8,11 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import torch
-from torch import Tensor, fx
-from torch.fx.node import Argument
+from torch import SymInt, Tensor, fx
+from torch._subclasses import FakeTensorMode
+from torch.fx.node import Argument, map_aggregate
 
-from torchshard.ir.graph import fake_mode, faking
+from torchshard.ir.graph import fake_mode, faking, hint
 from torchshard.passes.nodes import call_target
 
 
@@ -21,14 +22,24 @@ class Seen:
     def __init__(self) -> None:
         self.results: dict[str, Argument] = {}
         """The text of a call -> its result."""
+        self.numbers = FakeTensorMode()
+        """The mode of values whose sizes are numbers: ops on these take a fraction of the time."""
         self._texts: dict[int, tuple[Argument, str]] = {}
         """The identity of a value -> the value, and its text: many ops have one result."""
+        self._in_numbers: dict[int, tuple[Argument, Argument]] = {}
 
     def text(self, value: Argument) -> str:
         """Everything about a value that an op on fake values can depend on."""
         if id(value) not in self._texts:
             self._texts[id(value)] = value, repr(_described(value))
         return self._texts[id(value)][1]
+
+    def in_numbers(self, value: Argument) -> Argument:
+        """A value of the mode `numbers` that has the sizes of the example inputs, and else is like another."""
+        if id(value) not in self._in_numbers:
+            with self.numbers:
+                self._in_numbers[id(value)] = value, map_aggregate(value, _in_numbers)
+        return self._in_numbers[id(value)][1]
 
 
 def propagate(module: fx.GraphModule, seen: Seen) -> None:
@@ -39,17 +50,37 @@ def propagate(module: fx.GraphModule, seen: Seen) -> None:
                 node.meta["val"] = run(node, lambda n: n.meta["val"], seen)
 
 
-def run(node: fx.Node, value_of: Callable[[fx.Node], Argument], seen: Seen) -> Argument:
-    """The result of an op on the fake values of its operands; to be called within `faking`."""
-    call = repr((node.target, fx.map_arg((node.args, node.kwargs), lambda n: seen.text(value_of(n)))))
+def run(node: fx.Node, value_of: Callable[[fx.Node], Argument], seen: Seen, *, in_numbers: bool = False) -> Argument:
+    """The result of an op on the fake values of its operands; to be called within `faking`.
+
+    Args:
+        in_numbers: the values are of the mode `seen.numbers`.
+    """
+    args, kwargs = node.args, node.kwargs
+    if in_numbers:
+        args, kwargs = map_aggregate((args, kwargs), lambda a: hint(a) if isinstance(a, SymInt) else a)
+    call = repr((node.target, in_numbers, fx.map_arg((args, kwargs), lambda n: seen.text(value_of(n)))))
     if call not in seen.results or is_sized_by_values(node):
-        seen.results[call] = call_target(node, *fx.map_arg((node.args, node.kwargs), value_of))
+        args, kwargs = fx.map_arg((args, kwargs), value_of)
+        seen.results[call] = call_target(node, args, kwargs)
     return seen.results[call]
 
 
 def is_sized_by_values(node: fx.Node) -> bool:
     """Whether the shapes of an op's results depend on values: each run then creates new symbols for them."""
     return torch.Tag.dynamic_output_shape in getattr(node.target, "tags", ())
+
+
+def _in_numbers(value: Argument) -> Argument:
+    if isinstance(value, SymInt):
+        return hint(value)
+    if not isinstance(value, Tensor):
+        return value
+    sizes = [hint(size) for size in value.shape]
+    if value.layout != torch.strided:
+        return torch.empty(sizes, dtype=value.dtype, layout=value.layout, device=value.device)
+    strides = [hint(stride) for stride in value.stride()]
+    return torch.empty_strided(sizes, strides, dtype=value.dtype, device=value.device)
 
 
 def _described(value: Argument) -> Argument:

@@ -18,7 +18,7 @@ from collections.abc import Generator
 from contextlib import closing
 from typing import Literal
 
-from torch import Tensor, fx
+from torch import SymInt, Tensor, fx
 from torch.fx.node import Argument
 
 from torchshard.core.conversions import source_and_target
@@ -173,7 +173,14 @@ def _canonical(layout: Layout, axis: MeshAxis) -> Layout:
 def _shape_faults(module: fx.GraphModule, seen: Seen) -> Faults:
     """Runs every op on fake values, each from the results before it, and compares the shapes with the recorded ones."""
     computed: dict[fx.Node, Argument] = {}  # an op must not start from a recorded value, which may be the wrong one
-    with faking(fake_mode(module.graph)):
+    in_numbers = not _has_sizes_of_values(module.graph)
+
+    def value_of(node: fx.Node) -> Argument:
+        if node in computed:
+            return computed[node]
+        return seen.in_numbers(node.meta["val"]) if in_numbers else node.meta["val"]
+
+    with faking(seen.numbers if in_numbers else fake_mode(module.graph)):
         for node in module.graph.nodes:
             if node.op != "call_function":
                 continue
@@ -183,11 +190,17 @@ def _shape_faults(module: fx.GraphModule, seen: Seen) -> Faults:
             if is_sized_by_values(node):
                 continue  # the recorded value knows more: the model may have compared its size with another size
             try:
-                computed[node] = run(node, lambda n: computed.get(n, n.meta["val"]), seen)
+                computed[node] = run(node, value_of, seen, in_numbers=in_numbers)
             except Exception as error:
                 yield node, "an op can't run on its local operands", f"{type(error).__name__}: {error}"
                 return
             yield from _wrong_shapes(node, computed[node])
+
+
+def _has_sizes_of_values(graph: fx.Graph) -> bool:
+    """Whether a size depends on tensors' values, so that the example inputs do not say what it is."""
+    sizes = (size for node in graph.nodes for value in values(node) for size in getattr(value, "shape", (value,)))
+    return any(isinstance(size, SymInt) and size.node.hint is None for size in sizes)
 
 
 def _wrong_shapes(node: fx.Node, computed: Argument) -> Faults:
