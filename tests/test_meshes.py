@@ -389,7 +389,7 @@ def _trained(
         optimizer.step()
         return model.full_state_dict()
 
-    after, ways = [], WAYS if len(kinds) > 1 else WAYS[:1]  # by day into one other way
+    after, ways = [], WAYS if len(kinds) > 1 else ()  # by day into none of the other ways
     for into in (*({**dict.fromkeys(data, way)} for way in ways), data):
         other = ts.shard(_model_of(kind), "auto", first, mesh=mesh, data=into)
         optimizer = torch.optim.AdamW(other.parameters(), 1e-2)

@@ -42,12 +42,12 @@ def test_auto_is_exact(name: str) -> None:
 
 def test_ts_check_captures_by_itself() -> None:
     """`ts.check`, which the tests above take apart in order to capture once, gives the same report."""
-    case = CASES["encoder_decoder"]
+    case = CASES["fused_by_view"]
     torch.manual_seed(0)
     model, inputs = case.build(), case.inputs()
     torch.manual_seed(0)
     report = ts.check(model, case.plan, world_size=3, example_inputs=inputs)
-    same = captured_case("encoder_decoder").check(case.plan, 3)
+    same = captured_case("fused_by_view").check(case.plan, 3)
     assert report.ok and report.comparisons == same.comparisons
 
 
