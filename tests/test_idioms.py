@@ -21,6 +21,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.autograd import forward_ad
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils import _pytree as pytree
 from torch.utils.checkpoint import checkpoint
@@ -448,6 +449,12 @@ REFUSED: dict[str, tuple[str, Callable[[], Any]]] = {
 }
 """What is done -> what an InputError says."""
 
+
+def _by_levels(module: nn.Module, x: Tensor) -> Tensor:
+    with forward_ad.dual_level():
+        return forward_ad.unpack_dual(module(forward_ad.make_dual(x, torch.ones_like(x)))).tangent
+
+
 NUMBER = "forward makes a Python number of a tensor's value"
 UNCAPTURED: dict[str, tuple[str, Callable[[], nn.Module]]] = {
     "a generator of the model's own": ("draws random numbers from a generator of its own", _own_generator),
@@ -455,6 +462,7 @@ UNCAPTURED: dict[str, tuple[str, Callable[[], nn.Module]]] = {
         "forward computes gradients",
         lambda: _Model(lambda m, x: torch.autograd.grad(m.up(x).sum(), m.up.weight, create_graph=True)[0]),
     ),
+    "forward mode by levels": ("torch.func.jvp of a function", lambda: _Model(lambda m, x: _by_levels(m.up, x))),
     "a number as a result": (NUMBER, lambda: _Model(lambda m, x: (m.up(x), x.sum().item()))),
     "a number as a factor": (NUMBER, lambda: _Model(lambda m, x: m.up(x) * x.sum().item())),
 }

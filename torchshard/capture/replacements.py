@@ -66,17 +66,27 @@ def _grouped_mm(
     return GROUPED_MM(x, weight, offs)
 
 
-def _no_gradients(original: Callable[..., object], *args: Any, **kwargs: Any) -> object:
-    recording = current_recording()
-    if recording is None or recording.inside_call or is_in_transform():
-        return original(*args, **kwargs)
-    raise CaptureError(
-        "forward computes gradients",
-        where=calling_line(),
-        why="it differentiates within forward by torch.autograd, and a graph would hold what that gives as constants",
-        attempt="torch.func.grad, vjp or jacrev of a function; or return what is differentiated, and call "
-        "torch.autograd.grad(..., create_graph=True) on the sharded model's results",
-    )
+def _refused(attempt: str) -> Callable[..., object]:
+    """What takes the place of a function that differentiates within forward; the advice for those who call it."""
+
+    def refuse(original: Callable[..., object], *args: Any, **kwargs: Any) -> object:
+        recording = current_recording()
+        if recording is None or recording.inside_call or is_in_transform():
+            return original(*args, **kwargs)
+        raise CaptureError(
+            "forward computes gradients",
+            where=calling_line(),
+            why="it differentiates within forward by torch.autograd, and a graph would hold what that gives as constants",
+            attempt=attempt,
+        )
+
+    return refuse
+
+
+_no_gradients = _refused(
+    "torch.func.grad, vjp or jacrev of a function; or return what is differentiated, and call "
+    "torch.autograd.grad(..., create_graph=True) on the sharded model's results"
+)
 
 
 def _cond(
@@ -118,6 +128,7 @@ REPLACEMENTS = Patches(
     Patch(eager_transforms, "_jvp_with_argnums", _in_captures(recorded_jvp)),
     Patch(torch.autograd, "grad", _in_captures(_no_gradients)),
     Patch(torch.autograd, "backward", _in_captures(_no_gradients)),
+    Patch(torch.autograd.forward_ad, "enter_dual_level", _in_captures(_refused("torch.func.jvp of a function"))),
 )
 """While it is entered, threads that capture call the replacements."""
 
