@@ -508,6 +508,12 @@ def guards(mode: Mode) -> list[sympy.Basic]:
     return [guard.expr for guard in shape_env.guards] if shape_env is not None else []
 
 
+def has_new_guards(mode: Mode, known: Sequence[sympy.Basic]) -> bool:
+    """Whether guards were added since; not one that says of a rank's sizes what a known one says of the whole's."""
+    added = guards(mode)[len(known) :]
+    return bool(added) and not set(added) <= {mode.shape_env.replace(guard) for guard in known}  # type: ignore[union-attr]
+
+
 @contextmanager
 def faking(mode: Mode) -> Iterator[None]:
     """Runs the ops in the block on fake values, with symbolic sizes too, as `torch.export` does.
