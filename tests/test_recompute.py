@@ -245,7 +245,7 @@ def _stages(rank: int) -> float:
     for call in (model, sharded):
         first, *_, last = call(x)
         (first.sin().sum() + last.square().sum()).backward()
-    assert all(made.executables(None).training.has_graphs for made in sharded._ts_graphs)
+    assert all(made.training(None).has_graphs for made in sharded._ts_graphs)
     grads = {n: p.grad for n, p in model.named_parameters()}
     return largest(
         float((split(grads[n], sharded.layouts[n], rank, 2) - p.grad).abs().max())

@@ -220,7 +220,7 @@ def _steps(rank: int, lengths: list[int]) -> list[tuple[int, int, float]]:
         found.append((length, sharded._ts_graphs.captures, worst))
     for name, p in sharded.named_parameters():  # those of a layer came in one message
         assert p.grad is not None and p.grad.untyped_storage().nbytes() == p.grad.nbytes, name
-    assert all(made.executables(None).training.has_graphs for made in sharded._ts_graphs)
+    assert all(made.training(None).has_graphs for made in sharded._ts_graphs)
     return found
 
 

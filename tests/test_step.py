@@ -271,7 +271,7 @@ def test_results_and_gradients_are_the_models(use: Callable[[nn.Module, Tensor],
         for wanted, got in zip(*found, strict=True):
             torch.testing.assert_close(got, wanted, rtol=1e-10, atol=1e-10)
     if use is not _of_each_result:
-        assert next(iter(sharded._ts_graphs)).executables(None).training.has_graphs
+        assert next(iter(sharded._ts_graphs)).training(None).has_graphs
 
 
 def test_changes_in_place_that_autograd_refuses_are_refused() -> None:
@@ -303,7 +303,7 @@ def _steps(rank: int) -> tuple[float, bool]:
             optimizer.step()
     wanted, found = model.state_dict(), sharded.full_state_dict()
     worst = largest(float((found[name] - wanted[name]).abs().max()) for name in wanted)
-    return worst, next(iter(sharded._ts_graphs)).executables(None).training.has_graphs
+    return worst, next(iter(sharded._ts_graphs)).training(None).has_graphs
 
 
 @pytest.mark.parametrize("world", [2, 3])

@@ -76,7 +76,7 @@ def _refused(attempt: str) -> Callable[..., object]:
         raise CaptureError(
             "forward computes gradients",
             where=calling_line(),
-            why="it differentiates within forward by torch.autograd, and a graph would hold what that gives as constants",
+            why="it differentiates within forward by torch.autograd, and a graph would hold the results as constants",
             attempt=attempt,
         )
 

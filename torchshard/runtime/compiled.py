@@ -35,15 +35,6 @@ MOST_GRAPHS = 64
 """At most this many graphs are kept."""
 
 
-class Executables(NamedTuple):
-    """What runs the calls of one captured graph."""
-
-    inference: Callable[..., Any]
-    """Calls whose gradients are not wanted."""
-    training: LazyStep
-    """The others: forward and backward."""
-
-
 @dataclass(frozen=True)
 class Compiled:
     """One captured graph, ready to run on this rank."""
@@ -64,23 +55,27 @@ class Compiled:
     model_call: ModelCall
     """The call that it was captured for, without values."""
     ranks: Ranks
-    _executables: dict[Compiler | None, Executables] = field(default_factory=dict)
-    _unsummed: dict[Compiler | None, LazyStep] = field(default_factory=dict)
+    _inference: dict[Compiler | None, Callable[..., Any]] = field(default_factory=dict)
+    _training: dict[tuple[Compiler | None, Collection[str]], LazyStep] = field(default_factory=dict)
 
-    def executables(self, compiler: Compiler | None) -> Executables:
-        """What runs this graph's calls, compiled by a compiler or by none."""
+    def inference(self, compiler: Compiler | None) -> Callable[..., Any]:
+        """What runs calls whose gradients are not wanted, compiled by a compiler or by none."""
         compiler = self._usable(compiler)
-        if compiler not in self._executables:
-            self._executables[compiler] = self._made(compiler)
-        return self._executables[compiler]
+        if compiler not in self._inference:
+            with without_tools():
+                self._inference[compiler] = without_gradients(self.graph, compiler or direct)
+        return self._inference[compiler]
 
-    def unsummed(self, compiler: Compiler | None, groups: Collection[str]) -> LazyStep:
-        """What runs calls whose gradients of parameters are summed over some groups later."""
-        compiler = self._usable(compiler)
-        if compiler not in self._unsummed:
-            runnable = direct if compiler is None else compiler
-            self._unsummed[compiler] = LazyStep(self.graph, self.executable, self.ranks, runnable, groups)
-        return self._unsummed[compiler]
+    def training(self, compiler: Compiler | None, unsummed: Collection[str] = ()) -> LazyStep:
+        """What runs the others, forward and backward.
+
+        Args:
+            unsummed: the groups over which gradients of parameters are summed later.
+        """
+        key = self._usable(compiler), unsummed
+        if key not in self._training:
+            self._training[key] = LazyStep(self.graph, self.executable, self.ranks, key[0] or direct, unsummed)
+        return self._training[key]
 
     def _usable(self, compiler: Compiler | None) -> Compiler | None:
         return compiler if compiler is not None and self._can_compile else None
@@ -108,9 +103,9 @@ class Compiled:
 
         It would if it drew random numbers, wrote to a buffer, or made a graph of the backward.
         """
-        if not self._is_pure or None not in self._executables:
+        if not self._is_pure:
             return False
-        return self._executables[None].training.is_made or not torch.is_grad_enabled()
+        return self.training(None).is_made if torch.is_grad_enabled() else None in self._inference
 
     @cached_property
     def plan(self) -> Plan:
@@ -120,12 +115,6 @@ class Compiled:
     @cached_property
     def _is_pure(self) -> bool:
         return not any(uses_rng(node) or writes(node) for node in self.graph.graph.nodes)
-
-    @without_tools()
-    def _made(self, compiler: Compiler | None) -> Executables:
-        runnable = direct if compiler is None else compiler
-        training = LazyStep(self.graph, self.executable, self.ranks, runnable)
-        return Executables(without_gradients(self.graph, runnable), training)
 
     def __deepcopy__(self, memo: dict[int, object]) -> Compiled:
         # A copied model may run this graph as it is: parameters are its arguments.

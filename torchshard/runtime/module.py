@@ -393,9 +393,8 @@ class ShardedModule(State, Notebook):
                 sum_kept(self._ts_parameters.values())
             return compiled.executable
         if call.sums != "in its backward":
-            return partial(self._run_unsummed, compiled.unsummed(compiler, self._batch_axes), call.sums)
-        inference, training = compiled.executables(compiler)
-        return training.next_call() if torch.is_grad_enabled() else inference
+            return partial(self._run_unsummed, compiled.training(compiler, self._batch_axes), call.sums)
+        return compiled.training(compiler).next_call() if torch.is_grad_enabled() else compiled.inference(compiler)
 
     def _run_unsummed(self, training: LazyStep, sums: Sums, *tensors: Any) -> Any:
         """Runs a call whose backward keeps parts of gradients, or sums them with those that were kept."""
