@@ -40,7 +40,7 @@ import operator
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from contextvars import ContextVar
-from typing import Any, TypeGuard, cast
+from typing import Any, TypeGuard, TypeVar, cast
 
 import sympy
 import torch
@@ -49,7 +49,7 @@ from torch._dispatch.python import enable_python_dispatcher
 from torch._ops import OpOverload
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
-from torch.fx.node import Argument, Target
+from torch.fx.node import Argument, Target, map_aggregate
 
 from torchshard.core.autocast import autocasting
 from torchshard.core.errors import RuleError, ShardError, in_short
@@ -71,6 +71,7 @@ Size = int | torch.SymInt
 """A size in the shape of a fake tensor."""
 Mode = FakeTensorMode | nullcontext[None]
 """The fake mode of a graph's values; a graph without tensors has none."""
+T = TypeVar("T")
 
 
 def op_name(node: fx.Node) -> str:
@@ -534,6 +535,23 @@ def fake_value(mode: Mode, target: Target, args: tuple[Argument, ...], kwargs: M
     assert callable(target)
     with faking(mode):
         return target(*fx.map_arg(args, fake), **fx.map_arg(kwargs, fake))
+
+
+def in_numbers(value: T) -> T:
+    """A value with the sizes of the example inputs in place of dynamic ones; its tensors are new ones."""
+    return cast(T, map_aggregate(cast(Any, value), _in_numbers))
+
+
+def _in_numbers(value: Argument) -> Argument:
+    if isinstance(value, torch.SymInt):
+        return hint(value)
+    if not isinstance(value, Tensor):
+        return value
+    sizes = [hint(size) for size in value.shape]
+    if value.layout != torch.strided:
+        return torch.empty(sizes, dtype=value.dtype, layout=value.layout, device=value.device)
+    strides = [hint(stride) for stride in value.stride()]
+    return torch.empty_strided(sizes, strides, dtype=value.dtype, device=value.device)
 
 
 def emit(

@@ -16,13 +16,14 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 from torch._ops import OpOverload
+from torch._subclasses import FakeTensorMode
 from torch.fx.node import Argument, Target, _get_qualified_name
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from torchshard.custom_ops.carry import CARRY
 from torchshard.distributed.ops import OPS, Begin, computing, wait
-from torchshard.ir.graph import duplicate, fake_mode, faking, is_tensor, reads_memory, uses_rng
+from torchshard.ir.graph import duplicate, faking, in_numbers, is_tensor, reads_memory, uses_rng
 from torchshard.ir.listing import purpose
 from torchshard.passes.nodes import FOR_ANY_STRIDES, node_arg
 
@@ -35,28 +36,27 @@ _chosen: dict[tuple[Target, str], Target] = {}
 def direct(module: fx.GraphModule) -> fx.GraphModule:
     """A copy of a graph that calls functions of PyTorch's bindings; it computes the same."""
     copied = duplicate(module)
-    with faking(fake_mode(copied.graph)):
-        for node in list(copied.graph.nodes):
-            if uses_rng(node) or reads_memory(node):
-                _keep_order(copied.graph, node)
-            if node.target is CARRY or (node.target in OPS and OPS[node.target].kernel == "none"):
-                # nothing changes a value in place, so that two may share their memory
-                node.replace_all_uses_with(node_arg(node))
-                copied.graph.erase_node(node)
-            elif node.target in OPS:
-                node.target = _traced(computing(node.target), node)
-            elif isinstance(node.target, Begin):
-                (waiting,) = node.users
-                node.target = _traced(node.target, waiting)
-            elif node.target is wait:
-                node.target = _traced(wait, node)
-            elif node.target in FOR_ANY_STRIDES:
-                node.target = FOR_ANY_STRIDES[node.target]
-            elif isinstance(node.target, OpOverload) and node.target.namespace == "aten":
-                key = node.target, str(fx.map_arg((node.args, node.kwargs), _type_of))
-                if key not in _chosen:
-                    _chosen[key] = _function(node)
-                node.target = _chosen[key]
+    for node in list(copied.graph.nodes):
+        if uses_rng(node) or reads_memory(node):
+            _keep_order(copied.graph, node)
+        if node.target is CARRY or (node.target in OPS and OPS[node.target].kernel == "none"):
+            # nothing changes a value in place, so that two may share their memory
+            node.replace_all_uses_with(node_arg(node))
+            copied.graph.erase_node(node)
+        elif node.target in OPS:
+            node.target = _traced(computing(node.target), node)
+        elif isinstance(node.target, Begin):
+            (waiting,) = node.users
+            node.target = _traced(node.target, waiting)
+        elif node.target is wait:
+            node.target = _traced(wait, node)
+        elif node.target in FOR_ANY_STRIDES:
+            node.target = FOR_ANY_STRIDES[node.target]
+        elif isinstance(node.target, OpOverload) and node.target.namespace == "aten":
+            key = node.target, str(fx.map_arg((node.args, node.kwargs), _type_of))
+            if key not in _chosen:
+                _chosen[key] = _function(node)
+            node.target = _chosen[key]
     copied.recompile()
     return copied
 
@@ -99,8 +99,9 @@ def _value(node: fx.Node) -> Argument:
 
 def _function(node: fx.Node) -> Target:
     """The function that runs a node's op; the op itself if there is none."""
-    args, kwargs = fx.map_arg((node.args, dict(node.kwargs)), _value)
-    return next((f for f in _candidates(node.target) if _runs(f, node.target, args, kwargs)), node.target)
+    with faking(FakeTensorMode()):
+        args, kwargs = in_numbers(fx.map_arg((node.args, dict(node.kwargs)), _value))
+        return next((f for f in _candidates(node.target) if _runs(f, node.target, args, kwargs)), node.target)
 
 
 def _candidates(op: Target) -> Iterator[Callable[..., Any]]:

@@ -8,11 +8,11 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import torch
-from torch import SymInt, Tensor, fx
+from torch import Tensor, fx
 from torch._subclasses import FakeTensorMode
-from torch.fx.node import Argument, map_aggregate
+from torch.fx.node import Argument
 
-from torchshard.ir.graph import fake_mode, faking, hint
+from torchshard.ir.graph import fake_mode, faking, in_numbers
 from torchshard.passes.nodes import call_target
 
 
@@ -38,7 +38,7 @@ class Seen:
         """A value of the mode `numbers` that has the sizes of the example inputs, and else is like another."""
         if id(value) not in self._in_numbers:
             with self.numbers:
-                self._in_numbers[id(value)] = value, map_aggregate(value, _in_numbers)
+                self._in_numbers[id(value)] = value, in_numbers(value)
         return self._in_numbers[id(value)][1]
 
 
@@ -50,16 +50,14 @@ def propagate(module: fx.GraphModule, seen: Seen) -> None:
                 node.meta["val"] = run(node, lambda n: n.meta["val"], seen)
 
 
-def run(node: fx.Node, value_of: Callable[[fx.Node], Argument], seen: Seen, *, in_numbers: bool = False) -> Argument:
+def run(node: fx.Node, value_of: Callable[[fx.Node], Argument], seen: Seen, *, numbers: bool = False) -> Argument:
     """The result of an op on the fake values of its operands; to be called within `faking`.
 
     Args:
-        in_numbers: the values are of the mode `seen.numbers`.
+        numbers: the values are of the mode `seen.numbers`.
     """
-    args, kwargs = node.args, node.kwargs
-    if in_numbers:
-        args, kwargs = map_aggregate((args, kwargs), lambda a: hint(a) if isinstance(a, SymInt) else a)
-    call = repr((node.target, in_numbers, fx.map_arg((args, kwargs), lambda n: seen.text(value_of(n)))))
+    args, kwargs = in_numbers((node.args, node.kwargs)) if numbers else (node.args, node.kwargs)
+    call = repr((node.target, numbers, fx.map_arg((args, kwargs), lambda n: seen.text(value_of(n)))))
     if call not in seen.results or is_sized_by_values(node):
         args, kwargs = fx.map_arg((args, kwargs), value_of)
         seen.results[call] = call_target(node, args, kwargs)
@@ -69,18 +67,6 @@ def run(node: fx.Node, value_of: Callable[[fx.Node], Argument], seen: Seen, *, i
 def is_sized_by_values(node: fx.Node) -> bool:
     """Whether the shapes of an op's results depend on values: each run then creates new symbols for them."""
     return torch.Tag.dynamic_output_shape in getattr(node.target, "tags", ())
-
-
-def _in_numbers(value: Argument) -> Argument:
-    if isinstance(value, SymInt):
-        return hint(value)
-    if not isinstance(value, Tensor):
-        return value
-    sizes = [hint(size) for size in value.shape]
-    if value.layout != torch.strided:
-        return torch.empty(sizes, dtype=value.dtype, layout=value.layout, device=value.device)
-    strides = [hint(stride) for stride in value.stride()]
-    return torch.empty_strided(sizes, strides, dtype=value.dtype, device=value.device)
 
 
 def _described(value: Argument) -> Argument:

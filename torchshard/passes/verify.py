@@ -173,14 +173,14 @@ def _canonical(layout: Layout, axis: MeshAxis) -> Layout:
 def _shape_faults(module: fx.GraphModule, seen: Seen) -> Faults:
     """Runs every op on fake values, each from the results before it, and compares the shapes with the recorded ones."""
     computed: dict[fx.Node, Argument] = {}  # an op must not start from a recorded value, which may be the wrong one
-    in_numbers = not _has_sizes_of_values(module.graph)
+    numbers = not _has_sizes_of_values(module.graph)
 
     def value_of(node: fx.Node) -> Argument:
         if node in computed:
             return computed[node]
-        return seen.in_numbers(node.meta["val"]) if in_numbers else node.meta["val"]
+        return seen.in_numbers(node.meta["val"]) if numbers else node.meta["val"]
 
-    with faking(seen.numbers if in_numbers else fake_mode(module.graph)):
+    with faking(seen.numbers if numbers else fake_mode(module.graph)):
         for node in module.graph.nodes:
             if node.op != "call_function":
                 continue
@@ -190,7 +190,7 @@ def _shape_faults(module: fx.GraphModule, seen: Seen) -> Faults:
             if is_sized_by_values(node):
                 continue  # the recorded value knows more: the model may have compared its size with another size
             try:
-                computed[node] = run(node, value_of, seen, in_numbers=in_numbers)
+                computed[node] = run(node, value_of, seen, numbers=numbers)
             except Exception as error:
                 yield node, "an op can't run on its local operands", f"{type(error).__name__}: {error}"
                 return
