@@ -178,6 +178,8 @@ def _filled(rank: int) -> dict[str, bool]:
         call = getattr(tsd, name)
         args = (1 - rank,) if name == "isend" else ()
         found[f"{name} of a list"] = refused_input(lambda: call([1, 2], *args), f"{name} takes a tensor, not a list")  # noqa: B023
+        sparse = torch.eye(2).to_sparse()
+        found[f"{name}, sparse"] = refused_input(lambda: call(sparse, *args), f"{name} takes a dense tensor")  # noqa: B023
     return found
 
 

@@ -24,8 +24,12 @@ ONE_SIDED = frozenset({"broadcast", "reduce_to", "gather_to", "scatter_from"})
 """Calls in which one rank does something else than the others, often on a line of its own."""
 
 
-def check_tensor(group: Group, name: str, x: object) -> None:
-    """Raises InputError on all ranks if one passes something else than a tensor, or calls within a transform."""
+def check_tensor(group: Group, name: str, x: object, *, is_message: bool = False) -> None:
+    """Raises InputError on all ranks if one passes something else than a dense tensor, or calls within a transform.
+
+    Args:
+        is_message: the call is this rank's alone, and so is the error.
+    """
     if group.size > 1 and not torch.compiler.is_compiling() and peek_interpreter_stack() is not None:
         raise InputError(
             f"{name} was called within a transform of torch.func (vmap, grad, jvp, ...)",
@@ -33,10 +37,17 @@ def check_tensor(group: Group, name: str, x: object) -> None:
             why="ranks send tensors with memory; a transform gives it wrappers of them",
             attempt="a batch dim in place of vmap, and tensor.backward() or torch.autograd.grad in place of grad",
         )
-    if isinstance(x, Tensor):
+    if isinstance(x, Tensor) and x.layout == torch.strided and not x.is_nested:
         return
 
     def refused() -> str:
+        if isinstance(x, Tensor):
+            raise InputError(
+                f"{name} takes a dense tensor",
+                where=name,
+                why=f"got one of layout {x.layout}, nested: {x.is_nested}; ranks send elements that lie in memory",
+                attempt="x.to_dense(), or to_padded_tensor() of a nested one; or its indices and values apart",
+            )
         raise InputError(
             f"{name} takes a tensor, not a {type(x).__name__}",
             where=name,
@@ -44,6 +55,8 @@ def check_tensor(group: Group, name: str, x: object) -> None:
             attempt="torch.as_tensor(...) of numbers; all_gather_object and its like for any data",
         )
 
+    if is_message:
+        refused()
     verify_call(group, refused)
 
 

@@ -263,7 +263,7 @@ def barrier() -> None:
 def isend(x: Tensor, dst: int) -> Handle:
     """Starts to send a copy of a tensor to a rank of the group; `wait()` returns the tensor that was sent."""
     group = own_group()
-    check_tensor(group, "isend", x)
+    check_tensor(group, "isend", x, is_message=True)
     sent = copied(x.detach())
     return Handle(Pending(lambda: sent, start_send(sent, _other(group, dst, "dst"), group)))
 
