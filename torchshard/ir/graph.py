@@ -422,6 +422,17 @@ def is_view(node: fx.Node) -> bool:
     return bool(returned) and all(alias is not None and not alias.is_write for alias in returned)
 
 
+def read_by(readers: Iterable[fx.Node]) -> set[fx.Node]:
+    """Some readers of a value, with those that read its memory through those of them that are views."""
+    found, waiting = set[fx.Node](), [*readers]
+    while waiting:
+        reader = waiting.pop()
+        if reader not in found:
+            found.add(reader)
+            waiting += reader.users if is_view(reader) else ()
+    return found
+
+
 def written_state(graph: fx.Graph) -> list[fx.Node]:
     """The buffers and parameters that a graph's ops may write to."""
     return [node for node in placeholders(graph) if any(_may_write_to(node, user) for user in node.users)]

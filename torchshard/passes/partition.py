@@ -29,6 +29,7 @@ from torchshard.ir.graph import (
     empty_module,
     is_tensor,
     is_view,
+    read_by,
     results_of,
     uses_rng,
     values,
@@ -107,7 +108,7 @@ def _needed(
     needed = {n for node in backward for n in node.all_input_nodes} | {n for n in gradients if isinstance(n, fx.Node)}
     outside = {n for node in backward for n in node.all_input_nodes if _region(node) != _region(n)}
     """What is needed by another region than that which computes it."""
-    unsteady = {user for buffer in written_state(joint.graph) for user in buffer.users}
+    unsteady = read_by(user for state in written_state(joint.graph) for user in state.users)
     again, costs_nothing = list[fx.Node](), partial(_costs_nothing, needed=needed, kept=kept)
     for node in reversed(forward):
         if node not in needed or node.op == "placeholder":  # what is given is kept, gathered or not
