@@ -26,6 +26,7 @@ from torch import Tensor, nn
 from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
 from torch.utils import _pytree as pytree
 
+from torchshard.capture.assigned_buffers import StateBefore
 from torchshard.capture.attributes import Attributes, attributes, changed
 from torchshard.capture.equal_layers import PLAIN, Layer
 from torchshard.capture.recording import current_recording
@@ -156,7 +157,7 @@ class Repeats:
     ) -> object:
         before = attributes(layer.module)
         (args, kwargs), enter = self._marked(arguments)
-        kept = _kept()
+        kept, state = _kept(), StateBefore(layer.module)
         with self._running(layer):
             result = own(*args, **kwargs)
         leaves, spec = pytree.tree_flatten(result)
@@ -164,7 +165,7 @@ class Repeats:
         numbers = {key: number for number, key in enumerate(_tensors(leaves))}
         ends = tuple(_Result(numbers[id(leaf)]) if isinstance(leaf, Tensor) else leaf for leaf in leaves)
         unbacked = any(isinstance(leaf, Tensor) and free_unbacked_symbols(leaf) for leaf in leaves)
-        if self.was_read or _kept() != kept or unbacked or not (known and numbers and enter):
+        if self.was_read or state.assigned() or _kept() != kept or unbacked or not (known and numbers and enter):
             run.is_off = True
             if run.repeated:
                 raise DifferentLayers(f"what {layer.path} does can't be seen in its ops alone")

@@ -18,6 +18,7 @@ from torch.export import Dim, ExportedProgram
 from torch.export.dynamic_shapes import _DimHint
 from torch.utils import _pytree as pytree
 
+from torchshard.capture.assigned_buffers import StateBefore, without_exports_own
 from torchshard.capture.attributes import Snapshot, attributes, changed
 from torchshard.capture.carried import Arguments, Changes
 from torchshard.capture.conditions import Condition, Number
@@ -131,18 +132,21 @@ class _FlatForward:
         assert recording is not None
         recording.checkpoints.clear()  # a model may be exported twice
         self.repeats = Repeats(self._layers) if self._layers else None
-        stored = [(holder, name, holder[name]) for holder, name in self._slots.values()]
+        state = StateBefore(self._model)
         note_placeholders(recording, {name: _stored(self._slots, tensor) for name, tensor in recording.state.items()})
         for tensor in recording.state.values():
             look_like(tensor, _stored(self._slots, tensor))
         for tensor, stand_in in zip(self._call.tensors, tensors, strict=False):
             look_like(tensor, stand_in)
-        with self._own_entry_points():
+        with self._own_entry_points(), without_exports_own():
             repeated = nullcontext() if self.repeats is None else self.repeats.installed()
-            with CaptureMode(recording, self._slots), note_modes(), repeated:
-                value = _called(self._model, args, kwargs)
-                self.result, self.changes = arguments.with_changes(value, self._call.positional)
-            _check_parameters(self._model, stored)
+            try:
+                with CaptureMode(recording, self._slots), note_modes(), repeated:
+                    value = _called(self._model, args, kwargs)
+                    self.result, self.changes = arguments.with_changes(value, self._call.positional)
+                    results = state.write_assigned(self.result.tensors)
+            finally:
+                state.restore()
             places = changed(self._before, attributes(self._model))
             # Export would warn of tensors in attributes if they were still there.
             self.snapshot.restore_attributes()
@@ -150,7 +154,7 @@ class _FlatForward:
         _check_results(self._model, self.result)
         if not self.changes.holders and not is_unchanged(call, args, kwargs):
             raise _written_arguments(self._model)
-        return list(self.result.tensors)
+        return results
 
 
 class _RaisedError(Exception):
@@ -168,18 +172,6 @@ def _stored(slots: Slots, tensor: Tensor) -> Tensor:
     """What is stored now where the model has a parameter or buffer."""
     holder, name = slots[id(tensor)]
     return cast(Tensor, holder[name])
-
-
-def _check_parameters(model: nn.Module, stored: Sequence[tuple[dict[str, Any], str, Tensor]]) -> None:
-    """Refuses a parameter that forward has replaced: the sharded model's stays what it is, and optimizers hold it."""
-    for holder, name, tensor in stored:
-        if isinstance(tensor, nn.Parameter) and holder.get(name) is not tensor:
-            raise CaptureError(
-                f"forward replaces the parameter {name}",
-                where=f"{type(model).__name__}.forward",
-                why="a graph writes to the parameters that the model has; a new one would be lost after the call",
-                attempt=f"under torch.no_grad() self.{name}.copy_(value)",
-            )
 
 
 def _check_results(model: nn.Module, results: Leaves) -> None:

@@ -1,0 +1,111 @@
+"""Records `self.mean = value` of a buffer as a write to the buffer, at the end of forward.
+
+    self.mean = self.mean + 0.1 * (x.mean(0) - self.mean)      ..., mean.copy_(add)
+
+Export does so for buffers of the outermost module alone, and by their order in it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from torch import Tensor, nn
+from torch.nn.modules import module as torch_module
+
+from torchshard.core.errors import CaptureError
+
+
+class StateBefore:
+    """What the dicts of a model's parameters and buffers held before a call."""
+
+    def __init__(self, model: nn.Module) -> None:
+        dicts = {id(d): d for module in model.modules() for d in (module._parameters, module._buffers)}
+        self._held: list[tuple[dict[str, Any], dict[str, Any]]] = [(d, dict(d)) for d in dicts.values()]
+        self._cls = type(model).__name__
+
+    def assigned(self) -> list[tuple[str, Any, Any]]:
+        """The names under which something else is held now, what was there, and what is."""
+        return [
+            (name, before.get(name), now.get(name))
+            for now, before in self._held
+            for name in dict.fromkeys([*before, *now])
+            if before.get(name) is not now.get(name)
+        ]
+
+    def restore(self) -> None:
+        """Puts everything back into its place."""
+        for now, before in self._held:
+            now.clear()
+            now.update(before)
+
+    def write_assigned(self, results: Sequence[Any]) -> list[Any]:
+        """Writes what was assigned to buffers into those that the model had before.
+
+        Returns:
+            The results; those that share memory with such a buffer as copies of its old values.
+
+        Raises:
+            CaptureError: a parameter was replaced, or a graph can't hold what was assigned.
+        """
+        assigned = self.assigned()
+        names = Counter(id(tensor) for _, before in self._held for tensor in before.values())
+        for name, tensor, value in assigned:
+            self._check(name, tensor, value, is_tied=names[id(tensor)] > 1)
+        written = {tensor.untyped_storage()._cdata for _, tensor, _ in assigned}
+
+        def kept(value: Any) -> Any:
+            is_old = isinstance(value, Tensor) and value.untyped_storage()._cdata in written
+            return value.clone() if is_old else value
+
+        results = [kept(result) for result in results] if assigned else list(results)
+        for (_, tensor, _), value in zip(assigned, [kept(value) for *_, value in assigned], strict=True):
+            tensor.copy_(value)
+        return results
+
+    def _check(self, name: str, tensor: object, value: object, *, is_tied: bool) -> None:
+        where = f"{self._cls}.forward"
+        if isinstance(tensor, nn.Parameter):
+            raise CaptureError(
+                f"forward replaces the parameter {name}",
+                where=where,
+                why="a graph writes to the parameters that the model has; a new one would be lost after the call",
+                attempt=f"under torch.no_grad() self.{name}.copy_(value)",
+            )
+        before, now = _described(tensor), _described(value)
+        if tensor is None:
+            raise CaptureError(
+                f"forward makes the buffer {name}",
+                where=where,
+                why=f"it is {now} after the call, and before it there is none that a graph could write to",
+                attempt=f'register_buffer("{name}", torch.zeros(...)) of its shape in __init__',
+            )
+        if before != now or is_tied:
+            changed = f"it is {before} before the call and {now} after it"
+            raise CaptureError(
+                f"forward replaces the buffer {name} by one that it can't write",
+                where=where,
+                why="the model holds it in several places, and the others keep the old one" if is_tied else changed,
+                attempt=f"self.{name}.copy_(value), of one shape and dtype in all calls; or pass it in and return it",
+            )
+
+
+@contextlib.contextmanager
+def without_exports_own() -> Iterator[None]:
+    """Takes the hook off by which export notes what is assigned to buffers of the outermost module."""
+    hooks: dict[int, Any] = torch_module._global_buffer_registration_hooks
+    off = {number: hook for number, hook in hooks.items() if "_map_assigned_buffer" in getattr(hook, "__name__", "")}
+    for number in off:
+        del hooks[number]
+    try:
+        yield
+    finally:
+        hooks.update(off)
+
+
+def _described(value: object) -> str:
+    if not isinstance(value, Tensor):
+        return "gone" if value is None else f"a {type(value).__name__}"
+    return f"{value.dtype} of shape {tuple(value.shape)} on {value.device.type}".removeprefix("torch.")
