@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import copy
+import warnings
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 import torchshard as ts
 from tests.helpers import gradient_error, largest, run_ranks
@@ -184,3 +186,25 @@ def test_what_a_graph_cannot_write_is_refused(kind: str) -> None:
         ts.check(model, SPLIT, world_size=2, example_inputs=(torch.randn(4, 6).double(),))
     assert text in str(caught.value)
     assert [*model._buffers] == [*before] and all(model._buffers[name] is value for name, value in before.items())
+
+
+def _norm_in_a_checkpoint(m: Any, h: Tensor) -> Tensor:
+    return checkpoint(lambda t: torch.tanh(m.norm(t)), h, use_reentrant=False)  # type: ignore[no-any-return]
+
+
+def _assigned_in_a_checkpoint(m: Any, h: Tensor) -> Tensor:
+    return checkpoint(_in_a_module, m, h, use_reentrant=False)  # type: ignore[no-any-return]
+
+
+@pytest.mark.parametrize("between", [_norm_in_a_checkpoint, _assigned_in_a_checkpoint])
+def test_what_a_checkpoint_writes_twice_is_told(between: Any) -> None:
+    """PyTorch writes when forward runs, and again when backward computes it again."""
+    model = _Model(between)
+    model.norm = nn.BatchNorm1d(8)
+    for is_training in (True, False):
+        sharded = ts.shard(copy.deepcopy(model).train(is_training), {})
+        with warnings.catch_warnings(record=True) as found:
+            warnings.simplefilter("always")
+            sharded(torch.randn(4, 6))
+        wanted = is_training or between is _assigned_in_a_checkpoint
+        assert any("once in a step" in str(warning.message) for warning in found) == wanted

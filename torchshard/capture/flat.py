@@ -42,8 +42,9 @@ from torchshard.capture.signature import Leaves, flatten_call
 from torchshard.capture.trace import trace
 from torchshard.capture.user_code import line_in
 from torchshard.core.errors import CaptureError
+from torchshard.core.user_files import warn
 from torchshard.custom_ops.whole import HookCall, WholeCall
-from torchshard.ir.graph import duplicate, fake_mode, guards
+from torchshard.ir.graph import duplicate, fake_mode, guards, writes, written_state
 
 DYNAMIC_DIMS = frozenset({0, 1})
 """The dims of input tensors that may vary from call to call: batch and sequence."""
@@ -143,6 +144,7 @@ def _captured(
         repeat(graph.graph, traced.repeats, constants)
     _flatten(graph.graph, [whole_call.with_own_modules(memo) for whole_call in traced.whole])
     _describe_ops(graph.graph)
+    _warn_of_writes_in_checkpoints(graph.graph)
     _order_placeholders(graph.graph)
     rename_nodes(graph.graph)
     # Without the modules and attributes of the exported program, which the graph does not use.
@@ -305,6 +307,21 @@ def _describe_ops(graph: fx.Graph) -> None:
             node.meta["autocast"] = modes.autocast
             if modes.checkpoint is not None:
                 node.meta["recompute"] = f"checkpoint {modes.checkpoint}"
+
+
+def _warn_of_writes_in_checkpoints(graph: fx.Graph) -> None:
+    """Names the buffers that the unsharded model writes to twice in a step: statistics of a batch norm, for example."""
+    written = [
+        node.meta["path"]
+        for node in written_state(graph)
+        if any("recompute" in n.meta for user in node.users if writes(user) for n in (user, *user.all_input_nodes))
+    ]
+    if written:
+        more = f" and {len(written) - 1} more" if len(written) > 1 else ""
+        warn(
+            f"buffer {written[0]}{more}: written to within torch.utils.checkpoint, once in a step; the unsharded model "
+            "writes again when backward computes the checkpoint again"
+        )
 
 
 def _module_path(node: fx.Node) -> str:
