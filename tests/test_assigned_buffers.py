@@ -208,3 +208,46 @@ def test_what_a_checkpoint_writes_twice_is_told(between: Any) -> None:
             sharded(torch.randn(4, 6))
         wanted = is_training or between is _assigned_in_a_checkpoint
         assert any("once in a step" in str(warning.message) for warning in found) == wanted
+
+
+def _change(change: Callable[[Any], object], *, first: bool = True) -> Callable[[Any, Tensor], Tensor]:
+    def between(m: Any, h: Tensor) -> Tensor:
+        if first:
+            change(m)
+        h = m.norm(m.within(h))
+        if not first:
+            change(m)
+        return h
+
+    return between
+
+
+def _swap(m: Any) -> None:
+    m.up, m.within = m.within, m.up
+
+
+LEFT = {
+    "modules in other places": (_change(_swap, first=False), "forward replaces the module up"),
+    "another in a list": (_change(lambda m: m.layers.__setitem__(0, m.layers[1])), "forward replaces the module 0"),
+    "one that is frozen": (_change(lambda m: m.up.weight.requires_grad_(False)), "changes requires_grad of up.weight"),
+    "a mode that changes": (_change(lambda m: m.norm.train(not m.norm.training)), "norm.training"),
+    "a mode after its use": (_change(lambda m: m.norm.eval(), first=False), "norm.training"),
+}
+
+
+@pytest.mark.parametrize("kind", LEFT)
+def test_what_the_next_call_would_see_is_refused(kind: str) -> None:
+    between, text = LEFT[kind]
+    model = _Model(between)
+    model.norm = nn.BatchNorm1d(8)
+    before = [*model.named_modules()]
+    with pytest.raises(ts.CaptureError) as caught:
+        ts.shard(model, {})(torch.randn(4, 6))
+    assert text in str(caught.value)
+    assert all(now is then for (_, now), (_, then) in zip(model.named_modules(), before, strict=True))
+
+
+def test_a_part_may_be_in_eval_mode_at_each_call() -> None:
+    model = _Model(_change(lambda m: m.norm.eval())).double()
+    model.norm = nn.BatchNorm1d(8).double()
+    assert _trained(copy.deepcopy(model), ts.shard(copy.deepcopy(model), {})) < 1e-10

@@ -221,7 +221,8 @@ def _difference(model: nn.Module, first: _Rehearsed, second: _Rehearsed) -> tupl
         for place in changed(before, between)
         if isinstance(value := between.get(place), Tensor) and _storage(value) in first_trace.derived
     }
-    with _Trace([*sources, *of_call.values()], list(of_call.values())) as second_trace:
+    assigned = [buffer for buffer in model.buffers() if _storage(buffer) in first_trace.derived]
+    with _Trace([*sources, *assigned, *of_call.values()], list(of_call.values())) as second_trace:
         second.run()
     after = attributes(model)
     again = [place for place in changed(between, after) if not isinstance(after.get(place), (Tensor, Unknown))]

@@ -26,10 +26,10 @@ from torch import Tensor, nn
 from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
 from torch.utils import _pytree as pytree
 
-from torchshard.capture.assigned_buffers import StateBefore
 from torchshard.capture.attributes import Attributes, attributes, changed
 from torchshard.capture.equal_layers import PLAIN, Layer
 from torchshard.capture.recording import current_recording
+from torchshard.capture.state_before import StateBefore
 from torchshard.core.autocast import current_autocast
 from torchshard.core.patches import Patch, Patches
 from torchshard.ir.graph import size_expr

@@ -18,7 +18,6 @@ from torch.export import Dim, ExportedProgram
 from torch.export.dynamic_shapes import _DimHint
 from torch.utils import _pytree as pytree
 
-from torchshard.capture.assigned_buffers import StateBefore, without_exports_own
 from torchshard.capture.attributes import Snapshot, attributes, changed
 from torchshard.capture.carried import Arguments, Changes
 from torchshard.capture.conditions import Condition, Number
@@ -38,6 +37,7 @@ from torchshard.capture.repeated import DifferentLayers, Repeats
 from torchshard.capture.replacements import replaced_functions
 from torchshard.capture.rng_states import changed_generators, check_generators
 from torchshard.capture.signature import Leaves, check_results, is_unchanged
+from torchshard.capture.state_before import StateBefore, without_exports_own
 from torchshard.capture.tools import without_tools
 from torchshard.capture.whole_calls import INTERCEPTED_FUNCTIONS
 from torchshard.core.errors import CaptureError, InputError, in_short
@@ -145,9 +145,9 @@ class _FlatForward:
                     value = _called(self._model, args, kwargs)
                     self.result, self.changes = arguments.with_changes(value, self._call.positional)
                     results = state.write_assigned(self.result.tensors)
+                places = [*state.modes_changed(), *changed(self._before, attributes(self._model))]
             finally:
                 state.restore()
-            places = changed(self._before, attributes(self._model))
             # Export would warn of tensors in attributes if they were still there.
             self.snapshot.restore_attributes()
         self.assigned = tuple(dict.fromkeys([*self.assigned, *places]))

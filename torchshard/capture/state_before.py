@@ -1,8 +1,8 @@
-"""Records `self.mean = value` of a buffer as a write to the buffer, at the end of forward.
+"""What forward leaves in its modules: a buffer that it assigns is written to, at the end; what else changes is refused.
 
     self.mean = self.mean + 0.1 * (x.mean(0) - self.mean)      ..., mean.copy_(add)
 
-Export does so for buffers of the outermost module alone, and by their order in it.
+Export notes assigned buffers of the outermost module alone, and finds them by their order in it.
 """
 
 from __future__ import annotations
@@ -15,16 +15,24 @@ from typing import Any
 from torch import Tensor, nn
 from torch.nn.modules import module as torch_module
 
+from torchshard.capture.namespaces import Place
 from torchshard.core.errors import CaptureError
 
 
 class StateBefore:
-    """What the dicts of a model's parameters and buffers held before a call."""
+    """What a model's modules held before a call: parameters, buffers, modules; and their modes."""
 
     def __init__(self, model: nn.Module) -> None:
         dicts = {id(d): d for module in model.modules() for d in (module._parameters, module._buffers)}
         self._held: list[tuple[dict[str, Any], dict[str, Any]]] = [(d, dict(d)) for d in dicts.values()]
+        self._modules = [(module._modules, dict(module._modules)) for module in model.modules()]
+        self._modes = [(path, module, module.training) for path, module in model.named_modules()]
+        self._trained = [(name, p, p.requires_grad) for name, p in model.named_parameters()]
         self._cls = type(model).__name__
+
+    def modes_changed(self) -> list[Place]:
+        """The modules that are in another mode now."""
+        return [(path, "training") for path, module, mode in self._modes if module.training != mode]
 
     def assigned(self) -> list[tuple[str, Any, Any]]:
         """The names under which something else is held now, what was there, and what is."""
@@ -37,9 +45,13 @@ class StateBefore:
 
     def restore(self) -> None:
         """Puts everything back into its place."""
-        for now, before in self._held:
+        for now, before in (*self._held, *self._modules):
             now.clear()
             now.update(before)
+        for _, module, mode in self._modes:
+            module.training = mode
+        for _, parameter, is_trained in self._trained:
+            parameter.requires_grad_(is_trained)
 
     def write_assigned(self, results: Sequence[Any]) -> list[Any]:
         """Writes what was assigned to buffers into those that the model had before.
@@ -48,8 +60,9 @@ class StateBefore:
             The results; those that share memory with such a buffer as copies of its old values.
 
         Raises:
-            CaptureError: a parameter was replaced, or a graph can't hold what was assigned.
+            CaptureError: a parameter or module was replaced or frozen, or a graph can't hold what was assigned.
         """
+        self._check_modules()
         assigned = self.assigned()
         names = Counter(id(tensor) for _, before in self._held for tensor in before.values())
         for name, tensor, value in assigned:
@@ -64,6 +77,22 @@ class StateBefore:
         for (_, tensor, _), value in zip(assigned, [kept(value) for *_, value in assigned], strict=True):
             tensor.copy_(value)
         return results
+
+    def _check_modules(self) -> None:
+        replaced = [
+            name for now, before in self._modules for name, module in before.items() if now.get(name) is not module
+        ]
+        frozen = [name for name, parameter, is_trained in self._trained if parameter.requires_grad != is_trained]
+        if replaced or frozen:
+            what = f"replaces the module {replaced[0]}" if replaced else f"changes requires_grad of {frozen[0]}"
+            raise CaptureError(
+                f"forward {what}",
+                where=f"{self._cls}.forward",
+                why="the next call of the model would compute something else, and a graph computes the same",
+                attempt="an argument or attribute that says which module to call"
+                if replaced
+                else "requires_grad_() outside of forward; detach() of what forward computes",
+            )
 
     def _check(self, name: str, tensor: object, value: object, *, is_tied: bool) -> None:
         where = f"{self._cls}.forward"
