@@ -50,7 +50,7 @@ class StateBefore:
             now.update(before)
         for _, module, mode in self._modes:
             module.training = mode
-        for _, parameter, is_trained in self._trained:
+        for _, parameter, is_trained in self._frozen():
             parameter.requires_grad_(is_trained)
 
     def write_assigned(self, results: Sequence[Any]) -> list[Any]:
@@ -78,11 +78,15 @@ class StateBefore:
             tensor.copy_(value)
         return results
 
+    def _frozen(self) -> list[tuple[str, Tensor, bool]]:
+        """The parameters whose requires_grad was set; a write may change it too, and those are no leaves then."""
+        return [each for each in self._trained if each[1].is_leaf and each[1].requires_grad != each[2]]
+
     def _check_modules(self) -> None:
         replaced = [
             name for now, before in self._modules for name, module in before.items() if now.get(name) is not module
         ]
-        frozen = [name for name, parameter, is_trained in self._trained if parameter.requires_grad != is_trained]
+        frozen = [name for name, *_ in self._frozen()]
         if replaced or frozen:
             what = f"replaces the module {replaced[0]}" if replaced else f"changes requires_grad of {frozen[0]}"
             raise CaptureError(
