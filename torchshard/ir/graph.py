@@ -422,17 +422,6 @@ def is_view(node: fx.Node) -> bool:
     return bool(returned) and all(alias is not None and not alias.is_write for alias in returned)
 
 
-def read_by(readers: Iterable[fx.Node]) -> set[fx.Node]:
-    """Some readers of a value, with those that read its memory through those of them that are views."""
-    found, waiting = set[fx.Node](), [*readers]
-    while waiting:
-        reader = waiting.pop()
-        if reader not in found:
-            found.add(reader)
-            waiting += reader.users if is_view(reader) else ()
-    return found
-
-
 def written_state(graph: fx.Graph) -> list[fx.Node]:
     """The buffers and parameters that a graph's ops may write to."""
     return [node for node in placeholders(graph) if any(_may_write_to(node, user) for user in node.users)]
@@ -521,7 +510,7 @@ def guards(mode: Mode) -> list[sympy.Basic]:
 
 
 def has_new_guards(mode: Mode, known: Sequence[sympy.Basic]) -> bool:
-    """Whether guards were added since; not one that says of a rank's sizes what a known one says of the whole's."""
+    """Whether guards were added that do not restate a known guard in terms of a rank's sizes."""
     added = guards(mode)[len(known) :]
     return bool(added) and not set(added) <= {mode.shape_env.replace(guard) for guard in known}  # type: ignore[union-attr]
 

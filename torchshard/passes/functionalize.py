@@ -27,9 +27,9 @@ from torchshard.core.overloads import functional_overload
 from torchshard.custom_ops.store import STORE
 from torchshard.custom_ops.with_value import WITH_VALUE
 from torchshard.custom_ops.without_writes import WithoutWrites
-from torchshard.ir.graph import bound_args, emit, fake_mode, faking, is_inplace, is_tensor, read_by, writes
+from torchshard.ir.graph import bound_args, emit, fake_mode, faking, is_inplace, is_tensor, writes
 from torchshard.passes.aliases import SAME_VALUES, Aliases, is_copied_constant, refused, storage
-from torchshard.passes.nodes import call_target, int_arg, node_arg, operator_of
+from torchshard.passes.nodes import call_target, int_arg, node_arg, operator_of, read_by
 
 aten = torch.ops.aten
 
@@ -346,7 +346,7 @@ def _keep_what_is_read(aliases: Aliases, root: fx.Node) -> None:
     Otherwise autograd would raise, because the final `copy_` modifies a saved tensor. Norms that read and update their
     statistics in one op are left out.
     """
-    readers = [n for n in root.users if not writes(n) and any(map(aliases.wants_grad, read_by([n])))]
+    readers = [n for n in root.users if not writes(n) and any(map(aliases.wants_grad, read_by(n)))]
     if readers:
         first = min(readers, key=list(aliases.module.graph.nodes).index)
         with aliases.module.graph.inserting_before(first):

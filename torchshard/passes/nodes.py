@@ -15,6 +15,8 @@ from torch._ops import OpOverload
 from torch._prims_common import suggest_memory_format
 from torch.fx.node import Argument, Target
 
+from torchshard.ir.graph import is_view
+
 aten = torch.ops.aten
 
 
@@ -88,6 +90,11 @@ def upstream(node: fx.Node, operands: Callable[[fx.Node], Iterable[fx.Node]]) ->
         found |= new
         waiting += new
     return found
+
+
+def read_by(reader: fx.Node) -> set[fx.Node]:
+    """A reader of a value and, if it is a view, all readers of the memory that it views."""
+    return {reader} | upstream(reader, lambda node: node.users if is_view(node) else ())
 
 
 def replace_node(node: fx.Node, replacement: fx.Node) -> None:

@@ -29,14 +29,13 @@ from torchshard.ir.graph import (
     empty_module,
     is_tensor,
     is_view,
-    read_by,
     results_of,
     uses_rng,
     values,
     writes,
     written_state,
 )
-from torchshard.passes.nodes import node_arg, upstream
+from torchshard.passes.nodes import node_arg, read_by, upstream
 from torchshard.passes.record import Gradients, sizes_found
 from torchshard.passes.unsummed import Part
 
@@ -108,7 +107,7 @@ def _needed(
     needed = {n for node in backward for n in node.all_input_nodes} | {n for n in gradients if isinstance(n, fx.Node)}
     outside = {n for node in backward for n in node.all_input_nodes if _region(node) != _region(n)}
     """What is needed by another region than that which computes it."""
-    unsteady = read_by(user for state in written_state(joint.graph) for user in state.users)
+    unsteady = {n for state in written_state(joint.graph) for reader in state.users for n in read_by(reader)}
     again, costs_nothing = list[fx.Node](), partial(_costs_nothing, needed=needed, kept=kept)
     for node in reversed(forward):
         if node not in needed or node.op == "placeholder":  # what is given is kept, gathered or not

@@ -198,7 +198,7 @@ def _shape_faults(module: fx.GraphModule, seen: Seen) -> Faults:
 
 
 def _has_sizes_of_values(graph: fx.Graph) -> bool:
-    """Whether a size depends on tensors' values, so that the example inputs do not say what it is."""
+    """Whether the graph has a data-dependent size, which the example inputs leave unknown."""
     sizes = (size for node in graph.nodes for value in values(node) for size in getattr(value, "shape", (value,)))
     return any(isinstance(size, SymInt) and size.node.hint is None for size in sizes)
 
