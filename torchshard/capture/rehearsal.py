@@ -30,6 +30,7 @@ from torchshard.capture.replacements import replaced_functions
 from torchshard.capture.signature import Leaves
 from torchshard.capture.tools import without_tools
 from torchshard.core.errors import CaptureError
+from torchshard.core.fakes import new_fake_mode
 
 
 @dataclass(frozen=True)
@@ -100,7 +101,7 @@ def _on_fakes(model: nn.Module) -> Iterator[FakeTensorMode]:
     A model may ask `torch.compiler.is_compiling()`, as Hugging Face's mixtures of experts do, to choose an op.
     """
     snapshot, modes = Snapshot(model), [m.training for m in model.modules()]
-    mode = FakeTensorMode(shape_env=ShapeEnv(), static_shapes=True, allow_non_fake_inputs=True)
+    mode = new_fake_mode(shape_env=ShapeEnv(), static_shapes=True, allow_non_fake_inputs=True)
     state: dict[str, Tensor] = {n: mode.from_tensor(t) for n, t in (*model.named_parameters(), *model.named_buffers())}
     try:
         _make_attributes_fake(model, mode)

@@ -41,6 +41,7 @@ from torchshard.capture.state_before import StateBefore, without_exports_own
 from torchshard.capture.tools import without_tools
 from torchshard.capture.whole_calls import INTERCEPTED_FUNCTIONS
 from torchshard.core.errors import CaptureError, InputError, in_short
+from torchshard.core.fakes import modes_without_cache
 from torchshard.core.modules import named_tensors
 from torchshard.core.rng_states import rng_states
 from torchshard.core.user_files import warn
@@ -90,6 +91,7 @@ def trace(model: nn.Module, call: Leaves, dynamic: Sequence[frozenset[int]], *, 
             INTERCEPTED_FUNCTIONS,
             replaced_functions(),
             quiet(),
+            modes_without_cache(),
             without_tools(),
             saved_tensors_hooks(_same, _same),
         ):

@@ -13,12 +13,12 @@ from typing import Any
 
 import torch
 from torch import Tensor, fx
-from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from torchshard.compiler.step_memory import call_peak, step_peak
 from torchshard.core.errors import CaptureError
+from torchshard.core.fakes import new_fake_mode
 from torchshard.ir.graph import carried_inputs, hint, is_weight, nbytes, placeholders
 from torchshard.passes import has_backward, localized
 from torchshard.plans.plan import Plan
@@ -120,7 +120,7 @@ def _peak(local: fx.GraphModule, slices: int) -> float:
 
 
 def _peak_under_autograd(local: fx.GraphModule) -> float:
-    mode = FakeTensorMode()
+    mode = new_fake_mode()
     with mode:
         tensors = [_example(node) for node in placeholders(local.graph)]
     watch = _StorageTracker(tensors)

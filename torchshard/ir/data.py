@@ -15,12 +15,12 @@ import sympy
 import torch
 from torch import Tensor, fx
 from torch._ops import OpOverload
-from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv
 from torch.utils._sympy import functions
 from torch.utils._sympy.numbers import int_oo
 from torch.utils._sympy.value_ranges import ValueRanges
 
+from torchshard.core.fakes import new_fake_mode
 from torchshard.core.types import is_of, texts
 from torchshard.ir.graph import empty_module, fake_mode
 
@@ -211,7 +211,7 @@ class _Reader:
     def __init__(self, sizes: Mapping[str, tuple[int, int, int | None]]) -> None:
         self._env = ShapeEnv()
         self._env.guards = _Unasked()
-        self._mode = FakeTensorMode(shape_env=self._env)
+        self._mode = new_fake_mode(shape_env=self._env)
         self._nodes: dict[str, fx.Node] = {}
         self.symbols = {name: self._symbol(name, *known) for name, known in sizes.items()}
 

@@ -16,11 +16,11 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 from torch._ops import OpOverload
-from torch._subclasses import FakeTensorMode
 from torch.fx.node import Argument, Target, _get_qualified_name
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 
+from torchshard.core.fakes import new_fake_mode
 from torchshard.custom_ops.carry import CARRY
 from torchshard.distributed.ops import OPS, Begin, computing, wait
 from torchshard.ir.graph import duplicate, faking, in_numbers, is_tensor, reads_memory, uses_rng
@@ -99,7 +99,7 @@ def _value(node: fx.Node) -> Argument:
 
 def _function(node: fx.Node) -> Target:
     """The function that runs a node's op; the op itself if there is none."""
-    with faking(FakeTensorMode()):
+    with faking(new_fake_mode()):
         args, kwargs = in_numbers(fx.map_arg((node.args, dict(node.kwargs)), _value))
         return next((f for f in _candidates(node.target) if _runs(f, node.target, args, kwargs)), node.target)
 

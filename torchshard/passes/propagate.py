@@ -9,9 +9,9 @@ from collections.abc import Callable
 
 import torch
 from torch import Tensor, fx
-from torch._subclasses import FakeTensorMode
 from torch.fx.node import Argument
 
+from torchshard.core.fakes import new_fake_mode
 from torchshard.ir.graph import fake_mode, faking, in_numbers
 from torchshard.passes.nodes import call_target
 
@@ -22,7 +22,7 @@ class Seen:
     def __init__(self) -> None:
         self.results: dict[str, Argument] = {}
         """The text of a call -> its result."""
-        self.numbers = FakeTensorMode()
+        self.numbers = new_fake_mode()
         """The mode of values whose sizes are numbers: ops on these take a fraction of the time."""
         self._texts: dict[int, tuple[Argument, str]] = {}
         """The identity of a value -> the value, and its text: many ops have one result."""
