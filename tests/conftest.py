@@ -29,6 +29,7 @@ settings.load_profile("torchshard")
 def pytest_configure() -> None:
     """Names the module that the process behind all forked ranks imports once; the process starts with the first."""
     os.environ["COLUMNS"] = "1000"  # whatever the terminal has
+    os.environ.pop("PYTHONDONTWRITEBYTECODE", None)  # with it, each command that is run compiles all modules anew
     multiprocessing.set_forkserver_preload(["tests.warm"])
     watch_for_bugs()
 

@@ -8,13 +8,18 @@ caches of torch.export).
 
 from __future__ import annotations
 
+import sys
+
 import hypothesis  # noqa: F401  (a rank imports the module of its function, and that imports these)
 import pytest  # noqa: F401
 import torch
+import torch.distributed.optim
 from transformers import AutoTokenizer, BertModel, GPT2Model, LlamaForCausalLM, MixtralForCausalLM  # noqa: F401
 
 import torchshard as ts
 from tests.models import MLP
+
+sys.dont_write_bytecode = False  # else each rank compiles the module of its function
 
 
 def _shard_once() -> None:
