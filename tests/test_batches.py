@@ -297,10 +297,10 @@ def _train_both(
     return largest((whole[name] - p).abs().max().item() for name, p in named.items()), optimizers[1]
 
 
-def _trained(rank: int, data: Data) -> dict[str, float]:
+def _trained(rank: int, data: Data, kinds: tuple[str, ...]) -> dict[str, float]:
     """The worst differences of parameters after steps of AdamW."""
     world, worst = torch.distributed.get_world_size(), {}
-    for kind in KINDS:
+    for kind in kinds:
         model = _model_of(kind)
         sharded = ts.shard(copy.deepcopy(model), {}, _own(_batch(world), rank), data=data)
         worst[kind], _ = _train_both(kind, model, sharded, world, rank, (12, 12, 24, 7))
@@ -308,9 +308,16 @@ def _trained(rank: int, data: Data) -> dict[str, float]:
 
 
 @pytest.mark.parametrize("data", [*WAYS, pytest.param("shard_grad_op", marks=pytest.mark.nightly)])
-@pytest.mark.parametrize("world", [2, pytest.param(3, marks=pytest.mark.nightly)])
-def test_training_is_that_on_the_whole_batch(world: int, data: Data) -> None:
-    for worst in run_ranks(_trained, world, data):
+@pytest.mark.parametrize(
+    ("world", "kinds"),
+    [
+        pytest.param(2, ("outside", "accumulated"), id="2"),
+        pytest.param(2, ("inside", "frozen"), marks=pytest.mark.nightly, id="2, others"),
+        pytest.param(3, KINDS, marks=pytest.mark.nightly, id="3"),
+    ],
+)
+def test_training_is_that_on_the_whole_batch(world: int, kinds: tuple[str, ...], data: Data) -> None:
+    for worst in run_ranks(_trained, world, data, kinds):
         assert largest(worst.values()) < 1e-10, worst
 
 

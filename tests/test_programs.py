@@ -27,7 +27,7 @@ pytestmark = pytest.mark.filterwarnings("ignore:.*(degrees of freedom|Using a ta
 
 aten = torch.ops.aten
 COUNT = int(os.environ.get("TORCHSHARD_PROGRAMS", "0"))
-EXAMPLES = COUNT or 50
+EXAMPLES = COUNT or 30
 _BOUND_NORMALISED = written((1,), [(0,) * 4, (0,) * 4, (0,) * 4, (1, 0, 3, 5), (5, 0, 0, 0)], 1)
 """A norm of one element, which is a bound of clamp: its gradient is the rounding noise of that number alone."""
 _CAT_OF_EMPTY_SLICES = written((1,), [(0,) * 4, (10_000, 0, 0, 0)], 1)
