@@ -78,10 +78,14 @@ def test_a_plan_brings_its_machine_unless_one_is_named(tmp_path: Path) -> None:
 
 def test_a_file_that_is_no_plan(tmp_path: Path) -> None:
     text = _gpt().to_json()
-    other = json.dumps(json.loads(text) | {"version": 1})
+    body = json.loads(text)
+    other = json.dumps(body | {"version": 1})
+    first, *others = body["parameters"]
+    fewer = json.dumps(body | {"parameters": {n: body["parameters"][n] for n in others}})
     for name, content, why in (
         ("short.json", text[:-200], "JSONDecodeError"),
         ("old.json", other, "version 1, this library reads 4"),
+        ("fewer.json", fewer, f"{first} has no layout"),
         ("list.json", "[1, 2]", "TypeError"),
         ("binary.json", None, "can't decode"),
     ):
