@@ -19,6 +19,8 @@ from torchshard.capture.namespaces import kind_of, stored_values
 
 FEWEST = 4
 """So many equal layers are repeated; with fewer, nothing is gained."""
+RECURRING = 6
+"""From so many modules of a kind on, PyTorch's cache saves a capture more time than it takes (measured)."""
 PLAIN = (type(None), bool, int, float, str, bytes, torch.dtype, torch.device, torch.memory_format, torch.Size)
 """Values that are compared by value."""
 
@@ -63,6 +65,14 @@ def equal_layers(model: nn.Module) -> list[list[Layer]]:
     containers = [(p, m) for p, m in model.named_modules() if isinstance(m, (nn.ModuleList, nn.Sequential))]
     found = [run for path, m in containers if len(m) >= FEWEST for run in _equal_children(path, m)]
     return [run for run in found if len(run) >= FEWEST]
+
+
+def calls_recur(model: nn.Module, layers: list[list[Layer]]) -> bool:
+    """Whether most calls of ops are like earlier ones, though of `layers` the first and the last alone are traced."""
+    skipped = {part for run in layers for layer in run[1:-1] for part in layer.parts}
+    traced = [m for m in model.modules() if id(m) not in skipped and any(True for _ in m.parameters(recurse=False))]
+    kinds = {(type(m), tuple(p.shape for p in m.parameters(recurse=False))) for m in traced}
+    return len(traced) >= RECURRING * max(len(kinds), 1)
 
 
 _GLOBAL_HOOKS = [name for name in vars(torch_module) if name.startswith("_global_") and name.endswith("_hooks")]

@@ -22,7 +22,7 @@ from torchshard.capture.attributes import Snapshot, attributes, changed
 from torchshard.capture.carried import Arguments, Changes
 from torchshard.capture.conditions import Condition, Number
 from torchshard.capture.entry_points import as_plain_module, replace_forward
-from torchshard.capture.equal_layers import equal_layers
+from torchshard.capture.equal_layers import calls_recur, equal_layers
 from torchshard.capture.equal_sizes import equal_sizes, fixed_sizes
 from torchshard.capture.export_errors import capture_error
 from torchshard.capture.function_mode import CaptureMode, Slots, slots_of
@@ -91,7 +91,7 @@ def trace(model: nn.Module, call: Leaves, dynamic: Sequence[frozenset[int]], *, 
             INTERCEPTED_FUNCTIONS,
             replaced_functions(),
             quiet(),
-            modes_without_cache(),
+            nullcontext() if forward.calls_recur else modes_without_cache(),
             without_tools(),
             saved_tensors_hooks(_same, _same),
         ):
@@ -117,6 +117,7 @@ class _FlatForward:
     def __init__(self, model: nn.Module, call: Leaves, *, repeating: bool) -> None:
         self._model, self._call = model, call
         self._layers = equal_layers(model) if repeating else []
+        self.calls_recur = calls_recur(model, self._layers)
         self.repeats: Repeats | None = None
         self.snapshot = Snapshot(model)
         self._before, self._slots = attributes(model), slots_of(model)

@@ -1,7 +1,7 @@
 """Fake tensors without PyTorch's cache of what ops return.
 
-The cache makes the result of each new call twice, to check the entry. Equal layers are captured once, so most calls of
-a graph are new, and the cache took a fifth of the time of a capture, a step's graphs and their checks.
+The cache makes the result of each new call twice, to check the entry. Where most calls are new, as those of a model
+whose equal layers are captured once are, it took a fifth of the time of a capture, a step's graphs and their checks.
 """
 
 from __future__ import annotations

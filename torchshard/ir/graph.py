@@ -512,7 +512,18 @@ def guards(mode: Mode) -> list[sympy.Basic]:
 def has_new_guards(mode: Mode, known: Sequence[sympy.Basic]) -> bool:
     """Whether guards were added that do not restate a known guard in terms of a rank's sizes."""
     added = guards(mode)[len(known) :]
-    return bool(added) and not set(added) <= {mode.shape_env.replace(guard) for guard in known}  # type: ignore[union-attr]
+    if not added:
+        return False
+    restated = {_reduced(mode.shape_env.replace(guard)) for guard in known}  # type: ignore[union-attr]
+    return not {_reduced(guard) for guard in added} <= restated
+
+
+def _reduced(guard: sympy.Basic) -> sympy.Basic:
+    """An equation without the factor that all its terms have: where 4 a = 4 b is known, a = b is no more than that."""
+    if not isinstance(guard, sympy.Eq):
+        return guard
+    _, primitive = sympy.expand(guard.lhs - guard.rhs).as_content_primitive()
+    return -primitive if primitive.could_extract_minus_sign() else primitive
 
 
 @contextmanager
