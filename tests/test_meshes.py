@@ -366,7 +366,7 @@ def _trained(
     dp = math.prod(mesh[axis] for axis in data)
     tp = math.prod(mesh.values()) // dp
     worst, part = {}, rank // tp
-    first, by_night = _own(_batch(dp), part), len(kinds) > 1
+    first, thorough = _own(_batch(dp), part), len(kinds) > 1
     for kind in kinds:
         model = _model_of(kind)
         torch.manual_seed(1)
@@ -374,7 +374,7 @@ def _trained(
         assert (lookup(MODEL).size, lookup(DATA).size, lookup(DATA).rank) == (tp, dp, part)
         assert any(layout != ts.I for layout in sharded.layouts.values()) is (tp > 1)
         worst[kind], trained = _train_both(kind, model, sharded, dp, part, (12, 12, 24))
-    if by_night:
+    if thorough:
         torch.manual_seed(1)
         again = copy.deepcopy(sharded)(*first)[0]
         torch.manual_seed(1)
@@ -390,7 +390,7 @@ def _trained(
         optimizer.step()
         return model.full_state_dict()
 
-    after, ways = [], WAYS if by_night else ()
+    after, ways = [], WAYS if thorough else ()
     for into in (*({**dict.fromkeys(data, way)} for way in ways), data):
         other = ts.shard(_model_of(kind), "auto", first, mesh=mesh, data=into)
         optimizer = torch.optim.AdamW(other.parameters(), 1e-2)

@@ -12,6 +12,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils.checkpoint import checkpoint
 from transformers import LlamaConfig, LlamaForCausalLM
 
@@ -21,6 +22,7 @@ from torchshard.capture import flat
 from torchshard.capture.equal_layers import equal_layers
 from torchshard.capture.repeated import DifferentLayers
 from torchshard.capture.signature import flatten_call
+from torchshard.ir.graph import fake_mode
 from torchshard.ir.listing import listing
 from torchshard.passes import normalize
 
@@ -426,6 +428,13 @@ def test_what_the_last_layer_tells(caplog: pytest.LogCaptureFixture) -> None:
         captured = flat.capture(model, (IDS,), repeating=True)
     assert "each layer is traced" in caplog.text
     assert _text(captured) == _text(_captured(model, (IDS,), repeating=False))
+
+
+def test_pytorchs_cache_is_kept_where_most_ops_repeat_an_earlier_one() -> None:
+    for count, repeating, recur in ((2, False, False), (24, False, True), (24, True, False)):
+        captured = flat.capture(Stack(count=count), (IDS,), repeating=repeating)
+        mode = fake_mode(captured.graph.graph)
+        assert isinstance(mode, FakeTensorMode) and mode.cache_enabled is recur
 
 
 def test_a_model_that_runs_has_each_of_its_layers_traced(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -20,7 +20,8 @@ from torchshard.capture.namespaces import kind_of, stored_values
 FEWEST = 4
 """So many equal layers are repeated; with fewer, nothing is gained."""
 RECURRING = 6
-"""From so many modules of a kind on, PyTorch's cache saves a capture more time than it takes (measured)."""
+"""With at least this many modules per kind, PyTorch's cache of fake results speeds up a capture: transformers whose 2
+to 12 layers are all traced break even at 4 to 6."""
 PLAIN = (type(None), bool, int, float, str, bytes, torch.dtype, torch.device, torch.memory_format, torch.Size)
 """Values that are compared by value."""
 
@@ -68,11 +69,11 @@ def equal_layers(model: nn.Module) -> list[list[Layer]]:
 
 
 def calls_recur(model: nn.Module, layers: list[list[Layer]]) -> bool:
-    """Whether most calls of ops are like earlier ones, though of `layers` the first and the last alone are traced."""
+    """Whether most ops of a capture repeat an earlier one, given that it traces the first and last of each `layers`."""
     skipped = {part for run in layers for layer in run[1:-1] for part in layer.parts}
-    traced = [m for m in model.modules() if id(m) not in skipped and any(True for _ in m.parameters(recurse=False))]
-    kinds = {(type(m), tuple(p.shape for p in m.parameters(recurse=False))) for m in traced}
-    return len(traced) >= RECURRING * max(len(kinds), 1)
+    traced = [m for m in model.modules() if id(m) not in skipped]
+    kinds = [(type(m), shapes) for m in traced if (shapes := tuple(p.shape for p in m.parameters(recurse=False)))]
+    return bool(kinds) and len(kinds) >= RECURRING * len(set(kinds))
 
 
 _GLOBAL_HOOKS = [name for name in vars(torch_module) if name.startswith("_global_") and name.endswith("_hooks")]

@@ -1,7 +1,7 @@
 """Fake tensors without PyTorch's cache of what ops return.
 
-The cache makes the result of each new call twice, to check the entry. Where most calls are new, as those of a model
-whose equal layers are captured once are, it took a fifth of the time of a capture, a step's graphs and their checks.
+For each new call the cache builds the result twice, to validate its entry. Where few calls repeat an earlier one, that
+took a fifth of the time to capture a model, build its step graphs and check them.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ def new_fake_mode(**options: Any) -> FakeTensorMode:
 
 
 def modes_without_cache() -> AbstractContextManager[None]:
-    """Inside the block PyTorch's own code makes modes without the cache; for one thread at a time."""
+    """Makes `torch.export` create its modes without the cache. The setting is global: for one thread at a time."""
     from torch._dynamo import config  # takes seconds, and every capture has imported it
 
     patched: AbstractContextManager[None] = config.patch(fake_tensor_cache_enabled=False)

@@ -519,7 +519,7 @@ def has_new_guards(mode: Mode, known: Sequence[sympy.Basic]) -> bool:
 
 
 def _reduced(guard: sympy.Basic) -> sympy.Basic:
-    """An equation without the factor that all its terms have: where 4 a = 4 b is known, a = b is no more than that."""
+    """Divides an equation by the common integer factor of its terms, so that 4 a = 4 b and a = b compare equal."""
     if not isinstance(guard, sympy.Eq):
         return guard
     _, primitive = sympy.expand(guard.lhs - guard.rhs).as_content_primitive()

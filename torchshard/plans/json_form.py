@@ -102,8 +102,9 @@ def _fields(body: dict[str, Any]) -> dict[str, Any]:
         if name not in stored or (isinstance(layout, Shard) and layout.dim >= len(stored[name].shape)):
             shape = stored[name].shape if name in stored else "unknown"
             raise ValueError(f"{name} has layout {layout}, and shape {shape}")
-    for name in stored.keys() - parameters.keys():
-        raise ValueError(f"{name} has no layout")
+    for name in stored:
+        if name not in parameters:
+            raise ValueError(f"{name} has no layout")
     world = is_of(int, body["world_size"])
     if world < 1:
         raise ValueError(f"world_size {world}")
