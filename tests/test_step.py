@@ -560,6 +560,15 @@ def test_a_size_that_a_layer_gives_is_of_the_forward() -> None:
     assert "backward:" in ts.explain(made, level="step") and made.costs.memory["peak"] > 0
 
 
+def test_a_small_batch_of_a_rank_keeps_the_graph_of_a_convolution(caplog: pytest.LogCaptureFixture) -> None:
+    """PyTorch's choice of a float32 convolution's kernel asks whether the batch has 16 items."""
+    torch.manual_seed(0)
+    model, x = nn.Sequential(nn.Conv2d(3, 8, 3), nn.ReLU(), nn.Conv2d(8, 4, 3)), torch.randn(16, 3, 6, 6)
+    mesh, data = {"dp": 2, "fs": 2, "tp": 2}, {"dp": "replicate", "fs": "shard"}
+    ts.check(model, {}, mesh=mesh, data=data, example_inputs=(x,), dtype=torch.float32).raise_on_error()
+    assert "no graph of the backward" not in caplog.text
+
+
 class _TwoUses(nn.Module):
     """The gradient of one result needs a view of what that of the other needs."""
 

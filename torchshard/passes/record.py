@@ -23,12 +23,14 @@ from torch._dispatch.python import enable_python_dispatcher
 from torch.autograd.graph import saved_tensors_hooks
 from torch.fx.experimental.proxy_tensor import get_proxy_mode, get_proxy_slot, make_fx
 from torch.fx.node import Argument
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.hooks import RemovableHandle
 
 from torchshard.core.autocast import autocasting
 from torchshard.core.mesh import simulated
 from torchshard.distributed.experts import DISPATCH
 from torchshard.ir.graph import (
+    Mode,
     Size,
     duplicate,
     fake_mode,
@@ -172,6 +174,7 @@ def _record_as_it_is(part: fx.GraphModule, given: Gradients) -> Recording:
 
     with (
         mode,
+        _KernelsUnguarded(mode),
         enable_python_dispatcher(),
         torch.enable_grad(),
         autocasting(()),
@@ -192,6 +195,23 @@ def _record_as_it_is(part: fx.GraphModule, given: Gradients) -> Recording:
     module = fx.GraphModule(nn.Module(), traced.graph)
     functionalize(module, keep_stores=True)
     return Recording(module.graph, tuple(chosen))
+
+
+class _KernelsUnguarded(TorchDispatchMode):
+    """Keeps PyTorch's choice of a convolution's kernel by its batch size from adding a guard: any kernel is right.
+
+    Forward's other guards are known, and a gradient has its value's sizes.
+    """
+
+    def __init__(self, mode: Mode) -> None:
+        super().__init__()
+        self._sizes = getattr(mode, "shape_env", None)
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Runs the op."""
+        is_chosen = func in (aten.convolution.default, aten.convolution_backward.default)
+        with self._sizes.suppress_guards() if is_chosen and self._sizes else contextlib.nullcontext():
+            return func(*args, **kwargs or {})
 
 
 META, CPU = torch.device("meta"), torch.device("cpu")
