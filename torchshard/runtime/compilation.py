@@ -28,6 +28,7 @@ from torchshard.distributed.ops import OPS, SENDING, Begin
 from torchshard.ir.graph import duplicate, placeholders, results_of, uses_rng
 from torchshard.passes import lower, verify
 from torchshard.passes.nodes import node_arg
+from torchshard.weights.slice_values import SliceValue
 
 log = logging.getLogger("torchshard.runtime.compilation")
 CompileOptions = bool | Mapping[str, Any] | None
@@ -100,8 +101,8 @@ class Compiler:
         groups = [lookup(node.args[-1]) for node in scheduled.graph.nodes if isinstance(node.target, Begin)]
 
         def compiled(*arguments: Any) -> tuple[Any, ...]:
-            # a parameter's class is one that tracers do not know
-            plain = [Tensor.detach(a) if isinstance(a, nn.Parameter) else a for a in arguments]
+            # the classes of parameters, and of split buffers, are ones that tracers do not know
+            plain = [Tensor.detach(a) if isinstance(a, (nn.Parameter, SliceValue)) else a for a in arguments]
             if torch._C._len_torch_dispatch_stack():
                 # a mode such as CommDebugMode wants to see the ops, and torch.compile refuses to run under it
                 made = lowered.forward(*plain)
