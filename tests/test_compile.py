@@ -25,12 +25,13 @@ from torchshard.distributed.group import lookup
 from torchshard.passes import lower, schedule, verify
 from torchshard.passes.lower import WAIT
 from torchshard.runtime import compilation
+from torchshard.weights.slice_values import SliceValue
 
 EAGER = {"backend": "eager"}
 ALL = [name for name in CASES if name != "recurrent"]
 TRAINED = [
     (2, ["fused_gqa", "dense_moe", "writes"]),
-    (3, ["mlp_uneven", "fused_by_split_7_heads"]),
+    (3, ["mlp_uneven", "conv_columns"]),
     *(pytest.param(world, ALL, marks=pytest.mark.nightly) for world in (2, 3)),
 ]
 """The number of ranks, and the models that are trained on as many."""
@@ -200,7 +201,11 @@ def _whole_step(rank: int) -> dict[str, float]:
             each(x).square().mean().backward()
             optimizer.step()
 
+        _steps(train, 1)
         _steps(torch.compile(train, backend="aot_eager") if compiled else train)
+        _steps(train, 1)
+    states = [state["momentum_buffer"] for p, state in optimizer.state.items() if p.is_split]
+    assert states and all(isinstance(state, SliceValue) for state in states)
     whole = sharded.full_state_dict()
     for name, parameter in model.named_parameters():
         found[name] = float((whole[name] - parameter.detach()).abs().max())

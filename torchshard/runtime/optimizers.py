@@ -16,6 +16,7 @@ from typing import Any, Protocol, TypeGuard, cast
 
 import torch
 from torch import Tensor, nn
+from torch._C._dynamo.eval_frame import get_eval_frame_callback
 from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
 from torch.utils.weak import WeakIdKeyDictionary
 
@@ -142,20 +143,35 @@ def _unwatched_step(step: Callable[..., Any]) -> Callable[..., Any]:
             return step(optimizer, *args, **kwargs)
         args = tuple(watched(arg) if callable(arg) else arg for arg in args)
         kwargs = {name: watched(arg) if callable(arg) else arg for name, arg in kwargs.items()}
+        if _is_compiled():
+            _unmark_states(optimizer)
         with unwatched():
             return step(optimizer, *args, **kwargs)
 
     return step_unwatched
 
 
+def _is_compiled() -> bool:
+    """Whether `torch.compile` compiles the functions that are called from here."""
+    return get_eval_frame_callback() not in (None, False)
+
+
 def _after_step(optimizer: Optimizer, args: object, kwargs: object) -> None:
-    if optimizer in _UNMARKED:
+    if optimizer in _UNMARKED and not _is_compiled():
         _UNMARKED.discard(optimizer)
         _mark_states(optimizer)
 
 
 _UNMARKED: weakref.WeakSet[Optimizer] = weakref.WeakSet()
-"""The optimizers whose states may have slices that do not know it: before the first step, and after a load."""
+"""The optimizers whose states may have slices that do not know it: before the first step, after a load, and while their
+steps are compiled, for compiled graphs take plain tensors."""
+
+
+def _unmark_states(optimizer: Optimizer) -> None:
+    if optimizer not in _UNMARKED:
+        _UNMARKED.add(optimizer)
+        for state in optimizer.state.values():
+            state |= {name: value.plain for name, value in state.items() if isinstance(value, SliceValue)}
 
 
 def _mark_states(optimizer: Optimizer) -> None:
