@@ -12,6 +12,7 @@ from __future__ import annotations
 import contextlib
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from types import MappingProxyType
 from typing import Any
@@ -174,7 +175,7 @@ def _record_as_it_is(part: fx.GraphModule, given: Gradients) -> Recording:
 
     with (
         mode,
-        _KernelsUnguarded(mode),
+        _kernels_unguarded(part.graph),
         enable_python_dispatcher(),
         torch.enable_grad(),
         autocasting(()),
@@ -197,11 +198,14 @@ def _record_as_it_is(part: fx.GraphModule, given: Gradients) -> Recording:
     return Recording(module.graph, tuple(chosen))
 
 
-class _KernelsUnguarded(TorchDispatchMode):
-    """Keeps PyTorch's choice of a convolution's kernel by its batch size from adding a guard: any kernel is right.
+def _kernels_unguarded(graph: fx.Graph) -> AbstractContextManager[object]:
+    """Keeps PyTorch's choice of a convolution's kernel by its batch size from adding a guard: any kernel is right."""
+    has_any = any("conv" in str(node.target) for node in graph.nodes)  # conv2d, conv_transpose1d, convolution, ...
+    return _Unguarded(fake_mode(graph)) if has_any else contextlib.nullcontext()
 
-    Forward's other guards are known, and a gradient has its value's sizes.
-    """
+
+class _Unguarded(TorchDispatchMode):
+    """Runs convolutions without new guards: forward's are known, and a gradient has its value's sizes."""
 
     def __init__(self, mode: Mode) -> None:
         super().__init__()
@@ -209,8 +213,8 @@ class _KernelsUnguarded(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Runs the op."""
-        is_chosen = func in (aten.convolution.default, aten.convolution_backward.default)
-        with self._sizes.suppress_guards() if is_chosen and self._sizes else contextlib.nullcontext():
+        is_one = func in (aten.convolution.default, aten.convolution_backward.default)
+        with self._sizes.suppress_guards() if is_one and self._sizes else contextlib.nullcontext():
             return func(*args, **kwargs or {})
 
 
