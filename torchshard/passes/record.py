@@ -175,7 +175,7 @@ def _record_as_it_is(part: fx.GraphModule, given: Gradients) -> Recording:
 
     with (
         mode,
-        _kernels_unguarded(part.graph),
+        _kernels_unguarded(part.graph, mode),
         enable_python_dispatcher(),
         torch.enable_grad(),
         autocasting(()),
@@ -198,10 +198,10 @@ def _record_as_it_is(part: fx.GraphModule, given: Gradients) -> Recording:
     return Recording(module.graph, tuple(chosen))
 
 
-def _kernels_unguarded(graph: fx.Graph) -> AbstractContextManager[object]:
+def _kernels_unguarded(graph: fx.Graph, mode: Mode) -> AbstractContextManager[object]:
     """Keeps PyTorch's choice of a convolution's kernel by its batch size from adding a guard: any kernel is right."""
     has_any = any("conv" in str(node.target) for node in graph.nodes)  # conv2d, conv_transpose1d, convolution, ...
-    return _Unguarded(fake_mode(graph)) if has_any else contextlib.nullcontext()
+    return _Unguarded(mode) if has_any else contextlib.nullcontext()
 
 
 class _Unguarded(TorchDispatchMode):
