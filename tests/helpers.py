@@ -25,10 +25,14 @@ import torchshard as ts
 
 PATIENCE = float(os.environ.get("TORCHSHARD_TEST_PATIENCE", "1"))
 """How many times longer than on an idle machine ranks may take: for a run beside other work."""
+BACKEND = os.environ.get("TORCHSHARD_TEST_BACKEND", "gloo")
+"""Of torch.distributed, by which ranks talk."""
 
 
-def run_ranks(fn: Callable[..., Any], world: int, *args: Any, timeout_seconds: float = 120.0) -> list[Any]:
-    """Calls `fn(rank, *args)` on `world` ranks with `torch.distributed` initialised (gloo, one thread each).
+def run_ranks(
+    fn: Callable[..., Any], world: int, *args: Any, timeout_seconds: float = 120.0, backend: str = BACKEND
+) -> list[Any]:
+    """Calls `fn(rank, *args)` on `world` ranks with `torch.distributed` initialised (one thread each).
 
     Each rank is a fork of one process that has imported torchshard (`tests/warm.py`): every call starts from the same
     state, and what its ranks change or break ends with them.
@@ -41,7 +45,7 @@ def run_ranks(fn: Callable[..., Any], world: int, *args: Any, timeout_seconds: f
     """
     with tempfile.TemporaryDirectory() as folder:
         context = mp.start_processes(
-            _rank, (fn, world, folder, args), nprocs=world, join=False, start_method="forkserver"
+            _rank, (fn, world, folder, args, backend), nprocs=world, join=False, start_method="forkserver"
         )
         failure = _join(context, timeout_seconds * PATIENCE)
         found = [_read(Path(folder) / f"{rank}.pkl") for rank in range(world)]
@@ -50,6 +54,36 @@ def run_ranks(fn: Callable[..., Any], world: int, *args: Any, timeout_seconds: f
         # both: of a killed rank the others may tell only that their connections were reset
         raise RuntimeError("\n".join([*failed, failure]).strip() or "a rank ended without a result")
     return [result for _, result in found]
+
+
+def run_survivors(
+    fn: Callable[..., Any], world: int, lost: int, *args: Any, timeout_seconds: float = 60.0, backend: str = BACKEND
+) -> list[Any]:
+    """As `run_ranks`, where rank `lost` stops or ends in `fn`; returns the results of the others, which go on.
+
+    Raises:
+        RuntimeError: one of them failed or did not end in time.
+    """
+    context = mp.get_context("forkserver")
+    with tempfile.TemporaryDirectory() as folder:
+        processes = [
+            context.Process(target=_rank, args=(rank, fn, world, folder, args, backend)) for rank in range(world)
+        ]
+        for process in processes:
+            process.start()
+        deadline = time.monotonic() + timeout_seconds * PATIENCE
+        for rank, process in enumerate(processes):
+            if rank != lost:
+                process.join(max(0, deadline - time.monotonic()))
+        ended = [process.exitcode for process in processes]
+        for process in processes:
+            process.kill()
+            process.join()
+        found = {rank: _read(Path(folder) / f"{rank}.pkl") for rank in range(world) if rank != lost}
+    failed = [f"rank {rank}, exit code {ended[rank]}:\n{text}" for rank, (ok, text) in found.items() if not ok]
+    if failed:
+        raise RuntimeError("\n".join(failed))
+    return [result for _, result in found.values()]
 
 
 class _Mallinfo(ctypes.Structure):
@@ -162,12 +196,12 @@ def watch_for_bugs() -> None:
         logging.getLogger(name).addHandler(_Bugs())
 
 
-def _rank(rank: int, fn: Callable[..., Any], world: int, folder: str, args: tuple[Any, ...]) -> None:
+def _rank(rank: int, fn: Callable[..., Any], world: int, folder: str, args: tuple[Any, ...], backend: str) -> None:
     torch.set_num_threads(1)
     os.environ["OMP_NUM_THREADS"] = "1"  # for the processes that a rank starts
     watch_for_bugs()
     dist.init_process_group(
-        "gloo", f"file://{folder}/meet", rank=rank, world_size=world, timeout=timedelta(seconds=60 * PATIENCE)
+        backend, f"file://{folder}/meet", rank=rank, world_size=world, timeout=timedelta(seconds=60 * PATIENCE)
     )
     dist.barrier()  # a rank that ended while others still connect to it would fail them
     try:

@@ -58,7 +58,7 @@ SAME_CALL = "the same call on every rank"
 
 def verifies_each(group: Group, device: torch.device) -> bool:
     """Whether the ranks verify each eager call with tensors on a device, and not only those with a new signature."""
-    return group.level is CheckLevel.ALL or (group.level is CheckLevel.NEW and group.aborts_on_mismatch(device))
+    return group.level is CheckLevel.ALL or (group.level is CheckLevel.NEW and group.compares_first(device))
 
 
 def needs_verification(group: Group, verified: set[Hashable], key: Hashable, device: torch.device) -> bool:

@@ -21,6 +21,7 @@ import torch.distributed as dist
 
 from torchshard.core.errors import DistributedError, InputError
 from torchshard.core.mesh import DATA, MODEL, Coordinate, MeshAxis, simulated
+from torchshard.distributed.memory import MemoryProcessGroup
 
 MAX_RECENT = 16
 """An error lists at most so many of the latest collectives that were not verified."""
@@ -32,7 +33,7 @@ class CheckLevel(Enum):
     ALL = "all"
     """Each eager call, each collective node of a graph, each step of a backward, and the line that calls."""
     NEW = "new"
-    """Each call of a sharded model. Eager calls: over gloo each, over NCCL those whose signature is new."""
+    """Each call of a sharded model. Eager calls: over NCCL those whose signature is new, else each."""
     OFF = "off"
     """Only what can't be skipped: exchanges of sizes and objects, making groups, sharding and new captures."""
 
@@ -116,9 +117,18 @@ class Group:
         """Which calls the ranks verify."""
         return self.handshake.level
 
+    @property
+    def in_memory(self) -> bool:
+        """Whether its ranks talk through memory."""
+        return isinstance(self.process_group, MemoryProcessGroup)
+
     def aborts_on_mismatch(self, device: torch.device) -> bool:
         """Whether the backend aborts the process or corrupts memory if the ranks' sizes differ, as gloo does."""
         return device.type in self.gloo_devices
+
+    def compares_first(self, device: torch.device) -> bool:
+        """Whether the ranks compare what they do before any data are sent; over NCCL the device goes on meanwhile."""
+        return self.in_memory or self.aborts_on_mismatch(device)
 
 
 ALONE = Group(0, 1)

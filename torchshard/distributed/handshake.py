@@ -20,6 +20,7 @@ from torchshard.core.errors import DistributedError
 from torchshard.core.hashing import hash_text
 from torchshard.distributed.call_site import verified_site
 from torchshard.distributed.group import Group
+from torchshard.distributed.memory import MemoryProcessGroup
 
 T = TypeVar("T")
 HEADER_BYTES = 1024
@@ -145,6 +146,8 @@ def missing_error(
 def abort_pending_receives(group: Group) -> None:
     """Ends every wait for messages of a group; the group can send none afterwards."""
     for process_group in (group.control, group.process_group):
+        if isinstance(process_group, MemoryProcessGroup):
+            process_group.shutdown()
         if process_group is None or "cpu:gloo" not in dist.get_backend_config(process_group):
             continue
         for rank in (rank for rank in range(group.size) if rank != group.rank):

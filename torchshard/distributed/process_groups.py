@@ -35,6 +35,8 @@ from torchshard.distributed.group import (
     registered_groups,
 )
 from torchshard.distributed.handshake import abort_pending_receives
+from torchshard.distributed.memory import BACKEND as MEMORY
+from torchshard.distributed.memory import Unreachable
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -92,7 +94,7 @@ def init_process_group(
         mesh: a one-dimensional `DeviceMesh`, such as `mesh["tp"]`: its ranks are this process's group. A process that
             the mesh leaves out is in no group: its rank is -1.
         backend: used if this call initialises `torch.distributed`; by default gloo, and with CUDA NCCL for the tensors
-            there.
+            there. "memory": ranks of one machine, which talk through its memory (`torchshard.distributed.memory`).
         timeout_seconds: how long a rank waits for the others to come to a call, before each of them raises. The slowest
             rank must load its data, or write a checkpoint, within this time.
         start_seconds: how long the ranks may take to find each other; by default `timeout_seconds`.
@@ -179,6 +181,13 @@ def _begin(backend: str | None, timeouts: Timeouts) -> None:
         store = dist.PrefixStore(f"torchshard/{next(_initialisations)}", base)
         limit = timedelta(seconds=timeouts.collective)
         dist.init_process_group(chosen, store=store, rank=rank, world_size=world, timeout=limit, device_id=device)
+    except Unreachable as error:
+        raise DistributedError(
+            "the ranks can't talk through memory",
+            where=f"init_process_group({chosen!r})",
+            why=str(error),
+            attempt='init_process_group("gloo")',
+        ) from error
     except (RuntimeError, ValueError) as error:
         raise DistributedError(
             "the ranks did not find each other",
@@ -241,7 +250,7 @@ def _make_groups(read: Callable[[], Wanted], timeouts: Timeouts, owned: _World) 
         return {name: Group(0, 1, name, handshake=_new_handshake()) for name in (MODEL, DATA)}
     world = dist.get_world_size()
     everyone = list(range(world))
-    control = _new_group(everyone, timeouts.verify, owned, "gloo") if world > 1 else None
+    control = _new_group(everyone, timeouts.verify, owned, _control_backend()) if world > 1 else None
     starting = timeouts._replace(verify=timeouts.start)
     all_ranks = Group(dist.get_rank(), world, "world", control=control, timeouts=starting, handshake=_new_handshake())
     group_size, mesh = run_on_all_ranks(all_ranks, read, DistributedError, "the ranks could not agree on their groups")
@@ -360,7 +369,7 @@ def _own_group(
         process_group = dist.group.WORLD if whole else _new_group(ranks, timeouts.collective, owned)
         control = None
         if len(ranks) > 1:
-            control = controls[i] or _new_group(ranks, timeouts.verify, owned, "gloo")
+            control = controls[i] or _new_group(ranks, timeouts.verify, owned, _control_backend())
         if rank in ranks:
             own = Group(
                 ranks.index(rank),
@@ -373,6 +382,11 @@ def _own_group(
                 handshake=_new_handshake(),
             )
     return own
+
+
+def _control_backend() -> str:
+    """The backend of groups that send headers and objects, from the memory of CPUs."""
+    return MEMORY if MEMORY in dist.get_backend_config() else "gloo"
 
 
 def _gloo_devices(process_group: dist.ProcessGroup | None) -> frozenset[str]:
@@ -427,7 +441,12 @@ def _at_exit() -> None:
     Groups of other backends stay: to end them may wait for ranks that are gone.
     """
     _end_waiter_threads()
-    if _world is not None and _world.owns_torch_distributed and dist.is_initialized() and dist.get_backend() == "gloo":
+    if (
+        _world is not None
+        and _world.owns_torch_distributed
+        and dist.is_initialized()
+        and dist.get_backend() in ("gloo", MEMORY)
+    ):
         _end()
 
 

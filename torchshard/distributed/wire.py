@@ -39,7 +39,7 @@ def begin(group: Group, call: str, fn: Callable[..., T], /, *args: object, **kwa
     Raises:
         DistributedError: it fails at once.
     """
-    if _open.comparison is not None and any(map(group.aborts_on_mismatch, _devices(args))):
+    if _open.comparison is not None and any(map(group.compares_first, _devices(args))):
         settle()
     try:
         return fn(*args, **kwargs)

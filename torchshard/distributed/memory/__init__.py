@@ -1,0 +1,12 @@
+"""Ranks of one machine talk through memory: the backend "memory" of torch.distributed.
+
+Read the modules from the bottom: `segment` (memory that one process writes and others read), `regions` (which of it is
+taken), `stream` (posts: what a rank does and sends, numbered), `exchanges` (collectives) and `messages`, `backend`.
+"""
+
+from torchshard.distributed.memory.backend import BACKEND, MemoryProcessGroup, register
+from torchshard.distributed.memory.segment import Unreachable
+
+register()
+
+__all__ = ["BACKEND", "MemoryProcessGroup", "Unreachable"]

@@ -1,0 +1,72 @@
+"""Which ranges of a rank's segment are taken, and by which posts."""
+
+from __future__ import annotations
+
+from bisect import insort
+from collections.abc import Callable
+from typing import NamedTuple
+
+ALIGNMENT = 64
+"""Bytes; a cache line."""
+KEPT_BYTES = 1 << 25
+"""A range longer than this goes back to the machine when it is free."""
+
+
+def aligned(size: int) -> int:
+    """A number of bytes, rounded up to the alignment."""
+    return -(-size // ALIGNMENT) * ALIGNMENT
+
+
+class _Range(NamedTuple):
+    start: int
+    stop: int
+    channel: int
+    number: int
+
+
+class Regions:
+    """Takes ranges, the lowest that is free first, so that a loop writes to the same pages again and again."""
+
+    def __init__(self, start: int, stop: int, give_back: Callable[[int, int], None]) -> None:
+        """Begins with one free range.
+
+        Args:
+            give_back: frees the pages of a range.
+        """
+        self._start, self._stop, self._give_back = start, stop, give_back
+        self._taken = list[_Range]()
+
+    def take(self, size: int, channel: int, number: int, floor: Callable[[int], int]) -> int:
+        """Takes a range for a post of a channel.
+
+        Args:
+            floor: the posts of a channel below this number have been read by all who read them.
+
+        Returns:
+            its first byte.
+
+        Raises:
+            MemoryError: there is none of this size.
+        """
+        if self._taken:
+            self._release(floor)
+        size = aligned(size)
+        at = self._start
+        for taken in self._taken:
+            if taken.start - at >= size:
+                break
+            at = taken.stop
+        if at + size > self._stop:
+            raise MemoryError(f"{size} bytes, beside what others have not read yet, are more than a segment has")
+        insort(self._taken, _Range(at, at + size, channel, number))
+        return at
+
+    def _release(self, floor: Callable[[int], int]) -> None:
+        floors = {channel: floor(channel) for channel in {taken.channel for taken in self._taken}}
+        kept = list[_Range]()
+        for taken in self._taken:
+            if taken.number >= floors[taken.channel]:
+                kept.append(taken)
+            elif taken.stop - taken.start > KEPT_BYTES:
+                self._give_back(taken.start, taken.stop)
+        self._taken = kept

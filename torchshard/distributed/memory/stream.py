@@ -1,0 +1,311 @@
+"""The calls of a group, in order: what each rank posts for a call, and who has read it.
+
+Every rank numbers its calls. A post is a header (what the rank is doing, by a digest and a text), and the data that it
+sends; it lies in the rank's own segment until all others have read it. To begin a call is to copy and to publish the
+number, and never waits; to end it is to wait for the others' posts of this number, to compare headers and to read. So a
+wait depends on nothing but the others having begun the same call, and calls may end in any order.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+import zlib
+from collections.abc import Sequence
+from functools import lru_cache
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from torchshard.distributed.memory.regions import ALIGNMENT, Regions, aligned
+from torchshard.distributed.memory.segment import (
+    FIRST_WORD,
+    SEGMENT_BYTES,
+    WORD_BYTES,
+    Gone,
+    OtherSegment,
+    OwnSegment,
+)
+
+PER_LINE = ALIGNMENT // WORD_BYTES
+RING = 1024
+"""So many calls of a group may be under way at once, and so many messages from one rank to another."""
+MAX_TEXT = 2048
+HEADER_WORDS = 4
+"""Of a post: the digest, the bytes of its text, the number of its values, the bytes of its data."""
+
+POSTED = FIRST_WORD + PER_LINE
+"""The word that says how many calls this rank has begun."""
+READ = POSTED + PER_LINE
+"""The word below which this rank has ended all calls."""
+GIVEN_UP = READ + PER_LINE
+"""The word that says which call this rank has given up, plus one; then all following ones fail."""
+REASON = GIVEN_UP + 1
+"""The byte at which the post begins that says why."""
+INDEX = GIVEN_UP + PER_LINE
+"""The words that say where the posts of the latest calls begin."""
+LINES = INDEX + RING
+"""The words that count messages begin here, each in a line of its own."""
+
+
+CALLS, LETTERS, NOTE = 0, 1, -1
+"""The channels of posts: the calls; the messages to rank 0, and so on; why this rank has given up."""
+
+
+class Call(NamedTuple):
+    """What a rank does, as its post says it."""
+
+    digest: int
+    text: bytes
+
+
+@lru_cache(maxsize=4096)
+def call_of(text: str) -> Call:
+    """A call that is the same as another one if its text is."""
+    encoded = text.encode(errors="replace")
+    return Call(zlib.crc32(encoded), encoded[:MAX_TEXT])
+
+
+class Post(NamedTuple):
+    """What a rank has posted."""
+
+    rank: int
+    start: int
+    """The byte of its segment at which the post begins."""
+    digest: int
+    text_size: int
+    values: list[int]
+    """Numbers of its own."""
+    size: int
+    """The bytes of its data."""
+
+    @property
+    def data(self) -> int:
+        """The byte of its segment at which the data begin."""
+        return self.start + aligned(self.text + self.text_size)
+
+    @property
+    def text(self) -> int:
+        """The byte of the post at which the text begins."""
+        return (HEADER_WORDS + len(self.values)) * WORD_BYTES
+
+
+class Different(RuntimeError):
+    """The ranks' calls of one number differ."""
+
+    def __init__(self, texts: dict[int, str]) -> None:
+        """Says what each rank does."""
+        super().__init__("the ranks make different calls: " + "; ".join(f"rank {r}: {t}" for r, t in texts.items()))
+        self.texts = texts
+
+
+class Stopped(RuntimeError):
+    """A rank has given up, has ended, or did not come in time; the group can't be used any more."""
+
+    def __init__(self, rank: int, why: str) -> None:
+        """Names the rank."""
+        super().__init__(f"rank {rank}: {why}")
+        self.rank = rank
+
+
+class Board:
+    """A rank's segment and the others' of its group: where posts are written and read."""
+
+    def __init__(self, own: OwnSegment, others: dict[int, OtherSegment], rank: int, seconds: float) -> None:
+        """Takes the segments of a group.
+
+        Args:
+            seconds: how long a wait lasts at most.
+        """
+        self.own, self.others, self.rank, self.size, self.seconds = own, others, rank, len(others) + 1, seconds
+        self._regions = Regions(aligned(self.letter(self.size, 0) * WORD_BYTES), SEGMENT_BYTES, own.give_back)
+        self.lock = threading.RLock()
+        self._closed = False
+
+    def write(
+        self,
+        call: Call,
+        sent: Sequence[Tensor],
+        values: Sequence[int],
+        channel: int,
+        number: int,
+    ) -> int:
+        """Writes a post, the `number`th of its channel.
+
+        Args:
+            sent: the data, one after the other, each aligned.
+
+        Returns:
+            the byte at which it begins.
+        """
+        text = call.text
+        text_at = (HEADER_WORDS + len(values)) * WORD_BYTES
+        data_at = aligned(text_at + len(text))
+        size = sum(aligned(x.nbytes) for x in sent)
+        start = self._regions.take(data_at + size, channel, number, self._floor)
+        word = start // WORD_BYTES
+        header = (call.digest, len(text), len(values), size, *values)
+        for i, entry in enumerate(header):
+            self.own.words[word + i] = entry
+        self.own.memory[start + text_at : start + text_at + len(text)] = text
+        at = start + data_at
+        for x in sent:
+            if x.numel():
+                self.own.tensor(at, x.dtype, x.shape).copy_(x)
+            at += aligned(x.nbytes)
+        return start
+
+    def read(self, rank: int, start: int) -> Post:
+        """Reads the post that begins at a byte of a rank's segment."""
+        words, word = self.segment(rank).words, start // WORD_BYTES
+        digest, text_size, count, size = words[word : word + HEADER_WORDS]
+        values = words[word + HEADER_WORDS : word + HEADER_WORDS + count].tolist() if count else []
+        return Post(rank, start, digest, text_size, values, size)
+
+    def text(self, post: Post) -> str:
+        """What a rank says that it does."""
+        start = post.start + post.text
+        return self.segment(post.rank).memory[start : start + post.text_size].decode(errors="replace")
+
+    def data(self, post: Post, dtype: torch.dtype, shape: torch.Size, skipped: int = 0) -> Tensor:
+        """A post's data as a tensor, which nothing may write to.
+
+        Args:
+            skipped: bytes of the data in front of it.
+        """
+        return self.segment(post.rank).tensor(post.data + skipped, dtype, shape)
+
+    def segment(self, rank: int) -> OwnSegment | OtherSegment:
+        """The segment of a rank."""
+        return self.own if rank == self.rank else self.others[rank]
+
+    def wait(self, rank: int, word: int, number: int, deadline: float) -> None:
+        """Waits until a word of another rank's segment is at least a number.
+
+        Raises:
+            Stopped: it never will be.
+        """
+        other = self.others[rank]
+
+        def given_up() -> None:
+            if self._closed:
+                raise Stopped(self.rank, "this rank has ended the group")
+            if other.words[GIVEN_UP]:
+                raise Stopped(rank, self.text(self.read(rank, other.words[REASON])))
+
+        try:
+            other.wait(word, number, deadline, given_up)
+        except (Gone, TimeoutError) as error:
+            raise Stopped(rank, str(error)) from None
+
+    def read_by_all(self) -> int:
+        """The calls below this number have been read by all ranks: this one reads its own posts, too."""
+        return min(segment.words[READ] for segment in (self.own, *self.others.values()))
+
+    def _floor(self, channel: int) -> int:
+        if channel == CALLS:
+            return self.read_by_all()
+        if channel == NOTE:
+            return 0
+        return self.others[channel - LETTERS].words[self.taken(self.rank)]
+
+    def sent(self, rank: int) -> int:
+        """The word of a segment that says how many messages its owner has sent to a rank."""
+        return LINES + rank * PER_LINE
+
+    def taken(self, rank: int) -> int:
+        """The word below which its owner has taken all messages of a rank."""
+        return LINES + (self.size + rank) * PER_LINE
+
+    def letter(self, rank: int, number: int) -> int:
+        """The word that says where a message to a rank begins."""
+        return LINES + 2 * self.size * PER_LINE + rank * RING + number % RING
+
+    def close(self) -> None:
+        """Ends all waits of this rank's own."""
+        self._closed = True
+
+    def give_up(self, number: int, why: str) -> None:
+        """Tells the others that this rank ends none of the calls from a number on; the first time that it is called."""
+        if self.own.words[GIVEN_UP]:
+            return
+        with self.lock:
+            call = Call(0, why.encode()[:MAX_TEXT])
+            self.own.words[REASON] = self.write(call, (), (), NOTE, 0)
+            self.own.publish(GIVEN_UP, number + 1)
+            for word in (POSTED, *(self.sent(rank) for rank in self.others)):
+                self.own.wake(word)
+
+
+class Calls:
+    """The calls that all ranks of a group make, in one order."""
+
+    def __init__(self, board: Board) -> None:
+        """Begins with none."""
+        self.board = board
+        self.begun = self._ended = 0
+        self._ended_before = set[int]()
+        self._process = os.getpid()
+
+    def begin(self, call: Call, sent: Sequence[Tensor] = (), values: Sequence[int] = ()) -> int:
+        """Posts this rank's part of the next call.
+
+        Returns:
+            the number of the call.
+
+        Raises:
+            Stopped: another call was given up.
+            RuntimeError: too many calls are under way, or this process is a fork of the rank.
+        """
+        board, own = self.board, self.board.own
+        if os.getpid() != self._process:
+            raise RuntimeError("this process is a fork of a rank, and no rank itself: it can't communicate")
+        with board.lock:
+            if own.words[GIVEN_UP]:
+                raise Stopped(board.rank, board.text(board.read(board.rank, own.words[REASON])))
+            number = self.begun
+            if number >= RING and number - board.read_by_all() >= RING:
+                raise RuntimeError(f"{RING} calls are under way and have not been waited for")
+            start = board.write(call, sent, values, CALLS, number)
+            own.words[INDEX + number % RING] = start
+            own.publish(POSTED, number + 1)
+            self.begun += 1
+        return number
+
+    def is_complete(self, number: int) -> bool:
+        """Whether all ranks have begun a call."""
+        return all(other.words[POSTED] > number for other in self.board.others.values())
+
+    def posts(self, number: int, call: Call, seconds: float | None = None) -> list[Post]:
+        """Waits until all ranks have begun a call; returns what they have posted, in their order.
+
+        Raises:
+            Stopped: a rank did not begin it.
+            Different: a rank has begun another one.
+        """
+        board = self.board
+        deadline = time.monotonic() + (board.seconds if seconds is None else seconds)
+        posts = list[Post]()
+        try:
+            for rank in range(board.size):
+                if rank != board.rank:
+                    board.wait(rank, POSTED, number + 1, deadline)
+                posts.append(board.read(rank, board.segment(rank).words[INDEX + number % RING]))
+        except Stopped as error:
+            board.give_up(number, f"gave up {call.text.decode()}: {error}")
+            raise
+        if any(post.digest != call.digest for post in posts):
+            self.end(number)
+            raise Different({post.rank: board.text(post) for post in posts})
+        return posts
+
+    def end(self, number: int) -> None:
+        """This rank has read what it needs of a call."""
+        with self.board.lock:
+            self._ended_before.add(number)
+            while self._ended in self._ended_before:
+                self._ended_before.remove(self._ended)
+                self._ended += 1
+            self.board.own.words[READ] = self._ended
