@@ -171,9 +171,16 @@ def _canonical(layout: Layout, axis: MeshAxis) -> Layout:
 
 
 def _shape_faults(module: fx.GraphModule, seen: Seen) -> Faults:
-    """Runs every op on fake values, each from the results before it, and compares the shapes with the recorded ones."""
+    """Runs every op on fake values, each from the results before it, and compares the shapes with the recorded ones.
+
+    With dynamic sizes it takes longer, and PyTorch runs some ops otherwise: on the meta device it gives losses no dim.
+    """
+    if _has_sizes_of_values(module.graph) or any(_faults_of_results(module, seen, numbers=True)):
+        yield from _faults_of_results(module, seen, numbers=False)
+
+
+def _faults_of_results(module: fx.GraphModule, seen: Seen, *, numbers: bool) -> Faults:
     computed: dict[fx.Node, Argument] = {}  # an op must not start from a recorded value, which may be the wrong one
-    numbers = not _has_sizes_of_values(module.graph)
 
     def value_of(node: fx.Node) -> Argument:
         if node in computed:
