@@ -22,6 +22,7 @@ from torchshard.core.layouts import I, Layout, Shard, is_whole, local_shape
 from torchshard.core.mesh import Coordinate
 from torchshard.core.notation import Local, LocalFn
 from torchshard.custom_ops.whole import WholeCall
+from torchshard.distributed.ops import OPS
 from torchshard.ir.graph import (
     ORIGIN,
     drop_dead_code,
@@ -35,7 +36,7 @@ from torchshard.ir.graph import (
     record_local,
     values,
 )
-from torchshard.passes.nodes import int_arg, replace_node
+from torchshard.passes.nodes import int_arg, node_arg, replace_node
 from torchshard.passes.propagate import Seen, propagate
 from torchshard.rules.random import BY_ELEMENT
 
@@ -139,9 +140,22 @@ def _keep_memory_orders(module: fx.GraphModule, node: fx.Node) -> None:
     """
     orders = node.meta.get("memory_orders", {})
     for i, operand in enumerate(node.all_input_nodes):
-        if is_tensor(operand) and operand.meta["val"].layout == torch.strided:
+        if not is_tensor(operand) or operand.meta["val"].layout != torch.strided:
+            continue
+        if i in orders or not _is_by_index(operand):
             with module.graph.inserting_before(node):
                 node.replace_input_with(operand, _in_order(module, operand, orders.get(i), node))
+
+
+def _is_by_index(operand: fx.Node) -> bool:
+    """Whether a rank's value lies in memory in the order of its indices, as slices of weights and what is received do.
+
+    A collective that sends nothing passes its operand on.
+    """
+    while operand.target in OPS and OPS[operand.target].kernel == "none":
+        operand = node_arg(operand)
+    is_weight = operand.op == "placeholder" and operand.meta["kind"] == "parameter"
+    return is_weight or operand.target in OPS or operand.meta["val"].ndim < 2
 
 
 def _in_order(module: fx.GraphModule, operand: fx.Node, order: Sequence[int] | None, user: fx.Node) -> fx.Node:
