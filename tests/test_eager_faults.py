@@ -112,9 +112,10 @@ def _faults(rank: int, mode: bool | None) -> dict[str, tuple[str, str, float]]:
     return found
 
 
+@pytest.mark.parametrize("backend", ["gloo", "memory"])
 @pytest.mark.parametrize("mode", [None, True])
-def test_each_difference_is_an_error_on_every_rank(mode: bool | None) -> None:
-    ranks = run_ranks(_faults, 2, mode)
+def test_each_difference_is_an_error_on_every_rank(mode: bool | None, backend: str) -> None:
+    ranks = run_ranks(_faults, 2, mode, backend=backend)
     for name in ranks[0]:
         kinds, texts, seconds = zip(*(found[name] for found in ranks), strict=True)
         assert set(kinds) <= {"DistributedError", "InputError"}, f"{name}: {kinds}\n{texts}"

@@ -297,9 +297,10 @@ def _all_faults(rank: int) -> dict[str, Outcome]:
     return found
 
 
+@pytest.mark.parametrize("backend", ["gloo", "memory"])
 @pytest.mark.parametrize("world", [2, 4])
-def test_each_fault_is_one_error_on_every_rank(world: int) -> None:
-    ranks = run_ranks(_all_faults, world)
+def test_each_fault_is_one_error_on_every_rank(world: int, backend: str) -> None:
+    ranks = run_ranks(_all_faults, world, backend=backend)
     for name in FAULTS:
         kinds, texts, seconds = zip(*(found[name] for found in ranks), strict=True)
         assert set(kinds) == {"InputError" if name in OF_THE_INPUT else "DistributedError"}, f"{name}: {kinds}\n{texts}"
@@ -320,10 +321,10 @@ def _leave(how: str) -> None:
     os.kill(os.getpid(), signal.SIGSTOP if how == "is stopped" else signal.SIGKILL)
 
 
-def _survivor(rank: int, world: int, how: str, mode: bool | None, folder: str) -> None:
+def _survivor(rank: int, world: int, how: str, mode: bool | None, backend: str, folder: str) -> None:
     """Makes a step, of which rank 1 makes a part; writes what this rank saw, and ends as any process does."""
     torch.set_num_threads(1)
-    dist.init_process_group("gloo", f"file://{folder}/meet", rank=rank, world_size=world)
+    dist.init_process_group(backend, f"file://{folder}/meet", rank=rank, world_size=world)
     tsd.init_process_group(timeout_seconds=SECONDS)
     tsd.debug(mode)
     for _ in range(2):  # a call of no new kind, that the default does not compare
@@ -343,10 +344,11 @@ LOSSES = [
 """(ranks, what becomes of rank 1, debug mode)."""
 
 
+@pytest.mark.parametrize("backend", ["gloo", "memory"])
 @pytest.mark.parametrize("world, how, mode", LOSSES)
-def test_survivors_of_a_rank_name_it(world: int, how: str, mode: bool | None, tmp_path: Path) -> None:
+def test_survivors_of_a_rank_name_it(world: int, how: str, mode: bool | None, backend: str, tmp_path: Path) -> None:
     context = mp.get_context("forkserver")
-    args = (world, how, mode, str(tmp_path))
+    args = (world, how, mode, backend, str(tmp_path))
     processes = [context.Process(target=_survivor, args=(rank, *args)) for rank in range(world)]
     for process in processes:
         process.start()

@@ -36,8 +36,10 @@ from torchshard.core.errors import DistributedError, ShardError
 from torchshard.core.hashing import hash_text
 from torchshard.distributed.call_site import call_site, verified_site
 from torchshard.distributed.group import CheckLevel, Group
-from torchshard.distributed.handshake import Header, describe, exchange, first_line, header, missing_error
-from torchshard.distributed.wire import begin, finish, settle
+from torchshard.distributed.handshake import different_error, exchange, first_line, header, missing_error
+from torchshard.distributed.memory import MemoryProcessGroup, call_of
+from torchshard.distributed.memory import numbers as exchange_numbers
+from torchshard.distributed.wire import announced, begin, finish, settle
 
 T = TypeVar("T")
 Facts = Mapping[str, str]
@@ -76,8 +78,32 @@ def remember(verified: set[Hashable], key: Hashable) -> None:
     verified.add(key)
 
 
+def announces(group: Group) -> bool:
+    """Whether a call is verified by the data that it sends: ranks that talk through memory send its text with them."""
+    return group.memory is not None and group.level is CheckLevel.NEW
+
+
+def announce(group: Group, describe_call: Callable[[], str]) -> None:
+    """Has the ranks verify a call when they send its data, or those of the next one if it sends none.
+
+    Raises:
+        DistributedError: this rank can't make the call, and others make another one.
+        Exception: that of `describe_call`, if every rank raises the same.
+    """
+    settle()
+    try:
+        text = describe_call()
+    except Exception:
+        verify_call(group, describe_call)
+        raise
+    announced(group, call_of(f"{text}\n{call_site()}"))
+
+
 def note_unverified(group: Group, text: str) -> None:
     """Notes a collective that is not verified, for the next verification; `text` is the same on all ranks."""
+    if group.memory is not None:
+        group.memory.note(call_of(text))
+        return
     handshake = group.handshake
     handshake.unverified_hash = zlib.crc32(text.encode(), handshake.unverified_hash)
     handshake.recent_unverified.append(text)
@@ -155,7 +181,7 @@ def verify_call(
         raise missing_error(group, here, responses, missing) from failure
     if len({response.digest for response in responses.values()}) > 1:
         group.handshake.fail()
-        raise _different(group, here, responses) from failure
+        raise different_error(group, here, responses) from failure
     group.handshake.recent_unverified.clear()
     if failure is not None:
         raise failure
@@ -181,25 +207,11 @@ def verify_following_call(
         whether it was verified.
     """
     is_verified = group.level is CheckLevel.ALL or (eager is not None and verifies_each(group, eager))
-    if is_verified:
+    if is_verified and announces(group):
+        announce(group, describe_call)
+    elif is_verified:
         verify_call(group, describe_call, gradient_of=gradient_of)
     return is_verified
-
-
-def _different(group: Group, here: str, responses: Mapping[int, Header]) -> DistributedError:
-    what, attempt = "the ranks are about to do different things", "the same calls with the same shapes and dtypes"
-    if len({response.call for response in responses.values()}) > 1:
-        advice = f"{attempt} in one order on every rank, which no set has"
-        return DistributedError(what, where=here, why=describe(responses), attempt=advice)
-    if len({response.site for response in responses.values()}) > 1:
-        advice = f"{attempt}, from one line: debug(True) takes calls from different lines for different calls"
-        return DistributedError(what, where=here, why=describe(responses), attempt=advice)
-    return DistributedError(
-        "the ranks have done different things since they last compared",
-        where=here,
-        why=f"this rank: {'; '.join(group.handshake.recent_unverified) or 'nothing'}",
-        attempt="backward() and calls of models in the same order on every rank; debug(True) names the first of them",
-    )
 
 
 # --- all ranks' data -------------------------------------------------------------------------------------------------
@@ -346,6 +358,16 @@ def run_on_all_ranks(group: Group, make: Callable[[], T], error: Callable[..., S
 
 def _begin_bounds(group: Group, *numbers: int) -> Callable[[], tuple[list[int], list[int]]]:
     """Waits for, and returns, the highest and the lowest of each number over the ranks."""
+    if isinstance(group.control, MemoryProcessGroup):
+        call = call_of(f"{COMPARING}\n{call_site()}")
+        exchange, found = begin(group, COMPARING, exchange_numbers, group.control.calls, call, numbers)
+
+        def of_all() -> tuple[list[int], list[int]]:
+            finish(group, COMPARING, exchange)
+            each = list(zip(*found, strict=True))
+            return [*map(max, each)], [*map(min, each)]
+
+        return of_all
     bounds = torch.tensor([*numbers, *(-n for n in numbers)], device="cpu")
     work = begin(group, COMPARING, dist.all_reduce, bounds, dist.ReduceOp.MAX, group.control, async_op=True)
 

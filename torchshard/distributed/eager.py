@@ -13,6 +13,8 @@ from torchshard.core.errors import InputError
 from torchshard.core.layouts import local_size, type_text
 from torchshard.distributed.call_site import call_site
 from torchshard.distributed.consistency import (
+    announce,
+    announces,
     note_unverified,
     remember,
     verifies_each,
@@ -98,7 +100,9 @@ def verify_tensor_call(
         return _signature(name, x, dim, facts)
 
     sizes = None
-    if asks_sizes or group.level is not CheckLevel.OFF:
+    if announces(group) and dim is None:
+        announce(group, describe)
+    elif asks_sizes or group.level is not CheckLevel.OFF:
         own_size = (lambda: 0) if dim is None else (lambda: x.shape[dim])
         sizes = verify_call(group, describe, own_size, symmetric=name not in ONE_SIDED)
     else:

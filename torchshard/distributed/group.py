@@ -21,7 +21,7 @@ import torch.distributed as dist
 
 from torchshard.core.errors import DistributedError, InputError
 from torchshard.core.mesh import DATA, MODEL, Coordinate, MeshAxis, simulated
-from torchshard.distributed.memory import MemoryProcessGroup
+from torchshard.distributed.memory import Calls, MemoryProcessGroup
 
 MAX_RECENT = 16
 """An error lists at most so many of the latest collectives that were not verified."""
@@ -118,9 +118,9 @@ class Group:
         return self.handshake.level
 
     @property
-    def in_memory(self) -> bool:
-        """Whether its ranks talk through memory."""
-        return isinstance(self.process_group, MemoryProcessGroup)
+    def memory(self) -> Calls | None:
+        """The calls of its ranks, if they talk through memory."""
+        return self.process_group.calls if isinstance(self.process_group, MemoryProcessGroup) else None
 
     def aborts_on_mismatch(self, device: torch.device) -> bool:
         """Whether the backend aborts the process or corrupts memory if the ranks' sizes differ, as gloo does."""
@@ -128,7 +128,7 @@ class Group:
 
     def compares_first(self, device: torch.device) -> bool:
         """Whether the ranks compare what they do before any data are sent; over NCCL the device goes on meanwhile."""
-        return self.in_memory or self.aborts_on_mismatch(device)
+        return self.memory is not None or self.aborts_on_mismatch(device)
 
 
 ALONE = Group(0, 1)

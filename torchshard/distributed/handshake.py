@@ -20,7 +20,7 @@ from torchshard.core.errors import DistributedError
 from torchshard.core.hashing import hash_text
 from torchshard.distributed.call_site import verified_site
 from torchshard.distributed.group import Group
-from torchshard.distributed.memory import MemoryProcessGroup
+from torchshard.distributed.memory import Call, Calls, Different, MemoryProcessGroup, Stopped, numbers
 
 T = TypeVar("T")
 HEADER_BYTES = 1024
@@ -58,6 +58,8 @@ def exchange(group: Group, mine: Header, seconds: float) -> tuple[dict[int, Head
     Returns:
         the headers that came, by rank, and for each missing rank why.
     """
+    if isinstance(group.control, MemoryProcessGroup):
+        return _exchange_in_memory(group.control.calls, mine, seconds)
     responses, missing = {group.rank: mine}, dict[int, str]()
     peers = [rank for rank in range(group.size) if rank != group.rank]
     sent, received = _packed(mine), {rank: _empty_header() for rank in peers}
@@ -70,6 +72,28 @@ def exchange(group: Group, mine: Header, seconds: float) -> tuple[dict[int, Head
             _attempt(missing, rank, _wait, work, max(0.001, deadline - time.monotonic()))
     responses.update({rank: _unpacked(received[rank]) for rank in peers if rank not in missing})
     return responses, missing
+
+
+def _exchange_in_memory(calls: Calls, mine: Header, seconds: float) -> tuple[dict[int, Header], dict[int, str]]:
+    rank = calls.board.rank
+    try:
+        exchange, found = numbers(calls, Call(mine.digest, f"{mine.call}\n{mine.site}".encode()), [mine.value])
+        exchange.wait(seconds)
+    except Different as error:
+        return _said(error.texts) | {rank: mine}, {}
+    except Stopped as error:
+        others = [other for other in range(calls.board.size) if other != rank]
+        return {rank: mine}, {other: str(error) for other in (others if error.rank == rank else [error.rank])}
+    return {other: mine._replace(value=value) for other, (value,) in enumerate(found)}, {}
+
+
+def _said(texts: Mapping[int, str]) -> dict[int, Header]:
+    """The headers of calls that differ, of what their posts say."""
+    headers = dict[int, Header]()
+    for rank, text in texts.items():
+        call, _, site = text.partition("\n")
+        headers[rank] = Header(hash_text(f"{rank}"), 0, call, site)
+    return headers
 
 
 def exchange_with(
@@ -105,6 +129,29 @@ def exchange_with(
             )
 
     return verify
+
+
+def different(group: Group, here: str, texts: Mapping[int, str]) -> DistributedError:
+    """The error for calls that differ, of what the ranks' posts say."""
+    group.handshake.fail()
+    return different_error(group, f"{here} ({verified_site(group)})", _said(texts))
+
+
+def different_error(group: Group, here: str, responses: Mapping[int, Header]) -> DistributedError:
+    """The error for ranks whose headers differ."""
+    what, attempt = "the ranks are about to do different things", "the same calls with the same shapes and dtypes"
+    if len({response.call for response in responses.values()}) > 1:
+        advice = f"{attempt} in one order on every rank, which no set has"
+        return DistributedError(what, where=here, why=describe(responses), attempt=advice)
+    if len({response.site for response in responses.values()}) > 1:
+        advice = f"{attempt}, from one line: debug(True) takes calls from different lines for different calls"
+        return DistributedError(what, where=here, why=describe(responses), attempt=advice)
+    return DistributedError(
+        "the ranks have done different things since they last compared",
+        where=here,
+        why=f"this rank: {'; '.join(group.handshake.recent_unverified) or 'nothing'}",
+        attempt="backward() and calls of models in the same order on every rank; debug(True) names the first of them",
+    )
 
 
 def collective_failed(group: Group, call: str, error: Exception) -> DistributedError:

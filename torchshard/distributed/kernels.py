@@ -33,9 +33,10 @@ from torchshard.core.layouts import (
     whole_shape,
     with_parts,
 )
-from torchshard.distributed.consistency import note_unverified, verify_following_call
+from torchshard.distributed.consistency import announces, note_unverified, verify_following_call
 from torchshard.distributed.group import Group
-from torchshard.distributed.wire import Pending, collective
+from torchshard.distributed.memory import Call, call_of
+from torchshard.distributed.wire import Pending, announced, collective
 
 ReduceKind = dist.ReduceOp | dist.ReduceOp.RedOpType
 """`ReduceOp.SUM` and the like; PyTorch types them by a class of their own."""
@@ -79,10 +80,15 @@ def start(
     """
     refuse_simulated(group)
     source, target = with_parts(source, target, x.shape, group.size)
-    device = x.device if eager else None
-    verify_following_call(group, lambda: _signature(kernel, x, source, target), of, eager=device)
+    if not announces(group):
+        device = x.device if eager else None
+        verify_following_call(group, lambda: _signature(kernel, x.dtype, x.shape, source, target), of, eager=device)
     made = _KERNELS[kernel](x, source, target, group)
-    return Pending(lambda: made) if isinstance(made, Tensor) else begun(made, group)
+    if isinstance(made, Tensor):
+        return Pending(lambda: made)
+    if group.memory is not None:
+        announced(group, _announced(kernel, x.dtype, x.shape, source, target))
+    return begun(made, group)
 
 
 def own_part(kernel: str, x: Tensor, source: Layout, target: Layout, group: Group) -> Tensor | Exchange:
@@ -128,10 +134,15 @@ def _of_dtype(received: Tensor, dtype: torch.dtype) -> Tensor:
     return received if received.dtype is dtype else received.view(dtype)
 
 
-def _signature(kernel: str, x: Tensor, source: Layout, target: Layout) -> str:
+def _signature(kernel: str, dtype: torch.dtype, shape: torch.Size, source: Layout, target: Layout) -> str:
     """A conversion with its global shape, which is the same on all ranks; local shapes may differ."""
     what = {"none": "no communication", "slice": "own slice", "pad": "zeros around"}.get(kernel, kernel)
-    return f"{what}, {source} -> {target}, of {type_text(x.dtype, whole_shape(x.shape, source))}"
+    return f"{what}, {source} -> {target}, of {type_text(dtype, whole_shape(shape, source))}"
+
+
+@lru_cache(maxsize=4096)
+def _announced(kernel: str, dtype: torch.dtype, shape: torch.Size, source: Layout, target: Layout) -> Call:
+    return call_of(_signature(kernel, dtype, shape, source, target))
 
 
 def copied(x: Tensor) -> Tensor:

@@ -254,7 +254,7 @@ def barrier() -> None:
         verify_call(group, lambda: "barrier()", symmetric=True)
     if group.size > 1:
         only_nccl = dist.get_backend(group.process_group) == "nccl"  # which would guess the device
-        collective(group, dist.barrier, device_ids=[torch.cuda.current_device()] if only_nccl else None)
+        collective(group, dist.barrier, **({"device_ids": [torch.cuda.current_device()]} if only_nccl else {}))
 
 
 # --- point to point --------------------------------------------------------------------------------------------------

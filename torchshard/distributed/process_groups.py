@@ -369,7 +369,8 @@ def _own_group(
         process_group = dist.group.WORLD if whole else _new_group(ranks, timeouts.collective, owned)
         control = None
         if len(ranks) > 1:
-            control = controls[i] or _new_group(ranks, timeouts.verify, owned, _control_backend())
+            shared = process_group if _control_backend() == MEMORY else controls[i]
+            control = shared or _new_group(ranks, timeouts.verify, owned, "gloo")
         if rank in ranks:
             own = Group(
                 ranks.index(rank),

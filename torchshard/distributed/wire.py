@@ -16,8 +16,10 @@ from typing import NamedTuple, Protocol, TypeVar
 import torch
 from torch import Tensor
 
+from torchshard.core.errors import DistributedError
 from torchshard.distributed.group import CheckLevel, Group
-from torchshard.distributed.handshake import collective_failed
+from torchshard.distributed.handshake import collective_failed, different
+from torchshard.distributed.memory import Call, Different, start
 
 T = TypeVar("T")
 POLL_SECONDS = 1e-4
@@ -44,7 +46,13 @@ def begin(group: Group, call: str, fn: Callable[..., T], /, *args: object, **kwa
     try:
         return fn(*args, **kwargs)
     except RuntimeError as error:
-        raise collective_failed(group, call, error) from error
+        raise _error(group, call, error) from error
+
+
+def _error(group: Group, call: str, error: RuntimeError) -> DistributedError:
+    if isinstance(error, Different):
+        return different(group, call, error.texts)
+    return collective_failed(group, call, error)
 
 
 def _devices(args: Iterable[object]) -> list[torch.device]:
@@ -67,7 +75,7 @@ def finish(group: Group, call: str, work: Work | None, devices: Sequence[torch.d
         if group.level is CheckLevel.ALL and not all(map(group.aborts_on_mismatch, devices)):
             _wait_for_device(work, group.timeouts.collective)
     except RuntimeError as error:
-        raise collective_failed(group, call, error) from error
+        raise _error(group, call, error) from error
 
 
 def _wait_for_device(work: Work, seconds: float) -> None:
@@ -79,10 +87,23 @@ def _wait_for_device(work: Work, seconds: float) -> None:
         time.sleep(POLL_SECONDS)
 
 
+def _begin_own(group: Group, fn: Callable[..., Work | None], /, *args: object, **kwargs: object) -> Work | None:
+    """Begins a collective of torch.distributed on a group's own process group."""
+    if group.memory is not None:
+        return begin(group, fn.__name__, start, fn, group.memory, *args, **kwargs)
+    return begin(group, fn.__name__, fn, *args, group=group.process_group, async_op=True, **kwargs)
+
+
 def collective(group: Group, fn: Callable[..., Work | None], /, *args: object, **kwargs: object) -> None:
     """Runs a collective of torch.distributed on a group's own process group."""
-    work = begin(group, fn.__name__, fn, *args, group=group.process_group, async_op=True, **kwargs)
-    finish(group, fn.__name__, work, _devices(args))
+    finish(group, fn.__name__, _begin_own(group, fn, *args, **kwargs), _devices(args))
+
+
+def announced(group: Group, call: Call) -> None:
+    """Ranks that talk through memory send a call's text with the next data; what was begun before is compared first."""
+    settle()
+    if group.memory is not None:
+        group.memory.note(call)
 
 
 class _Open(threading.local):
@@ -145,9 +166,7 @@ class Pending(NamedTuple):
         **kwargs: object,
     ) -> Pending:
         """Starts a collective of torch.distributed on a group's own process group."""
-        name = fn.__name__
-        work = begin(group, name, fn, *args, group=group.process_group, async_op=True, **kwargs)
-        return cls(result, work, group, name, _devices(args))
+        return cls(result, _begin_own(group, fn, *args, **kwargs), group, fn.__name__, _devices(args))
 
     def wait(self) -> Tensor:
         """The result."""

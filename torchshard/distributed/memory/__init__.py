@@ -5,8 +5,13 @@ taken), `stream` (posts: what a rank does and sends, numbered), `exchanges` (col
 """
 
 from torchshard.distributed.memory.backend import BACKEND, MemoryProcessGroup, register
+from torchshard.distributed.memory.exchanges import numbers, start
 from torchshard.distributed.memory.segment import Unreachable
+from torchshard.distributed.memory.stream import Call, Calls, Different, Stopped, call_of
 
 register()
 
-__all__ = ["BACKEND", "MemoryProcessGroup", "Unreachable"]
+__all__ = [
+    "BACKEND", "Call", "Calls", "Different", "MemoryProcessGroup", "Stopped", "Unreachable", "call_of", "numbers",
+    "start",
+]  # fmt: skip

@@ -9,9 +9,8 @@ functional collectives. A call begins at once and ends in its Work's `wait`; the
 
 from __future__ import annotations
 
-import contextlib
 import json
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import Any, Protocol
 
@@ -22,22 +21,11 @@ from torch.distributed import ReduceOp
 
 from torchshard.distributed.memory import exchanges
 from torchshard.distributed.memory.messages import Letters
-from torchshard.distributed.memory.segment import Address, OtherSegment, OwnSegment, Unreachable
+from torchshard.distributed.memory.segment import Address, OtherSegment, OwnSegment, Unreachable, below_autograd
 from torchshard.distributed.memory.stream import Board, Calls
 
 BACKEND = "memory"
 _NO_TIMEOUT = timedelta(0)
-
-
-@contextlib.contextmanager
-def _memory_as_it_is() -> Iterator[None]:
-    """Ops see tensors as a backend does: no autograd, no subclasses, no modes."""
-    with (
-        torch._C._AutoDispatchBelowADInplaceOrView(),
-        torch._C.DisableTorchFunctionSubclass(),
-        torch._C._DisableTorchDispatch(),
-    ):
-        yield
 
 
 class _Communication(Protocol):
@@ -79,8 +67,7 @@ class MemoryWork(dist.Work):
         if self._communication is not None:
             seconds = timeout.total_seconds() if timeout > _NO_TIMEOUT else self._seconds
             try:
-                with _memory_as_it_is():
-                    self._communication.wait(seconds)
+                self._communication.wait(seconds)
             except Exception as error:
                 self._failure = error
                 raise
@@ -249,7 +236,9 @@ class MemoryProcessGroup(dist.ProcessGroup):
         return self._begun(
             [sent],
             [output],
-            lambda: exchanges.all_to_all(self.calls, _cut(output, output_lengths, size), _cut(sent, lengths, size)),
+            lambda: exchanges.all_to_all(
+                self.calls, exchanges.cut(output, output_lengths, size), exchanges.cut(sent, lengths, size)
+            ),
         )
 
     def _barrier(self, opts: Any = None) -> MemoryWork:
@@ -266,8 +255,7 @@ class MemoryProcessGroup(dist.ProcessGroup):
         """dist.send."""
         (x,) = tensors
         _check(tensors)
-        with _memory_as_it_is():
-            self.letters.send(x, rank, tag, _letter_text(x))
+        self.letters.send(x, rank, tag, _letter_text(x))
         return MemoryWork(None, self._seconds, tensors)
 
     def _receive(self, tensors: list[Tensor], rank: int, tag: int = 0) -> MemoryWork:
@@ -295,8 +283,7 @@ class MemoryProcessGroup(dist.ProcessGroup):
         self, tensors: Sequence[Tensor], results: Sequence[Any], begin: Callable[[], exchanges.Exchange]
     ) -> MemoryWork:
         _check(tensors)
-        with _memory_as_it_is():
-            return MemoryWork(begin(), self._seconds, results)
+        return MemoryWork(below_autograd(begin), self._seconds, results)
 
 
 _ASKED_BY = {
@@ -340,10 +327,6 @@ def _op(opts: Any) -> ReduceOp:
 
 def _letter_text(x: Tensor) -> str:
     return f"a message of {x.dtype}, {x.numel()} elements"
-
-
-def _cut(x: Tensor, lengths: list[int], ranks: int) -> list[Tensor]:
-    return list(x.split(lengths or x.shape[0] // ranks or 1)) if x.numel() or lengths else [x] * ranks
 
 
 # --- how the ranks of a group find each other's segments -------------------------------------------------------------

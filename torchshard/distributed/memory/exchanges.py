@@ -7,16 +7,20 @@ first: all ranks get the same bits, and the same bits in each run.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import lru_cache
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ReduceOp
 
 from torchshard.distributed.memory.regions import aligned
+from torchshard.distributed.memory.segment import below_autograd
 from torchshard.distributed.memory.stream import Call, Calls, Post, call_of
 
 Finish = Callable[[list[Post]], None]
+ReduceKind = ReduceOp | ReduceOp.RedOpType
 
 _COMBINED: dict[ReduceOp.RedOpType, Callable[..., Tensor]] = {
     ReduceOp.SUM: torch.add,
@@ -41,8 +45,8 @@ class Exchange:
             finish: makes the result of all ranks' posts.
             values: numbers of this rank's own, for the others.
         """
-        self._calls, self._call, self._finish = calls, call, finish
-        self._number = calls.begin(call, sent, values)
+        self._calls, self._finish = calls, finish
+        self._number, self._call = calls.begin(call, sent, values)
         self._ended = False
 
     def is_completed(self) -> bool:
@@ -61,12 +65,12 @@ class Exchange:
         self._ended = True
         posts = self._calls.posts(self._number, self._call, seconds)
         try:
-            self._finish(posts)
+            below_autograd(self._finish, posts)
         finally:
             self._calls.end(self._number)
 
 
-def all_reduce(calls: Calls, tensors: Sequence[Tensor], op: ReduceOp) -> Exchange:
+def all_reduce(calls: Calls, tensors: Sequence[Tensor], op: ReduceKind) -> Exchange:
     """Puts the combined tensors of all ranks in the place of this rank's."""
 
     def finish(posts: list[Post]) -> None:
@@ -76,7 +80,7 @@ def all_reduce(calls: Calls, tensors: Sequence[Tensor], op: ReduceOp) -> Exchang
     return Exchange(calls, _call(f"all_reduce {op_text(op)}", tensors), tensors, finish)
 
 
-def reduce(calls: Calls, tensor: Tensor, root: int, op: ReduceOp) -> Exchange:
+def reduce(calls: Calls, tensor: Tensor, root: int, op: ReduceKind) -> Exchange:
     """As `all_reduce`, on one rank."""
 
     def finish(posts: list[Post]) -> None:
@@ -134,7 +138,7 @@ def scatter(calls: Calls, output: Tensor, inputs: Sequence[Tensor], root: int) -
 
 
 def reduce_scatter(
-    calls: Calls, outputs: Sequence[Tensor], inputs: Sequence[Sequence[Tensor]], op: ReduceOp
+    calls: Calls, outputs: Sequence[Tensor], inputs: Sequence[Sequence[Tensor]], op: ReduceKind
 ) -> Exchange:
     """Combines the ranks' tensors for this rank.
 
@@ -179,7 +183,44 @@ def barrier(calls: Calls) -> Exchange:
     return Exchange(calls, call_of("barrier"), (), lambda posts: None)
 
 
-def combine(x: Tensor, parts: Sequence[Tensor], op: ReduceOp) -> None:
+def numbers(calls: Calls, call: Call, own: Sequence[int]) -> tuple[Exchange, list[list[int]]]:
+    """Tells the others some numbers.
+
+    Returns:
+        the exchange, and a list in which all ranks' numbers stand when it has ended.
+    """
+    found = list[list[int]]()
+    return Exchange(calls, call, (), lambda posts: found.extend(post.values for post in posts), own), found
+
+
+_START: dict[Callable[..., Any], Callable[..., Exchange]] = {
+    dist.all_reduce: lambda calls, x, op=ReduceOp.SUM: all_reduce(calls, [x], op),
+    dist.reduce: lambda calls, x, op=ReduceOp.SUM, *, group_dst: reduce(calls, x, group_dst, op),
+    dist.broadcast: lambda calls, x, *, group_src: broadcast(calls, [x], group_src),
+    dist.all_gather_single: lambda calls, out, x: all_gather(calls, [out.view(calls.board.size, *x.shape)], [x]),
+    dist.reduce_scatter_single: lambda calls, out, x: reduce_scatter(
+        calls, [out], [x.chunk(calls.board.size)], ReduceOp.SUM
+    ),
+    dist.gather: lambda calls, x, out, *, group_dst: gather(calls, out or (), x, group_dst),
+    dist.scatter: lambda calls, out, xs, *, group_src: scatter(calls, out, xs or (), group_src),
+    dist.all_to_all_single: lambda calls, out, x, lengths=(), sent=(): all_to_all(
+        calls, cut(out, lengths, calls.board.size), cut(x, sent, calls.board.size)
+    ),
+    dist.barrier: barrier,
+}
+
+
+def start(fn: Callable[..., Any], calls: Calls, /, *args: object, **kwargs: object) -> Exchange:
+    """Begins the collective that a function of torch.distributed would begin with these arguments."""
+    return below_autograd(_START[fn], calls, *args, **kwargs)
+
+
+def cut(x: Tensor, lengths: Sequence[int], ranks: int) -> list[Tensor]:
+    """A tensor's pieces along dim 0, one for each rank; no lengths: equal ones."""
+    return list(x.split(list(lengths) or x.shape[0] // ranks or 1)) if x.numel() or lengths else [x] * ranks
+
+
+def combine(x: Tensor, parts: Sequence[Tensor], op: ReduceKind) -> None:
     """Combines tensors, in their order, into one that shares no memory with them."""
     kind = _kind(op)
     if kind not in _COMBINED:
@@ -201,13 +242,14 @@ def combine(x: Tensor, parts: Sequence[Tensor], op: ReduceOp) -> None:
         x.copy_(total)
 
 
-def op_text(op: ReduceOp) -> str:
+def op_text(op: ReduceKind) -> str:
     """'SUM' of torch.distributed's ReduceOp.SUM."""
     return str(_kind(op)).rpartition(".")[2]
 
 
 def _kind(op: Any) -> ReduceOp.RedOpType:
-    return op.op if isinstance(op, ReduceOp) else op  # type: ignore[attr-defined]
+    kind: ReduceOp.RedOpType = getattr(op, "op", op)
+    return kind
 
 
 def _fill(x: Tensor, calls: Calls, post: Post, at: int) -> None:
@@ -216,7 +258,12 @@ def _fill(x: Tensor, calls: Calls, post: Post, at: int) -> None:
 
 
 def _call(what: str, tensors: Sequence[Tensor]) -> Call:
-    return call_of(what + "".join([f" {x.dtype}{list(x.shape)}" for x in tensors]))
+    return _call_of(what, *[(x.dtype, x.shape) for x in tensors])
+
+
+@lru_cache(maxsize=4096)
+def _call_of(what: str, *types: tuple[torch.dtype, torch.Size]) -> Call:
+    return call_of(what + "".join([f" {dtype}{list(shape)}" for dtype, shape in types]))
 
 
 def _places(tensors: Sequence[Tensor]) -> list[int]:

@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 from torch import Tensor
 
-from torchshard.distributed.memory.segment import SLICE_SECONDS
+from torchshard.distributed.memory.segment import SLICE_SECONDS, below_autograd
 from torchshard.distributed.memory.stream import LETTERS, RING, Board, Different, Post, Stopped, call_of
 
 PAUSE_SECONDS = 1e-4
@@ -160,7 +160,7 @@ class Receipt:
             if post.digest != call_of(self._text).digest:
                 raise Different({post.rank: board.text(post), board.rank: self._text})
             if self._tensor.numel():
-                self._tensor.copy_(board.data(post, self._tensor.dtype, self._tensor.shape))
+                below_autograd(self._tensor.copy_, board.data(post, self._tensor.dtype, self._tensor.shape))
         finally:
             self._letters.took(post.rank, number)
 

@@ -21,11 +21,13 @@ import time
 import warnings
 import weakref
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import NamedTuple, ParamSpec, TypeVar
 
 import torch
 from torch import Tensor
 
+P = ParamSpec("P")
+T = TypeVar("T")
 SEGMENT_BYTES = 1 << 36
 WORD_BYTES = 8
 _TOKEN_BYTES = 16
@@ -36,6 +38,16 @@ SPINS = 1000
 """So often does a wait look, and let other threads of the machine run, before it sleeps."""
 SLICE_SECONDS = 0.1
 """A sleeping wait looks this often whether the other rank still lives."""
+
+
+def below_autograd(fn: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
+    """Calls a function whose ops see tensors as a backend does: as memory, without autograd, subclasses and modes."""
+    with (
+        torch._C._AutoDispatchBelowADInplaceOrView(),
+        torch._C.DisableTorchFunctionSubclass(),
+        torch._C._DisableTorchDispatch(),
+    ):
+        return fn(*args, **kwargs)
 
 
 class Machine(NamedTuple):

@@ -27,6 +27,7 @@ from torchshard.distributed.memory.segment import (
     Gone,
     OtherSegment,
     OwnSegment,
+    below_autograd,
 )
 
 PER_LINE = ALIGNMENT // WORD_BYTES
@@ -59,13 +60,18 @@ class Call(NamedTuple):
 
     digest: int
     text: bytes
+    """For errors: the call, and behind a line break from where."""
+
+    def described(self, by: Sequence[Call]) -> Call:
+        """This call, by what a caller says of it, and of calls before it that sent nothing."""
+        return Call(hash((self.digest, *[call.digest for call in by])), b"; then ".join([call.text for call in by]))
 
 
 @lru_cache(maxsize=4096)
 def call_of(text: str) -> Call:
-    """A call that is the same as another one if its text is."""
+    """A call that is the same as another one if the first line of its text is."""
     encoded = text.encode(errors="replace")
-    return Call(zlib.crc32(encoded), encoded[:MAX_TEXT])
+    return Call(zlib.crc32(encoded.partition(b"\n")[0]), encoded[:MAX_TEXT])
 
 
 class Post(NamedTuple):
@@ -140,7 +146,7 @@ class Board:
         Returns:
             the byte at which it begins.
         """
-        text = call.text
+        text = call.text[:MAX_TEXT]
         text_at = (HEADER_WORDS + len(values)) * WORD_BYTES
         data_at = aligned(text_at + len(text))
         size = sum(aligned(x.nbytes) for x in sent)
@@ -150,12 +156,14 @@ class Board:
         for i, entry in enumerate(header):
             self.own.words[word + i] = entry
         self.own.memory[start + text_at : start + text_at + len(text)] = text
-        at = start + data_at
+        below_autograd(self._fill, start + data_at, sent)
+        return start
+
+    def _fill(self, at: int, sent: Sequence[Tensor]) -> None:
         for x in sent:
             if x.numel():
                 self.own.tensor(at, x.dtype, x.shape).copy_(x)
             at += aligned(x.nbytes)
-        return start
 
     def read(self, rank: int, start: int) -> Post:
         """Reads the post that begins at a byte of a rank's segment."""
@@ -247,13 +255,18 @@ class Calls:
         self.board = board
         self.begun = self._ended = 0
         self._ended_before = set[int]()
+        self._noted = list[Call]()
         self._process = os.getpid()
 
-    def begin(self, call: Call, sent: Sequence[Tensor] = (), values: Sequence[int] = ()) -> int:
+    def note(self, call: Call) -> None:
+        """Says more of the next call: the ranks compare it, too, and errors show it instead."""
+        self._noted.append(call)
+
+    def begin(self, call: Call, sent: Sequence[Tensor] = (), values: Sequence[int] = ()) -> tuple[int, Call]:
         """Posts this rank's part of the next call.
 
         Returns:
-            the number of the call.
+            the number of the call, and what was posted of it.
 
         Raises:
             Stopped: another call was given up.
@@ -265,6 +278,9 @@ class Calls:
         with board.lock:
             if own.words[GIVEN_UP]:
                 raise Stopped(board.rank, board.text(board.read(board.rank, own.words[REASON])))
+            if self._noted:
+                call = call.described(self._noted)
+                self._noted.clear()
             number = self.begun
             if number >= RING and number - board.read_by_all() >= RING:
                 raise RuntimeError(f"{RING} calls are under way and have not been waited for")
@@ -272,7 +288,7 @@ class Calls:
             own.words[INDEX + number % RING] = start
             own.publish(POSTED, number + 1)
             self.begun += 1
-        return number
+        return number, call
 
     def is_complete(self, number: int) -> bool:
         """Whether all ranks have begun a call."""
