@@ -130,6 +130,23 @@ def test_calls_under_way_end_in_any_order() -> None:
     assert all(map(all, run_ranks(_in_any_order, 3, 3, backend="memory")))
 
 
+def _not_waited_for(rank: int) -> list[list[float]]:
+    """As many as no ring holds; the last is certain to have ended when the next call has."""
+    found = []
+    for i in range(1500):
+        x = torch.full((2,), float(rank + i))
+        dist.all_reduce(x, async_op=True)
+        found.append(x)
+        if i % 100 == 99:
+            dist.barrier()
+    return [x.tolist() for x in found]
+
+
+def test_a_call_that_nobody_waits_for_ends_in_a_later_one() -> None:
+    expected = [[2.0 * i + 1] * 2 for i in range(1500)]
+    assert run_ranks(_not_waited_for, 2, backend="memory") == [expected] * 2
+
+
 def _sums(rank: int, world: int) -> list[Tensor]:
     torch.manual_seed(rank)
     found = []
@@ -283,6 +300,21 @@ def _check_survivors(how: str, text: str, seconds: float) -> None:
     for found, took, values in run_survivors(_survives, 3, 1, getattr(signal, how), seconds, backend="memory"):
         assert "rank 1: " in found and text in found and values == "[1.0]"
         assert took < 5 * PATIENCE
+
+
+def _left_alone(rank: int) -> tuple[str, float]:
+    group = dist.new_group(backend="memory")
+    x = torch.ones(3)
+    dist.all_reduce(x, group=group)
+    if rank == 0:
+        dist.destroy_process_group(group)
+        return "", 0.0
+    return _told(lambda: dist.all_reduce(x, group=group))
+
+
+def test_a_rank_hears_that_another_has_ended_the_group() -> None:
+    text, seconds = run_ranks(_left_alone, 2, backend="memory")[1]
+    assert "rank 0: it has ended the group" in text and seconds < 10
 
 
 def _mappings() -> int:

@@ -158,7 +158,7 @@ class MemoryProcessGroup(dist.ProcessGroup):
 
     def shutdown(self) -> None:
         """Ends this rank's waits; the memory goes when no rank has it."""
-        self.board.close()
+        self.board.close(self.calls.begun)
 
     def abort(self) -> None:
         """Ends the other ranks' waits for this one."""

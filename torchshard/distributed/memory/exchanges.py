@@ -49,6 +49,11 @@ class Exchange:
         self._number, self._call = calls.begin(call, sent, values)
         self._ended = False
 
+    def __del__(self) -> None:
+        """Its result must come even if nobody waits: a backend with threads ends what it has begun."""
+        if not getattr(self, "_ended", True):
+            self._calls.leave(self)
+
     def is_completed(self) -> bool:
         """Whether `wait` would return at once."""
         return self._ended or self._calls.is_complete(self._number)

@@ -107,7 +107,7 @@ class Letters:
             while self._taken[rank] in self._taken_before[rank]:
                 self._taken_before[rank].remove(self._taken[rank])
                 self._taken[rank] += 1
-            board.own.words[board.taken(rank)] = self._taken[rank]
+            board.own.set(board.taken(rank), self._taken[rank])
 
 
 class Receipt:

@@ -152,11 +152,15 @@ class OwnSegment(_Mapping):
         if self._barrier is not None:
             _syscall(self._barrier, _REGISTER_GLOBAL_EXPEDITED, 0, 0)
 
-    def publish(self, word: int, number: int) -> None:
-        """Sets a word: who sees the number also sees what was written before; wakes those who wait for it."""
+    def set(self, word: int, number: int) -> None:
+        """Sets a word, after all reads and writes before it: who sees the number sees those done."""
         if self._barrier is not None:
             _syscall(self._barrier, _GLOBAL_EXPEDITED, 0, 0)
         self.words[word] = number
+
+    def publish(self, word: int, number: int) -> None:
+        """As `set`, and wakes the processes that wait for the word."""
+        self.set(word, number)
         self.wake(word)
 
     def wake(self, word: int) -> None:

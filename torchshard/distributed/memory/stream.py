@@ -14,7 +14,7 @@ import time
 import zlib
 from collections.abc import Sequence
 from functools import lru_cache
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -231,9 +231,10 @@ class Board:
         """The word that says where a message to a rank begins."""
         return LINES + 2 * self.size * PER_LINE + rank * RING + number % RING
 
-    def close(self) -> None:
-        """Ends all waits of this rank's own."""
+    def close(self, number: int) -> None:
+        """Ends all waits of this rank's own, and those of others for its calls from a number on."""
         self._closed = True
+        self.give_up(number, "it has ended the group")
 
     def give_up(self, number: int, why: str) -> None:
         """Tells the others that this rank ends none of the calls from a number on; the first time that it is called."""
@@ -247,6 +248,16 @@ class Board:
                 self.own.wake(word)
 
 
+class Left(Protocol):
+    """A call that has begun, and that nobody waits for."""
+
+    def is_completed(self) -> bool:
+        """Whether `wait` would return at once."""
+
+    def wait(self) -> None:
+        """Ends it."""
+
+
 class Calls:
     """The calls that all ranks of a group make, in one order."""
 
@@ -256,6 +267,7 @@ class Calls:
         self.begun = self._ended = 0
         self._ended_before = set[int]()
         self._noted = list[Call]()
+        self._left = list[Left]()
         self._process = os.getpid()
 
     def note(self, call: Call) -> None:
@@ -278,6 +290,7 @@ class Calls:
         with board.lock:
             if own.words[GIVEN_UP]:
                 raise Stopped(board.rank, board.text(board.read(board.rank, own.words[REASON])))
+            self._end_left()
             if self._noted:
                 call = call.described(self._noted)
                 self._noted.clear()
@@ -310,12 +323,21 @@ class Calls:
                     board.wait(rank, POSTED, number + 1, deadline)
                 posts.append(board.read(rank, board.segment(rank).words[INDEX + number % RING]))
         except Stopped as error:
-            board.give_up(number, f"gave up {call.text.decode()}: {error}")
+            board.give_up(number, f"gave up {call.text.decode(errors='replace')}: {error}")
             raise
         if any(post.digest != call.digest for post in posts):
             self.end(number)
             raise Different({post.rank: board.text(post) for post in posts})
+        self._end_left()
         return posts
+
+    def leave(self, left: Left) -> None:
+        """Nobody will wait for a call that has begun: it ends when all ranks have begun it, in a later one."""
+        self._left.append(left)
+
+    def _end_left(self) -> None:
+        while self._left and self._left[0].is_completed():
+            self._left.pop(0).wait()
 
     def end(self, number: int) -> None:
         """This rank has read what it needs of a call."""
@@ -324,4 +346,4 @@ class Calls:
             while self._ended in self._ended_before:
                 self._ended_before.remove(self._ended)
                 self._ended += 1
-            self.board.own.words[READ] = self._ended
+            self.board.own.set(READ, self._ended)
