@@ -43,8 +43,8 @@ If no gradient is needed, `reduce` works in place, and so do the collectives tha
 ranks.
 
 If a rank calls with another shape, dtype, operation, order or number of calls, or is late, stopped or dead, every
-rank that still runs raises a `DistributedError` within `init_process_group(timeout_seconds=60)`. Over gloo, which
-aborts if sizes differ, each call is verified by default; over NCCL, only calls whose signature is new: where another
+rank that still runs raises a `DistributedError` within `init_process_group(timeout_seconds=60)`. Through
+memory and over gloo each call is verified by default; over NCCL, only calls whose signature is new: where another
 does not end, the watchdog ends the process ([multi_node.md](multi_node.md)). `tsd.debug(True)` verifies each call,
 forward and backward, and reports its line:
 

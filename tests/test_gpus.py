@@ -47,7 +47,7 @@ def test_with_a_gpu_tensors_there_travel_by_nccl_and_others_by_gloo(monkeypatch:
     monkeypatch.setattr(process_groups, "_stores", {})
     monkeypatch.setenv("TORCH_NCCL_PROPAGATE_ERROR", "")
     monkeypatch.delenv("TORCH_NCCL_PROPAGATE_ERROR")
-    process_groups._begin(None, process_groups.Timeouts())
+    process_groups._begin(None, process_groups.Timeouts(), process_groups._World(True))
     assert asked[0]["backend"] == "cpu:gloo,cuda:nccl" and asked[0]["device_id"] == torch.device("cuda", 1)
     assert os.environ["TORCH_NCCL_PROPAGATE_ERROR"] == "1"
 

@@ -24,7 +24,10 @@ from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 from torch.nn.parallel import DistributedDataParallel
 
 from tests.helpers import PATIENCE, run_ranks, run_survivors
+from torchshard import distributed as tsd
+from torchshard.distributed.launch import _free_port
 from torchshard.distributed.memory import Unreachable, exchanges, segment
+from torchshard.distributed.memory import backend as memory_backend
 from torchshard.distributed.memory.regions import ALIGNMENT, Regions
 from torchshard.distributed.memory.segment import Address, OtherSegment, OwnSegment
 
@@ -419,6 +422,43 @@ def _unreachable(rank: int) -> str:
 def test_all_ranks_hear_that_one_can_not() -> None:
     first, second = run_ranks(_unreachable, 2)
     assert first == second and "rank 1: shared memory of ranks knows x86_64, aarch64, this is riscv64" in first
+
+
+def _by_default(rank: int, port: int, backend: str | None, hosts: int) -> list[str]:
+    """The backends of the world, and of this rank's model-parallel and data-parallel groups of two; four ranks."""
+    dist.destroy_process_group()
+    place = {"RANK": rank, "WORLD_SIZE": 4, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+    os.environ.update({name: str(value) for name, value in place.items()})
+    host_of, exchanged = dict[int, int](), memory_backend._exchanged
+
+    def noting_hosts(store: Any, key: str, rank: int, size: int, mine: Any, timeout: timedelta) -> list[Any]:
+        found = exchanged(store, key, rank, size, mine, timeout)
+        for other, address in enumerate(found if key == "address" else ()):
+            host_of.setdefault(address[0], other * hosts // size)
+        return found
+
+    def opened(address: Address) -> OtherSegment:
+        if host_of[address.process] != rank * hosts // 4:
+            raise Unreachable("another machine")
+        return OtherSegment(address)
+
+    memory_backend._exchanged = noting_hosts
+    memory_backend.OtherSegment = opened  # type: ignore[assignment, misc]
+    tsd.init_process_group(2, backend=backend)
+    assert tsd.all_reduce(torch.ones(2)).tolist() == [2.0, 2.0]
+    return [dist.get_backend(group) for group in (None, tsd.get_group(), tsd.get_data_parallel_group())]
+
+
+@pytest.mark.parametrize(
+    ("backend", "hosts", "expected"),
+    [
+        (None, 1, ["memory", "memory", "memory"]),
+        (None, 2, ["gloo", "memory", "gloo"]),
+        ("gloo", 1, ["gloo", "gloo", "gloo"]),
+    ],
+)
+def test_groups_of_one_machine_talk_through_memory(backend: str | None, hosts: int, expected: list[str]) -> None:
+    assert run_ranks(_by_default, 4, _free_port(), backend, hosts) == [expected] * 4
 
 
 def test_others_can_not_write() -> None:

@@ -1,4 +1,4 @@
-"""Runs the check on real ranks: processes of this machine that communicate over gloo.
+"""Runs the check on real ranks: processes of this machine that communicate.
 
 Each rank builds the model from the same seed, runs a step, and returns the tensors that it holds. This process runs the
 unsharded model and compares the tensors as `check` does.

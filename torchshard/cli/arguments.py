@@ -157,4 +157,4 @@ def level(command: argparse.ArgumentParser) -> None:
 
 def processes(command: argparse.ArgumentParser) -> None:
     """Where a check runs."""
-    command.add_argument("--processes", action="store_true", help="real ranks, through gloo, instead of simulated ones")
+    command.add_argument("--processes", action="store_true", help="real ranks instead of simulated ones")

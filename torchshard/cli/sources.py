@@ -349,7 +349,7 @@ class CheckOptions(ExampleOptions, Protocol):
 
 
 def check_source(options: CheckOptions, plan: PlanLike, world_size: int | None) -> Report:
-    """Runs `torchshard.check` on simulated ranks, or on processes that communicate through gloo.
+    """Runs `torchshard.check` on simulated ranks, or on processes that communicate.
 
     Args:
         plan: as in `torchshard.check`.

@@ -83,7 +83,7 @@ def _exchange_in_memory(calls: Calls, mine: Header, seconds: float) -> tuple[dic
         return _said(error.texts) | {rank: mine}, {}
     except Stopped as error:
         others = [other for other in range(calls.board.size) if other != rank]
-        return {rank: mine}, {other: str(error) for other in (others if error.rank == rank else [error.rank])}
+        return {rank: mine}, {other: error.why for other in (others if error.rank == rank else [error.rank])}
     return {other: mine._replace(value=value) for other, (value,) in enumerate(found)}, {}
 
 

@@ -9,7 +9,7 @@ import os
 import sys
 import time
 import uuid
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import TYPE_CHECKING, NamedTuple, cast
@@ -36,7 +36,7 @@ from torchshard.distributed.group import (
 )
 from torchshard.distributed.handshake import abort_pending_receives
 from torchshard.distributed.memory import BACKEND as MEMORY
-from torchshard.distributed.memory import Unreachable
+from torchshard.distributed.memory import Unreachable, reach
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -60,10 +60,16 @@ class _World:
     owns_torch_distributed: bool
     """Whether `torch.distributed` was initialised here, and not by the user."""
     process_groups: list[dist.ProcessGroup] = field(default_factory=list)
+    reach: list[set[int]] = field(default_factory=list)
+    """By rank: the ranks whose memory it can read, itself among them; empty: all groups have the world's backend."""
     data_ranks: list[list[int]] = field(default_factory=list)
     """The ranks of each data-parallel group."""
     for_mesh: bool = False
     """Whether the groups are those of a model's mesh, of which the user has said nothing by `init_process_group`."""
+
+    def share_memory(self, ranks: Collection[int]) -> bool:
+        """Whether ranks can talk through memory, and no other backend was asked for."""
+        return bool(self.reach) and all(self.reach[rank].issuperset(ranks) for rank in ranks)
 
 
 _world: _World | None = None
@@ -93,8 +99,9 @@ def init_process_group(
         group_size: ranks per group; -1: one group of all. A string is the backend, as for `torch.distributed`.
         mesh: a one-dimensional `DeviceMesh`, such as `mesh["tp"]`: its ranks are this process's group. A process that
             the mesh leaves out is in no group: its rank is -1.
-        backend: used if this call initialises `torch.distributed`; by default gloo, and with CUDA NCCL for the tensors
-            there. "memory": ranks of one machine, which talk through its memory (`torchshard.distributed.memory`).
+        backend: used if this call initialises `torch.distributed`. By default, without GPUs, ranks of one machine talk
+            through its memory ("memory", `torchshard.distributed.memory`), and others through gloo; with GPUs their
+            tensors travel by NCCL, and all others through gloo.
         timeout_seconds: how long a rank waits for the others to come to a call, before each of them raises. The slowest
             rank must load its data, or write a checkpoint, within this time.
         start_seconds: how long the ranks may take to find each other; by default `timeout_seconds`.
@@ -143,7 +150,7 @@ def _initialise(read: Callable[[], Wanted], backend: str | None, timeouts: Timeo
     _world = _World(not dist.is_initialized() and "RANK" in os.environ and "WORLD_SIZE" in os.environ)
     try:
         if _world.owns_torch_distributed:
-            _begin(backend, timeouts)
+            _begin(backend, timeouts, _world)
         register_groups(_make_groups(read, timeouts, _world))
         atexit.register(_at_exit)
     except Exception:
@@ -163,7 +170,7 @@ def _timeouts(verify: float, start: float | None, collective: float | None) -> T
     return timeouts
 
 
-def _begin(backend: str | None, timeouts: Timeouts) -> None:
+def _begin(backend: str | None, timeouts: Timeouts, owned: _World) -> None:
     """Initialises torch.distributed from torchrun's environment."""
     chosen = backend or ("cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo")
     if "nccl" in chosen:
@@ -179,6 +186,9 @@ def _begin(backend: str | None, timeouts: Timeouts) -> None:
             _stores[place] = store, rank, world
         base, rank, world = _stores[place]
         store = dist.PrefixStore(f"torchshard/{next(_initialisations)}", base)
+        if chosen == "gloo" and backend is None and world > 1:
+            owned.reach = reach(store, rank, world, start)
+            chosen = MEMORY if owned.share_memory(range(world)) else "gloo"
         limit = timedelta(seconds=timeouts.collective)
         dist.init_process_group(chosen, store=store, rank=rank, world_size=world, timeout=limit, device_id=device)
     except Unreachable as error:
@@ -366,10 +376,12 @@ def _own_group(
     own = Group(-1, -1, name, cast(dist.ProcessGroup, dist.GroupMember.NON_GROUP_MEMBER))
     for i, ranks in enumerate(groups):
         whole = owned.owns_torch_distributed and len(ranks) == world
-        process_group = dist.group.WORLD if whole else _new_group(ranks, timeouts.collective, owned)
+        through_memory = _control_backend() == MEMORY or (len(ranks) > 1 and owned.share_memory(ranks))
+        backend = MEMORY if through_memory else None
+        process_group = dist.group.WORLD if whole else _new_group(ranks, timeouts.collective, owned, backend)
         control = None
         if len(ranks) > 1:
-            shared = process_group if _control_backend() == MEMORY else controls[i]
+            shared = process_group if through_memory else controls[i]
             control = shared or _new_group(ranks, timeouts.verify, owned, "gloo")
         if rank in ranks:
             own = Group(

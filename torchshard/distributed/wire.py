@@ -17,9 +17,10 @@ import torch
 from torch import Tensor
 
 from torchshard.core.errors import DistributedError
+from torchshard.distributed.call_site import verified_site
 from torchshard.distributed.group import CheckLevel, Group
-from torchshard.distributed.handshake import collective_failed, different
-from torchshard.distributed.memory import Call, Different, start
+from torchshard.distributed.handshake import collective_failed, different, missing_error
+from torchshard.distributed.memory import Call, Different, Stopped, start
 
 T = TypeVar("T")
 POLL_SECONDS = 1e-4
@@ -52,6 +53,8 @@ def begin(group: Group, call: str, fn: Callable[..., T], /, *args: object, **kwa
 def _error(group: Group, call: str, error: RuntimeError) -> DistributedError:
     if isinstance(error, Different):
         return different(group, call, error.texts)
+    if isinstance(error, Stopped) and error.rank != group.rank:
+        return missing_error(group, f"{call} ({verified_site(group)})", {}, {error.rank: error.why})
     return collective_failed(group, call, error)
 
 

@@ -4,7 +4,7 @@ Read the modules from the bottom: `segment` (memory that one process writes and 
 taken), `stream` (posts: what a rank does and sends, numbered), `exchanges` (collectives) and `messages`, `backend`.
 """
 
-from torchshard.distributed.memory.backend import BACKEND, MemoryProcessGroup, register
+from torchshard.distributed.memory.backend import BACKEND, MemoryProcessGroup, reach, register
 from torchshard.distributed.memory.exchanges import numbers, start
 from torchshard.distributed.memory.segment import Unreachable
 from torchshard.distributed.memory.stream import Call, Calls, Different, Stopped, call_of
@@ -13,5 +13,5 @@ register()
 
 __all__ = [
     "BACKEND", "Call", "Calls", "Different", "MemoryProcessGroup", "Stopped", "Unreachable", "call_of", "numbers",
-    "start",
+    "reach", "start",
 ]  # fmt: skip

@@ -329,7 +329,7 @@ def _letter_text(x: Tensor) -> str:
     return f"a message of {x.dtype}, {x.numel()} elements"
 
 
-# --- how the ranks of a group find each other's segments -------------------------------------------------------------
+# --- how ranks find each other's segments ----------------------------------------------------------------------------
 
 
 def make_group(store: dist.Store, rank: int, size: int, timeout: timedelta) -> MemoryProcessGroup:
@@ -338,25 +338,43 @@ def make_group(store: dist.Store, rank: int, size: int, timeout: timedelta) -> M
     Raises:
         Unreachable: not all of them can read each other's memory; on every rank.
     """
+    own, others, refusals = _opened(store, rank, size, timeout)
+    if own is None or any(map(any, refusals)):
+        why = [f"rank {i}: {found[0]}" for i, each in enumerate(refusals) if (found := list(filter(None, each)))]
+        raise Unreachable("; ".join(why))
+    return MemoryProcessGroup(Board(own, others, rank, timeout.total_seconds()))
+
+
+def reach(store: dist.Store, rank: int, size: int, timeout: timedelta) -> list[set[int]]:
+    """Tries which ranks' memory each rank can read: a list by rank, the same on all."""
+    _, _, refusals = _opened(store, rank, size, timeout)
+    return [{other for other, refusal in enumerate(each) if not refusal} for each in refusals]
+
+
+def _opened(
+    store: dist.Store, rank: int, size: int, timeout: timedelta
+) -> tuple[OwnSegment | None, dict[int, OtherSegment], list[list[str]]]:
+    """Makes a segment, and opens the others'.
+
+    Returns:
+        these, and for each rank why it can't open those of all ranks ('': it can).
+    """
     own: OwnSegment | None = None
+    mine: object
     try:
         own = OwnSegment()
-        mine: object = own.found_at
+        mine = own.found_at
     except Unreachable as error:
         mine = str(error)
-    addresses = _exchanged(store, "address", rank, size, mine, timeout)
-    refusals = [f"rank {other}: {found}" for other, found in enumerate(addresses) if isinstance(found, str)]
-    others, failure = dict[int, OtherSegment](), ""
-    try:
-        if not refusals:
-            others = {other: OtherSegment(Address(*found)) for other, found in enumerate(addresses) if other != rank}
-    except Unreachable as error:
-        failure = str(error)
-    opened = _exchanged(store, "opened", rank, size, failure, timeout)
-    refusals += [f"rank {other}: {found}" for other, found in enumerate(opened) if found]
-    if refusals or own is None:
-        raise Unreachable("; ".join(refusals))
-    return MemoryProcessGroup(Board(own, others, rank, timeout.total_seconds()))
+    others, refusals = dict[int, OtherSegment](), list[str]()
+    for other, found in enumerate(_exchanged(store, "address", rank, size, mine, timeout)):
+        refusals.append(found if isinstance(found, str) else "")
+        if other != rank and not refusals[other]:
+            try:
+                others[other] = OtherSegment(Address(*found))
+            except Unreachable as error:
+                refusals[other] = str(error)
+    return own, others, _exchanged(store, "opened", rank, size, refusals, timeout)
 
 
 def _exchanged(store: dist.Store, key: str, rank: int, size: int, mine: object, timeout: timedelta) -> list[Any]:

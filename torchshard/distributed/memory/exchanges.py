@@ -249,7 +249,12 @@ def combine(x: Tensor, parts: Sequence[Tensor], op: ReduceKind) -> None:
 
 def op_text(op: ReduceKind) -> str:
     """'SUM' of torch.distributed's ReduceOp.SUM."""
-    return str(_kind(op)).rpartition(".")[2]
+    return _name(_kind(op))
+
+
+@lru_cache
+def _name(kind: ReduceOp.RedOpType) -> str:
+    return str(kind).rpartition(".")[2]
 
 
 def _kind(op: Any) -> ReduceOp.RedOpType:

@@ -62,9 +62,10 @@ class Regions:
         return at
 
     def _release(self, floor: Callable[[int], int]) -> None:
-        floors = {channel: floor(channel) for channel in {taken.channel for taken in self._taken}}
-        kept = list[_Range]()
+        floors, kept = dict[int, int](), list[_Range]()
         for taken in self._taken:
+            if taken.channel not in floors:
+                floors[taken.channel] = floor(taken.channel)
             if taken.number >= floors[taken.channel]:
                 kept.append(taken)
             elif taken.stop - taken.start > KEPT_BYTES:

@@ -113,6 +113,13 @@ class _Mapping:
             self._bytes = torch.frombuffer(self.memory, dtype=torch.uint8)
         self.address = self._bytes.data_ptr()
         self._tensors = dict[tuple[int, torch.dtype, torch.Size], Tensor]()
+        self._pointers = dict[int, ctypes.c_void_p]()
+
+    def pointer(self, word: int) -> ctypes.c_void_p:
+        """The address of a word, as a system call takes it."""
+        if word not in self._pointers:
+            self._pointers[word] = ctypes.c_void_p(self.address + word * WORD_BYTES)
+        return self._pointers[word]
 
     def tensor(self, offset: int, dtype: torch.dtype, shape: torch.Size) -> Tensor:
         """The tensor that lies, contiguous, at an offset."""
@@ -165,7 +172,7 @@ class OwnSegment(_Mapping):
 
     def wake(self, word: int) -> None:
         """Wakes the processes that wait for a word, whatever it says."""
-        _syscall(self._futex, ctypes.c_void_p(self.address + word * WORD_BYTES), _FUTEX_WAKE, _EVERYONE)
+        _syscall(self._futex, self.pointer(word), _FUTEX_WAKE, _EVERYONE)
 
     def give_back(self, start: int, stop: int) -> None:
         """Frees the pages of a range, which then reads as zeros."""
@@ -185,6 +192,8 @@ class OtherSegment(_Mapping):
             Unreachable: this process can't open it: it is on another machine, in another container, or of another user.
         """
         where = f"/proc/{address.process}/fd/{address.descriptor}"
+        if reason := supported():
+            raise Unreachable(reason)
         try:
             descriptor = os.open(where, os.O_RDONLY | os.O_CLOEXEC)
             try:
@@ -244,5 +253,4 @@ class OtherSegment(_Mapping):
         """Sleeps, unless the word has changed, until it does or the time is up."""
         time_out = _Timespec(int(seconds), int(seconds % 1 * 1e9))
         expected = ctypes.c_uint32(seen & 0xFFFFFFFF)  # a futex is the lower half of a word
-        place = ctypes.c_void_p(self.address + word * WORD_BYTES)
-        _syscall(self._futex, place, _FUTEX_WAIT, expected, ctypes.byref(time_out), None, 0)
+        _syscall(self._futex, self.pointer(word), _FUTEX_WAIT, expected, ctypes.byref(time_out), None, 0)

@@ -113,7 +113,7 @@ class Stopped(RuntimeError):
     def __init__(self, rank: int, why: str) -> None:
         """Names the rank."""
         super().__init__(f"rank {rank}: {why}")
-        self.rank = rank
+        self.rank, self.why = rank, why
 
 
 class Board:
@@ -342,8 +342,11 @@ class Calls:
     def end(self, number: int) -> None:
         """This rank has read what it needs of a call."""
         with self.board.lock:
-            self._ended_before.add(number)
-            while self._ended in self._ended_before:
-                self._ended_before.remove(self._ended)
+            if number == self._ended:
                 self._ended += 1
-            self.board.own.set(READ, self._ended)
+                while self._ended in self._ended_before:
+                    self._ended_before.remove(self._ended)
+                    self._ended += 1
+                self.board.own.set(READ, self._ended)
+            else:
+                self._ended_before.add(number)
