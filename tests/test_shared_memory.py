@@ -6,6 +6,7 @@ import copy
 import os
 import random
 import signal
+import threading
 import time
 from collections.abc import Callable, Iterator
 from datetime import timedelta
@@ -150,6 +151,174 @@ def test_a_call_that_nobody_waits_for_ends_in_a_later_one() -> None:
     assert run_ranks(_not_waited_for, 2, backend="memory") == [expected] * 2
 
 
+def _polled(rank: int) -> list[list[float]]:
+    """What is said to be complete is there; what is kept, and not waited for, comes too."""
+    x, received, kept = torch.full((2,), 1.0 + rank), torch.zeros(2), torch.zeros(2)
+    work = dist.all_reduce(x, async_op=True)
+    while not work.is_completed():
+        time.sleep(0.001)
+    if rank:
+        message, other = dist.irecv(received, 0), dist.irecv(kept, 0)
+        while not message.is_completed():
+            time.sleep(0.001)
+    else:
+        dist.send(torch.full((2,), 7.0), 1)
+        dist.send(torch.full((2,), 8.0), 1)
+    dist.barrier()
+    dist.barrier()
+    return [x.tolist(), received.tolist(), kept.tolist()] if rank == 0 or other else []
+
+
+def test_what_is_complete_is_there() -> None:
+    first, second = run_ranks(_polled, 2, backend="memory")
+    assert first == [[3.0, 3.0], [0.0, 0.0], [0.0, 0.0]] and second == [[3.0, 3.0], [7.0, 7.0], [8.0, 8.0]]
+
+
+def _by_two_threads(rank: int) -> list[list[float]]:
+    x = torch.full((2,), 1.0 + rank)
+    if rank:
+        time.sleep(0.3)
+    work, found = dist.all_reduce(x, async_op=True), list[list[float]]()
+
+    def waits() -> None:
+        work.wait()
+        found.append(x.tolist())
+
+    threads = [threading.Thread(target=waits) for _ in range(3)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    return found
+
+
+def test_threads_may_wait_for_one_call() -> None:
+    assert run_ranks(_by_two_threads, 2, backend="memory") == [[[3.0, 3.0]] * 3] * 2
+
+
+def _interrupted(rank: int) -> list[Any]:
+    x = torch.full((2,), 1.0 + rank)
+    if rank:
+        time.sleep(0.5)
+    work = dist.all_reduce(x, async_op=True)
+    if rank == 0:
+        signal.signal(signal.SIGALRM, lambda *_: (_ for _ in ()).throw(KeyboardInterrupt()))
+        signal.setitimer(signal.ITIMER_REAL, 0.1)
+        with pytest.raises(KeyboardInterrupt):
+            work.wait()
+    work.wait()
+    return x.tolist()
+
+
+def test_a_wait_that_was_interrupted_goes_on() -> None:
+    assert run_ranks(_interrupted, 2, backend="memory") == [[3.0, 3.0]] * 2
+
+
+def _out_of_step(rank: int) -> list[Any]:
+    """A call that differs, and that nobody waits for, is told by a later wait, and moves no call out of its place."""
+    dist.all_reduce(torch.ones(3 + rank), async_op=True)
+    if rank:
+        time.sleep(0.3)
+    found = []
+    for i in range(3):
+        x = torch.full((2,), i + 1.0)
+        text, _ = _told(lambda: dist.all_reduce(x))  # noqa: B023
+        found.append((text, x.tolist()))
+    return found
+
+
+def test_a_failure_that_nobody_waits_for_is_told() -> None:
+    for found in run_ranks(_out_of_step, 2, backend="memory"):
+        assert "different calls" in found[0][0] and found[0][1] == [2.0, 2.0]
+        assert found[1:] == [("", [4.0, 4.0]), ("", [6.0, 6.0])]
+
+
+def _misfits(rank: int) -> list[str]:
+    two, odd = torch.ones(2), rank == 1
+    calls: list[Callable[[], object]] = [
+        lambda: dist.all_gather([torch.empty(2 + 2 * odd) for _ in range(2)], two),
+        lambda: dist.gather(two, None if odd else [torch.empty(3)] * 2, dst=0),
+        lambda: dist.scatter(torch.empty(3), None if odd else [torch.ones(5)] * 2, src=0),
+        lambda: dist.reduce_scatter(torch.zeros(2), [torch.ones(3)] * 2),
+        lambda: dist.all_gather_into_tensor(torch.empty(4, dtype=torch.int32), two),
+        lambda: dist.reduce_scatter_tensor(torch.empty(1, dtype=torch.int32), two),
+        lambda: dist.all_to_all_single(torch.empty(3), torch.ones(3)),
+        lambda: dist.all_to_all([torch.empty(2), torch.empty(2 + odd)], [torch.ones(2), torch.ones(2)]),
+        lambda: dist.all_reduce(torch.ones(2, dtype=torch.uint16)),
+        lambda: dist.all_reduce(torch.ones(2), dist.ReduceOp.BAND),
+    ]
+    found = [_told(call)[0] for call in calls]
+    x = torch.ones(2)
+    dist.all_reduce(x)
+    return [*found, str(x.tolist())]
+
+
+def test_tensors_that_do_not_fit_are_told_on_every_rank() -> None:
+    for found in run_ranks(_misfits, 2, backend="memory"):
+        assert all(found) and found[-1] == "[2.0, 2.0]", found
+        assert all(
+            "refused" in text
+            or "are not" in text
+            or "not have" in text
+            or "not reduce" in text
+            or "which takes" in text
+            for text in found[:-1]
+        ), found
+
+
+def _strided(rank: int) -> list[Any]:
+    out = torch.zeros(4, 6)[:, ::2]
+    dist.all_gather_into_tensor(out, torch.full((2, 3), 1.0 + rank))
+    part = torch.empty(3, 2)
+    dist.reduce_scatter_tensor(part, torch.arange(12.0).reshape(2, 6).T)
+    future = dist.all_reduce(torch.ones(1), async_op=True).get_future()
+    return [out.tolist(), part.tolist(), future.then(lambda done: done.value()[0].item()).wait()]
+
+
+def test_pieces_of_strided_tensors() -> None:
+    whole = torch.arange(12.0).reshape(2, 6).T * 2
+    for rank, found in enumerate(run_ranks(_strided, 2, backend="memory")):
+        assert found == [[[1.0] * 3] * 2 + [[2.0] * 3] * 2, whole[3 * rank : 3 * rank + 3].tolist(), 2.0]
+
+
+def _messages_in_odd_ways(rank: int) -> list[Any]:
+    group = dist.new_group(backend="memory", timeout=timedelta(seconds=0.5 * PATIENCE))
+    found: list[Any] = []
+    if rank:
+        late = _told(lambda: dist.recv(torch.zeros(2), 0, group=group))[0]
+        dist.barrier()
+        x, y = torch.zeros(2), torch.zeros(2)
+        found += ["the time was up" in late, dist.recv(x), dist.recv(y, 0), x.tolist(), y.tolist()]
+    else:
+        dist.barrier()
+        dist.send(torch.ones(2), 1)
+        dist.send(torch.full((2,), 2.0), 1)
+    works = [dist.isend(torch.full((1,), float(i)), 1 - rank) for i in range(1500)]
+    many = [torch.zeros(1) for _ in works]
+    for x in many:
+        dist.recv(x, 1 - rank)
+    return [*found, [x.item() for x in many] == list(range(1500))]
+
+
+def test_messages_that_come_late_from_any_rank_or_in_numbers() -> None:
+    first, second = run_ranks(_messages_in_odd_ways, 2, backend="memory")
+    assert first == [True] and second == [True, 0, 0, [1.0, 1.0], [2.0, 2.0], True]
+
+
+def _one_open(rank: int) -> list[float]:
+    first = torch.ones(2)
+    work = dist.all_reduce(first, async_op=True)
+    x = torch.ones(2)
+    for _ in range(1300):
+        dist.all_reduce(x, dist.ReduceOp.MAX)
+    work.wait()
+    return first.tolist()
+
+
+def test_a_call_that_is_waited_for_last_holds_up_none() -> None:
+    assert run_ranks(_one_open, 2, backend="memory") == [[2.0, 2.0]] * 2
+
+
 def _sums(rank: int, world: int) -> list[Tensor]:
     torch.manual_seed(rank)
     found = []
@@ -285,6 +454,8 @@ def _survives(rank: int, how: signal.Signals, seconds: float) -> tuple[str, floa
             dist.all_reduce(x, dist.ReduceOp.MAX, group=group)
 
     first, took = _told(calls)
+    if "has ended" in first:
+        assert "rank 1: its process has ended" in _told(lambda: dist.send(x, 1))[0]
     dist.destroy_process_group()
     return first, took, str(x.unique().tolist())
 
@@ -387,7 +558,9 @@ def test_a_rank_that_waits_takes_no_core() -> None:
 def _forks(rank: int) -> str:
     reading, writing = os.pipe()
     if not os.fork():
-        os.write(writing, _told(lambda: dist.all_reduce(torch.ones(1)))[0].encode())
+        calls = (lambda: dist.all_reduce(torch.ones(1)), lambda: dist.send(torch.ones(1), 1 - rank))
+        os.write(writing, "; ".join(_told(call)[0] for call in calls).encode())
+        dist.destroy_process_group()
         os._exit(0)
     os.wait()
     x = torch.ones(2)
@@ -397,7 +570,7 @@ def _forks(rank: int) -> str:
 
 def test_a_fork_of_a_rank_is_none() -> None:
     for text in run_ranks(_forks, 2, backend="memory"):
-        assert "a fork of a rank, and no rank itself" in text and text.endswith("[2.0, 2.0]")
+        assert text.count("a fork of a rank, and no rank itself") == 2 and text.endswith("[2.0, 2.0]")
 
 
 def _segments() -> Iterator[Address]:

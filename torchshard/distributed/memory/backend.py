@@ -21,7 +21,7 @@ from torch.distributed import ReduceOp
 
 from torchshard.distributed.memory import exchanges
 from torchshard.distributed.memory.messages import Letters
-from torchshard.distributed.memory.segment import Address, OtherSegment, OwnSegment, Unreachable, below_autograd
+from torchshard.distributed.memory.segment import Address, OtherSegment, OwnSegment, Unreachable
 from torchshard.distributed.memory.stream import Board, Calls
 
 BACKEND = "memory"
@@ -46,15 +46,19 @@ class MemoryWork(dist.Work):
         """
         super().__init__()
         self._communication, self._seconds, self._results = communication, seconds, results
-        self._failure: Exception | None = None
 
     def is_completed(self) -> bool:
-        """Whether `wait` would return at once."""
+        """Whether it has ended, and `wait` would return at once."""
         return self._communication is None or self._communication.is_completed()
 
     def is_success(self) -> bool:
         """Whether it has ended without an error."""
-        return self._failure is None and self.is_completed()
+        if not self.is_completed():
+            return False
+        try:
+            return self.wait()
+        except RuntimeError:
+            return False
 
     def wait(self, timeout: timedelta = _NO_TIMEOUT) -> bool:
         """Ends it.
@@ -62,16 +66,8 @@ class MemoryWork(dist.Work):
         Raises:
             RuntimeError: another rank does something else, has ended, or did not come in time.
         """
-        if self._failure is not None:
-            raise self._failure
         if self._communication is not None:
-            seconds = timeout.total_seconds() if timeout > _NO_TIMEOUT else self._seconds
-            try:
-                self._communication.wait(seconds)
-            except Exception as error:
-                self._failure = error
-                raise
-            self._communication = None
+            self._communication.wait(timeout.total_seconds() if timeout > _NO_TIMEOUT else self._seconds)
         return True
 
     def synchronize(self) -> None:
@@ -88,7 +84,7 @@ class MemoryWork(dist.Work):
         try:
             self.wait()
             future.set_result(list(self._results))
-        except RuntimeError as error:
+        except Exception as error:
             future.set_exception(error)
         return future
 
@@ -108,6 +104,7 @@ class MemoryProcessGroup(dist.ProcessGroup):
         self.board = board
         self.calls = Calls(board)
         self.letters = Letters(board)
+        self.calls.others.append(self.letters.deliver)
         self._seconds = board.seconds
         self._name = ""
 
@@ -181,7 +178,8 @@ class MemoryProcessGroup(dist.ProcessGroup):
 
     def _all_gather(self, outputs: list[list[Tensor]], inputs: list[Tensor], opts: Any = None) -> MemoryWork:
         """dist.all_gather."""
-        return self._begun(inputs, outputs, lambda: exchanges.all_gather(self.calls, outputs, inputs))
+        results = outputs[0] if len(outputs) == 1 else outputs
+        return self._begun(inputs, results, lambda: exchanges.all_gather(self.calls, outputs, inputs))
 
     def _all_gather_single(self, output: Tensor, sent: Tensor, opts: Any = None) -> MemoryWork:
         """dist.all_gather_into_tensor."""
@@ -245,10 +243,6 @@ class MemoryProcessGroup(dist.ProcessGroup):
         """dist.barrier."""
         return self._begun((), (), lambda: exchanges.barrier(self.calls))
 
-    def _monitored_barrier(self, timeout: timedelta | None = None, wait_all_ranks: bool = False) -> None:
-        """dist.monitored_barrier."""
-        exchanges.barrier(self.calls).wait(None if timeout is None else timeout.total_seconds())
-
     # --- messages ----------------------------------------------------------------------------------------------------
 
     def _send(self, tensors: list[Tensor], rank: int, tag: int = 0) -> MemoryWork:
@@ -271,19 +265,13 @@ class MemoryProcessGroup(dist.ProcessGroup):
         return MemoryWork(self.letters.receive(x, None, tag, _letter_text(x)), self._seconds, tensors)
 
     def _pieces(self, whole: list[Tensor], parts: list[Tensor]) -> list[list[Tensor]]:
-        """Each tensor's equal pieces, one for each rank, in the shapes of parts; they share its memory."""
-        return [
-            [piece.view(part.shape) for piece in x.view(-1).chunk(self.board.size)]
-            if x.numel()
-            else [x] * self.board.size
-            for x, part in zip(whole, parts, strict=True)
-        ]
+        return [exchanges.pieces(x, part, self.board.size) for x, part in zip(whole, parts, strict=True)]
 
     def _begun(
         self, tensors: Sequence[Tensor], results: Sequence[Any], begin: Callable[[], exchanges.Exchange]
     ) -> MemoryWork:
         _check(tensors)
-        return MemoryWork(below_autograd(begin), self._seconds, results)
+        return MemoryWork(exchanges.begun(self.calls, begin), self._seconds, results)
 
 
 _ASKED_BY = {
@@ -302,7 +290,6 @@ _ASKED_BY = {
     "_all_to_all": ("alltoall",),
     "_all_to_all_single": ("all_to_all_single", "alltoall_base"),
     "_barrier": ("barrier",),
-    "_monitored_barrier": ("monitored_barrier",),
     "_send": ("send",),
     "_receive": ("recv",),
     "_receive_from_any": ("recv_anysource",),

@@ -6,6 +6,7 @@ first: all ranks get the same bits, and the same bits in each run.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Sequence
 from functools import lru_cache
 from typing import Any
@@ -17,7 +18,7 @@ from torch.distributed import ReduceOp
 
 from torchshard.distributed.memory.regions import aligned
 from torchshard.distributed.memory.segment import below_autograd
-from torchshard.distributed.memory.stream import Call, Calls, Post, call_of
+from torchshard.distributed.memory.stream import Call, Calls, Post, Refused, call_of
 
 Finish = Callable[[list[Post]], None]
 ReduceKind = ReduceOp | ReduceOp.RedOpType
@@ -36,7 +37,7 @@ _HALVES = (torch.float16, torch.bfloat16)
 
 
 class Exchange:
-    """A collective that this rank has begun."""
+    """A collective that this rank has begun, for whoever waits for it."""
 
     def __init__(self, calls: Calls, call: Call, sent: Sequence[Tensor], finish: Finish, values: Sequence[int] = ()):
         """Begins it.
@@ -45,38 +46,39 @@ class Exchange:
             finish: makes the result of all ranks' posts.
             values: numbers of this rank's own, for the others.
         """
-        self._calls, self._finish = calls, finish
-        self._number, self._call = calls.begin(call, sent, values)
-        self._ended = False
+        self._calls, self._begun = calls, calls.begin(call, sent, finish, values)
 
     def __del__(self) -> None:
-        """Its result must come even if nobody waits: a backend with threads ends what it has begun."""
-        if not getattr(self, "_ended", True):
-            self._calls.leave(self)
+        """What it gives comes even if nobody waits; if it fails, the next wait says so."""
+        begun = getattr(self, "_begun", None)
+        if begun is not None:
+            begun.is_dropped = True
 
     def is_completed(self) -> bool:
-        """Whether `wait` would return at once."""
-        return self._ended or self._calls.is_complete(self._number)
+        """Whether it has ended, and `wait` would return at once."""
+        self._begun.end(blocking=False)
+        return self._begun.is_done
 
     def wait(self, seconds: float | None = None) -> None:
-        """Ends it.
+        """Ends it, and what else all ranks have begun.
 
         Raises:
             Stopped: a rank did not come.
             Different: a rank makes another call.
+            RuntimeError: an earlier call that nobody waits for has failed.
         """
-        if self._ended:
-            return
-        self._ended = True
-        posts = self._calls.posts(self._number, self._call, seconds)
-        try:
-            below_autograd(self._finish, posts)
-        finally:
-            self._calls.end(self._number)
+        self._begun.end(seconds)
+        self._calls.end_complete()
+        if self._begun.failure is not None:
+            raise self._begun.failure
+        if self._calls.untold:
+            raise self._calls.untold.pop(0)
 
 
 def all_reduce(calls: Calls, tensors: Sequence[Tensor], op: ReduceKind) -> Exchange:
     """Puts the combined tensors of all ranks in the place of this rank's."""
+    for x in tensors:
+        _check_reduces(x, op)
 
     def finish(posts: list[Post]) -> None:
         for x, at in zip(tensors, _places(tensors), strict=True):
@@ -87,6 +89,7 @@ def all_reduce(calls: Calls, tensors: Sequence[Tensor], op: ReduceKind) -> Excha
 
 def reduce(calls: Calls, tensor: Tensor, root: int, op: ReduceKind) -> Exchange:
     """As `all_reduce`, on one rank."""
+    _check_reduces(tensor, op)
 
     def finish(posts: list[Post]) -> None:
         if calls.board.rank == root:
@@ -113,6 +116,8 @@ def all_gather(calls: Calls, outputs: Sequence[Sequence[Tensor]], inputs: Sequen
     Args:
         outputs: for each input one tensor for each rank.
     """
+    for found, x in zip(outputs, inputs, strict=True):
+        _check_pieces(calls, found, x)
 
     def finish(posts: list[Post]) -> None:
         for found, at in zip(outputs, _places(inputs), strict=True):
@@ -124,6 +129,8 @@ def all_gather(calls: Calls, outputs: Sequence[Sequence[Tensor]], inputs: Sequen
 
 def gather(calls: Calls, outputs: Sequence[Tensor], tensor: Tensor, root: int) -> Exchange:
     """As `all_gather`, on one rank; the others have no outputs."""
+    if calls.board.rank == root:
+        _check_pieces(calls, outputs, tensor)
 
     def finish(posts: list[Post]) -> None:
         if calls.board.rank == root:
@@ -135,6 +142,8 @@ def gather(calls: Calls, outputs: Sequence[Tensor], tensor: Tensor, root: int) -
 
 def scatter(calls: Calls, output: Tensor, inputs: Sequence[Tensor], root: int) -> Exchange:
     """Copies one rank's tensor for this rank; the others have no inputs."""
+    if calls.board.rank == root:
+        _check_pieces(calls, inputs, output)
 
     def finish(posts: list[Post]) -> None:
         _fill(output, calls, posts[root], calls.board.rank * aligned(output.nbytes))
@@ -150,6 +159,9 @@ def reduce_scatter(
     Args:
         inputs: for each output one tensor for each rank.
     """
+    for found, x in zip(inputs, outputs, strict=True):
+        _check_pieces(calls, found, x)
+        _check_reduces(x, op)
     sent = [x for found in inputs for x in found]
 
     def finish(posts: list[Post]) -> None:
@@ -166,21 +178,51 @@ def all_to_all(calls: Calls, outputs: Sequence[Tensor], inputs: Sequence[Tensor]
     """Copies the ranks' tensors for this rank, which may differ in size.
 
     Args:
-        outputs, inputs: one for each rank.
+        outputs, inputs: one for each rank, of one dtype.
     """
-    lengths = [x.numel() for x in inputs]
-    places = _places(inputs)
-    like = [] if not inputs else [inputs[0].new_empty(0)]
+    ranks, rank = calls.board.size, calls.board.rank
+    dtypes = {x.dtype for x in (*outputs, *inputs)}
+    if len(outputs) != ranks or len(inputs) != ranks or len(dtypes) != 1:
+        raise Refused(
+            f"{len(outputs)} outputs and {len(inputs)} inputs of {dtypes} are not one for each of {ranks} ranks"
+        )
+    sent, taken = [x.numel() for x in inputs], [x.numel() for x in outputs]
 
     def finish(posts: list[Post]) -> None:
-        rank, size = calls.board.rank, calls.board.size
+        for a, b in itertools.product(posts, posts):
+            if a.values[b.rank] != b.values[ranks + a.rank]:
+                sizes = f"sends {a.values[b.rank]} elements to rank {b.rank}, which takes {b.values[ranks + a.rank]}"
+                raise RuntimeError(f"all_to_all: rank {a.rank} {sizes}")
         for x, post in zip(outputs, posts, strict=True):
-            length, at = post.values[rank], post.values[size + rank]
-            if length != x.numel():
-                raise RuntimeError(f"rank {post.rank} sends {length} elements to rank {rank}, which takes {x.numel()}")
-            _fill(x, calls, post, at)
+            _fill(x, calls, post, post.values[2 * ranks + rank])
 
-    return Exchange(calls, _call("all_to_all", like), inputs, finish, [*lengths, *places])
+    call = _call("all_to_all", [inputs[0].new_empty(0)])
+    return Exchange(calls, call, inputs, finish, [*sent, *taken, *_places(inputs)])
+
+
+def _check_pieces(calls: Calls, pieces: Sequence[Tensor], like: Tensor) -> None:
+    """Raises Refused unless there is a tensor for each rank, all of the size and dtype of another one."""
+    if len(pieces) != calls.board.size or any(x.numel() != like.numel() or x.dtype is not like.dtype for x in pieces):
+        given = ", ".join(dict.fromkeys(f"{x.dtype}{list(x.shape)}" for x in pieces))
+        raise Refused(
+            f"{len(pieces)} tensors ({given}) are not one for each of {calls.board.size} ranks like {like.dtype}"
+            f"{list(like.shape)}"
+        )
+
+
+@lru_cache
+def _reduces(kind: ReduceOp.RedOpType, dtype: torch.dtype) -> bool:
+    x = torch.zeros(2, dtype=dtype)
+    try:
+        _COMBINED[kind](x, x, out=torch.zeros(2, dtype=dtype))
+    except (KeyError, RuntimeError):
+        return False
+    return True
+
+
+def _check_reduces(x: Tensor, op: ReduceKind) -> None:
+    if not _reduces(_kind(op), x.dtype):
+        raise Refused(f"ranks that talk through memory do not reduce {x.dtype} by {op_text(op)}")
 
 
 def barrier(calls: Calls) -> Exchange:
@@ -202,9 +244,9 @@ _START: dict[Callable[..., Any], Callable[..., Exchange]] = {
     dist.all_reduce: lambda calls, x, op=ReduceOp.SUM: all_reduce(calls, [x], op),
     dist.reduce: lambda calls, x, op=ReduceOp.SUM, *, group_dst: reduce(calls, x, group_dst, op),
     dist.broadcast: lambda calls, x, *, group_src: broadcast(calls, [x], group_src),
-    dist.all_gather_single: lambda calls, out, x: all_gather(calls, [out.view(calls.board.size, *x.shape)], [x]),
+    dist.all_gather_single: lambda calls, out, x: all_gather(calls, [pieces(out, x, calls.board.size)], [x]),
     dist.reduce_scatter_single: lambda calls, out, x: reduce_scatter(
-        calls, [out], [x.chunk(calls.board.size)], ReduceOp.SUM
+        calls, [out], [pieces(x, out, calls.board.size)], ReduceOp.SUM
     ),
     dist.gather: lambda calls, x, out, *, group_dst: gather(calls, out or (), x, group_dst),
     dist.scatter: lambda calls, out, xs, *, group_src: scatter(calls, out, xs or (), group_src),
@@ -216,22 +258,53 @@ _START: dict[Callable[..., Any], Callable[..., Exchange]] = {
 
 
 def start(fn: Callable[..., Any], calls: Calls, /, *args: object, **kwargs: object) -> Exchange:
-    """Begins the collective that a function of torch.distributed would begin with these arguments."""
-    return below_autograd(_START[fn], calls, *args, **kwargs)
+    """Begins the collective that a function of torch.distributed would begin with these arguments.
+
+    Raises:
+        RuntimeError: it can't be begun with them; the other ranks hear of it.
+    """
+    return begun(calls, lambda: _START[fn](calls, *args, **kwargs))
+
+
+def begun(calls: Calls, begin: Callable[[], Exchange]) -> Exchange:
+    """Begins a collective; where this rank can't make it, the others hear of it."""
+    try:
+        return below_autograd(begin)
+    except Refused as error:
+        calls.refuse(str(error))
+        raise
 
 
 def cut(x: Tensor, lengths: Sequence[int], ranks: int) -> list[Tensor]:
     """A tensor's pieces along dim 0, one for each rank; no lengths: equal ones."""
-    return list(x.split(list(lengths) or x.shape[0] // ranks or 1)) if x.numel() or lengths else [x] * ranks
+    rows = x.shape[0] if x.ndim else 0
+    given = list(lengths) or [rows // ranks] * ranks
+    if len(given) != ranks or sum(given) != rows:
+        raise Refused(f"{rows} rows are not {given} for {ranks} ranks")
+    return list(x.split(given))
+
+
+def pieces(whole: Tensor, part: Tensor, ranks: int) -> list[Tensor]:
+    """The pieces of a tensor in which all ranks' parts lie one after the other; they share its memory."""
+    if whole.numel() != ranks * part.numel() or whole.dtype is not part.dtype:
+        given = f"{whole.dtype}{list(whole.shape)}"
+        raise Refused(f"{given} does not have the parts of {ranks} ranks, each {part.dtype}{list(part.shape)}")
+    if not part.numel():
+        return [part.new_empty(part.shape)] * ranks
+    if whole.shape == (ranks, *part.shape):
+        return list(whole.unbind(0))
+    if part.ndim and whole.shape == (ranks * part.shape[0], *part.shape[1:]):
+        return list(whole.chunk(ranks))
+    if not whole.is_contiguous():
+        raise Refused(f"{list(whole.shape)}, which is not contiguous, is not {ranks} times {list(part.shape)}")
+    return [piece.view(part.shape) for piece in whole.view(-1).chunk(ranks)]
 
 
 def combine(x: Tensor, parts: Sequence[Tensor], op: ReduceKind) -> None:
     """Combines tensors, in their order, into one that shares no memory with them."""
-    kind = _kind(op)
-    if kind not in _COMBINED:
-        raise RuntimeError(f"ranks that talk through memory do not reduce by {op_text(op)}")
     if not x.numel():
         return
+    kind = _kind(op)
     fn = _COMBINED[kind]
     rounds_once = x.dtype in _HALVES and (len(parts) > 2 or kind == ReduceOp.AVG)
     first, *rest = parts

@@ -2,22 +2,16 @@
 
 from __future__ import annotations
 
-import os
 import time
 from collections import defaultdict, deque
-from typing import NamedTuple
 
 from torch import Tensor
 
-from torchshard.distributed.memory.segment import SLICE_SECONDS, below_autograd
-from torchshard.distributed.memory.stream import LETTERS, RING, Board, Different, Post, Stopped, call_of
+from torchshard.distributed.memory.segment import below_autograd
+from torchshard.distributed.memory.stream import LETTERS, LETTERS_RING, Board, Different, Post, Stopped, call_of
 
-PAUSE_SECONDS = 1e-4
-
-
-class _Letter(NamedTuple):
-    number: int
-    post: Post
+PAUSES = (1e-4, 5e-3)
+"""Seconds between two looks for a message of any rank, at first and at last."""
 
 
 class Letters:
@@ -25,12 +19,12 @@ class Letters:
 
     def __init__(self, board: Board) -> None:
         """Begins with none."""
-        self._board = board
+        self.board = board
         self._sent = [0] * board.size
         self._seen = [0] * board.size
         self._taken = [0] * board.size
         self._taken_before = [set[int]() for _ in range(board.size)]
-        self._arrived = defaultdict[tuple[int, int], deque[_Letter]](deque)
+        self._arrived = defaultdict[tuple[int, int], deque[tuple[int, Post]]](deque)
         self._awaited = defaultdict[tuple[int, int], deque["Receipt"]](deque)
 
     def send(self, tensor: Tensor, rank: int, tag: int, text: str) -> None:
@@ -39,19 +33,23 @@ class Letters:
         Raises:
             Stopped: the receiver has ended, or takes no messages.
         """
-        board = self._board
-        with board.lock:
-            number = self._sent[rank]
-            deadline = time.monotonic() + board.seconds
-            while number - board.others[rank].words[board.taken(board.rank)] >= RING:
-                if time.monotonic() > deadline:
-                    raise Stopped(rank, f"it has taken none of the last {RING} messages")
-                board.others[rank].check_alive()
-                time.sleep(PAUSE_SECONDS)
-            start = board.write(call_of(text), (tensor,), (tag,), LETTERS + rank, number)
-            board.own.words[board.letter(rank, number)] = start
-            board.own.publish(board.sent(rank), number + 1)
-            self._sent[rank] += 1
+        board = self.board
+        board.check()
+        board.check_other(rank)
+        deadline = time.monotonic() + board.seconds
+        while True:
+            with board.lock:
+                number = self._sent[rank]
+                if number - board.others[rank].words[board.taken(board.rank)] < LETTERS_RING:
+                    start = board.write(call_of(text), (tensor,), (tag,), LETTERS + rank, number)
+                    board.own.words[board.letter(rank, number)] = start
+                    board.own.publish(board.sent(rank), number + 1)
+                    self._sent[rank] += 1
+                    return
+            board.check_other(rank)
+            if time.monotonic() > deadline:
+                raise Stopped(rank, f"it has taken none of the last {LETTERS_RING} messages")
+            time.sleep(PAUSES[0])
 
     def receive(self, tensor: Tensor, rank: int | None, tag: int, text: str) -> Receipt:
         """Asks for the next message of a tag, after those that were asked for before.
@@ -60,48 +58,45 @@ class Letters:
             tensor: takes its data.
             rank: the sender; None: whoever comes first.
         """
+        self.board.check()
         receipt = Receipt(self, tensor, rank, tag, text)
         if rank is not None:
-            with self._board.lock:
+            with self.board.lock:
                 self._awaited[rank, tag].append(receipt)
         return receipt
 
-    def deliver(self, ranks: list[int]) -> None:
-        """Hands the messages of ranks that have come to those that asked for them."""
-        board = self._board
+    def withdraw(self, receipt: Receipt) -> None:
+        """Nobody waits for a message any more; the next one that asks gets it."""
+        with self.board.lock:
+            for awaited in self._awaited.values():
+                if receipt in awaited:
+                    awaited.remove(receipt)
+
+    def deliver(self) -> None:
+        """Hands the messages that have come to those that asked for them."""
+        board = self.board
         with board.lock:
-            for rank in ranks:
-                words = board.others[rank].words
-                while self._seen[rank] < words[board.sent(board.rank)]:
+            for rank, other in board.others.items():
+                while self._seen[rank] < other.words[board.sent(board.rank)]:
                     number = self._seen[rank]
-                    post = board.read(rank, words[board.letter(board.rank, number)])
-                    self._arrived[rank, post.values[0]].append(_Letter(number, post))
+                    post = board.read(rank, other.words[board.letter(board.rank, number)])
+                    self._arrived[rank, post.values[0]].append((number, post))
                     self._seen[rank] += 1
-            for key, awaited in self._awaited.items():
-                while awaited and self._arrived[key]:
-                    awaited.popleft().take(self._arrived[key].popleft())
+            for key in [key for key, awaited in self._awaited.items() if awaited]:
+                while self._awaited[key] and self._arrived[key]:
+                    self._awaited[key].popleft().take(*self._arrived[key].popleft())
 
-    def next_of_any(self, tag: int) -> _Letter | None:
-        """A message of a tag that nobody has asked for by its sender."""
-        with self._board.lock:
-            for rank in self._board.others:
-                if not self._awaited[rank, tag] and self._arrived[rank, tag]:
-                    return self._arrived[rank, tag].popleft()
-        return None
-
-    def count(self, rank: int) -> int:
-        """How many messages a rank has sent to this one so far."""
-        board = self._board
-        return board.others[rank].words[board.sent(board.rank)]
-
-    def wait(self, rank: int, count: int, deadline: float) -> None:
-        """Waits until a rank has sent more messages than a number."""
-        board = self._board
-        board.wait(rank, board.sent(board.rank), count + 1, deadline)
+    def deliver_any(self, receipt: Receipt, tag: int) -> None:
+        """Hands out a message of a tag that nobody has asked for by its sender, if there is one."""
+        self.deliver()
+        with self.board.lock:
+            for rank in self.board.others:
+                if not receipt.is_done and not self._awaited[rank, tag] and self._arrived[rank, tag]:
+                    receipt.take(*self._arrived[rank, tag].popleft())
 
     def took(self, rank: int, number: int) -> None:
         """The memory of a message can be used again."""
-        board = self._board
+        board = self.board
         with board.lock:
             self._taken_before[rank].add(number)
             while self._taken[rank] in self._taken_before[rank]:
@@ -117,57 +112,66 @@ class Receipt:
         """Names what is awaited."""
         self._letters, self._tensor, self._tag, self._text = letters, tensor, tag, text
         self.rank = rank
-        self._letter: _Letter | None = None
-        self._done = False
+        self.is_done = False
+        self._failure: Exception | None = None
 
-    def take(self, letter: _Letter) -> None:
-        """This is the message."""
-        self._letter, self.rank = letter, letter.post.rank
-
-    def is_completed(self) -> bool:
-        """Whether `wait` would return at once."""
-        self._look()
-        return self._done or self._letter is not None
-
-    def _look(self) -> None:
-        board = self._letters._board
-        self._letters.deliver(list(board.others) if self.rank is None else [self.rank])
-        if self.rank is None and self._letter is None and (found := self._letters.next_of_any(self._tag)):
-            self.take(found)
-
-    def wait(self, seconds: float) -> None:
-        """Waits for the message, and copies its data.
-
-        Raises:
-            Stopped: the sender has ended, or sent nothing in time.
-            Different: it has another size or dtype.
-        """
-        deadline = time.monotonic() + seconds
-        while True:
-            count = 0 if self.rank is None else self._letters.count(self.rank)
-            if self.is_completed():
-                break
-            if self.rank is None:
-                self._pause(deadline)
-            else:  # it is none of those counted, which another thread may have delivered
-                self._letters.wait(self.rank, count, deadline)
-        if self._done:
-            return
-        assert self._letter is not None
-        (number, post), board = self._letter, self._letters._board
-        self._done = True
+    def take(self, number: int, post: Post) -> None:
+        """Copies the data of the message, which this is."""
+        board, self.rank = self._letters.board, post.rank
         try:
             if post.digest != call_of(self._text).digest:
                 raise Different({post.rank: board.text(post), board.rank: self._text})
             if self._tensor.numel():
                 below_autograd(self._tensor.copy_, board.data(post, self._tensor.dtype, self._tensor.shape))
-        finally:
-            self._letters.took(post.rank, number)
+        except Exception as error:
+            self._failure = error
+        self._letters.took(post.rank, number)
+        self.is_done = True
 
-    def _pause(self, deadline: float) -> None:
-        for rank, other in self._letters._board.others.items():
-            other.check_alive()
-            if time.monotonic() > deadline:
-                raise Stopped(rank, "the time was up")
-        os.sched_yield()
-        time.sleep(min(PAUSE_SECONDS, SLICE_SECONDS))
+    def is_completed(self) -> bool:
+        """Whether the message is there."""
+        if not self.is_done:
+            self._letters.deliver() if self.rank is not None else self._letters.deliver_any(self, self._tag)
+        return self.is_done
+
+    def wait(self, seconds: float | None = None) -> None:
+        """Waits for the message.
+
+        Raises:
+            Stopped: the sender has ended, or sent nothing in time.
+            Different: it has another size or dtype.
+        """
+        board = self._letters.board
+        deadline = time.monotonic() + (board.seconds if seconds is None else seconds)
+        pause, longest = PAUSES
+        try:
+            while not self.is_done:
+                rank = self.rank
+                count = 0 if rank is None else board.others[rank].words[board.sent(board.rank)]
+                if self.is_completed():
+                    break
+                if rank is not None:  # it is none of those counted, which another thread may have delivered
+                    board.wait(rank, board.sent(board.rank), count + 1, deadline)
+                    continue
+                self._check_any(deadline)
+                time.sleep(pause)
+                pause = min(2 * pause, longest)
+        except Stopped as error:
+            self._letters.withdraw(self)
+            self._failure, self.is_done = error, True
+        if self._failure is not None:
+            raise self._failure
+
+    def _check_any(self, deadline: float) -> None:
+        """Raises Stopped if no other rank can send any more, or the time is up."""
+        gone = list[Stopped]()
+        board = self._letters.board
+        for rank in board.others:
+            try:
+                board.check_other(rank)
+            except Stopped as error:
+                gone.append(error)
+        if len(gone) == len(board.others) and not self.is_completed():
+            raise gone[0]
+        if time.monotonic() > deadline:
+            raise Stopped(next(iter(board.others)), "the time was up, for a message of any rank")

@@ -12,9 +12,9 @@ import os
 import threading
 import time
 import zlib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import lru_cache
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -32,7 +32,9 @@ from torchshard.distributed.memory.segment import (
 
 PER_LINE = ALIGNMENT // WORD_BYTES
 RING = 1024
-"""So many calls of a group may be under way at once, and so many messages from one rank to another."""
+"""So many calls of a group may be under way at once."""
+LETTERS_RING = 1 << 15
+"""So many messages from one rank to another."""
 MAX_TEXT = 2048
 HEADER_WORDS = 4
 """Of a post: the digest, the bytes of its text, the number of its values, the bytes of its data."""
@@ -64,7 +66,9 @@ class Call(NamedTuple):
 
     def described(self, by: Sequence[Call]) -> Call:
         """This call, by what a caller says of it, and of calls before it that sent nothing."""
-        return Call(hash((self.digest, *[call.digest for call in by])), b"; then ".join([call.text for call in by]))
+        parts = [call.text.partition(b"\n") for call in by]
+        text, site = b"; then ".join([part[0] for part in parts]), parts[-1][2]
+        return Call(hash((self.digest, *[call.digest for call in by])), text + b"\n" + site if site else text)
 
 
 @lru_cache(maxsize=4096)
@@ -107,6 +111,10 @@ class Different(RuntimeError):
         self.texts = texts
 
 
+class Refused(RuntimeError):
+    """This rank can't make a call with these tensors; the others hear of it."""
+
+
 class Stopped(RuntimeError):
     """A rank has given up, has ended, or did not come in time; the group can't be used any more."""
 
@@ -129,6 +137,39 @@ class Board:
         self._regions = Regions(aligned(self.letter(self.size, 0) * WORD_BYTES), SEGMENT_BYTES, own.give_back)
         self.lock = threading.RLock()
         self._closed = False
+        self._process = os.getpid()
+
+    def is_fork(self) -> bool:
+        """Whether this process is a fork of the rank."""
+        return os.getpid() != self._process
+
+    def check(self) -> None:
+        """Checks that this process may communicate.
+
+        Raises:
+            Stopped: a call was given up before.
+            RuntimeError: it is a fork of the rank.
+        """
+        if self.is_fork():
+            raise RuntimeError("this process is a fork of a rank, and no rank itself: it can't communicate")
+        if self.own.words[GIVEN_UP]:
+            raise Stopped(self.rank, self.text(self.read(self.rank, self.own.words[REASON])))
+
+    def check_other(self, rank: int) -> None:
+        """Checks that another rank may still answer.
+
+        Raises:
+            Stopped: it has ended, or has given up.
+        """
+        if self._closed:
+            raise Stopped(self.rank, "this rank has ended the group")
+        other = self.others[rank]
+        if other.words[GIVEN_UP]:
+            raise Stopped(rank, self.text(self.read(rank, other.words[REASON])))
+        try:
+            other.check_alive()
+        except Gone as error:
+            raise Stopped(rank, str(error)) from None
 
     def write(
         self,
@@ -195,17 +236,9 @@ class Board:
         Raises:
             Stopped: it never will be.
         """
-        other = self.others[rank]
-
-        def given_up() -> None:
-            if self._closed:
-                raise Stopped(self.rank, "this rank has ended the group")
-            if other.words[GIVEN_UP]:
-                raise Stopped(rank, self.text(self.read(rank, other.words[REASON])))
-
         try:
-            other.wait(word, number, deadline, given_up)
-        except (Gone, TimeoutError) as error:
+            self.others[rank].wait(word, number, deadline, lambda: self.check_other(rank))
+        except TimeoutError as error:
             raise Stopped(rank, str(error)) from None
 
     def read_by_all(self) -> int:
@@ -229,16 +262,17 @@ class Board:
 
     def letter(self, rank: int, number: int) -> int:
         """The word that says where a message to a rank begins."""
-        return LINES + 2 * self.size * PER_LINE + rank * RING + number % RING
+        return LINES + 2 * self.size * PER_LINE + rank * LETTERS_RING + number % LETTERS_RING
 
     def close(self, number: int) -> None:
         """Ends all waits of this rank's own, and those of others for its calls from a number on."""
-        self._closed = True
-        self.give_up(number, "it has ended the group")
+        if not self.is_fork():
+            self._closed = True
+            self.give_up(number, "it has ended the group")
 
     def give_up(self, number: int, why: str) -> None:
         """Tells the others that this rank ends none of the calls from a number on; the first time that it is called."""
-        if self.own.words[GIVEN_UP]:
+        if self.own.words[GIVEN_UP] or self.is_fork():
             return
         with self.lock:
             call = Call(0, why.encode()[:MAX_TEXT])
@@ -248,14 +282,41 @@ class Board:
                 self.own.wake(word)
 
 
-class Left(Protocol):
-    """A call that has begun, and that nobody waits for."""
+class Begun:
+    """A call that this rank has begun."""
 
-    def is_completed(self) -> bool:
-        """Whether `wait` would return at once."""
+    def __init__(self, calls: Calls, number: int, call: Call, finish: Callable[[list[Post]], None]) -> None:
+        """Names it; `finish` makes the result of all ranks' posts, and may be called again if it is interrupted."""
+        self._calls, self._number, self._call, self._finish = calls, number, call, finish
+        self._lock = threading.Lock()
+        self.is_done = False
+        self.failure: Exception | None = None
+        self.is_dropped = False
+        """Whether nobody can wait for it any more."""
 
-    def wait(self) -> None:
-        """Ends it."""
+    def end(self, seconds: float | None = None, *, blocking: bool = True) -> None:
+        """Ends it, unless another thread does so; with `blocking` it waits for the other ranks, or for that thread."""
+        if not self._lock.acquire(blocking=blocking):
+            return
+        try:
+            if not self.is_done and (blocking or self._calls.is_complete(self._number)):
+                self._end(seconds)
+        finally:
+            self._lock.release()
+
+    def _end(self, seconds: float | None) -> None:
+        try:
+            below_autograd(self._finish, self._calls.posts(self._number, self._call, seconds))
+        except Exception as error:
+            self.failure = error
+        self.is_done, self._finish = True, _nothing
+        self._calls.end(self._number)
+        if self.is_dropped and self.failure is not None:
+            self._calls.untold.append(self.failure)
+
+
+def _nothing(posts: list[Post]) -> None:
+    pass
 
 
 class Calls:
@@ -266,42 +327,49 @@ class Calls:
         self.board = board
         self.begun = self._ended = 0
         self._ended_before = set[int]()
+        self._open = dict[int, Begun]()
         self._noted = list[Call]()
-        self._left = list[Left]()
-        self._process = os.getpid()
+        self.untold = list[Exception]()
+        """Why calls have failed for which nobody waited."""
+        self.others = list[Callable[[], None]]()
+        """What else goes on while calls are waited for."""
 
     def note(self, call: Call) -> None:
         """Says more of the next call: the ranks compare it, too, and errors show it instead."""
         self._noted.append(call)
 
-    def begin(self, call: Call, sent: Sequence[Tensor] = (), values: Sequence[int] = ()) -> tuple[int, Call]:
+    def begin(
+        self, call: Call, sent: Sequence[Tensor], finish: Callable[[list[Post]], None], values: Sequence[int] = ()
+    ) -> Begun:
         """Posts this rank's part of the next call.
-
-        Returns:
-            the number of the call, and what was posted of it.
 
         Raises:
             Stopped: another call was given up.
             RuntimeError: too many calls are under way, or this process is a fork of the rank.
         """
         board, own = self.board, self.board.own
-        if os.getpid() != self._process:
-            raise RuntimeError("this process is a fork of a rank, and no rank itself: it can't communicate")
+        board.check()
         with board.lock:
-            if own.words[GIVEN_UP]:
-                raise Stopped(board.rank, board.text(board.read(board.rank, own.words[REASON])))
-            self._end_left()
+            number = self.begun
+            if number >= RING and number - board.read_by_all() >= RING:
+                self.end_complete()
+            if number >= RING and number - board.read_by_all() >= RING:
+                raise RuntimeError(f"{RING} calls are under way and have not been waited for")
             if self._noted:
                 call = call.described(self._noted)
                 self._noted.clear()
-            number = self.begun
-            if number >= RING and number - board.read_by_all() >= RING:
-                raise RuntimeError(f"{RING} calls are under way and have not been waited for")
             start = board.write(call, sent, values, CALLS, number)
             own.words[INDEX + number % RING] = start
             own.publish(POSTED, number + 1)
             self.begun += 1
-        return number, call
+            begun = self._open[number] = Begun(self, number, call, finish)
+        return begun
+
+    def refuse(self, why: str) -> None:
+        """Tells the others that this rank can't make the next call."""
+        begun = self.begin(call_of(f"refused: {why}"), (), _nothing)
+        self.end(self.begun - 1)
+        begun.is_done = True
 
     def is_complete(self, number: int) -> bool:
         """Whether all ranks have begun a call."""
@@ -326,22 +394,13 @@ class Calls:
             board.give_up(number, f"gave up {call.text.decode(errors='replace')}: {error}")
             raise
         if any(post.digest != call.digest for post in posts):
-            self.end(number)
             raise Different({post.rank: board.text(post) for post in posts})
-        self._end_left()
         return posts
-
-    def leave(self, left: Left) -> None:
-        """Nobody will wait for a call that has begun: it ends when all ranks have begun it, in a later one."""
-        self._left.append(left)
-
-    def _end_left(self) -> None:
-        while self._left and self._left[0].is_completed():
-            self._left.pop(0).wait()
 
     def end(self, number: int) -> None:
         """This rank has read what it needs of a call."""
         with self.board.lock:
+            self._open.pop(number, None)
             if number == self._ended:
                 self._ended += 1
                 while self._ended in self._ended_before:
@@ -350,3 +409,12 @@ class Calls:
                 self.board.own.set(READ, self._ended)
             else:
                 self._ended_before.add(number)
+
+    def end_complete(self) -> None:
+        """Ends what all ranks have begun, whether somebody waits for it or not, as a backend with threads does."""
+        with self.board.lock:
+            begun = list(self._open.values())
+        for each in begun:
+            each.end(blocking=False)
+        for other in self.others:
+            other()
