@@ -96,7 +96,7 @@ def _messages(rank: int) -> dict[str, Any]:
 
 
 def test_receives_are_posted_by_the_thread_that_calls() -> None:
-    for found in run_ranks(_messages, 2):
+    for found in run_ranks(_messages, 2, backend="gloo"):
         assert found == {"values": [0, 1, 2], "threads": True}
 
 
@@ -128,7 +128,7 @@ def _compared_at_the_end(rank: int) -> dict[str, Any]:
 
 
 def test_a_call_is_compared_while_its_collectives_are_on_their_way() -> None:
-    for found in run_ranks(_compared_at_the_end, 2):
+    for found in run_ranks(_compared_at_the_end, 2, backend="gloo"):
         assert found == {"events": ["compare", "all-reduce", "settle"], "told": True, "right": True}
 
 

@@ -212,9 +212,9 @@ def _check_pieces(calls: Calls, pieces: Sequence[Tensor], like: Tensor) -> None:
 
 @lru_cache
 def _reduces(kind: ReduceOp.RedOpType, dtype: torch.dtype) -> bool:
-    x = torch.zeros(2, dtype=dtype)
+    x = torch.zeros(2, dtype=dtype, device="cpu")
     try:
-        _COMBINED[kind](x, x, out=torch.zeros(2, dtype=dtype))
+        _COMBINED[kind](x, x, out=torch.zeros_like(x))
     except (KeyError, RuntimeError):
         return False
     return True
