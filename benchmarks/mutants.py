@@ -871,13 +871,6 @@ FAULTS = (
         "tests/test_dcp.py -k not_stepped",
     ),
     Fault(
-        "staged slices are plain",
-        "weights/state_slices.py",
-        'if func.__name__ == "new_empty" and module == _STAGER:',
-        "if False:",
-        "tests/test_dcp.py -k saves_and_loads",
-    ),
-    Fault(
         "whole values of several ranks are not compared",
         "checkpoints/saving.py",
         "ranks.verify_along(axis, hashes(items if axis == MODEL else common, axis), what)",

@@ -167,8 +167,10 @@ def _optimizer_from_file(rank: int) -> list[bool]:
     held = io.BytesIO()
     torch.save(optimizer.state_dict(), held)
     held.seek(0)
-    fresh = adamw(model)
-    fresh.load_state_dict(torch.load(held))
+    fresh, loaded = adamw(model), torch.load(held)
+    for state in loaded["state"].values():  # as a process without sharded models, or weights_only=True, writes them
+        state.update({name: value.as_subclass(Tensor) for name, value in state.items()})
+    fresh.load_state_dict(loaded)
     states = fresh.state_dict()["state"]
     split = [i for i, p in enumerate(p for g in fresh.param_groups for p in g["params"]) if p.is_split]
     dist.barrier()

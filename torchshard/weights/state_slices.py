@@ -242,8 +242,6 @@ class StateSlice(Placed):
             return result
         if func in OVERWRITING and is_users(module):
             warn_of_slice(f"{func.__name__}() writes other ranks' values into", place_text(operand.place))
-        if func.__name__ == "new_empty" and module == _STAGER:
-            return cls.of(cast(Tensor, result), operand.place)
         (name, *_), (_, where) = operand.place, held_at(operand.place)
 
         def mark(tensor: Tensor, of: SliceType, in_place: bool) -> Tensor:
@@ -270,10 +268,6 @@ class StateParameter(StateSlice, nn.Parameter):
     def __deepcopy__(self, memo: dict[int, object]) -> StateSlice:
         copied = nn.Parameter(self.plain.detach().clone(), self.requires_grad)
         return cast(StateSlice, memo.setdefault(id(self), _become_slice(copied, self.place)))
-
-
-_STAGER = "torch.distributed.checkpoint._state_dict_stager"
-"""It makes an empty tensor by `new_empty`, and then gives it the memory and the attributes of the copied one."""
 
 
 def _offsets(piece: Piece) -> torch.Size:
