@@ -1,9 +1,10 @@
 """Groups, eager collectives with gradients, point-to-point messages, objects, and local ranks: the public names.
 
-Read the modules from the bottom: `group` (a rank's place, and what is verified), `call_site`, `handshake` (headers
-between ranks), `wire` (start a call and wait), `consistency` (which calls are verified, and how), `kernels` (what a
-rank sends), `ops` (the operators of graphs). On them stand, for people, `eager` (checks of arguments), `collectives`,
-`primitives`, `messages` and `objects`. `process_groups` makes groups, `launch` starts ranks.
+Read the modules from the bottom: `memory` (how ranks of one machine talk), `group` (a rank's place, and what is
+verified), `call_site`, `handshake` (headers between ranks), `wire` (start a call and wait), `consistency` (which calls
+are verified, and how), `kernels` (what a rank sends), `ops` (the operators of graphs). On them stand, for people,
+`eager` (checks of arguments), `collectives`, `primitives`, `messages` and `objects`. `process_groups` makes groups,
+`launch` starts ranks.
 """
 
 from torch.distributed import ReduceOp

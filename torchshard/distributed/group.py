@@ -48,6 +48,11 @@ class Timeouts(NamedTuple):
     collective: float = 60.0
     """For a collective to end."""
 
+    @property
+    def longest(self) -> float:
+        """For the others to come to a call and for its end, where one wait does both: through memory."""
+        return max(self.verify, self.collective)
+
 
 class Waiter(Protocol):
     """A thread that waits for a message."""

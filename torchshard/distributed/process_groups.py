@@ -189,7 +189,7 @@ def _begin(backend: str | None, timeouts: Timeouts, owned: _World) -> None:
         if chosen == "gloo" and backend is None and world > 1:
             owned.reach = reach(store, rank, world, start)
             chosen = MEMORY if owned.share_memory(range(world)) else "gloo"
-        limit = timedelta(seconds=timeouts.collective)
+        limit = timedelta(seconds=timeouts.longest if chosen == MEMORY else timeouts.collective)
         dist.init_process_group(chosen, store=store, rank=rank, world_size=world, timeout=limit, device_id=device)
     except Unreachable as error:
         raise DistributedError(
@@ -378,7 +378,8 @@ def _own_group(
         whole = owned.owns_torch_distributed and len(ranks) == world
         through_memory = _control_backend() == MEMORY or (len(ranks) > 1 and owned.share_memory(ranks))
         backend = MEMORY if through_memory else None
-        process_group = dist.group.WORLD if whole else _new_group(ranks, timeouts.collective, owned, backend)
+        seconds = timeouts.longest if through_memory else timeouts.collective
+        process_group = dist.group.WORLD if whole else _new_group(ranks, seconds, owned, backend)
         control = None
         if len(ranks) > 1:
             shared = process_group if through_memory else controls[i]

@@ -327,8 +327,7 @@ def make_group(store: dist.Store, rank: int, size: int, timeout: timedelta) -> M
     """
     own, others, refusals = _opened(store, rank, size, timeout)
     if own is None or any(map(any, refusals)):
-        why = [f"rank {i}: {found[0]}" for i, each in enumerate(refusals) if (found := list(filter(None, each)))]
-        raise Unreachable("; ".join(why))
+        raise Unreachable("; ".join(dict.fromkeys(refusal for each in refusals for refusal in each if refusal)))
     return MemoryProcessGroup(Board(own, others, rank, timeout.total_seconds()))
 
 
@@ -355,12 +354,12 @@ def _opened(
         mine = str(error)
     others, refusals = dict[int, OtherSegment](), list[str]()
     for other, found in enumerate(_exchanged(store, "address", rank, size, mine, timeout)):
-        refusals.append(found if isinstance(found, str) else "")
+        refusals.append(f"rank {other}: {found}" if isinstance(found, str) else "")
         if other != rank and not refusals[other]:
             try:
                 others[other] = OtherSegment(Address(*found))
             except Unreachable as error:
-                refusals[other] = str(error)
+                refusals[other] = f"rank {rank}: {error}"
     return own, others, _exchanged(store, "opened", rank, size, refusals, timeout)
 
 

@@ -81,6 +81,9 @@ def supported() -> str:
     """Why this machine has no segments; '' if it has."""
     if sys.platform != "linux":
         return f"shared memory of ranks needs Linux, this is {sys.platform}"
+    missing = [name for name in ("memfd_create", "pidfd_open") if not hasattr(os, name)]
+    if missing:
+        return f"shared memory of ranks needs os.{missing[0]}, which this Python lacks"
     if platform.machine() not in _MACHINES:
         return f"shared memory of ranks knows {', '.join(_MACHINES)}, this is {platform.machine()}"
     return ""
