@@ -360,7 +360,11 @@ def _opened(
                 others[other] = OtherSegment(Address(*found))
             except Unreachable as error:
                 refusals[other] = f"rank {rank}: {error}"
-    return own, others, _exchanged(store, "opened", rank, size, refusals, timeout)
+    everyone = _exchanged(store, "opened", rank, size, refusals, timeout)
+    store.set(f"{BACKEND}/done/{rank}", "")
+    if rank == 0:  # whose process often has the store, and may end where this fails
+        store.wait([f"{BACKEND}/done/{other}" for other in range(size)], timeout)
+    return own, others, everyone
 
 
 def _exchanged(store: dist.Store, key: str, rank: int, size: int, mine: object, timeout: timedelta) -> list[Any]:
