@@ -15,6 +15,7 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
@@ -22,11 +23,27 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import torchshard as ts
+from torchshard.distributed.memory import Unreachable
+from torchshard.distributed.memory.segment import OtherSegment, OwnSegment
 
 PATIENCE = float(os.environ.get("TORCHSHARD_TEST_PATIENCE", "1"))
 """How many times longer than on an idle machine ranks may take: for a run beside other work."""
-BACKEND = os.environ.get("TORCHSHARD_TEST_BACKEND", "memory")
+
+
+def _why_not_through_memory() -> str:
+    try:
+        own = OwnSegment()
+        OtherSegment(own.found_at)
+    except Unreachable as error:
+        return str(error)
+    return ""
+
+
+NO_MEMORY = _why_not_through_memory()
+"""Why ranks of this machine can't talk through memory; '': they can."""
+BACKEND = os.environ.get("TORCHSHARD_TEST_BACKEND", "gloo" if NO_MEMORY else "memory")
 """Of torch.distributed, by which ranks talk; `make nightly` runs the tests of what is sent on gloo, too."""
+BACKENDS = ["gloo", pytest.param("memory", marks=pytest.mark.skipif(bool(NO_MEMORY), reason=NO_MEMORY))]
 
 
 def run_ranks(

@@ -14,7 +14,7 @@ from torch.distributed import ReduceOp
 
 import torchshard as ts
 import torchshard.distributed as tsd
-from tests.helpers import run_ranks
+from tests.helpers import BACKENDS, run_ranks
 
 pytestmark = pytest.mark.waits
 
@@ -112,7 +112,7 @@ def _faults(rank: int, mode: bool | None) -> dict[str, tuple[str, str, float]]:
     return found
 
 
-@pytest.mark.parametrize("backend", ["gloo", "memory"])
+@pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("mode", [None, True])
 def test_each_difference_is_an_error_on_every_rank(mode: bool | None, backend: str) -> None:
     ranks = run_ranks(_faults, 2, mode, backend=backend)

@@ -23,7 +23,7 @@ from torch import Tensor, nn
 
 import torchshard as ts
 import torchshard.distributed as tsd
-from tests.helpers import run_ranks
+from tests.helpers import BACKENDS, run_ranks
 from torchshard.distributed import consistency
 from torchshard.nn.functional import parallel_cross_entropy, parallel_embedding, parallel_linear
 
@@ -297,7 +297,7 @@ def _all_faults(rank: int) -> dict[str, Outcome]:
     return found
 
 
-@pytest.mark.parametrize("backend", ["gloo", "memory"])
+@pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("world", [2, 4])
 def test_each_fault_is_one_error_on_every_rank(world: int, backend: str) -> None:
     ranks = run_ranks(_all_faults, world, backend=backend)
@@ -344,7 +344,7 @@ LOSSES = [
 """(ranks, what becomes of rank 1, debug mode)."""
 
 
-@pytest.mark.parametrize("backend", ["gloo", "memory"])
+@pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("world, how, mode", LOSSES)
 def test_survivors_of_a_rank_name_it(world: int, how: str, mode: bool | None, backend: str, tmp_path: Path) -> None:
     context = mp.get_context("forkserver")

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 import torchshard as ts
 import torchshard.distributed as tsd
-from tests.helpers import run_ranks
+from tests.helpers import BACKENDS, run_ranks
 from tests.models import MLP
 from torchshard.runtime import digests
 
@@ -184,7 +184,7 @@ def _outcomes(rank: int, elsewhere: bool) -> dict[str, str]:
     return found
 
 
-@pytest.mark.parametrize("backend", ["gloo", "memory"])
+@pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("world", [2, 4])
 def test_each_fault_is_one_error_on_every_rank(world: int, backend: str) -> None:
     """Through memory, ranks see it in the first collective that differs, before what they did is compared."""

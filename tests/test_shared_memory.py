@@ -24,7 +24,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 from torch.nn.parallel import DistributedDataParallel
 
-from tests.helpers import PATIENCE, run_ranks, run_survivors
+from tests.helpers import NO_MEMORY, PATIENCE, run_ranks, run_survivors
 from torchshard import distributed as tsd
 from torchshard.distributed.launch import _free_port
 from torchshard.distributed.memory import Unreachable, exchanges, segment
@@ -32,6 +32,7 @@ from torchshard.distributed.memory import backend as memory_backend
 from torchshard.distributed.memory.regions import ALIGNMENT, Regions
 from torchshard.distributed.memory.segment import Address, OtherSegment, OwnSegment
 
+pytestmark = pytest.mark.skipif(bool(NO_MEMORY), reason=NO_MEMORY)
 DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16, torch.int64, torch.int8, torch.bool)
 SHAPES = ((), (0, 3), (1,), (3, 5), (7, 2, 4), (40_000,))
 
