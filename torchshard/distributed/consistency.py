@@ -39,7 +39,7 @@ from torchshard.distributed.group import CheckLevel, Group
 from torchshard.distributed.handshake import different_error, exchange, first_line, header, missing_error
 from torchshard.distributed.memory import MemoryProcessGroup, call_of
 from torchshard.distributed.memory import numbers as exchange_numbers
-from torchshard.distributed.wire import announced, begin, finish, settle
+from torchshard.distributed.wire import begin, finish, note, settle
 
 T = TypeVar("T")
 Facts = Mapping[str, str]
@@ -96,7 +96,7 @@ def announce(group: Group, describe_call: Callable[[], str]) -> None:
     except Exception:
         verify_call(group, describe_call)
         raise
-    announced(group, call_of(f"{text}\n{call_site()}"))
+    note(group, call_of(f"{text}\n{call_site()}"))
 
 
 def note_unverified(group: Group, text: str) -> None:

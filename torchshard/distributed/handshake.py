@@ -80,19 +80,19 @@ def _exchange_in_memory(calls: Calls, mine: Header, seconds: float) -> tuple[dic
         exchange, found = numbers(calls, Call(mine.digest, f"{mine.call}\n{mine.site}".encode()), [mine.value])
         exchange.wait(seconds)
     except Different as error:
-        return _said(error.texts) | {rank: mine}, {}
+        return headers_of(error), {}
     except Stopped as error:
         others = [other for other in range(calls.board.size) if other != rank]
         return {rank: mine}, {other: error.why for other in (others if error.rank == rank else [error.rank])}
     return {other: mine._replace(value=value) for other, (value,) in enumerate(found)}, {}
 
 
-def _said(texts: Mapping[int, str]) -> dict[int, Header]:
-    """The headers of calls that differ, of what their posts say."""
+def headers_of(error: Different) -> dict[int, Header]:
+    """The headers of calls that differ, which the ranks have posted."""
     headers = dict[int, Header]()
-    for rank, text in texts.items():
-        call, _, site = text.partition("\n")
-        headers[rank] = Header(hash_text(f"{rank}"), 0, call, site)
+    for rank, call in error.calls.items():
+        text, _, site = call.text.decode(errors="replace").partition("\n")
+        headers[rank] = Header(call.digest, 0, text, site)
     return headers
 
 
@@ -129,12 +129,6 @@ def exchange_with(
             )
 
     return verify
-
-
-def different(group: Group, here: str, texts: Mapping[int, str]) -> DistributedError:
-    """The error for calls that differ, of what the ranks' posts say."""
-    group.handshake.fail()
-    return different_error(group, f"{here} ({verified_site(group)})", _said(texts))
 
 
 def different_error(group: Group, here: str, responses: Mapping[int, Header]) -> DistributedError:

@@ -36,7 +36,7 @@ from torchshard.core.layouts import (
 from torchshard.distributed.consistency import announces, note_unverified, verify_following_call
 from torchshard.distributed.group import Group
 from torchshard.distributed.memory import Call, call_of
-from torchshard.distributed.wire import Pending, announced, collective
+from torchshard.distributed.wire import Pending, collective, note
 
 ReduceKind = dist.ReduceOp | dist.ReduceOp.RedOpType
 """`ReduceOp.SUM` and the like; PyTorch types them by a class of their own."""
@@ -87,7 +87,7 @@ def start(
     if isinstance(made, Tensor):
         return Pending(lambda: made)
     if group.memory is not None:
-        announced(group, _announced(kernel, x.dtype, x.shape, source, target))
+        note(group, _announced(kernel, x.dtype, x.shape, source, target))
     return begun(made, group)
 
 

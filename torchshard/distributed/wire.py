@@ -19,7 +19,7 @@ from torch import Tensor
 from torchshard.core.errors import DistributedError
 from torchshard.distributed.call_site import verified_site
 from torchshard.distributed.group import CheckLevel, Group
-from torchshard.distributed.handshake import collective_failed, different, missing_error
+from torchshard.distributed.handshake import collective_failed, different_error, headers_of, missing_error
 from torchshard.distributed.memory import Call, Different, Stopped, start
 
 T = TypeVar("T")
@@ -51,10 +51,12 @@ def begin(group: Group, call: str, fn: Callable[..., T], /, *args: object, **kwa
 
 
 def _error(group: Group, call: str, error: RuntimeError) -> DistributedError:
+    here = f"{call} ({verified_site(group)})"
     if isinstance(error, Different):
-        return different(group, call, error.texts)
+        group.handshake.fail()
+        return different_error(group, here, headers_of(error))
     if isinstance(error, Stopped) and error.rank != group.rank:
-        return missing_error(group, f"{call} ({verified_site(group)})", {}, {error.rank: error.why})
+        return missing_error(group, here, {}, {error.rank: error.why})
     return collective_failed(group, call, error)
 
 
@@ -102,7 +104,7 @@ def collective(group: Group, fn: Callable[..., Work | None], /, *args: object, *
     finish(group, fn.__name__, _begin_own(group, fn, *args, **kwargs), _devices(args))
 
 
-def announced(group: Group, call: Call) -> None:
+def note(group: Group, call: Call) -> None:
     """Ranks that talk through memory send a call's text with the next data; what was begun before is compared first."""
     settle()
     if group.memory is not None:

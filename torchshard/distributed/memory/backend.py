@@ -75,7 +75,7 @@ class MemoryWork(dist.Work):
         self.wait()
 
     def result(self) -> list[Tensor]:
-        """What it has filled."""
+        """The tensors that it filled."""
         return list(self._results)
 
     def get_future(self) -> torch.futures.Future[Any]:

@@ -49,7 +49,7 @@ class Exchange:
         self._calls, self._begun = calls, calls.begin(call, sent, finish, values)
 
     def __del__(self) -> None:
-        """What it gives comes even if nobody waits; if it fails, the next wait says so."""
+        """A dropped exchange still completes; if it fails, the next wait raises its error."""
         begun = getattr(self, "_begun", None)
         if begun is not None:
             begun.is_dropped = True

@@ -8,7 +8,7 @@ from collections import defaultdict, deque
 from torch import Tensor
 
 from torchshard.distributed.memory.segment import below_autograd
-from torchshard.distributed.memory.stream import LETTERS, LETTERS_RING, Board, Different, Post, Stopped, call_of
+from torchshard.distributed.memory.stream import LETTERS, LETTERS_RING, Board, Different, Ended, Post, Stopped, call_of
 
 PAUSES = (1e-4, 5e-3)
 """Seconds between two looks for a message of any rank, at first and at last."""
@@ -22,8 +22,7 @@ class Letters:
         self.board = board
         self._sent = [0] * board.size
         self._seen = [0] * board.size
-        self._taken = [0] * board.size
-        self._taken_before = [set[int]() for _ in range(board.size)]
+        self._taken = [Ended() for _ in range(board.size)]
         self._arrived = defaultdict[tuple[int, int], deque[tuple[int, Post]]](deque)
         self._awaited = defaultdict[tuple[int, int], deque["Receipt"]](deque)
 
@@ -98,11 +97,8 @@ class Letters:
         """The memory of a message can be used again."""
         board = self.board
         with board.lock:
-            self._taken_before[rank].add(number)
-            while self._taken[rank] in self._taken_before[rank]:
-                self._taken_before[rank].remove(self._taken[rank])
-                self._taken[rank] += 1
-            board.own.set(board.taken(rank), self._taken[rank])
+            if self._taken[rank].add(number):
+                board.own.set(board.taken(rank), self._taken[rank].below)
 
 
 class Receipt:
@@ -119,8 +115,9 @@ class Receipt:
         """Copies the data of the message, which this is."""
         board, self.rank = self._letters.board, post.rank
         try:
-            if post.digest != call_of(self._text).digest:
-                raise Different({post.rank: board.text(post), board.rank: self._text})
+            expected = call_of(self._text)
+            if post.digest != expected.digest:
+                raise Different({post.rank: board.call(post), board.rank: expected})
             if self._tensor.numel():
                 below_autograd(self._tensor.copy_, board.data(post, self._tensor.dtype, self._tensor.shape))
         except Exception as error:

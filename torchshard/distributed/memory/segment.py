@@ -2,8 +2,7 @@
 
 Each rank of a group has a segment of its own: an anonymous file (`memfd_create`), which no name in a folder leads to,
 which only processes of the same user can open, and which the kernel frees when the last process that maps it ends,
-however it ends. A rank writes into its own segment alone; it maps the others' read-only. So what a rank reads can only
-have been written by the rank that owns it.
+however it ends. A rank writes only to its own segment and maps the others' read-only: each segment has one writer.
 
 A segment has more addresses than a machine has memory; only pages that were written exist.
 """

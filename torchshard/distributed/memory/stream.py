@@ -32,12 +32,12 @@ from torchshard.distributed.memory.segment import (
 
 PER_LINE = ALIGNMENT // WORD_BYTES
 RING = 1024
-"""So many calls of a group may be under way at once."""
+"""The most calls of a group that may be under way at once."""
 LETTERS_RING = 1 << 15
-"""So many messages from one rank to another."""
+"""The most messages from one rank to another that may be under way at once."""
 MAX_TEXT = 2048
-HEADER_WORDS = 4
-"""Of a post: the digest, the bytes of its text, the number of its values, the bytes of its data."""
+HEADER_WORDS = 3
+"""Of a post: the digest, the bytes of its text, the number of its values."""
 
 POSTED = FIRST_WORD + PER_LINE
 """The word that says how many calls this rank has begun."""
@@ -79,7 +79,7 @@ def call_of(text: str) -> Call:
 
 
 class Post(NamedTuple):
-    """What a rank has posted."""
+    """One rank's post."""
 
     rank: int
     start: int
@@ -88,8 +88,6 @@ class Post(NamedTuple):
     text_size: int
     values: list[int]
     """Numbers of its own."""
-    size: int
-    """The bytes of its data."""
 
     @property
     def data(self) -> int:
@@ -105,10 +103,11 @@ class Post(NamedTuple):
 class Different(RuntimeError):
     """The ranks' calls of one number differ."""
 
-    def __init__(self, texts: dict[int, str]) -> None:
+    def __init__(self, calls: dict[int, Call]) -> None:
         """Says what each rank does."""
-        super().__init__("the ranks make different calls: " + "; ".join(f"rank {r}: {t}" for r, t in texts.items()))
-        self.texts = texts
+        texts = "; ".join(f"rank {rank}: {call.text.decode(errors='replace')}" for rank, call in calls.items())
+        super().__init__(f"the ranks make different calls: {texts}")
+        self.calls = calls
 
 
 class Refused(RuntimeError):
@@ -153,7 +152,7 @@ class Board:
         if self.is_fork():
             raise RuntimeError("this process is a fork of a rank, and no rank itself: it can't communicate")
         if self.own.words[GIVEN_UP]:
-            raise Stopped(self.rank, self.text(self.read(self.rank, self.own.words[REASON])))
+            raise Stopped(self.rank, self.reason(self.rank))
 
     def check_other(self, rank: int) -> None:
         """Checks that another rank may still answer.
@@ -165,7 +164,7 @@ class Board:
             raise Stopped(self.rank, "this rank has ended the group")
         other = self.others[rank]
         if other.words[GIVEN_UP]:
-            raise Stopped(rank, self.text(self.read(rank, other.words[REASON])))
+            raise Stopped(rank, self.reason(rank))
         try:
             other.check_alive()
         except Gone as error:
@@ -193,7 +192,7 @@ class Board:
         size = sum(aligned(x.nbytes) for x in sent)
         start = self._regions.take(data_at + size, channel, number, self._floor)
         word = start // WORD_BYTES
-        header = (call.digest, len(text), len(values), size, *values)
+        header = (call.digest, len(text), len(values), *values)
         for i, entry in enumerate(header):
             self.own.words[word + i] = entry
         self.own.memory[start + text_at : start + text_at + len(text)] = text
@@ -209,14 +208,18 @@ class Board:
     def read(self, rank: int, start: int) -> Post:
         """Reads the post that begins at a byte of a rank's segment."""
         words, word = self.segment(rank).words, start // WORD_BYTES
-        digest, text_size, count, size = words[word : word + HEADER_WORDS]
+        digest, text_size, count = words[word : word + HEADER_WORDS]
         values = words[word + HEADER_WORDS : word + HEADER_WORDS + count].tolist() if count else []
-        return Post(rank, start, digest, text_size, values, size)
+        return Post(rank, start, digest, text_size, values)
 
-    def text(self, post: Post) -> str:
-        """What a rank says that it does."""
+    def call(self, post: Post) -> Call:
+        """The call that a post belongs to, as its rank describes it."""
         start = post.start + post.text
-        return self.segment(post.rank).memory[start : start + post.text_size].decode(errors="replace")
+        return Call(post.digest, self.segment(post.rank).memory[start : start + post.text_size])
+
+    def reason(self, rank: int) -> str:
+        """Why a rank has given up."""
+        return self.call(self.read(rank, self.segment(rank).words[REASON])).text.decode(errors="replace")
 
     def data(self, post: Post, dtype: torch.dtype, shape: torch.Size, skipped: int = 0) -> Tensor:
         """A post's data as a tensor, which nothing may write to.
@@ -265,7 +268,7 @@ class Board:
         return LINES + 2 * self.size * PER_LINE + rank * LETTERS_RING + number % LETTERS_RING
 
     def close(self, number: int) -> None:
-        """Ends all waits of this rank's own, and those of others for its calls from a number on."""
+        """Ends this rank's waits, and the others' waits for its calls from a number on."""
         if not self.is_fork():
             self._closed = True
             self.give_up(number, "it has ended the group")
@@ -282,12 +285,33 @@ class Board:
                 self.own.wake(word)
 
 
+class Ended:
+    """Numbers that end in any order."""
+
+    def __init__(self) -> None:
+        """Begins with none."""
+        self.below = 0
+        """All numbers below it have ended."""
+        self._later = set[int]()
+
+    def add(self, number: int) -> bool:
+        """Ends a number; returns whether `below` has changed."""
+        if number != self.below:
+            self._later.add(number)
+            return False
+        self.below += 1
+        while self.below in self._later:
+            self._later.remove(self.below)
+            self.below += 1
+        return True
+
+
 class Begun:
     """A call that this rank has begun."""
 
     def __init__(self, calls: Calls, number: int, call: Call, finish: Callable[[list[Post]], None]) -> None:
         """Names it; `finish` makes the result of all ranks' posts, and may be called again if it is interrupted."""
-        self._calls, self._number, self._call, self._finish = calls, number, call, finish
+        self._calls, self.number, self._call, self._finish = calls, number, call, finish
         self._lock = threading.Lock()
         self.is_done = False
         self.failure: Exception | None = None
@@ -299,18 +323,18 @@ class Begun:
         if not self._lock.acquire(blocking=blocking):
             return
         try:
-            if not self.is_done and (blocking or self._calls.is_complete(self._number)):
+            if not self.is_done and (blocking or self._calls.is_complete(self.number)):
                 self._end(seconds)
         finally:
             self._lock.release()
 
     def _end(self, seconds: float | None) -> None:
         try:
-            below_autograd(self._finish, self._calls.posts(self._number, self._call, seconds))
+            below_autograd(self._finish, self._calls.posts(self.number, self._call, seconds))
         except Exception as error:
             self.failure = error
         self.is_done, self._finish = True, _nothing
-        self._calls.end(self._number)
+        self._calls.end(self.number)
         if self.is_dropped and self.failure is not None:
             self._calls.untold.append(self.failure)
 
@@ -325,8 +349,8 @@ class Calls:
     def __init__(self, board: Board) -> None:
         """Begins with none."""
         self.board = board
-        self.begun = self._ended = 0
-        self._ended_before = set[int]()
+        self.begun = 0
+        self._ended = Ended()
         self._open = dict[int, Begun]()
         self._noted = list[Call]()
         self.untold = list[Exception]()
@@ -367,9 +391,7 @@ class Calls:
 
     def refuse(self, why: str) -> None:
         """Tells the others that this rank can't make the next call."""
-        begun = self.begin(call_of(f"refused: {why}"), (), _nothing)
-        self.end(self.begun - 1)
-        begun.is_done = True
+        self.end(self.begin(call_of(f"refused: {why}"), (), _nothing).number)
 
     def is_complete(self, number: int) -> bool:
         """Whether all ranks have begun a call."""
@@ -394,21 +416,15 @@ class Calls:
             board.give_up(number, f"gave up {call.text.decode(errors='replace')}: {error}")
             raise
         if any(post.digest != call.digest for post in posts):
-            raise Different({post.rank: board.text(post) for post in posts})
+            raise Different({post.rank: board.call(post) for post in posts})
         return posts
 
     def end(self, number: int) -> None:
         """This rank has read what it needs of a call."""
         with self.board.lock:
             self._open.pop(number, None)
-            if number == self._ended:
-                self._ended += 1
-                while self._ended in self._ended_before:
-                    self._ended_before.remove(self._ended)
-                    self._ended += 1
-                self.board.own.set(READ, self._ended)
-            else:
-                self._ended_before.add(number)
+            if self._ended.add(number):
+                self.board.own.set(READ, self._ended.below)
 
     def end_complete(self) -> None:
         """Ends what all ranks have begun, whether somebody waits for it or not, as a backend with threads does."""
