@@ -24,6 +24,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 from torch.nn.parallel import DistributedDataParallel
 
+import torchshard as ts
 from tests.helpers import NO_MEMORY, PATIENCE, run_ranks, run_survivors
 from torchshard import distributed as tsd
 from torchshard.distributed.launch import _free_port
@@ -439,6 +440,41 @@ def test_a_difference_is_told_on_every_rank() -> None:
     assert first[:5] == second[:5] and all("the ranks make different calls: rank 0: " in text for text in first[:5])
     assert second[5] == "" and "a message of torch.float32, 3 elements; rank 0: a message of" in first[5]
     assert first[-1] == second[-1] == "[2.0, 2.0]"
+
+
+def _rides(rank: int) -> tuple[list[int], list[str]]:
+    tsd.init_process_group()
+    group = tsd.group.lookup("model")
+    assert group.memory is not None
+    torch.manual_seed(0)
+    model = ts.shard(_mlp(), {"0": "column", "2": "row"})
+    x = torch.randn(3, 6, dtype=torch.float64)
+    posts = []
+    for _ in range(3):
+        for _ in range(2):  # the second call has its graph of the backward
+            model(x).sum().backward()
+        before = group.memory.begun
+        y = model(x)
+        between = group.memory.begun
+        y.sum().backward()
+        posts += [between - before, group.memory.begun - between]
+    told = []
+    for wrong in (torch.randn(3, 6, dtype=torch.float64) + rank, torch.randn(3 + rank, 6, dtype=torch.float64)):
+        with pytest.raises(ts.InputError) as caught:
+            model(wrong)
+        told.append(str(caught.value).partition("\n")[0])
+        model(x).sum().backward()
+    return posts, told
+
+
+def test_what_precedes_a_call_goes_with_its_data() -> None:
+    (posts, told), second = run_ranks(_rides, 2, backend="memory")
+    assert (posts, told) == second
+    assert posts == [1, 0] * 3  # one sum in forward, none in backward, for the input needs no gradient
+    assert told == [
+        "the ranks were called with inputs of the same shape but different values",
+        "the ranks were called with different arguments",
+    ]
 
 
 def _survives(rank: int, how: signal.Signals, seconds: float) -> tuple[str, float, str]:

@@ -37,8 +37,7 @@ from torchshard.core.hashing import hash_text
 from torchshard.distributed.call_site import call_site, verified_site
 from torchshard.distributed.group import CheckLevel, Group
 from torchshard.distributed.handshake import different_error, exchange, first_line, header, missing_error
-from torchshard.distributed.memory import MemoryProcessGroup, call_of
-from torchshard.distributed.memory import numbers as exchange_numbers
+from torchshard.distributed.memory import MemoryProcessGroup, Numbers, call_of
 from torchshard.distributed.wire import begin, finish, note, settle
 
 T = TypeVar("T")
@@ -282,6 +281,7 @@ def begin_verifying(
     unlike: int = 0,
     near: Near | None = None,
     attempt: str = SAME_CALL,
+    rides: bool = False,
 ) -> Callable[[], bool]:
     """The ranks begin to compare digests.
 
@@ -293,6 +293,8 @@ def begin_verifying(
         near: a number that may differ by rounding. If it differs by more, the error names it before the facts, or where
             they have its name.
         attempt: the error's last line.
+        rides: whether ranks that talk through memory send the digests with what they send next. Then nothing may be
+            sent after that before they are compared (`wire.settling`).
 
     Returns:
         a function that waits for the others' digests, and returns whether `unlike` is the same on all ranks. If the
@@ -304,7 +306,8 @@ def begin_verifying(
     verify_following_call(group, lambda: "comparing what the sharded model does")
     digest = hash_text(repr(facts)) if digest is None else digest
     value, scale, name = near or Near()
-    bounds = _begin_bounds(group, digest, unlike, _ordered(value), _ordered(scale))
+    rides = rides and group.memory is not None
+    bounds = _begin_bounds(group, digest, unlike, _ordered(value), _ordered(scale), rides=rides)
 
     def compare() -> bool:
         highest, lowest = bounds()
@@ -356,15 +359,16 @@ def run_on_all_ranks(group: Group, make: Callable[[], T], error: Callable[..., S
     return cast(T, result)
 
 
-def _begin_bounds(group: Group, *numbers: int) -> Callable[[], tuple[list[int], list[int]]]:
+def _begin_bounds(group: Group, *numbers: int, rides: bool = False) -> Callable[[], tuple[list[int], list[int]]]:
     """Waits for, and returns, the highest and the lowest of each number over the ranks."""
     if isinstance(group.control, MemoryProcessGroup):
-        call = call_of(f"{COMPARING}\n{call_site()}")
-        exchange, found = begin(group, COMPARING, exchange_numbers, group.control.calls, call, numbers)
+        told = Numbers(group.control.calls, call_of(f"{COMPARING}\n{call_site()}"), numbers)
+        if not rides:
+            begin(group, COMPARING, told.begin)
 
         def of_all() -> tuple[list[int], list[int]]:
-            finish(group, COMPARING, exchange)
-            each = list(zip(*found, strict=True))
+            finish(group, COMPARING, told)
+            each = list(zip(*told.of_all, strict=True))
             return [*map(max, each)], [*map(min, each)]
 
         return of_all

@@ -20,7 +20,7 @@ from torchshard.core.errors import DistributedError
 from torchshard.core.hashing import hash_text
 from torchshard.distributed.call_site import verified_site
 from torchshard.distributed.group import Group
-from torchshard.distributed.memory import Call, Calls, Different, MemoryProcessGroup, Stopped, numbers
+from torchshard.distributed.memory import Call, Calls, Different, MemoryProcessGroup, Numbers, Stopped
 
 T = TypeVar("T")
 HEADER_BYTES = 1024
@@ -77,14 +77,14 @@ def exchange(group: Group, mine: Header, seconds: float) -> tuple[dict[int, Head
 def _exchange_in_memory(calls: Calls, mine: Header, seconds: float) -> tuple[dict[int, Header], dict[int, str]]:
     rank = calls.board.rank
     try:
-        exchange, found = numbers(calls, Call(mine.digest, f"{mine.call}\n{mine.site}".encode()), [mine.value])
-        exchange.wait(seconds)
+        told = Numbers(calls, Call(mine.digest, f"{mine.call}\n{mine.site}".encode()), [mine.value]).begin()
+        told.wait(seconds)
     except Different as error:
         return headers_of(error), {}
     except Stopped as error:
         others = [other for other in range(calls.board.size) if other != rank]
         return {rank: mine}, {other: error.why for other in (others if error.rank == rank else [error.rank])}
-    return {other: mine._replace(value=value) for other, (value,) in enumerate(found)}, {}
+    return {other: mine._replace(value=value) for other, (value,) in enumerate(told.of_all)}, {}
 
 
 def headers_of(error: Different) -> dict[int, Header]:

@@ -42,7 +42,8 @@ def begin(group: Group, call: str, fn: Callable[..., T], /, *args: object, **kwa
     Raises:
         DistributedError: it fails at once.
     """
-    if _open.comparison is not None and any(map(group.compares_first, _devices(args))):
+    carries = fn is start and _carries(group)
+    if _open.comparison is not None and not carries and any(map(group.compares_first, _devices(args))):
         settle()
     try:
         return fn(*args, **kwargs)
@@ -53,6 +54,7 @@ def begin(group: Group, call: str, fn: Callable[..., T], /, *args: object, **kwa
 def _error(group: Group, call: str, error: RuntimeError) -> DistributedError:
     here = f"{call} ({verified_site(group)})"
     if isinstance(error, Different):
+        settle()  # it says better what differs
         group.handshake.fail()
         return different_error(group, here, headers_of(error))
     if isinstance(error, Stopped) and error.rank != group.rank:
@@ -81,6 +83,8 @@ def finish(group: Group, call: str, work: Work | None, devices: Sequence[torch.d
             _wait_for_device(work, group.timeouts.collective)
     except RuntimeError as error:
         raise _error(group, call, error) from error
+    if group.memory is not None:
+        settle()
 
 
 def _wait_for_device(work: Work, seconds: float) -> None:
@@ -105,10 +109,16 @@ def collective(group: Group, fn: Callable[..., Work | None], /, *args: object, *
 
 
 def note(group: Group, call: Call) -> None:
-    """Ranks that talk through memory send a call's text with the next data; what was begun before is compared first."""
-    settle()
+    """Ranks that talk through memory send a call's text with the next data, as what they compare before a call."""
+    if not _carries(group):
+        settle()
     if group.memory is not None:
         group.memory.note(call)
+
+
+def _carries(group: Group) -> bool:
+    """Whether the next data of a group take what its ranks compare along."""
+    return group.memory is not None and group.memory.rider is not None
 
 
 class _Open(threading.local):
@@ -119,10 +129,11 @@ _open = _Open()
 
 
 @contextlib.contextmanager
-def settling(comparison: Callable[[], object]) -> Iterator[None]:
-    """Ends a comparison of the ranks that has begun while they compute: at the latest when this context ends.
+def settling(group: Group, comparison: Callable[[], object]) -> Iterator[None]:
+    """Ends a comparison of a group's ranks that has begun while they compute: at the latest when this context ends.
 
-    Where ranks that send different things would abort, it ends before the first communication.
+    Where ranks that send different things would abort, it ends before the first communication; where they talk through
+    memory, before anything of the first communication is used.
 
     Args:
         comparison: ends it; raises an error on every rank if the ranks differ.
@@ -137,6 +148,8 @@ def settling(comparison: Callable[[], object]) -> Iterator[None]:
         settle()
     finally:
         _open.comparison = None
+        if group.memory is not None:
+            group.memory.rider = None  # of a call that was interrupted
 
 
 def settle() -> None:

@@ -1,8 +1,9 @@
 """The ranks verify that they make the same call of the same model, before a collective of it could hang or mix data up.
 
 Each call costs one small all-reduce of a digest, which goes on while the graph computes until it communicates itself
-(`begin_verifying`). Only where digests differ do the ranks send each
-other the facts behind them, find the first that differs, and raise the error that belongs to it on every rank. The
+(`begin_verifying`); through memory the digest goes with the first data that the graph sends, and is compared before
+they are used. Only where digests differ do the ranks send each other the facts behind them, find the first that
+differs, and raise the error that belongs to it on every rank. The
 digest also covers what the ranks have done since the last call (`history`). A new graph is compared more thoroughly,
 with the plan and every bit of the inputs: that happens once for each graph.
 """
@@ -110,6 +111,7 @@ def begin_verifying_call(
         digest=hash_text(f"{summary.text} {snapshot.facts}"),
         unlike=snapshot.slice_digest,
         near=snapshot.gradients,
+        rides=True,
     )
 
     def verify() -> None:

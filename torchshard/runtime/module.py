@@ -347,7 +347,7 @@ class ShardedModule(State, Notebook):
         state = [self._ts_tensors[value] if isinstance(value, str) else value for value in compiled.state]
         with running(name), unwatched(), autocasting(()):
             try:
-                with settling(verify):
+                with settling(self._ts_group, verify):
                     tensors: Sequence[Tensor] = call.tensors
                     if batch_group is not None:
                         named = dict(zip(call.inputs.names, tensors, strict=True))

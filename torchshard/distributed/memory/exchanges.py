@@ -18,7 +18,7 @@ from torch.distributed import ReduceOp
 
 from torchshard.distributed.memory.regions import aligned
 from torchshard.distributed.memory.segment import below_autograd
-from torchshard.distributed.memory.stream import Call, Calls, Post, Refused, call_of
+from torchshard.distributed.memory.stream import Call, Calls, Post, Refused, Rider, call_of
 
 Finish = Callable[[list[Post]], None]
 ReduceKind = ReduceOp | ReduceOp.RedOpType
@@ -230,14 +230,42 @@ def barrier(calls: Calls) -> Exchange:
     return Exchange(calls, call_of("barrier"), (), lambda posts: None)
 
 
-def numbers(calls: Calls, call: Call, own: Sequence[int]) -> tuple[Exchange, list[list[int]]]:
-    """Tells the others some numbers.
+class Numbers:
+    """Numbers that the ranks tell each other with their next calls, or by one of their own if none comes first."""
 
-    Returns:
-        the exchange, and a list in which all ranks' numbers stand when it has ended.
-    """
-    found = list[list[int]]()
-    return Exchange(calls, call, (), lambda posts: found.extend(post.values for post in posts), own), found
+    def __init__(self, calls: Calls, call: Call, own: Sequence[int]) -> None:
+        """Says what for, and this rank's numbers."""
+        self._calls, self._rider = calls, Rider(call, own)
+        calls.rider = self._rider
+
+    def begin(self) -> Numbers:
+        """Sends them now, if they have not gone."""
+        if self._rider.begun is None:
+            self._calls.rider = self._rider
+            self._calls.begin(self._rider.call, (), lambda posts: None)
+        return self
+
+    def is_completed(self) -> bool:
+        """Whether `wait` would return at once."""
+        return self._rider.of_all is not None
+
+    def wait(self, seconds: float | None = None) -> None:
+        """Waits for the other ranks'.
+
+        Raises:
+            Stopped: a rank did not come.
+            Different: a rank tells none.
+        """
+        self.begin()
+        assert self._rider.begun is not None
+        self._rider.begun.end(seconds)
+        if self._rider.of_all is None and self._rider.begun.failure is not None:
+            raise self._rider.begun.failure
+
+    @property
+    def of_all(self) -> list[list[int]]:
+        """All ranks' numbers, after the wait; also where the ranks tell them with calls that differ."""
+        return self._rider.of_all or []
 
 
 _START: dict[Callable[..., Any], Callable[..., Exchange]] = {

@@ -36,8 +36,8 @@ RING = 1024
 LETTERS_RING = 1 << 15
 """The most messages from one rank to another that may be under way at once."""
 MAX_TEXT = 2048
-HEADER_WORDS = 3
-"""Of a post: the digest, the bytes of its text, the number of its values."""
+HEADER_WORDS = 4
+"""Of a post: the digest, the bytes of its text, how many values it has, how many numbers of a rider."""
 
 POSTED = FIRST_WORD + PER_LINE
 """The word that says how many calls this rank has begun."""
@@ -67,7 +67,10 @@ class Call(NamedTuple):
     def described(self, by: Sequence[Call]) -> Call:
         """This call, by what a caller says of it, and of calls before it that sent nothing."""
         parts = [call.text.partition(b"\n") for call in by]
-        text, site = b"; then ".join([part[0] for part in parts]), parts[-1][2]
+        text, site = (
+            b"; then ".join([part[0] for part in parts]),
+            next((part[2] for part in parts[::-1] if part[2]), b""),
+        )
         return Call(hash((self.digest, *[call.digest for call in by])), text + b"\n" + site if site else text)
 
 
@@ -88,6 +91,8 @@ class Post(NamedTuple):
     text_size: int
     values: list[int]
     """Numbers of its own."""
+    riding: list[int]
+    """Those of a rider."""
 
     @property
     def data(self) -> int:
@@ -97,7 +102,7 @@ class Post(NamedTuple):
     @property
     def text(self) -> int:
         """The byte of the post at which the text begins."""
-        return (HEADER_WORDS + len(self.values)) * WORD_BYTES
+        return (HEADER_WORDS + len(self.values) + len(self.riding)) * WORD_BYTES
 
 
 class Different(RuntimeError):
@@ -177,22 +182,24 @@ class Board:
         values: Sequence[int],
         channel: int,
         number: int,
+        riding: Sequence[int] = (),
     ) -> int:
         """Writes a post, the `number`th of its channel.
 
         Args:
             sent: the data, one after the other, each aligned.
+            riding: the numbers of a rider.
 
         Returns:
             the byte at which it begins.
         """
         text = call.text[:MAX_TEXT]
-        text_at = (HEADER_WORDS + len(values)) * WORD_BYTES
+        text_at = (HEADER_WORDS + len(values) + len(riding)) * WORD_BYTES
         data_at = aligned(text_at + len(text))
         size = sum(aligned(x.nbytes) for x in sent)
         start = self._regions.take(data_at + size, channel, number, self._floor)
         word = start // WORD_BYTES
-        header = (call.digest, len(text), len(values), *values)
+        header = (call.digest, len(text), len(values), len(riding), *values, *riding)
         for i, entry in enumerate(header):
             self.own.words[word + i] = entry
         self.own.memory[start + text_at : start + text_at + len(text)] = text
@@ -208,9 +215,10 @@ class Board:
     def read(self, rank: int, start: int) -> Post:
         """Reads the post that begins at a byte of a rank's segment."""
         words, word = self.segment(rank).words, start // WORD_BYTES
-        digest, text_size, count = words[word : word + HEADER_WORDS]
-        values = words[word + HEADER_WORDS : word + HEADER_WORDS + count].tolist() if count else []
-        return Post(rank, start, digest, text_size, values)
+        digest, text_size, count, riding = words[word : word + HEADER_WORDS]
+        first, end = word + HEADER_WORDS, word + HEADER_WORDS + count
+        numbers = words[first : end + riding].tolist() if count or riding else []
+        return Post(rank, start, digest, text_size, numbers[:count], numbers[count:])
 
     def call(self, post: Post) -> Call:
         """The call that a post belongs to, as its rank describes it."""
@@ -306,12 +314,31 @@ class Ended:
         return True
 
 
+class Rider:
+    """Numbers that the ranks tell each other with their next posts, whatever these are."""
+
+    def __init__(self, call: Call, own: Sequence[int]) -> None:
+        """Says what for, and this rank's numbers."""
+        self.call, self.numbers = call, (call.digest, *own)
+        self.begun: Begun | None = None
+        """The call that it goes with."""
+        self.of_all: list[list[int]] | None = None
+        """All ranks' numbers, when these are there; also where the ranks' posts differ in all but this."""
+
+    def take(self, posts: Sequence[Post]) -> None:
+        """Takes the numbers of all ranks, if all tell them for the same."""
+        if all(post.riding[:1] == [self.call.digest] for post in posts):
+            self.of_all = [post.riding[1:] for post in posts]
+
+
 class Begun:
     """A call that this rank has begun."""
 
-    def __init__(self, calls: Calls, number: int, call: Call, finish: Callable[[list[Post]], None]) -> None:
+    def __init__(
+        self, calls: Calls, number: int, call: Call, finish: Callable[[list[Post]], None], rider: Rider | None
+    ) -> None:
         """Names it; `finish` makes the result of all ranks' posts, and may be called again if it is interrupted."""
-        self._calls, self.number, self._call, self._finish = calls, number, call, finish
+        self._calls, self.number, self._call, self._finish, self._rider = calls, number, call, finish, rider
         self._lock = threading.Lock()
         self.is_done = False
         self.failure: Exception | None = None
@@ -330,7 +357,12 @@ class Begun:
 
     def _end(self, seconds: float | None) -> None:
         try:
-            below_autograd(self._finish, self._calls.posts(self.number, self._call, seconds))
+            posts = self._calls.posts(self.number, self._call, seconds)
+            if self._rider is not None:
+                self._rider.take(posts)
+            if any(post.digest != self._call.digest for post in posts):
+                raise Different({post.rank: self._calls.board.call(post) for post in posts})
+            below_autograd(self._finish, posts)
         except Exception as error:
             self.failure = error
         self.is_done, self._finish = True, _nothing
@@ -353,6 +385,8 @@ class Calls:
         self._ended = Ended()
         self._open = dict[int, Begun]()
         self._noted = list[Call]()
+        self.rider: Rider | None = None
+        """What the next call takes along."""
         self.untold = list[Exception]()
         """Why calls have failed for which nobody waited."""
         self.others = list[Callable[[], None]]()
@@ -379,14 +413,18 @@ class Calls:
                 self.end_complete()
             if number >= RING and number - board.read_by_all() >= RING:
                 raise RuntimeError(f"{RING} calls are under way and have not been waited for")
-            if self._noted:
-                call = call.described(self._noted)
+            rider, self.rider = self.rider, None
+            if self._noted or rider is not None:
+                by = [] if rider is None or rider.call is call else [rider.call]
+                call = call.described([*by, *(self._noted or [call])])
                 self._noted.clear()
-            start = board.write(call, sent, values, CALLS, number)
+            start = board.write(call, sent, values, CALLS, number, () if rider is None else rider.numbers)
             own.words[INDEX + number % RING] = start
             own.publish(POSTED, number + 1)
             self.begun += 1
-            begun = self._open[number] = Begun(self, number, call, finish)
+            begun = self._open[number] = Begun(self, number, call, finish, rider)
+            if rider is not None:
+                rider.begun = begun
         return begun
 
     def refuse(self, why: str) -> None:
@@ -402,7 +440,6 @@ class Calls:
 
         Raises:
             Stopped: a rank did not begin it.
-            Different: a rank has begun another one.
         """
         board = self.board
         deadline = time.monotonic() + (board.seconds if seconds is None else seconds)
@@ -415,8 +452,6 @@ class Calls:
         except Stopped as error:
             board.give_up(number, f"gave up {call.text.decode(errors='replace')}: {error}")
             raise
-        if any(post.digest != call.digest for post in posts):
-            raise Different({post.rank: board.call(post) for post in posts})
         return posts
 
     def end(self, number: int) -> None:
