@@ -2,16 +2,18 @@
 
     unsharded             one process, while the others wait
     by hand               the layers cut as Megatron-LM has them: two all-reduces a layer, and the logits gathered
-    tp_plan               Hugging Face's
-    torchshard            torchshard.shard(model, "auto", mode="infer")
+    by hand, memory       the same through torchshard's memory, and not by gloo
+    tp_plan               Hugging Face's, on the world that torchshard uses
+    torchshard            torchshard.shard(model, "auto", mode="infer"): through memory, if no backend is named
     torchshard, tokens    the same of a model that returns its likeliest token in place of the logits
     torchshard, compiled  the same as torchshard, with compile=True
 
 Before anything is timed, all must give the same tokens. Ways are timed in turn, round by round; a ratio is the median
-of the rounds' ratios to `by hand`; the slowest rank counts. Collectives per token are counted by the profiler, as gloo
-ran them; in one of them torchshard's ranks compare their calls.
+of the rounds' ratios to `by hand`; the slowest rank counts. Collectives per token are counted as they run, those in
+which ranks compare their calls among them.
 
     python benchmarks/decode.py --widths 256 768 --ranks 2 --tokens 64
+    python benchmarks/decode.py --backend gloo
     python benchmarks/decode.py --widths 256 --ways "by hand" torchshard --profile
 """
 
@@ -26,13 +28,14 @@ import statistics
 import time
 import warnings
 from collections.abc import Callable
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 import transformers
+from backends import MEMORY, begin, sent, through_memory
 from torch import Tensor, nn
-from torch.profiler import ProfilerActivity, profile
 from transformers.distributed import DistributedConfig
 
 import torchshard as ts
@@ -64,7 +67,7 @@ class Greedy(nn.Module):
         return self.model(input_ids=input_ids, cache=cache).logits[:, -1:].argmax(-1)
 
 
-def by_hand(model: Any, width: int) -> Any:
+def by_hand(model: Any, width: int, group: Any) -> Any:
     """One rank's part of the model as Megatron cuts it: two all-reduces a layer, and the logits gathered."""
     rank, ranks = dist.get_rank(), dist.get_world_size()
     part = transformers.LlamaForCausalLM(config(width, ranks)).eval()
@@ -77,12 +80,12 @@ def by_hand(model: Any, width: int) -> Any:
     part.lm_head.weight = nn.Parameter(head.detach().chunk(ranks, 0)[rank].clone())
 
     def reduced(module: nn.Module, args: Any, result: Tensor) -> Tensor:
-        dist.all_reduce(result)
+        dist.all_reduce(result, group=group)
         return result
 
     def gathered(module: nn.Module, args: Any, result: Tensor) -> Tensor:
         pieces = [torch.empty_like(result) for _ in range(ranks)]
-        dist.all_gather(pieces, result.contiguous())
+        dist.all_gather(pieces, result.contiguous(), group=group)
         return torch.cat(pieces, -1)
 
     for layer in part.model.layers:
@@ -108,13 +111,14 @@ def with_torchshard(model: Any, tokens: bool = False, **options: Any) -> Any:
     return ts.shard(whole, "auto", example_kwargs=example, mode="infer", **options)
 
 
-WAYS: dict[str, Callable[[Any, int], Any]] = {
-    "unsharded": lambda model, width: model,
+WAYS: dict[str, Callable[[Any, int, Any], Any]] = {
+    "unsharded": lambda model, width, gloo: model,
     HAND: by_hand,
-    "tp_plan": lambda model, width: with_tp_plan(model),
-    "torchshard": lambda model, width: with_torchshard(model),
-    "torchshard, tokens": lambda model, width: with_torchshard(model, tokens=True),
-    "torchshard, compiled": lambda model, width: with_torchshard(model, compile=True),
+    HAND + MEMORY: lambda model, width, gloo: by_hand(model, width, None),
+    "tp_plan": lambda model, width, gloo: with_tp_plan(model),
+    "torchshard": lambda model, width, gloo: with_torchshard(model),
+    "torchshard, tokens": lambda model, width, gloo: with_torchshard(model, tokens=True),
+    "torchshard, compiled": lambda model, width, gloo: with_torchshard(model, compile=True),
 }
 
 
@@ -134,14 +138,10 @@ def decoded(model: Any, prompt: Tensor, count: int) -> tuple[list[int], list[flo
     return tokens, times[2:]
 
 
-def sent(model: Any, prompt: Tensor) -> int:
-    """Collectives per token, as gloo runs them."""
-    counts = []
-    for tokens in (4, 8):
-        with profile(activities=[ProfilerActivity.CPU], acc_events=True) as profiler:
-            decoded(model, prompt, tokens)
-        counts.append(sum(event.name().startswith("gloo:") for event in profiler.profiler.kineto_results.events()))
-    return (counts[1] - counts[0]) // 4
+def per_token(model: Any, prompt: Tensor) -> int:
+    """Collectives per token."""
+    few, many = (sum(sent(partial(decoded, model, prompt, tokens))) for tokens in (4, 8))
+    return (many - few) // 4
 
 
 class Found(NamedTuple):
@@ -153,32 +153,34 @@ class Found(NamedTuple):
     """Per token."""
 
 
-def rank_main(width: int, count: int, rounds: int, names: list[str], profiled: bool) -> dict[str, Found]:
+def rank_main(width: int, options: argparse.Namespace) -> dict[str, Found]:
     """All ways, on one rank."""
     warnings.simplefilter("ignore")
     transformers.utils.logging.set_verbosity_error()
-    torch.set_num_threads(1)
-    ts.distributed.init_process_group()
+    gloo = begin(options.backend)
+    names = [name for name in options.ways if through_memory() or not name.endswith(MEMORY)]
     torch.manual_seed(0)
     model = transformers.LlamaForCausalLM(config(width)).eval()
     prompt = torch.randint(1, VOCAB, (1, PROMPT))
-    ways = {name: WAYS[name](model, width) for name in names}
+    ways = {name: WAYS[name](model, width, gloo) for name in names}
     first = {name: decoded(way, prompt, 12)[0] for name, way in ways.items()}
     assert len({tuple(tokens) for tokens in first.values()}) == 1, first
     times: dict[str, list[float]] = {name: [] for name in ways}
-    for _ in range(rounds):
+    for _ in range(options.rounds):
         for name, way in ways.items():
             dist.barrier()
             if name != "unsharded" or dist.get_rank() == 0:
-                times[name].append(1e3 * statistics.median(decoded(way, prompt, count)[1]))
+                times[name].append(1e3 * statistics.median(decoded(way, prompt, options.tokens)[1]))
             dist.barrier()
-    if profiled and dist.get_rank() == 0:
+    if options.profile and dist.get_rank() == 0:
         with cProfile.Profile() as profiler:
-            decoded(ways["torchshard"], prompt, count)
+            decoded(ways["torchshard"], prompt, options.tokens)
         pstats.Stats(profiler).sort_stats("cumtime").print_stats(60)
-    elif profiled:
-        decoded(ways["torchshard"], prompt, count)
-    return {name: Found(times[name], 0 if name == "unsharded" else sent(way, prompt)) for name, way in ways.items()}
+    elif options.profile:
+        decoded(ways["torchshard"], prompt, options.tokens)
+    return {
+        name: Found(times[name], 0 if name == "unsharded" else per_token(way, prompt)) for name, way in ways.items()
+    }
 
 
 def main() -> None:
@@ -189,17 +191,17 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=64)
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--ways", nargs="+", default=[*WAYS], choices=[*WAYS])
+    parser.add_argument("--backend", default=None, help="of the world; by default memory, as torchshard chooses")
     parser.add_argument("--profile", action="store_true", help="where torchshard's time goes, by cProfile")
     options = parser.parse_args()
     os.environ.setdefault("KINETO_LOG_LEVEL", "6")
     for width in options.widths:
-        given = (width, options.tokens, options.rounds, options.ways, options.profile)
-        found = ts.distributed.launch(rank_main, options.ranks, given)
+        found = ts.distributed.launch(rank_main, options.ranks, (width, options))
         slowest = {
             name: [
                 max(each) for each in zip(*(f[name].milliseconds for f in found if f[name].milliseconds), strict=True)
             ]
-            for name in options.ways
+            for name in found[0]
         }
         for name, times in slowest.items():
             base = slowest.get(HAND, times)

@@ -5,16 +5,18 @@
                   layer's backward runs while the gradients of the weights are computed
     DTensor       torch.distributed.tensor.parallel.parallelize_module
     tp_plan       Hugging Face's, of a model of transformers made of the same blocks
-    torchshard    torchshard.shard with a dict plan
+    torchshard    torchshard.shard with a dict plan; its ranks talk through memory, all others by gloo
+    ..., memory   the same as by gloo, through torchshard's memory
     ..., compiled the same with torch.compile; torchshard's is compile=True
 
 Before anything is timed, all must give the same loss and the same gradients. A step is forward, loss and backward; each
-begins at a barrier and ends when the slowest rank ends. Ratios are taken round by round. Collectives are counted by the
-profiler, as gloo ran them. `cpu` is the process's CPU time, the median of rank 0's rounds, by which a noisy machine can
-be told from a slow step.
+begins at a barrier and ends when the slowest rank ends. Ratios are taken round by round. Collectives are counted as
+they run, and beside them those in which ranks compare what they do. `cpu` is the process's CPU time, the median of rank
+0's rounds, by which a noisy machine can be told from a slow step.
 
     python benchmarks/step_time.py --widths 128 512 --rounds 20 --json step_time.json
     python benchmarks/step_time.py --ranks 4 --widths 128
+    python benchmarks/step_time.py --backend gloo    # torchshard's ranks talk by gloo, too
     python benchmarks/step_time.py --memory          # the peak of a step with a sequence of 2,048, with checkpoints
 """
 
@@ -25,7 +27,6 @@ import copy
 import json
 import os
 import statistics
-import tempfile
 import time
 import warnings
 from collections.abc import Callable, Sequence
@@ -35,10 +36,10 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
 import torch.nn.functional as F
+from backends import MEMORY, begin, mesh_of, sent, through_memory
 from torch import Tensor, nn
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, parallel
 from torch.profiler import ProfilerActivity, profile
 from torch.utils.checkpoint import checkpoint
@@ -55,11 +56,11 @@ PLAN = {f"*.{name}": "column" for name in COLUMN} | {f"*.{name}": "row" for name
 SPLIT = {f"{n}.{p}": 0 for n in COLUMN for p in ("weight", "bias")} | {f"{n}.weight": 1 for n in ROW}
 COMPILED = ", compiled"
 NAMES = (
-    "unsharded", "by hand", "DTensor", "tp_plan", "torchshard",
+    "unsharded", "by hand", f"by hand{MEMORY}", "DTensor", f"DTensor{MEMORY}", "tp_plan", f"tp_plan{MEMORY}",
+    "torchshard",
     f"unsharded{COMPILED}", f"DTensor{COMPILED}", f"torchshard{COMPILED}",
 )  # fmt: skip
 WARM_UP_ROUNDS = 2
-ITEM_BYTES = {"float": 4, "long int": 8}
 
 
 # --- the model, four ways --------------------------------------------------------------------------------------------
@@ -90,44 +91,46 @@ class Columns(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, *weights_and_biases: Tensor) -> tuple[Tensor, ...]:
+    def forward(ctx: Any, group: dist.ProcessGroup, x: Tensor, *weights_and_biases: Tensor) -> tuple[Tensor, ...]:
+        ctx.group = group
         weights, biases = weights_and_biases[::2], weights_and_biases[1::2]
         ctx.save_for_backward(x, *weights)
         return tuple(F.linear(x, w, b) for w, b in zip(weights, biases, strict=True))
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, ...]:
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         x, *weights = ctx.saved_tensors
         flat = x.flatten(0, -2)
         grads = tuple(grad.flatten(0, -2) for grad in grads)
         total = grads[0] @ weights[0]
         for grad, weight in zip(grads[1:], weights[1:], strict=True):
             total.addmm_(grad, weight)
-        work = dist.all_reduce(total, async_op=True)
+        work = dist.all_reduce(total, group=ctx.group, async_op=True)
         pairs = [(grad.t() @ flat, grad.sum(0)) for grad in grads]
         work.wait()
-        return (total.view_as(x), *(one for pair in pairs for one in pair))
+        return (None, total.view_as(x), *(one for pair in pairs for one in pair))
 
 
 class Reduce(torch.autograd.Function):
     """The sum over the ranks, in place; the gradient passes."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor) -> Tensor:
-        dist.all_reduce(x)
+    def forward(ctx: Any, group: dist.ProcessGroup, x: Tensor) -> Tensor:
+        dist.all_reduce(x, group=group)
         ctx.mark_dirty(x)
         return x
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> Tensor:
-        return grad
+    def backward(ctx: Any, grad: Tensor) -> tuple[None, Tensor]:
+        return None, grad
 
 
 class HandBlock(Block):
     """A Block with this rank's slices of another's weights."""
 
-    def __init__(self, whole: Block, rank: int) -> None:
+    def __init__(self, whole: Block, rank: int, group: dist.ProcessGroup) -> None:
         super().__init__(whole.q.in_features)
+        self.group = group
         self.load_state_dict(whole.state_dict())
         for path, dim in SPLIT.items():
             parameter = self.get_parameter(path)
@@ -135,15 +138,15 @@ class HandBlock(Block):
             parameter.data = own.clone(memory_format=torch.contiguous_format)
 
     def forward(self, x: Tensor) -> Tensor:
-        mixed = attention(*_columns(self.ln1(x), self.q, self.k, self.v))
-        x = x + (Reduce.apply(F.linear(mixed, self.o.weight)) + self.o.bias)
-        (inner,) = _columns(self.ln2(x), self.up)
-        return x + (Reduce.apply(F.linear(F.gelu(inner), self.down.weight)) + self.down.bias)
+        mixed = attention(*self._columns(self.ln1(x), self.q, self.k, self.v))
+        x = x + (Reduce.apply(self.group, F.linear(mixed, self.o.weight)) + self.o.bias)
+        (inner,) = self._columns(self.ln2(x), self.up)
+        return x + (Reduce.apply(self.group, F.linear(F.gelu(inner), self.down.weight)) + self.down.bias)
 
-
-def _columns(x: Tensor, *layers: nn.Linear) -> tuple[Tensor, ...]:
-    made: tuple[Tensor, ...] = Columns.apply(x, *(p for layer in layers for p in (layer.weight, layer.bias)))
-    return made
+    def _columns(self, x: Tensor, *layers: nn.Linear) -> tuple[Tensor, ...]:
+        parameters = (p for layer in layers for p in (layer.weight, layer.bias))
+        made: tuple[Tensor, ...] = Columns.apply(self.group, x, *parameters)
+        return made
 
 
 class Checkpointed(nn.Sequential):
@@ -155,13 +158,12 @@ class Checkpointed(nn.Sequential):
         return x
 
 
-def with_dtensor(model: nn.Sequential, mesh: DeviceMesh | None = None) -> nn.Module:
+def with_dtensor(model: nn.Sequential, mesh: DeviceMesh) -> nn.Module:
     """The norms give replicated DTensors, so that q, k and v share one all-reduce of the gradient."""
     replicated = {"output_layouts": Replicate(), "desired_output_layouts": Replicate(), "use_local_output": False}
     styles = {f"*.{name}": parallel.ColwiseParallel() for name in COLUMN}
     styles |= {f"*.{name}": parallel.RowwiseParallel() for name in ROW}
     styles |= {f"*.{name}": parallel.PrepareModuleOutput(**replicated) for name in ("ln1", "ln2")}
-    mesh = mesh or init_device_mesh("cpu", (dist.get_world_size(),))
     return parallel.parallelize_module(copy.deepcopy(model), mesh, styles)
 
 
@@ -185,22 +187,29 @@ class Stack(PreTrainedModel):
 
 
 def with_tp_plan(model: nn.Sequential) -> nn.Module:
+    """On the world: Hugging Face's makes its mesh itself."""
     stack = Stack(PretrainedConfig(), copy.deepcopy(model))
     config, _, mesh = stack.prepare_distribute_model(DistributedConfig(tp_plan="auto", tp_size=dist.get_world_size()))
     split: nn.Module = stack.maybe_distribute_model(stack, config, mesh)
     return split
 
 
-def implementations(width: int, x: Tensor, rank: int, names: Sequence[str]) -> dict[str, nn.Module]:
+def implementations(
+    width: int, x: Tensor, rank: int, names: Sequence[str], gloo: dist.ProcessGroup
+) -> dict[str, nn.Module]:
     model = nn.Sequential(*(Block(width) for _ in range(BLOCKS)))
+    world: Any = dist.group.WORLD
     make: dict[str, Callable[[], Any]] = {
         "unsharded": lambda: model,
-        "by hand": lambda: nn.Sequential(*(HandBlock(block, rank) for block in model)),
-        "DTensor": lambda: with_dtensor(model),
+        "by hand": lambda: nn.Sequential(*(HandBlock(block, rank, gloo) for block in model)),
+        f"by hand{MEMORY}": lambda: nn.Sequential(*(HandBlock(block, rank, world) for block in model)),
+        "DTensor": lambda: with_dtensor(model, mesh_of(gloo)),
+        f"DTensor{MEMORY}": lambda: with_dtensor(model, mesh_of(world)),
         "tp_plan": lambda: with_tp_plan(model),
+        f"tp_plan{MEMORY}": lambda: with_tp_plan(model),
         "torchshard": lambda: ts.shard(model, PLAN, (x,)),
         f"unsharded{COMPILED}": lambda: torch.compile(copy.deepcopy(model)),
-        f"DTensor{COMPILED}": lambda: torch.compile(with_dtensor(model)),
+        f"DTensor{COMPILED}": lambda: torch.compile(with_dtensor(model, mesh_of(gloo))),
         f"torchshard{COMPILED}": lambda: ts.shard(model, PLAN, (x,), compile=True),
     }
     return {name: make[name]() for name in names}
@@ -241,20 +250,6 @@ def _path(name: str) -> str:
 # --- counting and timing ---------------------------------------------------------------------------------------------
 
 
-def traffic(run: Callable[[], Any]) -> dict[str, int]:
-    """The collectives of one step, on whatever thread they run; TorchShard's agreement is the int64 all-reduce."""
-    with profile(activities=[ProfilerActivity.CPU], record_shapes=True, acc_events=True) as profiler:
-        run()
-    counted = dict.fromkeys(("collectives", "collective_bytes", "agreements", "agreement_bytes"), 0)
-    for event in profiler.profiler.kineto_results.events():
-        if event.name().startswith("gloo:"):
-            (shape,), (dtype,) = event.shapes(), event.dtypes()
-            kind = "agreement" if dtype == "long int" else "collective"
-            counted[f"{kind}s"] += 1
-            counted[f"{kind}_bytes"] += torch.Size(shape).numel() * ITEM_BYTES[dtype]
-    return counted
-
-
 def timed(run: Callable[[], Any], model: nn.Module) -> float:
     model.zero_grad(set_to_none=True)
     dist.barrier()
@@ -276,37 +271,39 @@ def slowest(seconds: list[list[float]]) -> list[list[float]]:
     return held.tolist()
 
 
-def measure(width: int, options: argparse.Namespace, rank: int) -> dict[str, Any]:
+def measure(width: int, options: argparse.Namespace, rank: int, gloo: dist.ProcessGroup) -> dict[str, Any]:
     torch.manual_seed(0)
     x, target = torch.randn(BATCH, SEQUENCE, width), torch.randn(BATCH, SEQUENCE, width)
-    names = [name for name in NAMES if not options.only or name in ("unsharded", "by hand", *options.only)]
-    models = implementations(width, x, rank, names)
+    others = ["tp_plan"] if through_memory() else [name for name in NAMES if name.endswith(MEMORY)]
+    known = [name for name in NAMES if name not in others]
+    names = [name for name in known if not options.only or name in ("unsharded", "by hand", *options.only)]
+    models = implementations(width, x, rank, names, gloo)
     check_equal(models, x, target, rank)
     runs = {name: partial(step, model, x, target) for name, model in models.items()}
     one_round = lambda: [on_cpu(partial(timed, runs[name], models[name])) for name in names]  # noqa: E731
     warm = slowest([[seconds for seconds, _ in one_round()] for _ in range(WARM_UP_ROUNDS)])
     rounds = options.rounds or min(200, max(5, int(options.seconds / sum(warm[-1]))))
-    counts = {name: traffic(runs[name]) for name in names}
+    counts = {name: sent(runs[name]) for name in names}
     taken = [one_round() for _ in range(rounds)]
     cpu = {name: statistics.median(row[i][1] for row in taken) for i, name in enumerate(names)}
     return {
         "width": width,
         "names": names,
-        "traffic": counts,
+        "sent": counts,
         "rounds": slowest([[s for s, _ in row] for row in taken]),
         "cpu": cpu,
     }
 
 
-def peaks(width: int, rank: int) -> dict[str, Any]:
+def peaks(width: int, rank: int, gloo: dist.ProcessGroup) -> dict[str, Any]:
     """The bytes that a step of a long sequence takes beside the parameters, with each block computed again."""
     torch.manual_seed(0)
     x, target = torch.randn(1, LONG, width), torch.randn(1, LONG, width)
     plain = Checkpointed(*(Block(width) for _ in range(BLOCKS)))
     models = {
         "unsharded": plain,
-        "by hand": Checkpointed(*(HandBlock(block, rank) for block in plain)),
-        "DTensor": with_dtensor(plain),
+        "by hand": Checkpointed(*(HandBlock(block, rank, gloo) for block in plain)),
+        "DTensor": with_dtensor(plain, mesh_of(gloo)),
         "torchshard": ts.shard(plain, PLAN, (x,)),
     }
     found = {}
@@ -331,20 +328,13 @@ def peak(run: Callable[[], object], model: nn.Module) -> int:
     return most
 
 
-def rank_main(rank: int, options: argparse.Namespace, folder: str) -> None:
-    torch.set_num_threads(1)
-    os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(options.ranks))  # where Hugging Face looks
+def rank_main(options: argparse.Namespace) -> list[dict[str, Any]]:
     warnings.filterwarnings("ignore")
-    store = f"file://{folder}/store"
-    dist.init_process_group("gloo", init_method=store, rank=rank, world_size=options.ranks)
-    ts.distributed.init_process_group(timeout_seconds=600)
+    gloo = begin(options.backend)
+    rank = dist.get_rank()
     if options.memory:
-        results = [peaks(width, rank) for width in options.widths]
-    else:
-        results = [measure(width, options, rank) for width in options.widths]
-    if rank == 0:
-        Path(folder, "results.json").write_text(json.dumps(results))
-    dist.destroy_process_group()
+        return [peaks(width, rank, gloo) for width in options.widths]
+    return [measure(width, options, rank, gloo) for width in options.widths]
 
 
 # --- the table -------------------------------------------------------------------------------------------------------
@@ -360,22 +350,24 @@ def summary(result: dict[str, Any]) -> list[dict[str, Any]]:
         spread = {"median": middle, "quartiles": (low, high), "range": (min(ratios), max(ratios))}
         row = {"width": result["width"], "name": name, "median_seconds": statistics.median(times)}
         row["cpu_seconds"] = result["cpu"][name]
-        rows.append(row | {"rounds": len(times), "to_by_hand": spread} | result["traffic"][name])
+        collectives, agreements = result["sent"][name]
+        row |= {"collectives": collectives, "agreements": agreements}
+        rows.append(row | {"rounds": len(times), "to_by_hand": spread})
     return rows
 
 
-LINE = "{:>5}  {:<20} {:>9} {:>9}  {:>7}  {:<14} {:<15} {:>14}  {}"
+LINE = "{:>5}  {:<20} {:>9} {:>9}  {:>7}  {:<14} {:<15} {:>11}  {}"
 HEADER = LINE.format("width", "step", "median", "cpu", "by hand", "quartiles", "range", "collectives", "agreement")
 
 
 def table_line(row: dict[str, Any]) -> str:
     ratio = row["to_by_hand"]
     low_high, least_most = ("{:.3f}-{:.3f}".format(*ratio[key]) for key in ("quartiles", "range"))
-    sent = f"{row['collectives']}, {row['collective_bytes'] / 2**20:.2f} MiB"
-    agreed = f"{row['agreements']}, {row['agreement_bytes']} B"
     median, cpu = (f"{row[key] * 1e3:.1f} ms" for key in ("median_seconds", "cpu_seconds"))
     to_hand = f"{ratio['median']:.3f}"
-    return LINE.format(row["width"], row["name"], median, cpu, to_hand, low_high, least_most, sent, agreed)
+    return LINE.format(
+        row["width"], row["name"], median, cpu, to_hand, low_high, least_most, row["collectives"], row["agreements"]
+    )
 
 
 def memory_line(result: dict[str, Any]) -> str:
@@ -389,6 +381,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--rounds", type=int, default=0, help="timed rounds per width; 0: as many as --seconds allow")
     parser.add_argument("--seconds", type=float, default=45.0, help="of timed rounds per width, where --rounds is 0")
     parser.add_argument("--ranks", type=int, default=2)
+    parser.add_argument("--backend", default=None, help="of the world; by default memory, as torchshard chooses")
     parser.add_argument(
         "--only", nargs="+", default=[], choices=NAMES, help="beside the unsharded and hand-written ones"
     )
@@ -400,20 +393,14 @@ def parse() -> argparse.Namespace:
 def main() -> None:
     options = parse()
     os.environ.setdefault("KINETO_LOG_LEVEL", "6")  # the ranks' profilers would report each start and stop
-    with tempfile.TemporaryDirectory() as folder:
-        mp.spawn(rank_main, (options, folder), options.ranks)
-        results = json.loads(Path(folder, "results.json").read_text())
+    results = ts.distributed.launch(rank_main, options.ranks, (options,))[0]
     if options.memory:
-        print(
-            f"{options.ranks} gloo ranks; {BLOCKS} blocks in checkpoints, 1 x {LONG}, float32; peak beside parameters"
-        )
+        print(f"{options.ranks} ranks; {BLOCKS} blocks in checkpoints, 1 x {LONG}, float32; peak beside parameters")
         print(*map(memory_line, results), sep="\n")
         return
     rows = [row for result in results for row in summary(result)]
     rounds = ", ".join(f"{len(result['rounds'])} at {result['width']}" for result in results)
-    print(
-        f"{options.ranks} gloo ranks, 1 thread each; {BLOCKS} blocks, {BATCH} x {SEQUENCE}, float32; rounds: {rounds}"
-    )
+    print(f"{options.ranks} ranks, 1 thread each; {BLOCKS} blocks, {BATCH} x {SEQUENCE}, float32; rounds: {rounds}")
     print(HEADER, *map(table_line, rows), sep="\n")
     if options.json:
         options.json.write_text(json.dumps(rows, indent=1))
