@@ -3,9 +3,14 @@
 from __future__ import annotations
 
 import copy
+import ctypes
+import gc
+import itertools
 import os
 import random
 import signal
+import statistics
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -577,6 +582,87 @@ def _grows(rank: int) -> list[int]:
 def test_memory_stays_flat_and_large_ranges_go_back() -> None:
     for first, second, third in run_ranks(_grows, 2, backend="memory"):
         assert third <= second + (1 << 14) <= first + (1 << 15) and third < 1 << 25
+
+
+class _Mallinfo(ctypes.Structure):
+    _fields_ = [
+        (name, ctypes.c_size_t)
+        for name in ("arena", "ordblks", "smblks", "hblks", "hblkhd", "usmblks", "fsmblks", "uordblks")
+    ]
+    _fields_ += [("fordblks", ctypes.c_size_t), ("keepcost", ctypes.c_size_t)]
+
+
+def _allocated() -> int:
+    """Bytes that the C library has given out."""
+    asked = ctypes.CDLL(None).mallinfo2
+    asked.restype = _Mallinfo
+    found = asked()
+    return found.uordblks + found.hblkhd
+
+
+def _trains_long(rank: int) -> list[tuple[int, int, int, int]]:
+    tsd.init_process_group()
+    model = ts.shard(_mlp(), {"0": "column", "2": "row"})
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    x, found = torch.randn(16, 6, dtype=torch.float64, generator=torch.Generator().manual_seed(0)), []
+    for step in range(10_000):
+        optimizer.zero_grad()
+        model(x).square().mean().backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        tsd.all_reduce(torch.ones(100 * (step % 10)))
+        optimizer.step()
+        if step % 1000 == 999:
+            gc.collect()
+            found.append((sys.getallocatedblocks(), _allocated(), _pages(), len(os.listdir("/proc/self/fd"))))
+    return found
+
+
+def test_memory_stays_flat_over_ten_thousand_steps() -> None:
+    for samples in run_ranks(_trains_long, 2, timeout_seconds=600, backend="memory"):
+        blocks, held, *others = zip(*samples, strict=True)
+        for numbers, per_step in ((blocks, 0.1), (held, 10.0)):
+            # the median: a test runner allocates too, once in a while
+            grown = statistics.median(b - a for a, b in itertools.pairwise(numbers[1:]))
+            assert grown < 1000 * per_step
+        assert all(len(set(numbers)) == 1 for numbers in others)
+
+
+def _launches(rank: int) -> list[list[float]]:
+    mine = torch.full((3,), rank + 1.0)
+    dist.all_reduce(mine)
+    inner = tsd.launch(_launched, 2, (float(rank),))
+    dist.all_reduce(mine)
+    return [*inner, mine.tolist()]
+
+
+def _launched(number: float) -> list[float]:
+    tsd.init_process_group("memory")
+    x = torch.tensor([number + tsd.get_rank()])
+    dist.all_reduce(x)
+    return x.tolist()
+
+
+def test_a_rank_may_launch_ranks_of_its_own() -> None:
+    assert run_ranks(_launches, 2, backend="memory") == [[[1.0], [1.0], [6.0] * 3], [[3.0], [3.0], [6.0] * 3]]
+
+
+def _with_another_timeout(rank: int) -> list[str]:
+    world: Any = dist.group.WORLD
+    found = []
+    if rank:
+        world.set_timeout(timedelta(seconds=0.2))
+        for call in (lambda: dist.recv(torch.ones(1), 0), dist.barrier):
+            text, seconds = _told(call)
+            found.append(text)
+            assert seconds < PATIENCE * 2
+    else:
+        time.sleep(1.0)
+    return found
+
+
+def test_a_timeout_that_is_set_later_counts_for_all_calls() -> None:
+    _, found = run_ranks(_with_another_timeout, 2, backend="memory")
+    assert ["the time was up" in text for text in found] == [True, True]
 
 
 def _waits(rank: int) -> float:

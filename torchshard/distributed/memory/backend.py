@@ -31,21 +31,20 @@ _NO_TIMEOUT = timedelta(0)
 class _Communication(Protocol):
     def is_completed(self) -> bool: ...
 
-    def wait(self, seconds: float) -> None: ...
+    def wait(self, seconds: float | None) -> None: ...
 
 
 class MemoryWork(dist.Work):
     """A communication that has begun."""
 
-    def __init__(self, communication: _Communication | None, seconds: float, results: Sequence[Tensor]) -> None:
+    def __init__(self, communication: _Communication | None, results: Sequence[Tensor]) -> None:
         """Names the communication; None: there is nothing to wait for.
 
         Args:
-            seconds: how long it waits at most.
             results: what a future holds when it has ended.
         """
         super().__init__()
-        self._communication, self._seconds, self._results = communication, seconds, results
+        self._communication, self._results = communication, results
 
     def is_completed(self) -> bool:
         """Whether it has ended, and `wait` would return at once."""
@@ -67,7 +66,7 @@ class MemoryWork(dist.Work):
             RuntimeError: another rank does something else, has ended, or did not come in time.
         """
         if self._communication is not None:
-            self._communication.wait(timeout.total_seconds() if timeout > _NO_TIMEOUT else self._seconds)
+            self._communication.wait(timeout.total_seconds() if timeout > _NO_TIMEOUT else None)
         return True
 
     def synchronize(self) -> None:
@@ -105,7 +104,6 @@ class MemoryProcessGroup(dist.ProcessGroup):
         self.calls = Calls(board)
         self.letters = Letters(board)
         self.calls.others.append(self.letters.deliver)
-        self._seconds = board.seconds
         self._name = ""
 
     _device_types = [torch.device("cpu")]
@@ -140,12 +138,15 @@ class MemoryProcessGroup(dist.ProcessGroup):
         """The name under which torch.distributed knows the group."""
         return self._name
 
-    def _set_default_timeout(self, timeout: timedelta) -> None:
-        self._seconds = timeout.total_seconds()
-
     def set_timeout(self, timeout: timedelta) -> None:
         """Sets how long following calls wait at most."""
-        self._seconds = timeout.total_seconds()
+        self.board.seconds = timeout.total_seconds()
+
+    _set_default_timeout = set_timeout
+
+    def _get_backend(self, device: torch.device) -> MemoryProcessGroup:  # type: ignore[override]
+        """What sends the tensors of a device: this group itself."""
+        return self
 
     def _set_sequence_number_for_group(self) -> None:
         pass
@@ -250,19 +251,19 @@ class MemoryProcessGroup(dist.ProcessGroup):
         (x,) = tensors
         _check(tensors)
         self.letters.send(x, rank, tag, _letter_text(x))
-        return MemoryWork(None, self._seconds, tensors)
+        return MemoryWork(None, tensors)
 
     def _receive(self, tensors: list[Tensor], rank: int, tag: int = 0) -> MemoryWork:
         """dist.recv."""
         (x,) = tensors
         _check(tensors)
-        return MemoryWork(self.letters.receive(x, rank, tag, _letter_text(x)), self._seconds, tensors)
+        return MemoryWork(self.letters.receive(x, rank, tag, _letter_text(x)), tensors)
 
     def _receive_from_any(self, tensors: list[Tensor], tag: int = 0) -> MemoryWork:
         """dist.recv without a rank."""
         (x,) = tensors
         _check(tensors)
-        return MemoryWork(self.letters.receive(x, None, tag, _letter_text(x)), self._seconds, tensors)
+        return MemoryWork(self.letters.receive(x, None, tag, _letter_text(x)), tensors)
 
     def _pieces(self, whole: list[Tensor], parts: list[Tensor]) -> list[list[Tensor]]:
         return [exchanges.pieces(x, part, self.board.size) for x, part in zip(whole, parts, strict=True)]
@@ -271,7 +272,7 @@ class MemoryProcessGroup(dist.ProcessGroup):
         self, tensors: Sequence[Tensor], results: Sequence[Any], begin: Callable[[], exchanges.Exchange]
     ) -> MemoryWork:
         _check(tensors)
-        return MemoryWork(exchanges.begun(self.calls, begin), self._seconds, results)
+        return MemoryWork(exchanges.begun(self.calls, begin), results)
 
 
 _ASKED_BY = {
