@@ -18,7 +18,7 @@ from torch.utils.checkpoint import checkpoint
 import torchshard as ts
 from tests.helpers import gradient_error, largest, run_ranks
 
-ROWS = 2
+ROWS = 4
 MESHES: list[tuple[dict[str, int], Any]] = [
     ({"dp": 2}, "replicate"),
     ({"dp": 3}, "shard"),
@@ -115,6 +115,36 @@ def _in_chunks(chain: Chain) -> None:
     features.backward(cut.grad + copied.grad)
 
 
+def _cached(chain: Chain) -> None:
+    """GradCache: features without a graph, their gradients, and a second forward that these are passed on to."""
+    with torch.no_grad():
+        features = chain.body(chain.x)
+    features = features.detach().requires_grad_()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # the features might be what is optimized
+        chain.head(features).square().mean().backward()
+    chain.body(chain.x).backward(features.grad)
+    (chain.body(chain.x) * features.grad).sum().backward()
+
+
+def _copied(chain: Chain) -> None:
+    """As in a pipeline by hand: features are copied, and their gradients kept in a list."""
+    parts = chain.x.detach().chunk(2)
+    with torch.no_grad():
+        copies = [chain.body(part).clone().requires_grad_() for part in parts]
+    for copied in copies:
+        chain.head(copied).square().mean().backward()
+    gradients = [copied.grad for copied in copies]
+    del copied, copies
+    for part, gradient in zip(parts, gradients, strict=True):
+        chain.body(part).flatten().backward(gradient.flatten())
+
+
+def _checkpointed(chain: Chain) -> None:
+    """Two models in one checkpoint, which computes both again."""
+    checkpoint(lambda x: chain.head(chain.body(x)), chain.x, use_reentrant=False).square().mean().backward()
+
+
 def _again(chain: Chain) -> None:
     """Reentrant checkpoints cut the chain at the inputs of each model."""
     middle = checkpoint(chain.body, chain.x, use_reentrant=True)
@@ -136,8 +166,8 @@ def _accumulated(chain: Chain) -> None:
 
 
 CHAINS = (
-    _two, _loss_inside, _three, _twice, _siamese, _frozen, _autoencoder, _adversarial, _penalty, _in_chunks, _again,
-    _between, _accumulated,
+    _two, _loss_inside, _three, _twice, _siamese, _frozen, _autoencoder, _adversarial, _penalty, _in_chunks, _cached,
+    _copied, _checkpointed, _again, _between, _accumulated,
 )  # fmt: skip
 
 

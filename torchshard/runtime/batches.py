@@ -21,6 +21,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.multiprocessing.reductions import StorageWeakRef
 
 from torchshard.capture import describe
 from torchshard.capture.visible import visible_to
@@ -69,8 +70,8 @@ def entering(tensors: Mapping[str, Tensor], layouts: Mapping[str, Layout], group
     found = []
     for name, tensor in tensors.items():
         if isinstance(layouts.get(name), Shard) and tensor.requires_grad:
-            edge = torch.autograd.graph.get_gradient_edge(tensor)  # holds the node that has a hook
             if tensor.is_leaf:
+                edge = torch.autograd.graph.get_gradient_edge(tensor)  # holds the node that has a hook
                 _divide_grad(tensor, edge.node, group.size)
             tensor = _Crossing.apply(tensor, 1, group.size, True)
         found.append(tensor)
@@ -81,9 +82,12 @@ def leaving(results: Sequence[Any], layouts: Sequence[Layout], group: Group) -> 
     """Returns a graph's results; gradients of parts of the batch come in as those of the rank's own loss."""
     found = []
     for result, layout in zip(results, layouts, strict=True):
-        if isinstance(layout, Shard) and isinstance(result, Tensor) and result.requires_grad:
-            result = _Crossing.apply(result, 1, group.size, False)
-            _WAITING[result.grad_fn] = _memory(result)
+        if isinstance(layout, Shard) and isinstance(result, Tensor):
+            if result.requires_grad:
+                result = _Crossing.apply(result, 1, group.size, False)
+                if torch._C._current_graph_task_id() == -1:  # else a checkpoint computes it again
+                    _WAITING[result.grad_fn] = _memory(result)
+            _RESULTS.add(result)
         found.append(result)
     return found
 
@@ -116,11 +120,43 @@ class _Crossing(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
         _WAITING.pop(ctx, None)
+        if not ctx.enters and gradient in _DIVIDED:
+            return gradient, None, None, None
         return _Crossing.apply(gradient, ctx.factor, ctx.ranks, not ctx.enters), None, None, None
+
+
+def _memory(x: Tensor) -> int:
+    return x.untyped_storage()._cdata
+
+
+class _Memories:
+    """Tensors, known by their memory for as long as it is held elsewhere."""
+
+    def __init__(self) -> None:
+        self._held = dict[int, StorageWeakRef]()
+        self._most = 64
+
+    def add(self, x: Tensor) -> None:
+        """Adds a tensor, and what shares its memory."""
+        if len(self._held) >= self._most:
+            self._held = {memory: held for memory, held in self._held.items() if not held.expired()}
+            self._most = max(64, 2 * len(self._held))
+        if x.layout == torch.strided:
+            self._held[_memory(x)] = StorageWeakRef(x.untyped_storage())
+
+    def __contains__(self, x: Tensor) -> bool:
+        if not self._held or x.layout != torch.strided:
+            return False
+        held = self._held.get(_memory(x))
+        return held is not None and not held.expired()
 
 
 _WAITING = weakref.WeakKeyDictionary[Any, int]()
 """The nodes of results that no backward has reached yet -> the memory of each result."""
+_RESULTS = _Memories()
+"""Results with the batch, those of calls without gradients too."""
+_DIVIDED = _Memories()
+"""Gradients of the whole batch's loss, in the `.grad` of inputs."""
 _DIVIDES = "torchshard: divides"
 """Marks a node of autograd, in its metadata."""
 
@@ -128,33 +164,43 @@ _DIVIDES = "torchshard: divides"
 def _divide_grad(x: Tensor, node: Any, ranks: int) -> None:
     """Has `node`, which accumulates into `x.grad`, accumulate the gradient of the whole batch's loss.
 
-    It does not where `x` may be a copy of an earlier result that still waits for its backward: people pass `c.grad` of
-    `c = z.detach().requires_grad_()` on by `z.backward(c.grad)`, which needs the gradient of the rank's own loss. A
-    reentrant checkpoint does the same in a backward. `torch.autograd.grad` does not run the hook.
+    It does not where `x` may be a copy of a result: people pass `c.grad` of `c = z.detach().requires_grad_()` on to
+    `z`, or to what computes `z` again, and outside of models that is the gradient of the rank's own loss. A reentrant
+    checkpoint does the same in a backward. `torch.autograd.grad` does not run the hook.
     """
     if _DIVIDES in node.metadata or torch._C._current_graph_task_id() != -1:
         return
     node.metadata[_DIVIDES], origins, memory = True, weakref.WeakKeyDictionary(_WAITING), _memory(x)
+    is_result, divides = x in _RESULTS, False
 
     def divided(gradients: tuple[Tensor | None, ...]) -> tuple[Tensor | None, ...] | None:
+        nonlocal divides
         waiting = [of for result, of in origins.items() if result in _WAITING and not _is_reached(result)]
-        if not waiting:
+        divides = not waiting and not is_result
+        if divides:
             return tuple(None if gradient is None else gradient / ranks for gradient in gradients)
         if memory not in waiting:
-            warn(_OWN_GRADIENT.format(ranks=ranks))
+            warn(_OWN_GRADIENT.format(ranks=ranks, why=_IS_RESULT if is_result else _IS_WAITING))
         return None
 
+    def remember(of: Tensor) -> None:
+        if divides and of.grad is not None:
+            _DIVIDED.add(of.grad)
+
     node.register_prehook(divided)
+    x.register_post_accumulate_grad_hook(remember)
 
 
 _is_reached = torch._C._will_engine_execute_node
 """Whether the backward that runs now has reached a node, or will."""
 _OWN_GRADIENT = (
-    "the .grad of an input is the gradient of this rank's own loss, {ranks} times the unsharded model's, because an "
-    "earlier result still waits for its backward. That is right for result.backward(input.grad). For any other input, "
-    "drop results that need no backward: del result, or torch.no_grad() around their calls"
+    "the .grad of an input is the gradient of this rank's own loss, {ranks} times the unsharded model's, because {why}"
 )
-
-
-def _memory(x: Tensor) -> int:
-    return x.untyped_storage()._cdata
+_IS_WAITING = (
+    "an earlier result still waits for its backward. That is right for result.backward(input.grad). For any other "
+    "input, drop results that need no backward: del result, or torch.no_grad() around their calls"
+)
+_IS_RESULT = (
+    "the input has the memory of a model's result. That is right to go on with: model(x).backward(input.grad), or "
+    "(model(x) * input.grad).sum(). For anything else take result.detach().clone().requires_grad_() as the input"
+)
