@@ -228,6 +228,13 @@ def _with_our_names() -> nn.Module:
     return model
 
 
+def _by_types(m: Any, x: Tensor) -> Tensor:
+    y: Tensor = m.up(x)
+    kinds = {Tensor: 2.0, nn.Parameter: 3.0}
+    is_type = isinstance(type(x), type) and issubclass(type(m), nn.Module) and type("Made", (), {}).__name__ == "Made"
+    return y * kinds[type(x)] * kinds[type(m.up.weight)] * (5 if type(y) is Tensor else 7) * (11 if is_type else 13)
+
+
 def _registers_a_buffer(m: Any, x: Tensor) -> Tensor:
     if not hasattr(m, "slopes") or len(m.slopes) < len(x):
         m.register_buffer("slopes", torch.arange(len(x), dtype=x.dtype)[:, None], persistent=False)
@@ -322,6 +329,7 @@ EQUAL: dict[str, _Case] = {
     "a conjugated buffer": _Case(_with_a_conjugated_buffer),
     "a buffer whose sign is still to be changed": _Case(_with_a_negated_buffer),
     "classes and attributes of tensors": _Case(_with_own_classes, _x, _called_with_own_classes),
+    "types of an input, of a parameter and of a value": _Case(lambda: _Model(_by_types)),
     "a ctc loss": _Case(
         _with_a_ctc_loss, lambda: torch.randn(5, 2, 6, generator=torch.Generator().manual_seed(0)).double()
     ),

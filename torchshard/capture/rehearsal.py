@@ -24,6 +24,7 @@ from torch.utils import _pytree as pytree
 
 from torchshard.capture.attributes import Snapshot, Unknown, attributes, changed, describe
 from torchshard.capture.conditions import Number
+from torchshard.capture.looks import types_of_originals
 from torchshard.capture.namespaces import Place
 from torchshard.capture.recording import Recording, current_recording, use_recording
 from torchshard.capture.replacements import replaced_functions
@@ -106,7 +107,8 @@ def _on_fakes(model: nn.Module) -> Iterator[FakeTensorMode]:
     try:
         _make_attributes_fake(model, mode)
         stateless = _reparametrize_module(model, state)
-        with _compiling_state_context(), mode, stateless, without_tools(), _without_seeding():
+        types = types_of_originals(model)
+        with _compiling_state_context(), mode, stateless, types, without_tools(), _without_seeding():
             yield mode
     finally:
         snapshot.restore()

@@ -27,7 +27,7 @@ from torchshard.capture.equal_sizes import equal_sizes, fixed_sizes
 from torchshard.capture.export_errors import capture_error
 from torchshard.capture.function_mode import CaptureMode, Slots, slots_of
 from torchshard.capture.known_numbers import note_placeholders
-from torchshard.capture.looks import look_like
+from torchshard.capture.looks import look_like, types_of_originals
 from torchshard.capture.modes import note_modes
 from torchshard.capture.namespaces import Place
 from torchshard.capture.quiet import quiet
@@ -144,7 +144,7 @@ class _FlatForward:
         with self._own_entry_points(), without_exports_own():
             repeated = nullcontext() if self.repeats is None else self.repeats.installed()
             try:
-                with CaptureMode(recording, self._slots), note_modes(), repeated:
+                with CaptureMode(recording, self._slots), note_modes(), repeated, types_of_originals(self._model):
                     value = _called(self._model, args, kwargs)
                     self.result, self.changes = arguments.with_changes(value, self._call.positional)
                     results = state.write_assigned(self.result.tensors)
