@@ -406,12 +406,24 @@ def _sharded_with_gradients() -> None:
     ts.shard(model, PLAN)
 
 
+@torch.no_grad()
+def _step_by_lists(parameters: list[nn.Parameter]) -> None:
+    """As schedule-free optimizers step: slices and parameters that are whole in one list."""
+    gradients = [p.grad for p in parameters if p.grad is not None]
+    averages = torch._foreach_mul(gradients, 0.1)
+    torch._foreach_lerp_(averages, gradients, 0.5)
+    torch._foreach_add_(parameters, averages, alpha=-0.1)
+    torch._foreach_addcdiv_(parameters, gradients, torch._foreach_exp(averages))
+    torch._foreach_mul_(parameters, 0.9)
+
+
 QUIET: dict[str, Callable[[Any, Tensor], Any]] = {
     "by elements": lambda m, p: (p.data.mul_(0.9), p.grad.clamp_(-1, 1), (p - p.detach()).square()),  # type: ignore
     "looking": lambda m, p: (p.shape, p.dtype, p.numel(), p.stride(), p.is_leaf, repr(p), {p: 0}),
     "copies": lambda m, p: (p.detach().clone(), torch.zeros_like(p), copy.deepcopy(p), copy.deepcopy(p.data)),
     "PyTorch's own": lambda m, p: (nn.utils.clip_grad_norm_(m.parameters(), 1.0), nn.utils.get_total_norm([p.grad])),
     "an optimizer": lambda m, p: torch.optim.AdamW(m.parameters(), amsgrad=True, foreach=True).step(),
+    "a step of one's own, by lists": lambda m, p: _step_by_lists(list(m.parameters())),
     "a call": lambda m, p: m(_x()),
     "undefined gradients of results": lambda m, p: torch.autograd.gradcheck(
         m, (_x().requires_grad_(),), fast_mode=True

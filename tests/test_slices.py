@@ -297,6 +297,16 @@ def _leaves(rank: int, folder: str) -> dict[str, bool]:
                 model[0].weight.copy_(value)
 
         found[f"{name} of another rank"] = rank == 0 or refused_input(copy_in, "slices of different ranks")
+        of_weight = optimizer.state[model[0].weight]
+        own, of_weight["exp_avg"] = of_weight["exp_avg"], loaded
+        found[f"{name} as state"] = rank == 0 or refused_input(
+            optimizer.step, "'exp_avg' of '0.weight' is another slice"
+        )
+        of_weight["exp_avg"], model[0].weight.grad = own, loaded
+        found[f"{name} as gradient"] = rank == 0 or refused_input(
+            optimizer.step, "'grad' of '0.weight' is another slice"
+        )
+        model[0].weight.grad = None
         if len(tensors) > 1:
             load = lambda sent=sent: model.load_state_dict(sent[0])  # noqa: E731
             found[f"{name} loaded"] = rank == 0 or refused_input(load, "another slice of '0.weight'")
@@ -307,7 +317,7 @@ def _leaves(rank: int, folder: str) -> dict[str, bool]:
 
 def test_what_leaves_a_process_knows_its_place_or_is_refused(tmp_path: Path) -> None:
     for found in run_ranks(_leaves, 2, str(tmp_path)):
-        assert len(found) == 9 and all(found.values()), found
+        assert len(found) == 15 and all(found.values()), found
 
 
 def _kept(rank: int) -> list[bool]:

@@ -75,6 +75,8 @@ class _StepObserver:
             _before_first_step(optimizer, slices) if slices else _check_unsharded(optimizer)
         if not slices:
             return
+        with unwatched():
+            _check_places(optimizer, slices)
         settings = f"{type(optimizer).__name__} {[_settings(group) for group in optimizer.param_groups]}"
         models = {id(model): model for model in (p.owner() for p in slices) if model is not None}
         for model in models.values():
@@ -97,6 +99,19 @@ class _StepObserver:
                 "train",
                 attempt="optimizer = AdamW(sharded.parameters(), ...), after ts.shard",
             )
+
+
+def _check_places(optimizer: Optimizer, slices: Sequence[ShardedParameter]) -> None:
+    """Refuses gradients and state that are slices which another rank has saved; assigning them says nothing."""
+    for parameter in slices:
+        for name, value in (("grad", parameter.grad), *optimizer.state.get(parameter, {}).items()):
+            if isinstance(value, StateSlice) and not is_same_slice(value.place, parameter.place):
+                raise InputError(
+                    f"{name!r} of {parameter.path!r} is another slice than this rank's",
+                    where=f"{type(optimizer).__name__}.step()",
+                    why=f"it is the slice {place_text(value.place)}, and this rank holds {place_text(parameter.place)}",
+                    attempt="each rank's own, as ts.save, ts.load and state dicts keep them",
+                )
 
 
 _OBSERVER = _StepObserver()

@@ -110,7 +110,8 @@ class SliceCall:
 
     def _takes_part_of_a_gradient(self, outcome: Outcome, result: object) -> bool:
         """Whether a gradient of the results, which are slices, reaches an argument that is none."""
-        if not any(isinstance(leaf, Tensor) and leaf.requires_grad for leaf in pytree.tree_leaves(result)):
+        leaves = pytree.tree_leaves(result) if torch.is_grad_enabled() else []  # else the results are arguments
+        if not any(isinstance(leaf, Tensor) and leaf.requires_grad for leaf in leaves):
             return False
         return any(tensor.requires_grad and i not in outcome.slices for i, tensor in enumerate(self.tensors))
 
