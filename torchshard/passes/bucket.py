@@ -17,7 +17,7 @@ from __future__ import annotations
 import math
 import operator
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 import torch
@@ -77,13 +77,15 @@ def _bucket(node: fx.Node, known: dict[str, fx.Node]) -> Bucket | None:
 
 def _join(joint: fx.GraphModule, message: _Message, nodes: Sequence[fx.Node]) -> None:
     """Puts one collective in place of several: of those that gather where the first stands, else the last."""
+    place = {node: i for i, node in enumerate(joint.graph.nodes)}
+    nodes = sorted(nodes, key=place.__getitem__)  # sums over one axis may have moved behind those over another
     gathers, args = message.op is GATHER, list(nodes[0].args[1:])
     if message.op is not REDUCE:
         args[1] = [number for node in nodes for number in _parts_of_rows(node)]
     at = nodes[0] if gathers else nodes[-1]
     followers = [] if gathers else _followers(nodes)
     if gathers:
-        _move_operands(joint, nodes)
+        _move_operands(nodes, place)
     before, made = at.prev, list[fx.Node]()
     with joint.graph.inserting_before(at):
         flat = [_in_shape(joint, aten.reshape.default, node_arg(node), [-1]) for node in nodes]
@@ -120,9 +122,8 @@ def _parts_of_rows(node: fx.Node) -> Iterator[int]:
         yield number * width if i % 2 else number
 
 
-def _move_operands(joint: fx.GraphModule, gathers: Sequence[fx.Node]) -> None:
+def _move_operands(gathers: Sequence[fx.Node], place: Mapping[fx.Node, int]) -> None:
     """Moves what makes the operands, such as casts, before the first of the collectives."""
-    place = {node: i for i, node in enumerate(joint.graph.nodes)}
     needed = set[fx.Node]().union(*(upstream(node, lambda n: n.all_input_nodes) for node in gathers))
     for node in sorted(needed, key=place.__getitem__):
         if place[node] > place[gathers[0]]:
