@@ -20,7 +20,8 @@ from torchshard.plans.machine import objective
 
 WAYS = ("replicate", "shard", "shard_grad_op")
 MESHES: list[dict[str, str]] = [{"dp": way} for way in WAYS]
-MESHES += [{"dp": way, "tp": ""} for way in WAYS] + [{"dp": "replicate", "fs": "shard", "tp": ""}]
+MESHES += [{"dp": way, "tp": ""} for way in WAYS]
+MESHES += [{"dp": outer, "fs": inner, "tp": ""} for outer, inner in (("replicate", "shard"), ("shard", "replicate"))]
 WIDTH = 96
 Call = tuple[tuple[Any, ...], dict[str, Any]]
 

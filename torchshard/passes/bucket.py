@@ -66,13 +66,20 @@ def _bucket(node: fx.Node, known: dict[str, fx.Node]) -> Bucket | None:
     """The bucket of a collective that gathers a parameter's slices, or sums a parameter's gradient."""
     of: Bucket | None = None
     if node.target is GATHER and not node.meta.get("is_backward"):
-        of = bucket_of(node_arg(node))
+        of = _of_slices(node_arg(node))
     elif node.target in (REDUCE, SCATTER) and node.meta.get("is_backward"):
-        found = {bucket_of(known[name]) for name in node.meta.get("gradient_of", ()) if name in known}
+        found_by = bucket_of if node.target is REDUCE else _of_slices
+        found = {found_by(known[name]) for name in node.meta.get("gradient_of", ()) if name in known}
         of = found.pop() if len(found) == 1 else None
-    if of is not None and node.target is not REDUCE and (of.gathered is None or node.args[1] != 0):
-        return None
-    return of
+    return None if of is None or (node.target is not REDUCE and node.args[1] != 0) else of
+
+
+def _of_slices(value: fx.Node) -> Bucket | None:
+    """The bucket of a parameter that is gathered, whichever axis of the mesh its slices are over."""
+    of = bucket_of(value)
+    if of is None or of.gathered is not None:
+        return of
+    return of._replace(gathered=value.meta["val"].dtype) if of.layer else None
 
 
 def _join(joint: fx.GraphModule, message: _Message, nodes: Sequence[fx.Node]) -> None:
