@@ -14,6 +14,7 @@ measures the machine before, and its prediction for each plan stands beside the 
     auto / best     the time of "auto", and of "fast", over the fastest plan's, round by round: median and quartiles
 
     python benchmarks/prices.py --widths 128 256 512 1024 --seconds 40
+    python benchmarks/prices.py --backend gloo
 """
 
 from __future__ import annotations
@@ -21,14 +22,12 @@ from __future__ import annotations
 import argparse
 import json
 import statistics
-import tempfile
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
-import torch.multiprocessing as mp
+from backends import begin
 from scipy.stats import spearmanr
 from step_time import BATCH, BLOCKS, COLUMN, PLAN, ROW, SEQUENCE, Block, slowest, step, timed
 from torch import nn
@@ -74,15 +73,10 @@ def measure(width: int, seconds: float, machine: ts.Machine) -> dict[str, Any]:
     }
 
 
-def rank_main(rank: int, options: argparse.Namespace, folder: str) -> None:
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=RANKS)
-    ts.distributed.init_process_group()
+def rank_main(options: argparse.Namespace) -> list[dict[str, Any]]:
+    begin(options.backend)
     machine = ts.measure_machine()
-    results = [measure(width, options.seconds, machine) for width in options.widths]
-    if rank == 0:
-        Path(folder, "results.json").write_text(json.dumps(results))
-    dist.destroy_process_group()
+    return [measure(width, options.seconds, machine) for width in options.widths]
 
 
 # --- the table -------------------------------------------------------------------------------------------------------
@@ -119,12 +113,11 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--widths", type=int, nargs="+", default=[128, 256, 512, 1024])
     parser.add_argument("--seconds", type=float, default=40.0, help="of timed rounds per width")
+    parser.add_argument("--backend", default=None, help="of the ranks; by default memory, as torchshard chooses")
     parser.add_argument("--json", type=Path, help="write all rounds to this file")
     options = parser.parse_args()
-    with tempfile.TemporaryDirectory() as folder:
-        mp.spawn(rank_main, (options, folder), RANKS)
-        results = json.loads(Path(folder, "results.json").read_text())
-    print(f"{RANKS} gloo ranks, 1 thread each; {BLOCKS} blocks, {BATCH} x {SEQUENCE}, float32")
+    results = ts.distributed.launch(rank_main, RANKS, (options,))[0]
+    print(f"{RANKS} ranks, 1 thread each; {BLOCKS} blocks, {BATCH} x {SEQUENCE}, float32")
     print(results[0]["machine"])
     for result in results:
         print(*shown(result), sep="\n")

@@ -1,10 +1,11 @@
 """Microseconds of a collective of torch.distributed on gloo and on torchshard's backend "memory", by size.
 
-Both groups have the same ranks in the same processes, and are timed in turn, round by round, each call from a barrier
-of the other group; the slowest rank counts. `cpu` is the processor time of all ranks together. Figures are medians.
+Both groups have the same ranks in the same processes, and are timed in turn, round by round; the slowest rank counts. A
+round is several calls one after the other, behind one that is not timed, from which the ranks start together. `cpu` is
+the processor time of all ranks together. Figures are medians, per call.
 
     python benchmarks/through_memory.py --ranks 2 4
-    python benchmarks/through_memory.py --ranks 2 --calls all_reduce --rounds 500
+    python benchmarks/through_memory.py --ranks 2 --calls all_reduce --rounds 100
 """
 
 from __future__ import annotations
@@ -40,12 +41,13 @@ def calls(size: int, group: Any) -> dict[str, Callable[[], object]]:
     }
 
 
-def timed(run: Callable[[], object], other: Any) -> tuple[float, float]:
-    """Seconds by the clock, and of this process's CPU."""
-    dist.barrier(other)
-    start, busy = time.perf_counter(), time.process_time()
+def timed(run: Callable[[], object], times: int) -> tuple[float, float]:
+    """Seconds of a call by the clock, and of this process's CPU."""
     run()
-    return time.perf_counter() - start, time.process_time() - busy
+    start, busy = time.perf_counter(), time.process_time()
+    for _ in range(times):
+        run()
+    return (time.perf_counter() - start) / times, (time.process_time() - busy) / times
 
 
 def rank_main(options: argparse.Namespace) -> dict[tuple[str, int], list[float]]:
@@ -55,14 +57,13 @@ def rank_main(options: argparse.Namespace) -> dict[tuple[str, int], list[float]]
     for name in options.calls:
         for size in SIZES:
             ways = [calls(size, group)[name] for group in (gloo, memory)]
-            rounds = options.rounds if size <= 1 << 20 else options.rounds // 10
-            taken = []
-            for _ in range(rounds + 5):
-                (a, b), (c, d) = timed(ways[0], memory), timed(ways[1], gloo)
+            times, taken = 20 if size <= 1 << 18 else 4, []
+            for _ in range(options.rounds + 2):
+                (a, b), (c, d) = (timed(way, times) for way in ways)
                 taken.append([a, c, b, d])
             sums = torch.tensor([row[2:] for row in taken], dtype=torch.float64)
             dist.all_reduce(sums)
-            rows = [[*row[:2], *own] for row, own in zip(slowest(taken), sums.tolist(), strict=True)][5:]
+            rows = [[*row[:2], *own] for row, own in zip(slowest(taken), sums.tolist(), strict=True)][2:]
             found[name, size] = [statistics.median(column) for column in zip(*rows, strict=True)]
     return found
 
@@ -72,7 +73,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--ranks", type=int, nargs="+", default=[2, 4])
     parser.add_argument("--calls", nargs="+", default=["all_reduce", "all_gather", "reduce_scatter"])
-    parser.add_argument("--rounds", type=int, default=300, help="of each size; a tenth above 1 MiB")
+    parser.add_argument("--rounds", type=int, default=30, help="of each size")
     options = parser.parse_args()
     for ranks in options.ranks:
         for (name, size), row in ts.distributed.launch(rank_main, ranks, (options,))[0].items():

@@ -22,7 +22,7 @@ import torchshard as ts
 import torchshard.runtime.step
 from tests.captured import CapturedCall
 from tests.compiled import compiled, planned_as
-from tests.helpers import allocated, run_ranks
+from tests.helpers import BACKENDS, allocated, run_ranks
 from tests.models import CASES, GPT, MLP
 from torchshard.capture import Captured
 from torchshard.compiler.memory import predicted_memory
@@ -752,3 +752,14 @@ def test_a_pinned_parameter_that_is_only_looked_at_is_split() -> None:
     sharded = ts.shard(model, plan, example_inputs=(x,))
     assert torch.allclose(sharded(x, True), model(x, True))
     ts.distributed.destroy_process_group()
+
+
+def _default_machine(rank: int) -> str:
+    ts.distributed.init_process_group()
+    model = ts.shard(nn.Linear(6, 8), "auto", (torch.ones(4, 6),))
+    return model.plan.costs.machine
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_without_a_machine_the_ranks_are_priced_by_what_they_talk_through(backend: str) -> None:
+    assert run_ranks(_default_machine, 2, backend=backend) == [f"cpu-{backend}"] * 2

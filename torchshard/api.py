@@ -248,7 +248,8 @@ def plan(
             split as far as they can be without sending more than that is worth, and the plan is the fastest of those. A
             Plan that is given must fit.
         machine: a `Machine`, the path of a file that `Machine.save` wrote, or a name of `MACHINES`: "h100x8" (without
-            it, where the model is not on a CPU), "cpu-gloo" (on one), "h200x8", "b200x8", "a100x8", "mi300x8", ...
+            it, where the model is not on a CPU), "cpu-memory" and "cpu-gloo" (on one: that by which the ranks talk),
+            "h200x8", "b200x8", "a100x8", "mi300x8", ...
         axes: "weights" splits dims that weights bring into the model; "sequence" the sequence too, for lengths that are
             multiples of the number of ranks; "all" batch and sequence too, for inputs of exactly these sizes.
         recompute: globs of modules whose values backward computes again, in place of keeping them: "blocks.*". Values

@@ -260,7 +260,7 @@ def _make_groups(read: Callable[[], Wanted], timeouts: Timeouts, owned: _World) 
         return {name: Group(0, 1, name, handshake=_new_handshake()) for name in (MODEL, DATA)}
     world = dist.get_world_size()
     everyone = list(range(world))
-    control = _new_group(everyone, timeouts.verify, owned, _control_backend()) if world > 1 else None
+    control = _new_group(everyone, timeouts.verify, owned, cpu_backend()) if world > 1 else None
     starting = timeouts._replace(verify=timeouts.start)
     all_ranks = Group(dist.get_rank(), world, "world", control=control, timeouts=starting, handshake=_new_handshake())
     group_size, mesh = run_on_all_ranks(all_ranks, read, DistributedError, "the ranks could not agree on their groups")
@@ -376,7 +376,7 @@ def _own_group(
     own = Group(-1, -1, name, cast(dist.ProcessGroup, dist.GroupMember.NON_GROUP_MEMBER))
     for i, ranks in enumerate(groups):
         whole = owned.owns_torch_distributed and len(ranks) == world
-        through_memory = _control_backend() == MEMORY or (len(ranks) > 1 and owned.share_memory(ranks))
+        through_memory = cpu_backend() == MEMORY or (len(ranks) > 1 and owned.share_memory(ranks))
         backend = MEMORY if through_memory else None
         seconds = timeouts.longest if through_memory else timeouts.collective
         process_group = dist.group.WORLD if whole else _new_group(ranks, seconds, owned, backend)
@@ -398,9 +398,9 @@ def _own_group(
     return own
 
 
-def _control_backend() -> str:
-    """The backend of groups that send headers and objects, from the memory of CPUs."""
-    return MEMORY if MEMORY in dist.get_backend_config() else "gloo"
+def cpu_backend() -> str:
+    """By which all ranks send what lies in the memory of CPUs; before there are any, what they take by default."""
+    return "gloo" if dist.is_initialized() and MEMORY not in dist.get_backend_config() else MEMORY
 
 
 def _gloo_devices(process_group: dist.ProcessGroup | None) -> frozenset[str]:

@@ -31,7 +31,7 @@ from torchshard.core.files import write_text
 
 GIGA, TERA = 1e9, 1e12
 MachineName = Literal[
-    "h100x8", "h200x8", "b200x8", "a100x8", "mi300x8", "h100x8-pcie", "a100x8-pcie", "cpu-gloo"
+    "h100x8", "h200x8", "b200x8", "a100x8", "mi300x8", "h100x8-pcie", "a100x8-pcie", "cpu-memory", "cpu-gloo"
 ]  # fmt: skip
 Axes = Literal["weights", "sequence", "all"]
 """Which dims may be split: those that weights bring into the model; the sequence too, where its length is a multiple of
@@ -155,14 +155,16 @@ MACHINES = {
         _host("mi300x8", 1307, 5300, 448, 400),
         _host("h100x8-pcie", 756, 2000, 64, 50),
         _host("a100x8-pcie", 312, 1935, 32, 50),
+        Machine("cpu-memory", 100 * GIGA, 10 * GIGA, 4.0 * GIGA, 1e-5, 1e-4, 1e-5, 10 * GIGA),
         Machine("cpu-gloo", 100 * GIGA, 10 * GIGA, 1.0 * GIGA, 8e-5, 1.5e-3, 2.5e-5, 6 * GIGA),
     )
 }
 """Machines by name. They are hosts of eight GPUs, in bfloat16, on NVLink (AMD's Infinity Fabric) with a network card of
-400 Gbit/s for each (A100: 200), or on PCIe with two cards of 200 Gbit/s; "cpu-gloo" is ranks of one core each on one
-machine. What H100 reach of their sheet is known (0.4 of the products, 0.8 of the bytes: bus bandwidths as nccl-tests
-measures them), and the others are taken to reach as much of theirs. Sources: the vendors' sheets of A100 and H100 (SXM
-and PCIe), H200 SXM, HGX B200, MI300X. `torchshard.measure_machine` measures the one at hand, but for a network."""
+400 Gbit/s for each (A100: 200), or on PCIe with two cards of 200 Gbit/s; "cpu-memory" and "cpu-gloo" are ranks of one
+core each on one machine, which talk through its memory or by gloo. What H100 reach of their sheet is known (0.4 of the
+products, 0.8 of the bytes: bus bandwidths as nccl-tests measures them), and the others are taken to reach as much of
+theirs. Sources: the vendors' sheets of A100 and H100 (SXM and PCIe), H200 SXM, HGX B200, MI300X.
+`torchshard.measure_machine` measures the one at hand, but for a network."""
 
 
 @dataclass(frozen=True)
@@ -198,7 +200,7 @@ def objective(
     """Reads the user's options.
 
     Args:
-        device: the type of the model's device: without `machine`, a CPU's ranks send through gloo.
+        device: the type of the model's device: without `machine`, ranks on CPUs send as those of this process do.
 
     Raises:
         InputError: no machine has that name, `memory` is no size, or another option has a value that it can't have.
@@ -222,8 +224,10 @@ def objective(
             why="there is one axis of ranks",
             attempt="without axes=",
         )
-    default: MachineName = "cpu-gloo" if device == "cpu" else "h100x8"
-    found = read_machine(default if machine is None else machine)
+    from torchshard.distributed.process_groups import cpu_backend  # the command line reads names of machines without
+
+    default = MACHINES[f"cpu-{cpu_backend()}" if device == "cpu" else "h100x8"]
+    found = default if machine is None else read_machine(machine)
     given: Any = () if recompute is None else recompute
     globs = tuple(given) if isinstance(given, Iterable) and not isinstance(given, str) else (given,)
     wrong = next((glob for glob in globs if not isinstance(glob, str)), None)
