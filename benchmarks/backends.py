@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 from collections.abc import Callable
 
 import torch
@@ -13,8 +14,7 @@ from torchshard import distributed as tsd
 from torchshard.distributed.memory import MemoryProcessGroup
 
 MEMORY = ", memory"
-"""Ends the name of another's way whose ranks talk through memory too."""
-ITEM_BYTES = {"float": 4, "long int": 8}
+"""Ends the name of a way by hand whose ranks talk through memory, too."""
 
 
 def begin(backend: str | None, size: int = -1) -> dist.ProcessGroup:
@@ -24,6 +24,19 @@ def begin(backend: str | None, size: int = -1) -> dist.ProcessGroup:
     world = dist.group.WORLD
     assert world is not None
     return dist.new_group(backend="gloo") if isinstance(world, MemoryProcessGroup) else world
+
+
+def add_options(parser: argparse.ArgumentParser) -> None:
+    """The options that say what ranks talk through."""
+    parser.add_argument("--backend", default=None, help="of torchshard's ranks; by default memory, as it chooses")
+    parser.add_argument("--others", default="gloo", choices=("gloo", "memory"), help="of PyTorch's own ways")
+
+
+def others_group(name: str, gloo: dist.ProcessGroup) -> dist.ProcessGroup:
+    """The group of PyTorch's own ways."""
+    world = dist.group.WORLD
+    assert world is not None
+    return world if name == "memory" else gloo
 
 
 def through_memory() -> bool:

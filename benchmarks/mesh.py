@@ -6,7 +6,7 @@
     FSDP2                   torch.distributed.fsdp.fully_shard of each block
     torchshard, shard       ts.shard(model, {}, part, data="shard")
 
-DDP and FSDP2 run on gloo, as they do without torchshard, and once more through its memory (`DDP, memory`).
+DDP and FSDP2 run on gloo, as they do without torchshard, or through its memory (`--others memory`).
 
 With `--tp 2` groups of two ranks divide the weights too: FSDP2 is that of a model of parallelize_module, and ours have
 `mesh={"dp": ..., "tp": 2}`; DDP's ranks divide the batch alone, all of them.
@@ -18,6 +18,7 @@ the rounds' ratios; the slowest rank counts. The peak is the allocator's, of a s
     python benchmarks/mesh.py --widths 128 512 --ranks 2
     python benchmarks/mesh.py --widths 128 512 --ranks 4 --tp 2
     python benchmarks/mesh.py --backend gloo          # torchshard's ranks talk by gloo, too
+    python benchmarks/mesh.py --others memory         # all talk through memory
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from backends import MEMORY, begin, mesh_of, through_memory
+from backends import add_options, begin, mesh_of, others_group
 from step_time import BATCH, BLOCKS, PLAN, SEQUENCE, Block, peak, slowest, step, timed, with_dtensor
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
@@ -58,19 +59,18 @@ def with_fsdp(model: nn.Sequential, mesh: DeviceMesh) -> nn.Module:
     return copied
 
 
-def models(plain: nn.Sequential, part: Tensor, tp: int, gloo: dist.ProcessGroup) -> dict[str, nn.Module]:
+def models(plain: nn.Sequential, part: Tensor, tp: int, others: dist.ProcessGroup) -> dict[str, nn.Module]:
     """The model in each way."""
     sizes, plan = {"dp": dist.get_world_size() // tp, "tp": tp}, PLAN
     if tp == 1:
         sizes, plan = {"dp": sizes["dp"]}, {}
-    world: Any = dist.group.WORLD
-    found: dict[str, nn.Module] = {"unsharded": plain}
-    for name, group in ("", gloo), *([(MEMORY, world)] if through_memory() else []):
-        found[f"DDP{name}"] = DistributedDataParallel(copy.deepcopy(plain), process_group=group)
-        found[f"FSDP2{name}"] = with_fsdp(plain, mesh_of(group, tp))
-    for way in ("replicate", "shard"):
-        found[f"torchshard, {way}"] = ts.shard(plain, plan, (part,), mesh=sizes, data={"dp": way})
-    return found
+    return {
+        "unsharded": plain,
+        "DDP": DistributedDataParallel(copy.deepcopy(plain), process_group=others),
+        "torchshard, replicate": ts.shard(plain, plan, (part,), mesh=sizes, data={"dp": "replicate"}),
+        "FSDP2": with_fsdp(plain, mesh_of(others, tp)),
+        "torchshard, shard": ts.shard(plain, plan, (part,), mesh=sizes, data={"dp": "shard"}),
+    }
 
 
 def whole_gradient(parameter: nn.Parameter) -> Tensor | None:
@@ -95,7 +95,7 @@ def check_equal(runs: dict[str, Callable[[], object]], ways: dict[str, nn.Module
             torch.testing.assert_close(whole_gradient(p), expected, rtol=0, atol=rounding)
 
 
-def measure(width: int, options: argparse.Namespace, gloo: dist.ProcessGroup) -> dict[str, Any]:
+def measure(width: int, options: argparse.Namespace, others: dist.ProcessGroup) -> dict[str, Any]:
     """Seconds of each round, and the peak, of each way."""
     rank = dist.get_rank()
     torch.manual_seed(0)
@@ -105,11 +105,10 @@ def measure(width: int, options: argparse.Namespace, gloo: dist.ProcessGroup) ->
         return x.chunk(ranks)[number], target.chunk(ranks)[number]
 
     own = part(options.ranks // options.tp, rank // options.tp)
-    ways = models(nn.Sequential(*(Block(width) for _ in range(BLOCKS))), own[0], options.tp, gloo)
+    ways = models(nn.Sequential(*(Block(width) for _ in range(BLOCKS))), own[0], options.tp, others)
     runs = {name: partial(step, model, *own) for name, model in ways.items()}
     runs["unsharded"] = partial(step, ways["unsharded"], x, target)
-    for name in (name for name in ways if name.startswith("DDP")):
-        runs[name] = partial(step, ways[name], *part(options.ranks, rank))
+    runs["DDP"] = partial(step, ways["DDP"], *part(options.ranks, rank))
     check_equal(runs, ways)
     one_round = lambda: [timed(runs[name], ways[name]) for name in ways]  # noqa: E731
     warm = slowest([one_round() for _ in range(WARM_UP_ROUNDS)])
@@ -123,7 +122,7 @@ def rank_main(options: argparse.Namespace) -> list[dict[str, Any]]:
     """What one rank does."""
     warnings.filterwarnings("ignore")
     gloo = begin(options.backend, options.tp if options.tp > 1 else -1)
-    return [measure(width, options, gloo) for width in options.widths]
+    return [measure(width, options, others_group(options.others, gloo)) for width in options.widths]
 
 
 def lines(result: dict[str, Any]) -> list[str]:
@@ -133,12 +132,11 @@ def lines(result: dict[str, Any]) -> list[str]:
     for i, name in enumerate(names):
         text = f"{result['width']:>5}  {name:<22} {1e3 * statistics.median(r[i] for r in rounds):8.1f} ms"
         text += f"  peak {result['peaks'][name] / 2**20:7.1f} MiB"
-        for other in (PYTORCHS.get(name, ""), PYTORCHS.get(name, "") + MEMORY):
-            if other in names:
-                at = names.index(other)
-                low, middle, high = statistics.quantiles([r[i] / r[at] for r in rounds], n=4)
-                peak = result["peaks"][name] / result["peaks"][other]
-                text += f"  {middle:.2f} ({low:.2f} to {high:.2f}) of {other}'s time, {peak:.2f} of its peak;"
+        if name in PYTORCHS:
+            other = names.index(PYTORCHS[name])
+            low, middle, high = statistics.quantiles([r[i] / r[other] for r in rounds], n=4)
+            memory = result["peaks"][name] / result["peaks"][PYTORCHS[name]]
+            text += f"  {middle:.2f} ({low:.2f} to {high:.2f}) of {PYTORCHS[name]}'s time, {memory:.2f} of its memory"
         made.append(text)
     return made
 
@@ -151,7 +149,7 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, default=45.0, help="of timed rounds per width, where --rounds is 0")
     parser.add_argument("--ranks", type=int, default=2)
     parser.add_argument("--tp", type=int, default=1, help="so many ranks of a group divide the weights")
-    parser.add_argument("--backend", default=None, help="of the world; by default memory, as torchshard chooses")
+    add_options(parser)
     options = parser.parse_args()
     for result in ts.distributed.launch(rank_main, options.ranks, (options,))[0]:
         print("\n".join(lines(result)), flush=True)

@@ -1,7 +1,7 @@
 """Are the planner's prices true? Predicted and measured times of a training step under several plans, on two ranks.
 
 A stack of GPT blocks (`step_time.py`) is sharded under each plan and trained in turn, round by round; `measure_machine`
-measures the machine before, and its prediction for each plan stands beside the median.
+measures the machine before (or `--machine` names one), and its prediction for each plan stands beside the median.
 
     auto            the plan that planning finds by itself, which splits the weights
     fast            the same with `memory=` that anything fits: the fastest, whatever is split
@@ -75,7 +75,7 @@ def measure(width: int, seconds: float, machine: ts.Machine) -> dict[str, Any]:
 
 def rank_main(options: argparse.Namespace) -> list[dict[str, Any]]:
     begin(options.backend)
-    machine = ts.measure_machine()
+    machine = ts.MACHINES[options.machine] if options.machine else ts.measure_machine()
     return [measure(width, options.seconds, machine) for width in options.widths]
 
 
@@ -113,6 +113,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--widths", type=int, nargs="+", default=[128, 256, 512, 1024])
     parser.add_argument("--seconds", type=float, default=40.0, help="of timed rounds per width")
+    parser.add_argument("--machine", choices=ts.MACHINES, help="in place of the measured one")
     parser.add_argument("--backend", default=None, help="of the ranks; by default memory, as torchshard chooses")
     parser.add_argument("--json", type=Path, help="write all rounds to this file")
     options = parser.parse_args()

@@ -6,7 +6,7 @@
     DTensor       torch.distributed.tensor.parallel.parallelize_module
     tp_plan       Hugging Face's, of a model of transformers made of the same blocks
     torchshard    torchshard.shard with a dict plan; its ranks talk through memory, all others by gloo
-    ..., memory   the same as by gloo, through torchshard's memory
+    by hand, memory    the same as by hand, through torchshard's memory
     ..., compiled the same with torch.compile; torchshard's is compile=True
 
 Before anything is timed, all must give the same loss and the same gradients. A step is forward, loss and backward; each
@@ -17,6 +17,7 @@ they run, and beside them those in which ranks compare what they do. `cpu` is th
     python benchmarks/step_time.py --widths 128 512 --rounds 20 --json step_time.json
     python benchmarks/step_time.py --ranks 4 --widths 128
     python benchmarks/step_time.py --backend gloo    # torchshard's ranks talk by gloo, too
+    python benchmarks/step_time.py --others memory   # DTensor's through memory (in one process it has one backend)
     python benchmarks/step_time.py --memory          # the peak of a step with a sequence of 2,048, with checkpoints
 """
 
@@ -37,7 +38,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from backends import MEMORY, begin, mesh_of, sent, through_memory
+from backends import MEMORY, add_options, begin, mesh_of, others_group, sent, through_memory
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, parallel
@@ -56,8 +57,7 @@ PLAN = {f"*.{name}": "column" for name in COLUMN} | {f"*.{name}": "row" for name
 SPLIT = {f"{n}.{p}": 0 for n in COLUMN for p in ("weight", "bias")} | {f"{n}.weight": 1 for n in ROW}
 COMPILED = ", compiled"
 NAMES = (
-    "unsharded", "by hand", f"by hand{MEMORY}", "DTensor", f"DTensor{MEMORY}", "tp_plan", f"tp_plan{MEMORY}",
-    "torchshard",
+    "unsharded", "by hand", f"by hand{MEMORY}", "DTensor", "tp_plan", "torchshard",
     f"unsharded{COMPILED}", f"DTensor{COMPILED}", f"torchshard{COMPILED}",
 )  # fmt: skip
 WARM_UP_ROUNDS = 2
@@ -187,7 +187,7 @@ class Stack(PreTrainedModel):
 
 
 def with_tp_plan(model: nn.Sequential) -> nn.Module:
-    """On the world: Hugging Face's makes its mesh itself."""
+    """On the world, whatever the others' group: Hugging Face's makes its mesh itself."""
     stack = Stack(PretrainedConfig(), copy.deepcopy(model))
     config, _, mesh = stack.prepare_distribute_model(DistributedConfig(tp_plan="auto", tp_size=dist.get_world_size()))
     split: nn.Module = stack.maybe_distribute_model(stack, config, mesh)
@@ -195,7 +195,7 @@ def with_tp_plan(model: nn.Sequential) -> nn.Module:
 
 
 def implementations(
-    width: int, x: Tensor, rank: int, names: Sequence[str], gloo: dist.ProcessGroup
+    width: int, x: Tensor, rank: int, names: Sequence[str], gloo: dist.ProcessGroup, others: dist.ProcessGroup
 ) -> dict[str, nn.Module]:
     model = nn.Sequential(*(Block(width) for _ in range(BLOCKS)))
     world: Any = dist.group.WORLD
@@ -203,13 +203,11 @@ def implementations(
         "unsharded": lambda: model,
         "by hand": lambda: nn.Sequential(*(HandBlock(block, rank, gloo) for block in model)),
         f"by hand{MEMORY}": lambda: nn.Sequential(*(HandBlock(block, rank, world) for block in model)),
-        "DTensor": lambda: with_dtensor(model, mesh_of(gloo)),
-        f"DTensor{MEMORY}": lambda: with_dtensor(model, mesh_of(world)),
+        "DTensor": lambda: with_dtensor(model, mesh_of(others)),
         "tp_plan": lambda: with_tp_plan(model),
-        f"tp_plan{MEMORY}": lambda: with_tp_plan(model),
         "torchshard": lambda: ts.shard(model, PLAN, (x,)),
         f"unsharded{COMPILED}": lambda: torch.compile(copy.deepcopy(model)),
-        f"DTensor{COMPILED}": lambda: torch.compile(with_dtensor(model, mesh_of(gloo))),
+        f"DTensor{COMPILED}": lambda: torch.compile(with_dtensor(model, mesh_of(others))),
         f"torchshard{COMPILED}": lambda: ts.shard(model, PLAN, (x,), compile=True),
     }
     return {name: make[name]() for name in names}
@@ -274,10 +272,9 @@ def slowest(seconds: list[list[float]]) -> list[list[float]]:
 def measure(width: int, options: argparse.Namespace, rank: int, gloo: dist.ProcessGroup) -> dict[str, Any]:
     torch.manual_seed(0)
     x, target = torch.randn(BATCH, SEQUENCE, width), torch.randn(BATCH, SEQUENCE, width)
-    others = ["tp_plan"] if through_memory() else [name for name in NAMES if name.endswith(MEMORY)]
-    known = [name for name in NAMES if name not in others]
+    known = [name for name in NAMES if through_memory() or not name.endswith(MEMORY)]
     names = [name for name in known if not options.only or name in ("unsharded", "by hand", *options.only)]
-    models = implementations(width, x, rank, names, gloo)
+    models = implementations(width, x, rank, names, gloo, others_group(options.others, gloo))
     check_equal(models, x, target, rank)
     runs = {name: partial(step, model, x, target) for name, model in models.items()}
     one_round = lambda: [on_cpu(partial(timed, runs[name], models[name])) for name in names]  # noqa: E731
@@ -381,7 +378,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--rounds", type=int, default=0, help="timed rounds per width; 0: as many as --seconds allow")
     parser.add_argument("--seconds", type=float, default=45.0, help="of timed rounds per width, where --rounds is 0")
     parser.add_argument("--ranks", type=int, default=2)
-    parser.add_argument("--backend", default=None, help="of the world; by default memory, as torchshard chooses")
+    add_options(parser)
     parser.add_argument(
         "--only", nargs="+", default=[], choices=NAMES, help="beside the unsharded and hand-written ones"
     )

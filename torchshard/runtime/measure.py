@@ -6,28 +6,35 @@ The planner weighs computation against communication by a `Machine`. The presets
 
 from __future__ import annotations
 
+import math
 import statistics
 import time
 from collections.abc import Callable, Mapping
+from functools import partial
 
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 
+from torchshard.core.conversions import step_args
 from torchshard.core.errors import InputError
+from torchshard.core.layouts import R, Shard
 from torchshard.core.mesh import MODEL
 from torchshard.distributed.consistency import verify_following_call
 from torchshard.distributed.group import Group, lookup
+from torchshard.distributed.ops import direct, hashable
 from torchshard.distributed.wire import collective
 from torchshard.plans.machine import Machine
+
+_OPS = torch.ops.torchshard
 
 ROUNDS = 15
 """How often each time is measured. The median counts, and of collectives the lower quartile."""
 CALLS_PER_ROUND = 5
 """How many collectives are timed together."""
-SMALL_COLLECTIVE, LARGE_COLLECTIVE = 4, 1 << 22
-"""Elements of float32: of a collective whose time is all latency, and of one whose time is all bandwidth."""
+SMALL_COLLECTIVE, LARGE_COLLECTIVE = (2, 2), (4096, 1024)
+"""Shapes in float32: of a collective whose time is all latency, and of one whose time is all bandwidth."""
 COPIED = 1 << 24
 """Elements of float32 that are copied to measure the memory's bandwidth."""
 WORK_WIDTH = 512
@@ -99,27 +106,33 @@ def _compute_times(device: torch.device, width: int, dtype: torch.dtype) -> dict
 
 
 def _collective_times(group: Group, device: torch.device) -> dict[str, float]:
-    """The seconds that a collective adds to a step: small and large all-reduces, and a small all-gather."""
-    small, large = (torch.ones(size, device=device) for size in (SMALL_COLLECTIVE, LARGE_COLLECTIVE))
-    gathered = torch.empty(SMALL_COLLECTIVE * group.size, device=device)
+    """The seconds that a collective adds to a step, as graphs run it: all-reduces, and gathers along dim 1."""
     work = torch.randn(WORK_WIDTH, WORK_WIDTH, device=device)
-    return {
-        "small": _between(group, device, work, lambda: collective(group, dist.all_reduce, small)),
-        "gather": _between(group, device, work, lambda: collective(group, dist.all_gather_single, gathered, small)),
-        "large": _between(group, device, work, lambda: collective(group, dist.all_reduce, large)),
-    }
+    reduce, gather = direct(_OPS.reduce.default), direct(_OPS.all_gather.default)
+    times = {}
+    for size, (rows, columns) in {"small": SMALL_COLLECTIVE, "large": LARGE_COLLECTIVE}.items():
+        whole = torch.zeros(rows, columns, device=device)
+        part = torch.zeros(rows, max(columns // group.size, 1), device=device)
+        parts = hashable(step_args(Shard(1), R, (rows, part.shape[1] * group.size)))
+        times[f"{size} reduce"] = _between(group, device, work, partial(reduce, whole, group.name))
+        times[f"{size} gather"] = _between(group, device, work, partial(gather, part, *parts, group.name))
+    return times
 
 
 def _links(times: Mapping[str, float], world: int) -> dict[str, float]:
-    """A Machine's numbers for collectives: a small all-reduce goes around the ring twice, an all-gather once."""
+    """A Machine's numbers for collectives: an all-reduce goes around the ring twice, an all-gather once.
+
+    The bandwidth is that of the slower of both: a gather may have to copy what it has received to its place.
+    """
     if world == 1:
         return {"link_bandwidth": 1 / MIN_SECONDS, "latency": 0.0, "launch": 0.0}
-    latency = max(times["small"] - times["gather"], 0.0) / (world - 1)
-    sent = 2 * LARGE_COLLECTIVE * 4 * (world - 1) / world
+    latency = max(times["small reduce"] - times["small gather"], 0.0) / (world - 1)
+    sent = math.prod(LARGE_COLLECTIVE) * 4 * (world - 1) / world
+    seconds = {kind: max(times[f"large {kind}"] - times[f"small {kind}"], MIN_SECONDS) for kind in ("reduce", "gather")}
     return {
-        "link_bandwidth": sent / max(times["large"] - times["small"], MIN_SECONDS),
+        "link_bandwidth": min(2 * sent / seconds["reduce"], sent / seconds["gather"]),
         "latency": latency,
-        "launch": max(times["gather"] - (world - 1) * latency, 0.0),
+        "launch": max(times["small gather"] - (world - 1) * latency, 0.0),
     }
 
 
