@@ -57,6 +57,7 @@ demo: $(VENV)/.stamp-demo
 	$(PY) examples/hf_trainer.py
 
 bench: $(VENV)/.stamp-test
+	$(PY) benchmarks/through_memory.py
 	$(PY) benchmarks/step_time.py
 	$(PY) benchmarks/call_cost.py
 	$(PY) benchmarks/planning.py
