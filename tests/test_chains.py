@@ -140,6 +140,23 @@ def _copied(chain: Chain) -> None:
         chain.body(part).flatten().backward(gradient.flatten())
 
 
+def _outside(chain: Chain) -> None:
+    """Features whose gradients are of a loss of the head, and then of one outside of models."""
+    x = chain.x.detach()
+    with torch.no_grad():
+        features = chain.body(x).clone()
+    for forget in (lambda f: setattr(f, "grad", None), lambda f: f.grad.zero_()):
+        copied = features.clone().requires_grad_()
+        chain.head(copied).square().mean().backward()
+        forget(copied)
+        copied.square().mean().backward()
+        chain.body(x).backward(copied.grad)
+    for _ in range(3):
+        copied.grad = None
+        chain.head(copied).square().mean().backward()
+    assert not chain.is_sharded or len(copied._post_accumulate_grad_hooks) == 1
+
+
 def _checkpointed(chain: Chain) -> None:
     """Two models in one checkpoint, which computes both again."""
     checkpoint(lambda x: chain.head(chain.body(x)), chain.x, use_reentrant=False).square().mean().backward()
@@ -167,7 +184,7 @@ def _accumulated(chain: Chain) -> None:
 
 CHAINS = (
     _two, _loss_inside, _three, _twice, _siamese, _frozen, _autoencoder, _adversarial, _penalty, _in_chunks, _cached,
-    _copied, _checkpointed, _again, _between, _accumulated,
+    _copied, _outside, _checkpointed, _again, _between, _accumulated,
 )  # fmt: skip
 
 

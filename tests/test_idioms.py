@@ -229,10 +229,22 @@ def _with_our_names() -> nn.Module:
 
 
 def _by_types(m: Any, x: Tensor) -> Tensor:
+    class Meta(type):
+        def __call__(cls) -> int:
+            return 5
+
+    class Made(metaclass=Meta):
+        pass
+
     y: Tensor = m.up(x)
-    kinds = {Tensor: 2.0, nn.Parameter: 3.0}
-    is_type = isinstance(type(x), type) and issubclass(type(m), nn.Module) and type("Made", (), {}).__name__ == "Made"
-    return y * kinds[type(x)] * kinds[type(m.up.weight)] * (5 if type(y) is Tensor else 7) * (11 if is_type else 13)
+    seen = [
+        type(x) is Tensor, type(m.up.weight) is nn.Parameter, type(y) is Tensor, {Tensor: True}.get(type(x), False),
+        isinstance(type(x), type), issubclass(type(m), nn.Module), type("Named", (), {}).__name__ == "Named",
+        type(int) is type, type(Made) is Meta, Made() == 5, str(type[int]) == "type[int]", type.__name__ == "type",
+        type(x.shape[0]) is int, isinstance(x.shape[0], int), isinstance(len(x), (str, int)), not isinstance(1, str),
+        not isinstance(x.shape[0], float), isinstance(x.shape[0] / 2, float),
+    ]  # fmt: skip
+    return y * sum(2**i for i, found in enumerate(seen) if found)
 
 
 def _registers_a_buffer(m: Any, x: Tensor) -> Tensor:

@@ -2,7 +2,7 @@
 
 A captured forward, a copy of a model and a sharded parameter replace tensors by others. They keep both, so that
 `isinstance(self.weight, Codebook)`, `self.weight.infshape` and `p._no_weight_decay` give what they gave before, and so
-does `type(x) is torch.Tensor`.
+do `type(x) is torch.Tensor` and `isinstance(x.shape[0], int)`.
 """
 
 from __future__ import annotations
@@ -10,8 +10,10 @@ from __future__ import annotations
 import contextlib
 import sys
 from collections.abc import Iterator
+from types import GenericAlias
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 
@@ -55,49 +57,74 @@ def copy_attributes(tensor: Tensor, replacement: Tensor) -> None:
     vars(replacement).update({n: v for n, v in own_attributes(tensor).items() if n not in vars(replacement)})
 
 
-# --- type(x) ---------------------------------------------------------------------------------------------------------
+# --- type(x), isinstance(x, ...) -------------------------------------------------------------------------------------
 
 
 class _AsType(type):
     def __call__(cls, *args: Any, **kwargs: Any) -> Any:
+        if cls is not _Type:  # a metaclass of the user's
+            return super().__call__(*args, **kwargs)
         return _class_of(args[0]) if len(args) == 1 and not kwargs else type(*args, **kwargs)
 
     def __instancecheck__(cls, value: object) -> bool:
-        return isinstance(value, type)
+        return isinstance(value, type) if cls is _Type else super().__instancecheck__(value)
 
     def __subclasscheck__(cls, other: type) -> bool:
-        return issubclass(other, type)
+        return issubclass(other, type) if cls is _Type else super().__subclasscheck__(other)
 
 
 class _Type(type, metaclass=_AsType):
     """`type`, which tells of a stand-in the class of what it stands for."""
 
+    __class_getitem__ = classmethod(GenericAlias)  # type: ignore[var-annotated]
+
+
+_Type.__name__, _Type.__qualname__, _Type.__module__ = "type", "type", "builtins"
+_NUMBERS: dict[type, type] = {torch.SymInt: int, torch.SymFloat: float, torch.SymBool: bool}
+"""The classes of sizes, and of what is computed of them, where a graph is captured."""
+
 
 def _class_of(value: object) -> type:
     cls = type(value)
+    if cls is type:
+        return _Type
     if not issubclass(cls, FakeTensor):
-        return cls
+        return _NUMBERS.get(cls, cls)
     if cls is not FakeTensor:
         return cls.__bases__[-1]  # as `look_like` makes it
     return nn.Parameter if isinstance(value, nn.Parameter) else Tensor
 
 
+def _isinstance(value: object, classes: Any) -> bool:
+    """`isinstance`, for which a size is a number."""
+    number = _NUMBERS.get(type(value))
+    return isinstance(value, classes) or (number is not None and issubclass(number, classes))
+
+
+_OF_ORIGINALS = {"type": _Type, "isinstance": _isinstance}
+
+
 @contextlib.contextmanager
 def types_of_originals(model: nn.Module) -> Iterator[None]:
-    """While it is entered, `type(x)` is the class of what a stand-in stands for, in the files of a model's code.
+    """While it is entered, types are those of what stand-ins stand for, in the files of a model's code.
 
     Those are the files of its modules' classes and of the user's functions that its forward may call.
     """
     spaces = visible_to(model).namespaces
-    files = [space.owner for space in spaces if isinstance(space.owner, dict) and "type" in (space.names or ())]
+    files = [
+        s.owner for s in spaces if isinstance(s.owner, dict) and not _OF_ORIGINALS.keys().isdisjoint(s.names or ())
+    ]
     names = dict.fromkeys(cls.__module__ for module in model.modules() for cls in type(module).__mro__)
     files += [vars(sys.modules[name]) for name in names if name in sys.modules and not name.startswith(_NOT_OF_MODELS)]
-    replaced = [values for values in files if values.setdefault("type", _Type) is _Type]
+    places = [(values, name) for values in files for name in _OF_ORIGINALS]
+    replaced = [
+        (values, name) for values, name in places if values.setdefault(name, _OF_ORIGINALS[name]) is _OF_ORIGINALS[name]
+    ]
     try:
         yield
     finally:
-        for values in replaced:
-            values.pop("type", None)
+        for values, name in replaced:
+            values.pop(name, None)
 
 
 _NOT_OF_MODELS = ("torch.", "torchshard.", "builtins")

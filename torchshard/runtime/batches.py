@@ -15,6 +15,7 @@ A value that every rank holds whole has one scale: a loss that forward itself co
 
 from __future__ import annotations
 
+import threading
 import weakref
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -22,6 +23,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils.weak import WeakIdKeyDictionary
 
 from torchshard.capture import describe
 from torchshard.capture.visible import visible_to
@@ -144,6 +146,11 @@ class _Memories:
         if x.layout == torch.strided:
             self._held[_memory(x)] = StorageWeakRef(x.untyped_storage())
 
+    def discard(self, x: Tensor) -> None:
+        """Forgets a tensor, and what shares its memory."""
+        if x in self:
+            del self._held[_memory(x)]
+
     def __contains__(self, x: Tensor) -> bool:
         if not self._held or x.layout != torch.strided:
             return False
@@ -171,26 +178,38 @@ def _divide_grad(x: Tensor, node: Any, ranks: int) -> None:
     if _DIVIDES in node.metadata or torch._C._current_graph_task_id() != -1:
         return
     node.metadata[_DIVIDES], origins, memory = True, weakref.WeakKeyDictionary(_WAITING), _memory(x)
-    is_result, divides = x in _RESULTS, False
+    is_result, is_divided = x in _RESULTS, _watched_gradient(x)
 
     def divided(gradients: tuple[Tensor | None, ...]) -> tuple[Tensor | None, ...] | None:
-        nonlocal divides
         waiting = [of for result, of in origins.items() if result in _WAITING and not _is_reached(result)]
-        divides = not waiting and not is_result
-        if divides:
+        if not waiting and not is_result:
+            is_divided.set()
             return tuple(None if gradient is None else gradient / ranks for gradient in gradients)
         if memory not in waiting:
             warn(_OWN_GRADIENT.format(ranks=ranks, why=_IS_RESULT if is_result else _IS_WAITING))
         return None
 
-    def remember(of: Tensor) -> None:
-        if divides and of.grad is not None:
-            _DIVIDED.add(of.grad)
-
     node.register_prehook(divided)
-    x.register_post_accumulate_grad_hook(remember)
 
 
+def _watched_gradient(x: Tensor) -> threading.Event:
+    """Is set where what is about to be accumulated into `x.grad` was divided; one hook of a tensor remembers that."""
+    is_divided = _WATCHED.get(x)
+    if is_divided is None:
+        is_divided = _WATCHED[x] = threading.Event()
+
+        def remember(of: Tensor, was_divided: threading.Event = is_divided) -> None:
+            if of.grad is not None and was_divided.is_set():
+                _DIVIDED.add(of.grad)
+            elif of.grad is not None:  # of a loss outside of models
+                _DIVIDED.discard(of.grad)
+            was_divided.clear()
+
+        x.register_post_accumulate_grad_hook(remember)
+    return is_divided
+
+
+_WATCHED = WeakIdKeyDictionary()
 _is_reached = torch._C._will_engine_execute_node
 """Whether the backward that runs now has reached a node, or will."""
 _OWN_GRADIENT = (
