@@ -482,6 +482,28 @@ def test_what_precedes_a_call_goes_with_its_data() -> None:
     ]
 
 
+def _goes_on(rank: int) -> list[str]:
+    tsd.init_process_group()
+    model = ts.shard(_mlp(), {"0": "column", "2": "row"})
+    told = []
+
+    def call() -> None:
+        model(torch.ones(3, 6, dtype=torch.float64)).square().sum().backward()
+
+    for eager in (tsd.all_reduce, tsd.broadcast, lambda x: tsd.all_gather(x, 0)):
+        call()
+        with pytest.raises(ts.DistributedError) as caught:
+            call() if rank else eager(torch.ones(3))
+        told.append(str(caught.value).partition("\n")[0])
+        call()
+    return told
+
+
+def test_calls_go_on_after_one_that_met_something_else() -> None:
+    expected = ["the ranks are about to do different things"] * 3
+    assert run_ranks(_goes_on, 2, backend="memory") == [expected] * 2
+
+
 def _survives(rank: int, how: signal.Signals, seconds: float) -> tuple[str, float, str]:
     """What the others are told when a signal comes to rank 1 at some moment of its calls."""
     group = dist.new_group(backend="memory", timeout=timedelta(seconds=2 * PATIENCE))

@@ -70,8 +70,8 @@ class HandshakeState:
     """The keys of verified calls, the same on all ranks."""
     verified_sends: dict[tuple[int, int], set[Hashable]] = field(default_factory=dict)
     """(from, to) -> the keys of the messages that these two ranks have verified."""
-    failed: bool = False
-    """Whether a call has failed; nothing is known about the other ranks' calls afterwards."""
+    failures: int = 0
+    """How many calls have failed; nothing is known about the other ranks' calls after one."""
     last_receive: dict[int, Waiter] = field(default_factory=dict)
     """Rank -> the last receive from it, if that waits for verification."""
     waiter_threads: list[Waiter] = field(default_factory=list)
@@ -90,7 +90,7 @@ class HandshakeState:
 
     def fail(self) -> None:
         """Records that a call has failed on this rank."""
-        self.failed = True
+        self.failures += 1
         self.forget()
 
 

@@ -427,7 +427,7 @@ def destroy_process_group() -> None:
     """Forgets the groups, so that they can be made again; ends `torch.distributed` if this library initialised it."""
     try:
         group, failing = own_group(), sys.exc_info()[0] is not None
-        if not failing and not group.handshake.failed:  # after an error the other ranks may never come
+        if not failing and not group.handshake.failures:  # after an error the other ranks may never come
             verify_following_call(group, lambda: "destroy_process_group()")
     finally:
         _end()

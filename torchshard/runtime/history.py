@@ -70,7 +70,7 @@ class History:
         self.number = group.handshake.sharded_models
         """The number of the model among those of the group."""
         group.handshake.sharded_models += 1
-        self._calls, self._turn = 0, 0
+        self._calls, self._turn, self._failures = 0, 0, group.handshake.failures
         self._steps, self._steps_digest, self._settings = 0, 0, "none"
         self._pending_digests: dict[str, Tensor] = {}
         self._digests_done: torch.cuda.Event | None = None
@@ -133,6 +133,8 @@ class History:
             tensors: the model's parameters and buffers, by name.
             inputs: the call's tensors that are on another device than the CPU.
         """
+        if self._failures != self._group.handshake.failures:  # of calls that others than this model's were a part of
+            self.reset()
         facts = self._facts() | self._collect_digests()
         pending = dict(inputs)
         whole = self._in_turn(self._whole) if tensors else ""
@@ -168,6 +170,7 @@ class History:
     def reset(self) -> None:
         """Starts over after an error that all ranks raise: they may have taken their turns unequally before it."""
         self._turn, self._pending_digests, self._digests_done, self._gradients = 0, {}, None, _NO_GRADIENTS
+        self._failures = self._group.handshake.failures
 
     def _in_turn(self, names: Sequence[str]) -> str:
         return names[self._turn % len(names)] if names else ""
