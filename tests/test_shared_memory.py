@@ -677,9 +677,15 @@ def _with_another_timeout(rank: int) -> list[str]:
             text, seconds = _told(call)
             found.append(text)
             assert seconds < PATIENCE * 2
+        _store().set("told", "")
     else:
-        time.sleep(1.0)
+        _store().wait(["told"])
     return found
+
+
+def _store() -> dist.Store:
+    store: dist.Store = dist.distributed_c10d._get_default_store()
+    return store
 
 
 def test_a_timeout_that_is_set_later_counts_for_all_calls() -> None:
