@@ -101,9 +101,10 @@ class Snapshot:
 
     def __init__(self, model: nn.Module) -> None:
         own_dicts = [value for m in model.modules() for value in (m.__dict__, *m.__dict__.values())]
-        visible = visible_to(model)
-        self._attributes = [(namespace, namespace.items()) for namespace in visible.namespaces]
-        functions = [v.__func__ if isinstance(v, (staticmethod, classmethod)) else v for _, v in visible.values()]
+        self.visible = visible_to(model)
+        self._attributes = [(namespace, namespace.items()) for namespace in self.visible.namespaces]
+        found = [value for _, value in self.visible.values()]
+        functions = [v.__func__ if isinstance(v, (staticmethod, classmethod)) else v for v in found]
         caches = {id(f): f for f in functions if isinstance(f, functools._lru_cache_wrapper)}
         self._caches = [(cache, cache.cache_info().misses) for cache in caches.values()]
         # Forward may register parameters, buffers, submodules and hooks, whose dicts are not attributes.

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 
-from torchshard.capture.visible import visible_to
+from torchshard.capture.visible import Visible
 from torchshard.weights.lazy import LazyTensor
 
 
@@ -105,26 +105,28 @@ _OF_ORIGINALS = {"type": _Type, "isinstance": _isinstance}
 
 
 @contextlib.contextmanager
-def types_of_originals(model: nn.Module) -> Iterator[None]:
-    """While it is entered, types are those of what stand-ins stand for, in the files of a model's code.
+def types_of_originals(model: nn.Module, visible: Visible) -> Iterator[None]:
+    """Inside the block, `type` and `isinstance` see the originals of stand-ins, in the files of a model's code.
 
-    Those are the files of its modules' classes and of the user's functions that its forward may call.
+    Args:
+        visible: what forward can read. The files are those of the modules' classes, and those of the user's functions.
     """
-    spaces = visible_to(model).namespaces
-    files = [
-        s.owner for s in spaces if isinstance(s.owner, dict) and not _OF_ORIGINALS.keys().isdisjoint(s.names or ())
+    of_functions = [
+        space.owner for space in visible.namespaces if not _OF_ORIGINALS.keys().isdisjoint(space.names or ())
     ]
-    names = dict.fromkeys(cls.__module__ for module in model.modules() for cls in type(module).__mro__)
-    files += [vars(sys.modules[name]) for name in names if name in sys.modules and not name.startswith(_NOT_OF_MODELS)]
-    places = [(values, name) for values in files for name in _OF_ORIGINALS]
-    replaced = [
-        (values, name) for values, name in places if values.setdefault(name, _OF_ORIGINALS[name]) is _OF_ORIGINALS[name]
+    modules = dict.fromkeys(cls.__module__ for module in model.modules() for cls in type(module).__mro__)
+    of_classes = [
+        vars(sys.modules[name]) for name in modules if name in sys.modules and not name.startswith(_LIBRARIES)
     ]
+    files = {id(values): values for values in (*of_functions, *of_classes) if isinstance(values, dict)}
+    added = [(values, name) for values in files.values() for name in _OF_ORIGINALS if name not in values]
+    for values, name in added:
+        values[name] = _OF_ORIGINALS[name]
     try:
         yield
     finally:
-        for values, name in replaced:
+        for values, name in added:
             values.pop(name, None)
 
 
-_NOT_OF_MODELS = ("torch.", "torchshard.", "builtins")
+_LIBRARIES = ("torch.", "torchshard.", "builtins")

@@ -107,7 +107,7 @@ def _on_fakes(model: nn.Module) -> Iterator[FakeTensorMode]:
     try:
         _make_attributes_fake(model, mode)
         stateless = _reparametrize_module(model, state)
-        types = types_of_originals(model)
+        types = types_of_originals(model, snapshot.visible)
         with _compiling_state_context(), mode, stateless, types, without_tools(), _without_seeding():
             yield mode
     finally:

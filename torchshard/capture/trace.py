@@ -144,7 +144,8 @@ class _FlatForward:
         with self._own_entry_points(), without_exports_own():
             repeated = nullcontext() if self.repeats is None else self.repeats.installed()
             try:
-                with CaptureMode(recording, self._slots), note_modes(), repeated, types_of_originals(self._model):
+                types = types_of_originals(self._model, self.snapshot.visible)
+                with CaptureMode(recording, self._slots), note_modes(), repeated, types:
                     value = _called(self._model, args, kwargs)
                     self.result, self.changes = arguments.with_changes(value, self._call.positional)
                     results = state.write_assigned(self.result.tensors)

@@ -67,10 +67,8 @@ class Call(NamedTuple):
     def described(self, by: Sequence[Call]) -> Call:
         """This call, by what a caller says of it, and of calls before it that sent nothing."""
         parts = [call.text.partition(b"\n") for call in by]
-        text, site = (
-            b"; then ".join([part[0] for part in parts]),
-            next((part[2] for part in parts[::-1] if part[2]), b""),
-        )
+        text = b"; then ".join([part[0] for part in parts])
+        site = next((part[2] for part in parts[::-1] if part[2]), b"")
         return Call(hash((self.digest, *[call.digest for call in by])), text + b"\n" + site if site else text)
 
 
@@ -386,7 +384,7 @@ class Calls:
         self._open = dict[int, Begun]()
         self._noted = list[Call]()
         self.rider: Rider | None = None
-        """What the next call takes along."""
+        """The numbers to send with the next call."""
         self.untold = list[Exception]()
         """Why calls have failed for which nobody waited."""
         self.others = list[Callable[[], None]]()
