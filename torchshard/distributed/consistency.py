@@ -293,8 +293,8 @@ def begin_verifying(
         near: a number that may differ by rounding. If it differs by more, the error names it before the facts, or where
             they have its name.
         attempt: the error's last line.
-        rides: whether ranks that talk through memory send the digests with what they send next. Then nothing may be
-            sent after that before they are compared (`wire.settling`).
+        rides: whether ranks that talk through memory may attach the digests to the next data they send. Nothing more
+            may be sent until the comparison ends (`wire.settling`).
 
     Returns:
         a function that waits for the others' digests, and returns whether `unlike` is the same on all ranks. If the

@@ -109,7 +109,7 @@ def collective(group: Group, fn: Callable[..., Work | None], /, *args: object, *
 
 
 def note(group: Group, call: Call) -> None:
-    """Ranks that talk through memory send a call's text with the next data, as what they compare before a call."""
+    """Attaches a call's text to the next data, where ranks talk through memory."""
     if not _carries(group):
         settle()
     if group.memory is not None:
@@ -117,7 +117,7 @@ def note(group: Group, call: Call) -> None:
 
 
 def _carries(group: Group) -> bool:
-    """Whether the next data of a group take what its ranks compare along."""
+    """Whether a comparison is waiting to travel with the group's next data."""
     return group.memory is not None and group.memory.rider is not None
 
 

@@ -200,7 +200,7 @@ def objective(
     """Reads the user's options.
 
     Args:
-        device: the type of the model's device: without `machine`, ranks on CPUs send as those of this process do.
+        device: the type of the model's device. On CPUs the default machine is that of this process's backend.
 
     Raises:
         InputError: no machine has that name, `memory` is no size, or another option has a value that it can't have.

@@ -193,7 +193,7 @@ def _divide_grad(x: Tensor, node: Any, ranks: int) -> None:
 
 
 def _watched_gradient(x: Tensor) -> threading.Event:
-    """Is set where what is about to be accumulated into `x.grad` was divided; one hook of a tensor remembers that."""
+    """A flag: whether the gradient about to be added to `x.grad` was divided. Each tensor has one hook for it."""
     is_divided = _WATCHED.get(x)
     if is_divided is None:
         is_divided = _WATCHED[x] = threading.Event()

@@ -122,7 +122,7 @@ def _collective_times(group: Group, device: torch.device) -> dict[str, float]:
 def _links(times: Mapping[str, float], world: int) -> dict[str, float]:
     """A Machine's numbers for collectives: an all-reduce goes around the ring twice, an all-gather once.
 
-    The bandwidth is that of the slower of both: a gather may have to copy what it has received to its place.
+    The bandwidth is the lower of the two: a gather may also have to copy what it received into place.
     """
     if world == 1:
         return {"link_bandwidth": 1 / MIN_SECONDS, "latency": 0.0, "launch": 0.0}
