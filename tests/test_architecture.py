@@ -14,8 +14,8 @@ import pytest
 PACKAGE = Path(__file__).parent.parent / "torchshard"
 
 ROOMS = [
-    "__main__", "cli", "public", "api", "checking", "checkpoints", "nn", "runtime", "compiler", "report", "passes",
-    "planner", "plans", "capture", "ir", "weights", "distributed", "rules", "custom_ops", "core",
+    "__main__", "cli", "testing", "public", "api", "checking", "checkpoints", "nn", "runtime", "compiler", "report",
+    "passes", "planner", "plans", "capture", "ir", "weights", "distributed", "rules", "custom_ops", "core",
 ]  # fmt: skip
 """From the top down, as a model flows through them; a room imports only rooms below it."""
 

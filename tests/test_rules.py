@@ -20,7 +20,6 @@ from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv, Stateles
 from torch.utils import _pytree as pytree
 
 import torchshard as ts
-from tests import oracle
 from tests.compiled import compiled, planned_as
 from tests.op_cases import CASES, CREATION, SUM, case, f, flags, ids, pos, sdpa
 from tests.oracle import Case, T, build, row_and_choices, run
@@ -110,13 +109,13 @@ def _example_call(op: Any, tensor: Any) -> Case:
 
 
 def _runs(call: Case) -> bool:
-    model, tensors = oracle.example(call)
+    made = call.call()
     try:
-        live = [r for r in model(*tensors) if r.requires_grad]
+        live = [r for r in pytree.tree_leaves(made.target(*made.args, **made.kwargs)) if r.requires_grad]
         torch.autograd.backward([r.sum() for r in live])
     except (RuntimeError, ValueError):  # not for these dtypes, or not differentiable
         return False
-    return bool(live) or not any(t.requires_grad for t in tensors)
+    return bool(live) or not any(isinstance(t, Tensor) and t.requires_grad for t in made.args)
 
 
 def _positive_constant(*shape: int) -> T:
@@ -215,6 +214,9 @@ class SixMode(FakeTensorMode):
         return super().from_tensor(tensor, symbolic_context=StatelessSymbolicContext(dynamic_sizes=sizes))
 
 
+OF_SIX = {"fakes": SixMode, "divides_dynamic": True}
+
+
 def _of_six(op: Case) -> Iterator[Case]:
     """The case, and it with all its dims of another size of six in place of that."""
     leaves, spec = pytree.tree_flatten((op.args, dict(op.kwargs)))
@@ -224,24 +226,22 @@ def _of_six(op: Case) -> Iterator[Case]:
             for leaf in leaves
         ]
         args, kwargs = pytree.tree_unflatten(made, spec)
-        changed = replace(op, args=args, kwargs=kwargs)
+        changed = replace(op, args=args, kwargs=kwargs, options=OF_SIX)
         if _is_legal(changed):
             yield changed
 
 
 def _is_legal(op: Case) -> bool:
-    model, tensors = oracle.example(op)
+    call = op.call()
     try:
-        model(*tensors)
+        call.target(*call.args, **call.kwargs)
     except (RuntimeError, IndexError, ValueError):  # its sizes do not fit one another any more
         return False
     return True
 
 
-def test_ops_of_a_transformer_split_a_dynamic_dim(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ops_of_a_transformer_split_a_dynamic_dim() -> None:
     """The test below would pass where nothing is split."""
-    monkeypatch.setattr(oracle, "FakeTensorMode", SixMode)
-    monkeypatch.setattr(oracle.Graph, "multiples", True)
     wanted = {
         aten.linear.default, aten.matmul.default, aten.layer_norm.default, aten.rms_norm.default, aten.softmax.int,
         sdpa, aten.embedding.default, aten.add.Tensor, aten.gelu.default, aten.dropout.default, aten.mean.dim,
@@ -259,9 +259,7 @@ def _every_twelfth_is_fast(cases: list[Case]) -> list[Any]:
 
 
 @pytest.mark.parametrize("op", _every_twelfth_is_fast(CASES), ids=_names(CASES))
-def test_a_dynamic_dim_is_split_in_equal_slices(op: Case, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(oracle, "FakeTensorMode", SixMode)
-    monkeypatch.setattr(oracle.Graph, "multiples", True)
+def test_a_dynamic_dim_is_split_in_equal_slices(op: Case) -> None:
     is_split = False
     for changed in _of_six(op):
         for world in (2, 3):
@@ -278,8 +276,8 @@ def test_a_dynamic_dim_is_split_in_equal_slices(op: Case, monkeypatch: pytest.Mo
 
 
 @pytest.mark.parametrize("op", DYNAMIC, ids=_names(DYNAMIC))
-def test_a_dynamic_dim_is_never_split_and_the_others_are(op: Case, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(oracle, "FakeTensorMode", DynamicMode)
+def test_a_dynamic_dim_is_never_split_and_the_others_are(op: Case) -> None:
+    op = replace(op, options={"fakes": DynamicMode})
     row, found = row_and_choices(op, 2, in_parts=False)
     assert row is not None
     dynamic = {axis for axis, size in row.sizes.items() if not isinstance(size, int)}
@@ -342,12 +340,12 @@ SABOTAGED = [
 def test_every_tampered_collective_is_caught(op: Case, name: str) -> None:
     _, found = row_and_choices(op, 2, in_parts=False)
     choice = next(c for c in found if c.name == name)
-    model, made, tensors = build(op, choice, 2)
-    assert check_program(model, made, made.graph, tensors, {}).ok
+    made = build(op, choice, 2)
+    assert made.check().ok
     tampered = list(_tampered(made.graph))
     assert tampered
     for what, graph in tampered:
-        report = check_program(model, made, graph, tensors, {})
+        report = made.check(graph)
         assert not report.ok and report.diverges_at, what
 
 
@@ -467,13 +465,13 @@ def test_dropout_draws_the_unsharded_numbers(seed: int) -> None:
     """One choice under two seeds: the values are those of each seed, not of a first run."""
     op = case(aten.dropout.default, None, f(6, 8), 0.5, True)
     choice = Choice("split _0", (S(1),), (S(1),), (("_0", ((8, 1),)),))
-    model, made, tensors = build(op, choice, 2, seed)
+    made = build(op, choice, 2, seed)
     torch.manual_seed(seed)
-    assert check_program(model, made, made.graph, tensors, {}).ok
+    assert made.check().ok
     masks = []
     for each in (seed, seed + 2):
         torch.manual_seed(each)
-        masks.append(model(*tensors)[0] == 0)
+        masks.append(made.model(*made.args)[0] == 0)
     assert not torch.equal(*masks)
 
 

@@ -708,6 +708,11 @@ class ShardedModule(State, Notebook):
         """The latest captured graph as this rank runs it: parameters and inputs are its arguments."""
         return self._latest().graph
 
+    @property
+    def captures(self) -> int:
+        """The number of graphs captured so far, one for each kind of call; a number that keeps growing costs time."""
+        return self._ts_graphs.captures
+
     def _latest(self) -> Compiled:
         if self._ts_graphs.latest is None:
             raise InputError(

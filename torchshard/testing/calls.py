@@ -1,0 +1,155 @@
+"""One call of a model, captured once and planned in many ways, without processes."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import fx, nn
+
+from torchshard.capture import Captured, copy_model
+from torchshard.capture.facts import ModelFacts, device_type
+from torchshard.checking import lockstep
+from torchshard.checking.check import Report, check_program, in_dtype
+from torchshard.compiler.batches import divided_batch
+from torchshard.compiler.constraints import PlanLike, read_constraints
+from torchshard.compiler.meshes import DataLike, MeshLike, checked_world_size, read_mesh
+from torchshard.compiler.program import Program, planned, prepared, program
+from torchshard.core.layouts import Layout
+from torchshard.ir.listing import listing
+from torchshard.passes import Partition, step_graphs
+from torchshard.plans.machine import objective
+from torchshard.plans.plan import Plan
+from torchshard.runtime.compiled import Compiled
+from torchshard.runtime.module import ShardedModule
+
+
+@dataclass(frozen=True)
+class CapturedCall:
+    """A call of a model as a flat graph of ATen ops with global shapes; made by `capture`."""
+
+    model: nn.Module
+    args: Sequence[Any]
+    kwargs: Mapping[str, Any]
+    captured: Captured
+
+    @property
+    def graph(self) -> fx.GraphModule:
+        """The normalized graph, unsharded: what plans are made for."""
+        return self.captured.graph
+
+    def listing(self) -> str:
+        """The text of the graph, without source lines."""
+        return listing(self.graph, sources=False)
+
+    def plan(
+        self,
+        plan: PlanLike = "auto",
+        ranks: int | None = None,
+        *,
+        mesh: MeshLike | None = None,
+        data: DataLike | None = None,
+        layouts: Mapping[str, Layout] | None = None,
+        **aims: Any,
+    ) -> PlannedCall:
+        """Plans the call and inserts the collectives. The plan has no effect on the capture, so any number can be made.
+
+        Args:
+            plan: as in `torchshard.shard`.
+            ranks: the number of ranks; of a mesh it is known.
+            mesh, data: as in `torchshard.plan`; the call is that of all ranks, and is captured again if they divide it.
+            layouts: the layouts of parameters and buffers that are fixed, by name.
+            aims: machine, memory, axes, recompute and mode, as in `torchshard.plan`.
+
+        Raises:
+            PlanError, CaptureError, InputError: as `torchshard.plan`.
+        """
+        axes = read_mesh(checked_world_size(ranks, mesh), mesh, data)
+        aim = objective(**{"machine": None, "device": device_type(self.model), "data": axes.data, **aims})
+        constraints = read_constraints(ModelFacts.of(self.model), plan, axes.axis, aim, axes.divisions)
+        constraints = constraints.with_layouts(layouts or {})
+        if not constraints.batch_parts:
+            made = planned(self.captured, self.model, constraints)
+        else:
+            inputs = divided_batch(self.model, self.args, self.kwargs, constraints.batch_parts)
+            made = program(self.model, constraints, self.args, self.kwargs, batches=inputs)
+        return PlannedCall(self.model, self.args, self.kwargs, made)
+
+
+@dataclass(frozen=True)
+class PlannedCall:
+    """A captured call with a plan and its collectives."""
+
+    model: nn.Module
+    args: Sequence[Any]
+    kwargs: Mapping[str, Any]
+    program: Program
+
+    @property
+    def plan(self) -> Plan:
+        """The plan."""
+        return self.program.plan
+
+    @property
+    def graph(self) -> fx.GraphModule:
+        """The graph with its collectives over the axis of the weights, global sizes."""
+        return self.program.graph
+
+    def listing(self) -> str:
+        """The text of `graph`, without source lines."""
+        return listing(self.graph, sources=False)
+
+    def rank_graphs(self, graph: fx.GraphModule | None = None) -> list[fx.GraphModule]:
+        """The graph of each rank, with local sizes and the collectives of all axes of the mesh.
+
+        Args:
+            graph: in place of `graph`, a changed copy.
+        """
+        return lockstep.rank_graphs(graph or self.graph, self.program.axis, self.program.batches)
+
+    def step_graphs(self, rank: int = 0, **options: Any) -> Partition:
+        """The forward and backward graphs of a rank; `options` are those of `torchshard.passes.step_graphs`."""
+        return step_graphs(self.rank_graphs()[rank], **options)
+
+    def call(self, *args: Any, **kwargs: Any) -> PlannedCall:
+        """The same program for another call, whose sizes its graph must allow."""
+        return replace(self, args=args, kwargs=kwargs)
+
+    def check(self, graph: fx.GraphModule | None = None, *, by_graphs: bool = False) -> Report:
+        """Compares outputs, written buffers and all gradients with the unsharded model's, as `torchshard.check` does.
+
+        Args:
+            graph: in place of `graph`, a changed copy: a test of the test leaves a collective out, and sees it caught.
+            by_graphs: whether to run the separate forward and backward graphs too.
+        """
+        return check_program(self.model, self.program, graph or self.graph, self.args, self.kwargs, by_graphs=by_graphs)
+
+
+def capture(
+    model: nn.Module,
+    args: Sequence[Any] = (),
+    kwargs: Mapping[str, Any] | None = None,
+    *,
+    dtype: torch.dtype | None = None,
+    dynamic: bool = True,
+) -> CapturedCall:
+    """Captures a call and normalizes its graph.
+
+    Args:
+        dtype: casts a copy of the model, and the floating arguments, first; None: as they are.
+        dynamic: whether batch and sequence sizes stay symbolic.
+
+    Raises:
+        CaptureError, InputError: as `torchshard.shard`.
+    """
+    arguments, keywords = list(args), dict(kwargs or {})
+    if dtype is not None:
+        model, arguments, keywords = in_dtype(copy_model(model), arguments, keywords, dtype)
+    return CapturedCall(model, arguments, keywords, prepared(model, arguments, keywords, dynamic=dynamic))
+
+
+def kept_graphs(model: ShardedModule) -> list[Compiled]:
+    """The graphs that a sharded model keeps for later calls, the latest call's last."""
+    return list(model._ts_graphs)

@@ -1,0 +1,37 @@
+"""Gradients of a sharded model beside those of the unsharded one."""
+
+from __future__ import annotations
+
+import math
+
+from torch import Tensor, nn
+
+from torchshard.weights.parameter import ShardedParameter
+
+
+def full_gradient(parameter: nn.Parameter) -> Tensor | None:
+    """The gradient of the full parameter, gathered from all ranks; None without one. All ranks must call it."""
+    if parameter.grad is None or not isinstance(parameter, ShardedParameter):
+        return parameter.grad
+    slice_of_rank = parameter.grad.as_subclass(Tensor)
+    full: Tensor = parameter.ranks.gathered(slice_of_rank, parameter.sharding, parameter.whole)
+    return full
+
+
+def gradient_error(sharded: nn.Module, model: nn.Module) -> float:
+    """The largest absolute difference of any parameter's gradient from the unsharded model's. All ranks must call it.
+
+    Returns:
+        infinity if a parameter has a gradient in one of the models only, NaN if a difference is NaN.
+    """
+    found = {name: full_gradient(p) for name, p in sharded.named_parameters()}
+    expected = {name: p.grad for name, p in model.named_parameters()}
+    pairs = [(found[name], expected[name]) for name in expected]
+    if any((a is None) != (b is None) for a, b in pairs):
+        return math.inf
+    return largest(0.0, *((a - b).abs().max().item() for a, b in pairs if a is not None and b is not None))
+
+
+def largest(*errors: float) -> float:
+    """The largest error; NaN if one is NaN, which `max` may pass over."""
+    return math.nan if any(map(math.isnan, errors)) else max(errors)
