@@ -28,6 +28,6 @@ from torchshard.testing.rules import OpCall, check_rule
 
 __all__ = [
     "COLLECTIVES", "CapturedCall", "Choice", "Layout", "OpCall", "PlannedCall", "Report", "Shard", "capture",
-    "check_rule", "fail_on_bugs", "full_gradient", "gradient_error", "is_collective", "join", "kept_graphs", "largest", "listing",
-    "on_ranks", "run_ranks", "split",
+    "check_rule", "fail_on_bugs", "full_gradient", "gradient_error", "is_collective", "join", "kept_graphs", "largest",
+    "listing", "on_ranks", "run_ranks", "split",
 ]  # fmt: skip
