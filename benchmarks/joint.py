@@ -118,7 +118,7 @@ class Joint:
     """All plans of the weights' axis, and the steps over both axes of those that are tried."""
 
     def __init__(self, made: Program) -> None:
-        self.made, self.problem = made, made.plan.problem
+        self.made, self.problem = made, made.problems[0]
         with sizes_as(self.problem.sizes):
             self.network, pruned = self._network(), self._network()
             self.variables = [v for key, v in self.network.keys.items() if key[0] in ("op", "stored")]

@@ -14,7 +14,7 @@ import pytest
 PACKAGE = Path(__file__).parent.parent / "torchshard"
 
 ROOMS = [
-    "__main__", "cli", "testing", "public", "api", "checking", "checkpoints", "nn", "runtime", "compiler", "report",
+    "__main__", "cli", "testing", "public", "api", "report", "checking", "checkpoints", "nn", "runtime", "compiler",
     "passes", "planner", "plans", "capture", "ir", "weights", "distributed", "rules", "custom_ops", "core",
 ]  # fmt: skip
 """From the top down, as a model flows through them; a room imports only rooms below it."""
@@ -73,6 +73,24 @@ def test_a_room_imports_only_rooms_below_it(module: str) -> None:
 def test_no_modules_import_each_other_in_a_circle() -> None:
     graph = nx.DiGraph((module, other) for module, path in MODULES.items() for other in _ours(path) - {module})
     assert not [sorted(circle) for circle in nx.strongly_connected_components(graph) if len(circle) > 1]
+
+
+USERS_OBJECTS = {
+    "capture.carried: value", "capture.namespaces: owner", "custom_ops.whole: function", "testing.rules: target",
+    "weights.tape: op",
+}  # fmt: skip
+"""Fields that hold an object of the user's or of PyTorch, of whichever type."""
+
+
+def test_no_field_hides_a_type_of_a_room_above() -> None:
+    """A field of type Any would let a room use what it may not import."""
+    found = set()
+    for module, path in MODULES.items():
+        classes = [node for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.ClassDef)]
+        fields = [field for each in classes for field in each.body if isinstance(field, ast.AnnAssign)]
+        hidden = [field for field in fields if ast.unparse(field.annotation) in ("Any", "Any | None")]
+        found |= {f"{module}: {ast.unparse(field.target)}" for field in hidden}
+    assert found == USERS_OBJECTS
 
 
 @pytest.mark.parametrize("module", MODULES)

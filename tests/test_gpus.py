@@ -183,7 +183,7 @@ def _annotated_on(device: str, p: float, plan: dict[str, str]) -> bool:
     model = _Attention(p)
     captured = prepared(model, (torch.randn(2, 3, 8),))
     facts = ModelFacts.of(model)
-    made = plan_graph(captured.graph, facts, read_constraints(facts, plan, MeshAxis(2), objective(None)))
+    made = plan_graph(captured.graph, facts, read_constraints(facts, plan, MeshAxis(2), objective(None))).plan
     (node,) = captured.graph.graph.find_nodes(
         op="call_function", target=torch.ops.aten.scaled_dot_product_attention.default
     )

@@ -56,7 +56,7 @@ def _stages() -> dict[str, fx.GraphModule]:
     assert normalize(graph)
     mark_needs_grad(graph, [name for name, _ in model.named_parameters()])
     stages["normalized"] = duplicate(graph)
-    plan = plan_graph(graph, ModelFacts.of(model), constraints_of(model, PLAN, WORLD, objective("h100x8")))
+    plan = plan_graph(graph, ModelFacts.of(model), constraints_of(model, PLAN, WORLD, objective("h100x8"))).plan
     graph.meta["axis"] = MeshAxis(WORLD)
     for name, changed, stage in (
         ("annotated", lambda: annotate(graph, plan), "annotated"),

@@ -88,7 +88,7 @@ def rank_graphs(graph: fx.GraphModule, axis: MeshAxis, batches: Sequence[Divided
         axes.append(own)
         plans, split = dict[tuple[int, ...], Plan](), dict[tuple[int, ...], fx.GraphModule]()
         for numbers, local in found.items():
-            plans[numbers] = divided.plan(local, plans.get(rank_before(numbers)))
+            plans[numbers] = divided.solve(local, plans.get(rank_before(numbers))).plan
             split[numbers] = divided.split(local, plans[numbers])
         found = {
             (*numbers, place.rank): localized(each, place, seen)

@@ -237,7 +237,6 @@ def _check_plan_files(options: argparse.Namespace) -> None:
 
 def _what_if(options: argparse.Namespace) -> int:
     import torchshard as ts
-    from torchshard.compiler.what_if import with_graph
 
     _check_plan_files(options)
     plan = ts.Plan.load(options.file)
@@ -247,7 +246,7 @@ def _what_if(options: argparse.Namespace) -> int:
     if options.json:
         other.save(options.json)
     if options.html:
-        ts.draw({"the plan": with_graph(plan), "what if": other}, options.html)
+        ts.draw({"the plan": plan, "what if": other}, options.html)
     return 0
 
 
@@ -293,9 +292,8 @@ def _loaded_or_planned(options: argparse.Namespace) -> Plan:
 
 
 def _loaded(options: argparse.Namespace) -> Plan:
-    """A plan's file, with its graph."""
+    """A plan's file."""
     import torchshard as ts
-    from torchshard.compiler.what_if import with_graph
     from torchshard.core.errors import InputError
 
     defaults = _parser().parse_args(["show", options.model])
@@ -311,8 +309,7 @@ def _loaded(options: argparse.Namespace) -> Plan:
             why="it is a plan's file",
             attempt="torchshard whatif, which plans again; or the model in its place",
         )
-    plan = ts.Plan.load(options.model)
-    return with_graph(plan) if plan.question else plan
+    return ts.Plan.load(options.model)
 
 
 def _draw(options: argparse.Namespace) -> int:

@@ -25,7 +25,7 @@ from torchshard.planner.conversions import conversions_of
 from torchshard.planner.costs import CostModel
 from torchshard.planner.network import GraphConstraints
 from torchshard.planner.predict import predict
-from torchshard.planner.problem import PlanningProblem
+from torchshard.planner.problem import PlanningProblem, Solution
 from torchshard.planner.search import SearchResult, search
 from torchshard.planner.styles import parameter_layouts, pins_of
 from torchshard.planner.unsplit import unsplit
@@ -33,8 +33,10 @@ from torchshard.plans.data import Costs
 from torchshard.plans.plan import Plan
 
 
-def plan_graph(module: fx.GraphModule, facts: ModelFacts, constraints: Constraints, *, is_first: bool = True) -> Plan:
-    """The best plan of a normalized graph.
+def plan_graph(
+    module: fx.GraphModule, facts: ModelFacts, constraints: Constraints, *, is_first: bool = True
+) -> Solution:
+    """The best plan of a normalized graph, with the problem that it solves.
 
     Args:
         is_first: whether the graph is not split over any other axis, so that fewer ranks can be compared.
@@ -54,7 +56,8 @@ def plan_graph(module: fx.GraphModule, facts: ModelFacts, constraints: Constrain
     if given is not None and all(n in problem.constraints.options for n in module.graph.nodes if is_tensor_op(n)):
         result = _as_given(problem, given, constraints)
         conversions = given.conversions
-        fixed = replace(problem.constraints, options={}, parameters=constraints.fixed)
+        pins = pins_of(module.graph, constraints.pins)  # of a plan's file: what alternatives are compared under
+        fixed = replace(problem.constraints, options={}, pins=pins, parameters=constraints.fixed)
         problem = replace(problem, constraints=fixed)
     else:
         result, problem = _searched(problem, limit)
@@ -77,7 +80,6 @@ def plan_graph(module: fx.GraphModule, facts: ModelFacts, constraints: Constrain
         data=constraints.data,
         label=constraints.axis.label,
         inputs={name: result.parameters[name] for name in taken if name in result.parameters},
-        problem=problem,
     )
     memory = {} if limit is None else limit.estimate(plan)
     if limit is not None and memory["peak"] > limit.nbytes:
@@ -91,7 +93,7 @@ def plan_graph(module: fx.GraphModule, facts: ModelFacts, constraints: Constrain
         costs = replace(costs, fewer=_with_fewer_ranks(problem, plan))
     if limit is not None and not constraints.objective.trains:
         costs = replace(costs, context=limit.longest(plan))
-    return replace(plan, costs=costs)
+    return Solution(replace(plan, costs=costs), problem)
 
 
 def _searched(problem: PlanningProblem, limit: Limit | None) -> tuple[SearchResult, PlanningProblem]:

@@ -6,11 +6,10 @@ The whole compiler on one screen: capture, normalize, plan, rewrite.
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import logging
 import time
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
@@ -60,6 +59,7 @@ from torchshard.passes import (
     send_to_experts,
     sends_to_experts,
 )
+from torchshard.planner.problem import PlanningProblem, Solution
 from torchshard.planner.styles import BATCH, SEQUENCE
 from torchshard.planner.timeline import seconds_of_step
 from torchshard.planner.unsplit import OWN_CHOICE
@@ -81,8 +81,10 @@ class Program:
     """Whether calls belong to it by whether their sequences, or batches, divide."""
     batches: tuple[DividedBatch, ...] = ()
     """How the ranks divide the batch over the axes across the plan's, outermost first."""
-    question: Question | None = None
+    asked: Question | None = None
     """What the plan is the answer to."""
+    problems: tuple[PlanningProblem, ...] = ()
+    """What was solved for each of `axes`, on the first rank; only that of the first one before `priced`."""
     assumed: tuple[sympy.Basic, ...] = ()
     """Guards on sizes that passes have added since the capture; a call that breaks one needs another graph."""
 
@@ -110,6 +112,15 @@ class Program:
         names = dict.fromkeys(name for _, layouts in axes for name in layouts)
         return {name: word(*((axis, layouts.get(name, I)) for axis, layouts in axes)) for name in names}
 
+    @property
+    def solutions(self) -> list[Solution]:
+        """The plans of a priced program, those that divide the batch included, with what was solved for each."""
+        return [Solution(plan, problem) for plan, problem in zip(self.plan.over_all, self.problems, strict=True)]
+
+    def question(self) -> Mapping[str, object]:
+        """What the plan is the answer to, as data that JSON can hold."""
+        return {} if self.asked is None else self.asked.data()
+
     def assumes(self, values: Sequence[Tensor | int]) -> bool:
         """Whether tensors, and numbers, satisfy the graph's assumptions about sizes."""
         return self.captured.assumes(values, divided=self.divided, more=self.assumed)
@@ -133,15 +144,17 @@ class Program:
     def along(self, rank: Sequence[Coordinate]) -> RankGraph:
         """The graph of a rank, given its place on each of `axes`, split over all of them."""
         followed = self._followed(rank)
-        graphs, of_first = [self.graph] * len(followed), list[Plan]()
+        graphs, of_first = [self.graph] * len(followed), list[Solution]()
         for i, divided in enumerate(self.batches):
             local = [localized(graph, each[i]) for graph, each in zip(graphs, followed, strict=True)]
-            plans = list[Plan]()
+            solved = list[Solution]()
             for graph in local:
-                plans.append(divided.plan(graph, plans[-1] if plans else None))
-            of_first.append(plans[0])
+                solved.append(divided.solve(graph, solved[-1].plan if solved else None))
+            of_first.append(solved[0])
             needed = slice(-1, None) if divided is self.batches[-1] else slice(None)
-            graphs = [divided.split(*each) for each in zip(local[needed], plans[needed], strict=True)]
+            graphs = [
+                divided.split(graph, plan) for graph, (plan, _) in zip(local[needed], solved[needed], strict=True)
+            ]
         return RankGraph(graphs[-1], of_first)
 
     def _followed(self, rank: Sequence[Coordinate]) -> list[Sequence[Coordinate]]:
@@ -160,18 +173,22 @@ class Program:
         """
         first = self._coordinates(0)
         graph, of_batch = self.along(first)
-        plans = [self.plan, *of_batch]
+        solved = priced_as_slices([Solution(self.plan, self.problems[0]), *of_batch])
+        plans = [plan for plan, _ in solved]
         if with_memory:
-            memory = memory_of_rank(localized(graph, first[-1]))
-            plans[-1] = dataclasses.replace(plans[-1], costs=dataclasses.replace(plans[-1].costs, memory=memory))
-        plans = priced_as_slices(plans)
+            plans[-1] = _with_costs(plans[-1], memory=memory_of_rank(localized(graph, first[-1])))
         if plans[-1].data:
-            costs = dataclasses.replace(plans[0].costs, step=seconds_of_step(plans))
-            plans[0] = dataclasses.replace(plans[0], costs=costs)
+            plans[0] = _with_costs(plans[0], step=seconds_of_step(solved))
         whole = plans.pop()
         while plans:
-            whole = dataclasses.replace(plans.pop(), batch=whole)
-        return whole
+            whole = replace(plans.pop(), batch=whole)
+        return replace(self, plan=whole, problems=tuple(problem for _, problem in solved)).with_source().plan
+
+    def with_source(self) -> Program:
+        """This program, with a plan whose source it is."""
+        made = replace(self)
+        object.__setattr__(made, "plan", replace(self.plan, source=made))  # each refers to the other
+        return made
 
 
 class RankGraph(NamedTuple):
@@ -179,7 +196,7 @@ class RankGraph(NamedTuple):
 
     graph: fx.GraphModule
     """Of global sizes over the last axis."""
-    of_first: list[Plan]
+    of_first: list[Solution]
     """The first rank's plan of each axis that divides the batch."""
 
 
@@ -251,11 +268,11 @@ def answered(captured: Captured, question: Question) -> Program:
     """
     made = _answered(captured, question)
     assumed = guards(fake_mode(captured.graph.graph))[captured.guards :]
-    return _with_itself(dataclasses.replace(made, question=question, assumed=tuple(assumed)))
+    return replace(made, asked=question, assumed=tuple(assumed)).with_source()
 
 
 def asked_again(question: Question) -> Program:
-    """The same of a question that a file has: its graph can be planned, listed and drawn, but not called."""
+    """Plans a question loaded from a file. The result can be listed and drawn; it has no model to call."""
     nothing = Leaves((), (), ("", ()), lambda *_: None)
     captured = Captured(question.graph, (), {}, nothing, Changes(), lambda *_, **__: False)
     return answered(captured, question)
@@ -287,7 +304,7 @@ def _answered(captured: Captured, question: Question) -> Program:
     for each in of_batch:
         parts //= each.axis.size
         over_axes.append(DividedBatch(each, names, results, facts, parts))
-    return dataclasses.replace(made, divided=True, batches=tuple(over_axes))
+    return replace(made, divided=True, batches=tuple(over_axes))
 
 
 @dataclass(frozen=True)
@@ -304,8 +321,8 @@ class DividedBatch:
     parts: int
     """So many parts later axes make of what this one leaves to a rank."""
 
-    def plan(self, local: fx.GraphModule, first: Plan | None = None) -> Plan:
-        """The plan of this axis for a rank of earlier ones: that of the rank before it along one of these, if legal.
+    def solve(self, local: fx.GraphModule, first: Plan | None = None) -> Solution:
+        """Plans this axis for a rank of earlier ones: as the rank before it along one of these, if that is legal.
 
         Each rank would find its own, for their slices may differ in size; but what one held whole and the other as a
         part of a sum would be added up by a collective of the earlier axis. An empty slice may have to be computed
@@ -317,13 +334,13 @@ class DividedBatch:
         Raises:
             PlanError: what a collective of an earlier axis brings together would be held in different layouts.
         """
-        graph, constraints = self._whole(local), dataclasses.replace(self.constraints, plan=first)
+        graph, constraints = self._whole(local), replace(self.constraints, plan=first)
         sizes = {size: number // self.parts for size, number in _batch_sizes(graph, self.inputs).items()}
         with without_garbage_collection(), sizes_as(sizes):
-            plan = _best_plan(graph, self.facts, constraints, is_last=self.parts == 1, is_first=False)
+            solution = _best_plan(graph, self.facts, constraints, is_last=self.parts == 1, is_first=False)
         if first is not None:
-            _check_settled(graph.graph, plan, first)
-        return plan
+            _check_settled(graph.graph, solution.plan, first)
+        return solution
 
     def split(self, local: fx.GraphModule, plan: Plan) -> fx.GraphModule:
         """The graph of a rank of the other axis with the collectives of this one, global sizes."""
@@ -501,30 +518,29 @@ def _unsplit(inputs: Mapping[str, Layout]) -> dict[str, int | None]:
 
 def planned(captured: Captured, model: nn.Module, constraints: Constraints) -> Program:
     """A plan for a captured call, and the graph with its collectives, where each rank has the whole call."""
-    return _with_itself(_planned(captured, ModelFacts.of(model), constraints))
+    return _planned(captured, ModelFacts.of(model), constraints).with_source()
 
 
 def _planned(captured: Captured, facts: ModelFacts, constraints: Constraints) -> Program:
     with without_garbage_collection():
         with _timed("plan"):
-            plan = _best_plan(captured.graph, facts, constraints, is_last=True)
+            plan, problem = _best_plan(captured.graph, facts, constraints, is_last=True)
         with _timed("rewrite"):
             graph = rewrite(_graph_of(captured.graph, plan), plan, constraints.axis)
     for gathered in plan.costs.whole:
         if gathered.why != OWN_CHOICE:
             warn(str(gathered))
     divided = constraints.splits_sequence or plan.splits_dynamic
-    return Program(captured, plan, graph, divided)
+    return Program(captured, plan, graph, divided, problems=(problem,))
 
 
-def _with_itself(made: Program) -> Program:
-    """The program, whose plan knows it."""
-    return dataclasses.replace(made, plan=dataclasses.replace(made.plan, program=made))
+def _with_costs(plan: Plan, **costs: Any) -> Plan:
+    return replace(plan, costs=replace(plan.costs, **costs))
 
 
 def _best_plan(
     module: fx.GraphModule, facts: ModelFacts, constraints: Constraints, *, is_last: bool, is_first: bool = True
-) -> Plan:
+) -> Solution:
     """The best plan of a graph: where ranks hold slices of experts' weights, they gather these, or send rows to them.
 
     Args:
@@ -540,7 +556,7 @@ def _best_plan(
     if sending is None:
         return gathering
     other = plan_graph(sending, facts, constraints, is_first=is_first)
-    return min(gathering, other, key=lambda plan: seconds_of_step([plan]))
+    return min(gathering, other, key=lambda solution: seconds_of_step([solution]))
 
 
 def _graph_of(module: fx.GraphModule, plan: Plan) -> fx.GraphModule:

@@ -21,24 +21,24 @@ from torchshard.distributed.ops import is_collective
 from torchshard.ir.graph import before_casts, is_weight, operands, sizes_as
 from torchshard.planner.costs import Value
 from torchshard.planner.predict import in_messages, segment_numbers
+from torchshard.planner.problem import Solution
 from torchshard.plans.data import Collective
-from torchshard.plans.plan import Plan
 
 Cuts: TypeAlias = dict[tuple[str, Target | str], Cut]
 """The name of a value and its conversion over an earlier axis -> how the ranks of a later one cut what that gives."""
 
 
-def priced_as_slices(plans: Sequence[Plan]) -> list[Plan]:
+def priced_as_slices(solutions: Sequence[Solution]) -> list[Solution]:
     """The plans of the axes, in their order, with the prices of what each sends beside the later ones."""
-    cuts = list(map(_cuts, plans))
-    sliced = {path for path, layout in plans[-1].parameters.items() if isinstance(layout, Shard)}
-    return [_priced(plan, cuts[i + 1 :], sliced) for i, plan in enumerate(plans)]
+    cuts = list(map(_cuts, solutions))
+    sliced = {path for path, layout in solutions[-1].plan.parameters.items() if isinstance(layout, Shard)}
+    return [_priced(each, cuts[i + 1 :], sliced) for i, each in enumerate(solutions)]
 
 
-def _priced(plan: Plan, later: Sequence[Cuts], sliced: Collection[str]) -> Plan:
-    problem = plan.problem
-    if problem is None or not later:
-        return plan
+def _priced(solution: Solution, later: Sequence[Cuts], sliced: Collection[str]) -> Solution:
+    plan, problem = solution
+    if not later:
+        return solution
     nodes, begun = {node.name: node for node in problem.graph.nodes}, set[object]()
     cut = {name for each in later for name, _ in each}
     segments = segment_numbers(problem.graph, plan.choices, plan.layouts, plan.conversions)
@@ -67,7 +67,8 @@ def _priced(plan: Plan, later: Sequence[Cuts], sliced: Collection[str]) -> Plan:
         return replace(collective, forward=forward, backward=backward, again=again)
 
     with sizes_as(problem.sizes):
-        return replace(plan, costs=replace(plan.costs, collectives=tuple(map(priced, plan.costs.collectives))))
+        costs = replace(plan.costs, collectives=tuple(map(priced, plan.costs.collectives)))
+    return Solution(replace(plan, costs=costs), problem)
 
 
 def _slice_of(value: Value, cuts: tuple[Cut, ...]) -> Value:
@@ -76,8 +77,8 @@ def _slice_of(value: Value, cuts: tuple[Cut, ...]) -> Value:
     return replace(value, shape=shape, nbytes=math.prod(shape) * value.dtype.itemsize)
 
 
-def _cuts(plan: Plan) -> Cuts:
-    nodes = plan.problem.graph.nodes if plan.problem is not None else ()
+def _cuts(solution: Solution) -> Cuts:
+    plan, nodes = solution.plan, solution.problem.graph.nodes
     found = [(n, plan.choices[n.name].results[0]) for n in nodes if is_collective(n.target) and n.name in plan.choices]
     return {
         (operands(node)[0].name, node.target): Cut(layout, 0, plan.world_size)

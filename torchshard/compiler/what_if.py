@@ -9,9 +9,10 @@ from dataclasses import replace
 from types import MappingProxyType
 
 from torchshard.compiler.constraints import Constraints, check_memory, loaded
-from torchshard.compiler.program import asked_again
+from torchshard.compiler.program import Program, asked_again
 from torchshard.compiler.question import Question, of_a_file, question_from
 from torchshard.core.errors import InputError, PlanError
+from torchshard.planner.problem import Solution
 from torchshard.planner.styles import StyleWord, read_pins
 from torchshard.plans.machine import MachineLike, read_machine, read_size
 from torchshard.plans.plan import Plan
@@ -47,15 +48,30 @@ def what_if(
         return _answer(replace(question, constraints=_constraints(question, pins, machine, memory)))
 
 
-def with_graph(plan: Plan) -> Plan:
-    """A loaded plan with its graph, as it was when it was made.
+def program_of(plan: Plan) -> Program | None:
+    """The program that a plan was made with. That of a loaded plan is made again, as it was when the plan was made.
+
+    Returns:
+        None for a plan without a question: that of a further axis, or one whose file does not hold the graph.
 
     Raises:
-        PlanError: its file does not hold the graph.
+        PlanError: the file can't be read here.
     """
+    source = plan.source
+    if source is None or isinstance(source, Program):
+        return source
+    if "unwritten" in source.question():
+        return None
     question = question_of(plan)
     with of_a_file("planned", PlanError, InputError):
-        return _answer(replace(question, constraints=replace(question.constraints, plan=plan, pins={})))
+        made = _answer(replace(question, constraints=replace(question.constraints, plan=plan)))
+    return program_of(made)
+
+
+def solutions_of(plan: Plan) -> list[Solution]:
+    """The plan of each mesh axis with the problem that it solves; none for a plan without a question."""
+    program = program_of(plan)
+    return [] if program is None else program.solutions
 
 
 def question_of(plan: Plan) -> Question:
@@ -64,8 +80,7 @@ def question_of(plan: Plan) -> Question:
     Raises:
         PlanError: it can't be written, or read.
     """
-    asked: Question | None = None if plan.program is None else plan.program.question
-    return question_from(plan.question if asked is None else json.loads(json.dumps(asked.data())))
+    return question_from(None if plan.source is None else json.loads(json.dumps(plan.source.question())))
 
 
 def _constraints(

@@ -19,6 +19,7 @@ from torchshard.planner.network import GraphConstraints
 from torchshard.planner.predict import predict
 from torchshard.planner.search import Excess, search
 from torchshard.plans.data import Costs
+from torchshard.plans.plan import Plan
 
 
 @dataclass(frozen=True)
@@ -79,3 +80,10 @@ class PlanningProblem:
             conversions = conversions_of(self.graph, self.model, choices, parameters)
             collectives, compute = predict(self.graph, self.model, choices, parameters, conversions)
         return Costs(compute=compute, collectives=tuple(collectives))
+
+
+class Solution(NamedTuple):
+    """The plan of one mesh axis, and the problem that it solves."""
+
+    plan: Plan
+    problem: PlanningProblem

@@ -15,8 +15,8 @@ from torch import fx
 
 from torchshard.distributed.ops import is_collective
 from torchshard.ir.graph import before_casts, is_weight
-from torchshard.planner.problem import PlanningProblem
-from torchshard.plans.data import Collective, PlanData, Sent
+from torchshard.planner.problem import Solution
+from torchshard.plans.data import Collective, Sent
 
 Sends = list[tuple[Collective, Sent]]
 Messages = dict[int, Sends]
@@ -90,18 +90,18 @@ def course(ops: Sequence[Work]) -> Course:
     return Course(starts, found, max([now, *free.values()]))
 
 
-def seconds_of_step(plans: Sequence[PlanData]) -> float:
-    """The seconds of a step over the axes of a mesh, in their order; the plans have their problems."""
-    return course([*work_of_step(plans).values()]).seconds
+def seconds_of_step(solutions: Sequence[Solution]) -> float:
+    """The seconds of a step over the axes of a mesh, in their order."""
+    return course([*work_of_step(solutions).values()]).seconds
 
 
-def work_of_step(plans: Sequence[PlanData]) -> dict[str, Work]:
-    """Op -> what it takes, in the order of the graph of the first axis; the plans have their problems."""
-    problems: list[PlanningProblem] = [plan.problem for plan in plans]
-    prices = problems[0].prices(plans[0].choices)
+def work_of_step(solutions: Sequence[Solution]) -> dict[str, Work]:
+    """Op -> what it takes, in the order of the graph of the first axis."""
+    first = solutions[0]
+    prices = first.problem.prices(first.plan.choices)
     work = {node.name: Work([price.forward, price.backward]) for node, price in prices.items()}
-    graphs = [{node.name: node for node in problem.graph.nodes} for problem in problems]
-    for axis, (plan, nodes) in enumerate(zip(plans, graphs, strict=True)):
+    graphs = [{node.name: node for node in problem.graph.nodes} for _, problem in solutions]
+    for axis, ((plan, _), nodes) in enumerate(zip(solutions, graphs, strict=True)):
         for c in plan.costs.collectives:
             op = work[_first_op(graphs[: axis + 1], c.consumers[0], work)]
             if plan.data and is_weight(before_casts(nodes[c.value])):

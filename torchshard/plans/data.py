@@ -6,7 +6,9 @@ import math
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Protocol, Self
+
+from torch import fx
 
 from torchshard.core import words
 from torchshard.core.conversions import Steps
@@ -192,6 +194,29 @@ class Costs:
         return sum(self.compute.values()) + sum(c.seconds for c in self.collectives)
 
 
+class Source(Protocol):
+    """What a plan was made from: the program of a model (`compiler.program`), or what a plan's file holds."""
+
+    @property
+    def graph(self) -> fx.GraphModule | None:
+        """The graph with its collectives, if there is one."""
+
+    def question(self) -> Mapping[str, object]:
+        """The call, the model and the constraints that the plan answers, as data that JSON can hold."""
+
+
+@dataclass(frozen=True)
+class Written:
+    """The question of a plan that was read from a file; `compiler.what_if.program_of` plans it again."""
+
+    body: Mapping[str, object]
+    graph: None = None
+
+    def question(self) -> Mapping[str, object]:
+        """As `Source`."""
+        return self.body
+
+
 @dataclass(frozen=True)
 class PlanData:
     """One choice per op, one layout per parameter."""
@@ -219,25 +244,20 @@ class PlanData:
     """The layout of each tensor that earlier calls have left in the arguments, by its place there."""
     data: Data | None = None
     """How the ranks hold weights if they divide the batch, of which each passes its own part; None: they do not."""
-    batch: PlanData | None = field(default=None, compare=False)
+    batch: Self | None = field(default=None, compare=False)
     """The plan of the first axis over which the ranks divide the batch, for what this one leaves; it has that of the
     next one, and the last one the memory of a rank."""
     title: str = field(default="", compare=False)
     """The class of the model and the sizes of the call that it was made for: 'GPT2LMHeadModel, batch 2, length 128'."""
     label: str = field(default="", compare=False)
     """What the user calls its axis of the mesh, if it has a name."""
-    problem: Any = field(default=None, compare=False, repr=False)
-    """The problem that it solves (`planner.problem.PlanningProblem`); None for a plan that was loaded."""
-    question: Any = field(default=None, compare=False, repr=False)
-    """What the file of a loaded plan has of the question that it answers (`compiler.question.Question.data`)."""
-    program: Any = field(default=None, compare=False, repr=False)
-    """What was made of the model by it (`compiler.program.Program`); None for a plan that was loaded, and for those of
-    further axes."""
+    source: Source | None = field(default=None, compare=False, repr=False)
+    """What it was made from; None for the plans of further axes, and for a file that was written without."""
 
     @property
-    def graph(self) -> Any:
-        """The graph with its collectives (`fx.GraphModule`), if there is a program."""
-        return None if self.program is None else self.program.graph
+    def graph(self) -> fx.GraphModule | None:
+        """The graph with its collectives; None for a plan that was loaded, and for those of further axes."""
+        return None if self.source is None else self.source.graph
 
     @property
     def layouts(self) -> dict[str, Layout]:
@@ -245,12 +265,12 @@ class PlanData:
         return {**self.parameters, **self.inputs}
 
     @property
-    def over_batch(self) -> list[PlanData]:
+    def over_batch(self) -> list[Self]:
         """The plans of the axes over which the ranks divide the batch, one after the other."""
         return [] if self.batch is None else [self.batch, *self.batch.over_batch]
 
     @property
-    def over_all(self) -> list[PlanData]:
+    def over_all(self) -> list[Self]:
         """This plan and those."""
         return [self, *self.over_batch]
 

@@ -13,7 +13,7 @@ from torchshard.core.errors import InputError, PlanError, in_short
 from torchshard.core.layouts import Layout, Part, Shard, parse_layout
 from torchshard.core.notation import Choice
 from torchshard.core.types import is_of, texts
-from torchshard.plans.data import Collective, Costs, GatheredOps, PlanData, Sent, Stored
+from torchshard.plans.data import Collective, Costs, GatheredOps, PlanData, Sent, Stored, Written
 from torchshard.plans.machine import Data, Machine
 
 VERSION = 4
@@ -27,7 +27,7 @@ def write(plan: PlanData, question: Mapping[str, Any] | None = None) -> str:
         question: what it is the answer to, written in one line.
     """
     text = json.dumps(_body(plan), indent=1)
-    if question is None:
+    if not question:
         return text
     line = json.dumps(question, separators=(",", ":"))
     return f'{text.removesuffix("}").rstrip()},\n "question": {line}\n}}'
@@ -124,7 +124,7 @@ def _fields(body: dict[str, Any]) -> dict[str, Any]:
         "label": is_of(str, body.get("label", "")),
         "inputs": {place: parse_layout(layout) for place, layout in is_of(dict, body.get("inputs", {})).items()},
         "batch": _fields(is_of(dict, body["batch"])) if "batch" in body else None,
-        "question": is_of(dict, body["question"]) if "question" in body else None,
+        "source": Written(is_of(dict, body["question"])) if "question" in body else None,
     }
 
 

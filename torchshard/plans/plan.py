@@ -88,11 +88,7 @@ class Plan(PlanData, Notebook):
             question: whether it holds the graph and all else that the plan was made for, so that `torchshard.what_if`
                 can ask again, without the model; twice as much text as the plan itself.
         """
-        return json_form.write(self, self._question() if question else None)
-
-    def _question(self) -> Any:
-        asked = None if self.program is None else self.program.question
-        return self.question if asked is None else asked.data()
+        return json_form.write(self, self.source.question() if question and self.source is not None else None)
 
     @staticmethod
     def from_json(text: str, where: str = "Plan.from_json") -> Plan:

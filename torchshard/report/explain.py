@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal, Protocol, get_args
+from typing import Literal, Protocol, get_args
 
 from torch import fx
 
+from torchshard.compiler.program import Program
+from torchshard.compiler.what_if import program_of, solutions_of
 from torchshard.core.columns import paragraph
 from torchshard.core.errors import InputError
 from torchshard.ir.listing import is_within, listing
@@ -56,16 +58,17 @@ def explain(model: Planned | Plan, module: str = "", level: Level = "table", ran
         if module and not found:
             raise _no_op_of(module)
         return found
-    notes = list(expensive_pins(plan, plan.problem)) if plan.problem is not None else []
-    notes += map(str, plan.costs.whole)
-    lines = [*([""] if notes else []), *notes, "", *told(plan, plan.problem)]
+    solved = solutions_of(plan)
+    problem = solved[0].problem if solved else None
+    notes = [*([] if problem is None else expensive_pins(plan, problem)), *map(str, plan.costs.whole)]
+    lines = [*([""] if notes else []), *notes, "", *told(plan, problem)]
     for each in plan.over_batch:
         lines += ["", batch_text(each), *told(each, None)]
     return "\n".join([str(plan), *map(paragraph, lines)])
 
 
 def plan_in(model: Planned | Plan) -> Plan:
-    """A plan, or that of a model's latest graph.
+    """A plan, or that of a model's latest graph. A loaded plan gets its graph back, if its file holds it.
 
     Raises:
         InputError: it is neither.
@@ -78,17 +81,17 @@ def plan_in(model: Planned | Plan) -> Plan:
             why="what is shown is a plan and its graph with collectives, which sharding makes",
             attempt="what torchshard.shard or torchshard.plan returned",
         )
-    return found
+    program = program_of(found)
+    return found if program is None else program.plan
 
 
 def graph_of(plan: Plan, rank: int = 0) -> fx.GraphModule:
     """The graph with the collectives of all mesh axes, as a rank has it before it is split over the last of them.
 
     Raises:
-        InputError: there is no such rank, or no graph: the plan was loaded, or is that of a further axis.
+        InputError: there is no such rank, or no graph: see `program_of`.
     """
-    graph: fx.GraphModule = _program(plan, rank).graph_of(rank)
-    return graph
+    return _program(plan, rank).graph_of(rank)
 
 
 def step_of(plan: Plan, rank: int) -> fx.GraphModule:
@@ -109,16 +112,16 @@ def _no_op_of(module: str) -> InputError:
     )
 
 
-def _program(plan: Plan, rank: int) -> Any:
-    if plan.program is None:
-        again = "torchshard.what_if(plan), or " if plan.question else ""
+def _program(plan: Plan, rank: int) -> Program:
+    program = program_of(plan)
+    if program is None:
         raise InputError(
             "the plan has no graph",
             where="explain, draw",
-            why="it was read from a file, or is that of a further axis: the graph of a mesh is that of its first plan",
-            attempt=f"{again}torchshard.plan(model, plan, ...), and what it returns",
+            why="its file does not hold the graph, or it is the plan of a further axis: the first plan has the graph",
+            attempt="torchshard.plan(model, plan, ...), and what it returns",
         )
-    ranks = plan.program.mesh.size
+    ranks = program.mesh.size
     if not isinstance(rank, int) or not 0 <= rank < ranks:
         raise InputError(f"there is no rank {rank!r} of {ranks}", where="rank=", attempt=f"rank=0 to {ranks - 1}")
-    return plan.program
+    return program

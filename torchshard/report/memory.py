@@ -7,8 +7,9 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
+from torchshard.compiler.what_if import program_of
 from torchshard.core.words import local_shape
-from torchshard.plans.data import PlanData
+from torchshard.plans.plan import Plan
 
 MOST = 64
 """Of more ranks than these the first and the last are looked at alone."""
@@ -36,7 +37,7 @@ class RankMemory(NamedTuple):
         return f"rank{'s' * (len(self.ranks) > 1)} {', '.join(texts)}{f' of {self.of}' if self.of else ''}"
 
 
-def memory_of_ranks(plan: PlanData) -> list[RankMemory]:
+def memory_of_ranks(plan: Plan) -> list[RankMemory]:
     """What each rank takes in a step of training, or in a call, by kind."""
     outermost_first = [*plan.over_batch, plan]
     places = [*itertools.product(*(range(each.world_size) for each in outermost_first))]
@@ -51,15 +52,15 @@ def memory_of_ranks(plan: PlanData) -> list[RankMemory]:
 Shapes = tuple[tuple[int, ...], ...]
 
 
-def _shapes(plan: PlanData, place: Sequence[int]) -> Shapes:
+def _shapes(plan: Plan, place: Sequence[int]) -> Shapes:
     """Of the slices of all parameters and buffers; the place is that on the weights' axis, then those on the others."""
     return tuple(local_shape(stored.shape, plan.cuts(name, place)) for name, stored in plan.stored.items())
 
 
-def _held(plan: PlanData, shapes: Shapes, rank: int) -> dict[str, float]:
-    known = plan.step_memory if rank == 0 else {}
-    if plan.program is not None or known:
-        found = known or plan.program.memory_of(rank)
+def _held(plan: Plan, shapes: Shapes, rank: int) -> dict[str, float]:
+    program = program_of(plan)
+    found = (plan.step_memory if rank == 0 else {}) or (program.memory_of(rank) if program else {})
+    if found:
         return {kind: size for kind, size in found.items() if kind != "peak"}
     sizes = (stored.itemsize for stored in plan.stored.values())
     return {"parameters": float(sum(math.prod(shape) * size for shape, size in zip(shapes, sizes, strict=True)))}

@@ -11,11 +11,13 @@ from typing import Any
 
 from torch import fx
 
+from torchshard.compiler.what_if import solutions_of
 from torchshard.core.paths import is_part, layer_of, star_numbers
 from torchshard.ir.graph import op_name
 from torchshard.ir.listing import is_within
 from torchshard.planner.timeline import Message, Work, course, work_of_step
-from torchshard.plans.data import Collective, PlanData, Sent
+from torchshard.plans.data import Collective, Sent
+from torchshard.plans.plan import Plan
 
 MODEL_ITSELF = "the model"
 BATCH = "over the batch's axes"
@@ -40,7 +42,7 @@ class Share:
         return self.computes + self.waits
 
 
-def shares(plan: PlanData) -> list[Share]:
+def shares(plan: Plan) -> list[Share]:
     """The time of a step by layers, equal names together, in the model's order; last what divides the batch."""
     found: dict[str, Share] = {}
 
@@ -107,13 +109,14 @@ class Span:
     seconds: float
 
 
-def layer_timeline(plan: PlanData, layer: str) -> tuple[Span, ...]:
-    """What a rank does in a module, forward and backward, by the planner's prices; nothing for a loaded plan."""
-    if plan.problem is None:
+def layer_timeline(plan: Plan, layer: str) -> tuple[Span, ...]:
+    """What a rank does in a module, forward and backward, by the planner's prices; nothing without a graph."""
+    solved = solutions_of(plan)
+    if not solved:
         return ()
-    work = work_of_step(plan.over_all)
+    work = work_of_step(solved)
     found = course([*work.values()])
-    nodes = {node.name: node for node in plan.problem.graph.nodes}
+    nodes = {node.name: node for node in solved[0].problem.graph.nodes}
     spans = []
     for way, names in enumerate((list(work), list(work)[::-1])):
         events = list[Event]()
@@ -143,7 +146,7 @@ def _of_collective(c: Collective, sent: Sent, now: float, layer: str) -> Event:
     return Event(SENDS, name, c.value, now - sent.hidden, sent.hidden + sent.seconds, sent.hidden, is_own)
 
 
-def _of_batch(plan: PlanData, message: Message, layer: str) -> Event:
+def _of_batch(plan: Plan, message: Message, layer: str) -> Event:
     lane, c = f"over {plan.axes[message.axis]}", message.of
     is_own = is_part(c.place, layer)
     return Event(lane, message.sent.message, c.value, message.start, message.sent.seconds, is_own=is_own)
@@ -182,8 +185,8 @@ class Bound:
     """That the forward reads and writes; of messages, that a step sends."""
 
 
-def bounds(plan: PlanData) -> list[Bound]:
-    """What bounds each kind of op and of message, what takes the longest first; of a loaded plan the messages alone."""
+def bounds(plan: Plan) -> list[Bound]:
+    """What bounds each kind of op and of message, what takes the longest first; without a graph the messages alone."""
     found: dict[tuple[str, str], Bound] = {}
     for name, by, count, *amounts in (*_ops(plan), *_messages(plan)):
         bound = found.setdefault((name, by), Bound(name, by))
@@ -193,9 +196,9 @@ def bounds(plan: PlanData) -> list[Bound]:
     return sorted(found.values(), key=lambda bound: -bound.seconds)
 
 
-def _ops(plan: PlanData) -> Iterator[tuple[Any, ...]]:
-    machine = plan.machine
-    for node, price in ({} if plan.problem is None else plan.problem.prices(plan.choices)).items():
+def _ops(plan: Plan) -> Iterator[tuple[Any, ...]]:
+    machine, solved = plan.machine, solutions_of(plan)
+    for node, price in (solved[0].problem.prices(plan.choices) if solved else {}).items():
         by = "computation" if price.flops / machine.flops > price.nbytes / machine.memory_bandwidth else "memory"
         if price.forward < 2 * machine.op_overhead:
             by = "the host"
@@ -203,7 +206,7 @@ def _ops(plan: PlanData) -> Iterator[tuple[Any, ...]]:
             yield op_name(node), by, 1, price.forward + price.backward, price.flops, price.nbytes
 
 
-def _messages(plan: PlanData) -> Iterator[tuple[Any, ...]]:
+def _messages(plan: Plan) -> Iterator[tuple[Any, ...]]:
     for each in plan.over_all:
         bandwidth, _ = each.machine.link(each.world_size)
         for sent in (sent for c in each.costs.collectives for sent in c.sent if sent.nbytes):

@@ -17,8 +17,9 @@ from torchshard.core.errors import PlanError
 from torchshard.core.paths import star_differences, star_node, star_numbers
 from torchshard.ir.graph import op_name, whole_choice
 from torchshard.planner.problem import Alternative, PlanningProblem
-from torchshard.plans.data import Collective, PlanData
+from torchshard.plans.data import Collective
 from torchshard.plans.machine import size_text, time_text
+from torchshard.plans.plan import Plan
 from torchshard.plans.table import held_otherwise
 
 MAX_ALTERNATIVES = 12
@@ -49,7 +50,7 @@ REASONS: Mapping[str, str] = {
 }
 
 
-def kinds_of(plan: PlanData) -> list[list[Collective]]:
+def kinds_of(plan: Plan) -> list[list[Collective]]:
     """The collectives of a plan that send something, those of equal layers together; the most expensive first."""
     groups: dict[object, list[Collective]] = {}
     for c in plan.costs.collectives:
@@ -60,10 +61,10 @@ def kinds_of(plan: PlanData) -> list[list[Collective]]:
     return sorted(groups.values(), key=lambda alike: -sum(c.seconds for c in alike))
 
 
-def told(plan: PlanData, problem: PlanningProblem | None) -> Iterator[str]:
+def told(plan: Plan, problem: PlanningProblem | None) -> Iterator[str]:
     """Each kind of collective in a few lines: what, where, why, what it costs, and what a step takes without it."""
     kinds = kinds_of(plan)
-    nodes = {} if plan.problem is None else {node.name: node for node in plan.problem.graph.nodes}
+    nodes = {} if problem is None else {node.name: node for node in problem.graph.nodes}
     for i, alike in enumerate(kinds):
         first, count = alike[0], len(alike)
         where = star_differences(*(c.place for c in alike)) or "the model"
@@ -98,7 +99,7 @@ def _user(name: str, node: fx.Node | None, *, starred: bool) -> str:
     return shown if module and node.name == module.replace(".", "_") else f"{op_name(node)} in {shown or 'the model'}"
 
 
-def _alternative(plan: PlanData, problem: PlanningProblem, alike: list[Collective]) -> str:
+def _alternative(plan: Plan, problem: PlanningProblem, alike: list[Collective]) -> str:
     if alike[0].is_inside:
         names, options = {c.value for c in alike}, problem.constraints.options
         whole = {n: whole_choice(n) for n in problem.graph.nodes if n.name in names}
@@ -116,7 +117,7 @@ def _alternative(plan: PlanData, problem: PlanningProblem, alike: list[Collectiv
         return "nothing else is legal"
 
 
-def _compared(plan: PlanData, other: Alternative) -> str:
+def _compared(plan: Plan, other: Alternative) -> str:
     """How much slower another plan is, and the changes that it would make."""
     slower = other.costs.seconds - plan.costs.seconds
     parts = [f"a step takes {time_text(abs(slower))} {'more' if slower >= 0 else 'less'}"]
@@ -136,7 +137,7 @@ def _compared(plan: PlanData, other: Alternative) -> str:
     return "; ".join([*parts, *moved[:MOST_CHANGES], *["..."] * (len(moved) > MOST_CHANGES)])
 
 
-def expensive_pins(plan: PlanData, problem: PlanningProblem) -> Iterator[str]:
+def expensive_pins(plan: Plan, problem: PlanningProblem) -> Iterator[str]:
     """The pins that make a step slower, and by how much."""
     for key in dict.fromkeys(pin.key for pin in problem.constraints.pins.values()):
         pins = {node: pin for node, pin in problem.constraints.pins.items() if pin.key != key}

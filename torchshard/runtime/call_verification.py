@@ -217,7 +217,9 @@ def verify_same_program(ranks: Ranks, made: RankProgram, call: PreparedCall) -> 
     ranks.verify(facts, what)
     ranks.verify(_constants(program), "the ranks' forwards read different tensors", PASSED)
     if made.of_batch:
-        ranks.verify({"the plans of the batch": " ".join(plan.to_json(question=False) for plan in made.of_batch)}, what)
+        ranks.verify(
+            {"the plans of the batch": " ".join(plan.to_json(question=False) for plan, _ in made.of_batch)}, what
+        )
         ranks.verify_along(program.axes[-1].name, {"the graph": listing(made.graph, sources=False)}, what)
 
     def verify_inputs() -> None:

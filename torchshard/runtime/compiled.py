@@ -22,6 +22,7 @@ from torchshard.core.mesh import Coordinate
 from torchshard.distributed.ranks import Ranks
 from torchshard.ir.graph import is_kept_split, layout_of, result_layouts, results_of, uses_rng, writes
 from torchshard.passes import direct, localized
+from torchshard.planner.problem import Solution
 from torchshard.plans.plan import Plan
 from torchshard.runtime.call_key import CallKey
 from torchshard.runtime.compilation import Compiler, can_compile
@@ -88,7 +89,7 @@ class Compiled:
     @cached_property
     def results_beside(self) -> dict[int, tuple[int, ...]]:
         """Maps a result to the results computed from its value, but not from the tensor that the caller gets."""
-        question = self.program.question
+        question = self.program.asked
         divides_batch = question is not None and bool(question.constraints.batch_parts)
         count = self.program.captured.changes.results
         return results_beside(self.graph.graph, count, all_leave=divides_batch)
@@ -134,7 +135,7 @@ class RankProgram(NamedTuple):
     """Of the last mesh axis, with its collectives, global sizes."""
     coordinate: Coordinate
     """This rank's on that axis."""
-    of_batch: Sequence[Plan] = ()
+    of_batch: Sequence[Solution] = ()
     """The first rank's plans of the axes that divide the batch; the others follow them."""
 
     @staticmethod

@@ -6,8 +6,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from html import escape
 
-from torchshard.plans.data import PlanData
 from torchshard.plans.machine import size_text, time_text
+from torchshard.plans.plan import Plan
 from torchshard.report.memory import RankMemory, memory_of_ranks
 from torchshard.report.times import COMPUTES, SENDS, Event, Share, Span, bounds, layer_timeline, shares
 
@@ -41,7 +41,7 @@ class Charts:
     """Of ranks, by what they hold."""
 
     @staticmethod
-    def of(plan: PlanData, layer: str) -> Charts:
+    def of(plan: Plan, layer: str) -> Charts:
         """Those of a plan and one of its layers."""
         return Charts(layer, _parts(plan), layer_timeline(plan, layer), memory_of_ranks(plan))
 
@@ -65,7 +65,7 @@ class Scales:
         return Scales(*(max(found, default=0.0) for found in (parts, ways, groups)))
 
 
-def _parts(plan: PlanData) -> list[Share]:
+def _parts(plan: Plan) -> list[Share]:
     """The time of a step by layers; what takes little of it together."""
     parts = shares(plan)
     total = sum(part.seconds for part in parts)
@@ -135,7 +135,7 @@ def _line(x: float, y: float, text: str) -> str:
     return f'<text x="{x:g}" y="{y:g}">{escape(text)}</text>'
 
 
-def bounds_table(plan: PlanData) -> str:
+def bounds_table(plan: Plan) -> str:
     """What bounds each kind of op and of message."""
     found = bounds(plan)
     total = sum(plan.step_seconds.values()) + plan.hidden_seconds

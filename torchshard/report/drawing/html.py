@@ -17,7 +17,7 @@ from torch import fx
 
 from torchshard.core.paths import star_differences
 from torchshard.ir.axes import is_local
-from torchshard.plans.data import Collective, PlanData
+from torchshard.plans.data import Collective
 from torchshard.plans.machine import size_text, time_text
 from torchshard.plans.plan import Plan
 from torchshard.plans.table import ABSENT, held_otherwise, mesh_text
@@ -130,7 +130,7 @@ def _names(shown: Sequence[Shown]) -> list[str]:
     return [f"{name} ({found[:i].count(name) + 1})" if many[name] > 1 else name for i, name in enumerate(found)]
 
 
-def _facts(plan: PlanData) -> tuple[str, str, str]:
+def _facts(plan: Plan) -> tuple[str, str, str]:
     ways = dict.fromkeys(each.data for each in plan.over_all if each.data)
     return mesh_text(plan), " and ".join(ways), plan.machine.name
 
@@ -154,7 +154,7 @@ class Tile(NamedTuple):
     name: str
 
 
-def _figures(plan: PlanData) -> dict[str, Tile]:
+def _figures(plan: Plan) -> dict[str, Tile]:
     """What a plan costs, by what is compared."""
     costs, (whole, held) = plan.costs, plan.parameter_bytes()
     ranks, _, names = mesh_text(plan).partition(" ranks")

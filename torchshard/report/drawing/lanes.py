@@ -16,7 +16,7 @@ from torchshard.core.layouts import P, Shard, local_shape, parts_of, ranges
 from torchshard.ir.axes import tensors_typed
 from torchshard.ir.graph import hint, layout_of, op_name, values
 from torchshard.ir.sizes import Names, size_names
-from torchshard.plans.data import PlanData
+from torchshard.plans.plan import Plan
 from torchshard.plans.table import mesh_text
 from torchshard.report.drawing.stations import LETTERS, MOST_STATIONS, Station, is_parameter, sent, stations
 
@@ -44,25 +44,26 @@ STRIPES = (
 )
 
 
-def lanes(plan: PlanData, module: str, prefix: str = "") -> str:
-    """The SVG text; '' for a module of too many stations, or none, and for a plan that was loaded.
+def lanes(plan: Plan, module: str, prefix: str = "") -> str:
+    """The SVG text; '' for a module of too many stations, or none, and for a plan without a graph.
 
     Args:
         prefix: of the figure's ids, where others stand in the same page.
     """
     if plan.graph is None:
         return ""
-    shown = stations(plan.graph.graph, module)
-    return _Figure(plan, module, shown, prefix).svg() if 0 < len(shown) <= MOST_STATIONS else ""
+    graph = plan.graph.graph
+    shown = stations(graph, module)
+    return _Figure(plan, graph, module, shown, prefix).svg() if 0 < len(shown) <= MOST_STATIONS else ""
 
 
 class _Figure:
-    def __init__(self, plan: PlanData, module: str, shown: Sequence[Station], prefix: str) -> None:
+    def __init__(self, plan: Plan, graph: fx.Graph, module: str, shown: Sequence[Station], prefix: str) -> None:
         self.module, self.shown, self.world = module, shown, plan.world_size
         self.paths, self.stripes = f"{prefix}paths", f"{prefix}stripes"
         others = f" along {plan.axis}, of {mesh_text(plan)}; what goes over others is left out"
         self.over = others if plan.over_batch else ""
-        self.names: Names = size_names(plan.graph.graph)
+        self.names: Names = size_names(graph)
         self.ranks = [*range(min(self.world, MOST_LANES))]
         if self.world > MOST_LANES:
             self.ranks[-1] = self.world - 1

@@ -24,7 +24,7 @@ from torchshard.distributed.ops import is_collective
 from torchshard.ir.graph import is_float, is_view, is_weight, op_name, values
 from torchshard.ir.listing import is_within
 from torchshard.planner.costs import LOOKUPS, PRODUCTS
-from torchshard.plans.data import PlanData
+from torchshard.plans.plan import Plan
 from torchshard.report.times import shares
 
 LETTERS = {"copy": "f", "reduce": "g"}
@@ -193,7 +193,7 @@ def _placed(made: list[Station]) -> list[Station]:
     return made
 
 
-def busiest_layer(plan: PlanData) -> str:
+def busiest_layer(plan: Plan) -> str:
     """The path of the layer that stands for those that take the most of a step.
 
     Of several of one name it is the second, for the first may be unlike the others. Where it is too large for a figure,
@@ -212,7 +212,7 @@ def busiest_layer(plan: PlanData) -> str:
     return path
 
 
-def _parts(plan: PlanData, module: str) -> dict[str, float]:
+def _parts(plan: Plan, module: str) -> dict[str, float]:
     """The modules directly within one -> the seconds that each takes of a step."""
     found, depth = dict[str, float](), len(module.split(".")) if module else 0
     for path, seconds in (*plan.costs.compute.items(), *((c.place, c.seconds) for c in plan.costs.collectives)):

@@ -17,8 +17,8 @@ from torch import fx
 from torchshard.distributed.ops import is_or_begins_collective
 from torchshard.ir.axes import is_local
 from torchshard.ir.graph import op_name, where
-from torchshard.plans.data import PlanData
 from torchshard.plans.machine import size_text
+from torchshard.plans.plan import Plan
 from torchshard.plans.table import calls_text, mesh_text
 from torchshard.report.drawing.outline import Box, Row, outline, sources
 
@@ -60,7 +60,7 @@ class Extent:
 Extents = dict[Box | Row, Extent]
 
 
-def picture(graph: fx.Graph, plan: PlanData) -> str:
+def picture(graph: fx.Graph, plan: Plan) -> str:
     """The SVG text."""
     root = outline(graph)
     columns, edge = _columns(root)

@@ -18,8 +18,9 @@ from torchshard.distributed.ops import Begin, is_collective, is_or_begins_collec
 from torchshard.ir.axes import axes_of, axis_of, layouts_of
 from torchshard.ir.graph import is_view, op_name
 from torchshard.planner.styles import style_of
-from torchshard.plans.data import Collective, PlanData
+from torchshard.plans.data import Collective
 from torchshard.plans.machine import size_text, time_text
+from torchshard.plans.plan import Plan
 from torchshard.report.drawing.outline import Box, Frame, Row, begun_bytes, outline, sources
 from torchshard.report.drawing.stations import busiest_layer, main_values
 from torchshard.report.why import MOST_USERS, REASONS
@@ -40,7 +41,7 @@ class Texts(dict[str, int]):
 class Side:
     """One plan's graph as a tree, and what its rows tell."""
 
-    def __init__(self, plan: PlanData, graph: fx.Graph, prefix: str, texts: Texts, frame: Frame) -> None:
+    def __init__(self, plan: Plan, graph: fx.Graph, prefix: str, texts: Texts, frame: Frame) -> None:
         self.plan, self.prefix, self.texts, self.layer = plan, prefix, texts, busiest_layer(plan)
         self.root = outline(graph, frame)
         self.rows = self.root.rows()
