@@ -423,7 +423,7 @@ def test_a_step_at_experts_sends_what_was_planned() -> None:
 def prefers_sending(monkeypatch: pytest.MonkeyPatch) -> None:
     """Rows go to their experts wherever they can, whatever that costs."""
     name = "torchshard.compiler.program.seconds_of_step"
-    monkeypatch.setattr(name, lambda plans: "dispatch" not in _sends(plans[-1]))
+    monkeypatch.setattr(name, lambda solved: "dispatch" not in _sends(solved[-1].plan))
 
 
 def _skew(model: _Moved, *scores: float) -> None:
