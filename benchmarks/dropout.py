@@ -18,7 +18,7 @@ from torchshard.checking.lockstep import rank_graphs
 from torchshard.compiler.constraints import read_constraints
 from torchshard.compiler.program import planned, prepared
 from torchshard.core.layouts import S
-from torchshard.core.mesh import MeshAxis
+from torchshard.core.mesh import Mesh, MeshAxis
 from torchshard.plans.machine import objective
 
 
@@ -55,7 +55,9 @@ def main() -> None:
     whole = seconds(lambda: nn.functional.dropout(model.x, 0.1), given.repeats)
     for world in given.ranks:
         aim = objective("cpu-gloo", axes="all")
-        constraints = read_constraints(ModelFacts.of(model), {}, MeshAxis(world), aim).with_layouts({"x": S(last)})
+        constraints = read_constraints(ModelFacts.of(model), {}, Mesh((MeshAxis(world),)), aim).with_layouts(
+            {"x": S(last)}
+        )
         plan = planned(captured, model, constraints)
         graph, mine = rank_graphs(plan.graph, MeshAxis(world))[0], model.x.chunk(world, last)[0].contiguous()
         steps = [n for n in graph.graph.nodes if n.op == "call_function" and "torchshard" not in str(n.target)]

@@ -37,7 +37,7 @@ import torchshard as ts
 from torchshard.capture.facts import ModelFacts
 from torchshard.compiler.constraints import read_constraints
 from torchshard.compiler.program import program
-from torchshard.core.mesh import MeshAxis
+from torchshard.core.mesh import Mesh, MeshAxis
 from torchshard.distributed.group import ALONE
 from torchshard.distributed.ops import OPS, Begin, wait
 from torchshard.ir.graph import hint, placeholders
@@ -303,7 +303,7 @@ def _rank_step(device: str, world: int, smaller: int, compile: dict[str, Any] | 
     """A step of rank 0 of so many, without what it sends."""
     model, x = _stack(device, 2, smaller, _dtype(device))
     aim = objective(None, device=device)
-    made = program(model, read_constraints(ModelFacts.of(model), PLAN, MeshAxis(world), aim), (x,))
+    made = program(model, read_constraints(ModelFacts.of(model), PLAN, Mesh((MeshAxis(world),)), aim), (x,))
     coordinate = MeshAxis(world).simulated()[0]
     local = localized(made.graph, coordinate)
     compiler = None if compile is None else Compiler(compile, where="compile")

@@ -109,8 +109,8 @@ class Case:
         axes = read_mesh(ranks, self.mesh, self.data)
         call, batch = whole_batch(flatten_call(model, (model.example(draw),), {}), axes.parts)
         args, kwargs = call.rebuild(call.tensors)
-        aim = objective(self.machine, None, "weights", "cpu", (), "train", axes.data)
-        constraints = read_constraints(ModelFacts.of(model), "auto", axes.axis, aim, axes.divisions)
+        aim = objective(self.machine, None, "weights", "cpu", (), "train")
+        constraints = read_constraints(ModelFacts.of(model), "auto", axes, aim)
         return program(model, constraints, args, kwargs, batches=batch)
 
 
@@ -138,7 +138,7 @@ class Joint:
         """What the plan costs that is found axis by axis."""
         weights = (n for n in self.problem.graph.nodes if n.op == "placeholder" and is_weight(n))
         share = {n.meta["path"]: nbytes(n.meta["val"]) for n in weights}
-        layouts, ranks = self.made.plan.layouts, self.made.axis.size
+        layouts, ranks = self.made.plan.last.layouts, self.made.axis.size
         held = sum(size if layouts.get(name, I) == I else size / ranks for name, size in share.items())
         return self._step(self.made.plan) + self.price * held
 
@@ -168,11 +168,11 @@ class Joint:
             collectives, compute = predict(graph, model, choices, layouts, conversions)
         held = {name: layout for name, layout in layouts.items() if name in plan.stored}
         costs = Costs(compute=compute, collectives=tuple(collectives))
-        return replace(plan, choices=choices, parameters=held, conversions=conversions, costs=costs)
+        return plan.with_last(choices=choices, parameters=held, conversions=conversions, costs=costs)
 
     def _step(self, plan: Plan) -> float:
         """The seconds of a step over both axes, the batch's planned for what this plan leaves."""
-        graph = rewrite(self.made.captured.graph, plan, self.made.axis)
+        graph = rewrite(self.made.captured.graph, plan.last)
         step = replace(self.made, plan=plan, graph=graph).priced(with_memory=False).costs.step
         assert step is not None
         return step

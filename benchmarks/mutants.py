@@ -504,8 +504,8 @@ FAULTS = (
     Fault(
         "all ranks hold rank 0's slice",
         "weights/materialize.py",
-        "words.split(tensor.detach(), word, place)",
-        "words.split(tensor.detach(), word, dict.fromkeys(place, 0))",
+        "sharding.local(tensor.detach(), place)",
+        "sharding.local(tensor.detach(), dict.fromkeys(place, 0))",
         "tests/test_models.py",
         models="mlp",
     ),
@@ -637,7 +637,7 @@ FAULTS = (
         "weights/boxes.py",
         "itertools.accumulate((b - a for a, b in own), initial=0)",
         "itertools.repeat(0)",
-        "tests/test_words.py -k parts_of",
+        "tests/test_sharding.py -k parts_of",
     ),
     Fault(
         "runs without the gaps between them",
@@ -658,7 +658,7 @@ FAULTS = (
         "weights/boxes.py",
         "tuple((at + first - start, at + last - start)",
         "tuple((at, at + last - first)",
-        "tests/test_words.py -k parts_of",
+        "tests/test_sharding.py -k parts_of",
     ),
     Fault(
         "committed before all have written",
@@ -668,11 +668,11 @@ FAULTS = (
         "tests/test_checkpoints.py -k 'cannot_write or elsewhere'",
     ),
     Fault(
-        "letters of a word are joined in the order in which they split",
-        "core/words.py",
-        "for axis, layout in reversed(of):",
-        "for axis, layout in of:",
-        "tests/test_words.py -k whole",
+        "placements of a sharding are joined in the order in which they split",
+        "core/sharding.py",
+        "for axis, layout in reversed(self):",
+        "for axis, layout in self:",
+        "tests/test_sharding.py -k whole",
     ),
     Fault(
         "of a value that one axis splits the next one reads a part's size",

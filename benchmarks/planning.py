@@ -44,7 +44,7 @@ def measure(model: str, layers: int, ranks: int, *, every_layer: bool) -> dict[s
     from torchshard.capture.facts import ModelFacts
     from torchshard.compiler import program
     from torchshard.compiler.constraints import read_constraints
-    from torchshard.core.mesh import MeshAxis
+    from torchshard.core.mesh import Mesh, MeshAxis
 
     spent: dict[str, float] = {}
 
@@ -65,7 +65,7 @@ def measure(model: str, layers: int, ranks: int, *, every_layer: bool) -> dict[s
     timed("rewrite", program, "rewrite")
     made, kwargs = build(model, layers)
     start = time.perf_counter()
-    constraints = read_constraints(ModelFacts.of(made), "auto", MeshAxis(ranks))
+    constraints = read_constraints(ModelFacts.of(made), "auto", Mesh((MeshAxis(ranks),)))
     found = program.program(made, constraints, (), kwargs, repeating=not every_layer)
     spent["all"] = time.perf_counter() - start
     spent["collectives"] = float(len(found.plan.costs.collectives))

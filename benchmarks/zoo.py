@@ -45,7 +45,7 @@ from torchshard.checking.processes import check_processes
 from torchshard.compiler.constraints import read_constraints
 from torchshard.compiler.program import planned, prepared
 from torchshard.core.layouts import I
-from torchshard.core.mesh import MeshAxis
+from torchshard.core.mesh import Mesh, MeshAxis
 from torchshard.plans.machine import objective
 
 
@@ -105,7 +105,7 @@ def _tried(kind: str, ranks: list[int], dtypes: Sequence[torch.dtype | None]) ->
     try:
         captured = prepared(model, args, kwargs)
         for world in ranks:
-            constraints = read_constraints(ModelFacts.of(model), {}, MeshAxis(world))
+            constraints = read_constraints(ModelFacts.of(model), {}, Mesh((MeshAxis(world),)))
             made = planned(captured, model, constraints)
             split[world] = split_share(model, made.plan)
             report = check_program(model, made, made.graph, args, kwargs, by_graphs=True)

@@ -13,9 +13,9 @@ from tests.models import CASES
 from torchshard.capture import Captured
 from torchshard.capture.facts import ModelFacts
 from torchshard.compiler.constraints import Constraints, PlanLike, read_constraints
+from torchshard.compiler.meshes import read_mesh
 from torchshard.compiler.program import Program, planned, program
 from torchshard.core.layouts import Layout
-from torchshard.core.mesh import MeshAxis
 from torchshard.plans.machine import Objective
 
 
@@ -27,7 +27,7 @@ def constraints_of(
     layouts: Mapping[str, Layout] | None = None,
 ) -> Constraints:
     """A plan in any of its forms, as the compiler takes it."""
-    return read_constraints(ModelFacts.of(model), plan, MeshAxis(ranks), aim).with_layouts(layouts or {})
+    return read_constraints(ModelFacts.of(model), plan, read_mesh(ranks, None, None), aim).with_layouts(layouts or {})
 
 
 def compiled(

@@ -151,7 +151,6 @@ def priced(name: str, axes: Mapping[str, str]) -> tuple[nn.Module, Program, Call
     model, (args, kwargs) = _built(name)
     data = {axis: way for axis, way in axes.items() if way}
     ranks = read_mesh(2 ** len(axes), dict.fromkeys(axes, 2), data if len(axes) > 1 else data["dp"])
-    aim = objective("cpu-gloo", data=ranks.data)
-    constraints = read_constraints(ModelFacts.of(model), "auto", ranks.axis, aim, ranks.divisions)
+    constraints = read_constraints(ModelFacts.of(model), "auto", ranks, objective("cpu-gloo"))
     layouts = divided_batch(model, args, kwargs, constraints.batch_parts)
     return model, program(model, constraints, args, kwargs, batches=layouts), (args, kwargs)

@@ -32,7 +32,7 @@ from torchshard.planner.conversions import conversions_of
 from torchshard.planner.costs import CostModel, Op, Value
 from torchshard.planner.network import GraphConstraints
 from torchshard.planner.search import search
-from torchshard.plans.data import Sent
+from torchshard.plans.data import AxisPlan, Sent
 from torchshard.plans.machine import MACHINES, Machine
 from torchshard.plans.plan import Plan
 
@@ -503,15 +503,9 @@ def random_plan(captured: Any, model: nn.Module, world: int, seed: int) -> Plan:
     asked = GraphConstraints({}, {}, layouts, all_axes=True)
     found = search(captured.graph.graph, prices, asked, lambda *_: 0.0, fold=False)
     decided, facts = (found.choices, found.parameters), ModelFacts.of(model)
-    return Plan(
-        world,
-        found.parameters,
-        found.choices,
-        conversions_of(captured.graph.graph, CostModel(Machine(), MeshAxis(world)), *decided),
-        stored=stored(facts),
-        fingerprint=facts.signature,
-        static=True,
-    )
+    axis = MeshAxis(world)
+    conversions = conversions_of(captured.graph.graph, CostModel(Machine(), axis), *decided)
+    return Plan((AxisPlan(axis, *decided[::-1], conversions, static=True),), stored(facts), facts.signature)
 
 
 def _layout(shape: Sequence[int], world: int, draw: random.Random) -> Layout:
@@ -536,5 +530,5 @@ def checked(text: Text, world: int, seed: int) -> Report:
     ruleless = [n for n in captured.graph.graph.nodes if is_tensor_op(n) and node_row(n) is None]
     assert not ruleless, f"no rule: {ruleless}"
     plan = random_plan(captured, model, world, seed)
-    graph = rewrite(captured.graph, plan)
+    graph = rewrite(captured.graph, plan.last)
     return check_program(model, Program(captured, plan, graph), graph, inputs, {}, by_graphs=True)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import dataclasses
 import itertools
 from collections import Counter
 from typing import Any
@@ -20,6 +21,7 @@ from tests.helpers import gradient_error, largest, refused, refused_input, run_r
 from tests.test_sequence import Model
 from torchshard.checking.check import check_program
 from torchshard.compiler.batches import divided_batch
+from torchshard.compiler.meshes import read_mesh
 from torchshard.compiler.program import Program, program
 from torchshard.core.mesh import MeshAxis
 from torchshard.core.paths import layer_of
@@ -28,7 +30,7 @@ from torchshard.ir import buckets
 from torchshard.ir.graph import duplicate, nbytes
 from torchshard.passes import localized, step_graphs
 from torchshard.plans.data import Collective
-from torchshard.plans.machine import Data, objective
+from torchshard.plans.machine import Data
 
 PART = 3
 WAYS: tuple[Data, ...] = ("replicate", "shard")
@@ -123,7 +125,7 @@ def test_slices_may_be_gathered_once(mesh: dict[str, int]) -> None:
         model, batch = _model(), _batch(2)
         plan = ts.plan(model, mesh=mesh, data=data, example_inputs=tuple(t[:PART] for t in batch))
         assert ts.check(model, plan, mesh=mesh, data=data, example_inputs=batch).ok
-        of_batch[data] = plan.batch or plan, plan.step_memory
+        of_batch[data] = plan.axes[0], plan.step_memory
     (again, less), (once, more) = of_batch.values()
     assert again.parameters == once.parameters and again.costs.kinds == once.costs.kinds
     assert again.costs.nbytes > 1.2 * once.costs.nbytes and less["parameters"] == more["parameters"]
@@ -135,8 +137,8 @@ def _program(data: Data) -> tuple[nn.Module, tuple[Tensor, ...], Program]:
     model, batch = _model(p=0.0), _batch(2)
     inputs = divided_batch(model, batch, {}, 2)
     assert inputs == {"ids": ts.S(0), "labels": ts.S(0)}
-    aim = objective(None, device="cpu", data=data)
-    return model, batch, program(model, constraints_of(model, {}, 2, aim), batch, batches=inputs)
+    constraints = dataclasses.replace(constraints_of(model, {}, 2), mesh=read_mesh(2, None, data))
+    return model, batch, program(model, constraints, batch, batches=inputs)
 
 
 @pytest.mark.parametrize("data", WAYS)

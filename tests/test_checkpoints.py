@@ -29,7 +29,7 @@ from tests.resumed import adamw, batch, small, train, whole_state
 from torchshard.checkpoints.copies import Copies
 from torchshard.core.layouts import I, canonical, split
 from torchshard.core.mesh import MeshAxis
-from torchshard.core.words import word
+from torchshard.core.sharding import Sharding
 from torchshard.distributed.objects import decode, encode
 from torchshard.weights.boxes import place_of, whole_box
 from torchshard.weights.checkpoint_files import MANIFEST, SlicedTensor, digest, read_checkpoint
@@ -771,7 +771,7 @@ def test_any_part_of_a_tensor_in_slices(
         with plan.path.open("r+b") as file:
             plan.write(file.fileno(), "w", local if data.draw(st.booleans()) else local.t().contiguous().t())
         files.append(tensors_in(plan.path)["w"])
-    stored = SlicedTensor("w", whole.dtype, shape, word((MeshAxis(ranks), layout)), tuple(files))
+    stored = SlicedTensor("w", whole.dtype, shape, Sharding.of((MeshAxis(ranks), layout)), tuple(files))
     ends = [data.draw(st.tuples(st.integers(0, n), st.integers(0, n)).map(sorted)) for n in shape]
     box = tuple((a, b) for a, b in ends)
     into = torch.empty([b - a for a, b in box], dtype=whole.dtype)

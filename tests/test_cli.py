@@ -113,7 +113,7 @@ def test_meshes(llama: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) 
     shown = capsys.readouterr().out
     assert shown.startswith("plan for 2 × 2 ranks") and "over dp, 2 parts of the batch (shard)" in shown
     plan = ts.Plan.load(file)
-    assert str(plan) in shown and plan.batch is not None and plan.batch.data == "shard"
+    assert str(plan) in shown and plan.axes[0].data == "shard"
     assert main(["check", *given]) == 0
     assert "exact: 4 ranks" in capsys.readouterr().out
     assert main(["check", *given, "--ranks", "8"]) == main(["check", *given, "--processes"]) == 3

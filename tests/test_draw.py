@@ -134,7 +134,7 @@ def test_sums_of_a_page_are_those_of_all_axes(ranks: dict[str, Any], tmp_path: P
     found = {name: value for value, name in tiles}
     calls = sum(map(int, found["collectives forward + backward"].split(" + ")))
     kinds = [int(value) for value, name in tiles if re.fullmatch(r"all-\w+|reduce-scatter|all-to-all", name)]
-    assert calls == sum(kinds) == sum(c.calls for each in plan.over_all for c in each.costs.collectives)
+    assert calls == sum(kinds) == sum(c.calls for each in plan.axes for c in each.costs.collectives)
     assert ("sent by a rank per step over tp" in found) is ("mesh" in ranks)
     badges = [int(n) for n in re.findall(r'class="badge">⬡ (\d+)', (tmp_path / "page.html").read_text())]
     assert max(badges) <= calls

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import dataclasses
 import json
 from collections.abc import Callable
 from functools import partial
@@ -18,6 +17,7 @@ from torch import Tensor, nn
 import torchshard as ts
 from tests.models import CASES, GPT, MLP
 from torchshard.core.layouts import parse_layout
+from torchshard.core.mesh import MeshAxis
 from torchshard.rules import RULES
 
 X = torch.randn(3, 12)
@@ -139,7 +139,7 @@ def test_a_plan_of_another_model() -> None:
         _plan(made, nn.Sequential(nn.Linear(12, 3)))
     _four_lines(caught.value)
     body = json.loads(made.to_json())
-    body["choices"]["up_linear"]["operands"] = ["S(0)", "S(1)"]
+    body["axes"][0]["choices"]["up_linear"]["operands"] = ["S(0)", "S(1)"]
     with pytest.raises(ts.PlanError, match="not legal") as caught:
         _plan(json.dumps(body))
     _four_lines(caught.value)
@@ -229,10 +229,10 @@ def test_arguments_of_the_wrong_type(name: str) -> None:
 @pytest.mark.parametrize("layout", ["S(9)", "S(0; 3+4)", "P"])
 def test_a_plan_whose_layouts_do_not_fit(layout: str) -> None:
     made = _plan({"up": "column"})
-    made = dataclasses.replace(made, parameters={**made.parameters, "up.weight": parse_layout(layout)})
+    made = made.with_last(parameters={**made.parameters, "up.weight": parse_layout(layout)})
     for call in (_plan, lambda plan: ts.shard(MLP(), plan)):
         with pytest.raises(ts.PlanError, match="does not fit") as caught:
-            call(dataclasses.replace(made, world_size=2 if call is _plan else 1))
+            call(made.with_last(axis=MeshAxis(2 if call is _plan else 1)))
         _four_lines(caught.value)
     ts.distributed.destroy_process_group()
 

@@ -386,7 +386,7 @@ WIDE = 8192
 
 def _sends(plan: ts.Plan) -> set[str]:
     """What is sent of products and their weights."""
-    sent = [c for c in plan.over_all[-1].costs.collectives if c.nbytes]
+    sent = [c for c in plan.in_order[-1].costs.collectives if c.nbytes]
     return {c.value if c.value in ("up", "down") else c.name for c in sent} & {"up", "down", "dispatch", "combine"}
 
 

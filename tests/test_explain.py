@@ -149,9 +149,6 @@ def test_all_axes_of_a_mesh_are_shown() -> None:
     assert "forward of rank 5 of 2 × 3 ranks (dp × tp): " in parts[2] and "f32[20,16]" in parts[2]
     with pytest.raises(ts.InputError, match="there is no rank 6 of 6"):
         ts.explain(plan, level="node", rank=6)
-    assert plan.batch is not None
-    with pytest.raises(ts.InputError, match="the plan of a further axis: the first plan has the graph"):
-        ts.explain(plan.batch, level="node")
 
 
 def test_gradients_of_a_layer_go_in_one_message() -> None:

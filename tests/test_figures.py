@@ -226,17 +226,15 @@ def test_collectives_of_weights_and_of_other_axes_are_shown(options: dict[str, A
     graph = plan.graph.graph
     assert sum(one.is_join for one in stations(graph, "")) == sum(map(is_join, graph.nodes)) > 0
     root = _figure(plan, tmp_path, "0")
-    assert _of(root, "l-weight") and ("of 2 × 3 × 2 ranks" in str(_of(root, "l-name")[0].text)) == (
-        len(plan.over_all) == 3
-    )
+    assert _of(root, "l-weight") and ("of 2 × 3 × 2 ranks" in str(_of(root, "l-name")[0].text)) == (len(plan.axes) == 3)
     ts.draw(plan, tmp_path / "page.html")
     text = (tmp_path / "page.html").read_text()
-    kinds = sum(len(kinds_of(each)) for each in plan.over_all)
+    kinds = sum(len(kinds_of(each)) for each in plan.axes)
     links = re.findall(r'data-row="([^"]+)"', text)
     assert len(links) == min(kinds, MAX_ALTERNATIVES) and all(f'id="{link}"' in text for link in links)
     side = Side(plan, graph_of(plan).graph, "a", Texts({"": 0}), Frame())
     told = {id(side.record(node)) for node in side.ids} | {id(c) for cs in side.inside.values() for c in cs}
-    assert all(id(c) in told for each in plan.over_all for c in each.costs.collectives if c.nbytes)
+    assert all(id(c) in told for each in plan.axes for c in each.costs.collectives if c.nbytes)
 
 
 def test_many_small_modules_are_one_row(tmp_path: Path) -> None:

@@ -23,7 +23,7 @@ import torchshard as ts
 from tests.helpers import gradient_error, refused, run_ranks
 from torchshard.core.layouts import Shard
 from torchshard.core.mesh import MODEL, MeshAxis
-from torchshard.core.words import word
+from torchshard.core.sharding import Sharding
 from torchshard.weights.lazy import LazyTensor, file_tensor
 from torchshard.weights.materialize import read_slices
 from torchshard.weights.parts import READERS, Parts, Wanted
@@ -77,7 +77,7 @@ def test_short_runs_are_read_together_within_bounds(tmp_path: Path, monkeypatch:
         calls.clear()
         found = dict[str, Tensor]()
         wanted = {name: lazies[name] for name in names}
-        words = {"thin": word((MeshAxis(2), Shard(1))), "wide": word((MeshAxis(2), Shard(0)))}
+        words = {"thin": Sharding.of((MeshAxis(2), Shard(1))), "wide": Sharding.of((MeshAxis(2), Shard(0)))}
         read = read_slices(wanted, words, {MODEL: 1}, found.__setitem__)
         assert torch.equal(found["thin"], held["thin"][:, 2:]) and (len(calls) < 10) is few
         assert sum(calls) == read.bytes_read == read.bytes_kept + read.bytes_over <= read.bytes_kept * 1.02

@@ -27,7 +27,7 @@ from torchshard.capture.models import check_devices
 from torchshard.compiler.constraints import read_constraints
 from torchshard.compiler.planning import plan_graph
 from torchshard.compiler.program import prepared, program
-from torchshard.core.mesh import MeshAxis
+from torchshard.core.mesh import Mesh, MeshAxis
 from torchshard.distributed import process_groups, wire
 from torchshard.distributed.group import CheckLevel, Group, HandshakeState, register_groups, registered_groups
 from torchshard.ir.graph import fake_mode
@@ -183,7 +183,7 @@ def _annotated_on(device: str, p: float, plan: dict[str, str]) -> bool:
     model = _Attention(p)
     captured = prepared(model, (torch.randn(2, 3, 8),))
     facts = ModelFacts.of(model)
-    made = plan_graph(captured.graph, facts, read_constraints(facts, plan, MeshAxis(2), objective(None))).plan
+    made = plan_graph(captured.graph, facts, read_constraints(facts, plan, Mesh((MeshAxis(2),)), objective(None))).plan
     (node,) = captured.graph.graph.find_nodes(
         op="call_function", target=torch.ops.aten.scaled_dot_product_attention.default
     )
@@ -212,7 +212,7 @@ def _localized_on(device: str, plan: dict[str, str]) -> fx.GraphModule:
     """Rank 0's graph of two, as of a model on that device."""
     model = MLP()
     facts = ModelFacts.of(model)
-    made = program(model, read_constraints(facts, plan, MeshAxis(2), objective(None)), (torch.randn(4, 12),))
+    made = program(model, read_constraints(facts, plan, Mesh((MeshAxis(2),)), objective(None)), (torch.randn(4, 12),))
     local = localized(made.graph, MeshAxis(2).simulated()[0])
     for node in local.graph.nodes:
         if isinstance(node.meta.get("val"), Tensor):

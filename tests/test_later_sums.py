@@ -116,7 +116,7 @@ def test_accumulated_gradients_are_those_of_all_calls(world: int, names: list[st
 def test_no_gradient_of_a_parameter_is_summed_within(data: str) -> None:
     plan = ts.plan(_model(), {}, world_size=2, data=data, example_inputs=_own(_batch(2), 0))
     assert plan.graph is not None
-    local = localized(plan.graph, plan.axis.simulated()[0])
+    local = localized(plan.graph, plan.last.axis.simulated()[0])
     names = {node.name for node in placeholders(local.graph)}
     assert len(_summed(local) & names) > 14
     assert not _summed(local, local.meta["group"]) & names

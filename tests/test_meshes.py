@@ -29,7 +29,6 @@ from torchshard.compiler.meshes import mesh_sizes, read_mesh
 from torchshard.compiler.program import Program, program
 from torchshard.core.mesh import DATA, MODEL, MeshAxis
 from torchshard.core.notation import Row
-from torchshard.core.words import text
 from torchshard.distributed.group import is_initialized, lookup
 from torchshard.distributed.ops import OPS, Begin
 from torchshard.ir.axes import axis_of
@@ -186,7 +185,7 @@ def _program(data: Ways, plan: Any) -> tuple[nn.Module, tuple[Tensor, ...], Prog
     mesh = dict.fromkeys((*by_name, "tp"), 2)
     model, batch, parts = _model(p=0.0), _batch(2 ** len(by_name)), 2 ** len(by_name)
     ranks = read_mesh(2 * parts, mesh, by_name)
-    constraints = dataclasses.replace(constraints_of(model, plan, 2), axis=ranks.axis, divisions=ranks.divisions)
+    constraints = dataclasses.replace(constraints_of(model, plan, 2), mesh=ranks)
     return model, batch, program(model, constraints, batch, batches=divided_batch(model, batch, {}, parts))
 
 
@@ -195,7 +194,7 @@ PLAN = {"blocks.*.q": "column", "blocks.*.k": "column", "blocks.*.v": "column", 
 
 def test_what_a_rank_holds_is_a_word() -> None:
     _, _, made = _program("shard", PLAN)
-    words = {name: text(word) for name, word in made.held.items()}
+    words = {name: word.text for name, word in made.held.items()}
     assert words["blocks.0.q.weight"] == "model: S(0) . data: S(0)"  # of its rows of the weight a slice
     assert words["blocks.0.o.weight"] == "data: S(0) . model: S(1)"
     assert words["blocks.0.q.bias"] == "model: S(0)" and words["blocks.0.n1.weight"] == "I"
@@ -205,7 +204,7 @@ def test_what_a_rank_holds_is_a_word() -> None:
 
 def test_slices_over_one_axis_are_held_alike_over_another() -> None:
     _, _, made = _program(HYBRID, PLAN)
-    words = {name: text(word) for name, word in made.held.items()}
+    words = {name: word.text for name, word in made.held.items()}
     assert words["blocks.0.q.weight"] == "model: S(0) . data2: S(0)" and words["blocks.0.q.bias"] == "model: S(0)"
     assert words["ids"] == "data1: S(0) . data2: S(0)"
     (graph, *_) = rank_graphs(made.graph, made.axis, made.batches)
@@ -219,7 +218,7 @@ def test_slices_over_one_axis_are_held_alike_over_another() -> None:
 def test_a_plan_says_what_is_sent_of_slices() -> None:
     """Over dp slices of gradients are summed, as many bytes as the graph of a rank has."""
     _, _, made = _program(HYBRID, PLAN)
-    (over_dp, _) = made.priced(with_memory=False).over_batch
+    (over_dp, _) = made.priced(with_memory=False).across
     told = {c.value: c.backward.nbytes for c in over_dp.costs.collectives if c.name == "copy"}
     _, _, made = _program(HYBRID, PLAN)
     (graph, *_) = rank_graphs(made.graph, made.axis, made.batches)
@@ -247,9 +246,9 @@ class LossOfTokens(nn.Module):
 def test_a_loss_over_split_classes_gathers_nothing_over_the_batch(smoothing: float) -> None:
     model, mesh, batch = LossOfTokens(smoothing).double(), {"dp": 2, "tp": 2}, _batch(2)
     plan = ts.plan(model, {"head": "column"}, mesh=mesh, example_inputs=_own(batch, 0))
-    assert plan.parameters["head.weight"] == ts.S(0) and plan.batch is not None
+    assert plan.parameters["head.weight"] == ts.S(0) and len(plan.axes) == 2
     assert not {c.name for c in plan.costs.collectives if c.value == "head"}
-    assert {c.name for c in plan.batch.costs.collectives if c.type.startswith("f64")} == {"copy", "reduce"}
+    assert {c.name for c in plan.axes[0].costs.collectives if c.type.startswith("f64")} == {"copy", "reduce"}
     assert ts.check(model, plan, mesh=mesh, example_inputs=batch).ok
 
 
@@ -292,7 +291,7 @@ def test_operators_of_a_replacement_have_rules_over_the_next_axis(monkeypatch: p
     model, mesh = nn.Sequential(nn.Linear(8, 16), Sine(), nn.Linear(16, 4)).double(), {"dp": 2, "tp": 2}
     x = torch.randn(8, 8).double()
     plan = ts.plan(model, {"0": "column", "2": "row"}, mesh=mesh, example_inputs=(x[:4],))
-    assert plan.batch is not None and {c.name for c in plan.batch.costs.collectives} == {"copy"}
+    assert {c.name for c in plan.axes[0].costs.collectives} == {"copy"}
     assert ts.check(model, plan, mesh=mesh, example_inputs=(x,)).ok
 
 
@@ -301,8 +300,8 @@ def test_dropouts_gather_nothing_over_several_axes_of_the_batch() -> None:
     model = nn.Sequential(nn.Linear(8, 16), nn.Dropout(0.5), nn.Linear(16, 4)).double()
     mesh = {"dp": 2, "hosts": 2}
     plan = ts.plan(model, mesh=mesh, data=dict.fromkeys(mesh, "replicate"), example_inputs=(torch.ones(8, 8).double(),))
-    assert plan.batch is not None and plan.batch.batch is not None
-    for of_axis in (plan.batch, plan.batch.batch):
+    assert len(plan.axes) == 3
+    for of_axis in plan.across:
         assert {c.name for c in of_axis.costs.collectives} == {"copy"}
 
 
@@ -648,10 +647,10 @@ def test_meshes_that_are_none_are_refused(mesh: Any, data: Any, told: str) -> No
 
 def test_a_mesh_of_one_axis_is_that_axis() -> None:
     assert mesh_sizes({"tp": 4}) == {"tp": 4}
-    assert read_mesh(4, {"tp": 4}, None).axis == MeshAxis(4) and read_mesh(4, {"tp": 4}, None).data is None
+    assert read_mesh(4, {"tp": 4}, None).axes == (MeshAxis(4),) and read_mesh(4, {"tp": 4}, None).last.data is None
     assert read_mesh(4, {"dp": 1, "tp": 4}, "shard") == read_mesh(4, {"tp": 4}, None)
-    assert read_mesh(4, {"dpo": 4}, None).data is None  # no name of the field's
-    assert read_mesh(4, {"dp": 4}, "shard").data == "shard" and not read_mesh(4, {"dp": 4}, "shard").divisions
+    assert read_mesh(4, {"dpo": 4}, None).last.data is None  # no name of the field's
+    assert read_mesh(4, {"dp": 4}, "shard").last.data == "shard" and not read_mesh(4, {"dp": 4}, "shard").across
 
 
 def test_a_plan_is_that_of_the_axis_of_the_weights() -> None:
@@ -675,7 +674,7 @@ def test_a_plan_is_that_of_the_axis_of_the_weights() -> None:
 def test_a_plan_has_what_dividing_the_batch_costs(data: Data) -> None:
     (model, _, made), part = _program(data, PLAN), _own(_batch(2), 0)
     plan = ts.plan(model, PLAN, mesh=MESHES[0], data=data, example_inputs=part, memory="1GiB")
-    batch = plan.batch
+    batch = plan.axes[0]
     assert batch is not None and batch.world_size == 2 and batch.data == data
     held = dataclasses.replace(made, plan=plan).held
     local = local_state(model, {name: held[name] for name in plan.parameters}, {DATA: 0, MODEL: 0})
@@ -688,7 +687,7 @@ def test_a_plan_has_what_dividing_the_batch_costs(data: Data) -> None:
     # all-reduces of gradients, or gathers of weights (again in backward) and sums of slices, are what is sent
     kinds = {sent.kernel for c in batch.costs.collectives for sent in c.sent}
     assert ("reduce_scatter" in kinds) is (data == "shard")
-    assert ts.Plan.from_json(plan.to_json()).batch == batch
+    assert ts.Plan.from_json(plan.to_json()).axes[0] == batch
 
 
 def test_a_graph_that_a_rank_has_localized_is_planned_as_before() -> None:
@@ -697,8 +696,8 @@ def test_a_graph_that_a_rank_has_localized_is_planned_as_before() -> None:
     before = made.priced(with_memory=False)
     local = [made.local_graph_of(number) for number in range(4)]
     after = made.priced(with_memory=False)
-    assert after == before and after.over_batch == before.over_batch
-    assert any(choice.axes for choice in after.over_batch[0].choices.values())
+    assert after == before
+    assert any(choice.axes for choice in after.axes[0].choices.values())
     assert [listing(made.local_graph_of(number)) for number in range(4)] == list(map(listing, local))
 
 
@@ -715,7 +714,7 @@ def test_a_gathered_table_that_two_parts_of_a_step_share() -> None:
         "machine": "h100x8",
         "example_kwargs": {"labels": ids},
     }
-    assert ts.plan(model, "auto", **options, example_inputs=(ids,)).batch
+    assert ts.plan(model, "auto", **options, example_inputs=(ids,)).across
     ts.check(model, "auto", **options, example_inputs=(ids,)).raise_on_error()
 
 
@@ -742,8 +741,7 @@ def test_a_limit_of_memory_counts_what_all_axes_divide(data: Data) -> None:
     call: dict[str, Any] = {"example_kwargs": {"input_ids": ids, "labels": ids, "use_cache": False}}
     mesh = {"dp": 4, "tp": 2}
     plan = ts.plan(model, {}, mesh=mesh, data=data, memory="1GiB", **call)
-    assert plan.batch is not None
-    first, made = plan.costs.memory, plan.batch.costs.memory
+    first, made = plan.costs.memory, plan.axes[0].costs.memory
     for kind in ("parameters", "gradients", "optimizer"):
         assert abs(first[kind] / made[kind] - 1) < 1e-3, (kind, first, made)
     assert abs(first["peak"] / made["peak"] - 1) < 0.1, (first, made)

@@ -280,7 +280,7 @@ def test_a_small_gradient_that_is_zeroed_is_seen_beside_a_large_one(dtype: torch
         grads = {"small": torch.full((3,), small, dtype=dtype), "large": torch.full((3,), 100.0, dtype=dtype)}
         return Results([], [], {}, grads, {})
 
-    ranks = SimpleNamespace(outputs=[[]], output_words=[], mesh=Mesh(()), states=[{}], inputs=[{}])
+    ranks = SimpleNamespace(outputs=[[]], output_shardings=[], mesh=Mesh(()), states=[{}], inputs=[{}])
     for name, grad in results(0.0).parameter_grads.items():
         ranks.states[0][name] = torch.zeros(3, dtype=dtype, requires_grad=True)
         ranks.states[0][name].grad = grad
@@ -530,7 +530,7 @@ def test_a_fused_weight_cut_across_its_blocks(name: str) -> None:
     layout = made.plan.parameters[weight]
     assert isinstance(layout, ts.S) and layout.parts is not None
     plain = {**made.plan.parameters, weight: ts.S(0)}
-    wrong = dataclasses.replace(made, plan=dataclasses.replace(made.plan, parameters=plain))
+    wrong = dataclasses.replace(made, plan=made.plan.with_last(parameters=plain))
     assert not check_program(model, wrong, made.graph, inputs, {}).ok
 
 

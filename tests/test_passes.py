@@ -24,6 +24,7 @@ from torchshard.ir.listing import listing
 from torchshard.passes import annotate, insert, localized, lower, normalize, rewrite, simplify, step_graphs, verify
 from torchshard.planner.conversions import conversions_of
 from torchshard.planner.costs import CostModel
+from torchshard.plans.data import AxisPlan
 from torchshard.plans.machine import Mode, objective
 from torchshard.plans.plan import Plan
 
@@ -126,11 +127,11 @@ def test_a_conversion_of_a_conversion_follows_it() -> None:
         if node.name in wanted
     }
     slow = CostModel(ts.Machine("slow to send", link_bandwidth=1.0, launch=0.0), MeshAxis(4))
-    plan = Plan(4, {}, chosen, conversions_of(captured.graph.graph, slow, chosen, {}))
+    plan = AxisPlan(MeshAxis(4), {}, chosen, conversions_of(captured.graph.graph, slow, chosen, {}))
     graph = rewrite(captured.graph, plan)
     names = [OPS[n.target].name for n in graph.graph.nodes if n.target in OPS]
     assert names == ["scatter", "all_to_all", "all_to_all", "gather", "gather"]
-    report = check_program(Model(), Program(captured, plan, graph), graph, (x,), {})
+    report = check_program(Model(), Program(captured, Plan((plan,)), graph), graph, (x,), {})
     assert report.ok, str(report)
 
 

@@ -80,11 +80,12 @@ def test_a_file_that_is_no_plan(tmp_path: Path) -> None:
     text = _gpt().to_json()
     body = json.loads(text)
     other = json.dumps(body | {"version": 1})
-    first, *others = body["parameters"]
-    fewer = json.dumps(body | {"parameters": {n: body["parameters"][n] for n in others}})
+    (axis,) = body["axes"]
+    first, *others = axis["parameters"]
+    fewer = json.dumps(body | {"axes": [axis | {"parameters": {n: axis["parameters"][n] for n in others}}]})
     for name, content, why in (
         ("short.json", text[:-200], "JSONDecodeError"),
-        ("old.json", other, "version 1, this library reads 4"),
+        ("old.json", other, "version 1, this library reads 5"),
         ("fewer.json", fewer, f"{first} has no layout"),
         ("list.json", "[1, 2]", "TypeError"),
         ("binary.json", None, "can't decode"),
@@ -115,21 +116,10 @@ def _places(body: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
         yield from _places(value, (*path, key))
 
 
-FIELDS = [
-    "version",
-    "world_size",
-    "fingerprint",
-    "title",
-    "static",
-    "recompute",
-    "machine",
-    "parameters",
-    "stored",
-    "choices",
-    "conversions",
-    "costs",
-]
+FIELDS = ["version", "title", "fingerprint", "stored", "axes"]
 """The fields of a plan file."""
+OF_AXIS = ["axis", "static", "recompute", "machine", "parameters", "inputs", "choices", "conversions", "costs"]
+"""The fields of each axis."""
 WRONG_VALUES = (None, -2, 2.5, 1e999, "S(7)", "x", [], {}, [[]], True)
 
 
@@ -142,15 +132,16 @@ def _mlp_and_body() -> tuple[CapturedCall, Any]:
 
 
 def test_these_are_the_fields_of_a_plan_file() -> None:
-    assert list(_mlp_and_body()[1]) == FIELDS
+    body = _mlp_and_body()[1]
+    assert list(body) == FIELDS and list(body["axes"][0]) == OF_AXIS
 
 
-@pytest.mark.parametrize("field", FIELDS)
+@pytest.mark.parametrize("field", [*FIELDS[:-1], *OF_AXIS])
 def test_a_plan_file_that_was_tampered_with_is_refused_or_exact(field: str) -> None:
     """Every value in turn gone wrong: a typed error when it is read or planned, or a plan that computes right."""
     call, body = _mlp_and_body()
     outcomes = []
-    for path in (path for path in _places(body) if path[0] == field):
+    for path in (path for path in _places(body) if path[0] == field or path[2:3] == (field,)):
         for value in WRONG_VALUES:
             try:
                 plan = ts.Plan.from_json(_changed(body, list(path), value))
@@ -227,7 +218,7 @@ def test_diff_counts_all_axes_of_the_ranks() -> None:
     mesh: dict[str, Any] = {"mesh": {"dp": 2, "tp": 2}, "data": "shard"}
     split, whole = (ts.plan(model, pin, example_inputs=(x,), **mesh) for pin in pins)
     alone = ts.plan(model, pins[0], world_size=2, example_inputs=(x,))
-    sent = [sum(each.costs.nbytes for each in plan.over_all) for plan in (alone, split, whole)]
+    sent = [sum(each.costs.nbytes for each in plan.axes) for plan in (alone, split, whole)]
     assert sent[0] < sent[1] < sent[2]
     texts = [size_text(nbytes) for nbytes in sent]
     assert f"  sent by a rank per step: {texts[1]} -> {texts[2]}" in ts.diff(split, whole).splitlines()
@@ -475,7 +466,7 @@ def test_a_plan_says_one_time_of_a_step_and_how_much_better_another_may_be() -> 
         made
     )
     costs = dataclasses.replace(made.costs, gap=1.0)
-    text = " ".join(str(dataclasses.replace(made, costs=costs)).split())
+    text = " ".join(str(made.with_last(costs=costs)).split())
     assert f"another plan may be better, by {time_text(1.0)} at most" in text and "budget" not in text
 
 
@@ -705,7 +696,7 @@ def test_of_equal_layers_as_many_stay_whole_as_fit(share: float) -> None:
 
 
 def _peak(plan: ts.Plan) -> float:
-    return predicted_memory(plan.graph, plan)["peak"]
+    return predicted_memory(plan.graph, plan.last)["peak"]
 
 
 def test_a_plan_that_is_given_must_fit_too() -> None:

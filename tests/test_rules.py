@@ -32,6 +32,7 @@ from torchshard.core.mesh import MODEL, MeshAxis
 from torchshard.core.notation import Choice, Row
 from torchshard.distributed.ops import OPS
 from torchshard.ir.graph import duplicate, is_tensor_op, node_row, op_name
+from torchshard.plans.data import AxisPlan
 from torchshard.plans.machine import objective
 from torchshard.plans.plan import Plan
 from torchshard.plans.table import size_text
@@ -517,7 +518,7 @@ def _with_split_picks(model: nn.Module, plan: Any, x: torch.Tensor) -> Program:
     row = node_row(pick)
     assert row is not None
     split = next(c for c in choices(row, 2) if c.name == "split v")
-    return compiled(model, Plan(2, made.plan.parameters, {pick.name: split}), 2, (x,))
+    return compiled(model, Plan((AxisPlan(MeshAxis(2), made.plan.parameters, {pick.name: split}),)), 2, (x,))
 
 
 @pytest.mark.parametrize("name", [*LOOKUPS, *PICKS])

@@ -20,7 +20,7 @@ import torchshard as ts
 from tests.op_database import calls, operators
 from torchshard.core.layouts import S
 from torchshard.core.mesh import MeshAxis
-from torchshard.core.words import split, word
+from torchshard.core.sharding import Sharding
 from torchshard.distributed.group import Group
 from torchshard.distributed.ranks import Ranks
 from torchshard.weights.parameter import ShardedParameter
@@ -44,12 +44,12 @@ class Held(NamedTuple):
     def slice_of(self, whole: Tensor) -> Tensor:
         """The rank's slice."""
         axis = MeshAxis(self.ranks)
-        return split(whole, word((axis, S(self.dim))), {axis.name: self.rank}).detach().clone()
+        return Sharding.of((axis, S(self.dim))).local(whole, {axis.name: self.rank}).detach().clone()
 
     def marked(self, whole: Tensor, *, in_place: bool) -> Slice:
         """The rank's slice as a parameter, or as its `.data`, which may be written to."""
         group = Ranks(Group(self.rank, self.ranks, simulated=True))
-        of = word((MeshAxis(self.ranks), S(self.dim)))
+        of = Sharding.of((MeshAxis(self.ranks), S(self.dim)))
         parameter = ShardedParameter.of(self.slice_of(whole), of, group, "weight", whole.shape)
         return SliceValue.sharing(parameter.plain.detach(), parameter) if in_place else parameter
 
@@ -71,7 +71,7 @@ def _is_right(own: Tensor, whole: Tensor) -> bool:
     """Whether a rank's tensor is what it is said to be of the whole's."""
     if not isinstance(own, Slice) or not own.is_split:
         return _equal(own, whole)
-    return own.whole == tuple(whole.shape) and _equal(own, split(whole, own.sharding, own.ranks.place))
+    return own.whole == tuple(whole.shape) and _equal(own, own.sharding.local(whole, own.ranks.place))
 
 
 def _run(function: Callable[..., Any], call: Any) -> Any:

@@ -27,17 +27,17 @@ import torchshard as ts
 from tests.helpers import refused_input, run_ranks
 from torchshard.core.layouts import Part, Shard
 from torchshard.core.mesh import Mesh, MeshAxis
-from torchshard.core.words import Word, split, word
+from torchshard.core.sharding import Sharding
 from torchshard.weights.following import Lost, SliceType, follow
 
 TP, DP = MeshAxis(2, "tp"), MeshAxis(2, "dp")
 PARTS: tuple[Part, ...] = ((2, 2), (4, 1))
-WORDS: dict[str, Word] = {
-    "rows": word((TP, Shard(0))),
-    "columns": word((TP, Shard(1))),
-    "parts": word((TP, Shard(0, PARTS))),
-    "twice": word((TP, Shard(0)), (DP, Shard(0))),
-    "both": word((TP, Shard(1)), (DP, Shard(0))),
+WORDS: dict[str, Sharding] = {
+    "rows": Sharding.of((TP, Shard(0))),
+    "columns": Sharding.of((TP, Shard(1))),
+    "parts": Sharding.of((TP, Shard(0, PARTS))),
+    "twice": Sharding.of((TP, Shard(0)), (DP, Shard(0))),
+    "both": Sharding.of((TP, Shard(1)), (DP, Shard(0))),
 }
 FUNCTIONS: dict[str, Callable[[Tensor], Any]] = {
     "scaled": lambda p: p * 2,
@@ -90,16 +90,16 @@ def test_what_is_called_a_slice_is_one(words: str, name: str) -> None:
     of, f = WORDS[words], FUNCTIONS[name]
     whole = torch.randn(8, 12, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
     for place in Mesh((TP, DP)).places():
-        given, local = whole.clone(), split(whole, of, place).clone()
+        given, local = whole.clone(), of.local(whole, place).clone()
         before, expected, got = local.clone(), f(given), f(local)
         outcome = follow(f, (before,), {}, {0: SliceType(of, (8, 12))}, place, got)
         for own, all_of, known in zip(_tensors(got), _tensors(expected), outcome.results, strict=True):
             if isinstance(known, SliceType):
                 assert known.whole == tuple(all_of.shape)
             if not isinstance(known, Lost):
-                torch.testing.assert_close(own, all_of if known is None else split(all_of, known.sharding, place))
+                torch.testing.assert_close(own, all_of if known is None else known.sharding.local(all_of, place))
         if not isinstance(outcome.written.get(0), Lost):
-            torch.testing.assert_close(local, split(given, of, place))
+            torch.testing.assert_close(local, of.local(given, place))
 
 
 def test_following_is_no_excuse_for_losing_all() -> None:
@@ -119,8 +119,8 @@ def test_following_is_no_excuse_for_losing_all() -> None:
 def test_what_fits_the_whole_is_not_taken_for_a_slices() -> None:
     """A number or a tensor of a slice's size, beside the slice, where the function takes it beside the whole."""
 
-    def followed(f: Callable[..., Any], whole: tuple[int, ...], of: Word, *others: Any) -> Any:
-        local = split(torch.zeros(whole), of, {"tp": 0}).clone()
+    def followed(f: Callable[..., Any], whole: tuple[int, ...], of: Sharding, *others: Any) -> Any:
+        local = of.local(torch.zeros(whole), {"tp": 0}).clone()
         return follow(f, (local, *others), {}, {0: SliceType(of, whole)}, {"tp": 0}, f(local.clone(), *others))
 
     rows, columns, index = WORDS["rows"], WORDS["columns"], torch.zeros(4, 3, dtype=torch.long)
@@ -136,8 +136,8 @@ def test_what_fits_the_whole_is_not_taken_for_a_slices() -> None:
 def test_a_count_of_heads_is_the_wholes() -> None:
     """Heads are counted on the whole: a view in as many heads on each rank is no slice of it."""
 
-    def viewed(whole: tuple[int, ...], of: Word, *sizes: int, view: Any = Tensor.reshape) -> Any:
-        local = split(torch.zeros(whole), of, {"tp": 0}).clone()
+    def viewed(whole: tuple[int, ...], of: Sharding, *sizes: int, view: Any = Tensor.reshape) -> Any:
+        local = of.local(torch.zeros(whole), {"tp": 0}).clone()
         (result,) = follow(view, (local, *sizes), {}, {0: SliceType(of, whole)}, {"tp": 0}, view(local, *sizes)).results
         return result
 

@@ -96,7 +96,7 @@ def test_of_a_plan(mesh: dict[str, int], data: Any) -> None:
     for machine in ("h100x8", free):
         plan = ts.plan(model, mesh=mesh, data=data, example_inputs=(part,), machine=machine)
         assert plan.costs.step is not None
-        sent = sum(c.seconds for each in plan.over_all if each.data for c in each.costs.collectives)
+        sent = sum(c.seconds for each in plan.axes if each.data for c in each.costs.collectives)
         assert plan.costs.step == pytest.approx(sum(plan.step_seconds.values()))
         assert -1e-12 <= plan.hidden_seconds <= sent + 1e-12
         if machine is free:

@@ -123,7 +123,7 @@ def test_what_cant_be_asked_is_told() -> None:
         ('"dtype":"float32"', '"dtype":"float31"'),
         ('"sizes":{', '"sizes":{"s":1,'),
         ('"op":"placeholder"', '"op":"get_attr"'),
-        ('"divisions":[]', '"divisions":[1]'),
+        ('"mesh":[{', '"mesh":[1,{'),
     ],
 )
 def test_a_file_with_a_broken_graph_is_refused(old: str, new: str) -> None:

@@ -13,13 +13,14 @@ from torch import nn
 from torchshard.capture import check_weights, flatten_call, model_without_storage, shared_names
 from torchshard.capture.facts import ModelFacts, device_type
 from torchshard.compiler.batches import part_of_batch, whole_batch
-from torchshard.compiler.constraints import Division, PlanLike, read_constraints, read_plan
+from torchshard.compiler.constraints import PlanLike, read_constraints, read_plan
 from torchshard.compiler.decode_example import decode_example
-from torchshard.compiler.meshes import DataLike, MeshLike, RankAxes, checked_world_size, read_mesh
+from torchshard.compiler.meshes import DataLike, MeshLike, checked_world_size, read_mesh
 from torchshard.compiler.program import check_examples, program
 from torchshard.core.errors import InputError, PlanError
 from torchshard.core.garbage import without_garbage_collection
 from torchshard.core.layouts import Layout
+from torchshard.core.mesh import Mesh
 from torchshard.distributed.ranks import Ranks
 from torchshard.plans.machine import (
     Axes,
@@ -107,8 +108,8 @@ def shard(
         )
     check_inputs(inputs)
     ranks, of_mesh = join_ranks(mesh, data)
-    aim = objective(machine, memory, axes, device_type(model), recompute, mode, of_mesh.data)
-    return _shard(model, plan, example_inputs, example_kwargs, ranks, of_mesh.divisions, aim, inputs, weights, compiler)
+    aim = objective(machine, memory, axes, device_type(model), recompute, mode)
+    return _shard(model, plan, example_inputs, example_kwargs, ranks, of_mesh, aim, inputs, weights, compiler)
 
 
 def _shard(
@@ -117,7 +118,7 @@ def _shard(
     example_inputs: Sequence[Any] | None,
     example_kwargs: Mapping[str, Any] | None,
     ranks: Ranks,
-    divisions: Sequence[Division],
+    mesh: Mesh,
     aim: Objective,
     inputs: Inputs,
     weights: str | os.PathLike[str] | Weights | None,
@@ -140,7 +141,7 @@ def _shard(
             plan,
             ranks,
             aim,
-            divisions=divisions,
+            mesh=mesh,
             whole_batches=inputs == "global",
             cut=not has_example,
             weights=weights,
@@ -208,8 +209,8 @@ def from_pretrained(
     model, read = ranks.run_on_all(built, InputError, "the ranks can't build this model together")
     if device is not None:
         model = model.to(device)
-    aim = objective(machine, memory, axes, device_type(model), recompute, mode, of_mesh.data)
-    return _shard(model, plan, example_inputs, example_kwargs, ranks, of_mesh.divisions, aim, inputs, read, compiler)
+    aim = objective(machine, memory, axes, device_type(model), recompute, mode)
+    return _shard(model, plan, example_inputs, example_kwargs, ranks, of_mesh, aim, inputs, read, compiler)
 
 
 def _check_decodes(mode: Mode, example_inputs: Sequence[Any], example_kwargs: Mapping[str, Any] | None) -> None:
@@ -258,9 +259,8 @@ def plan(
         mode: "train" plans steps with a backward; "infer" calls without gradients: a decode step, if the example inputs
             have a cache, or else a prompt. With `memory=` the plan then says the longest context that fits
             (`plan.costs.context`). A model that is sharded so runs other calls too.
-        mesh, data: as in `shard`; the example inputs are one rank's part of the batch. The plan is that of the axis of
-            the weights, and has that of the first other one as its `batch` (which has that of the next); the last one
-            of those that divide the batch has a rank's memory.
+        mesh, data: as in `shard`; the example inputs are one rank's part of the batch. `plan.axes` holds
+            one plan per axis, outermost first.
         batch, length: in place of example inputs, for decoders of transformers and mode="infer": a decode step of so
             many sequences, with so many tokens of each in the cache.
 
@@ -270,7 +270,7 @@ def plan(
     ranks = read_mesh(checked_world_size(world_size, mesh), mesh, data)
     check_examples(example_inputs, example_kwargs)
     check_weights(model)
-    aim = objective(machine, memory, axes, device_type(model), recompute, mode, ranks.data)
+    aim = objective(machine, memory, axes, device_type(model), recompute, mode)
     replaced: tuple[str, ...] = ()
     if batch is not None or length is not None:
         _check_decodes(mode, example_inputs, example_kwargs)
@@ -282,7 +282,7 @@ def plan(
 def _planned(
     model: nn.Module,
     plan: PlanLike,
-    ranks: RankAxes,
+    ranks: Mesh,
     aim: Objective,
     example_inputs: Sequence[Any],
     example_kwargs: Mapping[str, Any] | None,
@@ -290,7 +290,7 @@ def _planned(
     replaced: Sequence[str] = (),
     with_memory: bool = False,
 ) -> Plan:
-    constraints = read_constraints(ModelFacts.of(model), plan, ranks.axis, aim, ranks.divisions)
+    constraints = read_constraints(ModelFacts.of(model), plan, ranks, aim)
     constraints = replace(constraints, steady=not aim.trains)
     with torch.set_grad_enabled(torch.is_grad_enabled() and aim.trains):
         args, inputs = tuple(example_inputs or ()), dict[str, Layout]()
@@ -345,17 +345,17 @@ def meshes(
     for mesh, data in proposed_meshes(checked_world_size(world_size, None), aims[0].machine.domain):
         ranks, made, why = read_mesh(world_size, mesh, data), None, ""
         for aim in aims:
-            shares_plan = aim.memory is None and bool(ranks.divisions)  # what holds weights does not change it
-            given = of_weights.get(ranks.axis.size, plan) if shares_plan else plan
+            shares_plan = aim.memory is None and bool(ranks.across)  # what holds weights does not change it
+            given = of_weights.get(ranks.last.size, plan) if shares_plan else plan
             try:
                 part = part_of_batch(call, ranks.parts) if ranks.parts > 1 else call
                 args, kwargs = part.rebuild(part.tensors)
-                made = _planned(model, given, ranks, replace(aim, data=ranks.data), args, kwargs, with_memory=True)
+                made = _planned(model, given, ranks, aim, args, kwargs, with_memory=True)
             except (InputError, PlanError) as error:
                 why = f"{error.what}; try: {error.attempt}"
                 continue
             if shares_plan:
-                of_weights[ranks.axis.size] = replace(made, batch=None)
+                of_weights[ranks.last.size] = made
             if Proposal(mesh, data, made, aims[-1].memory).fits:
                 break
         found.append(Proposal(mesh, data, made, aims[-1].memory, why))

@@ -39,8 +39,8 @@ from torchshard.compiler.program import Program, check_examples, prepared, progr
 from torchshard.core.columns import Notebook, counted
 from torchshard.core.errors import CaptureError, InputError, ShardError, in_short
 from torchshard.core.rng_states import keeping_rng_states, rng_states
-from torchshard.core.words import Word, dual
-from torchshard.ir.axes import words_of
+from torchshard.core.sharding import Sharding
+from torchshard.ir.axes import shardings_of
 from torchshard.ir.graph import is_tensor, where
 from torchshard.passes import with_whole_results
 from torchshard.plans.machine import Axes, MachineLike, objective
@@ -186,8 +186,8 @@ def check(
     reference, args, kwargs = copy_with_values(model), list(example_inputs), dict(example_kwargs or {})
     if dtype is not None:
         reference, args, kwargs = in_dtype(reference, args, kwargs, dtype)
-    aim = objective(machine, memory, axes, device_type(reference), recompute, data=ranks.data)
-    constraints = read_constraints(ModelFacts.of(reference), plan, ranks.axis, aim, ranks.divisions)
+    aim = objective(machine, memory, axes, device_type(reference), recompute)
+    constraints = read_constraints(ModelFacts.of(reference), plan, ranks, aim)
     parts = constraints.batch_parts
     inputs = divided_batch(reference, args, kwargs, parts) if parts else {}
     try:
@@ -274,7 +274,7 @@ def _report(trial: Trial, sides: _Sides, tolerance: float) -> Report:
         return _with_graphs(report, trial, sides) if sides.by_graphs else report
     # runs again only after a failure: keeping every node's value takes the memory of all ranks' activations
     watched = trial.whole(watched=True), trial.sharded(sides.graphs, made, watched=True)
-    return replace(report, diverges_at=_diagnose(_words_of_values(sides), sides.graph, *watched, tolerance))
+    return replace(report, diverges_at=_diagnose(_shardings_of_values(sides), sides.graph, *watched, tolerance))
 
 
 def _with_graphs(report: Report, trial: Trial, sides: _Sides) -> Report:
@@ -297,10 +297,16 @@ def _with_graphs(report: Report, trial: Trial, sides: _Sides) -> Report:
 
 
 def _comparisons(
-    trial: Trial, expected: Results, run: Run, words: Mapping[str, Word], tolerance: float, *, flips: bool = False
+    trial: Trial,
+    expected: Results,
+    run: Run,
+    shardings: Mapping[str, Sharding],
+    tolerance: float,
+    *,
+    flips: bool = False,
 ) -> tuple[Comparison, ...]:
     """Compares every tensor of a step with the unsharded one's."""
-    return compare(expected, run, words, tolerance, lambda: trial, flips=flips)
+    return compare(expected, run, shardings, tolerance, lambda: trial, flips=flips)
 
 
 def _with_flips(report: Report, trial: Trial, sides: _Sides) -> Report:
@@ -379,28 +385,32 @@ def tolerance_of(graph: fx.GraphModule) -> float:
     return max(TOLERANCES.get(dtype, 0.0) for dtype in {torch.float64} | {v.dtype for v in vals})
 
 
-def _words_of_values(sides: _Sides) -> dict[str, Word]:
+def _shardings_of_values(sides: _Sides) -> dict[str, Sharding]:
     """How the ranks hold the values of the graph's nodes, as far as each rank has them."""
-    return {node.name: word for node in sides.graphs[0].graph.nodes if is_tensor(node) for word in words_of(node)}
+    tensors = filter(is_tensor, sides.graphs[0].graph.nodes)
+    return {node.name: sharding for node in tensors for sharding in shardings_of(node)}
 
 
-def _diagnose(words: Mapping[str, Word], graph: fx.GraphModule, whole: Run, sharded: Run, tolerance: float) -> str:
+def _diagnose(
+    shardings: Mapping[str, Sharding], graph: fx.GraphModule, whole: Run, sharded: Run, tolerance: float
+) -> str:
     """The first node whose value differs; if none does, the first in the order of backward whose gradient does.
 
     Values come first: if one differs, the gradients before it differ as a consequence.
     """
-    nodes = [n for n in graph.graph.nodes if n.op == "call_function" and n.name in whole.values[0] and n.name in words]
+    both = whole.values[0].keys() & shardings.keys()
+    nodes = [n for n in graph.graph.nodes if n.op == "call_function" and n.name in both]
     for node in nodes:
         values = [rank_values.get(node.name) for rank_values in sharded.values]
         if all(isinstance(value, Tensor) for value in values):
-            error = error_of_pieces(whole.values[0][node.name], values, words[node.name], sharded.mesh)
+            error = error_of_pieces(whole.values[0][node.name], values, shardings[node.name], sharded.mesh)
             if error > tolerance:
                 return f"{where(node)} (its value)"
     floor = noise_ceiling(whole.grads[0].values(), tolerance)
     for node in reversed(nodes):
         grads = [rank_grads[node.name] for rank_grads in sharded.grads if node.name in rank_grads]
         if node.name in whole.grads[0] and len(grads) == len(sharded.grads):
-            error = error_of_pieces(whole.grads[0][node.name], grads, dual(words[node.name]), sharded.mesh, floor)
+            error = error_of_pieces(whole.grads[0][node.name], grads, shardings[node.name].dual, sharded.mesh, floor)
             if error > tolerance:
                 return f"{where(node)} (its gradient)"
     return "the parameters alone"

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from torchshard.core.mesh import Mesh
-from torchshard.core.words import WHOLE, Word, join
+from torchshard.core.sharding import UNSHARDED, Sharding
 from torchshard.ir.graph import is_float
 
 Kind = Literal["output", "buffer", "input gradient", "parameter gradient"]
@@ -69,7 +69,7 @@ class RankResults(Protocol):
         """The axes of the ranks."""
 
     @property
-    def output_words(self) -> Sequence[Word]:
+    def output_shardings(self) -> Sequence[Sharding]:
         """How the ranks hold the results; none if all are whole."""
 
     @property
@@ -103,7 +103,7 @@ def gradients(leaves: Mapping[str, object]) -> dict[str, Tensor]:
 def compare(
     expected: Results,
     got: RankResults,
-    words: Mapping[str, Word],
+    shardings: Mapping[str, Sharding],
     tolerance: float,
     unsharded_step: Callable[[], UnshardedStep] | None,
     *,
@@ -112,23 +112,23 @@ def compare(
     """Compares every tensor with the unsharded one.
 
     Args:
-        words: how the ranks hold parameters, buffers and the call's tensors, by name.
+        shardings: how the ranks hold parameters, buffers and the call's tensors, by name.
         tolerance: the largest error that counts as equal.
         unsharded_step: makes the step of which rounding noise is measured. It runs several times, so it is made only
             if a difference may be noise. None: nothing is noise.
         flips: noise may be of any size, because rounding may flip a comparison; for programs exact in a wider dtype.
     """
-    strict = _compare(expected, got, words, {})
+    strict = _compare(expected, got, shardings, {})
     if unsharded_step is None or all(c.error <= tolerance for c in strict):
         return strict
     step = unsharded_step()
     ceilings = dict.fromkeys(KINDS, math.inf) if flips else _ceilings(expected, step, tolerance)
     highest = {(c.kind, c.name): ceilings[c.kind] for c in strict}
-    if any(c.error > tolerance for c in _compare(expected, got, words, highest)):
+    if any(c.error > tolerance for c in _compare(expected, got, shardings, highest)):
         return strict
     measured = {place: NOISE_MARGIN * size / tolerance for place, size in step.noise(expected.output_names).items()}
     floors = {place: min(measured.get(place, 0.0), ceiling) for place, ceiling in highest.items()}
-    return _compare(expected, got, words, floors)
+    return _compare(expected, got, shardings, floors)
 
 
 def _ceilings(expected: Results, step: UnshardedStep, tolerance: float) -> dict[Kind, float]:
@@ -152,24 +152,26 @@ def noise_ceiling(tensors: Iterable[object], tolerance: float) -> float:
 
 
 def _compare(
-    expected: Results, got: RankResults, words: Mapping[str, Word], floors: Mapping[ComparedValue, float]
+    expected: Results, got: RankResults, shardings: Mapping[str, Sharding], floors: Mapping[ComparedValue, float]
 ) -> tuple[Comparison, ...]:
     comparisons: list[Comparison] = []
 
-    def add(kind: Kind, name: str, value: object, pieces: Sequence[object], word: Word) -> None:
-        error = error_of_pieces(value, pieces, word, got.mesh, floors.get((kind, name), 0.0))
+    def add(kind: Kind, name: str, value: object, pieces: Sequence[object], sharding: Sharding) -> None:
+        error = error_of_pieces(value, pieces, sharding, got.mesh, floors.get((kind, name), 0.0))
         comparisons.append(Comparison(kind, name, error))
 
     for i, (name, value) in enumerate(zip(expected.output_names, expected.outputs, strict=True)):
-        word = got.output_words[i] if got.output_words else WHOLE
-        add("output", name or "result", value, [outputs[i] for outputs in got.outputs], word)
+        sharding = got.output_shardings[i] if got.output_shardings else UNSHARDED
+        add("output", name or "result", value, [outputs[i] for outputs in got.outputs], sharding)
     for name, buffer in expected.buffers.items():
-        add("buffer", name, buffer, [state[name] for state in got.states], words.get(name, WHOLE))
+        add("buffer", name, buffer, [state[name] for state in got.states], shardings.get(name, UNSHARDED))
     for name, grad in expected.input_grads.items():
-        add("input gradient", name, grad, [gradients(inputs)[name] for inputs in got.inputs], words.get(name, WHOLE))
+        pieces = [gradients(inputs)[name] for inputs in got.inputs]
+        add("input gradient", name, grad, pieces, shardings.get(name, UNSHARDED))
     grads = [gradients(state) for state in got.states]
     for name, grad in expected.parameter_grads.items():
-        add("parameter gradient", name, grad, [rank_grads[name] for rank_grads in grads], words.get(name, WHOLE))
+        pieces = [rank_grads[name] for rank_grads in grads]
+        add("parameter gradient", name, grad, pieces, shardings.get(name, UNSHARDED))
     frozen = {name for state in got.states for name in _with_other_grads(state, expected.parameter_grads)}
     comparisons += [Comparison("parameter gradient", name, math.inf) for name in sorted(frozen)]
     return tuple(comparisons)
@@ -214,11 +216,13 @@ def _dense(tensor: Tensor) -> Tensor:
     return values.to(torch.complex128 if values.is_complex() else torch.float64)
 
 
-def error_of_pieces(expected: object, pieces: Sequence[object], word: Word, mesh: Mesh, floor: float = 0.0) -> float:
+def error_of_pieces(
+    expected: object, pieces: Sequence[object], sharding: Sharding, mesh: Mesh, floor: float = 0.0
+) -> float:
     """The error of a value that the ranks of a mesh hold: the largest of its whole copies, each joined of slices."""
-    if not isinstance(expected, Tensor) or not word:
+    if not isinstance(expected, Tensor) or not sharding:
         return max(error_of(expected, piece, floor) for piece in pieces)
     slices = [piece.detach() for piece in pieces if isinstance(piece, Tensor)]
     if len(slices) < len(pieces):
         return math.inf
-    return max(error_of(expected, whole, floor) for whole in join(slices, word, mesh))
+    return max(error_of(expected, whole, floor) for whole in sharding.join(slices, mesh))

@@ -38,7 +38,7 @@ from torchshard.ir.graph import where
 from torchshard.passes import localized
 from torchshard.passes.nodes import FOR_ANY_STRIDES, call_target
 from torchshard.passes.propagate import Seen
-from torchshard.plans.plan import Plan
+from torchshard.plans.data import AxisPlan
 
 T = TypeVar("T")
 Record = Callable[[fx.Node, Argument, list[Argument]], Argument]
@@ -86,7 +86,7 @@ def rank_graphs(graph: fx.GraphModule, axis: MeshAxis, batches: Sequence[Divided
     for divided in batches:
         own = divided.constraints.axis
         axes.append(own)
-        plans, split = dict[tuple[int, ...], Plan](), dict[tuple[int, ...], fx.GraphModule]()
+        plans, split = dict[tuple[int, ...], AxisPlan](), dict[tuple[int, ...], fx.GraphModule]()
         for numbers, local in found.items():
             plans[numbers] = divided.solve(local, plans.get(rank_before(numbers))).plan
             split[numbers] = divided.split(local, plans[numbers])

@@ -22,7 +22,7 @@ from torchshard.compiler.program import prepared
 from torchshard.core.layouts import Layout
 from torchshard.core.mesh import MODEL, Mesh, MeshAxis
 from torchshard.core.rng_states import rng_states
-from torchshard.core.words import Word, word
+from torchshard.core.sharding import Sharding
 from torchshard.distributed.group import lookup
 from torchshard.distributed.launch import launch
 from torchshard.distributed.process_groups import init_process_group
@@ -49,7 +49,7 @@ class Pieces:
     outputs: list[object]
     state: dict[str, Leaf]
     inputs: dict[str, Leaf]
-    words: dict[str, Word]
+    shardings: dict[str, Sharding]
     tolerance: float
     """The largest error that counts as equal."""
 
@@ -62,7 +62,7 @@ class _Gathered:
     states: list[dict[str, Tensor]]
     inputs: list[dict[str, Tensor]]
     mesh: Mesh
-    output_words: tuple[Word, ...] = ()
+    output_shardings: tuple[Sharding, ...] = ()
 
 
 def check_processes(
@@ -97,8 +97,8 @@ def report_of(
     states = [_tensors(rank.state) for rank in ranks]
     inputs = [_tensors(rank.inputs) for rank in ranks]
     got = _Gathered([rank.outputs for rank in ranks], states, inputs, Mesh((MeshAxis(len(ranks)),)))
-    words, tolerance = ranks[0].words, ranks[0].tolerance
-    return Report(len(ranks), tolerance, compare(expected, got, words, tolerance, unsharded_step))
+    shardings, tolerance = ranks[0].shardings, ranks[0].tolerance
+    return Report(len(ranks), tolerance, compare(expected, got, shardings, tolerance, unsharded_step))
 
 
 def _build(make: Callable[..., ModelCall], make_args: tuple[object, ...]) -> ModelCall:
@@ -135,7 +135,7 @@ def pieces(
         [result.detach() if isinstance(result, Tensor) else result for result in results],
         _leaves(state),
         _leaves(inputs),
-        {name: word((graph.meta["axis"], layout)) for name, layout in layouts.items()},
+        {name: Sharding.of((graph.meta["axis"], layout)) for name, layout in layouts.items()},
         tolerance_of(graph),
     )
 

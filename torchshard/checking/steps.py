@@ -29,7 +29,7 @@ from torchshard.core.errors import in_short
 from torchshard.core.layouts import I, Shard
 from torchshard.core.mesh import Mesh, Place
 from torchshard.core.rng_states import RngStates, set_rng_states
-from torchshard.core.words import WHOLE, Word, split, word
+from torchshard.core.sharding import UNSHARDED, Sharding
 from torchshard.ir.graph import is_float, is_tensor, result_layouts, results_of
 from torchshard.passes import has_backward
 from torchshard.runtime.step import with_direct_collectives
@@ -62,32 +62,32 @@ def leaf(value: T) -> T:
     return cast(T, value.detach().clone().requires_grad_(value.requires_grad))
 
 
-def backward(outputs: Sequence[Sequence[object]], mesh: Mesh = ALONE, words: Sequence[Word] = ()) -> None:
+def backward(outputs: Sequence[Sequence[object]], mesh: Mesh = ALONE, shardings: Sequence[Sharding] = ()) -> None:
     """Runs backward from the outputs of all ranks; each gets the same gradients, or slices of them.
 
     Args:
-        words: those of a rank's outputs, equal slices; by default all are whole.
+        shardings: those of a rank's outputs, equal slices; by default all are whole.
     """
     roots, grads = [], []
     for place, of_rank in zip(mesh.places(), outputs, strict=True):
         for number, output in enumerate(of_rank):
             if isinstance(output, Tensor) and output.requires_grad:
                 roots.append(output)
-                grads.append(_own_cotangent(output, number, words, place))
+                grads.append(_own_cotangent(output, number, shardings, place))
     if roots:
         torch.autograd.backward(roots, grads)
 
 
-def _own_cotangent(output: Tensor, number: int, words: Sequence[Word], place: Place) -> Tensor:
+def _own_cotangent(output: Tensor, number: int, shardings: Sequence[Sharding], place: Place) -> Tensor:
     """A rank's part of the gradient of an output, given its own part of that."""
-    word, shape = words[number] if words else WHOLE, list(output.shape)
-    for axis, layout in word:
-        assert isinstance(layout, Shard), word
+    sharding, shape = shardings[number] if shardings else UNSHARDED, list(output.shape)
+    for axis, layout in sharding:
+        assert isinstance(layout, Shard), sharding
         shape[layout.dim] *= axis.size
-    return split(_cotangent(output.new_empty(shape), number), word, place)
+    return sharding.local(_cotangent(output.new_empty(shape), number), place)
 
 
-def output_words(local: fx.GraphModule, mesh: Mesh) -> list[Word]:
+def output_shardings(local: fx.GraphModule, mesh: Mesh) -> list[Sharding]:
     """What a rank of a localized graph holds of the tensors among its results; none if all are whole.
 
     Of several axes all but the last divide the batch.
@@ -96,7 +96,7 @@ def output_words(local: fx.GraphModule, mesh: Mesh) -> list[Word]:
     layouts = [layout for result, layout in results if is_tensor(result)]
     if all(layout == I for layout in layouts):
         return []
-    return [word(*((axis, layout) for axis in mesh.axes[:-1] or mesh.axes)) for layout in layouts]
+    return [Sharding.of(*((axis, layout) for axis in mesh.axes[:-1] or mesh.axes)) for layout in layouts]
 
 
 def unsharded(model: nn.Module, call: Leaves, *, left: bool = True) -> Results:
@@ -133,7 +133,7 @@ class Run:
         nudges: Nudges | None = None,
         *,
         mesh: Mesh,
-        words: Mapping[str, Word] = MappingProxyType({}),
+        shardings: Mapping[str, Sharding] = MappingProxyType({}),
         watched: bool = False,
         execute: Execute | None = None,
     ) -> None:
@@ -143,7 +143,7 @@ class Run:
             graphs: one per rank.
             states: per rank, parameters, buffers and constants by all their names.
             mesh: that of the ranks.
-            words: what each rank has of the call's tensors.
+            shardings: what each rank has of the call's tensors.
             nudges: which values, and gradients, are moved by a unit in their last place.
             watched: whether to keep every node's value and gradient.
             execute: what runs in place of `graphs` under PyTorch's autograd.
@@ -151,9 +151,10 @@ class Run:
         ranks = range(len(graphs))
         self.mesh, self.states, self._nudges, self._watched = mesh, states, nudges, watched
         self.inputs = [
-            {n: leaf(split(t, words.get(n, WHOLE), place)) for n, t in call.named_tensors} for place in mesh.places()
+            {n: leaf(shardings.get(n, UNSHARDED).local(t, place)) for n, t in call.named_tensors}
+            for place in mesh.places()
         ]
-        self.output_words = output_words(graphs[0], mesh) if mesh.axes else []
+        self.output_shardings = output_shardings(graphs[0], mesh) if mesh.axes else []
         self.values: list[dict[str, Argument]] = [{} for _ in ranks]
         self.grads: list[dict[str, Tensor]] = [{} for _ in ranks]
         placeholder_values = []
@@ -164,7 +165,7 @@ class Run:
             records = [self._recorder(rank) for rank in ranks]
             made = execute(placeholder_values) if execute else lockstep.run(graphs, placeholder_values, records)
             self.outputs = [[output for output in outputs if isinstance(output, Tensor)] for outputs in made]
-            backward(self.outputs, mesh, self.output_words)
+            backward(self.outputs, mesh, self.output_shardings)
 
     def _recorder(self, rank: int) -> lockstep.Record:
         def record(node: fx.Node, value: Argument, args: list[Argument]) -> Argument:
@@ -257,7 +258,7 @@ class Trial:
     def _run(
         self,
         graphs: list[fx.GraphModule],
-        words: Mapping[str, Word],
+        shardings: Mapping[str, Sharding],
         mesh: Mesh,
         nudges: Nudges | None = None,
         *,
@@ -265,13 +266,15 @@ class Trial:
         execute: Execute | None = None,
     ) -> Run:
         set_rng_states(self.seed)
-        states = [self._state(words, place) for place in mesh.places()]
+        states = [self._state(shardings, place) for place in mesh.places()]
         with _default_dtype(self.dtype):
-            return Run(graphs, states, self.call, nudges, mesh=mesh, words=words, watched=watched, execute=execute)
+            return Run(
+                graphs, states, self.call, nudges, mesh=mesh, shardings=shardings, watched=watched, execute=execute
+            )
 
-    def _state(self, words: Mapping[str, Word], place: Place) -> dict[str, Tensor]:
+    def _state(self, shardings: Mapping[str, Sharding], place: Place) -> dict[str, Tensor]:
         """A rank's parameters, buffers and constants, by all their names."""
-        state = local_state(self.model, words, place)
+        state = local_state(self.model, shardings, place)
         names = shared_names(self.model)
         if self.dtype is not None:
             state = {name: widened(tensor, self.dtype) for name, tensor in state.items()}

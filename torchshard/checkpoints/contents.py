@@ -27,7 +27,7 @@ from torchshard.core.errors import InputError
 from torchshard.core.hashing import hash_tensor
 from torchshard.core.layouts import Shard
 from torchshard.core.modules import named_tensors
-from torchshard.core.words import WHOLE, Word, is_split, over
+from torchshard.core.sharding import UNSHARDED, Sharding
 from torchshard.distributed.objects import encode
 from torchshard.runtime.optimizers import check_class_of_slices, is_slice_state
 from torchshard.runtime.submodule import ShardedSubmodule
@@ -54,7 +54,7 @@ class Item(NamedTuple):
 
     tensor: Tensor
     """This rank's slice, or the whole; its own memory, not a copy."""
-    word: Word
+    sharding: Sharding
     """How the ranks hold it."""
     shape: tuple[int, ...]
     """Of the whole tensor."""
@@ -68,7 +68,7 @@ class Item(NamedTuple):
             plain = value.detach().as_subclass(Tensor)
         if isinstance(value, Slice) and value.is_split:
             return cls(plain, value.sharding, value.whole)
-        return cls(plain, WHOLE, tuple(value.shape))
+        return cls(plain, UNSHARDED, tuple(value.shape))
 
 
 @dataclass
@@ -268,9 +268,9 @@ def hashes(items: Mapping[str, Item], axis: str) -> dict[str, str]:
     """Name -> a hash of what is equal on all ranks of a mesh axis: every bit of a tensor, or a sample of a slice."""
     found = {}
     for name, item in items.items():
-        if not isinstance(over(item.word, axis), Shard):
+        if not isinstance(item.sharding.over(axis), Shard):
             flat = item.tensor.detach().reshape(-1)
-            step = max(1, flat.numel() // _SAMPLED) if is_split(item.word) else 1
+            step = max(1, flat.numel() // _SAMPLED) if item.sharding.is_split else 1
             found[f"the values of {name}"] = f"{hash_tensor(flat[::step]):x}"
     return found
 

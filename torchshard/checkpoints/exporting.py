@@ -25,7 +25,6 @@ from torchshard.checkpoints.writing import file_errors, unseen
 from torchshard.core.errors import InputError
 from torchshard.core.hashing import hash_text
 from torchshard.core.user_files import warn
-from torchshard.core.words import is_split
 from torchshard.distributed.ranks import Ranks
 from torchshard.runtime.module import ShardedModule
 from torchshard.weights.boxes import Box, overlaps, place_of, whole_box
@@ -191,10 +190,10 @@ class _Job:
         """(a part of this rank's slices, where it lies in the output, what it is cast to)."""
         for read in reads:
             item = self.items[read.tensor.name]
-            holder, _ = self.ranks.holders(item.word)
-            if not (holder == 0 if is_split(item.word) else self._writes_whole(number)):
+            holder, _ = self.ranks.holders(item.sharding)
+            if not (holder == 0 if item.sharding.is_split else self._writes_whole(number)):
                 continue
-            for own, place in overlaps(item.shape, self.ranks.cuts(item.word), read.box, read.into):
+            for own, place in overlaps(item.shape, self.ranks.cuts(item.sharding), read.box, read.into):
                 yield item.tensor[tuple(slice(*bounds) for bounds in own)], place, read.dtypes
 
     def complete(self, ranks: Ranks) -> None:

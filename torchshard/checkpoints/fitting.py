@@ -21,7 +21,7 @@ from torchshard.checkpoints.contents import (
 from torchshard.core.errors import InputError, in_short
 from torchshard.core.mesh import Place
 from torchshard.core.modules import named_tensors
-from torchshard.core.words import WHOLE, Word, cuts, is_split, local_shape
+from torchshard.core.sharding import UNSHARDED, Sharding, local_shape
 from torchshard.distributed.objects import decode, encode
 from torchshard.distributed.ranks import Ranks
 from torchshard.runtime.optimizers import check_class_of_slices
@@ -35,17 +35,17 @@ class Wanted:
     """A tensor of the checkpoint that this rank needs a part of."""
 
     stored: SlicedTensor
-    word: Word
+    sharding: Sharding
     """How the ranks hold it."""
     device: torch.device
 
     def bytes_in(self, place: Place) -> int:
         """The size of the part of the rank at a place."""
-        return math.prod(local_shape(self.stored.shape, cuts(self.word, place))) * self.stored.dtype.itemsize
+        return math.prod(local_shape(self.stored.shape, self.sharding.cuts(place))) * self.stored.dtype.itemsize
 
     def read(self, place: Place) -> Tensor:
         """The part of the rank at a place."""
-        own = cuts(self.word, place)
+        own = self.sharding.cuts(place)
         local = torch.empty(local_shape(self.stored.shape, own), dtype=self.stored.dtype, device="cpu")
         for piece in pieces(self.stored.shape, own):
             self.stored.read(piece.box, piece.of(local))
@@ -207,7 +207,7 @@ def wanted_states(
             raise unfit(f"{stored_name!r} belongs to no parameter of the optimizer", checkpoint, "the saved optimizer")
         item = Item.of(own[name])
         is_by_element = stored.shape == item.shape and bool(item.shape)
-        if not is_by_element and stored.shape and is_split(item.word):
+        if not is_by_element and stored.shape and item.sharding.is_split:
             raise unfit(
                 f"{stored_name!r} is no number per element of its parameter, of which this rank has a slice",
                 checkpoint,
@@ -215,6 +215,6 @@ def wanted_states(
                 f"it is {stored.shape}",
             )
         # optimizers keep their steps on the CPU, and move them themselves where they do not
-        word = item.word if is_by_element else WHOLE
-        found[stored_name] = Wanted(stored, word, own[name].device if stored.shape else torch.device("cpu"))
+        sharding = item.sharding if is_by_element else UNSHARDED
+        found[stored_name] = Wanted(stored, sharding, own[name].device if stored.shape else torch.device("cpu"))
     return found

@@ -140,7 +140,9 @@ class _Checked:
         objects, rng_states = saved_objects(checkpoint, ranks)
         check_extra_state(checkpoint, model, objects["model"])
         own = fitting_model(checkpoint, model)
-        wanted = {name: Wanted(checkpoint.tensors[name], item.word, torch.device("cpu")) for name, item in own.items()}
+        wanted = {
+            name: Wanted(checkpoint.tensors[name], item.sharding, torch.device("cpu")) for name, item in own.items()
+        }
         names = parameter_names(model)
         groups = [group_names(optimizer, names) for optimizer in optimizers]
         check_counts("optimizer", len(optimizers), len(objects["optimizers"]))

@@ -25,7 +25,7 @@ from torchshard.checkpoints.writing import Job, begin_job
 from torchshard.core.errors import DistributedError, InputError, ShardError
 from torchshard.core.layouts import dtype_text
 from torchshard.core.mesh import MODEL
-from torchshard.core.words import split_text
+from torchshard.core.sharding import split_text
 from torchshard.distributed.ranks import Ranks
 from torchshard.plans.machine import read_size
 from torchshard.runtime.module import ShardedModule
@@ -177,7 +177,7 @@ def _verify(contents: Contents, objects: Mapping[str, bytes], folder: Path, rank
         buffers: which replicas need not have in common, as statistics of their own batches; the first one's are saved.
     """
     what, items = "the ranks save different checkpoints", contents.items
-    types = {name: split_text(i.shape, i.word, dtype_text(i.tensor.dtype)) for name, i in items.items()}
+    types = {name: split_text(i.shape, i.sharding, dtype_text(i.tensor.dtype)) for name, i in items.items()}
     facts = {"the folder": os.fspath(folder), **types, **contents.aliases}
     facts |= {f"what is no tensor of the {kind}": digest(data) for kind, data in objects.items() if kind != "extra"}
     common = {name: item for name, item in items.items() if name.removeprefix("model/") not in buffers}

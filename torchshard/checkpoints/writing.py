@@ -16,7 +16,6 @@ from torch import Tensor
 from torchshard.checkpoints.completion import Completion
 from torchshard.checkpoints.contents import Contents, Item, rng_states
 from torchshard.core.errors import InputError, ShardError
-from torchshard.core.words import is_split
 from torchshard.distributed.objects import encode
 from torchshard.distributed.ranks import Ranks
 from torchshard.weights.checkpoint_files import MANIFEST, OBJECTS, file_metadata, layout_text, manifest, saved_id
@@ -73,8 +72,8 @@ def _own_share(items: Mapping[str, Item], ranks: Ranks) -> Iterator[str]:
     """The tensors that this rank writes: its slices, in turn with others that hold them, and some of the whole ones."""
     bytes_ = [0] * ranks.count
     for turn, (name, item) in enumerate(items.items()):
-        if is_split(item.word):
-            number, count = ranks.holders(item.word)
+        if item.sharding.is_split:
+            number, count = ranks.holders(item.sharding)
             is_own = turn % count == number
         else:
             writer = bytes_.index(min(bytes_))
@@ -139,7 +138,7 @@ class Job:
         data = self.file.path.parent
         with file_errors(self.folder):
             sizes = {name: (data / name).stat().st_size for name in (*names, OBJECTS)}
-            layouts = {name: layout_text(item.word, item.shape) for name, item in self.contents.items.items()}
+            layouts = {name: layout_text(item.sharding, item.shape) for name, item in self.contents.items.items()}
             sync_folder(data)
             mesh = {axis.name: axis.size for axis in self.ranks.mesh.axes}
             content = manifest(self.id, sizes, self.objects, layouts, self.contents.aliases, mesh)

@@ -4,18 +4,18 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from torchshard.capture.facts import ModelFacts
 from torchshard.compiler.memory import OPTIMIZER_STATES
-from torchshard.core.errors import PlanError
+from torchshard.core.errors import InputError, PlanError
 from torchshard.core.layouts import I, Layout, Shard, parts_of, parts_size
-from torchshard.core.mesh import MeshAxis
+from torchshard.core.mesh import Data, Mesh, MeshAxis
 from torchshard.core.paths import outermost
 from torchshard.planner.styles import BATCH, SEQUENCE, Style, StyleWord, named_modules, parameter_layouts, read_pins
-from torchshard.plans.data import Stored
-from torchshard.plans.machine import Data, Objective, objective, size_text
+from torchshard.plans.data import AxisPlan, Stored
+from torchshard.plans.machine import Objective, objective, size_text
 from torchshard.plans.plan import Plan
 
 PlanLike = Mapping[str, StyleWord] | Plan | str | os.PathLike[str]
@@ -23,28 +23,15 @@ PlanLike = Mapping[str, StyleWord] | Plan | str | os.PathLike[str]
 
 
 @dataclass(frozen=True)
-class Division:
-    """An axis over which the ranks divide the batch, across that over which they divide the weights."""
-
-    axis: MeshAxis
-    data: Data
-
-
-def parts_over(divisions: Iterable[Division]) -> int:
-    """The number of parts that these axes together make."""
-    return math.prod(division.axis.size for division in divisions)
-
-
-@dataclass(frozen=True)
 class Constraints:
     """What a plan must satisfy, and what the best one is."""
 
-    axis: MeshAxis
+    mesh: Mesh
     objective: Objective
     pins: Mapping[str, tuple[str, Style]] = field(default_factory=dict)
     """Module path -> (key of the user's dict, style)."""
-    plan: Plan | None = None
-    """A plan that was made before, in place of pins."""
+    plan: AxisPlan | None = None
+    """The plan of the mesh's last axis that was made before, in place of pins."""
     layouts: Mapping[str, Layout] = field(default_factory=dict)
     """Parameters and buffers whose layouts are fixed already, by name."""
     inputs: Mapping[str, Layout] = field(default_factory=dict)
@@ -55,8 +42,11 @@ class Constraints:
     """Whether the call stands for one of many: what it leaves in its arguments has come in so, too."""
     recompute: tuple[str, ...] = ()
     """The modules whose values backward computes again; none of them within another."""
-    divisions: tuple[Division, ...] = ()
-    """How the ranks divide the batch too, if they do: over one axis after the other."""
+
+    @property
+    def axis(self) -> MeshAxis:
+        """The axis that is planned: the mesh's last."""
+        return self.mesh.last
 
     @property
     def is_static(self) -> bool:
@@ -72,30 +62,23 @@ class Constraints:
 
     @property
     def data(self) -> Data | None:
-        """How the ranks hold weights if they divide the batch; None: they divide the weights."""
-        return self.objective.data or (self.plan.data if self.plan is not None else None)
+        """How the ranks of the axis hold weights if they divide the batch; None: they divide the weights."""
+        return self.axis.data
 
     @property
     def batch_parts(self) -> int:
         """The number of ranks that divide the batch; 0 if each has all of it."""
-        if not self.data and not self.divisions:
-            return 0
-        return self.across * (self.axis.size if self.data else 1)
-
-    @property
-    def across(self) -> int:
-        """The number of parts of the batch along the axes beside this one."""
-        return parts_over(self.divisions)
+        return self.mesh.parts if any(axis.data for axis in self.mesh.axes) else 0
 
     @property
     def slices(self) -> int:
-        """The number of ranks that divide each weight, as this axis leaves it, among them once more."""
-        return parts_over(division for division in self.divisions if division.data != "replicate")
+        """The number of ranks that divide each weight, as the axis leaves it, among them once more."""
+        return math.prod(axis.size for axis in self.mesh.across if axis.data != "replicate")
 
     @property
     def keeps_gathered(self) -> bool:
-        """Whether what is gathered of these slices is kept until backward has used it."""
-        return any(division.data == "shard_grad_op" for division in self.divisions)
+        """Whether a weight that is gathered of these slices is kept until backward has used it."""
+        return any(axis.data == "shard_grad_op" for axis in self.mesh.across)
 
     @property
     def divided(self) -> dict[int, int]:
@@ -112,17 +95,15 @@ class Constraints:
 
     @property
     def of_batch(self) -> list[Constraints]:
-        """Those for the axes over which the ranks divide the batch: it may be the only one, or come after it."""
-        if not self.divisions:
+        """Those for each axis over which the ranks divide the batch: the only one, or those beside the last."""
+        if not self.mesh.across:
             return [self]
         found, neighbours = list[Constraints](), self.axis.size  # so many ranks apart
-        for division in reversed(self.divisions):
+        for axis in reversed(self.mesh.across):
             machine = self.objective.machine.across(neighbours)
-            aim = replace(
-                self.objective, data=division.data, machine=machine, memory=None, axes="weights", recompute=()
-            )
-            found.append(Constraints(division.axis, aim))
-            neighbours *= division.axis.size
+            aim = replace(self.objective, machine=machine, memory=None, axes="weights", recompute=())
+            found.append(Constraints(Mesh((axis,)), aim))
+            neighbours *= axis.size
         return found[::-1]
 
     def with_layouts(self, layouts: Mapping[str, Layout]) -> Constraints:
@@ -150,36 +131,37 @@ class Constraints:
         return parameter_layouts(facts, self.pins) if self.plan is None else dict(self.plan.parameters)
 
 
-def read_constraints(
-    facts: ModelFacts,
-    plan: PlanLike,
-    axis: MeshAxis,
-    aim: Objective | None = None,
-    divisions: Sequence[Division] = (),
-) -> Constraints:
+def read_constraints(facts: ModelFacts, plan: PlanLike, mesh: Mesh, aim: Objective | None = None) -> Constraints:
     """A plan in any of its forms, checked against the model.
 
     Args:
         aim: by default the fastest step on a machine of the model's kind of device.
-        divisions: how the ranks divide the batch over other axes, if they do.
 
     Raises:
+        InputError: what may be split does not fit a mesh that divides the batch.
         PlanError: it can't be read, was made for another number of ranks or another model, it or `recompute` names no
             module, or no plan can fit the memory.
     """
     aim = aim or objective(None, device=facts.device)
-    wanted = read_plan(plan)
-    if aim.data or divisions:
-        _check_same_data(wanted, aim.data)
-    _check_ranks(facts, axis, wanted, aim.data)
+    wanted, axis = read_plan(plan), mesh.last
+    if axis.data and aim.axes != "weights":
+        raise InputError(
+            "the ranks divide the batch, and nothing else",
+            where=f"axes={aim.axes!r} with data={axis.data!r}",
+            why="there is one axis of ranks",
+            attempt="without axes=",
+        )
+    if any(each.data for each in mesh.axes):
+        _check_same_data(wanted, axis.data)
+    _check_ranks(facts, axis, wanted)
     if isinstance(wanted, Plan):
         _check_same_model(facts, wanted)
         check_layouts(facts, wanted.parameters)
-        recompute = _recomputed(facts, [*wanted.recompute, *aim.recompute])
-        return Constraints(axis, aim, plan=wanted, recompute=recompute, divisions=tuple(divisions))
-    pins = read_pins(wanted, facts.modules)
-    recompute = _recomputed(facts, aim.recompute)
-    found = Constraints(axis, aim, pins, recompute=recompute, divisions=tuple(divisions))
+        given = wanted.last
+        if mesh.axes == (axis,):  # the plan says what it divides
+            mesh = Mesh((replace(axis, holds=given.axis.holds),))
+        return Constraints(mesh, aim, plan=given, recompute=_recomputed(facts, [*given.recompute, *aim.recompute]))
+    found = Constraints(mesh, aim, read_pins(wanted, facts.modules), recompute=_recomputed(facts, aim.recompute))
     check_memory(facts, found)
     return found
 
@@ -236,11 +218,11 @@ def _check_same_data(plan: Mapping[str, object] | Plan, data: Data | None) -> No
     Raises:
         PlanError: it does.
     """
-    if isinstance(plan, Plan) and plan.data != data:
+    if isinstance(plan, Plan) and plan.last.data != data:
         raise PlanError(
             "the plan divides something else than it is asked for",
             where="the plan",
-            why=f"it was made with data={plan.data!r}, and is used with data={data!r} over its axis",
+            why=f"it was made with data={plan.last.data!r}, and is used with data={data!r} over its axis",
             attempt=f"a plan made with data={data!r}; or without data= and mesh=, as the plan says",
         )
     if not isinstance(plan, Plan) and plan and data:
@@ -252,7 +234,7 @@ def _check_same_data(plan: Mapping[str, object] | Plan, data: Data | None) -> No
         )
 
 
-def _check_ranks(facts: ModelFacts, axis: MeshAxis, plan: Mapping[str, object] | Plan, data: Data | None) -> None:
+def _check_ranks(facts: ModelFacts, axis: MeshAxis, plan: Mapping[str, object] | Plan) -> None:
     if isinstance(plan, Plan) and plan.world_size != axis.size:
         raise PlanError(
             f"the plan is for {plan.world_size} ranks, the group has {axis.size}",
@@ -261,7 +243,7 @@ def _check_ranks(facts: ModelFacts, axis: MeshAxis, plan: Mapping[str, object] |
             attempt=f"a plan made with world_size={axis.size}, or {plan.world_size} ranks",
         )
     sizes = {size: name for name, t in facts.tensors.items() if t.is_parameter for size in t.shape}
-    if sizes and axis.size > max(sizes) and data is None:
+    if sizes and axis.size > max(sizes) and axis.data is None:
         raise PlanError(
             f"{axis.size} ranks are more than any dim has elements",
             where=f"parameter {sizes[max(sizes)]!r}",
@@ -290,7 +272,7 @@ def check_memory(facts: ModelFacts, constraints: Constraints) -> None:
     shares = {name: size / parts for name, size in whole.items()}
     estimate = shares | {"peak": sum(shares.values())}
     if estimate["peak"] > memory:
-        ranks = axis.size * constraints.across
+        ranks = constraints.mesh.size
         which = f"an even share of {', '.join(name for name, size in whole.items() if size)}"
         attempt = f"{more_slices(constraints)}, or weights of fewer bytes"
         raise does_not_fit(f"no plan for {ranks} ranks fits", which, estimate, memory, attempt)
@@ -298,8 +280,7 @@ def check_memory(facts: ModelFacts, constraints: Constraints) -> None:
 
 def more_slices(constraints: Constraints) -> str:
     """What makes the slices of weights smaller that a rank holds."""
-    ways = [constraints.data, *(division.data for division in constraints.divisions)]
-    return 'data="shard"' if "replicate" in ways else "more ranks"
+    return 'data="shard"' if any(axis.data == "replicate" for axis in constraints.mesh.axes) else "more ranks"
 
 
 def does_not_fit(what: str, which: str, memory: Mapping[str, float], most: float, attempt: str) -> PlanError:

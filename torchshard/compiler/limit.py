@@ -19,7 +19,7 @@ from torchshard.planner.conversions import conversions_of
 from torchshard.planner.costs import CostModel
 from torchshard.planner.problem import PlanningProblem
 from torchshard.planner.search import SearchResult, last_allowed, search
-from torchshard.plans.plan import Plan
+from torchshard.plans.data import AxisPlan
 
 MOST_TOKENS = 1 << 30
 """No context is longer."""
@@ -39,14 +39,14 @@ class Limit:
     _known: dict[object, dict[str, float]] = field(default_factory=dict, compare=False, repr=False)
     """What plans take that were asked about."""
 
-    def estimate(self, plan: Plan) -> dict[str, float]:
+    def estimate(self, plan: AxisPlan) -> dict[str, float]:
         """What a plan takes; see `predicted_memory`."""
         key = tuple(tuple(given.items()) for given in (plan.choices, plan.layouts, plan.conversions)), plan.recompute
         if key not in self._known:
             self._known[key] = self._memory(self._of_rank(plan))
         return self._known[key]
 
-    def longest(self, plan: Plan) -> int | None:
+    def longest(self, plan: AxisPlan) -> int | None:
         """The most tokens that calls may have left in their arguments, and take themselves, so that a call still fits.
 
         None: what calls leave does not grow. The other sizes are those of the example inputs.
@@ -68,14 +68,14 @@ class Limit:
     def _memory(self, local: fx.GraphModule) -> dict[str, float]:
         return memory_of_rank(local, self.slices, keeps_gathered=self.keeps_gathered)
 
-    def _of_rank(self, plan: Plan) -> fx.GraphModule:
+    def _of_rank(self, plan: AxisPlan) -> fx.GraphModule:
         """The graph of the rank that holds the most."""
         return localized(rewrite(self.module, plan), plan.axis.simulated()[0])
 
     def __call__(self, choices: Mapping[str, Choice], layouts: Mapping[str, Layout]) -> float:
         """How many bytes more a plan of these choices and layouts takes."""
         conversions = conversions_of(self.module.graph, self.costs, choices, layouts)
-        plan = Plan(self.costs.axis.size, layouts, choices, conversions, recompute=self.costs.recompute)
+        plan = AxisPlan(self.costs.axis, layouts, choices, conversions, recompute=self.costs.recompute)
         return self.estimate(plan)["peak"] - self.nbytes
 
 

@@ -21,7 +21,7 @@ from torchshard.core.errors import CaptureError
 from torchshard.core.fakes import new_fake_mode
 from torchshard.ir.graph import carried_inputs, hint, is_weight, nbytes, placeholders
 from torchshard.passes import has_backward, localized
-from torchshard.plans.plan import Plan
+from torchshard.plans.data import AxisPlan
 
 OPTIMIZER_STATES = 2
 """Tensors that the optimizer keeps per parameter: Adam's two moments."""
@@ -70,7 +70,7 @@ def _shaped(func: Any, args: Any, kwargs: Any) -> Any:
     return moved(func(*moved(args, "meta"), **moved(kwargs, "meta")), "cpu")
 
 
-def predicted_memory(graph: fx.GraphModule, plan: Plan) -> dict[str, float]:
+def predicted_memory(graph: fx.GraphModule, plan: AxisPlan) -> dict[str, float]:
     """Bytes of one step on the rank that holds the most: of training, or of a call if no value needs a gradient.
 
     Args:

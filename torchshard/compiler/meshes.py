@@ -5,14 +5,12 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import Protocol, TypeAlias
 
-from torchshard.compiler.constraints import Division, parts_over
 from torchshard.compiler.program import check_world_size
 from torchshard.core.errors import InputError
-from torchshard.core.mesh import DATA, SHORT, MeshAxis, data_names
-from torchshard.plans.machine import Data, check_data
+from torchshard.core.mesh import DATA, SHORT, Data, Mesh, MeshAxis, data_names
+from torchshard.plans.machine import check_data
 
 
 class DeviceMesh(Protocol):
@@ -36,29 +34,8 @@ _BATCH_AXIS = re.compile(r"((d|dd|fsd|hsd)p|data|batch|replica|replicate)(_|$)")
 """Names by which others' meshes call axes that divide the batch."""
 
 
-@dataclass(frozen=True)
-class RankAxes:
-    """How ranks share the work."""
-
-    axis: MeshAxis
-    """The axis over which they divide the weights, or the batch if `data` is not None."""
-    data: Data | None = None
-    divisions: tuple[Division, ...] = ()
-    """The axes over which they divide the batch beside the other, outermost first."""
-
-    @property
-    def across(self) -> int:
-        """The number of ranks along the axes beside the first."""
-        return parts_over(self.divisions)
-
-    @property
-    def parts(self) -> int:
-        """The number of parts of the batch."""
-        return self.across * (self.axis.size if self.data else 1)
-
-
-def read_mesh(world_size: int, mesh: MeshLike | None, data: DataLike | None) -> RankAxes:
-    """How `world_size` ranks share the work.
+def read_mesh(world_size: int, mesh: MeshLike | None, data: DataLike | None) -> Mesh:
+    """The mesh of `world_size` ranks that share the work.
 
     Raises:
         InputError: the mesh is none of so many ranks, has several axes for the weights, or `data` names none of them.
@@ -66,7 +43,9 @@ def read_mesh(world_size: int, mesh: MeshLike | None, data: DataLike | None) -> 
     if mesh is None:
         if isinstance(data, Mapping):
             raise _error("there is no mesh whose axes it could name", "data=", 'mesh={"dp": 2, "tp": 4}')
-        return RankAxes(MeshAxis(world_size, label=SHORT[DATA] if data else ""), data)
+        if data is not None:
+            check_data(data)
+        return Mesh((MeshAxis(world_size, label=SHORT[DATA] if data else "", holds=data or "weights"),))
     sizes = mesh_sizes(mesh)
     total = math.prod(sizes.values())
     if total != world_size:
@@ -91,14 +70,13 @@ def read_mesh(world_size: int, mesh: MeshLike | None, data: DataLike | None) -> 
         )
     if len(sizes) == 1:
         ((name, size),) = sizes.items()
-        return RankAxes(MeshAxis(size, label=name), by_name.get(name))
-    divisions = tuple(
-        Division(MeshAxis(sizes[label], name, label), kind)
-        for name, (label, kind) in zip(data_names(len(by_name)), by_name.items(), strict=True)
-    )
-    if not split:
-        return RankAxes(MeshAxis(1), "replicate", divisions)  # over the axis of the one rank nothing is divided
-    return RankAxes(MeshAxis(sizes[split[0]], label=split[0]), None, divisions)
+        return Mesh((MeshAxis(size, label=name, holds=by_name.get(name, "weights")),))
+    across = [
+        MeshAxis(sizes[label], name, label, holds)
+        for name, (label, holds) in zip(data_names(len(by_name)), by_name.items(), strict=True)
+    ]
+    last = MeshAxis(sizes[split[0]], label=split[0]) if split else MeshAxis(1, holds="replicate")
+    return Mesh((*across, last))
 
 
 def checked_world_size(world_size: int | None, mesh: MeshLike | None) -> int:

@@ -18,24 +18,22 @@ from torchshard.core.mesh import MeshAxis
 from torchshard.core.notation import Choice
 from torchshard.custom_ops.carry import CARRY
 from torchshard.ir.graph import is_tensor_op, node_row, passes_on_weight, placeholders
-from torchshard.ir.sizes import call_sizes
 from torchshard.passes.annotate import planned_choice
 from torchshard.passes.own_order import own_order_choice
 from torchshard.planner.conversions import conversions_of
 from torchshard.planner.costs import CostModel
 from torchshard.planner.network import GraphConstraints
 from torchshard.planner.predict import predict
-from torchshard.planner.problem import PlanningProblem, Solution
+from torchshard.planner.problem import PlannedAxis, PlanningProblem
 from torchshard.planner.search import SearchResult, search
 from torchshard.planner.styles import parameter_layouts, pins_of
 from torchshard.planner.unsplit import unsplit
-from torchshard.plans.data import Costs
-from torchshard.plans.plan import Plan
+from torchshard.plans.data import AxisPlan, Costs
 
 
 def plan_graph(
     module: fx.GraphModule, facts: ModelFacts, constraints: Constraints, *, is_first: bool = True
-) -> Solution:
+) -> PlannedAxis:
     """The best plan of a normalized graph, with the problem that it solves.
 
     Args:
@@ -66,20 +64,15 @@ def plan_graph(
         result = replace(result, parameters={**result.parameters, **idle, **constraints.fixed})
     of_model = stored(facts)
     taken = [node.meta["path"] for node in placeholders(module.graph) if node.meta["kind"] == "input"]
-    plan = Plan(
-        constraints.axis.size,
+    plan = AxisPlan(
+        constraints.axis,
         {name: layout for name, layout in result.parameters.items() if name in of_model},
         result.choices,
         conversions_of(module.graph, model, result.choices, result.parameters, conversions),
-        stored=of_model,
-        fingerprint=facts.signature,
-        title=", ".join([facts.modules[""].__name__, *call_sizes(module, constraints.across)]),
+        {name: result.parameters[name] for name in taken if name in result.parameters},
         machine=machine,
         static=constraints.is_static,
         recompute=problem.model.recompute,
-        data=constraints.data,
-        label=constraints.axis.label,
-        inputs={name: result.parameters[name] for name in taken if name in result.parameters},
     )
     memory = {} if limit is None else limit.estimate(plan)
     if limit is not None and memory["peak"] > limit.nbytes:
@@ -89,11 +82,11 @@ def plan_graph(
         what, attempt = f"no plan for {plan.world_size} ranks fits", f"{more_slices(constraints)}, {attempt}"
         raise does_not_fit(what, "the leanest", memory, limit.nbytes, attempt)
     costs = _costs(problem, plan, result.gap, memory)
-    if is_first and not constraints.divisions:  # else fewer ranks would have a part of the batch
+    if is_first and not constraints.mesh.across:  # else fewer ranks would have a part of the batch
         costs = replace(costs, fewer=_with_fewer_ranks(problem, plan))
     if limit is not None and not constraints.objective.trains:
         costs = replace(costs, context=limit.longest(plan))
-    return Solution(replace(plan, costs=costs), problem)
+    return PlannedAxis(replace(plan, costs=costs), problem)
 
 
 def _searched(problem: PlanningProblem, limit: Limit | None) -> tuple[SearchResult, PlanningProblem]:
@@ -134,7 +127,7 @@ def _carried_options(graph: fx.Graph, constraints: Constraints) -> dict[fx.Node,
     return found
 
 
-def _given_options(graph: fx.Graph, plan: Plan) -> dict[fx.Node, list[Choice]]:
+def _given_options(graph: fx.Graph, plan: AxisPlan) -> dict[fx.Node, list[Choice]]:
     """The plan's choices for the ops that it names; those for other ops are searched.
 
     Raises:
@@ -155,7 +148,7 @@ def _given_options(graph: fx.Graph, plan: Plan) -> dict[fx.Node, list[Choice]]:
     return found
 
 
-def _as_given(problem: PlanningProblem, given: Plan, constraints: Constraints) -> SearchResult:
+def _as_given(problem: PlanningProblem, given: AxisPlan, constraints: Constraints) -> SearchResult:
     chosen = {node.name: choice for node, (choice,) in problem.constraints.options.items()}
     return SearchResult(chosen, {**given.parameters, **constraints.fixed}, given.costs.gap)
 
@@ -172,7 +165,7 @@ def _idle_layouts(graph: fx.Graph, facts: ModelFacts, constraints: Constraints) 
     return {name: layout for name, layout in layouts.items() if name not in used}
 
 
-def _costs(problem: PlanningProblem, plan: Plan, gap: float, memory: Mapping[str, float]) -> Costs:
+def _costs(problem: PlanningProblem, plan: AxisPlan, gap: float, memory: Mapping[str, float]) -> Costs:
     graph, model = problem.graph, problem.model
     collectives, compute = predict(graph, model, plan.choices, plan.layouts, plan.conversions)
     costs = Costs(model.machine.name, compute, tuple(collectives), gap, memory)
@@ -182,7 +175,7 @@ def _costs(problem: PlanningProblem, plan: Plan, gap: float, memory: Mapping[str
     return replace(costs, whole=unsplit(graph, model, plan.choices, plan.layouts, costs, pinned))
 
 
-def _with_fewer_ranks(problem: PlanningProblem, plan: Plan) -> dict[int, float]:
+def _with_fewer_ranks(problem: PlanningProblem, plan: AxisPlan) -> dict[int, float]:
     """Seconds of a step on fewer ranks, with the same choices: on 1, 2, 4, ... of them."""
     seconds = {}
     for ranks in (2**i for i in range((plan.world_size - 1).bit_length())):

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import math
 import time
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -20,7 +21,7 @@ from torchshard.capture import Captured, capture
 from torchshard.capture.carried import Changes
 from torchshard.capture.facts import ModelFacts
 from torchshard.capture.signature import Leaves
-from torchshard.compiler.constraints import Constraints
+from torchshard.compiler.constraints import Constraints, stored
 from torchshard.compiler.memory import memory_of_rank
 from torchshard.compiler.planning import plan_graph
 from torchshard.compiler.question import Question
@@ -29,8 +30,8 @@ from torchshard.core.errors import InputError, PlanError
 from torchshard.core.garbage import without_garbage_collection
 from torchshard.core.layouts import I, Layout, Shard
 from torchshard.core.mesh import Coordinate, Mesh, MeshAxis
+from torchshard.core.sharding import Sharding
 from torchshard.core.user_files import warn
-from torchshard.core.words import Word, word
 from torchshard.ir.data import equal_sizes
 from torchshard.ir.graph import (
     Size,
@@ -48,7 +49,7 @@ from torchshard.ir.graph import (
     sizes_as,
     where,
 )
-from torchshard.ir.sizes import name_sizes
+from torchshard.ir.sizes import call_sizes, name_sizes
 from torchshard.passes import (
     carry,
     for_next_axis,
@@ -59,10 +60,11 @@ from torchshard.passes import (
     send_to_experts,
     sends_to_experts,
 )
-from torchshard.planner.problem import PlanningProblem, Solution
+from torchshard.planner.problem import PlannedAxis, PlanningProblem
 from torchshard.planner.styles import BATCH, SEQUENCE
 from torchshard.planner.timeline import seconds_of_step
 from torchshard.planner.unsplit import OWN_CHOICE
+from torchshard.plans.data import AxisPlan
 from torchshard.plans.plan import Plan
 
 log = logging.getLogger("torchshard.compiler.program")
@@ -105,17 +107,17 @@ class Program:
         return (self.axis, *(divided.constraints.axis for divided in self.batches))
 
     @property
-    def held(self) -> dict[str, Word]:
+    def held(self) -> dict[str, Sharding]:
         """What each rank holds of parameters, buffers and the call's tensors."""
-        axes = [(self.axis, self.plan.held)]
+        axes = [(self.axis, self.plan.last.held)]
         axes += [(divided.constraints.axis, divided.constraints.fixed) for divided in self.batches]
         names = dict.fromkeys(name for _, layouts in axes for name in layouts)
-        return {name: word(*((axis, layouts.get(name, I)) for axis, layouts in axes)) for name in names}
+        return {name: Sharding.of(*((axis, layouts.get(name, I)) for axis, layouts in axes)) for name in names}
 
     @property
-    def solutions(self) -> list[Solution]:
+    def solutions(self) -> list[PlannedAxis]:
         """The plans of a priced program, those that divide the batch included, with what was solved for each."""
-        return [Solution(plan, problem) for plan, problem in zip(self.plan.over_all, self.problems, strict=True)]
+        return [PlannedAxis(plan, problem) for plan, problem in zip(self.plan.in_order, self.problems, strict=True)]
 
     def question(self) -> Mapping[str, object]:
         """What the plan is the answer to, as data that JSON can hold."""
@@ -144,10 +146,10 @@ class Program:
     def along(self, rank: Sequence[Coordinate]) -> RankGraph:
         """The graph of a rank, given its place on each of `axes`, split over all of them."""
         followed = self._followed(rank)
-        graphs, of_first = [self.graph] * len(followed), list[Solution]()
+        graphs, of_first = [self.graph] * len(followed), list[PlannedAxis]()
         for i, divided in enumerate(self.batches):
             local = [localized(graph, each[i]) for graph, each in zip(graphs, followed, strict=True)]
-            solved = list[Solution]()
+            solved = list[PlannedAxis]()
             for graph in local:
                 solved.append(divided.solve(graph, solved[-1].plan if solved else None))
             of_first.append(solved[0])
@@ -166,23 +168,21 @@ class Program:
         return found
 
     def priced(self, *, with_memory: bool) -> Plan:
-        """The plan with those of the axes that divide the batch, for the first rank; each is the `batch` of the last.
+        """The plan of all axes, for the first rank, with the seconds of a step.
 
         Args:
-            with_memory: whether the last one says what a step takes.
+            with_memory: whether to estimate the memory of a step too.
         """
         first = self._coordinates(0)
         graph, of_batch = self.along(first)
-        solved = priced_as_slices([Solution(self.plan, self.problems[0]), *of_batch])
+        solved = priced_as_slices([PlannedAxis(self.plan.last, self.problems[0]), *of_batch])
         plans = [plan for plan, _ in solved]
         if with_memory:
             plans[-1] = _with_costs(plans[-1], memory=memory_of_rank(localized(graph, first[-1])))
         if plans[-1].data:
             plans[0] = _with_costs(plans[0], step=seconds_of_step(solved))
-        whole = plans.pop()
-        while plans:
-            whole = replace(plans.pop(), batch=whole)
-        return replace(self, plan=whole, problems=tuple(problem for _, problem in solved)).with_source().plan
+        plan, problems = replace(self.plan, axes=(*plans[1:], plans[0])), tuple(problem for _, problem in solved)
+        return replace(self, plan=plan, problems=problems).with_source().plan
 
     def with_source(self) -> Program:
         """This program, with a plan whose source it is."""
@@ -196,7 +196,7 @@ class RankGraph(NamedTuple):
 
     graph: fx.GraphModule
     """Of global sizes over the last axis."""
-    of_first: list[Solution]
+    of_first: list[PlannedAxis]
     """The first rank's plan of each axis that divides the batch."""
 
 
@@ -292,7 +292,7 @@ def _answered(captured: Captured, question: Question) -> Program:
         each.with_layouts(each.first_layouts(facts)).with_inputs(batches, left) for each in constraints.of_batch
     ]
     results = _results(graph, sizes.keys() or _sizes_in(graph, batches))
-    if not constraints.divisions:
+    if not constraints.mesh.across:
         _divide_batch(graph, sizes.keys(), results, of_batch[0])
         return _planned(captured, facts, of_batch[0])
     # what is a multiple of the ranks of the other axis alone is none of these
@@ -321,7 +321,7 @@ class DividedBatch:
     parts: int
     """So many parts later axes make of what this one leaves to a rank."""
 
-    def solve(self, local: fx.GraphModule, first: Plan | None = None) -> Solution:
+    def solve(self, local: fx.GraphModule, first: AxisPlan | None = None) -> PlannedAxis:
         """Plans this axis for a rank of earlier ones: as the rank before it along one of these, if that is legal.
 
         Each rank would find its own, for their slices may differ in size; but what one held whole and the other as a
@@ -342,10 +342,10 @@ class DividedBatch:
             _check_settled(graph.graph, solution.plan, first)
         return solution
 
-    def split(self, local: fx.GraphModule, plan: Plan) -> fx.GraphModule:
+    def split(self, local: fx.GraphModule, plan: AxisPlan) -> fx.GraphModule:
         """The graph of a rank of the other axis with the collectives of this one, global sizes."""
         with without_garbage_collection():
-            return rewrite(_graph_of(self._whole(local), plan), plan, self.constraints.axis)
+            return rewrite(_graph_of(self._whole(local), plan), plan)
 
     def _whole(self, local: fx.GraphModule) -> fx.GraphModule:
         graph = for_next_axis(local)
@@ -355,7 +355,7 @@ class DividedBatch:
         return graph
 
 
-def _check_settled(graph: fx.Graph, plan: Plan, first: Plan) -> None:
+def _check_settled(graph: fx.Graph, plan: AxisPlan, first: AxisPlan) -> None:
     """What collectives of another axis bring together is divided as the first of their ranks divides it.
 
     A weight that they pass on is the same on all of them.
@@ -526,21 +526,24 @@ def _planned(captured: Captured, facts: ModelFacts, constraints: Constraints) ->
         with _timed("plan"):
             plan, problem = _best_plan(captured.graph, facts, constraints, is_last=True)
         with _timed("rewrite"):
-            graph = rewrite(_graph_of(captured.graph, plan), plan, constraints.axis)
+            graph = rewrite(_graph_of(captured.graph, plan), plan)
     for gathered in plan.costs.whole:
         if gathered.why != OWN_CHOICE:
             warn(str(gathered))
     divided = constraints.splits_sequence or plan.splits_dynamic
-    return Program(captured, plan, graph, divided, problems=(problem,))
+    across = math.prod(axis.size for axis in constraints.mesh.across)
+    title = ", ".join([facts.modules[""].__name__, *call_sizes(captured.graph, across)])
+    made = Plan((plan,), stored(facts), facts.signature, title)
+    return Program(captured, made, graph, divided, problems=(problem,))
 
 
-def _with_costs(plan: Plan, **costs: Any) -> Plan:
+def _with_costs(plan: AxisPlan, **costs: Any) -> AxisPlan:
     return replace(plan, costs=replace(plan.costs, **costs))
 
 
 def _best_plan(
     module: fx.GraphModule, facts: ModelFacts, constraints: Constraints, *, is_last: bool, is_first: bool = True
-) -> Solution:
+) -> PlannedAxis:
     """The best plan of a graph: where ranks hold slices of experts' weights, they gather these, or send rows to them.
 
     Args:
@@ -559,7 +562,7 @@ def _best_plan(
     return min(gathering, other, key=lambda solution: seconds_of_step([solution]))
 
 
-def _graph_of(module: fx.GraphModule, plan: Plan) -> fx.GraphModule:
+def _graph_of(module: fx.GraphModule, plan: AxisPlan) -> fx.GraphModule:
     """The graph that a plan is for, which may send rows to experts."""
     return (_sending(module, plan.axis) if sends_to_experts(plan) else None) or module
 

@@ -15,14 +15,15 @@ import sympy
 from torch import fx, nn
 
 from torchshard.capture.facts import ModelFacts, TensorFacts
-from torchshard.compiler.constraints import Constraints, Division
+from torchshard.compiler.constraints import Constraints
 from torchshard.core.errors import PlanError
 from torchshard.core.layouts import Layout, parse_layout
-from torchshard.core.mesh import MeshAxis
+from torchshard.core.mesh import Mesh
 from torchshard.core.types import is_of, texts
 from torchshard.ir.data import Equal, graph_data, graph_from
 from torchshard.ir.graph import placeholders, plain_shape
 from torchshard.planner.styles import OPS_OF_MODULES, Style
+from torchshard.plans.json_form import read_axis
 from torchshard.plans.machine import Machine, Objective
 
 
@@ -69,8 +70,8 @@ def question_from(data: Mapping[str, Any] | None) -> Question:
         raise PlanError(
             "the plan does not hold the graph that it was made for",
             where="the plan",
-            why=(data or {}).get("unwritten", "it is a further axis' plan, or written by Plan.to_json(question=False)"),
-            attempt="the plan whose `batch` it is, or torchshard.plan(model, ...) with other pins",
+            why=(data or {}).get("unwritten", "it was written by Plan.to_json(question=False)"),
+            attempt="torchshard.plan(model, ...), with other pins",
         )
     with of_a_file("read"):
         graph, symbols = graph_from(data["graph"])
@@ -161,8 +162,7 @@ def _check_parameters(graph: fx.Graph, facts: ModelFacts) -> None:
 def _constraints_data(constraints: Constraints) -> dict[str, Any]:
     aim = constraints.objective
     return {
-        "axis": dataclasses.asdict(constraints.axis),
-        "divisions": [dataclasses.asdict(division) for division in constraints.divisions],
+        "mesh": [dataclasses.asdict(axis) for axis in constraints.mesh.axes],
         "objective": {f.name: getattr(aim, f.name) for f in dataclasses.fields(aim)} | {"machine": aim.machine.fields},
         "pins": {path: [key, style.name, style.whole_result] for path, (key, style) in constraints.pins.items()},
         "recompute": list(constraints.recompute),
@@ -173,16 +173,15 @@ def _constraints_data(constraints: Constraints) -> dict[str, Any]:
 def _constraints(data: Mapping[str, Any]) -> Constraints:
     aim = data["objective"]
     objective = Objective(**{**aim, "machine": Machine(**aim["machine"]), "recompute": tuple(aim["recompute"])})
-    divisions = tuple(Division(MeshAxis(**each["axis"]), each["data"]) for each in data["divisions"])
+    mesh = Mesh(tuple(read_axis(axis) for axis in data["mesh"]))
     pins = {
         path: (is_of(str, key), Style(is_of(str, name), is_of(bool, whole)))
         for path, (key, name, whole) in data["pins"].items()
     }
     return Constraints(
-        MeshAxis(**data["axis"]),
+        mesh,
         objective,
         pins,
         recompute=texts(data["recompute"]),
-        divisions=divisions,
         steady=is_of(bool, data["steady"]),
     )

@@ -15,27 +15,27 @@ import torch
 
 from torchshard.core.conversions import ConversionStep
 from torchshard.core.layouts import Shard
-from torchshard.core.words import Cut, local_shape
+from torchshard.core.sharding import Cut, local_shape
 from torchshard.custom_ops.fx_types import Target
 from torchshard.distributed.ops import is_collective
 from torchshard.ir.graph import before_casts, is_weight, operands, sizes_as
 from torchshard.planner.costs import Value
 from torchshard.planner.predict import in_messages, segment_numbers
-from torchshard.planner.problem import Solution
+from torchshard.planner.problem import PlannedAxis
 from torchshard.plans.data import Collective
 
 Cuts: TypeAlias = dict[tuple[str, Target | str], Cut]
 """The name of a value and its conversion over an earlier axis -> how the ranks of a later one cut what that gives."""
 
 
-def priced_as_slices(solutions: Sequence[Solution]) -> list[Solution]:
+def priced_as_slices(solutions: Sequence[PlannedAxis]) -> list[PlannedAxis]:
     """The plans of the axes, in their order, with the prices of what each sends beside the later ones."""
     cuts = list(map(_cuts, solutions))
     sliced = {path for path, layout in solutions[-1].plan.parameters.items() if isinstance(layout, Shard)}
     return [_priced(each, cuts[i + 1 :], sliced) for i, each in enumerate(solutions)]
 
 
-def _priced(solution: Solution, later: Sequence[Cuts], sliced: Collection[str]) -> Solution:
+def _priced(solution: PlannedAxis, later: Sequence[Cuts], sliced: Collection[str]) -> PlannedAxis:
     plan, problem = solution
     if not later:
         return solution
@@ -68,7 +68,7 @@ def _priced(solution: Solution, later: Sequence[Cuts], sliced: Collection[str]) 
 
     with sizes_as(problem.sizes):
         costs = replace(plan.costs, collectives=tuple(map(priced, plan.costs.collectives)))
-    return Solution(replace(plan, costs=costs), problem)
+    return PlannedAxis(replace(plan, costs=costs), problem)
 
 
 def _slice_of(value: Value, cuts: tuple[Cut, ...]) -> Value:
@@ -77,7 +77,7 @@ def _slice_of(value: Value, cuts: tuple[Cut, ...]) -> Value:
     return replace(value, shape=shape, nbytes=math.prod(shape) * value.dtype.itemsize)
 
 
-def _cuts(solution: Solution) -> Cuts:
+def _cuts(solution: PlannedAxis) -> Cuts:
     plan, nodes = solution.plan, solution.problem.graph.nodes
     found = [(n, plan.choices[n.name].results[0]) for n in nodes if is_collective(n.target) and n.name in plan.choices]
     return {

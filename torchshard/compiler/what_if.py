@@ -12,7 +12,7 @@ from torchshard.compiler.constraints import Constraints, check_memory, loaded
 from torchshard.compiler.program import Program, asked_again
 from torchshard.compiler.question import Question, of_a_file, question_from
 from torchshard.core.errors import InputError, PlanError
-from torchshard.planner.problem import Solution
+from torchshard.planner.problem import PlannedAxis
 from torchshard.planner.styles import StyleWord, read_pins
 from torchshard.plans.machine import MachineLike, read_machine, read_size
 from torchshard.plans.plan import Plan
@@ -64,11 +64,11 @@ def program_of(plan: Plan) -> Program | None:
         return None
     question = question_of(plan)
     with of_a_file("planned", PlanError, InputError):
-        made = _answer(replace(question, constraints=replace(question.constraints, plan=plan)))
+        made = _answer(replace(question, constraints=replace(question.constraints, plan=plan.last)))
     return program_of(made)
 
 
-def solutions_of(plan: Plan) -> list[Solution]:
+def solutions_of(plan: Plan) -> list[PlannedAxis]:
     """The plan of each mesh axis with the problem that it solves; none for a plan without a question."""
     program = program_of(plan)
     return [] if program is None else program.solutions

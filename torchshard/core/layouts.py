@@ -276,5 +276,5 @@ def dtype_text(dtype: torch.dtype) -> str:
 
 
 def type_text(dtype: torch.dtype, shape: Sequence[object]) -> str:
-    """Returns the type of a tensor as text: 'f32[2,8,16]'; with `core.words.split_text` also how ranks hold it."""
+    """Returns the type of a tensor as text: 'f32[2,8,16]'; with `core.sharding.split_text` also how ranks hold it."""
     return f"{dtype_text(dtype)}[{','.join(map(str, shape))}]"

@@ -10,7 +10,7 @@ import itertools
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple, TypeAlias
+from typing import Literal, NamedTuple, TypeAlias
 
 MODEL = "model"
 """The name of the model-parallel axis: what graphs call its group until a rank runs them."""
@@ -27,18 +27,31 @@ def data_names(number: int) -> list[str]:
     return [DATA] if number == 1 else [f"{DATA}{i}" for i in range(1, number + 1)]
 
 
+Data: TypeAlias = Literal["replicate", "shard", "shard_grad_op"]
+"""What ranks that divide the batch hold of the weights: all ("replicate", as in DDP); slices, which are gathered to
+compute with, and again in the backward ("shard", as in FSDP and ZeRO-3), or once ("shard_grad_op", as in ZeRO-2)."""
+Holds: TypeAlias = Literal["weights", "replicate", "shard", "shard_grad_op"]
+"""What the ranks along an axis hold: slices of the weights that they compute with, or parts of the batch."""
+
+
 @dataclass(frozen=True)
 class MeshAxis:
-    """An axis of a device mesh."""
+    """An axis of a device mesh. Axes of one name and size are equal, whatever they hold for a model."""
 
     size: int
     """The number of ranks along it."""
     name: str = MODEL
     label: str = field(default="", compare=False)
-    """What the user calls it, if not by its name."""
+    """The user's name for it, if it has one."""
+    holds: Holds = field(default="weights", compare=False)
 
     def __str__(self) -> str:
         return self.label or SHORT.get(self.name, self.name)
+
+    @property
+    def data(self) -> Data | None:
+        """How the ranks hold weights if they divide the batch; None if they divide the weights."""
+        return None if self.holds == "weights" else self.holds
 
     def coordinate(self, rank: int, group: str = "") -> Coordinate:
         """Returns the coordinate of a rank; `group` is the name of its group, by default that of the axis."""
@@ -68,7 +81,11 @@ Place: TypeAlias = Mapping[str, int]
 
 @dataclass(frozen=True)
 class Mesh:
-    """The axes over which the ranks are laid out; of consecutive ranks the place on the last one differs."""
+    """The axes over which the ranks are laid out, outermost first: consecutive ranks differ in the last one.
+
+    Of the mesh that a model is split over, all axes but the last divide the batch. The last one divides the weights;
+    it may divide the batch if it is the only one, and has one rank if the others do all.
+    """
 
     axes: tuple[MeshAxis, ...]
 
@@ -76,6 +93,21 @@ class Mesh:
     def size(self) -> int:
         """The number of ranks."""
         return math.prod(axis.size for axis in self.axes)
+
+    @property
+    def last(self) -> MeshAxis:
+        """The axis that a model is split over first."""
+        return self.axes[-1]
+
+    @property
+    def across(self) -> tuple[MeshAxis, ...]:
+        """The axes beside the last, which divide the batch."""
+        return self.axes[:-1]
+
+    @property
+    def parts(self) -> int:
+        """The number of parts of the batch."""
+        return math.prod(axis.size for axis in self.axes if axis.data)
 
     def places(self) -> list[dict[str, int]]:
         """Returns the places of all ranks, in their order."""

@@ -13,7 +13,7 @@ from torch import Tensor
 from torchshard.core.errors import DistributedError, InputError, ShardError
 from torchshard.core.layouts import Layout, Shard
 from torchshard.core.mesh import DATA, MODEL, Mesh, MeshAxis, Place
-from torchshard.core.words import Cuts, Word, cuts, local_shape, word
+from torchshard.core.sharding import Cuts, Sharding, local_shape
 from torchshard.distributed.consistency import SAME_CALL, Facts, gather_bytes, run_on_all_ranks, verify_equal
 from torchshard.distributed.group import ALONE, Group, is_initialized, lookup, own_group
 from torchshard.distributed.kernels import ReduceKind, gathered, reduced
@@ -25,7 +25,7 @@ T = TypeVar("T")
 class Held(Protocol):
     """A slice that knows which ranks hold the others, and how."""
 
-    sharding: Word
+    sharding: Sharding
     ranks: Ranks
 
 
@@ -103,15 +103,15 @@ class Ranks:
         """Where this rank is on the mesh."""
         return {axis: group.rank for axis, group in self.groups.items()}
 
-    def word(self, layouts: Mapping[str, Layout]) -> Word:
-        """The word of what has these layouts over axes by name, first to last."""
-        return word(*((self.mesh.axis(name), layout) for name, layout in layouts.items()))
+    def sharding(self, layouts: Mapping[str, Layout]) -> Sharding:
+        """The sharding of what has these layouts over axes by name, first to last."""
+        return Sharding.of(*((self.mesh.axis(name), layout) for name, layout in layouts.items()))
 
-    def cuts(self, of: Word) -> Cuts:
+    def cuts(self, of: Sharding) -> Cuts:
         """How this rank holds a tensor."""
-        return cuts(of, self.place)
+        return of.cuts(self.place)
 
-    def gathered(self, x: Tensor, of: Word, shape: Sequence[int]) -> Tensor:
+    def gathered(self, x: Tensor, of: Sharding, shape: Sequence[int]) -> Tensor:
         """The whole tensor of global `shape`, from all ranks' slices: a collective call."""
         held = self.cuts(of)
         for i, (axis, layout) in reversed([*enumerate(of)]):
@@ -125,11 +125,11 @@ class Ranks:
             x = reduced(x, op, group, eager=eager) if group.size > 1 else x
         return x
 
-    def groups_of(self, of: Word) -> list[Group]:
+    def groups_of(self, of: Sharding) -> list[Group]:
         """The groups over which a tensor is split."""
         return [self.groups[axis.name] for axis, layout in of if isinstance(layout, Shard)]
 
-    def holders(self, of: Word) -> tuple[int, int]:
+    def holders(self, of: Sharding) -> tuple[int, int]:
         """(this rank's number among those that hold the same slice, how many they are)."""
         split = self.groups_of(of)
         others = [group for group in self.groups.values() if group not in split]

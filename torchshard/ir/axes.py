@@ -8,7 +8,7 @@ from torch import Tensor, fx
 
 from torchshard.core.layouts import Layout
 from torchshard.core.mesh import MeshAxis, simulated
-from torchshard.core.words import WHOLE, Word, word
+from torchshard.core.sharding import UNSHARDED, Sharding
 from torchshard.ir.graph import values, whole_shapes
 from torchshard.ir.sizes import Names, value_text
 
@@ -46,11 +46,11 @@ def axis_of(collective: fx.Node) -> MeshAxis:
     return next((axis for axis in axes if axis.name == name), axes[-1])
 
 
-def words_of(node: fx.Node) -> list[Word]:
+def shardings_of(node: fx.Node) -> list[Sharding]:
     """How the ranks hold a node's results over all axes; none if it is not known of each axis."""
     of_axes, axes = layouts_of(node), axes_of(node.graph)
     along = [[(axis, layout) for layout in of_axes.get(axis.name, ())] for axis in axes]
-    return [word(*letters) for letters in zip(*along, strict=False)]
+    return [Sharding.of(*letters) for letters in zip(*along, strict=False)]
 
 
 def layouts_of(node: fx.Node) -> dict[str, tuple[Layout, ...]]:
@@ -69,8 +69,8 @@ def typed(node: fx.Node, names: Names) -> list[str]:
     results = values(node)
     if is_local(node.graph):
         return [value_text(value, names) for value in results]
-    known = zip_longest(results, whole_shapes(node), words_of(node)[: len(results)])
-    return [value_text(value, names, shape, held or WHOLE) for value, shape, held in known]
+    known = zip_longest(results, whole_shapes(node), shardings_of(node)[: len(results)])
+    return [value_text(value, names, shape, held or UNSHARDED) for value, shape, held in known]
 
 
 def tensors_typed(node: fx.Node, names: Names) -> list[str]:
@@ -82,7 +82,7 @@ def typed_as(node: fx.Node, axis: MeshAxis, layout: Layout, names: Names) -> str
     """The type of a one-tensor node if the ranks of an axis held it in this layout."""
     of_axes = {name: layouts[0] for name, layouts in layouts_of(node).items() if layouts}
     earlier = [(each, of_axes[each.name]) for each in earlier_axes(node.graph) if each.name in of_axes]
-    return value_text(node.meta["val"], names, whole_shapes(node)[0], word(*earlier, (axis, layout)))
+    return value_text(node.meta["val"], names, whole_shapes(node)[0], Sharding.of(*earlier, (axis, layout)))
 
 
 def converted(collective: fx.Node, names: Names) -> str:

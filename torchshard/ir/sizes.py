@@ -9,7 +9,7 @@ import sympy
 from torch import Tensor, fx
 
 from torchshard.core.layouts import dtype_text
-from torchshard.core.words import WHOLE, Word, split_text
+from torchshard.core.sharding import UNSHARDED, Sharding, split_text
 from torchshard.ir.graph import Size, carried_inputs, hint, is_tensor, placeholders, size_expr
 
 WORDS = ("batch", "length")
@@ -71,7 +71,7 @@ def value_text(
     value: object,
     names: Names = MappingProxyType({}),
     shape: Sequence[Size] | None = None,
-    held: Word = WHOLE,
+    held: Sharding = UNSHARDED,
 ) -> str:
     """'f32[batch,length,16]' for a tensor, 'batch*length' for a number, '' for None.
 

@@ -62,7 +62,7 @@ class Sliced(nn.Module):
                 tensor, layout = slice_of(tensor, Shard(dim), group.rank, group.size), Shard(dim, ((size, 1),))
             own = tensor.clone(memory_format=torch.contiguous_format)  # a view would keep the whole in memory
             own.requires_grad_(parameter.requires_grad)
-            of = ranks.word({MODEL: layout})
+            of = ranks.sharding({MODEL: layout})
             self.register_parameter(name, ShardedParameter.of(own, of, ranks, name, parameter.shape))
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:

@@ -28,7 +28,7 @@ from functools import partial
 
 from torch import fx
 
-from torchshard.core.mesh import Coordinate, MeshAxis
+from torchshard.core.mesh import Coordinate
 from torchshard.ir.graph import duplicate
 from torchshard.passes.annotate import annotate
 from torchshard.passes.bucket import bucket
@@ -51,7 +51,7 @@ from torchshard.passes.to_experts import send_to_experts, sends_to_experts
 from torchshard.passes.unsummed import Call, Part, leave_unsummed
 from torchshard.passes.verify import Stage, verify
 from torchshard.passes.widen import sums_wider, widen
-from torchshard.plans.plan import Plan
+from torchshard.plans.data import AxisPlan
 
 __all__ = [
     "Call", "Gradients", "Part", "Partition", "Segment", "annotate", "carry", "differentiate", "direct",
@@ -61,15 +61,11 @@ __all__ = [
 ]  # fmt: skip
 
 
-def rewrite(module: fx.GraphModule, plan: Plan, axis: MeshAxis | None = None) -> fx.GraphModule:
-    """Inserts the plan's collectives into a copy of the normalized graph; the copy holds for any rank.
-
-    Args:
-        axis: the mesh axis that they are over, if it has another name than the plan's.
-    """
+def rewrite(module: fx.GraphModule, plan: AxisPlan) -> fx.GraphModule:
+    """Inserts the plan's collectives into a copy of the normalized graph; the copy holds for any rank."""
     module.meta.setdefault("recordings", {})  # one for all plans of a captured graph, freed with it
     rewritten = duplicate(module)
-    rewritten.meta["axis"] = axis or plan.axis
+    rewritten.meta["axis"] = plan.axis
     passes: tuple[tuple[str, Callable[[fx.GraphModule], bool], Stage], ...] = (
         ("annotate", partial(annotate, plan=plan), "annotated"),
         ("insert", partial(insert, planned=plan.conversions), "inserted"),

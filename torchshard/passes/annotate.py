@@ -20,10 +20,10 @@ from torchshard.core.notation import Choice, Row
 from torchshard.core.paths import module_around
 from torchshard.ir.graph import bound_args, is_tensor_op, layout_of, node_row, uses_rng, where, whole_choice
 from torchshard.passes.nodes import int_arg, node_arg
-from torchshard.plans.plan import Plan
+from torchshard.plans.data import AxisPlan
 
 
-def annotate(module: fx.GraphModule, plan: Plan) -> bool:
+def annotate(module: fx.GraphModule, plan: AxisPlan) -> bool:
     """Sets meta 'layouts', 'choice', 'row' and 'recompute'; always returns that the graph has changed.
 
     Raises:
@@ -86,7 +86,7 @@ def serves(value: fx.Node, required: Layout) -> bool:
     return held == required or (not value.meta.get("needs_grad") and is_whole(held) and is_whole(required))
 
 
-def planned_choice(node: fx.Node, plan: Plan) -> Choice:
+def planned_choice(node: fx.Node, plan: AxisPlan) -> Choice:
     """The plan's choice for an op.
 
     Raises:

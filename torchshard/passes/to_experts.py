@@ -38,7 +38,7 @@ from torchshard.ir.graph import (
 )
 from torchshard.passes.nodes import node_arg
 from torchshard.passes.own_order import own_order_choice
-from torchshard.plans.plan import Plan
+from torchshard.plans.data import AxisPlan
 from torchshard.rules.experts import TOGETHER
 from torchshard.rules.linear_algebra import is_grouped
 
@@ -58,7 +58,7 @@ def send_to_experts(module: fx.GraphModule, axis: MeshAxis) -> bool:
     return bool(sending)
 
 
-def sends_to_experts(plan: Plan) -> bool:
+def sends_to_experts(plan: AxisPlan) -> bool:
     """Whether a plan is for a graph that does."""
     counts = [choice for name, choice in plan.choices.items() if name.startswith("expert_counts")]
     return any(choice.name == "split e" and len(choice.results) == 3 for choice in counts)

@@ -18,8 +18,7 @@ from torchshard.planner.costs import CostModel, Op
 from torchshard.planner.network import GraphConstraints
 from torchshard.planner.predict import predict
 from torchshard.planner.search import Excess, search
-from torchshard.plans.data import Costs
-from torchshard.plans.plan import Plan
+from torchshard.plans.data import AxisPlan, Costs
 
 
 @dataclass(frozen=True)
@@ -82,8 +81,8 @@ class PlanningProblem:
         return Costs(compute=compute, collectives=tuple(collectives))
 
 
-class Solution(NamedTuple):
+class PlannedAxis(NamedTuple):
     """The plan of one mesh axis, and the problem that it solves."""
 
-    plan: Plan
+    plan: AxisPlan
     problem: PlanningProblem

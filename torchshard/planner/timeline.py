@@ -15,7 +15,7 @@ from torch import fx
 
 from torchshard.distributed.ops import is_collective
 from torchshard.ir.graph import before_casts, is_weight
-from torchshard.planner.problem import Solution
+from torchshard.planner.problem import PlannedAxis
 from torchshard.plans.data import Collective, Sent
 
 Sends = list[tuple[Collective, Sent]]
@@ -90,12 +90,12 @@ def course(ops: Sequence[Work]) -> Course:
     return Course(starts, found, max([now, *free.values()]))
 
 
-def seconds_of_step(solutions: Sequence[Solution]) -> float:
+def seconds_of_step(solutions: Sequence[PlannedAxis]) -> float:
     """The seconds of a step over the axes of a mesh, in their order."""
     return course([*work_of_step(solutions).values()]).seconds
 
 
-def work_of_step(solutions: Sequence[Solution]) -> dict[str, Work]:
+def work_of_step(solutions: Sequence[PlannedAxis]) -> dict[str, Work]:
     """Op -> what it takes, in the order of the graph of the first axis."""
     first = solutions[0]
     prices = first.problem.prices(first.plan.choices)

@@ -6,17 +6,16 @@ import math
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Protocol, Self
+from typing import Any, Protocol, Self
 
 from torch import fx
 
-from torchshard.core import words
 from torchshard.core.conversions import Steps
 from torchshard.core.layouts import I, Layout, is_whole
-from torchshard.core.mesh import DATA, MeshAxis
+from torchshard.core.mesh import Data, Holds, MeshAxis
 from torchshard.core.notation import Choice
-from torchshard.core.words import Cut, Cuts, local_shape, split_text, word
-from torchshard.plans.machine import Data, Machine, size_text
+from torchshard.core.sharding import Cut, Cuts, Sharding, local_shape, split_text
+from torchshard.plans.machine import Machine, size_text
 
 
 @dataclass(frozen=True)
@@ -218,21 +217,18 @@ class Written:
 
 
 @dataclass(frozen=True)
-class PlanData:
-    """One choice per op, one layout per parameter."""
+class AxisPlan:
+    """One choice per op and one layout per parameter, over one axis of a mesh."""
 
-    world_size: int
-    """The number of ranks that it was made for."""
+    axis: MeshAxis
     parameters: Mapping[str, Layout]
     """The layout of each parameter and buffer, by its name in the model."""
     choices: Mapping[str, Choice]
     """The choice of each op, by the node's name."""
     conversions: Mapping[str, Steps] = field(default_factory=dict)
     """The conversions of each value that is required in another layout than it is produced in, by the node's name."""
-    stored: Mapping[str, Stored] = field(default_factory=dict, compare=False)
-    """The shape of each parameter and buffer."""
-    fingerprint: str = field(default="", compare=False)
-    """The signature of the model that it was made for: of names and shapes of parameters and buffers."""
+    inputs: Mapping[str, Layout] = field(default_factory=dict)
+    """The layout of each tensor that earlier calls have left in the arguments, by its place there."""
     costs: Costs = field(default_factory=Costs, compare=False)
     machine: Machine = field(default=Machine(), compare=False)
     """The machine that it was optimised for."""
@@ -240,24 +236,21 @@ class PlanData:
     """Whether it is for inputs of exactly the example inputs' sizes, so that batch or sequence may be split."""
     recompute: tuple[str, ...] = ()
     """The modules whose values backward computes again, in place of keeping them; none of them within another."""
-    inputs: Mapping[str, Layout] = field(default_factory=dict)
-    """The layout of each tensor that earlier calls have left in the arguments, by its place there."""
-    data: Data | None = None
-    """How the ranks hold weights if they divide the batch, of which each passes its own part; None: they do not."""
-    batch: Self | None = field(default=None, compare=False)
-    """The plan of the first axis over which the ranks divide the batch, for what this one leaves; it has that of the
-    next one, and the last one the memory of a rank."""
-    title: str = field(default="", compare=False)
-    """The class of the model and the sizes of the call that it was made for: 'GPT2LMHeadModel, batch 2, length 128'."""
-    label: str = field(default="", compare=False)
-    """What the user calls its axis of the mesh, if it has a name."""
-    source: Source | None = field(default=None, compare=False, repr=False)
-    """What it was made from; None for the plans of further axes, and for a file that was written without."""
+    holds: Holds = field(init=False, repr=False)
+    """That of the axis; a field, because equal axes may hold different things and equal plans may not."""
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "holds", self.axis.holds)
 
     @property
-    def graph(self) -> fx.GraphModule | None:
-        """The graph with its collectives; None for a plan that was loaded, and for those of further axes."""
-        return None if self.source is None else self.source.graph
+    def world_size(self) -> int:
+        """The number of ranks along the axis."""
+        return self.axis.size
+
+    @property
+    def data(self) -> Data | None:
+        """How the ranks hold weights if they divide the batch; None: they divide the weights."""
+        return self.axis.data
 
     @property
     def layouts(self) -> dict[str, Layout]:
@@ -265,20 +258,111 @@ class PlanData:
         return {**self.parameters, **self.inputs}
 
     @property
-    def over_batch(self) -> list[Self]:
-        """The plans of the axes over which the ranks divide the batch, one after the other."""
-        return [] if self.batch is None else [self.batch, *self.batch.over_batch]
+    def held(self) -> dict[str, Layout]:
+        """The layouts of parameters, buffers and the call's tensors of which each rank passes a part of the batch."""
+        return self.layouts if self.data else dict(self.parameters)
 
     @property
-    def over_all(self) -> list[Self]:
-        """This plan and those."""
-        return [self, *self.over_batch]
+    def splits_dynamic(self) -> bool:
+        """Whether it splits a dynamic size, in equal slices: it is for calls whose sizes divide."""
+        return any(choice.splits_dynamic for choice in self.choices.values())
+
+
+@dataclass(frozen=True)
+class PlanData:
+    """The plans of all axes of a mesh."""
+
+    axes: tuple[AxisPlan, ...]
+    """One for each axis, outermost first. All but the last divide the batch; `parameters`, `choices` and others of this
+    plan are those of the last."""
+    stored: Mapping[str, Stored] = field(default_factory=dict, compare=False)
+    """The shape of each parameter and buffer."""
+    fingerprint: str = field(default="", compare=False)
+    """The signature of the model that it was made for: of names and shapes of parameters and buffers."""
+    title: str = field(default="", compare=False)
+    """The class of the model and the sizes of the call that it was made for: 'GPT2LMHeadModel, batch 2, length 128'."""
+    source: Source | None = field(default=None, compare=False, repr=False)
+    """What it was made from; None for a file that was written without."""
+
+    @property
+    def last(self) -> AxisPlan:
+        """The plan of the last axis: the one that divides the weights, if one does."""
+        return self.axes[-1]
+
+    @property
+    def across(self) -> tuple[AxisPlan, ...]:
+        """The plans of the axes beside the last, which divide the batch."""
+        return self.axes[:-1]
+
+    @property
+    def in_order(self) -> tuple[AxisPlan, ...]:
+        """The plans in the order in which the graph is split over their axes: the last, then the others."""
+        return (self.last, *self.across)
+
+    def with_last(self, **fields: Any) -> Self:
+        """The plan with other fields of its last axis, such as `parameters` or `costs`."""
+        return replace(self, axes=(*self.across, replace(self.last, **fields)))
+
+    @property
+    def world_size(self) -> int:
+        """The number of ranks along the last axis."""
+        return self.last.world_size
+
+    @property
+    def parameters(self) -> Mapping[str, Layout]:
+        """The layout of each parameter and buffer over the last axis, by its name in the model."""
+        return self.last.parameters
+
+    @property
+    def choices(self) -> Mapping[str, Choice]:
+        """The choice of each op over the last axis, by the node's name."""
+        return self.last.choices
+
+    @property
+    def conversions(self) -> Mapping[str, Steps]:
+        """The conversions of values over the last axis, by the node's name."""
+        return self.last.conversions
+
+    @property
+    def inputs(self) -> Mapping[str, Layout]:
+        """The layout of each tensor that earlier calls have left in the arguments, by its place there."""
+        return self.last.inputs
+
+    @property
+    def splits_dynamic(self) -> bool:
+        """Whether it splits a dynamic size over the last axis: it is for calls whose sizes divide."""
+        return self.last.splits_dynamic
+
+    @property
+    def costs(self) -> Costs:
+        """What the last axis' plan costs."""
+        return self.last.costs
+
+    @property
+    def machine(self) -> Machine:
+        """The machine that it was optimised for."""
+        return self.last.machine
+
+    @property
+    def recompute(self) -> tuple[str, ...]:
+        """The modules whose values backward computes again."""
+        return self.last.recompute
+
+    @property
+    def static(self) -> bool:
+        """Whether it is for inputs of exactly the example inputs' sizes."""
+        return self.last.static
+
+    @property
+    def graph(self) -> fx.GraphModule | None:
+        """The graph with its collectives over the last axis; None for a plan that was loaded."""
+        return None if self.source is None else self.source.graph
 
     @property
     def step_seconds(self) -> dict[str, float]:
-        """What the seconds of a step are for, communication after computation, over all axes of the mesh."""
-        sent = [sum(c.seconds for c in each.costs.collectives) for each in self.over_all]
-        over_weights = 0.0 if self.data else sent.pop(0)
+        """The seconds of a step by cause, communication after computation, over all axes of the mesh."""
+        sent = [sum(c.seconds for c in each.costs.collectives) for each in self.in_order]
+        over_weights = 0.0 if self.last.data else sent.pop(0)
         computation, waits = sum(self.costs.compute.values()), sum(sent)
         if self.costs.step is not None:
             waits = self.costs.step - computation - over_weights
@@ -291,53 +375,29 @@ class PlanData:
     @property
     def hidden_seconds(self) -> float:
         """The seconds of a step in which a rank computes while the axes of the batch send."""
-        sent = sum(c.seconds for each in self.over_all if each.data for c in each.costs.collectives)
+        sent = sum(c.seconds for each in self.axes if each.data for c in each.costs.collectives)
         return sent - self.step_seconds["collectives over the batch's axes"]
 
     @property
     def step_memory(self) -> Mapping[str, float]:
         """The bytes that a step takes on a rank, by kind, if they were asked for."""
-        return self.over_all[-1].costs.memory
-
-    @property
-    def batches(self) -> Mapping[str, Layout]:
-        """The layouts of the call's tensors of which each rank passes its own part."""
-        return self.inputs if self.data else {}
-
-    @property
-    def held(self) -> dict[str, Layout]:
-        """What each rank has of parameters, buffers and the call's tensors."""
-        return {**self.parameters, **self.batches}
-
-    @property
-    def axis(self) -> MeshAxis:
-        """The mesh axis that it is for."""
-        return MeshAxis(self.world_size, label=self.label)
-
-    @property
-    def axes(self) -> list[MeshAxis]:
-        """Those of `over_all`."""
-        return [self.axis, *(MeshAxis(each.world_size, DATA, each.label) for each in self.over_batch)]
-
-    @property
-    def splits_dynamic(self) -> bool:
-        """Whether it splits a dynamic size, in equal slices: it is for calls whose sizes divide."""
-        return any(choice.splits_dynamic for choice in self.choices.values())
+        return self.in_order[-1].costs.memory
 
     def held_text(self, name: str) -> str:
         """How the ranks hold a parameter or buffer: '[4096@tp@dp,64]'."""
         stored = self.stored.get(name)
-        held = word(*zip(self.axes, (each.parameters.get(name, I) for each in self.over_all), strict=True))
-        return words.text(held) if stored is None else split_text(stored.shape, held)
+        held = Sharding.of(*((each.axis, each.parameters.get(name, I)) for each in self.in_order))
+        return held.text if stored is None else split_text(stored.shape, held)
 
     def cuts(self, name: str, place: Sequence[int] = ()) -> Cuts:
         """How a rank's slice of a parameter or buffer is cut out.
 
         Args:
-            place: the rank's numbers on the axes of `over_all`; those of the first rank, which holds the most, if none.
+            place: the rank's numbers on the axes, in the order of `in_order`; those of the first rank, which holds the
+                most, if none.
         """
-        ranks = place or [0] * len(self.over_all)
-        plans = zip(self.over_all, ranks, strict=True)
+        ranks = place or [0] * len(self.axes)
+        plans = zip(self.in_order, ranks, strict=True)
         return tuple(Cut(each.parameters.get(name, I), rank, each.world_size) for each, rank in plans)
 
     def parameter_bytes(self) -> tuple[int, int]:

@@ -131,7 +131,7 @@ def diff(a: PlanData, b: PlanData) -> str:
         lines.insert(0, "  they are plans of different models")
     if a.static != b.static:
         lines.append(f"  {'the second' if b.static else 'the first'} is for inputs of exactly one size")
-    before, after = (sum((each.costs.kinds for each in plan.over_all), Counter[str]()) for plan in (a, b))
+    before, after = (sum((each.costs.kinds for each in plan.axes), Counter[str]()) for plan in (a, b))
     lines += [f"  {k}: {before[k]} -> {after[k]}" for k in sorted(before | after) if before[k] != after[k]]
     figures = zip(_figures(a), _figures(b), strict=True)
     lines += [f"  {what}: {x} -> {y}" for (what, x), (_, y) in figures if x != y]
@@ -149,9 +149,9 @@ def _figures(plan: PlanData) -> Iterator[tuple[str, str]]:
     """What a plan is for, and what it costs over all axes of its ranks: (name, text)."""
     yield "for", plan.title
     yield "machine", plan.costs.machine
-    yield "the ranks divide", f"the batch ({plan.data})" if plan.data else "the weights"
+    yield "the ranks divide", f"the batch ({plan.last.data})" if plan.last.data else "the weights"
     yield "ranks", mesh_text(plan)
     yield "parameters on a rank", size_text(plan.parameter_bytes()[1])
-    yield "sent by a rank per step", size_text(sum(each.costs.nbytes for each in plan.over_all))
+    yield "sent by a rank per step", size_text(sum(each.costs.nbytes for each in plan.axes))
     yield "time per step", time_text(sum(plan.step_seconds.values()))
     yield "memory of a step", size_text(plan.step_memory["peak"]) if "peak" in plan.step_memory else "not estimated"

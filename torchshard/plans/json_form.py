@@ -6,17 +6,18 @@ import json
 import math
 from collections.abc import Mapping
 from dataclasses import asdict
-from typing import Any, cast, get_args
+from typing import Any, get_args
 
 from torchshard.core.conversions import BESIDE, TABLE, ConversionStep, Steps
 from torchshard.core.errors import InputError, PlanError, in_short
 from torchshard.core.layouts import Layout, Part, Shard, parse_layout
+from torchshard.core.mesh import Holds, MeshAxis
 from torchshard.core.notation import Choice
 from torchshard.core.types import is_of, texts
-from torchshard.plans.data import Collective, Costs, GatheredOps, PlanData, Sent, Stored, Written
-from torchshard.plans.machine import Data, Machine
+from torchshard.plans.data import AxisPlan, Collective, Costs, GatheredOps, PlanData, Sent, Stored, Written
+from torchshard.plans.machine import Machine
 
-VERSION = 4
+VERSION = 5
 """Of the JSON form."""
 
 
@@ -34,6 +35,16 @@ def write(plan: PlanData, question: Mapping[str, Any] | None = None) -> str:
 
 
 def _body(plan: PlanData) -> dict[str, Any]:
+    return {
+        "version": VERSION,
+        "title": plan.title,
+        "fingerprint": plan.fingerprint,
+        "stored": {name: asdict(stored) for name, stored in plan.stored.items()},
+        "axes": [_axis_body(each) for each in plan.axes],
+    }
+
+
+def _axis_body(plan: AxisPlan) -> dict[str, Any]:
     choices = {
         name: {
             "choice": c.name,
@@ -44,16 +55,13 @@ def _body(plan: PlanData) -> dict[str, Any]:
         for name, c in plan.choices.items()
     }
     collectives = [asdict(c) | {"source": str(c.source), "target": str(c.target)} for c in plan.costs.collectives]
-    body: dict[str, Any] = {
-        "version": VERSION,
-        "world_size": plan.world_size,
-        "fingerprint": plan.fingerprint,
-        "title": plan.title,
+    return {
+        "axis": asdict(plan.axis),
         "static": plan.static,
         "recompute": list(plan.recompute),
         "machine": plan.machine.fields,
         "parameters": {name: str(layout) for name, layout in plan.parameters.items()},
-        "stored": {name: asdict(stored) for name, stored in plan.stored.items()},
+        "inputs": {place: str(layout) for place, layout in plan.inputs.items()},
         "choices": choices,
         "conversions": {
             name: [[step.name, str(step.source), str(step.target)] for step in steps]
@@ -61,19 +69,10 @@ def _body(plan: PlanData) -> dict[str, Any]:
         },
         "costs": asdict(plan.costs) | {"collectives": collectives},
     }
-    if plan.label:
-        body["label"] = plan.label
-    if plan.data:
-        body["data"] = plan.data
-    if plan.inputs:
-        body["inputs"] = {place: str(layout) for place, layout in plan.inputs.items()}
-    if plan.batch is not None:
-        body["batch"] = _body(plan.batch)
-    return body
 
 
 def read(text: str, where: str) -> dict[str, Any]:
-    """The fields of the plan that was written, and of its `batch`; `where` names the text's origin in errors.
+    """The fields of the plan that was written; `where` names the text's origin in errors.
 
     Raises:
         PlanError: the text is no plan, one of another version, or cut short.
@@ -92,12 +91,25 @@ def read(text: str, where: str) -> dict[str, Any]:
 def _fields(body: dict[str, Any]) -> dict[str, Any]:
     if body["version"] != VERSION:
         raise ValueError(f"version {body['version']}, this library reads {VERSION}: plan again")
+    stored = {name: _stored(s) for name, s in is_of(dict, body["stored"]).items()}
+    axes = tuple(_axis_plan(each, stored) for each in is_of(list, body["axes"]))
+    if not axes:
+        raise ValueError("it has no axes")
+    return {
+        "axes": axes,
+        "stored": stored,
+        "fingerprint": is_of(str, body["fingerprint"]),
+        "title": is_of(str, body["title"]),
+        "source": Written(is_of(dict, body["question"])) if "question" in body else None,
+    }
+
+
+def _axis_plan(body: dict[str, Any], stored: Mapping[str, Stored]) -> AxisPlan:
     choices = {
         name: Choice(is_of(str, c["choice"]), _layouts(c["operands"]), _layouts(c["results"]), _axes(c["axes"]))
         for name, c in is_of(dict, body["choices"]).items()
     }
     parameters = {name: parse_layout(layout) for name, layout in is_of(dict, body["parameters"]).items()}
-    stored = {name: _stored(s) for name, s in is_of(dict, body["stored"]).items()}
     for name, layout in parameters.items():
         if name not in stored or (isinstance(layout, Shard) and layout.dim >= len(stored[name].shape)):
             shape = stored[name].shape if name in stored else "unknown"
@@ -105,27 +117,30 @@ def _fields(body: dict[str, Any]) -> dict[str, Any]:
     for name in stored:
         if name not in parameters:
             raise ValueError(f"{name} has no layout")
-    world = is_of(int, body["world_size"])
-    if world < 1:
-        raise ValueError(f"world_size {world}")
-    return {
-        "world_size": world,
-        "parameters": parameters,
-        "choices": choices,
-        "conversions": {name: _steps(steps) for name, steps in is_of(dict, body["conversions"]).items()},
-        "stored": stored,
-        "fingerprint": is_of(str, body["fingerprint"]),
-        "title": is_of(str, body.get("title", "")),
-        "costs": _costs(body["costs"]),
-        "machine": _machine(body["machine"]),
-        "static": is_of(bool, body["static"]),
-        "recompute": texts(body.get("recompute", [])),
-        "data": _data(body.get("data")),
-        "label": is_of(str, body.get("label", "")),
-        "inputs": {place: parse_layout(layout) for place, layout in is_of(dict, body.get("inputs", {})).items()},
-        "batch": _fields(is_of(dict, body["batch"])) if "batch" in body else None,
-        "source": Written(is_of(dict, body["question"])) if "question" in body else None,
-    }
+    return AxisPlan(
+        read_axis(body["axis"]),
+        parameters,
+        choices,
+        {name: _steps(steps) for name, steps in is_of(dict, body["conversions"]).items()},
+        {place: parse_layout(layout) for place, layout in is_of(dict, body["inputs"]).items()},
+        _costs(body["costs"]),
+        _machine(body["machine"]),
+        is_of(bool, body["static"]),
+        texts(body["recompute"]),
+    )
+
+
+def read_axis(body: object) -> MeshAxis:
+    """Reads an axis of a mesh from its fields.
+
+    Raises:
+        ValueError, TypeError, KeyError: it is not one.
+    """
+    fields = is_of(dict, body)
+    size, holds = is_of(int, fields["size"]), fields["holds"]
+    if size < 1 or holds not in get_args(Holds):
+        raise ValueError(f"an axis of {size} ranks that hold {holds!r:.40}")
+    return MeshAxis(size, is_of(str, fields["name"]), is_of(str, fields["label"]), holds)
 
 
 def _costs(body: object) -> Costs:
@@ -138,8 +153,8 @@ def _costs(body: object) -> Costs:
         _numbers(fields["memory"]),
         tuple(map(_gathered, is_of(list, fields["whole"]))),
         {int(ranks): _number(seconds) for ranks, seconds in is_of(dict, fields["fewer"]).items()},
-        None if fields.get("context") is None else is_of(int, fields["context"]),
-        None if fields.get("step") is None else _number(fields["step"]),
+        None if fields["context"] is None else is_of(int, fields["context"]),
+        None if fields["step"] is None else _number(fields["step"]),
     )
 
 
@@ -148,12 +163,6 @@ def _machine(body: object) -> Machine:
     fields = is_of(dict, body)
     numbers = {name: _number(value) for name, value in fields.items() if name != "name"}
     return Machine(is_of(str, fields["name"]), **numbers)
-
-
-def _data(value: object) -> Data | None:
-    if value is not None and value not in get_args(Data):
-        raise TypeError(f"expected one of {get_args(Data)}, got {value!r:.40}")
-    return cast(Data | None, value)
 
 
 def _number(value: object) -> float:
@@ -204,20 +213,15 @@ def _gathered(body: object) -> GatheredOps:
     )
 
 
-_NOTHING = {"kernel": "none", "nbytes": 0.0, "seconds": 0.0, "times": 1}
-"""What a file says that was written before anything was sent again in the backward."""
-
-
 def _sent(body: object) -> Sent:
     fields = is_of(dict, body)
-    times, hidden = is_of(int, fields["times"]), _number(fields.get("hidden", 0.0))
+    times, hidden = is_of(int, fields["times"]), _number(fields["hidden"])
     return Sent(is_of(str, fields["kernel"]), _number(fields["nbytes"]), _number(fields["seconds"]), times, hidden)
 
 
 def _collective(body: object) -> Collective:
     fields = is_of(dict, body)
-    named = {name: is_of(str, fields[name]) for name in ("value", "name", "origin", "module", "line", "type")}
-    named["into"] = is_of(str, fields.get("into", named["type"]))
+    named = {name: is_of(str, fields[name]) for name in ("value", "name", "origin", "module", "line", "type", "into")}
     if named["name"] not in (*TABLE, *BESIDE):
         raise ValueError(f"{named['name']!r} is not a collective")
     return Collective(
@@ -227,5 +231,5 @@ def _collective(body: object) -> Collective:
         consumers=texts(fields["consumers"]),
         forward=_sent(fields["forward"]),
         backward=_sent(fields["backward"]),
-        again=_sent(fields.get("again", _NOTHING)),
+        again=_sent(fields["again"]),
     )

@@ -28,6 +28,7 @@ from typing import Any, Literal, TypeAlias, get_args
 
 from torchshard.core.errors import InputError
 from torchshard.core.files import write_text
+from torchshard.core.mesh import Data
 
 GIGA, TERA = 1e9, 1e12
 MachineName = Literal[
@@ -36,9 +37,6 @@ MachineName = Literal[
 Axes = Literal["weights", "sequence", "all"]
 """Which dims may be split: those that weights bring into the model; the sequence too, where its length is a multiple of
 the number of ranks; or batch and sequence, for inputs of one size."""
-Data = Literal["replicate", "shard", "shard_grad_op"]
-"""What ranks that divide the batch hold of the weights: all, as in DDP; slices, which backward gathers again, as in
-FSDP and ZeRO-3; or slices that are gathered once in a step, as in ZeRO-2 and FSDP's SHARD_GRAD_OP."""
 Inputs = Literal["local", "global"]
 """What ranks that divide the batch pass: their own part, or the whole."""
 Mode = Literal["train", "infer"]
@@ -182,8 +180,6 @@ class Objective:
     """Globs of the modules whose values backward is to compute again."""
     trains: bool = True
     """Whether steps have a backward, and parameters an optimizer; else calls without gradients are planned."""
-    data: Data | None = None
-    """How the ranks hold weights if they divide the batch; None: they divide the weights, and each has the batch."""
     compiles: bool = False
     """Whether a rank's graphs are to be compiled, in which all sizes have to follow from those of the inputs."""
 
@@ -195,7 +191,6 @@ def objective(
     device: str = "cuda",
     recompute: str | Sequence[str] = (),
     mode: Mode = "train",
-    data: Data | None = None,
 ) -> Objective:
     """Reads the user's options.
 
@@ -208,21 +203,12 @@ def objective(
     axes_are = "dims of weights; 'sequence': that too; 'all': batch and sequence too"
     _check_option("axes", axes, Axes, "choice of axes", axes_are)
     _check_option("mode", mode, Mode, "mode", "steps with a backward; 'infer': calls without gradients")
-    if data is not None:
-        check_data(data)
     if mode == "infer" and recompute:
         raise InputError(
             "nothing is computed again without a backward",
             where='recompute= with mode="infer"',
             why="only values that a backward needs are kept, or computed again",
             attempt="without recompute=",
-        )
-    if data is not None and axes != "weights":
-        raise InputError(
-            "the ranks divide the batch, and nothing else",
-            where=f"axes={axes!r} with data={data!r}",
-            why="there is one axis of ranks",
-            attempt="without axes=",
         )
     from torchshard.distributed.process_groups import cpu_backend  # the command line reads names of machines without
 
@@ -239,7 +225,7 @@ def objective(
             attempt='recompute="layers.*", or several: ["layers.0", "layers.1"]',
         )
     size, trains = read_size(memory), mode == "train"
-    return Objective(found, size, axes, machine is None, globs, trains, data)
+    return Objective(found, size, axes, machine is None, globs, trains)
 
 
 def check_data(data: object) -> None:

@@ -97,9 +97,4 @@ class Plan(PlanData, Notebook):
         Raises:
             PlanError: the text is no plan, one of another version, or cut short.
         """
-        return _plan(json_form.read(text, where))
-
-
-def _plan(fields: dict[str, Any]) -> Plan:
-    batch = fields["batch"]
-    return Plan(**{**fields, "batch": None if batch is None else _plan(batch)})
+        return Plan(**json_form.read(text, where))

@@ -11,7 +11,8 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 
 from torchshard.core.columns import Notebook, columns
-from torchshard.plans.machine import Data, size_text, time_text
+from torchshard.core.mesh import Data
+from torchshard.plans.machine import size_text, time_text
 from torchshard.plans.plan import Plan
 
 HEADER = ("mesh", "data", "time", "compute", "over weights", "over batch", "memory per rank")

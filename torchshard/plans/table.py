@@ -18,7 +18,7 @@ from torchshard.core.columns import columns, counted, paragraph
 from torchshard.core.layouts import I
 from torchshard.core.mesh import ranks_text
 from torchshard.core.paths import number_ranges, star_differences, star_numbers
-from torchshard.plans.data import Collective, Costs, PlanData
+from torchshard.plans.data import AxisPlan, Collective, Costs, PlanData
 from torchshard.plans.machine import size_text, time_text
 
 ABSENT = "–"
@@ -104,7 +104,7 @@ def table(plan: PlanData) -> str:
     rows = [HEADER, *_tree(module_rows(plan))]
     shown = [i for i in range(len(HEADER)) if any(cells[i] for cells in rows[1:])]
     lines = [*map(paragraph, summary(plan)), "", *columns([[cells[i] for i in shown] for cells in rows])]
-    over = f", over {plan.label}" if plan.over_batch else ""
+    over = f", over {plan.last.axis.label}" if plan.across else ""
     return "\n".join([*lines, paragraph(LEGEND.format(over=over))])
 
 
@@ -149,7 +149,7 @@ ROOT: tuple[str, ...] = ()
 def summary(plan: PlanData) -> list[str]:
     """What the plan is for and what it costs, in a few lines."""
     costs = plan.costs
-    split = sum(any(each.parameters.get(name, I) != I for each in plan.over_all) for name in plan.parameters)
+    split = sum(any(each.parameters.get(name, I) != I for each in plan.axes) for name in plan.parameters)
     whole, held = plan.parameter_bytes()
     lines = [
         f"plan for {mesh_text(plan)}: {split} of {len(plan.parameters)} parameters and buffers are split, "
@@ -178,14 +178,14 @@ def summary(plan: PlanData) -> list[str]:
 
 
 def mesh_text(plan: PlanData) -> str:
-    """How many ranks the plan and those of further axes are for, outermost first: '2 × 4 ranks (dp × tp)'."""
-    return ranks_text([each.axis for each in (*plan.over_batch, plan)])
+    """The number of ranks along each axis of a plan, outermost first: '2 × 4 ranks (dp × tp)'."""
+    return ranks_text([each.axis for each in plan.axes])
 
 
-def batch_text(plan: PlanData) -> str:
+def batch_text(plan: AxisPlan) -> str:
     """What the ranks send over an axis that divides the batch."""
     return (
-        f"over {plan.label or 'another axis'}, {plan.world_size} parts of the batch ({plan.data}): "
+        f"over {plan.axis.label or 'another axis'}, {plan.world_size} parts of the batch ({plan.data}): "
         f"{_sent_text(plan.costs)}; {time_text(sum(c.seconds for c in plan.costs.collectives))}"
     )
 
@@ -201,7 +201,7 @@ def _sent_text(costs: Costs) -> str:
 
 def _of_batch(plan: PlanData) -> list[str]:
     """What dividing the batch over other axes costs beside the rest."""
-    lines = [f"  {batch_text(each)}" for each in plan.over_batch]
+    lines = [f"  {batch_text(each)}" for each in plan.across]
     parts, hidden = plan.step_seconds, plan.hidden_seconds
     total = sum(parts.values())
     most = max(parts, key=lambda name: parts[name])

@@ -61,9 +61,9 @@ def explain(model: Planned | Plan, module: str = "", level: Level = "table", ran
     solved = solutions_of(plan)
     problem = solved[0].problem if solved else None
     notes = [*([] if problem is None else expensive_pins(plan, problem)), *map(str, plan.costs.whole)]
-    lines = [*([""] if notes else []), *notes, "", *told(plan, problem)]
-    for each in plan.over_batch:
-        lines += ["", batch_text(each), *told(each, None)]
+    lines = [*([""] if notes else []), *notes, "", *told(plan, plan.last, problem)]
+    for each in plan.across:
+        lines += ["", batch_text(each), *told(plan, each, None)]
     return "\n".join([str(plan), *map(paragraph, lines)])
 
 
@@ -118,7 +118,7 @@ def _program(plan: Plan, rank: int) -> Program:
         raise InputError(
             "the plan has no graph",
             where="explain, draw",
-            why="its file does not hold the graph, or it is the plan of a further axis: the first plan has the graph",
+            why="its file does not hold the graph that it was made for",
             attempt="torchshard.plan(model, plan, ...), and what it returns",
         )
     ranks = program.mesh.size

@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 from torchshard.compiler.what_if import program_of
-from torchshard.core.words import local_shape
+from torchshard.core.sharding import local_shape
 from torchshard.plans.plan import Plan
 
 MOST = 64
@@ -39,8 +39,7 @@ class RankMemory(NamedTuple):
 
 def memory_of_ranks(plan: Plan) -> list[RankMemory]:
     """What each rank takes in a step of training, or in a call, by kind."""
-    outermost_first = [*plan.over_batch, plan]
-    places = [*itertools.product(*(range(each.world_size) for each in outermost_first))]
+    places = [*itertools.product(*(range(each.world_size) for each in plan.axes))]
     groups: dict[Shapes, list[int]] = {}
     for rank, place in enumerate(places):
         if len(places) <= MOST or rank in (0, len(places) - 1):

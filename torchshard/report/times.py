@@ -55,7 +55,7 @@ def shares(plan: Plan) -> list[Share]:
 
     for path, seconds in plan.costs.compute.items():
         share(path).computes += seconds
-    over_weights = [] if plan.data else plan.costs.collectives
+    over_weights = [] if plan.last.data else plan.costs.collectives
     for c in over_weights:
         share(c.place).waits += c.seconds
         share(c.place).hidden += sum(sent.hidden for sent in c.sent)
@@ -147,7 +147,7 @@ def _of_collective(c: Collective, sent: Sent, now: float, layer: str) -> Event:
 
 
 def _of_batch(plan: Plan, message: Message, layer: str) -> Event:
-    lane, c = f"over {plan.axes[message.axis]}", message.of
+    lane, c = f"over {plan.in_order[message.axis].axis}", message.of
     is_own = is_part(c.place, layer)
     return Event(lane, message.sent.message, c.value, message.start, message.sent.seconds, is_own=is_own)
 
@@ -207,7 +207,7 @@ def _ops(plan: Plan) -> Iterator[tuple[Any, ...]]:
 
 
 def _messages(plan: Plan) -> Iterator[tuple[Any, ...]]:
-    for each in plan.over_all:
+    for each in plan.axes:
         bandwidth, _ = each.machine.link(each.world_size)
         for sent in (sent for c in each.costs.collectives for sent in c.sent if sent.nbytes):
             by = "bandwidth" if 2 * sent.nbytes / bandwidth > sent.seconds + sent.hidden else "latency"

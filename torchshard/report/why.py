@@ -17,7 +17,7 @@ from torchshard.core.errors import PlanError
 from torchshard.core.paths import star_differences, star_node, star_numbers
 from torchshard.ir.graph import op_name, whole_choice
 from torchshard.planner.problem import Alternative, PlanningProblem
-from torchshard.plans.data import Collective
+from torchshard.plans.data import AxisPlan, Collective
 from torchshard.plans.machine import size_text, time_text
 from torchshard.plans.plan import Plan
 from torchshard.plans.table import held_otherwise
@@ -50,7 +50,7 @@ REASONS: Mapping[str, str] = {
 }
 
 
-def kinds_of(plan: Plan) -> list[list[Collective]]:
+def kinds_of(plan: AxisPlan) -> list[list[Collective]]:
     """The collectives of a plan that send something, those of equal layers together; the most expensive first."""
     groups: dict[object, list[Collective]] = {}
     for c in plan.costs.collectives:
@@ -61,9 +61,9 @@ def kinds_of(plan: Plan) -> list[list[Collective]]:
     return sorted(groups.values(), key=lambda alike: -sum(c.seconds for c in alike))
 
 
-def told(plan: Plan, problem: PlanningProblem | None) -> Iterator[str]:
-    """Each kind of collective in a few lines: what, where, why, what it costs, and what a step takes without it."""
-    kinds = kinds_of(plan)
+def told(plan: Plan, of_axis: AxisPlan, problem: PlanningProblem | None) -> Iterator[str]:
+    """Each kind of collective over an axis in a few lines: what, where, why, costs, a step without it."""
+    kinds = kinds_of(of_axis)
     nodes = {} if problem is None else {node.name: node for node in problem.graph.nodes}
     for i, alike in enumerate(kinds):
         first, count = alike[0], len(alike)
@@ -122,7 +122,7 @@ def _compared(plan: Plan, other: Alternative) -> str:
     slower = other.costs.seconds - plan.costs.seconds
     parts = [f"a step takes {time_text(abs(slower))} {'more' if slower >= 0 else 'less'}"]
     _, held = plan.parameter_bytes()
-    otherwise = dataclasses.replace(plan, parameters={name: other.parameters[name] for name in plan.parameters})
+    otherwise = plan.with_last(parameters={name: other.parameters[name] for name in plan.parameters})
     _, holds = otherwise.parameter_bytes()
     if abs(holds - held) > TOLD * held:
         parts.append(f"weights on a rank {size_text(abs(holds - held))} {'more' if holds > held else 'less'}")

@@ -29,6 +29,7 @@ from torchshard.distributed.ranks import Ranks
 from torchshard.ir.graph import placeholders, where
 from torchshard.ir.listing import listing
 from torchshard.ir.sizes import value_text
+from torchshard.plans.plan import Plan
 from torchshard.runtime import digests
 from torchshard.runtime.call_key import CallKey
 from torchshard.runtime.compiled import Compiled, RankProgram, graph_uses_rng
@@ -217,9 +218,8 @@ def verify_same_program(ranks: Ranks, made: RankProgram, call: PreparedCall) -> 
     ranks.verify(facts, what)
     ranks.verify(_constants(program), "the ranks' forwards read different tensors", PASSED)
     if made.of_batch:
-        ranks.verify(
-            {"the plans of the batch": " ".join(plan.to_json(question=False) for plan, _ in made.of_batch)}, what
-        )
+        of_batch = Plan(tuple(plan for plan, _ in made.of_batch))
+        ranks.verify({"the plans of the batch": of_batch.to_json(question=False)}, what)
         ranks.verify_along(program.axes[-1].name, {"the graph": listing(made.graph, sources=False)}, what)
 
     def verify_inputs() -> None:

@@ -28,7 +28,7 @@ from torchshard.core.errors import InputError
 from torchshard.core.layouts import I, Layout, P, Shard, dtype_text
 from torchshard.core.mesh import MeshAxis
 from torchshard.core.notation import Choice, Local, Row
-from torchshard.core.words import split_text, word
+from torchshard.core.sharding import Sharding, split_text
 from torchshard.distributed.group import Group
 from torchshard.weights.following import bound, call_of, planned
 
@@ -171,7 +171,7 @@ class CarriedSlice(Tensor):
     @property
     def type_text(self) -> str:
         """Its type and how the ranks hold it: 'f32[1,8@tp,5,64]'."""
-        return split_text(self.whole, word((MeshAxis(self.group.size), self.sharding)), dtype_text(self.dtype))
+        return split_text(self.whole, Sharding.of((MeshAxis(self.group.size), self.sharding)), dtype_text(self.dtype))
 
 
 _READS = frozenset({"__get__", "size", "dim", "stride", "numel", "detach", "__repr__", "is_floating_point"})

@@ -22,7 +22,7 @@ from torchshard.core.mesh import Coordinate
 from torchshard.distributed.ranks import Ranks
 from torchshard.ir.graph import is_kept_split, layout_of, result_layouts, results_of, uses_rng, writes
 from torchshard.passes import direct, localized
-from torchshard.planner.problem import Solution
+from torchshard.planner.problem import PlannedAxis
 from torchshard.plans.plan import Plan
 from torchshard.runtime.call_key import CallKey
 from torchshard.runtime.compilation import Compiler, can_compile
@@ -135,7 +135,7 @@ class RankProgram(NamedTuple):
     """Of the last mesh axis, with its collectives, global sizes."""
     coordinate: Coordinate
     """This rank's on that axis."""
-    of_batch: Sequence[Solution] = ()
+    of_batch: Sequence[PlannedAxis] = ()
     """The first rank's plans of the axes that divide the batch; the others follow them."""
 
     @staticmethod

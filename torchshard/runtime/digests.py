@@ -18,7 +18,7 @@ from torch._subclasses.fake_tensor import is_fake
 from torchshard.core.hashing import as_bytes, hash_tensor
 from torchshard.core.layouts import Shard
 from torchshard.core.mesh import Place
-from torchshard.core.words import Word, over, split
+from torchshard.core.sharding import Sharding
 from torchshard.ir.sizes import value_text
 from torchshard.weights.lazy import LazyTensor
 
@@ -97,13 +97,13 @@ def _place_weights(size: int, dtype: torch.dtype) -> Tensor:
     return ((places * 0.6180339887498949) % 1 + 0.5).to(dtype)
 
 
-def are_distinct(whole: Tensor, of: Word, place: Place, axis: str) -> bool:
+def are_distinct(whole: Tensor, of: Sharding, place: Place, axis: str) -> bool:
     """Whether slices of the first two ranks along an axis differ, so that equal ones later on were overwritten.
 
     Args:
         place: of a rank; the two are at the same place as it on the other axes.
     """
-    if not isinstance(over(of, axis), Shard) or not has_values(whole) or whole.layout != torch.strided:
+    if not isinstance(of.over(axis), Shard) or not has_values(whole) or whole.layout != torch.strided:
         return False
-    first, second = (split(whole.detach(), of, {**place, axis: rank}) for rank in range(2))
+    first, second = (of.local(whole.detach(), {**place, axis: rank}) for rank in range(2))
     return first.shape == second.shape and not torch.equal(first, second)

@@ -8,8 +8,9 @@ from functools import partial
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
-from torchshard.compiler.meshes import DataLike, MeshLike, RankAxes, mesh_sizes, read_mesh
+from torchshard.compiler.meshes import DataLike, MeshLike, mesh_sizes, read_mesh
 from torchshard.core.errors import DistributedError, InputError
+from torchshard.core.mesh import Mesh
 from torchshard.distributed.group import is_initialized
 from torchshard.distributed.process_groups import (
     Wanted,
@@ -24,7 +25,7 @@ DIFFERENT = "the ranks have different meshes"
 SAME_MESH = "the same mesh= on every rank"
 
 
-def join_ranks(mesh: MeshLike | None, data: DataLike | None) -> tuple[Ranks, RankAxes]:
+def join_ranks(mesh: MeshLike | None, data: DataLike | None) -> tuple[Ranks, Mesh]:
     """The ranks that share the work as a mesh says, with this one's place among them.
 
     Without groups it makes them, as `init_process_group` does.
@@ -41,17 +42,16 @@ def join_ranks(mesh: MeshLike | None, data: DataLike | None) -> tuple[Ranks, Ran
             everyone.run_on_all(partial(_check_named, data), DistributedError, DIFFERENT)
             everyone.verify({"the mesh": "none"}, DIFFERENT, SAME_MESH)
         axes = read_mesh(everyone.group.size, None, data)
-        return Ranks(everyone.group, labels=("", axes.axis.label)), axes
+        return Ranks(everyone.group, labels=("", axes.last.label)), axes
     if not is_initialized():
         init_for_mesh(partial(_wanted, mesh, data))
     everyone = Ranks.own()
     axes = everyone.run_on_all(partial(_axes_of, mesh, data, everyone), DistributedError, DIFFERENT)
-    along = [*(division.axis for division in axes.divisions), axes.axis]
-    everyone.verify({"the mesh": ", ".join(f"{axis} {axis.size}" for axis in along)}, DIFFERENT, SAME_MESH)
-    ranks = Ranks(everyone.group, labels=("", axes.axis.label))
-    if axes.divisions:
-        groups = along_data_axes([axis.size for axis in along[:-1]])
-        ranks = Ranks(everyone.group, everyone.replicas, groups, tuple(axis.label for axis in along))
+    everyone.verify({"the mesh": ", ".join(f"{axis} {axis.size}" for axis in axes.axes)}, DIFFERENT, SAME_MESH)
+    ranks = Ranks(everyone.group, labels=("", axes.last.label))
+    if axes.across:
+        groups = along_data_axes([axis.size for axis in axes.across])
+        ranks = Ranks(everyone.group, everyone.replicas, groups, tuple(axis.label for axis in axes.axes))
     if isinstance(mesh, DeviceMesh):
         ranks.run_on_all(partial(_check_groups, mesh, ranks), DistributedError, "the mesh is not one of the groups")
     return ranks, axes
@@ -78,13 +78,13 @@ def _wanted(mesh: MeshLike, data: DataLike | None) -> Wanted:
     Raises:
         InputError: see `read_mesh`.
     """
-    axis = read_mesh(_world_size(), mesh, data).axis
+    axis = read_mesh(_world_size(), mesh, data).last
     if isinstance(mesh, DeviceMesh) and axis.label:  # none where all axes divide the batch
         return Wanted(mesh=mesh[axis.label])
     return Wanted(axis.size)
 
 
-def _axes_of(mesh: MeshLike, data: DataLike | None, ranks: Ranks) -> RankAxes:
+def _axes_of(mesh: MeshLike, data: DataLike | None, ranks: Ranks) -> Mesh:
     """How these ranks share the work.
 
     Raises:
@@ -92,16 +92,16 @@ def _axes_of(mesh: MeshLike, data: DataLike | None, ranks: Ranks) -> RankAxes:
         DistributedError: they are not the groups of the mesh.
     """
     axes = read_mesh(_world_size(), mesh, data)
-    group, replicas = ranks.group, ranks.replicas
-    if (group.size, replicas.size) == (axes.axis.size, axes.across):
+    group, replicas, size = ranks.group, ranks.replicas, axes.last.size
+    if (group.size, replicas.size) == (size, axes.size // size):
         return axes
     made_by = "init_process_group"
-    attempt = f"init_process_group(group_size={axes.axis.size}), or none: shard makes them"
+    attempt = f"init_process_group(group_size={size}), or none: shard makes them"
     if is_made_for_mesh():
         made_by = "another model's mesh"
         attempt = f'mesh={{"dp": {replicas.size}, "tp": {group.size}}}; or destroy_process_group() between the models'
     raise DistributedError(
-        f"the groups are {replicas.size} of {group.size} ranks, and the mesh has {axes.across} of {axes.axis.size}",
+        f"the groups are {replicas.size} of {group.size} ranks, and the mesh has {axes.size // size} of {size}",
         where="mesh=",
         why=f"{made_by} has made the groups; the mesh is {mesh_sizes(mesh)}",
         attempt=attempt,

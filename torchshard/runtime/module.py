@@ -43,13 +43,13 @@ from torchshard.capture import (
 )
 from torchshard.capture.facts import ModelFacts
 from torchshard.compiler.batches import layouts_of_parts, whole_batch
-from torchshard.compiler.constraints import Constraints, Division, PlanLike, check_layouts, read_constraints
+from torchshard.compiler.constraints import Constraints, PlanLike, check_layouts, read_constraints
 from torchshard.compiler.program import Program, program
 from torchshard.core.autocast import autocasting
 from torchshard.core.columns import Notebook
 from torchshard.core.errors import CaptureError, DistributedError, InputError, PlanError, ShardError
 from torchshard.core.layouts import Layout, Shard
-from torchshard.core.mesh import MODEL
+from torchshard.core.mesh import MODEL, Mesh
 from torchshard.core.user_files import warn
 from torchshard.distributed.consistency import running, verify_equal
 from torchshard.distributed.group import CheckLevel, Group
@@ -148,7 +148,7 @@ class ShardedModule(State, Notebook):
         ranks: Ranks,
         aim: Objective | None = None,
         *,
-        divisions: Sequence[Division] = (),
+        mesh: Mesh | None = None,
         whole_batches: bool = False,
         cut: bool = True,
         weights: str | os.PathLike[str] | Weights | None = None,
@@ -157,15 +157,15 @@ class ShardedModule(State, Notebook):
         """Splits a model.
 
         Args:
-            divisions: how the ranks of the data axes divide the batch, if there are some.
+            mesh: what the ranks of each axis hold; None: those of one axis divide the weights.
             whole_batches: whether each rank passes the whole of a batch that they divide, and gets whole results.
         """
-        group = ranks.group
+        group, mesh = ranks.group, mesh or Mesh(ranks.mesh.axes[-1:])
 
         def read() -> tuple[Constraints, ModelFacts, Weights | None]:
             check_weights(model)
             facts = ModelFacts.of(model)
-            constraints = read_constraints(facts, plan, ranks.mesh.axes[-1], aim, divisions)
+            constraints = read_constraints(facts, plan, mesh, aim)
             check_layouts(facts, constraints.first_layouts(facts))
             if weights is None or isinstance(weights, Weights):
                 return constraints, facts, weights
@@ -176,9 +176,11 @@ class ShardedModule(State, Notebook):
         what = "the ranks can't shard this model together"
         constraints, of_model, loaded = ranks.run_on_all(read, PlanError, what)
         layouts = constraints.first_layouts(of_model)
-        of_batch = {each.axis.name: each.first_layouts(of_model) for each in constraints.of_batch} if divisions else {}
+        of_batch = dict[str, Mapping[str, Layout]]()
+        if mesh.across:
+            of_batch = {each.axis.name: each.first_layouts(of_model) for each in constraints.of_batch}
         if ranks.count > 1:
-            ways = [f"{each.axis} {each.data}" for each in divisions] or [str(constraints.data)]
+            ways = [f"{axis} {axis.data}" for axis in mesh.across] or [str(constraints.data)]
             asked = f"{', '.join(ways)}; {'global' if whole_batches else 'local'}"
             ranks.verify({"data= and inputs=": asked}, what, "the same data= and inputs= on every rank")
         verify_same_weights(model, ranks, () if loaded is None else loaded.tensors)
@@ -198,7 +200,7 @@ class ShardedModule(State, Notebook):
         self._ts_carried_places: set[str] = set()
         self._ts_numbers: set[str] = set()
         self._ts_history = History(group, type(model).__name__)
-        self._ts_across = History(ranks.replicas, type(model).__name__) if divisions else None
+        self._ts_across = History(ranks.replicas, type(model).__name__) if mesh.across else None
         observe_steps(self, model)
 
     def note_step(self, settings: str) -> None:
@@ -231,14 +233,14 @@ class ShardedModule(State, Notebook):
     @property
     def _batch_group(self) -> Group | None:
         """The group that divides the batch, if one does."""
-        if self._ts_constraints.divisions:
+        if self._ts_constraints.mesh.across:
             return self._ts_ranks.replicas
         return self._ts_group if self._ts_constraints.data else None
 
     @property
     def _batch_axes(self) -> tuple[str, ...]:
         """The names of the groups that divide the batch."""
-        if self._ts_constraints.divisions:
+        if self._ts_constraints.mesh.across:
             return tuple(each.axis.name for each in self._ts_constraints.of_batch)
         return (self._ts_group.name,) if self._ts_constraints.data else ()
 

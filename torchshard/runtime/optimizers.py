@@ -22,7 +22,6 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from torchshard.core.errors import InputError
 from torchshard.core.user_files import warn
-from torchshard.core.words import split
 from torchshard.weights.parameter import ShardedParameter, support_foreach
 from torchshard.weights.slice_values import SliceValue, check_other_group, unwatched, watched
 from torchshard.weights.state_slices import StateSlice, is_same_slice, place_of, place_text, wants_whole
@@ -360,7 +359,7 @@ def _cut(value: object, parameter: ShardedParameter) -> object:
     """This rank's slice of an optimizer's tensor for a whole parameter; anything else as it is."""
     if not isinstance(value, Tensor) or place_of(value) is not None or tuple(value.shape) != parameter.whole:
         return value
-    own = split(value, parameter.sharding, parameter.ranks.place)
+    own = parameter.sharding.local(value, parameter.ranks.place)
     # fused steps go through memory: the strides must be the parameter's
     return torch.empty_like(parameter.plain, dtype=value.dtype, device=value.device).copy_(own)
 

@@ -1,4 +1,4 @@
-"""The parameters and buffers of a sharded model: this rank's slices under the unsharded names, and their words.
+"""The parameters and buffers of a sharded model: this rank's slices under the unsharded names, and their shardings.
 
 `State` keeps them consistent with what users do to a module's tensors (move, cast, replace, load, copy), and holds the
 unsharded model without memory, from which graphs are captured.
@@ -24,8 +24,8 @@ from torchshard.core.hashing import hash_tensor
 from torchshard.core.layouts import I, Layout, Shard
 from torchshard.core.mesh import MODEL
 from torchshard.core.modules import named_tensors
+from torchshard.core.sharding import UNSHARDED, Sharding
 from torchshard.core.user_files import is_user_file
-from torchshard.core.words import WHOLE, Word, is_split, over, split
 from torchshard.distributed.consistency import gather_bytes
 from torchshard.distributed.group import Group
 from torchshard.distributed.ranks import Ranks
@@ -118,7 +118,7 @@ class State(ShardedSubmodule):
                 if name not in persistent:
                     module._non_persistent_buffers_set.add(leaf)
 
-    def _note_distinct(self, name: str, whole: Tensor, of: Word) -> None:
+    def _note_distinct(self, name: str, whole: Tensor, of: Sharding) -> None:
         """Notes whether the ranks' slices of a parameter differ, so that equal slices later on are an error."""
         for axis, distinct in self._ts_distinct.items():
             distinct[name] = are_distinct(whole, of, self._ts_ranks.place, axis)
@@ -129,7 +129,7 @@ class State(ShardedSubmodule):
         parameter = self._ts_parameters.get(name)
         if parameter is None or not _shares_memory(parameter, tensor):
             source = self._source_tensor(name)
-            parameter = ShardedParameter.of(tensor, self._word(name), self._ts_ranks, name, source.shape, self)
+            parameter = ShardedParameter.of(tensor, self._sharding(name), self._ts_ranks, name, source.shape, self)
             copy_attributes(source, parameter)
             parameter.grad = tensor.grad
             self._ts_parameters[name] = parameter
@@ -139,12 +139,12 @@ class State(ShardedSubmodule):
         """Marks all parameters and split buffers as this model's: PyTorch makes new ones in `cuda()` and in a copy."""
         for name, names in self._ts_names.items():
             entries, leaf = _slot(*self._owner(name))
-            tensor, of = cast(Tensor, entries[leaf]), self._word(names[0])
+            tensor, of = cast(Tensor, entries[leaf]), self._sharding(names[0])
             if isinstance(tensor, ShardedParameter):
                 tensor.sharding, tensor.owner = of, weakref.ref(self)
             elif isinstance(tensor, nn.Parameter):
                 entries[leaf] = self._parameter(names[0], tensor)
-            elif is_split(of):
+            elif of.is_split:
                 whole = SliceType(of, self._source_tensor(name).shape)
                 SliceValue.marked(tensor, whole, self._ts_ranks, names[0], weakref.ref(self))
 
@@ -248,7 +248,7 @@ class State(ShardedSubmodule):
         for name, tensor in current.items():
             first = self._ts_names[name][0]
             other = firsts.setdefault(id(tensor), first)
-            if other != first and not (self._ts_fixed and self._word(first) == self._word(other)):
+            if other != first and not (self._ts_fixed and self._sharding(first) == self._sharding(other)):
                 raise InputError(
                     f"{name!r} was tied to {other!r} after sharding",
                     where=f"parameter or buffer {name!r}",
@@ -317,10 +317,10 @@ class State(ShardedSubmodule):
         """The layout of each parameter and buffer over the group, by its first name."""
         return dict(self._ts_layouts)
 
-    def _word(self, name: str) -> Word:
+    def _sharding(self, name: str) -> Sharding:
         """How the ranks hold the parameter or buffer with this first name."""
         axes = {MODEL: self._ts_layouts, **self._ts_of_batch}
-        return self._ts_ranks.word({axis: layouts.get(name, I) for axis, layouts in axes.items()})
+        return self._ts_ranks.sharding({axis: layouts.get(name, I) for axis, layouts in axes.items()})
 
     @torch.inference_mode(False)  # a tensor that is made in inference mode could never be trained
     def _fix_layouts(self, layouts: Mapping[str, Layout]) -> None:
@@ -348,8 +348,8 @@ class State(ShardedSubmodule):
         self._ts_layouts.update(layouts)
         for name, tensor, is_same in swapped:
             if tensor.shape == self._source_tensor(name).shape:
-                of = self._word(self._ts_names[name][0])
-                own = split(tensor.detach(), of, self._ts_ranks.place)
+                of = self._sharding(self._ts_names[name][0])
+                own = of.local(tensor.detach(), self._ts_ranks.place)
                 tensor.data = self._ts_tensors[name].detach() if is_same else own
         self._own_tensors()
         self._ts_fixed, self._ts_watched = True, False
@@ -375,7 +375,7 @@ class State(ShardedSubmodule):
             self._hold(name, local.to(self._ts_tensors[name].device))
 
         def read() -> ReadSlices:
-            held = {name: self._word(name) for name in weights.tensors}
+            held = {name: self._sharding(name) for name in weights.tensors}
             return read_slices(weights.tensors, held, self._ts_ranks.place, put)
 
         weights.read = self._ts_ranks.run_on_all(read, InputError, "a rank can't read its weights")
@@ -389,15 +389,15 @@ class State(ShardedSubmodule):
         Raises:
             DistributedError: what several ranks hold differs, for they have read different files.
         """
-        of, what = {name: self._word(name) for name in tensors}, "the ranks read different weights"
+        of, what = {name: self._sharding(name) for name in tensors}, "the ranks read different weights"
         hashes = [
-            values_digest(t, SAMPLED) if is_split(of[name]) else hash_tensor(t.detach()) for name, t in tensors.items()
+            values_digest(t, SAMPLED) if of[name].is_split else hash_tensor(t.detach()) for name, t in tensors.items()
         ]
         for axis, group in self._ts_ranks.groups.items():
             gathered = gather_bytes(group, "shard", lambda: json.dumps(hashes).encode())
             everyone = [json.loads(data) for data in gathered]
             found = {name: [of_rank[i] for of_rank in everyone] for i, name in enumerate(tensors)}
-            split = {name for name in tensors if isinstance(over(of[name], axis), Shard)}
+            split = {name for name in tensors if isinstance(of[name].over(axis), Shard)}
             self._ts_distinct[axis] |= {name: name in split and len(set(here[:2])) == 2 for name, here in found.items()}
             whole = {name: here for name, here in found.items() if name not in split}
             self._ts_ranks.run_on_all(partial(_check_read, whole), DistributedError, what)
@@ -417,7 +417,7 @@ class State(ShardedSubmodule):
         return {name: t for name, t in self._ts_tensors.items() if self._ts_names[name][0] == name}
 
     def _cut(self, name: str, whole: Tensor) -> None:
-        of = self._word(name)
+        of = self._sharding(name)
         local = local_tensor(whole, of, self._ts_ranks.place).detach()
         self._hold(name, local if local.is_meta else local.to(self._ts_tensors[name].device))
         self._note_distinct(name, whole, of)
@@ -429,8 +429,8 @@ class State(ShardedSubmodule):
 
     def _whole(self, tensor: Tensor, name: str) -> Tensor:
         """The whole of a slice, gathered from all ranks; a whole tensor as it is."""
-        of = self._word(name)
-        if tensor.is_meta and is_split(of):
+        of = self._sharding(name)
+        if tensor.is_meta and of.is_split:
             return torch.empty_like(self._source_tensor(name), device="meta")
         return self._ts_ranks.gathered(tensor, of, self._source_tensor(name).shape)
 
@@ -454,12 +454,12 @@ class State(ShardedSubmodule):
             local = state.get(prefix + name)
             if is_whole and isinstance(local, Tensor):
                 state[prefix + name] = self._whole_copy(local, names[0])
-            elif isinstance(local, Tensor) and is_split(self._word(names[0])):
+            elif isinstance(local, Tensor) and self._sharding(names[0]).is_split:
                 state[prefix + name] = StateSlice.of(local, self._place(names[0]))
         return state
 
     def _place(self, name: str) -> SlicePlace:
-        return slice_place(name, self._word(name), self._ts_ranks.place, self._source_tensor(name).shape)
+        return slice_place(name, self._sharding(name), self._ts_ranks.place, self._source_tensor(name).shape)
 
     def cut_state(self, state: dict[str, object], prefix: str) -> None:
         """Puts this rank's slices in the place of whole tensors in a state dict: a collective call.
@@ -480,8 +480,8 @@ class State(ShardedSubmodule):
         for name, tensor in whole.items():
             first = self._ts_names[name][0]
             if tensor.shape == self._source_tensor(first).shape:
-                state[prefix + name] = split(tensor, self._word(first), self._ts_ranks.place)
-                self._note_distinct(first, tensor, self._word(first))
+                state[prefix + name] = self._sharding(first).local(tensor, self._ts_ranks.place)
+                self._note_distinct(first, tensor, self._sharding(first))
 
     def computed_buffers(self) -> dict[str, Tensor]:
         """The buffers that no state dict has, whole: a collective call."""
@@ -528,9 +528,9 @@ class State(ShardedSubmodule):
         for name, tensor in state.items():
             first = self._ts_names[name][0]
             with torch.no_grad():
-                self._ts_tensors[name].copy_(split(tensor, self._word(first), self._ts_ranks.place))
+                self._ts_tensors[name].copy_(self._sharding(first).local(tensor, self._ts_ranks.place))
             if name == first:
-                self._note_distinct(name, tensor, self._word(name))
+                self._note_distinct(name, tensor, self._sharding(name))
 
     def change_whole(self, part: nn.Module, change: Callable[[nn.Module], None], name: str) -> None:
         """Changes a part's tensors and attributes by code that needs them whole: a collective call.
@@ -557,8 +557,8 @@ class State(ShardedSubmodule):
                 entries[leaf] = before[name]
         for name, tensor in whole.items():
             with torch.no_grad():
-                self._ts_tensors[name].copy_(split(tensor.detach(), self._word(name), self._ts_ranks.place))
-            self._note_distinct(name, tensor.detach(), self._word(name))
+                self._ts_tensors[name].copy_(self._sharding(name).local(tensor.detach(), self._ts_ranks.place))
+            self._note_distinct(name, tensor.detach(), self._sharding(name))
         self._ts_assigned.add(path)
 
     def _whole_parameter(self, name: str) -> Tensor:
@@ -608,7 +608,7 @@ def _check_part(module: nn.Module, state: Mapping[str, object], prefix: str, *ot
 
 def _check_slice(name: str, held: Tensor, given: Tensor) -> None:
     """Raises InputError for the slice of another rank, number of ranks or plan, and for whole tensors."""
-    own = held.place if isinstance(held, Slice) else slice_place(name, WHOLE, {}, held.shape)
+    own = held.place if isinstance(held, Slice) else slice_place(name, UNSHARDED, {}, held.shape)
     place = place_of(given)
     fits = given.shape == held.shape if place is None else is_same_slice(place, own)
     if fits:

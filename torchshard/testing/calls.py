@@ -67,9 +67,8 @@ class CapturedCall:
             PlanError, CaptureError, InputError: as `torchshard.plan`.
         """
         axes = read_mesh(checked_world_size(ranks, mesh), mesh, data)
-        aim = objective(**{"machine": None, "device": device_type(self.model), "data": axes.data, **aims})
-        constraints = read_constraints(ModelFacts.of(self.model), plan, axes.axis, aim, axes.divisions)
-        constraints = constraints.with_layouts(layouts or {})
+        aim = objective(**{"machine": None, "device": device_type(self.model), **aims})
+        constraints = read_constraints(ModelFacts.of(self.model), plan, axes, aim).with_layouts(layouts or {})
         if not constraints.batch_parts:
             made = planned(self.captured, self.model, constraints)
         else:

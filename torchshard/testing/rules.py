@@ -33,6 +33,7 @@ from torchshard.ir.graph import mark_needs_grad, node_row, operands, values
 from torchshard.passes import rewrite
 from torchshard.planner.conversions import conversions_of
 from torchshard.planner.costs import CostModel
+from torchshard.plans.data import AxisPlan
 from torchshard.plans.machine import Machine
 from torchshard.plans.plan import Plan
 from torchshard.testing.calls import PlannedCall
@@ -114,13 +115,14 @@ class OpCall:
         model = _OneOp(self, choice)
         made = _OpGraph(model, model.inputs, choice, ranks)
         made.finish()
-        costs = CostModel(Machine(), MeshAxis(ranks))
+        axis = MeshAxis(ranks)
+        costs = CostModel(Machine(), axis)
         conversions = conversions_of(made.module.graph, costs, made.chosen, made.parameters)
-        plan = Plan(ranks, made.parameters, made.chosen, conversions)
+        plan = AxisPlan(axis, made.parameters, made.chosen, conversions)
         inputs = [n for n in made.module.graph.find_nodes(op="placeholder") if n.meta["kind"] == "input"]
         names = tuple(n.meta["path"] for n in inputs)
         captured = Captured(made.module, names, {}, flatten(()), Changes(), lambda *_, **__: True)
-        return PlannedCall(model, model.inputs, {}, Program(captured, plan, rewrite(made.module, plan)))
+        return PlannedCall(model, model.inputs, {}, Program(captured, Plan((plan,)), rewrite(made.module, plan)))
 
     def check(self, choice: Choice, ranks: int) -> Report:
         """Compares the op in parts with the op whole: results, written buffers and input gradients.

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from torchshard.core.layouts import Shard, parts_of, ranges
-from torchshard.core.words import Cuts
+from torchshard.core.sharding import Cuts
 
 Box = tuple[tuple[int, int], ...]
 """(start, stop) of each dim of a part of a tensor."""

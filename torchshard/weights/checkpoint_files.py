@@ -25,7 +25,7 @@ from torch import Tensor
 from torchshard.core.errors import InputError
 from torchshard.core.layouts import Shard, parts_of, parts_size
 from torchshard.core.mesh import DATA, MODEL, Mesh, MeshAxis
-from torchshard.core.words import Word, all_cuts, letters, local_shape, short_text, word
+from torchshard.core.sharding import Sharding, local_shape, placements_in
 from torchshard.weights.boxes import Box, overlaps
 from torchshard.weights.safetensors_files import FileTensor, StoredTensor, tensors_in
 
@@ -41,7 +41,7 @@ class SlicedTensor(StoredTensor):
     name: str
     dtype: torch.dtype
     shape: tuple[int, ...]
-    word: Word
+    sharding: Sharding
     """How the ranks held it."""
     slices: tuple[FileTensor, ...]
     """By the numbers of the ranks that held different ones; of a tensor that was whole on all ranks, one."""
@@ -50,7 +50,7 @@ class SlicedTensor(StoredTensor):
         """As `FileTensor.read`; it reads no more than the part has."""
         return sum(
             file.read(own, target, dtypes)
-            for cuts, file in zip(all_cuts(self.word), self.slices, strict=True)
+            for cuts, file in zip(self.sharding.all_cuts(), self.slices, strict=True)
             for own, target in overlaps(self.shape, cuts, box, into)
         )
 
@@ -149,9 +149,9 @@ def file_metadata(id_: str, name: str) -> dict[str, str]:
     return {"checkpoint": id_, "file": name}
 
 
-def layout_text(of: Word, shape: Sequence[int]) -> str:
+def layout_text(of: Sharding, shape: Sequence[int]) -> str:
     """How a tensor is held, and its whole shape: 'S(0; 7x8) 56,24'."""
-    return f"{short_text(of)} {','.join(map(str, shape))}"
+    return f"{of.short_text} {','.join(map(str, shape))}"
 
 
 def saved_id(folder: Path) -> str:
@@ -286,10 +286,10 @@ def _held(folder: Path, id_: str, files: Mapping[str, int], saved: Mesh | None) 
 def _sliced(path: Path, name: str, text: str, mesh: Mesh, held: _Held) -> SlicedTensor:
     word_part, _, sizes = text.rpartition(" ")
     try:
-        spelled, shape = letters(word_part, mesh), tuple(int(n) for n in sizes.split(",") if n)
+        spelled, shape = placements_in(word_part, mesh), tuple(int(n) for n in sizes.split(",") if n)
     except ValueError as error:
         raise broken(path, str(error), name) from error
-    of = word(*spelled)
+    of = Sharding.of(*spelled)
     if not all(_has_shape(layout, shape) for _, layout in spelled if isinstance(layout, Shard)):
         raise broken(path, f"{word_part} is no layout of shape {shape}", name)
     split = [axis.name for axis, layout in of if isinstance(layout, Shard)]
@@ -300,7 +300,7 @@ def _sliced(path: Path, name: str, text: str, mesh: Mesh, held: _Held) -> Sliced
             raise broken(tensor.path, "another file holds this rank's slice too", name)
     # the sizes come from names of files: no list of all slices is made unless as many are there
     is_complete = len(found) == math.prod(axis.size for axis, layout in of if isinstance(layout, Shard))
-    of_all = {tuple(cut.rank for cut in cuts): cuts for cuts in all_cuts(of)} if is_complete else {}
+    of_all = {tuple(cut.rank for cut in cuts): cuts for cuts in of.all_cuts()} if is_complete else {}
     if found.keys() != of_all.keys() or not is_complete:
         raise broken(path, f"of {word_part} the files hold the slices of ranks {sorted(held)}", name)
     slices = tuple(found[ranks] for ranks in of_all)

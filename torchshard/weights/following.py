@@ -38,7 +38,7 @@ from torchshard.core.layouts import I, Layout, Shard, is_whole, local_shape
 from torchshard.core.mesh import MeshAxis, Place
 from torchshard.core.notation import Choice, Row
 from torchshard.core.overloads import functional_overload
-from torchshard.core.words import Letter, Word, word
+from torchshard.core.sharding import Placement, Sharding
 from torchshard.rules import Call, TensorType, has_rule, is_random, row_of
 from torchshard.rules.pointwise import pointwise
 
@@ -49,7 +49,7 @@ Function = Callable[..., object]
 class SliceType(NamedTuple):
     """What a rank's tensor is a slice of."""
 
-    sharding: Word
+    sharding: Sharding
     whole: tuple[int, ...]
     """The shape of the whole tensor."""
 
@@ -290,10 +290,10 @@ class _Question:
         if lost is not None:
             return lost
         pairs = zip(axes, layouts, strict=True)
-        letters = [Letter(axis, layout) for axis, layout in pairs if isinstance(layout, Shard)]
+        letters = [Placement(axis, layout) for axis, layout in pairs if isinstance(layout, Shard)]
         if not letters:
             return None
-        return SliceType(word(*letters), whole) if len(letters) == len(axes) else Lost()
+        return SliceType(Sharding.of(*letters), whole) if len(letters) == len(axes) else Lost()
 
     def _local(self, of: SliceType) -> tuple[int, ...]:
         shape = of.whole

@@ -14,22 +14,21 @@ from typing import Final
 import torch
 from torch import Tensor, nn
 
-from torchshard.core import words
 from torchshard.core.mesh import Place
-from torchshard.core.words import WHOLE, Word, cuts, local_shape
+from torchshard.core.sharding import UNSHARDED, Sharding, local_shape
 from torchshard.weights.boxes import pieces
 from torchshard.weights.lazy import LazyTensor, compute
 from torchshard.weights.parts import Parts, Read, Wanted
 from torchshard.weights.progress import Progress
 
 
-def local_tensor(tensor: Tensor, word: Word, place: Place) -> Tensor:
+def local_tensor(tensor: Tensor, sharding: Sharding, place: Place) -> Tensor:
     """A rank's slice of a parameter or buffer; a Parameter stays one, with its requires_grad."""
     if tensor.is_meta:
-        shape = local_shape(tensor.shape, cuts(word, place))
+        shape = local_shape(tensor.shape, sharding.cuts(place))
         sliced = torch.empty(shape, dtype=tensor.dtype, device="meta")
     else:
-        sliced = words.split(tensor.detach(), word, place).clone(memory_format=torch.contiguous_format)
+        sliced = sharding.local(tensor.detach(), place).clone(memory_format=torch.contiguous_format)
     return nn.Parameter(sliced, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else sliced
 
 
@@ -64,7 +63,7 @@ class ReadSlices:
 
 
 def read_slices(
-    tensors: Mapping[str, Tensor], held: Mapping[str, Word], place: Place, use: Callable[[str, Tensor], None]
+    tensors: Mapping[str, Tensor], held: Mapping[str, Sharding], place: Place, use: Callable[[str, Tensor], None]
 ) -> ReadSlices:
     """Calls `use(name, slice)` with this rank's slice of each lazy tensor that files hold.
 
@@ -102,21 +101,21 @@ PREFETCHED_BYTES: Final = 1 << 26
 
 
 def _planned_reads(
-    tensors: Mapping[str, Tensor], held: Mapping[str, Word], place: Place
+    tensors: Mapping[str, Tensor], held: Mapping[str, Sharding], place: Place
 ) -> Iterator[tuple[str, Tensor, list[Read]]]:
     """(name, memory for the slice, the reads that fill it) of each tensor that can be read by parts."""
     parts = dict[int, Parts]()
     for name, tensor in tensors.items():
         if not isinstance(tensor, LazyTensor):
             continue
-        of_tape, own = parts.setdefault(id(tensor.tape), Parts(tensor.tape)), cuts(held.get(name, WHOLE), place)
+        of_tape, own = parts.setdefault(id(tensor.tape), Parts(tensor.tape)), held.get(name, UNSHARDED).cuts(place)
         local = torch.empty(local_shape(tensor.shape, own), dtype=tensor.dtype, device="cpu")
         reads = [of_tape.reads(Wanted(tensor.slot, piece.box, piece.of(local))) for piece in pieces(tensor.shape, own)]
         if all(some is not None for some in reads):
             yield name, local, [read for some in reads for read in some or ()]
 
 
-def local_state(model: nn.Module, held: Mapping[str, Word], place: Place) -> dict[str, Tensor]:
+def local_state(model: nn.Module, held: Mapping[str, Sharding], place: Place) -> dict[str, Tensor]:
     """A rank's slices of all parameters and buffers, by their first names."""
     named = (*model.named_parameters(), *model.named_buffers())
-    return {name: local_tensor(tensor, held.get(name, WHOLE), place) for name, tensor in named}
+    return {name: local_tensor(tensor, held.get(name, UNSHARDED), place) for name, tensor in named}

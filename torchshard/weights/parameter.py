@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from torchshard.core.errors import InputError
-from torchshard.core.words import Word
+from torchshard.core.sharding import Sharding
 from torchshard.distributed.ops import PLAIN
 from torchshard.distributed.ranks import Ranks
 from torchshard.weights.callers import called_from, is_users, method_of
@@ -73,7 +73,7 @@ class ShardedParameter(SliceValue, nn.Parameter):
     def of(
         cls,
         tensor: Tensor,
-        sharding: Word,
+        sharding: Sharding,
         ranks: Ranks,
         path: str,
         whole: Sequence[int],

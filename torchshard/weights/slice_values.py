@@ -29,7 +29,7 @@ from torch.utils.hooks import RemovableHandle
 
 from torchshard.core.errors import DistributedError, InputError
 from torchshard.core.hashing import hash_text
-from torchshard.core.words import WHOLE, Word, is_split
+from torchshard.core.sharding import UNSHARDED, Sharding
 from torchshard.distributed.group import ALONE, Group
 from torchshard.distributed.ranks import Ranks, widest
 from torchshard.weights.callers import acts_for_caller, called_from, caller, is_users
@@ -72,7 +72,7 @@ def watched(call: Callable[P, T]) -> Callable[P, T]:
 class Slice(Placed):
     """A tensor of which each rank holds a slice."""
 
-    sharding: Word = WHOLE
+    sharding: Sharding = UNSHARDED
     """How the parameter is distributed over the ranks."""
     ranks: Ranks = Ranks(ALONE)
     path: str = ""
@@ -85,7 +85,7 @@ class Slice(Placed):
     @property
     def is_split(self) -> bool:
         """Whether this is a part of the parameter, and not the whole."""
-        return is_split(self.sharding)
+        return self.sharding.is_split
 
     @property
     def place(self) -> SlicePlace:

@@ -23,7 +23,7 @@ from torch.utils import _pytree as pytree
 from torchshard.core.errors import InputError
 from torchshard.core.layouts import I
 from torchshard.core.mesh import Mesh, MeshAxis, Place
-from torchshard.core.words import Cut, Word, cuts, letter_names, parse, short_text, split_text
+from torchshard.core.sharding import Cut, Cuts, Sharding, axis_names, split_text
 from torchshard.weights.boxes import Piece, pieces, sizes
 from torchshard.weights.callers import called_from, caller, is_users
 from torchshard.weights.following import SliceType
@@ -40,27 +40,33 @@ _PLACE = "_torchshard_place"
 """The attribute of a tensor that holds its SlicePlace. It is part of the file format: saved tensors have it too."""
 
 
-def slice_place(name: str, of: Word, place: Place, whole: Sequence[int]) -> SlicePlace:
+def slice_place(name: str, of: Sharding, place: Place, whole: Sequence[int]) -> SlicePlace:
     """The place of a slice that the rank at a place of a mesh has."""
-    text, held = short_text(of), cuts(of, place) or (Cut(I, 0, 1),)
+    text, held = of.short_text, of.cuts(place) or (Cut(I, 0, 1),)
     if len(held) == 1:
         return name, text, held[0].rank, held[0].size, tuple(whole)
     return name, text, tuple(cut.rank for cut in held), tuple(cut.size for cut in held), tuple(whole)
 
 
-def held_at(place: SlicePlace) -> tuple[Word, Place]:
+def cuts_at(place: SlicePlace) -> Cuts:
+    """How a slice with this place is cut out."""
+    sharding, where = held_at(place)
+    return sharding.cuts(where)
+
+
+def held_at(place: SlicePlace) -> tuple[Sharding, Place]:
     """The word of what a slice is of, and where the rank that holds it is."""
     _, text, rank, size, _ = place
     ranks, sizes_ = (n if isinstance(n, tuple) else (n,) for n in (rank, size))
-    names = letter_names(text)
+    names = axis_names(text)
     mesh = Mesh(tuple(MeshAxis(size, name) for name, size in zip(names, sizes_, strict=True)))
-    return parse(text, mesh), dict(zip(names, ranks, strict=True))
+    return Sharding.parse(text, mesh), dict(zip(names, ranks, strict=True))
 
 
 def is_same_slice(a: SlicePlace, b: SlicePlace) -> bool:
     """Whether two places are one slice of one shape, by whatever names of tensors and axes."""
     try:
-        return cuts(*held_at(a)) == cuts(*held_at(b)) and tuple(a[4]) == tuple(b[4])
+        return cuts_at(a) == cuts_at(b) and tuple(a[4]) == tuple(b[4])
     except (ValueError, TypeError, AttributeError, IndexError):  # a file may hold anything
         return False
 
@@ -139,7 +145,7 @@ class Placed(Tensor):
     @property
     def pieces(self) -> list[Piece]:
         """The parts of the whole tensor that this slice is made of."""
-        return pieces(self.place[4], cuts(*held_at(self.place)))
+        return pieces(self.place[4], cuts_at(self.place))
 
     @property
     def plain(self) -> Tensor:
@@ -216,7 +222,7 @@ class StateSlice(Placed):
         return cast(SlicePlace, vars(self)[_PLACE])
 
     @property
-    def sharding(self) -> Word:
+    def sharding(self) -> Sharding:
         """How the whole tensor is distributed over the ranks."""
         return held_at(self.place)[0]
 
@@ -341,7 +347,7 @@ def _part_text(place: SlicePlace, shape: tuple[int, ...]) -> str:
     """'t[4:8, :]', or how its parts are joined."""
     whole = tuple(place[4])
     dims = _dims_in(whole, shape) or slice(0)
-    boxes = [piece.box[dims] for piece in pieces(whole, cuts(*held_at(place)))]
+    boxes = [piece.box[dims] for piece in pieces(whole, cuts_at(place))]
     texts = [", ".join(f"{a}:{b}" if n > 1 else ":" for (a, b), n in zip(box, shape, strict=True)) for box in boxes]
     return " and ".join(f"t[{text}]" for text in dict.fromkeys(texts))
 

@@ -131,7 +131,7 @@ def _names(shown: Sequence[Shown]) -> list[str]:
 
 
 def _facts(plan: Plan) -> tuple[str, str, str]:
-    ways = dict.fromkeys(each.data for each in plan.over_all if each.data)
+    ways = dict.fromkeys(each.data for each in plan.in_order if each.data)
     return mesh_text(plan), " and ".join(ways), plan.machine.name
 
 
@@ -163,14 +163,14 @@ def _figures(plan: Plan) -> dict[str, Tile]:
     def add(name: str, value: str, more: str = "", key: str = "") -> None:
         found[key or name] = Tile(value, f"{name}{more}")
 
-    axes = [each for each in plan.over_all if each.world_size > 1 or not plan.over_batch]
-    apart = [(f" over {each.label}", [each]) for each in axes] if len(axes) > 1 else []
-    for over, parts in (("", plan.over_all), *apart):
+    axes = [each for each in plan.in_order if each.world_size > 1 or not plan.across]
+    apart = [(f" over {each.axis.label}", [each]) for each in axes] if len(axes) > 1 else []
+    for over, parts in (("", plan.in_order), *apart):
         ahead, back = (sum(calls) for calls in zip(*(each.costs.calls for each in parts), strict=True))
         add(f"sent by a rank per step{over}", size_text(sum(each.costs.nbytes for each in parts)))
         add(f"collectives forward + backward{over}", f"{ahead} + {back}")
     kinds = Counter[str]()
-    for sent in (sent for each in plan.over_all for c in each.costs.collectives for sent in c.sent if sent.nbytes):
+    for sent in (sent for each in plan.in_order for c in each.costs.collectives for sent in c.sent if sent.nbytes):
         kinds[sent.message] += sent.times
     for kind, count in sorted(kinds.items()):
         add(kind, str(count))
@@ -186,7 +186,7 @@ def _tile(figure: Tile) -> str:
 
 
 def _most_expensive(side: Side) -> str:
-    kinds = [kind for each in side.plan.over_all for kind in kinds_of(each)]
+    kinds = [kind for each in side.plan.in_order for kind in kinds_of(each)]
     kinds.sort(key=lambda kind: -sum(c.seconds for c in kind))
     if not kinds:
         return ""

@@ -61,8 +61,8 @@ class _Figure:
     def __init__(self, plan: Plan, graph: fx.Graph, module: str, shown: Sequence[Station], prefix: str) -> None:
         self.module, self.shown, self.world = module, shown, plan.world_size
         self.paths, self.stripes = f"{prefix}paths", f"{prefix}stripes"
-        others = f" along {plan.axis}, of {mesh_text(plan)}; what goes over others is left out"
-        self.over = others if plan.over_batch else ""
+        others = f" along {plan.last.axis}, of {mesh_text(plan)}; what goes over others is left out"
+        self.over = others if plan.across else ""
         self.names: Names = size_names(graph)
         self.ranks = [*range(min(self.world, MOST_LANES))]
         if self.world > MOST_LANES:

@@ -20,7 +20,7 @@ from torchshard.core.conversions import TABLE, kernels, sent_bytes, source_and_t
 from torchshard.core.layouts import I, dtype_text, local_shape, whole_shape, with_parts
 from torchshard.core.mesh import MeshAxis
 from torchshard.core.paths import star_differences, star_node
-from torchshard.core.words import split_text, word
+from torchshard.core.sharding import Sharding, split_text
 from torchshard.distributed.ops import OPS, Begin, is_collective, is_or_begins_collective
 from torchshard.ir.axes import axes_of, axis_of, converted, layouts_of, tensors_typed
 from torchshard.ir.graph import hint, is_own_collective, is_tensor, is_view, layout_of, op_name, values
@@ -297,4 +297,4 @@ def _conversion(node: fx.Node, begin: Begin) -> tuple[str, float]:
     source, target = with_parts(source, target, node.all_input_nodes[0].meta["val"].shape, axis.size)
     shape = [hint(size) for size in whole_shape(value.shape, target)]
     sent = sent_bytes(row.kernel, math.prod(shape) * value.dtype.itemsize, source, target, shape, axis.size)
-    return split_text(shape, word((axis, source)), dtype_text(value.dtype)), sent
+    return split_text(shape, Sharding.of((axis, source)), dtype_text(value.dtype)), sent

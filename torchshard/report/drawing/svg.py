@@ -69,8 +69,8 @@ def picture(graph: fx.Graph, plan: Plan) -> str:
     curves, reach = _curves(graph, [(row, places[row]) for row in root.rows()], edge)
     legend = OF_STEP if is_local(graph) else LEGEND
     width = round(max(edge + reach, MARGIN + CHAR * max(map(len, legend))) + MARGIN)
-    ahead, back = (sum(ways) for ways in zip(*(each.costs.calls for each in plan.over_all), strict=True))
-    sent = size_text(sum(each.costs.nbytes for each in plan.over_all))
+    ahead, back = (sum(ways) for ways in zip(*(each.costs.calls for each in plan.in_order), strict=True))
+    sent = size_text(sum(each.costs.nbytes for each in plan.in_order))
     head = f"{mesh_text(plan)}, {calls_text(ahead, back)}, {sent} sent by each rank per step"
     return _ILLEGAL.sub("�", "\n".join([
         f'<svg xmlns="http://www.w3.org/2000/svg" width="{width}" height="{height}" viewBox="0 0 {width} {height}">',

@@ -49,7 +49,7 @@ class Side:
         self.main = main_values(graph)
         self.costs: dict[tuple[str, ...], Collective] = {}
         self.inside: dict[str, list[Collective]] = {}
-        for axis, of_axis in zip(axes_of(graph), plan.over_all, strict=True):
+        for axis, of_axis in zip(axes_of(graph), plan.in_order, strict=True):
             for c in of_axis.costs.collectives:
                 self.costs[axis.name, c.value, c.name, str(c.target)] = c
                 if c.is_inside:

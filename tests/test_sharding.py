@@ -1,4 +1,4 @@
-"""Laws of words, on meshes of two and three axes: uneven sizes, several letters on one dim, partial sums."""
+"""Laws of words, on meshes of two and three axes: uneven sizes, several placements on one dim, partial sums."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from torch import Tensor
 from torchshard.core import layouts
 from torchshard.core.layouts import I, Layout, P, R, Shard, is_whole
 from torchshard.core.mesh import Mesh, MeshAxis
-from torchshard.core.words import WHOLE, Cut, Word, cuts, dual, join, local_shape, parse, short_text, split, text, word
+from torchshard.core.sharding import UNSHARDED, Cut, Sharding, local_shape
 from torchshard.weights.boxes import Box, overlaps, pieces
 from torchshard.weights.state_slices import held_at, is_same_slice, slice_place
 
@@ -26,42 +26,42 @@ MESHES = [
 
 
 @st.composite
-def held(draw: st.DrawFn) -> tuple[Mesh, Tensor, Word]:
-    """A mesh, a tensor whose elements are all different, and a word for it."""
+def held(draw: st.DrawFn) -> tuple[Mesh, Tensor, Sharding]:
+    """A mesh, a tensor whose elements are all different, and a sharding for it."""
     mesh = draw(st.sampled_from(MESHES))
     heads = draw(st.integers(1, 7))
     shape = [heads * 2, draw(st.integers(0, 9)), draw(st.integers(1, 5))]
     tensor = torch.arange(torch.Size(shape).numel(), dtype=torch.float64).reshape(shape)
-    letters: list[tuple[MeshAxis, Layout]] = []
+    placements: list[tuple[MeshAxis, Layout]] = []
     for axis in draw(st.permutations(mesh.axes)):
         dim = draw(st.integers(0, 2))
-        first = all(not isinstance(layout, Shard) or layout.dim != dim for _, layout in letters)
+        first = all(not isinstance(layout, Shard) or layout.dim != dim for _, layout in placements)
         plain: list[Layout] = [I, R, P, Shard(dim)]
-        letters.append((axis, draw(st.sampled_from([*plain, Shard(0, ((heads, 2),))] if first and not dim else plain))))
-    return mesh, tensor, word(*letters)
+        placements.append((axis, draw(st.sampled_from([*plain, Shard(0, ((heads, 2),))] if first and not dim else plain))))
+    return mesh, tensor, Sharding.of(*placements)
 
 
 @given(held())
-def test_split_then_join_is_the_whole_on_each_rank_that_has_it(made: tuple[Mesh, Tensor, Word]) -> None:
+def test_split_then_join_is_the_whole_on_each_rank_that_has_it(made: tuple[Mesh, Tensor, Sharding]) -> None:
     mesh, tensor, of = made
-    slices = [split(tensor, of, place) for place in mesh.places()]
-    shapes = [local_shape(tensor.shape, cuts(of, place)) for place in mesh.places()]
+    slices = [of.local(tensor, place) for place in mesh.places()]
+    shapes = [local_shape(tensor.shape, of.cuts(place)) for place in mesh.places()]
     assert [tuple(piece.shape) for piece in slices] == shapes
-    wholes = join(slices, of, mesh)
+    wholes = of.join(slices, mesh)
     assert all(torch.equal(whole, tensor) for whole in wholes)
     whole_axes = [axis.size for axis in mesh.axes if is_whole(dict(of).get(axis, I))]
     assert len(wholes) == torch.Size(whole_axes).numel()
 
 
 @given(held(), st.data())
-def test_a_slice_is_made_of_parts_of_the_whole(made: tuple[Mesh, Tensor, Word], data: st.DataObject) -> None:
+def test_a_slice_is_made_of_parts_of_the_whole(made: tuple[Mesh, Tensor, Sharding], data: st.DataObject) -> None:
     mesh, tensor, of = made
-    of = word(*((axis, layout) for axis, layout in of if isinstance(layout, Shard)))
+    of = Sharding.of(*((axis, layout) for axis, layout in of if isinstance(layout, Shard)))
     ends = [sorted(data.draw(st.tuples(st.integers(0, n), st.integers(0, n)))) for n in tensor.shape]
     box = tuple((start, stop) for start, stop in ends)
     part = _part(tensor, box)
     for place in mesh.places():
-        own, local = cuts(of, place), split(tensor, of, place)
+        own, local = of.cuts(place), of.local(tensor, place)
         parts = [(piece.of(local), _part(tensor, piece.box)) for piece in pieces(tensor.shape, own)]
         assert all(torch.equal(of_slice, of_whole) for of_slice, of_whole in parts)
         assert sum(of_slice.numel() for of_slice, _ in parts) == local.numel()
@@ -85,13 +85,15 @@ def _part(tensor: Tensor, box: Box) -> Tensor:
 
 
 @given(held(), st.data())
-def test_words_have_one_spelling_that_can_be_read(made: tuple[Mesh, Tensor, Word], data: st.DataObject) -> None:
+def test_shardings_have_one_spelling_that_can_be_read(made: tuple[Mesh, Tensor, Sharding], data: st.DataObject) -> None:
     mesh, tensor, of = made
-    assert parse(text(of), mesh) == parse(short_text(of), mesh) == of == word(*of) == dual(dual(of))
+    assert (
+        Sharding.parse(of.text, mesh) == Sharding.parse(of.short_text, mesh) == of == Sharding.of(*of) == of.dual.dual
+    )
     place = data.draw(st.sampled_from(mesh.places()))
     read, at = held_at(slice_place("w", of, place, tensor.shape))
-    assert (read, cuts(read, at)) == (of, cuts(of, place))
-    assert (of == WHOLE) == (text(of) == "I")
+    assert (read, read.cuts(at)) == (of, of.cuts(place))
+    assert (of == UNSHARDED) == (of.text == "I")
 
 
 @pytest.mark.parametrize(
@@ -116,7 +118,7 @@ def test_slices_are_the_same_by_what_they_are_of_the_whole(a: Any, b: Any, same:
 
 
 @given(held(), st.data())
-def test_the_order_of_letters_counts_on_one_dim_alone(made: tuple[Mesh, Tensor, Word], data: st.DataObject) -> None:
+def test_the_order_of_placements_counts_on_one_dim_alone(made: tuple[Mesh, Tensor, Sharding], data: st.DataObject) -> None:
     mesh, tensor, of = made
     shuffled = data.draw(st.permutations(of))
     in_order = all(
@@ -125,15 +127,15 @@ def test_the_order_of_letters_counts_on_one_dim_alone(made: tuple[Mesh, Tensor, 
         for b in of[i + 1 :]
         if isinstance(a.layout, Shard) and isinstance(b.layout, Shard) and a.layout.dim == b.layout.dim
     )
-    assert (word(*shuffled) == of) is in_order
+    assert (Sharding.of(*shuffled) == of) is in_order
     if in_order:
         for place in mesh.places():
-            assert torch.equal(split(tensor, tuple(shuffled), place), split(tensor, of, place))
+            assert torch.equal(Sharding(shuffled).local(tensor, place), of.local(tensor, place))
 
 
 @given(held())
-def test_the_last_letter_of_a_dim_can_be_joined_over_its_own_axis(made: tuple[Mesh, Tensor, Word]) -> None:
-    """A conversion changes one letter: the ranks of its axis join what they hold, and no other rank takes part."""
+def test_the_last_placement_of_a_dim_can_be_joined_over_its_own_axis(made: tuple[Mesh, Tensor, Sharding]) -> None:
+    """A conversion changes one placement: the ranks of its axis join what they hold, and no other rank takes part."""
     mesh, tensor, of = made
     if not of:
         return
@@ -141,10 +143,10 @@ def test_the_last_letter_of_a_dim_can_be_joined_over_its_own_axis(made: tuple[Me
     groups: dict[tuple[int, ...], list[Tensor]] = {}
     for place in mesh.places():
         others = tuple(rank for i, rank in enumerate(place.values()) if i != at)
-        groups.setdefault(others, []).append(split(tensor, of, place))
+        groups.setdefault(others, []).append(of.local(tensor, place))
     for place in mesh.places():
         others = tuple(rank for i, rank in enumerate(place.values()) if i != at)
-        assert torch.equal(layouts.join(groups[others], layout), split(tensor, of[:-1], place)), axis
+        assert torch.equal(layouts.join(groups[others], layout), Sharding(of[:-1]).local(tensor, place)), axis
 
 
 @pytest.mark.parametrize(
@@ -157,6 +159,6 @@ def test_the_last_letter_of_a_dim_can_be_joined_over_its_own_axis(made: tuple[Me
         ("data: T", "invalid layout 'T'"),
     ],
 )
-def test_what_is_no_word_is_refused(wrong: str, why: str) -> None:
+def test_a_text_that_is_no_sharding_is_refused(wrong: str, why: str) -> None:
     with pytest.raises(ValueError, match=why):
-        parse(wrong, MESHES[0])
+        Sharding.parse(wrong, MESHES[0])
