@@ -18,6 +18,7 @@ import torch
 from torch import Tensor, fx
 from torch.fx.node import Argument
 
+from torchshard.core.hashing import spread
 from torchshard.ir.graph import duplicate, fake_mode, is_float
 
 NUDGE_SEED = 104729
@@ -84,7 +85,7 @@ def _is_moved(value: Tensor, operands: Sequence[Argument]) -> bool:
     known = torch.cat([elements.to(value.device) for elements in (*map(_numbers, tensors), written)])
     elements = _numbers(value)
     # a sample first: most ops compute new values, and the search through all elements is slow
-    sample = elements[:: max(1, len(elements) // SAMPLE_SIZE)][:SAMPLE_SIZE]
+    sample = spread(elements, SAMPLE_SIZE)[:SAMPLE_SIZE]
     return bool((sample[:, None] == known).any(1).all()) and bool(torch.isin(elements, known).all())
 
 

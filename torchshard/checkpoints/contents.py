@@ -24,7 +24,7 @@ from torch.optim import Optimizer
 
 from torchshard.capture import shared_names
 from torchshard.core.errors import InputError
-from torchshard.core.hashing import hash_tensor
+from torchshard.core.hashing import hash_tensor, spread
 from torchshard.core.layouts import Shard
 from torchshard.core.modules import named_tensors
 from torchshard.core.sharding import UNSHARDED, Sharding
@@ -269,14 +269,13 @@ def hashes(items: Mapping[str, Item], axis: str) -> dict[str, str]:
     found = {}
     for name, item in items.items():
         if not isinstance(item.sharding.over(axis), Shard):
-            flat = item.tensor.detach().reshape(-1)
-            step = max(1, flat.numel() // _SAMPLED) if item.sharding.is_split else 1
-            found[f"the values of {name}"] = f"{hash_tensor(flat[::step]):x}"
+            compared = spread(item.tensor, _SAMPLED) if item.sharding.is_split else item.tensor
+            found[f"the values of {name}"] = f"{hash_tensor(compared):x}"
     return found
 
 
 _SAMPLED: Final = 1 << 20
-"""How many elements of a large slice replicas compare, at most."""
+"""How many elements of a large slice replicas compare, at least."""
 
 
 # --- RNG states ------------------------------------------------------------------------------------------------------

@@ -40,6 +40,12 @@ def hash_tensor(tensor: Tensor) -> int:
     return total & (2**63 - 1)
 
 
+def spread(tensor: Tensor, count: int) -> Tensor:
+    """Returns at least `count` elements of a tensor at even distances, as one dim; all if it has fewer."""
+    flat = tensor.detach().reshape(-1)
+    return flat[:: max(1, len(flat) // count)]
+
+
 def as_bytes(tensor: Tensor) -> Tensor:
     """Returns a tensor's values in row-major order as bytes, aligned to 8 bytes so that they can be viewed as int64."""
     flat = tensor.detach().resolve_conj().resolve_neg().reshape(-1)

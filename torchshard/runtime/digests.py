@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import is_fake
 
-from torchshard.core.hashing import as_bytes, hash_tensor
+from torchshard.core.hashing import as_bytes, hash_tensor, spread
 from torchshard.core.layouts import Shard
 from torchshard.core.mesh import Place
 from torchshard.core.sharding import Sharding
@@ -45,16 +45,13 @@ def has_values(tensor: Tensor) -> bool:
 
 def values_digest(tensor: Tensor, most_bytes: int = WHOLE_BYTES) -> int:
     """A checksum of a tensor's values in their order; of a large tensor, of elements at even distances."""
-    flat = tensor.detach().reshape(-1)
-    if flat.numel() * flat.itemsize > most_bytes:
-        flat = flat[:: max(1, flat.numel() // SAMPLED)]
-    return zlib.crc32(as_bytes(flat).numpy().data)
+    compared = spread(tensor, SAMPLED) if tensor.numel() * tensor.itemsize > most_bytes else tensor
+    return zlib.crc32(as_bytes(compared).numpy().data)
 
 
 def device_digest(tensor: Tensor) -> Tensor:
     """A checksum like `values_digest` as an int64 tensor on the tensor's device, computed without waiting for it."""
-    flat = tensor.detach().reshape(-1)
-    flat = as_bytes(flat[:: max(1, flat.numel() // SAMPLED)]).long()
+    flat = as_bytes(spread(tensor, SAMPLED)).long()
     places = torch.arange(1, len(flat) + 1, device=flat.device) * 0x9E3779B1
     return ((flat + 1) * (places ^ (places >> 15))).sum()
 

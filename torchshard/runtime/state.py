@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 from torchshard.capture import copy_attributes, model_without_storage, shared_names, views_kept, without_storage
 from torchshard.core.errors import DistributedError, InputError
-from torchshard.core.hashing import hash_tensor
+from torchshard.core.hashing import hash_tensor, spread
 from torchshard.core.layouts import I, Layout, Shard
 from torchshard.core.mesh import MODEL
 from torchshard.core.modules import named_tensors
@@ -30,7 +30,7 @@ from torchshard.distributed.consistency import gather_bytes
 from torchshard.distributed.group import Group
 from torchshard.distributed.ranks import Ranks
 from torchshard.runtime.compiled import GraphCache
-from torchshard.runtime.digests import SAMPLED, are_distinct, describe_contents, values_digest
+from torchshard.runtime.digests import SAMPLED, are_distinct, describe_contents
 from torchshard.runtime.submodule import ShardedSubmodule, no_method
 from torchshard.weights.callers import method_of
 from torchshard.weights.folder import Weights
@@ -265,7 +265,7 @@ class State(ShardedSubmodule):
         for name in were_meta:
             tensor = self._ts_tensors[name]
             if not tensor.is_meta:
-                self._ts_uninitialized[name] = (tensor._version, _sample(tensor))
+                self._ts_uninitialized[name] = (tensor._version, hash_tensor(spread(tensor, 64)))
                 tensor.touched = False  # type: ignore[attr-defined]
         return self
 
@@ -300,9 +300,9 @@ class State(ShardedSubmodule):
 
         A write through `.data` leaves the version as it is, so taking `.data`, or other values in a sample, count too.
         """
-        for name, (version, sample) in list(self._ts_uninitialized.items()):
+        for name, noted in list(self._ts_uninitialized.items()):
             tensor = self._ts_tensors[name]
-            if getattr(tensor, "touched", False) or tensor._version != version or _sample(tensor) != sample:
+            if getattr(tensor, "touched", False) or (tensor._version, hash_tensor(spread(tensor, 64))) != noted:
                 del self._ts_uninitialized[name]
 
     # --- layouts -----------------------------------------------------------------------------------------------------
@@ -390,9 +390,7 @@ class State(ShardedSubmodule):
             DistributedError: what several ranks hold differs, for they have read different files.
         """
         of, what = {name: self._sharding(name) for name in tensors}, "the ranks read different weights"
-        hashes = [
-            values_digest(t, SAMPLED) if of[name].is_split else hash_tensor(t.detach()) for name, t in tensors.items()
-        ]
+        hashes = [hash_tensor(spread(t, SAMPLED) if of[name].is_split else t) for name, t in tensors.items()]
         for axis, group in self._ts_ranks.groups.items():
             gathered = gather_bytes(group, "shard", lambda: json.dumps(hashes).encode())
             everyone = [json.loads(data) for data in gathered]
@@ -656,12 +654,6 @@ def _types(tensors: Mapping[str, Tensor]) -> dict[str, tuple[torch.Size, torch.d
 
 def _shares_memory(a: Tensor, b: Tensor) -> bool:
     return a.untyped_storage()._cdata == b.untyped_storage()._cdata
-
-
-def _sample(tensor: Tensor) -> int:
-    """A hash of some of a tensor's elements."""
-    flat = tensor.detach().reshape(-1)
-    return hash_tensor(flat[:: max(1, len(flat) // 64)])
 
 
 def check_full_state(state: Mapping[str, Tensor], shapes: Mapping[str, Sequence[int]]) -> None:
