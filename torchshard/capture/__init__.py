@@ -7,7 +7,7 @@ trace                                    the call of torch.export, with
   entry_points, function_mode            a flat forward, and calls that export gets wrong
   whole_calls, recording                 Python code that stays one op
   modes, regions                         no_grad and autocast, op by op
-  seeding, rng_states                    random numbers that a graph would freeze
+  seeding, generators                    random numbers that a graph would freeze
   conditions, known_numbers              numbers that forward takes from buffers, known before a call
   value_checks                           checks of values that only raise
   replacements                           functions that fake tensors can't run

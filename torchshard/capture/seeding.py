@@ -2,7 +2,7 @@
 
 A custom Function that is kept whole may seed, because it runs again in each call of the graph; while it runs on fake
 tensors its seeding is only noted. Forwards that seed without calling `torch.manual_seed` and the like (through
-`torch.default_generator`) are found by `rng_states`.
+`torch.default_generator`) are found by `generators`.
 """
 
 from __future__ import annotations

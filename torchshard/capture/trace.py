@@ -26,6 +26,7 @@ from torchshard.capture.equal_layers import calls_recur, equal_layers
 from torchshard.capture.equal_sizes import equal_sizes, fixed_sizes
 from torchshard.capture.export_errors import capture_error
 from torchshard.capture.function_mode import CaptureMode, Slots, slots_of
+from torchshard.capture.generators import changed_generators, check_generators
 from torchshard.capture.known_numbers import note_placeholders
 from torchshard.capture.looks import look_like, types_of_originals
 from torchshard.capture.modes import note_modes
@@ -35,7 +36,6 @@ from torchshard.capture.recording import Recording, current_recording, use_recor
 from torchshard.capture.rehearsal import refuse_state, run_on_fakes
 from torchshard.capture.repeated import DifferentLayers, Repeats
 from torchshard.capture.replacements import replaced_functions
-from torchshard.capture.rng_states import changed_generators, check_generators
 from torchshard.capture.signature import Leaves, check_results, is_unchanged
 from torchshard.capture.state_before import StateBefore, without_exports_own
 from torchshard.capture.tools import without_tools

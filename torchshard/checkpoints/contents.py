@@ -281,7 +281,7 @@ _SAMPLED: Final = 1 << 20
 # --- RNG states ------------------------------------------------------------------------------------------------------
 
 
-def rng_states() -> dict[str, object]:
+def generator_states() -> dict[str, object]:
     """The states of this process's generators: PyTorch's, of the CPU and the current GPU, Python's and NumPy's."""
     states: dict[str, object] = {"cpu": torch.get_rng_state(), "python": random.getstate()}
     if torch.cuda.is_available() and torch.cuda.is_initialized():
@@ -289,7 +289,7 @@ def rng_states() -> dict[str, object]:
     return states | {"numpy": _numpy().get_state(legacy=False)}
 
 
-def set_rng_states(states: Mapping[str, Any]) -> None:
+def set_generator_states(states: Mapping[str, Any]) -> None:
     """Sets the generators to saved states."""
     torch.set_rng_state(states["cpu"])
     random.setstate(states["python"])
@@ -298,7 +298,7 @@ def set_rng_states(states: Mapping[str, Any]) -> None:
         torch.cuda.set_rng_state(states["cuda"])
 
 
-def check_rng_states(states: Mapping[str, Any]) -> None:
+def check_generator_states(states: Mapping[str, Any]) -> None:
     """Raises an error of any kind if the states can't be set."""
     torch.Generator().set_state(states["cpu"])
     random.Random().setstate(states["python"])

@@ -14,7 +14,7 @@ from torch.optim import Optimizer
 from torchshard.checkpoints.contents import (
     Item,
     Stateful,
-    check_rng_states,
+    check_generator_states,
     stateful_modules,
     tied_names,
 )
@@ -60,7 +60,7 @@ def saved_objects(checkpoint: Checkpoint, ranks: Ranks) -> tuple[dict[str, Any],
         objects: dict[str, Any] = {name: decode(part, allow_pickle=False) for name, part in both["objects"].items()}
         states = [decode(state, allow_pickle=False) for state in both["rng"]]
         for state in states:
-            check_rng_states(state)
+            check_generator_states(state)
         _check_objects(objects)
     except Exception as error:  # the bytes are not trusted, and decoding them may fail in any way
         raise broken(path, f"its objects are not what ts.save writes: {in_short(error)}") from error

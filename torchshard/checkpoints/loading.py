@@ -23,10 +23,10 @@ from torchshard.checkpoints.contents import (
     Item,
     Stateful,
     as_list,
+    generator_states,
     group_names,
     parameter_names,
-    rng_states,
-    set_rng_states,
+    set_generator_states,
     stateful_modules,
     unwrapped,
 )
@@ -189,11 +189,11 @@ class _Checked:
         for path, module in changeable.items():
             undo.append(functools.partial(module.set_extra_state, module.get_extra_state()))
             module.set_extra_state(self.objects["model"][path])
-        undo.append(functools.partial(set_rng_states, rng_states()))
+        undo.append(functools.partial(set_generator_states, generator_states()))
         if self.rng_states is None:
             warn("the checkpoint has no RNG states of this replica: they stay as they are")
         else:
-            set_rng_states(self.rng_states)
+            set_generator_states(self.rng_states)
 
     def _set_optimizer(self, number: int, optimizer: Optimizer, values: Mapping[str, Tensor]) -> None:
         saved, states = self.objects["optimizers"][number], dict[str, dict[str, object]]()

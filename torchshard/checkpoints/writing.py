@@ -14,7 +14,7 @@ from pathlib import Path
 from torch import Tensor
 
 from torchshard.checkpoints.completion import Completion
-from torchshard.checkpoints.contents import Contents, Item, rng_states
+from torchshard.checkpoints.contents import Contents, Item, generator_states
 from torchshard.core.errors import InputError, ShardError
 from torchshard.distributed.objects import encode
 from torchshard.distributed.ranks import Ranks
@@ -30,7 +30,7 @@ def begin_job(folder: Path, contents: Contents, objects: Mapping[str, bytes], ra
         InputError: it can't be made, some rank does not see it, or a tensor has a dtype that files have not.
     """
     id_ = ranks.leaders(secrets.token_hex(8).encode()).decode()
-    states = ranks.of_replicas(encode(rng_states(), allow_pickle=False))
+    states = ranks.of_replicas(encode(generator_states(), allow_pickle=False))
     data = folder / f"data-{id_}"
 
     def make() -> None:

@@ -83,9 +83,9 @@ class PreparedCall:
         return {f"input {name}": tensor for name, tensor in named if digests.is_elsewhere(tensor)}
 
     @property
-    def rng_state(self) -> str:
+    def rng_digest(self) -> str:
         """A hash of the RNG state, if the call's graph draws random numbers."""
-        return rng_state(self.tensors) if self.compiled is not None and self.compiled.uses_rng else ""
+        return rng_digest(self.tensors) if self.compiled is not None and self.compiled.uses_rng else ""
 
 
 def begin_verifying_call(
@@ -162,7 +162,7 @@ def _summary(call: PreparedCall, purpose: Purpose, snapshot: HistorySnapshot) ->
     shapes = [tuple(tensor.shape) for tensor in compared.tensors]
     # A graph keeps the digest of its key: the text of a key is long, and hashing it would take longer than the rest.
     key = call.key.digest if call.compiled is None else call.compiled.digest
-    rng = call.rng_state
+    rng = call.rng_digest
 
     def facts() -> dict[str, str]:
         shown = {"the arguments": "they fit", "the tensors of the call": ", ".join(compared.names) or "none"}
@@ -229,7 +229,7 @@ def verify_same_program(ranks: Ranks, made: RankProgram, call: PreparedCall) -> 
 
     ranks.on_replicas(verify_inputs, InputError, SAME_SHAPE)
     if graph_uses_rng(program.graph):
-        facts = {RNG_STATE: rng_state(call.tensors)}
+        facts = {RNG_STATE: rng_digest(call.tensors)}
         for group in (ranks.group, ranks.replicas):
             ranks.run_on_all(partial(verify_equal, group, facts, call_error, SAME_SHAPE), DistributedError, SAME_SHAPE)
 
@@ -245,7 +245,7 @@ def _constants(program: Program) -> dict[str, str]:
     return {f"{path}, read at {line}": digests.describe_content(constants[path]) for path, line in lines.items()}
 
 
-def rng_state(tensors: Sequence[Tensor]) -> str:
+def rng_digest(tensors: Sequence[Tensor]) -> str:
     """A hash of the state of the RNG that a call with these tensors draws from."""
     on_gpu = any(t.is_cuda for t in tensors)
     return f"{hash_tensor(torch.cuda.get_rng_state() if on_gpu else torch.get_rng_state()):x}"
