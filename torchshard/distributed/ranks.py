@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol, TypeVar
+from typing import Protocol, TypeVar
 
 import torch.distributed as dist
 from torch import Tensor
@@ -176,17 +176,4 @@ class Ranks:
 
     def on_replicas(self, on_group: Callable[[], T], error: Callable[..., ShardError], what: str) -> T:
         """Makes a call that fails on all ranks of a model or on none; where it fails, the other replicas raise too."""
-        failure: Exception | None = None
-        result: Any = None
-        try:
-            result = on_group()
-        except Exception as caught:
-            failure = caught
-
-        def passed() -> T:
-            if failure is not None:
-                raise failure
-            made: T = result
-            return made
-
-        return run_on_all_ranks(self.replicas, passed, error, what)
+        return run_on_all_ranks(self.replicas, on_group, error, what)
