@@ -14,7 +14,7 @@ from typing import Any, Final, TypeVar
 
 import torch.distributed as dist
 
-from torchshard.core.errors import DistributedError, ShardError
+from torchshard.core.errors import DistributedError, ShardError, first_line
 from torchshard.distributed.ranks import Ranks
 from torchshard.weights.safetensors_writer import replace_file
 
@@ -96,7 +96,7 @@ class Completion:
         except ShardError as error:
             raise failure or error from None
         except (RuntimeError, OSError) as error:  # the store is gone with the process that held it, or with the folder
-            raise failure or _failed(str(error).partition("\n")[0]) from None
+            raise failure or _failed(first_line(error)) from None
 
     def _lead(self, commit: Callable[[], None]) -> None:
         end = "rank 0 could not complete it"

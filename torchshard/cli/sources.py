@@ -31,7 +31,7 @@ from torchshard.checking.processes import check_processes
 from torchshard.cli.folders import has_weights, note, with_weights
 from torchshard.compiler.constraints import PlanLike
 from torchshard.compiler.meshes import DataLike, checked_world_size, read_mesh
-from torchshard.core.errors import InputError, ShardError, in_short
+from torchshard.core.errors import InputError, ShardError, first_line, in_short
 from torchshard.core.user_files import is_user_file
 from torchshard.plans.machine import Axes, MachineLike, objective
 from torchshard.weights.transformers_models import cast_kept, lazy_pretrained
@@ -171,7 +171,7 @@ def _from_factory(name: str, real: bool) -> Source:
         raise InputError(
             f"{name!r} returns no model: {type(error).__name__}",
             where=_last_line(error),
-            why=_first_line(error),
+            why=first_line(error),
             attempt=f"package.module:function, without arguments, from the folder in which that can be imported{meta}",
         ) from error
     finally:
@@ -273,10 +273,6 @@ def _turn_off_caches(model: nn.Module) -> None:
         config: Any = getattr(module, "config", None)
         if hasattr(config, "use_cache"):
             config.use_cache = False
-
-
-def _first_line(error: BaseException) -> str:
-    return (str(error).splitlines() or [type(error).__name__])[0]
 
 
 def _last_line(error: BaseException) -> str:

@@ -13,7 +13,7 @@ from torch import Tensor, fx, nn
 
 from torchshard.capture import flatten_call
 from torchshard.compiler.program import prepared
-from torchshard.core.errors import CaptureError, InputError
+from torchshard.core.errors import CaptureError, InputError, first_line
 from torchshard.ir.graph import hint, results_of
 
 CACHES = ("cache", "past_key_values", "cache_params")
@@ -46,7 +46,7 @@ def decode_example(model: nn.Module, batch: int, length: int) -> tuple[dict[str,
         try:
             captured = prepared(model, (), prompt, dynamic=False, trains=False)
         except CaptureError as error:
-            raise _no_decoder(model, str(error).partition("\n")[0]) from error
+            raise _no_decoder(model, first_line(error)) from error
     captured.finish(list(map(_shaped, results_of(captured.graph.graph))), flatten_call(model, (), prompt).arguments)
     return {"input_ids": ids[:, :1], taken[0]: cache}, captured.changes.names
 

@@ -25,6 +25,11 @@ class ShardError(Exception):
         super().__init__("\n".join([what, *(f"  {label} {text}" for label, text in rows if text)]))
 
 
+def first_line(error: BaseException) -> str:
+    """An error's text up to its first line break."""
+    return str(error).partition("\n")[0]
+
+
 def in_short(error: BaseException) -> str:
     """Any exception's type and the first line of what it says: `ValueError: no such dim`."""
     return f"{type(error).__name__}: {error}".partition("\n")[0]

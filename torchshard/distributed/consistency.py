@@ -32,11 +32,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from torchshard.core.errors import DistributedError, ShardError
+from torchshard.core.errors import DistributedError, ShardError, first_line
 from torchshard.core.hashing import hash_text
 from torchshard.distributed.call_site import call_site, verified_site
 from torchshard.distributed.group import CheckLevel, Group
-from torchshard.distributed.handshake import different_error, exchange, first_line, header, missing_error
+from torchshard.distributed.handshake import different_error, exchange, header, missing_error
 from torchshard.distributed.memory import MemoryProcessGroup, Numbers, call_of
 from torchshard.distributed.wire import begin, finish, note, settle
 

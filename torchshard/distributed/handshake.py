@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from torchshard.core.errors import DistributedError
+from torchshard.core.errors import DistributedError, first_line
 from torchshard.core.hashing import hash_text
 from torchshard.distributed.call_site import verified_site
 from torchshard.distributed.group import Group
@@ -228,11 +228,6 @@ def _attempt(missing: dict[int, str], rank: int, step: Callable[..., T], *args: 
 def _wait(work: dist.Work | None, seconds: float) -> None:
     if work is not None:  # torch.distributed returns None to a process outside of the group
         work.wait(timedelta(seconds=seconds))
-
-
-def first_line(error: Exception) -> str:
-    """An error's text up to its first line break."""
-    return str(error).partition("\n")[0]
 
 
 def _reason(error: Exception) -> str:

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, NamedTuple, cast
 import torch
 import torch.distributed as dist
 
-from torchshard.core.errors import DistributedError, InputError
+from torchshard.core.errors import DistributedError, InputError, first_line
 from torchshard.core.mesh import DATA, MODEL, data_names
 from torchshard.distributed.consistency import run_on_all_ranks, verify_call, verify_following_call
 from torchshard.distributed.group import (
@@ -202,7 +202,7 @@ def _begin(backend: str | None, timeouts: Timeouts, owned: _World) -> None:
         raise DistributedError(
             "the ranks did not find each other",
             where=f"init_process_group, rank {os.environ['RANK']} of {os.environ['WORLD_SIZE']}",
-            why=str(error).partition("\n")[0],
+            why=first_line(error),
             attempt="the same MASTER_ADDR and MASTER_PORT for all of them, as torchrun sets; all started within "
             f"start_seconds={timeouts.start:g}",
         ) from error
@@ -416,7 +416,7 @@ def _new_group(ranks: list[int], seconds: float, owned: _World, backend: str | N
         raise DistributedError(
             f"ranks {ranks} of the world could not make a group",
             where=f"init_process_group, rank {dist.get_rank()} of {dist.get_world_size()}",
-            why=str(error).partition("\n")[0],
+            why=first_line(error),
             attempt="call init_process_group on every rank, with the same arguments",
         ) from error
     owned.process_groups.append(process_group)

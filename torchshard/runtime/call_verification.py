@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 from torchshard.capture import Leaves
 from torchshard.compiler.program import Program
-from torchshard.core.errors import DistributedError, InputError, ShardError
+from torchshard.core.errors import DistributedError, InputError, ShardError, first_line
 from torchshard.core.hashing import hash_tensor, hash_text
 from torchshard.core.layouts import Layout
 from torchshard.distributed.consistency import begin_verifying, verify_equal
@@ -152,8 +152,8 @@ class _Summary(NamedTuple):
 
 
 def _summary_of_refusal(refusal: ShardError, purpose: Purpose) -> _Summary:
-    first_line = str(refusal).partition("\n")[0]
-    return _Summary(f"{first_line} {purpose}", lambda: {"the arguments": first_line, "the purpose": purpose})
+    why = first_line(refusal)
+    return _Summary(f"{why} {purpose}", lambda: {"the arguments": why, "the purpose": purpose})
 
 
 def _summary(call: PreparedCall, purpose: Purpose, snapshot: HistorySnapshot) -> _Summary:
