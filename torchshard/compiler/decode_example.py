@@ -14,6 +14,7 @@ from torch import Tensor, fx, nn
 from torchshard.capture import flatten_call
 from torchshard.compiler.program import prepared
 from torchshard.core.errors import CaptureError, InputError, first_line
+from torchshard.core.types import is_count
 from torchshard.ir.graph import hint, results_of
 
 CACHES = ("cache", "past_key_values", "cache_params")
@@ -31,7 +32,7 @@ def decode_example(model: nn.Module, batch: int, length: int) -> tuple[dict[str,
         InputError: the model is none of transformers, or takes no cache; a size is no positive number.
     """
     for option, size in (("batch", batch), ("length", length)):
-        if not isinstance(size, int) or isinstance(size, bool) or size < 1:
+        if not is_count(size):
             what = f"{size!r} is no size of a decode step"
             raise InputError(what, where=f"{option}=", why="it is an int of 1 or more", attempt=f"{option}=8")
     parameters = inspect.signature(model.forward).parameters

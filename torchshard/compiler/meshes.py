@@ -7,9 +7,9 @@ import re
 from collections.abc import Mapping
 from typing import Protocol, TypeAlias
 
-from torchshard.compiler.program import check_world_size
 from torchshard.core.errors import InputError
 from torchshard.core.mesh import DATA, SHORT, Data, Mesh, MeshAxis, data_names
+from torchshard.core.types import is_count
 from torchshard.plans.machine import check_data
 
 
@@ -87,8 +87,9 @@ def checked_world_size(world_size: int | None, mesh: MeshLike | None) -> int:
     """
     if world_size is None and mesh is not None:
         return math.prod(mesh_sizes(mesh).values())
-    check_world_size(world_size)
-    assert world_size is not None
+    if not is_count(world_size):
+        what = f"{world_size!r} is no number of ranks"
+        raise InputError(what, where="world_size=", why="it is an int of 1 or more", attempt="2")
     return world_size
 
 
@@ -107,7 +108,7 @@ def mesh_sizes(mesh: MeshLike) -> dict[str, int]:
             raise _error(f"a {type(mesh).__name__} is no mesh whose axes have names", "mesh=", attempt)
         sizes = dict(zip(names, shape, strict=True))
     for name, size in sizes.items():
-        if not isinstance(size, int) or isinstance(size, bool) or size < 1:
+        if not is_count(size):
             raise _error(f"the mesh has {size!r} ranks along {name!r}", "mesh=", '{"dp": 2, "tp": 4}')
         if not isinstance(name, str) or not re.fullmatch(r"[\w-]+", name):
             raise _error(f"{name!r} is no name of an axis", "mesh=", "letters, digits, _ and -, such as 'dp'")

@@ -603,18 +603,6 @@ def check_examples(example_inputs: object, example_kwargs: object) -> None:
             )
 
 
-def check_world_size(world_size: object) -> None:
-    """A number of ranks.
-
-    Raises:
-        InputError: it is none.
-    """
-    if not isinstance(world_size, int) or isinstance(world_size, bool) or world_size < 1:
-        raise InputError(
-            f"{world_size!r} is no number of ranks", where="world_size=", why="it is an int of 1 or more", attempt="2"
-        )
-
-
 def _trainable(captured: Captured, model: nn.Module) -> list[str]:
     """The names of the parameters and inputs that may have gradients."""
     trainable = [name for name, p in model.named_parameters() if p.requires_grad]

@@ -1,8 +1,8 @@
-"""Types of what comes from files, which may hold anything."""
+"""Types of what comes from files and callers, which may be anything."""
 
 from __future__ import annotations
 
-from typing import TypeVar
+from typing import TypeGuard, TypeVar
 
 T = TypeVar("T")
 
@@ -16,6 +16,11 @@ def is_of(kind: type[T], value: object) -> T:
     if type(value) is not kind:
         raise TypeError(f"expected {kind.__name__}, got {value!r:.40}")
     return value
+
+
+def is_count(value: object) -> TypeGuard[int]:
+    """Whether a value is an int of 1 or more; True is none."""
+    return isinstance(value, int) and not isinstance(value, bool) and value >= 1
 
 
 def texts(value: object) -> tuple[str, ...]:
