@@ -19,7 +19,7 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from torchshard.capture.namespaces import kind_of, version_of
-from torchshard.capture.signature import Leaves, ReferenceTo, argument_name, flatten, is_opened
+from torchshard.capture.signature import Leaves, ReferenceTo, argument_name, children, flatten
 
 Keys = tuple[Any, ...]
 """The names and indices that lead from (args, kwargs) to a value."""
@@ -67,11 +67,6 @@ def _write_tensors(holder: Any, values: Mapping[Any, object]) -> None:
             holder[name].copy_(value)
 
 
-def _children(value: object) -> dict[Any, object] | None:
-    """The values that a container or an object holds, by name or index; None if it is neither."""
-    return kind_of(value).read(value) if isinstance(value, (list, dict, tuple)) or is_opened(value) else None
-
-
 def _step(holder: object, name: object) -> str:
     """As pytree shows it: '[0]', "['h']" or '.keys'."""
     return f"[{name!r}]" if isinstance(holder, (list, dict, tuple)) else f".{name}"
@@ -106,11 +101,11 @@ class Arguments:
     def _note(self, keys: Keys, place: str, value: object) -> None:
         if isinstance(value, Tensor):
             self._versions[id(value)] = version_of(value)
-        children = _children(value)
-        if children is None or id(value) in self._holders:
+        held = children(value)
+        if held is None or id(value) in self._holders:
             return
-        self._holders[id(value)] = _Holder(keys, place, value, children)
-        for name, child in children.items():
+        self._holders[id(value)] = _Holder(keys, place, value, held)
+        for name, child in held.items():
             self._note((*keys, name), place + _step(value, name), child)
 
     def referencing(self, value: object) -> object:
@@ -154,7 +149,7 @@ class Arguments:
         """The objects that hold other values now, or tensors that were written to, and what they hold."""
         for holder in self._holders.values():
             before = holder.items
-            now = before if isinstance(holder.value, tuple) else _children(holder.value)
+            now = before if isinstance(holder.value, tuple) else children(holder.value)
             assert now is not None
             changed = {name for name, value in now.items() if name not in before or self._is_new(before[name], value)}
             if changed or now.keys() != before.keys():
@@ -206,9 +201,9 @@ def finder(arguments: object) -> Callable[[ReferenceTo], Any]:
         if not keys:
             return arguments
         if keys[:-1] not in opened:
-            children = _children(find(keys[:-1]))
-            assert children is not None
-            opened[keys[:-1]] = children
+            held = children(find(keys[:-1]))
+            assert held is not None
+            opened[keys[:-1]] = held
         return opened[keys[:-1]][keys[-1]]
 
     return lambda reference: find(reference.keys)

@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from torchshard.capture.looks import own_attributes, own_class
-from torchshard.capture.namespaces import array_content, has_attributes, is_array, values_of_object, version_of
+from torchshard.capture.namespaces import array_content, has_attributes, is_array, kind_of, values_of_object, version_of
 from torchshard.capture.visible import Visible, visible_from
 from torchshard.core.errors import InputError
 
@@ -350,21 +350,18 @@ def _repeated(value: object) -> frozenset[int]:
     counts: Counter[int] = Counter()
 
     def visit(held: object) -> None:
-        items: Iterable[object] = ()
-        if isinstance(held, (list, tuple)):
-            items = held
-        elif isinstance(held, dict):
-            items = held.values()
-        elif is_opened(held):
-            items = values_of_object(held).values()
-        else:
-            return
-        counts[id(held)] += not isinstance(held, tuple)
-        for item in items:
-            visit(item)
+        if (items := children(held)) is not None:
+            counts[id(held)] += not isinstance(held, tuple)
+            for item in items.values():
+                visit(item)
 
     visit(value)
     return frozenset(number for number, count in counts.items() if count > 1)
+
+
+def children(value: object) -> dict[Any, object] | None:
+    """The values that a container or an object holds, by name or index; None if it is neither."""
+    return kind_of(value).read(value) if isinstance(value, (list, dict, tuple)) or is_opened(value) else None
 
 
 def bound_call(model: nn.Module, args: Sequence[object], kwargs: Mapping[str, object]) -> inspect.BoundArguments:
