@@ -35,11 +35,8 @@ from torchshard.core.layouts import (
 )
 from torchshard.distributed.consistency import announces, note_unverified, verify_following_call
 from torchshard.distributed.group import Group
-from torchshard.distributed.memory import Call, call_of
+from torchshard.distributed.memory import Call, ReduceKind, call_of, op_text
 from torchshard.distributed.wire import Pending, collective, note
-
-ReduceKind = dist.ReduceOp | dist.ReduceOp.RedOpType
-"""`ReduceOp.SUM` and the like; PyTorch types them by a class of their own."""
 
 
 def convert(kernel: str, x: Tensor, source: Layout, target: Layout, group: Group, of: str = "") -> Tensor:
@@ -259,17 +256,12 @@ def reduced(x: Tensor, op: ReduceKind, group: Group, *, eager: str = "") -> Tens
     """
 
     def describe() -> str:
-        text = f"all_reduce, {op_name(op)}, of {type_text(x.dtype, x.shape)}"
+        text = f"all_reduce, {op_text(op)}, of {type_text(x.dtype, x.shape)}"
         return f"{text}, {eager}" if eager else text
 
     if not verify_following_call(group, describe, eager=x.device if eager else None) and eager:
         note_unverified(group, eager)
     return reducing(copied(x), op, group).wait()
-
-
-def op_name(op: ReduceKind) -> str:
-    """'SUM' for torch.distributed's ReduceOp.SUM."""
-    return str(op).rpartition(".")[2]
 
 
 def _slice(x: Tensor, source: Layout, target: Layout, group: Group) -> Tensor:

@@ -35,16 +35,8 @@ from torchshard.distributed.eager import (
     whole_size,
 )
 from torchshard.distributed.group import Group, own_group, peer
-from torchshard.distributed.kernels import (
-    ReduceKind,
-    as_sent,
-    copied,
-    gather_pieces,
-    op_name,
-    reduced,
-    scatter_pieces,
-    summable,
-)
+from torchshard.distributed.kernels import as_sent, copied, gather_pieces, reduced, scatter_pieces, summable
+from torchshard.distributed.memory import ReduceKind, op_text
 from torchshard.distributed.messages import start_receive, start_send
 from torchshard.distributed.wire import Handle, Pending, collective
 
@@ -114,7 +106,7 @@ def reduce_to(x: Tensor, dst: int = 0, op: ReduceKind = ReduceOp.SUM) -> Tensor:
         InputError: `x` requires a gradient, and `op` has none.
     """
     group = own_group()
-    verify_tensor_call(group, "reduce_to", x, valid=lambda: _check_op(x, op, dst=dst), dst=dst, op=op_name(op))
+    verify_tensor_call(group, "reduce_to", x, valid=lambda: _check_op(x, op, dst=dst), dst=dst, op=op_text(op))
     result = _reduced_to(x, dst, op, group)
     return result if needs_gradient(x) or group.rank != dst else fill(x, result)
 
@@ -168,7 +160,7 @@ def all_reduce(x: Tensor, op: ReduceKind = ReduceOp.SUM, *, async_op: bool = Fal
     if op == ReduceOp.SUM:
         return collectives.all_reduce(x, async_op=True) if async_op else collectives.all_reduce(x)
     group = own_group()
-    verify_tensor_call(group, "all_reduce", x, valid=lambda: _check_op(x, op, async_op=async_op), op=op_name(op))
+    verify_tensor_call(group, "all_reduce", x, valid=lambda: _check_op(x, op, async_op=async_op), op=op_text(op))
     result = _all_reduced(x, op, group)
     return result if needs_gradient(x) else fill(x, result)
 
@@ -187,7 +179,7 @@ def _check_op(x: Tensor, op: ReduceKind, *, async_op: bool = False, dst: int = 0
     peer(own_group(), dst, "dst")
     if async_op:
         raise InputError(
-            f"{op_name(op)} over the ranks has no asynchronous form",
+            f"{op_text(op)} over the ranks has no asynchronous form",
             where="all_reduce(async_op=True)",
             attempt="ReduceOp.SUM",
         )
@@ -200,7 +192,7 @@ def _check_op(x: Tensor, op: ReduceKind, *, async_op: bool = False, dst: int = 0
         )
     if op not in (ReduceOp.SUM, ReduceOp.AVG) and needs_gradient(x):
         raise InputError(
-            f"{op_name(op)} over the ranks has no gradient here",
+            f"{op_text(op)} over the ranks has no gradient here",
             where="op=",
             why="the tensor requires one",
             attempt="x.detach(), or ReduceOp.SUM or AVG",

@@ -16,7 +16,8 @@ from torchshard.core.mesh import DATA, MODEL, Mesh, MeshAxis, Place
 from torchshard.core.sharding import Cuts, Sharding, local_shape
 from torchshard.distributed.consistency import SAME_CALL, Facts, gather_bytes, run_on_all_ranks, verify_equal
 from torchshard.distributed.group import ALONE, Group, is_initialized, lookup, own_group
-from torchshard.distributed.kernels import ReduceKind, gathered, reduced
+from torchshard.distributed.kernels import gathered, reduced
+from torchshard.distributed.memory import ReduceKind
 from torchshard.distributed.process_groups import init_process_group
 
 T = TypeVar("T")

@@ -5,13 +5,13 @@ taken), `stream` (posts: what a rank does and sends, numbered), `exchanges` (col
 """
 
 from torchshard.distributed.memory.backend import BACKEND, MemoryProcessGroup, reach, register
-from torchshard.distributed.memory.exchanges import Numbers, start
+from torchshard.distributed.memory.exchanges import Numbers, ReduceKind, op_text, start
 from torchshard.distributed.memory.segment import Unreachable
 from torchshard.distributed.memory.stream import Call, Calls, Different, Stopped, call_of
 
 register()
 
 __all__ = [
-    "BACKEND", "Call", "Calls", "Different", "MemoryProcessGroup", "Numbers", "Stopped", "Unreachable", "call_of",
-    "reach", "start",
+    "BACKEND", "Call", "Calls", "Different", "MemoryProcessGroup", "Numbers", "ReduceKind", "Stopped", "Unreachable",
+    "call_of", "op_text", "reach", "start",
 ]  # fmt: skip
