@@ -21,6 +21,7 @@ from torchshard.capture.conditions import Condition, Number
 from torchshard.capture.recording import WHOLE, Recording, current_recording, use_recording
 from torchshard.capture.user_code import calling_line
 from torchshard.core.errors import CaptureError
+from torchshard.core.modules import storage_id
 from torchshard.core.patches import Patch, Patches
 from torchshard.core.rng_states import keeping_rng_states, set_rng_states
 from torchshard.ir.graph import uses_rng
@@ -147,7 +148,7 @@ def _needed_for(recording: Recording, node: fx.Node) -> list[fx.Node]:
 def _memory_of(node: fx.Node) -> set[int]:
     """The memory of a value; an op that writes returns what it has written to."""
     values = node.meta.get("val")
-    return {v.untyped_storage()._cdata for v in torch.utils._pytree.tree_leaves(values) if isinstance(v, Tensor)}
+    return {storage_id(v) for v in torch.utils._pytree.tree_leaves(values) if isinstance(v, Tensor)}
 
 
 def _writes(node: fx.Node) -> bool:

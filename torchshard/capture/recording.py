@@ -23,6 +23,7 @@ from torchshard.capture.signature import Leaves, flatten
 from torchshard.capture.user_code import calling_line
 from torchshard.core.autocast import autocasting, current_autocast
 from torchshard.core.errors import CaptureError
+from torchshard.core.modules import storage_id
 from torchshard.core.rng_states import RngStates
 from torchshard.custom_ops.whole import WholeCall, state_of
 
@@ -155,7 +156,7 @@ class _Effects(torch.utils._python_dispatch.TorchDispatchMode):
     def __init__(self, tensors: Sequence[Tensor]) -> None:
         super().__init__()
         self.uses_rng = self.writes = False
-        self._storages = {tensor.untyped_storage()._cdata for tensor in tensors}
+        self._storages = {storage_id(tensor) for tensor in tensors}
 
     def __torch_dispatch__(
         self,
@@ -167,7 +168,7 @@ class _Effects(torch.utils._python_dispatch.TorchDispatchMode):
         self.uses_rng = self.uses_rng or torch.Tag.nondeterministic_seeded in func.tags
         for value, argument in zip(args, func._schema.arguments, strict=False):
             if isinstance(value, Tensor) and argument.alias_info is not None and argument.alias_info.is_write:
-                self.writes = self.writes or value.untyped_storage()._cdata in self._storages
+                self.writes = self.writes or storage_id(value) in self._storages
         return func(*args, **(kwargs or {}))
 
 

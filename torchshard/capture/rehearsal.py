@@ -32,6 +32,7 @@ from torchshard.capture.signature import Leaves
 from torchshard.capture.tools import without_tools
 from torchshard.core.errors import CaptureError
 from torchshard.core.fakes import new_fake_mode
+from torchshard.core.modules import storage_id
 
 
 @dataclass(frozen=True)
@@ -172,8 +173,8 @@ class _Trace(TorchFunctionMode):
 
     def __init__(self, sources: Sequence[Tensor], watched: Sequence[Tensor] = ()) -> None:
         # The tensors stay referenced, so that no other storage can get the address of one of theirs.
-        self.derived = {_storage(t): t for t in sources}
-        self._watched = {_storage(t) for t in watched}
+        self.derived = {storage_id(t): t for t in sources}
+        self._watched = {storage_id(t) for t in watched}
         self.reads_watched = False
         self.ops: list[tuple[str, str]] = []
         """(name, the arguments that are no tensors) of each op."""
@@ -191,15 +192,11 @@ class _Trace(TorchFunctionMode):
         name = getattr(func, "__name__", str(func))
         results = [t for t in pytree.tree_leaves(result) if isinstance(t, Tensor)]
         results += operands[:1] if name in ("__setitem__", "__set__") else []
-        if results and any(_storage(t) in self.derived for t in operands):
-            self.reads_watched = self.reads_watched or any(_storage(t) in self._watched for t in operands)
+        if results and any(storage_id(t) in self.derived for t in operands):
+            self.reads_watched = self.reads_watched or any(storage_id(t) in self._watched for t in operands)
             self.ops.append((name, repr([x for x in leaves if not isinstance(x, Tensor)])))
-            self.derived |= {_storage(t): t for t in results}
+            self.derived |= {storage_id(t): t for t in results}
         return result
-
-
-def _storage(tensor: Tensor) -> int:
-    return int(tensor.untyped_storage()._cdata)
 
 
 def _difference(model: nn.Module, first: _Rehearsed, second: _Rehearsed) -> tuple[str, tuple[Place, ...]]:
@@ -222,9 +219,9 @@ def _difference(model: nn.Module, first: _Rehearsed, second: _Rehearsed) -> tupl
     of_call = {
         place: value
         for place in changed(before, between)
-        if isinstance(value := between.get(place), Tensor) and _storage(value) in first_trace.derived
+        if isinstance(value := between.get(place), Tensor) and storage_id(value) in first_trace.derived
     }
-    assigned = [buffer for buffer in model.buffers() if _storage(buffer) in first_trace.derived]
+    assigned = [buffer for buffer in model.buffers() if storage_id(buffer) in first_trace.derived]
     with _Trace([*sources, *assigned, *of_call.values()], list(of_call.values())) as second_trace:
         second.run()
     after = attributes(model)

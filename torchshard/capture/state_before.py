@@ -17,6 +17,7 @@ from torch.nn.modules import module as torch_module
 
 from torchshard.capture.namespaces import Place
 from torchshard.core.errors import CaptureError
+from torchshard.core.modules import storage_id
 
 
 class StateBefore:
@@ -67,10 +68,10 @@ class StateBefore:
         names = Counter(id(tensor) for _, before in self._held for tensor in before.values())
         for name, tensor, value in assigned:
             self._check(name, tensor, value, is_tied=names[id(tensor)] > 1)
-        written = {tensor.untyped_storage()._cdata for _, tensor, _ in assigned}
+        written = {storage_id(tensor) for _, tensor, _ in assigned}
 
         def kept(value: Any) -> Any:
-            is_old = isinstance(value, Tensor) and value.untyped_storage()._cdata in written
+            is_old = isinstance(value, Tensor) and storage_id(value) in written
             return value.clone() if is_old else value
 
         results = [kept(result) for result in results] if assigned else list(results)

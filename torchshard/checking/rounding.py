@@ -19,6 +19,7 @@ from torch import Tensor, fx
 from torch.fx.node import Argument
 
 from torchshard.core.hashing import spread
+from torchshard.core.modules import storage_id
 from torchshard.ir.graph import duplicate, fake_mode, is_float
 
 NUDGE_SEED = 104729
@@ -78,7 +79,7 @@ def _with_nudged_numbers(value: Tensor, operands: Sequence[Argument], generator:
 def _is_moved(value: Tensor, operands: Sequence[Argument]) -> bool:
     """Whether each element is zero or an element of an operand."""
     tensors = [x for x in operands if is_float(x)]
-    if any(value.untyped_storage()._cdata == x.untyped_storage()._cdata for x in tensors if x.layout == torch.strided):
+    if any(storage_id(value) == storage_id(x) for x in tensors if x.layout == torch.strided):
         return True
     numbers = [float(x) for x in operands if isinstance(x, (int, float))]
     written = torch.tensor([*numbers, 0.0], dtype=torch.float64, device="cpu")

@@ -1,4 +1,4 @@
-"""What modules hold."""
+"""What modules hold, and where."""
 
 from __future__ import annotations
 
@@ -11,3 +11,8 @@ def named_tensors(model: nn.Module) -> dict[str, Tensor]:
         *model.named_parameters(remove_duplicate=False),
         *model.named_buffers(remove_duplicate=False),
     ))  # fmt: skip
+
+
+def storage_id(tensor: Tensor) -> int:
+    """A number of the memory of a strided tensor: its views have the same while it lives."""
+    return int(tensor.untyped_storage()._cdata)

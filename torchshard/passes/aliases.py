@@ -17,6 +17,7 @@ from torch import fx
 from torch.fx.node import Target
 
 from torchshard.core.errors import CaptureError
+from torchshard.core.modules import storage_id
 from torchshard.custom_ops.with_value import WITH_VALUE
 from torchshard.ir.graph import bound_args, emit, is_float, is_inplace, is_tensor, where
 
@@ -143,7 +144,7 @@ def storage(node: fx.Node) -> int:
         value = value._values()
     elif value.layout != torch.strided:
         value = value.values()
-    return int(value.untyped_storage()._cdata)
+    return storage_id(value)
 
 
 def _invert_view(module: fx.GraphModule, view: fx.Node, base: fx.Node, value: fx.Node) -> fx.Node:

@@ -23,6 +23,7 @@ from torch import Tensor, fx
 from torch.autograd.graph import saved_tensors_hooks
 from torch.fx.node import Argument
 
+from torchshard.core.modules import storage_id
 from torchshard.core.overloads import functional_overload
 from torchshard.custom_ops.store import STORE
 from torchshard.custom_ops.with_value import WITH_VALUE
@@ -314,7 +315,7 @@ def _saves_for_gradient(aliases: Aliases, reader: fx.Node, value: fx.Node) -> bo
     saved = set[int]()
 
     def note(tensor: Tensor) -> Tensor:
-        saved.add(tensor.untyped_storage()._cdata)
+        saved.add(storage_id(tensor))
         return tensor
 
     def leaf(node: fx.Node) -> object:

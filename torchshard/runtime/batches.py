@@ -30,7 +30,7 @@ from torchshard.capture.visible import visible_to
 from torchshard.core.conversions import step_args
 from torchshard.core.errors import CaptureError
 from torchshard.core.layouts import I, Layout, Shard
-from torchshard.core.modules import named_tensors
+from torchshard.core.modules import named_tensors, storage_id
 from torchshard.core.user_files import warn
 from torchshard.distributed.group import Group
 from torchshard.distributed.ops import direct, hashable
@@ -88,7 +88,7 @@ def leaving(results: Sequence[Any], layouts: Sequence[Layout], group: Group) -> 
             if result.requires_grad:
                 result = _Crossing.apply(result, 1, group.size, False)
                 if torch._C._current_graph_task_id() == -1:  # else a checkpoint computes it again
-                    _WAITING[result.grad_fn] = _memory(result)
+                    _WAITING[result.grad_fn] = storage_id(result)
             _RESULTS.add(result)
         found.append(result)
     return found
@@ -127,10 +127,6 @@ class _Crossing(torch.autograd.Function):
         return _Crossing.apply(gradient, ctx.factor, ctx.ranks, not ctx.enters), None, None, None
 
 
-def _memory(x: Tensor) -> int:
-    return x.untyped_storage()._cdata
-
-
 class _Memories:
     """Tensors, known by their memory for as long as it is held elsewhere."""
 
@@ -144,17 +140,17 @@ class _Memories:
             self._held = {memory: held for memory, held in self._held.items() if not held.expired()}
             self._most = max(64, 2 * len(self._held))
         if x.layout == torch.strided:
-            self._held[_memory(x)] = StorageWeakRef(x.untyped_storage())
+            self._held[storage_id(x)] = StorageWeakRef(x.untyped_storage())
 
     def discard(self, x: Tensor) -> None:
         """Forgets a tensor, and what shares its memory."""
         if x in self:
-            del self._held[_memory(x)]
+            del self._held[storage_id(x)]
 
     def __contains__(self, x: Tensor) -> bool:
         if not self._held or x.layout != torch.strided:
             return False
-        held = self._held.get(_memory(x))
+        held = self._held.get(storage_id(x))
         return held is not None and not held.expired()
 
 
@@ -177,7 +173,7 @@ def _divide_grad(x: Tensor, node: Any, ranks: int) -> None:
     """
     if _DIVIDES in node.metadata or torch._C._current_graph_task_id() != -1:
         return
-    node.metadata[_DIVIDES], origins, memory = True, weakref.WeakKeyDictionary(_WAITING), _memory(x)
+    node.metadata[_DIVIDES], origins, memory = True, weakref.WeakKeyDictionary(_WAITING), storage_id(x)
     is_result, is_divided = x in _RESULTS, _watched_gradient(x)
 
     def divided(gradients: tuple[Tensor | None, ...]) -> tuple[Tensor | None, ...] | None:

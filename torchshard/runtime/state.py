@@ -23,7 +23,7 @@ from torchshard.core.errors import DistributedError, InputError
 from torchshard.core.hashing import hash_tensor, spread
 from torchshard.core.layouts import I, Layout, Shard
 from torchshard.core.mesh import MODEL
-from torchshard.core.modules import named_tensors
+from torchshard.core.modules import named_tensors, storage_id
 from torchshard.core.sharding import UNSHARDED, Sharding
 from torchshard.core.user_files import is_user_file
 from torchshard.distributed.consistency import gather_bytes
@@ -127,7 +127,7 @@ class State(ShardedSubmodule):
     def _parameter(self, name: str, tensor: Tensor) -> ShardedParameter:
         """The parameter with this first name and this memory; tied names get the same object."""
         parameter = self._ts_parameters.get(name)
-        if parameter is None or not _shares_memory(parameter, tensor):
+        if parameter is None or storage_id(parameter) != storage_id(tensor):
             source = self._source_tensor(name)
             parameter = ShardedParameter.of(tensor, self._sharding(name), self._ts_ranks, name, source.shape, self)
             copy_attributes(source, parameter)
@@ -335,7 +335,7 @@ class State(ShardedSubmodule):
             model._fix_own_layouts(layouts)
 
     def _fix_own_layouts(self, layouts: Mapping[str, Layout]) -> None:
-        swapped = [(n, t, _shares_memory(t, self._ts_tensors[n])) for n, t in self._ts_swapped]
+        swapped = [(n, t, storage_id(t) == storage_id(self._ts_tensors[n])) for n, t in self._ts_swapped]
         self._ts_swapped.clear()
         if self._ts_uncut:
             self._cut_all(layouts)
@@ -506,7 +506,7 @@ class State(ShardedSubmodule):
 
     def _whole_copy(self, tensor: Tensor, name: str) -> Tensor:
         whole = self._whole(tensor.detach(), name)
-        return whole.clone() if _shares_memory(whole, tensor) else whole
+        return whole.clone() if storage_id(whole) == storage_id(tensor) else whole
 
     def load_full_state_dict(self, state: Mapping[str, Tensor]) -> None:
         """Takes this rank's slices of an unsharded state dict (a collective call: all ranks must make it).
@@ -650,10 +650,6 @@ def _first_names(names: Sequence[str]) -> str:
 
 def _types(tensors: Mapping[str, Tensor]) -> dict[str, tuple[torch.Size, torch.dtype, torch.device]]:
     return {name: (tensor.shape, tensor.dtype, tensor.device) for name, tensor in tensors.items()}
-
-
-def _shares_memory(a: Tensor, b: Tensor) -> bool:
-    return a.untyped_storage()._cdata == b.untyped_storage()._cdata
 
 
 def check_full_state(state: Mapping[str, Tensor], shapes: Mapping[str, Sequence[int]]) -> None:
