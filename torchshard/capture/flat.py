@@ -37,7 +37,7 @@ from torchshard.capture.modes import modes_of
 from torchshard.capture.names import rename_nodes
 from torchshard.capture.recording import WHOLE
 from torchshard.capture.regions import detach_within_no_grad, inline_regions
-from torchshard.capture.shared_memory import constants_of, refuse_shared_constants
+from torchshard.capture.shared_memory import refuse_shared_constants
 from torchshard.capture.signature import Leaves, flatten_call
 from torchshard.capture.trace import trace
 from torchshard.capture.user_code import line_in
@@ -131,15 +131,16 @@ def _captured(
     model: nn.Module, call: Leaves, shapes: Sequence[frozenset[int]], divided: Mapping[int, int], *, repeating: bool
 ) -> Captured:
     traced = trace(model, call, shapes, repeating=repeating)
-    constants = constants_of(traced.exported)
-    refuse_shared_constants(model, traced.exported, constants, [condition for condition, _ in traced.conditions])
+    exported = traced.exported
+    constants = {path: exported.constants[path] for path in exported.graph_signature.lifted_tensor_constants}
+    refuse_shared_constants(model, exported, constants, [condition for condition, _ in traced.conditions])
     shared = shared_names(model)
     names = (*call.names, *call.number_names)
     inputs = tuple(f"{name} (argument)" if name in shared else name for name in names)
     memo = {id(t): without_storage(t) for t in (*model.parameters(), *model.buffers())}
-    graph = fx.GraphModule(traced.exported.graph_module, copy.deepcopy(traced.exported.graph_module.graph))
+    graph = fx.GraphModule(exported.graph_module, copy.deepcopy(exported.graph_module.graph))
     inline_regions(graph)
-    _describe_placeholders(graph.graph, traced.exported, inputs, shared)
+    _describe_placeholders(graph.graph, exported, inputs, shared)
     if traced.repeats is not None:
         repeat(graph.graph, traced.repeats, constants)
     _flatten(graph.graph, [whole_call.with_own_modules(memo) for whole_call in traced.whole])
@@ -157,7 +158,7 @@ def _captured(
         constants,
         traced.result,
         traced.changes,
-        assumption(graph.graph, traced.exported, sizes),
+        assumption(graph.graph, exported, sizes),
         len(guards(fake_mode(graph.graph))),
         traced.assigned,
         traced.left,

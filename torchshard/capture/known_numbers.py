@@ -88,7 +88,7 @@ def _condition(recording: Recording, node: fx.Node, read: Callable[[Tensor], Num
     for each in needed:
         copies[each] = graph.node_copy(each, copies.__getitem__)
     graph.output(copies[node])
-    module = fx.GraphModule(_constants_of(needed), graph)
+    module = fx.GraphModule(_with_constants(needed), graph)
     return Condition(module, tuple(names.values()), any(map(uses_rng, needed)), read, calling_line() or node.name)
 
 
@@ -164,7 +164,7 @@ def _draws(recording: Recording, node: fx.Node) -> bool:
     return recording.calls[cast(int, node.args[2])].uses_rng if node.target is WHOLE else uses_rng(node)
 
 
-def _constants_of(nodes: Sequence[fx.Node]) -> nn.Module:
+def _with_constants(nodes: Sequence[fx.Node]) -> nn.Module:
     """A module with the constants that some nodes read, as buffers."""
     mode: Any = get_proxy_mode()
     holder = nn.Module()

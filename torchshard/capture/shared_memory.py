@@ -203,20 +203,13 @@ def tensors_sharing(model: nn.Module) -> list[tuple[str, Tensor]]:
     return [(name, tensor) for name, tensor in named if name is not None]
 
 
-def constants_of(exported: ExportedProgram) -> dict[str, Tensor]:
-    """Path -> constant: a tensor that forward reads besides parameters, buffers and arguments."""
-    specs = exported.graph_signature.input_specs
-    paths = [spec.target for spec in specs if spec.kind.name == "CONSTANT_TENSOR" and spec.target]
-    return {path: exported.constants[path] for path in paths}
-
-
 def refuse_shared_constants(
     model: nn.Module, exported: ExportedProgram, constants: Mapping[str, Tensor], conditions: Iterable[Condition]
 ) -> None:
     """Checks that no constant shares memory with a parameter or buffer.
 
     Args:
-        constants: those of `constants_of`.
+        constants: path -> tensor that forward reads besides parameters, buffers and arguments.
         conditions: numbers that forward takes of tensors.
 
     Raises:
